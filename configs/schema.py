@@ -1,0 +1,106 @@
+"""The types of every config, assembled from the rooms' own dataclasses, and the rules that cross rooms.
+
+Types only: every value lives in one YAML file beside this one. Nothing here imports torch.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+from hydra.core.config_store import ConfigStore
+
+from data import DataConfig, TokenizerConfig
+from data.prepare import check_short_text
+from errors import UserError
+from model import AttentionConfig, GPTConfig, SamplingConfig
+from training import (
+    AdamWConfig,
+    CheckpointConfig,
+    EvalConfig,
+    MuonConfig,
+    ScheduleConfig,
+    TrainConfig,
+    WandbConfig,
+)
+from training.run import check_name
+
+
+@dataclass
+class Train:
+    """train.py"""
+
+    name: str | None
+    seed: int
+    device: str
+    dtype: str
+    compile: bool | None
+    deterministic: bool
+    resume: bool
+    model: GPTConfig
+    attention: AttentionConfig
+    data: DataConfig
+    tokenizer: TokenizerConfig
+    optimizer: Any  # one of OPTIMIZERS below, named in the group's own YAML files
+    schedule: ScheduleConfig
+    train: TrainConfig
+    eval: EvalConfig
+    checkpoint: CheckpointConfig
+    wandb: WandbConfig
+
+    def check(self) -> None:
+        """The rules that cross rooms. Raises UserError."""
+        if self.name is not None:
+            check_name(self.name)
+        if self.seed < 0:
+            raise UserError(f"seed={self.seed} must not be negative")
+        self.train.plan(world_size=1)
+        check_short_text(self.data, self.tokenizer, self.model.block_size)
+
+
+@dataclass
+class Sample(SamplingConfig):
+    """sample.py"""
+
+    run: str
+    checkpoint: str
+    prompt: str | None
+    prompt_file: str | None
+    num_samples: int
+    seed: int
+    device: str
+    dtype: str
+    attention: AttentionConfig
+
+    def check(self) -> None:
+        """Raises UserError."""
+        if self.checkpoint not in ("best", "last"):
+            raise UserError(f"checkpoint={self.checkpoint} is unknown; set best or last")
+        if self.num_samples < 1:
+            raise UserError(f"num_samples={self.num_samples} must be at least 1")
+        if self.seed < 0:
+            raise UserError(f"seed={self.seed} must not be negative")
+        if self.prompt is not None and self.prompt_file is not None:
+            raise UserError("prompt and prompt_file are both set; set one of them")
+
+
+@dataclass
+class Prepare:
+    """prepare.py"""
+
+    data: DataConfig
+    tokenizer: TokenizerConfig
+
+    def check(self) -> None:
+        """The rooms' own rules are all there is."""
+
+
+SCRIPTS = {"train": Train, "sample": Sample, "prepare": Prepare}
+OPTIMIZERS = {"adamw": AdamWConfig, "muon": MuonConfig}
+
+
+def register() -> None:
+    """Tell Hydra the types, so that a YAML file or an override that does not fit them fails while composing."""
+    store = ConfigStore.instance()
+    for name, node in SCRIPTS.items():
+        store.store(group="schema", name=name, node=node)
+    for name, node in OPTIMIZERS.items():
+        store.store(group="schema/optimizer", name=name, node=node)

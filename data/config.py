@@ -1,0 +1,33 @@
+"""Where text comes from and how it becomes tokens. Types and rules only; the values live in configs/."""
+
+from dataclasses import dataclass
+
+from errors import UserError
+
+
+@dataclass
+class DataConfig:
+    """source: a function in data/sources.py. path: a local file, instead of what the source would read.
+
+    val_fraction: how much of the text, at its end, is held out (whole documents where there are several).
+    """
+
+    name: str
+    source: str
+    path: str | None
+    url: str | None
+    val_fraction: float
+
+    def __post_init__(self):
+        if not 0 < self.val_fraction < 1:
+            raise UserError(f"data.val_fraction={self.val_fraction} must lie between 0 and 1; set, say, 0.1")
+        if self.source == "text" and self.path is None:
+            raise UserError("data=text needs a file to read; set data.path=FILE")
+
+
+@dataclass
+class TokenizerConfig:
+    """name: a function in data/tokenizer.py. vocab_size: an upper bound, for the vocabularies that are trained."""
+
+    name: str
+    vocab_size: int | None

@@ -1,0 +1,101 @@
+"""What a decoder may be. Types and rules only: the values live in configs/model/ and configs/attention/.
+
+Nothing here imports torch, so that a config is checked before the seconds that torch takes to import.
+"""
+
+from dataclasses import dataclass
+
+from errors import UserError
+
+NORMS = ("layernorm", "rmsnorm")
+MLPS = ("gelu", "relu2")
+POSITIONS = ("learned", "rotary")
+
+
+@dataclass
+class GPTConfig:
+    """The mathematics of the model; which kernel computes it is AttentionConfig's.
+
+    n_kv_head: key/value heads, each shared by n_head / n_kv_head query heads; None: as many as n_head.
+    dropout: probability, on the embeddings, the attention weights and both residual branches, as in GPT-2.
+    bias: whether linear layers and LayerNorms have one.
+    """
+
+    name: str
+    n_layer: int
+    n_head: int
+    n_kv_head: int | None
+    n_embd: int
+    block_size: int
+    dropout: float
+    bias: bool
+    norm: str
+    mlp: str
+    position: str
+    qk_norm: bool
+    tie_embeddings: bool
+
+    def __post_init__(self):
+        for key in ("n_layer", "n_head", "n_embd", "block_size"):
+            if getattr(self, key) < 1:
+                raise UserError(f"model.{key}={getattr(self, key)} must be at least 1")
+        if self.n_embd % self.n_head:
+            below, above = (self.n_embd // self.n_head) * self.n_head, (self.n_embd // self.n_head + 1) * self.n_head
+            fits = f"{below} or {above}" if below else above
+            raise UserError(
+                f"model.n_embd={self.n_embd} does not divide into model.n_head={self.n_head} heads; "
+                f"set model.n_embd={fits}, or another number of heads"
+            )
+        if self.kv_heads < 1 or self.n_head % self.kv_heads:
+            raise UserError(
+                f"model.n_kv_head={self.n_kv_head} does not divide model.n_head={self.n_head}; "
+                f"set one of {', '.join(str(g) for g in range(1, self.n_head + 1) if self.n_head % g == 0)}, or null"
+            )
+        if not 0.0 <= self.dropout < 1.0:
+            raise UserError(f"model.dropout={self.dropout} is a probability; set it from 0 to below 1")
+        for key, choices in (("norm", NORMS), ("mlp", MLPS), ("position", POSITIONS)):
+            if getattr(self, key) not in choices:
+                raise UserError(f"model.{key}={getattr(self, key)} is unknown; set one of {', '.join(choices)}")
+        if self.position == "rotary" and self.head_size % 2:
+            raise UserError(
+                f"model.position=rotary turns pairs of channels, and a head has {self.head_size} "
+                f"(model.n_embd / model.n_head); set model.n_embd={2 * self.n_embd}, or model.position=learned"
+            )
+
+    @property
+    def kv_heads(self) -> int:
+        return self.n_head if self.n_kv_head is None else self.n_kv_head
+
+    @property
+    def head_size(self) -> int:
+        return self.n_embd // self.n_head
+
+
+@dataclass
+class AttentionConfig:
+    """How attention is computed: the name of a function in model/attention.py."""
+
+    backend: str
+
+
+@dataclass
+class SamplingConfig:
+    """How text is drawn from the model's next-token probabilities: see model/generate.py.
+
+    max_new_tokens: the most tokens to generate. top_k, top_p: None: not filtered.
+    """
+
+    max_new_tokens: int
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+
+    def __post_init__(self):
+        if self.max_new_tokens < 0:
+            raise UserError(f"max_new_tokens={self.max_new_tokens} must not be negative")
+        if self.temperature < 0:
+            raise UserError(f"temperature={self.temperature} must not be negative; set 0 for greedy text, or, say, 0.8")
+        if self.top_k is not None and self.top_k < 1:
+            raise UserError(f"top_k={self.top_k} must be at least 1; set null to keep every token")
+        if self.top_p is not None and not 0 < self.top_p <= 1:
+            raise UserError(f"top_p={self.top_p} must lie above 0 and at most 1; set null to keep every token")

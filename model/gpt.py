@@ -1,0 +1,150 @@
+"""The decoder. With configs/model/gpt2.yaml it is GPT-2 (Radford et al., 2019), as nanoGPT and Hugging Face build it.
+
+- pre-norm blocks: x + attention(norm(x)), then x + mlp(norm(x)); a last norm before the head
+- positions are learned and added (GPT-2), or rotate q and k (RoPE, Su et al., arXiv:2104.09864)
+- LayerNorm or RMSNorm (Zhang & Sennrich, arXiv:1910.07467); GELU as GPT-2's tanh form, or squared ReLU
+  (Primer, So et al., arXiv:2109.08668); queries and keys normalised per head or not (Henry et al., arXiv:2010.04245)
+- which kernel computes attention is not known here: the model is handed an `attend` (model/attention.py)
+
+Initialisation, as GPT-2's code does it:
+
+    embeddings, linear weights      normal(0, 0.02)
+    projections into the residual   normal(0, 0.02 / sqrt(2 n_layer)): their sum keeps its variance over depth
+    biases                          zero
+    norms                           one (and zero for LayerNorm's bias)
+
+B batch, T time, C channels = n_embd, H query heads, G key/value heads, D head size, V vocabulary.
+"""
+
+import math
+from collections.abc import Callable
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from errors import UserError
+from model.config import GPTConfig
+
+
+def make_norm(config: GPTConfig, size: int) -> nn.Module:
+    if config.norm == "rmsnorm":
+        return nn.RMSNorm(size, eps=1e-5)
+    return nn.LayerNorm(size, eps=1e-5, bias=config.bias)
+
+
+def rotary_table(T: int, D: int, device=None) -> tuple[Tensor, Tensor]:
+    """cos and sin of position x frequency -> each (T, 1, D / 2), frequencies 10000^(-2i/D) (RoPE, eq. 15)."""
+    frequency = 10_000.0 ** (-torch.arange(0, D, 2, device=device).float() / D)
+    angle = torch.outer(torch.arange(T, device=device).float(), frequency)
+    return angle.cos().unsqueeze(1), angle.sin().unsqueeze(1)
+
+
+def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+    """Turn each channel pair (i, i + D/2) of x (B, T, heads, D) by its position's angle; lengths are kept."""
+    a, b = x.chunk(2, dim=-1)
+    return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).type_as(x)
+
+
+class CausalSelfAttention(nn.Module):
+    """Multi-head attention: project to heads, attend, concatenate, project back."""
+
+    def __init__(self, config: GPTConfig, attend: Callable[..., Tensor]):
+        super().__init__()
+        self.H, self.G, self.D = config.n_head, config.kv_heads, config.head_size
+        self.qkv = nn.Linear(config.n_embd, (self.H + 2 * self.G) * self.D, bias=config.bias)
+        self.proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
+        self.attend = attend
+        self.qk_norm = config.qk_norm
+        self.dropout = config.dropout
+
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
+        B, T, C = x.shape
+        q, k, v = self.qkv(x).view(B, T, -1, self.D).split((self.H, self.G, self.G), dim=2)  # (B, T, H or G, D)
+        if self.qk_norm:
+            q, k = F.rms_norm(q, (self.D,)), F.rms_norm(k, (self.D,))
+        if rotary is not None:
+            q, k = rotate(q, *rotary), rotate(k, *rotary)
+        y = self.attend(q, k, v, dropout_p=self.dropout if self.training else 0.0)
+        y = self.proj(y.reshape(B, T, C))
+        return F.dropout(y, self.dropout, self.training)
+
+
+class MLP(nn.Module):
+    """Four times as wide inside: C -> 4C -> C."""
+
+    def __init__(self, config: GPTConfig):
+        super().__init__()
+        self.fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
+        self.proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
+        self.squared_relu = config.mlp == "relu2"
+        self.dropout = config.dropout
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.fc(x)
+        x = F.relu(x).square() if self.squared_relu else F.gelu(x, approximate="tanh")
+        return F.dropout(self.proj(x), self.dropout, self.training)
+
+
+class Block(nn.Module):
+    def __init__(self, config: GPTConfig, attend: Callable[..., Tensor]):
+        super().__init__()
+        self.norm_attn = make_norm(config, config.n_embd)
+        self.attn = CausalSelfAttention(config, attend)
+        self.norm_mlp = make_norm(config, config.n_embd)
+        self.mlp = MLP(config)
+
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
+        x = x + self.attn(self.norm_attn(x), rotary)
+        return x + self.mlp(self.norm_mlp(x))
+
+
+class GPT(nn.Module):
+    """Tokens (B, T) -> logits (B, T, V). Weights are drawn from torch's global generator: seed it first."""
+
+    def __init__(self, config: GPTConfig, vocab_size: int, attend: Callable[..., Tensor]):
+        super().__init__()
+        self.config, self.vocab_size = config, vocab_size
+        self.wte = nn.Embedding(vocab_size, config.n_embd)
+        self.wpe = nn.Embedding(config.block_size, config.n_embd) if config.position == "learned" else None
+        self.blocks = nn.ModuleList(Block(config, attend) for _ in range(config.n_layer))
+        self.norm = make_norm(config, config.n_embd)
+        self.lm_head = nn.Linear(config.n_embd, vocab_size, bias=False)
+        self.init_weights()
+        if config.tie_embeddings:
+            self.lm_head.weight = self.wte.weight
+        if config.position == "rotary":
+            cos, sin = rotary_table(config.block_size, config.head_size)
+            self.register_buffer("rotary_cos", cos, persistent=False)
+            self.register_buffer("rotary_sin", sin, persistent=False)
+
+    @torch.no_grad()
+    def init_weights(self) -> None:
+        """Draw all weights anew, by the table at the top of this file."""
+        for name, p in self.named_parameters():
+            if p.ndim < 2:
+                nn.init.zeros_(p) if name.endswith("bias") else nn.init.ones_(p)
+            else:
+                into_residual = name.endswith("proj.weight")
+                nn.init.normal_(p, std=0.02 / math.sqrt(2 * self.config.n_layer) if into_residual else 0.02)
+
+    def forward(self, tokens: Tensor, targets: Tensor | None = None, reduction: str = "mean") -> Tensor:
+        """Logits (B, T, V) of the token after each; given targets (B, T), their cross entropy instead.
+
+        The loss is in nats, in float32 also under autocast; targets of -100 do not count. reduction is
+        cross_entropy's. Raises UserError where T exceeds block_size.
+        """
+        T = tokens.shape[1]
+        if self.config.block_size < T:
+            raise UserError(f"{T} tokens do not fit into model.block_size={self.config.block_size}")
+        x = self.wte(tokens)  # (B, T, C)
+        if self.wpe is not None:
+            x = x + self.wpe.weight[:T]
+        rotary = None if self.wpe is not None else (self.rotary_cos[:T], self.rotary_sin[:T])
+        x = F.dropout(x, self.config.dropout, self.training)
+        for block in self.blocks:
+            x = block(x, rotary)
+        logits = self.lm_head(self.norm(x))  # (B, T, V)
+        if targets is None:
+            return logits
+        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction=reduction)

@@ -1,0 +1,79 @@
+"""Write text with a trained model.
+
+    python sample.py                                      from the newest run
+    python sample.py run=mine prompt="def main(x):" num_samples=3 temperature=0.8 top_k=50 seed=1
+
+the keys most used:
+  run=NAME              a run below runs/; last is the newest
+  prompt=TEXT           what the text starts with; prompt_file=FILE reads it from a file
+  num_samples=N         how many texts
+  max_new_tokens=N      how long each may grow
+  temperature=X         0 is greedy, 1 is the model's own distribution
+  top_k=N, top_p=X      leave only the likeliest tokens
+  seed=N                decides the text
+  checkpoint=last       instead of the best
+"""
+
+if __name__ == "__main__":  # ahead of the imports below, which take seconds: a wrong word is answered at once
+    from configs.entry import start
+
+    config = start("sample", __doc__)
+
+import sys
+from pathlib import Path
+
+from configs.entry import run as run_main
+from configs.schema import Sample
+from data import tokenizer
+from errors import UserError
+from model import GPTConfig
+from model.attention import find, resolve
+from model.generate import generate
+from model.gpt import GPT
+from training import checkpoint, precision
+from training.run import find_run
+
+
+def main(config: Sample) -> int:
+    device = precision.resolve_device(config.device)
+    dtype = precision.resolve_dtype(config.dtype, device)
+    folder = find_run(config.run)
+
+    # Model, vocabulary and tokenizer come from the checkpoint alone.
+    path = folder / "checkpoints" / f"{config.checkpoint}.pt"
+    saved = checkpoint.load(path)
+    model_config = GPTConfig(**saved["model_config"])
+    encoding = tokenizer.from_spec(saved["tokenizer"])
+    resolve(
+        config.attention.backend, B=1, T=model_config.block_size, H=model_config.n_head, G=model_config.kv_heads,
+        D=model_config.head_size, dtype=dtype, device=device, dropout_p=0.0, grad=False,
+    )  # fmt: skip
+    model = GPT(model_config, saved["vocab_size"], find(config.attention.backend).attend)
+    model.load_state_dict(saved["model"])
+    model.to(device).eval()
+
+    prompt = read_prompt(config)
+    tokens = list(tokenizer.encode(encoding, prompt, "the prompt")) if prompt else tokenizer.beginning(encoding)
+    print(f"{path}, step {saved['step']:,}, seed {config.seed}", file=sys.stderr)
+    for i in range(config.num_samples):
+        if config.num_samples > 1:
+            print(f"--- {i + 1} ---", file=sys.stderr)
+        with precision.autocast(device, dtype):
+            end = tokenizer.end_of_text(encoding)
+            new = list(generate(model, tokens, config, seed=config.seed + i, end=end))
+        print(prompt + encoding.decode(new))
+    return 0
+
+
+def read_prompt(config: Sample) -> str:
+    """The prompt's text, "" for none. Raises UserError for a file that cannot be read."""
+    if config.prompt_file is None:
+        return config.prompt or ""
+    try:
+        return Path(config.prompt_file).read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"prompt_file={config.prompt_file} cannot be read ({error}); set a text file") from None
+
+
+if __name__ == "__main__":
+    sys.exit(run_main(main, config))

@@ -1,0 +1,210 @@
+"""Train a GPT.
+
+    python train.py                                       a small model of Python code, in about two minutes
+    python train.py data=text data.path=mybook.txt        a text file of your own
+    python train.py experiment=shakespeare_char_cpu       a whole recipe
+    python train.py name=mine train.steps=4000            continues runs/mine where it stopped
+
+the keys most used:
+  name=NAME             the run's folder below runs/; the same name again continues it
+  experiment=NAME       a whole recipe from configs/experiment/
+  data.path=FILE        the text to train on (with data=text)
+  train.steps=N         optimizer steps, and train.minutes=M a budget of time
+  train.batch_size=N    sequences per step; train.micro_batch_size=N fits them into memory piece by piece
+  model.n_layer=N       with model.n_head, model.n_embd and model.block_size: the model's size
+  optimizer.lr=X        the peak learning rate
+  eval.every=N          steps between looks at the validation loss
+  device=cuda           or cpu, mps; dtype=bfloat16 and compile=true likewise
+  seed=N                another draw of weights and batches
+"""
+
+if __name__ == "__main__":  # ahead of the imports below, which take seconds: a wrong word is answered at once
+    from configs.entry import start
+
+    config = start("train", __doc__)
+
+import sys
+import time
+from dataclasses import asdict
+from math import inf, log
+
+import tiktoken
+import torch
+
+from compare.curve import plot_loss
+from configs.entry import run as run_main
+from configs.schema import Train
+from data import tokenizer
+from data.loader import Loader
+from data.prepare import prepare
+from model import SamplingConfig
+from model.attention import find, resolve
+from model.cost import flops_per_token, n_params
+from model.generate import generate
+from model.gpt import GPT
+from training import checkpoint, meter, optimizer, precision
+from training.distributed import Dist
+from training.progress import TrainingProgress, closing, headline
+from training.run import Run, StopRequest
+from training.schedule import lr_fraction, run_progress
+from training.tracking import Metrics, Tracker, Wandb
+
+
+def main(config: Train) -> int:
+    # What will run is settled before anything is computed or written.
+    dist = Dist.from_environment()
+    device = precision.resolve_device(config.device)
+    dtype = precision.resolve_dtype(config.dtype, device)
+    compiled = precision.resolve_compile(config.compile, device)
+    steps, minutes, batch_size = config.train.steps, config.train.minutes, config.train.batch_size
+    micro_batch_size, accumulation = config.train.plan(dist.world_size)
+    block_size = config.model.block_size
+    attention = resolve(
+        config.attention.backend, B=micro_batch_size, T=block_size, H=config.model.n_head, G=config.model.kv_heads,
+        D=config.model.head_size, dtype=dtype, device=device, dropout_p=config.model.dropout,
+    )  # fmt: skip
+    precision.set_up(device, config.deterministic, config.attention.backend)
+
+    # Text, model, optimizer.
+    prepared = prepare(config.data, config.tokenizer, block_size)
+    encoding = prepared.encoding
+    loader = Loader(prepared, block_size, config.seed, device)
+    torch.manual_seed(config.seed)
+    model = GPT(config.model, encoding.n_vocab, find(config.attention.backend).attend).to(device)
+    forward = torch.compile(model, dynamic=False) if compiled else model
+    optimizers = optimizer.build(model, config.optimizer)
+    scaler = precision.grad_scaler(device, dtype)
+    state = checkpoint.State(model, optimizers, scaler)
+    about = checkpoint.about(config, prepared.meta)
+
+    with Run(config.name, f"{config.data.name}-{config.model.name}-{config.attention.backend}", config.resume) as run:
+        if run.last.exists():
+            saved = checkpoint.load(run.last)
+            checkpoint.check_identity(run.folder, saved["identity"], about["identity"])
+            state.restore(saved)
+        progress = run_progress(state.step, steps, state.seconds, minutes)
+        if progress >= 1:
+            print(f"{run.folder} is finished, at step {state.step}; set a larger train.steps to go on, or another name")
+            return 0
+
+        tokens_per_step = batch_size * block_size
+        flops = flops_per_token(config.model, encoding.n_vocab, block_size) * tokens_per_step
+        speed = meter.Speed(device, tokens_per_step, flops, meter.peak_flops(device, dtype) * dist.world_size)
+        facts = meter.environment(device) | {
+            "dtype": str(dtype).removeprefix("torch."), "compile": compiled, "attention": asdict(attention),
+            "n_params": n_params(model), "vocab_size": encoding.n_vocab, "accumulation": accumulation,
+            "data": str(prepared.folder),
+        }  # fmt: skip
+        run.begin(asdict(config), facts)
+        wandb = Wandb(config.wandb, run, asdict(config), state.wandb_id)
+        state.wandb_id = wandb.id
+        metrics = Metrics(run.folder / "metrics.jsonl", state.step)
+
+        def look() -> dict:
+            """The validation loss, and a text."""
+            size = micro_batch_size
+            return evaluate(forward, loader, encoding, config.eval.batches, size, device, dtype) | {
+                "sample": write_text(model, encoding, config.eval.sample, config.seed + state.step)
+            }
+
+        with (
+            Tracker(metrics, wandb, scaler) as tracker,
+            StopRequest() as stop,
+            TrainingProgress(steps, progress) as show,
+        ):
+            show.say(headline(run.folder, config, facts, prepared.meta, state.step))
+            meter.reset_peak_memory(device)
+            started = time.perf_counter() - state.seconds
+            if state.step == 0:
+                row = {"step": 0, "tokens": 0, "seconds": 0.0} | look()
+                tracker.log(row)
+                show.evaluated(row)
+
+            while progress < 1 and not stop.requested:
+                # One optimizer step, on batch_size sequences, micro_batch_size at a time.
+                speed.start()
+                fraction = lr_fraction(config.schedule, state.step, steps, progress)
+                optimizer.set_lr(optimizers, fraction)
+                loss = torch.zeros((), device=device)
+                first, _ = dist.share(state.step * batch_size, batch_size)
+                for micro in range(accumulation):
+                    x, y = loader.batch("train", first + micro * micro_batch_size, micro_batch_size)
+                    dist.seed(config.seed, state.step, micro)
+                    with precision.autocast(device, dtype):
+                        micro_loss = forward(x, y) / accumulation
+                    scaler.scale(micro_loss).backward()
+                    loss += micro_loss.detach()
+                for each in optimizers:
+                    scaler.unscale_(each)
+                grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.train.grad_clip or inf)
+                for each in optimizers:
+                    scaler.step(each)
+                    each.zero_grad(set_to_none=True)
+                scaler.update()
+                timing = speed.stop()
+
+                # What came of it: a row of numbers, now and then a look at unseen text, and a checkpoint.
+                state.step += 1
+                state.seconds = time.perf_counter() - started
+                progress = run_progress(state.step, steps, state.seconds, minutes)
+                row = {
+                    "step": state.step, "tokens": state.step * tokens_per_step, "seconds": state.seconds,
+                    "train/loss": loss, "grad_norm": grad_norm, "lr": config.optimizer.lr * fraction,
+                }  # fmt: skip
+                better = False
+                if state.step % config.eval.every == 0 or progress >= 1:
+                    row |= look() | {"peak_memory_bytes": meter.peak_memory_bytes(device)}
+                    better = row["val/loss"] < state.best_val_loss
+                    show.evaluated(row, better)
+                tracker.log(row, timing)
+                show.update(state.step, progress, tracker.last)
+                if better or state.step % config.checkpoint.every == 0 or progress >= 1 or stop.requested:
+                    tracker.flush(sync=True)
+                    if better:
+                        state.best_val_loss = row["val/loss"]
+                        state.save(run.best, about)
+                    state.save(run.last, about)
+                    run.update(state.counters() | speed.median() | tracker.summary())
+                    wandb.set_summary(run.summary)
+
+        plot_loss(run.folder)
+        if progress < 1:
+            raise KeyboardInterrupt(
+                f"stopped at step {state.step} and saved; python train.py name={run.name} ... goes on"
+            )
+        print(closing(run.summary, run.folder))
+        return 0
+
+
+@torch.no_grad()
+def evaluate(
+    forward, loader: Loader, encoding: tiktoken.Encoding, batches: int | None, size: int, device, dtype
+) -> dict:
+    """Mean loss per token in nats, and in bits per byte of text, over `batches` batches of `size` validation windows.
+
+    batches None: over the whole validation text, each of its tokens counting exactly once.
+    """
+    windows = loader.val_windows if batches is None else min(loader.val_windows, batches * size)
+    stride = loader.val_windows // windows  # spread over all of the text
+    lengths = torch.from_numpy(tokenizer.token_bytes(encoding)).to(device)
+    nats = torch.zeros((), dtype=torch.float64 if device.type != "mps" else torch.float32, device=device)
+    tokens = text_bytes = 0
+    forward.eval()
+    for first in range(0, windows, size):
+        x, y = loader.batch("val", first * stride, min(size, windows - first), stride)
+        with precision.autocast(device, dtype):
+            nats += forward(x, y, reduction="sum")
+        counted = y[y >= 0]
+        tokens, text_bytes = tokens + counted.numel(), text_bytes + lengths[counted].sum()
+    forward.train()
+    return {"val/loss": nats.item() / tokens, "val/bpb": nats.item() / log(2) / max(1, int(text_bytes))}
+
+
+def write_text(model: GPT, encoding: tiktoken.Encoding, sampling: SamplingConfig, seed: int) -> str:
+    """A text from nothing, by the model as it is now."""
+    end = tokenizer.end_of_text(encoding)
+    return encoding.decode(list(generate(model, tokenizer.beginning(encoding), sampling, seed=seed, end=end)))
+
+
+if __name__ == "__main__":
+    sys.exit(run_main(main, config))

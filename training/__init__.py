@@ -1,0 +1,21 @@
+"""What stands around the loop: optimizers, schedule, checkpoints, tracking, devices."""
+
+from training.config import (
+    AdamWConfig,
+    CheckpointConfig,
+    EvalConfig,
+    MuonConfig,
+    ScheduleConfig,
+    TrainConfig,
+    WandbConfig,
+)
+
+__all__ = [
+    "AdamWConfig",
+    "CheckpointConfig",
+    "EvalConfig",
+    "MuonConfig",
+    "ScheduleConfig",
+    "TrainConfig",
+    "WandbConfig",
+]

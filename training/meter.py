@@ -1,0 +1,160 @@
+"""Time, memory and throughput, measured so that they can be believed."""
+
+import os
+import platform
+import shlex
+import statistics
+import subprocess
+import sys
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+
+import torch
+
+# Peak dense matrix-product FLOP/s by name and dtype, from the makers' data sheets.
+GPU_PEAK = {
+    "H200": {torch.bfloat16: 989e12, torch.float16: 989e12, torch.float32: 67e12},
+    "H100": {torch.bfloat16: 989e12, torch.float16: 989e12, torch.float32: 67e12},
+    "A100": {torch.bfloat16: 312e12, torch.float16: 312e12, torch.float32: 19.5e12},
+    "L40S": {torch.bfloat16: 362e12, torch.float16: 362e12, torch.float32: 91.6e12},
+    "RTX 4090": {torch.bfloat16: 165e12, torch.float16: 165e12, torch.float32: 82.6e12},
+}
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """FLOP/s that matrix products can reach here: a known GPU's, else the best of a few large products, measured."""
+    if device.type == "cuda":
+        name = torch.cuda.get_device_name(device)
+        known = next((peaks for gpu, peaks in GPU_PEAK.items() if gpu in name and "PCIe" not in name), {})
+        if dtype in known:
+            return known[dtype]
+    size = 8192 if device.type == "cuda" else 1024
+    a = torch.randn(size, size, device=device).to(dtype)
+    best = 0.0
+    for _ in range(6):
+        synchronize(device)
+        started = time.perf_counter()
+        a @ a
+        synchronize(device)
+        best = max(best, 2 * size**3 / (time.perf_counter() - started))
+    return best
+
+
+def synchronize(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)
+    elif device.type == "mps":
+        torch.mps.synchronize()
+
+
+class Speed:
+    """How long steps take, on the device's own time line: CUDA events, which nothing waits for until they are read.
+
+    tokens, flops: of one optimizer step, over all devices. peak: FLOP/s that all devices could reach.
+    """
+
+    def __init__(self, device: torch.device, tokens: int, flops: float, peak: float):
+        self.cuda, self.tokens, self.flops, self.peak = device.type == "cuda", tokens, flops, peak
+        self.seconds: list[float] = []
+
+    def start(self) -> None:
+        self.started = self._mark()
+
+    def stop(self) -> Callable[[], dict]:
+        """End of a step -> a function that gives its numbers: step_ms, tokens_per_second, mfu (a part of the peak)."""
+        start, end = self.started, self._mark()
+
+        def numbers() -> dict:
+            seconds = self._between(start, end)
+            self.seconds.append(seconds)
+            return self._rates(seconds)
+
+        return numbers
+
+    def median(self) -> dict:
+        """The same numbers of the median step; the first five, in which things warm up, do not count if more follow."""
+        steps = self.seconds[5:] or self.seconds
+        return self._rates(statistics.median(steps)) if steps else dict.fromkeys(self._rates(1.0))
+
+    def _rates(self, seconds: float) -> dict:
+        return {
+            "step_ms": 1000 * seconds,
+            "tokens_per_second": self.tokens / seconds,
+            "mfu": self.flops / seconds / self.peak,
+        }
+
+    def _mark(self):
+        if not self.cuda:
+            return time.perf_counter()
+        event = torch.cuda.Event(enable_timing=True)
+        event.record()
+        return event
+
+    def _between(self, start, end) -> float:
+        if not self.cuda:
+            return end - start
+        end.synchronize()
+        return start.elapsed_time(end) / 1000
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    elif Path("/proc/self/clear_refs").exists():
+        try:
+            Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM (proc(5))
+        except OSError:
+            return  # not allowed in some containers: the peak then counts from the start of the process
+
+
+def peak_memory_bytes(device: torch.device) -> int | None:
+    """The most memory in use since the reset: CUDA's allocator's, or on Linux the process's. None: unknown."""
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    status = Path("/proc/self/status")
+    if not status.exists():
+        return None
+    line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+    return int(line.split()[1]) * 1024
+
+
+def environment(device: torch.device) -> dict:
+    """The machine, the software and the command, for summary.json."""
+    return {
+        "device": device.type,
+        "device_name": device_name(device),
+        "threads": torch.get_num_threads(),
+        "tf32": torch.backends.cuda.matmul.allow_tf32,
+        "versions": versions(),
+        "commit": commit(),
+        "command": shlex.join(["python", *sys.argv]),
+    }
+
+
+def device_name(device: torch.device) -> str:
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    cpuinfo = Path("/proc/cpuinfo")
+    names = [x for x in cpuinfo.read_text().splitlines() if x.startswith("model name")] if cpuinfo.exists() else []
+    model = names[0].split(":")[1].strip() if names else platform.processor() or platform.machine()
+    return f"{model}, {os.cpu_count()} cores"
+
+
+def versions() -> dict[str, str]:
+    found = {"python": platform.python_version()}
+    for name in ("trilgpt", "torch", "hydra-core", "datasets", "tiktoken", "wandb", "numpy"):
+        with suppress(PackageNotFoundError):  # a checkout can be run without being installed
+            found[name] = version(name)
+    return found
+
+
+def commit() -> str | None:
+    """The commit of this checkout, "+" behind it if files were changed since. None outside a checkout."""
+    ask = ["git", "describe", "--always", "--abbrev=40", "--dirty=+"]
+    try:
+        return subprocess.run(ask, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip() or None
+    except FileNotFoundError:  # no git here
+        return None

@@ -1,0 +1,59 @@
+"""Muon: momentum, orthogonalised (Jordan et al., 2024, https://kellerjordan.github.io/posts/muon/).
+
+torch.optim.Muon computes in bfloat16 whatever the device, which a CPU without bfloat16 instructions does a thousand
+times slower than float32, and takes matrices one by one; this one computes in float32 off the GPU, and all matrices
+of one shape together.
+"""
+
+import math
+from collections import defaultdict
+
+import torch
+from torch import Tensor
+from torch.optim import Optimizer
+
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # a quintic that lifts small singular values fast
+
+
+def orthogonalize(matrices: Tensor, steps: int) -> Tensor:
+    """The nearest semi-orthogonal matrices, roughly, of (N, rows, columns): singular values end up within 0.7 to 1.2.
+
+    Newton-Schulz iteration X <- aX + (bA + cA^2)X with A = XX^T, on the shorter side.
+    """
+    a, b, c = COEFFICIENTS
+    tall = matrices.shape[-2] > matrices.shape[-1]
+    X = matrices.bfloat16() if matrices.is_cuda else matrices.float()
+    X = X.mT if tall else X
+    X = X / (X.norm(dim=(-2, -1), keepdim=True) + 1e-7)
+    for _ in range(steps):
+        A = X @ X.mT
+        X = torch.baddbmm(X, torch.baddbmm(A, A, A, beta=b, alpha=c), X, beta=a)
+    return (X.mT if tall else X).type_as(matrices)
+
+
+class Muon(Optimizer):
+    """For matrices alone. The update of a matrix is scaled by sqrt(max(1, rows / columns))."""
+
+    def __init__(self, params, lr: float, momentum: float, weight_decay: float, ns_steps: int):
+        super().__init__(params, dict(lr=lr, momentum=momentum, weight_decay=weight_decay, ns_steps=ns_steps))
+
+    @torch.no_grad()
+    def step(self, closure=None) -> None:
+        for group in self.param_groups:
+            by_shape = defaultdict(list)
+            for p in group["params"]:
+                if p.grad is not None:
+                    by_shape[p.shape].append(p)
+            for (rows, columns), params in by_shape.items():
+                self._update(params, group, math.sqrt(max(1.0, rows / columns)))
+
+    def _update(self, params: list[Tensor], group: dict, scale: float) -> None:
+        for p in params:
+            if "momentum_buffer" not in self.state[p]:
+                self.state[p]["momentum_buffer"] = torch.zeros_like(p)
+        grads, buffers = [p.grad for p in params], [self.state[p]["momentum_buffer"] for p in params]
+        torch._foreach_lerp_(buffers, grads, 1 - group["momentum"])
+        nesterov = torch._foreach_lerp(grads, buffers, group["momentum"])
+        updates = orthogonalize(torch.stack(nesterov), group["ns_steps"])
+        torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
+        torch._foreach_add_(params, list(updates.unbind()), alpha=-group["lr"] * scale)

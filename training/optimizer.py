@@ -1,0 +1,82 @@
+"""Which update each parameter gets.
+
+A new optimizer is one function here, in OPTIMIZERS, its dataclass in training/config.py, and one YAML file in
+configs/optimizer/. A function returns a list, since one recipe can need several; every parameter group carries
+its `peak_lr`, which the schedule scales.
+"""
+
+from collections.abc import Callable
+
+import torch
+from torch import nn
+from torch.optim import Optimizer
+
+from errors import UserError
+from training.config import AdamWConfig, MuonConfig
+from training.muon import Muon
+
+
+def _group(params: list[nn.Parameter], lr: float, weight_decay: float) -> dict:
+    return {"params": params, "lr": lr, "peak_lr": lr, "weight_decay": weight_decay}
+
+
+def adamw(model: nn.Module, config: AdamWConfig) -> list[Optimizer]:
+    """AdamW on everything; biases and norms, which have fewer than two dimensions, do not decay."""
+    params = list(model.parameters())
+    groups = [
+        _group([p for p in params if p.ndim >= 2], config.lr, config.weight_decay),
+        _group([p for p in params if p.ndim < 2], config.lr, 0.0),
+    ]
+    groups = [group for group in groups if group["params"]]
+    return [torch.optim.AdamW(groups, betas=tuple(config.betas), eps=config.eps, fused=True)]
+
+
+def muon(model: nn.Module, config: MuonConfig) -> list[Optimizer]:
+    """Muon on the matrices inside the blocks; AdamW, each with its own rate, on embeddings, head, norms and biases."""
+    inside = {id(p) for p in model.blocks.parameters() if p.ndim == 2}
+    matrices = [p for p in model.parameters() if id(p) in inside]
+    head = [] if model.lm_head.weight is model.wte.weight else [model.lm_head.weight]
+    taken = inside | {id(p) for p in head}
+    embeddings = [p for p in model.parameters() if p.ndim == 2 and id(p) not in taken]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    groups = [
+        _group(embeddings, config.embedding_lr, 0.0),
+        _group(head, config.head_lr, 0.0),
+        _group(vectors, config.norm_lr, 0.0),
+    ]
+    groups = [group for group in groups if group["params"]]
+    return [
+        Muon([_group(matrices, config.lr, config.weight_decay)], config.lr, config.momentum, 0.0, config.ns_steps),
+        torch.optim.AdamW(groups, betas=tuple(config.betas), eps=config.eps, fused=True),
+    ]
+
+
+OPTIMIZERS: dict[str, Callable[..., list[Optimizer]]] = {f.__name__: f for f in (adamw, muon)}
+
+
+def build(model: nn.Module, config: AdamWConfig | MuonConfig) -> list[Optimizer]:
+    """The optimizers that `config` asks for, over all of the model's parameters. Raises UserError."""
+    if config.name not in OPTIMIZERS:
+        raise UserError(f"optimizer.name={config.name} is unknown; set one of {', '.join(OPTIMIZERS)}")
+    return OPTIMIZERS[config.name](model, config)
+
+
+def set_lr(optimizers: list[Optimizer], fraction: float) -> None:
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = group["peak_lr"] * fraction
+
+
+def state_by_name(model: nn.Module, optimizers: list[Optimizer]) -> dict[str, dict]:
+    """All optimizers' state as one dict, keyed by parameter name: {name: {"exp_avg": tensor, ...}}."""
+    state = {p: s for optimizer in optimizers for p, s in optimizer.state.items()}
+    return {name: state[p] for name, p in model.named_parameters() if p in state}
+
+
+def load_state_by_name(model: nn.Module, optimizers: list[Optimizer], state: dict[str, dict]) -> None:
+    """Put back what state_by_name gave. Rates, betas and decay stay the optimizers' own: the config wins."""
+    names = {p: name for name, p in model.named_parameters()}
+    for optimizer in optimizers:
+        params = [p for group in optimizer.param_groups for p in group["params"]]
+        by_index = {i: state[names[p]] for i, p in enumerate(params) if names[p] in state}
+        optimizer.load_state_dict({"state": by_index, "param_groups": optimizer.state_dict()["param_groups"]})

@@ -1,0 +1,77 @@
+"""Which device, which numbers, which compiler: what a config leaves open is decided here and put on record."""
+
+import os
+import shutil
+from contextlib import AbstractContextManager, nullcontext
+
+import torch
+
+from errors import UserError
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+
+
+def resolve_device(name: str) -> torch.device:
+    """auto: the GPU if there is one, else the CPU. Raises UserError for a device that is not there."""
+    there = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    if name == "auto":
+        return torch.device("cuda" if there["cuda"] else "mps" if there["mps"] else "cpu")
+    if not there.get(name):
+        have = ", ".join(device for device, is_there in there.items() if is_there)
+        what = "is not on this machine, or this torch cannot use it" if name in there else "is unknown"
+        raise UserError(f"device={name} {what}; set device=auto, or one of what is here: {have}")
+    return torch.device(name)
+
+
+def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+    """auto: bfloat16 on a GPU that has it, else float32. Raises UserError for what the device cannot train in."""
+    if name == "auto":
+        return torch.bfloat16 if device.type == "cuda" and torch.cuda.is_bf16_supported() else torch.float32
+    if name not in DTYPES:
+        raise UserError(f"dtype={name} is unknown; set auto, {', '.join(DTYPES)}")
+    if name == "float16" and device.type != "cuda":
+        raise UserError(f"dtype=float16 trains on cuda alone, not on {device.type}; set dtype=bfloat16 or float32")
+    return DTYPES[name]
+
+
+def resolve_compile(wanted: bool | None, device: torch.device) -> bool:
+    """null: on CUDA where Triton is there; never on a CPU, where compiling a small model costs more than it saves.
+
+    Raises UserError where compiling is asked for and no compiler is there.
+    """
+    if device.type == "cuda":
+        from torch.utils._triton import has_triton
+
+        able, lacks = has_triton(), "Triton"
+    else:
+        compiler = os.environ.get("CXX", "c++")
+        able = any(shutil.which(c) for c in (compiler, "g++", "clang++"))
+        lacks = "a C++ compiler (g++)"
+    if wanted and not able:
+        raise UserError(f"compile=true needs {lacks}, which is not installed; install it, or set compile=false")
+    return able and device.type == "cuda" if wanted is None else wanted
+
+
+def set_up(device: torch.device, deterministic: bool, attention: str) -> None:
+    """Process-wide settings, before the first tensor is on the device.
+
+    float32 means float32: TF32 stays off. The compile cache is kept apart per attention backend, since PyTorch's
+    choice of kernel is not part of the cache's key.
+    """
+    torch.set_float32_matmul_precision("highest")
+    torch.compiler.config.cache_key_tag = f"attention={attention}"
+    if deterministic:
+        os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
+        torch.use_deterministic_algorithms(True)
+    if device.type == "cuda":
+        torch.cuda.set_device(device.index or 0)
+
+
+def autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager:
+    """Matrix products in `dtype`, weights and sums in float32."""
+    return nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype=dtype)
+
+
+def grad_scaler(device: torch.device, dtype: torch.dtype) -> torch.amp.GradScaler:
+    """Keeps float16 gradients from underflowing (Micikevicius et al., arXiv:1710.03740); does nothing otherwise."""
+    return torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)

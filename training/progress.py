@@ -1,0 +1,100 @@
+"""What a person sees while a model trains: a bar on a terminal, plain lines anywhere else."""
+
+import textwrap
+import time
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+LINES_EVERY = 10.0  # seconds between plain lines
+
+
+class TrainingProgress:
+    """Shows step, loss, tokens/s and the time left; `say` prints above the bar."""
+
+    def __init__(self, steps: int | None, progress: float):
+        self.console = Console(highlight=False)
+        self.steps, self.first, self.started, self.said = steps, progress, time.perf_counter(), time.perf_counter()
+        self.bar = Progress(
+            TextColumn("{task.fields[label]}"),
+            BarColumn(bar_width=None),
+            TextColumn("{task.fields[numbers]}"),
+            TimeElapsedColumn(),
+            TextColumn("left"),
+            TimeRemainingColumn(compact=False),
+            console=self.console,
+            disable=not self.console.is_terminal,
+            transient=True,
+            expand=True,
+        )
+        self.task = self.bar.add_task("", total=1.0, completed=progress, label="training", numbers="")
+
+    def __enter__(self) -> "TrainingProgress":
+        self.bar.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.bar.stop()
+
+    def say(self, text: str, style: str | None = None) -> None:
+        self.console.print(text, style=style, markup=False, soft_wrap=True)
+
+    def evaluated(self, row: dict, better: bool = False) -> None:
+        """A line on the validation loss, and the text that the model writes now."""
+        self.say(f"step {row['step']}: validation loss {row['val/loss']:.4f}, {row['val/bpb']:.3f} bits per byte"
+                 + (", the best so far" if better else ""), style="bold")  # fmt: skip
+        if row["sample"].strip() and row["step"] > 0:
+            self.say(textwrap.indent(row["sample"].strip("\n"), "  | ", lambda line: True), style="dim")
+
+    def update(self, step: int, progress: float, last: dict) -> None:
+        """`progress`: the part of the run that is done, 0 to 1. `last`: the newest numbers, by their metric's name."""
+        label = f"step {step}" + (f"/{self.steps}" if self.steps is not None else "")
+        numbers = ""
+        if last.get("train/loss") is not None:
+            numbers = f"loss {last['train/loss']:.3f}  {last['tokens_per_second']:,.0f} tok/s"
+        self.bar.update(self.task, completed=progress, label=label, numbers=numbers)
+        now = time.perf_counter()
+        if self.bar.disable and numbers and (now - self.said >= LINES_EVERY or progress >= 1):
+            self.said = now
+            left = (now - self.started) / max(1e-9, progress - self.first) * (1 - progress)
+            self.say(f"{label}  {numbers}  {duration(left)} left")
+
+
+def duration(seconds: float) -> str:
+    """90.4 -> "1:30"; 3700 -> "1:01:40"."""
+    minutes, whole = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{whole:02d}" if hours else f"{minutes}:{whole:02d}"
+
+
+def headline(folder: Path, config: Any, facts: dict, meta: dict, step: int) -> str:
+    """What is about to be trained, on what, and by which kernel. `facts` as in summary.json, `meta` as in meta.json."""
+    model, train, tokens, kernel = config.model, config.train, meta["tokens"], facts["attention"]
+    tokens_per_step = train.batch_size * model.block_size
+    budget = [f"{train.steps:,} steps"] if train.steps is not None else []
+    budget += [f"{train.minutes:g} minutes"] if train.minutes is not None else []
+    lines = {
+        "run": f"{folder}" + (f", continued from step {step:,}" if step else ""),
+        "text": f"{config.data.name}, {tokens['train']:,} tokens to train on and {tokens['val']:,} to validate, "
+        f"{meta['tokenizer']['name']} vocabulary of {meta['vocab_size']:,}",
+        "model": f"{model.name}, {model.n_layer} layers, {model.n_head} heads, {model.n_embd} wide, context "
+        f"{model.block_size}: {facts['n_params']:,} parameters",
+        "runs on": f"{facts['device_name']}, {facts['dtype']}{', compiled' if facts['compile'] else ''}, "
+        f"attention {kernel['requested']} -> {kernel['resolved']}",
+        "for": f"{' or '.join(budget)} of {train.batch_size} x {model.block_size} = {tokens_per_step:,} tokens"
+        + (f" in {facts['accumulation']} parts" if facts["accumulation"] > 1 else "")
+        + (f", {train.steps * tokens_per_step / tokens['train']:.2g} epochs" if train.steps is not None else ""),
+    }
+    return "\n".join(f"{key:<8} {value}" for key, value in lines.items())
+
+
+def closing(summary: dict, folder: Path) -> str:
+    """How a run ended, and what to type next."""
+    return "\n".join([
+        f"best validation loss {summary['best_val_loss']:.4f} after {summary['step']:,} steps and "
+        f"{duration(summary['seconds'])}, {summary['tokens_per_second']:,.0f} tokens/s",
+        f"curve    {folder / 'loss.png'}",
+        f"next     python sample.py run={summary['name']}",
+    ])  # fmt: skip

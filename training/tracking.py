@@ -1,0 +1,150 @@
+"""Numbers on their way out: metrics.jsonl is the truth, wandb is told the same and may fail.
+
+Rows may hold tensors. They stay on the device until a block of rows is flushed, about once a second, so that
+nothing waits for the device within a step.
+"""
+
+import json
+import math
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import torch
+
+from errors import TrainingFailed
+from training.config import WandbConfig
+from training.run import EXIT_CODES, Run, status_of
+
+
+class Metrics:
+    """metrics.jsonl of a run: one row a step. Resuming cuts the rows beyond the checkpoint's step."""
+
+    def __init__(self, path: Path, step: int):
+        kept = []
+        if path.exists():
+            kept = [line for line in path.read_text().splitlines() if _step_of(line) <= step]
+        partial = path.with_suffix(".partial")
+        partial.write_text("".join(line + "\n" for line in kept if step > 0))
+        os.replace(partial, path)
+        self.file = open(path, "a")  # noqa: SIM115 (open as long as the run)
+
+    def write(self, rows: list[dict]) -> None:
+        self.file.writelines(json.dumps(row) + "\n" for row in rows)
+        self.file.flush()
+
+    def sync(self) -> None:
+        """Make sure the rows are on the disk: before a checkpoint that counts on them."""
+        os.fsync(self.file.fileno())
+
+    def close(self) -> None:
+        self.file.close()
+
+
+def _step_of(line: str) -> float:
+    """The step of a row; infinite for a line that a kill cut short."""
+    try:
+        return json.loads(line)["step"]
+    except (json.JSONDecodeError, KeyError):
+        return math.inf
+
+
+class Wandb:
+    """The same numbers for wandb. Whatever goes wrong in it is said once, and training goes on without."""
+
+    def __init__(self, config: WandbConfig, run: Run, run_config: dict, run_id: str | None):
+        self.run, self.id = None, run_id
+        if config.mode != "disabled":
+            self._guard(self._init, config, run, run_config)
+
+    def _init(self, config: WandbConfig, run: Run, run_config: dict) -> None:
+        import wandb
+
+        self.run = wandb.init(
+            mode=config.mode, project=config.project, entity=config.entity, group=config.group, tags=config.tags,
+            name=run.name, id=self.id, resume="allow" if self.id and config.mode == "online" else None,
+            dir=run.folder, config=run_config, settings=wandb.Settings(silent=True, console="off", init_timeout=60),
+        )  # fmt: skip
+        self.id = self.run.id
+        self.run.define_metric("step")
+        self.run.define_metric("*", step_metric="step")  # an axis of our own: wandb drops steps that go back
+
+    def _guard(self, call, *arguments) -> None:
+        try:
+            call(*arguments)
+        except Exception as error:  # a sink must not stop a run, whatever it raises
+            print(f"wandb: {type(error).__name__}: {error}; the run goes on without it, metrics.jsonl has everything")
+            self.run = None
+
+    def log(self, rows: list[dict]) -> None:
+        for row in rows:
+            if self.run is not None:
+                self._guard(self.run.log, row)
+
+    def set_summary(self, summary: dict) -> None:
+        if self.run is not None:
+            self._guard(self.run.summary.update, summary)
+
+    def finish(self, exit_code: int) -> None:
+        if self.run is not None:
+            self._guard(self.run.finish, exit_code)
+
+
+class Tracker:
+    """Collects a row a step and hands blocks of them to metrics.jsonl and wandb.
+
+    The losses must be finite, and so must the gradients unless a scaler takes care of those that are not.
+    """
+
+    def __init__(self, metrics: Metrics, wandb: Wandb, scaler: torch.amp.GradScaler, flush_every: float = 1.0):
+        self.metrics, self.wandb, self.flush_every = metrics, wandb, flush_every
+        self.finite = ("train/loss", "val/loss") if scaler.is_enabled() else ("train/loss", "val/loss", "grad_norm")
+        self.rows: list[tuple[dict, Callable[[], dict]]] = []
+        self.flushed = time.perf_counter()
+        self.last: dict = {}  # the newest value of everything that was logged
+
+    def log(self, row: dict, late: Callable[[], dict] = dict) -> None:
+        """Take a row of numbers, texts and 0-d tensors, and `late`, which gives the rest of it when it is flushed."""
+        self.rows.append((row, late))
+        if time.perf_counter() - self.flushed >= self.flush_every:
+            self.flush()
+
+    def flush(self, sync: bool = False) -> None:
+        """Write what was taken; sync: make sure it is on the disk, ahead of a checkpoint that counts on it.
+
+        Raises TrainingFailed at a loss that is not a number.
+        """
+        rows, self.rows = [_plain(row | late()) for row, late in self.rows], []
+        self.flushed = time.perf_counter()
+        self.metrics.write(rows)
+        self.wandb.log(rows)
+        for row in rows:
+            self.last |= row
+            broken = [key for key in self.finite if row.get(key, 0.0) is None]
+            if broken:
+                raise TrainingFailed(
+                    f"{broken[0]} is not a finite number at step {row['step']}; set a lower optimizer.lr or more "
+                    "schedule.warmup_steps and run the same name again: it continues from its last checkpoint"
+                )
+        if sync:
+            self.metrics.sync()
+
+    def summary(self) -> dict:
+        """The newest losses and memory, as summary.json names them."""
+        names = {"last_val_loss": "val/loss", "last_val_bpb": "val/bpb", "last_train_loss": "train/loss"}
+        names["peak_memory_bytes"] = "peak_memory_bytes"
+        return {name: self.last.get(metric) for name, metric in names.items()}
+
+    def __enter__(self) -> "Tracker":
+        return self
+
+    def __exit__(self, kind, error, traceback) -> None:
+        self.metrics.close()
+        self.wandb.finish(EXIT_CODES[status_of(error)])
+
+
+def _plain(row: dict) -> dict:
+    """A row that JSON can hold: tensors become numbers, and what is not finite None."""
+    plain = {key: value.item() if isinstance(value, torch.Tensor) else value for key, value in row.items()}
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in plain.items()}
