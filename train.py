@@ -102,10 +102,8 @@ def main(config: Train) -> int:
 
         def look() -> dict:
             """The validation loss, and a text."""
-            size = micro_batch_size
-            return evaluate(forward, loader, encoding, config.eval.batches, size, device, dtype) | {
-                "sample": write_text(model, encoding, config.eval.sample, config.seed + state.step)
-            }
+            losses = evaluate(forward, loader, encoding, config.eval.batches, micro_batch_size, dtype)
+            return losses | {"sample": write_text(model, encoding, config.eval.sample, config.seed + state.step)}
 
         with (
             Tracker(metrics, wandb, scaler) as tracker,
@@ -164,40 +162,38 @@ def main(config: Train) -> int:
                         state.best_val_loss = row["val/loss"]
                         state.save(run.best, about)
                     state.save(run.last, about)
-                    run.update(state.counters() | speed.median() | tracker.summary())
+                    run.update(state.summary() | speed.median() | tracker.summary())
                     wandb.set_summary(run.summary)
 
-        plot_loss(run.folder)
-        if progress < 1:
-            raise KeyboardInterrupt(
-                f"stopped at step {state.step} and saved; python train.py name={run.name} ... goes on"
-            )
+            plot_loss(run.folder)
+            if progress < 1:
+                raise KeyboardInterrupt(f"saved at step {state.step}; the same command with name={run.name} goes on")
         print(closing(run.summary, run.folder))
         return 0
 
 
 @torch.no_grad()
-def evaluate(
-    forward, loader: Loader, encoding: tiktoken.Encoding, batches: int | None, size: int, device, dtype
-) -> dict:
+def evaluate(forward, loader: Loader, encoding: tiktoken.Encoding, batches: int | None, size: int, dtype) -> dict:
     """Mean loss per token in nats, and in bits per byte of text, over `batches` batches of `size` validation windows.
 
     batches None: over the whole validation text, each of its tokens counting exactly once.
     """
+    device = loader.device
     windows = loader.val_windows if batches is None else min(loader.val_windows, batches * size)
     stride = loader.val_windows // windows  # spread over all of the text
-    lengths = torch.from_numpy(tokenizer.token_bytes(encoding)).to(device)
-    nats = torch.zeros((), dtype=torch.float64 if device.type != "mps" else torch.float32, device=device)
-    tokens = text_bytes = 0
+    token_bytes = torch.from_numpy(tokenizer.token_bytes(encoding)).to(device)
+    nats, tokens, text_bytes = [], 0, 0
     forward.eval()
     for first in range(0, windows, size):
         x, y = loader.batch("val", first * stride, min(size, windows - first), stride)
         with precision.autocast(device, dtype):
-            nats += forward(x, y, reduction="sum")
+            nats.append(forward(x, y, reduction="sum"))
         counted = y[y >= 0]
-        tokens, text_bytes = tokens + counted.numel(), text_bytes + lengths[counted].sum()
+        tokens += counted.numel()
+        text_bytes += token_bytes[counted].sum()
     forward.train()
-    return {"val/loss": nats.item() / tokens, "val/bpb": nats.item() / log(2) / max(1, int(text_bytes))}
+    total = sum(each.item() for each in nats)  # in float64, and all at once
+    return {"val/loss": total / tokens, "val/bpb": total / log(2) / max(1, int(text_bytes))}
 
 
 def write_text(model: GPT, encoding: tiktoken.Encoding, sampling: SamplingConfig, seed: int) -> str:

@@ -22,6 +22,7 @@ from training import (
     WandbConfig,
 )
 from training.run import check_name
+from training.schedule import lr_fraction
 
 
 @dataclass
@@ -53,6 +54,7 @@ class Train:
         if self.seed < 0:
             raise UserError(f"seed={self.seed} must not be negative")
         self.train.plan(world_size=1)
+        lr_fraction(self.schedule, self.schedule.warmup_steps, None, 0.0)
         check_short_text(self.data, self.tokenizer, self.model.block_size)
 
 

@@ -35,8 +35,16 @@ def _special(documents: Sequence[str], first: int) -> dict[str, int]:
     return {END_OF_TEXT: first} if len(documents) > 1 else {}
 
 
+def _refuse_size(config: TokenizerConfig) -> None:
+    if config.vocab_size is not None:
+        raise UserError(
+            f"tokenizer={config.name} has the size that it has; leave tokenizer.vocab_size out, or set tokenizer=bpe"
+        )
+
+
 def char(documents: Sequence[str], config: TokenizerConfig) -> tiktoken.Encoding:
     """A token per distinct character, in code point order."""
+    _refuse_size(config)
     characters = sorted(set().union(*documents))
     tokens = [c.encode() for c in characters]
     return _encoding("char", EACH_CHARACTER, tokens, _special(documents, len(tokens)))
@@ -44,6 +52,7 @@ def char(documents: Sequence[str], config: TokenizerConfig) -> tiktoken.Encoding
 
 def byte(documents: Sequence[str], config: TokenizerConfig) -> tiktoken.Encoding:
     """A token per byte of UTF-8: 256 of them, and any text can be encoded."""
+    _refuse_size(config)
     return _encoding("byte", EACH_CHARACTER, [bytes([i]) for i in range(256)], _special(documents, 256))
 
 
@@ -51,10 +60,10 @@ def bpe(documents: Sequence[str], config: TokenizerConfig) -> tiktoken.Encoding:
     """Byte-pair encoding (Sennrich et al., arXiv:1508.07909) over bytes, trained on the text."""
     import rustbpe
 
-    room = config.vocab_size - (len(documents) > 1)
+    room = (config.vocab_size or 0) - (len(documents) > 1)
     if room < 256:
         raise UserError(
-            f"tokenizer.vocab_size={config.vocab_size} has no room for the 256 bytes; set at least 512, "
+            f"tokenizer.vocab_size={config.vocab_size} has no room for the 256 bytes; set 512 or more, "
             "or tokenizer=byte"
         )
     trainer = rustbpe.Tokenizer()
@@ -65,6 +74,7 @@ def bpe(documents: Sequence[str], config: TokenizerConfig) -> tiktoken.Encoding:
 
 def gpt2(documents: Sequence[str], config: TokenizerConfig) -> tiktoken.Encoding:
     """GPT-2's own vocabulary of 50,257 tokens, which tiktoken downloads once, or finds in TIKTOKEN_CACHE_DIR."""
+    _refuse_size(config)
     try:
         return tiktoken.get_encoding("gpt2")
     except Exception as error:  # whatever the network or the cache came to

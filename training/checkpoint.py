@@ -41,6 +41,10 @@ class State:
     def counters(self) -> dict:
         return {key: getattr(self, key) for key in ("step", "seconds", "best_val_loss", "wandb_id")}
 
+    def summary(self) -> dict:
+        """How far the run has come, as summary.json names it."""
+        return {"step": self.step, "best_val_loss": self.best_val_loss, "wall_seconds": self.seconds}
+
     def save(self, path: Path, about: dict) -> None:
         """`about`: what does not change, see `about` below."""
         tensors = {

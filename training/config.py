@@ -107,7 +107,7 @@ class AdamWConfig:
 class MuonConfig:
     """Muon (Jordan et al., 2024) for the matrices inside the blocks, AdamW for all else.
 
-    lr, momentum, ns_steps (of Newton-Schulz), weight_decay are Muon's; embedding_lr, head_lr, norm_lr, betas and eps are AdamW's.
+    lr, momentum, ns_steps (of Newton-Schulz) and weight_decay are Muon's; the others AdamW's.
     """
 
     name: str

@@ -94,7 +94,7 @@ def closing(summary: dict, folder: Path) -> str:
     """How a run ended, and what to type next."""
     return "\n".join([
         f"best validation loss {summary['best_val_loss']:.4f} after {summary['step']:,} steps and "
-        f"{duration(summary['seconds'])}, {summary['tokens_per_second']:,.0f} tokens/s",
+        f"{duration(summary['wall_seconds'])}, {summary['tokens_per_second']:,.0f} tokens/s",
         f"curve    {folder / 'loss.png'}",
         f"next     python sample.py run={summary['name']}",
     ])  # fmt: skip

@@ -4,6 +4,7 @@ runs/<name>/config.yaml  metrics.jsonl  summary.json  loss.png  checkpoints/{las
 """
 
 import json
+import math
 import os
 import re
 import signal
@@ -96,7 +97,8 @@ class Run:
 
     def update(self, summary: dict) -> None:
         """Bring summary.json up to date, at a checkpoint: a process that is killed leaves it as it was then."""
-        self.summary |= summary
+        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in summary.items()}
+        self.summary |= finite  # JSON has no infinity, which the best loss is before the first
         self._write_summary()
 
     def _write_summary(self) -> None:

@@ -1,0 +1,60 @@
+"""Shared by all tests: a clean folder to work in, a small text, and a short way to run the commands in this process."""
+
+import os
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+ROOT = Path(__file__).parent.parent
+sys.path.insert(0, str(ROOT))
+os.environ.setdefault("HF_HUB_OFFLINE", "1")
+
+TEXT = "".join(f"The {n}th line says {n * n} and no more; après tout, it's a line.\n" for n in range(400))
+TINY = [
+    "model.n_layer=2", "model.n_head=2", "model.n_embd=16", "model.block_size=16", "train.batch_size=4",
+    "train.steps=6", "eval.every=3", "eval.batches=2", "eval.sample.max_new_tokens=4", "checkpoint.every=3",
+    "wandb.mode=disabled", "tokenizer=char", "data=text", "data.path=text.txt",
+]  # fmt: skip
+
+
+def pytest_collection_modifyitems(items):
+    if not torch.cuda.is_available():
+        for item in items:
+            if "gpu" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="NOT RUN: needs a CUDA device, and this machine has none"))
+
+
+@pytest.fixture
+def workdir(tmp_path, monkeypatch) -> Path:
+    """An empty folder with text.txt in it, as the current one."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
+    return tmp_path
+
+
+@pytest.fixture
+def train(workdir):
+    """train("name=a", ...) trains a tiny model here and now -> (exit code, run folder or None)."""
+    from configs.entry import run, start
+    from train import main
+
+    def go(*overrides: str) -> int:
+        return run(main, start("train", "", [*TINY, *overrides]))
+
+    return go
+
+
+@pytest.fixture
+def sample(workdir, capsys):
+    """sample("run=a", ...) -> the text it printed."""
+    from configs.entry import run, start
+    from sample import main
+
+    def go(*overrides: str) -> str:
+        capsys.readouterr()
+        assert run(main, start("sample", "", list(overrides))) == 0, capsys.readouterr().err
+        return capsys.readouterr().out
+
+    return go

@@ -1,0 +1,365 @@
+"""Whole runs: files, resuming, killing, sampling. The reference of a resumed run is one that never stopped."""
+
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+
+import numpy as np
+import pytest
+import torch
+import yaml
+from conftest import ROOT, TINY
+
+from configs.entry import start
+from data import tokenizer
+from model import GPTConfig
+from model.attention import naive
+from model.gpt import GPT
+from training import checkpoint
+
+# Fields of a row that depend on the clock or the machine.
+TIMED = {"seconds", "step_ms", "tokens_per_second", "mfu", "peak_memory_bytes"}
+
+
+def metrics(name):
+    with open(f"runs/{name}/metrics.jsonl") as f:
+        return [json.loads(line) for line in f]
+
+
+def untimed(rows):
+    return [{key: value for key, value in row.items() if key not in TIMED} for row in rows]
+
+
+def summary(name):
+    with open(f"runs/{name}/summary.json") as f:
+        return json.load(f)
+
+
+def assert_same_run(a, b):
+    """Bit by bit: rows, weights, optimizer state."""
+    assert untimed(metrics(a)) == untimed(metrics(b))
+    for kind in ("last", "best"):
+        one, two = (checkpoint.load_path(n, kind) for n in (a, b))
+        assert one["step"] == two["step"]
+        assert one["best_val_loss"] == two["best_val_loss"]
+        for name, tensor in one["model"].items():
+            assert torch.equal(tensor, two["model"][name]), name
+        assert set(one["optimizer"]) == set(two["optimizer"]) != set()
+        for name, state in one["optimizer"].items():
+            for key, value in state.items():
+                assert torch.equal(torch.as_tensor(value), torch.as_tensor(two["optimizer"][name][key])), (name, key)
+
+
+@pytest.fixture(autouse=True)
+def load_path(monkeypatch):
+    from pathlib import Path
+
+    monkeypatch.setattr(
+        checkpoint,
+        "load_path",
+        lambda run, kind: checkpoint.load(Path(f"runs/{run}/checkpoints/{kind}.pt")),
+        raising=False,
+    )
+
+
+def test_a_run_leaves_what_the_readme_says(train, workdir, capsys):
+    assert train("name=a") == 0
+    out = capsys.readouterr().out
+    folder = workdir / "runs/a"
+    assert {p.name for p in folder.iterdir()} >= {
+        "config.yaml",
+        "metrics.jsonl",
+        "summary.json",
+        "loss.png",
+        "checkpoints",
+    }
+    assert {p.name for p in (folder / "checkpoints").iterdir()} == {"last.pt", "best.pt"}
+    assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert yaml.safe_load((folder / "config.yaml").read_text())["train"]["steps"] == 6
+
+    rows = metrics("a")
+    assert [row["step"] for row in rows] == list(range(7))
+    assert [row["step"] for row in rows if "val/loss" in row] == [0, 3, 6]
+    assert [row["tokens"] for row in rows] == [64 * step for step in range(7)]
+    for row in rows[1:]:
+        assert {"train/loss", "grad_norm", "lr", "seconds", "step_ms", "tokens_per_second", "mfu"} <= set(row)
+
+    told = summary("a")
+    assert told["status"] == "finished"
+    assert told["step"] == 6
+    assert told["attention"] == {"requested": "sdpa", "resolved": "flash", "impl": None}
+    assert told["best_val_loss"] == min(row["val/loss"] for row in rows if "val/loss" in row and row["step"] > 0)
+    assert told["last_val_loss"] == rows[-1]["val/loss"]
+    for key in ("wall_seconds", "step_ms", "tokens_per_second", "n_params", "device", "dtype", "versions", "threads",
+                "command", "commit", "error"):  # fmt: skip
+        assert key in told
+    assert f"best validation loss {told['best_val_loss']:.4f}" in out
+    assert "python sample.py run=a" in out
+    assert "attention sdpa -> flash" in out
+
+
+def test_training_learns(train):
+    assert train("name=a", "train.steps=150", "eval.every=150", "checkpoint.every=150", "optimizer.lr=0.02") == 0
+    rows = metrics("a")
+    assert rows[0]["val/loss"] == pytest.approx(math.log(summary("a")["vocab_size"]), abs=0.1)
+    assert rows[-1]["val/loss"] < 1.5
+
+
+def test_the_validation_loss_is_the_mean_over_every_target_once(train, workdir):
+    """Against one forward pass per target, each with all the context that its window gives it."""
+    assert train("name=a", "eval.batches=null", "train.batch_size=7") == 0
+    saved = checkpoint.load_path("a", "last")
+    model = GPT(GPTConfig(**saved["model_config"]), saved["vocab_size"], naive)
+    model.load_state_dict(saved["model"])
+    tokens = np.fromfile(next(workdir.glob("data/prepared/*/val.bin")), dtype=np.uint16).astype(np.int64)
+    T, nats = 16, []
+    for start_of_window in range(0, len(tokens) - 1, T):
+        begin = min(start_of_window, len(tokens) - 1 - T)
+        x, y = torch.tensor(tokens[begin : begin + T]), torch.tensor(tokens[begin + 1 : begin + 1 + T])
+        each = torch.nn.functional.cross_entropy(model.eval()(x[None])[0], y, reduction="none")
+        nats += each[start_of_window - begin :].tolist()
+    assert len(nats) == len(tokens) - 1
+    assert metrics("a")[-1]["val/loss"] == pytest.approx(np.mean(nats), abs=1e-5)
+    text = tokenizer.from_spec(saved["tokenizer"]).decode(tokens[1:].tolist())
+    assert metrics("a")[-1]["val/bpb"] == pytest.approx(sum(nats) / math.log(2) / len(text.encode()), abs=1e-5)
+
+
+def test_the_same_seed_gives_the_same_run_and_another_another(train):
+    for name, seed in (("a", 1), ("b", 1), ("c", 2)):
+        assert train(f"name={name}", f"seed={seed}") == 0
+    assert_same_run("a", "b")
+    assert metrics("a")[1]["train/loss"] != metrics("c")[1]["train/loss"]
+
+
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_extending_a_finished_run_continues_it(train, capsys, optimizer):
+    """Every step of the longer run is as if it had been asked for at once, dropout included."""
+    settings = [
+        f"optimizer={optimizer}",
+        "model.dropout=0.1",
+        "schedule.warmup_steps=100",
+        "eval.sample.max_new_tokens=0",
+    ]
+    assert train("name=whole", "train.steps=9", *settings) == 0
+    assert train("name=parts", *settings) == 0
+    capsys.readouterr()
+    assert train("name=parts", *settings) == 0
+    assert "runs/parts is finished, at step 6; set a larger train.steps" in capsys.readouterr().out
+    assert train("name=parts", "train.steps=9", *settings) == 0
+    assert "continued from step 6" in capsys.readouterr().out
+    assert_same_run("whole", "parts")
+
+
+def test_accumulation_does_not_change_the_loss(train):
+    assert train("name=whole") == 0
+    assert train("name=parts", "train.micro_batch_size=1", "eval.batches=8") == 0
+    for a, b in zip(metrics("whole"), metrics("parts"), strict=True):
+        assert a.get("train/loss") == pytest.approx(b.get("train/loss"), abs=1e-5)
+        assert a.get("val/loss") == pytest.approx(b.get("val/loss"), abs=1e-5)
+    assert summary("parts")["accumulation"] == 4
+
+
+def test_backends_and_compilation_do_not_change_the_loss_curve(train):
+    runs = {"naive": ["attention=naive"], "flash": ["attention=flash"], "compiled": ["attention=naive", "compile=true"]}
+    for name, overrides in runs.items():
+        assert train(f"name={name}", *overrides) == 0
+        assert summary(name)["attention"]["resolved"] == overrides[0].split("=")[1]
+    for name in ("flash", "compiled"):
+        for a, b in zip(metrics("naive"), metrics(name), strict=True):
+            assert a.get("train/loss") == pytest.approx(b.get("train/loss"), abs=1e-5)
+    assert set(checkpoint.load_path("compiled", "last")["model"]) == set(checkpoint.load_path("naive", "last")["model"])
+
+
+def test_bfloat16_trains_close_to_float32(train):
+    assert train("name=a", "train.steps=3") == 0
+    assert train("name=b", "train.steps=3", "dtype=bfloat16") == 0
+    assert summary("b")["dtype"] == "bfloat16"
+    for a, b in zip(metrics("a")[1:], metrics("b")[1:], strict=True):
+        assert a["train/loss"] == pytest.approx(b["train/loss"], abs=0.02)
+    assert checkpoint.load_path("b", "last")["model"]["wte.weight"].dtype == torch.float32
+
+
+def test_minutes_end_a_run_as_steps_do(train):
+    assert train("name=a", "train.steps=null", "train.minutes=0.02", "eval.every=1000000") == 0
+    assert summary("a")["status"] == "finished"
+    rows = metrics("a")
+    assert 1.2 <= rows[-1]["seconds"] < 10
+    assert "val/loss" in rows[-1]
+    assert rows[-1]["lr"] < rows[len(rows) // 3]["lr"]
+
+
+def test_changing_what_a_run_is_is_refused_and_leaves_it_alone(train, workdir, capsys):
+    assert train("name=a") == 0
+    before = {p: p.read_bytes() for p in (workdir / "runs/a").rglob("*") if p.is_file() and p.name != ".lock"}
+    for overrides, said in (
+        (["model.n_layer=1", "train.steps=9"], r"model.n_layer=2 \(now 1\)"),
+        (["tokenizer=byte", "train.steps=9"], r"tokenizer.name=char \(now byte\)"),
+        (["data.val_fraction=0.2", "train.steps=9"], r"data=\w+ \(now \w+\)"),
+        (["resume=false"], "runs/a exists; set another name"),
+    ):
+        assert train("name=a", *overrides) == 2
+        assert re.search(said, capsys.readouterr().err)
+    assert before == {p: p.read_bytes() for p in before}
+
+
+def test_a_diverging_run_fails_in_a_sentence_and_keeps_its_checkpoint(train, capsys):
+    assert train("name=a", "optimizer=adamw") == 0
+    assert train("name=a", "optimizer=adamw", "optimizer.lr=1e30", "train.steps=20", "train.grad_clip=null") == 1
+    assert "is not a finite number at step" in capsys.readouterr().err
+    assert summary("a")["status"] == "failed"
+    assert torch.isfinite(checkpoint.load_path("a", "last")["model"]["wte.weight"]).all()
+    assert train("name=a", "optimizer=adamw", "train.steps=9") == 0
+    assert [row["step"] for row in metrics("a")] == list(range(10))
+
+
+def test_a_broken_wandb_does_not_stop_training(train, monkeypatch, capsys):
+    import wandb
+
+    def broken(**_):
+        raise ConnectionError("no server")
+
+    monkeypatch.setattr(wandb, "init", broken)
+    assert train("name=a", "wandb.mode=offline") == 0
+    assert "wandb: ConnectionError: no server; the run goes on without it" in capsys.readouterr().out
+    assert summary("a")["status"] == "finished"
+
+
+def test_wandb_offline_holds_the_config_and_every_metric(train, workdir):
+    assert train("name=a", "wandb.mode=offline", "wandb.tags=[x]") == 0
+    (file,) = (workdir / "runs/a/wandb").glob("offline-run-*/*.wandb")
+    told = subprocess.run(
+        [sys.executable, "-m", "wandb", "leet", "inspect", "--summary", str(file)], capture_output=True, text=True
+    ).stdout
+    for word in ("train.steps", "model.n_layer", "val/loss", "train/loss", "tokens_per_second", "grad_norm"):
+        assert word.split(".")[-1] in told, told
+
+
+# Killed at any moment
+
+
+def spawn(*overrides):
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    return subprocess.Popen(
+        [sys.executable, str(ROOT / "train.py"), *TINY, *overrides], env=environment, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+LONG = ["train.steps=400", "eval.every=40", "checkpoint.every=15", "model.dropout=0.1", "optimizer=muon"]
+
+
+def wait_for_step(name, step, process):
+    """Until metrics.jsonl shows the step, or the process has ended."""
+    path, deadline = f"runs/{name}/metrics.jsonl", time.time() + 60
+    while process.poll() is None and time.time() < deadline:
+        if os.path.exists(path):
+            with open(path) as f:
+                lines = f.read().splitlines()
+            if len(lines) > step:
+                return
+        time.sleep(0.02)
+
+
+def test_killed_outright_and_started_again_a_run_ends_bit_identical(workdir):
+    undisturbed = spawn("name=whole", *LONG)
+    assert undisturbed.wait(120) == 0, undisturbed.stderr.read()
+    kills = 0
+    for step in (20, 150, 300):
+        process = spawn("name=killed", *LONG)
+        wait_for_step("killed", step, process)
+        kills += process.poll() is None
+        process.kill()
+        process.communicate()
+    last = spawn("name=killed", *LONG)
+    _, err = last.communicate(timeout=120)
+    assert last.returncode == 0, err
+    assert kills >= 2
+    assert [row["step"] for row in metrics("killed")] == list(range(401))
+    assert_same_run("whole", "killed")
+
+
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+def test_asked_to_stop_a_run_saves_says_how_to_go_on_and_exits_75(workdir, number):
+    process = spawn("name=a", *LONG, "train.steps=100000")
+    wait_for_step("a", 10, process)
+    process.send_signal(number)
+    out, err = process.communicate(timeout=30)
+    assert process.returncode == 75, (out, err)
+    assert "name=a" in err
+    assert "Traceback" not in err
+    told, saved = summary("a"), checkpoint.load_path("a", "last")
+    assert told["status"] == "interrupted"
+    assert saved["step"] == metrics("a")[-1]["step"] == told["step"] > 0
+
+
+def test_a_second_process_on_the_same_run_is_refused(workdir):
+    first = spawn("name=a", *LONG, "train.steps=100000")
+    wait_for_step("a", 1, first)
+    second = spawn("name=a", *LONG)
+    _, err = second.communicate(timeout=60)
+    first.kill()
+    first.communicate()
+    assert second.returncode == 2
+    assert "runs/a is being trained by another process" in err
+
+
+# Sampling
+
+
+def test_sampling_needs_the_checkpoint_alone_and_the_seed_decides(train, sample, workdir):
+    assert train("name=a") == 0
+    import shutil
+
+    shutil.rmtree(workdir / "data/prepared")
+    (workdir / "text.txt").unlink()
+    settings = ["run=a", "prompt=The 1", "max_new_tokens=40"]
+    first = sample(*settings, "seed=1")
+    assert first.startswith("The 1")
+    assert len(first) == len("The 1") + 40 + 1
+    assert sample(*settings, "seed=1") == first != sample(*settings, "seed=2")
+    assert sample("seed=1", *settings[1:]) == first  # run=last is this one
+    assert sample(*settings, "attention=naive", "seed=1") == first
+    assert sample(*settings, "top_k=1") == sample(*settings, "temperature=0")
+    three = sample(*settings, "num_samples=3", "seed=1")
+    assert three.startswith(first)
+    assert three.count("The 1") >= 3
+
+
+def test_a_prompt_from_a_file(train, sample, workdir):
+    assert train("name=a") == 0
+    (workdir / "prompt.txt").write_text("The 2nd\nline")
+    assert sample("prompt_file=prompt.txt", "max_new_tokens=3").startswith("The 2nd\nline")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["prompt=Ünknown"], "the prompt has the character 'Ü' at position 0"),
+        (["run=nothing"], "run=nothing has no checkpoint"),
+        (["prompt_file=nothing.txt"], "prompt_file=nothing.txt cannot be read"),
+        (["attention=falsh"], "did you mean flash"),
+    ],
+)
+def test_what_sampling_refuses(train, workdir, capsys, overrides, said):
+    from configs.entry import run
+    from sample import main
+
+    assert train("name=a") == 0
+    try:
+        code = run(main, start("sample", "", overrides))
+    except SystemExit as stopped:
+        code = stopped.code
+    assert code == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_tiny_text_of_ones_own_trains_with_the_default_vocabulary(train, workdir):
+    (workdir / "poem.txt").write_text(
+        "\n".join(f"{a} {b}" for a in "roses are red violets blue".split() for b in "abcdefgh")
+    )
+    assert train("name=a", "data.path=poem.txt", "tokenizer=bpe", "model.block_size=8") == 0
