@@ -15,9 +15,8 @@ if __name__ == "__main__":
 
     config = start("prepare", __doc__)
 
-import sys
 
-from configs.entry import run
+from configs.entry import leave, run
 from configs.schema import Prepare
 from data.prepare import prepare
 
@@ -33,4 +32,4 @@ def main(config: Prepare) -> int:
 
 
 if __name__ == "__main__":
-    sys.exit(run(main, config))
+    leave(run(main, config))

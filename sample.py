@@ -22,6 +22,7 @@ if __name__ == "__main__":  # ahead of the imports below, which take seconds: a 
 import sys
 from pathlib import Path
 
+from configs.entry import leave
 from configs.entry import run as run_main
 from configs.schema import Sample
 from data import tokenizer
@@ -53,7 +54,7 @@ def main(config: Sample) -> int:
     model.to(device).eval()
 
     prompt = read_prompt(config)
-    tokens = list(tokenizer.encode(encoding, prompt, "the prompt")) if prompt else tokenizer.beginning(encoding)
+    tokens = tokenizer.encode(encoding, prompt, "the prompt").tolist() if prompt else tokenizer.beginning(encoding)
     print(f"{path}, step {saved['step']:,}, seed {config.seed}", file=sys.stderr)
     for i in range(config.num_samples):
         if config.num_samples > 1:
@@ -76,4 +77,4 @@ def read_prompt(config: Sample) -> str:
 
 
 if __name__ == "__main__":
-    sys.exit(run_main(main, config))
+    leave(run_main(main, config))

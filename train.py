@@ -23,15 +23,15 @@ if __name__ == "__main__":  # ahead of the imports below, which take seconds: a 
 
     config = start("train", __doc__)
 
-import sys
 import time
 from dataclasses import asdict
-from math import inf, log
+from math import inf, isfinite, log
 
 import tiktoken
 import torch
 
 from compare.curve import plot_loss
+from configs.entry import leave
 from configs.entry import run as run_main
 from configs.schema import Train
 from data import tokenizer
@@ -101,9 +101,11 @@ def main(config: Train) -> int:
         metrics = Metrics(run.folder / "metrics.jsonl", state.step)
 
         def look() -> dict:
-            """The validation loss, and a text."""
-            losses = evaluate(forward, loader, encoding, config.eval.batches, micro_batch_size, dtype)
-            return losses | {"sample": write_text(model, encoding, config.eval.sample, config.seed + state.step)}
+            """The validation loss, and a text if the model is still able to write one."""
+            row = evaluate(forward, loader, encoding, config.eval.batches, micro_batch_size, dtype)
+            if isfinite(row["val/loss"]):
+                row["sample"] = write_text(model, encoding, config.eval.sample, config.seed + state.step)
+            return row
 
         with (
             Tracker(metrics, wandb, scaler) as tracker,
@@ -203,4 +205,4 @@ def write_text(model: GPT, encoding: tiktoken.Encoding, sampling: SamplingConfig
 
 
 if __name__ == "__main__":
-    sys.exit(run_main(main, config))
+    leave(run_main(main, config))

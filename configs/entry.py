@@ -1,7 +1,7 @@
 """All of the Hydra glue: the words on a command line become one checked plain dataclass, or one sentence.
 
     config = start("train", __doc__)     composes and checks; ends the process with code 2 where a word is wrong
-    sys.exit(run(main, config))          runs; a refusal from inside becomes a sentence as well
+    leave(run(main, config))             runs; a refusal from inside becomes a sentence as well
 
 Hydra's compose API reads the YAML groups and the override grammar. Its application half (a folder and a log file
 per run, made before anything is checked, and once per process) is not used: train.py makes runs/<name> itself.
@@ -22,6 +22,7 @@ from hydra.core.override_parser.types import Quote, QuotedString
 from hydra.errors import HydraException, MissingConfigException, OverrideParseException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
 
 from configs.schema import SCRIPTS, register
 from errors import TrainingFailed, UserError
@@ -62,11 +63,18 @@ def run(main: Callable[[Any], int], config: Any) -> int:
         return _say(error, 2)
     except TrainingFailed as error:
         return _say(error, 1)
-    except KeyboardInterrupt:
-        return _say("interrupted", 75)
+    except KeyboardInterrupt as error:
+        return _say(str(error) or "interrupted", 75)
     except BrokenPipeError:  # `python sample.py | head`
         os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
         return 0
+
+
+def leave(code: int) -> None:
+    """End the process at once: Python would spend most of a second on taking torch apart again."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
 
 
 def _say(message: object, code: int) -> int:
@@ -125,6 +133,8 @@ def _compose(script: str, overrides: list[str], config_dir: str | None) -> DictC
             return compose(script, overrides=[_quote(override) for override in overrides] + search)
     except (HydraException, OmegaConfBaseException) as error:
         raise UserError(_explain(error, script, overrides)) from None
+    except YAMLError as error:
+        raise UserError(f"a YAML file cannot be read: {' '.join(str(error).split())}; mend it there") from None
 
 
 def _explain(error: Exception, script: str, overrides: list[str]) -> str:
@@ -156,7 +166,7 @@ def _explain(error: Exception, script: str, overrides: list[str]) -> str:
         given = next((o for o in overrides if o.split("=", 1)[0] == key), key)
         expects = _expected(script, key) or str(inner or error).split("\n")[0]
         return f"{given}{where} does not fit: {key} takes {expects}"
-    return re.sub(r"\s+", " ", text)
+    return " ".join(text.split())
 
 
 def _search(pattern: str, text: str) -> str | None:

@@ -78,8 +78,9 @@ def read(files: list[str]) -> list[str]:
     datasets.disable_progress_bars()
     names = [file if is_url(file) else glob.escape(str(Path(file).resolve())) for file in files]
     try:
-        # Streamed, so that no second copy of the text is written into a cache.
-        rows = datasets.load_dataset("text", data_files=names, sample_by="document", split="train", streaming=True)
+        # Local files are streamed, so that no second copy is written into a cache; a URL is downloaded into one.
+        stream = not any(is_url(file) for file in files)
+        rows = datasets.load_dataset("text", data_files=names, sample_by="document", split="train", streaming=stream)
         documents = [row["text"] for row in rows]
     except UnicodeDecodeError as error:
         raise UserError(where_not_utf8(files, error)) from None

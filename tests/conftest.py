@@ -1,6 +1,5 @@
 """Shared by all tests: a clean folder to work in, a small text, and a short way to run the commands in this process."""
 
-import os
 import sys
 from pathlib import Path
 
@@ -9,7 +8,6 @@ import torch
 
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
-os.environ.setdefault("HF_HUB_OFFLINE", "1")
 
 TEXT = "".join(f"The {n}th line says {n * n} and no more; après tout, it's a line.\n" for n in range(400))
 TINY = [

@@ -130,8 +130,8 @@ RESOLVE = dict(B=2, T=16, H=4, G=2, D=8, dtype=torch.float32, device=CPU, dropou
     ("name", "changed", "resolved"),
     [
         ("naive", {}, "naive"), ("naive", {"dropout_p": 0.1}, "naive"), ("naive", {"Dv": 4}, "naive"),
-        ("sdpa", {}, "flash"), ("sdpa", {"dropout_p": 0.1}, "math"), ("sdpa", {"Dv": 4}, "math"), ("flash", {}, "flash"),
-        ("flash", {"dtype": torch.bfloat16}, "flash"), ("flash", {"grad": False}, "flash"),
+        ("sdpa", {}, "flash"), ("sdpa", {"dropout_p": 0.1}, "math"), ("sdpa", {"Dv": 4}, "math"),
+        ("flash", {}, "flash"), ("flash", {"dtype": torch.bfloat16}, "flash"), ("flash", {"grad": False}, "flash"),
     ],
 )  # fmt: skip
 def test_resolved_is_what_torch_runs(name, changed, resolved):

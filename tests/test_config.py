@@ -68,7 +68,10 @@ WRONG = [
     (["-m"], r"-m sweeps are not supported"),
     (["steps"], r"'steps' is not of the form key=value"),
     (["model.n_embd=100", "model.n_head=6"], r"model.n_embd=100 does not divide .* set model.n_embd=96 or 102"),
-    (["model.n_kv_head=4"], r"model.n_kv_head=4 does not divide model.n_head=6; set one of 1, 2, 3, 6"),
+    (
+        ["model.n_head=6", "model.n_embd=96", "model.n_kv_head=4"],
+        r"model.n_kv_head=4 does not divide model.n_head=6; set one of 1, 2, 3, 6",
+    ),
     (["model.n_embd=30", "model.n_head=6"], r"model.position=rotary turns pairs of channels"),
     (["model.n_layer=0"], r"model.n_layer=0 must be at least 1"),
     (["model.dropout=1.5"], r"model.dropout=1.5 is a probability"),
@@ -78,7 +81,7 @@ WRONG = [
     (["train.steps=null"], r"set train.steps or train.minutes"),
     (["data=text"], r"set data.path=FILE"),
     (["data=text", "data.path=nowhere.txt"], r"data.path=nowhere.txt does not exist"),
-    (["data=text", "data.path=short.txt"], r"training text has 8 tokens, .* set model.block_size=7"),
+    (["data=text", "data.path=short.txt"], r"one window takes model.block_size \+ 1 = 129; set model.block_size="),
     (["data=text", "data.path=latin.txt"], r"latin.txt is not UTF-8: byte 3 is 0xe9"),
     (["data.val_fraction=1"], r"data.val_fraction=1.0 must lie between 0 and 1"),
     (["name=a/b"], r"name='a/b' cannot name a run"),
@@ -113,11 +116,11 @@ WRONG_YAML = [
     ("train: {stesp: 3}", r"train.stesp: there is no such key \(in experiment/mine.yaml\), did you mean train.steps\?"),
     ("trian: {steps: 3}", r"trian: there is no such key"),
     ("train: {steps: many}", r"train.steps.*takes a whole number"),
-    ("model: {n_embd: 100}", r"model.n_embd=100 does not divide"),
+    ("model: {n_embd: 101}", r"model.n_embd=101 does not divide"),
     ("train: {batch_size: 10, micro_batch_size: 4}", r"set one of 1, 2, 5, 10"),
     ("model: {block_size: 100000}\ndata: {path: text.txt}", r"one window takes model.block_size \+ 1 = 100001"),
     ("hydra: {callbacks: {x: {_target_: os.system}}}", r"sets Hydra's own machinery"),
-    ("train: [", r"mine.yaml|experiment"),
+    ("train: [", r"a YAML file cannot be read: .*mine.yaml.*line"),
 ]
 
 
@@ -151,8 +154,9 @@ def test_wrong_words_for_sampling(overrides, said, capsys):
     assert re.search(said, refused(capsys, *overrides, script="sample"))
 
 
-FREE_TEXT = ["été", "def f(x):", "it's", 'say "hi"', "a=b", "Hello, world", "null", "1e5", "${seed}", "\\${seed}", "",
-             " x ", "[1]", "{a: b}", "back\\slash\\", "\\'", "two\nlines", "\t", "#no comment", "true", "007", "~a"]  # fmt: skip
+FREE_TEXT = ["été", "def f(x):", "it's", 'say "hi"', "a=b", "Hello, world", "null", "1e5", "${seed}", "\\${seed}",
+             "", " x ", "[1]", "{a: b}", "back\\slash\\", "\\'", "two\nlines", "\t", "#no comment", "true", "007",
+             "~a"]  # fmt: skip
 
 
 @pytest.mark.parametrize("text", FREE_TEXT)
@@ -160,7 +164,7 @@ def test_a_prompt_is_taken_to_the_letter(text):
     assert start("sample", "", [f"prompt={text}"]).prompt == text
 
 
-@settings(max_examples=150, deadline=None)
+@settings(max_examples=40, deadline=None)
 @given(text=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=20)
        | st.text(alphabet="\\'\"${}()[], =", max_size=12))  # fmt: skip
 def test_any_prompt_is_taken_to_the_letter(text):
@@ -232,8 +236,8 @@ def command(*words, cwd, script="train.py"):
         (["train.stesp=3"], "train.py: train.stesp: there is no such key, did you mean train.steps?"),
         (["train.steps=many"], "takes a whole number"),
         (["attention=falsh"], "did you mean flash?"),
-        (["model.n_head=5"], "model.n_embd=192 does not divide into model.n_head=5 heads"),
-        (["data=text", "data.path=short.txt"], "set model.block_size=7"),
+        (["model.n_head=5"], "model.n_embd=128 does not divide into model.n_head=5 heads"),
+        (["data=text", "data.path=short.txt"], "set model.block_size=2"),
         (["train.micro_batch_size=3"], "set one of 1, 2, 4, 8, 16"),
         (["device=cuda"], "device=cuda is not on this machine"),
         (["attention=flash", "model.dropout=0.1"], "set model.dropout=0, or attention=sdpa"),
@@ -254,7 +258,7 @@ def test_a_refusal_is_quick_short_and_leaves_nothing(words, said, tmp_path):
     assert done.stderr.count("\n") == 1
     assert [path.name for path in tmp_path.iterdir()] == ["short.txt"]
     needs_torch = any(word.startswith(("device", "dtype", "attention=flash")) for word in words)
-    assert seconds < (8 if needs_torch else 3)  # three on a quiet machine; importing torch is most of the eight
+    assert seconds < (6 if needs_torch else 3)  # on a quiet machine under three as well: importing torch takes two
 
 
 def test_tiny_settings_name_every_key_of_the_house():

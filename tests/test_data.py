@@ -2,7 +2,8 @@
 
 import http.server
 import json
-import multiprocessing
+import subprocess
+import sys
 import threading
 import time
 from dataclasses import replace
@@ -10,6 +11,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
+from conftest import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -48,8 +50,8 @@ def test_decoding_gives_the_text_back(documents, kind):
 
 def test_bpe_merges_up_to_its_bound_and_special_words_in_a_text_are_text():
     documents = ["the cat and the hat <|endoftext|> " * 50, "the end"]
-    encoding = tokenizer.build(documents, replace(BPE, vocab_size=280))
-    assert encoding.n_vocab == 280
+    encoding = tokenizer.build(documents, replace(BPE, vocab_size=270))
+    assert encoding.n_vocab == 270
     ids = tokenizer.encode(encoding, documents[0])
     assert len(ids) < len(documents[0]) / 2
     assert tokenizer.end_of_text(encoding) not in ids
@@ -143,7 +145,7 @@ def test_documents_are_split_whole(documents, fraction):
     ("name", "content", "said"),
     [
         ("latin.txt", b"caf\xe9 " * 100, "byte 3 is 0xe9"),
-        ("empty.txt", b"", "training text has 0 tokens"),
+        ("empty.txt", b"", "empty.txt holds no text"),
         ("short.txt", b"too short", r"training text has 8 tokens, .* set model.block_size=7"),
     ],
 )
@@ -176,7 +178,7 @@ def test_a_text_at_a_url_is_downloaded(workdir):
         config = DataConfig(name="there", source="url", path=None, url=f"{at}/text.txt", val_fraction=0.1)
         prepared = prepare(config, CHAR, 16, say=lambda line: None)
         assert prepared.meta["tokens"] == prepare(TEXT_SOURCE, CHAR, 16, say=lambda line: None).meta["tokens"]
-        with pytest.raises(UserError, match="could not be downloaded .* data.path=FILE"):
+        with pytest.raises(UserError, match=r"could not be downloaded .* data.path=FILE"):
             prepare(replace(config, url=f"{at}/missing.txt"), CHAR, 16, say=lambda line: None)
         server.shutdown()
 
@@ -190,15 +192,13 @@ def test_ids_that_a_uint16_would_wrap_are_stored_whole(workdir):
     assert prepared.encoding.decode(prepared.tokens("train")[-5:].tolist()) == text[: int(len(text) * 0.9)][-5:]
 
 
-def _prepare_and_count(path):
-    said = []
-    prepare(replace(TEXT_SOURCE, path=path), BPE, 16, say=said.append)
-    return len(said)
-
-
 def test_of_two_processes_at_the_same_text_one_works(workdir):
-    with multiprocessing.get_context("fork").Pool(2) as pool:
-        assert sorted(pool.map(_prepare_and_count, ["text.txt"] * 2)) in ([0, 1], [1, 1])
+    command = [sys.executable, str(ROOT / "prepare.py"), "data=text", "data.path=text.txt", "tokenizer=char"]
+    both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
+    out = "".join(process.communicate(timeout=60)[0] for process in both)
+    assert [process.returncode for process in both] == [0, 0]
+    assert out.count("preparing text") == 1
+    assert out.count("tokens to train on") == 2
     assert len(list((workdir / "data/prepared").glob("text-*/meta.json"))) == 1
 
 
@@ -267,7 +267,7 @@ def test_validation_counts_every_target_exactly_once(n, T, size):
 
 
 def test_lengths_that_cannot_fill_a_window_say_what_would():
-    with pytest.raises(UserError, match="set model.block_size=99"):
+    with pytest.raises(UserError, match=r"set model.block_size=99"):
         check_length({"train": 100, "val": 10}, 100)
     with pytest.raises(UserError, match=r"data.val_fraction"):
         check_length({"train": 101, "val": 1}, 100)

@@ -21,6 +21,7 @@ from model import GPTConfig
 from model.attention import naive
 from model.gpt import GPT
 from training import checkpoint
+from training.run import Run
 
 # Fields of a row that depend on the clock or the machine.
 TIMED = {"seconds", "step_ms", "tokens_per_second", "mfu", "peak_memory_bytes"}
@@ -167,7 +168,7 @@ def test_accumulation_does_not_change_the_loss(train):
 def test_backends_and_compilation_do_not_change_the_loss_curve(train):
     runs = {"naive": ["attention=naive"], "flash": ["attention=flash"], "compiled": ["attention=naive", "compile=true"]}
     for name, overrides in runs.items():
-        assert train(f"name={name}", *overrides) == 0
+        assert train(f"name={name}", *overrides, "model.n_layer=1", "train.steps=3") == 0
         assert summary(name)["attention"]["resolved"] == overrides[0].split("=")[1]
     for name in ("flash", "compiled"):
         for a, b in zip(metrics("naive"), metrics(name), strict=True):
@@ -269,7 +270,7 @@ def test_killed_outright_and_started_again_a_run_ends_bit_identical(workdir):
     undisturbed = spawn("name=whole", *LONG)
     assert undisturbed.wait(120) == 0, undisturbed.stderr.read()
     kills = 0
-    for step in (20, 150, 300):
+    for step in (25, 250):
         process = spawn("name=killed", *LONG)
         wait_for_step("killed", step, process)
         kills += process.poll() is None
@@ -278,16 +279,15 @@ def test_killed_outright_and_started_again_a_run_ends_bit_identical(workdir):
     last = spawn("name=killed", *LONG)
     _, err = last.communicate(timeout=120)
     assert last.returncode == 0, err
-    assert kills >= 2
+    assert kills == 2
     assert [row["step"] for row in metrics("killed")] == list(range(401))
     assert_same_run("whole", "killed")
 
 
-@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_asked_to_stop_a_run_saves_says_how_to_go_on_and_exits_75(workdir, number):
+def test_asked_to_stop_a_run_saves_says_how_to_go_on_and_exits_75(workdir):
     process = spawn("name=a", *LONG, "train.steps=100000")
     wait_for_step("a", 10, process)
-    process.send_signal(number)
+    process.send_signal(signal.SIGTERM)  # Ctrl-C is handled by the same lines
     out, err = process.communicate(timeout=30)
     assert process.returncode == 75, (out, err)
     assert "name=a" in err
@@ -297,15 +297,10 @@ def test_asked_to_stop_a_run_saves_says_how_to_go_on_and_exits_75(workdir, numbe
     assert saved["step"] == metrics("a")[-1]["step"] == told["step"] > 0
 
 
-def test_a_second_process_on_the_same_run_is_refused(workdir):
-    first = spawn("name=a", *LONG, "train.steps=100000")
-    wait_for_step("a", 1, first)
-    second = spawn("name=a", *LONG)
-    _, err = second.communicate(timeout=60)
-    first.kill()
-    first.communicate()
-    assert second.returncode == 2
-    assert "runs/a is being trained by another process" in err
+def test_a_second_process_on_the_same_run_is_refused(train, capsys):
+    with Run("a", "", resume=True):
+        assert train("name=a") == 2
+    assert "runs/a is being trained by another process" in capsys.readouterr().err
 
 
 # Sampling
@@ -360,6 +355,6 @@ def test_what_sampling_refuses(train, workdir, capsys, overrides, said):
 
 def test_a_tiny_text_of_ones_own_trains_with_the_default_vocabulary(train, workdir):
     (workdir / "poem.txt").write_text(
-        "\n".join(f"{a} {b}" for a in "roses are red violets blue".split() for b in "abcdefgh")
+        "\n".join(f"{a} {b}" for a in ("roses", "are", "red", "violets", "blue") for b in "abcdefgh")
     )
     assert train("name=a", "data.path=poem.txt", "tokenizer=bpe", "model.block_size=8") == 0

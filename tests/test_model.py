@@ -161,7 +161,7 @@ def test_parameters_of_gpt2_124m_are_counted_as_published():
 
 
 def test_more_tokens_than_block_size_are_refused():
-    with pytest.raises(UserError, match="25 tokens do not fit into model.block_size=24"):
+    with pytest.raises(UserError, match=r"25 tokens do not fit into model.block_size=24"):
         make(GPT2)(some_tokens(T=25))
 
 

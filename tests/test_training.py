@@ -3,6 +3,7 @@
 import json
 import math
 import zipfile
+from copy import deepcopy
 
 import pytest
 import torch
@@ -142,7 +143,7 @@ def test_optimizer_state_survives_by_name_and_the_config_wins(config):
     model = tiny_model()
     optimizers = optimizer.build(model, config)
     step(model, optimizers)
-    state = optimizer.state_by_name(model, optimizers)
+    state = deepcopy(optimizer.state_by_name(model, optimizers))
     assert set(state) == {name for name, _ in model.named_parameters()}
 
     other = tiny_model()
@@ -225,7 +226,7 @@ def test_damage_is_noticed_and_said(state, tmp_path, damage):
             largest = max(archive.infolist(), key=lambda entry: entry.file_size)
         raw[largest.header_offset + 200 + largest.file_size // 2] ^= 1
     path.write_bytes(raw)
-    with pytest.raises(UserError, match="last.pt is damaged"):
+    with pytest.raises(UserError, match=r"last.pt is damaged"):
         checkpoint.load(path)
 
 
@@ -285,10 +286,10 @@ def test_resuming_cuts_rows_beyond_the_step_and_half_lines(tmp_path):
 @pytest.mark.parametrize("key", ["train/loss", "val/loss", "grad_norm"])
 def test_a_number_that_is_none_ends_the_run_in_a_sentence_after_writing_it(tmp_path, key):
     path = tmp_path / "metrics.jsonl"
-    with pytest.raises(TrainingFailed, match=f"{key} is not a finite number at step 3; set a lower optimizer.lr"):
-        with tracker(path) as track:
-            track.log({"step": 3, key: torch.tensor(math.nan)})
-            track.flush()
+    said = f"{key} is not a finite number at step 3; set a lower optimizer.lr"
+    with pytest.raises(TrainingFailed, match=said), tracker(path) as track:
+        track.log({"step": 3, key: torch.tensor(math.nan)})
+        track.flush()
     assert rows_of(path) == [{"step": 3, key: None}]
 
 
@@ -328,7 +329,7 @@ def test_how_a_run_ended_is_on_record(workdir, error, status):
 def test_the_newest_run_with_a_checkpoint_is_found_below_sweeps_too(workdir):
     import os
 
-    with pytest.raises(UserError, match="train one: python train.py"):
+    with pytest.raises(UserError, match=r"train one: python train.py"):
         find_run("last")
     for age, name in ((30, "old"), (10, "sweeps/s/seed=1"), (20, "middle")):
         folder = workdir / "runs" / name / "checkpoints"
@@ -347,7 +348,7 @@ def test_devices_and_dtypes_resolve_or_refuse(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     assert precision.resolve_device("auto") == CPU
-    with pytest.raises(UserError, match="device=cuda is not on this machine.*device=auto"):
+    with pytest.raises(UserError, match=r"device=cuda is not on this machine.*device=auto"):
         precision.resolve_device("cuda")
     with pytest.raises(UserError, match="device=tpu is unknown"):
         precision.resolve_device("tpu")

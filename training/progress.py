@@ -45,8 +45,9 @@ class TrainingProgress:
         """A line on the validation loss, and the text that the model writes now."""
         self.say(f"step {row['step']}: validation loss {row['val/loss']:.4f}, {row['val/bpb']:.3f} bits per byte"
                  + (", the best so far" if better else ""), style="bold")  # fmt: skip
-        if row["sample"].strip() and row["step"] > 0:
-            self.say(textwrap.indent(row["sample"].strip("\n"), "  | ", lambda line: True), style="dim")
+        text = row.get("sample", "").strip("\n")
+        if text and row["step"] > 0:  # before the first step it is noise
+            self.say(textwrap.indent(text, "  | ", lambda line: True), style="dim")
 
     def update(self, step: int, progress: float, last: dict) -> None:
         """`progress`: the part of the run that is done, 0 to 1. `last`: the newest numbers, by their metric's name."""
