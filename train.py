@@ -129,7 +129,7 @@ def main(config: Train) -> int:
                 first, _ = dist.share(state.step * batch_size, batch_size)
                 for micro in range(accumulation):
                     x, y = loader.batch("train", first + micro * micro_batch_size, micro_batch_size)
-                    dist.seed(config.seed, state.step, micro)
+                    dist.seed(device, config.seed, state.step, micro)
                     with precision.autocast(device, dtype):
                         micro_loss = forward(x, y) / accumulation
                     scaler.scale(micro_loss).backward()

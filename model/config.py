@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from errors import UserError
 
 NORMS = ("layernorm", "rmsnorm")
-MLPS = ("gelu", "relu2")
+MLPS = ("gelu", "gelu_tanh", "relu2")
 POSITIONS = ("learned", "rotary")
 
 

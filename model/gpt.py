@@ -2,7 +2,7 @@
 
 - pre-norm blocks: x + attention(norm(x)), then x + mlp(norm(x)); a last norm before the head
 - positions are learned and added (GPT-2), or rotate q and k (RoPE, Su et al., arXiv:2104.09864)
-- LayerNorm or RMSNorm (Zhang & Sennrich, arXiv:1910.07467); GELU as GPT-2's tanh form, or squared ReLU
+- LayerNorm or RMSNorm (Zhang & Sennrich, arXiv:1910.07467); GELU, exact or in GPT-2's tanh form, or squared ReLU
   (Primer, So et al., arXiv:2109.08668); queries and keys normalised per head or not (Henry et al., arXiv:2010.04245)
 - which kernel computes attention is not known here: the model is handed an `attend` (model/attention.py)
 
@@ -18,6 +18,7 @@ B batch, T time, C channels = n_embd, H query heads, G key/value heads, D head s
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 import torch.nn.functional as F
@@ -70,6 +71,13 @@ class CausalSelfAttention(nn.Module):
         return F.dropout(y, self.dropout, self.training)
 
 
+ACTIVATIONS = {
+    "gelu": F.gelu,
+    "gelu_tanh": partial(F.gelu, approximate="tanh"),
+    "relu2": lambda x: F.relu(x).square(),
+}
+
+
 class MLP(nn.Module):
     """Four times as wide inside: C -> 4C -> C."""
 
@@ -77,13 +85,12 @@ class MLP(nn.Module):
         super().__init__()
         self.fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
         self.proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
-        self.squared_relu = config.mlp == "relu2"
+        self.activation = ACTIVATIONS[config.mlp]
         self.dropout = config.dropout
 
     def forward(self, x: Tensor) -> Tensor:
-        x = self.fc(x)
-        x = F.relu(x).square() if self.squared_relu else F.gelu(x, approximate="tanh")
-        return F.dropout(self.proj(x), self.dropout, self.training)
+        x = self.proj(self.activation(self.fc(x)))
+        return F.dropout(x, self.dropout, self.training)
 
 
 class Block(nn.Module):

@@ -17,7 +17,7 @@ from model.gpt import GPT, rotary_table, rotate
 
 GPT2 = dict(
     name="gpt2", n_layer=2, n_head=4, n_kv_head=None, n_embd=32, block_size=24, dropout=0.0, bias=True,
-    norm="layernorm", mlp="gelu", position="learned", qk_norm=False, tie_embeddings=True,
+    norm="layernorm", mlp="gelu_tanh", position="learned", qk_norm=False, tie_embeddings=True,
 )  # fmt: skip
 MODERN = GPT2 | dict(bias=False, norm="rmsnorm", mlp="relu2", position="rotary", qk_norm=True, tie_embeddings=False)
 GROUPED = MODERN | dict(n_kv_head=2)

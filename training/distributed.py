@@ -27,9 +27,13 @@ class Dist:
         """Whether this process writes and speaks."""
         return self.rank == 0
 
-    def seed(self, *numbers: int) -> None:
+    def seed(self, device: torch.device, *numbers: int) -> None:
         """Seed what is random within a step (dropout) from `numbers` and the rank: there is no state to save."""
-        torch.manual_seed(int(np.random.SeedSequence((*numbers, self.rank)).generate_state(1, np.uint64)[0]))
+        seed = int(np.random.SeedSequence((*numbers, self.rank)).generate_state(1, np.uint64)[0])
+        generators = {"cuda": lambda: torch.cuda.default_generators[torch.cuda.current_device()],
+                      "mps": torch.mps._get_default_mps_generator}  # fmt: skip
+        # The device's own generator alone: torch.manual_seed goes through every kind of device, a part of a small step.
+        generators.get(device.type, lambda: torch.default_generator)().manual_seed(seed)
 
     def share(self, first: int, count: int) -> tuple[int, int]:
         """This process's (first, count) of the sequences first to first + count; the world divides count."""
