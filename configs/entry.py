@@ -8,22 +8,21 @@ per run, made before anything is checked, and once per process) is not used: tra
 """
 
 import argparse
-import difflib
 import os
 import re
 import sys
 from collections.abc import Callable
-from dataclasses import fields, is_dataclass
 from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.types import Quote, QuotedString
-from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from configs.explain import explain
 from configs.schema import SCRIPTS, register
 from errors import TrainingFailed, UserError
 
@@ -47,12 +46,17 @@ def start(script: str, doc: str, argv: list[str] | None = None) -> Any:
         composed = _compose(script, overrides, flags.config_dir)
         config = OmegaConf.to_object(composed)
         if flags.cfg:
-            print(OmegaConf.to_yaml(composed), end="")
+            print(OmegaConf.to_yaml(composed, resolve=True), end="")
             raise SystemExit(0)
         config.check()
         return config
     except UserError as error:
         raise SystemExit(_say(error, 2)) from None
+    except (HydraException, OmegaConfBaseException, YAMLError) as error:
+        sentence = explain(
+            error, overrides, SCRIPTS[script], lambda: OmegaConf.to_container(_compose(script, [], None))
+        )
+        raise SystemExit(_say(sentence, 2)) from None
 
 
 def run(main: Callable[[Any], int], config: Any) -> int:
@@ -117,7 +121,7 @@ def _quote(override: str) -> str:
 
 
 def _compose(script: str, overrides: list[str], config_dir: str | None) -> DictConfig:
-    """Composed by Hydra against the schema. Raises UserError."""
+    """Composed by Hydra against the schema. Raises UserError, and what Hydra and OmegaConf raise."""
     register()
     search = []
     if config_dir is not None:
@@ -128,94 +132,8 @@ def _compose(script: str, overrides: list[str], config_dir: str | None) -> DictC
         for file in sorted(folder.rglob("*.yaml")):
             if re.search(r"^['\"]?hydra\b.*:|@package\s+hydra", file.read_text(), re.MULTILINE):
                 raise UserError(f"{file} sets Hydra's own machinery (hydra:), which could run code; take that out")
-    try:
-        with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-            return compose(script, overrides=[_quote(override) for override in overrides] + search)
-    except (HydraException, OmegaConfBaseException) as error:
-        raise UserError(_explain(error, script, overrides)) from None
-    except YAMLError as error:
-        raise UserError(f"a YAML file cannot be read: {' '.join(str(error).split())}; mend it there") from None
-
-
-def _explain(error: Exception, script: str, overrides: list[str]) -> str:
-    """One sentence for what Hydra or OmegaConf found wrong."""
-    text = str(error)
-    chain = [error]
-    while chain[-1].__cause__ is not None:
-        chain.append(chain[-1].__cause__)
-    inner = next((e for e in chain if isinstance(e, OmegaConfBaseException)), None)
-
-    if isinstance(error, MissingConfigException) and error.options is not None:
-        group, _, choice = (error.missing_cfg_file or "").rpartition("/")
-        options = [option for option in error.options if option != "schema"]
-        return f"{group}={choice}: there is no such choice{_did_you_mean(choice, options)}; set {_one_of(options)}"
-    if "Ambiguous value" in text or isinstance(error, OverrideParseException):
-        word = next((o for o in overrides if f"'{o}'" in text), overrides[-1] if len(overrides) == 1 else None)
-        what = f"{word!r}" if word else f"one of {', '.join(map(repr, overrides))}"
-        if "Ambiguous value" in text:
-            return f"{what} gives several values, and one command trains one setting; set one value"
-        key = word.split("=", 1)[0] if word else "key"
-        return f"{what} cannot be read as key=value; quote special characters twice, as in '{key}=\"a, b\"'"
-
-    key = getattr(inner, "full_key", None) or _search(r"full_key: (\S+)", text)
-    where = _search(r"In '([^']+)'", text)
-    where = f" (in {where}.yaml)" if where else ""
-    if key and ("not in '" in text or "Could not override" in text or "not in '" in str(inner)):
-        return f"{key}: there is no such key{where}{_did_you_mean(key, _keys(script))}; see --help and --cfg job"
-    if key:
-        given = next((o for o in overrides if o.split("=", 1)[0] == key), key)
-        expects = _expected(script, key) or str(inner or error).split("\n")[0]
-        return f"{given}{where} does not fit: {key} takes {expects}"
-    return " ".join(text.split())
-
-
-def _search(pattern: str, text: str) -> str | None:
-    found = re.search(pattern, text)
-    return found.group(1) if found else None
-
-
-def _one_of(options: list[str]) -> str:
-    return options[0] if len(options) == 1 else f"{', '.join(options[:-1])} or {options[-1]}"
-
-
-def _did_you_mean(wrong: str, options: list[str]) -> str:
-    """The nearest option: the same last word elsewhere first (steps -> train.steps), then by likeness."""
-    leaf = wrong.split(".")[-1]
-    near = [option for option in options if option.split(".")[-1] == leaf]
-    near = near or difflib.get_close_matches(wrong, options, n=1, cutoff=0.5)
-    near = near or [o for o in options if o.split(".")[-1] in difflib.get_close_matches(leaf, [o.split(".")[-1]])][:1]
-    return f", did you mean {_one_of(near)}?" if near else ""
-
-
-def _keys(script: str) -> list[str]:
-    """Every key of the script's default config, sections and leaves: model, model.n_layer, ..."""
-
-    def below(node: dict, prefix: str) -> list[str]:
-        keys = []
-        for key, value in node.items():
-            keys += [prefix + key, *(below(value, f"{prefix}{key}.") if isinstance(value, dict) else [])]
-        return keys
-
-    return below(OmegaConf.to_container(_compose(script, [], None)), "")
-
-
-def _expected(script: str, key: str) -> str | None:
-    """In words, the type that the schema wants for `key`; None for a key that it leaves open."""
-    node, kind = SCRIPTS[script], None
-    for part in key.split("[")[0].split("."):
-        kinds = {field.name: field.type for field in fields(node)} if is_dataclass(node) else {}
-        if part not in kinds:
-            return None
-        node = kind = kinds[part]
-    words = {
-        "int": "a whole number", "float": "a number", "bool": "true or false", "str": "a word",
-        "list[float]": "a list of numbers, as in [0.9,0.95]", "list[str]": "a list of words, as in [a,b]",
-    }  # fmt: skip
-    name = kind.__name__ if isinstance(kind, type) and not hasattr(kind, "__args__") else str(kind)
-    base, _, optional = name.partition(" | ")
-    if base not in words:
-        return None
-    return words[base] + (", or null" if optional else "")
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        return compose(script, overrides=[_quote(override) for override in overrides] + search)
 
 
 def choices(group: str) -> list[str]:

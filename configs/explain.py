@@ -1,0 +1,104 @@
+"""What Hydra and OmegaConf found wrong, as one sentence that says what to set."""
+
+import difflib
+import re
+from dataclasses import fields, is_dataclass
+from typing import Any
+
+from hydra.errors import MissingConfigException, OverrideParseException
+from omegaconf.errors import OmegaConfBaseException
+from yaml import YAMLError
+
+WORDS = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "str": "a word",
+    "list[float]": "a list of numbers, as in [0.9,0.95]",
+    "list[str]": "a list of words, as in [a,b]",
+}
+
+
+def explain(error: Exception, overrides: list[str], schema: type, defaults: Any) -> str:
+    """The sentence for an exception of Hydra, OmegaConf or PyYAML.
+
+    overrides: the command line's key=value words. schema: the dataclass of the script's config. defaults: a function
+    that gives the script's default config as nested dicts, asked only where a key is unknown.
+    """
+    text = str(error)
+    inner = _cause(error)
+    if isinstance(error, YAMLError):
+        return f"a YAML file cannot be read: {' '.join(text.split())}; mend it there"
+    if isinstance(error, MissingConfigException) and error.options is not None:
+        group, _, choice = (error.missing_cfg_file or "").rpartition("/")
+        options = [option for option in error.options if option != "schema"]
+        return f"{group}={choice}: there is no such choice{did_you_mean(choice, options)}; set {one_of(options)}"
+    if "Ambiguous value" in text or isinstance(error, OverrideParseException):
+        return _unreadable(text, overrides)
+
+    key = getattr(inner, "full_key", None) or _search(r"full_key: (\S+)", text)
+    where = _search(r"In '([^']+)'", text)
+    where = f" (in {where}.yaml)" if where else ""
+    if key and ("not in '" in text or "Could not override" in text or "not in '" in str(inner)):
+        return f"{key}: there is no such key{where}{did_you_mean(key, keys(defaults()))}; see --help and --cfg job"
+    if key:
+        given = next((o for o in overrides if o.split("=", 1)[0] == key), key)
+        expects = expected(schema, key) or str(inner or error).split("\n")[0]
+        return f"{given}{where} does not fit: {key} takes {expects}"
+    return " ".join(text.split())
+
+
+def _cause(error: BaseException | None) -> OmegaConfBaseException | None:
+    """OmegaConf's own exception, which Hydra wraps."""
+    while error is not None and not isinstance(error, OmegaConfBaseException):
+        error = error.__cause__
+    return error
+
+
+def _unreadable(text: str, overrides: list[str]) -> str:
+    """A word that Hydra's grammar does not take, or takes for a sweep."""
+    word = next((o for o in overrides if f"'{o}'" in text), overrides[-1] if len(overrides) == 1 else None)
+    what = f"{word!r}" if word else f"one of {', '.join(map(repr, overrides))}"
+    if "Ambiguous value" in text:
+        return f"{what} gives several values, and one command trains one setting; set one value"
+    key = word.split("=", 1)[0] if word else "key"
+    return f"{what} cannot be read as key=value; quote special characters twice, as in '{key}=\"a, b\"'"
+
+
+def _search(pattern: str, text: str) -> str | None:
+    found = re.search(pattern, text)
+    return found.group(1) if found else None
+
+
+def one_of(options: list[str]) -> str:
+    return options[0] if len(options) == 1 else f"{', '.join(options[:-1])} or {options[-1]}"
+
+
+def did_you_mean(wrong: str, options: list[str]) -> str:
+    """The nearest option: the same last word elsewhere first (steps -> train.steps), then by likeness."""
+    leaf = wrong.split(".")[-1]
+    near = [option for option in options if option.split(".")[-1] == leaf]
+    near = near or difflib.get_close_matches(wrong, options, n=1, cutoff=0.5)
+    near = near or [o for o in options if difflib.get_close_matches(leaf, [o.split(".")[-1]])][:1]
+    return f", did you mean {one_of(near)}?" if near else ""
+
+
+def keys(node: dict, prefix: str = "") -> list[str]:
+    """Every key of a nested dict, sections and leaves: model, model.n_layer, ..."""
+    found = []
+    for key, value in node.items():
+        found += [prefix + key, *(keys(value, f"{prefix}{key}.") if isinstance(value, dict) else [])]
+    return found
+
+
+def expected(schema: type, key: str) -> str | None:
+    """In words, the type that the schema wants for `key`; None for a key that it leaves open."""
+    kind = schema
+    for part in key.split("[")[0].split("."):
+        kinds = {field.name: field.type for field in fields(kind)} if is_dataclass(kind) else {}
+        if part not in kinds:
+            return None
+        kind = kinds[part]
+    name = kind.__name__ if isinstance(kind, type) and not hasattr(kind, "__args__") else str(kind)
+    base, _, optional = name.partition(" | ")
+    return WORDS[base] + (", or null" if optional else "") if base in WORDS else None
