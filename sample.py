@@ -42,6 +42,8 @@ def main(config: Sample) -> int:
 
     # Model, vocabulary and tokenizer come from the checkpoint alone.
     path = folder / "checkpoints" / f"{config.checkpoint}.pt"
+    if not path.exists():  # a run that was stopped before its first evaluation has no best one yet
+        (path,) = path.parent.glob("*.pt")
     saved = checkpoint.load(path)
     model_config = GPTConfig(**saved["model_config"])
     encoding = tokenizer.from_spec(saved["tokenizer"])

@@ -26,6 +26,7 @@ if __name__ == "__main__":  # ahead of the imports below, which take seconds: a 
 import time
 from dataclasses import asdict
 from math import inf, isfinite, log
+from pathlib import Path
 
 import tiktoken
 import torch
@@ -77,13 +78,18 @@ def main(config: Train) -> int:
     state = checkpoint.State(model, optimizers, scaler)
     about = checkpoint.about(config, prepared.meta)
 
-    with Run(config.name, f"{config.data.name}-{config.model.name}-{config.attention.backend}", config.resume) as run:
+    with (
+        Run(config.name, f"{config.data.name}-{config.model.name}-{config.attention.backend}", config.resume) as run,
+        StopRequest() as stop,
+    ):
         if run.last.exists():
             saved = checkpoint.load(run.last)
             checkpoint.check_identity(run.folder, saved["identity"], about["identity"])
             state.restore(saved)
         progress = run_progress(state.step, steps, state.seconds, minutes)
         if progress >= 1:
+            if run.finish():
+                plot_loss(run.folder)
             print(f"{run.folder} is finished, at step {state.step}; set a larger train.steps to go on, or another name")
             return 0
 
@@ -95,23 +101,29 @@ def main(config: Train) -> int:
             "n_params": n_params(model), "vocab_size": encoding.n_vocab, "accumulation": accumulation,
             "data": str(prepared.folder),
         }  # fmt: skip
-        run.begin(asdict(config), facts)
+        run.begin(asdict(config), facts | state.summary())
         wandb = Wandb(config.wandb, run, asdict(config), state.wandb_id)
         state.wandb_id = wandb.id
         metrics = Metrics(run.folder / "metrics.jsonl", state.step)
 
         def look() -> dict:
             """The validation loss, and a text if the model is still able to write one."""
-            row = evaluate(forward, loader, encoding, config.eval.batches, micro_batch_size, dtype)
+            windows = loader.val_windows if config.eval.batches is None else config.eval.batches * batch_size
+            row = evaluate(forward, loader, encoding, windows, micro_batch_size, dtype)
             if isfinite(row["val/loss"]):
-                row["sample"] = write_text(model, encoding, config.eval.sample, config.seed + state.step)
+                with precision.autocast(device, dtype):
+                    row["sample"] = write_text(model, encoding, config.eval.sample, config.seed + state.step)
             return row
 
-        with (
-            Tracker(metrics, wandb, scaler) as tracker,
-            StopRequest() as stop,
-            TrainingProgress(steps, progress) as show,
-        ):
+        def keep(*paths: Path) -> None:
+            """Save checkpoints, behind the rows that they count on."""
+            tracker.flush(sync=True)
+            for path in paths:
+                state.save(path, about)
+            run.update(state.summary() | speed.median() | tracker.summary())
+            wandb.set_summary(run.summary)
+
+        with Tracker(metrics, wandb, scaler) as tracker, TrainingProgress(steps, progress) as show:
             show.say(headline(run.folder, config, facts, prepared.meta, state.step))
             meter.reset_peak_memory(device)
             started = time.perf_counter() - state.seconds
@@ -137,10 +149,11 @@ def main(config: Train) -> int:
                 for each in optimizers:
                     scaler.unscale_(each)
                 grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.train.grad_clip or inf)
-                for each in optimizers:
-                    scaler.step(each)
-                    each.zero_grad(set_to_none=True)
+                if not scaler.is_enabled() or grad_norm.isfinite():  # an overflow in one skips the step of all
+                    for each in optimizers:
+                        scaler.step(each)
                 scaler.update()
+                model.zero_grad(set_to_none=True)
                 timing = speed.stop()
 
                 # What came of it: a row of numbers, now and then a look at unseen text, and a checkpoint.
@@ -158,15 +171,14 @@ def main(config: Train) -> int:
                     show.evaluated(row, better)
                 tracker.log(row, timing)
                 show.update(state.step, progress, tracker.last)
-                if better or state.step % config.checkpoint.every == 0 or progress >= 1 or stop.requested:
-                    tracker.flush(sync=True)
-                    if better:
-                        state.best_val_loss = row["val/loss"]
-                        state.save(run.best, about)
-                    state.save(run.last, about)
-                    run.update(state.summary() | speed.median() | tracker.summary())
-                    wandb.set_summary(run.summary)
+                if better:
+                    state.best_val_loss = row["val/loss"]
+                    keep(run.best, run.last)
+                elif state.step % config.checkpoint.every == 0 or progress >= 1:
+                    keep(run.last)
 
+            if progress < 1:
+                keep(run.last)
             plot_loss(run.folder)
             if progress < 1:
                 raise KeyboardInterrupt(f"saved at step {state.step}; the same command with name={run.name} goes on")
@@ -175,13 +187,13 @@ def main(config: Train) -> int:
 
 
 @torch.no_grad()
-def evaluate(forward, loader: Loader, encoding: tiktoken.Encoding, batches: int | None, size: int, dtype) -> dict:
-    """Mean loss per token in nats, and in bits per byte of text, over `batches` batches of `size` validation windows.
+def evaluate(forward, loader: Loader, encoding: tiktoken.Encoding, windows: int, size: int, dtype) -> dict:
+    """Mean loss per token in nats, and in bits per byte of text, over validation windows, `size` at a time.
 
-    batches None: over the whole validation text, each of its tokens counting exactly once.
+    Over all of them, each token of the text counts exactly once.
     """
     device = loader.device
-    windows = loader.val_windows if batches is None else min(loader.val_windows, batches * size)
+    windows = min(windows, loader.val_windows)
     stride = loader.val_windows // windows  # spread over all of the text
     token_bytes = torch.from_numpy(tokenizer.token_bytes(encoding)).to(device)
     nats, tokens, text_bytes = [], 0, 0

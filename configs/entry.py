@@ -8,10 +8,12 @@ per run, made before anything is checked, and once per process) is not used: tra
 """
 
 import argparse
+import errno
 import os
 import re
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +31,8 @@ from errors import TrainingFailed, UserError
 CONFIGS = Path(__file__).parent
 # Free text, taken to the letter: Hydra's grammar would read "a, b" as a sweep and "f(x)" as a function.
 LITERAL = ("prompt", "prompt_file", "name", "run", "data.path")
+# What goes wrong with files on a user's machine, and is no bug.
+MENDABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EEXIST, errno.ENOTDIR, errno.EISDIR}
 FLAGS = """flags:
   --help            this page
   --cfg job         print the composed config and stop
@@ -52,7 +56,7 @@ def start(script: str, doc: str, argv: list[str] | None = None) -> Any:
         return config
     except UserError as error:
         raise SystemExit(_say(error, 2)) from None
-    except (HydraException, OmegaConfBaseException, YAMLError) as error:
+    except (HydraException, OmegaConfBaseException, YAMLError, UnicodeDecodeError) as error:
         sentence = explain(
             error, overrides, SCRIPTS[script], lambda: OmegaConf.to_container(_compose(script, [], None))
         )
@@ -69,15 +73,23 @@ def run(main: Callable[[Any], int], config: Any) -> int:
         return _say(error, 1)
     except KeyboardInterrupt as error:
         return _say(str(error) or "interrupted", 75)
-    except BrokenPipeError:  # `python sample.py | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
-        return 0
+    except BrokenPipeError:  # nobody reads any more, as in `python sample.py | head`
+        return 1
+    except OSError as error:
+        if error.errno not in MENDABLE:
+            raise
+        return _say(f"{error.filename or 'writing'}: {error.strerror}; make room or set another folder or name", 1)
+    except RuntimeError as error:
+        if type(error).__name__ != "OutOfMemoryError" and "allocate memory" not in str(error):
+            raise
+        return _say("out of memory; set a smaller train.micro_batch_size, model.block_size or model", 1)
 
 
 def leave(code: int) -> None:
     """End the process at once: Python would spend most of a second on taking torch apart again."""
-    sys.stdout.flush()
-    sys.stderr.flush()
+    with suppress(BrokenPipeError):
+        sys.stdout.flush()
+        sys.stderr.flush()
     os._exit(code)
 
 
@@ -108,6 +120,8 @@ def _parse(argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
             raise UserError(f"{key} belongs to Hydra's own machinery, which this command does not use; leave it out")
         if "=" not in word:
             raise UserError(f"{word!r} is not of the form key=value; see --help")
+        if choices(key) and key != "experiment" and word.split("=", 1)[1] in ("", "null"):
+            raise UserError(f"{word} leaves {key} without a choice; set {key}={' or '.join(choices(key))}")
     return flags, words
 
 
@@ -130,7 +144,7 @@ def _compose(script: str, overrides: list[str], config_dir: str | None) -> DictC
             raise UserError(f"--config-dir {config_dir} is not a folder; name one that holds YAML files")
         search = [f"hydra.searchpath=[{QuotedString(f'file://{folder}', Quote.single).with_quotes()}]"]
         for file in sorted(folder.rglob("*.yaml")):
-            if re.search(r"^['\"]?hydra\b.*:|@package\s+hydra", file.read_text(), re.MULTILINE):
+            if re.search(r"^['\"]?hydra\b.*:|@package\s+hydra", file.read_text(errors="replace"), re.MULTILINE):
                 raise UserError(f"{file} sets Hydra's own machinery (hydra:), which could run code; take that out")
     with initialize_config_dir(str(CONFIGS), version_base="1.3"):
         return compose(script, overrides=[_quote(override) for override in overrides] + search)

@@ -9,6 +9,8 @@ from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
+from configs.schema import OPTIMIZERS
+
 WORDS = {
     "int": "a whole number",
     "float": "a number",
@@ -39,6 +41,8 @@ def explain(error: Exception, overrides: list[str], schema: type, defaults: Any)
     key = getattr(inner, "full_key", None) or _search(r"full_key: (\S+)", text)
     where = _search(r"In '([^']+)'", text)
     where = f" (in {where}.yaml)" if where else ""
+    if key == "experiment" and where:
+        return f"the first line{where} must be '# @package _global_'; put it there"
     if key and ("not in '" in text or "Could not override" in text or "not in '" in str(inner)):
         return f"{key}: there is no such key{where}{did_you_mean(key, keys(defaults()))}; see --help and --cfg job"
     if key:
@@ -95,6 +99,8 @@ def expected(schema: type, key: str) -> str | None:
     """In words, the type that the schema wants for `key`; None for a key that it leaves open."""
     kind = schema
     for part in key.split("[")[0].split("."):
+        if kind is Any:  # one of several dataclasses: the first that has the field
+            kind = next((k for k in OPTIMIZERS.values() if part in {field.name for field in fields(k)}), Any)
         kinds = {field.name: field.type for field in fields(kind)} if is_dataclass(kind) else {}
         if part not in kinds:
             return None

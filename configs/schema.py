@@ -21,7 +21,7 @@ from training import (
     TrainConfig,
     WandbConfig,
 )
-from training.run import check_name
+from training.run import check_name, check_word
 from training.schedule import lr_fraction
 
 
@@ -51,8 +51,11 @@ class Train:
         """The rules that cross rooms. Raises UserError."""
         if self.name is not None:
             check_name(self.name)
-        if self.seed < 0:
-            raise UserError(f"seed={self.seed} must not be negative")
+        check_word("data.name", self.data.name)
+        check_word("model.name", self.model.name)
+        _check_seed(self.seed)
+        if not isinstance(self.optimizer, OPTIMIZERS.get(getattr(self.optimizer, "name", None), ())):
+            raise UserError(f"optimizer needs a choice whose name it keeps; set optimizer={' or '.join(OPTIMIZERS)}")
         self.train.plan(world_size=1)
         lr_fraction(self.schedule, self.schedule.warmup_steps, None, 0.0)
         check_short_text(self.data, self.tokenizer, self.model.block_size)
@@ -78,8 +81,7 @@ class Sample(SamplingConfig):
             raise UserError(f"checkpoint={self.checkpoint} is unknown; set best or last")
         if self.num_samples < 1:
             raise UserError(f"num_samples={self.num_samples} must be at least 1")
-        if self.seed < 0:
-            raise UserError(f"seed={self.seed} must not be negative")
+        _check_seed(self.seed)
         if self.prompt is not None and self.prompt_file is not None:
             raise UserError("prompt and prompt_file are both set; set one of them")
 
@@ -93,6 +95,11 @@ class Prepare:
 
     def check(self) -> None:
         """The rooms' own rules are all there is."""
+
+
+def _check_seed(seed: int) -> None:
+    if not 0 <= seed < 2**32:
+        raise UserError(f"seed={seed} must not be negative, and below 2^32; set, say, 1337")
 
 
 SCRIPTS = {"train": Train, "sample": Sample, "prepare": Prepare}

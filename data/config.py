@@ -23,6 +23,8 @@ class DataConfig:
             raise UserError(f"data.val_fraction={self.val_fraction} must lie between 0 and 1; set, say, 0.1")
         if self.source == "text" and self.path is None:
             raise UserError("data=text needs a file to read; set data.path=FILE")
+        if self.source == "url" and self.path is None and not (self.url or "").startswith(("http://", "https://")):
+            raise UserError(f"data.url={self.url} is no address; set one that begins with https://, or data.path=FILE")
 
 
 @dataclass
@@ -31,3 +33,7 @@ class TokenizerConfig:
 
     name: str
     vocab_size: int | None
+
+    def __post_init__(self):
+        if self.vocab_size is not None and not 0 < self.vocab_size <= 10**6:
+            raise UserError(f"tokenizer.vocab_size={self.vocab_size} is out of range; set, say, 1024 or 32768")

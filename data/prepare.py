@@ -51,23 +51,34 @@ def prepare(
     decides = [FORMAT, sources.digest(files), asdict(wanted), config.val_fraction]
     fingerprint = hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:12]
     folder = ROOT / f"{config.name}-{fingerprint}"
-    if not folder.exists():
+    if _read_meta(folder) is None:
         ROOT.mkdir(parents=True, exist_ok=True)
         with FileLock(ROOT / ".lock"):  # where two processes want the same text, one works and the other waits
-            if not folder.exists():
+            if _read_meta(folder) is None:
                 say(f"preparing {config.name}: {len(files)} file{'s' * (len(files) > 1)} -> {folder}")
                 documents = sources.read(files)
                 encoding = tokenizer.build(documents, wanted)
                 splits = {
-                    split: _encode_all(encoding, texts, files)
+                    split: _encode_all(encoding, texts)
                     for split, texts in split_documents(documents, config.val_fraction).items()
                 }
                 check_length({split: len(ids) for split, ids in splits.items()}, block_size)
                 source = {"name": config.name, "files": len(files), "first": files[0], "documents": len(documents)}
                 _write(folder, splits, encoding, {"fingerprint": fingerprint, "source": source})
-    meta = json.loads((folder / "meta.json").read_text())
+    meta = _read_meta(folder)
     check_length(meta["tokens"], block_size)
     return Prepared(folder, meta)
+
+
+def _read_meta(folder: Path) -> dict | None:
+    """meta.json of a prepared folder; None where it is missing or the token files are not as long as it says."""
+    try:
+        meta = json.loads((folder / "meta.json").read_text())
+        sizes = {split: (folder / f"{split}.bin").stat().st_size for split in meta["tokens"]}
+        wanted = {split: count * np.dtype(meta["dtype"]).itemsize for split, count in meta["tokens"].items()}
+    except (OSError, ValueError, KeyError):
+        return None
+    return meta if sizes == wanted else None
 
 
 def split_documents(documents: Sequence[str], val_fraction: float) -> dict[str, list[str]]:
@@ -101,23 +112,27 @@ def check_short_text(config: DataConfig, wanted: TokenizerConfig, block_size: in
     if config.path is None:
         return
     (file,) = sources.files(config)
-    if os.path.getsize(file) > 64 * 1024:
+    size = os.path.getsize(file)
+    if size > 64 * 1024:
+        check_length({"train": size, "val": 2}, block_size)  # a token is a byte at the least
         return
     try:
         text = Path(file).read_text(encoding="utf-8")
     except UnicodeDecodeError as error:
         raise UserError(sources.where_not_utf8([file], error)) from None
+    if not text:
+        raise UserError(f"{file} holds no text; set data.path to a file that does")
     splits = split_documents([text], config.val_fraction)
     encoding = tokenizer.build([text], wanted)
-    check_length({name: len(_encode_all(encoding, texts, [file])) for name, texts in splits.items()}, block_size)
+    check_length({name: len(_encode_all(encoding, texts)) for name, texts in splits.items()}, block_size)
 
 
-def _encode_all(encoding: tiktoken.Encoding, documents: Sequence[str], files: Sequence[str]) -> np.ndarray:
+def _encode_all(encoding: tiktoken.Encoding, documents: Sequence[str]) -> np.ndarray:
     """Ids of all documents end to end, each followed by the end-of-text token where there are several."""
     end = tokenizer.end_of_text(encoding)
     parts = []
-    for i, document in enumerate(documents):
-        parts.append(tokenizer.encode(encoding, document, where=files[min(i, len(files) - 1)]))
+    for document in documents:
+        parts.append(tokenizer.encode(encoding, document))
         if end is not None:
             parts.append(np.array([end], dtype=np.uint32))
     return np.concatenate(parts)
@@ -144,6 +159,7 @@ def _write(folder: Path, splits: dict[str, np.ndarray], encoding: tiktoken.Encod
         "tokenizer": tokenizer.to_spec(encoding),
     }
     _write_whole(partial / "meta.json", json.dumps(meta).encode())
+    shutil.rmtree(folder, ignore_errors=True)  # a damaged one, or it would have been used
     partial.rename(folder)
 
 

@@ -1,6 +1,6 @@
 """Text to tokens: a tokenizer is a tiktoken.Encoding, always.
 
-Each function builds one from the training text. A new one is one function here, in TOKENIZERS, and one YAML file
+Each function builds one from the text. A new one is one function here, in TOKENIZERS, and one YAML file
 in configs/tokenizer/ that names it. Its spec is plain data (name, pattern, tokens, special tokens), kept in the
 prepared data and in every checkpoint, so that sampling never guesses.
 """
@@ -89,7 +89,7 @@ TOKENIZERS: dict[str, Callable[..., tiktoken.Encoding]] = {f.__name__: f for f i
 
 
 def build(documents: Sequence[str], config: TokenizerConfig) -> tiktoken.Encoding:
-    """The tokenizer that `config` asks for, made from the training documents. Raises UserError."""
+    """The tokenizer that `config` asks for, made from the documents. Raises UserError."""
     if config.name not in TOKENIZERS:
         raise UserError(f"tokenizer.name={config.name} is unknown; set one of {', '.join(TOKENIZERS)}")
     return TOKENIZERS[config.name](documents, config)
@@ -136,7 +136,10 @@ def encode(encoding: tiktoken.Encoding, text: str, where: str = "the text") -> n
                 f"{where} has the character {text[at]!r} at position {at}, which this vocabulary of "
                 f"{encoding.n_vocab} characters lacks; leave it out, or train with tokenizer=byte or bpe"
             )
-    return encoding.encode_to_numpy(text, disallowed_special=())
+    try:
+        return encoding.encode_to_numpy(text, disallowed_special=())
+    except UnicodeEncodeError:  # half a character, as a broken terminal gives it
+        raise UserError(f"{where} is not valid text (a character is incomplete); write it again") from None
 
 
 def to_characters(encoding: tiktoken.Encoding) -> list[str]:

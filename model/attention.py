@@ -39,7 +39,6 @@ class Support:
 
     dtypes: tuple[str, ...] = ALL_DTYPES
     dropout: bool = True
-    masks: bool = True  # windows, documents, positions, and Tq != Tk
     any_dv: bool = True  # Dv may differ from D
     max_head_size: int | None = None
 
@@ -145,7 +144,7 @@ def sdpa(q, k, v, *, window=None, positions=None, documents=None, dropout_p=0.0)
 @backend(
     kernels=(SDPBackend.FLASH_ATTENTION,),
     cpu=Support(dropout=False, any_dv=False),
-    cuda=Support(dtypes=("bfloat16", "float16"), masks=False, any_dv=False, max_head_size=256),
+    cuda=Support(dtypes=("bfloat16", "float16"), any_dv=False, max_head_size=256),
 )
 def flash(q, k, v, *, window=None, positions=None, documents=None, dropout_p=0.0) -> Tensor:
     """PyTorch's built-in FlashAttention (Dao, arXiv:2307.08691), or an error: weights never in memory."""

@@ -4,6 +4,7 @@ Nothing here imports torch, so that a config is checked before the seconds that 
 """
 
 from dataclasses import dataclass
+from math import inf
 
 from errors import UserError
 
@@ -93,7 +94,7 @@ class SamplingConfig:
     def __post_init__(self):
         if self.max_new_tokens < 0:
             raise UserError(f"max_new_tokens={self.max_new_tokens} must not be negative")
-        if self.temperature < 0:
+        if not 0 <= self.temperature < inf:
             raise UserError(f"temperature={self.temperature} must not be negative; set 0 for greedy text, or, say, 0.8")
         if self.top_k is not None and self.top_k < 1:
             raise UserError(f"top_k={self.top_k} must be at least 1; set null to keep every token")

@@ -19,7 +19,7 @@ def filtered(logits: Tensor, sampling: SamplingConfig) -> Tensor:
     logits, top_k, top_p = logits.float(), sampling.top_k, sampling.top_p
     if sampling.temperature == 0:
         return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
-    logits = logits / sampling.temperature
+    logits = (logits - logits.amax(-1, keepdim=True)) / sampling.temperature  # shifted, or a low one would overflow
     if top_k is not None and top_k < logits.shape[-1]:
         kept = logits.topk(top_k, dim=-1)
         logits = torch.full_like(logits, -torch.inf).scatter_(-1, kept.indices, kept.values)

@@ -112,14 +112,16 @@ class GPT(nn.Module):
     def __init__(self, config: GPTConfig, vocab_size: int, attend: Callable[..., Tensor]):
         super().__init__()
         self.config, self.vocab_size = config, vocab_size
-        self.wte = nn.Embedding(vocab_size, config.n_embd)
-        self.wpe = nn.Embedding(config.block_size, config.n_embd) if config.position == "learned" else None
-        self.blocks = nn.ModuleList(Block(config, attend) for _ in range(config.n_layer))
-        self.norm = make_norm(config, config.n_embd)
-        self.lm_head = nn.Linear(config.n_embd, vocab_size, bias=False)
-        self.init_weights()
+        with torch.device("meta"):  # shapes alone: torch's own initialisation would be drawn for nothing
+            self.wte = nn.Embedding(vocab_size, config.n_embd)
+            self.wpe = nn.Embedding(config.block_size, config.n_embd) if config.position == "learned" else None
+            self.blocks = nn.ModuleList(Block(config, attend) for _ in range(config.n_layer))
+            self.norm = make_norm(config, config.n_embd)
+            self.lm_head = nn.Linear(config.n_embd, vocab_size, bias=False)
+        self.to_empty(device="cpu")
         if config.tie_embeddings:
             self.lm_head.weight = self.wte.weight
+        self.init_weights()
         if config.position == "rotary":
             cos, sin = rotary_table(config.block_size, config.head_size)
             self.register_buffer("rotary_cos", cos, persistent=False)

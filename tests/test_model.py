@@ -183,7 +183,6 @@ def test_top_k_keeps_the_k_likeliest(row, k):
     plain = logits.softmax(-1)
     assert kept.sum().item() == pytest.approx(1, abs=1e-5)
     assert (kept > 0).sum() <= k
-    assert plain[kept == 0].max(initial=0) <= plain[kept > 0].min() if hasattr(plain, "initial") else True
     if k < len(row):
         assert plain[0][kept[0] == 0].max() <= plain[0][kept[0] > 0].min() + 1e-7
     ratio = kept[kept > 0] / plain[kept > 0]

@@ -57,7 +57,8 @@ class State:
     def restore(self, saved: dict) -> None:
         self.model.load_state_dict(saved["model"])
         load_state_by_name(self.model, self.optimizers, saved["optimizer"])
-        self.scaler.load_state_dict(saved["scaler"])
+        if saved["scaler"]:  # empty where the run had none, and a new one starts afresh
+            self.scaler.load_state_dict(saved["scaler"])
         for key in self.counters():
             setattr(self, key, saved[key])
 
@@ -71,7 +72,8 @@ def about(config: Any, meta: dict) -> dict:
         "tokenizer": meta["tokenizer"],
         "identity": {f"model.{key}": value for key, value in model.items() if key not in ("name", "dropout")}
         | {"data.name": meta["source"]["name"], "data": meta["fingerprint"]}
-        | {"tokenizer.name": config.tokenizer.name, "vocabulary": meta["vocab_size"]},
+        | {"tokenizer.name": config.tokenizer.name, "vocabulary": meta["vocab_size"]}
+        | {"optimizer.name": config.optimizer.name, "train.batch_size": config.train.batch_size},
         "config": asdict(config),
     }
 
@@ -104,11 +106,14 @@ def load(path: Path) -> dict:
     try:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()  # torch.load itself does not notice a flipped bit
-    except zipfile.BadZipFile:
-        damaged = "its directory"
+        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True) if damaged is None else None
+    except Exception as error:  # a flipped bit can make anything of a file, and torch and zipfile any exception of it
+        damaged = type(error).__name__
     if damaged is not None:
-        raise UserError(f"{path} is damaged ({damaged}); remove it, and use the run's other checkpoint or start anew")
-    content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    if content.get("format") != FORMAT:
-        raise UserError(f"{path} has checkpoint format {content.get('format')}, and this version reads {FORMAT}")
+        raise UserError(
+            f"{path} is damaged ({damaged}); copy the run's other checkpoint over it, or remove both to start anew"
+        )
+    found = content.get("format") if isinstance(content, dict) else None
+    if found != FORMAT or "step" not in content:
+        raise UserError(f"{path} has checkpoint format {found}, and this version reads {FORMAT}; name another run")
     return content

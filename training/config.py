@@ -1,6 +1,7 @@
 """How a model is trained. Types and rules only; the values live in configs/. Nothing here imports torch."""
 
 from dataclasses import dataclass
+from math import inf
 
 from errors import UserError
 from model.config import SamplingConfig
@@ -9,14 +10,14 @@ from model.config import SamplingConfig
 def _positive(section: str, config: object, *keys: str) -> None:
     for key in keys:
         value = getattr(config, key)
-        if value is not None and value <= 0:
-            raise UserError(f"{section}.{key}={value} must be greater than 0")
+        if value is not None and not 0 < value < inf:
+            raise UserError(f"{section}.{key}={value} must be a number greater than 0")
 
 
 def _not_negative(section: str, config: object, *keys: str) -> None:
     for key in keys:
         value = getattr(config, key)
-        if value is not None and value < 0:
+        if value is not None and not 0 <= value < inf:
             raise UserError(f"{section}.{key}={value} must not be negative")
 
 
@@ -131,7 +132,7 @@ class MuonConfig:
 
 @dataclass
 class EvalConfig:
-    """every: steps between evaluations. batches: how many micro batches of validation text, None: all of it.
+    """every: steps between evaluations. batches: how many times train.batch_size validation windows, None: all.
 
     sample: the text generated at each evaluation and at the end; max_new_tokens 0: none.
     """

@@ -22,11 +22,6 @@ class Dist:
             raise UserError(f"training runs as one process, not {world_size}; start python train.py without torchrun")
         return cls(rank=0, world_size=1)
 
-    @property
-    def is_main(self) -> bool:
-        """Whether this process writes and speaks."""
-        return self.rank == 0
-
     def seed(self, device: torch.device, *numbers: int) -> None:
         """Seed what is random within a step (dropout) from `numbers` and the rank: there is no state to save."""
         seed = int(np.random.SeedSequence((*numbers, self.rank)).generate_state(1, np.uint64)[0])

@@ -14,21 +14,24 @@ from pathlib import Path
 
 import torch
 
-# Peak dense matrix-product FLOP/s by name and dtype, from the makers' data sheets.
+# Peak dense matrix-product FLOP/s from the makers' data sheets, by the whole name: a laptop's, a PCIe or a sliced
+# one of the same family has another, and is measured.
+H100 = {torch.bfloat16: 989e12, torch.float16: 989e12, torch.float32: 67e12}
+A100 = {torch.bfloat16: 312e12, torch.float16: 312e12, torch.float32: 19.5e12}
 GPU_PEAK = {
-    "H200": {torch.bfloat16: 989e12, torch.float16: 989e12, torch.float32: 67e12},
-    "H100": {torch.bfloat16: 989e12, torch.float16: 989e12, torch.float32: 67e12},
-    "A100": {torch.bfloat16: 312e12, torch.float16: 312e12, torch.float32: 19.5e12},
-    "L40S": {torch.bfloat16: 362e12, torch.float16: 362e12, torch.float32: 91.6e12},
-    "RTX 4090": {torch.bfloat16: 165e12, torch.float16: 165e12, torch.float32: 82.6e12},
+    "NVIDIA H200": H100,
+    "NVIDIA H100 80GB HBM3": H100,
+    "NVIDIA A100-SXM4-80GB": A100,
+    "NVIDIA A100-SXM4-40GB": A100,
+    "NVIDIA L40S": {torch.bfloat16: 362e12, torch.float16: 362e12, torch.float32: 91.6e12},
+    "NVIDIA GeForce RTX 4090": {torch.bfloat16: 165e12, torch.float16: 165e12, torch.float32: 82.6e12},
 }
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     """FLOP/s that matrix products can reach here: a known GPU's, else the best of a few large products, measured."""
     if device.type == "cuda":
-        name = torch.cuda.get_device_name(device)
-        known = next((peaks for gpu, peaks in GPU_PEAK.items() if gpu in name and "PCIe" not in name), {})
+        known = GPU_PEAK.get(torch.cuda.get_device_name(device), {})
         if dtype in known:
             return known[dtype]
     size = 8192 if device.type == "cuda" else 1024
@@ -59,7 +62,7 @@ class Speed:
     """
 
     def __init__(self, device: torch.device, tokens: int, flops: float, peak: float):
-        self.cuda, self.tokens, self.flops, self.peak = device.type == "cuda", tokens, flops, peak
+        self.device, self.tokens, self.flops, self.peak = device, tokens, flops, peak
         self.seconds: list[float] = []
 
     def start(self) -> None:
@@ -89,14 +92,15 @@ class Speed:
         }
 
     def _mark(self):
-        if not self.cuda:
+        if self.device.type != "cuda":
+            synchronize(self.device)
             return time.perf_counter()
         event = torch.cuda.Event(enable_timing=True)
         event.record()
         return event
 
     def _between(self, start, end) -> float:
-        if not self.cuda:
+        if self.device.type != "cuda":
             return end - start
         end.synchronize()
         return start.elapsed_time(end) / 1000

@@ -15,7 +15,7 @@ class TrainingProgress:
     """Shows step, loss, tokens/s and the time left; `say` prints above the bar."""
 
     def __init__(self, steps: int | None, progress: float):
-        self.console = Console(highlight=False)
+        self.console = Console(highlight=False, emoji=False)
         self.steps, self.first, self.started, self.said = steps, progress, time.perf_counter(), time.perf_counter()
         self.bar = Progress(
             TextColumn("{task.fields[label]}"),

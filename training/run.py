@@ -21,10 +21,17 @@ RESERVED = ("sweeps", "bench", "last")
 EXIT_CODES = {"finished": 0, "failed": 1, "refused": 2, "interrupted": 75}
 
 
+def check_word(key: str, word: str) -> None:
+    """Raises UserError for a word that could not be a part of a folder's name."""
+    if not re.fullmatch(r"[A-Za-z0-9._-]{1,100}", word) or ".." in word or word.startswith((".", "-")):
+        raise UserError(
+            f"{key}={word!r} cannot name a folder; use at most 100 letters, digits, '.', '_' and '-', as in {key}=my-1"
+        )
+
+
 def check_name(name: str) -> None:
     """Raises UserError for a run name that could not be a folder of runs/."""
-    if not re.fullmatch(r"[A-Za-z0-9._-]+", name) or ".." in name or name.startswith((".", "-")):
-        raise UserError(f"name={name!r} cannot name a run; use letters, digits, '.', '_' and '-', as in name=first-try")
+    check_word("name", name)
     if name in RESERVED:
         raise UserError(f"name={name} is taken by trilGPT itself; set another name")
 
@@ -36,8 +43,8 @@ def find_run(name: str) -> Path:
     """
     if not re.fullmatch(r"[A-Za-z0-9._/=,-]+", name) or ".." in name or name.startswith("/"):
         raise UserError(f"run={name!r} cannot name a run; set the name of a folder below {ROOT}/, or last")
-    with_checkpoint = [path.parent.parent for path in ROOT.glob("**/checkpoints/last.pt")]
-    with_checkpoint.sort(key=lambda folder: (folder / "checkpoints/last.pt").stat().st_mtime, reverse=True)
+    newest = {path.parent.parent: path.stat().st_mtime for path in ROOT.glob("**/checkpoints/*.pt")}
+    with_checkpoint = sorted(newest, key=newest.get, reverse=True)
     if name == "last":
         if not with_checkpoint:
             raise UserError(f"there is no run with a checkpoint below {Path.cwd() / ROOT}; train one: python train.py")
@@ -100,6 +107,15 @@ class Run:
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in summary.items()}
         self.summary |= finite  # JSON has no infinity, which the best loss is before the first
         self._write_summary()
+
+    def finish(self) -> bool:
+        """Put on record that there is nothing left to do -> whether a process was killed before it could say so."""
+        path = self.folder / "summary.json"
+        summary = json.loads(path.read_text()) if path.exists() else {"name": self.name, "status": "unknown"}
+        if summary["status"] == "finished":
+            return False
+        self.summary = summary
+        return True
 
     def _write_summary(self) -> None:
         partial = self.folder / "summary.json.partial"

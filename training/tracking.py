@@ -46,7 +46,7 @@ def _step_of(line: str) -> float:
     """The step of a row; infinite for a line that a kill cut short."""
     try:
         return json.loads(line)["step"]
-    except (json.JSONDecodeError, KeyError):
+    except (json.JSONDecodeError, KeyError, TypeError):
         return math.inf
 
 
@@ -83,8 +83,9 @@ class Wandb:
                 self._guard(self.run.log, row)
 
     def set_summary(self, summary: dict) -> None:
-        if self.run is not None:
-            self._guard(self.run.summary.update, summary)
+        if self.run is not None:  # how the run ends is wandb's own to say
+            told = {key: value for key, value in summary.items() if key not in ("status", "error")}
+            self._guard(self.run.summary.update, told)
 
     def finish(self, exit_code: int) -> None:
         if self.run is not None:
