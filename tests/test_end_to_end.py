@@ -105,7 +105,7 @@ def test_a_run_leaves_what_the_readme_says(train, workdir, capsys):
 
 
 def test_training_learns(train):
-    assert train("name=a", "train.steps=150", "eval.every=150", "checkpoint.every=150", "optimizer.lr=0.02") == 0
+    assert train("name=a", "train.steps=150", "train.batch_size=16", "eval.every=150", "optimizer.lr=0.02") == 0
     rows = metrics("a")
     assert rows[0]["val/loss"] == pytest.approx(math.log(summary("a")["vocab_size"]), abs=0.1)
     assert rows[-1]["val/loss"] < 1.5
@@ -236,8 +236,16 @@ def test_wandb_offline_holds_the_config_and_every_metric(train, workdir):
     told = subprocess.run(
         [sys.executable, "-m", "wandb", "leet", "inspect", "--summary", str(file)], capture_output=True, text=True
     ).stdout
-    for word in ("train.steps", "model.n_layer", "val/loss", "train/loss", "tokens_per_second", "grad_norm"):
-        assert word.split(".")[-1] in told, told
+    values = dict(re.findall(r"^ +(\S+) +(.+)$", told, re.MULTILINE))
+    last = metrics("a")[-1]
+    assert (
+        {"train/loss", "val/loss", "val/bpb", "grad_norm", "lr", "mfu", "tokens_per_second"} <= set(last) <= set(values)
+    )
+    for key in ("train/loss", "val/loss", "grad_norm"):
+        assert float(values[key]) == pytest.approx(last[key])
+    assert values["model.n_layer"] == "2"
+    assert values["attention.backend"] == "sdpa"
+    assert float(values["optimizer.lr"]) == start("train", "", TINY).optimizer.lr
 
 
 # Killed at any moment

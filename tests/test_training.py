@@ -389,3 +389,17 @@ def test_peak_memory_sees_an_allocation_and_forgets_it_on_reset():
 
 def test_durations_read_as_a_clock():
     assert [duration(s) for s in (0, 59.6, 90.4, 3700)] == ["0:00", "1:00", "1:30", "1:01:40"]
+
+
+@pytest.mark.parametrize(
+    ("config", "losses"),
+    [(ADAMW, [2.99302, 2.96323, 2.93732]), (MUON, [2.99302, 2.88761, 2.78571])],
+    ids=["adamw", "muon"],
+)
+def test_the_first_three_losses_are_those_of_record(config, losses):
+    model = tiny_model()
+    optimizers = optimizer.build(model, config)
+    assert [step(model, optimizers) for _ in range(3)] == pytest.approx(losses, abs=2e-4), (
+        "the mathematics of the model, its initialisation or the optimizer changed: if that was meant, put the new "
+        "numbers here and say in the commit message why they moved; if not, a change that looked harmless was not"
+    )
