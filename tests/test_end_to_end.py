@@ -201,11 +201,33 @@ def test_changing_what_a_run_is_is_refused_and_leaves_it_alone(train, workdir, c
         (["model.n_layer=1", "train.steps=9"], r"model.n_layer=2 \(now 1\)"),
         (["tokenizer=byte", "train.steps=9"], r"tokenizer.name=char \(now byte\)"),
         (["data.val_fraction=0.2", "train.steps=9"], r"data=\w+ \(now \w+\)"),
+        (["optimizer=adamw", "train.steps=9"], r"optimizer.name=muon \(now adamw\)"),
+        (["train.batch_size=8", "train.steps=9"], r"train.batch_size=4 \(now 8\)"),
         (["resume=false"], "runs/a exists; set another name"),
     ):
         assert train("name=a", *overrides) == 2
         assert re.search(said, capsys.readouterr().err)
     assert before == {p: p.read_bytes() for p in before}
+
+
+def test_a_run_killed_behind_its_last_checkpoint_is_put_on_record_as_finished(train, workdir):
+    assert train("name=a") == 0
+    told = summary("a")
+    (workdir / "runs/a/summary.json").write_text(json.dumps(told | {"status": "running"}))
+    (workdir / "runs/a/loss.png").unlink()
+    assert train("name=a") == 0
+    assert summary("a") == told
+    assert (workdir / "runs/a/loss.png").exists()
+
+
+def test_damaged_tokens_are_prepared_anew(train, workdir):
+    assert train("name=a") == 0
+    file = next(workdir.glob("data/prepared/*/train.bin"))
+    content = file.read_bytes()
+    file.write_bytes(content[:100])
+    assert train("name=b") == 0
+    assert file.read_bytes() == content
+    assert_same_run("a", "b")
 
 
 def test_a_diverging_run_fails_in_a_sentence_and_keeps_its_checkpoint(train, capsys):
