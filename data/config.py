@@ -9,6 +9,8 @@ from errors import UserError
 class DataConfig:
     """source: a function in data/sources.py. path: a local file, instead of what the source would read.
 
+    repo, config, split, revision: a data set of the Hugging Face hub; config and revision None: its own defaults.
+    text_column: where a table (of the hub, or a file in .parquet, .jsonl or .csv) has its text, a document a row.
     val_fraction: how much of the text, at its end, is held out (whole documents where there are several).
     """
 
@@ -16,6 +18,11 @@ class DataConfig:
     source: str
     path: str | None
     url: str | None
+    repo: str | None
+    config: str | None
+    split: str | None
+    revision: str | None
+    text_column: str
     val_fraction: float
 
     def __post_init__(self):
@@ -25,6 +32,10 @@ class DataConfig:
             raise UserError("data=text needs a file to read; set data.path=FILE")
         if self.source == "url" and self.path is None and not (self.url or "").startswith(("http://", "https://")):
             raise UserError(f"data.url={self.url} is no address; set one that begins with https://, or data.path=FILE")
+        for key in ("repo", "split"):
+            if self.source == "hub" and self.path is None and not getattr(self, key):
+                like = {"repo": "OWNER/NAME", "split": "train"}[key]
+                raise UserError(f"a data set of the hub needs data.{key}; set data.{key}={like}, or data.path=FILE")
 
 
 @dataclass

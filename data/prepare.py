@@ -48,15 +48,16 @@ def prepare(
     Raises UserError where the text cannot be read or encoded, or has no window of block_size + 1 tokens.
     """
     files = sources.files(config)
-    decides = [FORMAT, sources.digest(files), asdict(wanted), config.val_fraction]
+    decides = [FORMAT, sources.digest(files, config), asdict(wanted), config.val_fraction]
     fingerprint = hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:12]
     folder = ROOT / f"{config.name}-{fingerprint}"
     if _read_meta(folder) is None:
         ROOT.mkdir(parents=True, exist_ok=True)
         with FileLock(ROOT / ".lock"):  # where two processes want the same text, one works and the other waits
             if _read_meta(folder) is None:
-                say(f"preparing {config.name}: {len(files)} file{'s' * (len(files) > 1)} -> {folder}")
-                documents = sources.read(files)
+                what = files[0] if len(files) == 1 else f"{len(files)} files"
+                say(f"preparing {config.name}: {what} -> {folder}")
+                documents = sources.read(files, config)
                 encoding = tokenizer.build(documents, wanted)
                 splits = {
                     split: _encode_all(encoding, texts)
@@ -87,8 +88,10 @@ def split_documents(documents: Sequence[str], val_fraction: float) -> dict[str, 
         cut = int(len(documents[0]) * (1 - val_fraction))
         return {"train": [documents[0][:cut]], "val": [documents[0][cut:]]}
     wanted, first = sum(map(len, documents)) * val_fraction, len(documents) - 1
-    while first > 1 and sum(map(len, documents[first:])) < wanted:
+    held_out = len(documents[first])
+    while first > 1 and held_out < wanted:
         first -= 1
+        held_out += len(documents[first])
     return {"train": list(documents[:first]), "val": list(documents[first:])}
 
 
@@ -108,10 +111,15 @@ def check_length(tokens: dict[str, int], block_size: int) -> None:
 
 
 def check_short_text(config: DataConfig, wanted: TokenizerConfig, block_size: int) -> None:
-    """check_length, ahead of everything, where it is quick: a small file of one's own is tokenized here and now."""
+    """check_length, ahead of everything, where it is quick: a small file of one's own is tokenized here and now.
+
+    A table is not: its reader takes as long to import as torch, and its size says little about its text's.
+    """
     if config.path is None:
         return
     (file,) = sources.files(config)
+    if sources.is_table(file):
+        return
     size = os.path.getsize(file)
     if size > 64 * 1024:
         check_length({"train": size, "val": 2}, block_size)  # a token is a byte at the least

@@ -1,16 +1,20 @@
-"""Where text comes from: each source is a function from a DataConfig to the files (paths or URLs) to read.
+"""Where text comes from: each source is a function from a DataConfig to the files (paths or addresses) to read.
 
+A text file is one document. Of a table (a data set of the hub, or a .parquet, .jsonl or .csv file) each row is one.
 A new source is one function here, in SOURCES, and one YAML file in configs/data/ that names it.
 """
 
 import glob
 import hashlib
+import logging
 import sysconfig
 from collections.abc import Callable
 from pathlib import Path
 
 from data.config import DataConfig
 from errors import UserError
+
+READERS = {".parquet": "parquet", ".jsonl": "json", ".csv": "csv"}  # of `datasets`, for tables; for all else "text"
 
 
 def python_stdlib(config: DataConfig) -> list[str]:
@@ -36,7 +40,12 @@ def url(config: DataConfig) -> list[str]:
     return [config.url]
 
 
-SOURCES: dict[str, Callable[[DataConfig], list[str]]] = {f.__name__: f for f in (python_stdlib, text, url)}
+def hub(config: DataConfig) -> list[str]:
+    """A data set of the Hugging Face hub. The address names all that decides which rows are read."""
+    return [f"hub://{config.repo}?config={config.config}&split={config.split}&revision={config.revision}"]
+
+
+SOURCES: dict[str, Callable[[DataConfig], list[str]]] = {f.__name__: f for f in (python_stdlib, text, url, hub)}
 
 
 def files(config: DataConfig) -> list[str]:
@@ -47,11 +56,9 @@ def files(config: DataConfig) -> list[str]:
         return SOURCES[config.source](config)
     path = Path(config.path).expanduser()
     if path.is_dir():
-        raise UserError(f"data.path={config.path} is a folder; set data.path to one text file in it")
+        raise UserError(f"data.path={config.path} is a folder; set data.path to one file in it")
     if not path.is_file():
-        raise UserError(
-            f"data.path={config.path} does not exist; set data.path to a text file (relative to {Path.cwd()})"
-        )
+        raise UserError(f"data.path={config.path} does not exist; set data.path to a file (relative to {Path.cwd()})")
     return [str(path)]
 
 
@@ -59,11 +66,25 @@ def is_url(file: str) -> bool:
     return file.startswith(("http://", "https://"))
 
 
-def digest(files: list[str]) -> str:
-    """A hash of what the files hold. A URL stands for itself: it is not downloaded just to see that it is the same."""
+def is_hub(file: str) -> bool:
+    return file.startswith("hub://")
+
+
+def is_table(file: str) -> bool:
+    """Whether the text is in a column: then data.text_column says in which."""
+    return is_hub(file) or Path(file).suffix.lower() in READERS
+
+
+def digest(files: list[str], config: DataConfig) -> str:
+    """A hash of what the files hold, and of a table's column.
+
+    An address stands for itself: nothing is downloaded just to see that it is the same.
+    """
     whole = hashlib.sha256()
     for file in files:
-        if is_url(file):
+        if is_table(file):
+            whole.update(config.text_column.encode())
+        if is_url(file) or is_hub(file):
             whole.update(file.encode())
         else:
             with open(file, "rb") as f:
@@ -71,30 +92,76 @@ def digest(files: list[str]) -> str:
     return whole.hexdigest()
 
 
-def read(files: list[str]) -> list[str]:
-    """The text of each file, one document a file; line ends become newlines. Raises UserError."""
+def read(files: list[str], config: DataConfig) -> list[str]:
+    """The documents: each file's text, or each row's of a table, nulls left out; line ends become newlines.
+
+    Raises UserError where that cannot be had.
+    """
     import datasets
 
-    datasets.disable_progress_bars()
-    names = [file if is_url(file) else glob.escape(str(Path(file).resolve())) for file in files]
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it would log is said in one sentence below
+    logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)
     try:
-        # Local files are streamed, so that no second copy is written into a cache; a URL is downloaded into one.
-        stream = not any(is_url(file) for file in files)
-        rows = datasets.load_dataset("text", data_files=names, sample_by="document", split="train", streaming=stream)
-        documents = [row["text"] for row in rows]
-    except UnicodeDecodeError as error:
-        raise UserError(where_not_utf8(files, error)) from None
+        documents = _column(_rows(files, config), config.text_column if is_table(files[0]) else "text", files[0])
+    except UserError:
+        raise
     except Exception as error:
-        # Many libraries lie between here and the network, each with its own exceptions; the local ones are checked.
-        if not any(is_url(file) for file in files):
+        # Many libraries lie between here and the network or a table, each with its own exceptions.
+        sentence = _what_went_wrong(files, config, error.__cause__ or error)  # `datasets` wraps what its readers raise
+        if sentence is None:
             raise
-        raise UserError(
-            f"{files[0]} could not be downloaded ({type(error).__name__}); "
-            "get the file by other means and set data.path=FILE"
-        ) from error
+        raise UserError(sentence) from error
     if not any(documents):
         raise UserError(f"{', '.join(files[:3])} holds no text; set data.path to a file that does")
     return documents
+
+
+def _rows(files: list[str], config: DataConfig):
+    """The data set that `datasets` makes of the files, all of one kind."""
+    import datasets
+
+    if is_hub(files[0]):  # gigabytes, so that it shows how far it is; kept in the cache of `datasets`
+        return datasets.load_dataset(config.repo, name=config.config, split=config.split, revision=config.revision)
+    datasets.disable_progress_bars()
+    names = [file if is_url(file) else glob.escape(str(Path(file).resolve())) for file in files]
+    reader = READERS.get(Path(files[0]).suffix.lower(), "text")
+    options = {"sample_by": "document"} if reader == "text" else {}
+    # Local files are streamed, so that no second copy is written into a cache; a URL is downloaded into one.
+    stream = not any(is_url(file) for file in files)
+    return datasets.load_dataset(reader, data_files=names, split="train", streaming=stream, **options)
+
+
+def _column(rows, column: str, where: str) -> list[str]:
+    """The texts in a column of a data set, without its nulls. Raises UserError where there is no such column."""
+    names = rows.column_names or list(next(iter(rows), {}))
+    if names and column not in names:
+        raise UserError(f"{where} has no column {column}; set data.text_column to one of {', '.join(names)}")
+    documents = []
+    for row in rows.select_columns([column]):
+        if not isinstance(row[column], str | None):
+            raise UserError(
+                f"column {column} of {where} holds no text but {type(row[column]).__name__}; "
+                f"set data.text_column to one of {', '.join(names)}"
+            )
+        if row[column] is not None:
+            documents.append(row[column])
+    return documents
+
+
+def _what_went_wrong(files: list[str], config: DataConfig, error: Exception) -> str | None:
+    """The sentence for what `datasets` raised; None for local text, whose failure to be read would be a bug."""
+    file, suffix = files[0], Path(files[0]).suffix.lower()
+    reason = ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
+    if is_hub(file):
+        return (
+            f"{config.repo} could not be read from the hub ({reason}); mend data.repo, data.config, data.split or "
+            "data.revision, or get the file by other means and set data.path=FILE"
+        )
+    if isinstance(error, UnicodeDecodeError) and suffix != ".parquet":
+        return where_not_utf8(files, error)
+    if is_url(file):
+        return f"{file} could not be downloaded ({reason}); get the file by other means and set data.path=FILE"
+    return f"{file} cannot be read as {suffix} ({reason}); mend it, or set data.path=FILE" if is_table(file) else None
 
 
 def where_not_utf8(files: list[str], error: UnicodeDecodeError) -> str:

@@ -20,8 +20,12 @@ from data.loader import IGNORE, Loader
 from data.prepare import check_length, prepare, split_documents
 from errors import UserError
 
-TEXT_SOURCE = DataConfig(name="text", source="text", path="text.txt", url=None, val_fraction=0.1)
-STDLIB = DataConfig(name="python_stdlib", source="python_stdlib", path=None, url=None, val_fraction=0.1)
+TEXT_SOURCE = DataConfig(
+    name="text", source="text", path="text.txt", url=None, repo=None, config=None, split=None, revision=None,
+    text_column="text", val_fraction=0.1,
+)  # fmt: skip
+STDLIB = replace(TEXT_SOURCE, name="python_stdlib", source="python_stdlib", path=None)
+HUB = replace(TEXT_SOURCE, source="hub", path=None, repo="some/texts", split="train", revision="refs/convert/parquet")
 CHAR, BYTE = TokenizerConfig("char", None), TokenizerConfig("byte", None)
 BPE, GPT2 = TokenizerConfig("bpe", 300), TokenizerConfig("gpt2", None)
 any_text = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=200)
@@ -160,7 +164,7 @@ def test_texts_that_cannot_be_trained_on(workdir, name, content, said):
 def test_file_names_are_taken_to_the_letter(workdir, name):
     (workdir / name).write_text("line one\r\nline two\n" * 20)
     (workdir / "ab.txt").write_text("a decoy for the pattern")
-    assert sources.read([name]) == ["line one\nline two\n" * 20]
+    assert sources.read([name], TEXT_SOURCE) == ["line one\nline two\n" * 20]
 
 
 def test_missing_files_and_folders_are_refused(workdir):
@@ -175,7 +179,7 @@ def test_a_text_at_a_url_is_downloaded(workdir):
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         at = f"http://127.0.0.1:{server.server_port}"
-        config = DataConfig(name="there", source="url", path=None, url=f"{at}/text.txt", val_fraction=0.1)
+        config = replace(TEXT_SOURCE, name="there", source="url", path=None, url=f"{at}/text.txt")
         prepared = prepare(config, CHAR, 16, say=lambda line: None)
         assert prepared.meta["tokens"] == prepare(TEXT_SOURCE, CHAR, 16, say=lambda line: None).meta["tokens"]
         with pytest.raises(UserError, match=r"could not be downloaded .* data.path=FILE"):

@@ -1,0 +1,198 @@
+"""Text in tables: local parquet, jsonl and csv files, the hub, and the recipe that trains on them."""
+
+import json
+import math
+import shutil
+from dataclasses import replace
+
+import datasets
+import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
+import pytest
+from test_data import BYTE, GPT2, HUB, TEXT_SOURCE
+
+from configs.entry import run, start
+from data import sources, tokenizer
+from data.prepare import prepare, split_documents
+from errors import UserError
+
+DOCUMENTS = [f"Document {n} of the web says {n * n}, and après tout no more.\n" * 3 for n in range(60)]
+
+
+@pytest.fixture
+def tables(workdir):
+    """One text in each kind of table, shaped like OpenWebText's: a column of strings, several row groups."""
+    columns = {"text": DOCUMENTS, "id": list(range(60)), "title": ["a"] * 60}
+    pq.write_table(pa.table(columns), "web.parquet", row_group_size=13)
+    table = datasets.Dataset.from_dict(columns)
+    table.to_json("web.jsonl")
+    table.to_csv("web.csv")
+    return workdir
+
+
+@pytest.fixture
+def hub(tables, monkeypatch):
+    """A stand-in for the hub: `datasets` reads a folder below the current one, laid out as a converted data set is."""
+    monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tables / "cache")
+    for part in range(2):
+        (tables / "some/texts/plain_text/train").mkdir(parents=True, exist_ok=True)
+        table = pa.table({"text": DOCUMENTS[part * 30 :][:30]})
+        pq.write_table(table, f"some/texts/plain_text/train/000{part}.parquet", row_group_size=13)
+
+
+def quietly(config, kind=BYTE):
+    return prepare(config, kind, 16, say=lambda line: None)
+
+
+def documents_of(prepared) -> list[str]:
+    ids = np.concatenate([prepared.tokens(split) for split in ("train", "val")])
+    ends = np.flatnonzero(ids == tokenizer.end_of_text(prepared.encoding))
+    return [prepared.encoding.decode(part.tolist()[:-1]) for part in np.split(ids, ends + 1)[:-1]]
+
+
+@pytest.mark.parametrize("name", ["web.parquet", "web.jsonl", "web.csv"])
+def test_each_row_of_a_table_is_a_document_and_the_last_are_held_out_whole(tables, name):
+    prepared = quietly(replace(TEXT_SOURCE, path=name))
+    assert documents_of(prepared) == DOCUMENTS
+    val = prepared.encoding.decode(prepared.tokens("val").tolist()).split("<|endoftext|>")[:-1]
+    assert val == DOCUMENTS[-len(val) :]
+    assert len(val) == 6
+    assert prepared.meta["source"]["documents"] == 60
+
+
+def test_nulls_are_left_out(workdir):
+    pq.write_table(pa.table({"text": ["one", None, "two", "", "three"]}), "holes.parquet")
+    assert sources.read(["holes.parquet"], TEXT_SOURCE) == ["one", "two", "", "three"]
+
+
+def test_a_data_set_of_the_hub_is_read_at_its_revision(hub, monkeypatch):
+    asked, load = [], datasets.load_dataset
+    monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: asked.append((a, k)) or load(*a, **k))
+    prepared = quietly(HUB)
+    assert asked == [(("some/texts",), {"name": None, "split": "train", "revision": "refs/convert/parquet"})]
+    assert documents_of(prepared) == DOCUMENTS
+    shutil.rmtree("some")
+    assert quietly(HUB).folder == prepared.folder  # what is prepared needs no hub
+
+
+def test_what_decides_the_rows_decides_the_folder(tables):
+    def digest(config):
+        return sources.digest(sources.files(config), config)
+
+    parquet, text = replace(TEXT_SOURCE, path="web.parquet"), TEXT_SOURCE
+    configs = [HUB, *(replace(HUB, **{key: "x"}) for key in ("repo", "config", "split", "revision", "text_column"))]
+    configs += [parquet, replace(parquet, text_column="title"), replace(parquet, path="web.csv"), text]
+    assert len({digest(config) for config in configs}) == len(configs)
+    shutil.copy("web.parquet", "same.parquet")
+    assert digest(replace(parquet, path="same.parquet")) == digest(replace(HUB, path="web.parquet")) == digest(parquet)
+    assert digest(replace(text, text_column="x")) == digest(text)  # a text file has no columns
+
+
+def test_the_split_of_many_documents_is_quick():
+    """In one pass over them: a sum anew for each document held out would take hours."""
+    split = split_documents(["word"] * 200_000, 0.5)
+    assert len(split["train"]) == len(split["val"]) == 100_000
+
+
+@pytest.mark.parametrize(
+    ("name", "content", "said"),
+    [
+        ("half.parquet", None, r"half.parquet cannot be read as .parquet \(ArrowInvalid: .*\); mend it"),
+        ("none.parquet", b"", r"none.parquet cannot be read as .parquet \(ArrowInvalid: "),
+        ("text.parquet", b"a text " * 100, r"text.parquet cannot be read as .parquet \(ArrowInvalid: "),
+        ("bad.jsonl", b'{"text": "a"}\nnonsense\n', r"bad.jsonl cannot be read as .jsonl \(ArrowInvalid: "),
+        ("bad.csv", b"text,id\na,1\nb,2,3,4\n", r"bad.csv cannot be read as .csv \(ParserError: "),
+        ("latin.csv", b"text,id\ncaf\xe9,1\n", r"latin.csv is not UTF-8: byte 11 is 0xe9"),
+        ("head.csv", b"text,id\n", r"head.csv holds no text"),
+        ("BODY.CSV", b"body,id\na,1\nb,2\n", r"BODY.CSV has no column text; set data.text_column to one of body, id$"),
+        (
+            "number.csv",
+            b"text,id\n1,1\n2,2\n",
+            r"column text of number.csv holds no text but int; set data.text_column",
+        ),
+    ],
+)
+def test_tables_that_cannot_be_read(tables, capfd, name, content, said):
+    whole = (tables / "web.parquet").read_bytes()
+    (tables / name).write_bytes(whole[: len(whole) // 2] if content is None else content)
+    with pytest.raises(UserError, match=said):
+        quietly(replace(TEXT_SOURCE, path=name))
+    assert not list((tables / "data/prepared").glob("*/"))
+    assert "".join(capfd.readouterr()) == ""
+
+
+def test_a_damaged_page_in_a_whole_looking_parquet_is_found(tables):
+    content = bytearray((tables / "web.parquet").read_bytes())
+    content[40:400] = b"\xff" * 360
+    (tables / "damaged.parquet").write_bytes(content)
+    with pytest.raises(UserError, match=r"damaged.parquet cannot be read as .parquet \(OSError: "):
+        quietly(replace(TEXT_SOURCE, path="damaged.parquet"))
+
+
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        ({"text_column": "body"}, r"some/texts.* has no column body; set data.text_column to one of text$"),
+        ({"split": "test"}, r"some/texts could not be read from the hub \(ValueError: Unknown split \"test\".*; mend"),
+        (
+            {"config": "nope"},
+            r"some/texts could not be read from the hub \(ValueError: .*nope.*; mend data.repo, data.c",
+        ),
+    ],
+)
+def test_what_the_hub_does_not_have(hub, change, said):
+    with pytest.raises(UserError, match=said):
+        quietly(replace(HUB, **change))
+
+
+def test_a_hub_that_cannot_be_reached_says_what_to_do(workdir, monkeypatch):
+    def unreachable(*args, **kwargs):
+        raise ConnectionError("Couldn't reach 'some/texts' on the Hub")
+
+    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    with pytest.raises(UserError, match=r"ConnectionError: .*get the file by other means and set data.path=FILE$"):
+        quietly(HUB)
+
+
+@pytest.mark.parametrize(("key", "like"), [("repo", "OWNER/NAME"), ("split", "train")])
+def test_a_hub_source_says_what_it_lacks(key, like):
+    with pytest.raises(UserError, match=f"set data.{key}={like}, or data.path=FILE"):
+        replace(HUB, **{key: None})
+
+
+# The recipe
+
+
+def test_gpt2_124m_is_nanogpts_recipe_at_half_a_million_tokens_on_any_number_of_devices(workdir):
+    config = start("train", "", ["experiment=gpt2_124m"])
+    model, tuned, schedule = config.model, config.optimizer, config.schedule
+    assert (model.n_layer, model.n_head, model.n_embd, model.block_size) == (12, 12, 768, 1024)
+    assert (tuned.name, tuned.lr, tuned.betas, tuned.weight_decay) == ("adamw", 6e-4, [0.9, 0.95], 0.1)
+    assert (schedule.name, schedule.warmup_steps, schedule.final_fraction) == ("cosine", 2000, 0.1)
+    assert (config.train.steps, config.train.grad_clip, config.eval.every) == (600_000, 1.0, 1000)
+    assert (config.data.repo, config.tokenizer.name) == ("Skylion007/openwebtext", "gpt2")
+    for world_size in (1, 2, 4, 8):
+        micro, accumulation = config.train.plan(world_size)
+        assert micro * accumulation * world_size * model.block_size == 524_288
+
+
+def test_gpt2_124m_shrunken_trains_on_a_local_parquet(tables):
+    from train import main
+
+    try:
+        tokenizer.build(["x"], GPT2)
+        kind = "gpt2"
+    except UserError:
+        kind = "byte"
+    code = run(main, start("train", "", [
+        "experiment=gpt2_124m", "data.path=web.parquet", f"tokenizer={kind}", "name=a", "model.n_layer=2",
+        "model.n_head=2", "model.n_embd=16", "model.block_size=32", "train.steps=2", "train.batch_size=4",
+        "train.micro_batch_size=2", "eval.sample.max_new_tokens=4", "wandb.mode=disabled", "device=cpu",
+    ]))  # fmt: skip
+    assert code == 0
+    rows = [json.loads(line) for line in (tables / "runs/a/metrics.jsonl").read_text().splitlines()]
+    losses = [row[key] for row in rows for key in ("train/loss", "val/loss") if key in row]
+    assert len(losses) == 4
+    vocabulary = json.loads((tables / "runs/a/summary.json").read_text())["vocab_size"]
+    assert all(math.isfinite(loss) and abs(loss - math.log(vocabulary)) < 0.5 for loss in losses)
