@@ -11,7 +11,7 @@ FORBIDDEN = {
     "data": {"hydra", "omegaconf", "training", "compare", "wandb", "model", "configs"},
     "model": {"hydra", "omegaconf", "training", "compare", "wandb", "configs", "data"},
     "training": {"hydra", "omegaconf", "compare", "configs"},
-    "compare": {"hydra", "omegaconf", "configs", "training", "model", "data"},
+    "compare": {"hydra", "omegaconf", "configs", "training", "model", "data", "torch", "wandb", "datasets"},
 }
 FILES = [path for room in ROOMS for path in sorted((ROOT / room).rglob("*.py"))] + sorted(ROOT.glob("*.py"))
 
@@ -59,7 +59,9 @@ def test_every_yaml_file_and_module_is_packaged():
 
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     assert set(project["packages"]) == set(ROOMS)
-    assert set(project["py-modules"]) == {path.stem for path in ROOT.glob("*.py")}
+    # compare.py is left out: as an installed module it would have the name of the package compare/. Run from a
+    # checkout it works, as Python prefers the package to the script on import.
+    assert set(project["py-modules"]) == {path.stem for path in ROOT.glob("*.py")} - {"compare"}
 
 
 def test_no_file_is_two():
