@@ -83,7 +83,7 @@ def _losses(axes, settings: list[Setting]) -> list:
 
 
 def _divergences(axes, settings: list[Setting]) -> None:
-    """Largest distance of training losses from the first setting, log scale; marks at the lower edge are zeros."""
+    """Largest distance, over seeds, from the first setting's training loss; marks at the lower edge are zeros."""
     axes.set(title="distance of training loss from the first setting", xlabel="optimizer step")
     axes.grid(alpha=0.25)
     curves = {index: apart for index, each in enumerate(settings) if (apart := divergence(each, settings[0]))}
@@ -103,7 +103,7 @@ def _divergences(axes, settings: list[Setting]) -> None:
     positive = [value for apart in curves.values() for value in apart.values() if value > 0]
     if positive:
         low, high = math.floor(math.log10(min(positive))), math.ceil(math.log10(max(positive)) + 0.1)
-        low -= (high - low) * edge if edge > 0.02 else 0  # room for the marks
+        low -= (high - low) * (edge + 0.02) if edge > 0.02 else 0  # room for the marks
         axes.set(yscale="log", ylim=(10**low, 10**high))
     else:
         axes.set(yticks=[], ylim=(0, 1))
