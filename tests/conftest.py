@@ -1,7 +1,11 @@
 """Shared by all tests: a clean folder to work in, a small text, and a short way to run the commands in this process."""
 
+import os
 import sys
 from pathlib import Path
+
+if "PYTEST_XDIST_WORKER" in os.environ:  # several test processes at once: each with one thread, or they get in the way
+    os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
 import torch
