@@ -125,7 +125,7 @@ def _rows(files: list[str], config: DataConfig):
     datasets.disable_progress_bars()
     names = [file if is_url(file) else glob.escape(str(Path(file).resolve())) for file in files]
     reader = READERS.get(Path(files[0]).suffix.lower(), "text")
-    options = {"sample_by": "document"} if reader == "text" else {}
+    options = {"text": {"sample_by": "document"}, "csv": {"keep_default_na": False}}.get(reader, {})  # "NA" is a word
     # Local files are streamed, so that no second copy is written into a cache; a URL is downloaded into one.
     stream = not any(is_url(file) for file in files)
     return datasets.load_dataset(reader, data_files=names, split="train", streaming=stream, **options)

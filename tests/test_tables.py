@@ -66,6 +66,11 @@ def test_nulls_are_left_out(workdir):
     assert sources.read(["holes.parquet"], TEXT_SOURCE) == ["one", "two", "", "three"]
 
 
+def test_a_word_in_a_csv_is_a_word_and_no_null(workdir):
+    (workdir / "words.csv").write_text("text,id\nNA,1\nnull,2\nNone,3\nfour,4\n")
+    assert sources.read(["words.csv"], TEXT_SOURCE) == ["NA", "null", "None", "four"]
+
+
 def test_a_data_set_of_the_hub_is_read_at_its_revision(hub, monkeypatch):
     asked, load = [], datasets.load_dataset
     monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: asked.append((a, k)) or load(*a, **k))
