@@ -11,22 +11,13 @@ where it is of one sweep, otherwise into runs/comparison. The first setting is t
 import argparse
 from pathlib import Path
 
-from compare.comparison import compare, default_out
-from compare.report import notes, terminal_table
+from compare.comparison import compare, default_out, show
 from configs.entry import leave, run
 
 
 def main(flags: argparse.Namespace) -> int:
     out = flags.out or default_out(flags.folders)
-    rows = compare(flags.folders, out)
-
-    from rich.console import Console
-
-    console = Console(highlight=False, emoji=False, markup=False)
-    console.print(terminal_table(rows))
-    for note in notes(rows):
-        console.print(note)
-    print(f"\nwritten  {out / 'comparison.csv'}  {out / 'comparison.md'}  {out / 'comparison.png'}")
+    show(compare(flags.folders, out), out)
     return 0
 
 

@@ -4,7 +4,7 @@ from pathlib import Path
 
 from compare.figures import Row, make_rows
 from compare.picture import draw
-from compare.report import write_csv, write_markdown
+from compare.report import notes, terminal_table, write_csv, write_markdown
 from compare.runs import is_sweep, read_settings
 from errors import UserError
 
@@ -26,6 +26,19 @@ def compare(folders: list[Path], out: Path) -> list[Row]:
     draw(settings, rows, out / "comparison.png")
     write_markdown(rows, out / "comparison.md", "comparison.png")
     return rows
+
+
+def show(rows: list[Row], out: Path) -> None:
+    """Print the table, what to know beside it, and where it was written."""
+    from rich.console import Console
+
+    console = Console(highlight=False, emoji=False, markup=False)
+    if not console.is_terminal:
+        console.width = 120
+    console.print(terminal_table(rows, console))
+    for note in notes(rows):
+        console.print(note)
+    print(f"\nwritten  {out / 'comparison.csv'}  {out / 'comparison.md'}  {out / 'comparison.png'}")
 
 
 def default_out(folders: list[Path]) -> Path:

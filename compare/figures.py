@@ -43,7 +43,7 @@ class Row:
     step_ms_q1: float | None
     step_ms_q3: float | None
     tokens_per_second: float | None  # median
-    peak_memory_bytes: int | None  # the largest
+    peak_memory_bytes: int | None  # median over runs, since a process's memory is partly chance
     compile_s: float | None  # median
 
 
@@ -56,7 +56,7 @@ def _make_row(setting: Setting, first: Setting) -> Row:
     runs = setting.finished
     losses, first_losses = by_seed(runs, "last_val_loss"), by_seed(first.finished, "last_val_loss")
     differences = [losses[seed] - first_losses[seed] for seed in losses if seed in first_losses]
-    if setting is first:
+    if setting is first or not same_text(setting, first):
         differences = []
     apart = divergence(setting, first)
     q1, median, q3 = quartiles(_steady(runs, "step_ms"))
@@ -78,7 +78,7 @@ def _make_row(setting: Setting, first: Setting) -> Row:
         divergence=max(apart.values(), default=None),
         step_ms=median, step_ms_q1=q1, step_ms_q3=q3,
         tokens_per_second=quartiles(_steady(runs, "tokens_per_second"))[1],
-        peak_memory_bytes=max((value for run in runs for value in _peaks(run)), default=None),
+        peak_memory_bytes=_whole(quartiles([peak for run in runs if (peak := _peak(run)) is not None])[1]),
         compile_s=quartiles(_known(runs, "compile_s"))[1],
     )  # fmt: skip
 
@@ -95,7 +95,7 @@ def by_seed(runs: list[Run], key: str) -> dict[int, float]:
 def divergence(setting: Setting, first: Setting) -> dict[int, float]:
     """{step: largest |difference of training losses| over pairs of the same seed}; empty for the first itself."""
     apart: dict[int, float] = {}
-    if setting is first:
+    if setting is first or not same_text(setting, first):
         return apart
     for a in setting.finished:
         for b in first.finished:
@@ -104,6 +104,11 @@ def divergence(setting: Setting, first: Setting) -> dict[int, float]:
                 for step in mine.keys() & its.keys():
                     apart[step] = max(apart.get(step, 0.0), abs(mine[step] - its[step]))
     return dict(sorted(apart.items()))
+
+
+def same_text(a: Setting, b: Setting) -> bool:
+    """Whether both were trained on the same tokens: losses per token of others do not compare."""
+    return {run.summary.get("data") for run in a.finished} == {run.summary.get("data") for run in b.finished}
 
 
 def mean(values) -> float | None:
@@ -154,9 +159,13 @@ def _steady(runs: list[Run], key: str) -> list[float]:
     return [value for run in runs for step, value in run.curve(key).items() if step > WARM_UP]
 
 
-def _peaks(run: Run) -> list[int]:
+def _peak(run: Run) -> int | None:
     """Peak memory in bytes; a continued run starts counting afresh, so what it logged before counts as well."""
-    return [*run.curve("peak_memory_bytes").values(), *_known([run], "peak_memory_bytes")]
+    return max([*run.curve("peak_memory_bytes").values(), *_known([run], "peak_memory_bytes")], default=None)
+
+
+def _whole(value: float | None) -> int | None:
+    return None if value is None else round(value)
 
 
 def _known(runs: list[Run], key: str) -> list[float]:

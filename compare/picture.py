@@ -71,8 +71,12 @@ def _losses(axes, settings: list[Setting]) -> list:
         later = values[1:] if len(values) > 3 else values  # the loss of an untrained model would flatten the rest
         tops += [max(each) for each in later]
         floors += [min(each) for each in values]
-    axes.set(title="validation loss, nats per token" + (" (band: all seeds)" if floors else ""))
+    axes.set(
+        title="validation loss, nats per token"
+        + (" (band: all seeds)" if any(len(setting.finished) > 1 for setting in settings) else "")
+    )
     axes.set_xlabel("optimizer step")
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(alpha=0.25)
     if floors:
         margin = 0.06 * ((max(tops) - min(floors)) or 1.0)
@@ -85,6 +89,7 @@ def _losses(axes, settings: list[Setting]) -> list:
 def _divergences(axes, settings: list[Setting]) -> None:
     """Largest distance, over seeds, from the first setting's training loss; marks at the lower edge are zeros."""
     axes.set(title="distance of training loss from the first setting", xlabel="optimizer step")
+    axes.xaxis.get_major_locator().set_params(integer=True)
     axes.grid(alpha=0.25)
     curves = {index: apart for index, each in enumerate(settings) if (apart := divergence(each, settings[0]))}
     if not curves:
@@ -125,7 +130,7 @@ def _step_times(axes, rows: list[Row]) -> None:
 def _memory(axes, rows: list[Row]) -> None:
     largest = max((row.peak_memory_bytes or 0 for row in rows), default=0)
     unit, size = ("GiB", 2**30) if largest >= 2**30 else ("MiB", 2**20)
-    axes.set(title="peak memory, the largest of all seeds", xlabel=unit)
+    axes.set(title="peak memory, the median run's", xlabel=unit)
     sizes = [None if row.peak_memory_bytes is None else row.peak_memory_bytes / size for row in rows]
     _bars(axes, rows, sizes, lambda value: memory(round(value * size)), sizes)
 
@@ -163,4 +168,4 @@ def _short_names(rows: list[Row]) -> list[str] | None:
 
 def _legend_entry(index: int, row: Row, rows: list[Row]) -> str:
     number = "" if _short_names(rows) else f"{index + 1}  "
-    return f"{number}{row.setting}" + ("" if row.finished else f" ({row.status})")
+    return f"{number}{row.setting}" + ("" if row.finished == row.runs else f" ({row.status})")

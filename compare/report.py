@@ -26,16 +26,31 @@ COLUMNS: dict[str, Callable[[Row], str]] = {
     "memory": lambda row: UNKNOWN if row.peak_memory_bytes is None else memory(row.peak_memory_bytes),
     "compile": lambda row: UNKNOWN if row.compile_s is None else f"{row.compile_s:.1f} s",
 }  # fmt: skip
+DISPENSABLE = ("tokens/s", "memory", "kernel", "divergence")  # where there is no room for all
 TEXT = ("setting", "runs", "device", "kernel")  # columns of words, which stand to the left
 
 
-def terminal_table(rows: list[Row]):
-    """A rich.table.Table of the essential figures, readable at 120 columns."""
+def terminal_table(rows: list[Row], console):
+    """A rich.table.Table of the essential figures, of as many of them as the console is wide enough for."""
+    from rich.measure import Measurement
+
+    headers = [header for header in _headers(rows) if header != "best"]  # the widest labels need its room
+    table = _table(rows, headers)
+    all_finished = all(row.finished == row.runs for row in rows)
+    for header in (("runs",) if all_finished else ()) + DISPENSABLE:
+        if Measurement.get(console, console.options.update(max_width=1000), table).maximum <= console.width:
+            break
+        headers = [each for each in headers if each != header]
+        table = _table(rows, headers)
+        table.caption, table.caption_justify = "a wider terminal, and comparison.md, show more columns", "left"
+    return table
+
+
+def _table(rows: list[Row], headers: list[str]):
     from rich import box
     from rich.table import Table
     from rich.text import Text
 
-    headers = [header for header in _headers(rows) if header != "best"]  # the widest labels need its room
     cells = [[_broken(COLUMNS[header](row)) for header in headers] for row in rows]
     apart = int(any(line[0].count("\n") > 1 for line in cells))
     table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True, leading=apart)
@@ -85,7 +100,7 @@ def notes(rows: list[Row]) -> list[str]:
     if len(where) > 1:
         said.append(f"Times and memory do not compare, the runs had different devices: {', '.join(where)}.")
     if _vocabularies_differ(rows):
-        said.append("Losses per token do not compare, the vocabularies differ; bits per byte do.")
+        said.append("Losses per token do not compare, the vocabularies differ; bits per byte do, on the same text.")
     said += [f"{row.setting}: {row.status}: {row.reason}" for row in rows if row.reason]
     return said
 

@@ -77,7 +77,8 @@ def read_settings(folders: list[Path]) -> list[Setting]:
 
     Raises UserError for a folder that is neither, and for a damaged file.
     """
-    runs = {run.folder.resolve(): run for folder in folders for run in _read_folder(Path(folder))}  # each one once
+    folders = [folder for folder in map(Path, folders) if is_sweep(folder) or not (folder / "comparison.csv").exists()]
+    runs = {run.folder.resolve(): run for folder in folders for run in _read_folder(folder)}  # each one once
     settings: dict[Any, Setting] = {}
     begun = {(run.folder.parent, run.job): _identity(run) for run in runs.values() if run.config is not None}
     for run in runs.values():
@@ -118,6 +119,7 @@ def _read_run(folder: Path, job: str | None = None) -> Run:
     if not isinstance(config, dict) or "seed" not in config:
         raise UserError(f"{folder / 'config.yaml'} is not the config of a run; train it again, or leave it out")
     flat = {key: value for key, value in _flatten(config).items() if key.split(".")[0] not in NOT_A_SETTING}
+    flat["world_size"] = summary.get("world_size", 1)  # torchrun's, and no part of the config; it decides the times
     return Run(folder, flat, config["seed"], summary, words)
 
 
