@@ -4,6 +4,8 @@
     python train.py data=text data.path=mybook.txt        a text file of your own
     python train.py experiment=shakespeare_char_cpu       a whole recipe
     python train.py name=mine train.steps=4000            continues runs/mine where it stopped
+    python train.py -m attention=sdpa,flash seed=1,2,3    a run for each, and a comparison of them
+    torchrun --nproc_per_node=8 train.py                  one run on eight GPUs
 
 the keys most used:
   name=NAME             the run's folder below runs/; the same name again continues it
@@ -54,7 +56,7 @@ from training.tracking import Metrics, Tracker, Wandb
 def main(config: Train) -> int:
     # What will run is settled before anything is computed or written.
     dist = Dist.from_environment()
-    device = precision.resolve_device(config.device)
+    device = precision.resolve_device(config.device, dist.local_rank)
     dtype = precision.resolve_dtype(config.dtype, device)
     compiled = precision.resolve_compile(config.compile, device)
     steps, minutes, batch_size = config.train.steps, config.train.minutes, config.train.batch_size
@@ -64,31 +66,37 @@ def main(config: Train) -> int:
         config.attention.backend, B=micro_batch_size, T=block_size, H=config.model.n_head, G=config.model.kv_heads,
         D=config.model.head_size, dtype=dtype, device=device, dropout_p=config.model.dropout,
     )  # fmt: skip
-    precision.set_up(device, config.deterministic, config.attention.backend)
+    precision.set_up(device, config.deterministic, config.tf32, config.attention.backend)
+    dist.connect(device)
 
     # Text, model, optimizer.
-    prepared = prepare(config.data, config.tokenizer, block_size)
+    with dist.main_first():
+        prepared = prepare(config.data, config.tokenizer, block_size)
     encoding = prepared.encoding
     loader = Loader(prepared, block_size, config.seed, device)
     torch.manual_seed(config.seed)
     model = GPT(config.model, encoding.n_vocab, find(config.attention.backend).attend).to(device)
-    forward = torch.compile(model, dynamic=False) if compiled else model
+    forward = dist.wrap(model)
+    forward = torch.compile(forward, dynamic=False) if compiled else forward
     optimizers = optimizer.build(model, config.optimizer)
     scaler = precision.grad_scaler(device, dtype)
     state = checkpoint.State(model, optimizers, scaler)
     about = checkpoint.about(config, prepared.meta)
 
+    label = f"{config.data.name}-{config.model.name}-{config.attention.backend}"
     with (
-        Run(config.name, f"{config.data.name}-{config.model.name}-{config.attention.backend}", config.resume) as run,
-        StopRequest() as stop,
+        Run(config.name, label, config.resume, dist) as run,
+        StopRequest(patient=dist.world_size > 1, silent=not dist.is_main) as stop,
+        dist.together(),
     ):
         if run.last.exists():
             saved = checkpoint.load(run.last)
             checkpoint.check_identity(run.folder, saved["identity"], about["identity"])
             state.restore(saved)
+        dist.check_same("step", state.step)
         progress = run_progress(state.step, steps, state.seconds, minutes)
         if progress >= 1:
-            if run.finish():
+            if run.finish() and dist.is_main:
                 plot_loss(run.folder)
             print(f"{run.folder} is finished, at step {state.step}; set a larger train.steps to go on, or another name")
             return 0
@@ -99,17 +107,18 @@ def main(config: Train) -> int:
         facts = meter.environment(device) | {
             "dtype": str(dtype).removeprefix("torch."), "compile": compiled, "attention": asdict(attention),
             "n_params": n_params(model), "vocab_size": encoding.n_vocab, "accumulation": accumulation,
+            "world_size": dist.world_size,
             "data": str(prepared.folder),
         }  # fmt: skip
         run.begin(asdict(config), facts | state.summary())
         wandb = Wandb(config.wandb, run, asdict(config), state.wandb_id)
         state.wandb_id = wandb.id
-        metrics = Metrics(run.folder / "metrics.jsonl", state.step)
+        metrics = Metrics(run.folder / "metrics.jsonl", state.step) if dist.is_main else None
 
         def look() -> dict:
             """The validation loss, and a text if the model is still able to write one."""
             windows = loader.val_windows if config.eval.batches is None else config.eval.batches * batch_size
-            row = evaluate(forward, loader, encoding, windows, micro_batch_size, dtype)
+            row = evaluate(forward, loader, encoding, windows, micro_batch_size, dtype, dist)
             if isfinite(row["val/loss"]):
                 with precision.autocast(device, dtype):
                     row["sample"] = write_text(model, encoding, config.eval.sample, config.seed + state.step)
@@ -117,10 +126,13 @@ def main(config: Train) -> int:
 
         def keep(*paths: Path) -> None:
             """Save checkpoints, behind the rows that they count on."""
+            if not dist.is_main:
+                return
             tracker.flush(sync=True)
             for path in paths:
                 state.save(path, about)
-            run.update(state.summary() | speed.median() | tracker.summary())
+            took = {"compile_s": meter.compile_seconds() if compiled else None}
+            run.update(state.summary() | speed.median() | took | tracker.summary())
             wandb.set_summary(run.summary)
 
         with Tracker(metrics, wandb, scaler) as tracker, TrainingProgress(steps, progress) as show:
@@ -132,7 +144,8 @@ def main(config: Train) -> int:
                 tracker.log(row)
                 show.evaluated(row)
 
-            while progress < 1 and not stop.requested:
+            stopped = False
+            while progress < 1 and not stopped:
                 # One optimizer step, on batch_size sequences, micro_batch_size at a time.
                 speed.start()
                 fraction = lr_fraction(config.schedule, state.step, steps, progress)
@@ -142,9 +155,10 @@ def main(config: Train) -> int:
                 for micro in range(accumulation):
                     x, y = loader.batch("train", first + micro * micro_batch_size, micro_batch_size)
                     dist.seed(device, config.seed, state.step, micro)
-                    with precision.autocast(device, dtype):
-                        micro_loss = forward(x, y) / accumulation
-                    scaler.scale(micro_loss).backward()
+                    with dist.sync_gradients(forward, now=micro == accumulation - 1):
+                        with precision.autocast(device, dtype):
+                            micro_loss = forward(x, y) / accumulation
+                        scaler.scale(micro_loss).backward()
                     loss += micro_loss.detach()
                 for each in optimizers:
                     scaler.unscale_(each)
@@ -158,11 +172,11 @@ def main(config: Train) -> int:
 
                 # What came of it: a row of numbers, now and then a look at unseen text, and a checkpoint.
                 state.step += 1
-                state.seconds = time.perf_counter() - started
+                stopped, state.seconds = dist.agree(stop.requested, time.perf_counter() - started)
                 progress = run_progress(state.step, steps, state.seconds, minutes)
                 row = {
                     "step": state.step, "tokens": state.step * tokens_per_step, "seconds": state.seconds,
-                    "train/loss": loss, "grad_norm": grad_norm, "lr": config.optimizer.lr * fraction,
+                    "train/loss": dist.mean(loss), "grad_norm": grad_norm, "lr": config.optimizer.lr * fraction,
                 }  # fmt: skip
                 better = False
                 if state.step % config.eval.every == 0 or progress >= 1:
@@ -179,26 +193,31 @@ def main(config: Train) -> int:
 
             if progress < 1:
                 keep(run.last)
-            plot_loss(run.folder)
+            dist.meet()
+            if dist.is_main:
+                plot_loss(run.folder)
             if progress < 1:
                 raise KeyboardInterrupt(f"saved at step {state.step}; the same command with name={run.name} goes on")
-        print(closing(run.summary, run.folder))
+        if dist.is_main:
+            print(closing(run.summary, run.folder))
         return 0
 
 
 @torch.no_grad()
-def evaluate(forward, loader: Loader, encoding: tiktoken.Encoding, windows: int, size: int, dtype) -> dict:
+def evaluate(
+    forward, loader: Loader, encoding: tiktoken.Encoding, windows: int, size: int, dtype: torch.dtype, dist: Dist
+) -> dict:
     """Mean loss per token in nats, and in bits per byte of text, over validation windows, `size` at a time.
 
-    Over all of them, each token of the text counts exactly once.
+    Over all of them, each token of the text counts exactly once. The processes take turns.
     """
     device = loader.device
     windows = min(windows, loader.val_windows)
     stride = loader.val_windows // windows  # spread over all of the text
     token_bytes = torch.from_numpy(tokenizer.token_bytes(encoding)).to(device)
-    nats, tokens, text_bytes = [], 0, 0
+    nats, tokens, text_bytes = [], 0, torch.zeros((), dtype=torch.int64, device=device)
     forward.eval()
-    for first in range(0, windows, size):
+    for first in range(dist.rank * size, windows, dist.world_size * size):
         x, y = loader.batch("val", first * stride, min(size, windows - first), stride)
         with precision.autocast(device, dtype):
             nats.append(forward(x, y, reduction="sum"))
@@ -206,8 +225,9 @@ def evaluate(forward, loader: Loader, encoding: tiktoken.Encoding, windows: int,
         tokens += counted.numel()
         text_bytes += token_bytes[counted].sum()
     forward.train()
-    total = sum(each.item() for each in nats)  # in float64, and all at once
-    return {"val/loss": total / tokens, "val/bpb": total / log(2) / max(1, int(text_bytes))}
+    # In float64, and all at once, behind the last window.
+    total, tokens, text_bytes = dist.sum(sum(each.item() for each in nats), tokens, int(text_bytes))
+    return {"val/loss": total / tokens, "val/bpb": total / log(2) / max(1, text_bytes)}
 
 
 def write_text(model: GPT, encoding: tiktoken.Encoding, sampling: SamplingConfig, seed: int) -> str:

@@ -34,7 +34,8 @@ def explain(error: Exception, overrides: list[str], schema: type, defaults: Any)
     if isinstance(error, MissingConfigException) and error.options is not None:
         group, _, choice = (error.missing_cfg_file or "").rpartition("/")
         options = [option for option in error.options if option != "schema"]
-        return f"{group}={choice}: there is no such choice{did_you_mean(choice, options)}; set {one_of(options)}"
+        more = ", or pip install hydra-submitit-launcher for submitit_slurm" if group == "hydra/launcher" else ""
+        return f"{group}={choice}: there is no such choice{did_you_mean(choice, options)}; set {one_of(options)}{more}"
     if "Ambiguous value" in text or isinstance(error, OverrideParseException):
         return _unreadable(text, overrides)
 
@@ -43,6 +44,8 @@ def explain(error: Exception, overrides: list[str], schema: type, defaults: Any)
     where = f" (in {where}.yaml)" if where else ""
     if key == "experiment" and where:
         return f"the first line{where} must be '# @package _global_'; put it there"
+    if key and key.startswith("hydra.launcher."):
+        return f"{key}: the launcher has no such setting; set hydra/launcher=NAME as well, one that has"
     if key and ("not in '" in text or "Could not override" in text or "not in '" in str(inner)):
         return f"{key}: there is no such key{where}{did_you_mean(key, keys(defaults()))}; see --help and --cfg job"
     if key:
@@ -64,7 +67,7 @@ def _unreadable(text: str, overrides: list[str]) -> str:
     word = next((o for o in overrides if f"'{o}'" in text), overrides[-1] if len(overrides) == 1 else None)
     what = f"{word!r}" if word else f"one of {', '.join(map(repr, overrides))}"
     if "Ambiguous value" in text:
-        return f"{what} gives several values, and one command trains one setting; set one value"
+        return f"{what} gives several values for one run; add -m to train.py for a run with each, or set one value"
     key = word.split("=", 1)[0] if word else "key"
     return f"{what} cannot be read as key=value; quote special characters twice, as in '{key}=\"a, b\"'"
 

@@ -35,6 +35,7 @@ class Train:
     dtype: str
     compile: bool | None
     deterministic: bool
+    tf32: bool
     resume: bool
     model: GPTConfig
     attention: AttentionConfig

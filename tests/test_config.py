@@ -13,7 +13,8 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from configs import entry
-from configs.entry import choices, start
+from configs.composition import choices
+from configs.entry import start
 
 ALL = [(group, choice) for group in ("model", "attention", "tokenizer", "optimizer", "schedule", "experiment")
        for choice in choices(group)]  # fmt: skip
@@ -66,7 +67,21 @@ WRONG = [
     (["hydra.run.dir=x"], r"hydra.run.dir belongs to Hydra's own machinery"),
     (["hydra/launcher=x"], r"belongs to Hydra"),
     (["--foo"], r"--foo is not a flag"),
-    (["-m"], r"-m sweeps are not supported"),
+    (["-m"], r"-m takes several values for at least one key; set, say, seed=1,2,3"),
+    (["-m", "seed=1"], r"-m takes several values for at least one key"),
+    (["-m", "attention=naive,falsh"], r"attention=falsh: there is no such choice, did you mean flash"),
+    (["-m", "seed=1,2", "model.n_embd=96,97"], r"model.n_embd=97 does not divide"),
+    (["-m", "seed=1,2", "name=a/b"], r"name='a/b' cannot name a folder"),
+    (["-m", "seed=1,2", "name=sweeps/a/seed=1"], r"name=sweeps/a/seed=1 is one run of a sweep; leave out -m"),
+    (["-m", "seed=1,2", "hydra/launcher=nowhere"], r"hydra/launcher=nowhere: there is no such choice; set basic"),
+    (["-m", "seed=1,2", "hydra.launcher._target_=os.system"], r"belongs to Hydra's own machinery"),
+    (["-m", "seed=1,2", "hydra.launcher.x={_target_:os.system}"], r"belongs to Hydra's own machinery"),
+    (["-m", "seed=1,2", "hydra.sweeper.params=x"], r"belongs to Hydra's own machinery"),
+    (["-m", "seed=1,2", "seed=3,4"], r"seed is given twice; give all of its values at once"),
+    (["-m", "seed=1,2", "hydra.launcher.partition=gpu"], r"the launcher has no such setting; set hydra/launcher=NAME"),
+    (["-m", "seed=1,2,1"], r"seed=1 would be trained twice; give each value once"),
+    (["-m", "seed=1,2", f"model.name={'a' * 99},{'b' * 99}", f"data.name={'a' * 99},{'b' * 99}"], r"too long for"),
+    (["-m", "seed=1,2", "--cfg", "job"], r"--cfg shows the config of one run; leave out -m"),
     (["steps"], r"'steps' is not of the form key=value"),
     (["model.n_embd=100", "model.n_head=6"], r"model.n_embd=100 does not divide .* set model.n_embd=96 or 102"),
     (

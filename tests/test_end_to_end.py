@@ -3,6 +3,7 @@
 import json
 import math
 import os
+import platform
 import re
 import signal
 import subprocess
@@ -21,6 +22,7 @@ from model import GPTConfig
 from model.attention import naive
 from model.gpt import GPT
 from training import checkpoint
+from training.distributed import Dist
 from training.run import Run
 
 # Fields of a row that depend on the clock or the machine.
@@ -185,6 +187,37 @@ def test_bfloat16_trains_close_to_float32(train):
     assert checkpoint.load_path("b", "last")["model"]["wte.weight"].dtype == torch.float32
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_float16_trains_with_its_scaler_on_cuda(train, optimizer):
+    settings = ["device=cuda", f"optimizer={optimizer}", "train.steps=60", "train.batch_size=16", "eval.every=60"]
+    assert train("name=half", "dtype=float16", *settings) == 0
+    assert train("name=single", "dtype=float32", *settings) == 0
+    half, single = metrics("half"), metrics("single")
+    assert checkpoint.load_path("half", "last")["scaler"]["scale"] > 0
+    assert half[-1]["val/loss"] < half[0]["val/loss"] - 0.3
+    assert half[-1]["val/loss"] == pytest.approx(single[-1]["val/loss"], abs=0.1)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("backend", ["naive", "sdpa", "flash"])
+def test_a_whole_run_on_cuda_compiled_and_resumed(train, sample, backend):
+    settings = ["device=cuda", f"attention={backend}", "model.n_embd=64", "schedule.warmup_steps=100"]
+    assert train("name=a", *settings) == 0
+    assert train("name=a", "train.steps=12", *settings) == 0
+    told = summary("a")
+    assert (told["device"], told["dtype"], told["compile"], told["tf32"]) == ("cuda", "bfloat16", True, False)
+    assert told["compile_s"] > 0
+    assert [row["step"] for row in metrics("a")] == list(range(13))
+    assert sample("run=a", "device=cuda", "prompt=The 1", "max_new_tokens=5").startswith("The 1")
+
+
+def test_float32_is_not_rounded_unless_asked_for(train):
+    for name, overrides, tf32 in (("a", [], False), ("b", ["tf32=true"], True), ("c", [], False)):
+        assert train(f"name={name}", "train.steps=1", *overrides) == 0
+        assert summary(name)["tf32"] is tf32
+
+
 def test_minutes_end_a_run_as_steps_do(train):
     assert train("name=a", "train.steps=null", "train.minutes=0.02", "eval.every=1000000") == 0
     assert summary("a")["status"] == "finished"
@@ -281,7 +314,7 @@ def spawn(*overrides):
     )  # fmt: skip
 
 
-LONG = ["train.steps=400", "eval.every=40", "checkpoint.every=15", "model.dropout=0.1", "optimizer=muon"]
+LONG = ["train.steps=240", "eval.every=40", "checkpoint.every=15", "model.dropout=0.1", "optimizer=muon"]
 
 
 def wait_for_step(name, step, process):
@@ -300,7 +333,7 @@ def test_killed_outright_and_started_again_a_run_ends_bit_identical(workdir):
     undisturbed = spawn("name=whole", *LONG)
     assert undisturbed.wait(120) == 0, undisturbed.stderr.read()
     kills = 0
-    for step in (25, 250):
+    for step in (25, 150):
         process = spawn("name=killed", *LONG)
         wait_for_step("killed", step, process)
         kills += process.poll() is None
@@ -310,7 +343,7 @@ def test_killed_outright_and_started_again_a_run_ends_bit_identical(workdir):
     _, err = last.communicate(timeout=120)
     assert last.returncode == 0, err
     assert kills == 2
-    assert [row["step"] for row in metrics("killed")] == list(range(401))
+    assert [row["step"] for row in metrics("killed")] == list(range(241))
     assert_same_run("whole", "killed")
 
 
@@ -328,9 +361,9 @@ def test_asked_to_stop_a_run_saves_says_how_to_go_on_and_exits_75(workdir):
 
 
 def test_a_second_process_on_the_same_run_is_refused(train, capsys):
-    with Run("a", "", resume=True):
+    with Run("a", "", True, Dist()):
         assert train("name=a") == 2
-    assert "runs/a is being trained by another process" in capsys.readouterr().err
+    assert f"runs/a is being trained by process {os.getpid()} on {platform.node()}; wait" in capsys.readouterr().err
 
 
 # Sampling

@@ -2,6 +2,8 @@
 
 import json
 import math
+import os
+import platform
 import zipfile
 from copy import deepcopy
 
@@ -15,6 +17,7 @@ from model import GPTConfig
 from model.attention import naive
 from model.gpt import GPT
 from training import AdamWConfig, MuonConfig, ScheduleConfig, TrainConfig, checkpoint, optimizer, precision
+from training.distributed import Dist
 from training.meter import Speed, peak_memory_bytes, reset_peak_memory
 from training.muon import Muon, orthogonalize
 from training.progress import duration
@@ -28,6 +31,7 @@ MUON = MuonConfig(
     betas=[0.9, 0.95], eps=1e-8,
 )  # fmt: skip
 CPU = torch.device("cpu")
+ALONE = Dist()
 
 
 def tiny_model(**changed):
@@ -300,18 +304,18 @@ def test_a_scaler_takes_care_of_infinite_gradients(tmp_path):
 
 
 def test_a_run_is_locked_until_its_process_lets_go(workdir):
-    with Run("a", "", resume=True) as run:
-        with pytest.raises(UserError, match="runs/a is being trained by another process"):
-            Run("a", "", resume=True)
+    with Run("a", "", True, ALONE) as run:
+        with pytest.raises(UserError, match=f"runs/a is being trained by process {os.getpid()} on {platform.node()}"):
+            Run("a", "", True, ALONE)
         run.begin({"seed": 1}, {"device": "cpu"})
     summary = json.loads((workdir / "runs/a/summary.json").read_text())
     assert (summary["status"], summary["error"], summary["device"]) == ("finished", None, "cpu")
     with pytest.raises(UserError, match="runs/a exists"):
-        Run("a", "", resume=False)
+        Run("a", "", False, ALONE)
 
 
 def test_two_unnamed_runs_of_the_same_second_get_folders_of_their_own(workdir):
-    runs = [Run(None, "label", resume=True) for _ in range(3)]
+    runs = [Run(None, "label", True, ALONE) for _ in range(3)]
     assert len({run.name for run in runs}) == 3
 
 
@@ -320,15 +324,13 @@ def test_two_unnamed_runs_of_the_same_second_get_folders_of_their_own(workdir):
     [(UserError("no"), "refused"), (TrainingFailed("nan"), "failed"), (KeyboardInterrupt(), "interrupted")],
 )
 def test_how_a_run_ended_is_on_record(workdir, error, status):
-    with pytest.raises(type(error)), Run("a", "", resume=True) as run:
+    with pytest.raises(type(error)), Run("a", "", True, ALONE) as run:
         run.begin({}, {})
         raise error
     assert json.loads((workdir / "runs/a/summary.json").read_text())["status"] == status
 
 
 def test_the_newest_run_with_a_checkpoint_is_found_below_sweeps_too(workdir):
-    import os
-
     with pytest.raises(UserError, match=r"train one: python train.py"):
         find_run("last")
     for age, name in ((30, "old"), (10, "sweeps/s/seed=1"), (20, "middle")):

@@ -32,7 +32,8 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     """FLOP/s that matrix products can reach here: a known GPU's, else the best of a few large products, measured."""
     if device.type == "cuda":
         known = GPU_PEAK.get(torch.cuda.get_device_name(device), {})
-        if dtype in known:
+        rounded = dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"  # TF32 has its own peak
+        if dtype in known and not rounded:
             return known[dtype]
     size = 8192 if device.type == "cuda" else 1024
     a = torch.randn(size, size, device=device).to(dtype)
@@ -104,6 +105,13 @@ class Speed:
             return end - start
         end.synchronize()
         return start.elapsed_time(end) / 1000
+
+
+def compile_seconds() -> float:
+    """What torch.compile has taken in this process, forward and backward graphs."""
+    from torch._dynamo.utils import calculate_time_spent
+
+    return calculate_time_spent()["total_wall_time"]
 
 
 def reset_peak_memory(device: torch.device) -> None:

@@ -11,16 +11,24 @@ from errors import UserError
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def resolve_device(name: str) -> torch.device:
-    """auto: the GPU if there is one, else the CPU. Raises UserError for a device that is not there."""
+def resolve_device(name: str, local_rank: int = 0) -> torch.device:
+    """auto: the GPU if there is one, else the CPU; of several GPUs the one of this process.
+
+    Raises UserError for a device that is not there.
+    """
     there = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
     if name == "auto":
-        return torch.device("cuda" if there["cuda"] else "mps" if there["mps"] else "cpu")
+        name = "cuda" if there["cuda"] else "mps" if there["mps"] else "cpu"
     if not there.get(name):
         have = ", ".join(device for device, is_there in there.items() if is_there)
         what = "is not on this machine, or this torch cannot use it" if name in there else "is unknown"
         raise UserError(f"device={name} {what}; set device=auto, or one of what is here: {have}")
-    return torch.device(name)
+    if name == "cuda" and local_rank >= torch.cuda.device_count():
+        raise UserError(
+            f"rank {local_rank} of this machine has no GPU, there are {torch.cuda.device_count()}; "
+            f"set torchrun --nproc_per_node={torch.cuda.device_count()}"
+        )
+    return torch.device(name, local_rank) if name == "cuda" else torch.device(name)
 
 
 def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
@@ -52,19 +60,19 @@ def resolve_compile(wanted: bool | None, device: torch.device) -> bool:
     return able and device.type == "cuda" if wanted is None else wanted
 
 
-def set_up(device: torch.device, deterministic: bool, attention: str) -> None:
+def set_up(device: torch.device, deterministic: bool, tf32: bool, attention: str) -> None:
     """Process-wide settings, before the first tensor is on the device.
 
-    float32 means float32: TF32 stays off. The compile cache is kept apart per attention backend, since PyTorch's
-    choice of kernel is not part of the cache's key.
+    float32 means float32, unless tf32 is set: CUDA then rounds what it multiplies to 10 bits of mantissa. The
+    compile cache is kept apart per attention backend, since PyTorch's choice of kernel is not part of its key.
     """
-    torch.set_float32_matmul_precision("highest")
+    torch.set_float32_matmul_precision("high" if tf32 else "highest")
     torch.compiler.config.cache_key_tag = f"attention={attention}"
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)
     if device.type == "cuda":
-        torch.cuda.set_device(device.index or 0)
+        torch.cuda.set_device(device)
 
 
 def autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager:

@@ -2,6 +2,7 @@
 
 import textwrap
 import time
+from math import inf
 from pathlib import Path
 from typing import Any
 
@@ -83,10 +84,12 @@ def headline(folder: Path, config: Any, facts: dict, meta: dict, step: int) -> s
         "model": f"{model.name}, {model.n_layer} layers, {model.n_head} heads, {model.n_embd} wide, context "
         f"{model.block_size}: {facts['n_params']:,} parameters",
         "runs on": f"{facts['device_name']}, {facts['dtype']}{', compiled' if facts['compile'] else ''}, "
-        f"attention {kernel['requested']} -> {kernel['resolved']}",
+        f"attention {kernel['requested']} -> {kernel['resolved']}"
+        + (f", {facts['world_size']} processes" if facts["world_size"] > 1 else ""),
         "for": f"{' or '.join(budget)} of {train.batch_size} x {model.block_size} = {tokens_per_step:,} tokens"
         + (f" in {facts['accumulation']} parts" if facts["accumulation"] > 1 else "")
-        + (f", {train.steps * tokens_per_step / tokens['train']:.2g} epochs" if train.steps is not None else ""),
+        + (f", {train.steps * tokens_per_step / tokens['train']:.2g} epochs" if train.steps is not None else "")
+        + (", all of them schedule.warmup_steps" if config.schedule.warmup_steps >= (train.steps or inf) else ""),
     }
     return "\n".join(f"{key:<8} {value}" for key, value in lines.items())
 
@@ -95,7 +98,7 @@ def closing(summary: dict, folder: Path) -> str:
     """How a run ended, and what to type next."""
     return "\n".join([
         f"best validation loss {summary['best_val_loss']:.4f} after {summary['step']:,} steps and "
-        f"{duration(summary['wall_seconds'])}, {summary['tokens_per_second']:,.0f} tokens/s",
+        f"{duration(summary['wall_seconds'])}, {summary['tokens_per_second']:,.0f} tokens/s in the median step",
         f"curve    {folder / 'loss.png'}",
         f"next     python sample.py run={summary['name']}",
     ])  # fmt: skip

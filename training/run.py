@@ -6,18 +6,25 @@ runs/<name>/config.yaml  metrics.jsonl  summary.json  loss.png  checkpoints/{las
 import json
 import math
 import os
+import platform
 import re
 import signal
 import time
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import yaml
 from filelock import FileLock, Timeout
 
 from errors import UserError
 
+if TYPE_CHECKING:  # torch, which a config's check need not wait for
+    from training.distributed import Dist
+
 ROOT = Path("runs")  # below the folder where the command is typed
-RESERVED = ("sweeps", "bench", "last")
+SWEEPS = ROOT / "sweeps"  # runs/sweeps/<sweep>/<job>: the runs of a sweep
+RESERVED = ("sweeps", "bench", "comparison", "last")
+JOB = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=,+-]{0,200}")  # a sweep's job, named for its values: attention=flash,seed=1
 EXIT_CODES = {"finished": 0, "failed": 1, "refused": 2, "interrupted": 75}
 
 
@@ -30,7 +37,10 @@ def check_word(key: str, word: str) -> None:
 
 
 def check_name(name: str) -> None:
-    """Raises UserError for a run name that could not be a folder of runs/."""
+    """Raises UserError for a run name that could not be a folder of runs/, or of a sweep in it."""
+    sweep, slash, job = name.removeprefix("sweeps/").partition("/")
+    if name.startswith("sweeps/") and slash and JOB.fullmatch(job):
+        return check_word("name", sweep)
     check_word("name", name)
     if name in RESERVED:
         raise UserError(f"name={name} is taken by trilGPT itself; set another name")
@@ -41,7 +51,7 @@ def find_run(name: str) -> Path:
 
     Raises UserError where there is none, naming those there are.
     """
-    if not re.fullmatch(r"[A-Za-z0-9._/=,-]+", name) or ".." in name or name.startswith("/"):
+    if not re.fullmatch(r"[A-Za-z0-9._/=,+-]+", name) or ".." in name or name.startswith("/"):
         raise UserError(f"run={name!r} cannot name a run; set the name of a folder below {ROOT}/, or last")
     newest = {path.parent.parent: path.stat().st_mtime for path in ROOT.glob("**/checkpoints/*.pt")}
     with_checkpoint = sorted(newest, key=newest.get, reverse=True)
@@ -55,37 +65,96 @@ def find_run(name: str) -> Path:
     return ROOT / name
 
 
-def _make_new_folder(stem: str) -> str:
-    """Make runs/<stem>, or runs/<stem>-2, ... where another run of the same second was first -> its name."""
+def make_new_folder(parent: Path, label: str) -> str:
+    """Make <parent>/<time>-<label>, with -2, -3, ... where another run of the same second was first -> its name."""
+    stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{label}"
     for suffix in ("", *(f"-{n}" for n in range(2, 1000))):
         try:
-            (ROOT / f"{stem}{suffix}").mkdir()
+            (parent / f"{stem}{suffix}").mkdir(parents=True)
         except FileExistsError:
             continue
         return f"{stem}{suffix}"
-    raise UserError(f"{ROOT}/{stem} and its successors exist; set name=NAME")
+    raise UserError(f"{parent}/{stem} and its successors exist; set name=NAME")
+
+
+def owner(folder: Path) -> str:
+    """Who trains the run, as in "process 4711 on laptop"."""
+    path = folder / ".owner"
+    return path.read_text() if path.exists() else "another process"
+
+
+def read_json(path: Path) -> dict:
+    """Empty where there is no such file. Raises UserError where it is damaged."""
+    try:
+        return json.loads(path.read_text()) if path.exists() else {}
+    except ValueError as error:
+        raise UserError(f"{path} is damaged ({error}); remove it, and start the same command again") from None
+
+
+def write_json(path: Path, content: dict) -> None:
+    """Whole or not at all."""
+    partial = path.with_name(path.name + ".partial")
+    partial.write_text(json.dumps(content, indent=2) + "\n")
+    os.replace(partial, path)
+
+
+def read_summary(folder: Path) -> dict:
+    """summary.json of a run's folder; empty where there is none. Raises UserError where it is damaged."""
+    return read_json(folder / "summary.json")
+
+
+def write_summary(folder: Path, summary: dict) -> None:
+    write_json(folder / "summary.json", summary)
+
+
+def flat(config: dict, prefix: str = "") -> dict:
+    """{"model": {"n_layer": 2}} -> {"model.n_layer": 2}."""
+    found = {}
+    for key, value in config.items():
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return found
+
+
+def write_config(folder: Path, config: dict) -> None:
+    (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
 
 
 class Run:
     """A locked folder below runs/. A context manager: on the way out summary.json says how it ended."""
 
-    def __init__(self, name: str | None, label: str, resume: bool):
-        """name None: the time and `label`. Raises UserError where the run is locked, or exists and resume is False."""
-        ROOT.mkdir(exist_ok=True)
+    def __init__(self, name: str | None, label: str, resume: bool, dist: "Dist"):
+        """name None: the time and `label`. Of several processes rank 0 alone names, locks and writes.
+
+        Raises UserError where the run is locked, or exists and resume is False.
+        """
+        self.is_main = dist.is_main
+        self.summary: dict | None = None  # None: nothing has begun, and what an earlier process wrote stays
+        refusal = None
+        if self.is_main:
+            try:
+                name = self._claim(name, label, resume)
+            except UserError as error:
+                refusal = str(error)
+        self.name, refusal = dist.broadcast((name, refusal))
+        if refusal is not None:
+            raise UserError(refusal)
+        self.folder = ROOT / self.name
+
+    def _claim(self, name: str | None, label: str, resume: bool) -> str:
+        """Make and lock the folder -> its name."""
         if name is None:
-            name = _make_new_folder(f"{time.strftime('%Y%m%d-%H%M%S')}-{label}")
-        elif (ROOT / name).exists() and not resume:
+            name = make_new_folder(ROOT, label)
+        elif (ROOT / name / "config.yaml").exists() and not resume:
             raise UserError(f"{ROOT / name} exists; set another name, or resume=true to continue it")
-        self.name, self.folder = name, ROOT / name
-        self.last.parent.mkdir(parents=True, exist_ok=True)
-        self.lock = FileLock(self.folder / ".lock")  # the kernel lets go of it however the process ends
+        folder = ROOT / name
+        (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+        self.lock = FileLock(folder / ".lock")  # the kernel lets go of it however the process ends
         try:
             self.lock.acquire(timeout=0)
         except Timeout:
-            raise UserError(
-                f"{self.folder} is being trained by another process; wait for it, or set another name"
-            ) from None
-        self.summary: dict | None = None  # None: nothing has begun, and what an earlier process wrote stays
+            raise UserError(f"{folder} is being trained by {owner(folder)}; wait for it, or set another name") from None
+        (folder / ".owner").write_text(f"process {os.getpid()} on {platform.node()}")
+        return name
 
     @property
     def last(self) -> Path:
@@ -97,30 +166,28 @@ class Run:
 
     def begin(self, config: dict, summary: dict) -> None:
         """Write config.yaml and a first summary.json: from here on the folder tells of this process."""
-        text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
-        (self.folder / "config.yaml").write_text(text)
-        self.summary = {"name": self.name, "status": "running", "error": None} | summary
-        self._write_summary()
+        self.summary = {"name": self.name, "status": "running", "error": None}
+        if self.is_main:
+            write_config(self.folder, config)
+        self.update(summary)
 
     def update(self, summary: dict) -> None:
         """Bring summary.json up to date, at a checkpoint: a process that is killed leaves it as it was then."""
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in summary.items()}
         self.summary |= finite  # JSON has no infinity, which the best loss is before the first
-        self._write_summary()
+        self._write()
 
     def finish(self) -> bool:
         """Put on record that there is nothing left to do -> whether a process was killed before it could say so."""
-        path = self.folder / "summary.json"
-        summary = json.loads(path.read_text()) if path.exists() else {"name": self.name, "status": "unknown"}
+        summary = read_summary(self.folder) or {"name": self.name, "status": "unknown"}
         if summary["status"] == "finished":
             return False
         self.summary = summary
         return True
 
-    def _write_summary(self) -> None:
-        partial = self.folder / "summary.json.partial"
-        partial.write_text(json.dumps(self.summary, indent=2) + "\n")
-        os.replace(partial, self.folder / "summary.json")
+    def _write(self) -> None:
+        if self.is_main:
+            write_summary(self.folder, self.summary)
 
     def __enter__(self) -> "Run":
         return self
@@ -129,8 +196,9 @@ class Run:
         if self.summary is not None:
             self.summary["status"] = status_of(error)
             self.summary["error"] = None if error is None else f"{kind.__name__}: {error}"
-            self._write_summary()
-        self.lock.release()
+            self._write()
+        if self.is_main:
+            self.lock.release()
 
 
 def status_of(error: BaseException | None) -> str:
@@ -143,18 +211,24 @@ def status_of(error: BaseException | None) -> str:
 
 
 class StopRequest:
-    """Ctrl-C or SIGTERM asks the loop to stop after the step at hand; a second one stops at once."""
+    """Ctrl-C or SIGTERM asks the loop to stop after the step at hand; a second one stops at once.
 
-    def __init__(self):
-        self.requested = False
+    patient: it does not. torchrun and schedulers send several, and kill after half a minute anyway. silent: do not say.
+    """
+
+    def __init__(self, patient: bool, silent: bool):
+        self.requested, self.patient, self.silent = False, patient, silent
 
     def __enter__(self) -> "StopRequest":
         self.before = {kind: signal.signal(kind, self._handle) for kind in (signal.SIGINT, signal.SIGTERM)}
         return self
 
     def _handle(self, number, frame) -> None:
-        if self.requested:
-            raise KeyboardInterrupt
+        if self.requested and not self.patient:
+            raise KeyboardInterrupt("stopped at once; what came after the last checkpoint is lost")
+        if not self.requested and not self.silent:
+            again = "" if self.patient else "; once more stops at once"
+            os.write(2, f"\nstopping after this step, and saving{again}\n".encode())  # print() is not for handlers
         self.requested = True
 
     def __exit__(self, *_) -> None:

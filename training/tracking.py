@@ -15,7 +15,7 @@ import torch
 
 from errors import TrainingFailed
 from training.config import WandbConfig
-from training.run import EXIT_CODES, Run, status_of
+from training.run import EXIT_CODES, Run, flat, status_of
 
 
 class Metrics:
@@ -55,16 +55,18 @@ class Wandb:
 
     def __init__(self, config: WandbConfig, run: Run, run_config: dict, run_id: str | None):
         self.run, self.id = None, run_id
-        if config.mode != "disabled":
+        if config.mode != "disabled" and run.is_main:
             self._guard(self._init, config, run, run_config)
 
     def _init(self, config: WandbConfig, run: Run, run_config: dict) -> None:
         import wandb
 
+        # Flat keys, which wandb can group runs by.
+        told = flat(run_config | {"attention": run_config["attention"] | run.summary["attention"]})
         self.run = wandb.init(
             mode=config.mode, project=config.project, entity=config.entity, group=config.group, tags=config.tags,
             name=run.name, id=self.id, resume="allow" if self.id and config.mode == "online" else None,
-            dir=run.folder, config=run_config, settings=wandb.Settings(silent=True, console="off", init_timeout=60),
+            dir=run.folder.resolve(), config=told, settings=wandb.Settings(silent=True, console="off", init_timeout=60),
         )  # fmt: skip
         self.id = self.run.id
         self.run.define_metric("step")
@@ -93,12 +95,12 @@ class Wandb:
 
 
 class Tracker:
-    """Collects a row a step and hands blocks of them to metrics.jsonl and wandb.
+    """Collects a row a step and hands blocks of them to metrics.jsonl and wandb. Without `metrics`, of no rank but 0.
 
     The losses must be finite, and so must the gradients unless a scaler takes care of those that are not.
     """
 
-    def __init__(self, metrics: Metrics, wandb: Wandb, scaler: torch.amp.GradScaler, flush_every: float = 1.0):
+    def __init__(self, metrics: Metrics | None, wandb: Wandb, scaler: torch.amp.GradScaler, flush_every: float = 1.0):
         self.metrics, self.wandb, self.flush_every = metrics, wandb, flush_every
         self.finite = ("train/loss", "val/loss") if scaler.is_enabled() else ("train/loss", "val/loss", "grad_norm")
         self.rows: list[tuple[dict, Callable[[], dict]]] = []
@@ -107,6 +109,8 @@ class Tracker:
 
     def log(self, row: dict, late: Callable[[], dict] = dict) -> None:
         """Take a row of numbers, texts and 0-d tensors, and `late`, which gives the rest of it when it is flushed."""
+        if self.metrics is None:
+            return
         self.rows.append((row, late))
         if time.perf_counter() - self.flushed >= self.flush_every:
             self.flush()
@@ -141,7 +145,8 @@ class Tracker:
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
-        self.metrics.close()
+        if self.metrics is not None:
+            self.metrics.close()
         self.wandb.finish(EXIT_CODES[status_of(error)])
 
 

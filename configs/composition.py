@@ -1,0 +1,67 @@
+"""Command-line words and YAML groups to one composed config, by Hydra's compose API.
+
+Hydra's application half (a folder and a log file per run, made before anything is checked, and once per process) is
+not used: train.py makes runs/<name> itself.
+"""
+
+import re
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from hydra import compose, initialize_config_dir
+from hydra.core.override_parser.types import Quote, QuotedString
+from omegaconf import DictConfig
+
+from configs.schema import register
+from errors import UserError
+
+CONFIGS = Path(__file__).parent
+# Free text, taken to the letter: Hydra's grammar would read "a, b" as a sweep and "f(x)" as a function.
+LITERAL = ("prompt", "prompt_file", "name", "run", "data.path", "wandb.group")
+
+
+def quote(override: str) -> str:
+    """An override with its literal text quoted for Hydra's grammar, and its ${ for OmegaConf's."""
+    key, value = override.split("=", 1)
+    if key not in LITERAL or (value == "null" and key != "prompt"):
+        return override
+    value = re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
+    return f"{key}={QuotedString(value, Quote.single).with_quotes()}"
+
+
+def compose_config(script: str, overrides: list[str], config_dir: str | None) -> DictConfig:
+    """Composed by Hydra against the schema. Raises UserError, and what Hydra and OmegaConf raise."""
+    with composing(config_dir) as search:
+        return compose(script, overrides=[quote(override) for override in overrides] + search)
+
+
+@contextmanager
+def composing(config_dir: str | None) -> Iterator[list[str]]:
+    """Hydra's compose() works inside; gives the overrides that add the user's own folder. Raises UserError."""
+    register()
+    search = []
+    if config_dir is not None:
+        folder = Path(config_dir).resolve()
+        if not folder.is_dir():
+            raise UserError(f"--config-dir {config_dir} is not a folder; name one that holds YAML files")
+        search = [f"hydra.searchpath=[{QuotedString(f'file://{folder}', Quote.single).with_quotes()}]"]
+        for file in sorted(folder.rglob("*.yaml")):
+            if re.search(r"^['\"]?hydra\b.*:|@package\s+hydra", file.read_text(errors="replace"), re.MULTILINE):
+                raise UserError(f"{file} sets Hydra's own machinery (hydra:), which could run code; take that out")
+    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+        yield search
+
+
+def is_hydras(key: str) -> bool:
+    return key.split(".")[0].split("/")[0].split("@")[0] == "hydra"
+
+
+def is_launcher(override: str) -> bool:
+    """Whether it says where a sweep's runs run: all that a user may set of Hydra's own; _target_ would run code."""
+    return override.startswith(("hydra/launcher=", "hydra.launcher.")) and "_target_" not in override
+
+
+def choices(group: str) -> list[str]:
+    """The names that group=... can take."""
+    return sorted(path.stem for path in (CONFIGS / group).glob("*.yaml"))
