@@ -140,9 +140,9 @@ def _remember(folder: Path, jobs: list[Job]) -> None:
 
 def _launch(todo: list[Job], config: Any, jobs: list[Job]) -> dict[str, Outcome]:
     """Start the jobs through Hydra's launcher -> how each ended. Raises KeyboardInterrupt when asked to stop."""
-    folder = f"hydra.sweep.dir={todo[0].folder.parent}"
     config.hydra.sweep.dir = str(todo[0].folder.parent)
-    config.hydra.overrides.hydra.append(folder)  # the launcher composes each job anew, from these
+    # The launcher composes each job anew, from these: without it Hydra makes a folder of its own, multirun/.
+    config.hydra.overrides.hydra.append(f"hydra.sweep.dir={config.hydra.sweep.dir}")
     context = HydraContext(config_loader=GlobalHydra.instance().config_loader(), callbacks=Callbacks())
     task = partial(_task, {job.config["name"]: job for job in todo})
     launcher = Plugins.instance().instantiate_launcher(hydra_context=context, task_function=task, config=config)

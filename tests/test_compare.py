@@ -115,6 +115,20 @@ def test_two_runs_of_one_seed_are_one_draw(tmp_path):
 # Rows.
 
 
+def test_losses_on_other_tokens_are_not_subtracted(tmp_path):
+    same, other = ([write_run(tmp_path / f"{name}{n}", changes={"attention.backend": f"b{n}"}, data=data)
+                    for n, data in enumerate(folders)]
+                   for name, folders in (("same", ("x-1", "x-1")), ("other", ("x-1", "y-2"))))  # fmt: skip
+    (_, row), (_, apart) = compare(same, tmp_path / "same"), compare(other, tmp_path / "other")
+    assert (row.pairs, row.difference, row.divergence) == (1, 0.0, 0.0)
+    assert (apart.pairs, apart.difference, apart.divergence) == (0, None, None)
+
+
+def test_another_number_of_processes_is_another_setting(tmp_path):
+    runs = [write_run(tmp_path / f"run{n}", seed=n, world_size=n) for n in (1, 2)]
+    assert [row.setting for row in compare(runs, tmp_path / "out")] == ["world_size=1", "world_size=2"]
+
+
 def test_figures_by_hand(tmp_path):
     base, other = {1: 1.0, 2: 1.2, 3: 1.4}, {1: 1.1, 2: 1.2, 4: 9.0}
     losses = [5.0] * 250

@@ -150,7 +150,7 @@ def test_extending_a_finished_run_continues_it(train, capsys, optimizer):
     ]
     assert train("name=whole", "train.steps=9", *settings) == 0
     assert train("name=parts", *settings) == 0
-    capsys.readouterr()
+    assert "all of them schedule.warmup_steps" in capsys.readouterr().out
     assert train("name=parts", *settings) == 0
     assert "runs/parts is finished, at step 6; set a larger train.steps" in capsys.readouterr().out
     assert train("name=parts", "train.steps=9", *settings) == 0

@@ -27,6 +27,7 @@ def sweep(*overrides: str, **environment: str) -> subprocess.Popen:
     return subprocess.Popen(
         [sys.executable, str(ROOT / "train.py"), "-m", *TINY, *overrides], text=True,
         env=os.environ | {"OMP_NUM_THREADS": "1"} | environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        start_new_session=True,
     )  # fmt: skip
 
 
@@ -59,9 +60,10 @@ def test_killed_interrupted_and_extended_a_sweep_does_what_is_missing(train, wor
 
     process = sweep(*LONG, "seed=1,2,3")
     wait_for_row("seed=3", 50)
-    process.send_signal(signal.SIGINT)
+    os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C on a terminal does
     out, err = process.communicate(timeout=100)
     assert process.returncode == 75, err
+    assert re.search(r"seed=3 +interrupted: saved at step \d+$", out, re.MULTILINE), out
     assert "1 of them finished before" in out
     assert "the same command with name=s goes on" in err
     assert (summary("seed=1")["status"], summary("seed=3")["status"]) == ("finished", "interrupted")
@@ -73,6 +75,7 @@ def test_killed_interrupted_and_extended_a_sweep_does_what_is_missing(train, wor
     assert process.returncode == 0, err
     assert f"continued from step {stopped}" in Path("runs/sweeps/s/seed=3/train.log").read_text()
     assert untouched == {path: path.stat().st_mtime for path in Path("runs/sweeps/s/seed=2").rglob("*")}
+    assert {path.name for path in workdir.iterdir()} == {"text.txt", "data", "runs"}
     (row,) = comparison()
     assert float(row["val_loss"]) == pytest.approx(sum(summary(f"seed={n}")["last_val_loss"] for n in (1, 2, 3)) / 3)
 

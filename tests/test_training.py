@@ -4,6 +4,7 @@ import json
 import math
 import os
 import platform
+import signal
 import zipfile
 from copy import deepcopy
 
@@ -18,10 +19,10 @@ from model.attention import naive
 from model.gpt import GPT
 from training import AdamWConfig, MuonConfig, ScheduleConfig, TrainConfig, checkpoint, optimizer, precision
 from training.distributed import Dist
-from training.meter import Speed, peak_memory_bytes, reset_peak_memory
+from training.meter import Speed, peak_flops, peak_memory_bytes, reset_peak_memory
 from training.muon import Muon, orthogonalize
 from training.progress import duration
-from training.run import Run, find_run
+from training.run import Run, StopRequest, find_run
 from training.schedule import lr_fraction, run_progress
 from training.tracking import Metrics, Tracker, Wandb
 
@@ -375,6 +376,29 @@ def test_speed_is_the_median_after_warming_up():
     assert speed.median() == {"step_ms": 1000.0, "tokens_per_second": 100.0, "mfu": 0.2}
     speed.seconds = [4.0]
     assert speed.median()["step_ms"] == 4000.0
+
+
+def test_a_known_gpus_peak_is_not_that_of_rounded_numbers(monkeypatch):
+    """TF32 has a peak of its own, which is measured."""
+    cuda = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    assert peak_flops(cuda, torch.float32) == 67e12
+    assert peak_flops(cuda, torch.bfloat16) == 989e12
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
+    assert peak_flops(cuda, torch.bfloat16) == 989e12
+    monkeypatch.setattr(torch, "randn", lambda *_, **__: 1 / 0)
+    with pytest.raises(ZeroDivisionError):  # it set out to measure
+        peak_flops(cuda, torch.float32)
+
+
+def test_a_second_request_stops_at_once_unless_there_are_many_to_come():
+    with StopRequest(patient=True, silent=True) as stop:
+        for _ in range(3):
+            signal.raise_signal(signal.SIGTERM)
+        assert stop.requested
+    with pytest.raises(KeyboardInterrupt, match="stopped at once"), StopRequest(patient=False, silent=True):
+        for _ in range(2):
+            signal.raise_signal(signal.SIGTERM)
 
 
 def test_peak_memory_sees_an_allocation_and_forgets_it_on_reset():
