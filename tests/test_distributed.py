@@ -132,7 +132,13 @@ def test_a_rank_that_dies_ends_the_others_and_its_own_error_is_shown(workdir):
 
 SLOW = """
 import os, runpy, time
+from pathlib import Path
 from training import checkpoint
+leave = os._exit
+def say_and_leave(code):
+    Path(f"rank{os.environ['RANK']}_left").touch()
+    leave(code)
+os._exit = say_and_leave
 save = checkpoint.save
 def slow_save(path, content):
     time.sleep(1.5)
@@ -157,6 +163,8 @@ def test_asked_to_stop_all_stop_at_the_same_step_and_one_saves(train, workdir):
     told = json.loads((workdir / "runs/a/summary.json").read_text())
     assert told["status"] == "interrupted", err
     assert err.count("saved at step") == 1
+    # Had it left before, torchrun would have given the one that saves half a minute to live.
+    assert (workdir / "rank1_left").stat().st_mtime >= (workdir / "runs/a/checkpoints/last.pt").stat().st_mtime
     assert (
         checkpoint.load(workdir / "runs/a/checkpoints/last.pt")["step"] == told["step"] == metrics("a")[-1]["step"] > 20
     )

@@ -276,12 +276,18 @@ def test_a_diverging_run_fails_in_a_sentence_and_keeps_its_checkpoint(train, cap
 def test_a_broken_wandb_does_not_stop_training(train, monkeypatch, capsys):
     import wandb
 
-    def broken(**_):
+    told = {}
+
+    def broken(**arguments):
+        told.update(arguments)
         raise ConnectionError("no server")
 
     monkeypatch.setattr(wandb, "init", broken)
     assert train("name=a", "wandb.mode=offline") == 0
     assert "wandb: ConnectionError: no server; the run goes on without it" in capsys.readouterr().out
+    assert told["dir"].is_absolute()  # wandb's service may run elsewhere
+    flat = {"attention.requested": "sdpa", "attention.resolved": "flash", "seed": 1337, "model.n_layer": 2}
+    assert flat.items() <= told["config"].items()
     assert summary("a")["status"] == "finished"
 
 
