@@ -12,6 +12,7 @@ the keys most used:
   top_k=N, top_p=X      leave only the likeliest tokens
   seed=N                decides the text
   checkpoint=last       instead of the best
+  attention_map=true    draws where each head looks in the prompt, in runs/NAME/attention/
 """
 
 if __name__ == "__main__":  # ahead of the imports below, which take seconds: a wrong word is answered at once
@@ -22,17 +23,25 @@ if __name__ == "__main__":  # ahead of the imports below, which take seconds: a 
 import sys
 from pathlib import Path
 
+import tiktoken
+import torch
+from rich.console import Console
+
+from compare.maps import entropy_table, plot_maps, write_entropies
 from configs.entry import leave
 from configs.entry import run as run_main
 from configs.schema import Sample
 from data import tokenizer
 from errors import UserError
 from model import GPTConfig
-from model.attention import find, resolve
+from model.attention import bind, resolve_model
 from model.generate import generate
 from model.gpt import GPT
+from model.maps import attention_maps, entropy, uniform_entropy
 from training import checkpoint, precision
 from training.run import find_run
+
+MOST_TOKENS = 256  # of an attention map: with more, a weight is less than a pixel
 
 
 def main(config: Sample) -> int:
@@ -47,11 +56,8 @@ def main(config: Sample) -> int:
     saved = checkpoint.load(path)
     model_config = GPTConfig(**saved["model_config"])
     encoding = tokenizer.from_spec(saved["tokenizer"])
-    resolve(
-        config.attention.backend, B=1, T=model_config.block_size, H=model_config.n_head, G=model_config.kv_heads,
-        D=model_config.head_size, dtype=dtype, device=device, dropout_p=0.0, grad=False,
-    )  # fmt: skip
-    model = GPT(model_config, saved["vocab_size"], find(config.attention.backend).attend)
+    resolve_model(config.attention, model_config, B=1, dtype=dtype, device=device, grad=False)
+    model = GPT(model_config, saved["vocab_size"], bind(config.attention))
     model.load_state_dict(saved["model"])
     model.to(device).eval()
 
@@ -65,7 +71,29 @@ def main(config: Sample) -> int:
             end = tokenizer.end_of_text(encoding)
             new = list(generate(model, tokens, config, seed=config.seed + i, end=end))
         print(prompt + encoding.decode(new))
+        if i == 0:
+            first = new
+    if config.attention_map:
+        with precision.autocast(device, dtype):
+            look_inside(model, encoding, tokens if len(tokens) > 1 else tokens + first, folder / "attention")
     return 0
+
+
+def look_inside(model: GPT, encoding: tiktoken.Encoding, tokens: list[int], folder: Path) -> None:
+    """Draw where each head looks in a text, and say how widely. Raises UserError for a text of one token."""
+    if len(tokens) < 2:
+        raise UserError("attention_map=true needs a text of two tokens or more; set a longer prompt or max_new_tokens")
+    T = min(len(tokens), model.config.block_size, MOST_TOKENS)
+    if len(tokens) > T:
+        limit = "a picture can show" if T == MOST_TOKENS else "the model sees at once"
+        print(f"the attention map is of the last {T} of {len(tokens):,} tokens, as many as {limit}", file=sys.stderr)
+    shown = tokens[-T:]
+    weights = attention_maps(model, torch.tensor([shown], device=next(model.parameters()).device))
+    entropies, uniform = entropy(weights).numpy(), uniform_entropy(T)
+    plot_maps(weights.numpy(), entropies, tokenizer.words(encoding, shown), folder)
+    write_entropies(entropies, uniform, folder / "entropies.csv")
+    Console(stderr=True, highlight=False).print(entropy_table(entropies, uniform))
+    print(f"written  {folder}/layer-*.png, overview.png, entropies.csv", file=sys.stderr)
 
 
 def read_prompt(config: Sample) -> str:

@@ -34,6 +34,7 @@ import tiktoken
 import torch
 
 from compare.curve import plot_loss
+from compare.maps import plot_overview
 from configs.entry import leave
 from configs.entry import run as run_main
 from configs.schema import Train
@@ -41,16 +42,19 @@ from data import tokenizer
 from data.loader import Loader
 from data.prepare import prepare
 from model import SamplingConfig
-from model.attention import find, resolve
+from model.attention import bind, keep_when_compiled, resolve_model
 from model.cost import flops_per_token, n_params
 from model.generate import generate
 from model.gpt import GPT
+from model.maps import attention_maps, entropy, layer_entropies
 from training import checkpoint, meter, optimizer, precision
 from training.distributed import Dist
 from training.progress import TrainingProgress, closing, headline
 from training.run import Run, StopRequest
 from training.schedule import lr_fraction, run_progress
 from training.tracking import Metrics, Tracker, Wandb
+
+MAP_TOKENS = 64  # of a picture of attention, many heads of which stand side by side
 
 
 def main(config: Train) -> int:
@@ -62,22 +66,24 @@ def main(config: Train) -> int:
     steps, minutes, batch_size = config.train.steps, config.train.minutes, config.train.batch_size
     micro_batch_size, accumulation = config.train.plan(dist.world_size)
     block_size = config.model.block_size
-    attention = resolve(
-        config.attention.backend, B=micro_batch_size, T=block_size, H=config.model.n_head, G=config.model.kv_heads,
-        D=config.model.head_size, dtype=dtype, device=device, dropout_p=config.model.dropout,
+    precision.set_up(device, config.deterministic, config.tf32)
+    attention = resolve_model(
+        config.attention, config.model, B=micro_batch_size, dtype=dtype, device=device, grad=True,
+        documents=config.data.document_mask,
     )  # fmt: skip
-    precision.set_up(device, config.deterministic, config.tf32, config.attention.backend)
     dist.connect(device)
 
     # Text, model, optimizer.
     with dist.main_first():
         prepared = prepare(config.data, config.tokenizer, block_size)
     encoding = prepared.encoding
-    loader = Loader(prepared, block_size, config.seed, device)
+    loader = Loader(prepared, block_size, config.seed, device, config.data.document_mask)
     torch.manual_seed(config.seed)
-    model = GPT(config.model, encoding.n_vocab, find(config.attention.backend).attend).to(device)
+    model = GPT(config.model, encoding.n_vocab, bind(config.attention)).to(device)
     forward = dist.wrap(model)
-    forward = torch.compile(forward, dynamic=False) if compiled else forward
+    if compiled:
+        keep_when_compiled(config.attention)
+        forward = torch.compile(forward, dynamic=False)
     optimizers = optimizer.build(model, config.optimizer)
     scaler = precision.grad_scaler(device, dtype)
     state = checkpoint.State(model, optimizers, scaler)
@@ -122,6 +128,8 @@ def main(config: Train) -> int:
             if isfinite(row["val/loss"]):
                 with precision.autocast(device, dtype):
                     row["sample"] = write_text(model, encoding, config.eval.sample, config.seed + state.step)
+                    if config.wandb.attention_maps and dist.is_main:
+                        row |= look_inside(model, loader, run.folder / f"attention/step-{state.step:06d}.png")
             return row
 
         def keep(*paths: Path) -> None:
@@ -153,11 +161,11 @@ def main(config: Train) -> int:
                 loss = torch.zeros((), device=device)
                 first, _ = dist.share(state.step * batch_size, batch_size)
                 for micro in range(accumulation):
-                    x, y = loader.batch("train", first + micro * micro_batch_size, micro_batch_size)
+                    x, y, documents = loader.batch("train", first + micro * micro_batch_size, micro_batch_size)
                     dist.seed(device, config.seed, state.step, micro)
                     with dist.sync_gradients(forward, now=micro == accumulation - 1):
                         with precision.autocast(device, dtype):
-                            micro_loss = forward(x, y) / accumulation
+                            micro_loss = forward(x, y, documents=documents) / accumulation
                         scaler.scale(micro_loss).backward()
                     loss += micro_loss.detach()
                 for each in optimizers:
@@ -218,9 +226,9 @@ def evaluate(
     nats, tokens, text_bytes = [], 0, torch.zeros((), dtype=torch.int64, device=device)
     forward.eval()
     for first in range(dist.rank * size, windows, dist.world_size * size):
-        x, y = loader.batch("val", first * stride, min(size, windows - first), stride)
+        x, y, documents = loader.batch("val", first * stride, min(size, windows - first), stride)
         with precision.autocast(device, dtype):
-            nats.append(forward(x, y, reduction="sum"))
+            nats.append(forward(x, y, documents=documents, reduction="sum"))
         counted = y[y >= 0]
         tokens += counted.numel()
         text_bytes += token_bytes[counted].sum()
@@ -234,6 +242,13 @@ def write_text(model: GPT, encoding: tiktoken.Encoding, sampling: SamplingConfig
     """A text from nothing, by the model as it is now."""
     end = tokenizer.end_of_text(encoding)
     return encoding.decode(list(generate(model, tokenizer.beginning(encoding), sampling, seed=seed, end=end)))
+
+
+def look_inside(model: GPT, loader: Loader, picture: Path) -> dict:
+    """Where each head looks at the beginning of the validation text: a picture, and how widely per layer."""
+    x, _, documents = loader.batch("val", 0, 1)
+    weights = attention_maps(model, x[:, :MAP_TOKENS], None if documents is None else documents[:, :MAP_TOKENS])
+    return {"attention": plot_overview(weights.numpy(), entropy(weights).numpy(), picture)} | layer_entropies(weights)
 
 
 if __name__ == "__main__":

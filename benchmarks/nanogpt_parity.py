@@ -24,7 +24,7 @@ sys.path.insert(0, str(ROOT))
 from configs.entry import start  # noqa: E402
 from configs.schema import Train  # noqa: E402
 from data import tokenizer  # noqa: E402
-from model.attention import find  # noqa: E402
+from model.attention import bind  # noqa: E402
 from model.gpt import GPT  # noqa: E402
 from training import optimizer  # noqa: E402
 from training.schedule import lr_fraction  # noqa: E402
@@ -76,7 +76,7 @@ def compare(theirs: ModuleType, text: Path, steps: int, bias: bool) -> float:
     print(f"\nbias={str(bias).lower()}: {shape}, vocabulary of {encoding.n_vocab}")
     torch.manual_seed(config.seed)
     their_model = theirs.GPT(theirs.GPTConfig(vocab_size=encoding.n_vocab, **shape))
-    our_model = GPT(config.model, encoding.n_vocab, find(config.attention.backend).attend)
+    our_model = GPT(config.model, encoding.n_vocab, bind(config.attention))
     copy_weights(their_model, our_model)
     rate = config.optimizer
     their_optimizer = their_model.configure_optimizers(rate.weight_decay, rate.lr, tuple(rate.betas), "cpu")

@@ -75,6 +75,7 @@ class Sample(SamplingConfig):
     device: str
     dtype: str
     attention: AttentionConfig
+    attention_map: bool
 
     def check(self) -> None:
         """Raises UserError."""

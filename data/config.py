@@ -12,6 +12,7 @@ class DataConfig:
     repo, config, split, revision: a data set of the Hugging Face hub; config and revision None: its own defaults.
     text_column: where a table (of the hub, or a file in .parquet, .jsonl or .csv) has its text, a document a row.
     val_fraction: how much of the text, at its end, is held out (whole documents where there are several).
+    document_mask: whether documents that share a window are kept apart, in attention and in positions.
     """
 
     name: str
@@ -24,6 +25,7 @@ class DataConfig:
     revision: str | None
     text_column: str
     val_fraction: float
+    document_mask: bool
 
     def __post_init__(self):
         if not 0 < self.val_fraction < 1:

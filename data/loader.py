@@ -8,6 +8,9 @@ depends on the seed and i alone, so resuming needs only a number, and any number
 Validation lays windows end to end; the last is aligned to the end of the text, and targets that it repeats do not
 count, so that every target counts exactly once.
 
+With document_mask a batch tells which document each token is of: an end-of-text token begins the next one, which is
+then predicted from it alone, as sampling from nothing does.
+
 B sequences, T = block_size.
 """
 
@@ -17,30 +20,45 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from data import tokenizer
 from data.prepare import Prepared
+from errors import UserError
 
 IGNORE = -100  # cross_entropy's own mark for a target that does not count
 
 
 class Loader:
-    def __init__(self, prepared: Prepared, block_size: int, seed: int, device: torch.device | str = "cpu"):
+    """Raises UserError where documents are to be kept apart in a text that has no end-of-text tokens."""
+
+    def __init__(
+        self, prepared: Prepared, block_size: int, seed: int, device: torch.device | str = "cpu",
+        document_mask: bool = False,
+    ):  # fmt: skip
         self.tokens = {split: prepared.tokens(split) for split in ("train", "val")}
         self.T, self.seed, self.device = block_size, seed, torch.device(device)
         self.epoch_windows = -(-len(self.tokens["train"]) // self.T)
         self.val_T = min(self.T, len(self.tokens["val"]) - 1)
         self.val_windows = -(-(len(self.tokens["val"]) - 1) // self.val_T)
         self._epoch = lru_cache(maxsize=2)(self._epoch)  # a batch may straddle two
+        self.end = tokenizer.end_of_text(prepared.encoding) if document_mask else None
+        if document_mask and self.end is None:
+            raise UserError(
+                "data.document_mask=true keeps documents apart, and this text is a single one; set "
+                "data.document_mask=false, or use a text of several documents"
+            )
 
-    def batch(self, split: str, first: int, count: int, stride: int = 1) -> tuple[Tensor, Tensor]:
-        """Inputs and targets, each (count, T) int64 on the device, of the sequences first, first + stride, ...
+    def batch(self, split: str, first: int, count: int, stride: int = 1) -> tuple[Tensor, Tensor, Tensor | None]:
+        """Inputs, targets and documents, each (count, T) int64 on the device, of sequences first, first + stride, ...
 
-        Training is endless; validation has `val_windows` sequences, and those beyond are left out.
+        Training is endless; validation has `val_windows` sequences, and those beyond are left out. The documents are
+        None unless they are to be kept apart.
         """
         sequences = range(first, first + count * stride, stride)
         x, y = self._train(sequences) if split == "train" else self._val(sequences)
         if self.device.type == "cuda":  # pinned memory is copied while the device computes
-            return tuple(t.pin_memory().to(self.device, non_blocking=True) for t in (x, y))
-        return x.to(self.device), y.to(self.device)
+            x, y = x.pin_memory(), y.pin_memory()
+        x, y = x.to(self.device, non_blocking=True), y.to(self.device, non_blocking=True)
+        return x, y, (x == self.end).cumsum(dim=1) if self.end is not None else None
 
     def _epoch(self, epoch: int) -> tuple[int, np.ndarray]:
         random = np.random.default_rng((self.seed, epoch))

@@ -146,6 +146,11 @@ def to_characters(encoding: tiktoken.Encoding) -> list[str]:
     return [token.decode() for token in encoding._mergeable_ranks]
 
 
+def words(encoding: tiktoken.Encoding, ids: Sequence[int]) -> list[str]:
+    """The text of each token by itself; bytes that are no whole character stand as \\xNN."""
+    return [encoding.decode_single_token_bytes(i).decode(errors="backslashreplace") for i in ids]
+
+
 def token_bytes(encoding: tiktoken.Encoding) -> np.ndarray:
     """How many bytes of text each token id stands for, (V,) int64; 0 for special tokens."""
     lengths = np.zeros(encoding.n_vocab, dtype=np.int64)

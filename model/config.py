@@ -5,6 +5,7 @@ Nothing here imports torch, so that a config is checked before the seconds that 
 
 from dataclasses import dataclass
 from math import inf
+from typing import Any
 
 from errors import UserError
 
@@ -20,6 +21,7 @@ class GPTConfig:
     n_kv_head: key/value heads, each shared by n_head / n_kv_head query heads; None: as many as n_head.
     dropout: probability, on the embeddings, the attention weights and both residual branches, as in GPT-2.
     bias: whether linear layers and LayerNorms have one.
+    window: how many keys a query sees, itself included; None: all. A list is a pattern that the layers repeat.
     """
 
     name: str
@@ -33,6 +35,7 @@ class GPTConfig:
     norm: str
     mlp: str
     position: str
+    window: Any  # int, None, or a list of them
     qk_norm: bool
     tie_embeddings: bool
 
@@ -52,6 +55,13 @@ class GPTConfig:
                 f"model.n_kv_head={self.n_kv_head} does not divide model.n_head={self.n_head}; "
                 f"set one of {', '.join(str(g) for g in range(1, self.n_head + 1) if self.n_head % g == 0)}, or null"
             )
+        pattern = self.window if isinstance(self.window, list) else [self.window]
+        if not 0 < len(pattern) <= self.n_layer or not all(w is None or (type(w) is int and w > 0) for w in pattern):
+            raise UserError(
+                f"model.window={self.window} takes a number of tokens from 1, null, or a list of them, at most one "
+                f"per layer (model.n_layer={self.n_layer}); set, say, {max(1, self.block_size // 2)}, or "
+                f"[{max(1, self.block_size // 2)},null]"
+            )
         if not 0.0 <= self.dropout < 1.0:
             raise UserError(f"model.dropout={self.dropout} is a probability; set it from 0 to below 1")
         for key, choices in (("norm", NORMS), ("mlp", MLPS), ("position", POSITIONS)):
@@ -68,15 +78,28 @@ class GPTConfig:
         return self.n_head if self.n_kv_head is None else self.n_kv_head
 
     @property
+    def windows(self) -> tuple[int | None, ...]:
+        """The window of each layer, None where it hides nothing."""
+        pattern = self.window if isinstance(self.window, list) else [self.window]
+        repeated = [pattern[layer % len(pattern)] for layer in range(self.n_layer)]
+        return tuple(None if w is None or w >= self.block_size else w for w in repeated)
+
+    @property
     def head_size(self) -> int:
         return self.n_embd // self.n_head
 
 
 @dataclass
 class AttentionConfig:
-    """How attention is computed: the name of a function in model/attention.py."""
+    """How attention is computed, never what.
+
+    backend: the name of a function in model/attention/. kernels: those that PyTorch may choose from, in order; None:
+    all. impl: another implementation of its flash kernel; None: its own.
+    """
 
     backend: str
+    kernels: list[str] | None
+    impl: str | None
 
 
 @dataclass

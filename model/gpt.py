@@ -4,7 +4,9 @@
 - positions are learned and added (GPT-2), or rotate q and k (RoPE, Su et al., arXiv:2104.09864)
 - LayerNorm or RMSNorm (Zhang & Sennrich, arXiv:1910.07467); GELU, exact or in GPT-2's tanh form, or squared ReLU
   (Primer, So et al., arXiv:2109.08668); queries and keys normalised per head or not (Henry et al., arXiv:2010.04245)
-- which kernel computes attention is not known here: the model is handed an `attend` (model/attention.py)
+- layers may see a sliding window of the last keys (as in Longformer, Beltagy et al., arXiv:2004.05150); documents that
+  share a sequence can be kept apart, each with positions from 0
+- which kernel computes attention is not known here: the model is handed an `attend` (model/attention/)
 
 Initialisation, as GPT-2's code does it:
 
@@ -47,26 +49,35 @@ def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).type_as(x)
 
 
+def places(documents: Tensor) -> Tensor:
+    """Where each token stands in its own document: ids (B, T), alike within a document -> (B, T), from 0."""
+    index = torch.arange(documents.shape[1], device=documents.device)
+    begins = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
+    return index - torch.where(begins, index, 0).cummax(dim=1).values
+
+
 class CausalSelfAttention(nn.Module):
     """Multi-head attention: project to heads, attend, concatenate, project back."""
 
-    def __init__(self, config: GPTConfig, attend: Callable[..., Tensor]):
+    def __init__(self, config: GPTConfig, attend: Callable[..., Tensor], window: int | None):
         super().__init__()
         self.H, self.G, self.D = config.n_head, config.kv_heads, config.head_size
         self.qkv = nn.Linear(config.n_embd, (self.H + 2 * self.G) * self.D, bias=config.bias)
         self.proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.attend = attend
+        self.window = window
         self.qk_norm = config.qk_norm
         self.dropout = config.dropout
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, documents: Tensor | None = None) -> Tensor:
         B, T, C = x.shape
         q, k, v = self.qkv(x).view(B, T, -1, self.D).split((self.H, self.G, self.G), dim=2)  # (B, T, H or G, D)
         if self.qk_norm:
             q, k = F.rms_norm(q, (self.D,)), F.rms_norm(k, (self.D,))
         if rotary is not None:
             q, k = rotate(q, *rotary), rotate(k, *rotary)
-        y = self.attend(q, k, v, dropout_p=self.dropout if self.training else 0.0)
+        dropout_p = self.dropout if self.training else 0.0
+        y = self.attend(q, k, v, window=self.window, documents=documents, dropout_p=dropout_p)
         y = self.proj(y.reshape(B, T, C))
         return F.dropout(y, self.dropout, self.training)
 
@@ -94,15 +105,15 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, config: GPTConfig, attend: Callable[..., Tensor]):
+    def __init__(self, config: GPTConfig, attend: Callable[..., Tensor], window: int | None):
         super().__init__()
         self.norm_attn = make_norm(config, config.n_embd)
-        self.attn = CausalSelfAttention(config, attend)
+        self.attn = CausalSelfAttention(config, attend, window)
         self.norm_mlp = make_norm(config, config.n_embd)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None) -> Tensor:
-        x = x + self.attn(self.norm_attn(x), rotary)
+    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, documents: Tensor | None = None) -> Tensor:
+        x = x + self.attn(self.norm_attn(x), rotary, documents)
         return x + self.mlp(self.norm_mlp(x))
 
 
@@ -115,7 +126,7 @@ class GPT(nn.Module):
         with torch.device("meta"):  # shapes alone: torch's own initialisation would be drawn for nothing
             self.wte = nn.Embedding(vocab_size, config.n_embd)
             self.wpe = nn.Embedding(config.block_size, config.n_embd) if config.position == "learned" else None
-            self.blocks = nn.ModuleList(Block(config, attend) for _ in range(config.n_layer))
+            self.blocks = nn.ModuleList(Block(config, attend, window) for window in config.windows)
             self.norm = make_norm(config, config.n_embd)
             self.lm_head = nn.Linear(config.n_embd, vocab_size, bias=False)
         self.to_empty(device="cpu")
@@ -137,22 +148,26 @@ class GPT(nn.Module):
                 into_residual = name.endswith("proj.weight")
                 nn.init.normal_(p, std=0.02 / math.sqrt(2 * self.config.n_layer) if into_residual else 0.02)
 
-    def forward(self, tokens: Tensor, targets: Tensor | None = None, reduction: str = "mean") -> Tensor:
+    def forward(
+        self, tokens: Tensor, targets: Tensor | None = None, *, documents: Tensor | None = None, reduction: str = "mean"
+    ) -> Tensor:
         """Logits (B, T, V) of the token after each; given targets (B, T), their cross entropy instead.
 
         The loss is in nats, in float32 also under autocast; targets of -100 do not count. reduction is
-        cross_entropy's. Raises UserError where T exceeds block_size.
+        cross_entropy's. documents (B, T): which document each token is of, where attention and positions should keep
+        them apart. Raises UserError where T exceeds block_size.
         """
         T = tokens.shape[1]
         if self.config.block_size < T:
             raise UserError(f"{T} tokens do not fit into model.block_size={self.config.block_size}")
+        at = slice(T) if documents is None else places(documents)  # (B, T)
         x = self.wte(tokens)  # (B, T, C)
         if self.wpe is not None:
-            x = x + self.wpe.weight[:T]
-        rotary = None if self.wpe is not None else (self.rotary_cos[:T], self.rotary_sin[:T])
+            x = x + self.wpe.weight[at]
+        rotary = None if self.wpe is not None else (self.rotary_cos[at], self.rotary_sin[at])
         x = F.dropout(x, self.config.dropout, self.training)
         for block in self.blocks:
-            x = block(x, rotary)
+            x = block(x, rotary, documents)
         logits = self.lm_head(self.norm(x))  # (B, T, V)
         if targets is None:
             return logits

@@ -1,36 +1,88 @@
-"""Every backend against naive, naive against the formula, and the label against the kernel that ran."""
+"""Every backend against naive, naive against the formula, and refusals where the table says so."""
 
 import math
+from dataclasses import replace
 
 import pytest
 import torch
+from conftest import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch.nn.attention import flex_attention
 
 from errors import UserError
-from model.attention import BACKENDS, attention_weights, flash, naive, resolve, sdpa, visible
+from model import AttentionConfig
+from model.attention import (
+    BACKENDS,
+    Need,
+    Support,
+    attention_weights,
+    backend,
+    bind,
+    flash,
+    flex,
+    naive,
+    resolve,
+    sdpa,
+    support_table,
+    visible,
+)
+from model.attention.support import FEATURES, lacking
 
 CPU = torch.device("cpu")
+ON_CPU = [name for name, each in BACKENDS.items() if "cpu" in each.on]
+TRAINS_ON_CPU = [name for name in ON_CPU if BACKENDS[name].on["cpu"].gradients]
+DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+NEED = Need(B=2, Tq=16, Tk=16, H=4, G=2, D=8, Dv=8, dtype=torch.float32, device=CPU, grad=True)
 
 
-def random_qkv(B, Tq, Tk, H, G, D, Dv=None, dtype=torch.float32, seed=0, grad=True):
+def choose(name, kernels=None, impl=None):
+    return AttentionConfig(name, kernels, impl)
+
+
+@pytest.fixture(autouse=True)
+def _flex_need_not_compile(request, monkeypatch):
+    """FlexAttention's own definition in place of its kernels, seconds each to compile, except where a test asks."""
+    if "compiles" not in request.keywords:
+        monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
+        monkeypatch.setattr("model.attention.backends._compiled_flex", lambda: flex_attention.flex_attention)
+
+
+def random_qkv(need: Need, seed=0):
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape):
-        return torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype).requires_grad_(grad)
+        drawn = torch.randn(*shape, generator=generator, dtype=torch.float64)
+        return drawn.to(need.device, need.dtype).requires_grad_(need.grad)
 
-    return draw(B, Tq, H, D), draw(B, Tk, G, D), draw(B, Tk, G, Dv or D)
+    B, Tq, Tk, G = need.B, need.Tq, need.Tk, need.G
+    return draw(B, Tq, need.H, need.D), draw(B, Tk, G, need.D), draw(B, Tk, G, need.Dv)
 
 
-def loops(q, k, v, position, seen):
+def random_masks(need: Need, seed=0) -> dict:
+    generator = torch.Generator().manual_seed(seed)
+    positions = documents = None
+    if need.documents:
+        documents = torch.randint(0, 4, (need.B, need.Tk), generator=generator).sort(dim=1).values.to(need.device)
+    if need.positions:
+        positions = torch.randint(0, need.Tk, (need.B, need.Tq), generator=generator).to(need.device)
+    return {"window": need.window, "documents": documents, "positions": positions}
+
+
+def loops(q, k, v, window, positions, documents):
     """The definition by hand, a query at a time, in float64: the reference of the reference."""
     B, Tq, H, D = q.shape
+    Tk = k.shape[1]
     y = torch.zeros(B, Tq, H, v.shape[-1], dtype=torch.float64)
     for b in range(B):
-        for h in range(H):
-            g = h // (H // k.shape[2])
-            for i in range(Tq):
-                keys = [j for j in range(k.shape[1]) if seen(b, position(b, i), j)]
+        for i in range(Tq):
+            at = Tk - Tq + i if positions is None else int(positions[b, i])
+            keys = [
+                j for j in range(at + 1)
+                if (window is None or at - j < window) and (documents is None or documents[b, at] == documents[b, j])
+            ]  # fmt: skip
+            for h in range(H):
+                g = h // (H // k.shape[2])
                 scores = torch.stack([q[b, i, h].double() @ k[b, j, g].double() for j in keys]) / math.sqrt(D)
                 y[b, i, h] = sum(w * v[b, j, g].double() for w, j in zip(scores.softmax(0), keys, strict=True))
     return y
@@ -39,63 +91,140 @@ def loops(q, k, v, position, seen):
 @settings(max_examples=25, deadline=None)
 @given(
     Tk=st.integers(1, 9), missing=st.integers(0, 8), heads=st.sampled_from([(1, 1), (2, 2), (4, 2), (3, 1)]),
-    window=st.none() | st.integers(1, 5), with_documents=st.booleans(), with_positions=st.booleans(),
-    seed=st.integers(0, 99),
+    window=st.none() | st.integers(1, 5), documents=st.booleans(), positions=st.booleans(), seed=st.integers(0, 99),
 )  # fmt: skip
-def test_naive_and_sdpa_are_the_definition(Tk, missing, heads, window, with_documents, with_positions, seed):
-    Tq, B = max(1, Tk - missing), 2
-    q, k, v = random_qkv(B, Tq, Tk, *heads, 4, 6, seed=seed, grad=False)
-    generator = torch.Generator().manual_seed(seed)
-    documents = torch.randint(0, 2, (B, Tk), generator=generator).sort(dim=1).values if with_documents else None
-    positions = torch.randint(0, Tk, (B, Tq), generator=generator) if with_positions else None
-
-    def position(b, i):
-        return Tk - Tq + i if positions is None else int(positions[b, i])
-
-    def seen(b, i, j):
-        near = window is None or i - j < window
-        together = documents is None or documents[b, i] == documents[b, j]
-        return j <= i and near and bool(together)
-
-    expected = loops(q, k, v, position, seen)
-    for attend in (naive, sdpa):
-        y = attend(q, k, v, window=window, positions=positions, documents=documents)
-        torch.testing.assert_close(y.double(), expected, atol=2e-6, rtol=1e-5)
+def test_naive_is_the_definition(Tk, missing, heads, window, documents, positions, seed):
+    need = Need(
+        B=2, Tq=max(1, Tk - missing), Tk=Tk, H=heads[0], G=heads[1], D=4, Dv=6, dtype=torch.float32, device=CPU,
+        grad=False, window=window, documents=documents, positions=positions,
+    )  # fmt: skip
+    qkv, masks = random_qkv(need, seed), random_masks(need, seed)
+    torch.testing.assert_close(naive(*qkv, **masks).double(), loops(*qkv, **masks), atol=2e-6, rtol=1e-5)
 
 
-@pytest.mark.parametrize("attend", [sdpa, flash], ids=lambda f: f.__name__)
-@pytest.mark.parametrize(("T", "heads"), [(1, (2, 2)), (7, (4, 2)), (64, (2, 2)), (65, (4, 1))])
-def test_outputs_and_gradients_agree_with_naive(attend, T, heads):
-    tensors = random_qkv(2, T, T, *heads, 16)
-    weights = torch.randn(2, T, heads[0], 16, generator=torch.Generator().manual_seed(1))
-    expected = torch.autograd.grad((naive(*tensors) * weights).sum(), tensors)
-    actual = torch.autograd.grad((attend(*tensors) * weights).sum(), tensors)
-    torch.testing.assert_close(attend(*tensors), naive(*tensors), atol=2e-6, rtol=1e-5)
-    for a, e in zip(actual, expected, strict=True):
-        torch.testing.assert_close(a, e, atol=2e-5, rtol=1e-4)
+# The largest error of an output, and of a gradient relative to the largest gradient, that rounding explains.
+BOUNDS = {"float64": (1e-12, 1e-12), "float32": (1e-5, 1e-5), "bfloat16": (5e-2, 5e-2), "float16": (5e-3, 5e-3)}
 
 
-@pytest.mark.parametrize("attend", [naive, sdpa, flash], ids=lambda f: f.__name__)
-@pytest.mark.parametrize(("dtype", "bound"), [(torch.float32, 1e-5), (torch.bfloat16, 5e-2)])
-def test_error_against_float64(attend, dtype, bound):
-    q, k, v = random_qkv(2, 96, 96, 4, 4, 32, dtype=dtype, grad=False)
-    error = (attend(q, k, v).double() - naive(q.double(), k.double(), v.double())).abs().max()
-    assert error < bound
+def agree_or_refuse(name: str, need: Need, seed: int, bounds=BOUNDS) -> None:
+    """Backend `name` gives what naive gives in float64, forward and gradients, or refuses as the table says."""
+    lacks = lacking(BACKENDS[name], need)
+    if lacks is not None:
+        what, setting = lacks
+        with pytest.raises(UserError) as refused:
+            resolve(choose(name), need)
+        assert f"attention={name}" in str(refused.value) and what in str(refused.value)
+        assert (setting or "attention=naive") in str(refused.value)
+        return
+    resolve(choose(name), need)
+    qkv, masks = random_qkv(need, seed), random_masks(need, seed)
+    doubles = [t.detach().double().requires_grad_(need.grad) for t in qkv]
+    y, expected = BACKENDS[name].attend(*qkv, **masks), naive(*doubles, **masks)
+    y_bound, gradient_bound = bounds[str(need.dtype).removeprefix("torch.")]
+    assert y.dtype == need.dtype
+    assert (y.double() - expected).abs().max() < y_bound
+    if need.grad:
+        weights = torch.randn(*y.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        weights = weights.to(need.device)
+        actual = torch.autograd.grad((y.double() * weights).sum(), qkv)
+        for a, e in zip(actual, torch.autograd.grad((expected * weights).sum(), doubles), strict=True):
+            assert (a.double() - e).abs().max() < gradient_bound * max(1.0, e.abs().max())
 
 
-@pytest.mark.parametrize("attend", [naive, sdpa, flash], ids=lambda f: f.__name__)
-@pytest.mark.parametrize("Tq", [1, 3, 8])
-def test_queries_on_a_cache_stand_at_its_end(attend, Tq):
-    """The last Tq rows of a whole computation: torch's own is_causal would align them with the first keys."""
-    q, k, v = random_qkv(2, 8, 8, 4, 2, 16, grad=False)
-    torch.testing.assert_close(attend(q[:, -Tq:], k, v), naive(q, k, v)[:, -Tq:], atol=2e-6, rtol=1e-5)
+NEEDS = dict(
+    T=st.sampled_from([1, 7, 64, 257]), queries=st.sampled_from(["all", "one", "some"]),
+    heads=st.sampled_from([(1, 1), (2, 2), (4, 2), (3, 1)]), sizes=st.sampled_from([(16, 16), (8, 8), (16, 8)]),
+    dtype=st.sampled_from(list(DTYPES)), window=st.sampled_from([None, 1, 5, 100, 300]), documents=st.booleans(),
+    positions=st.booleans(), grad=st.booleans(), dropout=st.sampled_from([0.0, 0.0, 0.0, 0.1]), seed=st.integers(0, 99),
+)  # fmt: skip
 
 
-@pytest.mark.parametrize("attend", [naive, sdpa, flash], ids=lambda f: f.__name__)
-def test_causal_by_gradient(attend):
+def drawn_need(T, queries, heads, sizes, dtype, window, documents, positions, grad, device=CPU) -> Need:
+    Tq = {"all": T, "one": 1, "some": max(1, T // 2)}[queries]
+    return Need(
+        B=2, Tq=Tq, Tk=T, H=heads[0], G=heads[1], D=sizes[0], Dv=sizes[1], dtype=DTYPES[dtype], device=device,
+        grad=grad, window=window, documents=documents, positions=positions,
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ON_CPU)
+@settings(max_examples=60, deadline=None)
+@given(**NEEDS)
+def test_each_backend_agrees_with_naive_or_refuses(name, seed, dropout, **drawn):
+    need = drawn_need(**drawn)
+    if dropout:  # random, so that only a refusal can be compared
+        need = replace(need, dropout_p=dropout)
+        if lacking(BACKENDS[name], need) is None:
+            return
+    agree_or_refuse(name, need, seed)
+
+
+@pytest.mark.parametrize("name", ON_CPU)
+@pytest.mark.parametrize("feature", FEATURES)
+def test_each_feature_is_there_or_refused(name, feature):
+    """The same, a feature at a time, so that none depends on what hypothesis draws."""
+    changed = {
+        "gradients": {"grad": True}, "dropout": {"dropout_p": 0.5}, "gqa": {"G": 1}, "window": {"window": 3},
+        "documents": {"documents": True}, "positions": {"positions": True}, "any_dv": {"Dv": 4},
+    }[feature]  # fmt: skip
+    need = replace(NEED, **{"G": 4, "grad": False} | changed)
+    able = getattr(BACKENDS[name].on["cpu"], feature)
+    assert FEATURES[feature].asked(need) and (lacking(BACKENDS[name], need) is None) == able
+    if not (able and feature == "dropout"):
+        agree_or_refuse(name, need, seed=1)
+
+
+@pytest.mark.compiles
+@pytest.mark.parametrize(
+    "changed",
+    [{"window": 20}, {"Tq": 1, "G": 1, "positions": True}, {"documents": True, "Tq": 70, "Dv": 16}],
+    ids=["window", "one query at a position", "documents on a cache"],
+)
+def test_flex_compiled_agrees_too(changed):
+    agree_or_refuse("flex", replace(NEED, **{"Tq": 140, "Tk": 140, "grad": False, "D": 16, "Dv": 16} | changed), seed=2)
+
+
+def test_flex_makes_a_mask_once_for_all_layers_and_anew_for_other_documents(monkeypatch):
+    from model.attention import backends
+
+    made = []
+    monkeypatch.setattr(backends, "_masks", {})
+    original = backends._block_mask
+    monkeypatch.setattr(backends, "_block_mask", lambda *given: made.append(1) or original(*given))
+    need = replace(NEED, documents=True, grad=False)
+    qkv, documents = random_qkv(need), random_masks(need)["documents"]
+    for _ in range(3):
+        flex(*qkv, documents=documents)
+    assert len(made) == 1
+    flex(*qkv, documents=documents, window=3)
+    assert len(made) == 2
+    for other in (documents.clone().zero_(), documents.zero_()):  # another tensor, and the same one written over
+        torch.testing.assert_close(flex(*qkv, documents=other), naive(*qkv, documents=other), atol=2e-6, rtol=1e-5)
+    assert len(made) == 4
+
+
+@pytest.mark.parametrize("name", ON_CPU)
+@pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-5), ("bfloat16", 5e-2)])
+def test_error_against_float64(name, dtype, bound):
+    need = Need(B=2, Tq=257, Tk=257, H=4, G=4, D=64, Dv=64, dtype=DTYPES[dtype], device=CPU, grad=False)
+    q, k, v = random_qkv(need)
+    error = (BACKENDS[name].attend(q, k, v).double() - naive(q.double(), k.double(), v.double())).abs().max()
+    assert 0 < error < bound
+
+
+@pytest.mark.parametrize("name", ON_CPU)
+def test_causal_by_gradient(name):
     """Output i depends on every key and value up to i, and on none after it."""
-    q, k, v = random_qkv(1, 6, 6, 2, 2, 8)
-    y = attend(q, k, v)
+    need = replace(NEED, B=1, Tq=6, Tk=6, G=4, grad="gradients" not in _cannot(name))
+    q, k, v = random_qkv(need)
+    if not need.grad:  # by what a change of the future changes instead
+        y = BACKENDS[name].attend(q, k, v)
+        for i in range(5):
+            other = torch.cat((v[:, : i + 1], v[:, i + 1 :] + 1), dim=1)
+            changed = (BACKENDS[name].attend(q, k, other) != y).any(dim=-1).any(dim=-1)[0]
+            assert not changed[: i + 1].any() and changed[i + 1 :].all()
+        return
+    y = BACKENDS[name].attend(q, k, v)
     for i in range(6):
         dk, dv = torch.autograd.grad(y[:, i].pow(2).sum(), (k, v), retain_graph=True)
         for gradient in (dk, dv):
@@ -105,86 +234,95 @@ def test_causal_by_gradient(attend):
             assert not reached[i + 1 :].any()
 
 
-def test_grad_fn_shows_which_kernel_ran():
-    q, k, v = random_qkv(1, 8, 8, 2, 2, 8)
-
-    def graph(y):
-        todo, names = [y.grad_fn], set()
-        while todo:
-            node = todo.pop()
-            names.add(type(node).__name__)
-            todo += [parent for parent, _ in node.next_functions if parent is not None]
-        return names
-
-    kernel = "ScaledDotProductFlashAttentionForCpuBackward0"
-    assert kernel in graph(flash(q, k, v))
-    assert kernel in graph(sdpa(q, k, v))
-    assert kernel not in graph(naive(q, k, v))
-    assert {"SoftmaxBackward0", "MaskedFillBackward0"} <= graph(naive(q, k, v))
-
-
-RESOLVE = dict(B=2, T=16, H=4, G=2, D=8, dtype=torch.float32, device=CPU, dropout_p=0.0)
+def _cannot(name: str) -> set[str]:
+    return {key for key in FEATURES if not getattr(BACKENDS[name].on["cpu"], key)}
 
 
 @pytest.mark.parametrize(
-    ("name", "changed", "resolved"),
+    ("config", "changed", "said"),
     [
-        ("naive", {}, "naive"), ("naive", {"dropout_p": 0.1}, "naive"), ("naive", {"Dv": 4}, "naive"),
-        ("sdpa", {}, "flash"), ("sdpa", {"dropout_p": 0.1}, "math"), ("sdpa", {"Dv": 4}, "math"),
-        ("flash", {}, "flash"), ("flash", {"dtype": torch.bfloat16}, "flash"), ("flash", {"grad": False}, "flash"),
+        (choose("flash"), {"dropout_p": 0.1}, "has no dropout; set model.dropout=0, or attention=naive or sdpa$"),
+        (choose("flash"), {"Dv": 4}, "values as wide as keys, not Dv=4 and D=8; set attention=naive or sdpa$"),
+        (choose("flex"), {}, "has no gradients, and cannot train; set attention=naive, sdpa or flash$"),
+        (choose("flex"), {"grad": False, "dtype": torch.float64}, "does not compute in float64; set dtype=float32, or"),
+        (choose("cudnn"), {}, "attention=cudnn does not run on cpu; set device=cuda, or attention=naive, sdpa or fl"),
+        (choose("flash"), {"device": torch.device("mps")}, "not run on mps; set device=cpu or cuda, or attention=n"),
+        (choose("flash", impl="FA3"), {}, "attention.impl=FA3 does not run on cpu; set device=cuda, or attention"),
+        (choose("sdpa", impl="FA3"), {}, "no attention.impl=FA3; set null, or attention=flash attention.impl=FA3 or"),
+        (choose("flash", impl="FA9"), {}, "no attention.impl=FA9; set null, or"),
+        (choose("nave"), {}, "set one of naive, sdpa, flash, cudnn, flex"),
+        (choose("naive", kernels=["math"]), {}, "set attention.kernels=null, or attention=sdpa"),
+        (choose("sdpa", kernels=["mth"]), {}, "needs one or more of cudnn, flash, efficient, math"),
+        (choose("sdpa", kernels=[]), {}, "needs one or more of cudnn, flash, efficient, math"),
+        (choose("sdpa", kernels=["cudnn"]), {}, "cannot run here .*; set attention.kernels=null, or attention="),
     ],
 )  # fmt: skip
-def test_resolved_is_what_torch_runs(name, changed, resolved):
-    arguments = RESOLVE | changed
-    answer = resolve(name, **arguments)
-    assert (answer.requested, answer.resolved) == (name, resolved)
-    q, k, v = random_qkv(2, 16, 16, 4, 2, 8, arguments.get("Dv"), arguments["dtype"])
-    with torch.profiler.profile() as profiler:
-        BACKENDS[name].attend(q, k, v, dropout_p=arguments["dropout_p"])
-    ran_flash = any("_flash_attention_for_cpu" in event.key for event in profiler.key_averages())
-    assert ran_flash == (resolved == "flash")
+def test_refusals_name_the_setting(config, changed, said):
+    with pytest.raises(UserError, match=said):
+        resolve(config, replace(NEED, **changed))
+
+
+ON_CUDA = replace(NEED, device=torch.device("cuda"), dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize(
-    ("name", "changed", "said"),
+    ("name", "impl", "changed", "said"),
     [
-        ("flash", {"dropout_p": 0.1}, "model.dropout=0"),
-        ("flash", {"Dv": 4}, "Dv=4 and D=8"),
-        ("nave", {}, "set one of naive, sdpa, flash"),
-        ("flash", {"device": torch.device("mps")}, "does not run on mps"),
+        ("flash", None, {"dtype": torch.float32}, "does not compute in float32; set dtype=bfloat16"),
+        (
+            "flash",
+            None,
+            {"window": 4},
+            "has no sliding window; set model.window=null, or attention=naive, sdpa or",
+        ),
+        ("flash", None, {"documents": True}, "cannot keep documents apart; set data.document_mask=false"),
+        ("flash", None, {"Tq": 3}, "takes no queries in the middle of the keys; set attention=naive"),
+        ("flash", None, {"D": 512, "Dv": 512}, "heads of at most 256 channels, not 512; set a larger model.n_head"),
+        ("flash", "FA3", {"dropout_p": 0.1}, "attention.impl=FA3 on cuda has no dropout; set model.dropout=0"),
+        ("flex", None, {"dropout_p": 0.1}, "has no dropout; set model.dropout=0, or attention=naive, sdpa, flash"),
+        ("cudnn", None, {"dtype": torch.float32}, "does not compute in float32; set dtype=bfloat16, or attention=na"),
     ],
 )
-def test_refusals_name_the_setting(name, changed, said):
+def test_what_cuda_lacks_is_refused_by_the_table_alone(name, impl, changed, said):
+    """Which a machine without CUDA can test."""
     with pytest.raises(UserError, match=said):
-        resolve(name, **RESOLVE | changed)
+        resolve(choose(name, impl=impl), replace(ON_CUDA, **changed))
 
 
 def test_a_refusal_that_only_torch_knows_of_passes_its_reason_on(monkeypatch):
     """With the table silent, PyTorch's own reason is told."""
-    from dataclasses import replace
-
-    from model.attention import Support
-
-    monkeypatch.setitem(BACKENDS, "flash", replace(BACKENDS["flash"], support={"cpu": Support()}))
-    with pytest.raises(UserError, match="same last dimension"):
-        resolve("flash", **RESOLVE | {"Dv": 4})
+    monkeypatch.setitem(BACKENDS, "flash", replace(BACKENDS["flash"], on={"cpu": Support()}))
+    with pytest.raises(UserError, match=r"cannot run here \([^)]*same last dimension"):
+        resolve(choose("flash"), replace(NEED, Dv=4))
 
 
-def test_flash_itself_refuses_rather_than_fall_back():
-    q, k, v = random_qkv(1, 8, 8, 2, 2, 8, 4)
+def test_flex_without_a_compiler_is_refused(monkeypatch):
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    with pytest.raises(UserError, match=r"flex needs a C\+\+ compiler .* set attention="):
+        resolve(choose("flex"), replace(NEED, grad=False))
+
+
+def test_flash_and_flex_themselves_refuse_rather_than_fall_back():
+    q, k, v = random_qkv(replace(NEED, Dv=4))
     with pytest.warns(UserWarning), pytest.raises(RuntimeError, match="No available kernel"):
         flash(q, k, v)
+    with pytest.raises(ValueError, match="no dropout"):
+        flex(q, k, v, dropout_p=0.1)
+
+
+def test_the_readme_has_the_table_that_the_checks_are_made_from():
+    assert support_table() in (ROOT / "README.md").read_text()
 
 
 def test_naive_dropout_drops_whole_weights_and_keeps_the_mean():
-    q, k, v = random_qkv(1, 64, 64, 8, 8, 8, grad=False)
+    q, k, v = random_qkv(replace(NEED, Tq=64, Tk=64, grad=False))
     torch.manual_seed(0)
     mean = torch.stack([naive(q, k, torch.ones_like(v), dropout_p=0.3) for _ in range(50)]).mean()
     assert abs(mean - 1) < 0.02
 
 
 def test_weights_are_lower_triangular_and_row_stochastic():
-    q, k, _ = random_qkv(2, 10, 10, 4, 2, 8, grad=False)
+    q, k, _ = random_qkv(replace(NEED, Tq=10, Tk=10, grad=False))
     weights = attention_weights(q, k)
     assert weights.shape == (2, 4, 10, 10)
     assert (weights.triu(1) == 0).all()
@@ -192,34 +330,34 @@ def test_weights_are_lower_triangular_and_row_stochastic():
     assert visible(3, 5).tolist() == [[True] * 3 + [False] * 2, [True] * 4 + [False], [True] * 5]
 
 
-def test_compiled_naive_is_not_rewritten_into_a_fused_kernel():
-    from torch._dynamo.utils import counters
+def test_a_new_backend_is_one_function_and_one_yaml_file(train, workdir, monkeypatch, capsys):
+    import json
 
-    q, k, v = random_qkv(1, 16, 16, 2, 2, 8)
-    counters.clear()
-    torch.testing.assert_close(torch.compile(naive, fullgraph=True)(q, k, v), naive(q, k, v), atol=1e-6, rtol=1e-5)
-    assert counters["inductor"]["fuse_attention"] == 0
-    torch.testing.assert_close(torch.compile(flash, fullgraph=True)(q, k, v), naive(q, k, v), atol=1e-6, rtol=1e-5)
+    monkeypatch.setattr("model.attention.support.BACKENDS", BACKENDS)
+    calls = []
+
+    @backend(on={"cpu": Support(dropout=False)})
+    def toy(q, k, v, *, window=None, positions=None, documents=None, dropout_p=0.0):
+        calls.append(q.shape)
+        return naive(q, k, v, window=window, positions=positions, documents=documents)
+
+    try:
+        (workdir / "own/attention").mkdir(parents=True)
+        (workdir / "own/attention/toy.yaml").write_text("defaults: [naive, _self_]\nbackend: toy\n")
+        assert train("--config-dir", "own", "attention=toy", "name=toy") == 0
+        assert train("attention=naive", "name=naive") == 0
+        told = {name: json.loads((workdir / f"runs/{name}/summary.json").read_text()) for name in ("toy", "naive")}
+        assert told["toy"]["attention"] == {"requested": "toy", "resolved": "toy", "impl": None}
+        assert told["toy"]["last_val_loss"] == told["naive"]["last_val_loss"] and calls
+        assert train("--config-dir", "own", "attention=toy", "name=b", "model.dropout=0.1") == 2
+        assert "attention=toy on cpu has no dropout; set model.dropout=0, or attention=naive" in capsys.readouterr().err
+        assert "| `toy` | cpu | any | ✓ | no |" in support_table()
+    finally:
+        BACKENDS.pop("toy", None)
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("name", ["naive", "sdpa", "flash"])
-def test_on_cuda_in_bfloat16_with_gradients(name):
-    device = torch.device("cuda")
-    shape = dict(B=2, T=128, H=4, G=4, D=64, dtype=torch.bfloat16, device=device, dropout_p=0.0)
-    answer = resolve(name, **shape)
-    assert answer.resolved == {"naive": "naive", "flash": "flash"}.get(name, answer.resolved)
-    tensors = [t.detach().to(device).requires_grad_() for t in random_qkv(2, 128, 128, 4, 4, 64, dtype=torch.bfloat16)]
-    doubles = [t.detach().double().requires_grad_() for t in tensors]
-    y, expected = BACKENDS[name].attend(*tensors), naive(*doubles)
-    assert (y.double() - expected).abs().max() < 5e-2
-    y.float().pow(2).sum().backward()
-    expected.pow(2).sum().backward()
-    for t, d in zip(tensors, doubles, strict=True):
-        assert (t.grad.double() - d.grad).abs().max() < 0.2
-
-
-@pytest.mark.gpu
-def test_flash_on_cuda_refuses_float32():
-    with pytest.raises(UserError, match="dtype=bfloat16"):
-        resolve("flash", **RESOLVE | {"device": torch.device("cuda")})
+def test_bound_kernels_are_handed_to_the_function():
+    q, k, v = random_qkv(NEED)
+    attend = bind(choose("sdpa", kernels=["math"]))
+    torch.testing.assert_close(attend(q, k, v), sdpa(q, k, v), atol=2e-6, rtol=1e-5)
+    assert attend.keywords == {"kernels": ("math",)}

@@ -53,7 +53,7 @@ WRONG = [
     (["optimizer.learning_rate=1"], r"optimizer.learning_rate: there is no such key"),
     (["optimizer=adamw", "optimizer.momentum=0.9"], r"optimizer.momentum: there is no such key"),
     (["model=gpt3"], r"model=gpt3: there is no such choice, did you mean gpt2\?; set gpt2 or modern"),
-    (["attention=falsh"], r"did you mean flash\?; set flash, naive or sdpa"),
+    (["attention=falsh"], r"did you mean flash\?; set cudnn, flash, flex, naive or sdpa"),
     (["train.steps=many"], r"train.steps=many does not fit: train.steps takes a whole number, or null"),
     (["train.steps=1.5"], r"train.steps takes a whole number, or null"),
     (["model.n_layer=null"], r"model.n_layer takes a whole number$"),
@@ -236,7 +236,8 @@ def test_help_is_a_page_with_groups_keys_and_examples(capsys):
         start("train", train.__doc__, ["--help"])
     page = capsys.readouterr().out
     assert stopped.value.code == 0
-    for part in ("python train.py data=text", "train.steps=N", "attention=", "flash | naive | sdpa", "--config-dir"):
+    choices = "cudnn | flash | flex | naive | sdpa"
+    for part in ("python train.py data=text", "train.steps=N", "attention=", choices, "--config-dir"):
         assert part in page
     assert page.count("\n") < 60
 
@@ -275,7 +276,7 @@ def command(*words, cwd, script="train.py"):
         (["data=text", "data.path=short.txt"], "set model.block_size=2"),
         (["train.micro_batch_size=3"], "set one of 1, 2, 4, 8, 16"),
         (["device=cuda"], "device=cuda is not on this machine"),
-        (["attention=flash", "model.dropout=0.1"], "set model.dropout=0, or attention=sdpa"),
+        (["attention=flash", "model.dropout=0.1"], "set model.dropout=0, or attention=naive or sdpa"),
         (["dtype=float16"], "set dtype=bfloat16 or float32"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",

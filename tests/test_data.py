@@ -22,7 +22,7 @@ from errors import UserError
 
 TEXT_SOURCE = DataConfig(
     name="text", source="text", path="text.txt", url=None, repo=None, config=None, split=None, revision=None,
-    text_column="text", val_fraction=0.1,
+    text_column="text", val_fraction=0.1, document_mask=False,
 )  # fmt: skip
 STDLIB = replace(TEXT_SOURCE, name="python_stdlib", source="python_stdlib", path=None)
 HUB = replace(TEXT_SOURCE, source="hub", path=None, repo="some/texts", split="train", revision="refs/convert/parquet")
@@ -231,7 +231,7 @@ class Tokens:
 @given(n=st.integers(9, 200), T=st.integers(1, 8), seed=st.integers(0, 5), epoch=st.integers(0, 3))
 def test_an_epoch_meets_every_token_as_a_target(n, T, seed, epoch):
     loader = Loader(Tokens(n, 9), T, seed)
-    x, y = loader.batch("train", epoch * loader.epoch_windows, loader.epoch_windows)
+    x, y, _ = loader.batch("train", epoch * loader.epoch_windows, loader.epoch_windows)
     assert x.shape == y.shape == (-(-n // T), T)
     assert torch.equal((x + 1) % n, y)
     assert set(y.flatten().tolist()) == set(range(n))
@@ -264,7 +264,7 @@ def test_validation_counts_every_target_exactly_once(n, T, size):
     loader = Loader(Tokens(20, n), T, seed=0)
     counted = []
     for first in range(0, loader.val_windows, size):
-        x, y = loader.batch("val", first, size)
+        x, y, _ = loader.batch("val", first, size)
         assert torch.equal(x[y != IGNORE] + 1, y[y != IGNORE])
         counted += y[y != IGNORE].tolist()
     assert counted == list(range(1, n))

@@ -39,7 +39,7 @@ def tiny_model(**changed):
     torch.manual_seed(0)
     shape = dict(
         name="", n_layer=2, n_head=2, n_kv_head=None, n_embd=16, block_size=8, dropout=0.0, bias=True,
-        norm="layernorm", mlp="gelu", position="learned", qk_norm=False, tie_embeddings=True,
+        norm="layernorm", mlp="gelu", position="learned", window=None, qk_norm=False, tie_embeddings=True,
     )  # fmt: skip
     return GPT(GPTConfig(**shape | changed), 20, naive)
 
@@ -237,7 +237,7 @@ def test_damage_is_noticed_and_said(state, tmp_path, damage):
 
 def test_a_format_of_the_future_is_refused(tmp_path):
     torch.save({"format": 99}, tmp_path / "last.pt")
-    with pytest.raises(UserError, match="checkpoint format 99, and this version reads 1"):
+    with pytest.raises(UserError, match="checkpoint format 99, and this version reads 2"):
         checkpoint.load(tmp_path / "last.pt")
 
 

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from errors import UserError
-from model import GPTConfig
-from model.attention import attention_weights, flash, naive, resolve, sdpa
+from model import AttentionConfig, GPTConfig
+from model.attention import Need, attention_weights, flash, naive, resolve, sdpa
 from model.gpt import CausalSelfAttention
 
 WEIGHTS = torch.tensor([
@@ -55,8 +55,11 @@ def test_context_vectors_to_four_digits(qkv, attend):
 
 
 def test_flash_refuses_values_of_another_width(qkv):
-    with pytest.raises(UserError, match="values as wide as keys, not Dv=4 and D=2; set attention=sdpa"):
-        resolve("flash", B=1, T=6, H=1, G=1, D=2, Dv=4, dtype=torch.float32, device=torch.device("cpu"), dropout_p=0.0)
+    need = Need(
+        B=1, Tq=6, Tk=6, H=1, G=1, D=2, Dv=4, dtype=torch.float32, device=torch.device("cpu"), grad=True
+    )  # fmt: skip
+    with pytest.raises(UserError, match="values as wide as keys, not Dv=4 and D=2; set attention=naive or sdpa"):
+        resolve(AttentionConfig("flash", None, None), need)
     with pytest.warns(UserWarning), pytest.raises(RuntimeError):
         flash(*qkv)
 
@@ -85,10 +88,10 @@ def test_multi_head_is_the_heads_one_by_one_concatenated_and_projected(attend):
     H, C, T = 4, 32, 10
     config = GPTConfig(
         name="", n_layer=1, n_head=H, n_kv_head=None, n_embd=C, block_size=T, dropout=0.0, bias=True, norm="layernorm",
-        mlp="gelu", position="learned", qk_norm=False, tie_embeddings=True,
+        mlp="gelu", position="learned", window=None, qk_norm=False, tie_embeddings=True,
     )  # fmt: skip
     torch.manual_seed(0)
-    layer = CausalSelfAttention(config, attend)
+    layer = CausalSelfAttention(config, attend, window=None)
     x = torch.randn(2, T, C)
     W_q, W_k, W_v = layer.qkv.weight.chunk(3)
     b_q, b_k, b_v = layer.qkv.bias.chunk(3)

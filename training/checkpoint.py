@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from errors import UserError
 from training.optimizer import load_state_by_name, state_by_name
 
-FORMAT = 1
+FORMAT = 2
 
 
 @dataclass
@@ -72,6 +72,7 @@ def about(config: Any, meta: dict) -> dict:
         "tokenizer": meta["tokenizer"],
         "identity": {f"model.{key}": value for key, value in model.items() if key not in ("name", "dropout")}
         | {"data.name": meta["source"]["name"], "data": meta["fingerprint"]}
+        | {"data.document_mask": config.data.document_mask}
         | {"tokenizer.name": config.tokenizer.name, "vocabulary": meta["vocab_size"]}
         | {"optimizer.name": config.optimizer.name, "train.batch_size": config.train.batch_size},
         "config": asdict(config),

@@ -157,13 +157,18 @@ class CheckpointConfig:
 
 @dataclass
 class WandbConfig:
-    """mode: offline, online or disabled. tags: words to find the run by."""
+    """mode: offline, online or disabled. tags: words to find the run by.
+
+    attention_maps: draw the causal weights at each evaluation; the pictures and entropies lie in the run's folder too,
+    whatever the mode.
+    """
 
     mode: str
     project: str
     entity: str | None
     group: str | None
     tags: list[str]
+    attention_maps: bool
 
     def __post_init__(self):
         if self.mode not in ("offline", "online", "disabled"):

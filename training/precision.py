@@ -1,12 +1,12 @@
 """Which device, which numbers, which compiler: what a config leaves open is decided here and put on record."""
 
 import os
-import shutil
 from contextlib import AbstractContextManager, nullcontext
 
 import torch
 
 from errors import UserError
+from model.attention.resolution import missing_compiler
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -47,27 +47,18 @@ def resolve_compile(wanted: bool | None, device: torch.device) -> bool:
 
     Raises UserError where compiling is asked for and no compiler is there.
     """
-    if device.type == "cuda":
-        from torch.utils._triton import has_triton
-
-        able, lacks = has_triton(), "Triton"
-    else:
-        compiler = os.environ.get("CXX", "c++")
-        able = any(shutil.which(c) for c in (compiler, "g++", "clang++"))
-        lacks = "a C++ compiler (g++)"
-    if wanted and not able:
+    lacks = missing_compiler(device)
+    if wanted and lacks:
         raise UserError(f"compile=true needs {lacks}, which is not installed; install it, or set compile=false")
-    return able and device.type == "cuda" if wanted is None else wanted
+    return device.type == "cuda" and not lacks if wanted is None else wanted
 
 
-def set_up(device: torch.device, deterministic: bool, tf32: bool, attention: str) -> None:
+def set_up(device: torch.device, deterministic: bool, tf32: bool) -> None:
     """Process-wide settings, before the first tensor is on the device.
 
-    float32 means float32, unless tf32 is set: CUDA then rounds what it multiplies to 10 bits of mantissa. The
-    compile cache is kept apart per attention backend, since PyTorch's choice of kernel is not part of its key.
+    float32 means float32, unless tf32 is set: CUDA then rounds what it multiplies to 10 bits of mantissa.
     """
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
-    torch.compiler.config.cache_key_tag = f"attention={attention}"
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
         torch.use_deterministic_algorithms(True)

@@ -1,7 +1,7 @@
 """Numbers on their way out: metrics.jsonl is the truth, wandb is told the same and may fail.
 
 Rows may hold tensors. They stay on the device until a block of rows is flushed, about once a second, so that
-nothing waits for the device within a step.
+nothing waits for the device within a step. A Path in a row is a picture: metrics.jsonl is told where, wandb shows it.
 """
 
 import json
@@ -31,7 +31,7 @@ class Metrics:
         self.file = open(path, "a")  # noqa: SIM115 (open as long as the run)
 
     def write(self, rows: list[dict]) -> None:
-        self.file.writelines(json.dumps(row) + "\n" for row in rows)
+        self.file.writelines(json.dumps(row, default=str) + "\n" for row in rows)  # str: a picture's path
         self.file.flush()
 
     def sync(self) -> None:
@@ -82,7 +82,12 @@ class Wandb:
     def log(self, rows: list[dict]) -> None:
         for row in rows:
             if self.run is not None:
-                self._guard(self.run.log, row)
+                self._guard(self._log, row)
+
+    def _log(self, row: dict) -> None:
+        import wandb
+
+        self.run.log({key: wandb.Image(str(v)) if isinstance(v, Path) else v for key, v in row.items()})
 
     def set_summary(self, summary: dict) -> None:
         if self.run is not None:  # how the run ends is wandb's own to say

@@ -1,0 +1,188 @@
+"""The attention backends: a function each, with the signature that model/attention/__init__.py describes.
+
+A new one is a function here (or anywhere that is imported) under @backend, which says what it can do, and
+configs/attention/<name>.yaml. The tests hold it to `naive`.
+"""
+
+import functools
+import math
+from contextlib import nullcontext
+from math import inf
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from model.attention.support import Support, backend
+
+KERNELS = {
+    "cudnn": SDPBackend.CUDNN_ATTENTION,
+    "flash": SDPBackend.FLASH_ATTENTION,
+    "efficient": SDPBackend.EFFICIENT_ATTENTION,
+    "math": SDPBackend.MATH,
+}
+HALF = ("bfloat16", "float16")
+
+
+def visible(Tq: int, Tk: int, *, window=None, positions=None, documents=None, device=None) -> Tensor:
+    """Which keys each query sees -> bool, broadcastable to (B, H, Tq, Tk)."""
+    key = torch.arange(Tk, device=device)
+    query = torch.arange(Tk - Tq, Tk, device=device) if positions is None else positions  # (Tq) or (B, Tq)
+    query = query.unsqueeze(-1)
+    seen = key <= query
+    if window is not None:
+        seen = seen & (key > query - window)
+    if documents is not None:
+        of_query = documents.gather(1, query.squeeze(-1).expand(documents.shape[0], Tq))
+        seen = seen & (of_query.unsqueeze(-1) == documents.unsqueeze(1))  # (B, Tq, Tk)
+    return seen.unsqueeze(1) if seen.ndim == 3 else seen
+
+
+def attention_weights(q: Tensor, k: Tensor, *, window=None, positions=None, documents=None) -> Tensor:
+    """The causal weights softmax(mask(QK^T / sqrt(D))) -> (B, H, Tq, Tk): rows sum to one, zero where not seen."""
+    k = k.repeat_interleave(q.shape[2] // k.shape[2], dim=2)
+    scores = q.transpose(1, 2) @ k.permute(0, 2, 3, 1) / math.sqrt(q.shape[-1])  # (B, H, Tq, Tk)
+    seen = visible(q.shape[1], k.shape[1], window=window, positions=positions, documents=documents, device=q.device)
+    return scores.masked_fill(~seen, -torch.inf).softmax(-1)
+
+
+EVERYWHERE = {"cpu": Support(), "cuda": Support(), "mps": Support()}
+
+
+@backend(on=EVERYWHERE)
+def naive(q, k, v, *, window=None, positions=None, documents=None, dropout_p=0.0) -> Tensor:
+    """The definition, with all Tq x Tk weights in memory."""
+    weights = attention_weights(q, k, window=window, positions=positions, documents=documents)
+    weights = F.dropout(weights, dropout_p, training=dropout_p > 0).to(v.dtype)
+    v = v.repeat_interleave(q.shape[2] // v.shape[2], dim=2)
+    return (weights @ v.transpose(1, 2)).transpose(1, 2)  # (B, Tq, H, Dv)
+
+
+def _fused(q, k, v, window, positions, documents, dropout_p, kernels: list[SDPBackend] | None) -> Tensor:
+    """PyTorch's scaled_dot_product_attention, told in its own words what the seam means, by one of `kernels`.
+
+    Its is_causal aligns query 0 with key 0, which is right for Tq == Tk alone: a single query on a cache sees
+    every key and needs no mask, and anything else gets an explicit one.
+    """
+    Tq, Tk = q.shape[1], k.shape[1]
+    window = None if window is not None and window >= Tk else window  # it hides nothing
+    plain = window is None and positions is None and documents is None
+    mask = None
+    if not plain or 1 < Tq < Tk:
+        mask = visible(Tq, Tk, window=window, positions=positions, documents=documents, device=q.device)
+        mask = mask.expand(q.shape[0], 1, Tq, Tk)
+    # The choice is made here and not around the model: made outside a compiled function, it is no part of the
+    # compile cache's key, and a second process can silently be given the first one's kernel.
+    with sdpa_kernel(kernels, set_priority=True) if kernels else nullcontext():
+        y = F.scaled_dot_product_attention(
+            q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), attn_mask=mask, dropout_p=dropout_p,
+            is_causal=plain and Tq == Tk, enable_gqa=q.shape[2] != k.shape[2],
+        )  # fmt: skip
+    return y.transpose(1, 2)
+
+
+@backend(on=EVERYWHERE, picks_kernel=True)
+def sdpa(q, k, v, *, window=None, positions=None, documents=None, dropout_p=0.0, kernels=None) -> Tensor:
+    """PyTorch's scaled_dot_product_attention, with the kernel that PyTorch chooses.
+
+    kernels: the names of those that it may choose, in order of preference (which counts on CUDA; elsewhere PyTorch
+    has one order); None: all of them, in PyTorch's order.
+    """
+    chosen = [KERNELS[name] for name in kernels] if kernels is not None else None
+    return _fused(q, k, v, window, positions, documents, dropout_p, chosen)
+
+
+ON_CUDA = Support(dtypes=HALF, window=False, documents=False, positions=False, any_dv=False, head_sizes=(1, 256))
+WITHOUT_DROPOUT = Support(**vars(ON_CUDA) | {"dropout": False})
+
+
+@backend(
+    on={
+        "cpu": Support(dropout=False, any_dv=False),
+        "cuda": ON_CUDA,
+        "cuda FA3": WITHOUT_DROPOUT,
+        "cuda FA4": WITHOUT_DROPOUT,
+    },
+    picks_kernel=True,
+)
+def flash(q, k, v, *, window=None, positions=None, documents=None, dropout_p=0.0) -> Tensor:
+    """PyTorch's built-in FlashAttention (Dao, arXiv:2307.08691), or an error: weights never in memory."""
+    return _fused(q, k, v, window, positions, documents, dropout_p, [KERNELS["flash"]])
+
+
+@backend(on={"cuda": Support(dtypes=HALF, head_sizes=(1, 256))}, picks_kernel=True)
+def cudnn(q, k, v, *, window=None, positions=None, documents=None, dropout_p=0.0) -> Tensor:
+    """cuDNN's fused attention, or an error."""
+    return _fused(q, k, v, window, positions, documents, dropout_p, [KERNELS["cudnn"]])
+
+
+@backend(
+    on={
+        "cpu": Support(dtypes=("float32", *HALF), gradients=False, dropout=False),
+        "cuda": Support(dtypes=("float32", *HALF), dropout=False, head_sizes=(16, inf)),
+    },
+    needs_compiler=True,
+)
+def flex(q, k, v, *, window=None, positions=None, documents=None, dropout_p=0.0) -> Tensor:
+    """FlexAttention (Dong et al., arXiv:2412.05496): a kernel compiled for the mask, which skips what nobody sees.
+
+    Raises ValueError for dropout, which it has not.
+    """
+    from torch.nn.attention.flex_attention import flex_attention
+
+    if dropout_p > 0:
+        raise ValueError("flex attention has no dropout")
+    compiled = torch.compiler.is_compiling()  # then what is compiled around it takes it in
+    mask = _block_mask if compiled else _block_mask_once
+    y = (flex_attention if compiled else _compiled_flex())(
+        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), enable_gqa=q.shape[2] != k.shape[2],
+        block_mask=mask(q.shape[0], q.shape[1], k.shape[1], window, positions, documents, q.device),
+    )  # fmt: skip
+    return y.transpose(1, 2)
+
+
+@functools.cache
+def _compiled_flex():
+    from torch.nn.attention.flex_attention import flex_attention
+
+    # Uncompiled it would write out all scores. fullgraph: fail rather than do that when it is compiled too often.
+    return torch.compile(flex_attention, fullgraph=True)
+
+
+def _block_mask(B, Tq, Tk, window, positions, documents, device):
+    """`visible` for blocks of 128 x 128: which of them nobody sees, which everybody, and a function for the rest."""
+    from torch.nn.attention.flex_attention import create_block_mask
+
+    behind = Tk - Tq
+    if not torch.compiler.is_compiling():  # as tensors: a kernel would be compiled for each number that it captures
+        behind = torch.tensor(behind, device=device)
+        window = None if window is None else torch.tensor(window, device=device)
+
+    def seen(b, h, i, j):
+        at = i + behind if positions is None else positions[b, i]
+        sees = j <= at
+        if window is not None:
+            sees = sees & (j > at - window)
+        if documents is not None:
+            sees = sees & (documents[b, at] == documents[b, j])
+        return sees
+
+    each = None if positions is None and documents is None else B
+    return create_block_mask(seen, each, None, Tq, Tk, device=device)
+
+
+_masks: dict[tuple, tuple] = {}
+
+
+def _block_mask_once(B, Tq, Tk, window, positions, documents, device):
+    """_block_mask, made once for all layers that ask with the same tensors, unchanged since as their version tells."""
+    key = (B, Tq, Tk, window, device)
+    stand = [(tensor, None if tensor is None else tensor._version) for tensor in (positions, documents)]
+    then, mask = _masks.get(key, (None, None))
+    if then is None or any(a is not b or v != w for (a, v), (b, w) in zip(then, stand, strict=True)):
+        if len(_masks) >= 8:  # as many kinds of layers as a model has; sampling, where T grows, leaves old ones behind
+            _masks.clear()
+        mask = _block_mask(B, Tq, Tk, window, positions, documents, device)
+        _masks[key] = (stand, mask)
+    return mask
