@@ -17,6 +17,7 @@ the keys most used:
   optimizer.lr=X        the peak learning rate
   eval.every=N          steps between looks at the validation loss
   device=cuda           or cpu, mps; dtype=bfloat16 and compile=true likewise
+  plan=true             say what the run will take in memory and time, and train nothing
   seed=N                another draw of weights and batches
 """
 
@@ -49,6 +50,7 @@ from model.gpt import GPT
 from model.maps import attention_maps, entropy, layer_entropies
 from training import checkpoint, meter, optimizer, precision
 from training.distributed import Dist
+from training.plan import show_plan
 from training.progress import TrainingProgress, closing, headline
 from training.run import Run, StopRequest
 from training.schedule import lr_fraction, run_progress
@@ -58,6 +60,9 @@ MAP_TOKENS = 64  # of a picture of attention, many heads of which stand side by 
 
 
 def main(config: Train) -> int:
+    if config.plan:
+        return show_plan(config)
+
     # What will run is settled before anything is computed or written.
     dist = Dist.from_environment()
     device = precision.resolve_device(config.device, dist.local_rank)

@@ -4,6 +4,7 @@ Types only: every value lives in one YAML file beside this one. Nothing here imp
 """
 
 from dataclasses import dataclass
+from math import inf
 from typing import Any
 
 from hydra.core.config_store import ConfigStore
@@ -36,6 +37,8 @@ class Train:
     compile: bool | None
     deterministic: bool
     tf32: bool
+    plan: bool
+    flops_per_second: float | None
     resume: bool
     model: GPTConfig
     attention: AttentionConfig
@@ -59,7 +62,10 @@ class Train:
             raise UserError(f"optimizer needs a choice whose name it keeps; set optimizer={' or '.join(OPTIMIZERS)}")
         self.train.plan(world_size=1)
         lr_fraction(self.schedule, self.schedule.warmup_steps, None, 0.0)
-        check_short_text(self.data, self.tokenizer, self.model.block_size)
+        if self.flops_per_second is not None:
+            _check_speed(self.flops_per_second, self.plan)
+        if not self.plan:  # which finds out by itself, and downloads no vocabulary for it
+            check_short_text(self.data, self.tokenizer, self.model.block_size)
 
 
 @dataclass
@@ -102,6 +108,16 @@ class Prepare:
 def _check_seed(seed: int) -> None:
     if not 0 <= seed < 2**32:
         raise UserError(f"seed={seed} must not be negative, and below 2^32; set, say, 1337")
+
+
+def _check_speed(flops_per_second: float, plan: bool) -> None:
+    if not plan:
+        raise UserError(f"flops_per_second={flops_per_second:g} is for a plan alone; set plan=true, or leave it out")
+    if not 0 < flops_per_second < inf:
+        raise UserError(
+            f"flops_per_second={flops_per_second:g} must be a number greater than 0; set, say, 1e14, or null, which "
+            "measures it here"
+        )
 
 
 SCRIPTS = {"train": Train, "sample": Sample, "prepare": Prepare}

@@ -79,6 +79,8 @@ def _words(values: Any, words: list[str]) -> list[str]:
 def _compose(values: Any, words: list[str], search: list[str]) -> Any:
     config = OmegaConf.to_object(compose("train", overrides=[quote(w) for w in _words(values, words)] + search))
     config.check()
+    if config.plan:
+        raise UserError("plan=true tells of one run; leave out -m, and give one value for each key")
     if config.name is not None and "/" in config.name:
         raise UserError(f"name={config.name} is one run of a sweep; leave out -m, or set the sweep's own name")
     return config

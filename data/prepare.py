@@ -48,9 +48,7 @@ def prepare(
     Raises UserError where the text cannot be read or encoded, or has no window of block_size + 1 tokens.
     """
     files = sources.files(config)
-    decides = [FORMAT, sources.digest(files, config), asdict(wanted), config.val_fraction]
-    fingerprint = hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:12]
-    folder = ROOT / f"{config.name}-{fingerprint}"
+    fingerprint, folder = _place(files, config, wanted)
     if _read_meta(folder) is None:
         ROOT.mkdir(parents=True, exist_ok=True)
         with FileLock(ROOT / ".lock"):  # where two processes want the same text, one works and the other waits
@@ -69,6 +67,21 @@ def prepare(
     meta = _read_meta(folder)
     check_length(meta["tokens"], block_size)
     return Prepared(folder, meta)
+
+
+def prepare_offline(config: DataConfig, wanted: TokenizerConfig, block_size: int) -> Prepared | None:
+    """As `prepare`, but None where it would take a download, of the text or of the vocabulary. Raises UserError."""
+    files = sources.files(config)
+    _, folder = _place(files, config, wanted)
+    download = any(map(sources.is_remote, files)) or wanted.name in tokenizer.DOWNLOADED
+    return None if download and _read_meta(folder) is None else prepare(config, wanted, block_size)
+
+
+def _place(files: list[str], config: DataConfig, wanted: TokenizerConfig) -> tuple[str, Path]:
+    """The fingerprint of all that decides the tokens, and the folder for them."""
+    decides = [FORMAT, sources.digest(files, config), asdict(wanted), config.val_fraction]
+    fingerprint = hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:12]
+    return fingerprint, ROOT / f"{config.name}-{fingerprint}"
 
 
 def _read_meta(folder: Path) -> dict | None:

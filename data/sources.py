@@ -70,6 +70,10 @@ def is_hub(file: str) -> bool:
     return file.startswith("hub://")
 
 
+def is_remote(file: str) -> bool:
+    return is_url(file) or is_hub(file)
+
+
 def is_table(file: str) -> bool:
     """Whether the text is in a column: then data.text_column says in which."""
     return is_hub(file) or Path(file).suffix.lower() in READERS
@@ -84,7 +88,7 @@ def digest(files: list[str], config: DataConfig) -> str:
     for file in files:
         if is_table(file):
             whole.update(config.text_column.encode())
-        if is_url(file) or is_hub(file):
+        if is_remote(file):
             whole.update(file.encode())
         else:
             with open(file, "rb") as f:

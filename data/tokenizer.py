@@ -88,6 +88,20 @@ def gpt2(documents: Sequence[str], config: TokenizerConfig) -> tiktoken.Encoding
 TOKENIZERS: dict[str, Callable[..., tiktoken.Encoding]] = {f.__name__: f for f in (char, byte, bpe, gpt2)}
 
 
+DOWNLOADED = ("gpt2",)  # those whose vocabulary comes from the network where it is not yet at hand
+
+
+def size_without_text(config: TokenizerConfig, several: bool) -> int | None:
+    """How many tokens there are, or for bpe can be at the most, before a text is read; None: the text decides.
+
+    several: whether the text is of several documents. Raises UserError.
+    """
+    if config.name == "bpe":
+        return config.vocab_size
+    _refuse_size(config)
+    return {"byte": 256 + several, "gpt2": 50_257}.get(config.name)
+
+
 def build(documents: Sequence[str], config: TokenizerConfig) -> tiktoken.Encoding:
     """The tokenizer that `config` asks for, made from the documents. Raises UserError."""
     if config.name not in TOKENIZERS:

@@ -1,7 +1,23 @@
-"""What a model costs: parameters and floating-point operations."""
+"""What a model costs: parameters and floating-point operations.
+
+Over a sequence of T tokens, with C = n_embd, the projections and the MLP take O(T C^2), since each token goes through
+every weight once, while QK^T and its product with V take O(T^2 C), since each token meets every other: the second
+overtakes the first where the context is longer than some multiple of the width.
+"""
+
+from bisect import bisect_left
 
 from model.config import GPTConfig
 from model.gpt import GPT
+
+PARTS = {  # by what a parameter's name begins with, or has in it
+    "wte.": "token embedding",
+    "wpe.": "position embedding",
+    ".attn.": "attention",
+    ".mlp.": "mlp",
+    "norm": "norms",
+    "lm_head.": "head",
+}
 
 
 def n_params(model: GPT, *, embedding: bool = True) -> int:
@@ -16,14 +32,42 @@ def n_params(model: GPT, *, embedding: bool = True) -> int:
     return total
 
 
+def params_by_part(model: GPT) -> dict[str, int]:
+    """Parameters of each of PARTS; a tied head has none of its own."""
+    counts = dict.fromkeys(PARTS.values(), 0)
+    for name, p in model.named_parameters():
+        counts[next(part for mark, part in PARTS.items() if mark in name)] += p.numel()
+    return counts
+
+
 def flops_per_token(config: GPTConfig, vocab_size: int, T: int) -> int:
     """FLOPs per token of one forward and backward pass over sequences of T tokens.
 
     Matrix products alone, a multiply and an add each, and the backward pass twice the forward: 6 per weight and
     12 T H D per layer for QK^T and its product with V, as in PaLM (Chowdhery et al., arXiv:2204.02311, appendix B).
-    All T x T scores count, though a causal kernel may skip the half that is masked.
     """
+    return linear_flops_per_token(config, vocab_size) + attention_flops_per_token(config, T)
+
+
+def linear_flops_per_token(config: GPTConfig, vocab_size: int) -> int:
+    """The part for projections, MLP and head: 6 per weight that is multiplied with, whatever T."""
     C, D = config.n_embd, config.head_size
     qkv = C * (config.n_head + 2 * config.kv_heads) * D
-    weights = config.n_layer * (qkv + C * C + 8 * C * C) + vocab_size * C
-    return 6 * weights + 12 * config.n_layer * config.n_head * D * T
+    return 6 * (config.n_layer * (qkv + C * C + 8 * C * C) + vocab_size * C)
+
+
+def attention_flops_per_token(config: GPTConfig, T: int) -> int:
+    """The part for QK^T and its product with V: 12 H D in each layer per key, of which there are T or a window's.
+
+    All of them count, though a causal kernel may skip the half that is masked.
+    """
+    keys = sum(T if window is None else min(T, window) for window in config.windows)
+    return 12 * config.n_head * config.head_size * keys
+
+
+def crossover(config: GPTConfig, vocab_size: int) -> int | None:
+    """The shortest T at which attention takes at least the FLOPs of all else. None: windows keep it below for ever."""
+    linear = linear_flops_per_token(config, vocab_size)
+    enough = -(-linear // (12 * config.n_head * config.head_size))  # for a single layer without a window
+    T = bisect_left(range(enough), linear, key=lambda T: attention_flops_per_token(config, T))
+    return T if attention_flops_per_token(config, T) >= linear else None

@@ -13,6 +13,11 @@ import torch
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
+from model.attention import BACKENDS  # noqa: E402 (the path is to be known first)
+
+ON_CPU = [name for name, each in BACKENDS.items() if "cpu" in each.on]
+TRAINS_ON_CPU = [name for name in ON_CPU if BACKENDS[name].on["cpu"].gradients]
+
 TEXT = "".join(f"The {n}th line says {n * n} and no more; après tout, it's a line.\n" for n in range(400))
 TINY = [
     "model.n_layer=2", "model.n_head=2", "model.n_embd=16", "model.block_size=16", "train.batch_size=4",

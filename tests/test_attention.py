@@ -5,13 +5,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ON_CPU, ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from test_model import GROUPED
 from torch.nn.attention import flex_attention
 
 from errors import UserError
-from model import AttentionConfig
+from model import AttentionConfig, GPTConfig
 from model.attention import (
     BACKENDS,
     Need,
@@ -23,6 +24,7 @@ from model.attention import (
     flex,
     naive,
     resolve,
+    resolve_model,
     sdpa,
     support_table,
     visible,
@@ -30,8 +32,6 @@ from model.attention import (
 from model.attention.support import FEATURES, lacking
 
 CPU = torch.device("cpu")
-ON_CPU = [name for name, each in BACKENDS.items() if "cpu" in each.on]
-TRAINS_ON_CPU = [name for name in ON_CPU if BACKENDS[name].on["cpu"].gradients]
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 NEED = Need(B=2, Tq=16, Tk=16, H=4, G=2, D=8, Dv=8, dtype=torch.float32, device=CPU, grad=True)
 
@@ -180,8 +180,14 @@ def test_each_feature_is_there_or_refused(name, feature):
     [{"window": 20}, {"Tq": 1, "G": 1, "positions": True}, {"documents": True, "Tq": 70, "Dv": 16}],
     ids=["window", "one query at a position", "documents on a cache"],
 )
-def test_flex_compiled_agrees_too(changed):
-    agree_or_refuse("flex", replace(NEED, **{"Tq": 140, "Tk": 140, "grad": False, "D": 16, "Dv": 16} | changed), seed=2)
+def test_flex_compiled_agrees_too_and_is_what_runs(changed):
+    need = replace(NEED, **{"Tq": 140, "Tk": 140, "grad": False, "D": 16, "Dv": 16} | changed)
+    agree_or_refuse("flex", need, seed=2)
+    qkv, masks = random_qkv(need), random_masks(need)
+    with torch.profiler.profile() as profiler:
+        flex(*qkv, **masks)
+    ran = " ".join(event.key for event in profiler.key_averages())
+    assert resolve(choose("flex"), need).resolved == "flex" and "CompiledFxGraph" in ran and "softmax" not in ran
 
 
 def test_flex_makes_a_mask_once_for_all_layers_and_anew_for_other_documents(monkeypatch):
@@ -198,8 +204,10 @@ def test_flex_makes_a_mask_once_for_all_layers_and_anew_for_other_documents(monk
     assert len(made) == 1
     flex(*qkv, documents=documents, window=3)
     assert len(made) == 2
-    for other in (documents.clone().zero_(), documents.zero_()):  # another tensor, and the same one written over
-        torch.testing.assert_close(flex(*qkv, documents=other), naive(*qkv, documents=other), atol=2e-6, rtol=1e-5)
+    other = documents.clone()
+    flex(*qkv, documents=other)  # another tensor
+    other.zero_()  # and the same one, written over
+    torch.testing.assert_close(flex(*qkv, documents=other), naive(*qkv, documents=other), atol=2e-6, rtol=1e-5)
     assert len(made) == 4
 
 
@@ -287,6 +295,25 @@ def test_what_cuda_lacks_is_refused_by_the_table_alone(name, impl, changed, said
     """Which a machine without CUDA can test."""
     with pytest.raises(UserError, match=said):
         resolve(choose(name, impl=impl), replace(ON_CUDA, **changed))
+
+
+def test_a_whole_model_is_asked_for_all_that_its_layers_need():
+    """Also by the table alone, on a device that is not here."""
+    model = GPTConfig(**GROUPED | dict(window=[4, None], dropout=0.1))
+    asked = dict(B=2, dtype=torch.bfloat16, device=ON_CUDA.device)
+    for changed, said in (
+        ({"window": None, "dropout": 0.0}, "FA3 cannot be used"), ({"dropout": 0.0}, "no sliding window"),
+        ({"window": 24}, "no dropout"),
+    ):  # fmt: skip
+        with pytest.raises(UserError, match=said):
+            resolve_model(choose("flash", impl="FA3"), replace(model, **changed), grad=True, **asked)
+    with pytest.raises(UserError, match="documents apart"):
+        resolve_model(choose("flash"), replace(model, window=None), grad=False, documents=True, **asked)
+    cpu = asked | {"device": CPU, "dtype": torch.float32}
+    with pytest.raises(UserError, match="cannot train"):
+        resolve_model(choose("flex"), replace(model, dropout=0.0), grad=True, **cpu)
+    assert resolve_model(choose("flex"), model, grad=False, **cpu).resolved == "flex"  # no dropout where nothing trains
+    assert resolve_model(choose("sdpa"), model, grad=True, **cpu).resolved == "math"
 
 
 def test_a_refusal_that_only_torch_knows_of_passes_its_reason_on(monkeypatch):

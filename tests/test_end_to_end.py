@@ -175,6 +175,7 @@ def test_backends_and_compilation_do_not_change_the_loss_curve(train):
     for name in ("flash", "compiled"):
         for a, b in zip(metrics("naive"), metrics(name), strict=True):
             assert a.get("train/loss") == pytest.approx(b.get("train/loss"), abs=1e-5)
+    assert torch.compiler.config.cache_key_tag == "AttentionConfig(backend='naive', kernels=None, impl=None)"
     assert set(checkpoint.load_path("compiled", "last")["model"]) == set(checkpoint.load_path("naive", "last")["model"])
 
 

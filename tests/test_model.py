@@ -4,9 +4,9 @@ import math
 
 import pytest
 import torch
+from conftest import TRAINS_ON_CPU
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from test_attention import TRAINS_ON_CPU
 from torch.utils.flop_counter import FlopCounterMode
 
 from errors import UserError

@@ -55,12 +55,16 @@ class Dist:
             return
         if device.type not in ("cpu", "cuda"):
             raise UserError(f"several processes cannot share {device.type}; set device=cpu, or leave out torchrun")
-        if os.environ.get("OMP_NUM_THREADS", "1") == "1":  # torchrun's own default, for want of a better one
-            torch.set_num_threads(max(1, _cores() // self.local_world_size))
+        self.share_cores()
         if not self.is_main:
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (as long as the process)
         backends = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         torch_dist.init_process_group(backends, device_id=device if device.type == "cuda" else None)
+
+    def share_cores(self) -> None:
+        """Compute with this process's share of the machine's cores, unless OMP_NUM_THREADS is set above 1."""
+        if self.world_size > 1 and os.environ.get("OMP_NUM_THREADS", "1") == "1":  # torchrun's own default is 1
+            torch.set_num_threads(max(1, _cores() // self.local_world_size))
 
     @contextmanager
     def main_first(self) -> Iterator[None]:
