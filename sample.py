@@ -56,14 +56,15 @@ def main(config: Sample) -> int:
     saved = checkpoint.load(path)
     model_config = GPTConfig(**saved["model_config"])
     encoding = tokenizer.from_spec(saved["tokenizer"])
-    resolve_model(config.attention, model_config, B=1, dtype=dtype, device=device, grad=False)
+    attention = resolve_model(config.attention, model_config, B=1, dtype=dtype, device=device, grad=False)
     model = GPT(model_config, saved["vocab_size"], bind(config.attention))
     model.load_state_dict(saved["model"])
     model.to(device).eval()
 
     prompt = read_prompt(config)
     tokens = tokenizer.encode(encoding, prompt, "the prompt").tolist() if prompt else tokenizer.beginning(encoding)
-    print(f"{path}, step {saved['step']:,}, seed {config.seed}", file=sys.stderr)
+    kernel = f"attention {attention.requested} -> {attention.resolved}"
+    print(f"{path}, step {saved['step']:,}, seed {config.seed}, {kernel}", file=sys.stderr)
     for i in range(config.num_samples):
         if config.num_samples > 1:
             print(f"--- {i + 1} ---", file=sys.stderr)

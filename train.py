@@ -50,7 +50,7 @@ from model.gpt import GPT
 from model.maps import attention_maps, entropy, layer_entropies
 from training import checkpoint, meter, optimizer, precision
 from training.distributed import Dist
-from training.plan import show_plan
+from training.plan_page import show_plan
 from training.progress import TrainingProgress, closing, headline
 from training.run import Run, StopRequest
 from training.schedule import lr_fraction, run_progress
@@ -197,12 +197,12 @@ def main(config: Train) -> int:
                     better = row["val/loss"] < state.best_val_loss
                     show.evaluated(row, better)
                 tracker.log(row, timing)
-                show.update(state.step, progress, tracker.last)
                 if better:
                     state.best_val_loss = row["val/loss"]
                     keep(run.best, run.last)
                 elif state.step % config.checkpoint.every == 0 or progress >= 1:
                     keep(run.last)
+                show.update(state.step, progress, tracker.last)
 
             if progress < 1:
                 keep(run.last)

@@ -59,7 +59,8 @@ def linear_flops_per_token(config: GPTConfig, vocab_size: int) -> int:
 def attention_flops_per_token(config: GPTConfig, T: int) -> int:
     """The part for QK^T and its product with V: 12 H D in each layer per key, of which there are T or a window's.
 
-    All of them count, though a causal kernel may skip the half that is masked.
+    What the mathematics asks for: all T count, though a causal kernel may skip the half that is masked, and a window's
+    keys alone, though most kernels compute what they then hide.
     """
     keys = sum(T if window is None else min(T, window) for window in config.windows)
     return 12 * config.n_head * config.head_size * keys

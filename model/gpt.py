@@ -73,7 +73,7 @@ class CausalSelfAttention(nn.Module):
         B, T, C = x.shape
         q, k, v = self.qkv(x).view(B, T, -1, self.D).split((self.H, self.G, self.G), dim=2)  # (B, T, H or G, D)
         if self.qk_norm:
-            q, k = F.rms_norm(q, (self.D,)), F.rms_norm(k, (self.D,))
+            q, k = (F.rms_norm(each, (self.D,)).type_as(v) for each in (q, k))  # autocast may have made it float32
         if rotary is not None:
             q, k = rotate(q, *rotary), rotate(k, *rotary)
         dropout_p = self.dropout if self.training else 0.0
@@ -118,9 +118,12 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Tokens (B, T) -> logits (B, T, V). Weights are drawn from torch's global generator: seed it first."""
+    """Tokens (B, T) -> logits (B, T, V). Weights are drawn from torch's global generator: seed it first.
 
-    def __init__(self, config: GPTConfig, vocab_size: int, attend: Callable[..., Tensor]):
+    device: meta makes shapes alone, for counting.
+    """
+
+    def __init__(self, config: GPTConfig, vocab_size: int, attend: Callable[..., Tensor], device: str = "cpu"):
         super().__init__()
         self.config, self.vocab_size = config, vocab_size
         with torch.device("meta"):  # shapes alone: torch's own initialisation would be drawn for nothing
@@ -129,7 +132,7 @@ class GPT(nn.Module):
             self.blocks = nn.ModuleList(Block(config, attend, window) for window in config.windows)
             self.norm = make_norm(config, config.n_embd)
             self.lm_head = nn.Linear(config.n_embd, vocab_size, bias=False)
-        self.to_empty(device="cpu")
+        self.to_empty(device=device)
         if config.tie_embeddings:
             self.lm_head.weight = self.wte.weight
         self.init_weights()
@@ -163,7 +166,7 @@ class GPT(nn.Module):
         at = slice(T) if documents is None else places(documents)  # (B, T)
         x = self.wte(tokens)  # (B, T, C)
         if self.wpe is not None:
-            x = x + self.wpe.weight[at]
+            x = x + (self.wpe.weight[:T] if documents is None else self.wpe(at))
         rotary = None if self.wpe is not None else (self.rotary_cos[at], self.rotary_sin[at])
         x = F.dropout(x, self.config.dropout, self.training)
         for block in self.blocks:

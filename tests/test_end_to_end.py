@@ -170,7 +170,10 @@ def test_accumulation_does_not_change_the_loss(train):
 def test_backends_and_compilation_do_not_change_the_loss_curve(train):
     runs = {"naive": ["attention=naive"], "flash": ["attention=flash"], "compiled": ["attention=naive", "compile=true"]}
     for name, overrides in runs.items():
-        assert train(f"name={name}", *overrides, "model.n_layer=1", "train.steps=3") == 0
+        with torch.profiler.profile() as profiler:
+            assert train(f"name={name}", *overrides, "model.n_layer=1", "train.steps=3") == 0
+        ran_flash = any("_flash_attention_for_cpu" in event.key for event in profiler.key_averages())
+        assert ran_flash == (name == "flash")  # also compiled, naive stays what it is
         assert summary(name)["attention"]["resolved"] == overrides[0].split("=")[1]
     for name in ("flash", "compiled"):
         for a, b in zip(metrics("naive"), metrics(name), strict=True):

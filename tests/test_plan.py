@@ -45,7 +45,7 @@ def plan(workdir):
     """plan("model.n_layer=4", ...) -> the Plan of a tiny model, reckoned at 1 GFLOP/s."""
     alone = Dist()
     return lambda *overrides, dist=alone: make_plan(
-        start("train", "", [*TINY, "model.n_layer=1", *GIVEN, *overrides]), dist
+        start("train", "", [*TINY, "model.n_layer=1", "optimizer=adamw", *GIVEN, *overrides]), dist
     )
 
 
@@ -79,24 +79,23 @@ def test_attention_overtakes_the_rest_at_the_crossover_and_not_before():
     assert attention_flops_per_token(config, T) >= linear > attention_flops_per_token(config, T - 1)
 
 
-def test_windows_bound_the_keys_and_may_put_the_crossover_off_for_ever(monkeypatch):
-    config = replace(model_config(), n_layer=2)
+def test_windows_bound_the_keys_and_may_put_the_crossover_off_for_ever():
+    config = model_config()
     full = crossover(config, 300)
-    monkeypatch.setattr(GPTConfig, "windows", property(lambda self: (16, None)))
+    config = replace(config, window=[16, None])
     assert attention_flops_per_token(config, 100) == 12 * 64 * 116
     T, linear = crossover(config, 300), linear_flops_per_token(config, 300)
     assert full < T
     assert attention_flops_per_token(config, T) >= linear > attention_flops_per_token(config, T - 1)
-    monkeypatch.setattr(GPTConfig, "windows", property(lambda self: (16, 16)))
-    assert crossover(config, 300) is None
+    assert crossover(replace(config, window=16), 300) is None
 
 
 # Memory
 
 
 SEVERAL_HUNDRED_MIB = [
-    "model.n_layer=3", "model.n_head=4", "model.n_embd=128", "model.block_size=1024", "train.batch_size=4",
-    "train.steps=3", "eval.batches=1",
+    "model.n_layer=2", "model.n_head=4", "model.n_embd=128", "model.block_size=1024", "train.batch_size=4",
+    "train.steps=2", "eval.every=2", "eval.batches=1",
 ]  # fmt: skip
 ASK = """
 import json, sys
@@ -124,7 +123,7 @@ def test_memory_is_within_a_fifth_of_measured_runs(workdir):
         python(ROOT / "train.py", f"attention={attention}", f"name={attention}")
         measured = json.loads(Path(f"runs/{attention}/summary.json").read_text())["peak_memory_bytes"]
         total, activations = planned[attention]
-        assert activations > 100 * 2**20, "the model is too small for the test to say anything"
+        assert activations > 80 * 2**20, "the model is too small for the test to say anything"
         assert total == pytest.approx(measured, rel=0.2), attention
 
 

@@ -12,8 +12,8 @@ from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor
-from torch._subclasses.fake_tensor import FakeCopyMode, FakeTensorMode
+from torch import Tensor, nn
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -21,8 +21,8 @@ from model.gpt import GPT
 from training import optimizer, precision
 from training.config import AdamWConfig, MuonConfig
 
-KiB, MiB = 2**10, 2**20
-STEPS = 3  # the second has the optimizer's state from the start, the third finds the heap as the others left it
+SMALL = 16 * 2**20  # bytes
+STEPS = 2  # the second has the optimizer's state from the start
 
 
 @dataclass(frozen=True)
@@ -31,7 +31,9 @@ class Memory:
 
     weights: parameters and buffers. activations: all that lives at the end of a forward pass besides weights,
     gradients and the optimizer's state; of them scores, the (T, T) tensors of attention, kept for the backward pass.
-    peak: the most that lives at once. held: the most that the allocator holds for it.
+    peak: the most that lives at once. held: the most that the allocator holds for it. That is the peak, but on a CPU
+    with glibc, whose malloc keeps about as much again for the activations that lie in blocks of up to SMALL, as they
+    come and go: a rule fitted to measured runs (EXPERIMENTS.md).
     """
 
     weights: int
@@ -43,70 +45,12 @@ class Memory:
     held: int
 
 
-class Heap:
-    """Memory that glibc's malloc holds for tensors (malloc/malloc.c; M_MMAP_THRESHOLD in mallopt(3)), roughly.
-
-    Blocks above a threshold are mapped, and go back to the system when they are freed. The others come from a heap
-    that shrinks at its end alone: a hole in it is given out again, the best fitting first, and stays in memory. The
-    threshold grows to the largest mapped block that was freed, up to 32 MiB.
-
-    Aligned memory is asked for with MARGIN on top, so that a block's own hole is too small for the next of its size.
-    Small objects that settle between blocks keep neighbouring holes from merging; that this is so at every third
-    block is fitted to measured runs (EXPERIMENTS.md), which hold 1.05 to 2.2 times what their tensors need.
-    """
-
-    MARGIN, PINNED = 96, 3
-
-    def __init__(self):
-        self.threshold, self.top, self.end, self.mapped, self.peak, self.count = 128 * KiB, 0, 0, 0, 0, 0
-        self.holes: dict[int, int] = {}  # address -> size
-        self.pinned: set[int] = set()  # addresses that no hole grows across
-
-    def take(self, size: int) -> int | None:
-        """The address of a new block; None: it is mapped."""
-        address, needed = None, size + self.MARGIN
-        fitting = [(length, start) for start, length in self.holes.items() if length >= needed]
-        if fitting:
-            length, address = min(fitting)
-            del self.holes[address]
-            self.holes[address + size] = length - size
-        elif self.end - self.top >= needed or needed < self.threshold:
-            address, self.top = self.top, self.top + size
-            self.end = max(self.end, self.top + self.MARGIN)
-        else:
-            self.mapped += needed
-        if address is not None:
-            self.count += 1
-            if self.count % self.PINNED == 0:
-                self.pinned.add(address)
-        self.peak = max(self.peak, self.end + self.mapped)
-        return address
-
-    def give_back(self, address: int | None, size: int) -> None:
-        if address is None:
-            self.mapped -= size + self.MARGIN
-            if self.threshold < size <= 32 * MiB:
-                self.threshold = size
-            return
-        if address + size not in self.pinned:
-            size += self.holes.pop(address + size, 0)
-        before = next((start for start, length in self.holes.items() if start + length == address), None)
-        if before is not None and address not in self.pinned:
-            address, size = before, size + self.holes.pop(before)
-        if address + size < self.top or self.top in self.pinned:
-            self.holes[address] = size
-            return
-        self.top = address
-        if self.end - self.top > 2 * self.threshold:
-            self.end = self.top
-
-
 class Storages(TorchDispatchMode):
     """Inside, follows every storage that a tensor operation makes: each once, and a view costs nothing."""
 
     def __init__(self):
         super().__init__()
-        self.now, self.peak, self.heap, self.attending = 0, 0, Heap(), False
+        self.now, self.peak, self.small, self.attending = 0, 0, 0, False
         self.shapes = weakref.WeakKeyDictionary()  # storage -> (its first tensor's shape, made by attention?)
 
     def follow(self, tensor: Tensor) -> None:
@@ -117,11 +61,12 @@ class Storages(TorchDispatchMode):
         self.shapes[storage] = (tensor.shape, self.attending)
         self.now += size
         self.peak = max(self.peak, self.now)
-        weakref.finalize(storage, self._forget, size, self.heap.take(size))
+        self.small += size if size <= SMALL else 0
+        weakref.finalize(storage, self._forget, size)
 
-    def _forget(self, size: int, address: int | None) -> None:
+    def _forget(self, size: int) -> None:
         self.now -= size
-        self.heap.give_back(address, size)
+        self.small -= size if size <= SMALL else 0
 
     def scores(self, T: int) -> int:
         """Bytes of the (..., T, T) tensors that live, of those that attention made."""
@@ -154,29 +99,24 @@ def simulate(
 ) -> Memory:  # fmt: skip
     """The memory for training `model` with `attend` as its attention, on micro batches of B sequences of T tokens.
 
-    documents: whether they are kept apart.
-    Nothing is computed, and the model is left alone. On a CPU with glibc `held` counts what malloc keeps, see Heap;
-    elsewhere it is the peak.
+    Of the model (which may be on the meta device) shapes are taken alone, and nothing is computed. documents: whether
+    they are kept apart. Gradient clipping and the copies that DDP makes are not followed.
     """
-    fake = FakeTensorMode()
-    with FakeCopyMode(fake):
-        model = copy.deepcopy(model)
-    storages = Storages()
+    model, storages = copy.deepcopy(model), Storages()
     for block in model.blocks:
         block.attn.attend = storages.watching(attend)
-    with fake, storages:
-        for tensor in [*model.parameters(), *model.buffers()]:
-            storages.follow(tensor)
+    with FakeTensorMode(), storages:
+        _materialise(model, device)
         weights = storages.now
         optimizers = optimizer.build(model, config)
         for _ in range(STEPS):
             state = storages.now - weights
             for _ in range(min(2, accumulation)):  # in the second, gradients live beside the activations
-                before = storages.now
+                before, small = storages.now, storages.small
                 tokens = torch.zeros(3, B, T, dtype=torch.int64, device=device)
                 with precision.autocast(device, dtype):
                     loss = model(tokens[0], tokens[1], documents=tokens[2] if documents else None)
-                activations, scores = storages.now - before, storages.scores(T)
+                activations, scores, small = storages.now - before, storages.scores(T), storages.small - small
                 loss.backward()
                 del loss, tokens
             gradients = storages.now - weights - state
@@ -186,5 +126,17 @@ def simulate(
     by_malloc = device.type == "cpu" and platform.libc_ver()[0] == "glibc"
     return Memory(
         weights=weights, gradients=gradients, optimizer=storages.now - weights, activations=activations,
-        scores=scores, peak=storages.peak, held=storages.heap.peak if by_malloc else storages.peak,
+        scores=scores, peak=storages.peak, held=storages.peak + (small if by_malloc else 0),
     )  # fmt: skip
+
+
+def _materialise(model: GPT, device: torch.device) -> None:
+    """Put new tensors in the place of all parameters and buffers; what was shared stays shared."""
+    made: dict[int, Tensor] = {}
+    for module in model.modules():
+        for name, old in module._parameters.items():
+            if old is not None and id(old) not in made:
+                made[id(old)] = nn.Parameter(torch.empty(old.shape, device=device))
+            module._parameters[name] = made.get(id(old))
+        for name, old in module._buffers.items():
+            module._buffers[name] = torch.empty(old.shape, device=device)

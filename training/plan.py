@@ -1,6 +1,6 @@
 """What a run will take, before it runs: parameters, FLOPs, memory, steps and time. Nothing is trained or downloaded.
 
-make_plan counts, simulates (training/memory.py) and measures; show_plan prints it.
+make_plan counts, simulates (training/memory.py) and measures; plan_page.py prints it.
 """
 
 import statistics
@@ -23,7 +23,6 @@ from model.gpt import GPT
 from training import meter, optimizer, precision
 from training.distributed import Dist
 from training.memory import Memory, simulate
-from training.plan_page import page
 
 
 @dataclass(frozen=True)
@@ -70,59 +69,53 @@ class Plan:
         return None if self.process_bytes is None or isinstance(memory, str) else self.process_bytes + memory.held
 
 
-def show_plan(config: Any) -> int:
-    """Print the plan of `config` (of train.py) -> the exit code. Of several processes rank 0 alone makes it."""
-    from rich.console import Console
-
-    dist = Dist.from_environment()
-    if dist.is_main:
-        console = Console(highlight=False, emoji=False)
-        with console.status("") as status:
-            plan = make_plan(config, dist, say=lambda text: status.update(f"{text} ..."))
-        page(plan, config, console)
-    return 0
-
-
 def make_plan(config: Any, dist: Dist, say: Callable[[str], None] = lambda text: None) -> Plan:
     """The plan of `config`, for the processes of `dist`. `say` is told what is going on.
 
-    Raises UserError where the run itself would be refused, and where the vocabulary cannot be known without a download.
+    Raises UserError where the device or the attention would be refused, and where it takes a download to know the
+    vocabulary.
     """
     device = precision.resolve_device(config.device, dist.local_rank)
     dtype = precision.resolve_dtype(config.dtype, device)
     micro_batch_size, accumulation = config.train.plan(dist.world_size)
     T, batch_size = config.model.block_size, config.train.batch_size
     precision.set_up(device, config.deterministic, config.tf32)
-    attend = _attend(config.attention, config, micro_batch_size, dtype, device)
+    _resolve(config.attention, config, micro_batch_size, dtype, device)
+    attend = bind(config.attention)
     dist.share_cores()
 
     say("loading libraries")
     process_bytes = _process_bytes(config, attend, device, dtype)  # first, while the process is as small as a run's
     prepared = prepare_offline(config.data, config.tokenizer, T)
     vocab_size, at_most = _vocabulary(config, prepared)
-    say("building the model")
-    torch.manual_seed(config.seed)
-    model = GPT(config.model, vocab_size, attend).to(device)
+    model = GPT(config.model, vocab_size, attend, device="meta")
 
-    memory = {}
+    memory, followed = {}, {}
     for name in BACKENDS:
         say(f"following the memory of attention={name}")
+        own = name == config.attention.backend
+        other = config.attention if own else AttentionConfig(backend=name, kernels=None, impl=None)
+        if BACKENDS[name].needs_compiler and device.type == "cuda":
+            memory[name] = f"attention={name} is compiled, which is not followed here"
+            continue
         try:
-            own = name == config.attention.backend
-            other = config.attention if own else AttentionConfig(backend=name, kernels=None, impl=None)
-            other = _attend(other, config, micro_batch_size, dtype, device)
+            kernel = _resolve(other, config, micro_batch_size, dtype, device)
         except UserError as refusal:
             memory[name] = str(refusal)
             continue
-        memory[name] = simulate(
-            model, other, config.optimizer, B=micro_batch_size, T=T, accumulation=accumulation, dtype=dtype,
-            device=device, documents=config.data.document_mask,
-        )  # fmt: skip
+        if kernel not in followed:  # two backends may come to the same
+            followed[kernel] = simulate(
+                model, bind(other), config.optimizer, B=micro_batch_size, T=T, accumulation=accumulation, dtype=dtype,
+                device=device, documents=config.data.document_mask,
+            )  # fmt: skip
+        memory[name] = followed[kernel]
 
     flops, peak, speed = flops_per_token(config.model, vocab_size, T), None, config.flops_per_second
     if speed is None:
         say("measuring this machine's speed")
         peak = meter.peak_flops(device, dtype) * dist.world_size
+        _resolve(config.attention, config, micro_batch_size, dtype, device)  # the others may have set another up
+        model = GPT(config.model, vocab_size, attend).to(device)
         speed = _measure(model, flops * T, micro_batch_size, peak / dist.world_size, dtype) * dist.world_size
 
     tokens_per_step = batch_size * T
@@ -144,13 +137,12 @@ def make_plan(config: Any, dist: Dist, say: Callable[[str], None] = lambda text:
     )  # fmt: skip
 
 
-def _attend(
-    attention: AttentionConfig, config: Any, B: int, dtype: torch.dtype, device: torch.device
-) -> Callable[..., Tensor]:
-    """The function that `attention` names. Raises UserError where it cannot train `config.model` here."""
+def _resolve(attention: AttentionConfig, config: Any, B: int, dtype: torch.dtype, device: torch.device) -> str:
+    """The kernel that `attention` comes to. Raises UserError where it cannot train `config.model` here."""
     documents = config.data.document_mask
-    resolve_model(attention, config.model, B=B, dtype=dtype, device=device, grad=True, documents=documents)
-    return bind(attention)
+    return resolve_model(
+        attention, config.model, B=B, dtype=dtype, device=device, grad=True, documents=documents
+    ).resolved
 
 
 def _vocabulary(config: Any, prepared: Prepared | None) -> tuple[int, bool]:
@@ -162,7 +154,8 @@ def _vocabulary(config: Any, prepared: Prepared | None) -> tuple[int, bool]:
     if size is None:
         raise UserError(
             f"the vocabulary of tokenizer={config.tokenizer.name} depends on the text, which a plan does not download; "
-            f"run python prepare.py data={config.data.name} tokenizer={config.tokenizer.name} first"
+            f"run python prepare.py data={config.data.name} tokenizer={config.tokenizer.name} first, or set "
+            "data.path=FILE"
         )
     return size, config.tokenizer.name not in ("byte", *tokenizer.DOWNLOADED)
 

@@ -1,21 +1,31 @@
 """A plan as a page of at most 80 columns."""
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
 
+from training.distributed import Dist
 from training.memory import Memory
+from training.plan import Plan, make_plan
 from training.progress import duration
-
-if TYPE_CHECKING:
-    from training.plan import Plan
 
 WIDTH = 80
 
 
-def page(plan: "Plan", config: Any, console: Console) -> None:
+def show_plan(config: Any) -> int:
+    """Print the plan of `config` (of train.py) -> the exit code. Of several processes rank 0 alone makes it."""
+    dist = Dist.from_environment()
+    if dist.is_main:
+        console = Console(highlight=False, emoji=False)
+        with console.status("") as status:
+            plan = make_plan(config, dist, say=lambda text: status.update(f"{text} ..."))
+        page(plan, config, console)
+    return 0
+
+
+def page(plan: Plan, config: Any, console: Console) -> None:
     """Print `plan`, of a run of `config`."""
 
     def say(text: str = "", style: str | None = None) -> None:
@@ -30,7 +40,7 @@ def page(plan: "Plan", config: Any, console: Console) -> None:
     console.print(_shares(plan.parameters, lambda count: f"{count:,}"))
     say()
     say("FLOPs per token of training, forward and backward", "bold")
-    flops = {"weights, 6 each (T D² a sequence)": plan.linear_flops, "attention (T² D)": plan.attention_flops}
+    flops = {"weights, 6 each (T C² a sequence)": plan.linear_flops, "attention (T² C)": plan.attention_flops}
     console.print(_shares(flops, si))
     at = "never" if plan.crossover is None else f"at a context of {plan.crossover:,}"
     say(f"attention overtakes the rest {at}\n")
@@ -58,7 +68,7 @@ def _shares(counts: dict[str, int], show: Callable[[int], str]) -> Table:
     return table
 
 
-def _memory(plan: "Plan") -> Table:
+def _memory(plan: Plan) -> Table:
     table = _table("attention", "weights", "gradients", "optimizer", "activations", "scores", "peak", "process")
     table.show_header = True
     for name, memory in plan.memory.items():
@@ -71,14 +81,14 @@ def _memory(plan: "Plan") -> Table:
     return table
 
 
-def _run(plan: "Plan", config: Any) -> Table:
+def _run(plan: Plan, config: Any) -> Table:
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     train, T = config.train, config.model.block_size
     parts = f"{_count(plan.world_size, 'process')} x {plan.accumulation} x {plan.micro_batch_size}"
     table.add_row("on", plan.device)
     table.add_row("a step", f"{parts} = {train.batch_size:,} sequences of {T:,} = {plan.tokens_per_step:,} tokens")
     fit = f", which fit into {train.minutes:g} minutes" if train.minutes is not None else ""
-    table.add_row("steps", f"{plan.steps:,}{fit}, of them {config.schedule.warmup_steps:,} to warm up")
+    table.add_row("steps", f"{plan.steps:,}{fit}, of them {min(plan.steps, config.schedule.warmup_steps):,} to warm up")
     epochs = "text not prepared yet" if plan.epochs is None else f"{plan.epochs:.2g} epochs"
     table.add_row("tokens", f"{plan.tokens:,} ({epochs})")
     looks = f", and {si(plan.evaluation_flops)} for {plan.evaluations:,} evaluations" if plan.evaluation_flops else ""

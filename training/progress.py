@@ -30,7 +30,7 @@ class TrainingProgress:
             transient=True,
             expand=True,
         )
-        self.task = self.bar.add_task("", total=1.0, completed=progress, label="training", numbers="")
+        self.task = self.bar.add_task("", total=1.0, completed=progress, label="evaluating", numbers="")
 
     def __enter__(self) -> "TrainingProgress":
         self.bar.start()
@@ -80,9 +80,10 @@ def headline(folder: Path, config: Any, facts: dict, meta: dict, step: int) -> s
     lines = {
         "run": f"{folder}" + (f", continued from step {step:,}" if step else ""),
         "text": f"{config.data.name}, {tokens['train']:,} tokens to train on and {tokens['val']:,} to validate, "
-        f"{meta['tokenizer']['name']} vocabulary of {meta['vocab_size']:,}",
+        f"{meta['tokenizer']['name']} vocabulary of {meta['vocab_size']:,}"
+        + (", documents kept apart" if config.data.document_mask else ""),
         "model": f"{model.name}, {model.n_layer} layers, {model.n_head} heads, {model.n_embd} wide, context "
-        f"{model.block_size}: {facts['n_params']:,} parameters",
+        f"{model.block_size}{_sees(model)}: {facts['n_params']:,} parameters",
         "runs on": f"{facts['device_name']}, {facts['dtype']}{', compiled' if facts['compile'] else ''}, "
         f"attention {kernel['requested']} -> {kernel['resolved']}"
         + (f", {facts['world_size']} processes" if facts["world_size"] > 1 else ""),
@@ -92,6 +93,13 @@ def headline(folder: Path, config: Any, facts: dict, meta: dict, step: int) -> s
         + (", all of them schedule.warmup_steps" if config.schedule.warmup_steps >= (train.steps or inf) else ""),
     }
     return "\n".join(f"{key:<8} {value}" for key, value in lines.items())
+
+
+def _sees(model: Any) -> str:
+    """What is not plain about a model's attention."""
+    shared = f", {model.kv_heads} key/value heads" if model.kv_heads != model.n_head else ""
+    narrow = f", windows {model.window}" if any(model.windows) else ""
+    return shared + narrow.replace("None", "null")
 
 
 def closing(summary: dict, folder: Path) -> str:

@@ -41,13 +41,19 @@ def visible(Tq: int, Tk: int, *, window=None, positions=None, documents=None, de
 
 def attention_weights(q: Tensor, k: Tensor, *, window=None, positions=None, documents=None) -> Tensor:
     """The causal weights softmax(mask(QK^T / sqrt(D))) -> (B, H, Tq, Tk): rows sum to one, zero where not seen."""
-    k = k.repeat_interleave(q.shape[2] // k.shape[2], dim=2)
+    k = _a_head_each(k, q.shape[2])
     scores = q.transpose(1, 2) @ k.permute(0, 2, 3, 1) / math.sqrt(q.shape[-1])  # (B, H, Tq, Tk)
     seen = visible(q.shape[1], k.shape[1], window=window, positions=positions, documents=documents, device=q.device)
     return scores.masked_fill(~seen, -torch.inf).softmax(-1)
 
 
-EVERYWHERE = {"cpu": Support(), "cuda": Support(), "mps": Support()}
+def _a_head_each(shared: Tensor, H: int) -> Tensor:
+    """Keys or values (B, T, G, D) -> (B, T, H, D), each head repeated for the queries that share it."""
+    G = shared.shape[2]
+    return shared if G == H else shared.repeat_interleave(H // G, dim=2)
+
+
+EVERYWHERE = {"cpu": Support(), "cuda": Support(), "mps": Support(dtypes=("float32", *HALF))}
 
 
 @backend(on=EVERYWHERE)
@@ -55,7 +61,7 @@ def naive(q, k, v, *, window=None, positions=None, documents=None, dropout_p=0.0
     """The definition, with all Tq x Tk weights in memory."""
     weights = attention_weights(q, k, window=window, positions=positions, documents=documents)
     weights = F.dropout(weights, dropout_p, training=dropout_p > 0).to(v.dtype)
-    v = v.repeat_interleave(q.shape[2] // v.shape[2], dim=2)
+    v = _a_head_each(v, q.shape[2])
     return (weights @ v.transpose(1, 2)).transpose(1, 2)  # (B, Tq, H, Dv)
 
 
@@ -114,6 +120,10 @@ def flash(q, k, v, *, window=None, positions=None, documents=None, dropout_p=0.0
 @backend(on={"cuda": Support(dtypes=HALF, head_sizes=(1, 256))}, picks_kernel=True)
 def cudnn(q, k, v, *, window=None, positions=None, documents=None, dropout_p=0.0) -> Tensor:
     """cuDNN's fused attention, or an error."""
+    if k.shape[1] == 1:  # it takes no single key: one that nobody sees is put behind it
+        positions = torch.zeros(q.shape[:2], dtype=torch.int64, device=q.device)
+        k, v = (F.pad(each, (0, 0, 0, 0, 0, 1)) for each in (k, v))
+        documents = None
     return _fused(q, k, v, window, positions, documents, dropout_p, [KERNELS["cudnn"]])
 
 
@@ -133,12 +143,16 @@ def flex(q, k, v, *, window=None, positions=None, documents=None, dropout_p=0.0)
 
     if dropout_p > 0:
         raise ValueError("flex attention has no dropout")
-    compiled = torch.compiler.is_compiling()  # then what is compiled around it takes it in
-    mask = _block_mask if compiled else _block_mask_once
-    y = (flex_attention if compiled else _compiled_flex())(
-        q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2), enable_gqa=q.shape[2] != k.shape[2],
-        block_mask=mask(q.shape[0], q.shape[1], k.shape[1], window, positions, documents, q.device),
-    )  # fmt: skip
+    B, Tq, Tk, gqa, device = q.shape[0], q.shape[1], k.shape[1], q.shape[2] != k.shape[2], q.device
+    q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+    if torch.compiler.is_compiling():  # what is compiled around it takes it in
+        # contiguous: where Inductor 2.13 fuses what makes q and k into the kernel, it is wrong (see the tests)
+        q, k, v = (each.contiguous() for each in (q, k, v))
+        mask = _block_mask(B, Tq, Tk, window, positions, documents, device)
+        y = flex_attention(q, k, v, block_mask=mask, enable_gqa=gqa)
+    else:
+        mask = _block_mask_once(B, Tq, Tk, window, positions, documents, device)
+        y = _compiled_flex()(q, k, v, block_mask=mask, enable_gqa=gqa)
     return y.transpose(1, 2)
 
 
@@ -146,7 +160,9 @@ def flex(q, k, v, *, window=None, positions=None, documents=None, dropout_p=0.0)
 def _compiled_flex():
     from torch.nn.attention.flex_attention import flex_attention
 
-    # Uncompiled it would write out all scores. fullgraph: fail rather than do that when it is compiled too often.
+    # Each kind of mask is compiled, with and without gradients, for one length and then for any. Where that is too
+    # often, fullgraph fails rather than run it uncompiled, which would write out all scores.
+    torch._dynamo.config.recompile_limit = max(64, torch._dynamo.config.recompile_limit)
     return torch.compile(flex_attention, fullgraph=True)
 
 
@@ -177,6 +193,8 @@ _masks: dict[tuple, tuple] = {}
 
 def _block_mask_once(B, Tq, Tk, window, positions, documents, device):
     """_block_mask, made once for all layers that ask with the same tensors, unchanged since as their version tells."""
+    if any(tensor is not None and tensor.is_inference() for tensor in (positions, documents)):
+        return _block_mask(B, Tq, Tk, window, positions, documents, device)  # such tensors have no version
     key = (B, Tq, Tk, window, device)
     stand = [(tensor, None if tensor is None else tensor._version) for tensor in (positions, documents)]
     then, mask = _masks.get(key, (None, None))

@@ -22,7 +22,7 @@ from model.config import AttentionConfig, GPTConfig
 
 @dataclass(frozen=True)
 class Resolved:
-    """What was asked for and what will run, on record in summary.json."""
+    """What was asked for and what each training step will run, on record in summary.json."""
 
     requested: str
     resolved: str  # naive, math, flash, efficient, cudnn, flex; several, joined with "+", where layers differ
@@ -46,7 +46,7 @@ def _find(config: AttentionConfig) -> Backend:
             raise UserError(f"attention.kernels=[{given}] needs one or more of {', '.join(KERNELS)}, in that spelling")
     impls = {key.split()[1]: name for name, other in BACKENDS.items() for key in other.on if " " in key}
     if config.impl is not None and impls.get(config.impl) != chosen.name:
-        known = " or ".join(f"attention={name} attention.impl={impl}" for impl, name in impls.items())
+        known = " or ".join([impl for impl, name in impls.items() if name == chosen.name] or ["another attention"])
         raise UserError(f"attention={chosen.name} has no attention.impl={config.impl}; set null, or {known}")
     return chosen
 
@@ -58,7 +58,7 @@ def bind(config: AttentionConfig) -> Callable[..., Tensor]:
 
 
 class _Ask(TorchFunctionMode):
-    """In place of each scaled_dot_product_attention: which kernel would it run? Nothing is computed."""
+    """In place of each scaled_dot_product_attention: which kernel would it run? No attention is computed."""
 
     kernel: SDPBackend | None = None
 
@@ -70,7 +70,7 @@ class _Ask(TorchFunctionMode):
 
 
 def resolve(config: AttentionConfig, need: Need) -> Resolved:
-    """Which kernel will run `config` for what is needed.
+    """Which kernel will run `config` for what is needed. (Elsewhere, as without dropout, it may be another.)
 
     Raises UserError, naming the setting to change, where it cannot run: first by the table of what the backend
     supports, then by asking PyTorch itself, whose own reasons are passed on.
@@ -97,10 +97,14 @@ def resolve(config: AttentionConfig, need: Need) -> Resolved:
         try:
             bind(config)(*qkv, **masks, dropout_p=need.dropout_p)
         except RuntimeError as error:
-            raise UserError(
-                f"attention={_spelt(config)} cannot run here ({_said(reasons) or error}); "
-                + instead(need, "attention.kernels=null" if config.kernels else None)
-            ) from None
+            if config.kernels:
+                listed = f"attention.kernels=[{','.join(config.kernels)}]"
+                why = _said(reasons) or f"none of them is for this on {need.device.type}"
+                raise UserError(f"{listed} cannot run here ({why}); set attention.kernels=null") from None
+            why = _said(reasons) or error
+            raise UserError(f"attention={chosen.name} cannot run here ({why}); {instead(need, None)}") from None
+    if ask.kernel is None:  # it did without PyTorch's
+        return Resolved(chosen.name, chosen.name, config.impl)
     return Resolved(chosen.name, ask.kernel.name.removesuffix("_ATTENTION").lower(), config.impl)
 
 
@@ -126,6 +130,7 @@ def keep_when_compiled(config: AttentionConfig) -> None:
     """
     from torch._inductor.fx_passes import fuse_attention
 
+    assert callable(fuse_attention._sfdp_init), "Inductor has changed: look how it registers attention's patterns now"
     fuse_attention._sfdp_init = lambda *_: None  # there is no setting for it
     torch.compiler.config.cache_key_tag = str(config)
 
@@ -148,11 +153,6 @@ def _activate(impl: str | None) -> None:
         raise UserError(
             f"attention.impl={impl} cannot be used ({error}); install its package, or set attention.impl=null"
         ) from None
-
-
-def _spelt(config: AttentionConfig) -> str:
-    kernels = "" if config.kernels is None else f" with attention.kernels=[{','.join(config.kernels)}]"
-    return config.backend + kernels + (f" with attention.impl={config.impl}" if config.impl else "")
 
 
 def _said(reasons: list[warnings.WarningMessage]) -> str:

@@ -127,7 +127,9 @@ def check(chosen: Backend, need: Need, impl: str | None = None) -> None:
         what, setting = lacks
         implementation = f" with attention.impl={impl}" if impl else ""
         where = "" if what.startswith("does not run") else f" on {need.device.type}"
-        raise UserError(f"attention={chosen.name}{implementation}{where} {what}; {instead(need, setting)}")
+        without = impl and lacking(chosen, need) is None
+        mend = "set attention.impl=null" if without else instead(need, setting)
+        raise UserError(f"attention={chosen.name}{implementation}{where} {what}; {mend}")
 
 
 def instead(need: Need, setting: str | None) -> str:
