@@ -6,7 +6,7 @@ from dataclasses import fields, is_dataclass
 from typing import Any
 
 from hydra.errors import MissingConfigException, OverrideParseException
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from yaml import YAMLError
 
 from configs.schema import OPTIMIZERS
@@ -48,6 +48,8 @@ def explain(error: Exception, overrides: list[str], schema: type, defaults: Any)
         return f"{key}: the launcher has no such setting; set hydra/launcher=NAME as well, one that has"
     if key and ("not in '" in text or "Could not override" in text or "not in '" in str(inner)):
         return f"{key}: there is no such key{where}{did_you_mean(key, keys(defaults()))}; see --help and --cfg job"
+    if isinstance(inner, MissingMandatoryValue):
+        return f"{key} has no value; set {expected(schema, key)} in the YAML file that was chosen, or as {key}=..."
     if key:
         given = next((o for o in overrides if o.split("=", 1)[0] == key), key)
         expects = expected(schema, key) or str(inner or error).split("\n")[0]

@@ -56,8 +56,9 @@ class Loader:
         sequences = range(first, first + count * stride, stride)
         x, y = self._train(sequences) if split == "train" else self._val(sequences)
         if self.device.type == "cuda":  # pinned memory is copied while the device computes
-            x, y = x.pin_memory(), y.pin_memory()
-        x, y = x.to(self.device, non_blocking=True), y.to(self.device, non_blocking=True)
+            x, y = (t.pin_memory().to(self.device, non_blocking=True) for t in (x, y))
+        else:
+            x, y = x.to(self.device), y.to(self.device)
         return x, y, (x == self.end).cumsum(dim=1) if self.end is not None else None
 
     def _epoch(self, epoch: int) -> tuple[int, np.ndarray]:

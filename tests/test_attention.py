@@ -5,11 +5,12 @@ from dataclasses import replace
 
 import pytest
 import torch
+import torch.nn.functional as F
 from conftest import ON_CPU, ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_model import GROUPED
-from torch.nn.attention import flex_attention
+from torch.nn.attention import SDPBackend, flex_attention
 
 from errors import UserError
 from model import AttentionConfig, GPTConfig
@@ -20,6 +21,7 @@ from model.attention import (
     attention_weights,
     backend,
     bind,
+    cudnn,
     flash,
     flex,
     naive,
@@ -29,6 +31,7 @@ from model.attention import (
     support_table,
     visible,
 )
+from model.attention.backends import KERNELS
 from model.attention.support import FEATURES, lacking
 
 CPU = torch.device("cpu")
@@ -139,10 +142,10 @@ NEEDS = dict(
 )  # fmt: skip
 
 
-def drawn_need(T, queries, heads, sizes, dtype, window, documents, positions, grad, device=CPU) -> Need:
+def drawn_need(T, queries, heads, sizes, dtype, window, documents, positions, grad) -> Need:
     Tq = {"all": T, "one": 1, "some": max(1, T // 2)}[queries]
     return Need(
-        B=2, Tq=Tq, Tk=T, H=heads[0], G=heads[1], D=sizes[0], Dv=sizes[1], dtype=DTYPES[dtype], device=device,
+        B=2, Tq=Tq, Tk=T, H=heads[0], G=heads[1], D=sizes[0], Dv=sizes[1], dtype=DTYPES[dtype], device=CPU,
         grad=grad, window=window, documents=documents, positions=positions,
     )  # fmt: skip
 
@@ -346,6 +349,21 @@ def test_flex_without_a_compiler_is_refused(monkeypatch):
         resolve(choose("flex"), replace(NEED, grad=False))
 
 
+def test_cudnn_is_given_a_second_key_where_there_is_one_alone(monkeypatch):
+    """What is done around its kernel, with another in its place."""
+    monkeypatch.setitem(KERNELS, "cudnn", SDPBackend.MATH)
+    given, attend = [], F.scaled_dot_product_attention
+    monkeypatch.setattr(
+        F, "scaled_dot_product_attention", lambda *a, **how: given.append(a[1].shape[2]) or attend(*a, **how)
+    )
+    for changed in ({}, {"window": 3}, {"documents": True}, {"positions": True}):
+        for T in (1, 5):
+            need = replace(NEED, Tq=1, Tk=T, **changed)
+            qkv, masks = random_qkv(need), random_masks(need)
+            torch.testing.assert_close(cudnn(*qkv, **masks), naive(*qkv, **masks), atol=2e-6, rtol=1e-5)
+    assert set(given) == {2, 5}
+
+
 def test_flash_and_flex_themselves_refuse_rather_than_fall_back():
     q, k, v = random_qkv(replace(NEED, Dv=4))
     with pytest.warns(UserWarning), pytest.raises(RuntimeError, match="No available kernel"):
@@ -375,10 +393,9 @@ def test_weights_are_lower_triangular_and_row_stochastic():
     assert visible(3, 5).tolist() == [[True] * 3 + [False] * 2, [True] * 4 + [False], [True] * 5]
 
 
-def test_a_new_backend_is_one_function_and_one_yaml_file(train, workdir, monkeypatch, capsys):
+def test_a_new_backend_is_one_function_and_one_yaml_file(train, workdir, capsys):
     import json
 
-    monkeypatch.setattr("model.attention.support.BACKENDS", BACKENDS)
     calls = []
 
     @backend(on={"cpu": Support(dropout=False)})
@@ -397,6 +414,10 @@ def test_a_new_backend_is_one_function_and_one_yaml_file(train, workdir, monkeyp
         assert train("--config-dir", "own", "attention=toy", "name=b", "model.dropout=0.1") == 2
         assert "attention=toy on cpu has no dropout; set model.dropout=0, or attention=naive" in capsys.readouterr().err
         assert "| `toy` | cpu | any | ✓ | no |" in support_table()
+        (workdir / "own/attention/toy.yaml").write_text("kernels: null\nimpl: null\n")
+        with pytest.raises(SystemExit):  # and a file that forgets whose it is trains nothing else instead
+            train("--config-dir", "own", "attention=toy", "name=c")
+        assert "attention.backend has no value; set a word in the YAML file" in capsys.readouterr().err
     finally:
         BACKENDS.pop("toy", None)
 

@@ -106,6 +106,12 @@ def test_a_run_leaves_what_the_readme_says(train, workdir, capsys):
     assert "attention sdpa -> flash" in out
 
 
+def test_the_last_line_of_the_progress_is_of_the_last_step(train, capsys):
+    assert train("name=a") == 0
+    (line,) = re.findall(r"^step 6/6 +loss ([\d.]+)", capsys.readouterr().out, re.MULTILINE)
+    assert line == f"{metrics('a')[-1]['train/loss']:.3f}"
+
+
 def test_training_learns(train):
     assert train("name=a", "train.steps=150", "train.batch_size=16", "eval.every=150", "optimizer.lr=0.02") == 0
     rows = metrics("a")

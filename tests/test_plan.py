@@ -26,6 +26,7 @@ from model.cost import (
     params_by_part,
 )
 from model.gpt import GPT
+from training import meter
 from training.distributed import Dist
 from training.memory import Memory
 from training.plan import make_plan
@@ -125,6 +126,16 @@ def test_memory_is_within_a_fifth_of_measured_runs(workdir):
         total, activations = planned[attention]
         assert activations > 80 * 2**20, "the model is too small for the test to say anything"
         assert total == pytest.approx(measured, rel=0.2), attention
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="NOT RUN: a process's memory is Linux's to tell")
+def test_a_model_is_planned_without_being_made(plan):
+    plan()  # what libraries take at first
+    device = torch.device("cpu")
+    meter.reset_peak_memory(device)
+    before = meter.peak_memory_bytes(device)
+    assert plan("model.n_embd=8192").memory["naive"].weights > 3 * 2**30
+    assert meter.peak_memory_bytes(device) - before < 2**30
 
 
 def test_weights_gradients_and_states_are_counted_exactly(plan):

@@ -49,7 +49,10 @@ class Need:
 
 @dataclass(frozen=True)
 class Feature:
-    """Something that not every backend can do: its title, who asks for it, and what to say where it is missing."""
+    """Something that not every backend can do: its title, who asks for it, and what to say where it is missing.
+
+    n in what is said: the need.
+    """
 
     title: str
     asked: Callable[[Need], bool]
@@ -67,7 +70,8 @@ FEATURES = {
                          "data.document_mask=false"),
     "positions": Feature("positions", lambda n: n.positions or 1 < n.Tq < n.Tk,
                          "takes no queries in the middle of the keys"),
-    "any_dv": Feature("Dv ≠ D", lambda n: n.Dv != n.D, "needs values as wide as keys"),
+    "any_dv": Feature("Dv ≠ D", lambda n: n.Dv != n.D,
+                      "needs values as wide as keys, not Dv={n.Dv} and D={n.D}"),
 }  # fmt: skip
 
 
@@ -109,7 +113,7 @@ def lacking(chosen: Backend, need: Need, impl: str | None = None) -> tuple[str, 
         return f"does not run on {device}", f"device={' or '.join(there)}"
     for key, feature in FEATURES.items():
         if feature.asked(need) and not getattr(able, key):
-            return feature.lacks + (f", not Dv={need.Dv} and D={need.D}" if key == "any_dv" else ""), feature.instead
+            return feature.lacks.format(n=need), feature.instead
     if dtype not in able.dtypes:
         return f"does not compute in {dtype}", f"dtype={able.dtypes[0]}"
     least, most = able.head_sizes
