@@ -10,3 +10,16 @@ class UserError(ValueError):
 
 class TrainingFailed(RuntimeError):
     """A run that cannot go on, through no bug. One sentence as well; the scripts exit with code 1."""
+
+
+OUT_OF_MEMORY = ("allocate memory", "out of memory", "bad_alloc")
+
+
+def is_out_of_memory(error: BaseException) -> bool:
+    """Whether this is Python's or PyTorch's way to say so, on any device. (Nothing here imports torch.)"""
+    words = str(error)
+    return (
+        isinstance(error, MemoryError)
+        or type(error).__name__ == "OutOfMemoryError"
+        or (isinstance(error, RuntimeError) and any(said in words for said in OUT_OF_MEMORY))
+    )

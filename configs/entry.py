@@ -23,7 +23,7 @@ from yaml import YAMLError
 from configs.composition import CONFIGS, choices, compose_config, is_hydras, is_launcher
 from configs.explain import explain
 from configs.schema import SCRIPTS
-from errors import TrainingFailed, UserError
+from errors import TrainingFailed, UserError, is_out_of_memory
 from training.run import EXIT_CODES
 
 # What goes wrong with files on a user's machine, and is no bug.
@@ -84,8 +84,8 @@ def run(main: Callable[..., int], *config: Any) -> int:
         if error.errno not in MENDABLE:
             raise
         return _say(f"{error.filename or 'writing'}: {error.strerror}; make room or set another folder or name", 1)
-    except RuntimeError as error:
-        if type(error).__name__ != "OutOfMemoryError" and "allocate memory" not in str(error):
+    except (RuntimeError, MemoryError) as error:
+        if not is_out_of_memory(error):
             raise
         return _say("out of memory; set a smaller train.micro_batch_size, model.block_size or model", 1)
 

@@ -18,6 +18,7 @@ WORDS = {
     "str": "a word",
     "list[float]": "a list of numbers, as in [0.9,0.95]",
     "list[str]": "a list of words, as in [a,b]",
+    "list[int]": "a list of whole numbers, as in [64,1024]",
 }
 
 
@@ -39,7 +40,7 @@ def explain(error: Exception, overrides: list[str], schema: type, defaults: Any)
     if "Ambiguous value" in text or isinstance(error, OverrideParseException):
         return _unreadable(text, overrides)
 
-    key = getattr(inner, "full_key", None) or _search(r"full_key: (\S+)", text)
+    key = getattr(inner, "full_key", None) or _search(r"full_key: (\S+)|^Could not override '(\S+)'", text)
     where = _search(r"In '([^']+)'", text)
     where = f" (in {where}.yaml)" if where else ""
     if key == "experiment" and where:
@@ -76,7 +77,7 @@ def _unreadable(text: str, overrides: list[str]) -> str:
 
 def _search(pattern: str, text: str) -> str | None:
     found = re.search(pattern, text)
-    return found.group(1) if found else None
+    return next((group for group in found.groups() if group), None) if found else None
 
 
 def one_of(options: list[str]) -> str:

@@ -15,11 +15,13 @@ from errors import UserError
 from model import AttentionConfig, GPTConfig, SamplingConfig
 from training import (
     AdamWConfig,
+    BenchConfig,
     CheckpointConfig,
     EvalConfig,
     MuonConfig,
     ScheduleConfig,
     TrainConfig,
+    TrainWandbConfig,
     WandbConfig,
 )
 from training.run import check_name, check_word
@@ -49,7 +51,7 @@ class Train:
     train: TrainConfig
     eval: EvalConfig
     checkpoint: CheckpointConfig
-    wandb: WandbConfig
+    wandb: TrainWandbConfig
 
     def check(self) -> None:
         """The rules that cross rooms. Raises UserError."""
@@ -58,8 +60,7 @@ class Train:
         check_word("data.name", self.data.name)
         check_word("model.name", self.model.name)
         _check_seed(self.seed)
-        if not isinstance(self.optimizer, OPTIMIZERS.get(getattr(self.optimizer, "name", None), ())):
-            raise UserError(f"optimizer needs a choice whose name it keeps; set optimizer={' or '.join(OPTIMIZERS)}")
+        _check_optimizer(self.optimizer)
         self.train.plan(world_size=1)
         lr_fraction(self.schedule, self.schedule.warmup_steps, None, 0.0)
         if self.flops_per_second is not None:
@@ -105,6 +106,43 @@ class Prepare:
         """The rooms' own rules are all there is."""
 
 
+@dataclass
+class Bench(BenchConfig):
+    """bench.py"""
+
+    name: str | None
+    seed: int
+    device: str
+    compile: bool | None
+    tf32: bool
+    model: GPTConfig
+    optimizer: Any  # as Train's
+    wandb: WandbConfig
+
+    def check(self) -> None:
+        """The rules that cross rooms. Raises UserError."""
+        if self.name is not None:
+            check_word("name", self.name)
+        check_word("model.name", self.model.name)
+        _check_seed(self.seed)
+        _check_optimizer(self.optimizer)
+        H, G, _, _ = self.kernel_shape()
+        if H % G:
+            raise UserError(f"n_kv_head={G} does not divide the {H} heads of n_head; set a number that does, or null")
+
+    def kernel_shape(self) -> tuple[int, int, int, int]:
+        """(H, G, D, Dv) of attention alone: the model's, where nothing else is set."""
+        H = self.n_head or self.model.n_head
+        D = self.head_size or self.model.head_size
+        G = self.n_kv_head or (H if self.n_head else self.model.kv_heads)
+        return H, G, D, self.value_size or D
+
+
+def _check_optimizer(optimizer: Any) -> None:
+    if not isinstance(optimizer, OPTIMIZERS.get(getattr(optimizer, "name", None), ())):
+        raise UserError(f"optimizer needs a choice whose name it keeps; set optimizer={' or '.join(OPTIMIZERS)}")
+
+
 def _check_seed(seed: int) -> None:
     if not 0 <= seed < 2**32:
         raise UserError(f"seed={seed} must not be negative, and below 2^32; set, say, 1337")
@@ -120,7 +158,7 @@ def _check_speed(flops_per_second: float, plan: bool) -> None:
         )
 
 
-SCRIPTS = {"train": Train, "sample": Sample, "prepare": Prepare}
+SCRIPTS = {"train": Train, "sample": Sample, "prepare": Prepare, "bench": Bench}
 OPTIMIZERS = {"adamw": AdamWConfig, "muon": MuonConfig}
 
 

@@ -8,12 +8,9 @@ import itertools
 import os
 import re
 import shlex
-import signal
 import sys
 import time
 from argparse import Namespace
-from collections.abc import Iterator
-from contextlib import contextmanager
 from dataclasses import asdict
 from functools import partial
 from pathlib import Path
@@ -30,8 +27,9 @@ from omegaconf import OmegaConf
 from compare.comparison import compare, show
 from configs.composition import composing, is_hydras, quote
 from errors import UserError
-from training.run import JOB, SWEEPS, make_new_folder, read_json, write_json
-from training.sweep import Job, Outcome, SweepProgress, recover, tell_wandb, train
+from training.run import JOB, SWEEPS, make_new_folder, read_json, stopping_as_ctrl_c, write_json
+from training.sweep import Job, Outcome, SweepProgress, recover, train
+from training.tracking import tell_wandb
 
 
 def sweep(flags: Namespace, overrides: list[str]) -> int:
@@ -127,7 +125,8 @@ def _run(name: str, jobs: list[Job], config: Any, launcher_config: Any) -> int:
         rows = compare([folder], folder)
         show(rows, folder)
         if todo:
-            tell_wandb(config.wandb, name, folder, rows)
+            group = config.wandb.group or name
+            tell_wandb(config.wandb, "comparison", f"{name}-comparison", group, rows, folder / "comparison.png", {})
     finally:
         code = _report(folder, jobs, outcomes)
     return code
@@ -152,7 +151,7 @@ def _launch(todo: list[Job], config: Any, jobs: list[Job]) -> dict[str, Outcome]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
     began = time.time()
     try:
-        with _stopping_as_ctrl_c(), SweepProgress(jobs, todo):
+        with stopping_as_ctrl_c(), SweepProgress(jobs, todo):
             returned = launcher.launch([[quote(word) for word in job.words[-2:]] for job in todo], initial_job_idx=0)
         return {job.name: each.return_value for job, each in zip(todo, returned, strict=True)}
     except KeyboardInterrupt:
@@ -170,18 +169,6 @@ def _task(jobs: dict[str, Job], config: Any) -> Outcome:
         return train(jobs[config.name])
     except Exception as error:
         return Outcome("failed", f"{type(error).__name__}: {error}")
-
-
-@contextmanager
-def _stopping_as_ctrl_c() -> Iterator[None]:
-    """Inside, what asks the process to end, or a terminal that is closed, does as Ctrl-C does, and reaches the jobs."""
-    kinds = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
-    before = {kind: signal.signal(kind, signal.default_int_handler) for kind in kinds}
-    try:
-        yield
-    finally:
-        for kind, handler in before.items():
-            signal.signal(kind, handler)
 
 
 def _report(folder: Path, jobs: list[Job], outcomes: dict[str, Outcome]) -> int:

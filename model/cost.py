@@ -7,6 +7,7 @@ overtakes the first where the context is longer than some multiple of the width.
 
 from bisect import bisect_left
 
+from model.attention import Need
 from model.config import GPTConfig
 from model.gpt import GPT
 
@@ -72,3 +73,14 @@ def crossover(config: GPTConfig, vocab_size: int) -> int | None:
     enough = -(-linear // (12 * config.n_head * config.head_size))  # for a single layer without a window
     T = bisect_left(range(enough), linear, key=lambda T: attention_flops_per_token(config, T))
     return T if attention_flops_per_token(config, T) >= linear else None
+
+
+def attention_flops(need: Need) -> int:
+    """FLOPs of one call of causal attention: 2 (D + Dv) per head for each key that a query sees, a multiply and an add.
+
+    With gradients three times that: dQ, dK, dV and that of the weights are products of the same sizes. What a kernel
+    computes twice, or computes and then hides, is not counted.
+    """
+    behind = need.Tk - need.Tq
+    pairs = need.Tq * behind + need.Tq * (need.Tq + 1) // 2  # of a query and a key that it sees
+    return (3 if need.grad else 1) * 2 * need.B * need.H * pairs * (need.D + need.Dv)

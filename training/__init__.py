@@ -2,20 +2,24 @@
 
 from training.config import (
     AdamWConfig,
+    BenchConfig,
     CheckpointConfig,
     EvalConfig,
     MuonConfig,
     ScheduleConfig,
     TrainConfig,
+    TrainWandbConfig,
     WandbConfig,
 )
 
 __all__ = [
     "AdamWConfig",
+    "BenchConfig",
     "CheckpointConfig",
     "EvalConfig",
     "MuonConfig",
     "ScheduleConfig",
     "TrainConfig",
+    "TrainWandbConfig",
     "WandbConfig",
 ]

@@ -1,5 +1,6 @@
 """Time, memory and throughput, measured so that they can be believed."""
 
+import ctypes
 import os
 import platform
 import shlex
@@ -67,14 +68,14 @@ class Speed:
         self.seconds: list[float] = []
 
     def start(self) -> None:
-        self.started = self._mark()
+        self.started = _mark(self.device)
 
     def stop(self) -> Callable[[], dict]:
         """End of a step -> a function that gives its numbers: step_ms, tokens_per_second, mfu (a part of the peak)."""
-        start, end = self.started, self._mark()
+        start, end = self.started, _mark(self.device)
 
         def numbers() -> dict:
-            seconds = self._between(start, end)
+            seconds = _between(self.device, start, end)
             self.seconds.append(seconds)
             return self._rates(seconds)
 
@@ -92,26 +93,52 @@ class Speed:
             "mfu": self.flops / seconds / self.peak,
         }
 
-    def _mark(self):
-        if self.device.type != "cuda":
-            synchronize(self.device)
-            return time.perf_counter()
-        event = torch.cuda.Event(enable_timing=True)
-        event.record()
-        return event
-
-    def _between(self, start, end) -> float:
-        if self.device.type != "cuda":
-            return end - start
-        end.synchronize()
-        return start.elapsed_time(end) / 1000
-
 
 def compile_seconds() -> float:
     """What torch.compile has taken in this process, forward and backward graphs."""
     from torch._dynamo.utils import calculate_time_spent
 
     return calculate_time_spent()["total_wall_time"]
+
+
+def time_calls(
+    call: Callable[[], object], device: torch.device, repeats: int, seconds: float, most: int
+) -> list[float]:
+    """The seconds of each of several calls, on the device's own time line.
+
+    As many as fit into `seconds`, from `repeats` to `most`. Short ones, of which many fit, warm up for a while first.
+    """
+    first = _time_each(call, device, 1)
+    fitting = min(most, int(seconds / first[0]))
+    _time_each(call, device, fitting // 5)
+    return first + _time_each(call, device, max(repeats, fitting) - 1)
+
+
+def _time_each(call: Callable[[], object], device: torch.device, count: int) -> list[float]:
+    marks = []
+    for _ in range(count):  # on CUDA none waits for the one before
+        start = _mark(device)
+        call()
+        marks.append((start, _mark(device)))
+    return [_between(device, *each) for each in marks]
+
+
+def _mark(device: torch.device):
+    """A point on the device's time line: on CUDA an event, which nothing waits for until it is read."""
+    if device.type != "cuda":
+        synchronize(device)
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
+
+
+def _between(device: torch.device, start, end) -> float:
+    """Seconds."""
+    if device.type != "cuda":
+        return end - start
+    end.synchronize()
+    return start.elapsed_time(end) / 1000
 
 
 def reset_peak_memory(device: torch.device) -> None:
@@ -128,11 +155,35 @@ def peak_memory_bytes(device: torch.device) -> int | None:
     """The most memory in use since the reset: CUDA's allocator's, or on Linux the process's. None: unknown."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
+    return _process_bytes("VmHWM")
+
+
+def memory_in_use(device: torch.device) -> int | None:
+    """What is in use now, counted as peak_memory_bytes counts it."""
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else _process_bytes("VmRSS")
+
+
+def _process_bytes(key: str) -> int | None:
+    """A figure of this process's memory from Linux (proc(5)); None on other systems."""
     status = Path("/proc/self/status")
     if not status.exists():
         return None
-    line = next(line for line in status.read_text().splitlines() if line.startswith("VmHWM"))
+    line = next(line for line in status.read_text().splitlines() if line.startswith(key))
     return int(line.split()[1]) * 1024
+
+
+def return_freed_memory() -> None:
+    """Give back what glibc's malloc keeps of freed blocks, which would hide as much of what is taken next."""
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)
+
+
+def cache_bytes(device: torch.device) -> int:
+    """The size of the largest cache between the device's cores and its memory; 0: unknown."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_properties(device).L2_cache_size
+    caches = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
+    return max((int(path.read_text().strip().removesuffix("K")) * 1024 for path in caches), default=0)
 
 
 def environment(device: torch.device) -> dict:

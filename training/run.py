@@ -10,6 +10,8 @@ import platform
 import re
 import signal
 import time
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -23,6 +25,7 @@ if TYPE_CHECKING:  # torch, which a config's check need not wait for
 
 ROOT = Path("runs")  # below the folder where the command is typed
 SWEEPS = ROOT / "sweeps"  # runs/sweeps/<sweep>/<job>: the runs of a sweep
+BENCHES = ROOT / "bench"  # runs/bench/<name>: what bench.py measured
 RESERVED = ("sweeps", "bench", "comparison", "last")
 JOB = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=,+-]{0,200}")  # a sweep's job, named for its values: attention=flash,seed=1
 EXIT_CODES = {"finished": 0, "failed": 1, "refused": 2, "interrupted": 75}
@@ -233,4 +236,16 @@ class StopRequest:
 
     def __exit__(self, *_) -> None:
         for kind, handler in self.before.items():
+            signal.signal(kind, handler)
+
+
+@contextmanager
+def stopping_as_ctrl_c() -> Iterator[None]:
+    """Inside, what asks the process to end, or a terminal that is closed, does as Ctrl-C does."""
+    kinds = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
+    before = {kind: signal.signal(kind, signal.default_int_handler) for kind in kinds}
+    try:
+        yield
+    finally:
+        for kind, handler in before.items():
             signal.signal(kind, handler)

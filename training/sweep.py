@@ -12,9 +12,8 @@ import subprocess
 import sys
 import threading
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
 import yaml
 from filelock import FileLock, Timeout
@@ -23,7 +22,6 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, Ti
 from rich.table import Column
 
 from errors import UserError
-from training.config import WandbConfig
 from training.progress import duration
 from training.run import EXIT_CODES, flat, owner, read_summary, write_config, write_summary
 
@@ -218,22 +216,3 @@ def last_row(folder: Path) -> dict | None:
         return json.loads(lines[-1])
     except (IndexError, ValueError):
         return None
-
-
-def tell_wandb(config: WandbConfig, sweep: str, folder: Path, rows: list[Any]) -> None:
-    """A run in the sweep's group that holds the comparison's table, whose rows are dataclasses, and its picture."""
-    if config.mode == "disabled":
-        return
-    import wandb
-
-    try:
-        run = wandb.init(
-            mode=config.mode, project=config.project, entity=config.entity, group=config.group or sweep,
-            tags=config.tags, job_type="comparison", name=f"{sweep}-comparison", dir=folder.resolve(),
-            settings=wandb.Settings(silent=True, console="off", init_timeout=60),
-        )  # fmt: skip
-        with run:
-            table = wandb.Table(columns=list(asdict(rows[0])), data=[list(asdict(row).values()) for row in rows])
-            run.log({"comparison": table, "comparison_picture": wandb.Image(str(folder / "comparison.png"))})
-    except Exception as error:  # a sink must not spoil a sweep, whatever it raises
-        print(f"wandb: {type(error).__name__}: {error}; the comparison is in {folder}")

@@ -9,7 +9,9 @@ import math
 import os
 import time
 from collections.abc import Callable
+from dataclasses import asdict
 from pathlib import Path
+from typing import Any
 
 import torch
 
@@ -97,6 +99,30 @@ class Wandb:
     def finish(self, exit_code: int) -> None:
         if self.run is not None:
             self._guard(self.run.finish, exit_code)
+
+
+def tell_wandb(
+    config: WandbConfig, kind: str, name: str, group: str | None, rows: list[Any], picture: Path, facts: dict
+) -> None:
+    """A run of its own for what several processes found: the table `kind`, whose rows are dataclasses, and a picture.
+
+    facts: what else it should say, as the run's config.
+    """
+    if config.mode == "disabled":
+        return
+    import wandb
+
+    try:
+        run = wandb.init(
+            mode=config.mode, project=config.project, entity=config.entity, group=group, tags=config.tags,
+            job_type=kind, name=name, dir=picture.parent.resolve(), config=flat(facts),
+            settings=wandb.Settings(silent=True, console="off", init_timeout=60),
+        )  # fmt: skip
+        with run:
+            table = wandb.Table(columns=list(asdict(rows[0])), data=[list(asdict(row).values()) for row in rows])
+            run.log({kind: table, f"{kind}_picture": wandb.Image(str(picture))})
+    except Exception as error:  # a sink must not spoil what was measured, whatever it raises
+        print(f"wandb: {type(error).__name__}: {error}; the {kind} is in {picture.parent}")
 
 
 class Tracker:

@@ -21,10 +21,10 @@ backends.py has the functions, support.py the table of what each can do, resolut
 """
 
 from model.attention.backends import attention_weights, cudnn, flash, flex, naive, sdpa, visible
-from model.attention.resolution import Resolved, bind, keep_when_compiled, resolve, resolve_model
+from model.attention.resolution import Resolved, bind, keep_when_compiled, resolve, resolve_model, spellings
 from model.attention.support import BACKENDS, Need, Support, backend, support_table
 
 __all__ = [
     "BACKENDS", "Need", "Resolved", "Support", "attention_weights", "backend", "bind", "cudnn", "flash", "flex",
-    "keep_when_compiled", "naive", "resolve", "resolve_model", "sdpa", "support_table", "visible",
+    "keep_when_compiled", "naive", "resolve", "resolve_model", "sdpa", "spellings", "support_table", "visible",
 ]  # fmt: skip

@@ -51,6 +51,19 @@ def _find(config: AttentionConfig) -> Backend:
     return chosen
 
 
+def spellings() -> dict[str, AttentionConfig]:
+    """Every way there is to compute attention, as in "naive", "sdpa:math", "flash:FA3": a backend alone, or with one
+    of the kernels or implementations that it has to choose from."""
+    ways = {}
+    for name, chosen in BACKENDS.items():
+        ways[name] = AttentionConfig(name, kernels=None, impl=None)
+        for kernel in KERNELS if "kernels" in signature(chosen.attend).parameters else ():
+            ways[f"{name}:{kernel}"] = AttentionConfig(name, kernels=[kernel], impl=None)
+        for impl in (key.split()[1] for key in chosen.on if " " in key):
+            ways[f"{name}:{impl}"] = AttentionConfig(name, kernels=None, impl=impl)
+    return ways
+
+
 def bind(config: AttentionConfig) -> Callable[..., Tensor]:
     """The `attend` function that `config` names, its settings filled in. Raises UserError."""
     chosen = _find(config)
