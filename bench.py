@@ -106,14 +106,17 @@ def measure(contests: list[Contest], settings: Settings, take: Callable[[Timing]
 @contextmanager
 def empty_compile_cache() -> Iterator[None]:
     """For processes that are started inside: compiling is measured, and what was compiled another day would hide it."""
-    key, before = "TORCHINDUCTOR_CACHE_DIR", dict(os.environ)
+    key = "TORCHINDUCTOR_CACHE_DIR"
+    before = os.environ.get(key)
     with tempfile.TemporaryDirectory() as folder:
         os.environ[key] = folder
         try:
             yield
         finally:
-            os.environ.pop(key)
-            os.environ.update({key: before[key]} if key in before else {})
+            if before is None:
+                del os.environ[key]
+            else:
+                os.environ[key] = before
 
 
 def title(config: Bench, row: Timing, facts: dict) -> str:

@@ -1,4 +1,4 @@
-"""The one exception that means "what you asked for cannot be done", as opposed to a bug."""
+"""What goes wrong through no bug: what cannot be done as it was asked for, what cannot go on, and too little memory."""
 
 
 class UserError(ValueError):

@@ -332,6 +332,18 @@ def test_a_later_round_that_is_too_long_leaves_what_the_earlier_ones_found():
     assert 1 <= len(found) < 1000
 
 
+def test_what_compiles_finds_an_empty_cache_and_others_keep_theirs(monkeypatch):
+    from bench import empty_compile_cache
+
+    for before in ("/somewhere", None):
+        monkeypatch.delenv("TORCHINDUCTOR_CACHE_DIR", raising=False)
+        if before is not None:
+            monkeypatch.setenv("TORCHINDUCTOR_CACHE_DIR", before)
+        with empty_compile_cache():
+            assert not any(Path(os.environ["TORCHINDUCTOR_CACHE_DIR"]).iterdir())
+        assert os.environ.get("TORCHINDUCTOR_CACHE_DIR") == before
+
+
 def test_as_many_calls_are_timed_as_fit_and_never_fewer_than_asked_for():
     calls = []
     assert len(meter.time_calls(lambda: calls.append(1), CPU, repeats=7, seconds=0.0, most=100)) == 7
@@ -466,6 +478,7 @@ def test_ctrl_c_leaves_what_was_measured(workdir):
     (["time_limit=0"], "time_limit=0.0 must be a finite number greater than 0"),
     (["name=a/b"], "cannot name a folder"),
     (["train.steps=3"], "train: there is no such key"),
+    (["attention=flash"], "attention: there is no such key"),
     (["device=cuda"], "device=cuda is not on this machine"),
 ])  # fmt: skip
 def test_wrong_words(words, says, workdir, capsys):
