@@ -40,7 +40,7 @@ from configs.entry import leave
 from configs.entry import run as run_main
 from configs.schema import Train
 from data import tokenizer
-from data.loader import Loader
+from data.loader import Loader, ahead
 from data.prepare import prepare
 from model import SamplingConfig
 from model.attention import bind, keep_when_compiled, resolve_model
@@ -157,6 +157,8 @@ def main(config: Train) -> int:
                 tracker.log(row)
                 show.evaluated(row)
 
+            firsts = dist.firsts(state.step, batch_size, micro_batch_size)
+            batches = speed.waiting(ahead(loader, firsts, micro_batch_size))
             stopped = False
             while progress < 1 and not stopped:
                 # One optimizer step, on batch_size sequences, micro_batch_size at a time.
@@ -164,9 +166,8 @@ def main(config: Train) -> int:
                 fraction = lr_fraction(config.schedule, state.step, steps, progress)
                 optimizer.set_lr(optimizers, fraction)
                 loss = torch.zeros((), device=device)
-                first, _ = dist.share(state.step * batch_size, batch_size)
                 for micro in range(accumulation):
-                    x, y, documents = loader.batch("train", first + micro * micro_batch_size, micro_batch_size)
+                    x, y, documents = next(batches)
                     dist.seed(device, config.seed, state.step, micro)
                     with dist.sync_gradients(forward, now=micro == accumulation - 1):
                         with precision.autocast(device, dtype):

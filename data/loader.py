@@ -14,6 +14,8 @@ then predicted from it alone, as sampling from nothing does.
 B sequences, T = block_size.
 """
 
+from collections.abc import Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
 
 import numpy as np
@@ -72,8 +74,9 @@ class Loader:
             phase, order = self._epoch(epoch)
             starts[row] = phase + order[index] * self.T
         tokens = self.tokens["train"]
-        window = torch.from_numpy(tokens[(starts + np.arange(self.T + 1)) % len(tokens)].astype(np.int64))
-        return window[:, :-1].contiguous(), window[:, 1:].contiguous()
+        window = tokens[(starts + np.arange(self.T + 1)) % len(tokens)].astype(np.int64)
+        # Copied by NumPy: in a thread of its own, torch would start a second team of threads beside the step's.
+        return tuple(torch.from_numpy(np.ascontiguousarray(part)) for part in (window[:, :-1], window[:, 1:]))
 
     def _val(self, sequences: range) -> tuple[Tensor, Tensor]:
         begin = np.array([i * self.val_T for i in sequences if i < self.val_windows], dtype=np.int64).reshape(-1, 1)
@@ -83,3 +86,25 @@ class Loader:
         window = torch.from_numpy(tokens[at].astype(np.int64))
         counted = torch.from_numpy(at[:, :-1] >= begin)
         return window[:, :-1].contiguous(), window[:, 1:].masked_fill(~counted, IGNORE)
+
+
+def ahead(loader: Loader, starts: Iterable[int], count: int) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
+    """The training batches of `count` sequences from each of `starts` on, each made before it is asked for.
+
+    While one is used, a thread makes the next. What goes wrong in it is raised here, when that batch is asked for.
+    """
+    with ThreadPoolExecutor(1, "batches", _use, (loader.device,)) as thread:
+        made = None
+        for first in starts:
+            following = thread.submit(loader.batch, "train", first, count)
+            if made is not None:
+                yield made.result()
+            made = following
+        if made is not None:
+            yield made.result()
+
+
+def _use(device: torch.device) -> None:
+    """A new thread is on the first GPU, and would pin memory for it whichever this process computes on."""
+    if device.type == "cuda" and device.index is not None:
+        torch.cuda.set_device(device)

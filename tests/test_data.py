@@ -1,7 +1,10 @@
 """Text in, tokens on disk, batches out: nothing lost, nothing twice, nothing stale."""
 
 import http.server
+import itertools
 import json
+import os
+import queue
 import subprocess
 import sys
 import threading
@@ -16,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data import DataConfig, TokenizerConfig, sources, tokenizer
-from data.loader import IGNORE, Loader
+from data.loader import IGNORE, Loader, ahead
 from data.prepare import check_length, prepare, split_documents
 from errors import UserError
 
@@ -268,6 +271,73 @@ def test_validation_counts_every_target_exactly_once(n, T, size):
         assert torch.equal(x[y != IGNORE] + 1, y[y != IGNORE])
         counted += y[y != IGNORE].tolist()
     assert counted == list(range(1, n))
+
+
+class Slow:
+    """A loader that tells what it is asked for, and breaks at sequence 6."""
+
+    device = torch.device("cpu")
+
+    def __init__(self):
+        self.asked = queue.Queue()
+
+    def batch(self, split, first, count):
+        self.asked.put((split, first, count, threading.current_thread() is threading.main_thread()))
+        if first == 6:
+            raise OSError("the disk is gone")
+        return first
+
+
+def test_the_next_batch_is_made_while_one_is_used_and_none_after_it():
+    loader = Slow()
+    batches = ahead(loader, itertools.count(0, 2), 2)
+    assert next(batches) == 0
+    assert [loader.asked.get(timeout=10) for _ in range(2)] == [("train", 0, 2, False), ("train", 2, 2, False)]
+    assert next(batches) == 2
+    batches.close()
+    assert loader.asked.get(timeout=10)[1] == 4
+    assert loader.asked.empty()
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("batches")]
+
+
+def test_what_goes_wrong_ahead_is_raised_where_its_batch_is_asked_for():
+    batches = ahead(Slow(), itertools.count(0, 2), 2)
+    assert [next(batches) for _ in range(3)] == [0, 2, 4]
+    with pytest.raises(OSError, match="the disk is gone"):
+        next(batches)
+    assert not [thread for thread in threading.enumerate() if thread.name.startswith("batches")]
+
+
+def test_batches_ahead_are_the_loaders_own():
+    loader = Loader(Tokens(50, 9), 4, seed=1)
+    batches = ahead(loader, range(3, 30, 3), 3)
+    for first, (x, y, _) in zip(range(3, 30, 3), batches, strict=True):
+        expected = Loader(Tokens(50, 9), 4, seed=1).batch("train", first, 3)
+        assert torch.equal(x, expected[0]) and torch.equal(y, expected[1])
+
+
+LEFT = """
+import itertools
+import numpy as np
+from data.loader import Loader, ahead
+
+class Tokens:
+    encoding = None
+    def tokens(self, split):
+        return np.arange(50)
+
+batches = ahead(Loader(Tokens(), 4, 0), itertools.count(), 1)
+next(batches)
+raise KeyboardInterrupt
+"""
+
+
+def test_a_process_that_is_interrupted_ends_at_once_and_without_a_word_of_the_thread(tmp_path):
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    done = subprocess.run([sys.executable, "-c", LEFT], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.stderr.splitlines()[-1] == "KeyboardInterrupt"
+    assert done.stderr.count("Traceback") == 1
+    assert "thread" not in done.stderr
 
 
 def test_lengths_that_cannot_fill_a_window_say_what_would():

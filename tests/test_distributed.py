@@ -8,6 +8,7 @@ import signal
 import subprocess
 import sys
 import time
+from itertools import islice
 
 import pytest
 import torch
@@ -176,10 +177,12 @@ def test_a_world_of_one_is_what_there_is_without_torchrun(monkeypatch):
     alone = Dist.from_environment()
     assert alone == Dist(0, 1, 0, 1)
     assert alone.share(12, 6) == (12, 6)
+    assert list(islice(alone.firsts(2, 6, 3), 5)) == [12, 15, 18, 21, 24]
     assert alone.agree(True, 1.5) == (True, 1.5)
     for name, value in (("RANK", "3"), ("WORLD_SIZE", "4"), ("LOCAL_RANK", "1"), ("LOCAL_WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
     fourth = Dist.from_environment()
     assert fourth == Dist(3, 4, 1, 2)
     assert not fourth.is_main
+    assert list(islice(Dist(1, 2).firsts(2, 8, 2), 4)) == [20, 22, 28, 30]
     assert [Dist(rank, 4).share(16, 8) for rank in range(4)] == [(16, 2), (18, 2), (20, 2), (22, 2)]

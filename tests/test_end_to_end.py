@@ -26,7 +26,7 @@ from training.distributed import Dist
 from training.run import Run
 
 # Fields of a row that depend on the clock or the machine.
-TIMED = {"seconds", "step_ms", "tokens_per_second", "mfu", "peak_memory_bytes"}
+TIMED = {"seconds", "step_ms", "data_wait_ms", "tokens_per_second", "mfu", "peak_memory_bytes"}
 
 
 def metrics(name):
@@ -91,6 +91,7 @@ def test_a_run_leaves_what_the_readme_says(train, workdir, capsys):
     assert [row["tokens"] for row in rows] == [64 * step for step in range(7)]
     for row in rows[1:]:
         assert {"train/loss", "grad_norm", "lr", "seconds", "step_ms", "tokens_per_second", "mfu"} <= set(row)
+        assert 0 <= row["data_wait_ms"] <= row["step_ms"]
 
     told = summary("a")
     assert told["status"] == "finished"
@@ -98,8 +99,8 @@ def test_a_run_leaves_what_the_readme_says(train, workdir, capsys):
     assert told["attention"] == {"requested": "sdpa", "resolved": "flash", "impl": None}
     assert told["best_val_loss"] == min(row["val/loss"] for row in rows if "val/loss" in row and row["step"] > 0)
     assert told["last_val_loss"] == rows[-1]["val/loss"]
-    for key in ("wall_seconds", "step_ms", "tokens_per_second", "n_params", "device", "dtype", "versions", "threads",
-                "command", "commit", "error"):  # fmt: skip
+    for key in ("wall_seconds", "step_ms", "data_wait_ms", "tokens_per_second", "n_params", "device", "dtype", "versions",
+                "threads", "command", "commit", "error"):  # fmt: skip
         assert key in told
     assert f"best validation loss {told['best_val_loss']:.4f}" in out
     assert "python sample.py run=a" in out

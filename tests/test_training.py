@@ -372,9 +372,9 @@ def test_compiling_without_a_compiler_is_refused(monkeypatch):
 
 def test_speed_is_the_median_after_warming_up():
     speed = Speed(CPU, tokens=100, flops=2e9, peak=1e10)
-    speed.seconds = [9.0] * 5 + [0.5, 1.0, 2.0]
-    assert speed.median() == {"step_ms": 1000.0, "tokens_per_second": 100.0, "mfu": 0.2}
-    speed.seconds = [4.0]
+    speed.seconds, speed.waits = [9.0] * 5 + [0.5, 1.0, 2.0], [9.0] * 5 + [0.25, 0.125, 0.5]
+    assert speed.median() == {"step_ms": 1000.0, "data_wait_ms": 250.0, "tokens_per_second": 100.0, "mfu": 0.2}
+    speed.seconds, speed.waits = [4.0], [1.0]
     assert speed.median()["step_ms"] == 4000.0
 
 

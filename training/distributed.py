@@ -12,6 +12,7 @@ from collections.abc import Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
+from itertools import count
 from typing import Any
 
 import numpy as np
@@ -96,10 +97,16 @@ class Dist:
                 ) from None
             raise
 
-    def share(self, first: int, count: int) -> tuple[int, int]:
-        """This process's (first, count) of the sequences first to first + count; the world divides count."""
-        each = count // self.world_size
+    def share(self, first: int, size: int) -> tuple[int, int]:
+        """This process's (first, size) of the sequences first to first + size; the world divides size."""
+        each = size // self.world_size
         return first + self.rank * each, each
+
+    def firsts(self, step: int, batch_size: int, size: int) -> Iterator[int]:
+        """The first sequence of each of this process's micro batches of `size`, from `step` on and without end."""
+        for each in count(step):
+            first, share = self.share(each * batch_size, batch_size)
+            yield from range(first, first + share, size)
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """The model whose backward pass averages gradients over all processes."""

@@ -8,12 +8,14 @@ import statistics
 import subprocess
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 
 import torch
+
+WARM_UP = 5  # steps of a process, in which caches fill and kernels are chosen
 
 # Peak dense matrix-product FLOP/s from the makers' data sheets, by the whole name: a laptop's, a PCIe or a sliced
 # one of the same family has another, and is measured.
@@ -66,29 +68,44 @@ class Speed:
     def __init__(self, device: torch.device, tokens: int, flops: float, peak: float):
         self.device, self.tokens, self.flops, self.peak = device, tokens, flops, peak
         self.seconds: list[float] = []
+        self.waits: list[float] = []
 
     def start(self) -> None:
-        self.started = _mark(self.device)
+        self.started, self.waited = _mark(self.device), 0.0
+
+    def waiting(self, batches: Iterator) -> Iterator:
+        """`batches`; how long the host waits for them is a part of the step, and on record."""
+        began = time.perf_counter()
+        for batch in batches:
+            self.waited += time.perf_counter() - began
+            yield batch
+            began = time.perf_counter()
 
     def stop(self) -> Callable[[], dict]:
-        """End of a step -> a function that gives its numbers: step_ms, tokens_per_second, mfu (a part of the peak)."""
-        start, end = self.started, _mark(self.device)
+        """End of a step -> a function that gives its numbers.
+
+        They are step_ms, of it data_wait_ms for data, tokens_per_second, and mfu (a part of the peak).
+        """
+        start, end, waited = self.started, _mark(self.device), self.waited
 
         def numbers() -> dict:
-            seconds = _between(self.device, start, end)
-            self.seconds.append(seconds)
-            return self._rates(seconds)
+            self.seconds.append(_between(self.device, start, end))
+            self.waits.append(waited)
+            return self._rates(self.seconds[-1], waited)
 
         return numbers
 
     def median(self) -> dict:
-        """The same numbers of the median step; the first five, in which things warm up, do not count if more follow."""
-        steps = self.seconds[5:] or self.seconds
-        return self._rates(statistics.median(steps)) if steps else dict.fromkeys(self._rates(1.0))
+        """The medians of the same numbers; the first steps, which warm up, do not count if more follow."""
+        steps, waits = (each[WARM_UP:] or each for each in (self.seconds, self.waits))
+        if not steps:
+            return dict.fromkeys(self._rates(1.0, 0.0))
+        return self._rates(statistics.median(steps), statistics.median(waits))
 
-    def _rates(self, seconds: float) -> dict:
+    def _rates(self, seconds: float, waited: float) -> dict:
         return {
             "step_ms": 1000 * seconds,
+            "data_wait_ms": 1000 * waited,
             "tokens_per_second": self.tokens / seconds,
             "mfu": self.flops / seconds / self.peak,
         }
