@@ -17,6 +17,7 @@ the keys most used:
   optimizer.lr=X        the peak learning rate
   eval.every=N          steps between looks at the validation loss
   device=cuda           or cpu, mps; dtype=bfloat16 and compile=true likewise
+  train.profile=true    say where the time of a step goes, and write a trace of it
   plan=true             say what the run will take in memory and time, and train nothing
   seed=N                another draw of weights and batches
 """
@@ -51,6 +52,7 @@ from model.maps import attention_maps, entropy, layer_entropies
 from training import checkpoint, meter, optimizer, precision
 from training.distributed import Dist
 from training.plan_page import show_plan
+from training.profile import profile
 from training.progress import TrainingProgress, closing, headline
 from training.run import Run, StopRequest
 from training.schedule import lr_fraction, run_progress
@@ -148,7 +150,11 @@ def main(config: Train) -> int:
             run.update(state.summary() | speed.median() | took | tracker.summary())
             wandb.set_summary(run.summary)
 
-        with Tracker(metrics, wandb, scaler) as tracker, TrainingProgress(steps, progress) as show:
+        with (
+            Tracker(metrics, wandb, scaler) as tracker,
+            TrainingProgress(steps, progress) as show,
+            profile(config.train.profile and dist.is_main, device, run.folder, show.console) as profiler,
+        ):
             show.say(headline(run.folder, config, facts, prepared.meta, state.step))
             meter.reset_peak_memory(device)
             started = time.perf_counter() - state.seconds
@@ -158,10 +164,11 @@ def main(config: Train) -> int:
                 show.evaluated(row)
 
             firsts = dist.firsts(state.step, batch_size, micro_batch_size)
-            batches = speed.waiting(ahead(loader, firsts, micro_batch_size))
+            batches = speed.waiting(profiler.waiting(ahead(loader, firsts, micro_batch_size)))
             stopped = False
             while progress < 1 and not stopped:
                 # One optimizer step, on batch_size sequences, micro_batch_size at a time.
+                profiler.start()
                 speed.start()
                 fraction = lr_fraction(config.schedule, state.step, steps, progress)
                 optimizer.set_lr(optimizers, fraction)
@@ -183,6 +190,7 @@ def main(config: Train) -> int:
                 scaler.update()
                 model.zero_grad(set_to_none=True)
                 timing = speed.stop()
+                profiler.stop()
 
                 # What came of it: a row of numbers, now and then a look at unseen text, and a checkpoint.
                 state.step += 1

@@ -99,8 +99,8 @@ def test_a_run_leaves_what_the_readme_says(train, workdir, capsys):
     assert told["attention"] == {"requested": "sdpa", "resolved": "flash", "impl": None}
     assert told["best_val_loss"] == min(row["val/loss"] for row in rows if "val/loss" in row and row["step"] > 0)
     assert told["last_val_loss"] == rows[-1]["val/loss"]
-    for key in ("wall_seconds", "step_ms", "data_wait_ms", "tokens_per_second", "n_params", "device", "dtype", "versions",
-                "threads", "command", "commit", "error"):  # fmt: skip
+    for key in ("wall_seconds", "step_ms", "data_wait_ms", "tokens_per_second", "n_params", "device", "dtype",
+                "versions", "threads", "command", "commit", "error"):  # fmt: skip
         assert key in told
     assert f"best validation loss {told['best_val_loss']:.4f}" in out
     assert "python sample.py run=a" in out

@@ -169,7 +169,9 @@ def test_optimizer_state_survives_by_name_and_the_config_wins(config):
 
 def test_batches_are_planned_or_refused_with_sizes_that_fit():
     def plan(batch, micro, world):
-        return TrainConfig(steps=1, minutes=None, batch_size=batch, micro_batch_size=micro, grad_clip=None).plan(world)
+        return TrainConfig(
+            steps=1, minutes=None, batch_size=batch, micro_batch_size=micro, grad_clip=None, profile=False
+        ).plan(world)
 
     assert plan(12, None, 1) == (12, 1)
     assert plan(12, 3, 1) == (3, 4)

@@ -31,7 +31,8 @@ class TrainConfig:
     """steps: optimizer steps. minutes: a budget of time instead of, or beside, steps.
 
     batch_size: sequences per optimizer step, over all devices. micro_batch_size: sequences per forward pass on one
-    device; None: the device's whole share. grad_clip: largest norm of the gradient; None: not clipped.
+    device; None: the device's whole share. grad_clip: largest norm of the gradient; None: not clipped. profile: record
+    where the time of a few steps goes.
     """
 
     steps: int | None
@@ -39,6 +40,7 @@ class TrainConfig:
     batch_size: int
     micro_batch_size: int | None
     grad_clip: float | None
+    profile: bool
 
     def __post_init__(self):
         _positive("train", self, "steps", "minutes", "batch_size", "micro_batch_size", "grad_clip")
