@@ -12,7 +12,7 @@ class TrainingFailed(RuntimeError):
     """A run that cannot go on, through no bug. One sentence as well; the scripts exit with code 1."""
 
 
-OUT_OF_MEMORY = ("allocate memory", "out of memory", "bad_alloc")
+OUT_OF_MEMORY = ("allocate memory", "out of memory", "bad_alloc", "ALLOC_FAILED")
 
 
 def is_out_of_memory(error: BaseException) -> bool:

@@ -12,7 +12,8 @@ the keys most used:
   experiment=NAME       a whole recipe from configs/experiment/
   data.path=FILE        the text to train on (with data=text)
   train.steps=N         optimizer steps, and train.minutes=M a budget of time
-  train.batch_size=N    sequences per step; train.micro_batch_size=N fits them into memory piece by piece
+  train.batch_size=N    sequences per step; train.micro_batch_size=N, or auto, fits them into memory
+                        piece by piece
   model.n_layer=N       with model.n_head, model.n_embd and model.block_size: the model's size
   optimizer.lr=X        the peak learning rate
   eval.every=N          steps between looks at the validation loss
@@ -51,6 +52,7 @@ from model.gpt import GPT
 from model.maps import attention_maps, entropy, layer_entropies
 from training import checkpoint, meter, optimizer, precision
 from training.distributed import Dist
+from training.fit import settle
 from training.plan_page import show_plan
 from training.profile import profile
 from training.progress import TrainingProgress, closing, headline
@@ -71,12 +73,11 @@ def main(config: Train) -> int:
     dtype = precision.resolve_dtype(config.dtype, device)
     compiled = precision.resolve_compile(config.compile, device)
     steps, minutes, batch_size = config.train.steps, config.train.minutes, config.train.batch_size
-    micro_batch_size, accumulation = config.train.plan(dist.world_size)
     block_size = config.model.block_size
     precision.set_up(device, config.deterministic, config.tf32)
     attention = resolve_model(
-        config.attention, config.model, B=micro_batch_size, dtype=dtype, device=device, grad=True,
-        documents=config.data.document_mask,
+        config.attention, config.model, B=config.train.plan(dist.world_size)[0], dtype=dtype, device=device,
+        grad=True, documents=config.data.document_mask,
     )  # fmt: skip
     dist.connect(device)
 
@@ -87,6 +88,7 @@ def main(config: Train) -> int:
     loader = Loader(prepared, block_size, config.seed, device, config.data.document_mask)
     torch.manual_seed(config.seed)
     model = GPT(config.model, encoding.n_vocab, bind(config.attention)).to(device)
+    micro_batch_size, accumulation = settle(config, model, dtype, dist)
     forward = dist.wrap(model)
     if compiled:
         keep_when_compiled(config.attention)
@@ -119,9 +121,8 @@ def main(config: Train) -> int:
         speed = meter.Speed(device, tokens_per_step, flops, meter.peak_flops(device, dtype) * dist.world_size)
         facts = meter.environment(device) | {
             "dtype": str(dtype).removeprefix("torch."), "compile": compiled, "attention": asdict(attention),
-            "n_params": n_params(model), "vocab_size": encoding.n_vocab, "accumulation": accumulation,
-            "world_size": dist.world_size,
-            "data": str(prepared.folder),
+            "n_params": n_params(model), "vocab_size": encoding.n_vocab, "micro_batch_size": micro_batch_size,
+            "accumulation": accumulation, "world_size": dist.world_size, "data": str(prepared.folder),
         }  # fmt: skip
         run.begin(asdict(config), facts | state.summary())
         wandb = Wandb(config.wandb, run, asdict(config), state.wandb_id)

@@ -93,6 +93,13 @@ WRONG = [
     (["model.dropout=1.5"], r"model.dropout=1.5 is a probability"),
     (["model.norm=batchnorm"], r"model.norm=batchnorm is unknown; set one of layernorm, rmsnorm"),
     (["train.batch_size=10", "train.micro_batch_size=4"], r"does not divide a device's 10 .* set one of 1, 2, 5, 10"),
+    (
+        ["train.micro_batch_size=large"],
+        r"train.micro_batch_size=large takes a number .* auto .* null .* set, say, auto",
+    ),
+    (["train.micro_batch_size=0"], r"train.micro_batch_size=0 takes a number of sequences from 1"),
+    (["train.micro_batch_size=1.5"], r"train.micro_batch_size=1.5 takes a number"),
+    (["train.micro_batch_size=[auto]"], r"takes a number of sequences from 1, auto"),
     (["train.batch_size=0"], r"train.batch_size=0 must be a number greater than 0"),
     (["train.steps=null"], r"set train.steps or train.minutes"),
     (["data=text"], r"set data.path=FILE"),

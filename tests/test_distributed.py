@@ -63,12 +63,33 @@ def test_two_processes_train_as_one_does(train, workdir):
     assert (told["world_size"], told["accumulation"], told["threads"]) == (2, 2, max(1, cores // 2))
 
 
+CROWDED = """
+import os, runpy
+from training import fit
+most = fit._most
+fit._most = lambda *arguments: 1 if os.environ["RANK"] == "2" else most(*arguments)
+runpy.run_path(os.environ["TRAIN"], run_name="__main__")
+"""
+
+
 def test_a_run_continues_on_another_number_of_processes(train, workdir):
-    """One, then four, then one again, against one all the way."""
+    """One, then four, then one again, against one all the way. For one of the four only one sequence at a time fits."""
+    (workdir / "crowded.py").write_text(CROWDED)
     assert train("name=whole", "train.steps=18", *SINGLE) == 0
     assert train("name=parts", "train.steps=6", *SINGLE) == 0
-    out = finish(torchrun(4, "name=parts", "train.steps=12", "train.micro_batch_size=1"))
+    out = finish(
+        torchrun(
+            4,
+            "name=parts",
+            "train.steps=12",
+            "train.micro_batch_size=auto",
+            script=workdir / "crowded.py",
+            TRAIN=str(ROOT / "train.py"),
+            PYTHONPATH=str(ROOT),
+        )
+    )
     assert "continued from step 6" in out
+    assert "in 2 parts, 1 sequences at a time, as many as fit" in out
     assert train("name=parts", "train.steps=18", *SINGLE) == 0
     assert_same_curve(metrics("whole"), metrics("parts"))
     whole, parts = (

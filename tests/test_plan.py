@@ -166,6 +166,17 @@ def test_micro_batches_take_less_memory_and_a_shorter_number_too(plan):
     assert plan("dtype=bfloat16").memory["naive"].scores < whole.scores
 
 
+def test_auto_is_what_would_fit_into_the_memory_that_is_free(plan, monkeypatch):
+    given = plan("train.micro_batch_size=2")
+    monkeypatch.setattr(meter, "free_memory", lambda device: given.memory["flash"].held / 0.8 + 1)
+    planned = plan("train.micro_batch_size=auto")
+    assert (planned.micro_batch_size, planned.accumulation) == (2, 2)
+    assert planned.memory == given.memory
+    monkeypatch.setattr(meter, "free_memory", lambda device: None)
+    with pytest.raises(UserError, match=r"does not tell for device=cpu; set a number, or null"):
+        plan("train.micro_batch_size=auto")
+
+
 def test_a_backend_that_cannot_run_is_a_row_with_its_reason(plan, workdir, capsys):
     memory = plan("attention=naive", "model.dropout=0.1").memory
     assert list(memory) == list(BACKENDS)

@@ -175,6 +175,7 @@ def test_batches_are_planned_or_refused_with_sizes_that_fit():
 
     assert plan(12, None, 1) == (12, 1)
     assert plan(12, 3, 1) == (3, 4)
+    assert plan(12, "auto", 2) == (1, 6)
     assert plan(12, 3, 2) == (3, 2)
     with pytest.raises(UserError, match="set 9 or 12"):
         plan(10, None, 3)

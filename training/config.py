@@ -2,9 +2,12 @@
 
 from dataclasses import dataclass
 from math import inf
+from typing import Any
 
 from errors import UserError
 from model.config import SamplingConfig
+
+AUTO = "auto"
 
 
 def _positive(section: str, config: object, *keys: str) -> None:
@@ -31,31 +34,40 @@ class TrainConfig:
     """steps: optimizer steps. minutes: a budget of time instead of, or beside, steps.
 
     batch_size: sequences per optimizer step, over all devices. micro_batch_size: sequences per forward pass on one
-    device; None: the device's whole share. grad_clip: largest norm of the gradient; None: not clipped. profile: record
-    where the time of a few steps goes.
+    device; None: the device's whole share; "auto": as many of it as fit into memory. grad_clip: largest norm of the
+    gradient; None: not clipped. profile: record where the time of a few steps goes.
     """
 
     steps: int | None
     minutes: float | None
     batch_size: int
-    micro_batch_size: int | None
+    micro_batch_size: Any  # int, None, or "auto"
     grad_clip: float | None
     profile: bool
 
     def __post_init__(self):
-        _positive("train", self, "steps", "minutes", "batch_size", "micro_batch_size", "grad_clip")
+        _positive("train", self, "steps", "minutes", "batch_size", "grad_clip")
+        size = self.micro_batch_size
+        if size not in (None, AUTO) and not (type(size) is int and size > 0):
+            raise UserError(
+                f"train.micro_batch_size={size} takes a number of sequences from 1, {AUTO} (as many as fit into "
+                f"memory), or null (a device's whole share); set, say, {AUTO}"
+            )
         if self.steps is None and self.minutes is None:
             raise UserError("nothing says when training ends; set train.steps or train.minutes")
 
     def plan(self, world_size: int) -> tuple[int, int]:
-        """(sequences per forward pass on one device, forward passes per optimizer step). Raises UserError."""
+        """(sequences per forward pass on one device, forward passes per optimizer step). Raises UserError.
+
+        For auto the least, one sequence: what fits is not known before there is a model, see training/fit.py.
+        """
         share, over = divmod(self.batch_size, world_size)
         if over:
             raise UserError(
                 f"train.batch_size={self.batch_size} does not divide among {world_size} devices; "
                 f"set {_around(self.batch_size, world_size)}"
             )
-        micro = share if self.micro_batch_size is None else self.micro_batch_size
+        micro = {None: share, AUTO: 1}.get(self.micro_batch_size, self.micro_batch_size)
         if share % micro:
             fits = [str(size) for size in range(1, share + 1) if share % size == 0]
             raise UserError(

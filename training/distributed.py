@@ -131,6 +131,10 @@ class Dist:
         """Sums over all processes of numbers, in float64."""
         return self._reduce(values, torch_dist.ReduceOp.SUM)
 
+    def smallest(self, value: int) -> int:
+        """The smallest of the values of all processes."""
+        return int(self._reduce((value,), torch_dist.ReduceOp.MIN)[0])
+
     def meet(self) -> None:
         """Wait until all processes are here: one that leaves early is taken for one that failed."""
         self.sum(0.0)

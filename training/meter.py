@@ -180,6 +180,38 @@ def memory_in_use(device: torch.device) -> int | None:
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else _process_bytes("VmRSS")
 
 
+def free_memory(device: torch.device) -> int | None:
+    """What this process could still take without swapping, or being killed for it. None: unknown."""
+    if device.type == "cuda":
+        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + unused
+    meminfo = Path("/proc/meminfo")
+    if device.type != "cpu" or not meminfo.exists():
+        return None
+    available = next(line for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable"))
+    return min([1024 * int(available.split()[1]), *_left_by_groups()])
+
+
+GROUPS = Path("/sys/fs/cgroup")
+
+
+def _left_by_groups() -> list[int]:
+    """What the control groups that this process is in, a container's or a scheduler's, leave it (cgroups(7))."""
+    left = []
+    for line in Path("/proc/self/cgroup").read_text().splitlines():
+        _, version_1, path = line.split(":", 2)
+        most, used, cache = "memory.max", "memory.current", "inactive_file"
+        if version_1:
+            most, used, cache = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+        group = GROUPS / version_1 / path.strip("/")
+        for folder in (group, *group.parents):
+            bound = (folder / most).read_text().strip() if (folder / most).exists() else "max"
+            if bound != "max":
+                reclaimed = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())[cache]
+                left.append(int(bound) - int((folder / used).read_text()) + int(reclaimed))
+    return left
+
+
 def _process_bytes(key: str) -> int | None:
     """A figure of this process's memory from Linux (proc(5)); None on other systems."""
     status = Path("/proc/self/status")

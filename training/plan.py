@@ -20,7 +20,7 @@ from model import AttentionConfig
 from model.attention import BACKENDS, bind, resolve_model
 from model.cost import attention_flops_per_token, crossover, flops_per_token, linear_flops_per_token, params_by_part
 from model.gpt import GPT
-from training import meter, optimizer, precision
+from training import fit, meter, optimizer, precision
 from training.distributed import Dist
 from training.memory import Memory, simulate
 
@@ -77,10 +77,10 @@ def make_plan(config: Any, dist: Dist, say: Callable[[str], None] = lambda text:
     """
     device = precision.resolve_device(config.device, dist.local_rank)
     dtype = precision.resolve_dtype(config.dtype, device)
-    micro_batch_size, accumulation = config.train.plan(dist.world_size)
+    least, _ = config.train.plan(dist.world_size)
     T, batch_size = config.model.block_size, config.train.batch_size
     precision.set_up(device, config.deterministic, config.tf32)
-    _resolve(config.attention, config, micro_batch_size, dtype, device)
+    _resolve(config.attention, config, least, dtype, device)
     attend = bind(config.attention)
     dist.share_cores()
 
@@ -89,6 +89,7 @@ def make_plan(config: Any, dist: Dist, say: Callable[[str], None] = lambda text:
     prepared = prepare_offline(config.data, config.tokenizer, T)
     vocab_size, at_most = _vocabulary(config, prepared)
     model = GPT(config.model, vocab_size, attend, device="meta")
+    micro_batch_size, accumulation = fit.foresee(config, model, dtype, device, dist)
 
     memory, followed = {}, {}
     for name in BACKENDS:

@@ -6,6 +6,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from training.config import AUTO
 from training.distributed import Dist
 from training.memory import Memory
 from training.plan import Plan, make_plan
@@ -45,7 +46,8 @@ def page(plan: Plan, config: Any, console: Console) -> None:
     at = "never" if plan.crossover is None else f"at a context of {plan.crossover:,}"
     say(f"attention overtakes the rest {at}\n")
 
-    say(f"memory of a process, MiB: {_count(plan.micro_batch_size, 'sequence')} at a time, {plan.dtype}", "bold")
+    fit = ", as many as fit" if config.train.micro_batch_size == AUTO else ""
+    say(f"memory of a process, MiB: {_count(plan.micro_batch_size, 'sequence')} at a time{fit}, {plan.dtype}", "bold")
     console.print(_memory(plan), width=WIDTH)
     say("activations live at the end of a forward pass, scores are their T x T part")
     if plan.process_bytes:
