@@ -89,7 +89,7 @@ def test_a_run_continues_on_another_number_of_processes(train, workdir):
         )
     )
     assert "continued from step 6" in out
-    assert "in 2 parts, 1 sequences at a time, as many as fit" in out
+    assert "in 2 parts, 1 sequence at a time, as many as fit" in out
     assert train("name=parts", "train.steps=18", *SINGLE) == 0
     assert_same_curve(metrics("whole"), metrics("parts"))
     whole, parts = (

@@ -132,15 +132,15 @@ def headline(folder: Path, config: Any, facts: dict, meta: dict, step: int) -> s
         + (f", {facts['world_size']} processes" if facts["world_size"] > 1 else ""),
         "for": f"{' or '.join(budget)} of {train.batch_size} x {model.block_size} = {tokens_per_step:,} tokens"
         + (f" in {facts['accumulation']} parts" if facts["accumulation"] > 1 else "")
-        + (
-            f", {facts['micro_batch_size']} sequences at a time, as many as fit"
-            if train.micro_batch_size == AUTO
-            else ""
-        )
+        + (f", {_at_a_time(facts['micro_batch_size'])}, as many as fit" if train.micro_batch_size == AUTO else "")
         + (f", {train.steps * tokens_per_step / tokens['train']:.2g} epochs" if train.steps is not None else "")
         + (", all of them schedule.warmup_steps" if config.schedule.warmup_steps >= (train.steps or inf) else ""),
     }
     return "\n".join(f"{key:<8} {value}" for key, value in lines.items())
+
+
+def _at_a_time(count: int) -> str:
+    return f"{count:,} sequence{'s' * (count > 1)} at a time"
 
 
 def _sees(model: Any) -> str:
