@@ -22,6 +22,9 @@ class GPTConfig:
     dropout: probability, on the embeddings, the attention weights and both residual branches, as in GPT-2.
     bias: whether linear layers and LayerNorms have one.
     window: how many keys a query sees, itself included; None: all. A list is a pattern that the layers repeat.
+    vocab_multiple: the tables of V tokens have their rows rounded up to a multiple of it, which GPUs multiply faster.
+    ngram: the longest run of tokens, the newest included, that has an embedding of its own; 1: tokens alone.
+    ngram_rows: rows of the table into which those longer than one token are hashed.
     """
 
     name: str
@@ -38,9 +41,12 @@ class GPTConfig:
     window: Any  # int, None, or a list of them
     qk_norm: bool
     tie_embeddings: bool
+    vocab_multiple: int
+    ngram: int
+    ngram_rows: int
 
     def __post_init__(self):
-        for key in ("n_layer", "n_head", "n_embd", "block_size"):
+        for key in ("n_layer", "n_head", "n_embd", "block_size", "vocab_multiple", "ngram", "ngram_rows"):
             if getattr(self, key) < 1:
                 raise UserError(f"model.{key}={getattr(self, key)} must be at least 1")
         if self.n_embd % self.n_head:

@@ -14,6 +14,7 @@ from model.gpt import GPT
 PARTS = {  # by what a parameter's name begins with, or has in it
     "wte.": "token embedding",
     "wpe.": "position embedding",
+    "ngrams.": "n-gram embedding",
     ".attn.": "attention",
     ".mlp.": "mlp",
     "norm": "norms",
@@ -22,13 +23,14 @@ PARTS = {  # by what a parameter's name begins with, or has in it
 
 
 def n_params(model: GPT, *, embedding: bool = True) -> int:
-    """Parameters, a tied head counted once; without the look-up tables (wte, wpe) if embedding is False.
+    """Parameters, a tied head counted once; without the look-up tables (wte, wpe, n-grams) if embedding is False.
 
     A tied table is also the head's matrix and stays in the second count: it is multiplied with.
     """
     total = sum(p.numel() for p in model.parameters())
     if not embedding:
         total -= 0 if model.wpe is None else model.wpe.weight.numel()
+        total -= 0 if model.ngrams is None else model.ngrams.table.weight.numel()
         total -= 0 if model.config.tie_embeddings else model.wte.weight.numel()
     return total
 

@@ -2,6 +2,8 @@
 
 - pre-norm blocks: x + attention(norm(x)), then x + mlp(norm(x)); a last norm before the head
 - positions are learned and added (GPT-2), or rotate q and k (RoPE, Su et al., arXiv:2104.09864)
+- runs of tokens may have embeddings of their own, which their last token adds to its own (hashed n-grams: fastText,
+  Bojanowski et al., arXiv:1607.04606; in a decoder: BLT, Pagnoni et al., arXiv:2412.09871)
 - LayerNorm or RMSNorm (Zhang & Sennrich, arXiv:1910.07467); GELU, exact or in GPT-2's tanh form, or squared ReLU
   (Primer, So et al., arXiv:2109.08668); queries and keys normalised per head or not (Henry et al., arXiv:2010.04245)
 - layers may see a sliding window of the last keys (as in Longformer, Beltagy et al., arXiv:2004.05150); documents that
@@ -13,6 +15,7 @@ Initialisation, as GPT-2's code does it:
     embeddings, linear weights      normal(0, 0.02)
     projections into the residual   normal(0, 0.02 / sqrt(2 n_layer)): their sum keeps its variance over depth
     biases                          zero
+    n-gram embeddings               zero: most are met late or never, and would be noise until then
     norms                           one (and zero for LayerNorm's bias)
 
 B batch, T time, C channels = n_embd, H query heads, G key/value heads, D head size, V vocabulary.
@@ -28,6 +31,7 @@ from torch import Tensor, nn
 
 from errors import UserError
 from model.config import GPTConfig
+from model.loss import linear_cross_entropy
 
 
 def make_norm(config: GPTConfig, size: int) -> nn.Module:
@@ -54,6 +58,37 @@ def places(documents: Tensor) -> Tensor:
     index = torch.arange(documents.shape[1], device=documents.device)
     begins = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
     return index - torch.where(begins, index, 0).cummax(dim=1).values
+
+
+class NgramEmbedding(nn.Module):
+    """Embeddings of the last 2, 3, ... up to n tokens, added up: tokens (B, T) -> (B, T, C).
+
+    Hashed into the rows of one table: two may share a row, the more of them there are the more often. What precedes
+    the first token, or belongs to another document, is nothing, which hashes as one more token would.
+    """
+
+    PRIME, FACTOR = 2**31 - 1, 1_566_083_941  # a key is below PRIME, so that key x FACTOR fits into int64
+
+    def __init__(self, n: int, rows: int, C: int):
+        super().__init__()
+        self.n = n
+        self.table = nn.Embedding(rows, C)
+
+    def rows(self, tokens: Tensor, documents: Tensor | None) -> Tensor:
+        """The row of each n-gram that ends at each token -> (B, T, n - 1)."""
+        T = tokens.shape[1]
+        key, keys = tokens, []
+        for back in range(1, self.n):
+            before = F.pad(tokens + 1, (back, 0))[:, :T]  # 0 where there is nothing
+            if documents is not None:
+                before = before.where(F.pad(documents, (back, 0), value=-1)[:, :T] == documents, 0)
+            key = (key * self.FACTOR + before) % self.PRIME
+            keys.append(key)
+        return torch.stack(keys, dim=-1) % self.table.num_embeddings
+
+    def forward(self, tokens: Tensor, documents: Tensor | None) -> Tensor:
+        rows = self.rows(tokens, documents)
+        return F.embedding_bag(rows.flatten(0, 1), self.table.weight, mode="sum").view(*tokens.shape, -1)
 
 
 class CausalSelfAttention(nn.Module):
@@ -127,11 +162,14 @@ class GPT(nn.Module):
         super().__init__()
         self.config, self.vocab_size = config, vocab_size
         with torch.device("meta"):  # shapes alone: torch's own initialisation would be drawn for nothing
-            self.wte = nn.Embedding(vocab_size, config.n_embd)
+            rows = -(-vocab_size // config.vocab_multiple) * config.vocab_multiple
+            self.wte = nn.Embedding(rows, config.n_embd)
             self.wpe = nn.Embedding(config.block_size, config.n_embd) if config.position == "learned" else None
+            several = config.ngram > 1
+            self.ngrams = NgramEmbedding(config.ngram, config.ngram_rows, config.n_embd) if several else None
             self.blocks = nn.ModuleList(Block(config, attend, window) for window in config.windows)
             self.norm = make_norm(config, config.n_embd)
-            self.lm_head = nn.Linear(config.n_embd, vocab_size, bias=False)
+            self.lm_head = nn.Linear(config.n_embd, rows, bias=False)
         self.to_empty(device=device)
         if config.tie_embeddings:
             self.lm_head.weight = self.wte.weight
@@ -147,6 +185,8 @@ class GPT(nn.Module):
         for name, p in self.named_parameters():
             if p.ndim < 2:
                 nn.init.zeros_(p) if name.endswith("bias") else nn.init.ones_(p)
+            elif name.startswith("ngrams."):
+                nn.init.zeros_(p)
             else:
                 into_residual = name.endswith("proj.weight")
                 nn.init.normal_(p, std=0.02 / math.sqrt(2 * self.config.n_layer) if into_residual else 0.02)
@@ -156,8 +196,8 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Logits (B, T, V) of the token after each; given targets (B, T), their cross entropy instead.
 
-        The loss is in nats, in float32 also under autocast; targets of -100 do not count. reduction is
-        cross_entropy's. documents (B, T): which document each token is of, where attention and positions should keep
+        The loss is in nats, in float32 also under autocast; targets of -100 do not count. reduction: mean or sum.
+        documents (B, T): which document each token is of, where attention and positions should keep
         them apart. Raises UserError where T exceeds block_size.
         """
         T = tokens.shape[1]
@@ -167,11 +207,13 @@ class GPT(nn.Module):
         x = self.wte(tokens)  # (B, T, C)
         if self.wpe is not None:
             x = x + (self.wpe.weight[:T] if documents is None else self.wpe(at))
+        if self.ngrams is not None:
+            x = x + self.ngrams(tokens, documents)
         rotary = None if self.wpe is not None else (self.rotary_cos[at], self.rotary_sin[at])
         x = F.dropout(x, self.config.dropout, self.training)
         for block in self.blocks:
             x = block(x, rotary, documents)
-        logits = self.lm_head(self.norm(x))  # (B, T, V)
+        x = self.norm(x)
         if targets is None:
-            return logits
-        return F.cross_entropy(logits.flatten(0, 1).float(), targets.flatten(), reduction=reduction)
+            return self.lm_head(x)[..., : self.vocab_size]  # (B, T, V)
+        return linear_cross_entropy(x.flatten(0, 1), self.lm_head.weight, targets.flatten(), self.vocab_size, reduction)

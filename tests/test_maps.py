@@ -253,7 +253,7 @@ def test_wandb_is_given_the_picture_and_may_fail(tmp_path, capsys):
 
     picture, told = plot_overview(np.ones((1, 1, 2, 2)), np.zeros((1, 1)), tmp_path / "a.png"), []
     sink = object.__new__(Wandb)
-    sink.run = SimpleNamespace(log=told.append)
+    sink.run, sink.start = SimpleNamespace(log=told.append), None
     sink.log([{"step": 5, "attention": picture, "entropy/layer-1": 0.5}])
     (row,) = told
     assert isinstance(row.pop("attention"), wandb.Image)

@@ -19,8 +19,11 @@ from model.gpt import GPT, rotary_table, rotate
 GPT2 = dict(
     name="gpt2", n_layer=2, n_head=4, n_kv_head=None, n_embd=32, block_size=24, dropout=0.0, bias=True,
     norm="layernorm", mlp="gelu_tanh", position="learned", window=None, qk_norm=False, tie_embeddings=True,
+    vocab_multiple=1, ngram=1, ngram_rows=64,
 )  # fmt: skip
-MODERN = GPT2 | dict(bias=False, norm="rmsnorm", mlp="relu2", position="rotary", qk_norm=True, tie_embeddings=False)
+MODERN = GPT2 | dict(
+    bias=False, norm="rmsnorm", mlp="relu2", position="rotary", qk_norm=True, tie_embeddings=False, ngram=4
+)
 GROUPED = MODERN | dict(n_kv_head=2)
 VARIANTS = pytest.mark.parametrize("variant", [GPT2, MODERN, GROUPED], ids=["gpt2", "modern", "grouped"])
 
@@ -75,6 +78,8 @@ def test_initialisation_is_the_table(variant):
     for name, p in model.named_parameters():
         if p.ndim == 1:
             assert (p == (0 if name.endswith("bias") else 1)).all(), name
+        elif name.startswith("ngrams."):
+            assert (p == 0).all(), name
         else:
             std = 0.02 / math.sqrt(16) if name.endswith("proj.weight") else 0.02
             assert p.std().item() == pytest.approx(std, rel=0.05), name

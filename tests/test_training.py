@@ -7,6 +7,7 @@ import platform
 import signal
 import zipfile
 from copy import deepcopy
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -18,6 +19,7 @@ from model import GPTConfig
 from model.attention import naive
 from model.gpt import GPT
 from training import AdamWConfig, MuonConfig, ScheduleConfig, TrainConfig, checkpoint, optimizer, precision
+from training.config import WandbConfig
 from training.distributed import Dist
 from training.meter import Speed, peak_flops, peak_memory_bytes, reset_peak_memory
 from training.muon import Muon, orthogonalize
@@ -40,6 +42,7 @@ def tiny_model(**changed):
     shape = dict(
         name="", n_layer=2, n_head=2, n_kv_head=None, n_embd=16, block_size=8, dropout=0.0, bias=True,
         norm="layernorm", mlp="gelu", position="learned", window=None, qk_norm=False, tie_embeddings=True,
+        vocab_multiple=1, ngram=1, ngram_rows=64,
     )  # fmt: skip
     return GPT(GPTConfig(**shape | changed), 20, naive)
 
@@ -240,7 +243,7 @@ def test_damage_is_noticed_and_said(state, tmp_path, damage):
 
 def test_a_format_of_the_future_is_refused(tmp_path):
     torch.save({"format": 99}, tmp_path / "last.pt")
-    with pytest.raises(UserError, match="checkpoint format 99, and this version reads 2"):
+    with pytest.raises(UserError, match="checkpoint format 99, and this version reads 3"):
         checkpoint.load(tmp_path / "last.pt")
 
 
@@ -259,10 +262,32 @@ def test_what_differs_is_listed(tmp_path):
 def tracker(path, step=0, scaler_enabled=False):
     class Silent(Wandb):
         def __init__(self):
-            self.run, self.id = None, None
+            self.run, self.id, self.start = None, None, None
 
     scaler = torch.amp.GradScaler("cpu", enabled=scaler_enabled)
     return Tracker(Metrics(path, step), Silent(), scaler, flush_every=1e9)
+
+
+def test_wandb_is_started_with_the_first_numbers_and_at_the_latest_at_the_end(tmp_path, monkeypatch):
+    wandb, heard = pytest.importorskip("wandb"), []
+    theirs = SimpleNamespace(
+        define_metric=lambda *_, **__: None, log=heard.append, finish=lambda code: heard.append({"exit_code": code})
+    )
+    monkeypatch.setattr(
+        wandb, "init", lambda **told: heard.append({key: told[key] for key in ("id", "resume")}) or theirs
+    )
+    run = SimpleNamespace(is_main=True, name="a", folder=tmp_path, summary={"attention": {}})
+    config = WandbConfig(mode="online", project="p", entity=None, group=None, tags=[])
+
+    fresh = Wandb(config, run, {"attention": {}}, None)
+    assert fresh.id and not heard
+    fresh.log([{"step": 0}, {"step": 1}])
+    fresh.log([{"step": 2}])
+    assert heard == [{"id": fresh.id, "resume": None}, {"step": 0}, {"step": 1}, {"step": 2}]
+
+    heard.clear()
+    Wandb(config, run, {"attention": {}}, "before").finish(1)  # it failed before it had anything to tell
+    assert heard == [{"id": "before", "resume": "allow"}, {"exit_code": 1}]
 
 
 def rows_of(path):

@@ -89,6 +89,7 @@ def test_multi_head_is_the_heads_one_by_one_concatenated_and_projected(attend):
     config = GPTConfig(
         name="", n_layer=1, n_head=H, n_kv_head=None, n_embd=C, block_size=T, dropout=0.0, bias=True, norm="layernorm",
         mlp="gelu", position="learned", window=None, qk_norm=False, tie_embeddings=True,
+        vocab_multiple=1, ngram=1, ngram_rows=64,
     )  # fmt: skip
     torch.manual_seed(0)
     layer = CausalSelfAttention(config, attend, window=None)

@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from errors import UserError
 from training.optimizer import load_state_by_name, state_by_name
 
-FORMAT = 2
+FORMAT = 3
 
 
 @dataclass

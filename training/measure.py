@@ -163,7 +163,7 @@ def _step(case: Case, settings: Settings) -> Work:
     precision.resolve_dtype(str(dtype).removeprefix("torch."), device)  # not all that kernels can is for training
     config = replace(settings.model, block_size=case.T)
     resolved = resolve_model(case.attention, config, B=case.B, dtype=dtype, device=device, grad=True)
-    small = replace(config, n_layer=1, window=None, block_size=8)
+    small = replace(config, n_layer=1, window=None, block_size=8, ngram_rows=64)
     _training_step(small, replace(case, B=1, T=8), replace(settings, vocab_size=64, compile=False))()  # loads libraries
     meter.return_freed_memory()
     before = meter.memory_in_use(device)

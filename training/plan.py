@@ -170,7 +170,7 @@ def _process_bytes(config: Any, attend: Callable[..., Tensor], device: torch.dev
         return 0
     if config.wandb.mode != "disabled":
         import wandb  # noqa: F401 (a run imports it; nothing is logged here)
-    tiny = GPT(replace(config.model, n_embd=8 * config.model.n_head), 64, attend)
+    tiny = GPT(replace(config.model, n_embd=8 * config.model.n_head, ngram_rows=64), 64, attend)
     _pass(tiny, torch.zeros(1, min(8, config.model.block_size), dtype=torch.int64), dtype)
     for each in optimizer.build(tiny, config.optimizer):
         each.step()

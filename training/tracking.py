@@ -7,9 +7,11 @@ nothing waits for the device within a step. A Path in a row is a picture: metric
 import json
 import math
 import os
+import secrets
 import time
 from collections.abc import Callable
 from dataclasses import asdict
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -53,26 +55,36 @@ def _step_of(line: str) -> float:
 
 
 class Wandb:
-    """The same numbers for wandb. Whatever goes wrong in it is said once, and training goes on without."""
+    """The same numbers for wandb. Its start takes seconds, and waits for the first of them: the first step need not.
+
+    Whatever goes wrong in it is said once, and training goes on without.
+    """
 
     def __init__(self, config: WandbConfig, run: Run, run_config: dict, run_id: str | None):
         self.run, self.id = None, run_id
+        self.start: Callable[[], None] | None = None  # None: it was started, or nobody is told
         if config.mode != "disabled" and run.is_main:
-            self._guard(self._init, config, run, run_config)
+            self.id = run_id or secrets.token_hex(4)
+            resume = "allow" if run_id and config.mode == "online" else None
+            self.start = partial(self._init, config, run, run_config, resume)
 
-    def _init(self, config: WandbConfig, run: Run, run_config: dict) -> None:
+    def _init(self, config: WandbConfig, run: Run, run_config: dict, resume: str | None) -> None:
         import wandb
 
         # Flat keys, which wandb can group runs by.
         told = flat(run_config | {"attention": run_config["attention"] | run.summary["attention"]})
         self.run = wandb.init(
             mode=config.mode, project=config.project, entity=config.entity, group=config.group, tags=config.tags,
-            name=run.name, id=self.id, resume="allow" if self.id and config.mode == "online" else None,
-            dir=run.folder.resolve(), config=told, settings=wandb.Settings(silent=True, console="off", init_timeout=60),
+            name=run.name, id=self.id, resume=resume, dir=run.folder.resolve(), config=told,
+            settings=wandb.Settings(silent=True, console="off", init_timeout=60),
         )  # fmt: skip
-        self.id = self.run.id
         self.run.define_metric("step")
         self.run.define_metric("*", step_metric="step")  # an axis of our own: wandb drops steps that go back
+
+    def _ensure_started(self) -> None:
+        start, self.start = self.start, None
+        if start is not None:
+            self._guard(start)
 
     def _guard(self, call, *arguments) -> None:
         try:
@@ -82,6 +94,7 @@ class Wandb:
             self.run = None
 
     def log(self, rows: list[dict]) -> None:
+        self._ensure_started()
         for row in rows:
             if self.run is not None:
                 self._guard(self._log, row)
@@ -97,6 +110,7 @@ class Wandb:
             self._guard(self.run.summary.update, told)
 
     def finish(self, exit_code: int) -> None:
+        self._ensure_started()  # what fails before its first row is on record as well
         if self.run is not None:
             self._guard(self.run.finish, exit_code)
 
@@ -135,7 +149,7 @@ class Tracker:
         self.metrics, self.wandb, self.flush_every = metrics, wandb, flush_every
         self.finite = ("train/loss", "val/loss") if scaler.is_enabled() else ("train/loss", "val/loss", "grad_norm")
         self.rows: list[tuple[dict, Callable[[], dict]]] = []
-        self.flushed = time.perf_counter()
+        self.flushed: float | None = None  # when; the first block is due as long after its first row
         self.last: dict = {}  # the newest value of everything that was logged
 
     def log(self, row: dict, late: Callable[[], dict] = dict) -> None:
@@ -143,6 +157,7 @@ class Tracker:
         if self.metrics is None:
             return
         self.rows.append((row, late))
+        self.flushed = self.flushed or time.perf_counter()
         if time.perf_counter() - self.flushed >= self.flush_every:
             self.flush()
 
