@@ -130,12 +130,13 @@ def main(config: Train) -> int:
         metrics = Metrics(run.folder / "metrics.jsonl", state.step) if dist.is_main else None
 
         def look() -> dict:
-            """The validation loss, and a text if the model is still able to write one."""
+            """The validation loss, and a text if the model is able to write one."""
             windows = loader.val_windows if config.eval.batches is None else config.eval.batches * batch_size
             row = evaluate(forward, loader, encoding, windows, micro_batch_size, dtype, dist)
             if isfinite(row["val/loss"]):
                 with precision.autocast(device, dtype):
-                    row["sample"] = write_text(model, encoding, config.eval.sample, config.seed + state.step)
+                    if state.step > 0:  # before, it would be noise
+                        row["sample"] = write_text(model, encoding, config.eval.sample, config.seed + state.step)
                     if config.wandb.attention_maps and dist.is_main:
                         row |= look_inside(model, loader, run.folder / f"attention/step-{state.step:06d}.png")
             return row

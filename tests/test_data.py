@@ -276,7 +276,7 @@ def test_validation_counts_every_target_exactly_once(n, T, size):
 class Slow:
     """A loader that tells what it is asked for, and breaks at sequence 6."""
 
-    device = torch.device("cpu")
+    device = torch.device("cuda")
 
     def __init__(self):
         self.asked = queue.Queue()
@@ -308,8 +308,11 @@ def test_what_goes_wrong_ahead_is_raised_where_its_batch_is_asked_for():
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("batches")]
 
 
-def test_batches_ahead_are_the_loaders_own():
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_batches_ahead_are_the_loaders_own(device):
     loader = Loader(Tokens(50, 9), 4, seed=1)
+    loader.batch = Loader(Tokens(50, 9), 4, seed=1).batch  # made on the CPU, by the thread or not
+    loader.device = torch.device(device)
     batches = ahead(loader, range(3, 30, 3), 3)
     for first, (x, y, _) in zip(range(3, 30, 3), batches, strict=True):
         expected = Loader(Tokens(50, 9), 4, seed=1).batch("train", first, 3)
@@ -318,15 +321,15 @@ def test_batches_ahead_are_the_loaders_own():
 
 LEFT = """
 import itertools
-import numpy as np
-from data.loader import Loader, ahead
+import torch
+from data.loader import ahead
 
-class Tokens:
-    encoding = None
-    def tokens(self, split):
-        return np.arange(50)
+class OnGPU:
+    device = torch.device("cuda")
+    def batch(self, split, first, count):
+        return first
 
-batches = ahead(Loader(Tokens(), 4, 0), itertools.count(), 1)
+batches = ahead(OnGPU(), itertools.count(), 1)
 next(batches)
 raise KeyboardInterrupt
 """

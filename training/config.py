@@ -148,7 +148,7 @@ class MuonConfig:
 class EvalConfig:
     """every: steps between evaluations. batches: how many times train.batch_size validation windows, None: all.
 
-    sample: the text generated at each evaluation and at the end; max_new_tokens 0: none.
+    sample: the text generated at each evaluation but that before the first step; max_new_tokens 0: none.
     """
 
     every: int

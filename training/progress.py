@@ -49,7 +49,7 @@ class TrainingProgress:
         self.say(f"step {row['step']}: validation loss {row['val/loss']:.4f}, {row['val/bpb']:.3f} bits per byte"
                  + (", the best so far" if better else ""), style="bold")  # fmt: skip
         text = row.get("sample", "").strip("\n")
-        if text and row["step"] > 0:  # before the first step it is noise
+        if text:
             self.say(textwrap.indent(text, "  | ", lambda line: True), style="dim")
 
     def update(self, step: int, progress: float, last: dict) -> None:
