@@ -52,7 +52,7 @@ WRONG = [
     (["modle=gpt2"], r"modle: there is no such key, did you mean model\?"),
     (["optimizer.learning_rate=1"], r"optimizer.learning_rate: there is no such key"),
     (["optimizer=adamw", "optimizer.momentum=0.9"], r"optimizer.momentum: there is no such key"),
-    (["model=gpt3"], r"model=gpt3: there is no such choice, did you mean gpt2\?; set gpt2 or modern"),
+    (["model=gpt3"], r"model=gpt3: there is no such choice, did you mean gpt2\?; set gpt2, modern or nanogpt"),
     (["attention=falsh"], r"did you mean flash\?; set cudnn, flash, flex, naive or sdpa"),
     (["train.steps=many"], r"train.steps=many does not fit: train.steps takes a whole number, or null"),
     (["train.steps=1.5"], r"train.steps takes a whole number, or null"),

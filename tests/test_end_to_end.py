@@ -190,11 +190,14 @@ def test_backends_and_compilation_do_not_change_the_loss_curve(train):
 
 
 def test_bfloat16_trains_close_to_float32(train):
-    assert train("name=a", "train.steps=3") == 0
-    assert train("name=b", "train.steps=3", "dtype=bfloat16") == 0
+    settings = ["train.steps=40", "eval.every=40", "eval.batches=null"]
+    assert train("name=a", *settings) == 0
+    assert train("name=b", "dtype=bfloat16", *settings) == 0
     assert summary("b")["dtype"] == "bfloat16"
-    for a, b in zip(metrics("a")[1:], metrics("b")[1:], strict=True):
+    for a, b in zip(metrics("a")[1:4], metrics("b")[1:4], strict=True):
         assert a["train/loss"] == pytest.approx(b["train/loss"], abs=0.02)
+    assert summary("a")["last_val_loss"] < metrics("a")[0]["val/loss"] - 1
+    assert summary("b")["last_val_loss"] == pytest.approx(summary("a")["last_val_loss"], abs=0.03)
     assert checkpoint.load_path("b", "last")["model"]["wte.weight"].dtype == torch.float32
 
 

@@ -109,10 +109,10 @@ def test_a_refused_backend_is_a_row_and_the_group_is_in_wandb(workdir):
     assert "comparison" in inspect("wandb/offline-run-*/*.wandb")
 
     # Under its name the sweep goes on as what it was, or not at all.
-    process = sweep(*settings, "attention=sdpa,flash", "optimizer.lr=0.02", "train.steps=5")
+    process = sweep(*settings, "attention=sdpa,flash", "optimizer.lr=0.03", "train.steps=5")
     out, err = process.communicate(timeout=100)
     assert (process.returncode, out) == (2, "")
-    assert "attention=sdpa was trained with optimizer.lr=0.006 (now 0.02); set that back, or give the sweep" in err
+    assert "attention=sdpa was trained with optimizer.lr=0.02 (now 0.03); set that back, or give the sweep" in err
     assert summary("attention=sdpa")["status"] == "finished"
 
 
