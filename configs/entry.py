@@ -5,6 +5,7 @@ leave(run(main, config))             runs; a refusal from inside becomes a sente
 """
 
 import argparse
+import atexit
 import errno
 import os
 import re
@@ -92,6 +93,7 @@ def run(main: Callable[..., int], *config: Any) -> int:
 
 def leave(code: int) -> None:
     """End the process at once: Python would spend most of a second on taking torch apart again."""
+    atexit._run_exitfuncs()  # libraries' temporary folders are removed
     with suppress(BrokenPipeError):
         sys.stdout.flush()
         sys.stderr.flush()

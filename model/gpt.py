@@ -60,6 +60,11 @@ def places(documents: Tensor) -> Tensor:
     return index - torch.where(begins, index, 0).cummax(dim=1).values
 
 
+def embedding(rows: int, width: int) -> nn.Embedding:
+    """A table without values. nn.Embedding would draw them; on the meta device that imports torch's compiler."""
+    return nn.Embedding.from_pretrained(torch.empty(rows, width), freeze=False)
+
+
 class NgramEmbedding(nn.Module):
     """Embeddings of the last 2, 3, ... up to n tokens, added up: tokens (B, T) -> (B, T, C).
 
@@ -72,7 +77,7 @@ class NgramEmbedding(nn.Module):
     def __init__(self, n: int, rows: int, C: int):
         super().__init__()
         self.n = n
-        self.table = nn.Embedding(rows, C)
+        self.table = embedding(rows, C)
 
     def rows(self, tokens: Tensor, documents: Tensor | None) -> Tensor:
         """The row of each n-gram that ends at each token -> (B, T, n - 1)."""
@@ -163,8 +168,8 @@ class GPT(nn.Module):
         self.config, self.vocab_size = config, vocab_size
         with torch.device("meta"):  # shapes alone: torch's own initialisation would be drawn for nothing
             rows = -(-vocab_size // config.vocab_multiple) * config.vocab_multiple
-            self.wte = nn.Embedding(rows, config.n_embd)
-            self.wpe = nn.Embedding(config.block_size, config.n_embd) if config.position == "learned" else None
+            self.wte = embedding(rows, config.n_embd)
+            self.wpe = embedding(config.block_size, config.n_embd) if config.position == "learned" else None
             several = config.ngram > 1
             self.ngrams = NgramEmbedding(config.ngram, config.ngram_rows, config.n_embd) if several else None
             self.blocks = nn.ModuleList(Block(config, attend, window) for window in config.windows)

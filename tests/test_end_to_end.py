@@ -367,6 +367,19 @@ def test_killed_outright_and_started_again_a_run_ends_bit_identical(workdir):
     assert_same_run("whole", "killed")
 
 
+def test_a_run_leaves_nothing_in_the_temporary_folder_and_needs_no_compiler(workdir, tmp_path_factory):
+    elsewhere = tmp_path_factory.mktemp("temporary")
+    told = subprocess.run(
+        [sys.executable, "-X", "importtime", ROOT / "train.py", *TINY, "wandb.mode=offline"],
+        env=os.environ | {"TMPDIR": str(elsewhere)}, text=True, capture_output=True,
+    )  # fmt: skip
+    assert told.returncode == 0, told.stderr
+    assert not list(elsewhere.iterdir())
+    imported = set(re.findall(r"\S+$", told.stderr, re.MULTILINE))
+    assert {"torch", "wandb"} <= imported
+    assert "torch._dynamo" not in imported  # of uses of it only torch.compile pays for the second that it takes
+
+
 def test_asked_to_stop_a_run_saves_says_how_to_go_on_and_exits_75(workdir):
     process = spawn("name=a", *LONG, "train.steps=100000")
     wait_for_step("a", 10, process)

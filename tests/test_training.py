@@ -109,6 +109,20 @@ def test_adamw_decays_matrices_and_embeddings_alone_and_every_parameter_once():
     assert all(decay[p] == (0.1 if p.ndim >= 2 else 0.0) for p in model.parameters())
 
 
+def test_adamw_is_torchs_to_the_bit():
+    ours, theirs = tiny_model(), tiny_model()
+    theirs.load_state_dict(ours.state_dict())
+    (a,) = optimizer.build(ours, ADAMW)
+    groups = [group | {"params": []} for group in a.state_dict()["param_groups"]]
+    for group, params in zip(groups, (2, 1), strict=True):
+        group["params"] = [p for p in theirs.parameters() if min(p.ndim, 2) == params]
+    b = torch.optim.AdamW(groups)
+    for seed in range(3):
+        step(ours, [a], seed)
+        step(theirs, [b], seed)
+    assert all(map(torch.equal, ours.parameters(), theirs.parameters()))
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_muon_takes_the_blocks_matrices_and_adamw_the_rest(tied):
     model = tiny_model(tie_embeddings=tied)

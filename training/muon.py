@@ -7,6 +7,7 @@ of one shape together.
 
 import math
 from collections import defaultdict
+from inspect import unwrap
 
 import torch
 from torch import Tensor
@@ -33,6 +34,8 @@ def orthogonalize(matrices: Tensor, steps: int) -> Tensor:
 
 class Muon(Optimizer):
     """For matrices alone. The update of a matrix is scaled by sqrt(max(1, rows / columns))."""
+
+    add_param_group = unwrap(Optimizer.add_param_group)  # as of AdamW in training/optimizer.py
 
     def __init__(self, params, lr: float, momentum: float, weight_decay: float, ns_steps: int):
         super().__init__(params, dict(lr=lr, momentum=momentum, weight_decay=weight_decay, ns_steps=ns_steps))
