@@ -23,7 +23,7 @@ from training.config import WandbConfig
 from training.distributed import Dist
 from training.meter import Speed, peak_flops, peak_memory_bytes, reset_peak_memory
 from training.muon import Muon, orthogonalize
-from training.progress import duration
+from training.progress import duration, shape
 from training.run import Run, StopRequest, find_run
 from training.schedule import lr_fraction, run_progress
 from training.tracking import Metrics, Tracker, Wandb
@@ -457,6 +457,11 @@ def test_peak_memory_sees_an_allocation_and_forgets_it_on_reset():
 
 def test_durations_read_as_a_clock():
     assert [duration(s) for s in (0, 59.6, 90.4, 3700)] == ["0:00", "1:00", "1:30", "1:01:40"]
+
+
+def test_a_model_of_one_layer_has_no_layers():
+    assert shape(tiny_model().config) == "2 layers, 2 heads, 16 wide, context 8"
+    assert shape(tiny_model(n_layer=1, n_head=1).config) == "1 layer, 1 head, 16 wide, context 8"
 
 
 @pytest.mark.parametrize(

@@ -10,7 +10,7 @@ from training.config import AUTO
 from training.distributed import Dist
 from training.memory import Memory
 from training.plan import Plan, make_plan
-from training.progress import duration
+from training.progress import counted, duration, shape
 
 WIDTH = 80
 
@@ -34,8 +34,8 @@ def page(plan: Plan, config: Any, console: Console) -> None:
 
     model = config.model
     say(
-        f"{model.name}: {model.n_layer} layers, {model.n_head} heads, {model.n_embd} wide, context {model.block_size}, "
-        f"{config.tokenizer.name} vocabulary of {'at most ' if plan.at_most else ''}{plan.vocab_size:,}\n"
+        f"{model.name}: {shape(model)}, {config.tokenizer.name} vocabulary of "
+        f"{'at most ' if plan.at_most else ''}{plan.vocab_size:,}\n"
     )
     say("parameters", "bold")
     console.print(_shares(plan.parameters, lambda count: f"{count:,}"))
@@ -47,7 +47,7 @@ def page(plan: Plan, config: Any, console: Console) -> None:
     say(f"attention overtakes the rest {at}\n")
 
     fit = ", as many as fit" if config.train.micro_batch_size == AUTO else ""
-    say(f"memory of a process, MiB: {_count(plan.micro_batch_size, 'sequence')} at a time{fit}, {plan.dtype}", "bold")
+    say(f"memory of a process, MiB: {counted(plan.micro_batch_size, 'sequence')} at a time{fit}, {plan.dtype}", "bold")
     console.print(_memory(plan), width=WIDTH)
     say("activations live at the end of a forward pass, scores are their T x T part")
     if plan.process_bytes:
@@ -86,7 +86,7 @@ def _memory(plan: Plan) -> Table:
 def _run(plan: Plan, config: Any) -> Table:
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     train, T = config.train, config.model.block_size
-    parts = f"{_count(plan.world_size, 'process')} x {plan.accumulation} x {plan.micro_batch_size}"
+    parts = f"{counted(plan.world_size, 'process')} x {plan.accumulation} x {plan.micro_batch_size}"
     table.add_row("on", plan.device)
     table.add_row("a step", f"{parts} = {train.batch_size:,} sequences of {T:,} = {plan.tokens_per_step:,} tokens")
     fit = f", which fit into {train.minutes:g} minutes" if train.minutes is not None else ""
@@ -110,10 +110,6 @@ def _table(first: str, *numbers: str) -> Table:
     for name in numbers:
         table.add_column(name, justify="right", no_wrap=True)
     return table
-
-
-def _count(number: int, what: str) -> str:
-    return f"{number:,} {what}" + {"process": "es"}.get(what, "s") * (number != 1)
 
 
 def _time(seconds: float) -> str:

@@ -120,27 +120,34 @@ def headline(folder: Path, config: Any, facts: dict, meta: dict, step: int) -> s
     tokens_per_step = train.batch_size * model.block_size
     budget = [f"{train.steps:,} steps"] if train.steps is not None else []
     budget += [f"{train.minutes:g} minutes"] if train.minutes is not None else []
+    at_a_time = counted(facts["micro_batch_size"], "sequence")
     lines = {
         "run": f"{folder}" + (f", continued from step {step:,}" if step else ""),
         "text": f"{config.data.name}, {tokens['train']:,} tokens to train on and {tokens['val']:,} to validate, "
         f"{meta['tokenizer']['name']} vocabulary of {meta['vocab_size']:,}"
         + (", documents kept apart" if config.data.document_mask else ""),
-        "model": f"{model.name}, {model.n_layer} layers, {model.n_head} heads, {model.n_embd} wide, context "
-        f"{model.block_size}{_sees(model)}: {facts['n_params']:,} parameters",
+        "model": f"{model.name}, {shape(model)}{_sees(model)}: {facts['n_params']:,} parameters",
         "runs on": f"{facts['device_name']}, {facts['dtype']}{', compiled' if facts['compile'] else ''}, "
         f"attention {kernel['requested']} -> {kernel['resolved']}"
         + (f", {facts['world_size']} processes" if facts["world_size"] > 1 else ""),
         "for": f"{' or '.join(budget)} of {train.batch_size} x {model.block_size} = {tokens_per_step:,} tokens"
         + (f" in {facts['accumulation']} parts" if facts["accumulation"] > 1 else "")
-        + (f", {_at_a_time(facts['micro_batch_size'])}, as many as fit" if train.micro_batch_size == AUTO else "")
+        + (f", {at_a_time} at a time, as many as fit" if train.micro_batch_size == AUTO else "")
         + (f", {train.steps * tokens_per_step / tokens['train']:.2g} epochs" if train.steps is not None else "")
         + (", all of them schedule.warmup_steps" if config.schedule.warmup_steps >= (train.steps or inf) else ""),
     }
     return "\n".join(f"{key:<8} {value}" for key, value in lines.items())
 
 
-def _at_a_time(count: int) -> str:
-    return f"{count:,} sequence{'s' * (count > 1)} at a time"
+def shape(model: Any) -> str:
+    """A GPTConfig in a few words."""
+    layers, heads = counted(model.n_layer, "layer"), counted(model.n_head, "head")
+    return f"{layers}, {heads}, {model.n_embd} wide, context {model.block_size}"
+
+
+def counted(count: int, noun: str) -> str:
+    """1 layer, 2 layers, 2 processes."""
+    return f"{count:,} {noun}" + {"process": "es"}.get(noun, "s") * (count != 1)
 
 
 def _sees(model: Any) -> str:
