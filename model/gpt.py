@@ -175,7 +175,9 @@ class GPT(nn.Module):
             self.blocks = nn.ModuleList(Block(config, attend, window) for window in config.windows)
             self.norm = make_norm(config, config.n_embd)
             self.lm_head = nn.Linear(config.n_embd, rows, bias=False)
-        self.to_empty(device=device)
+        # Not to_empty: on meta tensors it computes strides by way of sympy, whose import takes half a second.
+        empty = {name: torch.empty(weight.shape, device=device) for name, weight in self.state_dict().items()}
+        self.load_state_dict(empty, assign=True)
         if config.tie_embeddings:
             self.lm_head.weight = self.wte.weight
         self.init_weights()
