@@ -30,6 +30,7 @@ if __name__ == "__main__":  # ahead of the imports below, which take seconds: a 
 
 import time
 from dataclasses import asdict
+from functools import partial
 from math import inf, isfinite, log
 from pathlib import Path
 
@@ -75,10 +76,11 @@ def main(config: Train) -> int:
     steps, minutes, batch_size = config.train.steps, config.train.minutes, config.train.batch_size
     block_size = config.model.block_size
     precision.set_up(device, config.deterministic, config.tf32)
-    attention = resolve_model(
-        config.attention, config.model, B=config.train.plan(dist.world_size)[0], dtype=dtype, device=device,
-        grad=True, documents=config.data.document_mask,
+    resolve = partial(
+        resolve_model, config.attention, config.model, dtype=dtype, device=device, grad=True,
+        documents=config.data.document_mask,
     )  # fmt: skip
+    resolve(B=config.train.plan(dist.world_size)[0])
     dist.connect(device)
 
     # Text, model, optimizer.
@@ -89,6 +91,7 @@ def main(config: Train) -> int:
     torch.manual_seed(config.seed)
     model = GPT(config.model, encoding.n_vocab, bind(config.attention)).to(device)
     micro_batch_size, accumulation = settle(config, model, dtype, dist)
+    attention = resolve(B=micro_batch_size)
     forward = dist.wrap(model)
     if compiled:
         keep_when_compiled(config.attention)
@@ -196,7 +199,8 @@ def main(config: Train) -> int:
 
                 # What came of it: a row of numbers, now and then a look at unseen text, and a checkpoint.
                 state.step += 1
-                stopped, state.seconds = dist.agree(stop.requested, time.perf_counter() - started)
+                seconds = time.perf_counter() - started
+                stopped, state.seconds = dist.agree(stop.requested, seconds, wandb.start_seconds)
                 progress = run_progress(state.step, steps, state.seconds, minutes)
                 row = {
                     "step": state.step, "tokens": state.step * tokens_per_step, "seconds": state.seconds,

@@ -42,6 +42,7 @@ MULTIRUN = """\
 
 def start(script: str, doc: str, argv: list[str] | None = None) -> Any:
     """The checked config of `script` from a command line, as plain dataclasses. Ends the process where it is wrong."""
+    sys.excepthook = _interrupted
     try:
         flags, overrides = _parse(script, argv)
         if flags.help:
@@ -91,9 +92,19 @@ def run(main: Callable[..., int], *config: Any) -> int:
         return _say("out of memory; set a smaller train.micro_batch_size, model.block_size or model", 1)
 
 
+def _interrupted(kind: type, error: BaseException, traceback: Any) -> None:
+    """Ctrl-C while libraries are imported is told as at any other moment."""
+    if issubclass(kind, KeyboardInterrupt):
+        os._exit(_say("interrupted", EXIT_CODES["interrupted"]))
+    sys.__excepthook__(kind, error, traceback)
+
+
 def leave(code: int) -> None:
-    """End the process at once: Python would spend most of a second on taking torch apart again."""
-    atexit._run_exitfuncs()  # libraries' temporary folders are removed
+    """End the process without taking torch apart again, on which Python would spend most of a second.
+
+    What libraries have to do at the end they do: they remove temporary folders, and wait for processes of theirs.
+    """
+    atexit._run_exitfuncs()
     with suppress(BrokenPipeError):
         sys.stdout.flush()
         sys.stderr.flush()

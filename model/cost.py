@@ -53,7 +53,7 @@ def flops_per_token(config: GPTConfig, vocab_size: int, T: int) -> int:
 
 
 def linear_flops_per_token(config: GPTConfig, vocab_size: int) -> int:
-    """The part for projections, MLP and head: 6 per weight that is multiplied with, whatever T."""
+    """The part for projections, MLP and head: 6 per weight that is multiplied with, padded rows apart, whatever T."""
     C, D = config.n_embd, config.head_size
     qkv = C * (config.n_head + 2 * config.kv_heads) * D
     return 6 * (config.n_layer * (qkv + C * C + 8 * C * C) + vocab_size * C)

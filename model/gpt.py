@@ -86,7 +86,7 @@ class NgramEmbedding(nn.Module):
         for back in range(1, self.n):
             before = F.pad(tokens + 1, (back, 0))[:, :T]  # 0 where there is nothing
             if documents is not None:
-                before = before.where(F.pad(documents, (back, 0), value=-1)[:, :T] == documents, 0)
+                before = before.where(F.pad(documents, (back, 0))[:, :T] == documents, 0)
             key = (key * self.FACTOR + before) % self.PRIME
             keys.append(key)
         return torch.stack(keys, dim=-1) % self.table.num_embeddings
@@ -160,7 +160,7 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """Tokens (B, T) -> logits (B, T, V). Weights are drawn from torch's global generator: seed it first.
 
-    device: meta makes shapes alone, for counting.
+    device: on meta parameters are shapes alone, for counting.
     """
 
     def __init__(self, config: GPTConfig, vocab_size: int, attend: Callable[..., Tensor], device: str = "cpu"):

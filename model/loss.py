@@ -7,7 +7,7 @@ from torch.autograd.function import once_differentiable
 
 IGNORE = -100  # cross_entropy's own mark for a target that does not count
 CHUNK = 2**26  # logits at a time, 256 MiB in float32: 1,334 tokens of GPT-2's vocabulary
-MOST = 16  # chunks, each of which torch.compile compiles on its own
+MOST = 16  # chunks under torch.compile, which compiles each on its own
 
 
 def linear_cross_entropy(
@@ -20,13 +20,17 @@ def linear_cross_entropy(
     waits in memory for the backward pass. Not so in float16, whose gradients have to be scaled before they are rounded.
     reduction: mean or sum, over the targets that are not IGNORE.
     """
+    if reduction not in ("mean", "sum"):
+        raise ValueError(f"reduction={reduction!r} is neither mean nor sum")
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
     if x.shape[0] * weight.shape[0] <= chunk or dtype == torch.float16:
         logits = F.linear(x, weight)[:, :vocab_size].float()
         return F.cross_entropy(logits, targets, reduction=reduction)
     grad = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    tokens = max(chunk // weight.shape[0], -(-x.shape[0] // MOST), 1)
+    tokens = max(chunk // weight.shape[0], 1)
+    if torch.compiler.is_compiling():
+        tokens = max(tokens, -(-x.shape[0] // MOST))
     total = _InChunks.apply(x.to(dtype), weight, targets, vocab_size, tokens, grad)
     return total / (targets != IGNORE).sum() if reduction == "mean" else total
 
@@ -44,7 +48,7 @@ class _InChunks(torch.autograd.Function):
             for first in range(0, x.shape[0], tokens):
                 part = slice(first, first + tokens)
                 counts = (targets[part] != IGNORE).unsqueeze(1)
-                target = targets[part].clamp(min=0).unsqueeze(1)
+                target = targets[part].masked_fill(~counts[:, 0], 0).unsqueeze(1)
                 logits = (x[part] @ rounded.mT).float()
                 logits[:, vocab_size:] = -torch.inf
                 log_likely = logits.log_softmax(1)

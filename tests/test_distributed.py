@@ -199,7 +199,7 @@ def test_a_world_of_one_is_what_there_is_without_torchrun(monkeypatch):
     assert alone == Dist(0, 1, 0, 1)
     assert alone.share(12, 6) == (12, 6)
     assert list(islice(alone.firsts(2, 6, 3), 5)) == [12, 15, 18, 21, 24]
-    assert alone.agree(True, 1.5) == (True, 1.5)
+    assert alone.agree(True, 1.5, 0.5) == (True, 1.0)
     for name, value in (("RANK", "3"), ("WORLD_SIZE", "4"), ("LOCAL_RANK", "1"), ("LOCAL_WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
     fourth = Dist.from_environment()

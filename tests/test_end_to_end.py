@@ -305,6 +305,16 @@ def test_a_broken_wandb_does_not_stop_training(train, monkeypatch, capsys):
     assert summary("a")["status"] == "finished"
 
 
+def test_the_start_of_wandb_is_no_time_of_training(train, monkeypatch):
+    from training.tracking import Wandb
+
+    monkeypatch.setattr(Wandb, "_init", lambda *_: time.sleep(5))
+    assert train("name=a", "wandb.mode=offline", "checkpoint.every=1") == 0  # saving hands over the first rows
+    assert metrics("a")[-1]["step"] == 6
+    assert metrics("a")[-1]["seconds"] < 5
+    assert summary("a")["wall_seconds"] < 5
+
+
 def test_wandb_offline_holds_the_config_and_every_metric(train, workdir):
     assert train("name=a", "wandb.mode=offline", "wandb.tags=[x]") == 0
     (file,) = (workdir / "runs/a/wandb").glob("offline-run-*/*.wandb")
@@ -367,17 +377,28 @@ def test_killed_outright_and_started_again_a_run_ends_bit_identical(workdir):
     assert_same_run("whole", "killed")
 
 
-def test_a_run_leaves_nothing_in_the_temporary_folder_and_needs_no_compiler(workdir, tmp_path_factory):
+@pytest.mark.parametrize("resumed", [False, True])
+def test_a_run_leaves_nothing_in_the_temporary_folder_and_needs_no_compiler(train, resumed, tmp_path_factory):
+    assert not resumed or train("name=a", "train.steps=3") == 0
     elsewhere = tmp_path_factory.mktemp("temporary")
     told = subprocess.run(
-        [sys.executable, "-X", "importtime", ROOT / "train.py", *TINY, "wandb.mode=offline"],
+        [sys.executable, "-X", "importtime", ROOT / "train.py", *TINY, "wandb.mode=offline", "name=a"],
         env=os.environ | {"TMPDIR": str(elsewhere)}, text=True, capture_output=True,
     )  # fmt: skip
     assert told.returncode == 0, told.stderr
+    assert ("continued from step 3" in told.stdout) == resumed
     assert not list(elsewhere.iterdir())
     imported = set(re.findall(r"\S+$", told.stderr, re.MULTILINE))
     assert {"torch", "wandb"} <= imported
     assert not imported & {"torch._dynamo", "sympy"}  # two seconds, which only torch.compile should take
+
+
+def test_interrupted_while_libraries_are_imported_it_says_so(workdir):
+    (workdir / "torch.py").write_text("raise KeyboardInterrupt")  # as Ctrl-C within the seconds that torch takes
+    told = subprocess.run(
+        [sys.executable, ROOT / "train.py", *TINY], env=os.environ | {"PYTHONPATH": "."}, text=True, capture_output=True
+    )
+    assert (told.returncode, told.stdout, told.stderr) == (75, "", "train.py: interrupted\n")
 
 
 def test_asked_to_stop_a_run_saves_says_how_to_go_on_and_exits_75(workdir):

@@ -4,12 +4,14 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from configs.entry import start
 from model import AttentionConfig
 from model.attention import bind, keep_when_compiled
 from model.gpt import GPT
-from model.loss import IGNORE, linear_cross_entropy
+from model.loss import CHUNK, IGNORE, linear_cross_entropy
 from tests.test_model import VARIANTS, make, some_tokens
 from training import optimizer
 
@@ -47,16 +49,19 @@ def test_in_chunks_of_any_size_it_is_the_definition_with_its_gradients(N, V, pad
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
 
 
-def test_in_chunks_under_autocast_it_is_within_bfloat16_of_float32():
+def test_in_chunks_under_autocast_the_products_alone_are_in_bfloat16():
     x, weight, targets = inputs(64, 100, 128)
     expected = linear_cross_entropy(x, weight, targets, 100)
     with torch.autocast("cpu", torch.bfloat16):
         loss = linear_cross_entropy(x, weight, targets, 100, chunk=1000)
+    logits = (x.bfloat16() @ weight.bfloat16().mT)[:, :100].double()
     assert loss.dtype == torch.float32
-    assert loss.item() == pytest.approx(expected.item(), rel=0.01)
-    for a, b in zip(*(torch.autograd.grad(each, (x, weight)) for each in (loss, expected)), strict=True):
+    assert loss.item() == pytest.approx(torch.nn.functional.cross_entropy(logits, targets).item(), rel=1e-6)
+    ours, theirs = (torch.autograd.grad(each, (x, weight)) for each in (loss, expected))
+    for a, b in zip(ours, theirs, strict=True):
         assert a.dtype == torch.float32
         assert (a - b).norm() < 0.02 * b.norm()
+    assert (ours[1] != ours[1].bfloat16()).any()  # the chunks' parts of it are summed up in float32
 
 
 @pytest.mark.compiles
@@ -72,37 +77,58 @@ def test_in_chunks_it_compiles_whole_and_agrees(half):
         torch.testing.assert_close(a, b, atol=1e-2 if half else 1e-5, rtol=1e-2 if half else 1e-4)
 
 
+class Watch(TorchDispatchMode):
+    """Sees the largest tensor that is made, and which operations make them."""
+
+    def __init__(self):
+        super().__init__()
+        self.elements, self.operations = 0, set()
+
+    def __torch_dispatch__(self, function, types, arguments=(), kwargs=None):
+        out = function(*arguments, **(kwargs or {}))
+        self.operations.add(function.overloadpacket.__name__)
+        if isinstance(out, torch.Tensor):
+            self.elements = max(self.elements, out.numel())
+        return out
+
+
 def test_in_chunks_without_gradients_none_is_made():
     x, weight, targets = inputs(64, 100, 128)
-    with torch.no_grad():
+    with torch.no_grad(), Watch() as watch:
         loss = linear_cross_entropy(x, weight, targets, 100, "sum", 1000)
-    assert not loss.requires_grad
+    assert "gather" in watch.operations and "scatter_add_" not in watch.operations
     torch.testing.assert_close(loss.double(), defined(x, weight, targets, 100, "sum").detach())
 
 
 def test_float16_is_never_taken_in_chunks():
     """Its gradients would be rounded before the scaler has made them large enough."""
-    x, weight, targets = inputs(8, 10, 10, torch.float16)
-    loss = linear_cross_entropy(x, weight, targets, 10, chunk=1)
+    x, weight, targets = inputs(8, 10, 10)
+    with torch.autocast("cpu", torch.float16):
+        loss = linear_cross_entropy(x, weight, targets, 10, chunk=1)
     assert "NllLoss" in str(loss.grad_fn)
 
 
 def test_no_more_logits_than_a_chunk_are_ever_in_memory():
     x, weight, targets = inputs(512, 1000, 1000)
-
-    class Largest(torch.utils._python_dispatch.TorchDispatchMode):
-        elements = 0
-
-        def __torch_dispatch__(self, function, types, arguments=(), kwargs=None):
-            out = function(*arguments, **(kwargs or {}))
-            if isinstance(out, torch.Tensor):
-                self.elements = max(self.elements, out.numel())
-            return out
-
-    for chunk, most in ((64_000, 64_000), (10**9, 512 * 1000)):
-        with Largest() as largest:
+    for chunk, most in ((20_000, 20_000), (10**9, 512 * 1000)):
+        with Watch() as watch:
             linear_cross_entropy(x, weight, targets, 1000, chunk=chunk).backward()
-        assert largest.elements == most
+        assert watch.elements == most
+
+
+def test_the_logits_of_a_large_batch_of_gpt2s_are_taken_in_chunks():
+    with FakeTensorMode(), Watch() as watch:  # shapes without numbers
+        x, weight = torch.empty(64 * 1024, 768, requires_grad=True), torch.empty(50304, 768, requires_grad=True)
+        linear_cross_entropy(x, weight, torch.zeros(64 * 1024, dtype=torch.int64), 50257).backward()
+    assert watch.elements == CHUNK // 50304 * 50304
+
+
+@pytest.mark.parametrize("chunk", [1, 10**9])
+def test_what_is_no_token_and_no_mark_is_no_target(chunk):
+    x, weight, targets = inputs(8, 10, 10)
+    targets[3] = -1
+    with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
+        linear_cross_entropy(x, weight, targets, 10, chunk=chunk)
 
 
 @VARIANTS

@@ -153,7 +153,7 @@ def test_a_profiled_run_is_the_same_run_and_says_where_its_time_went(train, work
 def test_a_run_that_is_too_short_to_profile_says_so_and_finishes(train, workdir, capsys):
     assert train("name=a", "train.steps=3", "train.profile=true") == 0
     out = capsys.readouterr().out
-    assert "the first 5 steps of a process warm up, and this one took 3; set train.steps larger by 3 or more" in out
+    assert "the first 5 steps of a process warm up, and this one took 3; let it go on for 3 more steps or longer" in out
     assert not (workdir / "runs/a/trace.json.gz").exists()
 
 

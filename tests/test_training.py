@@ -5,12 +5,15 @@ import math
 import os
 import platform
 import signal
+import subprocess
+import sys
 import zipfile
 from copy import deepcopy
 from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -121,6 +124,7 @@ def test_adamw_is_torchs_to_the_bit():
         step(ours, [a], seed)
         step(theirs, [b], seed)
     assert all(map(torch.equal, ours.parameters(), theirs.parameters()))
+    assert all(group["fused"] for group in a.param_groups)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -276,7 +280,7 @@ def test_what_differs_is_listed(tmp_path):
 def tracker(path, step=0, scaler_enabled=False):
     class Silent(Wandb):
         def __init__(self):
-            self.run, self.id, self.start = None, None, None
+            self.run, self.id, self.start, self.start_seconds = None, None, None, 0.0
 
     scaler = torch.amp.GradScaler("cpu", enabled=scaler_enabled)
     return Tracker(Metrics(path, step), Silent(), scaler, flush_every=1e9)
@@ -302,6 +306,10 @@ def test_wandb_is_started_with_the_first_numbers_and_at_the_latest_at_the_end(tm
     heard.clear()
     Wandb(config, run, {"attention": {}}, "before").finish(1)  # it failed before it had anything to tell
     assert heard == [{"id": "before", "resume": "allow"}, {"exit_code": 1}]
+
+    heard.clear()
+    Wandb(config, run, {"attention": {}}, None).finish(75)  # who wants to stop does not want to wait for it
+    assert not heard
 
 
 def rows_of(path):
@@ -363,14 +371,20 @@ def test_two_unnamed_runs_of_the_same_second_get_folders_of_their_own(workdir):
 
 
 @pytest.mark.parametrize(
-    ("error", "status"),
-    [(UserError("no"), "refused"), (TrainingFailed("nan"), "failed"), (KeyboardInterrupt(), "interrupted")],
+    ("error", "status", "said"),
+    [
+        (UserError("no"), "refused", "no"),
+        (TrainingFailed("nan"), "failed", "nan"),
+        (KeyboardInterrupt("saved; go on"), "interrupted", "saved; go on"),
+        (ValueError("odd"), "failed", "ValueError: odd"),
+    ],
 )
-def test_how_a_run_ended_is_on_record(workdir, error, status):
+def test_how_a_run_ended_is_on_record(workdir, error, status, said):
     with pytest.raises(type(error)), Run("a", "", True, ALONE) as run:
         run.begin({}, {})
         raise error
-    assert json.loads((workdir / "runs/a/summary.json").read_text())["status"] == status
+    summary = json.loads((workdir / "runs/a/summary.json").read_text())
+    assert (summary["status"], summary["error"]) == (status, said)
 
 
 def test_the_newest_run_with_a_checkpoint_is_found_below_sweeps_too(workdir):
@@ -404,6 +418,30 @@ def test_devices_and_dtypes_resolve_or_refuse(monkeypatch):
     with pytest.raises(UserError, match="dtype=int8 is unknown"):
         precision.resolve_dtype("int8", CPU)
     assert precision.resolve_compile(None, CPU) is False
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="of glibc's malloc")
+def test_memory_that_a_step_frees_is_there_for_the_next():
+    ask = """
+import resource, torch
+from training import precision
+
+def faults():
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    for _ in range(5):
+        blocks = [torch.ones(2**21) for _ in range(12)]
+        del blocks
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before
+
+faults()
+before = faults()
+precision.set_up(torch.device("cpu"), False, False)
+faults()
+print(before, faults())
+"""
+    told = subprocess.run([sys.executable, "-c", ask], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    before, after = map(int, told.split())
+    assert after * 10 <= before
 
 
 def test_compiling_without_a_compiler_is_refused(monkeypatch):

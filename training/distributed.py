@@ -146,10 +146,10 @@ class Dist:
                 f"rank {self.rank} starts from another {what} than rank 0; all machines must see the same runs/ folder"
             )
 
-    def agree(self, stop: bool, seconds: float) -> tuple[bool, float]:
-        """Whether any process was asked to stop, and the time by the slowest clock."""
-        stop, seconds = self._reduce((stop, seconds), torch_dist.ReduceOp.MAX)
-        return bool(stop), seconds
+    def agree(self, stop: bool, seconds: float, off_the_clock: float) -> tuple[bool, float]:
+        """Whether any process was asked to stop, and the time by the slowest clock, less what does not count of it."""
+        stop, seconds, off_the_clock = self._reduce((stop, seconds, off_the_clock), torch_dist.ReduceOp.MAX)
+        return bool(stop), seconds - off_the_clock
 
     def _reduce(self, values: tuple[float, ...], how) -> list[float]:
         if self.world_size == 1:

@@ -7,11 +7,11 @@ of one shape together.
 
 import math
 from collections import defaultdict
-from inspect import unwrap
 
 import torch
 from torch import Tensor
-from torch.optim import Optimizer
+
+from training.uncompiled import Uncompiled
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # a quintic that lifts small singular values fast
 
@@ -32,10 +32,8 @@ def orthogonalize(matrices: Tensor, steps: int) -> Tensor:
     return (X.mT if tall else X).type_as(matrices)
 
 
-class Muon(Optimizer):
+class Muon(Uncompiled):
     """For matrices alone. The update of a matrix is scaled by sqrt(max(1, rows / columns))."""
-
-    add_param_group = unwrap(Optimizer.add_param_group)  # as of AdamW in training/optimizer.py
 
     def __init__(self, params, lr: float, momentum: float, weight_decay: float, ns_steps: int):
         super().__init__(params, dict(lr=lr, momentum=momentum, weight_decay=weight_decay, ns_steps=ns_steps))

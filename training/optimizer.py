@@ -6,25 +6,14 @@ its `peak_lr`, which the schedule scales.
 """
 
 from collections.abc import Callable
-from inspect import unwrap
 
-import torch
 from torch import nn
 from torch.optim import Optimizer
 
 from errors import UserError
 from training.config import AdamWConfig, MuonConfig
 from training.muon import Muon
-
-
-class AdamW(torch.optim.AdamW):
-    """torch's own, with two methods bared of wrappers that hide them from torch's compiler, which is not used on them.
-
-    The wrappers import the compiler in order to hide from it, and that takes over a second of every start.
-    """
-
-    add_param_group = unwrap(Optimizer.add_param_group)
-    step = torch.no_grad()(unwrap(torch.optim.AdamW.step))
+from training.uncompiled import AdamW
 
 
 def _group(params: list[nn.Parameter], lr: float, weight_decay: float) -> dict:

@@ -19,6 +19,7 @@ from rich.console import Console
 from rich.table import Table
 
 from training.meter import WARM_UP, synchronize
+from training.progress import counted
 
 STEPS, PARTS = 3, 24  # that are recorded at most: steps, and forward passes, beyond which a step is the last
 TOP = 10  # operations in the table
@@ -97,7 +98,7 @@ class Recording(Profile):
         if not self.recorded and error is None:
             self._say(
                 f"nothing was profiled: the first {WARM_UP} steps of a process warm up, and this one took "
-                f"{self.steps}; set train.steps larger by {WARM_UP + 1 - self.steps} or more"
+                f"{self.steps}; let it go on for {counted(WARM_UP + 1 - self.steps, 'more step')} or longer"
             )
 
     def _finish(self) -> None:
@@ -105,7 +106,8 @@ class Recording(Profile):
         profiler.stop()
         profiler.export_chrome_trace(str(self.trace))
         spent, last = where_time_goes(profiler.events()), self.steps
-        self._say(f"where the time goes, in steps {last - self.recorded + 1} to {last} of this process", "bold")
+        steps = f"step {last}" if self.recorded == 1 else f"steps {last - self.recorded + 1} to {last}"
+        self._say(f"where the time goes, in {steps} of this process", "bold")
         for table in tables(spent):
             self.console.print(table, width=WIDTH)
         if spent.on_device:

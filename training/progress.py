@@ -48,7 +48,7 @@ class TrainingProgress:
         """A line on the validation loss, and the text that the model writes now."""
         self.say(f"step {row['step']}: validation loss {row['val/loss']:.4f}, {row['val/bpb']:.3f} bits per byte"
                  + (", the best so far" if better else ""), style="bold")  # fmt: skip
-        text = row.get("sample", "").strip("\n")
+        text = "".join(c if c in "\n\t" or c.isprintable() else "\ufffd" for c in row.get("sample", "").strip("\n"))
         if text:
             self.say(textwrap.indent(text, "  | ", lambda line: True), style="dim")
 
@@ -118,7 +118,7 @@ def headline(folder: Path, config: Any, facts: dict, meta: dict, step: int) -> s
     """What is about to be trained, on what, and by which kernel. `facts` as in summary.json, `meta` as in meta.json."""
     model, train, tokens, kernel = config.model, config.train, meta["tokens"], facts["attention"]
     tokens_per_step = train.batch_size * model.block_size
-    budget = [f"{train.steps:,} steps"] if train.steps is not None else []
+    budget = [counted(train.steps, "step")] if train.steps is not None else []
     budget += [f"{train.minutes:g} minutes"] if train.minutes is not None else []
     at_a_time = counted(facts["micro_batch_size"], "sequence")
     lines = {
@@ -160,7 +160,7 @@ def _sees(model: Any) -> str:
 def closing(summary: dict, folder: Path) -> str:
     """How a run ended, and what to type next."""
     return "\n".join([
-        f"best validation loss {summary['best_val_loss']:.4f} after {summary['step']:,} steps and "
+        f"best validation loss {summary['best_val_loss']:.4f} after {counted(summary['step'], 'step')} and "
         f"{duration(summary['wall_seconds'])}, {summary['tokens_per_second']:,.0f} tokens/s in the median step",
         f"curve    {folder / 'loss.png'}",
         f"next     python sample.py run={summary['name']}",

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING
 import yaml
 from filelock import FileLock, Timeout
 
-from errors import UserError
+from errors import TrainingFailed, UserError
 
 if TYPE_CHECKING:  # torch, which a config's check need not wait for
     from training.distributed import Dist
@@ -198,7 +198,8 @@ class Run:
     def __exit__(self, kind, error, traceback) -> None:
         if self.summary is not None:
             self.summary["status"] = status_of(error)
-            self.summary["error"] = None if error is None else f"{kind.__name__}: {error}"
+            ours = isinstance(error, KeyboardInterrupt | UserError | TrainingFailed)  # whose words are for users
+            self.summary["error"] = None if error is None else str(error) if ours else f"{kind.__name__}: {error}"
             self._write()
         if self.is_main:
             self.lock.release()
@@ -228,7 +229,7 @@ class StopRequest:
 
     def _handle(self, number, frame) -> None:
         if self.requested and not self.patient:
-            raise KeyboardInterrupt("stopped at once; what came after the last checkpoint is lost")
+            raise KeyboardInterrupt("stopped at once; what no checkpoint holds is lost")
         if not self.requested and not self.silent:
             again = "" if self.patient else "; once more stops at once"
             os.write(2, f"\nstopping after this step, and saving{again}\n".encode())  # print() is not for handlers

@@ -6,7 +6,6 @@ folders: the progress shown here and the comparison at the end read files alone,
 
 import json
 import math
-import re
 import signal
 import subprocess
 import sys
@@ -96,14 +95,14 @@ def train(job: Job) -> Outcome:
         return Outcome(status)
     summary = read_summary(job.folder)
     if summary != before and summary.get("status") == status:  # the run itself could say why
-        return Outcome(status, _plain(summary["error"]))
+        return Outcome(status, _reason_in(summary))
     return record(job, Outcome(status, _reason(code, log)))
 
 
-def _plain(error: str | None) -> str:
-    """A run's own error without the name of its class, nor what to type for that run alone."""
-    words = re.sub(r"^(UserError|TrainingFailed): ", "", error or "")
-    return words.removeprefix("KeyboardInterrupt: ").split(";")[0] if words.startswith("KeyboardInterrupt") else words
+def _reason_in(summary: dict) -> str:
+    """Why a run ended, in its own words, without what to type for that run alone."""
+    words = summary["error"] or ""
+    return words.split(";")[0] if summary["status"] == "interrupted" else words
 
 
 def _reason(code: int, log: Path) -> str:
@@ -196,7 +195,7 @@ class SweepProgress:
 
 def _line(summary: dict) -> str:
     if summary["status"] != "finished":
-        return f"{summary['status']}: {_plain(summary['error'])}"
+        return f"{summary['status']}: {_reason_in(summary)}"
     known = {key: summary.get(key) or math.nan for key in ("last_val_loss", "step_ms")}
     return (
         f"val loss {known['last_val_loss']:.4f}  {known['step_ms']:,.1f} ms/step  "

@@ -57,11 +57,12 @@ def _step_of(line: str) -> float:
 class Wandb:
     """The same numbers for wandb. Its start takes seconds, and waits for the first of them: the first step need not.
 
-    Whatever goes wrong in it is said once, and training goes on without.
+    start_seconds: what the start took, which is no time of training. Whatever goes wrong is said once, and training
+    goes on without.
     """
 
     def __init__(self, config: WandbConfig, run: Run, run_config: dict, run_id: str | None):
-        self.run, self.id = None, run_id
+        self.run, self.id, self.start_seconds = None, run_id, 0.0
         self.start: Callable[[], None] | None = None  # None: it was started, or nobody is told
         if config.mode != "disabled" and run.is_main:
             self.id = run_id or secrets.token_hex(4)
@@ -84,7 +85,9 @@ class Wandb:
     def _ensure_started(self) -> None:
         start, self.start = self.start, None
         if start is not None:
+            began = time.perf_counter()
             self._guard(start)
+            self.start_seconds = time.perf_counter() - began
 
     def _guard(self, call, *arguments) -> None:
         try:
@@ -110,7 +113,8 @@ class Wandb:
             self._guard(self.run.summary.update, told)
 
     def finish(self, exit_code: int) -> None:
-        self._ensure_started()  # what fails before its first row is on record as well
+        if exit_code != EXIT_CODES["interrupted"]:
+            self._ensure_started()  # what fails before its first row is on record as well
         if self.run is not None:
             self._guard(self.run.finish, exit_code)
 
