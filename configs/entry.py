@@ -7,6 +7,7 @@ leave(run(main, config))             runs; a refusal from inside becomes a sente
 import argparse
 import atexit
 import errno
+import multiprocessing
 import os
 import re
 import sys
@@ -102,8 +103,10 @@ def _interrupted(kind: type, error: BaseException, traceback: Any) -> None:
 def leave(code: int) -> None:
     """End the process without taking torch apart again, on which Python would spend most of a second.
 
-    What libraries have to do at the end they do: they remove temporary folders, and wait for processes of theirs.
+    What libraries have to do at the end they do, as removing temporary folders.
     """
+    for child in multiprocessing.active_children():  # for which they would wait, while it may wait for this process
+        child.kill()
     atexit._run_exitfuncs()
     with suppress(BrokenPipeError):
         sys.stdout.flush()

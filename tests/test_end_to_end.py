@@ -393,6 +393,18 @@ def test_a_run_leaves_nothing_in_the_temporary_folder_and_needs_no_compiler(trai
     assert not imported & {"torch._dynamo", "sympy"}  # two seconds, which only torch.compile should take
 
 
+def test_who_leaves_waits_for_no_process_of_its_own(workdir):
+    (workdir / "script.py").write_text("""
+import multiprocessing, time
+from configs.entry import leave
+
+multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,)).start()
+leave(3)
+""")
+    environment = os.environ | {"PYTHONPATH": str(ROOT)}
+    assert subprocess.run([sys.executable, "script.py"], env=environment, timeout=30).returncode == 3
+
+
 def test_interrupted_while_libraries_are_imported_it_says_so(workdir):
     (workdir / "torch.py").write_text("raise KeyboardInterrupt")  # as Ctrl-C within the seconds that torch takes
     told = subprocess.run(

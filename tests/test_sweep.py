@@ -20,7 +20,7 @@ from training.distributed import Dist
 from training.run import Run, owner, read_summary
 from training.sweep import Job, Outcome, recover
 
-LONG = ["name=s", "train.steps=300", "eval.every=150", "checkpoint.every=20", "train.batch_size=2"]
+LONG = ["name=s", "train.steps=600", "eval.every=300", "checkpoint.every=20", "train.batch_size=2"]
 
 
 def sweep(*overrides: str, **environment: str) -> subprocess.Popen:
@@ -68,7 +68,7 @@ def test_killed_interrupted_and_extended_a_sweep_does_what_is_missing(train, wor
     assert "the same command with name=s goes on" in err
     assert (summary("seed=1")["status"], summary("seed=3")["status"]) == ("finished", "interrupted")
     stopped = summary("seed=3")["step"]
-    assert 50 < stopped < 300
+    assert 50 < stopped < 600
 
     process = sweep(*LONG, "seed=1,2,3")
     out, err = process.communicate(timeout=100)

@@ -99,7 +99,7 @@ def _context(module: str):
         return multiprocessing.get_context("spawn")
     context = multiprocessing.get_context("forkserver")
     script = Path(getattr(sys.modules["__main__"], "__file__", None) or module).stem
-    context.set_forkserver_preload([module, script, "torch._dynamo"])  # the last takes a second, for any optimizer
+    context.set_forkserver_preload([module, script, "torch._dynamo"])  # the last takes seconds, of no row that compiles
     # The server of Python 3.11 does not have this process's sys.path.
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
     resource_tracker.ensure_running()  # ahead of the server, which needs it: its start would let Ctrl-C through
