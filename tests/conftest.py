@@ -1,9 +1,12 @@
 """Shared by all tests: a clean folder to work in, a small text, and a short way to run the commands in this process."""
 
 import os
+import signal
 import sys
 from pathlib import Path
 
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # started in the background, as by `pytest &` in a script:
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # what is started here should hear Ctrl-C nonetheless
 if "PYTEST_XDIST_WORKER" in os.environ:  # several test processes at once: each with one thread, or they get in the way
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
