@@ -94,8 +94,8 @@ def run(main: Callable[..., int], *config: Any) -> int:
 
 
 def _interrupted(kind: type, error: BaseException, traceback: Any) -> None:
-    """Ctrl-C while libraries are imported is told as at any other moment."""
-    if issubclass(kind, KeyboardInterrupt):
+    """Ctrl-C while libraries are imported is told as ever, also where Python turned it into another error."""
+    if isinstance(error, KeyboardInterrupt) or isinstance(error.__cause__, KeyboardInterrupt):
         os._exit(_say("interrupted", EXIT_CODES["interrupted"]))
     sys.__excepthook__(kind, error, traceback)
 

@@ -405,8 +405,9 @@ leave(3)
     assert subprocess.run([sys.executable, "script.py"], env=environment, timeout=30).returncode == 3
 
 
-def test_interrupted_while_libraries_are_imported_it_says_so(workdir):
-    (workdir / "torch.py").write_text("raise KeyboardInterrupt")  # as Ctrl-C within the seconds that torch takes
+@pytest.mark.parametrize("error", ["KeyboardInterrupt", "RuntimeError from KeyboardInterrupt()"])  # from __set_name__
+def test_interrupted_while_libraries_are_imported_it_says_so(workdir, error):
+    (workdir / "torch.py").write_text(f"raise {error}")  # as Ctrl-C within the seconds that torch takes
     told = subprocess.run(
         [sys.executable, ROOT / "train.py", *TINY], env=os.environ | {"PYTHONPATH": "."}, text=True, capture_output=True
     )
