@@ -144,14 +144,18 @@ def flex(q, k, v, *, window=None, positions=None, documents=None, dropout_p=0.0)
     if dropout_p > 0:
         raise ValueError("flex attention has no dropout")
     B, Tq, Tk, gqa, device = q.shape[0], q.shape[1], k.shape[1], q.shape[2] != k.shape[2], q.device
+    behind = Tk - Tq
+    if device.type == "cpu" and Tk % 16:  # one query on, say, 24 keys: there Inductor 2.13 is wrong (see the tests)
+        k, v = (F.pad(each, (0, 0, 0, 0, 0, -Tk % 16)) for each in (k, v))  # by keys that no query sees
     q, k, v = (each.transpose(1, 2) for each in (q, k, v))
+    Tk = k.shape[2]
     if torch.compiler.is_compiling():  # what is compiled around it takes it in
         # contiguous: where Inductor 2.13 fuses what makes q and k into the kernel, it is wrong (see the tests)
         q, k, v = (each.contiguous() for each in (q, k, v))
-        mask = _block_mask(B, Tq, Tk, window, positions, documents, device)
+        mask = _block_mask(B, Tq, Tk, behind, window, positions, documents, device)
         y = flex_attention(q, k, v, block_mask=mask, enable_gqa=gqa)
     else:
-        mask = _block_mask_once(B, Tq, Tk, window, positions, documents, device)
+        mask = _block_mask_once(B, Tq, Tk, behind, window, positions, documents, device)
         y = _compiled_flex()(q, k, v, block_mask=mask, enable_gqa=gqa)
     return y.transpose(1, 2)
 
@@ -166,11 +170,12 @@ def _compiled_flex():
     return torch.compile(flex_attention, fullgraph=True)
 
 
-def _block_mask(B, Tq, Tk, window, positions, documents, device):
+def _block_mask(B, Tq, Tk, behind, window, positions, documents, device):
     """`visible` for blocks of 128 x 128: which of them nobody sees, which everybody, and a function for the rest."""
     from torch.nn.attention.flex_attention import create_block_mask
 
-    behind = Tk - Tq
+    if documents is not None:
+        documents = F.pad(documents, (0, Tk - documents.shape[1]))
     if not torch.compiler.is_compiling():  # as tensors: a kernel would be compiled for each number that it captures
         behind = torch.tensor(behind, device=device)
         window = None if window is None else torch.tensor(window, device=device)
@@ -191,16 +196,16 @@ def _block_mask(B, Tq, Tk, window, positions, documents, device):
 _masks: dict[tuple, tuple] = {}
 
 
-def _block_mask_once(B, Tq, Tk, window, positions, documents, device):
+def _block_mask_once(B, Tq, Tk, behind, window, positions, documents, device):
     """_block_mask, made once for all layers that ask with the same tensors, unchanged since as their version tells."""
     if any(tensor is not None and tensor.is_inference() for tensor in (positions, documents)):
-        return _block_mask(B, Tq, Tk, window, positions, documents, device)  # such tensors have no version
-    key = (B, Tq, Tk, window, device)
+        return _block_mask(B, Tq, Tk, behind, window, positions, documents, device)  # such tensors have no version
+    key = (B, Tq, Tk, behind, window, device)
     stand = [(tensor, None if tensor is None else tensor._version) for tensor in (positions, documents)]
     then, mask = _masks.get(key, (None, None))
     if then is None or any(a is not b or v != w for (a, v), (b, w) in zip(then, stand, strict=True)):
         if len(_masks) >= 8:  # as many kinds of layers as a model has; sampling, where T grows, leaves old ones behind
             _masks.clear()
-        mask = _block_mask(B, Tq, Tk, window, positions, documents, device)
+        mask = _block_mask(B, Tq, Tk, behind, window, positions, documents, device)
         _masks[key] = (stand, mask)
     return mask
