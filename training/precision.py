@@ -33,13 +33,13 @@ def resolve_device(name: str, local_rank: int = 0) -> torch.device:
     return torch.device(name, local_rank) if name == "cuda" else torch.device(name)
 
 
-def resolve_dtype(name: str, device: torch.device) -> torch.dtype:
+def resolve_dtype(name: str, device: torch.device, trains: bool = True) -> torch.dtype:
     """auto: bfloat16 on a GPU that has it, else float32. Raises UserError for what the device cannot train in."""
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" and torch.cuda.is_bf16_supported() else torch.float32
     if name not in DTYPES:
         raise UserError(f"dtype={name} is unknown; set auto, {', '.join(DTYPES)}")
-    if name == "float16" and device.type != "cuda":
+    if name == "float16" and device.type != "cuda" and trains:
         raise UserError(f"dtype=float16 trains on cuda alone, not on {device.type}; set dtype=bfloat16 or float32")
     return DTYPES[name]
 

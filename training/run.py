@@ -52,10 +52,13 @@ def check_name(name: str) -> None:
 def find_run(name: str) -> Path:
     """The folder of the run called `name` below runs/, or of the newest one with a checkpoint for "last".
 
-    Raises UserError where there is none, naming those there are.
+    A path will do as well, as in runs/NAME. Raises UserError where there is none, naming those there are.
     """
+    if "/" in name and any(Path(name).glob("checkpoints/*.pt")):
+        return Path(name)
+    name = name.removeprefix("./").removeprefix(f"{ROOT}/").rstrip("/")
     if not re.fullmatch(r"[A-Za-z0-9._/=,+-]+", name) or ".." in name or name.startswith("/"):
-        raise UserError(f"run={name!r} cannot name a run; set the name of a folder below {ROOT}/, or last")
+        raise UserError(f"run={name!r} is no run's folder; set one, its name below {Path.cwd() / ROOT}, or last")
     newest = {path.parent.parent: path.stat().st_mtime for path in ROOT.glob("**/checkpoints/*.pt")}
     with_checkpoint = sorted(newest, key=newest.get, reverse=True)
     if name == "last":
@@ -64,7 +67,8 @@ def find_run(name: str) -> Path:
         return with_checkpoint[0]
     if ROOT / name not in with_checkpoint:
         have = ", ".join(str(folder.relative_to(ROOT)) for folder in with_checkpoint[:5]) or "none yet"
-        raise UserError(f"run={name} has no checkpoint below {ROOT}/; the newest runs that have one: {have}")
+        there = Path.cwd() / ROOT
+        raise UserError(f"run={name} has no checkpoint below {there}; the newest runs that have one: {have}")
     return ROOT / name
 
 
