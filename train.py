@@ -48,7 +48,7 @@ from data.prepare import prepare
 from model import SamplingConfig
 from model.attention import bind, keep_when_compiled, resolve_model
 from model.cost import flops_per_token, n_params
-from model.generate import generate
+from model.generate import Prompt, generate
 from model.gpt import GPT
 from model.maps import attention_maps, entropy, layer_entropies
 from training import checkpoint, meter, optimizer, precision
@@ -260,8 +260,8 @@ def evaluate(
 
 def write_text(model: GPT, encoding: tiktoken.Encoding, sampling: SamplingConfig, seed: int) -> str:
     """A text from nothing, by the model as it is now."""
-    end = tokenizer.end_of_text(encoding)
-    return encoding.decode(list(generate(model, tokenizer.beginning(encoding), sampling, seed=seed, end=end)))
+    prompt, end = Prompt(tokenizer.beginning(encoding), seed), tokenizer.end_of_text(encoding)
+    return "".join(piece.text for piece in generate(model, encoding, [prompt], sampling, end=end, rows=1))
 
 
 def look_inside(model: GPT, loader: Loader, picture: Path) -> dict:

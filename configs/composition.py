@@ -18,16 +18,24 @@ from errors import UserError
 
 CONFIGS = Path(__file__).parent
 # Free text, taken to the letter: Hydra's grammar would read "a, b" as a sweep and "f(x)" as a function.
-LITERAL = ("prompt", "prompt_file", "name", "run", "data.path", "wandb.group")
+LITERAL = ("prompt", "prompt_file", "name", "run", "data.path", "wandb.group", "prompts", "out")
+# stop as well, unless it is a list of them in Hydra's way: stop='["a", "b"]'.
 
 
 def quote(override: str) -> str:
     """An override with its literal text quoted for Hydra's grammar, and its ${ for OmegaConf's."""
     key, value = override.split("=", 1)
-    if key not in LITERAL or (value == "null" and key != "prompt"):
+    literal = key in LITERAL or (
+        key.endswith("stop") and not re.fullmatch(r"""\[\s*(["']).*\1\s*\]""", value, re.DOTALL)
+    )
+    if not literal or (value == "null" and key != "prompt"):
         return override
-    value = re.sub(r"(\\*)\$\{", r"\1\1\\${", value)
-    return f"{key}={QuotedString(value, Quote.single).with_quotes()}"
+    return f"{key}={QuotedString(to_the_letter(value), Quote.single).with_quotes()}"
+
+
+def to_the_letter(text: str) -> str:
+    """As OmegaConf will give it back: it takes ${...} for a reference."""
+    return re.sub(r"(\\*)\$\{", r"\1\1\\${", text)
 
 
 def compose_config(script: str, overrides: list[str], config_dir: str | None) -> DictConfig:

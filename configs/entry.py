@@ -22,7 +22,7 @@ from omegaconf import OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
-from configs.composition import CONFIGS, choices, compose_config, is_hydras, is_launcher
+from configs.composition import CONFIGS, choices, compose_config, is_hydras, is_launcher, to_the_letter
 from configs.explain import explain
 from configs.schema import SCRIPTS
 from errors import TrainingFailed, UserError, is_out_of_memory
@@ -65,10 +65,32 @@ def start(script: str, doc: str, argv: list[str] | None = None) -> Any:
     except UserError as error:
         raise SystemExit(_say(error, 2)) from None
     except (HydraException, OmegaConfBaseException, YAMLError, UnicodeDecodeError) as error:
-        sentence = explain(
-            error, overrides, SCRIPTS[script], lambda: OmegaConf.to_container(compose_config(script, [], None))
-        )
-        raise SystemExit(_say(sentence, 2)) from None
+        raise SystemExit(_say(_explained(error, overrides, script), 2)) from None
+
+
+def settle(script: str, **settings: Any) -> Any:
+    """The checked config of `script` with `settings` in place of its own, for Python. Raises UserError."""
+    groups = {key: value for key, value in settings.items() if choices(key)}
+    overrides = [f"{key}={value}" for key, value in groups.items()]
+    try:
+        composed = compose_config(script, overrides, None)
+        own = {key: value for key, value in settings.items() if key not in groups}
+        for key, value in own.items():
+            texts = value if isinstance(value, list | tuple) else [value]
+            texts = [to_the_letter(text) if isinstance(text, str) else text for text in texts]
+            OmegaConf.update(composed, key, texts if isinstance(value, list | tuple) else texts[0])
+        config = OmegaConf.to_object(composed)
+    except (HydraException, OmegaConfBaseException) as error:
+        given = [*overrides, *(f"{key}={value}" for key, value in settings.items())]
+        raise UserError(_explained(error, given, script)) from None
+    config.check()
+    return config
+
+
+def _explained(error: Exception, overrides: list[str], script: str) -> str:
+    return explain(
+        error, overrides, SCRIPTS[script], lambda: OmegaConf.to_container(compose_config(script, [], None))
+    )  # fmt: skip
 
 
 def run(main: Callable[..., int], *config: Any) -> int:

@@ -9,7 +9,7 @@ from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from yaml import YAMLError
 
-from configs.schema import OPTIMIZERS
+from configs.schema import OPTIMIZERS, SCRIPTS
 
 WORDS = {
     "int": "a whole number",
@@ -47,12 +47,14 @@ def explain(error: Exception, overrides: list[str], schema: type, defaults: Any)
         return f"the first line{where} must be '# @package _global_'; put it there"
     if key and key.startswith("hydra.launcher."):
         return f"{key}: the launcher has no such setting; set hydra/launcher=NAME as well, one that has"
+    if schema is SCRIPTS["sample"] and key and key.split(".")[0] in ("model", "tokenizer"):
+        return f"{key}: a run's {key.split('.')[0]} comes from its checkpoint; leave it out"
     if key and ("not in '" in text or "Could not override" in text or "not in '" in str(inner)):
         return f"{key}: there is no such key{where}{did_you_mean(key, keys(defaults()))}; see --help and --cfg job"
     if isinstance(inner, MissingMandatoryValue):
         return f"{key} has no value; set {expected(schema, key)} in the YAML file that was chosen, or as {key}=..."
     if key:
-        given = next((o for o in overrides if o.split("=", 1)[0] == key), key)
+        given = next((o for o in reversed(overrides) if o.split("=", 1)[0] == key), key)
         expects = expected(schema, key) or str(inner or error).split("\n")[0]
         return f"{given}{where} does not fit: {key} takes {expects}"
     return " ".join(text.split())

@@ -77,22 +77,48 @@ class Sample(SamplingConfig):
     checkpoint: str
     prompt: str | None
     prompt_file: str | None
+    prompts: str | None
+    out: str | None
+    interactive: bool
     num_samples: int
+    batch_size: int
     seed: int
     device: str
     dtype: str
+    cuda_graphs: bool
     attention: AttentionConfig
+    data: DataConfig
+    loss: bool
     attention_map: bool
 
-    def check(self) -> None:
-        """Raises UserError."""
+    def check(self, section: str = "") -> None:
+        """The rules that cross rooms. Raises UserError."""
+        super().check(section)
         if self.checkpoint not in ("best", "last"):
             raise UserError(f"checkpoint={self.checkpoint} is unknown; set best or last")
-        if self.num_samples < 1:
-            raise UserError(f"num_samples={self.num_samples} must be at least 1")
+        for key in ("num_samples", "batch_size"):
+            if getattr(self, key) < 1:
+                raise UserError(f"{key}={getattr(self, key)} must be at least 1; set, say, 8")
         _check_seed(self.seed)
-        if self.prompt is not None and self.prompt_file is not None:
-            raise UserError("prompt and prompt_file are both set; set one of them")
+        does = {"prompt": self.prompt is not None, "prompt_file": self.prompt_file is not None,
+                "prompts": self.prompts is not None, "interactive": self.interactive, "loss": self.loss}  # fmt: skip
+        chosen = [key for key, is_set in does.items() if is_set]
+        if len(chosen) > 1:
+            raise UserError(f"{' and '.join(chosen)} are set, each of which asks for something else; set one of them")
+        if self.data.path is not None and not self.loss:
+            raise UserError(
+                f"data.path={self.data.path} is a text to be measured; set loss=true as well, or leave it out"
+            )
+        if self.out is not None and not (self.loss or self.prompts):
+            raise UserError(
+                f"out={self.out} is for what prompts=FILE or loss=true come to; set one of them, or leave it out"
+            )
+        if self.num_samples > 1 and (self.loss or self.interactive):
+            raise UserError(f"num_samples={self.num_samples} is for prompts; leave it out, or leave out {chosen[0]}")
+        if self.max_new_tokens == 0 and not (self.loss or self.attention_map):
+            raise UserError("max_new_tokens=0 makes no text; set 1 or more")
+        if self.attention_map and (self.loss or self.interactive or self.prompts):
+            raise UserError(f"attention_map=true is of one prompt; leave out {chosen[0]}, or attention_map")
 
 
 @dataclass

@@ -22,7 +22,7 @@ B batch, T time, C channels = n_embd, H query heads, G key/value heads, D head s
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from functools import partial
 
 import torch
@@ -40,11 +40,11 @@ def make_norm(config: GPTConfig, size: int) -> nn.Module:
     return nn.LayerNorm(size, eps=1e-5, bias=config.bias)
 
 
-def rotary_table(T: int, D: int, device=None) -> tuple[Tensor, Tensor]:
-    """cos and sin of position x frequency -> each (T, 1, D / 2), frequencies 10000^(-2i/D) (RoPE, eq. 15)."""
-    frequency = 10_000.0 ** (-torch.arange(0, D, 2, device=device).float() / D)
-    angle = torch.outer(torch.arange(T, device=device).float(), frequency)
-    return angle.cos().unsqueeze(1), angle.sin().unsqueeze(1)
+def rotary_table(at: Tensor, D: int) -> tuple[Tensor, Tensor]:
+    """cos and sin of position x frequency, 10000^(-2i/D) (RoPE, eq. 15): positions (...) -> each (..., 1, D / 2)."""
+    frequency = 10_000.0 ** (-torch.arange(0, D, 2, device=at.device).float() / D)
+    angle = at.float().unsqueeze(-1) * frequency
+    return angle.cos().unsqueeze(-2), angle.sin().unsqueeze(-2)
 
 
 def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
@@ -79,20 +79,21 @@ class NgramEmbedding(nn.Module):
         self.n = n
         self.table = embedding(rows, C)
 
-    def rows(self, tokens: Tensor, documents: Tensor | None) -> Tensor:
-        """The row of each n-gram that ends at each token -> (B, T, n - 1)."""
-        T = tokens.shape[1]
+    def rows(self, tokens: Tensor, documents: Tensor | None, before: Tensor | None = None) -> Tensor:
+        """The row of each n-gram that ends at each token -> (B, T, n - 1). before: see GPT.hidden."""
+        T, past = tokens.shape[1], self.n - 1
+        known = F.pad(tokens + 1, (past, 0)) if before is None else torch.cat((before, tokens), dim=1) + 1
         key, keys = tokens, []
         for back in range(1, self.n):
-            before = F.pad(tokens + 1, (back, 0))[:, :T]  # 0 where there is nothing
+            earlier = known[:, past - back : past - back + T]  # 0 where there is nothing
             if documents is not None:
-                before = before.where(F.pad(documents, (back, 0))[:, :T] == documents, 0)
-            key = (key * self.FACTOR + before) % self.PRIME
+                earlier = earlier.where(F.pad(documents, (back, 0))[:, :T] == documents, 0)
+            key = (key * self.FACTOR + earlier) % self.PRIME
             keys.append(key)
         return torch.stack(keys, dim=-1) % self.table.num_embeddings
 
-    def forward(self, tokens: Tensor, documents: Tensor | None) -> Tensor:
-        rows = self.rows(tokens, documents)
+    def forward(self, tokens: Tensor, documents: Tensor | None, before: Tensor | None = None) -> Tensor:
+        rows = self.rows(tokens, documents, before)
         return F.embedding_bag(rows.flatten(0, 1), self.table.weight, mode="sum").view(*tokens.shape, -1)
 
 
@@ -109,7 +110,11 @@ class CausalSelfAttention(nn.Module):
         self.qk_norm = config.qk_norm
         self.dropout = config.dropout
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, documents: Tensor | None = None) -> Tensor:
+    def forward(
+        self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, documents: Tensor | None = None,
+        attend: Callable[..., Tensor] | None = None,
+    ) -> Tensor:  # fmt: skip
+        """attend: in place of the layer's own, for this call."""
         B, T, C = x.shape
         q, k, v = self.qkv(x).view(B, T, -1, self.D).split((self.H, self.G, self.G), dim=2)  # (B, T, H or G, D)
         if self.qk_norm:
@@ -117,9 +122,9 @@ class CausalSelfAttention(nn.Module):
         if rotary is not None:
             q, k = rotate(q, *rotary), rotate(k, *rotary)
         dropout_p = self.dropout if self.training else 0.0
-        y = self.attend(q, k, v, window=self.window, documents=documents, dropout_p=dropout_p)
+        y = (attend or self.attend)(q, k, v, window=self.window, documents=documents, dropout_p=dropout_p)
         y = self.proj(y.reshape(B, T, C))
-        return F.dropout(y, self.dropout, self.training)
+        return F.dropout(y, self.dropout, self.training) if self.dropout else y
 
 
 ACTIVATIONS = {
@@ -141,7 +146,7 @@ class MLP(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         x = self.proj(self.activation(self.fc(x)))
-        return F.dropout(x, self.dropout, self.training)
+        return F.dropout(x, self.dropout, self.training) if self.dropout else x
 
 
 class Block(nn.Module):
@@ -152,18 +157,25 @@ class Block(nn.Module):
         self.norm_mlp = make_norm(config, config.n_embd)
         self.mlp = MLP(config)
 
-    def forward(self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, documents: Tensor | None = None) -> Tensor:
-        x = x + self.attn(self.norm_attn(x), rotary, documents)
+    def forward(
+        self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, documents: Tensor | None = None,
+        attend: Callable[..., Tensor] | None = None,
+    ) -> Tensor:  # fmt: skip
+        x = x + self.attn(self.norm_attn(x), rotary, documents, attend)
         return x + self.mlp(self.norm_mlp(x))
 
 
 class GPT(nn.Module):
     """Tokens (B, T) -> logits (B, T, V). Weights are drawn from torch's global generator: seed it first.
 
-    device: on meta parameters are shapes alone, for counting.
+    device: on meta parameters are shapes alone, for counting. weights: a state_dict whose tensors become the model's,
+    and nothing is drawn.
     """
 
-    def __init__(self, config: GPTConfig, vocab_size: int, attend: Callable[..., Tensor], device: str = "cpu"):
+    def __init__(
+        self, config: GPTConfig, vocab_size: int, attend: Callable[..., Tensor], device: str = "cpu",
+        weights: dict[str, Tensor] | None = None,
+    ):  # fmt: skip
         super().__init__()
         self.config, self.vocab_size = config, vocab_size
         with torch.device("meta"):  # shapes alone: torch's own initialisation would be drawn for nothing
@@ -177,12 +189,13 @@ class GPT(nn.Module):
             self.lm_head = nn.Linear(config.n_embd, rows, bias=False)
         # Not to_empty: on meta tensors it computes strides by way of sympy, whose import takes half a second.
         empty = {name: torch.empty(weight.shape, device=device) for name, weight in self.state_dict().items()}
-        self.load_state_dict(empty, assign=True)
+        self.load_state_dict(weights or empty, assign=True)
         if config.tie_embeddings:
             self.lm_head.weight = self.wte.weight
-        self.init_weights()
+        if weights is None:
+            self.init_weights()
         if config.position == "rotary":
-            cos, sin = rotary_table(config.block_size, config.head_size)
+            cos, sin = rotary_table(torch.arange(config.block_size), config.head_size)
             self.register_buffer("rotary_cos", cos, persistent=False)
             self.register_buffer("rotary_sin", sin, persistent=False)
 
@@ -207,20 +220,38 @@ class GPT(nn.Module):
         documents (B, T): which document each token is of, where attention and positions should keep
         them apart. Raises UserError where T exceeds block_size.
         """
-        T = tokens.shape[1]
-        if self.config.block_size < T:
-            raise UserError(f"{T} tokens do not fit into model.block_size={self.config.block_size}")
-        at = slice(T) if documents is None else places(documents)  # (B, T)
-        x = self.wte(tokens)  # (B, T, C)
-        if self.wpe is not None:
-            x = x + (self.wpe.weight[:T] if documents is None else self.wpe(at))
-        if self.ngrams is not None:
-            x = x + self.ngrams(tokens, documents)
-        rotary = None if self.wpe is not None else (self.rotary_cos[at], self.rotary_sin[at])
-        x = F.dropout(x, self.config.dropout, self.training)
-        for block in self.blocks:
-            x = block(x, rotary, documents)
-        x = self.norm(x)
+        x = self.hidden(tokens, documents=documents)
         if targets is None:
             return self.lm_head(x)[..., : self.vocab_size]  # (B, T, V)
         return linear_cross_entropy(x.flatten(0, 1), self.lm_head.weight, targets.flatten(), self.vocab_size, reduction)
+
+    def hidden(
+        self, tokens: Tensor, *, documents: Tensor | None = None, at: Tensor | None = None,
+        before: Tensor | None = None, attends: Sequence[Callable[..., Tensor]] | None = None,
+    ) -> Tensor:  # fmt: skip
+        """What the head makes logits of: tokens (B, T) -> (B, T, C), for texts that begin here, or that go on.
+
+        Of those that go on: at (B, T), each token's position, which with rotary ones may exceed block_size; before
+        (B, ngram - 1), the tokens ahead of the first, -1 where there are none. Their keys and values are the business
+        of `attends`, a function for each layer in place of its own (model/cache.py). Raises UserError where a text that
+        begins here exceeds block_size.
+        """
+        T = tokens.shape[1]
+        if at is None and self.config.block_size < T:
+            raise UserError(f"{T} tokens do not fit into model.block_size={self.config.block_size}")
+        x = self.wte(tokens)  # (B, T, C)
+        place = at if at is not None else slice(T) if documents is None else places(documents)  # (B, T)
+        if self.wpe is not None:
+            x = x + (self.wpe.weight[:T] if isinstance(place, slice) else self.wpe(place))
+        if self.ngrams is not None:
+            x = x + self.ngrams(tokens, documents, before)
+        rotary = None
+        if self.wpe is None:
+            known = at is None  # else it may lie beyond the tables
+            rotary = (
+                (self.rotary_cos[place], self.rotary_sin[place]) if known else rotary_table(at, self.config.head_size)
+            )
+        x = F.dropout(x, self.config.dropout, self.training)
+        for layer, block in enumerate(self.blocks):
+            x = block(x, rotary, documents, attends[layer] if attends is not None else None)
+        return self.norm(x)

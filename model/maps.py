@@ -4,28 +4,12 @@ T tokens, H query heads.
 """
 
 import math
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 
 import torch
 from torch import Tensor
 
 from model.attention import attention_weights, naive
 from model.gpt import GPT
-
-
-@contextmanager
-def attending(model: GPT, attend: Callable[..., Tensor]) -> Iterator[None]:
-    """Within it every layer attends by `attend` (see model/attention/), behind it by its own function again."""
-    layers = [block.attn for block in model.blocks]
-    before = [layer.attend for layer in layers]
-    try:
-        for layer in layers:
-            layer.attend = attend
-        yield
-    finally:  # the very same functions: a compiled model shares these layers, and is compiled for them
-        for layer, own in zip(layers, before, strict=True):
-            layer.attend = own
 
 
 @torch.no_grad()
@@ -46,8 +30,7 @@ def attention_maps(model: GPT, tokens: Tensor, documents: Tensor | None = None) 
     was_training = model.training
     model.eval()
     try:
-        with attending(model, record):
-            model(tokens, documents=documents)
+        model.hidden(tokens, documents=documents, attends=[record] * model.config.n_layer)
     finally:
         model.train(was_training)
     return torch.stack(maps)

@@ -16,7 +16,8 @@ import torch
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from model.attention import BACKENDS  # noqa: E402 (the path is to be known first)
+from model import SamplingConfig  # noqa: E402 (the path is to be known first)
+from model.attention import BACKENDS  # noqa: E402
 
 ON_CPU = [name for name, each in BACKENDS.items() if "cpu" in each.on]
 TRAINS_ON_CPU = [name for name in ON_CPU if BACKENDS[name].on["cpu"].gradients]
@@ -28,6 +29,12 @@ TINY = [
     "train.steps=6", "eval.every=3", "eval.batches=2", "eval.sample.max_new_tokens=4", "checkpoint.every=3",
     "wandb.mode=disabled", "tokenizer=char", "data=text", "data.path=text.txt",
 ]  # fmt: skip
+
+
+def sampling(**changed):
+    """Settings that filter nothing, but for what is changed."""
+    plain = dict(max_new_tokens=20, temperature=1.0, top_k=None, top_p=None, min_p=None, repetition_penalty=1.0)
+    return SamplingConfig(**plain | dict(stop=None) | changed)
 
 
 def pytest_collection_modifyitems(items):

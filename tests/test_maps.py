@@ -20,7 +20,7 @@ from data import TokenizerConfig, tokenizer
 from errors import UserError
 from model.attention import BACKENDS
 from model.gpt import rotate
-from model.maps import attending, attention_maps, entropy, layer_entropies, uniform_entropy
+from model.maps import attention_maps, entropy, layer_entropies, uniform_entropy
 from training.tracking import Wandb
 
 
@@ -62,7 +62,7 @@ def test_the_weights_are_those_of_the_formula_written_out(variant):
     for hook in hooks:
         hook.remove()
     expected = torch.zeros(2, 4, T, T, dtype=torch.float64)
-    for layer, (x, rotary, _) in enumerate(inputs):
+    for layer, (x, rotary, *_) in enumerate(inputs):
         attn = model.blocks[layer].attn
         for head in range(4):
             shared = 4 + head // (4 // attn.G)  # the keys stand behind the 4 query heads
@@ -116,8 +116,8 @@ def test_the_model_is_itself_again_after_an_error():
     def broken(q, k, v, **how):
         raise ZeroDivisionError
 
-    with pytest.raises(ZeroDivisionError), attending(model, broken):
-        model(some_tokens())
+    with pytest.raises(ZeroDivisionError):
+        model.hidden(some_tokens(), attends=[broken] * len(model.blocks))
     assert [block.attn.attend for block in model.blocks] == functions
     assert model.training
 

@@ -157,6 +157,7 @@ class EvalConfig:
 
     def __post_init__(self):
         _positive("eval", self, "every", "batches")
+        self.sample.check("eval.sample.")
 
 
 @dataclass

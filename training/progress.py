@@ -48,7 +48,7 @@ class TrainingProgress:
         """A line on the validation loss, and the text that the model writes now."""
         self.say(f"step {row['step']}: validation loss {row['val/loss']:.4f}, {row['val/bpb']:.3f} bits per byte"
                  + (", the best so far" if better else ""), style="bold")  # fmt: skip
-        text = "".join(c if c in "\n\t" or c.isprintable() else "\ufffd" for c in row.get("sample", "").strip("\n"))
+        text = printable(row.get("sample", "").strip("\n"))
         if text:
             self.say(textwrap.indent(text, "  | ", lambda line: True), style="dim")
 
@@ -105,6 +105,49 @@ class RowsProgress:
         """beyond: how much of the piece at hand is done, in the unit of weights."""
         label = f"{self.labels[min(self.done, len(self.labels) - 1)]:<{self.width}}"
         self.bar.update(self.task, completed=sum(self.weights[: self.done]) + beyond, label=label)
+
+
+class TextsProgress:
+    """On stderr, while many texts are made or read: how many are done, tokens/s, and the time left.
+
+    work: how much there is to do, in any unit. what: what the texts are called.
+    """
+
+    def __init__(self, texts: int, work: int, what: str):
+        console = Console(stderr=True, highlight=False)
+        self.texts, self.what, self.done, self.tokens = texts, what, 0, 0
+        self.started = time.perf_counter()
+        self.bar = Progress(
+            TextColumn("{task.fields[label]}"), BarColumn(bar_width=None), TimeElapsedColumn(), TextColumn("left"),
+            TimeRemainingColumn(), console=console, disable=not console.is_terminal, transient=True, expand=True,
+            speed_estimate_period=600,
+        )  # fmt: skip
+        self.task = self.bar.add_task("", total=max(1, work), label=f"0/{texts} {what}")
+
+    def __enter__(self) -> "TextsProgress":
+        self.bar.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.bar.stop()
+
+    def add(self, tokens: int, share: int, ended: bool) -> None:
+        """So many tokens more, and so much of the work; ended: a text is done with them."""
+        self.tokens += tokens
+        self.done += ended
+        speed = self.tokens / (time.perf_counter() - self.started)
+        label = f"{self.done:,}/{self.texts:,} {self.what}  {speed:,.0f} tokens/s"
+        self.bar.update(self.task, advance=share, label=label)
+
+    def summary(self) -> str:
+        seconds = time.perf_counter() - self.started
+        speed = f"{self.tokens:,} tokens in {seconds:.1f} s, {self.tokens / seconds:,.0f} tokens/s"
+        return f"{self.done:,} {self.what}, {speed}" if self.texts > 1 else speed
+
+
+def printable(text: str) -> str:
+    """What a terminal shows and does not obey: control characters but for line ends and tabs replaced."""
+    return "".join(c if c in "\n\t" or c.isprintable() else "\ufffd" for c in text)
 
 
 def duration(seconds: float) -> str:
