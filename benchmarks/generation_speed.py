@@ -41,6 +41,7 @@ from model.gpt import GPT  # noqa: E402
 from model.linear import for_sampling  # noqa: E402
 
 VOCAB = 50_257
+GREEDY = settle("sample", temperature=0.0)
 LARGEST = {"float32": 1e-4, "bfloat16": 0.1, "float16": 0.02}
 CASES = {"64 -> 128": (64, 64, 1), "1000 -> 1024": (1000, 24, 1), "32 x 64 -> 128": (64, 64, 32)}  # prompt, new, texts
 
@@ -108,8 +109,7 @@ def main() -> int:
 
 
 def write(model: GPT, device: torch.device, prompt: Tensor, new: int) -> tuple[Tensor, list[float]]:
-    sampling = settle("sample", temperature=0.0, max_new_tokens=new)
-    decoder = Decoder(model, sampling, len(prompt), prompt.shape[1] + new, graphs=True)
+    decoder = Decoder(model, GREEDY, len(prompt), prompt.shape[1] + new, graphs=True)
     decoder.add([Prompt(row, seed=0) for row in prompt.tolist()])
     stamps = []
     for _ in range(new):
