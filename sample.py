@@ -262,13 +262,14 @@ def score(config: Sample, model: GPT, encoding: tiktoken.Encoding, documents: li
 
 
 def look_inside(model: GPT, encoding: tiktoken.Encoding, prompt: str, text: str, folder: Path) -> None:
-    """Draw where each head looks in the prompt, or in the text where that is one token, and say how widely.
+    """Draw where each head looks in the prompt, or, where that is one token, in the text that begins with it.
 
-    Raises UserError where the text is of one token too.
+    And say how widely. Raises UserError where the text is of one token too.
     """
     tokens = tokenizer.encode(encoding, prompt).tolist()
     if len(tokens) < 2:
-        tokens = [*tokenizer.beginning(encoding), *tokenizer.encode(encoding, text).tolist()]
+        before = [] if prompt else tokenizer.beginning(encoding)  # what the model began with
+        tokens = before + tokenizer.encode(encoding, text).tolist()
     if len(tokens) < 2:
         raise UserError("attention_map=true needs a text of two tokens or more; set a longer prompt or max_new_tokens")
     T = min(len(tokens), model.config.block_size, MOST_TOKENS)

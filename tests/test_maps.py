@@ -204,7 +204,9 @@ def test_words_of_tokens_are_text_and_bytes_that_are_none_are_said():
 # From the command line
 
 
-def test_a_run_draws_at_each_evaluation_and_a_sample_of_it_draws_its_prompt(train, sample, workdir, capsys):
+def test_a_run_draws_at_each_evaluation_and_a_sample_of_it_draws_its_prompt(
+    train, sample, workdir, capsys, monkeypatch
+):
     settings = ["train.steps=4", "eval.every=4"]
     assert train("name=a", "wandb.attention_maps=true", *settings) == 0
     assert train("name=b", *settings) == 0
@@ -243,6 +245,12 @@ def test_a_run_draws_at_each_evaluation_and_a_sample_of_it_draws_its_prompt(trai
     assert "the attention map is of the last 16 of 41 tokens, as many as the model sees at once" in err
     assert re.search(r"layer 2 +\d\.\d\d +\d\.\d\d", err)
     assert "written  runs/a/attention/layer-*.png, overview.png, entropies.csv" in err
+    for prompt in ("", "T"):  # the newline that a text begins from, or the prompt, and two tokens more
+        words = []
+        monkeypatch.setattr("sample.plot_maps", lambda w, e, shown, folder, words=words: words.extend(shown))
+        chosen = ["run=a", "attention_map=true", "max_new_tokens=2", f"prompt={prompt}"]
+        assert run(main, start("sample", "", chosen)) == 0
+        assert len(words) == 3 and words[0] == (prompt or "\n")
     assert run(main, start("sample", "", ["run=a", "attention_map=true", "max_new_tokens=0"])) == 2
     assert "set a longer prompt or max_new_tokens" in capsys.readouterr().err
 
