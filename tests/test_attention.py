@@ -198,6 +198,17 @@ def test_flex_on_a_cache_is_right_for_odd_multiples_of_8_too():
 
 
 @pytest.mark.compiles
+@pytest.mark.parametrize("sizes", [
+    [{"B": B, "Tq": 1, "Tk": 32, "positions": True} for B in (4, 3)],
+    [{"Tq": T, "Tk": T, "documents": True, "window": 5} for T in (16, 32)],
+], ids=["positions", "documents"])  # fmt: skip
+def test_flex_compiles_for_positions_and_documents_of_any_size(sizes):
+    """Inductor 2.13, left to itself, writes a kernel that is no C++ once their sizes vary."""
+    for each in sizes:
+        agree_or_refuse("flex", replace(NEED, grad=False, **each), seed=4)
+
+
+@pytest.mark.compiles
 def test_flex_compiled_into_a_model_is_right_too():
     """Inductor, left to fuse what comes before it into the kernel, gives other numbers."""
     need = replace(NEED, Tq=64, Tk=64, D=16, Dv=16, grad=False)

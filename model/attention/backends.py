@@ -179,6 +179,8 @@ def _block_mask(B, Tq, Tk, behind, window, positions, documents, device):
     if not torch.compiler.is_compiling():  # as tensors: a kernel would be compiled for each number that it captures
         behind = torch.tensor(behind, device=device)
         window = None if window is None else torch.tensor(window, device=device)
+        if device.type == "cpu":
+            positions, documents = _of_fixed_size(positions), _of_fixed_size(documents)
 
     def seen(b, h, i, j):
         at = i + behind if positions is None else positions[b, i]
@@ -191,6 +193,20 @@ def _block_mask(B, Tq, Tk, behind, window, positions, documents, device):
 
     each = None if positions is None and documents is None else B
     return create_block_mask(seen, each, None, Tq, Tk, device=device)
+
+
+def _of_fixed_size(tensor: Tensor | None) -> Tensor | None:
+    """Filled up to powers of two, each of which is compiled for.
+
+    For sizes that vary, Inductor 2.13 writes C++ in which it then takes, say, ks1 of ks19 for a name of its own.
+    """
+    if tensor is None:
+        return None
+    rows, columns = ((1 << (n - 1).bit_length()) - n for n in tensor.shape)
+    tensor = F.pad(tensor, (0, columns, 0, rows))
+    for dim in (0, 1):
+        torch._dynamo.mark_static(tensor, dim)
+    return tensor
 
 
 _masks: dict[tuple, tuple] = {}
