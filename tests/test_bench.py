@@ -327,9 +327,9 @@ def test_a_cache_is_laid_out_head_by_head():
 
 
 def test_a_later_round_that_is_too_long_leaves_what_the_earlier_ones_found():
-    settings = replace(SETTINGS, rounds=100_000, time_limit=0.5)
+    settings = replace(SETTINGS, rounds=100_000, time_limit=2.0)
     (found,) = take_turns({"naive": CASE}, settings, Path("nothing"))[0].values()
-    assert 1 <= len(found) < 1000
+    assert 1 <= len(found) < 10_000
 
 
 def test_what_compiles_finds_an_empty_cache_and_others_keep_theirs(monkeypatch):
