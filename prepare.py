@@ -2,12 +2,16 @@
 
     python prepare.py                                     the default: Python's standard library
     python prepare.py data=text data.path=mybook.txt tokenizer=char
-    python prepare.py data=shakespeare_char tokenizer=char
+    python prepare.py data=text data.path=articles/ tokenizer.vocab_size=8192 inspect=true
+    python prepare.py data=hub data.repo=roneneldan/TinyStories tokenizer=gpt2
 
 the keys most used:
-  data.path=FILE            the text to read
-  data.val_fraction=X       how much of it is held out
+  data.path=PATH            the texts to read: a file, a folder, a pattern
+  data.text_column=NAME     where a table has its texts
+  data.val_fraction=X       how much of it is held out; data.val_documents=N, data.val_path=PATH likewise
   tokenizer.vocab_size=N    how many tokens a trained vocabulary has at the most
+  inspect=true              say what came of it: sizes, and how a few pieces of text are encoded
+  verify=true               read all that was written, and compare it with its hashes
 """
 
 if __name__ == "__main__":
@@ -19,15 +23,20 @@ if __name__ == "__main__":
 from configs.entry import leave, run
 from configs.schema import Prepare
 from data.prepare import prepare
+from data.prepared import verify
+from data.report import headline, inspect
 
 
 def main(config: Prepare) -> int:
-    prepared = prepare(config.data, config.tokenizer, block_size=1)
-    meta = prepared.meta
-    print(
-        f"{prepared.folder}: {meta['tokens']['train']:,} tokens to train on and {meta['tokens']['val']:,} to validate, "
-        f"{meta['tokenizer']['name']} vocabulary of {meta['vocab_size']:,}, {meta['source']['documents']:,} documents"
-    )
+    spec = None
+    if config.tokenizer.run is not None:  # in a checkpoint, which takes torch to read
+        from training.opening import tokenizer_of
+
+        spec = tokenizer_of(config.tokenizer.run)
+    prepared = prepare(config.data, config.tokenizer, block_size=1, spec=spec)
+    if config.verify:
+        print(verify(prepared))
+    print(inspect(prepared) if config.inspect else headline(prepared))
     return 0
 
 

@@ -71,7 +71,7 @@ MOST_TOKENS = 256  # of an attention map: with more, a weight is less than a pix
 def main(config: Sample) -> int:
     if config.out is not None:
         check_out(config.out)
-    documents = sources.read(sources.files(config.data), config.data) if config.loss else []
+    documents = sources.documents(config.data) if config.loss else []
     if config.prompts is not None:
         prompts = read_prompts(config.prompts)
     else:
@@ -240,7 +240,7 @@ def score(config: Sample, model: GPT, encoding: tiktoken.Encoding, documents: li
     """Loss, perplexity and bits per byte of the text that `data` names: each document's, and the whole's."""
     if config.data.path is None:
         print(
-            f"measuring {config.data.name}: {len(documents):,} documents; data.path=FILE for another", file=sys.stderr
+            f"measuring {config.data.label}: {len(documents):,} documents; data.path=FILE for another", file=sys.stderr
         )
     table, total = ScoreTable(len(documents)), Score()
     count = sum(len(tokenizer.encode(encoding, text, f"document {i}")) for i, text in enumerate(documents, start=1))

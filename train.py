@@ -54,10 +54,11 @@ from model.maps import attention_maps, entropy, layer_entropies
 from training import checkpoint, meter, optimizer, precision
 from training.distributed import Dist
 from training.fit import settle
+from training.opening import start_from, tokenizer_of
 from training.plan_page import show_plan
 from training.profile import profile
 from training.progress import TrainingProgress, closing, headline
-from training.run import Run, StopRequest
+from training.run import Run, StopRequest, has_checkpoint
 from training.schedule import lr_fraction, run_progress
 from training.tracking import Metrics, Tracker, Wandb
 
@@ -85,7 +86,8 @@ def main(config: Train) -> int:
 
     # Text, model, optimizer.
     with dist.main_first():
-        prepared = prepare(config.data, config.tokenizer, block_size)
+        spec = tokenizer_of(config.tokenizer.run, config.name)
+        prepared = prepare(config.data, config.tokenizer, block_size, spec=spec)
     encoding = prepared.encoding
     loader = Loader(prepared, block_size, config.seed, device, config.data.document_mask)
     torch.manual_seed(config.seed)
@@ -100,8 +102,10 @@ def main(config: Train) -> int:
     scaler = precision.grad_scaler(device, dtype)
     state = checkpoint.State(model, optimizers, scaler)
     about = checkpoint.about(config, prepared.meta)
+    if config.train.init_from is not None and not has_checkpoint(config.name):
+        start_from(config.train.init_from, model, about)
 
-    label = f"{config.data.name}-{config.model.name}-{config.attention.backend}"
+    label = f"{config.data.label}-{config.model.name}-{config.attention.backend}"
     with (
         Run(config.name, label, config.resume, dist) as run,
         StopRequest(patient=dist.world_size > 1, silent=not dist.is_main) as stop,

@@ -37,7 +37,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from data.loader import Loader  # noqa: E402
-from data.prepare import Prepared  # noqa: E402
+from data.prepared import Prepared  # noqa: E402
 
 SMALL = ["--block_size=64", "--batch_size=12", "--n_layer=4", "--n_head=4", "--n_embd=128", "--dropout=0.0"]
 WARM_UP = 10  # steps that do not count

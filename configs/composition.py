@@ -18,15 +18,17 @@ from errors import UserError
 
 CONFIGS = Path(__file__).parent
 # Free text, taken to the letter: Hydra's grammar would read "a, b" as a sweep and "f(x)" as a function.
-LITERAL = ("prompt", "prompt_file", "name", "run", "data.path", "wandb.group", "prompts", "out")
-# stop as well, unless it is a list of them in Hydra's way: stop='["a", "b"]'.
+LITERAL = ("prompt", "prompt_file", "name", "run", "wandb.group", "prompts", "out", "data.repo", "tokenizer.run",
+           "train.init_from", "data.text_column")  # fmt: skip
+# These as well, unless they are lists of them in Hydra's way: stop='["a", "b"]'.
+LITERAL_OR_LIST = ("stop", "path")
 
 
 def quote(override: str) -> str:
     """An override with its literal text quoted for Hydra's grammar, and its ${ for OmegaConf's."""
     key, value = override.split("=", 1)
     literal = key in LITERAL or (
-        key.endswith("stop") and not re.fullmatch(r"""\[\s*(["']).*\1\s*\]""", value, re.DOTALL)
+        key.endswith(LITERAL_OR_LIST) and not re.fullmatch(r"""\[\s*(["']).*\1\s*\]""", value, re.DOTALL)
     )
     if not literal or (value == "null" and key != "prompt"):
         return override

@@ -29,7 +29,10 @@ from errors import TrainingFailed, UserError, is_out_of_memory
 from training.run import EXIT_CODES
 
 # What goes wrong with files on a user's machine, and is no bug.
-MENDABLE = {errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOSPC, errno.EEXIST, errno.ENOTDIR, errno.EISDIR}
+FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+MENDABLE = FULL | {
+    errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP,
+}  # fmt: skip
 FLAGS = """flags:
   --help            this page
   --cfg job         print the composed config and stop
@@ -66,6 +69,10 @@ def start(script: str, doc: str, argv: list[str] | None = None) -> Any:
         raise SystemExit(_say(error, 2)) from None
     except (HydraException, OmegaConfBaseException, YAMLError, UnicodeDecodeError) as error:
         raise SystemExit(_say(_explained(error, overrides, script), 2)) from None
+    except OSError as error:  # of the files that the words name
+        if error.errno not in MENDABLE:
+            raise
+        raise SystemExit(_say(_of_a_file(error), 2)) from None
 
 
 def settle(script: str, **settings: Any) -> Any:
@@ -108,11 +115,16 @@ def run(main: Callable[..., int], *config: Any) -> int:
     except OSError as error:
         if error.errno not in MENDABLE:
             raise
-        return _say(f"{error.filename or 'writing'}: {error.strerror}; make room or set another folder or name", 1)
+        return _say(_of_a_file(error), 1)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
         return _say("out of memory; set a smaller train.micro_batch_size, model.block_size or model", 1)
+
+
+def _of_a_file(error: OSError) -> str:
+    mend = "make room, or set another folder or name" if error.errno in FULL else "set another file, folder or name"
+    return f"{error.filename or 'writing'}: {error.strerror}; {mend}"
 
 
 def _interrupted(kind: type, error: BaseException, traceback: Any) -> None:

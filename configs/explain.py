@@ -3,13 +3,14 @@
 import difflib
 import re
 from dataclasses import fields, is_dataclass
-from typing import Any
+from typing import Any, get_origin
 
 from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from yaml import YAMLError
 
 from configs.schema import OPTIMIZERS, SCRIPTS
+from data import DataConfig
 
 WORDS = {
     "int": "a whole number",
@@ -107,6 +108,9 @@ def expected(schema: type, key: str) -> str | None:
     """In words, the type that the schema wants for `key`; None for a key that it leaves open."""
     kind = schema
     for part in key.split("[")[0].split("."):
+        if get_origin(kind) is dict:  # data.mix, whose keys are names that the user gives
+            kind = DataConfig
+            continue
         if kind is Any:  # one of several dataclasses: the first that has the field
             kind = next((k for k in OPTIMIZERS.values() if part in {field.name for field in fields(k)}), Any)
         kinds = {field.name: field.type for field in fields(kind)} if is_dataclass(kind) else {}

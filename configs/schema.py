@@ -65,6 +65,16 @@ class Train:
         lr_fraction(self.schedule, self.schedule.warmup_steps, None, 0.0)
         if self.flops_per_second is not None:
             _check_speed(self.flops_per_second, self.plan)
+        if self.train.init_from is not None and self.tokenizer.name in ("bpe", "char"):
+            raise UserError(
+                f"train.init_from={self.train.init_from} comes with a vocabulary, and tokenizer={self.tokenizer.name} "
+                f"makes one from the text; set tokenizer=run tokenizer.run={self.train.init_from.removeprefix('run:')}"
+            )
+        if "last" in (self.tokenizer.run, (self.train.init_from or "").removeprefix("run:")):
+            raise UserError(
+                "train.init_from=run:last and tokenizer.run=last would be another run's when this one goes on; set the "
+                "run's own name"
+            )
         if not self.plan:  # which finds out by itself, and downloads no vocabulary for it
             check_short_text(self.data, self.tokenizer, self.model.block_size)
 
@@ -105,9 +115,9 @@ class Sample(SamplingConfig):
         chosen = [key for key, is_set in does.items() if is_set]
         if len(chosen) > 1:
             raise UserError(f"{' and '.join(chosen)} are set, each of which asks for something else; set one of them")
-        if self.data.path is not None and not self.loss:
+        if (self.data.path or self.data.mix) and not self.loss:
             raise UserError(
-                f"data.path={self.data.path} is a text to be measured; set loss=true as well, or leave it out"
+                f"data.path={self.data.path or 'null'} is a text to be measured; set loss=true as well, or leave it out"
             )
         if self.out is not None and not (self.loss or self.prompts):
             raise UserError(
@@ -127,9 +137,12 @@ class Prepare:
 
     data: DataConfig
     tokenizer: TokenizerConfig
+    inspect: bool
+    verify: bool
 
     def check(self) -> None:
-        """The rooms' own rules are all there is."""
+        """The rules that cross rooms. Raises UserError."""
+        check_word("data.name", self.data.name)
 
 
 @dataclass

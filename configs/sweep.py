@@ -43,7 +43,7 @@ def sweep(flags: Namespace, overrides: list[str]) -> int:
         composed = [_compose(each.values(), words, search) for each in combinations]
         launcher_config = _launcher_config(launch + search)
         names = _names(combinations)
-        name = composed[0].name or make_new_folder(SWEEPS, f"{composed[0].data.name}-{composed[0].model.name}")
+        name = composed[0].name or make_new_folder(SWEEPS, f"{composed[0].data.label}-{composed[0].model.name}")
         each_words = [_words(values.values(), words) for values in combinations]
         jobs = [_job(name, *each, flags.config_dir) for each in zip(names, composed, each_words, strict=True)]
         return _run(name, jobs, composed[0], launcher_config)

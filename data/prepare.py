@@ -1,126 +1,224 @@
 """Text to tokens on disk, once: data/prepared/<name>-<fingerprint>/ holds train.bin, val.bin and meta.json.
 
 The fingerprint covers everything that decides the tokens, so that a changed text is never trained on stale ones.
-A folder is written under another name and renamed when it is whole; what has its name can be trusted.
+A folder is written under another name and renamed when it is whole; what has its name can be trusted. Killed at any
+moment, the same command goes on behind the last shard that was finished, and comes to the same bytes.
 """
 
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Sequence
-from dataclasses import asdict, dataclass
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 
-import numpy as np
 import tiktoken
-from filelock import FileLock
+from filelock import FileLock, Timeout
 
 from data import sources, tokenizer
 from data.config import DataConfig, TokenizerConfig
+from data.encode import encode_split
+from data.files import Place, digest
+from data.prepared import FORMAT, Prepared, check_length, read_meta
+from data.progress import PrepareProgress
+from data.split import Part, Survey, divide
+from data.text import between
+from data.tokens import SHARD, write_whole
 from errors import UserError
 
-FORMAT = 1
 ROOT = Path("data/prepared")  # below the folder where the command is typed
+Say = Callable[[str], None]
 
 
-@dataclass(frozen=True)
-class Prepared:
-    """Tokens on disk. meta: format, fingerprint, dtype, counts, tokenizer spec, source, sha256 of the files."""
-
-    folder: Path
-    meta: dict
-
-    @property
-    def encoding(self) -> tiktoken.Encoding:
-        return tokenizer.from_spec(self.meta["tokenizer"])
-
-    def tokens(self, split: str) -> np.ndarray:
-        """The ids of "train" or "val", memory-mapped and read-only."""
-        return np.memmap(self.folder / f"{split}.bin", dtype=self.meta["dtype"], mode="r")
+def _print(line: str) -> None:
+    print(line.encode(errors="replace").decode(), flush=True)  # at once, also into a log; a name may be any bytes
 
 
 def prepare(
-    config: DataConfig, wanted: TokenizerConfig, block_size: int, say: Callable[[str], None] = print
-) -> Prepared:
+    config: DataConfig, wanted: TokenizerConfig, block_size: int, say: Say = _print,
+    spec: dict | None = None, shard: int = SHARD,
+) -> Prepared:  # fmt: skip
     """The prepared data that `config` and `wanted` describe, made now if it is not there yet.
 
-    Raises UserError where the text cannot be read or encoded, or has no window of block_size + 1 tokens.
+    spec: the tokenizer itself, where it is another run's. Raises UserError where the text cannot be read or encoded,
+    or has no window of block_size + 1 tokens, and where what was prepared is damaged.
     """
-    files = sources.files(config)
-    fingerprint, folder = _place(files, config, wanted)
-    if _read_meta(folder) is None:
-        ROOT.mkdir(parents=True, exist_ok=True)
-        with FileLock(ROOT / ".lock"):  # where two processes want the same text, one works and the other waits
-            if _read_meta(folder) is None:
-                what = files[0] if len(files) == 1 else f"{len(files)} files"
-                say(f"preparing {config.name}: {what} -> {folder}")
-                documents = sources.read(files, config)
-                encoding = tokenizer.build(documents, wanted)
-                splits = {
-                    split: _encode_all(encoding, texts)
-                    for split, texts in split_documents(documents, config.val_fraction).items()
-                }
-                check_length({split: len(ids) for split, ids in splits.items()}, block_size)
-                source = {"name": config.name, "files": len(files), "first": files[0], "documents": len(documents)}
-                _write(folder, splits, encoding, {"fingerprint": fingerprint, "source": source})
-    meta = _read_meta(folder)
+    fingerprint, folder = _place(config, wanted, spec)
+    if read_meta(folder) is None:
+        with _alone(folder, say):  # where two processes want the same text, one works and the other waits
+            if read_meta(folder) is None:
+                say(f"preparing {config.label}: {_what(config)} -> {folder}")
+                about = {"fingerprint": fingerprint, "shard": shard, "revisions": sources.revisions(config)}
+                _make(folder, config, wanted, block_size, say, spec, about)
+    meta = read_meta(folder)
     check_length(meta["tokens"], block_size)
-    return Prepared(folder, meta)
+    return Prepared(folder, meta, tuple(part.weight for part in config.parts.values()))
 
 
-def prepare_offline(config: DataConfig, wanted: TokenizerConfig, block_size: int) -> Prepared | None:
+def prepare_offline(
+    config: DataConfig, wanted: TokenizerConfig, block_size: int, spec: dict | None = None
+) -> Prepared | None:
     """As `prepare`, but None where it would take a download, of the text or of the vocabulary. Raises UserError."""
-    files = sources.files(config)
-    _, folder = _place(files, config, wanted)
-    download = any(map(sources.is_remote, files)) or wanted.name in tokenizer.DOWNLOADED
-    return None if download and _read_meta(folder) is None else prepare(config, wanted, block_size)
-
-
-def _place(files: list[str], config: DataConfig, wanted: TokenizerConfig) -> tuple[str, Path]:
-    """The fingerprint of all that decides the tokens, and the folder for them."""
-    decides = [FORMAT, sources.digest(files, config), asdict(wanted), config.val_fraction]
-    fingerprint = hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:12]
-    return fingerprint, ROOT / f"{config.name}-{fingerprint}"
-
-
-def _read_meta(folder: Path) -> dict | None:
-    """meta.json of a prepared folder; None where it is missing or the token files are not as long as it says."""
-    try:
-        meta = json.loads((folder / "meta.json").read_text())
-        sizes = {split: (folder / f"{split}.bin").stat().st_size for split in meta["tokens"]}
-        wanted = {split: count * np.dtype(meta["dtype"]).itemsize for split, count in meta["tokens"].items()}
-    except (OSError, ValueError, KeyError):
+    _, folder = _place(config, wanted, spec)
+    remote = any(place.is_remote for place in _all_places(config))
+    if (remote or tokenizer.needs_download(wanted)) and read_meta(folder) is None:
         return None
-    return meta if sizes == wanted else None
+    return prepare(config, wanted, block_size, spec=spec)
 
 
-def split_documents(documents: Sequence[str], val_fraction: float) -> dict[str, list[str]]:
-    """The end is for validation: whole documents where there are several, else the last characters of the one."""
-    if len(documents) == 1:
-        cut = int(len(documents[0]) * (1 - val_fraction))
-        return {"train": [documents[0][:cut]], "val": [documents[0][cut:]]}
-    wanted, first = sum(map(len, documents)) * val_fraction, len(documents) - 1
-    held_out = len(documents[first])
-    while first > 1 and held_out < wanted:
-        first -= 1
-        held_out += len(documents[first])
-    return {"train": list(documents[:first]), "val": list(documents[first:])}
+def _place(config: DataConfig, wanted: TokenizerConfig, spec: dict | None) -> tuple[str, Path]:
+    """The fingerprint of all that decides the tokens, and the folder for them."""
+    decides = [FORMAT, wanted.name, wanted.vocab_size, spec]
+    for name, part in config.parts.items():
+        try:
+            places, held_out = sources.places(part), sources.held_out(part)
+        except UserError as error:
+            raise UserError(f"data.mix.{name}: {error}" if config.mix else error) from None
+        rest = [part.val_documents, part.val_fraction] if held_out is None else digest(held_out, ROOT / ".hashes")
+        both = {place.identity for place in places} & {place.identity for place in held_out or []}
+        if both:
+            raise UserError(f"{min(both)} would be both trained on and held out; leave it out of one of them")
+        reads = [part.config, part.revision, part.stream, part.text_column, part.row_is_document, part.max_documents]
+        decides.append([name, digest(places, ROOT / ".hashes"), rest, reads])
+    fingerprint = hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:12]
+    return fingerprint, ROOT / f"{config.label}-{fingerprint}"
 
 
-def check_length(tokens: dict[str, int], block_size: int) -> None:
-    """Raises UserError where a split of so many tokens cannot fill one window, or has nothing to predict."""
-    if tokens["train"] < block_size + 1:
-        shorter = f"set model.block_size={tokens['train'] - 1}, or " if tokens["train"] > 2 else ""
-        raise UserError(
-            f"the training text has {tokens['train']} tokens, and one window takes model.block_size + 1 = "
-            f"{block_size + 1}; {shorter}use a longer text or smaller tokens (tokenizer=char)"
-        )
-    if tokens["val"] < 2:
-        raise UserError(
-            f"the validation text has {tokens['val']} tokens, too few to predict one; set a larger "
-            "data.val_fraction, or use a longer text"
-        )
+def _all_places(config: DataConfig) -> list[Place]:
+    """Of all texts, to train on and held out."""
+    return [place for part in config.parts.values() for place in sources.places(part) + (sources.held_out(part) or [])]
+
+
+def _what(config: DataConfig) -> str:
+    if len(config.parts) > 1:
+        return f"{len(config.parts)} texts ({', '.join(config.parts)})"
+    places = sources.places(config)
+    return places[0].address if len(places) == 1 else f"{len(places)} files"
+
+
+@contextmanager
+def _alone(folder: Path, say: Say):
+    """No other process is in here with the same folder."""
+    locks = ROOT / ".locks"
+    locks.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(locks / folder.name)
+    try:
+        lock.acquire(timeout=0)
+    except Timeout:
+        say(f"another process prepares {folder}; waiting for it")
+        lock.acquire()
+    try:
+        yield
+    finally:
+        lock.release()
+
+
+def _make(
+    folder: Path, config: DataConfig, wanted: TokenizerConfig, block_size: int, say: Say, spec: dict | None, about: dict
+) -> None:
+    partial, journal = Path(f"{folder}.partial"), None
+    try:
+        with PrepareProgress(say) as show:
+            journal = _begun(partial, about)
+            if journal is None:
+                parts = divide(config, show)
+                encoding = _build(config, wanted, parts, show, spec)
+                journal = about | {"parts": [asdict(part) for part in parts], "splits": {}}
+                partial.mkdir()
+                write_whole(partial / "tokenizer.json", json.dumps(tokenizer.to_spec(encoding)).encode())
+                write_whole(partial / "journal.json", json.dumps(journal).encode())
+            else:
+                say("going on where it was stopped")
+            _write(partial, config, [Part.from_plain(each) for each in journal["parts"]], journal, block_size, show)
+        if _place(config, wanted, spec)[0] != about["fingerprint"]:
+            raise UserError(f"the text of data={config.label} changed while it was read; start again")
+        for name in ("journal.json", "tokenizer.json"):
+            (partial / name).unlink()
+        partial.rename(folder)
+    except KeyboardInterrupt:
+        if journal is None:
+            raise
+        raise KeyboardInterrupt("stopped; the same command goes on behind the last file that is finished") from None
+    except BaseException:
+        # Of a text that comes from the network what is finished is kept: the network may be back soon.
+        under_way = journal is not None and journal["splits"] and not journal["splits"].get("val", {}).get("files")
+        if not (under_way and any(place.is_remote for place in _all_places(config))):
+            shutil.rmtree(partial, ignore_errors=True)
+        raise
+
+
+def _begun(partial: Path, about: dict) -> dict | None:
+    """The journal of a preparation that was killed; None: there is none to go on with."""
+    try:
+        journal = json.loads((partial / "journal.json").read_text())
+        if all(journal[key] == value for key, value in about.items()):
+            return journal
+    except (OSError, ValueError, KeyError):
+        pass
+    shutil.rmtree(partial, ignore_errors=True)
+    return None
+
+
+class _Texts:
+    """All texts of all parts, which can be gone through again and again."""
+
+    def __init__(self, config: DataConfig, parts: list[Part], show: PrepareProgress):
+        self.config, self.parts, self.show = config, parts, show
+
+    def __iter__(self):
+        self.show.begin("reading for the vocabulary", sum(part.bytes or 0 for part in self.parts) or None)
+        for part in self.parts:
+            for text, _ in self.show.through(part.pieces(self.config)):
+                yield text
+
+
+def _build(
+    config: DataConfig, wanted: TokenizerConfig, parts: list[Part], show: PrepareProgress, spec: dict | None
+) -> tiktoken.Encoding:
+    known = all(part.documents is not None for part in parts)
+    several = not known or sum(part.documents for part in parts if not part.continues) > 1
+    characters = sum(part.characters for part in parts) if known else None
+    return tokenizer.build(tokenizer.Corpus(_Texts(config, parts, show), several, characters), wanted, spec)
+
+
+def _write(
+    partial: Path, config: DataConfig, parts: list[Part], journal: dict, block_size: int, show: PrepareProgress
+) -> None:
+    """Encode all parts into the folder, behind the shards that the journal has, and write meta.json."""
+    spec = json.loads((partial / "tokenizer.json").read_text())
+    encoding = tokenizer.from_spec(spec)
+    dtype = "uint16" if encoding.n_vocab <= 2**16 else "uint32"
+    for split in ("train", "val"):
+        encode_split(partial, split, config, [p for p in parts if p.split == split], encoding, dtype, journal, show)
+    splits = journal["splits"]
+    tokens = {split: sum(splits[split]["ranges"][name][1] for name in config.parts) for split in splits}
+    check_length(tokens, block_size)
+    empty = [name for name in config.parts if not splits["train"]["ranges"][name][1]]
+    if empty:
+        raise UserError(f"data.mix.{empty[0]} has no text to train on; leave it out, or name a longer one")
+    meta = {
+        "format": FORMAT,
+        "fingerprint": journal["fingerprint"],
+        "dtype": dtype,
+        "vocab_size": encoding.n_vocab,
+        "shard": journal["shard"],
+        "tokens": tokens,
+        "files": {name: file for split in splits.values() for name, file in split["files"].items()},
+        "bytes": {split: splits[split]["bytes"] for split in splits},
+        "documents": {split: splits[split]["documents"] for split in splits},
+        "longest": max(splits[split]["longest"] for split in splits),
+        "source": {
+            "name": config.label,
+            "what": _what(config),
+            "revisions": journal["revisions"],
+            "documents": sum(splits[split]["documents"] for split in splits) - sum(part.continues for part in parts),
+        },
+        "parts": [{"name": name} | {split: splits[split]["ranges"][name] for split in splits} for name in config.parts],
+        "tokenizer": spec,
+    }
+    write_whole(partial / "meta.json", json.dumps(meta).encode())
 
 
 def check_short_text(config: DataConfig, wanted: TokenizerConfig, block_size: int) -> None:
@@ -128,64 +226,21 @@ def check_short_text(config: DataConfig, wanted: TokenizerConfig, block_size: in
 
     A table is not: its reader takes as long to import as torch, and its size says little about its text's.
     """
-    if config.path is None:
+    for part in config.parts.values():
+        if part.val_path is not None:
+            sources.held_out(part)
+        places = sources.places(part) if part.path is not None else []
+    if config.mix or len(places) != 1 or places[0].kind != "text" or places[0].is_compressed:
         return
-    (file,) = sources.files(config)
-    if sources.is_table(file):
-        return
-    size = os.path.getsize(file)
+    size = os.path.getsize(places[0].address)
     if size > 64 * 1024:
         check_length({"train": size, "val": 2}, block_size)  # a token is a byte at the least
-        return
-    try:
-        text = Path(file).read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise UserError(sources.where_not_utf8([file], error)) from None
-    if not text:
-        raise UserError(f"{file} holds no text; set data.path to a file that does")
-    splits = split_documents([text], config.val_fraction)
-    encoding = tokenizer.build([text], wanted)
-    check_length({name: len(_encode_all(encoding, texts)) for name, texts in splits.items()}, block_size)
-
-
-def _encode_all(encoding: tiktoken.Encoding, documents: Sequence[str]) -> np.ndarray:
-    """Ids of all documents end to end, each followed by the end-of-text token where there are several."""
-    end = tokenizer.end_of_text(encoding)
-    parts = []
-    for document in documents:
-        parts.append(tokenizer.encode(encoding, document))
-        if end is not None:
-            parts.append(np.array([end], dtype=np.uint32))
-    return np.concatenate(parts)
-
-
-def _write(folder: Path, splits: dict[str, np.ndarray], encoding: tiktoken.Encoding, about: dict) -> None:
-    dtype = "uint16" if encoding.n_vocab <= 2**16 else "uint32"
-    partial = Path(f"{folder}.partial")
-    shutil.rmtree(partial, ignore_errors=True)
-    partial.mkdir()
-    sha256 = {}
-    for split, ids in splits.items():
-        if ids.max() >= encoding.n_vocab:  # a cast to uint16 would wrap it silently into another token
-            raise ValueError(f"token {ids.max()} lies outside the vocabulary of {encoding.n_vocab}")
-        raw = ids.astype(dtype).tobytes()
-        _write_whole(partial / f"{split}.bin", raw)
-        sha256[split] = hashlib.sha256(raw).hexdigest()
-    meta = about | {
-        "format": FORMAT,
-        "dtype": dtype,
-        "vocab_size": encoding.n_vocab,
-        "tokens": {split: len(ids) for split, ids in splits.items()},
-        "sha256": sha256,
-        "tokenizer": tokenizer.to_spec(encoding),
-    }
-    _write_whole(partial / "meta.json", json.dumps(meta).encode())
-    shutil.rmtree(folder, ignore_errors=True)  # a damaged one, or it would have been used
-    partial.rename(folder)
-
-
-def _write_whole(path: Path, content: bytes) -> None:
-    with open(path, "wb") as f:
-        f.write(content)
-        f.flush()
-        os.fsync(f.fileno())
+    elif wanted.name != "run" and config.val_path is None:
+        pieces = list(sources.pieces(places, config))
+        if not pieces[0][0]:
+            raise UserError(f"{places[0].address} holds no text; set data.path to a file that does")
+        cut, _ = Survey().add(pieces).at_the_end(config.val_fraction)
+        encoding = tokenizer.build(tokenizer.Corpus([pieces[0][0]], several=False), wanted)
+        splits = {"train": between(pieces, (0, 0), cut), "val": between(pieces, cut, None)}
+        counts = {name: sum(len(tokenizer.encode(encoding, text)) for text, _ in part) for name, part in splits.items()}
+        check_length(counts, block_size)

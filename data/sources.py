@@ -1,24 +1,32 @@
-"""Where text comes from: each source is a function from a DataConfig to the files (paths or addresses) to read.
+"""Where text comes from: each source is a function from a DataConfig to the places (files, addresses) to read.
 
-A text file is one document. Of a table (a data set of the hub, or a .parquet, .jsonl or .csv file) each row is one.
-A new source is one function here, in SOURCES, and one YAML file in configs/data/ that names it.
+A text file is one document. Of a table (a data set of the hub, or a .parquet, .jsonl or .csv file) each row is one,
+unless data.row_is_document=false. A new source is one function here, in SOURCES, and one YAML file in configs/data/
+that names it.
 """
 
 import glob
 import hashlib
+import json
 import logging
 import os
+import sys
 import sysconfig
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 from data.config import DataConfig
+from data.files import Place, find, place
+from data.text import Piece, between, decoded, one_document
 from errors import UserError
 
-READERS = {".parquet": "parquet", ".jsonl": "json", ".csv": "csv"}  # of `datasets`, for tables; for all else "text"
+ROWS = 200  # of a table at a time
+LONGEST_LINE = 2**30  # characters of a .jsonl file: a longer one is none
 
 
-def python_stdlib(config: DataConfig) -> list[str]:
+def python_stdlib(config: DataConfig) -> list[Place]:
     """The source code of the running interpreter's standard library: real text that is on every machine.
 
     In the order of a hash of the names, so that the end, which is held out for validation, is a fair sample.
@@ -31,155 +39,248 @@ def python_stdlib(config: DataConfig) -> list[str]:
         files += [Path(folder, name) for name in names if name.endswith(".py")]
     if not files:
         raise UserError(f"this Python has no standard library source at {root}; set data=text data.path=FILE")
-    return [str(p) for p in sorted(files, key=lambda p: hashlib.sha256(str(p.relative_to(root)).encode()).digest())]
+    files.sort(key=lambda path: hashlib.sha256(str(path.relative_to(root)).encode()).digest())
+    return [Place(str(path), "text") for path in files]
 
 
-def text(config: DataConfig) -> list[str]:
-    """A text file of the user's own."""
-    return [config.path]
+def text(config: DataConfig) -> list[Place]:
+    """Files of the user's own."""
+    return find(config.path, "data.path")
 
 
-def url(config: DataConfig) -> list[str]:
-    """A text file at a public address."""
-    return [config.url]
+def url(config: DataConfig) -> list[Place]:
+    """A file at a public address."""
+    return [place(config.url)]
 
 
-def hub(config: DataConfig) -> list[str]:
-    """A data set of the Hugging Face hub. The address names all that decides which rows are read."""
-    return [f"hub://{config.repo}?config={config.config}&split={config.split}&revision={config.revision}"]
+def hub(config: DataConfig) -> list[Place]:
+    """A data set of the Hugging Face hub."""
+    return [Place(config.repo, "hub", config.split)]
 
 
-SOURCES: dict[str, Callable[[DataConfig], list[str]]] = {f.__name__: f for f in (python_stdlib, text, url, hub)}
+SOURCES: dict[str, Callable[[DataConfig], list[Place]]] = {f.__name__: f for f in (python_stdlib, text, url, hub)}
 
 
-def files(config: DataConfig) -> list[str]:
-    """The paths or URLs that `config` names; data.path wins. Raises UserError where there is nothing to read."""
-    if config.path is None:
-        if config.source not in SOURCES:
-            raise UserError(f"data.source={config.source} is unknown; set one of {', '.join(SOURCES)}")
-        return SOURCES[config.source](config)
-    path = Path(config.path).expanduser()
-    if path.is_dir():
-        raise UserError(f"data.path={config.path} is a folder; set data.path to one file in it")
-    if not path.is_file():
-        raise UserError(f"data.path={config.path} does not exist; set data.path to a file (relative to {Path.cwd()})")
-    return [str(path)]
+def places(config: DataConfig) -> list[Place]:
+    """What `config` (not a mix) reads; data.path wins. Raises UserError where there is nothing to read."""
+    if config.path is not None:
+        return text(config)
+    if config.source not in SOURCES:
+        raise UserError(f"data.source={config.source} is unknown; set one of {', '.join(SOURCES)}")
+    return SOURCES[config.source](config)
 
 
-def is_url(file: str) -> bool:
-    return file.startswith(("http://", "https://"))
+def held_out(config: DataConfig) -> list[Place] | None:
+    """What validation reads where it has a text of its own; None: a part of the others. Raises UserError."""
+    if config.val_path is not None:
+        return find(config.val_path, "data.val_path")
+    if config.source == "hub" and config.path is None and config.val_split:
+        return [Place(config.repo, "hub", config.val_split)]
+    return None
 
 
-def is_hub(file: str) -> bool:
-    return file.startswith("hub://")
-
-
-def is_remote(file: str) -> bool:
-    return is_url(file) or is_hub(file)
-
-
-def is_table(file: str) -> bool:
-    """Whether the text is in a column: then data.text_column says in which."""
-    return is_hub(file) or Path(file).suffix.lower() in READERS
-
-
-def digest(files: list[str], config: DataConfig) -> str:
-    """A hash of what the files hold, and of a table's column.
-
-    An address stands for itself: nothing is downloaded just to see that it is the same.
-    """
-    whole = hashlib.sha256()
-    for file in files:
-        if is_table(file):
-            whole.update(config.text_column.encode())
-        if is_remote(file):
-            whole.update(file.encode())
-        else:
-            with open(file, "rb") as f:
-                whole.update(hashlib.file_digest(f, "sha256").digest())
-    return whole.hexdigest()
-
-
-def read(files: list[str], config: DataConfig) -> list[str]:
-    """The documents: each file's text, or each row's of a table, nulls left out; line ends become newlines.
+def pieces(places: list[Place], config: DataConfig) -> Iterator[Piece]:
+    """The text in the places: documents in pieces, see data/text.py. Nulls in a table are left out.
 
     Raises UserError where that cannot be had.
     """
-    import datasets
+    for each in places:
+        if not each.is_table:
+            path = _downloaded(each.address) if each.is_remote else each.address
+            yield from one_document(decoded(path, each.address))
+        elif config.row_is_document:
+            for row in _rows(each, config):
+                yield from one_document([row])
+        else:
+            yield from one_document(_rows(each, config))
 
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)  # what it would log is said in one sentence below
-    logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)
+
+def documents(config: DataConfig) -> list[str]:
+    """All documents of `config`, whole, in memory. Raises UserError."""
+    whole, parts = [], []
+    for part in config.parts.values():
+        last = None if part.max_documents is None else (part.max_documents, 0)
+        for text, ends in between(pieces(places(part), part), (0, 0), last):
+            parts.append(text)
+            if ends:
+                whole.append("".join(parts))
+                parts = []
+    if not any(whole):
+        raise UserError(f"{config.label} holds no text; set data.path to a file that does")
+    return whole
+
+
+@cache
+def _datasets() -> Any:
+    """`datasets`, imported where it is needed, for that takes a second; what it would log is said in one sentence."""
+    before = os.environ.get("USE_TORCH")
+    os.environ["USE_TORCH"] = "0"  # or it imports torch as well, which takes two more, for nothing that is used here
     try:
-        documents = _column(_rows(files, config), config.text_column if is_table(files[0]) else "text", files[0])
+        import datasets
+    finally:
+        if before is None:
+            del os.environ["USE_TORCH"]
+        else:
+            os.environ["USE_TORCH"] = before
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)
+    return datasets
+
+
+def _downloaded(address: str) -> str:
+    """The path of a copy of a file at a URL, in the cache of `datasets`. Raises UserError."""
+    try:
+        return _datasets().DownloadManager().download(address)
+    except Exception as error:  # many libraries lie between here and the network, each with its own exceptions
+        reason = _reason(error, address)
+        raise UserError(
+            f"{address} could not be downloaded ({reason}); get the file by other means and set data.path=FILE"
+        ) from error
+
+
+def _rows(place: Place, config: DataConfig) -> Iterator[str]:
+    """The texts in a table's column. Raises UserError."""
+    path = _downloaded(place.address) if place.is_remote and place.kind != "hub" else place.address
+    if place.kind == "json":
+        yield from _json_lines(path, place.address, config.text_column)
+        return
+    if os.path.isfile(path) and not os.path.getsize(path):
+        return  # `datasets` takes an empty file for a broken one
+    if place.is_compressed:
+        for _ in decoded(path, place.address):  # nor does it notice where one ends too early
+            pass
+    try:
+        for batch in _batches(place, path, config):
+            yield from _texts(batch, place, config.text_column)
     except UserError:
         raise
     except Exception as error:
-        # Many libraries lie between here and the network or a table, each with its own exceptions.
-        sentence = _what_went_wrong(files, config, error.__cause__ or error)  # `datasets` wraps what its readers raise
-        if sentence is None:
-            raise
-        raise UserError(sentence) from error
-    if not any(documents):
-        raise UserError(f"{', '.join(files[:3])} holds no text; set data.path to a file that does")
-    return documents
+        # As many lie between here and a table.
+        raise UserError(_what_went_wrong(place, path, config, error.__cause__ or error)) from error
 
 
-def _rows(files: list[str], config: DataConfig):
-    """The data set that `datasets` makes of the files, all of one kind."""
-    import datasets
-
-    if is_hub(files[0]):  # gigabytes, so that it shows how far it is; kept in the cache of `datasets`
-        return datasets.load_dataset(config.repo, name=config.config, split=config.split, revision=config.revision)
-    datasets.disable_progress_bars()
-    names = [file if is_url(file) else glob.escape(str(Path(file).resolve())) for file in files]
-    reader = READERS.get(Path(files[0]).suffix.lower(), "text")
-    options = {"text": {"sample_by": "document"}, "csv": {"keep_default_na": False}}.get(reader, {})  # "NA" is a word
-    # Local files are streamed, so that no second copy is written into a cache; a URL is downloaded into one.
-    stream = not any(is_url(file) for file in files)
-    return datasets.load_dataset(reader, data_files=names, split="train", streaming=stream, **options)
-
-
-def _column(rows, column: str, where: str) -> list[str]:
-    """The texts in a column of a data set, without its nulls. Raises UserError where there is no such column."""
+def _batches(place: Place, path: str, config: DataConfig) -> Iterator[Any]:
+    """Arrow tables with the column of texts alone, ROWS at a time. Raises UserError, and what `datasets` raises."""
+    datasets, column = _datasets(), config.text_column
+    if place.kind == "hub":  # gigabytes, so that a terminal shows how far it is; kept in the cache of `datasets`
+        if sys.stderr.isatty():
+            datasets.enable_progress_bars()
+        revision = _pinned(config.repo, config.revision) if place.is_remote else None
+        stream = config.stream or not place.is_remote  # of a folder the cache would not see that it changed
+        rows = datasets.load_dataset(path, name=config.config, split=place.split, revision=revision, streaming=stream)
+    else:
+        options = {
+            "parquet": {"batch_size": ROWS},  # else as many as a row group has, which may be all
+            # "NA" is a word, 007 no number, and a blank line in a table of one column a row.
+            "csv": {
+                "keep_default_na": False,
+                "converters": {column: str},
+                "skip_blank_lines": False,
+                "chunksize": ROWS,
+            },
+        }.get(place.kind, {})
+        # Streamed, so that no second copy is written into a cache.
+        file = glob.escape(str(Path(path).resolve()))
+        rows = datasets.load_dataset(place.kind, data_files=[file], split="train", streaming=True, **options)
     names = rows.column_names or list(next(iter(rows), {}))
     if names and column not in names:
-        raise UserError(f"{where} has no column {column}; set data.text_column to one of {', '.join(names)}")
-    documents = []
-    for row in rows.select_columns([column]):
-        if not isinstance(row[column], str | None):
-            raise UserError(
-                f"column {column} of {where} holds no text but {type(row[column]).__name__}; "
-                f"set data.text_column to one of {', '.join(names)}"
-            )
-        if row[column] is not None:
-            documents.append(row[column])
-    return documents
+        raise UserError(f"{place.address} has no column {column}; set data.text_column to one of {', '.join(names)}")
+    yield from rows.select_columns([column]).with_format("arrow").iter(batch_size=ROWS) if names else ()
 
 
-def _what_went_wrong(files: list[str], config: DataConfig, error: Exception) -> str | None:
-    """The sentence for what `datasets` raised; None for local text, whose failure to be read would be a bug."""
-    file, suffix = files[0], Path(files[0]).suffix.lower()
-    reason = ": ".join([type(error).__name__, *str(error).strip().splitlines()[:1]])
-    if is_hub(file):
-        return (
-            f"{config.repo} could not be read from the hub ({reason}); mend data.repo, data.config, data.split or "
-            "data.revision, or get the file by other means and set data.path=FILE"
+def _texts(table: Any, place: Place, column: str) -> list[str]:
+    kind = table.schema.field(column).type
+    if str(kind) not in ("string", "large_string", "null"):
+        raise UserError(
+            f"column {column} of {place.address} holds no text but {kind}; set data.text_column to one that does"
         )
-    if isinstance(error, UnicodeDecodeError) and suffix != ".parquet":
-        return where_not_utf8(files, error)
-    if is_url(file):
-        return f"{file} could not be downloaded ({reason}); get the file by other means and set data.path=FILE"
-    return f"{file} cannot be read as {suffix} ({reason}); mend it, or set data.path=FILE" if is_table(file) else None
+    return [text for text in table[column].to_pylist() if text is not None]
 
 
-def where_not_utf8(files: list[str], error: UnicodeDecodeError) -> str:
-    for file in files:
-        if not is_url(file):
+def revisions(config: DataConfig) -> dict[str, str | None]:
+    """The commit of each text that is read from the hub."""
+    return {
+        name: _pinned(part.repo, part.revision)
+        for name, part in config.parts.items()
+        if any(place.kind == "hub" and place.is_remote for place in places(part))
+    }
+
+
+@cache
+def _pinned(repo: str, revision: str | None) -> str | None:
+    """The commit that a revision (a branch, None: the main one) of a repository of the hub is at now.
+
+    So that what is read twice is the same twice. Without a network, what `datasets` has in its cache decides.
+    """
+    from huggingface_hub import HfApi
+
+    try:
+        return HfApi().dataset_info(repo, revision=revision, timeout=10).sha
+    except Exception:  # the same error, if it is one, comes again from the reader, which tells it
+        return revision
+
+
+def _reason(error: Exception, address: str) -> str:
+    said = [line for line in str(error).strip().splitlines()[:1] if line != address]  # as some say no more than that
+    return ": ".join([type(error).__name__, *said])[:300]
+
+
+def _what_went_wrong(place: Place, path: str, config: DataConfig, error: Exception) -> str:
+    """The sentence for what `datasets` raised."""
+    reason, address = _reason(error, place.address), place.address
+    if place.kind == "hub":
+        offline = any(word in f"{type(error).__name__} {error}" for word in ("Connect", "Offline", "resolve host"))
+        mend = "check the network" if offline else "mend data.repo, data.config, data.split or data.revision"
+        return (
+            f"{address} could not be read from the hub ({reason}); {mend}, or get the files by other means and set "
+            "data.path=FILES"
+        )
+    if place.kind != "parquet":
+        for _ in decoded(path, address):  # raises UserError where it is not UTF-8, with the place
+            pass
+    return f"{address} cannot be read as .{place.kind} ({reason}); mend it, or set another data.path"
+
+
+def _json_lines(path: str, name: str, column: str) -> Iterator[str]:
+    """The texts in a .jsonl file. Raises UserError, with the line, for what is none.
+
+    Not by `datasets`: it guesses the types of all columns from the first rows, and then refuses others, takes texts
+    that look like dates for dates, and does not tell the line.
+    """
+    number = 0
+    for line in _lines(path, name):
+        number += 1
+        if not line.strip():
+            continue
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"line {number} of {name} is no JSON ({error}); mend it there") from None
+        if not isinstance(row, dict):
+            raise UserError(f'line {number} of {name} is no object; write each as {{"{column}": "..."}}')
+        if column not in row:
+            columns = ", ".join(row) or "none"
+            raise UserError(f"{name} has no column {column} in line {number}; set data.text_column to one of {columns}")
+        if not isinstance(row[column], str | None):
+            kind = type(row[column]).__name__
+            raise UserError(f"column {column} of {name} holds no text but {kind} in line {number}; "
+                            "set data.text_column to one that does")  # fmt: skip
+        if row[column] is not None:
             try:
-                Path(file).read_bytes().decode()
-            except UnicodeDecodeError as found:
-                return (
-                    f"{file} is not UTF-8: byte {found.start} is 0x{found.object[found.start]:02x}; "
-                    "save it as UTF-8 (iconv -f latin1 -t utf-8, for instance)"
-                )
-    return f"{files[0]} is not UTF-8 ({error.reason}); save it as UTF-8"
+                row[column].encode()
+            except UnicodeEncodeError:
+                raise UserError(
+                    f"line {number} of {name} has a lone surrogate, half a character; take it out"
+                ) from None
+            yield row[column]
+
+
+def _lines(path: str, name: str) -> Iterator[str]:
+    held = ""
+    for block in decoded(path, name):
+        *lines, held = (held + block).split("\n")
+        yield from lines
+        if len(held) > LONGEST_LINE:
+            raise UserError(f"{name} has a line of more than {LONGEST_LINE:,} characters; write an object on each")
+    yield held

@@ -24,7 +24,7 @@ class TextStream:
         if token == end:
             return self.held, "end"
         self.tokens += 1
-        self.held += self.characters.decode(self.encoding.decode_single_token_bytes(token))
+        self.held += self.characters.decode(self._bytes(token))
         met = [(at + len(stop), at) for stop in self.stops if (at := self.held.find(stop)) >= 0]
         if met:
             _, at = min(met)  # the one that is complete first
@@ -34,6 +34,12 @@ class TextStream:
         sure = len(self.held) - self._begun()
         shown, self.held = self.held[:sure], self.held[sure:]
         return shown, None
+
+    def _bytes(self, token: int) -> bytes:
+        try:
+            return self.encoding.decode_single_token_bytes(token)
+        except KeyError:  # an id that the vocabulary leaves out, as cl100k_base does a few: it stands for nothing
+            return b""
 
     def _begun(self) -> int:
         """How many characters at the end may become a stop string."""

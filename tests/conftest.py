@@ -16,13 +16,21 @@ import torch
 ROOT = Path(__file__).parent.parent
 sys.path.insert(0, str(ROOT))
 
-from model import SamplingConfig  # noqa: E402 (the path is to be known first)
+from data import DataConfig, TokenizerConfig  # noqa: E402 (the path is to be known first)
+from model import SamplingConfig  # noqa: E402
 from model.attention import BACKENDS  # noqa: E402
 
 ON_CPU = [name for name, each in BACKENDS.items() if "cpu" in each.on]
 TRAINS_ON_CPU = [name for name in ON_CPU if BACKENDS[name].on["cpu"].gradients]
 
 TEXT = "".join(f"The {n}th line says {n * n} and no more; après tout, it's a line.\n" for n in range(400))
+TEXT_SOURCE = DataConfig(
+    name="text", source="text", path="text.txt", url=None, repo=None, config=None, split=None, revision=None,
+    stream=False, text_column="text", row_is_document=True, max_documents=None, val_path=None, val_split=None,
+    val_documents=None, val_fraction=0.1, mix={}, weight=1.0, document_mask=False,
+)  # fmt: skip
+CHAR, BYTE = TokenizerConfig("char", None, None), TokenizerConfig("byte", None, None)
+BPE, GPT2 = TokenizerConfig("bpe", 300, None), TokenizerConfig("gpt2", None, None)
 TINY = [
     "model.n_layer=2", "model.n_head=2", "model.n_embd=16", "model.block_size=16", "model.ngram_rows=64",
     "train.batch_size=4",

@@ -35,7 +35,7 @@ def refused(capsys, *overrides, script="train") -> str:
 
 @pytest.mark.parametrize(("group", "choice"), ALL)
 def test_every_choice_composes(group, choice, workdir):
-    config = start("train", "", [f"{group}={choice}"])
+    config = start("train", "", [f"{group}={choice}", *["tokenizer.run=a"] * (choice == "run")])
     if group != "experiment":
         assert choice in (getattr(getattr(config, group), key, None) for key in ("name", "backend"))
 

@@ -14,24 +14,22 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import torch
-from conftest import ROOT
+from conftest import BPE, BYTE, CHAR, GPT2, ROOT, TEXT_SOURCE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data import DataConfig, TokenizerConfig, sources, tokenizer
-from data.loader import IGNORE, Loader, ahead
-from data.prepare import check_length, prepare, split_documents
+from data import TokenizerConfig, sources, tokenizer
+from data.loader import IGNORE, MIXED, Loader, ahead
+from data.prepare import prepare
+from data.prepared import check_length
 from errors import UserError
 
-TEXT_SOURCE = DataConfig(
-    name="text", source="text", path="text.txt", url=None, repo=None, config=None, split=None, revision=None,
-    text_column="text", val_fraction=0.1, document_mask=False,
-)  # fmt: skip
 STDLIB = replace(TEXT_SOURCE, name="python_stdlib", source="python_stdlib", path=None)
-HUB = replace(TEXT_SOURCE, source="hub", path=None, repo="some/texts", split="train", revision="refs/convert/parquet")
-CHAR, BYTE = TokenizerConfig("char", None), TokenizerConfig("byte", None)
-BPE, GPT2 = TokenizerConfig("bpe", 300), TokenizerConfig("gpt2", None)
 any_text = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=200)
+
+
+def build(documents, kind):
+    return tokenizer.build(tokenizer.Corpus(documents, several=len(documents) > 1), kind)
 
 
 # Tokenizers
@@ -40,7 +38,7 @@ any_text = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_siz
 @settings(max_examples=50, deadline=None)
 @given(documents=st.lists(any_text, min_size=1, max_size=3), kind=st.sampled_from([CHAR, BYTE, BPE]))
 def test_decoding_gives_the_text_back(documents, kind):
-    encoding = tokenizer.build(documents, kind)
+    encoding = build(documents, kind)
     for text in documents:
         ids = tokenizer.encode(encoding, text)
         assert encoding.decode(ids.tolist()) == text
@@ -57,28 +55,28 @@ def test_decoding_gives_the_text_back(documents, kind):
 
 def test_bpe_merges_up_to_its_bound_and_special_words_in_a_text_are_text():
     documents = ["the cat and the hat <|endoftext|> " * 50, "the end"]
-    encoding = tokenizer.build(documents, replace(BPE, vocab_size=270))
+    encoding = build(documents, replace(BPE, vocab_size=270))
     assert encoding.n_vocab == 270
     ids = tokenizer.encode(encoding, documents[0])
     assert len(ids) < len(documents[0]) / 2
     assert tokenizer.end_of_text(encoding) not in ids
-    assert tokenizer.build(["abab"], replace(BPE, vocab_size=5000)).n_vocab < 300  # there is no more to merge
+    assert build(["abab"], replace(BPE, vocab_size=5000)).n_vocab < 300  # there is no more to merge
 
 
 def test_an_unknown_character_is_named_with_its_place():
-    encoding = tokenizer.build(["abc"], CHAR)
+    encoding = build(["abc"], CHAR)
     with pytest.raises(UserError, match="the prompt has the character 'é' at position 2"):
         tokenizer.encode(encoding, "abé", "the prompt")
 
 
 def test_a_vocabulary_without_room_for_bytes_is_refused():
     with pytest.raises(UserError, match=r"tokenizer.vocab_size=100 .* set 512 or more"):
-        tokenizer.build(["abc"], replace(BPE, vocab_size=100))
+        replace(BPE, vocab_size=100)
 
 
 def test_gpt2_tokens_are_gpt2s():
     try:
-        encoding = tokenizer.build(["x"], GPT2)
+        encoding = build(["x"], GPT2)
     except UserError as error:
         pytest.skip(f"NOT RUN: {error}")
     assert tokenizer.encode(encoding, "Hello, world").tolist() == [15496, 11, 995]
@@ -87,15 +85,30 @@ def test_gpt2_tokens_are_gpt2s():
     assert again.encode("Hello, world") == [15496, 11, 995]
 
 
-def test_gpt2_without_network_or_cache_says_what_to_do(monkeypatch, tmp_path):
+@pytest.mark.parametrize(
+    ("name", "file"),
+    [
+        ("gpt2", "vocab.bpe as 6d1cbeee0f20b3d9449abfede4726ed8212e3aee"),
+        ("cl100k_base", "cl100k_base.tiktoken as 9b5ad71b2ce5302211f9c61530b329a4922fc6a4"),
+        ("o200k_base", "o200k_base.tiktoken as fb374d419588a4632f3f557e76b4b70aebbca790"),
+    ],
+)
+def test_a_vocabulary_that_is_nowhere_says_which_file_to_put_where(monkeypatch, tmp_path, name, file):
     import tiktoken
 
     def unreachable(name):
         raise ConnectionError("no network")
 
     monkeypatch.setattr(tiktoken, "get_encoding", unreachable)
-    with pytest.raises(UserError, match="TIKTOKEN_CACHE_DIR"):
-        tokenizer.build(["x"], GPT2)
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    with pytest.raises(UserError) as refused:
+        build(["x"], TokenizerConfig(name, None, None))
+    assert f"{file}" in str(refused.value)
+    assert f"in {tmp_path}" in str(refused.value)
+    assert tokenizer.needs_download(TokenizerConfig(name, None, None))
+    for missing in tokenizer._missing(name):
+        (tmp_path / tokenizer._cached_name(missing)).touch()
+    assert not tokenizer.needs_download(TokenizerConfig(name, None, None))
 
 
 # Sources and preparation
@@ -105,7 +118,7 @@ def test_prepared_files_hold_the_text_split_as_nanogpt_splits_it(workdir):
     text = (workdir / "text.txt").read_text()
     prepared = prepare(TEXT_SOURCE, CHAR, 16, say=lambda line: None)
     cut = int(len(text) * 0.9)
-    decoded = {split: prepared.encoding.decode(prepared.tokens(split).tolist()) for split in ("train", "val")}
+    decoded = {split: prepared.encoding.decode(prepared.tokens(split)[:].tolist()) for split in ("train", "val")}
     assert decoded == {"train": text[:cut], "val": text[cut:]}
     meta = json.loads((prepared.folder / "meta.json").read_text())
     assert meta["dtype"] == "uint16"
@@ -127,25 +140,16 @@ def test_what_decides_the_tokens_decides_the_folder(workdir):
 
 
 def test_the_standard_library_is_many_documents_kept_whole(workdir):
-    files = sources.files(STDLIB)
+    files = [place.address for place in sources.places(STDLIB)]
     assert len(files) > 200
     assert not any("/test/" in file or "site-packages" in file for file in files)
     prepared = prepare(replace(STDLIB, val_fraction=0.05), BYTE, 16, say=lambda line: None)
-    val = prepared.tokens("val")
+    val = prepared.tokens("val")[:]
     ends = np.flatnonzero(val == tokenizer.end_of_text(prepared.encoding))
     assert ends[-1] == len(val) - 1
     last = prepared.encoding.decode(val[ends[-2] + 1 : -1].tolist())
-    with open(files[-1], encoding="utf-8") as f:
+    with open(files[-1], encoding="utf-8", newline="") as f:
         assert last == f.read()
-
-
-@settings(max_examples=50, deadline=None)
-@given(documents=st.lists(any_text, min_size=2, max_size=8), fraction=st.floats(0.05, 0.9))
-def test_documents_are_split_whole(documents, fraction):
-    split = split_documents(documents, fraction)
-    assert split["train"] + split["val"] == documents
-    assert split["train"]
-    assert split["val"]
 
 
 @pytest.mark.parametrize(
@@ -160,20 +164,14 @@ def test_texts_that_cannot_be_trained_on(workdir, name, content, said):
     (workdir / name).write_bytes(content)
     with pytest.raises(UserError, match=said):
         prepare(replace(TEXT_SOURCE, path=name), BYTE, 16, say=lambda line: None)
-    assert not list((workdir / "data/prepared").glob("*/"))
+    assert not list((workdir / "data/prepared").glob("[!.]*/"))
 
 
 @pytest.mark.parametrize("name", ["a[b].txt", "it's.txt", "é, x=1.txt", "st*r ?.txt", "{a}.txt"])
 def test_file_names_are_taken_to_the_letter(workdir, name):
-    (workdir / name).write_text("line one\r\nline two\n" * 20)
+    (workdir / name).write_text("line one\nline two\n" * 20)
     (workdir / "ab.txt").write_text("a decoy for the pattern")
-    assert sources.read([name], TEXT_SOURCE) == ["line one\nline two\n" * 20]
-
-
-def test_missing_files_and_folders_are_refused(workdir):
-    for path, said in (("no.txt", "does not exist"), (".", "is a folder")):
-        with pytest.raises(UserError, match=said):
-            sources.files(replace(TEXT_SOURCE, path=path))
+    assert sources.documents(replace(TEXT_SOURCE, path=name)) == ["line one\nline two\n" * 20]
 
 
 def test_a_text_at_a_url_is_downloaded(workdir):
@@ -223,8 +221,9 @@ def test_a_half_written_folder_is_not_taken_for_a_whole_one(workdir):
 class Tokens:
     """Prepared data in memory: every token is its own place, so that batches can be read back."""
 
-    def __init__(self, train: int, val: int):
+    def __init__(self, train: int, val: int, parts: list | None = None, weights: tuple = (1.0,)):
         self.lengths = {"train": train, "val": val}
+        self.train_parts, self.weights = parts or [(0, train)], weights
 
     def tokens(self, split):
         return np.arange(self.lengths[split], dtype=np.uint32)
@@ -306,6 +305,39 @@ def test_what_goes_wrong_ahead_is_raised_where_its_batch_is_asked_for():
     with pytest.raises(OSError, match="the disk is gone"):
         next(batches)
     assert not [thread for thread in threading.enumerate() if thread.name.startswith("batches")]
+
+
+@settings(max_examples=15, deadline=None)
+@given(
+    sizes=st.lists(st.integers(2, 40), min_size=2, max_size=4), T=st.integers(1, 8), seed=st.integers(0, 5),
+    data=st.data(),
+)  # fmt: skip
+def test_texts_are_mixed_by_weight_each_in_epochs_of_its_own(sizes, T, seed, data):
+    weights = tuple(data.draw(st.floats(0.1, 10)) for _ in sizes)
+    firsts = np.cumsum([0, *sizes])
+    parts = [(int(first), size) for first, size in zip(firsts, sizes, strict=False)]
+    loader = Loader(Tokens(sum(sizes), 9, parts, weights), T, seed)
+    x, y, _ = loader.batch("train", 0, MIXED)
+    text = torch.searchsorted(torch.tensor(firsts[1:]), x, right=True)
+    assert torch.equal(text, text[:, :1].expand_as(text))  # no window is of two texts
+    for each, (first, size) in enumerate(parts):
+        mine = text[:, 0] == each
+        assert abs(mine.sum().item() - MIXED * weights[each] / sum(weights)) < 1
+        assert torch.equal(y[mine] - first, (x[mine] - first + 1) % size)
+        epoch = -(-size // T)
+        for number in range(
+            min(3, int(mine.sum()) // epoch)
+        ):  # every token is a target once an epoch, as if the text were alone
+            assert set(y[mine][number * epoch : (number + 1) * epoch].flatten().tolist()) == set(
+                range(first, first + size)
+            )
+    again = Loader(Tokens(sum(sizes), 9, parts, weights), T, seed).batch("train", MIXED - 5, 20)[0]
+    assert torch.equal(again[:5], x[-5:])
+
+
+def test_a_weight_too_small_to_be_kept_is_refused():
+    with pytest.raises(UserError, match="less than one in 10,000"):
+        Loader(Tokens(20, 9, [(0, 10), (10, 10)], (1.0, 1e-5)), 4, seed=0)
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

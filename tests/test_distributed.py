@@ -207,3 +207,33 @@ def test_a_world_of_one_is_what_there_is_without_torchrun(monkeypatch):
     assert not fourth.is_main
     assert list(islice(Dist(1, 2).firsts(2, 8, 2), 4)) == [20, 22, 28, 30]
     assert [Dist(rank, 4).share(16, 8) for rank in range(4)] == [(16, 2), (18, 2), (20, 2), (22, 2)]
+
+
+LATE = """
+import sys, time
+from datetime import timedelta
+from pathlib import Path
+sys.path.insert(0, {root!r})
+import torch
+import torch.distributed as torch_dist
+from training.distributed import Dist
+
+begin, soon = torch_dist.init_process_group, timedelta(seconds=2)
+torch_dist.init_process_group = lambda backends, **others: begin(backends, timeout=soon)
+dist = Dist.from_environment()
+dist.connect(torch.device("cpu"))
+torch_dist.distributed_c10d._get_default_store().set_timeout(soon)
+begun = time.perf_counter()
+with dist.main_first():
+    time.sleep(4 * dist.is_main)
+Path(f"rank{{dist.rank}}").write_text(str(time.perf_counter() - begun))
+dist.meet()
+"""
+
+
+def test_the_others_wait_for_a_text_longer_than_any_time_out(workdir):
+    script = workdir / "slow.py"
+    script.write_text(LATE.format(root=str(ROOT)))
+    finish(torchrun(2, script=script))
+    waited = [float((workdir / f"rank{rank}").read_text()) for rank in (0, 1)]  # lines of two processes can mix
+    assert min(waited) >= 3.9

@@ -1,17 +1,17 @@
 """Sliding windows and documents that share a sequence, from the text on disk to the loss."""
 
 import json
+from dataclasses import replace
 from itertools import pairwise
 from pathlib import Path
 
 import pytest
 import torch
-from conftest import TRAINS_ON_CPU
+from conftest import BYTE, TEXT_SOURCE, TRAINS_ON_CPU
 from hypothesis import given
 from hypothesis import strategies as st
 from test_model import GPT2, GROUPED, MODERN, VARIANTS, make, some_tokens
 
-from data import DataConfig, TokenizerConfig
 from data.loader import Loader
 from data.prepare import prepare
 from errors import UserError
@@ -86,12 +86,8 @@ def table(documents: list[str]) -> Path:
 
 
 def load(path: Path, T: int, document_mask: bool) -> Loader:
-    nothing = dict.fromkeys(("url", "repo", "config", "split", "revision"))
-    config = DataConfig(
-        name="text", source="text", path=str(path), text_column="text", val_fraction=0.3, document_mask=document_mask,
-        **nothing,
-    )  # fmt: skip
-    prepared = prepare(config, TokenizerConfig("byte", None), T, say=lambda line: None)
+    config = replace(TEXT_SOURCE, path=str(path), val_fraction=0.3, document_mask=document_mask)
+    prepared = prepare(config, BYTE, T, say=lambda line: None)
     return Loader(prepared, T, seed=0, document_mask=document_mask)
 
 

@@ -5,6 +5,7 @@ import math
 import os
 import platform
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -267,11 +268,14 @@ def test_a_run_killed_behind_its_last_checkpoint_is_put_on_record_as_finished(tr
     assert (workdir / "runs/a/loss.png").exists()
 
 
-def test_damaged_tokens_are_prepared_anew(train, workdir):
+def test_damaged_tokens_are_named_and_prepared_anew_once_they_are_gone(train, workdir, capsys):
     assert train("name=a") == 0
     file = next(workdir.glob("data/prepared/*/train.bin"))
     content = file.read_bytes()
     file.write_bytes(content[:100])
+    assert train("name=b") == 2
+    assert re.search(r"train.bin has 100 bytes where [\d,]+ were written; remove that folder", capsys.readouterr().err)
+    shutil.rmtree(file.parent)
     assert train("name=b") == 0
     assert file.read_bytes() == content
     assert_same_run("a", "b")

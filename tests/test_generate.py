@@ -4,12 +4,11 @@ from dataclasses import replace
 
 import pytest
 import torch
-from conftest import ON_CPU, sampling
+from conftest import BYTE, ON_CPU, sampling
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from data import tokenizer
-from data.config import TokenizerConfig
 from errors import UserError
 from model import GPTConfig
 from model.attention import BACKENDS, naive
@@ -22,7 +21,7 @@ from model.sampling import penalized
 from model.stream import TextStream
 from tests.test_model import GPT2, GROUPED, MODERN
 
-BYTES = tokenizer.byte([""], TokenizerConfig("byte", None))
+BYTES = tokenizer.byte(tokenizer.Corpus([""], several=False), BYTE)
 WINDOWED = GROUPED | dict(window=[5, None])
 VARIANTS = {"gpt2": GPT2, "modern": MODERN, "grouped": GROUPED, "windowed": WINDOWED, "one": GPT2 | dict(block_size=1)}
 EACH_VARIANT = pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)

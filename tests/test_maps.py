@@ -9,6 +9,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
+from conftest import BYTE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from test_model import GPT2, GROUPED, VARIANTS, make, some_tokens
@@ -16,7 +17,7 @@ from test_model import GPT2, GROUPED, VARIANTS, make, some_tokens
 from compare.curve import read_metrics
 from compare.maps import entropy_table, label, plot_maps, plot_overview, write_entropies
 from configs.entry import run, start
-from data import TokenizerConfig, tokenizer
+from data import tokenizer
 from errors import UserError
 from model.attention import BACKENDS
 from model.gpt import rotate
@@ -197,7 +198,7 @@ def test_the_entropies_file_has_a_row_per_head(tmp_path):
 
 
 def test_words_of_tokens_are_text_and_bytes_that_are_none_are_said():
-    byte = tokenizer.build(["é", "b"], TokenizerConfig(name="byte", vocab_size=None))
+    byte = tokenizer.build(tokenizer.Corpus(["é", "b"], several=True), BYTE)
     assert tokenizer.words(byte, [97, 195, 169, 256]) == ["a", "\\xc3", "\\xa9", tokenizer.END_OF_TEXT]
 
 

@@ -10,13 +10,15 @@ import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-from test_data import BYTE, GPT2, HUB, TEXT_SOURCE
+from conftest import BYTE, GPT2, TEXT_SOURCE
 
 from configs.entry import run, start
+from data import prepare as data_prepare
 from data import sources, tokenizer
-from data.prepare import prepare, split_documents
+from data.prepare import prepare
 from errors import UserError
 
+HUB = replace(TEXT_SOURCE, source="hub", path=None, repo="some/texts", split="train", revision="refs/convert/parquet")
 DOCUMENTS = [f"Document {n} of the web says {n * n}, and après tout no more.\n" * 3 for n in range(60)]
 
 
@@ -33,12 +35,21 @@ def tables(workdir):
 
 @pytest.fixture
 def hub(tables, monkeypatch):
-    """A stand-in for the hub: `datasets` reads a folder below the current one, laid out as a converted data set is."""
+    """A stand-in for the hub: for some/texts `datasets` reads a folder that is laid out as a converted data set is."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tables / "cache")
+    monkeypatch.setattr(sources, "_pinned", lambda repo, revision: f"the commit of {revision}")
+    folder, asked, load = tables / "hub", [], datasets.load_dataset
     for part in range(2):
-        (tables / "some/texts/plain_text/train").mkdir(parents=True, exist_ok=True)
+        (folder / "plain_text/train").mkdir(parents=True, exist_ok=True)
         table = pa.table({"text": DOCUMENTS[part * 30 :][:30]})
-        pq.write_table(table, f"some/texts/plain_text/train/000{part}.parquet", row_group_size=13)
+        pq.write_table(table, folder / f"plain_text/train/000{part}.parquet", row_group_size=13)
+
+    def from_the_folder(repo, **asked_for):
+        asked.append((repo, asked_for))
+        return load(str(folder), **asked_for | {"revision": None})
+
+    monkeypatch.setattr(datasets, "load_dataset", from_the_folder)
+    return asked
 
 
 def quietly(config, kind=BYTE):
@@ -46,7 +57,7 @@ def quietly(config, kind=BYTE):
 
 
 def documents_of(prepared) -> list[str]:
-    ids = np.concatenate([prepared.tokens(split) for split in ("train", "val")])
+    ids = np.concatenate([prepared.tokens(split)[:] for split in ("train", "val")])
     ends = np.flatnonzero(ids == tokenizer.end_of_text(prepared.encoding))
     return [prepared.encoding.decode(part.tolist()[:-1]) for part in np.split(ids, ends + 1)[:-1]]
 
@@ -55,7 +66,7 @@ def documents_of(prepared) -> list[str]:
 def test_each_row_of_a_table_is_a_document_and_the_last_are_held_out_whole(tables, name):
     prepared = quietly(replace(TEXT_SOURCE, path=name))
     assert documents_of(prepared) == DOCUMENTS
-    val = prepared.encoding.decode(prepared.tokens("val").tolist()).split("<|endoftext|>")[:-1]
+    val = prepared.encoding.decode(prepared.tokens("val")[:].tolist()).split("<|endoftext|>")[:-1]
     assert val == DOCUMENTS[-len(val) :]
     assert len(val) == 6
     assert prepared.meta["source"]["documents"] == 60
@@ -63,59 +74,56 @@ def test_each_row_of_a_table_is_a_document_and_the_last_are_held_out_whole(table
 
 def test_nulls_are_left_out(workdir):
     pq.write_table(pa.table({"text": ["one", None, "two", "", "three"]}), "holes.parquet")
-    assert sources.read(["holes.parquet"], TEXT_SOURCE) == ["one", "two", "", "three"]
+    assert sources.documents(replace(TEXT_SOURCE, path="holes.parquet")) == ["one", "two", "", "three"]
 
 
 def test_a_word_in_a_csv_is_a_word_and_no_null(workdir):
     (workdir / "words.csv").write_text("text,id\nNA,1\nnull,2\nNone,3\nfour,4\n")
-    assert sources.read(["words.csv"], TEXT_SOURCE) == ["NA", "null", "None", "four"]
+    assert sources.documents(replace(TEXT_SOURCE, path="words.csv")) == ["NA", "null", "None", "four"]
 
 
-def test_a_data_set_of_the_hub_is_read_at_its_revision(hub, monkeypatch):
-    asked, load = [], datasets.load_dataset
-    monkeypatch.setattr(datasets, "load_dataset", lambda *a, **k: asked.append((a, k)) or load(*a, **k))
-    prepared = quietly(HUB)
-    assert asked == [(("some/texts",), {"name": None, "split": "train", "revision": "refs/convert/parquet"})]
-    assert documents_of(prepared) == DOCUMENTS
-    shutil.rmtree("some")
-    assert quietly(HUB).folder == prepared.folder  # what is prepared needs no hub
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_data_set_of_the_hub_is_read_at_the_commit_of_its_revision(hub, stream):
+    prepared = quietly(replace(HUB, stream=stream, val_documents=6))
+    commit = "the commit of refs/convert/parquet"
+    about = {"name": None, "split": "train", "revision": commit, "streaming": stream}
+    assert hub and all(asked == ("some/texts", about) for asked in hub)
+    assert prepared.meta["source"]["revisions"] == {"text": commit}
+    assert sorted(documents_of(prepared)) == sorted(DOCUMENTS)
+    hub.clear()
+    assert quietly(replace(HUB, stream=stream, val_documents=6)).folder == prepared.folder
+    assert not hub  # what is prepared needs no hub
 
 
 def test_what_decides_the_rows_decides_the_folder(tables):
-    def digest(config):
-        return sources.digest(sources.files(config), config)
+    def folder(config):
+        return data_prepare._place(config, BYTE, None)[0]
 
-    parquet, text = replace(TEXT_SOURCE, path="web.parquet"), TEXT_SOURCE
-    configs = [HUB, *(replace(HUB, **{key: "x"}) for key in ("repo", "config", "split", "revision", "text_column"))]
-    configs += [parquet, replace(parquet, text_column="title"), replace(parquet, path="web.csv"), text]
-    assert len({digest(config) for config in configs}) == len(configs)
+    parquet = replace(TEXT_SOURCE, path="web.parquet")
+    changes = {"repo": "x", "config": "x", "split": "x", "revision": "x", "text_column": "x", "stream": True,
+               "row_is_document": False, "max_documents": 9, "val_documents": 3, "val_split": "x",
+               "val_path": "text.txt"}  # fmt: skip
+    first = replace(HUB, val_documents=2)
+    configs = [first, *(replace(first, **{key: value}) for key, value in changes.items())]
+    configs += [parquet, replace(parquet, text_column="title"), replace(parquet, path="web.csv"), TEXT_SOURCE,
+                replace(TEXT_SOURCE, val_fraction=0.2)]  # fmt: skip
+    assert len({folder(config) for config in configs}) == len(configs)
     shutil.copy("web.parquet", "same.parquet")
-    assert digest(replace(parquet, path="same.parquet")) == digest(replace(HUB, path="web.parquet")) == digest(parquet)
-    assert digest(replace(text, text_column="x")) == digest(text)  # a text file has no columns
-
-
-def test_the_split_of_many_documents_is_quick():
-    """In one pass over them: a sum anew for each document held out would take hours."""
-    split = split_documents(["word"] * 200_000, 0.5)
-    assert len(split["train"]) == len(split["val"]) == 100_000
+    assert folder(replace(parquet, path="same.parquet")) == folder(parquet)
+    assert folder(replace(parquet, document_mask=True, weight=3.0)) == folder(parquet)  # which decide no token
 
 
 @pytest.mark.parametrize(
     ("name", "content", "said"),
     [
         ("half.parquet", None, r"half.parquet cannot be read as .parquet \(ArrowInvalid: .*\); mend it"),
-        ("none.parquet", b"", r"none.parquet cannot be read as .parquet \(ArrowInvalid: "),
+        ("none.parquet", b"", r"none.parquet holds no text"),
         ("text.parquet", b"a text " * 100, r"text.parquet cannot be read as .parquet \(ArrowInvalid: "),
-        ("bad.jsonl", b'{"text": "a"}\nnonsense\n', r"bad.jsonl cannot be read as .jsonl \(ArrowInvalid: "),
+        ("bad.jsonl", b'{"text": "a"}\nnonsense\n', r"line 2 of bad.jsonl is no JSON"),
         ("bad.csv", b"text,id\na,1\nb,2,3,4\n", r"bad.csv cannot be read as .csv \(ParserError: "),
         ("latin.csv", b"text,id\ncaf\xe9,1\n", r"latin.csv is not UTF-8: byte 11 is 0xe9"),
         ("head.csv", b"text,id\n", r"head.csv holds no text"),
         ("BODY.CSV", b"body,id\na,1\nb,2\n", r"BODY.CSV has no column text; set data.text_column to one of body, id$"),
-        (
-            "number.csv",
-            b"text,id\n1,1\n2,2\n",
-            r"column text of number.csv holds no text but int; set data.text_column",
-        ),
     ],
 )
 def test_tables_that_cannot_be_read(tables, capfd, name, content, said):
@@ -123,7 +131,7 @@ def test_tables_that_cannot_be_read(tables, capfd, name, content, said):
     (tables / name).write_bytes(whole[: len(whole) // 2] if content is None else content)
     with pytest.raises(UserError, match=said):
         quietly(replace(TEXT_SOURCE, path=name))
-    assert not list((tables / "data/prepared").glob("*/"))
+    assert not list((tables / "data/prepared").glob("[!.]*/"))
     assert "".join(capfd.readouterr()) == ""
 
 
@@ -156,7 +164,7 @@ def test_a_hub_that_cannot_be_reached_says_what_to_do(workdir, monkeypatch):
         raise ConnectionError("Couldn't reach 'some/texts' on the Hub")
 
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
-    with pytest.raises(UserError, match=r"ConnectionError: .*get the file by other means and set data.path=FILE$"):
+    with pytest.raises(UserError, match=r"ConnectionError: .*check the network, or get the files .*=FILES$"):
         quietly(HUB)
 
 
@@ -186,7 +194,7 @@ def test_gpt2_124m_shrunken_trains_on_a_local_parquet(tables):
     from train import main
 
     try:
-        tokenizer.build(["x"], GPT2)
+        tokenizer.build(tokenizer.Corpus(["x"], several=False), GPT2)
         kind = "gpt2"
     except UserError:
         kind = "byte"

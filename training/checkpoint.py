@@ -73,7 +73,9 @@ def about(config: Any, meta: dict) -> dict:
         "identity": {f"model.{key}": value for key, value in model.items() if key not in ("name", "dropout")}
         | {"data.name": meta["source"]["name"], "data": meta["fingerprint"]}
         | {"data.document_mask": config.data.document_mask}
+        | {f"data.mix.{name}.weight": part.weight for name, part in config.data.mix.items()}
         | {"tokenizer.name": config.tokenizer.name, "vocabulary": meta["vocab_size"]}
+        | {"train.init_from": config.train.init_from}
         | {"optimizer.name": config.optimizer.name, "train.batch_size": config.train.batch_size},
         "config": asdict(config),
     }

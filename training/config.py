@@ -35,7 +35,8 @@ class TrainConfig:
 
     batch_size: sequences per optimizer step, over all devices. micro_batch_size: sequences per forward pass on one
     device; None: the device's whole share; "auto": as many of it as fit into memory. grad_clip: largest norm of the
-    gradient; None: not clipped. profile: record where the time of a few steps goes.
+    gradient; None: not clipped. profile: record where the time of a few steps goes. init_from: "run:NAME": the run
+    whose weights are trained further, with a fresh optimizer; None: weights are drawn.
     """
 
     steps: int | None
@@ -44,8 +45,11 @@ class TrainConfig:
     micro_batch_size: Any  # int, None, or "auto"
     grad_clip: float | None
     profile: bool
+    init_from: str | None
 
     def __post_init__(self):
+        if self.init_from is not None and not (self.init_from.startswith("run:") and self.init_from[4:]):
+            raise UserError(f"train.init_from={self.init_from} names no weights; set train.init_from=run:NAME, or null")
         _positive("train", self, "steps", "minutes", "batch_size", "grad_clip")
         size = self.micro_batch_size
         if size not in (None, AUTO) and not (type(size) is int and size > 0):

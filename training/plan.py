@@ -23,6 +23,7 @@ from model.gpt import GPT
 from training import fit, meter, optimizer, precision
 from training.distributed import Dist
 from training.memory import Memory, simulate
+from training.opening import tokenizer_of
 
 
 @dataclass(frozen=True)
@@ -86,8 +87,9 @@ def make_plan(config: Any, dist: Dist, say: Callable[[str], None] = lambda text:
 
     say("loading libraries")
     process_bytes = _process_bytes(config, attend, device, dtype)  # first, while the process is as small as a run's
-    prepared = prepare_offline(config.data, config.tokenizer, T)
-    vocab_size, at_most = _vocabulary(config, prepared)
+    spec = tokenizer_of(config.tokenizer.run, config.name)
+    prepared = prepare_offline(config.data, config.tokenizer, T, spec)
+    vocab_size, at_most = _vocabulary(config, prepared, spec)
     model = GPT(config.model, vocab_size, attend, device="meta")
     micro_batch_size, accumulation = fit.foresee(config, model, dtype, device, dist)
 
@@ -146,19 +148,22 @@ def _resolve(attention: AttentionConfig, config: Any, B: int, dtype: torch.dtype
     ).resolved
 
 
-def _vocabulary(config: Any, prepared: Prepared | None) -> tuple[int, bool]:
+def _vocabulary(config: Any, prepared: Prepared | None, spec: dict | None) -> tuple[int, bool]:
     """(vocabulary size, whether that is an upper bound). Raises UserError where it takes a download to know."""
     if prepared is not None:
         return prepared.encoding.n_vocab, False
-    several = sources.is_table(sources.files(config.data)[0])
-    size = tokenizer.size_without_text(config.tokenizer, several)
+    if spec is not None:
+        return tokenizer.from_spec(spec).n_vocab, False
+    parts = config.data.parts.values()
+    places = [place for part in parts for place in sources.places(part) + (sources.held_out(part) or [])]
+    size = tokenizer.size_without_text(config.tokenizer, several=len(places) > 1 or places[0].is_table)
     if size is None:
         raise UserError(
             f"the vocabulary of tokenizer={config.tokenizer.name} depends on the text, which a plan does not download; "
             f"run python prepare.py data={config.data.name} tokenizer={config.tokenizer.name} first, or set "
             "data.path=FILE"
         )
-    return size, config.tokenizer.name not in ("byte", *tokenizer.DOWNLOADED)
+    return size, config.tokenizer.name == "bpe"
 
 
 def _process_bytes(config: Any, attend: Callable[..., Tensor], device: torch.device, dtype: torch.dtype) -> int | None:

@@ -166,10 +166,11 @@ def headline(folder: Path, config: Any, facts: dict, meta: dict, step: int) -> s
     at_a_time = counted(facts["micro_batch_size"], "sequence")
     lines = {
         "run": f"{folder}" + (f", continued from step {step:,}" if step else ""),
-        "text": f"{config.data.name}, {tokens['train']:,} tokens to train on and {tokens['val']:,} to validate, "
+        "text": f"{config.data.label}, {tokens['train']:,} tokens to train on and {tokens['val']:,} to validate, "
         f"{meta['tokenizer']['name']} vocabulary of {meta['vocab_size']:,}"
         + (", documents kept apart" if config.data.document_mask else ""),
-        "model": f"{model.name}, {shape(model)}{_sees(model)}: {facts['n_params']:,} parameters",
+        "model": f"{model.name}, {shape(model)}{_sees(model)}: {facts['n_params']:,} parameters"
+        + (f", starting from {train.init_from}" if train.init_from and not step else ""),
         "runs on": f"{facts['device_name']}, {facts['dtype']}{', compiled' if facts['compile'] else ''}, "
         f"attention {kernel['requested']} -> {kernel['resolved']}"
         + (f", {facts['world_size']} processes" if facts["world_size"] > 1 else ""),

@@ -72,6 +72,11 @@ def find_run(name: str) -> Path:
     return ROOT / name
 
 
+def has_checkpoint(name: str | None) -> bool:
+    """Whether the run called `name` has one to go on from."""
+    return name is not None and (ROOT / name / "checkpoints" / "last.pt").exists()
+
+
 def make_new_folder(parent: Path, label: str) -> str:
     """Make <parent>/<time>-<label>, with -2, -3, ... where another run of the same second was first -> its name."""
     stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{label}"

@@ -1,0 +1,72 @@
+"""What a person sees while text is read and encoded: a bar on a terminal, a line now and then anywhere else."""
+
+import time
+from collections.abc import Callable, Iterable, Iterator
+
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
+
+from data.text import Piece
+
+LINES_EVERY = 10.0  # seconds between plain lines
+AFTER = 1.0  # a bar that is gone within a second is a flicker
+
+
+class PrepareProgress:
+    """One stretch of work after another, each of so many bytes of text where that is known."""
+
+    def __init__(self, say: Callable[[str], None]):
+        console = Console(highlight=False, emoji=False)
+        self.say, self.label, self.total, self.begun = say, "", None, time.perf_counter()
+        self.bar = Progress(
+            TextColumn("{task.description}"), BarColumn(bar_width=None), TextColumn("{task.fields[numbers]}"),
+            TimeElapsedColumn(), TextColumn("left"), TimeRemainingColumn(), console=console,
+            disable=not console.is_terminal, transient=True, expand=True, speed_estimate_period=60,
+        )  # fmt: skip
+        self.task = self.bar.add_task("", total=None, numbers="")
+
+    def __enter__(self) -> "PrepareProgress":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.bar.stop()
+
+    def begin(self, label: str, total: int | None = None, done: int = 0) -> None:
+        """total: bytes; None: not known. done: those that were done before."""
+        self.label, self.total, self.first, self.done = label, total, done, done
+        self.started = self.said = self.shown = time.perf_counter()
+        self.bar.reset(self.task, total=total, completed=done, description=label, numbers="")
+
+    def add(self, size: int) -> None:
+        """So many bytes more."""
+        self.done += size
+        now = time.perf_counter()
+        if now - self.shown < 0.1:  # of many small documents each would cost more to show than to read
+            return
+        self.shown = now
+        speed = (self.done - self.first) / max(1e-9, now - self.started)
+        numbers = f"{megabytes(self.done)}{f' of {megabytes(self.total)}' if self.total else ''}, {megabytes(speed)}/s"
+        if not self.bar.disable:
+            if now - self.begun > AFTER and not self.bar.live.is_started:
+                self.bar.start()
+            self.bar.update(self.task, completed=self.done, numbers=numbers)
+        elif now - self.said >= LINES_EVERY:
+            self.said = now
+            left = f", {_clock((self.total - self.done) / max(1, speed))} left" if self.total else ""
+            self.say(f"{self.label}: {numbers}{left}")
+
+    def through(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
+        """The pieces, counted by their characters."""
+        for piece in pieces:
+            yield piece
+            self.add(len(piece[0]))
+
+
+def megabytes(size: float) -> str:
+    unit, name = next(((unit, name) for unit, name in ((1e9, "GB"), (1e6, "MB")) if size >= unit), (1e3, "kB"))
+    return f"{size / unit:,.2f} {name}" if unit == 1e9 else f"{size / unit:,.1f} {name}"
+
+
+def _clock(seconds: float) -> str:
+    minutes, seconds = divmod(round(max(0, seconds)), 60)
+    return f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}" if minutes >= 60 else f"{minutes}:{seconds:02d}"
