@@ -122,6 +122,7 @@ def _datasets() -> Any:
             del os.environ["USE_TORCH"]
         else:
             os.environ["USE_TORCH"] = before
+    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # else it tells a server of each file that is read, one's own too
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)

@@ -83,11 +83,12 @@ def there_and_back_as_a_file(kind: TokenizerConfig, text: str) -> None:
         assert prepared.encoding.decode([i for i in np.concatenate(ids).tolist() if i != end]) == text
 
 
-@pytest.mark.parametrize("kind", [CHAR, BYTE, BPE], ids=lambda kind: kind.name)
 @pytest.mark.parametrize("table", TABLES)
-@settings(max_examples=12, deadline=None)
-@example(documents=[*ODD, "and behind"])
-@given(documents=some_documents)
+@settings(max_examples=16, deadline=None)
+@example(kind=CHAR, documents=[*ODD, "and behind"])
+@example(kind=BYTE, documents=[*ODD, "and behind"])
+@example(kind=BPE, documents=[*ODD, "and behind"])
+@given(kind=st.sampled_from([CHAR, BYTE, BPE]), documents=some_documents)
 def test_tables_come_back_to_the_letter(table, kind, documents):
     there_and_back(table, kind, documents)
 
@@ -106,6 +107,16 @@ def test_gpt2s_tokens_come_back_to_the_letter():
     for table in TABLES:
         there_and_back(table, GPT2, [*ODD, "and behind"])
     there_and_back_as_a_file(GPT2, "".join(ODD) + "and behind")
+
+
+@pytest.mark.parametrize("table", TABLES)
+def test_a_table_of_ones_own_is_read_without_a_network(workdir, monkeypatch, table):
+    """`datasets`, left to itself, counts each read on a server, and waits for it where there is none."""
+    TABLES[table](Path(f"texts.{table}"), ODD)
+    asked = []
+    monkeypatch.setattr("socket.getaddrinfo", lambda host, *rest, **options: asked.append(host) or [])
+    assert sources.documents(replace(TEXT_SOURCE, path=f"texts.{table}")) == ODD
+    assert not asked
 
 
 def test_blank_rows_of_a_table_of_one_column_are_rows(workdir):
