@@ -1,8 +1,10 @@
 """Shared by all tests: a clean folder to work in, a small text, and a short way to run the commands in this process."""
 
 import os
+import shutil
 import signal
 import sys
+from contextlib import chdir
 from pathlib import Path
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # started in the background, as by `pytest &` in a script:
@@ -60,16 +62,32 @@ def workdir(tmp_path, monkeypatch) -> Path:
     return tmp_path
 
 
-@pytest.fixture
-def train(workdir):
-    """train("name=a", ...) trains a tiny model here and now -> (exit code, run folder or None)."""
+def train_here(*overrides: str) -> int:
     from configs.entry import run, start
     from train import main
 
-    def go(*overrides: str) -> int:
-        return run(main, start("train", "", [*TINY, *overrides]))
+    return run(main, start("train", "", [*TINY, *overrides]))
 
-    return go
+
+@pytest.fixture
+def train(workdir):
+    """train("name=a", ...) trains a tiny model here and now -> its exit code."""
+    return train_here
+
+
+@pytest.fixture(scope="session")
+def folder_with_a_run(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("trained")
+    (folder / "text.txt").write_text(TEXT, encoding="utf-8")
+    with chdir(folder):
+        assert train_here("name=a") == 0
+    return folder
+
+
+@pytest.fixture
+def trained(workdir, folder_with_a_run) -> None:
+    """In the current folder there is what train("name=a") leaves; trained once, for all who only read it."""
+    shutil.copytree(folder_with_a_run, workdir, dirs_exist_ok=True)
 
 
 @pytest.fixture

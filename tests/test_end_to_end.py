@@ -242,8 +242,7 @@ def test_minutes_end_a_run_as_steps_do(train):
     assert rows[-1]["lr"] < rows[len(rows) // 3]["lr"]
 
 
-def test_changing_what_a_run_is_is_refused_and_leaves_it_alone(train, workdir, capsys):
-    assert train("name=a") == 0
+def test_changing_what_a_run_is_is_refused_and_leaves_it_alone(trained, train, workdir, capsys):
     before = {p: p.read_bytes() for p in (workdir / "runs/a").rglob("*") if p.is_file() and p.name != ".lock"}
     for overrides, said in (
         (["model.n_layer=1", "train.steps=9"], r"model.n_layer=2 \(now 1\)"),
@@ -268,8 +267,7 @@ def test_a_run_killed_behind_its_last_checkpoint_is_put_on_record_as_finished(tr
     assert (workdir / "runs/a/loss.png").exists()
 
 
-def test_damaged_tokens_are_named_and_prepared_anew_once_they_are_gone(train, workdir, capsys):
-    assert train("name=a") == 0
+def test_damaged_tokens_are_named_and_prepared_anew_once_they_are_gone(trained, train, workdir, capsys):
     file = next(workdir.glob("data/prepared/*/train.bin"))
     content = file.read_bytes()
     file.write_bytes(content[:100])
@@ -440,8 +438,7 @@ def test_a_second_process_on_the_same_run_is_refused(train, capsys):
 # Sampling
 
 
-def test_sampling_needs_the_checkpoint_alone_and_the_seed_decides(train, sample, workdir):
-    assert train("name=a") == 0
+def test_sampling_needs_the_checkpoint_alone_and_the_seed_decides(trained, sample, workdir):
     import shutil
 
     shutil.rmtree(workdir / "data/prepared")
@@ -459,8 +456,7 @@ def test_sampling_needs_the_checkpoint_alone_and_the_seed_decides(train, sample,
     assert three.count("The 1") >= 3
 
 
-def test_a_prompt_from_a_file(train, sample, workdir):
-    assert train("name=a") == 0
+def test_a_prompt_from_a_file(trained, sample, workdir):
     (workdir / "prompt.txt").write_text("The 2nd\nline")
     assert sample("prompt_file=prompt.txt", "max_new_tokens=3").startswith("The 2nd\nline")
 
@@ -474,11 +470,10 @@ def test_a_prompt_from_a_file(train, sample, workdir):
         (["attention=falsh"], "did you mean flash"),
     ],
 )
-def test_what_sampling_refuses(train, workdir, capsys, overrides, said):
+def test_what_sampling_refuses(trained, workdir, capsys, overrides, said):
     from configs.entry import run
     from sample import main
 
-    assert train("name=a") == 0
     try:
         code = run(main, start("sample", "", overrides))
     except SystemExit as stopped:

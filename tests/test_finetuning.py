@@ -44,8 +44,7 @@ def test_finetuning_starts_from_the_best_weights_with_a_fresh_optimizer(train, o
     assert sample("run=b", "prompt=The", "max_new_tokens=5").startswith("The")
 
 
-def test_finetuning_goes_on_after_a_stop_without_the_run_that_it_began_from(train, other, workdir):
-    assert train("name=a") == 0
+def test_finetuning_goes_on_after_a_stop_without_the_run_that_it_began_from(trained, train, other, workdir):
     assert train(*FROM_A) == 0
     (workdir / "runs/a").rename(workdir / "runs/z")
     assert train(*FROM_A, "train.steps=9") == 0
@@ -60,8 +59,7 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("settings", "said"), WRONG, ids=[said for _, said in WRONG])
-def test_weights_that_do_not_fit_are_refused(train, other, capsys, settings, said):
-    assert train("name=a") == 0
+def test_weights_that_do_not_fit_are_refused(trained, train, other, capsys, settings, said):
     assert train("train.init_from=run:a", "name=b", *settings) == 2
     assert said in capsys.readouterr().err
     assert not Path("runs/b").exists()
@@ -76,20 +74,17 @@ def test_a_vocabulary_of_its_own_is_refused_ahead_of_everything(train, capsys):
     assert "set the run's own name" in capsys.readouterr().err
 
 
-def test_a_run_goes_on_only_as_what_it_began_from(train, other, capsys):
-    assert train("name=a") == 0
+def test_a_run_goes_on_only_as_what_it_began_from(trained, train, other, capsys):
     assert train(*FROM_A) == 0
     assert train("train.init_from=run:b", *FROM_A[1:], "train.steps=9") == 2
     assert "train.init_from=run:a (now run:b)" in capsys.readouterr().err
 
 
-def test_rotary_models_may_read_further_than_what_they_start_from(train, other):
-    assert train("name=a") == 0
+def test_rotary_models_may_read_further_than_what_they_start_from(trained, train, other):
     assert train(*FROM_A, "model.block_size=32") == 0
 
 
-def test_a_tokenizer_of_a_run_is_the_same_and_prepares_other_texts(train, other):
-    assert train("name=a") == 0
+def test_a_tokenizer_of_a_run_is_the_same_and_prepares_other_texts(trained, other):
     spec = tokenizer_of("a")
     config = replace(TEXT_SOURCE, path="other.txt")
     prepared = prepare(config, replace(CHAR, name="run", run="a"), 16, say=lambda line: None, spec=spec)
@@ -99,8 +94,7 @@ def test_a_tokenizer_of_a_run_is_the_same_and_prepares_other_texts(train, other)
     assert own.folder != prepared.folder and own.meta["vocab_size"] < prepared.meta["vocab_size"]
 
 
-def test_a_character_that_the_other_run_never_saw_is_named(train, workdir, capsys):
-    assert train("name=a") == 0
+def test_a_character_that_the_other_run_never_saw_is_named(trained, train, workdir, capsys):
     (workdir / "other.txt").write_text("a ☃ in a line.\n" * 60)
     assert train(*FROM_A) == 2
     assert "has the character '☃' at position 2, which this vocabulary" in capsys.readouterr().err

@@ -14,7 +14,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from conftest import BYTE, CHAR, ROOT, TEXT_SOURCE
+from conftest import BPE, BYTE, CHAR, ROOT, TEXT_SOURCE
 
 from data import encode
 from data import prepare as data_prepare
@@ -23,15 +23,12 @@ from data.prepared import read_meta, verify
 from data.progress import PrepareProgress
 from errors import UserError
 
-PREPARE = """
+SLOW = f"""
 import os, sys, time
-sys.path.insert(0, sys.argv[1])
-from conftest import BPE, TEXT_SOURCE
-from dataclasses import replace
-from data import encode
+from data import DataConfig, TokenizerConfig, encode
 from data.prepare import prepare
 encode.CHUNK = 20_000  # characters, of which several shards come
-slow, encode_one = float(sys.argv[2]), encode._encode
+slow, encode_one = float(sys.argv[1]), encode._encode
 
 def slowly(*args):
     time.sleep(slow)
@@ -41,9 +38,24 @@ def slowly(*args):
 
 encode._encode = slowly
 print("ready", flush=True)
-prepare(replace(TEXT_SOURCE, path="a"), BPE, 16, shard=3_000)
+prepare({replace(TEXT_SOURCE, path="a")}, {BPE}, 16, shard=3_000)
 print("done", flush=True)
 """
+ONCE = """
+import resource
+from data import DataConfig, TokenizerConfig
+from data.prepare import prepare
+prepare({data}, {tokenizer}, 16)
+print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)
+"""
+
+
+def python(script: str, *arguments: str) -> subprocess.Popen:
+    """A process of its own, which has no need of torch."""
+    return subprocess.Popen(
+        [sys.executable, "-c", script, *arguments], text=True, env=os.environ | {"PYTHONPATH": str(ROOT)},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
 
 
 @pytest.fixture
@@ -55,10 +67,7 @@ def texts(workdir) -> Path:
 
 
 def start(slow: float = 0.0) -> subprocess.Popen:
-    command = [sys.executable, "-c", PREPARE, str(ROOT / "tests"), str(slow)]
-    return subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}
-    )
+    return python(SLOW, str(slow))
 
 
 def hashes(folder: Path) -> dict[str, str]:
@@ -235,24 +244,15 @@ def test_inspect_tells_sizes_and_shows_how_text_is_encoded(workdir, capsys):
     assert "\\n" in out  # line ends are visible
 
 
-@pytest.mark.parametrize("kind", ["BYTE", "CHAR"])
+@pytest.mark.parametrize("kind", [BYTE, CHAR], ids=lambda kind: kind.name)
 def test_memory_is_bounded_and_does_not_grow_with_the_text(workdir, kind):
     """Of four times as much text, 96 MB more, a process takes no more than what is under way at a time."""
-    ask = (
-        "import resource, sys; from dataclasses import replace; from conftest import BYTE, CHAR, TEXT_SOURCE\n"
-        f"from data.prepare import prepare; prepare(replace(TEXT_SOURCE, path=sys.argv[1]), {kind}, 16, print)\n"
-        "print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss)"
-    )
-    peak = {}
+    script, peak = ONCE.format(data=replace(TEXT_SOURCE, path="big.txt"), tokenizer=kind), {}
     for times in (4, 16):
         with open("big.txt", "w") as f:
             f.writelines("a line of a text that is far longer than what is read of it at a time\n" * 1000
                          for _ in range(114 * times))  # fmt: skip
-        environment = os.environ | {"PYTHONPATH": f"{ROOT}:{ROOT / 'tests'}"}
-        done = subprocess.run(
-            [sys.executable, "-c", ask, "big.txt"], capture_output=True, text=True, env=environment, timeout=120
-        )
-        peak[times] = int(done.stdout.split()[-1]) / 1024
+        peak[times] = int(python(script).communicate(timeout=120)[0].split()[-1]) / 1024
     assert peak[16] - peak[4] < 40, peak
 
 

@@ -41,8 +41,7 @@ def refusal(capsys, *overrides):
     return sentence
 
 
-def test_a_text_comes_out_as_it_is_made_and_its_speed_behind_it(train, workdir, monkeypatch):
-    assert train("name=a") == 0
+def test_a_text_comes_out_as_it_is_made_and_its_speed_behind_it(trained, workdir, monkeypatch):
     times = []
 
     class Watched(io.StringIO):
@@ -59,8 +58,7 @@ def test_a_text_comes_out_as_it_is_made_and_its_speed_behind_it(train, workdir, 
     assert "30 tokens in " in err.getvalue() and " tokens/s\n" in err.getvalue()
 
 
-def test_several_texts_are_those_of_their_seeds(train, sample, workdir, capsys):
-    assert train("name=a") == 0
+def test_several_texts_are_those_of_their_seeds(trained, sample, workdir, capsys):
     alone = [sample(*RUN, "prompt=The ", f"seed={seed}") for seed in (5, 6, 7)]
     capsys.readouterr()
     assert run(main, start("sample", "", [*RUN, "prompt=The ", "seed=5", "num_samples=3", "batch_size=2"])) == 0
@@ -69,8 +67,7 @@ def test_several_texts_are_those_of_their_seeds(train, sample, workdir, capsys):
     assert [line for line in both.err.splitlines() if line.startswith("---")] == ["--- 1 ---", "--- 2 ---", "--- 3 ---"]
 
 
-def test_a_text_ends_ahead_of_a_stop_string(train, sample, workdir):
-    assert train("name=a") == 0
+def test_a_text_ends_ahead_of_a_stop_string(trained, sample, workdir):
     whole = sample(*RUN, "prompt=The ")
     stop = whole[12:15]
     assert sample(*RUN, "prompt=The ", f"stop={stop}") == whole[: whole.index(stop, 4)] + "\n"
@@ -78,8 +75,7 @@ def test_a_text_ends_ahead_of_a_stop_string(train, sample, workdir):
     assert sample(*RUN, "prompt=The ", f"stop={json.dumps(['Ω', stop])}") == whole[: whole.index(stop, 4)] + "\n"
 
 
-def test_many_prompts_come_out_in_their_order(train, sample, workdir, capsys):
-    assert train("name=a") == 0
+def test_many_prompts_come_out_in_their_order(trained, sample, workdir, capsys):
     prompts = ["The 1", "T", "The 22nd line says", "line", "says 1"]
     (workdir / "p.txt").write_text("\n\n".join(prompts) + "\n")
     (workdir / "p.jsonl").write_text("\n".join(json.dumps({"prompt": prompt, "id": 1}) for prompt in prompts))
@@ -99,8 +95,7 @@ def test_many_prompts_come_out_in_their_order(train, sample, workdir, capsys):
     assert "out=p.txt.out exists" in refusal(capsys, *settings, "prompts=p.txt", "out=p.txt.out")
 
 
-def test_seeds_begin_anew_behind_the_largest(train, sample, workdir):
-    assert train("name=a") == 0
+def test_seeds_begin_anew_behind_the_largest(trained, sample, workdir):
     (workdir / "p.txt").write_text("The\n")
     sample(*RUN, "prompts=p.txt", "num_samples=2", f"seed={2**32 - 1}", "out=o.jsonl")
     assert [json.loads(line)["seed"] for line in lines("o.jsonl")] == [2**32 - 1, 0]
@@ -151,11 +146,10 @@ print("".join(stream(*load("a"), "The", max_new_tokens=5)))
     assert len(done.stdout) == 6
 
 
-def test_what_is_done_of_many_is_written_when_it_is_interrupted(train, workdir, monkeypatch, capsys):
+def test_what_is_done_of_many_is_written_when_it_is_interrupted(trained, workdir, monkeypatch, capsys):
     """Of three texts side by side the first is the longest: the others, which have ended, are not lost with it."""
     import sample as script
 
-    assert train("name=a") == 0
     (workdir / "p.txt").write_text("The\nThe 1\nThe 2\n")
     real = script.generate
 
@@ -180,8 +174,7 @@ def test_what_is_done_of_many_is_written_when_it_is_interrupted(train, workdir, 
     assert [json.loads(line)["prompt"] for line in lines("o.jsonl")] == ["The 1", "The 2"]
 
 
-def test_what_is_typed_is_continued(train, sample, workdir, monkeypatch):
-    assert train("name=a") == 0
+def test_what_is_typed_is_continued(trained, sample, workdir, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("The 1\n\nUnknown Ü\nline\n"))
     out = sample(*RUN, "interactive=true", "seed=3")
     first = sample(*RUN, "prompt=The 1", "seed=3")
@@ -191,9 +184,8 @@ def test_what_is_typed_is_continued(train, sample, workdir, monkeypatch):
     assert "line" + out.rpartition("\nline")[2] == sample(*RUN, "prompt=line", "seed=6")
 
 
-def test_ctrl_c_stops_a_text_and_not_the_program(train, workdir):
+def test_ctrl_c_stops_a_text_and_not_the_program(trained, workdir):
     """On a terminal of its own: a long text, Ctrl-C, another text, Ctrl-D."""
-    assert train("name=a") == 0
     master, slave = pty.openpty()
     command = [sys.executable, ROOT / "sample.py", "run=a", "interactive=true", "max_new_tokens=100000", "seed=1"]
     process = subprocess.Popen(
@@ -234,8 +226,7 @@ def test_ctrl_c_stops_a_text_and_not_the_program(train, workdir):
         os.close(master)
 
 
-def test_in_python_a_model_and_its_text_are_a_line_each(train, sample, workdir):
-    assert train("name=a") == 0
+def test_in_python_a_model_and_its_text_are_a_line_each(trained, sample, workdir):
     model, tokenizer = load("a")
     assert not model.training and not any(p.requires_grad for p in model.parameters())
     pieces = list(stream(model, tokenizer, "The 1", seed=3, max_new_tokens=30))
@@ -342,8 +333,7 @@ def test_the_loss_of_documents_is_each_ones_own_and_the_wholes(train, sample, wo
         (["stop="], "stop= takes a text that is not empty"),
     ],
 )
-def test_what_cannot_be_done_is_said_in_a_sentence(train, workdir, capsys, overrides, said):
-    assert train("name=a") == 0
+def test_what_cannot_be_done_is_said_in_a_sentence(trained, workdir, capsys, overrides, said):
     (workdir / "empty.txt").write_text("\n \n")
     (workdir / "wrong.jsonl").write_text('{"prompt": "a"}\n{"text": "b"}\n')
     (workdir / "latin.txt").write_bytes("aé".encode("latin-1"))
@@ -353,16 +343,14 @@ def test_what_cannot_be_done_is_said_in_a_sentence(train, workdir, capsys, overr
     assert not Path("o.jsonl").exists()
 
 
-def test_a_run_is_found_by_its_folder_too(train, sample, workdir):
-    assert train("name=a") == 0
+def test_a_run_is_found_by_its_folder_too(trained, sample, workdir):
     assert sample("run=runs/a", "max_new_tokens=5") == sample("run=a", "max_new_tokens=5")
     assert sample(f"run={workdir}/runs/a", "max_new_tokens=5") == sample("run=a", "max_new_tokens=5")
     assert sample("run=./runs/a/", "max_new_tokens=5") == sample("run=a", "max_new_tokens=5")
 
 
-def test_a_checkpoint_that_is_replaced_while_it_is_read_is_read_whole(train, workdir, monkeypatch):
+def test_a_checkpoint_that_is_replaced_while_it_is_read_is_read_whole(trained, workdir, monkeypatch):
     """torch.load opens a file more than once: at each of these moments another takes its place."""
-    assert train("name=a") == 0
     path = Path("runs/a/checkpoints/last.pt")
     old = checkpoint.load(path)
     new = {**old, "step": old["step"] + 1, "model": {name: weight + 1 for name, weight in old["model"].items()}}
