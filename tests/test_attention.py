@@ -190,6 +190,7 @@ def test_flex_compiled_agrees_too_and_is_what_runs():
     assert resolve(choose("flex"), need).resolved == "flex" and "CompiledFxGraph" in ran and "softmax" not in ran
 
 
+@pytest.mark.slow
 @pytest.mark.compiles
 def test_flex_on_a_cache_is_right_for_odd_multiples_of_8_too():
     """Inductor 2.13, left to itself, gives other numbers for one query on 8, 24, 40, ... keys."""
@@ -197,6 +198,7 @@ def test_flex_on_a_cache_is_right_for_odd_multiples_of_8_too():
         agree_or_refuse("flex", replace(NEED, Tq=1, Tk=Tk, grad=False), seed=3)
 
 
+@pytest.mark.slow
 @pytest.mark.compiles
 @pytest.mark.parametrize("sizes", [
     [{"B": B, "Tq": 1, "Tk": 32, "positions": True} for B in (4, 3)],
@@ -208,6 +210,7 @@ def test_flex_compiles_for_positions_and_documents_of_any_size(sizes):
         agree_or_refuse("flex", replace(NEED, grad=False, **each), seed=4)
 
 
+@pytest.mark.slow
 @pytest.mark.compiles
 def test_flex_compiled_into_a_model_is_right_too():
     """Inductor, left to fuse what comes before it into the kernel, gives other numbers."""

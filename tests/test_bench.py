@@ -449,6 +449,7 @@ def test_where_all_are_refused_it_ends_with_2(bench):
     assert code == 2 and {row["status"] for row in rows} == {"refused"} and "none" in printed
 
 
+@pytest.mark.slow
 def test_ctrl_c_leaves_what_was_measured(workdir):
     words = [word for word in QUICK if not word.startswith("block_sizes")]
     command = [sys.executable, str(ROOT / "bench.py"), *words, f"block_sizes={list(range(8, 500))}".replace(" ", "")]

@@ -72,6 +72,7 @@ runpy.run_path(os.environ["TRAIN"], run_name="__main__")
 """
 
 
+@pytest.mark.slow
 def test_a_run_continues_on_another_number_of_processes(train, workdir):
     """One, then four, then one again, against one all the way. For one of the four only one sequence at a time fits."""
     (workdir / "crowded.py").write_text(CROWDED)
@@ -133,6 +134,7 @@ runpy.run_path(os.environ["TRAIN"], run_name="__main__")
 """
 
 
+@pytest.mark.slow
 def test_a_rank_that_dies_ends_the_others_and_its_own_error_is_shown(workdir):
     (workdir / "crash.py").write_text(CRASH)
     process = torchrun(
@@ -170,6 +172,7 @@ runpy.run_path(os.environ["TRAIN"], run_name="__main__")
 """
 
 
+@pytest.mark.slow
 def test_asked_to_stop_all_stop_at_the_same_step_and_one_saves(train, workdir):
     """Also where saving takes a while, and everybody is told to stop, as schedulers do."""
     (workdir / "slow.py").write_text(SLOW)
@@ -231,6 +234,7 @@ dist.meet()
 """
 
 
+@pytest.mark.slow
 def test_the_others_wait_for_a_text_longer_than_any_time_out(workdir):
     script = workdir / "slow.py"
     script.write_text(LATE.format(root=str(ROOT)))

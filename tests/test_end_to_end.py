@@ -175,6 +175,7 @@ def test_accumulation_does_not_change_the_loss(train):
     assert summary("parts")["accumulation"] == 4
 
 
+@pytest.mark.slow
 def test_backends_and_compilation_do_not_change_the_loss_curve(train):
     runs = {"naive": ["attention=naive"], "flash": ["attention=flash"], "compiled": ["attention=naive", "compile=true"]}
     for name, overrides in runs.items():
@@ -361,6 +362,7 @@ def wait_for_step(name, step, process):
         time.sleep(0.02)
 
 
+@pytest.mark.slow
 def test_killed_outright_and_started_again_a_run_ends_bit_identical(workdir):
     undisturbed = spawn("name=whole", *LONG)
     assert undisturbed.wait(120) == 0, undisturbed.stderr.read()

@@ -25,7 +25,10 @@ BYTES = tokenizer.byte(tokenizer.Corpus([""], several=False), BYTE)
 WINDOWED = GROUPED | dict(window=[5, None])
 VARIANTS = {"gpt2": GPT2, "modern": MODERN, "grouped": GROUPED, "windowed": WINDOWED, "one": GPT2 | dict(block_size=1)}
 EACH_VARIANT = pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
-DECODES = [pytest.param(name, marks=[pytest.mark.compiles] * BACKENDS[name].needs_compiler) for name in ON_CPU]
+DECODES = [
+    pytest.param(name, marks=[pytest.mark.compiles, pytest.mark.slow] if BACKENDS[name].needs_compiler else [])
+    for name in ON_CPU
+]
 
 
 def make(variant, attend=naive, dtype=torch.float32, V=256):

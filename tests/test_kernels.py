@@ -79,6 +79,7 @@ for word in sys.argv[1:]:
 """
 
 
+@pytest.mark.slow
 @pytest.mark.compiles
 def test_compiled_the_kernel_that_was_resolved_runs_whatever_the_compile_cache_holds(tmp_path):
     """Two processes with one compile cache, and two ways in which a label would lie.

@@ -64,6 +64,7 @@ def test_in_chunks_under_autocast_the_products_alone_are_in_bfloat16():
     assert (ours[1] != ours[1].bfloat16()).any()  # the chunks' parts of it are summed up in float32
 
 
+@pytest.mark.slow
 @pytest.mark.compiles
 @pytest.mark.parametrize("half", [False, True])
 def test_in_chunks_it_compiles_whole_and_agrees(half):

@@ -110,6 +110,7 @@ print(json.dumps({name: (plan.total_bytes(name), memory.activations) for name, m
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="NOT RUN: a process's memory is Linux's to tell")
 def test_memory_is_within_a_fifth_of_measured_runs(workdir):
     """Runs and plan in processes of their own, as a user starts them."""

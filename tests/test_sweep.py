@@ -46,6 +46,7 @@ def comparison() -> list[dict]:
         return list(csv.DictReader(f))
 
 
+@pytest.mark.slow
 def test_killed_interrupted_and_extended_a_sweep_does_what_is_missing(train, workdir):
     process = sweep(*LONG, "seed=1,2")
     wait_for_row("seed=1", 50)
@@ -83,6 +84,7 @@ def test_killed_interrupted_and_extended_a_sweep_does_what_is_missing(train, wor
     assert untimed(metrics("alone"))[-1] == pytest.approx(untimed(metrics("sweeps/s/seed=1"))[-1], abs=1e-4)
 
 
+@pytest.mark.slow
 def test_a_refused_backend_is_a_row_and_the_group_is_in_wandb(workdir):
     settings = ["name=s", "model.dropout=0.1", "wandb.mode=offline", "train.steps=3"]
     process = sweep(*settings, "attention=sdpa,flash")
