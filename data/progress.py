@@ -52,7 +52,7 @@ class PrepareProgress:
             self.bar.update(self.task, completed=self.done, numbers=numbers)
         elif now - self.said >= LINES_EVERY:
             self.said = now
-            left = f", {_clock((self.total - self.done) / max(1, speed))} left" if self.total else ""
+            left = f", {duration((self.total - self.done) / max(1, speed))} left" if self.total else ""
             self.say(f"{self.label}: {numbers}{left}")
 
     def through(self, pieces: Iterable[Piece]) -> Iterator[Piece]:
@@ -67,6 +67,8 @@ def megabytes(size: float) -> str:
     return f"{size / unit:,.2f} {name}" if unit == 1e9 else f"{size / unit:,.1f} {name}"
 
 
-def _clock(seconds: float) -> str:
-    minutes, seconds = divmod(round(max(0, seconds)), 60)
-    return f"{minutes // 60}:{minutes % 60:02d}:{seconds:02d}" if minutes >= 60 else f"{minutes}:{seconds:02d}"
+def duration(seconds: float) -> str:
+    """90.4 -> "1:30"; 3700 -> "1:01:40"."""
+    minutes, whole = divmod(round(max(0, seconds)), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02d}:{whole:02d}" if hours else f"{minutes}:{whole:02d}"

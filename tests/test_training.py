@@ -18,6 +18,7 @@ from conftest import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from data.progress import duration
 from errors import TrainingFailed, UserError
 from model import GPTConfig
 from model.attention import naive
@@ -27,7 +28,7 @@ from training.config import WandbConfig
 from training.distributed import Dist
 from training.meter import Speed, peak_flops, peak_memory_bytes, reset_peak_memory
 from training.muon import Muon, orthogonalize
-from training.progress import duration, shape
+from training.progress import TextsProgress, shape
 from training.run import Run, StopRequest, find_run
 from training.schedule import lr_fraction, run_progress
 from training.tracking import Metrics, Tracker, Wandb
@@ -505,6 +506,16 @@ def test_peak_memory_sees_an_allocation_and_forgets_it_on_reset():
 
 def test_durations_read_as_a_clock():
     assert [duration(s) for s in (0, 59.6, 90.4, 3700)] == ["0:00", "1:00", "1:30", "1:01:40"]
+
+
+def test_many_texts_tell_in_lines_how_far_they_are_where_there_is_no_terminal(monkeypatch, capsys):
+    clock = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+    with TextsProgress(3, 3_000, "documents") as show:
+        for _ in range(3):
+            clock[0] += 7
+            show.add(1_000, share=1_000, ended=True)
+    assert capsys.readouterr().err == "2/3 documents  143 tokens/s  0:07 left\n"
 
 
 def test_a_model_of_one_layer_has_no_layers():

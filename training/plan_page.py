@@ -6,11 +6,12 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from data.progress import duration
 from training.config import AUTO
 from training.distributed import Dist
 from training.memory import Memory
 from training.plan import Plan, make_plan
-from training.progress import counted, duration, shape
+from training.progress import counted, shape
 
 WIDTH = 80
 

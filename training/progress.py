@@ -1,5 +1,6 @@
 """What a person sees while a model trains: a bar on a terminal, plain lines anywhere else."""
 
+import sys
 import textwrap
 import time
 from math import inf
@@ -9,9 +10,8 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from data.progress import LINES_EVERY, duration
 from training.config import AUTO
-
-LINES_EVERY = 10.0  # seconds between plain lines
 
 
 class TrainingProgress:
@@ -108,21 +108,22 @@ class RowsProgress:
 
 
 class TextsProgress:
-    """On stderr, while many texts are made or read: how many are done, tokens/s, and the time left.
+    """On stderr, while many texts are made or read: how many are done, tokens/s, the time left; as a bar or in lines.
 
     work: how much there is to do, in any unit. what: what the texts are called.
     """
 
     def __init__(self, texts: int, work: int, what: str):
         console = Console(stderr=True, highlight=False)
-        self.texts, self.what, self.done, self.tokens = texts, what, 0, 0
-        self.started = time.perf_counter()
+        self.texts, self.work, self.what = texts, max(1, work), what
+        self.done = self.worked = self.tokens = 0
+        self.started = self.said = time.perf_counter()
         self.bar = Progress(
             TextColumn("{task.fields[label]}"), BarColumn(bar_width=None), TimeElapsedColumn(), TextColumn("left"),
             TimeRemainingColumn(), console=console, disable=not console.is_terminal, transient=True, expand=True,
             speed_estimate_period=600,
         )  # fmt: skip
-        self.task = self.bar.add_task("", total=max(1, work), label=f"0/{texts} {what}")
+        self.task = self.bar.add_task("", total=self.work, label=f"0/{texts} {what}")
 
     def __enter__(self) -> "TextsProgress":
         self.bar.start()
@@ -135,9 +136,15 @@ class TextsProgress:
         """So many tokens more, and so much of the work; ended: a text is done with them."""
         self.tokens += tokens
         self.done += ended
-        speed = self.tokens / (time.perf_counter() - self.started)
-        label = f"{self.done:,}/{self.texts:,} {self.what}  {speed:,.0f} tokens/s"
+        self.worked += share
+        now = time.perf_counter()
+        seconds = now - self.started
+        label = f"{self.done:,}/{self.texts:,} {self.what}  {self.tokens / seconds:,.0f} tokens/s"
         self.bar.update(self.task, advance=share, label=label)
+        if self.bar.disable and now - self.said >= LINES_EVERY:
+            self.said = now
+            left = seconds / max(1, self.worked) * (self.work - self.worked)
+            print(f"{label}  {duration(left)} left", file=sys.stderr, flush=True)
 
     def summary(self) -> str:
         seconds = time.perf_counter() - self.started
@@ -148,13 +155,6 @@ class TextsProgress:
 def printable(text: str) -> str:
     """What a terminal shows and does not obey: control characters but for line ends and tabs replaced."""
     return "".join(c if c in "\n\t" or c.isprintable() else "\ufffd" for c in text)
-
-
-def duration(seconds: float) -> str:
-    """90.4 -> "1:30"; 3700 -> "1:01:40"."""
-    minutes, whole = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{whole:02d}" if hours else f"{minutes}:{whole:02d}"
 
 
 def headline(folder: Path, config: Any, facts: dict, meta: dict, step: int) -> str:

@@ -20,8 +20,8 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Column
 
+from data.progress import duration
 from errors import UserError
-from training.progress import duration
 from training.run import EXIT_CODES, flat, owner, read_summary, write_config, write_summary
 
 SCRIPT = Path(__file__).parent.parent / "train.py"
