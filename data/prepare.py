@@ -168,7 +168,7 @@ class _Texts:
         self.config, self.parts, self.show = config, parts, show
 
     def __iter__(self):
-        self.show.begin("reading for the vocabulary", sum(part.bytes or 0 for part in self.parts) or None)
+        self.show.begin("reading for the vocabulary", sum(part.characters or 0 for part in self.parts) or None)
         for part in self.parts:
             for text, _ in self.show.through(part.pieces(self.config)):
                 yield text
