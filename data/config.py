@@ -36,19 +36,19 @@ class DataConfig:
     split: str | None
     revision: str | None
     stream: bool
-    text_column: str
+    text_column: str | None
     row_is_document: bool
     max_documents: int | None
     val_path: Any
     val_split: str | None
     val_documents: int | None
-    val_fraction: float
+    val_fraction: float | None
     mix: dict[str, "DataConfig"]
     weight: float
     document_mask: bool
 
     def __post_init__(self):
-        if not 0 < self.val_fraction < 1:
+        if self.val_fraction is not None and not 0 < self.val_fraction < 1:
             raise UserError(f"data.val_fraction={self.val_fraction} must lie between 0 and 1; set, say, 0.1")
         for key in ("val_documents", "max_documents"):
             if getattr(self, key) is not None and getattr(self, key) < 1:
@@ -57,15 +57,27 @@ class DataConfig:
             raise UserError(
                 f"weight={self.weight:g} of a text in data.mix must be a number greater than 0; set, say, 1.0"
             )
+        if self.source == "mix" and not self.mix:
+            raise UserError("data=mix has no texts; name them in a file of your own (README: Any text, any size)")
+        for key in ("text_column", "val_fraction"):
+            if not self.mix and getattr(self, key) is None:
+                raise UserError(f"data.{key} is not set; set, say, data.{key}={dict(text_column='text').get(key, 0.1)}")
         for key in ("path", "val_path"):
             value = getattr(self, key)
             given = value if isinstance(value, list) else [value]
             if value is not None and not (given and all(isinstance(each, str) and each for each in given)):
                 raise UserError(f"data.{key}={value} is to be a file, a folder, a pattern, or a list of them; set one")
-        if self.source == "text" and (self.stream or self.repo or self.val_split):
+        of_the_hub = ["repo", "config", "split", "revision", "val_split", "stream"]
+        if self.source != "hub" and any(getattr(self, key) for key in of_the_hub):
+            given = ", ".join(f"data.{key}={getattr(self, key)}" for key in of_the_hub if getattr(self, key))
             raise UserError(
-                "data.stream, data.repo and data.val_split are for the hub; set data=hub as well, or leave them out "
-                "(data.val_path=FILE holds out a text of its own)"
+                f"{given} is for the hub; set data=hub as well, or leave it out (data.val_path=FILE holds out a text "
+                "of its own)"
+            )
+        if self.max_documents is not None and not self.row_is_document:
+            raise UserError(
+                f"data.max_documents={self.max_documents} counts documents, and data.row_is_document=false makes one "
+                "of a table; leave one of them out"
             )
         first = 0 if self.val_path or self.val_split else self.val_documents or 0
         if self.max_documents is not None and self.max_documents <= first:
@@ -79,8 +91,9 @@ class DataConfig:
             self._check_place()
 
     def _check_mix(self) -> None:
-        if self.path is not None or self.val_path is not None:
-            raise UserError("data.mix has texts of its own; set data.mix.NAME.path instead of data.path")
+        for key in ("path", "val_path", "val_documents", "val_fraction", "max_documents", "text_column"):
+            if getattr(self, key) is not None:
+                raise UserError(f"data.mix has texts of its own; set data.mix.NAME.{key} instead of data.{key}")
         for name, part in self.mix.items():
             if part.mix:
                 raise UserError(f"data.mix.{name} is a mix itself; name its texts in one mix")
@@ -89,9 +102,10 @@ class DataConfig:
 
     def _check_place(self) -> None:
         if self.source == "text":
-            raise UserError("data=text needs something to read; set data.path=FILE, a folder or a pattern")
-        if self.source == "mix":
-            raise UserError("data=mix has no texts; name them in a file of your own (README: Any text, any size)")
+            raise UserError(
+                "data=text needs something to read; set data.path=FILE, a folder or a pattern (in a mix, "
+                "data.mix.NAME.path)"
+            )
         if self.source == "url" and not (self.url or "").startswith(("http://", "https://")):
             raise UserError(f"data.url={self.url} is no address; set one that begins with https://, or data.path=FILE")
         for key, like in (("repo", "OWNER/NAME"), ("split", "train")):
@@ -106,7 +120,7 @@ class DataConfig:
     @property
     def label(self) -> str:
         """What a run is called by: the text that is read, which is not the standard library's where a path is set."""
-        return "text" if self.path is not None and self.source == "python_stdlib" else self.name
+        return "text" if self.path is not None and self.name == "python_stdlib" else self.name
 
     @property
     def parts(self) -> dict[str, "DataConfig"]:

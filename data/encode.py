@@ -34,9 +34,13 @@ class Encoded:
     bytes: int
 
 
+def token_dtype(encoding: tiktoken.Encoding) -> str:
+    return "uint16" if encoding.n_vocab <= 2**16 else "uint32"
+
+
 def encode_split(
-    folder: Path, split: str, config: DataConfig, parts: list[Part], encoding: tiktoken.Encoding, dtype: str,
-    journal: dict, show: PrepareProgress,
+    folder: Path, split: str, config: DataConfig, parts: list[Part], encoding: tiktoken.Encoding, journal: dict,
+    show: PrepareProgress,
 ) -> None:  # fmt: skip
     """Write the ids of a split's parts, end to end, behind the shards that the journal has, and tell it so.
 
@@ -46,7 +50,7 @@ def encode_split(
     """
     fresh = {"part": 0, "chunk": 0, "skip": 0, "tokens": 0, "files": {}, "ranges": {}, "bytes": 0, "documents": 0,
              "longest": 0, "open": 0}  # fmt: skip
-    state = journal["splits"].setdefault(split, fresh)
+    state, dtype = journal["splits"].setdefault(split, fresh), token_dtype(encoding)
     writer = Writer(folder, split, dtype, journal["shard"], state["files"])
     total = sum(part.bytes for part in parts) if all(part.bytes is not None for part in parts) else None
     show.begin(f"encoding {split}", total, state["bytes"])

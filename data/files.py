@@ -33,10 +33,12 @@ class Place:
     split: str | None = None
 
     @property
-    def identity(self) -> str:
-        """The same for the same text, by whichever path it was found."""
+    def identities(self) -> set[str]:
+        """The same for the same text, by whichever path it was found. Of a split's slices none is told from another."""
         where = self.address if self.is_remote else os.path.realpath(self.address)
-        return f"{where}, split {self.split}" if self.split else where
+        if self.split is None:
+            return {where}
+        return {f"{where}, split {part.split('[')[0].strip()}" for part in self.split.split("+")}
 
     @property
     def is_table(self) -> bool:
@@ -82,7 +84,7 @@ def find(given: str | list[str], key: str) -> list[Place]:
 
     In the order of the list, and of their names. Raises UserError, with the key, where there is nothing to read.
     """
-    found = []
+    own, found = _own(), []
     for name in given if isinstance(given, list) else [given]:
         path = Path(os.path.expanduser(name))
         if name.startswith(("http://", "https://")):
@@ -96,7 +98,8 @@ def find(given: str | list[str], key: str) -> list[Place]:
         elif name.startswith("[") and name.endswith("]"):
             raise UserError(f'{key}={name} does not exist; a list of files takes quotes: {key}=\'["a.txt", "b.txt"]\'')
         elif glob.has_magic(name):
-            matches = [match for match in glob.iglob(str(path), recursive=True) if os.path.isfile(match)]
+            matches = [match for match in glob.iglob(str(path), recursive=True)
+                       if os.path.isfile(match) and not _is_own(match, own)]  # fmt: skip
             if not matches:
                 raise UserError(f"{key}={name} matches no file (relative to {Path.cwd()}); set another pattern")
             found += sorted(matches, key=_in_order)
@@ -111,10 +114,15 @@ def find(given: str | list[str], key: str) -> list[Place]:
 
 def _below(folder: Path, key: str) -> list[str]:
     """The files in a folder whose names say that they are texts or tables, hidden ones left out."""
-    own = [Path("runs").resolve(), Path("data/prepared").resolve()]  # what is made from texts is none
-    files = [path for path in folder.rglob("*") if path.is_file()
-             and not any(part.startswith(".") for part in path.relative_to(folder).parts)
-             and not any(path.resolve().is_relative_to(each) for each in own)]  # fmt: skip
+    own, files, seen = _own(), [], set()
+    for where, folders, names in os.walk(folder, followlinks=True):
+        if os.path.realpath(where) in seen:
+            folders.clear()  # a link to what is there already
+            continue
+        seen.add(os.path.realpath(where))
+        folders[:] = sorted(name for name in folders if not name.startswith("."))
+        files += [Path(where, name) for name in names if not name.startswith(".")]
+    files = [path for path in files if path.is_file() and not _is_own(path, own)]
     texts = [str(path) for path in files if _suffix(path.name) in KINDS]
     if not texts:
         others = Counter(path.suffix or path.name for path in files).most_common(3)
@@ -125,6 +133,15 @@ def _below(folder: Path, key: str) -> list[str]:
             f"{key}='{folder}/**/*.py'"
         )
     return sorted(texts, key=_in_order)
+
+
+def _own() -> list[Path]:
+    """Where there is what was made from texts, and is none."""
+    return [Path("runs").resolve(), Path("data/prepared").resolve()]
+
+
+def _is_own(path: str | Path, own: list[Path]) -> bool:
+    return any(Path(path).resolve().is_relative_to(each) for each in own)
 
 
 def _in_order(name: str) -> list:
@@ -147,12 +164,14 @@ def digest(places: Iterable[Place], cache: Path) -> str:
         path = Path(each.address)
         for file in sorted(path.rglob("*")) if path.is_dir() else [path]:
             if file.is_file():
-                whole.update(_hash(file, known, new).encode())
+                name = str(file.relative_to(path)) if path.is_dir() else ""  # which there decides the split
+                whole.update((name + _hash(file, known, new)).encode())
     if new:
-        cache.parent.mkdir(parents=True, exist_ok=True)
-        partial = cache.with_suffix(f".{os.getpid()}")
-        partial.write_text(json.dumps(known | new))
-        os.replace(partial, cache)
+        with suppress(OSError):  # a disk that takes no more: the hash is made anew each time
+            cache.parent.mkdir(parents=True, exist_ok=True)
+            partial = cache.with_suffix(f".{os.getpid()}")
+            partial.write_text(json.dumps(known | new))
+            os.replace(partial, cache)
     return whole.hexdigest()
 
 

@@ -53,8 +53,9 @@ class Loader:
         self.end = tokenizer.end_of_text(prepared.encoding) if document_mask else None
         if document_mask and self.end is None:
             raise UserError(
-                "data.document_mask=true keeps documents apart, and this text is a single one; set "
-                "data.document_mask=false, or use a text of several documents"
+                f"data.document_mask=true keeps documents apart at {tokenizer.END_OF_TEXT}, which the tokenizer of a "
+                "single text lacks; set data.document_mask=false, or use a text of several documents and a tokenizer "
+                "made of it"
             )
 
     def batch(self, split: str, first: int, count: int, stride: int = 1) -> tuple[Tensor, Tensor, Tensor | None]:

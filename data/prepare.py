@@ -19,11 +19,11 @@ from filelock import FileLock, Timeout
 
 from data import sources, tokenizer
 from data.config import DataConfig, TokenizerConfig
-from data.encode import encode_split
+from data.encode import encode_split, token_dtype
 from data.files import Place, digest
 from data.prepared import FORMAT, Prepared, check_length, read_meta
 from data.progress import PrepareProgress
-from data.split import Part, Survey, divide
+from data.split import Part, Survey, check_apart, divide
 from data.text import between
 from data.tokens import SHARD, write_whole
 from errors import UserError
@@ -71,17 +71,17 @@ def prepare_offline(
 def _place(config: DataConfig, wanted: TokenizerConfig, spec: dict | None) -> tuple[str, Path]:
     """The fingerprint of all that decides the tokens, and the folder for them."""
     decides = [FORMAT, wanted.name, wanted.vocab_size, spec]
+    read = {}
     for name, part in config.parts.items():
         try:
             places, held_out = sources.places(part), sources.held_out(part)
         except UserError as error:
             raise UserError(f"data.mix.{name}: {error}" if config.mix else error) from None
         rest = [part.val_documents, part.val_fraction] if held_out is None else digest(held_out, ROOT / ".hashes")
-        both = {place.identity for place in places} & {place.identity for place in held_out or []}
-        if both:
-            raise UserError(f"{min(both)} would be both trained on and held out; leave it out of one of them")
+        read[name] = places, held_out
         reads = [part.config, part.revision, part.stream, part.text_column, part.row_is_document, part.max_documents]
         decides.append([name, digest(places, ROOT / ".hashes"), rest, reads])
+    check_apart(read)
     fingerprint = hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:12]
     return fingerprint, ROOT / f"{config.label}-{fingerprint}"
 
@@ -121,7 +121,7 @@ def _make(
     partial, journal = Path(f"{folder}.partial"), None
     try:
         with PrepareProgress(say) as show:
-            journal = _begun(partial, about)
+            journal = _begun(partial, config, about)
             if journal is None:
                 parts = divide(config, show)
                 encoding = _build(config, wanted, parts, show, spec)
@@ -131,9 +131,11 @@ def _make(
                 write_whole(partial / "journal.json", json.dumps(journal).encode())
             else:
                 say("going on where it was stopped")
-            _write(partial, config, [Part.from_plain(each) for each in journal["parts"]], journal, block_size, show)
+            parts = [Part.from_plain(each) for each in journal["parts"]]
+            _write(partial, config, parts, journal, show)
         if _place(config, wanted, spec)[0] != about["fingerprint"]:
             raise UserError(f"the text of data={config.label} changed while it was read; start again")
+        _conclude(partial, config, parts, journal, block_size)
         for name in ("journal.json", "tokenizer.json"):
             (partial / name).unlink()
         partial.rename(folder)
@@ -149,11 +151,14 @@ def _make(
         raise
 
 
-def _begun(partial: Path, about: dict) -> dict | None:
+def _begun(partial: Path, config: DataConfig, about: dict) -> dict | None:
     """The journal of a preparation that was killed; None: there is none to go on with."""
     try:
         journal = json.loads((partial / "journal.json").read_text())
-        if all(journal[key] == value for key, value in about.items()):
+        before, now = journal["revisions"], about["revisions"]
+        same = all(now[name] in (None, before[name]) for name in now)  # None: no network to ask
+        if same and all(journal[key] == about[key] for key in ("fingerprint", "shard")):
+            sources.read_at(config, before)
             return journal
     except (OSError, ValueError, KeyError):
         pass
@@ -180,19 +185,24 @@ def _build(
     known = all(part.documents is not None for part in parts)
     several = not known or sum(part.documents for part in parts if not part.continues) > 1
     characters = sum(part.characters for part in parts) if known else None
-    return tokenizer.build(tokenizer.Corpus(_Texts(config, parts, show), several, characters), wanted, spec)
+    encoding = tokenizer.build(tokenizer.Corpus(_Texts(config, parts, show), several, characters), wanted, spec)
+    if several and tokenizer.end_of_text(encoding) is None:
+        show.say(f"documents follow one another unmarked, as the tokenizer of run {wanted.run} has no "
+                 f"{tokenizer.END_OF_TEXT}: it was made of one text")  # fmt: skip
+    return encoding
 
 
-def _write(
-    partial: Path, config: DataConfig, parts: list[Part], journal: dict, block_size: int, show: PrepareProgress
-) -> None:
-    """Encode all parts into the folder, behind the shards that the journal has, and write meta.json."""
-    spec = json.loads((partial / "tokenizer.json").read_text())
-    encoding = tokenizer.from_spec(spec)
-    dtype = "uint16" if encoding.n_vocab <= 2**16 else "uint32"
+def _write(partial: Path, config: DataConfig, parts: list[Part], journal: dict, show: PrepareProgress) -> None:
+    """Encode all parts into the folder, behind the shards that the journal has."""
+    encoding = tokenizer.from_spec(json.loads((partial / "tokenizer.json").read_text()))
     for split in ("train", "val"):
-        encode_split(partial, split, config, [p for p in parts if p.split == split], encoding, dtype, journal, show)
-    splits = journal["splits"]
+        encode_split(partial, split, config, [part for part in parts if part.split == split], encoding, journal, show)
+
+
+def _conclude(partial: Path, config: DataConfig, parts: list[Part], journal: dict, block_size: int) -> None:
+    """Write meta.json. Raises UserError where there is too little text."""
+    splits, spec = journal["splits"], json.loads((partial / "tokenizer.json").read_text())
+    encoding = tokenizer.from_spec(spec)
     tokens = {split: sum(splits[split]["ranges"][name][1] for name in config.parts) for split in splits}
     check_length(tokens, block_size)
     empty = [name for name in config.parts if not splits["train"]["ranges"][name][1]]
@@ -201,7 +211,7 @@ def _write(
     meta = {
         "format": FORMAT,
         "fingerprint": journal["fingerprint"],
-        "dtype": dtype,
+        "dtype": token_dtype(encoding),
         "vocab_size": encoding.n_vocab,
         "shard": journal["shard"],
         "tokens": tokens,

@@ -7,7 +7,6 @@ that names it.
 
 import glob
 import hashlib
-import json
 import logging
 import os
 import sys
@@ -19,11 +18,12 @@ from typing import Any
 
 from data.config import DataConfig
 from data.files import Place, find, place
+from data.tables import comma_separated, json_lines
 from data.text import Piece, between, decoded, one_document
 from errors import UserError
 
 ROWS = 200  # of a table at a time
-LONGEST_LINE = 2**30  # characters of a .jsonl file: a longer one is none
+IN_TEXT_FILES = {"json": json_lines, "csv": comma_separated}  # the others are read by `datasets`
 
 
 def python_stdlib(config: DataConfig) -> list[Place]:
@@ -143,14 +143,13 @@ def _downloaded(address: str) -> str:
 def _rows(place: Place, config: DataConfig) -> Iterator[str]:
     """The texts in a table's column. Raises UserError."""
     path = _downloaded(place.address) if place.is_remote and place.kind != "hub" else place.address
-    if place.kind == "json":
-        yield from _json_lines(path, place.address, config.text_column)
+    if place.kind in IN_TEXT_FILES:
+        yield from IN_TEXT_FILES[place.kind](path, place.address, config.text_column)
         return
     if os.path.isfile(path) and not os.path.getsize(path):
         return  # `datasets` takes an empty file for a broken one
     if place.is_compressed:
-        for _ in decoded(path, place.address):  # nor does it notice where one ends too early
-            pass
+        raise UserError(f"{place.address}: .parquet is compressed in itself and not once more; decompress it")
     try:
         for batch in _batches(place, path, config):
             yield from _texts(batch, place, config.text_column)
@@ -167,23 +166,13 @@ def _batches(place: Place, path: str, config: DataConfig) -> Iterator[Any]:
     if place.kind == "hub":  # gigabytes, so that a terminal shows how far it is; kept in the cache of `datasets`
         if sys.stderr.isatty():
             datasets.enable_progress_bars()
-        revision = _pinned(config.repo, config.revision) if place.is_remote else None
+        revision = commit(config.repo, config.revision) or config.revision if place.is_remote else None
         stream = config.stream or not place.is_remote  # of a folder the cache would not see that it changed
         rows = datasets.load_dataset(path, name=config.config, split=place.split, revision=revision, streaming=stream)
     else:
-        options = {
-            "parquet": {"batch_size": ROWS},  # else as many as a row group has, which may be all
-            # "NA" is a word, 007 no number, and a blank line in a table of one column a row.
-            "csv": {
-                "keep_default_na": False,
-                "converters": {column: str},
-                "skip_blank_lines": False,
-                "chunksize": ROWS,
-            },
-        }.get(place.kind, {})
-        # Streamed, so that no second copy is written into a cache.
+        # Streamed, so that no second copy is written into a cache; and not by row groups, of which one may hold all.
         file = glob.escape(str(Path(path).resolve()))
-        rows = datasets.load_dataset(place.kind, data_files=[file], split="train", streaming=True, **options)
+        rows = datasets.load_dataset("parquet", data_files=[file], split="train", streaming=True, batch_size=ROWS)
     names = rows.column_names or list(next(iter(rows), {}))
     if names and column not in names:
         raise UserError(f"{place.address} has no column {column}; set data.text_column to one of {', '.join(names)}")
@@ -192,7 +181,7 @@ def _batches(place: Place, path: str, config: DataConfig) -> Iterator[Any]:
 
 def _texts(table: Any, place: Place, column: str) -> list[str]:
     kind = table.schema.field(column).type
-    if str(kind) not in ("string", "large_string", "null"):
+    if str(kind) not in ("string", "large_string", "string_view", "null"):
         raise UserError(
             f"column {column} of {place.address} holds no text but {kind}; set data.text_column to one that does"
         )
@@ -200,26 +189,36 @@ def _texts(table: Any, place: Place, column: str) -> list[str]:
 
 
 def revisions(config: DataConfig) -> dict[str, str | None]:
-    """The commit of each text that is read from the hub."""
+    """The commit of each text that is read from the hub; None: it cannot be had now."""
     return {
-        name: _pinned(part.repo, part.revision)
+        name: commit(part.repo, part.revision)
         for name, part in config.parts.items()
         if any(place.kind == "hub" and place.is_remote for place in places(part))
     }
 
 
-@cache
-def _pinned(repo: str, revision: str | None) -> str | None:
-    """The commit that a revision (a branch, None: the main one) of a repository of the hub is at now.
+def read_at(config: DataConfig, revisions: dict[str, str | None]) -> None:
+    """From now on each text of the hub is read at this commit, as `revisions` told it earlier."""
+    for name, known in revisions.items():
+        _commits[config.parts[name].repo, config.parts[name].revision] = known
 
-    So that what is read twice is the same twice. Without a network, what `datasets` has in its cache decides.
+
+_commits: dict[tuple[str, str | None], str | None] = {}
+
+
+def commit(repo: str, revision: str | None) -> str | None:
+    """The commit that a revision (a branch, None: the main one) of a repository of the hub is at, when first asked.
+
+    So that what is read twice is the same twice. None: without a network; what `datasets` has in its cache decides.
     """
-    from huggingface_hub import HfApi
+    if (repo, revision) not in _commits:
+        from huggingface_hub import HfApi
 
-    try:
-        return HfApi().dataset_info(repo, revision=revision, timeout=10).sha
-    except Exception:  # the same error, if it is one, comes again from the reader, which tells it
-        return revision
+        try:
+            _commits[repo, revision] = HfApi().dataset_info(repo, revision=revision, timeout=10).sha
+        except Exception:  # the same error, if it is one, comes again from the reader, which tells it
+            _commits[repo, revision] = None
+    return _commits[repo, revision]
 
 
 def _reason(error: Exception, address: str) -> str:
@@ -237,51 +236,4 @@ def _what_went_wrong(place: Place, path: str, config: DataConfig, error: Excepti
             f"{address} could not be read from the hub ({reason}); {mend}, or get the files by other means and set "
             "data.path=FILES"
         )
-    if place.kind != "parquet":
-        for _ in decoded(path, address):  # raises UserError where it is not UTF-8, with the place
-            pass
-    return f"{address} cannot be read as .{place.kind} ({reason}); mend it, or set another data.path"
-
-
-def _json_lines(path: str, name: str, column: str) -> Iterator[str]:
-    """The texts in a .jsonl file. Raises UserError, with the line, for what is none.
-
-    Not by `datasets`: it guesses the types of all columns from the first rows, and then refuses others, takes texts
-    that look like dates for dates, and does not tell the line.
-    """
-    number = 0
-    for line in _lines(path, name):
-        number += 1
-        if not line.strip():
-            continue
-        try:
-            row = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"line {number} of {name} is no JSON ({error}); mend it there") from None
-        if not isinstance(row, dict):
-            raise UserError(f'line {number} of {name} is no object; write each as {{"{column}": "..."}}')
-        if column not in row:
-            columns = ", ".join(row) or "none"
-            raise UserError(f"{name} has no column {column} in line {number}; set data.text_column to one of {columns}")
-        if not isinstance(row[column], str | None):
-            kind = type(row[column]).__name__
-            raise UserError(f"column {column} of {name} holds no text but {kind} in line {number}; "
-                            "set data.text_column to one that does")  # fmt: skip
-        if row[column] is not None:
-            try:
-                row[column].encode()
-            except UnicodeEncodeError:
-                raise UserError(
-                    f"line {number} of {name} has a lone surrogate, half a character; take it out"
-                ) from None
-            yield row[column]
-
-
-def _lines(path: str, name: str) -> Iterator[str]:
-    held = ""
-    for block in decoded(path, name):
-        *lines, held = (held + block).split("\n")
-        yield from lines
-        if len(held) > LONGEST_LINE:
-            raise UserError(f"{name} has a line of more than {LONGEST_LINE:,} characters; write an object on each")
-    yield held
+    return f"{address} cannot be read as .parquet ({reason}); mend it, or set another data.path"

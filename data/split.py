@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from data import sources
 from data.config import DataConfig
+from data.files import Place
 from data.progress import PrepareProgress
 from data.text import Piece, Position, between
 from errors import UserError
@@ -93,6 +94,32 @@ class Survey:
         return (min(first * self.each, self.documents - 1), 0), 1 - held_out / self.characters
 
 
+def check_apart(read: dict[str, tuple[list[Place], list[Place] | None]]) -> None:
+    """Raises UserError where a text would be both trained on and held out.
+
+    read: of each of the texts that are mixed, what it reads, and what it holds out; None: a part of what it reads.
+    """
+    known = {name: tuple(_identities(places) for places in each) for name, each in read.items()}
+    for name, (places, held_out) in known.items():
+        for other, (others, others_held_out) in known.items():
+            both = places & others_held_out
+            if both:
+                raise UserError(
+                    f"{min(both)} would be both trained on and held out; leave it out of one of them, or hold out a "
+                    "part of it with data.val_fraction or data.val_documents"
+                )
+            both = places & others
+            if name != other and both and not (held_out and others_held_out):
+                raise UserError(
+                    f"{min(both)} is in data.mix.{name} and in data.mix.{other}, and what the one holds out the other "
+                    "would train on; leave it out of one of them, or give both a val_path"
+                )
+
+
+def _identities(places: list[Place] | None) -> set[str]:
+    return {identity for place in places or [] for identity in place.identities}
+
+
 def divide(config: DataConfig, show: PrepareProgress) -> list[Part]:
     """The parts of all texts, which are read through once for it, unless they are streamed. Raises UserError."""
     return [part for name, each in config.parts.items() for part in _divide(name, each, show)]
@@ -130,11 +157,15 @@ def _divide(name: str, config: DataConfig, show: PrepareProgress) -> list[Part]:
         first = config.val_documents
         if first >= n:
             raise UserError(
-                f"data.val_documents={first} leaves none of the {n} documents of {name} to train on; set a smaller one"
+                f"data.val_documents={first} leaves nothing to train on, as {name} has {n} in all; set a smaller one, "
+                "or data.val_fraction"
             )
         return [part("train", (first, 0), end, whole, 1 - first / n, n - first),
                 part("val", (0, 0), (first, 0), whole, first / n, first)]  # fmt: skip
     cut, share = whole.at_the_end(config.val_fraction)
+    if 1 - share > max(2 * config.val_fraction, 0.05):
+        show.say(f"{1 - share:.0%} of {name} is held out, not data.val_fraction={config.val_fraction:g}, since "
+                 "documents stay whole; data.val_path holds out a text of its own")  # fmt: skip
     k = cut[0] or 1
     return [part("train", (0, 0), cut, whole, share, k),
             part("val", cut, end, whole, 1 - share, max(1, n - k))]  # fmt: skip

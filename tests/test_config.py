@@ -41,8 +41,13 @@ def test_every_choice_composes(group, choice, workdir):
 
 
 @pytest.mark.parametrize("choice", choices("data"))
-def test_every_data_choice_composes(choice, workdir):
-    assert start("train", "", [f"data={choice}", "data.path=text.txt"]).data.name == choice
+def test_every_data_choice_composes(choice, workdir, capsys):
+    if choice == "mix":
+        with pytest.raises(SystemExit):
+            start("train", "", ["data=mix"])
+        assert "data=mix has no texts; name them in a file of your own" in capsys.readouterr().err
+    else:
+        assert start("train", "", [f"data={choice}", "data.path=text.txt"]).data.name == choice
 
 
 WRONG = [
@@ -106,6 +111,9 @@ WRONG = [
     (["data=text", "data.path=nowhere.txt"], r"data.path=nowhere.txt does not exist"),
     (["data=text", "data.path=short.txt"], r"one window takes model.block_size \+ 1 = 129; set model.block_size="),
     (["data=text", "data.path=latin.txt"], r"latin.txt is not UTF-8: byte 3 is 0xe9"),
+    (["data.repo=a/b", "data.stream=true"], r"data.repo=a/b, data.stream=True is for the hub; set data=hub as well"),
+    (["data.max_documents=9", "data.row_is_document=false"], r"data.max_documents=9 counts documents, and data.row"),
+    (["data.val_fraction=null"], r"data.val_fraction is not set; set, say, data.val_fraction=0.1"),
     (["data.val_fraction=1"], r"data.val_fraction=1.0 must lie between 0 and 1"),
     (["name=a/b"], r"name='a/b' cannot name a folder"),
     (["name=.."], r"cannot name a folder"),

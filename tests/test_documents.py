@@ -106,7 +106,7 @@ def test_an_end_of_text_begins_the_next_document(workdir):
 
 def test_a_text_of_one_document_cannot_be_masked(train, capsys):
     assert train("data.document_mask=true") == 2
-    assert "this text is a single one; set data.document_mask=false" in capsys.readouterr().err
+    assert "which the tokenizer of a single text lacks; set data.document_mask=false" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("position", ["rotary", "learned"])

@@ -12,11 +12,12 @@ import sys
 import time
 from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from conftest import BPE, BYTE, CHAR, ROOT, TEXT_SOURCE
 
-from data import encode
+from data import encode, sources
 from data import prepare as data_prepare
 from data.prepare import prepare
 from data.prepared import read_meta, verify
@@ -282,6 +283,46 @@ def test_what_is_finished_of_a_text_from_the_network_outlives_an_error(workdir, 
     documents = prepared.encoding.decode(prepared.tokens("train")[:].tolist()).split("<|endoftext|>")
     assert documents[:-1] == [f"document {n} " * 30 for n in range(len(documents) - 1)]
     assert len(documents) > 350
+
+
+def test_what_is_finished_of_a_data_set_waits_for_the_network_and_is_of_one_commit(workdir, monkeypatch):
+    network, reads = {"commit": "first", "breaks at": 4}, itertools.count(1)
+
+    def pieces(places, config):
+        read = next(reads)
+        for n in range(400):
+            if network["commit"] is None or (read == network["breaks at"] and n == 300):
+                raise UserError("the network is gone")
+            yield f"document {n} of the {sources.commit('a/b', None)} " * 30, True
+
+    class Hub:
+        def dataset_info(self, repo, revision, timeout):
+            assert network["commit"] is not None
+            return SimpleNamespace(sha=network["commit"])
+
+    def attempt(commit):
+        network["commit"] = commit
+        monkeypatch.setattr(sources, "_commits", {})  # as in another process
+        return prepare(config, CHAR, 16, say=said.append, shard=5000)
+
+    monkeypatch.setattr("huggingface_hub.HfApi", Hub)
+    monkeypatch.setattr(sources, "pieces", pieces)
+    monkeypatch.setattr(encode, "CHUNK", 1000)
+    config = replace(TEXT_SOURCE, source="hub", path=None, repo="a/b", split="train", val_fraction=0.05)
+    said = []
+    for commit in ("first", None):  # it goes while the text is read, and is not yet back
+        with pytest.raises(UserError, match="the network is gone"):
+            attempt(commit)
+    prepared = attempt("first")
+    assert said.count("going on where it was stopped") == 2
+    assert prepared.meta["source"]["revisions"] == {"text": "first"}
+    prepared.folder.rename("first")
+    network["breaks at"] = next(reads) + 4
+    with pytest.raises(UserError, match="the network is gone"):
+        attempt("first")
+    prepared = attempt("second")
+    assert said.count("going on where it was stopped") == 2
+    assert "first" not in prepared.encoding.decode(prepared.tokens("train")[:].tolist())
 
 
 def test_a_text_from_the_network_that_is_too_short_leaves_nothing(workdir, monkeypatch):

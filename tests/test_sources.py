@@ -28,6 +28,13 @@ from data.split import Survey
 from data.text import between, one_document
 from errors import UserError
 
+
+def empty_mix(**changed) -> DataConfig:
+    """As configs/data/mix.yaml has it, but for what is changed."""
+    mix = {"name": "mix", "path": None, "source": "mix", "text_column": None, "val_fraction": None}
+    return replace(TEXT_SOURCE, **mix | changed)
+
+
 ODD = ["", "emoji 😀 and 👩‍👩‍👧", "Windows\r\nlines\rand old Macs", "NUL \x00 bytes \x00\x00",
        "NA", "null", "007", '"quoted", text',
        " blanks ", "\n", "<|endoftext|> is text", "\u2028\x85\x0c\x1a", "e\u0301", "\ufeff in between"]  # fmt: skip
@@ -472,8 +479,86 @@ def test_validation_can_be_a_text_of_its_own_or_the_first_documents(workdir):
     assert first["train"].startswith("train 4 ") and first["train"].endswith("train 29 ")
     some = texts(max_documents=10, val_fraction=0.2)
     assert some["train"] + some["val"] == "".join(f"train {n} " for n in range(10))
-    with pytest.raises(UserError, match=r"data\.val_documents=30 leaves none of the 30 documents"):
+    with pytest.raises(UserError, match=r"data\.val_documents=30 leaves nothing to train on, as text has 30 in all"):
         texts(val_documents=30)
+
+
+def test_where_whole_documents_are_more_than_was_asked_for_it_is_said(workdir):
+    said = []
+    (workdir / "long.txt").write_text("a longer text " * 3000)
+    prepare(replace(TEXT_SOURCE, path=["text.txt", "long.txt"]), BYTE, 4, said.append)
+    assert any(line.startswith("62% of text is held out, not data.val_fraction=0.1, since documents") for line in said)
+
+
+@pytest.mark.parametrize(("split", "val_split"), [("train+test", "test"), ("train[:90%]", "train[50%:]")])
+def test_a_split_is_not_held_out_from_itself(workdir, split, val_split):
+    parquet(workdir / "train.parquet", [f"train {n} " for n in range(30)])
+    parquet(workdir / "test.parquet", [f"test {n} " for n in range(30)])
+    config = replace(TEXT_SOURCE, source="hub", path=None, repo=".", split=split, val_split=val_split)
+    with pytest.raises(UserError, match=r", split (test|train) would be both trained on and held out; leave it out"):
+        prepare(config, BYTE, 4, say=lambda line: None)
+
+
+def test_files_of_a_data_set_that_change_places_are_another_text(workdir):
+    Path("set").mkdir()
+    for name in ("train", "validation"):
+        parquet(workdir / f"set/{name}.parquet", [f"{name} {n} " for n in range(30)])
+    config = replace(TEXT_SOURCE, source="hub", path=None, repo="set", split="train")
+    first = prepare(config, BYTE, 4, say=lambda line: None)
+    Path("set/train.parquet").rename("set/test.parquet")
+    Path("set/validation.parquet").rename("set/train.parquet")  # behind it, in order of their names, before and after
+    second = prepare(config, BYTE, 4, say=lambda line: None)
+    assert first.folder != second.folder
+    assert second.encoding.decode(second.tokens("train")[:5].tolist()) == "valid"
+
+
+def test_of_texts_that_are_mixed_none_is_held_out_by_one_and_trained_on_by_another(workdir):
+    for n in range(4):
+        Path(f"{n}.txt").write_text(f"document {n} " * 20)
+    all_of_them, one = replace(TEXT_SOURCE, path="?.txt"), replace(TEXT_SOURCE, path="1.txt", weight=3.0)
+    with pytest.raises(UserError, match=r"1.txt is in data.mix.all and in data.mix.one, and what the one holds out"):
+        prepare(empty_mix(mix={"all": all_of_them, "one": one}), BYTE, 4, say=lambda line: None)
+    held_out = replace(one, val_path="0.txt")
+    with pytest.raises(UserError, match=r"0.txt would be both trained on and held out"):
+        prepare(empty_mix(mix={"all": all_of_them, "one": held_out}), BYTE, 4, say=lambda line: None)
+    both = {"all": replace(TEXT_SOURCE, path=["1.txt", "2.txt"], val_path="0.txt"), "one": held_out}
+    assert prepare(empty_mix(mix=both), BYTE, 4, say=lambda line: None).meta["documents"] == {"train": 3, "val": 2}
+
+
+@pytest.mark.parametrize("key", ["path", "val_path", "val_documents", "val_fraction", "max_documents", "text_column"])
+def test_a_key_of_each_text_is_not_the_mixes(key):
+    value = {"path": "a", "val_path": "a", "val_fraction": 0.3, "text_column": "a"}.get(key, 3)
+    with pytest.raises(
+        UserError, match=rf"data.mix has texts of its own; set data.mix.NAME.{key} instead of data.{key}"
+    ):
+        empty_mix(mix={"one": TEXT_SOURCE}, **{key: value})
+
+
+def test_what_is_made_from_texts_is_none_and_linked_folders_are_read_once(workdir):
+    for path in ("a/one.md", "b/deep/two.md", "data/prepared/x/meta.md", "runs/y/three.md", "a/.hidden/four.md"):
+        Path(path).parent.mkdir(parents=True)
+        Path(path).write_text(path)
+    Path("a/link").symlink_to(Path("b").resolve())
+    Path("b/deep/loop").symlink_to(Path("b").resolve())
+    for path in ("a", "**/*.md"):
+        assert sorted(sources.documents(replace(TEXT_SOURCE, path=path))) == ["a/one.md", "b/deep/two.md"]
+
+
+def test_a_tokenizer_that_cannot_mark_documents_says_so(workdir):
+    said = []
+    for n in range(3):
+        Path(f"{n}.txt").write_text("The 1th line says 1.\n" * 30)
+    spec = tokenizer.to_spec(tokenizer.build(tokenizer.Corpus(["".join(map(chr, range(128)))], several=False), CHAR))
+    prepare(replace(TEXT_SOURCE, path="?.txt"), replace(CHAR, name="run", run="x"), 4, said.append, spec)
+    assert any("the tokenizer of run x has no <|endoftext|>" in line for line in said)
+
+
+def test_a_long_row_takes_no_more_time_than_it_has_pieces():
+    text = "a word " * 4_000_000
+    begun = time.process_time()
+    whole = "".join(piece for piece, _ in one_document([text]))
+    assert time.process_time() - begun < 1.0  # a copy of all that is left, for each piece, takes several
+    assert whole == text
 
 
 def test_nothing_is_both_trained_on_and_held_out(workdir):
@@ -490,10 +575,10 @@ def test_a_text_of_a_mix_that_has_nothing_to_train_on_is_named(workdir):
     (workdir / "tiny.txt").write_text("x")
     mix = {"one": TEXT_SOURCE, "two": replace(TEXT_SOURCE, path="tiny.txt")}
     with pytest.raises(UserError, match=r"data.mix.two has no text to train on"):
-        prepare(replace(TEXT_SOURCE, path=None, source="mix", mix=mix), BYTE, 4, say=lambda line: None)
+        prepare(empty_mix(mix=mix), BYTE, 4, say=lambda line: None)
     mix["two"] = replace(TEXT_SOURCE, path="no.txt")
     with pytest.raises(UserError, match=r"data.mix.two: data.path=no.txt does not exist"):
-        prepare(replace(TEXT_SOURCE, path=None, source="mix", mix=mix), BYTE, 4, say=lambda line: None)
+        prepare(empty_mix(mix=mix), BYTE, 4, say=lambda line: None)
 
 
 def test_an_unknown_character_is_named_with_its_document(workdir):
@@ -507,7 +592,7 @@ def test_an_unknown_character_is_named_with_its_document(workdir):
 def test_a_mix_has_each_text_apart_and_one_vocabulary(workdir):
     parquet(workdir / "a.parquet", [f"train {n} " for n in range(30)])
     mix = {"one": replace(TEXT_SOURCE, weight=3.0), "two": replace(TEXT_SOURCE, path="a.parquet", val_fraction=0.5)}
-    config: DataConfig = replace(TEXT_SOURCE, name="both", path=None, source="mix", mix=mix)
+    config = replace(empty_mix(mix=mix), name="both")
     prepared = prepare(config, CHAR, 16, say=lambda line: None)
     assert prepared.weights == (3.0, 1.0)
     assert [part["name"] for part in prepared.meta["parts"]] == ["one", "two"]

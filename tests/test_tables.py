@@ -1,6 +1,8 @@
 """Text in tables: local parquet, jsonl and csv files, the hub, and the recipe that trains on them."""
 
+import gzip
 import json
+import lzma
 import math
 import shutil
 from dataclasses import replace
@@ -37,7 +39,7 @@ def tables(workdir):
 def hub(tables, monkeypatch):
     """A stand-in for the hub: for some/texts `datasets` reads a folder that is laid out as a converted data set is."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tables / "cache")
-    monkeypatch.setattr(sources, "_pinned", lambda repo, revision: f"the commit of {revision}")
+    monkeypatch.setattr(sources, "commit", lambda repo, revision: f"the commit of {revision}")
     folder, asked, load = tables / "hub", [], datasets.load_dataset
     for part in range(2):
         (folder / "plain_text/train").mkdir(parents=True, exist_ok=True)
@@ -120,7 +122,18 @@ def test_what_decides_the_rows_decides_the_folder(tables):
         ("none.parquet", b"", r"none.parquet holds no text"),
         ("text.parquet", b"a text " * 100, r"text.parquet cannot be read as .parquet \(ArrowInvalid: "),
         ("bad.jsonl", b'{"text": "a"}\nnonsense\n', r"line 2 of bad.jsonl is no JSON"),
-        ("bad.csv", b"text,id\na,1\nb,2,3,4\n", r"bad.csv cannot be read as .csv \(ParserError: "),
+        ("bad.csv", b"text,id\na,1\nb,2,3,4\n", r"line 3 of bad.csv has 4 fields where the first names 2 columns; put"),
+        ("long.csv", b"text,label\nhello, world,1\nb,2\n", r"line 2 of long.csv has 3 fields where the first names 2"),
+        ("short.csv", b'text,id\n"a\nb",1\nb\n', r"line 4 of short.csv has 1 fields where the first names 2"),
+        ("open.csv", b'text,id\n"a,1\nb,2\n', r"line 4 of open.csv is no CSV \(unexpected end of data\); mend it"),
+        ("semi.csv", b"text;label\na;1\n", r"has no column text; .* one of text;label \(which commas separate\)$"),
+        ("head.csv.gz", gzip.compress(b""), r"head.csv.gz holds no text"),
+        (
+            "twice.parquet.gz",
+            gzip.compress(b"PAR1"),
+            r"twice.parquet.gz: .parquet is compressed in itself and",
+        ),
+        ("text.txt.xz", lzma.compress(b"a text"), r"text.txt.xz is packed, and of such files .gz and .zst are read"),
         ("latin.csv", b"text,id\ncaf\xe9,1\n", r"latin.csv is not UTF-8: byte 11 is 0xe9"),
         ("head.csv", b"text,id\n", r"head.csv holds no text"),
         ("BODY.CSV", b"body,id\na,1\nb,2\n", r"BODY.CSV has no column text; set data.text_column to one of body, id$"),
