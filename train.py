@@ -171,6 +171,9 @@ def main(config: Train) -> int:
                 row = {"step": 0, "tokens": 0, "seconds": 0.0} | look()
                 tracker.log(row)
                 show.evaluated(row)
+                if config.train.init_from is not None:  # weights that may be the best of all
+                    state.best_val_loss = row["val/loss"]
+                    keep(run.best)
 
             firsts = dist.firsts(state.step, batch_size, micro_batch_size)
             batches = speed.waiting(profiler.waiting(ahead(loader, firsts, micro_batch_size)))

@@ -44,6 +44,17 @@ def test_finetuning_starts_from_the_best_weights_with_a_fresh_optimizer(train, o
     assert sample("run=b", "prompt=The", "max_new_tokens=5").startswith("The")
 
 
+def test_where_training_makes_it_worse_the_weights_that_it_began_from_are_the_best(trained, train, other, capsys):
+    assert train(*FROM_A, "optimizer=adamw", "optimizer.lr=1", "schedule.warmup_steps=0") == 0
+    losses = [row["val/loss"] for row in rows("b") if "val/loss" in row]
+    assert min(losses) == losses[0] < losses[-1]
+    before, best = (saved(name, "best")["model"] for name in "ab")
+    assert all(torch.equal(before[name], best[name]) for name in before)
+    out = capsys.readouterr().out
+    assert "the best so far" not in out
+    assert f"best validation loss {losses[0]:.4f}, the last {losses[-1]:.4f}, after 6 steps" in out
+
+
 def test_finetuning_goes_on_after_a_stop_without_the_run_that_it_began_from(trained, train, other, workdir):
     assert train(*FROM_A) == 0
     (workdir / "runs/a").rename(workdir / "runs/z")

@@ -11,7 +11,7 @@ from training.config import AUTO
 from training.distributed import Dist
 from training.memory import Memory
 from training.plan import Plan, make_plan
-from training.progress import counted, shape
+from training.progress import counted, epochs, shape
 
 WIDTH = 80
 
@@ -92,8 +92,8 @@ def _run(plan: Plan, config: Any) -> Table:
     table.add_row("a step", f"{parts} = {train.batch_size:,} sequences of {T:,} = {plan.tokens_per_step:,} tokens")
     fit = f", which fit into {train.minutes:g} minutes" if train.minutes is not None else ""
     table.add_row("steps", f"{plan.steps:,}{fit}, of them {min(plan.steps, config.schedule.warmup_steps):,} to warm up")
-    epochs = "text not prepared yet" if plan.epochs is None else f"{plan.epochs:.2g} epochs"
-    table.add_row("tokens", f"{plan.tokens:,} ({epochs})")
+    times = "text not prepared yet" if plan.epochs is None else epochs(plan.epochs)
+    table.add_row("tokens", f"{plan.tokens:,} ({times})")
     looks = f", and {si(plan.evaluation_flops)} for {plan.evaluations:,} evaluations" if plan.evaluation_flops else ""
     table.add_row("FLOPs", f"{si(plan.training_flops)} of training{looks}")
     share = (

@@ -177,7 +177,7 @@ def headline(folder: Path, config: Any, facts: dict, meta: dict, step: int) -> s
         "for": f"{' or '.join(budget)} of {train.batch_size} x {model.block_size} = {tokens_per_step:,} tokens"
         + (f" in {facts['accumulation']} parts" if facts["accumulation"] > 1 else "")
         + (f", {at_a_time} at a time, as many as fit" if train.micro_batch_size == AUTO else "")
-        + (f", {train.steps * tokens_per_step / tokens['train']:.2g} epochs" if train.steps is not None else "")
+        + (f", {epochs(train.steps * tokens_per_step / tokens['train'])}" if train.steps is not None else "")
         + (", all of them schedule.warmup_steps" if config.schedule.warmup_steps >= (train.steps or inf) else ""),
     }
     return "\n".join(f"{key:<8} {value}" for key, value in lines.items())
@@ -187,6 +187,10 @@ def shape(model: Any) -> str:
     """A GPTConfig in a few words."""
     layers, heads = counted(model.n_layer, "layer"), counted(model.n_head, "head")
     return f"{layers}, {heads}, {model.n_embd} wide, context {model.block_size}"
+
+
+def epochs(count: float) -> str:
+    return f"{count:,.0f} epochs" if count >= 10 else f"{count:.2g} epochs"
 
 
 def counted(count: int, noun: str) -> str:
@@ -203,8 +207,10 @@ def _sees(model: Any) -> str:
 
 def closing(summary: dict, folder: Path) -> str:
     """How a run ended, and what to type next."""
+    best, last = (f"{summary[key]:.4f}" for key in ("best_val_loss", "last_val_loss"))
+    later = f", the last {last}," if last != best else ""
     return "\n".join([
-        f"best validation loss {summary['best_val_loss']:.4f} after {counted(summary['step'], 'step')} and "
+        f"best validation loss {best}{later} after {counted(summary['step'], 'step')} and "
         f"{duration(summary['wall_seconds'])}, {summary['tokens_per_second']:,.0f} tokens/s in the median step",
         f"curve    {folder / 'loss.png'}",
         f"next     python sample.py run={summary['name']}",
