@@ -9,6 +9,7 @@ from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from yaml import YAMLError
 
+from configs.composition import choices
 from configs.schema import OPTIMIZERS, SCRIPTS
 from data import DataConfig
 
@@ -38,6 +39,10 @@ def explain(error: Exception, overrides: list[str], schema: type, defaults: Any)
         options = [option for option in error.options if option != "schema"]
         more = ", or pip install hydra-submitit-launcher for submitit_slurm" if group == "hydra/launcher" else ""
         return f"{group}={choice}: there is no such choice{did_you_mean(choice, options)}; set {one_of(options)}{more}"
+    if isinstance(error, MissingConfigException) and error.missing_cfg_file:
+        group, _, choice = error.missing_cfg_file.rpartition("/")
+        where, near = _search(r"In '([^']+)'", text), did_you_mean(choice, choices(group))
+        return f"{group}={choice}: there is no such choice{near}; mend it in the defaults of {where}.yaml"
     if "Ambiguous value" in text or isinstance(error, OverrideParseException):
         return _unreadable(text, overrides)
 
@@ -50,8 +55,15 @@ def explain(error: Exception, overrides: list[str], schema: type, defaults: Any)
         return f"{key}: the launcher has no such setting; set hydra/launcher=NAME as well, one that has"
     if schema is SCRIPTS["sample"] and key and key.split(".")[0] in ("model", "tokenizer"):
         return f"{key}: a run's {key.split('.')[0]} comes from its checkpoint; leave it out"
+    text_of_a_mix = _search(r"^(data\.mix\.[^.]+\.)", key or "")
+    if text_of_a_mix and isinstance(inner, MissingMandatoryValue):
+        name = text_of_a_mix.split(".")[2]
+        return (
+            f"data.mix.{name} is no text yet; add, say, text@mix.{name} to the defaults of the YAML file that names it"
+        )
     if key and ("not in '" in text or "Could not override" in text or "not in '" in str(inner)):
-        return f"{key}: there is no such key{where}{did_you_mean(key, keys(defaults()))}; see --help and --cfg job"
+        known = [text_of_a_mix + field.name for field in fields(DataConfig)] if text_of_a_mix else keys(defaults())
+        return f"{key}: there is no such key{where}{did_you_mean(key, known)}; see --help and --cfg job"
     if isinstance(inner, MissingMandatoryValue):
         return f"{key} has no value; set {expected(schema, key)} in the YAML file that was chosen, or as {key}=..."
     if key:

@@ -92,8 +92,8 @@ def _all_places(config: DataConfig) -> list[Place]:
 
 
 def _what(config: DataConfig) -> str:
-    if len(config.parts) > 1:
-        return f"{len(config.parts)} texts ({', '.join(config.parts)})"
+    if config.mix:
+        return f"{len(config.parts)} text{'s' * (len(config.parts) > 1)} ({', '.join(config.parts)})"
     places = sources.places(config)
     return places[0].address if len(places) == 1 else f"{len(places)} files"
 

@@ -174,6 +174,25 @@ def test_the_same_from_a_yaml_file(content, said, workdir, capsys):
     assert re.search(said, refused(capsys, "--config-dir", "own", "experiment=mine"))
 
 
+WRONG_MIX = [
+    ("[mix, txt@mix.a]", "a: {path: text.txt}", r"data=txt: there is no such choice, did you mean text\?; mend"),
+    (
+        "[mix, text@mix.a]",
+        "a: {path: text.txt}, b: {path: text.txt}",
+        r"data.mix.b is no text yet; add, say, text@mix.b to the de",
+    ),
+    ("[mix, text@mix.a]", "a: {wieght: 1}", r"data.mix.a.wieght: .*, did you mean data.mix.a.weight\?"),
+    ("[mix, text@mix.a]", "a: {weight: x}", r"data.mix.a.weight \(in data/both.yaml\) does not fit: .* takes a number"),
+]
+
+
+@pytest.mark.parametrize(("defaults", "mix", "said"), WRONG_MIX)
+def test_what_is_wrong_in_a_mix_is_said_with_its_text(defaults, mix, said, workdir, capsys):
+    (workdir / "own/data").mkdir(parents=True)
+    (workdir / "own/data/both.yaml").write_text(f"defaults: {defaults}\nname: both\nmix: {{{mix}}}\n")
+    assert re.search(said, refused(capsys, "--config-dir", "own", "data=both"))
+
+
 def test_a_yaml_file_of_ones_own_is_found_and_the_command_line_wins(workdir):
     (workdir / "own/experiment").mkdir(parents=True)
     (workdir / "own/experiment/mine.yaml").write_text("# @package _global_\ntrain: {steps: 7, batch_size: 3}\n")

@@ -512,6 +512,13 @@ def test_files_of_a_data_set_that_change_places_are_another_text(workdir):
     assert second.encoding.decode(second.tokens("train")[:5].tolist()) == "valid"
 
 
+def test_a_mix_may_be_of_one_text(workdir):
+    said = []
+    prepared = prepare(empty_mix(mix={"only": TEXT_SOURCE}), CHAR, 4, said.append)
+    assert said[0].startswith("preparing mix: 1 text (only) -> ")
+    assert prepared.meta["tokens"] == prepare(TEXT_SOURCE, CHAR, 4, said.append).meta["tokens"]
+
+
 def test_of_texts_that_are_mixed_none_is_held_out_by_one_and_trained_on_by_another(workdir):
     for n in range(4):
         Path(f"{n}.txt").write_text(f"document {n} " * 20)

@@ -127,10 +127,10 @@ def test_what_decides_the_rows_decides_the_folder(tables):
         ("short.csv", b'text,id\n"a\nb",1\nb\n', r"line 4 of short.csv has 1 fields where the first names 2"),
         ("open.csv", b'text,id\n"a,1\nb,2\n', r"line 4 of open.csv is no CSV \(unexpected end of data\); mend it"),
         ("semi.csv", b"text;label\na;1\n", r"has no column text; .* one of text;label \(which commas separate\)$"),
-        ("head.csv.gz", gzip.compress(b""), r"head.csv.gz holds no text"),
+        ("head.csv.gz", gzip.compress(b"", mtime=0), r"head.csv.gz holds no text"),
         (
             "twice.parquet.gz",
-            gzip.compress(b"PAR1"),
+            gzip.compress(b"PAR1", mtime=0),
             r"twice.parquet.gz: .parquet is compressed in itself and",
         ),
         ("text.txt.xz", lzma.compress(b"a text"), r"text.txt.xz is packed, and of such files .gz and .zst are read"),
