@@ -59,9 +59,9 @@ class DataConfig:
             )
         if self.source == "mix" and not self.mix:
             raise UserError("data=mix has no texts; name them in a file of your own (README: Any text, any size)")
-        for key in ("text_column", "val_fraction"):
+        for key, like in (("text_column", "text"), ("val_fraction", "0.1")):
             if not self.mix and getattr(self, key) is None:
-                raise UserError(f"data.{key} is not set; set, say, data.{key}={dict(text_column='text').get(key, 0.1)}")
+                raise UserError(f"data.{key} is not set; set, say, data.{key}={like}")
         for key in ("path", "val_path"):
             value = getattr(self, key)
             given = value if isinstance(value, list) else [value]

@@ -134,7 +134,7 @@ def _downloaded(address: str) -> str:
     try:
         return _datasets().DownloadManager().download(address)
     except Exception as error:  # many libraries lie between here and the network, each with its own exceptions
-        reason = _reason(error, address)
+        reason = _reason(error.__cause__ or error, address)
         raise UserError(
             f"{address} could not be downloaded ({reason}); get the file by other means and set data.path=FILE"
         ) from error
@@ -197,12 +197,6 @@ def revisions(config: DataConfig) -> dict[str, str | None]:
     }
 
 
-def read_at(config: DataConfig, revisions: dict[str, str | None]) -> None:
-    """From now on each text of the hub is read at this commit, as `revisions` told it earlier."""
-    for name, known in revisions.items():
-        _commits[config.parts[name].repo, config.parts[name].revision] = known
-
-
 _commits: dict[tuple[str, str | None], str | None] = {}
 
 
@@ -219,6 +213,12 @@ def commit(repo: str, revision: str | None) -> str | None:
         except Exception:  # the same error, if it is one, comes again from the reader, which tells it
             _commits[repo, revision] = None
     return _commits[repo, revision]
+
+
+def read_at(config: DataConfig, revisions: dict[str, str | None]) -> None:
+    """From now on each text of the hub is read at this commit, as `revisions` told it earlier."""
+    for name, known in revisions.items():
+        _commits[config.parts[name].repo, config.parts[name].revision] = known
 
 
 def _reason(error: Exception, address: str) -> str:

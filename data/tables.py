@@ -55,19 +55,18 @@ def comma_separated(path: str, name: str, column: str) -> Iterator[str]:
     rows = csv.reader((line + "\n" for line in _lines(path, name)), strict=True)
     names: list[str] = []
     try:
-        for row in rows:
+        for row in filter(None, rows):
             if not names:
                 names = row
-                if names and column not in names:
+                if column not in names:
                     raise UserError(f"{name} has no column {column}; set data.text_column to one of {_listed(names)}")
-                at = names.index(column) if names else 0
-            elif row and len(row) != len(names):
+            elif len(row) != len(names):
                 raise UserError(
                     f"line {rows.line_num} of {name} has {len(row)} fields where the first names {len(names)} columns; "
                     "put a text with commas in it between quotation marks"
                 )
-            elif row:
-                yield row[at]
+            else:
+                yield row[names.index(column)]
     except csv.Error as error:
         raise UserError(f"line {rows.line_num} of {name} is no CSV ({error}); mend it there") from None
 
