@@ -286,12 +286,12 @@ def test_what_is_finished_of_a_text_from_the_network_outlives_an_error(workdir, 
 
 
 def test_what_is_finished_of_a_data_set_waits_for_the_network_and_is_of_one_commit(workdir, monkeypatch):
-    network, reads = {"commit": "first", "breaks at": 4}, itertools.count(1)
+    network, reads = {"breaks at": 4}, itertools.count(1)
 
     def pieces(places, config):
         read = next(reads)
         for n in range(400):
-            if network["commit"] is None or (read == network["breaks at"] and n == 300):
+            if not network["up"] or (read == network["breaks at"] and n == 300):
                 raise UserError("the network is gone")
             yield f"document {n} of the {sources.commit('a/b', None)} " * 30, True
 
@@ -300,8 +300,8 @@ def test_what_is_finished_of_a_data_set_waits_for_the_network_and_is_of_one_comm
             assert network["commit"] is not None
             return SimpleNamespace(sha=network["commit"])
 
-    def attempt(commit):
-        network["commit"] = commit
+    def attempt(commit, up=True):
+        network.update(commit=commit, up=up)
         monkeypatch.setattr(sources, "_commits", {})  # as in another process
         return prepare(config, CHAR, 16, say=said.append, shard=5000)
 
@@ -310,12 +310,14 @@ def test_what_is_finished_of_a_data_set_waits_for_the_network_and_is_of_one_comm
     monkeypatch.setattr(encode, "CHUNK", 1000)
     config = replace(TEXT_SOURCE, source="hub", path=None, repo="a/b", split="train", val_fraction=0.05)
     said = []
-    for commit in ("first", None):  # it goes while the text is read, and is not yet back
-        with pytest.raises(UserError, match="the network is gone"):
-            attempt(commit)
-    prepared = attempt("first")
+    with pytest.raises(UserError, match="the network is gone"):
+        attempt("first")  # it goes while the text is read,
+    with pytest.raises(UserError, match="the network is gone"):
+        attempt(None, up=False)  # is not yet back,
+    prepared = attempt(None)  # and does not tell the commit, but has the text
     assert said.count("going on where it was stopped") == 2
     assert prepared.meta["source"]["revisions"] == {"text": "first"}
+    assert prepared.encoding.decode(prepared.tokens("train")[:].tolist()).count("of the first") > 350 * 30
     prepared.folder.rename("first")
     network["breaks at"] = next(reads) + 4
     with pytest.raises(UserError, match="the network is gone"):
