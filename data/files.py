@@ -15,8 +15,8 @@ from typing import Any
 
 from errors import UserError
 
-TABLES = {".parquet": "parquet", ".jsonl": "json", ".csv": "csv"}  # and their readers in `datasets`
-KINDS = {".txt": "text", ".md": "text"} | TABLES  # what is looked for in a folder; a file that is named may be any
+# What is looked for in a folder; a file that is named may be any, and is a text.
+KINDS = {".txt": "text", ".md": "text", ".parquet": "parquet", ".jsonl": "json", ".csv": "csv"}
 COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
 LARGE = 2**24  # bytes: a smaller file is hashed sooner than its hash is looked up
 

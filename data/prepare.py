@@ -20,7 +20,7 @@ from filelock import FileLock, Timeout
 from data import sources, tokenizer
 from data.config import DataConfig, TokenizerConfig
 from data.encode import encode_split, token_dtype
-from data.files import Place, digest
+from data.files import digest
 from data.prepared import FORMAT, Prepared, check_length, read_meta
 from data.progress import PrepareProgress
 from data.split import Part, Survey, check_apart, divide
@@ -62,7 +62,7 @@ def prepare_offline(
 ) -> Prepared | None:
     """As `prepare`, but None where it would take a download, of the text or of the vocabulary. Raises UserError."""
     _, folder = _place(config, wanted, spec)
-    remote = any(place.is_remote for place in _all_places(config))
+    remote = any(place.is_remote for place in sources.all_places(config))
     if (remote or tokenizer.needs_download(wanted)) and read_meta(folder) is None:
         return None
     return prepare(config, wanted, block_size, spec=spec)
@@ -84,11 +84,6 @@ def _place(config: DataConfig, wanted: TokenizerConfig, spec: dict | None) -> tu
     check_apart(read)
     fingerprint = hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:12]
     return fingerprint, ROOT / f"{config.label}-{fingerprint}"
-
-
-def _all_places(config: DataConfig) -> list[Place]:
-    """Of all texts, to train on and held out."""
-    return [place for part in config.parts.values() for place in sources.places(part) + (sources.held_out(part) or [])]
 
 
 def _what(config: DataConfig) -> str:
@@ -146,7 +141,7 @@ def _make(
     except BaseException:
         # Of a text that comes from the network what is finished is kept: the network may be back soon.
         under_way = journal is not None and journal["splits"] and not journal["splits"].get("val", {}).get("files")
-        if not (under_way and any(place.is_remote for place in _all_places(config))):
+        if not (under_way and any(place.is_remote for place in sources.all_places(config))):
             shutil.rmtree(partial, ignore_errors=True)
         raise
 

@@ -79,6 +79,11 @@ def held_out(config: DataConfig) -> list[Place] | None:
     return None
 
 
+def all_places(config: DataConfig) -> list[Place]:
+    """What `config` reads, also a mix, to train on and held out. Raises UserError."""
+    return [place for part in config.parts.values() for place in places(part) + (held_out(part) or [])]
+
+
 def pieces(places: list[Place], config: DataConfig) -> Iterator[Piece]:
     """The text in the places: documents in pieces, see data/text.py. Nulls in a table are left out.
 
@@ -157,7 +162,7 @@ def _rows(place: Place, config: DataConfig) -> Iterator[str]:
         raise
     except Exception as error:
         # As many lie between here and a table.
-        raise UserError(_what_went_wrong(place, path, config, error.__cause__ or error)) from error
+        raise UserError(_what_went_wrong(place, error.__cause__ or error)) from error
 
 
 def _batches(place: Place, path: str, config: DataConfig) -> Iterator[Any]:
@@ -226,7 +231,7 @@ def _reason(error: Exception, address: str) -> str:
     return ": ".join([type(error).__name__, *said])[:300]
 
 
-def _what_went_wrong(place: Place, path: str, config: DataConfig, error: Exception) -> str:
+def _what_went_wrong(place: Place, error: Exception) -> str:
     """The sentence for what `datasets` raised."""
     reason, address = _reason(error, place.address), place.address
     if place.kind == "hub":

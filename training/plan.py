@@ -154,8 +154,7 @@ def _vocabulary(config: Any, prepared: Prepared | None, spec: dict | None) -> tu
         return prepared.encoding.n_vocab, False
     if spec is not None:
         return tokenizer.from_spec(spec).n_vocab, False
-    parts = config.data.parts.values()
-    places = [place for part in parts for place in sources.places(part) + (sources.held_out(part) or [])]
+    places = sources.all_places(config.data)
     size = tokenizer.size_without_text(config.tokenizer, several=len(places) > 1 or places[0].is_table)
     if size is None:
         raise UserError(
