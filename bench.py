@@ -20,7 +20,7 @@ Everything lies in runs/bench/NAME: attention.csv, attention.png, summary.json a
 """
 
 if __name__ == "__main__":  # ahead of the imports below, which take seconds: a wrong word is answered at once
-    from configs.entry import start
+    from configs.cli import start
 
     config = start("bench", __doc__)
 
@@ -34,31 +34,33 @@ from pathlib import Path
 
 import torch
 
-from compare.timings import FINISHED, Timing, TimingsFile, answer, number
-from compare.timings_page import show, where
-from compare.timings_picture import draw
-from configs.entry import leave
-from configs.entry import run as run_main
+from common import system
+from common.errors import UserError
+from common.interrupt import stopping_as_ctrl_c
+from common.run_dir import BENCHES, make_new_folder, write_config, write_summary
+from compare.bench.cases import Case, Settings
+from compare.bench.plot import draw
+from compare.bench.progress import RowsProgress
+from compare.bench.results import FINISHED, Timing, TimingsFile, answer, number
+from compare.bench.runner import Contest, hold, peak_beside
+from compare.bench.table import show, where
+from configs.cli import leave
+from configs.cli import run as run_main
 from configs.schema import Bench
-from errors import UserError
 from model.attention import BACKENDS, spellings
-from training import meter, precision
-from training.contest import Contest, hold, peak_beside
-from training.measure import Case, Settings
-from training.progress import RowsProgress
-from training.run import BENCHES, make_new_folder, stopping_as_ctrl_c, write_config, write_summary
-from training.tracking import tell_wandb
+from training.device import DTYPES, resolve_compile, resolve_device, resolve_dtype
+from training.wandb_logger import tell_wandb
 
 
 def main(config: Bench) -> int:
-    device = precision.resolve_device(config.device)
+    device = resolve_device(config.device)
     contests = list_contests(config, device)
     settings = Settings(
-        config.model, config.optimizer, config.vocab_size, precision.resolve_compile(config.compile, device),
+        config.model, config.optimizer, config.vocab_size, resolve_compile(config.compile, device),
         config.tf32, config.seed, config.rounds, config.repeats, config.seconds, config.time_limit,
     )  # fmt: skip
     folder = claim(config.name, f"{device.type}-{config.model.name}")
-    facts = meter.environment(device)
+    facts = system.environment(device)
     summary = {"name": folder.name, "status": "running"} | facts
     write_config(folder, asdict(config))
     write_summary(folder, summary)
@@ -135,7 +137,7 @@ def list_contests(config: Bench, device: torch.device) -> list[Contest]:
     known = spellings()
     here = [name for name, each in BACKENDS.items() if device.type in each.on and each.on[device.type].gradients]
     backends = here if config.backends is None else config.backends
-    dtypes = precision.DTYPES | {"auto": precision.resolve_dtype("auto", device)}
+    dtypes = DTYPES | {"auto": resolve_dtype("auto", device)}
     for key, names, choices in (("backends", backends, known), ("dtypes", config.dtypes, dtypes)):
         for name in names:
             if name not in choices:

@@ -11,8 +11,8 @@ where it is of one sweep, otherwise into runs/comparison. The first setting is t
 import argparse
 from pathlib import Path
 
-from compare.comparison import compare, default_out, show
-from configs.entry import leave, run
+from compare.runs.comparison import compare, default_out, show
+from configs.cli import leave, run
 
 
 def main(flags: argparse.Namespace) -> int:

@@ -15,22 +15,22 @@ the keys most used:
 """
 
 if __name__ == "__main__":
-    from configs.entry import start
+    from configs.cli import start
 
     config = start("prepare", __doc__)
 
 
-from configs.entry import leave, run
+from configs.cli import leave, run
 from configs.schema import Prepare
+from data.inspect import headline, inspect
 from data.prepare import prepare
 from data.prepared import verify
-from data.report import headline, inspect
 
 
 def main(config: Prepare) -> int:
     spec = None
     if config.tokenizer.run is not None:  # in a checkpoint, which takes torch to read
-        from training.opening import tokenizer_of
+        from training.init_from import tokenizer_of
 
         spec = tokenizer_of(config.tokenizer.run)
     prepared = prepare(config.data, config.tokenizer, block_size=1, spec=spec)

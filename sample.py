@@ -27,12 +27,11 @@ In Python: from sample import load, stream
 """
 
 if __name__ == "__main__":  # ahead of the imports below, which take seconds: a wrong word is answered at once
-    from configs.entry import start
+    from configs.cli import start
 
     config = start("sample", __doc__)
 
 import json
-import os
 import sys
 import time
 from collections.abc import Iterator
@@ -40,30 +39,28 @@ from contextlib import ExitStack, suppress
 from dataclasses import fields, replace
 from pathlib import Path
 
-# In a checkout that is installed: else the data/ of the folder where one works would be taken for ours.
-if os.path.dirname(os.path.abspath(__file__)) not in sys.path:
-    sys.path.append(os.path.dirname(os.path.abspath(__file__)))
-
 import tiktoken
 import torch
 from rich.console import Console
 
-from compare.maps import entropy_table, plot_maps, write_entropies
-from compare.scores import ScoreTable
-from configs.entry import leave, settle
-from configs.entry import run as run_main
+from common.console import printable
+from common.errors import UserError
+from common.run_dir import find_run
+from configs.cli import leave, settle
+from configs.cli import run as run_main
 from configs.schema import Sample
 from data import sources, tokenizer
-from data.prompts import check_out, lines_to, read_prompt, read_prompts
-from errors import UserError
 from model import SamplingConfig
-from model.generate import Piece, Prompt, generate
+from model.generation.attention_maps import attention_maps, entropy, uniform_entropy
+from model.generation.attention_plots import entropy_table, plot_maps, write_entropies
+from model.generation.engine import Piece, Prompt, generate
+from model.generation.load import open_run
+from model.generation.perplexity import Score, scores
+from model.generation.perplexity_table import ScoreTable
+from model.generation.progress import TextsProgress
+from model.generation.prompts import check_out, lines_to, read_prompt, read_prompts
 from model.gpt import GPT
-from model.maps import attention_maps, entropy, uniform_entropy
-from training.opening import open_run
-from training.progress import TextsProgress, printable
-from training.run import find_run
-from training.score import Score, scores
+from training.device import resolve_device, resolve_dtype
 
 MOST_TOKENS = 256  # of an attention map: with more, a weight is less than a pixel
 
@@ -90,7 +87,7 @@ def main(config: Sample) -> int:
 def load(run: str = "last", **settings) -> tuple[GPT, tiktoken.Encoding]:
     """The model and the tokenizer of a run. settings: checkpoint, device, dtype, attention, as on the command line.
 
-    The model is for writing and for its logits: its linear layers are not those that train (model/linear.py). Raises
+    The model is for writing and for its logits: its linear layers are not those that train. Raises
     UserError for what is not there.
     """
     _refuse_others("load", settings, {"checkpoint", "device", "dtype", "attention"})
@@ -114,8 +111,10 @@ def _refuse_others(function: str, settings: dict, allowed: set[str]) -> None:
 
 
 def opened(config: Sample, texts: int) -> tuple[GPT, tiktoken.Encoding, str]:
-    """Model, tokenizer and what they are: see training/opening.py. texts: how many are written side by side."""
-    return open_run(config.run, config.checkpoint, config.device, config.dtype, config.attention, texts)
+    """Model, tokenizer and what they are: see model/generation/load.py. texts: how many are written side by side."""
+    device = resolve_device(config.device)
+    dtype = resolve_dtype(config.dtype, device, trains=False)
+    return open_run(config.run, config.checkpoint, device, dtype, config.attention, texts)
 
 
 def begin_texts(config: Sample, model: GPT, encoding: tiktoken.Encoding, prompts: list[str]) -> Iterator[Piece]:

@@ -24,43 +24,49 @@ the keys most used:
 """
 
 if __name__ == "__main__":  # ahead of the imports below, which take seconds: a wrong word is answered at once
-    from configs.entry import start
+    from configs.cli import start
 
     config = start("train", __doc__)
 
 import time
 from dataclasses import asdict
 from functools import partial
-from math import inf, isfinite, log
+from math import inf, isfinite
 from pathlib import Path
 
 import tiktoken
 import torch
 
-from compare.curve import plot_loss
-from compare.maps import plot_overview
-from configs.entry import leave
-from configs.entry import run as run_main
+from common import checkpoint_file, system
+from common.interrupt import StopRequest
+from common.run_dir import Run, has_checkpoint
+from configs.cli import leave
+from configs.cli import run as run_main
 from configs.schema import Train
 from data import tokenizer
 from data.loader import Loader, ahead
 from data.prepare import prepare
 from model import SamplingConfig
 from model.attention import bind, keep_when_compiled, resolve_model
-from model.cost import flops_per_token, n_params
-from model.generate import Prompt, generate
+from model.flops import flops_per_token, n_params
+from model.generation.attention_maps import attention_maps, entropy, layer_entropies
+from model.generation.attention_plots import plot_overview
+from model.generation.engine import Prompt, generate
 from model.gpt import GPT
-from model.maps import attention_maps, entropy, layer_entropies
-from training import checkpoint, meter, optimizer, precision
+from training import checkpoint, optimizer
+from training.device import autocast, grad_scaler, resolve_compile, resolve_device, resolve_dtype, set_up
 from training.distributed import Dist
-from training.fit import settle
-from training.opening import start_from, tokenizer_of
-from training.plan_page import show_plan
-from training.profile import profile
+from training.evaluate import evaluate
+from training.init_from import start_from, tokenizer_of
+from training.loss_plot import plot_loss
+from training.metrics import Metrics, Tracker
+from training.planning.micro_batch import settle
+from training.planning.table import show_plan
+from training.profiler import profile
 from training.progress import TrainingProgress, closing, headline
-from training.run import Run, StopRequest, has_checkpoint
 from training.schedule import lr_fraction, run_progress
-from training.tracking import Metrics, Tracker, Wandb
+from training.speed import Speed, compile_seconds, peak_flops
+from training.wandb_logger import Wandb
 
 MAP_TOKENS = 64  # of a picture of attention, many heads of which stand side by side
 
@@ -71,12 +77,12 @@ def main(config: Train) -> int:
 
     # What will run is settled before anything is computed or written.
     dist = Dist.from_environment()
-    device = precision.resolve_device(config.device, dist.local_rank)
-    dtype = precision.resolve_dtype(config.dtype, device)
-    compiled = precision.resolve_compile(config.compile, device)
+    device = resolve_device(config.device, dist.local_rank)
+    dtype = resolve_dtype(config.dtype, device)
+    compiled = resolve_compile(config.compile, device)
     steps, minutes, batch_size = config.train.steps, config.train.minutes, config.train.batch_size
     block_size = config.model.block_size
-    precision.set_up(device, config.deterministic, config.tf32)
+    set_up(device, config.deterministic, config.tf32)
     resolve = partial(
         resolve_model, config.attention, config.model, dtype=dtype, device=device, grad=True,
         documents=config.data.document_mask,
@@ -99,7 +105,7 @@ def main(config: Train) -> int:
         keep_when_compiled(config.attention)
         forward = torch.compile(forward, dynamic=False)
     optimizers = optimizer.build(model, config.optimizer)
-    scaler = precision.grad_scaler(device, dtype)
+    scaler = grad_scaler(device, dtype)
     state = checkpoint.State(model, optimizers, scaler)
     about = checkpoint.about(config, prepared.meta)
     if config.train.init_from is not None and not has_checkpoint(config.name):
@@ -112,7 +118,7 @@ def main(config: Train) -> int:
         dist.together(),
     ):
         if run.last.exists():
-            saved = checkpoint.load(run.last)
+            saved = checkpoint_file.load(run.last)
             checkpoint.check_identity(run.folder, saved["identity"], about["identity"])
             state.restore(saved)
         dist.check_same("step", state.step)
@@ -125,8 +131,8 @@ def main(config: Train) -> int:
 
         tokens_per_step = batch_size * block_size
         flops = flops_per_token(config.model, encoding.n_vocab, block_size) * tokens_per_step
-        speed = meter.Speed(device, tokens_per_step, flops, meter.peak_flops(device, dtype) * dist.world_size)
-        facts = meter.environment(device) | {
+        speed = Speed(device, tokens_per_step, flops, peak_flops(device, dtype) * dist.world_size)
+        facts = system.environment(device) | {
             "dtype": str(dtype).removeprefix("torch."), "compile": compiled, "attention": asdict(attention),
             "n_params": n_params(model), "vocab_size": encoding.n_vocab, "micro_batch_size": micro_batch_size,
             "accumulation": accumulation, "world_size": dist.world_size, "data": str(prepared.folder),
@@ -141,7 +147,7 @@ def main(config: Train) -> int:
             windows = loader.val_windows if config.eval.batches is None else config.eval.batches * batch_size
             row = evaluate(forward, loader, encoding, windows, micro_batch_size, dtype, dist)
             if isfinite(row["val/loss"]):
-                with precision.autocast(device, dtype):
+                with autocast(device, dtype):
                     if state.step > 0:  # before, it would be noise
                         row["sample"] = write_text(model, encoding, config.eval.sample, config.seed + state.step)
                     if config.wandb.attention_maps and dist.is_main:
@@ -155,7 +161,7 @@ def main(config: Train) -> int:
             tracker.flush(sync=True)
             for path in paths:
                 state.save(path, about)
-            took = {"compile_s": meter.compile_seconds() if compiled else None}
+            took = {"compile_s": compile_seconds() if compiled else None}
             run.update(state.summary() | speed.median() | took | tracker.summary())
             wandb.set_summary(run.summary)
 
@@ -165,7 +171,7 @@ def main(config: Train) -> int:
             profile(config.train.profile and dist.is_main, device, run.folder, show.console) as profiler,
         ):
             show.say(headline(run.folder, config, facts, prepared.meta, state.step))
-            meter.reset_peak_memory(device)
+            system.reset_peak_memory(device)
             started = time.perf_counter() - state.seconds
             if state.step == 0:
                 row = {"step": 0, "tokens": 0, "seconds": 0.0} | look()
@@ -189,7 +195,7 @@ def main(config: Train) -> int:
                     x, y, documents = next(batches)
                     dist.seed(device, config.seed, state.step, micro)
                     with dist.sync_gradients(forward, now=micro == accumulation - 1):
-                        with precision.autocast(device, dtype):
+                        with autocast(device, dtype):
                             micro_loss = forward(x, y, documents=documents) / accumulation
                         scaler.scale(micro_loss).backward()
                     loss += micro_loss.detach()
@@ -215,7 +221,7 @@ def main(config: Train) -> int:
                 }  # fmt: skip
                 better = False
                 if state.step % config.eval.every == 0 or progress >= 1:
-                    row |= look() | {"peak_memory_bytes": meter.peak_memory_bytes(device)}
+                    row |= look() | {"peak_memory_bytes": system.peak_memory_bytes(device)}
                     better = row["val/loss"] < state.best_val_loss
                     show.evaluated(row, better)
                 tracker.log(row, timing)
@@ -236,33 +242,6 @@ def main(config: Train) -> int:
         if dist.is_main:
             print(closing(run.summary, run.folder))
         return 0
-
-
-@torch.no_grad()
-def evaluate(
-    forward, loader: Loader, encoding: tiktoken.Encoding, windows: int, size: int, dtype: torch.dtype, dist: Dist
-) -> dict:
-    """Mean loss per token in nats, and in bits per byte of text, over validation windows, `size` at a time.
-
-    Over all of them, each token of the text counts exactly once. The processes take turns.
-    """
-    device = loader.device
-    windows = min(windows, loader.val_windows)
-    stride = loader.val_windows // windows  # spread over all of the text
-    token_bytes = torch.from_numpy(tokenizer.token_bytes(encoding)).to(device)
-    nats, tokens, text_bytes = [], 0, torch.zeros((), dtype=torch.int64, device=device)
-    forward.eval()
-    for first in range(dist.rank * size, windows, dist.world_size * size):
-        x, y, documents = loader.batch("val", first * stride, min(size, windows - first), stride)
-        with precision.autocast(device, dtype):
-            nats.append(forward(x, y, documents=documents, reduction="sum"))
-        counted = y[y >= 0]
-        tokens += counted.numel()
-        text_bytes += token_bytes[counted].sum()
-    forward.train()
-    # In float64, and all at once, behind the last window.
-    total, tokens, text_bytes = dist.sum(sum(each.item() for each in nats), tokens, int(text_bytes))
-    return {"val/loss": total / tokens, "val/bpb": total / log(2) / max(1, text_bytes)}
 
 
 def write_text(model: GPT, encoding: tiktoken.Encoding, sampling: SamplingConfig, seed: int) -> str:

@@ -20,9 +20,9 @@ from torch.utils.benchmark import Timer
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
+from compare.bench.cases import Case, Settings, measure
+from compare.bench.worker import call_apart
 from model.attention import spellings
-from training.child import call_apart
-from training.measure import Case, Settings, measure
 
 ROUNDS, SECONDS = 5, 0.5
 MORE_THAN_CACHES = 64 * 2**20  # bytes

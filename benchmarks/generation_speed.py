@@ -34,11 +34,11 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 from nanogpt_parity import INSIDE, OUTSIDE, import_model  # noqa: E402
 
-from configs.entry import settle  # noqa: E402
+from configs.cli import settle  # noqa: E402
 from model.attention import bind  # noqa: E402
-from model.generate import Decoder, Prompt  # noqa: E402
+from model.generation.decode_linear import for_sampling  # noqa: E402
+from model.generation.engine import Decoder, Prompt  # noqa: E402
 from model.gpt import GPT  # noqa: E402
-from model.linear import for_sampling  # noqa: E402
 
 VOCAB = 50_257
 GREEDY = settle("sample", temperature=0.0)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from configs.entry import start  # noqa: E402
+from configs.cli import start  # noqa: E402
 from configs.schema import Train  # noqa: E402
 from data import tokenizer  # noqa: E402
 from model.attention import bind  # noqa: E402

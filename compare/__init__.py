@@ -1,1 +1,1 @@
-"""Reads what finished runs left on disk; makes tables and pictures. It computes nothing that a run did not log."""
+"""Many trainings side by side (sweep/), finished runs compared (runs/), attention kernels timed (bench/)."""

@@ -13,8 +13,8 @@ from hydra import compose, initialize_config_dir
 from hydra.core.override_parser.types import Quote, QuotedString
 from omegaconf import DictConfig
 
+from common.errors import UserError
 from configs.schema import register
-from errors import UserError
 
 CONFIGS = Path(__file__).parent
 # Free text, taken to the letter: Hydra's grammar would read "a, b" as a sweep and "f(x)" as a function.

@@ -9,13 +9,14 @@ from typing import Any
 
 from hydra.core.config_store import ConfigStore
 
+from common.errors import UserError
+from common.run_dir import check_name, check_word
+from compare.bench.config import BenchConfig
 from data import DataConfig, TokenizerConfig
 from data.prepare import check_short_text
-from errors import UserError
 from model import AttentionConfig, GPTConfig, SamplingConfig
 from training import (
     AdamWConfig,
-    BenchConfig,
     CheckpointConfig,
     EvalConfig,
     MuonConfig,
@@ -24,7 +25,6 @@ from training import (
     TrainWandbConfig,
     WandbConfig,
 )
-from training.run import check_name, check_word
 from training.schedule import lr_fraction
 
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any
 
-from errors import UserError
+from common.errors import UserError
 
 
 @dataclass

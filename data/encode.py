@@ -13,12 +13,13 @@ from typing import Any
 import numpy as np
 import tiktoken
 
+from common.files import write_whole
 from data import tokenizer
 from data.config import DataConfig
-from data.linear import LinearEncoding
+from data.fast_bpe import LinearEncoding
 from data.progress import PrepareProgress
-from data.split import Part
-from data.tokens import Writer, write_whole
+from data.shards import Writer
+from data.splits import Part
 
 CHUNK = 2**20  # characters that a thread encodes at a time
 PIECE_SIZE = 32  # characters that a piece counts for beside its own, for none is without weight

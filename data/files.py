@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from errors import UserError
+from common.errors import UserError
 
 # What is looked for in a folder; a file that is named may be any, and is a text.
 KINDS = {".txt": "text", ".md": "text", ".parquet": "parquet", ".jsonl": "json", ".csv": "csv"}

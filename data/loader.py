@@ -26,9 +26,9 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from common.errors import UserError
 from data import tokenizer
 from data.prepared import Prepared
-from errors import UserError
 
 MIXED = 10_000  # sequences among which weights are kept, as nearly as whole numbers can
 IGNORE = -100  # cross_entropy's own mark for a target that does not count

@@ -17,16 +17,17 @@ from pathlib import Path
 import tiktoken
 from filelock import FileLock, Timeout
 
+from common.errors import UserError
+from common.files import write_whole
 from data import sources, tokenizer
 from data.config import DataConfig, TokenizerConfig
 from data.encode import encode_split, token_dtype
 from data.files import digest
 from data.prepared import FORMAT, Prepared, check_length, read_meta
 from data.progress import PrepareProgress
-from data.split import Part, Survey, check_apart, divide
+from data.shards import SHARD
+from data.splits import Part, Survey, check_apart, divide
 from data.text import between
-from data.tokens import SHARD, write_whole
-from errors import UserError
 
 ROOT = Path("data/prepared")  # below the folder where the command is typed
 Say = Callable[[str], None]

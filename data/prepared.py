@@ -8,9 +8,9 @@ from pathlib import Path
 import numpy as np
 import tiktoken
 
+from common.errors import UserError
 from data import tokenizer
-from data.tokens import Tokens
-from errors import UserError
+from data.shards import Tokens
 
 FORMAT = 2
 

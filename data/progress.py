@@ -6,9 +6,9 @@ from collections.abc import Callable, Iterable, Iterator
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
+from common.console import LINES_EVERY, duration, megabytes
 from data.text import Piece
 
-LINES_EVERY = 10.0  # seconds between plain lines
 AFTER = 1.0  # a bar that is gone within a second is a flicker
 
 
@@ -60,15 +60,3 @@ class PrepareProgress:
         for piece in pieces:
             yield piece
             self.add(len(piece[0]))
-
-
-def megabytes(size: float) -> str:
-    unit, name = next(((unit, name) for unit, name in ((1e9, "GB"), (1e6, "MB")) if size >= unit), (1e3, "kB"))
-    return f"{size / unit:,.2f} {name}" if unit == 1e9 else f"{size / unit:,.1f} {name}"
-
-
-def duration(seconds: float) -> str:
-    """90.4 -> "1:30"; 3700 -> "1:01:40"."""
-    minutes, whole = divmod(round(max(0, seconds)), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{whole:02d}" if hours else f"{minutes}:{whole:02d}"

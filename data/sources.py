@@ -16,11 +16,11 @@ from functools import cache
 from pathlib import Path
 from typing import Any
 
+from common.errors import UserError
 from data.config import DataConfig
 from data.files import Place, find, place
 from data.tables import comma_separated, json_lines
 from data.text import Piece, between, decoded, one_document
-from errors import UserError
 
 ROWS = 200  # of a table at a time
 IN_TEXT_FILES = {"json": json_lines, "csv": comma_separated}  # the others are read by `datasets`

@@ -9,8 +9,8 @@ import csv
 import json
 from collections.abc import Iterable, Iterator
 
+from common.errors import UserError
 from data.text import decoded
-from errors import UserError
 
 LONGEST_LINE = 2**30  # characters: a longer one is none
 

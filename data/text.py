@@ -8,8 +8,8 @@ import itertools
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
+from common.errors import UserError
 from data.files import open_file
-from errors import UserError
 
 Piece = tuple[str, bool]
 PIECE = 2**20  # characters at the most

@@ -19,9 +19,9 @@ from pathlib import Path
 import numpy as np
 import tiktoken
 
+from common.errors import UserError
 from data.config import TokenizerConfig
-from data.linear import LinearEncoding
-from errors import UserError
+from data.fast_bpe import LinearEncoding
 
 END_OF_TEXT = "<|endoftext|>"
 EACH_CHARACTER = r"(?s)."

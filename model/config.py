@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any
 
-from errors import UserError
+from common.errors import UserError
 
 NORMS = ("layernorm", "rmsnorm")
 MLPS = ("gelu", "gelu_tanh", "relu2")

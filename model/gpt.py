@@ -29,7 +29,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from errors import UserError
+from common.errors import UserError
 from model.config import GPTConfig
 from model.loss import linear_cross_entropy
 
@@ -233,7 +233,7 @@ class GPT(nn.Module):
 
         Of those that go on: at (B, T), each token's position, which with rotary ones may exceed block_size; before
         (B, ngram - 1), the tokens ahead of the first, -1 where there are none. Their keys and values are the business
-        of `attends`, a function for each layer in place of its own (model/cache.py). Raises UserError where a text that
+        of `attends`, a function for each layer in place of its own. Raises UserError where a text that
         begins here exceeds block_size.
         """
         T = tokens.shape[1]

@@ -15,33 +15,17 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from conftest import ROOT, TINY
+from helpers import ROOT, TINY, metrics, summary, untimed
 
-from configs.entry import start
+from common import checkpoint_file
+from common.run_dir import Run
+from configs.cli import start
 from data import tokenizer
 from model import GPTConfig
 from model.attention import naive
 from model.gpt import GPT
 from training import checkpoint
 from training.distributed import Dist
-from training.run import Run
-
-# Fields of a row that depend on the clock or the machine.
-TIMED = {"seconds", "step_ms", "data_wait_ms", "tokens_per_second", "mfu", "peak_memory_bytes"}
-
-
-def metrics(name):
-    with open(f"runs/{name}/metrics.jsonl") as f:
-        return [json.loads(line) for line in f]
-
-
-def untimed(rows):
-    return [{key: value for key, value in row.items() if key not in TIMED} for row in rows]
-
-
-def summary(name):
-    with open(f"runs/{name}/summary.json") as f:
-        return json.load(f)
 
 
 def assert_same_run(a, b):
@@ -66,7 +50,7 @@ def load_path(monkeypatch):
     monkeypatch.setattr(
         checkpoint,
         "load_path",
-        lambda run, kind: checkpoint.load(Path(f"runs/{run}/checkpoints/{kind}.pt")),
+        lambda run, kind: checkpoint_file.load(Path(f"runs/{run}/checkpoints/{kind}.pt")),
         raising=False,
     )
 
@@ -309,7 +293,7 @@ def test_a_broken_wandb_does_not_stop_training(train, monkeypatch, capsys):
 
 
 def test_the_start_of_wandb_is_no_time_of_training(train, monkeypatch):
-    from training.tracking import Wandb
+    from training.wandb_logger import Wandb
 
     monkeypatch.setattr(Wandb, "_init", lambda *_: time.sleep(5))
     assert train("name=a", "wandb.mode=offline", "checkpoint.every=1") == 0  # saving hands over the first rows
@@ -400,7 +384,7 @@ def test_a_run_leaves_nothing_in_the_temporary_folder_and_needs_no_compiler(trai
 def test_who_leaves_waits_for_no_process_of_its_own(workdir):
     (workdir / "script.py").write_text("""
 import multiprocessing, time
-from configs.entry import leave
+from configs.cli import leave
 
 multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,)).start()
 leave(3)
@@ -473,7 +457,7 @@ def test_a_prompt_from_a_file(trained, sample, workdir):
     ],
 )
 def test_what_sampling_refuses(trained, workdir, capsys, overrides, said):
-    from configs.entry import run
+    from configs.cli import run
     from sample import main
 
     try:

@@ -2,7 +2,6 @@
 
 from training.config import (
     AdamWConfig,
-    BenchConfig,
     CheckpointConfig,
     EvalConfig,
     MuonConfig,
@@ -14,7 +13,6 @@ from training.config import (
 
 __all__ = [
     "AdamWConfig",
-    "BenchConfig",
     "CheckpointConfig",
     "EvalConfig",
     "MuonConfig",

@@ -10,8 +10,6 @@ config         the whole run config, for readers; nothing is built from it
 """
 
 import math
-import os
-import zipfile
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -20,10 +18,9 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from errors import UserError
+from common.checkpoint_file import save
+from common.errors import UserError
 from training.optimizer import load_state_by_name, state_by_name
-
-FORMAT = 3
 
 
 @dataclass
@@ -89,55 +86,3 @@ def check_identity(path: Path, saved: dict, now: dict) -> None:
         if len(differs) > 4:
             listed += f" and {len(differs) - 4} more, all in its config.yaml and the command in its summary.json"
         raise UserError(f"{path} was trained with {listed}; set that back, or set another name")
-
-
-def save(path: Path, content: dict) -> None:
-    """Write to another name, make sure it is on the disk, rename: whatever happens, `path` is a whole checkpoint."""
-    partial = path.with_suffix(".partial")
-    with open(partial, "wb") as f:
-        torch.save(content | {"format": FORMAT}, f)
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(partial, path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    os.fsync(folder)  # the new name, too
-    os.close(folder)
-
-
-def load(path: Path) -> dict:
-    """The content of a checkpoint, tensors on the CPU. Raises UserError where it is missing, damaged or unknown.
-
-    One that is replaced meanwhile is read whole, as it was or as it is then.
-    """
-    if not path.exists():
-        raise UserError(f"{path} does not exist; train first, or name a run that has a checkpoint")
-    while True:
-        file = _which(path)
-        content, damaged = _read(path)
-        if _which(path) == file:  # else torch, which opens it more than once, may have read half of each
-            break
-    if damaged is not None:
-        raise UserError(
-            f"{path} is damaged ({damaged}); copy the run's other checkpoint over it, or remove both to start anew"
-        )
-    found = content.get("format") if isinstance(content, dict) else None
-    if found != FORMAT or "step" not in content:
-        raise UserError(f"{path} has checkpoint format {found}, and this version reads {FORMAT}; name another run")
-    return content
-
-
-def _read(path: Path) -> tuple[Any, str | None]:
-    """The content, and what is damaged; None: nothing."""
-    try:
-        with zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip()  # torch.load itself does not notice a flipped bit
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True) if damaged is None else None
-    except Exception as error:  # a flipped bit can make anything of a file, and torch and zipfile any exception of it
-        return None, type(error).__name__
-    return content, damaged
-
-
-def _which(path: Path) -> tuple[int, int, int]:
-    """Another after the file was replaced."""
-    found = path.stat()
-    return found.st_ino, found.st_mtime_ns, found.st_size

@@ -21,7 +21,7 @@ import torch.distributed as torch_dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from errors import TrainingFailed, UserError
+from common.errors import TrainingFailed, UserError
 
 FOREVER = timedelta(days=365)
 LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed", "NCCL")

@@ -11,7 +11,7 @@ from collections import defaultdict
 import torch
 from torch import Tensor
 
-from training.uncompiled import Uncompiled
+from common.startup import Uncompiled
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # a quintic that lifts small singular values fast
 

@@ -10,10 +10,10 @@ from collections.abc import Callable
 from torch import nn
 from torch.optim import Optimizer
 
-from errors import UserError
+from common.errors import UserError
+from common.startup import AdamW
 from training.config import AdamWConfig, MuonConfig
 from training.muon import Muon
-from training.uncompiled import AdamW
 
 
 def _group(params: list[nn.Parameter], lr: float, weight_decay: float) -> dict:

@@ -1,6 +1,5 @@
 """What a person sees while a model trains: a bar on a terminal, plain lines anywhere else."""
 
-import sys
 import textwrap
 import time
 from math import inf
@@ -10,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from data.progress import LINES_EVERY, duration
+from common.console import LINES_EVERY, counted, duration, printable
 from training.config import AUTO
 
 
@@ -66,97 +65,6 @@ class TrainingProgress:
             self.say(f"{label}  {numbers}  {duration(left)} left")
 
 
-class RowsProgress:
-    """Shows what is being measured and how long the rest will take; above the bar, what came of each piece of work.
-
-    weights: about how long each piece takes, in any unit.
-    """
-
-    def __init__(self, labels: list[str], weights: list[float]):
-        self.console = Console(highlight=False, emoji=False, markup=False)
-        self.labels, self.weights, self.done = labels, weights, 0
-        self.width = max(map(len, labels))
-        self.bar = Progress(
-            TextColumn("{task.fields[label]}"), BarColumn(bar_width=None), TimeElapsedColumn(), TextColumn("left"),
-            TimeRemainingColumn(), console=self.console, disable=not self.console.is_terminal, transient=True,
-            expand=True, speed_estimate_period=600, refresh_per_second=2,
-        )  # fmt: skip
-        self.task = self.bar.add_task("", total=sum(weights), label="")
-        self._show(0.0)
-
-    def __enter__(self) -> "RowsProgress":
-        self.bar.start()
-        return self
-
-    def __exit__(self, *_) -> None:
-        self.bar.stop()
-
-    def advance(self, part: float) -> None:
-        """`part`, 0 to 1, of the piece at hand is done."""
-        self._show(part * self.weights[self.done])
-
-    def end(self, line: str) -> None:
-        """The piece at hand is done; `line` tells what came of it."""
-        self.console.print(f"{self.labels[self.done]:<{self.width}}  {line}", soft_wrap=True)
-        self.done += 1
-        self._show(0.0)
-
-    def _show(self, beyond: float) -> None:
-        """beyond: how much of the piece at hand is done, in the unit of weights."""
-        label = f"{self.labels[min(self.done, len(self.labels) - 1)]:<{self.width}}"
-        self.bar.update(self.task, completed=sum(self.weights[: self.done]) + beyond, label=label)
-
-
-class TextsProgress:
-    """On stderr, while many texts are made or read: how many are done, tokens/s, the time left; as a bar or in lines.
-
-    work: how much there is to do, in any unit. what: what the texts are called.
-    """
-
-    def __init__(self, texts: int, work: int, what: str):
-        console = Console(stderr=True, highlight=False)
-        self.texts, self.work, self.what = texts, max(1, work), what
-        self.done = self.worked = self.tokens = 0
-        self.started = self.said = time.perf_counter()
-        self.bar = Progress(
-            TextColumn("{task.fields[label]}"), BarColumn(bar_width=None), TimeElapsedColumn(), TextColumn("left"),
-            TimeRemainingColumn(), console=console, disable=not console.is_terminal, transient=True, expand=True,
-            speed_estimate_period=600,
-        )  # fmt: skip
-        self.task = self.bar.add_task("", total=self.work, label=f"0/{texts} {what}")
-
-    def __enter__(self) -> "TextsProgress":
-        self.bar.start()
-        return self
-
-    def __exit__(self, *_) -> None:
-        self.bar.stop()
-
-    def add(self, tokens: int, share: int, ended: bool) -> None:
-        """So many tokens more, and so much of the work; ended: a text is done with them."""
-        self.tokens += tokens
-        self.done += ended
-        self.worked += share
-        now = time.perf_counter()
-        seconds = now - self.started
-        label = f"{self.done:,}/{self.texts:,} {self.what}  {self.tokens / seconds:,.0f} tokens/s"
-        self.bar.update(self.task, advance=share, label=label)
-        if self.bar.disable and now - self.said >= LINES_EVERY:
-            self.said = now
-            left = seconds / max(1, self.worked) * (self.work - self.worked)
-            print(f"{label}  {duration(left)} left", file=sys.stderr, flush=True)
-
-    def summary(self) -> str:
-        seconds = time.perf_counter() - self.started
-        speed = f"{self.tokens:,} tokens in {seconds:.1f} s, {self.tokens / seconds:,.0f} tokens/s"
-        return f"{self.done:,} {self.what}, {speed}" if self.texts > 1 else speed
-
-
-def printable(text: str) -> str:
-    """What a terminal shows and does not obey: control characters but for line ends and tabs replaced."""
-    return "".join(c if c in "\n\t" or c.isprintable() else "\ufffd" for c in text)
-
-
 def headline(folder: Path, config: Any, facts: dict, meta: dict, step: int) -> str:
     """What is about to be trained, on what, and by which kernel. `facts` as in summary.json, `meta` as in meta.json."""
     model, train, tokens, kernel = config.model, config.train, meta["tokens"], facts["attention"]
@@ -191,11 +99,6 @@ def shape(model: Any) -> str:
 
 def epochs(count: float) -> str:
     return f"{count:,.0f} epochs" if count >= 10 else f"{count:.2g} epochs"
-
-
-def counted(count: int, noun: str) -> str:
-    """1 layer, 2 layers, 2 processes."""
-    return f"{count:,} {noun}" + {"process": "es"}.get(noun, "s") * (count != 1)
 
 
 def _sees(model: Any) -> str:

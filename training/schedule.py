@@ -5,7 +5,7 @@ A new shape is one function here, in SCHEDULES, and one YAML file in configs/sch
 
 import math
 
-from errors import UserError
+from common.errors import UserError
 from training.config import ScheduleConfig
 
 

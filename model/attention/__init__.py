@@ -21,7 +21,7 @@ backends.py has the functions, support.py the table of what each can do, resolut
 """
 
 from model.attention.backends import attention_weights, cudnn, flash, flex, naive, sdpa, visible
-from model.attention.resolution import Resolved, bind, keep_when_compiled, resolve, resolve_model, spellings
+from model.attention.resolve import Resolved, bind, keep_when_compiled, resolve, resolve_model, spellings
 from model.attention.support import BACKENDS, Need, Support, backend, support_table
 
 __all__ = [

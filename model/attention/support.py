@@ -7,7 +7,7 @@ from math import inf
 import torch
 from torch import Tensor
 
-from errors import UserError
+from common.errors import UserError
 
 ALL_DTYPES = ("float64", "float32", "bfloat16", "float16")
 

@@ -1,0 +1,1 @@
+"""Times attention kernels and complete training steps side by side."""

@@ -1,0 +1,1 @@
+"""Reads finished runs and compares them: statistics, tables and plots."""

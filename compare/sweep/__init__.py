@@ -1,0 +1,1 @@
+"""Runs many trainings as child processes and collects their outcomes."""

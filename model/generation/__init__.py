@@ -1,0 +1,1 @@
+"""Text generation with a KV cache, and everything else that reads a trained model."""

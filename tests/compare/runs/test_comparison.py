@@ -1,0 +1,321 @@
+"""Comparisons, on run folders written here: references are worked out by hand, by numpy, or from published tables."""
+
+import csv
+import io
+import json
+import math
+import subprocess
+import sys
+
+import numpy as np
+import pytest
+import yaml
+from helpers import ROOT
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.errors import UserError
+from compare.runs.comparison import compare, default_out
+from compare.runs.read import Run, read_settings
+from compare.runs.statistics import by_seed, half_width, mean, quartiles, student_t
+from compare.runs.table import notes, terminal_table
+
+CONFIG = {
+    "name": None, "seed": 1, "device": "auto", "resume": True,
+    "model": {"name": "small", "n_layer": 2}, "attention": {"backend": "naive", "impl": None},
+    "optimizer": {"name": "adamw", "lr": 0.001, "beta": 0.9}, "train": {"steps": 10}, "wandb": {"mode": "offline"},
+}  # fmt: skip
+
+
+def flat_update(config, changes):
+    for key, value in changes.items():
+        *sections, last = key.split(".")
+        inner = config
+        for section in sections:
+            inner = inner[section]
+        inner[last] = value
+    return config
+
+
+def write_run(folder, seed=1, losses=(3.0, 2.0, 1.0), val=1.0, status="finished", error=None, changes=(), **facts):
+    """A run folder as train.py leaves it: losses are the training losses of steps 1, 2, ..."""
+    folder.mkdir(parents=True)
+    config = flat_update(json.loads(json.dumps(CONFIG)), dict(changes) | {"seed": seed, "name": folder.name})
+    (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
+    summary = {"name": folder.name, "status": status, "error": error}
+    if status != "refused":
+        rows = [{"step": 0, "tokens": 0, "seconds": 0.0, "val/loss": 4.0}]
+        rows += [{"step": step, "train/loss": loss, "step_ms": 100.0 if step <= 5 else 10.0 + step,
+                  "tokens_per_second": 1000.0 + step} for step, loss in enumerate(losses, 1)]  # fmt: skip
+        rows[-1] |= {"val/loss": val, "peak_memory_bytes": 2**20}
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        summary |= {
+            "step": len(losses), "best_val_loss": val, "last_val_loss": val, "last_val_bpb": val / 2,
+            "peak_memory_bytes": 2**20, "device": "cpu", "device_name": "a chip", "dtype": "float32", "vocab_size": 65,
+            "attention": {"requested": "a", "resolved": config["attention"]["backend"], "impl": None},
+        } | facts  # fmt: skip
+    (folder / "summary.json").write_text(json.dumps(summary))
+    return folder
+
+
+def write_sweep(folder, jobs):
+    folder.mkdir(parents=True)
+    (folder / "sweep.json").write_text(json.dumps({"command": "python train.py -m ...", "jobs": jobs}))
+    return folder
+
+
+def labels(folders):
+    return [setting.label for setting in read_settings(folders)]
+
+
+# Statistics.
+
+
+def test_student_t_is_the_published_one():
+    table = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 9: 2.262, 10: 2.228, 29: 2.045, 30: 2.042, 120: 1.980}
+    for df, t in table.items():
+        assert student_t(df) == pytest.approx(t, abs=5e-4)
+    assert student_t(100_000) == pytest.approx(1.95996, abs=1e-4)
+
+
+VALUES = st.lists(st.floats(-1e3, 1e3), min_size=2, max_size=8)
+
+
+@given(VALUES, st.floats(-100, 100), st.floats(0.1, 10))
+def test_an_interval_moves_and_stretches_with_its_values(values, shift, scale):
+    assert half_width(values) >= 0
+    moved = [scale * value + shift for value in values]
+    assert mean(moved) == pytest.approx(scale * mean(values) + shift, abs=1e-6)
+    assert half_width(moved) == pytest.approx(scale * half_width(values), abs=1e-6)
+
+
+def test_an_interval_by_hand():
+    # Standard deviation 1, three values: 4.303 / sqrt(3).
+    assert half_width([1.0, 2.0, 3.0]) == pytest.approx(4.3027 / math.sqrt(3), abs=1e-4)
+    assert half_width([1.0]) is None and mean([]) is None and quartiles([]) == (None, None, None)
+
+
+def test_intervals_hold_the_mean_95_times_in_100():
+    draws = np.random.default_rng(0).normal(size=(2000, 3)).tolist()
+    held = sum(abs(mean(draw)) <= half_width(draw) for draw in draws)
+    assert 0.93 < held / 2000 < 0.97
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=1))
+def test_quartiles_are_in_order_and_within(values):
+    q1, median, q3 = quartiles(values)
+    assert min(values) <= q1 <= median <= q3 <= max(values)
+
+
+def test_two_runs_of_one_seed_are_one_draw(tmp_path):
+    runs = [Run(tmp_path, {}, seed, {"x": x}) for seed, x in ((1, 2.0), (1, 4.0), (2, 5.0), (3, None))]
+    assert by_seed(runs, "x") == {1: 3.0, 2: 5.0}
+
+
+# Rows.
+
+
+def test_losses_on_other_tokens_are_not_subtracted(tmp_path):
+    same, other = ([write_run(tmp_path / f"{name}{n}", changes={"attention.backend": f"b{n}"}, data=data)
+                    for n, data in enumerate(folders)]
+                   for name, folders in (("same", ("x-1", "x-1")), ("other", ("x-1", "y-2"))))  # fmt: skip
+    (_, row), (_, apart) = compare(same, tmp_path / "same"), compare(other, tmp_path / "other")
+    assert (row.pairs, row.difference, row.divergence) == (1, 0.0, 0.0)
+    assert (apart.pairs, apart.difference, apart.divergence) == (0, None, None)
+
+
+def test_another_number_of_processes_is_another_setting(tmp_path):
+    runs = [write_run(tmp_path / f"run{n}", seed=n, world_size=n) for n in (1, 2)]
+    assert [row.setting for row in compare(runs, tmp_path / "out")] == ["world_size=1", "world_size=2"]
+
+
+def test_figures_by_hand(tmp_path):
+    base, other = {1: 1.0, 2: 1.2, 3: 1.4}, {1: 1.1, 2: 1.2, 4: 9.0}
+    losses = [5.0] * 250
+    folders = [write_run(tmp_path / f"a{seed}", seed, losses, val) for seed, val in base.items()]
+    apart = [5.0] * 199 + [5.5, 5.0] + [5.0] * 48 + [3.0]
+    folders += [
+        write_run(tmp_path / f"b{seed}", seed, apart, val, changes={"attention.backend": "flex"},
+                  peak_memory_bytes=seed * 2**20, compile_s=float(seed))
+        for seed, val in other.items()
+    ]  # fmt: skip
+    first, second = compare(folders, tmp_path / "out")
+    assert (first.setting, first.status, first.seeds) == ("attention=naive", "3 finished", 3)
+    assert first.val_loss == pytest.approx(1.2)
+    assert first.val_loss_ci95 == pytest.approx(4.3027 * 0.2 / math.sqrt(3), rel=1e-4)
+    assert (first.difference, first.pairs, first.divergence, first.compile_s) == (None, 0, None, None)
+    # Seeds 1 and 2 are pairs, 4 has none: differences 0.1 and 0, standard deviation 0.1 / sqrt(2).
+    assert (second.difference, second.pairs) == (pytest.approx(0.05), 2)
+    assert second.difference_ci95 == pytest.approx(12.706 * 0.05, rel=1e-4)
+    assert (second.divergence_200, second.divergence) == (0.5, 2.0)
+    assert (second.peak_memory_bytes, second.compile_s, second.kernel) == (2 * 2**20, 2.0, "flex")
+    steady = [10.0 + step for step in range(6, 251)]
+    expected = np.percentile(steady * 3, [25, 50, 75]).tolist()
+    assert [second.step_ms_q1, second.step_ms, second.step_ms_q3] == expected
+    assert second.tokens_per_second == 1000 + 128
+
+
+def test_only_finished_runs_count(tmp_path):
+    good = write_run(tmp_path / "good", 1, val=2.0)
+    bad = write_run(tmp_path / "bad", 2, val=99.0, status="failed", error="TrainingFailed: not finite")
+    with open(bad / "metrics.jsonl", "a") as f:
+        f.write('{"step": 4, "trai')  # killed in the middle of a line
+    refused = write_run(tmp_path / "no", status="refused", error="needs a GPU", changes={"attention.backend": "flex"})
+    first, second = compare([good, bad, refused], tmp_path / "out")
+    assert (first.status, first.reason) == ("1 finished, 1 failed", "TrainingFailed: not finite")
+    assert (first.val_loss, first.seeds, first.val_loss_ci95) == (2.0, 1, None)
+    assert (second.status, second.reason, second.val_loss, second.step_ms) == ("refused", "needs a GPU", None, None)
+    assert any("needs a GPU" in note for note in notes([first, second]))
+    assert "| attention=flex | refused |" in (tmp_path / "out/comparison.md").read_text()
+
+
+def test_what_was_not_logged_stays_unknown(tmp_path):
+    run = write_run(tmp_path / "a", losses=(3.0, None, 1.0), last_val_loss=None, peak_memory_bytes=None)
+    other = write_run(tmp_path / "b", losses=(3.0, 2.0, None), changes={"optimizer.lr": 0.1})
+    row, against = compare([run, other], tmp_path / "out")
+    assert (row.val_loss, row.seeds, row.step_ms) == (None, 0, None)  # three steps are all warm-up
+    assert (against.divergence, against.difference) == (0.0, None)  # step 1 alone has both
+
+
+# Settings and labels.
+
+
+def test_labels_say_what_differs(tmp_path):
+    runs = [
+        write_run(tmp_path / "a"),
+        write_run(tmp_path / "b", 2, changes={"wandb.mode": "online", "resume": False}),  # the same setting
+        write_run(tmp_path / "c", changes={"optimizer.lr": 0.003}),
+        write_run(tmp_path / "d", changes={"optimizer.name": "muon", "optimizer.lr": 0.02, "optimizer.beta": 0.95}),
+        write_run(tmp_path / "e", changes={"train.steps": 20}),
+    ]
+    assert labels(runs) == [
+        "optimizer=adamw, optimizer.lr=0.001, train.steps=10",
+        "optimizer=adamw, optimizer.lr=0.003, train.steps=10",
+        "optimizer=muon, train.steps=10",
+        "optimizer=adamw, optimizer.lr=0.001, train.steps=20",
+    ]
+    assert labels(runs[:1]) == ["a"] and labels(runs[:2]) == ["all"]
+    assert labels([runs[0], runs[2]]) == ["optimizer.lr=0.001", "optimizer.lr=0.003"]
+    assert len(read_settings([runs[0], runs[0]])[0].runs) == 1
+
+
+def test_a_sweep_with_jobs_that_never_started(tmp_path):
+    jobs = [f"attention={name},seed={seed}" for name in ("flex", "naive", "third") for seed in (1, 2)]
+    sweep = write_sweep(tmp_path / "cmp", jobs)
+    for job in (jobs[1], jobs[2]):
+        name, seed = (word.split("=")[1] for word in job.split(","))
+        write_run(sweep / job, int(seed), changes={"attention.backend": name})
+    (sweep / jobs[3]).mkdir()  # killed before it wrote anything
+    rows = compare([sweep], default_out([sweep]))
+    assert [(row.setting, row.status) for row in rows] == [
+        ("attention=flex", "1 finished, 1 not started"),
+        ("attention=naive", "1 finished, 1 not started"),
+        ("attention=third", "not started"),
+    ]
+    assert (sweep / "comparison.csv").exists()
+    assert str(default_out([sweep, sweep])) == "runs/comparison"
+
+
+# Files and the terminal.
+
+
+def test_the_csv_is_numbers_and_the_table_fits(tmp_path):
+    from rich.console import Console
+
+    names = ("naive", "flex")
+    runs = [write_run(tmp_path / f"{name}{seed}", seed, [3.0] * 9, 1 + seed / 10, changes={"attention.backend": name},
+                      peak_memory_bytes=9 * 2**30, compile_s=31.2)
+            for name in names for seed in (1, 2, 3)]  # fmt: skip
+    rows = compare(runs, tmp_path / "out")
+    written = list(csv.DictReader((tmp_path / "out/comparison.csv").open(newline="")))
+    assert float(written[1]["val_loss"]) == rows[1].val_loss and written[0]["difference"] == ""
+    assert int(written[0]["peak_memory_bytes"]) == 9 * 2**30 and float(written[1]["divergence"]) == 0
+    console = Console(width=120, file=io.StringIO())
+    console.print(terminal_table(rows, console))
+    text = console.file.getvalue()
+    assert all(len(line) <= 120 for line in text.splitlines())
+    for word in ("attention=naive", "3 finished", "1.2000", "± 0.2484", "9.00 GiB", "31.2 s"):
+        assert word in text
+
+
+def test_markdown_cells_stay_cells(tmp_path):
+    runs = [write_run(tmp_path / name, changes={"model.name": name}) for name in ("a", "b|c")]
+    compare(runs, tmp_path / "out")
+    table = [line for line in (tmp_path / "out/comparison.md").read_text().splitlines() if line.startswith("|")]
+    assert len(table) == 4 and len({line.replace("\\|", "").count("|") for line in table}) == 1
+
+
+@pytest.mark.parametrize("count", [1, 12])
+def test_pictures_of_one_and_of_many(tmp_path, count):
+    long = "a-very-long-name-of-a-model-that-fits-nowhere-" * 3
+    runs = [write_run(tmp_path / str(i), changes={"model.name": f"{long}{i}"}) for i in range(count)]
+    refused = write_run(tmp_path / "no", status="refused", error="no", changes={"model.name": "no"})
+    for folders in (runs, [*runs, refused], [refused]):
+        compare(folders, tmp_path / "out")
+        png = (tmp_path / "out/comparison.png").read_bytes()
+        width, height = int.from_bytes(png[16:20]), int.from_bytes(png[20:24])
+        assert width == 1500 and 900 <= height <= 1800
+
+
+# Wrong input.
+
+
+def spoil(folder, name, text):
+    (folder / name).write_text(text)
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda at: at / "nowhere", "nowhere does not exist"),
+        (lambda at: at, "no summary.json"),
+        (lambda at: spoil(write_run(at / "a"), "summary.json", '{"status": '), "summary.json is damaged"),
+        (lambda at: spoil(write_run(at / "a"), "summary.json", "[]"), "says no status"),
+        (lambda at: spoil(write_run(at / "a"), "config.yaml", "a: [1"), "config.yaml is damaged"),
+        (lambda at: spoil(write_run(at / "a"), "config.yaml", "a: 1"), "not the config of a run"),
+        (lambda at: spoil(write_run(at / "a"), "metrics.jsonl", '{"step": 1}\n{"st'), "metrics.jsonl is damaged"),
+        (lambda at: spoil(write_run(at / "a"), "metrics.jsonl", "[1]\n"), "rows without a step"),
+        (lambda at: spoil(write_sweep(at / "s", []), "sweep.json", "{}"), "sweep.json is damaged"),
+        (lambda at: write_sweep(at / "s", []), "no run to compare"),
+    ],
+)
+def test_wrong_input_is_one_sentence_and_writes_nothing(tmp_path, make, says):
+    with pytest.raises(UserError, match=says) as refusal:
+        compare([make(tmp_path)], tmp_path / "out")
+    assert "\n" not in str(refusal.value) and not (tmp_path / "out").exists()
+
+
+def script(*arguments, cwd):
+    return subprocess.run([sys.executable, ROOT / "compare.py", *arguments], cwd=cwd, capture_output=True, text=True)
+
+
+def test_the_script(tmp_path):
+    write_run(tmp_path / "runs/a")
+    write_run(tmp_path / "runs/b", changes={"attention.backend": "flex"})
+    done = script("runs/a", "runs/b", cwd=tmp_path)
+    assert done.returncode == 0 and "attention=flex" in done.stdout, done.stderr
+    assert {path.name for path in (tmp_path / "runs/comparison").iterdir()} == {
+        "comparison.csv", "comparison.md", "comparison.png",
+    }  # fmt: skip
+    assert script("runs/a", "--out", "there", cwd=tmp_path).returncode == 0 and (tmp_path / "there").is_dir()
+    wrong = script("runs/a", "runs/c", cwd=tmp_path)
+    assert wrong.returncode == 2 and wrong.stderr.startswith("compare.py: runs/c does not exist")
+    assert len(wrong.stderr.splitlines()) == 1
+    assert "runs/sweeps/cmp" in script("--help", cwd=tmp_path).stdout
+
+
+def test_comparing_imports_no_torch(tmp_path):
+    modules = "sys, compare.runs.comparison, compare.runs.table"
+    ask = f"import {modules}; sys.exit(bool({{'torch', 'matplotlib'}} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", ask], cwd=ROOT).returncode == 0
+
+
+def test_real_runs_compare(train, tmp_path):
+    """What train.py writes is what compare reads: the backends' curves lie together, the same seed's pair up."""
+    for name in ("naive", "sdpa"):
+        assert train(f"name={name}", f"attention={name}", "train.steps=8") == 0
+    rows = compare([tmp_path / "runs/naive", tmp_path / "runs/sdpa"], tmp_path / "runs/comparison")
+    assert [row.setting for row in rows] == ["attention=naive", "attention=sdpa"]
+    assert rows[1].pairs == 1 and rows[1].divergence < 1e-4 and abs(rows[1].difference) < 1e-4
+    assert all(row.step_ms > 0 and row.peak_memory_bytes > 0 and row.val_bpb > 0 for row in rows)

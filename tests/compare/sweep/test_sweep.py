@@ -1,0 +1,180 @@
+"""Sweeps: real processes, each job an ordinary run, and what a kill, a refusal and an interruption leave behind."""
+
+import csv
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+from helpers import ROOT, TINY, metrics, untimed
+
+from common.run_dir import Run, owner, read_summary
+from compare.sweep.jobs import Job, Outcome, recover
+from configs.composition import composing
+from configs.multirun import expand
+from training.distributed import Dist
+
+LONG = ["name=s", "train.steps=600", "eval.every=300", "checkpoint.every=20", "train.batch_size=2"]
+
+
+def sweep(*overrides: str, **environment: str) -> subprocess.Popen:
+    return subprocess.Popen(
+        [sys.executable, str(ROOT / "train.py"), "-m", *TINY, *overrides], text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        start_new_session=True,
+    )  # fmt: skip
+
+
+def wait_for_row(job: str, step: int) -> None:
+    path, deadline = Path(f"runs/sweeps/s/{job}/metrics.jsonl"), time.time() + 60
+    while time.time() < deadline and not (path.exists() and path.read_text().count("\n") > step):
+        time.sleep(0.02)
+
+
+def summary(job: str) -> dict:
+    return json.loads(Path(f"runs/sweeps/s/{job}/summary.json").read_text())
+
+
+def comparison() -> list[dict]:
+    with open("runs/sweeps/s/comparison.csv") as f:
+        return list(csv.DictReader(f))
+
+
+@pytest.mark.slow
+def test_killed_interrupted_and_extended_a_sweep_does_what_is_missing(train, workdir):
+    process = sweep(*LONG, "seed=1,2")
+    wait_for_row("seed=1", 50)
+    pid = int(re.search(r"process (\d+)", Path("runs/sweeps/s/seed=1/.owner").read_text()).group(1))
+    os.kill(pid, signal.SIGKILL)
+    out, err = process.communicate(timeout=100)
+    assert process.returncode == 1, err
+    assert "failed   seed=1: its process was killed by SIGKILL (runs/sweeps/s/seed=1/train.log)" in err
+    assert re.search(r"seed=2 +val loss", out)
+    assert (summary("seed=1")["status"], summary("seed=2")["status"]) == ("failed", "finished")
+    untouched = {path: path.stat().st_mtime for path in Path("runs/sweeps/s/seed=2").rglob("*")}
+
+    process = sweep(*LONG, "seed=1,2,3")
+    wait_for_row("seed=3", 50)
+    os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C on a terminal does
+    out, err = process.communicate(timeout=100)
+    assert process.returncode == 75, err
+    assert re.search(r"seed=3 +interrupted: saved at step \d+$", out, re.MULTILINE), out
+    assert "1 of them finished before" in out
+    assert "the same command with name=s goes on" in err
+    assert (summary("seed=1")["status"], summary("seed=3")["status"]) == ("finished", "interrupted")
+    stopped = summary("seed=3")["step"]
+    assert 50 < stopped < 600
+
+    process = sweep(*LONG, "seed=1,2,3")
+    out, err = process.communicate(timeout=100)
+    assert process.returncode == 0, err
+    assert f"continued from step {stopped}" in Path("runs/sweeps/s/seed=3/train.log").read_text()
+    assert untouched == {path: path.stat().st_mtime for path in Path("runs/sweeps/s/seed=2").rglob("*")}
+    assert {path.name for path in workdir.iterdir()} == {"text.txt", "data", "runs"}
+    (row,) = comparison()
+    assert float(row["val_loss"]) == pytest.approx(sum(summary(f"seed={n}")["last_val_loss"] for n in (1, 2, 3)) / 3)
+
+    assert train(*LONG, "name=alone", "seed=1") == 0  # killed and continued, a job is still what it would have been
+    assert untimed(metrics("alone"))[-1] == pytest.approx(untimed(metrics("sweeps/s/seed=1"))[-1], abs=1e-4)
+
+
+@pytest.mark.slow
+def test_a_refused_backend_is_a_row_and_the_group_is_in_wandb(workdir):
+    settings = ["name=s", "model.dropout=0.1", "wandb.mode=offline", "train.steps=3"]
+    process = sweep(*settings, "attention=sdpa,flash")
+    out, err = process.communicate(timeout=100)
+    assert process.returncode == 0, err
+    refusal = "attention=flash on cpu has no dropout; set model.dropout=0, or attention=naive or sdpa"
+    assert f"refused: {refusal}" in out
+    rows = {row["setting"]: row for row in comparison()}
+    assert list(rows) == ["attention=sdpa", "attention=flash"]
+    assert refusal in rows["attention=flash"]["reason"]
+    assert rows["attention=flash"]["val_loss"] == ""
+    assert float(rows["attention=sdpa"]["val_loss"]) == pytest.approx(summary("attention=sdpa")["last_val_loss"])
+    for name in ("comparison.md", "comparison.png", "sweep.json"):
+        assert Path(f"runs/sweeps/s/{name}").exists()
+
+    def inspect(pattern):
+        (file,) = Path("runs/sweeps/s").glob(pattern)
+        command = [sys.executable, "-m", "wandb", "leet", "inspect", "--summary", str(file)]
+        return subprocess.run(command, capture_output=True, text=True).stdout
+
+    job = inspect("attention=sdpa/wandb/offline-run-*/*.wandb")
+    for line in (r"attention\.requested +sdpa", r"attention\.resolved +math", r"seed +1337"):
+        assert re.search(line, job), job
+    assert "comparison" in inspect("wandb/offline-run-*/*.wandb")
+
+    # Under its name the sweep goes on as what it was, or not at all.
+    process = sweep(*settings, "attention=sdpa,flash", "optimizer.lr=0.03", "train.steps=5")
+    out, err = process.communicate(timeout=100)
+    assert (process.returncode, out) == (2, "")
+    assert "attention=sdpa was trained with optimizer.lr=0.02 (now 0.03); set that back, or give the sweep" in err
+    assert summary("attention=sdpa")["status"] == "finished"
+
+
+LAUNCHER = """
+from hydra.core.config_store import ConfigStore
+from hydra._internal.core_plugins.basic_launcher import BasicLauncher
+
+class LosingLauncher(BasicLauncher):
+    def launch(self, job_overrides, initial_job_idx):
+        super().launch(job_overrides[:1], initial_job_idx)
+        raise ConnectionError("the cluster went away\\nand said much more")
+
+node = {"_target_": "hydra_plugins.losing.LosingLauncher"}
+ConfigStore.instance().store(group="hydra/launcher", name="losing", provider="test", node=node)
+"""
+
+
+def test_what_a_launcher_loses_is_named_and_the_rest_compared(workdir):
+    """With a launcher of one's own, found as any plugin of Hydra's is."""
+    (workdir / "plugins/hydra_plugins").mkdir(parents=True)
+    (workdir / "plugins/hydra_plugins/losing.py").write_text(LAUNCHER)
+    process = sweep("name=s", "seed=1,2", "hydra/launcher=losing", PYTHONPATH=str(workdir / "plugins"))
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "Traceback" not in err
+    assert "failed   seed=2: not started: ConnectionError: the cluster went away (" in err
+    assert summary("seed=1")["status"] == "finished"
+    assert comparison()[0]["status"] == "1 finished, 1 not started"
+
+
+def test_recovering_knows_the_lost_from_the_running(workdir):
+    folder = workdir / "runs/sweeps/s/seed=1"
+    job = Job("seed=1", folder, [], {"name": "sweeps/s/seed=1"})
+    assert recover(job, 0.0, "gone") == Outcome("failed", "not started: gone")
+    with Run("sweeps/s/seed=1", "", True, Dist()) as run:
+        run.begin({"name": "sweeps/s/seed=1"}, {})
+        assert recover(job, 0.0, "gone").reason == f"is still being trained by {owner(folder)}"
+        run.summary = None  # as if killed here
+    assert recover(job, 0.0, "gone") == Outcome("failed", "its process was lost")
+    assert read_summary(folder)["status"] == "failed"
+    assert recover(job, time.time() + 60, "gone") == Outcome("failed", "not started: gone")
+
+
+def test_a_sweep_under_torchrun_is_refused(workdir):
+    process = sweep("seed=1,2", RANK="0", WORLD_SIZE="2")
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 2
+    assert "-m starts its own processes" in err
+    assert not Path("runs").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (["attention=naive,sdpa", "seed=range(1,3)"], [["seed=1", "attention=naive"], ["seed=1", "attention=sdpa"],
+                                                        ["seed=2", "attention=naive"], ["seed=2", "attention=sdpa"]]),
+        (["train.steps=5", "optimizer.betas=[0.9,0.95],[0.9,0.99]"], [["optimizer.betas=[0.9,0.95]"],
+                                                                     ["optimizer.betas=[0.9,0.99]"]]),
+        (["optimizer=glob(*)", "data.path=a,b.txt"], [["optimizer=adamw"], ["optimizer=muon"]]),
+    ],
+)  # fmt: skip
+def test_values_expand_as_hydra_expands_them(words, expected):
+    with composing(None):
+        assert [list(each.values()) for each in expand(words)] == expected

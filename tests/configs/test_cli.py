@@ -1,0 +1,336 @@
+"""Every wrong input is one sentence that says what to set, before anything is computed or written."""
+
+import re
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import ROOT, TINY
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+from configs import cli
+from configs.cli import start
+from configs.composition import choices
+
+ALL = [(group, choice) for group in ("model", "attention", "tokenizer", "optimizer", "schedule", "experiment")
+       for choice in choices(group)]  # fmt: skip
+
+
+def refused(capsys, *overrides, script="train") -> str:
+    """The one sentence with which a command line is refused."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stopped:
+        start(script, "", list(overrides))
+    out, err = capsys.readouterr()
+    assert stopped.value.code == 2, (out, err)
+    assert out == ""
+    assert err.count("\n") == 1
+    assert "Traceback" not in err
+    return err.strip()
+
+
+@pytest.mark.parametrize(("group", "choice"), ALL)
+def test_every_choice_composes(group, choice, workdir):
+    config = start("train", "", [f"{group}={choice}", *["tokenizer.run=a"] * (choice == "run")])
+    if group != "experiment":
+        assert choice in (getattr(getattr(config, group), key, None) for key in ("name", "backend"))
+
+
+@pytest.mark.parametrize("choice", choices("data"))
+def test_every_data_choice_composes(choice, workdir, capsys):
+    if choice == "mix":
+        with pytest.raises(SystemExit):
+            start("train", "", ["data=mix"])
+        assert "data=mix has no texts; name them in a file of your own" in capsys.readouterr().err
+    else:
+        assert start("train", "", [f"data={choice}", "data.path=text.txt"]).data.name == choice
+
+
+WRONG = [
+    (["train.stesp=3"], r"train.stesp: there is no such key, did you mean train.steps\?"),
+    (["steps=3"], r"steps: there is no such key, did you mean train.steps\?"),
+    (["n_layer=3"], r"did you mean model.n_layer\?"),
+    (["modle=gpt2"], r"modle: there is no such key, did you mean model\?"),
+    (["optimizer.learning_rate=1"], r"optimizer.learning_rate: there is no such key"),
+    (["optimizer=adamw", "optimizer.momentum=0.9"], r"optimizer.momentum: there is no such key"),
+    (["model=gpt3"], r"model=gpt3: there is no such choice, did you mean gpt2\?; set gpt2, modern or nanogpt"),
+    (["attention=falsh"], r"did you mean flash\?; set cudnn, flash, flex, naive or sdpa"),
+    (["train.steps=many"], r"train.steps=many does not fit: train.steps takes a whole number, or null"),
+    (["train.steps=1.5"], r"train.steps takes a whole number, or null"),
+    (["model.n_layer=null"], r"model.n_layer takes a whole number$"),
+    (["compile=perhaps"], r"compile takes true or false, or null"),
+    (["optimizer.lr=fast"], r"optimizer.lr=fast does not fit"),
+    (["seed=1,2"], r"'seed=1,2' gives several values"),
+    (["train.steps=f("], r"'train.steps=f\(' cannot be read as key=value"),
+    (["+train.foo=1"], r"\+train.foo=1: every key exists already .* set train.foo=VALUE"),
+    (["++seed=1"], r"every key exists already"),
+    (["~seed"], r"none can go"),
+    (["hydra.run.dir=x"], r"hydra.run.dir belongs to Hydra's own machinery"),
+    (["hydra/launcher=x"], r"belongs to Hydra"),
+    (["--foo"], r"--foo is not a flag"),
+    (["-m"], r"-m takes several values for at least one key; set, say, seed=1,2,3"),
+    (["-m", "seed=1"], r"-m takes several values for at least one key"),
+    (["-m", "attention=naive,falsh"], r"attention=falsh: there is no such choice, did you mean flash"),
+    (["-m", "seed=1,2", "model.n_embd=96,97"], r"model.n_embd=97 does not divide"),
+    (["-m", "seed=1,2", "name=a/b"], r"name='a/b' cannot name a folder"),
+    (["-m", "seed=1,2", "name=sweeps/a/seed=1"], r"name=sweeps/a/seed=1 is one run of a sweep; leave out -m"),
+    (["-m", "seed=1,2", "hydra/launcher=nowhere"], r"hydra/launcher=nowhere: there is no such choice; set basic"),
+    (["-m", "seed=1,2", "hydra.launcher._target_=os.system"], r"belongs to Hydra's own machinery"),
+    (["-m", "seed=1,2", "hydra.launcher.x={_target_:os.system}"], r"belongs to Hydra's own machinery"),
+    (["-m", "seed=1,2", "hydra.sweeper.params=x"], r"belongs to Hydra's own machinery"),
+    (["-m", "seed=1,2", "seed=3,4"], r"seed is given twice; give all of its values at once"),
+    (["-m", "seed=1,2", "hydra.launcher.partition=gpu"], r"the launcher has no such setting; set hydra/launcher=NAME"),
+    (["-m", "seed=1,2,1"], r"seed=1 would be trained twice; give each value once"),
+    (["-m", "seed=1,2", f"model.name={'a' * 99},{'b' * 99}", f"data.name={'a' * 99},{'b' * 99}"], r"too long for"),
+    (["-m", "seed=1,2", "--cfg", "job"], r"--cfg shows the config of one run; leave out -m"),
+    (["steps"], r"'steps' is not of the form key=value"),
+    (["model.n_embd=100", "model.n_head=6"], r"model.n_embd=100 does not divide .* set model.n_embd=96 or 102"),
+    (
+        ["model.n_head=6", "model.n_embd=96", "model.n_kv_head=4"],
+        r"model.n_kv_head=4 does not divide model.n_head=6; set one of 1, 2, 3, 6",
+    ),
+    (["model.n_embd=30", "model.n_head=6"], r"model.position=rotary turns pairs of channels"),
+    (["model.n_layer=0"], r"model.n_layer=0 must be at least 1"),
+    (["model.dropout=1.5"], r"model.dropout=1.5 is a probability"),
+    (["model.norm=batchnorm"], r"model.norm=batchnorm is unknown; set one of layernorm, rmsnorm"),
+    (["train.batch_size=10", "train.micro_batch_size=4"], r"does not divide a device's 10 .* set one of 1, 2, 5, 10"),
+    (
+        ["train.micro_batch_size=large"],
+        r"train.micro_batch_size=large takes a number .* auto .* null .* set, say, auto",
+    ),
+    (["train.micro_batch_size=0"], r"train.micro_batch_size=0 takes a number of sequences from 1"),
+    (["train.micro_batch_size=1.5"], r"train.micro_batch_size=1.5 takes a number"),
+    (["train.micro_batch_size=[auto]"], r"takes a number of sequences from 1, auto"),
+    (["train.batch_size=0"], r"train.batch_size=0 must be a number greater than 0"),
+    (["train.steps=null"], r"set train.steps or train.minutes"),
+    (["data=text"], r"set data.path=FILE"),
+    (["data=text", "data.path=nowhere.txt"], r"data.path=nowhere.txt does not exist"),
+    (["data=text", "data.path=short.txt"], r"one window takes model.block_size \+ 1 = 129; set model.block_size="),
+    (["data=text", "data.path=latin.txt"], r"latin.txt is not UTF-8: byte 3 is 0xe9"),
+    (["data.repo=a/b", "data.stream=true"], r"data.repo=a/b, data.stream=True is for the hub; set data=hub as well"),
+    (["data.max_documents=9", "data.row_is_document=false"], r"data.max_documents=9 counts documents, and data.row"),
+    (["data.val_fraction=null"], r"data.val_fraction is not set; set, say, data.val_fraction=0.1"),
+    (["data.val_fraction=1"], r"data.val_fraction=1.0 must lie between 0 and 1"),
+    (["name=a/b"], r"name='a/b' cannot name a folder"),
+    (["name=.."], r"cannot name a folder"),
+    (["name=sweeps"], r"name=sweeps is taken"),
+    (["seed=-1"], r"seed=-1 must not be negative"),
+    (["optimizer.betas=[0.9]"], r"optimizer.betas=\[0.9\] must be two numbers"),
+    (["optimizer.lr=0"], r"optimizer.lr=0.0 must be a number greater than 0"),
+    (["optimizer.lr=nan"], r"optimizer.lr=nan must be a number greater than 0"),
+    (["optimizer=null"], r"leaves optimizer without a choice; set optimizer=adamw or muon"),
+    (["model="], r"leaves model without a choice"),
+    (["optimizer=adamw", "optimizer.name=muon"], r"optimizer needs a choice whose name it keeps"),
+    (["data.name=../x"], r"data.name='../x' cannot name a folder"),
+    (["data=shakespeare_char", "data.url=null"], r"data.url=None is no address"),
+    (["tokenizer.vocab_size=5000000000"], r"tokenizer.vocab_size=5000000000 is out of range"),
+    (["seed=18446744073709551616"], r"must not be negative, and below 2\^32"),
+    (["data=text", "data.path=empty.txt", "tokenizer=char"], r"empty.txt holds no text"),
+    (["name=" + 300 * "a"], r"cannot name a folder"),
+    (["wandb.mode=on"], r"wandb.mode=on is unknown; set offline, online or disabled"),
+    (["eval.every=0"], r"eval.every=0 must be a number greater than 0"),
+    (
+        ["tokenizer=char", "tokenizer.vocab_size=500", "data=text", "data.path=short.txt"],
+        r"leave tokenizer.vocab_size out",
+    ),
+    (["tokenizer.vocab_size=null", "data=text", "data.path=short.txt"], r"tokenizer.vocab_size=None has no room"),
+    (["schedule=cosine", "schedule.name=cosin"], r"schedule.name=cosin is unknown; set one of cosine, wsd"),
+    (["schedule.decay_fraction=null"], r"schedule=wsd needs schedule.decay_fraction"),
+    (["schedule.warmup_steps=-1"], r"schedule.warmup_steps=-1 must not be negative"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "said"), WRONG, ids=[" ".join(w[0]) for w in WRONG])
+def test_wrong_words_on_the_command_line(overrides, said, workdir, capsys):
+    (workdir / "short.txt").write_text("too short")
+    (workdir / "latin.txt").write_bytes(b"caf\xe9 " * 100)
+    (workdir / "empty.txt").touch()
+    before = sorted(workdir.rglob("*"))
+    assert re.search(said, refused(capsys, *overrides)), "another sentence"
+    assert sorted(workdir.rglob("*")) == before
+
+
+WRONG_YAML = [
+    ("train: {stesp: 3}", r"train.stesp: there is no such key \(in experiment/mine.yaml\), did you mean train.steps\?"),
+    ("trian: {steps: 3}", r"trian: there is no such key"),
+    ("train: {steps: many}", r"train.steps.*takes a whole number"),
+    ("model: {n_embd: 101}", r"model.n_embd=101 does not divide"),
+    ("train: {batch_size: 10, micro_batch_size: 4}", r"set one of 1, 2, 5, 10"),
+    ("model: {block_size: 100000}\ndata: {path: text.txt}", r"one window takes model.block_size \+ 1 = 100001"),
+    ("hydra: {callbacks: {x: {_target_: os.system}}}", r"sets Hydra's own machinery"),
+    ("optimizer: {lr: fast}", r"optimizer.lr \(in experiment/mine.yaml\) does not fit: optimizer.lr takes a number"),
+    ("train: [", r"a YAML file cannot be read: .*mine.yaml.*line"),
+]
+
+
+@pytest.mark.parametrize(("content", "said"), WRONG_YAML, ids=[w[0] for w in WRONG_YAML])
+def test_the_same_from_a_yaml_file(content, said, workdir, capsys):
+    (workdir / "own/experiment").mkdir(parents=True)
+    (workdir / "own/experiment/mine.yaml").write_text(f"# @package _global_\n{content}\n")
+    assert re.search(said, refused(capsys, "--config-dir", "own", "experiment=mine"))
+
+
+WRONG_MIX = [
+    ("[mix, txt@mix.a]", "a: {path: text.txt}", r"data=txt: there is no such choice, did you mean text\?; mend"),
+    (
+        "[mix, text@mix.a]",
+        "a: {path: text.txt}, b: {path: text.txt}",
+        r"data.mix.b is no text yet; add, say, text@mix.b to the de",
+    ),
+    ("[mix, text@mix.a]", "a: {wieght: 1}", r"data.mix.a.wieght: .*, did you mean data.mix.a.weight\?"),
+    ("[mix, text@mix.a]", "a: {weight: x}", r"data.mix.a.weight \(in data/both.yaml\) does not fit: .* takes a number"),
+]
+
+
+@pytest.mark.parametrize(("defaults", "mix", "said"), WRONG_MIX)
+def test_what_is_wrong_in_a_mix_is_said_with_its_text(defaults, mix, said, workdir, capsys):
+    (workdir / "own/data").mkdir(parents=True)
+    (workdir / "own/data/both.yaml").write_text(f"defaults: {defaults}\nname: both\nmix: {{{mix}}}\n")
+    assert re.search(said, refused(capsys, "--config-dir", "own", "data=both"))
+
+
+def test_a_yaml_file_of_ones_own_is_found_and_the_command_line_wins(workdir):
+    (workdir / "own/experiment").mkdir(parents=True)
+    (workdir / "own/experiment/mine.yaml").write_text("# @package _global_\ntrain: {steps: 7, batch_size: 3}\n")
+    config = start("train", "", ["--config-dir", "own", "experiment=mine", "train.batch_size=5"])
+    assert (config.train.steps, config.train.batch_size) == (7, 5)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["temperature=nan"], "temperature=nan must not be negative"),
+        (["temperature=-1"], "temperature=-1.0 must not be negative"),
+        (["top_k=0"], "top_k=0 must be at least 1"),
+        (["top_p=1.5"], "top_p=1.5 must lie above 0"),
+        (["num_samples=0"], "num_samples=0 must be at least 1"),
+        (["checkpoint=first"], "set best or last"),
+        (["prompt=a", "prompt_file=b"], "set one of them"),
+        (["promt=a"], r"promt: there is no such key, did you mean prompt\?"),
+    ],
+)
+def test_wrong_words_for_sampling(overrides, said, capsys):
+    assert re.search(said, refused(capsys, *overrides, script="sample"))
+
+
+FREE_TEXT = ["été", "def f(x):", "it's", 'say "hi"', "a=b", "Hello, world", "null", "1e5", "${seed}", "\\${seed}",
+             "", " x ", "[1]", "{a: b}", "back\\slash\\", "\\'", "two\nlines", "\t", "#no comment", "true", "007",
+             "~a"]  # fmt: skip
+
+
+@pytest.mark.parametrize("text", FREE_TEXT)
+def test_a_prompt_is_taken_to_the_letter(text):
+    assert start("sample", "", [f"prompt={text}"]).prompt == text
+
+
+@settings(max_examples=40, deadline=None)
+@given(text=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=20)
+       | st.text(alphabet="\\'\"${}()[], =", max_size=12))  # fmt: skip
+def test_any_prompt_is_taken_to_the_letter(text):
+    assert start("sample", "", [f"prompt={text}"]).prompt == text
+
+
+def test_names_and_paths_are_literal_too_but_null_is_null(workdir):
+    (workdir / "a, (b)=1e5.txt").write_text("text " * 300)
+    config = start("train", "", ["name=1e5", "data=text", "data.path=a, (b)=1e5.txt"])
+    assert (config.name, config.data.path) == ("1e5", "a, (b)=1e5.txt")
+    assert start("train", "", ["name=null"]).name is None
+
+
+def test_every_value_lives_in_one_yaml_file_and_no_dataclass_has_a_default():
+    from dataclasses import MISSING, fields, is_dataclass
+
+    from configs.schema import OPTIMIZERS, SCRIPTS
+
+    todo, seen = [*SCRIPTS.values(), *OPTIMIZERS.values()], set()
+    while todo:
+        node = todo.pop()
+        if is_dataclass(node) and node not in seen:
+            seen.add(node)
+            for field in fields(node):
+                assert field.default is MISSING, f"{node.__name__}.{field.name}"
+                assert field.default_factory is MISSING, f"{node.__name__}.{field.name}"
+                todo.append(field.type)
+    assert len(seen) > 10
+
+
+def test_no_yaml_file_of_ours_touches_hydra():
+    for file in cli.CONFIGS.rglob("*.yaml"):
+        assert "hydra" not in OmegaConf.load(file), file
+
+
+def test_help_is_a_page_with_groups_keys_and_examples(capsys):
+    import train
+
+    with pytest.raises(SystemExit) as stopped:
+        start("train", train.__doc__, ["--help"])
+    page = capsys.readouterr().out
+    assert stopped.value.code == 0
+    choices = "cudnn | flash | flex | naive | sdpa"
+    for part in ("python train.py data=text", "train.steps=N", "attention=", choices, "--config-dir"):
+        assert part in page
+    assert page.count("\n") < 60
+
+
+def test_cfg_job_prints_the_composed_config(capsys):
+    with pytest.raises(SystemExit) as stopped:
+        start("train", "", ["--cfg", "job", "train.steps=77"])
+    assert stopped.value.code == 0
+    assert OmegaConf.create(capsys.readouterr().out).train.steps == 77
+
+
+# As a person types it: real processes.
+
+
+def command(*words, cwd, script="train.py"):
+    """Run it -> (what it printed and returned, seconds of processor time, which other processes don't lengthen)."""
+
+    def used():
+        times = resource.getrusage(resource.RUSAGE_CHILDREN)
+        return times.ru_utime + times.ru_stime
+
+    before = used()
+    done = subprocess.run(
+        [sys.executable, str(ROOT / script), *words], cwd=cwd, capture_output=True, text=True, timeout=60
+    )
+    return done, used() - before
+
+
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        (["train.stesp=3"], "train.py: train.stesp: there is no such key, did you mean train.steps?"),
+        (["train.steps=many"], "takes a whole number"),
+        (["attention=falsh"], "did you mean flash?"),
+        (["model.n_head=5"], "model.n_embd=128 does not divide into model.n_head=5 heads"),
+        (["data=text", "data.path=short.txt"], "set model.block_size=2"),
+        (["train.micro_batch_size=3"], "set one of 1, 2, 4, 8, 16"),
+        (["device=cuda"], "device=cuda is not on this machine"),
+        (["attention=flash", "model.dropout=0.1"], "set model.dropout=0, or attention=naive or sdpa"),
+        (["dtype=float16"], "set dtype=bfloat16 or float32"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_a_refusal_is_quick_short_and_leaves_nothing(words, said, tmp_path):
+    import torch
+
+    if words == ["device=cuda"] and torch.cuda.is_available():
+        pytest.skip("this machine has CUDA")
+    (tmp_path / "short.txt").write_text("too short")
+    done, seconds = command(*words, "device=cpu" if "device=cuda" not in words else "seed=1", cwd=tmp_path)
+    assert done.returncode == 2
+    assert said in done.stderr
+    assert done.stdout == ""
+    assert done.stderr.count("\n") == 1
+    assert [path.name for path in tmp_path.iterdir()] == ["short.txt"]
+    needs_torch = any(word.startswith(("device", "dtype", "attention=flash")) for word in words)
+    assert seconds < (6 if needs_torch else 2)  # importing torch takes two to four
+
+
+def test_tiny_settings_name_every_key_of_the_house():
+    """The overrides that other tests train with are themselves right."""
+    assert start("train", "", [*TINY, f"data.path={Path(__file__)}"]).model.n_embd == 16

@@ -1,0 +1,117 @@
+"""Attention as it is taught: small numbers that were printed elsewhere must come out of this code."""
+
+import math
+
+import pytest
+import torch
+from torch import nn
+
+from common.errors import UserError
+from model import AttentionConfig, GPTConfig
+from model.attention import Need, attention_weights, flash, naive, resolve, sdpa
+from model.gpt import CausalSelfAttention
+
+WEIGHTS = torch.tensor([
+    [1.0000e00, 0.0000e00, 0.0000e00, 0.0000e00, 0.0000e00, 0.0000e00],
+    [3.7234e-01, 6.2766e-01, 0.0000e00, 0.0000e00, 0.0000e00, 0.0000e00],
+    [5.5693e-04, 2.1600e-03, 9.9728e-01, 0.0000e00, 0.0000e00, 0.0000e00],
+    [3.1876e-01, 1.9339e-01, 3.3315e-02, 4.5453e-01, 0.0000e00, 0.0000e00],
+    [1.1268e-02, 6.2110e-03, 1.9630e-04, 1.9320e-02, 9.6300e-01, 0.0000e00],
+    [1.2501e-01, 1.5636e-01, 4.6546e-01, 1.0391e-01, 3.1637e-02, 1.1761e-01],
+])  # fmt: skip
+CONTEXT = torch.tensor([
+    [-0.0516, 0.0810, 0.1769, -0.0080],
+    [-0.3604, -0.2803, -0.5713, -0.8148],
+    [-2.3388, -2.1658, -3.4319, -4.1303],
+    [-0.0487, 0.1351, 0.2232, -0.0545],
+    [1.9519, 1.4915, 2.0308, 2.9340],
+    [-1.0856, -0.9284, -1.5621, -2.0410],
+])  # fmt: skip
+
+
+@pytest.fixture
+def qkv():
+    """ "Life is short, eat dessert first": six words, three channels, queries and keys of two, values of four."""
+    torch.manual_seed(123)
+    x = nn.Embedding(6, 3)(torch.tensor([0, 4, 5, 2, 1, 3])).detach()
+    W_query, W_key, W_value = torch.rand(3, 2), torch.rand(3, 2), torch.rand(3, 4)
+    return tuple((x @ W)[None, :, None] for W in (W_query, W_key, W_value))  # (B, T, H, D or Dv), one of B and H
+
+
+def test_both_ways_to_mask_agree_with_the_printed_weights(qkv):
+    q, k, _ = (t[0, :, 0] for t in qkv)
+    scores = q @ k.T / math.sqrt(2)
+    multiplied = scores.softmax(-1) * torch.tril(torch.ones(6, 6))
+    renormalised = multiplied / multiplied.sum(-1, keepdim=True)
+    filled = scores.masked_fill(torch.triu(torch.ones(6, 6), diagonal=1).bool(), -torch.inf).softmax(-1)
+    torch.testing.assert_close(renormalised, filled)
+    torch.testing.assert_close(attention_weights(*qkv[:2])[0, 0], filled)
+    torch.testing.assert_close(filled, WEIGHTS, atol=5e-5, rtol=1e-4)
+
+
+@pytest.mark.parametrize("attend", [naive, sdpa], ids=lambda f: f.__name__)
+def test_context_vectors_to_four_digits(qkv, attend):
+    torch.testing.assert_close(attend(*qkv)[0, :, 0], CONTEXT, atol=5.1e-5, rtol=0)
+
+
+def test_flash_refuses_values_of_another_width(qkv):
+    need = Need(
+        B=1, Tq=6, Tk=6, H=1, G=1, D=2, Dv=4, dtype=torch.float32, device=torch.device("cpu"), grad=True
+    )  # fmt: skip
+    with pytest.raises(UserError, match="values as wide as keys, not Dv=4 and D=2; set attention=naive or sdpa"):
+        resolve(AttentionConfig("flash", None, None), need)
+    with pytest.warns(UserWarning), pytest.raises(RuntimeError):
+        flash(*qkv)
+
+
+@pytest.mark.parametrize("D", [4, 64, 256])
+def test_scores_have_variance_D_and_after_scaling_1(D):
+    torch.manual_seed(D)
+    q, k = torch.randn(100_000, D), torch.randn(100_000, D)
+    scores = (q * k).sum(-1)
+    assert abs(scores.mean()) < 5 * math.sqrt(D / 100_000)
+    assert scores.var() == pytest.approx(D, rel=0.05)
+    assert (scores / math.sqrt(D)).var() == pytest.approx(1, rel=0.05)
+
+
+def test_naive_scales_as_that_asks():
+    """One query, two keys: the ratio of the weights is exp of the scores' difference over sqrt(D)."""
+    D = 16
+    q, k = torch.randn(1, 2, 1, D), torch.randn(1, 2, 1, D)
+    weights = attention_weights(q, k)[0, 0, 1]
+    difference = (q[0, 1, 0] @ k[0, 1, 0] - q[0, 1, 0] @ k[0, 0, 0]) / math.sqrt(D)
+    torch.testing.assert_close(weights[1] / weights[0], difference.exp(), rtol=1e-4, atol=0)
+
+
+@pytest.mark.parametrize("attend", [naive, sdpa, flash], ids=lambda f: f.__name__)
+def test_multi_head_is_the_heads_one_by_one_concatenated_and_projected(attend):
+    H, C, T = 4, 32, 10
+    config = GPTConfig(
+        name="", n_layer=1, n_head=H, n_kv_head=None, n_embd=C, block_size=T, dropout=0.0, bias=True, norm="layernorm",
+        mlp="gelu", position="learned", window=None, qk_norm=False, tie_embeddings=True,
+        vocab_multiple=1, ngram=1, ngram_rows=64,
+    )  # fmt: skip
+    torch.manual_seed(0)
+    layer = CausalSelfAttention(config, attend, window=None)
+    x = torch.randn(2, T, C)
+    W_q, W_k, W_v = layer.qkv.weight.chunk(3)
+    b_q, b_k, b_v = layer.qkv.bias.chunk(3)
+    heads = []
+    for rows in torch.arange(C).chunk(H):
+        q, k, v = (x @ W[rows].T + b[rows] for W, b in ((W_q, b_q), (W_k, b_k), (W_v, b_v)))
+        scores = (q @ k.mT / math.sqrt(C // H)).masked_fill(torch.ones(T, T).triu(1).bool(), -torch.inf)
+        heads.append(scores.softmax(-1) @ v)
+    expected = torch.cat(heads, dim=-1) @ layer.proj.weight.T + layer.proj.bias
+    torch.testing.assert_close(layer(x, None), expected, atol=1e-5, rtol=1e-4)
+
+
+def test_unlearned_attention_comes_out_with_identity_projections():
+    """y_i = sum_j softmax_j(x_i . x_j) x_j over j <= i. The scale is undone in q, since this form has none."""
+    T, C = 7, 5
+    x = torch.randn(T, C, generator=torch.Generator().manual_seed(0))
+    identity = torch.eye(C)
+    q, k, v = (x @ identity * math.sqrt(C), x @ identity, x @ identity)
+    y = naive(*(t[None, :, None] for t in (q, k, v)))[0, :, 0]
+    for i in range(T):
+        w = torch.stack([x[i] @ x[j] for j in range(i + 1)]).exp()
+        torch.testing.assert_close(y[i], (w / w.sum()) @ x[: i + 1], atol=1e-5, rtol=1e-4)

@@ -1,0 +1,167 @@
+"""Each filter held to its definition, the draw to its distribution, and settings out of range refused."""
+
+import math
+import re
+
+import pytest
+import torch
+from helpers import sampling
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.errors import UserError
+from model.generation.sampling import choose, draw, filtered, penalized
+
+# On a grid: float32 makes ties of what lies closer than its rounding, and of the equal any may be chosen.
+rows = st.lists(st.integers(-800, 800).map(lambda i: i / 100), min_size=2, max_size=12)
+EXACT = settings(max_examples=100, deadline=None)
+
+
+def plain(row, temperature=1.0):
+    return (torch.tensor([row], dtype=torch.float64) / temperature).softmax(-1)[0]
+
+
+def kept_alike(kept, row, temperature=1.0):
+    """Those that are left have their ratios to each other, and sum to one."""
+    assert kept.sum().item() == pytest.approx(1, abs=1e-5)
+    before = plain(row, temperature)[kept > 0]
+    ratio = kept[kept > 0].double() / before
+    torch.testing.assert_close(ratio, ratio[0].expand_as(ratio), rtol=1e-3, atol=0)
+
+
+@EXACT
+@given(row=rows, temperature=st.floats(0.05, 20))
+def test_temperature_divides_the_logits(row, temperature):
+    kept = filtered(torch.tensor([row]), sampling(temperature=temperature))[0]
+    torch.testing.assert_close(kept.double(), plain(row, temperature), atol=1e-5, rtol=1e-3)
+
+
+@EXACT
+@given(row=rows, k=st.integers(1, 12))
+def test_top_k_keeps_the_k_likeliest(row, k):
+    kept = filtered(torch.tensor([row]), sampling(top_k=k))[0]
+    kept_alike(kept, row)
+    assert (kept > 0).sum() == min(k, len(row))
+    left_out = torch.tensor(row)[kept == 0]
+    assert len(left_out) == 0 or left_out.max() <= torch.tensor(row)[kept > 0].min()
+
+
+@EXACT
+@given(row=rows, p=st.floats(0.05, 1.0))
+def test_top_p_keeps_the_smallest_set_that_reaches_p(row, p):
+    kept = filtered(torch.tensor([row]), sampling(top_p=p))[0]
+    kept_alike(kept, row)
+    mass = plain(row)[kept > 0]
+    assert mass.sum() >= p - 1e-5
+    assert mass.sum() - mass.min() < p + 1e-5, "without its least likely token it would fall short"
+    assert (kept == 0).sum() == 0 or plain(row)[kept == 0].max() <= mass.min()
+
+
+@EXACT
+@given(row=rows, p=st.floats(0.01, 1.0))
+def test_min_p_keeps_what_is_as_likely_as_a_fraction_of_the_likeliest(row, p):
+    kept = filtered(torch.tensor([row]), sampling(min_p=p))[0]
+    kept_alike(kept, row)
+    share = plain(row) / plain(row).max()
+    assert (share[kept > 0] >= p * (1 - 1e-4)).all()
+    assert (share[kept == 0] <= p * (1 + 1e-4)).all()
+
+
+@EXACT
+@given(row=rows, k=st.integers(1, 12), p=st.floats(0.05, 1), min_p=st.floats(0.01, 1), t=st.floats(0.1, 5))
+def test_filters_follow_one_another(row, k, p, min_p, t):
+    """top_p is of what top_k left, at the temperature; the likeliest always stays."""
+    together = filtered(torch.tensor([row]), sampling(top_k=k, top_p=p, min_p=min_p, temperature=t))[0]
+    kept_alike(together, row, t)
+    by_k = filtered(torch.tensor([row]), sampling(top_k=k, temperature=t))
+    by_p = filtered(by_k.log(), sampling(top_p=p))
+    one_by_one = filtered(by_p.log(), sampling(min_p=min_p))[0]
+    near = (together > 0) != (one_by_one > 0)  # on the very edge, by rounding
+    assert near.sum() <= 1
+    if not near.any():
+        torch.testing.assert_close(together, one_by_one, atol=1e-5, rtol=1e-3)
+    assert row[together.argmax()] == max(row)
+
+
+@EXACT
+@given(row=rows, penalty=st.floats(0.5, 3), data=st.data())
+def test_the_penalty_is_of_what_was_seen_alone_and_lowers_it_where_it_exceeds_1(row, penalty, data):
+    seen = torch.tensor([data.draw(st.lists(st.booleans(), min_size=len(row), max_size=len(row)))])
+    logits = torch.tensor([row])
+    new = penalized(logits, seen, penalty)
+    assert torch.equal(new[~seen], logits[~seen])
+    for before, after in zip(logits[seen].tolist(), new[seen].tolist(), strict=True):
+        assert after == pytest.approx(before / penalty if before > 0 else before * penalty, rel=1e-5)
+        assert after <= before or penalty < 1
+
+
+def test_top_k_is_taken_before_anything_is_rounded():
+    logits = torch.tensor([[0.0, 1.0, 1.4e-34]])
+    assert (filtered(logits, sampling(top_k=2)) > 0).tolist() == [[False, True, True]]
+
+
+def test_filters_of_half_precision_logits_are_in_float32():
+    logits = torch.tensor([[10.0, 9.99]]).bfloat16()
+    both = choose(
+        logits, sampling(temperature=0, repetition_penalty=1.001), torch.rand(1), torch.tensor([[True, False]])
+    )
+    assert logits[0, 0] == logits[0, 1] and both.tolist() == [1]
+
+
+def test_temperature_zero_is_the_likeliest_token_alone():
+    logits = torch.tensor([[1.0, 3.0, 2.0]])
+    assert filtered(logits, sampling(temperature=0)).tolist() == [[0, 1, 0]]
+    assert choose(logits, sampling(temperature=0, top_k=2), torch.tensor([0.999]), None).tolist() == [1]
+    assert filtered(logits, sampling(temperature=1e-30)).tolist() == [[0, 1, 0]]
+
+
+@EXACT
+@given(row=rows, k=st.integers(1, 3), number=st.floats(0, 1, exclude_max=True, width=32))
+def test_a_draw_is_the_inverse_of_the_distribution(row, k, number):
+    probabilities = filtered(torch.tensor([row]), sampling(top_k=k))
+    token = draw(probabilities, torch.tensor([number]))[0]
+    assert probabilities[0, token] > 0
+    below = probabilities[0].double().cumsum(-1)
+    assert below[token] > number * below[-1] * (1 - 1e-12)
+    assert token == 0 or below[token - 1] <= number * below[-1] * (1 + 1e-12)
+
+
+def test_the_extremes_of_a_draw_stay_within_what_is_likely():
+    probabilities = torch.tensor([[0.0, 0.3, 0.0, 0.7, 0.0]] * 2)
+    largest = torch.tensor(1.0).nextafter(torch.tensor(0.0)).item()
+    assert draw(probabilities, torch.tensor([0.0, largest])).tolist() == [1, 3]
+
+
+def test_many_draws_have_the_distribution():
+    probabilities = torch.tensor([0.5, 0.25, 0.125, 0.125])
+    n = 20_000
+    uniform = torch.rand(n, generator=torch.Generator().manual_seed(0))
+    drawn = draw(probabilities.expand(n, 4), uniform).bincount(minlength=4) / n
+    for share, p in zip(drawn.tolist(), probabilities.tolist(), strict=True):
+        assert abs(share - p) < 5 * math.sqrt(p * (1 - p) / n)
+
+
+@pytest.mark.parametrize(
+    ("setting", "said"),
+    [
+        (dict(temperature=-0.1), "temperature=-0.1 must not be negative"),
+        (dict(temperature=math.nan), "temperature=nan must not be negative"),
+        (dict(temperature=1e-46), "temperature=1e-46 is too small a number; set 0"),
+        (dict(temperature=math.inf), "temperature=inf must not be negative, and finite"),
+        (dict(top_k=0), "top_k=0 must be at least 1"),
+        (dict(top_p=0.0), "top_p=0.0 must lie above 0"),
+        (dict(top_p=1.1), "top_p=1.1 must lie above 0 and at most 1"),
+        (dict(min_p=-0.1), "min_p=-0.1 must lie above 0"),
+        (dict(min_p=math.nan), "min_p=nan must lie above 0"),
+        (dict(repetition_penalty=0.0), "repetition_penalty=0.0 must be positive"),
+        (dict(repetition_penalty=math.inf), "repetition_penalty=inf must be positive"),
+        (dict(stop=""), "stop= takes a text that is not empty"),
+        (dict(stop=["a", 3]), r"stop=\['a', 3\] takes a text"),
+        (dict(max_new_tokens=-1), "max_new_tokens=-1 must not be negative"),
+    ],
+)
+def test_settings_out_of_range_are_refused_with_their_section(setting, said):
+    with pytest.raises(UserError, match=said):
+        sampling(**setting).check()
+    with pytest.raises(UserError, match=re.escape("eval.sample.")):
+        sampling(**setting).check("eval.sample.")

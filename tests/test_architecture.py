@@ -1,0 +1,68 @@
+"""The structure of the project: which package imports which, and which libraries each may use."""
+
+import ast
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import ROOT
+
+# A package imports only packages before it. The scripts at the top level import any.
+PACKAGES = ["common", "data", "model", "training", "compare", "configs"]
+# Libraries that a folder must not import.
+FORBIDDEN = {
+    "common": {"hydra", "omegaconf", "wandb", "datasets"},
+    "data": {"hydra", "omegaconf", "wandb"},
+    "model": {"hydra", "omegaconf", "wandb", "datasets"},
+    "training": {"hydra", "omegaconf", "datasets"},
+    "compare/runs": {"hydra", "omegaconf", "torch", "wandb", "datasets"},
+    "compare/bench": {"hydra", "omegaconf", "datasets"},
+}
+FILES = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))] + sorted(ROOT.glob("*.py"))
+
+
+def imported_packages(path: Path) -> set[str]:
+    found = set()
+    for node in ast.walk(ast.parse(path.read_text())):
+        if isinstance(node, ast.Import):
+            found |= {alias.name.split(".")[0] for alias in node.names}
+        if isinstance(node, ast.ImportFrom):
+            found.add((node.module or "").split(".")[0])
+    return found
+
+
+@pytest.mark.parametrize("package", PACKAGES)
+def test_no_import_points_upwards(package):
+    scripts = {path.stem for path in ROOT.glob("*.py")} - set(PACKAGES)
+    above = scripts | set(PACKAGES[PACKAGES.index(package) + 1 :])
+    for path in (ROOT / package).rglob("*.py"):
+        assert not imported_packages(path) & above, path
+
+
+@pytest.mark.parametrize("folder", FORBIDDEN)
+def test_packages_import_only_their_libraries(folder):
+    for path in (ROOT / folder).rglob("*.py"):
+        assert not imported_packages(path) & FORBIDDEN[folder], path
+
+
+def test_every_package_is_in_the_order():
+    folders = {path.parent.name for path in ROOT.glob("*/__init__.py")}
+    assert folders == set(PACKAGES)
+
+
+def test_datasets_is_imported_by_one_module():
+    assert [path.name for path in FILES if "datasets" in imported_packages(path)] == ["sources.py"]
+
+
+def test_config_checks_import_no_torch():
+    """A wrong word on the command line is reported before the seconds that torch takes to import."""
+    code = "import sys, configs.cli; sys.exit(bool({'torch', 'datasets', 'wandb'} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+
+
+def test_backends_are_named_in_the_attention_package_only():
+    for path in FILES:
+        if path.parent.name != "attention":
+            strings = {node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)}
+            assert not strings & {"naive", "sdpa", "flash", "cudnn", "flex"}, path

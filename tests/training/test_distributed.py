@@ -1,0 +1,249 @@
+"""Several processes under torchrun, over gloo: the same numbers, one folder, and an end for all where one dies."""
+
+import json
+import os
+import platform
+import re
+import signal
+import subprocess
+import sys
+import time
+from itertools import islice
+
+import pytest
+import torch
+from helpers import ROOT, TINY
+
+from common import checkpoint_file
+from common.run_dir import Run
+from training.distributed import Dist
+
+SINGLE = ["train.batch_size=8", "schedule.warmup_steps=100", "eval.every=6", "checkpoint.every=6", "device=cpu"]
+
+
+def torchrun(processes: int, *overrides: str, script=ROOT / "train.py", **environment: str) -> subprocess.Popen:
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+    return subprocess.Popen(
+        [*command, str(script), *TINY, *SINGLE, *overrides], env=os.environ | environment, text=True,
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+    )  # fmt: skip
+
+
+def finish(process: subprocess.Popen) -> str:
+    out, err = process.communicate(timeout=100)
+    assert process.returncode == 0, err
+    return out
+
+
+def metrics(name):
+    with open(f"runs/{name}/metrics.jsonl") as f:
+        return [json.loads(line) for line in f]
+
+
+def assert_same_curve(a, b):
+    assert [row["step"] for row in a] == [row["step"] for row in b]
+    for one, two in zip(a, b, strict=True):
+        for key in ("train/loss", "val/loss", "val/bpb", "grad_norm"):
+            assert one.get(key) == pytest.approx(two.get(key), abs=1e-5), (one["step"], key)
+
+
+def test_two_processes_train_as_one_does(train, workdir):
+    out = finish(torchrun(2, "name=two", "train.steps=12", "train.micro_batch_size=2"))
+    assert out.count("preparing text") == 1
+    assert out.count("step 12: validation loss") == 1
+    assert train("name=one", "train.steps=12", *SINGLE) == 0
+    assert_same_curve(metrics("one"), metrics("two"))
+    assert [path.name for path in (workdir / "runs").iterdir() if path.is_dir()].count("two") == 1
+    one, two = (checkpoint_file.load(workdir / f"runs/{name}/checkpoints/last.pt") for name in ("one", "two"))
+    assert list(one["model"]) == list(two["model"])
+    assert list(one["optimizer"]) == list(two["optimizer"])
+    assert one["identity"] == two["identity"]
+    told = json.loads((workdir / "runs/two/summary.json").read_text())
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    assert (told["world_size"], told["accumulation"], told["threads"]) == (2, 2, max(1, cores // 2))
+
+
+CROWDED = """
+import os, runpy
+from training.planning import micro_batch
+most = micro_batch._most
+micro_batch._most = lambda *arguments: 1 if os.environ["RANK"] == "2" else most(*arguments)
+runpy.run_path(os.environ["TRAIN"], run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+def test_a_run_continues_on_another_number_of_processes(train, workdir):
+    """One, then four, then one again, against one all the way. For one of the four only one sequence at a time fits."""
+    (workdir / "crowded.py").write_text(CROWDED)
+    assert train("name=whole", "train.steps=18", *SINGLE) == 0
+    assert train("name=parts", "train.steps=6", *SINGLE) == 0
+    out = finish(
+        torchrun(
+            4,
+            "name=parts",
+            "train.steps=12",
+            "train.micro_batch_size=auto",
+            script=workdir / "crowded.py",
+            TRAIN=str(ROOT / "train.py"),
+            PYTHONPATH=str(ROOT),
+        )
+    )
+    assert "continued from step 6" in out
+    assert "in 2 parts, 1 sequence at a time, as many as fit" in out
+    assert train("name=parts", "train.steps=18", *SINGLE) == 0
+    assert_same_curve(metrics("whole"), metrics("parts"))
+    whole, parts = (
+        checkpoint_file.load(workdir / f"runs/{name}/checkpoints/last.pt")["model"] for name in ("whole", "parts")
+    )
+    for name, weight in whole.items():
+        assert torch.allclose(weight, parts[name], atol=1e-4), name
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["float32", "float16"])
+def test_two_gpus_train_as_one_does(train, workdir, dtype):
+    if torch.cuda.device_count() < 2:
+        pytest.skip("NOT RUN: needs two CUDA devices")
+    settings = ["device=cuda", f"dtype={dtype}", "train.steps=12"]
+    finish(torchrun(2, "name=two", *settings))
+    assert train("name=one", *SINGLE, *settings) == 0
+    for one, two in zip(metrics("one"), metrics("two"), strict=True):
+        assert one.get("train/loss") == pytest.approx(two.get("train/loss"), abs=1e-5 if dtype == "float32" else 1e-2)
+
+
+def test_a_run_that_is_being_trained_is_refused_on_all_ranks_in_one_sentence(workdir):
+    with Run("a", "", True, Dist()):
+        _, err = torchrun(2, "name=a").communicate(timeout=60)
+    refusal = f"runs/a is being trained by process {os.getpid()} on {platform.node()}; wait for it, or set another name"
+    assert err.count(refusal) == 1
+    assert err.count("Traceback") == 1  # torchrun's own
+
+
+CRASH = """
+import os, runpy
+from training import speed
+start, steps = speed.Speed.start, []
+def crash(self):
+    steps.append(1)
+    if os.environ["RANK"] == "1" and len(steps) == 20:
+        raise ZeroDivisionError("what went wrong on this rank")
+    start(self)
+speed.Speed.start = crash
+runpy.run_path(os.environ["TRAIN"], run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+def test_a_rank_that_dies_ends_the_others_and_its_own_error_is_shown(workdir):
+    (workdir / "crash.py").write_text(CRASH)
+    process = torchrun(
+        2,
+        "name=a",
+        "train.steps=100000",
+        script=workdir / "crash.py",
+        TRAIN=str(ROOT / "train.py"),
+        PYTHONPATH=str(ROOT),
+    )
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "ZeroDivisionError: what went wrong on this rank" in err
+    assert "rank 0 lost another process, whose error, or what killed it, is the one to mend" in err
+    assert re.search(r"Root Cause.*\n.*\n.*\n.*\n +rank +: 1 ", err)
+    told = json.loads((workdir / "runs/a/summary.json").read_text())
+    assert told["status"] == "failed"
+
+
+SLOW = """
+import os, runpy, time
+from pathlib import Path
+from common import checkpoint_file
+from training import checkpoint
+leave = os._exit
+def say_and_leave(code):
+    Path(f"rank{os.environ['RANK']}_left").touch()
+    leave(code)
+os._exit = say_and_leave
+save = checkpoint_file.save
+def slow_save(path, content):
+    time.sleep(1.5)
+    save(path, content)
+checkpoint_file.save = slow_save
+runpy.run_path(os.environ["TRAIN"], run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+def test_asked_to_stop_all_stop_at_the_same_step_and_one_saves(train, workdir):
+    """Also where saving takes a while, and everybody is told to stop, as schedulers do."""
+    (workdir / "slow.py").write_text(SLOW)
+    process = torchrun(2, "name=a", "train.steps=100000", "eval.every=100000", "checkpoint.every=100000",
+                       script=workdir / "slow.py", TRAIN=str(ROOT / "train.py"), PYTHONPATH=str(ROOT))  # fmt: skip
+    path, deadline = workdir / "runs/a/metrics.jsonl", time.time() + 60
+    while time.time() < deadline and not (path.exists() and path.read_text().count("\n") > 20):
+        time.sleep(0.05)
+    os.kill(int(re.search(r"process (\d+)", (workdir / "runs/a/.owner").read_text()).group(1)), signal.SIGTERM)
+    time.sleep(0.2)
+    process.send_signal(signal.SIGTERM)  # torchrun passes it on to its workers
+    _, err = process.communicate(timeout=60)
+    told = json.loads((workdir / "runs/a/summary.json").read_text())
+    assert told["status"] == "interrupted", err
+    assert err.count("saved at step") == 1
+    # Had it left before, torchrun would have given the one that saves half a minute to live.
+    assert (workdir / "rank1_left").stat().st_mtime >= (workdir / "runs/a/checkpoints/last.pt").stat().st_mtime
+    assert (
+        checkpoint_file.load(workdir / "runs/a/checkpoints/last.pt")["step"]
+        == told["step"]
+        == metrics("a")[-1]["step"]
+        > 20
+    )
+
+
+def test_a_world_of_one_is_what_there_is_without_torchrun(monkeypatch):
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
+        monkeypatch.delenv(name, raising=False)
+    alone = Dist.from_environment()
+    assert alone == Dist(0, 1, 0, 1)
+    assert alone.share(12, 6) == (12, 6)
+    assert list(islice(alone.firsts(2, 6, 3), 5)) == [12, 15, 18, 21, 24]
+    assert alone.agree(True, 1.5, 0.5) == (True, 1.0)
+    for name, value in (("RANK", "3"), ("WORLD_SIZE", "4"), ("LOCAL_RANK", "1"), ("LOCAL_WORLD_SIZE", "2")):
+        monkeypatch.setenv(name, value)
+    fourth = Dist.from_environment()
+    assert fourth == Dist(3, 4, 1, 2)
+    assert not fourth.is_main
+    assert list(islice(Dist(1, 2).firsts(2, 8, 2), 4)) == [20, 22, 28, 30]
+    assert [Dist(rank, 4).share(16, 8) for rank in range(4)] == [(16, 2), (18, 2), (20, 2), (22, 2)]
+
+
+LATE = """
+import sys, time
+from datetime import timedelta
+from pathlib import Path
+sys.path.insert(0, {root!r})
+import torch
+import torch.distributed as torch_dist
+from configs.cli import leave
+from training.distributed import Dist
+
+begin, soon = torch_dist.init_process_group, timedelta(seconds=2)
+torch_dist.init_process_group = lambda backends, **others: begin(backends, timeout=soon)
+dist = Dist.from_environment()
+dist.connect(torch.device("cpu"))
+torch_dist.distributed_c10d._get_default_store().set_timeout(soon)
+begun = time.perf_counter()
+with dist.main_first():
+    time.sleep(4 * dist.is_main)
+Path(f"rank{{dist.rank}}").write_text(str(time.perf_counter() - begun))
+dist.meet()
+leave(0)  # as train.py does; taken apart by Python, a process now and then ends with an abort
+"""
+
+
+@pytest.mark.slow
+def test_the_others_wait_for_a_text_longer_than_any_time_out(workdir):
+    script = workdir / "slow.py"
+    script.write_text(LATE.format(root=str(ROOT)))
+    finish(torchrun(2, script=script))
+    waited = [float((workdir / f"rank{rank}").read_text()) for rank in (0, 1)]  # lines of two processes can mix
+    assert min(waited) >= 3.9

@@ -1,0 +1,1 @@
+"""Estimates a run before it starts: parameters, FLOPs, memory, time and micro-batch size."""
