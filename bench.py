@@ -20,9 +20,9 @@ Everything lies in runs/bench/NAME: attention.csv, attention.png, summary.json a
 """
 
 if __name__ == "__main__":  # ahead of the imports below, which take seconds: a wrong word is answered at once
-    from configs.cli import start
+    from configs.cli import parse_config
 
-    config = start("bench", __doc__)
+    config = parse_config("bench", __doc__)
 
 import os
 import shutil
@@ -36,31 +36,31 @@ import torch
 
 from common import system
 from common.errors import UserError
-from common.interrupt import stopping_as_ctrl_c
+from common.interrupt import sigterm_as_keyboard_interrupt
 from common.run_dir import BENCHES, make_new_folder, write_config, write_summary
-from compare.bench.cases import Case, Settings
+from compare.bench.cases import BenchSettings, Case
 from compare.bench.plot import draw
-from compare.bench.progress import RowsProgress
-from compare.bench.results import FINISHED, Timing, TimingsFile, answer, number
-from compare.bench.runner import Contest, hold, peak_beside
+from compare.bench.progress import BenchProgress
+from compare.bench.results import FINISHED, Timing, TimingsFile, number, recommendation
+from compare.bench.runner import BenchGroup, measure_matmul_peak, run_group
 from compare.bench.table import show, where
-from configs.cli import leave
-from configs.cli import run as run_main
+from configs.cli import exit_fast
+from configs.cli import run_main as run_main
 from configs.schema import Bench
-from model.attention import BACKENDS, spellings
+from model.attention import BACKENDS, all_variants
 from training.device import DTYPES, resolve_compile, resolve_device, resolve_dtype
-from training.wandb_logger import tell_wandb
+from training.wandb_logger import log_table_to_wandb
 
 
 def main(config: Bench) -> int:
     device = resolve_device(config.device)
     contests = list_contests(config, device)
-    settings = Settings(
+    settings = BenchSettings(
         config.model, config.optimizer, config.vocab_size, resolve_compile(config.compile, device),
         config.tf32, config.seed, config.rounds, config.repeats, config.seconds, config.time_limit,
     )  # fmt: skip
     folder = claim(config.name, f"{device.type}-{config.model.name}")
-    facts = system.environment(device)
+    facts = system.describe_environment(device)
     summary = {"name": folder.name, "status": "running"} | facts
     write_config(folder, asdict(config))
     write_summary(folder, summary)
@@ -68,7 +68,7 @@ def main(config: Bench) -> int:
 
     rows, ended = [], "failed"
     try:
-        with stopping_as_ctrl_c(), TimingsFile(folder / "attention.csv") as file, empty_compile_cache():
+        with sigterm_as_keyboard_interrupt(), TimingsFile(folder / "attention.csv") as file, empty_compile_cache():
             measure(contests, settings, lambda row: (rows.append(row), file.write(row)))
         ended = "finished"
     except KeyboardInterrupt:
@@ -79,10 +79,12 @@ def main(config: Bench) -> int:
         print("stopped; drawing what there is", flush=True)
     finally:
         if folder.exists():
-            write_summary(folder, summary | {"status": ended, "rows": len(rows), "answer": answer(rows)})
+            write_summary(folder, summary | {"status": ended, "rows": len(rows), "answer": recommendation(rows)})
     picture = folder / "attention.png"
     draw(rows, picture, title(config, rows[0], facts))
-    tell_wandb(config.wandb, "attention", folder.name, config.wandb.group, rows, picture, asdict(config) | facts)
+    log_table_to_wandb(
+        config.wandb, "attention", folder.name, config.wandb.group, rows, picture, asdict(config) | facts
+    )
     show(rows, folder)
     if ended == "interrupted":
         raise KeyboardInterrupt(f"stopped after {len(rows)} rows, which are in {folder}")
@@ -90,15 +92,15 @@ def main(config: Bench) -> int:
     return 1 if "failed" in statuses else 2 if statuses == {"refused"} else 0
 
 
-def measure(contests: list[Contest], settings: Settings, take: Callable[[Timing], None]) -> None:
+def measure(contests: list[BenchGroup], settings: BenchSettings, take: Callable[[Timing], None]) -> None:
     """Hold all contests; `take` is given their rows, a contest at a time."""
     cases = {contest.dtype: next(iter(contest.cases.values())) for contest in contests}
-    peaks = {dtype: peak_beside(case, settings) for dtype, case in cases.items()}
+    peaks = {dtype: measure_matmul_peak(case, settings) for dtype, case in cases.items()}
     seconds = [contest.seconds(settings, peaks[contest.dtype]) for contest in contests]
     given_up: dict[tuple, int] = {}
-    with RowsProgress([str(contest) for contest in contests], seconds) as progress:
+    with BenchProgress([str(contest) for contest in contests], seconds) as progress:
         for contest in contests:
-            rows = [Timing(**row) for row in hold(contest, settings, given_up, progress.advance)]
+            rows = [Timing(**row) for row in run_group(contest, settings, given_up, progress.advance)]
             for row in rows:
                 take(row)
             took = [number(row.ms_median) if row.status == FINISHED else row.status for row in rows]
@@ -132,9 +134,9 @@ def title(config: Bench, row: Timing, facts: dict) -> str:
     return "; ".join([*parts, machine])
 
 
-def list_contests(config: Bench, device: torch.device) -> list[Contest]:
+def list_contests(config: Bench, device: torch.device) -> list[BenchGroup]:
     """Everything to measure: kernels first, each from short contexts to long ones. Raises UserError."""
-    known = spellings()
+    known = all_variants()
     here = [name for name, each in BACKENDS.items() if device.type in each.on and each.on[device.type].gradients]
     backends = here if config.backends is None else config.backends
     dtypes = DTYPES | {"auto": resolve_dtype("auto", device)}
@@ -143,7 +145,7 @@ def list_contests(config: Bench, device: torch.device) -> list[Contest]:
             if name not in choices:
                 raise UserError(f"{key}: {name} is unknown; set some of {', '.join(choices)}")
     model = config.model
-    of_model = (model.n_head, model.kv_heads, model.head_size, model.head_size)
+    of_model = (model.n_head, model.kv_heads, model.head_dim, model.head_dim)
     contests = []
     for dtype in dict.fromkeys(dtypes[name] for name in config.dtypes):
         for phase in config.phases:
@@ -153,7 +155,7 @@ def list_contests(config: Bench, device: torch.device) -> list[Contest]:
                     name: Case(known[name], phase, device, dtype, config.batch_size, T, H, G, D, Dv)
                     for name in backends
                 }
-                contests.append(Contest(phase, str(dtype).removeprefix("torch."), T, cases))
+                contests.append(BenchGroup(phase, str(dtype).removeprefix("torch."), T, cases))
     return contests
 
 
@@ -170,4 +172,4 @@ def claim(name: str | None, label: str) -> Path:
 
 
 if __name__ == "__main__":
-    leave(run_main(main, config))
+    exit_fast(run_main(main, config))

@@ -12,7 +12,7 @@ import argparse
 from pathlib import Path
 
 from compare.runs.comparison import compare, default_out, show
-from configs.cli import leave, run
+from configs.cli import exit_fast, run_main
 
 
 def main(flags: argparse.Namespace) -> int:
@@ -27,4 +27,4 @@ if __name__ == "__main__":
     )
     parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="a run, or a sweep of them")
     parser.add_argument("--out", type=Path, metavar="DIR", help="where to write instead")
-    leave(run(main, parser.parse_args()))
+    exit_fast(run_main(main, parser.parse_args()))

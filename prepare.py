@@ -15,12 +15,12 @@ the keys most used:
 """
 
 if __name__ == "__main__":
-    from configs.cli import start
+    from configs.cli import parse_config
 
-    config = start("prepare", __doc__)
+    config = parse_config("prepare", __doc__)
 
 
-from configs.cli import leave, run
+from configs.cli import exit_fast, run_main
 from configs.schema import Prepare
 from data.inspect import headline, inspect
 from data.prepare import prepare
@@ -30,9 +30,9 @@ from data.prepared import verify
 def main(config: Prepare) -> int:
     spec = None
     if config.tokenizer.run is not None:  # in a checkpoint, which takes torch to read
-        from training.init_from import tokenizer_of
+        from training.init_from import load_run_tokenizer
 
-        spec = tokenizer_of(config.tokenizer.run)
+        spec = load_run_tokenizer(config.tokenizer.run)
     prepared = prepare(config.data, config.tokenizer, block_size=1, spec=spec)
     if config.verify:
         print(verify(prepared))
@@ -41,4 +41,4 @@ def main(config: Prepare) -> int:
 
 
 if __name__ == "__main__":
-    leave(run(main, config))
+    exit_fast(run_main(main, config))

@@ -27,9 +27,9 @@ In Python: from sample import load, stream
 """
 
 if __name__ == "__main__":  # ahead of the imports below, which take seconds: a wrong word is answered at once
-    from configs.cli import start
+    from configs.cli import parse_config
 
-    config = start("sample", __doc__)
+    config = parse_config("sample", __doc__)
 
 import json
 import sys
@@ -46,19 +46,19 @@ from rich.console import Console
 from common.console import printable
 from common.errors import UserError
 from common.run_dir import find_run
-from configs.cli import leave, settle
-from configs.cli import run as run_main
+from configs.cli import config_from_python, exit_fast
+from configs.cli import run_main as run_main
 from configs.schema import Sample
 from data import sources, tokenizer
 from model import SamplingConfig
 from model.generation.attention_maps import attention_maps, entropy, uniform_entropy
 from model.generation.attention_plots import entropy_table, plot_maps, write_entropies
-from model.generation.engine import Piece, Prompt, generate
-from model.generation.load import open_run
-from model.generation.perplexity import Score, scores
-from model.generation.perplexity_table import ScoreTable
-from model.generation.progress import TextsProgress
-from model.generation.prompts import check_out, lines_to, read_prompt, read_prompts
+from model.generation.engine import Prompt, TextChunk, generate
+from model.generation.load import load_for_sampling
+from model.generation.perplexity import TextLoss, iter_losses
+from model.generation.perplexity_table import PerplexityTable
+from model.generation.progress import GenerationProgress
+from model.generation.prompts import check_out, open_output, read_prompt, read_prompts
 from model.gpt import GPT
 from training.device import resolve_device, resolve_dtype
 
@@ -91,7 +91,7 @@ def load(run: str = "last", **settings) -> tuple[GPT, tiktoken.Encoding]:
     UserError for what is not there.
     """
     _refuse_others("load", settings, {"checkpoint", "device", "dtype", "attention"})
-    return opened(settle("sample", run=run, **settings), texts=1)[:2]
+    return opened(config_from_python("sample", run=run, **settings), texts=1)[:2]
 
 
 def stream(model: GPT, encoding: tiktoken.Encoding, prompt: str = "", **settings) -> Iterator[str]:
@@ -100,7 +100,7 @@ def stream(model: GPT, encoding: tiktoken.Encoding, prompt: str = "", **settings
     settings: temperature, max_new_tokens, seed and their kin, as on the command line. Raises UserError.
     """
     _refuse_others("stream", settings, {"seed", *(field.name for field in fields(SamplingConfig))})
-    config = settle("sample", **settings)
+    config = config_from_python("sample", **settings)
     for piece in begin_texts(config, model, encoding, [prompt]):
         yield piece.text
 
@@ -114,10 +114,10 @@ def opened(config: Sample, texts: int) -> tuple[GPT, tiktoken.Encoding, str]:
     """Model, tokenizer and what they are: see model/generation/load.py. texts: how many are written side by side."""
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device, trains=False)
-    return open_run(config.run, config.checkpoint, device, dtype, config.attention, texts)
+    return load_for_sampling(config.run, config.checkpoint, device, dtype, config.attention, texts)
 
 
-def begin_texts(config: Sample, model: GPT, encoding: tiktoken.Encoding, prompts: list[str]) -> Iterator[Piece]:
+def begin_texts(config: Sample, model: GPT, encoding: tiktoken.Encoding, prompts: list[str]) -> Iterator[TextChunk]:
     """num_samples texts behind each prompt, as `generate` gives them: the first has config.seed, the next one more, ...
 
     Raises UserError at once where the tokenizer cannot take a prompt.
@@ -127,7 +127,7 @@ def begin_texts(config: Sample, model: GPT, encoding: tiktoken.Encoding, prompts
         if not isinstance(prompt, str):
             raise UserError(f"the prompt is to be a text, not {type(prompt).__name__}; set '' for none")
         where = "the prompt" if config.prompts is None else f"prompt {number} of {config.prompts}"
-        tokens = tokenizer.encode(encoding, prompt, where).tolist() if prompt else tokenizer.beginning(encoding)
+        tokens = tokenizer.encode(encoding, prompt, where).tolist() if prompt else tokenizer.initial_tokens(encoding)
         texts += [Prompt(tokens, seed_of(config, len(texts) + i)) for i in range(config.num_samples)]
     reads = model.config.block_size
     if config.prompts is None and len(tokens) > reads:
@@ -179,7 +179,7 @@ def write_many(config: Sample, model: GPT, encoding: tiktoken.Encoding, prompts:
     made, ended, written, tokens = [""] * len(texts), {}, 0, [0] * len(texts)
     most = config.max_new_tokens
     pieces = begin_texts(config, model, encoding, prompts)
-    with lines_to(config.out) as file, TextsProgress(len(texts), len(texts) * most, "texts") as progress:
+    with open_output(config.out) as file, GenerationProgress(len(texts), len(texts) * most, "texts") as progress:
         try:
             for piece in pieces:
                 new, unused = piece.tokens - tokens[piece.index], most - piece.tokens if piece.ended else 0
@@ -241,20 +241,20 @@ def score(config: Sample, model: GPT, encoding: tiktoken.Encoding, documents: li
         print(
             f"measuring {config.data.label}: {len(documents):,} documents; data.path=FILE for another", file=sys.stderr
         )
-    table, total = ScoreTable(len(documents)), Score()
+    table, total = PerplexityTable(len(documents)), TextLoss()
     count = sum(len(tokenizer.encode(encoding, text, f"document {i}")) for i, text in enumerate(documents, start=1))
     with ExitStack() as stack:
-        file = stack.enter_context(lines_to(config.out)) if config.out is not None else None
-        progress = stack.enter_context(TextsProgress(len(documents), count, "documents"))
-        left, each = iter(documents), Score()
-        for part, to_come in scores(model, encoding, documents):
+        file = stack.enter_context(open_output(config.out)) if config.out is not None else None
+        progress = stack.enter_context(GenerationProgress(len(documents), count, "documents"))
+        left, each = iter(documents), TextLoss()
+        for part, to_come in iter_losses(model, encoding, documents):
             each += part
             progress.add(part.tokens, share=part.tokens, ended=to_come == 0)
             if to_come == 0:
                 table.add(next(left), each.numbers())
                 if file is not None:
                     file.write(json.dumps({"document": progress.done, **each.numbers()}) + "\n")
-                total, each = total + each, Score()
+                total, each = total + each, TextLoss()
     table.print(total.numbers())
     print(progress.summary() + (f"\nwritten  {config.out}" if file is not None else ""), file=sys.stderr)
     return 0
@@ -267,7 +267,7 @@ def look_inside(model: GPT, encoding: tiktoken.Encoding, prompt: str, text: str,
     """
     tokens = tokenizer.encode(encoding, prompt).tolist()
     if len(tokens) < 2:
-        before = [] if prompt else tokenizer.beginning(encoding)  # what the model began with
+        before = [] if prompt else tokenizer.initial_tokens(encoding)  # what the model began with
         tokens = before + tokenizer.encode(encoding, text).tolist()
     if len(tokens) < 2:
         raise UserError("attention_map=true needs a text of two tokens or more; set a longer prompt or max_new_tokens")
@@ -278,7 +278,7 @@ def look_inside(model: GPT, encoding: tiktoken.Encoding, prompt: str, text: str,
     shown = tokens[-T:]
     weights = attention_maps(model, torch.tensor([shown], device=model.wte.weight.device))
     entropies, uniform = entropy(weights).numpy(), uniform_entropy(T)
-    plot_maps(weights.numpy(), entropies, tokenizer.words(encoding, shown), folder)
+    plot_maps(weights.numpy(), entropies, tokenizer.token_strings(encoding, shown), folder)
     write_entropies(entropies, uniform, folder / "entropies.csv")
     Console(stderr=True, highlight=False).print(entropy_table(entropies, uniform))
     print(f"written  {folder}/layer-*.png, overview.png, entropies.csv", file=sys.stderr)
@@ -290,4 +290,4 @@ def show(text: str) -> None:
 
 
 if __name__ == "__main__":
-    leave(run_main(main, config))
+    exit_fast(run_main(main, config))

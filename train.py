@@ -24,9 +24,9 @@ the keys most used:
 """
 
 if __name__ == "__main__":  # ahead of the imports below, which take seconds: a wrong word is answered at once
-    from configs.cli import start
+    from configs.cli import parse_config
 
-    config = start("train", __doc__)
+    config = parse_config("train", __doc__)
 
 import time
 from dataclasses import asdict
@@ -39,34 +39,34 @@ import torch
 
 from common import checkpoint_file, system
 from common.interrupt import StopRequest
-from common.run_dir import Run, has_checkpoint
-from configs.cli import leave
-from configs.cli import run as run_main
+from common.run_dir import RunDir, has_checkpoint
+from configs.cli import exit_fast
+from configs.cli import run_main as run_main
 from configs.schema import Train
 from data import tokenizer
-from data.loader import Loader, ahead
+from data.loader import Loader, prefetch
 from data.prepare import prepare
 from model import SamplingConfig
-from model.attention import bind, keep_when_compiled, resolve_model
+from model.attention import get_attention_fn, pin_kernel_under_compile, resolve_model
 from model.flops import flops_per_token, n_params
 from model.generation.attention_maps import attention_maps, entropy, layer_entropies
 from model.generation.attention_plots import plot_overview
 from model.generation.engine import Prompt, generate
 from model.gpt import GPT
 from training import checkpoint, optimizer
-from training.device import autocast, grad_scaler, resolve_compile, resolve_device, resolve_dtype, set_up
+from training.device import autocast, configure_backends, grad_scaler, resolve_compile, resolve_device, resolve_dtype
 from training.distributed import Dist
 from training.evaluate import evaluate
-from training.init_from import start_from, tokenizer_of
+from training.init_from import load_init_weights, load_run_tokenizer
 from training.loss_plot import plot_loss
-from training.metrics import Metrics, Tracker
-from training.planning.micro_batch import settle
+from training.metrics import MetricsFile, MetricsLogger
+from training.planning.micro_batch import resolve_micro_batch_size
 from training.planning.table import show_plan
-from training.profiler import profile
-from training.progress import TrainingProgress, closing, headline
-from training.schedule import lr_fraction, run_progress
+from training.profiler import build_profiler
+from training.progress import TrainingProgress, closing_summary, run_banner
+from training.schedule import lr_scale, run_progress
 from training.speed import Speed, compile_seconds, peak_flops
-from training.wandb_logger import Wandb
+from training.wandb_logger import WandbRun
 
 MAP_TOKENS = 64  # of a picture of attention, many heads of which stand side by side
 
@@ -82,7 +82,7 @@ def main(config: Train) -> int:
     compiled = resolve_compile(config.compile, device)
     steps, minutes, batch_size = config.train.steps, config.train.minutes, config.train.batch_size
     block_size = config.model.block_size
-    set_up(device, config.deterministic, config.tf32)
+    configure_backends(device, config.deterministic, config.tf32)
     resolve = partial(
         resolve_model, config.attention, config.model, dtype=dtype, device=device, grad=True,
         documents=config.data.document_mask,
@@ -92,33 +92,33 @@ def main(config: Train) -> int:
 
     # Text, model, optimizer.
     with dist.main_first():
-        spec = tokenizer_of(config.tokenizer.run, config.name)
+        spec = load_run_tokenizer(config.tokenizer.run, config.name)
         prepared = prepare(config.data, config.tokenizer, block_size, spec=spec)
     encoding = prepared.encoding
     loader = Loader(prepared, block_size, config.seed, device, config.data.document_mask)
     torch.manual_seed(config.seed)
-    model = GPT(config.model, encoding.n_vocab, bind(config.attention)).to(device)
-    micro_batch_size, accumulation = settle(config, model, dtype, dist)
+    model = GPT(config.model, encoding.n_vocab, get_attention_fn(config.attention)).to(device)
+    micro_batch_size, accumulation = resolve_micro_batch_size(config, model, dtype, dist)
     attention = resolve(B=micro_batch_size)
     forward = dist.wrap(model)
     if compiled:
-        keep_when_compiled(config.attention)
+        pin_kernel_under_compile(config.attention)
         forward = torch.compile(forward, dynamic=False)
-    optimizers = optimizer.build(model, config.optimizer)
+    optimizers = optimizer.build_optimizers(model, config.optimizer)
     scaler = grad_scaler(device, dtype)
-    state = checkpoint.State(model, optimizers, scaler)
-    about = checkpoint.about(config, prepared.meta)
+    state = checkpoint.TrainState(model, optimizers, scaler)
+    about = checkpoint.checkpoint_metadata(config, prepared.meta)
     if config.train.init_from is not None and not has_checkpoint(config.name):
-        start_from(config.train.init_from, model, about)
+        load_init_weights(config.train.init_from, model, about)
 
     label = f"{config.data.label}-{config.model.name}-{config.attention.backend}"
     with (
-        Run(config.name, label, config.resume, dist) as run,
-        StopRequest(patient=dist.world_size > 1, silent=not dist.is_main) as stop,
-        dist.together(),
+        RunDir(config.name, label, config.resume, dist) as run,
+        StopRequest(ignore_repeats=dist.world_size > 1, silent=not dist.is_main) as stop,
+        dist.raise_on_lost_rank(),
     ):
         if run.last.exists():
-            saved = checkpoint_file.load(run.last)
+            saved = checkpoint_file.load_checkpoint(run.last)
             checkpoint.check_identity(run.folder, saved["identity"], about["identity"])
             state.restore(saved)
         dist.check_same("step", state.step)
@@ -132,15 +132,15 @@ def main(config: Train) -> int:
         tokens_per_step = batch_size * block_size
         flops = flops_per_token(config.model, encoding.n_vocab, block_size) * tokens_per_step
         speed = Speed(device, tokens_per_step, flops, peak_flops(device, dtype) * dist.world_size)
-        facts = system.environment(device) | {
+        facts = system.describe_environment(device) | {
             "dtype": str(dtype).removeprefix("torch."), "compile": compiled, "attention": asdict(attention),
             "n_params": n_params(model), "vocab_size": encoding.n_vocab, "micro_batch_size": micro_batch_size,
             "accumulation": accumulation, "world_size": dist.world_size, "data": str(prepared.folder),
         }  # fmt: skip
-        run.begin(asdict(config), facts | state.summary())
-        wandb = Wandb(config.wandb, run, asdict(config), state.wandb_id)
+        run.start(asdict(config), facts | state.summary())
+        wandb = WandbRun(config.wandb, run, asdict(config), state.wandb_id)
         state.wandb_id = wandb.id
-        metrics = Metrics(run.folder / "metrics.jsonl", state.step) if dist.is_main else None
+        metrics = MetricsFile(run.folder / "metrics.jsonl", state.step) if dist.is_main else None
 
         def look() -> dict:
             """The validation loss, and a text if the model is able to write one."""
@@ -166,11 +166,11 @@ def main(config: Train) -> int:
             wandb.set_summary(run.summary)
 
         with (
-            Tracker(metrics, wandb, scaler) as tracker,
+            MetricsLogger(metrics, wandb, scaler) as tracker,
             TrainingProgress(steps, progress) as show,
-            profile(config.train.profile and dist.is_main, device, run.folder, show.console) as profiler,
+            build_profiler(config.train.profile and dist.is_main, device, run.folder, show.console) as profiler,
         ):
-            show.say(headline(run.folder, config, facts, prepared.meta, state.step))
+            show.print(run_banner(run.folder, config, facts, prepared.meta, state.step))
             system.reset_peak_memory(device)
             started = time.perf_counter() - state.seconds
             if state.step == 0:
@@ -181,14 +181,14 @@ def main(config: Train) -> int:
                     state.best_val_loss = row["val/loss"]
                     keep(run.best)
 
-            firsts = dist.firsts(state.step, batch_size, micro_batch_size)
-            batches = speed.waiting(profiler.waiting(ahead(loader, firsts, micro_batch_size)))
+            starts = dist.micro_batch_starts(state.step, batch_size, micro_batch_size)
+            batches = speed.wrap_loader(profiler.wrap_loader(prefetch(loader, starts, micro_batch_size)))
             stopped = False
             while progress < 1 and not stopped:
                 # One optimizer step, on batch_size sequences, micro_batch_size at a time.
                 profiler.start()
                 speed.start()
-                fraction = lr_fraction(config.schedule, state.step, steps, progress)
+                fraction = lr_scale(config.schedule, state.step, steps, progress)
                 optimizer.set_lr(optimizers, fraction)
                 loss = torch.zeros((), device=device)
                 for micro in range(accumulation):
@@ -213,7 +213,7 @@ def main(config: Train) -> int:
                 # What came of it: a row of numbers, now and then a look at unseen text, and a checkpoint.
                 state.step += 1
                 seconds = time.perf_counter() - started
-                stopped, state.seconds = dist.agree(stop.requested, seconds, wandb.start_seconds)
+                stopped, state.seconds = dist.sync_stop_and_time(stop.requested, seconds, wandb.start_seconds)
                 progress = run_progress(state.step, steps, state.seconds, minutes)
                 row = {
                     "step": state.step, "tokens": state.step * tokens_per_step, "seconds": state.seconds,
@@ -234,19 +234,19 @@ def main(config: Train) -> int:
 
             if progress < 1:
                 keep(run.last)
-            dist.meet()
+            dist.barrier()
             if dist.is_main:
                 plot_loss(run.folder)
             if progress < 1:
                 raise KeyboardInterrupt(f"saved at step {state.step}; the same command with name={run.name} goes on")
         if dist.is_main:
-            print(closing(run.summary, run.folder))
+            print(closing_summary(run.summary, run.folder))
         return 0
 
 
 def write_text(model: GPT, encoding: tiktoken.Encoding, sampling: SamplingConfig, seed: int) -> str:
     """A text from nothing, by the model as it is now."""
-    prompt, end = Prompt(tokenizer.beginning(encoding), seed), tokenizer.end_of_text(encoding)
+    prompt, end = Prompt(tokenizer.initial_tokens(encoding), seed), tokenizer.end_of_text(encoding)
     return "".join(piece.text for piece in generate(model, encoding, [prompt], sampling, end=end, rows=1))
 
 
@@ -258,4 +258,4 @@ def look_inside(model: GPT, loader: Loader, picture: Path) -> dict:
 
 
 if __name__ == "__main__":
-    leave(run_main(main, config))
+    exit_fast(run_main(main, config))

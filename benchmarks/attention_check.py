@@ -20,9 +20,9 @@ from torch.utils.benchmark import Timer
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from compare.bench.cases import Case, Settings, measure
-from compare.bench.worker import call_apart
-from model.attention import spellings
+from compare.bench.cases import BenchSettings, Case, measure
+from compare.bench.worker import run_isolated
+from model.attention import all_variants
 
 ROUNDS, SECONDS = 5, 0.5
 MORE_THAN_CACHES = 64 * 2**20  # bytes
@@ -76,8 +76,10 @@ def theirs(way: str, phase: str, T: int) -> float:
 
 def ours(way: str, phase: str, T: int) -> float:
     """Seconds of a call, as bench.py has them."""
-    case = Case(spellings()[way], phase, torch.device("cpu"), torch.float32, B=1, T=T, H=H, G=H, D=D, Dv=D)
-    settings = Settings(None, None, 0, False, False, seed=1, rounds=1, repeats=2, seconds=SECONDS, time_limit=math.inf)
+    case = Case(all_variants()[way], phase, torch.device("cpu"), torch.float32, B=1, T=T, H=H, G=H, D=D, Dv=D)
+    settings = BenchSettings(
+        None, None, 0, False, False, seed=1, rounds=1, repeats=2, seconds=SECONDS, time_limit=math.inf
+    )
     return statistics.median(measure(case, settings, Path("no reference")).seconds)
 
 
@@ -89,10 +91,10 @@ def read_bandwidth() -> float:
 
 
 def main(Ts: list[int]) -> None:
-    print(f"a sum reads memory at {call_apart(read_bandwidth) / 1e9:.1f} GB/s")
+    print(f"a sum reads memory at {run_isolated(read_bandwidth) / 1e9:.1f} GB/s")
     print(f"{'phase':<17}{'T':>6}  {'attention':<10}{'bench, ms':>10}{'check, ms':>10}{'ratio':>7}")
     for phase, T, way in itertools.product(PHASES, Ts, WAYS):
-        pairs = [(call_apart(ours, way, phase, T), call_apart(theirs, way, phase, T)) for _ in range(ROUNDS)]
+        pairs = [(run_isolated(ours, way, phase, T), run_isolated(theirs, way, phase, T)) for _ in range(ROUNDS)]
         a, b = (statistics.median(times) for times in zip(*pairs, strict=True))
         read = ""
         if phase == "decode":

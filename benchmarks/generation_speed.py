@@ -34,14 +34,14 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 from nanogpt_parity import INSIDE, OUTSIDE, import_model  # noqa: E402
 
-from configs.cli import settle  # noqa: E402
-from model.attention import bind  # noqa: E402
-from model.generation.decode_linear import for_sampling  # noqa: E402
-from model.generation.engine import Decoder, Prompt  # noqa: E402
+from configs.cli import config_from_python  # noqa: E402
+from model.attention import get_attention_fn  # noqa: E402
+from model.generation.decode_linear import convert_linears  # noqa: E402
+from model.generation.engine import Engine, Prompt  # noqa: E402
 from model.gpt import GPT  # noqa: E402
 
 VOCAB = 50_257
-GREEDY = settle("sample", temperature=0.0)
+GREEDY = config_from_python("sample", temperature=0.0)
 LARGEST = {"float32": 1e-4, "bfloat16": 0.1, "float16": 0.02}
 CASES = {"64 -> 128": (64, 64, 1), "1000 -> 1024": (1000, 24, 1), "32 x 64 -> 128": (64, 64, 32)}  # prompt, new, texts
 
@@ -74,8 +74,8 @@ def main() -> int:
 
     torch.set_grad_enabled(False)
     torch.manual_seed(1)
-    config = settle("train", model="gpt2").model
-    original = GPT(config, VOCAB, bind(settle("sample").attention)).eval()
+    config = config_from_python("train", model="gpt2").model
+    original = GPT(config, VOCAB, get_attention_fn(config_from_python("sample").attention)).eval()
     for name, weight in original.named_parameters():
         if name.endswith("bias"):  # zero at the start, which would hide one that is left out
             nn.init.normal_(weight, std=0.02)
@@ -83,9 +83,14 @@ def main() -> int:
 
     theirs = [hugging_face(original).to(device, dtype), nano_gpt(original, arguments.nanogpt).to(device, dtype)]
     dtypes = {"cpu": ["float32", "bfloat16", "float16"]}.get(device.type, [arguments.dtype])
-    ours = {name: for_sampling(deepcopy(original).to(device), getattr(torch, name)) for name in dtypes}
-    exact = GPT(replace(config, mlp="gelu"), VOCAB, bind(settle("sample").attention), weights=original.state_dict())
-    exact = for_sampling(exact.to(device).eval(), dtype)  # nanoGPT has GELU itself, and GPT-2 its tanh form
+    ours = {name: convert_linears(deepcopy(original).to(device), getattr(torch, name)) for name in dtypes}
+    exact = GPT(
+        replace(config, mlp="gelu"),
+        VOCAB,
+        get_attention_fn(config_from_python("sample").attention),
+        weights=original.state_dict(),
+    )
+    exact = convert_linears(exact.to(device).eval(), dtype)  # nanoGPT has GELU itself, and GPT-2 its tanh form
     apart = [
         logits_apart(model, other, prompts["64 -> 128"], device)
         for model, other in zip((ours[arguments.dtype], exact), theirs, strict=True)
@@ -109,7 +114,7 @@ def main() -> int:
 
 
 def write(model: GPT, device: torch.device, prompt: Tensor, new: int) -> tuple[Tensor, list[float]]:
-    decoder = Decoder(model, GREEDY, len(prompt), prompt.shape[1] + new, graphs=True)
+    decoder = Engine(model, GREEDY, len(prompt), prompt.shape[1] + new, graphs=True)
     decoder.add([Prompt(row, seed=0) for row in prompt.tolist()])
     stamps = []
     for _ in range(new):

@@ -21,13 +21,13 @@ from torch import Tensor, nn
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-from configs.cli import start  # noqa: E402
+from configs.cli import parse_config  # noqa: E402
 from configs.schema import Train  # noqa: E402
 from data import tokenizer  # noqa: E402
-from model.attention import bind  # noqa: E402
+from model.attention import get_attention_fn  # noqa: E402
 from model.gpt import GPT  # noqa: E402
 from training import optimizer  # noqa: E402
-from training.schedule import lr_fraction  # noqa: E402
+from training.schedule import lr_scale  # noqa: E402
 
 LARGEST = 1e-4  # nats; what float32 leaves open over 20 steps is below it
 # Our module's name -> nanoGPT's. Both keep the weights of linear layers as outputs x inputs, q, k and v in that order.
@@ -63,7 +63,7 @@ def import_model(file: Path) -> ModuleType:
 
 def compare(theirs: ModuleType, text: Path, steps: int, bias: bool) -> float:
     """Trains both, prints a row per step, and returns the largest difference of their losses in nats."""
-    config: Train = start("train", "", [
+    config: Train = parse_config("train", "", [
         "experiment=shakespeare_char_cpu", f"data.path={text}", f"model.bias={str(bias).lower()}",
     ])  # fmt: skip
     whole = text.read_text(encoding="utf-8")
@@ -76,18 +76,18 @@ def compare(theirs: ModuleType, text: Path, steps: int, bias: bool) -> float:
     print(f"\nbias={str(bias).lower()}: {shape}, vocabulary of {encoding.n_vocab}")
     torch.manual_seed(config.seed)
     their_model = theirs.GPT(theirs.GPTConfig(vocab_size=encoding.n_vocab, **shape))
-    our_model = GPT(config.model, encoding.n_vocab, bind(config.attention))
+    our_model = GPT(config.model, encoding.n_vocab, get_attention_fn(config.attention))
     copy_weights(their_model, our_model)
     rate = config.optimizer
     their_optimizer = their_model.configure_optimizers(rate.weight_decay, rate.lr, tuple(rate.betas), "cpu")
-    our_optimizers = optimizer.build(our_model, rate)
+    our_optimizers = optimizer.build_optimizers(our_model, rate)
 
     random = torch.Generator().manual_seed(config.seed)
     print(f"{'step':>4} {'nanoGPT':>10} {'ours':>10} {'difference':>11}")
     largest = 0.0
     for step in range(steps):
         x, y = some_windows(tokens, config.train.batch_size, config.model.block_size, random)
-        fraction = lr_fraction(config.schedule, step, config.train.steps, step / config.train.steps)
+        fraction = lr_scale(config.schedule, step, config.train.steps, step / config.train.steps)
         for group in their_optimizer.param_groups:
             group["lr"] = rate.lr * fraction
         optimizer.set_lr(our_optimizers, fraction)

@@ -9,10 +9,10 @@ import torch
 
 from common.errors import UserError
 
-FORMAT = 3
+FORMAT = 4
 
 
-def save(path: Path, content: dict) -> None:
+def save_checkpoint(path: Path, content: dict) -> None:
     """Write to another name, make sure it is on the disk, rename: whatever happens, `path` is a whole checkpoint."""
     partial = path.with_suffix(".partial")
     with open(partial, "wb") as f:
@@ -25,7 +25,7 @@ def save(path: Path, content: dict) -> None:
     os.close(folder)
 
 
-def load(path: Path) -> dict:
+def load_checkpoint(path: Path) -> dict:
     """The content of a checkpoint, tensors on the CPU. Raises UserError where it is missing, damaged or unknown.
 
     One that is replaced meanwhile is read whole, as it was or as it is then.

@@ -1,14 +1,14 @@
 """What all progress displays and tables share: formatting of times, sizes and counts."""
 
-LINES_EVERY = 10.0  # seconds between plain lines
+LINE_INTERVAL_S = 10.0  # seconds between plain lines
 
 
-def megabytes(size: float) -> str:
+def format_bytes(size: float) -> str:
     unit, name = next(((unit, name) for unit, name in ((1e9, "GB"), (1e6, "MB")) if size >= unit), (1e3, "kB"))
     return f"{size / unit:,.2f} {name}" if unit == 1e9 else f"{size / unit:,.1f} {name}"
 
 
-def duration(seconds: float) -> str:
+def format_duration(seconds: float) -> str:
     """90.4 -> "1:30"; 3700 -> "1:01:40"."""
     minutes, whole = divmod(round(max(0, seconds)), 60)
     hours, minutes = divmod(minutes, 60)
@@ -20,6 +20,6 @@ def printable(text: str) -> str:
     return "".join(c if c in "\n\t" or c.isprintable() else "\ufffd" for c in text)
 
 
-def counted(count: int, noun: str) -> str:
+def pluralize(count: int, noun: str) -> str:
     """1 layer, 2 layers, 2 processes."""
     return f"{count:,} {noun}" + {"process": "es"}.get(noun, "s") * (count != 1)

@@ -7,7 +7,7 @@ from pathlib import Path
 
 
 @contextmanager
-def of_file(path: Path) -> Iterator[None]:
+def name_file_in_errors(path: Path) -> Iterator[None]:
     """An error of the operating system inside is of this file, which a full disk, for one, does not say."""
     try:
         yield
@@ -16,10 +16,10 @@ def of_file(path: Path) -> Iterator[None]:
         raise
 
 
-def write_whole(path: Path, content: bytes) -> None:
+def atomic_write(path: Path, content: bytes) -> None:
     """Under another name, onto the disk, and renamed: whatever happens, `path` is whole."""
     partial = path.with_suffix(".partial")
-    with of_file(path), open(partial, "wb") as f:
+    with name_file_in_errors(path), open(partial, "wb") as f:
         f.write(content)
         f.flush()
         os.fsync(f.fileno())

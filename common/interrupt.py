@@ -16,8 +16,8 @@ class StopRequest:
     patient: it does not. torchrun and schedulers send several, and kill after half a minute anyway. silent: do not say.
     """
 
-    def __init__(self, patient: bool, silent: bool):
-        self.requested, self.patient, self.silent = False, patient, silent
+    def __init__(self, ignore_repeats: bool, silent: bool):
+        self.requested, self.patient, self.silent = False, ignore_repeats, silent
 
     def __enter__(self) -> "StopRequest":
         self.before = {kind: signal.signal(kind, self._handle) for kind in (signal.SIGINT, signal.SIGTERM)}
@@ -37,7 +37,7 @@ class StopRequest:
 
 
 @contextmanager
-def stopping_as_ctrl_c() -> Iterator[None]:
+def sigterm_as_keyboard_interrupt() -> Iterator[None]:
     """Inside, what asks the process to end, or a terminal that is closed, does as Ctrl-C does."""
     kinds = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
     before = {kind: signal.signal(kind, signal.default_int_handler) for kind in kinds}

@@ -25,7 +25,7 @@ JOB = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=,+-]{0,200}")  # a sweep's job, named
 EXIT_CODES = {"finished": 0, "failed": 1, "refused": 2, "interrupted": 75}
 
 
-def check_word(key: str, word: str) -> None:
+def check_path_component(key: str, word: str) -> None:
     """Raises UserError for a word that could not be a part of a folder's name."""
     if not re.fullmatch(r"[A-Za-z0-9._-]{1,100}", word) or ".." in word or word.startswith((".", "-")):
         raise UserError(
@@ -37,8 +37,8 @@ def check_name(name: str) -> None:
     """Raises UserError for a run name that could not be a folder of runs/, or of a sweep in it."""
     sweep, slash, job = name.removeprefix("sweeps/").partition("/")
     if name.startswith("sweeps/") and slash and JOB.fullmatch(job):
-        return check_word("name", sweep)
-    check_word("name", name)
+        return check_path_component("name", sweep)
+    check_path_component("name", name)
     if name in RESERVED:
         raise UserError(f"name={name} is taken by trilGPT itself; set another name")
 
@@ -90,7 +90,7 @@ def make_new_folder(parent: Path, label: str) -> str:
     raise UserError(f"{parent}/{stem} and its successors exist; set name=NAME")
 
 
-def owner(folder: Path) -> str:
+def read_owner(folder: Path) -> str:
     """Who trains the run, as in "process 4711 on laptop"."""
     path = folder / ".owner"
     return path.read_text() if path.exists() else "another process"
@@ -120,11 +120,11 @@ def write_summary(folder: Path, summary: dict) -> None:
     write_json(folder / "summary.json", summary)
 
 
-def flat(config: dict, prefix: str = "") -> dict:
+def flatten_dict(config: dict, prefix: str = "") -> dict:
     """{"model": {"n_layer": 2}} -> {"model.n_layer": 2}."""
     found = {}
     for key, value in config.items():
-        found |= flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+        found |= flatten_dict(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
     return found
 
 
@@ -132,7 +132,7 @@ def write_config(folder: Path, config: dict) -> None:
     (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
 
 
-class Run:
+class RunDir:
     """A locked folder below runs/. A context manager: on the way out summary.json says how it ended."""
 
     def __init__(self, name: str | None, label: str, resume: bool, dist: Any):
@@ -165,7 +165,9 @@ class Run:
         try:
             self.lock.acquire(timeout=0)
         except Timeout:
-            raise UserError(f"{folder} is being trained by {owner(folder)}; wait for it, or set another name") from None
+            raise UserError(
+                f"{folder} is being trained by {read_owner(folder)}; wait for it, or set another name"
+            ) from None
         (folder / ".owner").write_text(f"process {os.getpid()} on {platform.node()}")
         return name
 
@@ -177,7 +179,7 @@ class Run:
     def best(self) -> Path:
         return self.folder / "checkpoints/best.pt"
 
-    def begin(self, config: dict, summary: dict) -> None:
+    def start(self, config: dict, summary: dict) -> None:
         """Write config.yaml and a first summary.json: from here on the folder tells of this process."""
         self.summary = {"name": self.name, "status": "running", "error": None}
         if self.is_main:
@@ -202,7 +204,7 @@ class Run:
         if self.is_main:
             write_summary(self.folder, self.summary)
 
-    def __enter__(self) -> "Run":
+    def __enter__(self) -> "RunDir":
         return self
 
     def __exit__(self, kind, error, traceback) -> None:

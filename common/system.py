@@ -44,13 +44,13 @@ def free_memory(device: torch.device) -> int | None:
     if device.type != "cpu" or not meminfo.exists():
         return None
     available = next(line for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable"))
-    return min([1024 * int(available.split()[1]), *_left_by_groups()])
+    return min([1024 * int(available.split()[1]), *_cgroup_headroom()])
 
 
-GROUPS = Path("/sys/fs/cgroup")
+CGROUP_ROOT = Path("/sys/fs/cgroup")
 
 
-def _left_by_groups() -> list[int]:
+def _cgroup_headroom() -> list[int]:
     """What the control groups that this process is in, a container's or a scheduler's, leave it (cgroups(7))."""
     left = []
     for line in Path("/proc/self/cgroup").read_text().splitlines():
@@ -58,7 +58,7 @@ def _left_by_groups() -> list[int]:
         most, used, cache = "memory.max", "memory.current", "inactive_file"
         if version_1:
             most, used, cache = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
-        group = GROUPS / version_1 / path.strip("/")
+        group = CGROUP_ROOT / version_1 / path.strip("/")
         for folder in (group, *group.parents):
             bound = (folder / most).read_text().strip() if (folder / most).exists() else "max"
             if bound != "max":
@@ -90,15 +90,15 @@ def cache_bytes(device: torch.device) -> int:
     return max((int(path.read_text().strip().removesuffix("K")) * 1024 for path in caches), default=0)
 
 
-def environment(device: torch.device) -> dict:
+def describe_environment(device: torch.device) -> dict:
     """The machine, the software and the command, for summary.json."""
     return {
         "device": device.type,
         "device_name": device_name(device),
         "threads": torch.get_num_threads(),
         "tf32": torch.backends.cuda.matmul.allow_tf32,
-        "versions": versions(),
-        "commit": commit(),
+        "versions": package_versions(),
+        "commit": git_commit(),
         "command": shlex.join(["python", *sys.argv]),
     }
 
@@ -112,7 +112,7 @@ def device_name(device: torch.device) -> str:
     return f"{model}, {os.cpu_count()} cores"
 
 
-def versions() -> dict[str, str]:
+def package_versions() -> dict[str, str]:
     found = {"python": platform.python_version()}
     for name in ("trilgpt", "torch", "hydra-core", "datasets", "tiktoken", "wandb", "numpy"):
         with suppress(PackageNotFoundError):  # a checkout can be run without being installed
@@ -120,7 +120,7 @@ def versions() -> dict[str, str]:
     return found
 
 
-def commit() -> str | None:
+def git_commit() -> str | None:
     """The commit of this checkout, "+" behind it if files were changed since. None outside a checkout."""
     ask = ["git", "describe", "--always", "--abbrev=40", "--dirty=+"]
     try:

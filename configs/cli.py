@@ -1,6 +1,6 @@
 """The one entry of every script: the words on a command line become one checked plain dataclass, or one sentence.
 
-config = start("train", __doc__)     composes and checks; ends the process with code 2 where a word is wrong
+config = parse_config("train", __doc__)     composes and checks; ends the process with code 2 where a word is wrong
 leave(run(main, config))             runs; a refusal from inside becomes a sentence as well
 """
 
@@ -24,13 +24,13 @@ from yaml import YAMLError
 
 from common.errors import TrainingFailed, UserError, is_out_of_memory
 from common.run_dir import EXIT_CODES
-from configs.composition import CONFIGS, choices, compose_config, is_hydras, is_launcher, to_the_letter
+from configs.composition import CONFIGS, choices, compose_config, escape_interpolation, is_hydras, is_launcher
 from configs.error_messages import explain
 from configs.schema import SCRIPTS
 
 # What goes wrong with files on a user's machine, and is no bug.
 FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-MENDABLE = FULL | {
+USER_ERRNOS = FULL | {
     errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP,
 }  # fmt: skip
 FLAGS = """flags:
@@ -44,7 +44,7 @@ MULTIRUN = """\
 """
 
 
-def start(script: str, doc: str, argv: list[str] | None = None) -> Any:
+def parse_config(script: str, doc: str, argv: list[str] | None = None) -> Any:
     """The checked config of `script` from a command line, as plain dataclasses. Ends the process where it is wrong."""
     sys.excepthook = _interrupted
     try:
@@ -55,9 +55,9 @@ def start(script: str, doc: str, argv: list[str] | None = None) -> Any:
         if flags.multirun:
             if "RANK" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1":
                 raise UserError("-m starts its own processes, each a run; leave out torchrun, or leave out -m")
-            from configs.multirun import sweep
+            from configs.multirun import run_multirun
 
-            raise SystemExit(run(sweep, flags, overrides))
+            raise SystemExit(run_main(run_multirun, flags, overrides))
         composed = compose_config(script, overrides, flags.config_dir)
         config = OmegaConf.to_object(composed)
         if flags.cfg:
@@ -66,16 +66,16 @@ def start(script: str, doc: str, argv: list[str] | None = None) -> Any:
         config.check()
         return config
     except UserError as error:
-        raise SystemExit(_say(error, 2)) from None
+        raise SystemExit(report_error(error, 2)) from None
     except (HydraException, OmegaConfBaseException, YAMLError, UnicodeDecodeError) as error:
-        raise SystemExit(_say(_explained(error, overrides, script), 2)) from None
+        raise SystemExit(report_error(_explained(error, overrides, script), 2)) from None
     except OSError as error:  # of the files that the words name
-        if error.errno not in MENDABLE:
+        if error.errno not in USER_ERRNOS:
             raise
-        raise SystemExit(_say(_of_a_file(error), 2)) from None
+        raise SystemExit(report_error(_of_a_file(error), 2)) from None
 
 
-def settle(script: str, **settings: Any) -> Any:
+def config_from_python(script: str, **settings: Any) -> Any:
     """The checked config of `script` with `settings` in place of its own, for Python. Raises UserError."""
     groups = {key: value for key, value in settings.items() if choices(key)}
     overrides = [f"{key}={value}" for key, value in groups.items()]
@@ -84,7 +84,7 @@ def settle(script: str, **settings: Any) -> Any:
         own = {key: value for key, value in settings.items() if key not in groups}
         for key, value in own.items():
             texts = value if isinstance(value, list | tuple) else [value]
-            texts = [to_the_letter(text) if isinstance(text, str) else text for text in texts]
+            texts = [escape_interpolation(text) if isinstance(text, str) else text for text in texts]
             OmegaConf.update(composed, key, texts if isinstance(value, list | tuple) else texts[0])
         config = OmegaConf.to_object(composed)
     except (HydraException, OmegaConfBaseException) as error:
@@ -100,26 +100,26 @@ def _explained(error: Exception, overrides: list[str], script: str) -> str:
     )  # fmt: skip
 
 
-def run(main: Callable[..., int], *config: Any) -> int:
+def run_main(main: Callable[..., int], *config: Any) -> int:
     """main(config) -> the process's exit code. What a user can mend is told in one sentence, without a traceback."""
     try:
         return main(*config)
     except UserError as error:
-        return _say(error, 2)
+        return report_error(error, 2)
     except TrainingFailed as error:
-        return _say(error, 1)
+        return report_error(error, 1)
     except KeyboardInterrupt as error:
-        return _say(str(error) or "interrupted", EXIT_CODES["interrupted"])
+        return report_error(str(error) or "interrupted", EXIT_CODES["interrupted"])
     except BrokenPipeError:  # nobody reads any more, as in `python sample.py | head`
         return 1
     except OSError as error:
-        if error.errno not in MENDABLE:
+        if error.errno not in USER_ERRNOS:
             raise
-        return _say(_of_a_file(error), 1)
+        return report_error(_of_a_file(error), 1)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        return _say("out of memory; set a smaller train.micro_batch_size, model.block_size or model", 1)
+        return report_error("out of memory; set a smaller train.micro_batch_size, model.block_size or model", 1)
 
 
 def _of_a_file(error: OSError) -> str:
@@ -130,11 +130,11 @@ def _of_a_file(error: OSError) -> str:
 def _interrupted(kind: type, error: BaseException, traceback: Any) -> None:
     """Ctrl-C while libraries are imported is told as ever, also where Python turned it into another error."""
     if isinstance(error, KeyboardInterrupt) or isinstance(error.__cause__, KeyboardInterrupt):
-        os._exit(_say("interrupted", EXIT_CODES["interrupted"]))
+        os._exit(report_error("interrupted", EXIT_CODES["interrupted"]))
     sys.__excepthook__(kind, error, traceback)
 
 
-def leave(code: int) -> None:
+def exit_fast(code: int) -> None:
     """End the process without taking torch apart again, on which Python would spend most of a second.
 
     What libraries have to do at the end they do, as removing temporary folders.
@@ -148,7 +148,7 @@ def leave(code: int) -> None:
     os._exit(code)
 
 
-def _say(message: object, code: int) -> int:
+def report_error(message: object, code: int) -> int:
     if int(os.environ.get("RANK", "0")) > 0:
         if code == EXIT_CODES["interrupted"]:
             return code

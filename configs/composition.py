@@ -18,7 +18,7 @@ from configs.schema import register
 
 CONFIGS = Path(__file__).parent
 # Free text, taken to the letter: Hydra's grammar would read "a, b" as a sweep and "f(x)" as a function.
-LITERAL = ("prompt", "prompt_file", "name", "run", "wandb.group", "prompts", "out", "data.repo", "tokenizer.run",
+UNPARSED_KEYS = ("prompt", "prompt_file", "name", "run", "wandb.group", "prompts", "out", "data.repo", "tokenizer.run",
            "train.init_from", "data.text_column")  # fmt: skip
 # These as well, unless they are lists of them in Hydra's way: stop='["a", "b"]'.
 LITERAL_OR_LIST = ("stop", "path")
@@ -27,15 +27,15 @@ LITERAL_OR_LIST = ("stop", "path")
 def quote(override: str) -> str:
     """An override with its literal text quoted for Hydra's grammar, and its ${ for OmegaConf's."""
     key, value = override.split("=", 1)
-    literal = key in LITERAL or (
+    literal = key in UNPARSED_KEYS or (
         key.endswith(LITERAL_OR_LIST) and not re.fullmatch(r"""\[\s*(["']).*\1\s*\]""", value, re.DOTALL)
     )
     if not literal or (value == "null" and key != "prompt"):
         return override
-    return f"{key}={QuotedString(to_the_letter(value), Quote.single).with_quotes()}"
+    return f"{key}={QuotedString(escape_interpolation(value), Quote.single).with_quotes()}"
 
 
-def to_the_letter(text: str) -> str:
+def escape_interpolation(text: str) -> str:
     """As OmegaConf will give it back: it takes ${...} for a reference."""
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", text)
 

@@ -25,15 +25,15 @@ from hydra.types import HydraContext
 from omegaconf import OmegaConf
 
 from common.errors import UserError
-from common.interrupt import stopping_as_ctrl_c
+from common.interrupt import sigterm_as_keyboard_interrupt
 from common.run_dir import JOB, SWEEPS, make_new_folder, read_json, write_json
 from compare.runs.comparison import compare, show
 from compare.sweep.jobs import Job, Outcome, SweepProgress, recover, train
 from configs.composition import composing, is_hydras, quote
-from training.wandb_logger import tell_wandb
+from training.wandb_logger import log_table_to_wandb
 
 
-def sweep(flags: Namespace, overrides: list[str]) -> int:
+def run_multirun(flags: Namespace, overrides: list[str]) -> int:
     """Train every combination of the values given -> the exit code: 1 where any failed, 2 where all were refused."""
     if flags.cfg:
         raise UserError("--cfg shows the config of one run; leave out -m, and give one value for each key")
@@ -127,7 +127,9 @@ def _run(name: str, jobs: list[Job], config: Any, launcher_config: Any) -> int:
         show(rows, folder)
         if todo:
             group = config.wandb.group or name
-            tell_wandb(config.wandb, "comparison", f"{name}-comparison", group, rows, folder / "comparison.png", {})
+            log_table_to_wandb(
+                config.wandb, "comparison", f"{name}-comparison", group, rows, folder / "comparison.png", {}
+            )
     finally:
         code = _report(folder, jobs, outcomes)
     return code
@@ -152,7 +154,7 @@ def _launch(todo: list[Job], config: Any, jobs: list[Job]) -> dict[str, Outcome]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [here, os.environ.get("PYTHONPATH")]))
     began = time.time()
     try:
-        with stopping_as_ctrl_c(), SweepProgress(jobs, todo):
+        with sigterm_as_keyboard_interrupt(), SweepProgress(jobs, todo):
             returned = launcher.launch([[quote(word) for word in job.words[-2:]] for job in todo], initial_job_idx=0)
         return {job.name: each.return_value for job, each in zip(todo, returned, strict=True)}
     except KeyboardInterrupt:

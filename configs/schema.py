@@ -10,7 +10,7 @@ from typing import Any
 from hydra.core.config_store import ConfigStore
 
 from common.errors import UserError
-from common.run_dir import check_name, check_word
+from common.run_dir import check_name, check_path_component
 from compare.bench.config import BenchConfig
 from data import DataConfig, TokenizerConfig
 from data.prepare import check_short_text
@@ -25,7 +25,7 @@ from training import (
     TrainWandbConfig,
     WandbConfig,
 )
-from training.schedule import lr_fraction
+from training.schedule import lr_scale
 
 
 @dataclass
@@ -57,12 +57,12 @@ class Train:
         """The rules that cross rooms. Raises UserError."""
         if self.name is not None:
             check_name(self.name)
-        check_word("data.name", self.data.name)
-        check_word("model.name", self.model.name)
+        check_path_component("data.name", self.data.name)
+        check_path_component("model.name", self.model.name)
         _check_seed(self.seed)
         _check_optimizer(self.optimizer)
         self.train.plan(world_size=1)
-        lr_fraction(self.schedule, self.schedule.warmup_steps, None, 0.0)
+        lr_scale(self.schedule, self.schedule.warmup_steps, None, 0.0)
         if self.flops_per_second is not None:
             _check_speed(self.flops_per_second, self.plan)
         if self.train.init_from is not None and self.tokenizer.name in ("bpe", "char"):
@@ -142,7 +142,7 @@ class Prepare:
 
     def check(self) -> None:
         """The rules that cross rooms. Raises UserError."""
-        check_word("data.name", self.data.name)
+        check_path_component("data.name", self.data.name)
 
 
 @dataclass
@@ -161,8 +161,8 @@ class Bench(BenchConfig):
     def check(self) -> None:
         """The rules that cross rooms. Raises UserError."""
         if self.name is not None:
-            check_word("name", self.name)
-        check_word("model.name", self.model.name)
+            check_path_component("name", self.name)
+        check_path_component("model.name", self.model.name)
         _check_seed(self.seed)
         _check_optimizer(self.optimizer)
         H, G, _, _ = self.kernel_shape()
@@ -172,7 +172,7 @@ class Bench(BenchConfig):
     def kernel_shape(self) -> tuple[int, int, int, int]:
         """(H, G, D, Dv) of attention alone: the model's, where nothing else is set."""
         H = self.n_head or self.model.n_head
-        D = self.head_size or self.model.head_size
+        D = self.head_size or self.model.head_dim
         G = self.n_kv_head or (H if self.n_head else self.model.kv_heads)
         return H, G, D, self.value_size or D
 

@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 import tiktoken
 
-from common.files import write_whole
+from common.files import atomic_write
 from data import tokenizer
 from data.config import DataConfig
-from data.fast_bpe import LinearEncoding
+from data.fast_bpe import FastBPE
 from data.progress import PrepareProgress
-from data.shards import Writer
-from data.splits import Part
+from data.shards import ShardWriter
+from data.splits import SplitRange
 
 CHUNK = 2**20  # characters that a thread encodes at a time
 PIECE_SIZE = 32  # characters that a piece counts for beside its own, for none is without weight
@@ -40,7 +40,7 @@ def token_dtype(encoding: tiktoken.Encoding) -> str:
 
 
 def encode_split(
-    folder: Path, split: str, config: DataConfig, parts: list[Part], encoding: tiktoken.Encoding, journal: dict,
+    folder: Path, split: str, config: DataConfig, parts: list[SplitRange], encoding: tiktoken.Encoding, journal: dict,
     show: PrepareProgress,
 ) -> None:  # fmt: skip
     """Write the ids of a split's parts, end to end, behind the shards that the journal has, and tell it so.
@@ -52,11 +52,11 @@ def encode_split(
     fresh = {"part": 0, "chunk": 0, "skip": 0, "tokens": 0, "files": {}, "ranges": {}, "bytes": 0, "documents": 0,
              "longest": 0, "open": 0}  # fmt: skip
     state, dtype = journal["splits"].setdefault(split, fresh), token_dtype(encoding)
-    writer = Writer(folder, split, dtype, journal["shard"], state["files"])
+    writer = ShardWriter(folder, split, dtype, journal["shard"], state["files"])
     total = sum(part.bytes for part in parts) if all(part.bytes is not None for part in parts) else None
     show.begin(f"encoding {split}", total, state["bytes"])
 
-    fast = LinearEncoding.of(encoding)
+    fast = FastBPE.of(encoding)
 
     def encode(chunk: list[PlacedPiece]) -> Encoded:
         return _encode(encoding, fast, chunk, dtype)
@@ -64,11 +64,11 @@ def encode_split(
     for part in parts[state["part"] :]:
         state["ranges"].setdefault(part.name, [state["tokens"], 0])
         pieces = itertools.islice(chunks(placed(part, config)), state["chunk"], None)
-        for encoded in in_parallel(encode, pieces):
+        for encoded in parallel_map(encode, pieces):
             skip = state["skip"]
             for used in writer.add(encoded.ids[skip:]):
                 state["skip"] = skip + used
-                write_whole(folder / "journal.json", json.dumps(journal).encode())
+                atomic_write(folder / "journal.json", json.dumps(journal).encode())
             state["skip"] = 0
             state["chunk"] += 1
             _count(state, part.name, encoded)
@@ -77,7 +77,7 @@ def encode_split(
             _close(state)
         state["part"], state["chunk"] = state["part"] + 1, 0
     writer.finish()
-    write_whole(folder / "journal.json", json.dumps(journal).encode())
+    atomic_write(folder / "journal.json", json.dumps(journal).encode())
 
 
 def _count(state: dict, name: str, encoded: Encoded) -> None:
@@ -95,7 +95,7 @@ def _close(state: dict) -> None:
     state["open"] = 0
 
 
-def _encode(encoding: tiktoken.Encoding, fast: LinearEncoding | None, chunk: list[PlacedPiece], dtype: str) -> Encoded:
+def _encode(encoding: tiktoken.Encoding, fast: FastBPE | None, chunk: list[PlacedPiece], dtype: str) -> Encoded:
     end = tokenizer.end_of_text(encoding)
     parts, lengths, size = [], [], 0
     for text, ends, where in chunk:
@@ -111,7 +111,7 @@ def _encode(encoding: tiktoken.Encoding, fast: LinearEncoding | None, chunk: lis
     return Encoded(ids.astype(dtype), lengths, size)
 
 
-def placed(part: Part, config: DataConfig) -> Iterator[PlacedPiece]:
+def placed(part: SplitRange, config: DataConfig) -> Iterator[PlacedPiece]:
     """The pieces of a part, each with what to call it."""
     document, character = part.start
     for text, ends in part.pieces(config):
@@ -136,7 +136,7 @@ def chunks(pieces: Iterable[PlacedPiece]) -> Iterator[list[PlacedPiece]]:
         yield chunk
 
 
-def in_parallel(function: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]:
+def parallel_map(function: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]:
     """function(item) of each, in order, on all cores. Only a few are held at a time.
 
     In threads: tiktoken lets go of Python's lock while it encodes.

@@ -28,11 +28,11 @@ def linear(pattern: str) -> str | None:
     return head + r"\s+"
 
 
-class LinearEncoding:
+class FastBPE:
     """Encodes as `encoding` does, whose pattern is the one that `linear` made linear."""
 
     @classmethod
-    def of(cls, encoding: tiktoken.Encoding) -> "LinearEncoding | None":
+    def of(cls, encoding: tiktoken.Encoding) -> "FastBPE | None":
         """None: of this encoding's pattern there is none."""
         pattern = linear(encoding._pat_str)
         return None if pattern is None else cls(encoding, pattern)

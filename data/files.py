@@ -22,7 +22,7 @@ LARGE = 2**24  # bytes: a smaller file is hashed sooner than its hash is looked 
 
 
 @dataclass(frozen=True)
-class Place:
+class TextSource:
     """Something to read: address: a path, a URL, or the name of a data set of the hub, with its split.
 
     kind: text, or what reads a table: parquet, json, csv, hub.
@@ -33,7 +33,7 @@ class Place:
     split: str | None = None
 
     @property
-    def identities(self) -> set[str]:
+    def dedup_keys(self) -> set[str]:
         """The same for the same text, by whichever path it was found. Of a split's slices none is told from another."""
         where = self.address if self.is_remote else os.path.realpath(self.address)
         if self.split is None:
@@ -55,9 +55,9 @@ class Place:
         return self.address.startswith(("http://", "https://"))
 
 
-def place(address: str) -> Place:
+def place(address: str) -> TextSource:
     """The file at a path or URL, of the kind that its name says."""
-    return Place(address, KINDS.get(_suffix(address), "text"))
+    return TextSource(address, KINDS.get(_suffix(address), "text"))
 
 
 def _suffix(address: str) -> str:
@@ -79,7 +79,7 @@ def open_file(path: str, name: str) -> Any:
     return pyarrow.input_stream(path, compression=compression)
 
 
-def find(given: str | list[str], key: str) -> list[Place]:
+def find(given: str | list[str], key: str) -> list[TextSource]:
     """The files that a path, or each of a list of them, names: itself, those below a folder, those of a pattern.
 
     In the order of the list, and of their names. Raises UserError, with the key, where there is nothing to read.
@@ -149,7 +149,7 @@ def _in_order(name: str) -> list:
     return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
 
 
-def digest(places: Iterable[Place], cache: Path) -> str:
+def content_hash(places: Iterable[TextSource], cache: Path) -> str:
     """A hash of what the places hold. An address stands for itself: nothing is downloaded to see that it is the same.
 
     cache: a file that keeps the hashes of large files, by path, size and times.

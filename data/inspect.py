@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from common.console import megabytes
+from common.console import format_bytes
 from data import tokenizer
 from data.prepared import Prepared
 
@@ -31,7 +31,7 @@ def inspect(prepared: Prepared) -> str:
     for split in ("train", "val"):
         files = sum(name.startswith(split) for name in meta["files"])
         lines.append(
-            f"{split:<11} {meta['tokens'][split]:,} tokens, {megabytes(meta['bytes'][split])} of text, "
+            f"{split:<11} {meta['tokens'][split]:,} tokens, {format_bytes(meta['bytes'][split])} of text, "
             f"{_counted(meta['documents'][split], 'document')}, {_counted(files, 'file')}"
         )
     if len(meta["parts"]) > 1:
@@ -42,7 +42,7 @@ def inspect(prepared: Prepared) -> str:
     for at in np.linspace(0, max(0, len(tokens) - SHOWN), 3).astype(int).tolist():
         ids = tokens[at : at + SHOWN].tolist()
         words = [encoding.decode([i]) if i == tokenizer.end_of_text(encoding) else word
-                 for i, word in zip(ids, tokenizer.words(encoding, ids), strict=True)]  # fmt: skip
+                 for i, word in zip(ids, tokenizer.token_strings(encoding, ids), strict=True)]  # fmt: skip
         shown = "│".join(_visible(word) for word in words)
         lines += ["", f"tokens from {at:,} on", f"  {shown}", f"  {' '.join(map(str, ids))}"]
     return "\n".join(lines)

@@ -30,8 +30,8 @@ from common.errors import UserError
 from data import tokenizer
 from data.prepared import Prepared
 
-MIXED = 10_000  # sequences among which weights are kept, as nearly as whole numbers can
-IGNORE = -100  # cross_entropy's own mark for a target that does not count
+MIX_BLOCK = 10_000  # sequences among which weights are kept, as nearly as whole numbers can
+IGNORE_INDEX = -100  # cross_entropy's own mark for a target that does not count
 
 
 class Loader:
@@ -49,7 +49,7 @@ class Loader:
         self.val_windows = -(-(len(self.tokens["val"]) - 1) // self.val_T)
         self._epoch = lru_cache(maxsize=2 * len(self.rings))(self._epoch)  # a batch may straddle two
         self._mixed = lru_cache(maxsize=2)(self._mixed)
-        self.shares = _shares(self.weights, MIXED)
+        self.shares = _shares(self.weights, MIX_BLOCK)
         self.end = tokenizer.end_of_text(prepared.encoding) if document_mask else None
         if document_mask and self.end is None:
             raise UserError(
@@ -89,7 +89,7 @@ class Loader:
         """Which text a training sequence is of, and its number among that text's."""
         if len(self.rings) == 1:
             return 0, sequence
-        block, at = divmod(sequence, MIXED)
+        block, at = divmod(sequence, MIX_BLOCK)
         ring, before = self._mixed(block)
         return int(ring[at]), block * self.shares[ring[at]] + int(before[at])
 
@@ -120,7 +120,7 @@ class Loader:
         rows = [tokens[int(first) : int(first) + self.val_T + 1] for first in start[:, 0]]
         window = torch.from_numpy(np.array(rows, dtype=np.int64).reshape(-1, self.val_T + 1))
         counted = torch.from_numpy(at[:, :-1] >= begin)
-        return window[:, :-1].contiguous(), window[:, 1:].masked_fill(~counted, IGNORE)
+        return window[:, :-1].contiguous(), window[:, 1:].masked_fill(~counted, IGNORE_INDEX)
 
 
 def _shares(weights: Sequence[float], of: int) -> list[int]:
@@ -138,7 +138,7 @@ def _shares(weights: Sequence[float], of: int) -> list[int]:
     return shares
 
 
-def ahead(loader: Loader, starts: Iterable[int], count: int) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
+def prefetch(loader: Loader, starts: Iterable[int], count: int) -> Iterator[tuple[Tensor, Tensor, Tensor | None]]:
     """The training batches of `count` sequences from each of `starts` on.
 
     On CUDA each is made before it is asked for: while one is used, a thread makes the next. What goes wrong in it is
@@ -148,7 +148,7 @@ def ahead(loader: Loader, starts: Iterable[int], count: int) -> Iterator[tuple[T
     if loader.device.type != "cuda":
         yield from (loader.batch("train", first, count) for first in starts)
         return
-    with ThreadPoolExecutor(1, "batches", _use, (loader.device,)) as thread:
+    with ThreadPoolExecutor(1, "batches", set_thread_device, (loader.device,)) as thread:
         made = None
         for first in starts:
             following = thread.submit(loader.batch, "train", first, count)
@@ -159,7 +159,7 @@ def ahead(loader: Loader, starts: Iterable[int], count: int) -> Iterator[tuple[T
             yield made.result()
 
 
-def _use(device: torch.device) -> None:
+def set_thread_device(device: torch.device) -> None:
     """A new thread is on the first GPU, and would pin memory for it whichever this process computes on."""
     if device.type == "cuda" and device.index is not None:
         torch.cuda.set_device(device)

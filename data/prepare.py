@@ -18,16 +18,16 @@ import tiktoken
 from filelock import FileLock, Timeout
 
 from common.errors import UserError
-from common.files import write_whole
+from common.files import atomic_write
 from data import sources, tokenizer
 from data.config import DataConfig, TokenizerConfig
 from data.encode import encode_split, token_dtype
-from data.files import digest
+from data.files import content_hash
 from data.prepared import FORMAT, Prepared, check_length, read_meta
 from data.progress import PrepareProgress
 from data.shards import SHARD
-from data.splits import Part, Survey, check_apart, divide
-from data.text import between
+from data.splits import SplitRange, TextStats, check_no_leakage, plan_splits
+from data.text import slice_documents
 
 ROOT = Path("data/prepared")  # below the folder where the command is typed
 Say = Callable[[str], None]
@@ -75,14 +75,14 @@ def _place(config: DataConfig, wanted: TokenizerConfig, spec: dict | None) -> tu
     read = {}
     for name, part in config.parts.items():
         try:
-            places, held_out = sources.places(part), sources.held_out(part)
+            places, held_out = sources.list_sources(part), sources.held_out(part)
         except UserError as error:
             raise UserError(f"data.mix.{name}: {error}" if config.mix else error) from None
-        rest = [part.val_documents, part.val_fraction] if held_out is None else digest(held_out, ROOT / ".hashes")
+        rest = [part.val_documents, part.val_fraction] if held_out is None else content_hash(held_out, ROOT / ".hashes")
         read[name] = places, held_out
         reads = [part.config, part.revision, part.stream, part.text_column, part.row_is_document, part.max_documents]
-        decides.append([name, digest(places, ROOT / ".hashes"), rest, reads])
-    check_apart(read)
+        decides.append([name, content_hash(places, ROOT / ".hashes"), rest, reads])
+    check_no_leakage(read)
     fingerprint = hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:12]
     return fingerprint, ROOT / f"{config.label}-{fingerprint}"
 
@@ -90,7 +90,7 @@ def _place(config: DataConfig, wanted: TokenizerConfig, spec: dict | None) -> tu
 def _what(config: DataConfig) -> str:
     if config.mix:
         return f"{len(config.parts)} text{'s' * (len(config.parts) > 1)} ({', '.join(config.parts)})"
-    places = sources.places(config)
+    places = sources.list_sources(config)
     return places[0].address if len(places) == 1 else f"{len(places)} files"
 
 
@@ -119,15 +119,15 @@ def _make(
         with PrepareProgress(say) as show:
             journal = _begun(partial, config, about)
             if journal is None:
-                parts = divide(config, show)
+                parts = plan_splits(config, show)
                 encoding = _build(config, wanted, parts, show, spec)
                 journal = about | {"parts": [asdict(part) for part in parts], "splits": {}}
                 partial.mkdir()
-                write_whole(partial / "tokenizer.json", json.dumps(tokenizer.to_spec(encoding)).encode())
-                write_whole(partial / "journal.json", json.dumps(journal).encode())
+                atomic_write(partial / "tokenizer.json", json.dumps(tokenizer.to_spec(encoding)).encode())
+                atomic_write(partial / "journal.json", json.dumps(journal).encode())
             else:
                 say("going on where it was stopped")
-            parts = [Part.from_plain(each) for each in journal["parts"]]
+            parts = [SplitRange.from_plain(each) for each in journal["parts"]]
             _write(partial, config, parts, journal, show)
         if _place(config, wanted, spec)[0] != about["fingerprint"]:
             raise UserError(f"the text of data={config.label} changed while it was read; start again")
@@ -154,7 +154,7 @@ def _begun(partial: Path, config: DataConfig, about: dict) -> dict | None:
         before, now = journal["revisions"], about["revisions"]
         same = all(now[name] in (None, before[name]) for name in now)  # None: no network to ask
         if same and all(journal[key] == about[key] for key in ("fingerprint", "shard")):
-            sources.read_at(config, before)
+            sources.pin_revisions(config, before)
             return journal
     except (OSError, ValueError, KeyError):
         pass
@@ -165,7 +165,7 @@ def _begun(partial: Path, config: DataConfig, about: dict) -> dict | None:
 class _Texts:
     """All texts of all parts, which can be gone through again and again."""
 
-    def __init__(self, config: DataConfig, parts: list[Part], show: PrepareProgress):
+    def __init__(self, config: DataConfig, parts: list[SplitRange], show: PrepareProgress):
         self.config, self.parts, self.show = config, parts, show
 
     def __iter__(self):
@@ -176,7 +176,7 @@ class _Texts:
 
 
 def _build(
-    config: DataConfig, wanted: TokenizerConfig, parts: list[Part], show: PrepareProgress, spec: dict | None
+    config: DataConfig, wanted: TokenizerConfig, parts: list[SplitRange], show: PrepareProgress, spec: dict | None
 ) -> tiktoken.Encoding:
     known = all(part.documents is not None for part in parts)
     several = not known or sum(part.documents for part in parts if not part.continues) > 1
@@ -188,14 +188,14 @@ def _build(
     return encoding
 
 
-def _write(partial: Path, config: DataConfig, parts: list[Part], journal: dict, show: PrepareProgress) -> None:
+def _write(partial: Path, config: DataConfig, parts: list[SplitRange], journal: dict, show: PrepareProgress) -> None:
     """Encode all parts into the folder, behind the shards that the journal has."""
     encoding = tokenizer.from_spec(json.loads((partial / "tokenizer.json").read_text()))
     for split in ("train", "val"):
         encode_split(partial, split, config, [part for part in parts if part.split == split], encoding, journal, show)
 
 
-def _conclude(partial: Path, config: DataConfig, parts: list[Part], journal: dict, block_size: int) -> None:
+def _conclude(partial: Path, config: DataConfig, parts: list[SplitRange], journal: dict, block_size: int) -> None:
     """Write meta.json. Raises UserError where there is too little text."""
     splits, spec = journal["splits"], json.loads((partial / "tokenizer.json").read_text())
     encoding = tokenizer.from_spec(spec)
@@ -224,7 +224,7 @@ def _conclude(partial: Path, config: DataConfig, parts: list[Part], journal: dic
         "parts": [{"name": name} | {split: splits[split]["ranges"][name] for split in splits} for name in config.parts],
         "tokenizer": spec,
     }
-    write_whole(partial / "meta.json", json.dumps(meta).encode())
+    atomic_write(partial / "meta.json", json.dumps(meta).encode())
 
 
 def check_short_text(config: DataConfig, wanted: TokenizerConfig, block_size: int) -> None:
@@ -235,18 +235,18 @@ def check_short_text(config: DataConfig, wanted: TokenizerConfig, block_size: in
     for part in config.parts.values():
         if part.val_path is not None:
             sources.held_out(part)
-        places = sources.places(part) if part.path is not None else []
+        places = sources.list_sources(part) if part.path is not None else []
     if config.mix or len(places) != 1 or places[0].kind != "text" or places[0].is_compressed:
         return
     size = os.path.getsize(places[0].address)
     if size > 64 * 1024:
         check_length({"train": size, "val": 2}, block_size)  # a token is a byte at the least
     elif wanted.name != "run" and config.val_path is None:
-        pieces = list(sources.pieces(places, config))
+        pieces = list(sources.iter_text(places, config))
         if not pieces[0][0]:
             raise UserError(f"{places[0].address} holds no text; set data.path to a file that does")
-        cut, _ = Survey().add(pieces).at_the_end(config.val_fraction)
+        cut, _ = TextStats().add(pieces).find_val_cut(config.val_fraction)
         encoding = tokenizer.build(tokenizer.Corpus([pieces[0][0]], several=False), wanted)
-        splits = {"train": between(pieces, (0, 0), cut), "val": between(pieces, cut, None)}
+        splits = {"train": slice_documents(pieces, (0, 0), cut), "val": slice_documents(pieces, cut, None)}
         counts = {name: sum(len(tokenizer.encode(encoding, text)) for text, _ in part) for name, part in splits.items()}
         check_length(counts, block_size)

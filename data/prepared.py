@@ -10,7 +10,7 @@ import tiktoken
 
 from common.errors import UserError
 from data import tokenizer
-from data.shards import Tokens
+from data.shards import ShardedTokens
 
 FORMAT = 2
 
@@ -27,9 +27,9 @@ class Prepared:
     def encoding(self) -> tiktoken.Encoding:
         return tokenizer.from_spec(self.meta["tokenizer"])
 
-    def tokens(self, split: str) -> Tokens:
+    def tokens(self, split: str) -> ShardedTokens:
         """The ids of "train" or "val"."""
-        return Tokens(self.folder, split, self.meta["tokens"][split], self.meta["shard"], self.meta["dtype"])
+        return ShardedTokens(self.folder, split, self.meta["tokens"][split], self.meta["shard"], self.meta["dtype"])
 
     @property
     def train_parts(self) -> list[tuple[int, int]]:

@@ -6,7 +6,7 @@ from collections.abc import Callable, Iterable, Iterator
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from common.console import LINES_EVERY, duration, megabytes
+from common.console import LINE_INTERVAL_S, format_bytes, format_duration
 from data.text import Piece
 
 AFTER = 1.0  # a bar that is gone within a second is a flicker
@@ -45,14 +45,15 @@ class PrepareProgress:
             return
         self.shown = now
         speed = (self.done - self.first) / max(1e-9, now - self.started)
-        numbers = f"{megabytes(self.done)}{f' of {megabytes(self.total)}' if self.total else ''}, {megabytes(speed)}/s"
+        total = f" of {format_bytes(self.total)}" if self.total else ""
+        numbers = f"{format_bytes(self.done)}{total}, {format_bytes(speed)}/s"
         if not self.bar.disable:
             if now - self.begun > AFTER and not self.bar.live.is_started:
                 self.bar.start()
             self.bar.update(self.task, completed=self.done, numbers=numbers)
-        elif now - self.said >= LINES_EVERY:
+        elif now - self.said >= LINE_INTERVAL_S:
             self.said = now
-            left = f", {duration((self.total - self.done) / max(1, speed))} left" if self.total else ""
+            left = f", {format_duration((self.total - self.done) / max(1, speed))} left" if self.total else ""
             self.say(f"{self.label}: {numbers}{left}")
 
     def through(self, pieces: Iterable[Piece]) -> Iterator[Piece]:

@@ -12,7 +12,7 @@ from threading import Lock
 
 import numpy as np
 
-from common.files import of_file
+from common.files import name_file_in_errors
 
 SHARD = 2**26  # tokens, half a minute's work for two cores
 
@@ -21,7 +21,7 @@ def shard_name(split: str, number: int) -> str:
     return f"{split}-{number:05d}.bin" if number else f"{split}.bin"
 
 
-class Tokens:
+class ShardedTokens:
     """The ids of a split. tokens[a:b] reads them from the files into memory.
 
     Read, not mapped: pages of a mapped file count as this process's memory, until all of the file does.
@@ -60,7 +60,7 @@ class Tokens:
                 into = into[count:]
 
 
-class Writer:
+class ShardWriter:
     """Writes the ids of a split in shards of the same length.
 
     finished: {file name: {"tokens": how many, "sha256": of its bytes}}; others in the folder are begun anew.
@@ -78,7 +78,7 @@ class Writer:
                 self.path = self.folder / shard_name(self.split, len(self.finished))
                 self.file, self.count, self.sha256 = open(self.path, "wb"), 0, hashlib.sha256()  # noqa: SIM115
             part = np.ascontiguousarray(ids[done : done + self.shard - self.count], dtype=self.dtype)
-            with of_file(self.path):
+            with name_file_in_errors(self.path):
                 self.file.write(part)
             self.sha256.update(part)
             self.count, done = self.count + len(part), done + len(part)
@@ -89,7 +89,7 @@ class Writer:
     def finish(self) -> None:
         """What was written is whole, and on the disk."""
         if self.file is not None:
-            with of_file(self.path), self.file:
+            with name_file_in_errors(self.path), self.file:
                 self.file.flush()
                 os.fsync(self.file.fileno())
             self.finished[self.path.name] = {"tokens": self.count, "sha256": self.sha256.hexdigest()}

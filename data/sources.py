@@ -18,15 +18,15 @@ from typing import Any
 
 from common.errors import UserError
 from data.config import DataConfig
-from data.files import Place, find, place
-from data.tables import comma_separated, json_lines
-from data.text import Piece, between, decoded, one_document
+from data.files import TextSource, find, place
+from data.tables import read_csv, read_jsonl
+from data.text import Piece, chunk_document, read_utf8, slice_documents
 
 ROWS = 200  # of a table at a time
-IN_TEXT_FILES = {"json": json_lines, "csv": comma_separated}  # the others are read by `datasets`
+IN_TEXT_FILES = {"json": read_jsonl, "csv": read_csv}  # the others are read by `datasets`
 
 
-def python_stdlib(config: DataConfig) -> list[Place]:
+def python_stdlib(config: DataConfig) -> list[TextSource]:
     """The source code of the running interpreter's standard library: real text that is on every machine.
 
     In the order of a hash of the names, so that the end, which is held out for validation, is a fair sample.
@@ -40,28 +40,28 @@ def python_stdlib(config: DataConfig) -> list[Place]:
     if not files:
         raise UserError(f"this Python has no standard library source at {root}; set data=text data.path=FILE")
     files.sort(key=lambda path: hashlib.sha256(str(path.relative_to(root)).encode()).digest())
-    return [Place(str(path), "text") for path in files]
+    return [TextSource(str(path), "text") for path in files]
 
 
-def text(config: DataConfig) -> list[Place]:
+def text(config: DataConfig) -> list[TextSource]:
     """Files of the user's own."""
     return find(config.path, "data.path")
 
 
-def url(config: DataConfig) -> list[Place]:
+def url(config: DataConfig) -> list[TextSource]:
     """A file at a public address."""
     return [place(config.url)]
 
 
-def hub(config: DataConfig) -> list[Place]:
+def hub(config: DataConfig) -> list[TextSource]:
     """A data set of the Hugging Face hub."""
-    return [Place(config.repo, "hub", config.split)]
+    return [TextSource(config.repo, "hub", config.split)]
 
 
-SOURCES: dict[str, Callable[[DataConfig], list[Place]]] = {f.__name__: f for f in (python_stdlib, text, url, hub)}
+SOURCES: dict[str, Callable[[DataConfig], list[TextSource]]] = {f.__name__: f for f in (python_stdlib, text, url, hub)}
 
 
-def places(config: DataConfig) -> list[Place]:
+def list_sources(config: DataConfig) -> list[TextSource]:
     """What `config` (not a mix) reads; data.path wins. Raises UserError where there is nothing to read."""
     if config.path is not None:
         return text(config)
@@ -70,21 +70,21 @@ def places(config: DataConfig) -> list[Place]:
     return SOURCES[config.source](config)
 
 
-def held_out(config: DataConfig) -> list[Place] | None:
+def held_out(config: DataConfig) -> list[TextSource] | None:
     """What validation reads where it has a text of its own; None: a part of the others. Raises UserError."""
     if config.val_path is not None:
         return find(config.val_path, "data.val_path")
     if config.source == "hub" and config.path is None and config.val_split:
-        return [Place(config.repo, "hub", config.val_split)]
+        return [TextSource(config.repo, "hub", config.val_split)]
     return None
 
 
-def all_places(config: DataConfig) -> list[Place]:
+def all_places(config: DataConfig) -> list[TextSource]:
     """What `config` reads, also a mix, to train on and held out. Raises UserError."""
-    return [place for part in config.parts.values() for place in places(part) + (held_out(part) or [])]
+    return [place for part in config.parts.values() for place in list_sources(part) + (held_out(part) or [])]
 
 
-def pieces(places: list[Place], config: DataConfig) -> Iterator[Piece]:
+def iter_text(places: list[TextSource], config: DataConfig) -> Iterator[Piece]:
     """The text in the places: documents in pieces, see data/text.py. Nulls in a table are left out.
 
     Raises UserError where that cannot be had.
@@ -92,12 +92,12 @@ def pieces(places: list[Place], config: DataConfig) -> Iterator[Piece]:
     for each in places:
         if not each.is_table:
             path = _downloaded(each.address) if each.is_remote else each.address
-            yield from one_document(decoded(path, each.address))
+            yield from chunk_document(read_utf8(path, each.address))
         elif config.row_is_document:
             for row in _rows(each, config):
-                yield from one_document([row])
+                yield from chunk_document([row])
         else:
-            yield from one_document(_rows(each, config))
+            yield from chunk_document(_rows(each, config))
 
 
 def documents(config: DataConfig) -> list[str]:
@@ -105,7 +105,7 @@ def documents(config: DataConfig) -> list[str]:
     whole, parts = [], []
     for part in config.parts.values():
         last = None if part.max_documents is None else (part.max_documents, 0)
-        for text, ends in between(pieces(places(part), part), (0, 0), last):
+        for text, ends in slice_documents(iter_text(list_sources(part), part), (0, 0), last):
             parts.append(text)
             if ends:
                 whole.append("".join(parts))
@@ -145,7 +145,7 @@ def _downloaded(address: str) -> str:
         ) from error
 
 
-def _rows(place: Place, config: DataConfig) -> Iterator[str]:
+def _rows(place: TextSource, config: DataConfig) -> Iterator[str]:
     """The texts in a table's column. Raises UserError."""
     path = _downloaded(place.address) if place.is_remote and place.kind != "hub" else place.address
     if place.kind in IN_TEXT_FILES:
@@ -165,7 +165,7 @@ def _rows(place: Place, config: DataConfig) -> Iterator[str]:
         raise UserError(_what_went_wrong(place, error.__cause__ or error)) from error
 
 
-def _batches(place: Place, path: str, config: DataConfig) -> Iterator[Any]:
+def _batches(place: TextSource, path: str, config: DataConfig) -> Iterator[Any]:
     """Arrow tables with the column of texts alone, ROWS at a time. Raises UserError, and what `datasets` raises."""
     datasets, column = _datasets(), config.text_column
     if place.kind == "hub":  # gigabytes, so that a terminal shows how far it is; kept in the cache of `datasets`
@@ -184,7 +184,7 @@ def _batches(place: Place, path: str, config: DataConfig) -> Iterator[Any]:
     yield from rows.select_columns([column]).with_format("arrow").iter(batch_size=ROWS) if names else ()
 
 
-def _texts(table: Any, place: Place, column: str) -> list[str]:
+def _texts(table: Any, place: TextSource, column: str) -> list[str]:
     kind = table.schema.field(column).type
     if str(kind) not in ("string", "large_string", "string_view", "null"):
         raise UserError(
@@ -198,7 +198,7 @@ def revisions(config: DataConfig) -> dict[str, str | None]:
     return {
         name: commit(part.repo, part.revision)
         for name, part in config.parts.items()
-        if any(place.kind == "hub" and place.is_remote for place in places(part))
+        if any(place.kind == "hub" and place.is_remote for place in list_sources(part))
     }
 
 
@@ -220,7 +220,7 @@ def commit(repo: str, revision: str | None) -> str | None:
     return _commits[repo, revision]
 
 
-def read_at(config: DataConfig, revisions: dict[str, str | None]) -> None:
+def pin_revisions(config: DataConfig, revisions: dict[str, str | None]) -> None:
     """From now on each text of the hub is read at this commit, as `revisions` told it earlier."""
     for name, known in revisions.items():
         _commits[config.parts[name].repo, config.parts[name].revision] = known
@@ -231,7 +231,7 @@ def _reason(error: Exception, address: str) -> str:
     return ": ".join([type(error).__name__, *said])[:300]
 
 
-def _what_went_wrong(place: Place, error: Exception) -> str:
+def _what_went_wrong(place: TextSource, error: Exception) -> str:
     """The sentence for what `datasets` raised."""
     reason, address = _reason(error, place.address), place.address
     if place.kind == "hub":

@@ -7,15 +7,15 @@ from dataclasses import dataclass, field
 from common.errors import UserError
 from data import sources
 from data.config import DataConfig
-from data.files import Place
+from data.files import TextSource
 from data.progress import PrepareProgress
-from data.text import Piece, Position, between
+from data.text import Piece, Position, slice_documents
 
 MOST_LENGTHS = 2**20  # that are kept of the documents' lengths, however many documents there are
 
 
 @dataclass(frozen=True)
-class Part:
+class SplitRange:
     """A stretch of one of the texts that are mixed, for one split.
 
     name: of the text. own: whether it is of what data.val_path or val_split names. start, stop: see data/text.py.
@@ -37,17 +37,17 @@ class Part:
 
     def pieces(self, config: DataConfig) -> Iterator[Piece]:
         part = config.parts[self.name]
-        places = sources.held_out(part) if self.own else sources.places(part)
-        return between(sources.pieces(places, part), self.start, self.stop)
+        places = sources.held_out(part) if self.own else sources.list_sources(part)
+        return slice_documents(sources.iter_text(places, part), self.start, self.stop)
 
     @classmethod
-    def from_plain(cls, plain: dict) -> "Part":
+    def from_plain(cls, plain: dict) -> "SplitRange":
         stop = plain["stop"]
         return cls(**plain | {"start": tuple(plain["start"]), "stop": stop if stop is None else tuple(stop)})
 
 
 @dataclass
-class Survey:
+class TextStats:
     """How much text there is. lengths: characters of each `each` documents, one after the other."""
 
     documents: int = 0
@@ -56,7 +56,7 @@ class Survey:
     lengths: array = field(default_factory=lambda: array("q"))
     each: int = 1
 
-    def add(self, pieces: Iterable[Piece]) -> "Survey":
+    def add(self, pieces: Iterable[Piece]) -> "TextStats":
         """Raises UserError for a text that cannot be encoded."""
         length = counted = 0
         text, ends = "", True
@@ -79,7 +79,7 @@ class Survey:
         self.lengths.append(counted)
         return self
 
-    def at_the_end(self, fraction: float) -> tuple[Position, float]:
+    def find_val_cut(self, fraction: float) -> tuple[Position, float]:
         """Where the last `fraction` of the text begins, and how much of it is ahead of that.
 
         At a document where there are several, else within the one.
@@ -94,7 +94,7 @@ class Survey:
         return (min(first * self.each, self.documents - 1), 0), 1 - held_out / self.characters
 
 
-def check_apart(read: dict[str, tuple[list[Place], list[Place] | None]]) -> None:
+def check_no_leakage(read: dict[str, tuple[list[TextSource], list[TextSource] | None]]) -> None:
     """Raises UserError where a text would be both trained on and held out.
 
     read: of each of the texts that are mixed, what it reads, and what it holds out; None: a part of what it reads.
@@ -116,39 +116,41 @@ def check_apart(read: dict[str, tuple[list[Place], list[Place] | None]]) -> None
                 )
 
 
-def _identities(places: list[Place] | None) -> set[str]:
-    return {identity for place in places or [] for identity in place.identities}
+def _identities(places: list[TextSource] | None) -> set[str]:
+    return {identity for place in places or [] for identity in place.dedup_keys}
 
 
-def divide(config: DataConfig, show: PrepareProgress) -> list[Part]:
+def plan_splits(config: DataConfig, show: PrepareProgress) -> list[SplitRange]:
     """The parts of all texts, which are read through once for it, unless they are streamed. Raises UserError."""
     return [part for name, each in config.parts.items() for part in _divide(name, each, show)]
 
 
-def _divide(name: str, config: DataConfig, show: PrepareProgress) -> list[Part]:
+def _divide(name: str, config: DataConfig, show: PrepareProgress) -> list[SplitRange]:
     end = None if config.max_documents is None else (config.max_documents, 0)
     own = sources.held_out(config)
 
-    def surveyed(places: list, stop: Position | None) -> Survey:
+    def surveyed(places: list, stop: Position | None) -> TextStats:
         show.begin(f"reading {name}")
-        survey = Survey().add(show.through(between(sources.pieces(places, config), (0, 0), stop)))
+        survey = TextStats().add(show.through(slice_documents(sources.iter_text(places, config), (0, 0), stop)))
         if not survey.characters:
             listed = ", ".join(place.address for place in places[:3]) + (", ..." if len(places) > 3 else "")
             raise UserError(f"{listed} holds no text; set data.path to a file that does")
         return survey
 
-    def part(split: str, start: Position, stop: Position | None, survey: Survey | None, share: float, documents=None):
+    def part(
+        split: str, start: Position, stop: Position | None, survey: TextStats | None, share: float, documents=None
+    ):
         counts = (None, None, None)
         if survey is not None:
             counts = documents, round(survey.characters * share), round(survey.bytes * share)
-        return Part(name, split, split == "val" and own is not None, start, stop, *counts)
+        return SplitRange(name, split, split == "val" and own is not None, start, stop, *counts)
 
     if config.source == "hub" and config.path is None and config.stream:
         if own is not None:
             return [part("train", (0, 0), end, None, 1), part("val", (0, 0), None, None, 1)]
         first = (config.val_documents, 0)
         return [part("train", first, end, None, 1), part("val", (0, 0), first, None, 1)]
-    whole = surveyed(sources.places(config), end)
+    whole = surveyed(sources.list_sources(config), end)
     n = whole.documents
     if own is not None:
         val = surveyed(own, None)
@@ -162,7 +164,7 @@ def _divide(name: str, config: DataConfig, show: PrepareProgress) -> list[Part]:
             )
         return [part("train", (first, 0), end, whole, 1 - first / n, n - first),
                 part("val", (0, 0), (first, 0), whole, first / n, first)]  # fmt: skip
-    cut, share = whole.at_the_end(config.val_fraction)
+    cut, share = whole.find_val_cut(config.val_fraction)
     if 1 - share > max(2 * config.val_fraction, 0.05):
         show.say(f"{1 - share:.0%} of {name} is held out, not data.val_fraction={config.val_fraction:g}, since "
                  "documents stay whole; data.val_path holds out a text of its own")  # fmt: skip

@@ -10,12 +10,12 @@ import json
 from collections.abc import Iterable, Iterator
 
 from common.errors import UserError
-from data.text import decoded
+from data.text import read_utf8
 
 LONGEST_LINE = 2**30  # characters: a longer one is none
 
 
-def json_lines(path: str, name: str, column: str) -> Iterator[str]:
+def read_jsonl(path: str, name: str, column: str) -> Iterator[str]:
     """The texts in a .jsonl file. name: what it is called, see `decoded`."""
     number = 0
     for line in _lines(path, name):
@@ -46,7 +46,7 @@ def json_lines(path: str, name: str, column: str) -> Iterator[str]:
             yield text
 
 
-def comma_separated(path: str, name: str, column: str) -> Iterator[str]:
+def read_csv(path: str, name: str, column: str) -> Iterator[str]:
     """The texts in a .csv file whose first line names the columns (RFC 4180). name: what it is called.
 
     Blank lines between rows are none.
@@ -82,7 +82,7 @@ def _listed(columns: Iterable[str]) -> str:
 def _lines(path: str, name: str) -> Iterator[str]:
     """The lines of a file, without their ends; the last one, which has none, too."""
     parts, size = [], 0
-    for block in decoded(path, name):
+    for block in read_utf8(path, name):
         *lines, rest = block.split("\n")
         for line in lines:
             yield "".join([*parts, line])

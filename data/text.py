@@ -15,7 +15,7 @@ Piece = tuple[str, bool]
 PIECE = 2**20  # characters at the most
 
 
-def decoded(path: str, name: str) -> Iterator[str]:
+def read_utf8(path: str, name: str) -> Iterator[str]:
     """The text of a file, in blocks. A byte order mark at its beginning is no part of it.
 
     name: what the file is called, which may be a copy of it. Raises UserError where it is not UTF-8, and where.
@@ -57,7 +57,7 @@ def _not_utf8(name: str, at: int, error: UnicodeDecodeError) -> str:
     )
 
 
-def one_document(texts: Iterable[str]) -> Iterator[Piece]:
+def chunk_document(texts: Iterable[str]) -> Iterator[Piece]:
     """All texts, end to end, as the pieces of one document."""
     held = ""
     for text in texts:
@@ -90,7 +90,7 @@ def _where_to_cut(text: str) -> int:
 Position = tuple[int, int]  # a document, and a character in it
 
 
-def between(pieces: Iterable[Piece], start: Position, stop: Position | None) -> Iterator[Piece]:
+def slice_documents(pieces: Iterable[Piece], start: Position, stop: Position | None) -> Iterator[Piece]:
     """The pieces from one position up to another, or to the end. A document that is cut does not end there."""
     document = character = 0
     for text, ends in pieces:

@@ -21,17 +21,17 @@ import tiktoken
 
 from common.errors import UserError
 from data.config import TokenizerConfig
-from data.fast_bpe import LinearEncoding
+from data.fast_bpe import FastBPE
 
 END_OF_TEXT = "<|endoftext|>"
 EACH_CHARACTER = r"(?s)."
 # GPT-4's way to cut text into pieces that tokens never cross, in which digits come at most two at a time, so that a
 # small vocabulary is not spent on numbers. What is possessive (++) keeps long runs from overflowing the regex's stack.
-PIECES = (
+BPE_PATTERN = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,2}+"
     r"| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
 )
-SAMPLE = 2**25  # characters that a vocabulary is trained on, spread evenly over the text, where it has more
+MAX_TRAIN_CHARS = 2**25  # characters that a vocabulary is trained on, spread evenly over the text, where it has more
 OPENAI = "https://openaipublic.blob.core.windows.net/"
 # Vocabularies that tiktoken downloads once, and the files that they come from.
 DOWNLOADED = {
@@ -82,21 +82,21 @@ def bpe(corpus: Corpus, config: TokenizerConfig) -> tiktoken.Encoding:
     import rustbpe
 
     trainer = rustbpe.Tokenizer()
-    trainer.train_from_iterator(_sample(corpus), config.vocab_size - corpus.several, pattern=PIECES)
+    trainer.train_from_iterator(_sample(corpus), config.vocab_size - corpus.several, pattern=BPE_PATTERN)
     tokens = [bytes(token) for token, _ in sorted(trainer.get_mergeable_ranks(), key=lambda pair: pair[1])]
-    return _encoding("bpe", PIECES, tokens, corpus.special(len(tokens)))
+    return _encoding("bpe", BPE_PATTERN, tokens, corpus.special(len(tokens)))
 
 
 def _sample(corpus: Corpus) -> Iterator[str]:
     """SAMPLE characters of the texts, spread evenly over them where their length is known, or all there are."""
-    share = SAMPLE / max(SAMPLE, corpus.characters or 0)
+    share = MAX_TRAIN_CHARS / max(MAX_TRAIN_CHARS, corpus.characters or 0)
     seen = kept = 0
     for text in corpus.texts:
         seen += len(text)
         if kept < seen * share:
             kept += len(text)
             yield re.sub(r"(\s{1000})\s+", r"\1", text)  # longer runs overflow the stack of rustbpe's regex
-        if kept >= SAMPLE:
+        if kept >= MAX_TRAIN_CHARS:
             return
 
 
@@ -179,16 +179,14 @@ def end_of_text(encoding: tiktoken.Encoding) -> int | None:
     return encoding._special_tokens.get(END_OF_TEXT)
 
 
-def beginning(encoding: tiktoken.Encoding) -> list[int]:
+def initial_tokens(encoding: tiktoken.Encoding) -> list[int]:
     """What a text starts from when nothing is given: an end of text, else a new line, else the first token."""
     end = end_of_text(encoding)
     newline = encoding._mergeable_ranks.get(b"\n", 0)
     return [newline if end is None else end]
 
 
-def encode(
-    encoding: tiktoken.Encoding, text: str, where: str = "the text", fast: LinearEncoding | None = None
-) -> np.ndarray:
+def encode(encoding: tiktoken.Encoding, text: str, where: str = "the text", fast: FastBPE | None = None) -> np.ndarray:
     """Token ids (uint32) of `text`, special tokens not looked for. fast: a `LinearEncoding` of it, for much text.
 
     Raises UserError where a character has no token, naming it and its place: tiktoken itself would end the process.
@@ -225,7 +223,7 @@ def _id_of_code_point(encoding: tiktoken.Encoding) -> np.ndarray:
     return table
 
 
-def _merged(encoding: tiktoken.Encoding, text: str, fast: LinearEncoding | None) -> np.ndarray:
+def _merged(encoding: tiktoken.Encoding, text: str, fast: FastBPE | None) -> np.ndarray:
     try:
         return encoding.encode_to_numpy(text, disallowed_special=()) if fast is None else fast.encode(text)
     except ValueError as error:  # a run of blanks, say, that is too long for the stack of tiktoken's regex
@@ -239,7 +237,7 @@ def to_characters(encoding: tiktoken.Encoding) -> list[str]:
     return [token.decode() for token in encoding._mergeable_ranks]
 
 
-def words(encoding: tiktoken.Encoding, ids: Sequence[int]) -> list[str]:
+def token_strings(encoding: tiktoken.Encoding, ids: Sequence[int]) -> list[str]:
     """The text of each token by itself; bytes that are no whole character stand as \\xNN."""
     return [bytes_of(encoding, i).decode(errors="backslashreplace") for i in ids]
 

@@ -23,9 +23,9 @@ class GPTConfig:
     dropout: probability, on the embeddings, the attention weights and both residual branches, as in GPT-2.
     bias: whether linear layers and LayerNorms have one.
     window: how many keys a query sees, itself included; None: all. A list is a pattern that the layers repeat.
-    vocab_multiple: the tables of V tokens have their rows rounded up to a multiple of it, which GPUs multiply faster.
-    ngram: the longest run of tokens, the newest included, that has an embedding of its own; 1: tokens alone.
-    ngram_rows: rows of the table into which those longer than one token are hashed.
+    pad_vocab_multiple: the vocabulary tables are padded to a multiple of this, which is faster on GPUs.
+    max_ngram: the longest run of tokens, the newest included, that has an embedding of its own; 1: tokens alone.
+    ngram_table_size: rows of the table into which those longer than one token are hashed.
     """
 
     name: str
@@ -42,12 +42,12 @@ class GPTConfig:
     window: Any  # int, None, or a list of them
     qk_norm: bool
     tie_embeddings: bool
-    vocab_multiple: int
-    ngram: int
-    ngram_rows: int
+    pad_vocab_multiple: int
+    max_ngram: int
+    ngram_table_size: int
 
     def __post_init__(self):
-        for key in ("n_layer", "n_head", "n_embd", "block_size", "vocab_multiple", "ngram", "ngram_rows"):
+        for key in ("n_layer", "n_head", "n_embd", "block_size", "pad_vocab_multiple", "max_ngram", "ngram_table_size"):
             if getattr(self, key) < 1:
                 raise UserError(f"model.{key}={getattr(self, key)} must be at least 1")
         if self.n_embd % self.n_head:
@@ -74,9 +74,9 @@ class GPTConfig:
         for key, choices in (("norm", NORMS), ("mlp", MLPS), ("position", POSITIONS)):
             if getattr(self, key) not in choices:
                 raise UserError(f"model.{key}={getattr(self, key)} is unknown; set one of {', '.join(choices)}")
-        if self.position == "rotary" and self.head_size % 2:
+        if self.position == "rotary" and self.head_dim % 2:
             raise UserError(
-                f"model.position=rotary turns pairs of channels, and a head has {self.head_size} "
+                f"model.position=rotary turns pairs of channels, and a head has {self.head_dim} "
                 f"(model.n_embd / model.n_head); set model.n_embd={2 * self.n_embd}, or model.position=learned"
             )
 
@@ -92,7 +92,7 @@ class GPTConfig:
         return tuple(None if w is None or w >= self.block_size else w for w in repeated)
 
     @property
-    def head_size(self) -> int:
+    def head_dim(self) -> int:
         return self.n_embd // self.n_head
 
 

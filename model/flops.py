@@ -7,7 +7,7 @@ overtakes the first where the context is longer than some multiple of the width.
 
 from bisect import bisect_left
 
-from model.attention import Need
+from model.attention import AttentionRequest
 from model.config import GPTConfig
 from model.gpt import GPT
 
@@ -54,7 +54,7 @@ def flops_per_token(config: GPTConfig, vocab_size: int, T: int) -> int:
 
 def linear_flops_per_token(config: GPTConfig, vocab_size: int) -> int:
     """The part for projections, MLP and head: 6 per weight that is multiplied with, padded rows apart, whatever T."""
-    C, D = config.n_embd, config.head_size
+    C, D = config.n_embd, config.head_dim
     qkv = C * (config.n_head + 2 * config.kv_heads) * D
     return 6 * (config.n_layer * (qkv + C * C + 8 * C * C) + vocab_size * C)
 
@@ -66,18 +66,18 @@ def attention_flops_per_token(config: GPTConfig, T: int) -> int:
     keys alone, though most kernels compute what they then hide.
     """
     keys = sum(T if window is None else min(T, window) for window in config.windows)
-    return 12 * config.n_head * config.head_size * keys
+    return 12 * config.n_head * config.head_dim * keys
 
 
 def crossover(config: GPTConfig, vocab_size: int) -> int | None:
     """The shortest T at which attention takes at least the FLOPs of all else. None: windows keep it below for ever."""
     linear = linear_flops_per_token(config, vocab_size)
-    enough = -(-linear // (12 * config.n_head * config.head_size))  # for a single layer without a window
+    enough = -(-linear // (12 * config.n_head * config.head_dim))  # for a single layer without a window
     T = bisect_left(range(enough), linear, key=lambda T: attention_flops_per_token(config, T))
     return T if attention_flops_per_token(config, T) >= linear else None
 
 
-def attention_flops(need: Need) -> int:
+def attention_flops(need: AttentionRequest) -> int:
     """FLOPs of one call of causal attention: 2 (D + Dv) per head for each key that a query sees, a multiply and an add.
 
     With gradients three times that: dQ, dK, dV and that of the weights are products of the same sizes. What a kernel

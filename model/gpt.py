@@ -40,27 +40,27 @@ def make_norm(config: GPTConfig, size: int) -> nn.Module:
     return nn.LayerNorm(size, eps=1e-5, bias=config.bias)
 
 
-def rotary_table(at: Tensor, D: int) -> tuple[Tensor, Tensor]:
+def rotary_cos_sin(at: Tensor, D: int) -> tuple[Tensor, Tensor]:
     """cos and sin of position x frequency, 10000^(-2i/D) (RoPE, eq. 15): positions (...) -> each (..., 1, D / 2)."""
     frequency = 10_000.0 ** (-torch.arange(0, D, 2, device=at.device).float() / D)
     angle = at.float().unsqueeze(-1) * frequency
     return angle.cos().unsqueeze(-2), angle.sin().unsqueeze(-2)
 
 
-def rotate(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
+def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     """Turn each channel pair (i, i + D/2) of x (B, T, heads, D) by its position's angle; lengths are kept."""
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).type_as(x)
 
 
-def places(documents: Tensor) -> Tensor:
+def positions_in_document(documents: Tensor) -> Tensor:
     """Where each token stands in its own document: ids (B, T), alike within a document -> (B, T), from 0."""
     index = torch.arange(documents.shape[1], device=documents.device)
     begins = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
     return index - torch.where(begins, index, 0).cummax(dim=1).values
 
 
-def embedding(rows: int, width: int) -> nn.Embedding:
+def empty_embedding(rows: int, width: int) -> nn.Embedding:
     """A table without values. nn.Embedding would draw them; on the meta device that imports torch's compiler."""
     return nn.Embedding.from_pretrained(torch.empty(rows, width), freeze=False)
 
@@ -77,9 +77,9 @@ class NgramEmbedding(nn.Module):
     def __init__(self, n: int, rows: int, C: int):
         super().__init__()
         self.n = n
-        self.table = embedding(rows, C)
+        self.table = empty_embedding(rows, C)
 
-    def rows(self, tokens: Tensor, documents: Tensor | None, before: Tensor | None = None) -> Tensor:
+    def ngram_hashes(self, tokens: Tensor, documents: Tensor | None, before: Tensor | None = None) -> Tensor:
         """The row of each n-gram that ends at each token -> (B, T, n - 1). before: see GPT.hidden."""
         T, past = tokens.shape[1], self.n - 1
         known = F.pad(tokens + 1, (past, 0)) if before is None else torch.cat((before, tokens), dim=1) + 1
@@ -93,7 +93,7 @@ class NgramEmbedding(nn.Module):
         return torch.stack(keys, dim=-1) % self.table.num_embeddings
 
     def forward(self, tokens: Tensor, documents: Tensor | None, before: Tensor | None = None) -> Tensor:
-        rows = self.rows(tokens, documents, before)
+        rows = self.ngram_hashes(tokens, documents, before)
         return F.embedding_bag(rows.flatten(0, 1), self.table.weight, mode="sum").view(*tokens.shape, -1)
 
 
@@ -102,7 +102,7 @@ class CausalSelfAttention(nn.Module):
 
     def __init__(self, config: GPTConfig, attend: Callable[..., Tensor], window: int | None):
         super().__init__()
-        self.H, self.G, self.D = config.n_head, config.kv_heads, config.head_size
+        self.H, self.G, self.D = config.n_head, config.kv_heads, config.head_dim
         self.qkv = nn.Linear(config.n_embd, (self.H + 2 * self.G) * self.D, bias=config.bias)
         self.proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.attend = attend
@@ -120,7 +120,7 @@ class CausalSelfAttention(nn.Module):
         if self.qk_norm:
             q, k = (F.rms_norm(each, (self.D,)).type_as(v) for each in (q, k))  # autocast may have made it float32
         if rotary is not None:
-            q, k = rotate(q, *rotary), rotate(k, *rotary)
+            q, k = apply_rotary(q, *rotary), apply_rotary(k, *rotary)
         dropout_p = self.dropout if self.training else 0.0
         y = (attend or self.attend)(q, k, v, window=self.window, documents=documents, dropout_p=dropout_p)
         y = self.proj(y.reshape(B, T, C))
@@ -179,11 +179,11 @@ class GPT(nn.Module):
         super().__init__()
         self.config, self.vocab_size = config, vocab_size
         with torch.device("meta"):  # shapes alone: torch's own initialisation would be drawn for nothing
-            rows = -(-vocab_size // config.vocab_multiple) * config.vocab_multiple
-            self.wte = embedding(rows, config.n_embd)
-            self.wpe = embedding(config.block_size, config.n_embd) if config.position == "learned" else None
-            several = config.ngram > 1
-            self.ngrams = NgramEmbedding(config.ngram, config.ngram_rows, config.n_embd) if several else None
+            rows = -(-vocab_size // config.pad_vocab_multiple) * config.pad_vocab_multiple
+            self.wte = empty_embedding(rows, config.n_embd)
+            self.wpe = empty_embedding(config.block_size, config.n_embd) if config.position == "learned" else None
+            several = config.max_ngram > 1
+            self.ngrams = NgramEmbedding(config.max_ngram, config.ngram_table_size, config.n_embd) if several else None
             self.blocks = nn.ModuleList(Block(config, attend, window) for window in config.windows)
             self.norm = make_norm(config, config.n_embd)
             self.lm_head = nn.Linear(config.n_embd, rows, bias=False)
@@ -195,7 +195,7 @@ class GPT(nn.Module):
         if weights is None:
             self.init_weights()
         if config.position == "rotary":
-            cos, sin = rotary_table(torch.arange(config.block_size), config.head_size)
+            cos, sin = rotary_cos_sin(torch.arange(config.block_size), config.head_dim)
             self.register_buffer("rotary_cos", cos, persistent=False)
             self.register_buffer("rotary_sin", sin, persistent=False)
 
@@ -220,27 +220,27 @@ class GPT(nn.Module):
         documents (B, T): which document each token is of, where attention and positions should keep
         them apart. Raises UserError where T exceeds block_size.
         """
-        x = self.hidden(tokens, documents=documents)
+        x = self.backbone(tokens, documents=documents)
         if targets is None:
             return self.lm_head(x)[..., : self.vocab_size]  # (B, T, V)
         return linear_cross_entropy(x.flatten(0, 1), self.lm_head.weight, targets.flatten(), self.vocab_size, reduction)
 
-    def hidden(
+    def backbone(
         self, tokens: Tensor, *, documents: Tensor | None = None, at: Tensor | None = None,
         before: Tensor | None = None, attends: Sequence[Callable[..., Tensor]] | None = None,
     ) -> Tensor:  # fmt: skip
         """What the head makes logits of: tokens (B, T) -> (B, T, C), for texts that begin here, or that go on.
 
         Of those that go on: at (B, T), each token's position, which with rotary ones may exceed block_size; before
-        (B, ngram - 1), the tokens ahead of the first, -1 where there are none. Their keys and values are the business
-        of `attends`, a function for each layer in place of its own. Raises UserError where a text that
+        (B, max_ngram - 1), the tokens ahead of the first, -1 where there are none. Their keys and values are
+        the business of `attends`, a function for each layer in place of its own. Raises UserError where a text that
         begins here exceeds block_size.
         """
         T = tokens.shape[1]
         if at is None and self.config.block_size < T:
             raise UserError(f"{T} tokens do not fit into model.block_size={self.config.block_size}")
         x = self.wte(tokens)  # (B, T, C)
-        place = at if at is not None else slice(T) if documents is None else places(documents)  # (B, T)
+        place = at if at is not None else slice(T) if documents is None else positions_in_document(documents)  # (B, T)
         if self.wpe is not None:
             x = x + (self.wpe.weight[:T] if isinstance(place, slice) else self.wpe(place))
         if self.ngrams is not None:
@@ -249,7 +249,7 @@ class GPT(nn.Module):
         if self.wpe is None:
             known = at is None  # else it may lie beyond the tables
             rotary = (
-                (self.rotary_cos[place], self.rotary_sin[place]) if known else rotary_table(at, self.config.head_size)
+                (self.rotary_cos[place], self.rotary_sin[place]) if known else rotary_cos_sin(at, self.config.head_dim)
             )
         x = F.dropout(x, self.config.dropout, self.training)
         for layer, block in enumerate(self.blocks):

@@ -5,9 +5,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-IGNORE = -100  # cross_entropy's own mark for a target that does not count
+IGNORE_INDEX = -100  # cross_entropy's own mark for a target that does not count
 CHUNK = 2**26  # logits at a time, 256 MiB in float32: 1,334 tokens of GPT-2's vocabulary
-MOST = 16  # chunks under torch.compile, which compiles each on its own
+MAX_COMPILED_CHUNKS = 16  # chunks under torch.compile, which compiles each on its own
 
 
 def linear_cross_entropy(
@@ -30,9 +30,9 @@ def linear_cross_entropy(
     grad = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     tokens = max(chunk // weight.shape[0], 1)
     if torch.compiler.is_compiling():
-        tokens = max(tokens, -(-x.shape[0] // MOST))
+        tokens = max(tokens, -(-x.shape[0] // MAX_COMPILED_CHUNKS))
     total = _InChunks.apply(x.to(dtype), weight, targets, vocab_size, tokens, grad)
-    return total / (targets != IGNORE).sum() if reduction == "mean" else total
+    return total / (targets != IGNORE_INDEX).sum() if reduction == "mean" else total
 
 
 class _InChunks(torch.autograd.Function):
@@ -47,7 +47,7 @@ class _InChunks(torch.autograd.Function):
         with torch.autocast(x.device.type, enabled=False):
             for first in range(0, x.shape[0], tokens):
                 part = slice(first, first + tokens)
-                counts = (targets[part] != IGNORE).unsqueeze(1)
+                counts = (targets[part] != IGNORE_INDEX).unsqueeze(1)
                 target = targets[part].masked_fill(~counts[:, 0], 0).unsqueeze(1)
                 logits = (x[part] @ rounded.mT).float()
                 logits[:, vocab_size:] = -torch.inf

@@ -4,19 +4,19 @@ import torch
 
 from model import AttentionConfig
 from model.attention import (
-    Need,
+    AttentionRequest,
 )
 
 CPU = torch.device("cpu")
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-NEED = Need(B=2, Tq=16, Tk=16, H=4, G=2, D=8, Dv=8, dtype=torch.float32, device=CPU, grad=True)
+NEED = AttentionRequest(B=2, Tq=16, Tk=16, H=4, G=2, D=8, Dv=8, dtype=torch.float32, device=CPU, grad=True)
 
 
 def choose(name, kernels=None, impl=None):
     return AttentionConfig(name, kernels, impl)
 
 
-def random_qkv(need: Need, seed=0):
+def random_qkv(need: AttentionRequest, seed=0):
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape):
@@ -27,7 +27,7 @@ def random_qkv(need: Need, seed=0):
     return draw(B, Tq, need.H, need.D), draw(B, Tk, G, need.D), draw(B, Tk, G, need.Dv)
 
 
-def random_masks(need: Need, seed=0) -> dict:
+def random_masks(need: AttentionRequest, seed=0) -> dict:
     generator = torch.Generator().manual_seed(seed)
     positions = documents = None
     if need.documents:

@@ -55,12 +55,12 @@ def trained(workdir, folder_with_a_run) -> None:
 @pytest.fixture
 def sample(workdir, capsys):
     """sample("run=a", ...) -> the text it printed."""
-    from configs.cli import run, start
+    from configs.cli import parse_config, run_main
     from sample import main
 
     def go(*overrides: str) -> str:
         capsys.readouterr()
-        assert run(main, start("sample", "", list(overrides))) == 0, capsys.readouterr().err
+        assert run_main(main, parse_config("sample", "", list(overrides))) == 0, capsys.readouterr().err
         return capsys.readouterr().out
 
     return go

@@ -19,7 +19,7 @@ TEXT_SOURCE = DataConfig(
 CHAR, BYTE = TokenizerConfig("char", None, None), TokenizerConfig("byte", None, None)
 BPE, GPT2 = TokenizerConfig("bpe", 300, None), TokenizerConfig("gpt2", None, None)
 TINY = [
-    "model.n_layer=2", "model.n_head=2", "model.n_embd=16", "model.block_size=16", "model.ngram_rows=64",
+    "model.n_layer=2", "model.n_head=2", "model.n_embd=16", "model.block_size=16", "model.ngram_table_size=64",
     "train.batch_size=4",
     "train.steps=6", "eval.every=3", "eval.batches=2", "eval.sample.max_new_tokens=4", "checkpoint.every=3",
     "wandb.mode=disabled", "tokenizer=char", "data=text", "data.path=text.txt",
@@ -33,10 +33,10 @@ def sampling(**changed):
 
 
 def train_here(*overrides: str) -> int:
-    from configs.cli import run, start
+    from configs.cli import parse_config, run_main
     from train import main
 
-    return run(main, start("train", "", [*TINY, *overrides]))
+    return run_main(main, parse_config("train", "", [*TINY, *overrides]))
 
 
 # Fields of a row that depend on the clock or the machine.

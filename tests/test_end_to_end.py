@@ -18,8 +18,8 @@ import yaml
 from helpers import ROOT, TINY, metrics, summary, untimed
 
 from common import checkpoint_file
-from common.run_dir import Run
-from configs.cli import start
+from common.run_dir import RunDir
+from configs.cli import parse_config
 from data import tokenizer
 from model import GPTConfig
 from model.attention import naive
@@ -50,7 +50,7 @@ def load_path(monkeypatch):
     monkeypatch.setattr(
         checkpoint,
         "load_path",
-        lambda run, kind: checkpoint_file.load(Path(f"runs/{run}/checkpoints/{kind}.pt")),
+        lambda run, kind: checkpoint_file.load_checkpoint(Path(f"runs/{run}/checkpoints/{kind}.pt")),
         raising=False,
     )
 
@@ -293,9 +293,9 @@ def test_a_broken_wandb_does_not_stop_training(train, monkeypatch, capsys):
 
 
 def test_the_start_of_wandb_is_no_time_of_training(train, monkeypatch):
-    from training.wandb_logger import Wandb
+    from training.wandb_logger import WandbRun
 
-    monkeypatch.setattr(Wandb, "_init", lambda *_: time.sleep(5))
+    monkeypatch.setattr(WandbRun, "_init", lambda *_: time.sleep(5))
     assert train("name=a", "wandb.mode=offline", "checkpoint.every=1") == 0  # saving hands over the first rows
     assert metrics("a")[-1]["step"] == 6
     assert metrics("a")[-1]["seconds"] < 5
@@ -317,7 +317,7 @@ def test_wandb_offline_holds_the_config_and_every_metric(train, workdir):
         assert float(values[key]) == pytest.approx(last[key])
     assert values["model.n_layer"] == "2"
     assert values["attention.backend"] == "sdpa"
-    assert float(values["optimizer.lr"]) == start("train", "", TINY).optimizer.lr
+    assert float(values["optimizer.lr"]) == parse_config("train", "", TINY).optimizer.lr
 
 
 # Killed at any moment
@@ -384,10 +384,10 @@ def test_a_run_leaves_nothing_in_the_temporary_folder_and_needs_no_compiler(trai
 def test_who_leaves_waits_for_no_process_of_its_own(workdir):
     (workdir / "script.py").write_text("""
 import multiprocessing, time
-from configs.cli import leave
+from configs.cli import exit_fast
 
 multiprocessing.get_context("fork").Process(target=time.sleep, args=(60,)).start()
-leave(3)
+exit_fast(3)
 """)
     environment = os.environ | {"PYTHONPATH": str(ROOT)}
     assert subprocess.run([sys.executable, "script.py"], env=environment, timeout=30).returncode == 3
@@ -416,7 +416,7 @@ def test_asked_to_stop_a_run_saves_says_how_to_go_on_and_exits_75(workdir):
 
 
 def test_a_second_process_on_the_same_run_is_refused(train, capsys):
-    with Run("a", "", True, Dist()):
+    with RunDir("a", "", True, Dist()):
         assert train("name=a") == 2
     assert f"runs/a is being trained by process {os.getpid()} on {platform.node()}; wait" in capsys.readouterr().err
 
@@ -457,11 +457,11 @@ def test_a_prompt_from_a_file(trained, sample, workdir):
     ],
 )
 def test_what_sampling_refuses(trained, workdir, capsys, overrides, said):
-    from configs.cli import run
+    from configs.cli import run_main
     from sample import main
 
     try:
-        code = run(main, start("sample", "", overrides))
+        code = run_main(main, parse_config("sample", "", overrides))
     except SystemExit as stopped:
         code = stopped.code
     assert code == 2

@@ -18,13 +18,13 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from common.checkpoint_file import save
+from common.checkpoint_file import save_checkpoint
 from common.errors import UserError
 from training.optimizer import load_state_by_name, state_by_name
 
 
 @dataclass
-class State:
+class TrainState:
     """Everything that a step changes: the weights, and how far the run has come."""
 
     model: nn.Module
@@ -49,7 +49,7 @@ class State:
             "optimizer": state_by_name(self.model, self.optimizers),
             "scaler": self.scaler.state_dict(),
         }
-        save(path, about | self.counters() | tensors)
+        save_checkpoint(path, about | self.counters() | tensors)
 
     def restore(self, saved: dict) -> None:
         self.model.load_state_dict(saved["model"])
@@ -60,7 +60,7 @@ class State:
             setattr(self, key, saved[key])
 
 
-def about(config: Any, meta: dict) -> dict:
+def checkpoint_metadata(config: Any, meta: dict) -> dict:
     """What a checkpoint says of itself beside the state, from the run's config and the prepared data's meta.json."""
     model = asdict(config.model)
     return {

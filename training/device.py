@@ -55,7 +55,7 @@ def resolve_compile(wanted: bool | None, device: torch.device) -> bool:
     return device.type == "cuda" and not lacks if wanted is None else wanted
 
 
-def set_up(device: torch.device, deterministic: bool, tf32: bool) -> None:
+def configure_backends(device: torch.device, deterministic: bool, tf32: bool) -> None:
     """Process-wide settings, before the first tensor is on the device.
 
     float32 means float32, unless tf32 is set: CUDA then rounds what it multiplies to 10 bits of mantissa.
@@ -67,10 +67,10 @@ def set_up(device: torch.device, deterministic: bool, tf32: bool) -> None:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if platform.libc_ver()[0] == "glibc":
-        _keep_what_is_freed()
+        _tune_malloc()
 
 
-def _keep_what_is_freed() -> None:
+def _tune_malloc() -> None:
     """Let malloc hold on to the memory that a step frees, for the next: what the system takes back, it zeroes first.
 
     So blocks of up to 32 MiB, the most that malloc takes from its own heap, which it no longer trims at the end.

@@ -24,7 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 from common.errors import TrainingFailed, UserError
 
 FOREVER = timedelta(days=365)
-LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed", "NCCL")
+CONNECTION_ERRORS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed", "NCCL")
 
 
 @dataclass(frozen=True)
@@ -81,12 +81,12 @@ class Dist:
             store.set("main_first", "done")
 
     @contextmanager
-    def together(self) -> Iterator[None]:
+    def raise_on_lost_rank(self) -> Iterator[None]:
         """Ends this process where another was lost; rank 0 says so. Raises TrainingFailed."""
         try:
             yield
         except RuntimeError as error:
-            if self.world_size > 1 and any(word in str(error) for word in LOST):
+            if self.world_size > 1 and any(word in str(error) for word in CONNECTION_ERRORS):
                 time.sleep(2)  # that torchrun sees the other end first, and names it as the cause
                 if not self.is_main and "NCCL" not in str(error):
                     raise SystemExit(1) from None  # said once is enough
@@ -102,7 +102,7 @@ class Dist:
         each = size // self.world_size
         return first + self.rank * each, each
 
-    def firsts(self, step: int, batch_size: int, size: int) -> Iterator[int]:
+    def micro_batch_starts(self, step: int, batch_size: int, size: int) -> Iterator[int]:
         """The first sequence of each of this process's micro batches of `size`, from `step` on and without end."""
         for each in count(step):
             first, share = self.share(each * batch_size, batch_size)
@@ -131,11 +131,11 @@ class Dist:
         """Sums over all processes of numbers, in float64."""
         return self._reduce(values, torch_dist.ReduceOp.SUM)
 
-    def smallest(self, value: int) -> int:
+    def all_reduce_min(self, value: int) -> int:
         """The smallest of the values of all processes."""
         return int(self._reduce((value,), torch_dist.ReduceOp.MIN)[0])
 
-    def meet(self) -> None:
+    def barrier(self) -> None:
         """Wait until all processes are here: one that leaves early is taken for one that failed."""
         self.sum(0.0)
 
@@ -146,7 +146,7 @@ class Dist:
                 f"rank {self.rank} starts from another {what} than rank 0; all machines must see the same runs/ folder"
             )
 
-    def agree(self, stop: bool, seconds: float, off_the_clock: float) -> tuple[bool, float]:
+    def sync_stop_and_time(self, stop: bool, seconds: float, off_the_clock: float) -> tuple[bool, float]:
         """Whether any process was asked to stop, and the time by the slowest clock, less what does not count of it."""
         stop, seconds, off_the_clock = self._reduce((stop, seconds, off_the_clock), torch_dist.ReduceOp.MAX)
         return bool(stop), seconds - off_the_clock

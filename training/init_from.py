@@ -8,17 +8,17 @@ from common.run_dir import find_checkpoint, has_checkpoint
 from model.gpt import GPT
 
 
-def tokenizer_of(run: str | None, name: str | None = None) -> dict | None:
+def load_run_tokenizer(run: str | None, name: str | None = None) -> dict | None:
     """The tokenizer's spec that tokenizer=run takes from a run; None: of none. Raises UserError.
 
     name: the run that is to be trained with it, which has it itself once it has a checkpoint.
     """
     if run is None:
         return None
-    return checkpoint_file.load(find_checkpoint(name if has_checkpoint(name) else run, "best"))["tokenizer"]
+    return checkpoint_file.load_checkpoint(find_checkpoint(name if has_checkpoint(name) else run, "best"))["tokenizer"]
 
 
-def start_from(init_from: str, model: GPT, about: dict[str, Any]) -> None:
+def load_init_weights(init_from: str, model: GPT, about: dict[str, Any]) -> None:
     """Give `model` the best weights of the run that "run:NAME" names.
 
     about: what checkpoints of the new run say of it, see training/checkpoint.py. Raises UserError where the weights are
@@ -26,7 +26,7 @@ def start_from(init_from: str, model: GPT, about: dict[str, Any]) -> None:
     """
     run = init_from.removeprefix("run:")
     path = find_checkpoint(run, "best")
-    saved = checkpoint_file.load(path)
+    saved = checkpoint_file.load_checkpoint(path)
     theirs, ours = saved["tokenizer"], about["tokenizer"]
     if theirs != ours:
         raise UserError(

@@ -15,10 +15,10 @@ import torch
 
 from common.errors import TrainingFailed
 from common.run_dir import EXIT_CODES, status_of
-from training.wandb_logger import Wandb
+from training.wandb_logger import WandbRun
 
 
-class Metrics:
+class MetricsFile:
     """metrics.jsonl of a run: one row a step. Resuming cuts the rows beyond the checkpoint's step."""
 
     def __init__(self, path: Path, step: int):
@@ -50,24 +50,26 @@ def _step_of(line: str) -> float:
         return math.inf
 
 
-class Tracker:
+class MetricsLogger:
     """Collects a row a step and hands blocks of them to metrics.jsonl and wandb. Without `metrics`, of no rank but 0.
 
     The losses must be finite, and so must the gradients unless a scaler takes care of those that are not.
     """
 
-    def __init__(self, metrics: Metrics | None, wandb: Wandb, scaler: torch.amp.GradScaler, flush_every: float = 1.0):
+    def __init__(
+        self, metrics: MetricsFile | None, wandb: WandbRun, scaler: torch.amp.GradScaler, flush_every: float = 1.0
+    ):
         self.metrics, self.wandb, self.flush_every = metrics, wandb, flush_every
         self.finite = ("train/loss", "val/loss") if scaler.is_enabled() else ("train/loss", "val/loss", "grad_norm")
         self.rows: list[tuple[dict, Callable[[], dict]]] = []
         self.flushed: float | None = None  # when; the first block is due as long after its first row
         self.last: dict = {}  # the newest value of everything that was logged
 
-    def log(self, row: dict, late: Callable[[], dict] = dict) -> None:
+    def log(self, row: dict, deferred: Callable[[], dict] = dict) -> None:
         """Take a row of numbers, texts and 0-d tensors, and `late`, which gives the rest of it when it is flushed."""
         if self.metrics is None:
             return
-        self.rows.append((row, late))
+        self.rows.append((row, deferred))
         self.flushed = self.flushed or time.perf_counter()
         if time.perf_counter() - self.flushed >= self.flush_every:
             self.flush()
@@ -98,7 +100,7 @@ class Tracker:
         names["peak_memory_bytes"] = "peak_memory_bytes"
         return {name: self.last.get(metric) for name, metric in names.items()}
 
-    def __enter__(self) -> "Tracker":
+    def __enter__(self) -> "MetricsLogger":
         return self
 
     def __exit__(self, kind, error, traceback) -> None:

@@ -54,7 +54,7 @@ def muon(model: nn.Module, config: MuonConfig) -> list[Optimizer]:
 OPTIMIZERS: dict[str, Callable[..., list[Optimizer]]] = {f.__name__: f for f in (adamw, muon)}
 
 
-def build(model: nn.Module, config: AdamWConfig | MuonConfig) -> list[Optimizer]:
+def build_optimizers(model: nn.Module, config: AdamWConfig | MuonConfig) -> list[Optimizer]:
     """The optimizers that `config` asks for, over all of the model's parameters. Raises UserError."""
     if config.name not in OPTIMIZERS:
         raise UserError(f"optimizer.name={config.name} is unknown; set one of {', '.join(OPTIMIZERS)}")

@@ -18,29 +18,29 @@ import torch
 from rich.console import Console
 from rich.table import Table
 
-from common.console import counted
+from common.console import pluralize
 from training.speed import WARM_UP, synchronize
 
 STEPS, PARTS = 3, 24  # that are recorded at most: steps, and forward passes, beyond which a step is the last
 TOP = 10  # operations in the table
 WIDTH = 80
-STEP, WAITING, FORWARD, BACKWARD, OPTIMIZER, REST = (
+STEP, WAITING, FORWARD, BACKWARD, OPTIMIZER, OTHER = (
     "a step", "waiting for data", "forward", "backward", "optimizer", "the rest"
 )  # fmt: skip
 ENGINE = "autograd::engine::evaluate_function"  # what each node of the backward pass runs in
 OPTIMIZER_STEP = "Optimizer.step#"
 
 
-class Profile:
+class NullProfiler:
     """Brackets each step, and does nothing. A context manager around the loop."""
 
-    def __enter__(self) -> "Profile":
+    def __enter__(self) -> "NullProfiler":
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
         pass
 
-    def waiting(self, batches: Iterator) -> Iterator:
+    def wrap_loader(self, batches: Iterator) -> Iterator:
         """`batches`, which a step waits for."""
         return batches
 
@@ -51,7 +51,7 @@ class Profile:
         """It has ended."""
 
 
-class Recording(Profile):
+class StepProfiler(NullProfiler):
     """Records steps 6 to 8 of this process, or those of them that there are, into `trace`, and prints the tables."""
 
     def __init__(self, device: torch.device, trace: Path, console: Console):
@@ -60,7 +60,7 @@ class Recording(Profile):
         self.profiler: torch.profiler.profile | None = None
         self.step: AbstractContextManager | None = None
 
-    def waiting(self, batches: Iterator) -> Iterator:
+    def wrap_loader(self, batches: Iterator) -> Iterator:
         while True:
             with nullcontext() if self.step is None else torch.profiler.record_function(WAITING):
                 batch = next(batches)
@@ -98,14 +98,14 @@ class Recording(Profile):
         if not self.recorded and error is None:
             self._say(
                 f"nothing was profiled: the first {WARM_UP} steps of a process warm up, and this one took "
-                f"{self.steps}; let it go on for {counted(WARM_UP + 1 - self.steps, 'more step')} or longer"
+                f"{self.steps}; let it go on for {pluralize(WARM_UP + 1 - self.steps, 'more step')} or longer"
             )
 
     def _finish(self) -> None:
         profiler, self.profiler = self.profiler, None
         profiler.stop()
         profiler.export_chrome_trace(str(self.trace))
-        spent, last = where_time_goes(profiler.events()), self.steps
+        spent, last = summarize_events(profiler.events()), self.steps
         steps = f"step {last}" if self.recorded == 1 else f"steps {last - self.recorded + 1} to {last}"
         self._say(f"where the time goes, in {steps} of this process", "bold")
         for table in tables(spent):
@@ -120,13 +120,13 @@ class Recording(Profile):
         self.console.print(text, style=style, markup=False, soft_wrap=True)
 
 
-def profile(wanted: bool, device: torch.device, folder: Path, console: Console) -> Profile:
+def build_profiler(wanted: bool, device: torch.device, folder: Path, console: Console) -> NullProfiler:
     """What brackets the steps of a run in `folder`: a Recording where that is wanted."""
-    return Recording(device, folder / "trace.json.gz", console) if wanted else Profile()
+    return StepProfiler(device, folder / "trace.json.gz", console) if wanted else NullProfiler()
 
 
 @dataclass(frozen=True)
-class Spent:
+class StepBreakdown:
     """Milliseconds of a step, the mean over those recorded. phases: they add up to `step`.
 
     operations: (name, its own time, calls), the longest first. on_device: times are those of the device's kernels, but
@@ -140,7 +140,7 @@ class Spent:
     on_device: bool
 
 
-def where_time_goes(events: list[Any]) -> Spent:
+def summarize_events(events: list[Any]) -> StepBreakdown:
     """The profiler's events (torch.autograd.profiler_util.FunctionEvent) in numbers."""
     events = [each for each in events if each.device_type == torch.autograd.DeviceType.CPU]
     on_device = any(each.kernels for each in events)
@@ -170,7 +170,7 @@ def where_time_goes(events: list[Any]) -> Spent:
     phases = {phase: time / scale for phase, time in phases.items()}
     operations = sorted(((name, time / scale, calls / len(steps)) for name, (time, calls) in own.items()),
                         key=lambda each: -each[1])  # fmt: skip
-    return Spent(whole, phases | {REST: max(0.0, whole - sum(phases.values()))}, operations, on_device)
+    return StepBreakdown(whole, phases | {OTHER: max(0.0, whole - sum(phases.values()))}, operations, on_device)
 
 
 def _spans(events: list[Any], end: float) -> list[tuple[str, float, float]]:
@@ -191,7 +191,7 @@ def _range(event: Any) -> tuple[float, float]:
     return event.time_range.start, event.time_range.end
 
 
-def tables(spent: Spent) -> tuple[Table, Table]:
+def tables(spent: StepBreakdown) -> tuple[Table, Table]:
     """The phases of a step, and the operations that take the most of it."""
     phases, operations = _table("phase", "ms", ""), _table("operation", "ms", "", "calls")
     for name, time in spent.phases.items():

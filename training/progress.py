@@ -9,7 +9,7 @@ from typing import Any
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from common.console import LINES_EVERY, counted, duration, printable
+from common.console import LINE_INTERVAL_S, format_duration, pluralize, printable
 from training.config import AUTO
 
 
@@ -40,16 +40,16 @@ class TrainingProgress:
     def __exit__(self, *_) -> None:
         self.bar.stop()
 
-    def say(self, text: str, style: str | None = None) -> None:
+    def print(self, text: str, style: str | None = None) -> None:
         self.console.print(text, style=style, markup=False, soft_wrap=True)
 
     def evaluated(self, row: dict, better: bool = False) -> None:
         """A line on the validation loss, and the text that the model writes now."""
-        self.say(f"step {row['step']}: validation loss {row['val/loss']:.4f}, {row['val/bpb']:.3f} bits per byte"
+        self.print(f"step {row['step']}: validation loss {row['val/loss']:.4f}, {row['val/bpb']:.3f} bits per byte"
                  + (", the best so far" if better else ""), style="bold")  # fmt: skip
         text = printable(row.get("sample", "").strip("\n"))
         if text:
-            self.say(textwrap.indent(text, "  | ", lambda line: True), style="dim")
+            self.print(textwrap.indent(text, "  | ", lambda line: True), style="dim")
 
     def update(self, step: int, progress: float, last: dict) -> None:
         """`progress`: the part of the run that is done, 0 to 1. `last`: the newest numbers, by their metric's name."""
@@ -59,19 +59,19 @@ class TrainingProgress:
             numbers = f"loss {last['train/loss']:.3f}  {last['tokens_per_second']:,.0f} tok/s"
         self.bar.update(self.task, completed=progress, label=label, numbers=numbers)
         now = time.perf_counter()
-        if self.bar.disable and numbers and (now - self.said >= LINES_EVERY or progress >= 1):
+        if self.bar.disable and numbers and (now - self.said >= LINE_INTERVAL_S or progress >= 1):
             self.said = now
             left = (now - self.started) / max(1e-9, progress - self.first) * (1 - progress)
-            self.say(f"{label}  {numbers}  {duration(left)} left")
+            self.print(f"{label}  {numbers}  {format_duration(left)} left")
 
 
-def headline(folder: Path, config: Any, facts: dict, meta: dict, step: int) -> str:
+def run_banner(folder: Path, config: Any, facts: dict, meta: dict, step: int) -> str:
     """What is about to be trained, on what, and by which kernel. `facts` as in summary.json, `meta` as in meta.json."""
     model, train, tokens, kernel = config.model, config.train, meta["tokens"], facts["attention"]
     tokens_per_step = train.batch_size * model.block_size
-    budget = [counted(train.steps, "step")] if train.steps is not None else []
+    budget = [pluralize(train.steps, "step")] if train.steps is not None else []
     budget += [f"{train.minutes:g} minutes"] if train.minutes is not None else []
-    at_a_time = counted(facts["micro_batch_size"], "sequence")
+    at_a_time = pluralize(facts["micro_batch_size"], "sequence")
     lines = {
         "run": f"{folder}" + (f", continued from step {step:,}" if step else ""),
         "text": f"{config.data.label}, {tokens['train']:,} tokens to train on and {tokens['val']:,} to validate, "
@@ -93,7 +93,7 @@ def headline(folder: Path, config: Any, facts: dict, meta: dict, step: int) -> s
 
 def shape(model: Any) -> str:
     """A GPTConfig in a few words."""
-    layers, heads = counted(model.n_layer, "layer"), counted(model.n_head, "head")
+    layers, heads = pluralize(model.n_layer, "layer"), pluralize(model.n_head, "head")
     return f"{layers}, {heads}, {model.n_embd} wide, context {model.block_size}"
 
 
@@ -108,13 +108,13 @@ def _sees(model: Any) -> str:
     return shared + narrow.replace("None", "null")
 
 
-def closing(summary: dict, folder: Path) -> str:
+def closing_summary(summary: dict, folder: Path) -> str:
     """How a run ended, and what to type next."""
     best, last = (f"{summary[key]:.4f}" for key in ("best_val_loss", "last_val_loss"))
     later = f", the last {last}," if last != best else ""
     return "\n".join([
-        f"best validation loss {best}{later} after {counted(summary['step'], 'step')} and "
-        f"{duration(summary['wall_seconds'])}, {summary['tokens_per_second']:,.0f} tokens/s in the median step",
+        f"best validation loss {best}{later} after {pluralize(summary['step'], 'step')} and "
+        f"{format_duration(summary['wall_seconds'])}, {summary['tokens_per_second']:,.0f} tokens/s in the median step",
         f"curve    {folder / 'loss.png'}",
         f"next     python sample.py run={summary['name']}",
     ])  # fmt: skip

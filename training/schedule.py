@@ -32,7 +32,7 @@ def run_progress(step: int, steps: int | None, seconds: float, minutes: float | 
     return min(1.0, max(by_steps, by_time))
 
 
-def lr_fraction(config: ScheduleConfig, step: int, steps: int | None, progress: float) -> float:
+def lr_scale(config: ScheduleConfig, step: int, steps: int | None, progress: float) -> float:
     """The fraction of the peak learning rate for the step after `step` steps, with `progress` of the run behind.
 
     Up to warmup_steps it grows linearly, as (step + 1) / (warmup_steps + 1); the schedule's shape takes the rest.

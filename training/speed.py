@@ -64,7 +64,7 @@ class Speed:
     def start(self) -> None:
         self.started, self.waited = _mark(self.device), 0.0
 
-    def waiting(self, batches: Iterator) -> Iterator:
+    def wrap_loader(self, batches: Iterator) -> Iterator:
         """`batches`; how long the host waits for them is a part of the step, and on record."""
         began = time.perf_counter()
         for batch in batches:

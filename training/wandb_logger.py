@@ -8,18 +8,18 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-from common.run_dir import EXIT_CODES, Run, flat
+from common.run_dir import EXIT_CODES, RunDir, flatten_dict
 from training.config import WandbConfig
 
 
-class Wandb:
+class WandbRun:
     """The same numbers for wandb. Its start takes seconds, and waits for the first of them: the first step need not.
 
     start_seconds: what the start took, which is no time of training. Whatever goes wrong is said once, and training
     goes on without.
     """
 
-    def __init__(self, config: WandbConfig, run: Run, run_config: dict, run_id: str | None):
+    def __init__(self, config: WandbConfig, run: RunDir, run_config: dict, run_id: str | None):
         self.run, self.id, self.start_seconds = None, run_id, 0.0
         self.start: Callable[[], None] | None = None  # None: it was started, or nobody is told
         if config.mode != "disabled" and run.is_main:
@@ -27,11 +27,11 @@ class Wandb:
             resume = "allow" if run_id and config.mode == "online" else None
             self.start = partial(self._init, config, run, run_config, resume)
 
-    def _init(self, config: WandbConfig, run: Run, run_config: dict, resume: str | None) -> None:
+    def _init(self, config: WandbConfig, run: RunDir, run_config: dict, resume: str | None) -> None:
         import wandb
 
         # Flat keys, which wandb can group runs by.
-        told = flat(run_config | {"attention": run_config["attention"] | run.summary["attention"]})
+        told = flatten_dict(run_config | {"attention": run_config["attention"] | run.summary["attention"]})
         self.run = wandb.init(
             mode=config.mode, project=config.project, entity=config.entity, group=config.group, tags=config.tags,
             name=run.name, id=self.id, resume=resume, dir=run.folder.resolve(), config=told,
@@ -77,7 +77,7 @@ class Wandb:
             self._guard(self.run.finish, exit_code)
 
 
-def tell_wandb(
+def log_table_to_wandb(
     config: WandbConfig, kind: str, name: str, group: str | None, rows: list[Any], picture: Path, facts: dict
 ) -> None:
     """A run of its own for what several processes found: the table `kind`, whose rows are dataclasses, and a picture.
@@ -91,7 +91,7 @@ def tell_wandb(
     try:
         run = wandb.init(
             mode=config.mode, project=config.project, entity=config.entity, group=group, tags=config.tags,
-            job_type=kind, name=name, dir=picture.parent.resolve(), config=flat(facts),
+            job_type=kind, name=name, dir=picture.parent.resolve(), config=flatten_dict(facts),
             settings=wandb.Settings(silent=True, console="off", init_timeout=60),
         )  # fmt: skip
         with run:

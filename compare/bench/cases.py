@@ -14,12 +14,21 @@ from torch import Tensor
 
 from common import system
 from model import AttentionConfig, GPTConfig
-from model.attention import BACKENDS, Need, Resolved, bind, keep_when_compiled, naive, resolve, resolve_model
+from model.attention import (
+    BACKENDS,
+    AttentionRequest,
+    Resolved,
+    get_attention_fn,
+    naive,
+    pin_kernel_under_compile,
+    resolve,
+    resolve_model,
+)
 from model.flops import attention_flops, flops_per_token
 from model.gpt import GPT
 from training import optimizer, speed
 from training.config import AdamWConfig, MuonConfig
-from training.device import autocast, grad_scaler, resolve_dtype, set_up
+from training.device import autocast, configure_backends, grad_scaler, resolve_dtype
 
 MOST_CALLS = 10_000  # that a process times
 NAMES = ("y", "dq", "dk", "dv")  # of what attention gives, and of its gradients
@@ -45,15 +54,15 @@ class Case:
         return self.phase not in ("forward", "decode")
 
     @property
-    def need(self) -> Need:
-        return Need(
+    def need(self) -> AttentionRequest:
+        return AttentionRequest(
             B=self.B, Tq=1 if self.phase == "decode" else self.T, Tk=self.T, H=self.H, G=self.G, D=self.D, Dv=self.Dv,
             dtype=self.dtype, device=self.device, grad=self.trains,
         )  # fmt: skip
 
 
 @dataclass(frozen=True)
-class Settings:
+class BenchSettings:
     """What all rows share. model, optimizer, vocab_size, compile: of whole training steps.
 
     rounds: in how many processes each row is timed; repeats: the fewest calls that each of them times, and seconds:
@@ -73,7 +82,7 @@ class Settings:
 
 
 @dataclass(frozen=True)
-class Measured:
+class BenchResult:
     """What one process found. tokens, flops: of a call; seconds: each timed call's.
 
     peak_memory_bytes: what a call takes beyond what was there before, its inputs, or, of a whole step, before the
@@ -91,7 +100,7 @@ class Measured:
 
 
 @dataclass(frozen=True)
-class Work:
+class Workload:
     """Something that can be called again and again, and what a call amounts to.
 
     memory: bytes in use before there was anything of it that counts; None: as when it is called. results: its y, and
@@ -107,13 +116,13 @@ class Work:
     results: Callable[[], tuple[Tensor, ...]] | None = None
 
 
-def measure(case: Case, settings: Settings, reference: Path) -> Measured:
+def measure(case: Case, settings: BenchSettings, reference: Path) -> BenchResult:
     """Time `case` in this process. reference: a file of write_reference; where there is none, there are no errors.
 
     Raises UserError where it cannot run here.
     """
     device = case.device
-    set_up(device, deterministic=False, tf32=settings.tf32)
+    configure_backends(device, deterministic=False, tf32=settings.tf32)
     work = PHASES[case.phase](case, settings)
     work.call()  # compiles, where there is something to compile, and loads what kernels load at first use
     peak_memory = _peak_memory(work, device)
@@ -124,10 +133,10 @@ def measure(case: Case, settings: Settings, reference: Path) -> Measured:
         for name, result in zip(NAMES, work.results(), strict=False):
             errors[name] = (result.detach().cpu().double() - expected[name]).abs().max().item()
     compile_s = speed.compile_seconds() if work.compiles else None
-    return Measured(work.resolved, work.tokens, work.flops, seconds, peak_memory, compile_s, errors)
+    return BenchResult(work.resolved, work.tokens, work.flops, seconds, peak_memory, compile_s, errors)
 
 
-def _peak_memory(work: Work, device: torch.device) -> int | None:
+def _peak_memory(work: Workload, device: torch.device) -> int | None:
     system.return_freed_memory()
     before = system.memory_in_use(device) if work.memory is None else work.memory
     system.reset_peak_memory(device)
@@ -137,9 +146,9 @@ def _peak_memory(work: Work, device: torch.device) -> int | None:
     return None if peak is None or before is None else max(0, peak - before)
 
 
-def _kernel(case: Case, settings: Settings) -> Work:
+def _kernel(case: Case, settings: BenchSettings) -> Workload:
     """Attention alone, on random inputs that no cache still holds from the call before."""
-    resolved, attend = resolve(case.attention, case.need), bind(case.attention)
+    resolved, attend = resolve(case.attention, case.need), get_attention_fn(case.attention)
 
     def attention(q, k, v, dy) -> tuple[Tensor, ...]:
         y = attend(q, k, v)
@@ -153,37 +162,37 @@ def _kernel(case: Case, settings: Settings) -> Work:
         for tensor in (q, k, v):
             tensor.requires_grad_(case.trains)
     turn = cycle(rotating)
-    return Work(
+    return Workload(
         resolved, lambda: attention(*next(turn)), tokens=case.B * case.need.Tq, flops=flops(case, settings),
         compiles=BACKENDS[case.attention.backend].needs_compiler, results=lambda: attention(*drawn),
     )  # fmt: skip
 
 
-def _step(case: Case, settings: Settings) -> Work:
+def _step(case: Case, settings: BenchSettings) -> Workload:
     """An optimizer step of the whole model as train.py makes it, on B sequences of T random tokens."""
     device, dtype = case.device, case.dtype
     resolve_dtype(str(dtype).removeprefix("torch."), device)  # not all that kernels can is for training
     config = replace(settings.model, block_size=case.T)
     resolved = resolve_model(case.attention, config, B=case.B, dtype=dtype, device=device, grad=True)
-    small = replace(config, n_layer=1, window=None, block_size=8, ngram_rows=64)
+    small = replace(config, n_layer=1, window=None, block_size=8, ngram_table_size=64)
     _training_step(small, replace(case, B=1, T=8), replace(settings, vocab_size=64, compile=False))()  # loads libraries
     system.return_freed_memory()
     before = system.memory_in_use(device)
     step = _training_step(config, case, settings)
-    return Work(
+    return Workload(
         resolved, step, tokens=case.B * case.T, flops=flops(case, settings), compiles=settings.compile, memory=before
     )
 
 
-def _training_step(config: GPTConfig, case: Case, settings: Settings) -> Callable[[], None]:
+def _training_step(config: GPTConfig, case: Case, settings: BenchSettings) -> Callable[[], None]:
     device, dtype = case.device, case.dtype
     torch.manual_seed(settings.seed)
-    model = GPT(config, settings.vocab_size, bind(case.attention)).to(device)
+    model = GPT(config, settings.vocab_size, get_attention_fn(case.attention)).to(device)
     forward = model
     if settings.compile:
-        keep_when_compiled(case.attention)
+        pin_kernel_under_compile(case.attention)
         forward = torch.compile(model, dynamic=False)
-    optimizers = optimizer.build(model, settings.optimizer)
+    optimizers = optimizer.build_optimizers(model, settings.optimizer)
     scaler = grad_scaler(device, dtype)
     batches = cycle(torch.randint(settings.vocab_size, (8, 2, case.B, case.T), device=device))
 
@@ -206,7 +215,7 @@ def _training_step(config: GPTConfig, case: Case, settings: Settings) -> Callabl
 PHASES = {"forward": _kernel, "forward+backward": _kernel, "decode": _kernel, "step": _step}
 
 
-def flops(case: Case, settings: Settings) -> int:
+def flops(case: Case, settings: BenchSettings) -> int:
     """Of one call: see model/flops.py. (A whole step's are counted as train.py counts them for mfu.)"""
     if case.phase == "step":
         config = replace(settings.model, block_size=case.T)
@@ -255,6 +264,6 @@ def peak_flops(device: torch.device, dtype: torch.dtype, tf32: bool) -> float:
 
     A CPU without instructions for `dtype` computes it by those for float32, in attention at least.
     """
-    set_up(device, deterministic=False, tf32=tf32)
+    configure_backends(device, deterministic=False, tf32=tf32)
     dtypes = {dtype, torch.float32} if device.type == "cpu" else {dtype}
     return max(speed.peak_flops(device, each) for each in dtypes)

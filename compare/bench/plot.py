@@ -3,7 +3,7 @@
 import textwrap
 from pathlib import Path
 
-from compare.bench.results import FINISHED, Timing, crossovers, panels
+from compare.bench.results import FINISHED, Timing, crossovers, group_by_phase
 
 COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe and Ito's
 DASHES = ("-", (0, (4, 1.5)), (0, (1.2, 1.2)))  # of the dtypes
@@ -81,7 +81,7 @@ def _times(axes, rows: list[Timing], names: list[str]) -> None:
     if not any(row.status == FINISHED for row in rows):
         axes.set_yticks([])
     edge = 0.96
-    several = len(panels(rows)) > 1
+    several = len(group_by_phase(rows)) > 1
     for line, style in _lines(rows, names):
         missing = [row for row in line if row.status != FINISHED]
         if not missing:
@@ -95,7 +95,7 @@ def _times(axes, rows: list[Timing], names: list[str]) -> None:
             axes.plot([row.T for row in missing], [edge] * len(missing), "x", **place)
             axes.text(min(row.T for row in missing) * 0.8, edge, words, ha="right", va="center", fontsize=8, **place)
         edge -= 0.07
-    for mine in panels(rows).values():
+    for mine in group_by_phase(rows).values():
         for each in crossovers(mine):
             axes.plot([each.T, each.T], [low, each.ms], color=GREY, linestyle=":", linewidth=1.2)
             axes.plot(each.T, each.ms, "o", color=GREY, fillstyle="none", markersize=11)

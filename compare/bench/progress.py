@@ -4,7 +4,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 
-class RowsProgress:
+class BenchProgress:
     """Shows what is being measured and how long the rest will take; above the bar, what came of each piece of work.
 
     weights: about how long each piece takes, in any unit.
@@ -22,7 +22,7 @@ class RowsProgress:
         self.task = self.bar.add_task("", total=sum(weights), label="")
         self._show(0.0)
 
-    def __enter__(self) -> "RowsProgress":
+    def __enter__(self) -> "BenchProgress":
         self.bar.start()
         return self
 

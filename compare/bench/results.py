@@ -11,9 +11,9 @@ from math import log
 from pathlib import Path
 
 FINISHED = "finished"
-ALIKE = 1.1
-STILL = 1.5  # a spread beyond which a machine was busy with something else
-VISIBLE = 2**20  # bytes: a CPU process takes as much anyway, now and then
+TIE_RATIO = 1.1
+NOISE_LIMIT = 1.5  # a spread beyond which a machine was busy with something else
+MIN_MEMORY = 2**20  # bytes: a CPU process takes as much anyway, now and then
 
 
 @dataclass
@@ -88,7 +88,7 @@ class TimingsFile:
 
 
 @dataclass
-class Standing:
+class Ranking:
     """Who is fastest at one T. fastest: the least median first, then those that are as good as it.
 
     next: the one behind them, None: nobody. first: the first backend's row, for comparison. failed: those without time.
@@ -105,7 +105,7 @@ class Standing:
         return {row.backend for row in self.fastest}
 
 
-def panels(rows: list[Timing]) -> dict[tuple[str, str], list[Timing]]:
+def group_by_phase(rows: list[Timing]) -> dict[tuple[str, str], list[Timing]]:
     """{(phase, dtype): its rows}, in order of appearance."""
     found: dict[tuple[str, str], list[Timing]] = {}
     for row in rows:
@@ -113,7 +113,7 @@ def panels(rows: list[Timing]) -> dict[tuple[str, str], list[Timing]]:
     return found
 
 
-def standings(rows: list[Timing]) -> list[Standing]:
+def rankings(rows: list[Timing]) -> list[Ranking]:
     """Who is fastest at each T, of the rows of one phase and dtype; nobody where none came to its end.
 
     Backends are alike where quartiles overlap, or where less than ALIKE lies between their medians: machines drift.
@@ -124,12 +124,12 @@ def standings(rows: list[Timing]) -> list[Standing]:
         ranked = sorted((row for row in here if row.status == FINISHED), key=lambda row: row.ms_median)
         alike = [
             row for row in ranked for best in ranked[:1]
-            if row.ms_q1 <= best.ms_q3 or row.ms_median <= ALIKE * best.ms_median
+            if row.ms_q1 <= best.ms_q3 or row.ms_median <= TIE_RATIO * best.ms_median
         ]  # fmt: skip
         behind = [row for row in ranked if row not in alike]
         failed = [row for row in here if row.status != FINISHED]
         first = next(row for row in here if row.backend == rows[0].backend)
-        found.append(Standing(T, alike, behind[0] if behind else None, first, failed))
+        found.append(Ranking(T, alike, behind[0] if behind else None, first, failed))
     return found
 
 
@@ -149,7 +149,7 @@ def crossovers(rows: list[Timing]) -> list[Crossover]:
     It changes where none of those that were fastest is any more; those that no figure tells apart are one.
     """
     found, leading = [], []
-    for standing in standings(rows):
+    for standing in rankings(rows):
         names = [row.backend for row in standing.fastest]
         if not names:
             continue
@@ -179,16 +179,16 @@ def _crossing(rows: list[Timing], before: str, after: str) -> Crossover | None:
     return found
 
 
-def answer(rows: list[Timing]) -> list[tuple[str, str, str]]:
+def recommendation(rows: list[Timing]) -> list[tuple[str, str, str]]:
     """Which attention is fastest here -> (phase and dtype, at which T, which and by how much) a line.
 
     What is measured last comes first: whole steps matter more than their parts. Neighbouring T with the same answer
     are one line.
     """
     lines = []
-    for (phase, dtype), mine in reversed(panels(rows).items()):
-        groups: list[list[Standing]] = []
-        for standing in standings(mine):
+    for (phase, dtype), mine in reversed(group_by_phase(rows).items()):
+        groups: list[list[Ranking]] = []
+        for standing in rankings(mine):
             last = groups[-1][-1] if groups else None
             if last is not None and last.names == standing.names and last.first.status == standing.first.status:
                 groups[-1].append(standing)
@@ -201,7 +201,7 @@ def answer(rows: list[Timing]) -> list[tuple[str, str, str]]:
     return lines
 
 
-def _sentence(group: list[Standing]) -> str:
+def _sentence(group: list[Ranking]) -> str:
     """ "sdpa or flash, 1.4 to 8.9 times as fast as naive, with 3 to 20 % of its memory"."""
     first = group[0].first
     if not group[0].fastest:
@@ -216,7 +216,7 @@ def _sentence(group: list[Standing]) -> str:
         return f"{listed}; {first.backend}: {first.status}"
     ratios = [each.first.ms_median / each.fastest[0].ms_median for each in group]
     taken = [(each.first.peak_memory_bytes, each.fastest[0].peak_memory_bytes) for each in group]
-    shares = [100 * b / a for a, b in taken if a is not None and b is not None and a >= VISIBLE]
+    shares = [100 * b / a for a, b in taken if a is not None and b is not None and a >= MIN_MEMORY]
     memory = f", with {_span(shares, '.0f')} % of its memory" if shares else ""
     return f"{listed}, {_span(ratios, '.1f')} times as fast as {first.backend}{memory}"
 

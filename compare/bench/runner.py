@@ -8,12 +8,12 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from compare.bench.cases import Case, Measured, Settings, flops, measure, peak_flops, write_reference
-from compare.bench.worker import Ended, call_apart
+from compare.bench.cases import BenchResult, BenchSettings, Case, flops, measure, peak_flops, write_reference
+from compare.bench.worker import IsolatedCallFailed, run_isolated
 
 
 @dataclass(frozen=True)
-class Contest:
+class BenchGroup:
     """One phase, dtype and T, and a case for each backend, by the name that it was asked for."""
 
     phase: str
@@ -24,35 +24,37 @@ class Contest:
     def __str__(self) -> str:
         return f"{self.phase}, {self.dtype}, T = {self.T:,}"
 
-    def seconds(self, settings: Settings, peak: float | None) -> float:
+    def seconds(self, settings: BenchSettings, peak: float | None) -> float:
         """About how long it takes: to start processes, to time short calls, and four long ones at 40 % of the peak."""
         calls = sum(4 * flops(case, settings) / (0.4 * (peak or 1e11)) for case in self.cases.values())
         return settings.rounds * (len(self.cases) * (0.15 + 1.3 * settings.seconds) + calls)
 
 
-def hold(
-    contest: Contest, settings: Settings, given_up: dict[tuple, int], advance: Callable[[float], None]
+def run_group(
+    contest: BenchGroup, settings: BenchSettings, given_up: dict[tuple, int], advance: Callable[[float], None]
 ) -> list[dict]:
     """The contest's rows, as dicts by the names of attention.csv's columns.
 
     given_up: at which T a (backend, phase, dtype) took longer than the time limit; it is brought up to date here, and
     larger T are not tried. advance: is told which part of the work is done.
     """
-    found: dict[str, list[Measured] | Ended] = {}
+    found: dict[str, list[BenchResult] | IsolatedCallFailed] = {}
     for name in contest.cases:
         T = given_up.get((name, contest.phase, contest.dtype))
         if T is not None:
-            found[name] = Ended("time limit", f"not tried, as T = {T:,} took longer than {settings.time_limit:g} s")
+            found[name] = IsolatedCallFailed(
+                "time limit", f"not tried, as T = {T:,} took longer than {settings.time_limit:g} s"
+            )
     with tempfile.TemporaryDirectory() as folder:
         reference = Path(folder) / "reference.pt"
         case = next(iter(contest.cases.values()))
         try:
             if case.phase != "step":
                 _call(write_reference, case, settings.seed, reference, time_limit=settings.time_limit)
-        except Ended:
+        except IsolatedCallFailed:
             reference.unlink(missing_ok=True)  # the errors stay unknown
         cases = {name: case for name, case in contest.cases.items() if name not in found}
-        measured, peak = take_turns(cases, settings, reference, advance)
+        measured, peak = run_interleaved(cases, settings, reference, advance)
         found |= measured
     rows = []
     for name, case in contest.cases.items():
@@ -60,62 +62,65 @@ def hold(
         row |= {"phase": contest.phase, "device": case.device.type, "dtype": contest.dtype}
         row |= {key: getattr(case, key) for key in ("B", "T", "H", "G", "D", "Dv")}
         outcome = found[name]
-        if isinstance(outcome, Ended):
+        if isinstance(outcome, IsolatedCallFailed):
             # What to set instead is for those who want to train.
             row |= {"status": outcome.status, "reason": outcome.reason.split("; set ")[0]}
             if outcome.status == "time limit":
                 given_up.setdefault((name, contest.phase, contest.dtype), contest.T)
         else:
-            row |= figures(outcome, peak)
+            row |= summarize(outcome, peak)
         rows.append(row)
     return rows
 
 
-def take_turns(
-    cases: dict[str, Case], settings: Settings, reference: Path, advance: Callable[[float], None] = lambda part: None
-) -> tuple[dict[str, list[Measured] | Ended], float | None]:
+def run_interleaved(
+    cases: dict[str, Case],
+    settings: BenchSettings,
+    reference: Path,
+    advance: Callable[[float], None] = lambda part: None,
+) -> tuple[dict[str, list[BenchResult] | IsolatedCallFailed], float | None]:
     """Measure `cases` -> (for each what its processes found, or how it came to nothing; the peak beside them, FLOP/s).
 
     A process of each in every round, in another order, and one for matrix products: a machine that drifts does so for
     all alike.
     """
-    found: dict[str, list[Measured] | Ended] = {name: [] for name in cases}
+    found: dict[str, list[BenchResult] | IsolatedCallFailed] = {name: [] for name in cases}
     left = dict.fromkeys(cases, settings.time_limit)
     peak = None
     for turn in range(settings.rounds):
-        going = [name for name in cases if not isinstance(found[name], Ended) and left[name] > 0]
+        going = [name for name in cases if not isinstance(found[name], IsolatedCallFailed) and left[name] > 0]
         if not going:
             break
-        peak = max(filter(None, [peak, peak_beside(cases[going[0]], settings)]), default=None)
+        peak = max(filter(None, [peak, measure_matmul_peak(cases[going[0]], settings)]), default=None)
         first = turn % len(going)
         for place, name in enumerate(going[first:] + going[:first]):
             advance((turn + place / len(going)) / settings.rounds)
             started = time.perf_counter()
             try:
                 found[name].append(_call(measure, cases[name], settings, reference, time_limit=left[name]))
-            except Ended as ended:
+            except IsolatedCallFailed as ended:
                 if ended.status != "time limit":
                     found[name] = ended
                 elif not found[name]:  # in a later round, what the earlier ones found stands
-                    found[name] = Ended(ended.status, f"took longer than {settings.time_limit:g} s")
+                    found[name] = IsolatedCallFailed(ended.status, f"took longer than {settings.time_limit:g} s")
             left[name] -= time.perf_counter() - started
     return found, peak
 
 
-def peak_beside(case: Case, settings: Settings) -> float | None:
+def measure_matmul_peak(case: Case, settings: BenchSettings) -> float | None:
     """FLOP/s that matrix products reach now, where and in what `case` computes. None: they could not be timed."""
     try:
-        return call_apart(peak_flops, case.device, case.dtype, settings.tf32, time_limit=settings.time_limit)
-    except Ended:
+        return run_isolated(peak_flops, case.device, case.dtype, settings.tf32, time_limit=settings.time_limit)
+    except IsolatedCallFailed:
         return None
 
 
 def _call(function: Callable, case: Case, *arguments: Any, time_limit: float) -> Any:
     """CUDA's driver has uses of its own for the memory of a process, which cannot be bounded."""
-    return call_apart(function, case, *arguments, time_limit=time_limit, bounded=case.device.type == "cpu")
+    return run_isolated(function, case, *arguments, time_limit=time_limit, bounded=case.device.type == "cpu")
 
 
-def figures(found: list[Measured], peak: float | None) -> dict:
+def summarize(found: list[BenchResult], peak: float | None) -> dict:
     """The figures of a row, over all its processes, each of which counts the same however many calls it timed."""
     first = found[0]
     q1, median, q3 = _quantiles([each for measured in found for each in _quantiles(measured.seconds, 20)], 4)

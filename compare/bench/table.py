@@ -2,7 +2,16 @@
 
 from pathlib import Path
 
-from compare.bench.results import ALIKE, FINISHED, STILL, Timing, answer, number, panels, spread
+from compare.bench.results import (
+    FINISHED,
+    NOISE_LIMIT,
+    TIE_RATIO,
+    Timing,
+    group_by_phase,
+    number,
+    recommendation,
+    spread,
+)
 from compare.runs.table import UNKNOWN
 
 
@@ -14,14 +23,14 @@ def show(rows: list[Timing], folder: Path) -> None:
     if not console.is_terminal:
         console.width = 120
     console.print(f"\nfastest here ({rows[0].device})", style="bold")
-    console.print(_lines(answer(rows)))
+    console.print(_lines(recommendation(rows)))
     apart = spread(rows)
-    if apart is not None and apart > STILL:
+    if apart is not None and apart > NOISE_LIMIT:
         console.print(
             f"This machine was busy, or not a quiet one: half of all calls lie within a factor of {apart:.1f}. Do not "
             "trust these figures; measure again while nothing else runs, with more rounds or seconds.", style="bold",
         )  # fmt: skip
-    for (phase, dtype), mine in panels(rows).items():
+    for (phase, dtype), mine in group_by_phase(rows).items():
         if any(row.status == FINISHED for row in mine):
             console.print(f"\n{phase}, {dtype}", style="bold")
             console.print(_table(mine))
@@ -41,7 +50,7 @@ def notes(rows: list[Timing]) -> list[str]:
         said.append(
             "ms: median call, the backends taking turns; MiB: what a call takes beyond its inputs, or a whole step."
         )
-        said.append(f"alike: quartiles overlap, or medians are within {ALIKE - 1:.0%}.")
+        said.append(f"alike: quartiles overlap, or medians are within {TIE_RATIO - 1:.0%}.")
     if any(row.compile_s for row in rows):
         said.append("Compiling is not counted; attention.csv has it.")
     ran: dict[str, list[str]] = {}

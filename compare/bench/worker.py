@@ -23,10 +23,10 @@ from typing import Any
 from common.errors import TrainingFailed, UserError, is_out_of_memory
 
 ROOT = Path(__file__).parents[2]
-PATIENCE = 2.0  # seconds that a process has to let go of what it shares with others, such as semaphores
+TERMINATE_GRACE_S = 2.0  # seconds that a process has to let go of what it shares with others, such as semaphores
 
 
-class Ended(TrainingFailed):
+class IsolatedCallFailed(TrainingFailed):
     """A call that came to nothing. status: refused, out of memory, time limit or failed. reason: a sentence."""
 
     def __init__(self, status: str, reason: str):
@@ -34,7 +34,7 @@ class Ended(TrainingFailed):
         self.status, self.reason = status, reason
 
 
-def call_apart(function: Callable, *arguments: Any, time_limit: float | None = None, bounded: bool = False) -> Any:
+def run_isolated(function: Callable, *arguments: Any, time_limit: float | None = None, bounded: bool = False) -> Any:
     """function(*arguments), of a module, in a new process that ends with it.
 
     time_limit: in seconds. bounded: on Linux, an allocation fails that the machine has no memory for now, before it
@@ -50,16 +50,16 @@ def call_apart(function: Callable, *arguments: Any, time_limit: float | None = N
                 child.start()
             sender.close()
             if not receiver.poll(time_limit):
-                raise Ended("time limit", f"took longer than {time_limit:g} s")
+                raise IsolatedCallFailed("time limit", f"took longer than {time_limit:g} s")
             status, result = receiver.recv()
-            child.join(PATIENCE)
+            child.join(TERMINATE_GRACE_S)
         except EOFError:
             child.join()
             raise _killed(child.exitcode, printed) from None
         finally:
             _end(child)
     if status != "finished":
-        raise Ended(status, result)
+        raise IsolatedCallFailed(status, result)
     return result
 
 
@@ -68,7 +68,7 @@ def _end(child: BaseProcess) -> None:
     if child.pid is None:
         return
     child.terminate()
-    child.join(PATIENCE)
+    child.join(TERMINATE_GRACE_S)
     child.kill()
     child.join()
     with suppress(AttributeError, ProcessLookupError):  # Windows has no groups
@@ -160,10 +160,12 @@ def _wanted(error: Exception) -> str:
     return f"needed {size / 2**30:,.1f} GiB more" if unit == "bytes" else f"needed {size:g} {unit} more"
 
 
-def _killed(code: int, printed: Path) -> Ended:
+def _killed(code: int, printed: Path) -> IsolatedCallFailed:
     """How a child ended that could not say so."""
     if code == -9:  # SIGKILL, which Windows has not
-        return Ended("out of memory", "its process was killed, probably by Linux, which does so where memory runs out")
+        return IsolatedCallFailed(
+            "out of memory", "its process was killed, probably by Linux, which does so where memory runs out"
+        )
     lines = printed.read_text(errors="replace").strip().splitlines() if printed.exists() else []
     name = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
-    return Ended("failed", f"its process was {name}" + (f": {lines[-1]}" if lines else ""))
+    return IsolatedCallFailed("failed", f"its process was {name}" + (f": {lines[-1]}" if lines else ""))

@@ -20,9 +20,9 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 from rich.table import Column
 
-from common.console import duration
+from common.console import format_duration
 from common.errors import UserError
-from common.run_dir import EXIT_CODES, flat, owner, read_summary, write_config, write_summary
+from common.run_dir import EXIT_CODES, flatten_dict, read_owner, read_summary, write_config, write_summary
 
 SCRIPT = Path(__file__).parents[2] / "train.py"
 # What the runs of a sweep may change in when it is started again; all else would make them other runs.
@@ -51,7 +51,7 @@ class Job:
 
     def check(self) -> None:
         """Raises UserError where the folder holds what another config trained."""
-        was, now = flat(self.before() or {}), flat(self.config)
+        was, now = flatten_dict(self.before() or {}), flatten_dict(self.config)
         differs = [key for key in now if key in was and was[key] != now[key] and not key.startswith(MAY_CHANGE)]
         if differs:
             listed = ", ".join(f"{key}={was[key]} (now {now[key]})" for key in differs)
@@ -73,7 +73,7 @@ def train(job: Job) -> Outcome:
     try:
         lock.acquire(timeout=0)
     except Timeout:
-        print(f"{job.name}: waiting for {owner(job.folder)}, which trains it", flush=True)
+        print(f"{job.name}: waiting for {read_owner(job.folder)}, which trains it", flush=True)
         lock.acquire()
     lock.release()
     before, log = read_summary(job.folder), job.folder / "train.log"
@@ -136,7 +136,7 @@ def recover(job: Job, began: float, error: str) -> Outcome:
         with FileLock(job.folder / ".lock", timeout=0):
             return record(job, Outcome("failed", "its process was lost"))
     except Timeout:
-        return Outcome("failed", f"is still being trained by {owner(job.folder)}")
+        return Outcome("failed", f"is still being trained by {read_owner(job.folder)}")
 
 
 class SweepProgress:
@@ -199,7 +199,7 @@ def _line(summary: dict) -> str:
     known = {key: summary.get(key) or math.nan for key in ("last_val_loss", "step_ms")}
     return (
         f"val loss {known['last_val_loss']:.4f}  {known['step_ms']:,.1f} ms/step  "
-        f"{duration(summary.get('wall_seconds') or 0)}"
+        f"{format_duration(summary.get('wall_seconds') or 0)}"
     )
 
 

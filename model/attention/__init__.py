@@ -20,11 +20,34 @@ B batch, T time, H query heads, G key/value heads, D head size of q and k, Dv he
 backends.py has the functions, support.py the table of what each can do, resolution.py the kernel that will run.
 """
 
-from model.attention.backends import attention_weights, cudnn, flash, flex, naive, sdpa, visible
-from model.attention.resolve import Resolved, bind, keep_when_compiled, resolve, resolve_model, spellings
-from model.attention.support import BACKENDS, Need, Support, backend, support_table
+from model.attention.backends import attention_mask, attention_weights, cudnn, flash, flex, naive, sdpa
+from model.attention.resolve import (
+    Resolved,
+    all_variants,
+    get_attention_fn,
+    pin_kernel_under_compile,
+    resolve,
+    resolve_model,
+)
+from model.attention.support import BACKENDS, AttentionRequest, Support, backend, support_table
 
 __all__ = [
-    "BACKENDS", "Need", "Resolved", "Support", "attention_weights", "backend", "bind", "cudnn", "flash", "flex",
-    "keep_when_compiled", "naive", "resolve", "resolve_model", "sdpa", "spellings", "support_table", "visible",
+    "BACKENDS",
+    "AttentionRequest",
+    "Resolved",
+    "Support",
+    "all_variants",
+    "attention_mask",
+    "attention_weights",
+    "backend",
+    "cudnn",
+    "flash",
+    "flex",
+    "get_attention_fn",
+    "naive",
+    "pin_kernel_under_compile",
+    "resolve",
+    "resolve_model",
+    "sdpa",
+    "support_table",
 ]  # fmt: skip

@@ -25,7 +25,7 @@ KERNELS = {
 HALF = ("bfloat16", "float16")
 
 
-def visible(Tq: int, Tk: int, *, window=None, positions=None, documents=None, device=None) -> Tensor:
+def attention_mask(Tq: int, Tk: int, *, window=None, positions=None, documents=None, device=None) -> Tensor:
     """Which keys each query sees -> bool, broadcastable to (B, H, Tq, Tk)."""
     key = torch.arange(Tk, device=device)
     query = torch.arange(Tk - Tq, Tk, device=device) if positions is None else positions  # (Tq) or (B, Tq)
@@ -41,13 +41,15 @@ def visible(Tq: int, Tk: int, *, window=None, positions=None, documents=None, de
 
 def attention_weights(q: Tensor, k: Tensor, *, window=None, positions=None, documents=None) -> Tensor:
     """The causal weights softmax(mask(QK^T / sqrt(D))) -> (B, H, Tq, Tk): rows sum to one, zero where not seen."""
-    k = _a_head_each(k, q.shape[2])
+    k = repeat_kv(k, q.shape[2])
     scores = q.transpose(1, 2) @ k.permute(0, 2, 3, 1) / math.sqrt(q.shape[-1])  # (B, H, Tq, Tk)
-    seen = visible(q.shape[1], k.shape[1], window=window, positions=positions, documents=documents, device=q.device)
+    seen = attention_mask(
+        q.shape[1], k.shape[1], window=window, positions=positions, documents=documents, device=q.device
+    )
     return scores.masked_fill(~seen, -torch.inf).softmax(-1)
 
 
-def _a_head_each(shared: Tensor, H: int) -> Tensor:
+def repeat_kv(shared: Tensor, H: int) -> Tensor:
     """Keys or values (B, T, G, D) -> (B, T, H, D), each head repeated for the queries that share it."""
     G = shared.shape[2]
     return shared if G == H else shared.repeat_interleave(H // G, dim=2)
@@ -61,11 +63,11 @@ def naive(q, k, v, *, window=None, positions=None, documents=None, dropout_p=0.0
     """The definition, with all Tq x Tk weights in memory."""
     weights = attention_weights(q, k, window=window, positions=positions, documents=documents)
     weights = F.dropout(weights, dropout_p, training=dropout_p > 0).to(v.dtype)
-    v = _a_head_each(v, q.shape[2])
+    v = repeat_kv(v, q.shape[2])
     return (weights @ v.transpose(1, 2)).transpose(1, 2)  # (B, Tq, H, Dv)
 
 
-def _fused(q, k, v, window, positions, documents, dropout_p, kernels: list[SDPBackend] | None) -> Tensor:
+def _sdpa(q, k, v, window, positions, documents, dropout_p, kernels: list[SDPBackend] | None) -> Tensor:
     """PyTorch's scaled_dot_product_attention, told in its own words what the seam means, by one of `kernels`.
 
     Its is_causal aligns query 0 with key 0, which is right for Tq == Tk alone: a single query on a cache sees
@@ -76,7 +78,7 @@ def _fused(q, k, v, window, positions, documents, dropout_p, kernels: list[SDPBa
     plain = window is None and positions is None and documents is None
     mask = None
     if not plain or 1 < Tq < Tk:
-        mask = visible(Tq, Tk, window=window, positions=positions, documents=documents, device=q.device)
+        mask = attention_mask(Tq, Tk, window=window, positions=positions, documents=documents, device=q.device)
         mask = mask.expand(q.shape[0], 1, Tq, Tk)
     # The choice is made here and not around the model: made outside a compiled function, it is no part of the
     # compile cache's key, and a second process can silently be given the first one's kernel.
@@ -96,7 +98,7 @@ def sdpa(q, k, v, *, window=None, positions=None, documents=None, dropout_p=0.0,
     has one order); None: all of them, in PyTorch's order.
     """
     chosen = [KERNELS[name] for name in kernels] if kernels is not None else None
-    return _fused(q, k, v, window, positions, documents, dropout_p, chosen)
+    return _sdpa(q, k, v, window, positions, documents, dropout_p, chosen)
 
 
 ON_CUDA = Support(dtypes=HALF, window=False, documents=False, positions=False, any_dv=False, head_sizes=(1, 256))
@@ -114,7 +116,7 @@ WITHOUT_DROPOUT = Support(**vars(ON_CUDA) | {"dropout": False})
 )
 def flash(q, k, v, *, window=None, positions=None, documents=None, dropout_p=0.0) -> Tensor:
     """PyTorch's built-in FlashAttention (Dao, arXiv:2307.08691), or an error: weights never in memory."""
-    return _fused(q, k, v, window, positions, documents, dropout_p, [KERNELS["flash"]])
+    return _sdpa(q, k, v, window, positions, documents, dropout_p, [KERNELS["flash"]])
 
 
 @backend(on={"cuda": Support(dtypes=HALF, head_sizes=(1, 256))}, picks_kernel=True)
@@ -124,7 +126,7 @@ def cudnn(q, k, v, *, window=None, positions=None, documents=None, dropout_p=0.0
         positions = torch.zeros(q.shape[:2], dtype=torch.int64, device=q.device)
         k, v = (F.pad(each, (0, 0, 0, 0, 0, 1)) for each in (k, v))
         documents = None
-    return _fused(q, k, v, window, positions, documents, dropout_p, [KERNELS["cudnn"]])
+    return _sdpa(q, k, v, window, positions, documents, dropout_p, [KERNELS["cudnn"]])
 
 
 @backend(
@@ -180,7 +182,7 @@ def _block_mask(B, Tq, Tk, behind, window, positions, documents, device):
         behind = torch.tensor(behind, device=device)
         window = None if window is None else torch.tensor(window, device=device)
         if device.type == "cpu":
-            positions, documents = _of_fixed_size(positions), _of_fixed_size(documents)
+            positions, documents = _pad_to_power_of_two(positions), _pad_to_power_of_two(documents)
 
     def seen(b, h, i, j):
         at = i + behind if positions is None else positions[b, i]
@@ -195,7 +197,7 @@ def _block_mask(B, Tq, Tk, behind, window, positions, documents, device):
     return create_block_mask(seen, each, None, Tq, Tk, device=device)
 
 
-def _of_fixed_size(tensor: Tensor | None) -> Tensor | None:
+def _pad_to_power_of_two(tensor: Tensor | None) -> Tensor | None:
     """Filled up to powers of two, each of which is compiled for.
 
     For sizes that vary, Inductor 2.13 writes C++ in which it then takes, say, ks1 of ks19 for a name of its own.

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from common.errors import UserError
 from model.attention.backends import KERNELS
-from model.attention.support import BACKENDS, Backend, Need, check, instead
+from model.attention.support import BACKENDS, AttentionRequest, Backend, check, suggest_alternatives
 from model.config import AttentionConfig, GPTConfig
 
 
@@ -51,7 +51,7 @@ def _find(config: AttentionConfig) -> Backend:
     return chosen
 
 
-def spellings() -> dict[str, AttentionConfig]:
+def all_variants() -> dict[str, AttentionConfig]:
     """Every way there is to compute attention, as in "naive", "sdpa:math", "flash:FA3": a backend alone, or with one
     of the kernels or implementations that it has to choose from."""
     ways = {}
@@ -64,13 +64,13 @@ def spellings() -> dict[str, AttentionConfig]:
     return ways
 
 
-def bind(config: AttentionConfig) -> Callable[..., Tensor]:
+def get_attention_fn(config: AttentionConfig) -> Callable[..., Tensor]:
     """The `attend` function that `config` names, its settings filled in. Raises UserError."""
     chosen = _find(config)
     return chosen.attend if config.kernels is None else partial(chosen.attend, kernels=tuple(config.kernels))
 
 
-class _Ask(TorchFunctionMode):
+class _KernelProbe(TorchFunctionMode):
     """In place of each scaled_dot_product_attention: which kernel would it run? No attention is computed."""
 
     kernel: SDPBackend | None = None
@@ -82,7 +82,7 @@ class _Ask(TorchFunctionMode):
         return args[0]
 
 
-def resolve(config: AttentionConfig, need: Need) -> Resolved:
+def resolve(config: AttentionConfig, need: AttentionRequest) -> Resolved:
     """Which kernel will run `config` for what is needed. (Elsewhere, as without dropout, it may be another.)
 
     Raises UserError, naming the setting to change, where it cannot run: first by the table of what the backend
@@ -91,7 +91,9 @@ def resolve(config: AttentionConfig, need: Need) -> Resolved:
     chosen = _find(config)
     check(chosen, need, config.impl)
     if chosen.needs_compiler and (lacks := missing_compiler(need.device)):
-        raise UserError(f"attention={chosen.name} needs {lacks}, which is not installed; {instead(need, None)}")
+        raise UserError(
+            f"attention={chosen.name} needs {lacks}, which is not installed; {suggest_alternatives(need, None)}"
+        )
     _activate(config.impl)
     if not chosen.picks_kernel:
         return Resolved(chosen.name, chosen.name)
@@ -105,17 +107,19 @@ def resolve(config: AttentionConfig, need: Need) -> Resolved:
         "positions": torch.zeros(need.B, need.Tq, dtype=torch.int64, device=need.device) if need.positions else None,
         "documents": torch.zeros(need.B, need.Tk, dtype=torch.int64, device=need.device) if need.documents else None,
     }
-    with warnings.catch_warnings(record=True) as reasons, _Ask() as ask:
+    with warnings.catch_warnings(record=True) as reasons, _KernelProbe() as ask:
         warnings.simplefilter("always")
         try:
-            bind(config)(*qkv, **masks, dropout_p=need.dropout_p)
+            get_attention_fn(config)(*qkv, **masks, dropout_p=need.dropout_p)
         except RuntimeError as error:
             if config.kernels:
                 listed = f"attention.kernels=[{','.join(config.kernels)}]"
-                why = _said(reasons) or f"none of them is for this on {need.device.type}"
+                why = _kernel_warnings(reasons) or f"none of them is for this on {need.device.type}"
                 raise UserError(f"{listed} cannot run here ({why}); set attention.kernels=null") from None
-            why = _said(reasons) or error
-            raise UserError(f"attention={chosen.name} cannot run here ({why}); {instead(need, None)}") from None
+            why = _kernel_warnings(reasons) or error
+            raise UserError(
+                f"attention={chosen.name} cannot run here ({why}); {suggest_alternatives(need, None)}"
+            ) from None
     if ask.kernel is None:  # it did without PyTorch's
         return Resolved(chosen.name, chosen.name, config.impl)
     return Resolved(chosen.name, ask.kernel.name.removesuffix("_ATTENTION").lower(), config.impl)
@@ -127,15 +131,15 @@ def resolve_model(
 ) -> Resolved:  # fmt: skip
     """`resolve` for a model on B whole contexts: every kind of layer that it has. grad: it trains, with its dropout."""
     T = model.block_size
-    need = Need(
-        B=B, Tq=T, Tk=T, H=model.n_head, G=model.kv_heads, D=model.head_size, Dv=model.head_size, dtype=dtype,
+    need = AttentionRequest(
+        B=B, Tq=T, Tk=T, H=model.n_head, G=model.kv_heads, D=model.head_dim, Dv=model.head_dim, dtype=dtype,
         device=device, grad=grad, dropout_p=model.dropout if grad else 0.0, documents=documents,
     )  # fmt: skip
     answers = [resolve(config, replace(need, window=window)) for window in dict.fromkeys(model.windows)]
     return replace(answers[0], resolved="+".join(dict.fromkeys(answer.resolved for answer in answers)))
 
 
-def keep_when_compiled(config: AttentionConfig) -> None:
+def pin_kernel_under_compile(config: AttentionConfig) -> None:
     """Keep torch.compile from running another kernel than was resolved, in this process: to be called ahead of it.
 
     Inductor replaces what it recognises as attention by a fused kernel, even where PyTorch's math was asked for; and
@@ -168,7 +172,7 @@ def _activate(impl: str | None) -> None:
         ) from None
 
 
-def _said(reasons: list[warnings.WarningMessage]) -> str:
+def _kernel_warnings(reasons: list[warnings.WarningMessage]) -> str:
     """PyTorch's own reasons, without its headings and what it says of the kernels that were not asked for."""
     lines = [str(reason.message).split(" (Triggered")[0].strip() for reason in reasons]
     return " ".join(line for line in lines if not line.endswith("because:") and "runtime disabled" not in line)

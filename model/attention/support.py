@@ -28,7 +28,7 @@ class Support:
 
 
 @dataclass(frozen=True)
-class Need:
+class AttentionRequest:
     """What is asked of attention: the shapes of the package's legend, and which of its arguments are there."""
 
     B: int
@@ -55,7 +55,7 @@ class Feature:
     """
 
     title: str
-    asked: Callable[[Need], bool]
+    asked: Callable[[AttentionRequest], bool]
     lacks: str
     instead: str | None = None  # the setting that does without
 
@@ -104,7 +104,7 @@ def backend(on: dict[str, Support], *, picks_kernel: bool = False, needs_compile
     return register
 
 
-def lacking(chosen: Backend, need: Need, impl: str | None = None) -> tuple[str, str | None] | None:
+def missing_feature(chosen: Backend, need: AttentionRequest, impl: str | None = None) -> tuple[str, str | None] | None:
     """What `chosen` cannot do of what is needed, and the setting that does without it; None: it can do all."""
     device, dtype = need.device.type, str(need.dtype).removeprefix("torch.")
     able = chosen.on.get(f"{device} {impl}" if impl else device)
@@ -124,21 +124,21 @@ def lacking(chosen: Backend, need: Need, impl: str | None = None) -> tuple[str, 
     return None
 
 
-def check(chosen: Backend, need: Need, impl: str | None = None) -> None:
+def check(chosen: Backend, need: AttentionRequest, impl: str | None = None) -> None:
     """Hold what is needed against the table. Raises UserError, with what to set instead."""
-    lacks = lacking(chosen, need, impl)
+    lacks = missing_feature(chosen, need, impl)
     if lacks is not None:
         what, setting = lacks
         implementation = f" with attention.impl={impl}" if impl else ""
         where = "" if what.startswith("does not run") else f" on {need.device.type}"
-        without = impl and lacking(chosen, need) is None
-        mend = "set attention.impl=null" if without else instead(need, setting)
+        without = impl and missing_feature(chosen, need) is None
+        mend = "set attention.impl=null" if without else suggest_alternatives(need, setting)
         raise UserError(f"attention={chosen.name}{implementation}{where} {what}; {mend}")
 
 
-def instead(need: Need, setting: str | None) -> str:
+def suggest_alternatives(need: AttentionRequest, setting: str | None) -> str:
     """ "set model.dropout=0, or attention=naive or sdpa": the setting, and the backends that can do what is needed."""
-    able = [name for name, other in BACKENDS.items() if lacking(other, need) is None]
+    able = [name for name, other in BACKENDS.items() if missing_feature(other, need) is None]
     listed = ", ".join(able[:-1]) + " or " * (len(able) > 1) + able[-1] if able else ""
     return "set " + ", or ".join(filter(None, [setting, listed and f"attention={listed}"]))
 

@@ -30,7 +30,7 @@ def attention_maps(model: GPT, tokens: Tensor, documents: Tensor | None = None) 
     was_training = model.training
     model.eval()
     try:
-        model.hidden(tokens, documents=documents, attends=[record] * model.config.n_layer)
+        model.backbone(tokens, documents=documents, attends=[record] * model.config.n_layer)
     finally:
         model.train(was_training)
     return torch.stack(maps)

@@ -8,10 +8,10 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-LEAST = 256  # slots of the cache that a graph reads; from there on powers of two
+MIN_SLOTS = 256  # slots of the cache that a graph reads; from there on powers of two
 
 
-class Recorded:
+class CudaGraphStep:
     """function(recent, at, uniform, reach), as Decoder._advance, for any number of texts up to `rows`.
 
     There is a graph for each power of two of texts and of slots, so that few are recorded, and none reads more than
@@ -24,7 +24,7 @@ class Recorded:
 
     def __call__(self, recent: Tensor, at: Tensor, uniform: Tensor, reach: int) -> Tensor:
         n = len(at)
-        rows, reach = min(_power_of_two(n), self.rows), max(LEAST, _power_of_two(reach))
+        rows, reach = min(_power_of_two(n), self.rows), max(MIN_SLOTS, _power_of_two(reach))
         if (rows, reach) not in self.graphs:
             inputs = [torch.zeros(rows, *each.shape[1:], dtype=each.dtype, device=self.device)
                       for each in (recent, at, uniform)]  # fmt: skip

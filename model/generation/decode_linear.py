@@ -10,11 +10,11 @@ from torch import Tensor, nn
 from common.errors import UserError
 from model.gpt import GPT
 
-FEW = 64  # rows up to which a product is split
-PARTS = 16
+MAX_ROWS = 64  # rows up to which a product is split
+NUM_CHUNKS = 16
 
 
-class Split(nn.Module):
+class ChunkedLinear(nn.Module):
     """On a CPU: for few rows the weight goes to the cores in parts, as a batch of products.
 
     Left to itself the library shares so slim a product badly: for one row it takes GPT-2's weights twice the time that
@@ -24,18 +24,18 @@ class Split(nn.Module):
     def __init__(self, weight: Tensor, bias: Tensor | None):
         super().__init__()
         self.weight, self.bias = weight, weight.new_zeros(len(weight)) if bias is None else bias
-        (N, K), left = weight.shape, len(weight) % PARTS
+        (N, K), left = weight.shape, len(weight) % NUM_CHUNKS
         self.rest = slice(N - left, N) if left else None  # rows that are left over
-        self.parts = weight[: N - left].view(PARTS, N // PARTS, K).mT
-        self.biases = self.bias[: N - left].view(PARTS, 1, N // PARTS)
+        self.parts = weight[: N - left].view(NUM_CHUNKS, N // NUM_CHUNKS, K).mT
+        self.biases = self.bias[: N - left].view(NUM_CHUNKS, 1, N // NUM_CHUNKS)
 
     def forward(self, x: Tensor) -> Tensor:
         *shape, K = x.shape
         M = x.numel() // K
-        if M > FEW:
+        if M > MAX_ROWS:
             return F.linear(x, self.weight, self.bias)
         x = x.reshape(1, M, K)
-        y = torch.baddbmm(self.biases, x.expand(PARTS, M, K), self.parts)  # (PARTS, M, N / PARTS)
+        y = torch.baddbmm(self.biases, x.expand(NUM_CHUNKS, M, K), self.parts)  # (PARTS, M, N / PARTS)
         if M > 1:
             y = y.transpose(0, 1)
         y = y.reshape(*shape, -1)
@@ -44,7 +44,7 @@ class Split(nn.Module):
         return torch.cat((y, F.linear(x.view(*shape, K), self.weight[self.rest], self.bias[self.rest])), dim=-1)
 
 
-class Half(nn.Module):
+class Fp16Linear(nn.Module):
     """On an x86 CPU: weights in float16, read in half the time; the arithmetic and the results are float32 (FBGEMM)."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None):
@@ -55,7 +55,7 @@ class Half(nn.Module):
         return torch.ops.quantized.linear_dynamic_fp16(x, self.packed)
 
 
-class Rounded(nn.Module):
+class LowPrecisionLinear(nn.Module):
     """Weights, what they are multiplied with, and results in bfloat16 or float16, as under autocast."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype):
@@ -66,7 +66,7 @@ class Rounded(nn.Module):
         return F.linear(x.to(self.weight.dtype), self.weight, self.bias)
 
 
-class RoundedOnCPU(Rounded):
+class Bf16CpuLinear(LowPrecisionLinear):
     """For more rows than one in float32, which a CPU without instructions for bfloat16 multiplies far faster."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -76,7 +76,7 @@ class RoundedOnCPU(Rounded):
 
 
 @torch.no_grad()
-def for_sampling(model: GPT, dtype: torch.dtype) -> GPT:
+def convert_linears(model: GPT, dtype: torch.dtype) -> GPT:
     """The same model, on its device, with linear layers that are fast for few rows, their weights in `dtype`.
 
     It can no longer be trained. Raises UserError where the device cannot do it.
@@ -95,5 +95,5 @@ def for_sampling(model: GPT, dtype: torch.dtype) -> GPT:
 
 def _layer(weight: Tensor, bias: Tensor | None, dtype: torch.dtype, on_cpu: bool) -> nn.Module:
     if on_cpu and dtype != torch.bfloat16:
-        return Split(weight, bias) if dtype == torch.float32 else Half(weight, bias)
-    return (RoundedOnCPU if on_cpu else Rounded)(weight, bias, dtype)
+        return ChunkedLinear(weight, bias) if dtype == torch.float32 else Fp16Linear(weight, bias)
+    return (Bf16CpuLinear if on_cpu else LowPrecisionLinear)(weight, bias, dtype)

@@ -7,7 +7,7 @@ import tiktoken
 from model.config import SamplingConfig
 
 
-class TextStream:
+class IncrementalDetokenizer:
     """The text of one token after another. tokens: how many there were."""
 
     def __init__(self, encoding: tiktoken.Encoding, sampling: SamplingConfig):
@@ -16,7 +16,7 @@ class TextStream:
         self.held = ""  # made, but it may be the beginning of a stop string
         self.tokens = 0
 
-    def take(self, token: int, end: int | None) -> tuple[str, str | None]:
+    def push(self, token: int, end: int | None) -> tuple[str, str | None]:
         """What can be shown now, and why the text ends here, as in Piece.ended; None: it goes on.
 
         Half a character at the end of a text is left out.

@@ -7,7 +7,7 @@ positions, which end there, the last half of block_size is read anew, from posit
 """
 
 from collections import deque
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 import tiktoken
@@ -17,10 +17,10 @@ from torch import Tensor
 from common.errors import UserError
 from model.attention import BACKENDS
 from model.config import SamplingConfig
-from model.generation.cuda_graph import Recorded
-from model.generation.detokenizer import TextStream
-from model.generation.kv_cache import Cache
-from model.generation.sampling import choose
+from model.generation.cuda_graph import CudaGraphStep
+from model.generation.detokenizer import IncrementalDetokenizer
+from model.generation.kv_cache import KVCache
+from model.generation.sampling import sample_next_token
 from model.gpt import GPT
 
 
@@ -33,7 +33,7 @@ class Prompt:
 
 
 @dataclass
-class Row:
+class Sequence:
     """A text as it grows. tokens: all of it; length: how many the cache holds."""
 
     tokens: list[int]
@@ -41,7 +41,7 @@ class Row:
     length: int = field(default=0)
 
 
-class Decoder:
+class Engine:
     """Adds a token to each of up to `rows` texts at a time. longest: tokens that the longest of them may come to.
 
     The model is to be in eval mode. graphs: on CUDA, where launching a step's many small kernels takes longer than they
@@ -52,13 +52,13 @@ class Decoder:
         sampling.check()
         self.model, self.sampling, self.block_size = model, sampling, model.config.block_size
         self.slides = model.wpe is None
-        self.cache = Cache(model, rows, min(longest, self.block_size))
+        self.cache = KVCache(model, rows, min(longest, self.block_size))
         self.device = self.cache.device
-        self.rows: list[Row] = []
+        self.rows: list[Sequence] = []
         self.seen = None
         if sampling.repetition_penalty != 1:
             self.seen = torch.zeros(rows, model.vocab_size, dtype=torch.bool, device=self.device)
-        self.recorded = Recorded(self._advance, rows, self.device) if graphs and self._takes_masks() else None
+        self.recorded = CudaGraphStep(self._advance, rows, self.device) if graphs and self._takes_masks() else None
 
     def _takes_masks(self) -> bool:
         """Whether this is CUDA, and attention takes there the mask that a step of fixed shapes needs, as it is."""
@@ -69,11 +69,11 @@ class Decoder:
         return all(each.on["cuda"].positions and not each.needs_compiler for each in used)
 
     @torch.inference_mode()
-    def add(self, prompts: Sequence[Prompt]) -> None:
+    def add(self, prompts: list[Prompt]) -> None:
         """Begin a text behind each prompt, of which the last block_size tokens are read."""
         first = len(self.rows)
         for row, prompt in enumerate(prompts, start=first):
-            self.rows.append(Row(list(prompt.tokens), torch.Generator().manual_seed(prompt.seed)))
+            self.rows.append(Sequence(list(prompt.tokens), torch.Generator().manual_seed(prompt.seed)))
             if self.seen is not None:
                 self.seen[row] = False
                 self.seen[row, torch.tensor(prompt.tokens, device=self.device)] = True
@@ -94,7 +94,7 @@ class Decoder:
             full = [i for i, row in enumerate(self.rows) if row.length == self.block_size]
             for rows in [range(len(self.rows))] if len(full) == len(self.rows) else [range(i, i + 1) for i in full]:
                 self._read(rows, max(1, self.block_size // 2))
-        past = self.model.config.ngram
+        past = self.model.config.max_ngram
         recent = torch.tensor([[-1] * (past - len(row.tokens)) + row.tokens[-past:] for row in self.rows])
         at = torch.tensor([row.length for row in self.rows])
         uniform = torch.cat([torch.rand(1, generator=row.random) for row in self.rows])
@@ -121,7 +121,7 @@ class Decoder:
         seen = None
         if self.seen is not None:
             seen = self.seen[: len(recent)].scatter_(1, recent[:, -1:], True)
-        return choose(logits, self.sampling, uniform, seen)
+        return sample_next_token(logits, self.sampling, uniform, seen)
 
     @torch.inference_mode()
     def drop(self, row: int) -> None:
@@ -136,7 +136,7 @@ class Decoder:
 
 
 @dataclass(frozen=True)
-class Piece:
+class TextChunk:
     """Some text more of prompt `index`. ended: None while it goes on, and then, with no text after it, why:
 
     "stop" (a stop string), "end" (the model's own end of text) or "length" (max_new_tokens). tokens: made so far.
@@ -149,18 +149,18 @@ class Piece:
 
 
 def generate(
-    model: GPT, encoding: tiktoken.Encoding, prompts: Sequence[Prompt], sampling: SamplingConfig, *, end: int | None,
+    model: GPT, encoding: tiktoken.Encoding, prompts: list[Prompt], sampling: SamplingConfig, *, end: int | None,
     rows: int, graphs: bool = False,
-) -> Iterator[Piece]:  # fmt: skip
+) -> Iterator[TextChunk]:  # fmt: skip
     """The texts behind each prompt, as they are made, `rows` at a time; each one's last Piece says why it ended.
 
-    end: the id that ends a text; None: the tokenizer has none. graphs: see Decoder. The model is in eval mode for it.
+    end: the id that ends a text; None: the tokenizer has none. graphs: see Engine. The model is in eval mode for it.
     """
     if sampling.max_new_tokens == 0:
-        yield from (Piece(index, "", 0, "length") for index in range(len(prompts)))
+        yield from (TextChunk(index, "", 0, "length") for index in range(len(prompts)))
         return
     longest = max((len(prompt.tokens) for prompt in prompts), default=0) + sampling.max_new_tokens
-    decoder = Decoder(model, sampling, min(rows, len(prompts)), longest, graphs)
+    decoder = Engine(model, sampling, min(rows, len(prompts)), longest, graphs)
     waiting, growing = deque(enumerate(prompts)), []  # growing: of each of the decoder's rows, (index, its stream)
     was_training = model.training
     model.eval()
@@ -169,17 +169,17 @@ def generate(
             new = [waiting.popleft() for _ in range(min(len(waiting), rows - len(growing)))]
             if new:
                 decoder.add([prompt for _, prompt in new])
-                growing += [(index, TextStream(encoding, sampling)) for index, _ in new]
+                growing += [(index, IncrementalDetokenizer(encoding, sampling)) for index, _ in new]
             tokens = decoder.step()
             for row in reversed(range(len(growing))):  # the last first: it takes the place of one that is dropped
                 index, stream = growing[row]
-                text, ended = stream.take(tokens[row], end)
+                text, ended = stream.push(tokens[row], end)
                 if ended:
                     decoder.drop(row)
                     growing[row] = growing[-1]
                     growing.pop()
                 if text or ended:
-                    yield Piece(index, text, stream.tokens, ended)
+                    yield TextChunk(index, text, stream.tokens, ended)
     finally:
         decoder.recorded = None  # it refers to the decoder, and graphs hold memory
         model.train(was_training)

@@ -17,7 +17,7 @@ from model.gpt import GPT, CausalSelfAttention
 PREFILL = 4096  # tokens at a time, which bounds the memory that prompts take
 
 
-class Ring:
+class LayerKVCache:
     """One layer's keys and values, head by head, as they are read fastest: (rows, G, W, D) each."""
 
     def __init__(self, layer: CausalSelfAttention, rows: int, W: int):
@@ -60,7 +60,7 @@ class Ring:
         return attend
 
 
-class Cache:
+class KVCache:
     """The rings of all layers. rows: as many texts as may grow side by side; longest: positions that one may have."""
 
     def __init__(self, model: GPT, rows: int, longest: int):
@@ -68,7 +68,7 @@ class Cache:
         self.device = model.wte.weight.device
         sees = [model.config.block_size if window is None else window for window in model.config.windows]
         self.rings = [
-            Ring(block.attn, rows, min(W, longest)) for block, W in zip(model.blocks, sees, strict=True)
+            LayerKVCache(block.attn, rows, min(W, longest)) for block, W in zip(model.blocks, sees, strict=True)
         ]  # fmt: skip
 
     def begin(self, rows: range, texts: Sequence[Sequence[int]]) -> None:
@@ -81,18 +81,18 @@ class Cache:
             # Shorter ones are filled up at the end: no token sees what comes after it.
             padded = torch.tensor([[*text, *[0] * (longest - len(text))] for text in part], device=self.device)
             into = rows[first : first + several]
-            self.model.hidden(padded, attends=[ring.begin(into, last) for ring in self.rings])
+            self.model.backbone(padded, attends=[ring.begin(into, last) for ring in self.rings])
 
     def go_on(self, recent: Tensor, at: Tensor, common: int | None, reach: int) -> Tensor:
         """A token more for the first n texts -> what their next is predicted from, (n, C).
 
-        recent (n, model.ngram): the last tokens of each, the new one included, -1 where there are none. at (n): the new
-        one's position. common: that position where it is the same for all, which needs no mask; else None. reach: at
+        recent (n, model.max_ngram): the last tokens of each, the new one included, -1 where there are none. at (n): the
+        new one's position. common: that position where it is the same for all, which needs no mask; else None. reach: at
         least as many slots as any of them has filled, with the new one.
         """
         before, new = recent[:, :-1], recent[:, -1:]
         attends = [ring.go_on(at, common, reach) for ring in self.rings]
-        return self.model.hidden(new, at=at.unsqueeze(1), before=before, attends=attends)[:, 0]
+        return self.model.backbone(new, at=at.unsqueeze(1), before=before, attends=attends)[:, 0]
 
     def move(self, source: int, to: int) -> None:
         """Row `source` takes the place of row `to`."""

@@ -9,22 +9,22 @@ import torch
 import torch.nn.functional as F
 
 from data import tokenizer
-from data.loader import IGNORE
+from data.loader import IGNORE_INDEX
 from model.gpt import GPT
 
 LOGITS = 2**25  # at a time: 128 MiB in float32
 
 
 @dataclass(frozen=True)
-class Score:
+class TextLoss:
     """nats: the sum of the cross entropies of so many tokens, which stand for so many bytes of text."""
 
     nats: float = 0.0
     tokens: int = 0
     bytes: int = 0
 
-    def __add__(self, other: "Score") -> "Score":
-        return Score(self.nats + other.nats, self.tokens + other.tokens, self.bytes + other.bytes)
+    def __add__(self, other: "TextLoss") -> "TextLoss":
+        return TextLoss(self.nats + other.nats, self.tokens + other.tokens, self.bytes + other.bytes)
 
     def numbers(self) -> dict[str, float | int | None]:
         """loss in nats per token, its exponential, and bits per byte; None where no token was predicted."""
@@ -39,7 +39,7 @@ class Score:
 
 
 @torch.no_grad()
-def scores(model: GPT, encoding: tiktoken.Encoding, documents: Sequence[str]) -> Iterator[tuple[Score, int]]:
+def iter_losses(model: GPT, encoding: tiktoken.Encoding, documents: Sequence[str]) -> Iterator[tuple[TextLoss, int]]:
     """(score, tokens still to come) of each document, by itself, in parts of which the last has 0 to come.
 
     Every token counts exactly once. As in validation windows of block_size lie end to end, the last aligned to the end.
@@ -54,7 +54,7 @@ def scores(model: GPT, encoding: tiktoken.Encoding, documents: Sequence[str]) ->
         tokens = encoded if end is None else torch.cat((torch.tensor([end]), encoded))
         n = len(tokens) - 1
         if n < 1:
-            yield Score(), 0
+            yield TextLoss(), 0
             continue
         width = min(T, n)
         for first in range(0, n, several * width):
@@ -63,8 +63,8 @@ def scores(model: GPT, encoding: tiktoken.Encoding, documents: Sequence[str]) ->
             x = torch.stack([tokens[start : start + width] for start in starts])
             y = torch.stack([tokens[start + 1 : start + 1 + width] for start in starts])
             for row, (begin, start) in enumerate(zip(begins, starts, strict=True)):
-                y[row, : begin - start] = IGNORE  # the window before has them
+                y[row, : begin - start] = IGNORE_INDEX  # the window before has them
             logits = model(x.to(device)).float()
             nats = F.cross_entropy(logits.flatten(0, 1), y.flatten().to(device), reduction="sum").item()
-            counted = y[y != IGNORE]
-            yield Score(nats, len(counted), int(token_bytes[counted].sum())), n - min(first + several * width, n)
+            counted = y[y != IGNORE_INDEX]
+            yield TextLoss(nats, len(counted), int(token_bytes[counted].sum())), n - min(first + several * width, n)

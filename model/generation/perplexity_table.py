@@ -4,7 +4,7 @@ MOST = 20  # documents that it shows
 FORMS = {"tokens": ",", "loss": ".4f", "perplexity": ",.2f", "bits_per_byte": ".4f"}
 
 
-class ScoreTable:
+class PerplexityTable:
     """A row per document, of many the first, and one for all of them together."""
 
     def __init__(self, documents: int):

@@ -6,10 +6,10 @@ import time
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
-from common.console import LINES_EVERY, duration
+from common.console import LINE_INTERVAL_S, format_duration
 
 
-class TextsProgress:
+class GenerationProgress:
     """On stderr, while many texts are made or read: how many are done, tokens/s, the time left; as a bar or in lines.
 
     work: how much there is to do, in any unit. what: what the texts are called.
@@ -27,7 +27,7 @@ class TextsProgress:
         )  # fmt: skip
         self.task = self.bar.add_task("", total=self.work, label=f"0/{texts} {what}")
 
-    def __enter__(self) -> "TextsProgress":
+    def __enter__(self) -> "GenerationProgress":
         self.bar.start()
         return self
 
@@ -43,10 +43,10 @@ class TextsProgress:
         seconds = now - self.started
         label = f"{self.done:,}/{self.texts:,} {self.what}  {self.tokens / seconds:,.0f} tokens/s"
         self.bar.update(self.task, advance=share, label=label)
-        if self.bar.disable and now - self.said >= LINES_EVERY:
+        if self.bar.disable and now - self.said >= LINE_INTERVAL_S:
             self.said = now
             left = seconds / max(1, self.worked) * (self.work - self.worked)
-            print(f"{label}  {duration(left)} left", file=sys.stderr, flush=True)
+            print(f"{label}  {format_duration(left)} left", file=sys.stderr, flush=True)
 
     def summary(self) -> str:
         seconds = time.perf_counter() - self.started

@@ -57,7 +57,7 @@ def check_out(out: str) -> None:
 
 
 @contextmanager
-def lines_to(out: str | None) -> Iterator[TextIO]:
+def open_output(out: str | None) -> Iterator[TextIO]:
     """Where lines of JSON go, each at once: the file `out`, or the terminal."""
     if out is None:
         yield sys.stdout

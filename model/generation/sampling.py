@@ -9,14 +9,14 @@ from torch import Tensor
 from model.config import SamplingConfig
 
 
-def penalized(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
+def apply_repetition_penalty(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
     """Logits (n, V), those of tokens that a text already has (seen (n, V) bool) divided by `penalty` where positive
     and times it where negative: less likely either way (CTRL, Keskar et al., arXiv:1909.05858).
     """
     return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
-def filtered(logits: Tensor, sampling: SamplingConfig) -> Tensor:
+def filtered_probs(logits: Tensor, sampling: SamplingConfig) -> Tensor:
     """Next-token probabilities (n, V) from logits (n, V), after temperature, then top-k, top-p and min-p.
 
     temperature: logits are divided by it; 0 is greedy, all probability on the most likely token.
@@ -42,7 +42,7 @@ def filtered(logits: Tensor, sampling: SamplingConfig) -> Tensor:
     return probabilities / probabilities.sum(-1, keepdim=True)
 
 
-def draw(probabilities: Tensor, uniform: Tensor) -> Tensor:
+def sample_inverse_cdf(probabilities: Tensor, uniform: Tensor) -> Tensor:
     """The token at which the sum of probabilities (n, V) exceeds uniform (n), float32 numbers from 0 to below 1 -> (n).
 
     So a number decides a draw, the same on every device, alone or beside others. One of probability 0 is never drawn.
@@ -52,12 +52,16 @@ def draw(probabilities: Tensor, uniform: Tensor) -> Tensor:
     return torch.searchsorted(below, reached, right=True)[:, 0]
 
 
-def choose(logits: Tensor, sampling: SamplingConfig, uniform: Tensor, seen: Tensor | None) -> Tensor:
-    """The next tokens (n) from logits (n, V). For uniform see `draw`, for seen `penalized`; None: no penalty."""
+def sample_next_token(logits: Tensor, sampling: SamplingConfig, uniform: Tensor, seen: Tensor | None) -> Tensor:
+    """The next tokens (n) from logits (n, V). seen None: no penalty."""
     logits = logits.float()
     if logits.device.type == "mps" or torch.are_deterministic_algorithms_enabled():
         # MPS has no float64, and CUDA no sums in the same order each time.
         logits, uniform, seen = logits.cpu(), uniform.cpu(), None if seen is None else seen.cpu()
     if seen is not None:
-        logits = penalized(logits, seen, sampling.repetition_penalty)
-    return logits.argmax(-1) if sampling.temperature == 0 else draw(filtered(logits, sampling), uniform)
+        logits = apply_repetition_penalty(logits, seen, sampling.repetition_penalty)
+    return (
+        logits.argmax(-1)
+        if sampling.temperature == 0
+        else sample_inverse_cdf(filtered_probs(logits, sampling), uniform)
+    )

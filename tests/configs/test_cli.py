@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from configs import cli
-from configs.cli import start
+from configs.cli import parse_config
 from configs.composition import choices
 
 ALL = [(group, choice) for group in ("model", "attention", "tokenizer", "optimizer", "schedule", "experiment")
@@ -24,7 +24,7 @@ def refused(capsys, *overrides, script="train") -> str:
     """The one sentence with which a command line is refused."""
     capsys.readouterr()
     with pytest.raises(SystemExit) as stopped:
-        start(script, "", list(overrides))
+        parse_config(script, "", list(overrides))
     out, err = capsys.readouterr()
     assert stopped.value.code == 2, (out, err)
     assert out == ""
@@ -35,7 +35,7 @@ def refused(capsys, *overrides, script="train") -> str:
 
 @pytest.mark.parametrize(("group", "choice"), ALL)
 def test_every_choice_composes(group, choice, workdir):
-    config = start("train", "", [f"{group}={choice}", *["tokenizer.run=a"] * (choice == "run")])
+    config = parse_config("train", "", [f"{group}={choice}", *["tokenizer.run=a"] * (choice == "run")])
     if group != "experiment":
         assert choice in (getattr(getattr(config, group), key, None) for key in ("name", "backend"))
 
@@ -44,10 +44,10 @@ def test_every_choice_composes(group, choice, workdir):
 def test_every_data_choice_composes(choice, workdir, capsys):
     if choice == "mix":
         with pytest.raises(SystemExit):
-            start("train", "", ["data=mix"])
+            parse_config("train", "", ["data=mix"])
         assert "data=mix has no texts; name them in a file of your own" in capsys.readouterr().err
     else:
-        assert start("train", "", [f"data={choice}", "data.path=text.txt"]).data.name == choice
+        assert parse_config("train", "", [f"data={choice}", "data.path=text.txt"]).data.name == choice
 
 
 WRONG = [
@@ -196,7 +196,7 @@ def test_what_is_wrong_in_a_mix_is_said_with_its_text(defaults, mix, said, workd
 def test_a_yaml_file_of_ones_own_is_found_and_the_command_line_wins(workdir):
     (workdir / "own/experiment").mkdir(parents=True)
     (workdir / "own/experiment/mine.yaml").write_text("# @package _global_\ntrain: {steps: 7, batch_size: 3}\n")
-    config = start("train", "", ["--config-dir", "own", "experiment=mine", "train.batch_size=5"])
+    config = parse_config("train", "", ["--config-dir", "own", "experiment=mine", "train.batch_size=5"])
     assert (config.train.steps, config.train.batch_size) == (7, 5)
 
 
@@ -224,21 +224,21 @@ FREE_TEXT = ["été", "def f(x):", "it's", 'say "hi"', "a=b", "Hello, world", "n
 
 @pytest.mark.parametrize("text", FREE_TEXT)
 def test_a_prompt_is_taken_to_the_letter(text):
-    assert start("sample", "", [f"prompt={text}"]).prompt == text
+    assert parse_config("sample", "", [f"prompt={text}"]).prompt == text
 
 
 @settings(max_examples=40, deadline=None)
 @given(text=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=20)
        | st.text(alphabet="\\'\"${}()[], =", max_size=12))  # fmt: skip
 def test_any_prompt_is_taken_to_the_letter(text):
-    assert start("sample", "", [f"prompt={text}"]).prompt == text
+    assert parse_config("sample", "", [f"prompt={text}"]).prompt == text
 
 
 def test_names_and_paths_are_literal_too_but_null_is_null(workdir):
     (workdir / "a, (b)=1e5.txt").write_text("text " * 300)
-    config = start("train", "", ["name=1e5", "data=text", "data.path=a, (b)=1e5.txt"])
+    config = parse_config("train", "", ["name=1e5", "data=text", "data.path=a, (b)=1e5.txt"])
     assert (config.name, config.data.path) == ("1e5", "a, (b)=1e5.txt")
-    assert start("train", "", ["name=null"]).name is None
+    assert parse_config("train", "", ["name=null"]).name is None
 
 
 def test_every_value_lives_in_one_yaml_file_and_no_dataclass_has_a_default():
@@ -267,7 +267,7 @@ def test_help_is_a_page_with_groups_keys_and_examples(capsys):
     import train
 
     with pytest.raises(SystemExit) as stopped:
-        start("train", train.__doc__, ["--help"])
+        parse_config("train", train.__doc__, ["--help"])
     page = capsys.readouterr().out
     assert stopped.value.code == 0
     choices = "cudnn | flash | flex | naive | sdpa"
@@ -278,7 +278,7 @@ def test_help_is_a_page_with_groups_keys_and_examples(capsys):
 
 def test_cfg_job_prints_the_composed_config(capsys):
     with pytest.raises(SystemExit) as stopped:
-        start("train", "", ["--cfg", "job", "train.steps=77"])
+        parse_config("train", "", ["--cfg", "job", "train.steps=77"])
     assert stopped.value.code == 0
     assert OmegaConf.create(capsys.readouterr().out).train.steps == 77
 
@@ -333,4 +333,4 @@ def test_a_refusal_is_quick_short_and_leaves_nothing(words, said, tmp_path):
 
 def test_tiny_settings_name_every_key_of_the_house():
     """The overrides that other tests train with are themselves right."""
-    assert start("train", "", [*TINY, f"data.path={Path(__file__)}"]).model.n_embd == 16
+    assert parse_config("train", "", [*TINY, f"data.path={Path(__file__)}"]).model.n_embd == 16

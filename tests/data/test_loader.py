@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from common.errors import UserError
 from data import TokenizerConfig, sources, tokenizer
-from data.loader import IGNORE, MIXED, Loader, ahead
+from data.loader import IGNORE_INDEX, MIX_BLOCK, Loader, prefetch
 from data.prepare import prepare
 from data.prepared import check_length
 
@@ -140,7 +140,7 @@ def test_what_decides_the_tokens_decides_the_folder(workdir):
 
 
 def test_the_standard_library_is_many_documents_kept_whole(workdir):
-    files = [place.address for place in sources.places(STDLIB)]
+    files = [place.address for place in sources.list_sources(STDLIB)]
     assert len(files) > 200
     assert not any("/test/" in file or "site-packages" in file for file in files)
     prepared = prepare(replace(STDLIB, val_fraction=0.05), BYTE, 16, say=lambda line: None)
@@ -267,8 +267,8 @@ def test_validation_counts_every_target_exactly_once(n, T, size):
     counted = []
     for first in range(0, loader.val_windows, size):
         x, y, _ = loader.batch("val", first, size)
-        assert torch.equal(x[y != IGNORE] + 1, y[y != IGNORE])
-        counted += y[y != IGNORE].tolist()
+        assert torch.equal(x[y != IGNORE_INDEX] + 1, y[y != IGNORE_INDEX])
+        counted += y[y != IGNORE_INDEX].tolist()
     assert counted == list(range(1, n))
 
 
@@ -289,7 +289,7 @@ class Slow:
 
 def test_the_next_batch_is_made_while_one_is_used_and_none_after_it():
     loader = Slow()
-    batches = ahead(loader, itertools.count(0, 2), 2)
+    batches = prefetch(loader, itertools.count(0, 2), 2)
     assert next(batches) == 0
     assert [loader.asked.get(timeout=10) for _ in range(2)] == [("train", 0, 2, False), ("train", 2, 2, False)]
     assert next(batches) == 2
@@ -300,7 +300,7 @@ def test_the_next_batch_is_made_while_one_is_used_and_none_after_it():
 
 
 def test_what_goes_wrong_ahead_is_raised_where_its_batch_is_asked_for():
-    batches = ahead(Slow(), itertools.count(0, 2), 2)
+    batches = prefetch(Slow(), itertools.count(0, 2), 2)
     assert [next(batches) for _ in range(3)] == [0, 2, 4]
     with pytest.raises(OSError, match="the disk is gone"):
         next(batches)
@@ -317,12 +317,12 @@ def test_texts_are_mixed_by_weight_each_in_epochs_of_its_own(sizes, T, seed, dat
     firsts = np.cumsum([0, *sizes])
     parts = [(int(first), size) for first, size in zip(firsts, sizes, strict=False)]
     loader = Loader(Tokens(sum(sizes), 9, parts, weights), T, seed)
-    x, y, _ = loader.batch("train", 0, MIXED)
+    x, y, _ = loader.batch("train", 0, MIX_BLOCK)
     text = torch.searchsorted(torch.tensor(firsts[1:]), x, right=True)
     assert torch.equal(text, text[:, :1].expand_as(text))  # no window is of two texts
     for each, (first, size) in enumerate(parts):
         mine = text[:, 0] == each
-        assert abs(mine.sum().item() - MIXED * weights[each] / sum(weights)) < 1
+        assert abs(mine.sum().item() - MIX_BLOCK * weights[each] / sum(weights)) < 1
         assert torch.equal(y[mine] - first, (x[mine] - first + 1) % size)
         epoch = -(-size // T)
         for number in range(
@@ -331,7 +331,7 @@ def test_texts_are_mixed_by_weight_each_in_epochs_of_its_own(sizes, T, seed, dat
             assert set(y[mine][number * epoch : (number + 1) * epoch].flatten().tolist()) == set(
                 range(first, first + size)
             )
-    again = Loader(Tokens(sum(sizes), 9, parts, weights), T, seed).batch("train", MIXED - 5, 20)[0]
+    again = Loader(Tokens(sum(sizes), 9, parts, weights), T, seed).batch("train", MIX_BLOCK - 5, 20)[0]
     assert torch.equal(again[:5], x[-5:])
 
 
@@ -345,7 +345,7 @@ def test_batches_ahead_are_the_loaders_own(device):
     loader = Loader(Tokens(50, 9), 4, seed=1)
     loader.batch = Loader(Tokens(50, 9), 4, seed=1).batch  # made on the CPU, by the thread or not
     loader.device = torch.device(device)
-    batches = ahead(loader, range(3, 30, 3), 3)
+    batches = prefetch(loader, range(3, 30, 3), 3)
     for first, (x, y, _) in zip(range(3, 30, 3), batches, strict=True):
         expected = Loader(Tokens(50, 9), 4, seed=1).batch("train", first, 3)
         assert torch.equal(x, expected[0]) and torch.equal(y, expected[1])
@@ -354,14 +354,14 @@ def test_batches_ahead_are_the_loaders_own(device):
 LEFT = """
 import itertools
 import torch
-from data.loader import ahead
+from data.loader import prefetch
 
 class OnGPU:
     device = torch.device("cuda")
     def batch(self, split, first, count):
         return first
 
-batches = ahead(OnGPU(), itertools.count(), 1)
+batches = prefetch(OnGPU(), itertools.count(), 1)
 next(batches)
 raise KeyboardInterrupt
 """

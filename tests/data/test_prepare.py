@@ -175,14 +175,14 @@ def test_a_meta_file_of_another_format_is_refused(workdir, change, said):
 
 
 def test_a_text_that_changes_while_it_is_read_is_refused(workdir, monkeypatch):
-    divide = data_prepare.divide
+    divide = data_prepare.plan_splits
 
     def meddle(*args):
         parts = divide(*args)
         (workdir / "text.txt").write_text((workdir / "text.txt").read_text().replace("line", "verse"))
         return parts
 
-    monkeypatch.setattr(data_prepare, "divide", meddle)
+    monkeypatch.setattr(data_prepare, "plan_splits", meddle)
     with pytest.raises(UserError, match="changed while it was read; start again"):
         prepare(TEXT_SOURCE, BYTE, 16, say=quiet)
     assert not prepared_folders(workdir)
@@ -230,11 +230,11 @@ def test_progress_tells_speed_and_time_left(monkeypatch):
 
 
 def test_inspect_tells_sizes_and_shows_how_text_is_encoded(workdir, capsys):
-    from configs.cli import run, start
+    from configs.cli import parse_config, run_main
     from prepare import main
 
     go = ["data=text", "data.path=text.txt", "tokenizer=bpe", "tokenizer.vocab_size=300", "inspect=true", "verify=true"]
-    assert run(main, start("prepare", "", go)) == 0
+    assert run_main(main, parse_config("prepare", "", go)) == 0
     out = capsys.readouterr().out
     meta = json.loads(next(workdir.glob("data/prepared/*/meta.json")).read_text())
     size = len((workdir / "text.txt").read_bytes())
@@ -272,7 +272,7 @@ def test_what_is_finished_of_a_text_from_the_network_outlives_an_error(workdir, 
                 raise UserError("the network is gone")
             yield f"document {n} " * 30, True
 
-    monkeypatch.setattr("data.sources.pieces", pieces)
+    monkeypatch.setattr("data.sources.iter_text", pieces)
     monkeypatch.setattr(encode, "CHUNK", 1000)
     config = replace(TEXT_SOURCE, source="url", path=None, url="https://example.com/a.txt", val_fraction=0.05)
     with pytest.raises(UserError, match="the network is gone"):
@@ -306,7 +306,7 @@ def test_what_is_finished_of_a_data_set_waits_for_the_network_and_is_of_one_comm
         return prepare(config, CHAR, 16, say=said.append, shard=5000)
 
     monkeypatch.setattr("huggingface_hub.HfApi", Hub)
-    monkeypatch.setattr(sources, "pieces", pieces)
+    monkeypatch.setattr(sources, "iter_text", pieces)
     monkeypatch.setattr(encode, "CHUNK", 1000)
     config = replace(TEXT_SOURCE, source="hub", path=None, repo="a/b", split="train", val_fraction=0.05)
     said = []
@@ -328,7 +328,7 @@ def test_what_is_finished_of_a_data_set_waits_for_the_network_and_is_of_one_comm
 
 
 def test_a_text_from_the_network_that_is_too_short_leaves_nothing(workdir, monkeypatch):
-    monkeypatch.setattr("data.sources.pieces", lambda places, config: iter([("short", True)]))
+    monkeypatch.setattr("data.sources.iter_text", lambda places, config: iter([("short", True)]))
     config = replace(TEXT_SOURCE, source="url", path=None, url="https://example.com/a.txt")
     with pytest.raises(UserError, match="one window takes"):
         prepare(config, CHAR, 16, say=quiet)

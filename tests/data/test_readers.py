@@ -15,7 +15,7 @@ import pytest
 from helpers import BYTE, GPT2, TEXT_SOURCE
 
 from common.errors import UserError
-from configs.cli import run, start
+from configs.cli import parse_config, run_main
 from data import prepare as data_prepare
 from data import sources, tokenizer
 from data.prepare import prepare
@@ -191,7 +191,7 @@ def test_a_hub_source_says_what_it_lacks(key, like):
 
 
 def test_gpt2_124m_is_nanogpts_recipe_at_half_a_million_tokens_on_any_number_of_devices(workdir):
-    config = start("train", "", ["experiment=gpt2_124m"])
+    config = parse_config("train", "", ["experiment=gpt2_124m"])
     model, tuned, schedule = config.model, config.optimizer, config.schedule
     assert (model.n_layer, model.n_head, model.n_embd, model.block_size) == (12, 12, 768, 1024)
     assert (tuned.name, tuned.lr, tuned.betas, tuned.weight_decay) == ("adamw", 6e-4, [0.9, 0.95], 0.1)
@@ -211,7 +211,7 @@ def test_gpt2_124m_shrunken_trains_on_a_local_parquet(tables):
         kind = "gpt2"
     except UserError:
         kind = "byte"
-    code = run(main, start("train", "", [
+    code = run_main(main, parse_config("train", "", [
         "experiment=gpt2_124m", "data.path=web.parquet", f"tokenizer={kind}", "name=a", "model.n_layer=2",
         "model.n_head=2", "model.n_embd=16", "model.block_size=32", "train.steps=2", "train.batch_size=4",
         "train.micro_batch_size=2", "eval.sample.max_new_tokens=4", "wandb.mode=disabled", "device=cpu",

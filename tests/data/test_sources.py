@@ -23,10 +23,10 @@ from common.errors import UserError
 from data import sources, tokenizer
 from data import text as data_text
 from data.config import DataConfig, TokenizerConfig
-from data.fast_bpe import LinearEncoding, linear
+from data.fast_bpe import FastBPE, linear
 from data.prepare import prepare
-from data.splits import Survey
-from data.text import between, one_document
+from data.splits import TextStats
+from data.text import chunk_document, slice_documents
 
 
 def empty_mix(**changed) -> DataConfig:
@@ -161,7 +161,7 @@ def test_compressed_files_are_read_as_what_is_in_them(workdir, name, suffix):
 
 def test_lines_that_all_begin_with_a_space_are_cut_in_linear_time(workdir):
     begun = time.perf_counter()
-    assert "".join(text for text, _ in one_document(["x\n " * 700_000])) == "x\n " * 700_000
+    assert "".join(text for text, _ in chunk_document(["x\n " * 700_000])) == "x\n " * 700_000
     assert time.perf_counter() - begun < 3
 
 
@@ -188,7 +188,7 @@ def test_a_document_in_pieces_has_the_tokens_of_the_whole(workdir, monkeypatch, 
     whole = tokenizer.encode(encoding, text)
     for size in (100, 301, 1000):
         monkeypatch.setattr(data_text, "PIECE", size)
-        pieces = list(one_document([text[:77], text[77:]]))
+        pieces = list(chunk_document([text[:77], text[77:]]))
         assert "".join(piece for piece, _ in pieces) == text
         assert [ends for _, ends in pieces] == [False] * (len(pieces) - 1) + [True]
         assert max(len(piece) for piece, _ in pieces) <= size
@@ -215,14 +215,14 @@ def merges() -> list[bytes]:
 
 
 @pytest.mark.parametrize(
-    "pattern", [tokenizer.PIECES, GPT2S, OLD_GPT2S, *GPT4], ids=["ours", "gpt2", "older", "cl", "o2"]
+    "pattern", [tokenizer.BPE_PATTERN, GPT2S, OLD_GPT2S, *GPT4], ids=["ours", "gpt2", "older", "cl", "o2"]
 )
 @settings(max_examples=150, deadline=None)
 @given(text=st.text(st.sampled_from(list("  \n\r\tabc9.,'sé/\u3000\xa0\x85\x1e\x1c\x0b")), max_size=14))
 @example(text="a\n" + " " * 1001)
 def test_encoding_in_linear_time_gives_the_same_ids(merges, pattern, text):
     encoding = tokenizer._encoding("x", pattern, merges, {})
-    fast = LinearEncoding.of(encoding)
+    fast = FastBPE.of(encoding)
     assert fast is not None
     for each in (text, text * 9):
         assert np.array_equal(tokenizer.encode(encoding, each, fast=fast), tokenizer.encode(encoding, each))
@@ -249,7 +249,7 @@ def test_a_cut_anywhere_leaves_two_parts_that_are_the_whole(pieces, data):
             length = 0
     document = data.draw(st.integers(0, len(lengths) - 1))
     cut = (document, data.draw(st.integers(0, lengths[document] - 1)) if lengths[document] else 0)
-    first, second = list(between(pieces, (0, 0), cut)), list(between(pieces, cut, None))
+    first, second = list(slice_documents(pieces, (0, 0), cut)), list(slice_documents(pieces, cut, None))
     assert "".join(text for text, _ in first + second) == "".join(text for text, _ in pieces)
     assert sum(len(text) for text, _ in first) == sum(lengths[:document]) + cut[1]
     assert sum(ends for _, ends in first) == document
@@ -259,10 +259,10 @@ def test_a_cut_anywhere_leaves_two_parts_that_are_the_whole(pieces, data):
 @settings(max_examples=100, deadline=None)
 @given(documents=st.lists(st.text("abc", max_size=9), min_size=2, max_size=40), fraction=st.floats(0.05, 0.9))
 def test_documents_are_held_out_whole_and_enough_of_them(documents, fraction):
-    survey = Survey().add((text, True) for text in documents)
+    survey = TextStats().add((text, True) for text in documents)
     if not survey.characters:
         return
-    (first, character), _ = survey.at_the_end(fraction)
+    (first, character), _ = survey.find_val_cut(fraction)
     assert character == 0 and 0 < first < len(documents)
     held_out = sum(map(len, documents[first:]))
     assert held_out >= survey.characters * fraction or first == 1
@@ -271,9 +271,9 @@ def test_documents_are_held_out_whole_and_enough_of_them(documents, fraction):
 
 def test_many_documents_are_divided_without_keeping_the_length_of_each(monkeypatch):
     monkeypatch.setattr("data.splits.MOST_LENGTHS", 64)
-    survey = Survey().add(("abcd", True) for _ in range(10_007))
+    survey = TextStats().add(("abcd", True) for _ in range(10_007))
     assert len(survey.lengths) <= 64 and survey.documents == 10_007
-    (first, _), ahead = survey.at_the_end(0.25)
+    (first, _), ahead = survey.find_val_cut(0.25)
     assert abs(first - 7505) <= survey.each
     assert abs(ahead - first / 10_007) < 1e-3
 
@@ -414,7 +414,8 @@ PRESETS = {
 @pytest.mark.parametrize("stream", [False, True])
 @pytest.mark.parametrize("name", PRESETS)
 def test_presets_read_data_sets_shaped_like_the_real_ones(workdir, monkeypatch, name, stream):
-    from configs.cli import start
+
+    from configs.cli import parse_config
 
     configs, files, settings, documents = PRESETS[name]
     repo = repository(workdir / "repository", configs, files)
@@ -422,7 +423,7 @@ def test_presets_read_data_sets_shaped_like_the_real_ones(workdir, monkeypatch, 
     monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", workdir / "cache")
     if stream and name == "openwebtext":
         settings = ["data.val_documents=12"]
-    config = start(
+    config = parse_config(
         "prepare", "", [f"data={name}", f"data.repo={repo}", f"data.stream={str(stream).lower()}", *settings]
     )
     prepared = prepare(config.data, BYTE, 16, say=lambda line: None)
@@ -567,7 +568,7 @@ def test_a_long_row_takes_no_more_time_than_it_has_pieces(monkeypatch):
     monkeypatch.setattr(data_text, "PIECE", 1000)
     text = "a word " * 2_000_000
     begun = time.process_time()
-    whole = "".join(piece for piece, _ in one_document([text]))
+    whole = "".join(piece for piece, _ in chunk_document([text]))
     assert (
         time.process_time() - begun < 3
     )  # a copy of all that is left, for each of 14,000 pieces, takes five times that

@@ -17,14 +17,16 @@ from data.loader import Loader
 from data.prepare import prepare
 from model import GPTConfig
 from model.attention import BACKENDS
-from model.gpt import places
+from model.gpt import positions_in_document
 
 
 @given(lengths=st.lists(st.integers(1, 5), min_size=1, max_size=6))
 def test_places_count_from_each_beginning(lengths):
     documents = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)])
     expected = torch.cat([torch.arange(n) for n in lengths])
-    assert torch.equal(places(torch.stack((documents, documents + 7))), torch.stack((expected, expected)))
+    assert torch.equal(
+        positions_in_document(torch.stack((documents, documents + 7))), torch.stack((expected, expected))
+    )
 
 
 @VARIANTS

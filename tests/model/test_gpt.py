@@ -12,7 +12,7 @@ from common.errors import UserError
 from model import GPTConfig
 from model.attention import BACKENDS, naive
 from model.flops import flops_per_token, n_params
-from model.gpt import GPT, rotary_table, rotate
+from model.gpt import GPT, apply_rotary, rotary_cos_sin
 
 
 def test_logits_loss_and_gradients_are_those_of_transformers_gpt2():
@@ -116,11 +116,11 @@ def test_a_target_of_minus_100_does_not_count():
 
 
 def test_rotation_keeps_lengths_and_depends_on_distance_alone():
-    cos, sin = rotary_table(torch.arange(32), 8)
+    cos, sin = rotary_cos_sin(torch.arange(32), 8)
     q, k = torch.randn(8), torch.randn(8)
 
     def at(x, position):
-        return rotate(x.view(1, 1, 1, 8), cos[position : position + 1], sin[position : position + 1]).flatten()
+        return apply_rotary(x.view(1, 1, 1, 8), cos[position : position + 1], sin[position : position + 1]).flatten()
 
     assert at(q, 5).norm() == pytest.approx(q.norm().item(), rel=1e-5)
     torch.testing.assert_close(at(q, 9) @ at(k, 4), at(q, 25) @ at(k, 20), atol=1e-4, rtol=1e-4)

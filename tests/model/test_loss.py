@@ -8,11 +8,11 @@ from model_helpers import VARIANTS, make, some_tokens
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from configs.cli import start
+from configs.cli import parse_config
 from model import AttentionConfig
-from model.attention import bind, keep_when_compiled
+from model.attention import get_attention_fn, pin_kernel_under_compile
 from model.gpt import GPT
-from model.loss import CHUNK, IGNORE, linear_cross_entropy
+from model.loss import CHUNK, IGNORE_INDEX, linear_cross_entropy
 from training import optimizer
 
 C = 16
@@ -23,13 +23,13 @@ def inputs(N: int, V: int, rows: int, dtype=torch.float32):
     x = torch.randn(N, C, generator=random).to(dtype).requires_grad_()
     weight = torch.randn(rows, C, generator=random).to(dtype).requires_grad_()
     targets = torch.randint(V, (N,), generator=random)
-    targets[::5] = IGNORE
+    targets[::5] = IGNORE_INDEX
     return x, weight, targets
 
 
 def defined(x, weight, targets, V, reduction):
     """In float64, from the softmax's definition."""
-    counted = targets != IGNORE
+    counted = targets != IGNORE_INDEX
     likely = (x.double() @ weight.double().mT)[:, :V].softmax(-1)
     nats = -likely[counted].gather(1, targets[counted].unsqueeze(1)).log()
     return nats.mean() if reduction == "mean" else nats.sum()
@@ -68,7 +68,7 @@ def test_in_chunks_under_autocast_the_products_alone_are_in_bfloat16():
 @pytest.mark.compiles
 @pytest.mark.parametrize("half", [False, True])
 def test_in_chunks_it_compiles_whole_and_agrees(half):
-    keep_when_compiled(AttentionConfig("naive", None, None))  # as a run does: the key of the compile cache
+    pin_kernel_under_compile(AttentionConfig("naive", None, None))  # as a run does: the key of the compile cache
     x, weight, targets = inputs(30, 50, 64)
     compiled = torch.compile(linear_cross_entropy, fullgraph=True)
     with torch.autocast("cpu", torch.bfloat16, enabled=half):
@@ -134,7 +134,7 @@ def test_what_is_no_token_and_no_mark_is_no_target(chunk):
 
 @VARIANTS
 def test_a_padded_vocabulary_changes_neither_logits_nor_loss(variant):
-    plain, padded = make(variant, vocab_size=50), make(variant | dict(vocab_multiple=64), vocab_size=50)
+    plain, padded = make(variant, vocab_size=50), make(variant | dict(pad_vocab_multiple=64), vocab_size=50)
     assert padded.lm_head.weight.shape[0] == padded.wte.weight.shape[0] == 64
     weights = plain.state_dict()
     for name in ("wte.weight", "lm_head.weight"):
@@ -161,14 +161,14 @@ GOLDEN = {
 @pytest.mark.parametrize("recipe", GOLDEN)
 def test_one_step_of_each_preset_at_a_small_size_is_what_it_was(recipe):
     model_name, optimizer_name = recipe.split()
-    sizes = ["model.n_layer=2", "model.n_head=2", "model.n_embd=32", "model.block_size=32", "model.ngram_rows=64"]
-    config = start("train", "", [f"model={model_name}", f"optimizer={optimizer_name}", *sizes])
+    sizes = ["model.n_layer=2", "model.n_head=2", "model.n_embd=32", "model.block_size=32", "model.ngram_table_size=64"]
+    config = parse_config("train", "", [f"model={model_name}", f"optimizer={optimizer_name}", *sizes])
     torch.manual_seed(1337)
-    model = GPT(config.model, 65, bind(config.attention))
+    model = GPT(config.model, 65, get_attention_fn(config.attention))
     x, y = some_tokens(4, 32, 65), some_tokens(4, 32, 65, seed=1)
     before = model(x, y)
     before.backward()
-    for each in optimizer.build(model, config.optimizer):
+    for each in optimizer.build_optimizers(model, config.optimizer):
         each.step()
     losses = before.item(), model(x, y).item()
     print(recipe, losses)

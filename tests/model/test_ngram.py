@@ -24,8 +24,8 @@ def drawn(n=4, rows=1000, C=8) -> NgramEmbedding:
 @given(before=tokens_lists, gram=st.lists(st.integers(0, 60_000), min_size=4, max_size=4), other=tokens_lists)
 def test_a_row_depends_on_the_tokens_of_its_ngram_alone(before, gram, other):
     ngrams = drawn()
-    here = ngrams.rows(torch.tensor([[*before, *gram, 7]]), None)[0, -2]
-    there = ngrams.rows(torch.tensor([[*other, *gram]]), None)[0, -1]
+    here = ngrams.ngram_hashes(torch.tensor([[*before, *gram, 7]]), None)[0, -2]
+    there = ngrams.ngram_hashes(torch.tensor([[*other, *gram]]), None)[0, -1]
     assert here.tolist() == there.tolist()
     assert ((here >= 0) & (here < 1000)).all()
 
@@ -45,10 +45,10 @@ def test_the_embedding_is_the_sum_over_its_ngrams(tokens):
 def test_different_ngrams_spread_over_all_rows():
     """65 characters have 4,225 pairs: in as many rows about 1 - 1/e of the rows are met, and none by many."""
     pairs = torch.cartesian_prod(torch.arange(65), torch.arange(65))
-    met = NgramEmbedding(2, 4225, 1).rows(pairs, None)[:, 1, 0].bincount(minlength=4225)
+    met = NgramEmbedding(2, 4225, 1).ngram_hashes(pairs, None)[:, 1, 0].bincount(minlength=4225)
     assert (met > 0).float().mean() == pytest.approx(0.632, abs=0.05)
     assert met.max() < 10
-    begins = NgramEmbedding(2, 4225, 1).rows(torch.arange(65).unsqueeze(1), None)[:, 0, 0]
+    begins = NgramEmbedding(2, 4225, 1).ngram_hashes(torch.arange(65).unsqueeze(1), None)[:, 0, 0]
     assert begins.unique().numel() > 60, "a first token's 2-gram, with nothing before it, is its own"
 
 
@@ -74,10 +74,10 @@ def test_a_document_is_embedded_as_if_it_stood_alone():
 
 
 def test_without_ngrams_there_is_no_table():
-    assert make(MODERN | dict(ngram=1)).ngrams is None
+    assert make(MODERN | dict(max_ngram=1)).ngrams is None
 
 
-@pytest.mark.parametrize("key", ["ngram", "ngram_rows"])
+@pytest.mark.parametrize("key", ["max_ngram", "ngram_table_size"])
 def test_a_table_of_nothing_is_refused(key):
     with pytest.raises(UserError, match=f"model.{key}=0 must be at least 1"):
         GPT(GPTConfig(**MODERN | {key: 0}), 50, naive)

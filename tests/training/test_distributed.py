@@ -15,7 +15,7 @@ import torch
 from helpers import ROOT, TINY
 
 from common import checkpoint_file
-from common.run_dir import Run
+from common.run_dir import RunDir
 from training.distributed import Dist
 
 SINGLE = ["train.batch_size=8", "schedule.warmup_steps=100", "eval.every=6", "checkpoint.every=6", "device=cpu"]
@@ -54,7 +54,9 @@ def test_two_processes_train_as_one_does(train, workdir):
     assert train("name=one", "train.steps=12", *SINGLE) == 0
     assert_same_curve(metrics("one"), metrics("two"))
     assert [path.name for path in (workdir / "runs").iterdir() if path.is_dir()].count("two") == 1
-    one, two = (checkpoint_file.load(workdir / f"runs/{name}/checkpoints/last.pt") for name in ("one", "two"))
+    one, two = (
+        checkpoint_file.load_checkpoint(workdir / f"runs/{name}/checkpoints/last.pt") for name in ("one", "two")
+    )
     assert list(one["model"]) == list(two["model"])
     assert list(one["optimizer"]) == list(two["optimizer"])
     assert one["identity"] == two["identity"]
@@ -94,7 +96,8 @@ def test_a_run_continues_on_another_number_of_processes(train, workdir):
     assert train("name=parts", "train.steps=18", *SINGLE) == 0
     assert_same_curve(metrics("whole"), metrics("parts"))
     whole, parts = (
-        checkpoint_file.load(workdir / f"runs/{name}/checkpoints/last.pt")["model"] for name in ("whole", "parts")
+        checkpoint_file.load_checkpoint(workdir / f"runs/{name}/checkpoints/last.pt")["model"]
+        for name in ("whole", "parts")
     )
     for name, weight in whole.items():
         assert torch.allclose(weight, parts[name], atol=1e-4), name
@@ -113,7 +116,7 @@ def test_two_gpus_train_as_one_does(train, workdir, dtype):
 
 
 def test_a_run_that_is_being_trained_is_refused_on_all_ranks_in_one_sentence(workdir):
-    with Run("a", "", True, Dist()):
+    with RunDir("a", "", True, Dist()):
         _, err = torchrun(2, "name=a").communicate(timeout=60)
     refusal = f"runs/a is being trained by process {os.getpid()} on {platform.node()}; wait for it, or set another name"
     assert err.count(refusal) == 1
@@ -160,9 +163,9 @@ from pathlib import Path
 from common import checkpoint_file
 from training import checkpoint
 leave = os._exit
-def say_and_leave(code):
+def say_and_exit_fast(code):
     Path(f"rank{os.environ['RANK']}_left").touch()
-    leave(code)
+    exit_fast(code)
 os._exit = say_and_leave
 save = checkpoint_file.save
 def slow_save(path, content):
@@ -192,7 +195,7 @@ def test_asked_to_stop_all_stop_at_the_same_step_and_one_saves(train, workdir):
     # Had it left before, torchrun would have given the one that saves half a minute to live.
     assert (workdir / "rank1_left").stat().st_mtime >= (workdir / "runs/a/checkpoints/last.pt").stat().st_mtime
     assert (
-        checkpoint_file.load(workdir / "runs/a/checkpoints/last.pt")["step"]
+        checkpoint_file.load_checkpoint(workdir / "runs/a/checkpoints/last.pt")["step"]
         == told["step"]
         == metrics("a")[-1]["step"]
         > 20
@@ -205,14 +208,14 @@ def test_a_world_of_one_is_what_there_is_without_torchrun(monkeypatch):
     alone = Dist.from_environment()
     assert alone == Dist(0, 1, 0, 1)
     assert alone.share(12, 6) == (12, 6)
-    assert list(islice(alone.firsts(2, 6, 3), 5)) == [12, 15, 18, 21, 24]
-    assert alone.agree(True, 1.5, 0.5) == (True, 1.0)
+    assert list(islice(alone.micro_batch_starts(2, 6, 3), 5)) == [12, 15, 18, 21, 24]
+    assert alone.sync_stop_and_time(True, 1.5, 0.5) == (True, 1.0)
     for name, value in (("RANK", "3"), ("WORLD_SIZE", "4"), ("LOCAL_RANK", "1"), ("LOCAL_WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
     fourth = Dist.from_environment()
     assert fourth == Dist(3, 4, 1, 2)
     assert not fourth.is_main
-    assert list(islice(Dist(1, 2).firsts(2, 8, 2), 4)) == [20, 22, 28, 30]
+    assert list(islice(Dist(1, 2).micro_batch_starts(2, 8, 2), 4)) == [20, 22, 28, 30]
     assert [Dist(rank, 4).share(16, 8) for rank in range(4)] == [(16, 2), (18, 2), (20, 2), (22, 2)]
 
 
@@ -223,7 +226,7 @@ from pathlib import Path
 sys.path.insert(0, {root!r})
 import torch
 import torch.distributed as torch_dist
-from configs.cli import leave
+from configs.cli import exit_fast
 from training.distributed import Dist
 
 begin, soon = torch_dist.init_process_group, timedelta(seconds=2)
@@ -235,8 +238,8 @@ begun = time.perf_counter()
 with dist.main_first():
     time.sleep(4 * dist.is_main)
 Path(f"rank{{dist.rank}}").write_text(str(time.perf_counter() - begun))
-dist.meet()
-leave(0)  # as train.py does; taken apart by Python, a process now and then ends with an abort
+dist.barrier()
+exit_fast(0)  # as train.py does; taken apart by Python, a process now and then ends with an abort
 """
 
 

@@ -10,7 +10,7 @@ from helpers import CHAR, TEXT_SOURCE, TINY
 
 from common import checkpoint_file
 from data.prepare import prepare
-from training.init_from import tokenizer_of
+from training.init_from import load_run_tokenizer
 
 FROM_A = ["train.init_from=run:a", "tokenizer=run", "tokenizer.run=a", "data.path=other.txt", "name=b"]
 
@@ -26,7 +26,7 @@ def rows(name: str) -> list[dict]:
 
 
 def saved(name: str, which: str = "last") -> dict:
-    return checkpoint_file.load(Path(f"runs/{name}/checkpoints/{which}.pt"))
+    return checkpoint_file.load_checkpoint(Path(f"runs/{name}/checkpoints/{which}.pt"))
 
 
 def test_finetuning_starts_from_the_best_weights_with_a_fresh_optimizer(train, other, sample, capsys):
@@ -96,7 +96,7 @@ def test_rotary_models_may_read_further_than_what_they_start_from(trained, train
 
 
 def test_a_tokenizer_of_a_run_is_the_same_and_prepares_other_texts(trained, other):
-    spec = tokenizer_of("a")
+    spec = load_run_tokenizer("a")
     config = replace(TEXT_SOURCE, path="other.txt")
     prepared = prepare(config, replace(CHAR, name="run", run="a"), 16, say=lambda line: None, spec=spec)
     assert prepared.meta["tokenizer"] == spec
@@ -120,14 +120,14 @@ def test_a_mix_trains_and_a_changed_weight_is_another_run(train, workdir, capsys
         "mix: {one: {path: text.txt, weight: 3}, two: {path: other.txt}}\n"
     )
     (workdir / "other.txt").write_text("Something else entirely.\n" * 60)
-    from configs.cli import run, start
+    from configs.cli import parse_config, run_main
     from train import main
 
     overrides = ["--config-dir", "own", *TINY[:-2], "data=both", "name=m"]
-    assert run(main, start("train", "", overrides)) == 0
+    assert run_main(main, parse_config("train", "", overrides)) == 0
     assert "both" in capsys.readouterr().out
     with pytest.raises(SystemExit):
-        start("train", "", [*overrides, "data.mix.two.pth=x"])
+        parse_config("train", "", [*overrides, "data.mix.two.pth=x"])
     assert "data.mix.two.pth: there is no such key" in capsys.readouterr().err
-    assert run(main, start("train", "", [*overrides, "data.mix.two.weight=2", "train.steps=9"])) == 2
+    assert run_main(main, parse_config("train", "", [*overrides, "data.mix.two.weight=2", "train.steps=9"])) == 2
     assert "data.mix.two.weight=1.0 (now 2.0)" in capsys.readouterr().err

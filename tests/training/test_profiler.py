@@ -12,7 +12,7 @@ from helpers import metrics, summary, untimed
 from rich.console import Console
 
 from training import profiler as profiling
-from training.profiler import PARTS, STEPS, Profile, Recording, profile, where_time_goes
+from training.profiler import PARTS, STEPS, NullProfiler, StepProfiler, build_profiler, summarize_events
 from training.speed import WARM_UP
 
 
@@ -41,7 +41,7 @@ def steps(profiler, how_many, parts=1):
     model = Asleep()
     sgd = torch.optim.SGD(model.parameters(), lr=0.1)
     sgd.register_step_pre_hook(lambda *_: time.sleep(0.006))
-    data = profiler.waiting(batches())
+    data = profiler.wrap_loader(batches())
     for _ in range(how_many):
         profiler.start()
         for _ in range(parts):
@@ -56,7 +56,7 @@ def recording(tmp_path, monkeypatch):
     """A Recording, and what it found."""
     found = []
     monkeypatch.setattr(profiling, "tables", lambda spent: found.append(spent) or ())
-    return Recording(torch.device("cpu"), tmp_path / "trace.json.gz", Console(quiet=True)), found
+    return StepProfiler(torch.device("cpu"), tmp_path / "trace.json.gz", Console(quiet=True)), found
 
 
 def test_each_phase_has_its_own_time_and_what_lies_between_steps_is_none_of_it(recording):
@@ -111,7 +111,7 @@ def event(name, start, end, kernels=(), own=0.0, annotation=False):
 
 def test_on_a_device_the_times_are_those_of_its_kernels():
     """Launched at once, they run on while the host waits at the end of the step."""
-    spent = where_time_goes([
+    spent = summarize_events([
         event("a step", 0, 10_000, annotation=True),
         event("waiting for data", 0, 100, annotation=True),
         event("aten::mm", 110, 120, kernels=[2000], own=2000),
@@ -158,10 +158,10 @@ def test_a_run_that_is_too_short_to_profile_says_so_and_finishes(train, workdir,
 
 
 def test_without_it_batches_are_what_they_were_and_torchs_profiler_is_not_begun(tmp_path):
-    off, data = profile(False, torch.device("cpu"), tmp_path, Console()), count()
-    assert type(off) is Profile
+    off, data = build_profiler(False, torch.device("cpu"), tmp_path, Console()), count()
+    assert type(off) is NullProfiler
     with off as profiler:
-        assert profiler.waiting(data) is data
+        assert profiler.wrap_loader(data) is data
         for _ in range(WARM_UP + 1):
             profiler.start()
             assert not torch.autograd.profiler._is_profiler_enabled

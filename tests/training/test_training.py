@@ -19,25 +19,25 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common import checkpoint_file
-from common.console import duration
+from common.console import format_duration
 from common.errors import TrainingFailed, UserError
 from common.interrupt import StopRequest
-from common.run_dir import Run, find_run
+from common.run_dir import RunDir, find_run
 from common.system import peak_memory_bytes, reset_peak_memory
 from model import GPTConfig
 from model.attention import naive
-from model.generation.progress import TextsProgress
+from model.generation.progress import GenerationProgress
 from model.gpt import GPT
 from training import AdamWConfig, MuonConfig, ScheduleConfig, TrainConfig, checkpoint, optimizer
 from training.config import WandbConfig
 from training.device import grad_scaler, resolve_compile, resolve_device, resolve_dtype
 from training.distributed import Dist
-from training.metrics import Metrics, Tracker
+from training.metrics import MetricsFile, MetricsLogger
 from training.muon import Muon, orthogonalize
 from training.progress import shape
-from training.schedule import lr_fraction, run_progress
+from training.schedule import lr_scale, run_progress
 from training.speed import Speed, peak_flops
-from training.wandb_logger import Wandb
+from training.wandb_logger import WandbRun
 
 ADAMW = AdamWConfig(name="adamw", lr=1e-3, betas=[0.9, 0.95], eps=1e-8, weight_decay=0.1)
 MUON = MuonConfig(
@@ -53,7 +53,7 @@ def tiny_model(**changed):
     shape = dict(
         name="", n_layer=2, n_head=2, n_kv_head=None, n_embd=16, block_size=8, dropout=0.0, bias=True,
         norm="layernorm", mlp="gelu", position="learned", window=None, qk_norm=False, tie_embeddings=True,
-        vocab_multiple=1, ngram=1, ngram_rows=64,
+        pad_vocab_multiple=1, max_ngram=1, ngram_table_size=64,
     )  # fmt: skip
     return GPT(GPTConfig(**shape | changed), 20, naive)
 
@@ -82,13 +82,13 @@ def nanogpt_lr(iteration, warmup=100, decay=2000, peak=1e-3, floor=1e-4):
 @given(iteration=st.integers(0, 1999))
 def test_cosine_is_nanogpts(iteration):
     config = ScheduleConfig("cosine", warmup_steps=100, final_fraction=0.1, decay_fraction=None)
-    fraction = lr_fraction(config, iteration, 2000, run_progress(iteration, 2000, 0.0, None))
+    fraction = lr_scale(config, iteration, 2000, run_progress(iteration, 2000, 0.0, None))
     assert 1e-3 * fraction == pytest.approx(nanogpt_lr(iteration))
 
 
 def test_wsd_rises_stays_and_falls_to_its_end():
     config = ScheduleConfig("wsd", warmup_steps=10, final_fraction=0.0, decay_fraction=0.5)
-    fractions = [lr_fraction(config, i, 110, i / 110) for i in range(110)]
+    fractions = [lr_scale(config, i, 110, i / 110) for i in range(110)]
     assert fractions[:10] == pytest.approx([(i + 1) / 11 for i in range(10)])
     assert fractions[10:60] == pytest.approx([1.0] * 50)
     assert fractions[60:] == pytest.approx([1 - i / 50 for i in range(50)])
@@ -102,7 +102,7 @@ def test_wsd_rises_stays_and_falls_to_its_end():
 def test_every_schedule_stays_between_its_end_and_its_peak(name, warmup, steps, final, decay):
     config = ScheduleConfig(name, warmup, final, decay)
     for i in range(steps or 100):
-        fraction = lr_fraction(config, i, steps, i / (steps or 100))
+        fraction = lr_scale(config, i, steps, i / (steps or 100))
         assert (0 if i < warmup else final) - 1e-9 <= fraction <= 1 + 1e-9
 
 
@@ -114,7 +114,7 @@ def test_the_larger_part_of_two_budgets_is_the_progress():
 
 def test_adamw_decays_matrices_and_embeddings_alone_and_every_parameter_once():
     model = tiny_model()
-    (adamw,) = optimizer.build(model, ADAMW)
+    (adamw,) = optimizer.build_optimizers(model, ADAMW)
     decay = {p: group["weight_decay"] for group in adamw.param_groups for p in group["params"]}
     assert len(decay) == len(list(model.parameters())) == sum(len(g["params"]) for g in adamw.param_groups)
     assert all(decay[p] == (0.1 if p.ndim >= 2 else 0.0) for p in model.parameters())
@@ -123,7 +123,7 @@ def test_adamw_decays_matrices_and_embeddings_alone_and_every_parameter_once():
 def test_adamw_is_torchs_to_the_bit():
     ours, theirs = tiny_model(), tiny_model()
     theirs.load_state_dict(ours.state_dict())
-    (a,) = optimizer.build(ours, ADAMW)
+    (a,) = optimizer.build_optimizers(ours, ADAMW)
     groups = [group | {"params": []} for group in a.state_dict()["param_groups"]]
     for group, params in zip(groups, (2, 1), strict=True):
         group["params"] = [p for p in theirs.parameters() if min(p.ndim, 2) == params]
@@ -138,7 +138,7 @@ def test_adamw_is_torchs_to_the_bit():
 @pytest.mark.parametrize("tied", [True, False])
 def test_muon_takes_the_blocks_matrices_and_adamw_the_rest(tied):
     model = tiny_model(tie_embeddings=tied)
-    muon, adamw = optimizer.build(model, MUON)
+    muon, adamw = optimizer.build_optimizers(model, MUON)
     rates = {p: group["peak_lr"] for o in (muon, adamw) for group in o.param_groups for p in group["params"]}
     assert set(rates) == set(model.parameters())
     in_muon = {p for group in muon.param_groups for p in group["params"]}
@@ -175,13 +175,13 @@ def test_muon_is_torchs_muon_but_for_its_bfloat16():
 @pytest.mark.parametrize("config", [ADAMW, MUON], ids=["adamw", "muon"])
 def test_optimizer_state_survives_by_name_and_the_config_wins(config):
     model = tiny_model()
-    optimizers = optimizer.build(model, config)
+    optimizers = optimizer.build_optimizers(model, config)
     step(model, optimizers)
     state = deepcopy(optimizer.state_by_name(model, optimizers))
     assert set(state) == {name for name, _ in model.named_parameters()}
 
     other = tiny_model()
-    others = optimizer.build(other, config)
+    others = optimizer.build_optimizers(other, config)
     for each in others:
         for group in each.param_groups:
             group["lr"] *= 0.5
@@ -224,19 +224,19 @@ def test_batches_are_planned_or_refused_with_sizes_that_fit():
 @pytest.fixture
 def state():
     model = tiny_model()
-    optimizers = optimizer.build(model, ADAMW)
+    optimizers = optimizer.build_optimizers(model, ADAMW)
     step(model, optimizers)
-    return checkpoint.State(model, optimizers, grad_scaler(CPU, torch.float32), step=1, seconds=2.5)
+    return checkpoint.TrainState(model, optimizers, grad_scaler(CPU, torch.float32), step=1, seconds=2.5)
 
 
 def test_a_checkpoint_comes_back_whole_and_under_plain_names(state, tmp_path):
     state.save(tmp_path / "last.pt", {"vocab_size": 20})
-    saved = checkpoint_file.load(tmp_path / "last.pt")
+    saved = checkpoint_file.load_checkpoint(tmp_path / "last.pt")
     assert (saved["step"], saved["seconds"], saved["vocab_size"]) == (1, 2.5, 20)
     assert set(saved["model"]) == set(state.model.state_dict())
     assert not any("_orig_mod" in name or "module." in name for name in saved["model"])
-    fresh = checkpoint.State(tiny_model(), optimizer.build(tiny_model(), ADAMW), state.scaler)
-    fresh.optimizers = optimizer.build(fresh.model, ADAMW)
+    fresh = checkpoint.TrainState(tiny_model(), optimizer.build_optimizers(tiny_model(), ADAMW), state.scaler)
+    fresh.optimizers = optimizer.build_optimizers(fresh.model, ADAMW)
     fresh.restore(saved)
     assert step(fresh.model, fresh.optimizers, 1) == step(state.model, state.optimizers, 1)
     assert [path.name for path in tmp_path.iterdir()] == ["last.pt"]
@@ -254,7 +254,7 @@ def test_a_save_that_dies_leaves_the_previous_checkpoint(state, tmp_path, monkey
     state.step = 2
     with pytest.raises(OSError, match="disk full"):
         state.save(path, {})
-    assert checkpoint_file.load(path)["step"] == 1
+    assert checkpoint_file.load_checkpoint(path)["step"] == 1
 
 
 @pytest.mark.parametrize("damage", ["flip", "cut"])
@@ -270,13 +270,13 @@ def test_damage_is_noticed_and_said(state, tmp_path, damage):
         raw[largest.header_offset + 200 + largest.file_size // 2] ^= 1
     path.write_bytes(raw)
     with pytest.raises(UserError, match=r"last.pt is damaged"):
-        checkpoint_file.load(path)
+        checkpoint_file.load_checkpoint(path)
 
 
 def test_a_format_of_the_future_is_refused(tmp_path):
     torch.save({"format": 99}, tmp_path / "last.pt")
-    with pytest.raises(UserError, match="checkpoint format 99, and this version reads 3"):
-        checkpoint_file.load(tmp_path / "last.pt")
+    with pytest.raises(UserError, match="checkpoint format 99, and this version reads 4"):
+        checkpoint_file.load_checkpoint(tmp_path / "last.pt")
 
 
 def test_what_differs_is_listed(tmp_path):
@@ -292,12 +292,12 @@ def test_what_differs_is_listed(tmp_path):
 
 
 def tracker(path, step=0, scaler_enabled=False):
-    class Silent(Wandb):
+    class Silent(WandbRun):
         def __init__(self):
             self.run, self.id, self.start, self.start_seconds = None, None, None, 0.0
 
     scaler = torch.amp.GradScaler("cpu", enabled=scaler_enabled)
-    return Tracker(Metrics(path, step), Silent(), scaler, flush_every=1e9)
+    return MetricsLogger(MetricsFile(path, step), Silent(), scaler, flush_every=1e9)
 
 
 def test_wandb_is_started_with_the_first_numbers_and_at_the_latest_at_the_end(tmp_path, monkeypatch):
@@ -311,18 +311,18 @@ def test_wandb_is_started_with_the_first_numbers_and_at_the_latest_at_the_end(tm
     run = SimpleNamespace(is_main=True, name="a", folder=tmp_path, summary={"attention": {}})
     config = WandbConfig(mode="online", project="p", entity=None, group=None, tags=[])
 
-    fresh = Wandb(config, run, {"attention": {}}, None)
+    fresh = WandbRun(config, run, {"attention": {}}, None)
     assert fresh.id and not heard
     fresh.log([{"step": 0}, {"step": 1}])
     fresh.log([{"step": 2}])
     assert heard == [{"id": fresh.id, "resume": None}, {"step": 0}, {"step": 1}, {"step": 2}]
 
     heard.clear()
-    Wandb(config, run, {"attention": {}}, "before").finish(1)  # it failed before it had anything to tell
+    WandbRun(config, run, {"attention": {}}, "before").finish(1)  # it failed before it had anything to tell
     assert heard == [{"id": "before", "resume": "allow"}, {"exit_code": 1}]
 
     heard.clear()
-    Wandb(config, run, {"attention": {}}, None).finish(75)  # who wants to stop does not want to wait for it
+    WandbRun(config, run, {"attention": {}}, None).finish(75)  # who wants to stop does not want to wait for it
     assert not heard
 
 
@@ -333,7 +333,7 @@ def rows_of(path):
 def test_rows_wait_as_tensors_and_are_written_in_blocks(tmp_path):
     path = tmp_path / "metrics.jsonl"
     with tracker(path) as track:
-        track.log({"step": 1, "train/loss": torch.tensor(2.5)}, late=lambda: {"step_ms": 3.0})
+        track.log({"step": 1, "train/loss": torch.tensor(2.5)}, deferred=lambda: {"step_ms": 3.0})
         track.log({"step": 2, "train/loss": torch.tensor(2.0)})
         assert path.read_text() == ""
         track.flush(sync=True)
@@ -369,18 +369,18 @@ def test_a_scaler_takes_care_of_infinite_gradients(tmp_path):
 
 
 def test_a_run_is_locked_until_its_process_lets_go(workdir):
-    with Run("a", "", True, ALONE) as run:
+    with RunDir("a", "", True, ALONE) as run:
         with pytest.raises(UserError, match=f"runs/a is being trained by process {os.getpid()} on {platform.node()}"):
-            Run("a", "", True, ALONE)
-        run.begin({"seed": 1}, {"device": "cpu"})
+            RunDir("a", "", True, ALONE)
+        run.start({"seed": 1}, {"device": "cpu"})
     summary = json.loads((workdir / "runs/a/summary.json").read_text())
     assert (summary["status"], summary["error"], summary["device"]) == ("finished", None, "cpu")
     with pytest.raises(UserError, match="runs/a exists"):
-        Run("a", "", False, ALONE)
+        RunDir("a", "", False, ALONE)
 
 
 def test_two_unnamed_runs_of_the_same_second_get_folders_of_their_own(workdir):
-    runs = [Run(None, "label", True, ALONE) for _ in range(3)]
+    runs = [RunDir(None, "label", True, ALONE) for _ in range(3)]
     assert len({run.name for run in runs}) == 3
 
 
@@ -394,8 +394,8 @@ def test_two_unnamed_runs_of_the_same_second_get_folders_of_their_own(workdir):
     ],
 )
 def test_how_a_run_ended_is_on_record(workdir, error, status, said):
-    with pytest.raises(type(error)), Run("a", "", True, ALONE) as run:
-        run.begin({}, {})
+    with pytest.raises(type(error)), RunDir("a", "", True, ALONE) as run:
+        run.start({}, {})
         raise error
     summary = json.loads((workdir / "runs/a/summary.json").read_text())
     assert (summary["status"], summary["error"]) == (status, said)
@@ -438,7 +438,7 @@ def test_devices_and_dtypes_resolve_or_refuse(monkeypatch):
 def test_memory_that_a_step_frees_is_there_for_the_next():
     ask = """
 import ctypes, resource, torch
-from training.device import grad_scaler, resolve_compile, resolve_device, resolve_dtype, set_up
+from training.device import grad_scaler, resolve_compile, resolve_device, resolve_dtype, configure_backends
 
 libc = ctypes.CDLL(None)
 libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
@@ -451,7 +451,7 @@ def step():
         libc.free(block)
     return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
 
-set_up(torch.device("cpu"), False, False)
+configure_backends(torch.device("cpu"), False, False)
 first, second = step(), step()
 print(second - first)
 """
@@ -487,11 +487,11 @@ def test_a_known_gpus_peak_is_not_that_of_rounded_numbers(monkeypatch):
 
 
 def test_a_second_request_stops_at_once_unless_there_are_many_to_come():
-    with StopRequest(patient=True, silent=True) as stop:
+    with StopRequest(ignore_repeats=True, silent=True) as stop:
         for _ in range(3):
             signal.raise_signal(signal.SIGTERM)
         assert stop.requested
-    with pytest.raises(KeyboardInterrupt, match="stopped at once"), StopRequest(patient=False, silent=True):
+    with pytest.raises(KeyboardInterrupt, match="stopped at once"), StopRequest(ignore_repeats=False, silent=True):
         for _ in range(2):
             signal.raise_signal(signal.SIGTERM)
 
@@ -511,13 +511,13 @@ def test_peak_memory_sees_an_allocation_and_forgets_it_on_reset():
 
 
 def test_durations_read_as_a_clock():
-    assert [duration(s) for s in (0, 59.6, 90.4, 3700)] == ["0:00", "1:00", "1:30", "1:01:40"]
+    assert [format_duration(s) for s in (0, 59.6, 90.4, 3700)] == ["0:00", "1:00", "1:30", "1:01:40"]
 
 
 def test_many_texts_tell_in_lines_how_far_they_are_where_there_is_no_terminal(monkeypatch, capsys):
     clock = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: clock[0])
-    with TextsProgress(3, 3_000, "documents") as show:
+    with GenerationProgress(3, 3_000, "documents") as show:
         for _ in range(3):
             clock[0] += 7
             show.add(1_000, share=1_000, ended=True)
@@ -536,7 +536,7 @@ def test_a_model_of_one_layer_has_no_layers():
 )
 def test_the_first_three_losses_are_those_of_record(config, losses):
     model = tiny_model()
-    optimizers = optimizer.build(model, config)
+    optimizers = optimizer.build_optimizers(model, config)
     assert [step(model, optimizers) for _ in range(3)] == pytest.approx(losses, abs=2e-4), (
         "the mathematics of the model, its initialisation or the optimizer changed: if that was meant, put the new "
         "numbers here and say in the commit message why they moved; if not, a change that looked harmless was not"

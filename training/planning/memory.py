@@ -43,10 +43,10 @@ class Memory:
     activations: int
     scores: int
     peak: int
-    held: int
+    reserved: int
 
 
-class Storages(TorchDispatchMode):
+class MemoryTracker(TorchDispatchMode):
     """Inside, follows every storage that a tensor operation makes: each once, and a view costs nothing."""
 
     def __init__(self):
@@ -54,7 +54,7 @@ class Storages(TorchDispatchMode):
         self.now, self.peak, self.small, self.attending = 0, 0, 0, False
         self.shapes = weakref.WeakKeyDictionary()  # storage -> (its first tensor's shape, made by attention?)
 
-    def follow(self, tensor: Tensor) -> None:
+    def track(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
         if storage in self.shapes:
             return
@@ -74,7 +74,7 @@ class Storages(TorchDispatchMode):
         of_attention = [(storage, shape) for storage, (shape, attending) in self.shapes.items() if attending]
         return sum(storage.nbytes() for storage, shape in of_attention if shape[-2:] == (T, T))
 
-    def watching(self, attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    def tag_attention(self, attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """`attend`, with the storages that it makes marked as attention's."""
 
         def watched(*args, **kwargs):
@@ -90,11 +90,11 @@ class Storages(TorchDispatchMode):
         made = function(*args, **(kwargs or {}))
         for leaf in tree_leaves(made):
             if isinstance(leaf, Tensor):
-                self.follow(leaf)
+                self.track(leaf)
         return made
 
 
-def simulate(
+def simulate_memory(
     model: GPT, attend: Callable[..., Tensor], config: AdamWConfig | MuonConfig, *,
     B: int, T: int, accumulation: int, dtype: torch.dtype, device: torch.device, documents: bool,
 ) -> Memory:  # fmt: skip
@@ -103,13 +103,13 @@ def simulate(
     Of the model (which may be on the meta device) shapes are taken alone, and nothing is computed. documents: whether
     they are kept apart. Gradient clipping and the copies that DDP makes are not followed.
     """
-    model, storages = copy.deepcopy(model), Storages()
+    model, storages = copy.deepcopy(model), MemoryTracker()
     for block in model.blocks:
-        block.attn.attend = storages.watching(attend)
+        block.attn.attend = storages.tag_attention(attend)
     with FakeTensorMode(), storages:
         _materialise(model, device)
         weights = storages.now
-        optimizers = optimizer.build(model, config)
+        optimizers = optimizer.build_optimizers(model, config)
         for _ in range(STEPS):
             state = storages.now - weights
             for _ in range(min(2, accumulation)):  # in the second, gradients live beside the activations
@@ -127,7 +127,7 @@ def simulate(
     by_malloc = device.type == "cpu" and platform.libc_ver()[0] == "glibc"
     return Memory(
         weights=weights, gradients=gradients, optimizer=storages.now - weights, activations=activations,
-        scores=scores, peak=storages.peak, held=storages.peak + (small if by_malloc else 0),
+        scores=scores, peak=storages.peak, reserved=storages.peak + (small if by_malloc else 0),
     )  # fmt: skip
 
 

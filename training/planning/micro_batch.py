@@ -14,19 +14,19 @@ import torch
 
 from common import system
 from common.errors import UserError, is_out_of_memory
-from model.attention import BACKENDS, bind
+from model.attention import BACKENDS, get_attention_fn
 from model.gpt import GPT
 from training import optimizer
 from training.config import AUTO
 from training.device import autocast, grad_scaler
 from training.distributed import Dist
-from training.planning.memory import STEPS, simulate
+from training.planning.memory import STEPS, simulate_memory
 
-CERTAIN = 0.8  # of the free memory may be reckoned with: what is simulated is right within a fifth
-KEPT_FREE = 0.05  # of a GPU's memory, in a trial: for NCCL, the allocator's gaps, and who else computes there
+MEMORY_SAFETY = 0.8  # of the free memory may be reckoned with: what is simulated is right within a fifth
+GPU_RESERVE = 0.05  # of a GPU's memory, in a trial: for NCCL, the allocator's gaps, and who else computes there
 
 
-def settle(config: Any, model: GPT, dtype: torch.dtype, dist: Dist) -> tuple[int, int]:
+def resolve_micro_batch_size(config: Any, model: GPT, dtype: torch.dtype, dist: Dist) -> tuple[int, int]:
     """(sequences per forward pass on one device, forward passes per optimizer step) for training `model`.
 
     As train.micro_batch_size says; where it says auto, the most that fit in all processes. The model, on its device,
@@ -36,15 +36,17 @@ def settle(config: Any, model: GPT, dtype: torch.dtype, dist: Dist) -> tuple[int
         return config.train.plan(dist.world_size)
     device = next(model.parameters()).device
     if device.type == "cuda":
-        most = try_out(config, model, dtype, dist)
+        most = probe_on_device(config, model, dtype, dist)
     else:
-        shapes = GPT(config.model, model.vocab_size, bind(config.attention), device="meta")
+        shapes = GPT(config.model, model.vocab_size, get_attention_fn(config.attention), device="meta")
         there = sum(weight.nbytes for weight in model.parameters())
-        most = _reckon(config, shapes, dtype, device, dist, there)
-    return _divided(config, dist, dist.smallest(most))
+        most = _estimate_by_simulation(config, shapes, dtype, device, dist, there)
+    return _with_accumulation(config, dist, dist.all_reduce_min(most))
 
 
-def foresee(config: Any, shapes: GPT, dtype: torch.dtype, device: torch.device, dist: Dist) -> tuple[int, int]:
+def estimate_micro_batch_size(
+    config: Any, shapes: GPT, dtype: torch.dtype, device: torch.device, dist: Dist
+) -> tuple[int, int]:
     """What `settle` will come to on `device`, for a plan: reckoned everywhere, and by one process for all.
 
     shapes: the model, on the meta device. Raises UserError.
@@ -56,7 +58,7 @@ def foresee(config: Any, shapes: GPT, dtype: torch.dtype, device: torch.device, 
             f"attention={config.attention.backend} is compiled, and what fits is not reckoned for it; set a number "
             "for train.micro_batch_size, or leave out plan=true, since a run tries it out"
         )
-    return _divided(config, dist, _reckon(config, shapes, dtype, device, dist, there=0))
+    return _with_accumulation(config, dist, _estimate_by_simulation(config, shapes, dtype, device, dist, there=0))
 
 
 def _most(config: Any, dist: Dist, fits: Callable[[int, int], bool]) -> int:
@@ -70,7 +72,7 @@ def _most(config: Any, dist: Dist, fits: Callable[[int, int], bool]) -> int:
     return next((size for size in sizes if fits(size, max(share // size, dist.world_size))), 0)
 
 
-def _divided(config: Any, dist: Dist, size: int) -> tuple[int, int]:
+def _with_accumulation(config: Any, dist: Dist, size: int) -> tuple[int, int]:
     if size == 0:
         raise UserError(
             f"train.micro_batch_size={AUTO}: the free memory is too small for training with even one sequence of "
@@ -80,7 +82,9 @@ def _divided(config: Any, dist: Dist, size: int) -> tuple[int, int]:
     return size, config.train.batch_size // dist.world_size // size
 
 
-def _reckon(config: Any, shapes: GPT, dtype: torch.dtype, device: torch.device, dist: Dist, there: int) -> int:
+def _estimate_by_simulation(
+    config: Any, shapes: GPT, dtype: torch.dtype, device: torch.device, dist: Dist, there: int
+) -> int:
     """there: bytes of the model that the process holds already."""
     free = system.free_memory(device)
     if free is None:
@@ -88,19 +92,21 @@ def _reckon(config: Any, shapes: GPT, dtype: torch.dtype, device: torch.device, 
             f"train.micro_batch_size={AUTO} needs to know how much memory is free, which this system does not tell "
             f"for device={device.type}; set a number, or null for all of a device's sequences at a time"
         )
-    own = CERTAIN * free / (dist.local_world_size if device.type == "cpu" else 1)  # each GPU is of one process alone
+    own = (
+        MEMORY_SAFETY * free / (dist.local_world_size if device.type == "cpu" else 1)
+    )  # each GPU is of one process alone
 
     def fits(size: int, parts: int) -> bool:
-        memory = simulate(
-            shapes, bind(config.attention), config.optimizer, B=size, T=config.model.block_size, accumulation=parts,
-            dtype=dtype, device=device, documents=config.data.document_mask,
+        memory = simulate_memory(
+            shapes, get_attention_fn(config.attention), config.optimizer, B=size, T=config.model.block_size,
+            accumulation=parts, dtype=dtype, device=device, documents=config.data.document_mask,
         )  # fmt: skip
-        return memory.held - there <= own
+        return memory.reserved - there <= own
 
     return _most(config, dist, fits)
 
 
-def try_out(config: Any, model: GPT, dtype: torch.dtype, dist: Dist) -> int:
+def probe_on_device(config: Any, model: GPT, dtype: torch.dtype, dist: Dist) -> int:
     """The most sequences at a time that `model` can be trained with where it is, on a device that says when it is full.
 
     0: none. The model and the device's random numbers are afterwards as they were.
@@ -127,8 +133,8 @@ def _train(config: Any, model: GPT, dtype: torch.dtype, size: int, parts: int) -
     """Optimizer steps of `parts` passes over `size` sequences each."""
     device = next(model.parameters()).device
     total = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else 0
-    kept_free = torch.empty(int(KEPT_FREE * total), dtype=torch.uint8, device=device)
-    optimizers, scaler = optimizer.build(model, config.optimizer), grad_scaler(device, dtype)
+    kept_free = torch.empty(int(GPU_RESERVE * total), dtype=torch.uint8, device=device)
+    optimizers, scaler = optimizer.build_optimizers(model, config.optimizer), grad_scaler(device, dtype)
     tokens = torch.zeros(3, size, config.model.block_size, dtype=torch.int64, device=device)
     for _ in range(STEPS):  # the second has the optimizer's state from the start
         for _ in range(parts):

@@ -18,15 +18,15 @@ from common.errors import UserError
 from data import sources, tokenizer
 from data.prepare import Prepared, prepare_offline
 from model import AttentionConfig
-from model.attention import BACKENDS, bind, resolve_model
+from model.attention import BACKENDS, get_attention_fn, resolve_model
 from model.flops import attention_flops_per_token, crossover, flops_per_token, linear_flops_per_token, params_by_part
 from model.gpt import GPT
 from training import optimizer
-from training.device import autocast, resolve_device, resolve_dtype, set_up
+from training.device import autocast, configure_backends, resolve_device, resolve_dtype
 from training.distributed import Dist
-from training.init_from import tokenizer_of
+from training.init_from import load_run_tokenizer
 from training.planning import micro_batch
-from training.planning.memory import Memory, simulate
+from training.planning.memory import Memory, simulate_memory
 from training.speed import peak_flops, synchronize
 
 
@@ -71,7 +71,7 @@ class Plan:
     def total_bytes(self, backend: str) -> int | None:
         """The peak_memory_bytes that a run's summary.json will have. None: unknown, or it cannot run here."""
         memory = self.memory[backend]
-        return None if self.process_bytes is None or isinstance(memory, str) else self.process_bytes + memory.held
+        return None if self.process_bytes is None or isinstance(memory, str) else self.process_bytes + memory.reserved
 
 
 def make_plan(config: Any, dist: Dist, say: Callable[[str], None] = lambda text: None) -> Plan:
@@ -84,18 +84,18 @@ def make_plan(config: Any, dist: Dist, say: Callable[[str], None] = lambda text:
     dtype = resolve_dtype(config.dtype, device)
     least, _ = config.train.plan(dist.world_size)
     T, batch_size = config.model.block_size, config.train.batch_size
-    set_up(device, config.deterministic, config.tf32)
+    configure_backends(device, config.deterministic, config.tf32)
     _resolve(config.attention, config, least, dtype, device)
-    attend = bind(config.attention)
+    attend = get_attention_fn(config.attention)
     dist.share_cores()
 
     say("loading libraries")
     process_bytes = _process_bytes(config, attend, device, dtype)  # first, while the process is as small as a run's
-    spec = tokenizer_of(config.tokenizer.run, config.name)
+    spec = load_run_tokenizer(config.tokenizer.run, config.name)
     prepared = prepare_offline(config.data, config.tokenizer, T, spec)
     vocab_size, at_most = _vocabulary(config, prepared, spec)
     model = GPT(config.model, vocab_size, attend, device="meta")
-    micro_batch_size, accumulation = micro_batch.foresee(config, model, dtype, device, dist)
+    micro_batch_size, accumulation = micro_batch.estimate_micro_batch_size(config, model, dtype, device, dist)
 
     memory, followed = {}, {}
     for name in BACKENDS:
@@ -111,9 +111,9 @@ def make_plan(config: Any, dist: Dist, say: Callable[[str], None] = lambda text:
             memory[name] = str(refusal)
             continue
         if kernel not in followed:  # two backends may come to the same
-            followed[kernel] = simulate(
-                model, bind(other), config.optimizer, B=micro_batch_size, T=T, accumulation=accumulation, dtype=dtype,
-                device=device, documents=config.data.document_mask,
+            followed[kernel] = simulate_memory(
+                model, get_attention_fn(other), config.optimizer, B=micro_batch_size, T=T, accumulation=accumulation,
+                dtype=dtype, device=device, documents=config.data.document_mask,
             )  # fmt: skip
         memory[name] = followed[kernel]
 
@@ -178,9 +178,9 @@ def _process_bytes(config: Any, attend: Callable[..., Tensor], device: torch.dev
         return 0
     if config.wandb.mode != "disabled":
         import wandb  # noqa: F401 (a run imports it; nothing is logged here)
-    tiny = GPT(replace(config.model, n_embd=8 * config.model.n_head, ngram_rows=64), 64, attend)
+    tiny = GPT(replace(config.model, n_embd=8 * config.model.n_head, ngram_table_size=64), 64, attend)
     _pass(tiny, torch.zeros(1, min(8, config.model.block_size), dtype=torch.int64), dtype)
-    for each in optimizer.build(tiny, config.optimizer):
+    for each in optimizer.build_optimizers(tiny, config.optimizer):
         each.step()
     system.reset_peak_memory(device)
     return system.peak_memory_bytes(device)

@@ -6,7 +6,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
-from common.console import counted, duration
+from common.console import format_duration, pluralize
 from training.config import AUTO
 from training.distributed import Dist
 from training.planning.memory import Memory
@@ -48,7 +48,9 @@ def page(plan: Plan, config: Any, console: Console) -> None:
     say(f"attention overtakes the rest {at}\n")
 
     fit = ", as many as fit" if config.train.micro_batch_size == AUTO else ""
-    say(f"memory of a process, MiB: {counted(plan.micro_batch_size, 'sequence')} at a time{fit}, {plan.dtype}", "bold")
+    say(
+        f"memory of a process, MiB: {pluralize(plan.micro_batch_size, 'sequence')} at a time{fit}, {plan.dtype}", "bold"
+    )
     console.print(_memory(plan), width=WIDTH)
     say("activations live at the end of a forward pass, scores are their T x T part")
     if plan.process_bytes:
@@ -87,7 +89,7 @@ def _memory(plan: Plan) -> Table:
 def _run(plan: Plan, config: Any) -> Table:
     table = Table(box=None, show_header=False, padding=(0, 2, 0, 0))
     train, T = config.train, config.model.block_size
-    parts = f"{counted(plan.world_size, 'process')} x {plan.accumulation} x {plan.micro_batch_size}"
+    parts = f"{pluralize(plan.world_size, 'process')} x {plan.accumulation} x {plan.micro_batch_size}"
     table.add_row("on", plan.device)
     table.add_row("a step", f"{parts} = {train.batch_size:,} sequences of {T:,} = {plan.tokens_per_step:,} tokens")
     fit = f", which fit into {train.minutes:g} minutes" if train.minutes is not None else ""
@@ -114,7 +116,7 @@ def _table(first: str, *numbers: str) -> Table:
 
 
 def _time(seconds: float) -> str:
-    return duration(seconds) if seconds < 48 * 3600 else f"{seconds / 86400:,.0f} days"
+    return format_duration(seconds) if seconds < 48 * 3600 else f"{seconds / 86400:,.0f} days"
 
 
 def mib(size: int) -> str:

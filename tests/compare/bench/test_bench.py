@@ -19,14 +19,14 @@ from hypothesis import strategies as st
 from kernel_profiler import reserve
 
 from common import system
-from compare.bench.cases import PHASES, Case, Settings, flops, inputs, measure, write_reference
+from compare.bench.cases import PHASES, BenchSettings, Case, flops, inputs, measure, write_reference
 from compare.bench.plot import draw
-from compare.bench.results import Timing, TimingsFile, answer, crossovers, panels, spread, standings
-from compare.bench.runner import figures, take_turns
+from compare.bench.results import Timing, TimingsFile, crossovers, group_by_phase, rankings, recommendation, spread
+from compare.bench.runner import run_interleaved, summarize
 from compare.bench.table import notes
-from compare.bench.worker import Ended, call_apart
+from compare.bench.worker import IsolatedCallFailed, run_isolated
 from model import AttentionConfig
-from model.attention import Need, bind, naive, spellings, visible
+from model.attention import AttentionRequest, all_variants, attention_mask, get_attention_fn, naive
 from model.flops import attention_flops, flops_per_token
 from training import speed
 
@@ -36,7 +36,7 @@ COLUMNS = (
 )
 CPU = torch.device("cpu")
 CASE = Case(AttentionConfig("naive", None, None), "forward", CPU, torch.float32, B=2, T=16, H=4, G=2, D=8, Dv=6)
-SETTINGS = Settings(None, None, 64, False, False, seed=1, rounds=1, repeats=2, seconds=0.001, time_limit=60.0)
+SETTINGS = BenchSettings(None, None, 64, False, False, seed=1, rounds=1, repeats=2, seconds=0.001, time_limit=60.0)
 QUICK = [
     "model.n_layer=1", "model.n_embd=16", "model.n_head=2", "optimizer=adamw", "vocab_size=64", "rounds=1", "repeats=1",
     "seconds=0.001", "wandb.mode=disabled", "block_sizes=[8,16]", "name=x",
@@ -47,11 +47,13 @@ QUICK = [
 def bench(workdir, capsys):
     """bench("phases=[step]", ...) -> (exit code, the rows of attention.csv, what it printed)."""
     from bench import main
-    from configs.cli import run, start
+    from configs.cli import parse_config, run_main
 
     def go(*overrides: str) -> tuple[int, list[dict], str]:
         own = {override.split("=")[0] for override in overrides}
-        code = run(main, start("bench", "", [*(q for q in QUICK if q.split("=")[0] not in own), *overrides]))
+        code = run_main(
+            main, parse_config("bench", "", [*(q for q in QUICK if q.split("=")[0] not in own), *overrides])
+        )
         printed = "".join(capsys.readouterr())
         with open("runs/bench/x/attention.csv", newline="") as file:
             return code, list(csv.DictReader(file)), printed
@@ -91,10 +93,10 @@ def test_the_crossover_of_two_power_laws_is_found_where_they_cross(at, steep):
 def test_backends_that_are_alike_do_not_cross():
     times = {64: 1.0, 256: 2.0, 1024: 9.0}
     rows = lines(a={64: 2.0, 256: 5.0, 1024: 40.0}, b=times, c={64: 1.05, 256: 1.9, 1024: 9.3})
-    assert [each.names for each in standings(rows)] == [{"b", "c"}] * 3
+    assert [each.names for each in rankings(rows)] == [{"b", "c"}] * 3
     assert crossovers(rows) == []
     wide = [*lines(a=times), *(timing("b", T, 1.3 * ms, spread=0.3) for T, ms in times.items())]
-    assert all(each.names == {"a", "b"} for each in standings(wide)), "quartiles overlap"
+    assert all(each.names == {"a", "b"} for each in rankings(wide)), "quartiles overlap"
 
 
 def test_a_crossover_is_passed_on_through_those_that_are_alike():
@@ -118,19 +120,21 @@ def test_the_answer_says_which_and_by_how_much():
         timing("slow", 512, 36.0, peak_memory_bytes=80 * mib), timing("fast", 512, 9.0, peak_memory_bytes=8 * mib),
         timing("slow", 1024, None), timing("fast", 1024, 20.0),
     ]  # fmt: skip
-    assert answer(rows) == [
+    assert recommendation(rows) == [
         ("forward, float32", "T = 64", "slow, 2.0 times as fast as fast"),
         ("forward, float32", "T = 256 to 512", "fast, 2.0 to 4.0 times as fast as slow, with 10 to 20 % of its memory"),
         ("forward, float32", "T = 1,024", "fast; slow: out of memory"),
     ]
     assert any("needed 8.0 GiB more" in note for note in notes(rows))
-    assert answer([timing("a", 8, None)]) == [("forward, float32", "T = 8", "none: a out of memory")]
+    assert recommendation([timing("a", 8, None)]) == [("forward, float32", "T = 8", "none: a out of memory")]
     wavy = lines(a={64: 2.0, 128: 9.0, 256: 2.4}, b={64: 1.0, 128: 1.0, 256: 1.0})
-    assert answer(wavy)[0][2] == "b, 2.0 to 9.0 times as fast as a", "the least and the largest, not the ends"
+    assert recommendation(wavy)[0][2] == "b, 2.0 to 9.0 times as fast as a", "the least and the largest, not the ends"
     steps = [timing("a", 8, 1.0), timing("a", 8, 1.0, phase="step")]
-    assert [line[0] for line in answer(steps)] == ["step, float32", "forward, float32"], "what one trains with leads"
-    assert answer([timing("a", 8, 1.0), timing("b", 8, 1.0)])[0][2] == "a or b (alike)"
-    assert answer([timing("a", 8, 1.0)])[0][2] == "a"
+    assert [line[0] for line in recommendation(steps)] == ["step, float32", "forward, float32"], (
+        "what one trains with leads"
+    )
+    assert recommendation([timing("a", 8, 1.0), timing("b", 8, 1.0)])[0][2] == "a or b (alike)"
+    assert recommendation([timing("a", 8, 1.0)])[0][2] == "a"
 
 
 def test_a_machine_that_is_not_still_is_told_of():
@@ -164,9 +168,9 @@ def test_a_picture_of_whatever_there_is(rows, tmp_path):
 # A process for each.
 
 
-def test_a_call_apart_returns_what_it_returns():
-    assert call_apart(sqrt, 4.0) == 2.0
-    assert call_apart(os.getpid) != os.getpid()
+def test_a_run_isolated_returns_what_it_returns():
+    assert run_isolated(sqrt, 4.0) == 2.0
+    assert run_isolated(os.getpid) != os.getpid()
 
 
 @pytest.mark.parametrize("function, arguments, status, reason", [
@@ -177,19 +181,19 @@ def test_a_call_apart_returns_what_it_returns():
     (signal.raise_signal, (signal.SIGKILL,), "out of memory", "killed, probably by Linux"),
     (time.sleep, (60,), "time limit", "took longer than 0.5 s"),
 ])  # fmt: skip
-def test_a_call_apart_says_how_it_ended(function, arguments, status, reason):
-    with pytest.raises(Ended) as ended:
-        call_apart(function, *arguments, time_limit=0.5 if function is time.sleep else None)
+def test_a_run_isolated_says_how_it_ended(function, arguments, status, reason):
+    with pytest.raises(IsolatedCallFailed) as ended:
+        run_isolated(function, *arguments, time_limit=0.5 if function is time.sleep else None)
     assert ended.value.status == status and reason in ended.value.reason
 
 
 def test_ctrl_c_while_processes_start_is_told_to_nobody_else():
     ask = """
-from compare.bench.worker import call_apart
+from compare.bench.worker import run_isolated
 import time
 print("asking", flush=True)
 try:
-    call_apart(time.sleep, 300)
+    run_isolated(time.sleep, 300)
 except KeyboardInterrupt:
     print("stopped")
 """
@@ -204,7 +208,7 @@ except KeyboardInterrupt:
 
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_whoever_measures_ends_with_whoever_asked_though_it_is_killed():
-    ask = "import time; from compare.bench.worker import call_apart; call_apart(time.sleep, 300.125)"
+    ask = "import time; from compare.bench.worker import run_isolated; run_isolated(time.sleep, 300.125)"
     asking = subprocess.Popen([sys.executable, "-c", ask], cwd=ROOT, env={**os.environ, "WHO_ASKS": str(os.getpid())})
 
     def sleeping() -> int:
@@ -233,9 +237,9 @@ def test_what_does_not_fit_fails_before_the_machine_swaps():
     """Linux hands out more memory than there is, to those that do not touch it."""
     known = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     size = (int(known["MemAvailable"].split()[0]) + 2**19) * 1024
-    assert call_apart(reserve, 2**30, bounded=True) == 2**30
-    with pytest.raises(Ended) as ended:
-        call_apart(reserve, size, bounded=True)
+    assert run_isolated(reserve, 2**30, bounded=True) == 2**30
+    with pytest.raises(IsolatedCallFailed) as ended:
+        run_isolated(reserve, size, bounded=True)
     assert ended.value.status == "out of memory"
 
 
@@ -244,16 +248,16 @@ def test_what_does_not_fit_fails_before_the_machine_swaps():
 
 @given(Tq=st.integers(1, 40), more=st.integers(0, 40), Dv=st.integers(1, 9), grad=st.booleans())
 def test_flops_are_those_of_what_queries_see(Tq, more, Dv, grad):
-    need = Need(B=2, Tq=Tq, Tk=Tq + more, H=3, G=1, D=8, Dv=Dv, dtype=torch.float32, device=CPU, grad=grad)
-    pairs = int(visible(Tq, Tq + more).sum())
+    need = AttentionRequest(B=2, Tq=Tq, Tk=Tq + more, H=3, G=1, D=8, Dv=Dv, dtype=torch.float32, device=CPU, grad=grad)
+    pairs = int(attention_mask(Tq, Tq + more).sum())
     products = 2 * 8 + 2 * Dv  # of a query with a key, and of a weight with a value
     assert attention_flops(need) == 2 * 3 * pairs * products * (3 if grad else 1)
 
 
 def test_flops_of_a_step_are_those_of_its_own_context():
-    from configs.cli import start
+    from configs.cli import parse_config
 
-    config = start("bench", "", ["model.window=128", "model.block_size=128"])
+    config = parse_config("bench", "", ["model.window=128", "model.block_size=128"])
     settings = replace(SETTINGS, model=config.model, vocab_size=64)
     case = replace(CASE, phase="step", B=1, T=1024)
     expected = flops_per_token(replace(config.model, block_size=1024), 64, 1024) * 1024
@@ -294,9 +298,9 @@ def test_figures_are_of_all_processes_together():
     one = measure(CASE, SETTINGS, Path("nothing"))
     found = [replace(one, seconds=seconds, peak_memory_bytes=size, compile_s=took, tokens=10, flops=1000)
              for seconds, size, took in (([1.0] * 500, 5, 9.0), ([3.0], 7, 1.0), ([4.0, 4.0], 6, 1.0))]  # fmt: skip
-    row = figures(found, peak=1000.0)
+    row = summarize(found, peak=1000.0)
     assert (row["ms_q1"], row["ms_median"], row["ms_q3"]) == (1000.0, 3000.0, 4000.0), "each process counts the same"
-    assert figures(found, peak=None)["peak_share"] is None
+    assert summarize(found, peak=None)["peak_share"] is None
     assert row["tokens_per_second"] == pytest.approx(10 / 3) and row["flops_per_second"] == pytest.approx(1000 / 3)
     assert row["peak_share"] == pytest.approx(1 / 3)
     assert row["peak_memory_bytes"] == 7 and row["compile_s"] == 9.0
@@ -311,7 +315,7 @@ def test_no_cache_holds_the_inputs_from_the_call_before(monkeypatch):
         return q[..., :6]
 
     monkeypatch.setattr(system, "cache_bytes", lambda device: 100_000)
-    monkeypatch.setattr("compare.bench.cases.bind", lambda config: attend)
+    monkeypatch.setattr("compare.bench.cases.get_attention_fn", lambda config: attend)
     work = PHASES["forward"](CASE, SETTINGS)
     for _ in range(50):
         work.call()
@@ -329,7 +333,7 @@ def test_a_cache_is_laid_out_head_by_head():
 
 def test_a_later_round_that_is_too_long_leaves_what_the_earlier_ones_found():
     settings = replace(SETTINGS, rounds=100_000, time_limit=2.0)
-    (found,) = take_turns({"naive": CASE}, settings, Path("nothing"))[0].values()
+    (found,) = run_interleaved({"naive": CASE}, settings, Path("nothing"))[0].values()
     assert 1 <= len(found) < 10_000
 
 
@@ -357,11 +361,12 @@ def test_as_many_calls_are_timed_as_fit_and_never_fewer_than_asked_for():
 def test_memory_is_what_the_scores_take_and_with_flash_it_grows_with_t_alone():
     scores = 2 * 2048**2 * 4  # bytes, of 2 heads
     case = replace(CASE, phase="forward+backward", B=1, T=2048, H=2, G=2, D=32, Dv=32)
-    taken = call_apart(measure, case, SETTINGS, Path("nothing")).peak_memory_bytes
+    taken = run_isolated(measure, case, SETTINGS, Path("nothing")).peak_memory_bytes
     assert taken == pytest.approx(3 * scores, rel=0.2), "weights, their gradient and that of the scores"
     long = replace(case, attention=AttentionConfig("flash", None, None), phase="forward", D=64, Dv=64)
     taken = [
-        call_apart(measure, replace(long, T=T), SETTINGS, Path("nothing")).peak_memory_bytes for T in (2048, 4096, 8192)
+        run_isolated(measure, replace(long, T=T), SETTINGS, Path("nothing")).peak_memory_bytes
+        for T in (2048, 4096, 8192)
     ]
     assert taken[1] - taken[0] == pytest.approx(2048 * 2 * 64 * 4, rel=0.35), "y, and a little"
     assert taken[2] - taken[1] == pytest.approx(4096 * 2 * 64 * 4, rel=0.35)
@@ -384,10 +389,10 @@ def test_out_of_memory_on_cuda_is_a_row(bench):
 
 
 def test_every_spelling_is_a_way_to_compute_attention():
-    ways = spellings()
+    ways = all_variants()
     assert {"naive", "sdpa", "sdpa:math", "sdpa:efficient", "flash", "flash:FA3"} <= ways.keys()
     for config in ways.values():
-        bind(config)
+        get_attention_fn(config)
     assert ways["sdpa:math"].kernels == ["math"] and ways["flash:FA3"].impl == "FA3"
 
 
@@ -423,7 +428,12 @@ def test_a_table_a_picture_and_a_summary(bench):
 
 def test_a_whole_step_takes_memory_for_its_model(bench):
     _, rows, _ = bench(
-        "phases=[step]", "backends=[naive]", "block_sizes=[8]", "model.n_embd=512", "vocab_size=4096", "model.ngram=1"
+        "phases=[step]",
+        "backends=[naive]",
+        "block_sizes=[8]",
+        "model.n_embd=512",
+        "vocab_size=4096",
+        "model.max_ngram=1",
     )
     weights = (12 * 512**2 + 2 * 4096 * 512) * 4
     assert 4 * weights < int(rows[0]["peak_memory_bytes"]) < 5 * weights, "weights, gradients, two moments, activations"
@@ -487,12 +497,12 @@ def test_ctrl_c_leaves_what_was_measured(workdir):
 ])  # fmt: skip
 def test_wrong_words(words, says, workdir, capsys):
     from bench import main
-    from configs.cli import run, start
+    from configs.cli import parse_config, run_main
 
     if words == ["device=cuda"] and torch.cuda.is_available():
         pytest.skip("there is one")
     try:
-        code = run(main, start("bench", "", words))
+        code = run_main(main, parse_config("bench", "", words))
     except SystemExit as left:
         code = left.code
     said = capsys.readouterr().err
@@ -509,9 +519,9 @@ def test_a_bench_is_not_written_over(bench):
 
 
 def test_shapes_are_the_models_unless_others_are_set():
-    from configs.cli import start
+    from configs.cli import parse_config
 
-    shape = lambda *words: start("bench", "", ["model=gpt2", *words]).kernel_shape()  # noqa: E731
+    shape = lambda *words: parse_config("bench", "", ["model=gpt2", *words]).kernel_shape()  # noqa: E731
     assert shape() == (12, 12, 64, 64)
     assert shape("model.n_kv_head=3") == (12, 3, 64, 64)
     assert shape("model.n_kv_head=3", "n_head=8") == (8, 8, 64, 64)
@@ -520,4 +530,4 @@ def test_shapes_are_the_models_unless_others_are_set():
 
 def test_every_column_is_documented_and_in_order():
     assert ",".join(field.name for field in fields(Timing)) == COLUMNS
-    assert list(panels(lines(a={1: 1.0}))) == [("forward", "float32")]
+    assert list(group_by_phase(lines(a={1: 1.0}))) == [("forward", "float32")]

@@ -13,7 +13,7 @@ from pathlib import Path
 import pytest
 from helpers import ROOT, TINY, metrics, untimed
 
-from common.run_dir import Run, owner, read_summary
+from common.run_dir import RunDir, read_owner, read_summary
 from compare.sweep.jobs import Job, Outcome, recover
 from configs.composition import composing
 from configs.multirun import expand
@@ -148,9 +148,9 @@ def test_recovering_knows_the_lost_from_the_running(workdir):
     folder = workdir / "runs/sweeps/s/seed=1"
     job = Job("seed=1", folder, [], {"name": "sweeps/s/seed=1"})
     assert recover(job, 0.0, "gone") == Outcome("failed", "not started: gone")
-    with Run("sweeps/s/seed=1", "", True, Dist()) as run:
-        run.begin({"name": "sweeps/s/seed=1"}, {})
-        assert recover(job, 0.0, "gone").reason == f"is still being trained by {owner(folder)}"
+    with RunDir("sweeps/s/seed=1", "", True, Dist()) as run:
+        run.start({"name": "sweeps/s/seed=1"}, {})
+        assert recover(job, 0.0, "gone").reason == f"is still being trained by {read_owner(folder)}"
         run.summary = None  # as if killed here
     assert recover(job, 0.0, "gone") == Outcome("failed", "its process was lost")
     assert read_summary(folder)["status"] == "failed"

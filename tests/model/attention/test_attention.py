@@ -17,23 +17,23 @@ from common.errors import UserError
 from model import GPTConfig
 from model.attention import (
     BACKENDS,
-    Need,
+    AttentionRequest,
     Support,
+    attention_mask,
     attention_weights,
     backend,
-    bind,
     cudnn,
     flash,
     flex,
+    get_attention_fn,
     naive,
     resolve,
     resolve_model,
     sdpa,
     support_table,
-    visible,
 )
 from model.attention.backends import KERNELS
-from model.attention.support import FEATURES, lacking
+from model.attention.support import FEATURES, missing_feature
 
 
 @pytest.fixture(autouse=True)
@@ -69,7 +69,7 @@ def loops(q, k, v, window, positions, documents):
     window=st.none() | st.integers(1, 5), documents=st.booleans(), positions=st.booleans(), seed=st.integers(0, 99),
 )  # fmt: skip
 def test_naive_is_the_definition(Tk, missing, heads, window, documents, positions, seed):
-    need = Need(
+    need = AttentionRequest(
         B=2, Tq=max(1, Tk - missing), Tk=Tk, H=heads[0], G=heads[1], D=4, Dv=6, dtype=torch.float32, device=CPU,
         grad=False, window=window, documents=documents, positions=positions,
     )  # fmt: skip
@@ -81,9 +81,9 @@ def test_naive_is_the_definition(Tk, missing, heads, window, documents, position
 BOUNDS = {"float64": (1e-12, 1e-12), "float32": (1e-5, 1e-5), "bfloat16": (5e-2, 5e-2), "float16": (5e-3, 5e-3)}
 
 
-def agree_or_refuse(name: str, need: Need, seed: int, bounds=BOUNDS) -> None:
+def agree_or_refuse(name: str, need: AttentionRequest, seed: int, bounds=BOUNDS) -> None:
     """Backend `name` gives what naive gives in float64, forward and gradients, or refuses as the table says."""
-    lacks = lacking(BACKENDS[name], need)
+    lacks = missing_feature(BACKENDS[name], need)
     if lacks is not None:
         what, setting = lacks
         with pytest.raises(UserError) as refused:
@@ -114,9 +114,9 @@ NEEDS = dict(
 )  # fmt: skip
 
 
-def drawn_need(T, queries, heads, sizes, dtype, window, documents, positions, grad) -> Need:
+def drawn_need(T, queries, heads, sizes, dtype, window, documents, positions, grad) -> AttentionRequest:
     Tq = {"all": T, "one": 1, "some": max(1, T // 2)}[queries]
-    return Need(
+    return AttentionRequest(
         B=2, Tq=Tq, Tk=T, H=heads[0], G=heads[1], D=sizes[0], Dv=sizes[1], dtype=DTYPES[dtype], device=CPU,
         grad=grad, window=window, documents=documents, positions=positions,
     )  # fmt: skip
@@ -129,7 +129,7 @@ def test_each_backend_agrees_with_naive_or_refuses(name, seed, dropout, **drawn)
     need = drawn_need(**drawn)
     if dropout:  # random, so that only a refusal can be compared
         need = replace(need, dropout_p=dropout)
-        if lacking(BACKENDS[name], need) is None:
+        if missing_feature(BACKENDS[name], need) is None:
             return
     agree_or_refuse(name, need, seed)
 
@@ -144,7 +144,7 @@ def test_each_feature_is_there_or_refused(name, feature):
     }[feature]  # fmt: skip
     need = replace(NEED, **{"G": 4, "grad": False} | changed)
     able = getattr(BACKENDS[name].on["cpu"], feature)
-    assert FEATURES[feature].asked(need) and (lacking(BACKENDS[name], need) is None) == able
+    assert FEATURES[feature].asked(need) and (missing_feature(BACKENDS[name], need) is None) == able
     if not (able and feature == "dropout"):
         agree_or_refuse(name, need, seed=1)
 
@@ -227,7 +227,7 @@ def test_flex_makes_a_mask_once_for_all_layers_and_anew_for_other_documents(monk
 @pytest.mark.parametrize("name", ON_CPU)
 @pytest.mark.parametrize(("dtype", "bound"), [("float32", 1e-5), ("bfloat16", 5e-2)])
 def test_error_against_float64(name, dtype, bound):
-    need = Need(B=2, Tq=257, Tk=257, H=4, G=4, D=64, Dv=64, dtype=DTYPES[dtype], device=CPU, grad=False)
+    need = AttentionRequest(B=2, Tq=257, Tk=257, H=4, G=4, D=64, Dv=64, dtype=DTYPES[dtype], device=CPU, grad=False)
     q, k, v = random_qkv(need)
     error = (BACKENDS[name].attend(q, k, v).double() - naive(q.double(), k.double(), v.double())).abs().max()
     assert 0 < error < bound
@@ -383,7 +383,7 @@ def test_weights_are_lower_triangular_and_row_stochastic():
     assert weights.shape == (2, 4, 10, 10)
     assert (weights.triu(1) == 0).all()
     torch.testing.assert_close(weights.sum(-1), torch.ones(2, 4, 10))
-    assert visible(3, 5).tolist() == [[True] * 3 + [False] * 2, [True] * 4 + [False], [True] * 5]
+    assert attention_mask(3, 5).tolist() == [[True] * 3 + [False] * 2, [True] * 4 + [False], [True] * 5]
 
 
 def test_a_new_backend_is_one_function_and_one_yaml_file(train, workdir, capsys):
@@ -417,6 +417,6 @@ def test_a_new_backend_is_one_function_and_one_yaml_file(train, workdir, capsys)
 
 def test_bound_kernels_are_handed_to_the_function():
     q, k, v = random_qkv(NEED)
-    attend = bind(choose("sdpa", kernels=["math"]))
+    attend = get_attention_fn(choose("sdpa", kernels=["math"]))
     torch.testing.assert_close(attend(q, k, v), sdpa(q, k, v), atol=2e-6, rtol=1e-5)
     assert attend.keywords == {"kernels": ("math",)}

@@ -16,7 +16,16 @@ from test_attention import agree_or_refuse
 
 from common.errors import UserError
 from model import AttentionConfig
-from model.attention import BACKENDS, bind, flash, keep_when_compiled, naive, resolve, resolve_model, sdpa
+from model.attention import (
+    BACKENDS,
+    flash,
+    get_attention_fn,
+    naive,
+    pin_kernel_under_compile,
+    resolve,
+    resolve_model,
+    sdpa,
+)
 
 CUDA = torch.device("cuda")
 
@@ -54,7 +63,7 @@ def test_resolved_is_what_runs(config, changed, resolved):
     need = replace(NEED, **changed)
     answer = resolve(config, need)
     assert (answer.requested, answer.resolved, answer.impl) == (config.backend, resolved, None)
-    attend, qkv, masks = bind(config), random_qkv(need), random_masks(need)
+    attend, qkv, masks = get_attention_fn(config), random_qkv(need), random_masks(need)
     assert kernels_run(lambda: attend(*qkv, **masks, dropout_p=need.dropout_p)) == {resolved} & set(MARKS)
 
 
@@ -63,7 +72,7 @@ import contextlib, sys, torch
 from torch.nn.attention import sdpa_kernel
 from kernel_profiler import kernels_run
 from model import AttentionConfig
-from model.attention import bind, keep_when_compiled
+from model.attention import get_attention_fn, keep_when_compiled
 from model.attention.backends import KERNELS
 
 qkv = [torch.randn(1, 64, 4, 16) for _ in range(3)]
@@ -73,7 +82,7 @@ for word in sys.argv[1:]:
     torch._dynamo.reset()  # what is compiled is looked up on the disk again, as in another process
     if how == "kept":
         keep_when_compiled(config)
-    attend = torch.compile(bind(config), fullgraph=True)
+    attend = torch.compile(get_attention_fn(config), fullgraph=True)
     with sdpa_kernel(KERNELS[kernel[0]]) if how == "around" else contextlib.nullcontext():
         attend(*qkv)
     print("ran", word, *kernels_run(lambda: attend(*qkv)))
@@ -112,7 +121,7 @@ def test_the_compile_cache_is_kept_apart_per_attention_config(monkeypatch):
     monkeypatch.setattr("torch._inductor.fx_passes.fuse_attention._sfdp_init", lambda *_: None)
     tags = set()
     for words in (("naive",), ("flash",), ("sdpa",), ("sdpa", ["math"]), ("flash", None, "FA3")):
-        keep_when_compiled(choose(*words))
+        pin_kernel_under_compile(choose(*words))
         tags.add(torch.compiler.config.cache_key_tag)
     assert len(tags) == 5
 
@@ -136,9 +145,9 @@ ON_CUDA = [name for name, each in BACKENDS.items() if "cuda" in each.on]
 )  # fmt: skip
 def test_on_cuda_resolved_is_what_runs_in_bfloat16(config, resolved, compiled):
     assert resolve(config, HALF).resolved == resolved
-    attend = bind(config)
+    attend = get_attention_fn(config)
     if compiled:
-        keep_when_compiled(config)
+        pin_kernel_under_compile(config)
         attend = torch.compile(attend, fullgraph=True)
     qkv = random_qkv(HALF)
     attend(*qkv)
@@ -167,7 +176,7 @@ def test_on_cuda_dropout_keeps_the_mean(config):
     q, k, v = random_qkv(replace(HALF, grad=False))
     resolve(config, replace(HALF, dropout_p=0.25))
     torch.manual_seed(0)
-    attend = bind(config)
+    attend = get_attention_fn(config)
     mean = torch.stack([attend(q, k, torch.ones_like(v), dropout_p=0.25).float().mean() for _ in range(50)]).mean()
     assert abs(mean - 1) < 0.03
 
@@ -180,7 +189,11 @@ def test_on_cuda_flex_trains(asked, compiled):
     need = replace(HALF, Tq=300, Tk=300, dtype=torch.float32, **asked)
     assert resolve(choose("flex"), need).resolved == "flex"
     qkv, masks = random_qkv(need), random_masks(need)
-    attend = torch.compile(bind(choose("flex")), fullgraph=True) if compiled else bind(choose("flex"))
+    attend = (
+        torch.compile(get_attention_fn(choose("flex")), fullgraph=True)
+        if compiled
+        else get_attention_fn(choose("flex"))
+    )
     doubles = [t.detach().double().requires_grad_() for t in qkv]
     y, expected = attend(*qkv, **masks), naive(*doubles, **masks)
     assert (y.double() - expected).abs().max() < 1e-3

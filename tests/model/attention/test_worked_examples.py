@@ -8,7 +8,7 @@ from torch import nn
 
 from common.errors import UserError
 from model import AttentionConfig, GPTConfig
-from model.attention import Need, attention_weights, flash, naive, resolve, sdpa
+from model.attention import AttentionRequest, attention_weights, flash, naive, resolve, sdpa
 from model.gpt import CausalSelfAttention
 
 WEIGHTS = torch.tensor([
@@ -55,7 +55,7 @@ def test_context_vectors_to_four_digits(qkv, attend):
 
 
 def test_flash_refuses_values_of_another_width(qkv):
-    need = Need(
+    need = AttentionRequest(
         B=1, Tq=6, Tk=6, H=1, G=1, D=2, Dv=4, dtype=torch.float32, device=torch.device("cpu"), grad=True
     )  # fmt: skip
     with pytest.raises(UserError, match="values as wide as keys, not Dv=4 and D=2; set attention=naive or sdpa"):
@@ -89,7 +89,7 @@ def test_multi_head_is_the_heads_one_by_one_concatenated_and_projected(attend):
     config = GPTConfig(
         name="", n_layer=1, n_head=H, n_kv_head=None, n_embd=C, block_size=T, dropout=0.0, bias=True, norm="layernorm",
         mlp="gelu", position="learned", window=None, qk_norm=False, tie_embeddings=True,
-        vocab_multiple=1, ngram=1, ngram_rows=64,
+        pad_vocab_multiple=1, max_ngram=1, ngram_table_size=64,
     )  # fmt: skip
     torch.manual_seed(0)
     layer = CausalSelfAttention(config, attend, window=None)

@@ -15,14 +15,14 @@ from hypothesis import strategies as st
 from model_helpers import GPT2, GROUPED, VARIANTS, make, some_tokens
 
 from common.errors import UserError
-from configs.cli import run, start
+from configs.cli import parse_config, run_main
 from data import tokenizer
 from model.attention import BACKENDS
 from model.generation.attention_maps import attention_maps, entropy, layer_entropies, uniform_entropy
 from model.generation.attention_plots import entropy_table, label, plot_maps, plot_overview, write_entropies
-from model.gpt import rotate
+from model.gpt import apply_rotary
 from training.loss_plot import read_metrics
-from training.wandb_logger import Wandb
+from training.wandb_logger import WandbRun
 
 
 def restless(variant, **how):
@@ -75,7 +75,7 @@ def test_the_weights_are_those_of_the_formula_written_out(variant):
             if variant["qk_norm"]:
                 q, k = (each / (each.square().mean(-1, keepdim=True) + 2.220446049250313e-16).sqrt() for each in (q, k))
             if rotary is not None:
-                q, k = (rotate(each[None, :, None], *rotary)[0, :, 0] for each in (q, k))
+                q, k = (apply_rotary(each[None, :, None], *rotary)[0, :, 0] for each in (q, k))
             for i in range(T):
                 expected[layer, head, i, : i + 1] = (k[: i + 1] @ q[i] / math.sqrt(D)).softmax(0)
     torch.testing.assert_close(attention_maps(model, tokens).double(), expected, atol=1e-7, rtol=0)
@@ -118,7 +118,7 @@ def test_the_model_is_itself_again_after_an_error():
         raise ZeroDivisionError
 
     with pytest.raises(ZeroDivisionError):
-        model.hidden(some_tokens(), attends=[broken] * len(model.blocks))
+        model.backbone(some_tokens(), attends=[broken] * len(model.blocks))
     assert [block.attn.attend for block in model.blocks] == functions
     assert model.training
 
@@ -199,7 +199,7 @@ def test_the_entropies_file_has_a_row_per_head(tmp_path):
 
 def test_words_of_tokens_are_text_and_bytes_that_are_none_are_said():
     byte = tokenizer.build(tokenizer.Corpus(["é", "b"], several=True), BYTE)
-    assert tokenizer.words(byte, [97, 195, 169, 256]) == ["a", "\\xc3", "\\xa9", tokenizer.END_OF_TEXT]
+    assert tokenizer.token_strings(byte, [97, 195, 169, 256]) == ["a", "\\xc3", "\\xa9", tokenizer.END_OF_TEXT]
 
 
 # From the command line
@@ -241,7 +241,7 @@ def test_a_run_draws_at_each_evaluation_and_a_sample_of_it_draws_its_prompt(
     # What it says, of the first text where there is no prompt, and of the end of what is too long.
     from sample import main
 
-    assert run(main, start("sample", "", ["run=a", "attention_map=true", "max_new_tokens=40"])) == 0
+    assert run_main(main, parse_config("sample", "", ["run=a", "attention_map=true", "max_new_tokens=40"])) == 0
     err = capsys.readouterr().err
     assert "the attention map is of the last 16 of 41 tokens, as many as the model sees at once" in err
     assert re.search(r"layer 2 +\d\.\d\d +\d\.\d\d", err)
@@ -250,9 +250,9 @@ def test_a_run_draws_at_each_evaluation_and_a_sample_of_it_draws_its_prompt(
         words = []
         monkeypatch.setattr("sample.plot_maps", lambda w, e, shown, folder, words=words: words.extend(shown))
         chosen = ["run=a", "attention_map=true", "max_new_tokens=2", f"prompt={prompt}"]
-        assert run(main, start("sample", "", chosen)) == 0
+        assert run_main(main, parse_config("sample", "", chosen)) == 0
         assert len(words) == 3 and words[0] == (prompt or "\n")
-    assert run(main, start("sample", "", ["run=a", "attention_map=true", "max_new_tokens=0"])) == 2
+    assert run_main(main, parse_config("sample", "", ["run=a", "attention_map=true", "max_new_tokens=0"])) == 2
     assert "set a longer prompt or max_new_tokens" in capsys.readouterr().err
 
 
@@ -261,7 +261,7 @@ def test_wandb_is_given_the_picture_and_may_fail(tmp_path, capsys):
     import wandb
 
     picture, told = plot_overview(np.ones((1, 1, 2, 2)), np.zeros((1, 1)), tmp_path / "a.png"), []
-    sink = object.__new__(Wandb)
+    sink = object.__new__(WandbRun)
     sink.run, sink.start = SimpleNamespace(log=told.append), None
     sink.log([{"step": 5, "attention": picture, "entropy/layer-1": 0.5}])
     (row,) = told

@@ -13,12 +13,12 @@ from common.errors import UserError
 from data import tokenizer
 from model import GPTConfig
 from model.attention import BACKENDS, naive
-from model.generation.cuda_graph import Recorded
-from model.generation.decode_linear import PARTS, for_sampling
-from model.generation.detokenizer import TextStream
-from model.generation.engine import Decoder, Piece, Prompt, generate
-from model.generation.kv_cache import Cache
-from model.generation.sampling import penalized
+from model.generation.cuda_graph import CudaGraphStep
+from model.generation.decode_linear import NUM_CHUNKS, convert_linears
+from model.generation.detokenizer import IncrementalDetokenizer
+from model.generation.engine import Engine, Prompt, TextChunk, generate
+from model.generation.kv_cache import KVCache
+from model.generation.sampling import apply_repetition_penalty
 from model.gpt import GPT
 
 BYTES = tokenizer.byte(tokenizer.Corpus([""], several=False), BYTE)
@@ -69,7 +69,7 @@ def test_logits_from_the_cache_are_those_without(name, variant):
         pytest.skip("compiling takes long; the variant with all of it stands for the others")
     model = make(variant, attend=BACKENDS[name].attend)
     T = model.config.block_size
-    decoder = Decoder(model, sampling(temperature=0.0), rows=4, longest=100)
+    decoder = Engine(model, sampling(temperature=0.0), rows=4, longest=100)
     seen = logits_of(decoder)
     prompts = [[7], list(range(3, 3 + T // 2 + 1)), list(range(40, 40 + T)), [9, 8]]
     decoder.add([Prompt(tokens, seed=0) for tokens in prompts])
@@ -100,7 +100,7 @@ def test_greedy_text_is_that_without_a_cache(variant):
 
 
 def greedy(model, prompt, new):
-    decoder = Decoder(model, sampling(temperature=0.0), 1, len(prompt) + new)
+    decoder = Engine(model, sampling(temperature=0.0), 1, len(prompt) + new)
     decoder.add([Prompt(prompt, seed=0)])
     return [decoder.step()[0] for _ in range(new)]
 
@@ -110,7 +110,7 @@ def test_the_penalty_is_of_the_prompt_and_of_what_was_made(fixed, monkeypatch):
     """Greedy, against a loop without a cache."""
     model = make(MODERN)
     how = sampling(temperature=0.0, repetition_penalty=1.5)
-    decoder = Decoder(model, how, 2, 60)
+    decoder = Engine(model, how, 2, 60)
     if fixed:
         decoder.recorded = Replayed(decoder._advance, 2, torch.device("cpu"))
     prompts = [[3, 4, 5], [200, 7]]
@@ -120,7 +120,7 @@ def test_the_penalty_is_of_the_prompt_and_of_what_was_made(fixed, monkeypatch):
         for step in made:
             seen = torch.zeros(1, 256, dtype=torch.bool)
             seen[0, text] = True
-            assert penalized(without_cache(model, text).unsqueeze(0), seen, 1.5).argmax() == step[row]
+            assert apply_repetition_penalty(without_cache(model, text).unsqueeze(0), seen, 1.5).argmax() == step[row]
             text = [*text, step[row]]
     repeated = greedy(model, [3, 4, 5], 40)
     assert len(set(repeated)) < len({step[0] for step in made}), "it repeats itself less"
@@ -131,7 +131,7 @@ def test_prompts_that_are_read_in_several_parts_lie_in_their_own_rows(monkeypatc
     prompts = [list(range(i, i + n)) for i, n in enumerate((5, 9, 3, 12, 7))]
 
     def texts():
-        decoder = Decoder(model, sampling(temperature=0.0), 5, 40)
+        decoder = Engine(model, sampling(temperature=0.0), 5, 40)
         decoder.add([Prompt(tokens, seed=0) for tokens in prompts])
         return [decoder.step() for _ in range(10)]
 
@@ -209,17 +209,17 @@ def test_generation_ends_at_end_of_text_without_giving_it():
     model = make(MODERN)
     end = greedy(model, [1], 1)[0]
     made = list(generate(model, BYTES, [Prompt([1], 0)], sampling(temperature=0.0), end=end, rows=1))
-    assert made == [Piece(0, "", 0, "end")]
+    assert made == [TextChunk(0, "", 0, "end")]
 
 
 def test_no_tokens_are_a_text_too_and_no_prompts_none():
     model = make(MODERN)
     made = list(generate(model, BYTES, [Prompt([1], 0)] * 2, sampling(max_new_tokens=0), end=None, rows=1))
-    assert made == [Piece(0, "", 0, "length"), Piece(1, "", 0, "length")]
+    assert made == [TextChunk(0, "", 0, "length"), TextChunk(1, "", 0, "length")]
     assert list(generate(model, BYTES, [], sampling(), end=None, rows=4)) == []
 
 
-class Replayed(Recorded):
+class Replayed(CudaGraphStep):
     """Recorded, with a step that is computed anew where CUDA would replay it: into the same tensor."""
 
     def record(self, *inputs):
@@ -230,13 +230,13 @@ class Replayed(Recorded):
 @EACH_VARIANT
 def test_a_step_of_fixed_shapes_writes_the_same_texts(variant, monkeypatch):
     """What is recorded on CUDA: texts filled up to a power of two, slots that nobody has filled, masks for all."""
-    monkeypatch.setattr("model.generation.cuda_graph.LEAST", 4)
+    monkeypatch.setattr("model.generation.cuda_graph.MIN_SLOTS", 4)
     model = make(variant, dtype=torch.float64)
     prompts = [Prompt([(i * 7 + j) % 250 for j in range(n)], seed=i) for i, n in enumerate((1, 5, 3, 20, 2, 9, 4))]
     how = sampling(max_new_tokens=30, repetition_penalty=1.2)
 
     def run(fixed):
-        decoder = Decoder(model, how, 5, 60)
+        decoder = Engine(model, how, 5, 60)
         if fixed:
             decoder.recorded = Replayed(decoder._advance, 5, torch.device("cpu"))
         decoder.add(prompts[:5])
@@ -262,7 +262,7 @@ def test_on_cuda_recorded_steps_write_the_text_of_steps_that_are_not(variant):
     model.to("cuda")
     made = []
     for recorded in (True, False):
-        decoder = Decoder(model, sampling(max_new_tokens=30), 4, 60, graphs=recorded)
+        decoder = Engine(model, sampling(max_new_tokens=30), 4, 60, graphs=recorded)
         assert (decoder.recorded is not None) == recorded
         decoder.add(prompts[:4])
         steps = [decoder.step() for _ in range(10)]
@@ -273,8 +273,8 @@ def test_on_cuda_recorded_steps_write_the_text_of_steps_that_are_not(variant):
 
 def test_a_cache_is_no_larger_than_what_a_layer_sees():
     model = make(MODERN | dict(window=[5, None]))
-    assert [ring.W for ring in Cache(model, 2, 100).rings] == [5, 24]
-    assert [ring.W for ring in Cache(model, 2, 10).rings] == [5, 10]
+    assert [ring.W for ring in KVCache(model, 2, 100).rings] == [5, 24]
+    assert [ring.W for ring in KVCache(model, 2, 10).rings] == [5, 10]
 
 
 # Linear layers for few rows
@@ -282,7 +282,7 @@ def test_a_cache_is_no_larger_than_what_a_layer_sees():
 
 @settings(max_examples=40, deadline=None)
 @given(
-    rows=st.integers(1, 70), K=st.integers(1, 40), N=st.integers(1, 3 * PARTS + 2), bias=st.booleans(),
+    rows=st.integers(1, 70), K=st.integers(1, 40), N=st.integers(1, 3 * NUM_CHUNKS + 2), bias=st.booleans(),
     dtype=st.sampled_from([torch.float32, torch.float16, torch.bfloat16]),
 )  # fmt: skip
 def test_layers_for_sampling_compute_what_the_linear_layer_does(rows, K, N, bias, dtype):
@@ -295,14 +295,14 @@ def test_layers_for_sampling_compute_what_the_linear_layer_does(rows, K, N, bias
     x = torch.randn(2, rows, K)
     expected = layer(x)
     with torch.no_grad():
-        y = for_sampling(holder, dtype).lm_head(x)
+        y = convert_linears(holder, dtype).lm_head(x)
     assert y.dtype == torch.float32
     tolerance = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}[dtype]
     torch.testing.assert_close(y, expected.detach(), atol=tolerance, rtol=tolerance)
 
 
 def test_a_model_for_sampling_writes_as_the_one_for_training():
-    plain, fast = make(GROUPED), for_sampling(make(GROUPED), torch.float32)
+    plain, fast = make(GROUPED), convert_linears(make(GROUPED), torch.float32)
     tokens = torch.arange(20).unsqueeze(0)
     torch.testing.assert_close(fast(tokens), plain(tokens), atol=1e-4, rtol=1e-4)
     assert greedy(fast, [1, 2], 40) == greedy(plain, [1, 2], 40)
@@ -315,7 +315,7 @@ def whole(stream, tokens, end=None):
     """Everything that the stream shows, and why it ended."""
     shown = ""
     for token in tokens:
-        text, ended = stream.take(token, end)
+        text, ended = stream.push(token, end)
         shown += text
         if ended:
             return shown, ended
@@ -326,9 +326,9 @@ def whole(stream, tokens, end=None):
 @given(text=st.text(st.characters(exclude_categories=["Cs"])), data=st.data())
 def test_a_stream_never_shows_half_a_character(text, data):
     """A token is a byte here. What is shown is at any time a beginning of the text, and in the end all of it."""
-    stream, shown = TextStream(BYTES, sampling(max_new_tokens=10_000)), ""
+    stream, shown = IncrementalDetokenizer(BYTES, sampling(max_new_tokens=10_000)), ""
     for token in text.encode():
-        shown += stream.take(token, None)[0]
+        shown += stream.push(token, None)[0]
         assert text.startswith(shown)
     assert shown == text
 
@@ -351,10 +351,10 @@ def test_a_text_ends_ahead_of_the_stop_string_that_is_complete_first(text, stops
         pieces, rest = [*pieces, rest[:cut]], rest[cut:]
     pieces = [piece for piece in [*pieces, *rest] if piece]
     encoding = tokenizer._encoding("words", r"(?s).", [p.encode() for p in dict.fromkeys(pieces)] or [b"a"], {})
-    stream = TextStream(encoding, sampling(stop=stops, max_new_tokens=10_000))
+    stream = IncrementalDetokenizer(encoding, sampling(stop=stops, max_new_tokens=10_000))
     shown = ""
     for piece in pieces:
-        more, ended = stream.take(encoding.encode_single_token(piece.encode()), None)
+        more, ended = stream.push(encoding.encode_single_token(piece.encode()), None)
         shown += more
         assert expected.startswith(shown), "something that a stop string begins with was shown"
         if ended:
@@ -366,12 +366,12 @@ def test_a_text_ends_ahead_of_the_stop_string_that_is_complete_first(text, stops
 
 
 def test_what_may_become_a_stop_string_is_held_back_and_shown_once_it_does_not():
-    stream = TextStream(BYTES, sampling(stop="\n\nEnd", max_new_tokens=100))
-    assert [stream.take(token, None)[0] for token in b"a\n\nEx"] == ["a", "", "", "", "\n\nEx"]
-    assert whole(TextStream(BYTES, sampling(stop="xyz", max_new_tokens=3)), b"axy") == ("axy", "length")
-    assert whole(TextStream(BYTES, sampling(stop="xyz")), b"ax\0", end=0) == ("ax", "end")
+    stream = IncrementalDetokenizer(BYTES, sampling(stop="\n\nEnd", max_new_tokens=100))
+    assert [stream.push(token, None)[0] for token in b"a\n\nEx"] == ["a", "", "", "", "\n\nEx"]
+    assert whole(IncrementalDetokenizer(BYTES, sampling(stop="xyz", max_new_tokens=3)), b"axy") == ("axy", "length")
+    assert whole(IncrementalDetokenizer(BYTES, sampling(stop="xyz")), b"ax\0", end=0) == ("ax", "end")
 
 
 def test_half_a_character_at_the_end_is_left_out_and_bytes_that_are_none_are_marked():
-    assert whole(TextStream(BYTES, sampling(max_new_tokens=4)), "aé€".encode()) == ("aé", "length")
-    assert whole(TextStream(BYTES, sampling(max_new_tokens=3)), b"a\xffb") == ("a\ufffdb", "length")
+    assert whole(IncrementalDetokenizer(BYTES, sampling(max_new_tokens=4)), "aé€".encode()) == ("aé", "length")
+    assert whole(IncrementalDetokenizer(BYTES, sampling(max_new_tokens=3)), b"a\xffb") == ("a\ufffdb", "length")

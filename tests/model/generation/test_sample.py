@@ -19,8 +19,8 @@ from helpers import ROOT, TEXT
 
 from common import checkpoint_file
 from common.errors import UserError
-from configs.cli import run, start
-from model.generation.prompts import lines_to, read_prompt
+from configs.cli import parse_config, run_main
+from model.generation.prompts import open_output, read_prompt
 from sample import load, main, stream
 
 RUN = ["run=a", "max_new_tokens=30"]
@@ -33,7 +33,7 @@ def lines(file):
 def refusal(capsys, *overrides):
     capsys.readouterr()
     try:
-        code = run(main, start("sample", "", list(overrides)))
+        code = run_main(main, parse_config("sample", "", list(overrides)))
     except SystemExit as stopped:
         code = stopped.code
     assert code == 2
@@ -52,7 +52,7 @@ def test_a_text_comes_out_as_it_is_made_and_its_speed_behind_it(trained, workdir
     out, err = Watched(), io.StringIO()
     monkeypatch.setattr("sys.stdout", out)
     monkeypatch.setattr("sys.stderr", err)
-    assert run(main, start("sample", "", [*RUN, "prompt=The 1", "temperature=0"])) == 0
+    assert run_main(main, parse_config("sample", "", [*RUN, "prompt=The 1", "temperature=0"])) == 0
     pieces = [text for _, text in times if text]
     assert pieces[0] == "The 1" and pieces[-1] == "\n" and len(pieces) == 32, "a character at a time"
     assert "30 tokens in " in err.getvalue() and " tokens/s\n" in err.getvalue()
@@ -61,7 +61,10 @@ def test_a_text_comes_out_as_it_is_made_and_its_speed_behind_it(trained, workdir
 def test_several_texts_are_those_of_their_seeds(trained, sample, workdir, capsys):
     alone = [sample(*RUN, "prompt=The ", f"seed={seed}") for seed in (5, 6, 7)]
     capsys.readouterr()
-    assert run(main, start("sample", "", [*RUN, "prompt=The ", "seed=5", "num_samples=3", "batch_size=2"])) == 0
+    assert (
+        run_main(main, parse_config("sample", "", [*RUN, "prompt=The ", "seed=5", "num_samples=3", "batch_size=2"]))
+        == 0
+    )
     both = capsys.readouterr()
     assert both.out == "".join(alone)
     assert [line for line in both.err.splitlines() if line.startswith("---")] == ["--- 1 ---", "--- 2 ---", "--- 3 ---"]
@@ -119,10 +122,10 @@ def test_lines_of_a_file_end_where_an_editor_ends_them(train, sample, workdir):
 
 def test_a_file_of_somebody_elses_is_not_touched(workdir):
     (workdir / "o.jsonl").touch()
-    with pytest.raises(FileExistsError), lines_to("o.jsonl"):
+    with pytest.raises(FileExistsError), open_output("o.jsonl"):
         pass
     assert (workdir / "o.jsonl").exists()
-    with pytest.raises(ZeroDivisionError), lines_to("new.jsonl"):
+    with pytest.raises(ZeroDivisionError), open_output("new.jsonl"):
         raise ZeroDivisionError
     assert not (workdir / "new.jsonl").exists(), "nothing was written, so that nothing is left"
 
@@ -150,7 +153,7 @@ def test_what_is_done_of_many_is_written_when_it_is_interrupted(trained, workdir
 
     monkeypatch.setattr(script, "generate", interrupted)
     capsys.readouterr()
-    assert run(main, start("sample", "", [*RUN, "prompts=p.txt", "out=o.jsonl"])) == 75
+    assert run_main(main, parse_config("sample", "", [*RUN, "prompts=p.txt", "out=o.jsonl"])) == 75
     assert "interrupted; 2 of 3 texts are in o.jsonl" in capsys.readouterr().err
     assert [json.loads(line)["prompt"] for line in lines("o.jsonl")] == ["The 1", "The 2"]
 
@@ -333,17 +336,17 @@ def test_a_run_is_found_by_its_folder_too(trained, sample, workdir):
 def test_a_checkpoint_that_is_replaced_while_it_is_read_is_read_whole(trained, workdir, monkeypatch):
     """torch.load opens a file more than once: at each of these moments another takes its place."""
     path = Path("runs/a/checkpoints/last.pt")
-    old = checkpoint_file.load(path)
+    old = checkpoint_file.load_checkpoint(path)
     new = {**old, "step": old["step"] + 1, "model": {name: weight + 1 for name, weight in old["model"].items()}}
     new["padding"] = torch.zeros(1000)  # so that nothing lies where it did
     real_load, real_from_file = torch.load, torch.UntypedStorage.from_file
     for moment in ("before torch.load", "before the weights"):
-        checkpoint_file.save(path, old)
+        checkpoint_file.save_checkpoint(path, old)
         left = [True]
 
         def replace_once(left=left):
             if left and left.pop():
-                checkpoint_file.save(path, new)
+                checkpoint_file.save_checkpoint(path, new)
 
         def loading(*given, moment=moment, replace_once=replace_once, **how):
             if moment == "before torch.load":
@@ -357,7 +360,7 @@ def test_a_checkpoint_that_is_replaced_while_it_is_read_is_read_whole(trained, w
 
         monkeypatch.setattr(torch, "load", loading)
         monkeypatch.setattr(torch.UntypedStorage, "from_file", from_file)
-        read = checkpoint_file.load(path)
+        read = checkpoint_file.load_checkpoint(path)
         monkeypatch.undo()
         monkeypatch.chdir(workdir)
         assert not left, "it was never replaced"

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import UserError
-from model.generation.sampling import choose, draw, filtered, penalized
+from model.generation.sampling import apply_repetition_penalty, filtered_probs, sample_inverse_cdf, sample_next_token
 
 # On a grid: float32 makes ties of what lies closer than its rounding, and of the equal any may be chosen.
 rows = st.lists(st.integers(-800, 800).map(lambda i: i / 100), min_size=2, max_size=12)
@@ -32,14 +32,14 @@ def kept_alike(kept, row, temperature=1.0):
 @EXACT
 @given(row=rows, temperature=st.floats(0.05, 20))
 def test_temperature_divides_the_logits(row, temperature):
-    kept = filtered(torch.tensor([row]), sampling(temperature=temperature))[0]
+    kept = filtered_probs(torch.tensor([row]), sampling(temperature=temperature))[0]
     torch.testing.assert_close(kept.double(), plain(row, temperature), atol=1e-5, rtol=1e-3)
 
 
 @EXACT
 @given(row=rows, k=st.integers(1, 12))
 def test_top_k_keeps_the_k_likeliest(row, k):
-    kept = filtered(torch.tensor([row]), sampling(top_k=k))[0]
+    kept = filtered_probs(torch.tensor([row]), sampling(top_k=k))[0]
     kept_alike(kept, row)
     assert (kept > 0).sum() == min(k, len(row))
     left_out = torch.tensor(row)[kept == 0]
@@ -49,7 +49,7 @@ def test_top_k_keeps_the_k_likeliest(row, k):
 @EXACT
 @given(row=rows, p=st.floats(0.05, 1.0))
 def test_top_p_keeps_the_smallest_set_that_reaches_p(row, p):
-    kept = filtered(torch.tensor([row]), sampling(top_p=p))[0]
+    kept = filtered_probs(torch.tensor([row]), sampling(top_p=p))[0]
     kept_alike(kept, row)
     mass = plain(row)[kept > 0]
     assert mass.sum() >= p - 1e-5
@@ -60,7 +60,7 @@ def test_top_p_keeps_the_smallest_set_that_reaches_p(row, p):
 @EXACT
 @given(row=rows, p=st.floats(0.01, 1.0))
 def test_min_p_keeps_what_is_as_likely_as_a_fraction_of_the_likeliest(row, p):
-    kept = filtered(torch.tensor([row]), sampling(min_p=p))[0]
+    kept = filtered_probs(torch.tensor([row]), sampling(min_p=p))[0]
     kept_alike(kept, row)
     share = plain(row) / plain(row).max()
     assert (share[kept > 0] >= p * (1 - 1e-4)).all()
@@ -71,11 +71,11 @@ def test_min_p_keeps_what_is_as_likely_as_a_fraction_of_the_likeliest(row, p):
 @given(row=rows, k=st.integers(1, 12), p=st.floats(0.05, 1), min_p=st.floats(0.01, 1), t=st.floats(0.1, 5))
 def test_filters_follow_one_another(row, k, p, min_p, t):
     """top_p is of what top_k left, at the temperature; the likeliest always stays."""
-    together = filtered(torch.tensor([row]), sampling(top_k=k, top_p=p, min_p=min_p, temperature=t))[0]
+    together = filtered_probs(torch.tensor([row]), sampling(top_k=k, top_p=p, min_p=min_p, temperature=t))[0]
     kept_alike(together, row, t)
-    by_k = filtered(torch.tensor([row]), sampling(top_k=k, temperature=t))
-    by_p = filtered(by_k.log(), sampling(top_p=p))
-    one_by_one = filtered(by_p.log(), sampling(min_p=min_p))[0]
+    by_k = filtered_probs(torch.tensor([row]), sampling(top_k=k, temperature=t))
+    by_p = filtered_probs(by_k.log(), sampling(top_p=p))
+    one_by_one = filtered_probs(by_p.log(), sampling(min_p=min_p))[0]
     near = (together > 0) != (one_by_one > 0)  # on the very edge, by rounding
     assert near.sum() <= 1
     if not near.any():
@@ -88,7 +88,7 @@ def test_filters_follow_one_another(row, k, p, min_p, t):
 def test_the_penalty_is_of_what_was_seen_alone_and_lowers_it_where_it_exceeds_1(row, penalty, data):
     seen = torch.tensor([data.draw(st.lists(st.booleans(), min_size=len(row), max_size=len(row)))])
     logits = torch.tensor([row])
-    new = penalized(logits, seen, penalty)
+    new = apply_repetition_penalty(logits, seen, penalty)
     assert torch.equal(new[~seen], logits[~seen])
     for before, after in zip(logits[seen].tolist(), new[seen].tolist(), strict=True):
         assert after == pytest.approx(before / penalty if before > 0 else before * penalty, rel=1e-5)
@@ -97,12 +97,12 @@ def test_the_penalty_is_of_what_was_seen_alone_and_lowers_it_where_it_exceeds_1(
 
 def test_top_k_is_taken_before_anything_is_rounded():
     logits = torch.tensor([[0.0, 1.0, 1.4e-34]])
-    assert (filtered(logits, sampling(top_k=2)) > 0).tolist() == [[False, True, True]]
+    assert (filtered_probs(logits, sampling(top_k=2)) > 0).tolist() == [[False, True, True]]
 
 
 def test_filters_of_half_precision_logits_are_in_float32():
     logits = torch.tensor([[10.0, 9.99]]).bfloat16()
-    both = choose(
+    both = sample_next_token(
         logits, sampling(temperature=0, repetition_penalty=1.001), torch.rand(1), torch.tensor([[True, False]])
     )
     assert logits[0, 0] == logits[0, 1] and both.tolist() == [1]
@@ -110,16 +110,16 @@ def test_filters_of_half_precision_logits_are_in_float32():
 
 def test_temperature_zero_is_the_likeliest_token_alone():
     logits = torch.tensor([[1.0, 3.0, 2.0]])
-    assert filtered(logits, sampling(temperature=0)).tolist() == [[0, 1, 0]]
-    assert choose(logits, sampling(temperature=0, top_k=2), torch.tensor([0.999]), None).tolist() == [1]
-    assert filtered(logits, sampling(temperature=1e-30)).tolist() == [[0, 1, 0]]
+    assert filtered_probs(logits, sampling(temperature=0)).tolist() == [[0, 1, 0]]
+    assert sample_next_token(logits, sampling(temperature=0, top_k=2), torch.tensor([0.999]), None).tolist() == [1]
+    assert filtered_probs(logits, sampling(temperature=1e-30)).tolist() == [[0, 1, 0]]
 
 
 @EXACT
 @given(row=rows, k=st.integers(1, 3), number=st.floats(0, 1, exclude_max=True, width=32))
 def test_a_draw_is_the_inverse_of_the_distribution(row, k, number):
-    probabilities = filtered(torch.tensor([row]), sampling(top_k=k))
-    token = draw(probabilities, torch.tensor([number]))[0]
+    probabilities = filtered_probs(torch.tensor([row]), sampling(top_k=k))
+    token = sample_inverse_cdf(probabilities, torch.tensor([number]))[0]
     assert probabilities[0, token] > 0
     below = probabilities[0].double().cumsum(-1)
     assert below[token] > number * below[-1] * (1 - 1e-12)
@@ -129,14 +129,14 @@ def test_a_draw_is_the_inverse_of_the_distribution(row, k, number):
 def test_the_extremes_of_a_draw_stay_within_what_is_likely():
     probabilities = torch.tensor([[0.0, 0.3, 0.0, 0.7, 0.0]] * 2)
     largest = torch.tensor(1.0).nextafter(torch.tensor(0.0)).item()
-    assert draw(probabilities, torch.tensor([0.0, largest])).tolist() == [1, 3]
+    assert sample_inverse_cdf(probabilities, torch.tensor([0.0, largest])).tolist() == [1, 3]
 
 
 def test_many_draws_have_the_distribution():
     probabilities = torch.tensor([0.5, 0.25, 0.125, 0.125])
     n = 20_000
     uniform = torch.rand(n, generator=torch.Generator().manual_seed(0))
-    drawn = draw(probabilities.expand(n, 4), uniform).bincount(minlength=4) / n
+    drawn = sample_inverse_cdf(probabilities.expand(n, 4), uniform).bincount(minlength=4) / n
     for share, p in zip(drawn.tolist(), probabilities.tolist(), strict=True):
         assert abs(share - p) < 5 * math.sqrt(p * (1 - p) / n)
 

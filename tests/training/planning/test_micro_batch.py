@@ -8,12 +8,12 @@ from helpers import TINY, metrics, summary, untimed
 
 from common import system
 from common.errors import UserError
-from configs.cli import start
-from model.attention import bind
+from configs.cli import parse_config
+from model.attention import get_attention_fn
 from model.gpt import GPT
 from training.distributed import Dist
-from training.planning.memory import simulate
-from training.planning.micro_batch import CERTAIN, KEPT_FREE, settle, try_out
+from training.planning.memory import simulate_memory
+from training.planning.micro_batch import GPU_RESERVE, MEMORY_SAFETY, probe_on_device, resolve_micro_batch_size
 
 CPU = torch.device("cpu")
 AUTO = "train.micro_batch_size=auto"
@@ -21,17 +21,17 @@ SMALL = ["model.n_layer=1", "train.batch_size=4", "optimizer=adamw"]
 
 
 def config_of(*overrides):
-    return start("train", "", [*TINY, *SMALL, AUTO, *overrides])
+    return parse_config("train", "", [*TINY, *SMALL, AUTO, *overrides])
 
 
 def beyond_the_weights(config, size: int, accumulation: int) -> int:
     """Bytes that training takes beside the model itself, with `size` sequences at a time."""
-    model, attend = GPT(config.model, 100, bind(config.attention)), bind(config.attention)
-    told = simulate(
+    model, attend = GPT(config.model, 100, get_attention_fn(config.attention)), get_attention_fn(config.attention)
+    told = simulate_memory(
         model, attend, config.optimizer, B=size, T=config.model.block_size, accumulation=accumulation,
         dtype=torch.float32, device=CPU, documents=False,
     )  # fmt: skip
-    return told.held - sum(p.nbytes for p in model.parameters())
+    return told.reserved - sum(p.nbytes for p in model.parameters())
 
 
 @pytest.fixture
@@ -43,35 +43,35 @@ def free(monkeypatch):
 @pytest.mark.parametrize(("size", "accumulation"), [(2, 2), (1, 4)])
 def test_it_is_the_most_that_the_free_memory_holds(workdir, free, size, accumulation):
     config = config_of()
-    needed = beyond_the_weights(config, size, accumulation) / CERTAIN
-    model = GPT(config.model, 100, bind(config.attention))
+    needed = beyond_the_weights(config, size, accumulation) / MEMORY_SAFETY
+    model = GPT(config.model, 100, get_attention_fn(config.attention))
     random, weights = torch.get_rng_state(), {name: w.clone() for name, w in model.state_dict().items()}
     free(needed + 1)
-    assert settle(config, model, torch.float32, Dist()) == (size, accumulation)
+    assert resolve_micro_batch_size(config, model, torch.float32, Dist()) == (size, accumulation)
     assert torch.equal(torch.get_rng_state(), random)
     assert all(torch.equal(weight, weights[name]) for name, weight in model.state_dict().items())
     free(needed - 8)
     if size == 1:
         with pytest.raises(UserError, match=r"even one sequence of model.block_size=16 tokens .* set a smaller"):
-            settle(config, model, torch.float32, Dist())
+            resolve_micro_batch_size(config, model, torch.float32, Dist())
     else:
-        assert settle(config, model, torch.float32, Dist())[0] < size
+        assert resolve_micro_batch_size(config, model, torch.float32, Dist())[0] < size
 
 
 def test_processes_share_a_machines_memory_and_take_what_fits_for_all(workdir, free, monkeypatch):
     config = config_of()
-    model = GPT(config.model, 100, bind(config.attention))
+    model = GPT(config.model, 100, get_attention_fn(config.attention))
     agreed = []
-    monkeypatch.setattr(Dist, "smallest", lambda self, value: agreed.append(value) or 1)
+    monkeypatch.setattr(Dist, "all_reduce_min", lambda self, value: agreed.append(value) or 1)
     for more_or_less in (2, -16):
-        free(2 * beyond_the_weights(config, 2, 2) / CERTAIN + more_or_less)
-        assert settle(config, model, torch.float32, Dist(0, 2, 0, 2)) == (1, 2)
+        free(2 * beyond_the_weights(config, 2, 2) / MEMORY_SAFETY + more_or_less)
+        assert resolve_micro_batch_size(config, model, torch.float32, Dist(0, 2, 0, 2)) == (1, 2)
     assert agreed == [2, 1]
 
 
 def test_a_run_is_the_one_with_the_number_written_out(train, free, capsys):
     settings = [*SMALL, "model.dropout=0.1"]
-    free(beyond_the_weights(config_of(*settings), 2, 2) / CERTAIN + 1)
+    free(beyond_the_weights(config_of(*settings), 2, 2) / MEMORY_SAFETY + 1)
     assert train("name=a", AUTO, *settings) == 0
     assert "in 2 parts, 2 sequences at a time, as many as fit" in capsys.readouterr().out
     told = summary("a")
@@ -94,13 +94,13 @@ def test_a_trial_stops_at_a_real_bound_and_leaves_no_trace(workdir):
     import resource
 
     config = config_of("attention=naive", "model.block_size=512", "model.dropout=0.1", "train.batch_size=128")
-    model = GPT(config.model, 100, bind(config.attention))
+    model = GPT(config.model, 100, get_attention_fn(config.attention))
     random, weights = torch.get_rng_state(), {name: w.clone() for name, w in model.state_dict().items()}
     used = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith("VmData"))
     bounds = resource.getrlimit(resource.RLIMIT_DATA)
     resource.setrlimit(resource.RLIMIT_DATA, (1024 * int(used.split()[1]) + 200 * 2**20, bounds[1]))
     try:
-        most = try_out(config, model, torch.float32, Dist())
+        most = probe_on_device(config, model, torch.float32, Dist())
     finally:
         resource.setrlimit(resource.RLIMIT_DATA, bounds)
     assert 1 <= most < 128
@@ -122,7 +122,7 @@ def test_a_container_that_may_use_less_than_the_machine_has_is_told_apart(tmp_pa
     (folder / names[0]).write_text(f"{50 * 2**20}\n")
     (folder / names[1]).write_text(f"{30 * 2**20}\n")
     (folder / "memory.stat").write_text(f"anon 5\n{names[2]} {2**20}\n")
-    monkeypatch.setattr(system, "GROUPS", tmp_path)
+    monkeypatch.setattr(system, "CGROUP_ROOT", tmp_path)
     assert system.free_memory(CPU) == 21 * 2**20 < before
     (folder / names[0]).write_text("max\n")
     assert system.free_memory(CPU) > 21 * 2**20
@@ -134,7 +134,7 @@ def test_on_cuda_it_is_tried_out_and_the_run_goes_through(train):
     settings = ["device=cuda", "dtype=float32", "compile=false", "attention=naive", "model.block_size=512",
                 "model.n_layer=4", "train.batch_size=64", "eval.batches=1", "train.steps=3"]  # fmt: skip
     total = torch.cuda.mem_get_info()[1]
-    torch.cuda.set_per_process_memory_fraction(KEPT_FREE + 2**30 / total)
+    torch.cuda.set_per_process_memory_fraction(GPU_RESERVE + 2**30 / total)
     try:
         assert train("name=a", AUTO, *settings) == 0
     finally:

@@ -15,7 +15,7 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from common import system
 from common.errors import UserError
-from configs.cli import run, start
+from configs.cli import parse_config, run_main
 from model.attention import BACKENDS, naive
 from model.config import GPTConfig
 from model.flops import (
@@ -46,13 +46,13 @@ def plan(workdir):
     """plan("model.n_layer=4", ...) -> the Plan of a tiny model, reckoned at 1 GFLOP/s."""
     alone = Dist()
     return lambda *overrides, dist=alone: make_plan(
-        start("train", "", [*TINY, "model.n_layer=1", "optimizer=adamw", *GIVEN, *overrides]), dist
+        parse_config("train", "", [*TINY, "model.n_layer=1", "optimizer=adamw", *GIVEN, *overrides]), dist
     )
 
 
 def model_config(*overrides: str) -> GPTConfig:
     small = ["model.n_layer=2", "model.n_head=4", "model.n_embd=64", "model.block_size=257", "data=python_stdlib"]
-    return start("train", "", [*small, *overrides]).model
+    return parse_config("train", "", [*small, *overrides]).model
 
 
 @pytest.mark.parametrize("T", [64, 257])
@@ -100,8 +100,8 @@ SEVERAL_HUNDRED_MIB = [
 ]  # fmt: skip
 ASK = """
 import json, sys
-from configs.cli import start
-config = start("train", "", sys.argv[1:])
+from configs.cli import parse_config
+config = parse_config("train", "", sys.argv[1:])
 import train
 from training.planning.plan import Dist, make_plan
 plan = make_plan(config, Dist())
@@ -149,7 +149,7 @@ def test_weights_gradients_and_states_are_counted_exactly(plan):
         assert memory.gradients == 4 * n
         assert memory.optimizer >= per_parameter * n
         assert memory.peak > memory.weights + memory.optimizer + memory.activations
-        assert memory.held >= memory.peak
+        assert memory.reserved >= memory.peak
 
 
 def test_scores_are_of_the_backends_that_keep_them_and_grow_with_the_square(plan):
@@ -169,7 +169,7 @@ def test_micro_batches_take_less_memory_and_a_shorter_number_too(plan):
 
 def test_auto_is_what_would_fit_into_the_memory_that_is_free(plan, monkeypatch):
     given = plan("train.micro_batch_size=2")
-    monkeypatch.setattr(system, "free_memory", lambda device: given.memory["flash"].held / 0.8 + 1)
+    monkeypatch.setattr(system, "free_memory", lambda device: given.memory["flash"].reserved / 0.8 + 1)
     planned = plan("train.micro_batch_size=auto")
     assert (planned.micro_batch_size, planned.accumulation) == (2, 2)
     assert planned.memory == given.memory
@@ -216,7 +216,7 @@ def test_minutes_become_the_steps_that_fit_into_them(plan):
 def test_a_plan_is_a_page_of_80_columns_and_leaves_no_run(workdir, capsys):
     from train import main
 
-    assert run(main, start("train", "", [*TINY, "plan=true", "wandb.mode=offline"])) == 0
+    assert run_main(main, parse_config("train", "", [*TINY, "plan=true", "wandb.mode=offline"])) == 0
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= 80
     for word in ("parameters", "attention overtakes the rest at", "naive", "flash", "measured", "epochs", "time"):
@@ -236,7 +236,9 @@ def no_network(monkeypatch, tmp_path):
 
 def test_gpt2_124m_is_planned_without_network(workdir, no_network):
     small = ["model.n_layer=1", "model.n_embd=24", "model.block_size=32", "train.micro_batch_size=1"]
-    planned = make_plan(start("train", "", ["experiment=gpt2_124m", *small, *GIVEN, "train.batch_size=2"]), Dist())
+    planned = make_plan(
+        parse_config("train", "", ["experiment=gpt2_124m", *small, *GIVEN, "train.batch_size=2"]), Dist()
+    )
     assert planned.vocab_size == 50_257
     assert planned.epochs is None
     assert not Path("data").exists()
@@ -271,7 +273,7 @@ def test_what_cannot_be_planned_is_one_sentence(plan, no_network, capsys):
 )
 def test_wrong_words_are_answered_in_one_sentence(workdir, capsys, words, sentence):
     with pytest.raises(SystemExit) as end:
-        start("train", "", [*TINY, *words])
+        parse_config("train", "", [*TINY, *words])
     assert end.value.code == 2
     assert sentence in capsys.readouterr().err
     assert not Path("runs").exists()
@@ -282,7 +284,7 @@ def test_of_several_processes_one_speaks(workdir, capsys, monkeypatch):
 
     for name, value in {"RANK": 1, "WORLD_SIZE": 2, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 2}.items():
         monkeypatch.setenv(name, str(value))
-    assert run(main, start("train", "", [*TINY, *GIVEN])) == 0
+    assert run_main(main, parse_config("train", "", [*TINY, *GIVEN])) == 0
     assert capsys.readouterr().out == ""
 
 
