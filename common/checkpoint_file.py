@@ -1,6 +1,5 @@
 """Checkpoint files: one file of tensors and plain values, written atomically and checked when read."""
 
-import os
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -8,21 +7,15 @@ from typing import Any
 import torch
 
 from common.errors import UserError
+from common.files import atomic_writer
 
 FORMAT = 4
 
 
 def save_checkpoint(path: Path, content: dict) -> None:
-    """Write to another name, make sure it is on the disk, rename: whatever happens, `path` is a whole checkpoint."""
-    partial = path.with_suffix(".partial")
-    with open(partial, "wb") as f:
-        torch.save(content | {"format": FORMAT}, f)
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(partial, path)
-    folder = os.open(path.parent, os.O_RDONLY)
-    os.fsync(folder)  # the new name, too
-    os.close(folder)
+    """Write a checkpoint atomically: after a crash, `path` is the previous checkpoint or the new one."""
+    with atomic_writer(path) as file:
+        torch.save(content | {"format": FORMAT}, file)
 
 
 def load_checkpoint(path: Path) -> dict:

@@ -1,25 +1,141 @@
-"""What all progress displays and tables share: formatting of times, sizes and counts."""
+"""Console output shared by all commands: progress bars, tables, and formatting of times, sizes and counts."""
 
-LINE_INTERVAL_S = 10.0  # seconds between plain lines
+import time
+from collections.abc import Callable
+
+from rich import box
+from rich.console import Console
+from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
+from rich.table import Table
+
+LINE_INTERVAL_S = 10.0  # between the lines that replace a bar where there is no terminal
+REFRESH_INTERVAL_S = 0.1
+TABLE_WIDTH = 120  # columns of a table that is not printed on a terminal
 
 
-def format_bytes(size: float) -> str:
-    unit, name = next(((unit, name) for unit, name in ((1e9, "GB"), (1e6, "MB")) if size >= unit), (1e3, "kB"))
-    return f"{size / unit:,.2f} {name}" if unit == 1e9 else f"{size / unit:,.1f} {name}"
+def make_console(stderr: bool = False, width: int | None = None) -> Console:
+    """A rich console that prints text as it is. width: columns where the output is not a terminal."""
+    console = Console(stderr=stderr, highlight=False, emoji=False, markup=False)
+    if width is not None and not console.is_terminal:
+        console.width = width
+    return console
+
+
+def make_table(*columns: str, left: int = 1, header: bool = True) -> Table:
+    """An empty table. left: how many columns are aligned to the left; the others, of numbers, to the right."""
+    table = Table(box=box.SIMPLE_HEAD if header else None, show_header=header, pad_edge=False, padding=(0, 2, 0, 0))
+    for index, column in enumerate(columns):
+        table.add_column(column, justify="left" if index < left else "right", no_wrap=index >= left)
+    return table
+
+
+def remaining_seconds(elapsed: float, done: float, total: float) -> float:
+    """Estimated seconds for the rest of the work, at the mean speed so far; `done` took `elapsed` seconds."""
+    return elapsed * max(0.0, total - done) / max(1e-9, done)
+
+
+class ProgressBar:
+    """A bar with elapsed and remaining time on a terminal; elsewhere a line every LINE_INTERVAL_S seconds.
+
+    A context manager. total: amount of work in any unit; None: unknown. initial: the part that was done before.
+    write_line: prints the lines that replace the bar; None: to the console.
+    """
+
+    def __init__(
+        self,
+        total: float | None = None,
+        *,
+        initial: float = 0.0,
+        stderr: bool = False,
+        write_line: Callable[[str], None] | None = None,
+    ):
+        self.console = make_console(stderr)
+        self.write_line = write_line or self.print
+        self._bar = Progress(
+            TextColumn("{task.description}", markup=False),
+            BarColumn(bar_width=None),
+            TextColumn("{task.fields[details]}", markup=False),
+            TimeElapsedColumn(),
+            TextColumn("{task.fields[left]}"),
+            console=self.console,
+            disable=not self.console.is_terminal,
+            transient=True,
+            expand=True,
+        )
+        self._task = self._bar.add_task("", total=total, details="", left="")
+        self.restart(total, initial)
+
+    def restart(self, total: float | None, initial: float = 0.0) -> None:
+        """Begin another piece of work."""
+        self.total, self.initial, self.done = total, initial, initial
+        self._started = self._last_line = time.perf_counter()
+        self._last_refresh = 0.0
+        self._bar.reset(self._task, total=total, completed=initial, description="", details="", left="")
+
+    def update(self, done: float, label: str, details: str = "") -> None:
+        """Show that `done` of the total is done. Cheap: the display changes ten times a second at most."""
+        self.done, now = done, time.perf_counter()
+        finished = self.total is not None and done >= self.total
+        if self._bar.disable:
+            if finished or now - self._last_line >= LINE_INTERVAL_S:
+                self._last_line = now
+                self.write_line("  ".join(filter(None, (label, details, self._remaining(now)))))
+        elif finished or now - self._last_refresh >= REFRESH_INTERVAL_S:
+            self._last_refresh = now
+            self._bar.update(self._task, completed=done, description=label, details=details, left=self._remaining(now))
+
+    def _remaining(self, now: float) -> str:
+        if self.total is None or self.done <= self.initial:
+            return ""
+        left = remaining_seconds(now - self._started, self.done - self.initial, self.total - self.initial)
+        return f"{format_duration(left)} left"
+
+    def print(self, text: str, style: str | None = None) -> None:
+        """Print a line above the bar."""
+        self.console.print(text, style=style, soft_wrap=True)
+
+    def __enter__(self) -> "ProgressBar":
+        self._bar.start()
+        return self
+
+    def __exit__(self, *_) -> None:
+        self._bar.stop()
 
 
 def format_duration(seconds: float) -> str:
-    """90.4 -> "1:30"; 3700 -> "1:01:40"."""
+    """90.4 -> "1:30"; 3700 -> "1:01:40"; three days and more -> "3 days"."""
+    if seconds >= 72 * 3600:
+        return f"{seconds / 86400:,.0f} days"
     minutes, whole = divmod(round(max(0, seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{whole:02d}" if hours else f"{minutes}:{whole:02d}"
 
 
-def printable(text: str) -> str:
-    """What a terminal shows and does not obey: control characters but for line ends and tabs replaced."""
-    return "".join(c if c in "\n\t" or c.isprintable() else "\ufffd" for c in text)
+def format_bytes(size: float) -> str:
+    """Size of a file or a text in decimal units: "1.2 kB", "3.4 MB", "5.67 GB"."""
+    unit, name = next(((unit, name) for unit, name in ((1e9, "GB"), (1e6, "MB")) if size >= unit), (1e3, "kB"))
+    return f"{size / unit:,.2f} {name}" if unit == 1e9 else f"{size / unit:,.1f} {name}"
+
+
+def format_memory(size: int) -> str:
+    """Size of memory in binary units: "512 MiB", "1.25 GiB"."""
+    return f"{size / 2**20:.0f} MiB" if size < 2**30 else f"{size / 2**30:.2f} GiB"
+
+
+def format_si(number: float) -> str:
+    """1234567 -> "1.23 M", with the SI prefixes k, M, G, T, P, E, Z and Y."""
+    for prefix in ("", "k", "M", "G", "T", "P", "E", "Z"):
+        if number < 999.5:
+            return f"{number:.3g} {prefix}".rstrip()
+        number /= 1000
+    return f"{number:.3g} Y"
 
 
 def pluralize(count: int, noun: str) -> str:
     """1 layer, 2 layers, 2 processes."""
     return f"{count:,} {noun}" + {"process": "es"}.get(noun, "s") * (count != 1)
+
+
+def printable(text: str) -> str:
+    """Text that a terminal shows and does not obey: control characters are replaced, except newlines and tabs."""
+    return "".join(c if c in "\n\t" or c.isprintable() else "\ufffd" for c in text)

@@ -1,26 +1,59 @@
-"""Atomic writes, and errors that name their file."""
+"""Atomic writes, JSON files, and errors that name their file."""
 
+import json
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
+from typing import IO
+
+from common.errors import UserError
 
 
 @contextmanager
 def name_file_in_errors(path: Path) -> Iterator[None]:
-    """An error of the operating system inside is of this file, which a full disk, for one, does not say."""
+    """Context manager: an OSError without a file name, as from a full disk, gets `path` as its file name."""
     try:
         yield
     except OSError as error:
-        error.filename = error.filename or str(path)
+        if error.errno is not None and error.filename is None:
+            error.filename = str(path)
         raise
 
 
-def atomic_write(path: Path, content: bytes) -> None:
-    """Under another name, onto the disk, and renamed: whatever happens, `path` is whole."""
-    partial = path.with_suffix(".partial")
-    with name_file_in_errors(path), open(partial, "wb") as f:
-        f.write(content)
-        f.flush()
-        os.fsync(f.fileno())
-    os.replace(partial, path)
+@contextmanager
+def atomic_writer(path: Path) -> Iterator[IO[bytes]]:
+    """Context manager: a binary file that replaces `path` on success. After a crash, `path` is the old or the new file.
+
+    The content is written to <path>.partial, fsynced and renamed; the folder is fsynced, too.
+    """
+    partial = path.with_name(path.name + ".partial")
+    with name_file_in_errors(path):
+        with open(partial, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+        if os.name == "posix":  # Windows cannot open a folder
+            folder = os.open(path.parent, os.O_RDONLY)
+            os.fsync(folder)
+            os.close(folder)
+
+
+def atomic_write(path: Path, content: bytes | str) -> None:
+    """Write a complete file, or nothing: see atomic_writer."""
+    with atomic_writer(path) as file:
+        file.write(content.encode() if isinstance(content, str) else content)
+
+
+def read_json(path: Path) -> dict:
+    """The object in a JSON file; empty if there is no such file. Raises UserError if the file is damaged."""
+    try:
+        return json.loads(path.read_text()) if path.exists() else {}
+    except ValueError as error:
+        raise UserError(f"{path} is damaged ({error}); remove it, and start the same command again") from None
+
+
+def write_json(path: Path, content: dict) -> None:
+    """Write an object as JSON, atomically."""
+    atomic_write(path, json.dumps(content, indent=2) + "\n")

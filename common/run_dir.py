@@ -3,7 +3,6 @@
 runs/<name>/config.yaml  metrics.jsonl  summary.json  loss.png  checkpoints/{last,best}.pt  wandb/
 """
 
-import json
 import math
 import os
 import platform
@@ -16,6 +15,7 @@ import yaml
 from filelock import FileLock, Timeout
 
 from common.errors import TrainingFailed, UserError
+from common.files import read_json, write_json
 
 ROOT = Path("runs")  # below the folder where the command is typed
 SWEEPS = ROOT / "sweeps"  # runs/sweeps/<sweep>/<job>: the runs of a sweep
@@ -94,21 +94,6 @@ def read_owner(folder: Path) -> str:
     """Who trains the run, as in "process 4711 on laptop"."""
     path = folder / ".owner"
     return path.read_text() if path.exists() else "another process"
-
-
-def read_json(path: Path) -> dict:
-    """Empty where there is no such file. Raises UserError where it is damaged."""
-    try:
-        return json.loads(path.read_text()) if path.exists() else {}
-    except ValueError as error:
-        raise UserError(f"{path} is damaged ({error}); remove it, and start the same command again") from None
-
-
-def write_json(path: Path, content: dict) -> None:
-    """Whole or not at all."""
-    partial = path.with_name(path.name + ".partial")
-    partial.write_text(json.dumps(content, indent=2) + "\n")
-    os.replace(partial, path)
 
 
 def read_summary(folder: Path) -> dict:

@@ -1,4 +1,6 @@
-"""Facts about the machine: memory, caches, device and software versions."""
+"""Facts about the machine: memory, caches, device and software versions. torch is imported only where it is used."""
+
+from __future__ import annotations
 
 import ctypes
 import os
@@ -9,11 +11,15 @@ import sys
 from contextlib import suppress
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
+from typing import TYPE_CHECKING
 
-import torch
+if TYPE_CHECKING:
+    import torch
 
 
 def reset_peak_memory(device: torch.device) -> None:
+    import torch
+
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     elif Path("/proc/self/clear_refs").exists():
@@ -25,26 +31,51 @@ def reset_peak_memory(device: torch.device) -> None:
 
 def peak_memory_bytes(device: torch.device) -> int | None:
     """The most memory in use since the reset: CUDA's allocator's, or on Linux the process's. None: unknown."""
+    import torch
+
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    return _process_bytes("VmHWM")
+    return process_memory("VmHWM")
 
 
 def memory_in_use(device: torch.device) -> int | None:
     """What is in use now, counted as peak_memory_bytes counts it."""
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else _process_bytes("VmRSS")
+    import torch
+
+    return torch.cuda.memory_allocated(device) if device.type == "cuda" else process_memory("VmRSS")
 
 
 def free_memory(device: torch.device) -> int | None:
-    """What this process could still take without swapping, or being killed for it. None: unknown."""
+    """Bytes that this process can still allocate on the device without swapping. None: unknown."""
     if device.type == "cuda":
+        import torch
+
         unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
         return torch.cuda.mem_get_info(device)[0] + unused
-    meminfo = Path("/proc/meminfo")
-    if device.type != "cpu" or not meminfo.exists():
+    available = available_memory() if device.type == "cpu" else None
+    return None if available is None else min([available, *_cgroup_headroom()])
+
+
+def available_memory() -> int | None:
+    """MemAvailable of Linux in bytes; None on other systems."""
+    return _proc_bytes("/proc/meminfo", "MemAvailable")
+
+
+def process_memory(key: str) -> int | None:
+    """A figure of this process's memory in bytes, such as VmRSS (proc(5)); None on other systems than Linux."""
+    return _proc_bytes("/proc/self/status", key)
+
+
+def _proc_bytes(file: str, key: str) -> int | None:
+    if not Path(file).exists():
         return None
-    available = next(line for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable"))
-    return min([1024 * int(available.split()[1]), *_cgroup_headroom()])
+    line = next(line for line in Path(file).read_text().splitlines() if line.startswith(f"{key}:"))
+    return 1024 * int(line.split()[1])
+
+
+def cpu_count() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 CGROUP_ROOT = Path("/sys/fs/cgroup")
@@ -67,15 +98,6 @@ def _cgroup_headroom() -> list[int]:
     return left
 
 
-def _process_bytes(key: str) -> int | None:
-    """A figure of this process's memory from Linux (proc(5)); None on other systems."""
-    status = Path("/proc/self/status")
-    if not status.exists():
-        return None
-    line = next(line for line in status.read_text().splitlines() if line.startswith(key))
-    return int(line.split()[1]) * 1024
-
-
 def return_freed_memory() -> None:
     """Give back what glibc's malloc keeps of freed blocks, which would hide as much of what is taken next."""
     if platform.libc_ver()[0] == "glibc":
@@ -84,6 +106,8 @@ def return_freed_memory() -> None:
 
 def cache_bytes(device: torch.device) -> int:
     """The size of the largest cache between the device's cores and its memory; 0: unknown."""
+    import torch
+
     if device.type == "cuda":
         return torch.cuda.get_device_properties(device).L2_cache_size
     caches = Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size")
@@ -92,6 +116,8 @@ def cache_bytes(device: torch.device) -> int:
 
 def describe_environment(device: torch.device) -> dict:
     """The machine, the software and the command, for summary.json."""
+    import torch
+
     return {
         "device": device.type,
         "device_name": device_name(device),
@@ -104,6 +130,8 @@ def describe_environment(device: torch.device) -> dict:
 
 
 def device_name(device: torch.device) -> str:
+    import torch
+
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     cpuinfo = Path("/proc/cpuinfo")

@@ -25,8 +25,9 @@ from hydra.types import HydraContext
 from omegaconf import OmegaConf
 
 from common.errors import UserError
+from common.files import read_json, write_json
 from common.interrupt import sigterm_as_keyboard_interrupt
-from common.run_dir import JOB, SWEEPS, make_new_folder, read_json, write_json
+from common.run_dir import JOB, SWEEPS, make_new_folder
 from compare.runs.comparison import compare, show
 from compare.sweep.jobs import Job, Outcome, SweepProgress, recover, train
 from configs.composition import composing, is_hydras, quote

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-import os
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -14,6 +13,7 @@ import numpy as np
 import tiktoken
 
 from common.files import atomic_write
+from common.system import cpu_count
 from data import tokenizer
 from data.config import DataConfig
 from data.fast_bpe import FastBPE
@@ -141,7 +141,7 @@ def parallel_map(function: Callable[[Any], Any], items: Iterable[Any]) -> Iterat
 
     In threads: tiktoken lets go of Python's lock while it encodes.
     """
-    workers = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    workers = cpu_count()
     with ThreadPoolExecutor(workers) as pool:
         waiting = deque()
         try:

@@ -22,6 +22,7 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from common.errors import TrainingFailed, UserError
+from common.system import cpu_count
 
 FOREVER = timedelta(days=365)
 CONNECTION_ERRORS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed", "NCCL")
@@ -65,7 +66,7 @@ class Dist:
     def share_cores(self) -> None:
         """Compute with this process's share of the machine's cores, unless OMP_NUM_THREADS is set above 1."""
         if self.world_size > 1 and os.environ.get("OMP_NUM_THREADS", "1") == "1":  # torchrun's own default is 1
-            torch.set_num_threads(max(1, _cores() // self.local_world_size))
+            torch.set_num_threads(max(1, cpu_count() // self.local_world_size))
 
     @contextmanager
     def main_first(self) -> Iterator[None]:
@@ -173,8 +174,3 @@ class Dist:
                       "mps": torch.mps._get_default_mps_generator}  # fmt: skip
         # The device's own generator alone: torch.manual_seed goes through every kind of device, a part of a small step.
         generators.get(device.type, lambda: torch.default_generator)().manual_seed(seed)
-
-
-def _cores() -> int:
-    """Cores that this process may use."""
-    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1

@@ -21,6 +21,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import TrainingFailed, UserError, is_out_of_memory
+from common.system import available_memory, process_memory
 
 ROOT = Path(__file__).parents[2]
 TERMINATE_GRACE_S = 2.0  # seconds that a process has to let go of what it shares with others, such as semaphores
@@ -140,14 +141,11 @@ def _end_with_parent() -> None:
 
 
 def _bound_memory() -> None:
-    meminfo = Path("/proc/meminfo")
-    if not meminfo.exists():
+    if available_memory() is None:
         return
     import resource
 
-    available = next(line for line in meminfo.read_text().splitlines() if line.startswith("MemAvailable"))
-    data = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith("VmData"))
-    most = 1024 * (int(available.split()[1]) + int(data.split()[1]))
+    most = available_memory() + process_memory("VmData")
     resource.setrlimit(resource.RLIMIT_DATA, (most, resource.RLIM_INFINITY))
 
 

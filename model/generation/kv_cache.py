@@ -87,7 +87,7 @@ class KVCache:
         """A token more for the first n texts -> what their next is predicted from, (n, C).
 
         recent (n, model.max_ngram): the last tokens of each, the new one included, -1 where there are none. at (n): the
-        new one's position. common: that position where it is the same for all, which needs no mask; else None. reach: at
+        new position. common: that position where it is the same for all, which needs no mask; else None. reach: at
         least as many slots as any of them has filled, with the new one.
         """
         before, new = recent[:, :-1], recent[:, -1:]

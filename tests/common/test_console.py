@@ -1,0 +1,46 @@
+"""Formatting, and the remaining time that every progress display shows."""
+
+import pytest
+
+from common import console
+from common.console import ProgressBar, format_bytes, format_duration, format_memory, format_si, pluralize, printable
+
+
+def test_remaining_time_extrapolates_the_mean_speed():
+    assert console.remaining_seconds(elapsed=30, done=3, total=12) == pytest.approx(90)
+    assert console.remaining_seconds(elapsed=30, done=12, total=12) == 0
+
+
+def test_progress_lines_show_the_remaining_time_of_the_work_since_the_start(monkeypatch):
+    clock, lines = [100.0], []
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+    with ProgressBar(total=100, initial=40, write_line=lines.append) as bar:
+        clock[0] += 5
+        bar.update(45, "step 45")
+        clock[0] += 15
+        bar.update(60, "step 60", "loss 1.0")  # 20 of the 60 that were left took 20 s
+        clock[0] += 1
+        bar.update(100, "step 100")
+    assert lines == ["step 60  loss 1.0  0:40 left", "step 100  0:00 left"]
+
+
+def test_progress_without_a_total_shows_no_remaining_time(monkeypatch):
+    clock, lines = [0.0], []
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+    with ProgressBar(write_line=lines.append) as bar:
+        clock[0] += 11
+        bar.update(5, "reading")
+    assert lines == ["reading"]
+
+
+def test_values_are_formatted():
+    assert [format_duration(s) for s in (0, 90.4, 3700, 3 * 86400)] == ["0:00", "1:30", "1:01:40", "3 days"]
+    assert [format_bytes(s) for s in (512, 3.42e6, 5.678e9)] == ["0.5 kB", "3.4 MB", "5.68 GB"]
+    assert [format_memory(s) for s in (2**29, 5 * 2**28)] == ["512 MiB", "1.25 GiB"]
+    assert [format_si(n) for n in (12, 1_234_567, 7e24)] == ["12", "1.23 M", "7 Y"]
+    assert [pluralize(1, "layer"), pluralize(2, "process"), pluralize(1000, "step")] == [
+        "1 layer",
+        "2 processes",
+        "1,000 steps",
+    ]
+    assert printable("a\x1b[31m\tb\n") == "a\ufffd[31m\tb\n"
