@@ -31,7 +31,7 @@ if __name__ == "__main__":  # ahead of the imports below, which take seconds: a 
 import time
 from dataclasses import asdict
 from functools import partial
-from math import inf, isfinite
+from math import isfinite
 from pathlib import Path
 
 import tiktoken
@@ -199,14 +199,7 @@ def main(config: Train) -> int:
                             micro_loss = forward(x, y, documents=documents) / accumulation
                         scaler.scale(micro_loss).backward()
                     loss += micro_loss.detach()
-                for each in optimizers:
-                    scaler.unscale_(each)
-                grad_norm = torch.nn.utils.clip_grad_norm_(model.parameters(), config.train.grad_clip or inf)
-                if not scaler.is_enabled() or grad_norm.isfinite():  # an overflow in one skips the step of all
-                    for each in optimizers:
-                        scaler.step(each)
-                scaler.update()
-                model.zero_grad(set_to_none=True)
+                grad_norm = optimizer.optimizer_step(model, optimizers, scaler, config.train.grad_clip)
                 timing = speed.stop()
                 profiler.stop()
 

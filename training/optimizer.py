@@ -5,9 +5,11 @@ configs/optimizer/. A function returns a list, since one recipe can need several
 its `peak_lr`, which the schedule scales.
 """
 
+import math
 from collections.abc import Callable
 
-from torch import nn
+import torch
+from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from common.errors import UserError
@@ -59,6 +61,25 @@ def build_optimizers(model: nn.Module, config: AdamWConfig | MuonConfig) -> list
     if config.name not in OPTIMIZERS:
         raise UserError(f"optimizer.name={config.name} is unknown; set one of {', '.join(OPTIMIZERS)}")
     return OPTIMIZERS[config.name](model, config)
+
+
+def optimizer_step(
+    model: nn.Module, optimizers: list[Optimizer], scaler: torch.amp.GradScaler, max_grad_norm: float | None
+) -> Tensor:
+    """Clip the gradients, step all optimizers, and clear the gradients -> the gradient norm before clipping.
+
+    max_grad_norm None: no clipping. After a float16 overflow the scaler skips the step. The overflow can be in the
+    parameters of one optimizer only, so the norm over all parameters decides for all optimizers.
+    """
+    for optimizer in optimizers:
+        scaler.unscale_(optimizer)
+    grad_norm = nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm or math.inf)
+    if not scaler.is_enabled() or grad_norm.isfinite():
+        for optimizer in optimizers:
+            scaler.step(optimizer)
+    scaler.update()
+    model.zero_grad(set_to_none=True)
+    return grad_norm
 
 
 def set_lr(optimizers: list[Optimizer], fraction: float) -> None:
