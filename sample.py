@@ -53,6 +53,7 @@ from data import sources, tokenizer
 from model import SamplingConfig
 from model.generation.attention_maps import attention_maps, entropy, uniform_entropy
 from model.generation.attention_plots import entropy_table, plot_maps, write_entropies
+from model.generation.config import escape, unescape
 from model.generation.engine import Prompt, TextChunk, generate
 from model.generation.load import load_for_sampling
 from model.generation.perplexity import TextLoss, iter_losses
@@ -72,7 +73,7 @@ def main(config: Sample) -> int:
     if config.prompts is not None:
         prompts = read_prompts(config.prompts)
     else:
-        prompts = [config.prompt or "" if config.prompt_file is None else read_prompt(config.prompt_file)]
+        prompts = [unescape(config.prompt or "") if config.prompt_file is None else read_prompt(config.prompt_file)]
     model, encoding, about = opened(config, texts=min(config.batch_size, len(prompts) * config.num_samples))
     print(f"{about}, seed {config.seed}", file=sys.stderr)
     if config.loss:
@@ -100,6 +101,8 @@ def stream(model: GPT, encoding: tiktoken.Encoding, prompt: str = "", **settings
     settings: temperature, max_new_tokens, seed and their kin, as on the command line. Raises UserError.
     """
     _refuse_others("stream", settings, {"seed", *(field.name for field in fields(SamplingConfig))})
+    if "stop" in settings:
+        settings["stop"] = escape(settings["stop"])  # strings are exact in Python
     config = config_from_python("sample", **settings)
     for piece in begin_texts(config, model, encoding, [prompt]):
         yield piece.text

@@ -3,9 +3,7 @@
 Nothing here imports torch, so that a config is checked before the seconds that torch takes to import.
 """
 
-import re
 from dataclasses import dataclass
-from math import inf
 from typing import Any
 
 from common.errors import UserError
@@ -107,50 +105,3 @@ class AttentionConfig:
     backend: str
     kernels: list[str] | None
     impl: str | None
-
-
-@dataclass
-class SamplingConfig:
-    """How text is drawn from the model's next-token probabilities: see model/sampling.py.
-
-    max_new_tokens: the most tokens to generate. temperature: 0 is greedy. top_k, top_p, min_p: None: not filtered.
-    repetition_penalty: 1: none. stop: None, a text or a list of them: what is made ends ahead of the first it meets.
-    """
-
-    max_new_tokens: int
-    temperature: float
-    top_k: int | None
-    top_p: float | None
-    min_p: float | None
-    repetition_penalty: float
-    stop: Any  # str, None, or a list of str
-
-    @property
-    def stops(self) -> list[str]:
-        """Each of them, with \\n for a new line, \\t for a tab and \\\\ for a backslash, as command lines have them."""
-        given = [] if self.stop is None else self.stop if isinstance(self.stop, list) else [self.stop]
-        escapes = {"n": "\n", "t": "\t", "\\": "\\"}
-        return [
-            re.sub(r"\\([nt\\])", lambda found: escapes[found[1]], stop) if isinstance(stop, str) else stop
-            for stop in given
-        ]
-
-    def check(self, section: str = "") -> None:
-        """Raises UserError for a value out of range. section: what its key begins with, as in "eval.sample."."""
-        refusals = [
-            (self.max_new_tokens < 0, "max_new_tokens", "must not be negative; set, say, 300"),
-            (not 0 <= self.temperature < inf, "temperature",
-             "must not be negative, and finite; set 0 for greedy text, or, say, 0.8"),
-            (0 < self.temperature < 1e-30, "temperature", "is too small a number; set 0 for greedy text"),
-            (self.top_k is not None and self.top_k < 1, "top_k", "must be at least 1; set null to keep every token"),
-            (self.top_p is not None and not 0 < self.top_p <= 1, "top_p",
-             "must lie above 0 and at most 1; set null to keep every token"),
-            (self.min_p is not None and not 0 < self.min_p <= 1, "min_p",
-             "must lie above 0 and at most 1; set null to keep every token"),
-            (not 0 < self.repetition_penalty < inf, "repetition_penalty", "must be positive; set 1 for none, or 1.2"),
-            (not all(isinstance(stop, str) and stop for stop in self.stops), "stop",
-             "takes a text that is not empty, or a list of them; set null to stop nowhere"),
-        ]  # fmt: skip
-        for refused, key, why in refusals:
-            if refused:
-                raise UserError(f"{section}{key}={getattr(self, key)} {why}")

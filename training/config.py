@@ -5,7 +5,7 @@ from math import inf
 from typing import Any
 
 from common.errors import UserError
-from model.config import SamplingConfig
+from model.generation.config import SamplingConfig
 
 AUTO = "auto"
 

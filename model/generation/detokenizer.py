@@ -4,14 +4,14 @@ import codecs
 
 import tiktoken
 
-from model.config import SamplingConfig
+from model.generation.config import SamplingConfig
 
 
 class IncrementalDetokenizer:
     """The text of one token after another. tokens: how many there were."""
 
     def __init__(self, encoding: tiktoken.Encoding, sampling: SamplingConfig):
-        self.encoding, self.stops, self.most = encoding, sampling.stops, sampling.max_new_tokens
+        self.encoding, self.stops, self.most = encoding, sampling.stop_strings, sampling.max_new_tokens
         self.characters = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self.held = ""  # made, but it may be the beginning of a stop string
         self.tokens = 0

@@ -16,7 +16,7 @@ from torch import Tensor
 
 from common.errors import UserError
 from model.attention import BACKENDS
-from model.config import SamplingConfig
+from model.generation.config import SamplingConfig
 from model.generation.cuda_graph import CudaGraphStep
 from model.generation.detokenizer import IncrementalDetokenizer
 from model.generation.kv_cache import KVCache

@@ -9,6 +9,7 @@ from pathlib import Path
 from typing import TextIO
 
 from common.errors import UserError
+from model.generation.config import unescape
 
 
 def read_prompt(name: str, key: str = "prompt_file", encoding: str = "utf-8") -> str:
@@ -32,7 +33,7 @@ def read_prompts(name: str) -> list[str]:
     if not lines:
         raise UserError(f"prompts={name} has no line with a prompt in it; set a file with one a line")
     if Path(name).suffix.lower() != ".jsonl":
-        return [line for _, line in lines]
+        return [unescape(line) for _, line in lines]
     return [_prompt_of(line, f"line {number} of prompts={name}") for number, line in lines]
 
 

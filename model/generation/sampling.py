@@ -6,7 +6,7 @@ n texts, V vocabulary.
 import torch
 from torch import Tensor
 
-from model.config import SamplingConfig
+from model.generation.config import SamplingConfig
 
 
 def apply_repetition_penalty(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:

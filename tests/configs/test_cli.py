@@ -203,10 +203,10 @@ def test_a_yaml_file_of_ones_own_is_found_and_the_command_line_wins(workdir):
 @pytest.mark.parametrize(
     ("overrides", "said"),
     [
-        (["temperature=nan"], "temperature=nan must not be negative"),
-        (["temperature=-1"], "temperature=-1.0 must not be negative"),
+        (["temperature=nan"], "temperature=nan must be finite"),
+        (["temperature=-1"], "temperature=-1.0 must be finite and not negative"),
         (["top_k=0"], "top_k=0 must be at least 1"),
-        (["top_p=1.5"], "top_p=1.5 must lie above 0"),
+        (["top_p=1.5"], "top_p=1.5 must be above 0"),
         (["num_samples=0"], "num_samples=0 must be at least 1"),
         (["checkpoint=first"], "set best or last"),
         (["prompt=a", "prompt_file=b"], "set one of them"),

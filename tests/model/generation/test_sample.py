@@ -78,6 +78,29 @@ def test_a_text_ends_ahead_of_a_stop_string(trained, sample, workdir):
     assert sample(*RUN, "prompt=The ", f"stop={json.dumps(['Ω', stop])}") == whole[: whole.index(stop, 4)] + "\n"
 
 
+def test_prompt_and_stop_understand_the_same_escapes(train, sample, workdir):
+    """On the command line and in lines of a file. A prompt_file, JSON strings and Python strings are exact."""
+    assert train("name=a", "tokenizer=byte") == 0
+    assert sample(*RUN, r"prompt=a\nb\\n\t").startswith("a\nb\\n\t")
+    (workdir / "p.txt").write_text("a\\nb\n")
+    sample(*RUN, "prompts=p.txt", "out=o.jsonl")
+    assert json.loads(lines("o.jsonl")[0])["prompt"] == "a\nb"
+    (workdir / "p.jsonl").write_text(json.dumps({"prompt": r"a\nb"}))
+    sample(*RUN, "prompts=p.jsonl", "out=o2.jsonl")
+    assert json.loads(lines("o2.jsonl")[0])["prompt"] == r"a\nb"
+    assert sample(*RUN, "prompt_file=p.txt").startswith("a\\nb\n")
+    model, tokenizer = load("a")
+    exact = "".join(stream(model, tokenizer, r"a\nb", max_new_tokens=30))
+    assert sample(*RUN, r"prompt=a\\nb") == r"a\nb" + exact + "\n"
+
+
+def test_stop_strings_in_python_are_exact(trained):
+    model, tokenizer = load("a")
+    sample = "".join(stream(model, tokenizer, "The", max_new_tokens=400))
+    assert "".join(stream(model, tokenizer, "The", max_new_tokens=400, stop="\n")) == sample[: sample.index("\n")]
+    assert "".join(stream(model, tokenizer, "The", max_new_tokens=400, stop=r"\n")) == sample, "not a newline"
+
+
 def test_many_prompts_come_out_in_their_order(trained, sample, workdir, capsys):
     prompts = ["The 1", "T", "The 22nd line says", "line", "says 1"]
     (workdir / "p.txt").write_text("\n\n".join(prompts) + "\n")
@@ -222,8 +245,8 @@ def test_in_python_a_model_and_its_text_are_a_line_each(trained, sample, workdir
     for wrong, said in [
         (dict(temperature="hot"), "temperature=hot does not fit: temperature takes a number"),
         (dict(temprature=1), "stream takes no temprature"),
-        (dict(top_p=3.0), "top_p=3.0 must lie above 0"),
-        (dict(stop=("a", 3)), "takes a text that is not empty"),
+        (dict(top_p=3.0), "top_p=3.0 must be above 0"),
+        (dict(stop=("a", 3)), "must be a string that is not empty"),
     ]:
         with pytest.raises(UserError, match=said):
             next(stream(model, tokenizer, "T", **wrong))
@@ -314,7 +337,7 @@ def test_the_loss_of_documents_is_each_ones_own_and_the_wholes(train, sample, wo
         (["model.n_layer=3"], "a run's model comes from its checkpoint; leave it out"),
         (["batch_size=0"], "batch_size=0 must be at least 1"),
         (["dtype=int8"], "dtype=int8 is unknown; set auto, float32"),
-        (["stop="], "stop= takes a text that is not empty"),
+        (["stop="], "stop= must be a string that is not empty"),
     ],
 )
 def test_what_cannot_be_done_is_said_in_a_sentence(trained, workdir, capsys, overrides, said):

@@ -1,0 +1,69 @@
+"""Sampling settings and their checks. Values are set in configs/sample.yaml and in configs/train.yaml (eval.sample).
+
+This module does not import torch, so that typos are reported before the seconds that importing torch takes.
+"""
+
+import re
+from dataclasses import dataclass
+from math import inf
+from typing import Any
+
+from common.errors import UserError
+
+ESCAPES = {"n": "\n", "t": "\t", "\\": "\\"}
+
+
+def unescape(text: str) -> str:
+    """Replace the escape sequences of the command line: \\n by a newline, \\t by a tab, \\\\ by a backslash."""
+    return re.sub(r"\\([nt\\])", lambda match: ESCAPES[match[1]], text)
+
+
+def escape(value: Any) -> Any:
+    """The inverse of unescape, for a string or a list of strings. Other values are returned unchanged."""
+    if isinstance(value, list | tuple):
+        return [escape(item) for item in value]
+    return value.replace("\\", "\\\\") if isinstance(value, str) else value
+
+
+@dataclass
+class SamplingConfig:
+    """How the next token is drawn from the model's logits, and when a sample ends. See model/generation/sampling.py.
+
+    temperature: 0 is greedy decoding. top_k, top_p, min_p: null applies no filter. repetition_penalty: 1 is none.
+    stop: null, a string or a list of strings. A sample ends before the first stop string in it.
+    """
+
+    max_new_tokens: int
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    repetition_penalty: float
+    stop: Any  # str, None, or a list of str
+
+    @property
+    def stop_strings(self) -> list[str]:
+        """The stop strings, with their escape sequences replaced."""
+        given = [] if self.stop is None else self.stop if isinstance(self.stop, list) else [self.stop]
+        return [unescape(stop) if isinstance(stop, str) else stop for stop in given]
+
+    def check(self, section: str = "") -> None:
+        """Raises UserError if a value is out of range. section: prefix of the keys, as in "eval.sample."."""
+        keep_all = "must be above 0 and at most 1; set null to keep all tokens"
+        rules = [
+            ("max_new_tokens", self.max_new_tokens >= 0, "must not be negative; set, for example, 300"),
+            ("temperature", 0 <= self.temperature < inf, "must be finite and not negative; set 0 for greedy decoding"),
+            ("temperature", not 0 < self.temperature < 1e-30, "is too small; set 0 for greedy decoding"),
+            ("top_k", self.top_k is None or self.top_k >= 1, "must be at least 1; set null to keep all tokens"),
+            ("top_p", self.top_p is None or 0 < self.top_p <= 1, keep_all),
+            ("min_p", self.min_p is None or 0 < self.min_p <= 1, keep_all),
+            ("repetition_penalty", 0 < self.repetition_penalty < inf, "must be positive; set 1 for no penalty"),
+            (
+                "stop",
+                all(isinstance(stop, str) and stop for stop in self.stop_strings),
+                "must be a string that is not empty, or a list of them; set null for none",
+            ),
+        ]
+        for key, is_valid, message in rules:
+            if not is_valid:
+                raise UserError(f"{section}{key}={getattr(self, key)} {message}")
