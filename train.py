@@ -85,7 +85,7 @@ def main(config: Train) -> int:
     configure_backends(device, config.deterministic, config.tf32)
     resolve = partial(
         resolve_model, config.attention, config.model, dtype=dtype, device=device, grad=True,
-        documents=config.data.document_mask,
+        document_mask=config.data.document_mask,
     )  # fmt: skip
     resolve(B=config.train.plan(dist.world_size)[0])
     dist.connect(device)
@@ -192,11 +192,11 @@ def main(config: Train) -> int:
                 optimizer.set_lr(optimizers, fraction)
                 loss = torch.zeros((), device=device)
                 for micro in range(accumulation):
-                    x, y, documents = next(batches)
+                    x, y, doc_ids = next(batches)
                     dist.seed(device, config.seed, state.step, micro)
                     with dist.sync_gradients(forward, now=micro == accumulation - 1):
                         with autocast(device, dtype):
-                            micro_loss = forward(x, y, documents=documents) / accumulation
+                            micro_loss = forward(x, y, doc_ids=doc_ids) / accumulation
                         scaler.scale(micro_loss).backward()
                     loss += micro_loss.detach()
                 grad_norm = optimizer.optimizer_step(model, optimizers, scaler, config.train.grad_clip)
@@ -245,8 +245,8 @@ def write_text(model: GPT, encoding: tiktoken.Encoding, sampling: SamplingConfig
 
 def look_inside(model: GPT, loader: Loader, picture: Path) -> dict:
     """Where each head looks at the beginning of the validation text: a picture, and how widely per layer."""
-    x, _, documents = loader.batch("val", 0, 1)
-    weights = attention_maps(model, x[:, :MAP_TOKENS], None if documents is None else documents[:, :MAP_TOKENS])
+    x, _, doc_ids = loader.batch("val", 0, 1)
+    weights = attention_maps(model, x[:, :MAP_TOKENS], None if doc_ids is None else doc_ids[:, :MAP_TOKENS])
     return {"attention": plot_overview(weights.numpy(), entropy(weights).numpy(), picture)} | layer_entropies(weights)
 
 

@@ -22,16 +22,19 @@ B batch, T time, C channels = n_embd, H query heads, G key/value heads, D head s
 """
 
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from functools import partial
+from typing import Protocol
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.errors import UserError
+from common.startup import empty_embedding, load_or_allocate
 from model.config import GPTConfig
 from model.loss import linear_cross_entropy
+from model.ngram import NgramEmbedding
 
 
 def make_norm(config: GPTConfig, size: int) -> nn.Module:
@@ -53,76 +56,64 @@ def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
     return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).type_as(x)
 
 
-def positions_in_document(documents: Tensor) -> Tensor:
+def positions_in_document(doc_ids: Tensor) -> Tensor:
     """Where each token stands in its own document: ids (B, T), alike within a document -> (B, T), from 0."""
-    index = torch.arange(documents.shape[1], device=documents.device)
-    begins = F.pad(documents[:, 1:] != documents[:, :-1], (1, 0), value=True)
+    index = torch.arange(doc_ids.shape[1], device=doc_ids.device)
+    begins = F.pad(doc_ids[:, 1:] != doc_ids[:, :-1], (1, 0), value=True)
     return index - torch.where(begins, index, 0).cummax(dim=1).values
 
 
-def empty_embedding(rows: int, width: int) -> nn.Embedding:
-    """A table without values. nn.Embedding would draw them; on the meta device that imports torch's compiler."""
-    return nn.Embedding.from_pretrained(torch.empty(rows, width), freeze=False)
+class CacheLike(Protocol):
+    """The interface of a KV cache, as the model sees it: see model/generation/kv_cache.py."""
 
+    previous_tokens: Tensor | None  # (B, max_ngram - 1): the tokens before the first input, -1 where there are none
 
-class NgramEmbedding(nn.Module):
-    """Embeddings of the last 2, 3, ... up to n tokens, added up: tokens (B, T) -> (B, T, C).
+    def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Store the keys and values of new tokens, and return all that their queries attend to."""
+        ...
 
-    Hashed into the rows of one table: two may share a row, the more of them there are the more often. What precedes
-    the first token, or belongs to another document, is nothing, which hashes as one more token would.
-    """
-
-    PRIME, FACTOR = 2**31 - 1, 1_566_083_941  # a key is below PRIME, so that key x FACTOR fits into int64
-
-    def __init__(self, n: int, rows: int, C: int):
-        super().__init__()
-        self.n = n
-        self.table = empty_embedding(rows, C)
-
-    def ngram_hashes(self, tokens: Tensor, documents: Tensor | None, before: Tensor | None = None) -> Tensor:
-        """The row of each n-gram that ends at each token -> (B, T, n - 1). before: see GPT.hidden."""
-        T, past = tokens.shape[1], self.n - 1
-        known = F.pad(tokens + 1, (past, 0)) if before is None else torch.cat((before, tokens), dim=1) + 1
-        key, keys = tokens, []
-        for back in range(1, self.n):
-            earlier = known[:, past - back : past - back + T]  # 0 where there is nothing
-            if documents is not None:
-                earlier = earlier.where(F.pad(documents, (back, 0))[:, :T] == documents, 0)
-            key = (key * self.FACTOR + earlier) % self.PRIME
-            keys.append(key)
-        return torch.stack(keys, dim=-1) % self.table.num_embeddings
-
-    def forward(self, tokens: Tensor, documents: Tensor | None, before: Tensor | None = None) -> Tensor:
-        rows = self.ngram_hashes(tokens, documents, before)
-        return F.embedding_bag(rows.flatten(0, 1), self.table.weight, mode="sum").view(*tokens.shape, -1)
+    def query_positions(self, layer: int) -> Tensor | None:
+        """(B, T): index of each query among the keys that `update` returned; None: the queries are the last ones."""
+        ...
 
 
 class CausalSelfAttention(nn.Module):
     """Multi-head attention: project to heads, attend, concatenate, project back."""
 
-    def __init__(self, config: GPTConfig, attend: Callable[..., Tensor], window: int | None):
+    def __init__(self, config: GPTConfig, attend: Callable[..., Tensor], layer: int):
         super().__init__()
-        self.H, self.G, self.D = config.n_head, config.kv_heads, config.head_dim
-        self.qkv = nn.Linear(config.n_embd, (self.H + 2 * self.G) * self.D, bias=config.bias)
+        self.n_head, self.n_kv_head, self.head_dim = config.n_head, config.kv_heads, config.head_dim
+        self.qkv = nn.Linear(config.n_embd, (self.n_head + 2 * self.n_kv_head) * self.head_dim, bias=config.bias)
         self.proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
         self.attend = attend
-        self.window = window
+        self.layer = layer
+        self.window = config.windows[layer]
         self.qk_norm = config.qk_norm
         self.dropout = config.dropout
 
     def forward(
-        self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, documents: Tensor | None = None,
-        attend: Callable[..., Tensor] | None = None,
-    ) -> Tensor:  # fmt: skip
-        """attend: in place of the layer's own, for this call."""
+        self,
+        x: Tensor,
+        rotary: tuple[Tensor, Tensor] | None,
+        doc_ids: Tensor | None = None,
+        kv_cache: CacheLike | None = None,
+    ) -> Tensor:
         B, T, C = x.shape
-        q, k, v = self.qkv(x).view(B, T, -1, self.D).split((self.H, self.G, self.G), dim=2)  # (B, T, H or G, D)
+        heads = self.qkv(x).view(B, T, -1, self.head_dim)
+        q, k, v = heads.split((self.n_head, self.n_kv_head, self.n_kv_head), dim=2)  # (B, T, H or G, D)
         if self.qk_norm:
-            q, k = (F.rms_norm(each, (self.D,)).type_as(v) for each in (q, k))  # autocast may have made it float32
+            q = F.rms_norm(q, (self.head_dim,)).type_as(v)  # under autocast the norm may return float32
+            k = F.rms_norm(k, (self.head_dim,)).type_as(v)
         if rotary is not None:
             q, k = apply_rotary(q, *rotary), apply_rotary(k, *rotary)
+        query_positions = None
+        if kv_cache is not None:
+            k, v = kv_cache.update(self.layer, k, v)
+            query_positions = kv_cache.query_positions(self.layer)
         dropout_p = self.dropout if self.training else 0.0
-        y = (attend or self.attend)(q, k, v, window=self.window, documents=documents, dropout_p=dropout_p)
+        y = self.attend(
+            q, k, v, window=self.window, positions=query_positions, doc_ids=doc_ids, dropout_p=dropout_p
+        )  # (B, T, H, D)
         y = self.proj(y.reshape(B, T, C))
         return F.dropout(y, self.dropout, self.training) if self.dropout else y
 
@@ -150,18 +141,23 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    def __init__(self, config: GPTConfig, attend: Callable[..., Tensor], window: int | None):
+    """Transformer block: attention, then the MLP, each after a norm and added to the residual stream."""
+
+    def __init__(self, config: GPTConfig, attend: Callable[..., Tensor], layer: int):
         super().__init__()
         self.norm_attn = make_norm(config, config.n_embd)
-        self.attn = CausalSelfAttention(config, attend, window)
+        self.attn = CausalSelfAttention(config, attend, layer)
         self.norm_mlp = make_norm(config, config.n_embd)
         self.mlp = MLP(config)
 
     def forward(
-        self, x: Tensor, rotary: tuple[Tensor, Tensor] | None, documents: Tensor | None = None,
-        attend: Callable[..., Tensor] | None = None,
-    ) -> Tensor:  # fmt: skip
-        x = x + self.attn(self.norm_attn(x), rotary, documents, attend)
+        self,
+        x: Tensor,
+        rotary: tuple[Tensor, Tensor] | None,
+        doc_ids: Tensor | None = None,
+        kv_cache: CacheLike | None = None,
+    ) -> Tensor:
+        x = x + self.attn(self.norm_attn(x), rotary, doc_ids, kv_cache)
         return x + self.mlp(self.norm_mlp(x))
 
 
@@ -184,12 +180,10 @@ class GPT(nn.Module):
             self.wpe = empty_embedding(config.block_size, config.n_embd) if config.position == "learned" else None
             several = config.max_ngram > 1
             self.ngrams = NgramEmbedding(config.max_ngram, config.ngram_table_size, config.n_embd) if several else None
-            self.blocks = nn.ModuleList(Block(config, attend, window) for window in config.windows)
+            self.blocks = nn.ModuleList(Block(config, attend, layer) for layer in range(config.n_layer))
             self.norm = make_norm(config, config.n_embd)
             self.lm_head = nn.Linear(config.n_embd, rows, bias=False)
-        # Not to_empty: on meta tensors it computes strides by way of sympy, whose import takes half a second.
-        empty = {name: torch.empty(weight.shape, device=device) for name, weight in self.state_dict().items()}
-        self.load_state_dict(weights or empty, assign=True)
+        load_or_allocate(self, weights, device)
         if config.tie_embeddings:
             self.lm_head.weight = self.wte.weight
         if weights is None:
@@ -212,46 +206,57 @@ class GPT(nn.Module):
                 nn.init.normal_(p, std=0.02 / math.sqrt(2 * self.config.n_layer) if into_residual else 0.02)
 
     def forward(
-        self, tokens: Tensor, targets: Tensor | None = None, *, documents: Tensor | None = None, reduction: str = "mean"
+        self,
+        tokens: Tensor,
+        targets: Tensor | None = None,
+        *,
+        doc_ids: Tensor | None = None,
+        positions: Tensor | None = None,
+        kv_cache: CacheLike | None = None,
+        reduction: str = "mean",
     ) -> Tensor:
-        """Logits (B, T, V) of the token after each; given targets (B, T), their cross entropy instead.
+        """Next-token logits (B, T, V); with targets (B, T), their cross entropy instead.
 
-        The loss is in nats, in float32 also under autocast; targets of -100 do not count. reduction: mean or sum.
-        documents (B, T): which document each token is of, where attention and positions should keep
-        them apart. Raises UserError where T exceeds block_size.
+        The loss is in nats and in float32, also under autocast. Targets of -100 are ignored. reduction: mean or sum.
+        For doc_ids, positions and kv_cache see `backbone`.
         """
-        x = self.backbone(tokens, documents=documents)
+        x = self.backbone(tokens, doc_ids=doc_ids, positions=positions, kv_cache=kv_cache)
         if targets is None:
             return self.lm_head(x)[..., : self.vocab_size]  # (B, T, V)
         return linear_cross_entropy(x.flatten(0, 1), self.lm_head.weight, targets.flatten(), self.vocab_size, reduction)
 
     def backbone(
-        self, tokens: Tensor, *, documents: Tensor | None = None, at: Tensor | None = None,
-        before: Tensor | None = None, attends: Sequence[Callable[..., Tensor]] | None = None,
-    ) -> Tensor:  # fmt: skip
-        """What the head makes logits of: tokens (B, T) -> (B, T, C), for texts that begin here, or that go on.
+        self,
+        tokens: Tensor,
+        *,
+        doc_ids: Tensor | None = None,
+        positions: Tensor | None = None,
+        kv_cache: CacheLike | None = None,
+    ) -> Tensor:
+        """Hidden states before the head: tokens (B, T) -> (B, T, C).
 
-        Of those that go on: at (B, T), each token's position, which with rotary ones may exceed block_size; before
-        (B, max_ngram - 1), the tokens ahead of the first, -1 where there are none. Their keys and values are
-        the business of `attends`, a function for each layer in place of its own. Raises UserError where a text that
-        begins here exceeds block_size.
+        doc_ids (B, T): document of each token. Attention stays within a document, and its positions start at 0.
+        positions (B, T): position of each token; None: counted from 0. Rotary positions may exceed block_size.
+        kv_cache: stores keys and values, and returns those of earlier tokens (see CacheLike).
+        Raises UserError if T exceeds block_size.
         """
         T = tokens.shape[1]
-        if at is None and self.config.block_size < T:
+        if positions is None and self.config.block_size < T:
             raise UserError(f"{T} tokens do not fit into model.block_size={self.config.block_size}")
+        position_ids = positions_in_document(doc_ids) if positions is None and doc_ids is not None else positions
         x = self.wte(tokens)  # (B, T, C)
-        place = at if at is not None else slice(T) if documents is None else positions_in_document(documents)  # (B, T)
-        if self.wpe is not None:
-            x = x + (self.wpe.weight[:T] if isinstance(place, slice) else self.wpe(place))
-        if self.ngrams is not None:
-            x = x + self.ngrams(tokens, documents, before)
         rotary = None
-        if self.wpe is None:
-            known = at is None  # else it may lie beyond the tables
-            rotary = (
-                (self.rotary_cos[place], self.rotary_sin[place]) if known else rotary_cos_sin(at, self.config.head_dim)
-            )
+        if self.wpe is not None:
+            x = x + (self.wpe.weight[:T] if position_ids is None else self.wpe(position_ids))
+        elif positions is not None:
+            rotary = rotary_cos_sin(positions, self.config.head_dim)  # they may exceed the tables
+        elif position_ids is not None:
+            rotary = self.rotary_cos[position_ids], self.rotary_sin[position_ids]
+        else:
+            rotary = self.rotary_cos[:T], self.rotary_sin[:T]
+        if self.ngrams is not None:
+            x = x + self.ngrams(tokens, doc_ids, None if kv_cache is None else kv_cache.previous_tokens)
         x = F.dropout(x, self.config.dropout, self.training)
-        for layer, block in enumerate(self.blocks):
-            x = block(x, rotary, documents, attends[layer] if attends is not None else None)
+        for block in self.blocks:
+            x = block(x, rotary, doc_ids, kv_cache)
         return self.norm(x)

@@ -29,9 +29,9 @@ def random_qkv(need: AttentionRequest, seed=0):
 
 def random_masks(need: AttentionRequest, seed=0) -> dict:
     generator = torch.Generator().manual_seed(seed)
-    positions = documents = None
-    if need.documents:
-        documents = torch.randint(0, 4, (need.B, need.Tk), generator=generator).sort(dim=1).values.to(need.device)
+    positions = doc_ids = None
+    if need.document_mask:
+        doc_ids = torch.randint(0, 4, (need.B, need.Tk), generator=generator).sort(dim=1).values.to(need.device)
     if need.positions:
         positions = torch.randint(0, need.Tk, (need.B, need.Tq), generator=generator).to(need.device)
-    return {"window": need.window, "documents": documents, "positions": positions}
+    return {"window": need.window, "doc_ids": doc_ids, "positions": positions}

@@ -26,9 +26,9 @@ def evaluate(
     nats, tokens, text_bytes = [], 0, torch.zeros((), dtype=torch.int64, device=device)
     forward.eval()
     for first in range(dist.rank * size, windows, dist.world_size * size):
-        x, y, documents = loader.batch("val", first * stride, min(size, windows - first), stride)
+        x, y, doc_ids = loader.batch("val", first * stride, min(size, windows - first), stride)
         with autocast(device, dtype):
-            nats.append(forward(x, y, documents=documents, reduction="sum"))
+            nats.append(forward(x, y, doc_ids=doc_ids, reduction="sum"))
         counted = y[y >= 0]
         tokens += counted.numel()
         text_bytes += token_bytes[counted].sum()

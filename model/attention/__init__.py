@@ -2,14 +2,14 @@
 
 Every backend is a function with one signature, the seam between the model and the kernels:
 
-    attend(q, k, v, *, window=None, positions=None, documents=None, dropout_p=0.0)
+    attend(q, k, v, *, window=None, positions=None, doc_ids=None, dropout_p=0.0)
 
     q (B, Tq, H, D), k (B, Tk, G, D), v (B, Tk, G, Dv) -> y (B, Tq, H, Dv); H is a multiple of G.
 
     positions (B, Tq): where each query stands among the keys; None: query i at Tk - Tq + i
         (Tq == Tk trains, Tq < Tk decodes on a cache).
     Key j is seen iff j <= position, it lies within the window (how many keys a query sees, itself
-        included; None: all), and in the same document (documents (B, Tk): an id per key; None: one).
+        included; None: all), and in the same document (doc_ids (B, Tk): an id per key; None: one).
 
 `naive` is the definition: softmax(QK^T / sqrt(D), masked) V, as in "Attention Is All You Need", eq. 1. Every
 other backend computes the same numbers and is held to it by tests. A backend that cannot do what is asked

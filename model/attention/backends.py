@@ -25,7 +25,7 @@ KERNELS = {
 HALF = ("bfloat16", "float16")
 
 
-def attention_mask(Tq: int, Tk: int, *, window=None, positions=None, documents=None, device=None) -> Tensor:
+def attention_mask(Tq: int, Tk: int, *, window=None, positions=None, doc_ids=None, device=None) -> Tensor:
     """Which keys each query sees -> bool, broadcastable to (B, H, Tq, Tk)."""
     key = torch.arange(Tk, device=device)
     query = torch.arange(Tk - Tq, Tk, device=device) if positions is None else positions  # (Tq) or (B, Tq)
@@ -33,19 +33,17 @@ def attention_mask(Tq: int, Tk: int, *, window=None, positions=None, documents=N
     seen = key <= query
     if window is not None:
         seen = seen & (key > query - window)
-    if documents is not None:
-        of_query = documents.gather(1, query.squeeze(-1).expand(documents.shape[0], Tq))
-        seen = seen & (of_query.unsqueeze(-1) == documents.unsqueeze(1))  # (B, Tq, Tk)
+    if doc_ids is not None:
+        of_query = doc_ids.gather(1, query.squeeze(-1).expand(doc_ids.shape[0], Tq))
+        seen = seen & (of_query.unsqueeze(-1) == doc_ids.unsqueeze(1))  # (B, Tq, Tk)
     return seen.unsqueeze(1) if seen.ndim == 3 else seen
 
 
-def attention_weights(q: Tensor, k: Tensor, *, window=None, positions=None, documents=None) -> Tensor:
+def attention_weights(q: Tensor, k: Tensor, *, window=None, positions=None, doc_ids=None) -> Tensor:
     """The causal weights softmax(mask(QK^T / sqrt(D))) -> (B, H, Tq, Tk): rows sum to one, zero where not seen."""
     k = repeat_kv(k, q.shape[2])
     scores = q.transpose(1, 2) @ k.permute(0, 2, 3, 1) / math.sqrt(q.shape[-1])  # (B, H, Tq, Tk)
-    seen = attention_mask(
-        q.shape[1], k.shape[1], window=window, positions=positions, documents=documents, device=q.device
-    )
+    seen = attention_mask(q.shape[1], k.shape[1], window=window, positions=positions, doc_ids=doc_ids, device=q.device)
     return scores.masked_fill(~seen, -torch.inf).softmax(-1)
 
 
@@ -59,15 +57,15 @@ EVERYWHERE = {"cpu": Support(), "cuda": Support(), "mps": Support(dtypes=("float
 
 
 @backend(on=EVERYWHERE)
-def naive(q, k, v, *, window=None, positions=None, documents=None, dropout_p=0.0) -> Tensor:
+def naive(q, k, v, *, window=None, positions=None, doc_ids=None, dropout_p=0.0) -> Tensor:
     """The definition, with all Tq x Tk weights in memory."""
-    weights = attention_weights(q, k, window=window, positions=positions, documents=documents)
+    weights = attention_weights(q, k, window=window, positions=positions, doc_ids=doc_ids)
     weights = F.dropout(weights, dropout_p, training=dropout_p > 0).to(v.dtype)
     v = repeat_kv(v, q.shape[2])
     return (weights @ v.transpose(1, 2)).transpose(1, 2)  # (B, Tq, H, Dv)
 
 
-def _sdpa(q, k, v, window, positions, documents, dropout_p, kernels: list[SDPBackend] | None) -> Tensor:
+def _sdpa(q, k, v, window, positions, doc_ids, dropout_p, kernels: list[SDPBackend] | None) -> Tensor:
     """PyTorch's scaled_dot_product_attention, told in its own words what the seam means, by one of `kernels`.
 
     Its is_causal aligns query 0 with key 0, which is right for Tq == Tk alone: a single query on a cache sees
@@ -75,10 +73,10 @@ def _sdpa(q, k, v, window, positions, documents, dropout_p, kernels: list[SDPBac
     """
     Tq, Tk = q.shape[1], k.shape[1]
     window = None if window is not None and window >= Tk else window  # it hides nothing
-    plain = window is None and positions is None and documents is None
+    plain = window is None and positions is None and doc_ids is None
     mask = None
     if not plain or 1 < Tq < Tk:
-        mask = attention_mask(Tq, Tk, window=window, positions=positions, documents=documents, device=q.device)
+        mask = attention_mask(Tq, Tk, window=window, positions=positions, doc_ids=doc_ids, device=q.device)
         mask = mask.expand(q.shape[0], 1, Tq, Tk)
     # The choice is made here and not around the model: made outside a compiled function, it is no part of the
     # compile cache's key, and a second process can silently be given the first one's kernel.
@@ -91,17 +89,17 @@ def _sdpa(q, k, v, window, positions, documents, dropout_p, kernels: list[SDPBac
 
 
 @backend(on=EVERYWHERE, picks_kernel=True)
-def sdpa(q, k, v, *, window=None, positions=None, documents=None, dropout_p=0.0, kernels=None) -> Tensor:
+def sdpa(q, k, v, *, window=None, positions=None, doc_ids=None, dropout_p=0.0, kernels=None) -> Tensor:
     """PyTorch's scaled_dot_product_attention, with the kernel that PyTorch chooses.
 
     kernels: the names of those that it may choose, in order of preference (which counts on CUDA; elsewhere PyTorch
     has one order); None: all of them, in PyTorch's order.
     """
     chosen = [KERNELS[name] for name in kernels] if kernels is not None else None
-    return _sdpa(q, k, v, window, positions, documents, dropout_p, chosen)
+    return _sdpa(q, k, v, window, positions, doc_ids, dropout_p, chosen)
 
 
-ON_CUDA = Support(dtypes=HALF, window=False, documents=False, positions=False, any_dv=False, head_sizes=(1, 256))
+ON_CUDA = Support(dtypes=HALF, window=False, document_mask=False, positions=False, any_dv=False, head_sizes=(1, 256))
 WITHOUT_DROPOUT = Support(**vars(ON_CUDA) | {"dropout": False})
 
 
@@ -114,19 +112,19 @@ WITHOUT_DROPOUT = Support(**vars(ON_CUDA) | {"dropout": False})
     },
     picks_kernel=True,
 )
-def flash(q, k, v, *, window=None, positions=None, documents=None, dropout_p=0.0) -> Tensor:
+def flash(q, k, v, *, window=None, positions=None, doc_ids=None, dropout_p=0.0) -> Tensor:
     """PyTorch's built-in FlashAttention (Dao, arXiv:2307.08691), or an error: weights never in memory."""
-    return _sdpa(q, k, v, window, positions, documents, dropout_p, [KERNELS["flash"]])
+    return _sdpa(q, k, v, window, positions, doc_ids, dropout_p, [KERNELS["flash"]])
 
 
 @backend(on={"cuda": Support(dtypes=HALF, head_sizes=(1, 256))}, picks_kernel=True)
-def cudnn(q, k, v, *, window=None, positions=None, documents=None, dropout_p=0.0) -> Tensor:
+def cudnn(q, k, v, *, window=None, positions=None, doc_ids=None, dropout_p=0.0) -> Tensor:
     """cuDNN's fused attention, or an error."""
     if k.shape[1] == 1:  # it takes no single key: one that nobody sees is put behind it
         positions = torch.zeros(q.shape[:2], dtype=torch.int64, device=q.device)
         k, v = (F.pad(each, (0, 0, 0, 0, 0, 1)) for each in (k, v))
-        documents = None
-    return _sdpa(q, k, v, window, positions, documents, dropout_p, [KERNELS["cudnn"]])
+        doc_ids = None
+    return _sdpa(q, k, v, window, positions, doc_ids, dropout_p, [KERNELS["cudnn"]])
 
 
 @backend(
@@ -136,7 +134,7 @@ def cudnn(q, k, v, *, window=None, positions=None, documents=None, dropout_p=0.0
     },
     needs_compiler=True,
 )
-def flex(q, k, v, *, window=None, positions=None, documents=None, dropout_p=0.0) -> Tensor:
+def flex(q, k, v, *, window=None, positions=None, doc_ids=None, dropout_p=0.0) -> Tensor:
     """FlexAttention (Dong et al., arXiv:2412.05496): a kernel compiled for the mask, which skips what nobody sees.
 
     Raises ValueError for dropout, which it has not.
@@ -154,10 +152,10 @@ def flex(q, k, v, *, window=None, positions=None, documents=None, dropout_p=0.0)
     if torch.compiler.is_compiling():  # what is compiled around it takes it in
         # contiguous: where Inductor 2.13 fuses what makes q and k into the kernel, it is wrong (see the tests)
         q, k, v = (each.contiguous() for each in (q, k, v))
-        mask = _block_mask(B, Tq, Tk, behind, window, positions, documents, device)
+        mask = _block_mask(B, Tq, Tk, behind, window, positions, doc_ids, device)
         y = flex_attention(q, k, v, block_mask=mask, enable_gqa=gqa)
     else:
-        mask = _block_mask_once(B, Tq, Tk, behind, window, positions, documents, device)
+        mask = _block_mask_once(B, Tq, Tk, behind, window, positions, doc_ids, device)
         y = _compiled_flex()(q, k, v, block_mask=mask, enable_gqa=gqa)
     return y.transpose(1, 2)
 
@@ -172,28 +170,28 @@ def _compiled_flex():
     return torch.compile(flex_attention, fullgraph=True)
 
 
-def _block_mask(B, Tq, Tk, behind, window, positions, documents, device):
+def _block_mask(B, Tq, Tk, behind, window, positions, doc_ids, device):
     """`visible` for blocks of 128 x 128: which of them nobody sees, which everybody, and a function for the rest."""
     from torch.nn.attention.flex_attention import create_block_mask
 
-    if documents is not None:
-        documents = F.pad(documents, (0, Tk - documents.shape[1]))
+    if doc_ids is not None:
+        doc_ids = F.pad(doc_ids, (0, Tk - doc_ids.shape[1]))
     if not torch.compiler.is_compiling():  # as tensors: a kernel would be compiled for each number that it captures
         behind = torch.tensor(behind, device=device)
         window = None if window is None else torch.tensor(window, device=device)
         if device.type == "cpu":
-            positions, documents = _pad_to_power_of_two(positions), _pad_to_power_of_two(documents)
+            positions, doc_ids = _pad_to_power_of_two(positions), _pad_to_power_of_two(doc_ids)
 
     def seen(b, h, i, j):
         at = i + behind if positions is None else positions[b, i]
         sees = j <= at
         if window is not None:
             sees = sees & (j > at - window)
-        if documents is not None:
-            sees = sees & (documents[b, at] == documents[b, j])
+        if doc_ids is not None:
+            sees = sees & (doc_ids[b, at] == doc_ids[b, j])
         return sees
 
-    each = None if positions is None and documents is None else B
+    each = None if positions is None and doc_ids is None else B
     return create_block_mask(seen, each, None, Tq, Tk, device=device)
 
 
@@ -214,16 +212,16 @@ def _pad_to_power_of_two(tensor: Tensor | None) -> Tensor | None:
 _masks: dict[tuple, tuple] = {}
 
 
-def _block_mask_once(B, Tq, Tk, behind, window, positions, documents, device):
+def _block_mask_once(B, Tq, Tk, behind, window, positions, doc_ids, device):
     """_block_mask, made once for all layers that ask with the same tensors, unchanged since as their version tells."""
-    if any(tensor is not None and tensor.is_inference() for tensor in (positions, documents)):
-        return _block_mask(B, Tq, Tk, behind, window, positions, documents, device)  # such tensors have no version
+    if any(tensor is not None and tensor.is_inference() for tensor in (positions, doc_ids)):
+        return _block_mask(B, Tq, Tk, behind, window, positions, doc_ids, device)  # such tensors have no version
     key = (B, Tq, Tk, behind, window, device)
-    stand = [(tensor, None if tensor is None else tensor._version) for tensor in (positions, documents)]
+    stand = [(tensor, None if tensor is None else tensor._version) for tensor in (positions, doc_ids)]
     then, mask = _masks.get(key, (None, None))
     if then is None or any(a is not b or v != w for (a, v), (b, w) in zip(then, stand, strict=True)):
         if len(_masks) >= 8:  # as many kinds of layers as a model has; sampling, where T grows, leaves old ones behind
             _masks.clear()
-        mask = _block_mask(B, Tq, Tk, behind, window, positions, documents, device)
+        mask = _block_mask(B, Tq, Tk, behind, window, positions, doc_ids, device)
         _masks[key] = (stand, mask)
     return mask

@@ -105,7 +105,7 @@ def resolve(config: AttentionConfig, need: AttentionRequest) -> Resolved:
     masks = {
         "window": need.window,
         "positions": torch.zeros(need.B, need.Tq, dtype=torch.int64, device=need.device) if need.positions else None,
-        "documents": torch.zeros(need.B, need.Tk, dtype=torch.int64, device=need.device) if need.documents else None,
+        "doc_ids": torch.zeros(need.B, need.Tk, dtype=torch.int64, device=need.device) if need.document_mask else None,
     }
     with warnings.catch_warnings(record=True) as reasons, _KernelProbe() as ask:
         warnings.simplefilter("always")
@@ -127,13 +127,13 @@ def resolve(config: AttentionConfig, need: AttentionRequest) -> Resolved:
 
 def resolve_model(
     config: AttentionConfig, model: GPTConfig, *, B: int, dtype: torch.dtype, device: torch.device, grad: bool,
-    documents: bool = False,
+    document_mask: bool = False,
 ) -> Resolved:  # fmt: skip
     """`resolve` for a model on B whole contexts: every kind of layer that it has. grad: it trains, with its dropout."""
     T = model.block_size
     need = AttentionRequest(
         B=B, Tq=T, Tk=T, H=model.n_head, G=model.kv_heads, D=model.head_dim, Dv=model.head_dim, dtype=dtype,
-        device=device, grad=grad, dropout_p=model.dropout if grad else 0.0, documents=documents,
+        device=device, grad=grad, dropout_p=model.dropout if grad else 0.0, document_mask=document_mask,
     )  # fmt: skip
     answers = [resolve(config, replace(need, window=window)) for window in dict.fromkeys(model.windows)]
     return replace(answers[0], resolved="+".join(dict.fromkeys(answer.resolved for answer in answers)))

@@ -21,7 +21,7 @@ class Support:
     dropout: bool = True
     gqa: bool = True
     window: bool = True
-    documents: bool = True
+    document_mask: bool = True
     positions: bool = True
     any_dv: bool = True
     head_sizes: tuple[int, float] = (1, inf)  # from, to
@@ -43,7 +43,7 @@ class AttentionRequest:
     grad: bool
     dropout_p: float = 0.0
     window: int | None = None
-    documents: bool = False
+    document_mask: bool = False
     positions: bool = False
 
 
@@ -66,7 +66,7 @@ FEATURES = {
     "gqa": Feature("grouped heads", lambda n: n.G != n.H, "needs as many key heads as query heads",
                    "model.n_kv_head=null"),
     "window": Feature("windows", lambda n: n.window is not None, "has no sliding window", "model.window=null"),
-    "documents": Feature("documents", lambda n: n.documents, "cannot keep documents apart",
+    "document_mask": Feature("documents", lambda n: n.document_mask, "cannot keep documents apart",
                          "data.document_mask=false"),
     "positions": Feature("positions", lambda n: n.positions or 1 < n.Tq < n.Tk,
                          "takes no queries in the middle of the keys"),

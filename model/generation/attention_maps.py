@@ -13,25 +13,30 @@ from model.gpt import GPT
 
 
 @torch.no_grad()
-def attention_maps(model: GPT, tokens: Tensor, documents: Tensor | None = None) -> Tensor:
+def attention_maps(model: GPT, tokens: Tensor, doc_ids: Tensor | None = None) -> Tensor:
     """The causal weights of every layer and head over tokens (1, T) -> (n_layer, H, T, T), float32 on the CPU.
 
     Row i holds how much query i takes from each key j <= i; it sums to one. The weights are the definition's
     (`attention_weights`), whichever kernel the model uses: the others never have them in memory. Dropout is off,
-    and the model is as it was afterwards. documents (1, T) as the model takes them. Raises UserError where T exceeds
+    and the model is as it was afterwards. doc_ids (1, T) as the model takes them. Raises UserError where T exceeds
     block_size.
     """
     maps = []
 
-    def record(q, k, v, *, dropout_p=0.0, **seen) -> Tensor:  # seen: window, positions, documents
+    def record(q, k, v, *, dropout_p=0.0, **seen) -> Tensor:  # seen: window, positions, doc_ids
         maps.append(attention_weights(q, k, **seen)[0].float().cpu())  # (H, T, T)
         return naive(q, k, v, **seen)
 
-    was_training = model.training
+    layers = [block.attn for block in model.blocks]
+    functions, was_training = [layer.attend for layer in layers], model.training
     model.eval()
     try:
-        model.backbone(tokens, documents=documents, attends=[record] * model.config.n_layer)
+        for layer in layers:
+            layer.attend = record
+        model.backbone(tokens, doc_ids=doc_ids)
     finally:
+        for layer, attend in zip(layers, functions, strict=True):
+            layer.attend = attend
         model.train(was_training)
     return torch.stack(maps)
 

@@ -1,13 +1,13 @@
 """What a text's tokens leave behind in each layer, so that a new token alone goes through the model.
 
 A layer's keys and values lie in a ring of as many slots as a query sees, W: position p in slot p % W. What a new token
-overwrites is what it no longer sees, so that a window needs no mask, and a text may go on beyond block_size. A ring
-stands in for its layer's `attend` (model/attention/) and hands what it holds to that very function.
+overwrites is what it no longer sees, so that a window needs no mask, and a text may go on beyond block_size.
 
 n rows (texts), T time, H query heads, G key/value heads, D head size, W slots.
 """
 
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -21,43 +21,69 @@ class LayerKVCache:
     """One layer's keys and values, head by head, as they are read fastest: (rows, G, W, D) each."""
 
     def __init__(self, layer: CausalSelfAttention, rows: int, W: int):
-        self.own, self.shape, self.W = layer.attend, (rows, layer.G, W, layer.D), W
+        self.shape, self.W = (rows, layer.n_kv_head, W, layer.head_dim), W
         self.k = self.v = None  # made with the first key, whose dtype they take
 
     def _make(self, k: Tensor) -> None:
         if self.k is None:  # zeros: what nobody sees counts 0 times, and must not be NaN
             self.k, self.v = (torch.zeros(self.shape, dtype=k.dtype, device=k.device) for _ in "kv")
 
-    def begin(self, rows: range, last: Tensor):
-        """The attend for texts that begin, in `rows`; last (n, 1): the position of each one's last token."""
+    def prefill(self, rows: range, last: Tensor, k: Tensor, v: Tensor) -> None:
+        """Store the prompts of `rows`: k, v (n, T, G, D); last (n, 1): the position of each prompt's last token."""
+        self._make(k)
+        slot = torch.arange(min(k.shape[1], self.W), device=k.device)
+        newest = (last - (last - slot) % self.W).clamp(min=0)  # position in each slot; 0 where there is none yet
+        text = torch.arange(len(rows), device=k.device).unsqueeze(1)
+        kept = slice(rows.start, rows.stop), slice(None), slice(len(slot))
+        self.k[kept], self.v[kept] = k[text, newest].transpose(1, 2), v[text, newest].transpose(1, 2)
 
-        def attend(q, k, v, **how) -> Tensor:
-            self._make(k)
-            slot = torch.arange(min(k.shape[1], self.W), device=k.device)
-            newest = (last - (last - slot) % self.W).clamp(min=0)  # position in each slot; 0 where there is none yet
-            text = torch.arange(len(rows), device=k.device).unsqueeze(1)
-            kept = slice(rows.start, rows.stop), slice(None), slice(len(slot))
-            self.k[kept], self.v[kept] = (each[text, newest].transpose(1, 2) for each in (k, v))
-            return self.own(q, k, v, **how)
+    def append(self, at: Tensor, common: int | None, reach: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        """Store one token of each of the first n texts, and return the keys and values that it sees, (n, seen, G, D).
 
-        return attend
+        k, v (n, 1, G, D); at (n): its position. For common and reach see KVCache.go_on.
+        """
+        self._make(k)
+        n, seen = len(at), min(reach, self.W)
+        if common is not None:
+            rows, slot = slice(n), common % self.W
+        else:
+            rows, slot = torch.arange(n, device=k.device), at % self.W
+        self.k[rows, :, slot], self.v[rows, :, slot] = k[:, 0], v[:, 0]
+        return self.k[:n, :, :seen].transpose(1, 2), self.v[:n, :, :seen].transpose(1, 2)
 
-    def go_on(self, at: Tensor, common: int | None, reach: int):
-        """The attend for a token more of the first n texts, at positions `at` (n). For common and reach see Cache."""
 
-        def attend(q, k, v, **_) -> Tensor:  # the ring is the window, and dropout is off
-            self._make(k)
-            n, seen = len(at), min(reach, self.W)
-            if common is not None:
-                rows, slot, positions = slice(n), common % self.W, None
-            else:
-                rows, slot = torch.arange(n, device=k.device), at % self.W
-                positions = at.clamp(max=self.W - 1).unsqueeze(1)
-            self.k[rows, :, slot], self.v[rows, :, slot] = k[:, 0], v[:, 0]
-            k, v = (each[:n, :, :seen].transpose(1, 2) for each in (self.k, self.v))  # (n, seen, G, D)
-            return self.own(q, k, v, positions=positions)
+@dataclass
+class Prefill:
+    """The model's kv_cache while it reads prompts: their tokens attend to each other."""
 
-        return attend
+    layers: list[LayerKVCache]
+    rows: range
+    last: Tensor
+    previous_tokens = None
+
+    def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        self.layers[layer].prefill(self.rows, self.last, k, v)
+        return k, v
+
+    def query_positions(self, layer: int) -> None:
+        return None
+
+
+@dataclass
+class DecodeStep:
+    """The model's kv_cache while it adds a token to each text: new tokens attend to those in the cache."""
+
+    layers: list[LayerKVCache]
+    at: Tensor
+    common: int | None
+    reach: int
+    previous_tokens: Tensor
+
+    def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+        return self.layers[layer].append(self.at, self.common, self.reach, k, v)
+
+    def query_positions(self, layer: int) -> Tensor | None:
+        return None if self.common is not None else self.at.clamp(max=self.layers[layer].W - 1).unsqueeze(1)
 
 
 class KVCache:
@@ -81,7 +107,7 @@ class KVCache:
             # Shorter ones are filled up at the end: no token sees what comes after it.
             padded = torch.tensor([[*text, *[0] * (longest - len(text))] for text in part], device=self.device)
             into = rows[first : first + several]
-            self.model.backbone(padded, attends=[ring.begin(into, last) for ring in self.rings])
+            self.model.backbone(padded, kv_cache=Prefill(self.rings, into, last))
 
     def go_on(self, recent: Tensor, at: Tensor, common: int | None, reach: int) -> Tensor:
         """A token more for the first n texts -> what their next is predicted from, (n, C).
@@ -91,8 +117,8 @@ class KVCache:
         least as many slots as any of them has filled, with the new one.
         """
         before, new = recent[:, :-1], recent[:, -1:]
-        attends = [ring.go_on(at, common, reach) for ring in self.rings]
-        return self.model.backbone(new, at=at.unsqueeze(1), before=before, attends=attends)[:, 0]
+        step = DecodeStep(self.rings, at, common, reach, previous_tokens=before)
+        return self.model.backbone(new, positions=at.unsqueeze(1), kv_cache=step)[:, 0]
 
     def move(self, source: int, to: int) -> None:
         """Row `source` takes the place of row `to`."""

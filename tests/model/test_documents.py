@@ -22,11 +22,9 @@ from model.gpt import positions_in_document
 
 @given(lengths=st.lists(st.integers(1, 5), min_size=1, max_size=6))
 def test_places_count_from_each_beginning(lengths):
-    documents = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)])
+    doc_ids = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)])
     expected = torch.cat([torch.arange(n) for n in lengths])
-    assert torch.equal(
-        positions_in_document(torch.stack((documents, documents + 7))), torch.stack((expected, expected))
-    )
+    assert torch.equal(positions_in_document(torch.stack((doc_ids, doc_ids + 7))), torch.stack((expected, expected)))
 
 
 @VARIANTS
@@ -34,10 +32,10 @@ def test_places_count_from_each_beginning(lengths):
 def test_documents_in_one_sequence_are_what_they_are_alone(variant, name):
     """Logits and gradients, with learned positions and rotary ones."""
     model, tokens, cuts = make(variant, attend=BACKENDS[name].attend), some_tokens(B=1), [0, 5, 6, 17, 24]
-    documents = torch.zeros(1, 24, dtype=torch.int64)
+    doc_ids = torch.zeros(1, 24, dtype=torch.int64)
     for cut in cuts[1:-1]:
-        documents[:, cut:] += 1
-    together = model(tokens, documents=documents)
+        doc_ids[:, cut:] += 1
+    together = model(tokens, doc_ids=doc_ids)
     alone = torch.cat([model(tokens[:, a:b]) for a, b in pairwise(cuts)], dim=1)
     torch.testing.assert_close(together, alone, atol=1e-5, rtol=1e-4)
     parameters = list(model.parameters())
@@ -98,10 +96,10 @@ def test_an_end_of_text_begins_the_next_document(workdir):
     path = table([f"document {n}" * (1 + n % 3) for n in range(30)])
     loader, plain = load(path, 40, True), load(path, 40, False)
     for split, count in (("train", loader.epoch_windows), ("val", loader.val_windows)):
-        x, y, documents = loader.batch(split, 0, count)
-        assert documents.shape == x.shape
-        assert torch.equal(documents.diff(dim=1), (x[:, 1:] == 256).long())
-        assert documents.max() > 1
+        x, y, doc_ids = loader.batch(split, 0, count)
+        assert doc_ids.shape == x.shape
+        assert torch.equal(doc_ids.diff(dim=1), (x[:, 1:] == 256).long())
+        assert doc_ids.max() > 1
         without = plain.batch(split, 0, count)
         assert torch.equal(without[0], x) and torch.equal(without[1], y) and without[2] is None
 

@@ -9,7 +9,8 @@ from model_helpers import MODERN, make, some_tokens
 from common.errors import UserError
 from model.attention import naive
 from model.config import GPTConfig
-from model.gpt import GPT, NgramEmbedding
+from model.gpt import GPT
+from model.ngram import NgramEmbedding
 
 tokens_lists = st.lists(st.integers(0, 60_000), min_size=4, max_size=12)
 
@@ -66,8 +67,8 @@ def test_a_later_token_changes_no_earlier_logits():
 
 def test_a_document_is_embedded_as_if_it_stood_alone():
     ngrams = drawn()
-    tokens, documents = some_tokens(1, 12), torch.tensor([[0] * 5 + [1] * 7])
-    together = ngrams(tokens, documents)
+    tokens, doc_ids = some_tokens(1, 12), torch.tensor([[0] * 5 + [1] * 7])
+    together = ngrams(tokens, doc_ids)
     torch.testing.assert_close(together[:, :5], ngrams(tokens[:, :5], None))
     torch.testing.assert_close(together[:, 5:], ngrams(tokens[:, 5:], None))
     assert not torch.allclose(together[:, 5:8], ngrams(tokens, None)[:, 5:8])

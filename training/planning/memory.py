@@ -96,12 +96,12 @@ class MemoryTracker(TorchDispatchMode):
 
 def simulate_memory(
     model: GPT, attend: Callable[..., Tensor], config: AdamWConfig | MuonConfig, *,
-    B: int, T: int, accumulation: int, dtype: torch.dtype, device: torch.device, documents: bool,
+    B: int, T: int, accumulation: int, dtype: torch.dtype, device: torch.device, document_mask: bool,
 ) -> Memory:  # fmt: skip
     """The memory for training `model` with `attend` as its attention, on micro batches of B sequences of T tokens.
 
-    Of the model (which may be on the meta device) shapes are taken alone, and nothing is computed. documents: whether
-    they are kept apart. Gradient clipping and the copies that DDP makes are not followed.
+    Of the model (which may be on the meta device) shapes are taken alone, and nothing is computed. document_mask:
+    whether documents are masked. Gradient clipping and the copies that DDP makes are not followed.
     """
     model, storages = copy.deepcopy(model), MemoryTracker()
     for block in model.blocks:
@@ -116,7 +116,7 @@ def simulate_memory(
                 before, small = storages.now, storages.small
                 tokens = torch.zeros(3, B, T, dtype=torch.int64, device=device)
                 with autocast(device, dtype):
-                    loss = model(tokens[0], tokens[1], documents=tokens[2] if documents else None)
+                    loss = model(tokens[0], tokens[1], doc_ids=tokens[2] if document_mask else None)
                 activations, scores, small = storages.now - before, storages.scores(T), storages.small - small
                 loss.backward()
                 del loss, tokens

@@ -99,7 +99,7 @@ def _estimate_by_simulation(
     def fits(size: int, parts: int) -> bool:
         memory = simulate_memory(
             shapes, get_attention_fn(config.attention), config.optimizer, B=size, T=config.model.block_size,
-            accumulation=parts, dtype=dtype, device=device, documents=config.data.document_mask,
+            accumulation=parts, dtype=dtype, device=device, document_mask=config.data.document_mask,
         )  # fmt: skip
         return memory.reserved - there <= own
 
@@ -139,7 +139,7 @@ def _train(config: Any, model: GPT, dtype: torch.dtype, size: int, parts: int) -
     for _ in range(STEPS):  # the second has the optimizer's state from the start
         for _ in range(parts):
             with autocast(device, dtype):
-                loss = model(tokens[0], tokens[1], documents=tokens[2] if config.data.document_mask else None)
+                loss = model(tokens[0], tokens[1], doc_ids=tokens[2] if config.data.document_mask else None)
             scaler.scale(loss).backward()
             del loss
         for each in optimizers:

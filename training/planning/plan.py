@@ -113,7 +113,7 @@ def make_plan(config: Any, dist: Dist, say: Callable[[str], None] = lambda text:
         if kernel not in followed:  # two backends may come to the same
             followed[kernel] = simulate_memory(
                 model, get_attention_fn(other), config.optimizer, B=micro_batch_size, T=T, accumulation=accumulation,
-                dtype=dtype, device=device, documents=config.data.document_mask,
+                dtype=dtype, device=device, document_mask=config.data.document_mask,
             )  # fmt: skip
         memory[name] = followed[kernel]
 
@@ -146,9 +146,9 @@ def make_plan(config: Any, dist: Dist, say: Callable[[str], None] = lambda text:
 
 def _resolve(attention: AttentionConfig, config: Any, B: int, dtype: torch.dtype, device: torch.device) -> str:
     """The kernel that `attention` comes to. Raises UserError where it cannot train `config.model` here."""
-    documents = config.data.document_mask
+    document_mask = config.data.document_mask
     return resolve_model(
-        attention, config.model, B=B, dtype=dtype, device=device, grad=True, documents=documents
+        attention, config.model, B=B, dtype=dtype, device=device, grad=True, document_mask=document_mask
     ).resolved
 
 

@@ -44,7 +44,7 @@ def _flex_need_not_compile(request, monkeypatch):
         monkeypatch.setattr("model.attention.backends._compiled_flex", lambda: flex_attention.flex_attention)
 
 
-def loops(q, k, v, window, positions, documents):
+def loops(q, k, v, window, positions, doc_ids):
     """The definition by hand, a query at a time, in float64: the reference of the reference."""
     B, Tq, H, D = q.shape
     Tk = k.shape[1]
@@ -54,7 +54,7 @@ def loops(q, k, v, window, positions, documents):
             at = Tk - Tq + i if positions is None else int(positions[b, i])
             keys = [
                 j for j in range(at + 1)
-                if (window is None or at - j < window) and (documents is None or documents[b, at] == documents[b, j])
+                if (window is None or at - j < window) and (doc_ids is None or doc_ids[b, at] == doc_ids[b, j])
             ]  # fmt: skip
             for h in range(H):
                 g = h // (H // k.shape[2])
@@ -66,12 +66,12 @@ def loops(q, k, v, window, positions, documents):
 @settings(max_examples=25, deadline=None)
 @given(
     Tk=st.integers(1, 9), missing=st.integers(0, 8), heads=st.sampled_from([(1, 1), (2, 2), (4, 2), (3, 1)]),
-    window=st.none() | st.integers(1, 5), documents=st.booleans(), positions=st.booleans(), seed=st.integers(0, 99),
+    window=st.none() | st.integers(1, 5), document_mask=st.booleans(), positions=st.booleans(), seed=st.integers(0, 99),
 )  # fmt: skip
-def test_naive_is_the_definition(Tk, missing, heads, window, documents, positions, seed):
+def test_naive_is_the_definition(Tk, missing, heads, window, document_mask, positions, seed):
     need = AttentionRequest(
         B=2, Tq=max(1, Tk - missing), Tk=Tk, H=heads[0], G=heads[1], D=4, Dv=6, dtype=torch.float32, device=CPU,
-        grad=False, window=window, documents=documents, positions=positions,
+        grad=False, window=window, document_mask=document_mask, positions=positions,
     )  # fmt: skip
     qkv, masks = random_qkv(need, seed), random_masks(need, seed)
     torch.testing.assert_close(naive(*qkv, **masks).double(), loops(*qkv, **masks), atol=2e-6, rtol=1e-5)
@@ -109,16 +109,16 @@ def agree_or_refuse(name: str, need: AttentionRequest, seed: int, bounds=BOUNDS)
 NEEDS = dict(
     T=st.sampled_from([1, 7, 24, 64, 257]), queries=st.sampled_from(["all", "one", "some"]),
     heads=st.sampled_from([(1, 1), (2, 2), (4, 2), (3, 1)]), sizes=st.sampled_from([(16, 16), (8, 8), (16, 8)]),
-    dtype=st.sampled_from(list(DTYPES)), window=st.sampled_from([None, 1, 5, 100, 300]), documents=st.booleans(),
+    dtype=st.sampled_from(list(DTYPES)), window=st.sampled_from([None, 1, 5, 100, 300]), document_mask=st.booleans(),
     positions=st.booleans(), grad=st.booleans(), dropout=st.sampled_from([0.0, 0.0, 0.0, 0.1]), seed=st.integers(0, 99),
 )  # fmt: skip
 
 
-def drawn_need(T, queries, heads, sizes, dtype, window, documents, positions, grad) -> AttentionRequest:
+def drawn_need(T, queries, heads, sizes, dtype, window, document_mask, positions, grad) -> AttentionRequest:
     Tq = {"all": T, "one": 1, "some": max(1, T // 2)}[queries]
     return AttentionRequest(
         B=2, Tq=Tq, Tk=T, H=heads[0], G=heads[1], D=sizes[0], Dv=sizes[1], dtype=DTYPES[dtype], device=CPU,
-        grad=grad, window=window, documents=documents, positions=positions,
+        grad=grad, window=window, document_mask=document_mask, positions=positions,
     )  # fmt: skip
 
 
@@ -140,7 +140,7 @@ def test_each_feature_is_there_or_refused(name, feature):
     """The same, a feature at a time, so that none depends on what hypothesis draws."""
     changed = {
         "gradients": {"grad": True}, "dropout": {"dropout_p": 0.5}, "gqa": {"G": 1}, "window": {"window": 3},
-        "documents": {"documents": True}, "positions": {"positions": True}, "any_dv": {"Dv": 4},
+        "document_mask": {"document_mask": True}, "positions": {"positions": True}, "any_dv": {"Dv": 4},
     }[feature]  # fmt: skip
     need = replace(NEED, **{"G": 4, "grad": False} | changed)
     able = getattr(BACKENDS[name].on["cpu"], feature)
@@ -152,7 +152,7 @@ def test_each_feature_is_there_or_refused(name, feature):
 @pytest.mark.compiles
 def test_flex_compiled_agrees_too_and_is_what_runs():
     need = replace(
-        NEED, Tq=70, Tk=140, G=1, D=16, Dv=32, grad=False, window=20, documents=True, positions=True
+        NEED, Tq=70, Tk=140, G=1, D=16, Dv=32, grad=False, window=20, document_mask=True, positions=True
     )  # fmt: skip
     agree_or_refuse("flex", need, seed=2)
     qkv, masks = random_qkv(need), random_masks(need)
@@ -174,7 +174,7 @@ def test_flex_on_a_cache_is_right_for_odd_multiples_of_8_too():
 @pytest.mark.compiles
 @pytest.mark.parametrize("sizes", [
     [{"B": B, "Tq": 1, "Tk": 32, "positions": True} for B in (4, 3)],
-    [{"Tq": T, "Tk": T, "documents": True, "window": 5} for T in (16, 32)],
+    [{"Tq": T, "Tk": T, "document_mask": True, "window": 5} for T in (16, 32)],
 ], ids=["positions", "documents"])  # fmt: skip
 def test_flex_compiles_for_positions_and_documents_of_any_size(sizes):
     """Inductor 2.13, left to itself, writes a kernel that is no C++ once their sizes vary."""
@@ -198,30 +198,30 @@ def test_flex_compiled_into_a_model_is_right_too():
     torch.testing.assert_close(torch.compile(layer, fullgraph=True)(packed), expected, atol=1e-5, rtol=1e-4)
 
 
-def test_flex_makes_a_mask_once_for_all_layers_and_anew_for_other_documents(monkeypatch):
+def test_flex_makes_a_mask_once_for_all_layers_and_anew_for_other_doc_ids(monkeypatch):
     from model.attention import backends
 
     made = []
     monkeypatch.setattr(backends, "_masks", {})
     original = backends._block_mask
     monkeypatch.setattr(backends, "_block_mask", lambda *given: made.append(1) or original(*given))
-    need = replace(NEED, documents=True, grad=False)
-    qkv, documents = random_qkv(need), random_masks(need)["documents"]
+    need = replace(NEED, document_mask=True, grad=False)
+    qkv, doc_ids = random_qkv(need), random_masks(need)["doc_ids"]
     for _ in range(3):
-        flex(*qkv, documents=documents)
+        flex(*qkv, doc_ids=doc_ids)
     assert len(made) == 1
-    flex(*qkv, documents=documents, window=3)
+    flex(*qkv, doc_ids=doc_ids, window=3)
     assert len(made) == 2
-    other = documents.clone()
-    flex(*qkv, documents=other)  # another tensor
+    other = doc_ids.clone()
+    flex(*qkv, doc_ids=other)  # another tensor
     other.zero_()  # and the same one, written over
-    torch.testing.assert_close(flex(*qkv, documents=other), naive(*qkv, documents=other), atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(flex(*qkv, doc_ids=other), naive(*qkv, doc_ids=other), atol=2e-6, rtol=1e-5)
     assert len(made) == 4
     with torch.inference_mode():  # whose tensors have no version to tell
-        written = documents.clone()
+        written = doc_ids.clone()
         for _ in range(2):
             written += 1
-            torch.testing.assert_close(flex(*qkv, documents=written), naive(*qkv, documents=written))
+            torch.testing.assert_close(flex(*qkv, doc_ids=written), naive(*qkv, doc_ids=written))
 
 
 @pytest.mark.parametrize("name", ON_CPU)
@@ -296,7 +296,7 @@ ON_CUDA = replace(NEED, device=torch.device("cuda"), dtype=torch.bfloat16)
             {"window": 4},
             "has no sliding window; set model.window=null, or attention=naive, sdpa or",
         ),
-        ("flash", None, {"documents": True}, "cannot keep documents apart; set data.document_mask=false"),
+        ("flash", None, {"document_mask": True}, "cannot keep documents apart; set data.document_mask=false"),
         ("flash", None, {"Tq": 3}, "takes no queries in the middle of the keys; set attention=naive"),
         ("flash", None, {"D": 512, "Dv": 512}, "heads of at most 256 channels, not 512; set a larger model.n_head"),
         ("flash", "FA3", {"dropout_p": 0.1}, "attention.impl=FA3 on cuda has no dropout; set attention.impl=null$"),
@@ -321,7 +321,7 @@ def test_a_whole_model_is_asked_for_all_that_its_layers_need():
         with pytest.raises(UserError, match=said):
             resolve_model(choose("flash", impl="FA3"), replace(model, **changed), grad=True, **asked)
     with pytest.raises(UserError, match="documents apart"):
-        resolve_model(choose("flash"), replace(model, window=None), grad=False, documents=True, **asked)
+        resolve_model(choose("flash"), replace(model, window=None), grad=False, document_mask=True, **asked)
     cpu = asked | {"device": CPU, "dtype": torch.float32}
     with pytest.raises(UserError, match="cannot train"):
         resolve_model(choose("flex"), replace(model, dropout=0.0), grad=True, **cpu)
@@ -349,7 +349,7 @@ def test_cudnn_is_given_a_second_key_where_there_is_one_alone(monkeypatch):
     monkeypatch.setattr(
         F, "scaled_dot_product_attention", lambda *a, **how: given.append(a[1].shape[2]) or attend(*a, **how)
     )
-    for changed in ({}, {"window": 3}, {"documents": True}, {"positions": True}):
+    for changed in ({}, {"window": 3}, {"document_mask": True}, {"positions": True}):
         for T in (1, 5):
             need = replace(NEED, Tq=1, Tk=T, **changed)
             qkv, masks = random_qkv(need), random_masks(need)
@@ -392,9 +392,9 @@ def test_a_new_backend_is_one_function_and_one_yaml_file(train, workdir, capsys)
     calls = []
 
     @backend(on={"cpu": Support(dropout=False)})
-    def toy(q, k, v, *, window=None, positions=None, documents=None, dropout_p=0.0):
+    def toy(q, k, v, *, window=None, positions=None, doc_ids=None, dropout_p=0.0):
         calls.append(q.shape)
-        return naive(q, k, v, window=window, positions=positions, documents=documents)
+        return naive(q, k, v, window=window, positions=positions, doc_ids=doc_ids)
 
     try:
         (workdir / "own/attention").mkdir(parents=True)

@@ -52,7 +52,7 @@ CASES = [
     (choose("naive"), {}, "naive"), (choose("naive"), {"dropout_p": 0.1, "Dv": 4}, "naive"),
     (choose("sdpa"), {}, "flash"), (choose("sdpa"), {"dropout_p": 0.1}, "math"), (choose("sdpa"), {"Dv": 4}, "math"),
     (choose("sdpa", ["math"]), {}, "math"), (choose("sdpa", ["cudnn", "flash"]), {}, "flash"),
-    (choose("sdpa"), {"window": 3, "documents": True}, "flash"), (choose("sdpa"), {"Tq": 1}, "flash"),
+    (choose("sdpa"), {"window": 3, "document_mask": True}, "flash"), (choose("sdpa"), {"Tq": 1}, "flash"),
     (choose("flash"), {}, "flash"), (choose("flash"), {"dtype": torch.bfloat16}, "flash"),
     (choose("flash"), {"grad": False}, "flash"), (choose("flash"), {"positions": True, "Tq": 3}, "flash"),
 ]  # fmt: skip
@@ -159,7 +159,7 @@ def test_on_cuda_resolved_is_what_runs_in_bfloat16(config, resolved, compiled):
 @pytest.mark.parametrize("dtype", list(DTYPES))
 def test_on_cuda_each_backend_agrees_or_refuses(name, dtype):
     for Tq, Tk in ((257, 257), (1, 257), (128, 257), (1, 1)):
-        for asked in ({}, {"window": 20}, {"documents": True}, {"positions": True}, {"G": 2}):
+        for asked in ({}, {"window": 20}, {"document_mask": True}, {"positions": True}, {"G": 2}):
             need = replace(HALF, Tq=Tq, Tk=Tk, dtype=DTYPES[dtype], **asked)
             agree_or_refuse(name, need, seed=3, bounds=LOOSE)
 
@@ -182,7 +182,7 @@ def test_on_cuda_dropout_keeps_the_mean(config):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("asked", [{}, {"window": 40}, {"documents": True}], ids=str)
+@pytest.mark.parametrize("asked", [{}, {"window": 40}, {"document_mask": True}], ids=str)
 @pytest.mark.parametrize("compiled", [False, True], ids=["eager", "compiled"])
 @pytest.mark.compiles
 def test_on_cuda_flex_trains(asked, compiled):

@@ -92,7 +92,7 @@ def test_multi_head_is_the_heads_one_by_one_concatenated_and_projected(attend):
         pad_vocab_multiple=1, max_ngram=1, ngram_table_size=64,
     )  # fmt: skip
     torch.manual_seed(0)
-    layer = CausalSelfAttention(config, attend, window=None)
+    layer = CausalSelfAttention(config, attend, layer=0)
     x = torch.randn(2, T, C)
     W_q, W_k, W_v = layer.qkv.weight.chunk(3)
     b_q, b_k, b_v = layer.qkv.bias.chunk(3)

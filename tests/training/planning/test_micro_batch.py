@@ -29,7 +29,7 @@ def beyond_the_weights(config, size: int, accumulation: int) -> int:
     model, attend = GPT(config.model, 100, get_attention_fn(config.attention)), get_attention_fn(config.attention)
     told = simulate_memory(
         model, attend, config.optimizer, B=size, T=config.model.block_size, accumulation=accumulation,
-        dtype=torch.float32, device=CPU, documents=False,
+        dtype=torch.float32, device=CPU, document_mask=False,
     )  # fmt: skip
     return told.reserved - sum(p.nbytes for p in model.parameters())
 
