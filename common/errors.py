@@ -1,4 +1,7 @@
-"""What goes wrong through no bug: what cannot be done as it was asked for, what cannot go on, and too little memory."""
+"""Errors that are not bugs: invalid input, a run that cannot continue, and too little memory."""
+
+from collections.abc import Iterable
+from typing import Any
 
 
 class UserError(ValueError):
@@ -10,6 +13,28 @@ class UserError(ValueError):
 
 class TrainingFailed(RuntimeError):
     """A run that cannot go on, through no bug. One sentence as well; the scripts exit with code 1."""
+
+
+def format_value(value: Any) -> str:
+    """A setting's value as typed on the command line: null, true, 0.1, [64,null], {a:1}."""
+    if value is None or isinstance(value, bool):
+        return "null" if value is None else str(value).lower()
+    if isinstance(value, list | tuple):
+        return f"[{','.join(map(format_value, value))}]"
+    if isinstance(value, dict):
+        return f"{{{','.join(f'{key}:{format_value(inner)}' for key, inner in value.items())}}}"
+    return str(value)
+
+
+def check_settings(section: str, config: object, rules: Iterable[tuple[str, bool, str]]) -> None:
+    """Check rules (key, whether it holds, what is required and what to set). Raises UserError for the first violation.
+
+    section: the part of the key before the dot; "" for none.
+    """
+    for key, holds, requirement in rules:
+        if not holds:
+            name = f"{section}.{key}" if section else key
+            raise UserError(f"{name}={format_value(getattr(config, key))} {requirement}")
 
 
 OUT_OF_MEMORY = ("allocate memory", "out of memory", "bad_alloc", "ALLOC_FAILED")

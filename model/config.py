@@ -1,12 +1,12 @@
-"""What a decoder may be. Types and rules only: the values live in configs/model/ and configs/attention/.
+"""Types and rules of the model and attention settings. The values are in configs/model/ and configs/attention/.
 
-Nothing here imports torch, so that a config is checked before the seconds that torch takes to import.
+This module does not import torch: invalid settings are reported before the seconds that the import takes.
 """
 
 from dataclasses import dataclass
 from typing import Any
 
-from common.errors import UserError
+from common.errors import check_settings
 
 NORMS = ("layernorm", "rmsnorm")
 MLPS = ("gelu", "gelu_tanh", "relu2")
@@ -15,15 +15,17 @@ POSITIONS = ("learned", "rotary")
 
 @dataclass
 class GPTConfig:
-    """The mathematics of the model; which kernel computes it is AttentionConfig's.
+    """Architecture of the model. AttentionConfig selects the kernel that computes attention.
 
-    n_kv_head: key/value heads, each shared by n_head / n_kv_head query heads; None: as many as n_head.
-    dropout: probability, on the embeddings, the attention weights and both residual branches, as in GPT-2.
-    bias: whether linear layers and LayerNorms have one.
-    window: how many keys a query sees, itself included; None: all. A list is a pattern that the layers repeat.
-    pad_vocab_multiple: the vocabulary tables are padded to a multiple of this, which is faster on GPUs.
-    max_ngram: the longest run of tokens, the newest included, that has an embedding of its own; 1: tokens alone.
-    ngram_table_size: rows of the table into which those longer than one token are hashed.
+    n_kv_head: key/value heads; n_head / n_kv_head query heads share one; None: as many as n_head.
+    dropout: probability of dropping an embedding, an attention weight or a residual branch's output, as in GPT-2.
+    bias: whether linear layers and LayerNorms have a bias.
+    window: number of keys that a query attends to, including its own; None: all. A list repeats over the layers.
+    pad_vocab_multiple: rows of the token tables are rounded up to a multiple of this, which is faster on GPUs.
+    max_ngram: longest n-gram that has an embedding; 1: single tokens only.
+    ngram_table_size: rows of the table that longer n-grams are hashed into.
+
+    Raises UserError for settings that are invalid or do not fit together.
     """
 
     name: str
@@ -45,49 +47,47 @@ class GPTConfig:
     ngram_table_size: int
 
     def __post_init__(self):
-        for key in ("n_layer", "n_head", "n_embd", "block_size", "pad_vocab_multiple", "max_ngram", "ngram_table_size"):
-            if getattr(self, key) < 1:
-                raise UserError(f"model.{key}={getattr(self, key)} must be at least 1")
-        if self.n_embd % self.n_head:
-            below, above = (self.n_embd // self.n_head) * self.n_head, (self.n_embd // self.n_head + 1) * self.n_head
-            fits = f"{below} or {above}" if below else above
-            raise UserError(
-                f"model.n_embd={self.n_embd} does not divide into model.n_head={self.n_head} heads; "
-                f"set model.n_embd={fits}, or another number of heads"
-            )
-        if self.kv_heads < 1 or self.n_head % self.kv_heads:
-            raise UserError(
-                f"model.n_kv_head={self.n_kv_head} does not divide model.n_head={self.n_head}; "
-                f"set one of {', '.join(str(g) for g in range(1, self.n_head + 1) if self.n_head % g == 0)}, or null"
-            )
-        pattern = self.window if isinstance(self.window, list) else [self.window]
-        if not 0 < len(pattern) <= self.n_layer or not all(w is None or (type(w) is int and w > 0) for w in pattern):
-            raise UserError(
-                f"model.window={self.window} takes a number of tokens from 1, null, or a list of them, at most one "
-                f"per layer (model.n_layer={self.n_layer}); set, say, {max(1, self.block_size // 2)}, or "
-                f"[{max(1, self.block_size // 2)},null]"
-            )
-        if not 0.0 <= self.dropout < 1.0:
-            raise UserError(f"model.dropout={self.dropout} is a probability; set it from 0 to below 1")
-        for key, choices in (("norm", NORMS), ("mlp", MLPS), ("position", POSITIONS)):
-            if getattr(self, key) not in choices:
-                raise UserError(f"model.{key}={getattr(self, key)} is unknown; set one of {', '.join(choices)}")
-        if self.position == "rotary" and self.head_dim % 2:
-            raise UserError(
-                f"model.position=rotary turns pairs of channels, and a head has {self.head_dim} "
-                f"(model.n_embd / model.n_head); set model.n_embd={2 * self.n_embd}, or model.position=learned"
-            )
+        counts = ("n_layer", "n_head", "n_embd", "block_size", "pad_vocab_multiple", "max_ngram", "ngram_table_size")
+        check_settings("model", self, [(key, getattr(self, key) >= 1, "must be at least 1") for key in counts])
+        choices = {"norm": NORMS, "mlp": MLPS, "position": POSITIONS}
+        check_settings("model", self, [
+            (key, getattr(self, key) in allowed, f"is unknown; set one of {', '.join(allowed)}")
+            for key, allowed in choices.items()
+        ])  # fmt: skip
+
+        divisors = ", ".join(str(G) for G in range(1, self.n_head + 1) if self.n_head % G == 0)
+        n_embd = max(1, round(self.n_embd / self.n_head)) * self.n_head
+        half = max(1, self.block_size // 2)
+        windows = self.window_pattern
+        check_settings("model", self, [
+            ("dropout", 0 <= self.dropout < 1, "must be a probability below 1; set 0 for none, or 0.1"),
+            ("n_embd", self.n_embd % self.n_head == 0,
+             f"must be a multiple of model.n_head={self.n_head}; set, say, model.n_embd={n_embd}"),
+            ("n_kv_head", self.kv_heads >= 1 and self.n_head % self.kv_heads == 0,
+             f"must divide model.n_head={self.n_head}; set one of {divisors}, or null"),
+            ("window", len(windows) > 0 and all(w is None or (type(w) is int and w > 0) for w in windows),
+             f"must be a number of tokens, null, or a list of these; set, say, {half}, or [{half},null]"),
+            ("window", len(windows) <= self.n_layer,
+             f"lists {len(windows)} layers, but model.n_layer={self.n_layer}; shorten the list or add layers"),
+            ("position", self.position == "learned" or self.head_dim % 2 == 0,
+             f"needs an even number of channels per head (model.n_embd / model.n_head), not {self.head_dim}; "
+             f"set model.n_embd={2 * self.n_embd}, or model.position=learned"),
+        ])  # fmt: skip
 
     @property
     def kv_heads(self) -> int:
         return self.n_head if self.n_kv_head is None else self.n_kv_head
 
     @property
+    def window_pattern(self) -> list[int | None]:
+        return self.window if isinstance(self.window, list) else [self.window]
+
+    @property
     def windows(self) -> tuple[int | None, ...]:
-        """The window of each layer, None where it hides nothing."""
-        pattern = self.window if isinstance(self.window, list) else [self.window]
+        """Window of each layer; None if the layer attends to all keys."""
+        pattern = self.window_pattern
         repeated = [pattern[layer % len(pattern)] for layer in range(self.n_layer)]
-        return tuple(None if w is None or w >= self.block_size else w for w in repeated)
+        return tuple(None if window is None or window >= self.block_size else window for window in repeated)
 
     @property
     def head_dim(self) -> int:
@@ -96,10 +96,11 @@ class GPTConfig:
 
 @dataclass
 class AttentionConfig:
-    """How attention is computed, never what.
+    """Implementation of attention; all implementations give the same results up to rounding.
 
-    backend: the name of a function in model/attention/. kernels: those that PyTorch may choose from, in order; None:
-    all. impl: another implementation of its flash kernel; None: its own.
+    backend: name of a function registered in model/attention/backends.py.
+    kernels: PyTorch kernels that attention=sdpa may use, in order of preference; None: all.
+    impl: package that replaces PyTorch's FlashAttention kernel, FA3 or FA4; None: PyTorch's own kernel.
     """
 
     backend: str

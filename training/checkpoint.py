@@ -19,7 +19,7 @@ from torch import nn
 from torch.optim import Optimizer
 
 from common.checkpoint_file import save_checkpoint
-from common.errors import UserError
+from common.errors import UserError, format_value
 from training.optimizer import load_state_by_name, state_by_name
 
 
@@ -82,7 +82,9 @@ def check_identity(path: Path, saved: dict, now: dict) -> None:
     """Raises UserError where a run would continue as something else, listing what differs."""
     differs = [key for key in now if saved.get(key) != now[key]]
     if differs:
-        listed = ", ".join(f"{key}={saved.get(key)} (now {now[key]})" for key in differs[:4])
+        listed = ", ".join(
+            f"{key}={format_value(saved.get(key))} (now {format_value(now[key])})" for key in differs[:4]
+        )
         if len(differs) > 4:
             listed += f" and {len(differs) - 4} more, all in its config.yaml and the command in its summary.json"
         raise UserError(f"{path} was trained with {listed}; set that back, or set another name")

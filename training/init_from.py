@@ -3,7 +3,7 @@
 from typing import Any
 
 from common import checkpoint_file
-from common.errors import UserError
+from common.errors import UserError, format_value
 from common.run_dir import find_checkpoint, has_checkpoint
 from model.gpt import GPT
 
@@ -35,7 +35,7 @@ def load_init_weights(init_from: str, model: GPT, about: dict[str, Any]) -> None
         )
     before, now = saved["model_config"], about["model_config"]
     free = {"name", "dropout"} | ({"block_size"} if now["position"] == "rotary" else set())
-    differs = [f"model.{key}={str(value).replace('None', 'null')}" for key, value in before.items()
+    differs = [f"model.{key}={format_value(value)}" for key, value in before.items()
                if value != now[key] and key not in free]  # fmt: skip
     if differs:
         raise UserError(f"{path} is another model; set {' '.join(differs)}, as it has")

@@ -10,6 +10,7 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
 
 from common.console import LINE_INTERVAL_S, format_duration, pluralize, printable
+from common.errors import format_value
 from training.config import AUTO
 
 
@@ -104,8 +105,7 @@ def epochs(count: float) -> str:
 def _sees(model: Any) -> str:
     """What is not plain about a model's attention."""
     shared = f", {model.kv_heads} key/value heads" if model.kv_heads != model.n_head else ""
-    narrow = f", windows {model.window}" if any(model.windows) else ""
-    return shared + narrow.replace("None", "null")
+    return shared + (f", windows {format_value(model.window)}" if any(model.windows) else "")
 
 
 def closing_summary(summary: dict, folder: Path) -> str:

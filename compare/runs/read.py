@@ -13,7 +13,7 @@ from typing import Any
 
 import yaml
 
-from common.errors import UserError
+from common.errors import UserError, format_value
 
 NOT_STARTED = "not started"
 NOT_A_SETTING = ("seed", "name", "resume", "wandb")  # keys and sections in which runs of one setting may differ
@@ -175,5 +175,4 @@ def _said(config: dict, key: str) -> str:
     """A value as one would type it; a key that an older run did not know yet has none."""
     if key not in config:
         return "(none)"
-    value = config[key]
-    return str(value).lower() if isinstance(value, bool) else "null" if value is None else str(value)
+    return format_value(config[key])

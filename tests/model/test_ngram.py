@@ -6,10 +6,6 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_helpers import MODERN, make, some_tokens
 
-from common.errors import UserError
-from model.attention import naive
-from model.config import GPTConfig
-from model.gpt import GPT
 from model.ngram import NgramEmbedding
 
 tokens_lists = st.lists(st.integers(0, 60_000), min_size=4, max_size=12)
@@ -76,9 +72,3 @@ def test_a_document_is_embedded_as_if_it_stood_alone():
 
 def test_without_ngrams_there_is_no_table():
     assert make(MODERN | dict(max_ngram=1)).ngrams is None
-
-
-@pytest.mark.parametrize("key", ["max_ngram", "ngram_table_size"])
-def test_a_table_of_nothing_is_refused(key):
-    with pytest.raises(UserError, match=f"model.{key}=0 must be at least 1"):
-        GPT(GPTConfig(**MODERN | {key: 0}), 50, naive)
