@@ -1,0 +1,276 @@
+"""Reads the commands and files that README.md and docs/*.md show, and prepares a folder in which they can run.
+
+A bash block holds one command a line. A comment after the command may mark what it needs: `# GPU`, `# several
+machines` or `# SLURM cluster`. A comment at the top of a YAML block names its file: `# own/data/both.yaml`. It may be
+followed by a command that uses the file.
+"""
+
+import csv
+import json
+import re
+import shlex
+import shutil
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+from pathlib import Path
+
+import yaml
+from helpers import ROOT, TEXT
+
+PAGES = sorted((ROOT / "docs").glob("*.md"))
+SCRIPTS = ("train", "sample", "prepare", "bench", "compare")
+NEEDS = re.compile(r"\b(GPUs?|several machines|cluster|SLURM)\b")
+YAML_FILE = r"^# (\S+\.yaml)(?:\s+(python .*))?$"
+DOWNLOADED_VOCABULARY = r"^tokenizer=(gpt2|cl100k_base|o200k_base)$"
+# Programs of others, which the tests do not run.
+FOREIGN = ("git", "pip", "source", "cd", "pytest", "ruff", "ty", "pre-commit", "wandb", "export", "ls", "cat")
+SMALL_MODEL = {"model.n_layer": 1, "model.n_head": 2, "model.block_size": 16, "model.ngram_table_size": 64}
+SHRINK = {
+    "train": SMALL_MODEL | {"train.batch_size": 4, "train.micro_batch_size": "null", "eval.batches": 1},
+    "sample": {},
+    "prepare": {},
+    "bench": SMALL_MODEL | {"vocab_size": 64},
+}
+# These replace the values of the command, which decide only how long it takes.
+SHRINK_ALWAYS = {
+    "train": {
+        "train.steps": 2,
+        "eval.every": 2,
+        "checkpoint.every": 2,
+        "eval.sample.max_new_tokens": 2,
+        "wandb.mode": "disabled",
+    },
+    "sample": {"max_new_tokens": 8},
+    "prepare": {},
+    "bench": {"block_sizes": "[16]", "rounds": 1, "repeats": 1, "seconds": 0.001, "wandb.mode": "disabled"},
+}
+
+
+@dataclass
+class Command:
+    """One command of a page: `python train.py name=a` has script "train" and words ["name=a"].
+
+    launcher: the words before the script, as in torchrun --nproc_per_node=2. output: the lines that the page shows
+    below it, if the page shows a transcript.
+    """
+
+    place: str
+    text: str
+    comment: str
+    script: str | None
+    words: list[str]
+    launcher: list[str]
+    output: list[str] = field(default_factory=list)
+
+    @property
+    def needs_other_machine(self) -> bool:
+        """Whether the comment says that it runs on a GPU or on several machines."""
+        return bool(NEEDS.search(self.comment))
+
+    @property
+    def is_sweep(self) -> bool:
+        return bool({"-m", "--multirun"} & set(self.words))
+
+    @property
+    def is_slow(self) -> bool:
+        """Whether it starts further processes or measures the machine."""
+        return self.is_sweep or bool(self.launcher) or self.script == "bench" or "train.profile=true" in self.words
+
+    def value(self, key: str) -> str | None:
+        values = [word.split("=", 1)[1] for word in self.words if word.startswith(f"{key}=")]
+        return values[-1] if values else None
+
+
+def blocks(page: Path) -> Iterator[tuple[int, str, list[str]]]:
+    """The fenced blocks of a page: number of the first line, language, lines."""
+    language, lines, first = None, [], 0
+    for number, line in enumerate(page.read_text().splitlines(), start=1):
+        if line.startswith("```"):
+            if language is None:
+                language, lines, first = line[3:].strip(), [], number + 1
+            else:
+                yield first, language, lines
+                language = None
+        elif language is not None:
+            lines.append(line)
+    assert language is None, f"{page}: the block that begins before line {first} has no end"
+
+
+def read_commands(page: Path) -> list[Command]:
+    """All commands of a page, in order: of bash blocks, of YAML blocks' first lines and of transcripts ("$ ...")."""
+    commands = []
+    for first, language, lines in blocks(page):
+        if language == "bash":
+            joined = "\n".join(lines).replace("\\\n", "  ")
+            for offset, line in enumerate(joined.splitlines()):
+                commands += parse_line(f"{page.name}:{first + offset}", line)
+        if language == "yaml" and (match := re.search(YAML_FILE, "\n".join(lines), re.MULTILINE)) and match[2]:
+            commands += parse_line(f"{page.name}:{first}", match[2])
+        if language == "":
+            for offset, line in enumerate(lines):
+                if line.startswith("$ "):
+                    following = lines[offset + 1 :]
+                    ends = [i for i, other in enumerate(following) if other.startswith("$ ")]
+                    (command,) = parse_line(f"{page.name}:{first + offset}", line[2:])
+                    command.output = following[: ends[0] if ends else None]
+                    commands.append(command)
+    return commands
+
+
+def parse_line(place: str, line: str) -> list[Command]:
+    """The commands of one line, which && joins. Raises AssertionError for one that the tests do not know."""
+    comment = match[1] if (match := re.search(r"(?:^|\s)#\s*(.*)$", line)) else ""
+    commands = []
+    for text in re.split(r"\s&&\s", line):
+        words = shlex.split(text, comments=True)
+        words = words[: words.index("|")] if "|" in words else words
+        while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):  # environment variables
+            words = words[1:]
+        if not words:
+            continue
+        files = [i for i, word in enumerate(words) if word.endswith(".py")]
+        if words[0] in ("python", "torchrun") and files:
+            file = words[files[0]]
+            assert (ROOT / file).is_file(), f"{place}: {file} does not exist"
+            script = Path(file).stem if Path(file).stem in SCRIPTS else None
+            launcher = words[1 : files[0]] if words[0] == "torchrun" else []
+            commands.append(Command(place, text.strip(), comment, script, words[files[0] + 1 :], launcher))
+        else:
+            known = words[0] in FOREIGN or words[:3] in (["python", "-m", "venv"], ["python3", "-m", "venv"])
+            assert known, f"{place}: the tests do not know how to check {text!r}"
+    return commands
+
+
+def write_yaml_files(page: Path, folder: Path) -> None:
+    """Write the YAML files that the page shows, and the documents that they read."""
+    for first, language, lines in blocks(page):
+        if language == "yaml":
+            text = "\n".join(lines)
+            content = yaml.safe_load(text)
+            match = re.search(YAML_FILE, text, re.MULTILINE)
+            assert match, f"{page.name}:{first}: name the file of this YAML block in a comment, as in # own/data/a.yaml"
+            file = folder / match[1]
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.write_text(text)
+            for section in [content, *content.get("mix", {}).values()]:
+                if isinstance(section, dict) and "path" in section:
+                    write_document(folder, section["path"], "text")
+
+
+def prepare_folder(folder: Path, run: Path, command: Command) -> None:
+    """Put the files and runs that the command names into `folder`. run: a trained run, which is copied."""
+    column = command.value("data.text_column") or "text"
+    for word in command.words:
+        key, _, value = word.partition("=")
+        if key.endswith("path"):
+            write_document(folder, value, column)
+        elif key in ("prompts", "prompt_file"):
+            lines = ["The 1", "The 2"]
+            if value.endswith(".jsonl"):
+                lines = [json.dumps({"prompt": line}) for line in lines]
+            (folder / value).write_text("\n".join(lines))
+        elif key in ("run", "tokenizer.run", "train.init_from") and value != "last":
+            copy_run(run, folder / "runs" / value.removeprefix("run:").removeprefix("runs/"))
+        elif word.startswith("runs/sweeps/") and command.script == "compare":
+            jobs = ["seed=1", "seed=2"]
+            for job in jobs:
+                copy_run(run, folder / word / job)
+            (folder / word / "sweep.json").write_text(json.dumps({"command": "python train.py -m", "jobs": jobs}))
+        elif word.startswith("runs/"):
+            copy_run(run, folder / word)
+    if command.script == "train" and (name := command.value("name")):
+        shutil.rmtree(folder / "runs" / name, ignore_errors=True)
+
+
+def copy_run(run: Path, target: Path) -> None:
+    if not target.exists():
+        shutil.copytree(run, target)
+
+
+def write_document(folder: Path, value: str, column: str) -> None:
+    """Write small documents where data.path=`value` finds them: a file, a folder, a pattern or a list of these."""
+    if value.startswith("["):
+        for item in json.loads(value):
+            write_document(folder, item, column)
+        return
+    if value == "null" or "://" in value:
+        return
+    path = folder / value.replace("**", "inner").replace("*", "a")
+    if path.suffix == "":
+        path.mkdir(parents=True, exist_ok=True)
+        (path / "a.txt").write_text(TEXT)
+        (path / "b.md").write_text(TEXT[:2000])
+        return
+    path.parent.mkdir(parents=True, exist_ok=True)
+    rows = [{column: TEXT[i : i + 1000], "number": i} for i in range(0, 20_000, 1000)]
+    plain = path.with_suffix("") if path.suffix in (".gz", ".zst") else path
+    if plain.suffix == ".parquet":
+        from datasets import Dataset
+
+        Dataset.from_list(rows).to_parquet(path)
+    elif plain.suffix == ".csv":
+        with plain.open("w", newline="") as file:
+            writer = csv.DictWriter(file, fieldnames=[column, "number"])
+            writer.writeheader()
+            writer.writerows(rows)
+    elif plain.suffix == ".jsonl":
+        plain.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    else:
+        plain.write_text(TEXT)
+    if path != plain:
+        compress(plain, path)
+
+
+def compress(plain: Path, path: Path) -> None:
+    import gzip
+
+    import zstandard
+
+    content = plain.read_bytes()
+    packed = gzip.compress(content) if path.suffix == ".gz" else zstandard.ZstdCompressor().compress(content)
+    path.write_bytes(packed)
+    plain.unlink()
+
+
+def shrink(command: Command, data) -> list[str]:
+    """The command's words, with a tiny model and few steps. data: the DataConfig that they compose to."""
+    script, words = command.script, list(command.words)
+    if script == "sample" and command.value("loss") != "true":
+        data = None  # generation reads no document
+    if data is not None and data.path is None:
+        if data.source in ("hub", "url"):
+            words += ["data.path=text.txt", "data.stream=false", "data.max_documents=null"]
+            words += ["data.val_split=null", "data.val_documents=null", "data.val_fraction=0.1"]
+        elif data.source == "python_stdlib":
+            words += ["data.max_documents=20"]
+    if script in ("train", "prepare"):
+        words = replace_vocabulary(words)
+        if any(word.startswith("experiment=gpt2") for word in words):
+            words.append("tokenizer=byte")
+        if command.value("tokenizer") in (None, "bpe") and "experiment=" not in " ".join(words):
+            words.append("tokenizer.vocab_size=300")
+    words = [first_two_values(word) for word in words] if command.is_sweep else words
+    keys = {word.split("=", 1)[0] for word in words}
+    small = {key: value for key, value in SHRINK[script].items() if key not in keys}
+    if "model.n_layer" in SHRINK[script] and "model.n_embd" not in keys:
+        small["model.n_embd"] = 8 * int(command.value("model.n_head") or 2)
+    small |= SHRINK_ALWAYS[script]
+    return [word for word in words if word.split("=", 1)[0] not in SHRINK_ALWAYS[script]] + [
+        f"{key}={value}" for key, value in small.items()
+    ]
+
+
+def replace_vocabulary(words: list[str]) -> list[str]:
+    """The words with tokenizer=byte in place of a vocabulary that would be downloaded."""
+    return [re.sub(DOWNLOADED_VOCABULARY, "tokenizer=byte", word) for word in words]
+
+
+def first_two_values(word: str) -> str:
+    """attention=naive,sdpa,flash -> attention=naive,sdpa"""
+    key, equals, value = word.partition("=")
+    return word if "[" in value else key + equals + ",".join(value.split(",")[:2])
+
+
+def first_value(word: str) -> str:
+    key, equals, value = word.partition("=")
+    return word if "[" in value else key + equals + value.split(",")[0]

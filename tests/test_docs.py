@@ -1,0 +1,152 @@
+"""README.md and docs/*.md: every command, YAML file, Python example and link works as written.
+
+Each command is composed as it is, and then runs with a tiny model and few steps. A command whose comment names a GPU,
+a cluster or several machines is only composed. A data set or vocabulary that would be downloaded is replaced.
+"""
+
+import importlib
+import io
+import re
+import subprocess
+import sys
+from contextlib import chdir
+
+import docs_helpers as docs
+import pytest
+from docs_helpers import PAGES, Command
+from helpers import ROOT, TEXT
+
+COMMANDS = [command for page in PAGES for command in docs.read_commands(page) if command.script is not None]
+PYTHON = [
+    pytest.param("\n".join(lines), id=f"{page.name}:{first}")
+    for page in PAGES
+    for first, language, lines in docs.blocks(page)
+    if language == "python"
+]
+
+
+@pytest.fixture(scope="session")
+def trained_run(tmp_path_factory):
+    """A run with the tiny model that shrunken commands have, on bytes."""
+    folder = tmp_path_factory.mktemp("docs")
+    (folder / "text.txt").write_text(TEXT)
+    settings = docs.SHRINK["train"] | docs.SHRINK_ALWAYS["train"] | {"model.n_embd": 16}
+    with chdir(folder):
+        words = ["name=mine", "data=text", "data.path=text.txt", "tokenizer=byte"]
+        assert run_script("train", [*words, *(f"{key}={value}" for key, value in settings.items())]) == 0
+    return folder / "runs/mine"
+
+
+def run_script(script: str, words: list[str]) -> int:
+    """Run a command in this process -> its exit code."""
+    from configs.cli import parse_config, run_main
+
+    module = importlib.import_module(script)
+    try:
+        config = parse_config(script, module.__doc__ or "", words)
+    except SystemExit as end:
+        return int(end.code or 0)
+    return run_main(module.main, config)
+
+
+def compose(command: Command):
+    """The config of the command, checked. A sweep is represented by its first job."""
+    from configs.cli import parse_config
+
+    words = docs.replace_vocabulary(command.words)
+    if command.is_sweep:
+        words = [docs.first_value(word) for word in words if word not in ("-m", "--multirun") and "hydra" not in word]
+    return parse_config(command.script, "", words)
+
+
+@pytest.fixture
+def prepared(workdir, trained_run):
+    """prepared(command): the current folder holds everything that the command reads."""
+
+    def prepare(command):
+        docs.write_yaml_files(next(page for page in PAGES if command.place.startswith(page.name)), workdir)
+        docs.copy_run(trained_run, workdir / "runs/newest")
+        docs.prepare_folder(workdir, trained_run, command)
+
+    return prepare
+
+
+@pytest.mark.parametrize(
+    "command",
+    [c for c in COMMANDS if (c.needs_other_machine or c.is_slow) and c.script != "compare"],
+    ids=lambda command: command.place,
+)
+def test_command_composes(command, prepared, capsys):
+    prepared(command)
+    try:
+        compose(command)
+    except SystemExit as end:  # --help and --cfg print and stop; a transcript may show a refusal
+        message = capsys.readouterr().err
+        assert end.code == (2 if shows_refusal(command) else 0), message
+
+
+def shows_refusal(command: Command) -> bool:
+    return bool(command.output) and command.output[0].startswith(f"{command.script}.py: ")
+
+
+@pytest.mark.parametrize(
+    "command",
+    [
+        pytest.param(command, id=command.place, marks=pytest.mark.slow if command.is_slow else ())
+        for command in COMMANDS
+        if not command.needs_other_machine
+    ],
+)
+def test_command_runs(command, prepared, monkeypatch, capsys):
+    prepared(command)
+    monkeypatch.setattr(sys, "argv", [f"{command.script}.py", *command.words])
+    monkeypatch.setattr(sys, "stdin", io.StringIO("The 1\n\n"))
+    if command.script == "compare":
+        done = subprocess.run([sys.executable, ROOT / "compare.py", *command.words], capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        return
+    if {"--help", "--cfg"} & set(command.words):
+        assert run_script(command.script, command.words) == 0
+        return
+    try:
+        words = docs.shrink(command, compose(command).data if command.script != "bench" else None)
+    except SystemExit:
+        words = command.words  # refused; the message is compared below
+    if command.launcher:
+        launch = [sys.executable, "-m", "torch.distributed.run", *command.launcher, ROOT / "train.py", *words]
+        done = subprocess.run(launch, capture_output=True, text=True, timeout=600)
+        assert done.returncode == 0, done.stderr
+        return
+    code = run_script(command.script, words)
+    message = capsys.readouterr().err
+    assert code == (2 if shows_refusal(command) else 0), message
+    if shows_refusal(command):
+        assert message.strip() == command.output[0]
+
+
+@pytest.mark.parametrize("code", PYTHON)
+def test_python_example_runs(code, workdir, trained_run):
+    docs.copy_run(trained_run, workdir / "runs/mine")
+    exec(compile(code, "example", "exec"), {})
+
+
+@pytest.mark.parametrize(
+    "page", [*PAGES, *sorted((ROOT / "docs/experiments").glob("*.md"))], ids=lambda page: page.name
+)
+def test_links_and_pictures_exist(page):
+    text = page.read_text()
+    links = re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r'(?:src|href)="([^"]+)"', text)
+    for link in links:
+        if "://" in link:
+            continue
+        target, _, anchor = link.partition("#")
+        file = (page.parent / target).resolve() if target else page
+        assert file.exists(), f"{page.name} links to {link}, which does not exist"
+        if anchor and file.suffix == ".md":
+            assert anchor in anchors(file.read_text()), f"{page.name} links to {link}, which has no such heading"
+
+
+def anchors(markdown: str) -> set[str]:
+    """The anchors of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.+)$", markdown, re.MULTILINE)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
