@@ -61,7 +61,7 @@ from training.init_from import load_init_weights, load_run_tokenizer
 from training.loss_plot import plot_loss
 from training.metrics import MetricsFile, MetricsLogger
 from training.planning.micro_batch import resolve_micro_batch_size
-from training.planning.table import show_plan
+from training.planning.plan import show_plan
 from training.profiler import build_profiler
 from training.progress import TrainingProgress, closing_summary, run_banner
 from training.schedule import lr_scale, run_progress

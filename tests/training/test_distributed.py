@@ -68,8 +68,8 @@ def test_two_processes_train_as_one_does(train, workdir):
 CROWDED = """
 import os, runpy
 from training.planning import micro_batch
-most = micro_batch._most
-micro_batch._most = lambda *arguments: 1 if os.environ["RANK"] == "2" else most(*arguments)
+largest = micro_batch.largest_fitting_divisor
+micro_batch.largest_fitting_divisor = lambda *arguments: 1 if os.environ["RANK"] == "2" else largest(*arguments)
 runpy.run_path(os.environ["TRAIN"], run_name="__main__")
 """
 

@@ -1,40 +1,59 @@
-"""What training a model will hold in memory, without training it.
+"""Estimates the memory of training by simulating optimizer steps on fake tensors.
 
-One optimizer step is run on fake tensors, which have shapes but no numbers (torch's FakeTensorMode), while every
-storage that it makes and lets go of is followed. So the figures are those of the code that trains, whatever the
-backend, and no formula has to be kept true. Eager code is followed; a compiled step holds less.
+Fake tensors (torch's FakeTensorMode) have shapes but no data: nothing is computed or allocated. A dispatch mode counts
+the bytes of each storage that the training code creates and frees. The estimate therefore needs no formula and covers
+every backend and option. Steps are simulated without torch.compile; compiled steps need less memory.
+
+PyTorch's torch.distributed._tools.mem_tracker.MemTracker finds the same peak. It separates neither the attention
+scores nor the small blocks, without which the estimate for a CPU is more than 20 % too low.
 """
 
-import copy
 import platform
 import weakref
 from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
+
+# Private: torch has no public API for tensors without data, or for a hook on every operation. Checked with torch 2.13.
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from model import AttentionConfig, GPTConfig
+from model.attention import get_attention_fn
 from model.gpt import GPT
-from training import optimizer
 from training.config import AdamWConfig, MuonConfig
 from training.device import autocast
+from training.optimizer import build_optimizers, optimizer_step
 
-SMALL = 16 * 2**20  # bytes
-STEPS = 2  # the second has the optimizer's state from the start
+MAX_SMALL_BLOCK = 16 * 2**20  # bytes
+STEPS = 2  # the optimizer allocates its state in the first step and has it from the start of the second
 
 
 @dataclass(frozen=True)
-class Memory:
-    """Bytes, of one process.
+class StepSpec:
+    """Everything that determines the memory of an optimizer step, except the number of sequences."""
 
-    weights: parameters and buffers. activations: all that lives at the end of a forward pass besides weights,
-    gradients and the optimizer's state; of them scores, the (T, T) tensors of attention, kept for the backward pass.
-    peak: the most that lives at once. held: the most that the allocator holds for it. That is the peak, but on a CPU
-    with glibc, whose malloc keeps about as much again for the activations that lie in blocks of up to SMALL, as they
-    come and go: a rule fitted to measured runs (EXPERIMENTS.md).
+    model: GPTConfig
+    vocab_size: int
+    attention: AttentionConfig
+    optimizer: AdamWConfig | MuonConfig
+    dtype: torch.dtype
+    device: torch.device
+    document_mask: bool
+
+
+@dataclass(frozen=True)
+class MemoryEstimate:
+    """Memory of one process in bytes.
+
+    weights: parameters and buffers. activations: tensors that exist after a forward pass, except weights, gradients
+    and optimizer state. scores: their part of shape (..., T, T), which attention saves for the backward pass. peak: the
+    largest sum of all tensors. reserved: what the allocator takes from the system. On a CPU with glibc, malloc keeps
+    freed blocks of up to MAX_SMALL_BLOCK, so it reserves about the small activations in addition to the peak
+    (docs/experiments/memory-and-planning.md); elsewhere reserved is the peak.
     """
 
     weights: int
@@ -47,97 +66,87 @@ class Memory:
 
 
 class MemoryTracker(TorchDispatchMode):
-    """Inside, follows every storage that a tensor operation makes: each once, and a view costs nothing."""
+    """Context manager that counts the bytes of all storages which tensor operations create. Views count once.
+
+    current: bytes that exist now. small: their part in blocks of up to MAX_SMALL_BLOCK.
+    """
 
     def __init__(self):
         super().__init__()
-        self.now, self.peak, self.small, self.attending = 0, 0, 0, False
-        self.shapes = weakref.WeakKeyDictionary()  # storage -> (its first tensor's shape, made by attention?)
+        self.current = self.small = self.peak = 0
+        self.is_in_attention = False
+        self._attention_shapes = weakref.WeakKeyDictionary()  # storage -> shape if attention created it, else None
 
     def track(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
-        if storage in self.shapes:
+        if storage in self._attention_shapes:
             return
-        size = storage.nbytes()
-        self.shapes[storage] = (tensor.shape, self.attending)
-        self.now += size
-        self.peak = max(self.peak, self.now)
-        self.small += size if size <= SMALL else 0
-        weakref.finalize(storage, self._forget, size)
+        self._attention_shapes[storage] = tensor.shape if self.is_in_attention else None
+        self._add(storage.nbytes(), 1)
+        weakref.finalize(storage, self._add, storage.nbytes(), -1)
 
-    def _forget(self, size: int) -> None:
-        self.now -= size
-        self.small -= size if size <= SMALL else 0
+    def _add(self, size: int, sign: int) -> None:
+        self.current += sign * size
+        self.small += sign * size if size <= MAX_SMALL_BLOCK else 0
+        self.peak = max(self.peak, self.current)
 
-    def scores(self, T: int) -> int:
-        """Bytes of the (..., T, T) tensors that live, of those that attention made."""
-        of_attention = [(storage, shape) for storage, (shape, attending) in self.shapes.items() if attending]
-        return sum(storage.nbytes() for storage, shape in of_attention if shape[-2:] == (T, T))
+    def score_bytes(self, T: int) -> int:
+        """Bytes of the tensors of shape (..., T, T) that attention created and that still exist."""
+        shapes = self._attention_shapes.items()
+        return sum(storage.nbytes() for storage, shape in shapes if shape is not None and shape[-2:] == (T, T))
 
     def tag_attention(self, attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """`attend`, with the storages that it makes marked as attention's."""
+        """`attend`, with the storages that it creates tagged as attention's."""
 
-        def watched(*args, **kwargs):
-            self.attending = True
+        def tagged(*args, **kwargs):
+            self.is_in_attention = True
             try:
                 return attend(*args, **kwargs)
             finally:
-                self.attending = False
+                self.is_in_attention = False
 
-        return watched
+        return tagged
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        made = function(*args, **(kwargs or {}))
-        for leaf in tree_leaves(made):
+        result = function(*args, **(kwargs or {}))
+        for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
                 self.track(leaf)
-        return made
+        return result
 
 
-def simulate_memory(
-    model: GPT, attend: Callable[..., Tensor], config: AdamWConfig | MuonConfig, *,
-    B: int, T: int, accumulation: int, dtype: torch.dtype, device: torch.device, document_mask: bool,
-) -> Memory:  # fmt: skip
-    """The memory for training `model` with `attend` as its attention, on micro batches of B sequences of T tokens.
-
-    Of the model (which may be on the meta device) shapes are taken alone, and nothing is computed. document_mask:
-    whether documents are masked. Gradient clipping and the copies that DDP makes are not followed.
-    """
-    model, storages = copy.deepcopy(model), MemoryTracker()
-    for block in model.blocks:
-        block.attn.attend = storages.tag_attention(attend)
-    with FakeTensorMode(), storages:
-        _materialise(model, device)
-        weights = storages.now
-        optimizers = optimizer.build_optimizers(model, config)
-        for _ in range(STEPS):
-            state = storages.now - weights
-            for _ in range(min(2, accumulation)):  # in the second, gradients live beside the activations
-                before, small = storages.now, storages.small
-                tokens = torch.zeros(3, B, T, dtype=torch.int64, device=device)
-                with autocast(device, dtype):
-                    loss = model(tokens[0], tokens[1], doc_ids=tokens[2] if document_mask else None)
-                activations, scores, small = storages.now - before, storages.scores(T), storages.small - small
-                loss.backward()
-                del loss, tokens
-            gradients = storages.now - weights - state
-            for each in optimizers:
-                each.step()
-            model.zero_grad(set_to_none=True)
-    by_malloc = device.type == "cpu" and platform.libc_ver()[0] == "glibc"
-    return Memory(
-        weights=weights, gradients=gradients, optimizer=storages.now - weights, activations=activations,
-        scores=scores, peak=storages.peak, reserved=storages.peak + (small if by_malloc else 0),
-    )  # fmt: skip
-
-
-def _materialise(model: GPT, device: torch.device) -> None:
-    """Put new tensors in the place of all parameters and buffers; what was shared stays shared."""
-    made: dict[int, Tensor] = {}
-    for module in model.modules():
-        for name, old in module._parameters.items():
-            if old is not None and id(old) not in made:
-                made[id(old)] = nn.Parameter(torch.empty(old.shape, device=device))
-            module._parameters[name] = made.get(id(old))
-        for name, old in module._buffers.items():
-            module._buffers[name] = torch.empty(old.shape, device=device)
+def simulate_memory(step: StepSpec, micro_batch_size: int, accumulation: int) -> MemoryEstimate:
+    """Memory for training with `accumulation` micro batches per optimizer step, without DDP's gradient buckets."""
+    T, device, tracker = step.model.block_size, step.device, MemoryTracker()
+    attend = tracker.tag_attention(get_attention_fn(step.attention))
+    with FakeTensorMode():
+        with device:
+            model = GPT(step.model, step.vocab_size, attend, device=device)
+        for tensor in (*model.parameters(), *model.buffers()):
+            tracker.track(tensor)
+        weights = tracker.current
+        optimizers = build_optimizers(model, step.optimizer)
+        with tracker:
+            for _ in range(STEPS):
+                optimizer_state = tracker.current - weights
+                for _ in range(min(2, accumulation)):  # from the second on, gradients exist beside the activations
+                    current, small = tracker.current, tracker.small
+                    tokens, targets, doc_ids = torch.zeros(3, micro_batch_size, T, dtype=torch.int64, device=device)
+                    with autocast(device, step.dtype):
+                        loss = model(tokens, targets, doc_ids=doc_ids if step.document_mask else None)
+                    activations, small_activations = tracker.current - current, tracker.small - small
+                    scores = tracker.score_bytes(T)
+                    loss.backward()
+                    del loss, tokens, targets, doc_ids
+                gradients = tracker.current - weights - optimizer_state
+                optimizer_step(model, optimizers, torch.amp.GradScaler(device.type, enabled=False), None)
+    keeps_small_blocks = device.type == "cpu" and platform.libc_ver()[0] == "glibc"
+    return MemoryEstimate(
+        weights=weights,
+        gradients=gradients,
+        optimizer=tracker.current - weights,
+        activations=activations,
+        scores=scores,
+        peak=tracker.peak,
+        reserved=tracker.peak + (small_activations if keeps_small_blocks else 0),
+    )

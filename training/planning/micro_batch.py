@@ -1,120 +1,109 @@
-"""train.micro_batch_size=auto: the most sequences at a time whose training fits into memory.
+"""train.micro_batch_size=auto: finds the largest micro batch whose training fits into memory.
 
-On CUDA it is tried out, from a device's whole share of the batch down: optimizer steps, until they do not run out of
-memory. On a CPU a process that takes too much is not told so, it is swapped or killed, and a trial would take as long
-as the steps themselves. There it is reckoned: planning/memory.py follows a step on tensors without numbers, and what
-that comes to is held against what the machine has left. Either is of steps that are not compiled, which hold more.
+On CUDA a run tries optimizer steps, from the device's full share of the batch downwards, until one succeeds. A CPU
+process that uses too much memory is swapped or killed without an error, so there the memory is estimated by simulation
+(planning/memory.py) and compared with the free memory. Both use steps without torch.compile, which need more memory.
 """
 
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable
 from typing import Any
 
 import torch
 
 from common import system
 from common.errors import UserError, is_out_of_memory
-from model.attention import BACKENDS, get_attention_fn
+from model.attention import BACKENDS
 from model.gpt import GPT
-from training import optimizer
-from training.config import AUTO
-from training.device import autocast, grad_scaler
+from training.config import AUTO, TrainConfig
+from training.device import autocast
 from training.distributed import Dist
-from training.planning.memory import STEPS, simulate_memory
+from training.optimizer import build_optimizers, optimizer_step, set_lr
+from training.planning.memory import STEPS, StepSpec, simulate_memory
 
-MEMORY_SAFETY = 0.8  # of the free memory may be reckoned with: what is simulated is right within a fifth
-GPU_RESERVE = 0.05  # of a GPU's memory, in a trial: for NCCL, the allocator's gaps, and who else computes there
+MEMORY_SAFETY = 0.8  # usable fraction of the free memory, since estimates are within 20 % of measured runs
+GPU_RESERVE = 0.05  # fraction of a GPU's memory left free for NCCL, fragmentation and other processes
 
 
 def resolve_micro_batch_size(config: Any, model: GPT, dtype: torch.dtype, dist: Dist) -> tuple[int, int]:
-    """(sequences per forward pass on one device, forward passes per optimizer step) for training `model`.
+    """Micro-batch size and number of accumulation steps for training `model`, which is on its device.
 
-    As train.micro_batch_size says; where it says auto, the most that fit in all processes. The model, on its device,
-    and the random numbers to come are afterwards as they were. Raises UserError where not even one sequence fits.
+    All processes get the same result. The weights and the random state do not change. Raises UserError if not even one
+    sequence fits.
     """
     if config.train.micro_batch_size != AUTO:
         return config.train.plan(dist.world_size)
     device = next(model.parameters()).device
-    if device.type == "cuda":
-        most = probe_on_device(config, model, dtype, dist)
-    else:
-        shapes = GPT(config.model, model.vocab_size, get_attention_fn(config.attention), device="meta")
-        there = sum(weight.nbytes for weight in model.parameters())
-        most = _estimate_by_simulation(config, shapes, dtype, device, dist, there)
-    return _with_accumulation(config, dist, dist.all_reduce_min(most))
-
-
-def estimate_micro_batch_size(
-    config: Any, shapes: GPT, dtype: torch.dtype, device: torch.device, dist: Dist
-) -> tuple[int, int]:
-    """What `settle` will come to on `device`, for a plan: reckoned everywhere, and by one process for all.
-
-    shapes: the model, on the meta device. Raises UserError.
-    """
-    if config.train.micro_batch_size != AUTO:
-        return config.train.plan(dist.world_size)
-    if BACKENDS[config.attention.backend].needs_compiler and device.type == "cuda":
-        raise UserError(
-            f"attention={config.attention.backend} is compiled, and what fits is not reckoned for it; set a number "
-            "for train.micro_batch_size, or leave out plan=true, since a run tries it out"
-        )
-    return _with_accumulation(config, dist, _estimate_by_simulation(config, shapes, dtype, device, dist, there=0))
-
-
-def _most(config: Any, dist: Dist, fits: Callable[[int, int], bool]) -> int:
-    """The largest divisor of a device's share that fits(size, parts); 0: none.
-
-    parts: how many such passes a step has. From two on gradients live beside the activations, as they do among
-    several processes from the first.
-    """
+    step = StepSpec(
+        config.model, model.vocab_size, config.attention, config.optimizer, dtype, device, config.data.document_mask
+    )
     share = config.train.batch_size // dist.world_size
-    sizes = (size for size in range(share, 0, -1) if share % size == 0)
-    return next((size for size in sizes if fits(size, max(share // size, dist.world_size))), 0)
+    if device.type == "cuda":
+        size = probe_on_device(model, step, share, dist.world_size)
+    else:
+        size = _estimate_by_simulation(step, share, dist, allocated=sum(p.nbytes for p in model.parameters()))
+    return _with_accumulation(dist.all_reduce_min(size), share, step)
 
 
-def _with_accumulation(config: Any, dist: Dist, size: int) -> tuple[int, int]:
+def estimate_micro_batch_size(train: TrainConfig, step: StepSpec, dist: Dist) -> tuple[int, int]:
+    """Estimate the result of `resolve_micro_batch_size` by simulation, in one process and on any device.
+
+    Raises UserError.
+    """
+    if train.micro_batch_size != AUTO:
+        return train.plan(dist.world_size)
+    backend = step.attention.backend
+    if BACKENDS[backend].needs_compiler and step.device.type == "cuda":
+        raise UserError(
+            f"train.micro_batch_size={AUTO} cannot be planned for attention={backend}, whose compiled kernel is not "
+            "simulated; set a number, or start the run without plan=true, which measures what fits"
+        )
+    share = train.batch_size // dist.world_size
+    return _with_accumulation(_estimate_by_simulation(step, share, dist, allocated=0), share, step)
+
+
+def largest_fitting_divisor(share: int, fits: Callable[[int], bool]) -> int:
+    """The largest divisor of a device's share of the batch for which `fits` returns True; 0 if there is none."""
+    divisors = (size for size in range(share, 0, -1) if share % size == 0)
+    return next((size for size in divisors if fits(size)), 0)
+
+
+def _with_accumulation(size: int, share: int, step: StepSpec) -> tuple[int, int]:
     if size == 0:
         raise UserError(
-            f"train.micro_batch_size={AUTO}: the free memory is too small for training with even one sequence of "
-            f"model.block_size={config.model.block_size} tokens at a time; set a smaller model.block_size, "
-            "model.n_layer or model.n_embd"
+            f"train.micro_batch_size={AUTO}: the free memory is too small for one sequence of "
+            f"model.block_size={step.model.block_size} tokens; set a smaller model.block_size, model.n_layer or "
+            "model.n_embd"
         )
-    return size, config.train.batch_size // dist.world_size // size
+    return size, share // size
 
 
-def _estimate_by_simulation(
-    config: Any, shapes: GPT, dtype: torch.dtype, device: torch.device, dist: Dist, there: int
-) -> int:
-    """there: bytes of the model that the process holds already."""
-    free = system.free_memory(device)
+def _estimate_by_simulation(step: StepSpec, share: int, dist: Dist, allocated: int) -> int:
+    """allocated: bytes of the model's weights that the process already holds."""
+    free = system.free_memory(step.device)
     if free is None:
         raise UserError(
-            f"train.micro_batch_size={AUTO} needs to know how much memory is free, which this system does not tell "
-            f"for device={device.type}; set a number, or null for all of a device's sequences at a time"
+            f"train.micro_batch_size={AUTO} cannot read the free memory for device={step.device.type} on this system; "
+            "set a number, or null to process a device's sequences all at once"
         )
-    own = (
-        MEMORY_SAFETY * free / (dist.local_world_size if device.type == "cpu" else 1)
-    )  # each GPU is of one process alone
+    processes = dist.local_world_size if step.device.type == "cpu" else 1  # each GPU has one process
+    available = MEMORY_SAFETY * free / processes
 
-    def fits(size: int, parts: int) -> bool:
-        memory = simulate_memory(
-            shapes, get_attention_fn(config.attention), config.optimizer, B=size, T=config.model.block_size,
-            accumulation=parts, dtype=dtype, device=device, document_mask=config.data.document_mask,
-        )  # fmt: skip
-        return memory.reserved - there <= own
+    def fits(size: int) -> bool:
+        accumulation = max(share // size, dist.world_size)  # DDP keeps gradients, as accumulation does
+        return simulate_memory(step, size, accumulation).reserved - allocated <= available
 
-    return _most(config, dist, fits)
+    return largest_fitting_divisor(share, fits)
 
 
-def probe_on_device(config: Any, model: GPT, dtype: torch.dtype, dist: Dist) -> int:
-    """The most sequences at a time that `model` can be trained with where it is, on a device that says when it is full.
+def probe_on_device(model: GPT, step: StepSpec, share: int, world_size: int) -> int:
+    """The largest micro batch that trains without an out-of-memory error on the model's device; 0 if none does.
 
-    0: none. The model and the device's random numbers are afterwards as they were.
+    The weights and the random state of the device do not change.
     """
 
-    def fits(size: int, parts: int) -> bool:
+    def fits(size: int) -> bool:
         try:
-            _train(config, model, dtype, size, min(2, parts))
+            _run_steps(model, step, size, min(2, max(share // size, world_size)))
             return True
         except Exception as error:
             if not is_out_of_memory(error):
@@ -125,34 +114,26 @@ def probe_on_device(config: Any, model: GPT, dtype: torch.dtype, dist: Dist) -> 
             if torch.cuda.is_available():
                 torch.cuda.empty_cache()
 
-    with _unchanged(model):
-        return _most(config, dist, fits)
+    with torch.random.fork_rng([step.device] if step.device.type == "cuda" else []):
+        return largest_fitting_divisor(share, fits)
 
 
-def _train(config: Any, model: GPT, dtype: torch.dtype, size: int, parts: int) -> None:
-    """Optimizer steps of `parts` passes over `size` sequences each."""
-    device = next(model.parameters()).device
+def _run_steps(model: GPT, step: StepSpec, micro_batch_size: int, accumulation: int) -> None:
+    """Run optimizer steps with GPU_RESERVE of the device's memory occupied."""
+    device = step.device
     total = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else 0
-    kept_free = torch.empty(int(GPU_RESERVE * total), dtype=torch.uint8, device=device)
-    optimizers, scaler = optimizer.build_optimizers(model, config.optimizer), grad_scaler(device, dtype)
-    tokens = torch.zeros(3, size, config.model.block_size, dtype=torch.int64, device=device)
-    for _ in range(STEPS):  # the second has the optimizer's state from the start
-        for _ in range(parts):
-            with autocast(device, dtype):
-                loss = model(tokens[0], tokens[1], doc_ids=tokens[2] if config.data.document_mask else None)
-            scaler.scale(loss).backward()
+    reserve = torch.empty(int(GPU_RESERVE * total), dtype=torch.uint8, device=device)
+    optimizers = build_optimizers(model, step.optimizer)
+    set_lr(optimizers, 0.0)  # the weights do not change
+    # Without a scaler no overflow of float16 skips a step, so the optimizer always allocates its state.
+    scaler = torch.amp.GradScaler(device.type, enabled=False)
+    shape = (3, micro_batch_size, step.model.block_size)
+    tokens, targets, doc_ids = torch.zeros(shape, dtype=torch.int64, device=device)
+    for _ in range(STEPS):
+        for _ in range(accumulation):
+            with autocast(device, step.dtype):
+                loss = model(tokens, targets, doc_ids=doc_ids if step.document_mask else None)
+            loss.backward()
             del loss
-        for each in optimizers:
-            each.step()
-        model.zero_grad(set_to_none=True)
-    del kept_free
-
-
-@contextmanager
-def _unchanged(model: GPT) -> Iterator[None]:
-    """What happens to weights and random numbers inside is undone. The weights wait in the machine's own memory."""
-    device = next(model.parameters()).device
-    kept = {name: weight.to("cpu", copy=True) for name, weight in model.state_dict().items()}
-    with torch.random.fork_rng([device] if device.type == "cuda" else []):
-        yield
-    model.load_state_dict(kept)
+        optimizer_step(model, optimizers, scaler, None)
+    del reserve

@@ -1,224 +1,350 @@
-"""What a run will take, before it runs: parameters, FLOPs, memory, steps and time. Nothing is trained or downloaded.
+"""plan=true: prints the parameters, FLOPs, memory, steps and time of a run. Nothing is trained or downloaded.
 
-make_plan counts, simulates (planning/memory.py) and measures; table.py prints it.
+`make_plan` counts parameters and FLOPs, simulates the memory (memory.py) and measures this machine's speed.
+`print_plan` prints the result.
 """
 
 import statistics
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
+from functools import partial
 from math import ceil, inf
 from typing import Any
 
 import torch
+from rich.console import Console
+from rich.table import Table
 from torch import Tensor
 
 from common import system
+from common.console import format_duration, format_memory, format_si, make_console, make_table, pluralize
 from common.errors import UserError
-from data import sources, tokenizer
+from data import DataConfig, TokenizerConfig, sources, tokenizer
 from data.prepare import Prepared, prepare_offline
-from model import AttentionConfig
-from model.attention import BACKENDS, get_attention_fn, resolve_model
+from model import AttentionConfig, GPTConfig
+from model.attention import BACKENDS, Resolved, get_attention_fn, resolve_model
 from model.flops import attention_flops_per_token, crossover, flops_per_token, linear_flops_per_token, params_by_part
 from model.gpt import GPT
-from training import optimizer
+from training.config import AUTO, EvalConfig, TrainConfig
 from training.device import autocast, configure_backends, resolve_device, resolve_dtype
 from training.distributed import Dist
 from training.init_from import load_run_tokenizer
-from training.planning import micro_batch
-from training.planning.memory import Memory, simulate_memory
-from training.speed import peak_flops, synchronize
+from training.optimizer import build_optimizers, optimizer_step
+from training.planning.memory import MemoryEstimate, StepSpec, simulate_memory
+from training.planning.micro_batch import estimate_micro_batch_size
+from training.progress import epochs, shape
+from training.speed import peak_flops, time_calls
+
+WIDTH = 80  # columns where the output is not a terminal
+MEASURED_SECONDS = 2.0  # time for measuring the speed
+MAX_MEASURED_PASSES = 50
+MEMORY_ROWS = {  # label -> field of MemoryEstimate
+    "weights": "weights",
+    "gradients": "gradients",
+    "optimizer state": "optimizer",
+    "activations after forward": "activations",
+    "  attention scores among them": "scores",
+    "peak of all tensors": "peak",
+}
 
 
 @dataclass(frozen=True)
 class Plan:
-    """FLOPs: of matrix products, see model/flops.py; per token and of training, a forward and a backward pass.
+    """What a run needs. FLOPs are those of matrix products (model/flops.py), forward and backward.
 
-    parameters: by part. at_most: whether vocab_size is an upper bound. crossover: the context at which attention takes
-    as many FLOPs as all else, None: never. memory: by attention backend, of one process; a sentence: why it cannot
-    run here. process_bytes: what a CPU process holds without the model, None: unknown. batch_size, steps, tokens and
-    FLOPs are of all processes together. epochs, evaluation_flops: None: unknown until the text is prepared.
-    flops_per_second: given or measured, of all processes; peak: what matrix products reach, None where it was given.
+    Counts, FLOPs and speeds are for all processes together; memory is for one.
     """
 
+    step: StepSpec
+    train: TrainConfig
+    warmup_steps: int
     device: str
-    dtype: str
-    vocab_size: int
-    at_most: bool
-    parameters: dict[str, int]
-    linear_flops: int
-    attention_flops: int
-    crossover: int | None
-    memory: dict[str, Memory | str]
-    process_bytes: int | None
+    tokenizer: str
+    vocab_is_upper_bound: bool
+    parameters: dict[str, int]  # by part of the model
+    linear_flops: int  # per token
+    attention_flops: int  # per token
+    memory: dict[str, MemoryEstimate | str]  # by attention backend; a str is the reason why it cannot run
+    process_bytes: int | None  # memory of a process without a model; None: unknown on this system
     world_size: int
     micro_batch_size: int
     accumulation: int
-    tokens_per_step: int
     steps: int
-    tokens: int
-    epochs: float | None
+    epochs: float | None  # None: unknown before the data is prepared
     evaluations: int
-    training_flops: int
-    evaluation_flops: int | None
+    evaluation_flops: int | None  # of all evaluations; None: unknown before the data is prepared
     flops_per_second: float
-    peak: float | None
+    peak: float | None  # FLOP/s of large matrix products; None: flops_per_second was given
+
+    @property
+    def tokens_per_step(self) -> int:
+        return self.train.batch_size * self.step.model.block_size
+
+    @property
+    def tokens(self) -> int:
+        return self.steps * self.tokens_per_step
+
+    @property
+    def training_flops(self) -> int:
+        return self.tokens * (self.linear_flops + self.attention_flops)
 
     @property
     def seconds(self) -> float:
         return (self.training_flops + (self.evaluation_flops or 0)) / self.flops_per_second
 
     def total_bytes(self, backend: str) -> int | None:
-        """The peak_memory_bytes that a run's summary.json will have. None: unknown, or it cannot run here."""
+        """Predicted peak_memory_bytes of summary.json. None: unknown, or the backend cannot run."""
         memory = self.memory[backend]
         return None if self.process_bytes is None or isinstance(memory, str) else self.process_bytes + memory.reserved
 
 
-def make_plan(config: Any, dist: Dist, say: Callable[[str], None] = lambda text: None) -> Plan:
-    """The plan of `config`, for the processes of `dist`. `say` is told what is going on.
+def show_plan(config: Any) -> int:
+    """Print the plan for a config of train.py -> exit code. With several processes only rank 0 does it."""
+    dist = Dist.from_environment()
+    if dist.is_main:
+        console = make_console(width=WIDTH)
+        with console.status("") as status:
+            plan = make_plan(config, dist, report=lambda activity: status.update(f"{activity} ..."))
+        print_plan(plan, console)
+    return 0
 
-    Raises UserError where the device or the attention would be refused, and where it takes a download to know the
-    vocabulary.
+
+def make_plan(config: Any, dist: Dist, report: Callable[[str], None] = lambda activity: None) -> Plan:
+    """The plan for a config of train.py and the processes of `dist`. `report` receives the current activity.
+
+    Raises UserError for an unsupported device or attention backend, and if the vocabulary needs a download.
     """
     device = resolve_device(config.device, dist.local_rank)
     dtype = resolve_dtype(config.dtype, device)
-    least, _ = config.train.plan(dist.world_size)
-    T, batch_size = config.model.block_size, config.train.batch_size
     configure_backends(device, config.deterministic, config.tf32)
-    _resolve(config.attention, config, least, dtype, device)
-    attend = get_attention_fn(config.attention)
+    resolve_kernel = partial(
+        resolve_model,
+        model=config.model,
+        dtype=dtype,
+        device=device,
+        grad=True,
+        document_mask=config.data.document_mask,
+    )
+    min_micro_batch_size, _ = config.train.plan(dist.world_size)
+    resolve_kernel(config.attention, B=min_micro_batch_size)
     dist.share_cores()
 
-    say("loading libraries")
-    process_bytes = _process_bytes(config, attend, device, dtype)  # first, while the process is as small as a run's
+    report("loading libraries")
+    attend, T = get_attention_fn(config.attention), config.model.block_size
+    if config.wandb.mode != "disabled":
+        import wandb  # noqa: F401 (a run imports it, so its memory counts)
+    # Measured first, while the process is as small as that of a run.
+    process_bytes = _measure_process_bytes(config.model, attend, config.optimizer, device, dtype)
     spec = load_run_tokenizer(config.tokenizer.run, config.name)
     prepared = prepare_offline(config.data, config.tokenizer, T, spec)
-    vocab_size, at_most = _vocabulary(config, prepared, spec)
-    model = GPT(config.model, vocab_size, attend, device="meta")
-    micro_batch_size, accumulation = micro_batch.estimate_micro_batch_size(config, model, dtype, device, dist)
+    vocab_size, is_upper_bound = _find_vocab_size(config.data, config.tokenizer, prepared, spec)
 
-    memory, followed = {}, {}
+    step = StepSpec(
+        config.model, vocab_size, config.attention, config.optimizer, dtype, device, config.data.document_mask
+    )
+    micro_batch_size, accumulation = estimate_micro_batch_size(config.train, step, dist)
+    memory = {}
     for name in BACKENDS:
-        say(f"following the memory of attention={name}")
-        own = name == config.attention.backend
-        other = config.attention if own else AttentionConfig(backend=name, kernels=None, impl=None)
-        if BACKENDS[name].needs_compiler and device.type == "cuda":
-            memory[name] = f"attention={name} is compiled, which is not followed here"
-            continue
-        try:
-            kernel = _resolve(other, config, micro_batch_size, dtype, device)
-        except UserError as refusal:
-            memory[name] = str(refusal)
-            continue
-        if kernel not in followed:  # two backends may come to the same
-            followed[kernel] = simulate_memory(
-                model, get_attention_fn(other), config.optimizer, B=micro_batch_size, T=T, accumulation=accumulation,
-                dtype=dtype, device=device, document_mask=config.data.document_mask,
-            )  # fmt: skip
-        memory[name] = followed[kernel]
+        report(f"simulating the memory of attention={name}")
+        is_chosen = name == config.attention.backend
+        attention = config.attention if is_chosen else AttentionConfig(backend=name, kernels=None, impl=None)
+        memory[name] = _simulate_backend(
+            replace(step, attention=attention), micro_batch_size, accumulation, resolve_kernel
+        )
 
-    flops, peak, speed = flops_per_token(config.model, vocab_size, T), None, config.flops_per_second
-    if speed is None:
-        say("measuring this machine's speed")
+    flops, peak, flops_per_second = flops_per_token(config.model, vocab_size, T), None, config.flops_per_second
+    if flops_per_second is None:
+        report("measuring the speed of this machine")
         peak = peak_flops(device, dtype) * dist.world_size
-        _resolve(config.attention, config, micro_batch_size, dtype, device)  # the others may have set another up
+        resolve_kernel(config.attention, B=micro_batch_size)  # resolving the other backends can change global settings
+        max_batch_size = min(micro_batch_size, int(0.5 * peak / dist.world_size / (flops * T)))  # about a second a pass
         model = GPT(config.model, vocab_size, attend).to(device)
-        speed = _measure(model, flops * T, micro_batch_size, peak / dist.world_size, dtype) * dist.world_size
+        tokens_per_second = _measure_tokens_per_second(model, max(1, max_batch_size), dtype)
+        flops_per_second = dist.world_size * flops * tokens_per_second
 
-    tokens_per_step = batch_size * T
-    windows = _evaluated_windows(config, prepared)
-    evaluation = 0 if windows is None else windows * T * flops // 3  # a forward pass is a third of both
-    steps = _steps(config, tokens_per_step * flops / speed, evaluation / speed)
+    windows = _count_evaluated_windows(config.eval, config.train.batch_size, T, prepared)
+    evaluation = None if windows is None else windows * T * flops // 3  # the forward pass is a third of the FLOPs
+    steps = _count_steps(
+        config.train,
+        step_seconds=config.train.batch_size * T * flops / flops_per_second,
+        evaluation_seconds=(evaluation or 0) / flops_per_second,
+        steps_per_evaluation=config.eval.every,
+    )
     evaluations = 1 + ceil(steps / config.eval.every)
-    tokens = steps * tokens_per_step
+    train_tokens = None if prepared is None else prepared.meta["tokens"]["train"]
     return Plan(
-        device=system.device_name(device), dtype=str(dtype).removeprefix("torch."), vocab_size=vocab_size,
-        at_most=at_most,
-        parameters=params_by_part(model), linear_flops=linear_flops_per_token(config.model, vocab_size),
-        attention_flops=attention_flops_per_token(config.model, T), crossover=crossover(config.model, vocab_size),
-        memory=memory, process_bytes=process_bytes, world_size=dist.world_size, micro_batch_size=micro_batch_size,
-        accumulation=accumulation, tokens_per_step=tokens_per_step, steps=steps, tokens=tokens,
-        epochs=None if prepared is None else tokens / prepared.meta["tokens"]["train"], evaluations=evaluations,
-        training_flops=tokens * flops, evaluation_flops=None if windows is None else evaluations * evaluation,
-        flops_per_second=speed, peak=peak,
-    )  # fmt: skip
+        step=step,
+        train=config.train,
+        warmup_steps=config.schedule.warmup_steps,
+        device=system.device_name(device),
+        tokenizer=config.tokenizer.name,
+        vocab_is_upper_bound=is_upper_bound,
+        parameters=params_by_part(GPT(config.model, vocab_size, attend, device="meta")),
+        linear_flops=linear_flops_per_token(config.model, vocab_size),
+        attention_flops=attention_flops_per_token(config.model, T),
+        memory=memory,
+        process_bytes=process_bytes,
+        world_size=dist.world_size,
+        micro_batch_size=micro_batch_size,
+        accumulation=accumulation,
+        steps=steps,
+        epochs=None if train_tokens is None else steps * config.train.batch_size * T / train_tokens,
+        evaluations=evaluations,
+        evaluation_flops=None if evaluation is None else evaluations * evaluation,
+        flops_per_second=flops_per_second,
+        peak=peak,
+    )
 
 
-def _resolve(attention: AttentionConfig, config: Any, B: int, dtype: torch.dtype, device: torch.device) -> str:
-    """The kernel that `attention` comes to. Raises UserError where it cannot train `config.model` here."""
-    document_mask = config.data.document_mask
-    return resolve_model(
-        attention, config.model, B=B, dtype=dtype, device=device, grad=True, document_mask=document_mask
-    ).resolved
+def _simulate_backend(
+    step: StepSpec, micro_batch_size: int, accumulation: int, resolve_kernel: Callable[..., Resolved]
+) -> MemoryEstimate | str:
+    """The memory of a step, or the reason why its attention backend cannot run or be simulated."""
+    backend = step.attention.backend
+    if BACKENDS[backend].needs_compiler and step.device.type == "cuda":
+        return f"attention={backend} is compiled on CUDA, and compiled steps are not simulated"
+    try:
+        resolve_kernel(step.attention, B=micro_batch_size)
+    except UserError as error:
+        return str(error)
+    return simulate_memory(step, micro_batch_size, accumulation)
 
 
-def _vocabulary(config: Any, prepared: Prepared | None, spec: dict | None) -> tuple[int, bool]:
-    """(vocabulary size, whether that is an upper bound). Raises UserError where it takes a download to know."""
+def _find_vocab_size(
+    data: DataConfig, config: TokenizerConfig, prepared: Prepared | None, spec: dict | None
+) -> tuple[int, bool]:
+    """Vocabulary size, and whether it is an upper bound. Raises UserError if it needs a download."""
     if prepared is not None:
         return prepared.encoding.n_vocab, False
     if spec is not None:
         return tokenizer.from_spec(spec).n_vocab, False
-    places = sources.all_places(config.data)
-    size = tokenizer.size_without_text(config.tokenizer, several=len(places) > 1 or places[0].is_table)
+    places = sources.all_places(data)
+    size = tokenizer.size_without_text(config, several=len(places) > 1 or places[0].is_table)
     if size is None:
         raise UserError(
-            f"the vocabulary of tokenizer={config.tokenizer.name} depends on the text, which a plan does not download; "
-            f"run python prepare.py data={config.data.name} tokenizer={config.tokenizer.name} first, or set "
-            "data.path=FILE"
+            f"the vocabulary of tokenizer={config.name} depends on the data, which plan=true does not download; run "
+            f"python prepare.py data={data.name} tokenizer={config.name} first, or set data.path=FILE"
         )
-    return size, config.tokenizer.name == "bpe"
+    return size, config.name == "bpe"
 
 
-def _process_bytes(config: Any, attend: Callable[..., Tensor], device: torch.device, dtype: torch.dtype) -> int | None:
-    """What a CPU process that trains holds besides tensors: Python, libraries, and what kernels load at first use.
+def _measure_process_bytes(
+    model: GPTConfig, attend: Callable[..., Tensor], optimizer: Any, device: torch.device, dtype: torch.dtype
+) -> int | None:
+    """Memory of a training process without its model: Python, libraries, and what kernels load at first use.
 
-    0 on other devices, whose allocators count tensors alone.
+    0 on devices other than the CPU, where peak_memory_bytes counts tensors only.
     """
     if device.type != "cpu":
         return 0
-    if config.wandb.mode != "disabled":
-        import wandb  # noqa: F401 (a run imports it; nothing is logged here)
-    tiny = GPT(replace(config.model, n_embd=8 * config.model.n_head, ngram_table_size=64), 64, attend)
-    _pass(tiny, torch.zeros(1, min(8, config.model.block_size), dtype=torch.int64), dtype)
-    for each in optimizer.build_optimizers(tiny, config.optimizer):
-        each.step()
+    tiny = GPT(replace(model, n_embd=8 * model.n_head, ngram_table_size=64), 64, attend)
+    optimizers = build_optimizers(tiny, optimizer)
+    _run_pass(tiny, torch.zeros(1, min(8, model.block_size), dtype=torch.int64), dtype)
+    optimizer_step(tiny, optimizers, torch.amp.GradScaler(enabled=False), None)
     system.reset_peak_memory(device)
     return system.peak_memory_bytes(device)
 
 
-def _pass(model: GPT, tokens: Tensor, dtype: torch.dtype) -> None:
+def _run_pass(model: GPT, tokens: Tensor, dtype: torch.dtype) -> None:
+    """A forward and a backward pass."""
     with autocast(tokens.device, dtype):
         loss = model(tokens, tokens)
     loss.backward()
 
 
-def _measure(model: GPT, flops: int, most: int, peak: float, dtype: torch.dtype) -> float:
-    """FLOP/s of forward and backward passes of at most `most` sequences, each of `flops`, at about a second a pass."""
+def _measure_tokens_per_second(model: GPT, batch_size: int, dtype: torch.dtype) -> float:
+    """Median speed of forward and backward passes after the first, which loads kernels."""
     device = next(model.parameters()).device
-    B = max(1, min(most, int(0.5 * peak / flops)))
-    tokens = torch.randint(model.vocab_size, (B, model.config.block_size), device=device)
-    seconds = []
-    while sum(seconds) < 2:
-        synchronize(device)
-        started = time.perf_counter()
-        _pass(model, tokens, dtype)
-        synchronize(device)
-        seconds.append(time.perf_counter() - started)
+    tokens = torch.randint(model.vocab_size, (batch_size, model.config.block_size), device=device)
+
+    def run() -> None:
+        _run_pass(model, tokens, dtype)
         model.zero_grad(set_to_none=True)
-    return B * flops / statistics.median(seconds[1:] or seconds)  # the first warms up, unless it takes that long
+
+    seconds = time_calls(run, device, 2, MEASURED_SECONDS, MAX_MEASURED_PASSES)
+    return tokens.numel() / statistics.median(seconds[1:])
 
 
-def _evaluated_windows(config: Any, prepared: Prepared | None) -> int | None:
-    """How many validation windows an evaluation looks at; None: all, of a text that is not prepared yet."""
-    wanted = inf if config.eval.batches is None else config.eval.batches * config.train.batch_size
-    there = inf if prepared is None else ceil((prepared.meta["tokens"]["val"] - 1) / config.model.block_size)
-    return None if wanted == there == inf else int(min(wanted, there))
+def _count_evaluated_windows(config: EvalConfig, batch_size: int, T: int, prepared: Prepared | None) -> int | None:
+    """Validation windows per evaluation. None: all windows of data that is not prepared yet."""
+    requested = inf if config.batches is None else config.batches * batch_size
+    existing = inf if prepared is None else ceil((prepared.meta["tokens"]["val"] - 1) / T)
+    return None if requested == existing == inf else int(min(requested, existing))
 
 
-def _steps(config: Any, step_seconds: float, evaluation_seconds: float) -> int:
-    """The optimizer steps of the run: train.steps, or as many as fit into train.minutes where they are fewer."""
-    if config.train.minutes is None:
-        return config.train.steps
-    left = 60 * config.train.minutes - evaluation_seconds  # the first look is ahead of the first step
-    fitting = max(1, int(left / (step_seconds + evaluation_seconds / config.eval.every)))
-    return fitting if config.train.steps is None else min(config.train.steps, fitting)
+def _count_steps(config: TrainConfig, step_seconds: float, evaluation_seconds: float, steps_per_evaluation: int) -> int:
+    """Optimizer steps of the run: train.steps, or as many as fit into train.minutes if they are fewer."""
+    if config.minutes is None:
+        return config.steps
+    available = 60 * config.minutes - evaluation_seconds  # the first evaluation is before the first step
+    fitting = max(1, int(available / (step_seconds + evaluation_seconds / steps_per_evaluation)))
+    return fitting if config.steps is None else min(config.steps, fitting)
+
+
+def print_plan(plan: Plan, console: Console) -> None:
+    model, vocab_size = plan.step.model, plan.step.vocab_size
+    at_most = "at most " if plan.vocab_is_upper_bound else ""
+    console.print(f"{model.name}: {shape(model)}, {plan.tokenizer} vocabulary of {at_most}{vocab_size:,}")
+
+    console.print("\nparameters", style="bold")
+    console.print(_shares_table(plan.parameters, "{:,}".format))
+
+    console.print("\ntraining FLOPs per token, forward and backward", style="bold")
+    flops = {"weights, 6 each (T C² per sequence)": plan.linear_flops, "attention (T² C)": plan.attention_flops}
+    console.print(_shares_table(flops, format_si))
+    T = crossover(model, vocab_size)
+    console.print(f"attention needs as many FLOPs as the weights {'never' if T is None else f'at a context of {T:,}'}")
+
+    micro_batch = pluralize(plan.micro_batch_size, "sequence")
+    auto = ", the most that fit" if plan.train.micro_batch_size == AUTO else ""
+    dtype = str(plan.step.dtype).removeprefix("torch.")
+    console.print(f"\nmemory per process, micro batches of {micro_batch}{auto}, {dtype}", style="bold")
+    console.print(_memory_table(plan))
+    for backend, memory in plan.memory.items():
+        if isinstance(memory, str):
+            console.print(f"{backend}: {memory}")
+
+    console.print("\nthe run", style="bold")
+    console.print(_run_table(plan))
+
+
+def _shares_table(counts: dict[str, int], format_count: Callable[[int], str]) -> Table:
+    table, total = make_table("", "", "", header=False), sum(counts.values())
+    for name, count in counts.items():
+        if count:
+            table.add_row(name, format_count(count), f"{count / total:.1%}")
+    table.add_row("total", format_count(total), style="bold")
+    return table
+
+
+def _memory_table(plan: Plan) -> Table:
+    estimates = {backend: memory for backend, memory in plan.memory.items() if isinstance(memory, MemoryEstimate)}
+    table = make_table("", *estimates, header=False)
+    table.add_row("", *estimates)
+    for label, field in MEMORY_ROWS.items():
+        table.add_row(label, *(format_memory(getattr(memory, field)) for memory in estimates.values()))
+    if plan.process_bytes:  # unknown on some systems, and 0 on a GPU
+        label = f"process ({format_memory(plan.process_bytes)} without a model)"
+        table.add_row(label, *(format_memory(plan.process_bytes + memory.reserved) for memory in estimates.values()))
+    return table
+
+
+def _run_table(plan: Plan) -> Table:
+    train, T = plan.train, plan.step.model.block_size
+    table = make_table("", "", left=2, header=False)
+    table.add_row("device", plan.device)
+    factors = f"{pluralize(plan.world_size, 'process')} x {plan.accumulation} x {plan.micro_batch_size}"
+    table.add_row("step", f"{factors} = {train.batch_size:,} sequences x {T:,} = {plan.tokens_per_step:,} tokens")
+    budget = f", which fit into {train.minutes:g} minutes" if train.minutes is not None else ""
+    table.add_row("steps", f"{plan.steps:,}{budget}, including {min(plan.steps, plan.warmup_steps):,} for warmup")
+    passes = "data not prepared yet" if plan.epochs is None else epochs(plan.epochs)
+    table.add_row("tokens", f"{plan.tokens:,} ({passes})")
+    evaluations = ""
+    if plan.evaluation_flops is not None:
+        evaluations = f", {format_si(plan.evaluation_flops)} for {pluralize(plan.evaluations, 'evaluation')}"
+    table.add_row("FLOPs", f"{format_si(plan.training_flops)} for training{evaluations}")
+    source = "given" if plan.peak is None else f"measured, {plan.flops_per_second / plan.peak:.0%} of matrix products"
+    table.add_row("speed", f"{format_si(plan.flops_per_second)} FLOP/s ({source})")
+    excluded = "evaluations, " if plan.evaluation_flops is None else ""
+    table.add_row("time", f"{format_duration(plan.seconds)}, without {excluded}optimizer, samples and checkpoints")
+    return table

@@ -1,4 +1,4 @@
-"""train.micro_batch_size=auto: what fits and no more, and a run that is the one with that number written out."""
+"""train.micro_batch_size=auto: the largest micro batch that fits, and the same run as with that number set."""
 
 from pathlib import Path
 
@@ -12,7 +12,7 @@ from configs.cli import parse_config
 from model.attention import get_attention_fn
 from model.gpt import GPT
 from training.distributed import Dist
-from training.planning.memory import simulate_memory
+from training.planning.memory import StepSpec, simulate_memory
 from training.planning.micro_batch import GPU_RESERVE, MEMORY_SAFETY, probe_on_device, resolve_micro_batch_size
 
 CPU = torch.device("cpu")
@@ -20,127 +20,127 @@ AUTO = "train.micro_batch_size=auto"
 SMALL = ["model.n_layer=1", "train.batch_size=4", "optimizer=adamw"]
 
 
-def config_of(*overrides):
+def make_config(*overrides):
     return parse_config("train", "", [*TINY, *SMALL, AUTO, *overrides])
 
 
-def beyond_the_weights(config, size: int, accumulation: int) -> int:
-    """Bytes that training takes beside the model itself, with `size` sequences at a time."""
-    model, attend = GPT(config.model, 100, get_attention_fn(config.attention)), get_attention_fn(config.attention)
-    told = simulate_memory(
-        model, attend, config.optimizer, B=size, T=config.model.block_size, accumulation=accumulation,
-        dtype=torch.float32, device=CPU, document_mask=False,
-    )  # fmt: skip
-    return told.reserved - sum(p.nbytes for p in model.parameters())
+def make_step(config) -> StepSpec:
+    return StepSpec(config.model, 100, config.attention, config.optimizer, torch.float32, CPU, document_mask=False)
+
+
+def make_model(config) -> GPT:
+    return GPT(config.model, 100, get_attention_fn(config.attention))
+
+
+def bytes_beyond_weights(config, micro_batch_size: int, accumulation: int) -> int:
+    """Estimated memory of training, without the weights that exist before."""
+    memory = simulate_memory(make_step(config), micro_batch_size, accumulation)
+    return memory.reserved - sum(p.nbytes for p in make_model(config).parameters())
 
 
 @pytest.fixture
-def free(monkeypatch):
-    """free(bytes): so much memory is free, of which CERTAIN counts."""
+def set_free_memory(monkeypatch):
+    """set_free_memory(size): the system reports `size` bytes of free memory."""
     return lambda size: monkeypatch.setattr(system, "free_memory", lambda device: size)
 
 
+@pytest.fixture
+def assert_unchanged():
+    """assert_unchanged(model) -> a function that checks that the weights and the random state are still the same."""
+
+    def remember(model):
+        random_state, weights = torch.get_rng_state(), {k: w.clone() for k, w in model.state_dict().items()}
+
+        def check():
+            assert torch.equal(torch.get_rng_state(), random_state)
+            assert all(torch.equal(weight, weights[name]) for name, weight in model.state_dict().items())
+            assert all(p.grad is None for p in model.parameters())
+
+        return check
+
+    return remember
+
+
 @pytest.mark.parametrize(("size", "accumulation"), [(2, 2), (1, 4)])
-def test_it_is_the_most_that_the_free_memory_holds(workdir, free, size, accumulation):
-    config = config_of()
-    needed = beyond_the_weights(config, size, accumulation) / MEMORY_SAFETY
-    model = GPT(config.model, 100, get_attention_fn(config.attention))
-    random, weights = torch.get_rng_state(), {name: w.clone() for name, w in model.state_dict().items()}
-    free(needed + 1)
+def test_auto_is_the_largest_size_that_fits(workdir, set_free_memory, assert_unchanged, size, accumulation):
+    config = make_config()
+    required = bytes_beyond_weights(config, size, accumulation) / MEMORY_SAFETY
+    model = make_model(config)
+    check = assert_unchanged(model)
+    set_free_memory(required + 1)
     assert resolve_micro_batch_size(config, model, torch.float32, Dist()) == (size, accumulation)
-    assert torch.equal(torch.get_rng_state(), random)
-    assert all(torch.equal(weight, weights[name]) for name, weight in model.state_dict().items())
-    free(needed - 8)
+    check()
+    set_free_memory(required - 8)
     if size == 1:
-        with pytest.raises(UserError, match=r"even one sequence of model.block_size=16 tokens .* set a smaller"):
+        with pytest.raises(UserError, match=r"too small for one sequence of model.block_size=16 tokens; set a smaller"):
             resolve_micro_batch_size(config, model, torch.float32, Dist())
     else:
         assert resolve_micro_batch_size(config, model, torch.float32, Dist())[0] < size
 
 
-def test_processes_share_a_machines_memory_and_take_what_fits_for_all(workdir, free, monkeypatch):
-    config = config_of()
-    model = GPT(config.model, 100, get_attention_fn(config.attention))
-    agreed = []
-    monkeypatch.setattr(Dist, "all_reduce_min", lambda self, value: agreed.append(value) or 1)
-    for more_or_less in (2, -16):
-        free(2 * beyond_the_weights(config, 2, 2) / MEMORY_SAFETY + more_or_less)
+def test_processes_share_memory_and_use_the_smallest_size(workdir, set_free_memory, monkeypatch):
+    config = make_config()
+    model = make_model(config)
+    sizes = []
+    monkeypatch.setattr(Dist, "all_reduce_min", lambda self, value: sizes.append(value) or 1)
+    for difference in (2, -16):
+        set_free_memory(2 * bytes_beyond_weights(config, 2, 2) / MEMORY_SAFETY + difference)
         assert resolve_micro_batch_size(config, model, torch.float32, Dist(0, 2, 0, 2)) == (1, 2)
-    assert agreed == [2, 1]
+    assert sizes == [2, 1]
 
 
-def test_a_run_is_the_one_with_the_number_written_out(train, free, capsys):
+def test_run_with_auto_equals_run_with_the_number_set(train, set_free_memory, capsys):
     settings = [*SMALL, "model.dropout=0.1"]
-    free(beyond_the_weights(config_of(*settings), 2, 2) / MEMORY_SAFETY + 1)
+    set_free_memory(bytes_beyond_weights(make_config(*settings), 2, 2) / MEMORY_SAFETY + 1)
     assert train("name=a", AUTO, *settings) == 0
-    assert "in 2 parts, 2 sequences at a time, as many as fit" in capsys.readouterr().out
-    told = summary("a")
-    assert (told["micro_batch_size"], told["accumulation"]) == (2, 2)
+    assert (summary("a")["micro_batch_size"], summary("a")["accumulation"]) == (2, 2)
     assert train("name=b", "train.micro_batch_size=2", *settings) == 0
-    assert "as many as fit" not in capsys.readouterr().out
     assert untimed(metrics("a")) == untimed(metrics("b"))
 
 
-def test_where_nothing_fits_there_is_a_sentence_and_no_run(train, free, workdir, capsys):
-    free(1000)
+def test_too_little_memory_is_an_error_and_leaves_no_run(train, set_free_memory, workdir, capsys):
+    set_free_memory(1000)
     assert train("name=a", *SMALL, "train.batch_size=1", AUTO) == 2
-    assert "the free memory is too small for training with even one sequence" in capsys.readouterr().err
+    assert "the free memory is too small for one sequence" in capsys.readouterr().err
     assert not (workdir / "runs").exists()
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="NOT RUN: memory can be bounded so on Linux alone")
-def test_a_trial_stops_at_a_real_bound_and_leaves_no_trace(workdir):
-    """As on CUDA, but on a CPU whose allocations fail beyond 200 MiB; 128 sequences' scores take 256 at once."""
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="NOT RUN: only Linux has this memory limit")
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_probe_stops_at_the_memory_limit_and_changes_nothing(workdir, assert_unchanged, optimizer):
+    """The CUDA probe on a CPU whose allocations fail beyond 200 MiB; the scores of 128 sequences need 256 MiB."""
     import resource
 
-    config = config_of("attention=naive", "model.block_size=512", "model.dropout=0.1", "train.batch_size=128")
-    model = GPT(config.model, 100, get_attention_fn(config.attention))
-    random, weights = torch.get_rng_state(), {name: w.clone() for name, w in model.state_dict().items()}
-    used = next(x for x in Path("/proc/self/status").read_text().splitlines() if x.startswith("VmData"))
-    bounds = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (1024 * int(used.split()[1]) + 200 * 2**20, bounds[1]))
+    config = make_config(
+        "attention=naive", "model.block_size=512", "model.dropout=0.1", "train.batch_size=128", f"optimizer={optimizer}"
+    )
+    model = make_model(config)
+    check = assert_unchanged(model)
+    limits = resource.getrlimit(resource.RLIMIT_DATA)
+    resource.setrlimit(resource.RLIMIT_DATA, (system.process_memory("VmData") + 200 * 2**20, limits[1]))
     try:
-        most = probe_on_device(config, model, torch.float32, Dist())
+        size = probe_on_device(model, make_step(config), share=128, world_size=1)
     finally:
-        resource.setrlimit(resource.RLIMIT_DATA, bounds)
-    assert 1 <= most < 128
-    assert torch.equal(torch.get_rng_state(), random)
-    assert all(torch.equal(weight, weights[name]) for name, weight in model.state_dict().items())
-    assert all(p.grad is None for p in model.parameters())
-
-
-def test_a_container_that_may_use_less_than_the_machine_has_is_told_apart(tmp_path, monkeypatch):
-    if system.free_memory(CPU) is None:
-        pytest.skip("NOT RUN: this system does not tell")
-    before = system.free_memory(CPU)
-    groups = Path("/proc/self/cgroup").read_text().splitlines()
-    version_1 = any(line.split(":")[1] == "memory" for line in groups)
-    folder, names = tmp_path, ("memory.max", "memory.current", "inactive_file")
-    if version_1:
-        folder, names = tmp_path / "memory", ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
-        folder.mkdir()
-    (folder / names[0]).write_text(f"{50 * 2**20}\n")
-    (folder / names[1]).write_text(f"{30 * 2**20}\n")
-    (folder / "memory.stat").write_text(f"anon 5\n{names[2]} {2**20}\n")
-    monkeypatch.setattr(system, "CGROUP_ROOT", tmp_path)
-    assert system.free_memory(CPU) == 21 * 2**20 < before
-    (folder / names[0]).write_text("max\n")
-    assert system.free_memory(CPU) > 21 * 2**20
+        resource.setrlimit(resource.RLIMIT_DATA, limits)
+    assert 1 <= size < 128
+    check()
 
 
 @pytest.mark.gpu
-def test_on_cuda_it_is_tried_out_and_the_run_goes_through(train):
-    """Within a gibibyte, of which the scores of 64 sequences take more than a half per layer."""
-    settings = ["device=cuda", "dtype=float32", "compile=false", "attention=naive", "model.block_size=512",
-                "model.n_layer=4", "train.batch_size=64", "eval.batches=1", "train.steps=3"]  # fmt: skip
+def test_auto_on_cuda_fits_and_trains(train):
+    """With a limit of 1 GiB. The scores of 64 sequences need more than half of it in each layer."""
+    settings = [
+        "device=cuda", "dtype=float32", "compile=false", "attention=naive", "model.block_size=512", "model.n_layer=4",
+        "train.batch_size=64", "eval.batches=1", "train.steps=3",
+    ]  # fmt: skip
     total = torch.cuda.mem_get_info()[1]
     torch.cuda.set_per_process_memory_fraction(GPU_RESERVE + 2**30 / total)
     try:
         assert train("name=a", AUTO, *settings) == 0
     finally:
         torch.cuda.set_per_process_memory_fraction(1.0)
-    chosen = summary("a")["micro_batch_size"]
-    assert 1 <= chosen < 64
-    assert train("name=b", f"train.micro_batch_size={chosen}", *settings) == 0
+    size = summary("a")["micro_batch_size"]
+    assert 1 <= size < 64
+    assert train("name=b", f"train.micro_batch_size={size}", *settings) == 0
     for a, b in zip(metrics("a"), metrics("b"), strict=True):
         assert a.get("train/loss") == pytest.approx(b.get("train/loss"), abs=1e-5)
