@@ -1,4 +1,8 @@
-"""Facts about the machine: memory, caches, device and software versions. torch is imported only where it is used."""
+"""Facts about the machine: memory, caches, device and software versions.
+
+Memory figures are read from /proc and are None on other systems than Linux. psutil would replace only two of them: it
+knows neither the limits of containers nor the resettable peak. torch is imported only where it is used.
+"""
 
 from __future__ import annotations
 
@@ -16,30 +20,30 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     import torch
 
+PACKAGES = ("trilgpt", "torch", "hydra-core", "datasets", "tiktoken", "wandb", "numpy")
+CGROUP_ROOT = Path("/sys/fs/cgroup")
+
 
 def reset_peak_memory(device: torch.device) -> None:
+    """Start a new measurement of peak_memory_bytes."""
     import torch
 
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     elif Path("/proc/self/clear_refs").exists():
-        try:
+        with suppress(OSError):  # some containers forbid it: the peak then counts from the start of the process
             Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM (proc(5))
-        except OSError:
-            return  # not allowed in some containers: the peak then counts from the start of the process
 
 
 def peak_memory_bytes(device: torch.device) -> int | None:
-    """The most memory in use since the reset: CUDA's allocator's, or on Linux the process's. None: unknown."""
+    """Peak memory since the reset: of CUDA's allocator, or of this process. None: unknown."""
     import torch
 
-    if device.type == "cuda":
-        return torch.cuda.max_memory_allocated(device)
-    return process_memory("VmHWM")
+    return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else process_memory("VmHWM")
 
 
 def memory_in_use(device: torch.device) -> int | None:
-    """What is in use now, counted as peak_memory_bytes counts it."""
+    """Current memory, counted as in peak_memory_bytes."""
     import torch
 
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else process_memory("VmRSS")
@@ -50,23 +54,23 @@ def free_memory(device: torch.device) -> int | None:
     if device.type == "cuda":
         import torch
 
-        unused = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + unused
+        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
+        return torch.cuda.mem_get_info(device)[0] + cached
     available = available_memory() if device.type == "cpu" else None
     return None if available is None else min([available, *_cgroup_headroom()])
 
 
 def available_memory() -> int | None:
     """MemAvailable of Linux in bytes; None on other systems."""
-    return _proc_bytes("/proc/meminfo", "MemAvailable")
+    return _read_proc_bytes("/proc/meminfo", "MemAvailable")
 
 
 def process_memory(key: str) -> int | None:
     """A figure of this process's memory in bytes, such as VmRSS (proc(5)); None on other systems than Linux."""
-    return _proc_bytes("/proc/self/status", key)
+    return _read_proc_bytes("/proc/self/status", key)
 
 
-def _proc_bytes(file: str, key: str) -> int | None:
+def _read_proc_bytes(file: str, key: str) -> int | None:
     if not Path(file).exists():
         return None
     line = next(line for line in Path(file).read_text().splitlines() if line.startswith(f"{key}:"))
@@ -78,34 +82,32 @@ def cpu_count() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
-CGROUP_ROOT = Path("/sys/fs/cgroup")
-
-
 def _cgroup_headroom() -> list[int]:
-    """What the control groups that this process is in, a container's or a scheduler's, leave it (cgroups(7))."""
-    left = []
+    """Memory left to this process by each of its control groups, of a container or a scheduler (cgroups(7))."""
+    headroom = []
     for line in Path("/proc/self/cgroup").read_text().splitlines():
-        _, version_1, path = line.split(":", 2)
-        most, used, cache = "memory.max", "memory.current", "inactive_file"
-        if version_1:
-            most, used, cache = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
-        group = CGROUP_ROOT / version_1 / path.strip("/")
+        _, controllers, path = line.split(":", 2)  # controllers: empty in version 2
+        limit_file, usage_file, cache_key = "memory.max", "memory.current", "inactive_file"
+        if controllers:
+            limit_file, usage_file, cache_key = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
+        group = CGROUP_ROOT / controllers / path.strip("/")
         for folder in (group, *group.parents):
-            bound = (folder / most).read_text().strip() if (folder / most).exists() else "max"
-            if bound != "max":
-                reclaimed = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())[cache]
-                left.append(int(bound) - int((folder / used).read_text()) + int(reclaimed))
-    return left
+            limit = (folder / limit_file).read_text().strip() if (folder / limit_file).exists() else "max"
+            if limit != "max":
+                statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
+                used = int((folder / usage_file).read_text()) - int(statistics[cache_key])
+                headroom.append(int(limit) - used)
+    return headroom
 
 
 def return_freed_memory() -> None:
-    """Give back what glibc's malloc keeps of freed blocks, which would hide as much of what is taken next."""
+    """Return the freed blocks that glibc's malloc keeps, which the next allocations would reuse unmeasured."""
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def cache_bytes(device: torch.device) -> int:
-    """The size of the largest cache between the device's cores and its memory; 0: unknown."""
+    """Size of the largest cache of the device; 0: unknown."""
     import torch
 
     if device.type == "cuda":
@@ -118,40 +120,36 @@ def describe_environment(device: torch.device) -> dict:
     """The machine, the software and the command, for summary.json."""
     import torch
 
+    versions = {"python": platform.python_version()}
+    for name in PACKAGES:
+        with suppress(PackageNotFoundError):  # trilgpt runs from a checkout without being installed
+            versions[name] = version(name)
     return {
         "device": device.type,
         "device_name": device_name(device),
         "threads": torch.get_num_threads(),
         "tf32": torch.backends.cuda.matmul.allow_tf32,
-        "versions": package_versions(),
-        "commit": git_commit(),
+        "versions": versions,
+        "commit": _git_commit(),
         "command": shlex.join(["python", *sys.argv]),
     }
 
 
 def device_name(device: torch.device) -> str:
+    """The GPU's name, or the processor's with its number of cores."""
     import torch
 
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     cpuinfo = Path("/proc/cpuinfo")
-    names = [x for x in cpuinfo.read_text().splitlines() if x.startswith("model name")] if cpuinfo.exists() else []
-    model = names[0].split(":")[1].strip() if names else platform.processor() or platform.machine()
-    return f"{model}, {os.cpu_count()} cores"
+    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
+    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    return f"{names[0] if names else platform.processor() or platform.machine()}, {os.cpu_count()} cores"
 
 
-def package_versions() -> dict[str, str]:
-    found = {"python": platform.python_version()}
-    for name in ("trilgpt", "torch", "hydra-core", "datasets", "tiktoken", "wandb", "numpy"):
-        with suppress(PackageNotFoundError):  # a checkout can be run without being installed
-            found[name] = version(name)
-    return found
-
-
-def git_commit() -> str | None:
-    """The commit of this checkout, "+" behind it if files were changed since. None outside a checkout."""
-    ask = ["git", "describe", "--always", "--abbrev=40", "--dirty=+"]
-    try:
-        return subprocess.run(ask, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip() or None
-    except FileNotFoundError:  # no git here
-        return None
+def _git_commit() -> str | None:
+    """The commit of this checkout, with a "+" if files have changed since. None outside a checkout or without git."""
+    command = ["git", "describe", "--always", "--abbrev=40", "--dirty=+"]
+    with suppress(FileNotFoundError):  # no git
+        return subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip() or None
+    return None

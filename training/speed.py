@@ -1,49 +1,50 @@
-"""Time, memory and throughput, measured so that they can be believed."""
+"""Measures step times and throughput, on CUDA with events, and the peak speed of matrix products."""
 
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import torch
 
-WARM_UP = 5  # steps of a process, in which caches fill and kernels are chosen
+WARM_UP = 5  # steps of a process that medians exclude: caches fill, and kernels are selected
 
-# Peak dense matrix-product FLOP/s from the makers' data sheets, by the whole name: a laptop's, a PCIe or a sliced
-# one of the same family has another, and is measured.
-H100 = {torch.bfloat16: 989e12, torch.float16: 989e12, torch.float32: 67e12}
-A100 = {torch.bfloat16: 312e12, torch.float16: 312e12, torch.float32: 19.5e12}
+# Peak FLOP/s of dense matrix products, from the data sheets, by the full name of the GPU: variants of the same family
+# (laptop, PCIe, partitioned) are slower, and their peak is measured.
+H100_PEAK = {torch.bfloat16: 989e12, torch.float16: 989e12, torch.float32: 67e12}
+A100_PEAK = {torch.bfloat16: 312e12, torch.float16: 312e12, torch.float32: 19.5e12}
 GPU_PEAK = {
-    "NVIDIA H200": H100,
-    "NVIDIA H100 80GB HBM3": H100,
-    "NVIDIA A100-SXM4-80GB": A100,
-    "NVIDIA A100-SXM4-40GB": A100,
+    "NVIDIA H200": H100_PEAK,
+    "NVIDIA H100 80GB HBM3": H100_PEAK,
+    "NVIDIA A100-SXM4-80GB": A100_PEAK,
+    "NVIDIA A100-SXM4-40GB": A100_PEAK,
     "NVIDIA L40S": {torch.bfloat16: 362e12, torch.float16: 362e12, torch.float32: 91.6e12},
     "NVIDIA GeForce RTX 4090": {torch.bfloat16: 165e12, torch.float16: 165e12, torch.float32: 82.6e12},
 }
+MAX_PEAK_SECONDS = 0.5  # a CPU without bfloat16 instructions takes seconds for one product
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
-    """FLOP/s that matrix products can reach here: a known GPU's, else the best of a few large products, measured."""
+    """Peak FLOP/s of matrix products on one device: from GPU_PEAK, else the fastest of a few large products."""
     if device.type == "cuda":
         known = GPU_PEAK.get(torch.cuda.get_device_name(device), {})
-        rounded = dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"  # TF32 has its own peak
-        if dtype in known and not rounded:
+        is_tf32 = dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
+        if dtype in known and not is_tf32:
             return known[dtype]
     size = 8192 if device.type == "cuda" else 1024
     a = torch.randn(size, size, device=device).to(dtype)
-    best, began = float("inf"), time.perf_counter()
+    fastest, started = float("inf"), time.perf_counter()
     for _ in range(6):
-        synchronize(device)
-        started = time.perf_counter()
+        start = _record_time(device)
         a @ a
-        synchronize(device)
-        best = min(best, time.perf_counter() - started)
-        if time.perf_counter() - began > 0.5:  # a CPU without bfloat16 instructions takes seconds for one
+        fastest = min(fastest, _elapsed_seconds(device, start, _record_time(device)))
+        if time.perf_counter() - started > MAX_PEAK_SECONDS:
             break
-    return 2 * size**3 / best
+    return 2 * size**3 / fastest
 
 
 def synchronize(device: torch.device) -> None:
+    """Wait until the device has finished its work."""
     if device.type == "cuda":
         torch.cuda.synchronize(device)
     elif device.type == "mps":
@@ -51,49 +52,53 @@ def synchronize(device: torch.device) -> None:
 
 
 class Speed:
-    """How long steps take, on the device's own time line: CUDA events, which nothing waits for until they are read.
+    """Step times, throughput and MFU of a run. On CUDA events measure the time, so that no step is synchronized.
 
-    tokens, flops: of one optimizer step, over all devices. peak: FLOP/s that all devices could reach.
+    tokens, flops: per optimizer step, over all devices. peak: peak FLOP/s of all devices.
     """
 
     def __init__(self, device: torch.device, tokens: int, flops: float, peak: float):
         self.device, self.tokens, self.flops, self.peak = device, tokens, flops, peak
-        self.seconds: list[float] = []
-        self.waits: list[float] = []
+        self.step_seconds: list[float] = []
+        self.wait_seconds: list[float] = []
 
     def start(self) -> None:
-        self.started, self.waited = _mark(self.device), 0.0
+        """Call at the start of each step."""
+        self._start, self._waited = _record_time(self.device), 0.0
 
     def wrap_loader(self, batches: Iterator) -> Iterator:
-        """`batches`; how long the host waits for them is a part of the step, and on record."""
-        began = time.perf_counter()
+        """`batches`, with the time that the host waits for them added to the current step's."""
+        started = time.perf_counter()
         for batch in batches:
-            self.waited += time.perf_counter() - began
+            self._waited += time.perf_counter() - started
             yield batch
-            began = time.perf_counter()
+            started = time.perf_counter()
 
     def stop(self) -> Callable[[], dict]:
-        """End of a step -> a function that gives its numbers.
+        """Call at the end of each step -> a function that waits for the step and returns its metrics.
 
-        They are step_ms, of it data_wait_ms for data, tokens_per_second, and mfu (a part of the peak).
+        The metrics are step_ms, data_wait_ms (the part of step_ms spent waiting for data), tokens_per_second and mfu.
         """
-        start, end, waited = self.started, _mark(self.device), self.waited
+        start, end, waited = self._start, _record_time(self.device), self._waited
 
-        def numbers() -> dict:
-            self.seconds.append(_between(self.device, start, end))
-            self.waits.append(waited)
-            return self._rates(self.seconds[-1], waited)
+        def read() -> dict:
+            self.step_seconds.append(_elapsed_seconds(self.device, start, end))
+            self.wait_seconds.append(waited)
+            return self._metrics(self.step_seconds[-1], waited)
 
-        return numbers
+        return read
 
     def median(self) -> dict:
-        """The medians of the same numbers; the first steps, which warm up, do not count if more follow."""
-        steps, waits = (each[WARM_UP:] or each for each in (self.seconds, self.waits))
+        """The metrics of the median step. The first WARM_UP steps count only if there are no others."""
+        steps, waits = (
+            self.step_seconds[WARM_UP:] or self.step_seconds,
+            self.wait_seconds[WARM_UP:] or self.wait_seconds,
+        )
         if not steps:
-            return dict.fromkeys(self._rates(1.0, 0.0))
-        return self._rates(statistics.median(steps), statistics.median(waits))
+            return dict.fromkeys(self._metrics(1.0, 0.0))
+        return self._metrics(statistics.median(steps), statistics.median(waits))
 
-    def _rates(self, seconds: float, waited: float) -> dict:
+    def _metrics(self, seconds: float, waited: float) -> dict:
         return {
             "step_ms": 1000 * seconds,
             "data_wait_ms": 1000 * waited,
@@ -103,7 +108,8 @@ class Speed:
 
 
 def compile_seconds() -> float:
-    """What torch.compile has taken in this process, forward and backward graphs."""
+    """Time that torch.compile has used in this process, for forward and backward graphs."""
+    # Private: torch.compile has no public API for its own time. Checked with torch 2.13.
     from torch._dynamo.utils import calculate_time_spent
 
     return calculate_time_spent()["total_wall_time"]
@@ -112,27 +118,27 @@ def compile_seconds() -> float:
 def time_calls(
     call: Callable[[], object], device: torch.device, repeats: int, seconds: float, most: int
 ) -> list[float]:
-    """The seconds of each of several calls, on the device's own time line.
+    """Seconds of each call of `call`: as many calls as take about `seconds`, but from `repeats` to `most`.
 
-    As many as fit into `seconds`, from `repeats` to `most`. Short ones, of which many fit, warm up for a while first.
+    If many calls fit, a fifth as many run before as warmup, after the first.
     """
-    first = _time_each(call, device, 1)
+    first = _time_repeatedly(call, device, 1)
     fitting = min(most, int(seconds / first[0]))
-    _time_each(call, device, fitting // 5)
-    return first + _time_each(call, device, max(repeats, fitting) - 1)
+    _time_repeatedly(call, device, fitting // 5)
+    return first + _time_repeatedly(call, device, max(repeats, fitting) - 1)
 
 
-def _time_each(call: Callable[[], object], device: torch.device, count: int) -> list[float]:
-    marks = []
-    for _ in range(count):  # on CUDA none waits for the one before
-        start = _mark(device)
+def _time_repeatedly(call: Callable[[], object], device: torch.device, count: int) -> list[float]:
+    times = []
+    for _ in range(count):  # on CUDA no call waits for the previous one
+        start = _record_time(device)
         call()
-        marks.append((start, _mark(device)))
-    return [_between(device, *each) for each in marks]
+        times.append((start, _record_time(device)))
+    return [_elapsed_seconds(device, start, end) for start, end in times]
 
 
-def _mark(device: torch.device):
-    """A point on the device's time line: on CUDA an event, which nothing waits for until it is read."""
+def _record_time(device: torch.device) -> Any:
+    """The current time of the device: on CUDA an event that is read later."""
     if device.type != "cuda":
         synchronize(device)
         return time.perf_counter()
@@ -141,8 +147,7 @@ def _mark(device: torch.device):
     return event
 
 
-def _between(device: torch.device, start, end) -> float:
-    """Seconds."""
+def _elapsed_seconds(device: torch.device, start: Any, end: Any) -> float:
     if device.type != "cuda":
         return end - start
     end.synchronize()

@@ -38,3 +38,12 @@ def test_peak_memory_counts_from_the_reset():
     system.return_freed_memory()
     system.reset_peak_memory(CPU)
     assert system.peak_memory_bytes(CPU) - before < size // 2
+
+
+def test_environment_names_the_device_and_the_commit_of_the_checkout():
+    environment = system.describe_environment(CPU)
+    assert environment["device"] == "cpu"
+    assert environment["device_name"].endswith(" cores")
+    assert environment["versions"]["torch"] == torch.__version__
+    commit = environment["commit"]
+    assert commit is None or len(commit.removesuffix("+")) == 40

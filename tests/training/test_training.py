@@ -36,7 +36,6 @@ from training.metrics import MetricsFile, MetricsLogger
 from training.muon import Muon, orthogonalize
 from training.progress import shape
 from training.schedule import lr_scale, run_progress
-from training.speed import Speed, peak_flops
 from training.wandb_logger import WandbRun
 
 ADAMW = AdamWConfig(name="adamw", lr=1e-3, betas=[0.9, 0.95], eps=1e-8, weight_decay=0.1)
@@ -463,27 +462,6 @@ def test_compiling_without_a_compiler_is_refused(monkeypatch):
     monkeypatch.setattr("shutil.which", lambda name: None)
     with pytest.raises(UserError, match=r"compile=true needs a C\+\+ compiler"):
         resolve_compile(True, CPU)
-
-
-def test_speed_is_the_median_after_warming_up():
-    speed = Speed(CPU, tokens=100, flops=2e9, peak=1e10)
-    speed.seconds, speed.waits = [9.0] * 5 + [0.5, 1.0, 2.0], [9.0] * 5 + [0.25, 0.125, 0.5]
-    assert speed.median() == {"step_ms": 1000.0, "data_wait_ms": 250.0, "tokens_per_second": 100.0, "mfu": 0.2}
-    speed.seconds, speed.waits = [4.0], [1.0]
-    assert speed.median()["step_ms"] == 4000.0
-
-
-def test_a_known_gpus_peak_is_not_that_of_rounded_numbers(monkeypatch):
-    """TF32 has a peak of its own, which is measured."""
-    cuda = torch.device("cuda")
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    assert peak_flops(cuda, torch.float32) == 67e12
-    assert peak_flops(cuda, torch.bfloat16) == 989e12
-    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
-    assert peak_flops(cuda, torch.bfloat16) == 989e12
-    monkeypatch.setattr(torch, "randn", lambda *_, **__: 1 / 0)
-    with pytest.raises(ZeroDivisionError):  # it set out to measure
-        peak_flops(cuda, torch.float32)
 
 
 def test_a_second_request_stops_at_once_unless_there_are_many_to_come():

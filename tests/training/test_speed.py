@@ -1,0 +1,100 @@
+"""Step times and throughput, and the peak speed of matrix products."""
+
+import pytest
+import torch
+
+from training import speed as speed_module
+from training.speed import GPU_PEAK, WARM_UP, Speed, compile_seconds, peak_flops, time_calls
+
+CPU = torch.device("cpu")
+
+
+class Clock:
+    """A clock that moves only through advance()."""
+
+    def __init__(self):
+        self.now = 0.0
+
+    def perf_counter(self) -> float:
+        return self.now
+
+    def advance(self, seconds: float) -> None:
+        self.now += seconds
+
+
+@pytest.fixture
+def clock(monkeypatch) -> Clock:
+    clock = Clock()
+    monkeypatch.setattr(speed_module.time, "perf_counter", clock.perf_counter)
+    return clock
+
+
+def test_step_metrics_include_waiting_for_data_and_exclude_time_between_steps(clock):
+    speed = Speed(CPU, tokens=100, flops=2e9, peak=1e10)
+
+    def load_batches():
+        while True:
+            clock.advance(0.125)
+            yield None
+
+    batches = speed.wrap_loader(load_batches())
+    for _ in range(2):
+        speed.start()
+        for _ in range(2):
+            next(batches)
+            clock.advance(0.25)
+        read = speed.stop()
+        clock.advance(10)  # an evaluation
+        expected = {"step_ms": 750, "data_wait_ms": 250, "tokens_per_second": 100 / 0.75, "mfu": 0.2 / 0.75}
+        assert read() == pytest.approx(expected)
+
+
+def test_median_excludes_warmup_steps_if_there_are_others(clock):
+    speed = Speed(CPU, tokens=100, flops=2e9, peak=1e10)
+    assert set(speed.median().values()) == {None}
+    for seconds in [9.0] * WARM_UP + [0.5, 1.0, 2.0]:
+        speed.start()
+        clock.advance(seconds)
+        speed.stop()()
+        if len(speed.step_seconds) == 1:
+            assert speed.median()["step_ms"] == 9000.0
+    assert speed.median() == {"step_ms": 1000.0, "data_wait_ms": 0.0, "tokens_per_second": 100.0, "mfu": 0.2}
+
+
+def test_time_calls_fills_the_time_within_its_bounds(clock):
+    def call():
+        clock.advance(0.5)
+        calls.append(1)
+
+    for settings, timed, warmup in (
+        (dict(repeats=7, seconds=0.0, most=100), 7, 0),
+        (dict(repeats=2, seconds=5.0, most=100), 10, 2),
+        (dict(repeats=2, seconds=100.0, most=5), 5, 1),
+    ):
+        calls = []
+        assert time_calls(call, CPU, **settings) == [0.5] * timed
+        assert len(calls) == timed + warmup
+
+
+def test_measured_peak_is_positive():
+    assert peak_flops(CPU, torch.float32) > 0
+
+
+def test_compile_seconds_is_available():
+    assert compile_seconds() >= 0
+
+
+def test_known_gpu_has_its_data_sheet_peak_except_for_tf32(monkeypatch):
+    cuda = torch.device("cuda")
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
+    for dtype, peak in GPU_PEAK["NVIDIA H200"].items():
+        assert peak_flops(cuda, dtype) == peak
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
+    assert peak_flops(cuda, torch.bfloat16) == 989e12
+
+    def measure(*args, **kwargs):
+        raise RuntimeError("measured")
+
+    monkeypatch.setattr(torch, "randn", measure)
+    with pytest.raises(RuntimeError, match="measured"):
+        peak_flops(cuda, torch.float32)
