@@ -25,7 +25,8 @@ def make_table(*columns: str, left: int = 1, header: bool = True) -> Table:
     """An empty table. left: how many columns are aligned to the left; the others, of numbers, to the right."""
     table = Table(box=box.SIMPLE_HEAD if header else None, show_header=header, pad_edge=False, padding=(0, 2, 0, 0))
     for index, column in enumerate(columns):
-        table.add_column(column, justify="left" if index < left else "right", no_wrap=index >= left)
+        is_text = index < left
+        table.add_column(column, justify="left" if is_text else "right", no_wrap=not is_text, overflow="fold")
     return table
 
 
@@ -120,6 +121,11 @@ def format_bytes(size: float) -> str:
 def format_memory(size: int) -> str:
     """Size of memory in binary units: "512 MiB", "1.25 GiB"."""
     return f"{size / 2**20:.0f} MiB" if size < 2**30 else f"{size / 2**30:.2f} GiB"
+
+
+def format_ms(milliseconds: float) -> str:
+    """Three significant digits: "0.0123", "1.23", "46.0", "123", "1,234"."""
+    return f"{milliseconds:,.0f}" if milliseconds >= 99.95 else f"{milliseconds:#.3g}"
 
 
 def format_si(number: float) -> str:

@@ -1,7 +1,7 @@
-"""The one entry of every script: the words on a command line become one checked plain dataclass, or one sentence.
+"""The command line of every script: argv -> one checked dataclass; errors -> one sentence and an exit code.
 
-config = parse_config("train", __doc__)     composes and checks; ends the process with code 2 where a word is wrong
-leave(run(main, config))             runs; a refusal from inside becomes a sentence as well
+config = parse_config("train", __doc__)     exits with code 2 and a sentence if a word is invalid
+exit_fast(run_main(main, config))           runs main(config); its errors become a sentence, too
 """
 
 import argparse
@@ -14,94 +14,69 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from hydra.errors import HydraException
-from omegaconf import OmegaConf
-from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
+import yaml
 
 from common.errors import TrainingFailed, UserError, is_out_of_memory
 from common.run_dir import EXIT_CODES
-from configs.composition import CONFIGS, choices, compose_config, escape_interpolation, is_hydras, is_launcher
-from configs.error_messages import explain
-from configs.schema import SCRIPTS
+from configs.compose import choices, compose_config, groups
 
-# What goes wrong with files on a user's machine, and is no bug.
-FULL = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-USER_ERRNOS = FULL | {
-    errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST, errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP,
-}  # fmt: skip
+DISK_FULL_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
+# Errors of files that users cause and can correct. Any other OSError is a bug and keeps its traceback.
+USER_ERRNOS = DISK_FULL_ERRNOS | {errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST}
+USER_ERRNOS |= {errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP}
+RANK_0_PRINTS_FIRST_S = 30.0  # how long other ranks wait for rank 0 to print an error that all ranks have
 FLAGS = """flags:
   --help            this page
-  --cfg job         print the composed config and stop
-  --config-dir DIR  look for YAML files of your own in DIR as well (DIR/experiment/mine.yaml -> experiment=mine)
+  --cfg job         print the composed config and exit
+  --config-dir DIR  also search DIR for YAML files (DIR/experiment/mine.yaml: experiment=mine)
 """
-MULTIRUN = """\
-  -m                a run for each combination of values, as in -m attention=sdpa,flash seed=1,2,3, and a comparison
-                    in runs/sweeps/NAME; hydra/launcher=NAME and hydra.launcher.KEY=VALUE say where they run
+MULTIRUN_FLAG = """\
+  -m                train each combination of several values, as in -m attention=sdpa,flash seed=1,2,3, and compare
+                    the runs in runs/sweeps/NAME; hydra/launcher=NAME and hydra.launcher.KEY=VALUE choose where they run
 """
 
 
 def parse_config(script: str, doc: str, argv: list[str] | None = None) -> Any:
-    """The checked config of `script` from a command line, as plain dataclasses. Ends the process where it is wrong."""
-    sys.excepthook = _interrupted
+    """Parse a command line -> the script's checked config. Exits the process if a word is invalid."""
+    sys.excepthook = _report_ctrl_c
     try:
-        flags, overrides = _parse(script, argv)
+        flags = _parse_flags(script, argv)
         if flags.help:
             print(_help_page(script, doc))
             raise SystemExit(0)
         if flags.multirun:
-            if "RANK" in os.environ and os.environ.get("WORLD_SIZE", "1") != "1":
-                raise UserError("-m starts its own processes, each a run; leave out torchrun, or leave out -m")
             from configs.multirun import run_multirun
 
-            raise SystemExit(run_main(run_multirun, flags, overrides))
-        composed = compose_config(script, overrides, flags.config_dir)
-        config = OmegaConf.to_object(composed)
+            raise SystemExit(run_main(run_multirun, flags))
+        config = compose_config(script, flags.words, flags.config_dir)
         if flags.cfg:
-            print(OmegaConf.to_yaml(composed, resolve=True), end="")
+            print(yaml.safe_dump(asdict(config), sort_keys=False, allow_unicode=True), end="")
             raise SystemExit(0)
         config.check()
         return config
     except UserError as error:
         raise SystemExit(report_error(error, 2)) from None
-    except (HydraException, OmegaConfBaseException, YAMLError, UnicodeDecodeError) as error:
-        raise SystemExit(report_error(_explained(error, overrides, script), 2)) from None
-    except OSError as error:  # of the files that the words name
+    except OSError as error:  # of a file that the command line names
         if error.errno not in USER_ERRNOS:
             raise
-        raise SystemExit(report_error(_of_a_file(error), 2)) from None
+        raise SystemExit(report_error(_describe_os_error(error), 2)) from None
 
 
 def config_from_python(script: str, **settings: Any) -> Any:
-    """The checked config of `script` with `settings` in place of its own, for Python. Raises UserError."""
-    groups = {key: value for key, value in settings.items() if choices(key)}
-    overrides = [f"{key}={value}" for key, value in groups.items()]
-    try:
-        composed = compose_config(script, overrides, None)
-        own = {key: value for key, value in settings.items() if key not in groups}
-        for key, value in own.items():
-            texts = value if isinstance(value, list | tuple) else [value]
-            texts = [escape_interpolation(text) if isinstance(text, str) else text for text in texts]
-            OmegaConf.update(composed, key, texts if isinstance(value, list | tuple) else texts[0])
-        config = OmegaConf.to_object(composed)
-    except (HydraException, OmegaConfBaseException) as error:
-        given = [*overrides, *(f"{key}={value}" for key, value in settings.items())]
-        raise UserError(_explained(error, given, script)) from None
+    """The checked config of `script` with `settings` changed, for callers in Python. Raises UserError."""
+    words = [f"{key}={value}" for key, value in settings.items() if key in groups(script)]
+    settings = {key: value for key, value in settings.items() if key not in groups(script)}
+    config = compose_config(script, words, settings=settings)
     config.check()
     return config
 
 
-def _explained(error: Exception, overrides: list[str], script: str) -> str:
-    return explain(
-        error, overrides, SCRIPTS[script], lambda: OmegaConf.to_container(compose_config(script, [], None))
-    )  # fmt: skip
-
-
 def run_main(main: Callable[..., int], *config: Any) -> int:
-    """main(config) -> the process's exit code. What a user can mend is told in one sentence, without a traceback."""
+    """Run main(config) -> exit code of the process. Errors that users can correct become one sentence."""
     try:
         return main(*config)
     except UserError as error:
@@ -110,36 +85,34 @@ def run_main(main: Callable[..., int], *config: Any) -> int:
         return report_error(error, 1)
     except KeyboardInterrupt as error:
         return report_error(str(error) or "interrupted", EXIT_CODES["interrupted"])
-    except BrokenPipeError:  # nobody reads any more, as in `python sample.py | head`
+    except BrokenPipeError:  # the reader of stdout has closed it, as in `python sample.py | head`
         return 1
     except OSError as error:
         if error.errno not in USER_ERRNOS:
             raise
-        return report_error(_of_a_file(error), 1)
+        return report_error(_describe_os_error(error), 1)
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
         return report_error("out of memory; set a smaller train.micro_batch_size, model.block_size or model", 1)
 
 
-def _of_a_file(error: OSError) -> str:
-    mend = "make room, or set another folder or name" if error.errno in FULL else "set another file, folder or name"
-    return f"{error.filename or 'writing'}: {error.strerror}; {mend}"
-
-
-def _interrupted(kind: type, error: BaseException, traceback: Any) -> None:
-    """Ctrl-C while libraries are imported is told as ever, also where Python turned it into another error."""
-    if isinstance(error, KeyboardInterrupt) or isinstance(error.__cause__, KeyboardInterrupt):
-        os._exit(report_error("interrupted", EXIT_CODES["interrupted"]))
-    sys.__excepthook__(kind, error, traceback)
+def report_error(message: object, code: int) -> int:
+    """Print the message -> `code`. Under torchrun, an error that all ranks have is printed once, by rank 0."""
+    rank = int(os.environ.get("RANK", "0"))
+    if rank > 0:
+        if code == EXIT_CODES["interrupted"]:
+            return code
+        if code == EXIT_CODES["refused"]:
+            time.sleep(RANK_0_PRINTS_FIRST_S)  # torchrun ends this process as soon as rank 0 exits
+    prefix = Path(sys.argv[0]).name + (f", rank {rank}" if rank > 0 else "")
+    print(f"{prefix}: {message}", file=sys.stderr)
+    return code
 
 
 def exit_fast(code: int) -> None:
-    """End the process without taking torch apart again, on which Python would spend most of a second.
-
-    What libraries have to do at the end they do, as removing temporary folders.
-    """
-    for child in multiprocessing.active_children():  # for which they would wait, while it may wait for this process
+    """Exit without tearing down torch's modules, which takes most of a second. Exit handlers still run."""
+    for child in multiprocessing.active_children():  # an exit handler would wait for them
         child.kill()
     atexit._run_exitfuncs()
     with suppress(BrokenPipeError):
@@ -148,48 +121,57 @@ def exit_fast(code: int) -> None:
     os._exit(code)
 
 
-def report_error(message: object, code: int) -> int:
-    if int(os.environ.get("RANK", "0")) > 0:
-        if code == EXIT_CODES["interrupted"]:
-            return code
-        time.sleep(3)  # what is wrong in every process is said once, since rank 0's end takes the others with it
-    print(f"{Path(sys.argv[0]).name}: {message}", file=sys.stderr)
-    return code
+def _report_ctrl_c(kind: type, error: BaseException, traceback: Any) -> None:
+    """Excepthook: Ctrl-C during imports is one sentence, even if an import turned it into another error."""
+    if isinstance(error, KeyboardInterrupt) or isinstance(error.__cause__, KeyboardInterrupt):
+        os._exit(report_error("interrupted", EXIT_CODES["interrupted"]))
+    sys.__excepthook__(kind, error, traceback)
 
 
-def _parse(script: str, argv: list[str] | None) -> tuple[argparse.Namespace, list[str]]:
-    """Flags, and the key=value overrides. Raises UserError for anything else."""
+def _describe_os_error(error: OSError) -> str:
+    is_full = error.errno in DISK_FULL_ERRNOS
+    advice = "free some disk space" if is_full else "set another file, folder or name"
+    return f"{error.filename or 'writing a file'}: {error.strerror}; {advice}"
+
+
+def _parse_flags(script: str, argv: list[str] | None) -> argparse.Namespace:
+    """Parse the flags, and the key=value words into .words and .launcher_words. Raises UserError for other words."""
     parser = argparse.ArgumentParser(add_help=False, exit_on_error=False, allow_abbrev=False)
     parser.add_argument("-h", "--help", action="store_true")
     parser.add_argument("--cfg", choices=["job"])
     parser.add_argument("--config-dir")
     if script == "train":
         parser.add_argument("-m", "--multirun", action="store_true")
-    parser.set_defaults(multirun=False)
+    parser.set_defaults(multirun=False, launcher_words=[])
     try:
-        flags, words = parser.parse_known_args(argv)
+        flags, flags.words = parser.parse_known_args(argv)
     except argparse.ArgumentError as error:
         raise UserError(f"{error}; see --help") from None
-    for word in words:
+    if flags.multirun:
+        flags.launcher_words = [word for word in flags.words if _is_launcher_word(word)]
+        flags.words = [word for word in flags.words if not _is_launcher_word(word)]
+    for word in flags.words:
         key = word.split("=", 1)[0]
         if word.startswith("-"):
             raise UserError(f"{word} is not a flag of this command; see --help")
         if word.startswith(("+", "~")):
-            raise UserError(f"{word}: every key exists already and none can go; set {key.lstrip('+~')}=VALUE instead")
-        if is_hydras(key) and not (flags.multirun and is_launcher(word)):
-            but = ", but for hydra/launcher with -m" if script == "train" else ""
-            raise UserError(f"{key} belongs to Hydra's own machinery, which is not used here{but}; leave it out")
+            raise UserError(f"{word}: keys cannot be added or removed; set {key.lstrip('+~')}=VALUE instead")
+        if re.match(r"hydra\b", key):
+            allowed = " (with -m, hydra/launcher and hydra.launcher.KEY are allowed)" if script == "train" else ""
+            raise UserError(f"{key} is a setting of Hydra, which this command does not use; remove it{allowed}")
         if "=" not in word:
             raise UserError(f"{word!r} is not of the form key=value; see --help")
-        if choices(key) and key != "experiment" and word.split("=", 1)[1] in ("", "null"):
-            raise UserError(f"{word} leaves {key} without a choice; set {key}={' or '.join(choices(key))}")
-    return flags, words
+        if not re.fullmatch(r"[\w.-]+", key):
+            raise UserError(f"{word!r}: {key!r} is not a key; see --help")
+    return flags
+
+
+def _is_launcher_word(word: str) -> bool:
+    """Whether a word sets Hydra's launcher. A _target_ is refused: it could run any code."""
+    return word.startswith(("hydra/launcher=", "hydra.launcher.")) and "_target_" not in word
 
 
 def _help_page(script: str, doc: str) -> str:
-    groups = {path.name: choices(path.name) for path in sorted(CONFIGS.iterdir()) if path.is_dir()}
-    used = (CONFIGS / f"{script}.yaml").read_text()
-    lines = [f"  {group + '=':14}{' | '.join(names)}" for group, names in groups.items()
-             if names and re.search(rf"^  - {group}:", used, re.MULTILINE)]  # fmt: skip
-    flags = FLAGS + (MULTIRUN if script == "train" else "")
-    return "\n".join([doc.strip(), "", *(["groups, a choice of each:", *lines, ""] if lines else []), flags.rstrip()])
+    lines = [f"  {group + '=':14}{' | '.join(choices(group))}" for group in groups(script)]
+    flags = FLAGS + (MULTIRUN_FLAG if script == "train" else "")
+    return "\n".join([doc.strip(), "", "groups and their choices:", *lines, "", flags.rstrip()])

@@ -7,8 +7,6 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any
 
-from hydra.core.config_store import ConfigStore
-
 from common.errors import UserError
 from common.run_dir import check_name, check_path_component
 from compare.bench.config import BenchConfig
@@ -60,7 +58,6 @@ class Train:
         check_path_component("data.name", self.data.name)
         check_path_component("model.name", self.model.name)
         _check_seed(self.seed)
-        _check_optimizer(self.optimizer)
         self.train.plan(world_size=1)
         lr_scale(self.schedule, self.schedule.warmup_steps, None, 0.0)
         if self.flops_per_second is not None:
@@ -164,7 +161,6 @@ class Bench(BenchConfig):
             check_path_component("name", self.name)
         check_path_component("model.name", self.model.name)
         _check_seed(self.seed)
-        _check_optimizer(self.optimizer)
         H, G, _, _ = self.kernel_shape()
         if H % G:
             raise UserError(f"n_kv_head={G} does not divide the {H} heads of n_head; set a number that does, or null")
@@ -175,11 +171,6 @@ class Bench(BenchConfig):
         D = self.head_size or self.model.head_dim
         G = self.n_kv_head or (H if self.n_head else self.model.kv_heads)
         return H, G, D, self.value_size or D
-
-
-def _check_optimizer(optimizer: Any) -> None:
-    if not isinstance(optimizer, OPTIMIZERS.get(getattr(optimizer, "name", None), ())):
-        raise UserError(f"optimizer needs a choice whose name it keeps; set optimizer={' or '.join(OPTIMIZERS)}")
 
 
 def _check_seed(seed: int) -> None:
@@ -199,12 +190,3 @@ def _check_speed(flops_per_second: float, plan: bool) -> None:
 
 SCRIPTS = {"train": Train, "sample": Sample, "prepare": Prepare, "bench": Bench}
 OPTIMIZERS = {"adamw": AdamWConfig, "muon": MuonConfig}
-
-
-def register() -> None:
-    """Tell Hydra the types, so that a YAML file or an override that does not fit them fails while composing."""
-    store = ConfigStore.instance()
-    for name, node in SCRIPTS.items():
-        store.store(group="schema", name=name, node=node)
-    for name, node in OPTIMIZERS.items():
-        store.store(group="schema/optimizer", name=name, node=node)

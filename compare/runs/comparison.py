@@ -1,40 +1,37 @@
-"""A comparison from folders to files, for compare.py and for whatever has just finished several runs."""
+"""Compares finished runs: from folders to comparison.csv, comparison.md and comparison.png."""
 
 from pathlib import Path
 
+from common.console import TABLE_WIDTH, make_console
 from common.errors import UserError
-from compare.runs.plot import draw
+from compare.runs.plot import plot_comparison
 from compare.runs.read import is_sweep, read_settings
-from compare.runs.statistics import Row, make_rows
+from compare.runs.statistics import SettingStats, compute_stats
 from compare.runs.table import notes, terminal_table, write_csv, write_markdown
 
 
-def compare(folders: list[Path], out: Path) -> list[Row]:
-    """Compare the runs of run folders and sweep folders -> a row per setting.
+def compare(folders: list[Path], out: Path) -> list[SettingStats]:
+    """Compare the runs of run folders and sweep folders -> statistics per setting.
 
-    Writes comparison.csv, comparison.md and comparison.png into `out`, which is made where it is missing. Raises
-    UserError for a folder that is no run or a damaged file, before anything is written.
+    Writes comparison.csv, comparison.md and comparison.png into `out`, which is created if it does not exist.
+    Raises UserError for a folder that is not a run and for a damaged file, before anything is written.
     """
     settings = read_settings(folders)
     if not settings:
-        raise UserError("there is no run to compare; name folders of runs, as in runs/NAME or runs/sweeps/NAME")
-    rows = make_rows(settings)
+        raise UserError("there is no run to compare; set folders of runs, as in runs/NAME or runs/sweeps/NAME")
+    rows = compute_stats(settings)
     if out.exists() and not out.is_dir():
-        raise UserError(f"--out {out} is a file; name a folder")
+        raise UserError(f"--out {out} is a file; set a folder")
     out.mkdir(parents=True, exist_ok=True)
     write_csv(rows, out / "comparison.csv")
-    draw(settings, rows, out / "comparison.png")
+    plot_comparison(settings, rows, out / "comparison.png")
     write_markdown(rows, out / "comparison.md", "comparison.png")
     return rows
 
 
-def show(rows: list[Row], out: Path) -> None:
-    """Print the table, what to know beside it, and where it was written."""
-    from rich.console import Console
-
-    console = Console(highlight=False, emoji=False, markup=False)
-    if not console.is_terminal:
-        console.width = 120
+def print_comparison(rows: list[SettingStats], out: Path) -> None:
+    """Print the table, its notes, and the names of the files."""
+    console = make_console(width=TABLE_WIDTH)
     console.print(terminal_table(rows, console))
     for note in notes(rows):
         console.print(note)
@@ -42,5 +39,5 @@ def show(rows: list[Row], out: Path) -> None:
 
 
 def default_out(folders: list[Path]) -> Path:
-    """Where a comparison goes: into the sweep that it is of, otherwise to runs/comparison."""
+    """Output folder of a comparison: the folder of a single sweep, otherwise runs/comparison."""
     return folders[0] if len(folders) == 1 and is_sweep(folders[0]) else Path("runs/comparison")

@@ -1,4 +1,4 @@
-"""Run folders and sweep folders as they lie on the disk, put together into settings.
+"""Reads the folders of runs and sweeps, and groups runs of the same config into settings.
 
 runs/<name>/config.yaml  metrics.jsonl  summary.json
 runs/sweeps/<sweep>/sweep.json  <job>/config.yaml ...
@@ -14,23 +14,26 @@ from typing import Any
 import yaml
 
 from common.errors import UserError, format_value
+from common.run_dir import flatten_dict
 
 NOT_STARTED = "not started"
-NOT_A_SETTING = ("seed", "name", "resume", "wandb")  # keys and sections in which runs of one setting may differ
-# Where a section's own name stands: it says all that differs within the section by its being that choice.
-NAMES = {section: f"{section}.name" for section in ("model", "optimizer", "tokenizer", "data", "schedule")}
-NAMES["attention"] = "attention.backend"
+STATUSES = ("finished", "failed", "refused", "interrupted", "running", NOT_STARTED)
+IGNORED_SECTIONS = ("seed", "name", "resume", "wandb")  # runs of one setting may differ in these
+# The key that names the choice of a section. Runs with different choices are not compared within that section.
+CHOICE_KEYS = {section: f"{section}.name" for section in ("model", "optimizer", "tokenizer", "data", "schedule")}
+CHOICE_KEYS["attention"] = "attention.backend"
+MAX_DIFFERENCES = 4  # in a label
 
 
 @dataclass
 class Run:
-    """A run's folder, read. config is flat ("model.n_layer"); it and seed are None where a job was never started."""
+    """The folder of a run. config is flat ("model.n_layer"); config and seed are None if a job has not started."""
 
     folder: Path
     config: dict[str, Any] | None
     seed: int | None
     summary: dict[str, Any]
-    job: tuple[str, ...] = ()  # what the sweep varied, without the seed: ("attention=x", "optimizer.lr=0.01")
+    job: tuple[str, ...] | None = None  # in a sweep: the values of the swept keys except the seed, as key=value
 
     @property
     def status(self) -> str:
@@ -38,7 +41,7 @@ class Run:
 
     @cached_property
     def _rows(self) -> list[dict]:
-        """metrics.jsonl. Raises UserError where it is missing or damaged."""
+        """metrics.jsonl. Raises UserError if the file is missing or damaged."""
         path = self.folder / "metrics.jsonl"
         rows = _read(path, lambda text: [json.loads(line) for line in text.splitlines()])
         if not all(isinstance(row, dict) and isinstance(row.get("step"), int) for row in rows):
@@ -46,46 +49,71 @@ class Run:
         return rows
 
     def curve(self, key: str) -> dict[int, float]:
-        """{step: value} of a metric, where it was logged and finite."""
+        """{step: value} of a metric, for the steps that logged a finite value."""
         return {row["step"]: row[key] for row in self._rows if row.get(key) is not None}
 
 
 @dataclass
 class Setting:
-    """Runs whose configs are equal up to seed and name. Only the finished ones count in a figure."""
+    """Runs with equal configs, up to the seed and the name. Statistics use the finished runs."""
 
-    label: str
     runs: list[Run] = field(default_factory=list)
+    differences: list[str] = field(default_factory=list)  # from the other settings, as key=value
 
     @property
     def finished(self) -> list[Run]:
         return [run for run in self.runs if run.status == "finished"]
 
     @property
+    def config(self) -> dict[str, Any] | None:
+        return next((run.config for run in self.runs if run.config is not None), None)
+
+    @property
+    def name(self) -> str | None:
+        """Name of the first run; None in a sweep, where the differences identify the settings."""
+        if self.runs[0].job is not None and len(self.runs) > 1:
+            return None if self.differences else "all"
+        if self.runs[0].job and self.differences:
+            return None
+        more = f" and {len(self.runs) - 1} more" if len(self.runs) > 1 else ""
+        return self.runs[0].folder.resolve().name + more
+
+    @property
+    def label(self) -> str:
+        """The name, and the differences: "mine: model=gpt2, optimizer.lr=0.003"."""
+        return ": ".join(filter(None, (self.name, ", ".join(self.differences))))
+
+    @property
+    def short_label(self) -> str:
+        """For a plot: the name, or the differences if there is no name."""
+        return self.name or ", ".join(self.differences)
+
+    @property
     def status(self) -> str:
-        """How its runs ended: "2 finished, 1 failed"; only "refused" where that befell all of them."""
-        kinds = [run.status for run in self.runs]
-        known = ("finished", "failed", "refused", "interrupted", "running", NOT_STARTED)
-        counts = {kind: kinds.count(kind) for kind in dict.fromkeys((*known, *kinds)) if kind in kinds}
-        if set(counts) <= {"refused"} or set(counts) <= {NOT_STARTED}:
-            return next(iter(counts))
-        return ", ".join(f"{count} {kind}" for kind, count in counts.items())
+        """How the runs ended: "2 finished, 1 failed"; one word if all were refused or have not started."""
+        statuses = [run.status for run in self.runs]
+        known = [status for status in dict.fromkeys((*STATUSES, *statuses)) if status in statuses]
+        if known in (["refused"], [NOT_STARTED]):
+            return known[0]
+        return ", ".join(f"{statuses.count(status)} {status}" for status in known)
 
 
 def read_settings(folders: list[Path]) -> list[Setting]:
-    """The runs of run folders and sweep folders, by setting, in the order in which these first appear.
+    """Read run folders and sweep folders -> their settings, in the order of the first run of each.
 
-    Raises UserError for a folder that is neither, and for a damaged file.
+    Raises UserError for a folder that is neither a run nor a sweep, and for a damaged file.
     """
+    # `runs/*` also matches the folder that contains an earlier comparison.
     folders = [folder for folder in map(Path, folders) if is_sweep(folder) or not (folder / "comparison.csv").exists()]
-    runs = {run.folder.resolve(): run for folder in folders for run in _read_folder(folder)}  # each one once
+    runs = {run.folder.resolve(): run for folder in folders for run in _read_folder(folder)}
+    # A job that has not started has no config. It belongs to the jobs that differ from it only in the seed.
+    configs = {(run.folder.parent, run.job): _config_key(run) for run in runs.values() if run.config is not None}
     settings: dict[Any, Setting] = {}
-    begun = {(run.folder.parent, run.job): _identity(run) for run in runs.values() if run.config is not None}
     for run in runs.values():
-        job = run.folder.parent, run.job  # a job that was never started belongs to its sisters of other seeds
-        key = begun.get(job, job) if run.config is None else _identity(run)
-        settings.setdefault(key, Setting("")).runs.append(run)
-    _label(list(settings.values()))
+        job = run.folder.parent, run.job
+        key = configs.get(job, job) if run.config is None else _config_key(run)
+        settings.setdefault(key, Setting()).runs.append(run)
+    _find_differences(list(settings.values()))
     return list(settings.values())
 
 
@@ -95,84 +123,73 @@ def is_sweep(folder: Path) -> bool:
 
 def _read_folder(folder: Path) -> list[Run]:
     if not folder.is_dir():
-        raise UserError(f"{folder} does not exist; name folders of runs, as in runs/NAME or runs/sweeps/NAME")
+        raise UserError(f"{folder} does not exist; set folders of runs, as in runs/NAME or runs/sweeps/NAME")
     if not is_sweep(folder):
         return [_read_run(folder)]
     path = folder / "sweep.json"
     jobs = _read(path, lambda text: json.loads(text)["jobs"])
     if not isinstance(jobs, list) or not all(isinstance(job, str) for job in jobs):
-        raise UserError(f'{path} has no list of "jobs"; start the sweep again, or name the folders of its runs')
+        raise UserError(f'{path} has no list of "jobs"; start the sweep again, or set the folders of its runs')
     return [_read_run(folder / job, job) for job in jobs]
 
 
-def _read_run(folder: Path, job: str | None = None) -> Run:
-    """A run; with `job`, one of a sweep, where a folder without a summary is a run that was never started."""
-    words = tuple(word for word in (job or "").split(",") if word and not word.startswith("seed="))
+def _read_run(folder: Path, job_name: str | None = None) -> Run:
+    """Read a run, or a job of a sweep. A job without a summary has not started."""
+    job = None
+    if job_name is not None:
+        job = tuple(word for word in job_name.split(",") if not word.startswith("seed="))
     if not (folder / "summary.json").exists():
-        if job is not None:
-            return Run(folder, None, None, {"status": NOT_STARTED, "error": None}, words)
-        raise UserError(f"{folder} is not a run: it has no summary.json; name folders such as runs/NAME")
+        if job is None:
+            raise UserError(f"{folder} is not a run: it has no summary.json; set folders such as runs/NAME")
+        return Run(folder, None, None, {"status": NOT_STARTED, "error": None}, job)
     summary = _read(folder / "summary.json", json.loads)
     if not isinstance(summary, dict) or not isinstance(summary.get("status"), str):
-        raise UserError(f"{folder / 'summary.json'} says no status; train that run again, or leave it out")
+        raise UserError(f"{folder / 'summary.json'} has no status; train that run again, or leave it out")
     config = _read(folder / "config.yaml", yaml.safe_load)
     if not isinstance(config, dict) or "seed" not in config:
         raise UserError(f"{folder / 'config.yaml'} is not the config of a run; train it again, or leave it out")
-    flat = {key: value for key, value in _flatten(config).items() if key.split(".")[0] not in NOT_A_SETTING}
-    flat["world_size"] = summary.get("world_size", 1)  # torchrun's, and no part of the config; it decides the times
-    return Run(folder, flat, config["seed"], summary, words)
+    flat = {key: value for key, value in flatten_dict(config).items() if key.split(".")[0] not in IGNORED_SECTIONS}
+    flat["world_size"] = summary.get("world_size", 1)  # set by torchrun, not by the config, but it decides the speed
+    return Run(folder, flat, config["seed"], summary, job)
 
 
 def _read(path: Path, parse: Callable[[str], Any]) -> Any:
-    """What `parse` makes of a file's text. Raises UserError where it is not there or makes no sense."""
+    """Parse the text of a file. Raises UserError if the file is missing or damaged."""
     try:
         return parse(path.read_text(encoding="utf-8"))
     except FileNotFoundError:
         raise UserError(f"{path} is missing; train that run again, or leave it out") from None
-    except (ValueError, KeyError, TypeError, yaml.YAMLError):  # ValueError: bad JSON, and what is not UTF-8
+    except (ValueError, KeyError, TypeError, yaml.YAMLError):  # ValueError: bad JSON or UTF-8
         raise UserError(f"{path} is damaged; train that run again, or leave it out") from None
 
 
-def _flatten(config: dict, prefix: str = "") -> dict[str, Any]:
-    flat = {}
-    for key, value in config.items():
-        flat |= _flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
-    return flat
-
-
-def _identity(run: Run) -> str:
+def _config_key(run: Run) -> str:
     return json.dumps(run.config, sort_keys=True, default=str)
 
 
-def _label(settings: list[Setting]) -> None:
-    """Label settings by the keys in which they differ: "attention=flash, optimizer.lr=0.003"."""
-    configs = [config for setting in settings if (config := _config(setting)) is not None]
+def _find_differences(settings: list[Setting]) -> None:
+    """Set the differences of each setting: the keys in which it differs from the others, choices of sections first."""
+    configs = [setting.config for setting in settings if setting.config is not None]
     keys = list(dict.fromkeys(key for config in configs for key in config))
+    keys.sort(key=lambda key: key not in CHOICE_KEYS.values())
     for setting in settings:
-        config = _config(setting)
-        words = [] if config is None else [_word(key, config) for key in keys if _tells(key, config, configs)]
-        one_run = setting.runs[0].folder.resolve().name if len(setting.runs) == 1 else "all"
-        setting.label = ", ".join(words or setting.runs[0].job) or one_run
+        config, job = setting.config, setting.runs[0].job
+        differing = [] if config is None else [key for key in keys if _distinguishes(key, config, configs)]
+        words = [f"{key.removesuffix('.name').removesuffix('.backend')}={_value(config, key)}" for key in differing]
+        if job and (config is None or len(words) > MAX_DIFFERENCES):
+            words = list(job)
+        if job is None and len(words) > MAX_DIFFERENCES:  # unrelated runs, which differ in many keys
+            words = [*words[: MAX_DIFFERENCES - 1], f"{len(words) - MAX_DIFFERENCES + 1} more"]
+        setting.differences = words
 
 
-def _config(setting: Setting) -> dict | None:
-    return next((run.config for run in setting.runs if run.config is not None), None)
+def _distinguishes(key: str, config: dict, configs: list[dict]) -> bool:
+    """Whether configs with the same choice in the key's section differ in `key`."""
+    choice = CHOICE_KEYS.get(key.split(".")[0])
+    if choice not in (None, key):
+        configs = [other for other in configs if other.get(choice) == config.get(choice)]
+    return len({_value(other, key) for other in configs}) > 1
 
 
-def _tells(key: str, config: dict, configs: list[dict]) -> bool:
-    """Whether a config differs in `key` from those that have chosen the same name for its section."""
-    name = NAMES.get(key.split(".")[0])
-    alike = configs if name in (None, key) else [each for each in configs if each.get(name) == config.get(name)]
-    return len({_said(each, key) for each in alike}) > 1
-
-
-def _word(key: str, config: dict) -> str:
-    section = key.split(".")[0]
-    return f"{section if NAMES.get(section) == key else key}={_said(config, key)}"
-
-
-def _said(config: dict, key: str) -> str:
-    """A value as one would type it; a key that an older run did not know yet has none."""
-    if key not in config:
-        return "(none)"
-    return format_value(config[key])
+def _value(config: dict, key: str) -> str:
+    return format_value(config[key]) if key in config else "(none)"  # runs of an older version lack newer keys

@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 from common.errors import UserError
 from compare.runs.comparison import compare, default_out
 from compare.runs.read import Run, read_settings
-from compare.runs.statistics import by_seed, half_width, mean, quartiles, student_t
+from compare.runs.statistics import by_seed, ci95, mean, quartiles, student_t
 from compare.runs.table import notes, terminal_table
 
 CONFIG = {
@@ -83,21 +83,21 @@ VALUES = st.lists(st.floats(-1e3, 1e3), min_size=2, max_size=8)
 
 @given(VALUES, st.floats(-100, 100), st.floats(0.1, 10))
 def test_an_interval_moves_and_stretches_with_its_values(values, shift, scale):
-    assert half_width(values) >= 0
+    assert ci95(values) >= 0
     moved = [scale * value + shift for value in values]
     assert mean(moved) == pytest.approx(scale * mean(values) + shift, abs=1e-6)
-    assert half_width(moved) == pytest.approx(scale * half_width(values), abs=1e-6)
+    assert ci95(moved) == pytest.approx(scale * ci95(values), abs=1e-6)
 
 
 def test_an_interval_by_hand():
     # Standard deviation 1, three values: 4.303 / sqrt(3).
-    assert half_width([1.0, 2.0, 3.0]) == pytest.approx(4.3027 / math.sqrt(3), abs=1e-4)
-    assert half_width([1.0]) is None and mean([]) is None and quartiles([]) == (None, None, None)
+    assert ci95([1.0, 2.0, 3.0]) == pytest.approx(4.3027 / math.sqrt(3), abs=1e-4)
+    assert ci95([1.0]) is None and mean([]) is None and quartiles([]) == (None, None, None)
 
 
 def test_intervals_hold_the_mean_95_times_in_100():
     draws = np.random.default_rng(0).normal(size=(2000, 3)).tolist()
-    held = sum(abs(mean(draw)) <= half_width(draw) for draw in draws)
+    held = sum(abs(mean(draw)) <= ci95(draw) for draw in draws)
     assert 0.93 < held / 2000 < 0.97
 
 
@@ -126,7 +126,7 @@ def test_losses_on_other_tokens_are_not_subtracted(tmp_path):
 
 def test_another_number_of_processes_is_another_setting(tmp_path):
     runs = [write_run(tmp_path / f"run{n}", seed=n, world_size=n) for n in (1, 2)]
-    assert [row.setting for row in compare(runs, tmp_path / "out")] == ["world_size=1", "world_size=2"]
+    assert [row.setting for row in compare(runs, tmp_path / "out")] == ["run1: world_size=1", "run2: world_size=2"]
 
 
 def test_figures_by_hand(tmp_path):
@@ -140,7 +140,7 @@ def test_figures_by_hand(tmp_path):
         for seed, val in other.items()
     ]  # fmt: skip
     first, second = compare(folders, tmp_path / "out")
-    assert (first.setting, first.status, first.seeds) == ("attention=naive", "3 finished", 3)
+    assert (first.setting, first.status, first.seeds) == ("a1 and 2 more: attention=naive", "3 finished", 3)
     assert first.val_loss == pytest.approx(1.2)
     assert first.val_loss_ci95 == pytest.approx(4.3027 * 0.2 / math.sqrt(3), rel=1e-4)
     assert (first.difference, first.pairs, first.divergence, first.compile_s) == (None, 0, None, None)
@@ -166,7 +166,7 @@ def test_only_finished_runs_count(tmp_path):
     assert (first.val_loss, first.seeds, first.val_loss_ci95) == (2.0, 1, None)
     assert (second.status, second.reason, second.val_loss, second.step_ms) == ("refused", "needs a GPU", None, None)
     assert any("needs a GPU" in note for note in notes([first, second]))
-    assert "| attention=flex | refused |" in (tmp_path / "out/comparison.md").read_text()
+    assert "| no: attention=flex | refused |" in (tmp_path / "out/comparison.md").read_text()
 
 
 def test_what_was_not_logged_stays_unknown(tmp_path):
@@ -180,7 +180,7 @@ def test_what_was_not_logged_stays_unknown(tmp_path):
 # Settings and labels.
 
 
-def test_labels_say_what_differs(tmp_path):
+def test_labels_have_names_and_differences(tmp_path):
     runs = [
         write_run(tmp_path / "a"),
         write_run(tmp_path / "b", 2, changes={"wandb.mode": "online", "resume": False}),  # the same setting
@@ -189,14 +189,33 @@ def test_labels_say_what_differs(tmp_path):
         write_run(tmp_path / "e", changes={"train.steps": 20}),
     ]
     assert labels(runs) == [
-        "optimizer=adamw, optimizer.lr=0.001, train.steps=10",
-        "optimizer=adamw, optimizer.lr=0.003, train.steps=10",
-        "optimizer=muon, train.steps=10",
-        "optimizer=adamw, optimizer.lr=0.001, train.steps=20",
+        "a and 1 more: optimizer=adamw, optimizer.lr=0.001, train.steps=10",
+        "c: optimizer=adamw, optimizer.lr=0.003, train.steps=10",
+        "d: optimizer=muon, train.steps=10",
+        "e: optimizer=adamw, optimizer.lr=0.001, train.steps=20",
     ]
-    assert labels(runs[:1]) == ["a"] and labels(runs[:2]) == ["all"]
-    assert labels([runs[0], runs[2]]) == ["optimizer.lr=0.001", "optimizer.lr=0.003"]
+    assert labels(runs[:1]) == ["a"] and labels(runs[:2]) == ["a and 1 more"]
+    assert labels([runs[0], runs[2]]) == ["a: optimizer.lr=0.001", "c: optimizer.lr=0.003"]
     assert len(read_settings([runs[0], runs[0]])[0].runs) == 1
+
+
+def test_labels_of_unrelated_runs_are_short(tmp_path):
+    many = {f"train.option{n}": 0 for n in range(20)}
+    runs = [write_run(tmp_path / name, changes={key: name for key in many} | {"model.name": name}) for name in "ab"]
+    assert labels(runs) == [
+        "a: model=a, train.option0=a, train.option1=a, 18 more",
+        "b: model=b, train.option0=b, train.option1=b, 18 more",
+    ]
+    assert [setting.short_label for setting in read_settings(runs)] == ["a", "b"]  # in the legend
+
+
+def test_labels_of_a_sweep_are_its_swept_keys(tmp_path):
+    jobs = [f"attention={name},seed={seed}" for name in ("flex", "naive") for seed in (1, 2)]
+    sweep = write_sweep(tmp_path / "cmp", jobs)
+    for job in jobs:
+        name, seed = (word.split("=")[1] for word in job.split(","))
+        write_run(sweep / job, int(seed), changes={"attention.backend": name})
+    assert labels([sweep]) == ["attention=flex", "attention=naive"]
 
 
 def test_a_sweep_with_jobs_that_never_started(tmp_path):
@@ -234,7 +253,7 @@ def test_the_csv_is_numbers_and_the_table_fits(tmp_path):
     console.print(terminal_table(rows, console))
     text = console.file.getvalue()
     assert all(len(line) <= 120 for line in text.splitlines())
-    for word in ("attention=naive", "3 finished", "1.2000", "± 0.2484", "9.00 GiB", "31.2 s"):
+    for word in ("naive1 and 2 more:", "attention=naive", "1.2000", "± 0.2484", "9.00 GiB", "31.2 s"):
         assert word in text
 
 
@@ -271,7 +290,7 @@ def spoil(folder, name, text):
         (lambda at: at / "nowhere", "nowhere does not exist"),
         (lambda at: at, "no summary.json"),
         (lambda at: spoil(write_run(at / "a"), "summary.json", '{"status": '), "summary.json is damaged"),
-        (lambda at: spoil(write_run(at / "a"), "summary.json", "[]"), "says no status"),
+        (lambda at: spoil(write_run(at / "a"), "summary.json", "[]"), "has no status"),
         (lambda at: spoil(write_run(at / "a"), "config.yaml", "a: [1"), "config.yaml is damaged"),
         (lambda at: spoil(write_run(at / "a"), "config.yaml", "a: 1"), "not the config of a run"),
         (lambda at: spoil(write_run(at / "a"), "metrics.jsonl", '{"step": 1}\n{"st'), "metrics.jsonl is damaged"),
@@ -316,6 +335,6 @@ def test_real_runs_compare(train, tmp_path):
     for name in ("naive", "sdpa"):
         assert train(f"name={name}", f"attention={name}", "train.steps=8") == 0
     rows = compare([tmp_path / "runs/naive", tmp_path / "runs/sdpa"], tmp_path / "runs/comparison")
-    assert [row.setting for row in rows] == ["attention=naive", "attention=sdpa"]
+    assert [row.setting for row in rows] == ["naive: attention=naive", "sdpa: attention=sdpa"]
     assert rows[1].pairs == 1 and rows[1].divergence < 1e-4 and abs(rows[1].difference) < 1e-4
     assert all(row.step_ms > 0 and row.peak_memory_bytes > 0 and row.val_bpb > 0 for row in rows)

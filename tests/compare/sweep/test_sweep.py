@@ -14,8 +14,8 @@ import pytest
 from helpers import ROOT, TINY, metrics, untimed
 
 from common.run_dir import RunDir, read_owner, read_summary
-from compare.sweep.jobs import Job, Outcome, recover
-from configs.composition import composing
+from compare.sweep.jobs import Job, Outcome, recover_outcome
+from configs.compose import hydra_initialized
 from configs.multirun import expand
 from training.distributed import Dist
 
@@ -65,7 +65,7 @@ def test_killed_interrupted_and_extended_a_sweep_does_what_is_missing(train, wor
     assert process.returncode == 75, err
     assert re.search(r"seed=3 +interrupted: saved at step \d+$", out, re.MULTILINE), out
     assert "1 of them finished before" in out
-    assert "the same command with name=s goes on" in err
+    assert "resume with the same command and name=s" in err
     assert (summary("seed=1")["status"], summary("seed=3")["status"]) == ("finished", "interrupted")
     stopped = summary("seed=3")["step"]
     assert 50 < stopped < 600
@@ -113,7 +113,7 @@ def test_a_refused_backend_is_a_row_and_the_group_is_in_wandb(workdir):
     process = sweep(*settings, "attention=sdpa,flash", "optimizer.lr=0.03", "train.steps=5")
     out, err = process.communicate(timeout=100)
     assert (process.returncode, out) == (2, "")
-    assert "attention=sdpa was trained with optimizer.lr=0.02 (now 0.03); set that back, or give the sweep" in err
+    assert "attention=sdpa was trained with optimizer.lr=0.02 (now 0.03); change that back, or set another name" in err
     assert summary("attention=sdpa")["status"] == "finished"
 
 
@@ -147,21 +147,21 @@ def test_what_a_launcher_loses_is_named_and_the_rest_compared(workdir):
 def test_recovering_knows_the_lost_from_the_running(workdir):
     folder = workdir / "runs/sweeps/s/seed=1"
     job = Job("seed=1", folder, [], {"name": "sweeps/s/seed=1"})
-    assert recover(job, 0.0, "gone") == Outcome("failed", "not started: gone")
+    assert recover_outcome(job, 0.0, "gone") == Outcome("failed", "not started: gone")
     with RunDir("sweeps/s/seed=1", "", True, Dist()) as run:
         run.start({"name": "sweeps/s/seed=1"}, {})
-        assert recover(job, 0.0, "gone").reason == f"is still being trained by {read_owner(folder)}"
+        assert recover_outcome(job, 0.0, "gone").reason == f"is still being trained by {read_owner(folder)}"
         run.summary = None  # as if killed here
-    assert recover(job, 0.0, "gone") == Outcome("failed", "its process was lost")
+    assert recover_outcome(job, 0.0, "gone") == Outcome("failed", "its process was lost")
     assert read_summary(folder)["status"] == "failed"
-    assert recover(job, time.time() + 60, "gone") == Outcome("failed", "not started: gone")
+    assert recover_outcome(job, time.time() + 60, "gone") == Outcome("failed", "not started: gone")
 
 
 def test_a_sweep_under_torchrun_is_refused(workdir):
     process = sweep("seed=1,2", RANK="0", WORLD_SIZE="2")
     _, err = process.communicate(timeout=60)
     assert process.returncode == 2
-    assert "-m starts its own processes" in err
+    assert "-m starts one process per run and does not work under torchrun" in err
     assert not Path("runs").exists()
 
 
@@ -176,5 +176,5 @@ def test_a_sweep_under_torchrun_is_refused(workdir):
     ],
 )  # fmt: skip
 def test_values_expand_as_hydra_expands_them(words, expected):
-    with composing(None):
+    with hydra_initialized(None):
         assert [list(each.values()) for each in expand(words)] == expected
