@@ -1,32 +1,33 @@
-"""Write text with a trained model.
+"""Generate text with a trained model.
 
-    python sample.py                                      from the newest run
+    python sample.py                                      one sample, from the newest run
     python sample.py run=mine prompt="def main(x):" num_samples=3 temperature=0.8 top_k=50 seed=1
-    python sample.py interactive=true                     continues what you type
-    python sample.py prompts=FILE out=FILE.jsonl          a text for each line of a file
-    python sample.py data.path=FILE loss=true             what a text costs the model: loss, perplexity, bits per byte
+    python sample.py interactive=true                     continues the lines that you type
+    python sample.py prompts=FILE out=FILE.jsonl          a sample for each line of a file
+    python sample.py data.path=FILE loss=true             loss, perplexity and bits per byte of documents
 
-the keys most used:
-  run=NAME              a run below runs/; last is the newest
-  prompt=TEXT           what the text starts with; prompt_file=FILE reads it from a file
-  prompts=FILE          many: one a line, or .jsonl with {"prompt": ...}; out=FILE.jsonl keeps what they come to
-  interactive=true      continues each line that is typed
-  loss=true             measures data.path=FILE instead of writing; out=FILE.jsonl keeps each document's numbers
-  num_samples=N         how many texts of each prompt, batch_size=N of them side by side
-  max_new_tokens=N      how long each may grow
-  temperature=X         0 is greedy, 1 is the model's own distribution
-  top_k=N, top_p=X, min_p=X   leave only the likeliest tokens
-  repetition_penalty=X  above 1: what is in the text already becomes less likely
-  stop=TEXT             end ahead of this, \\n being a new line; stop='["a", "b"]' ahead of either
-  seed=N                decides the text
-  checkpoint=last       instead of the best
-  dtype=bfloat16        weights in half the memory, read in half the time; float16 on a CPU as well
-  attention_map=true    draws where each head looks in the prompt, in runs/NAME/attention/
+most used keys:
+  run=NAME              a run in runs/; last is the newest
+  prompt=TEXT           the beginning of the sample; prompt_file=FILE reads it from a file
+  prompts=FILE          many prompts: one per line, or .jsonl with {"prompt": ...}; out=FILE.jsonl saves the samples
+  interactive=true      continues each line that you type
+  loss=true             scores data.path=FILE instead of generating; out=FILE.jsonl saves the loss of each document
+  num_samples=N         samples per prompt, generated in batches of batch_size=N
+  max_new_tokens=N      maximum length of a sample
+  temperature=X         0 is greedy decoding, 1 samples from the model's distribution
+  top_k=N, top_p=X, min_p=X   sample from the most likely tokens only
+  repetition_penalty=X  above 1: tokens that already occur become less likely
+  stop=TEXT             end the sample before this string, or before the first of several: stop='["a", "b"]'
+  seed=N                the same seed gives the same sample
+  checkpoint=last       instead of best
+  dtype=bfloat16        half the memory for weights; float16 also works on x86 CPUs
+  attention_map=true    draws the attention weights of each head in runs/NAME/attention/
 
+In prompt, prompts and stop, \\n is a newline, \\t a tab and \\\\ a backslash.
 In Python: from sample import load, stream
 """
 
-if __name__ == "__main__":  # ahead of the imports below, which take seconds: a wrong word is answered at once
+if __name__ == "__main__":  # before the slow imports below, so that a typo is reported at once
     from configs.cli import parse_config
 
     config = parse_config("sample", __doc__)
@@ -35,198 +36,197 @@ import json
 import sys
 import time
 from collections.abc import Iterator
-from contextlib import ExitStack, suppress
+from contextlib import nullcontext, suppress
 from dataclasses import fields, replace
-from pathlib import Path
 
 import tiktoken
 import torch
-from rich.console import Console
 
-from common.console import printable
+from common.console import TABLE_WIDTH, make_console, pluralize, printable
 from common.errors import UserError
 from common.run_dir import find_run
 from configs.cli import config_from_python, exit_fast
 from configs.cli import run_main as run_main
 from configs.schema import Sample
-from data import sources, tokenizer
+from data import sources
+from data.tokenizer import encode, initial_tokens, token_bytes
 from model import SamplingConfig
-from model.generation.attention_maps import attention_maps, entropy, uniform_entropy
-from model.generation.attention_plots import entropy_table, plot_maps, write_entropies
+from model.generation.attention_plots import draw_attention_maps
 from model.generation.config import escape, unescape
-from model.generation.engine import Prompt, TextChunk, generate
+from model.generation.engine import Prompt, TextChunk, generate, in_prompt_order
 from model.generation.load import load_for_sampling
-from model.generation.perplexity import TextLoss, iter_losses
-from model.generation.perplexity_table import PerplexityTable
+from model.generation.perplexity import TextLoss, encode_document, iter_losses, loss_table
 from model.generation.progress import GenerationProgress
-from model.generation.prompts import check_out, open_output, read_prompt, read_prompts
+from model.generation.prompts import check_output_path, open_output, read_prompt, read_prompts
 from model.gpt import GPT
 from training.device import resolve_device, resolve_dtype
 
-MOST_TOKENS = 256  # of an attention map: with more, a weight is less than a pixel
-
 
 def main(config: Sample) -> int:
+    # read and check all inputs before the model is loaded
     if config.out is not None:
-        check_out(config.out)
+        check_output_path(config.out)
     documents = sources.documents(config.data) if config.loss else []
-    if config.prompts is not None:
-        prompts = read_prompts(config.prompts)
-    else:
-        prompts = [unescape(config.prompt or "") if config.prompt_file is None else read_prompt(config.prompt_file)]
-    model, encoding, about = opened(config, texts=min(config.batch_size, len(prompts) * config.num_samples))
-    print(f"{about}, seed {config.seed}", file=sys.stderr)
+    prompts = load_prompts(config)
+    model, tokenizer, description = load_model(config, min(config.batch_size, len(prompts) * config.num_samples))
+    print(f"{description}, seed {config.seed}", file=sys.stderr)
     if config.loss:
-        return score(config, model, encoding, documents)
+        return score_documents(config, model, tokenizer, documents)
     if config.interactive:
-        return converse(config, model, encoding)
+        return run_interactive(config, model, tokenizer)
     if config.prompts is not None:
-        return write_many(config, model, encoding, prompts)
-    return write(config, model, encoding, prompts[0])
+        return run_batch(config, model, tokenizer, prompts)
+    return run_prompt(config, model, tokenizer, prompts[0])
 
 
 def load(run: str = "last", **settings) -> tuple[GPT, tiktoken.Encoding]:
-    """The model and the tokenizer of a run. settings: checkpoint, device, dtype, attention, as on the command line.
+    """Load the model and the tokenizer of a run, for generation in Python.
 
-    The model is for writing and for its logits: its linear layers are not those that train. Raises
-    UserError for what is not there.
+    The model is in eval mode. It returns logits, but it cannot be trained. settings: checkpoint, device, dtype and
+    attention, as on the command line. Raises UserError, for example if the run does not exist.
     """
-    _refuse_others("load", settings, {"checkpoint", "device", "dtype", "attention"})
-    return opened(config_from_python("sample", run=run, **settings), texts=1)[:2]
+    _check_settings("load", settings, {"checkpoint", "device", "dtype", "attention"})
+    model, tokenizer, _ = load_model(config_from_python("sample", run=run, **settings), batch_size=1)
+    return model, tokenizer
 
 
-def stream(model: GPT, encoding: tiktoken.Encoding, prompt: str = "", **settings) -> Iterator[str]:
-    """What the model writes behind the prompt, in pieces, as they are made: together they are the text.
+def stream(model: GPT, tokenizer: tiktoken.Encoding, prompt: str = "", **settings) -> Iterator[str]:
+    """Generate one sample and yield its text, without the prompt, as it is generated.
 
-    settings: temperature, max_new_tokens, seed and their kin, as on the command line. Raises UserError.
+    settings: seed, temperature, max_new_tokens, stop and so on, as on the command line. `prompt` and `stop` are exact
+    strings, without escape sequences. Raises UserError.
     """
-    _refuse_others("stream", settings, {"seed", *(field.name for field in fields(SamplingConfig))})
+    _check_settings("stream", settings, {"seed", *(field.name for field in fields(SamplingConfig))})
+    if not isinstance(prompt, str):
+        raise UserError(f"prompt must be a string, not {type(prompt).__name__}; set '' for no prompt")
     if "stop" in settings:
-        settings["stop"] = escape(settings["stop"])  # strings are exact in Python
+        settings["stop"] = escape(settings["stop"])
     config = config_from_python("sample", **settings)
-    for piece in begin_texts(config, model, encoding, [prompt]):
-        yield piece.text
+    for chunk in generate_texts(config, model, tokenizer, [prompt]):
+        yield chunk.text
 
 
-def _refuse_others(function: str, settings: dict, allowed: set[str]) -> None:
+def _check_settings(function: str, settings: dict, allowed: set[str]) -> None:
     if unknown := set(settings) - allowed:
-        raise UserError(f"{function} takes no {', '.join(sorted(unknown))}; set any of {', '.join(sorted(allowed))}")
+        raise UserError(
+            f"{function} has no argument {', '.join(sorted(unknown))}; use any of {', '.join(sorted(allowed))}"
+        )
 
 
-def opened(config: Sample, texts: int) -> tuple[GPT, tiktoken.Encoding, str]:
-    """Model, tokenizer and what they are: see model/generation/load.py. texts: how many are written side by side."""
+def load_prompts(config: Sample) -> list[str]:
+    if config.prompts is not None:
+        return read_prompts(config.prompts)
+    if config.prompt_file is not None:
+        return [read_prompt(config.prompt_file)]
+    return [unescape(config.prompt or "")]
+
+
+def load_model(config: Sample, batch_size: int) -> tuple[GPT, tiktoken.Encoding, str]:
+    """Model, tokenizer and a one-line description of a run: see model/generation/load.py."""
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device, trains=False)
-    return load_for_sampling(config.run, config.checkpoint, device, dtype, config.attention, texts)
+    return load_for_sampling(config.run, config.checkpoint, device, dtype, config.attention, batch_size)
 
 
-def begin_texts(config: Sample, model: GPT, encoding: tiktoken.Encoding, prompts: list[str]) -> Iterator[TextChunk]:
-    """num_samples texts behind each prompt, as `generate` gives them: the first has config.seed, the next one more, ...
-
-    Raises UserError at once where the tokenizer cannot take a prompt.
-    """
-    texts = []
+def generate_texts(config: Sample, model: GPT, tokenizer: tiktoken.Encoding, prompts: list[str]) -> Iterator[TextChunk]:
+    """Generate num_samples samples of each prompt, in chunks. Raises UserError if a prompt cannot be encoded."""
+    block_size, requests = model.config.block_size, []
     for number, prompt in enumerate(prompts, start=1):
-        if not isinstance(prompt, str):
-            raise UserError(f"the prompt is to be a text, not {type(prompt).__name__}; set '' for none")
-        where = "the prompt" if config.prompts is None else f"prompt {number} of {config.prompts}"
-        tokens = tokenizer.encode(encoding, prompt, where).tolist() if prompt else tokenizer.initial_tokens(encoding)
-        texts += [Prompt(tokens, seed_of(config, len(texts) + i)) for i in range(config.num_samples)]
-    reads = model.config.block_size
-    if config.prompts is None and len(tokens) > reads:
-        print(f"of the prompt's {len(tokens):,} tokens the last {reads:,} are read", file=sys.stderr)
-    end = tokenizer.end_of_text(encoding)
-    return generate(model, encoding, texts, config, end=end, rows=config.batch_size, graphs=config.cuda_graphs)
+        name = "the prompt" if config.prompts is None else f"prompt {number} of {config.prompts}"
+        tokens = encode(tokenizer, prompt, name).tolist() if prompt else initial_tokens(tokenizer)
+        if len(tokens) > block_size and config.prompts is None:
+            print(f"the model reads the last {block_size:,} of the prompt's {len(tokens):,} tokens", file=sys.stderr)
+        requests += [Prompt(tokens, sample_seed(config, len(requests) + i)) for i in range(config.num_samples)]
+    return generate(model, tokenizer, requests, config, config.batch_size, config.cuda_graphs)
 
 
-def seed_of(config: Sample, number: int) -> int:
-    return (config.seed + number) % 2**32
+def sample_seed(config: Sample, index: int) -> int:
+    return (config.seed + index) % 2**32
 
 
-def write(config: Sample, model: GPT, encoding: tiktoken.Encoding, prompt: str) -> int:
-    """num_samples texts behind one prompt, on the terminal: each as it is made, once those before it have ended."""
-    made, ended, current, tokens = [prompt] * config.num_samples, set(), 0, 0
+def run_prompt(config: Sample, model: GPT, tokenizer: tiktoken.Encoding, prompt: str) -> int:
+    """Print num_samples samples of one prompt, one after another. They are generated in batches."""
 
-    def begin(number: int) -> None:
+    def start_sample(index: int) -> None:
         if config.num_samples > 1:
-            print(f"--- {number + 1} ---", file=sys.stderr)
-        show(made[number])
+            print(f"--- {index + 1} ---", file=sys.stderr)
+        show(prompt)
 
-    began = time.perf_counter()
-    pieces = begin_texts(config, model, encoding, [prompt])
-    begin(0)
+    first_sample, tokens, started = prompt, 0, time.perf_counter()
+    chunks = generate_texts(config, model, tokenizer, [prompt])
+    start_sample(0)
     try:
-        for piece in pieces:
-            made[piece.index] += piece.text
-            if piece.index == current:
-                show(piece.text)
-            if piece.ended:
-                ended.add(piece.index)
-                tokens += piece.tokens
-            while current in ended and current + 1 < config.num_samples:
-                show("\n")
-                current += 1
-                begin(current)
+        for chunk in in_prompt_order(chunks):
+            show(chunk.text)
+            if chunk.index == 0:
+                first_sample += chunk.text
+            if chunk.finish_reason is not None:
+                tokens += chunk.n_tokens
+                if chunk.index + 1 < config.num_samples:
+                    show("\n")
+                    start_sample(chunk.index + 1)
     finally:
         show("\n")
-    seconds = time.perf_counter() - began
+    seconds = time.perf_counter() - started
     print(f"{tokens:,} tokens in {seconds:.1f} s, {tokens / seconds:,.0f} tokens/s", file=sys.stderr)
     if config.attention_map:
-        look_inside(model, encoding, prompt, made[0], find_run(config.run) / "attention")
+        draw_attention_maps(model, tokenizer, prompt, first_sample, find_run(config.run) / "attention")
     return 0
 
 
-def write_many(config: Sample, model: GPT, encoding: tiktoken.Encoding, prompts: list[str]) -> int:
-    """num_samples texts behind each prompt: a JSON object a line, in their order, to `out` or the terminal."""
-    texts = [prompt for prompt in prompts for _ in range(config.num_samples)]
-    made, ended, written, tokens = [""] * len(texts), {}, 0, [0] * len(texts)
-    most = config.max_new_tokens
-    pieces = begin_texts(config, model, encoding, prompts)
-    with open_output(config.out) as file, GenerationProgress(len(texts), len(texts) * most, "texts") as progress:
+def run_batch(config: Sample, model: GPT, tokenizer: tiktoken.Encoding, prompts: list[str]) -> int:
+    """Generate num_samples samples of each prompt: one JSON object per line, in order, to `out` or stdout."""
+    inputs = [prompt for prompt in prompts for _ in range(config.num_samples)]
+    total, limit = len(inputs), config.max_new_tokens
+    texts, n_tokens = [""] * total, [0] * total
+    finished: dict[int, str] = {}  # lines that wait for earlier samples
+    written = 0
+    chunks = generate_texts(config, model, tokenizer, prompts)
+    with open_output(config.out) as file, GenerationProgress(total, total * limit, "samples") as progress:
         try:
-            for piece in pieces:
-                new, unused = piece.tokens - tokens[piece.index], most - piece.tokens if piece.ended else 0
-                progress.add(new, share=new + unused, ended=piece.ended is not None)
-                made[piece.index] += piece.text
-                tokens[piece.index] = piece.tokens
-                if piece.ended:
-                    ended[piece.index] = piece.ended
-                while written in ended:
-                    file.write(result(config, texts, made, tokens, ended, written))
+            for chunk in chunks:
+                index, new_tokens = chunk.index, chunk.n_tokens - n_tokens[chunk.index]
+                texts[index] += chunk.text
+                n_tokens[index] = chunk.n_tokens
+                if chunk.finish_reason is None:
+                    progress.add(new_tokens)
+                    continue
+                progress.add(new_tokens, skipped=limit - chunk.n_tokens, finished=True)
+                sample = {"prompt": inputs[index], "text": texts[index], "seed": sample_seed(config, index)}
+                sample |= {"tokens": chunk.n_tokens, "ended": chunk.finish_reason}
+                finished[index] = json.dumps(sample, ensure_ascii=False) + "\n"
+                while written in finished:
+                    file.write(finished.pop(written))
                     written += 1
-        except KeyboardInterrupt:  # what ended before another that did not is written as well
-            for number in sorted(number for number in ended if number >= written):
-                file.write(result(config, texts, made, tokens, ended, number))
-            kept = f"; {len(ended):,} of {len(texts):,} texts are in {config.out}" if config.out and ended else ""
-            raise KeyboardInterrupt(f"interrupted{kept}") from None
-    print(progress.summary() + (f"\nwritten  {config.out}" if config.out is not None else ""), file=sys.stderr)
+        except KeyboardInterrupt:
+            file.writelines(finished[index] for index in sorted(finished))
+            done = progress.finished_items
+            saved = f"; {done:,} of {total:,} samples are in {config.out}" if config.out and done else ""
+            raise KeyboardInterrupt(f"interrupted{saved}") from None
+    print_summary(progress, config.out)
     return 0
 
 
-def result(config: Sample, texts: list, made: list, tokens: list, ended: dict, number: int) -> str:
-    """A line of what write_many writes. ended: as Piece.ended."""
-    about = {"prompt": texts[number], "text": made[number], "seed": seed_of(config, number)}
-    return json.dumps(about | {"tokens": tokens[number], "ended": ended[number]}, ensure_ascii=False) + "\n"
-
-
-def converse(config: Sample, model: GPT, encoding: tiktoken.Encoding) -> int:
-    """Continues each line that is typed, and behind an empty one the last text."""
+def run_interactive(config: Sample, model: GPT, tokenizer: tiktoken.Encoding) -> int:
+    """Continue each line that is typed; an empty line continues the last sample."""
     if sys.stdin.isatty():
         with suppress(ImportError):
-            import readline  # noqa: F401 (arrow keys in what is typed)
+            import readline  # noqa: F401 (line editing with the arrow keys)
     if hasattr(sys.stdin, "reconfigure"):
-        sys.stdin.reconfigure(errors="surrogateescape")  # bytes that are no text are refused like any other prompt
-    print("type how a text begins; an empty line goes on with it; Ctrl-C stops a text, Ctrl-D ends", file=sys.stderr)
+        sys.stdin.reconfigure(errors="surrogateescape")  # invalid UTF-8 is refused like any other invalid prompt
+    print("type the beginning of a sample; an empty line continues the last sample", file=sys.stderr)
+    print("Ctrl-C stops the sample, Ctrl-D quits", file=sys.stderr)
     text = ""
-    for number in range(2**32):
+    for index in range(2**32):
         try:
             line = input("> " if sys.stdin.isatty() else "")
-            pieces = begin_texts(replace(config, seed=seed_of(config, number)), model, encoding, [line or text])
+            settings = replace(config, seed=sample_seed(config, index))
+            chunks = generate_texts(settings, model, tokenizer, [line or text])
             text = line or text
             show(line)
-            for piece in pieces:
-                text += piece.text
-                show(piece.text)
+            for chunk in chunks:
+                text += chunk.text
+                show(chunk.text)
             show("\n")
         except KeyboardInterrupt:
             show("\n")
@@ -238,57 +238,38 @@ def converse(config: Sample, model: GPT, encoding: tiktoken.Encoding) -> int:
     return 0
 
 
-def score(config: Sample, model: GPT, encoding: tiktoken.Encoding, documents: list[str]) -> int:
-    """Loss, perplexity and bits per byte of the text that `data` names: each document's, and the whole's."""
+def score_documents(config: Sample, model: GPT, tokenizer: tiktoken.Encoding, documents: list[str]) -> int:
+    """Print the loss, perplexity and bits per byte of each document, and of all documents; save them to `out`."""
     if config.data.path is None:
-        print(
-            f"measuring {config.data.label}: {len(documents):,} documents; data.path=FILE for another", file=sys.stderr
-        )
-    table, total = PerplexityTable(len(documents)), TextLoss()
-    count = sum(len(tokenizer.encode(encoding, text, f"document {i}")) for i, text in enumerate(documents, start=1))
-    with ExitStack() as stack:
-        file = stack.enter_context(open_output(config.out)) if config.out is not None else None
-        progress = stack.enter_context(GenerationProgress(len(documents), count, "documents"))
-        left, each = iter(documents), TextLoss()
-        for part, to_come in iter_losses(model, encoding, documents):
-            each += part
-            progress.add(part.tokens, share=part.tokens, ended=to_come == 0)
-            if to_come == 0:
-                table.add(next(left), each.numbers())
-                if file is not None:
-                    file.write(json.dumps({"document": progress.done, **each.numbers()}) + "\n")
-                total, each = total + each, TextLoss()
-    table.print(total.numbers())
-    print(progress.summary() + (f"\nwritten  {config.out}" if file is not None else ""), file=sys.stderr)
+        count = pluralize(len(documents), "document")
+        print(f"scoring {config.data.label}: {count}; set data.path=FILE for others", file=sys.stderr)
+    encoded = [encode_document(tokenizer, text, f"document {i}") for i, text in enumerate(documents, start=1)]
+    bytes_per_token = torch.from_numpy(token_bytes(tokenizer))
+    losses = []
+    output = nullcontext() if config.out is None else open_output(config.out)
+    with output as file, GenerationProgress(len(documents), sum(map(len, encoded)), "documents") as progress:
+        for number, tokens in enumerate(encoded, start=1):
+            loss = TextLoss()
+            for part in iter_losses(model, tokens, bytes_per_token):
+                loss += part
+                progress.add(part.tokens)
+            progress.add(0, finished=True)
+            losses.append(loss)
+            if file is not None:
+                file.write(json.dumps({"document": number, **loss.metrics()}) + "\n")
+    make_console(width=TABLE_WIDTH).print(loss_table(documents, losses))
+    print_summary(progress, config.out)
     return 0
 
 
-def look_inside(model: GPT, encoding: tiktoken.Encoding, prompt: str, text: str, folder: Path) -> None:
-    """Draw where each head looks in the prompt, or, where that is one token, in the text that begins with it.
-
-    And say how widely. Raises UserError where the text is of one token too.
-    """
-    tokens = tokenizer.encode(encoding, prompt).tolist()
-    if len(tokens) < 2:
-        before = [] if prompt else tokenizer.initial_tokens(encoding)  # what the model began with
-        tokens = before + tokenizer.encode(encoding, text).tolist()
-    if len(tokens) < 2:
-        raise UserError("attention_map=true needs a text of two tokens or more; set a longer prompt or max_new_tokens")
-    T = min(len(tokens), model.config.block_size, MOST_TOKENS)
-    if len(tokens) > T:
-        limit = "a picture can show" if T == MOST_TOKENS else "the model sees at once"
-        print(f"the attention map is of the last {T} of {len(tokens):,} tokens, as many as {limit}", file=sys.stderr)
-    shown = tokens[-T:]
-    weights = attention_maps(model, torch.tensor([shown], device=model.wte.weight.device))
-    entropies, uniform = entropy(weights).numpy(), uniform_entropy(T)
-    plot_maps(weights.numpy(), entropies, tokenizer.token_strings(encoding, shown), folder)
-    write_entropies(entropies, uniform, folder / "entropies.csv")
-    Console(stderr=True, highlight=False).print(entropy_table(entropies, uniform))
-    print(f"written  {folder}/layer-*.png, overview.png, entropies.csv", file=sys.stderr)
+def print_summary(progress: GenerationProgress, out: str | None) -> None:
+    print(progress.summary(), file=sys.stderr)
+    if out is not None:
+        print(f"written  {out}", file=sys.stderr)
 
 
 def show(text: str) -> None:
-    """On the terminal, at once."""
+    """Print text at once, without a newline. On a terminal, control characters are replaced."""
     print(printable(text) if sys.stdout.isatty() else text, end="", flush=True)
 
 

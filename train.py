@@ -239,8 +239,8 @@ def main(config: Train) -> int:
 
 def write_text(model: GPT, encoding: tiktoken.Encoding, sampling: SamplingConfig, seed: int) -> str:
     """A text from nothing, by the model as it is now."""
-    prompt, end = Prompt(tokenizer.initial_tokens(encoding), seed), tokenizer.end_of_text(encoding)
-    return "".join(piece.text for piece in generate(model, encoding, [prompt], sampling, end=end, rows=1))
+    prompt = Prompt(tokenizer.initial_tokens(encoding), seed)
+    return "".join(chunk.text for chunk in generate(model, encoding, [prompt], sampling, batch_size=1))
 
 
 def look_inside(model: GPT, loader: Loader, picture: Path) -> dict:

@@ -114,13 +114,13 @@ def main() -> int:
 
 
 def write(model: GPT, device: torch.device, prompt: Tensor, new: int) -> tuple[Tensor, list[float]]:
-    decoder = Engine(model, GREEDY, len(prompt), prompt.shape[1] + new, graphs=True)
+    decoder = Engine(model, GREEDY, len(prompt), prompt.shape[1] + new, cuda_graphs=True)
     decoder.add([Prompt(row, seed=0) for row in prompt.tolist()])
     stamps = []
     for _ in range(new):
         decoder.step()
         stamps.append(time.perf_counter())
-    return torch.tensor([row.tokens for row in decoder.rows]), stamps
+    return torch.tensor([row.tokens for row in decoder.sequences]), stamps
 
 
 class Stamps:

@@ -1,4 +1,4 @@
-"""Looking inside: the causal weights that a model gives to one text, and how widely each head spreads them.
+"""Attention weights of a model for given tokens, and the entropy of each head.
 
 T tokens, H query heads.
 """
@@ -9,25 +9,24 @@ import torch
 from torch import Tensor
 
 from model.attention import attention_weights, naive
-from model.gpt import GPT
+from model.gpt import GPT, CausalSelfAttention
 
 
 @torch.no_grad()
 def attention_maps(model: GPT, tokens: Tensor, doc_ids: Tensor | None = None) -> Tensor:
-    """The causal weights of every layer and head over tokens (1, T) -> (n_layer, H, T, T), float32 on the CPU.
+    """Causal attention weights of all layers and heads: tokens (1, T) -> (n_layer, H, T, T), float32 on the CPU.
 
-    Row i holds how much query i takes from each key j <= i; it sums to one. The weights are the definition's
-    (`attention_weights`), whichever kernel the model uses: the others never have them in memory. Dropout is off,
-    and the model is as it was afterwards. doc_ids (1, T) as the model takes them. Raises UserError where T exceeds
-    block_size.
+    Row i has the weight of each key j <= i for query i, and sums to 1. The weights come from the reference formula
+    (`attention_weights`) without dropout, because the model's own kernel does not store them. doc_ids (1, T): see
+    GPT.backbone. Raises UserError if T exceeds block_size.
     """
     maps = []
 
-    def record(q, k, v, *, dropout_p=0.0, **seen) -> Tensor:  # seen: window, positions, doc_ids
-        maps.append(attention_weights(q, k, **seen)[0].float().cpu())  # (H, T, T)
-        return naive(q, k, v, **seen)
+    def record(q, k, v, *, dropout_p=0.0, **mask) -> Tensor:  # mask: window, positions, doc_ids
+        maps.append(attention_weights(q, k, **mask)[0].float().cpu())  # (H, T, T)
+        return naive(q, k, v, **mask)
 
-    layers = [block.attn for block in model.blocks]
+    layers = [module for module in model.modules() if isinstance(module, CausalSelfAttention)]
     functions, was_training = [layer.attend for layer in layers], model.training
     model.eval()
     try:
@@ -42,21 +41,18 @@ def attention_maps(model: GPT, tokens: Tensor, doc_ids: Tensor | None = None) ->
 
 
 def entropy(weights: Tensor) -> Tensor:
-    """How widely heads look: weights (..., T, T) -> (...) the mean over queries of -sum_j w_ij log w_ij, in nats.
+    """Mean entropy of the attention weights over queries, in nats: -sum_j w_ij log w_ij, (..., T, T) -> (...).
 
-    0 where each query looks at one key alone; e to this power is about how many keys it looks at.
+    It is 0 if each query attends to one key. exp(entropy) is roughly the number of keys that a query attends to.
     """
     return torch.special.entr(weights).sum(-1).mean(-1)
 
 
 def uniform_entropy(T: int) -> float:
-    """The largest entropy over T tokens, in nats, all seen keys alike: the mean over i < T of log(i + 1).
-
-    A layer with a window sees fewer keys, and stays below it.
-    """
+    """Entropy of uniform causal attention over T tokens, in nats: the maximum. The mean of log(i + 1) for i < T."""
     return math.lgamma(T + 1) / T  # log(T!) / T
 
 
 def layer_entropies(weights: Tensor) -> dict[str, float]:
-    """Weights (n_layer, H, T, T) -> {"entropy/layer-1": nats, ...}, the mean over a layer's heads, as metrics."""
+    """Mean entropy of each layer's heads, as metrics: (n_layer, H, T, T) -> {"entropy/layer-1": nats, ...}."""
     return {f"entropy/layer-{i}": value for i, value in enumerate(entropy(weights).mean(-1).tolist(), start=1)}

@@ -1,58 +1,54 @@
-"""A step of fixed shapes, recorded once as a CUDA graph and replayed: one launch in place of hundreds.
+"""CUDA graphs: capture a decode step once, and replay it with one launch instead of hundreds."""
 
-Written without a GPU at hand; what is not CUDA's own is tested on a CPU.
-"""
-
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
 
-MIN_SLOTS = 256  # slots of the cache that a graph reads; from there on powers of two
+MIN_SLOTS = 256  # smallest number of cache slots that a graph reads
 
 
 class CudaGraphStep:
-    """function(recent, at, uniform, reach), as Decoder._advance, for any number of texts up to `rows`.
+    """Calls step(last_tokens, positions, uniform, num_slots) -> (B,), for B up to `batch_size`, as a CUDA graph.
 
-    There is a graph for each power of two of texts and of slots, so that few are recorded, and none reads more than
-    twice what it needs. Texts that are not there are computed for nothing, in rows of the cache that nobody uses.
+    A graph has fixed shapes. Both B and num_slots are rounded up to powers of two, so there are few graphs, and none
+    computes more than twice what it needs. The additional rows of a batch compute values that are not used.
     """
 
-    def __init__(self, function: Callable[..., Tensor], rows: int, device: torch.device):
-        self.function, self.rows, self.device = function, rows, device
-        self.graphs: dict[tuple[int, int], tuple] = {}
+    def __init__(self, step: Callable[..., Tensor], batch_size: int, device: torch.device):
+        self.step, self.batch_size, self.device = step, batch_size, device
+        self.graphs: dict[tuple[int, int], tuple[list[Tensor], Callable[[], None], Tensor]] = {}
 
-    def __call__(self, recent: Tensor, at: Tensor, uniform: Tensor, reach: int) -> Tensor:
-        n = len(at)
-        rows, reach = min(_power_of_two(n), self.rows), max(MIN_SLOTS, _power_of_two(reach))
-        if (rows, reach) not in self.graphs:
-            inputs = [torch.zeros(rows, *each.shape[1:], dtype=each.dtype, device=self.device)
-                      for each in (recent, at, uniform)]  # fmt: skip
-            _fill(inputs, (recent, at, uniform))
-            self.graphs[rows, reach] = inputs, *self.record(*inputs, reach)
-        inputs, replay, chosen = self.graphs[rows, reach]
-        _fill(inputs, (recent, at, uniform))
+    def __call__(self, last_tokens: Tensor, positions: Tensor, uniform: Tensor, num_slots: int) -> Tensor:
+        values, B = (last_tokens, positions, uniform), len(positions)
+        key = min(_next_power_of_two(B), self.batch_size), max(MIN_SLOTS, _next_power_of_two(num_slots))
+        if key not in self.graphs:
+            rows, slots = key
+            inputs = [value.new_zeros((rows, *value.shape[1:]), device=self.device) for value in values]
+            _copy_rows(values, inputs)
+            self.graphs[key] = inputs, *self.capture(inputs, slots)
+        inputs, replay, output = self.graphs[key]
+        _copy_rows(values, inputs)
         replay()
-        return chosen[:n]
+        return output[:B]
 
-    def record(self, *inputs) -> tuple[Callable[[], None], Tensor]:
-        """A way to run the function again on these very tensors, and the one that it writes its result to."""
-        side = torch.cuda.Stream(self.device)
-        side.wait_stream(torch.cuda.current_stream(self.device))
-        with torch.cuda.stream(side):
-            self.function(*inputs)  # once as ever: libraries set themselves up, which cannot be recorded
-        torch.cuda.current_stream(self.device).wait_stream(side)
+    def capture(self, inputs: list[Tensor], num_slots: int) -> tuple[Callable[[], None], Tensor]:
+        """Capture the step on these tensors -> (function that replays it, tensor that receives its result)."""
+        stream = torch.cuda.Stream(self.device)
+        stream.wait_stream(torch.cuda.current_stream(self.device))
+        with torch.cuda.stream(stream):
+            self.step(*inputs, num_slots)  # warm-up: the initialisation of libraries cannot be captured
+        torch.cuda.current_stream(self.device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may be pinning batches
-            chosen = self.function(*inputs)
-        return graph.replay, chosen
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may pin memory meanwhile
+            output = self.step(*inputs, num_slots)
+        return graph.replay, output
 
 
-def _fill(fixed: list[Tensor], given: tuple[Tensor, ...]) -> None:
-    for to, source in zip(fixed, given, strict=True):
-        to[: len(source)].copy_(source)
+def _copy_rows(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
+    for source, target in zip(sources, targets, strict=True):
+        target[: len(source)].copy_(source)
 
 
-def _power_of_two(n: int) -> int:
-    """The least that is n or more."""
+def _next_power_of_two(n: int) -> int:
     return 1 << (n - 1).bit_length()

@@ -1,6 +1,6 @@
-"""How linear layers are computed while text is made: few rows at a time, so that reading the weights takes the time.
+"""Linear layers for decoding, where each product has few rows, and reading the weights takes most of the time.
 
-M rows, the tokens that go through at once; a weight is (N, K), outputs x inputs.
+M rows of the input; a weight is (N, K), outputs x inputs. docs/experiments/generation.md has the measurements.
 """
 
 import torch
@@ -10,42 +10,45 @@ from torch import Tensor, nn
 from common.errors import UserError
 from model.gpt import GPT
 
-MAX_ROWS = 64  # rows up to which a product is split
+MAX_ROWS = 64  # products of more rows are not split
 NUM_CHUNKS = 16
 
 
 class ChunkedLinear(nn.Module):
-    """On a CPU: for few rows the weight goes to the cores in parts, as a batch of products.
+    """float32 linear layer for CPUs: for few rows, a batched product of NUM_CHUNKS chunks of the weight.
 
-    Left to itself the library shares so slim a product badly: for one row it takes GPT-2's weights twice the time that
-    reading them does (EXPERIMENTS.md).
+    A single product of one row takes up to twice as long, because it is divided badly among the cores.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None):
         super().__init__()
-        self.weight, self.bias = weight, weight.new_zeros(len(weight)) if bias is None else bias
-        (N, K), left = weight.shape, len(weight) % NUM_CHUNKS
-        self.rest = slice(N - left, N) if left else None  # rows that are left over
-        self.parts = weight[: N - left].view(NUM_CHUNKS, N // NUM_CHUNKS, K).mT
-        self.biases = self.bias[: N - left].view(NUM_CHUNKS, 1, N // NUM_CHUNKS)
+        N, K = weight.shape
+        self.weight, self.bias = weight, weight.new_zeros(N) if bias is None else bias
+        chunk_size = N // NUM_CHUNKS
+        self.remainder_start = chunk_size * NUM_CHUNKS  # outputs after it are in no chunk
+        self.weight_chunks = weight[: self.remainder_start].view(NUM_CHUNKS, chunk_size, K).mT
+        self.bias_chunks = self.bias[: self.remainder_start].view(NUM_CHUNKS, 1, chunk_size)
 
     def forward(self, x: Tensor) -> Tensor:
-        *shape, K = x.shape
+        *batch_shape, K = x.shape
         M = x.numel() // K
         if M > MAX_ROWS:
             return F.linear(x, self.weight, self.bias)
         x = x.reshape(1, M, K)
-        y = torch.baddbmm(self.biases, x.expand(NUM_CHUNKS, M, K), self.parts)  # (PARTS, M, N / PARTS)
+        y = torch.baddbmm(self.bias_chunks, x.expand(NUM_CHUNKS, M, K), self.weight_chunks)  # (chunks, M, N / chunks)
         if M > 1:
             y = y.transpose(0, 1)
-        y = y.reshape(*shape, -1)
-        if self.rest is None:
+        y = y.reshape(*batch_shape, -1)
+        if self.remainder_start == len(self.weight):
             return y
-        return torch.cat((y, F.linear(x.view(*shape, K), self.weight[self.rest], self.bias[self.rest])), dim=-1)
+        remainder = F.linear(
+            x.view(*batch_shape, K), self.weight[self.remainder_start :], self.bias[self.remainder_start :]
+        )
+        return torch.cat((y, remainder), dim=-1)
 
 
 class Fp16Linear(nn.Module):
-    """On an x86 CPU: weights in float16, read in half the time; the arithmetic and the results are float32 (FBGEMM)."""
+    """Linear layer for x86 CPUs with weights in float16. Inputs, arithmetic and outputs are float32 (FBGEMM)."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None):
         super().__init__()
@@ -56,7 +59,7 @@ class Fp16Linear(nn.Module):
 
 
 class LowPrecisionLinear(nn.Module):
-    """Weights, what they are multiplied with, and results in bfloat16 or float16, as under autocast."""
+    """Linear layer with weights, inputs and outputs in bfloat16 or float16, as under autocast."""
 
     def __init__(self, weight: Tensor, bias: Tensor | None, dtype: torch.dtype):
         super().__init__()
@@ -67,33 +70,39 @@ class LowPrecisionLinear(nn.Module):
 
 
 class Bf16CpuLinear(LowPrecisionLinear):
-    """For more rows than one in float32, which a CPU without instructions for bfloat16 multiplies far faster."""
+    """Linear layer for CPUs with weights in bfloat16 and outputs in float32.
+
+    CPUs without bfloat16 instructions compute products of several rows faster in float32.
+    """
 
     def forward(self, x: Tensor) -> Tensor:
-        if x.numel() == x.shape[-1] or torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        is_single_row = x.numel() == x.shape[-1]
+        if is_single_row or torch.ops.mkldnn._is_mkldnn_bf16_supported():
             return super().forward(x).float()
         return F.linear(x, self.weight.float(), None if self.bias is None else self.bias.float())
 
 
 @torch.no_grad()
 def convert_linears(model: GPT, dtype: torch.dtype) -> GPT:
-    """The same model, on its device, with linear layers that are fast for few rows, their weights in `dtype`.
+    """Replace the model's linear layers by layers that are fast for decoding, with weights in `dtype`.
 
-    It can no longer be trained. Raises UserError where the device cannot do it.
+    The model can no longer be trained. Raises UserError if the device does not support the dtype.
     """
     on_cpu = model.wte.weight.device.type == "cpu"
     if on_cpu and dtype == torch.float16 and "fbgemm" not in torch.backends.quantized.supported_engines:
-        raise UserError("dtype=float16 on a CPU is for x86 alone; set dtype=bfloat16 or float32")
+        raise UserError("dtype=float16 needs an x86 CPU; set dtype=bfloat16 or float32")
     if not on_cpu and dtype == torch.float32:
         return model
     for module in list(model.modules()):
         for name, child in module.named_children():
             if isinstance(child, nn.Linear):
-                setattr(module, name, _layer(child.weight, child.bias, dtype, on_cpu))
+                setattr(module, name, _convert(child, dtype, on_cpu))
     return model
 
 
-def _layer(weight: Tensor, bias: Tensor | None, dtype: torch.dtype, on_cpu: bool) -> nn.Module:
-    if on_cpu and dtype != torch.bfloat16:
-        return ChunkedLinear(weight, bias) if dtype == torch.float32 else Fp16Linear(weight, bias)
-    return (Bf16CpuLinear if on_cpu else LowPrecisionLinear)(weight, bias, dtype)
+def _convert(linear: nn.Linear, dtype: torch.dtype, on_cpu: bool) -> nn.Module:
+    if not on_cpu:
+        return LowPrecisionLinear(linear.weight, linear.bias, dtype)
+    if dtype == torch.bfloat16:
+        return Bf16CpuLinear(linear.weight, linear.bias, dtype)
+    return (ChunkedLinear if dtype == torch.float32 else Fp16Linear)(linear.weight, linear.bias)

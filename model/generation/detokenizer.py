@@ -1,50 +1,50 @@
-"""From tokens to text as it is made: whole characters alone, and nothing that a stop string may begin with."""
+"""Incremental detokenizer: text of a sample while it is generated, token by token."""
 
 import codecs
 
 import tiktoken
 
+from data.tokenizer import bytes_of
 from model.generation.config import SamplingConfig
 
 
 class IncrementalDetokenizer:
-    """The text of one token after another. tokens: how many there were."""
+    """Converts tokens to text one at a time, in complete characters. Holds back text that may begin a stop string.
 
-    def __init__(self, encoding: tiktoken.Encoding, sampling: SamplingConfig):
-        self.encoding, self.stops, self.most = encoding, sampling.stop_strings, sampling.max_new_tokens
-        self.characters = codecs.getincrementaldecoder("utf-8")(errors="replace")
-        self.held = ""  # made, but it may be the beginning of a stop string
-        self.tokens = 0
+    end_token: id of the end-of-text token, or None. n_tokens: number of tokens so far, without the end token.
+    """
 
-    def push(self, token: int, end: int | None) -> tuple[str, str | None]:
-        """What can be shown now, and why the text ends here, as in Piece.ended; None: it goes on.
+    def __init__(self, tokenizer: tiktoken.Encoding, sampling: SamplingConfig, end_token: int | None):
+        self.tokenizer, self.end_token = tokenizer, end_token
+        self.stop_strings, self.max_new_tokens = sampling.stop_strings, sampling.max_new_tokens
+        self.utf8_decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self.pending = ""  # may be the beginning of a stop string
+        self.n_tokens = 0
 
-        Half a character at the end of a text is left out.
+    def push(self, token: int) -> tuple[str, str | None]:
+        """Add a token -> (text that can be shown now, finish reason as in TextChunk).
+
+        An incomplete character at the end of a sample is dropped.
         """
-        if token == end:
-            return self.held, "end"
-        self.tokens += 1
-        self.held += self.characters.decode(self._bytes(token))
-        met = [(at + len(stop), at) for stop in self.stops if (at := self.held.find(stop)) >= 0]
-        if met:
-            _, at = min(met)  # the one that is complete first
-            return self.held[:at], "stop"
-        if self.tokens == self.most:
-            return self.held, "length"
-        sure = len(self.held) - self._begun()
-        shown, self.held = self.held[:sure], self.held[sure:]
-        return shown, None
+        if token == self.end_token:
+            return self.pending, "end"
+        self.n_tokens += 1
+        self.pending += self.utf8_decoder.decode(bytes_of(self.tokenizer, token))
+        starts = [(self.pending.find(stop), stop) for stop in self.stop_strings]
+        found = [(start + len(stop), start) for start, stop in starts if start >= 0]
+        if found:
+            _, start = min(found)  # the stop string that is complete first
+            return self.pending[:start], "stop"
+        if self.n_tokens == self.max_new_tokens:
+            return self.pending, "length"
+        shown = len(self.pending) - self._stop_prefix_length()
+        text, self.pending = self.pending[:shown], self.pending[shown:]
+        return text, None
 
-    def _bytes(self, token: int) -> bytes:
-        try:
-            return self.encoding.decode_single_token_bytes(token)
-        except KeyError:  # an id that the vocabulary leaves out, as cl100k_base does a few: it stands for nothing
-            return b""
-
-    def _begun(self) -> int:
-        """How many characters at the end may become a stop string."""
-        longest = max(map(len, self.stops), default=1) - 1
-        for size in range(min(longest, len(self.held)), 0, -1):
-            if any(stop.startswith(self.held[-size:]) for stop in self.stops):
-                return size
+    def _stop_prefix_length(self) -> int:
+        """Length of the longest end of the pending text that is the beginning of a stop string."""
+        longest = max(map(len, self.stop_strings), default=1) - 1
+        for length in range(min(longest, len(self.pending)), 0, -1):
+            if any(stop.startswith(self.pending[-length:]) for stop in self.stop_strings):
+                return length
         return 0

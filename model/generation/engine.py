@@ -1,32 +1,35 @@
-"""Texts that a model continues: many side by side, each as it would be alone.
+"""Generation engine: samples many prompts in a batch, each as if it were alone.
 
-Rows of the cache hold the texts that grow, however long each is. One that ends gives its row to the next, so that a
-long list keeps the machine busy to the end. Past block_size there are two ways: with rotary positions a text slides on,
-each token seeing the last block_size ones (or the layer's window) by what the cache kept of them; with learned
-positions, which end there, the last half of block_size is read anew, from position 0, whenever the room is used up.
+Each sequence has a row of the KV cache, whatever its length. When it ends, the next prompt takes its row, so that the
+batch stays full.
+
+There are two ways to continue past block_size. With rotary positions, the cache is a sliding window: each token sees
+the last block_size tokens, or the layer's window. Learned positions end at block_size: when a sequence reaches it, its
+last half is read again, from position 0.
 """
 
-from collections import deque
-from collections.abc import Iterator
-from dataclasses import dataclass, field
+from collections import defaultdict, deque
+from collections.abc import Generator, Iterable, Iterator
+from dataclasses import dataclass
 
 import tiktoken
 import torch
 from torch import Tensor
 
 from common.errors import UserError
+from data.tokenizer import end_of_text
 from model.attention import BACKENDS
 from model.generation.config import SamplingConfig
 from model.generation.cuda_graph import CudaGraphStep
 from model.generation.detokenizer import IncrementalDetokenizer
 from model.generation.kv_cache import KVCache
 from model.generation.sampling import sample_next_token
-from model.gpt import GPT
+from model.gpt import GPT, CausalSelfAttention
 
 
 @dataclass(frozen=True)
 class Prompt:
-    """What a text begins with, one token or more, and the number that decides its draws."""
+    """Token ids of a prompt, at least one, and the seed of its sample."""
 
     tokens: list[int]
     seed: int
@@ -34,152 +37,189 @@ class Prompt:
 
 @dataclass
 class Sequence:
-    """A text as it grows. tokens: all of it; length: how many the cache holds."""
+    """A prompt and its sample so far. cached: number of positions in the KV cache."""
 
     tokens: list[int]
-    random: torch.Generator
-    length: int = field(default=0)
+    generator: torch.Generator
+    cached: int = 0
 
 
 class Engine:
-    """Adds a token to each of up to `rows` texts at a time. longest: tokens that the longest of them may come to.
+    """Adds one token per step to each of up to `batch_size` sequences of at most `max_length` tokens.
 
-    The model is to be in eval mode. graphs: on CUDA, where launching a step's many small kernels takes longer than they
-    do, whether to record steps and replay them. Raises UserError for settings that are out of range.
+    The model must be in eval mode. cuda_graphs: capture and replay decode steps on CUDA, where launching their many
+    small kernels takes longer than running them. Raises UserError for sampling settings that are out of range.
     """
 
-    def __init__(self, model: GPT, sampling: SamplingConfig, rows: int, longest: int, graphs: bool = False):
+    def __init__(
+        self, model: GPT, sampling: SamplingConfig, batch_size: int, max_length: int, cuda_graphs: bool = False
+    ):
         sampling.check()
         self.model, self.sampling, self.block_size = model, sampling, model.config.block_size
-        self.slides = model.wpe is None
-        self.cache = KVCache(model, rows, min(longest, self.block_size))
+        self.cache = KVCache(model, batch_size, min(max_length, self.block_size))
         self.device = self.cache.device
-        self.rows: list[Sequence] = []
-        self.seen = None
+        self.sequences: list[Sequence] = []  # the sequence at index i has row i of the cache
+        self.seen = None  # tokens that occur in each sequence
         if sampling.repetition_penalty != 1:
-            self.seen = torch.zeros(rows, model.vocab_size, dtype=torch.bool, device=self.device)
-        self.recorded = CudaGraphStep(self._advance, rows, self.device) if graphs and self._takes_masks() else None
-
-    def _takes_masks(self) -> bool:
-        """Whether this is CUDA, and attention takes there the mask that a step of fixed shapes needs, as it is."""
-        if self.device.type != "cuda":
-            return False
-        attends = {getattr(block.attn.attend, "func", block.attn.attend) for block in self.model.blocks}
-        used = [each for each in BACKENDS.values() if each.attend in attends]
-        return all(each.on["cuda"].positions and not each.needs_compiler for each in used)
+            self.seen = torch.zeros(batch_size, model.vocab_size, dtype=torch.bool, device=self.device)
+        self.graph_step = None
+        if cuda_graphs and self.device.type == "cuda" and _has_maskable_attention(model):
+            self.graph_step = CudaGraphStep(self._decode, batch_size, self.device)
 
     @torch.inference_mode()
     def add(self, prompts: list[Prompt]) -> None:
-        """Begin a text behind each prompt, of which the last block_size tokens are read."""
-        first = len(self.rows)
+        """Start a sequence for each prompt. Of a long prompt, the last block_size tokens are read."""
+        first = len(self.sequences)
         for row, prompt in enumerate(prompts, start=first):
-            self.rows.append(Sequence(list(prompt.tokens), torch.Generator().manual_seed(prompt.seed)))
+            self.sequences.append(Sequence(list(prompt.tokens), torch.Generator().manual_seed(prompt.seed)))
             if self.seen is not None:
                 self.seen[row] = False
                 self.seen[row, torch.tensor(prompt.tokens, device=self.device)] = True
-        self._read(range(first, len(self.rows)), self.block_size)
+        self._prefill(first, self.sequences[first:], self.block_size)
 
-    def _read(self, rows: range, most: int) -> None:
-        """Put the last `most` tokens of `rows` into the cache, but the newest, which the next step adds."""
-        parts = [self.rows[row].tokens[-most:-1] for row in rows]
+    def _prefill(self, first_row: int, sequences: list[Sequence], max_tokens: int) -> None:
+        """Read the last `max_tokens` tokens of sequences, except the newest token: the next step reads it."""
+        parts = [sequence.tokens[-max_tokens:-1] for sequence in sequences]
         if any(parts):
-            self.cache.begin(rows, parts)
-        for row, part in zip(rows, parts, strict=True):
-            self.rows[row].length = len(part)
+            self.cache.prefill(first_row, parts)
+        for sequence, part in zip(sequences, parts, strict=True):
+            sequence.cached = len(part)
 
     @torch.inference_mode()
     def step(self) -> list[int]:
-        """A token more for each text -> those tokens."""
-        if not self.slides:
-            full = [i for i, row in enumerate(self.rows) if row.length == self.block_size]
-            for rows in [range(len(self.rows))] if len(full) == len(self.rows) else [range(i, i + 1) for i in full]:
-                self._read(rows, max(1, self.block_size // 2))
-        past = self.model.config.max_ngram
-        recent = torch.tensor([[-1] * (past - len(row.tokens)) + row.tokens[-past:] for row in self.rows])
-        at = torch.tensor([row.length for row in self.rows])
-        uniform = torch.cat([torch.rand(1, generator=row.random) for row in self.rows])
-        lengths = {row.length for row in self.rows}
-        reach = min(max(lengths) + 1, self.block_size)
-        if self.recorded is not None:
-            chosen = self.recorded(recent, at, uniform, reach)
+        """Generate one token for each sequence. Raises UserError if the logits are NaN."""
+        if self.model.wpe is not None:
+            self._restart_full_sequences()
+        n = self.model.config.max_ngram
+        last_tokens = torch.tensor([[-1] * (n - len(s.tokens)) + s.tokens[-n:] for s in self.sequences])
+        positions = torch.tensor([s.cached for s in self.sequences])
+        uniform = torch.cat([torch.rand(1, generator=s.generator) for s in self.sequences])
+        longest = max(s.cached for s in self.sequences)
+        num_slots = min(longest + 1, self.block_size)
+        if self.graph_step is not None:
+            new = self.graph_step(last_tokens, positions, uniform, num_slots).tolist()
         else:
-            common = lengths.pop() if len(lengths) == 1 else None
-            inputs = (each.to(self.device) for each in (recent, at, uniform))
-            chosen = self._advance(*inputs, reach, common)
-        new = chosen.tolist()
-        if max(new) >= self.model.vocab_size:  # no number is below a probability that is none
-            raise UserError("the model's logits are not numbers, its training diverged; set another run or checkpoint")
-        for row, token in zip(self.rows, new, strict=True):
-            row.tokens.append(token)
-            row.length += 1
+            shared_position = longest if all(s.cached == longest for s in self.sequences) else None
+            inputs = [tensor.to(self.device) for tensor in (last_tokens, positions, uniform)]
+            new = self._decode(*inputs, num_slots, shared_position).tolist()
+        if max(new) >= self.model.vocab_size:  # no probability exceeds the random number, as they are NaN
+            raise UserError("the model's logits are NaN: its training diverged; set another run or checkpoint")
+        for sequence, token in zip(self.sequences, new, strict=True):
+            sequence.tokens.append(token)
+            sequence.cached += 1
         return new
 
-    def _advance(self, recent: Tensor, at: Tensor, uniform: Tensor, reach: int, common: int | None = None) -> Tensor:
-        """The next tokens (n). uniform (n): see model/sampling.py; the rest: see Cache.go_on."""
-        x = self.cache.go_on(recent, at, common, reach)
-        logits = self.model.lm_head(x)[:, : self.model.vocab_size]  # (n, V)
+    def _restart_full_sequences(self) -> None:
+        """Read the last half of sequences that have used all learned positions, from position 0."""
+        half = max(1, self.block_size // 2)
+        full = [row for row, sequence in enumerate(self.sequences) if sequence.cached == self.block_size]
+        if len(full) == len(self.sequences):
+            self._prefill(0, self.sequences, half)  # as one batch
+        else:
+            for row in full:
+                self._prefill(row, [self.sequences[row]], half)
+
+    def _decode(
+        self,
+        last_tokens: Tensor,
+        positions: Tensor,
+        uniform: Tensor,
+        num_slots: int,
+        shared_position: int | None = None,
+    ) -> Tensor:
+        """The next tokens (B). For uniform (B) see sample_inverse_cdf, for the rest see KVCache.decode_step."""
+        x = self.cache.decode_step(last_tokens, positions, shared_position, num_slots)
+        logits = self.model.lm_head(x)[:, : self.model.vocab_size]  # (B, V)
         seen = None
         if self.seen is not None:
-            seen = self.seen[: len(recent)].scatter_(1, recent[:, -1:], True)
+            seen = self.seen[: len(last_tokens)].scatter_(1, last_tokens[:, -1:], True)
         return sample_next_token(logits, self.sampling, uniform, seen)
 
     @torch.inference_mode()
-    def drop(self, row: int) -> None:
-        """Forget a text. The last one takes its place."""
-        last = len(self.rows) - 1
+    def remove(self, row: int) -> None:
+        """Remove a sequence. The last sequence takes its row."""
+        last = len(self.sequences) - 1
         if row != last:
-            self.cache.move(last, row)
+            self.cache.copy_row(last, row)
             if self.seen is not None:
                 self.seen[row] = self.seen[last]
-            self.rows[row] = self.rows[last]
-        self.rows.pop()
+            self.sequences[row] = self.sequences[last]
+        self.sequences.pop()
+
+
+def _has_maskable_attention(model: GPT) -> bool:
+    """Whether the model's attention on CUDA supports query positions, which steps of fixed shapes need."""
+    layers = [module for module in model.modules() if isinstance(module, CausalSelfAttention)]
+    functions = {getattr(layer.attend, "func", layer.attend) for layer in layers}
+    backends = [backend for backend in BACKENDS.values() if backend.attend in functions]
+    return all(backend.on["cuda"].positions and not backend.needs_compiler for backend in backends)
 
 
 @dataclass(frozen=True)
 class TextChunk:
-    """Some text more of prompt `index`. ended: None while it goes on, and then, with no text after it, why:
+    """New text of the sample of prompt `index`. n_tokens: number of its tokens so far.
 
-    "stop" (a stop string), "end" (the model's own end of text) or "length" (max_new_tokens). tokens: made so far.
+    finish_reason: None until the last chunk of a sample; then "stop" (a stop string), "end" (an end-of-text token) or
+    "length" (max_new_tokens).
     """
 
     index: int
     text: str
-    tokens: int
-    ended: str | None = None
+    n_tokens: int
+    finish_reason: str | None = None
 
 
 def generate(
-    model: GPT, encoding: tiktoken.Encoding, prompts: list[Prompt], sampling: SamplingConfig, *, end: int | None,
-    rows: int, graphs: bool = False,
-) -> Iterator[TextChunk]:  # fmt: skip
-    """The texts behind each prompt, as they are made, `rows` at a time; each one's last Piece says why it ended.
+    model: GPT,
+    tokenizer: tiktoken.Encoding,
+    prompts: list[Prompt],
+    sampling: SamplingConfig,
+    batch_size: int,
+    cuda_graphs: bool = False,
+) -> Generator[TextChunk]:
+    """Generate a sample of each prompt, batch_size at a time, and yield their text as it is generated.
 
-    end: the id that ends a text; None: the tokenizer has none. graphs: see Engine. The model is in eval mode for it.
+    Samples end at an end-of-text token if the tokenizer has one. The model is in eval mode until the generator ends.
     """
     if sampling.max_new_tokens == 0:
         yield from (TextChunk(index, "", 0, "length") for index in range(len(prompts)))
         return
-    longest = max((len(prompt.tokens) for prompt in prompts), default=0) + sampling.max_new_tokens
-    decoder = Engine(model, sampling, min(rows, len(prompts)), longest, graphs)
-    waiting, growing = deque(enumerate(prompts)), []  # growing: of each of the decoder's rows, (index, its stream)
+    max_length = max((len(prompt.tokens) for prompt in prompts), default=0) + sampling.max_new_tokens
+    engine = Engine(model, sampling, min(batch_size, len(prompts)), max_length, cuda_graphs)
+    end_token = end_of_text(tokenizer)
+    waiting = deque(enumerate(prompts))
+    running: list[tuple[int, IncrementalDetokenizer]] = []  # index and text of each of the engine's sequences
     was_training = model.training
     model.eval()
     try:
-        while waiting or growing:
-            new = [waiting.popleft() for _ in range(min(len(waiting), rows - len(growing)))]
+        while waiting or running:
+            new = [waiting.popleft() for _ in range(min(len(waiting), batch_size - len(running)))]
             if new:
-                decoder.add([prompt for _, prompt in new])
-                growing += [(index, IncrementalDetokenizer(encoding, sampling)) for index, _ in new]
-            tokens = decoder.step()
-            for row in reversed(range(len(growing))):  # the last first: it takes the place of one that is dropped
-                index, stream = growing[row]
-                text, ended = stream.push(tokens[row], end)
-                if ended:
-                    decoder.drop(row)
-                    growing[row] = growing[-1]
-                    growing.pop()
-                if text or ended:
-                    yield TextChunk(index, text, stream.tokens, ended)
+                engine.add([prompt for _, prompt in new])
+                running += [(index, IncrementalDetokenizer(tokenizer, sampling, end_token)) for index, _ in new]
+            tokens = engine.step()
+            for row in reversed(range(len(running))):  # from the end, as `remove` moves the last sequence
+                index, detokenizer = running[row]
+                text, finish_reason = detokenizer.push(tokens[row])
+                if finish_reason is not None:
+                    engine.remove(row)
+                    running[row] = running[-1]
+                    running.pop()
+                if text or finish_reason is not None:
+                    yield TextChunk(index, text, detokenizer.n_tokens, finish_reason)
     finally:
-        decoder.recorded = None  # it refers to the decoder, and graphs hold memory
+        engine.graph_step = None  # breaks a reference cycle that holds GPU memory
         model.train(was_training)
+
+
+def in_prompt_order(chunks: Iterable[TextChunk]) -> Iterator[TextChunk]:
+    """Yield the chunks of the first sample as they arrive, then those of the second, and so on."""
+    buffers: defaultdict[int, deque[TextChunk]] = defaultdict(deque)
+    current = 0
+    for chunk in chunks:
+        buffers[chunk.index].append(chunk)
+        while buffers[current]:
+            next_chunk = buffers[current].popleft()
+            yield next_chunk
+            if next_chunk.finish_reason is not None:
+                current += 1

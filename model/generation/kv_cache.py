@@ -1,9 +1,10 @@
-"""What a text's tokens leave behind in each layer, so that a new token alone goes through the model.
+"""KV cache: stores each layer's keys and values, so that decoding feeds one new token at a time.
 
-A layer's keys and values lie in a ring of as many slots as a query sees, W: position p in slot p % W. What a new token
-overwrites is what it no longer sees, so that a window needs no mask, and a text may go on beyond block_size.
+A layer's cache is a ring buffer with one slot per key that a query sees: its window, or block_size. Position p is in
+slot p % size, so a new token replaces the one that leaves the window. Therefore decoding needs no window mask, and a
+sample with rotary positions can be longer than block_size.
 
-n rows (texts), T time, H query heads, G key/value heads, D head size, W slots.
+B sequences, T time, C channels, G key/value heads, D head dimension.
 """
 
 from collections.abc import Sequence
@@ -12,116 +13,127 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from model.gpt import GPT, CausalSelfAttention
+from model.gpt import GPT
 
-PREFILL = 4096  # tokens at a time, which bounds the memory that prompts take
+PREFILL_TOKENS = 4096  # per forward pass, which limits the memory for activations
 
 
 class LayerKVCache:
-    """One layer's keys and values, head by head, as they are read fastest: (rows, G, W, D) each."""
+    """Ring buffer of one layer's keys and values, (num_rows, G, size, D) each. One row per sequence."""
 
-    def __init__(self, layer: CausalSelfAttention, rows: int, W: int):
-        self.shape, self.W = (rows, layer.n_kv_head, W, layer.head_dim), W
-        self.k = self.v = None  # made with the first key, whose dtype they take
+    def __init__(self, num_rows: int, G: int, size: int, D: int):
+        self.shape, self.size = (num_rows, G, size, D), size
+        self.k = self.v = torch.empty(0)  # allocated by the first write, which has the dtype and the device
 
-    def _make(self, k: Tensor) -> None:
-        if self.k is None:  # zeros: what nobody sees counts 0 times, and must not be NaN
-            self.k, self.v = (torch.zeros(self.shape, dtype=k.dtype, device=k.device) for _ in "kv")
+    def _allocate(self, k: Tensor) -> None:
+        if self.k.numel() == 0:  # zeros: masked slots have weight 0, and must not be NaN
+            self.k, self.v = k.new_zeros(self.shape), k.new_zeros(self.shape)
 
-    def prefill(self, rows: range, last: Tensor, k: Tensor, v: Tensor) -> None:
-        """Store the prompts of `rows`: k, v (n, T, G, D); last (n, 1): the position of each prompt's last token."""
-        self._make(k)
-        slot = torch.arange(min(k.shape[1], self.W), device=k.device)
-        newest = (last - (last - slot) % self.W).clamp(min=0)  # position in each slot; 0 where there is none yet
-        text = torch.arange(len(rows), device=k.device).unsqueeze(1)
-        kept = slice(rows.start, rows.stop), slice(None), slice(len(slot))
-        self.k[kept], self.v[kept] = k[text, newest].transpose(1, 2), v[text, newest].transpose(1, 2)
+    def write_prompts(self, first_row: int, last_positions: Tensor, k: Tensor, v: Tensor) -> None:
+        """Store prompts in consecutive rows. k, v (B, T, G, D), padded on the right; last_positions (B, 1)."""
+        self._allocate(k)
+        B, T = k.shape[:2]
+        slots = torch.arange(min(T, self.size), device=k.device)
+        # the last position that belongs in each slot; negative: none
+        positions = (last_positions - (last_positions - slots) % self.size).clamp(min=0)
+        batch = torch.arange(B, device=k.device).unsqueeze(1)
+        rows = slice(first_row, first_row + B)
+        self.k[rows, :, : len(slots)] = k[batch, positions].transpose(1, 2)  # (B, G, slots, D)
+        self.v[rows, :, : len(slots)] = v[batch, positions].transpose(1, 2)
 
-    def append(self, at: Tensor, common: int | None, reach: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store one token of each of the first n texts, and return the keys and values that it sees, (n, seen, G, D).
+    def write_token(
+        self, positions: Tensor, shared_position: int | None, num_slots: int, k: Tensor, v: Tensor
+    ) -> tuple[Tensor, Tensor]:
+        """Store one token of each of the first B rows -> all keys and values that it sees, (B, slots, G, D).
 
-        k, v (n, 1, G, D); at (n): its position. For common and reach see KVCache.go_on.
+        k, v (B, 1, G, D). For the other arguments see KVCache.decode_step.
         """
-        self._make(k)
-        n, seen = len(at), min(reach, self.W)
-        if common is not None:
-            rows, slot = slice(n), common % self.W
+        self._allocate(k)
+        B, num_slots = len(positions), min(num_slots, self.size)
+        if shared_position is not None:
+            self.k[:B, :, shared_position % self.size] = k[:, 0]
+            self.v[:B, :, shared_position % self.size] = v[:, 0]
         else:
-            rows, slot = torch.arange(n, device=k.device), at % self.W
-        self.k[rows, :, slot], self.v[rows, :, slot] = k[:, 0], v[:, 0]
-        return self.k[:n, :, :seen].transpose(1, 2), self.v[:n, :, :seen].transpose(1, 2)
+            rows = torch.arange(B, device=k.device)
+            self.k[rows, :, positions % self.size] = k[:, 0]
+            self.v[rows, :, positions % self.size] = v[:, 0]
+        return self.k[:B, :, :num_slots].transpose(1, 2), self.v[:B, :, :num_slots].transpose(1, 2)
+
+    def copy_row(self, source: int, target: int) -> None:
+        if self.k.numel() > 0:
+            self.k[target], self.v[target] = self.k[source], self.v[source]
 
 
 @dataclass
-class Prefill:
-    """The model's kv_cache while it reads prompts: their tokens attend to each other."""
+class PrefillStep:
+    """The model's `kv_cache` argument while it reads prompts: their tokens attend to each other."""
 
     layers: list[LayerKVCache]
-    rows: range
-    last: Tensor
-    previous_tokens = None
+    first_row: int
+    last_positions: Tensor
+    previous_tokens: Tensor | None = None
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        self.layers[layer].prefill(self.rows, self.last, k, v)
+        self.layers[layer].write_prompts(self.first_row, self.last_positions, k, v)
         return k, v
 
-    def query_positions(self, layer: int) -> None:
+    def query_positions(self, layer: int) -> Tensor | None:
         return None
 
 
 @dataclass
 class DecodeStep:
-    """The model's kv_cache while it adds a token to each text: new tokens attend to those in the cache."""
+    """The model's `kv_cache` argument while it reads one token per sequence: the token attends to the cache."""
 
     layers: list[LayerKVCache]
-    at: Tensor
-    common: int | None
-    reach: int
-    previous_tokens: Tensor
+    positions: Tensor
+    shared_position: int | None
+    num_slots: int
+    previous_tokens: Tensor | None
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return self.layers[layer].append(self.at, self.common, self.reach, k, v)
+        return self.layers[layer].write_token(self.positions, self.shared_position, self.num_slots, k, v)
 
     def query_positions(self, layer: int) -> Tensor | None:
-        return None if self.common is not None else self.at.clamp(max=self.layers[layer].W - 1).unsqueeze(1)
+        if self.shared_position is not None:
+            return None
+        return self.positions.clamp(max=self.layers[layer].size - 1).unsqueeze(1)
 
 
 class KVCache:
-    """The rings of all layers. rows: as many texts as may grow side by side; longest: positions that one may have."""
+    """The caches of all layers, for up to `num_rows` sequences of at most `max_length` tokens."""
 
-    def __init__(self, model: GPT, rows: int, longest: int):
-        self.model = model
+    def __init__(self, model: GPT, num_rows: int, max_length: int):
+        self.model, config = model, model.config
         self.device = model.wte.weight.device
-        sees = [model.config.block_size if window is None else window for window in model.config.windows]
-        self.rings = [
-            LayerKVCache(block.attn, rows, min(W, longest)) for block, W in zip(model.blocks, sees, strict=True)
-        ]  # fmt: skip
+        sizes = [min(window or config.block_size, max_length) for window in config.windows]
+        self.layers = [LayerKVCache(num_rows, config.kv_heads, size, config.head_dim) for size in sizes]
 
-    def begin(self, rows: range, texts: Sequence[Sequence[int]]) -> None:
-        """Put the tokens of texts, at most block_size of each, into `rows`, in place of what was there."""
-        several = max(1, PREFILL // max(map(len, texts)))
-        for first in range(0, len(texts), several):
-            part = texts[first : first + several]
-            longest = max(1, *map(len, part))
-            last = torch.tensor([[len(text) - 1] for text in part], device=self.device)
-            # Shorter ones are filled up at the end: no token sees what comes after it.
-            padded = torch.tensor([[*text, *[0] * (longest - len(text))] for text in part], device=self.device)
-            into = rows[first : first + several]
-            self.model.backbone(padded, kv_cache=Prefill(self.rings, into, last))
+    def prefill(self, first_row: int, prompts: Sequence[Sequence[int]]) -> None:
+        """Read prompts of at most block_size tokens, and store them in the rows from `first_row` on."""
+        prompts_per_forward = max(1, PREFILL_TOKENS // max(map(len, prompts)))
+        for start in range(0, len(prompts), prompts_per_forward):
+            batch = prompts[start : start + prompts_per_forward]
+            longest = max(1, *map(len, batch))
+            # pad on the right: causal attention hides the padding
+            tokens = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in batch], device=self.device)
+            last_positions = torch.tensor([[len(prompt) - 1] for prompt in batch], device=self.device)
+            self.model.backbone(tokens, kv_cache=PrefillStep(self.layers, first_row + start, last_positions))
 
-    def go_on(self, recent: Tensor, at: Tensor, common: int | None, reach: int) -> Tensor:
-        """A token more for the first n texts -> what their next is predicted from, (n, C).
+    def decode_step(
+        self, last_tokens: Tensor, positions: Tensor, shared_position: int | None, num_slots: int
+    ) -> Tensor:
+        """Read one new token of each of the first B rows -> hidden states (B, C).
 
-        recent (n, model.max_ngram): the last tokens of each, the new one included, -1 where there are none. at (n): the
-        new position. common: that position where it is the same for all, which needs no mask; else None. reach: at
-        least as many slots as any of them has filled, with the new one.
+        last_tokens (B, max_ngram): the last tokens of each sequence, with the new one; -1 where there are none.
+        positions (B): position of the new token.
+        shared_position: this position if it is the same for all sequences, so that no mask is needed; else None.
+        num_slots: number of slots to read, at least as many as any sequence has filled.
         """
-        before, new = recent[:, :-1], recent[:, -1:]
-        step = DecodeStep(self.rings, at, common, reach, previous_tokens=before)
-        return self.model.backbone(new, positions=at.unsqueeze(1), kv_cache=step)[:, 0]
+        step = DecodeStep(self.layers, positions, shared_position, num_slots, previous_tokens=last_tokens[:, :-1])
+        return self.model.backbone(last_tokens[:, -1:], positions=positions.unsqueeze(1), kv_cache=step)[:, 0]
 
-    def move(self, source: int, to: int) -> None:
-        """Row `source` takes the place of row `to`."""
-        for ring in self.rings:
-            if ring.k is not None:
-                ring.k[to], ring.v[to] = ring.k[source], ring.v[source]
+    def copy_row(self, source: int, target: int) -> None:
+        """Copy the sequence of row `source` to row `target`."""
+        for layer in self.layers:
+            layer.copy_row(source, target)

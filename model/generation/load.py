@@ -1,11 +1,11 @@
-"""A run that was trained, opened to write texts, to measure them, or to go on from."""
+"""Load a trained run for generation or scoring."""
 
 import tiktoken
 import torch
 
 from common import checkpoint_file
 from common.run_dir import find_checkpoint
-from data import tokenizer
+from data.tokenizer import from_spec
 from model import AttentionConfig, GPTConfig
 from model.attention import AttentionRequest, get_attention_fn, resolve, resolve_model
 from model.generation.decode_linear import convert_linears
@@ -13,25 +13,37 @@ from model.gpt import GPT
 
 
 def load_for_sampling(
-    run: str, which: str, device: torch.device, dtype: torch.dtype, attention: AttentionConfig, texts: int
+    run: str, which: str, device: torch.device, dtype: torch.dtype, attention: AttentionConfig, batch_size: int
 ) -> tuple[GPT, tiktoken.Encoding, str]:
-    """Its model and tokenizer, which come from the checkpoint alone, and a line that says what they are.
+    """Load a checkpoint -> (model in eval mode, tokenizer, one-line description). It cannot be trained.
 
-    which: best or last. texts: how many are to be written side by
-    side. Raises UserError for what is not there or cannot run here.
+    which: "best" or "last". dtype: of the weights. Raises UserError if the run does not exist, or if the attention
+    backend cannot run on this device.
     """
     path = find_checkpoint(run, which)
-    saved = checkpoint_file.load_checkpoint(path)
-    shape = GPTConfig(**saved["model_config"])
-    computes = torch.float32 if device.type == "cpu" else dtype  # on a CPU rounded weights alone are rounded
-    kernel = resolve_model(attention, shape, B=texts, dtype=computes, device=device, grad=False)
-    H, G, D = shape.n_head, shape.kv_heads, shape.head_dim
-    resolve(attention, AttentionRequest(  # a token more: texts of several lengths stand at several places
-        B=texts, Tq=1, Tk=shape.block_size, H=H, G=G, D=D, Dv=D, dtype=computes, device=device, grad=False,
-        positions=texts > 1,
-    ))  # fmt: skip
-    model = GPT(shape, saved["vocab_size"], get_attention_fn(attention), weights=saved["model"]).requires_grad_(False)
-    model = convert_linears(model.to(device).eval(), dtype)
-    about = f"{path}, step {saved['step']:,}, {device.type} {str(dtype).removeprefix('torch.')}"
-    about += f", attention {kernel.requested} -> {kernel.resolved}"
-    return model, tokenizer.from_spec(saved["tokenizer"]), about
+    checkpoint = checkpoint_file.load_checkpoint(path)
+    config = GPTConfig(**checkpoint["model_config"])
+    activation_dtype = torch.float32 if device.type == "cpu" else dtype
+    kernel = resolve_model(attention, config, B=batch_size, dtype=activation_dtype, device=device, grad=False)
+    H, G, D = config.n_head, config.kv_heads, config.head_dim
+    decode_step = AttentionRequest(
+        B=batch_size,
+        Tq=1,
+        Tk=config.block_size,
+        H=H,
+        G=G,
+        D=D,
+        Dv=D,
+        dtype=activation_dtype,
+        device=device,
+        grad=False,
+        positions=batch_size > 1,  # sequences of a batch differ in length
+    )
+    resolve(attention, decode_step)
+    model = GPT(config, checkpoint["vocab_size"], get_attention_fn(attention), weights=checkpoint["model"])
+    model = convert_linears(model.requires_grad_(False).to(device).eval(), dtype)
+    description = (
+        f"{path}, step {checkpoint['step']:,}, {device.type} {str(dtype).removeprefix('torch.')}, "
+        f"attention {kernel.requested} -> {kernel.resolved}"
+    )
+    return model, from_spec(checkpoint["tokenizer"]), description

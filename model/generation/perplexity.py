@@ -1,23 +1,28 @@
-"""What a model makes of texts: how many nats each costs it, document by document."""
+"""Loss, perplexity and bits per byte of documents under a trained model."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import exp, log
 
 import tiktoken
 import torch
 import torch.nn.functional as F
+from rich.table import Table
+from torch import Tensor
 
-from data import tokenizer
+from common.console import make_table, printable
 from data.loader import IGNORE_INDEX
+from data.tokenizer import encode, end_of_text
 from model.gpt import GPT
 
-LOGITS = 2**25  # at a time: 128 MiB in float32
+LOGITS_PER_FORWARD = 2**25  # 128 MiB in float32
+MAX_TABLE_ROWS = 20
+MAX_EXPONENT = 700.0  # exp overflows above
 
 
 @dataclass(frozen=True)
 class TextLoss:
-    """nats: the sum of the cross entropies of so many tokens, which stand for so many bytes of text."""
+    """Cross entropy of `tokens` predicted tokens, summed, in nats. bytes: UTF-8 length of these tokens."""
 
     nats: float = 0.0
     tokens: int = 0
@@ -26,45 +31,70 @@ class TextLoss:
     def __add__(self, other: "TextLoss") -> "TextLoss":
         return TextLoss(self.nats + other.nats, self.tokens + other.tokens, self.bytes + other.bytes)
 
-    def numbers(self) -> dict[str, float | int | None]:
-        """loss in nats per token, its exponential, and bits per byte; None where no token was predicted."""
+    def metrics(self) -> dict[str, float | int | None]:
+        """loss in nats per token, perplexity, and bits per byte; None if no token was predicted."""
         loss = self.nats / self.tokens if self.tokens else None
         return {
             "tokens": self.tokens,
             "bytes": self.bytes,
             "loss": loss,
-            "perplexity": None if loss is None else exp(min(loss, 700)),
+            "perplexity": None if loss is None else exp(min(loss, MAX_EXPONENT)),
             "bits_per_byte": self.nats / log(2) / self.bytes if self.bytes else None,
         }
 
 
-@torch.no_grad()
-def iter_losses(model: GPT, encoding: tiktoken.Encoding, documents: Sequence[str]) -> Iterator[tuple[TextLoss, int]]:
-    """(score, tokens still to come) of each document, by itself, in parts of which the last has 0 to come.
+def encode_document(tokenizer: tiktoken.Encoding, document: str, name: str) -> Tensor:
+    """Token ids (n,) of a document, int64, after an end-of-text token if the tokenizer has one.
 
-    Every token counts exactly once. As in validation windows of block_size lie end to end, the last aligned to the end.
-    The first token is predicted from an end of text; where the tokenizer has none, from nothing can nothing be
-    predicted, and it does not count. Raises UserError for a text that the tokenizer cannot take.
+    Raises UserError, with the document's name, if a character has no token.
     """
-    end, device, T = tokenizer.end_of_text(encoding), model.wte.weight.device, model.config.block_size
-    token_bytes = torch.from_numpy(tokenizer.token_bytes(encoding))
-    several = max(1, LOGITS // (T * model.vocab_size))
-    for number, document in enumerate(documents, start=1):
-        encoded = torch.from_numpy(tokenizer.encode(encoding, document, f"document {number}").astype("int64"))
-        tokens = encoded if end is None else torch.cat((torch.tensor([end]), encoded))
-        n = len(tokens) - 1
-        if n < 1:
-            yield TextLoss(), 0
-            continue
-        width = min(T, n)
-        for first in range(0, n, several * width):
-            begins = range(first, min(first + several * width, n), width)
-            starts = [min(begin, n - width) for begin in begins]
-            x = torch.stack([tokens[start : start + width] for start in starts])
-            y = torch.stack([tokens[start + 1 : start + 1 + width] for start in starts])
-            for row, (begin, start) in enumerate(zip(begins, starts, strict=True)):
-                y[row, : begin - start] = IGNORE_INDEX  # the window before has them
-            logits = model(x.to(device)).float()
-            nats = F.cross_entropy(logits.flatten(0, 1), y.flatten().to(device), reduction="sum").item()
-            counted = y[y != IGNORE_INDEX]
-            yield TextLoss(nats, len(counted), int(token_bytes[counted].sum())), n - min(first + several * width, n)
+    tokens = torch.from_numpy(encode(tokenizer, document, name).astype("int64"))
+    end = end_of_text(tokenizer)
+    return tokens if end is None else torch.cat((torch.tensor([end]), tokens))
+
+
+@torch.no_grad()
+def iter_losses(model: GPT, tokens: Tensor, token_bytes: Tensor) -> Iterator[TextLoss]:
+    """Loss of tokens[1:], in parts. tokens (n,): one document; token_bytes (V,): UTF-8 length of each token id.
+
+    Every token counts once. As in validation, windows of block_size follow each other, and the last one ends with the
+    document.
+    """
+    device, n = model.wte.weight.device, len(tokens) - 1
+    width = min(model.config.block_size, n)
+    windows_per_forward = max(1, LOGITS_PER_FORWARD // (model.config.block_size * model.vocab_size))
+    window_starts = range(0, n, max(1, width))
+    for first in range(0, len(window_starts), windows_per_forward):
+        inputs, targets = [], []
+        for window_start in window_starts[first : first + windows_per_forward]:
+            start = min(window_start, n - width)
+            inputs.append(tokens[start : start + width])
+            target = tokens[start + 1 : start + 1 + width].clone()
+            target[: window_start - start] = IGNORE_INDEX  # counted in the previous window
+            targets.append(target)
+        y = torch.stack(targets).flatten()
+        logits = model(torch.stack(inputs).to(device)).float()
+        nats = F.cross_entropy(logits.flatten(0, 1), y.to(device), reduction="sum").item()
+        counted = y[y != IGNORE_INDEX]
+        yield TextLoss(nats, len(counted), int(token_bytes[counted].sum()))
+
+
+def loss_table(documents: list[str], losses: list[TextLoss]) -> Table:
+    """A table with one row per document, at most MAX_TABLE_ROWS of them, and one row for all documents."""
+    table = make_table("document", "begins with", "tokens", "loss", "perplexity", "bits/byte", left=2)
+    if len(losses) > 1:
+        for number, document in enumerate(documents[:MAX_TABLE_ROWS], start=1):
+            beginning = printable(" ".join(document[:80].split()))
+            beginning = beginning if len(beginning) <= 20 else beginning[:19] + "…"
+            table.add_row(f"{number:,}", beginning, *_format_cells(losses[number - 1]))
+        if len(losses) > MAX_TABLE_ROWS:
+            table.add_row("...", f"{len(losses) - MAX_TABLE_ROWS:,} more")
+        table.add_section()
+    table.add_row("all", "", *_format_cells(sum(losses, TextLoss())))
+    return table
+
+
+def _format_cells(loss: TextLoss) -> list[str]:
+    formats = {"tokens": ",", "loss": ".4f", "perplexity": ",.2f", "bits_per_byte": ".4f"}
+    metrics = loss.metrics()
+    return ["-" if (value := metrics[key]) is None else format(value, form) for key, form in formats.items()]

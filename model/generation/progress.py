@@ -1,54 +1,41 @@
 """Progress while many samples are generated or documents are scored."""
 
-import sys
 import time
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-from common.console import LINE_INTERVAL_S, format_duration
+from common.console import ProgressBar
 
 
 class GenerationProgress:
-    """On stderr, while many texts are made or read: how many are done, tokens/s, the time left; as a bar or in lines.
+    """Progress bar on stderr: finished items, tokens/s and the remaining time. A context manager.
 
-    work: how much there is to do, in any unit. what: what the texts are called.
+    items: number of samples or documents. total_tokens: of all items, at most. noun: "samples" or "documents".
     """
 
-    def __init__(self, texts: int, work: int, what: str):
-        console = Console(stderr=True, highlight=False)
-        self.texts, self.work, self.what = texts, max(1, work), what
-        self.done = self.worked = self.tokens = 0
-        self.started = self.said = time.perf_counter()
-        self.bar = Progress(
-            TextColumn("{task.fields[label]}"), BarColumn(bar_width=None), TimeElapsedColumn(), TextColumn("left"),
-            TimeRemainingColumn(), console=console, disable=not console.is_terminal, transient=True, expand=True,
-            speed_estimate_period=600,
-        )  # fmt: skip
-        self.task = self.bar.add_task("", total=self.work, label=f"0/{texts} {what}")
+    def __init__(self, items: int, total_tokens: int, noun: str):
+        self.items, self.noun = items, noun
+        self.finished_items = self.tokens = self.skipped = 0
+        self.started = time.perf_counter()
+        self.bar = ProgressBar(max(1, total_tokens), stderr=True)
 
     def __enter__(self) -> "GenerationProgress":
-        self.bar.start()
+        self.bar.__enter__()
         return self
 
-    def __exit__(self, *_) -> None:
-        self.bar.stop()
+    def __exit__(self, *error) -> None:
+        self.bar.__exit__(*error)
 
-    def add(self, tokens: int, share: int, ended: bool) -> None:
-        """So many tokens more, and so much of the work; ended: a text is done with them."""
+    def add(self, tokens: int, skipped: int = 0, finished: bool = False) -> None:
+        """Count new tokens. finished: they complete an item, and `skipped` of its tokens will never be generated."""
         self.tokens += tokens
-        self.done += ended
-        self.worked += share
-        now = time.perf_counter()
-        seconds = now - self.started
-        label = f"{self.done:,}/{self.texts:,} {self.what}  {self.tokens / seconds:,.0f} tokens/s"
-        self.bar.update(self.task, advance=share, label=label)
-        if self.bar.disable and now - self.said >= LINE_INTERVAL_S:
-            self.said = now
-            left = seconds / max(1, self.worked) * (self.work - self.worked)
-            print(f"{label}  {format_duration(left)} left", file=sys.stderr, flush=True)
+        self.skipped += skipped
+        self.finished_items += finished
+        if self.finished_items < self.items:  # afterwards, the summary is printed
+            speed = self.tokens / (time.perf_counter() - self.started)
+            label = f"{self.finished_items:,}/{self.items:,} {self.noun}  {speed:,.0f} tokens/s"
+            self.bar.update(self.tokens + self.skipped, label)
 
     def summary(self) -> str:
+        """One line: items, tokens, seconds and tokens/s."""
         seconds = time.perf_counter() - self.started
         speed = f"{self.tokens:,} tokens in {seconds:.1f} s, {self.tokens / seconds:,.0f} tokens/s"
-        return f"{self.done:,} {self.what}, {speed}" if self.texts > 1 else speed
+        return f"{self.finished_items:,} {self.noun}, {speed}" if self.items > 1 else speed

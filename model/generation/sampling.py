@@ -1,6 +1,6 @@
-"""From logits to the next token: what is left out, and the draw.
+"""Choose the next tokens from logits: repetition penalty, temperature, top-k, top-p and min-p, then one draw.
 
-n texts, V vocabulary.
+B sequences of a batch, V vocabulary.
 """
 
 import torch
@@ -10,19 +10,21 @@ from model.generation.config import SamplingConfig
 
 
 def apply_repetition_penalty(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
-    """Logits (n, V), those of tokens that a text already has (seen (n, V) bool) divided by `penalty` where positive
-    and times it where negative: less likely either way (CTRL, Keskar et al., arXiv:1909.05858).
+    """Make tokens that already occur less likely (CTRL, Keskar et al., arXiv:1909.05858).
+
+    logits (B, V). seen (B, V) bool: tokens that occur in the sequence. Their positive logits are divided by `penalty`,
+    and their negative logits are multiplied by it.
     """
     return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
 def filtered_probs(logits: Tensor, sampling: SamplingConfig) -> Tensor:
-    """Next-token probabilities (n, V) from logits (n, V), after temperature, then top-k, top-p and min-p.
+    """Next-token probabilities (B, V) from logits (B, V), after temperature, top-k, top-p and min-p in this order.
 
-    temperature: logits are divided by it; 0 is greedy, all probability on the most likely token.
-    top_k: only the k most likely stay. top_p: the fewest tokens whose probabilities reach p stay, at least one
-    (nucleus sampling, Holtzman et al., arXiv:1904.09751). min_p: those stay that are at least this fraction as likely
-    as the most likely one (Nguyen et al., arXiv:2407.01082).
+    temperature: divides the logits; 0 is greedy decoding.
+    top_k: keeps the k most likely tokens.
+    top_p: keeps the smallest set whose probabilities sum to p (nucleus sampling, Holtzman et al., arXiv:1904.09751).
+    min_p: keeps tokens at least this fraction as likely as the most likely one (Nguyen et al., arXiv:2407.01082).
     """
     logits, top_k, top_p, min_p = logits.float(), sampling.top_k, sampling.top_p, sampling.min_p
     if sampling.temperature == 0:
@@ -30,38 +32,38 @@ def filtered_probs(logits: Tensor, sampling: SamplingConfig) -> Tensor:
     if top_k is not None and top_k < logits.shape[-1]:
         kept = logits.topk(top_k, dim=-1)
         logits = torch.full_like(logits, -torch.inf).scatter_(-1, kept.indices, kept.values)
-    logits = (logits - logits.amax(-1, keepdim=True)) / sampling.temperature  # shifted, or a low one would overflow
-    probabilities = logits.softmax(-1)
+    # Subtract the maximum first: a low temperature would overflow.
+    logits = (logits - logits.amax(-1, keepdim=True)) / sampling.temperature
+    probs = logits.softmax(-1)
     if top_p is not None and top_p < 1:
-        ordered, order = probabilities.sort(dim=-1, descending=True)
-        before = ordered.cumsum(-1) - ordered  # the mass of what is more likely
-        ordered = ordered.masked_fill(before >= top_p, 0.0)
-        probabilities = torch.zeros_like(probabilities).scatter_(-1, order, ordered)
+        sorted_probs, order = probs.sort(dim=-1, descending=True)
+        mass_before = sorted_probs.cumsum(-1) - sorted_probs  # probability of all more likely tokens
+        sorted_probs = sorted_probs.masked_fill(mass_before >= top_p, 0.0)
+        probs = torch.zeros_like(probs).scatter_(-1, order, sorted_probs)
     if min_p is not None:
-        probabilities = probabilities.masked_fill(probabilities < min_p * probabilities.amax(-1, keepdim=True), 0.0)
-    return probabilities / probabilities.sum(-1, keepdim=True)
+        probs = probs.masked_fill(probs < min_p * probs.amax(-1, keepdim=True), 0.0)
+    return probs / probs.sum(-1, keepdim=True)
 
 
-def sample_inverse_cdf(probabilities: Tensor, uniform: Tensor) -> Tensor:
-    """The token at which the sum of probabilities (n, V) exceeds uniform (n), float32 numbers from 0 to below 1 -> (n).
+def sample_inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
+    """Draw a token from each row of probs (B, V) by inverse transform sampling -> (B).
 
-    So a number decides a draw, the same on every device, alone or beside others. One of probability 0 is never drawn.
+    uniform (B): random numbers in [0, 1). One number decides each draw, so that a sample depends only on its seed:
+    not on the device, and not on the other sequences of the batch. Tokens of probability 0 are never drawn.
     """
-    below = probabilities.double().cumsum(-1)
-    reached = uniform.double().unsqueeze(1) * below[:, -1:]
-    return torch.searchsorted(below, reached, right=True)[:, 0]
+    cdf = probs.double().cumsum(-1)
+    threshold = uniform.double().unsqueeze(1) * cdf[:, -1:]
+    return torch.searchsorted(cdf, threshold, right=True)[:, 0]
 
 
 def sample_next_token(logits: Tensor, sampling: SamplingConfig, uniform: Tensor, seen: Tensor | None) -> Tensor:
-    """The next tokens (n) from logits (n, V). seen None: no penalty."""
+    """The next tokens (B) from logits (B, V). uniform (B): see sample_inverse_cdf. seen: None without penalty."""
     logits = logits.float()
     if logits.device.type == "mps" or torch.are_deterministic_algorithms_enabled():
-        # MPS has no float64, and CUDA no sums in the same order each time.
+        # MPS has no float64, and cumsum on CUDA is not deterministic.
         logits, uniform, seen = logits.cpu(), uniform.cpu(), None if seen is None else seen.cpu()
     if seen is not None:
         logits = apply_repetition_penalty(logits, seen, sampling.repetition_penalty)
-    return (
-        logits.argmax(-1)
-        if sampling.temperature == 0
-        else sample_inverse_cdf(filtered_probs(logits, sampling), uniform)
-    )
+    if sampling.temperature == 0:
+        return logits.argmax(-1)
+    return sample_inverse_cdf(filtered_probs(logits, sampling), uniform)

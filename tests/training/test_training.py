@@ -26,7 +26,6 @@ from common.run_dir import RunDir, find_run
 from common.system import peak_memory_bytes, reset_peak_memory
 from model import GPTConfig
 from model.attention import naive
-from model.generation.progress import GenerationProgress
 from model.gpt import GPT
 from training import AdamWConfig, MuonConfig, ScheduleConfig, TrainConfig, checkpoint, optimizer
 from training.config import WandbConfig
@@ -490,16 +489,6 @@ def test_peak_memory_sees_an_allocation_and_forgets_it_on_reset():
 
 def test_durations_read_as_a_clock():
     assert [format_duration(s) for s in (0, 59.6, 90.4, 3700)] == ["0:00", "1:00", "1:30", "1:01:40"]
-
-
-def test_many_texts_tell_in_lines_how_far_they_are_where_there_is_no_terminal(monkeypatch, capsys):
-    clock = [0.0]
-    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
-    with GenerationProgress(3, 3_000, "documents") as show:
-        for _ in range(3):
-            clock[0] += 7
-            show.add(1_000, share=1_000, ended=True)
-    assert capsys.readouterr().err == "2/3 documents  143 tokens/s  0:07 left\n"
 
 
 def test_a_model_of_one_layer_has_no_layers():

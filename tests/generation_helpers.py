@@ -1,0 +1,70 @@
+"""Small models with distinct logits, and references for generation without a KV cache."""
+
+from dataclasses import replace
+
+import torch
+from helpers import BYTE, sampling
+from model_helpers import GPT2, GROUPED, MODERN, make
+
+from data import tokenizer
+from model import GPTConfig
+from model.attention import naive
+from model.generation.cuda_graph import CudaGraphStep
+from model.generation.engine import Engine, Prompt
+from model.gpt import GPT
+
+BYTES = tokenizer.byte(tokenizer.Corpus([""], several=False), BYTE)
+WINDOWED = GROUPED | dict(window=[5, None])
+VARIANTS = {"gpt2": GPT2, "modern": MODERN, "grouped": GROUPED, "windowed": WINDOWED, "one": GPT2 | dict(block_size=1)}
+
+
+def make_spread(variant, attend=naive, dtype=torch.float32, V=256):
+    """A model in eval mode whose logits differ widely, with nonzero n-grams and biases."""
+    torch.manual_seed(0)
+    model = GPT(GPTConfig(**variant), V, attend).requires_grad_(False)
+    for weight in model.parameters():
+        torch.nn.init.normal_(weight, std=0.2)
+    return model.to(dtype).eval()
+
+
+def make_varied(variant, **options):
+    """A model whose attention is not nearly uniform, as it is at initialisation."""
+    model = make(variant, **options)
+    with torch.no_grad():
+        for p in model.parameters():
+            if p.ndim > 1:
+                torch.nn.init.normal_(p, std=0.3)
+    return model
+
+
+def logits_without_cache(model, tokens):
+    """Next-token logits (V,) from all tokens, by the definition in model/generation/engine.py.
+
+    With rotary positions each layer sees at most block_size tokens, or its window. With learned positions, the last
+    half of block_size is read again whenever the context is full.
+    """
+    T = model.config.block_size
+    if model.wpe is None:
+        config = replace(model.config, block_size=4 * T, window=[w or T for w in model.config.windows])
+        longer = GPT(config, model.vocab_size, naive, weights=model.state_dict())
+        return longer(torch.tensor([tokens]))[0, -1]
+    length = min(len(tokens), T)
+    if len(tokens) > T:
+        half = max(1, T // 2)
+        length = half + (len(tokens) - T - 1) % (T - half + 1)
+    return model(torch.tensor([tokens[-length:]]))[0, -1]
+
+
+def greedy(model, prompt, n):
+    """n tokens after the prompt, by greedy decoding."""
+    engine = Engine(model, sampling(temperature=0.0), batch_size=1, max_length=len(prompt) + n)
+    engine.add([Prompt(prompt, seed=0)])
+    return [engine.step()[0] for _ in range(n)]
+
+
+class EagerStep(CudaGraphStep):
+    """CudaGraphStep for a CPU: computes the step where CUDA would replay it, into the same tensor."""
+
+    def capture(self, inputs, num_slots):
+        output = self.step(*inputs, num_slots)
+        return lambda: output.copy_(self.step(*inputs, num_slots)), output

@@ -1,0 +1,165 @@
+"""Plots and tables of attention weights, of a run and of a sample."""
+
+import csv
+import re
+import warnings
+from pathlib import Path
+from types import SimpleNamespace
+
+import numpy as np
+import pytest
+from helpers import BYTE
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from common.console import make_console
+from configs.cli import parse_config, run_main
+from data import tokenizer
+from model.generation.attention_maps import uniform_entropy
+from model.generation.attention_plots import entropy_table, format_label, plot_maps, plot_overview, write_entropies
+from training.loss_plot import read_metrics
+from training.wandb_logger import WandbRun
+
+MATH, WHITESPACE, OTHER = ["$x$", r"$\frac{", "{}", "_^%#"], ["\n    ", "\t\r", ""], ["\x00", "\ud800", "a" * 99]
+DIFFICULT_TOKENS = [*MATH, *WHITESPACE, *OTHER, "日本語", "مرحبا"]
+
+
+def is_png(path) -> bool:
+    return path.read_bytes().startswith(b"\x89PNG")
+
+
+def test_any_token_is_drawn_without_a_warning(tmp_path):
+    T = len(DIFFICULT_TOKENS)
+    weights = np.tril(np.ones((1, 5, T, T))) / np.arange(1, T + 1)[:, None]
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")
+        paths = plot_maps(weights, np.zeros((1, 5)), DIFFICULT_TOKENS, tmp_path / "new")
+    assert [path.name for path in paths] == ["layer-01.png", "overview.png"]
+    assert all(is_png(path) for path in paths)
+
+
+@pytest.mark.parametrize(("H", "T"), [(1, 1), (17, 2)])
+def test_overview_of_any_size_is_drawn(tmp_path, H, T):
+    assert is_png(plot_overview(np.tril(np.ones((2, H, T, T))), np.zeros((2, H)), tmp_path / "a.png"))
+
+
+@settings(max_examples=50)
+@given(st.text())
+def test_label_is_short_and_drawable(word):
+    drawable = {ord(c) for c in "abc$é"}
+    label = format_label(word, drawable)
+    assert len(label) <= 12
+    assert set(label) <= set("abc$é·⏎↵⇥�…")
+    assert label == word or not (len(word) <= 12 and set(map(ord, word)) <= drawable)
+
+
+@pytest.mark.parametrize(
+    ("H", "columns"), [(2, "head 1   head 2"), (8, "minimum   mean   maximum"), (7, "head 6   head 7")]
+)
+def test_entropy_table_fits_into_80_columns(H, columns, capsys):
+    entropies = np.linspace(1, 4, 3 * H).reshape(3, H)
+    make_console(width=80).print(entropy_table(entropies, 2.5))
+    printed = capsys.readouterr().out
+    assert columns in printed
+    numbers = [float(n) for n in re.findall(r"\d\.\d\d", printed)]
+    shown = entropies if H <= 7 else np.stack([entropies.min(1), entropies.mean(1), entropies.max(1)], axis=1)
+    assert numbers == pytest.approx([*shown.flatten(), *[2.5] * shown.shape[1]], abs=0.006)
+
+
+def test_entropies_file_has_one_row_per_head(tmp_path):
+    write_entropies(np.array([[0.5, 1.0], [0.0, 0.25]]), 2.0, tmp_path / "entropies.csv")
+    header, *rows = read_csv(tmp_path / "entropies.csv")
+    assert header == ["layer", "head", "entropy_nats", "uniform_nats"]
+    expected = [[1, 1, 0.5, 2], [1, 2, 1, 2], [2, 1, 0, 2], [2, 2, 0.25, 2]]
+    assert [[float(cell) for cell in row] for row in rows] == expected
+
+
+def read_csv(path):
+    with open(path, newline="") as file:
+        return list(csv.reader(file))
+
+
+def test_token_strings_show_incomplete_characters_as_bytes():
+    byte = tokenizer.build(tokenizer.Corpus(["é", "b"], several=True), BYTE)
+    assert tokenizer.token_strings(byte, [97, 195, 169, 256]) == ["a", "\\xc3", "\\xa9", tokenizer.END_OF_TEXT]
+
+
+def test_training_logs_attention_maps_at_evaluations(train, workdir):
+    settings = ["train.steps=4", "eval.every=4"]
+    assert train("name=a", "wandb.attention_maps=true", *settings) == 0
+    assert train("name=b", *settings) == 0
+    pictures = sorted((workdir / "runs/a/attention").iterdir())
+    assert [path.name for path in pictures] == ["step-000000.png", "step-000004.png"]
+    assert all(is_png(path) for path in pictures)
+    rows, rows_without_maps = (read_metrics(workdir / "runs" / name) for name in "ab")
+    keys = {"attention", "entropy/layer-1", "entropy/layer-2"}
+    for row, row_without_maps in zip(rows, rows_without_maps, strict=True):
+        assert row.get("train/loss") == row_without_maps.get("train/loss")
+        assert row.get("sample") == row_without_maps.get("sample")
+        assert keys & set(row) == (keys if "val/loss" in row else set())
+    assert rows[0]["attention"] == "runs/a/attention/step-000000.png"
+    assert 0 < rows[0]["entropy/layer-1"] <= uniform_entropy(16) + 1e-6
+    assert not (workdir / "runs/b/attention").exists()
+
+
+def test_attention_map_of_a_prompt(trained, sample, workdir):
+    out = sample("run=a", "prompt=The 1st\n", "max_new_tokens=3", "attention_map=true")
+    assert out.startswith("The 1st")
+    assert "layer" not in out, "the table is on stderr"
+    folder = workdir / "runs/a/attention"
+    names = {"layer-01.png", "layer-02.png", "overview.png", "entropies.csv"}
+    assert {path.name for path in folder.iterdir()} == names
+    _, *rows = read_csv(folder / "entropies.csv")
+    assert len(rows) == 4
+    assert all(0 < float(entropy) < float(uniform) for _, _, entropy, uniform in rows)
+    assert float(rows[0][-1]) == pytest.approx(uniform_entropy(len("The 1st\n")), abs=1e-6)
+
+
+def run_sample(*overrides):
+    from sample import main
+
+    return run_main(main, parse_config("sample", "", ["run=a", "attention_map=true", *overrides]))
+
+
+def test_attention_map_of_a_long_sample_shows_its_end(trained, capsys):
+    assert run_sample("max_new_tokens=40") == 0
+    err = capsys.readouterr().err
+    assert "the attention map shows the last 16 of 41 tokens (the model's context)" in err
+    assert re.search(r"layer 2 +\d\.\d\d +\d\.\d\d", err)
+    assert "written  runs/a/attention/layer-*.png, overview.png, entropies.csv" in err
+
+
+@pytest.mark.parametrize("prompt", ["", "T"])
+def test_attention_map_of_a_short_prompt_shows_the_sample(trained, monkeypatch, prompt):
+    """Without a prompt, the sample begins after a newline."""
+    words = []
+    monkeypatch.setattr(
+        "model.generation.attention_plots.plot_maps", lambda weights, entropies, shown, folder: words.extend(shown)
+    )
+    folder = Path("runs/a/attention")
+    folder.mkdir()
+    assert run_sample("max_new_tokens=2", f"prompt={prompt}") == 0
+    assert len(words) == 3 and words[0] == (prompt or "\n")
+    assert (folder / "entropies.csv").exists()
+
+
+def test_attention_map_of_one_token_is_refused(trained, capsys):
+    assert run_sample("max_new_tokens=0") == 2
+    assert "set a longer prompt or a larger max_new_tokens" in capsys.readouterr().err
+
+
+def test_wandb_receives_the_picture_and_may_fail(tmp_path, capsys):
+    """The picture is logged with its row. A missing picture is reported once."""
+    import wandb
+
+    picture, logged = plot_overview(np.ones((1, 1, 2, 2)), np.zeros((1, 1)), tmp_path / "a.png"), []
+    sink = object.__new__(WandbRun)
+    sink.run, sink.start = SimpleNamespace(log=logged.append), None
+    sink.log([{"step": 5, "attention": picture, "entropy/layer-1": 0.5}])
+    (row,) = logged
+    assert isinstance(row.pop("attention"), wandb.Image)
+    assert row == {"step": 5, "entropy/layer-1": 0.5}
+    picture.unlink()
+    sink.log([{"step": 6, "attention": picture}, {"step": 7}])
+    assert capsys.readouterr().out.count("the run goes on without it") == 1
+    assert len(logged) == 1

@@ -1,0 +1,84 @@
+"""The incremental detokenizer, compared with decoding all tokens at once."""
+
+from generation_helpers import BYTES
+from helpers import sampling
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from data import tokenizer
+from model.generation.detokenizer import IncrementalDetokenizer
+
+
+def detokenizer(end_token=None, encoding=BYTES, **settings):
+    return IncrementalDetokenizer(encoding, sampling(**settings), end_token)
+
+
+def push_all(detokenizer, tokens):
+    """All text, and the finish reason."""
+    shown = ""
+    for token in tokens:
+        text, finish_reason = detokenizer.push(token)
+        shown += text
+        if finish_reason:
+            return shown, finish_reason
+    return shown, None
+
+
+@settings(max_examples=100, deadline=None)
+@given(text=st.text(st.characters(exclude_categories=["Cs"])))
+def test_incomplete_characters_are_never_shown(text):
+    """Each token is one byte."""
+    incremental, shown = detokenizer(max_new_tokens=10_000), ""
+    for token in text.encode():
+        shown += incremental.push(token)[0]
+        assert text.startswith(shown)
+    assert shown == text
+
+
+@settings(max_examples=200, deadline=None)
+@given(
+    text=st.text("abc", max_size=30),
+    stops=st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=3),
+    cuts=st.lists(st.integers(1, 5), max_size=30),
+)
+def test_sample_ends_before_the_stop_string_that_is_complete_first(text, stops, cuts):
+    """For every division of the text into tokens. No beginning of a stop string is shown before."""
+    expected, is_stopped = text, False
+    for size in range(len(text) + 1):
+        ends = [size - len(stop) for stop in stops if text[:size].endswith(stop)]
+        if ends:
+            expected, is_stopped = text[: min(ends)], True
+            break
+    pieces, rest = [], text
+    for cut in cuts:
+        pieces, rest = [*pieces, rest[:cut]], rest[cut:]
+    pieces = [piece for piece in [*pieces, *rest] if piece]
+    vocabulary = [piece.encode() for piece in dict.fromkeys(pieces)] or [b"a"]
+    encoding = tokenizer._encoding("words", r"(?s).", vocabulary, {})
+    incremental = detokenizer(encoding=encoding, stop=stops, max_new_tokens=10_000)
+    shown, finish_reason = "", None
+    for piece in pieces:
+        text, finish_reason = incremental.push(encoding.encode_single_token(piece.encode()))
+        shown += text
+        assert expected.startswith(shown), "the beginning of a stop string was shown"
+        if finish_reason:
+            break
+    if is_stopped:
+        assert (shown, finish_reason) == (expected, "stop")
+    else:
+        assert shown + incremental.pending == expected
+
+
+def test_beginning_of_a_stop_string_is_held_back_until_it_differs():
+    incremental = detokenizer(stop="\n\nEnd", max_new_tokens=100)
+    assert [incremental.push(token)[0] for token in b"a\n\nEx"] == ["a", "", "", "", "\n\nEx"]
+
+
+def test_pending_text_is_shown_when_the_sample_ends():
+    assert push_all(detokenizer(stop="xyz", max_new_tokens=3), b"axy") == ("axy", "length")
+    assert push_all(detokenizer(stop="xyz", end_token=0), b"ax\0") == ("ax", "end")
+
+
+def test_incomplete_character_at_the_end_is_dropped_and_invalid_bytes_are_replaced():
+    assert push_all(detokenizer(max_new_tokens=4), "aé€".encode()) == ("aé", "length")
+    assert push_all(detokenizer(max_new_tokens=3), b"a\xffb") == ("a\ufffdb", "length")

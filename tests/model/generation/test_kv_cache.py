@@ -1,0 +1,63 @@
+"""Logits from the KV cache are those without a cache."""
+
+import pytest
+import torch
+from generation_helpers import VARIANTS, WINDOWED, logits_without_cache, make_spread
+from helpers import ON_CPU, sampling
+from model_helpers import MODERN
+
+from model.attention import BACKENDS
+from model.generation.engine import Engine, Prompt
+from model.generation.kv_cache import KVCache
+
+BACKEND_NAMES = [
+    pytest.param(name, marks=[pytest.mark.compiles, pytest.mark.slow] if BACKENDS[name].needs_compiler else [])
+    for name in ON_CPU
+]
+
+
+@pytest.mark.parametrize("name", BACKEND_NAMES)
+@pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+def test_logits_with_cache_equal_logits_without(name, variant):
+    """For prompts of different lengths in one batch, at every step, well past block_size."""
+    if BACKENDS[name].needs_compiler and variant is not WINDOWED:
+        pytest.skip("compiling is slow; the windowed variant has all features")
+    model = make_spread(variant, attend=BACKENDS[name].attend)
+    T = model.config.block_size
+    engine = Engine(model, sampling(temperature=0.0), batch_size=4, max_length=100)
+    recorded = record_logits(model)
+    prompts = [[7], list(range(3, 3 + T // 2 + 1)), list(range(40, 40 + T)), [9, 8]]
+    engine.add([Prompt(tokens, seed=0) for tokens in prompts])
+    for _ in range(T + 5 if T > 1 else 6):
+        before = [list(sequence.tokens) for sequence in engine.sequences]
+        engine.step()
+        logits = recorded[-1]
+        for row, tokens in enumerate(before):
+            torch.testing.assert_close(logits[row], logits_without_cache(model, tokens), atol=2e-4, rtol=1e-4)
+
+
+def record_logits(model):
+    """A list that grows by the logits (B, V) of each step."""
+    recorded = []
+    model.lm_head.register_forward_hook(lambda module, inputs, logits: recorded.append(logits))
+    return recorded
+
+
+def test_prefill_in_several_forward_passes_gives_the_same_samples(monkeypatch):
+    model = make_spread(MODERN)
+    prompts = [list(range(i, i + n)) for i, n in enumerate((5, 9, 3, 12, 7))]
+
+    def generate():
+        engine = Engine(model, sampling(temperature=0.0), batch_size=5, max_length=40)
+        engine.add([Prompt(tokens, seed=0) for tokens in prompts])
+        return [engine.step() for _ in range(10)]
+
+    in_one_pass = generate()
+    monkeypatch.setattr("model.generation.kv_cache.PREFILL_TOKENS", 20)
+    assert generate() == in_one_pass
+
+
+def test_layer_caches_are_as_large_as_their_window_or_the_sample():
+    model = make_spread(MODERN | dict(window=[5, None]))
+    assert [layer.size for layer in KVCache(model, 2, 100).layers] == [5, 24]
+    assert [layer.size for layer in KVCache(model, 2, 10).layers] == [5, 10]

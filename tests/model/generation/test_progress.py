@@ -1,0 +1,23 @@
+"""Progress of many samples, in lines where there is no terminal."""
+
+from model.generation.progress import GenerationProgress
+
+
+def test_lines_have_items_speed_and_remaining_time(monkeypatch, capsys):
+    clock = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+    with GenerationProgress(3, 3_000, "documents") as progress:
+        for _ in range(3):
+            clock[0] += 7
+            progress.add(1_000, finished=True)
+    assert capsys.readouterr().err == "2/3 documents  143 tokens/s  0:07 left\n"
+    assert progress.summary() == "3 documents, 3,000 tokens in 21.0 s, 143 tokens/s"
+
+
+def test_tokens_that_are_skipped_count_as_done_but_not_as_speed(monkeypatch, capsys):
+    clock = [0.0]
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+    with GenerationProgress(2, 2_000, "samples") as progress:
+        clock[0] += 20
+        progress.add(100, skipped=900, finished=True)
+    assert capsys.readouterr().err == "1/2 samples  5 tokens/s  0:20 left\n"
