@@ -85,6 +85,23 @@ def test_command_composes(command, prepared, capsys):
         assert end.code == (2 if shows_refusal(command) else 0), message
 
 
+@pytest.mark.parametrize(
+    "command", [c for c in COMMANDS if c.script in ("train", "prepare")], ids=lambda command: command.place
+)
+def test_commands_that_download_say_so(command, prepared):
+    prepared(command)
+    try:
+        config = compose(command)
+    except SystemExit:
+        return
+    parts = [part for part in config.data.parts.values() if part.path is None]
+    downloads = any(part.source in ("hub", "url") for part in parts)
+    downloads |= bool(re.search(docs.DOWNLOADED_VOCABULARY, " ".join(command.words)))
+    is_plan = command.script == "train" and config.plan
+    if downloads and not is_plan:
+        assert re.search("network|download", command.comment), f"mark {command.text!r} with a comment: # network"
+
+
 def shows_refusal(command: Command) -> bool:
     return bool(command.output) and command.output[0].startswith(f"{command.script}.py: ")
 
@@ -150,3 +167,13 @@ def anchors(markdown: str) -> set[str]:
     """The anchors of a page's headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.+)$", markdown, re.MULTILINE)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+
+
+def test_every_page_is_linked_from_the_readme():
+    readme = (ROOT / "README.md").read_text()
+    for page in PAGES[1:]:
+        assert f"docs/{page.name}" in readme, page.name
+
+
+def test_readme_is_short():
+    assert len((ROOT / "README.md").read_text().splitlines()) <= 200
