@@ -129,6 +129,7 @@ def test_command_runs(command, prepared, monkeypatch, capsys):
         words = docs.shrink(command, compose(command).data if command.script != "bench" else None)
     except SystemExit:
         words = command.words  # refused; the message is compared below
+        capsys.readouterr()
     if command.launcher:
         launch = [sys.executable, "-m", "torch.distributed.run", *command.launcher, ROOT / "train.py", *words]
         done = subprocess.run(launch, capture_output=True, text=True, timeout=600)
