@@ -10,11 +10,6 @@ MARKS = {
 }
 
 
-def reserve(size: int) -> int:
-    """Ask for so many bytes, and touch none of them."""
-    return len(bytearray(size))
-
-
 def kernels_run(run) -> set[str]:
     """Which of PyTorch's fused kernels `run()` ran, by the profiler."""
     with torch.profiler.profile() as profiler:

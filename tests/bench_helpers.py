@@ -1,0 +1,66 @@
+"""Cases, settings and made-up rows for the tests of a bench."""
+
+from dataclasses import replace
+
+import torch
+
+from compare.bench.cases import BenchSettings, Case
+from compare.bench.results import Timing
+from model import AttentionConfig
+from model.attention import AttentionRequest
+
+CPU = torch.device("cpu")
+SETTINGS = BenchSettings(
+    model=None,
+    optimizer=None,
+    vocab_size=64,
+    compile=False,
+    tf32=False,
+    seed=1,
+    rounds=1,
+    repeats=2,
+    seconds=0.001,
+    time_limit=300.0,
+)
+COLUMNS = (
+    "backend,resolved,impl,status,reason,phase,device,dtype,B,T,H,G,D,Dv,ms_median,ms_q1,ms_q3,tokens_per_second,"
+    "flops_per_second,peak_share,peak_memory_bytes,error_y,error_dq,error_dk,error_dv,compile_s"
+)
+
+
+def make_case(phase="forward", backend="naive", *, T=16, **changes):
+    """A small case; changes: of its request."""
+    Tq, grad = 1 if phase == "decode" else T, phase in ("forward+backward", "step")
+    small = AttentionRequest(B=2, Tq=Tq, Tk=T, H=4, G=2, D=8, Dv=6, dtype=torch.float32, device=CPU, grad=grad)
+    return Case(backend, AttentionConfig(backend, None, None), phase, replace(small, **changes))
+
+
+def make_row(backend, T, ms, spread=0.01, **changes):
+    """A made-up row. ms None: it ran out of memory."""
+    row = Timing(
+        backend=backend,
+        resolved=backend,
+        status="finished",
+        phase="forward",
+        device="cpu",
+        dtype="float32",
+        B=1,
+        T=T,
+        H=2,
+        G=2,
+        D=64,
+        Dv=64,
+    )
+    if ms is None:
+        return replace(row, resolved=None, status="out of memory", reason="needed 8.0 GiB more", **changes)
+    return replace(row, ms_median=ms, ms_q1=ms * (1 - spread), ms_q3=ms * (1 + spread), **changes)
+
+
+def make_rows(**times):
+    """Made-up rows from {backend: {T: ms}}."""
+    return [make_row(backend, T, ms) for backend, line in times.items() for T, ms in line.items()]
+
+
+def reserve(size: int) -> int:
+    """Allocate `size` bytes without writing to them."""
+    return len(bytearray(size))

@@ -1,0 +1,130 @@
+"""What a bench measures: workloads, inputs, the float64 reference, FLOPs and memory."""
+
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from bench_helpers import CPU, SETTINGS, make_case
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common import system
+from compare.bench import cases
+from compare.bench.cases import count_flops, make_inputs, measure, write_reference
+from compare.bench.worker import Worker
+from model.attention import AttentionRequest, all_variants, attention_mask, get_attention_fn, naive
+from model.flops import attention_flops, flops_per_token
+
+NO_REFERENCE = Path("missing.pt")
+
+
+@given(Tq=st.integers(1, 40), more=st.integers(0, 40), Dv=st.integers(1, 9), grad=st.booleans())
+def test_attention_flops_count_the_visible_keys(Tq, more, Dv, grad):
+    request = AttentionRequest(
+        B=2, Tq=Tq, Tk=Tq + more, H=3, G=1, D=8, Dv=Dv, dtype=torch.float32, device=CPU, grad=grad
+    )
+    pairs = int(attention_mask(Tq, Tq + more).sum())
+    flops_per_pair = 2 * 8 + 2 * Dv  # query times key, weight times value
+    assert attention_flops(request) == 2 * 3 * pairs * flops_per_pair * (3 if grad else 1)
+
+
+def test_step_flops_use_the_context_of_the_case():
+    from configs.cli import parse_config
+
+    model = parse_config("bench", "", ["model.window=128", "model.block_size=128"]).model
+    long = replace(model, block_size=1024)
+    flops = count_flops(make_case("step", T=1024, B=1), replace(SETTINGS, model=model))
+    assert flops == 1024 * flops_per_token(long, 64, 1024)
+    assert flops < 1024 * flops_per_token(replace(long, window=None), 64, 1024)
+
+
+@pytest.mark.parametrize("phase", ["forward", "forward+backward", "decode"])
+def test_reference_is_naive_in_float64_on_the_same_inputs(phase, tmp_path):
+    case = make_case(phase)
+    write_reference(case, 7, tmp_path / "r.pt")
+    written = torch.load(tmp_path / "r.pt")
+    q, k, v, dy = (tensor.double().requires_grad_(case.request.grad) for tensor in make_inputs(case, 7))
+    assert q.shape[1] == (1 if phase == "decode" else 16)
+    y = naive(q, k, v)
+    expected = {"y": y.detach()}
+    if case.request.grad:
+        expected |= dict(zip(("dq", "dk", "dv"), torch.autograd.grad(y, (q, k, v), dy), strict=True))
+    assert written.keys() == expected.keys()
+    for name in written:
+        torch.testing.assert_close(written[name], expected[name], atol=1e-12, rtol=0)
+
+
+@pytest.mark.parametrize("dtype, lower, upper", [(torch.float32, 0.0, 5e-6), (torch.bfloat16, 1e-4, 0.1)])
+def test_errors_are_differences_from_the_reference(dtype, lower, upper, tmp_path):
+    case = make_case("forward+backward", dtype=dtype)
+    write_reference(case, SETTINGS.seed, tmp_path / "r.pt")
+    errors = measure(case, SETTINGS, tmp_path / "r.pt").errors
+    assert errors.keys() == {"y", "dq", "dk", "dv"} and all(lower < error < upper for error in errors.values())
+    wrong = torch.load(tmp_path / "r.pt")
+    wrong["dk"][0, 3, 1, 2] += 5.0
+    torch.save(wrong, tmp_path / "r.pt")
+    assert 4.5 < measure(case, SETTINGS, tmp_path / "r.pt").errors["dk"] < 5.5
+    assert measure(case, SETTINGS, NO_REFERENCE).errors == {}
+
+
+def test_calls_use_new_inputs_until_the_cpu_cache_is_full(monkeypatch):
+    pointers = []
+
+    def attend(q, k, v):
+        pointers.append((q.data_ptr(), k.data_ptr(), v.data_ptr()))
+        return q[..., :6]
+
+    case, cache_bytes = make_case(), 100_000
+    monkeypatch.setattr(system, "cache_bytes", lambda device: cache_bytes)
+    monkeypatch.setattr(cases, "get_attention_fn", lambda config: attend)
+    workload = cases._attention_workload(case, SETTINGS)
+    for _ in range(50):
+        workload.call()
+    period = pointers.index(pointers[0], 1)  # calls until the first inputs are used again
+    assert period * sum(tensor.nbytes for tensor in make_inputs(case, SETTINGS.seed)) > cache_bytes
+    assert len({q for q, _, _ in pointers}) == period
+
+
+def test_inputs_have_the_memory_layout_of_their_phase():
+    _, k, v, _ = make_inputs(make_case("decode"), 1)
+    assert k.transpose(1, 2).is_contiguous() and v.transpose(1, 2).is_contiguous(), "as in the KV cache"
+    assert make_inputs(make_case(), 1)[1].is_contiguous(), "as from a linear layer"
+
+
+@pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is known on Linux only")
+def test_peak_memory_is_that_of_the_case_also_in_a_used_process():
+    naive_case = make_case("forward+backward", T=2048, B=1, H=2, G=2, D=32, Dv=32)
+    scores = 2 * 2048**2 * 4  # bytes
+    with Worker() as worker:
+
+        def peak_memory(case):
+            return worker.call(measure, case, SETTINGS, NO_REFERENCE).peak_memory_bytes
+
+        assert peak_memory(naive_case) == pytest.approx(3 * scores, rel=0.2), (
+            "weights, their gradients, score gradients"
+        )
+        shapes = dict(B=1, H=2, G=2, D=64, Dv=64)
+        flash = {T: peak_memory(make_case("forward", "flash", T=T, **shapes)) for T in (8192, 4096, 2048)}
+        output = 2 * 64 * 4  # bytes per token
+        assert flash[4096] - flash[2048] == pytest.approx(2048 * output, rel=0.35)
+        assert flash[8192] - flash[4096] == pytest.approx(4096 * output, rel=0.35)
+        assert peak_memory(naive_case) == pytest.approx(3 * scores, rel=0.2)
+
+
+@pytest.mark.compiles
+@pytest.mark.slow
+def test_each_case_compiles_for_its_shapes():
+    """In a used process too: torch.compile would otherwise switch to dynamic shapes at the second T."""
+    with Worker() as worker:
+        for T in (16, 32, 48):
+            result = worker.call(measure, make_case("forward", "flex", T=T, G=4, D=16, Dv=16), SETTINGS, NO_REFERENCE)
+            assert result.resolved.resolved == "flex" and result.compile_s > 0
+
+
+def test_all_variants_are_attention_functions():
+    variants = all_variants()
+    assert {"naive", "sdpa", "sdpa:math", "sdpa:efficient", "flash", "flash:FA3"} <= variants.keys()
+    for config in variants.values():
+        get_attention_fn(config)
+    assert variants["sdpa:math"].kernels == ["math"] and variants["flash:FA3"].impl == "FA3"

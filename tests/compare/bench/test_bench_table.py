@@ -1,0 +1,33 @@
+"""The results on a terminal."""
+
+from pathlib import Path
+
+from bench_helpers import make_row, make_rows
+
+from compare.bench.table import list_notes, print_results
+
+
+def test_results_begin_with_the_recommendation(capsys):
+    print_results(make_rows(a={64: 1.0, 128: 2.0}, b={64: 3.0, 128: 9.0}), Path("runs/bench/x"))
+    printed = capsys.readouterr().out
+    assert printed.index("a, 3.0 to 4.5 times as fast as b") < printed.index("MiB") < printed.index("attention.csv")
+    assert "not reliable" not in printed
+
+
+def test_results_warn_about_a_busy_machine(capsys):
+    print_results([make_row("a", T, 1.0, spread=0.5) for T in (8, 16)], Path("runs/bench/x"))
+    assert "half of all calls differ by up to a factor of 3.0" in " ".join(capsys.readouterr().out.split())
+
+
+def test_notes_explain_kernels_errors_and_failures():
+    rows = [
+        make_row("sdpa", 64, 1.0, resolved="flash", error_y=1e-6, error_dq=3e-6),
+        make_row("sdpa", 128, 1.0, resolved="flash"),
+        make_row("naive", 64, None),
+        make_row("naive", 128, None),
+    ]
+    notes = list_notes(rows)
+    assert "sdpa ran flash." in notes
+    assert "Largest error in float32, compared with float64: 3.0e-06, by sdpa." in notes
+    assert "Not compared with float64, for lack of memory or time: T = 128." in notes
+    assert "naive: out of memory (forward; T = 64, 128): needed 8.0 GiB more" in notes
