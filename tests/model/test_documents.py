@@ -80,7 +80,7 @@ def table(documents: list[str]) -> Path:
 
 def load(path: Path, T: int, document_mask: bool) -> Loader:
     config = replace(TEXT_SOURCE, path=str(path), val_fraction=0.3, document_mask=document_mask)
-    prepared = prepare(config, BYTE, T, say=lambda line: None)
+    prepared = prepare(config, BYTE, T, print_line=lambda line: None)
     return Loader(prepared, T, seed=0, document_mask=document_mask)
 
 
@@ -99,7 +99,7 @@ def test_an_end_of_text_begins_the_next_document(workdir):
 
 def test_a_text_of_one_document_cannot_be_masked(train, capsys):
     assert train("data.document_mask=true") == 2
-    assert "which the tokenizer of a single text lacks; set data.document_mask=false" in capsys.readouterr().err
+    assert "which the tokenizer of a single document lacks; set data.document_mask=false" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("position", ["rotary", "learned"])

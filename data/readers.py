@@ -1,0 +1,347 @@
+"""Readers: from input files to documents, exactly as they are in the file and in bounded memory.
+
+A document is a sequence of pieces: (text, whether the document ends with it). A text file is one document. Each row of
+a table is one, unless data.row_is_document=false.
+
+.csv and .jsonl are read here, line by line. `datasets` guesses column types from the first rows: "NA" becomes null and
+dates become timestamps. It also uses the first column of a .csv as an index if rows are longer than the header, and it
+does not report the line of an error. Parquet files, URLs and the hub are read through `datasets`, which only this file
+imports.
+"""
+
+import codecs
+import csv
+import glob
+import json
+import logging
+import os
+import sys
+from collections.abc import Iterable, Iterator
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from common.errors import UserError
+from data.sources import InputFile, TextSource
+
+Piece = tuple[str, bool]
+Position = tuple[int, int]  # (document, character in it)
+MAX_PIECE_CHARS = 2**20
+MAX_LINE_CHARS = 2**30
+BLOCK_BYTES = 2**20  # read from a file at a time
+BATCH_ROWS = 200  # read from a parquet file or a hub data set at a time
+
+
+def iter_text(source: TextSource, files: list[InputFile]) -> Iterator[Piece]:
+    """The documents of the files in pieces. Nulls in a table are skipped. Raises UserError, with the position."""
+    for file in files:
+        if not file.is_table:
+            path = _download(file.address) if file.is_remote else file.address
+            yield from chunk_document(read_utf8(path, file))
+        elif source.row_is_document:
+            for row in _read_rows(file, source):
+                yield from chunk_document([row])
+        else:
+            yield from chunk_document(_read_rows(file, source))
+
+
+def read_documents(sources: list[TextSource]) -> list[str]:
+    """All documents of the sources in memory, without separating a held-out part. Raises UserError."""
+    documents, parts = [], []
+    for source in sources:
+        stop = None if source.max_documents is None else (source.max_documents, 0)
+        for text, ends in slice_documents(iter_text(source, source.files), (0, 0), stop):
+            parts.append(text)
+            if ends:
+                documents.append("".join(parts))
+                parts = []
+    if not any(documents):
+        raise no_text_error([file for source in sources for file in source.files])
+    return documents
+
+
+def no_text_error(files: list[InputFile]) -> UserError:
+    addresses = ", ".join(file.address for file in files[:3]) + (", ..." if len(files) > 3 else "")
+    return UserError(f"{addresses} contains no text; set data.path to a file that does")
+
+
+def slice_documents(pieces: Iterable[Piece], start: Position, stop: Position | None) -> Iterator[Piece]:
+    """The pieces from one position to another, or to the end. A document that is cut has no end in the first part."""
+    document = character = 0
+    for text, ends in pieces:
+        first, last = (document, character), (document, character + len(text))
+        if stop is not None and first >= stop:
+            return
+        if stop is not None and stop < last:
+            text, ends = text[: stop[1] - character], False
+        if last >= start and (last > start or ends):
+            yield (text[start[1] - character :] if first < start else text), ends
+        document, character = (document + 1, 0) if ends else last
+
+
+def chunk_document(texts: Iterable[str]) -> Iterator[Piece]:
+    """Join the texts to one document and cut it into pieces of at most MAX_PIECE_CHARS characters."""
+    pending = ""
+    for text in texts:
+        pending, start = pending + text, 0
+        while len(pending) - start > MAX_PIECE_CHARS:
+            window = pending[start : start + MAX_PIECE_CHARS]
+            cut = _find_cut(window)
+            yield window[:cut], False
+            start += cut
+        pending = pending[start:]
+    yield pending, True
+
+
+def _find_cut(text: str) -> int:
+    """A position where cutting does not change the tokens: between a word and the space after it.
+
+    No BPE pattern used here (GPT-2's, GPT-4's, ours) has a match that continues from a word into a space. Text without
+    spaces, as in some scripts, is cut at its end: the tokens there can differ, the text does not.
+    """
+    cut = text.rfind(" ", 1)
+    while cut > 0:
+        while cut > 0 and text[cut - 1].isspace():
+            cut -= 1
+        if cut > 0 and text[cut] == " ":
+            return cut
+        cut = text.rfind(" ", 1, max(1, cut))
+    return len(text)
+
+
+# Text files
+
+
+def open_decompressed(path: str, compression: str | None) -> Any:
+    """A binary file, decompressed while reading. Raises OSError.
+
+    Arrow detects a truncated compressed file; Python's zstandard does not.
+    """
+    if compression is None:
+        return open(path, "rb")
+    import pyarrow
+
+    return pyarrow.input_stream(path, compression=compression)
+
+
+def read_utf8(path: str, file: InputFile) -> Iterator[str]:
+    """The text of a file in blocks, without a byte order mark. Raises UserError, with the byte, if it is not UTF-8.
+
+    path: the file itself, or the downloaded copy.
+    """
+    decoder, position = codecs.getincrementaldecoder("utf-8")(), 0
+    block = None
+    try:
+        with open_decompressed(path, file.compression) as stream:
+            while block != b"":
+                block = stream.read(BLOCK_BYTES)
+                pending, _ = decoder.getstate()
+                try:
+                    text = decoder.decode(block, final=not block)
+                except UnicodeDecodeError as error:
+                    byte = position - len(pending) + error.start
+                    raise UserError(_explain_not_utf8(file.address, byte, error)) from None
+                yield text.removeprefix("\ufeff") if position == 0 else text
+                position += len(block)
+    except OSError as error:
+        if error.errno is not None:
+            raise
+        raise UserError(
+            f"{file.address} cannot be decompressed ({error}); copy the file again, or decompress it yourself"
+        ) from None
+
+
+def _explain_not_utf8(name: str, byte: int, error: UnicodeDecodeError) -> str:
+    """The error message for an invalid byte, at position `byte` of the decompressed file."""
+    invalid = error.object[error.start : error.start + 3]
+    control_bytes = sum(code < 9 or 13 < code < 32 for code in error.object[:4096])
+    if byte == 0 and invalid[:2] in (b"\xff\xfe", b"\xfe\xff"):
+        return (
+            f"{name} is UTF-16, not UTF-8 (byte 0 is 0x{invalid[0]:02x}); save it as UTF-8 (iconv -f utf-16 -t utf-8)"
+        )
+    if invalid[0] == 0xED and invalid[1:2] >= b"\xa0":
+        return f"{name} is not UTF-8: byte {byte} begins a lone surrogate (half a character); remove it"
+    if control_bytes > len(error.object[:4096]) // 50:
+        return (
+            f"{name} is binary, not text (byte {byte} is 0x{invalid[0]:02x}); set data.path to text files, also "
+            "compressed as .gz or .zst"
+        )
+    return (
+        f"{name} is not UTF-8: byte {byte} is 0x{invalid[0]:02x}; save it as UTF-8, for example with "
+        "iconv -f latin1 -t utf-8"
+    )
+
+
+# Tables
+
+
+def _read_rows(file: InputFile, source: TextSource) -> Iterator[str]:
+    """The text column of a table, row by row. Raises UserError."""
+    path = _download(file.address) if file.is_remote and file.kind != "hub" else file.address
+    if file.kind == "json":
+        yield from read_jsonl(path, file, source.text_column)
+    elif file.kind == "csv":
+        yield from read_csv(path, file, source.text_column)
+    elif file.compression is not None:
+        raise UserError(f"{file.address}: .parquet is compressed internally; decompress the outer file")
+    elif not os.path.isfile(path) or os.path.getsize(path):  # `datasets` reports an empty file as broken
+        try:
+            for batch in _iter_batches(file, path, source):
+                yield from _text_column(batch, file, source.text_column)
+        except UserError:
+            raise
+        except Exception as error:  # many libraries are involved, each with its own exceptions
+            raise UserError(_explain_read_error(file, error.__cause__ or error)) from error
+
+
+def read_jsonl(path: str, file: InputFile, column: str) -> Iterator[str]:
+    """The text column of a .jsonl file, row by row. Blank lines are skipped. Raises UserError, with the line."""
+    for number, line in enumerate(_read_lines(path, file), start=1):
+        if not line.strip():
+            continue
+        where = f"line {number} of {file.address}"
+        try:
+            row = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{where} is not valid JSON ({error}); correct that line") from None
+        if not isinstance(row, dict):
+            raise UserError(f'{where} is not a JSON object; write each line as {{"{column}": "..."}}')
+        if column not in row:
+            raise UserError(f"{where} has no column {column}; set data.text_column to one of {_list_columns(row)}")
+        text = row[column]
+        if not isinstance(text, str | None):
+            raise UserError(
+                f"column {column} in {where} has type {type(text).__name__}; set data.text_column to a column of text"
+            )
+        if text is not None:
+            try:
+                text.isascii() or text.encode()
+            except UnicodeEncodeError:
+                raise UserError(f"{where} has a lone surrogate (half a character); remove it") from None
+            yield text
+
+
+def read_csv(path: str, file: InputFile, column: str) -> Iterator[str]:
+    """The text column of a .csv file whose first line names the columns (RFC 4180), row by row.
+
+    Blank lines are skipped. Raises UserError, with the line.
+    """
+    csv.field_size_limit(MAX_LINE_CHARS)
+    rows = csv.reader((line + "\n" for line in _read_lines(path, file)), strict=True)
+    header: list[str] = []
+    try:
+        for row in filter(None, rows):
+            if not header:
+                header = row
+                if column not in header:
+                    raise UserError(
+                        f"{file.address} has no column {column}; set data.text_column to one of {_list_columns(header)}"
+                    )
+            elif len(row) != len(header):
+                raise UserError(
+                    f"line {rows.line_num} of {file.address} has {len(row)} fields, but the first line names "
+                    f"{len(header)} columns; put text that contains commas in quotation marks"
+                )
+            else:
+                yield row[header.index(column)]
+    except csv.Error as error:
+        raise UserError(
+            f"line {rows.line_num} of {file.address} is not valid CSV ({error}); correct that line"
+        ) from None
+
+
+def _read_lines(path: str, file: InputFile) -> Iterator[str]:
+    """The lines of a file without their ends, also the last one."""
+    parts, size = [], 0
+    for block in read_utf8(path, file):
+        *lines, rest = block.split("\n")
+        for line in lines:
+            yield "".join([*parts, line])
+            parts, size = [], 0
+        parts.append(rest)
+        size += len(rest)
+        if size > MAX_LINE_CHARS:
+            raise UserError(f"{file.address} has a line of more than {MAX_LINE_CHARS:,} characters; split that line")
+    yield "".join(parts)
+
+
+def _list_columns(columns: Iterable[str]) -> str:
+    return ", ".join(columns)[:200] or "none"
+
+
+# Tables through `datasets`
+
+
+@cache
+def _import_datasets() -> Any:
+    """The `datasets` library, imported on first use (1 s), without its log messages and download counts."""
+    os.environ.setdefault("USE_TORCH", "0")  # otherwise `datasets` imports torch, which takes 2 s more
+    import datasets
+
+    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # otherwise every read of a file, also local, contacts a server
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)
+    return datasets
+
+
+def _download(address: str) -> str:
+    """Download a URL into the cache of `datasets` and return the path. Raises UserError."""
+    try:
+        return _import_datasets().DownloadManager().download(address)
+    except Exception as error:  # many libraries are involved, each with its own exceptions
+        reason = _summarize(error.__cause__ or error, address)
+        raise UserError(
+            f"{address} could not be downloaded ({reason}); download it another way and set data.path=FILE"
+        ) from error
+
+
+def _iter_batches(file: InputFile, path: str, source: TextSource) -> Iterator[Any]:
+    """Arrow tables with only the text column, BATCH_ROWS rows at a time. Raises UserError and errors of `datasets`."""
+    datasets, column = _import_datasets(), source.text_column
+    if file.kind == "hub":
+        if sys.stderr.isatty():
+            datasets.enable_progress_bars()  # downloads of gigabytes
+        rows = datasets.load_dataset(
+            path,
+            name=source.hub_config,
+            split=file.split,
+            revision=source.revision if file.is_remote else None,
+            streaming=source.stream or not file.is_remote,  # the cache does not notice changes in a local folder
+        )
+    else:
+        # Streaming avoids a second copy in the cache.
+        pattern = glob.escape(str(Path(path).resolve()))
+        rows = datasets.load_dataset(
+            "parquet", data_files=[pattern], split="train", streaming=True, batch_size=BATCH_ROWS
+        )
+    names = rows.column_names or list(next(iter(rows), {}))
+    if names and column not in names:
+        raise UserError(f"{file.address} has no column {column}; set data.text_column to one of {_list_columns(names)}")
+    yield from rows.select_columns([column]).with_format("arrow").iter(batch_size=BATCH_ROWS) if names else ()
+
+
+def _text_column(table: Any, file: InputFile, column: str) -> list[str]:
+    kind = table.schema.field(column).type
+    if str(kind) not in ("string", "large_string", "string_view", "null"):
+        raise UserError(f"column {column} of {file.address} has type {kind}; set data.text_column to a column of text")
+    return [text for text in table[column].to_pylist() if text is not None]
+
+
+def _explain_read_error(file: InputFile, error: BaseException) -> str:
+    """The error message for an exception of `datasets`."""
+    reason = _summarize(error, file.address)
+    if file.kind != "hub":
+        return f"{file.address} cannot be read as .parquet ({reason}); repair the file, or set another data.path"
+    is_offline = any(word in f"{type(error).__name__} {error}" for word in ("Connect", "Offline", "resolve host"))
+    fix = "check the network" if is_offline else "correct data.repo, data.config, data.split or data.revision"
+    return (
+        f"{file.address} could not be read from the hub ({reason}); {fix}, or download the files another way and set "
+        "data.path=FILES"
+    )
+
+
+def _summarize(error: BaseException, address: str) -> str:
+    """The type and the first line of an exception, at most 300 characters."""
+    first_line = [line for line in str(error).strip().splitlines()[:1] if line != address]
+    return ": ".join([type(error).__name__, *first_line])[:300]

@@ -1,0 +1,40 @@
+"""experiment=gpt2_124m: nanoGPT's recipe, and a small run of it."""
+
+import json
+import math
+
+from data_helpers import write_parquet
+from helpers import GPT2
+
+from configs.cli import parse_config, run_main
+from data.tokenizer import needs_download
+from train import main
+
+
+def test_gpt2_124m_is_nanogpts_recipe_for_any_number_of_devices(workdir):
+    config = parse_config("train", "", ["experiment=gpt2_124m"])
+    model, tuned, schedule = config.model, config.optimizer, config.schedule
+    assert (model.n_layer, model.n_head, model.n_embd, model.block_size) == (12, 12, 768, 1024)
+    assert (tuned.name, tuned.lr, tuned.betas, tuned.weight_decay) == ("adamw", 6e-4, [0.9, 0.95], 0.1)
+    assert (schedule.name, schedule.warmup_steps, schedule.final_fraction) == ("cosine", 2000, 0.1)
+    assert (config.train.steps, config.train.grad_clip, config.eval.every) == (600_000, 1.0, 1000)
+    assert (config.data.repo, config.tokenizer.name) == ("Skylion007/openwebtext", "gpt2")
+    for world_size in (1, 2, 4, 8):
+        micro, accumulation = config.train.plan(world_size)
+        assert micro * accumulation * world_size * model.block_size == 524_288
+
+
+def test_shrunken_gpt2_124m_trains_on_a_local_parquet(workdir):
+    write_parquet(workdir / "web.parquet", [f"Document {n} says {n * n}.\n" * 9 for n in range(60)])
+    kind = "byte" if needs_download(GPT2) else "gpt2"
+    code = run_main(main, parse_config("train", "", [
+        "experiment=gpt2_124m", "data.path=web.parquet", f"tokenizer={kind}", "name=a", "model.n_layer=2",
+        "model.n_head=2", "model.n_embd=16", "model.block_size=32", "train.steps=2", "train.batch_size=4",
+        "train.micro_batch_size=2", "eval.sample.max_new_tokens=4", "wandb.mode=disabled", "device=cpu",
+    ]))  # fmt: skip
+    assert code == 0
+    rows = [json.loads(line) for line in (workdir / "runs/a/metrics.jsonl").read_text().splitlines()]
+    losses = [row[key] for row in rows for key in ("train/loss", "val/loss") if key in row]
+    assert len(losses) == 4
+    vocabulary = json.loads((workdir / "runs/a/summary.json").read_text())["vocab_size"]
+    assert all(math.isfinite(loss) and abs(loss - math.log(vocabulary)) < 0.5 for loss in losses)
