@@ -48,8 +48,7 @@ from common.run_dir import find_run
 from configs.cli import config_from_python, exit_fast
 from configs.cli import run_main as run_main
 from configs.schema import Sample
-from data.readers import read_documents
-from data.sources import resolve_sources
+from data import sources
 from data.tokenizer import encode, initial_tokens, token_bytes
 from model import SamplingConfig
 from model.generation.attention_plots import draw_attention_maps
@@ -67,7 +66,7 @@ def main(config: Sample) -> int:
     # read and check all inputs before the model is loaded
     if config.out is not None:
         check_output_path(config.out)
-    documents = read_documents(resolve_sources(config.data)) if config.loss else []
+    documents = sources.documents(config.data) if config.loss else []
     prompts = load_prompts(config)
     model, tokenizer, description = load_model(config, min(config.batch_size, len(prompts) * config.num_samples))
     print(f"{description}, seed {config.seed}", file=sys.stderr)

@@ -94,7 +94,7 @@ def main(config: Train) -> int:
     with dist.main_first():
         spec = load_run_tokenizer(config.tokenizer.run, config.name)
         prepared = prepare(config.data, config.tokenizer, block_size, spec=spec)
-    encoding = prepared.tokenizer
+    encoding = prepared.encoding
     loader = Loader(prepared, block_size, config.seed, device, config.data.document_mask)
     torch.manual_seed(config.seed)
     model = GPT(config.model, encoding.n_vocab, get_attention_fn(config.attention)).to(device)

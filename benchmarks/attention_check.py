@@ -1,10 +1,10 @@
-"""Compare the times of bench.py with torch.utils.benchmark, on attention that is written in this file.
+"""Hold what bench.py measures against torch.utils.benchmark, on attention that is written here.
 
-    python benchmarks/attention_check.py 1024 4096        contexts; 8 heads of 64, float32, CPU
+    python benchmarks/attention_check.py 1024 4096        for these contexts; 8 heads of 64, float32, on a CPU
 
-Both sides time the same call, in separate processes and in turns, so that a change of the machine's speed affects both.
-The ratio is that of the medians over ROUNDS. For phase decode, the last column has the bytes of keys and values that a
-call reads, and the bytes per second. The first line shows the memory bandwidth for comparison.
+Both sides time the same call in processes of their own, in turns, so that a machine that drifts does so for both; the
+ratio is of the medians over ROUNDS. For decode it says as well how many bytes of keys and values a call has to read,
+and how fast it reads them, beside the speed at which the machine reads memory.
 """
 
 import itertools
@@ -21,116 +21,87 @@ from torch.utils.benchmark import Timer
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from compare.bench.cases import BenchSettings, Case, measure
-from compare.bench.worker import Worker
-from model.attention import AttentionRequest, all_variants
+from compare.bench.worker import run_isolated
+from model.attention import all_variants
 
 ROUNDS, SECONDS = 5, 0.5
-CACHE_BYTES = 64 * 2**20  # larger than the caches of common CPUs
+MORE_THAN_CACHES = 64 * 2**20  # bytes
 PHASES = ("forward", "forward+backward", "decode")
 H, D = 8, 64
 
 
-def naive(q, k, v):
-    """Causal attention from its formula. q, k, v: (1, H, T, D); a single query attends to all keys."""
+def by_hand(q, k, v):
+    """Causal attention by its formula; q, k, v (1, H, T, D), a single query sees all keys."""
     scores = q @ k.transpose(-1, -2) / math.sqrt(D)
     Tq, Tk = scores.shape[-2:]
-    is_masked = torch.ones(Tq, Tk, dtype=torch.bool).triu(Tk - Tq + 1)
-    return F.softmax(scores.masked_fill(is_masked, -math.inf), dim=-1) @ v
+    hidden = torch.ones(Tq, Tk, dtype=torch.bool).triu(Tk - Tq + 1)
+    return F.softmax(scores.masked_fill(hidden, -math.inf), dim=-1) @ v
 
 
-def sdpa(q, k, v, kernel):
+def by_torch(q, k, v, kernel):
     with sdpa_kernel(kernel):
         return F.scaled_dot_product_attention(q, k, v, is_causal=q.shape[2] == k.shape[2])
 
 
-VARIANTS = {
-    "naive": naive,
-    "sdpa:math": lambda *qkv: sdpa(*qkv, SDPBackend.MATH),
-    "flash": lambda *qkv: sdpa(*qkv, SDPBackend.FLASH_ATTENTION),
+WAYS = {
+    "naive": by_hand,
+    "sdpa:math": lambda *qkv: by_torch(*qkv, SDPBackend.MATH),
+    "flash": lambda *qkv: by_torch(*qkv, SDPBackend.FLASH_ATTENTION),
 }
 
 
-def time_with_torch(variant: str, phase: str, T: int) -> float:
-    """Seconds of a call, measured by torch.utils.benchmark."""
-    Tq, has_backward = 1 if phase == "decode" else T, phase == "forward+backward"
+def theirs(way: str, phase: str, T: int) -> float:
+    """Seconds of a call, by torch.utils.benchmark."""
+    Tq, gradients = 1 if phase == "decode" else T, phase == "forward+backward"
 
     def draw(length):
         if phase == "decode":
             return torch.randn(1, H, length, D)
-        return torch.randn(1, length, H, D).transpose(1, 2)  # the memory layout of a linear layer's output
+        return torch.randn(1, length, H, D).transpose(1, 2)  # as they come out of a linear layer
 
     def call():
-        q, k, v, dy = next(next_inputs)
-        y = VARIANTS[variant](q, k, v)
-        if has_backward:
+        q, k, v, dy = next(turn)
+        y = WAYS[way](q, k, v)
+        if gradients:
             torch.autograd.grad(y, (q, k, v), dy)
 
     size = 2 * (T + Tq) * H * D * 4
-    inputs = [[draw(length) for length in (Tq, T, T, Tq)] for _ in range(1 + CACHE_BYTES // size)]
-    for tensor in itertools.chain(*(qkv for *qkv, _ in inputs)):
-        tensor.requires_grad_(has_backward)
-    next_inputs = itertools.cycle(inputs)
+    inputs = [[draw(length) for length in (Tq, T, T, Tq)] for _ in range(1 + MORE_THAN_CACHES // size)]
+    for each in itertools.chain(*(qkv for *qkv, _ in inputs)):
+        each.requires_grad_(gradients)
+    turn = itertools.cycle(inputs)
     timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
     return timer.blocked_autorange(min_run_time=SECONDS).median
 
 
-def time_with_bench(variant: str, phase: str, T: int) -> float:
-    """Seconds of a call, measured by bench.py."""
-    request = AttentionRequest(
-        B=1,
-        Tq=1 if phase == "decode" else T,
-        Tk=T,
-        H=H,
-        G=H,
-        D=D,
-        Dv=D,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        grad=phase == "forward+backward",
-    )
+def ours(way: str, phase: str, T: int) -> float:
+    """Seconds of a call, as bench.py has them."""
+    case = Case(all_variants()[way], phase, torch.device("cpu"), torch.float32, B=1, T=T, H=H, G=H, D=D, Dv=D)
     settings = BenchSettings(
-        model=None,
-        optimizer=None,
-        vocab_size=0,
-        compile=False,
-        tf32=False,
-        seed=1,
-        rounds=1,
-        repeats=2,
-        seconds=SECONDS,
-        time_limit=math.inf,
+        None, None, 0, False, False, seed=1, rounds=1, repeats=2, seconds=SECONDS, time_limit=math.inf
     )
-    case = Case(variant, all_variants()[variant], phase, request)
     return statistics.median(measure(case, settings, Path("no reference")).seconds)
 
 
-def measure_bandwidth() -> float:
-    """Bytes per second that a sum over a large tensor reads."""
-    x = torch.ones(CACHE_BYTES)
+def read_bandwidth() -> float:
+    """Bytes per second that a sum reads."""
+    x = torch.ones(MORE_THAN_CACHES)
     timer = Timer("x.sum()", globals={"x": x}, num_threads=torch.get_num_threads())
     return x.nbytes / timer.blocked_autorange(min_run_time=1.0).median
 
 
 def main(Ts: list[int]) -> None:
-    with Worker() as bench, Worker() as check:
-        print(f"memory bandwidth: {check.call(measure_bandwidth) / 1e9:.1f} GB/s")
-        print(f"{'phase':<17}{'T':>6}  {'attention':<10}{'bench, ms':>10}{'check, ms':>10}{'ratio':>7}")
-        for phase, T, variant in itertools.product(PHASES, Ts, VARIANTS):
-            arguments = variant, phase, T
-            pairs = [
-                (bench.call(time_with_bench, *arguments), check.call(time_with_torch, *arguments))
-                for _ in range(ROUNDS)
-            ]
-            bench_s, check_s = (statistics.median(seconds) for seconds in zip(*pairs, strict=True))
-            read = ""
-            if phase == "decode":
-                size = 2 * T * H * D * 4
-                read = f"  {size / 2**20:.0f} MiB of keys and values at {size / bench_s / 1e9:.1f} GB/s"
-            times = f"{1e3 * bench_s:>10.3f}{1e3 * check_s:>10.3f}{bench_s / check_s:>7.2f}"
-            print(f"{phase:<17}{T:>6}  {variant:<10}{times}{read}", flush=True)
+    print(f"a sum reads memory at {run_isolated(read_bandwidth) / 1e9:.1f} GB/s")
+    print(f"{'phase':<17}{'T':>6}  {'attention':<10}{'bench, ms':>10}{'check, ms':>10}{'ratio':>7}")
+    for phase, T, way in itertools.product(PHASES, Ts, WAYS):
+        pairs = [(run_isolated(ours, way, phase, T), run_isolated(theirs, way, phase, T)) for _ in range(ROUNDS)]
+        a, b = (statistics.median(times) for times in zip(*pairs, strict=True))
+        read = ""
+        if phase == "decode":
+            size = 2 * T * H * D * 4
+            read = f"  {size / 2**20:.0f} MiB of keys and values at {size / a / 1e9:.1f} GB/s"
+        print(f"{phase:<17}{T:>6}  {way:<10}{1e3 * a:>10.3f}{1e3 * b:>10.3f}{a / b:>7.2f}{read}", flush=True)
 
 
 if __name__ == "__main__":
-    import attention_check  # worker processes import the functions from there
-
-    attention_check.main([int(argument) for argument in sys.argv[1:]] or [1024, 4096])
+    main([int(word) for word in sys.argv[1:]] or [1024, 4096])

@@ -67,7 +67,7 @@ def compare(theirs: ModuleType, text: Path, steps: int, bias: bool) -> float:
         "experiment=shakespeare_char_cpu", f"data.path={text}", f"model.bias={str(bias).lower()}",
     ])  # fmt: skip
     whole = text.read_text(encoding="utf-8")
-    encoding = tokenizer.build_tokenizer(tokenizer.Corpus([whole], several=False), config.tokenizer)
+    encoding = tokenizer.build(tokenizer.Corpus([whole], several=False), config.tokenizer)
     tokens = torch.from_numpy(tokenizer.encode(encoding, whole).astype("int64"))
     shape = {
         key: getattr(config.model, key) for key in ("n_layer", "n_head", "n_embd", "block_size", "dropout", "bias")

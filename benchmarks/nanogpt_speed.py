@@ -40,7 +40,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from data.loader import Loader  # noqa: E402
-from data.shards import PreparedData  # noqa: E402
+from data.prepared import Prepared  # noqa: E402
 
 SMALL_MODEL = ["--block_size=64", "--batch_size=12", "--n_layer=4", "--n_head=4", "--n_embd=128", "--dropout=0.0"]
 WARMUP_STEPS = 10  # not counted
@@ -107,19 +107,19 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     return arguments, words[separator + 1 : -1]
 
 
-def share_tokens(work: Path, nanogpt: Path, arguments: argparse.Namespace) -> PreparedData:
+def share_tokens(work: Path, nanogpt: Path, arguments: argparse.Namespace) -> Prepared:
     """Prepare the text with trilGPT, and copy the tokens to where nanoGPT reads them."""
     tokenizer = "gpt2" if arguments.recipe == "gpt2_124m" else "char"
     data = "text" if tokenizer == "gpt2" else "shakespeare_char"
     path = f"data.path={arguments.text.resolve()}"
     run_python(work, ROOT / "prepare.py", f"data={data}", f"tokenizer={tokenizer}", path)
     (meta,) = (work / "data/prepared").glob("*/meta.json")
-    prepared = PreparedData(meta.parent, json.loads(meta.read_text()))
+    prepared = Prepared(meta.parent, json.loads(meta.read_text()))
     for dataset in ("shakespeare_char", "openwebtext"):
         folder = nanogpt / "data" / dataset
         shutil.copytree(meta.parent, folder, dirs_exist_ok=True)
         if tokenizer == "char":
-            (folder / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": prepared.tokenizer.n_vocab}))
+            (folder / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": prepared.encoding.n_vocab}))
     return prepared
 
 
@@ -134,7 +134,7 @@ def run_python(folder: Path, *command: object) -> tuple[str, float]:
 
 
 def compare_time_to_loss(
-    work: Path, nanogpt: Path, prepared: PreparedData, recipe: Recipe, overrides: list[str], rounds: int
+    work: Path, nanogpt: Path, prepared: Prepared, recipe: Recipe, overrides: list[str], rounds: int
 ) -> int:
     """Print the seconds and the validation loss of both, per round -> the exit code."""
     print(f"{'round':>5} {'nanoGPT':>20} {'trilGPT':>20} {'ratio':>6}   seconds of the complete process, val loss")
@@ -156,7 +156,7 @@ def compare_time_to_loss(
     return int(is_worse)
 
 
-def checkpoint_loss(nanogpt: Path, prepared: PreparedData) -> float:
+def checkpoint_loss(nanogpt: Path, prepared: Prepared) -> float:
     """Loss of nanoGPT's last checkpoint over the complete validation split, each target once, in nats per token."""
     module = import_file("nanogpt_model", nanogpt / "model.py")
     saved = torch.load(nanogpt / "out-shakespeare-char/ckpt.pt", weights_only=True)

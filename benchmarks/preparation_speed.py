@@ -30,14 +30,14 @@ import json, sys
 import numpy as np
 import tiktoken
 sys.path.insert(0, sys.argv[1])
-from data.tokenizer import end_of_text, from_spec
+from data import tokenizer
 from pathlib import Path
-tokenizer = from_spec(json.loads(Path(sys.argv[2]).read_text())["tokenizer"])
-end = end_of_text(tokenizer)
+encoding = tokenizer.from_spec(json.loads(Path(sys.argv[2]).read_text())["tokenizer"])
+end = tokenizer.end_of_text(encoding)
 rows = [json.loads(line)["text"] for line in open(sys.argv[3], encoding="utf-8")]
 import time
 begun = time.perf_counter()
-documents = [tokenizer.encode_ordinary(row) + [end] for row in rows]
+documents = [encoding.encode_ordinary(row) + [end] for row in rows]
 print(time.perf_counter() - begun)
 first = int(len(documents) * 0.9)
 for name, part in (("train", documents[:first]), ("val", documents[first:])):

@@ -85,12 +85,6 @@ class ProgressBar:
             self._last_refresh = now
             self._bar.update(self._task, completed=done, description=label, details=details, left=self._remaining(now))
 
-    def update_bytes(self, done: float, label: str) -> None:
-        """Show that `done` bytes are done, with their size and the mean speed as details."""
-        speed = (done - self.initial) / max(1e-9, time.perf_counter() - self._started)
-        total = f" of {format_bytes(self.total)}" if self.total else ""
-        self.update(done, label, f"{format_bytes(done)}{total}, {format_bytes(speed)}/s")
-
     def _remaining(self, now: float) -> str:
         if self.total is None or self.done <= self.initial:
             return ""

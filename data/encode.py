@@ -1,181 +1,135 @@
-"""Encoding: from pieces of text to token files, on all cores, in chunks of about a million characters.
-
-A token file (shard) ends at the first chunk boundary after SHARD_TOKENS tokens. The files therefore depend only on the
-text and the tokenizer. The journal records the state after each finished file, so that an interrupted preparation
-continues there, with identical output.
-"""
+"""Pieces of text to token ids on disk, on all cores, a shard at a time."""
 
 import itertools
 import json
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import asdict, dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import numpy as np
 import tiktoken
 
-from common.console import ProgressBar
-from common.files import write_json
+from common.files import atomic_write
 from common.system import cpu_count
+from data import tokenizer
+from data.config import DataConfig
 from data.fast_bpe import FastBPE
-from data.shards import ShardWriter, shard_name
-from data.sources import TextSource
+from data.progress import PrepareProgress
+from data.shards import ShardWriter
 from data.splits import SplitRange
-from data.tokenizer import encode, end_of_text, from_spec
 
-CHUNK_CHARS = 2**20  # that a thread encodes at a time
-SHARD_TOKENS = 2**26  # in a token file; half a minute of work for two cores
-PIECE_OVERHEAD_CHARS = 32  # added to each piece's length, so that a chunk has a bounded number of empty documents
-NamedPiece = tuple[str, bool, str]  # text, whether its document ends, name for error messages
-
-
-@dataclass
-class SplitProgress:
-    """State of a split after its finished files: where to continue, and the totals for meta.json.
-
-    range_index: the current SplitRange. chunks: encoded chunks of that range.
-    files: {file name: {"tokens", "sha256"}}. tokens: by source. bytes, documents: encoded text.
-    longest_document, open_document: in tokens, of the longest document and of the one that has not ended yet.
-    """
-
-    range_index: int = 0
-    chunks: int = 0
-    files: dict[str, dict] = field(default_factory=dict)
-    tokens: dict[str, int] = field(default_factory=dict)
-    bytes: int = 0
-    documents: int = 0
-    longest_document: int = 0
-    open_document: int = 0
-
-    def add(self, source: str, chunk: "EncodedChunk") -> None:
-        self.chunks += 1
-        self.tokens[source] += len(chunk.ids)
-        self.bytes += chunk.bytes
-        for length, ends in chunk.lengths:
-            self.open_document += length
-            if ends:
-                self._end_document()
-
-    def end_range(self) -> None:
-        if self.open_document:  # a document whose rest is held out
-            self._end_document()
-        self.range_index, self.chunks = self.range_index + 1, 0
-
-    def _end_document(self) -> None:
-        self.documents += 1
-        self.longest_document = max(self.longest_document, self.open_document)
-        self.open_document = 0
-
-
-@dataclass
-class Journal:
-    """State of an unfinished preparation, saved as journal.json.
-
-    commits: of the hub data sets, by source. tokenizer: its spec. splits: progress of "train" and "val".
-    """
-
-    fingerprint: str
-    commits: dict[str, str | None]
-    tokenizer: dict
-    ranges: list[SplitRange]
-    splits: dict[str, SplitProgress] = field(default_factory=lambda: {"train": SplitProgress(), "val": SplitProgress()})
-
-    def save(self, folder: Path) -> None:
-        write_json(folder / "journal.json", asdict(self))
-
-    @classmethod
-    def load(cls, folder: Path) -> "Journal | None":
-        """None: there is no journal, or it is damaged."""
-        try:
-            journal = cls(**json.loads((folder / "journal.json").read_text()))
-            journal.ranges = [SplitRange.from_json(fields) for fields in journal.ranges]
-            journal.splits = {split: SplitProgress(**fields) for split, fields in journal.splits.items()}
-        except (OSError, ValueError, TypeError):
-            return None
-        return journal
-
-    def can_resume(self, fingerprint: str, commits: dict[str, str | None]) -> bool:
-        """Whether the rest would be of the same text. A commit of None is unknown, as without a network."""
-        same_commits = all(commit in (None, self.commits.get(name)) for name, commit in commits.items())
-        return self.fingerprint == fingerprint and same_commits
+CHUNK = 2**20  # characters that a thread encodes at a time
+PIECE_SIZE = 32  # characters that a piece counts for beside its own, for none is without weight
+PlacedPiece = tuple[str, bool, str]  # a piece, and where it is
 
 
 @dataclass(frozen=True)
-class EncodedChunk:
-    """Token ids of a chunk of text. lengths: (tokens, whether the document ends) of each piece. bytes: of its text."""
+class Encoded:
+    """A chunk of text as ids; lengths: (tokens, whether a document ends) of each piece; and its bytes of text."""
 
     ids: np.ndarray
     lengths: list[tuple[int, bool]]
     bytes: int
 
 
-def token_dtype(tokenizer: tiktoken.Encoding) -> str:
-    return "uint16" if tokenizer.n_vocab <= 2**16 else "uint32"
+def token_dtype(encoding: tiktoken.Encoding) -> str:
+    return "uint16" if encoding.n_vocab <= 2**16 else "uint32"
 
 
-def encode_split(folder: Path, split: str, sources: list[TextSource], journal: Journal, bar: ProgressBar) -> None:
-    """Write the token files of a split that the journal does not list yet, and save the journal after each."""
-    tokenizer = from_spec(journal.tokenizer)
-    dtype, fast = token_dtype(tokenizer), FastBPE.from_tokenizer(tokenizer)
-    by_name = {source.name: source for source in sources}
-    progress, ranges = journal.splits[split], [part for part in journal.ranges if part.split == split]
-    total = None if any(part.bytes is None for part in ranges) else sum(part.bytes for part in ranges)
-    bar.restart(total, progress.bytes)
-    writer = None
-    for part in ranges[progress.range_index :]:
-        progress.tokens.setdefault(part.source, 0)
-        chunks = split_into_chunks(name_pieces(part, by_name[part.source]))
-        remaining = itertools.islice(chunks, progress.chunks, None)
-        for chunk in parallel_map(lambda chunk: encode_chunk(tokenizer, fast, chunk), remaining):
-            bar.update_bytes(progress.bytes, f"encoding {split}")
-            writer = writer or ShardWriter(folder / shard_name(split, len(progress.files)), dtype)
-            writer.write(chunk.ids)
-            progress.add(part.source, chunk)
-            if writer.tokens >= SHARD_TOKENS:
-                progress.files[writer.path.name] = writer.finish()
-                journal.save(folder)
-                writer = None
-        progress.end_range()
-    if writer is not None:
-        progress.files[writer.path.name] = writer.finish()
-    journal.save(folder)
+def encode_split(
+    folder: Path, split: str, config: DataConfig, parts: list[SplitRange], encoding: tiktoken.Encoding, journal: dict,
+    show: PrepareProgress,
+) -> None:  # fmt: skip
+    """Write the ids of a split's parts, end to end, behind the shards that the journal has, and tell it so.
+
+    journal["splits"][split] comes to hold, as of the last chunk that was begun: part and chunk, which come next, skip,
+    how many of that chunk's ids are in finished shards already; and what is known of all before: files, ranges (each
+    text's first id, and how many), bytes, documents, and longest, the tokens of the longest document.
+    """
+    fresh = {"part": 0, "chunk": 0, "skip": 0, "tokens": 0, "files": {}, "ranges": {}, "bytes": 0, "documents": 0,
+             "longest": 0, "open": 0}  # fmt: skip
+    state, dtype = journal["splits"].setdefault(split, fresh), token_dtype(encoding)
+    writer = ShardWriter(folder, split, dtype, journal["shard"], state["files"])
+    total = sum(part.bytes for part in parts) if all(part.bytes is not None for part in parts) else None
+    show.begin(f"encoding {split}", total, state["bytes"])
+
+    fast = FastBPE.of(encoding)
+
+    def encode(chunk: list[PlacedPiece]) -> Encoded:
+        return _encode(encoding, fast, chunk, dtype)
+
+    for part in parts[state["part"] :]:
+        state["ranges"].setdefault(part.name, [state["tokens"], 0])
+        pieces = itertools.islice(chunks(placed(part, config)), state["chunk"], None)
+        for encoded in parallel_map(encode, pieces):
+            skip = state["skip"]
+            for used in writer.add(encoded.ids[skip:]):
+                state["skip"] = skip + used
+                atomic_write(folder / "journal.json", json.dumps(journal).encode())
+            state["skip"] = 0
+            state["chunk"] += 1
+            _count(state, part.name, encoded)
+            show.add(encoded.bytes)
+        if state["open"]:  # a document that validation goes on with
+            _close(state)
+        state["part"], state["chunk"] = state["part"] + 1, 0
+    writer.finish()
+    atomic_write(folder / "journal.json", json.dumps(journal).encode())
 
 
-def encode_chunk(tokenizer: tiktoken.Encoding, fast: FastBPE | None, chunk: list[NamedPiece]) -> EncodedChunk:
-    """Encode the pieces of a chunk, with an end-of-text token after each document if the tokenizer has one."""
-    end = end_of_text(tokenizer)
-    ids, lengths, size = [], [], 0
-    for text, ends, name in chunk:
-        ids.append(encode(tokenizer, text, name, fast))
-        lengths.append((len(ids[-1]), ends))
-        size += len(text.encode())
+def _count(state: dict, name: str, encoded: Encoded) -> None:
+    state["tokens"] += len(encoded.ids)
+    state["ranges"][name][1] += len(encoded.ids)
+    state["bytes"] += encoded.bytes
+    for length, ends in encoded.lengths:
+        state["open"] += length
+        if ends:
+            _close(state)
+
+
+def _close(state: dict) -> None:
+    state["documents"], state["longest"] = state["documents"] + 1, max(state["longest"], state["open"])
+    state["open"] = 0
+
+
+def _encode(encoding: tiktoken.Encoding, fast: FastBPE | None, chunk: list[PlacedPiece], dtype: str) -> Encoded:
+    end = tokenizer.end_of_text(encoding)
+    parts, lengths, size = [], [], 0
+    for text, ends, where in chunk:
+        ids = tokenizer.encode(encoding, text, where, fast)
+        parts.append(ids)
         if ends and end is not None:
-            ids.append(np.array([end], dtype=np.uint32))
-    ids = np.concatenate(ids)
-    if ids.size and ids.max() >= tokenizer.n_vocab:  # NumPy's cast to uint16 would wrap it silently
-        raise ValueError(f"token {ids.max()} is outside of the vocabulary of {tokenizer.n_vocab}")
-    return EncodedChunk(ids.astype(token_dtype(tokenizer)), lengths, size)
+            parts.append(np.array([end], dtype=np.uint32))
+        lengths.append((len(ids), ends))
+        size += len(text.encode())
+    ids = np.concatenate(parts)
+    if ids.size and ids.max() >= encoding.n_vocab:  # a cast to uint16 would wrap it silently into another token
+        raise ValueError(f"token {ids.max()} lies outside the vocabulary of {encoding.n_vocab}")
+    return Encoded(ids.astype(dtype), lengths, size)
 
 
-def name_pieces(part: SplitRange, source: TextSource) -> Iterator[NamedPiece]:
-    """The pieces of a range, each with a name for error messages."""
+def placed(part: SplitRange, config: DataConfig) -> Iterator[PlacedPiece]:
+    """The pieces of a part, each with what to call it."""
     document, character = part.start
-    for text, ends in part.iter_text(source):
-        name = f"document {document + 1} of {source.name}"
-        yield text, ends, f"{name}, after character {character}," if character else name
+    for text, ends in part.pieces(config):
+        yield (
+            text,
+            ends,
+            f"document {document + 1} of {part.name}" + f", behind character {character}," * (character > 0),
+        )
         document, character = (document + 1, 0) if ends else (document, character + len(text))
 
 
-def split_into_chunks(pieces: Iterable[NamedPiece]) -> Iterator[list[NamedPiece]]:
-    """Groups of pieces of at least CHUNK_CHARS characters, so that many small documents cost little more than a few."""
+def chunks(pieces: Iterable[PlacedPiece]) -> Iterator[list[PlacedPiece]]:
+    """Pieces, CHUNK characters or a little more at a time, so that many small ones cost no more than a few."""
     chunk, size = [], 0
     for piece in pieces:
         chunk.append(piece)
-        size += len(piece[0]) + PIECE_OVERHEAD_CHARS
-        if size >= CHUNK_CHARS:
+        size += len(piece[0]) + PIECE_SIZE
+        if size >= CHUNK:
             yield chunk
             chunk, size = [], 0
     if chunk:
@@ -183,19 +137,19 @@ def split_into_chunks(pieces: Iterable[NamedPiece]) -> Iterator[list[NamedPiece]
 
 
 def parallel_map(function: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]:
-    """function(item) for each item, in order, on all cores. Holds a few items in memory at a time.
+    """function(item) of each, in order, on all cores. Only a few are held at a time.
 
-    Threads suffice: tiktoken releases Python's global interpreter lock while it encodes.
+    In threads: tiktoken lets go of Python's lock while it encodes.
     """
     workers = cpu_count()
     with ThreadPoolExecutor(workers) as pool:
-        pending = deque()
+        waiting = deque()
         try:
             for item in items:
-                pending.append(pool.submit(function, item))
-                if len(pending) > 2 * workers:
-                    yield pending.popleft().result()
-            while pending:
-                yield pending.popleft().result()
+                waiting.append(pool.submit(function, item))
+                if len(waiting) > 2 * workers:
+                    yield waiting.popleft().result()
+            while waiting:
+                yield waiting.popleft().result()
         finally:
             pool.shutdown(wait=False, cancel_futures=True)

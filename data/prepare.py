@@ -1,130 +1,109 @@
-"""Preparation: from text to token files in data/prepared/<name>-<fingerprint>/, once for each text and tokenizer.
+"""Text to tokens on disk, once: data/prepared/<name>-<fingerprint>/ holds train.bin, val.bin and meta.json.
 
-    config -> text sources -> split plan -> tokenizer -> token files -> meta.json
-
-The fingerprint covers everything that decides the tokens, so a changed text gets a new folder. A folder is written as
-<folder>.partial and renamed when it is complete.
+The fingerprint covers everything that decides the tokens, so that a changed text is never trained on stale ones.
+A folder is written under another name and renamed when it is whole; what has its name can be trusted. Killed at any
+moment, the same command goes on behind the last shard that was finished, and comes to the same bytes.
 """
 
 import hashlib
 import json
 import os
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass
+from collections.abc import Callable
+from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 
 import tiktoken
 from filelock import FileLock, Timeout
 
-from common.console import ProgressBar
 from common.errors import UserError
-from common.files import write_json
-from data import tokenizer as tokenizers
+from common.files import atomic_write
+from data import sources, tokenizer
 from data.config import DataConfig, TokenizerConfig
-from data.encode import Journal, encode_split, token_dtype
-from data.readers import iter_text, no_text_error, slice_documents
-from data.shards import FORMAT, PreparedData, check_length, read_meta
-from data.sources import TextSource, all_files, find_commits, hash_content, pin_commits, resolve_sources
-from data.splits import SplitPlan, TextStats, check_no_leakage, plan_splits, show_progress
+from data.encode import encode_split, token_dtype
+from data.files import content_hash
+from data.prepared import FORMAT, Prepared, check_length, read_meta
+from data.progress import PrepareProgress
+from data.shards import SHARD
+from data.splits import SplitRange, TextStats, check_no_leakage, plan_splits
+from data.text import slice_documents
 
-ROOT = Path("data/prepared")  # below the current folder
-MAX_CHECKED_BYTES = 2**16  # check_short_text tokenizes files up to this size
-PrintLine = Callable[[str], None]
-
-
-def print_line(line: str) -> None:
-    print(line.encode(errors="replace").decode(), flush=True)  # file names can contain invalid Unicode
+ROOT = Path("data/prepared")  # below the folder where the command is typed
+Say = Callable[[str], None]
 
 
-@dataclass(frozen=True)
-class Task:
-    """A preparation, resolved from the config. spec: the tokenizer of another run; None: build the tokenizer."""
-
-    label: str
-    sources: list[TextSource]
-    tokenizer_config: TokenizerConfig
-    spec: dict | None
-    fingerprint: str
-
-    @classmethod
-    def from_config(cls, config: DataConfig, tokenizer_config: TokenizerConfig, spec: dict | None) -> "Task":
-        """List and hash all files. Raises UserError if a file is missing, or both trained on and held out."""
-        sources = resolve_sources(config)
-        check_no_leakage(sources)
-        return cls(config.label, sources, tokenizer_config, spec, compute_fingerprint(sources, tokenizer_config, spec))
-
-    @property
-    def folder(self) -> Path:
-        return ROOT / f"{self.label}-{self.fingerprint}"
-
-    @property
-    def input(self) -> str:
-        """A short description of what is read."""
-        if len(self.sources) > 1:
-            return f"{len(self.sources)} sources ({', '.join(source.name for source in self.sources)})"
-        files = self.sources[0].files
-        return files[0].address if len(files) == 1 else f"{len(files)} files"
-
-    @property
-    def is_remote(self) -> bool:
-        return any(file.is_remote for file in all_files(self.sources))
-
-
-def compute_fingerprint(sources: list[TextSource], tokenizer_config: TokenizerConfig, spec: dict | None) -> str:
-    """Hash of everything that decides the tokens."""
-    cache = ROOT / ".hashes"
-    content = [FORMAT, tokenizer_config.name, tokenizer_config.vocab_size, spec]
-    for s in sources:
-        split = [s.val_documents, s.val_fraction] if s.val_files is None else hash_content(s.val_files, cache)
-        reading = [s.hub_config, s.revision, s.stream, s.text_column, s.row_is_document, s.max_documents]
-        content.append([s.name, hash_content(s.files, cache), split, reading])
-    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:12]
+def _print(line: str) -> None:
+    print(line.encode(errors="replace").decode(), flush=True)  # at once, also into a log; a name may be any bytes
 
 
 def prepare(
-    config: DataConfig, tokenizer_config: TokenizerConfig, block_size: int, print_line: PrintLine = print_line,
-    spec: dict | None = None,
-) -> PreparedData:  # fmt: skip
-    """The prepared data of a config; prepared now if it does not exist yet.
+    config: DataConfig, wanted: TokenizerConfig, block_size: int, say: Say = _print,
+    spec: dict | None = None, shard: int = SHARD,
+) -> Prepared:  # fmt: skip
+    """The prepared data that `config` and `wanted` describe, made now if it is not there yet.
 
-    spec: tokenizer of another run. Raises UserError if the text cannot be read or encoded or is shorter than one window
-    of block_size + 1 tokens, and if prepared files are damaged.
+    spec: the tokenizer itself, where it is another run's. Raises UserError where the text cannot be read or encoded,
+    or has no window of block_size + 1 tokens, and where what was prepared is damaged.
     """
-    return _prepare(Task.from_config(config, tokenizer_config, spec), block_size, print_line)
+    fingerprint, folder = _place(config, wanted, spec)
+    if read_meta(folder) is None:
+        with _alone(folder, say):  # where two processes want the same text, one works and the other waits
+            if read_meta(folder) is None:
+                say(f"preparing {config.label}: {_what(config)} -> {folder}")
+                about = {"fingerprint": fingerprint, "shard": shard, "revisions": sources.revisions(config)}
+                _make(folder, config, wanted, block_size, say, spec, about)
+    meta = read_meta(folder)
+    check_length(meta["tokens"], block_size)
+    return Prepared(folder, meta, tuple(part.weight for part in config.parts.values()))
 
 
 def prepare_offline(
-    config: DataConfig, tokenizer_config: TokenizerConfig, block_size: int, spec: dict | None = None
-) -> PreparedData | None:
-    """Like `prepare`, but None if it would have to download the text or the vocabulary. Raises UserError."""
-    task = Task.from_config(config, tokenizer_config, spec)
-    needs_network = task.is_remote or tokenizers.needs_download(tokenizer_config)
-    return None if needs_network and read_meta(task.folder) is None else _prepare(task, block_size, print_line)
+    config: DataConfig, wanted: TokenizerConfig, block_size: int, spec: dict | None = None
+) -> Prepared | None:
+    """As `prepare`, but None where it would take a download, of the text or of the vocabulary. Raises UserError."""
+    _, folder = _place(config, wanted, spec)
+    remote = any(place.is_remote for place in sources.all_places(config))
+    if (remote or tokenizer.needs_download(wanted)) and read_meta(folder) is None:
+        return None
+    return prepare(config, wanted, block_size, spec=spec)
 
 
-def _prepare(task: Task, block_size: int, print_line: PrintLine) -> PreparedData:
-    if read_meta(task.folder) is None:
-        with _preparation_lock(task.folder, print_line):
-            if read_meta(task.folder) is None:  # not finished by another process in the meantime
-                print_line(f"preparing {task.label}: {task.input} -> {task.folder}")
-                _write_folder(task, block_size, print_line)
-    meta = read_meta(task.folder)
-    check_length(meta["tokens"], block_size)
-    return PreparedData(task.folder, meta, tuple(source.weight for source in task.sources))
+def _place(config: DataConfig, wanted: TokenizerConfig, spec: dict | None) -> tuple[str, Path]:
+    """The fingerprint of all that decides the tokens, and the folder for them."""
+    decides = [FORMAT, wanted.name, wanted.vocab_size, spec]
+    read = {}
+    for name, part in config.parts.items():
+        try:
+            places, held_out = sources.list_sources(part), sources.held_out(part)
+        except UserError as error:
+            raise UserError(f"data.mix.{name}: {error}" if config.mix else error) from None
+        rest = [part.val_documents, part.val_fraction] if held_out is None else content_hash(held_out, ROOT / ".hashes")
+        read[name] = places, held_out
+        reads = [part.config, part.revision, part.stream, part.text_column, part.row_is_document, part.max_documents]
+        decides.append([name, content_hash(places, ROOT / ".hashes"), rest, reads])
+    check_no_leakage(read)
+    fingerprint = hashlib.sha256(json.dumps(decides).encode()).hexdigest()[:12]
+    return fingerprint, ROOT / f"{config.label}-{fingerprint}"
+
+
+def _what(config: DataConfig) -> str:
+    if config.mix:
+        return f"{len(config.parts)} text{'s' * (len(config.parts) > 1)} ({', '.join(config.parts)})"
+    places = sources.list_sources(config)
+    return places[0].address if len(places) == 1 else f"{len(places)} files"
 
 
 @contextmanager
-def _preparation_lock(folder: Path, print_line: PrintLine) -> Iterator[None]:
-    """Context manager: one process at a time prepares a folder; others wait."""
+def _alone(folder: Path, say: Say):
+    """No other process is in here with the same folder."""
     locks = ROOT / ".locks"
     locks.mkdir(parents=True, exist_ok=True)
     lock = FileLock(locks / folder.name)
     try:
         lock.acquire(timeout=0)
     except Timeout:
-        print_line(f"waiting for another process that is preparing {folder}")
+        say(f"another process prepares {folder}; waiting for it")
         lock.acquire()
     try:
         yield
@@ -132,120 +111,142 @@ def _preparation_lock(folder: Path, print_line: PrintLine) -> Iterator[None]:
         lock.release()
 
 
-def _write_folder(task: Task, block_size: int, print_line: PrintLine) -> None:
-    partial = Path(f"{task.folder}.partial")
-    with ProgressBar(write_line=print_line) as bar:
-        with _removed_on_error(partial):
-            commits = find_commits(task.sources)
-            journal = Journal.load(partial)
-            if journal is not None and journal.can_resume(task.fingerprint, commits):
-                print_line("resuming an interrupted preparation after its last finished file")
-                sources = pin_commits(task.sources, journal.commits)
-            else:
-                shutil.rmtree(partial, ignore_errors=True)
-                sources = pin_commits(task.sources, commits)
-                plan = plan_splits(sources, bar)
-                spec = tokenizers.to_spec(_build_tokenizer(task, sources, plan, bar))
-                journal = Journal(task.fingerprint, commits, spec, plan.ranges)
-                partial.mkdir()
-                journal.save(partial)
-        # A lost network may come back: finished files of a remote text are kept.
-        with nullcontext() if task.is_remote else _removed_on_error(partial):
-            try:
-                for split in journal.splits:
-                    encode_split(partial, split, sources, journal, bar)
-            except KeyboardInterrupt:
-                raise KeyboardInterrupt("stopped; the same command resumes after the last finished file") from None
-        with _removed_on_error(partial):
-            if compute_fingerprint(task.sources, task.tokenizer_config, task.spec) != task.fingerprint:
-                raise UserError(f"the text of data={task.label} changed while it was read; run the same command again")
-            write_json(partial / "meta.json", _make_meta(task, journal, block_size))
-            (partial / "journal.json").unlink()
-            partial.rename(task.folder)
-
-
-@contextmanager
-def _removed_on_error(folder: Path) -> Iterator[None]:
-    """Context manager: removes the folder after an error. After Ctrl-C it stays."""
+def _make(
+    folder: Path, config: DataConfig, wanted: TokenizerConfig, block_size: int, say: Say, spec: dict | None, about: dict
+) -> None:
+    partial, journal = Path(f"{folder}.partial"), None
     try:
-        yield
-    except Exception:
-        shutil.rmtree(folder, ignore_errors=True)
+        with PrepareProgress(say) as show:
+            journal = _begun(partial, config, about)
+            if journal is None:
+                parts = plan_splits(config, show)
+                encoding = _build(config, wanted, parts, show, spec)
+                journal = about | {"parts": [asdict(part) for part in parts], "splits": {}}
+                partial.mkdir()
+                atomic_write(partial / "tokenizer.json", json.dumps(tokenizer.to_spec(encoding)).encode())
+                atomic_write(partial / "journal.json", json.dumps(journal).encode())
+            else:
+                say("going on where it was stopped")
+            parts = [SplitRange.from_plain(each) for each in journal["parts"]]
+            _write(partial, config, parts, journal, show)
+        if _place(config, wanted, spec)[0] != about["fingerprint"]:
+            raise UserError(f"the text of data={config.label} changed while it was read; start again")
+        _conclude(partial, config, parts, journal, block_size)
+        for name in ("journal.json", "tokenizer.json"):
+            (partial / name).unlink()
+        partial.rename(folder)
+    except KeyboardInterrupt:
+        if journal is None:
+            raise
+        raise KeyboardInterrupt("stopped; the same command goes on behind the last file that is finished") from None
+    except BaseException:
+        # Of a text that comes from the network what is finished is kept: the network may be back soon.
+        under_way = journal is not None and journal["splits"] and not journal["splits"].get("val", {}).get("files")
+        if not (under_way and any(place.is_remote for place in sources.all_places(config))):
+            shutil.rmtree(partial, ignore_errors=True)
         raise
 
 
-def _build_tokenizer(task: Task, sources: list[TextSource], plan: SplitPlan, bar: ProgressBar) -> tiktoken.Encoding:
-    def iter_texts() -> Iterator[str]:
-        by_name = {source.name: source for source in sources}
-        bar.restart(plan.characters)
-        pieces = (piece for part in plan.ranges for piece in part.iter_text(by_name[part.source]))
-        yield from (text for text, _ in show_progress(pieces, bar, "reading for the vocabulary"))
-
-    several = plan.documents != 1  # None, of a stream: any number
-    corpus = tokenizers.Corpus(iter_texts(), several, plan.characters)
-    tokenizer = tokenizers.build_tokenizer(corpus, task.tokenizer_config, task.spec)
-    if several and tokenizers.end_of_text(tokenizer) is None:
-        bar.write_line(
-            f"the tokenizer of run {task.tokenizer_config.run} has no {tokenizers.END_OF_TEXT} token, so documents are "
-            "joined without a separator"
-        )
-    return tokenizer
+def _begun(partial: Path, config: DataConfig, about: dict) -> dict | None:
+    """The journal of a preparation that was killed; None: there is none to go on with."""
+    try:
+        journal = json.loads((partial / "journal.json").read_text())
+        before, now = journal["revisions"], about["revisions"]
+        same = all(now[name] in (None, before[name]) for name in now)  # None: no network to ask
+        if same and all(journal[key] == about[key] for key in ("fingerprint", "shard")):
+            sources.pin_revisions(config, before)
+            return journal
+    except (OSError, ValueError, KeyError):
+        pass
+    shutil.rmtree(partial, ignore_errors=True)
+    return None
 
 
-def _make_meta(task: Task, journal: Journal, block_size: int) -> dict:
-    """The content of meta.json. Raises UserError if there is too little text."""
-    train, val = journal.splits["train"], journal.splits["val"]
-    tokenizer = tokenizers.from_spec(journal.tokenizer)
-    tokens = {"train": sum(train.tokens.values()), "val": sum(val.tokens.values())}
+class _Texts:
+    """All texts of all parts, which can be gone through again and again."""
+
+    def __init__(self, config: DataConfig, parts: list[SplitRange], show: PrepareProgress):
+        self.config, self.parts, self.show = config, parts, show
+
+    def __iter__(self):
+        self.show.begin("reading for the vocabulary", sum(part.characters or 0 for part in self.parts) or None)
+        for part in self.parts:
+            for text, _ in self.show.through(part.pieces(self.config)):
+                yield text
+
+
+def _build(
+    config: DataConfig, wanted: TokenizerConfig, parts: list[SplitRange], show: PrepareProgress, spec: dict | None
+) -> tiktoken.Encoding:
+    known = all(part.documents is not None for part in parts)
+    several = not known or sum(part.documents for part in parts if not part.continues) > 1
+    characters = sum(part.characters for part in parts) if known else None
+    encoding = tokenizer.build(tokenizer.Corpus(_Texts(config, parts, show), several, characters), wanted, spec)
+    if several and tokenizer.end_of_text(encoding) is None:
+        show.say(f"documents follow one another unmarked, as the tokenizer of run {wanted.run} has no "
+                 f"{tokenizer.END_OF_TEXT}: it was made of one text")  # fmt: skip
+    return encoding
+
+
+def _write(partial: Path, config: DataConfig, parts: list[SplitRange], journal: dict, show: PrepareProgress) -> None:
+    """Encode all parts into the folder, behind the shards that the journal has."""
+    encoding = tokenizer.from_spec(json.loads((partial / "tokenizer.json").read_text()))
+    for split in ("train", "val"):
+        encode_split(partial, split, config, [part for part in parts if part.split == split], encoding, journal, show)
+
+
+def _conclude(partial: Path, config: DataConfig, parts: list[SplitRange], journal: dict, block_size: int) -> None:
+    """Write meta.json. Raises UserError where there is too little text."""
+    splits, spec = journal["splits"], json.loads((partial / "tokenizer.json").read_text())
+    encoding = tokenizer.from_spec(spec)
+    tokens = {split: sum(splits[split]["ranges"][name][1] for name in config.parts) for split in splits}
     check_length(tokens, block_size)
-    for source in task.sources:
-        if not train.tokens[source.name]:
-            raise UserError(f"data.mix.{source.name} has no training text; remove it, or use a longer text")
-    divided = sum(part.starts_within_document for part in journal.ranges)  # counted in both splits
-    return {
+    empty = [name for name in config.parts if not splits["train"]["ranges"][name][1]]
+    if empty:
+        raise UserError(f"data.mix.{empty[0]} has no text to train on; leave it out, or name a longer one")
+    meta = {
         "format": FORMAT,
-        "fingerprint": task.fingerprint,
-        "dtype": token_dtype(tokenizer),
-        "vocab_size": tokenizer.n_vocab,
+        "fingerprint": journal["fingerprint"],
+        "dtype": token_dtype(encoding),
+        "vocab_size": encoding.n_vocab,
+        "shard": journal["shard"],
         "tokens": tokens,
-        "bytes": {"train": train.bytes, "val": val.bytes},
-        "documents": {"train": train.documents, "val": val.documents},
-        "longest_document": max(train.longest_document, val.longest_document),
-        "files": train.files | val.files,
+        "files": {name: file for split in splits.values() for name, file in split["files"].items()},
+        "bytes": {split: splits[split]["bytes"] for split in splits},
+        "documents": {split: splits[split]["documents"] for split in splits},
+        "longest": max(splits[split]["longest"] for split in splits),
         "source": {
-            "name": task.label,
-            "input": task.input,
-            "commits": journal.commits,
-            "documents": train.documents + val.documents - divided,
+            "name": config.label,
+            "what": _what(config),
+            "revisions": journal["revisions"],
+            "documents": sum(splits[split]["documents"] for split in splits) - sum(part.continues for part in parts),
         },
-        "mix": [{"name": s.name, "train": train.tokens[s.name], "val": val.tokens[s.name]} for s in task.sources],
-        "tokenizer": journal.tokenizer,
+        "parts": [{"name": name} | {split: splits[split]["ranges"][name] for split in splits} for name in config.parts],
+        "tokenizer": spec,
     }
+    atomic_write(partial / "meta.json", json.dumps(meta).encode())
 
 
-def check_short_text(config: DataConfig, tokenizer_config: TokenizerConfig, block_size: int) -> None:
-    """Raise UserError early, before torch is imported, if data.path does not exist or is shorter than one window.
+def check_short_text(config: DataConfig, wanted: TokenizerConfig, block_size: int) -> None:
+    """check_length, ahead of everything, where it is quick: a small file of one's own is tokenized here and now.
 
-    Only a single text file is measured. Tables take as long to read as torch to import.
+    A table is not: its reader takes as long to import as torch, and its size says little about its text's.
     """
-    if all(source.path is None and source.val_path is None for source in config.mixed.values()):
+    for part in config.parts.values():
+        if part.val_path is not None:
+            sources.held_out(part)
+        places = sources.list_sources(part) if part.path is not None else []
+    if config.mix or len(places) != 1 or places[0].kind != "text" or places[0].is_compressed:
         return
-    sources = resolve_sources(config)
-    (file, *others) = all_files(sources)
-    if others or file.is_table or file.is_remote or file.compression:
-        return
-    size = os.path.getsize(file.address)
-    if size > MAX_CHECKED_BYTES:
-        check_length({"train": size, "val": 2}, block_size)  # a token has at least one byte
-    elif tokenizer_config.name != "run":
-        pieces = list(iter_text(sources[0], [file]))
-        text, _ = pieces[0]
-        if not text:
-            raise no_text_error([file])
-        cut, _ = TextStats().add(pieces).find_val_cut(sources[0].val_fraction)
-        tokenizer = tokenizers.build_tokenizer(tokenizers.Corpus([text], several=False), tokenizer_config)
+    size = os.path.getsize(places[0].address)
+    if size > 64 * 1024:
+        check_length({"train": size, "val": 2}, block_size)  # a token is a byte at the least
+    elif wanted.name != "run" and config.val_path is None:
+        pieces = list(sources.iter_text(places, config))
+        if not pieces[0][0]:
+            raise UserError(f"{places[0].address} holds no text; set data.path to a file that does")
+        cut, _ = TextStats().add(pieces).find_val_cut(config.val_fraction)
+        encoding = tokenizer.build(tokenizer.Corpus([pieces[0][0]], several=False), wanted)
         splits = {"train": slice_documents(pieces, (0, 0), cut), "val": slice_documents(pieces, cut, None)}
-        tokens = {
-            split: sum(len(tokenizers.encode(tokenizer, text)) for text, _ in part) for split, part in splits.items()
-        }
-        check_length(tokens, block_size)
+        counts = {name: sum(len(tokenizer.encode(encoding, text)) for text, _ in part) for name, part in splits.items()}
+        check_length(counts, block_size)

@@ -1,162 +1,96 @@
-"""Prepared data on disk: token files (shards) and meta.json, in data/prepared/<name>-<fingerprint>/.
+"""Token ids on disk: train.bin and, above a set size, train-00001.bin and so on; val.bin likewise.
 
-A split is train.bin and, if it is long, train-00001.bin and so on; val.bin likewise. Each file is an array of
-little-endian uint16 (uint32 for more than 65,536 tokens) without a header. meta.json lists the files in order, with
-their number of tokens and SHA-256. data/prepare.py writes the folder.
+Each is an array of little-endian uint16 (uint32 above 65,536 tokens) and nothing else, and all but the last of a split
+have the same length.
 """
 
 import hashlib
-import json
 import os
-from bisect import bisect_right
-from dataclasses import dataclass
-from itertools import accumulate, pairwise
+from collections.abc import Iterator
 from pathlib import Path
 from threading import Lock
 
 import numpy as np
-import tiktoken
 
-from common.errors import UserError
 from common.files import name_file_in_errors
-from data.tokenizer import from_spec
 
-FORMAT = 3  # of meta.json and of the fingerprint
-
-
-class ShardedTokens:
-    """The token ids of a split, in one or more files. tokens[a:b] reads them into memory.
-
-    Files are read, not memory-mapped: pages of a mapped file would count as memory of this process.
-    """
-
-    def __init__(self, paths: list[Path], lengths: list[int], dtype: str):
-        self.paths, self.dtype = paths, np.dtype(dtype)
-        self.starts = [0, *accumulate(lengths)]
-        self._files = {}
-        self._lock = Lock()  # a file has one position, which threads share
-
-    def __len__(self) -> int:
-        return self.starts[-1]
-
-    def __getitem__(self, part: slice) -> np.ndarray:
-        position, stop, _ = part.indices(len(self))
-        ids = np.empty(max(0, stop - position), dtype=self.dtype)
-        unread = memoryview(ids).cast("B")
-        while position < stop:
-            number = bisect_right(self.starts, position) - 1
-            count = min(stop, self.starts[number + 1]) - position
-            size = count * self.dtype.itemsize
-            self._read(number, (position - self.starts[number]) * self.dtype.itemsize, unread[:size])
-            unread, position = unread[size:], position + count
-        return ids
-
-    def _read(self, number: int, offset: int, buffer: memoryview) -> None:
-        with self._lock:
-            if number not in self._files:
-                self._files[number] = open(self.paths[number], "rb", buffering=0)  # noqa: SIM115 (stays open)
-            self._files[number].seek(offset)
-            while buffer:
-                count = self._files[number].readinto(buffer)
-                if not count:
-                    raise OSError(f"{self.paths[number]} is shorter than before: it was changed while in use")
-                buffer = buffer[count:]
-
-
-class ShardWriter:
-    """Writes one file of token ids and computes its SHA-256."""
-
-    def __init__(self, path: Path, dtype: str):
-        self.path, self.dtype = path, np.dtype(dtype)
-        self.tokens, self._sha256 = 0, hashlib.sha256()
-        self._file = open(path, "wb")  # noqa: SIM115 (closed by finish)
-
-    def write(self, ids: np.ndarray) -> None:
-        raw = np.ascontiguousarray(ids, dtype=self.dtype)
-        with name_file_in_errors(self.path):
-            self._file.write(raw)
-        self._sha256.update(raw)
-        self.tokens += len(ids)
-
-    def finish(self) -> dict:
-        """Flush the file to the disk; returns its entry in meta.json: number of tokens and SHA-256."""
-        with name_file_in_errors(self.path), self._file:
-            self._file.flush()
-            os.fsync(self._file.fileno())
-        return {"tokens": self.tokens, "sha256": self._sha256.hexdigest()}
+SHARD = 2**26  # tokens, half a minute's work for two cores
 
 
 def shard_name(split: str, number: int) -> str:
     return f"{split}-{number:05d}.bin" if number else f"{split}.bin"
 
 
-@dataclass(frozen=True)
-class PreparedData:
-    """A prepared folder. meta: the content of meta.json. weights: of the sources in meta["mix"]."""
+class ShardedTokens:
+    """The ids of a split. tokens[a:b] reads them from the files into memory.
 
-    folder: Path
-    meta: dict
-    weights: tuple[float, ...] = (1.0,)
+    Read, not mapped: pages of a mapped file count as this process's memory, until all of the file does.
+    """
 
-    @property
-    def tokenizer(self) -> tiktoken.Encoding:
-        return from_spec(self.meta["tokenizer"])
+    def __init__(self, folder: Path, split: str, length: int, shard: int, dtype: str):
+        self.length, self.shard, self.dtype = length, shard, np.dtype(dtype)
+        self.paths = [folder / shard_name(split, number) for number in range(max(1, -(-length // shard)))]
+        self.files = {}
+        self.lock = Lock()  # a file has one position, and threads may share it
 
-    def tokens(self, split: str) -> ShardedTokens:
-        """The token ids of "train" or "val"."""
-        lengths = {name: f["tokens"] for name, f in self.meta["files"].items() if name.startswith(split)}
-        return ShardedTokens([self.folder / name for name in lengths], list(lengths.values()), self.meta["dtype"])
+    def __len__(self) -> int:
+        return self.length
 
-    @property
-    def train_ranges(self) -> list[tuple[int, int]]:
-        """(first token, number of tokens) of each source in the training split."""
-        starts = accumulate((source["train"] for source in self.meta["mix"]), initial=0)
-        return [(start, stop - start) for start, stop in pairwise(starts)]
+    def __getitem__(self, part: slice) -> np.ndarray:
+        at, stop, _ = part.indices(self.length)
+        ids = np.empty(max(0, stop - at), dtype=self.dtype)
+        raw, done = memoryview(ids).cast("B"), 0
+        while at < stop:
+            number, offset = divmod(at, self.shard)
+            count = min(stop - at, self.shard - offset)
+            size = count * self.dtype.itemsize
+            self._read(number, offset * self.dtype.itemsize, raw[done : done + size])
+            at, done = at + count, done + size
+        return ids
 
-
-def read_meta(folder: Path) -> dict | None:
-    """meta.json of a prepared folder; None: the folder does not exist. Raises UserError if a file is damaged."""
-    if not folder.exists():
-        return None
-    fix = f"remove the folder {folder}, and the next command prepares it again"
-    try:
-        meta = json.loads((folder / "meta.json").read_text())
-        found = meta["format"]
-        itemsize = np.dtype(meta["dtype"]).itemsize
-        sizes = {folder / name: file["tokens"] * itemsize for name, file in meta["files"].items()}
-    except (OSError, ValueError, LookupError, TypeError, AttributeError):
-        raise UserError(f"{folder / 'meta.json'} is missing or damaged; {fix}") from None
-    if found != FORMAT:
-        raise UserError(f"{folder / 'meta.json'} has format {found}, but this version reads {FORMAT}; {fix}")
-    for path, size in sizes.items():
-        actual = path.stat().st_size if path.exists() else 0
-        if actual != size:
-            raise UserError(f"{path} has {actual:,} bytes instead of {size:,}; {fix}")
-    return meta
+    def _read(self, number: int, offset: int, into: memoryview) -> None:
+        with self.lock:
+            if number not in self.files:
+                self.files[number] = open(self.paths[number], "rb", buffering=0)  # noqa: SIM115 (as long as this)
+            self.files[number].seek(offset)
+            while into:
+                count = self.files[number].readinto(into)
+                if not count:
+                    raise OSError(f"{self.paths[number]} ends early: it was cut short while it was in use")
+                into = into[count:]
 
 
-def verify(prepared: PreparedData) -> str:
-    """Compare every token file with its SHA-256; returns a line to print. Raises UserError for a changed file."""
-    for name, file in prepared.meta["files"].items():
-        with open(prepared.folder / name, "rb") as stream:
-            if hashlib.file_digest(stream, "sha256").hexdigest() != file["sha256"]:
-                raise UserError(
-                    f"{prepared.folder / name} was changed after it was written (its SHA-256 differs); remove the "
-                    f"folder {prepared.folder}, and the next command prepares it again"
-                )
-    return f"verified: the SHA-256 of {', '.join(prepared.meta['files'])} is correct"
+class ShardWriter:
+    """Writes the ids of a split in shards of the same length.
 
+    finished: {file name: {"tokens": how many, "sha256": of its bytes}}; others in the folder are begun anew.
+    """
 
-def check_length(tokens: dict[str, int], block_size: int) -> None:
-    """Raise UserError if the training split is shorter than one window, or validation has nothing to predict."""
-    if tokens["train"] < block_size + 1:
-        shorter = f"set model.block_size={tokens['train'] - 1}, or " if tokens["train"] > 2 else ""
-        raise UserError(
-            f"the training text has {tokens['train']} tokens, but a window needs model.block_size + 1 = "
-            f"{block_size + 1}; {shorter}use a longer text or smaller tokens (tokenizer=char)"
-        )
-    if tokens["val"] < 2:
-        raise UserError(
-            f"the validation text has {tokens['val']} tokens, too few to predict one; set a larger "
-            "data.val_fraction, or use a longer text"
-        )
+    def __init__(self, folder: Path, split: str, dtype: str, shard: int, finished: dict[str, dict]):
+        self.folder, self.split, self.dtype, self.shard, self.finished = folder, split, np.dtype(dtype), shard, finished
+        self.file, self.count, self.sha256 = None, 0, None
+
+    def add(self, ids: np.ndarray) -> Iterator[int]:
+        """Writes them. Each time a shard is full, how many of them have been written by then."""
+        done = 0
+        while done < len(ids):
+            if self.file is None:
+                self.path = self.folder / shard_name(self.split, len(self.finished))
+                self.file, self.count, self.sha256 = open(self.path, "wb"), 0, hashlib.sha256()  # noqa: SIM115
+            part = np.ascontiguousarray(ids[done : done + self.shard - self.count], dtype=self.dtype)
+            with name_file_in_errors(self.path):
+                self.file.write(part)
+            self.sha256.update(part)
+            self.count, done = self.count + len(part), done + len(part)
+            if self.count == self.shard:
+                self.finish()
+                yield done
+
+    def finish(self) -> None:
+        """What was written is whole, and on the disk."""
+        if self.file is not None:
+            with name_file_in_errors(self.path), self.file:
+                self.file.flush()
+                os.fsync(self.file.fileno())
+            self.finished[self.path.name] = {"tokens": self.count, "sha256": self.sha256.hexdigest()}
+            self.file = None

@@ -1,172 +1,68 @@
-"""From the config to text sources: which files to read, which to hold out, and a hash of their content.
+"""Where text comes from: each source is a function from a DataConfig to the places (files, addresses) to read.
 
-`resolve_sources` is the only function of data/ that reads a complete DataConfig. A new source is a function in SOURCES
-that returns the files to read, and a YAML file in configs/data/ that names it. See docs/data.md.
+A text file is one document. Of a table (a data set of the hub, or a .parquet, .jsonl or .csv file) each row is one,
+unless data.row_is_document=false. A new source is one function here, in SOURCES, and one YAML file in configs/data/
+that names it.
 """
 
 import glob
 import hashlib
-import json
+import logging
 import os
-import re
+import sys
 import sysconfig
-import time
-from collections import Counter
-from collections.abc import Callable
-from contextlib import suppress
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator
+from functools import cache
 from pathlib import Path
+from typing import Any
 
 from common.errors import UserError
-from common.files import atomic_write
 from data.config import DataConfig
+from data.files import TextSource, find, place
+from data.tables import read_csv, read_jsonl
+from data.text import Piece, chunk_document, read_utf8, slice_documents
 
-# File kinds that are read from a folder, by suffix. A file that data.path names directly may have any suffix.
-KINDS = {".txt": "text", ".md": "text", ".parquet": "parquet", ".jsonl": "json", ".csv": "csv"}
-COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
-OUTPUT_FOLDERS = ("runs", "data/prepared")  # below the current folder; never read as input
-MIN_CACHED_BYTES = 2**24  # smaller files are hashed again, which takes less time than the cache
-PYTHON_STDLIB_EXCLUDED = {
-    "test", "tests", "idle_test", "idlelib", "lib2to3", "encodings", "site-packages", "dist-packages",
-}  # fmt: skip
+ROWS = 200  # of a table at a time
+IN_TEXT_FILES = {"json": read_jsonl, "csv": read_csv}  # the others are read by `datasets`
 
 
-@dataclass(frozen=True)
-class InputFile:
-    """A local file, a file at a URL, or a split of a hub data set.
+def python_stdlib(config: DataConfig) -> list[TextSource]:
+    """The source code of the running interpreter's standard library: real text that is on every machine.
 
-    kind: "text", or the kind of a table: "parquet", "json", "csv" or "hub".
-    """
-
-    address: str
-    kind: str
-    split: str | None = None
-
-    @classmethod
-    def at(cls, address: str) -> "InputFile":
-        """The file at a path or URL. Its suffix decides the kind."""
-        return cls(address, KINDS.get(_suffix(address), "text"))
-
-    @property
-    def is_table(self) -> bool:
-        return self.kind != "text"
-
-    @property
-    def compression(self) -> str | None:
-        return COMPRESSED.get(Path(self.address).suffix.lower())
-
-    @property
-    def is_remote(self) -> bool:
-        if self.kind == "hub":
-            return not os.path.isdir(self.address)  # data.repo may be a local copy of a repository
-        return self.address.startswith(("http://", "https://"))
-
-    @property
-    def dedup_keys(self) -> set[str]:
-        """Equal for the same file, by any path. Slices of one split share a key."""
-        address = self.address if self.is_remote else os.path.realpath(self.address)
-        if self.split is None:
-            return {address}
-        return {f"{address}, split {part.split('[')[0].strip()}" for part in self.split.split("+")}
-
-
-@dataclass(frozen=True)
-class TextSource:
-    """A source of text, alone or in a mix, with everything that reading and splitting it needs.
-
-    files: input for training. val_files: separate input for validation; None: hold out a part of `files`.
-    hub_config, revision: of a hub data set; `pin_commits` replaces a branch by its commit.
-    The other fields are keys of DataConfig.
-    """
-
-    name: str
-    files: list[InputFile]
-    val_files: list[InputFile] | None
-    val_documents: int | None
-    val_fraction: float | None
-    max_documents: int | None
-    text_column: str | None
-    row_is_document: bool
-    hub_config: str | None
-    revision: str | None
-    stream: bool
-    weight: float
-
-    @property
-    def is_on_hub(self) -> bool:
-        return any(file.kind == "hub" and file.is_remote for file in self.files)
-
-    @property
-    def is_streamed(self) -> bool:
-        return self.stream and any(file.kind == "hub" for file in self.files)
-
-
-def resolve_sources(config: DataConfig) -> list[TextSource]:
-    """The sources of a config, in the order of the mix. Raises UserError if a path or a source does not exist."""
-    sources = []
-    for name, source in config.mixed.items():
-        try:
-            files, val_files = _list_files(source), _list_val_files(source)
-        except UserError as error:
-            raise UserError(f"data.mix.{name}: {error}" if config.mix else str(error)) from None
-        sources.append(
-            TextSource(
-                name=name,
-                files=files,
-                val_files=val_files,
-                val_documents=source.val_documents,
-                val_fraction=source.val_fraction,
-                max_documents=source.max_documents,
-                text_column=source.text_column,
-                row_is_document=source.row_is_document,
-                hub_config=source.config,
-                revision=source.revision,
-                stream=source.stream,
-                weight=source.weight,
-            )
-        )
-    return sources
-
-
-def all_files(sources: list[TextSource]) -> list[InputFile]:
-    return [file for source in sources for file in source.files + (source.val_files or [])]
-
-
-def python_stdlib(config: DataConfig) -> list[InputFile]:
-    """Source code of the running interpreter's standard library: real text that needs no download.
-
-    The files are sorted by a hash of their names, so that the last ones are a fair sample for validation.
+    In the order of a hash of the names, so that the end, which is held out for validation, is a fair sample.
     """
     root = Path(sysconfig.get_paths()["stdlib"])
-    paths = []
-    for folder, subfolders, names in os.walk(root):
-        subfolders[:] = set(subfolders) - PYTHON_STDLIB_EXCLUDED
-        paths += [Path(folder, name) for name in names if name.endswith(".py")]
-    if not paths:
-        raise UserError(f"this Python has no standard library source in {root}; set data=text data.path=FILE")
-    paths.sort(key=lambda path: hashlib.sha256(str(path.relative_to(root)).encode()).digest())
-    return [InputFile(str(path), "text") for path in paths]
+    left_out = {"test", "tests", "idle_test", "idlelib", "lib2to3", "encodings", "site-packages", "dist-packages"}
+    files = []
+    for folder, folders, names in os.walk(root):
+        folders[:] = set(folders) - left_out  # which may hold ten times as many files as the library itself
+        files += [Path(folder, name) for name in names if name.endswith(".py")]
+    if not files:
+        raise UserError(f"this Python has no standard library source at {root}; set data=text data.path=FILE")
+    files.sort(key=lambda path: hashlib.sha256(str(path.relative_to(root)).encode()).digest())
+    return [TextSource(str(path), "text") for path in files]
 
 
-def text(config: DataConfig) -> list[InputFile]:
-    """Local files."""
-    return find_files(config.path, "data.path")
+def text(config: DataConfig) -> list[TextSource]:
+    """Files of the user's own."""
+    return find(config.path, "data.path")
 
 
-def url(config: DataConfig) -> list[InputFile]:
+def url(config: DataConfig) -> list[TextSource]:
     """A file at a public address."""
-    return [InputFile.at(config.url)]
+    return [place(config.url)]
 
 
-def hub(config: DataConfig) -> list[InputFile]:
+def hub(config: DataConfig) -> list[TextSource]:
     """A data set of the Hugging Face hub."""
-    return [InputFile(config.repo, "hub", config.split)]
+    return [TextSource(config.repo, "hub", config.split)]
 
 
-SOURCES: dict[str, Callable[[DataConfig], list[InputFile]]] = {f.__name__: f for f in (python_stdlib, text, url, hub)}
+SOURCES: dict[str, Callable[[DataConfig], list[TextSource]]] = {f.__name__: f for f in (python_stdlib, text, url, hub)}
 
 
-def _list_files(config: DataConfig) -> list[InputFile]:
+def list_sources(config: DataConfig) -> list[TextSource]:
+    """What `config` (not a mix) reads; data.path wins. Raises UserError where there is nothing to read."""
     if config.path is not None:
         return text(config)
     if config.source not in SOURCES:
@@ -174,158 +70,175 @@ def _list_files(config: DataConfig) -> list[InputFile]:
     return SOURCES[config.source](config)
 
 
-def _list_val_files(config: DataConfig) -> list[InputFile] | None:
+def held_out(config: DataConfig) -> list[TextSource] | None:
+    """What validation reads where it has a text of its own; None: a part of the others. Raises UserError."""
     if config.val_path is not None:
-        return find_files(config.val_path, "data.val_path")
+        return find(config.val_path, "data.val_path")
     if config.source == "hub" and config.path is None and config.val_split:
-        return [InputFile(config.repo, "hub", config.val_split)]
+        return [TextSource(config.repo, "hub", config.val_split)]
     return None
 
 
-def find_commits(sources: list[TextSource]) -> dict[str, str | None]:
-    """The current commit of each hub data set, by source; None: the hub cannot be reached."""
+def all_places(config: DataConfig) -> list[TextSource]:
+    """What `config` reads, also a mix, to train on and held out. Raises UserError."""
+    return [place for part in config.parts.values() for place in list_sources(part) + (held_out(part) or [])]
+
+
+def iter_text(places: list[TextSource], config: DataConfig) -> Iterator[Piece]:
+    """The text in the places: documents in pieces, see data/text.py. Nulls in a table are left out.
+
+    Raises UserError where that cannot be had.
+    """
+    for each in places:
+        if not each.is_table:
+            path = _downloaded(each.address) if each.is_remote else each.address
+            yield from chunk_document(read_utf8(path, each.address))
+        elif config.row_is_document:
+            for row in _rows(each, config):
+                yield from chunk_document([row])
+        else:
+            yield from chunk_document(_rows(each, config))
+
+
+def documents(config: DataConfig) -> list[str]:
+    """All documents of `config`, whole, in memory. Raises UserError."""
+    whole, parts = [], []
+    for part in config.parts.values():
+        last = None if part.max_documents is None else (part.max_documents, 0)
+        for text, ends in slice_documents(iter_text(list_sources(part), part), (0, 0), last):
+            parts.append(text)
+            if ends:
+                whole.append("".join(parts))
+                parts = []
+    if not any(whole):
+        raise UserError(f"{config.label} holds no text; set data.path to a file that does")
+    return whole
+
+
+@cache
+def _datasets() -> Any:
+    """`datasets`, imported where it is needed, for that takes a second; what it would log is said in one sentence."""
+    before = os.environ.get("USE_TORCH")
+    os.environ["USE_TORCH"] = "0"  # or it imports torch as well, which takes two more, for nothing that is used here
+    try:
+        import datasets
+    finally:
+        if before is None:
+            del os.environ["USE_TORCH"]
+        else:
+            os.environ["USE_TORCH"] = before
+    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # else it tells a server of each file that is read, one's own too
+    datasets.disable_progress_bars()
+    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
+    logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)
+    return datasets
+
+
+def _downloaded(address: str) -> str:
+    """The path of a copy of a file at a URL, in the cache of `datasets`. Raises UserError."""
+    try:
+        return _datasets().DownloadManager().download(address)
+    except Exception as error:  # many libraries lie between here and the network, each with its own exceptions
+        reason = _reason(error.__cause__ or error, address)
+        raise UserError(
+            f"{address} could not be downloaded ({reason}); get the file by other means and set data.path=FILE"
+        ) from error
+
+
+def _rows(place: TextSource, config: DataConfig) -> Iterator[str]:
+    """The texts in a table's column. Raises UserError."""
+    path = _downloaded(place.address) if place.is_remote and place.kind != "hub" else place.address
+    if place.kind in IN_TEXT_FILES:
+        yield from IN_TEXT_FILES[place.kind](path, place.address, config.text_column)
+        return
+    if os.path.isfile(path) and not os.path.getsize(path):
+        return  # `datasets` takes an empty file for a broken one
+    if place.is_compressed:
+        raise UserError(f"{place.address}: .parquet is compressed in itself and not once more; decompress it")
+    try:
+        for batch in _batches(place, path, config):
+            yield from _texts(batch, place, config.text_column)
+    except UserError:
+        raise
+    except Exception as error:
+        # As many lie between here and a table.
+        raise UserError(_what_went_wrong(place, error.__cause__ or error)) from error
+
+
+def _batches(place: TextSource, path: str, config: DataConfig) -> Iterator[Any]:
+    """Arrow tables with the column of texts alone, ROWS at a time. Raises UserError, and what `datasets` raises."""
+    datasets, column = _datasets(), config.text_column
+    if place.kind == "hub":  # gigabytes, so that a terminal shows how far it is; kept in the cache of `datasets`
+        if sys.stderr.isatty():
+            datasets.enable_progress_bars()
+        revision = commit(config.repo, config.revision) or config.revision if place.is_remote else None
+        stream = config.stream or not place.is_remote  # of a folder the cache would not see that it changed
+        rows = datasets.load_dataset(path, name=config.config, split=place.split, revision=revision, streaming=stream)
+    else:
+        # Streamed, so that no second copy is written into a cache; and not by row groups, of which one may hold all.
+        file = glob.escape(str(Path(path).resolve()))
+        rows = datasets.load_dataset("parquet", data_files=[file], split="train", streaming=True, batch_size=ROWS)
+    names = rows.column_names or list(next(iter(rows), {}))
+    if names and column not in names:
+        raise UserError(f"{place.address} has no column {column}; set data.text_column to one of {', '.join(names)}")
+    yield from rows.select_columns([column]).with_format("arrow").iter(batch_size=ROWS) if names else ()
+
+
+def _texts(table: Any, place: TextSource, column: str) -> list[str]:
+    kind = table.schema.field(column).type
+    if str(kind) not in ("string", "large_string", "string_view", "null"):
+        raise UserError(
+            f"column {column} of {place.address} holds no text but {kind}; set data.text_column to one that does"
+        )
+    return [text for text in table[column].to_pylist() if text is not None]
+
+
+def revisions(config: DataConfig) -> dict[str, str | None]:
+    """The commit of each text that is read from the hub; None: it cannot be had now."""
     return {
-        source.name: _find_commit(source.files[0].address, source.revision) for source in sources if source.is_on_hub
+        name: commit(part.repo, part.revision)
+        for name, part in config.parts.items()
+        if any(place.kind == "hub" and place.is_remote for place in list_sources(part))
     }
 
 
-def _find_commit(repo: str, revision: str | None) -> str | None:
-    from huggingface_hub import HfApi
-
-    try:
-        return HfApi().dataset_info(repo, revision=revision, timeout=10).sha
-    except Exception:  # a real error occurs again in the reader, which reports it
-        return None
+_commits: dict[tuple[str, str | None], str | None] = {}
 
 
-def pin_commits(sources: list[TextSource], commits: dict[str, str | None]) -> list[TextSource]:
-    """The sources, each with its commit as revision, so that all passes read the same data.
+def commit(repo: str, revision: str | None) -> str | None:
+    """The commit that a revision (a branch, None: the main one) of a repository of the hub is at, when first asked.
 
-    Without a known commit, the revision stays as it is, and the cache of `datasets` decides.
+    So that what is read twice is the same twice. None: without a network; what `datasets` has in its cache decides.
     """
-    return [replace(source, revision=commits.get(source.name) or source.revision) for source in sources]
+    if (repo, revision) not in _commits:
+        from huggingface_hub import HfApi
+
+        try:
+            _commits[repo, revision] = HfApi().dataset_info(repo, revision=revision, timeout=10).sha
+        except Exception:  # the same error, if it is one, comes again from the reader, which tells it
+            _commits[repo, revision] = None
+    return _commits[repo, revision]
 
 
-# Local files
+def pin_revisions(config: DataConfig, revisions: dict[str, str | None]) -> None:
+    """From now on each text of the hub is read at this commit, as `revisions` told it earlier."""
+    for name, known in revisions.items():
+        _commits[config.parts[name].repo, config.parts[name].revision] = known
 
 
-def find_files(paths: str | list[str], key: str) -> list[InputFile]:
-    """The files of a path, a folder, a pattern, a URL or a list of them: in list order, then by name, without repeats.
-
-    key: config key for error messages. Raises UserError if there is nothing to read.
-    """
-    unique = {}  # by real path: a file with two names could be both trained on and held out
-    for path in paths if isinstance(paths, list) else [paths]:
-        for file in _find(path, key):
-            unique.setdefault(os.path.realpath(file), file)
-    return [InputFile.at(file) for file in unique.values()]
+def _reason(error: Exception, address: str) -> str:
+    said = [line for line in str(error).strip().splitlines()[:1] if line != address]  # as some say no more than that
+    return ": ".join([type(error).__name__, *said])[:300]
 
 
-def _find(name: str, key: str) -> list[str]:
-    path = Path(os.path.expanduser(name))
-    if name.startswith(("http://", "https://")):
-        return [name]
-    if path.is_dir():
-        return _find_in_folder(path, key)
-    if path.is_file():
-        return [str(path)]
-    if path.exists():
-        raise UserError(f"{key}={name} is a pipe or a device, which cannot be read twice; save it as a file first")
-    if name.startswith("[") and name.endswith("]"):
-        raise UserError(f'{key}={name} does not exist; a list of files needs quotes: {key}=\'["a.txt", "b.txt"]\'')
-    if glob.has_magic(name):
-        matches = [match for match in glob.iglob(str(path), recursive=True)
-                   if os.path.isfile(match) and not _is_output(match)]  # fmt: skip
-        if not matches:
-            raise UserError(f"{key}={name} matches no file (relative to {Path.cwd()}); set another pattern")
-        return sorted(matches, key=_natural_order)
-    raise UserError(
-        f"{key}={name} does not exist; set {key} to a file, a folder or a pattern (relative to {Path.cwd()})"
-    )
-
-
-def _find_in_folder(folder: Path, key: str) -> list[str]:
-    """Files below a folder with a known suffix. Hidden files and folders are skipped; links are followed once."""
-    files, visited = [], set()
-    for parent, subfolders, names in os.walk(folder, followlinks=True):
-        if os.path.realpath(parent) in visited:
-            subfolders.clear()  # a link to a folder that was visited, possibly a loop
-            continue
-        visited.add(os.path.realpath(parent))
-        subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
-        files += [Path(parent, name) for name in names if not name.startswith(".")]
-    files = [path for path in files if path.is_file() and not _is_output(path)]
-    readable = [str(path) for path in files if _suffix(path.name) in KINDS]
-    if not readable:
-        counts = Counter(path.suffix or path.name for path in files).most_common(3)
-        others = ", ".join(f"{count} {suffix}" for suffix, count in counts)
-        raise UserError(
-            f"{key}={folder} has no file in {', '.join(KINDS)}, nor compressed as {' or '.join(COMPRESSED)} "
-            f"({f'but {others}' if others else 'it is empty'}); for other text files set a pattern such as "
-            f"{key}='{folder}/**/*.py'"
+def _what_went_wrong(place: TextSource, error: Exception) -> str:
+    """The sentence for what `datasets` raised."""
+    reason, address = _reason(error, place.address), place.address
+    if place.kind == "hub":
+        offline = any(word in f"{type(error).__name__} {error}" for word in ("Connect", "Offline", "resolve host"))
+        mend = "check the network" if offline else "mend data.repo, data.config, data.split or data.revision"
+        return (
+            f"{address} could not be read from the hub ({reason}); {mend}, or get the files by other means and set "
+            "data.path=FILES"
         )
-    return sorted(readable, key=_natural_order)
-
-
-def _suffix(address: str) -> str:
-    """The lower-case suffix without compression: .jsonl for a.jsonl, a.jsonl.gz and a.JSONL."""
-    path = Path(address.lower())
-    return Path(path.stem).suffix if path.suffix in COMPRESSED else path.suffix
-
-
-def _is_output(path: str | Path) -> bool:
-    return any(Path(path).resolve().is_relative_to(Path(folder).resolve()) for folder in OUTPUT_FOLDERS)
-
-
-def _natural_order(name: str) -> list:
-    """Sort key that puts part-9 before part-10."""
-    return [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", name)]
-
-
-# Content
-
-
-def hash_content(files: list[InputFile], cache: Path) -> str:
-    """SHA-256 of the content of all files. A remote file counts by its address; nothing is downloaded.
-
-    cache: a JSON file with the hashes of large files, by path, size and times.
-    """
-    known = _read_hash_cache(cache)
-    size_before = len(known)
-    total = hashlib.sha256()
-    for file in files:
-        total.update(json.dumps([file.kind, file.split]).encode())
-        if file.is_remote:
-            total.update(file.address.encode())
-            continue
-        root = Path(file.address)
-        for path in sorted(root.rglob("*")) if root.is_dir() else [root]:
-            if path.is_file():
-                name = str(path.relative_to(root)) if root.is_dir() else ""  # decides the split in a repository
-                total.update((name + _hash_file(path, known)).encode())
-    if len(known) > size_before:
-        with suppress(OSError):  # the cache is optional: a full disk costs time, not correctness
-            cache.parent.mkdir(parents=True, exist_ok=True)
-            atomic_write(cache, json.dumps(known))
-    return total.hexdigest()
-
-
-def _read_hash_cache(cache: Path) -> dict[str, str]:
-    with suppress(OSError, ValueError):
-        known = json.loads(cache.read_text())
-        return known if isinstance(known, dict) else {}
-    return {}
-
-
-def _hash_file(path: Path, known: dict[str, str]) -> str:
-    """SHA-256 of a file; added to `known` if the file is large and was not modified within the last 2 s."""
-    stat = path.stat()
-    key = f"{path.resolve()}:{stat.st_size}:{stat.st_mtime_ns}:{stat.st_ctime_ns}:{stat.st_ino}"
-    if key in known:
-        return known[key]
-    with open(path, "rb") as file:
-        digest = hashlib.file_digest(file, "sha256").hexdigest()
-    # A file that was modified just now can change again without a new modification time.
-    if stat.st_size >= MIN_CACHED_BYTES and time.time_ns() - stat.st_mtime_ns > 2e9:
-        known[key] = digest
-    return digest
+    return f"{address} cannot be read as .parquet ({reason}); mend it, or set another data.path"

@@ -1,206 +1,173 @@
-"""The split plan: which part of each source is for training and which is held out. No document is in both."""
+"""What of a text is for training and what for validation. No document is in both."""
 
 from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-from common.console import ProgressBar
 from common.errors import UserError
-from data.readers import Piece, Position, iter_text, no_text_error, slice_documents
-from data.sources import InputFile, TextSource
+from data import sources
+from data.config import DataConfig
+from data.files import TextSource
+from data.progress import PrepareProgress
+from data.text import Piece, Position, slice_documents
 
-MAX_LENGTHS = 2**20  # bounds the memory for document lengths
-PROGRESS_CHARS = 2**20  # between two updates of the progress bar
+MOST_LENGTHS = 2**20  # that are kept of the documents' lengths, however many documents there are
 
 
 @dataclass(frozen=True)
 class SplitRange:
-    """A range of a source's text that belongs to one split.
+    """A stretch of one of the texts that are mixed, for one split.
 
-    source: its name. uses_val_files: the range is of the source's val_files, not of its files.
-    start, stop: positions (document, character); stop None: the end. bytes: estimated; None: unknown (streamed).
+    name: of the text. own: whether it is of what data.val_path or val_split names. start, stop: see data/text.py.
+    continues: whether it begins within a document. documents, characters, bytes: None where they are not known ahead.
     """
 
-    source: str
+    name: str
     split: str
-    uses_val_files: bool
+    own: bool
     start: Position
     stop: Position | None
+    documents: int | None
+    characters: int | None
     bytes: int | None
 
-    @classmethod
-    def from_json(cls, fields: dict) -> "SplitRange":
-        return cls(**fields | {"start": tuple(fields["start"]), "stop": fields["stop"] and tuple(fields["stop"])})
-
     @property
-    def starts_within_document(self) -> bool:
+    def continues(self) -> bool:
         return self.start[1] > 0
 
-    def iter_text(self, source: TextSource) -> Iterator[Piece]:
-        files = source.val_files if self.uses_val_files else source.files
-        return slice_documents(iter_text(source, files), self.start, self.stop)
+    def pieces(self, config: DataConfig) -> Iterator[Piece]:
+        part = config.parts[self.name]
+        places = sources.held_out(part) if self.own else sources.list_sources(part)
+        return slice_documents(sources.iter_text(places, part), self.start, self.stop)
 
-
-@dataclass
-class SplitPlan:
-    """The ranges of all sources, in order, and the size of their text. None: unknown, because a source is streamed."""
-
-    ranges: list[SplitRange]
-    documents: int | None = 0
-    characters: int | None = 0
-
-    def count(self, stats: "TextStats | None") -> None:
-        is_known = stats is not None and self.documents is not None
-        self.documents = self.documents + stats.documents if is_known else None
-        self.characters = self.characters + stats.characters if is_known else None
-
-    def add(
-        self, source: TextSource, split: str, start: Position, stop: Position | None, stats: "TextStats | None",
-        share: float = 1.0,
-    ) -> None:  # fmt: skip
-        """stats: of the files that the range is in. share: estimated fraction of them that is in the range."""
-        uses_val_files = split == "val" and source.val_files is not None
-        size = None if stats is None else round(stats.bytes * share)
-        self.ranges.append(SplitRange(source.name, split, uses_val_files, start, stop, size))
+    @classmethod
+    def from_plain(cls, plain: dict) -> "SplitRange":
+        stop = plain["stop"]
+        return cls(**plain | {"start": tuple(plain["start"]), "stop": stop if stop is None else tuple(stop)})
 
 
 @dataclass
 class TextStats:
-    """Size of a text. lengths: total characters of consecutive groups of `group_size` documents."""
+    """How much text there is. lengths: characters of each `each` documents, one after the other."""
 
     documents: int = 0
     characters: int = 0
     bytes: int = 0
     lengths: array = field(default_factory=lambda: array("q"))
-    group_size: int = 1
+    each: int = 1
 
     def add(self, pieces: Iterable[Piece]) -> "TextStats":
-        """Count all pieces. Raises UserError for text that has no UTF-8 encoding."""
-        document_length = group_length = 0
+        """Raises UserError for a text that cannot be encoded."""
+        length = counted = 0
+        text, ends = "", True
         for text, ends in pieces:
             try:
                 self.bytes += len(text.encode())
             except UnicodeEncodeError as error:
-                position = document_length + error.start
-                raise UserError(
-                    f"document {self.documents + 1} has a lone surrogate (half a character) at position {position}; "
-                    "remove it"
-                ) from None
-            document_length += len(text)
+                raise UserError(f"document {self.documents + 1} has a lone surrogate, half a character, at position "
+                                f"{length + error.start}; take it out") from None  # fmt: skip
+            length += len(text)
             if ends:
-                self.documents += 1
-                self.characters += document_length
-                group_length += document_length
-                document_length = 0
-                if self.documents % self.group_size == 0:
-                    self.lengths.append(group_length)
-                    group_length = 0
-                if len(self.lengths) == MAX_LENGTHS:
-                    self._merge_groups()
-        self.lengths.append(group_length)
+                self.documents, self.characters = self.documents + 1, self.characters + length
+                counted, length = counted + length, 0
+                if self.documents % self.each == 0:
+                    self.lengths.append(counted)
+                    counted = 0
+                if len(self.lengths) == MOST_LENGTHS:
+                    self.lengths = array("q", map(sum, zip(self.lengths[::2], self.lengths[1::2], strict=True)))
+                    self.each *= 2
+        self.lengths.append(counted)
         return self
 
-    def _merge_groups(self) -> None:
-        """Join pairs of groups, so that the list stays short for any number of documents."""
-        self.lengths = array("q", map(sum, zip(self.lengths[::2], self.lengths[1::2], strict=True)))
-        self.group_size *= 2
-
     def find_val_cut(self, fraction: float) -> tuple[Position, float]:
-        """Where the last `fraction` of the text begins, and the share of the text before it.
+        """Where the last `fraction` of the text begins, and how much of it is ahead of that.
 
-        The cut is between documents if there are several, else within the only one.
+        At a document where there are several, else within the one.
         """
         if self.documents == 1:
             character = int(self.characters * (1 - fraction))
             return (0, character), character / self.characters
-        group, held_out = len(self.lengths), 0
-        while group > 1 and (held_out == 0 or held_out < self.characters * fraction):
-            group -= 1
-            held_out += self.lengths[group]
-        return (min(group * self.group_size, self.documents - 1), 0), 1 - held_out / self.characters
+        first, held_out = len(self.lengths), 0
+        while first > 1 and (held_out == 0 or held_out < self.characters * fraction):
+            first -= 1
+            held_out += self.lengths[first]
+        return (min(first * self.each, self.documents - 1), 0), 1 - held_out / self.characters
 
 
-def check_no_leakage(sources: list[TextSource]) -> None:
-    """Raise UserError if a file of any source would be used both for training and for validation."""
-    train_keys = {source.name: _dedup_keys(source.files) for source in sources}
-    for source in sources:
-        for other in sources:
-            shared = train_keys[source.name] & _dedup_keys(other.val_files or [])
-            if shared:
+def check_no_leakage(read: dict[str, tuple[list[TextSource], list[TextSource] | None]]) -> None:
+    """Raises UserError where a text would be both trained on and held out.
+
+    read: of each of the texts that are mixed, what it reads, and what it holds out; None: a part of what it reads.
+    """
+    known = {name: tuple(_identities(places) for places in each) for name, each in read.items()}
+    for name, (places, held_out) in known.items():
+        for other, (others, others_held_out) in known.items():
+            both = places & others_held_out
+            if both:
                 raise UserError(
-                    f"{min(shared)} would be both trained on and held out; remove it from one of them, or hold out a "
+                    f"{min(both)} would be both trained on and held out; leave it out of one of them, or hold out a "
                     "part of it with data.val_fraction or data.val_documents"
                 )
-            shared = train_keys[source.name] & train_keys[other.name]
-            if shared and source is not other and (source.val_files is None or other.val_files is None):
+            both = places & others
+            if name != other and both and not (held_out and others_held_out):
                 raise UserError(
-                    f"{min(shared)} is in data.mix.{source.name} and in data.mix.{other.name}, so that one would train "
-                    "on text that the other holds out; remove it from one of them, or give both a val_path"
+                    f"{min(both)} is in data.mix.{name} and in data.mix.{other}, and what the one holds out the other "
+                    "would train on; leave it out of one of them, or give both a val_path"
                 )
 
 
-def _dedup_keys(files: list[InputFile]) -> set[str]:
-    return {key for file in files for key in file.dedup_keys}
+def _identities(places: list[TextSource] | None) -> set[str]:
+    return {identity for place in places or [] for identity in place.dedup_keys}
 
 
-def plan_splits(sources: list[TextSource], bar: ProgressBar) -> SplitPlan:
-    """Plan the splits of all sources. Reads each source once, unless it is streamed. Raises UserError."""
-    plan = SplitPlan([])
-    for source in sources:
-        _plan_source(source, plan, bar)
-    return plan
+def plan_splits(config: DataConfig, show: PrepareProgress) -> list[SplitRange]:
+    """The parts of all texts, which are read through once for it, unless they are streamed. Raises UserError."""
+    return [part for name, each in config.parts.items() for part in _divide(name, each, show)]
 
 
-def _plan_source(source: TextSource, plan: SplitPlan, bar: ProgressBar) -> None:
-    start, end = (0, 0), None if source.max_documents is None else (source.max_documents, 0)
-    stats = _read_stats(source, source.files, end, bar)
-    plan.count(stats)
-    if source.val_files is not None:
-        val_stats = _read_stats(source, source.val_files, None, bar)
-        plan.count(val_stats)
-        plan.add(source, "train", start, end, stats)
-        plan.add(source, "val", start, None, val_stats)
-    elif source.val_documents is not None:
-        count = source.val_documents
-        if stats is not None and count >= stats.documents:
+def _divide(name: str, config: DataConfig, show: PrepareProgress) -> list[SplitRange]:
+    end = None if config.max_documents is None else (config.max_documents, 0)
+    own = sources.held_out(config)
+
+    def surveyed(places: list, stop: Position | None) -> TextStats:
+        show.begin(f"reading {name}")
+        survey = TextStats().add(show.through(slice_documents(sources.iter_text(places, config), (0, 0), stop)))
+        if not survey.characters:
+            listed = ", ".join(place.address for place in places[:3]) + (", ..." if len(places) > 3 else "")
+            raise UserError(f"{listed} holds no text; set data.path to a file that does")
+        return survey
+
+    def part(
+        split: str, start: Position, stop: Position | None, survey: TextStats | None, share: float, documents=None
+    ):
+        counts = (None, None, None)
+        if survey is not None:
+            counts = documents, round(survey.characters * share), round(survey.bytes * share)
+        return SplitRange(name, split, split == "val" and own is not None, start, stop, *counts)
+
+    if config.source == "hub" and config.path is None and config.stream:
+        if own is not None:
+            return [part("train", (0, 0), end, None, 1), part("val", (0, 0), None, None, 1)]
+        first = (config.val_documents, 0)
+        return [part("train", first, end, None, 1), part("val", (0, 0), first, None, 1)]
+    whole = surveyed(sources.list_sources(config), end)
+    n = whole.documents
+    if own is not None:
+        val = surveyed(own, None)
+        return [part("train", (0, 0), end, whole, 1, n), part("val", (0, 0), None, val, 1, val.documents)]
+    if config.val_documents is not None:
+        first = config.val_documents
+        if first >= n:
             raise UserError(
-                f"data.val_documents={count} leaves nothing to train on, as {source.name} has {stats.documents} "
-                "documents; use a smaller value, or data.val_fraction"
+                f"data.val_documents={first} leaves nothing to train on, as {name} has {n} in all; set a smaller one, "
+                "or data.val_fraction"
             )
-        share = 0.0 if stats is None else count / stats.documents
-        plan.add(source, "train", (count, 0), end, stats, 1 - share)
-        plan.add(source, "val", start, (count, 0), stats, share)
-    else:
-        cut, share = stats.find_val_cut(source.val_fraction)
-        plan.add(source, "train", start, cut, stats, share)
-        plan.add(source, "val", cut, end, stats, 1 - share)
-        if 1 - share > max(2 * source.val_fraction, 0.05):
-            bar.write_line(
-                f"{1 - share:.0%} of {source.name} is held out instead of data.val_fraction={source.val_fraction:g}, "
-                "because documents are not divided; data.val_path holds out separate files"
-            )
-
-
-def _read_stats(
-    source: TextSource, files: list[InputFile], stop: Position | None, bar: ProgressBar
-) -> TextStats | None:
-    """The size of the text in the files; None: they are streamed. Raises UserError if there is no text."""
-    if source.is_streamed:
-        return None
-    bar.restart(None)
-    pieces = slice_documents(iter_text(source, files), (0, 0), stop)
-    stats = TextStats().add(show_progress(pieces, bar, f"reading {source.name}"))
-    if not stats.characters:
-        raise no_text_error(files)
-    return stats
-
-
-def show_progress(pieces: Iterable[Piece], bar: ProgressBar, label: str) -> Iterator[Piece]:
-    """The same pieces; the bar shows how many characters were read."""
-    done, next_update = 0, PROGRESS_CHARS
-    for piece in pieces:
-        yield piece
-        done += len(piece[0])
-        if done >= next_update:  # not for each of many small documents
-            bar.update_bytes(done, label)
-            next_update = done + PROGRESS_CHARS
+        return [part("train", (first, 0), end, whole, 1 - first / n, n - first),
+                part("val", (0, 0), (first, 0), whole, first / n, first)]  # fmt: skip
+    cut, share = whole.find_val_cut(config.val_fraction)
+    if 1 - share > max(2 * config.val_fraction, 0.05):
+        show.say(f"{1 - share:.0%} of {name} is held out, not data.val_fraction={config.val_fraction:g}, since "
+                 "documents stay whole; data.val_path holds out a text of its own")  # fmt: skip
+    k = cut[0] or 1
+    return [part("train", (0, 0), cut, whole, share, k),
+            part("val", cut, end, whole, 1 - share, max(1, n - k))]  # fmt: skip

@@ -1,8 +1,8 @@
-"""Tokenizers: from text to token ids. A tokenizer is always a tiktoken.Encoding.
+"""Text to tokens: a tokenizer is a tiktoken.Encoding, always.
 
-Each function in TOKENIZERS builds one from a corpus. A new tokenizer is one function here and a YAML file in
-configs/tokenizer/ that names it (docs/data.md). The tokenizer's spec is plain data (name, pattern, tokens, special
-tokens). It is saved in prepared data and in every checkpoint, so that sampling uses the tokenizer of the training.
+Each function builds one from texts. A new one is one function here, in TOKENIZERS, and one YAML file
+in configs/tokenizer/ that names it. Its spec is plain data (name, pattern, tokens, special tokens), kept in the
+prepared data and in every checkpoint, so that sampling never guesses.
 """
 
 import base64
@@ -24,133 +24,133 @@ from data.config import TokenizerConfig
 from data.fast_bpe import FastBPE
 
 END_OF_TEXT = "<|endoftext|>"
-CHARACTER_PATTERN = r"(?s)."  # each character is a separate piece
-# GPT-4's pattern to split text into pieces that tokens never cross, but with at most two digits in a piece, so that a
-# small vocabulary is not spent on numbers. Possessive quantifiers (++) keep long runs from overflowing the regex stack.
+EACH_CHARACTER = r"(?s)."
+# GPT-4's way to cut text into pieces that tokens never cross, in which digits come at most two at a time, so that a
+# small vocabulary is not spent on numbers. What is possessive (++) keeps long runs from overflowing the regex's stack.
 BPE_PATTERN = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,2}+"
     r"| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
 )
-MAX_TRAIN_CHARS = 2**25  # a vocabulary is trained on at most this much of the text
-OPENAI_URL = "https://openaipublic.blob.core.windows.net/"
-# Vocabularies that tiktoken downloads once, and their files.
-OPENAI_FILES = {
+MAX_TRAIN_CHARS = 2**25  # characters that a vocabulary is trained on, spread evenly over the text, where it has more
+OPENAI = "https://openaipublic.blob.core.windows.net/"
+# Vocabularies that tiktoken downloads once, and the files that they come from.
+DOWNLOADED = {
     "gpt2": ("gpt-2/encodings/main/vocab.bpe", "gpt-2/encodings/main/encoder.json"),
     "cl100k_base": ("encodings/cl100k_base.tiktoken",),
     "o200k_base": ("encodings/o200k_base.tiktoken",),
 }
-OPENAI_SIZES = {"gpt2": 50_257, "cl100k_base": 100_277, "o200k_base": 200_019}  # known without a download
+SIZES = {"gpt2": 50_257, "cl100k_base": 100_277, "o200k_base": 200_019}  # before a text is read
 
 
 @dataclass(frozen=True)
 class Corpus:
-    """The text that a tokenizer is built from. texts: pieces of documents; iterable several times.
+    """What a tokenizer is made from. texts: pieces of documents, which can be gone through again.
 
-    several: whether there is more than one document. characters: length of all texts; None: unknown.
+    several: whether there is more than one document. characters: how many there are, where that is known.
     """
 
     texts: Iterable[str]
     several: bool
     characters: int | None = None
 
-    def special_tokens(self, first_id: int) -> dict[str, int]:
-        """The end-of-text token, which separates documents if there are several."""
-        return {END_OF_TEXT: first_id} if self.several else {}
+    def special(self, first: int) -> dict[str, int]:
+        """A token that separates documents, where there is more than one."""
+        return {END_OF_TEXT: first} if self.several else {}
 
 
-def _make_tokenizer(name: str, pattern: str, tokens: Sequence[bytes], special: dict[str, int]) -> tiktoken.Encoding:
+def _encoding(name: str, pattern: str, tokens: Sequence[bytes], special: dict[str, int]) -> tiktoken.Encoding:
     ranks = {token: rank for rank, token in enumerate(tokens)}
     return tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
 
 
 def char(corpus: Corpus, config: TokenizerConfig) -> tiktoken.Encoding:
-    """One token per distinct character, in code point order."""
+    """A token per distinct character, in code point order."""
     characters = set()
     for text in corpus.texts:
         characters.update(text)
     tokens = [c.encode() for c in sorted(characters)]
-    return _make_tokenizer("char", CHARACTER_PATTERN, tokens, corpus.special_tokens(len(tokens)))
+    return _encoding("char", EACH_CHARACTER, tokens, corpus.special(len(tokens)))
 
 
 def byte(corpus: Corpus, config: TokenizerConfig) -> tiktoken.Encoding:
-    """One token per UTF-8 byte: 256 tokens, which encode any text."""
-    return _make_tokenizer("byte", CHARACTER_PATTERN, [bytes([i]) for i in range(256)], corpus.special_tokens(256))
+    """A token per byte of UTF-8: 256 of them, and any text can be encoded."""
+    return _encoding("byte", EACH_CHARACTER, [bytes([i]) for i in range(256)], corpus.special(256))
 
 
 def bpe(corpus: Corpus, config: TokenizerConfig) -> tiktoken.Encoding:
-    """Byte-pair encoding (Sennrich et al., arXiv:1508.07909) over bytes, trained on the corpus or a sample of it."""
+    """Byte-pair encoding (Sennrich et al., arXiv:1508.07909) over bytes, trained on the text, or a sample of it."""
     import rustbpe
 
     trainer = rustbpe.Tokenizer()
-    trainer.train_from_iterator(_sample_texts(corpus), config.vocab_size - corpus.several, pattern=BPE_PATTERN)
+    trainer.train_from_iterator(_sample(corpus), config.vocab_size - corpus.several, pattern=BPE_PATTERN)
     tokens = [bytes(token) for token, _ in sorted(trainer.get_mergeable_ranks(), key=lambda pair: pair[1])]
-    return _make_tokenizer("bpe", BPE_PATTERN, tokens, corpus.special_tokens(len(tokens)))
+    return _encoding("bpe", BPE_PATTERN, tokens, corpus.special(len(tokens)))
 
 
-def _sample_texts(corpus: Corpus) -> Iterator[str]:
-    """MAX_TRAIN_CHARS characters, spread evenly over the corpus, or from its start if its length is unknown."""
+def _sample(corpus: Corpus) -> Iterator[str]:
+    """SAMPLE characters of the texts, spread evenly over them where their length is known, or all there are."""
     share = MAX_TRAIN_CHARS / max(MAX_TRAIN_CHARS, corpus.characters or 0)
-    seen = sampled = 0
+    seen = kept = 0
     for text in corpus.texts:
         seen += len(text)
-        if sampled < seen * share:
-            sampled += len(text)
+        if kept < seen * share:
+            kept += len(text)
             yield re.sub(r"(\s{1000})\s+", r"\1", text)  # longer runs overflow the stack of rustbpe's regex
-        if sampled >= MAX_TRAIN_CHARS:
+        if kept >= MAX_TRAIN_CHARS:
             return
 
 
 def _openai(corpus: Corpus, config: TokenizerConfig) -> tiktoken.Encoding:
-    """A vocabulary of OpenAI, downloaded once by tiktoken or found in TIKTOKEN_CACHE_DIR."""
+    """A vocabulary of OpenAI's, which tiktoken downloads once, or finds in TIKTOKEN_CACHE_DIR."""
     try:
         return tiktoken.get_encoding(config.name)
-    except Exception as error:  # network and cache raise exceptions of many types
-        folder, missing = _cache_folder(), _missing_files(config.name)
-        files = " and ".join(f"{OPENAI_URL}{name} as {_cached_name(name)}" for name in missing) or "it"
-        variable = "the environment variable TIKTOKEN_CACHE_DIR"
-        where = f"in {folder} ({variable} sets another folder)" if folder else f"in a folder and set {variable} to it"
+    except Exception as error:  # whatever the network or the cache came to
+        cache = _cache()
+        missing = _missing(config.name)
+        files = " and ".join(f"{OPENAI}{name} as {_cached_name(name)}" for name in missing)
+        set_to = " (the environment variable TIKTOKEN_CACHE_DIR names another folder)"
+        where = f"in {cache}{set_to}" if cache else "in a folder that the environment variable TIKTOKEN_CACHE_DIR names"
         raise UserError(
-            f"tokenizer={config.name} needs a vocabulary that could not be downloaded ({type(error).__name__}); "
-            f"download {files} another way and put {'them' if len(missing) > 1 else 'it'} {where}, or set "
+            f"tokenizer={config.name} needs a vocabulary that could not be downloaded ({type(error).__name__}); get "
+            f"{files or 'it'} by other means and put {'them' if len(missing) > 1 else 'it'} {where}, or set "
             "tokenizer=bpe"
         ) from error
 
 
-def _cache_folder() -> str:
-    """The folder where tiktoken stores downloads; empty: no folder."""
+def _cache() -> str:
+    """Where tiktoken keeps what it downloads; empty: nowhere."""
     default = os.path.join(tempfile.gettempdir(), "data-gym-cache")
     return os.environ.get("TIKTOKEN_CACHE_DIR", os.environ.get("DATA_GYM_CACHE_DIR", default))
 
 
 def _cached_name(name: str) -> str:
-    return hashlib.sha1(f"{OPENAI_URL}{name}".encode()).hexdigest()
+    return hashlib.sha1(f"{OPENAI}{name}".encode()).hexdigest()
 
 
-def _missing_files(name: str) -> list[str]:
+def _missing(name: str) -> list[str]:
     """The files of a vocabulary that are not in tiktoken's cache."""
-    folder = _cache_folder()
-    return [file for file in OPENAI_FILES[name] if not (folder and Path(folder, _cached_name(file)).is_file())]
+    return [file for file in DOWNLOADED[name] if not (_cache() and Path(_cache(), _cached_name(file)).is_file())]
 
 
 def needs_download(config: TokenizerConfig) -> bool:
-    """Whether the vocabulary is not on this machine yet."""
-    return config.name in OPENAI_FILES and bool(_missing_files(config.name))
+    """Whether the vocabulary would have to come from the network."""
+    return config.name in DOWNLOADED and bool(_missing(config.name))
 
 
 TOKENIZERS: dict[str, Callable[[Corpus, TokenizerConfig], tiktoken.Encoding]] = {
     f.__name__: f for f in (char, byte, bpe)
-} | dict.fromkeys(OPENAI_FILES, _openai)
+} | dict.fromkeys(DOWNLOADED, _openai)
 
 
 def size_without_text(config: TokenizerConfig, several: bool) -> int | None:
-    """Vocabulary size before any text is read (for bpe the upper bound); None: it depends on the text."""
+    """How many tokens there are, or for bpe can be at the most, before a text is read; None: the text decides."""
     if config.name == "bpe":
         return config.vocab_size
-    return 256 + several if config.name == "byte" else OPENAI_SIZES.get(config.name)
+    return 256 + several if config.name == "byte" else SIZES.get(config.name)
 
 
-def build_tokenizer(corpus: Corpus, config: TokenizerConfig, spec: dict | None = None) -> tiktoken.Encoding:
-    """The tokenizer that `config` names, built from the corpus; or the one in `spec`. Raises UserError."""
+def build(corpus: Corpus, config: TokenizerConfig, spec: dict | None = None) -> tiktoken.Encoding:
+    """The tokenizer that `config` asks for, made from the texts, or from `spec`. Raises UserError."""
     if spec is not None:
         return from_spec(spec)
     if config.name not in TOKENIZERS:
@@ -158,99 +158,101 @@ def build_tokenizer(corpus: Corpus, config: TokenizerConfig, spec: dict | None =
     return TOKENIZERS[config.name](corpus, config)
 
 
-def to_spec(tokenizer: tiktoken.Encoding) -> dict:
+def to_spec(encoding: tiktoken.Encoding) -> dict:
     """The tokenizer as plain data: {name, pattern, tokens (base64, in the order of their ids), special}."""
-    ranks = sorted(tokenizer._mergeable_ranks.items(), key=lambda item: item[1])
+    ranks = sorted(encoding._mergeable_ranks.items(), key=lambda item: item[1])
     return {
-        "name": tokenizer.name,
-        "pattern": tokenizer._pat_str,
+        "name": encoding.name,
+        "pattern": encoding._pat_str,
         "tokens": [base64.b64encode(token).decode() for token, _ in ranks],
-        "special": dict(tokenizer._special_tokens),
+        "special": dict(encoding._special_tokens),
     }
 
 
 def from_spec(spec: dict) -> tiktoken.Encoding:
-    """The tokenizer that to_spec described."""
     tokens = [base64.b64decode(token) for token in spec["tokens"]]
-    return _make_tokenizer(spec["name"], spec["pattern"], tokens, spec["special"])
+    return _encoding(spec["name"], spec["pattern"], tokens, spec["special"])
 
 
-def end_of_text(tokenizer: tiktoken.Encoding) -> int | None:
-    """The id of the end-of-text token; None if the tokenizer has none."""
-    return tokenizer._special_tokens.get(END_OF_TEXT)
+def end_of_text(encoding: tiktoken.Encoding) -> int | None:
+    """The id that ends a document, or None where the tokenizer has none."""
+    return encoding._special_tokens.get(END_OF_TEXT)
 
 
-def initial_tokens(tokenizer: tiktoken.Encoding) -> list[int]:
-    """The start of an unconditional sample: the end-of-text token, else a newline, else the first token."""
-    end = end_of_text(tokenizer)
-    newline = tokenizer._mergeable_ranks.get(b"\n", 0)
+def initial_tokens(encoding: tiktoken.Encoding) -> list[int]:
+    """What a text starts from when nothing is given: an end of text, else a new line, else the first token."""
+    end = end_of_text(encoding)
+    newline = encoding._mergeable_ranks.get(b"\n", 0)
     return [newline if end is None else end]
 
 
-def encode(tokenizer: tiktoken.Encoding, text: str, where: str = "the text", fast: FastBPE | None = None) -> np.ndarray:
-    """Token ids of `text`, (n,) uint32. Special tokens in the text are encoded as ordinary text.
+def encode(encoding: tiktoken.Encoding, text: str, where: str = "the text", fast: FastBPE | None = None) -> np.ndarray:
+    """Token ids (uint32) of `text`, special tokens not looked for. fast: a `LinearEncoding` of it, for much text.
 
-    where: name of the text for error messages. fast: FastBPE of the tokenizer, for long texts.
-    Raises UserError for a character that has no token, with its position; tiktoken would end the process.
+    Raises UserError where a character has no token, naming it and its place: tiktoken itself would end the process.
     """
     try:
-        if tokenizer.name == "char":
-            return _encode_characters(tokenizer, text, where)
-        if tokenizer.name == "byte":
+        if encoding.name == "char":
+            return _characters(encoding, text, where)
+        if encoding.name == "byte":
             return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.uint32)
-        return _encode_bpe(tokenizer, text, fast)
-    except UnicodeEncodeError as error:  # for example from a terminal with another encoding
+        return _merged(encoding, text, fast)
+    except UnicodeEncodeError as error:  # half a character, as a broken terminal gives it
         raise UserError(
-            f"{where} has a lone surrogate (half a character) at position {error.start}; remove it"
+            f"{where} has a lone surrogate, half a character, at position {error.start}; take it out"
         ) from None
 
 
-def _encode_characters(tokenizer: tiktoken.Encoding, text: str, where: str) -> np.ndarray:
-    """Table lookup by code point: a tenth of tiktoken's time."""
-    ids = _id_by_code_point(tokenizer)[np.frombuffer(text.encode("utf-32-le"), dtype="<u4")]
+def _characters(encoding: tiktoken.Encoding, text: str, where: str) -> np.ndarray:
+    """As the encoding itself, in a tenth of the time."""
+    ids = _id_of_code_point(encoding)[np.frombuffer(text.encode("utf-32-le"), dtype="<u4")]
     if ids.size and ids.min() < 0:
-        position = int((ids < 0).argmax())
+        at = int((ids < 0).argmax())
         raise UserError(
-            f"{where} has the character {text[position]!r} at position {position}, which is not in this vocabulary of "
-            f"{tokenizer.n_vocab} characters; remove it, or train with tokenizer=byte or bpe"
+            f"{where} has the character {text[at]!r} at position {at}, which this vocabulary of "
+            f"{encoding.n_vocab} characters lacks; leave it out, or train with tokenizer=byte or bpe"
         )
     return ids.astype(np.uint32)
 
 
 @lru_cache(maxsize=4)
-def _id_by_code_point(tokenizer: tiktoken.Encoding) -> np.ndarray:
+def _id_of_code_point(encoding: tiktoken.Encoding) -> np.ndarray:
     table = np.full(sys.maxunicode + 1, -1, dtype=np.int32)
-    for token, rank in tokenizer._mergeable_ranks.items():
-        table[ord(token.decode())] = rank
+    for character, rank in zip(to_characters(encoding), encoding._mergeable_ranks.values(), strict=True):
+        table[ord(character)] = rank
     return table
 
 
-def _encode_bpe(tokenizer: tiktoken.Encoding, text: str, fast: FastBPE | None) -> np.ndarray:
+def _merged(encoding: tiktoken.Encoding, text: str, fast: FastBPE | None) -> np.ndarray:
     try:
-        return tokenizer.encode_to_numpy(text, disallowed_special=()) if fast is None else fast.encode(text)
-    except ValueError as error:  # for example a run of spaces that overflows the stack of tiktoken's regex
+        return encoding.encode_to_numpy(text, disallowed_special=()) if fast is None else fast.encode(text)
+    except ValueError as error:  # a run of blanks, say, that is too long for the stack of tiktoken's regex
         if isinstance(error, UnicodeEncodeError) or len(text) < 2:
             raise
         half = len(text) // 2
-        return np.concatenate([_encode_bpe(tokenizer, text[:half], fast), _encode_bpe(tokenizer, text[half:], fast)])
+        return np.concatenate([_merged(encoding, text[:half], fast), _merged(encoding, text[half:], fast)])
 
 
-def token_strings(tokenizer: tiktoken.Encoding, ids: Sequence[int]) -> list[str]:
-    """Each token decoded separately; bytes that are not a complete character become \\xNN."""
-    return [token_to_bytes(tokenizer, i).decode(errors="backslashreplace") for i in ids]
+def to_characters(encoding: tiktoken.Encoding) -> list[str]:
+    return [token.decode() for token in encoding._mergeable_ranks]
 
 
-def token_to_bytes(tokenizer: tiktoken.Encoding, token: int) -> bytes:
-    """The bytes of a token; empty for an unused id, of which cl100k_base has a few."""
+def token_strings(encoding: tiktoken.Encoding, ids: Sequence[int]) -> list[str]:
+    """The text of each token by itself; bytes that are no whole character stand as \\xNN."""
+    return [bytes_of(encoding, i).decode(errors="backslashreplace") for i in ids]
+
+
+def bytes_of(encoding: tiktoken.Encoding, token: int) -> bytes:
+    """What a token stands for; nothing where the vocabulary leaves its id out, as cl100k_base does a few."""
     try:
-        return tokenizer.decode_single_token_bytes(token)
+        return encoding.decode_single_token_bytes(token)
     except KeyError:
         return b""
 
 
-def token_bytes(tokenizer: tiktoken.Encoding) -> np.ndarray:
-    """Number of text bytes of each token, (V,) int64; 0 for special tokens."""
-    lengths = np.zeros(tokenizer.n_vocab, dtype=np.int64)
-    for token, rank in tokenizer._mergeable_ranks.items():
+def token_bytes(encoding: tiktoken.Encoding) -> np.ndarray:
+    """How many bytes of text each token id stands for, (V,) int64; 0 for special tokens."""
+    lengths = np.zeros(encoding.n_vocab, dtype=np.int64)
+    for token, rank in encoding._mergeable_ranks.items():
         lengths[rank] = len(token)
     return lengths

@@ -1,24 +1,25 @@
-"""The decoder. With configs/model/gpt2.yaml it is GPT-2 (Radford et al., 2019), as nanoGPT and Hugging Face build it.
+"""The GPT model: a decoder-only transformer. With configs/model/gpt2.yaml it is GPT-2 (Radford et al., 2019).
 
-- pre-norm blocks: x + attention(norm(x)), then x + mlp(norm(x)); a last norm before the head
-- positions are learned and added (GPT-2), or rotate q and k (RoPE, Su et al., arXiv:2104.09864)
-- runs of tokens may have embeddings of their own, which their last token adds to its own (hashed n-grams: fastText,
-  Bojanowski et al., arXiv:1607.04606; in a decoder: BLT, Pagnoni et al., arXiv:2412.09871)
-- LayerNorm or RMSNorm (Zhang & Sennrich, arXiv:1910.07467); GELU, exact or in GPT-2's tanh form, or squared ReLU
-  (Primer, So et al., arXiv:2109.08668); queries and keys normalised per head or not (Henry et al., arXiv:2010.04245)
-- layers may see a sliding window of the last keys (as in Longformer, Beltagy et al., arXiv:2004.05150); documents that
-  share a sequence can be kept apart, each with positions from 0
-- which kernel computes attention is not known here: the model is handed an `attend` (model/attention/)
+Each block computes x + attention(norm(x)), then x + mlp(norm(x)). A last norm precedes the head. Options:
 
-Initialisation, as GPT-2's code does it:
+- positions: learned embeddings as in GPT-2, or rotary ones (RoPE, Su et al., arXiv:2104.09864)
+- norm: LayerNorm, or RMSNorm (Zhang & Sennrich, arXiv:1910.07467)
+- MLP: GELU, exact or GPT-2's tanh approximation, or squared ReLU (Primer, So et al., arXiv:2109.08668)
+- attention: grouped-query heads, normalised queries and keys (Henry et al., arXiv:2010.04245), a sliding window per
+  layer (Longformer, Beltagy et al., arXiv:2004.05150), and a document mask
+- hashed n-gram embeddings (model/ngram.py)
+
+The kernel that computes attention is a function `attend`, which the model gets from model/attention/.
+
+Initialisation, as in GPT-2's code:
 
     embeddings, linear weights      normal(0, 0.02)
-    projections into the residual   normal(0, 0.02 / sqrt(2 n_layer)): their sum keeps its variance over depth
+    projections into the residual   normal(0, 0.02 / sqrt(2 n_layer)), so that the variance of their sum is constant
     biases                          zero
-    n-gram embeddings               zero: most are met late or never, and would be noise until then
+    n-gram embeddings               zero: most n-grams are rare, and their embeddings would stay noise
     norms                           one (and zero for LayerNorm's bias)
 
-B batch, T time, C channels = n_embd, H query heads, G key/value heads, D head size, V vocabulary.
+B batch, T time, C channels = n_embd, H query heads, G key/value heads, D head dimension, V vocabulary.
 """
 
 import math
@@ -43,24 +44,24 @@ def make_norm(config: GPTConfig, size: int) -> nn.Module:
     return nn.LayerNorm(size, eps=1e-5, bias=config.bias)
 
 
-def rotary_cos_sin(at: Tensor, D: int) -> tuple[Tensor, Tensor]:
-    """cos and sin of position x frequency, 10000^(-2i/D) (RoPE, eq. 15): positions (...) -> each (..., 1, D / 2)."""
-    frequency = 10_000.0 ** (-torch.arange(0, D, 2, device=at.device).float() / D)
-    angle = at.float().unsqueeze(-1) * frequency
+def rotary_cos_sin(positions: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
+    """Cosine and sine of position x frequency, 10000^(-2i/D) (RoPE, eq. 15): positions (...) -> two (..., 1, D / 2)."""
+    frequency = 10_000.0 ** (-torch.arange(0, head_dim, 2, device=positions.device).float() / head_dim)
+    angle = positions.float().unsqueeze(-1) * frequency
     return angle.cos().unsqueeze(-2), angle.sin().unsqueeze(-2)
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Turn each channel pair (i, i + D/2) of x (B, T, heads, D) by its position's angle; lengths are kept."""
+    """Rotate the channel pairs (i, i + D/2) of x (B, T, heads, D) by the angle of their position."""
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).type_as(x)
 
 
 def positions_in_document(doc_ids: Tensor) -> Tensor:
-    """Where each token stands in its own document: ids (B, T), alike within a document -> (B, T), from 0."""
+    """Position of each token in its document, from 0. doc_ids (B, T), equal within a document -> (B, T)."""
     index = torch.arange(doc_ids.shape[1], device=doc_ids.device)
-    begins = F.pad(doc_ids[:, 1:] != doc_ids[:, :-1], (1, 0), value=True)
-    return index - torch.where(begins, index, 0).cummax(dim=1).values
+    is_first = F.pad(doc_ids[:, 1:] != doc_ids[:, :-1], (1, 0), value=True)
+    return index - torch.where(is_first, index, 0).cummax(dim=1).values
 
 
 class CacheLike(Protocol):
@@ -126,7 +127,7 @@ ACTIVATIONS = {
 
 
 class MLP(nn.Module):
-    """Four times as wide inside: C -> 4C -> C."""
+    """Two linear layers with an activation between them: C -> 4C -> C."""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -162,10 +163,11 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """Tokens (B, T) -> logits (B, T, V). Weights are drawn from torch's global generator: seed it first.
+    """The model: tokens (B, T) -> logits (B, T, V).
 
-    device: on meta parameters are shapes alone, for counting. weights: a state_dict whose tensors become the model's,
-    and nothing is drawn.
+    attend: the attention function of every layer (model/attention/). device: where parameters are allocated; on "meta"
+    they have shapes only. weights: a state_dict whose tensors become the parameters; None: initialise them from
+    torch's global generator.
     """
 
     def __init__(
@@ -174,12 +176,13 @@ class GPT(nn.Module):
     ):  # fmt: skip
         super().__init__()
         self.config, self.vocab_size = config, vocab_size
-        with torch.device("meta"):  # shapes alone: torch's own initialisation would be drawn for nothing
+        with torch.device("meta"):  # shapes only: PyTorch's default initialisation would be overwritten
             rows = -(-vocab_size // config.pad_vocab_multiple) * config.pad_vocab_multiple
             self.wte = empty_embedding(rows, config.n_embd)
             self.wpe = empty_embedding(config.block_size, config.n_embd) if config.position == "learned" else None
-            several = config.max_ngram > 1
-            self.ngrams = NgramEmbedding(config.max_ngram, config.ngram_table_size, config.n_embd) if several else None
+            self.ngrams = None
+            if config.max_ngram > 1:
+                self.ngrams = NgramEmbedding(config.max_ngram, config.ngram_table_size, config.n_embd)
             self.blocks = nn.ModuleList(Block(config, attend, layer) for layer in range(config.n_layer))
             self.norm = make_norm(config, config.n_embd)
             self.lm_head = nn.Linear(config.n_embd, rows, bias=False)
@@ -195,7 +198,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Draw all weights anew, by the table at the top of this file."""
+        """Initialise all weights, following the table at the top of this file."""
         for name, p in self.named_parameters():
             if p.ndim < 2:
                 nn.init.zeros_(p) if name.endswith("bias") else nn.init.ones_(p)

@@ -1,70 +1,77 @@
-"""Cross entropy over a vocabulary, without all of its logits in memory where they are many."""
+"""Cross entropy over a vocabulary, in chunks if all logits would take too much memory."""
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-IGNORE_INDEX = -100  # cross_entropy's own mark for a target that does not count
-CHUNK = 2**26  # logits at a time, 256 MiB in float32: 1,334 tokens of GPT-2's vocabulary
-MAX_COMPILED_CHUNKS = 16  # chunks under torch.compile, which compiles each on its own
+IGNORE_INDEX = -100  # the default of torch.nn.functional.cross_entropy
+CHUNK_LOGITS = 2**26  # 256 MiB in float32; 1,334 tokens with GPT-2's vocabulary
+MAX_COMPILED_CHUNKS = 16  # torch.compile unrolls the loop over chunks
 
 
 def linear_cross_entropy(
-    x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, reduction: str = "mean", chunk: int = CHUNK
+    x: Tensor,
+    weight: Tensor,
+    targets: Tensor,
+    vocab_size: int,
+    reduction: str = "mean",
+    chunk_logits: int = CHUNK_LOGITS,
 ) -> Tensor:
-    """Cross entropy in nats, in float32, of the logits x weight^T: x (N, C), weight (rows, C), targets (N).
+    """Cross entropy in nats of the logits x weight^T: x (N, C), weight (rows, C), targets (N) -> float32 scalar.
 
-    Rows from vocab_size on are padding, and no part of the vocabulary. Where there are more than `chunk` logits, they
-    are made, and their gradient taken, some tokens at a time: each block is gone before the next is made, so that none
-    waits in memory for the backward pass. Not so in float16, whose gradients have to be scaled before they are rounded.
-    reduction: mean or sum, over the targets that are not IGNORE.
+    Rows of `weight` from vocab_size on are padding. reduction: mean or sum over the targets that are not IGNORE_INDEX.
+
+    More than chunk_logits logits are computed in chunks, together with their gradient, so that only one chunk is in
+    memory at a time. float16 is excluded: its gradients must be scaled before they are rounded.
     """
     if reduction not in ("mean", "sum"):
-        raise ValueError(f"reduction={reduction!r} is neither mean nor sum")
+        raise ValueError(f"reduction={reduction!r} must be mean or sum")
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-    if x.shape[0] * weight.shape[0] <= chunk or dtype == torch.float16:
+    if x.shape[0] * weight.shape[0] <= chunk_logits or dtype == torch.float16:
         logits = F.linear(x, weight)[:, :vocab_size].float()
         return F.cross_entropy(logits, targets, reduction=reduction)
-    grad = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    tokens = max(chunk // weight.shape[0], 1)
+    needs_grad = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
+    chunk = max(chunk_logits // weight.shape[0], 1)  # tokens
     if torch.compiler.is_compiling():
-        tokens = max(tokens, -(-x.shape[0] // MAX_COMPILED_CHUNKS))
-    total = _InChunks.apply(x.to(dtype), weight, targets, vocab_size, tokens, grad)
+        chunk = max(chunk, -(-x.shape[0] // MAX_COMPILED_CHUNKS))
+    total = _ChunkedCrossEntropy.apply(x.to(dtype), weight, targets, vocab_size, chunk, needs_grad)
     return total / (targets != IGNORE_INDEX).sum() if reduction == "mean" else total
 
 
-class _InChunks(torch.autograd.Function):
-    """The sum over all tokens. Its gradient is taken on the way forward: softmax, minus one at the target."""
+class _ChunkedCrossEntropy(torch.autograd.Function):
+    """Sum of the cross entropy. The forward pass also computes the gradient of the logits: softmax minus one-hot."""
 
     @staticmethod
-    def forward(ctx, x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, tokens: int, grad: bool) -> Tensor:
+    def forward(
+        ctx, x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, chunk: int, needs_grad: bool
+    ) -> Tensor:
         total = torch.zeros((), device=x.device)
-        grad_x = torch.empty_like(x) if grad else None
-        grad_weight = torch.zeros_like(weight) if grad else None  # summed up in the weight's own float32
-        rounded = weight.to(x.dtype)
+        grad_x = torch.empty_like(x) if needs_grad else None
+        grad_weight = torch.zeros_like(weight) if needs_grad else None  # summed in the dtype of the parameter
+        cast_weight = weight.to(x.dtype)
         with torch.autocast(x.device.type, enabled=False):
-            for first in range(0, x.shape[0], tokens):
-                part = slice(first, first + tokens)
-                counts = (targets[part] != IGNORE_INDEX).unsqueeze(1)
-                target = targets[part].masked_fill(~counts[:, 0], 0).unsqueeze(1)
-                logits = (x[part] @ rounded.mT).float()
+            for first in range(0, x.shape[0], chunk):
+                part = slice(first, first + chunk)
+                is_counted = (targets[part] != IGNORE_INDEX).unsqueeze(1)
+                target = targets[part].masked_fill(~is_counted[:, 0], 0).unsqueeze(1)
+                logits = (x[part] @ cast_weight.mT).float()
                 logits[:, vocab_size:] = -torch.inf
-                log_likely = logits.log_softmax(1)
-                total -= (log_likely.gather(1, target) * counts).sum()
-                if grad:
-                    slope = log_likely.exp_()
-                    slope.scatter_add_(1, target, slope.new_full(target.shape, -1.0))
-                    slope = slope.mul_(counts).to(x.dtype)
-                    grad_x[part] = slope @ rounded
-                    grad_weight += slope.mT @ x[part]
-        if grad:
+                log_probs = logits.log_softmax(1)
+                total -= (log_probs.gather(1, target) * is_counted).sum()
+                if needs_grad:
+                    dlogits = log_probs.exp_()
+                    dlogits.scatter_add_(1, target, dlogits.new_full(target.shape, -1.0))
+                    dlogits = dlogits.mul_(is_counted).to(x.dtype)
+                    grad_x[part] = dlogits @ cast_weight
+                    grad_weight += dlogits.mT @ x[part]
+        if needs_grad:
             ctx.save_for_backward(grad_x, grad_weight)
         return total
 
     @staticmethod
     @once_differentiable
-    def backward(ctx, upstream: Tensor):
+    def backward(ctx, grad_total: Tensor):
         grad_x, grad_weight = ctx.saved_tensors
-        return grad_x * upstream, grad_weight * upstream, None, None, None, None
+        return grad_x * grad_total, grad_weight * grad_total, None, None, None, None

@@ -1,15 +1,37 @@
-"""Random inputs for attention tests."""
+"""Random inputs for attention tests, and the comparison of a backend with the reference."""
 
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import replace
+
+import pytest
 import torch
 
+from common.errors import UserError
 from model import AttentionConfig
-from model.attention import (
-    AttentionRequest,
-)
+from model.attention import BACKENDS, AttentionRequest, naive, resolve
+from model.attention.support import missing_feature
 
-CPU = torch.device("cpu")
+CPU, CUDA = torch.device("cpu"), torch.device("cuda")
+DEVICES = [pytest.param(CPU, id="cpu"), pytest.param(CUDA, id="cuda", marks=pytest.mark.gpu)]
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 NEED = AttentionRequest(B=2, Tq=16, Tk=16, H=4, G=2, D=8, Dv=8, dtype=torch.float32, device=CPU, grad=True)
+NEED_CUDA = replace(NEED, Tq=128, Tk=128, G=4, D=64, Dv=64, dtype=torch.bfloat16, device=CUDA)
+
+# The largest error of an output, and of a gradient relative to the largest gradient, that rounding explains.
+BOUNDS = {
+    "cpu": {"float64": (1e-12, 1e-12), "float32": (1e-5, 1e-5), "bfloat16": (5e-2, 5e-2), "float16": (5e-3, 5e-3)},
+    "cuda": {"float64": (1e-12, 1e-12), "float32": (1e-4, 1e-4), "bfloat16": (5e-2, 5e-2), "float16": (1e-2, 1e-2)},
+}
+
+
+def per_device(cpu: list, cuda: list) -> list:
+    """Test parameters (device, case): the cases of the CPU, and those of a GPU."""
+    return [pytest.param(CPU, case) for case in cpu] + [pytest.param(CUDA, c, marks=pytest.mark.gpu) for c in cuda]
+
+
+def backends_on(device: str) -> list[str]:
+    return [name for name, backend in BACKENDS.items() if device in backend.on]
 
 
 def choose(name, kernels=None, impl=None):
@@ -35,3 +57,46 @@ def random_masks(need: AttentionRequest, seed=0) -> dict:
     if need.positions:
         positions = torch.randint(0, need.Tk, (need.B, need.Tq), generator=generator).to(need.device)
     return {"window": need.window, "doc_ids": doc_ids, "positions": positions}
+
+
+def compare_with_naive(name: str, need: AttentionRequest, seed: int, attend=None) -> None:
+    """Check that a backend gives what naive gives in float64, or refuses as the support table says.
+
+    Compares outputs and, if need.grad, gradients. attend: the function to call; None: the backend's.
+    """
+    missing = missing_feature(BACKENDS[name], need)
+    if missing is not None:
+        problem, setting = missing
+        with pytest.raises(UserError) as refused:
+            resolve(choose(name), need)
+        assert f"attention={name}" in str(refused.value) and problem in str(refused.value)
+        assert (setting or "attention=naive") in str(refused.value)
+        return
+    resolve(choose(name), need)
+    qkv, masks = random_qkv(need, seed), random_masks(need, seed)
+    doubles = [t.detach().double().requires_grad_(need.grad) for t in qkv]
+    y, expected = (attend or BACKENDS[name].attend)(*qkv, **masks), naive(*doubles, **masks)
+    y_bound, gradient_bound = BOUNDS[need.device.type][str(need.dtype).removeprefix("torch.")]
+    assert y.dtype == need.dtype
+    assert (y.double() - expected).abs().max() < y_bound
+    if need.grad:
+        weights = torch.randn(*y.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        weights = weights.to(need.device)
+        actual = torch.autograd.grad((y.double() * weights).sum(), qkv)
+        for a, e in zip(actual, torch.autograd.grad((expected * weights).sum(), doubles), strict=True):
+            assert (a.double() - e).abs().max() < gradient_bound * max(1.0, e.abs().max())
+
+
+@contextmanager
+def restored_compile_settings() -> Iterator[None]:
+    """Context manager: undo what pin_kernel_under_compile changes in this process.
+
+    pytest's monkeypatch cannot restore torch.compiler.config: it deletes the entry, and compiling then fails.
+    """
+    from torch._inductor.fx_passes import fuse_attention
+
+    register_patterns, cache_key_tag = fuse_attention._sfdp_init, torch.compiler.config.cache_key_tag
+    try:
+        yield
+    finally:
+        fuse_attention._sfdp_init, torch.compiler.config.cache_key_tag = register_patterns, cache_key_tag

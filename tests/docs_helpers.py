@@ -1,8 +1,8 @@
 """Reads the commands and files that README.md and docs/*.md show, and prepares a folder in which they can run.
 
-A bash block holds one command a line. A comment after the command may mark what it needs: `# GPU`, `# network`,
-`# several machines` or `# SLURM cluster`. A comment at the top of a YAML block names its file: `# own/data/both.yaml`.
-It may be followed by a command that uses the file.
+A bash block holds one command a line. A comment after the command may mark what it needs: `# GPU`, `# several
+machines` or `# SLURM cluster`. A comment at the top of a YAML block names its file: `# own/data/both.yaml`. It may be
+followed by a command that uses the file.
 """
 
 import csv
@@ -17,11 +17,11 @@ from pathlib import Path
 import yaml
 from helpers import ROOT, TEXT
 
-PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+PAGES = sorted((ROOT / "docs").glob("*.md"))
 SCRIPTS = ("train", "sample", "prepare", "bench", "compare")
 NEEDS = re.compile(r"\b(GPUs?|several machines|cluster|SLURM)\b")
 YAML_FILE = r"^# (\S+\.yaml)(?:\s+(python .*))?$"
-DOWNLOADED_VOCABULARY = r"\btokenizer=(gpt2|cl100k_base|o200k_base)\b"
+DOWNLOADED_VOCABULARY = r"^tokenizer=(gpt2|cl100k_base|o200k_base)$"
 # Programs of others, which the tests do not run.
 FOREIGN = ("git", "pip", "source", "cd", "pytest", "ruff", "ty", "pre-commit", "wandb", "export", "ls", "cat")
 SMALL_MODEL = {"model.n_layer": 1, "model.n_head": 2, "model.block_size": 16, "model.ngram_table_size": 64}

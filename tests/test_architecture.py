@@ -52,7 +52,7 @@ def test_every_package_is_in_the_order():
 
 
 def test_datasets_is_imported_by_one_module():
-    assert [path.name for path in FILES if "datasets" in imported_packages(path)] == ["readers.py"]
+    assert [path.name for path in FILES if "datasets" in imported_packages(path)] == ["sources.py"]
 
 
 def test_config_checks_import_no_torch():

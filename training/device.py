@@ -8,7 +8,7 @@ from contextlib import AbstractContextManager, nullcontext
 import torch
 
 from common.errors import UserError
-from model.attention.resolve import missing_compiler
+from model.attention import missing_compiler
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 

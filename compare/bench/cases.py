@@ -1,14 +1,12 @@
-"""What a bench measures: one call of attention, or one training step, timed in this process.
+"""Attention, or a whole training step with it, timed in this process and held against float64.
 
-B batch, T keys, H query heads, G key/value heads, D head dimension of queries and keys, Dv of values. There are T
-queries, except in phase decode, which has one query on a KV cache of T keys.
+Legend as in model/attention; T is how many keys there are, and queries as well but for decode, which has one.
 """
 
-import sys
-import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from itertools import cycle
+from math import inf
 from pathlib import Path
 
 import torch
@@ -28,42 +26,47 @@ from model.attention import (
 )
 from model.flops import attention_flops, flops_per_token
 from model.gpt import GPT
-from training import speed
+from training import optimizer, speed
 from training.config import AdamWConfig, MuonConfig
 from training.device import autocast, configure_backends, grad_scaler, resolve_dtype
-from training.optimizer import build_optimizers, optimizer_step
 
-MAX_CALLS = 10_000  # timed in one round
-OUTPUT_NAMES = ("y", "dq", "dk", "dv")  # the output of attention and the gradients of its inputs
+MOST_CALLS = 10_000  # that a process times
+NAMES = ("y", "dq", "dk", "dv")  # of what attention gives, and of its gradients
 
 
 @dataclass(frozen=True)
 class Case:
-    """One row of the table. name: the backend as requested, such as "sdpa:math". request: shapes, dtype and device."""
+    """What a row is of. phase: one of PHASES."""
 
-    name: str
     attention: AttentionConfig
     phase: str
-    request: AttentionRequest
-
-    def __str__(self) -> str:
-        return f"{self.phase}, {self.dtype_name}, T = {self.request.Tk:,}"
+    device: torch.device
+    dtype: torch.dtype
+    B: int
+    T: int
+    H: int
+    G: int
+    D: int
+    Dv: int
 
     @property
-    def dtype_name(self) -> str:
-        return str(self.request.dtype).removeprefix("torch.")
+    def trains(self) -> bool:
+        return self.phase not in ("forward", "decode")
 
     @property
-    def tokens(self) -> int:
-        """Tokens that one call processes."""
-        return self.request.B * self.request.Tq
+    def need(self) -> AttentionRequest:
+        return AttentionRequest(
+            B=self.B, Tq=1 if self.phase == "decode" else self.T, Tk=self.T, H=self.H, G=self.G, D=self.D, Dv=self.Dv,
+            dtype=self.dtype, device=self.device, grad=self.trains,
+        )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class BenchSettings:
-    """Settings that all rows share. model, optimizer, vocab_size and compile are used in phase step only.
+    """What all rows share. model, optimizer, vocab_size, compile: of whole training steps.
 
-    Each round times at least `repeats` calls, and calls for `seconds`. time_limit: seconds for all rounds of a row.
+    rounds: in how many processes each row is timed; repeats: the fewest calls that each of them times, and seconds:
+    how long it goes on. time_limit: seconds that a row may take in all.
     """
 
     model: GPTConfig
@@ -80,16 +83,17 @@ class BenchSettings:
 
 @dataclass(frozen=True)
 class BenchResult:
-    """The measurements of one round.
+    """What one process found. tokens, flops: of a call; seconds: each timed call's.
 
-    seconds: of each timed call. wall_seconds: of the complete round. peak_memory_bytes: memory that a call needs
-    besides its inputs; in phase step the model and the optimizer count. compile_s: None if nothing was compiled.
-    errors: largest absolute difference from float64 of y, dq, dk and dv, as far as known.
+    peak_memory_bytes: what a call takes beyond what was there before, its inputs, or, of a whole step, before the
+    model. compile_s: None: there was nothing to compile. errors: the largest distance of y, dq, dk and dv from
+    float64's, of those there are.
     """
 
     resolved: Resolved
+    tokens: int
+    flops: int
     seconds: list[float]
-    wall_seconds: float
     peak_memory_bytes: int | None
     compile_s: float | None
     errors: dict[str, float]
@@ -97,164 +101,169 @@ class BenchResult:
 
 @dataclass(frozen=True)
 class Workload:
-    """A function to time. memory_before: bytes in use before its model was built; None: before the call.
+    """Something that can be called again and again, and what a call amounts to.
 
-    compute_outputs: returns y and its gradients for the inputs of the reference; None: there is no reference.
+    memory: bytes in use before there was anything of it that counts; None: as when it is called. results: its y, and
+    its gradients where it has any, for the inputs of the reference; None: it has no reference.
     """
 
     resolved: Resolved
     call: Callable[[], object]
-    is_compiled: bool
-    memory_before: int | None = None
-    compute_outputs: Callable[[], tuple[Tensor, ...]] | None = None
+    tokens: int
+    flops: int
+    compiles: bool
+    memory: int | None = None
+    results: Callable[[], tuple[Tensor, ...]] | None = None
 
 
 def measure(case: Case, settings: BenchSettings, reference: Path) -> BenchResult:
-    """Measure one round of `case` in this process. reference: file of write_reference; if missing, errors are unknown.
+    """Time `case` in this process. reference: a file of write_reference; where there is none, there are no errors.
 
-    Raises UserError if the case cannot run here.
+    Raises UserError where it cannot run here.
     """
-    started = time.perf_counter()
-    device = case.request.device
+    device = case.device
     configure_backends(device, deterministic=False, tf32=settings.tf32)
-    if "torch._dynamo" in sys.modules:
-        torch.compiler.reset()  # compile for the shapes of this case, as a new process does
-    workload = (_training_workload if case.phase == "step" else _attention_workload)(case, settings)
-    compiled_before = speed.compile_seconds() if workload.is_compiled else 0.0
-    workload.call()  # compiles, and loads libraries that kernels load at first use
-    compile_s = speed.compile_seconds() - compiled_before if workload.is_compiled else None
-    peak_memory = _measure_peak_memory(workload, device)
-    seconds = speed.time_calls(workload.call, device, settings.repeats, settings.seconds, MAX_CALLS)
+    work = PHASES[case.phase](case, settings)
+    work.call()  # compiles, where there is something to compile, and loads what kernels load at first use
+    peak_memory = _peak_memory(work, device)
+    seconds = speed.time_calls(work.call, device, settings.repeats, settings.seconds, MOST_CALLS)
     errors = {}
-    if workload.compute_outputs is not None and reference.exists():
+    if work.results is not None and reference.exists():
         expected = torch.load(reference, weights_only=True)
-        for name, output in zip(OUTPUT_NAMES, workload.compute_outputs(), strict=False):
-            errors[name] = (output.detach().cpu().double() - expected[name]).abs().max().item()
-    wall_seconds = time.perf_counter() - started
-    return BenchResult(workload.resolved, seconds, wall_seconds, peak_memory, compile_s, errors)
+        for name, result in zip(NAMES, work.results(), strict=False):
+            errors[name] = (result.detach().cpu().double() - expected[name]).abs().max().item()
+    compile_s = speed.compile_seconds() if work.compiles else None
+    return BenchResult(work.resolved, work.tokens, work.flops, seconds, peak_memory, compile_s, errors)
 
 
-def _measure_peak_memory(workload: Workload, device: torch.device) -> int | None:
+def _peak_memory(work: Workload, device: torch.device) -> int | None:
     system.return_freed_memory()
-    before = system.memory_in_use(device) if workload.memory_before is None else workload.memory_before
+    before = system.memory_in_use(device) if work.memory is None else work.memory
     system.reset_peak_memory(device)
-    workload.call()
+    work.call()
     speed.synchronize(device)
     peak = system.peak_memory_bytes(device)
     return None if peak is None or before is None else max(0, peak - before)
 
 
-def _attention_workload(case: Case, settings: BenchSettings) -> Workload:
-    """Attention alone. Each call gets other inputs than the calls before, so that no CPU or GPU cache contains them."""
-    resolved, attend = resolve(case.attention, case.request), get_attention_fn(case.attention)
+def _kernel(case: Case, settings: BenchSettings) -> Workload:
+    """Attention alone, on random inputs that no cache still holds from the call before."""
+    resolved, attend = resolve(case.attention, case.need), get_attention_fn(case.attention)
 
     def attention(q, k, v, dy) -> tuple[Tensor, ...]:
         y = attend(q, k, v)
-        return (y, *torch.autograd.grad(y, (q, k, v), dy)) if case.request.grad else (y,)
+        return (y, *torch.autograd.grad(y, (q, k, v), dy)) if case.trains else (y,)
 
-    inputs = make_inputs(case, settings.seed)
-    size = sum(tensor.nbytes for tensor in inputs)
-    n_copies = min(MAX_CALLS, 2 * system.cache_bytes(case.request.device) // size + 1)
-    copies = [inputs, *(tuple(tensor.clone() for tensor in inputs) for _ in range(n_copies - 1))]
-    for q, k, v, _ in copies:
+    drawn = inputs(case, settings.seed)
+    size = sum(tensor.nbytes for tensor in drawn)
+    copies = min(MOST_CALLS, 2 * system.cache_bytes(case.device) // size + 1)
+    rotating = [drawn, *(tuple(tensor.clone() for tensor in drawn) for _ in range(copies - 1))]
+    for q, k, v, _ in rotating:
         for tensor in (q, k, v):
-            tensor.requires_grad_(case.request.grad)
-    next_inputs = cycle(copies)
+            tensor.requires_grad_(case.trains)
+    turn = cycle(rotating)
     return Workload(
-        resolved,
-        call=lambda: attention(*next(next_inputs)),
-        is_compiled=BACKENDS[case.attention.backend].needs_compiler,
-        compute_outputs=lambda: attention(*inputs),
+        resolved, lambda: attention(*next(turn)), tokens=case.B * case.need.Tq, flops=flops(case, settings),
+        compiles=BACKENDS[case.attention.backend].needs_compiler, results=lambda: attention(*drawn),
+    )  # fmt: skip
+
+
+def _step(case: Case, settings: BenchSettings) -> Workload:
+    """An optimizer step of the whole model as train.py makes it, on B sequences of T random tokens."""
+    device, dtype = case.device, case.dtype
+    resolve_dtype(str(dtype).removeprefix("torch."), device)  # not all that kernels can is for training
+    config = replace(settings.model, block_size=case.T)
+    resolved = resolve_model(case.attention, config, B=case.B, dtype=dtype, device=device, grad=True)
+    small = replace(config, n_layer=1, window=None, block_size=8, ngram_table_size=64)
+    _training_step(small, replace(case, B=1, T=8), replace(settings, vocab_size=64, compile=False))()  # loads libraries
+    system.return_freed_memory()
+    before = system.memory_in_use(device)
+    step = _training_step(config, case, settings)
+    return Workload(
+        resolved, step, tokens=case.B * case.T, flops=flops(case, settings), compiles=settings.compile, memory=before
     )
 
 
-def _training_workload(case: Case, settings: BenchSettings) -> Workload:
-    """One optimizer step of the complete model, as in train.py, on B sequences of T random tokens."""
-    B, dtype, device = case.request.B, case.request.dtype, case.request.device
-    resolve_dtype(case.dtype_name, device)  # raises for a dtype that only inference supports
-    model = replace(settings.model, block_size=case.request.Tk)
-    resolved = resolve_model(case.attention, model, B=B, dtype=dtype, device=device, grad=True)
-    # A step of a tiny model loads the libraries, which should not count as memory of the step.
-    tiny = replace(model, n_layer=1, window=None, block_size=8, ngram_table_size=64)
-    _training_step(case, replace(settings, model=tiny, vocab_size=64, compile=False))()
-    system.return_freed_memory()
-    memory_before = system.memory_in_use(device)
-    step = _training_step(case, replace(settings, model=model))
-    return Workload(resolved, step, is_compiled=settings.compile, memory_before=memory_before)
-
-
-def _training_step(case: Case, settings: BenchSettings) -> Callable[[], None]:
-    """Build the model and return a function that trains it for one step."""
-    device, dtype = case.request.device, case.request.dtype
+def _training_step(config: GPTConfig, case: Case, settings: BenchSettings) -> Callable[[], None]:
+    device, dtype = case.device, case.dtype
     torch.manual_seed(settings.seed)
-    model = GPT(settings.model, settings.vocab_size, get_attention_fn(case.attention)).to(device)
+    model = GPT(config, settings.vocab_size, get_attention_fn(case.attention)).to(device)
     forward = model
     if settings.compile:
         pin_kernel_under_compile(case.attention)
         forward = torch.compile(model, dynamic=False)
-    optimizers = build_optimizers(model, settings.optimizer)
+    optimizers = optimizer.build_optimizers(model, settings.optimizer)
     scaler = grad_scaler(device, dtype)
-    shape = (8, 2, case.request.B, settings.model.block_size)  # eight batches of x and y
-    batches = cycle(torch.randint(settings.vocab_size, shape, device=device))
+    batches = cycle(torch.randint(settings.vocab_size, (8, 2, case.B, case.T), device=device))
 
     def step() -> None:
         x, y = next(batches)
         with autocast(device, dtype):
             loss = forward(x, y)
         scaler.scale(loss).backward()
-        optimizer_step(model, optimizers, scaler, max_grad_norm=None)
+        for each in optimizers:
+            scaler.unscale_(each)
+        torch.nn.utils.clip_grad_norm_(model.parameters(), inf)
+        for each in optimizers:
+            scaler.step(each)
+        scaler.update()
+        model.zero_grad(set_to_none=True)
 
     return step
 
 
-def count_flops(case: Case, settings: BenchSettings) -> int:
-    """FLOPs of one call, as in model/flops.py. A training step counts as in train.py's mfu."""
+PHASES = {"forward": _kernel, "forward+backward": _kernel, "decode": _kernel, "step": _step}
+
+
+def flops(case: Case, settings: BenchSettings) -> int:
+    """Of one call: see model/flops.py. (A whole step's are counted as train.py counts them for mfu.)"""
     if case.phase == "step":
-        T = case.request.Tk
-        return case.tokens * flops_per_token(replace(settings.model, block_size=T), settings.vocab_size, T)
-    return attention_flops(case.request)
+        config = replace(settings.model, block_size=case.T)
+        return case.B * case.T * flops_per_token(config, settings.vocab_size, case.T)
+    return attention_flops(case.need)
 
 
-def make_inputs(case: Case, seed: int) -> tuple[Tensor, ...]:
-    """Return q, k, v and the gradient of y: standard normal numbers, the same for every backend."""
+def inputs(case: Case, seed: int) -> tuple[Tensor, ...]:
+    """q, k, v and the gradient of y: normal numbers, the same for every backend."""
     generator = torch.Generator().manual_seed(seed)
-    r = case.request
-    shapes = (r.B, r.Tq, r.H, r.D), (r.B, r.Tk, r.G, r.D), (r.B, r.Tk, r.G, r.Dv), (r.B, r.Tq, r.H, r.Dv)
-    inputs = [torch.randn(shape, generator=generator).to(r.device, r.dtype) for shape in shapes]
-    if case.phase == "decode":  # the memory layout of the KV cache: (B, H, T, D)
-        inputs = [tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in inputs]
-    return tuple(inputs)
+    n = case.need
+    shapes = (n.B, n.Tq, n.H, n.D), (n.B, n.Tk, n.G, n.D), (n.B, n.Tk, n.G, n.Dv), (n.B, n.Tq, n.H, n.Dv)
+    drawn = [torch.randn(shape, generator=generator).to(case.device, case.dtype) for shape in shapes]
+    if case.phase == "decode":  # head by head in memory, as a cache is read fastest
+        drawn = [tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in drawn]
+    return tuple(drawn)
 
 
 def write_reference(case: Case, seed: int, path: Path) -> None:
-    """Write y, and dq, dk, dv in phases with a backward pass, computed by `naive` in float64 on the inputs of `case`.
+    """Write y, and dq, dk, dv where there are gradients, of `naive` in float64 on the inputs of `case`.
 
-    Heads are independent. They are computed one key/value head after the other, which bounds the memory.
+    Heads do not see each other, so that they are computed one group after another, which bounds the memory.
     """
-    r = case.request
-    device = torch.device("cpu") if r.device.type == "mps" else r.device  # MPS has no float64
-    q, k, v, dy = (tensor.to(device, torch.float64) for tensor in make_inputs(case, seed))
-    outputs = dict(zip(OUTPUT_NAMES, (torch.empty_like(like, device="cpu") for like in (dy, q, k, v)), strict=True))
-    queries_per_key = r.H // r.G
-    for b in range(r.B):
-        for g in range(r.G):
-            queries, keys = slice(g * queries_per_key, (g + 1) * queries_per_key), slice(g, g + 1)
-            qkv = [tensor[b : b + 1, :, heads] for tensor, heads in ((q, queries), (k, keys), (v, keys))]
-            for tensor in qkv:
-                tensor.requires_grad_(r.grad)
-            y = naive(*qkv)
-            gradients = torch.autograd.grad(y, qkv, dy[b : b + 1, :, queries]) if r.grad else ()
-            for name, output in zip(OUTPUT_NAMES, (y, *gradients), strict=False):
-                outputs[name][b, :, keys if name in ("dk", "dv") else queries] = output[0].detach().cpu()
-    torch.save(outputs if r.grad else {"y": outputs["y"]}, path)
+    device = torch.device("cpu") if case.device.type == "mps" else case.device  # which has no float64
+    q, k, v, dy = (tensor.to(device, torch.float64) for tensor in inputs(case, seed))
+    names = NAMES if case.trains else NAMES[:1]
+    whole = {
+        name: torch.empty(like.shape, dtype=torch.float64) for name, like in zip(NAMES, (dy, q, k, v), strict=True)
+    }
+    each = case.H // case.G  # query heads of a key/value head
+    for b in range(case.B):
+        for g in range(case.G):
+            queries, keys = slice(g * each, (g + 1) * each), slice(g, g + 1)
+            parts = [tensor[b : b + 1, :, heads] for tensor, heads in ((q, queries), (k, keys), (v, keys))]
+            for part in parts:
+                part.requires_grad_(case.trains)
+            y = naive(*parts)
+            results = (y, *torch.autograd.grad(y, parts, dy[b : b + 1, :, queries])) if case.trains else (y,)
+            for name, result in zip(names, results, strict=True):
+                whole[name][b, :, keys if name in ("dk", "dv") else queries] = result[0].detach().cpu()
+    torch.save({name: whole[name] for name in names}, path)
 
 
-def measure_peak_flops(device: torch.device, dtype: torch.dtype, tf32: bool) -> float:
-    """FLOP/s that large matrix products reach.
+def peak_flops(device: torch.device, dtype: torch.dtype, tf32: bool) -> float:
+    """FLOP/s that matrix products reach, for a process that is started to measure it.
 
-    On a CPU it is the larger of `dtype` and float32: attention computes in float32 if the CPU lacks instructions for
-    `dtype`.
+    A CPU without instructions for `dtype` computes it by those for float32, in attention at least.
     """
     configure_backends(device, deterministic=False, tf32=tf32)
     dtypes = {dtype, torch.float32} if device.type == "cpu" else {dtype}
-    return max(speed.peak_flops(device, dtype) for dtype in dtypes)
+    return max(speed.peak_flops(device, each) for each in dtypes)

@@ -1,134 +1,125 @@
-"""attention.png: time and memory over T, one column per phase, with the crossovers of the fastest backends."""
+"""attention.png: time and memory over T, a column for each phase, with the places where the fastest kernel changes."""
 
 import textwrap
-from collections.abc import Iterator
 from pathlib import Path
 
-from compare.bench.results import Timing, find_crossovers, group_by_phase
+from compare.bench.results import FINISHED, Timing, crossovers, group_by_phase
 
-COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe and Ito
-LINE_STYLES = ("-", (0, (4, 1.5)), (0, (1.2, 1.2)))  # one per dtype
+COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe and Ito's
+DASHES = ("-", (0, (4, 1.5)), (0, (1.2, 1.2)))  # of the dtypes
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 GREY = "#666666"
 MIB = 2**20
-MIN_MEMORY_BYTES = MIB // 16  # the resolution of Linux's memory counters
+LEAST = MIB // 16  # bytes: Linux counts a process's memory no finer
 
 
-def plot_results(rows: list[Timing], path: Path, title: str) -> None:
-    """Draw the picture, about 1800 pixels wide."""
+def draw(rows: list[Timing], path: Path, title: str) -> None:
+    """Draw the picture, about 1800 pixels wide. title: where it was measured."""
     import matplotlib
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
 
     phases = list(dict.fromkeys(row.phase for row in rows))
-    size = max(5.0, 3.0 * len(phases)), 6.4  # inches
+    names = list(dict.fromkeys(row.backend for row in rows))
     with plt.rc_context({"font.size": 10, "axes.titlesize": 11, "axes.titlelocation": "left"}):
         figure, axes = plt.subplots(
-            2, len(phases), figsize=size, dpi=150, layout="constrained", squeeze=False, sharex=True
-        )
+            2, len(phases), figsize=(max(5.0, 3.0 * len(phases)), 6.4), dpi=150, layout="constrained", squeeze=False,
+            sharex=True,
+        )  # fmt: skip
         figure.get_layout_engine().set(w_pad=0.06, h_pad=0.06)
         for column, phase in enumerate(phases):
-            lines = list(_split_lines(rows, phase))
-            _plot_times(axes[0, column], lines)
-            _plot_memory(axes[1, column], lines)
-            axes[0, column].set_title("complete training step" if phase == "step" else phase)
+            mine = [row for row in rows if row.phase == phase]
+            _times(axes[0, column], mine, names)
+            _memory(axes[1, column], mine, names)
+            axes[0, column].set_title("whole training step" if phase == "step" else phase)
             axes[1, column].set_xlabel("T, keys in the cache" if phase == "decode" else "T, tokens in context")
         axes[0, 0].set_ylabel("time, ms")
-        axes[1, 0].set_ylabel(f"extra memory, MiB (from {MIN_MEMORY_BYTES / MIB:.2g})")
-        for panel in axes.flat:
-            _format_axes(panel, sorted({row.T for row in rows}))
-        figure.suptitle(textwrap.fill(title, int(12 * size[0])), fontsize=10, color=GREY)
-        _add_legend(figure, rows)
+        axes[1, 0].set_ylabel(f"extra memory, MiB (from {LEAST / MIB:.2g})")
+        for each in axes.flat:
+            _finish(each, sorted({row.T for row in rows}))
+        width = figure.get_figwidth()
+        figure.suptitle(textwrap.fill(title, int(12 * width)), fontsize=10, color=GREY)
+        handles, labels = _legend(rows, names)
+        columns = max(1, int(width / (0.8 + 0.08 * max(map(len, labels)))))  # inches
+        figure.legend(handles, labels, loc="outside lower center", ncols=min(columns, 5), frameon=False, handlelength=4)
         figure.savefig(path)
         plt.close(figure)
 
 
-def _split_lines(rows: list[Timing], phase: str | None = None) -> Iterator[tuple[list[Timing], dict]]:
-    """(rows of one backend and dtype, sorted by T; style of their line). phase None: all phases together.
+def _style(rows: list[Timing], names: list[str], row: Timing) -> dict:
+    """Lines that lie on one another stay visible: the first backends' are the thickest, and lie below."""
+    index, dtypes = names.index(row.backend), list(dict.fromkeys(row.dtype for row in rows))
+    thinner = index / max(1, len(names) - 1)
+    return {
+        "color": COLOURS[index % len(COLOURS)], "marker": MARKERS[index % len(MARKERS)],
+        "linestyle": DASHES[dtypes.index(row.dtype) % len(DASHES)],
+        "linewidth": 2.6 - 1.4 * thinner, "markersize": 6.5 - 3.0 * thinner,
+    }  # fmt: skip
 
-    The lines of the first backends are thicker, so that lines on top of each other stay visible.
-    """
-    backends = list(dict.fromkeys(row.backend for row in rows))
-    dtypes = list(dict.fromkeys(row.dtype for row in rows))
-    for index, backend in enumerate(backends):
-        thinner = index / max(1, len(backends) - 1)
-        for dtype, line_style in zip(dtypes, LINE_STYLES * len(dtypes), strict=False):
-            line = [row for row in rows if (row.backend, row.dtype) == (backend, dtype) and phase in (None, row.phase)]
+
+def _lines(rows: list[Timing], names: list[str]):
+    """(the rows of one line by T, its style), for each backend and dtype."""
+    for name in names:
+        for dtype in dict.fromkeys(row.dtype for row in rows):
+            line = sorted((row for row in rows if (row.backend, row.dtype) == (name, dtype)), key=lambda row: row.T)
             if line:
-                yield (
-                    sorted(line, key=lambda row: row.T),
-                    {
-                        "color": COLOURS[index % len(COLOURS)],
-                        "marker": MARKERS[index % len(MARKERS)],
-                        "linestyle": line_style,
-                        "linewidth": 2.6 - 1.4 * thinner,
-                        "markersize": 6.5 - 3.0 * thinner,
-                    },
-                )
+                yield line, _style(rows, names, line[0])
 
 
-def _plot_times(axes, lines: list[tuple[list[Timing], dict]]) -> None:
-    """Medians and quartiles. A cross at the top: no time. A dotted line: a crossover."""
+def _times(axes, rows: list[Timing], names: list[str]) -> None:
+    """Median calls in a band of quartiles; dotted, the crossovers; above, a cross for what came to nothing."""
     axes.set_yscale("log")
-    for line, style in lines:
-        finished = [row for row in line if row.is_finished]
-        Ts = [row.T for row in finished]
-        axes.plot(Ts, [row.ms_median for row in finished], **style)
-        quartiles = [row.ms_q1 for row in finished], [row.ms_q3 for row in finished]
-        axes.fill_between(Ts, *quartiles, color=style["color"], alpha=0.15, linewidth=0)
+    for line, style in _lines(rows, names):
+        there = [row for row in line if row.status == FINISHED]
+        Ts = [row.T for row in there]
+        axes.plot(Ts, [row.ms_median for row in there], **style)
+        axes.fill_between(Ts, [row.ms_q1 for row in there], [row.ms_q3 for row in there],
+                          color=style["color"], alpha=0.15, linewidth=0)  # fmt: skip
     low, high = axes.get_ylim()
-    axes.set_ylim(low, high * (high / low) ** 0.12)  # space for the crosses
-    groups = group_by_phase([row for line, _ in lines for row in line])
-    if not any(row.is_finished for group in groups.values() for row in group):
+    axes.set_ylim(low, high * (high / low) ** 0.12)  # room above
+    if not any(row.status == FINISHED for row in rows):
         axes.set_yticks([])
-    y = 0.96
-    for line, style in lines:
-        unfinished = [row for row in line if not row.is_finished]
-        if unfinished:
-            _mark_unfinished(axes, unfinished, y, style["color"], len(unfinished) == len(line), len(groups) > 1)
-            y -= 0.07
-    for crossover in (crossover for group in groups.values() for crossover in find_crossovers(group)):
-        axes.plot([crossover.T, crossover.T], [low, crossover.ms], color=GREY, linestyle=":", linewidth=1.2)
-        axes.plot(crossover.T, crossover.ms, "o", color=GREY, fillstyle="none", markersize=11)
-        label = f"T ≈ {float(f'{crossover.T:.2g}'):,.0f}"
-        place = {"xytext": (3, 3), "textcoords": "offset points"}
-        axes.annotate(label, (crossover.T, low), fontsize=8, color=GREY, **place)
+    edge = 0.96
+    several = len(group_by_phase(rows)) > 1
+    for line, style in _lines(rows, names):
+        missing = [row for row in line if row.status != FINISHED]
+        if not missing:
+            continue
+        place = {"color": style["color"], "transform": axes.get_xaxis_transform()}
+        words = " or ".join(dict.fromkeys(row.status for row in missing)) + several * f", {line[0].dtype}"
+        if len(missing) == len(line):
+            axes.text(0.03, edge, f"{line[0].backend}: {words}", va="center", fontsize=8, color=style["color"],
+                      transform=axes.transAxes)  # fmt: skip
+        else:
+            axes.plot([row.T for row in missing], [edge] * len(missing), "x", **place)
+            axes.text(min(row.T for row in missing) * 0.8, edge, words, ha="right", va="center", fontsize=8, **place)
+        edge -= 0.07
+    for mine in group_by_phase(rows).values():
+        for each in crossovers(mine):
+            axes.plot([each.T, each.T], [low, each.ms], color=GREY, linestyle=":", linewidth=1.2)
+            axes.plot(each.T, each.ms, "o", color=GREY, fillstyle="none", markersize=11)
+            axes.annotate(f"T ≈ {float(f'{each.T:.2g}'):,.0f}", (each.T, low), xytext=(3, 3), fontsize=8,
+                          textcoords="offset points", color=GREY)  # fmt: skip
 
 
-def _mark_unfinished(axes, rows: list[Timing], y: float, colour: str, is_complete: bool, show_dtype: bool) -> None:
-    """Show why `rows` have no time, at height y. is_complete: the backend has no time at any T."""
-    text = " or ".join(dict.fromkeys(row.status for row in rows)) + (f", {rows[0].dtype}" if show_dtype else "")
-    style = {"color": colour, "va": "center", "fontsize": 8}
-    if is_complete:
-        axes.text(0.03, y, f"{rows[0].backend}: {text}", transform=axes.transAxes, **style)
+def _memory(axes, rows: list[Timing], names: list[str]) -> None:
+    """What a call takes; where that cannot be told from what a process takes anyway, there is no point."""
+    drawn = False
+    for line, style in _lines(rows, names):
+        there = [row for row in line if (row.peak_memory_bytes or 0) >= LEAST]
+        axes.plot([row.T for row in there], [row.peak_memory_bytes / MIB for row in there], **style)
+        drawn = drawn or bool(there)
+    if drawn:
+        axes.set_yscale("log")
     else:
-        Ts, transform = [row.T for row in rows], axes.get_xaxis_transform()
-        axes.plot(Ts, [y] * len(Ts), "x", color=colour, transform=transform)
-        axes.text(min(Ts) * 0.8, y, text, ha="right", transform=transform, **style)
-
-
-def _plot_memory(axes, lines: list[tuple[list[Timing], dict]]) -> None:
-    """Memory of a call. Values below the resolution have no point."""
-    axes.set_yscale("log")
-    is_empty = True
-    for line, style in lines:
-        points = [(row.T, row.peak_memory_bytes / MIB) for row in line if _has_memory(row)]
-        axes.plot([T for T, _ in points], [mib for _, mib in points], **style)
-        is_empty = is_empty and not points
-    if is_empty:
-        is_known = any(row.peak_memory_bytes is not None for line, _ in lines for row in line)
-        text = f"less than {MIN_MEMORY_BYTES // 1024} KiB" if is_known else "unknown"
-        axes.set_yscale("linear")
-        axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", color=GREY, style="italic")
+        known = any(row.peak_memory_bytes is not None for row in rows)
+        words = f"less than {LEAST // 1024} KiB" if known else "unknown"
+        axes.text(0.5, 0.5, words, transform=axes.transAxes, ha="center", color=GREY, style="italic")
         axes.set_yticks([])
 
 
-def _has_memory(row: Timing) -> bool:
-    return row.peak_memory_bytes is not None and row.peak_memory_bytes >= MIN_MEMORY_BYTES
-
-
-def _format_axes(axes, Ts: list[int]) -> None:
+def _finish(axes, Ts: list[int]) -> None:
     from matplotlib.ticker import FuncFormatter, LogLocator, NullLocator
 
     axes.set_xscale("log", base=2)
@@ -137,9 +128,9 @@ def _format_axes(axes, Ts: list[int]) -> None:
     axes.xaxis.set_minor_locator(NullLocator())
     if len(axes.get_yticks()):
         low, high = axes.get_ylim()
-        subdivisions = [(4, (1, 1.5, 2, 3, 4, 6, 8)), (30, (1, 2, 5)), (300, (1, 3))]  # by high / low
-        subs = next((subs for max_ratio, subs in subdivisions if high < max_ratio * low), (1,))
-        axes.yaxis.set_major_locator(LogLocator(subs=subs, numticks=20))
+        fine = [(4, (1, 1.5, 2, 3, 4, 6, 8)), (30, (1, 2, 5)), (300, (1, 3))]
+        steps = next((steps for most, steps in fine if high < most * low), (1,))
+        axes.yaxis.set_major_locator(LogLocator(subs=steps, numticks=20))
         axes.yaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.10g}"))
         axes.yaxis.set_minor_locator(NullLocator())
     axes.grid(alpha=0.25)
@@ -147,17 +138,14 @@ def _format_axes(axes, Ts: list[int]) -> None:
     axes.set_axisbelow(True)
 
 
-def _add_legend(figure, rows: list[Timing]) -> None:
-    """One entry per backend and dtype, with the kernels that ran."""
+def _legend(rows: list[Timing], names: list[str]) -> tuple[list, list[str]]:
     from matplotlib.lines import Line2D
 
     handles, labels = [], []
-    show_dtype = len({row.dtype for row in rows}) > 1
-    for line, style in _split_lines(rows):
-        kernels = list(dict.fromkeys(row.kernel for row in line if row.is_finished))
-        arrow = "" if kernels in ([line[0].backend], []) else f" → {', '.join(kernels)}"
+    several = len({row.dtype for row in rows}) > 1
+    for line, style in _lines(rows, names):
+        ran = list(dict.fromkeys(row.kernel for row in line if row.status == FINISHED))
+        kernels = "" if ran in ([line[0].backend], []) else f" → {', '.join(ran)}"
         handles.append(Line2D([], [], **style))
-        labels.append(f"{line[0].backend}{arrow}" + (f", {line[0].dtype}" if show_dtype else ""))
-    n_columns = int(figure.get_figwidth() / (0.8 + 0.08 * max(map(len, labels))))  # inches of an entry
-    columns = min(max(1, n_columns), 5)
-    figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, handlelength=4)
+        labels.append(f"{line[0].backend}{kernels}" + (f", {line[0].dtype}" if several else ""))
+    return handles, labels

@@ -1,37 +1,37 @@
-"""Rows of attention.csv, and what follows from them: rankings, crossovers and a recommendation.
+"""Timings of attention: the rows of attention.csv, and what they come to.
 
-The first backend of the rows is the baseline, with which the others are compared.
+The first backend is the one that the others are held against.
 """
 
 import csv
 import itertools
 import statistics
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, fields
 from math import log
 from pathlib import Path
 
-FINISHED, TIME_LIMIT = "finished", "time limit"
-TIE_RATIO = 1.1  # medians that differ by less are equal
-NOISE_LIMIT = 1.5  # a larger ratio of quartiles means that the machine was busy
-MIN_MEMORY_BYTES = 2**20  # a process on the CPU sometimes allocates this much for other purposes
+FINISHED = "finished"
+TIE_RATIO = 1.1
+NOISE_LIMIT = 1.5  # a spread beyond which a machine was busy with something else
+MIN_MEMORY = 2**20  # bytes: a CPU process takes as much anyway, now and then
 
 
-@dataclass(kw_only=True)
+@dataclass
 class Timing:
-    """A row: one backend, phase, dtype and T. Unknown values are None.
+    """A row. Figures are None where there are none.
 
-    backend: as requested; resolved, impl: the kernel that ran. status: finished, refused, out of memory, time limit or
-    failed; reason: why a row is not finished. T: keys, and also queries, except in phase decode, which has one query.
-    ms: milliseconds of a call, median and quartiles. peak_share: share of the FLOP/s that matrix products reach.
-    peak_memory_bytes: memory that a call needs besides its inputs; in phase step the model counts. error: largest
-    absolute difference from float64 on the same inputs. compile_s: seconds, not part of ms.
+    status: finished, refused, out of memory, time limit or failed, with the reason. backend: as it was asked for;
+    resolved, impl: the kernel that ran. T: keys, and queries too but in phase decode, which has one. ms: of a call,
+    median and quartiles. peak_share: of what matrix products reach. peak_memory_bytes: what a call takes beyond its
+    inputs; a whole step's model counts. error: largest distance from float64 on the same inputs. compile_s: seconds,
+    no part of ms.
     """
 
     backend: str
-    resolved: str | None = None
-    impl: str | None = None
+    resolved: str | None
+    impl: str | None
     status: str
-    reason: str | None = None
+    reason: str | None
     phase: str
     device: str
     dtype: str
@@ -55,179 +55,184 @@ class Timing:
     compile_s: float | None = None
 
     @property
-    def is_finished(self) -> bool:
-        return self.status == FINISHED
-
-    @property
     def errors(self) -> list[float]:
-        errors = (self.error_y, self.error_dq, self.error_dk, self.error_dv)
-        return [error for error in errors if error is not None]
+        each = (self.error_y, self.error_dq, self.error_dk, self.error_dv)
+        return [error for error in each if error is not None]
 
     @property
     def kernel(self) -> str:
         return f"{self.resolved} {self.impl}" if self.impl else str(self.resolved)
 
 
-def append_row(path: Path, row: Timing) -> None:
-    """Append `row` to the CSV file, so that an interruption keeps it."""
-    values = {key: f"{value:.6g}" if isinstance(value, float) else value for key, value in asdict(row).items()}
-    has_header = path.exists()
-    with open(path, "a", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, list(values))
-        if not has_header:
-            writer.writeheader()
-        writer.writerow(values)
+class TimingsFile:
+    """attention.csv, a row at a time: what is there survives whatever comes after it."""
+
+    def __init__(self, path: Path):
+        self.file = open(path, "w", newline="", encoding="utf-8")  # noqa: SIM115 (open as long as the measuring)
+        self.writer = csv.DictWriter(self.file, [field.name for field in fields(Timing)])
+        self.writer.writeheader()
+        self.file.flush()
+
+    def write(self, row: Timing) -> None:
+        told = asdict(row)
+        self.writer.writerow(
+            {key: f"{value:.6g}" if isinstance(value, float) else value for key, value in told.items()}
+        )
+        self.file.flush()
+
+    def __enter__(self) -> "TimingsFile":
+        return self
+
+    def __exit__(self, *_) -> None:
+        self.file.close()
 
 
 @dataclass
 class Ranking:
-    """The backends at one T. fastest: the row with the smallest median, then those that are equally fast.
+    """Who is fastest at one T. fastest: the least median first, then those that are as good as it.
 
-    runner_up: the fastest row that is slower than these. baseline: the row of the first backend.
-    unfinished: rows without a time.
+    next: the one behind them, None: nobody. first: the first backend's row, for comparison. failed: those without time.
     """
 
     T: int
     fastest: list[Timing]
-    runner_up: Timing | None
-    baseline: Timing
-    unfinished: list[Timing]
+    next: Timing | None
+    first: Timing
+    failed: list[Timing]
 
     @property
-    def fastest_names(self) -> list[str]:
-        return [row.backend for row in self.fastest]
+    def names(self) -> set[str]:
+        return {row.backend for row in self.fastest}
 
 
 def group_by_phase(rows: list[Timing]) -> dict[tuple[str, str], list[Timing]]:
     """{(phase, dtype): its rows}, in order of appearance."""
-    groups: dict[tuple[str, str], list[Timing]] = {}
+    found: dict[tuple[str, str], list[Timing]] = {}
     for row in rows:
-        groups.setdefault((row.phase, row.dtype), []).append(row)
-    return groups
+        found.setdefault((row.phase, row.dtype), []).append(row)
+    return found
 
 
-def rank_backends(rows: list[Timing]) -> list[Ranking]:
-    """The ranking at each T, from the rows of one phase and dtype.
+def rankings(rows: list[Timing]) -> list[Ranking]:
+    """Who is fastest at each T, of the rows of one phase and dtype; nobody where none came to its end.
 
-    Backends are equally fast if their quartiles overlap, or if their medians differ by less than TIE_RATIO.
+    Backends are alike where quartiles overlap, or where less than ALIKE lies between their medians: machines drift.
     """
-    rankings = []
+    found = []
     for T in sorted({row.T for row in rows}):
-        at_T = [row for row in rows if row.T == T]
-        finished = sorted((row for row in at_T if row.is_finished), key=lambda row: row.ms_median)
-        fastest = [row for row in finished if _is_tie(row, finished[0])]
-        slower = [row for row in finished if row not in fastest]
-        baseline = next(row for row in at_T if row.backend == rows[0].backend)
-        unfinished = [row for row in at_T if not row.is_finished]
-        rankings.append(Ranking(T, fastest, slower[0] if slower else None, baseline, unfinished))
-    return rankings
-
-
-def _is_tie(row: Timing, fastest: Timing) -> bool:
-    return row.ms_q1 <= fastest.ms_q3 or row.ms_median <= TIE_RATIO * fastest.ms_median
+        here = [row for row in rows if row.T == T]
+        ranked = sorted((row for row in here if row.status == FINISHED), key=lambda row: row.ms_median)
+        alike = [
+            row for row in ranked for best in ranked[:1]
+            if row.ms_q1 <= best.ms_q3 or row.ms_median <= TIE_RATIO * best.ms_median
+        ]  # fmt: skip
+        behind = [row for row in ranked if row not in alike]
+        failed = [row for row in here if row.status != FINISHED]
+        first = next(row for row in here if row.backend == rows[0].backend)
+        found.append(Ranking(T, alike, behind[0] if behind else None, first, failed))
+    return found
 
 
 @dataclass
 class Crossover:
-    """The T at which backend `faster` overtakes backend `slower`, and the milliseconds that both take there."""
+    """Where backend `after` becomes faster than `before`, and the milliseconds that both take there."""
 
     T: float
     ms: float
-    slower: str
-    faster: str
+    before: str
+    after: str
 
 
-def find_crossovers(rows: list[Timing]) -> list[Crossover]:
-    """Where the fastest backend changes, in the rows of one phase and dtype.
+def crossovers(rows: list[Timing]) -> list[Crossover]:
+    """Where the fastest backend changes, of the rows of one phase and dtype.
 
-    There is a change only if no backend stays among the fastest, and if the two kernels differ.
+    It changes where none of those that were fastest is any more; those that no figure tells apart are one.
     """
-    crossovers: list[Crossover] = []
-    leaders: list[str] = []
-    for ranking in rank_backends(rows):
-        fastest = ranking.fastest_names
-        if leaders and fastest and not set(leaders) & set(fastest):
-            pair = leaders[0], fastest[0]
-            crossover = _intersect(rows, *pair)
-            kernels = {row.kernel for row in rows if row.T == ranking.T and row.backend in pair}
-            if crossover is not None and len(kernels) > 1:
-                crossovers.append(crossover)
-        leaders = [name for name in fastest if name in leaders] or fastest or leaders
-    return crossovers
+    found, leading = [], []
+    for standing in rankings(rows):
+        names = [row.backend for row in standing.fastest]
+        if not names:
+            continue
+        if leading and not set(leading) & set(names):
+            crossing = _crossing(rows, leading[0], names[0])
+            kernels = {row.kernel for row in rows if row.T == standing.T and row.backend in (leading[0], names[0])}
+            if crossing is not None and len(kernels) > 1:  # one kernel does not overtake itself
+                found.append(crossing)
+        leading = [name for name in names if name in leading] or names
+    return found
 
 
-def _intersect(rows: list[Timing], slower: str, faster: str) -> Crossover | None:
-    """The last intersection of two lines of the plot, which has logarithmic axes. None: they do not intersect."""
-    times = {
-        name: {row.T: row.ms_median for row in rows if row.backend == name and row.is_finished}
-        for name in (slower, faster)
-    }
-    log_ratios = {T: log(times[faster][T] / times[slower][T]) for T in sorted(times[slower].keys() & times[faster])}
-    crossover = None
-    for low, high in itertools.pairwise(log_ratios):
-        if log_ratios[low] > 0 >= log_ratios[high]:
-            part = log_ratios[low] / (log_ratios[low] - log_ratios[high])
-            T = low ** (1 - part) * high**part
-            ms = times[slower][low] ** (1 - part) * times[slower][high] ** part
-            crossover = Crossover(T, ms, slower, faster)
-    return crossover
+def _crossing(rows: list[Timing], before: str, after: str) -> Crossover | None:
+    """The last place where `after` overtakes `before`, on straight lines through the points of a log-log picture.
+
+    None: nowhere that both were measured.
+    """
+    times = {name: {row.T: row.ms_median for row in rows if (row.backend, row.status) == (name, FINISHED)}
+             for name in (before, after)}  # fmt: skip
+    leads = {T: log(times[after][T] / times[before][T]) for T in sorted(times[before].keys() & times[after].keys())}
+    found = None
+    for low, high in itertools.pairwise(leads):
+        if leads[low] > 0 >= leads[high]:
+            part = leads[low] / (leads[low] - leads[high])
+            T, ms = (a ** (1 - part) * b**part for a, b in ((low, high), (times[before][low], times[before][high])))
+            found = Crossover(T, ms, before, after)
+    return found
 
 
-def recommend(rows: list[Timing]) -> list[tuple[str, str, str]]:
-    """Which backend is fastest, as lines of (phase and dtype, range of T, backends and their advantage).
+def recommendation(rows: list[Timing]) -> list[tuple[str, str, str]]:
+    """Which attention is fastest here -> (phase and dtype, at which T, which and by how much) a line.
 
-    The phases are in reverse order, so that the training step comes first. Neighbouring T with the same answer are
-    one line.
+    What is measured last comes first: whole steps matter more than their parts. Neighbouring T with the same answer
+    are one line.
     """
     lines = []
-    for (phase, dtype), phase_rows in reversed(group_by_phase(rows).items()):
-        rankings = rank_backends(phase_rows)
-        for _, group in itertools.groupby(rankings, key=lambda r: (set(r.fastest_names), r.baseline.status)):
-            group = list(group)
+    for (phase, dtype), mine in reversed(group_by_phase(rows).items()):
+        groups: list[list[Ranking]] = []
+        for standing in rankings(mine):
+            last = groups[-1][-1] if groups else None
+            if last is not None and last.names == standing.names and last.first.status == standing.first.status:
+                groups[-1].append(standing)
+            else:
+                groups.append([standing])
+        for group in groups:
             low, high = group[0].T, group[-1].T
-            Ts = f"T = {low:,}" if low == high else f"T = {low:,} to {high:,}"
-            lines.append((f"{phase}, {dtype}", Ts, _describe_fastest(group)))
+            at = f"T = {low:,}" if low == high else f"T = {low:,} to {high:,}"
+            lines.append((f"{phase}, {dtype}", at, _sentence(group)))
     return lines
 
 
-def _describe_fastest(group: list[Ranking]) -> str:
-    """ "flash or sdpa (equal), 1.4 to 8.9 times as fast as naive, with 3 to 20% of its memory"."""
-    baseline = group[0].baseline
-    names = sorted(group[0].fastest_names)
-    if not names:
-        return "none: " + ", ".join(f"{row.backend} {row.status}" for row in group[0].unfinished)
-    fastest = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]} (equal)"
-    if baseline.backend in names:
-        pairs = [(ranking.runner_up, ranking.fastest[0]) for ranking in group if ranking.runner_up is not None]
-        return fastest + (f", {_describe_speedup(pairs)}" if pairs else "")
-    if not baseline.is_finished:
-        return f"{fastest}; {baseline.backend}: {baseline.status}"
-    pairs = [(ranking.baseline, ranking.fastest[0]) for ranking in group]
-    memory = [(slow.peak_memory_bytes, fast.peak_memory_bytes) for slow, fast in pairs]
-    percent = [100 * b / a for a, b in memory if a is not None and b is not None and a >= MIN_MEMORY_BYTES]
-    saved = f", with {_format_range(percent, '.0f')}% of its memory" if percent else ""
-    return f"{fastest}, {_describe_speedup(pairs)}{saved}"
+def _sentence(group: list[Ranking]) -> str:
+    """ "sdpa or flash, 1.4 to 8.9 times as fast as naive, with 3 to 20 % of its memory"."""
+    first = group[0].first
+    if not group[0].fastest:
+        return "none: " + ", ".join(f"{row.backend} {row.status}" for row in group[0].failed)
+    names = sorted(group[0].names)
+    listed = ", ".join(names[:-1]) + " or " * (len(names) > 1) + names[-1] + " (alike)" * (len(names) > 1)
+    if first.backend in names:
+        others = dict.fromkeys(each.next.backend for each in group if each.next is not None)
+        ahead = [each.next.ms_median / each.fastest[0].ms_median for each in group if each.next is not None]
+        return listed + (f", {_span(ahead, '.1f')} times as fast as {' or '.join(others)}" if others else "")
+    if first.status != FINISHED:
+        return f"{listed}; {first.backend}: {first.status}"
+    ratios = [each.first.ms_median / each.fastest[0].ms_median for each in group]
+    taken = [(each.first.peak_memory_bytes, each.fastest[0].peak_memory_bytes) for each in group]
+    shares = [100 * b / a for a, b in taken if a is not None and b is not None and a >= MIN_MEMORY]
+    memory = f", with {_span(shares, '.0f')} % of its memory" if shares else ""
+    return f"{listed}, {_span(ratios, '.1f')} times as fast as {first.backend}{memory}"
 
 
-def _describe_speedup(pairs: list[tuple[Timing, Timing]]) -> str:
-    """pairs: (slower row, faster row)."""
-    ratios = [slower.ms_median / faster.ms_median for slower, faster in pairs]
-    slower_names = " or ".join(dict.fromkeys(slower.backend for slower, _ in pairs))
-    return f"{_format_range(ratios, '.1f')} times as fast as {slower_names}"
-
-
-def typical_spread(rows: list[Timing]) -> float | None:
-    """The median ratio of upper to lower quartile, a measure of noise. None: no row has a time."""
-    ratios = [row.ms_q3 / row.ms_q1 for row in rows if row.is_finished]
+def spread(rows: list[Timing]) -> float | None:
+    """The typical ratio of a row's upper to its lower quartile: how still the machine was. None: there are no times."""
+    ratios = [row.ms_q3 / row.ms_q1 for row in rows if row.status == FINISHED]
     return statistics.median(ratios) if ratios else None
 
 
-def format_number(value: float) -> str:
-    """Two or three significant digits: 0.0123, 1.23, 12.3, 123, 1,234."""
+def number(value: float) -> str:
+    """Two or three digits that count: 0.0123, 1.23, 12.3, 123, 1,234."""
     return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
-def _format_range(values: list[float], form: str) -> str:
-    """The smallest and the largest value: "1.4 to 8.9"."""
+def _span(values: list[float], form: str) -> str:
+    """The least and the largest."""
     ends = [f"{value:{form}}" for value in (min(values), max(values))]
     return ends[0] if ends[0] == ends[1] else f"{ends[0]} to {ends[1]}"

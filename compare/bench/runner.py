@@ -1,153 +1,139 @@
-"""Runs a bench: each backend has a worker process, and the backends take turns in several rounds.
-
-If the machine becomes slower or faster during the bench, it does so for all backends.
-"""
+"""Attention backends side by side: each measured in processes of its own, all taking turns."""
 
 import statistics
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+import time
+from collections.abc import Callable
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from compare.bench.cases import (
-    BenchResult,
-    BenchSettings,
-    Case,
-    count_flops,
-    measure,
-    measure_peak_flops,
-    write_reference,
-)
-from compare.bench.results import FINISHED, TIME_LIMIT, Timing
-from compare.bench.worker import IsolatedCallFailed, Worker
+from compare.bench.cases import BenchResult, BenchSettings, Case, flops, measure, peak_flops, write_reference
+from compare.bench.worker import IsolatedCallFailed, run_isolated
 
 
-class BenchRunner:
-    """Measures groups of cases. A group is one phase, dtype and T, with one case per backend.
+@dataclass(frozen=True)
+class BenchGroup:
+    """One phase, dtype and T, and a case for each backend, by the name that it was asked for."""
 
-    workers: the process of each backend. reference_worker: the process for everything else.
+    phase: str
+    dtype: str
+    T: int
+    cases: dict[str, Case]
+
+    def __str__(self) -> str:
+        return f"{self.phase}, {self.dtype}, T = {self.T:,}"
+
+    def seconds(self, settings: BenchSettings, peak: float | None) -> float:
+        """About how long it takes: to start processes, to time short calls, and four long ones at 40 % of the peak."""
+        calls = sum(4 * flops(case, settings) / (0.4 * (peak or 1e11)) for case in self.cases.values())
+        return settings.rounds * (len(self.cases) * (0.15 + 1.3 * settings.seconds) + calls)
+
+
+def run_group(
+    contest: BenchGroup, settings: BenchSettings, given_up: dict[tuple, int], advance: Callable[[float], None]
+) -> list[dict]:
+    """The contest's rows, as dicts by the names of attention.csv's columns.
+
+    given_up: at which T a (backend, phase, dtype) took longer than the time limit; it is brought up to date here, and
+    larger T are not tried. advance: is told which part of the work is done.
     """
-
-    def __init__(self, settings: BenchSettings, workers: dict[str, Worker], reference_worker: Worker, folder: Path):
-        self.settings, self.workers, self.reference_worker = settings, workers, reference_worker
-        self.reference = folder / "reference.pt"
-        self.timed_out: dict[tuple[str, str, str], int] = {}  # (backend, phase, dtype) -> the T that was too slow
-
-    def run_group(self, group: list[Case], advance: Callable[[float], None]) -> list[Timing]:
-        """Measure a group and return a row per case. advance: gets the part that is done, from 0 to 1."""
-        self._write_reference(group[0])
-        results: dict[str, list[BenchResult]] = {case.name: [] for case in group}
-        failures = self._skip_slow_backends(group)
-        seconds_left = dict.fromkeys(results, self.settings.time_limit)
-        peaks = []  # in every round: the peak of a CPU was seen to differ by a factor of 1.8 within one bench
-        for round_index in range(self.settings.rounds):
-            running = [case for case in group if case.name not in failures and seconds_left[case.name] > 0]
-            if not running:
-                break
-            peaks.append(self.measure_peak_flops(group[0]))
-            first = round_index % len(running)  # another backend begins in each round
-            for position, case in enumerate(running[first:] + running[:first]):
-                advance((round_index + position / len(running)) / self.settings.rounds)
-                try:
-                    result = self.workers[case.name].call(
-                        measure, case, self.settings, self.reference, **_limits(case, seconds_left[case.name])
-                    )
-                except IsolatedCallFailed as failure:
-                    seconds_left[case.name] = 0.0
-                    if failure.status != TIME_LIMIT or not results[case.name]:  # else the earlier rounds count
-                        failures[case.name] = failure
-                else:
-                    results[case.name].append(result)
-                    seconds_left[case.name] -= result.wall_seconds
-        rows, peak = [], max(filter(None, peaks), default=None)
-        for case in group:
-            if case.name not in failures:
-                rows.append(summarize(case, results[case.name], count_flops(case, self.settings), peak))
-                continue
-            failure = failures[case.name]
-            reason = failure.reason.split("; set ")[0]  # the rest is advice for training
-            rows.append(Timing(**_describe(case), status=failure.status, reason=reason))
-            if failure.status == TIME_LIMIT:
-                self.timed_out.setdefault((case.name, case.phase, case.dtype_name), case.request.Tk)
-        return rows
-
-    def measure_peak_flops(self, case: Case) -> float | None:
-        """FLOP/s that matrix products reach on the device and in the dtype of `case`. None: could not be measured."""
-        arguments = case.request.device, case.request.dtype, self.settings.tf32
+    found: dict[str, list[BenchResult] | IsolatedCallFailed] = {}
+    for name in contest.cases:
+        T = given_up.get((name, contest.phase, contest.dtype))
+        if T is not None:
+            found[name] = IsolatedCallFailed(
+                "time limit", f"not tried, as T = {T:,} took longer than {settings.time_limit:g} s"
+            )
+    with tempfile.TemporaryDirectory() as folder:
+        reference = Path(folder) / "reference.pt"
+        case = next(iter(contest.cases.values()))
         try:
-            return self.reference_worker.call(measure_peak_flops, *arguments, time_limit=self.settings.time_limit)
+            if case.phase != "step":
+                _call(write_reference, case, settings.seed, reference, time_limit=settings.time_limit)
         except IsolatedCallFailed:
-            return None
-
-    def _write_reference(self, case: Case) -> None:
-        self.reference.unlink(missing_ok=True)
-        if case.phase == "step":
-            return
-        arguments, limits = (case, self.settings.seed, self.reference), _limits(case, self.settings.time_limit)
-        try:
-            self.reference_worker.call(write_reference, *arguments, **limits)
-        except IsolatedCallFailed:  # too little memory or time: the errors of this group stay unknown
-            self.reference.unlink(missing_ok=True)
-
-    def _skip_slow_backends(self, group: list[Case]) -> dict[str, IsolatedCallFailed]:
-        """Failures of the backends that exceeded the time limit with a smaller T."""
-        failures = {}
-        for case in group:
-            T = self.timed_out.get((case.name, case.phase, case.dtype_name))
-            if T is not None:
-                reason = f"not tried, as T = {T:,} took longer than {self.settings.time_limit:g} s"
-                failures[case.name] = IsolatedCallFailed(TIME_LIMIT, reason)
-        return failures
+            reference.unlink(missing_ok=True)  # the errors stay unknown
+        cases = {name: case for name, case in contest.cases.items() if name not in found}
+        measured, peak = run_interleaved(cases, settings, reference, advance)
+        found |= measured
+    rows = []
+    for name, case in contest.cases.items():
+        row = {"backend": name, "resolved": None, "impl": None, "status": "finished", "reason": None}
+        row |= {"phase": contest.phase, "device": case.device.type, "dtype": contest.dtype}
+        row |= {key: getattr(case, key) for key in ("B", "T", "H", "G", "D", "Dv")}
+        outcome = found[name]
+        if isinstance(outcome, IsolatedCallFailed):
+            # What to set instead is for those who want to train.
+            row |= {"status": outcome.status, "reason": outcome.reason.split("; set ")[0]}
+            if outcome.status == "time limit":
+                given_up.setdefault((name, contest.phase, contest.dtype), contest.T)
+        else:
+            row |= summarize(outcome, peak)
+        rows.append(row)
+    return rows
 
 
-@contextmanager
-def start_runner(settings: BenchSettings, backends: Iterable[str]) -> Iterator[BenchRunner]:
-    """Context manager: a BenchRunner, whose worker processes end with it."""
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        # An empty compile cache: compile_s would otherwise depend on earlier runs.
-        environment = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "compile_cache")}
-        workers = {name: stack.enter_context(Worker(environment)) for name in backends}
-        yield BenchRunner(settings, workers, stack.enter_context(Worker(environment)), folder)
+def run_interleaved(
+    cases: dict[str, Case],
+    settings: BenchSettings,
+    reference: Path,
+    advance: Callable[[float], None] = lambda part: None,
+) -> tuple[dict[str, list[BenchResult] | IsolatedCallFailed], float | None]:
+    """Measure `cases` -> (for each what its processes found, or how it came to nothing; the peak beside them, FLOP/s).
+
+    A process of each in every round, in another order, and one for matrix products: a machine that drifts does so for
+    all alike.
+    """
+    found: dict[str, list[BenchResult] | IsolatedCallFailed] = {name: [] for name in cases}
+    left = dict.fromkeys(cases, settings.time_limit)
+    peak = None
+    for turn in range(settings.rounds):
+        going = [name for name in cases if not isinstance(found[name], IsolatedCallFailed) and left[name] > 0]
+        if not going:
+            break
+        peak = max(filter(None, [peak, measure_matmul_peak(cases[going[0]], settings)]), default=None)
+        first = turn % len(going)
+        for place, name in enumerate(going[first:] + going[:first]):
+            advance((turn + place / len(going)) / settings.rounds)
+            started = time.perf_counter()
+            try:
+                found[name].append(_call(measure, cases[name], settings, reference, time_limit=left[name]))
+            except IsolatedCallFailed as ended:
+                if ended.status != "time limit":
+                    found[name] = ended
+                elif not found[name]:  # in a later round, what the earlier ones found stands
+                    found[name] = IsolatedCallFailed(ended.status, f"took longer than {settings.time_limit:g} s")
+            left[name] -= time.perf_counter() - started
+    return found, peak
 
 
-def estimate_seconds(group: list[Case], settings: BenchSettings, peak: float | None) -> float:
-    """Estimated duration of a group: many short calls, or four long ones at 40% of the peak."""
-    calls = sum(4 * count_flops(case, settings) / (0.4 * (peak or 1e11)) for case in group)
-    return settings.rounds * (len(group) * (0.05 + 1.3 * settings.seconds) + calls)
+def measure_matmul_peak(case: Case, settings: BenchSettings) -> float | None:
+    """FLOP/s that matrix products reach now, where and in what `case` computes. None: they could not be timed."""
+    try:
+        return run_isolated(peak_flops, case.device, case.dtype, settings.tf32, time_limit=settings.time_limit)
+    except IsolatedCallFailed:
+        return None
 
 
-def summarize(case: Case, results: list[BenchResult], flops: int, peak: float | None) -> Timing:
-    """The row of a finished case. Each round has the same weight, independent of its number of calls."""
-    first = results[0]
-    q1, median, q3 = _quantiles([value for result in results for value in _quantiles(result.seconds, 20)], 4)
-    memory = [result.peak_memory_bytes for result in results]
-    return Timing(
-        **_describe(case),
-        status=FINISHED,
-        resolved=first.resolved.resolved,
-        impl=first.resolved.impl,
-        ms_median=1000 * median,
-        ms_q1=1000 * q1,
-        ms_q3=1000 * q3,
-        tokens_per_second=case.tokens / median,
-        flops_per_second=flops / median,
-        peak_share=None if peak is None else flops / median / peak,
-        peak_memory_bytes=None if None in memory else max(memory),
-        compile_s=first.compile_s,  # later rounds use the compile cache
-        **{f"error_{output}": error for output, error in first.errors.items()},
-    )
+def _call(function: Callable, case: Case, *arguments: Any, time_limit: float) -> Any:
+    """CUDA's driver has uses of its own for the memory of a process, which cannot be bounded."""
+    return run_isolated(function, case, *arguments, time_limit=time_limit, bounded=case.device.type == "cpu")
 
 
-def _describe(case: Case) -> dict:
-    r = case.request
-    shapes = {"B": r.B, "T": r.Tk, "H": r.H, "G": r.G, "D": r.D, "Dv": r.Dv}
-    return {"backend": case.name, "phase": case.phase, "device": r.device.type, "dtype": case.dtype_name} | shapes
-
-
-def _limits(case: Case, seconds: float) -> dict:
-    """Limits of a call. CUDA's driver reserves more address space than there is memory, so only a CPU has a limit."""
-    return {"time_limit": seconds, "limit_memory": case.request.device.type == "cpu"}
+def summarize(found: list[BenchResult], peak: float | None) -> dict:
+    """The figures of a row, over all its processes, each of which counts the same however many calls it timed."""
+    first = found[0]
+    q1, median, q3 = _quantiles([each for measured in found for each in _quantiles(measured.seconds, 20)], 4)
+    memory = [measured.peak_memory_bytes for measured in found]
+    return {
+        "resolved": first.resolved.resolved, "impl": first.resolved.impl,
+        "ms_median": 1000 * median, "ms_q1": 1000 * q1, "ms_q3": 1000 * q3,
+        "tokens_per_second": first.tokens / median, "flops_per_second": first.flops / median,
+        "peak_share": None if peak is None else first.flops / median / peak,
+        "peak_memory_bytes": None if None in memory else max(memory),
+        **{f"error_{name}": error for name, error in first.errors.items()},
+        "compile_s": first.compile_s,  # the others find it in the compile cache
+    }  # fmt: skip
 
 
 def _quantiles(values: list[float], n: int) -> list[float]:

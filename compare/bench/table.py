@@ -1,126 +1,125 @@
-"""The results on a terminal: the recommendation first, then one table per phase, then notes."""
+"""Timings on a terminal: the answer first, then a table per phase, then what to know beside them."""
 
 from pathlib import Path
 
-from common.console import make_console, make_table, pluralize
 from compare.bench.results import (
+    FINISHED,
     NOISE_LIMIT,
     TIE_RATIO,
     Timing,
-    format_number,
     group_by_phase,
-    recommend,
-    typical_spread,
+    number,
+    recommendation,
+    spread,
 )
-
-UNKNOWN = "-"
-MIB = 2**20
+from compare.runs.table import UNKNOWN
 
 
-def print_results(rows: list[Timing], folder: Path) -> None:
-    """Print the results. folder: where they were written."""
-    console = make_console(width=120)
+def show(rows: list[Timing], folder: Path) -> None:
+    """Print all of it, and where it was written."""
+    from rich.console import Console
+
+    console = Console(highlight=False, emoji=False, markup=False)
+    if not console.is_terminal:
+        console.width = 120
     console.print(f"\nfastest here ({rows[0].device})", style="bold")
-    console.print(_recommendation_table(rows))
-    spread = typical_spread(rows)
-    if spread is not None and spread > NOISE_LIMIT:
+    console.print(_lines(recommendation(rows)))
+    apart = spread(rows)
+    if apart is not None and apart > NOISE_LIMIT:
         console.print(
-            f"These times are not reliable: half of all calls differ by up to a factor of {spread:.1f}. Run the bench "
-            "again while no other program runs, with more rounds or seconds.",
-            style="bold",
-        )
-    for (phase, dtype), phase_rows in group_by_phase(rows).items():
-        if any(row.is_finished for row in phase_rows):
+            f"This machine was busy, or not a quiet one: half of all calls lie within a factor of {apart:.1f}. Do not "
+            "trust these figures; measure again while nothing else runs, with more rounds or seconds.", style="bold",
+        )  # fmt: skip
+    for (phase, dtype), mine in group_by_phase(rows).items():
+        if any(row.status == FINISHED for row in mine):
             console.print(f"\n{phase}, {dtype}", style="bold")
-            console.print(_phase_table(phase_rows))
+            console.print(_table(mine))
     console.print()
-    for note in list_notes(rows):
+    for note in notes(rows):
         console.print(note)
     print(f"\nwritten  {folder / 'attention.csv'}  {folder / 'attention.png'}")
 
 
-def list_notes(rows: list[Timing]) -> list[str]:
-    """Sentences that explain the tables."""
-    notes = []
-    finished = [row for row in rows if row.is_finished]
-    attention_rows = [row for row in rows if row.phase != "step"]
-    if attention_rows:
-        notes.append(f"Attention alone: {describe_shapes(attention_rows[0])}.")
-    if finished:
-        notes.append("ms: median time of a call. MiB: memory besides the inputs; in phase step, all of it.")
-        notes.append(f"equal: the quartiles overlap, or the medians differ by less than {TIE_RATIO - 1:.0%}.")
+def notes(rows: list[Timing]) -> list[str]:
+    """What a reader has to know beside the tables, a sentence each."""
+    said = []
+    alone = [row for row in rows if row.phase != "step"]
+    if alone:
+        said.append(f"Attention alone: {where(alone[0])}.")
+    if any(row.status == FINISHED for row in rows):
+        said.append(
+            "ms: median call, the backends taking turns; MiB: what a call takes beyond its inputs, or a whole step."
+        )
+        said.append(f"alike: quartiles overlap, or medians are within {TIE_RATIO - 1:.0%}.")
     if any(row.compile_s for row in rows):
-        notes.append("Times exclude compilation; attention.csv has the seconds.")
-    notes += _kernel_notes(finished) + _error_notes(finished) + _failure_notes(rows)
-    return notes
-
-
-def _kernel_notes(finished: list[Timing]) -> list[str]:
-    kernels: dict[str, dict[str, None]] = {}
-    for row in finished:
-        kernels.setdefault(row.backend, {})[row.kernel] = None
-    different = [f"{backend} ran {' and '.join(names)}" for backend, names in kernels.items() if [*names] != [backend]]
-    return [f"{'; '.join(different)}."] if different else []
-
-
-def _error_notes(finished: list[Timing]) -> list[str]:
-    notes = []
-    for dtype in dict.fromkeys(row.dtype for row in finished):
-        errors = [(error, row.backend) for row in finished if row.dtype == dtype for error in row.errors]
-        if errors:
-            notes.append("Largest error in {}, compared with float64: {:.1e}, by {}.".format(dtype, *max(errors)))
-    unchecked = [row for row in finished if row.phase != "step" and not row.errors]
-    if unchecked:
-        notes.append(f"Not compared with float64, for lack of memory or time: {_list_contexts(unchecked)}.")
-    return notes
-
-
-def _failure_notes(rows: list[Timing]) -> list[str]:
-    failures: dict[tuple[str, str, str | None], list[Timing]] = {}
+        said.append("Compiling is not counted; attention.csv has it.")
+    ran: dict[str, list[str]] = {}
     for row in rows:
-        if not row.is_finished:
-            failures.setdefault((row.backend, row.status, row.reason), []).append(row)
-    notes = []
-    for (backend, status, reason), group in failures.items():
-        phases = ", ".join(dict.fromkeys(row.phase for row in group))
-        notes.append(f"{backend}: {status} ({phases}; {_list_contexts(group)}): {reason}")
-    return notes
+        if row.status == FINISHED and row.kernel not in ran.setdefault(row.backend, []):
+            ran[row.backend].append(row.kernel)
+    others = [f"{backend} ran {' and '.join(kernels)}" for backend, kernels in ran.items() if kernels != [backend]]
+    said += [f"{'; '.join(others)}."] if others else []
+    for dtype in dict.fromkeys(row.dtype for row in rows):
+        errors = {(error, row.backend) for row in rows if row.dtype == dtype for error in row.errors}
+        if errors:
+            largest, backend = max(errors)
+            said.append(f"Largest error in {dtype}, against float64: {largest:.1e}, by {backend}.")
+    bare = [row for row in alone if row.status == FINISHED and not row.errors]
+    if bare:
+        Ts = ", ".join(f"{T:,}" for T in sorted({row.T for row in bare}))
+        said.append(f"Not held against float64, which needs more memory or time than there is: T = {Ts}.")
+    reasons: dict[tuple[str, str, str], list[Timing]] = {}
+    for row in rows:
+        if row.status != FINISHED:
+            reasons.setdefault((row.backend, row.status, row.reason or ""), []).append(row)
+    for (backend, status, reason), those in reasons.items():
+        phases = ", ".join(dict.fromkeys(row.phase for row in those))
+        Ts = ", ".join(f"{T:,}" for T in sorted({row.T for row in those}))
+        said.append(f"{backend}: {status} ({phases}; T = {Ts}): {reason}")
+    return said
 
 
-def describe_shapes(row: Timing) -> str:
-    """ "1 sequence, 2 heads of 64"."""
-    key_heads = f", {pluralize(row.G, 'key/value head')}" if row.G != row.H else ""
-    value_dim = f", values of {row.Dv}" if row.Dv != row.D else ""
-    return f"{pluralize(row.B, 'sequence')}, {pluralize(row.H, 'head')} of {row.D}{key_heads}{value_dim}"
+def where(row: Timing) -> str:
+    """ "1 sequence, 2 heads of 64": the shapes of attention alone."""
+    shared = f", {row.G} of keys and values" if row.G != row.H else ""
+    wide = f", values of {row.Dv}" if row.Dv != row.D else ""
+    return f"{row.B} sequence{'s' * (row.B > 1)}, {row.H} head{'s' * (row.H > 1)} of {row.D}{shared}{wide}"
 
 
-def _list_contexts(rows: list[Timing]) -> str:
-    return "T = " + ", ".join(f"{T:,}" for T in sorted({row.T for row in rows}))
+def _lines(lines: list[tuple[str, str, str]]):
+    """What is the same as above is not said again."""
+    from rich.table import Table
 
-
-def _recommendation_table(rows: list[Timing]):
-    table, previous_phase = make_table("", "", "", left=3, header=False), None
-    for phase, Ts, sentence in recommend(rows):
-        table.add_row("" if phase == previous_phase else phase, Ts, sentence)
-        previous_phase = phase
+    table, before = Table(box=None, show_header=False, padding=(0, 2, 0, 0)), None
+    for phase, at, which in lines:
+        table.add_row("" if phase == before else phase, at, which)
+        before = phase
     return table
 
 
-def _phase_table(rows: list[Timing]):
-    """A row per T. Backends that finished at no T are only in the notes."""
-    backends = list(dict.fromkeys(row.backend for row in rows if row.is_finished))
-    table = make_table("\nT", *(header for backend in backends for header in (f"{backend}\nms", "\nMiB")), left=0)
+def _table(rows: list[Timing]):
+    from rich import box
+    from rich.table import Table
+
+    table = Table(box=box.SIMPLE_HEAD, pad_edge=False, collapse_padding=True)
+    table.add_column("\nT", justify="right", no_wrap=True)
+    # Those that came to nothing at every T are in the notes.
+    finished = {row.backend for row in rows if row.status == FINISHED}
+    backends = [backend for backend in dict.fromkeys(row.backend for row in rows) if backend in finished]
+    for backend in backends:
+        table.add_column(f"{backend}\nms", justify="right", no_wrap=True)
+        table.add_column("\nMiB", justify="right", no_wrap=True)
     for T in sorted({row.T for row in rows}):
-        at_T = {row.backend: row for row in rows if row.T == T}
-        table.add_row(f"{T:,}", *(cell for backend in backends for cell in _format_cells(at_T[backend])))
+        here = {row.backend: row for row in rows if row.T == T}
+        cells = [cell for backend in backends for cell in _cells(here.get(backend))]
+        table.add_row(f"{T:,}", *cells)
     return table
 
 
-def _format_cells(row: Timing) -> tuple[str, str]:
-    """Milliseconds and MiB."""
-    if not row.is_finished:
+def _cells(row: Timing | None) -> tuple[str, str]:
+    if row is None:
+        return "", ""
+    if row.status != FINISHED:
         return row.status, ""
-    memory = row.peak_memory_bytes
-    if memory is None:
-        return format_number(row.ms_median), UNKNOWN
-    return format_number(row.ms_median), "<0.1" if memory < MIB / 10 else format_number(memory / MIB)
+    size = row.peak_memory_bytes
+    return number(row.ms_median), UNKNOWN if size is None else "<0.1" if size < 2**20 / 10 else number(size / 2**20)

@@ -1,185 +1,169 @@
-"""Worker process: calls functions in a separate Python process, where a crash or a lack of memory ends that call only.
+"""A function in a process of its own: its memory, its settings and its end do not touch anybody else's.
 
-A worker serves any number of calls. It imports torch once, and it starts again after a call that failed.
+A server process imports torch once and is forked for each call, which takes milliseconds; elsewhere than on
+Linux each call starts anew, and takes the seconds of torch.
 """
 
-import gc
+import functools
+import multiprocessing
 import os
-import pickle
-import queue
 import re
 import signal
-import subprocess
 import sys
 import tempfile
 import threading
-import time
-from collections.abc import Callable
-from contextlib import suppress
-from multiprocessing import Pipe
-from multiprocessing.connection import Connection
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from multiprocessing import forkserver, resource_tracker
+from multiprocessing.connection import Connection, wait
+from multiprocessing.process import BaseProcess
+from pathlib import Path
 from typing import Any
 
-import torch
-
 from common.errors import TrainingFailed, UserError, is_out_of_memory
-from common.system import available_memory, process_memory, return_freed_memory
+from common.system import available_memory, process_memory
 
-TERMINATE_GRACE_S = 2.0  # for exit handlers, which release semaphores and end compiler processes
+ROOT = Path(__file__).parents[2]
+TERMINATE_GRACE_S = 2.0  # seconds that a process has to let go of what it shares with others, such as semaphores
 
 
 class IsolatedCallFailed(TrainingFailed):
-    """A call that returned nothing. status: refused, out of memory, time limit or failed. reason: one sentence."""
+    """A call that came to nothing. status: refused, out of memory, time limit or failed. reason: a sentence."""
 
     def __init__(self, status: str, reason: str):
         super().__init__(reason)
         self.status, self.reason = status, reason
 
 
-class Worker:
-    """A Python process that calls functions one after another. A context manager, which ends the process.
+def run_isolated(function: Callable, *arguments: Any, time_limit: float | None = None, bounded: bool = False) -> Any:
+    """function(*arguments), of a module, in a new process that ends with it.
 
-    environment: environment variables to set in the process, besides those of this one.
+    time_limit: in seconds. bounded: on Linux, an allocation fails that the machine has no memory for now, before it
+    begins to swap or to kill. Raises Ended where it does not return: for what it raises, what kills it, and time_limit.
     """
-
-    def __init__(self, environment: dict[str, str] | None = None):
-        paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
-        self.environment = os.environ | {"PYTHONPATH": paths} | (environment or {})
-        self._process: subprocess.Popen | None = None
-
-    def call(
-        self, function: Callable, *arguments: Any, time_limit: float | None = None, limit_memory: bool = False
-    ) -> Any:
-        """Return function(*arguments), called in the worker. `function` must be importable from a module.
-
-        time_limit: seconds that the call may take. The start of the process and imports do not count.
-        limit_memory: on Linux, allocations beyond the available memory fail, before the system swaps or kills.
-        Raises IsolatedCallFailed if the call raises, crashes or exceeds the limit.
-        """
-        if self._process is None:
-            self._start()
+    context = _context(function.__module__)
+    receiver, sender = context.Pipe(duplex=False)
+    with tempfile.TemporaryDirectory() as folder, receiver:
+        printed = Path(folder) / "printed"
+        child = context.Process(target=_work, args=(sender, printed, function, arguments, bounded))
         try:
-            self._connection.send_bytes(pickle.dumps((function, arguments, limit_memory)))
-            self._connection.recv()  # the worker has imported the function and calls it now
-            in_time = self._connection.poll(time_limit)
-            status, result = (
-                self._connection.recv() if in_time else ("time limit", f"took longer than {time_limit:g} s")
-            )
-        except (EOFError, OSError):  # the process ended
-            status, result = self._explain_crash()
-        if status == "finished":
-            return result
-        if status != "refused":  # the process may be damaged, as it is after an error on a GPU
-            self.close()
+            with _ctrl_c_waits():
+                child.start()
+            sender.close()
+            if not receiver.poll(time_limit):
+                raise IsolatedCallFailed("time limit", f"took longer than {time_limit:g} s")
+            status, result = receiver.recv()
+            child.join(TERMINATE_GRACE_S)
+        except EOFError:
+            child.join()
+            raise _killed(child.exitcode, printed) from None
+        finally:
+            _end(child)
+    if status != "finished":
         raise IsolatedCallFailed(status, result)
-
-    def _start(self) -> None:
-        self._connection, theirs = Pipe()
-        self._log = tempfile.TemporaryFile()  # library output would break the progress bar  # noqa: SIM115
-        with theirs:
-            self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", __name__, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
-                stdin=subprocess.DEVNULL,
-                stdout=self._log,
-                stderr=self._log,
-                env=self.environment,
-                start_new_session=True,  # Ctrl-C reaches this process only, which ends the worker
-            )
-
-    def close(self) -> None:
-        """End the process and all processes that it started, such as compilers."""
-        process, self._process = self._process, None
-        if process is None:
-            return
-        self._connection.close()  # an idle worker exits
-        with suppress(subprocess.TimeoutExpired):
-            process.wait(TERMINATE_GRACE_S)
-        with suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.wait()
-        self._log.close()
-
-    def _explain_crash(self) -> tuple[str, str]:
-        code = self._process.wait()
-        if code == -signal.SIGKILL:
-            return "out of memory", "its process was killed, probably by Linux for lack of memory"
-        self._log.seek(0)
-        lines = self._log.read().decode(errors="replace").strip().splitlines()
-        cause = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-        return "failed", f"its process {cause}" + (f": {lines[-1]}" if lines else "")
-
-    def __enter__(self) -> "Worker":
-        return self
-
-    def __exit__(self, *_) -> None:
-        self.close()
+    return result
 
 
-def _serve(connection: Connection) -> None:
-    """The loop of the worker process: receive a function, call it, send its result."""
-    requests: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-    threading.Thread(target=_receive, args=(connection, requests), daemon=True).start()
-    while (request := requests.get()) is not None:
-        function, arguments, limit_memory = pickle.loads(request)
-        connection.send("started")
-        if limit_memory:
-            _limit_memory()
-        status, result = _call(function, arguments)
-        _release_memory()
-        connection.send((status, result))
+def _end(child: BaseProcess) -> None:
+    """End `child`, politely at first, and whatever it has started, as compilers."""
+    if child.pid is None:
+        return
+    child.terminate()
+    child.join(TERMINATE_GRACE_S)
+    child.kill()
+    child.join()
+    with suppress(AttributeError, ProcessLookupError):  # Windows has no groups
+        os.killpg(child.pid, signal.SIGKILL)
 
 
-def _receive(connection: Connection, requests: queue.SimpleQueue) -> None:
-    """Pass requests on, in a thread. End this process if the parent closes the connection or dies."""
-    with suppress(EOFError, OSError):
-        while True:
-            requests.put(connection.recv_bytes())
-    requests.put(None)
-    time.sleep(TERMINATE_GRACE_S)
-    os.killpg(0, signal.SIGKILL)
-
-
-def _call(function: Callable, arguments: tuple) -> tuple[str, Any]:
-    """Return (status, result), or the reason instead of the result if the function raises."""
+@contextmanager
+def _ctrl_c_waits() -> Iterator[None]:
+    """Inside, Ctrl-C is put off, and processes that are started never get it: it is for the one that started them."""
+    pressed = []
+    handler = signal.signal(signal.SIGINT, lambda *_: pressed.append(True))
+    blocks = hasattr(signal, "pthread_sigmask")  # what is blocked stays so in processes that are started
+    mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT}) if blocks else None
     try:
-        return "finished", function(*arguments)
+        yield
+    finally:
+        if blocks:
+            signal.pthread_sigmask(signal.SIG_SETMASK, mask)
+        signal.signal(signal.SIGINT, handler)
+    if pressed:
+        raise KeyboardInterrupt
+
+
+@functools.cache
+def _context(module: str):
+    """multiprocessing's, with a server that has imported `module`, and what the running script imports."""
+    if sys.platform != "linux":  # macOS has a fork server, in whose children its GPU library hangs
+        return multiprocessing.get_context("spawn")
+    context = multiprocessing.get_context("forkserver")
+    script = Path(getattr(sys.modules["__main__"], "__file__", None) or module).stem
+    context.set_forkserver_preload([module, script, "torch._dynamo"])  # the last takes seconds, of no row that compiles
+    # The server of Python 3.11 does not have this process's sys.path.
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(ROOT), os.environ.get("PYTHONPATH")]))
+    resource_tracker.ensure_running()  # ahead of the server, which needs it: its start would let Ctrl-C through
+    with _ctrl_c_waits():
+        forkserver.ensure_running()
+    return context
+
+
+def _work(sender: Connection, printed: Path, function: Callable, arguments: tuple, bounded: bool) -> None:
+    """In the child."""
+    if hasattr(os, "setsid"):
+        os.setsid()  # a group of its own, to be ended with all that it starts
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(1))  # with all that Python does on its way out
+    threading.Thread(target=_end_with_parent, daemon=True).start()
+    with open(printed, "wb") as file:  # what libraries print would break the parent's progress bar
+        os.dup2(file.fileno(), 1)
+        os.dup2(file.fileno(), 2)
+    if bounded:
+        _bound_memory()
+    try:
+        sender.send(("finished", function(*arguments)))
     except UserError as error:
-        return "refused", str(error)
+        sender.send(("refused", str(error)))
     except Exception as error:
         if is_out_of_memory(error):
-            return "out of memory", _requested_memory(error)
-        return "failed", f"{type(error).__name__}: {_first_line(error)}"
+            sender.send(("out of memory", _wanted(error)))
+        else:
+            lines = str(error).strip().splitlines() or [""]
+            sender.send(("failed", f"{type(error).__name__}: {lines[0]}"))
 
 
-def _limit_memory() -> None:
-    available = available_memory()
-    if available is not None:
-        import resource
-
-        _, hard_limit = resource.getrlimit(resource.RLIMIT_DATA)
-        resource.setrlimit(resource.RLIMIT_DATA, (available + process_memory("VmData"), hard_limit))
-
-
-def _release_memory() -> None:
-    """Return freed memory to the system and to the GPU, where the worker of another backend needs it."""
-    gc.collect()
-    torch.cuda.empty_cache()
-    return_freed_memory()
+def _end_with_parent() -> None:
+    """A parent that is killed cannot end its children, and nobody waits for what they find."""
+    wait([multiprocessing.parent_process().sentinel])
+    if hasattr(os, "killpg"):
+        os.killpg(0, signal.SIGKILL)
+    os._exit(1)
 
 
-def _requested_memory(error: Exception) -> str:
-    """Return "needed 64.0 GiB more", if PyTorch's message contains the size."""
+def _bound_memory() -> None:
+    if available_memory() is None:
+        return
+    import resource
+
+    most = available_memory() + process_memory("VmData")
+    resource.setrlimit(resource.RLIMIT_DATA, (most, resource.RLIM_INFINITY))
+
+
+def _wanted(error: Exception) -> str:
+    """ "needed 64.0 GiB more", from what PyTorch says."""
     found = re.search(r"tried to allocate ([\d.]+) (\w+)", str(error), re.IGNORECASE)
     if not found:
-        return _first_line(error) or type(error).__name__
+        return str(error).strip().split("\n")[0] or type(error).__name__
     size, unit = float(found.group(1)), found.group(2)
     return f"needed {size / 2**30:,.1f} GiB more" if unit == "bytes" else f"needed {size:g} {unit} more"
 
 
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0]
-
-
-if __name__ == "__main__":
-    _serve(Connection(int(sys.argv[1])))
+def _killed(code: int, printed: Path) -> IsolatedCallFailed:
+    """How a child ended that could not say so."""
+    if code == -9:  # SIGKILL, which Windows has not
+        return IsolatedCallFailed(
+            "out of memory", "its process was killed, probably by Linux, which does so where memory runs out"
+        )
+    lines = printed.read_text(errors="replace").strip().splitlines() if printed.exists() else []
+    name = f"killed by {signal.Signals(-code).name}" if code < 0 else f"ended with {code}"
+    return IsolatedCallFailed("failed", f"its process was {name}" + (f": {lines[-1]}" if lines else ""))

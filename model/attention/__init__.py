@@ -1,23 +1,20 @@
-"""Causal attention, and the truth about which kernel computes it.
+"""Causal attention with interchangeable backends. docs/attention-backends.md is their manual.
 
-Every backend is a function with one signature, the seam between the model and the kernels:
+Every backend is a function with this signature:
 
     attend(q, k, v, *, window=None, positions=None, doc_ids=None, dropout_p=0.0)
 
     q (B, Tq, H, D), k (B, Tk, G, D), v (B, Tk, G, Dv) -> y (B, Tq, H, Dv); H is a multiple of G.
 
-    positions (B, Tq): where each query stands among the keys; None: query i at Tk - Tq + i
-        (Tq == Tk trains, Tq < Tk decodes on a cache).
-    Key j is seen iff j <= position, it lies within the window (how many keys a query sees, itself
-        included; None: all), and in the same document (doc_ids (B, Tk): an id per key; None: one).
+    positions (B, Tq): index of each query among the keys; None: query i has index Tk - Tq + i
+        (Tq == Tk in training, Tq < Tk when decoding with a KV cache).
+    A query attends to key j if j <= position, if key j is within the window (number of keys per query, including its
+        own; None: all), and if key j is in the same document (doc_ids (B, Tk): one id per key; None: one document).
 
-`naive` is the definition: softmax(QK^T / sqrt(D), masked) V, as in "Attention Is All You Need", eq. 1. Every
-other backend computes the same numbers and is held to it by tests. A backend that cannot do what is asked
-refuses; none falls back to another.
+`naive` is the reference: softmax(QK^T / sqrt(D), masked) V ("Attention Is All You Need", eq. 1). Tests compare every
+other backend with it. A backend that does not support a request raises an error and never falls back to another.
 
-B batch, T time, H query heads, G key/value heads, D head size of q and k, Dv head size of v.
-
-backends.py has the functions, support.py the table of what each can do, resolution.py the kernel that will run.
+B batch, T time, H query heads, G key/value heads, D head dimension of q and k, Dv head dimension of v.
 """
 
 from model.attention.backends import attention_mask, attention_weights, cudnn, flash, flex, naive, sdpa
@@ -25,6 +22,7 @@ from model.attention.resolve import (
     Resolved,
     all_variants,
     get_attention_fn,
+    missing_compiler,
     pin_kernel_under_compile,
     resolve,
     resolve_model,
@@ -44,10 +42,11 @@ __all__ = [
     "flash",
     "flex",
     "get_attention_fn",
+    "missing_compiler",
     "naive",
     "pin_kernel_under_compile",
     "resolve",
     "resolve_model",
     "sdpa",
     "support_table",
-]  # fmt: skip
+]

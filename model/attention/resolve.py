@@ -1,4 +1,4 @@
-"""From the config to a function, and to the name of the kernel that will really run."""
+"""From the attention settings to a function, and to the name of the kernel that will run."""
 
 import os
 import shutil
@@ -6,7 +6,6 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
-from inspect import signature
 
 import torch
 import torch.nn.functional as F
@@ -14,175 +13,172 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
 
-from common.errors import UserError
+from common.errors import UserError, format_value
 from model.attention.backends import KERNELS
-from model.attention.support import BACKENDS, AttentionRequest, Backend, check, suggest_alternatives
+from model.attention.support import BACKENDS, AttentionRequest, Backend, check_support, suggest_alternatives
+from model.attention.torch_internals import disable_attention_fusion, is_triton_available, select_sdpa_kernel
 from model.config import AttentionConfig, GPTConfig
 
 
 @dataclass(frozen=True)
 class Resolved:
-    """What was asked for and what each training step will run, on record in summary.json."""
+    """The requested backend and the kernel that every training step runs; stored in summary.json."""
 
     requested: str
-    resolved: str  # naive, math, flash, efficient, cudnn, flex; several, joined with "+", where layers differ
+    resolved: str  # naive, math, flash, efficient, cudnn or flex; joined with "+" if layers differ
     impl: str | None = None
 
 
-def _find(config: AttentionConfig) -> Backend:
-    """The backend that `config` names. Raises UserError, listing what there is."""
+def _find_backend(config: AttentionConfig) -> Backend:
+    """The backend of `config`. Raises UserError for settings that do not exist or do not belong to it."""
     if config.backend not in BACKENDS:
         raise UserError(f"attention.backend={config.backend} is unknown; set one of {', '.join(BACKENDS)}")
     chosen = BACKENDS[config.backend]
-    takes_kernels = [name for name, other in BACKENDS.items() if "kernels" in signature(other.attend).parameters]
     if config.kernels is not None:
-        if chosen.name not in takes_kernels:
+        given = f"attention.kernels={format_value(config.kernels)}"
+        if not chosen.kernels:
+            names = [name for name, other in BACKENDS.items() if other.kernels]
             raise UserError(
-                f"attention={chosen.name} has no attention.kernels to choose from; set attention.kernels=null, "
-                f"or attention={' or '.join(takes_kernels)}"
+                f"{given} does not apply to attention={chosen.name}; set attention.kernels=null, "
+                f"or attention={' or '.join(names)}"
             )
-        if not config.kernels or not set(config.kernels) <= set(KERNELS):
-            given = ",".join(config.kernels)
-            raise UserError(f"attention.kernels=[{given}] needs one or more of {', '.join(KERNELS)}, in that spelling")
-    impls = {key.split()[1]: name for name, other in BACKENDS.items() for key in other.on if " " in key}
-    if config.impl is not None and impls.get(config.impl) != chosen.name:
-        known = " or ".join([impl for impl, name in impls.items() if name == chosen.name] or ["another attention"])
-        raise UserError(f"attention={chosen.name} has no attention.impl={config.impl}; set null, or {known}")
+        if not config.kernels or not set(config.kernels) <= set(chosen.kernels):
+            raise UserError(f"{given} must list one or more of {', '.join(chosen.kernels)}; set null for all")
+    if config.impl is not None and config.impl not in chosen.impls:
+        choices = " or ".join(["null", *chosen.impls])
+        raise UserError(f"attention={chosen.name} has no attention.impl={config.impl}; set {choices}")
     return chosen
 
 
 def all_variants() -> dict[str, AttentionConfig]:
-    """Every way there is to compute attention, as in "naive", "sdpa:math", "flash:FA3": a backend alone, or with one
-    of the kernels or implementations that it has to choose from."""
-    ways = {}
+    """All ways to compute attention: "naive", "sdpa", "sdpa:math" (a kernel), "flash:FA3" (an impl), ..."""
+    variants = {}
     for name, chosen in BACKENDS.items():
-        ways[name] = AttentionConfig(name, kernels=None, impl=None)
-        for kernel in KERNELS if "kernels" in signature(chosen.attend).parameters else ():
-            ways[f"{name}:{kernel}"] = AttentionConfig(name, kernels=[kernel], impl=None)
-        for impl in (key.split()[1] for key in chosen.on if " " in key):
-            ways[f"{name}:{impl}"] = AttentionConfig(name, kernels=None, impl=impl)
-    return ways
+        variants[name] = AttentionConfig(name, kernels=None, impl=None)
+        for kernel in chosen.kernels:
+            variants[f"{name}:{kernel}"] = AttentionConfig(name, kernels=[kernel], impl=None)
+        for impl in chosen.impls:
+            variants[f"{name}:{impl}"] = AttentionConfig(name, kernels=None, impl=impl)
+    return variants
 
 
 def get_attention_fn(config: AttentionConfig) -> Callable[..., Tensor]:
-    """The `attend` function that `config` names, its settings filled in. Raises UserError."""
-    chosen = _find(config)
+    """The `attend` function of the settings. Raises UserError for settings that do not exist."""
+    chosen = _find_backend(config)
     return chosen.attend if config.kernels is None else partial(chosen.attend, kernels=tuple(config.kernels))
 
 
 class _KernelProbe(TorchFunctionMode):
-    """In place of each scaled_dot_product_attention: which kernel would it run? No attention is computed."""
+    """Context manager: scaled_dot_product_attention computes nothing, and the kernel it would run is recorded."""
 
     kernel: SDPBackend | None = None
 
     def __torch_function__(self, function, types, args=(), kwargs=None):
         if function is not F.scaled_dot_product_attention:
             return function(*args, **(kwargs or {}))
-        self.kernel = SDPBackend(torch._fused_sdp_choice(*args, **kwargs))
+        self.kernel = select_sdpa_kernel(*args, **kwargs)
         return args[0]
 
 
-def resolve(config: AttentionConfig, need: AttentionRequest) -> Resolved:
-    """Which kernel will run `config` for what is needed. (Elsewhere, as without dropout, it may be another.)
+def resolve(config: AttentionConfig, request: AttentionRequest) -> Resolved:
+    """The kernel that `config` runs for exactly this request.
 
-    Raises UserError, naming the setting to change, where it cannot run: first by the table of what the backend
-    supports, then by asking PyTorch itself, whose own reasons are passed on.
+    Raises UserError, with the setting to change, if the support table or PyTorch itself rules it out. PyTorch's own
+    reasons are part of the message.
     """
-    chosen = _find(config)
-    check(chosen, need, config.impl)
-    if chosen.needs_compiler and (lacks := missing_compiler(need.device)):
-        raise UserError(
-            f"attention={chosen.name} needs {lacks}, which is not installed; {suggest_alternatives(need, None)}"
-        )
-    _activate(config.impl)
-    if not chosen.picks_kernel:
+    chosen = _find_backend(config)
+    check_support(chosen, request, config.impl)
+    if chosen.needs_compiler and (compiler := missing_compiler(request.device)):
+        raise UserError(f"attention={chosen.name} needs {compiler}; install it, or {suggest_alternatives(request)}")
+    _activate_impl(config.impl)
+    if not chosen.uses_sdpa:
         return Resolved(chosen.name, chosen.name)
 
-    def empty(T, heads, size):
-        return torch.empty(need.B, T, heads, size, dtype=need.dtype, device=need.device, requires_grad=need.grad)
-
-    qkv = empty(need.Tq, need.H, need.D), empty(need.Tk, need.G, need.D), empty(need.Tk, need.G, need.Dv)
-    masks = {
-        "window": need.window,
-        "positions": torch.zeros(need.B, need.Tq, dtype=torch.int64, device=need.device) if need.positions else None,
-        "doc_ids": torch.zeros(need.B, need.Tk, dtype=torch.int64, device=need.device) if need.document_mask else None,
-    }
-    with warnings.catch_warnings(record=True) as reasons, _KernelProbe() as ask:
+    r = request
+    options = {"dtype": r.dtype, "device": r.device, "requires_grad": r.grad}
+    q = torch.empty(r.B, r.Tq, r.H, r.D, **options)
+    k, v = torch.empty(r.B, r.Tk, r.G, r.D, **options), torch.empty(r.B, r.Tk, r.G, r.Dv, **options)
+    positions = torch.zeros(r.B, r.Tq, dtype=torch.int64, device=r.device) if r.positions else None
+    doc_ids = torch.zeros(r.B, r.Tk, dtype=torch.int64, device=r.device) if r.document_mask else None
+    attend = get_attention_fn(config)
+    with warnings.catch_warnings(record=True) as caught, _KernelProbe() as probe:
         warnings.simplefilter("always")
         try:
-            get_attention_fn(config)(*qkv, **masks, dropout_p=need.dropout_p)
+            attend(q, k, v, window=r.window, positions=positions, doc_ids=doc_ids, dropout_p=r.dropout_p)
         except RuntimeError as error:
+            reason = _kernel_warnings(caught) or error
             if config.kernels:
-                listed = f"attention.kernels=[{','.join(config.kernels)}]"
-                why = _kernel_warnings(reasons) or f"none of them is for this on {need.device.type}"
-                raise UserError(f"{listed} cannot run here ({why}); set attention.kernels=null") from None
-            why = _kernel_warnings(reasons) or error
-            raise UserError(
-                f"attention={chosen.name} cannot run here ({why}); {suggest_alternatives(need, None)}"
-            ) from None
-    if ask.kernel is None:  # it did without PyTorch's
+                given = f"attention.kernels={format_value(config.kernels)}"
+                raise UserError(
+                    f"{given} cannot run on {r.device.type} ({reason}); set attention.kernels=null"
+                ) from None
+            raise UserError(f"attention={chosen.name} cannot run here ({reason}); {suggest_alternatives(r)}") from None
+    if probe.kernel is None:  # the backend called no PyTorch kernel
         return Resolved(chosen.name, chosen.name, config.impl)
-    return Resolved(chosen.name, ask.kernel.name.removesuffix("_ATTENTION").lower(), config.impl)
+    kernel = next(name for name, kernel in KERNELS.items() if kernel == probe.kernel)
+    return Resolved(chosen.name, kernel, config.impl)
 
 
 def resolve_model(
-    config: AttentionConfig, model: GPTConfig, *, B: int, dtype: torch.dtype, device: torch.device, grad: bool,
+    config: AttentionConfig,
+    model: GPTConfig,
+    *,
+    B: int,
+    dtype: torch.dtype,
+    device: torch.device,
+    grad: bool,
     document_mask: bool = False,
-) -> Resolved:  # fmt: skip
-    """`resolve` for a model on B whole contexts: every kind of layer that it has. grad: it trains, with its dropout."""
-    T = model.block_size
-    need = AttentionRequest(
-        B=B, Tq=T, Tk=T, H=model.n_head, G=model.kv_heads, D=model.head_dim, Dv=model.head_dim, dtype=dtype,
-        device=device, grad=grad, dropout_p=model.dropout if grad else 0.0, document_mask=document_mask,
-    )  # fmt: skip
-    answers = [resolve(config, replace(need, window=window)) for window in dict.fromkeys(model.windows)]
-    return replace(answers[0], resolved="+".join(dict.fromkeys(answer.resolved for answer in answers)))
+) -> Resolved:
+    """`resolve` for all layers of a model and B sequences of block_size tokens. grad: in training, with dropout."""
+    T, D = model.block_size, model.head_dim
+    shape = {"B": B, "Tq": T, "Tk": T, "H": model.n_head, "G": model.kv_heads, "D": D, "Dv": D}
+    dropout_p = model.dropout if grad else 0.0
+    request = AttentionRequest(
+        **shape, dtype=dtype, device=device, grad=grad, dropout_p=dropout_p, document_mask=document_mask
+    )
+    layers = [resolve(config, replace(request, window=window)) for window in dict.fromkeys(model.windows)]
+    return replace(layers[0], resolved="+".join(dict.fromkeys(layer.resolved for layer in layers)))
 
 
 def pin_kernel_under_compile(config: AttentionConfig) -> None:
-    """Keep torch.compile from running another kernel than was resolved, in this process: to be called ahead of it.
+    """Make torch.compile run the resolved kernel, in this process. Call it before compiling.
 
-    Inductor replaces what it recognises as attention by a fused kernel, even where PyTorch's math was asked for; and
-    a choice of kernel need not be part of the compile cache's key, which is shared with other processes.
+    Inductor would replace the math kernel by a fused one. The kernel is not always part of the key of the compile
+    cache, which all processes share, so the settings are added to the key.
     """
-    from torch._inductor.fx_passes import fuse_attention
-
-    assert callable(fuse_attention._sfdp_init), "Inductor has changed: look how it registers attention's patterns now"
-    fuse_attention._sfdp_init = lambda *_: None  # there is no setting for it
+    disable_attention_fusion()
     torch.compiler.config.cache_key_tag = str(config)
 
 
-_active: str | None = None
+_active_impl: str | None = None
 
 
-def _activate(impl: str | None) -> None:
-    """Give PyTorch's flash kernel another implementation, for the whole process; None: its own. Raises UserError."""
-    global _active
-    if impl == _active:
+def _activate_impl(impl: str | None) -> None:
+    """Replace PyTorch's flash kernel by another package's, in this process; None: restore it. Raises UserError."""
+    global _active_impl
+    if impl == _active_impl:
         return
     try:
         if impl is None:
             torch.nn.attention.restore_flash_attention_impl()
         else:
             torch.nn.attention.activate_flash_attention_impl(impl)
-        _active = impl
-    except Exception as error:  # whatever its package, which is not ours, comes to
+        _active_impl = impl
+    except Exception as error:  # a third-party package may raise anything
         raise UserError(
             f"attention.impl={impl} cannot be used ({error}); install its package, or set attention.impl=null"
         ) from None
 
 
-def _kernel_warnings(reasons: list[warnings.WarningMessage]) -> str:
-    """PyTorch's own reasons, without its headings and what it says of the kernels that were not asked for."""
-    lines = [str(reason.message).split(" (Triggered")[0].strip() for reason in reasons]
+def _kernel_warnings(caught: list[warnings.WarningMessage]) -> str:
+    """PyTorch's reasons for rejecting kernels, without headings and without kernels that were not requested."""
+    lines = [str(warning.message).split(" (Triggered")[0].strip() for warning in caught]
     return " ".join(line for line in lines if not line.endswith("because:") and "runtime disabled" not in line)
 
 
 def missing_compiler(device: torch.device) -> str | None:
-    """What torch.compile would need on this device and does not find; None: it is there."""
+    """The compiler that torch.compile needs on this device and that is not installed; None if nothing is missing."""
     if device.type == "cuda":
-        from torch.utils._triton import has_triton
-
-        return None if has_triton() else "Triton"
+        return None if is_triton_available() else "Triton"
     compilers = (os.environ.get("CXX", "c++"), "g++", "clang++")
     return None if any(shutil.which(compiler) for compiler in compilers) else "a C++ compiler (g++)"

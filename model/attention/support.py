@@ -1,8 +1,9 @@
-"""What each attention backend can do: one table, from which checks, sentences, the README's and tests are made."""
+"""What each attention backend supports: one table that generates checks, messages, documentation and tests."""
 
 from collections.abc import Callable
 from dataclasses import dataclass
 from math import inf
+from types import FunctionType
 
 import torch
 from torch import Tensor
@@ -14,7 +15,7 @@ ALL_DTYPES = ("float64", "float32", "bfloat16", "float16")
 
 @dataclass(frozen=True)
 class Support:
-    """What a backend can do on one kind of device. Its yes-or-no fields are the keys of FEATURES."""
+    """What a backend supports on one type of device. The boolean fields are the keys of FEATURES."""
 
     dtypes: tuple[str, ...] = ALL_DTYPES
     gradients: bool = True
@@ -23,13 +24,16 @@ class Support:
     window: bool = True
     document_mask: bool = True
     positions: bool = True
-    any_dv: bool = True
-    head_sizes: tuple[int, float] = (1, inf)  # from, to
+    different_value_dim: bool = True
+    head_dims: tuple[int, float] = (1, inf)  # smallest, largest
 
 
 @dataclass(frozen=True)
 class AttentionRequest:
-    """What is asked of attention: the shapes of the package's legend, and which of its arguments are there."""
+    """Shapes and options of an attention call, in the notation of model/attention/__init__.py.
+
+    document_mask, positions: whether the call has doc_ids and positions. grad: whether gradients are computed.
+    """
 
     B: int
     Tq: int
@@ -49,112 +53,125 @@ class AttentionRequest:
 
 @dataclass(frozen=True)
 class Feature:
-    """Something that not every backend can do: its title, who asks for it, and what to say where it is missing.
+    """Something that not every backend supports.
 
-    n in what is said: the need.
+    title: its column in the support table. is_requested: whether a request needs it. problem: the message for a
+    backend that lacks it. setting: the setting that avoids it, if any.
     """
 
     title: str
-    asked: Callable[[AttentionRequest], bool]
-    lacks: str
-    instead: str | None = None  # the setting that does without
+    is_requested: Callable[[AttentionRequest], bool]
+    problem: str
+    setting: str | None = None
 
 
 FEATURES = {
-    "gradients": Feature("trains", lambda n: n.grad, "has no gradients, and cannot train"),
-    "dropout": Feature("dropout", lambda n: n.dropout_p > 0, "has no dropout", "model.dropout=0"),
-    "gqa": Feature("grouped heads", lambda n: n.G != n.H, "needs as many key heads as query heads",
-                   "model.n_kv_head=null"),
-    "window": Feature("windows", lambda n: n.window is not None, "has no sliding window", "model.window=null"),
-    "document_mask": Feature("documents", lambda n: n.document_mask, "cannot keep documents apart",
-                         "data.document_mask=false"),
-    "positions": Feature("positions", lambda n: n.positions or 1 < n.Tq < n.Tk,
-                         "takes no queries in the middle of the keys"),
-    "any_dv": Feature("Dv ≠ D", lambda n: n.Dv != n.D,
-                      "needs values as wide as keys, not Dv={n.Dv} and D={n.D}"),
-}  # fmt: skip
+    "gradients": Feature("training", lambda r: r.grad, "cannot train: it has no gradients"),
+    "dropout": Feature("dropout", lambda r: r.dropout_p > 0, "does not support dropout", "model.dropout=0"),
+    "gqa": Feature("GQA", lambda r: r.G != r.H, "does not support shared key/value heads", "model.n_kv_head=null"),
+    "window": Feature("window", lambda r: r.window is not None, "does not support windows", "model.window=null"),
+    "document_mask": Feature(
+        "document mask", lambda r: r.document_mask, "does not support document masks", "data.document_mask=false"
+    ),
+    "positions": Feature(
+        "positions", lambda r: r.positions or 1 < r.Tq < r.Tk, "does not support queries at arbitrary positions"
+    ),
+    "different_value_dim": Feature(
+        "Dv ≠ D", lambda r: r.Dv != r.D, "does not support values of another head dimension than queries and keys"
+    ),
+}
 
 
 @dataclass(frozen=True)
 class Backend:
-    """A way to compute attention.
+    """One way to compute attention.
 
-    on: what it supports, by device type, or by device type and implementation as in "cuda FA3"; what is missing
-        cannot run it. picks_kernel: it calls PyTorch's scaled_dot_product_attention, which has kernels to choose from.
-    needs_compiler: it is torch.compile's.
+    on: support by device type, or by device type and attention.impl, as in "cuda FA3".
+    uses_sdpa: whether it calls scaled_dot_product_attention, which selects a kernel.
+    kernels: the choices of attention.kernels; empty: none. needs_compiler: whether torch.compile must work.
     """
 
     name: str
     attend: Callable[..., Tensor]
     on: dict[str, Support]
-    picks_kernel: bool
-    needs_compiler: bool
+    uses_sdpa: bool = False
+    kernels: tuple[str, ...] = ()
+    needs_compiler: bool = False
+
+    @property
+    def impls(self) -> list[str]:
+        """The choices of attention.impl."""
+        return [device.split()[1] for device in self.on if " " in device]
 
 
 BACKENDS: dict[str, Backend] = {}
 
 
-def backend(on: dict[str, Support], *, picks_kernel: bool = False, needs_compiler: bool = False):
-    """Register the decorated function as `attention=<its name>`; the arguments are Backend's."""
+def backend(on: dict[str, Support], **options):
+    """Decorator: register a function as `attention=<its name>`. The arguments are Backend's."""
 
-    def register(attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        BACKENDS[attend.__name__] = Backend(attend.__name__, attend, on, picks_kernel, needs_compiler)
+    def register(attend: FunctionType) -> FunctionType:
+        BACKENDS[attend.__name__] = Backend(attend.__name__, attend, on, **options)
         return attend
 
     return register
 
 
-def missing_feature(chosen: Backend, need: AttentionRequest, impl: str | None = None) -> tuple[str, str | None] | None:
-    """What `chosen` cannot do of what is needed, and the setting that does without it; None: it can do all."""
-    device, dtype = need.device.type, str(need.dtype).removeprefix("torch.")
-    able = chosen.on.get(f"{device} {impl}" if impl else device)
-    if able is None:
-        there = dict.fromkeys(key.split()[0] for key in chosen.on if impl is None or key.endswith(impl))
-        return f"does not run on {device}", f"device={' or '.join(there)}"
+def missing_feature(
+    chosen: Backend, request: AttentionRequest, impl: str | None = None
+) -> tuple[str, str | None] | None:
+    """Why a backend cannot run a request, and the setting that avoids the problem; None if it can run it."""
+    device, dtype = request.device.type, str(request.dtype).removeprefix("torch.")
+    support = chosen.on.get(f"{device} {impl}" if impl else device)
+    if support is None:
+        devices = dict.fromkeys(key.split()[0] for key in chosen.on if impl is None or key.endswith(impl))
+        return f"does not run on {device}", f"device={' or '.join(devices)}"
     for key, feature in FEATURES.items():
-        if feature.asked(need) and not getattr(able, key):
-            return feature.lacks.format(n=need), feature.instead
-    if dtype not in able.dtypes:
-        return f"does not compute in {dtype}", f"dtype={able.dtypes[0]}"
-    least, most = able.head_sizes
-    if max(need.D, need.Dv) > most:
-        return f"takes heads of at most {most} channels, not {max(need.D, need.Dv)}", "a larger model.n_head"
-    if min(need.D, need.Dv) < least:
-        return f"takes heads of at least {least} channels, not {min(need.D, need.Dv)}", "a smaller model.n_head"
+        if feature.is_requested(request) and not getattr(support, key):
+            return feature.problem, feature.setting
+    if dtype not in support.dtypes:
+        return f"does not support {dtype}", f"dtype={support.dtypes[0]}"
+    smallest, largest = support.head_dims
+    for head_dim in (request.D, request.Dv):
+        if head_dim > largest:
+            return f"supports head dimensions up to {largest}, not {head_dim}", "a larger model.n_head"
+        if head_dim < smallest:
+            return f"supports head dimensions from {smallest}, not {head_dim}", "a smaller model.n_head"
     return None
 
 
-def check(chosen: Backend, need: AttentionRequest, impl: str | None = None) -> None:
-    """Hold what is needed against the table. Raises UserError, with what to set instead."""
-    lacks = missing_feature(chosen, need, impl)
-    if lacks is not None:
-        what, setting = lacks
-        implementation = f" with attention.impl={impl}" if impl else ""
-        where = "" if what.startswith("does not run") else f" on {need.device.type}"
-        without = impl and missing_feature(chosen, need) is None
-        mend = "set attention.impl=null" if without else suggest_alternatives(need, setting)
-        raise UserError(f"attention={chosen.name}{implementation}{where} {what}; {mend}")
+def check_support(chosen: Backend, request: AttentionRequest, impl: str | None = None) -> None:
+    """Raise UserError, with what to set instead, if the table says that a backend cannot run a request."""
+    missing = missing_feature(chosen, request, impl)
+    if missing is None:
+        return
+    problem, setting = missing
+    implementation = f" with attention.impl={impl}" if impl else ""
+    where = "" if problem.startswith("does not run") else f" on {request.device.type}"
+    is_impl_at_fault = impl is not None and missing_feature(chosen, request) is None
+    advice = "set attention.impl=null" if is_impl_at_fault else suggest_alternatives(request, setting)
+    raise UserError(f"attention={chosen.name}{implementation}{where} {problem}; {advice}")
 
 
-def suggest_alternatives(need: AttentionRequest, setting: str | None) -> str:
-    """ "set model.dropout=0, or attention=naive or sdpa": the setting, and the backends that can do what is needed."""
-    able = [name for name, other in BACKENDS.items() if missing_feature(other, need) is None]
-    listed = ", ".join(able[:-1]) + " or " * (len(able) > 1) + able[-1] if able else ""
+def suggest_alternatives(request: AttentionRequest, setting: str | None = None) -> str:
+    """ "set model.dropout=0, or attention=naive or sdpa": a setting, and the backends that can run the request."""
+    names = [name for name, other in BACKENDS.items() if missing_feature(other, request) is None]
+    listed = " or ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
     return "set " + ", or ".join(filter(None, [setting, listed and f"attention={listed}"]))
 
 
 def support_table() -> str:
-    """The table as Markdown, a row per backend and what it runs on."""
-    titles = ["`attention=`", "on", "dtypes", *(feature.title for feature in FEATURES.values()), "head size"]
+    """The table as Markdown: one row for each backend and the devices on which it supports the same."""
+    titles = ["`attention=`", "device", "dtypes", *(feature.title for feature in FEATURES.values()), "head dim"]
     rows = [titles, ["---"] * 3 + [":-:"] * (len(FEATURES) + 1)]
     for name, chosen in BACKENDS.items():
-        alike: dict[Support, list[str]] = {}
-        for device, able in chosen.on.items():
-            alike.setdefault(able, []).append(device)
-        for able, devices in alike.items():
-            dtypes = "any" if able.dtypes == ALL_DTYPES else ", ".join(able.dtypes)
-            least, most = able.head_sizes
-            size = "any" if (least, most) == (1, inf) else f"from {least}" if most == inf else f"to {most}"
-            can = ["✓" if getattr(able, key) else "no" for key in FEATURES]
-            rows.append([f"`{name}`", ", ".join(devices), dtypes, *can, size])
+        devices_by_support: dict[Support, list[str]] = {}
+        for device, support in chosen.on.items():
+            devices_by_support.setdefault(support, []).append(device)
+        for support, devices in devices_by_support.items():
+            dtypes = "any" if support.dtypes == ALL_DTYPES else ", ".join(support.dtypes)
+            smallest, largest = support.head_dims
+            head_dim = f"up to {largest}" if largest < inf else f"from {smallest}" if smallest > 1 else "any"
+            marks = ["yes" if getattr(support, key) else "no" for key in FEATURES]
+            rows.append([f"`{name}`", ", ".join(devices), dtypes, *marks, head_dim])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)

@@ -4,7 +4,7 @@ import codecs
 
 import tiktoken
 
-from data.tokenizer import token_to_bytes
+from data.tokenizer import bytes_of
 from model.generation.config import SamplingConfig
 
 
@@ -29,7 +29,7 @@ class IncrementalDetokenizer:
         if token == self.end_token:
             return self.pending, "end"
         self.n_tokens += 1
-        self.pending += self.utf8_decoder.decode(token_to_bytes(self.tokenizer, token))
+        self.pending += self.utf8_decoder.decode(bytes_of(self.tokenizer, token))
         starts = [(self.pending.find(stop), stop) for stop in self.stop_strings]
         found = [(start + len(stop), start) for start, stop in starts if start >= 0]
         if found:

@@ -46,7 +46,7 @@ def test_every_data_choice_composes(choice, workdir, capsys):
     if choice == "mix":
         with pytest.raises(SystemExit):
             parse_config("train", "", ["data=mix"])
-        assert "data=mix has no sources; list them in a YAML file" in capsys.readouterr().err
+        assert "data=mix has no texts; name them in a file of your own" in capsys.readouterr().err
     else:
         assert parse_config("train", "", [f"data={choice}", "data.path=text.txt"]).data.name == choice
 
@@ -119,12 +119,12 @@ WRONG = [
     (["train.steps=null"], r"set train.steps or train.minutes"),
     (["data=text"], r"set data.path=FILE"),
     (["data=text", "data.path=nowhere.txt"], r"data.path=nowhere.txt does not exist"),
-    (["data=text", "data.path=short.txt"], r"a window needs model.block_size \+ 1 = 129; set model.block_size="),
+    (["data=text", "data.path=short.txt"], r"one window takes model.block_size \+ 1 = 129; set model.block_size="),
     (["data=text", "data.path=latin.txt"], r"latin.txt is not UTF-8: byte 3 is 0xe9"),
-    (["data.repo=a/b", "data.stream=true"], r"data.repo=a/b, data.stream=True works only with data=hub"),
-    (["data.max_documents=9", "data.row_is_document=false"], r"data.max_documents=9 needs data.row"),
-    (["data.val_fraction=null"], r"data.val_fraction is not set; set data.val_fraction=0.1"),
-    (["data.val_fraction=1"], r"data.val_fraction=1.0 must be between 0 and 1"),
+    (["data.repo=a/b", "data.stream=true"], r"data.repo=a/b, data.stream=True is for the hub; set data=hub as well"),
+    (["data.max_documents=9", "data.row_is_document=false"], r"data.max_documents=9 counts documents, and data.row"),
+    (["data.val_fraction=null"], r"data.val_fraction is not set; set, say, data.val_fraction=0.1"),
+    (["data.val_fraction=1"], r"data.val_fraction=1.0 must lie between 0 and 1"),
     (["name=a/b"], r"name='a/b' cannot name a folder"),
     (["name=.."], r"cannot name a folder"),
     (["name=sweeps"], r"name=sweeps is taken"),
@@ -136,16 +136,16 @@ WRONG = [
     (["model="], r"model=: there is no such choice"),
     (["optimizer=adamw", "optimizer.name=sgd"], r"optimizer.name=sgd is unknown; set optimizer=adamw or muon"),
     (["data.name=../x"], r"data.name='../x' cannot name a folder"),
-    (["data=shakespeare_char", "data.url=null"], r"data.url=None is not a URL"),
+    (["data=shakespeare_char", "data.url=null"], r"data.url=None is no address"),
     (["tokenizer.vocab_size=5000000000"], r"tokenizer.vocab_size=5000000000 is out of range"),
     (["seed=18446744073709551616"], r"must not be negative, and below 2\^32"),
-    (["data=text", "data.path=empty.txt", "tokenizer=char"], r"empty.txt contains no text"),
+    (["data=text", "data.path=empty.txt", "tokenizer=char"], r"empty.txt holds no text"),
     (["name=" + 300 * "a"], r"cannot name a folder"),
     (["wandb.mode=on"], r"wandb.mode=on is unknown; set offline, online or disabled"),
     (["eval.every=0"], r"eval.every=0 must be a number greater than 0"),
     (
         ["tokenizer=char", "tokenizer.vocab_size=500", "data=text", "data.path=short.txt"],
-        r"remove tokenizer.vocab_size",
+        r"leave tokenizer.vocab_size out",
     ),
     (["tokenizer.vocab_size=null", "data=text", "data.path=short.txt"], r"tokenizer.vocab_size=None has no room"),
     (["schedule=cosine", "schedule.name=cosin"], r"schedule.name=cosin is unknown; set one of cosine, wsd"),
@@ -173,7 +173,7 @@ WRONG_YAML = [
     ("train: {steps: many}", r"train.steps \(in own/experiment/mine.yaml\): Value 'many'"),
     ("model: {n_embd: 101}", r"model.n_embd=101 must be a multiple of model.n_head"),
     ("train: {batch_size: 10, micro_batch_size: 4}", r"set one of 1, 2, 5, 10"),
-    ("model: {block_size: 100000}\ndata: {path: text.txt}", r"a window needs model.block_size \+ 1 = 100001"),
+    ("model: {block_size: 100000}\ndata: {path: text.txt}", r"one window takes model.block_size \+ 1 = 100001"),
     ("hydra: {callbacks: {x: {_target_: os.system}}}", r"changes Hydra's own settings"),
     ("optimizer: {lr: fast}", r"optimizer.lr \(in own/experiment/mine.yaml\): Value 'fast'"),
     ("train: [", r"a YAML file cannot be read: .*mine.yaml.*line"),

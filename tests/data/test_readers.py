@@ -1,53 +1,32 @@
-"""Documents are read exactly, from every kind of file, and errors name their position."""
+"""Text in tables: local parquet, jsonl and csv files, the hub, and the recipe that trains on them."""
 
-import csv
 import gzip
-import http.server
 import json
 import lzma
-import re
-import threading
-from contextlib import chdir
+import math
+import shutil
 from dataclasses import replace
-from pathlib import Path
-from tempfile import TemporaryDirectory
 
 import datasets
 import numpy as np
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
-import zstandard
-from data_helpers import (
-    HUB,
-    TABLE_WRITERS,
-    UNUSUAL_TEXTS,
-    build,
-    decode_documents,
-    decode_split,
-    load_documents,
-    prepare_quietly,
-    prepared_folders,
-    some_documents,
-    write_compressed,
-)
-from helpers import BPE, BYTE, CHAR, GPT2, TEXT_SOURCE
-from hypothesis import example, given, settings
-from hypothesis import strategies as st
+from helpers import BYTE, GPT2, TEXT_SOURCE
 
 from common.errors import UserError
-from configs.cli import parse_config
-from data import readers
-from data.config import TokenizerConfig
-from data.readers import chunk_document, slice_documents
-from data.tokenizer import encode, end_of_text, needs_download
+from configs.cli import parse_config, run_main
+from data import prepare as data_prepare
+from data import sources, tokenizer
+from data.prepare import prepare
 
+HUB = replace(TEXT_SOURCE, source="hub", path=None, repo="some/texts", split="train", revision="refs/convert/parquet")
 DOCUMENTS = [f"Document {n} of the web says {n * n}, and après tout no more.\n" * 3 for n in range(60)]
 
 
 @pytest.fixture
 def tables(workdir):
-    """The same documents in each kind of table. The parquet file has several row groups, like OpenWebText's."""
+    """One text in each kind of table, shaped like OpenWebText's: a column of strings, several row groups."""
     columns = {"text": DOCUMENTS, "id": list(range(60)), "title": ["a"] * 60}
     pq.write_table(pa.table(columns), "web.parquet", row_group_size=13)
     table = datasets.Dataset.from_dict(columns)
@@ -58,423 +37,188 @@ def tables(workdir):
 
 @pytest.fixture
 def hub(tables, monkeypatch):
-    """A substitute for the hub: `datasets` reads a local folder instead of some/texts. Returns the recorded calls."""
+    """A stand-in for the hub: for some/texts `datasets` reads a folder that is laid out as a converted data set is."""
     monkeypatch.setattr(datasets.config, "HF_DATASETS_CACHE", tables / "cache")
-    monkeypatch.setattr("data.sources._find_commit", lambda repo, revision: f"the commit of {revision}")
-    folder, calls, load = tables / "hub", [], datasets.load_dataset
+    monkeypatch.setattr(sources, "commit", lambda repo, revision: f"the commit of {revision}")
+    folder, asked, load = tables / "hub", [], datasets.load_dataset
     for part in range(2):
         (folder / "plain_text/train").mkdir(parents=True, exist_ok=True)
         table = pa.table({"text": DOCUMENTS[part * 30 :][:30]})
         pq.write_table(table, folder / f"plain_text/train/000{part}.parquet", row_group_size=13)
 
-    def load_from_folder(repo, **arguments):
-        calls.append((repo, arguments))
-        return load(str(folder), **arguments | {"revision": None})
+    def from_the_folder(repo, **asked_for):
+        asked.append((repo, asked_for))
+        return load(str(folder), **asked_for | {"revision": None})
 
-    monkeypatch.setattr(datasets, "load_dataset", load_from_folder)
-    return calls
-
-
-def assert_documents_round_trip(table: str, kind: TokenizerConfig, documents: list[str]) -> None:
-    with TemporaryDirectory() as folder, chdir(folder):
-        TABLE_WRITERS[table](Path(f"texts.{table}"), documents)
-        config = replace(TEXT_SOURCE, path=f"texts.{table}", val_fraction=0.4)
-        assert decode_documents(prepare_quietly(config, kind, 2)) == documents
+    monkeypatch.setattr(datasets, "load_dataset", from_the_folder)
+    return asked
 
 
-def assert_file_round_trips(kind: TokenizerConfig, text: str) -> None:
-    with TemporaryDirectory() as folder, chdir(folder):
-        Path("text.md").write_text(text, encoding="utf-8", newline="")
-        prepared = prepare_quietly(replace(TEXT_SOURCE, path="text.md", val_fraction=0.4), kind, 1)
-        ids = np.concatenate([prepared.tokens(split)[:] for split in ("train", "val")]).tolist()
-        assert prepared.tokenizer.decode([i for i in ids if i != end_of_text(prepared.tokenizer)]) == text
+def quietly(config, kind=BYTE):
+    return prepare(config, kind, 16, say=lambda line: None)
 
 
-@pytest.mark.parametrize("table", TABLE_WRITERS)
-@settings(max_examples=16, deadline=None)
-@example(kind=CHAR, documents=[*UNUSUAL_TEXTS, "the last text"])
-@example(kind=BYTE, documents=[*UNUSUAL_TEXTS, "the last text"])
-@example(kind=BPE, documents=[*UNUSUAL_TEXTS, "the last text"])
-@given(kind=st.sampled_from([CHAR, BYTE, BPE]), documents=some_documents)
-def test_tables_round_trip_exactly(table, kind, documents):
-    assert_documents_round_trip(table, kind, documents)
-
-
-@pytest.mark.parametrize("kind", [CHAR, BYTE, BPE], ids=lambda kind: kind.name)
-@settings(max_examples=25, deadline=None)
-@example(text="".join(UNUSUAL_TEXTS) + "the last text")
-@given(text=some_documents.map("".join))
-def test_text_files_round_trip_exactly(kind, text):
-    assert_file_round_trips(kind, text)
-
-
-def test_gpt2_tokens_round_trip_exactly():
-    if needs_download(GPT2):
-        pytest.skip("NOT RUN: needs GPT-2's vocabulary")
-    for table in TABLE_WRITERS:
-        assert_documents_round_trip(table, GPT2, [*UNUSUAL_TEXTS, "the last text"])
-    assert_file_round_trips(GPT2, "".join(UNUSUAL_TEXTS) + "the last text")
-
-
-@pytest.mark.parametrize("table", TABLE_WRITERS)
-def test_local_tables_are_read_without_network_access(workdir, monkeypatch, table):
-    """By default, `datasets` counts each read on a server, and waits if there is no network."""
-    TABLE_WRITERS[table](Path(f"texts.{table}"), UNUSUAL_TEXTS)
-    hosts = []
-    monkeypatch.setattr("socket.getaddrinfo", lambda host, *rest, **options: hosts.append(host) or [])
-    assert load_documents(replace(TEXT_SOURCE, path=f"texts.{table}")) == UNUSUAL_TEXTS
-    assert not hosts
-
-
-def test_blank_rows_of_a_one_column_csv_are_documents(workdir):
-    documents = ["a", " ", "", "  \t", "b"]
-    with open("one.csv", "w", encoding="utf-8", newline="") as f:
-        csv.writer(f).writerows([["text"], *([text] for text in documents)])
-    assert load_documents(replace(TEXT_SOURCE, path="one.csv")) == documents
-
-
-def test_jsonl_ignores_other_columns_and_does_not_guess_types(workdir):
-    rows = [
-        {"text": "2024-01-01", "n": 1},
-        {"n": "x", "text": "2024-01-02", "more": [1]},
-        {"text": None},
-        {"text": "3"},
-    ]
-    Path("a.jsonl").write_text("\n\n".join(map(json.dumps, rows)))
-    assert load_documents(replace(TEXT_SOURCE, path="a.jsonl")) == ["2024-01-01", "2024-01-02", "3"]
-
-
-def test_nulls_in_parquet_are_skipped(workdir):
-    pq.write_table(pa.table({"text": ["one", None, "two", "", "three"]}), "holes.parquet")
-    assert load_documents(replace(TEXT_SOURCE, path="holes.parquet")) == ["one", "two", "", "three"]
-
-
-def test_csv_words_such_as_null_are_text(workdir):
-    (workdir / "words.csv").write_text("text,id\nNA,1\nnull,2\nNone,3\nfour,4\n")
-    assert load_documents(replace(TEXT_SOURCE, path="words.csv")) == ["NA", "null", "None", "four"]
-
-
-@pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
-@pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.csv"])
-def test_compressed_files_are_read_as_their_content(workdir, name, suffix):
-    documents = ["one\r\n😀" * 30, "two", "three\x00" * 9]
-    path = workdir / name
-    if name == "a.txt":
-        documents = documents[:1]
-        path.write_text(documents[0], encoding="utf-8", newline="")
-    else:
-        TABLE_WRITERS[path.suffix[1:]](path, documents)
-    write_compressed(path)
-    assert load_documents(replace(TEXT_SOURCE, path=f"{name}{suffix}")) == documents
+def documents_of(prepared) -> list[str]:
+    ids = np.concatenate([prepared.tokens(split)[:] for split in ("train", "val")])
+    ends = np.flatnonzero(ids == tokenizer.end_of_text(prepared.encoding))
+    return [prepared.encoding.decode(part.tolist()[:-1]) for part in np.split(ids, ends + 1)[:-1]]
 
 
 @pytest.mark.parametrize("name", ["web.parquet", "web.jsonl", "web.csv"])
-def test_table_rows_are_documents_and_the_last_are_held_out(tables, name):
-    prepared = prepare_quietly(replace(TEXT_SOURCE, path=name))
-    assert decode_documents(prepared) == DOCUMENTS
-    val = prepared.tokenizer.decode(prepared.tokens("val")[:].tolist()).split("<|endoftext|>")[:-1]
+def test_each_row_of_a_table_is_a_document_and_the_last_are_held_out_whole(tables, name):
+    prepared = quietly(replace(TEXT_SOURCE, path=name))
+    assert documents_of(prepared) == DOCUMENTS
+    val = prepared.encoding.decode(prepared.tokens("val")[:].tolist()).split("<|endoftext|>")[:-1]
     assert val == DOCUMENTS[-len(val) :]
     assert len(val) == 6
     assert prepared.meta["source"]["documents"] == 60
 
 
-def test_long_lines_and_long_runs_round_trip(workdir):
-    """Long runs without words and long runs of spaces overflow the stack of a tokenizer's regex."""
-    line = "".join(f"word{n} " for n in range(900_000))
-    assert len(line) > 9e6
-    text = line + "\n" + "x" * 1_100_000 + " " * 1_100_000 + "日本語" * 100_000 + "\n" * 100_000
-    (workdir / "long.txt").write_text(text, encoding="utf-8")
-    for kind in (BYTE, BPE):
-        prepared = prepare_quietly(replace(TEXT_SOURCE, path="long.txt"), kind)
-        ids = np.concatenate([prepared.tokens(split)[:] for split in ("train", "val")])
-        # Byte ids are the text itself; decoding a list of ten million ids would need half a gigabyte.
-        back = ids.astype(np.uint8).tobytes() if kind is BYTE else prepared.tokenizer.decode_bytes(ids.tolist())
-        assert back == text.encode()
+def test_nulls_are_left_out(workdir):
+    pq.write_table(pa.table({"text": ["one", None, "two", "", "three"]}), "holes.parquet")
+    assert sources.documents(replace(TEXT_SOURCE, path="holes.parquet")) == ["one", "two", "", "three"]
 
 
-@pytest.mark.parametrize("kind", [BPE, GPT2], ids=lambda kind: kind.name)
-def test_document_in_pieces_has_the_same_tokens(workdir, monkeypatch, kind):
-    if needs_download(kind):
-        pytest.skip("NOT RUN: needs GPT-2's vocabulary")
-    text = (workdir / "text.txt").read_text() * 3 + "   ...\n\n  x\t y  \n z" * 300
-    tokenizer = build([text], kind)
-    whole = encode(tokenizer, text)
-    for size in (100, 301, 1000):
-        monkeypatch.setattr(readers, "MAX_PIECE_CHARS", size)
-        pieces = list(chunk_document([text[:77], text[77:]]))
-        assert "".join(piece for piece, _ in pieces) == text
-        assert [ends for _, ends in pieces] == [False] * (len(pieces) - 1) + [True]
-        assert max(len(piece) for piece, _ in pieces) <= size
-        assert np.array_equal(np.concatenate([encode(tokenizer, piece) for piece, _ in pieces]), whole)
+def test_a_word_in_a_csv_is_a_word_and_no_null(workdir):
+    (workdir / "words.csv").write_text("text,id\nNA,1\nnull,2\nNone,3\nfour,4\n")
+    assert sources.documents(replace(TEXT_SOURCE, path="words.csv")) == ["NA", "null", "None", "four"]
 
 
-pieces_of = st.lists(st.lists(st.text("ab", max_size=4), min_size=1, max_size=3), min_size=1, max_size=5).map(
-    lambda documents: [(text, n == len(texts) - 1) for texts in documents for n, text in enumerate(texts)]
-)
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_data_set_of_the_hub_is_read_at_the_commit_of_its_revision(hub, stream):
+    prepared = quietly(replace(HUB, stream=stream, val_documents=6))
+    commit = "the commit of refs/convert/parquet"
+    about = {"name": None, "split": "train", "revision": commit, "streaming": stream}
+    assert hub and all(asked == ("some/texts", about) for asked in hub)
+    assert prepared.meta["source"]["revisions"] == {"text": commit}
+    assert sorted(documents_of(prepared)) == sorted(DOCUMENTS)
+    hub.clear()
+    assert quietly(replace(HUB, stream=stream, val_documents=6)).folder == prepared.folder
+    assert not hub  # what is prepared needs no hub
 
 
-@settings(max_examples=200)
-@given(pieces=pieces_of, data=st.data())
-def test_slice_documents_divides_at_any_position(pieces, data):
-    lengths, length = [], 0
-    for text, ends in pieces:
-        length += len(text)
-        if ends:
-            lengths.append(length)
-            length = 0
-    document = data.draw(st.integers(0, len(lengths) - 1))
-    cut = (document, data.draw(st.integers(0, lengths[document] - 1)) if lengths[document] else 0)
-    first, second = list(slice_documents(pieces, (0, 0), cut)), list(slice_documents(pieces, cut, None))
-    assert "".join(text for text, _ in first + second) == "".join(text for text, _ in pieces)
-    assert sum(len(text) for text, _ in first) == sum(lengths[:document]) + cut[1]
-    assert sum(ends for _, ends in first) == document
-    assert sum(ends for _, ends in second) == len(lengths) - document
+def test_what_decides_the_rows_decides_the_folder(tables):
+    def folder(config):
+        return data_prepare._place(config, BYTE, None)[0]
 
-
-UNREADABLE = [
-    ("missing.txt", None, "missing.txt does not exist"),
-    ("none/*.txt", None, "matches no file"),
-    ("folder", None, r"has no file in .txt, .md, .parquet, .jsonl, .csv, nor compressed .* \(but 1 .py\)"),
-    ("[a.txt,b.txt]", None, r"a list of files needs quotes: data.path="),
-    ("empty.txt", b"", "empty.txt contains no text"),
-    ("latin.txt", b"caf\xe9 " * 100, r"latin.txt is not UTF-8: byte 3 is 0xe9; save it as UTF-8"),
-    ("late.txt", b"a" * 3_000_000 + b"\xff", r"byte 3000000 is 0xff"),
-    ("half.txt", b"a" * 100 + "é".encode()[:1], r"byte 100 is 0xc3"),
-    ("wide.txt", "wide".encode("utf-16"), r"wide.txt is UTF-16, not UTF-8 \(byte 0 is 0xff\)"),
-    ("picture.png", b"\x89PNG\r\n\x1a\n\x00\x00\x00\rIHDR\x00\x00\x01\x00\x00", r"picture.png is binary, not text"),
-    ("surrogate.txt", b"abc \xed\xa0\x80 def", r"byte 4 begins a lone surrogate"),
-    ("short.txt", b"too short", r"training text has 8 tokens, .* set model.block_size=7"),
-    ("surrogate.jsonl", b'{"text": "fine"}\n{"text": "\\ud83d"}\n', r"line 2 of surrogate.jsonl has a lone surrogate"),
-    ("broken.jsonl", b'{"text": "fine"}\n{"text": oops}\n', r"line 2 of broken.jsonl is not valid JSON"),
-    ("latin.jsonl", b'{"text": "caf\xe9"}\n', r"latin.jsonl is not UTF-8: byte 13 is 0xe9"),
-    ("corrupt.parquet", b"PAR1 and nothing else of it PAR1", r"corrupt.parquet cannot be read as .parquet"),
-    (
-        "column.jsonl",
-        b'{"words": "a"}\n',
-        r"line 1 of column.jsonl has no column text; set data.text_column to one of words",
-    ),
-    ("numbers.jsonl", b'{"text": 1}\n', r"column text in line 1 of numbers.jsonl has type int"),
-    ("nulls.jsonl", b'{"text": null}\n', r"nulls.jsonl contains no text"),
-    ("none.jsonl", b"", r"none.jsonl contains no text"),
-    ("torn.txt.gz", gzip.compress(b"text " * 1000)[:-20], r"torn.txt.gz cannot be decompressed"),
-    ("torn.txt.zst", zstandard.compress(b"text " * 1000)[:-1], r"torn.txt.zst cannot be decompressed"),
-    ("torn.csv.zst", zstandard.compress(b"n,text\n" + b"1,a\n" * 1000)[:-1], r"torn.csv.zst cannot be decompressed"),
-    ("torn.jsonl.zst", zstandard.compress(b'{"text": "a"}\n' * 1000)[:-1], r"torn.jsonl.zst cannot be decompressed"),
-    ("empty.jsonl.gz", gzip.compress(b""), r"empty.jsonl.gz contains no text"),
-    ("array.jsonl", b'[{"text": "a"}]', r"line 1 of array.jsonl is not a JSON object"),
-    ("~nosuch/x.txt", None, r"does not exist"),
-    ("no.txt.gz", b"this is no gzip", r"no.txt.gz cannot be decompressed"),
-    ("no.txt.zst", b"this is no zstd", r"no.txt.zst cannot be decompressed"),
-]
-
-
-@pytest.mark.parametrize(("name", "content", "message"), UNREADABLE, ids=[name for name, _, _ in UNREADABLE])
-def test_unreadable_input_gives_one_sentence_and_leaves_no_folder(workdir, name, content, message):
-    (workdir / "folder").mkdir()
-    (workdir / "folder/code.py").write_text("x = 1")
-    if content is not None:
-        (workdir / name).write_bytes(content)
-    with pytest.raises(UserError) as error:
-        prepare_quietly(replace(TEXT_SOURCE, path=name))
-    assert re.search(message, str(error.value)), error.value
-    assert "\n" not in str(error.value)
-    assert not prepared_folders()
+    parquet = replace(TEXT_SOURCE, path="web.parquet")
+    changes = {"repo": "x", "config": "x", "split": "x", "revision": "x", "text_column": "x", "stream": True,
+               "row_is_document": False, "max_documents": 9, "val_documents": 3, "val_split": "x",
+               "val_path": "text.txt"}  # fmt: skip
+    first = replace(HUB, val_documents=2)
+    configs = [first, *(replace(first, **{key: value}) for key, value in changes.items())]
+    configs += [parquet, replace(parquet, text_column="title"), replace(parquet, path="web.csv"), TEXT_SOURCE,
+                replace(TEXT_SOURCE, val_fraction=0.2)]  # fmt: skip
+    assert len({folder(config) for config in configs}) == len(configs)
+    shutil.copy("web.parquet", "same.parquet")
+    assert folder(replace(parquet, path="same.parquet")) == folder(parquet)
+    assert folder(replace(parquet, document_mask=True, weight=3.0)) == folder(parquet)  # which decide no token
 
 
 @pytest.mark.parametrize(
-    ("name", "content", "message"),
+    ("name", "content", "said"),
     [
-        ("half.parquet", None, r"half.parquet cannot be read as .parquet \(ArrowInvalid: .*\); repair"),
-        ("none.parquet", b"", r"none.parquet contains no text"),
+        ("half.parquet", None, r"half.parquet cannot be read as .parquet \(ArrowInvalid: .*\); mend it"),
+        ("none.parquet", b"", r"none.parquet holds no text"),
         ("text.parquet", b"a text " * 100, r"text.parquet cannot be read as .parquet \(ArrowInvalid: "),
-        ("bad.jsonl", b'{"text": "a"}\nnonsense\n', r"line 2 of bad.jsonl is not valid JSON"),
-        (
-            "bad.csv",
-            b"text,id\na,1\nb,2,3,4\n",
-            r"line 3 of bad.csv has 4 fields, but the first line names 2 columns; put",
-        ),
-        (
-            "long.csv",
-            b"text,label\nhello, world,1\nb,2\n",
-            r"line 2 of long.csv has 3 fields, but the first line names 2",
-        ),
-        ("short.csv", b'text,id\n"a\nb",1\nb\n', r"line 4 of short.csv has 1 fields, but the first line names 2"),
-        (
-            "open.csv",
-            b'text,id\n"a,1\nb,2\n',
-            r"line 4 of open.csv is not valid CSV \(unexpected end of data\); correct",
-        ),
-        ("semi.csv", b"text;label\na;1\n", r"has no column text; .* one of text;label$"),
-        ("head.csv.gz", gzip.compress(b"", mtime=0), r"head.csv.gz contains no text"),
+        ("bad.jsonl", b'{"text": "a"}\nnonsense\n', r"line 2 of bad.jsonl is no JSON"),
+        ("bad.csv", b"text,id\na,1\nb,2,3,4\n", r"line 3 of bad.csv has 4 fields where the first names 2 columns; put"),
+        ("long.csv", b"text,label\nhello, world,1\nb,2\n", r"line 2 of long.csv has 3 fields where the first names 2"),
+        ("short.csv", b'text,id\n"a\nb",1\nb\n', r"line 4 of short.csv has 1 fields where the first names 2"),
+        ("open.csv", b'text,id\n"a,1\nb,2\n', r"line 4 of open.csv is no CSV \(unexpected end of data\); mend it"),
+        ("semi.csv", b"text;label\na;1\n", r"has no column text; .* one of text;label \(which commas separate\)$"),
+        ("head.csv.gz", gzip.compress(b"", mtime=0), r"head.csv.gz holds no text"),
         (
             "twice.parquet.gz",
             gzip.compress(b"PAR1", mtime=0),
-            r"twice.parquet.gz: .parquet is compressed internally",
+            r"twice.parquet.gz: .parquet is compressed in itself and",
         ),
-        ("text.txt.xz", lzma.compress(b"a text"), r"text.txt.xz is binary, not text .* also compressed as .gz or .zst"),
+        ("text.txt.xz", lzma.compress(b"a text"), r"text.txt.xz is packed, and of such files .gz and .zst are read"),
         ("latin.csv", b"text,id\ncaf\xe9,1\n", r"latin.csv is not UTF-8: byte 11 is 0xe9"),
-        ("head.csv", b"text,id\n", r"head.csv contains no text"),
+        ("head.csv", b"text,id\n", r"head.csv holds no text"),
         ("BODY.CSV", b"body,id\na,1\nb,2\n", r"BODY.CSV has no column text; set data.text_column to one of body, id$"),
     ],
 )
-def test_unreadable_tables_give_one_sentence_and_leave_no_folder(tables, capfd, name, content, message):
+def test_tables_that_cannot_be_read(tables, capfd, name, content, said):
     whole = (tables / "web.parquet").read_bytes()
     (tables / name).write_bytes(whole[: len(whole) // 2] if content is None else content)
-    with pytest.raises(UserError, match=message):
-        prepare_quietly(replace(TEXT_SOURCE, path=name))
-    assert not prepared_folders()
+    with pytest.raises(UserError, match=said):
+        quietly(replace(TEXT_SOURCE, path=name))
+    assert not list((tables / "data/prepared").glob("[!.]*/"))
     assert "".join(capfd.readouterr()) == ""
 
 
-def test_damaged_parquet_page_is_detected(tables):
+def test_a_damaged_page_in_a_whole_looking_parquet_is_found(tables):
     content = bytearray((tables / "web.parquet").read_bytes())
     content[40:400] = b"\xff" * 360
     (tables / "damaged.parquet").write_bytes(content)
     with pytest.raises(UserError, match=r"damaged.parquet cannot be read as .parquet \(OSError: "):
-        prepare_quietly(replace(TEXT_SOURCE, path="damaged.parquet"))
-
-
-def test_url_is_downloaded(workdir):
-    """As for data=shakespeare_char, but from a server on this machine."""
-    handler = type("Quiet", (http.server.SimpleHTTPRequestHandler,), {"log_message": lambda *a: None})
-    with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
-        address = f"http://127.0.0.1:{server.server_port}"
-        config = replace(TEXT_SOURCE, name="there", source="url", path=None, url=f"{address}/text.txt")
-        prepared = prepare_quietly(config, CHAR)
-        assert prepared.meta["tokens"] == prepare_quietly(TEXT_SOURCE, CHAR).meta["tokens"]
-        with pytest.raises(UserError, match=r"could not be downloaded .* data.path=FILE"):
-            prepare_quietly(replace(config, url=f"{address}/missing.txt"), CHAR)
-        server.shutdown()
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_hub_data_set_is_read_at_the_commit_of_its_revision(hub, stream):
-    prepared = prepare_quietly(replace(HUB, stream=stream, val_documents=6))
-    commit = "the commit of refs/convert/parquet"
-    arguments = {"name": None, "split": "train", "revision": commit, "streaming": stream}
-    assert hub and all(call == ("some/texts", arguments) for call in hub)
-    assert prepared.meta["source"]["commits"] == {"text": commit}
-    assert sorted(decode_documents(prepared)) == sorted(DOCUMENTS)
-    hub.clear()
-    assert prepare_quietly(replace(HUB, stream=stream, val_documents=6)).folder == prepared.folder
-    assert not hub  # prepared data needs no hub
+        quietly(replace(TEXT_SOURCE, path="damaged.parquet"))
 
 
 @pytest.mark.parametrize(
-    ("change", "message"),
+    ("change", "said"),
     [
         ({"text_column": "body"}, r"some/texts.* has no column body; set data.text_column to one of text$"),
-        (
-            {"split": "test"},
-            r"some/texts could not be read from the hub \(ValueError: Unknown split \"test\".*; correct",
-        ),
+        ({"split": "test"}, r"some/texts could not be read from the hub \(ValueError: Unknown split \"test\".*; mend"),
         (
             {"config": "nope"},
-            r"some/texts could not be read from the hub \(ValueError: .*nope.*; correct data.repo, data.c",
+            r"some/texts could not be read from the hub \(ValueError: .*nope.*; mend data.repo, data.c",
         ),
     ],
 )
-def test_missing_hub_column_split_or_config_is_reported(hub, change, message):
-    with pytest.raises(UserError, match=message):
-        prepare_quietly(replace(HUB, **change))
+def test_what_the_hub_does_not_have(hub, change, said):
+    with pytest.raises(UserError, match=said):
+        quietly(replace(HUB, **change))
 
 
-def test_unreachable_hub_is_reported(workdir, monkeypatch):
+def test_a_hub_that_cannot_be_reached_says_what_to_do(workdir, monkeypatch):
     def unreachable(*args, **kwargs):
         raise ConnectionError("Couldn't reach 'some/texts' on the Hub")
 
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
-    with pytest.raises(UserError, match=r"ConnectionError: .*check the network, or download the files .*=FILES$"):
-        prepare_quietly(HUB)
+    with pytest.raises(UserError, match=r"ConnectionError: .*check the network, or get the files .*=FILES$"):
+        quietly(HUB)
 
 
-def write_repository(folder: Path, configs: str, files: dict[str, list[dict]]) -> str:
-    for name, rows in files.items():
-        (folder / name).parent.mkdir(parents=True, exist_ok=True)
-        pq.write_table(pa.Table.from_pylist(rows), folder / name)
-    (folder / "README.md").write_text(f"---\nconfigs:\n{configs}---\n")
-    return str(folder)
+@pytest.mark.parametrize(("key", "like"), [("repo", "OWNER/NAME"), ("split", "train")])
+def test_a_hub_source_says_what_it_lacks(key, like):
+    with pytest.raises(UserError, match=f"set data.{key}={like}, or data.path=FILE"):
+        replace(HUB, **{key: None})
 
 
-PRESETS = {
-    "openwebtext": (
-        "- config_name: plain_text\n  data_files:\n  - split: train\n    path: plain_text/train-*\n",
-        {f"plain_text/train-0000{k}-of-00003.parquet": [{"text": f"page {k}.{n} " * 9} for n in range(40)]
-         for k in range(3)},
-        ["data.val_fraction=0.1"],
-        (108, 12),
-    ),
-    "fineweb_edu": (
-        "- config_name: default\n  data_files:\n  - split: train\n    path: data/*/*\n"
-        "- config_name: sample-10BT\n  data_files:\n  - split: train\n    path: sample/10BT/*\n",
-        {"data/CC/000.parquet": [{"text": "another config", "score": 1.0}],
-         "sample/10BT/000_00000.parquet": [
-             {"text": f"page {n} " * 9, "id": f"<{n}>", "url": "u", "language_score": 0.9, "token_count": 9,
-              "score": 3.1, "int_score": 3} for n in range(60)]},
-        ["data.val_documents=20"],
-        (40, 20),
-    ),
-    "tinystories": (
-        "- config_name: default\n  data_files:\n  - split: train\n    path: data/train-*\n"
-        "  - split: validation\n    path: data/validation-*\n",
-        {"data/train-00000-of-00001.parquet": [{"text": f"Story {n}, once upon a time. "} for n in range(50)],
-         "data/validation-00000-of-00001.parquet": [{"text": f"Another {n}, once. "} for n in range(7)]},
-        [],
-        (50, 7),
-    ),
-    "wikitext": (
-        "- config_name: wikitext-103-raw-v1\n  data_files:\n  - split: test\n    path: wikitext-103-raw-v1/test-*\n"
-        "  - split: train\n    path: wikitext-103-raw-v1/train-*\n  - split: validation\n"
-        "    path: wikitext-103-raw-v1/validation-*\n",
-        {f"wikitext-103-raw-v1/{split}-00000-of-00001.parquet":
-         [{"text": line} for line in ["", f" = {split} = \n", "", " A line of it . \n"] * 9]
-         for split in ("train", "validation", "test")},
-        [],
-        (1, 1),
-    ),
-}  # fmt: skip
+# The recipe
 
 
-@pytest.mark.parametrize("stream", [False, True])
-@pytest.mark.parametrize("name", PRESETS)
-def test_presets_read_data_sets_shaped_like_the_real_ones(workdir, monkeypatch, name, stream):
-    configs, files, settings, documents = PRESETS[name]
-    repo = write_repository(workdir / "repository", configs, files)
-    monkeypatch.setenv("HF_DATASETS_CACHE", str(workdir / "cache"))
-    monkeypatch.setattr("datasets.config.HF_DATASETS_CACHE", workdir / "cache")
-    if stream and name == "openwebtext":
-        settings = ["data.val_documents=12"]
-    config = parse_config(
-        "prepare", "", [f"data={name}", f"data.repo={repo}", f"data.stream={str(stream).lower()}", *settings]
-    )
-    prepared = prepare_quietly(config.data)
-    assert tuple(prepared.meta["documents"].values()) == documents
-    column = {split: [row["text"] for file, rows in files.items() for row in rows
-                      if split in file and "data/CC" not in file] for split in ("train", "validation")}  # fmt: skip
-    text, val = decode_split(prepared, "train"), decode_split(prepared, "val")
-    if name in ("tinystories", "wikitext"):
-        assert text == "".join(column["train"])
-        assert val == "".join(column["validation"])
-    else:
-        assert not set(text.split("page")[1:]) & set(val.split("page")[1:])  # no document is in both
-        assert prepared.tokens("train")[:].tolist().count(256) == documents[0]
+def test_gpt2_124m_is_nanogpts_recipe_at_half_a_million_tokens_on_any_number_of_devices(workdir):
+    config = parse_config("train", "", ["experiment=gpt2_124m"])
+    model, tuned, schedule = config.model, config.optimizer, config.schedule
+    assert (model.n_layer, model.n_head, model.n_embd, model.block_size) == (12, 12, 768, 1024)
+    assert (tuned.name, tuned.lr, tuned.betas, tuned.weight_decay) == ("adamw", 6e-4, [0.9, 0.95], 0.1)
+    assert (schedule.name, schedule.warmup_steps, schedule.final_fraction) == ("cosine", 2000, 0.1)
+    assert (config.train.steps, config.train.grad_clip, config.eval.every) == (600_000, 1.0, 1000)
+    assert (config.data.repo, config.tokenizer.name) == ("Skylion007/openwebtext", "gpt2")
+    for world_size in (1, 2, 4, 8):
+        micro, accumulation = config.train.plan(world_size)
+        assert micro * accumulation * world_size * model.block_size == 524_288
 
 
-def test_changed_local_repository_is_read_again(workdir):
-    configs, files, _, _ = PRESETS["tinystories"]
-    repo = write_repository(workdir / "repository", configs, files)
-    config = replace(TEXT_SOURCE, source="hub", path=None, repo=repo, split="train")
-    first = prepare_quietly(config)
-    write_repository(workdir / "repository", configs, {name: rows[::-1] for name, rows in files.items()})
-    second = prepare_quietly(config)
-    assert second.folder != first.folder
-    assert second.tokenizer.decode(second.tokens("train")[:9].tolist()) == "Story 49,"
+def test_gpt2_124m_shrunken_trains_on_a_local_parquet(tables):
+    from train import main
 
-
-def test_missing_split_of_a_local_repository_is_reported(workdir):
-    configs, files, _, _ = PRESETS["tinystories"]
-    repo = write_repository(workdir / "repository", configs, files)
-    config = replace(TEXT_SOURCE, source="hub", path=None, repo=repo, split="trian")
-    with pytest.raises(UserError, match=r"could not be read from the hub .*trian.* correct data.repo"):
-        prepare_quietly(config)
+    try:
+        tokenizer.build(tokenizer.Corpus(["x"], several=False), GPT2)
+        kind = "gpt2"
+    except UserError:
+        kind = "byte"
+    code = run_main(main, parse_config("train", "", [
+        "experiment=gpt2_124m", "data.path=web.parquet", f"tokenizer={kind}", "name=a", "model.n_layer=2",
+        "model.n_head=2", "model.n_embd=16", "model.block_size=32", "train.steps=2", "train.batch_size=4",
+        "train.micro_batch_size=2", "eval.sample.max_new_tokens=4", "wandb.mode=disabled", "device=cpu",
+    ]))  # fmt: skip
+    assert code == 0
+    rows = [json.loads(line) for line in (tables / "runs/a/metrics.jsonl").read_text().splitlines()]
+    losses = [row[key] for row in rows for key in ("train/loss", "val/loss") if key in row]
+    assert len(losses) == 4
+    vocabulary = json.loads((tables / "runs/a/summary.json").read_text())["vocab_size"]
+    assert all(math.isfinite(loss) and abs(loss - math.log(vocabulary)) < 0.5 for loss in losses)

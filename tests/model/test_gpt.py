@@ -1,24 +1,24 @@
-"""The decoder: its numbers against transformers' GPT-2, its initialisation, causality and costs."""
+"""The model: equality with transformers' GPT-2, initialisation, causality, document masks and windows."""
 
 import math
+from itertools import pairwise
 
 import pytest
 import torch
 from helpers import TRAINS_ON_CPU
-from model_helpers import GPT2, VARIANTS, make, some_tokens
-from torch.utils.flop_counter import FlopCounterMode
+from hypothesis import given
+from hypothesis import strategies as st
+from model_helpers import GPT2, GROUPED, MODERN, VARIANTS, make, some_tokens
 
 from common.errors import UserError
-from model import GPTConfig
-from model.attention import BACKENDS, naive
-from model.flops import flops_per_token, n_params
-from model.gpt import GPT, apply_rotary, rotary_cos_sin
+from model.attention import BACKENDS
+from model.gpt import apply_rotary, positions_in_document, rotary_cos_sin
 
 
-def test_logits_loss_and_gradients_are_those_of_transformers_gpt2():
+def test_logits_loss_and_gradients_equal_those_of_transformers_gpt2():
     transformers = pytest.importorskip("transformers", reason="NOT RUN: pip install transformers for this test")
     model = make(GPT2)
-    for p in model.parameters():  # larger than at the start of training, so that nothing hides in small numbers
+    for p in model.parameters():  # large enough that errors are visible
         torch.nn.init.normal_(p, std=0.2)
     theirs = transformers.GPT2LMHeadModel(
         transformers.GPT2Config(
@@ -35,10 +35,10 @@ def test_logits_loss_and_gradients_are_those_of_transformers_gpt2():
     for name, p in model.named_parameters():
         module, kind = name.rsplit(".", 1)
         other = their_params[f"{names[module]}.{kind}"]
-        flip = ".c_" in names[module] and kind == "weight"  # theirs are laid out as inputs x outputs
+        is_transposed = ".c_" in names[module] and kind == "weight"  # theirs are inputs x outputs
         with torch.no_grad():
-            other.copy_(p.T if flip else p)
-        pairs.append((p, other, flip))
+            other.copy_(p.T if is_transposed else p)
+        pairs.append((p, other, is_transposed))
     tokens = some_tokens(T=24)
     expected = theirs(tokens, labels=tokens)
     torch.testing.assert_close(model(tokens), expected.logits, atol=1e-4, rtol=1e-4)
@@ -46,12 +46,12 @@ def test_logits_loss_and_gradients_are_those_of_transformers_gpt2():
     torch.testing.assert_close(loss, expected.loss, atol=1e-5, rtol=1e-5)
     loss.backward()
     expected.loss.backward()
-    for p, other, flip in pairs:
-        torch.testing.assert_close(p.grad, other.grad.T if flip else other.grad, atol=1e-4, rtol=1e-3)
+    for p, other, is_transposed in pairs:
+        torch.testing.assert_close(p.grad, other.grad.T if is_transposed else other.grad, atol=1e-4, rtol=1e-3)
 
 
 @VARIANTS
-def test_initialisation_is_the_table(variant):
+def test_initialisation_follows_the_table_in_the_docstring(variant):
     model = make(variant | dict(n_embd=128, n_layer=8), vocab_size=500)
     for name, p in model.named_parameters():
         if p.ndim == 1:
@@ -68,10 +68,10 @@ def test_initialisation_is_the_table(variant):
 
 @pytest.mark.parametrize("name", TRAINS_ON_CPU)
 @VARIANTS
-def test_the_model_is_causal_by_gradient(name, variant):
-    """Logits at i depend on the embeddings of tokens up to i and on none after it."""
+def test_model_is_causal_by_gradient(name, variant):
+    """Logits at position i depend on the embeddings of tokens 0 to i only."""
     model = make(variant, attend=BACKENDS[name].attend)
-    tokens = torch.arange(8).unsqueeze(0)  # all different, so that a row of wte stands for a place
+    tokens = torch.arange(8).unsqueeze(0)  # all different, so each row of wte belongs to one position
     logits = model(tokens)
     for i in (0, 3, 7):
         gradient = torch.autograd.grad(logits[0, i, 40:].square().sum(), model.wte.weight, retain_graph=True)[0]
@@ -94,7 +94,7 @@ def test_every_backend_gives_the_same_loss_and_gradients(variant):
             torch.testing.assert_close(a, b, atol=2e-6, rtol=1e-4)
 
 
-def test_dropout_acts_in_training_alone_and_everywhere_that_gpt2_has_it():
+def test_dropout_acts_only_in_training_and_where_gpt2_has_it():
     model = make(GPT2 | dict(dropout=0.5))
     tokens = some_tokens()
     assert not torch.equal(model(tokens), model(tokens))
@@ -108,14 +108,14 @@ def test_dropout_acts_in_training_alone_and_everywhere_that_gpt2_has_it():
     assert calls == [0.5] * (1 + 3 * 2)  # embeddings; weights, attention branch and MLP branch of each block
 
 
-def test_a_target_of_minus_100_does_not_count():
+def test_targets_of_minus_100_are_ignored():
     model = make(GPT2)
     x, y = some_tokens(), some_tokens(seed=1)
     y[:, 12:] = -100
     torch.testing.assert_close(model(x, y), model(x[:, :12], y[:, :12]))
 
 
-def test_rotation_keeps_lengths_and_depends_on_distance_alone():
+def test_rotary_embedding_keeps_lengths_and_depends_only_on_distance():
     cos, sin = rotary_cos_sin(torch.arange(32), 8)
     q, k = torch.randn(8), torch.randn(8)
 
@@ -126,24 +126,56 @@ def test_rotation_keeps_lengths_and_depends_on_distance_alone():
     torch.testing.assert_close(at(q, 9) @ at(k, 4), at(q, 25) @ at(k, 20), atol=1e-4, rtol=1e-4)
 
 
-@VARIANTS
-def test_flops_are_those_that_torch_counts_on_naive(variant):
-    variant = variant | dict(n_embd=64, block_size=32)
-    model = make(variant, vocab_size=300)
-    x, y = some_tokens(4, 32, 300), some_tokens(4, 32, 300, seed=1)
-    with FlopCounterMode(display=False) as counter:
-        model(x, y).backward()
-    assert flops_per_token(model.config, 300, 32) * 128 == pytest.approx(counter.get_total_flops(), rel=0.02)
-
-
-def test_parameters_of_gpt2_124m_are_counted_as_published():
-    config = GPTConfig(**GPT2 | dict(n_layer=12, n_head=12, n_embd=768, block_size=1024))
-    with torch.device("meta"):
-        model = GPT(config, 50257, naive)
-    assert n_params(model) == 124_439_808
-    assert n_params(model, embedding=False) == 124_439_808 - 1024 * 768
-
-
-def test_more_tokens_than_block_size_are_refused():
+def test_sequences_longer_than_block_size_are_refused():
     with pytest.raises(UserError, match=r"25 tokens do not fit into model.block_size=24"):
         make(GPT2)(some_tokens(T=25))
+
+
+# Windows and document masks
+
+
+@given(lengths=st.lists(st.integers(1, 5), min_size=1, max_size=6))
+def test_positions_start_at_0_in_each_document(lengths):
+    doc_ids = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)])
+    expected = torch.cat([torch.arange(n) for n in lengths])
+    assert torch.equal(positions_in_document(torch.stack((doc_ids, doc_ids + 7))), torch.stack((expected, expected)))
+
+
+@VARIANTS
+@pytest.mark.parametrize("name", TRAINS_ON_CPU)
+def test_masked_documents_give_the_same_results_as_single_documents(variant, name):
+    """Compares logits and gradients."""
+    model, tokens, cuts = make(variant, attend=BACKENDS[name].attend), some_tokens(B=1), [0, 5, 6, 17, 24]
+    doc_ids = torch.zeros(1, 24, dtype=torch.int64)
+    for cut in cuts[1:-1]:
+        doc_ids[:, cut:] += 1
+    masked = model(tokens, doc_ids=doc_ids)
+    single = torch.cat([model(tokens[:, a:b]) for a, b in pairwise(cuts)], dim=1)
+    torch.testing.assert_close(masked, single, atol=1e-5, rtol=1e-4)
+    parameters = list(model.parameters())
+    weights = torch.randn(masked.shape, generator=torch.Generator().manual_seed(0))
+    expected = torch.autograd.grad((single * weights).sum(), parameters, allow_unused=True)
+    for a, e in zip(torch.autograd.grad((masked * weights).sum(), parameters), expected, strict=True):
+        torch.testing.assert_close(a, e, atol=2e-4, rtol=1e-3)
+    assert not torch.allclose(model(tokens), single, atol=1e-3)  # without the mask
+
+
+@pytest.mark.parametrize("variant", [GPT2, GROUPED], ids=["gpt2", "grouped"])
+def test_receptive_field_is_the_sum_of_the_windows(variant):
+    """With windows 3 and 2, a token depends on itself and the (3 - 1) + (2 - 1) tokens before it."""
+    model, tokens = make(variant | dict(window=[3, 2], block_size=12)), some_tokens(B=1, T=12)
+    found = []
+    model.wte.register_forward_hook(lambda module, inputs, x: found.append(x) or x.retain_grad())
+    model(tokens)[0, -1].pow(2).sum().backward()
+    reached = found[0].grad[0].abs().sum(-1) > 0
+    assert reached.tolist() == [False] * 8 + [True] * 4
+
+
+@pytest.mark.parametrize("name", TRAINS_ON_CPU)
+def test_window_as_long_as_the_context_has_no_effect(name):
+    plain, windowed = (make(MODERN | dict(window=w), attend=BACKENDS[name].attend) for w in (None, [24, 100]))
+    assert torch.equal(plain(some_tokens()), windowed(some_tokens()))
+
+
+def test_layers_get_the_windows_of_the_repeated_pattern():
+    assert [block.attn.window for block in make(MODERN | dict(n_layer=3, window=[4, None])).blocks] == [4, None, 4]

@@ -1,4 +1,4 @@
-"""The loss: in chunks as in one, padded as without, and one step of each model preset as it always was."""
+"""The loss: chunks, padded vocabularies, and one step of each model preset with its golden values."""
 
 import pytest
 import torch
@@ -9,29 +9,28 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from configs.cli import parse_config
-from model import AttentionConfig
-from model.attention import get_attention_fn, pin_kernel_under_compile
+from model.attention import get_attention_fn
 from model.gpt import GPT
-from model.loss import CHUNK, IGNORE_INDEX, linear_cross_entropy
-from training import optimizer
+from model.loss import CHUNK_LOGITS, IGNORE_INDEX, linear_cross_entropy
+from training.optimizer import build_optimizers
 
 C = 16
 
 
-def inputs(N: int, V: int, rows: int, dtype=torch.float32):
+def inputs(N: int, V: int, rows: int):
     random = torch.Generator().manual_seed(N + V)
-    x = torch.randn(N, C, generator=random).to(dtype).requires_grad_()
-    weight = torch.randn(rows, C, generator=random).to(dtype).requires_grad_()
+    x = torch.randn(N, C, generator=random).requires_grad_()
+    weight = torch.randn(rows, C, generator=random).requires_grad_()
     targets = torch.randint(V, (N,), generator=random)
     targets[::5] = IGNORE_INDEX
     return x, weight, targets
 
 
-def defined(x, weight, targets, V, reduction):
-    """In float64, from the softmax's definition."""
+def loss_by_definition(x, weight, targets, V, reduction):
+    """In float64, from the definition of softmax."""
     counted = targets != IGNORE_INDEX
-    likely = (x.double() @ weight.double().mT)[:, :V].softmax(-1)
-    nats = -likely[counted].gather(1, targets[counted].unsqueeze(1)).log()
+    probs = (x.double() @ weight.double().mT)[:, :V].softmax(-1)
+    nats = -probs[counted].gather(1, targets[counted].unsqueeze(1)).log()
     return nats.mean() if reduction == "mean" else nats.sum()
 
 
@@ -40,46 +39,45 @@ def defined(x, weight, targets, V, reduction):
     N=st.integers(2, 40), V=st.integers(2, 50), padding=st.integers(0, 9), chunk=st.integers(1, 2500),
     reduction=st.sampled_from(["mean", "sum"]),
 )  # fmt: skip
-def test_in_chunks_of_any_size_it_is_the_definition_with_its_gradients(N, V, padding, chunk, reduction):
+def test_loss_and_gradients_follow_the_definition_for_any_chunk_size(N, V, padding, chunk, reduction):
     x, weight, targets = inputs(N, V, V + padding)
-    expected = defined(x, weight, targets, V, reduction)
+    expected = loss_by_definition(x, weight, targets, V, reduction)
     ours = linear_cross_entropy(x, weight, targets, V, reduction, chunk)
     torch.testing.assert_close(ours.double(), expected, atol=1e-5, rtol=1e-5)
     for a, b in zip(*(torch.autograd.grad(3 * loss, (x, weight)) for loss in (ours, expected)), strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
 
 
-def test_in_chunks_under_autocast_the_products_alone_are_in_bfloat16():
+def test_only_matrix_products_are_in_bfloat16_under_autocast():
     x, weight, targets = inputs(64, 100, 128)
     expected = linear_cross_entropy(x, weight, targets, 100)
     with torch.autocast("cpu", torch.bfloat16):
-        loss = linear_cross_entropy(x, weight, targets, 100, chunk=1000)
+        loss = linear_cross_entropy(x, weight, targets, 100, chunk_logits=1000)
     logits = (x.bfloat16() @ weight.bfloat16().mT)[:, :100].double()
     assert loss.dtype == torch.float32
     assert loss.item() == pytest.approx(torch.nn.functional.cross_entropy(logits, targets).item(), rel=1e-6)
-    ours, theirs = (torch.autograd.grad(each, (x, weight)) for each in (loss, expected))
+    ours, theirs = (torch.autograd.grad(y, (x, weight)) for y in (loss, expected))
     for a, b in zip(ours, theirs, strict=True):
         assert a.dtype == torch.float32
         assert (a - b).norm() < 0.02 * b.norm()
-    assert (ours[1] != ours[1].bfloat16()).any()  # the chunks' parts of it are summed up in float32
+    assert (ours[1] != ours[1].bfloat16()).any(), "gradients of the chunks are summed in float32"
 
 
 @pytest.mark.slow
 @pytest.mark.compiles
 @pytest.mark.parametrize("half", [False, True])
-def test_in_chunks_it_compiles_whole_and_agrees(half):
-    pin_kernel_under_compile(AttentionConfig("naive", None, None))  # as a run does: the key of the compile cache
+def test_chunked_loss_compiles_without_graph_breaks(half):
     x, weight, targets = inputs(30, 50, 64)
     compiled = torch.compile(linear_cross_entropy, fullgraph=True)
     with torch.autocast("cpu", torch.bfloat16, enabled=half):
-        losses = [each(x, weight, targets, 50, "mean", 640) for each in (linear_cross_entropy, compiled)]
+        losses = [f(x, weight, targets, 50, "mean", 640) for f in (linear_cross_entropy, compiled)]
     torch.testing.assert_close(*losses)
-    for a, b in zip(*(torch.autograd.grad(each, (x, weight)) for each in losses), strict=True):
+    for a, b in zip(*(torch.autograd.grad(y, (x, weight)) for y in losses), strict=True):
         torch.testing.assert_close(a, b, atol=1e-2 if half else 1e-5, rtol=1e-2 if half else 1e-4)
 
 
-class Watch(TorchDispatchMode):
-    """Sees the largest tensor that is made, and which operations make them."""
+class OperationRecorder(TorchDispatchMode):
+    """Context manager: records the number of elements of the largest new tensor, and the names of all operations."""
 
     def __init__(self):
         super().__init__()
@@ -93,52 +91,52 @@ class Watch(TorchDispatchMode):
         return out
 
 
-def test_in_chunks_without_gradients_none_is_made():
+def test_no_gradient_is_computed_without_grad_mode():
     x, weight, targets = inputs(64, 100, 128)
-    with torch.no_grad(), Watch() as watch:
+    with torch.no_grad(), OperationRecorder() as recorder:
         loss = linear_cross_entropy(x, weight, targets, 100, "sum", 1000)
-    assert "gather" in watch.operations and "scatter_add_" not in watch.operations
-    torch.testing.assert_close(loss.double(), defined(x, weight, targets, 100, "sum").detach())
+    assert "gather" in recorder.operations and "scatter_add_" not in recorder.operations
+    torch.testing.assert_close(loss.double(), loss_by_definition(x, weight, targets, 100, "sum").detach())
 
 
-def test_float16_is_never_taken_in_chunks():
-    """Its gradients would be rounded before the scaler has made them large enough."""
+def test_float16_is_never_chunked():
+    """Its gradients would be rounded before the scaler multiplies them."""
     x, weight, targets = inputs(8, 10, 10)
     with torch.autocast("cpu", torch.float16):
-        loss = linear_cross_entropy(x, weight, targets, 10, chunk=1)
+        loss = linear_cross_entropy(x, weight, targets, 10, chunk_logits=1)
     assert "NllLoss" in str(loss.grad_fn)
 
 
-def test_no_more_logits_than_a_chunk_are_ever_in_memory():
+def test_at_most_one_chunk_of_logits_is_in_memory():
     x, weight, targets = inputs(512, 1000, 1000)
-    for chunk, most in ((20_000, 20_000), (10**9, 512 * 1000)):
-        with Watch() as watch:
-            linear_cross_entropy(x, weight, targets, 1000, chunk=chunk).backward()
-        assert watch.elements == most
+    for chunk, largest in ((20_000, 20_000), (10**9, 512 * 1000)):
+        with OperationRecorder() as recorder:
+            linear_cross_entropy(x, weight, targets, 1000, chunk_logits=chunk).backward()
+        assert recorder.elements == largest
 
 
-def test_the_logits_of_a_large_batch_of_gpt2s_are_taken_in_chunks():
-    with FakeTensorMode(), Watch() as watch:  # shapes without numbers
+def test_logits_of_a_large_gpt2_batch_are_chunked():
+    with FakeTensorMode(), OperationRecorder() as recorder:  # shapes only
         x, weight = torch.empty(64 * 1024, 768, requires_grad=True), torch.empty(50304, 768, requires_grad=True)
         linear_cross_entropy(x, weight, torch.zeros(64 * 1024, dtype=torch.int64), 50257).backward()
-    assert watch.elements == CHUNK // 50304 * 50304
+    assert recorder.elements == CHUNK_LOGITS // 50304 * 50304
 
 
 @pytest.mark.parametrize("chunk", [1, 10**9])
-def test_what_is_no_token_and_no_mark_is_no_target(chunk):
+def test_targets_outside_the_vocabulary_are_refused(chunk):
     x, weight, targets = inputs(8, 10, 10)
     targets[3] = -1
     with pytest.raises((IndexError, RuntimeError), match="out of bounds"):
-        linear_cross_entropy(x, weight, targets, 10, chunk=chunk)
+        linear_cross_entropy(x, weight, targets, 10, chunk_logits=chunk)
 
 
 @VARIANTS
-def test_a_padded_vocabulary_changes_neither_logits_nor_loss(variant):
+def test_padded_vocabulary_changes_neither_logits_nor_loss(variant):
     plain, padded = make(variant, vocab_size=50), make(variant | dict(pad_vocab_multiple=64), vocab_size=50)
     assert padded.lm_head.weight.shape[0] == padded.wte.weight.shape[0] == 64
     weights = plain.state_dict()
     for name in ("wte.weight", "lm_head.weight"):
-        weights[name] = torch.cat((weights[name], torch.full((14, 32), 9.0)))  # likely, if they counted
+        weights[name] = torch.cat((weights[name], torch.full((14, 32), 9.0)))  # would be likely tokens
     padded.load_state_dict(weights)
     x, y = some_tokens(), some_tokens(seed=1)
     assert padded(x).shape == (2, 24, 50)
@@ -148,8 +146,8 @@ def test_a_padded_vocabulary_changes_neither_logits_nor_loss(variant):
     assert (padded.lm_head.weight.grad[50:] == 0).all()
 
 
-# The loss of a batch before and after one step on it. Where it differs, the mathematics of a preset or of its optimizer
-# has changed: find out why. If it was meant to, put the printed numbers here, and say so in the commit.
+# The loss of a batch before and after one step on it. If it differs, the mathematics of a preset or its optimizer has
+# changed: find out why. If the change is intended, replace these numbers by the printed ones and say so in the commit.
 GOLDEN = {
     "gpt2 adamw": (4.16596, 4.09132),
     "nanogpt adamw": (4.16596, 4.09760),
@@ -159,7 +157,7 @@ GOLDEN = {
 
 
 @pytest.mark.parametrize("recipe", GOLDEN)
-def test_one_step_of_each_preset_at_a_small_size_is_what_it_was(recipe):
+def test_one_step_of_each_preset_has_its_golden_losses(recipe):
     model_name, optimizer_name = recipe.split()
     sizes = ["model.n_layer=2", "model.n_head=2", "model.n_embd=32", "model.block_size=32", "model.ngram_table_size=64"]
     config = parse_config("train", "", [f"model={model_name}", f"optimizer={optimizer_name}", *sizes])
@@ -168,8 +166,8 @@ def test_one_step_of_each_preset_at_a_small_size_is_what_it_was(recipe):
     x, y = some_tokens(4, 32, 65), some_tokens(4, 32, 65, seed=1)
     before = model(x, y)
     before.backward()
-    for each in optimizer.build_optimizers(model, config.optimizer):
-        each.step()
+    for optimizer in build_optimizers(model, config.optimizer):
+        optimizer.step()
     losses = before.item(), model(x, y).item()
     print(recipe, losses)
     assert losses == pytest.approx(GOLDEN[recipe], abs=2e-4)

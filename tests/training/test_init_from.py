@@ -98,17 +98,17 @@ def test_rotary_models_may_read_further_than_what_they_start_from(trained, train
 def test_a_tokenizer_of_a_run_is_the_same_and_prepares_other_texts(trained, other):
     spec = load_run_tokenizer("a")
     config = replace(TEXT_SOURCE, path="other.txt")
-    prepared = prepare(config, replace(CHAR, name="run", run="a"), 16, print_line=lambda line: None, spec=spec)
+    prepared = prepare(config, replace(CHAR, name="run", run="a"), 16, say=lambda line: None, spec=spec)
     assert prepared.meta["tokenizer"] == spec
-    assert prepared.tokenizer.decode(prepared.tokens("train")[:5].tolist()) == "The 7"
-    own = prepare(config, CHAR, 16, print_line=lambda line: None)
+    assert prepared.encoding.decode(prepared.tokens("train")[:5].tolist()) == "The 7"
+    own = prepare(config, CHAR, 16, say=lambda line: None)
     assert own.folder != prepared.folder and own.meta["vocab_size"] < prepared.meta["vocab_size"]
 
 
 def test_a_character_that_the_other_run_never_saw_is_named(trained, train, workdir, capsys):
     (workdir / "other.txt").write_text("a ☃ in a line.\n" * 60)
     assert train(*FROM_A) == 2
-    assert "has the character '☃' at position 2, which is not in this vocabulary" in capsys.readouterr().err
+    assert "has the character '☃' at position 2, which this vocabulary" in capsys.readouterr().err
     assert not [path for path in Path("data/prepared").glob("[!.]*/") if path.suffix]
 
 

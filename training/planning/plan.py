@@ -19,10 +19,8 @@ from torch import Tensor
 from common import system
 from common.console import format_duration, format_memory, format_si, make_console, make_table, pluralize
 from common.errors import UserError
-from data import DataConfig, TokenizerConfig, tokenizer
-from data.prepare import prepare_offline
-from data.shards import PreparedData
-from data.sources import all_files, resolve_sources
+from data import DataConfig, TokenizerConfig, sources, tokenizer
+from data.prepare import Prepared, prepare_offline
 from model import AttentionConfig, GPTConfig
 from model.attention import BACKENDS, Resolved, get_attention_fn, resolve_model
 from model.flops import attention_flops_per_token, crossover, flops_per_token, linear_flops_per_token, params_by_part
@@ -213,15 +211,15 @@ def _simulate_backend(
 
 
 def _find_vocab_size(
-    data: DataConfig, config: TokenizerConfig, prepared: PreparedData | None, spec: dict | None
+    data: DataConfig, config: TokenizerConfig, prepared: Prepared | None, spec: dict | None
 ) -> tuple[int, bool]:
     """Vocabulary size, and whether it is an upper bound. Raises UserError if it needs a download."""
     if prepared is not None:
-        return prepared.tokenizer.n_vocab, False
+        return prepared.encoding.n_vocab, False
     if spec is not None:
         return tokenizer.from_spec(spec).n_vocab, False
-    files = all_files(resolve_sources(data))
-    size = tokenizer.size_without_text(config, several=len(files) > 1 or files[0].is_table)
+    places = sources.all_places(data)
+    size = tokenizer.size_without_text(config, several=len(places) > 1 or places[0].is_table)
     if size is None:
         raise UserError(
             f"the vocabulary of tokenizer={config.name} depends on the data, which plan=true does not download; run "
@@ -255,7 +253,7 @@ def _run_pass(model: GPT, tokens: Tensor, dtype: torch.dtype) -> None:
 
 
 def _measure_tokens_per_second(model: GPT, batch_size: int, dtype: torch.dtype) -> float:
-    """Median speed of forward and backward passes. The first, which loads kernels, counts only if no other fits."""
+    """Median speed of forward and backward passes after the first, which loads kernels."""
     device = next(model.parameters()).device
     tokens = torch.randint(model.vocab_size, (batch_size, model.config.block_size), device=device)
 
@@ -263,11 +261,11 @@ def _measure_tokens_per_second(model: GPT, batch_size: int, dtype: torch.dtype) 
         _run_pass(model, tokens, dtype)
         model.zero_grad(set_to_none=True)
 
-    seconds = time_calls(run, device, 1, MEASURED_SECONDS, MAX_MEASURED_PASSES)
-    return tokens.numel() / statistics.median(seconds[1:] or seconds)
+    seconds = time_calls(run, device, 2, MEASURED_SECONDS, MAX_MEASURED_PASSES)
+    return tokens.numel() / statistics.median(seconds[1:])
 
 
-def _count_evaluated_windows(config: EvalConfig, batch_size: int, T: int, prepared: PreparedData | None) -> int | None:
+def _count_evaluated_windows(config: EvalConfig, batch_size: int, T: int, prepared: Prepared | None) -> int | None:
     """Validation windows per evaluation. None: all windows of data that is not prepared yet."""
     requested = inf if config.batches is None else config.batches * batch_size
     existing = inf if prepared is None else ceil((prepared.meta["tokens"]["val"] - 1) / T)

@@ -89,7 +89,7 @@ def test_a_refused_backend_is_a_row_and_the_group_is_in_wandb(workdir):
     process = sweep(*settings, "attention=sdpa,flash")
     out, err = process.communicate(timeout=100)
     assert process.returncode == 0, err
-    refusal = "attention=flash on cpu has no dropout; set model.dropout=0, or attention=naive or sdpa"
+    refusal = "attention=flash on cpu does not support dropout; set model.dropout=0, or attention=naive or sdpa"
     assert f"refused: {refusal}" in out
     rows = {row["setting"]: row for row in comparison()}
     assert list(rows) == ["attention=sdpa", "attention=flash"]

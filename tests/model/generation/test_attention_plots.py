@@ -80,7 +80,7 @@ def read_csv(path):
 
 
 def test_token_strings_show_incomplete_characters_as_bytes():
-    byte = tokenizer.build_tokenizer(tokenizer.Corpus(["é", "b"], several=True), BYTE)
+    byte = tokenizer.build(tokenizer.Corpus(["é", "b"], several=True), BYTE)
     assert tokenizer.token_strings(byte, [97, 195, 169, 256]) == ["a", "\\xc3", "\\xa9", tokenizer.END_OF_TEXT]
 
 

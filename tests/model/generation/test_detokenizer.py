@@ -54,7 +54,7 @@ def test_sample_ends_before_the_stop_string_that_is_complete_first(text, stops, 
         pieces, rest = [*pieces, rest[:cut]], rest[cut:]
     pieces = [piece for piece in [*pieces, *rest] if piece]
     vocabulary = [piece.encode() for piece in dict.fromkeys(pieces)] or [b"a"]
-    encoding = tokenizer._make_tokenizer("words", r"(?s).", vocabulary, {})
+    encoding = tokenizer._encoding("words", r"(?s).", vocabulary, {})
     incremental = detokenizer(encoding=encoding, stop=stops, max_new_tokens=10_000)
     shown, finish_reason = "", None
     for piece in pieces:

@@ -134,9 +134,9 @@ def test_auto_micro_batch_fits_into_the_free_memory(plan, monkeypatch):
 def test_backend_that_cannot_run_is_listed_with_its_reason(plan, workdir, capsys):
     memory = plan("attention=naive", "model.dropout=0.1").memory
     assert set(memory) == set(BACKENDS)
-    assert "has no dropout" in memory["flash"]
+    assert "does not support dropout" in memory["flash"]
     assert isinstance(memory["naive"], MemoryEstimate)
-    with pytest.raises(UserError, match="has no dropout"):
+    with pytest.raises(UserError, match="does not support dropout"):
         plan("attention=flash", "model.dropout=0.1")
 
 

@@ -1,0 +1,58 @@
+"""All private PyTorch names that attention needs, checked with torch 2.13; "missing" is the public API they replace.
+
+Imports are local: torch._dynamo and torch._inductor take 1.5 s or more, and most commands do not compile.
+"""
+
+import torch
+from torch import Tensor
+from torch.nn.attention import SDPBackend
+
+
+def select_sdpa_kernel(*args, **kwargs) -> SDPBackend:
+    """Kernel that scaled_dot_product_attention would run with these arguments.
+
+    Missing: a public query for any device. torch.backends.cuda.can_use_flash_attention rejects every CPU tensor.
+    """
+    return SDPBackend(torch._fused_sdp_choice(*args, **kwargs))
+
+
+def disable_attention_fusion() -> None:
+    """Keep Inductor from replacing PyTorch's math kernel by a fused one, in this process.
+
+    Missing: a setting that turns Inductor's attention patterns off.
+    """
+    from torch._inductor.fx_passes import fuse_attention
+
+    if not callable(getattr(fuse_attention, "_sfdp_init", None)):
+        raise RuntimeError("this PyTorch registers Inductor's attention patterns elsewhere: update torch_internals.py")
+    fuse_attention._sfdp_init = lambda *_: None
+
+
+def raise_recompile_limit(limit: int) -> None:
+    """Let torch.compile recompile a function at least `limit` times.
+
+    Missing: torch.compiler.config.recompile_limit is not in all supported versions.
+    """
+    import torch._dynamo
+
+    torch._dynamo.config.recompile_limit = max(limit, torch._dynamo.config.recompile_limit)
+
+
+def mark_static_shape(tensor: Tensor) -> None:
+    """Make torch.compile specialise on the shape of this tensor. Missing: torch.compiler.mark_static."""
+    import torch._dynamo
+
+    for dim in range(tensor.ndim):
+        torch._dynamo.mark_static(tensor, dim)
+
+
+def tensor_version(tensor: Tensor | None) -> int | None:
+    """Counter of in-place changes to a tensor, which inference tensors lack. Missing: a public name for it."""
+    return None if tensor is None else tensor._version
+
+
+def is_triton_available() -> bool:
+    """Whether torch.compile can generate GPU kernels. Missing: a public query."""
+    from torch.utils._triton import has_triton
+
+    return has_triton()

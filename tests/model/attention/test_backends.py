@@ -1,0 +1,325 @@
+"""Every backend compared with naive, and naive compared with the formula."""
+
+import math
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from attention_helpers import (
+    BOUNDS,
+    CPU,
+    DEVICES,
+    DTYPES,
+    NEED,
+    NEED_CUDA,
+    backends_on,
+    choose,
+    compare_with_naive,
+    per_device,
+    random_masks,
+    random_qkv,
+)
+from helpers import ON_CPU
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch.nn.attention import SDPBackend
+
+from model.attention import (
+    BACKENDS,
+    AttentionRequest,
+    attention_mask,
+    attention_weights,
+    backends,
+    cudnn,
+    flash,
+    flex,
+    get_attention_fn,
+    naive,
+    resolve,
+)
+from model.attention.backends import KERNELS
+from model.attention.support import FEATURES, missing_feature
+
+
+def attention_by_loops(q, k, v, window, positions, doc_ids):
+    """The definition in float64, one query at a time."""
+    B, Tq, H, D = q.shape
+    Tk = k.shape[1]
+    y = torch.zeros(B, Tq, H, v.shape[-1], dtype=torch.float64)
+    for b in range(B):
+        for i in range(Tq):
+            position = Tk - Tq + i if positions is None else int(positions[b, i])
+            keys = [
+                j
+                for j in range(position + 1)
+                if (window is None or position - j < window)
+                and (doc_ids is None or doc_ids[b, position] == doc_ids[b, j])
+            ]
+            for h in range(H):
+                g = h // (H // k.shape[2])
+                scores = torch.stack([q[b, i, h].double() @ k[b, j, g].double() for j in keys]) / math.sqrt(D)
+                y[b, i, h] = sum(w * v[b, j, g].double() for w, j in zip(scores.softmax(0), keys, strict=True))
+    return y
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    Tk=st.integers(1, 9), missing=st.integers(0, 8), heads=st.sampled_from([(1, 1), (2, 2), (4, 2), (3, 1)]),
+    window=st.none() | st.integers(1, 5), document_mask=st.booleans(), positions=st.booleans(),
+    seed=st.integers(0, 99),
+)  # fmt: skip
+def test_naive_follows_the_definition(Tk, missing, heads, window, document_mask, positions, seed):
+    need = replace(
+        NEED, Tq=max(1, Tk - missing), Tk=Tk, H=heads[0], G=heads[1], D=4, Dv=6, grad=False, window=window,
+        document_mask=document_mask, positions=positions,
+    )  # fmt: skip
+    qkv, masks = random_qkv(need, seed), random_masks(need, seed)
+    torch.testing.assert_close(naive(*qkv, **masks).double(), attention_by_loops(*qkv, **masks), atol=2e-6, rtol=1e-5)
+
+
+def test_weights_are_lower_triangular_and_rows_sum_to_one():
+    q, k, _ = random_qkv(replace(NEED, Tq=10, Tk=10, grad=False))
+    weights = attention_weights(q, k)
+    assert weights.shape == (2, 4, 10, 10)
+    assert (weights.triu(1) == 0).all()
+    torch.testing.assert_close(weights.sum(-1), torch.ones(2, 4, 10))
+    assert attention_mask(3, 5).tolist() == [[True] * 3 + [False] * 2, [True] * 4 + [False], [True] * 5]
+
+
+# Comparison with naive
+
+
+@st.composite
+def requests(draw) -> AttentionRequest:
+    T = draw(st.sampled_from([1, 7, 24, 64, 257]))
+    H, G = draw(st.sampled_from([(1, 1), (2, 2), (4, 2), (3, 1)]))
+    D, Dv = draw(st.sampled_from([(16, 16), (8, 8), (16, 8)]))
+    return AttentionRequest(
+        B=2, Tq=draw(st.sampled_from([T, 1, max(1, T // 2)])), Tk=T, H=H, G=G, D=D, Dv=Dv,
+        dtype=draw(st.sampled_from(list(DTYPES.values()))), device=CPU, grad=draw(st.booleans()),
+        window=draw(st.sampled_from([None, 1, 5, 100, 300])), document_mask=draw(st.booleans()),
+        positions=draw(st.booleans()),
+    )  # fmt: skip
+
+
+@pytest.mark.parametrize("name", ON_CPU)
+@settings(max_examples=60, deadline=None)
+@given(need=requests(), seed=st.integers(0, 99))
+def test_backend_agrees_with_naive_or_refuses(name, need, seed):
+    compare_with_naive(name, need, seed)
+
+
+@pytest.mark.parametrize("dtype", DTYPES)
+@pytest.mark.parametrize(("device", "name"), per_device(cpu=ON_CPU, cuda=backends_on("cuda")))
+def test_backend_agrees_with_naive_or_refuses_for_each_dtype(device, name, dtype):
+    base = NEED_CUDA if device.type == "cuda" else replace(NEED, G=4)
+    T = 2 * base.Tk + 1
+    for Tq, Tk in ((T, T), (1, T), (base.Tq, T), (1, 1)):
+        for changed in ({}, {"window": 20}, {"document_mask": True}, {"positions": True}, {"G": 2}):
+            compare_with_naive(name, replace(base, Tq=Tq, Tk=Tk, dtype=DTYPES[dtype], **changed), seed=3)
+
+
+@pytest.mark.parametrize("name", ON_CPU)
+@pytest.mark.parametrize("feature", FEATURES)
+def test_each_feature_works_or_is_refused(name, feature):
+    """One feature at a time, independent of what hypothesis draws."""
+    changed = {
+        "gradients": {"grad": True}, "dropout": {"dropout_p": 0.5}, "gqa": {"G": 1}, "window": {"window": 3},
+        "document_mask": {"document_mask": True}, "positions": {"positions": True}, "different_value_dim": {"Dv": 4},
+    }[feature]  # fmt: skip
+    need = replace(NEED, **{"G": 4, "grad": False} | changed)
+    is_supported = getattr(BACKENDS[name].on["cpu"], feature)
+    assert FEATURES[feature].is_requested(need)
+    assert (missing_feature(BACKENDS[name], need) is None) == is_supported
+    if not (is_supported and feature == "dropout"):  # random: see test_dropout_keeps_the_mean
+        compare_with_naive(name, need, seed=1)
+
+
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize("name", ON_CPU)
+def test_backend_is_close_to_float64_but_not_equal(name, dtype):
+    need = replace(NEED, Tq=257, Tk=257, G=4, D=64, Dv=64, dtype=DTYPES[dtype], grad=False)
+    q, k, v = random_qkv(need)
+    error = (BACKENDS[name].attend(q, k, v).double() - naive(q.double(), k.double(), v.double())).abs().max()
+    assert 0 < error < BOUNDS["cpu"][dtype][0]
+
+
+@pytest.mark.parametrize("name", [name for name in ON_CPU if BACKENDS[name].on["cpu"].gradients])
+def test_backend_is_causal_by_gradient(name):
+    """Output i depends on every key and value up to i, and on none after it."""
+    q, k, v = random_qkv(replace(NEED, B=1, Tq=6, Tk=6, G=4))
+    y = BACKENDS[name].attend(q, k, v)
+    for i in range(6):
+        dk, dv = torch.autograd.grad(y[:, i].pow(2).sum(), (k, v), retain_graph=True)
+        for gradient in (dk, dv):
+            reached = gradient.abs().sum(dim=(0, 2, 3)) > 0
+            first = 1 if i == 0 and gradient is dk else 0  # a single key always has weight one
+            assert reached[first : i + 1].all()
+            assert not reached[i + 1 :].any()
+
+
+@pytest.mark.parametrize("name", ON_CPU)
+def test_backend_is_causal_by_changing_future_values(name):
+    q, k, v = random_qkv(replace(NEED, B=1, Tq=6, Tk=6, G=4, grad=False))
+    y = BACKENDS[name].attend(q, k, v)
+    for i in range(5):
+        other = torch.cat((v[:, : i + 1], v[:, i + 1 :] + 1), dim=1)
+        changed = (BACKENDS[name].attend(q, k, other) != y).any(dim=-1).any(dim=-1)[0]
+        assert not changed[: i + 1].any() and changed[i + 1 :].all()
+
+
+@pytest.mark.parametrize(
+    ("device", "config"),
+    per_device(
+        cpu=[choose("naive"), choose("sdpa")],
+        cuda=[choose("naive"), choose("flash"), choose("cudnn"), choose("sdpa", ["efficient"])],
+    ),
+)
+def test_dropout_keeps_the_mean(device, config):
+    need = replace(NEED_CUDA if device.type == "cuda" else NEED, Tq=64, Tk=64, grad=False, dropout_p=0.25)
+    q, k, v = random_qkv(need)
+    resolve(config, need)
+    attend = get_attention_fn(config)
+    torch.manual_seed(0)
+    outputs = torch.stack([attend(q, k, torch.ones_like(v), dropout_p=0.25).float() for _ in range(50)])
+    assert abs(outputs.mean() - 1) < 0.03
+    assert outputs.std() > 0.01, "nothing was dropped"
+
+
+@pytest.mark.parametrize("device", DEVICES)
+def test_activation_memory_grows_linearly_with_flash_and_quadratically_with_naive(device):
+    def saved_elements(name: str, T: int) -> int:
+        """Elements that the forward pass stores for the backward pass."""
+        sizes = []
+        q, k, v = random_qkv(replace(NEED_CUDA, B=1, Tq=T, Tk=T, D=16, Dv=16, device=device))
+        with torch.autograd.graph.saved_tensors_hooks(lambda x: sizes.append(x.numel()) or x, lambda x: x):
+            BACKENDS[name].attend(q, k, v).sum().backward()
+        return sum(sizes)
+
+    growth = {name: saved_elements(name, 1024) / saved_elements(name, 256) for name in ("naive", "flash")}
+    assert 3 < growth["flash"] < 6 and 12 < growth["naive"] < 20
+
+
+# Single backends
+
+
+def test_cudnn_gets_a_second_key_if_there_is_only_one(monkeypatch):
+    """Checks the code around the kernel, with the math kernel in its place."""
+    monkeypatch.setitem(KERNELS, "cudnn", SDPBackend.MATH)
+    key_counts, attend = [], F.scaled_dot_product_attention
+    monkeypatch.setattr(
+        F,
+        "scaled_dot_product_attention",
+        lambda *a, **options: key_counts.append(a[1].shape[2]) or attend(*a, **options),
+    )
+    for changed in ({}, {"window": 3}, {"document_mask": True}, {"positions": True}):
+        for T in (1, 5):
+            need = replace(NEED, Tq=1, Tk=T, **changed)
+            qkv, masks = random_qkv(need), random_masks(need)
+            torch.testing.assert_close(cudnn(*qkv, **masks), naive(*qkv, **masks), atol=2e-6, rtol=1e-5)
+    assert set(key_counts) == {2, 5}
+
+
+def test_flash_and_flex_raise_errors_and_do_not_fall_back():
+    q, k, v = random_qkv(replace(NEED, Dv=4))
+    with pytest.warns(UserWarning), pytest.raises(RuntimeError, match="No available kernel"):
+        flash(q, k, v)
+    with pytest.raises(ValueError, match="not support dropout"):
+        flex(q, k, v, dropout_p=0.1)
+
+
+def test_flex_builds_a_mask_once_for_all_layers_and_again_for_other_doc_ids():
+    def masks_built() -> int:
+        return backends._cached_block_mask.cache_info().misses
+
+    backends._cached_block_mask.cache_clear()
+    need = replace(NEED, document_mask=True, grad=False)
+    qkv, doc_ids = random_qkv(need), random_masks(need)["doc_ids"]
+    for _ in range(3):
+        flex(*qkv, doc_ids=doc_ids)
+    assert masks_built() == 1
+    flex(*qkv, doc_ids=doc_ids, window=3)
+    assert masks_built() == 2
+    other = doc_ids.clone()
+    flex(*qkv, doc_ids=other)  # another tensor
+    other.zero_()  # and the same tensor with other values
+    torch.testing.assert_close(flex(*qkv, doc_ids=other), naive(*qkv, doc_ids=other), atol=2e-6, rtol=1e-5)
+    assert masks_built() == 4
+    with torch.inference_mode():  # inference tensors do not count their changes
+        written = doc_ids.clone()
+        for _ in range(2):
+            written += 1
+            torch.testing.assert_close(flex(*qkv, doc_ids=written), naive(*qkv, doc_ids=written))
+
+
+@pytest.mark.compiles
+def test_compiled_flex_agrees_with_naive_and_is_the_kernel_that_runs():
+    need = replace(NEED, Tq=70, Tk=140, G=1, D=16, Dv=32, grad=False, window=20, document_mask=True, positions=True)
+    compare_with_naive("flex", need, seed=2)
+    qkv, masks = random_qkv(need), random_masks(need)
+    with torch.profiler.profile() as profiler:
+        flex(*qkv, **masks)
+    events = " ".join(event.key for event in profiler.key_averages())
+    assert resolve(choose("flex"), need).resolved == "flex" and "CompiledFxGraph" in events and "softmax" not in events
+
+
+FLEX_CASES = [
+    ({}, False),
+    ({"window": 40}, False),
+    ({"document_mask": True}, False),
+    ({}, True),
+    ({"window": 40}, True),
+]
+# On a CPU, Inductor 2.13 cannot compile FlexAttention with a document mask into a larger function. No command needs it:
+# flex cannot train on a CPU, and sampling is not compiled.
+FLEX_CASES_CUDA = [*FLEX_CASES, ({"document_mask": True}, True)]
+
+
+@pytest.mark.slow
+@pytest.mark.compiles
+@pytest.mark.parametrize(("device", "case"), per_device(cpu=FLEX_CASES, cuda=FLEX_CASES_CUDA))
+def test_flex_agrees_with_naive_alone_and_inside_a_compiled_function(device, case):
+    changed, is_compiled = case
+    need = replace(NEED_CUDA, Tq=300, Tk=300, dtype=torch.float32, device=device, **changed)
+    attend = torch.compile(flex, fullgraph=True) if is_compiled else None
+    compare_with_naive("flex", replace(need, grad=device.type == "cuda"), seed=5, attend=attend)
+
+
+@pytest.mark.slow
+@pytest.mark.compiles
+def test_flex_is_right_for_one_query_and_odd_multiples_of_8_keys():
+    """Without padding, Inductor 2.13 gives wrong results for one query and 8, 24, 40, ... keys."""
+    for Tk in (24, 25):
+        compare_with_naive("flex", replace(NEED, Tq=1, Tk=Tk, grad=False), seed=3)
+
+
+@pytest.mark.slow
+@pytest.mark.compiles
+@pytest.mark.parametrize(
+    "sizes",
+    [
+        [{"B": B, "Tq": 1, "Tk": 32, "positions": True} for B in (4, 3)],
+        [{"Tq": T, "Tk": T, "document_mask": True, "window": 5} for T in (16, 32)],
+    ],
+    ids=["positions", "doc_ids"],
+)
+def test_flex_compiles_for_masks_of_different_sizes(sizes):
+    """Without padding, Inductor 2.13 writes invalid C++ when the sizes vary."""
+    for changed in sizes:
+        compare_with_naive("flex", replace(NEED, grad=False, **changed), seed=4)
+
+
+@pytest.mark.slow
+@pytest.mark.compiles
+def test_flex_is_right_when_compiled_with_the_code_that_computes_q_and_k():
+    """Without contiguous(), Inductor 2.13 fuses that code into the kernel and gives wrong results."""
+    q, k, v = random_qkv(replace(NEED, Tq=64, Tk=64, D=16, Dv=16, grad=False))
+    packed = torch.cat((q, k, v), dim=2)
+
+    def layer(packed):
+        q, k, v = packed.split((4, 2, 2), dim=2)
+        return flex(q * 1.5, k * 1.5, v, window=20)
+
+    expected = naive(q * 1.5, k * 1.5, v, window=20)
+    torch.testing.assert_close(torch.compile(layer, fullgraph=True)(packed), expected, atol=1e-5, rtol=1e-4)

@@ -1,0 +1,263 @@
+"""The resolved kernel is the kernel that runs: eager, compiled, and with a compile cache of another process."""
+
+import importlib
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+
+import pytest
+import torch
+from attention_helpers import (
+    CPU,
+    CUDA,
+    NEED,
+    NEED_CUDA,
+    backends_on,
+    choose,
+    per_device,
+    random_masks,
+    random_qkv,
+    restored_compile_settings,
+)
+from helpers import ROOT, TRAINS_ON_CPU
+from kernel_profiler import KERNEL_OPERATIONS, kernels_run
+from model_helpers import GROUPED
+
+from common.errors import UserError
+from model import GPTConfig
+from model.attention import (
+    BACKENDS,
+    Resolved,
+    Support,
+    flash,
+    get_attention_fn,
+    naive,
+    pin_kernel_under_compile,
+    resolve,
+    resolve_model,
+    sdpa,
+)
+
+
+def graph_nodes(y) -> set[str]:
+    """Names of the autograd nodes that the backward pass of y visits."""
+    todo, names = [y.grad_fn], set()
+    while todo:
+        node = todo.pop()
+        names.add(type(node).__name__)
+        todo += [parent for parent, _ in node.next_functions if parent is not None]
+    return names
+
+
+def test_grad_fn_shows_which_kernel_ran():
+    qkv = random_qkv(NEED)
+    kernel = "ScaledDotProductFlashAttentionForCpuBackward0"
+    assert kernel in graph_nodes(flash(*qkv)) and kernel in graph_nodes(sdpa(*qkv))
+    assert kernel not in graph_nodes(naive(*qkv)) | graph_nodes(sdpa(*qkv, kernels=["math"]))
+    assert {"SoftmaxBackward0", "MaskedFillBackward0"} <= graph_nodes(naive(*qkv))
+
+
+CASES_CPU = [
+    (choose("naive"), {}, "naive"), (choose("naive"), {"dropout_p": 0.1, "Dv": 4}, "naive"),
+    (choose("sdpa"), {}, "flash"), (choose("sdpa"), {"dropout_p": 0.1}, "math"), (choose("sdpa"), {"Dv": 4}, "math"),
+    (choose("sdpa", ["math"]), {}, "math"), (choose("sdpa", ["cudnn", "flash"]), {}, "flash"),
+    (choose("sdpa"), {"window": 3, "document_mask": True}, "flash"), (choose("sdpa"), {"Tq": 1}, "flash"),
+    (choose("flash"), {}, "flash"), (choose("flash"), {"dtype": torch.bfloat16}, "flash"),
+    (choose("flash"), {"grad": False}, "flash"), (choose("flash"), {"positions": True, "Tq": 3}, "flash"),
+]  # fmt: skip
+CASES_CUDA = [
+    (choose("naive"), {}, "naive"), (choose("flash"), {}, "flash"), (choose("cudnn"), {}, "cudnn"),
+    (choose("sdpa", ["efficient"]), {}, "efficient"), (choose("sdpa", ["math"]), {}, "math"),
+    (choose("sdpa", ["flash", "cudnn"]), {}, "flash"), (choose("sdpa", ["cudnn", "flash"]), {}, "cudnn"),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("device", "case"), per_device(cpu=CASES_CPU, cuda=CASES_CUDA))
+def test_resolved_kernel_runs(device, case):
+    check_resolved_kernel(device, *case, compiled=False)
+
+
+@pytest.mark.slow
+@pytest.mark.compiles
+@pytest.mark.parametrize(
+    ("device", "case"), per_device(cpu=[(choose("naive"), {}, "naive"), *CASES_CPU[5:6]], cuda=CASES_CUDA)
+)
+def test_resolved_kernel_runs_when_compiled(device, case):
+    check_resolved_kernel(device, *case, compiled=True)
+
+
+def check_resolved_kernel(device, config, changed, resolved, compiled):
+    need = replace(NEED_CUDA if device.type == "cuda" else NEED, **changed)
+    assert resolve(config, need) == Resolved(config.backend, resolved, None)
+    attend, qkv, masks = get_attention_fn(config), random_qkv(need), random_masks(need)
+
+    def run():
+        y = attend(*qkv, **masks, dropout_p=need.dropout_p)
+        if need.grad:
+            y.sum().backward()
+
+    with restored_compile_settings():
+        if compiled:
+            pin_kernel_under_compile(config)
+            attend = torch.compile(attend, fullgraph=True)
+        run()
+        assert kernels_run(run) == {resolved} & set(KERNEL_OPERATIONS)
+
+
+def test_kernels_are_passed_to_the_function():
+    q, k, v = random_qkv(NEED)
+    attend = get_attention_fn(choose("sdpa", kernels=["math"]))
+    torch.testing.assert_close(attend(q, k, v), sdpa(q, k, v), atol=2e-6, rtol=1e-5)
+    assert isinstance(attend, partial) and attend.keywords == {"kernels": ("math",)}
+
+
+@pytest.mark.parametrize(("config", "message"), [
+    (choose("nave"), "attention.backend=nave is unknown; set one of naive, sdpa, flash, cudnn, flex$"),
+    (choose("naive", kernels=["math"]), r"kernels=\[math\] does not apply to attention=naive; .* or attention=sdpa$"),
+    (choose("sdpa", kernels=["mth"]), r"kernels=\[mth\] must list one or more of cudnn, flash, efficient, math; set"),
+    (choose("sdpa", kernels=[]), r"kernels=\[\] must list one or more of cudnn, flash, efficient, math; set null"),
+    (choose("sdpa", kernels=["cudnn"]), r"kernels=\[cudnn\] cannot run on cpu \(.+\); set attention.kernels=null$"),
+    (choose("sdpa", impl="FA3"), "attention=sdpa has no attention.impl=FA3; set null$"),
+    (choose("flash", impl="FA9"), "attention=flash has no attention.impl=FA9; set null or FA3 or FA4$"),
+])  # fmt: skip
+def test_settings_that_do_not_exist_are_refused(config, message):
+    with pytest.raises(UserError, match=message):
+        resolve(config, NEED)
+
+
+def test_refusal_by_pytorch_passes_its_reason_on(monkeypatch):
+    """With a support table that allows everything, the reason comes from PyTorch."""
+    monkeypatch.setitem(BACKENDS, "flash", replace(BACKENDS["flash"], on={"cpu": Support()}))
+    with pytest.raises(UserError, match=r"cannot run here \([^)]*same last dimension"):
+        resolve(choose("flash"), replace(NEED, Dv=4))
+
+
+def test_flex_without_a_compiler_is_refused(monkeypatch):
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    with pytest.raises(UserError, match=r"flex needs a C\+\+ compiler .*; install it, or set attention="):
+        resolve(choose("flex"), replace(NEED, grad=False))
+
+
+# Models
+
+
+def test_model_is_refused_if_one_of_its_layers_is():
+    model = GPTConfig(**GROUPED | dict(window=[4, None], dropout=0.1))
+    cuda = dict(B=2, dtype=torch.bfloat16, device=CUDA)  # refusals by the table need no GPU
+    for changed, message in (
+        ({"window": None, "dropout": 0.0}, "FA3 cannot be used"),
+        ({"dropout": 0.0}, "not support windows"),
+        ({"window": 24}, "not support dropout"),
+    ):
+        with pytest.raises(UserError, match=message):
+            resolve_model(choose("flash", impl="FA3"), replace(model, **changed), grad=True, **cuda)
+    with pytest.raises(UserError, match="document masks"):
+        resolve_model(choose("flash"), replace(model, window=None), grad=False, document_mask=True, **cuda)
+    cpu = dict(B=2, dtype=torch.float32, device=CPU)
+    with pytest.raises(UserError, match="cannot train"):
+        resolve_model(choose("flex"), replace(model, dropout=0.0), grad=True, **cpu)
+    assert resolve_model(choose("flex"), model, grad=False, **cpu).resolved == "flex", "dropout is only for training"
+    assert resolve_model(choose("sdpa"), model, grad=True, **cpu).resolved == "math"
+
+
+def test_kernels_of_different_layers_are_all_named(monkeypatch):
+    names = {32: "efficient", None: "flash"}
+    module = importlib.import_module("model.attention.resolve")  # not the function of the same name
+    monkeypatch.setattr(module, "resolve", lambda config, request: Resolved("sdpa", names[request.window]))
+    assert resolve_windows(choose("sdpa"), CPU) == Resolved("sdpa", "efficient+flash")
+
+
+@pytest.mark.parametrize(
+    ("device", "case"), per_device(cpu=[(None, "flash")], cuda=[(["flash", "efficient"], "efficient+flash")])
+)
+def test_kernels_of_a_model_with_windows(device, case):
+    kernels, resolved = case
+    assert resolve_windows(choose("sdpa", kernels), device).resolved == resolved
+
+
+def resolve_windows(config, device) -> Resolved:
+    model = GPTConfig(**GROUPED | dict(n_kv_head=None, n_embd=256, block_size=128, window=[32, None]))
+    return resolve_model(config, model, B=2, dtype=torch.bfloat16, device=device, grad=True)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("compiled", ["true", "false"])
+@pytest.mark.parametrize(("device", "name"), per_device(cpu=TRAINS_ON_CPU, cuda=backends_on("cuda")))
+def test_model_trains_generates_and_is_planned_with_each_backend(train, sample, device, name, compiled):
+    settings = [f"attention={name}", f"device={device}", "dtype=bfloat16", f"compile={compiled}", "name=a"]
+    assert train(*settings, "model.n_embd=64") == 0
+    attention = json.loads(Path("runs/a/summary.json").read_text())["attention"]
+    assert attention["resolved"] == name or BACKENDS[name].kernels
+    assert sample("run=a", f"attention={name}", f"device={device}", "dtype=bfloat16", "max_new_tokens=5")
+    assert train(*settings, "model.n_embd=64", "plan=true") == 0
+
+
+# torch.compile
+
+COMPILE = """
+import contextlib, sys, torch
+from torch.nn.attention import sdpa_kernel
+from kernel_profiler import kernels_run
+from model import AttentionConfig
+from model.attention import get_attention_fn, pin_kernel_under_compile
+from model.attention.backends import KERNELS
+
+qkv = [torch.randn(1, 64, 4, 16) for _ in range(3)]
+for case in sys.argv[1:]:
+    how, backend, *kernel = case.split(":")
+    config = AttentionConfig(backend, kernel if how != "around" and kernel else None, None)
+    torch._dynamo.reset()  # the compiled code is looked up on disk again, as in another process
+    if how == "pinned":
+        pin_kernel_under_compile(config)
+    attend = torch.compile(get_attention_fn(config), fullgraph=True)
+    with sdpa_kernel(KERNELS[kernel[0]]) if how == "around" else contextlib.nullcontext():
+        attend(*qkv)
+    print("ran", case, *kernels_run(lambda: attend(*qkv)))
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.compiles
+def test_resolved_kernel_runs_when_compiled_with_any_compile_cache(tmp_path):
+    """Two processes share one compile cache. Without our precautions, two things go wrong (marked as traps below):
+
+    A kernel selected around a compiled function is not part of the cache key: the case that selects flash gets the
+    math kernel of an earlier case. And Inductor replaces PyTorch's math kernel by flash. If an assertion about a trap
+    fails, PyTorch has fixed it, and the precaution can be removed.
+    """
+    environment = os.environ | {
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1",
+        "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}",
+    }  # fmt: skip
+
+    def check_process(**expected: str) -> None:
+        cases = [case.replace("_", ":") for case in expected]
+        done = subprocess.run([sys.executable, "-c", COMPILE, *cases], env=environment, capture_output=True, text=True)
+        assert done.returncode == 0, done.stderr
+        ran = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("ran ")]
+        assert ran == [[case, *kernel.split()] for case, kernel in zip(cases, expected.values(), strict=True)]
+
+    traps = dict(plain_sdpa_math="flash", around_sdpa_flash="")
+    check_process(around_sdpa_math="", **traps, plain_sdpa_flash="flash", plain_flash="flash")
+    check_process(pinned_sdpa_math="", pinned_sdpa="flash", pinned_flash="flash")  # naive: see test_end_to_end.py
+
+
+def test_attention_settings_are_part_of_the_compile_cache_key():
+    tags = set()
+    variants = [
+        choose("naive"),
+        choose("flash"),
+        choose("sdpa"),
+        choose("sdpa", ["math"]),
+        choose("flash", None, "FA3"),
+    ]
+    with restored_compile_settings():
+        for config in variants:
+            pin_kernel_under_compile(config)
+            tags.add(torch.compiler.config.cache_key_tag)
+    assert len(tags) == len(variants)
+    assert torch.compiler.config.cache_key_tag not in tags, "restored for the tests after this one"

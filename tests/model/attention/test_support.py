@@ -1,0 +1,76 @@
+"""The support table: refusals, documentation, and how a new backend is added."""
+
+import json
+import re
+from dataclasses import replace
+
+import pytest
+import torch
+from attention_helpers import CUDA, NEED, choose
+from helpers import ROOT
+
+from common.errors import UserError
+from model.attention import BACKENDS, resolve, support_table
+
+DOCS = ROOT / "docs/attention-backends.md"
+NEED_CUDA = replace(NEED, device=CUDA, dtype=torch.bfloat16)
+
+
+@pytest.mark.parametrize(("config", "changed", "message"), [
+    (choose("flash"), {"dropout_p": 0.1}, "not support dropout; set model.dropout=0, or attention=naive or sdpa$"),
+    (choose("flash"), {"Dv": 4}, "values of another head dimension .* keys; set attention=naive or sdpa$"),
+    (choose("flex"), {}, "cannot train: it has no gradients; set attention=naive, sdpa or flash$"),
+    (choose("flex"), {"grad": False, "dtype": torch.float64}, "not support float64; set dtype=float32, or"),
+    (choose("cudnn"), {}, "attention=cudnn does not run on cpu; set device=cuda, or attention=naive, sdpa or fl"),
+    (choose("flash"), {"device": torch.device("mps")}, "not run on mps; set device=cpu or cuda, or attention=n"),
+    (choose("flash", impl="FA3"), {}, "attention.impl=FA3 does not run on cpu; set attention.impl=null$"),
+])  # fmt: skip
+def test_refusal_on_cpu_names_the_setting_to_change(config, changed, message):
+    with pytest.raises(UserError, match=message):
+        resolve(config, replace(NEED, **changed))
+
+
+@pytest.mark.parametrize(("config", "changed", "message"), [
+    (choose("flash"), {"dtype": torch.float32}, "does not support float32; set dtype=bfloat16"),
+    (choose("flash"), {"window": 4}, "support windows; set model.window=null, or attention=naive, sdpa or cudnn$"),
+    (choose("flash"), {"document_mask": True}, "not support document masks; set data.document_mask=false"),
+    (choose("flash"), {"Tq": 3}, "does not support queries at arbitrary positions; set attention=naive"),
+    (choose("flash"), {"D": 512, "Dv": 512}, "head dimensions up to 256, not 512; set a larger model.n_head"),
+    (choose("flash", impl="FA3"), {"dropout_p": 0.1}, "FA3 on cuda does not support dropout; set attention.impl=null$"),
+    (choose("flex"), {"dropout_p": 0.1}, "support dropout; set model.dropout=0, or attention=naive, sdpa, "),
+    (choose("flex"), {"D": 8, "Dv": 8}, "head dimensions from 16, not 8; set a smaller model.n_head"),
+    (choose("cudnn"), {"dtype": torch.float32}, "does not support float32; set dtype=bfloat16, or attention=na"),
+])  # fmt: skip
+def test_refusal_on_cuda_needs_no_gpu(config, changed, message):
+    with pytest.raises(UserError, match=message):
+        resolve(config, replace(NEED_CUDA, **changed))
+
+
+def test_docs_contain_the_support_table():
+    is_current = support_table() in DOCS.read_text()
+    assert is_current, f"replace the support table in {DOCS} by\n{support_table()}"
+
+
+def test_new_backend_is_the_function_and_the_yaml_file_of_the_docs(train, workdir, capsys):
+    function, settings = re.search(r"```py\n(.*?)```.*?```\n(.*?)```", DOCS.read_text(), re.DOTALL).groups()
+    name = "reversed_heads"
+    file = workdir / f"own/attention/{name}.yaml"
+    file.parent.mkdir(parents=True)
+    file.write_text(settings)
+    try:
+        exec(function, {})
+        assert train("--config-dir", "own", f"attention={name}", "name=new") == 0
+        assert train("attention=naive", "name=naive") == 0
+        new, naive = (json.loads((workdir / f"runs/{run}/summary.json").read_text()) for run in ("new", "naive"))
+        assert new["attention"] == {"requested": name, "resolved": name, "impl": None}
+        assert new["last_val_loss"] == pytest.approx(naive["last_val_loss"], abs=1e-5)
+        assert train("--config-dir", "own", f"attention={name}", "name=b", "model.dropout=0.1") == 2
+        refusal = f"attention={name} on cpu does not support dropout; set model.dropout=0, or attention=naive"
+        assert refusal in capsys.readouterr().err
+        assert f"| `{name}` | cpu | any | yes | no |" in support_table()
+        file.write_text("kernels: null\nimpl: null\n")
+        with pytest.raises(SystemExit):  # a file without a backend does not train another one
+            train("--config-dir", "own", f"attention={name}", "name=c")
+        assert "attention.backend has no value" in capsys.readouterr().err
+    finally:
+        BACKENDS.pop(name, None)

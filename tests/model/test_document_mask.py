@@ -1,0 +1,77 @@
+"""Document masks and windows in complete runs: data, training, resuming and sampling."""
+
+import json
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import BYTE, TEXT_SOURCE, TRAINS_ON_CPU
+
+from data.loader import Loader
+from data.prepare import prepare
+
+
+def write_table(documents: list[str]) -> Path:
+    with open("table.jsonl", "w") as f:
+        f.writelines(json.dumps({"text": text}) + "\n" for text in documents)
+    return Path("table.jsonl")
+
+
+def build_loader(path: Path, T: int, document_mask: bool) -> Loader:
+    config = replace(TEXT_SOURCE, path=str(path), val_fraction=0.3, document_mask=document_mask)
+    prepared = prepare(config, BYTE, T, say=lambda line: None)
+    return Loader(prepared, T, seed=0, document_mask=document_mask)
+
+
+def test_doc_ids_change_after_each_end_of_text(workdir):
+    """Token 256 is the end of text."""
+    path = write_table([f"document {n}" * (1 + n % 3) for n in range(30)])
+    loader, plain = build_loader(path, 40, True), build_loader(path, 40, False)
+    for split, count in (("train", loader.epoch_windows), ("val", loader.val_windows)):
+        x, y, doc_ids = loader.batch(split, 0, count)
+        assert doc_ids.shape == x.shape
+        assert torch.equal(doc_ids.diff(dim=1), (x[:, 1:] == 256).long())
+        assert doc_ids.max() > 1
+        without = plain.batch(split, 0, count)
+        assert torch.equal(without[0], x) and torch.equal(without[1], y) and without[2] is None
+
+
+def test_document_mask_of_a_single_document_is_refused(train, capsys):
+    assert train("data.document_mask=true") == 2
+    assert "which the tokenizer of a single text lacks; set data.document_mask=false" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("position", ["rotary", "learned"])
+def test_every_backend_gives_the_same_losses_with_windows_and_document_masks(train, workdir, position):
+    path = write_table([f"the {n}th document says {n * n} and ends" for n in range(60)])
+    settings = [f"data.path={path}", "data.document_mask=true", "model.window=[5,null]", "tokenizer=byte",
+                f"model.position={position}", "model.n_kv_head=1"]  # fmt: skip
+    losses, first = {}, {}
+    for name in TRAINS_ON_CPU:
+        assert train(*settings, f"attention={name}", f"name={name}") == 0
+        rows = [json.loads(line) for line in (workdir / f"runs/{name}/metrics.jsonl").read_text().splitlines()]
+        losses[name] = [row[key] for row in rows for key in ("train/loss", "val/loss") if key in row]
+        first[name] = rows[0]["val/loss"], rows[1]["train/loss"]
+    for name in TRAINS_ON_CPU:
+        assert losses[name] == pytest.approx(losses["naive"], abs=1e-5)
+    assert train(*settings, "data.document_mask=false", "name=plain") == 0
+    plain = [json.loads(line) for line in (workdir / "runs/plain/metrics.jsonl").read_text().splitlines()[:2]]
+    assert plain[0]["val/loss"] != first["naive"][0], "the mask has no effect in validation"
+    assert plain[1]["train/loss"] != first["naive"][1], "the mask has no effect in training"
+
+
+def test_resuming_with_another_mask_or_window_is_refused(train, workdir, capsys):
+    path = write_table([f"the {n}th document says {n * n} and ends" for n in range(60)])
+    settings = [f"data.path={path}", "tokenizer=byte", "name=a"]
+    assert train(*settings) == 0
+    assert train(*settings, "data.document_mask=true", "train.steps=8") == 2
+    assert "data.document_mask=false (now true)" in capsys.readouterr().err
+    assert train(*settings, "model.window=4", "train.steps=8") == 2
+    assert "model.window=null (now 4)" in capsys.readouterr().err
+
+
+def test_sampling_uses_the_windows_of_the_checkpoint(train, sample, workdir):
+    assert train("model.window=[4,null]", "name=a") == 0
+    texts = {sample("run=a", f"attention={name}", "temperature=0", "max_new_tokens=20") for name in TRAINS_ON_CPU}
+    assert len(texts) == 1
