@@ -94,7 +94,7 @@ def test_commands_that_download_say_so(command, prepared):
         config = compose(command)
     except SystemExit:
         return
-    parts = [part for part in config.data.parts.values() if part.path is None]
+    parts = [part for part in config.data.mixed.values() if part.path is None]
     downloads = any(part.source in ("hub", "url") for part in parts)
     downloads |= bool(re.search(docs.DOWNLOADED_VOCABULARY, " ".join(command.words)))
     is_plan = command.script == "train" and config.plan
