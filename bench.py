@@ -1,6 +1,6 @@
 """Times attention backends side by side: the kernels alone, and complete training steps with them.
 
-    python bench.py                                       the default model's attention, about two minutes
+    python bench.py                                       the default model's attention, in one to two minutes
     python bench.py model=gpt2 phases=[forward,forward+backward] block_sizes=[256,1024,4096]
     python bench.py 'backends=[naive,sdpa:math,flash,flex]' phases=[forward,decode] block_sizes=[1024,4096]
     python bench.py device=cuda dtypes=[bfloat16] n_head=16 head_size=128 block_sizes=[1024,4096,16384]
