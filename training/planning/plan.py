@@ -116,6 +116,7 @@ def make_plan(config: Any, dist: Dist, report: Callable[[str], None] = lambda ac
 
     Raises UserError for an unsupported device or attention backend, and if the vocabulary needs a download.
     """
+    # device and kernel, which may be refused
     device = resolve_device(config.device, dist.local_rank)
     dtype = resolve_dtype(config.dtype, device)
     configure_backends(device, config.deterministic, config.tf32)
@@ -131,16 +132,17 @@ def make_plan(config: Any, dist: Dist, report: Callable[[str], None] = lambda ac
     resolve_kernel(config.attention, B=min_micro_batch_size)
     dist.share_cores()
 
+    # memory without a model, measured while the process is as small as that of a run; then the vocabulary
     report("loading libraries")
     attend, T = get_attention_fn(config.attention), config.model.block_size
     if config.wandb.mode != "disabled":
         import wandb  # noqa: F401 (a run imports it, so its memory counts)
-    # Measured first, while the process is as small as that of a run.
     process_bytes = _measure_process_bytes(config.model, attend, config.optimizer, device, dtype)
     spec = load_run_tokenizer(config.tokenizer.run, config.name)
     prepared = prepare_offline(config.data, config.tokenizer, T, spec)
     vocab_size, is_upper_bound = _find_vocab_size(config.data, config.tokenizer, prepared, spec)
 
+    # memory
     step = StepSpec(
         config.model, vocab_size, config.attention, config.optimizer, dtype, device, config.data.document_mask
     )
@@ -154,16 +156,16 @@ def make_plan(config: Any, dist: Dist, report: Callable[[str], None] = lambda ac
             replace(step, attention=attention), micro_batch_size, accumulation, resolve_kernel
         )
 
+    # speed
     flops, peak, flops_per_second = flops_per_token(config.model, vocab_size, T), None, config.flops_per_second
     if flops_per_second is None:
         report("measuring the speed of this machine")
-        peak = peak_flops(device, dtype) * dist.world_size
         resolve_kernel(config.attention, B=micro_batch_size)  # resolving the other backends can change global settings
-        max_batch_size = min(micro_batch_size, int(0.5 * peak / dist.world_size / (flops * T)))  # about a second a pass
-        model = GPT(config.model, vocab_size, attend).to(device)
-        tokens_per_second = _measure_tokens_per_second(model, max(1, max_batch_size), dtype)
-        flops_per_second = dist.world_size * flops * tokens_per_second
+        device_peak = peak_flops(device, dtype)
+        speed = _measure_flops_per_second(step, micro_batch_size, flops, device_peak)
+        flops_per_second, peak = dist.world_size * speed, dist.world_size * device_peak
 
+    # steps and evaluations
     windows = _count_evaluated_windows(config.eval, config.train.batch_size, T, prepared)
     evaluation = None if windows is None else windows * T * flops // 3  # the forward pass is a third of the FLOPs
     steps = _count_steps(
@@ -254,17 +256,22 @@ def _run_pass(model: GPT, tokens: Tensor, dtype: torch.dtype) -> None:
     loss.backward()
 
 
-def _measure_tokens_per_second(model: GPT, batch_size: int, dtype: torch.dtype) -> float:
-    """Median speed of forward and backward passes. The first, which loads kernels, counts only if no other fits."""
-    device = next(model.parameters()).device
-    tokens = torch.randint(model.vocab_size, (batch_size, model.config.block_size), device=device)
+def _measure_flops_per_second(step: StepSpec, max_batch_size: int, flops: int, peak: float) -> float:
+    """Median FLOP/s of forward and backward passes. The first, which loads kernels, counts only if no other fits.
+
+    flops: per token. peak: FLOP/s of matrix products. The batch is so small that a pass takes about a second.
+    """
+    T = step.model.block_size
+    batch_size = max(1, min(max_batch_size, int(0.5 * peak / (flops * T))))
+    model = GPT(step.model, step.vocab_size, get_attention_fn(step.attention)).to(step.device)
+    tokens = torch.randint(step.vocab_size, (batch_size, T), device=step.device)
 
     def run() -> None:
-        _run_pass(model, tokens, dtype)
+        _run_pass(model, tokens, step.dtype)
         model.zero_grad(set_to_none=True)
 
-    seconds = time_calls(run, device, 1, MEASURED_SECONDS, MAX_MEASURED_PASSES)
-    return tokens.numel() / statistics.median(seconds[1:] or seconds)
+    seconds = time_calls(run, step.device, 1, MEASURED_SECONDS, MAX_MEASURED_PASSES)
+    return batch_size * T * flops / statistics.median(seconds[1:] or seconds)
 
 
 def _count_evaluated_windows(config: EvalConfig, batch_size: int, T: int, prepared: PreparedData | None) -> int | None:
@@ -327,7 +334,7 @@ def _memory_table(plan: Plan) -> Table:
         table.add_row(label, *(format_memory(getattr(memory, field)) for memory in estimates.values()))
     if plan.process_bytes:  # unknown on some systems, and 0 on a GPU
         label = f"process ({format_memory(plan.process_bytes)} without a model)"
-        table.add_row(label, *(format_memory(plan.process_bytes + memory.reserved) for memory in estimates.values()))
+        table.add_row(label, *(format_memory(plan.total_bytes(backend)) for backend in estimates))
     return table
 
 
