@@ -19,39 +19,39 @@ def save_checkpoint(path: Path, content: dict) -> None:
 
 
 def load_checkpoint(path: Path) -> dict:
-    """The content of a checkpoint, tensors on the CPU. Raises UserError where it is missing, damaged or unknown.
+    """The content of a checkpoint, with tensors on the CPU. Raises UserError if it is missing, damaged or unknown.
 
-    One that is replaced meanwhile is read whole, as it was or as it is then.
+    A file that a running training replaces in the meantime is read again.
     """
     if not path.exists():
-        raise UserError(f"{path} does not exist; train first, or name a run that has a checkpoint")
+        raise UserError(f"{path} does not exist; train first, or set a run that has a checkpoint")
     while True:
-        file = _which(path)
-        content, damaged = _read(path)
-        if _which(path) == file:  # else torch, which opens it more than once, may have read half of each
+        version = _file_version(path)
+        content, damage = _read(path)
+        if _file_version(path) == version:  # torch opens the file more than once
             break
-    if damaged is not None:
+    if damage is not None:
         raise UserError(
-            f"{path} is damaged ({damaged}); copy the run's other checkpoint over it, or remove both to start anew"
+            f"{path} is damaged ({damage}); copy the run's other checkpoint over it, or remove both to start again"
         )
     found = content.get("format") if isinstance(content, dict) else None
     if found != FORMAT or "step" not in content:
-        raise UserError(f"{path} has checkpoint format {found}, and this version reads {FORMAT}; name another run")
+        raise UserError(f"{path} has checkpoint format {found}, but this version reads {FORMAT}; set another run")
     return content
 
 
 def _read(path: Path) -> tuple[Any, str | None]:
-    """The content, and what is damaged; None: nothing."""
+    """(content, None), or (None, what is damaged)."""
     try:
         with zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip()  # torch.load itself does not notice a flipped bit
+            damaged = archive.testzip()  # torch.load does not detect a flipped bit
         content = torch.load(path, map_location="cpu", weights_only=True, mmap=True) if damaged is None else None
-    except Exception as error:  # a flipped bit can make anything of a file, and torch and zipfile any exception of it
+    except Exception as error:  # a damaged file can raise anything in zipfile and torch
         return None, type(error).__name__
     return content, damaged
 
 
-def _which(path: Path) -> tuple[int, int, int]:
-    """Another after the file was replaced."""
-    found = path.stat()
-    return found.st_ino, found.st_mtime_ns, found.st_size
+def _file_version(path: Path) -> tuple[int, int, int]:
+    """Changes when the file is replaced."""
+    stat = path.stat()
+    return stat.st_ino, stat.st_mtime_ns, stat.st_size

@@ -145,7 +145,8 @@ def format_si(number: float) -> str:
 
 def pluralize(count: int, noun: str) -> str:
     """1 layer, 2 layers, 2 processes."""
-    return f"{count:,} {noun}" + {"process": "es"}.get(noun, "s") * (count != 1)
+    ending = "es" if noun.endswith(("s", "ch")) else "s"
+    return f"{count:,} {noun}" + ending * (count != 1)
 
 
 def printable(text: str) -> str:

@@ -4,45 +4,43 @@ import os
 import signal
 from collections.abc import Iterator
 from contextlib import contextmanager
-from typing import TYPE_CHECKING
-
-if TYPE_CHECKING:  # torch, which a config's check need not wait for
-    pass
 
 
 class StopRequest:
-    """Ctrl-C or SIGTERM asks the loop to stop after the step at hand; a second one stops at once.
+    """Context manager: Ctrl-C and SIGTERM set `requested`, and the loop stops after its step. A second one raises.
 
-    patient: it does not. torchrun and schedulers send several, and kill after half a minute anyway. silent: do not say.
+    ignore_repeats: a second one does nothing. torchrun and schedulers send several, and later kill the process anyway.
+    silent: print nothing.
     """
 
     def __init__(self, ignore_repeats: bool, silent: bool):
-        self.requested, self.patient, self.silent = False, ignore_repeats, silent
+        self.requested, self.ignore_repeats, self.silent = False, ignore_repeats, silent
 
     def __enter__(self) -> "StopRequest":
-        self.before = {kind: signal.signal(kind, self._handle) for kind in (signal.SIGINT, signal.SIGTERM)}
+        self.previous = {kind: signal.signal(kind, self._handle) for kind in (signal.SIGINT, signal.SIGTERM)}
         return self
 
     def _handle(self, number, frame) -> None:
-        if self.requested and not self.patient:
-            raise KeyboardInterrupt("stopped at once; what no checkpoint holds is lost")
+        if self.requested and not self.ignore_repeats:
+            raise KeyboardInterrupt("stopped without saving; steps since the last checkpoint are lost")
         if not self.requested and not self.silent:
-            again = "" if self.patient else "; once more stops at once"
-            os.write(2, f"\nstopping after this step, and saving{again}\n".encode())  # print() is not for handlers
+            hint = "" if self.ignore_repeats else " Press Ctrl-C again to quit without saving."
+            message = f"\nStopping after this step, and saving a checkpoint.{hint}\n"
+            os.write(2, message.encode())  # print() is not allowed in a signal handler
         self.requested = True
 
     def __exit__(self, *_) -> None:
-        for kind, handler in self.before.items():
+        for kind, handler in self.previous.items():
             signal.signal(kind, handler)
 
 
 @contextmanager
 def sigterm_as_keyboard_interrupt() -> Iterator[None]:
-    """Inside, what asks the process to end, or a terminal that is closed, does as Ctrl-C does."""
+    """Context manager: SIGTERM and SIGHUP raise KeyboardInterrupt, as Ctrl-C does."""
     kinds = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
-    before = {kind: signal.signal(kind, signal.default_int_handler) for kind in kinds}
+    previous = {kind: signal.signal(kind, signal.default_int_handler) for kind in kinds}
     try:
         yield
     finally:
-        for kind, handler in before.items():
+        for kind, handler in previous.items():
             signal.signal(kind, handler)

@@ -1,13 +1,11 @@
-"""A run's folder: its name, its lock, its status.
-
-runs/<name>/config.yaml  metrics.jsonl  summary.json  loss.png  checkpoints/{last,best}.pt  wandb/
-"""
+"""Run folders: names, locks, summary.json and exit codes. docs/run-folder.md lists the files."""
 
 import math
 import os
 import platform
 import re
 import time
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -17,16 +15,18 @@ from filelock import FileLock, Timeout
 from common.errors import TrainingFailed, UserError
 from common.files import read_json, write_json
 
-ROOT = Path("runs")  # below the folder where the command is typed
+ROOT = Path("runs")  # in the folder where the command is run
 SWEEPS = ROOT / "sweeps"  # runs/sweeps/<sweep>/<job>: the runs of a sweep
-BENCHES = ROOT / "bench"  # runs/bench/<name>: what bench.py measured
+BENCHES = ROOT / "bench"  # runs/bench/<name>: results of bench.py
 RESERVED = ("sweeps", "bench", "comparison", "last")
-JOB = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=,+-]{0,200}")  # a sweep's job, named for its values: attention=flash,seed=1
+JOB = re.compile(
+    r"[A-Za-z0-9][A-Za-z0-9._=,+-]{0,200}"
+)  # a sweep's job, named after its values: attention=flash,seed=1
 EXIT_CODES = {"finished": 0, "failed": 1, "refused": 2, "interrupted": 75}
 
 
 def check_path_component(key: str, word: str) -> None:
-    """Raises UserError for a word that could not be a part of a folder's name."""
+    """Raises UserError for a word that cannot be part of a folder name."""
     if not re.fullmatch(r"[A-Za-z0-9._-]{1,100}", word) or ".." in word or word.startswith((".", "-")):
         raise UserError(
             f"{key}={word!r} cannot name a folder; use at most 100 letters, digits, '.', '_' and '-', as in {key}=my-1"
@@ -34,52 +34,54 @@ def check_path_component(key: str, word: str) -> None:
 
 
 def check_name(name: str) -> None:
-    """Raises UserError for a run name that could not be a folder of runs/, or of a sweep in it."""
+    """Raises UserError for a run name that cannot be a folder in runs/ or runs/sweeps/<sweep>/."""
     sweep, slash, job = name.removeprefix("sweeps/").partition("/")
     if name.startswith("sweeps/") and slash and JOB.fullmatch(job):
         return check_path_component("name", sweep)
     check_path_component("name", name)
     if name in RESERVED:
-        raise UserError(f"name={name} is taken by trilGPT itself; set another name")
+        raise UserError(f"name={name} is reserved; set another name")
 
 
 def find_run(name: str) -> Path:
-    """The folder of the run called `name` below runs/, or of the newest one with a checkpoint for "last".
+    """The folder of a run with a checkpoint. name: its name below runs/, its path, or "last" for the newest run.
 
-    A path will do as well, as in runs/NAME. Raises UserError where there is none, naming those there are.
+    Raises UserError if there is no such run, with a list of the newest runs.
     """
     if "/" in name and any(Path(name).glob("checkpoints/*.pt")):
         return Path(name)
     name = name.removeprefix("./").removeprefix(f"{ROOT}/").rstrip("/")
     if not re.fullmatch(r"[A-Za-z0-9._/=,+-]+", name) or ".." in name or name.startswith("/"):
-        raise UserError(f"run={name!r} is no run's folder; set one, its name below {Path.cwd() / ROOT}, or last")
-    newest = {path.parent.parent: path.stat().st_mtime for path in ROOT.glob("**/checkpoints/*.pt")}
-    with_checkpoint = sorted(newest, key=newest.get, reverse=True)
+        raise UserError(f"run={name!r} is not a run; set the name of a run in {Path.cwd() / ROOT}, a path, or last")
+    saved_at = {path.parent.parent: path.stat().st_mtime for path in ROOT.glob("**/checkpoints/*.pt")}
+    with_checkpoint = sorted(saved_at, key=saved_at.__getitem__, reverse=True)
     if name == "last":
         if not with_checkpoint:
-            raise UserError(f"there is no run with a checkpoint below {Path.cwd() / ROOT}; train one: python train.py")
+            raise UserError(f"there is no run with a checkpoint in {Path.cwd() / ROOT}; train one: python train.py")
         return with_checkpoint[0]
     if ROOT / name not in with_checkpoint:
-        have = ", ".join(str(folder.relative_to(ROOT)) for folder in with_checkpoint[:5]) or "none yet"
-        there = Path.cwd() / ROOT
-        raise UserError(f"run={name} has no checkpoint below {there}; the newest runs that have one: {have}")
+        newest_runs = ", ".join(str(folder.relative_to(ROOT)) for folder in with_checkpoint[:5]) or "none yet"
+        raise UserError(
+            f"run={name} has no checkpoint in {Path.cwd() / ROOT}; set one of the runs that have one: {newest_runs}"
+        )
     return ROOT / name
 
 
 def find_checkpoint(run: str, which: str) -> Path:
+    """The best.pt or last.pt of a run, or the only checkpoint that the run has. Raises UserError."""
     path = find_run(run) / "checkpoints" / f"{which}.pt"
-    if not path.exists():  # a run that was stopped before its first evaluation has no best one yet
+    if not path.exists():  # a run that was interrupted before its first evaluation has only last.pt
         (path,) = path.parent.glob("*.pt")
     return path
 
 
 def has_checkpoint(name: str | None) -> bool:
-    """Whether the run called `name` has one to go on from."""
+    """Whether the run has a checkpoint to resume from."""
     return name is not None and (ROOT / name / "checkpoints" / "last.pt").exists()
 
 
 def make_new_folder(parent: Path, label: str) -> str:
-    """Make <parent>/<time>-<label>, with -2, -3, ... where another run of the same second was first -> its name."""
+    """Make <parent>/<time>-<label>, with -2, -3, ... appended if it exists -> its name."""
     stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{label}"
     for suffix in ("", *(f"-{n}" for n in range(2, 1000))):
         try:
@@ -87,17 +89,17 @@ def make_new_folder(parent: Path, label: str) -> str:
         except FileExistsError:
             continue
         return f"{stem}{suffix}"
-    raise UserError(f"{parent}/{stem} and its successors exist; set name=NAME")
+    raise UserError(f"{parent}/{stem} to {stem}-999 exist; set name=NAME")
 
 
 def read_owner(folder: Path) -> str:
-    """Who trains the run, as in "process 4711 on laptop"."""
+    """The process that trains the run, as in "process 4711 on laptop"."""
     path = folder / ".owner"
     return path.read_text() if path.exists() else "another process"
 
 
 def read_summary(folder: Path) -> dict:
-    """summary.json of a run's folder; empty where there is none. Raises UserError where it is damaged."""
+    """summary.json of a run folder; empty if there is none. Raises UserError if it is damaged."""
     return read_json(folder / "summary.json")
 
 
@@ -107,10 +109,10 @@ def write_summary(folder: Path, summary: dict) -> None:
 
 def flatten_dict(config: dict, prefix: str = "") -> dict:
     """{"model": {"n_layer": 2}} -> {"model.n_layer": 2}."""
-    found = {}
+    flat = {}
     for key, value in config.items():
-        found |= flatten_dict(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-    return found
+        flat |= flatten_dict(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+    return flat
 
 
 def write_config(folder: Path, config: dict) -> None:
@@ -118,27 +120,35 @@ def write_config(folder: Path, config: dict) -> None:
 
 
 class RunDir:
-    """A locked folder below runs/. A context manager: on the way out summary.json says how it ended."""
+    """A locked folder in runs/. A context manager: at the end summary.json records the status."""
 
-    def __init__(self, name: str | None, label: str, resume: bool, dist: Any):
-        """name None: the time and `label`. Of several processes rank 0 alone names, locks and writes.
+    def __init__(
+        self,
+        name: str | None,
+        label: str,
+        resume: bool,
+        is_main: bool = True,
+        broadcast: Callable[[Any], Any] = lambda value: value,
+    ):
+        """name None: the time and `label`. is_main: whether this process locks and writes the folder.
 
-        Raises UserError where the run is locked, or exists and resume is False.
+        broadcast: returns the main process's value in all processes. Raises UserError if another process trains the
+        run, or if it exists and resume is False.
         """
-        self.is_main = dist.is_main
-        self.summary: dict | None = None  # None: nothing has begun, and what an earlier process wrote stays
-        refusal = None
-        if self.is_main:
+        self.is_main = is_main
+        self.summary: dict | None = None  # None: summary.json stays as it is
+        error = None
+        if is_main:
             try:
-                name = self._claim(name, label, resume)
-            except UserError as error:
-                refusal = str(error)
-        self.name, refusal = dist.broadcast((name, refusal))
-        if refusal is not None:
-            raise UserError(refusal)
+                name = self._open(name, label, resume)
+            except UserError as refusal:
+                error = str(refusal)
+        self.name, error = broadcast((name, error))
+        if error is not None:
+            raise UserError(error)
         self.folder = ROOT / self.name
 
-    def _claim(self, name: str | None, label: str, resume: bool) -> str:
+    def _open(self, name: str | None, label: str, resume: bool) -> str:
         """Make and lock the folder -> its name."""
         if name is None:
             name = make_new_folder(ROOT, label)
@@ -146,7 +156,7 @@ class RunDir:
             raise UserError(f"{ROOT / name} exists; set another name, or resume=true to continue it")
         folder = ROOT / name
         (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-        self.lock = FileLock(folder / ".lock")  # the kernel lets go of it however the process ends
+        self.lock = FileLock(folder / ".lock")  # the kernel releases it, even after kill -9
         try:
             self.lock.acquire(timeout=0)
         except Timeout:
@@ -165,20 +175,20 @@ class RunDir:
         return self.folder / "checkpoints/best.pt"
 
     def start(self, config: dict, summary: dict) -> None:
-        """Write config.yaml and a first summary.json: from here on the folder tells of this process."""
+        """Write config.yaml and the first summary.json."""
         self.summary = {"name": self.name, "status": "running", "error": None}
         if self.is_main:
             write_config(self.folder, config)
         self.update(summary)
 
     def update(self, summary: dict) -> None:
-        """Bring summary.json up to date, at a checkpoint: a process that is killed leaves it as it was then."""
+        """Update summary.json. If the process is killed, summary.json stays as it was at the last update."""
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in summary.items()}
-        self.summary |= finite  # JSON has no infinity, which the best loss is before the first
+        self.summary |= finite  # JSON has no infinity, which the best loss is before the first evaluation
         self._write()
 
-    def finish(self) -> bool:
-        """Put on record that there is nothing left to do -> whether a process was killed before it could say so."""
+    def mark_finished(self) -> bool:
+        """Record the status "finished" -> whether it was missing, because the process was killed before it wrote it."""
         summary = read_summary(self.folder) or {"name": self.name, "status": "unknown"}
         if summary["status"] == "finished":
             return False
@@ -195,15 +205,15 @@ class RunDir:
     def __exit__(self, kind, error, traceback) -> None:
         if self.summary is not None:
             self.summary["status"] = status_of(error)
-            ours = isinstance(error, KeyboardInterrupt | UserError | TrainingFailed)  # whose words are for users
-            self.summary["error"] = None if error is None else str(error) if ours else f"{kind.__name__}: {error}"
+            is_message = isinstance(error, KeyboardInterrupt | UserError | TrainingFailed)
+            self.summary["error"] = None if error is None else str(error) if is_message else f"{kind.__name__}: {error}"
             self._write()
         if self.is_main:
             self.lock.release()
 
 
 def status_of(error: BaseException | None) -> str:
-    """How a run ended: a key of EXIT_CODES."""
+    """The status of a run that ended with `error`: a key of EXIT_CODES."""
     if error is None:
         return "finished"
     if isinstance(error, KeyboardInterrupt):

@@ -13,7 +13,7 @@ from compare.bench.config import BenchConfig
 from data import DataConfig, TokenizerConfig
 from data.prepare import check_short_text
 from model import AttentionConfig, GPTConfig, SamplingConfig
-from training import (
+from training.config import (
     AdamWConfig,
     CheckpointConfig,
     EvalConfig,

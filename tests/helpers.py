@@ -3,9 +3,13 @@
 import json
 from pathlib import Path
 
+import torch
+
 from data import DataConfig, TokenizerConfig
-from model import SamplingConfig
-from model.attention import BACKENDS
+from model import GPTConfig, SamplingConfig
+from model.attention import BACKENDS, naive
+from model.gpt import GPT
+from training.config import AdamWConfig, MuonConfig
 
 ROOT = Path(__file__).parent.parent
 ON_CPU = [name for name, each in BACKENDS.items() if "cpu" in each.on]
@@ -24,6 +28,34 @@ TINY = [
     "train.steps=6", "eval.every=3", "eval.batches=2", "eval.sample.max_new_tokens=4", "checkpoint.every=3",
     "wandb.mode=disabled", "tokenizer=char", "data=text", "data.path=text.txt",
 ]  # fmt: skip
+
+ADAMW = AdamWConfig(name="adamw", lr=1e-3, betas=[0.9, 0.95], eps=1e-8, weight_decay=0.1)
+MUON = MuonConfig(
+    name="muon", lr=0.02, momentum=0.95, ns_steps=5, weight_decay=0.01, embedding_lr=0.01, head_lr=0.003, norm_lr=0.01,
+    betas=[0.9, 0.95], eps=1e-8,
+)  # fmt: skip
+
+
+def tiny_model(**changed) -> GPT:
+    """A GPT-2 with 20 tokens and a context of 8."""
+    torch.manual_seed(0)
+    settings = dict(
+        name="", n_layer=2, n_head=2, n_kv_head=None, n_embd=16, block_size=8, dropout=0.0, bias=True,
+        norm="layernorm", mlp="gelu", position="learned", window=None, qk_norm=False, tie_embeddings=True,
+        pad_vocab_multiple=1, max_ngram=1, ngram_table_size=64,
+    )  # fmt: skip
+    return GPT(GPTConfig(**settings | changed), 20, naive)
+
+
+def train_step(model, optimizers, seed=0) -> float:
+    """One step of `tiny_model` on random tokens -> the loss."""
+    tokens = torch.randint(0, 20, (4, 9), generator=torch.Generator().manual_seed(seed))
+    loss = model(tokens[:, :-1], tokens[:, 1:])
+    loss.backward()
+    for optimizer in optimizers:
+        optimizer.step()
+        optimizer.zero_grad()
+    return loss.item()
 
 
 def sampling(**changed):

@@ -1,12 +1,12 @@
-"""One file of tensors and plain values: written whole or not at all, checked when it is read.
+"""Training state, and checkpoints of it: files of tensors and plain values (see common/checkpoint_file.py).
 
 format, step, seconds, best_val_loss, wandb_id
-model          {name: tensor}             the same names whether the run was compiled or not
-optimizer      {name: {state}}            all optimizers in one
-scaler         the gradient scaler's state; empty where none was used
-vocab_size, tokenizer, model_config       enough to sample from the file alone
-identity       what must not change when a run continues
-config         the whole run config, for readers; nothing is built from it
+model          {name: tensor}             the same names for eager and compiled runs, on one device or many
+optimizer      {name: {state}}            of all optimizers; None in a best.pt saved with checkpoint.optimizer=false
+scaler         state of the gradient scaler; empty if it is disabled
+vocab_size, tokenizer, model_config       all that sampling needs
+identity       settings that must not change when the run resumes
+config         the complete run config, for readers; nothing is built from it
 """
 
 import math
@@ -18,73 +18,108 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from common.checkpoint_file import save_checkpoint
+from common.checkpoint_file import load_checkpoint, save_checkpoint
 from common.errors import UserError, format_value
+from common.run_dir import RunDir
+from training.observers import Observers
 from training.optimizer import load_state_by_name, state_by_name
+
+COUNTERS = ("step", "seconds", "best_val_loss", "wandb_id")
+MAX_LISTED_DIFFERENCES = 4
 
 
 @dataclass
 class TrainState:
-    """Everything that a step changes: the weights, and how far the run has come."""
+    """Everything that an optimizer step changes."""
 
     model: nn.Module
     optimizers: list[Optimizer]
     scaler: torch.amp.GradScaler
-    step: int = 0  # optimizer steps done
-    seconds: float = 0.0
+    step: int = 0  # finished optimizer steps
+    seconds: float = 0.0  # training time
     best_val_loss: float = math.inf
     wandb_id: str | None = None
 
-    def counters(self) -> dict:
-        return {key: getattr(self, key) for key in ("step", "seconds", "best_val_loss", "wandb_id")}
-
     def summary(self) -> dict:
-        """How far the run has come, as summary.json names it."""
+        """The counters, under their names in summary.json."""
         return {"step": self.step, "best_val_loss": self.best_val_loss, "wall_seconds": self.seconds}
 
-    def save(self, path: Path, about: dict) -> None:
-        """`about`: what does not change, see `about` below."""
-        tensors = {
+    def save(self, path: Path, metadata: dict, with_optimizer: bool = True) -> None:
+        """Write a checkpoint. metadata: see checkpoint_metadata. Without the optimizer state it cannot be resumed."""
+        content = {key: getattr(self, key) for key in COUNTERS} | {
             "model": self.model.state_dict(),
-            "optimizer": state_by_name(self.model, self.optimizers),
+            "optimizer": state_by_name(self.model, self.optimizers) if with_optimizer else None,
             "scaler": self.scaler.state_dict(),
         }
-        save_checkpoint(path, about | self.counters() | tensors)
+        save_checkpoint(path, metadata | content)
 
-    def restore(self, saved: dict) -> None:
+    def resume(self, path: Path, metadata: dict) -> None:
+        """Read a checkpoint of a run that has the same identity. Raises UserError."""
+        saved = load_checkpoint(path)
+        check_identity(path.parent.parent, saved["identity"], metadata["identity"])
+        if saved["optimizer"] is None:
+            raise UserError(
+                f"{path} has no optimizer state, because it was saved as best.pt with checkpoint.optimizer=false; "
+                f"use it with train.init_from, or remove {path} to start from step 0"
+            )
         self.model.load_state_dict(saved["model"])
         load_state_by_name(self.model, self.optimizers, saved["optimizer"])
-        if saved["scaler"]:  # empty where the run had none, and a new one starts afresh
+        if saved["scaler"]:  # empty if the run was not in float16 so far
             self.scaler.load_state_dict(saved["scaler"])
-        for key in self.counters():
+        for key in COUNTERS:
             setattr(self, key, saved[key])
 
 
+class CheckpointWriter:
+    """Writes the checkpoints of a run, after the metrics that they depend on. Does nothing on ranks other than 0.
+
+    metadata: see checkpoint_metadata. best_with_optimizer: whether best.pt contains the optimizer state.
+    """
+
+    def __init__(self, run: RunDir, state: TrainState, metadata: dict, observers: Observers, best_with_optimizer: bool):
+        self.run, self.state, self.metadata, self.observers = run, state, metadata, observers
+        self.best_with_optimizer = best_with_optimizer
+
+    def save(self, *, best: bool, last: bool) -> None:
+        """Write best.pt, last.pt or both, and update summary.json. Raises TrainingFailed if a loss is not finite."""
+        if not self.run.is_main:
+            return
+        self.observers.flush()
+        if best:
+            self.state.save(self.run.best, self.metadata, self.best_with_optimizer)
+        if last:
+            self.state.save(self.run.last, self.metadata)
+        self.run.update(self.state.summary() | self.observers.summary())
+        self.observers.wandb.set_summary(self.run.summary)
+
+
 def checkpoint_metadata(config: Any, meta: dict) -> dict:
-    """What a checkpoint says of itself beside the state, from the run's config and the prepared data's meta.json."""
+    """The constant part of a run's checkpoints. config: of train.py. meta: the prepared data's meta.json."""
     model = asdict(config.model)
+    identity = {f"model.{key}": value for key, value in model.items() if key not in ("name", "dropout")}
+    identity |= {"data.name": meta["source"]["name"], "data": meta["fingerprint"]}
+    identity |= {"data.document_mask": config.data.document_mask}
+    identity |= {f"data.mix.{name}.weight": part.weight for name, part in config.data.mix.items()}
+    identity |= {"tokenizer.name": config.tokenizer.name, "vocabulary": meta["vocab_size"]}
+    identity |= {"train.init_from": config.train.init_from}
+    identity |= {"optimizer.name": config.optimizer.name, "train.batch_size": config.train.batch_size}
     return {
         "model_config": model,
         "vocab_size": meta["vocab_size"],
         "tokenizer": meta["tokenizer"],
-        "identity": {f"model.{key}": value for key, value in model.items() if key not in ("name", "dropout")}
-        | {"data.name": meta["source"]["name"], "data": meta["fingerprint"]}
-        | {"data.document_mask": config.data.document_mask}
-        | {f"data.mix.{name}.weight": part.weight for name, part in config.data.mix.items()}
-        | {"tokenizer.name": config.tokenizer.name, "vocabulary": meta["vocab_size"]}
-        | {"train.init_from": config.train.init_from}
-        | {"optimizer.name": config.optimizer.name, "train.batch_size": config.train.batch_size},
+        "identity": identity,
         "config": asdict(config),
     }
 
 
-def check_identity(path: Path, saved: dict, now: dict) -> None:
-    """Raises UserError where a run would continue as something else, listing what differs."""
-    differs = [key for key in now if saved.get(key) != now[key]]
-    if differs:
+def check_identity(folder: Path, saved: dict, identity: dict) -> None:
+    """Raises UserError if a run would resume with another model, data, tokenizer, optimizer or batch size."""
+    different = [key for key in identity if saved.get(key) != identity[key]]
+    if different:
         listed = ", ".join(
-            f"{key}={format_value(saved.get(key))} (now {format_value(now[key])})" for key in differs[:4]
+            f"{key}={format_value(saved.get(key))} (now {format_value(identity[key])})"
+            for key in different[:MAX_LISTED_DIFFERENCES]
         )
-        if len(differs) > 4:
-            listed += f" and {len(differs) - 4} more, all in its config.yaml and the command in its summary.json"
-        raise UserError(f"{path} was trained with {listed}; set that back, or set another name")
+        if len(different) > MAX_LISTED_DIFFERENCES:
+            listed += f" and {len(different) - MAX_LISTED_DIFFERENCES} more settings (see its config.yaml)"
+        raise UserError(f"{folder} was trained with {listed}; set the old values, or set another name")

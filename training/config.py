@@ -1,42 +1,29 @@
-"""How a model is trained. Types and rules only; the values live in configs/. Nothing here imports torch."""
+"""Config of training: types and checks. The values are in configs/. Nothing here imports torch."""
 
 from dataclasses import dataclass
 from math import inf
 from typing import Any
 
-from common.errors import UserError
+from common.errors import UserError, check_settings
 from model.generation.config import SamplingConfig
 
 AUTO = "auto"
 
 
-def _positive(section: str, config: object, *keys: str) -> None:
-    for key in keys:
-        value = getattr(config, key)
-        if value is not None and not 0 < value < inf:
-            raise UserError(f"{section}.{key}={value} must be a number greater than 0")
-
-
-def _not_negative(section: str, config: object, *keys: str) -> None:
-    for key in keys:
-        value = getattr(config, key)
-        if value is not None and not 0 <= value < inf:
-            raise UserError(f"{section}.{key}={value} must not be negative")
-
-
-def _around(value: int, divisor: int) -> str:
-    below = value // divisor * divisor
-    return f"{below} or {below + divisor}" if below else str(divisor)
+def _check_positive(section: str, config: object, *keys: str) -> None:
+    values = {key: getattr(config, key) for key in keys}
+    rules = [(key, v is None or 0 < v < inf, "must be a number greater than 0") for key, v in values.items()]
+    check_settings(section, config, rules)
 
 
 @dataclass
 class TrainConfig:
-    """steps: optimizer steps. minutes: a budget of time instead of, or beside, steps.
+    """Length of the run, and size of a step.
 
-    batch_size: sequences per optimizer step, over all devices. micro_batch_size: sequences per forward pass on one
-    device; None: the device's whole share; "auto": as many of it as fit into memory. grad_clip: largest norm of the
-    gradient; None: not clipped. profile: record where the time of a few steps goes. init_from: "run:NAME": the run
-    whose weights are trained further, with a fresh optimizer; None: weights are drawn.
+    steps: optimizer steps. minutes: a time limit, instead of steps or in addition. batch_size: sequences per optimizer
+    step, over all devices. micro_batch_size: sequences per forward pass on one device; None: all of the device's share;
+    "auto": as many as fit into memory. grad_clip: largest gradient norm; None: no clipping. profile: record where the
+    time of a few steps goes. init_from: "run:NAME": start from the weights of that run; None: from random weights.
     """
 
     steps: int | None
@@ -48,42 +35,40 @@ class TrainConfig:
     init_from: str | None
 
     def __post_init__(self):
-        if self.init_from is not None and not (self.init_from.startswith("run:") and self.init_from[4:]):
-            raise UserError(f"train.init_from={self.init_from} names no weights; set train.init_from=run:NAME, or null")
-        _positive("train", self, "steps", "minutes", "batch_size", "grad_clip")
-        size = self.micro_batch_size
-        if size not in (None, AUTO) and not (type(size) is int and size > 0):
-            raise UserError(
-                f"train.micro_batch_size={size} takes a number of sequences from 1, {AUTO} (as many as fit into "
-                f"memory), or null (a device's whole share); set, say, {AUTO}"
-            )
+        _check_positive("train", self, "steps", "minutes", "batch_size", "grad_clip")
+        run, size = self.init_from, self.micro_batch_size
+        check_settings("train", self, [
+            ("init_from", run is None or (run.startswith("run:") and run != "run:"), "must be run:NAME, or null"),
+            ("micro_batch_size", size in (None, AUTO) or (type(size) is int and size > 0),
+             f"must be a number of sequences, {AUTO} (as many as fit), or null (all of a device's share)"),
+        ])  # fmt: skip
         if self.steps is None and self.minutes is None:
-            raise UserError("nothing says when training ends; set train.steps or train.minutes")
+            raise UserError("set train.steps or train.minutes: the run has no end")
 
     def plan(self, world_size: int) -> tuple[int, int]:
         """(sequences per forward pass on one device, forward passes per optimizer step). Raises UserError.
 
-        For auto the least, one sequence: what fits is not known before there is a model.
+        With micro_batch_size=auto, one sequence per forward pass: what fits is found out when the model exists.
         """
-        share, over = divmod(self.batch_size, world_size)
-        if over:
+        share, remainder = divmod(self.batch_size, world_size)
+        if remainder:
             raise UserError(
-                f"train.batch_size={self.batch_size} does not divide among {world_size} devices; "
-                f"set {_around(self.batch_size, world_size)}"
+                f"train.batch_size={self.batch_size} is not a multiple of {world_size} devices; "
+                f"set {f'{share * world_size} or ' if share else ''}{(share + 1) * world_size}"
             )
         micro = {None: share, AUTO: 1}.get(self.micro_batch_size, self.micro_batch_size)
         if share % micro:
-            fits = [str(size) for size in range(1, share + 1) if share % size == 0]
+            divisors = [str(size) for size in range(1, share + 1) if share % size == 0]
             raise UserError(
-                f"train.micro_batch_size={micro} does not divide a device's {share} sequences per step "
-                f"(train.batch_size={self.batch_size} over {world_size}); set one of {', '.join(fits[-8:])}"
+                f"train.micro_batch_size={micro} does not divide the {share} sequences per step of a device "
+                f"(train.batch_size={self.batch_size} over {world_size}); set one of {', '.join(divisors[-8:])}"
             )
         return micro, share // micro
 
 
 @dataclass
 class ScheduleConfig:
-    """The learning rate as a fraction of the optimizer's: up over warmup_steps, then down to final_fraction.
+    """Learning-rate schedule: linear warmup over warmup_steps, then decay to final_fraction of the peak.
 
     name: a function in training/schedule.py. decay_fraction: the part of the run in which wsd decays.
     """
@@ -94,21 +79,25 @@ class ScheduleConfig:
     decay_fraction: float | None
 
     def __post_init__(self):
-        _not_negative("schedule", self, "warmup_steps")
-        for key in ("final_fraction", "decay_fraction"):
-            value = getattr(self, key)
-            if value is not None and not 0 <= value <= 1:
-                raise UserError(f"schedule.{key}={value} is a fraction; set it from 0 to 1")
+        is_fraction = [value is None or 0 <= value <= 1 for value in (self.final_fraction, self.decay_fraction)]
+        check_settings("schedule", self, [
+            ("warmup_steps", self.warmup_steps >= 0, "must not be negative"),
+            ("final_fraction", is_fraction[0], "must be a number from 0 to 1"),
+            ("decay_fraction", is_fraction[1], "must be a number from 0 to 1, or null"),
+        ])  # fmt: skip
 
 
-def _check_betas(betas: list[float]) -> None:
-    if len(betas) != 2 or not all(0 <= beta < 1 for beta in betas):
-        raise UserError(f"optimizer.betas={betas} must be two numbers from 0 to below 1; set, say, [0.9,0.95]")
+def _check_adamw(config: "AdamWConfig | MuonConfig") -> None:
+    valid_betas = len(config.betas) == 2 and all(0 <= beta < 1 for beta in config.betas)
+    check_settings("optimizer", config, [
+        ("betas", valid_betas, "must be two numbers from 0 to below 1; set, say, [0.9,0.95]"),
+        ("weight_decay", 0 <= config.weight_decay < inf, "must not be negative"),
+    ])  # fmt: skip
 
 
 @dataclass
 class AdamWConfig:
-    """AdamW (Loshchilov & Hutter, arXiv:1711.05101). weight_decay: on matrices and embeddings alone."""
+    """AdamW (Loshchilov & Hutter, arXiv:1711.05101). weight_decay: of matrices and embeddings only."""
 
     name: str
     lr: float
@@ -117,16 +106,15 @@ class AdamWConfig:
     weight_decay: float
 
     def __post_init__(self):
-        _positive("optimizer", self, "lr", "eps")
-        _not_negative("optimizer", self, "weight_decay")
-        _check_betas(self.betas)
+        _check_positive("optimizer", self, "lr", "eps")
+        _check_adamw(self)
 
 
 @dataclass
 class MuonConfig:
-    """Muon (Jordan et al., 2024) for the matrices inside the blocks, AdamW for all else.
+    """Muon (Jordan et al., 2024) for the matrices of the blocks, AdamW for all other parameters.
 
-    lr, momentum, ns_steps (of Newton-Schulz) and weight_decay are Muon's; the others AdamW's.
+    lr, momentum, ns_steps (Newton-Schulz iterations) and weight_decay belong to Muon, the others to AdamW.
     """
 
     name: str
@@ -141,18 +129,17 @@ class MuonConfig:
     eps: float
 
     def __post_init__(self):
-        _positive("optimizer", self, "lr", "ns_steps", "embedding_lr", "head_lr", "norm_lr", "eps")
-        _not_negative("optimizer", self, "weight_decay")
-        if not 0 <= self.momentum < 1:
-            raise UserError(f"optimizer.momentum={self.momentum} must lie from 0 to below 1; set, say, 0.95")
-        _check_betas(self.betas)
+        _check_positive("optimizer", self, "lr", "ns_steps", "embedding_lr", "head_lr", "norm_lr", "eps")
+        valid_momentum = 0 <= self.momentum < 1
+        check_settings("optimizer", self, [("momentum", valid_momentum, "must be from 0 to below 1; set, say, 0.95")])
+        _check_adamw(self)
 
 
 @dataclass
 class EvalConfig:
-    """every: steps between evaluations. batches: how many times train.batch_size validation windows, None: all.
+    """every: steps between evaluations. batches: train.batch_size times as many validation windows; None: all.
 
-    sample: the text generated at each evaluation but that before the first step; max_new_tokens 0: none.
+    sample: settings of the sample that each evaluation after step 0 generates; max_new_tokens=0: no sample.
     """
 
     every: int
@@ -160,23 +147,27 @@ class EvalConfig:
     sample: SamplingConfig
 
     def __post_init__(self):
-        _positive("eval", self, "every", "batches")
+        _check_positive("eval", self, "every", "batches")
         self.sample.check("eval.sample.")
 
 
 @dataclass
 class CheckpointConfig:
-    """every: steps between saves of last.pt, which resuming starts from; it is saved at the last step as well."""
+    """every: steps between saves of last.pt, which is also saved after the last step.
+
+    optimizer: whether best.pt contains the optimizer state. last.pt, from which a run resumes, always contains it.
+    """
 
     every: int
+    optimizer: bool
 
     def __post_init__(self):
-        _positive("checkpoint", self, "every")
+        _check_positive("checkpoint", self, "every")
 
 
 @dataclass
 class WandbConfig:
-    """mode: offline, online or disabled. tags: words to find the run by."""
+    """Where wandb logs to: see wandb.init. mode: offline, online or disabled."""
 
     mode: str
     project: str
@@ -185,15 +176,12 @@ class WandbConfig:
     tags: list[str]
 
     def __post_init__(self):
-        if self.mode not in ("offline", "online", "disabled"):
-            raise UserError(f"wandb.mode={self.mode} is unknown; set offline, online or disabled")
+        is_known = self.mode in ("offline", "online", "disabled")
+        check_settings("wandb", self, [("mode", is_known, "is unknown; set offline, online or disabled")])
 
 
 @dataclass
 class TrainWandbConfig(WandbConfig):
-    """attention_maps: draw the causal weights at each evaluation.
-
-    The pictures and entropies lie in the run's folder too, whatever the mode.
-    """
+    """attention_maps: plot attention maps at each evaluation, also into the run folder if wandb is disabled."""
 
     attention_maps: bool

@@ -1,64 +1,105 @@
-"""Which device, which numbers, which compiler: what a config leaves open is decided here and put on record."""
+"""Runtime of a command: processes, device, dtype and compiler, resolved from what the config leaves open."""
 
 import ctypes
 import os
 import platform
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
 
 import torch
+from torch import nn
 
 from common.errors import UserError
-from model.attention import missing_compiler
+from common.system import describe_environment
+from model import AttentionConfig
+from model.attention import missing_compiler, pin_kernel_under_compile
+from training.distributed import Dist
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
-def resolve_device(name: str, local_rank: int = 0) -> torch.device:
-    """auto: the GPU if there is one, else the CPU; of several GPUs the one of this process.
+@dataclass(frozen=True)
+class Runtime:
+    """Where and how a run computes."""
 
-    Raises UserError for a device that is not there.
+    dist: Dist
+    device: torch.device
+    dtype: torch.dtype
+    compile: bool
+
+    def autocast(self) -> AbstractContextManager:
+        return autocast(self.device, self.dtype)
+
+    def describe(self) -> dict:
+        """Device, software and command, for summary.json."""
+        return describe_environment(self.device) | {
+            "dtype": str(self.dtype).removeprefix("torch."),
+            "compile": self.compile,
+            "world_size": self.dist.world_size,
+        }
+
+    def wrap(self, model: nn.Module, attention: AttentionConfig) -> nn.Module:
+        """The model as the loop calls it: gradients averaged over the processes, compiled if the run compiles."""
+        forward = self.dist.wrap(model)
+        if not self.compile:
+            return forward
+        pin_kernel_under_compile(attention)
+        return torch.compile(forward, dynamic=False)
+
+
+def resolve_runtime(device: str, dtype: str, compile: bool | None) -> Runtime:
+    """Resolve the settings of these names. Raises UserError for anything that this machine cannot run."""
+    dist = Dist.from_environment()
+    resolved = resolve_device(device, dist.local_rank)
+    return Runtime(dist, resolved, resolve_dtype(dtype, resolved), resolve_compile(compile, resolved))
+
+
+def resolve_device(name: str, local_rank: int = 0) -> torch.device:
+    """auto: the GPU if there is one, else the CPU. With several GPUs, each process gets the one of its local rank.
+
+    Raises UserError for a device that is not available.
     """
-    there = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
+    is_available = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
     if name == "auto":
-        name = "cuda" if there["cuda"] else "mps" if there["mps"] else "cpu"
-    if not there.get(name):
-        have = ", ".join(device for device, is_there in there.items() if is_there)
-        what = "is not on this machine, or this torch cannot use it" if name in there else "is unknown"
-        raise UserError(f"device={name} {what}; set device=auto, or one of what is here: {have}")
+        name = "cuda" if is_available["cuda"] else "mps" if is_available["mps"] else "cpu"
+    if not is_available.get(name):
+        problem = "is not available on this machine with this build of torch" if name in is_available else "is unknown"
+        available = ", ".join(device for device in is_available if is_available[device])
+        raise UserError(f"device={name} {problem}; set device=auto or one of the available devices: {available}")
     if name == "cuda" and local_rank >= torch.cuda.device_count():
         raise UserError(
-            f"rank {local_rank} of this machine has no GPU, there are {torch.cuda.device_count()}; "
+            f"local rank {local_rank} has no GPU, because this machine has {torch.cuda.device_count()}; "
             f"set torchrun --nproc_per_node={torch.cuda.device_count()}"
         )
     return torch.device(name, local_rank) if name == "cuda" else torch.device(name)
 
 
 def resolve_dtype(name: str, device: torch.device, trains: bool = True) -> torch.dtype:
-    """auto: bfloat16 on a GPU that has it, else float32. Raises UserError for what the device cannot train in."""
+    """auto: bfloat16 on a GPU that supports it, else float32. Raises UserError for a dtype that cannot train there."""
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" and torch.cuda.is_bf16_supported() else torch.float32
     if name not in DTYPES:
         raise UserError(f"dtype={name} is unknown; set auto, {', '.join(DTYPES)}")
     if name == "float16" and device.type != "cuda" and trains:
-        raise UserError(f"dtype=float16 trains on cuda alone, not on {device.type}; set dtype=bfloat16 or float32")
+        raise UserError(f"dtype=float16 trains only on cuda, not on {device.type}; set dtype=bfloat16 or float32")
     return DTYPES[name]
 
 
-def resolve_compile(wanted: bool | None, device: torch.device) -> bool:
-    """null: on CUDA where Triton is there; never on a CPU, where compiling a small model costs more than it saves.
+def resolve_compile(requested: bool | None, device: torch.device) -> bool:
+    """None: compile on CUDA if Triton is installed, but not on a CPU, where it costs small models more than it saves.
 
-    Raises UserError where compiling is asked for and no compiler is there.
+    Raises UserError if compilation is requested and no compiler is installed.
     """
-    lacks = missing_compiler(device)
-    if wanted and lacks:
-        raise UserError(f"compile=true needs {lacks}, which is not installed; install it, or set compile=false")
-    return device.type == "cuda" and not lacks if wanted is None else wanted
+    missing = missing_compiler(device)
+    if requested and missing:
+        raise UserError(f"compile=true needs {missing}, which is not installed; install it, or set compile=false")
+    return device.type == "cuda" and not missing if requested is None else requested
 
 
 def configure_backends(device: torch.device, deterministic: bool, tf32: bool) -> None:
-    """Process-wide settings, before the first tensor is on the device.
+    """Process-wide settings, to be made before the first tensor is on the device.
 
-    float32 means float32, unless tf32 is set: CUDA then rounds what it multiplies to 10 bits of mantissa.
+    float32 means full float32, unless tf32 is set: CUDA then rounds the factors of a product to 10 bits of mantissa.
     """
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     if deterministic:
@@ -71,21 +112,21 @@ def configure_backends(device: torch.device, deterministic: bool, tf32: bool) ->
 
 
 def _tune_malloc() -> None:
-    """Let malloc hold on to the memory that a step frees, for the next: what the system takes back, it zeroes first.
+    """Let glibc keep the memory that a step frees for the next step. Memory from the system is zeroed page by page.
 
-    So blocks of up to 32 MiB, the most that malloc takes from its own heap, which it no longer trims at the end.
+    Blocks of up to 32 MiB, the largest that malloc can take from its own heap, come from the heap, which never shrinks.
     """
-    M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # of malloc.h
+    M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # from malloc.h
     libc = ctypes.CDLL(None)
     libc.mallopt(M_MMAP_THRESHOLD, 32 * 2**20)
     libc.mallopt(M_TRIM_THRESHOLD, -1)
 
 
 def autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager:
-    """Matrix products in `dtype`, weights and sums in float32."""
+    """Mixed precision: matrix products in `dtype`, weights and sums in float32."""
     return nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype=dtype)
 
 
 def grad_scaler(device: torch.device, dtype: torch.dtype) -> torch.amp.GradScaler:
-    """Keeps float16 gradients from underflowing (Micikevicius et al., arXiv:1710.03740); does nothing otherwise."""
+    """Loss scaling for float16 gradients (Micikevicius et al., arXiv:1710.03740); disabled for other dtypes."""
     return torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)

@@ -1,7 +1,8 @@
-"""One process among several, as torchrun starts them. A world of one is the default of the same code.
+"""Distributed training: one process per device, started by torchrun.
 
-The loop never asks which it is: with one process every method below does nothing, or gives back what it was given.
-Numbers that decide something (stop now? how long has it been?) are agreed on, or processes would part ways.
+Without torchrun the world has one process, and all methods of Dist do nothing or return their argument. So the loop
+is the same for one process and for many. Values that decide something, such as when to stop, are reduced over all
+processes; otherwise the processes would wait for each other forever.
 """
 
 import os
@@ -24,13 +25,14 @@ from torch.nn.parallel import DistributedDataParallel
 from common.errors import TrainingFailed, UserError
 from common.system import cpu_count
 
-FOREVER = timedelta(days=365)
+PREPARE_TIMEOUT = timedelta(days=365)
+LOST_RANK_DELAY_S = 2.0
 CONNECTION_ERRORS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed", "NCCL")
 
 
 @dataclass(frozen=True)
 class Dist:
-    """rank, of world_size processes; local_rank, of local_world_size on this machine."""
+    """This process among `world_size` processes. local_rank: its rank among the local_world_size on this machine."""
 
     rank: int = 0
     world_size: int = 1
@@ -39,128 +41,129 @@ class Dist:
 
     @classmethod
     def from_environment(cls) -> "Dist":
-        """What torchrun says; alone where it does not."""
+        """Read the variables that torchrun sets; a single process without them."""
         names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
         return cls(*(int(os.environ[name]) for name in names)) if set(names) <= set(os.environ) else cls()
 
     @property
     def is_main(self) -> bool:
-        """Whether this is the one process that writes and speaks."""
+        """Whether this is rank 0, the only process that writes files and prints."""
         return self.rank == 0
 
     def connect(self, device: torch.device) -> None:
-        """Meet the others: gloo on CPUs, NCCL between GPUs. All but one fall silent, save for errors.
+        """Start the process group: gloo on CPUs, NCCL on GPUs. All ranks except 0 stop printing, except errors.
 
         Raises UserError for a device that several processes cannot use.
         """
         if self.world_size == 1:
             return
         if device.type not in ("cpu", "cuda"):
-            raise UserError(f"several processes cannot share {device.type}; set device=cpu, or leave out torchrun")
+            raise UserError(f"several processes cannot share {device.type}; set device=cpu, or run without torchrun")
         self.share_cores()
         if not self.is_main:
-            sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (as long as the process)
+            sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (open as long as the process)
         backends = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         torch_dist.init_process_group(backends, device_id=device if device.type == "cuda" else None)
 
     def share_cores(self) -> None:
-        """Compute with this process's share of the machine's cores, unless OMP_NUM_THREADS is set above 1."""
-        if self.world_size > 1 and os.environ.get("OMP_NUM_THREADS", "1") == "1":  # torchrun's own default is 1
+        """Use this process's share of the machine's cores, unless OMP_NUM_THREADS is set to more than 1."""
+        if self.world_size > 1 and os.environ.get("OMP_NUM_THREADS", "1") == "1":  # torchrun sets 1
             torch.set_num_threads(max(1, cpu_count() // self.local_world_size))
 
     @contextmanager
     def main_first(self) -> Iterator[None]:
-        """Rank 0 goes through the block, then the others. They wait however long it takes, in no collective."""
+        """Context manager: rank 0 runs the block first, then the others. They wait for as long as it takes."""
         if self.world_size == 1:
             yield
             return
+        # Not a collective operation, since those have a timeout. No public function returns the store (torch 2.13).
         store = torch_dist.distributed_c10d._get_default_store()
         if not self.is_main:
-            store.wait(["main_first"], FOREVER)
+            store.wait(["main_first"], PREPARE_TIMEOUT)
         yield
         if self.is_main:
             store.set("main_first", "done")
 
     @contextmanager
     def raise_on_lost_rank(self) -> Iterator[None]:
-        """Ends this process where another was lost; rank 0 says so. Raises TrainingFailed."""
+        """Context manager: end this process if another one was lost; rank 0 reports it. Raises TrainingFailed."""
         try:
             yield
         except RuntimeError as error:
-            if self.world_size > 1 and any(word in str(error) for word in CONNECTION_ERRORS):
-                time.sleep(2)  # that torchrun sees the other end first, and names it as the cause
-                if not self.is_main and "NCCL" not in str(error):
-                    raise SystemExit(1) from None  # said once is enough
-                raise TrainingFailed(
-                    f"rank {self.rank} lost another process, whose error, or what killed it, is the one to mend; "
-                    "start the same command with the run's name= again: it continues from its last checkpoint "
-                    f"({str(error).splitlines()[0]})"
-                ) from None
-            raise
+            if self.world_size == 1 or not any(words in str(error) for words in CONNECTION_ERRORS):
+                raise
+            time.sleep(LOST_RANK_DELAY_S)  # so that torchrun sees the other process end first, and names it as cause
+            if not self.is_main and "NCCL" not in str(error):
+                raise SystemExit(1) from None
+            raise TrainingFailed(
+                f"rank {self.rank} lost the connection to another process ({str(error).splitlines()[0]}); "
+                "fix the error of that process, and start the same command with the run's name= again: "
+                "it resumes from its last checkpoint"
+            ) from None
 
     def share(self, first: int, size: int) -> tuple[int, int]:
-        """This process's (first, size) of the sequences first to first + size; the world divides size."""
-        each = size // self.world_size
-        return first + self.rank * each, each
+        """This process's (first, size) of the sequences first to first + size. size is a multiple of world_size."""
+        share = size // self.world_size
+        return first + self.rank * share, share
 
     def micro_batch_starts(self, step: int, batch_size: int, size: int) -> Iterator[int]:
-        """The first sequence of each of this process's micro batches of `size`, from `step` on and without end."""
-        for each in count(step):
-            first, share = self.share(each * batch_size, batch_size)
+        """The first sequence of each micro batch of `size` of this process, endlessly, beginning with `step`."""
+        for current in count(step):
+            first, share = self.share(current * batch_size, batch_size)
             yield from range(first, first + share, size)
 
     def wrap(self, model: nn.Module) -> nn.Module:
-        """The model whose backward pass averages gradients over all processes."""
+        """Wrap the model so that its backward pass averages the gradients over all processes."""
         if self.world_size == 1:
             return model
-        with warnings.catch_warnings():  # the option has another name from torch 2.13 on
+        with warnings.catch_warnings():  # torch 2.13 renamed an option
             warnings.simplefilter("ignore", FutureWarning)
             return DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True)
 
     def sync_gradients(self, wrapped: nn.Module, now: bool) -> AbstractContextManager:
-        """Around forward and backward of a micro batch: gradients are only added up until `now`, then averaged."""
+        """Context manager around a micro batch: gradients are averaged over the processes only if `now`."""
         return nullcontext() if now or self.world_size == 1 else wrapped.no_sync()
 
     def mean(self, value: Tensor) -> Tensor:
-        """The mean over all processes of a tensor on the device. Nothing waits for it."""
+        """Mean over all processes of a tensor on the device. Does not wait for the device."""
         if self.world_size > 1:
             torch_dist.all_reduce(value)
             value /= self.world_size
         return value
 
     def sum(self, *values: float) -> list[float]:
-        """Sums over all processes of numbers, in float64."""
-        return self._reduce(values, torch_dist.ReduceOp.SUM)
+        """Sums over all processes, in float64."""
+        return self._all_reduce(values, torch_dist.ReduceOp.SUM)
 
     def all_reduce_min(self, value: int) -> int:
-        """The smallest of the values of all processes."""
-        return int(self._reduce((value,), torch_dist.ReduceOp.MIN)[0])
+        """The minimum over all processes."""
+        return int(self._all_reduce((value,), torch_dist.ReduceOp.MIN)[0])
 
     def barrier(self) -> None:
-        """Wait until all processes are here: one that leaves early is taken for one that failed."""
+        """Wait until all processes are here. The others would treat a process that leaves earlier as lost."""
         self.sum(0.0)
 
-    def check_same(self, what: str, value: Any) -> None:
-        """Raises TrainingFailed where another process has another value."""
+    def check_same(self, name: str, value: Any) -> None:
+        """Raises TrainingFailed if rank 0 has another value."""
         if self.broadcast(value) != value:
             raise TrainingFailed(
-                f"rank {self.rank} starts from another {what} than rank 0; all machines must see the same runs/ folder"
+                f"rank {self.rank} starts from another {name} than rank 0; use a runs/ folder that all machines share"
             )
 
-    def sync_stop_and_time(self, stop: bool, seconds: float, off_the_clock: float) -> tuple[bool, float]:
-        """Whether any process was asked to stop, and the time by the slowest clock, less what does not count of it."""
-        stop, seconds, off_the_clock = self._reduce((stop, seconds, off_the_clock), torch_dist.ReduceOp.MAX)
-        return bool(stop), seconds - off_the_clock
+    def sync_stop_and_time(self, stop: bool, seconds: float) -> tuple[bool, float]:
+        """Whether any process was asked to stop, and the training time of the slowest process."""
+        stop, seconds = self._all_reduce((stop, seconds), torch_dist.ReduceOp.MAX)
+        return bool(stop), seconds
 
-    def _reduce(self, values: tuple[float, ...], how) -> list[float]:
+    def _all_reduce(self, values: tuple[float, ...], operation) -> list[float]:
         if self.world_size == 1:
             return list(values)
-        numbers = torch.tensor(values, dtype=torch.float64)  # on the CPU, so that no GPU is waited for
-        torch_dist.all_reduce(numbers, how)
+        numbers = torch.tensor(values, dtype=torch.float64)  # on the CPU, so that no one waits for a GPU
+        torch_dist.all_reduce(numbers, operation)
         return numbers.tolist()
 
     def broadcast(self, value: Any) -> Any:
-        """Rank 0's value, on all."""
+        """The value of rank 0."""
         if self.world_size == 1:
             return value
         values = [value]
@@ -168,9 +171,15 @@ class Dist:
         return values[0]
 
     def seed(self, device: torch.device, *numbers: int) -> None:
-        """Seed what is random within a step (dropout) from `numbers` and the rank: there is no state to save."""
+        """Seed dropout from `numbers` and the rank, so that checkpoints need no random state.
+
+        Only the device's generator is seeded: torch.manual_seed seeds all devices, which takes a part of a small step.
+        """
         seed = int(np.random.SeedSequence((*numbers, self.rank)).generate_state(1, np.uint64)[0])
-        generators = {"cuda": lambda: torch.cuda.default_generators[torch.cuda.current_device()],
-                      "mps": torch.mps._get_default_mps_generator}  # fmt: skip
-        # The device's own generator alone: torch.manual_seed goes through every kind of device, a part of a small step.
-        generators.get(device.type, lambda: torch.default_generator)().manual_seed(seed)
+        if device.type == "cuda":
+            generator = torch.cuda.default_generators[torch.cuda.current_device()]
+        elif device.type == "mps":
+            generator = torch.mps._get_default_mps_generator()  # there is no public function (torch 2.13)
+        else:
+            generator = torch.default_generator
+        generator.manual_seed(seed)

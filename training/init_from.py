@@ -1,42 +1,41 @@
-"""Starts a run from the weights and the tokenizer of another run."""
+"""Finetuning: start a run from the weights and the tokenizer of another run."""
 
-from typing import Any
-
-from common import checkpoint_file
+from common.checkpoint_file import load_checkpoint
 from common.errors import UserError, format_value
 from common.run_dir import find_checkpoint, has_checkpoint
 from model.gpt import GPT
 
 
 def load_run_tokenizer(run: str | None, name: str | None = None) -> dict | None:
-    """The tokenizer's spec that tokenizer=run takes from a run; None: of none. Raises UserError.
+    """The tokenizer spec of the run that tokenizer.run names; None: none is named. Raises UserError.
 
-    name: the run that is to be trained with it, which has it itself once it has a checkpoint.
+    name: the run that is to be trained. Once it has a checkpoint, its own spec is used, and `run` can be removed.
     """
     if run is None:
         return None
-    return checkpoint_file.load_checkpoint(find_checkpoint(name if has_checkpoint(name) else run, "best"))["tokenizer"]
+    return load_checkpoint(find_checkpoint(name if has_checkpoint(name) else run, "best"))["tokenizer"]
 
 
-def load_init_weights(init_from: str, model: GPT, about: dict[str, Any]) -> None:
-    """Give `model` the best weights of the run that "run:NAME" names.
+def load_init_weights(init_from: str, model: GPT, metadata: dict) -> None:
+    """Load the best weights of the run that init_from="run:NAME" names into `model`.
 
-    about: what checkpoints of the new run say of it, see training/checkpoint.py. Raises UserError where the weights are
-    of another tokenizer or model.
+    metadata: of the new run, see training/checkpoint.py. Raises UserError if the tokenizer or the model is different.
     """
     run = init_from.removeprefix("run:")
     path = find_checkpoint(run, "best")
-    saved = checkpoint_file.load_checkpoint(path)
-    theirs, ours = saved["tokenizer"], about["tokenizer"]
-    if theirs != ours:
+    saved = load_checkpoint(path)
+    if saved["tokenizer"] != metadata["tokenizer"]:
         raise UserError(
-            f"{path} was trained with another vocabulary ({theirs['name']} of {saved['vocab_size']:,} tokens, here "
-            f"{ours['name']} of {about['vocab_size']:,}); set tokenizer=run tokenizer.run={run}"
+            f"{path} has another tokenizer ({saved['tokenizer']['name']} with {saved['vocab_size']:,} tokens) than "
+            f"this run ({metadata['tokenizer']['name']} with {metadata['vocab_size']:,}); "
+            f"set tokenizer=run tokenizer.run={run}"
         )
-    before, now = saved["model_config"], about["model_config"]
-    free = {"name", "dropout"} | ({"block_size"} if now["position"] == "rotary" else set())
-    differs = [f"model.{key}={format_value(value)}" for key, value in before.items()
-               if value != now[key] and key not in free]  # fmt: skip
-    if differs:
-        raise UserError(f"{path} is another model; set {' '.join(differs)}, as it has")
+    may_differ = {"name", "dropout"} | ({"block_size"} if model.config.position == "rotary" else set())
+    different = [
+        f"model.{key}={format_value(value)}"
+        for key, value in saved["model_config"].items()
+        if value != metadata["model_config"][key] and key not in may_differ
+    ]
+    if different:
+        raise UserError(f"{path} has another model than this run; set {' '.join(different)}")
     model.load_state_dict(saved["model"])

@@ -1,17 +1,12 @@
-"""The loss curve of a run, as a picture."""
+"""Plot of the training and validation loss of a run."""
 
-import json
 from pathlib import Path
 
-
-def read_metrics(folder: Path) -> list[dict]:
-    """The rows of a run's metrics.jsonl."""
-    with open(folder / "metrics.jsonl") as f:
-        return [json.loads(line) for line in f]
+from training.metrics import read_metrics
 
 
 def plot_loss(folder: Path) -> Path:
-    """Draw training and validation loss over steps into <folder>/loss.png -> its path."""
+    """Plot the losses in <folder>/metrics.jsonl over the steps -> <folder>/loss.png."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -23,20 +18,11 @@ def plot_loss(folder: Path) -> Path:
 
     figure, axes = plt.subplots(figsize=(7.5, 4.2), dpi=150, layout="constrained")
     if train:
-        steps, losses = zip(*train, strict=True)
-        axes.plot(steps, losses, color="#9db4d0", linewidth=0.8, label="training, each step's batch")
+        axes.plot(*zip(*train, strict=True), color="#9db4d0", linewidth=0.8, label="training, each step's batch")
     if val:
-        steps, losses = zip(*val, strict=True)
-        axes.plot(steps, losses, "o-", color="#c2410c", linewidth=1.8, markersize=4, label="validation")
-        best_step, best = min(val, key=lambda point: point[1])
-        axes.annotate(
-            f"best {best:.3f}",
-            (best_step, best),
-            xytext=(-4, 14),
-            textcoords="offset points",
-            ha="right",
-            color="#c2410c",
-        )
+        _, best = min(val, key=lambda point: point[1])
+        label = f"validation, best {best:.3f}"
+        axes.plot(*zip(*val, strict=True), "o-", color="#c2410c", linewidth=1.8, markersize=4, label=label)
     axes.set(xlabel="optimizer step", ylabel="loss, nats per token", title=folder.name)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)

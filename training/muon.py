@@ -1,8 +1,8 @@
-"""Muon: momentum, orthogonalised (Jordan et al., 2024, https://kellerjordan.github.io/posts/muon/).
+"""Muon: momentum with orthogonalized updates (Jordan et al., 2024, https://kellerjordan.github.io/posts/muon/).
 
-torch.optim.Muon computes in bfloat16 whatever the device, which a CPU without bfloat16 instructions does a thousand
-times slower than float32, and takes matrices one by one; this one computes in float32 off the GPU, and all matrices
-of one shape together.
+torch.optim.Muon always computes in bfloat16, which is a thousand times slower than float32 on a CPU without bfloat16
+instructions, and it updates one matrix at a time. This one computes in float32 except on GPUs, and it updates all
+matrices of one shape together.
 """
 
 import math
@@ -13,27 +13,27 @@ from torch import Tensor
 
 from common.startup import Uncompiled
 
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # a quintic that lifts small singular values fast
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic polynomial; they make small singular values grow fast
 
 
 def orthogonalize(matrices: Tensor, steps: int) -> Tensor:
-    """The nearest semi-orthogonal matrices, roughly, of (N, rows, columns): singular values end up within 0.7 to 1.2.
+    """Approximate nearest semi-orthogonal matrices of (N, rows, columns): singular values between 0.7 and 1.2.
 
-    Newton-Schulz iteration X <- aX + (bA + cA^2)X with A = XX^T, on the shorter side.
+    Newton-Schulz iteration X <- aX + (bA + cA^2)X with A = XX^T, where A has the size of the shorter side.
     """
     a, b, c = COEFFICIENTS
-    tall = matrices.shape[-2] > matrices.shape[-1]
+    is_tall = matrices.shape[-2] > matrices.shape[-1]
     X = matrices.bfloat16() if matrices.is_cuda else matrices.float()
-    X = X.mT if tall else X
+    X = X.mT if is_tall else X
     X = X / (X.norm(dim=(-2, -1), keepdim=True) + 1e-7)
     for _ in range(steps):
         A = X @ X.mT
         X = torch.baddbmm(X, torch.baddbmm(A, A, A, beta=b, alpha=c), X, beta=a)
-    return (X.mT if tall else X).type_as(matrices)
+    return (X.mT if is_tall else X).type_as(matrices)
 
 
 class Muon(Uncompiled):
-    """For matrices alone. The update of a matrix is scaled by sqrt(max(1, rows / columns))."""
+    """Muon for parameters with two dimensions. Updates are scaled by sqrt(max(1, rows / columns))."""
 
     def __init__(self, params, lr: float, momentum: float, weight_decay: float, ns_steps: int):
         super().__init__(params, dict(lr=lr, momentum=momentum, weight_decay=weight_decay, ns_steps=ns_steps))

@@ -1,8 +1,8 @@
-"""Which update each parameter gets.
+"""Optimizers: parameter groups, the optimizer step, and state by parameter name.
 
-A new optimizer is one function here, in OPTIMIZERS, its dataclass in training/config.py, and one YAML file in
-configs/optimizer/. A function returns a list, since one recipe can need several; every parameter group carries
-its `peak_lr`, which the schedule scales.
+To add an optimizer, write a function here and list it in OPTIMIZERS, add its dataclass to training/config.py and
+configs/schema.py, and a YAML file to configs/optimizer/. The function returns a list of optimizers. Each parameter
+group has a `peak_lr`, which the schedule scales.
 """
 
 import math
@@ -23,7 +23,7 @@ def _group(params: list[nn.Parameter], lr: float, weight_decay: float) -> dict:
 
 
 def adamw(model: nn.Module, config: AdamWConfig) -> list[Optimizer]:
-    """AdamW on everything; biases and norms, which have fewer than two dimensions, do not decay."""
+    """AdamW on all parameters. Biases and norms, which have fewer than two dimensions, have no weight decay."""
     params = list(model.parameters())
     groups = [
         _group([p for p in params if p.ndim >= 2], config.lr, config.weight_decay),
@@ -34,12 +34,12 @@ def adamw(model: nn.Module, config: AdamWConfig) -> list[Optimizer]:
 
 
 def muon(model: nn.Module, config: MuonConfig) -> list[Optimizer]:
-    """Muon on the matrices inside the blocks; AdamW, each with its own rate, on embeddings, head, norms and biases."""
-    inside = {id(p) for p in model.blocks.parameters() if p.ndim == 2}
-    matrices = [p for p in model.parameters() if id(p) in inside]
+    """Muon on the matrices of the blocks. AdamW with three learning rates on embeddings, head, and norms and biases."""
+    in_blocks = {id(p) for p in model.blocks.parameters() if p.ndim == 2}
+    matrices = [p for p in model.parameters() if id(p) in in_blocks]
     head = [] if model.lm_head.weight is model.wte.weight else [model.lm_head.weight]
-    taken = inside | {id(p) for p in head}
-    embeddings = [p for p in model.parameters() if p.ndim == 2 and id(p) not in taken]
+    others = in_blocks | {id(p) for p in head}
+    embeddings = [p for p in model.parameters() if p.ndim == 2 and id(p) not in others]
     vectors = [p for p in model.parameters() if p.ndim < 2]
     groups = [
         _group(embeddings, config.embedding_lr, 0.0),
@@ -57,7 +57,7 @@ OPTIMIZERS: dict[str, Callable[..., list[Optimizer]]] = {f.__name__: f for f in 
 
 
 def build_optimizers(model: nn.Module, config: AdamWConfig | MuonConfig) -> list[Optimizer]:
-    """The optimizers that `config` asks for, over all of the model's parameters. Raises UserError."""
+    """Build the configured optimizers over all parameters of the model. Raises UserError."""
     if config.name not in OPTIMIZERS:
         raise UserError(f"optimizer.name={config.name} is unknown; set one of {', '.join(OPTIMIZERS)}")
     return OPTIMIZERS[config.name](model, config)
@@ -82,20 +82,21 @@ def optimizer_step(
     return grad_norm
 
 
-def set_lr(optimizers: list[Optimizer], fraction: float) -> None:
+def set_lr(optimizers: list[Optimizer], scale: float) -> None:
+    """Set all learning rates to `scale` times their peak."""
     for optimizer in optimizers:
         for group in optimizer.param_groups:
-            group["lr"] = group["peak_lr"] * fraction
+            group["lr"] = group["peak_lr"] * scale
 
 
 def state_by_name(model: nn.Module, optimizers: list[Optimizer]) -> dict[str, dict]:
-    """All optimizers' state as one dict, keyed by parameter name: {name: {"exp_avg": tensor, ...}}."""
+    """The state of all optimizers by parameter name: {name: {"exp_avg": tensor, ...}}."""
     state = {p: s for optimizer in optimizers for p, s in optimizer.state.items()}
     return {name: state[p] for name, p in model.named_parameters() if p in state}
 
 
 def load_state_by_name(model: nn.Module, optimizers: list[Optimizer], state: dict[str, dict]) -> None:
-    """Put back what state_by_name gave. Rates, betas and decay stay the optimizers' own: the config wins."""
+    """Load what state_by_name returned. Learning rates, betas and weight decay stay those of the config."""
     names = {p: name for name, p in model.named_parameters()}
     for optimizer in optimizers:
         params = [p for group in optimizer.param_groups for p in group["params"]]

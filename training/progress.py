@@ -1,120 +1,123 @@
-"""What a person sees while a model trains: a bar on a terminal, plain lines anywhere else."""
+"""Progress of a training run on the console: the first lines, a progress bar, evaluations, and the last lines."""
 
 import textwrap
-import time
 from math import inf
 from pathlib import Path
 from typing import Any
 
-from rich.console import Console
-from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn, TimeRemainingColumn
-
-from common.console import LINE_INTERVAL_S, format_duration, pluralize, printable
+from common.console import ProgressBar, format_duration, pluralize, printable
 from common.errors import format_value
+from model import GPTConfig
 from training.config import AUTO
 
 
-class TrainingProgress:
-    """Shows step, loss, tokens/s and the time left; `say` prints above the bar."""
+class TrainingProgress(ProgressBar):
+    """A progress bar with step, loss, tokens/s and remaining time; lines are printed above it.
+
+    steps: train.steps. progress: the part of the run that is done, 0 to 1.
+    """
 
     def __init__(self, steps: int | None, progress: float):
-        self.console = Console(highlight=False, emoji=False)
-        self.steps, self.first, self.started, self.said = steps, progress, time.perf_counter(), time.perf_counter()
-        self.bar = Progress(
-            TextColumn("{task.fields[label]}"),
-            BarColumn(bar_width=None),
-            TextColumn("{task.fields[numbers]}"),
-            TimeElapsedColumn(),
-            TextColumn("left"),
-            TimeRemainingColumn(compact=False),
-            console=self.console,
-            disable=not self.console.is_terminal,
-            transient=True,
-            expand=True,
-        )
-        self.task = self.bar.add_task("", total=1.0, completed=progress, label="evaluating", numbers="")
+        super().__init__(1.0, initial=progress)
+        self.steps = steps
+        self.update(progress, "evaluating")
 
-    def __enter__(self) -> "TrainingProgress":
-        self.bar.start()
-        return self
+    def print_evaluation(self, row: dict, is_best: bool) -> None:
+        """Print the validation loss and the sample of an evaluation."""
+        line = f"step {row['step']}: validation loss {row['val/loss']:.4f}, {row['val/bpb']:.3f} bits per byte"
+        self.print(line + (", the best so far" if is_best else ""), style="bold")
+        sample = printable(row.get("sample", "").strip("\n"))
+        if sample:
+            self.print(textwrap.indent(sample, "  | ", lambda line: True), style="dim")
 
-    def __exit__(self, *_) -> None:
-        self.bar.stop()
-
-    def print(self, text: str, style: str | None = None) -> None:
-        self.console.print(text, style=style, markup=False, soft_wrap=True)
-
-    def evaluated(self, row: dict, better: bool = False) -> None:
-        """A line on the validation loss, and the text that the model writes now."""
-        self.print(f"step {row['step']}: validation loss {row['val/loss']:.4f}, {row['val/bpb']:.3f} bits per byte"
-                 + (", the best so far" if better else ""), style="bold")  # fmt: skip
-        text = printable(row.get("sample", "").strip("\n"))
-        if text:
-            self.print(textwrap.indent(text, "  | ", lambda line: True), style="dim")
-
-    def update(self, step: int, progress: float, last: dict) -> None:
-        """`progress`: the part of the run that is done, 0 to 1. `last`: the newest numbers, by their metric's name."""
+    def show(self, step: int, progress: float, last: dict) -> None:
+        """Update the bar. last: the newest value of each metric."""
         label = f"step {step}" + (f"/{self.steps}" if self.steps is not None else "")
-        numbers = ""
+        details = ""
         if last.get("train/loss") is not None:
-            numbers = f"loss {last['train/loss']:.3f}  {last['tokens_per_second']:,.0f} tok/s"
-        self.bar.update(self.task, completed=progress, label=label, numbers=numbers)
-        now = time.perf_counter()
-        if self.bar.disable and numbers and (now - self.said >= LINE_INTERVAL_S or progress >= 1):
-            self.said = now
-            left = (now - self.started) / max(1e-9, progress - self.first) * (1 - progress)
-            self.print(f"{label}  {numbers}  {format_duration(left)} left")
+            details = f"loss {last['train/loss']:.3f}  {last['tokens_per_second']:,.0f} tok/s"
+        self.update(progress, label, details)
 
 
-def run_banner(folder: Path, config: Any, facts: dict, meta: dict, step: int) -> str:
-    """What is about to be trained, on what, and by which kernel. `facts` as in summary.json, `meta` as in meta.json."""
-    model, train, tokens, kernel = config.model, config.train, meta["tokens"], facts["attention"]
-    tokens_per_step = train.batch_size * model.block_size
-    budget = [pluralize(train.steps, "step")] if train.steps is not None else []
-    budget += [f"{train.minutes:g} minutes"] if train.minutes is not None else []
-    at_a_time = pluralize(facts["micro_batch_size"], "sequence")
-    lines = {
-        "run": f"{folder}" + (f", continued from step {step:,}" if step else ""),
-        "text": f"{config.data.label}, {tokens['train']:,} tokens to train on and {tokens['val']:,} to validate, "
-        f"{meta['tokenizer']['name']} vocabulary of {meta['vocab_size']:,}"
-        + (", documents kept apart" if config.data.document_mask else ""),
-        "model": f"{model.name}, {shape(model)}{_sees(model)}: {facts['n_params']:,} parameters"
-        + (f", starting from {train.init_from}" if train.init_from and not step else ""),
-        "runs on": f"{facts['device_name']}, {facts['dtype']}{', compiled' if facts['compile'] else ''}, "
-        f"attention {kernel['requested']} -> {kernel['resolved']}"
-        + (f", {facts['world_size']} processes" if facts["world_size"] > 1 else ""),
-        "for": f"{' or '.join(budget)} of {train.batch_size} x {model.block_size} = {tokens_per_step:,} tokens"
-        + (f" in {facts['accumulation']} parts" if facts["accumulation"] > 1 else "")
-        + (f", {at_a_time} at a time, as many as fit" if train.micro_batch_size == AUTO else "")
-        + (f", {epochs(train.steps * tokens_per_step / tokens['train'])}" if train.steps is not None else "")
-        + (", all of them schedule.warmup_steps" if config.schedule.warmup_steps >= (train.steps or inf) else ""),
-    }
-    return "\n".join(f"{key:<8} {value}" for key, value in lines.items())
+def run_banner(folder: Path, config: Any, run_info: dict, meta: dict, step: int) -> str:
+    """The first lines of a run: what is trained, on which data and device.
+
+    config: of train.py. run_info: as in summary.json. meta: the data's meta.json. step: the number of finished steps.
+    """
+    model, train = config.model, config.train
+    tokens, tokens_per_step = meta["tokens"], train.batch_size * model.block_size
+    run = [str(folder)]
+    if step:
+        run.append(f"continued from step {step:,}")
+
+    data = [
+        config.data.label,
+        f"{tokens['train']:,} training tokens and {tokens['val']:,} validation tokens",
+        f"{meta['tokenizer']['name']} vocabulary of {meta['vocab_size']:,}",
+    ]
+    if config.data.document_mask:
+        data.append("attention within documents only")
+
+    parameters = f"{run_info['n_params']:,} parameters"
+    if model.max_ngram > 1:
+        parameters += f", {model.ngram_table_size * model.n_embd:,} of them in the n-gram table"
+    if train.init_from and not step:
+        parameters += f", starting from {train.init_from}"
+
+    kernel = run_info["attention"]
+    device = [run_info["device_name"], run_info["dtype"]]
+    if run_info["compile"]:
+        device.append("compiled")
+    device.append(f"attention {kernel['requested']} -> {kernel['resolved']}")
+    if run_info["world_size"] > 1:
+        device.append(pluralize(run_info["world_size"], "process"))
+
+    limits = [pluralize(train.steps, "step")] if train.steps is not None else []
+    limits += [f"{train.minutes:g} minutes"] if train.minutes is not None else []
+    length = [f"{' or '.join(limits)} of {train.batch_size} x {model.block_size} = {tokens_per_step:,} tokens"]
+    if run_info["accumulation"] > 1 or train.micro_batch_size == AUTO:
+        size = pluralize(run_info["micro_batch_size"], "sequence")
+        length.append(f"{pluralize(run_info['accumulation'], 'micro batch')} of {size}")
+    if train.micro_batch_size == AUTO:
+        length[-1] += " (the largest that fits)"
+    if train.steps is not None:
+        length.append(format_epochs(train.steps * tokens_per_step / tokens["train"]))
+    if config.schedule.warmup_steps >= (train.steps or inf):
+        length.append("all of them schedule.warmup_steps")
+
+    lines = [
+        f"run      {', '.join(run)}",
+        f"data     {', '.join(data)}",
+        f"model    {model.name}, {describe_model(model)}: {parameters}",
+        f"device   {', '.join(device)}",
+        f"training for {', '.join(length)}",
+    ]
+    return "\n".join(lines)
 
 
-def shape(model: Any) -> str:
-    """A GPTConfig in a few words."""
-    layers, heads = pluralize(model.n_layer, "layer"), pluralize(model.n_head, "head")
-    return f"{layers}, {heads}, {model.n_embd} wide, context {model.block_size}"
+def describe_model(model: GPTConfig) -> str:
+    """The size of a model in a few words."""
+    words = [pluralize(model.n_layer, "layer"), pluralize(model.n_head, "head")]
+    if model.kv_heads != model.n_head:
+        words.append(f"{model.kv_heads} key/value heads")
+    words += [f"{model.n_embd} channels", f"context {model.block_size}"]
+    if any(model.windows):
+        words.append(f"windows {format_value(model.window)}")
+    return ", ".join(words)
 
 
-def epochs(count: float) -> str:
-    return f"{count:,.0f} epochs" if count >= 10 else f"{count:.2g} epochs"
+def format_epochs(epochs: float) -> str:
+    return f"{epochs:,.0f} epochs" if epochs >= 10 else f"{epochs:.2g} epochs"
 
 
-def _sees(model: Any) -> str:
-    """What is not plain about a model's attention."""
-    shared = f", {model.kv_heads} key/value heads" if model.kv_heads != model.n_head else ""
-    return shared + (f", windows {format_value(model.window)}" if any(model.windows) else "")
-
-
-def closing_summary(summary: dict, folder: Path) -> str:
-    """How a run ended, and what to type next."""
+def run_summary(summary: dict, folder: Path) -> str:
+    """The last lines of a run: its losses and speed, and the command for a sample. summary: as in summary.json."""
     best, last = (f"{summary[key]:.4f}" for key in ("best_val_loss", "last_val_loss"))
-    later = f", the last {last}," if last != best else ""
-    return "\n".join([
-        f"best validation loss {best}{later} after {pluralize(summary['step'], 'step')} and "
-        f"{format_duration(summary['wall_seconds'])}, {summary['tokens_per_second']:,.0f} tokens/s in the median step",
+    losses = f"best validation loss {best}" + (f", last {last}," if last != best else "")
+    steps, duration = pluralize(summary["step"], "step"), format_duration(summary["wall_seconds"])
+    lines = [
+        f"{losses} after {steps} in {duration}, at a median speed of {summary['tokens_per_second']:,.0f} tokens/s",
         f"curve    {folder / 'loss.png'}",
         f"next     python sample.py run={summary['name']}",
-    ])  # fmt: skip
+    ]
+    return "\n".join(lines)

@@ -1,26 +1,28 @@
-"""Checkpoint files that are replaced while they are read."""
+"""Checkpoint files: damage, unknown formats, and files that are replaced while they are read."""
 
+import zipfile
 from pathlib import Path
 
 import pytest
 import torch
 
-from common import checkpoint_file
+from common.checkpoint_file import load_checkpoint, save_checkpoint
+from common.errors import UserError
 
 
 @pytest.mark.parametrize("moment", ["before torch.load", "before the weights"])
 def test_checkpoint_that_is_replaced_while_it_is_read_is_old_or_new(trained, workdir, monkeypatch, moment):
     """torch.load opens a file more than once. At `moment`, another checkpoint takes its place."""
     path = Path("runs/a/checkpoints/last.pt")
-    old = checkpoint_file.load_checkpoint(path)
+    old = load_checkpoint(path)
     new = {**old, "step": old["step"] + 1, "model": {name: weight + 1 for name, weight in old["model"].items()}}
     new["padding"] = torch.zeros(1000)  # changes the offsets in the file
-    checkpoint_file.save_checkpoint(path, old)
+    save_checkpoint(path, old)
     replacements = [new]
 
     def replace_once():
         if replacements:
-            checkpoint_file.save_checkpoint(path, replacements.pop())
+            save_checkpoint(path, replacements.pop())
 
     def replacing(function):
         def call(*args, **kwargs):
@@ -33,7 +35,29 @@ def test_checkpoint_that_is_replaced_while_it_is_read_is_old_or_new(trained, wor
         monkeypatch.setattr(torch, "load", replacing(torch.load))
     else:
         monkeypatch.setattr(torch.UntypedStorage, "from_file", replacing(torch.UntypedStorage.from_file))
-    content = checkpoint_file.load_checkpoint(path)
+    content = load_checkpoint(path)
     assert not replacements, "it was never replaced"
     expected = old if content["step"] == old["step"] else new
     assert all(torch.equal(content["model"][name], weight) for name, weight in expected["model"].items())
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut"])
+def test_damaged_checkpoint_is_refused(tmp_path, damage):
+    path = tmp_path / "last.pt"
+    save_checkpoint(path, {"step": 1, "weights": torch.randn(1000)})
+    raw = bytearray(path.read_bytes())
+    if damage == "cut":
+        raw = raw[: len(raw) // 2]
+    else:
+        with zipfile.ZipFile(path) as archive:
+            largest = max(archive.infolist(), key=lambda entry: entry.file_size)
+        raw[largest.header_offset + 200 + largest.file_size // 2] ^= 1
+    path.write_bytes(raw)
+    with pytest.raises(UserError, match=r"last.pt is damaged"):
+        load_checkpoint(path)
+
+
+def test_unknown_checkpoint_format_is_refused(tmp_path):
+    torch.save({"format": 99}, tmp_path / "last.pt")
+    with pytest.raises(UserError, match="checkpoint format 99, but this version reads 4"):
+        load_checkpoint(tmp_path / "last.pt")

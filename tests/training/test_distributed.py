@@ -116,7 +116,7 @@ def test_two_gpus_train_as_one_does(train, workdir, dtype):
 
 
 def test_a_run_that_is_being_trained_is_refused_on_all_ranks_in_one_sentence(workdir):
-    with RunDir("a", "", True, Dist()):
+    with RunDir("a", "", True):
         _, err = torchrun(2, "name=a").communicate(timeout=60)
     refusal = f"runs/a is being trained by process {os.getpid()} on {platform.node()}; wait for it, or set another name"
     assert err.count(refusal) == 1

@@ -1,14 +1,13 @@
-"""A run that begins where another ended: with its weights and its vocabulary, on another text."""
+"""Finetuning: runs that start from the weights and the tokenizer of another run."""
 
-import json
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import CHAR, TEXT_SOURCE, TINY
+from helpers import CHAR, TEXT_SOURCE, TINY, metrics
 
-from common import checkpoint_file
+from common.checkpoint_file import load_checkpoint
 from data.prepare import prepare
 from training.init_from import load_run_tokenizer
 
@@ -17,66 +16,62 @@ FROM_A = ["train.init_from=run:a", "tokenizer=run", "tokenizer.run=a", "data.pat
 
 @pytest.fixture
 def other(workdir):
-    """A text in fewer characters than text.txt has, so that its own vocabulary would be another."""
+    """A text with fewer characters than text.txt, which would have another vocabulary."""
     (workdir / "other.txt").write_text("The 7th line says no more.\n" * 60)
 
 
-def rows(name: str) -> list[dict]:
-    return [json.loads(line) for line in Path(f"runs/{name}/metrics.jsonl").read_text().splitlines()]
-
-
 def saved(name: str, which: str = "last") -> dict:
-    return checkpoint_file.load_checkpoint(Path(f"runs/{name}/checkpoints/{which}.pt"))
+    return load_checkpoint(Path(f"runs/{name}/checkpoints/{which}.pt"))
 
 
-def test_finetuning_starts_from_the_best_weights_with_a_fresh_optimizer(train, other, sample, capsys):
+def test_finetuning_starts_from_the_best_weights_with_a_new_optimizer(train, other, sample, capsys):
     assert train("name=a", "train.steps=30") == 0
     assert train(*FROM_A) == 0
     assert "starting from run:a" in capsys.readouterr().out
     assert saved("b")["tokenizer"] == saved("a")["tokenizer"]
     assert saved("b")["step"] == 6
-    # What it begins with is what the other came to: a run whose only step is next to nothing has the same weights.
+    # With a tiny learning rate, the weights after one step are nearly the initial ones.
     before = saved("a", "best")["model"]
     assert train(*FROM_A[:-1], "name=c", "train.steps=1", "optimizer=adamw", "optimizer.lr=1e-12") == 0
     after = saved("c")["model"]
     assert all(torch.allclose(before[name], after[name], atol=1e-5) for name in before)
-    assert rows("c")[0]["val/loss"] < rows("a")[0]["val/loss"] - 0.05  # which began from nothing
+    assert metrics("c")[0]["val/loss"] < metrics("a")[0]["val/loss"] - 0.05  # of random weights
     assert sample("run=b", "prompt=The", "max_new_tokens=5").startswith("The")
 
 
-def test_where_training_makes_it_worse_the_weights_that_it_began_from_are_the_best(trained, train, other, capsys):
+def test_initial_weights_stay_the_best_if_training_makes_them_worse(trained, train, other, capsys):
     assert train(*FROM_A, "optimizer=adamw", "optimizer.lr=1", "schedule.warmup_steps=0") == 0
-    losses = [row["val/loss"] for row in rows("b") if "val/loss" in row]
+    losses = [row["val/loss"] for row in metrics("b") if "val/loss" in row]
     assert min(losses) == losses[0] < losses[-1]
     before, best = (saved(name, "best")["model"] for name in "ab")
     assert all(torch.equal(before[name], best[name]) for name in before)
     out = capsys.readouterr().out
     assert "the best so far" not in out
-    assert f"best validation loss {losses[0]:.4f}, the last {losses[-1]:.4f}, after 6 steps" in out
+    assert f"best validation loss {losses[0]:.4f}, last {losses[-1]:.4f}, after 6 steps" in out
 
 
-def test_finetuning_goes_on_after_a_stop_without_the_run_that_it_began_from(trained, train, other, workdir):
+def test_finetuning_resumes_without_the_initial_run(trained, train, other, workdir):
     assert train(*FROM_A) == 0
     (workdir / "runs/a").rename(workdir / "runs/z")
     assert train(*FROM_A, "train.steps=9") == 0
-    assert [row["step"] for row in rows("b")] == list(range(10))
+    assert [row["step"] for row in metrics("b")] == list(range(10))
 
 
 WRONG = [
-    (["tokenizer=byte", "data.path=other.txt"], r"here byte of 256); set tokenizer=run tokenizer.run=a"),
-    ([*FROM_A[1:4], "model.n_layer=1"], "is another model; set model.n_layer=2, as it has"),
+    (["tokenizer=byte", "data.path=other.txt"], "this run (byte with 256); set tokenizer=run tokenizer.run=a"),
+    ([*FROM_A[1:4], "model.n_layer=1"], "has another model than this run; set model.n_layer=2"),
     ([*FROM_A[1:4], "train.init_from=run:none"], "run=none has no checkpoint"),
 ]
 
 
 @pytest.mark.parametrize(("settings", "said"), WRONG, ids=[said for _, said in WRONG])
-def test_weights_that_do_not_fit_are_refused(trained, train, other, capsys, settings, said):
+def test_unsuitable_initial_weights_are_refused(trained, train, other, capsys, settings, said):
     assert train("train.init_from=run:a", "name=b", *settings) == 2
     assert said in capsys.readouterr().err
     assert not Path("runs/b").exists()
 
 
-def test_a_vocabulary_of_its_own_is_refused_ahead_of_everything(train, capsys):
+def test_new_tokenizer_is_refused_before_anything_else(train, capsys):
     with pytest.raises(SystemExit):
         train("train.init_from=run:a", "tokenizer=char")
     assert "tokenizer=char makes one from the text; set tokenizer=run tokenizer.run=a" in capsys.readouterr().err
@@ -85,17 +80,17 @@ def test_a_vocabulary_of_its_own_is_refused_ahead_of_everything(train, capsys):
     assert "set the run's own name" in capsys.readouterr().err
 
 
-def test_a_run_goes_on_only_as_what_it_began_from(trained, train, other, capsys):
+def test_resuming_with_other_initial_weights_is_refused(trained, train, other, capsys):
     assert train(*FROM_A) == 0
     assert train("train.init_from=run:b", *FROM_A[1:], "train.steps=9") == 2
     assert "train.init_from=run:a (now run:b)" in capsys.readouterr().err
 
 
-def test_rotary_models_may_read_further_than_what_they_start_from(trained, train, other):
+def test_rotary_models_can_start_with_a_longer_context(trained, train, other):
     assert train(*FROM_A, "model.block_size=32") == 0
 
 
-def test_a_tokenizer_of_a_run_is_the_same_and_prepares_other_texts(trained, other):
+def test_tokenizer_of_a_run_prepares_another_text(trained, other):
     spec = load_run_tokenizer("a")
     config = replace(TEXT_SOURCE, path="other.txt")
     prepared = prepare(config, replace(CHAR, name="run", run="a"), 16, print_line=lambda line: None, spec=spec)
@@ -105,14 +100,14 @@ def test_a_tokenizer_of_a_run_is_the_same_and_prepares_other_texts(trained, othe
     assert own.folder != prepared.folder and own.meta["vocab_size"] < prepared.meta["vocab_size"]
 
 
-def test_a_character_that_the_other_run_never_saw_is_named(trained, train, workdir, capsys):
+def test_unknown_character_is_reported(trained, train, workdir, capsys):
     (workdir / "other.txt").write_text("a ☃ in a line.\n" * 60)
     assert train(*FROM_A) == 2
     assert "has the character '☃' at position 2, which is not in this vocabulary" in capsys.readouterr().err
     assert not [path for path in Path("data/prepared").glob("[!.]*/") if path.suffix]
 
 
-def test_a_mix_trains_and_a_changed_weight_is_another_run(train, workdir, capsys):
+def test_mix_trains_and_a_changed_weight_is_refused(train, workdir, capsys):
     own = workdir / "own/data"
     own.mkdir(parents=True)
     (own / "both.yaml").write_text(

@@ -1,12 +1,87 @@
 """Optimizers: which parameters they update, clipping, and state that is saved by parameter name."""
 
 import math
+from copy import deepcopy
 
 import pytest
 import torch
+from helpers import ADAMW, MUON, tiny_model, train_step
 from torch import nn
 
-from training.optimizer import optimizer_step
+from training.optimizer import build_optimizers, load_state_by_name, optimizer_step, set_lr, state_by_name
+
+
+def test_adamw_decays_only_matrices_and_updates_each_parameter_once():
+    model = tiny_model()
+    (adamw,) = build_optimizers(model, ADAMW)
+    decay = {p: group["weight_decay"] for group in adamw.param_groups for p in group["params"]}
+    assert len(decay) == len(list(model.parameters())) == sum(len(g["params"]) for g in adamw.param_groups)
+    assert all(decay[p] == (0.1 if p.ndim >= 2 else 0.0) for p in model.parameters())
+
+
+def test_adamw_is_bit_identical_to_torchs():
+    ours, theirs = tiny_model(), tiny_model()
+    theirs.load_state_dict(ours.state_dict())
+    (a,) = build_optimizers(ours, ADAMW)
+    groups = [group | {"params": []} for group in a.state_dict()["param_groups"]]
+    for group, params in zip(groups, (2, 1), strict=True):
+        group["params"] = [p for p in theirs.parameters() if min(p.ndim, 2) == params]
+    b = torch.optim.AdamW(groups)
+    for seed in range(3):
+        train_step(ours, [a], seed)
+        train_step(theirs, [b], seed)
+    assert all(map(torch.equal, ours.parameters(), theirs.parameters()))
+    assert all(group["fused"] for group in a.param_groups)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_muon_updates_the_matrices_of_blocks_and_adamw_the_rest(tied):
+    model = tiny_model(tie_embeddings=tied)
+    muon, adamw = build_optimizers(model, MUON)
+    rates = {p: group["peak_lr"] for o in (muon, adamw) for group in o.param_groups for p in group["params"]}
+    assert set(rates) == set(model.parameters())
+    in_muon = {p for group in muon.param_groups for p in group["params"]}
+    assert in_muon == {p for name, p in model.named_parameters() if name.startswith("blocks") and p.ndim == 2}
+    assert rates[model.wte.weight] == MUON.embedding_lr
+    assert rates[model.lm_head.weight] == (MUON.embedding_lr if tied else MUON.head_lr)
+
+
+@pytest.mark.parametrize("config", [ADAMW, MUON], ids=["adamw", "muon"])
+def test_optimizer_state_is_restored_by_name_with_the_learning_rates_of_the_config(config):
+    model = tiny_model()
+    optimizers = build_optimizers(model, config)
+    train_step(model, optimizers)
+    state = deepcopy(state_by_name(model, optimizers))
+    assert set(state) == {name for name, _ in model.named_parameters()}
+
+    other = tiny_model()
+    others = build_optimizers(other, config)
+    for optimizer in others:
+        for group in optimizer.param_groups:
+            group["lr"] *= 0.5
+    other.load_state_dict(model.state_dict())
+    load_state_by_name(other, others, state)
+    assert [g["lr"] for o in others for g in o.param_groups] == [
+        0.5 * g["lr"] for o in optimizers for g in o.param_groups
+    ]
+    set_lr(others, 1.0)
+    assert train_step(model, optimizers, 1) == train_step(other, others, 1)
+    for a, b in zip(model.parameters(), other.parameters(), strict=True):
+        assert torch.equal(a, b)
+
+
+@pytest.mark.parametrize(
+    ("config", "losses"),
+    [(ADAMW, [2.99302, 2.96323, 2.93732]), (MUON, [2.99302, 2.88761, 2.78571])],
+    ids=["adamw", "muon"],
+)
+def test_first_three_losses_match_recorded_values(config, losses):
+    model = tiny_model()
+    optimizers = build_optimizers(model, config)
+    assert [train_step(model, optimizers) for _ in range(3)] == pytest.approx(losses, abs=2e-4), (
+        "the model, its initialization or an optimizer computes something else than before: if that is intended, "
+        "update the numbers here and explain the change in the commit message"
+    )
 
 
 def model_with_gradients(*gradients: float) -> tuple[nn.Module, list[torch.optim.Optimizer]]:

@@ -34,7 +34,7 @@ from training.init_from import load_run_tokenizer
 from training.optimizer import build_optimizers, optimizer_step
 from training.planning.memory import MemoryEstimate, StepSpec, simulate_memory
 from training.planning.micro_batch import estimate_micro_batch_size
-from training.progress import epochs, shape
+from training.progress import describe_model, format_epochs
 from training.speed import peak_flops, time_calls
 
 WIDTH = 80  # columns where the output is not a terminal
@@ -293,7 +293,7 @@ def _count_steps(config: TrainConfig, step_seconds: float, evaluation_seconds: f
 def print_plan(plan: Plan, console: Console) -> None:
     model, vocab_size = plan.step.model, plan.step.vocab_size
     at_most = "at most " if plan.vocab_is_upper_bound else ""
-    console.print(f"{model.name}: {shape(model)}, {plan.tokenizer} vocabulary of {at_most}{vocab_size:,}")
+    console.print(f"{model.name}: {describe_model(model)}, {plan.tokenizer} vocabulary of {at_most}{vocab_size:,}")
 
     console.print("\nparameters", style="bold")
     console.print(_shares_table(plan.parameters, "{:,}".format))
@@ -346,7 +346,7 @@ def _run_table(plan: Plan) -> Table:
     table.add_row("step", f"{factors} = {train.batch_size:,} sequences x {T:,} = {plan.tokens_per_step:,} tokens")
     budget = f", which fit into {train.minutes:g} minutes" if train.minutes is not None else ""
     table.add_row("steps", f"{plan.steps:,}{budget}, including {min(plan.steps, plan.warmup_steps):,} for warmup")
-    passes = "data not prepared yet" if plan.epochs is None else epochs(plan.epochs)
+    passes = "data not prepared yet" if plan.epochs is None else format_epochs(plan.epochs)
     table.add_row("tokens", f"{plan.tokens:,} ({passes})")
     evaluations = ""
     if plan.evaluation_flops is not None:

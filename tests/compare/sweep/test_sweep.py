@@ -17,7 +17,6 @@ from common.run_dir import RunDir, read_owner, read_summary
 from compare.sweep.jobs import Job, Outcome, recover_outcome
 from configs.compose import hydra_initialized
 from configs.multirun import expand
-from training.distributed import Dist
 
 LONG = ["name=s", "train.steps=600", "eval.every=300", "checkpoint.every=20", "train.batch_size=2"]
 
@@ -148,7 +147,7 @@ def test_recovering_knows_the_lost_from_the_running(workdir):
     folder = workdir / "runs/sweeps/s/seed=1"
     job = Job("seed=1", folder, [], {"name": "sweeps/s/seed=1"})
     assert recover_outcome(job, 0.0, "gone") == Outcome("failed", "not started: gone")
-    with RunDir("sweeps/s/seed=1", "", True, Dist()) as run:
+    with RunDir("sweeps/s/seed=1", "", True) as run:
         run.start({"name": "sweeps/s/seed=1"}, {})
         assert recover_outcome(job, 0.0, "gone").reason == f"is still being trained by {read_owner(folder)}"
         run.summary = None  # as if killed here

@@ -1,0 +1,59 @@
+"""Run folders: locks, names, status and search."""
+
+import json
+import os
+import platform
+
+import pytest
+
+from common.errors import TrainingFailed, UserError
+from common.run_dir import RunDir, find_run
+
+
+def test_run_folder_is_locked_while_it_is_used(workdir):
+    with RunDir("a", "", True) as run:
+        with pytest.raises(UserError, match=f"runs/a is being trained by process {os.getpid()} on {platform.node()}"):
+            RunDir("a", "", True)
+        run.start({"seed": 1}, {"device": "cpu"})
+    summary = json.loads((workdir / "runs/a/summary.json").read_text())
+    assert (summary["status"], summary["error"], summary["device"]) == ("finished", None, "cpu")
+    with pytest.raises(UserError, match="runs/a exists"):
+        RunDir("a", "", False)
+
+
+def test_unnamed_runs_of_the_same_second_get_different_folders(workdir):
+    runs = [RunDir(None, "label", True) for _ in range(3)]
+    assert len({run.name for run in runs}) == 3
+
+
+@pytest.mark.parametrize(
+    ("error", "status", "said"),
+    [
+        (UserError("no"), "refused", "no"),
+        (TrainingFailed("nan"), "failed", "nan"),
+        (KeyboardInterrupt("saved; go on"), "interrupted", "saved; go on"),
+        (ValueError("odd"), "failed", "ValueError: odd"),
+    ],
+)
+def test_summary_records_how_a_run_ended(workdir, error, status, said):
+    with pytest.raises(type(error)), RunDir("a", "", True) as run:
+        run.start({}, {})
+        raise error
+    summary = json.loads((workdir / "runs/a/summary.json").read_text())
+    assert (summary["status"], summary["error"]) == (status, said)
+
+
+def test_newest_run_with_a_checkpoint_is_found_also_in_sweeps(workdir):
+    with pytest.raises(UserError, match=r"train one: python train.py"):
+        find_run("last")
+    for age, name in ((30, "old"), (10, "sweeps/s/seed=1"), (20, "middle")):
+        folder = workdir / "runs" / name / "checkpoints"
+        folder.mkdir(parents=True)
+        (folder / "last.pt").touch()
+        os.utime(folder / "last.pt", (1e9 - age, 1e9 - age))
+    (workdir / "runs/empty/checkpoints").mkdir(parents=True)
+    assert str(find_run("last")) == "runs/sweeps/s/seed=1"
+    assert str(find_run("old")) == "runs/old"
+    for wrong in ("empty", "nothing", "../runs/old", "/etc"):
+        with pytest.raises(UserError, match="run="):
+            find_run(wrong)

@@ -1,0 +1,67 @@
+"""Training state in checkpoints: saving, resuming and refusals."""
+
+import pytest
+import torch
+from helpers import ADAMW, tiny_model, train_step
+
+from common.checkpoint_file import load_checkpoint
+from common.errors import UserError
+from training.checkpoint import TrainState, check_identity
+from training.device import grad_scaler
+from training.optimizer import build_optimizers
+
+CPU = torch.device("cpu")
+
+
+@pytest.fixture
+def state():
+    model = tiny_model()
+    optimizers = build_optimizers(model, ADAMW)
+    train_step(model, optimizers)
+    return TrainState(model, optimizers, grad_scaler(CPU, torch.float32), step=1, seconds=2.5)
+
+
+def test_checkpoint_restores_the_state_under_plain_names(state, tmp_path):
+    path = tmp_path / "checkpoints/last.pt"
+    path.parent.mkdir()
+    state.save(path, {"vocab_size": 20, "identity": {}})
+    saved = load_checkpoint(path)
+    assert (saved["step"], saved["seconds"], saved["vocab_size"]) == (1, 2.5, 20)
+    assert set(saved["model"]) == set(state.model.state_dict())
+    assert not any("_orig_mod" in name or "module." in name for name in saved["model"])
+    fresh = TrainState(tiny_model(), build_optimizers(tiny_model(), ADAMW), state.scaler)
+    fresh.optimizers = build_optimizers(fresh.model, ADAMW)
+    fresh.resume(path, {"identity": {}})
+    assert train_step(fresh.model, fresh.optimizers, 1) == train_step(state.model, state.optimizers, 1)
+    assert [file.name for file in path.parent.iterdir()] == ["last.pt"]
+
+
+def test_failed_save_leaves_the_previous_checkpoint(state, tmp_path, monkeypatch):
+    path = tmp_path / "last.pt"
+    state.save(path, {})
+
+    def dies(content, file):
+        file.write(b"half of it")
+        raise OSError("disk full")
+
+    monkeypatch.setattr(torch, "save", dies)
+    state.step = 2
+    with pytest.raises(OSError, match="disk full"):
+        state.save(path, {})
+    assert load_checkpoint(path)["step"] == 1
+
+
+def test_resuming_with_other_settings_lists_the_differences(tmp_path):
+    with pytest.raises(UserError, match=r"model.n_layer=4 \(now 6\), data.name=a \(now b\); set the old values"):
+        check_identity(
+            tmp_path,
+            {"model.n_layer": 4, "data.name": "a", "same": 1},
+            {"model.n_layer": 6, "data.name": "b", "same": 1},
+        )
+
+
+def test_checkpoint_without_optimizer_state_is_refused_when_resuming(state, tmp_path):
+    path = tmp_path / "last.pt"
+    state.save(path, {"identity": {}}, with_optimizer=False)
+    with pytest.raises(UserError, match=r"last.pt has no optimizer state, .* checkpoint.optimizer=false"):
+        state.resume(path, {"identity": {}})

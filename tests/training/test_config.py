@@ -1,0 +1,21 @@
+"""Training config: how a batch is divided, and checks of values."""
+
+import pytest
+
+from common.errors import UserError
+from training.config import TrainConfig
+
+
+def test_batch_is_divided_into_micro_batches_or_refused_with_valid_sizes():
+    def plan(batch, micro, world):
+        settings = dict(steps=1, minutes=None, grad_clip=None, profile=False, init_from=None)
+        return TrainConfig(batch_size=batch, micro_batch_size=micro, **settings).plan(world)
+
+    assert plan(12, None, 1) == (12, 1)
+    assert plan(12, 3, 1) == (3, 4)
+    assert plan(12, "auto", 2) == (1, 6)
+    assert plan(12, 3, 2) == (3, 2)
+    with pytest.raises(UserError, match="set 9 or 12"):
+        plan(10, None, 3)
+    with pytest.raises(UserError, match="set one of 1, 2, 3, 6"):
+        plan(12, 4, 2)

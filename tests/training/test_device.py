@@ -1,0 +1,62 @@
+"""Device, dtype and compiler: what is resolved, and what is refused."""
+
+import platform
+import subprocess
+import sys
+
+import pytest
+import torch
+from helpers import ROOT
+
+from common.errors import UserError
+from training.device import resolve_compile, resolve_device, resolve_dtype
+
+CPU = torch.device("cpu")
+
+
+def test_devices_and_dtypes_resolve_or_refuse(monkeypatch):
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
+    assert resolve_device("auto") == CPU
+    with pytest.raises(UserError, match=r"device=cuda is not available on this machine.*device=auto"):
+        resolve_device("cuda")
+    with pytest.raises(UserError, match="device=tpu is unknown"):
+        resolve_device("tpu")
+    assert resolve_dtype("auto", CPU) == torch.float32
+    assert resolve_dtype("bfloat16", CPU) == torch.bfloat16
+    with pytest.raises(UserError, match="dtype=float16 trains only on cuda"):
+        resolve_dtype("float16", CPU)
+    with pytest.raises(UserError, match="dtype=int8 is unknown"):
+        resolve_dtype("int8", CPU)
+    assert resolve_compile(None, CPU) is False
+
+
+@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="tests glibc's malloc")
+def test_memory_that_a_step_frees_is_reused_by_the_next():
+    script = """
+import ctypes, resource, torch
+from training.device import configure_backends
+
+libc = ctypes.CDLL(None)
+libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
+
+def step():
+    blocks = [libc.malloc(24 * 2**20) for _ in range(4)]
+    for block in blocks:
+        ctypes.memset(block, 1, 24 * 2**20)
+    for block in blocks:
+        libc.free(block)
+    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+
+configure_backends(torch.device("cpu"), False, False)
+first, second = step(), step()
+print(second - first)
+"""
+    output = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    assert int(output) < 1000  # page faults; otherwise each of the 24,576 pages is one, at every step
+
+
+def test_compile_without_a_compiler_is_refused(monkeypatch):
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    with pytest.raises(UserError, match=r"compile=true needs a C\+\+ compiler"):
+        resolve_compile(True, CPU)

@@ -1,0 +1,67 @@
+"""metrics.jsonl: rows in blocks, resuming, and values that are not finite."""
+
+import json
+import math
+from contextlib import closing
+from types import SimpleNamespace
+
+import pytest
+import torch
+
+from common.errors import TrainingFailed
+from training import metrics as metrics_module
+from training.metrics import MetricsLogger
+
+FINITE = ("train/loss", "val/loss", "grad_norm")
+
+
+@pytest.fixture(autouse=True)
+def no_timed_flush(monkeypatch):
+    monkeypatch.setattr(metrics_module, "FLUSH_INTERVAL_S", math.inf)
+
+
+def logger(folder, step=0, must_be_finite=FINITE):
+    wandb = SimpleNamespace(log=lambda rows: None)
+    return closing(MetricsLogger(folder, step, wandb, must_be_finite))
+
+
+def rows_of(path):
+    return [json.loads(line) for line in path.read_text().splitlines()]
+
+
+def test_rows_are_written_in_blocks(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    with logger(tmp_path) as metrics:
+        metrics.log({"step": 1, "train/loss": torch.tensor(2.5)}, deferred=lambda: {"step_ms": 3.0})
+        metrics.log({"step": 2, "train/loss": torch.tensor(2.0)})
+        assert path.read_text() == ""
+        metrics.flush(sync=True)
+        assert rows_of(path) == [{"step": 1, "train/loss": 2.5, "step_ms": 3.0}, {"step": 2, "train/loss": 2.0}]
+        assert metrics.last == {"step": 2, "train/loss": 2.0, "step_ms": 3.0}
+
+
+def test_resuming_removes_later_rows_and_incomplete_lines(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step": 4, "tr')
+    with logger(tmp_path, step=2) as metrics:
+        metrics.log({"step": 3, "again": True})
+        metrics.flush()
+    assert rows_of(path) == [{"step": 1}, {"step": 2}, {"step": 3, "again": True}]
+    with logger(tmp_path):
+        assert path.read_text() == ""
+
+
+@pytest.mark.parametrize("key", ["train/loss", "val/loss", "grad_norm"])
+def test_metric_that_is_not_finite_is_written_and_ends_the_run(tmp_path, key):
+    path = tmp_path / "metrics.jsonl"
+    message = f"{key} is not a finite number at step 3; set a lower optimizer.lr"
+    with pytest.raises(TrainingFailed, match=message), logger(tmp_path) as metrics:
+        metrics.log({"step": 3, key: torch.tensor(math.nan)})
+        metrics.flush()
+    assert rows_of(path) == [{"step": 3, key: None}]
+
+
+def test_infinite_gradients_do_not_end_a_run_with_a_scaler(tmp_path):
+    with logger(tmp_path, must_be_finite=("train/loss", "val/loss")) as metrics:
+        metrics.log({"step": 1, "grad_norm": math.inf, "train/loss": 1.0})
+        metrics.flush()

@@ -1,0 +1,32 @@
+"""Muon: orthogonalization, and agreement with torch.optim.Muon."""
+
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from training.muon import Muon, orthogonalize
+
+
+@settings(max_examples=20, deadline=None)
+@given(rows=st.integers(2, 24), columns=st.integers(2, 24), count=st.integers(1, 3), seed=st.integers(0, 99))
+def test_orthogonalized_matrices_have_singular_values_near_one(rows, columns, count, seed):
+    matrices = torch.randn(count, rows, columns, generator=torch.Generator().manual_seed(seed))
+    values = torch.linalg.svdvals(orthogonalize(matrices, 12))
+    assert ((values > 0.6) & (values < 1.3)).all()
+
+
+def test_muon_matches_torchs_up_to_bfloat16_rounding():
+    """Three steps on matrices of two shapes."""
+    torch.manual_seed(0)
+    ours = [torch.nn.Parameter(torch.randn(12, 8)), torch.nn.Parameter(torch.randn(6, 10))]
+    theirs = [torch.nn.Parameter(p.detach().clone()) for p in ours]
+    a = Muon(ours, lr=0.1, momentum=0.9, weight_decay=0.1, ns_steps=5)
+    b = torch.optim.Muon(theirs, lr=0.1, momentum=0.9, weight_decay=0.1, ns_steps=5, adjust_lr_fn="original")
+    for seed in range(3):
+        for p, q in zip(ours, theirs, strict=True):
+            p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(seed))
+            q.grad = p.grad.clone()
+        a.step()
+        b.step()
+    for p, q in zip(ours, theirs, strict=True):
+        torch.testing.assert_close(p, q, atol=0.02, rtol=0.02)

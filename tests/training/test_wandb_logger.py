@@ -1,0 +1,50 @@
+"""wandb: starting, resuming, failing and finishing a run."""
+
+from types import SimpleNamespace
+
+import pytest
+
+from training.config import WandbConfig
+from training.wandb_logger import WandbRun
+
+CONFIG = WandbConfig(mode="online", project="p", entity=None, group=None, tags=[])
+
+
+@pytest.fixture
+def calls(monkeypatch):
+    """The calls that wandb receives."""
+    import wandb
+
+    calls = []
+    run = SimpleNamespace(
+        define_metric=lambda *_, **__: None, log=calls.append, finish=lambda code: calls.append({"exit_code": code})
+    )
+    monkeypatch.setattr(wandb, "init", lambda **given: calls.append({k: given[k] for k in ("id", "resume")}) or run)
+    return calls
+
+
+def wandb_run(folder, run_id=None, is_main=True):
+    run = SimpleNamespace(is_main=is_main, name="a", folder=folder, summary={"attention": {}})
+    return WandbRun(CONFIG, run, {"attention": {}}, run_id)
+
+
+def test_new_run_gets_an_id_and_all_rows(tmp_path, calls):
+    run = wandb_run(tmp_path)
+    assert run.id and not calls
+    run.start()
+    run.log([{"step": 0}, {"step": 1}])
+    run.finish(1)
+    assert calls == [{"id": run.id, "resume": None}, {"step": 0}, {"step": 1}, {"exit_code": 1}]
+
+
+def test_resumed_run_keeps_its_id(tmp_path, calls):
+    wandb_run(tmp_path, run_id="before").start()
+    assert calls == [{"id": "before", "resume": "allow"}]
+
+
+def test_other_ranks_do_not_use_wandb(tmp_path, calls):
+    run = wandb_run(tmp_path, is_main=False)
+    run.start()
+    run.log([{"step": 0}])
+    run.finish(0)
+    assert not calls
