@@ -1,4 +1,4 @@
-"""Several processes under torchrun, over gloo: the same numbers, one folder, and an end for all where one dies."""
+"""Several processes under torchrun, over gloo: the same losses, one run folder, and a common end if one fails."""
 
 import json
 import os
@@ -12,9 +12,9 @@ from itertools import islice
 
 import pytest
 import torch
-from helpers import ROOT, TINY
+from helpers import ROOT, TINY, metrics
 
-from common import checkpoint_file
+from common.checkpoint_file import load_checkpoint
 from common.run_dir import RunDir
 from training.distributed import Dist
 
@@ -30,14 +30,9 @@ def torchrun(processes: int, *overrides: str, script=ROOT / "train.py", **enviro
 
 
 def finish(process: subprocess.Popen) -> str:
-    out, err = process.communicate(timeout=100)
+    out, err = process.communicate(timeout=600)
     assert process.returncode == 0, err
     return out
-
-
-def metrics(name):
-    with open(f"runs/{name}/metrics.jsonl") as f:
-        return [json.loads(line) for line in f]
 
 
 def assert_same_curve(a, b):
@@ -47,16 +42,14 @@ def assert_same_curve(a, b):
             assert one.get(key) == pytest.approx(two.get(key), abs=1e-5), (one["step"], key)
 
 
-def test_two_processes_train_as_one_does(train, workdir):
+def test_two_processes_train_like_one(train, workdir):
     out = finish(torchrun(2, "name=two", "train.steps=12", "train.micro_batch_size=2"))
     assert out.count("preparing text") == 1
     assert out.count("step 12: validation loss") == 1
     assert train("name=one", "train.steps=12", *SINGLE) == 0
     assert_same_curve(metrics("one"), metrics("two"))
     assert [path.name for path in (workdir / "runs").iterdir() if path.is_dir()].count("two") == 1
-    one, two = (
-        checkpoint_file.load_checkpoint(workdir / f"runs/{name}/checkpoints/last.pt") for name in ("one", "two")
-    )
+    one, two = (load_checkpoint(workdir / f"runs/{name}/checkpoints/last.pt") for name in ("one", "two"))
     assert list(one["model"]) == list(two["model"])
     assert list(one["optimizer"]) == list(two["optimizer"])
     assert one["identity"] == two["identity"]
@@ -75,8 +68,8 @@ runpy.run_path(os.environ["TRAIN"], run_name="__main__")
 
 
 @pytest.mark.slow
-def test_a_run_continues_on_another_number_of_processes(train, workdir):
-    """One, then four, then one again, against one all the way. For one of the four only one sequence at a time fits."""
+def test_run_resumes_on_another_number_of_processes(train, workdir):
+    """One, then four, then one, compared with one throughout. Only one sequence fits for one of the four."""
     (workdir / "crowded.py").write_text(CROWDED)
     assert train("name=whole", "train.steps=18", *SINGLE) == 0
     assert train("name=parts", "train.steps=6", *SINGLE) == 0
@@ -92,12 +85,11 @@ def test_a_run_continues_on_another_number_of_processes(train, workdir):
         )
     )
     assert "continued from step 6" in out
-    assert "in 2 parts, 1 sequence at a time, as many as fit" in out
+    assert "2 micro batches of 1 sequence (the largest that fits)" in out
     assert train("name=parts", "train.steps=18", *SINGLE) == 0
     assert_same_curve(metrics("whole"), metrics("parts"))
     whole, parts = (
-        checkpoint_file.load_checkpoint(workdir / f"runs/{name}/checkpoints/last.pt")["model"]
-        for name in ("whole", "parts")
+        load_checkpoint(workdir / f"runs/{name}/checkpoints/last.pt")["model"] for name in ("whole", "parts")
     )
     for name, weight in whole.items():
         assert torch.allclose(weight, parts[name], atol=1e-4), name
@@ -105,7 +97,7 @@ def test_a_run_continues_on_another_number_of_processes(train, workdir):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_two_gpus_train_as_one_does(train, workdir, dtype):
+def test_two_gpus_train_like_one(train, workdir, dtype):
     if torch.cuda.device_count() < 2:
         pytest.skip("NOT RUN: needs two CUDA devices")
     settings = ["device=cuda", f"dtype={dtype}", "train.steps=12"]
@@ -115,9 +107,9 @@ def test_two_gpus_train_as_one_does(train, workdir, dtype):
         assert one.get("train/loss") == pytest.approx(two.get("train/loss"), abs=1e-5 if dtype == "float32" else 1e-2)
 
 
-def test_a_run_that_is_being_trained_is_refused_on_all_ranks_in_one_sentence(workdir):
+def test_run_that_is_being_trained_is_refused_with_one_message(workdir):
     with RunDir("a", "", True):
-        _, err = torchrun(2, "name=a").communicate(timeout=60)
+        _, err = torchrun(2, "name=a").communicate(timeout=600)
     refusal = f"runs/a is being trained by process {os.getpid()} on {platform.node()}; wait for it, or set another name"
     assert err.count(refusal) == 1
     assert err.count("Traceback") == 1  # torchrun's own
@@ -138,7 +130,7 @@ runpy.run_path(os.environ["TRAIN"], run_name="__main__")
 
 
 @pytest.mark.slow
-def test_a_rank_that_dies_ends_the_others_and_its_own_error_is_shown(workdir):
+def test_failing_rank_ends_the_others_and_its_error_is_shown(workdir):
     (workdir / "crash.py").write_text(CRASH)
     process = torchrun(
         2,
@@ -148,10 +140,10 @@ def test_a_rank_that_dies_ends_the_others_and_its_own_error_is_shown(workdir):
         TRAIN=str(ROOT / "train.py"),
         PYTHONPATH=str(ROOT),
     )
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=600)
     assert process.returncode == 1
     assert "ZeroDivisionError: what went wrong on this rank" in err
-    assert "rank 0 lost another process, whose error, or what killed it, is the one to mend" in err
+    assert "rank 0 lost the connection to another process" in err
     assert re.search(r"Root Cause.*\n.*\n.*\n.*\n +rank +: 1 ", err)
     told = json.loads((workdir / "runs/a/summary.json").read_text())
     assert told["status"] == "failed"
@@ -160,56 +152,52 @@ def test_a_rank_that_dies_ends_the_others_and_its_own_error_is_shown(workdir):
 SLOW = """
 import os, runpy, time
 from pathlib import Path
-from common import checkpoint_file
 from training import checkpoint
 leave = os._exit
-def say_and_exit_fast(code):
+def record_and_leave(code):
     Path(f"rank{os.environ['RANK']}_left").touch()
-    exit_fast(code)
-os._exit = say_and_leave
-save = checkpoint_file.save
+    leave(code)
+os._exit = record_and_leave
+save = checkpoint.save_checkpoint
 def slow_save(path, content):
     time.sleep(1.5)
     save(path, content)
-checkpoint_file.save = slow_save
+checkpoint.save_checkpoint = slow_save
 runpy.run_path(os.environ["TRAIN"], run_name="__main__")
 """
 
 
 @pytest.mark.slow
-def test_asked_to_stop_all_stop_at_the_same_step_and_one_saves(train, workdir):
-    """Also where saving takes a while, and everybody is told to stop, as schedulers do."""
+def test_interrupted_processes_stop_at_the_same_step_and_rank_0_saves(train, workdir):
+    """Also if saving takes a while, and all processes get signals, as from schedulers."""
     (workdir / "slow.py").write_text(SLOW)
     process = torchrun(2, "name=a", "train.steps=100000", "eval.every=100000", "checkpoint.every=100000",
                        script=workdir / "slow.py", TRAIN=str(ROOT / "train.py"), PYTHONPATH=str(ROOT))  # fmt: skip
-    path, deadline = workdir / "runs/a/metrics.jsonl", time.time() + 60
+    path, deadline = workdir / "runs/a/metrics.jsonl", time.time() + 600
     while time.time() < deadline and not (path.exists() and path.read_text().count("\n") > 20):
         time.sleep(0.05)
     os.kill(int(re.search(r"process (\d+)", (workdir / "runs/a/.owner").read_text()).group(1)), signal.SIGTERM)
     time.sleep(0.2)
     process.send_signal(signal.SIGTERM)  # torchrun passes it on to its workers
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=600)
     told = json.loads((workdir / "runs/a/summary.json").read_text())
     assert told["status"] == "interrupted", err
     assert err.count("saved at step") == 1
-    # Had it left before, torchrun would have given the one that saves half a minute to live.
+    # If rank 1 ended first, torchrun would kill rank 0 half a minute later, while it might still be saving.
     assert (workdir / "rank1_left").stat().st_mtime >= (workdir / "runs/a/checkpoints/last.pt").stat().st_mtime
     assert (
-        checkpoint_file.load_checkpoint(workdir / "runs/a/checkpoints/last.pt")["step"]
-        == told["step"]
-        == metrics("a")[-1]["step"]
-        > 20
+        load_checkpoint(workdir / "runs/a/checkpoints/last.pt")["step"] == told["step"] == metrics("a")[-1]["step"] > 20
     )
 
 
-def test_a_world_of_one_is_what_there_is_without_torchrun(monkeypatch):
+def test_world_has_one_process_without_torchrun(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
     alone = Dist.from_environment()
     assert alone == Dist(0, 1, 0, 1)
     assert alone.share(12, 6) == (12, 6)
     assert list(islice(alone.micro_batch_starts(2, 6, 3), 5)) == [12, 15, 18, 21, 24]
-    assert alone.sync_stop_and_time(True, 1.5, 0.5) == (True, 1.0)
+    assert alone.sync_stop_and_time(True, 1.5) == (True, 1.5)
     for name, value in (("RANK", "3"), ("WORLD_SIZE", "4"), ("LOCAL_RANK", "1"), ("LOCAL_WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
     fourth = Dist.from_environment()
@@ -219,7 +207,7 @@ def test_a_world_of_one_is_what_there_is_without_torchrun(monkeypatch):
     assert [Dist(rank, 4).share(16, 8) for rank in range(4)] == [(16, 2), (18, 2), (20, 2), (22, 2)]
 
 
-LATE = """
+MAIN_FIRST = """
 import sys, time
 from datetime import timedelta
 from pathlib import Path
@@ -229,24 +217,25 @@ import torch.distributed as torch_dist
 from configs.cli import exit_fast
 from training.distributed import Dist
 
-begin, soon = torch_dist.init_process_group, timedelta(seconds=2)
-torch_dist.init_process_group = lambda backends, **others: begin(backends, timeout=soon)
 dist = Dist.from_environment()
 dist.connect(torch.device("cpu"))
-torch_dist.distributed_c10d._get_default_store().set_timeout(soon)
-begun = time.perf_counter()
+store = torch_dist.distributed_c10d._get_default_store()
+store.set_timeout(timedelta(seconds=1))
 with dist.main_first():
-    time.sleep(4 * dist.is_main)
-Path(f"rank{{dist.rank}}").write_text(str(time.perf_counter() - begun))
+    if dist.is_main:
+        time.sleep(3)
+        Path("prepared").touch()
+    else:
+        Path("seen_by_rank_1").write_text(str(Path("prepared").exists()))
+store.set_timeout(timedelta(seconds=600))
 dist.barrier()
-exit_fast(0)  # as train.py does; taken apart by Python, a process now and then ends with an abort
+exit_fast(0)  # as train.py does
 """
 
 
 @pytest.mark.slow
-def test_the_others_wait_for_a_text_longer_than_any_time_out(workdir):
-    script = workdir / "slow.py"
-    script.write_text(LATE.format(root=str(ROOT)))
+def test_other_processes_wait_for_rank_0_longer_than_the_timeout(workdir):
+    script = workdir / "script.py"
+    script.write_text(MAIN_FIRST.format(root=str(ROOT)))
     finish(torchrun(2, script=script))
-    waited = [float((workdir / f"rank{rank}").read_text()) for rank in (0, 1)]  # lines of two processes can mix
-    assert min(waited) >= 3.9
+    assert (workdir / "seen_by_rank_1").read_text() == "True"
