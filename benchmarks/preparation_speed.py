@@ -1,12 +1,11 @@
-"""How fast text becomes tokens: 100 MB made from the standard library, beside one core's plain tiktoken loop.
+"""Preparation speed: trilGPT compared with a plain tiktoken script on one core, for 100 MB of Python source code.
 
-    python benchmarks/preparation_speed.py                        gpt2 and a BPE trained on it, 100 MB, three rounds
+    python benchmarks/preparation_speed.py                        gpt2 and a trained BPE, 100 MB, three rounds
     python benchmarks/preparation_speed.py --megabytes 2000 --rounds 1 --tokenizers gpt2
 
-Ours is the whole process, from the file to the finished folder: hashing, reading, training the vocabulary, encoding,
-writing and fsync. Beside it runs a plain script with the same vocabulary, made ahead: it reads all documents, encodes
-them one after the other, and writes one array. Of that the time of the whole process is taken, and of its loop alone.
-They take turns. Peak memory is a process's.
+trilGPT's time is that of the complete process: hashing, reading, BPE training, encoding, writing and fsync. The plain
+script gets the trained vocabulary, reads all documents, encodes them one by one, and writes arrays. Both its complete
+time and the time of its encoding loop are compared. The two alternate. Peak memory is of one process.
 """
 
 import argparse
@@ -24,8 +23,8 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-# What one writes for a start: everything in memory, on one core.
-PLAIN = """
+# The simplest script: everything in memory, on one core.
+PLAIN_SCRIPT = """
 import json, sys
 import numpy as np
 import tiktoken
@@ -36,9 +35,9 @@ tokenizer = from_spec(json.loads(Path(sys.argv[2]).read_text())["tokenizer"])
 end = end_of_text(tokenizer)
 rows = [json.loads(line)["text"] for line in open(sys.argv[3], encoding="utf-8")]
 import time
-begun = time.perf_counter()
+start = time.perf_counter()
 documents = [tokenizer.encode_ordinary(row) + [end] for row in rows]
-print(time.perf_counter() - begun)
+print(time.perf_counter() - start)
 first = int(len(documents) * 0.9)
 for name, part in (("train", documents[:first]), ("val", documents[first:])):
     np.array([token for ids in part for token in ids], dtype=np.uint16).tofile(f"{name}.bin")
@@ -56,62 +55,67 @@ def main() -> None:
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
         table = write_texts(arguments.megabytes * 10**6, arguments.one_file)
-        size = text_bytes(table)
+        size = count_text_bytes(table)
         print(f"{size / 1e6:,.1f} MB of text, {len(os.sched_getaffinity(0))} cores", flush=True)
         for name in arguments.tokenizers:
             rounds = []
             for _ in range(arguments.rounds):
-                size_of = [f"tokenizer.vocab_size={arguments.vocab_size}"] if name == "bpe" else []
-                ours, peak, _ = timed(
-                    [ROOT / "prepare.py", "data=text", f"data.path={table}", f"tokenizer={name}", *size_of]
+                vocab_size = [f"tokenizer.vocab_size={arguments.vocab_size}"] if name == "bpe" else []
+                ours, peak, _ = run_timed(
+                    [ROOT / "prepare.py", "data=text", f"data.path={table}", f"tokenizer={name}", *vocab_size]
                 )
                 line = f"{name}: {ours:.1f} s, {size / ours / 1e6:.1f} MB/s, peak {peak:,.0f} MiB"
                 if not arguments.one_file:
                     (meta,) = Path("data/prepared").glob("*/meta.json")
-                    whole, theirs, out = timed(["-c", PLAIN, ROOT, meta, table])
-                    rounds.append((ours, whole, float(out)))
-                    line += f"; plain script {whole:.1f} s, peak {theirs:,.0f} MiB, its loop {float(out):.1f} s"
+                    script_seconds, script_peak, out = run_timed(["-c", PLAIN_SCRIPT, ROOT, meta, table])
+                    rounds.append((ours, script_seconds, float(out)))
+                    line += (
+                        f"; plain script {script_seconds:.1f} s, peak {script_peak:,.0f} MiB, loop {float(out):.1f} s"
+                    )
                 print(line, flush=True)
                 shutil.rmtree("data")
             for what, column in (("plain script", 1), ("plain script's loop alone", 2)) if rounds else ():
-                ratios = sorted(each[column] / each[0] for each in rounds)
-                print(f"{name}: {statistics.median(ratios):.2f} times as fast as the {what} "
-                      f"({ratios[0]:.2f} to {ratios[-1]:.2f})", flush=True)  # fmt: skip
+                ratios = sorted(seconds[column] / seconds[0] for seconds in rounds)
+                print(
+                    f"{name}: {statistics.median(ratios):.2f} times as fast as the {what} "
+                    f"({ratios[0]:.2f} to {ratios[-1]:.2f})",
+                    flush=True,
+                )
 
 
 def write_texts(size: int, one_file: bool) -> Path:
-    """The standard library's files, again and again, each time with another first line."""
+    """Write the files of the standard library repeatedly, each time with a different first line."""
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).rglob("*.py"))
     files = [path for path in files if "site-packages" not in path.parts]
-    path, written, again = Path("texts.txt" if one_file else "texts.jsonl"), 0, 0
+    path, written, repetition = Path("texts.txt" if one_file else "texts.jsonl"), 0, 0
     with open(path, "w", encoding="utf-8") as out:
         while written < size:
             for file in files:
-                text = f"# {again}\n" + file.read_text(encoding="utf-8", errors="replace")
+                text = f"# {repetition}\n" + file.read_text(encoding="utf-8", errors="replace")
                 out.write(text if one_file else json.dumps({"text": text}, ensure_ascii=False) + "\n")
                 written += len(text.encode())
                 if written >= size:
                     break
-            again += 1
+            repetition += 1
     return path
 
 
-def text_bytes(path: Path) -> int:
+def count_text_bytes(path: Path) -> int:
     if path.suffix == ".txt":
         return path.stat().st_size
     with open(path, encoding="utf-8") as lines:
         return sum(len(json.loads(line)["text"].encode()) for line in lines)
 
 
-def timed(arguments: list) -> tuple[float, float, str]:
+def run_timed(arguments: list) -> tuple[float, float, str]:
     """(seconds, peak MiB, output) of a Python process."""
-    begun = time.perf_counter()
+    start = time.perf_counter()
     process = subprocess.Popen([sys.executable, *map(str, arguments)], stdout=subprocess.PIPE, text=True)
     out = process.stdout.read()
     _, status, usage = os.wait4(process.pid, 0)
     if status:
         raise SystemExit(f"{arguments[0]} failed")
-    return time.perf_counter() - begun, usage.ru_maxrss / 1024, out
+    return time.perf_counter() - start, usage.ru_maxrss / 1024, out
 
 
 if __name__ == "__main__":

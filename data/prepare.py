@@ -84,9 +84,12 @@ def compute_fingerprint(sources: list[TextSource], tokenizer_config: TokenizerCo
 
 
 def prepare(
-    config: DataConfig, tokenizer_config: TokenizerConfig, block_size: int, print_line: PrintLine = print_line,
+    config: DataConfig,
+    tokenizer_config: TokenizerConfig,
+    block_size: int,
+    print_line: PrintLine = print_line,
     spec: dict | None = None,
-) -> PreparedData:  # fmt: skip
+) -> PreparedData:
     """The prepared data of a config; prepared now if it does not exist yet.
 
     spec: tokenizer of another run. Raises UserError if the text cannot be read or encoded or is shorter than one window

@@ -26,9 +26,7 @@ KINDS = {".txt": "text", ".md": "text", ".parquet": "parquet", ".jsonl": "json",
 COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
 OUTPUT_FOLDERS = ("runs", "data/prepared")  # below the current folder; never read as input
 MIN_CACHED_BYTES = 2**24  # smaller files are hashed again, which takes less time than the cache
-PYTHON_STDLIB_EXCLUDED = {
-    "test", "tests", "idle_test", "idlelib", "lib2to3", "encodings", "site-packages", "dist-packages",
-}  # fmt: skip
+STDLIB_EXCLUDED = {"test", "tests", "idle_test", "idlelib", "lib2to3", "encodings", "site-packages", "dist-packages"}
 
 
 @dataclass(frozen=True)
@@ -140,7 +138,7 @@ def python_stdlib(config: DataConfig) -> list[InputFile]:
     root = Path(sysconfig.get_paths()["stdlib"])
     paths = []
     for folder, subfolders, names in os.walk(root):
-        subfolders[:] = set(subfolders) - PYTHON_STDLIB_EXCLUDED
+        subfolders[:] = set(subfolders) - STDLIB_EXCLUDED
         paths += [Path(folder, name) for name in names if name.endswith(".py")]
     if not paths:
         raise UserError(f"this Python has no standard library source in {root}; set data=text data.path=FILE")
@@ -234,8 +232,8 @@ def _find(name: str, key: str) -> list[str]:
     if name.startswith("[") and name.endswith("]"):
         raise UserError(f'{key}={name} does not exist; a list of files needs quotes: {key}=\'["a.txt", "b.txt"]\'')
     if glob.has_magic(name):
-        matches = [match for match in glob.iglob(str(path), recursive=True)
-                   if os.path.isfile(match) and not _is_output(match)]  # fmt: skip
+        matches = [match for match in glob.iglob(str(path), recursive=True) if os.path.isfile(match)]
+        matches = [match for match in matches if not _is_output(match)]
         if not matches:
             raise UserError(f"{key}={name} matches no file (relative to {Path.cwd()}); set another pattern")
         return sorted(matches, key=_natural_order)

@@ -55,9 +55,14 @@ class SplitPlan:
         self.characters = self.characters + stats.characters if is_known else None
 
     def add(
-        self, source: TextSource, split: str, start: Position, stop: Position | None, stats: "TextStats | None",
+        self,
+        source: TextSource,
+        split: str,
+        start: Position,
+        stop: Position | None,
+        stats: "TextStats | None",
         share: float = 1.0,
-    ) -> None:  # fmt: skip
+    ) -> None:
         """stats: of the files that the range is in. share: estimated fraction of them that is in the range."""
         uses_val_files = split == "val" and source.val_files is not None
         size = None if stats is None else round(stats.bytes * share)

@@ -24,9 +24,21 @@ from data.tokenizer import Corpus, build_tokenizer, end_of_text
 STDLIB = replace(TEXT_SOURCE, name="python_stdlib", source="python_stdlib", path=None)
 HUB = replace(TEXT_SOURCE, source="hub", path=None, repo="some/texts", split="train", revision="refs/convert/parquet")
 UNUSUAL_TEXTS = [
-    "", "emoji 😀 and 👩‍👩‍👧", "Windows\r\nlines\rand old Macs", "NUL \x00 bytes \x00\x00", "NA", "null", "007",
-    '"quoted", text', " spaces ", "\n", "<|endoftext|> is text", "\u2028\x85\x0c\x1a", "e\u0301", "\ufeff in between",
-]  # fmt: skip
+    "",
+    "emoji 😀 and 👩‍👩‍👧",
+    "Windows\r\nlines\rand old Macs",
+    "NUL \x00 bytes \x00\x00",
+    "NA",
+    "null",
+    "007",
+    '"quoted", text',
+    " spaces ",
+    "\n",
+    "<|endoftext|> is text",
+    "\u2028\x85\x0c\x1a",
+    "e\u0301",
+    "\ufeff in between",
+]
 any_text = st.one_of(st.text(st.characters(exclude_categories=["Cs"]), max_size=60), st.sampled_from(UNUSUAL_TEXTS))
 some_documents = st.lists(any_text, max_size=8).map(lambda texts: ["the first text", *texts, "the last text"])
 

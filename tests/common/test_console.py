@@ -33,6 +33,16 @@ def test_progress_without_a_total_shows_no_remaining_time(monkeypatch):
     assert lines == ["reading"]
 
 
+def test_progress_in_bytes_shows_size_and_speed(monkeypatch):
+    clock, lines = [0.0], []
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+    with ProgressBar(write_line=lines.append) as bar:
+        bar.restart(100e6)
+        clock[0] += 12
+        bar.update_bytes(30e6, "encoding train")
+    assert lines == ["encoding train  30.0 MB of 100.0 MB, 2.5 MB/s  0:28 left"]
+
+
 def test_values_are_formatted():
     assert [format_duration(s) for s in (0, 90.4, 3700, 3 * 86400)] == ["0:00", "1:30", "1:01:40", "3 days"]
     assert [format_bytes(s) for s in (512, 3.42e6, 5.678e9)] == ["0.5 kB", "3.4 MB", "5.68 GB"]

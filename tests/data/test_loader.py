@@ -80,9 +80,11 @@ def test_validation_counts_every_target_exactly_once(n, T, size):
 
 @settings(max_examples=15, deadline=None)
 @given(
-    sizes=st.lists(st.integers(2, 40), min_size=2, max_size=4), T=st.integers(1, 8), seed=st.integers(0, 5),
+    sizes=st.lists(st.integers(2, 40), min_size=2, max_size=4),
+    T=st.integers(1, 8),
+    seed=st.integers(0, 5),
     data=st.data(),
-)  # fmt: skip
+)
 def test_sources_are_mixed_by_weight_in_separate_epochs(sizes, T, seed, data):
     weights = tuple(data.draw(st.floats(0.1, 10)) for _ in sizes)
     firsts = np.cumsum([0, *sizes])

@@ -400,26 +400,41 @@ def write_repository(folder: Path, configs: str, files: dict[str, list[dict]]) -
 PRESETS = {
     "openwebtext": (
         "- config_name: plain_text\n  data_files:\n  - split: train\n    path: plain_text/train-*\n",
-        {f"plain_text/train-0000{k}-of-00003.parquet": [{"text": f"page {k}.{n} " * 9} for n in range(40)]
-         for k in range(3)},
+        {
+            f"plain_text/train-0000{k}-of-00003.parquet": [{"text": f"page {k}.{n} " * 9} for n in range(40)]
+            for k in range(3)
+        },
         ["data.val_fraction=0.1"],
         (108, 12),
     ),
     "fineweb_edu": (
         "- config_name: default\n  data_files:\n  - split: train\n    path: data/*/*\n"
         "- config_name: sample-10BT\n  data_files:\n  - split: train\n    path: sample/10BT/*\n",
-        {"data/CC/000.parquet": [{"text": "another config", "score": 1.0}],
-         "sample/10BT/000_00000.parquet": [
-             {"text": f"page {n} " * 9, "id": f"<{n}>", "url": "u", "language_score": 0.9, "token_count": 9,
-              "score": 3.1, "int_score": 3} for n in range(60)]},
+        {
+            "data/CC/000.parquet": [{"text": "another config", "score": 1.0}],
+            "sample/10BT/000_00000.parquet": [
+                {
+                    "text": f"page {n} " * 9,
+                    "id": f"<{n}>",
+                    "url": "u",
+                    "language_score": 0.9,
+                    "token_count": 9,
+                    "score": 3.1,
+                    "int_score": 3,
+                }
+                for n in range(60)
+            ],
+        },
         ["data.val_documents=20"],
         (40, 20),
     ),
     "tinystories": (
         "- config_name: default\n  data_files:\n  - split: train\n    path: data/train-*\n"
         "  - split: validation\n    path: data/validation-*\n",
-        {"data/train-00000-of-00001.parquet": [{"text": f"Story {n}, once upon a time. "} for n in range(50)],
-         "data/validation-00000-of-00001.parquet": [{"text": f"Another {n}, once. "} for n in range(7)]},
+        {
+            "data/train-00000-of-00001.parquet": [{"text": f"Story {n}, once upon a time. "} for n in range(50)],
+            "data/validation-00000-of-00001.parquet": [{"text": f"Another {n}, once. "} for n in range(7)],
+        },
         [],
         (50, 7),
     ),
@@ -427,13 +442,16 @@ PRESETS = {
         "- config_name: wikitext-103-raw-v1\n  data_files:\n  - split: test\n    path: wikitext-103-raw-v1/test-*\n"
         "  - split: train\n    path: wikitext-103-raw-v1/train-*\n  - split: validation\n"
         "    path: wikitext-103-raw-v1/validation-*\n",
-        {f"wikitext-103-raw-v1/{split}-00000-of-00001.parquet":
-         [{"text": line} for line in ["", f" = {split} = \n", "", " A line of it . \n"] * 9]
-         for split in ("train", "validation", "test")},
+        {
+            f"wikitext-103-raw-v1/{split}-00000-of-00001.parquet": [
+                {"text": line} for line in ["", f" = {split} = \n", "", " A line of it . \n"] * 9
+            ]
+            for split in ("train", "validation", "test")
+        },
         [],
         (1, 1),
     ),
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("stream", [False, True])
@@ -450,8 +468,10 @@ def test_presets_read_data_sets_shaped_like_the_real_ones(workdir, monkeypatch, 
     )
     prepared = prepare_quietly(config.data)
     assert tuple(prepared.meta["documents"].values()) == documents
-    column = {split: [row["text"] for file, rows in files.items() for row in rows
-                      if split in file and "data/CC" not in file] for split in ("train", "validation")}  # fmt: skip
+    column = {
+        split: [row["text"] for file, rows in files.items() for row in rows if split in file and "data/CC" not in file]
+        for split in ("train", "validation")
+    }
     text, val = decode_split(prepared, "train"), decode_split(prepared, "val")
     if name in ("tinystories", "wikitext"):
         assert text == "".join(column["train"])
