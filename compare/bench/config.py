@@ -1,24 +1,11 @@
 """The config of bench.py: types and checks."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from math import inf
 
 from common.errors import UserError
 
 PHASES = ("forward", "forward+backward", "decode", "step")
-LISTS = ("backends", "phases", "dtypes", "block_sizes")
-NUMBERS = (
-    "batch_size",
-    "n_head",
-    "n_kv_head",
-    "head_size",
-    "value_size",
-    "vocab_size",
-    "rounds",
-    "repeats",
-    "seconds",
-    "time_limit",
-)
 
 
 @dataclass
@@ -48,18 +35,16 @@ class BenchConfig:
     time_limit: float
 
     def __post_init__(self):
-        for key in LISTS:
-            values = getattr(self, key)
-            if values is not None and not values:
+        for key in (field.name for field in fields(BenchConfig)):
+            value = getattr(self, key)
+            if isinstance(value, int | float) and not 0 < value < inf:
+                raise UserError(f"{key}={value} must be a finite number greater than 0")
+            if isinstance(value, list) and not value:
                 raise UserError(f"{key}=[] leaves nothing to measure; set one or more values")
-            if values is not None and len(set(values)) < len(values):
-                raise UserError(f"{key}=[{','.join(map(str, values))}] contains a value twice; remove one")
+            if isinstance(value, list) and len(set(value)) < len(value):
+                raise UserError(f"{key}=[{','.join(map(str, value))}] contains a value twice; remove one")
         unknown = [phase for phase in self.phases if phase not in PHASES]
         if unknown:
             raise UserError(f"phases: {unknown[0]} is unknown; set one or more of {', '.join(PHASES)}")
         if min(self.block_sizes) < 1:
             raise UserError(f"block_sizes={self.block_sizes} must be numbers of tokens from 1; set, say, [64,1024]")
-        for key in NUMBERS:
-            value = getattr(self, key)
-            if value is not None and not 0 < value < inf:
-                raise UserError(f"{key}={value} must be a finite number greater than 0")

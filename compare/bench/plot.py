@@ -20,14 +20,13 @@ def plot_results(rows: list[Timing], path: Path, title: str) -> None:
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     phases = list(dict.fromkeys(row.phase for row in rows))
     size = max(5.0, 3.0 * len(phases)), 6.4  # inches
     with plt.rc_context({"font.size": 10, "axes.titlesize": 11, "axes.titlelocation": "left"}):
-        figure, axes = plt.subplots(
-            2, len(phases), figsize=size, dpi=150, layout="constrained", squeeze=False, sharex=True
-        )
-        figure.get_layout_engine().set(w_pad=0.06, h_pad=0.06)
+        layout = ConstrainedLayoutEngine(w_pad=0.06, h_pad=0.06)
+        figure, axes = plt.subplots(2, len(phases), figsize=size, dpi=150, layout=layout, squeeze=False, sharex=True)
         for column, phase in enumerate(phases):
             lines = list(_split_lines(rows, phase))
             _plot_times(axes[0, column], lines)
