@@ -48,10 +48,9 @@ class BenchRunner:
             first = round_index % len(running)  # another backend begins in each round
             for position, case in enumerate(running[first:] + running[:first]):
                 advance((round_index + position / len(running)) / self.settings.rounds)
+                arguments, limits = (case, self.settings, self.reference), _limits(case, seconds_left[case.name])
                 try:
-                    result = self.workers[case.name].call(
-                        measure, case, self.settings, self.reference, **_limits(case, seconds_left[case.name])
-                    )
+                    result = self.workers[case.name].call(measure, *arguments, **limits)
                 except IsolatedCallFailed as failure:
                     seconds_left[case.name] = 0.0
                     if failure.status != TIME_LIMIT or not results[case.name]:  # else the earlier rounds count
@@ -59,17 +58,19 @@ class BenchRunner:
                 else:
                     results[case.name].append(result)
                     seconds_left[case.name] -= result.wall_seconds
-        rows, peak = [], max(filter(None, peaks), default=None)
-        for case in group:
-            if case.name not in failures:
-                rows.append(summarize(case, results[case.name], count_flops(case, self.settings), peak))
-                continue
-            failure = failures[case.name]
-            reason = failure.reason.split("; set ")[0]  # the rest is advice for training
-            rows.append(Timing(**_describe(case), status=failure.status, reason=reason))
-            if failure.status == TIME_LIMIT:
-                self.timed_out.setdefault((case.name, case.phase, case.dtype_name), case.request.Tk)
-        return rows
+        peak = max(filter(None, peaks), default=None)
+        return [
+            self._failed_row(case, failures[case.name])
+            if case.name in failures
+            else summarize(case, results[case.name], count_flops(case, self.settings), peak)
+            for case in group
+        ]
+
+    def _failed_row(self, case: Case, failure: IsolatedCallFailed) -> Timing:
+        if failure.status == TIME_LIMIT:
+            self.timed_out.setdefault((case.name, case.phase, case.dtype_name), case.request.Tk)
+        reason = failure.reason.split("; set ")[0]  # the rest is advice for training
+        return Timing(**_describe(case), status=failure.status, reason=reason)
 
     def measure_peak_flops(self, case: Case) -> float | None:
         """FLOP/s that matrix products reach on the device and in the dtype of `case`. None: could not be measured."""
