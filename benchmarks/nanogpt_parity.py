@@ -1,12 +1,12 @@
-"""nanoGPT's model and optimizer beside ours, step by step, from the same weights on the same batches.
+"""Compare trilGPT with nanoGPT step by step: same initial weights, same batches, same losses.
 
     git clone https://github.com/karpathy/nanoGPT
     python benchmarks/nanogpt_parity.py nanoGPT tinyshakespeare.txt
 
-Model and rates are those of experiment=shakespeare_char_cpu, without and with biases, in float32 on the CPU. Each side
-takes 20 steps with the optimizer that its own code builds; the gradient is clipped at 1.0, and the learning rates are
-our schedule's for both (nanoGPT's is inside its train.py). Prints both losses at each step, ahead of its update; exit
-code 1 where they ever differ by more than 1e-4. nanoGPT's code is imported from its own checkout.
+Model and learning rates are those of experiment=shakespeare_char_cpu, without and with biases, in float32 on the
+CPU. Each side takes 20 steps with the optimizer that its own code builds. Gradients are clipped at 1.0. Both sides use
+trilGPT's schedule, because nanoGPT's is part of its train.py. Prints both losses before each update. The exit code is 1
+if they differ by more than 1e-4.
 """
 
 import argparse
@@ -23,16 +23,16 @@ sys.path.insert(0, str(ROOT))
 
 from configs.cli import parse_config  # noqa: E402
 from configs.schema import Train  # noqa: E402
-from data import tokenizer  # noqa: E402
+from data.tokenizer import Corpus, build_tokenizer, encode  # noqa: E402
 from model.attention import get_attention_fn  # noqa: E402
 from model.gpt import GPT  # noqa: E402
-from training import optimizer  # noqa: E402
+from training.optimizer import build_optimizers, set_lr  # noqa: E402
 from training.schedule import lr_scale  # noqa: E402
 
-LARGEST = 1e-4  # nats; what float32 leaves open over 20 steps is below it
-# Our module's name -> nanoGPT's. Both keep the weights of linear layers as outputs x inputs, q, k and v in that order.
-OUTSIDE = {"wte": "transformer.wte", "wpe": "transformer.wpe", "norm": "transformer.ln_f", "lm_head": "lm_head"}
-INSIDE = {
+MAX_DIFFERENCE_NATS = 1e-4  # float32 rounding over 20 steps stays below it
+# Our module names -> nanoGPT's. Both store linear weights as outputs x inputs, and q, k and v in this order.
+OUTER_MODULES = {"wte": "transformer.wte", "wpe": "transformer.wpe", "norm": "transformer.ln_f", "lm_head": "lm_head"}
+BLOCK_MODULES = {
     "norm_attn": "ln_1", "attn.qkv": "attn.c_attn", "attn.proj": "attn.c_proj",
     "norm_mlp": "ln_2", "mlp.fc": "mlp.c_fc", "mlp.proj": "mlp.c_proj",
 }  # fmt: skip
@@ -41,20 +41,20 @@ INSIDE = {
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("nanogpt", type=Path, help="a checkout of nanoGPT")
-    parser.add_argument("text", type=Path, help="a text file, whose characters become the tokens")
+    parser.add_argument("text", type=Path, help="a text file; its characters are the tokens")
     parser.add_argument("--steps", type=int, default=20)
     arguments = parser.parse_args()
     for file in (arguments.nanogpt / "model.py", arguments.text):
         if not file.is_file():
             parser.error(f"{file} does not exist; name a checkout of nanoGPT and a text file")
     theirs = import_model(arguments.nanogpt / "model.py")
-    largest = [compare(theirs, arguments.text, arguments.steps, bias) for bias in (False, True)]
-    print(f"\nlargest difference {max(largest):.1e}, allowed {LARGEST:.0e}")
-    return int(not all(each <= LARGEST for each in largest))  # NaN is no parity either
+    differences = [compare(theirs, arguments.text, arguments.steps, bias) for bias in (False, True)]
+    print(f"\nlargest difference {max(differences):.1e}, allowed {MAX_DIFFERENCE_NATS:.0e}")
+    return int(not all(difference <= MAX_DIFFERENCE_NATS for difference in differences))  # NaN fails, too
 
 
 def import_model(file: Path) -> ModuleType:
-    """nanoGPT's model.py under a name of its own, since `model` is a package here."""
+    """Import nanoGPT's model.py under another name, because `model` is a package here."""
     spec = importlib.util.spec_from_file_location("nanogpt_model", file)
     module = sys.modules[spec.name] = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
@@ -62,35 +62,35 @@ def import_model(file: Path) -> ModuleType:
 
 
 def compare(theirs: ModuleType, text: Path, steps: int, bias: bool) -> float:
-    """Trains both, prints a row per step, and returns the largest difference of their losses in nats."""
+    """Train both models and print one row per step -> the largest difference of their losses in nats."""
     config: Train = parse_config("train", "", [
         "experiment=shakespeare_char_cpu", f"data.path={text}", f"model.bias={str(bias).lower()}",
     ])  # fmt: skip
-    whole = text.read_text(encoding="utf-8")
-    encoding = tokenizer.build_tokenizer(tokenizer.Corpus([whole], several=False), config.tokenizer)
-    tokens = torch.from_numpy(tokenizer.encode(encoding, whole).astype("int64"))
+    document = text.read_text(encoding="utf-8")
+    tokenizer = build_tokenizer(Corpus([document], several=False), config.tokenizer)
+    tokens = torch.from_numpy(encode(tokenizer, document).astype("int64"))
     shape = {
         key: getattr(config.model, key) for key in ("n_layer", "n_head", "n_embd", "block_size", "dropout", "bias")
     }
 
-    print(f"\nbias={str(bias).lower()}: {shape}, vocabulary of {encoding.n_vocab}")
+    print(f"\nbias={str(bias).lower()}: {shape}, vocabulary of {tokenizer.n_vocab}")
     torch.manual_seed(config.seed)
-    their_model = theirs.GPT(theirs.GPTConfig(vocab_size=encoding.n_vocab, **shape))
-    our_model = GPT(config.model, encoding.n_vocab, get_attention_fn(config.attention))
+    their_model = theirs.GPT(theirs.GPTConfig(vocab_size=tokenizer.n_vocab, **shape))
+    our_model = GPT(config.model, tokenizer.n_vocab, get_attention_fn(config.attention))
     copy_weights(their_model, our_model)
-    rate = config.optimizer
-    their_optimizer = their_model.configure_optimizers(rate.weight_decay, rate.lr, tuple(rate.betas), "cpu")
-    our_optimizers = optimizer.build_optimizers(our_model, rate)
+    adamw = config.optimizer
+    their_optimizer = their_model.configure_optimizers(adamw.weight_decay, adamw.lr, tuple(adamw.betas), "cpu")
+    our_optimizers = build_optimizers(our_model, adamw)
 
     random = torch.Generator().manual_seed(config.seed)
     print(f"{'step':>4} {'nanoGPT':>10} {'ours':>10} {'difference':>11}")
     largest = 0.0
     for step in range(steps):
-        x, y = some_windows(tokens, config.train.batch_size, config.model.block_size, random)
-        fraction = lr_scale(config.schedule, step, config.train.steps, step / config.train.steps)
+        x, y = random_windows(tokens, config.train.batch_size, config.model.block_size, random)
+        scale = lr_scale(config.schedule, step, config.train.steps, step / config.train.steps)
         for group in their_optimizer.param_groups:
-            group["lr"] = rate.lr * fraction
-        optimizer.set_lr(our_optimizers, fraction)
+            group["lr"] = adamw.lr * scale
+        set_lr(our_optimizers, scale)
         their_loss = update(their_model, their_model(x, y)[1], [their_optimizer], config.train.grad_clip)
         our_loss = update(our_model, our_model(x, y), our_optimizers, config.train.grad_clip)
         print(f"{step:>4} {their_loss:>10.6f} {our_loss:>10.6f} {our_loss - their_loss:>11.1e}")
@@ -99,38 +99,38 @@ def compare(theirs: ModuleType, text: Path, steps: int, bias: bool) -> float:
 
 
 def copy_weights(their_model: nn.Module, our_model: nn.Module) -> None:
-    """Every weight of nanoGPT's into ours, each exactly once (the head's are the embedding's in both)."""
-    source, left = their_model.state_dict(), set(their_model.state_dict())
+    """Copy all of nanoGPT's weights into our model. The head is tied to the embedding in both."""
+    source, remaining = their_model.state_dict(), set(their_model.state_dict())
     with torch.no_grad():
         for name, weight in our_model.state_dict(keep_vars=True).items():
             module, kind = name.rsplit(".", 1)
-            if module in OUTSIDE:
-                theirs = f"{OUTSIDE[module]}.{kind}"
+            if module in OUTER_MODULES:
+                theirs = f"{OUTER_MODULES[module]}.{kind}"
             else:
                 _, layer, inner = module.split(".", 2)
-                theirs = f"transformer.h.{layer}.{INSIDE[inner]}.{kind}"
+                theirs = f"transformer.h.{layer}.{BLOCK_MODULES[inner]}.{kind}"
             if weight.shape != source[theirs].shape:
                 raise ValueError(f"{name} is {tuple(weight.shape)}, nanoGPT's {theirs} {tuple(source[theirs].shape)}")
             weight.copy_(source[theirs])
-            left.remove(theirs)
-    if left:
-        raise ValueError(f"nanoGPT's {', '.join(sorted(left))} have no counterpart")
+            remaining.remove(theirs)
+    if remaining:
+        raise ValueError(f"nanoGPT's {', '.join(sorted(remaining))} have no counterpart")
 
 
-def some_windows(tokens: Tensor, B: int, T: int, random: torch.Generator) -> tuple[Tensor, Tensor]:
-    """Inputs and targets, each (B, T), at random places."""
+def random_windows(tokens: Tensor, B: int, T: int, random: torch.Generator) -> tuple[Tensor, Tensor]:
+    """Inputs and targets, both (B, T), at random positions of the text."""
     starts = torch.randint(len(tokens) - T, (B, 1), generator=random)
     window = tokens[starts + torch.arange(T + 1)]
     return window[:, :-1].contiguous(), window[:, 1:].contiguous()
 
 
 def update(model: nn.Module, loss: Tensor, optimizers: list[torch.optim.Optimizer], grad_clip: float) -> float:
-    """One step down the gradient of `loss`, which is returned in nats."""
+    """One optimizer step -> the loss before it, in nats."""
     model.zero_grad(set_to_none=True)
     loss.backward()
     nn.utils.clip_grad_norm_(model.parameters(), grad_clip)
-    for each in optimizers:
-        each.step()
+    for optimizer in optimizers:
+        optimizer.step()
     return loss.item()
 
 

@@ -1,4 +1,4 @@
-"""The decoder: attention, the blocks around it, generation, and what it all costs."""
+"""The GPT model: architecture, attention backends, loss, FLOPs and generation."""
 
 from model.config import AttentionConfig, GPTConfig
 from model.generation.config import SamplingConfig
