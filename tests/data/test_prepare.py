@@ -5,6 +5,7 @@ import itertools
 import json
 import os
 import resource
+import shutil
 import subprocess
 import sys
 from dataclasses import replace
@@ -125,7 +126,7 @@ def test_killed_preparation_resumes_with_identical_output(documents):
     assert prepared_folders() == [folder]
 
 
-def test_interrupted_preparation_says_how_to_resume(documents, monkeypatch, small_shards):
+def test_interrupted_preparation_resumes_with_identical_output(documents, monkeypatch, small_shards):
     encode_chunk, numbers = encode.encode_chunk, itertools.count()
 
     def interrupt(*arguments):
@@ -137,9 +138,13 @@ def test_interrupted_preparation_says_how_to_resume(documents, monkeypatch, smal
     config = replace(TEXT_SOURCE, path="a")
     with pytest.raises(KeyboardInterrupt, match="the same command resumes after the last finished file"):
         prepare_quietly(config, BYTE)
+    monkeypatch.setattr(encode, "encode_chunk", encode_chunk)
     printed = []
-    prepare(config, BYTE, 16, printed.append)
+    folder = prepare(config, BYTE, 16, printed.append).folder
     assert RESUMING in printed
+    resumed = hash_files(folder)
+    shutil.rmtree(folder)
+    assert hash_files(prepare_quietly(config, BYTE).folder) == resumed
 
 
 def test_second_process_waits_for_the_first(documents):
