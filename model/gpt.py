@@ -171,9 +171,13 @@ class GPT(nn.Module):
     """
 
     def __init__(
-        self, config: GPTConfig, vocab_size: int, attend: Callable[..., Tensor], device: str = "cpu",
+        self,
+        config: GPTConfig,
+        vocab_size: int,
+        attend: Callable[..., Tensor],
+        device: str = "cpu",
         weights: dict[str, Tensor] | None = None,
-    ):  # fmt: skip
+    ):
         super().__init__()
         self.config, self.vocab_size = config, vocab_size
         with torch.device("meta"):  # shapes only: PyTorch's default initialisation would be overwritten
