@@ -78,7 +78,7 @@ def _with_accumulation(size: int, share: int, step: StepSpec) -> tuple[int, int]
 
 
 def _estimate_by_simulation(step: StepSpec, share: int, dist: Dist, allocated: int) -> int:
-    """allocated: bytes of the model's weights that the process already holds."""
+    """allocated: bytes of the model's weights, which the process has already allocated."""
     free = system.free_memory(step.device)
     if free is None:
         raise UserError(
