@@ -1,14 +1,15 @@
-"""Tokens per second of trilGPT, transformers and nanoGPT in turns: GPT-2 124M with the same random weights.
+"""Compare the generation speed of trilGPT, transformers and nanoGPT: GPT-2 124M with the same random weights.
 
     git clone https://github.com/karpathy/nanoGPT
     python benchmarks/generation_speed.py nanoGPT
     python benchmarks/generation_speed.py nanoGPT --device cuda --dtype bfloat16
 
-One text from 64 tokens to 128, one from 1000 to 1024, the whole of block_size, and 32 texts from 64 to 128. All are
-greedy and make the same number of tokens. First each peer reads what ours has written, and its logits are held against
-those by which ours wrote it. Seconds include reading the prompt; the column "a token more" does not: it is what a token
-takes once the text is under way, and beside it stands the bound from reading all weights once, at the speed at which
-this machine was seen to read that much memory. The exit code is 1 where logits differ.
+Cases: one sample from 64 to 128 tokens, one from 1000 to 1024 tokens (all of block_size), and 32 samples from 64 to 128
+tokens. Decoding is greedy, and all programs generate the same number of tokens, in turns. First, the logits of the
+other programs are compared with those of trilGPT along its sample; the exit code is 1 if they differ.
+
+"tokens/s" includes the prefill. "ms per token" is the median decode step. "of the bound" compares it with the time to
+read all weights once, at the speed that this machine reads this amount of memory.
 """
 
 import argparse
@@ -40,22 +41,26 @@ from model.generation.decode_linear import convert_linears  # noqa: E402
 from model.generation.engine import Engine, Prompt  # noqa: E402
 from model.gpt import GPT  # noqa: E402
 
-VOCAB = 50_257
+VOCAB_SIZE = 50_257
 GREEDY = config_from_python("sample", temperature=0.0)
-LARGEST = {"float32": 1e-4, "bfloat16": 0.1, "float16": 0.02}
-CASES = {"64 -> 128": (64, 64, 1), "1000 -> 1024": (1000, 24, 1), "32 x 64 -> 128": (64, 64, 32)}  # prompt, new, texts
+MAX_LOGIT_DIFFERENCE = {"float32": 1e-4, "bfloat16": 0.1, "float16": 0.02}
+CASES = {
+    "64 -> 128": (64, 64, 1),
+    "1000 -> 1024": (1000, 24, 1),
+    "32 x 64 -> 128": (64, 64, 32),
+}  # prompt tokens, new tokens, samples
 
 
 @dataclass
-class Writer:
-    """write(prompt (B, T), new) -> the whole (B, T + new), and when each token was there.
+class Generator:
+    """generate(prompt (B, T), new) -> tokens (B, T + new), and the time at which each new token was finished.
 
-    bytes: of weights that are read for a token. seconds, token_ms: of each round, token_ms the median of its tokens.
+    weight_bytes: read for each token. seconds, token_ms: one value per round; token_ms is the median over tokens.
     """
 
     name: str
-    write: Callable[[Tensor, int], tuple[Tensor, list[float]]]
-    bytes: int
+    generate: Callable[[Tensor, int], tuple[Tensor, list[float]]]
+    weight_bytes: int
     cases: tuple[str, ...] = tuple(CASES)
     seconds: dict[str, list[float]] = field(default_factory=dict)
     token_ms: dict[str, list[float]] = field(default_factory=dict)
@@ -66,7 +71,7 @@ def main() -> int:
     parser.add_argument("nanogpt", type=Path, help="a checkout of nanoGPT")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", default="float32", choices=list(LARGEST), help="of the peers' weights, and of ours")
+    parser.add_argument("--dtype", default="float32", choices=list(MAX_LOGIT_DIFFERENCE), help="of the weights")
     arguments = parser.parse_args()
     if not (arguments.nanogpt / "model.py").is_file():
         parser.error(f"{arguments.nanogpt / 'model.py'} does not exist; name a checkout of nanoGPT")
@@ -75,56 +80,60 @@ def main() -> int:
     torch.set_grad_enabled(False)
     torch.manual_seed(1)
     config = config_from_python("train", model="gpt2").model
-    original = GPT(config, VOCAB, get_attention_fn(config_from_python("sample").attention)).eval()
+    original = GPT(config, VOCAB_SIZE, get_attention_fn(config_from_python("sample").attention)).eval()
     for name, weight in original.named_parameters():
-        if name.endswith("bias"):  # zero at the start, which would hide one that is left out
+        if name.endswith("bias"):  # at zero, a missing bias would not be noticed
             nn.init.normal_(weight, std=0.02)
-    prompts = {case: torch.randint(VOCAB, (B, T)) for case, (T, _, B) in CASES.items()}
+    prompts = {case: torch.randint(VOCAB_SIZE, (B, T)) for case, (T, _, B) in CASES.items()}
 
     theirs = [hugging_face(original).to(device, dtype), nano_gpt(original, arguments.nanogpt).to(device, dtype)]
     dtypes = {"cpu": ["float32", "bfloat16", "float16"]}.get(device.type, [arguments.dtype])
     ours = {name: convert_linears(deepcopy(original).to(device), getattr(torch, name)) for name in dtypes}
     exact = GPT(
         replace(config, mlp="gelu"),
-        VOCAB,
+        VOCAB_SIZE,
         get_attention_fn(config_from_python("sample").attention),
         weights=original.state_dict(),
     )
-    exact = convert_linears(exact.to(device).eval(), dtype)  # nanoGPT has GELU itself, and GPT-2 its tanh form
-    apart = [
-        logits_apart(model, other, prompts["64 -> 128"], device)
+    exact = convert_linears(exact.to(device).eval(), dtype)  # nanoGPT has the exact GELU, GPT-2 the tanh approximation
+    differences = [
+        compare_logits(model, other, prompts["64 -> 128"], device)
         for model, other in zip((ours[arguments.dtype], exact), theirs, strict=True)
     ]
-    worst = max(apart)
-    print(f"largest distance from our logits: transformers {apart[0]:.1e}, nanoGPT {apart[1]:.1e}, "
-          f"allowed {LARGEST[arguments.dtype]:.0e}\n")  # fmt: skip
+    worst = max(differences)
+    print(
+        f"largest difference of logits from trilGPT: transformers {differences[0]:.1e}, nanoGPT {differences[1]:.1e}, "
+        f"allowed {MAX_LOGIT_DIFFERENCE[arguments.dtype]:.0e}\n"
+    )
 
     read = weight_bytes(original)
-    writers = [Writer(f"trilGPT {name}", partial(write, model, device), read[name]) for name, model in ours.items()]
-    their_ways = {
-        "transformers": partial(their_write, theirs[0], device),
-        "nanoGPT": partial(nano_write, theirs[1], device),
+    generators = [
+        Generator(f"trilGPT {name}", partial(generate, model, device), read[name]) for name, model in ours.items()
+    ]
+    other_programs = {
+        "transformers": partial(generate_transformers, theirs[0], device),
+        "nanoGPT": partial(generate_nanogpt, theirs[1], device),
     }
-    for name, way in their_ways.items():
+    for name, function in other_programs.items():
         cases = ("64 -> 128", "1000 -> 1024") if name == "nanoGPT" else tuple(CASES)
-        writers.append(Writer(f"{name} {arguments.dtype}", way, read[arguments.dtype], cases))
-    speed = measure(writers, prompts, arguments.rounds, device, max(read.values()))
-    report(writers, speed)
-    return int(not worst <= LARGEST[arguments.dtype])
+        generators.append(Generator(f"{name} {arguments.dtype}", function, read[arguments.dtype], cases))
+    speed = measure(generators, prompts, arguments.rounds, device, max(read.values()))
+    report(generators, speed)
+    return int(not worst <= MAX_LOGIT_DIFFERENCE[arguments.dtype])
 
 
-def write(model: GPT, device: torch.device, prompt: Tensor, new: int) -> tuple[Tensor, list[float]]:
-    decoder = Engine(model, GREEDY, len(prompt), prompt.shape[1] + new, cuda_graphs=True)
-    decoder.add([Prompt(row, seed=0) for row in prompt.tolist()])
+def generate(model: GPT, device: torch.device, prompt: Tensor, new: int) -> tuple[Tensor, list[float]]:
+    engine = Engine(model, GREEDY, len(prompt), prompt.shape[1] + new, cuda_graphs=True)
+    engine.add([Prompt(row, seed=0) for row in prompt.tolist()])
     stamps = []
     for _ in range(new):
-        decoder.step()
+        engine.step()
         stamps.append(time.perf_counter())
-    return torch.tensor([row.tokens for row in decoder.sequences]), stamps
+    return torch.tensor([row.tokens for row in engine.sequences]), stamps
 
 
 class Stamps:
-    """What transformers calls a streamer: it is handed the prompt, and then each token."""
+    """A streamer of transformers, which receives the prompt and then each token: records the times."""
 
     def __init__(self):
         self.stamps = []
@@ -136,7 +145,9 @@ class Stamps:
         del self.stamps[0]
 
 
-def their_write(model: nn.Module, device: torch.device, prompt: Tensor, new: int) -> tuple[Tensor, list[float]]:
+def generate_transformers(
+    model: nn.Module, device: torch.device, prompt: Tensor, new: int
+) -> tuple[Tensor, list[float]]:
     prompt, streamer = prompt.to(device), Stamps()
     mask = torch.ones_like(prompt)
     made = model.generate(
@@ -145,66 +156,74 @@ def their_write(model: nn.Module, device: torch.device, prompt: Tensor, new: int
     return made, streamer.stamps
 
 
-def nano_write(model: nn.Module, device: torch.device, prompt: Tensor, new: int) -> tuple[Tensor, list[float]]:
-    """It reads everything anew for each token, so that all are taken to be alike."""
-    began = time.perf_counter()
+def generate_nanogpt(model: nn.Module, device: torch.device, prompt: Tensor, new: int) -> tuple[Tensor, list[float]]:
+    """nanoGPT has no KV cache: all tokens are assumed to take the same time."""
+    started = time.perf_counter()
     made = model.generate(prompt.to(device), new, top_k=1)
     if device.type == "cuda":
         torch.cuda.synchronize()
-    each = (time.perf_counter() - began) / new
-    return made, [began + each * number for number in range(1, new + 1)]
+    token_s = (time.perf_counter() - started) / new
+    return made, [started + token_s * number for number in range(1, new + 1)]
 
 
-def measure(writers: list[Writer], prompts: dict, rounds: int, device: torch.device, most: int) -> list[float]:
-    """Fills in the writers' times, all in turns, and returns the bytes per second read in each round."""
+def measure(generators: list[Generator], prompts: dict, rounds: int, device: torch.device, most: int) -> list[float]:
+    """Measure the generators in turns, and store their times -> bytes per second that memory is read at, by round."""
     memory = torch.ones(most // 4, device=device)
     speed = []
-    for writer in writers:  # warm-up, and whatever is loaded or recorded at first use
-        writer.write(prompts["64 -> 128"], 4)
+    for generator in generators:  # warm-up
+        generator.generate(prompts["64 -> 128"], 4)
     for number in range(rounds):
         passes = [timed(memory.sum, device)[1] for _ in range(5)]
         speed.append(memory.nbytes / statistics.median(passes))
         for case, (T, new, _) in CASES.items():
-            for writer in writers:
-                if case not in writer.cases:
+            for generator in generators:
+                if case not in generator.cases:
                     continue
-                print(f"round {number + 1}/{rounds}  {case}  {writer.name} ...", end="\r", file=sys.stderr, flush=True)
-                (made, stamps), seconds = timed(partial(writer.write, prompts[case], new), device)
-                assert made.shape[1] == T + new and len(stamps) == new, f"{writer.name} made other than {new} tokens"
+                print(
+                    f"round {number + 1}/{rounds}  {case}  {generator.name} ...", end="\r", file=sys.stderr, flush=True
+                )
+                (made, stamps), seconds = timed(partial(generator.generate, prompts[case], new), device)
+                assert made.shape[1] == T + new and len(stamps) == new, (
+                    f"{generator.name} did not generate {new} tokens"
+                )
                 gaps = [after - before for before, after in pairwise(stamps)]
-                writer.seconds.setdefault(case, []).append(seconds)
-                writer.token_ms.setdefault(case, []).append(1e3 * statistics.median(gaps))
+                generator.seconds.setdefault(case, []).append(seconds)
+                generator.token_ms.setdefault(case, []).append(1e3 * statistics.median(gaps))
     print(" " * 60, end="\r", file=sys.stderr)
     return speed
 
 
 def timed(call: Callable[[], object], device: torch.device) -> tuple[object, float]:
-    began = time.perf_counter()
+    started = time.perf_counter()
     result = call()
     if device.type == "cuda":
         torch.cuda.synchronize()
-    return result, time.perf_counter() - began
+    return result, time.perf_counter() - started
 
 
-def report(writers: list[Writer], speed: list[float]) -> None:
+def report(generators: list[Generator], speed: list[float]) -> None:
     console = Console(width=118, highlight=False)
-    console.print(f"memory read at {spread([each / 1e9 for each in speed], '.1f')} GB/s")
+    console.print(f"memory read at {spread([value / 1e9 for value in speed], '.1f')} GB/s")
     for case, (_, new, B) in CASES.items():
         table = Table(title=case, title_justify="left")
-        for title in ("", "tokens/s", "ours, times as fast", "a token more, ms", "ours, times as fast", "of the bound"):
+        for title in ("", "tokens/s", "speed-up", "ms per token", "speed-up", "of the bound"):
             table.add_column(title, justify="right" if title else "left")
-        mine = writers[0]
-        for writer in writers:
-            if case not in writer.cases:
+        trilgpt = generators[0]
+        for generator in generators:
+            if case not in generator.cases:
                 continue
-            seconds, token = writer.seconds[case], writer.token_ms[case]
-            ratios = [theirs / ours for theirs, ours in zip(seconds, mine.seconds[case], strict=True)]
-            token_ratios = [theirs / ours for theirs, ours in zip(token, mine.token_ms[case], strict=True)]
-            bound = [1e3 * writer.bytes / each / ms for each, ms in zip(speed, token, strict=True)]
-            table.add_row(
-                writer.name, spread([B * new / each for each in seconds], ".1f"), spread(ratios, ".2f"),
-                spread(token, ".1f"), spread(token_ratios, ".2f"), spread([100 * each for each in bound], ".0f") + " %",
-            )  # fmt: skip
+            seconds, token = generator.seconds[case], generator.token_ms[case]
+            ratios = [theirs / ours for theirs, ours in zip(seconds, trilgpt.seconds[case], strict=True)]
+            token_ratios = [theirs / ours for theirs, ours in zip(token, trilgpt.token_ms[case], strict=True)]
+            bound = [1e3 * generator.weight_bytes / rate / ms for rate, ms in zip(speed, token, strict=True)]
+            cells = [
+                spread([B * new / value for value in seconds], ".1f"),
+                spread(ratios, ".2f"),
+                spread(token, ".1f"),
+                spread(token_ratios, ".2f"),
+                spread([100 * value for value in bound], ".0f") + " %",
+            ]
+            table.add_row(generator.name, *cells)
         console.print(table)
 
 
@@ -213,24 +232,21 @@ def spread(values: list[float], form: str) -> str:
 
 
 def weight_bytes(model: GPT) -> dict[str, int]:
-    """Of all that a token reads: the linear layers, the head with them. (Of the embeddings it reads a row each.)"""
+    """Bytes of the linear layers by dtype, which each token reads. (Of the embeddings, it reads one row.)"""
     numbers = sum(module.weight.numel() for module in model.modules() if isinstance(module, nn.Linear))
     return {"float32": 4 * numbers, "bfloat16": 2 * numbers, "float16": 2 * numbers}
 
 
-def logits_apart(model: GPT, other: nn.Module, prompt: Tensor, device: torch.device, new: int = 64) -> float:
-    """The largest distance of the other's logits from those by which ours writes its text, token by token."""
-    seen = []
-    head = model.lm_head.forward
-    model.lm_head.forward = lambda x: seen.append(head(x)) or seen[-1]
-    try:
-        text, _ = write(model, device, prompt, new)
-    finally:
-        del model.lm_head.forward
-    ours = torch.cat(seen)[:, :VOCAB].float()  # (new, V)
-    fed = text[:, :-1].to(device)
-    # Without targets nanoGPT gives the logits of the last token alone.
-    theirs = other(fed).logits if hasattr(other, "generation_config") else other(fed, torch.zeros_like(fed))[0]
+def compare_logits(model: GPT, other: nn.Module, prompt: Tensor, device: torch.device, new: int = 64) -> float:
+    """Largest difference of the logits along a greedy sample of `model`."""
+    recorded = []
+    hook = model.lm_head.register_forward_hook(lambda module, inputs, logits: recorded.append(logits))
+    sample, _ = generate(model, device, prompt, new)
+    hook.remove()
+    ours = torch.cat(recorded)[:, :VOCAB_SIZE].float()  # (new, V)
+    inputs = sample[:, :-1].to(device)
+    # without targets, nanoGPT returns only the logits of the last token
+    theirs = other(inputs).logits if hasattr(other, "generation_config") else other(inputs, torch.zeros_like(inputs))[0]
     return (theirs[0, -new:].float() - ours).abs().max().item()
 
 
@@ -248,7 +264,7 @@ def hugging_face(model: GPT) -> nn.Module:
         for kind in ("weight", "bias"):
             if f"{ours}.{kind}" in source:
                 value = source[f"{ours}.{kind}"]
-                flip = ".c_" in other and kind == "weight"  # theirs are laid out as inputs x outputs
+                flip = ".c_" in other and kind == "weight"  # transformers stores inputs x outputs
                 target[f"{other}.{kind}"].copy_(value.T if flip else value[: len(target[f"{other}.{kind}"])])
                 left.remove(f"{other}.{kind}")
     assert not left, left
@@ -258,12 +274,13 @@ def hugging_face(model: GPT) -> nn.Module:
 def nano_gpt(model: GPT, checkout: Path) -> nn.Module:
     module = import_model(checkout / "model.py")
     with redirect_stdout(StringIO()):
-        theirs = module.GPT(module.GPTConfig(vocab_size=VOCAB, dropout=0.0)).eval()
+        theirs = module.GPT(module.GPTConfig(vocab_size=VOCAB_SIZE, dropout=0.0)).eval()
     source, target = model.state_dict(), theirs.state_dict()
     inside = {
         f"blocks.{i}.{ours}": f"transformer.h.{i}.{other}"
-        for i in range(model.config.n_layer) for ours, other in INSIDE.items()
-    }  # fmt: skip
+        for i in range(model.config.n_layer)
+        for ours, other in INSIDE.items()
+    }
     left = set(target)
     for name, value in source.items():
         place, kind = name.rsplit(".", 1)

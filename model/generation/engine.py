@@ -1,7 +1,6 @@
 """Generation engine: samples many prompts in a batch, each as if it were alone.
 
-Each sequence has a row of the KV cache, whatever its length. When it ends, the next prompt takes its row, so that the
-batch stays full.
+Each sequence has a row of the KV cache. When it ends, the next prompt takes its row, so that the batch stays full.
 
 There are two ways to continue past block_size. With rotary positions, the cache is a sliding window: each token sees
 the last block_size tokens, or the layer's window. Learned positions end at block_size: when a sequence reaches it, its

@@ -1,4 +1,4 @@
-"""Each filter held to its definition, the draw to its distribution, and settings out of range refused."""
+"""Filters compared with their definitions, draws with their distribution, and settings out of range."""
 
 import math
 import re
@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from common.errors import UserError
 from model.generation.sampling import apply_repetition_penalty, filtered_probs, sample_inverse_cdf, sample_next_token
 
-# On a grid: float32 makes ties of what lies closer than its rounding, and of the equal any may be chosen.
+# On a grid, as float32 rounds close values to equal ones, and any of equal values may be chosen.
 rows = st.lists(st.integers(-800, 800).map(lambda i: i / 100), min_size=2, max_size=12)
 EXACT = settings(max_examples=100, deadline=None)
 
@@ -21,8 +21,8 @@ def plain(row, temperature=1.0):
     return (torch.tensor([row], dtype=torch.float64) / temperature).softmax(-1)[0]
 
 
-def kept_alike(kept, row, temperature=1.0):
-    """Those that are left have their ratios to each other, and sum to one."""
+def assert_renormalized(kept, row, temperature=1.0):
+    """The remaining probabilities keep their ratios, and sum to one."""
     assert kept.sum().item() == pytest.approx(1, abs=1e-5)
     before = plain(row, temperature)[kept > 0]
     ratio = kept[kept > 0].double() / before
@@ -38,9 +38,9 @@ def test_temperature_divides_the_logits(row, temperature):
 
 @EXACT
 @given(row=rows, k=st.integers(1, 12))
-def test_top_k_keeps_the_k_likeliest(row, k):
+def test_top_k_keeps_the_k_most_likely_tokens(row, k):
     kept = filtered_probs(torch.tensor([row]), sampling(top_k=k))[0]
-    kept_alike(kept, row)
+    assert_renormalized(kept, row)
     assert (kept > 0).sum() == min(k, len(row))
     left_out = torch.tensor(row)[kept == 0]
     assert len(left_out) == 0 or left_out.max() <= torch.tensor(row)[kept > 0].min()
@@ -48,20 +48,20 @@ def test_top_k_keeps_the_k_likeliest(row, k):
 
 @EXACT
 @given(row=rows, p=st.floats(0.05, 1.0))
-def test_top_p_keeps_the_smallest_set_that_reaches_p(row, p):
+def test_top_p_keeps_the_smallest_set_that_sums_to_p(row, p):
     kept = filtered_probs(torch.tensor([row]), sampling(top_p=p))[0]
-    kept_alike(kept, row)
+    assert_renormalized(kept, row)
     mass = plain(row)[kept > 0]
     assert mass.sum() >= p - 1e-5
-    assert mass.sum() - mass.min() < p + 1e-5, "without its least likely token it would fall short"
+    assert mass.sum() - mass.min() < p + 1e-5, "without its least likely token the sum would be below p"
     assert (kept == 0).sum() == 0 or plain(row)[kept == 0].max() <= mass.min()
 
 
 @EXACT
 @given(row=rows, p=st.floats(0.01, 1.0))
-def test_min_p_keeps_what_is_as_likely_as_a_fraction_of_the_likeliest(row, p):
+def test_min_p_keeps_tokens_above_a_fraction_of_the_largest_probability(row, p):
     kept = filtered_probs(torch.tensor([row]), sampling(min_p=p))[0]
-    kept_alike(kept, row)
+    assert_renormalized(kept, row)
     share = plain(row) / plain(row).max()
     assert (share[kept > 0] >= p * (1 - 1e-4)).all()
     assert (share[kept == 0] <= p * (1 + 1e-4)).all()
@@ -69,14 +69,14 @@ def test_min_p_keeps_what_is_as_likely_as_a_fraction_of_the_likeliest(row, p):
 
 @EXACT
 @given(row=rows, k=st.integers(1, 12), p=st.floats(0.05, 1), min_p=st.floats(0.01, 1), t=st.floats(0.1, 5))
-def test_filters_follow_one_another(row, k, p, min_p, t):
-    """top_p is of what top_k left, at the temperature; the likeliest always stays."""
+def test_filters_are_applied_in_order(row, k, p, min_p, t):
+    """top_p applies to the result of top_k and temperature. The most likely token always remains."""
     together = filtered_probs(torch.tensor([row]), sampling(top_k=k, top_p=p, min_p=min_p, temperature=t))[0]
-    kept_alike(together, row, t)
+    assert_renormalized(together, row, t)
     by_k = filtered_probs(torch.tensor([row]), sampling(top_k=k, temperature=t))
     by_p = filtered_probs(by_k.log(), sampling(top_p=p))
     one_by_one = filtered_probs(by_p.log(), sampling(min_p=min_p))[0]
-    near = (together > 0) != (one_by_one > 0)  # on the very edge, by rounding
+    near = (together > 0) != (one_by_one > 0)  # at the threshold, by rounding
     assert near.sum() <= 1
     if not near.any():
         torch.testing.assert_close(together, one_by_one, atol=1e-5, rtol=1e-3)
@@ -85,7 +85,7 @@ def test_filters_follow_one_another(row, k, p, min_p, t):
 
 @EXACT
 @given(row=rows, penalty=st.floats(0.5, 3), data=st.data())
-def test_the_penalty_is_of_what_was_seen_alone_and_lowers_it_where_it_exceeds_1(row, penalty, data):
+def test_repetition_penalty_changes_only_tokens_that_occurred(row, penalty, data):
     seen = torch.tensor([data.draw(st.lists(st.booleans(), min_size=len(row), max_size=len(row)))])
     logits = torch.tensor([row])
     new = apply_repetition_penalty(logits, seen, penalty)
@@ -95,12 +95,12 @@ def test_the_penalty_is_of_what_was_seen_alone_and_lowers_it_where_it_exceeds_1(
         assert after <= before or penalty < 1
 
 
-def test_top_k_is_taken_before_anything_is_rounded():
+def test_top_k_is_applied_before_rounding():
     logits = torch.tensor([[0.0, 1.0, 1.4e-34]])
     assert (filtered_probs(logits, sampling(top_k=2)) > 0).tolist() == [[False, True, True]]
 
 
-def test_filters_of_half_precision_logits_are_in_float32():
+def test_penalty_of_half_precision_logits_is_computed_in_float32():
     logits = torch.tensor([[10.0, 9.99]]).bfloat16()
     both = sample_next_token(
         logits, sampling(temperature=0, repetition_penalty=1.001), torch.rand(1), torch.tensor([[True, False]])
@@ -108,7 +108,7 @@ def test_filters_of_half_precision_logits_are_in_float32():
     assert logits[0, 0] == logits[0, 1] and both.tolist() == [1]
 
 
-def test_temperature_zero_is_the_likeliest_token_alone():
+def test_temperature_zero_is_greedy():
     logits = torch.tensor([[1.0, 3.0, 2.0]])
     assert filtered_probs(logits, sampling(temperature=0)).tolist() == [[0, 1, 0]]
     assert sample_next_token(logits, sampling(temperature=0, top_k=2), torch.tensor([0.999]), None).tolist() == [1]
@@ -117,7 +117,7 @@ def test_temperature_zero_is_the_likeliest_token_alone():
 
 @EXACT
 @given(row=rows, k=st.integers(1, 3), number=st.floats(0, 1, exclude_max=True, width=32))
-def test_a_draw_is_the_inverse_of_the_distribution(row, k, number):
+def test_draw_inverts_the_cumulative_distribution(row, k, number):
     probabilities = filtered_probs(torch.tensor([row]), sampling(top_k=k))
     token = sample_inverse_cdf(probabilities, torch.tensor([number]))[0]
     assert probabilities[0, token] > 0
@@ -126,13 +126,13 @@ def test_a_draw_is_the_inverse_of_the_distribution(row, k, number):
     assert token == 0 or below[token - 1] <= number * below[-1] * (1 + 1e-12)
 
 
-def test_the_extremes_of_a_draw_stay_within_what_is_likely():
+def test_extreme_random_numbers_never_draw_probability_zero():
     probabilities = torch.tensor([[0.0, 0.3, 0.0, 0.7, 0.0]] * 2)
     largest = torch.tensor(1.0).nextafter(torch.tensor(0.0)).item()
     assert sample_inverse_cdf(probabilities, torch.tensor([0.0, largest])).tolist() == [1, 3]
 
 
-def test_many_draws_have_the_distribution():
+def test_frequencies_of_draws_match_the_probabilities():
     probabilities = torch.tensor([0.5, 0.25, 0.125, 0.125])
     n = 20_000
     uniform = torch.rand(n, generator=torch.Generator().manual_seed(0))
@@ -142,7 +142,7 @@ def test_many_draws_have_the_distribution():
 
 
 @pytest.mark.parametrize(
-    ("setting", "said"),
+    ("setting", "message"),
     [
         (dict(temperature=-0.1), "temperature=-0.1 must be finite and not negative"),
         (dict(temperature=math.nan), "temperature=nan must be finite"),
@@ -160,8 +160,8 @@ def test_many_draws_have_the_distribution():
         (dict(max_new_tokens=-1), "max_new_tokens=-1 must not be negative"),
     ],
 )
-def test_settings_out_of_range_are_refused_with_their_section(setting, said):
-    with pytest.raises(UserError, match=said):
+def test_settings_out_of_range_are_refused_with_their_key(setting, message):
+    with pytest.raises(UserError, match=message):
         sampling(**setting).check()
     with pytest.raises(UserError, match=re.escape("eval.sample.")):
         sampling(**setting).check("eval.sample.")
