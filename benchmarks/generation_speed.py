@@ -33,7 +33,7 @@ from torch import Tensor, nn
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
-from nanogpt_parity import INSIDE, OUTSIDE, import_model  # noqa: E402
+from nanogpt_parity import BLOCK_MODULES, OUTER_MODULES, import_model  # noqa: E402
 
 from configs.cli import config_from_python  # noqa: E402
 from model.attention import get_attention_fn  # noqa: E402
@@ -256,7 +256,9 @@ def hugging_face(model: GPT) -> nn.Module:
     theirs = GPT2LMHeadModel(GPT2Config()).eval()
     theirs.generation_config.eos_token_id, theirs.generation_config.pad_token_id = None, 0
     names = {"wte": "wte", "wpe": "wpe", "norm": "ln_f"} | {
-        f"blocks.{i}.{ours}": f"h.{i}.{other}" for i in range(model.config.n_layer) for ours, other in INSIDE.items()
+        f"blocks.{i}.{ours}": f"h.{i}.{other}"
+        for i in range(model.config.n_layer)
+        for ours, other in BLOCK_MODULES.items()
     }
     source, target = model.state_dict(), theirs.transformer.state_dict()
     left = set(target)
@@ -279,12 +281,12 @@ def nano_gpt(model: GPT, checkout: Path) -> nn.Module:
     inside = {
         f"blocks.{i}.{ours}": f"transformer.h.{i}.{other}"
         for i in range(model.config.n_layer)
-        for ours, other in INSIDE.items()
+        for ours, other in BLOCK_MODULES.items()
     }
     left = set(target)
     for name, value in source.items():
         place, kind = name.rsplit(".", 1)
-        other = f"{({**OUTSIDE, **inside})[place]}.{kind}"
+        other = f"{({**OUTER_MODULES, **inside})[place]}.{kind}"
         target[other].copy_(value[: len(target[other])])
         left.discard(other)
     assert not left, left
