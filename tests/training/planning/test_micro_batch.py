@@ -129,10 +129,17 @@ def test_probe_stops_at_the_memory_limit_and_changes_nothing(workdir, assert_unc
 @pytest.mark.gpu
 def test_auto_on_cuda_fits_and_trains(train):
     """With a limit of 1 GiB. The scores of 64 sequences need more than half of it in each layer."""
-    settings = (
-        "device=cuda dtype=float32 compile=false attention=naive model.block_size=512 model.n_layer=4 "
-        "train.batch_size=64 eval.batches=1 train.steps=3"
-    ).split()
+    settings = [
+        "device=cuda",
+        "dtype=float32",
+        "compile=false",
+        "attention=naive",
+        "model.block_size=512",
+        "model.n_layer=4",
+        "train.batch_size=64",
+        "eval.batches=1",
+        "train.steps=3",
+    ]
     total = torch.cuda.mem_get_info()[1]
     torch.cuda.set_per_process_memory_fraction(GPU_RESERVE + 2**30 / total)
     try:

@@ -35,10 +35,16 @@ def plan(workdir):
 # Memory
 
 
-SEVERAL_HUNDRED_MIB = (
-    "model.n_layer=2 model.n_head=4 model.n_embd=128 model.block_size=1024 train.batch_size=4 train.steps=2 "
-    "eval.every=2 eval.batches=1"
-).split()
+SEVERAL_HUNDRED_MIB = [
+    "model.n_layer=2",
+    "model.n_head=4",
+    "model.n_embd=128",
+    "model.block_size=1024",
+    "train.batch_size=4",
+    "train.steps=2",
+    "eval.every=2",
+    "eval.batches=1",
+]
 MAKE_PLAN = """
 import json, sys
 from configs.cli import parse_config
