@@ -189,4 +189,5 @@ def explain(error: Exception, config_dir: str | None = None) -> str:
         group, _, choice = error.missing_cfg_file.rpartition("/")
         options = error.options or choices(group, config_dir)
         return f"{sentence}{did_you_mean(choice, options)}; choices of {group}: {', '.join(options)}"
-    return f"{error.full_key}: {sentence}" if getattr(error, "full_key", None) else sentence
+    key = error.full_key if isinstance(error, OmegaConfBaseException) else None
+    return f"{key}: {sentence}" if key else sentence

@@ -1,6 +1,6 @@
-"""The types of every config, assembled from the rooms' own dataclasses, and the rules that cross rooms.
+"""The config of each script: dataclasses assembled from those of the packages, and rules that span packages.
 
-Types only: every value lives in one YAML file beside this one. Nothing here imports torch.
+The dataclasses have types and no values: each value is in one YAML file of this folder. Nothing here imports torch.
 """
 
 from dataclasses import dataclass
@@ -44,7 +44,7 @@ class Train:
     attention: AttentionConfig
     data: DataConfig
     tokenizer: TokenizerConfig
-    optimizer: Any  # one of OPTIMIZERS below, named in the group's own YAML files
+    optimizer: Any  # a dataclass of OPTIMIZERS
     schedule: ScheduleConfig
     train: TrainConfig
     eval: EvalConfig
@@ -52,7 +52,7 @@ class Train:
     wandb: TrainWandbConfig
 
     def check(self) -> None:
-        """The rules that cross rooms. Raises UserError."""
+        """Check the rules that span packages. Raises UserError."""
         if self.name is not None:
             check_name(self.name)
         check_path_component("data.name", self.data.name)
@@ -60,19 +60,28 @@ class Train:
         _check_seed(self.seed)
         self.train.plan(world_size=1)
         lr_scale(self.schedule, self.schedule.warmup_steps, None, 0.0)
-        if self.flops_per_second is not None:
-            _check_speed(self.flops_per_second, self.plan)
-        if self.train.init_from is not None and self.tokenizer.name in ("bpe", "char"):
-            raise UserError(
-                f"train.init_from={self.train.init_from} comes with a vocabulary, and tokenizer={self.tokenizer.name} "
-                f"makes one from the text; set tokenizer=run tokenizer.run={self.train.init_from.removeprefix('run:')}"
-            )
-        if "last" in (self.tokenizer.run, (self.train.init_from or "").removeprefix("run:")):
-            raise UserError(
-                "train.init_from=run:last and tokenizer.run=last would be another run's when this one goes on; set the "
-                "run's own name"
-            )
-        if not self.plan:  # which finds out by itself, and downloads no vocabulary for it
+        flops, init_from = self.flops_per_second, self.train.init_from or ""
+        init_run = init_from.removeprefix("run:")
+        _refuse(
+            (
+                flops is not None and not self.plan,
+                f"flops_per_second={flops} needs plan=true; set it, or remove the key",
+            ),
+            (
+                flops is not None and not 0 < flops < inf,
+                f"flops_per_second={flops} must be greater than 0; set, say, 1e14, or null to measure this machine",
+            ),
+            (
+                init_from and self.tokenizer.name in ("bpe", "char"),
+                f"train.init_from={init_from} needs that run's tokenizer; set tokenizer=run tokenizer.run={init_run}",
+            ),
+            (
+                "last" in (self.tokenizer.run, init_run),
+                "train.init_from=run:last and tokenizer.run=last may mean another run when this run is resumed; "
+                "set the name of a run",
+            ),
+        )
+        if not self.plan:  # a plan must not download a vocabulary
             check_short_text(self.data, self.tokenizer, self.model.block_size)
 
 
@@ -99,33 +108,38 @@ class Sample(SamplingConfig):
     attention_map: bool
 
     def check(self, section: str = "") -> None:
-        """The rules that cross rooms. Raises UserError."""
+        """Check the rules that span packages. Raises UserError."""
         super().check(section)
-        if self.checkpoint not in ("best", "last"):
-            raise UserError(f"checkpoint={self.checkpoint} is unknown; set best or last")
-        for key in ("num_samples", "batch_size"):
-            if getattr(self, key) < 1:
-                raise UserError(f"{key}={getattr(self, key)} must be at least 1; set, say, 8")
         _check_seed(self.seed)
-        does = {"prompt": self.prompt is not None, "prompt_file": self.prompt_file is not None,
-                "prompts": self.prompts is not None, "interactive": self.interactive, "loss": self.loss}  # fmt: skip
-        chosen = [key for key, is_set in does.items() if is_set]
-        if len(chosen) > 1:
-            raise UserError(f"{' and '.join(chosen)} are set, each of which asks for something else; set one of them")
-        if (self.data.path or self.data.mix) and not self.loss:
-            raise UserError(
-                f"data.path={self.data.path or 'null'} is a text to be measured; set loss=true as well, or leave it out"
-            )
-        if self.out is not None and not (self.loss or self.prompts):
-            raise UserError(
-                f"out={self.out} is for what prompts=FILE or loss=true come to; set one of them, or leave it out"
-            )
-        if self.num_samples > 1 and (self.loss or self.interactive):
-            raise UserError(f"num_samples={self.num_samples} is for prompts; leave it out, or leave out {chosen[0]}")
-        if self.max_new_tokens == 0 and not (self.loss or self.attention_map):
-            raise UserError("max_new_tokens=0 makes no text; set 1 or more")
-        if self.attention_map and (self.loss or self.interactive or self.prompts):
-            raise UserError(f"attention_map=true is of one prompt; leave out {chosen[0]}, or attention_map")
+        modes = ["prompt", "prompt_file", "prompts", "interactive", "loss"]
+        modes = [key for key in modes if getattr(self, key) not in (None, False)]
+        mode = modes[0] if modes else None
+        _refuse(
+            (self.checkpoint not in ("best", "last"), f"checkpoint={self.checkpoint} is unknown; set best or last"),
+            (self.num_samples < 1, f"num_samples={self.num_samples} must be at least 1; set, say, 8"),
+            (self.batch_size < 1, f"batch_size={self.batch_size} must be at least 1; set, say, 8"),
+            (len(modes) > 1, f"{' and '.join(modes)} exclude each other; set one of them"),
+            (
+                (self.data.path or self.data.mix) and not self.loss,
+                f"data.path={self.data.path or 'null'} is not read; set loss=true to measure it, or remove data.path",
+            ),
+            (
+                self.out is not None and mode not in ("loss", "prompts"),
+                f"out={self.out} needs prompts=FILE or loss=true; set one of them, or remove out",
+            ),
+            (
+                self.num_samples > 1 and mode in ("loss", "interactive"),
+                f"num_samples={self.num_samples} has no effect with {mode}; remove one of them",
+            ),
+            (
+                self.max_new_tokens == 0 and mode != "loss" and not self.attention_map,
+                "max_new_tokens=0 generates nothing; set 1 or more",
+            ),
+            (
+                self.attention_map and mode in ("loss", "interactive", "prompts"),
+                f"attention_map=true needs one prompt; remove {mode}, or attention_map",
+            ),
+        )
 
 
 @dataclass
@@ -138,7 +152,7 @@ class Prepare:
     verify: bool
 
     def check(self) -> None:
-        """The rules that cross rooms. Raises UserError."""
+        """Check the rules that span packages. Raises UserError."""
         check_path_component("data.name", self.data.name)
 
 
@@ -152,21 +166,20 @@ class Bench(BenchConfig):
     compile: bool | None
     tf32: bool
     model: GPTConfig
-    optimizer: Any  # as Train's
+    optimizer: Any  # a dataclass of OPTIMIZERS
     wandb: WandbConfig
 
     def check(self) -> None:
-        """The rules that cross rooms. Raises UserError."""
+        """Check the rules that span packages. Raises UserError."""
         if self.name is not None:
             check_path_component("name", self.name)
         check_path_component("model.name", self.model.name)
         _check_seed(self.seed)
         H, G, _, _ = self.kernel_shape()
-        if H % G:
-            raise UserError(f"n_kv_head={G} does not divide the {H} heads of n_head; set a number that does, or null")
+        _refuse((H % G != 0, f"n_kv_head={G} does not divide the {H} heads; set a divisor, or null"))
 
     def kernel_shape(self) -> tuple[int, int, int, int]:
-        """(H, G, D, Dv) of attention alone: the model's, where nothing else is set."""
+        """(H, G, D, Dv) of the attention kernels: the model's, unless set here."""
         H = self.n_head or self.model.n_head
         D = self.head_size or self.model.head_dim
         G = self.n_kv_head or (H if self.n_head else self.model.kv_heads)
@@ -174,18 +187,14 @@ class Bench(BenchConfig):
 
 
 def _check_seed(seed: int) -> None:
-    if not 0 <= seed < 2**32:
-        raise UserError(f"seed={seed} must not be negative, and below 2^32; set, say, 1337")
+    _refuse((not 0 <= seed < 2**32, f"seed={seed} must not be negative, and below 2^32; set, say, 1337"))
 
 
-def _check_speed(flops_per_second: float, plan: bool) -> None:
-    if not plan:
-        raise UserError(f"flops_per_second={flops_per_second:g} is for a plan alone; set plan=true, or leave it out")
-    if not 0 < flops_per_second < inf:
-        raise UserError(
-            f"flops_per_second={flops_per_second:g} must be a number greater than 0; set, say, 1e14, or null, which "
-            "measures it here"
-        )
+def _refuse(*rules: tuple[Any, str]) -> None:
+    """Raises UserError with the message of the first (is_invalid, message) that is invalid."""
+    for is_invalid, message in rules:
+        if is_invalid:
+            raise UserError(message)
 
 
 SCRIPTS = {"train": Train, "sample": Sample, "prepare": Prepare, "bench": Bench}

@@ -14,7 +14,7 @@ from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from common.errors import format_value
-from configs.cli import parse_config
+from configs.cli import RANK_0_PRINTS_FIRST_S, parse_config, report_error
 from configs.compose import CONFIGS, choices
 
 ALL = [(group, choice) for group in ("model", "attention", "tokenizer", "optimizer", "schedule", "experiment")
@@ -349,6 +349,19 @@ def test_a_refused_command_prints_one_line_and_writes_nothing(words, said, tmp_p
     assert done.stdout == ""
     assert done.stderr.count("\n") == 1
     assert [path.name for path in folder.iterdir()] == ["short.txt"]
+
+
+def test_torchrun_prints_an_error_of_all_ranks_once(monkeypatch, capsys):
+    waits = []
+    monkeypatch.setattr("configs.cli.time.sleep", waits.append)
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    monkeypatch.setenv("RANK", "0")
+    assert report_error("wrong", 2) == 2 and capsys.readouterr().err == "train.py: wrong\n" and not waits
+    monkeypatch.setenv("RANK", "3")
+    assert report_error("wrong", 2) == 2 and waits == [RANK_0_PRINTS_FIRST_S]  # torchrun ends the rank while it waits
+    assert capsys.readouterr().err == "train.py, rank 3: wrong\n"
+    assert report_error("failed", 1) == 1 and len(waits) == 1  # only this rank may have failed
+    assert report_error("interrupted", 75) == 75 and capsys.readouterr().err == "train.py, rank 3: failed\n"
 
 
 def test_the_overrides_that_other_tests_use_set_every_key_they_name():

@@ -74,10 +74,10 @@ def test_unsuitable_initial_weights_are_refused(trained, train, other, capsys, s
 def test_new_tokenizer_is_refused_before_anything_else(train, capsys):
     with pytest.raises(SystemExit):
         train("train.init_from=run:a", "tokenizer=char")
-    assert "tokenizer=char makes one from the text; set tokenizer=run tokenizer.run=a" in capsys.readouterr().err
+    assert "needs that run's tokenizer; set tokenizer=run tokenizer.run=a" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         train("train.init_from=run:last", "tokenizer=run", "tokenizer.run=last")
-    assert "set the run's own name" in capsys.readouterr().err
+    assert "set the name of a run" in capsys.readouterr().err
 
 
 def test_resuming_with_other_initial_weights_is_refused(trained, train, other, capsys):

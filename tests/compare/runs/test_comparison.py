@@ -276,6 +276,22 @@ def test_pictures_of_one_and_of_many(tmp_path, count):
         assert width == 1500 and 900 <= height <= 1800
 
 
+def test_divergence_is_plotted_as_a_running_maximum(tmp_path):
+    from matplotlib import pyplot as plt
+
+    from compare.runs.plot import _plot_divergence
+
+    distances = [0.0, 1e-3, 1e-5, 1e-1, 1e-2]
+    runs = [write_run(tmp_path / "a", losses=[1.0] * 5)]
+    runs.append(write_run(tmp_path / "b", losses=[1.0 + d for d in distances], changes={"attention.backend": "flex"}))
+    _, axes = plt.subplots()
+    _plot_divergence(axes, read_settings(runs))
+    line = next(line for line in axes.get_lines() if len(line.get_xdata()))
+    assert list(line.get_xdata()) == [1, 2, 3, 4, 5]
+    assert line.get_ydata() == pytest.approx([math.nan, 1e-3, 1e-3, 1e-1, 1e-1], nan_ok=True)
+    assert axes.get_yscale() == "log"
+
+
 # Wrong input.
 
 

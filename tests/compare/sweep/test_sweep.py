@@ -1,10 +1,9 @@
-"""Sweeps: real processes, each job an ordinary run, and what a kill, a refusal and an interruption leave behind."""
+"""Sweeps with real processes: a kill, a refusal, an interruption, a lost launcher, and what each leaves behind."""
 
 import csv
 import json
 import os
 import re
-import signal
 import subprocess
 import sys
 import time
@@ -18,21 +17,43 @@ from compare.sweep.jobs import Job, Outcome, recover_outcome
 from configs.compose import hydra_initialized
 from configs.multirun import expand
 
-LONG = ["name=s", "train.steps=600", "eval.every=300", "checkpoint.every=20", "train.batch_size=2"]
+LONG = ["name=s", "train.steps=60", "eval.every=60", "checkpoint.every=20", "train.batch_size=2"]
+TIMEOUT_S = 600
+# Python imports this module at start-up. In the job that $SIGNAL_JOB names, it signals a process when the checkpoint of
+# step 40 is about to be saved: the job itself with SIGKILL, or the sweep with SIGINT, as Ctrl-C on a terminal does.
+SITECUSTOMIZE = """
+import os, signal, sys, time
+
+def signal_at_second_checkpoint(event, arguments):
+    global saved
+    if event == "os.rename" and str(arguments[1]).endswith("checkpoints/last.pt"):
+        saved += 1
+        if saved == 2 and os.environ["SIGNAL"] == "SIGKILL":
+            os.kill(os.getpid(), signal.SIGKILL)
+        if saved == 2:
+            received = []
+            handler = signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
+            os.killpg(os.getppid(), signal.SIGINT)
+            while not received:  # until the sweep asks the job to stop
+                time.sleep(0.01)
+            signal.signal(signal.SIGTERM, handler)
+            os.kill(os.getpid(), signal.SIGTERM)
+
+saved = 0
+if f"name=sweeps/s/{os.environ.get('SIGNAL_JOB')}" in sys.orig_argv:
+    sys.addaudithook(signal_at_second_checkpoint)
+"""
 
 
 def sweep(*overrides: str, **environment: str) -> subprocess.Popen:
     return subprocess.Popen(
-        [sys.executable, str(ROOT / "train.py"), "-m", *TINY, *overrides], text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
+        [sys.executable, str(ROOT / "train.py"), "-m", *TINY, *overrides],
+        text=True,
+        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
         start_new_session=True,
-    )  # fmt: skip
-
-
-def wait_for_row(job: str, step: int) -> None:
-    path, deadline = Path(f"runs/sweeps/s/{job}/metrics.jsonl"), time.time() + 60
-    while time.time() < deadline and not (path.exists() and path.read_text().count("\n") > step):
-        time.sleep(0.02)
+    )
 
 
 def summary(job: str) -> dict:
@@ -45,36 +66,34 @@ def comparison() -> list[dict]:
 
 
 @pytest.mark.slow
-def test_killed_interrupted_and_extended_a_sweep_does_what_is_missing(train, workdir):
-    process = sweep(*LONG, "seed=1,2")
-    wait_for_row("seed=1", 50)
-    pid = int(re.search(r"process (\d+)", Path("runs/sweeps/s/seed=1/.owner").read_text()).group(1))
-    os.kill(pid, signal.SIGKILL)
-    out, err = process.communicate(timeout=100)
+def test_a_killed_interrupted_and_extended_sweep_runs_what_is_missing(train, workdir):
+    (workdir / "site").mkdir()
+    (workdir / "site/sitecustomize.py").write_text(SITECUSTOMIZE)
+    site = str(workdir / "site")
+    process = sweep(*LONG, "seed=1,2", PYTHONPATH=site, SIGNAL_JOB="seed=1", SIGNAL="SIGKILL")
+    out, err = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 1, err
     assert "failed   seed=1: its process was killed by SIGKILL (runs/sweeps/s/seed=1/train.log)" in err
     assert re.search(r"seed=2 +val loss", out)
     assert (summary("seed=1")["status"], summary("seed=2")["status"]) == ("failed", "finished")
     untouched = {path: path.stat().st_mtime for path in Path("runs/sweeps/s/seed=2").rglob("*")}
 
-    process = sweep(*LONG, "seed=1,2,3")
-    wait_for_row("seed=3", 50)
-    os.killpg(process.pid, signal.SIGINT)  # as Ctrl-C on a terminal does
-    out, err = process.communicate(timeout=100)
+    process = sweep(*LONG, "seed=1,2,3", PYTHONPATH=site, SIGNAL_JOB="seed=3", SIGNAL="SIGINT")
+    out, err = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 75, err
     assert re.search(r"seed=3 +interrupted: saved at step \d+$", out, re.MULTILINE), out
     assert "1 of them finished before" in out
     assert "resume with the same command and name=s" in err
     assert (summary("seed=1")["status"], summary("seed=3")["status"]) == ("finished", "interrupted")
     stopped = summary("seed=3")["step"]
-    assert 50 < stopped < 600
+    assert 40 <= stopped < 60
 
     process = sweep(*LONG, "seed=1,2,3")
-    out, err = process.communicate(timeout=100)
+    out, err = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 0, err
     assert f"continued from step {stopped}" in Path("runs/sweeps/s/seed=3/train.log").read_text()
     assert untouched == {path: path.stat().st_mtime for path in Path("runs/sweeps/s/seed=2").rglob("*")}
-    assert {path.name for path in workdir.iterdir()} == {"text.txt", "data", "runs"}
+    assert {path.name for path in workdir.iterdir()} == {"text.txt", "data", "runs", "site"}
     (row,) = comparison()
     assert float(row["val_loss"]) == pytest.approx(sum(summary(f"seed={n}")["last_val_loss"] for n in (1, 2, 3)) / 3)
 
@@ -86,7 +105,7 @@ def test_killed_interrupted_and_extended_a_sweep_does_what_is_missing(train, wor
 def test_a_refused_backend_is_a_row_and_the_group_is_in_wandb(workdir):
     settings = ["name=s", "model.dropout=0.1", "wandb.mode=offline", "train.steps=3"]
     process = sweep(*settings, "attention=sdpa,flash")
-    out, err = process.communicate(timeout=100)
+    out, err = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 0, err
     refusal = "attention=flash on cpu does not support dropout; set model.dropout=0, or attention=naive or sdpa"
     assert f"refused: {refusal}" in out
@@ -110,7 +129,7 @@ def test_a_refused_backend_is_a_row_and_the_group_is_in_wandb(workdir):
 
     # Under its name the sweep goes on as what it was, or not at all.
     process = sweep(*settings, "attention=sdpa,flash", "optimizer.lr=0.03", "train.steps=5")
-    out, err = process.communicate(timeout=100)
+    out, err = process.communicate(timeout=TIMEOUT_S)
     assert (process.returncode, out) == (2, "")
     assert "attention=sdpa was trained with optimizer.lr=0.02 (now 0.03); change that back, or set another name" in err
     assert summary("attention=sdpa")["status"] == "finished"
@@ -135,7 +154,7 @@ def test_what_a_launcher_loses_is_named_and_the_rest_compared(workdir):
     (workdir / "plugins/hydra_plugins").mkdir(parents=True)
     (workdir / "plugins/hydra_plugins/losing.py").write_text(LAUNCHER)
     process = sweep("name=s", "seed=1,2", "hydra/launcher=losing", PYTHONPATH=str(workdir / "plugins"))
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 1
     assert "Traceback" not in err
     assert "failed   seed=2: not started: ConnectionError: the cluster went away (" in err
@@ -158,7 +177,7 @@ def test_recovering_knows_the_lost_from_the_running(workdir):
 
 def test_a_sweep_under_torchrun_is_refused(workdir):
     process = sweep("seed=1,2", RANK="0", WORLD_SIZE="2")
-    _, err = process.communicate(timeout=60)
+    _, err = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 2
     assert "-m starts one process per run and does not work under torchrun" in err
     assert not Path("runs").exists()
