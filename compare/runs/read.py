@@ -58,7 +58,8 @@ class Setting:
     """Runs with equal configs, up to the seed and the name. Statistics use the finished runs."""
 
     runs: list[Run] = field(default_factory=list)
-    differences: list[str] = field(default_factory=list)  # from the other settings, as key=value
+    label: str = ""  # name and differences: "mine: model=gpt2, optimizer.lr=0.003"; in a sweep only the differences
+    short_label: str = ""  # for plots: the name; in a sweep the differences
 
     @property
     def finished(self) -> list[Run]:
@@ -67,26 +68,6 @@ class Setting:
     @property
     def config(self) -> dict[str, Any] | None:
         return next((run.config for run in self.runs if run.config is not None), None)
-
-    @property
-    def name(self) -> str | None:
-        """Name of the first run; None in a sweep, where the differences identify the settings."""
-        if self.runs[0].job is not None and len(self.runs) > 1:
-            return None if self.differences else "all"
-        if self.runs[0].job and self.differences:
-            return None
-        more = f" and {len(self.runs) - 1} more" if len(self.runs) > 1 else ""
-        return self.runs[0].folder.resolve().name + more
-
-    @property
-    def label(self) -> str:
-        """The name, and the differences: "mine: model=gpt2, optimizer.lr=0.003"."""
-        return ": ".join(filter(None, (self.name, ", ".join(self.differences))))
-
-    @property
-    def short_label(self) -> str:
-        """For a plot: the name, or the differences if there is no name."""
-        return self.name or ", ".join(self.differences)
 
     @property
     def status(self) -> str:
@@ -113,7 +94,7 @@ def read_settings(folders: list[Path]) -> list[Setting]:
         job = run.folder.parent, run.job
         key = configs.get(job, job) if run.config is None else _config_key(run)
         settings.setdefault(key, Setting()).runs.append(run)
-    _find_differences(list(settings.values()))
+    _set_labels(list(settings.values()))
     return list(settings.values())
 
 
@@ -167,20 +148,27 @@ def _config_key(run: Run) -> str:
     return json.dumps(run.config, sort_keys=True, default=str)
 
 
-def _find_differences(settings: list[Setting]) -> None:
-    """Set the differences of each setting: the keys in which it differs from the others, choices of sections first."""
+def _set_labels(settings: list[Setting]) -> None:
+    """Label each setting with its name and the keys in which it differs from the others, choices of sections first."""
     configs = [setting.config for setting in settings if setting.config is not None]
     keys = list(dict.fromkeys(key for config in configs for key in config))
     keys.sort(key=lambda key: key not in CHOICE_KEYS.values())
     for setting in settings:
-        config, job = setting.config, setting.runs[0].job
+        config, job, folder = setting.config, setting.runs[0].job, setting.runs[0].folder.resolve()
         differing = [] if config is None else [key for key in keys if _distinguishes(key, config, configs)]
         words = [f"{key.removesuffix('.name').removesuffix('.backend')}={_value(config, key)}" for key in differing]
-        if job and (config is None or len(words) > MAX_DIFFERENCES):
+        if job and (not words or len(words) > MAX_DIFFERENCES):
             words = list(job)
         if job is None and len(words) > MAX_DIFFERENCES:  # unrelated runs, which differ in many keys
             words = [*words[: MAX_DIFFERENCES - 1], f"{len(words) - MAX_DIFFERENCES + 1} more"]
-        setting.differences = words
+        differences = ", ".join(words)
+        if job is not None:
+            setting.short_label = differences or (folder.name if len(setting.runs) == 1 else "all")
+            setting.label = setting.short_label
+        else:
+            more = f" and {len(setting.runs) - 1} more" if len(setting.runs) > 1 else ""
+            setting.short_label = folder.name + more
+            setting.label = f"{setting.short_label}: {differences}" if differences else setting.short_label
 
 
 def _distinguishes(key: str, config: dict, configs: list[dict]) -> bool:

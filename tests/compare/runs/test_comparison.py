@@ -1,4 +1,4 @@
-"""Comparisons, on run folders written here: references are worked out by hand, by numpy, or from published tables."""
+"""Comparisons of run folders that the tests write: statistics, labels, tables, the plot, and invalid folders."""
 
 import csv
 import io
@@ -11,23 +11,26 @@ import numpy as np
 import pytest
 import yaml
 from helpers import ROOT
-from hypothesis import given
-from hypothesis import strategies as st
 
 from common.errors import UserError
 from compare.runs.comparison import compare, default_out
-from compare.runs.read import Run, read_settings
-from compare.runs.statistics import by_seed, ci95, mean, quartiles, student_t
+from compare.runs.read import read_settings
 from compare.runs.table import notes, terminal_table
 
 CONFIG = {
-    "name": None, "seed": 1, "device": "auto", "resume": True,
-    "model": {"name": "small", "n_layer": 2}, "attention": {"backend": "naive", "impl": None},
-    "optimizer": {"name": "adamw", "lr": 0.001, "beta": 0.9}, "train": {"steps": 10}, "wandb": {"mode": "offline"},
-}  # fmt: skip
+    "name": None,
+    "seed": 1,
+    "device": "auto",
+    "resume": True,
+    "model": {"name": "small", "n_layer": 2},
+    "attention": {"backend": "naive", "impl": None},
+    "optimizer": {"name": "adamw", "lr": 0.001, "beta": 0.9},
+    "train": {"steps": 10},
+    "wandb": {"mode": "offline"},
+}
 
 
-def flat_update(config, changes):
+def set_keys(config, changes):
     for key, value in changes.items():
         *sections, last = key.split(".")
         inner = config
@@ -40,20 +43,34 @@ def flat_update(config, changes):
 def write_run(folder, seed=1, losses=(3.0, 2.0, 1.0), val=1.0, status="finished", error=None, changes=(), **facts):
     """A run folder as train.py leaves it: losses are the training losses of steps 1, 2, ..."""
     folder.mkdir(parents=True)
-    config = flat_update(json.loads(json.dumps(CONFIG)), dict(changes) | {"seed": seed, "name": folder.name})
+    config = set_keys(json.loads(json.dumps(CONFIG)), dict(changes) | {"seed": seed, "name": folder.name})
     (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
     summary = {"name": folder.name, "status": status, "error": error}
     if status != "refused":
         rows = [{"step": 0, "tokens": 0, "seconds": 0.0, "val/loss": 4.0}]
-        rows += [{"step": step, "train/loss": loss, "step_ms": 100.0 if step <= 5 else 10.0 + step,
-                  "tokens_per_second": 1000.0 + step} for step, loss in enumerate(losses, 1)]  # fmt: skip
+        rows += [
+            {
+                "step": step,
+                "train/loss": loss,
+                "step_ms": 100.0 if step <= 5 else 10.0 + step,
+                "tokens_per_second": 1000.0 + step,
+            }
+            for step, loss in enumerate(losses, 1)
+        ]
         rows[-1] |= {"val/loss": val, "peak_memory_bytes": 2**20}
         (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         summary |= {
-            "step": len(losses), "best_val_loss": val, "last_val_loss": val, "last_val_bpb": val / 2,
-            "peak_memory_bytes": 2**20, "device": "cpu", "device_name": "a chip", "dtype": "float32", "vocab_size": 65,
+            "step": len(losses),
+            "best_val_loss": val,
+            "last_val_loss": val,
+            "last_val_bpb": val / 2,
+            "peak_memory_bytes": 2**20,
+            "device": "cpu",
+            "device_name": "a chip",
+            "dtype": "float32",
+            "vocab_size": 65,
             "attention": {"requested": "a", "resolved": config["attention"]["backend"], "impl": None},
-        } | facts  # fmt: skip
+        } | facts
     (folder / "summary.json").write_text(json.dumps(summary))
     return folder
 
@@ -68,77 +85,44 @@ def labels(folders):
     return [setting.label for setting in read_settings(folders)]
 
 
-# Statistics.
-
-
-def test_student_t_is_the_published_one():
-    table = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 9: 2.262, 10: 2.228, 29: 2.045, 30: 2.042, 120: 1.980}
-    for df, t in table.items():
-        assert student_t(df) == pytest.approx(t, abs=5e-4)
-    assert student_t(100_000) == pytest.approx(1.95996, abs=1e-4)
-
-
-VALUES = st.lists(st.floats(-1e3, 1e3), min_size=2, max_size=8)
-
-
-@given(VALUES, st.floats(-100, 100), st.floats(0.1, 10))
-def test_an_interval_moves_and_stretches_with_its_values(values, shift, scale):
-    assert ci95(values) >= 0
-    moved = [scale * value + shift for value in values]
-    assert mean(moved) == pytest.approx(scale * mean(values) + shift, abs=1e-6)
-    assert ci95(moved) == pytest.approx(scale * ci95(values), abs=1e-6)
-
-
-def test_an_interval_by_hand():
-    # Standard deviation 1, three values: 4.303 / sqrt(3).
-    assert ci95([1.0, 2.0, 3.0]) == pytest.approx(4.3027 / math.sqrt(3), abs=1e-4)
-    assert ci95([1.0]) is None and mean([]) is None and quartiles([]) == (None, None, None)
-
-
-def test_intervals_hold_the_mean_95_times_in_100():
-    draws = np.random.default_rng(0).normal(size=(2000, 3)).tolist()
-    held = sum(abs(mean(draw)) <= ci95(draw) for draw in draws)
-    assert 0.93 < held / 2000 < 0.97
-
-
-@given(st.lists(st.floats(0, 1e6), min_size=1))
-def test_quartiles_are_in_order_and_within(values):
-    q1, median, q3 = quartiles(values)
-    assert min(values) <= q1 <= median <= q3 <= max(values)
-
-
-def test_two_runs_of_one_seed_are_one_draw(tmp_path):
-    runs = [Run(tmp_path, {}, seed, {"x": x}) for seed, x in ((1, 2.0), (1, 4.0), (2, 5.0), (3, None))]
-    assert by_seed(runs, "x") == {1: 3.0, 2: 5.0}
-
-
 # Rows.
 
 
-def test_losses_on_other_tokens_are_not_subtracted(tmp_path):
-    same, other = ([write_run(tmp_path / f"{name}{n}", changes={"attention.backend": f"b{n}"}, data=data)
-                    for n, data in enumerate(folders)]
-                   for name, folders in (("same", ("x-1", "x-1")), ("other", ("x-1", "y-2"))))  # fmt: skip
+def test_no_difference_between_runs_on_different_data(tmp_path):
+    same, other = (
+        [
+            write_run(tmp_path / f"{name}{n}", changes={"attention.backend": f"b{n}"}, data=data)
+            for n, data in enumerate(folders)
+        ]
+        for name, folders in (("same", ("x-1", "x-1")), ("other", ("x-1", "y-2")))
+    )
     (_, row), (_, apart) = compare(same, tmp_path / "same"), compare(other, tmp_path / "other")
     assert (row.pairs, row.difference, row.divergence) == (1, 0.0, 0.0)
     assert (apart.pairs, apart.difference, apart.divergence) == (0, None, None)
 
 
-def test_another_number_of_processes_is_another_setting(tmp_path):
+def test_world_size_is_part_of_a_setting(tmp_path):
     runs = [write_run(tmp_path / f"run{n}", seed=n, world_size=n) for n in (1, 2)]
     assert [row.setting for row in compare(runs, tmp_path / "out")] == ["run1: world_size=1", "run2: world_size=2"]
 
 
-def test_figures_by_hand(tmp_path):
+def test_statistics_match_hand_calculations(tmp_path):
     base, other = {1: 1.0, 2: 1.2, 3: 1.4}, {1: 1.1, 2: 1.2, 4: 9.0}
     losses = [5.0] * 250
     folders = [write_run(tmp_path / f"a{seed}", seed, losses, val) for seed, val in base.items()]
     apart = [5.0] * 199 + [5.5, 5.0] + [5.0] * 48 + [3.0]
     folders += [
-        write_run(tmp_path / f"b{seed}", seed, apart, val, changes={"attention.backend": "flex"},
-                  peak_memory_bytes=seed * 2**20, compile_s=float(seed))
+        write_run(
+            tmp_path / f"b{seed}",
+            seed,
+            apart,
+            val,
+            changes={"attention.backend": "flex"},
+            peak_memory_bytes=seed * 2**20,
+            compile_s=float(seed),
+        )
         for seed, val in other.items()
-    ]  # fmt: skip
+    ]
     first, second = compare(folders, tmp_path / "out")
     assert (first.setting, first.status, first.seeds) == ("a1 and 2 more: attention=naive", "3 finished", 3)
     assert first.val_loss == pytest.approx(1.2)
@@ -169,7 +153,7 @@ def test_only_finished_runs_count(tmp_path):
     assert "| no: attention=flex | refused |" in (tmp_path / "out/comparison.md").read_text()
 
 
-def test_what_was_not_logged_stays_unknown(tmp_path):
+def test_values_that_were_not_logged_are_unknown(tmp_path):
     run = write_run(tmp_path / "a", losses=(3.0, None, 1.0), last_val_loss=None, peak_memory_bytes=None)
     other = write_run(tmp_path / "b", losses=(3.0, 2.0, None), changes={"optimizer.lr": 0.1})
     row, against = compare([run, other], tmp_path / "out")
@@ -218,7 +202,7 @@ def test_labels_of_a_sweep_are_its_swept_keys(tmp_path):
     assert labels([sweep]) == ["attention=flex", "attention=naive"]
 
 
-def test_a_sweep_with_jobs_that_never_started(tmp_path):
+def test_jobs_that_have_not_started_are_counted(tmp_path):
     jobs = [f"attention={name},seed={seed}" for name in ("flex", "naive", "third") for seed in (1, 2)]
     sweep = write_sweep(tmp_path / "cmp", jobs)
     for job in (jobs[1], jobs[2]):
@@ -238,13 +222,23 @@ def test_a_sweep_with_jobs_that_never_started(tmp_path):
 # Files and the terminal.
 
 
-def test_the_csv_is_numbers_and_the_table_fits(tmp_path):
+def test_csv_has_plain_numbers_and_the_table_fits_the_terminal(tmp_path):
     from rich.console import Console
 
     names = ("naive", "flex")
-    runs = [write_run(tmp_path / f"{name}{seed}", seed, [3.0] * 9, 1 + seed / 10, changes={"attention.backend": name},
-                      peak_memory_bytes=9 * 2**30, compile_s=31.2)
-            for name in names for seed in (1, 2, 3)]  # fmt: skip
+    runs = [
+        write_run(
+            tmp_path / f"{name}{seed}",
+            seed,
+            [3.0] * 9,
+            1 + seed / 10,
+            changes={"attention.backend": name},
+            peak_memory_bytes=9 * 2**30,
+            compile_s=31.2,
+        )
+        for name in names
+        for seed in (1, 2, 3)
+    ]
     rows = compare(runs, tmp_path / "out")
     written = list(csv.DictReader((tmp_path / "out/comparison.csv").open(newline="")))
     assert float(written[1]["val_loss"]) == rows[1].val_loss and written[0]["difference"] == ""
@@ -257,7 +251,7 @@ def test_the_csv_is_numbers_and_the_table_fits(tmp_path):
         assert word in text
 
 
-def test_markdown_cells_stay_cells(tmp_path):
+def test_markdown_cells_escape_separators(tmp_path):
     runs = [write_run(tmp_path / name, changes={"model.name": name}) for name in ("a", "b|c")]
     compare(runs, tmp_path / "out")
     table = [line for line in (tmp_path / "out/comparison.md").read_text().splitlines() if line.startswith("|")]
@@ -265,7 +259,7 @@ def test_markdown_cells_stay_cells(tmp_path):
 
 
 @pytest.mark.parametrize("count", [1, 12])
-def test_pictures_of_one_and_of_many(tmp_path, count):
+def test_plot_of_one_and_of_many_settings(tmp_path, count):
     long = "a-very-long-name-of-a-model-that-fits-nowhere-" * 3
     runs = [write_run(tmp_path / str(i), changes={"model.name": f"{long}{i}"}) for i in range(count)]
     refused = write_run(tmp_path / "no", status="refused", error="no", changes={"model.name": "no"})
@@ -315,7 +309,7 @@ def spoil(folder, name, text):
         (lambda at: write_sweep(at / "s", []), "no run to compare"),
     ],
 )
-def test_wrong_input_is_one_sentence_and_writes_nothing(tmp_path, make, says):
+def test_invalid_folders_are_refused_and_nothing_is_written(tmp_path, make, says):
     with pytest.raises(UserError, match=says) as refusal:
         compare([make(tmp_path)], tmp_path / "out")
     assert "\n" not in str(refusal.value) and not (tmp_path / "out").exists()
@@ -325,14 +319,16 @@ def script(*arguments, cwd):
     return subprocess.run([sys.executable, ROOT / "compare.py", *arguments], cwd=cwd, capture_output=True, text=True)
 
 
-def test_the_script(tmp_path):
+def test_compare_script(tmp_path):
     write_run(tmp_path / "runs/a")
     write_run(tmp_path / "runs/b", changes={"attention.backend": "flex"})
     done = script("runs/a", "runs/b", cwd=tmp_path)
     assert done.returncode == 0 and "attention=flex" in done.stdout, done.stderr
     assert {path.name for path in (tmp_path / "runs/comparison").iterdir()} == {
-        "comparison.csv", "comparison.md", "comparison.png",
-    }  # fmt: skip
+        "comparison.csv",
+        "comparison.md",
+        "comparison.png",
+    }
     assert script("runs/a", "--out", "there", cwd=tmp_path).returncode == 0 and (tmp_path / "there").is_dir()
     wrong = script("runs/a", "runs/c", cwd=tmp_path)
     assert wrong.returncode == 2 and wrong.stderr.startswith("compare.py: runs/c does not exist")
@@ -340,13 +336,13 @@ def test_the_script(tmp_path):
     assert "runs/sweeps/cmp" in script("--help", cwd=tmp_path).stdout
 
 
-def test_comparing_imports_no_torch(tmp_path):
+def test_comparison_imports_no_torch(tmp_path):
     modules = "sys, compare.runs.comparison, compare.runs.table"
     ask = f"import {modules}; sys.exit(bool({{'torch', 'matplotlib'}} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", ask], cwd=ROOT).returncode == 0
 
 
-def test_real_runs_compare(train, tmp_path):
+def test_comparison_of_real_runs(train, tmp_path):
     """What train.py writes is what compare reads: the backends' curves lie together, the same seed's pair up."""
     for name in ("naive", "sdpa"):
         assert train(f"name={name}", f"attention={name}", "train.steps=8") == 0

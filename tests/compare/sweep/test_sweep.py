@@ -14,8 +14,6 @@ from helpers import ROOT, TINY, metrics, untimed
 
 from common.run_dir import RunDir, read_owner, read_summary
 from compare.sweep.jobs import Job, Outcome, recover_outcome
-from configs.compose import hydra_initialized
-from configs.multirun import expand
 
 LONG = ["name=s", "train.steps=60", "eval.every=60", "checkpoint.every=20", "train.batch_size=2"]
 TIMEOUT_S = 600
@@ -102,7 +100,7 @@ def test_a_killed_interrupted_and_extended_sweep_runs_what_is_missing(train, wor
 
 
 @pytest.mark.slow
-def test_a_refused_backend_is_a_row_and_the_group_is_in_wandb(workdir):
+def test_refused_backend_is_a_row_and_wandb_has_the_group(workdir):
     settings = ["name=s", "model.dropout=0.1", "wandb.mode=offline", "train.steps=3"]
     process = sweep(*settings, "attention=sdpa,flash")
     out, err = process.communicate(timeout=TIMEOUT_S)
@@ -127,7 +125,7 @@ def test_a_refused_backend_is_a_row_and_the_group_is_in_wandb(workdir):
         assert re.search(line, job), job
     assert "comparison" in inspect("wandb/offline-run-*/*.wandb")
 
-    # Under its name the sweep goes on as what it was, or not at all.
+    # A sweep with the same name and other settings is refused.
     process = sweep(*settings, "attention=sdpa,flash", "optimizer.lr=0.03", "train.steps=5")
     out, err = process.communicate(timeout=TIMEOUT_S)
     assert (process.returncode, out) == (2, "")
@@ -149,7 +147,7 @@ ConfigStore.instance().store(group="hydra/launcher", name="losing", provider="te
 """
 
 
-def test_what_a_launcher_loses_is_named_and_the_rest_compared(workdir):
+def test_jobs_that_a_launcher_loses_are_reported(workdir):
     """With a launcher of one's own, found as any plugin of Hydra's is."""
     (workdir / "plugins/hydra_plugins").mkdir(parents=True)
     (workdir / "plugins/hydra_plugins/losing.py").write_text(LAUNCHER)
@@ -162,7 +160,7 @@ def test_what_a_launcher_loses_is_named_and_the_rest_compared(workdir):
     assert comparison()[0]["status"] == "1 finished, 1 not started"
 
 
-def test_recovering_knows_the_lost_from_the_running(workdir):
+def test_recovered_outcome_of_lost_and_running_jobs(workdir):
     folder = workdir / "runs/sweeps/s/seed=1"
     job = Job("seed=1", folder, [], {"name": "sweeps/s/seed=1"})
     assert recover_outcome(job, 0.0, "gone") == Outcome("failed", "not started: gone")
@@ -175,24 +173,9 @@ def test_recovering_knows_the_lost_from_the_running(workdir):
     assert recover_outcome(job, time.time() + 60, "gone") == Outcome("failed", "not started: gone")
 
 
-def test_a_sweep_under_torchrun_is_refused(workdir):
+def test_sweep_under_torchrun_is_refused(workdir):
     process = sweep("seed=1,2", RANK="0", WORLD_SIZE="2")
     _, err = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 2
     assert "-m starts one process per run and does not work under torchrun" in err
     assert not Path("runs").exists()
-
-
-@pytest.mark.parametrize(
-    ("words", "expected"),
-    [
-        (["attention=naive,sdpa", "seed=range(1,3)"], [["seed=1", "attention=naive"], ["seed=1", "attention=sdpa"],
-                                                        ["seed=2", "attention=naive"], ["seed=2", "attention=sdpa"]]),
-        (["train.steps=5", "optimizer.betas=[0.9,0.95],[0.9,0.99]"], [["optimizer.betas=[0.9,0.95]"],
-                                                                     ["optimizer.betas=[0.9,0.99]"]]),
-        (["optimizer=glob(*)", "data.path=a,b.txt"], [["optimizer=adamw"], ["optimizer=muon"]]),
-    ],
-)  # fmt: skip
-def test_values_expand_as_hydra_expands_them(words, expected):
-    with hydra_initialized(None):
-        assert [list(each.values()) for each in expand(words)] == expected

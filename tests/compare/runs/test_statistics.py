@@ -1,0 +1,52 @@
+"""Statistics of a comparison, against numpy, hand calculations and published tables."""
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from compare.runs.read import Run
+from compare.runs.statistics import by_seed, ci95, mean, quartiles, student_t
+
+
+def test_student_t_matches_published_tables():
+    table = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 9: 2.262, 10: 2.228, 29: 2.045, 30: 2.042, 120: 1.980}
+    for df, t in table.items():
+        assert student_t(df) == pytest.approx(t, abs=5e-4)
+    assert student_t(100_000) == pytest.approx(1.95996, abs=1e-4)
+
+
+VALUES = st.lists(st.floats(-1e3, 1e3), min_size=2, max_size=8)
+
+
+@given(VALUES, st.floats(-100, 100), st.floats(0.1, 10))
+def test_interval_shifts_and_scales_with_its_values(values, shift, scale):
+    assert ci95(values) >= 0
+    moved = [scale * value + shift for value in values]
+    assert mean(moved) == pytest.approx(scale * mean(values) + shift, abs=1e-6)
+    assert ci95(moved) == pytest.approx(scale * ci95(values), abs=1e-6)
+
+
+def test_interval_of_three_values():
+    # Standard deviation 1, three values: 4.303 / sqrt(3).
+    assert ci95([1.0, 2.0, 3.0]) == pytest.approx(4.3027 / math.sqrt(3), abs=1e-4)
+    assert ci95([1.0]) is None and mean([]) is None and quartiles([]) == (None, None, None)
+
+
+def test_intervals_contain_the_mean_95_times_in_100():
+    draws = np.random.default_rng(0).normal(size=(2000, 3)).tolist()
+    held = sum(abs(mean(draw)) <= ci95(draw) for draw in draws)
+    assert 0.93 < held / 2000 < 0.97
+
+
+@given(st.lists(st.floats(0, 1e6), min_size=1))
+def test_quartiles_are_ordered_and_within_the_values(values):
+    q1, median, q3 = quartiles(values)
+    assert min(values) <= q1 <= median <= q3 <= max(values)
+
+
+def test_runs_of_one_seed_are_one_sample(tmp_path):
+    runs = [Run(tmp_path, {}, seed, {"x": x}) for seed, x in ((1, 2.0), (1, 4.0), (2, 5.0), (3, None))]
+    assert by_seed(runs, "x") == {1: 3.0, 2: 5.0}

@@ -1,0 +1,304 @@
+"""Composing configs: every choice, every kind of invalid word or YAML file, and free text."""
+
+import re
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+from configs.cli import parse_config
+from configs.compose import CONFIGS, choices
+
+ALL = [
+    (group, choice)
+    for group in ("model", "attention", "tokenizer", "optimizer", "schedule", "experiment")
+    for choice in choices(group)
+]
+
+
+def refused(capsys, *overrides, script="train") -> str:
+    """The one sentence with which a command line is refused."""
+    capsys.readouterr()
+    with pytest.raises(SystemExit) as stopped:
+        parse_config(script, "", list(overrides))
+    out, err = capsys.readouterr()
+    assert stopped.value.code == 2, (out, err)
+    assert out == ""
+    assert err.count("\n") == 1
+    assert "Traceback" not in err
+    return err.strip()
+
+
+@pytest.mark.parametrize(("group", "choice"), ALL)
+def test_every_choice_composes(group, choice, workdir):
+    config = parse_config("train", "", [f"{group}={choice}", *["tokenizer.run=a"] * (choice == "run")])
+    if group != "experiment":
+        assert choice in (getattr(getattr(config, group), key, None) for key in ("name", "backend"))
+
+
+@pytest.mark.parametrize("choice", choices("data"))
+def test_every_data_choice_composes(choice, workdir, capsys):
+    if choice == "mix":
+        with pytest.raises(SystemExit):
+            parse_config("train", "", ["data=mix"])
+        assert "data=mix has no sources; list them in a YAML file" in capsys.readouterr().err
+    else:
+        assert parse_config("train", "", [f"data={choice}", "data.path=text.txt"]).data.name == choice
+
+
+WRONG = [
+    (["train.stesp=3"], r"train.stesp: there is no such key, did you mean train.steps\?"),
+    (["steps=3"], r"steps: there is no such key, did you mean train.steps\?"),
+    (["n_layer=3"], r"did you mean model.n_layer\?"),
+    (["modle=gpt2"], r"modle: there is no such key, did you mean model\?"),
+    (["optimizer.learning_rate=1"], r"optimizer.learning_rate: there is no such key"),
+    (["optimizer=adamw", "optimizer.momentum=0.9"], r"optimizer.momentum: there is no such key"),
+    (["model=gpt3"], r"model=gpt3: there is no such choice, did you mean gpt2\?; set gpt2, modern or nanogpt"),
+    (["attention=falsh"], r"did you mean flash\?; set cudnn, flash, flex, naive or sdpa"),
+    (["train.steps=many"], r"train.steps: Value 'many' .* could not be converted to Integer"),
+    (["train.steps=1.5"], r"train.steps: Value '1.5' .* could not be converted to Integer"),
+    (["model.n_layer=null"], r"model.n_layer: Incompatible value 'None' for field of type 'int'"),
+    (["compile=perhaps"], r"compile: Value 'perhaps' is not a valid bool"),
+    (["optimizer.lr=fast"], r"optimizer.lr: Value 'fast' .* could not be converted to Float"),
+    (["seed=1,2"], r"'seed=1,2' has several values for one run"),
+    (["train.steps=f("], r"'train.steps=f\(' cannot be parsed; put special characters in two pairs of quotes"),
+    (["+train.foo=1"], r"\+train.foo=1: keys cannot be added or removed; set train.foo=VALUE"),
+    (["++seed=1"], r"keys cannot be added or removed; set seed=VALUE"),
+    (["~seed"], r"keys cannot be added or removed; set seed=VALUE"),
+    (["hydra.run.dir=x"], r"hydra.run.dir is a setting of Hydra"),
+    (["hydra/launcher=x"], r"hydra/launcher is a setting of Hydra.*with -m, hydra/launcher and"),
+    (["--foo"], r"--foo is not a flag"),
+    (["-m"], r"-m needs several values for at least one key; set, say, seed=1,2,3"),
+    (["-m", "seed=1"], r"-m needs several values for at least one key"),
+    (["-m", "attention=naive,falsh"], r"attention=falsh: there is no such choice, did you mean flash"),
+    (["-m", "seed=1,2", "model.n_embd=96,97"], r"model.n_embd=97 must be a multiple of model.n_head=2"),
+    (["-m", "seed=1,2", "name=a/b"], r"name='a/b' cannot name a folder"),
+    (["-m", "seed=1,2", "name=sweeps/a/seed=1"], r"name=sweeps/a/seed=1 is one run of a sweep; remove -m"),
+    (
+        ["-m", "seed=1,2", "hydra/launcher=nowhere"],
+        r"Could not find 'hydra/launcher/nowhere'; choices .*: basic",
+    ),
+    (["-m", "seed=1,2", "hydra.launcher._target_=os.system"], r"is a setting of Hydra"),
+    (["-m", "seed=1,2", "hydra.launcher.x={_target_:os.system}"], r"is a setting of Hydra"),
+    (["-m", "seed=1,2", "hydra.sweeper.params=x"], r"is a setting of Hydra"),
+    (["-m", "seed=1,2", "seed=3,4"], r"seed is given twice; list all of its values at once"),
+    (
+        ["-m", "seed=1,2", "hydra.launcher.partition=gpu"],
+        r"Could not override 'hydra.launcher.partition'",
+    ),
+    (["-m", "seed=1,2,1"], r"seed=1 would be trained twice; list each value once"),
+    (["-m", "seed=1,2", f"model.name={'a' * 99},{'b' * 99}", f"data.name={'a' * 99},{'b' * 99}"], r"too long for"),
+    (["-m", "seed=1,2", "--cfg", "job"], r"--cfg shows the config of one run; remove -m"),
+    (["steps"], r"'steps' is not of the form key=value"),
+    (
+        ["model.n_embd=100", "model.n_head=6"],
+        r"model.n_embd=100 must be a multiple of model.n_head=6; .*=102",
+    ),
+    (
+        ["model.n_head=6", "model.n_embd=96", "model.n_kv_head=4"],
+        r"model.n_kv_head=4 must divide model.n_head=6; set one of 1, 2, 3, 6",
+    ),
+    (["model.n_embd=30", "model.n_head=6"], r"model.position=rotary needs an even number of channels per head"),
+    (["model.n_layer=0"], r"model.n_layer=0 must be at least 1"),
+    (["model.dropout=1.5"], r"model.dropout=1.5 must be a probability below 1"),
+    (["model.norm=batchnorm"], r"model.norm=batchnorm is unknown; set one of layernorm, rmsnorm"),
+    (["train.batch_size=10", "train.micro_batch_size=4"], r"does not divide the 10 .* set one of 1, 2, 5, 10"),
+    (
+        ["train.micro_batch_size=large"],
+        r"train.micro_batch_size=large must be a number .* auto .* null",
+    ),
+    (["train.micro_batch_size=0"], r"train.micro_batch_size=0 must be a number of sequences"),
+    (["train.micro_batch_size=1.5"], r"train.micro_batch_size=1.5 must be a number"),
+    (["train.micro_batch_size=[auto]"], r"must be a number of sequences, auto"),
+    (["train.batch_size=0"], r"train.batch_size=0 must be a number greater than 0"),
+    (["train.steps=null"], r"set train.steps or train.minutes"),
+    (["data=text"], r"set data.path=FILE"),
+    (["data=text", "data.path=nowhere.txt"], r"data.path=nowhere.txt does not exist"),
+    (["data=text", "data.path=short.txt"], r"a window needs model.block_size \+ 1 = 129; set model.block_size="),
+    (["data=text", "data.path=latin.txt"], r"latin.txt is not UTF-8: byte 3 is 0xe9"),
+    (["data.repo=a/b", "data.stream=true"], r"data.repo=a/b, data.stream=True works only with data=hub"),
+    (["data.max_documents=9", "data.row_is_document=false"], r"data.max_documents=9 needs data.row"),
+    (["data.val_fraction=null"], r"data.val_fraction is not set; set data.val_fraction=0.1"),
+    (["data.val_fraction=1"], r"data.val_fraction=1.0 must be between 0 and 1"),
+    (["name=a/b"], r"name='a/b' cannot name a folder"),
+    (["name=.."], r"cannot name a folder"),
+    (["name=sweeps"], r"name=sweeps is reserved"),
+    (["seed=-1"], r"seed=-1 must not be negative"),
+    (["optimizer.betas=[0.9]"], r"optimizer.betas=\[0.9\] must be two numbers"),
+    (["optimizer.lr=0"], r"optimizer.lr=0.0 must be a number greater than 0"),
+    (["optimizer.lr=nan"], r"optimizer.lr=nan must be a number greater than 0"),
+    (["optimizer=null"], r"optimizer=null: there is no such choice; set adamw or muon"),
+    (["model="], r"model=: there is no such choice"),
+    (["optimizer=adamw", "optimizer.name=sgd"], r"optimizer.name=sgd is unknown; set optimizer=adamw or muon"),
+    (["data.name=../x"], r"data.name='../x' cannot name a folder"),
+    (["data=shakespeare_char", "data.url=null"], r"data.url=None is not a URL"),
+    (["tokenizer.vocab_size=5000000000"], r"tokenizer.vocab_size=5000000000 is out of range"),
+    (["seed=18446744073709551616"], r"must not be negative, and below 2\^32"),
+    (["data=text", "data.path=empty.txt", "tokenizer=char"], r"empty.txt contains no text"),
+    (["name=" + 300 * "a"], r"cannot name a folder"),
+    (["wandb.mode=on"], r"wandb.mode=on is unknown; set offline, online or disabled"),
+    (["eval.every=0"], r"eval.every=0 must be a number greater than 0"),
+    (
+        ["tokenizer=char", "tokenizer.vocab_size=500", "data=text", "data.path=short.txt"],
+        r"remove tokenizer.vocab_size",
+    ),
+    (["tokenizer.vocab_size=null", "data=text", "data.path=short.txt"], r"tokenizer.vocab_size=None has no room"),
+    (["schedule=cosine", "schedule.name=cosin"], r"schedule.name=cosin is unknown; set one of cosine, wsd"),
+    (["schedule.decay_fraction=null"], r"schedule=wsd needs schedule.decay_fraction"),
+    (["schedule.warmup_steps=-1"], r"schedule.warmup_steps=-1 must not be negative"),
+]
+
+
+@pytest.mark.parametrize(("overrides", "said"), WRONG, ids=[" ".join(w[0]) for w in WRONG])
+def test_invalid_words_are_refused_and_leave_no_files(overrides, said, workdir, capsys):
+    (workdir / "short.txt").write_text("too short")
+    (workdir / "latin.txt").write_bytes(b"caf\xe9 " * 100)
+    (workdir / "empty.txt").touch()
+    before = sorted(workdir.rglob("*"))
+    assert re.search(said, refused(capsys, *overrides)), "another sentence"
+    assert sorted(workdir.rglob("*")) == before
+
+
+WRONG_YAML = [
+    (
+        "train: {stesp: 3}",
+        r"train.stesp \(in own/experiment/mine.yaml\): .* did you mean train.steps\?",
+    ),
+    ("trian: {steps: 3}", r"trian \(in own/experiment/mine.yaml\): there is no such key"),
+    ("train: {steps: many}", r"train.steps \(in own/experiment/mine.yaml\): Value 'many'"),
+    ("model: {n_embd: 101}", r"model.n_embd=101 must be a multiple of model.n_head"),
+    ("train: {batch_size: 10, micro_batch_size: 4}", r"set one of 1, 2, 5, 10"),
+    ("model: {block_size: 100000}\ndata: {path: text.txt}", r"a window needs model.block_size \+ 1 = 100001"),
+    ("hydra: {callbacks: {x: {_target_: os.system}}}", r"changes Hydra's own settings"),
+    ("optimizer: {lr: fast}", r"optimizer.lr \(in own/experiment/mine.yaml\): Value 'fast'"),
+    ("train: [", r"a YAML file cannot be read: .*mine.yaml.*line"),
+]
+
+
+@pytest.mark.parametrize(("content", "said"), WRONG_YAML, ids=[w[0] for w in WRONG_YAML])
+def test_invalid_yaml_files_are_refused_with_their_name(content, said, workdir, capsys):
+    (workdir / "own/experiment").mkdir(parents=True)
+    (workdir / "own/experiment/mine.yaml").write_text(f"{content}\n")
+    assert re.search(said, refused(capsys, "--config-dir", "own", "experiment=mine"))
+
+
+WRONG_MIX = [
+    ("[mix, txt@mix.a]", "a: {path: text.txt}", r"In 'data/both': Could not load 'data/txt', did you mean text\?"),
+    (
+        "[mix, text@mix.a]",
+        "a: {path: text.txt}, b: {path: text.txt}",
+        r"data.mix.b.name has no value; add text@mix.b to the defaults",
+    ),
+    ("[mix, text@mix.a]", "a: {wieght: 1}", r"data.mix.a.wieght .*both.yaml\): .*, did you mean data.mix.a.weight\?"),
+    ("[mix, text@mix.a]", "a: {weight: x}", r"data.mix.a.weight \(in own/data/both.yaml\): Value 'x'"),
+]
+
+
+@pytest.mark.parametrize(("defaults", "mix", "said"), WRONG_MIX)
+def test_errors_in_a_mix_name_the_source(defaults, mix, said, workdir, capsys):
+    (workdir / "own/data").mkdir(parents=True)
+    (workdir / "own/data/both.yaml").write_text(f"defaults: {defaults}\nname: both\nmix: {{{mix}}}\n")
+    assert re.search(said, refused(capsys, "--config-dir", "own", "data=both"))
+
+
+@pytest.mark.parametrize("header", ["", "# @package _global_\n", "# mine\n# @package _global_\n", "\n# mine\n"])
+def test_words_win_over_an_experiment_of_the_user(header, workdir):
+    (workdir / "own/experiment").mkdir(parents=True)
+    (workdir / "own/experiment/mine.yaml").write_text(f"{header}train: {{steps: 7, batch_size: 3}}\n")
+    config = parse_config("train", "", ["--config-dir", "own", "experiment=mine", "train.batch_size=5"])
+    assert (config.train.steps, config.train.batch_size) == (7, 5)
+
+
+@pytest.mark.parametrize(
+    ("overrides", "said"),
+    [
+        (["temperature=nan"], "temperature=nan must be finite"),
+        (["temperature=-1"], "temperature=-1.0 must be finite and not negative"),
+        (["top_k=0"], "top_k=0 must be at least 1"),
+        (["top_p=1.5"], "top_p=1.5 must be above 0"),
+        (["num_samples=0"], "num_samples=0 must be at least 1"),
+        (["checkpoint=first"], "set best or last"),
+        (["prompt=a", "prompt_file=b"], "set one of them"),
+        (["promt=a"], r"promt: there is no such key, did you mean prompt\?"),
+    ],
+)
+def test_invalid_sampling_words_are_refused(overrides, said, capsys):
+    assert re.search(said, refused(capsys, *overrides, script="sample"))
+
+
+FREE_TEXT = [
+    "été",
+    "def f(x):",
+    "it's",
+    'say "hi"',
+    "a=b",
+    "Hello, world",
+    "null",
+    "1e5",
+    "${seed}",
+    "\\${seed}",
+    "",
+    " x ",
+    "[1]",
+    "{a: b}",
+    "back\\slash\\",
+    "\\'",
+    "two\nlines",
+    "\t",
+    "#no comment",
+    "true",
+    "007",
+    "~a",
+]
+
+
+@pytest.mark.parametrize("text", FREE_TEXT)
+def test_prompt_is_used_as_typed(text):
+    assert parse_config("sample", "", [f"prompt={text}"]).prompt == text
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    text=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=20)
+    | st.text(alphabet="\\'\"${}()[], =", max_size=12)
+)
+def test_random_prompt_is_used_as_typed(text):
+    assert parse_config("sample", "", [f"prompt={text}"]).prompt == text
+
+
+def test_names_and_paths_are_used_as_typed_except_null(workdir):
+    (workdir / "a, (b)=1e5.txt").write_text("text " * 300)
+    config = parse_config("train", "", ["name=1e5", "data=text", "data.path=a, (b)=1e5.txt"])
+    assert (config.name, config.data.path) == ("1e5", "a, (b)=1e5.txt")
+    assert parse_config("train", "", ["name=null"]).name is None
+
+
+def test_no_dataclass_has_a_default():
+    from dataclasses import MISSING, fields, is_dataclass
+
+    from configs.schema import OPTIMIZERS, SCRIPTS
+
+    todo, seen = [*SCRIPTS.values(), *OPTIMIZERS.values()], set()
+    while todo:
+        node = todo.pop()
+        if is_dataclass(node) and node not in seen:
+            seen.add(node)
+            for field in fields(node):
+                assert field.default is MISSING, f"{node.__name__}.{field.name}"
+                assert field.default_factory is MISSING, f"{node.__name__}.{field.name}"
+                todo.append(field.type)
+    assert len(seen) > 10
+
+
+def test_an_experiment_can_extend_another(workdir):
+    (workdir / "own/experiment").mkdir(parents=True)
+    content = "defaults: [shakespeare_char_cpu, {override /model: modern}, _self_]\ntrain: {steps: 7}\n"
+    (workdir / "own/experiment/mine.yaml").write_text(content)
+    config = parse_config("train", "", ["--config-dir", "own", "experiment=mine", "data.path=text.txt"])
+    assert (config.train.steps, config.train.batch_size, config.model.name) == (7, 12, "modern")
+
+
+def test_no_yaml_file_of_the_project_sets_hydra():
+    for file in CONFIGS.rglob("*.yaml"):
+        assert "hydra" not in OmegaConf.load(file), file

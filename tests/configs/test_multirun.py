@@ -1,0 +1,30 @@
+"""Combinations of swept values."""
+
+import pytest
+
+from configs.compose import hydra_initialized
+from configs.multirun import expand
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [
+        (
+            ["attention=naive,sdpa", "seed=range(1,3)"],
+            [
+                ["seed=1", "attention=naive"],
+                ["seed=1", "attention=sdpa"],
+                ["seed=2", "attention=naive"],
+                ["seed=2", "attention=sdpa"],
+            ],
+        ),
+        (
+            ["train.steps=5", "optimizer.betas=[0.9,0.95],[0.9,0.99]"],
+            [["optimizer.betas=[0.9,0.95]"], ["optimizer.betas=[0.9,0.99]"]],
+        ),
+        (["optimizer=glob(*)", "data.path=a,b.txt"], [["optimizer=adamw"], ["optimizer=muon"]]),
+    ],
+)
+def test_combinations_of_swept_values(words, expected):
+    with hydra_initialized(None):
+        assert [list(combination.values()) for combination in expand(words)] == expected
