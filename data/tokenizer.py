@@ -81,7 +81,7 @@ def bpe(corpus: Corpus, config: TokenizerConfig) -> tiktoken.Encoding:
     """Byte-pair encoding (Sennrich et al., arXiv:1508.07909) over bytes, trained on the corpus or a sample of it."""
     import rustbpe
 
-    trainer = rustbpe.Tokenizer()  # ty: ignore[unresolved-attribute] (compiled, without type stubs)
+    trainer = rustbpe.Tokenizer()  # ty: ignore[missing-attribute] (compiled, without type stubs)
     trainer.train_from_iterator(_sample_texts(corpus), config.vocab_size - corpus.several, pattern=BPE_PATTERN)
     tokens = [bytes(token) for token, _ in sorted(trainer.get_mergeable_ranks(), key=lambda pair: pair[1])]
     return _make_tokenizer("bpe", BPE_PATTERN, tokens, corpus.special_tokens(len(tokens)))

@@ -28,6 +28,7 @@ def plot_comparison(settings: list[Setting], rows: list[SettingStats], path: Pat
 
     matplotlib.use("Agg")
     from matplotlib import pyplot as plt
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
     bar_labels = _bar_labels(settings)
     entries = [_legend_entry(*item, bar_labels is None) for item in enumerate(zip(settings, rows, strict=True))]
@@ -35,8 +36,8 @@ def plot_comparison(settings: list[Setting], rows: list[SettingStats], path: Pat
     entries = [textwrap.fill(entry, LEGEND_LINE_CHARS) for entry in entries]
     legend_lines = sum(entry.count("\n") + 1 for entry in entries) / columns
     with plt.rc_context({"font.size": 10, "axes.titlesize": 10.5, "axes.titlelocation": "left"}):
-        figure, axes = plt.subplots(2, 2, figsize=(10, 6.2 + 0.19 * legend_lines), dpi=150, layout="constrained")
-        figure.get_layout_engine().set(w_pad=0.1, h_pad=0.08)
+        layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.08)
+        figure, axes = plt.subplots(2, 2, figsize=(10, 6.2 + 0.19 * legend_lines), dpi=150, layout=layout)
         for axis in axes[0]:
             axis.locator_params(axis="x", integer=True)
         handles = _plot_losses(axes[0, 0], settings)

@@ -243,9 +243,10 @@ def test_csv_has_plain_numbers_and_the_table_fits_the_terminal(tmp_path):
     written = list(csv.DictReader((tmp_path / "out/comparison.csv").open(newline="")))
     assert float(written[1]["val_loss"]) == rows[1].val_loss and written[0]["difference"] == ""
     assert int(written[0]["peak_memory_bytes"]) == 9 * 2**30 and float(written[1]["divergence"]) == 0
-    console = Console(width=120, file=io.StringIO())
+    output = io.StringIO()
+    console = Console(width=120, file=output)
     console.print(terminal_table(rows, console))
-    text = console.file.getvalue()
+    text = output.getvalue()
     assert all(len(line) <= 120 for line in text.splitlines())
     for word in ("naive1 and 2 more:", "attention=naive", "1.2000", "± 0.2484", "9.00 GiB", "31.2 s"):
         assert word in text
