@@ -1,11 +1,11 @@
 """Train a GPT.
 
-    python train.py                                       a small model of Python code, in about two minutes
-    python train.py data=text data.path=mybook.txt        your own text file
-    python train.py experiment=shakespeare_char_cpu       a complete recipe
+    python train.py                                       train a small model of Python code, in about two minutes
+    python train.py data=text data.path=mybook.txt        train on your own text file
+    python train.py experiment=shakespeare_char_cpu       train a complete recipe
     python train.py name=mine train.steps=4000            resume runs/mine, up to step 4000
-    python train.py -m attention=sdpa,flash seed=1,2,3    six runs, and a comparison of them
-    torchrun --nproc_per_node=8 train.py                  one run on eight GPUs
+    python train.py -m attention=sdpa,flash seed=1,2,3    train six models, and compare them
+    torchrun --nproc_per_node=8 train.py                  train one model on eight GPUs
 
 most used keys:
   name=NAME             run folder in runs/; the same name again resumes the run
@@ -19,7 +19,7 @@ most used keys:
   device=cuda           or cpu, mps; see also dtype=bfloat16 and compile=true
   train.profile=true    show where the time of a step goes, and write a trace
   plan=true             estimate memory and time of the run without training
-  seed=N                other initial weights and batches
+  seed=N                seed of the initial weights and the batches
 """
 
 if __name__ == "__main__":  # before the imports below, which take seconds, so that a typo is reported at once
@@ -46,8 +46,8 @@ from data.prepare import prepare
 from model.attention import get_attention_fn, resolve_model
 from model.flops import flops_per_token, n_params
 from model.gpt import GPT
-from training.checkpoint import CheckpointWriter, TrainState, checkpoint_metadata
-from training.device import configure_backends, grad_scaler, resolve_runtime
+from training.checkpoint import CheckpointWriter, TrainState, make_checkpoint_metadata
+from training.device import build_grad_scaler, configure_backends, resolve_runtime
 from training.evaluate import Evaluator
 from training.init_from import load_init_weights, load_run_tokenizer
 from training.loss_plot import plot_loss
@@ -57,8 +57,8 @@ from training.optimizer import build_optimizers, optimizer_step, set_lr
 from training.planning.micro_batch import resolve_micro_batch_size
 from training.planning.plan import show_plan
 from training.profiler import build_profiler
-from training.progress import TrainingProgress, run_banner, run_summary
-from training.schedule import lr_scale, run_progress
+from training.progress import TrainingProgress, format_banner, format_summary
+from training.schedule import compute_progress, lr_scale
 from training.speed import Speed, peak_flops
 from training.wandb_logger import WandbRun
 
@@ -75,7 +75,8 @@ def main(config: Train) -> int:
         resolve_model, config.attention, config.model, dtype=dtype, device=device, grad=True,
         document_mask=config.data.document_mask,
     )  # fmt: skip
-    resolve_attention(B=config.train.plan(dist.world_size)[0])
+    min_micro_batch_size, _ = config.train.split_batch(dist.world_size)
+    resolve_attention(B=min_micro_batch_size)
     dist.connect(device)
 
     # data
@@ -85,19 +86,19 @@ def main(config: Train) -> int:
     tokenizer = prepared.tokenizer
     loader = Loader(prepared, config.model.block_size, config.seed, device, config.data.document_mask)
 
-    # model, micro batch, attention kernel, optimizers
+    # model, micro-batch size, attention kernel, optimizers
     torch.manual_seed(config.seed)
     model = GPT(config.model, tokenizer.n_vocab, get_attention_fn(config.attention)).to(device)
     micro_batch_size, accumulation = resolve_micro_batch_size(config, model, dtype, dist)
     attention = resolve_attention(B=micro_batch_size)
-    forward = runtime.wrap(model, config.attention)
-    optimizers, scaler = build_optimizers(model, config.optimizer), grad_scaler(device, dtype)
+    wrapped_model = runtime.wrap(model, config.attention)
+    optimizers, scaler = build_optimizers(model, config.optimizer), build_grad_scaler(device, dtype)
     state = TrainState(model, optimizers, scaler)
-    metadata = checkpoint_metadata(config, prepared.meta)
+    metadata = make_checkpoint_metadata(config, prepared.meta)
     if config.train.init_from is not None and not has_checkpoint(config.name):
         load_init_weights(config.train.init_from, model, metadata)
 
-    # run folder, and resume
+    # run folder; load the last checkpoint if there is one
     label = f"{config.data.label}-{config.model.name}-{config.attention.backend}"
     with (
         RunDir(config.name, label, config.resume, dist.is_main, dist.broadcast) as run,
@@ -107,7 +108,7 @@ def main(config: Train) -> int:
         if run.last.exists():
             state.resume(run.last, metadata)
         dist.check_same("step", state.step)
-        progress = run_progress(state.step, config.train.steps, state.seconds, config.train.minutes)
+        progress = compute_progress(state.step, config.train.steps, state.seconds, config.train.minutes)
         if progress >= 1:
             if run.mark_finished() and dist.is_main:
                 plot_loss(run.folder)
@@ -123,6 +124,7 @@ def main(config: Train) -> int:
         tokens_per_step = config.train.batch_size * config.model.block_size
         flops_per_step = tokens_per_step * flops_per_token(config.model, tokenizer.n_vocab, config.model.block_size)
         peak = peak_flops(device, dtype) * dist.world_size
+        # the gradient scaler skips steps whose gradients overflow; without it, an overflow ends the run
         must_be_finite = ["train/loss", "val/loss"] + ([] if scaler.is_enabled() else ["grad_norm"])
         bar = TrainingProgress(config.train.steps, progress)
         wandb = WandbRun(config.wandb, run, asdict(config), state.wandb_id)
@@ -136,20 +138,20 @@ def main(config: Train) -> int:
             is_compiled=runtime.compile,
         )
         evaluator = Evaluator(
-            model, forward, loader, tokenizer, runtime, micro_batch_size, config.eval.sample, config.seed,
+            model, wrapped_model, loader, tokenizer, runtime, micro_batch_size, config.eval.sample, config.seed,
             windows=None if config.eval.batches is None else config.eval.batches * config.train.batch_size,
             maps_folder=run.folder / "attention" if config.wandb.attention_maps else None,
         )  # fmt: skip
         checkpoints = CheckpointWriter(run, state, metadata, observers, config.checkpoint.optimizer)
 
-        bar.print(run_banner(run.folder, config, run_info, prepared.meta, state.step))
+        bar.print(format_banner(run.folder, config, run_info, prepared.meta, state.step))
         with observers:
             system.reset_peak_memory(device)
             started = time.perf_counter() - state.seconds
             if state.step == 0:
                 row = {"step": 0, "tokens": 0, "seconds": 0.0} | evaluator.evaluate(step=0)
                 observers.log_step(row, progress)
-                if config.train.init_from is not None:  # the initial weights can remain the best
+                if config.train.init_from is not None:  # the initial weights stay the best if training worsens the loss
                     state.best_val_loss = row["val/loss"]
                     checkpoints.save(best=True, last=False)
 
@@ -158,7 +160,7 @@ def main(config: Train) -> int:
             stopped = False
             while progress < 1 and not stopped:
                 observers.start_step()
-                # learning rate of this step
+                # set the learning rate of this step
                 scale = lr_scale(config.schedule, state.step, config.train.steps, progress)
                 set_lr(optimizers, scale)
 
@@ -167,27 +169,27 @@ def main(config: Train) -> int:
                 for micro in range(accumulation):
                     x, y, doc_ids = next(batches)
                     dist.seed(device, config.seed, state.step, micro)
-                    with dist.sync_gradients(forward, now=micro == accumulation - 1):
+                    with dist.sync_gradients(wrapped_model, is_last=micro == accumulation - 1):
                         with runtime.autocast():
-                            micro_loss = forward(x, y, doc_ids=doc_ids) / accumulation
+                            micro_loss = wrapped_model(x, y, doc_ids=doc_ids) / accumulation
                         scaler.scale(micro_loss).backward()
                     loss += micro_loss.detach()
 
-                # clip the gradients, and update the weights
+                # clip the gradients and update the weights
                 grad_norm = optimizer_step(model, optimizers, scaler, config.train.grad_clip)
                 state.step += 1
                 observers.end_step()
 
                 # all processes agree on the time, and on whether to stop
                 stopped, state.seconds = dist.sync_stop_and_time(stop.requested, time.perf_counter() - started)
-                progress = run_progress(state.step, config.train.steps, state.seconds, config.train.minutes)
+                progress = compute_progress(state.step, config.train.steps, state.seconds, config.train.minutes)
 
                 # evaluate and log
                 row = {
                     "step": state.step,
                     "tokens": state.step * tokens_per_step,
                     "seconds": state.seconds,
-                    "train/loss": dist.mean(loss),
+                    "train/loss": dist.all_reduce_mean(loss),
                     "grad_norm": grad_norm,
                     "lr": config.optimizer.lr * scale,
                 }
@@ -198,22 +200,22 @@ def main(config: Train) -> int:
                     state.best_val_loss = min(state.best_val_loss, row["val/loss"])
                 observers.log_step(row, progress, is_best)
 
-                # save
+                # save checkpoints
                 if is_best or state.step % config.checkpoint.every == 0 or progress >= 1 or stopped:
                     checkpoints.save(best=is_best, last=True)
 
             dist.barrier()
             if dist.is_main:
                 plot_loss(run.folder)
-            if progress < 1:
-                raise KeyboardInterrupt(f"saved at step {state.step}; resume with: {resume_command(run.name)}")
+            if progress < 1:  # stopped by Ctrl-C or SIGTERM
+                raise KeyboardInterrupt(f"saved at step {state.step}; resume with: {format_resume_command(run.name)}")
         if dist.is_main:
-            print(run_summary(run.summary, run.folder))
+            print(format_summary(run.summary, run.folder))
         return 0
 
 
-def resume_command(name: str) -> str:
-    """The command of this process, with the name of its run."""
+def format_resume_command(name: str) -> str:
+    """The command that resumes a run: that of this process, with the name of the run."""
     words = [word for word in sys.argv if not word.startswith("name=")]
     return shlex.join(["python", *words, f"name={name}"])
 

@@ -1,16 +1,16 @@
-"""Training speed of nanoGPT and trilGPT, complete processes in alternation.
+"""Compare the training speed of nanoGPT and trilGPT. Their complete processes run in alternation.
 
     git clone https://github.com/karpathy/nanoGPT
     python benchmarks/nanogpt_speed.py loss nanoGPT tinyshakespeare.txt
     python benchmarks/nanogpt_speed.py step nanoGPT tinyshakespeare.txt
-    python benchmarks/nanogpt_speed.py step nanoGPT tinyshakespeare.txt --recipe gpt2_124m    # one GPU, GPT-2's tokens
+    python benchmarks/nanogpt_speed.py step nanoGPT tinyshakespeare.txt --recipe gpt2_124m    # GPU, GPT-2 tokens
 
 loss: time to nanoGPT's validation loss. nanoGPT runs its CPU recipe, with its fixed seed. trilGPT runs
 experiment=shakespeare_char_cpu_fast, with another seed in each round. Both losses cover the complete validation split,
-in consecutive windows of 64 tokens. nanoGPT's loss is computed from its last checkpoint, and that time does not count.
+in consecutive windows of 64 tokens. nanoGPT's loss is computed from its last checkpoint; this time is not counted.
 
-step: time per step. Both train nanoGPT's model with nanoGPT's optimizer and batch size, for 200 steps. Each measures
-its own steps; nanoGPT waits for the loss of every step to do so.
+step: time per step. Both train nanoGPT's model with nanoGPT's optimizer and batch size, for 200 steps. Each program
+measures its steps. To measure them, nanoGPT waits for the loss of every step.
 
 nanoGPT runs in a copy of its checkout, on the tokens that trilGPT has prepared. Both run without wandb. The exit code
 is 1 if a loss of trilGPT is above nanoGPT's. Arguments after `--` are overrides for trilGPT's train.py.
@@ -43,7 +43,7 @@ from data.loader import Loader  # noqa: E402
 from data.shards import PreparedData  # noqa: E402
 
 SMALL_MODEL = ["--block_size=64", "--batch_size=12", "--n_layer=4", "--n_head=4", "--n_embd=128", "--dropout=0.0"]
-WARMUP_STEPS = 10  # not counted
+WARMUP_STEPS = 10  # excluded from step times
 EVAL_WINDOWS = 64  # windows per forward pass when the loss of nanoGPT's checkpoint is computed
 
 
@@ -83,7 +83,7 @@ def main() -> int:
         shutil.copytree(arguments.nanogpt, nanogpt, ignore=shutil.ignore_patterns(".git"))
         overrides = [f"data.path={arguments.text.resolve()}", "wandb.mode=disabled", *overrides]
         prepared = share_tokens(work, nanogpt, arguments)
-        if arguments.what == "loss":
+        if arguments.quantity == "loss":
             return compare_time_to_loss(work, nanogpt, prepared, recipe, overrides, arguments.rounds)
         return compare_step_time(work, nanogpt, recipe, overrides, arguments.rounds)
 
@@ -93,7 +93,7 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     words = [*sys.argv[1:], "--"]
     separator = words.index("--")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("what", choices=("loss", "step"))
+    parser.add_argument("quantity", choices=("loss", "step"), help="time to a loss, or time per step")
     parser.add_argument("nanogpt", type=Path, help="a checkout of nanoGPT")
     parser.add_argument("text", type=Path, help="a text file; for `loss`, Tiny Shakespeare")
     parser.add_argument("--recipe", choices=RECIPES, default="shakespeare_char_cpu")
@@ -101,14 +101,14 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     arguments = parser.parse_args(words[:separator])
     for file in (arguments.nanogpt / "train.py", arguments.text):
         if not file.is_file():
-            parser.error(f"{file} does not exist; name a checkout of nanoGPT and a text file")
-    if (arguments.what, arguments.recipe) == ("loss", "gpt2_124m"):
-        parser.error("`loss` supports --recipe shakespeare_char_cpu only; leave out --recipe gpt2_124m")
+            parser.error(f"{file} does not exist; give a checkout of nanoGPT and a text file")
+    if (arguments.quantity, arguments.recipe) == ("loss", "gpt2_124m"):
+        parser.error("`loss` supports --recipe shakespeare_char_cpu only; omit --recipe gpt2_124m")
     return arguments, words[separator + 1 : -1]
 
 
 def share_tokens(work: Path, nanogpt: Path, arguments: argparse.Namespace) -> PreparedData:
-    """Prepare the text with trilGPT, and copy the tokens to where nanoGPT reads them."""
+    """Prepare the text with trilGPT, and copy the tokens to the folders that nanoGPT reads."""
     tokenizer = "gpt2" if arguments.recipe == "gpt2_124m" else "char"
     data = "text" if tokenizer == "gpt2" else "shakespeare_char"
     path = f"data.path={arguments.text.resolve()}"
@@ -136,27 +136,27 @@ def run_python(folder: Path, *command: object) -> tuple[str, float]:
 def compare_time_to_loss(
     work: Path, nanogpt: Path, prepared: PreparedData, recipe: Recipe, overrides: list[str], rounds: int
 ) -> int:
-    """Print the seconds and the validation loss of both, per round -> the exit code."""
+    """Print the seconds and the validation loss of both programs, per round -> exit code."""
     print(f"{'round':>5} {'nanoGPT':>20} {'trilGPT':>20} {'ratio':>6}   seconds of the complete process, val loss")
     ratios, is_worse = [], False
     for round_number in range(1, rounds + 1):
         steps = ["--max_iters=2000", "--eval_iters=20", "--always_save_checkpoint=True"]
         _, nanogpt_seconds = run_python(nanogpt, "train.py", *recipe.nanogpt, *steps)
-        nanogpt_loss = checkpoint_loss(nanogpt, prepared)
+        nanogpt_loss = compute_checkpoint_loss(nanogpt, prepared)
         name = f"loss-{round_number}"
-        words = ["experiment=shakespeare_char_cpu_fast", *overrides, f"seed={round_number}", f"name={name}"]
-        _, trilgpt_seconds = run_python(work, ROOT / "train.py", *words)
+        settings = ["experiment=shakespeare_char_cpu_fast", *overrides, f"seed={round_number}", f"name={name}"]
+        _, trilgpt_seconds = run_python(work, ROOT / "train.py", *settings)
         trilgpt_loss = json.loads((work / "runs" / name / "summary.json").read_text())["last_val_loss"]
         ratios.append(nanogpt_seconds / trilgpt_seconds)
         is_worse |= trilgpt_loss > nanogpt_loss
         nanogpt_cell = f"{nanogpt_seconds:>9.1f} s   {nanogpt_loss:.4f}"
         trilgpt_cell = f"{trilgpt_seconds:>9.1f} s   {trilgpt_loss:.4f}"
         print(f"{round_number:>5} {nanogpt_cell} {trilgpt_cell} {ratios[-1]:>6.1f}", flush=True)
-    print_ratios(ratios, "as fast to the loss")
+    print_ratios(ratios, "as fast to that loss")
     return int(is_worse)
 
 
-def checkpoint_loss(nanogpt: Path, prepared: PreparedData) -> float:
+def compute_checkpoint_loss(nanogpt: Path, prepared: PreparedData) -> float:
     """Loss of nanoGPT's last checkpoint over the complete validation split, each target once, in nats per token."""
     module = import_file("nanogpt_model", nanogpt / "model.py")
     saved = torch.load(nanogpt / "out-shakespeare-char/ckpt.pt", weights_only=True)
@@ -184,7 +184,7 @@ def import_file(name: str, path: Path) -> ModuleType:
 
 
 def compare_step_time(work: Path, nanogpt: Path, recipe: Recipe, overrides: list[str], rounds: int) -> int:
-    """Print the tokens/s of both, per round -> the exit code."""
+    """Print the tokens/s of both programs, per round -> exit code."""
     print(f"{'round':>5} {'nanoGPT':>26} {'trilGPT':>26} {'ratio':>6}   tokens/s of the median step (ms, quartiles)")
     ratios = []
     for round_number in range(1, rounds + 1):

@@ -1,11 +1,11 @@
-"""Preparation speed: trilGPT compared with a plain tiktoken script on one core, for 100 MB of Python source code.
+"""Compare the speed of data preparation: trilGPT and a plain tiktoken script on one core, on 100 MB of Python code.
 
     python benchmarks/preparation_speed.py                        gpt2 and a trained BPE, 100 MB, three rounds
     python benchmarks/preparation_speed.py --megabytes 2000 --rounds 1 --tokenizers gpt2
 
 trilGPT's time is that of the complete process: hashing, reading, BPE training, encoding, writing and fsync. The plain
-script gets the trained vocabulary, reads all documents, encodes them one by one, and writes arrays. Both its complete
-time and the time of its encoding loop are compared. The two alternate. Peak memory is of one process.
+script gets the trained vocabulary, reads all documents, encodes them one by one, and writes arrays. Its complete time
+and the time of its encoding loop are reported. The programs run in alternation. Peak memory is that of one process.
 """
 
 import argparse
@@ -23,7 +23,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
-# The simplest script: everything in memory, on one core.
+# The simplest script: keeps everything in memory and uses one core.
 PLAIN_SCRIPT = """
 import json, sys
 import numpy as np
@@ -50,41 +50,41 @@ def main() -> None:
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--tokenizers", nargs="+", default=["gpt2", "bpe"], choices=["gpt2", "bpe", "byte", "char"])
     parser.add_argument("--vocab-size", type=int, default=4096)
-    parser.add_argument("--one-file", action="store_true", help="a single .txt instead of a .jsonl of documents")
+    parser.add_argument("--one-file", action="store_true", help="one .txt file; does not run the plain script")
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
-        table = write_texts(arguments.megabytes * 10**6, arguments.one_file)
+        table = write_documents(arguments.megabytes * 10**6, arguments.one_file)
         size = count_text_bytes(table)
         print(f"{size / 1e6:,.1f} MB of text, {len(os.sched_getaffinity(0))} cores", flush=True)
         for name in arguments.tokenizers:
             rounds = []
             for _ in range(arguments.rounds):
                 vocab_size = [f"tokenizer.vocab_size={arguments.vocab_size}"] if name == "bpe" else []
-                ours, peak, _ = run_timed(
+                seconds, peak, _ = run_timed(
                     [ROOT / "prepare.py", "data=text", f"data.path={table}", f"tokenizer={name}", *vocab_size]
                 )
-                line = f"{name}: {ours:.1f} s, {size / ours / 1e6:.1f} MB/s, peak {peak:,.0f} MiB"
+                line = f"{name}: {seconds:.1f} s, {size / seconds / 1e6:.1f} MB/s, peak {peak:,.0f} MiB"
                 if not arguments.one_file:
                     (meta,) = Path("data/prepared").glob("*/meta.json")
                     script_seconds, script_peak, out = run_timed(["-c", PLAIN_SCRIPT, ROOT, meta, table])
-                    rounds.append((ours, script_seconds, float(out)))
+                    rounds.append((seconds, script_seconds, float(out)))
                     line += (
                         f"; plain script {script_seconds:.1f} s, peak {script_peak:,.0f} MiB, loop {float(out):.1f} s"
                     )
                 print(line, flush=True)
                 shutil.rmtree("data")
-            for what, column in (("plain script", 1), ("plain script's loop alone", 2)) if rounds else ():
-                ratios = sorted(seconds[column] / seconds[0] for seconds in rounds)
+            for label, column in (("plain script", 1), ("plain script's loop alone", 2)) if rounds else ():
+                ratios = sorted(times[column] / times[0] for times in rounds)
                 print(
-                    f"{name}: {statistics.median(ratios):.2f} times as fast as the {what} "
+                    f"{name}: {statistics.median(ratios):.2f} times as fast as the {label} "
                     f"({ratios[0]:.2f} to {ratios[-1]:.2f})",
                     flush=True,
                 )
 
 
-def write_texts(size: int, one_file: bool) -> Path:
-    """Write the files of the standard library repeatedly, each time with a different first line."""
+def write_documents(size: int, one_file: bool) -> Path:
+    """Write the files of the standard library repeatedly, with a first line that is unique per repetition."""
     files = sorted(Path(sysconfig.get_paths()["stdlib"]).rglob("*.py"))
     files = [path for path in files if "site-packages" not in path.parts]
     path, written, repetition = Path("texts.txt" if one_file else "texts.jsonl"), 0, 0

@@ -58,7 +58,7 @@ class Train:
         check_path_component("data.name", self.data.name)
         check_path_component("model.name", self.model.name)
         _check_seed(self.seed)
-        self.train.plan(world_size=1)
+        self.train.split_batch(world_size=1)
         lr_scale(self.schedule, self.schedule.warmup_steps, None, 0.0)
         flops, init_from = self.flops_per_second, self.train.init_from or ""
         init_run = init_from.removeprefix("run:")

@@ -18,7 +18,7 @@ DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.
 NEED = AttentionRequest(B=2, Tq=16, Tk=16, H=4, G=2, D=8, Dv=8, dtype=torch.float32, device=CPU, grad=True)
 NEED_CUDA = replace(NEED, Tq=128, Tk=128, G=4, D=64, Dv=64, dtype=torch.bfloat16, device=CUDA)
 
-# The largest error of an output, and of a gradient relative to the largest gradient, that rounding explains.
+# Errors that rounding explains: (largest error of an output, largest error of a gradient / largest gradient).
 BOUNDS = {
     "cpu": {"float64": (1e-12, 1e-12), "float32": (1e-5, 1e-5), "bfloat16": (5e-2, 5e-2), "float16": (5e-3, 5e-3)},
     "cuda": {"float64": (1e-12, 1e-12), "float32": (1e-4, 1e-4), "bfloat16": (5e-2, 5e-2), "float16": (1e-2, 1e-2)},
@@ -26,7 +26,7 @@ BOUNDS = {
 
 
 def per_device(cpu: list, cuda: list) -> list:
-    """Test parameters (device, case): the cases of the CPU, and those of a GPU."""
+    """Test parameters (device, case) for the CPU and for a GPU."""
     return [pytest.param(CPU, case) for case in cpu] + [pytest.param(CUDA, c, marks=pytest.mark.gpu) for c in cuda]
 
 
@@ -60,7 +60,7 @@ def random_masks(need: AttentionRequest, seed=0) -> dict:
 
 
 def compare_with_naive(name: str, need: AttentionRequest, seed: int, attend=None) -> None:
-    """Check that a backend gives what naive gives in float64, or refuses as the support table says.
+    """Check that a backend agrees with naive in float64, or that it is refused as the support table requires.
 
     Compares outputs and, if need.grad, gradients. attend: the function to call; None: the backend's.
     """

@@ -1,4 +1,4 @@
-"""Cases, settings and made-up rows for the tests of a bench."""
+"""Cases, settings and made-up rows for the tests of bench.py."""
 
 from dataclasses import replace
 
@@ -29,14 +29,14 @@ COLUMNS = (
 
 
 def make_case(phase="forward", backend="naive", *, T=16, **changes):
-    """A small case; changes: of its request."""
+    """A small case. changes: fields of its request."""
     Tq, grad = 1 if phase == "decode" else T, phase in ("forward+backward", "step")
     small = AttentionRequest(B=2, Tq=Tq, Tk=T, H=4, G=2, D=8, Dv=6, dtype=torch.float32, device=CPU, grad=grad)
     return Case(backend, AttentionConfig(backend, None, None), phase, replace(small, **changes))
 
 
 def make_row(backend, T, ms, spread=0.01, **changes):
-    """A made-up row. ms None: it ran out of memory."""
+    """A made-up row. ms None: the case ran out of memory."""
     row = Timing(
         backend=backend,
         resolved=backend,

@@ -1,4 +1,4 @@
-"""Shared by all tests: a clean folder to work in, a small text, and a short way to run the commands in this process."""
+"""Fixtures for all tests: an empty working folder, a small document, and functions that run a command in-process."""
 
 import os
 import shutil
@@ -6,9 +6,9 @@ import signal
 from contextlib import chdir
 from pathlib import Path
 
-if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # started in the background, as by `pytest &` in a script:
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # what is started here should hear Ctrl-C nonetheless
-if "PYTEST_XDIST_WORKER" in os.environ:  # several test processes at once: each with one thread, or they get in the way
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # `pytest &` in a script ignores Ctrl-C;
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # the processes that tests start must not inherit this
+if "PYTEST_XDIST_WORKER" in os.environ:  # parallel test processes use one thread each
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 
 import pytest
@@ -25,7 +25,7 @@ def pytest_collection_modifyitems(items):
 
 @pytest.fixture
 def workdir(tmp_path, monkeypatch) -> Path:
-    """An empty folder with text.txt in it, as the current one."""
+    """A temporary folder that contains only text.txt. It is the current folder."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
     return tmp_path
@@ -33,7 +33,7 @@ def workdir(tmp_path, monkeypatch) -> Path:
 
 @pytest.fixture
 def train(workdir):
-    """train("name=a", ...) trains a tiny model here and now -> its exit code."""
+    """train("name=a", ...) trains a tiny model in this process -> exit code."""
     return train_here
 
 
@@ -48,19 +48,19 @@ def folder_with_a_run(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def trained(workdir, folder_with_a_run) -> None:
-    """In the current folder there is what train("name=a") leaves; trained once, for all who only read it."""
+    """Copies the run and the data of train("name=a") into the current folder. It is trained once per session."""
     shutil.copytree(folder_with_a_run, workdir, dirs_exist_ok=True)
 
 
 @pytest.fixture
 def sample(workdir, capsys):
-    """sample("run=a", ...) -> the text it printed."""
+    """sample("run=a", ...) runs sample.py in this process -> its output."""
     from configs.cli import parse_config, run_main
     from sample import main
 
-    def go(*overrides: str) -> str:
+    def run_sample(*overrides: str) -> str:
         capsys.readouterr()
         assert run_main(main, parse_config("sample", "", list(overrides))) == 0, capsys.readouterr().err
         return capsys.readouterr().out
 
-    return go
+    return run_sample

@@ -67,7 +67,7 @@ def make_mix(**changed) -> DataConfig:
 
 
 def decode_documents(prepared: PreparedData) -> list[str]:
-    """The documents of both splits. Each ends with an end-of-text token."""
+    """Decode the documents of both splits. Every document must end with an end-of-text token."""
     ids = np.concatenate([prepared.tokens(split)[:] for split in ("train", "val")])
     ends = np.flatnonzero(ids == end_of_text(prepared.tokenizer))
     assert ends[-1] == len(ids) - 1
@@ -81,7 +81,7 @@ def decode_split(prepared: PreparedData, split: str) -> str:
 
 
 def prepared_folders() -> list[Path]:
-    """Folders in data/prepared, also unfinished ones."""
+    """All folders in data/prepared, including unfinished ones."""
     return list(Path("data/prepared").glob("[!.]*/"))
 
 

@@ -1,6 +1,6 @@
 """Reads the commands and files that README.md and docs/*.md show, and prepares a folder in which they can run.
 
-A bash block holds one command a line. A comment after the command may mark what it needs: `# GPU`, `# network`,
+A bash block has one command per line. A comment after the command may state what it needs: `# GPU`, `# network`,
 `# several machines` or `# SLURM cluster`. A comment at the top of a YAML block names its file: `# own/data/both.yaml`.
 It may be followed by a command that uses the file.
 """
@@ -22,7 +22,7 @@ SCRIPTS = ("train", "sample", "prepare", "bench", "compare")
 NEEDS = re.compile(r"\b(GPUs?|several machines|cluster|SLURM)\b")
 YAML_FILE = r"^# (\S+\.yaml)(?:\s+(python .*))?$"
 DOWNLOADED_VOCABULARY = r"\btokenizer=(gpt2|cl100k_base|o200k_base)\b"
-# Programs of others, which the tests do not run.
+# Other programs, which the tests do not run.
 FOREIGN = ("git", "pip", "source", "cd", "pytest", "ruff", "ty", "pre-commit", "wandb", "export", "ls", "cat")
 SMALL_MODEL = {"model.n_layer": 1, "model.n_head": 2, "model.block_size": 16, "model.ngram_table_size": 64}
 SHRINK = {
@@ -31,7 +31,7 @@ SHRINK = {
     "prepare": {},
     "bench": SMALL_MODEL | {"vocab_size": 64},
 }
-# These replace the values of the command, which decide only how long it takes.
+# These replace the values of the command, because they determine only how long it takes.
 SHRINK_ALWAYS = {
     "train": {
         "train.steps": 2,
@@ -64,7 +64,7 @@ class Command:
 
     @property
     def needs_other_machine(self) -> bool:
-        """Whether the comment says that it runs on a GPU or on several machines."""
+        """Whether the comment states that the command needs a GPU or several machines."""
         return bool(NEEDS.search(self.comment))
 
     @property
@@ -73,7 +73,7 @@ class Command:
 
     @property
     def is_slow(self) -> bool:
-        """Whether it starts further processes or measures the machine."""
+        """Whether the command starts more processes or measures the machine."""
         return self.is_sweep or bool(self.launcher) or self.script == "bench" or "train.profile=true" in self.words
 
     def value(self, key: str) -> str | None:
@@ -118,7 +118,7 @@ def read_commands(page: Path) -> list[Command]:
 
 
 def parse_line(place: str, line: str) -> list[Command]:
-    """The commands of one line, which && joins. Raises AssertionError for one that the tests do not know."""
+    """The commands of one line, separated by &&. Raises AssertionError for a command that the tests do not know."""
     comment = match[1] if (match := re.search(r"(?:^|\s)#\s*(.*)$", line)) else ""
     commands = []
     for text in re.split(r"\s&&\s", line):

@@ -28,7 +28,7 @@ def make_spread(variant, attend=naive, dtype=torch.float32, V=256):
 
 
 def make_varied(variant, **options):
-    """A model whose attention is not nearly uniform, as it is at initialisation."""
+    """A model with random weights whose attention is not uniform. At initialisation it is nearly uniform."""
     model = make(variant, **options)
     with torch.no_grad():
         for p in model.parameters():
@@ -40,8 +40,8 @@ def make_varied(variant, **options):
 def logits_without_cache(model, tokens):
     """Next-token logits (V,) from all tokens, by the definition in model/generation/engine.py.
 
-    With rotary positions each layer sees at most block_size tokens, or its window. With learned positions, the last
-    half of block_size is read again whenever the context is full.
+    With rotary positions, each layer sees at most block_size tokens, or its window. With learned positions, the last
+    half of block_size is read again when the context is full.
     """
     T = model.config.block_size
     if model.wpe is None:
@@ -63,7 +63,7 @@ def greedy(model, prompt, n):
 
 
 class EagerStep(CudaGraphStep):
-    """CudaGraphStep for a CPU: computes the step where CUDA would replay it, into the same tensor."""
+    """CudaGraphStep for a CPU: computes the step instead of replaying it, and writes to the same tensor."""
 
     def capture(self, inputs, num_slots):
         output = self.step(*inputs, num_slots)

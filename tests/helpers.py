@@ -1,4 +1,4 @@
-"""Small texts, configs, models and readers of run folders that several test files use."""
+"""A small document, configs, a small model, and readers of run folders, for several test files."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ from model.gpt import GPT
 from training.config import AdamWConfig, MuonConfig
 
 ROOT = Path(__file__).parent.parent
-ON_CPU = [name for name, each in BACKENDS.items() if "cpu" in each.on]
+ON_CPU = [name for name, backend in BACKENDS.items() if "cpu" in backend.on]
 TRAINS_ON_CPU = [name for name in ON_CPU if BACKENDS[name].on["cpu"].gradients]
 TEXT = "".join(f"The {n}th line says {n * n} and no more; après tout, it's a line.\n" for n in range(400))
 TEXT_SOURCE = DataConfig(
@@ -59,12 +59,13 @@ def train_step(model, optimizers, seed=0) -> float:
 
 
 def sampling(**changed):
-    """Settings that filter nothing, but for what is changed."""
+    """A SamplingConfig whose filters are off, with changes."""
     plain = dict(max_new_tokens=20, temperature=1.0, top_k=None, top_p=None, min_p=None, repetition_penalty=1.0)
     return SamplingConfig(**plain | dict(stop=None) | changed)
 
 
 def train_here(*overrides: str) -> int:
+    """Train a tiny model in this process and in the current folder -> exit code."""
     from configs.cli import parse_config, run_main
     from train import main
 

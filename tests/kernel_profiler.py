@@ -1,8 +1,8 @@
-"""Which attention kernels run, from the profiler. Test processes import this file, so it imports only torch."""
+"""Finds which attention kernels run, with the profiler. Subprocesses of tests import it, so it imports only torch."""
 
 import torch
 
-# The name of an operation that only this kernel runs, by our name of the kernel.
+# Kernel -> names of operations that only this kernel runs.
 KERNEL_OPERATIONS = {
     "flash": ("_flash_attention_for_cpu", "_scaled_dot_product_flash_attention"),
     "efficient": ("_scaled_dot_product_efficient_attention",),

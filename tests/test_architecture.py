@@ -1,4 +1,4 @@
-"""The structure of the project: which package imports which, and which libraries each may use."""
+"""The structure of the project: which packages and libraries a package may import."""
 
 import ast
 import subprocess
@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 from helpers import ROOT
 
-# A package imports only packages before it. The scripts at the top level import any.
+# Import order: a package imports only packages before it. The scripts may import all packages.
 PACKAGES = ["common", "data", "model", "training", "compare", "configs"]
 # Libraries that a folder must not import.
 FORBIDDEN = {
@@ -33,11 +33,11 @@ def imported_packages(path: Path) -> set[str]:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_no_import_points_upwards(package):
+def test_packages_import_only_packages_before_them(package):
     scripts = {path.stem for path in ROOT.glob("*.py")} - set(PACKAGES)
-    above = scripts | set(PACKAGES[PACKAGES.index(package) + 1 :])
+    later = scripts | set(PACKAGES[PACKAGES.index(package) + 1 :])
     for path in (ROOT / package).rglob("*.py"):
-        assert not imported_packages(path) & above, path
+        assert not imported_packages(path) & later, path
 
 
 @pytest.mark.parametrize("folder", FORBIDDEN)
@@ -46,7 +46,7 @@ def test_packages_import_only_their_libraries(folder):
         assert not imported_packages(path) & FORBIDDEN[folder], path
 
 
-def test_every_package_is_in_the_order():
+def test_every_package_is_in_the_import_order():
     folders = {path.parent.name for path in ROOT.glob("*/__init__.py")}
     assert folders == set(PACKAGES)
 
@@ -56,7 +56,7 @@ def test_datasets_is_imported_by_one_module():
 
 
 def test_config_checks_import_no_torch():
-    """A wrong word on the command line is reported before the seconds that torch takes to import."""
+    """Typos on the command line are reported before torch is imported, which takes seconds."""
     code = "import sys, configs.cli; sys.exit(bool({'torch', 'datasets', 'wandb'} & set(sys.modules)))"
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 

@@ -1,6 +1,6 @@
 """README.md and docs/*.md: every command, YAML file, Python example and link works as written.
 
-Each command is composed as it is, and then runs with a tiny model and few steps. A command whose comment names a GPU,
+Each command is composed unchanged, and then runs with a tiny model and few steps. A command whose comment names a GPU,
 a cluster or several machines is only composed. A data set or vocabulary that would be downloaded is replaced.
 """
 
@@ -27,7 +27,7 @@ PYTHON = [
 
 @pytest.fixture(scope="session")
 def trained_run(tmp_path_factory):
-    """A run with the tiny model that shrunken commands have, on bytes."""
+    """A run with the tiny model of shortened commands and a byte vocabulary."""
     folder = tmp_path_factory.mktemp("docs")
     (folder / "text.txt").write_text(TEXT)
     settings = docs.SHRINK["train"] | docs.SHRINK_ALWAYS["train"] | {"model.n_embd": 16}
@@ -50,7 +50,7 @@ def run_script(script: str, words: list[str]) -> int:
 
 
 def compose(command: Command):
-    """The config of the command, checked. A sweep is represented by its first job."""
+    """Compose and check the config of a command; of a sweep, the config of its first job."""
     from configs.cli import parse_config
 
     words = docs.replace_vocabulary(command.words)
@@ -61,7 +61,7 @@ def compose(command: Command):
 
 @pytest.fixture
 def prepared(workdir, trained_run):
-    """prepared(command): the current folder holds everything that the command reads."""
+    """prepared(command) puts everything that the command reads into the current folder."""
 
     def prepare(command):
         docs.write_yaml_files(next(page for page in PAGES if command.place.startswith(page.name)), workdir)
@@ -88,7 +88,7 @@ def test_command_composes(command, prepared, capsys):
 @pytest.mark.parametrize(
     "command", [c for c in COMMANDS if c.script in ("train", "prepare")], ids=lambda command: command.place
 )
-def test_commands_that_download_say_so(command, prepared):
+def test_commands_that_download_are_marked(command, prepared):
     prepared(command)
     try:
         config = compose(command)

@@ -4,7 +4,7 @@ format, step, seconds, best_val_loss, wandb_id
 model          {name: tensor}             the same names for eager and compiled runs, on one device or many
 optimizer      {name: {state}}            of all optimizers; None in a best.pt saved with checkpoint.optimizer=false
 scaler         state of the gradient scaler; empty if it is disabled
-vocab_size, tokenizer, model_config       all that sampling needs
+vocab_size, tokenizer, model_config       everything that sampling needs
 identity       settings that must not change when the run resumes
 config         the complete run config, for readers; nothing is built from it
 """
@@ -24,7 +24,7 @@ from common.run_dir import RunDir
 from training.observers import Observers
 from training.optimizer import load_state_by_name, state_by_name
 
-COUNTERS = ("step", "seconds", "best_val_loss", "wandb_id")
+SAVED_FIELDS = ("step", "seconds", "best_val_loss", "wandb_id")
 MAX_LISTED_DIFFERENCES = 4
 
 
@@ -41,12 +41,15 @@ class TrainState:
     wandb_id: str | None = None
 
     def summary(self) -> dict:
-        """The counters, under their names in summary.json."""
+        """Step, best loss and training time, under their names in summary.json."""
         return {"step": self.step, "best_val_loss": self.best_val_loss, "wall_seconds": self.seconds}
 
     def save(self, path: Path, metadata: dict, with_optimizer: bool = True) -> None:
-        """Write a checkpoint. metadata: see checkpoint_metadata. Without the optimizer state it cannot be resumed."""
-        content = {key: getattr(self, key) for key in COUNTERS} | {
+        """Write a checkpoint. metadata: see make_checkpoint_metadata.
+
+        A run cannot resume from a checkpoint without the optimizer state.
+        """
+        content = {key: getattr(self, key) for key in SAVED_FIELDS} | {
             "model": self.model.state_dict(),
             "optimizer": state_by_name(self.model, self.optimizers) if with_optimizer else None,
             "scaler": self.scaler.state_dict(),
@@ -66,14 +69,14 @@ class TrainState:
         load_state_by_name(self.model, self.optimizers, saved["optimizer"])
         if saved["scaler"]:  # empty if the run was not in float16 so far
             self.scaler.load_state_dict(saved["scaler"])
-        for key in COUNTERS:
+        for key in SAVED_FIELDS:
             setattr(self, key, saved[key])
 
 
 class CheckpointWriter:
-    """Writes the checkpoints of a run, after the metrics that they depend on. Does nothing on ranks other than 0.
+    """Writes the checkpoints of a run, after its metrics are on the disk. Does nothing on ranks other than 0.
 
-    metadata: see checkpoint_metadata. best_with_optimizer: whether best.pt contains the optimizer state.
+    metadata: see make_checkpoint_metadata. best_with_optimizer: whether best.pt contains the optimizer state.
     """
 
     def __init__(self, run: RunDir, state: TrainState, metadata: dict, observers: Observers, best_with_optimizer: bool):
@@ -93,8 +96,8 @@ class CheckpointWriter:
         self.observers.wandb.set_summary(self.run.summary)
 
 
-def checkpoint_metadata(config: Any, meta: dict) -> dict:
-    """The constant part of a run's checkpoints. config: of train.py. meta: the prepared data's meta.json."""
+def make_checkpoint_metadata(config: Any, meta: dict) -> dict:
+    """The part of a checkpoint that is constant in a run. config: that of train.py. meta: the data's meta.json."""
     model = asdict(config.model)
     identity = {f"model.{key}": value for key, value in model.items() if key not in ("name", "dropout")}
     identity |= {"data.name": meta["source"]["name"], "data": meta["fingerprint"]}

@@ -1,4 +1,4 @@
-"""Config of training: types and checks. The values are in configs/. Nothing here imports torch."""
+"""Config of training: types and checks. The values are in configs/. This module must not import torch."""
 
 from dataclasses import dataclass
 from math import inf
@@ -45,10 +45,10 @@ class TrainConfig:
         if self.steps is None and self.minutes is None:
             raise UserError("set train.steps or train.minutes: the run has no end")
 
-    def plan(self, world_size: int) -> tuple[int, int]:
+    def split_batch(self, world_size: int) -> tuple[int, int]:
         """(sequences per forward pass on one device, forward passes per optimizer step). Raises UserError.
 
-        With micro_batch_size=auto, one sequence per forward pass: what fits is found out when the model exists.
+        With micro_batch_size=auto, the smallest size, 1: the size that fits is known only when the model exists.
         """
         share, remainder = divmod(self.batch_size, world_size)
         if remainder:
@@ -97,7 +97,7 @@ def _check_adamw(config: "AdamWConfig | MuonConfig") -> None:
 
 @dataclass
 class AdamWConfig:
-    """AdamW (Loshchilov & Hutter, arXiv:1711.05101). weight_decay: of matrices and embeddings only."""
+    """AdamW (Loshchilov & Hutter, arXiv:1711.05101). weight_decay applies to matrices and embeddings only."""
 
     name: str
     lr: float
@@ -137,9 +137,10 @@ class MuonConfig:
 
 @dataclass
 class EvalConfig:
-    """every: steps between evaluations. batches: train.batch_size times as many validation windows; None: all.
+    """every: steps between evaluations. batches: an evaluation uses batches * train.batch_size validation windows.
 
-    sample: settings of the sample that each evaluation after step 0 generates; max_new_tokens=0: no sample.
+    batches None: the complete validation split. sample: settings of the sample that each evaluation after step 0
+    generates; max_new_tokens=0: no sample.
     """
 
     every: int
@@ -167,7 +168,7 @@ class CheckpointConfig:
 
 @dataclass
 class WandbConfig:
-    """Where wandb logs to: see wandb.init. mode: offline, online or disabled."""
+    """Arguments of wandb.init. mode: offline, online or disabled."""
 
     mode: str
     project: str

@@ -1,4 +1,4 @@
-"""Runtime of a command: processes, device, dtype and compiler, resolved from what the config leaves open."""
+"""Runtime of a command: resolves processes, device, dtype and compilation, which the config can set to auto or null."""
 
 import ctypes
 import os
@@ -39,7 +39,7 @@ class Runtime:
         }
 
     def wrap(self, model: nn.Module, attention: AttentionConfig) -> nn.Module:
-        """The model as the loop calls it: gradients averaged over the processes, compiled if the run compiles."""
+        """Wrap the model for the training loop: with DDP for several processes, and with torch.compile if requested."""
         forward = self.dist.wrap(model)
         if not self.compile:
             return forward
@@ -48,14 +48,14 @@ class Runtime:
 
 
 def resolve_runtime(device: str, dtype: str, compile: bool | None) -> Runtime:
-    """Resolve the settings of these names. Raises UserError for anything that this machine cannot run."""
+    """Resolve the settings device, dtype and compile. Raises UserError for a value that this machine cannot run."""
     dist = Dist.from_environment()
     resolved = resolve_device(device, dist.local_rank)
     return Runtime(dist, resolved, resolve_dtype(dtype, resolved), resolve_compile(compile, resolved))
 
 
 def resolve_device(name: str, local_rank: int = 0) -> torch.device:
-    """auto: the GPU if there is one, else the CPU. With several GPUs, each process gets the one of its local rank.
+    """Resolve the setting device. auto: the GPU if there is one, else the CPU. CUDA: the GPU of the local rank.
 
     Raises UserError for a device that is not available.
     """
@@ -75,7 +75,10 @@ def resolve_device(name: str, local_rank: int = 0) -> torch.device:
 
 
 def resolve_dtype(name: str, device: torch.device, trains: bool = True) -> torch.dtype:
-    """auto: bfloat16 on a GPU that supports it, else float32. Raises UserError for a dtype that cannot train there."""
+    """Resolve the setting dtype. auto: bfloat16 on a GPU that supports it, else float32.
+
+    trains: whether the model is trained. Raises UserError for a dtype that cannot train on the device.
+    """
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" and torch.cuda.is_bf16_supported() else torch.float32
     if name not in DTYPES:
@@ -86,8 +89,9 @@ def resolve_dtype(name: str, device: torch.device, trains: bool = True) -> torch
 
 
 def resolve_compile(requested: bool | None, device: torch.device) -> bool:
-    """None: compile on CUDA if Triton is installed, but not on a CPU, where it costs small models more than it saves.
+    """Resolve the setting compile. None: compile on CUDA if Triton is installed; not on a CPU.
 
+    On a CPU, compiling a small model takes more time than it saves.
     Raises UserError if compilation is requested and no compiler is installed.
     """
     missing = missing_compiler(device)
@@ -97,9 +101,9 @@ def resolve_compile(requested: bool | None, device: torch.device) -> bool:
 
 
 def configure_backends(device: torch.device, deterministic: bool, tf32: bool) -> None:
-    """Process-wide settings, to be made before the first tensor is on the device.
+    """Make process-wide settings of torch and malloc. Call this before the first tensor is on the device.
 
-    float32 means full float32, unless tf32 is set: CUDA then rounds the factors of a product to 10 bits of mantissa.
+    float32 products are exact float32, unless tf32 is set: CUDA then rounds their factors to 10 bits of mantissa.
     """
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     if deterministic:
@@ -112,9 +116,9 @@ def configure_backends(device: torch.device, deterministic: bool, tf32: bool) ->
 
 
 def _tune_malloc() -> None:
-    """Let glibc keep the memory that a step frees for the next step. Memory from the system is zeroed page by page.
+    """Make glibc reuse the memory that a step frees. New memory is slower: the system zeroes it page by page.
 
-    Blocks of up to 32 MiB, the largest that malloc can take from its own heap, come from the heap, which never shrinks.
+    Blocks of up to 32 MiB, the largest threshold that malloc allows, come from a heap that never shrinks.
     """
     M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # from malloc.h
     libc = ctypes.CDLL(None)
@@ -127,6 +131,6 @@ def autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager
     return nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype=dtype)
 
 
-def grad_scaler(device: torch.device, dtype: torch.dtype) -> torch.amp.GradScaler:
+def build_grad_scaler(device: torch.device, dtype: torch.dtype) -> torch.amp.GradScaler:
     """Loss scaling for float16 gradients (Micikevicius et al., arXiv:1710.03740); disabled for other dtypes."""
     return torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)

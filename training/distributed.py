@@ -1,7 +1,7 @@
 """Distributed training: one process per device, started by torchrun.
 
 Without torchrun the world has one process, and all methods of Dist do nothing or return their argument. So the loop
-is the same for one process and for many. Values that decide something, such as when to stop, are reduced over all
+is the same for one process and for many. Values that control the loop, such as when to stop, are reduced over all
 processes; otherwise the processes would wait for each other forever.
 """
 
@@ -72,11 +72,12 @@ class Dist:
 
     @contextmanager
     def main_first(self) -> Iterator[None]:
-        """Context manager: rank 0 runs the block first, then the others. They wait for as long as it takes."""
+        """Context manager: rank 0 runs the block first, then the other ranks. They wait without a timeout."""
         if self.world_size == 1:
             yield
             return
-        # Not a collective operation, since those have a timeout. No public function returns the store (torch 2.13).
+        # A key in the store, not a barrier: collective operations have a timeout. torch 2.13 has no public function
+        # that returns the store.
         store = torch_dist.distributed_c10d._get_default_store()
         if not self.is_main:
             store.wait(["main_first"], PREPARE_TIMEOUT)
@@ -86,13 +87,13 @@ class Dist:
 
     @contextmanager
     def raise_on_lost_rank(self) -> Iterator[None]:
-        """Context manager: end this process if another one was lost; rank 0 reports it. Raises TrainingFailed."""
+        """Context manager: if another process was lost, end this one. Raises TrainingFailed (gloo: on rank 0 only)."""
         try:
             yield
         except RuntimeError as error:
             if self.world_size == 1 or not any(words in str(error) for words in CONNECTION_ERRORS):
                 raise
-            time.sleep(LOST_RANK_DELAY_S)  # so that torchrun sees the other process end first, and names it as cause
+            time.sleep(LOST_RANK_DELAY_S)  # torchrun reports the process that ends first as the cause
             if not self.is_main and "NCCL" not in str(error):
                 raise SystemExit(1) from None
             raise TrainingFailed(
@@ -102,15 +103,18 @@ class Dist:
             ) from None
 
     def share(self, first: int, size: int) -> tuple[int, int]:
-        """This process's (first, size) of the sequences first to first + size. size is a multiple of world_size."""
+        """(first sequence, number of sequences) of this process, out of `size` sequences that begin with `first`.
+
+        size must be a multiple of world_size.
+        """
         share = size // self.world_size
         return first + self.rank * share, share
 
-    def micro_batch_starts(self, step: int, batch_size: int, size: int) -> Iterator[int]:
-        """The first sequence of each micro batch of `size` of this process, endlessly, beginning with `step`."""
-        for current in count(step):
-            first, share = self.share(current * batch_size, batch_size)
-            yield from range(first, first + share, size)
+    def micro_batch_starts(self, step: int, batch_size: int, micro_batch_size: int) -> Iterator[int]:
+        """Yield the first sequence of each micro batch of this process, beginning with `step`, without end."""
+        for current_step in count(step):
+            first, share = self.share(current_step * batch_size, batch_size)
+            yield from range(first, first + share, micro_batch_size)
 
     def wrap(self, model: nn.Module) -> nn.Module:
         """Wrap the model so that its backward pass averages the gradients over all processes."""
@@ -120,19 +124,19 @@ class Dist:
             warnings.simplefilter("ignore", FutureWarning)
             return DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True)
 
-    def sync_gradients(self, wrapped: nn.Module, now: bool) -> AbstractContextManager:
-        """Context manager around a micro batch: gradients are averaged over the processes only if `now`."""
-        return nullcontext() if now or self.world_size == 1 else wrapped.no_sync()
+    def sync_gradients(self, wrapped_model: nn.Module, is_last: bool) -> AbstractContextManager:
+        """Context manager around a micro batch: only the last one of a step averages gradients over the processes."""
+        return nullcontext() if is_last or self.world_size == 1 else wrapped_model.no_sync()
 
-    def mean(self, value: Tensor) -> Tensor:
-        """Mean over all processes of a tensor on the device. Does not wait for the device."""
+    def all_reduce_mean(self, value: Tensor) -> Tensor:
+        """Average a tensor over all processes, in place. Does not wait for the device."""
         if self.world_size > 1:
             torch_dist.all_reduce(value)
             value /= self.world_size
         return value
 
-    def sum(self, *values: float) -> list[float]:
-        """Sums over all processes, in float64."""
+    def all_reduce_sum(self, *values: float) -> list[float]:
+        """The sum of each value over all processes, in float64."""
         return self._all_reduce(values, torch_dist.ReduceOp.SUM)
 
     def all_reduce_min(self, value: int) -> int:
@@ -140,8 +144,8 @@ class Dist:
         return int(self._all_reduce((value,), torch_dist.ReduceOp.MIN)[0])
 
     def barrier(self) -> None:
-        """Wait until all processes are here. The others would treat a process that leaves earlier as lost."""
-        self.sum(0.0)
+        """Wait until all processes are here. Without it, the others would treat a process that exits first as lost."""
+        self.all_reduce_sum(0.0)
 
     def check_same(self, name: str, value: Any) -> None:
         """Raises TrainingFailed if rank 0 has another value."""
@@ -158,7 +162,7 @@ class Dist:
     def _all_reduce(self, values: tuple[float, ...], operation) -> list[float]:
         if self.world_size == 1:
             return list(values)
-        numbers = torch.tensor(values, dtype=torch.float64)  # on the CPU, so that no one waits for a GPU
+        numbers = torch.tensor(values, dtype=torch.float64)  # on the CPU: does not wait for the GPU
         torch_dist.all_reduce(numbers, operation)
         return numbers.tolist()
 
@@ -173,7 +177,7 @@ class Dist:
     def seed(self, device: torch.device, *numbers: int) -> None:
         """Seed dropout from `numbers` and the rank, so that checkpoints need no random state.
 
-        Only the device's generator is seeded: torch.manual_seed seeds all devices, which takes a part of a small step.
+        Only the device's generator is seeded: torch.manual_seed seeds all devices, which slows small steps.
         """
         seed = int(np.random.SeedSequence((*numbers, self.rank)).generate_state(1, np.uint64)[0])
         if device.type == "cuda":

@@ -21,29 +21,35 @@ MAP_TOKENS = 64  # tokens in an attention map; the picture has one map per head
 
 
 @torch.no_grad()
-def validation_loss(
-    forward: nn.Module, loader: Loader, tokenizer: tiktoken.Encoding, windows: int | None, size: int, runtime: Runtime
+def compute_validation_loss(
+    wrapped_model: nn.Module,
+    loader: Loader,
+    tokenizer: tiktoken.Encoding,
+    windows: int | None,
+    batch_size: int,
+    runtime: Runtime,
 ) -> dict[str, float]:
     """Mean loss over validation windows: val/loss in nats per token, val/bpb in bits per byte of text.
 
-    windows: how many to use, spread evenly over the validation split; None: all, with each token counted exactly once.
-    size: windows per forward pass. The processes share the windows.
+    windows: number of windows, spread evenly over the validation split; None: all, so that each token counts once.
+    batch_size: windows per forward pass. The processes share the windows.
     """
     windows = min(windows or loader.val_windows, loader.val_windows)
     stride = loader.val_windows // windows
     bytes_of_token = torch.from_numpy(token_bytes(tokenizer)).to(loader.device)
     nats, num_tokens, num_bytes = [], 0, torch.zeros((), dtype=torch.int64, device=loader.device)
-    forward.eval()
-    for first in range(runtime.dist.rank * size, windows, runtime.dist.world_size * size):
-        x, y, doc_ids = loader.batch("val", first * stride, min(size, windows - first), stride)
+    wrapped_model.eval()
+    for first in range(runtime.dist.rank * batch_size, windows, runtime.dist.world_size * batch_size):
+        x, y, doc_ids = loader.batch("val", first * stride, min(batch_size, windows - first), stride)
         with runtime.autocast():
-            nats.append(forward(x, y, doc_ids=doc_ids, reduction="sum"))
+            nats.append(wrapped_model(x, y, doc_ids=doc_ids, reduction="sum"))
         targets = y[y >= 0]
         num_tokens += targets.numel()
         num_bytes += bytes_of_token[targets].sum()
-    forward.train()
-    # Read from the device after the last window, and summed in float64.
-    total, num_tokens, num_bytes = runtime.dist.sum(sum(loss.item() for loss in nats), num_tokens, int(num_bytes))
+    wrapped_model.train()
+    # The losses are read from the device only after the last window, and summed in float64.
+    total = sum(loss.item() for loss in nats)
+    total, num_tokens, num_bytes = runtime.dist.all_reduce_sum(total, num_tokens, int(num_bytes))
     return {"val/loss": total / num_tokens, "val/bpb": total / log(2) / max(1, num_bytes)}
 
 
@@ -51,16 +57,17 @@ def validation_loss(
 class Evaluator:
     """Evaluates a model while it trains.
 
-    forward: the model as the loop calls it. windows, size: see validation_loss. sampling: of the sample.
+    wrapped_model: the model as the loop calls it (Runtime.wrap). windows, batch_size: see compute_validation_loss.
+    sampling: settings of the sample.
     maps_folder: attention maps are saved there; None: no maps.
     """
 
     model: GPT
-    forward: nn.Module
+    wrapped_model: nn.Module
     loader: Loader
     tokenizer: tiktoken.Encoding
     runtime: Runtime
-    size: int
+    batch_size: int
     sampling: SamplingConfig
     seed: int
     windows: int | None
@@ -68,7 +75,9 @@ class Evaluator:
 
     def evaluate(self, step: int) -> dict:
         """Metrics after `step` steps: the validation loss; on rank 0 also a sample and attention maps."""
-        row = validation_loss(self.forward, self.loader, self.tokenizer, self.windows, self.size, self.runtime)
+        row = compute_validation_loss(
+            self.wrapped_model, self.loader, self.tokenizer, self.windows, self.batch_size, self.runtime
+        )
         if isfinite(row["val/loss"]) and self.runtime.dist.is_main:
             with self.runtime.autocast():
                 if step > 0:  # an untrained model writes noise

@@ -7,9 +7,9 @@ from model.gpt import GPT
 
 
 def load_run_tokenizer(run: str | None, name: str | None = None) -> dict | None:
-    """The tokenizer spec of the run that tokenizer.run names; None: none is named. Raises UserError.
+    """Load the tokenizer spec of `run` (the setting tokenizer.run); None if `run` is None. Raises UserError.
 
-    name: the run that is to be trained. Once it has a checkpoint, its own spec is used, and `run` can be removed.
+    name: the run to train. If it has a checkpoint, its spec is used, so that `run` can be removed.
     """
     if run is None:
         return None
@@ -19,7 +19,7 @@ def load_run_tokenizer(run: str | None, name: str | None = None) -> dict | None:
 def load_init_weights(init_from: str, model: GPT, metadata: dict) -> None:
     """Load the best weights of the run that init_from="run:NAME" names into `model`.
 
-    metadata: of the new run, see training/checkpoint.py. Raises UserError if the tokenizer or the model is different.
+    metadata: see make_checkpoint_metadata, of the new run. Raises UserError if the tokenizer or the model is different.
     """
     run = init_from.removeprefix("run:")
     path = find_checkpoint(run, "best")

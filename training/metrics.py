@@ -35,10 +35,10 @@ def _step_of(line: str) -> float:
 
 
 class MetricsLogger:
-    """Collects rows and writes them to metrics.jsonl and wandb, in blocks.
+    """Collects rows, and writes several at a time to metrics.jsonl and wandb.
 
-    folder: of the run; None on all ranks except 0, which log nothing. Rows after `step`, from which the run resumes,
-    are removed. must_be_finite: metrics that end the run if they are not.
+    folder: the run folder; None on all ranks except 0, which log nothing. step: the run resumes after this step, so
+    later rows are removed. must_be_finite: these metrics end the run if they are not finite.
     """
 
     def __init__(self, folder: Path | None, step: int, wandb: WandbRun, must_be_finite: Sequence[str]):
@@ -53,7 +53,7 @@ class MetricsLogger:
         self.last: dict = {}  # the newest value of each metric
 
     def log(self, row: dict, deferred: Callable[[], dict] = dict) -> None:
-        """Collect a row. deferred: returns further columns when the row is written, such as times on the device."""
+        """Collect a row. deferred: called when the row is written; returns more columns, such as device times."""
         if self.file is None:
             return
         self.rows.append((row, deferred))

@@ -1,8 +1,8 @@
 """Muon: momentum with orthogonalized updates (Jordan et al., 2024, https://kellerjordan.github.io/posts/muon/).
 
 torch.optim.Muon always computes in bfloat16, which is a thousand times slower than float32 on a CPU without bfloat16
-instructions, and it updates one matrix at a time. This one computes in float32 except on GPUs, and it updates all
-matrices of one shape together.
+instructions, and it updates one matrix at a time. This class computes in float32 except on GPUs, and it updates
+all matrices of one shape together.
 """
 
 import math
@@ -13,11 +13,11 @@ from torch import Tensor
 
 from common.startup import Uncompiled
 
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic polynomial; they make small singular values grow fast
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic polynomial; small singular values grow fast with them
 
 
 def orthogonalize(matrices: Tensor, steps: int) -> Tensor:
-    """Approximate nearest semi-orthogonal matrices of (N, rows, columns): singular values between 0.7 and 1.2.
+    """Approximate the nearest semi-orthogonal matrices (N, rows, columns): singular values between 0.7 and 1.2.
 
     Newton-Schulz iteration X <- aX + (bA + cA^2)X with A = XX^T, where A has the size of the shorter side.
     """

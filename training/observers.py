@@ -1,4 +1,4 @@
-"""Observers of a training run, behind one object that the loop notifies."""
+"""Observers of a training run, combined in one object that the loop notifies."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -15,7 +15,7 @@ from training.wandb_logger import WandbRun
 class Observers:
     """Step timing, profiler, progress bar, metrics.jsonl and wandb. A context manager around the loop.
 
-    Each step is enclosed in start_step and end_step, and reported by log_step. Evaluations are part of a step's row.
+    For each step, the loop calls start_step, end_step and log_step. The row of a step includes its evaluation, if any.
     """
 
     speed: Speed
@@ -26,7 +26,7 @@ class Observers:
     is_compiled: bool
 
     def wrap_loader(self, batches: Iterator) -> Iterator:
-        """`batches`, with the time that steps wait for them recorded."""
+        """Pass `batches` through, and record how long steps wait for them."""
         return self.speed.wrap_loader(self.profiler.wrap_loader(batches))
 
     def start_step(self) -> None:

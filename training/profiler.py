@@ -19,9 +19,9 @@ from rich.console import Console
 from rich.table import Table
 
 from common.console import make_table, pluralize
-from training.speed import WARM_UP, synchronize
+from training.speed import WARMUP_STEPS, synchronize
 
-MAX_STEPS = 3  # recorded steps
+MAX_RECORDED_STEPS = 3
 MAX_MICRO_BATCHES = 24  # no step is recorded after this many micro batches, which limits the size of the trace
 MAX_OPERATIONS = 10  # rows of the table
 MAX_NAME_LENGTH = 46  # characters of an operation's name, so that the table is 80 columns wide
@@ -42,7 +42,7 @@ class NullProfiler:
         pass
 
     def wrap_loader(self, batches: Iterator) -> Iterator:
-        """`batches`, with the time that a step waits for them labelled."""
+        """Pass `batches` through, and label the time that a step waits for them."""
         return batches
 
     def start(self) -> None:
@@ -53,7 +53,7 @@ class NullProfiler:
 
 
 class StepProfiler(NullProfiler):
-    """Records up to MAX_STEPS steps after the first WARM_UP steps of this process, writes `trace`, prints tables."""
+    """Records up to MAX_RECORDED_STEPS steps after the first WARMUP_STEPS; writes `trace` and prints the tables."""
 
     def __init__(self, device: torch.device, trace: Path, console: Console):
         self.device, self.trace, self.console = device, trace, console
@@ -71,15 +71,15 @@ class StepProfiler(NullProfiler):
 
     def start(self) -> None:
         self.steps += 1
-        if self.steps == WARM_UP:  # the profiler warms up during this step
+        if self.steps == WARMUP_STEPS:  # the profiler warms up during this step
             if self.device.type == "cpu":
-                os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # no messages on stderr when it starts and stops
-            schedule = torch.profiler.schedule(wait=0, warmup=1, active=MAX_STEPS)
+                os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise it writes messages to stderr
+            schedule = torch.profiler.schedule(wait=0, warmup=1, active=MAX_RECORDED_STEPS)
             self._profiler = torch.profiler.profile(schedule=schedule)
             self._profiler.start()
         elif self._profiler is not None:
             self._profiler.step()
-            synchronize(self.device)  # the step includes no kernels of the previous step
+            synchronize(self.device)  # so that the step includes no kernels of the previous step
             self._step_label = torch.profiler.record_function(STEP)
             self._step_label.__enter__()
 
@@ -90,7 +90,7 @@ class StepProfiler(NullProfiler):
         self._step_label.__exit__(None, None, None)
         self._step_label = None
         self.recorded_steps += 1
-        if self.recorded_steps == MAX_STEPS or self.recorded_micro_batches >= MAX_MICRO_BATCHES:
+        if self.recorded_steps == MAX_RECORDED_STEPS or self.recorded_micro_batches >= MAX_MICRO_BATCHES:
             self._finish()
 
     def __exit__(self, kind, error, traceback) -> None:
@@ -100,8 +100,8 @@ class StepProfiler(NullProfiler):
             self._profiler.stop()
         if not self.recorded_steps and error is None:
             self._print(
-                f"nothing was profiled: the first {WARM_UP} steps are for warmup, and this run took {self.steps}; "
-                f"train for at least {pluralize(WARM_UP + 1 - self.steps, 'more step')}"
+                f"nothing was profiled: the first {WARMUP_STEPS} steps are for warmup, and this run took {self.steps}; "
+                f"train for at least {pluralize(WARMUP_STEPS + 1 - self.steps, 'more step')}"
             )
 
     def _finish(self) -> None:
@@ -111,7 +111,7 @@ class StepProfiler(NullProfiler):
         breakdown = summarize_events(profiler.events())
         first, last = self.steps - self.recorded_steps + 1, self.steps
         self._print(f"time per step, {f'step {last}' if first == last else f'mean of steps {first} to {last}'}", "bold")
-        for table in breakdown_tables(breakdown):
+        for table in make_breakdown_tables(breakdown):
             self.console.print(table)
         if breakdown.on_device:
             self._print("times of GPU kernels, except waiting for data; other includes the time when the GPU is idle")
@@ -121,9 +121,9 @@ class StepProfiler(NullProfiler):
         self.console.print(text, style=style, markup=False, soft_wrap=True)
 
 
-def build_profiler(enabled: bool, device: torch.device, folder: Path, console: Console) -> NullProfiler:
-    """Profiler for a run in `folder`."""
-    return StepProfiler(device, folder / "trace.json.gz", console) if enabled else NullProfiler()
+def build_profiler(is_enabled: bool, device: torch.device, folder: Path, console: Console) -> NullProfiler:
+    """Build a profiler whose trace is in `folder`, or one that records nothing."""
+    return StepProfiler(device, folder / "trace.json.gz", console) if is_enabled else NullProfiler()
 
 
 @dataclass(frozen=True)
@@ -190,7 +190,7 @@ def _find_phase_changes(events: list[Any], start: float) -> list[tuple[float, st
     return changes
 
 
-def breakdown_tables(breakdown: StepBreakdown) -> tuple[Table, Table]:
+def make_breakdown_tables(breakdown: StepBreakdown) -> tuple[Table, Table]:
     """The phases of a step, and the operations that take the most time."""
     phases, operations = make_table("phase", "ms", ""), make_table("operation", "ms", "", "calls")
     for phase, time in breakdown.phases.items():

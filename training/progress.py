@@ -14,7 +14,7 @@ from training.config import AUTO
 class TrainingProgress(ProgressBar):
     """A progress bar with step, loss, tokens/s and remaining time; lines are printed above it.
 
-    steps: train.steps. progress: the part of the run that is done, 0 to 1.
+    steps: train.steps. progress: the finished part of the run, 0 to 1.
     """
 
     def __init__(self, steps: int | None, progress: float):
@@ -35,20 +35,20 @@ class TrainingProgress(ProgressBar):
         label = f"step {step}" + (f"/{self.steps}" if self.steps is not None else "")
         details = ""
         if last.get("train/loss") is not None:
-            details = f"loss {last['train/loss']:.3f}  {last['tokens_per_second']:,.0f} tok/s"
+            details = f"loss {last['train/loss']:.3f}  {last['tokens_per_second']:,.0f} tokens/s"
         self.update(progress, label, details)
 
 
-def run_banner(folder: Path, config: Any, run_info: dict, meta: dict, step: int) -> str:
+def format_banner(folder: Path, config: Any, run_info: dict, meta: dict, step: int) -> str:
     """The first lines of a run: what is trained, on which data and device.
 
-    config: of train.py. run_info: as in summary.json. meta: the data's meta.json. step: the number of finished steps.
+    config: the config of train.py. run_info: as in summary.json. meta: the data's meta.json. step: finished steps.
     """
     model, train = config.model, config.train
     tokens, tokens_per_step = meta["tokens"], train.batch_size * model.block_size
     run = [str(folder)]
     if step:
-        run.append(f"continued from step {step:,}")
+        run.append(f"resumed from step {step:,}")
 
     data = [
         config.data.label,
@@ -83,7 +83,7 @@ def run_banner(folder: Path, config: Any, run_info: dict, meta: dict, step: int)
     if train.steps is not None:
         length.append(format_epochs(train.steps * tokens_per_step / tokens["train"]))
     if config.schedule.warmup_steps >= (train.steps or inf):
-        length.append("all of them schedule.warmup_steps")
+        length.append(f"all of them warmup (schedule.warmup_steps={config.schedule.warmup_steps:,})")
 
     lines = [
         f"run      {', '.join(run)}",
@@ -96,7 +96,7 @@ def run_banner(folder: Path, config: Any, run_info: dict, meta: dict, step: int)
 
 
 def describe_model(model: GPTConfig) -> str:
-    """The size of a model in a few words."""
+    """The size of a model: layers, heads, channels, context and windows."""
     words = [pluralize(model.n_layer, "layer"), pluralize(model.n_head, "head")]
     if model.kv_heads != model.n_head:
         words.append(f"{model.kv_heads} key/value heads")
@@ -110,7 +110,7 @@ def format_epochs(epochs: float) -> str:
     return f"{epochs:,.0f} epochs" if epochs >= 10 else f"{epochs:.2g} epochs"
 
 
-def run_summary(summary: dict, folder: Path) -> str:
+def format_summary(summary: dict, folder: Path) -> str:
     """The last lines of a run: its losses and speed, and the command for a sample. summary: as in summary.json."""
     best, last = (f"{summary[key]:.4f}" for key in ("best_val_loss", "last_val_loss"))
     losses = f"best validation loss {best}" + (f", last {last}," if last != best else "")

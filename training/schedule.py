@@ -25,8 +25,8 @@ def wsd(progress: float, config: ScheduleConfig) -> float:
 SCHEDULES = {f.__name__: f for f in (cosine, wsd)}
 
 
-def run_progress(step: int, steps: int | None, seconds: float, minutes: float | None) -> float:
-    """The part of the run that is done, 0 to 1: the larger of step/steps and elapsed time/minutes."""
+def compute_progress(step: int, steps: int | None, seconds: float, minutes: float | None) -> float:
+    """The finished part of the run, 0 to 1: the larger of step / steps and elapsed time / minutes."""
     by_steps = step / steps if steps is not None else 0.0
     by_time = seconds / (60 * minutes) if minutes is not None else 0.0
     return min(1.0, max(by_steps, by_time))
@@ -35,8 +35,8 @@ def run_progress(step: int, steps: int | None, seconds: float, minutes: float | 
 def lr_scale(config: ScheduleConfig, step: int, steps: int | None, progress: float) -> float:
     """The learning rate of the next step as a fraction of its peak, after `step` steps and `progress` of the run.
 
-    It grows linearly over warmup_steps, as (step + 1) / (warmup_steps + 1), and then follows the schedule. Raises
-    UserError for an unknown schedule.
+    It increases linearly, as (step + 1) / (warmup_steps + 1), and then follows the schedule. Raises UserError for an
+    unknown schedule.
     """
     if config.name not in SCHEDULES:
         raise UserError(f"schedule.name={config.name} is unknown; set one of {', '.join(SCHEDULES)}")

@@ -1,4 +1,4 @@
-"""Measures step times and throughput, on CUDA with events, and the peak speed of matrix products."""
+"""Measures step times, throughput and the peak speed of matrix products. On CUDA, events measure the time."""
 
 import statistics
 import time
@@ -7,10 +7,10 @@ from typing import Any
 
 import torch
 
-WARM_UP = 5  # steps of a process that medians exclude: caches fill, and kernels are selected
+WARMUP_STEPS = 5  # first steps of a process, excluded from medians: caches fill, and kernels are selected
 
-# Peak FLOP/s of dense matrix products, from the data sheets, by the full name of the GPU: variants of the same family
-# (laptop, PCIe, partitioned) are slower, and their peak is measured.
+# Peak FLOP/s of dense matrix products, from the data sheets. Keys are full names of GPUs: variants of the same family
+# (laptop, PCIe, partitioned) are slower, so their peak is measured.
 H100_PEAK = {torch.bfloat16: 989e12, torch.float16: 989e12, torch.float32: 67e12}
 A100_PEAK = {torch.bfloat16: 312e12, torch.float16: 312e12, torch.float32: 19.5e12}
 GPU_PEAK = {
@@ -52,7 +52,7 @@ def synchronize(device: torch.device) -> None:
 
 
 class Speed:
-    """Step times, throughput and MFU of a run. On CUDA events measure the time, so that no step is synchronized.
+    """Step times, throughput and MFU of a run. On CUDA, no step waits for the GPU.
 
     tokens, flops: per optimizer step, over all devices. peak: peak FLOP/s of all devices.
     """
@@ -67,7 +67,7 @@ class Speed:
         self._start, self._waited = _record_time(self.device), 0.0
 
     def wrap_loader(self, batches: Iterator) -> Iterator:
-        """`batches`, with the time that the host waits for them added to the current step's."""
+        """Pass `batches` through, and add the time that the host waits for them to the current step."""
         started = time.perf_counter()
         for batch in batches:
             self._waited += time.perf_counter() - started
@@ -89,10 +89,10 @@ class Speed:
         return read
 
     def median(self) -> dict:
-        """The metrics of the median step. The first WARM_UP steps count only if there are no others."""
+        """The metrics of the median step. The first WARMUP_STEPS steps count only if there are no others."""
         steps, waits = (
-            self.step_seconds[WARM_UP:] or self.step_seconds,
-            self.wait_seconds[WARM_UP:] or self.wait_seconds,
+            self.step_seconds[WARMUP_STEPS:] or self.step_seconds,
+            self.wait_seconds[WARMUP_STEPS:] or self.wait_seconds,
         )
         if not steps:
             return dict.fromkeys(self._metrics(1.0, 0.0))
@@ -116,21 +116,21 @@ def compile_seconds() -> float:
 
 
 def time_calls(
-    call: Callable[[], object], device: torch.device, repeats: int, seconds: float, most: int
+    call: Callable[[], object], device: torch.device, min_calls: int, seconds: float, max_calls: int
 ) -> list[float]:
-    """Seconds of each call of `call`: as many calls as take about `seconds`, but from `repeats` to `most`.
+    """Time as many calls as fit into about `seconds`, but from min_calls to max_calls -> the seconds of each call.
 
-    If many calls fit, a fifth as many run before as warmup, after the first.
+    After the first call, a fifth of the calls that fit run untimed, as warmup.
     """
     first = _time_repeatedly(call, device, 1)
-    fitting = min(most, int(seconds / first[0]))
+    fitting = min(max_calls, int(seconds / first[0]))
     _time_repeatedly(call, device, fitting // 5)
-    return first + _time_repeatedly(call, device, max(repeats, fitting) - 1)
+    return first + _time_repeatedly(call, device, max(min_calls, fitting) - 1)
 
 
 def _time_repeatedly(call: Callable[[], object], device: torch.device, count: int) -> list[float]:
     times = []
-    for _ in range(count):  # on CUDA no call waits for the previous one
+    for _ in range(count):  # on CUDA, no call waits for the previous one
         start = _record_time(device)
         call()
         times.append((start, _record_time(device)))

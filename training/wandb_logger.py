@@ -1,4 +1,4 @@
-"""wandb: gets the metrics, tables and pictures of a run. A failure of wandb never stops the run."""
+"""Logs metrics, tables and pictures of a run to wandb. A failure of wandb never stops the run."""
 
 import secrets
 from collections.abc import Callable
@@ -13,10 +13,10 @@ INIT_TIMEOUT_S = 60
 
 
 class WandbRun:
-    """The wandb run of a training. start() takes seconds, and is called before the training time begins."""
+    """The wandb run of a training run. start() takes seconds, so it is called before the training time begins."""
 
     def __init__(self, config: WandbConfig, run: RunDir, run_config: dict, run_id: str | None):
-        """run_id: of a resumed run; None: a new run."""
+        """run_id: the wandb id of a resumed run; None: a new run."""
         self.config, self.run_dir, self.run_config = config, run, run_config
         self.is_enabled = config.mode != "disabled" and run.is_main
         self.resume = "allow" if run_id and config.mode == "online" else None
@@ -55,7 +55,7 @@ class WandbRun:
         self.run.log({key: wandb.Image(str(v)) if isinstance(v, Path) else v for key, v in row.items()})
 
     def set_summary(self, summary: dict) -> None:
-        if self.run is not None:  # wandb records itself how the run ends
+        if self.run is not None:  # wandb itself records how the run ends
             metrics = {key: value for key, value in summary.items() if key not in ("status", "error")}
             self._call(self.run.summary.update, metrics)
 
@@ -67,7 +67,7 @@ class WandbRun:
 def log_table_to_wandb(
     config: WandbConfig, kind: str, name: str, group: str | None, rows: list[Any], picture: Path, run_config: dict
 ) -> None:
-    """Log a table of dataclasses and a picture as a separate wandb run. kind: the table's key and the job type."""
+    """Log a table and a picture as a separate wandb run. kind: key of the table, and job type. rows: dataclasses."""
     if config.mode == "disabled":
         return
     import wandb

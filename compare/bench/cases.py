@@ -30,7 +30,7 @@ from model.flops import attention_flops, flops_per_token
 from model.gpt import GPT
 from training import speed
 from training.config import AdamWConfig, MuonConfig
-from training.device import autocast, configure_backends, grad_scaler, resolve_dtype
+from training.device import autocast, build_grad_scaler, configure_backends, resolve_dtype
 from training.optimizer import build_optimizers, optimizer_step
 
 MAX_CALLS = 10_000  # timed in one round
@@ -193,7 +193,7 @@ def _training_step(case: Case, settings: BenchSettings) -> Callable[[], None]:
         pin_kernel_under_compile(case.attention)
         forward = torch.compile(model, dynamic=False)
     optimizers = build_optimizers(model, settings.optimizer)
-    scaler = grad_scaler(device, dtype)
+    scaler = build_grad_scaler(device, dtype)
     shape = (8, 2, case.request.B, settings.model.block_size)  # eight batches of x and y
     batches = cycle(torch.randint(settings.vocab_size, shape, device=device))
 

@@ -20,7 +20,7 @@ def test_gpt2_124m_is_nanogpts_recipe_for_any_number_of_devices(workdir):
     assert (config.train.steps, config.train.grad_clip, config.eval.every) == (600_000, 1.0, 1000)
     assert (config.data.repo, config.tokenizer.name) == ("Skylion007/openwebtext", "gpt2")
     for world_size in (1, 2, 4, 8):
-        micro, accumulation = config.train.plan(world_size)
+        micro, accumulation = config.train.split_batch(world_size)
         assert micro * accumulation * world_size * model.block_size == 524_288
 
 

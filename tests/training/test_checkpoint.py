@@ -1,4 +1,4 @@
-"""Training state in checkpoints: saving, resuming and refusals."""
+"""Checkpoints: saving, resuming, and refused checkpoints."""
 
 import pytest
 import torch
@@ -7,7 +7,7 @@ from helpers import ADAMW, tiny_model, train_step
 from common.checkpoint_file import load_checkpoint
 from common.errors import UserError
 from training.checkpoint import TrainState, check_identity
-from training.device import grad_scaler
+from training.device import build_grad_scaler
 from training.optimizer import build_optimizers
 
 CPU = torch.device("cpu")
@@ -18,7 +18,7 @@ def state():
     model = tiny_model()
     optimizers = build_optimizers(model, ADAMW)
     train_step(model, optimizers)
-    return TrainState(model, optimizers, grad_scaler(CPU, torch.float32), step=1, seconds=2.5)
+    return TrainState(model, optimizers, build_grad_scaler(CPU, torch.float32), step=1, seconds=2.5)
 
 
 def test_checkpoint_restores_the_state_under_plain_names(state, tmp_path):
@@ -40,11 +40,11 @@ def test_failed_save_leaves_the_previous_checkpoint(state, tmp_path, monkeypatch
     path = tmp_path / "last.pt"
     state.save(path, {})
 
-    def dies(content, file):
-        file.write(b"half of it")
+    def fail_while_saving(content, file):
+        file.write(b"the first half")
         raise OSError("disk full")
 
-    monkeypatch.setattr(torch, "save", dies)
+    monkeypatch.setattr(torch, "save", fail_while_saving)
     state.step = 2
     with pytest.raises(OSError, match="disk full"):
         state.save(path, {})

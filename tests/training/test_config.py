@@ -7,15 +7,15 @@ from training.config import TrainConfig
 
 
 def test_batch_is_divided_into_micro_batches_or_refused_with_valid_sizes():
-    def plan(batch, micro, world):
+    def split(batch, micro, world):
         settings = dict(steps=1, minutes=None, grad_clip=None, profile=False, init_from=None)
-        return TrainConfig(batch_size=batch, micro_batch_size=micro, **settings).plan(world)
+        return TrainConfig(batch_size=batch, micro_batch_size=micro, **settings).split_batch(world)
 
-    assert plan(12, None, 1) == (12, 1)
-    assert plan(12, 3, 1) == (3, 4)
-    assert plan(12, "auto", 2) == (1, 6)
-    assert plan(12, 3, 2) == (3, 2)
+    assert split(12, None, 1) == (12, 1)
+    assert split(12, 3, 1) == (3, 4)
+    assert split(12, "auto", 2) == (1, 6)
+    assert split(12, 3, 2) == (3, 2)
     with pytest.raises(UserError, match="set 9 or 12"):
-        plan(10, None, 3)
+        split(10, None, 3)
     with pytest.raises(UserError, match="set one of 1, 2, 3, 6"):
-        plan(12, 4, 2)
+        split(12, 4, 2)

@@ -14,7 +14,7 @@ from training.device import resolve_compile, resolve_device, resolve_dtype
 CPU = torch.device("cpu")
 
 
-def test_devices_and_dtypes_resolve_or_refuse(monkeypatch):
+def test_devices_and_dtypes_are_resolved_or_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     assert resolve_device("auto") == CPU
@@ -53,7 +53,7 @@ first, second = step(), step()
 print(second - first)
 """
     output = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert int(output) < 1000  # page faults; otherwise each of the 24,576 pages is one, at every step
+    assert int(output) < 1000  # page faults; without reuse, all 24,576 pages fault at every step
 
 
 def test_compile_without_a_compiler_is_refused(monkeypatch):

@@ -1,4 +1,4 @@
-"""Several processes under torchrun, over gloo: the same losses, one run folder, and a common end if one fails."""
+"""Several processes with torchrun and gloo: they get the losses of one process, share a run folder and end together."""
 
 import json
 import os
@@ -53,12 +53,12 @@ def test_two_processes_train_like_one(train, workdir):
     assert list(one["model"]) == list(two["model"])
     assert list(one["optimizer"]) == list(two["optimizer"])
     assert one["identity"] == two["identity"]
-    told = json.loads((workdir / "runs/two/summary.json").read_text())
+    recorded = json.loads((workdir / "runs/two/summary.json").read_text())
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    assert (told["world_size"], told["accumulation"], told["threads"]) == (2, 2, max(1, cores // 2))
+    assert (recorded["world_size"], recorded["accumulation"], recorded["threads"]) == (2, 2, max(1, cores // 2))
 
 
-CROWDED = """
+LITTLE_MEMORY_ON_RANK_2 = """
 import os, runpy
 from training.planning import micro_batch
 largest = micro_batch.largest_fitting_divisor
@@ -69,8 +69,8 @@ runpy.run_path(os.environ["TRAIN"], run_name="__main__")
 
 @pytest.mark.slow
 def test_run_resumes_on_another_number_of_processes(train, workdir):
-    """One, then four, then one, compared with one throughout. Only one sequence fits for one of the four."""
-    (workdir / "crowded.py").write_text(CROWDED)
+    """One, then four, then one process. On rank 2 of the four, only one sequence fits into memory."""
+    (workdir / "little_memory.py").write_text(LITTLE_MEMORY_ON_RANK_2)
     assert train("name=whole", "train.steps=18", *SINGLE) == 0
     assert train("name=parts", "train.steps=6", *SINGLE) == 0
     out = finish(
@@ -79,12 +79,12 @@ def test_run_resumes_on_another_number_of_processes(train, workdir):
             "name=parts",
             "train.steps=12",
             "train.micro_batch_size=auto",
-            script=workdir / "crowded.py",
+            script=workdir / "little_memory.py",
             TRAIN=str(ROOT / "train.py"),
             PYTHONPATH=str(ROOT),
         )
     )
-    assert "continued from step 6" in out
+    assert "resumed from step 6" in out
     assert "2 micro batches of 1 sequence (the largest that fits)" in out
     assert train("name=parts", "train.steps=18", *SINGLE) == 0
     assert_same_curve(metrics("whole"), metrics("parts"))
@@ -107,15 +107,15 @@ def test_two_gpus_train_like_one(train, workdir, dtype):
         assert one.get("train/loss") == pytest.approx(two.get("train/loss"), abs=1e-5 if dtype == "float32" else 1e-2)
 
 
-def test_run_that_is_being_trained_is_refused_with_one_message(workdir):
+def test_run_in_use_by_another_process_is_refused_with_one_message(workdir):
     with RunDir("a", "", True):
         _, err = torchrun(2, "name=a").communicate(timeout=600)
     refusal = f"runs/a is being trained by process {os.getpid()} on {platform.node()}; wait for it, or set another name"
     assert err.count(refusal) == 1
-    assert err.count("Traceback") == 1  # torchrun's own
+    assert err.count("Traceback") == 1  # of torchrun
 
 
-CRASH = """
+CRASH_ON_RANK_1 = """
 import os, runpy
 from training import speed
 start, steps = speed.Speed.start, []
@@ -131,7 +131,7 @@ runpy.run_path(os.environ["TRAIN"], run_name="__main__")
 
 @pytest.mark.slow
 def test_failing_rank_ends_the_others_and_its_error_is_shown(workdir):
-    (workdir / "crash.py").write_text(CRASH)
+    (workdir / "crash.py").write_text(CRASH_ON_RANK_1)
     process = torchrun(
         2,
         "name=a",
@@ -145,11 +145,11 @@ def test_failing_rank_ends_the_others_and_its_error_is_shown(workdir):
     assert "ZeroDivisionError: what went wrong on this rank" in err
     assert "rank 0 lost the connection to another process" in err
     assert re.search(r"Root Cause.*\n.*\n.*\n.*\n +rank +: 1 ", err)
-    told = json.loads((workdir / "runs/a/summary.json").read_text())
-    assert told["status"] == "failed"
+    recorded = json.loads((workdir / "runs/a/summary.json").read_text())
+    assert recorded["status"] == "failed"
 
 
-SLOW = """
+SLOW_SAVE = """
 import os, runpy, time
 from pathlib import Path
 from training import checkpoint
@@ -169,8 +169,8 @@ runpy.run_path(os.environ["TRAIN"], run_name="__main__")
 
 @pytest.mark.slow
 def test_interrupted_processes_stop_at_the_same_step_and_rank_0_saves(train, workdir):
-    """Also if saving takes a while, and all processes get signals, as from schedulers."""
-    (workdir / "slow.py").write_text(SLOW)
+    """Also if saving is slow, and all processes get signals, as schedulers send them."""
+    (workdir / "slow.py").write_text(SLOW_SAVE)
     process = torchrun(2, "name=a", "train.steps=100000", "eval.every=100000", "checkpoint.every=100000",
                        script=workdir / "slow.py", TRAIN=str(ROOT / "train.py"), PYTHONPATH=str(ROOT))  # fmt: skip
     path, deadline = workdir / "runs/a/metrics.jsonl", time.time() + 600
@@ -178,26 +178,25 @@ def test_interrupted_processes_stop_at_the_same_step_and_rank_0_saves(train, wor
         time.sleep(0.05)
     os.kill(int(re.search(r"process (\d+)", (workdir / "runs/a/.owner").read_text()).group(1)), signal.SIGTERM)
     time.sleep(0.2)
-    process.send_signal(signal.SIGTERM)  # torchrun passes it on to its workers
+    process.send_signal(signal.SIGTERM)  # torchrun forwards it to its workers
     _, err = process.communicate(timeout=600)
-    told = json.loads((workdir / "runs/a/summary.json").read_text())
-    assert told["status"] == "interrupted", err
+    recorded = json.loads((workdir / "runs/a/summary.json").read_text())
+    assert recorded["status"] == "interrupted", err
     assert err.count("saved at step") == 1
     # If rank 1 ended first, torchrun would kill rank 0 half a minute later, while it might still be saving.
     assert (workdir / "rank1_left").stat().st_mtime >= (workdir / "runs/a/checkpoints/last.pt").stat().st_mtime
-    assert (
-        load_checkpoint(workdir / "runs/a/checkpoints/last.pt")["step"] == told["step"] == metrics("a")[-1]["step"] > 20
-    )
+    saved = load_checkpoint(workdir / "runs/a/checkpoints/last.pt")
+    assert saved["step"] == recorded["step"] == metrics("a")[-1]["step"] > 20
 
 
 def test_world_has_one_process_without_torchrun(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
-    alone = Dist.from_environment()
-    assert alone == Dist(0, 1, 0, 1)
-    assert alone.share(12, 6) == (12, 6)
-    assert list(islice(alone.micro_batch_starts(2, 6, 3), 5)) == [12, 15, 18, 21, 24]
-    assert alone.sync_stop_and_time(True, 1.5) == (True, 1.5)
+    single = Dist.from_environment()
+    assert single == Dist(0, 1, 0, 1)
+    assert single.share(12, 6) == (12, 6)
+    assert list(islice(single.micro_batch_starts(2, 6, 3), 5)) == [12, 15, 18, 21, 24]
+    assert single.sync_stop_and_time(True, 1.5) == (True, 1.5)
     for name, value in (("RANK", "3"), ("WORLD_SIZE", "4"), ("LOCAL_RANK", "1"), ("LOCAL_WORLD_SIZE", "2")):
         monkeypatch.setenv(name, value)
     fourth = Dist.from_environment()

@@ -16,24 +16,24 @@ FROM_A = ["train.init_from=run:a", "tokenizer=run", "tokenizer.run=a", "data.pat
 
 @pytest.fixture
 def other(workdir):
-    """A text with fewer characters than text.txt, which would have another vocabulary."""
+    """A document with fewer distinct characters than text.txt. Built from it, the vocabulary would be smaller."""
     (workdir / "other.txt").write_text("The 7th line says no more.\n" * 60)
 
 
-def saved(name: str, which: str = "last") -> dict:
-    return load_checkpoint(Path(f"runs/{name}/checkpoints/{which}.pt"))
+def load(name: str, kind: str = "last") -> dict:
+    return load_checkpoint(Path(f"runs/{name}/checkpoints/{kind}.pt"))
 
 
 def test_finetuning_starts_from_the_best_weights_with_a_new_optimizer(train, other, sample, capsys):
     assert train("name=a", "train.steps=30") == 0
     assert train(*FROM_A) == 0
     assert "starting from run:a" in capsys.readouterr().out
-    assert saved("b")["tokenizer"] == saved("a")["tokenizer"]
-    assert saved("b")["step"] == 6
+    assert load("b")["tokenizer"] == load("a")["tokenizer"]
+    assert load("b")["step"] == 6
     # With a tiny learning rate, the weights after one step are nearly the initial ones.
-    before = saved("a", "best")["model"]
+    before = load("a", "best")["model"]
     assert train(*FROM_A[:-1], "name=c", "train.steps=1", "optimizer=adamw", "optimizer.lr=1e-12") == 0
-    after = saved("c")["model"]
+    after = load("c")["model"]
     assert all(torch.allclose(before[name], after[name], atol=1e-5) for name in before)
     assert metrics("c")[0]["val/loss"] < metrics("a")[0]["val/loss"] - 0.05  # of random weights
     assert sample("run=b", "prompt=The", "max_new_tokens=5").startswith("The")
@@ -43,7 +43,7 @@ def test_initial_weights_stay_the_best_if_training_makes_them_worse(trained, tra
     assert train(*FROM_A, "optimizer=adamw", "optimizer.lr=1", "schedule.warmup_steps=0") == 0
     losses = [row["val/loss"] for row in metrics("b") if "val/loss" in row]
     assert min(losses) == losses[0] < losses[-1]
-    before, best = (saved(name, "best")["model"] for name in "ab")
+    before, best = (load(name, "best")["model"] for name in "ab")
     assert all(torch.equal(before[name], best[name]) for name in before)
     out = capsys.readouterr().out
     assert "the best so far" not in out
@@ -57,21 +57,21 @@ def test_finetuning_resumes_without_the_initial_run(trained, train, other, workd
     assert [row["step"] for row in metrics("b")] == list(range(10))
 
 
-WRONG = [
+UNSUITABLE = [
     (["tokenizer=byte", "data.path=other.txt"], "this run (byte with 256); set tokenizer=run tokenizer.run=a"),
     ([*FROM_A[1:4], "model.n_layer=1"], "has another model than this run; set model.n_layer=2"),
     ([*FROM_A[1:4], "train.init_from=run:none"], "run=none has no checkpoint"),
 ]
 
 
-@pytest.mark.parametrize(("settings", "said"), WRONG, ids=[said for _, said in WRONG])
-def test_unsuitable_initial_weights_are_refused(trained, train, other, capsys, settings, said):
+@pytest.mark.parametrize(("settings", "message"), UNSUITABLE, ids=[message for _, message in UNSUITABLE])
+def test_unsuitable_initial_weights_are_refused(trained, train, other, capsys, settings, message):
     assert train("train.init_from=run:a", "name=b", *settings) == 2
-    assert said in capsys.readouterr().err
+    assert message in capsys.readouterr().err
     assert not Path("runs/b").exists()
 
 
-def test_new_tokenizer_is_refused_before_anything_else(train, capsys):
+def test_init_from_requires_the_tokenizer_and_the_name_of_a_run(train, capsys):
     with pytest.raises(SystemExit):
         train("train.init_from=run:a", "tokenizer=char")
     assert "needs that run's tokenizer; set tokenizer=run tokenizer.run=a" in capsys.readouterr().err
@@ -96,8 +96,8 @@ def test_tokenizer_of_a_run_prepares_another_text(trained, other):
     prepared = prepare(config, replace(CHAR, name="run", run="a"), 16, print_line=lambda line: None, spec=spec)
     assert prepared.meta["tokenizer"] == spec
     assert prepared.tokenizer.decode(prepared.tokens("train")[:5].tolist()) == "The 7"
-    own = prepare(config, CHAR, 16, print_line=lambda line: None)
-    assert own.folder != prepared.folder and own.meta["vocab_size"] < prepared.meta["vocab_size"]
+    separate = prepare(config, CHAR, 16, print_line=lambda line: None)
+    assert separate.folder != prepared.folder and separate.meta["vocab_size"] < prepared.meta["vocab_size"]
 
 
 def test_unknown_character_is_reported(trained, train, workdir, capsys):
@@ -108,9 +108,9 @@ def test_unknown_character_is_reported(trained, train, workdir, capsys):
 
 
 def test_mix_trains_and_a_changed_weight_is_refused(train, workdir, capsys):
-    own = workdir / "own/data"
-    own.mkdir(parents=True)
-    (own / "both.yaml").write_text(
+    folder = workdir / "own/data"
+    folder.mkdir(parents=True)
+    (folder / "both.yaml").write_text(
         "defaults: [mix, text@mix.one, text@mix.two, _self_]\nname: both\n"
         "mix: {one: {path: text.txt, weight: 3}, two: {path: other.txt}}\n"
     )

@@ -1,4 +1,4 @@
-"""metrics.jsonl: rows in blocks, resuming, and values that are not finite."""
+"""metrics.jsonl: when rows are written, resuming, and values that are not finite."""
 
 import json
 import math
@@ -29,7 +29,7 @@ def rows_of(path):
     return [json.loads(line) for line in path.read_text().splitlines()]
 
 
-def test_rows_are_written_in_blocks(tmp_path):
+def test_rows_are_written_several_at_a_time(tmp_path):
     path = tmp_path / "metrics.jsonl"
     with logger(tmp_path) as metrics:
         metrics.log({"step": 1, "train/loss": torch.tensor(2.5)}, deferred=lambda: {"step_ms": 3.0})

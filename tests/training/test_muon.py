@@ -15,7 +15,7 @@ def test_orthogonalized_matrices_have_singular_values_near_one(rows, columns, co
     assert ((values > 0.6) & (values < 1.3)).all()
 
 
-def test_muon_matches_torchs_up_to_bfloat16_rounding():
+def test_muon_matches_torch_optim_muon_up_to_bfloat16_rounding():
     """Three steps on matrices of two shapes."""
     torch.manual_seed(0)
     ours = [torch.nn.Parameter(torch.randn(12, 8)), torch.nn.Parameter(torch.randn(6, 10))]

@@ -19,7 +19,7 @@ def test_adamw_decays_only_matrices_and_updates_each_parameter_once():
     assert all(decay[p] == (0.1 if p.ndim >= 2 else 0.0) for p in model.parameters())
 
 
-def test_adamw_is_bit_identical_to_torchs():
+def test_adamw_is_bit_identical_to_torch_optim_adamw():
     ours, theirs = tiny_model(), tiny_model()
     theirs.load_state_dict(ours.state_dict())
     (a,) = build_optimizers(ours, ADAMW)
@@ -79,7 +79,7 @@ def test_first_three_losses_match_recorded_values(config, losses):
     model = tiny_model()
     optimizers = build_optimizers(model, config)
     assert [train_step(model, optimizers) for _ in range(3)] == pytest.approx(losses, abs=2e-4), (
-        "the model, its initialization or an optimizer computes something else than before: if that is intended, "
+        "the model, its initialization or an optimizer computes other values than before; if that is intended, "
         "update the numbers here and explain the change in the commit message"
     )
 
@@ -105,7 +105,7 @@ def test_optimizer_step_clips_the_norm_over_all_optimizers(max_grad_norm, expect
 
 def test_optimizer_step_unscales_gradients_before_clipping():
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
-    scaler.scale(torch.zeros(()))  # the scale exists from the first call on
+    scaler.scale(torch.zeros(()))  # the first call creates the scale
     model, optimizers = model_with_gradients(24.0, 32.0)
     assert optimizer_step(model, optimizers, scaler, 1.0).item() == 5.0
     assert [p.item() for p in model] == pytest.approx([-0.6, -0.8])

@@ -1,4 +1,4 @@
-"""train.profile=true: phases of steps, the trace, and results that are the same as without."""
+"""train.profile=true: phases of steps, the trace, and unchanged results."""
 
 import gzip
 import json
@@ -14,13 +14,13 @@ from rich.console import Console
 from training import profiler as profiler_module
 from training.profiler import (
     MAX_MICRO_BATCHES,
-    MAX_STEPS,
+    MAX_RECORDED_STEPS,
     NullProfiler,
     StepProfiler,
     build_profiler,
     summarize_events,
 )
-from training.speed import WARM_UP
+from training.speed import WARMUP_STEPS
 
 
 class SlowModel(torch.nn.Module):
@@ -62,19 +62,19 @@ def run_steps(profiler, num_steps, micro_batches=1):
 def profiler_and_breakdowns(tmp_path, monkeypatch):
     """A StepProfiler, and the list of breakdowns that it prints."""
     breakdowns = []
-    monkeypatch.setattr(profiler_module, "breakdown_tables", lambda breakdown: breakdowns.append(breakdown) or ())
+    monkeypatch.setattr(profiler_module, "make_breakdown_tables", lambda breakdown: breakdowns.append(breakdown) or ())
     return StepProfiler(torch.device("cpu"), tmp_path / "trace.json.gz", Console(quiet=True)), breakdowns
 
 
 def test_time_is_assigned_to_phases_and_operations_of_steps_only(profiler_and_breakdowns):
     profiler, breakdowns = profiler_and_breakdowns
     with profiler:
-        run_steps(profiler, WARM_UP + MAX_STEPS + 1, micro_batches=2)
+        run_steps(profiler, WARMUP_STEPS + MAX_RECORDED_STEPS + 1, micro_batches=2)
     (breakdown,) = breakdowns
     slept_ms = {"waiting for data": 8, "forward": 16, "backward": 24, "optimizer": 6}
     assert list(breakdown.phases) == [*slept_ms, "other"]
-    for phase, least in slept_ms.items():
-        assert breakdown.phases[phase] >= 0.95 * least, phase
+    for phase, min_ms in slept_ms.items():
+        assert breakdown.phases[phase] >= 0.95 * min_ms, phase
     assert sum(breakdown.phases.values()) == pytest.approx(breakdown.step_ms)
     calls = {name: calls for name, _, calls in breakdown.operations}
     assert calls["aten::linear"] == calls["AddmmBackward0"] == 2
@@ -86,7 +86,7 @@ def test_time_is_assigned_to_phases_and_operations_of_steps_only(profiler_and_br
 
 @pytest.mark.parametrize(
     ("num_steps", "micro_batches", "recorded"),
-    [(WARM_UP + 1, 1, 1), (WARM_UP + 2, 1, 2), (WARM_UP + 3, MAX_MICRO_BATCHES, 1)],
+    [(WARMUP_STEPS + 1, 1, 1), (WARMUP_STEPS + 2, 1, 2), (WARMUP_STEPS + 3, MAX_MICRO_BATCHES, 1)],
 )
 def test_short_runs_and_steps_of_many_micro_batches_record_fewer_steps(
     profiler_and_breakdowns, num_steps, micro_batches, recorded, monkeypatch
@@ -101,7 +101,7 @@ def test_short_runs_and_steps_of_many_micro_batches_record_fewer_steps(
 def test_error_in_a_recorded_step_propagates_and_stops_the_profiler(profiler_and_breakdowns):
     profiler, breakdowns = profiler_and_breakdowns
     with pytest.raises(ZeroDivisionError), profiler:
-        for _ in range(WARM_UP + 1):
+        for _ in range(WARMUP_STEPS + 1):
             profiler.start()
         raise ZeroDivisionError
     assert breakdowns == []
@@ -138,7 +138,7 @@ def test_phases_on_the_host_include_gaps_between_operations():
     assert breakdown.operations[:2] == [("aten::mm", 1.7, 1), ("aten::norm", 0.5, 1)]
 
 
-def test_phases_on_a_device_have_the_times_of_kernels():
+def test_phases_on_a_gpu_have_the_times_of_kernels():
     """The host launches kernels early and waits for them at the end of the step."""
     breakdown = summarize_events([
         event("step", 0, 10_000, annotation=True),
@@ -177,7 +177,7 @@ def test_profiled_run_has_the_same_results_and_prints_its_phases(train, workdir,
     assert any(line.startswith("aten::") for line in lines[first:last])
     with gzip.open(workdir / "runs/b/trace.json.gz") as file:
         events = json.load(file)["traceEvents"]
-    assert [event.get("name") for event in events].count("step") == MAX_STEPS
+    assert [event.get("name") for event in events].count("step") == MAX_RECORDED_STEPS
 
 
 def test_run_that_is_too_short_to_profile_prints_a_message_and_finishes(train, workdir, capsys):
@@ -192,7 +192,7 @@ def test_disabled_profiler_changes_nothing(tmp_path):
     assert type(profiler) is NullProfiler
     with profiler:
         assert profiler.wrap_loader(batches) is batches
-        for _ in range(WARM_UP + 1):
+        for _ in range(WARMUP_STEPS + 1):
             profiler.start()
             assert not torch.autograd.profiler._is_profiler_enabled
             profiler.stop()
@@ -201,7 +201,7 @@ def test_disabled_profiler_changes_nothing(tmp_path):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("compiled", ["false", "true"])
-def test_on_cuda_phases_contain_kernel_times(train, workdir, capsys, compiled):
+def test_phases_on_cuda_contain_kernel_times(train, workdir, capsys, compiled):
     settings = ["device=cuda", f"compile={compiled}", "train.steps=9", "train.micro_batch_size=2", "model.n_embd=64"]
     assert train("name=a", "train.profile=true", *settings) == 0
     lines = [line.strip() for line in capsys.readouterr().out.splitlines()]

@@ -1,4 +1,4 @@
-"""Console output of a run."""
+"""The description of a model on the console."""
 
 from helpers import tiny_model
 

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from training.config import ScheduleConfig
-from training.schedule import lr_scale, run_progress
+from training.schedule import compute_progress, lr_scale
 
 
 def nanogpt_lr(iteration, warmup=100, decay=2000, peak=1e-3, floor=1e-4):
@@ -18,9 +18,9 @@ def nanogpt_lr(iteration, warmup=100, decay=2000, peak=1e-3, floor=1e-4):
 
 
 @given(iteration=st.integers(0, 1999))
-def test_cosine_equals_nanogpts_schedule(iteration):
+def test_cosine_equals_the_schedule_of_nanogpt(iteration):
     config = ScheduleConfig("cosine", warmup_steps=100, final_fraction=0.1, decay_fraction=None)
-    fraction = lr_scale(config, iteration, 2000, run_progress(iteration, 2000, 0.0, None))
+    fraction = lr_scale(config, iteration, 2000, compute_progress(iteration, 2000, 0.0, None))
     assert 1e-3 * fraction == pytest.approx(nanogpt_lr(iteration))
 
 
@@ -45,6 +45,6 @@ def test_schedules_stay_between_final_fraction_and_peak(name, warmup, steps, fin
 
 
 def test_progress_is_the_larger_of_steps_and_time():
-    assert run_progress(10, 100, 30.0, None) == 0.1
-    assert run_progress(10, 100, 30.0, 1.0) == 0.5
-    assert run_progress(10, None, 90.0, 1.0) == 1.0
+    assert compute_progress(10, 100, 30.0, None) == 0.1
+    assert compute_progress(10, 100, 30.0, 1.0) == 0.5
+    assert compute_progress(10, None, 90.0, 1.0) == 1.0

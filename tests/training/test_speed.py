@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from training import speed as speed_module
-from training.speed import GPU_PEAK, WARM_UP, Speed, compile_seconds, peak_flops, time_calls
+from training.speed import GPU_PEAK, WARMUP_STEPS, Speed, compile_seconds, peak_flops, time_calls
 
 CPU = torch.device("cpu")
 
@@ -52,7 +52,7 @@ def test_step_metrics_include_waiting_for_data_and_exclude_time_between_steps(cl
 def test_median_excludes_warmup_steps_if_there_are_others(clock):
     speed = Speed(CPU, tokens=100, flops=2e9, peak=1e10)
     assert set(speed.median().values()) == {None}
-    for seconds in [9.0] * WARM_UP + [0.5, 1.0, 2.0]:
+    for seconds in [9.0] * WARMUP_STEPS + [0.5, 1.0, 2.0]:
         speed.start()
         clock.advance(seconds)
         speed.stop()()
@@ -61,15 +61,15 @@ def test_median_excludes_warmup_steps_if_there_are_others(clock):
     assert speed.median() == {"step_ms": 1000.0, "data_wait_ms": 0.0, "tokens_per_second": 100.0, "mfu": 0.2}
 
 
-def test_time_calls_fills_the_time_within_its_bounds(clock):
+def test_time_calls_fills_the_time_within_min_and_max_calls(clock):
     def call():
         clock.advance(0.5)
         calls.append(1)
 
     for settings, timed, warmup in (
-        (dict(repeats=7, seconds=0.0, most=100), 7, 0),
-        (dict(repeats=2, seconds=5.0, most=100), 10, 2),
-        (dict(repeats=2, seconds=100.0, most=5), 5, 1),
+        (dict(min_calls=7, seconds=0.0, max_calls=100), 7, 0),
+        (dict(min_calls=2, seconds=5.0, max_calls=100), 10, 2),
+        (dict(min_calls=2, seconds=100.0, max_calls=5), 5, 1),
     ):
         calls = []
         assert time_calls(call, CPU, **settings) == [0.5] * timed

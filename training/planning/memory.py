@@ -4,8 +4,8 @@ Fake tensors (torch's FakeTensorMode) have shapes but no data: nothing is comput
 the bytes of each storage that the training code creates and frees. The estimate therefore needs no formula and covers
 every backend and option. Steps are simulated without torch.compile; compiled steps need less memory.
 
-PyTorch's torch.distributed._tools.mem_tracker.MemTracker finds the same peak, but separates neither the attention
-scores nor the small blocks. Without the latter, estimates for a CPU were 18.6 % (naive) and 20.5 % (flash) too low.
+PyTorch's torch.distributed._tools.mem_tracker.MemTracker finds the same peak, but reports neither the attention
+scores nor the small blocks. Without the small blocks, CPU estimates were 18.6 % (naive) and 20.5 % (flash) too low.
 """
 
 import platform
@@ -16,7 +16,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Private: torch has no public API for tensors without data, or for a hook on every operation. Checked with torch 2.13.
+# Private: torch has no public API for tensors without data or for a hook on every operation. Checked with torch 2.13.
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -28,8 +28,8 @@ from training.config import AdamWConfig, MuonConfig
 from training.device import autocast
 from training.optimizer import build_optimizers, optimizer_step
 
-MAX_SMALL_BLOCK = 16 * 2**20  # bytes
-STEPS = 2  # the optimizer allocates its state in the first step and has it from the start of the second
+MAX_SMALL_BLOCK_BYTES = 16 * 2**20
+STEPS = 2  # memory peaks in the second step: the optimizer allocates its state in the first
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ class MemoryEstimate:
     weights: parameters and buffers. activations: tensors that exist after a forward pass, except weights, gradients
     and optimizer state. scores: their part of shape (..., T, T), which attention saves for the backward pass. peak: the
     largest sum of all tensors. reserved: what the allocator takes from the system. On a CPU with glibc, malloc keeps
-    freed blocks of up to MAX_SMALL_BLOCK, so it reserves about the small activations in addition to the peak
+    freed blocks of up to MAX_SMALL_BLOCK_BYTES, so it reserves about the small activations in addition to the peak
     (docs/experiments/memory-and-planning.md); elsewhere reserved is the peak.
     """
 
@@ -68,7 +68,7 @@ class MemoryEstimate:
 class MemoryTracker(TorchDispatchMode):
     """Context manager that counts the bytes of all storages which tensor operations create. Views count once.
 
-    current: bytes that exist now. small: their part in blocks of up to MAX_SMALL_BLOCK.
+    current: bytes that exist now. small: their part in blocks of up to MAX_SMALL_BLOCK_BYTES.
     """
 
     def __init__(self):
@@ -87,7 +87,7 @@ class MemoryTracker(TorchDispatchMode):
 
     def _add(self, size: int, sign: int) -> None:
         self.current += sign * size
-        self.small += sign * size if size <= MAX_SMALL_BLOCK else 0
+        self.small += sign * size if size <= MAX_SMALL_BLOCK_BYTES else 0
         self.peak = max(self.peak, self.current)
 
     def score_bytes(self, T: int) -> int:
@@ -96,7 +96,7 @@ class MemoryTracker(TorchDispatchMode):
         return sum(storage.nbytes() for storage, shape in shapes if shape is not None and shape[-2:] == (T, T))
 
     def tag_attention(self, attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """`attend`, with the storages that it creates tagged as attention's."""
+        """Wrap `attend` so that the storages which it creates are tagged as created by attention."""
 
         def tagged(*args, **kwargs):
             self.is_in_attention = True
@@ -129,7 +129,7 @@ def simulate_memory(step: StepSpec, micro_batch_size: int, accumulation: int) ->
         with tracker:
             for _ in range(STEPS):
                 optimizer_state = tracker.current - weights
-                for _ in range(min(2, accumulation)):  # from the second on, gradients exist beside the activations
+                for _ in range(min(2, accumulation)):  # from the second on, gradients and activations exist
                     current, small = tracker.current, tracker.small
                     tokens, targets, doc_ids = torch.zeros(3, micro_batch_size, T, dtype=torch.int64, device=device)
                     with autocast(device, step.dtype):

@@ -20,8 +20,8 @@ from training.distributed import Dist
 from training.optimizer import build_optimizers, optimizer_step, set_lr
 from training.planning.memory import STEPS, StepSpec, simulate_memory
 
-MEMORY_SAFETY = 0.8  # usable fraction of the free memory, since estimates are within 20 % of measured runs
-GPU_RESERVE = 0.05  # fraction of a GPU's memory left free for NCCL, fragmentation and other processes
+USABLE_FRACTION = 0.8  # of the free memory, since estimates are within 20 % of measured runs
+GPU_RESERVE_FRACTION = 0.05  # of a GPU's memory, left free for NCCL, fragmentation and other processes
 
 
 def resolve_micro_batch_size(config: Any, model: GPT, dtype: torch.dtype, dist: Dist) -> tuple[int, int]:
@@ -31,7 +31,7 @@ def resolve_micro_batch_size(config: Any, model: GPT, dtype: torch.dtype, dist: 
     sequence fits.
     """
     if config.train.micro_batch_size != AUTO:
-        return config.train.plan(dist.world_size)
+        return config.train.split_batch(dist.world_size)
     device = next(model.parameters()).device
     step = StepSpec(
         config.model, model.vocab_size, config.attention, config.optimizer, dtype, device, config.data.document_mask
@@ -41,7 +41,7 @@ def resolve_micro_batch_size(config: Any, model: GPT, dtype: torch.dtype, dist: 
         size = probe_on_device(model, step, share, dist.world_size)
     else:
         size = _estimate_by_simulation(step, share, dist, allocated=sum(p.nbytes for p in model.parameters()))
-    return _with_accumulation(dist.all_reduce_min(size), share, step)
+    return _add_accumulation(dist.all_reduce_min(size), share, step)
 
 
 def estimate_micro_batch_size(train: TrainConfig, step: StepSpec, dist: Dist) -> tuple[int, int]:
@@ -50,15 +50,15 @@ def estimate_micro_batch_size(train: TrainConfig, step: StepSpec, dist: Dist) ->
     Raises UserError.
     """
     if train.micro_batch_size != AUTO:
-        return train.plan(dist.world_size)
+        return train.split_batch(dist.world_size)
     backend = step.attention.backend
     if BACKENDS[backend].needs_compiler and step.device.type == "cuda":
         raise UserError(
             f"train.micro_batch_size={AUTO} cannot be planned for attention={backend}, whose compiled kernel is not "
-            "simulated; set a number, or start the run without plan=true, which measures what fits"
+            "simulated; set a number, or start the run without plan=true, which tries real steps"
         )
     share = train.batch_size // dist.world_size
-    return _with_accumulation(_estimate_by_simulation(step, share, dist, allocated=0), share, step)
+    return _add_accumulation(_estimate_by_simulation(step, share, dist, allocated=0), share, step)
 
 
 def largest_fitting_divisor(share: int, fits: Callable[[int], bool]) -> int:
@@ -67,7 +67,8 @@ def largest_fitting_divisor(share: int, fits: Callable[[int], bool]) -> int:
     return next((size for size in divisors if fits(size)), 0)
 
 
-def _with_accumulation(size: int, share: int, step: StepSpec) -> tuple[int, int]:
+def _add_accumulation(size: int, share: int, step: StepSpec) -> tuple[int, int]:
+    """(micro-batch size, number of accumulation steps). Raises UserError if the size is 0, because nothing fits."""
     if size == 0:
         raise UserError(
             f"train.micro_batch_size={AUTO}: the free memory is too small for one sequence of "
@@ -78,7 +79,10 @@ def _with_accumulation(size: int, share: int, step: StepSpec) -> tuple[int, int]
 
 
 def _estimate_by_simulation(step: StepSpec, share: int, dist: Dist, allocated: int) -> int:
-    """allocated: bytes of the model's weights, which the process has already allocated."""
+    """The largest micro batch whose simulated memory fits into the free memory; 0 if none fits.
+
+    share: sequences per step on one device. allocated: bytes of the weights that the process has already allocated.
+    """
     free = system.free_memory(step.device)
     if free is None:
         raise UserError(
@@ -86,10 +90,10 @@ def _estimate_by_simulation(step: StepSpec, share: int, dist: Dist, allocated: i
             "set a number, or null to process a device's sequences all at once"
         )
     processes = dist.local_world_size if step.device.type == "cpu" else 1  # each GPU has one process
-    available = MEMORY_SAFETY * free / processes
+    available = USABLE_FRACTION * free / processes
 
     def fits(size: int) -> bool:
-        accumulation = max(share // size, dist.world_size)  # DDP keeps gradients, as accumulation does
+        accumulation = max(share // size, dist.world_size)  # DDP keeps gradients as accumulation does
         return simulate_memory(step, size, accumulation).reserved - allocated <= available
 
     return largest_fitting_divisor(share, fits)
@@ -119,10 +123,10 @@ def probe_on_device(model: GPT, step: StepSpec, share: int, world_size: int) -> 
 
 
 def _run_steps(model: GPT, step: StepSpec, micro_batch_size: int, accumulation: int) -> None:
-    """Run optimizer steps with GPU_RESERVE of the device's memory occupied."""
+    """Run optimizer steps while GPU_RESERVE_FRACTION of the GPU's memory is occupied."""
     device = step.device
     total = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else 0
-    reserve = torch.empty(int(GPU_RESERVE * total), dtype=torch.uint8, device=device)
+    reserve = torch.empty(int(GPU_RESERVE_FRACTION * total), dtype=torch.uint8, device=device)
     optimizers = build_optimizers(model, step.optimizer)
     set_lr(optimizers, 0.0)  # the weights do not change
     # Without a scaler no overflow of float16 skips a step, so the optimizer always allocates its state.

@@ -101,7 +101,7 @@ class Plan:
 
 
 def show_plan(config: Any) -> int:
-    """Print the plan for a config of train.py -> exit code. With several processes only rank 0 does it."""
+    """Print the plan for a config of train.py -> exit code. With several processes, only rank 0 prints."""
     dist = Dist.from_environment()
     if dist.is_main:
         console = make_console(width=WIDTH)
@@ -116,7 +116,7 @@ def make_plan(config: Any, dist: Dist, report: Callable[[str], None] = lambda ac
 
     Raises UserError for an unsupported device or attention backend, and if the vocabulary needs a download.
     """
-    # device and kernel, which may be refused
+    # device and kernel: a config that cannot run is refused first
     device = resolve_device(config.device, dist.local_rank)
     dtype = resolve_dtype(config.dtype, device)
     configure_backends(device, config.deterministic, config.tf32)
@@ -128,11 +128,11 @@ def make_plan(config: Any, dist: Dist, report: Callable[[str], None] = lambda ac
         grad=True,
         document_mask=config.data.document_mask,
     )
-    min_micro_batch_size, _ = config.train.plan(dist.world_size)
+    min_micro_batch_size, _ = config.train.split_batch(dist.world_size)
     resolve_kernel(config.attention, B=min_micro_batch_size)
     dist.share_cores()
 
-    # memory without a model, measured while the process is as small as that of a run; then the vocabulary
+    # memory of a process without a model, measured before this process allocates more than a run; then the vocabulary
     report("loading libraries")
     attend, T = get_attention_fn(config.attention), config.model.block_size
     if config.wandb.mode != "disabled":
@@ -257,9 +257,9 @@ def _run_pass(model: GPT, tokens: Tensor, dtype: torch.dtype) -> None:
 
 
 def _measure_flops_per_second(step: StepSpec, max_batch_size: int, flops: int, peak: float) -> float:
-    """Median FLOP/s of forward and backward passes. The first, which loads kernels, counts only if no other fits.
+    """Median FLOP/s of forward and backward passes. The first pass, which loads kernels, counts only if no other fits.
 
-    flops: per token. peak: FLOP/s of matrix products. The batch is so small that a pass takes about a second.
+    flops: per token. peak: FLOP/s of matrix products. The batch size is chosen so that a pass takes about a second.
     """
     T = step.model.block_size
     batch_size = max(1, min(max_batch_size, int(0.5 * peak / (flops * T))))
@@ -275,14 +275,14 @@ def _measure_flops_per_second(step: StepSpec, max_batch_size: int, flops: int, p
 
 
 def _count_evaluated_windows(config: EvalConfig, batch_size: int, T: int, prepared: PreparedData | None) -> int | None:
-    """Validation windows per evaluation. None: all windows of data that is not prepared yet."""
+    """Validation windows per evaluation. None: all windows, and their number is unknown before the data is prepared."""
     requested = inf if config.batches is None else config.batches * batch_size
     existing = inf if prepared is None else ceil((prepared.meta["tokens"]["val"] - 1) / T)
     return None if requested == existing == inf else int(min(requested, existing))
 
 
 def _count_steps(config: TrainConfig, step_seconds: float, evaluation_seconds: float, steps_per_evaluation: int) -> int:
-    """Optimizer steps of the run: train.steps, or as many as fit into train.minutes if they are fewer."""
+    """Optimizer steps of the run: train.steps, or as many as fit into train.minutes, if that is fewer."""
     if config.minutes is None:
         return config.steps
     available = 60 * config.minutes - evaluation_seconds  # the first evaluation is before the first step
@@ -302,10 +302,13 @@ def print_plan(plan: Plan, console: Console) -> None:
     flops = {"weights, 6 each (T C² per sequence)": plan.linear_flops, "attention (T² C)": plan.attention_flops}
     console.print(_shares_table(flops, format_si))
     T = crossover(model, vocab_size)
-    console.print(f"attention needs as many FLOPs as the weights {'never' if T is None else f'at a context of {T:,}'}")
+    if T is None:
+        console.print("attention never needs as many FLOPs as the weights")
+    else:
+        console.print(f"attention needs as many FLOPs as the weights at a context of {T:,}")
 
     micro_batch = pluralize(plan.micro_batch_size, "sequence")
-    auto = ", the most that fit" if plan.train.micro_batch_size == AUTO else ""
+    auto = " (the largest that fits)" if plan.train.micro_batch_size == AUTO else ""
     dtype = str(plan.step.dtype).removeprefix("torch.")
     console.print(f"\nmemory per process, micro batches of {micro_batch}{auto}, {dtype}", style="bold")
     console.print(_memory_table(plan))

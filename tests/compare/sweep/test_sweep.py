@@ -89,7 +89,7 @@ def test_a_killed_interrupted_and_extended_sweep_runs_what_is_missing(train, wor
     process = sweep(*LONG, "seed=1,2,3")
     out, err = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 0, err
-    assert f"continued from step {stopped}" in Path("runs/sweeps/s/seed=3/train.log").read_text()
+    assert f"resumed from step {stopped}" in Path("runs/sweeps/s/seed=3/train.log").read_text()
     assert untouched == {path: path.stat().st_mtime for path in Path("runs/sweeps/s/seed=2").rglob("*")}
     assert {path.name for path in workdir.iterdir()} == {"text.txt", "data", "runs", "site"}
     (row,) = comparison()

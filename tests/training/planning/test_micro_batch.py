@@ -1,4 +1,4 @@
-"""train.micro_batch_size=auto: the largest micro batch that fits, and the same run as with that number set."""
+"""train.micro_batch_size=auto: finds the largest micro batch that fits. The run equals one with that number set."""
 
 from pathlib import Path
 
@@ -13,7 +13,12 @@ from model.attention import get_attention_fn
 from model.gpt import GPT
 from training.distributed import Dist
 from training.planning.memory import StepSpec, simulate_memory
-from training.planning.micro_batch import GPU_RESERVE, MEMORY_SAFETY, probe_on_device, resolve_micro_batch_size
+from training.planning.micro_batch import (
+    GPU_RESERVE_FRACTION,
+    USABLE_FRACTION,
+    probe_on_device,
+    resolve_micro_batch_size,
+)
 
 CPU = torch.device("cpu")
 AUTO = "train.micro_batch_size=auto"
@@ -33,7 +38,7 @@ def make_model(config) -> GPT:
 
 
 def bytes_beyond_weights(config, micro_batch_size: int, accumulation: int) -> int:
-    """Estimated memory of training, without the weights that exist before."""
+    """Estimated memory of training, without the weights, which are allocated before."""
     memory = simulate_memory(make_step(config), micro_batch_size, accumulation)
     return memory.reserved - sum(p.nbytes for p in make_model(config).parameters())
 
@@ -64,7 +69,7 @@ def assert_unchanged():
 @pytest.mark.parametrize(("size", "accumulation"), [(2, 2), (1, 4)])
 def test_auto_is_the_largest_size_that_fits(workdir, set_free_memory, assert_unchanged, size, accumulation):
     config = make_config()
-    required = bytes_beyond_weights(config, size, accumulation) / MEMORY_SAFETY
+    required = bytes_beyond_weights(config, size, accumulation) / USABLE_FRACTION
     model = make_model(config)
     check = assert_unchanged(model)
     set_free_memory(required + 1)
@@ -84,14 +89,14 @@ def test_processes_share_memory_and_use_the_smallest_size(workdir, set_free_memo
     sizes = []
     monkeypatch.setattr(Dist, "all_reduce_min", lambda self, value: sizes.append(value) or 1)
     for difference in (2, -16):
-        set_free_memory(2 * bytes_beyond_weights(config, 2, 2) / MEMORY_SAFETY + difference)
+        set_free_memory(2 * bytes_beyond_weights(config, 2, 2) / USABLE_FRACTION + difference)
         assert resolve_micro_batch_size(config, model, torch.float32, Dist(0, 2, 0, 2)) == (1, 2)
     assert sizes == [2, 1]
 
 
 def test_run_with_auto_equals_run_with_the_number_set(train, set_free_memory, capsys):
     settings = [*SMALL, "model.dropout=0.1"]
-    set_free_memory(bytes_beyond_weights(make_config(*settings), 2, 2) / MEMORY_SAFETY + 1)
+    set_free_memory(bytes_beyond_weights(make_config(*settings), 2, 2) / USABLE_FRACTION + 1)
     assert train("name=a", AUTO, *settings) == 0
     assert (summary("a")["micro_batch_size"], summary("a")["accumulation"]) == (2, 2)
     assert train("name=b", "train.micro_batch_size=2", *settings) == 0
@@ -128,7 +133,7 @@ def test_probe_stops_at_the_memory_limit_and_changes_nothing(workdir, assert_unc
 
 @pytest.mark.gpu
 def test_auto_on_cuda_fits_and_trains(train):
-    """With a limit of 1 GiB. The scores of 64 sequences need more than half of it in each layer."""
+    """The limit is 1 GiB. The scores of 64 sequences need more than half of that in each layer."""
     settings = [
         "device=cuda",
         "dtype=float32",
@@ -141,7 +146,7 @@ def test_auto_on_cuda_fits_and_trains(train):
         "train.steps=3",
     ]
     total = torch.cuda.mem_get_info()[1]
-    torch.cuda.set_per_process_memory_fraction(GPU_RESERVE + 2**30 / total)
+    torch.cuda.set_per_process_memory_fraction(GPU_RESERVE_FRACTION + 2**30 / total)
     try:
         assert train("name=a", AUTO, *settings) == 0
     finally:

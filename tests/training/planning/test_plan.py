@@ -1,4 +1,4 @@
-"""plan=true: memory compared with measured runs, schedule and time, and no traces left."""
+"""plan=true: memory compared with measured runs, steps and time, output, and no files left."""
 
 import json
 import os
@@ -17,7 +17,7 @@ from common.errors import UserError
 from configs.cli import parse_config, run_main
 from model.attention import BACKENDS
 from training.distributed import Dist
-from training.planning.memory import MAX_SMALL_BLOCK, MemoryEstimate
+from training.planning.memory import MAX_SMALL_BLOCK_BYTES, MemoryEstimate
 from training.planning.plan import make_plan
 
 GIVEN_SPEED = ["plan=true", "flops_per_second=1e9"]
@@ -104,7 +104,7 @@ def test_glibc_reserves_small_activations_in_addition_to_the_peak(plan, monkeypa
     assert memory.reserved == memory.peak + memory.activations  # each tensor is small
     large = plan("model.block_size=2048").memory["naive"]
     weights = 4 * 2 * 2048**2 * 4  # of attention, in float32, for 4 sequences and 2 heads
-    assert weights > MAX_SMALL_BLOCK
+    assert weights > MAX_SMALL_BLOCK_BYTES
     assert large.reserved == large.peak + large.activations - weights
     monkeypatch.setattr(platform, "libc_ver", lambda: ("", ""))
     memory = plan().memory["naive"]
@@ -146,10 +146,10 @@ def test_backend_that_cannot_run_is_listed_with_its_reason(plan, workdir, capsys
         plan("attention=flash", "model.dropout=0.1")
 
 
-# Schedule and time
+# Steps and time
 
 
-def test_schedule_follows_from_the_config(plan):
+def test_steps_evaluations_and_flops_follow_from_the_config(plan):
     planned = plan("train.batch_size=8", "train.micro_batch_size=2", "train.steps=7", dist=Dist(0, 2, 0, 2))
     assert (planned.world_size, planned.accumulation, planned.micro_batch_size) == (2, 2, 2)
     assert planned.tokens_per_step == 128
