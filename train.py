@@ -166,10 +166,10 @@ def main(config: Train) -> int:
 
                 # forward and backward, accumulating gradients over micro batches
                 loss = torch.zeros((), device=device)
-                for micro in range(accumulation):
+                for micro_step in range(accumulation):
                     x, y, doc_ids = next(batches)
-                    dist.seed(device, config.seed, state.step, micro)
-                    with dist.sync_gradients(wrapped_model, is_last=micro == accumulation - 1):
+                    dist.seed(device, config.seed, state.step, micro_step)
+                    with dist.sync_gradients(wrapped_model, is_last=micro_step == accumulation - 1):
                         with runtime.autocast():
                             micro_loss = wrapped_model(x, y, doc_ids=doc_ids) / accumulation
                         scaler.scale(micro_loss).backward()

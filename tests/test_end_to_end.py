@@ -104,7 +104,7 @@ def test_last_progress_line_shows_the_last_step(train, capsys):
     assert line == f"{metrics('a')[-1]['train/loss']:.3f}"
 
 
-def test_training_learns(train):
+def test_training_reduces_the_loss(train):
     assert train("name=a", "train.steps=150", "train.batch_size=16", "eval.every=150", "optimizer.lr=0.02") == 0
     rows = metrics("a")
     assert rows[0]["val/loss"] == pytest.approx(math.log(summary("a")["vocab_size"]), abs=0.1)
@@ -130,7 +130,7 @@ def test_validation_loss_counts_each_target_once(train, workdir):
     assert metrics("a")[-1]["val/bpb"] == pytest.approx(sum(nats) / math.log(2) / len(text.encode()), abs=1e-5)
 
 
-def test_seed_decides_the_run(train):
+def test_seed_determines_the_run(train):
     for name, seed in (("a", 1), ("b", 1), ("c", 2)):
         assert train(f"name={name}", f"seed={seed}") == 0
     assert_same_run("a", "b")

@@ -87,7 +87,7 @@ class ScheduleConfig:
         ])  # fmt: skip
 
 
-def _check_adamw(config: "AdamWConfig | MuonConfig") -> None:
+def _check_betas_and_weight_decay(config: "AdamWConfig | MuonConfig") -> None:
     valid_betas = len(config.betas) == 2 and all(0 <= beta < 1 for beta in config.betas)
     check_settings("optimizer", config, [
         ("betas", valid_betas, "must be two numbers from 0 to below 1; set, say, [0.9,0.95]"),
@@ -107,7 +107,7 @@ class AdamWConfig:
 
     def __post_init__(self):
         _check_positive("optimizer", self, "lr", "eps")
-        _check_adamw(self)
+        _check_betas_and_weight_decay(self)
 
 
 @dataclass
@@ -132,7 +132,7 @@ class MuonConfig:
         _check_positive("optimizer", self, "lr", "ns_steps", "embedding_lr", "head_lr", "norm_lr", "eps")
         valid_momentum = 0 <= self.momentum < 1
         check_settings("optimizer", self, [("momentum", valid_momentum, "must be from 0 to below 1; set, say, 0.95")])
-        _check_adamw(self)
+        _check_betas_and_weight_decay(self)
 
 
 @dataclass

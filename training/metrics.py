@@ -86,8 +86,12 @@ class MetricsLogger:
 
     def summary(self) -> dict:
         """The newest losses and peak memory, under their names in summary.json."""
-        names = {"last_val_loss": "val/loss", "last_val_bpb": "val/bpb", "last_train_loss": "train/loss"}
-        names["peak_memory_bytes"] = "peak_memory_bytes"
+        names = {
+            "last_val_loss": "val/loss",
+            "last_val_bpb": "val/bpb",
+            "last_train_loss": "train/loss",
+            "peak_memory_bytes": "peak_memory_bytes",
+        }
         return {name: self.last.get(metric) for name, metric in names.items()}
 
     def close(self) -> None:

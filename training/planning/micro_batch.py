@@ -20,7 +20,7 @@ from training.distributed import Dist
 from training.optimizer import build_optimizers, optimizer_step, set_lr
 from training.planning.memory import STEPS, StepSpec, simulate_memory
 
-USABLE_FRACTION = 0.8  # of the free memory, since estimates are within 20 % of measured runs
+USABLE_MEMORY_FRACTION = 0.8  # of the free memory, since estimates are within 20 % of measured runs
 GPU_RESERVE_FRACTION = 0.05  # of a GPU's memory, left free for NCCL, fragmentation and other processes
 
 
@@ -90,7 +90,7 @@ def _estimate_by_simulation(step: StepSpec, share: int, dist: Dist, allocated: i
             "set a number, or null to process a device's sequences all at once"
         )
     processes = dist.local_world_size if step.device.type == "cpu" else 1  # each GPU has one process
-    available = USABLE_FRACTION * free / processes
+    available = USABLE_MEMORY_FRACTION * free / processes
 
     def fits(size: int) -> bool:
         accumulation = max(share // size, dist.world_size)  # DDP keeps gradients as accumulation does

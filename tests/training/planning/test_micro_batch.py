@@ -15,7 +15,7 @@ from training.distributed import Dist
 from training.planning.memory import StepSpec, simulate_memory
 from training.planning.micro_batch import (
     GPU_RESERVE_FRACTION,
-    USABLE_FRACTION,
+    USABLE_MEMORY_FRACTION,
     probe_on_device,
     resolve_micro_batch_size,
 )
@@ -69,7 +69,7 @@ def assert_unchanged():
 @pytest.mark.parametrize(("size", "accumulation"), [(2, 2), (1, 4)])
 def test_auto_is_the_largest_size_that_fits(workdir, set_free_memory, assert_unchanged, size, accumulation):
     config = make_config()
-    required = bytes_beyond_weights(config, size, accumulation) / USABLE_FRACTION
+    required = bytes_beyond_weights(config, size, accumulation) / USABLE_MEMORY_FRACTION
     model = make_model(config)
     check = assert_unchanged(model)
     set_free_memory(required + 1)
@@ -89,14 +89,14 @@ def test_processes_share_memory_and_use_the_smallest_size(workdir, set_free_memo
     sizes = []
     monkeypatch.setattr(Dist, "all_reduce_min", lambda self, value: sizes.append(value) or 1)
     for difference in (2, -16):
-        set_free_memory(2 * bytes_beyond_weights(config, 2, 2) / USABLE_FRACTION + difference)
+        set_free_memory(2 * bytes_beyond_weights(config, 2, 2) / USABLE_MEMORY_FRACTION + difference)
         assert resolve_micro_batch_size(config, model, torch.float32, Dist(0, 2, 0, 2)) == (1, 2)
     assert sizes == [2, 1]
 
 
 def test_run_with_auto_equals_run_with_the_number_set(train, set_free_memory, capsys):
     settings = [*SMALL, "model.dropout=0.1"]
-    set_free_memory(bytes_beyond_weights(make_config(*settings), 2, 2) / USABLE_FRACTION + 1)
+    set_free_memory(bytes_beyond_weights(make_config(*settings), 2, 2) / USABLE_MEMORY_FRACTION + 1)
     assert train("name=a", AUTO, *settings) == 0
     assert (summary("a")["micro_batch_size"], summary("a")["accumulation"]) == (2, 2)
     assert train("name=b", "train.micro_batch_size=2", *settings) == 0
