@@ -308,7 +308,7 @@ def print_plan(plan: Plan, console: Console) -> None:
         console.print(f"attention needs as many FLOPs as the weights at a context of {T:,}")
 
     micro_batch = pluralize(plan.micro_batch_size, "sequence")
-    auto = " (the largest that fits)" if plan.train.micro_batch_size == AUTO else ""
+    auto = " (auto)" if plan.train.micro_batch_size == AUTO else ""
     dtype = str(plan.step.dtype).removeprefix("torch.")
     console.print(f"\nmemory per process, micro batches of {micro_batch}{auto}, {dtype}", style="bold")
     console.print(_memory_table(plan))
