@@ -1,4 +1,4 @@
-"""Times attention backends side by side: the kernels alone, and complete training steps with them.
+"""Times attention backends side by side: attention alone, and complete training steps.
 
     python bench.py                                       the default model's attention, in one to two minutes
     python bench.py model=gpt2 phases=[forward,forward+backward] block_sizes=[256,1024,4096]
@@ -6,20 +6,20 @@
     python bench.py device=cuda dtypes=[bfloat16] n_head=16 head_size=128 block_sizes=[1024,4096,16384]
 
 most used keys:
-  backends=[A,B]        the backends, compared with the first; also sdpa:KERNEL and flash:IMPL
+  backends=[A,B]        the first is the baseline; sdpa:KERNEL and flash:IMPL select a kernel
   phases=[P,Q]          some of forward, forward+backward, decode (one query on T keys) and step (a training step)
   block_sizes=[N,M]     context lengths in tokens
-  batch_size=N          sequences
-  n_head=N              with n_kv_head, head_size and value_size: shapes of attention alone, if not the model's
-  model.n_layer=N       and other model keys: the model of phase step
+  batch_size=N          sequences per call
+  n_head=N              shape of attention alone, with n_kv_head, head_size and value_size; default: the model's
+  model.n_layer=N       the model of phase step, with the other model keys
   dtypes=[float32]      or bfloat16, float16
-  rounds=N              how often the backends take turns; seconds=X is the duration of a turn
-  time_limit=SECONDS    after which a row stops
+  rounds=N              each backend has one turn per round; seconds=X is the duration of a turn
+  time_limit=SECONDS    for all turns of a row
 
 The results are in runs/bench/NAME: attention.csv, attention.png, summary.json and a wandb run.
 """
 
-if __name__ == "__main__":  # before the slow imports below, so that a wrong key is reported immediately
+if __name__ == "__main__":  # parsed before the slow imports below, so that a wrong key is reported immediately
     from configs.cli import parse_config
 
     config = parse_config("bench", __doc__)
@@ -33,13 +33,13 @@ from pathlib import Path
 import torch
 
 from common import system
-from common.console import ProgressBar
+from common.console import ProgressBar, format_number, pluralize
 from common.errors import UserError
 from common.interrupt import sigterm_as_keyboard_interrupt
 from common.run_dir import BENCHES, make_new_folder, write_config, write_summary
 from compare.bench.cases import BenchSettings, Case
 from compare.bench.plot import plot_results
-from compare.bench.results import Timing, append_row, format_number, recommend
+from compare.bench.results import Timing, append_row, recommend
 from compare.bench.runner import estimate_seconds, start_runner
 from compare.bench.table import describe_shapes, print_results
 from configs.cli import exit_fast
@@ -91,7 +91,7 @@ def main(config: Bench) -> int:
         if not rows:
             shutil.rmtree(folder)
             raise KeyboardInterrupt("stopped before the first row") from None
-        print("stopped; drawing the rows so far", flush=True)
+        print("stopped; plotting the finished rows", flush=True)
     finally:
         if folder.exists():
             write_summary(folder, summary | {"status": status, "rows": len(rows), "answer": recommend(rows)})
@@ -108,7 +108,7 @@ def main(config: Bench) -> int:
 
 
 def build_groups(config: Bench, device: torch.device) -> list[list[Case]]:
-    """All cases: a group per dtype, phase and T, from short contexts to long ones. Raises UserError."""
+    """List all cases: one group per dtype, phase and T, from short contexts to long ones. Raises UserError."""
     variants = all_variants()
     backends = config.backends
     if backends is None:
@@ -121,7 +121,7 @@ def build_groups(config: Bench, device: torch.device) -> list[list[Case]]:
     for key, names, choices in (("backends", backends, variants), ("dtypes", config.dtypes, dtypes)):
         for name in names:
             if name not in choices:
-                raise UserError(f"{key}: {name} is unknown; set some of {', '.join(choices)}")
+                raise UserError(f"{key}: {name} is unknown; set one or more of {', '.join(choices)}")
     groups = []
     for dtype, phase, T in itertools.product(
         dict.fromkeys(dtypes[name] for name in config.dtypes), config.phases, sorted(config.block_sizes)
@@ -146,7 +146,7 @@ def build_groups(config: Bench, device: torch.device) -> list[list[Case]]:
 
 
 def make_bench_folder(name: str | None, label: str) -> Path:
-    """Make the folder of this bench. Raises UserError if the name is taken."""
+    """Create the folder of a bench in runs/bench/. Raises UserError if the name is taken."""
     if name is None:
         return BENCHES / make_new_folder(BENCHES, label)
     folder = BENCHES / name
@@ -177,12 +177,13 @@ def measure_groups(groups: list[list[Case]], settings: BenchSettings, save_row: 
 
 
 def describe_bench(config: Bench, row: Timing, environment: dict) -> str:
-    """The title of the picture: shapes, model and machine."""
+    """Compose the title of the plot: shapes, model and machine."""
     parts = []
     if set(config.phases) != {"step"}:
         parts.append(f"attention: {describe_shapes(row)}")
     if "step" in config.phases:
-        parts.append(f"steps: {config.batch_size} x {config.model.name}, {config.optimizer.name}")
+        sequences = pluralize(config.batch_size, "sequence")
+        parts.append(f"training step: model={config.model.name}, optimizer={config.optimizer.name}, {sequences}")
     machine = (
         f"{environment['device_name']}, {environment['threads']} threads, torch {environment['versions']['torch']}"
     )

@@ -2,21 +2,21 @@
 
     python compare.py runs/a runs/b                       any runs; runs that differ only in the seed become one row
     python compare.py runs/sweeps/cmp                     all runs of a sweep
-    python compare.py runs/sweeps/cmp runs/c --out figs   both, with the files in another folder
+    python compare.py runs/sweeps/cmp runs/c --out figs   both; the files go to another folder
 
-Prints a table, and writes comparison.csv (all statistics), comparison.md and comparison.png: into the folder of the
-sweep if there is only one, otherwise into runs/comparison. Differences are relative to the first setting.
+Prints a table, and writes comparison.csv (all statistics), comparison.md and comparison.png. The files of a single
+sweep are written into its folder, all others into runs/comparison. Differences are relative to the first setting.
 """
 
 import argparse
 from pathlib import Path
 
-from compare.runs.comparison import compare, default_out, print_comparison
+from compare.runs.comparison import choose_out_folder, compare, print_comparison
 from configs.cli import exit_fast, run_main
 
 
 def main(flags: argparse.Namespace) -> int:
-    out = flags.out or default_out(flags.folders)
+    out = flags.out or choose_out_folder(flags.folders)
     print_comparison(compare(flags.folders, out), out)
     return 0
 
@@ -26,5 +26,5 @@ if __name__ == "__main__":
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="folder of a run or of a sweep")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="folder for the files")
+    parser.add_argument("--out", type=Path, metavar="DIR", help="folder to write the files into")
     exit_fast(run_main(main, parser.parse_args()))

@@ -1,10 +1,10 @@
-"""Compare the times of bench.py with torch.utils.benchmark, on attention that is written in this file.
+"""Checks the times of bench.py with torch.utils.benchmark and separate implementations of attention.
 
     python benchmarks/attention_check.py 1024 4096        contexts; 8 heads of 64, float32, CPU
 
 Both sides time the same call, in separate processes and in turns, so that a change of the machine's speed affects both.
-The ratio is that of the medians over ROUNDS. For phase decode, the last column has the bytes of keys and values that a
-call reads, and the bytes per second. The first line shows the memory bandwidth for comparison.
+The table shows medians over ROUNDS, and their ratio. In phase decode, its last column shows the bytes of keys and
+values that a call reads, and the bytes per second. The first line shows the memory bandwidth for comparison.
 """
 
 import itertools
@@ -24,7 +24,8 @@ from compare.bench.cases import BenchSettings, Case, measure
 from compare.bench.worker import Worker
 from model.attention import AttentionRequest, all_variants
 
-ROUNDS, SECONDS = 5, 0.5
+ROUNDS = 5
+SECONDS_PER_ROUND = 0.5
 CACHE_BYTES = 64 * 2**20  # larger than the caches of common CPUs
 PHASES = ("forward", "forward+backward", "decode")
 H, D = 8, 64
@@ -51,7 +52,7 @@ VARIANTS = {
 
 
 def time_with_torch(variant: str, phase: str, T: int) -> float:
-    """Seconds of a call, measured by torch.utils.benchmark."""
+    """Measure the seconds of a call with torch.utils.benchmark."""
     Tq, has_backward = 1 if phase == "decode" else T, phase == "forward+backward"
 
     def draw(length):
@@ -71,11 +72,11 @@ def time_with_torch(variant: str, phase: str, T: int) -> float:
         tensor.requires_grad_(has_backward)
     next_inputs = itertools.cycle(inputs)
     timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
-    return timer.blocked_autorange(min_run_time=SECONDS).median
+    return timer.blocked_autorange(min_run_time=SECONDS_PER_ROUND).median
 
 
 def time_with_bench(variant: str, phase: str, T: int) -> float:
-    """Seconds of a call, measured by bench.py."""
+    """Measure the seconds of a call with the code of bench.py."""
     request = AttentionRequest(
         B=1,
         Tq=1 if phase == "decode" else T,
@@ -97,7 +98,7 @@ def time_with_bench(variant: str, phase: str, T: int) -> float:
         seed=1,
         rounds=1,
         repeats=2,
-        seconds=SECONDS,
+        seconds=SECONDS_PER_ROUND,
         time_limit=math.inf,
     )
     case = Case(variant, all_variants()[variant], phase, request)
@@ -105,7 +106,7 @@ def time_with_bench(variant: str, phase: str, T: int) -> float:
 
 
 def measure_bandwidth() -> float:
-    """Bytes per second that a sum over a large tensor reads."""
+    """Measure the bytes per second that a sum over a large tensor reads."""
     x = torch.ones(CACHE_BYTES)
     timer = Timer("x.sum()", globals={"x": x}, num_threads=torch.get_num_threads())
     return x.nbytes / timer.blocked_autorange(min_run_time=1.0).median

@@ -129,9 +129,9 @@ def format_memory(size: int) -> str:
     return f"{size / 2**20:.0f} MiB" if size < 2**30 else f"{size / 2**30:.2f} GiB"
 
 
-def format_ms(milliseconds: float) -> str:
-    """Three significant digits: "0.0123", "1.23", "46.0", "123", "1,234"."""
-    return f"{milliseconds:,.0f}" if milliseconds >= 99.95 else f"{milliseconds:#.3g}"
+def format_number(number: float) -> str:
+    """Three significant digits, at least: "0.0123", "1.23", "46.0", "123", "1,234"."""
+    return f"{number:,.0f}" if number >= 99.95 else f"{number:#.3g}"
 
 
 def format_si(number: float) -> str:

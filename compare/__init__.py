@@ -1,1 +1,1 @@
-"""Many trainings side by side (sweep/), finished runs compared (runs/), attention kernels timed (bench/)."""
+"""Sweeps over settings (sweep/), comparison of finished runs (runs/), and timing of attention backends (bench/)."""

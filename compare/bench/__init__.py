@@ -1,1 +1,1 @@
-"""Times attention kernels and complete training steps side by side."""
+"""Times attention backends side by side: attention alone and complete training steps."""

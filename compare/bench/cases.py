@@ -1,4 +1,4 @@
-"""What a bench measures: one call of attention, or one training step, timed in this process.
+"""Measures calls of attention alone, or training steps, in the current process.
 
 B batch, T keys, H query heads, G key/value heads, D head dimension of queries and keys, Dv of values. There are T
 queries, except in phase decode, which has one query on a KV cache of T keys.
@@ -33,13 +33,16 @@ from training.config import AdamWConfig, MuonConfig
 from training.device import autocast, build_grad_scaler, configure_backends, resolve_dtype
 from training.optimizer import build_optimizers, optimizer_step
 
-MAX_CALLS = 10_000  # timed in one round
+MAX_CALLS = 10_000  # timed calls per round
 OUTPUT_NAMES = ("y", "dq", "dk", "dv")  # the output of attention and the gradients of its inputs
 
 
 @dataclass(frozen=True)
 class Case:
-    """One row of the table. name: the backend as requested, such as "sdpa:math". request: shapes, dtype and device."""
+    """One backend, phase and shape to measure: a row of the table.
+
+    name: the backend as requested, such as "sdpa:math". attention: its config. request: shapes, dtype and device.
+    """
 
     name: str
     attention: AttentionConfig
@@ -63,7 +66,7 @@ class Case:
 class BenchSettings:
     """Settings that all rows share. model, optimizer, vocab_size and compile are used in phase step only.
 
-    Each round times at least `repeats` calls, and calls for `seconds`. time_limit: seconds for all rounds of a row.
+    Each round takes about `seconds` and times at least `repeats` calls. time_limit: seconds for all rounds of a row.
     """
 
     model: GPTConfig
@@ -82,9 +85,9 @@ class BenchSettings:
 class BenchResult:
     """The measurements of one round.
 
-    seconds: of each timed call. wall_seconds: of the complete round. peak_memory_bytes: memory that a call needs
-    besides its inputs; in phase step the model and the optimizer count. compile_s: None if nothing was compiled.
-    errors: largest absolute difference from float64 of y, dq, dk and dv, as far as known.
+    seconds: duration of each timed call. wall_seconds: duration of the complete round. peak_memory_bytes: memory of a
+    call besides its inputs; phase step includes the model and the optimizer. compile_s: None if nothing was compiled.
+    errors: largest absolute differences of y, dq, dk and dv from the reference; empty without a reference.
     """
 
     resolved: Resolved
@@ -97,7 +100,7 @@ class BenchResult:
 
 @dataclass(frozen=True)
 class Workload:
-    """A function to time. memory_before: bytes in use before its model was built; None: before the call.
+    """A function to time. memory_before: bytes in use before its model was built; None: it has no model.
 
     compute_outputs: returns y and its gradients for the inputs of the reference; None: there is no reference.
     """
@@ -110,9 +113,9 @@ class Workload:
 
 
 def measure(case: Case, settings: BenchSettings, reference: Path) -> BenchResult:
-    """Measure one round of `case` in this process. reference: file of write_reference; if missing, errors are unknown.
+    """Measure one round of `case` in this process. Raises UserError if the case cannot run here.
 
-    Raises UserError if the case cannot run here.
+    reference: the file that write_reference has written. If the file does not exist, the errors stay unknown.
     """
     started = time.perf_counter()
     device = case.request.device
@@ -121,7 +124,7 @@ def measure(case: Case, settings: BenchSettings, reference: Path) -> BenchResult
         torch.compiler.reset()  # compile for the shapes of this case, as a new process does
     workload = (_training_workload if case.phase == "step" else _attention_workload)(case, settings)
     compiled_before = speed.compile_seconds() if workload.is_compiled else 0.0
-    workload.call()  # compiles, and loads libraries that kernels load at first use
+    workload.call()  # the first call compiles, and loads the libraries of the kernels
     compile_s = speed.compile_seconds() - compiled_before if workload.is_compiled else None
     peak_memory = _measure_peak_memory(workload, device)
     seconds = speed.time_calls(workload.call, device, settings.repeats, settings.seconds, MAX_CALLS)
@@ -145,7 +148,7 @@ def _measure_peak_memory(workload: Workload, device: torch.device) -> int | None
 
 
 def _attention_workload(case: Case, settings: BenchSettings) -> Workload:
-    """Attention alone. Each call gets other inputs than the calls before, so that no CPU or GPU cache contains them."""
+    """Attention alone. Consecutive calls use different inputs, so that no CPU or GPU cache contains them."""
     resolved, attend = resolve(case.attention, case.request), get_attention_fn(case.attention)
 
     def attention(q, k, v, dy) -> tuple[Tensor, ...]:
@@ -208,7 +211,7 @@ def _training_step(case: Case, settings: BenchSettings) -> Callable[[], None]:
 
 
 def count_flops(case: Case, settings: BenchSettings) -> int:
-    """FLOPs of one call, as in model/flops.py. A training step counts as in train.py's mfu."""
+    """FLOPs of one call, as in model/flops.py. Those of a training step are counted as for train.py's mfu."""
     if case.phase == "step":
         T = case.request.Tk
         return case.tokens * flops_per_token(replace(settings.model, block_size=T), settings.vocab_size, T)
@@ -227,9 +230,9 @@ def make_inputs(case: Case, seed: int) -> tuple[Tensor, ...]:
 
 
 def write_reference(case: Case, seed: int, path: Path) -> None:
-    """Write y, and dq, dk, dv in phases with a backward pass, computed by `naive` in float64 on the inputs of `case`.
+    """Write the reference of `case`: y, and dq, dk and dv if the phase has a backward pass.
 
-    Heads are independent. They are computed one key/value head after the other, which bounds the memory.
+    `naive` computes them in float64 on the same inputs, one key/value head at a time to limit the memory.
     """
     r = case.request
     device = torch.device("cpu") if r.device.type == "mps" else r.device  # MPS has no float64
@@ -250,10 +253,9 @@ def write_reference(case: Case, seed: int, path: Path) -> None:
 
 
 def measure_peak_flops(device: torch.device, dtype: torch.dtype, tf32: bool) -> float:
-    """FLOP/s that large matrix products reach.
+    """Measure the FLOP/s of large matrix products in `dtype`. On a CPU, return those in float32 if they are higher.
 
-    On a CPU it is the larger of `dtype` and float32: attention computes in float32 if the CPU lacks instructions for
-    `dtype`.
+    Attention computes in float32 if the CPU lacks instructions for `dtype`.
     """
     configure_backends(device, deterministic=False, tf32=tf32)
     dtypes = {dtype, torch.float32} if device.type == "cpu" else {dtype}

@@ -10,13 +10,13 @@ PHASES = ("forward", "forward+backward", "decode", "step")
 
 @dataclass
 class BenchConfig:
-    """What a bench measures: every combination of phases, dtypes, block_sizes and backends.
+    """A bench measures every combination of phases, dtypes, block_sizes and backends.
 
     backends: such as "naive", or "sdpa:math" for one kernel; the first is the baseline. None: all backends that can
-    train on the device. block_sizes: context lengths T. batch_size: sequences. n_head, n_kv_head, head_size,
+    train on the device. block_sizes: context lengths T. batch_size: sequences per call. n_head, n_kv_head, head_size,
     value_size: shapes of attention alone; None: those of the model. vocab_size: of the model in phase step.
-    rounds: how often the backends take turns. Each turn times at least `repeats` calls, and calls for `seconds`.
-    time_limit: seconds for all turns of a row.
+    rounds: number of rounds, in which each backend has one turn. repeats: minimum number of timed calls per turn.
+    seconds: approximate duration of a turn. time_limit: seconds for all turns of a row.
     """
 
     backends: list[str] | None
@@ -47,4 +47,4 @@ class BenchConfig:
         if unknown:
             raise UserError(f"phases: {unknown[0]} is unknown; set one or more of {', '.join(PHASES)}")
         if min(self.block_sizes) < 1:
-            raise UserError(f"block_sizes={self.block_sizes} must be numbers of tokens from 1; set, say, [64,1024]")
+            raise UserError(f"block_sizes={self.block_sizes} must be positive numbers of tokens; set, say, [64,1024]")

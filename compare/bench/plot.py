@@ -6,16 +6,16 @@ from pathlib import Path
 
 from compare.bench.results import Timing, find_crossovers, group_by_phase
 
-COLOURS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe and Ito
+COLORS = ("#000000", "#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")  # Okabe and Ito
 LINE_STYLES = ("-", (0, (4, 1.5)), (0, (1.2, 1.2)))  # one per dtype
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 GREY = "#666666"
 MIB = 2**20
-MIN_MEMORY_BYTES = MIB // 16  # the resolution of Linux's memory counters
+MEMORY_RESOLUTION_BYTES = MIB // 16  # of Linux's counters; the plot omits smaller values
 
 
 def plot_results(rows: list[Timing], path: Path, title: str) -> None:
-    """Draw the picture, about 1800 pixels wide."""
+    """Plot `rows` into a PNG file, 450 pixels wide per phase and at least 750."""
     import matplotlib
 
     matplotlib.use("Agg")
@@ -34,7 +34,7 @@ def plot_results(rows: list[Timing], path: Path, title: str) -> None:
             axes[0, column].set_title("complete training step" if phase == "step" else phase)
             axes[1, column].set_xlabel("T, keys in the cache" if phase == "decode" else "T, tokens in context")
         axes[0, 0].set_ylabel("time, ms")
-        axes[1, 0].set_ylabel(f"extra memory, MiB (from {MIN_MEMORY_BYTES / MIB:.2g})")
+        axes[1, 0].set_ylabel(f"extra memory, MiB (at least {MEMORY_RESOLUTION_BYTES / MIB:.2g})")
         for panel in axes.flat:
             _format_axes(panel, sorted({row.T for row in rows}))
         figure.suptitle(textwrap.fill(title, int(12 * size[0])), fontsize=10, color=GREY)
@@ -44,31 +44,31 @@ def plot_results(rows: list[Timing], path: Path, title: str) -> None:
 
 
 def _split_lines(rows: list[Timing], phase: str | None = None) -> Iterator[tuple[list[Timing], dict]]:
-    """(rows of one backend and dtype, sorted by T; style of their line). phase None: all phases together.
+    """Yield the rows of each backend and dtype, sorted by T, with the style of their line. phase None: all phases.
 
-    The lines of the first backends are thicker, so that lines on top of each other stay visible.
+    The lines of the first backends are thicker, so that covered lines stay visible.
     """
     backends = list(dict.fromkeys(row.backend for row in rows))
     dtypes = list(dict.fromkeys(row.dtype for row in rows))
     for index, backend in enumerate(backends):
-        thinner = index / max(1, len(backends) - 1)
+        thinness = index / max(1, len(backends) - 1)
         for dtype, line_style in zip(dtypes, LINE_STYLES * len(dtypes), strict=False):
             line = [row for row in rows if (row.backend, row.dtype) == (backend, dtype) and phase in (None, row.phase)]
             if line:
                 yield (
                     sorted(line, key=lambda row: row.T),
                     {
-                        "color": COLOURS[index % len(COLOURS)],
+                        "color": COLORS[index % len(COLORS)],
                         "marker": MARKERS[index % len(MARKERS)],
                         "linestyle": line_style,
-                        "linewidth": 2.6 - 1.4 * thinner,
-                        "markersize": 6.5 - 3.0 * thinner,
+                        "linewidth": 2.6 - 1.4 * thinness,
+                        "markersize": 6.5 - 3.0 * thinness,
                     },
                 )
 
 
 def _plot_times(axes, lines: list[tuple[list[Timing], dict]]) -> None:
-    """Medians and quartiles. A cross at the top: no time. A dotted line: a crossover."""
+    """Plot medians and quartiles. Crosses at the top mark rows without a time, dotted lines mark crossovers."""
     axes.set_yscale("log")
     for line, style in lines:
         finished = [row for row in line if row.is_finished]
@@ -95,20 +95,20 @@ def _plot_times(axes, lines: list[tuple[list[Timing], dict]]) -> None:
         axes.annotate(label, (crossover.T, low), fontsize=8, color=GREY, **place)
 
 
-def _mark_unfinished(axes, rows: list[Timing], y: float, colour: str, is_complete: bool, show_dtype: bool) -> None:
-    """Show why `rows` have no time, at height y. is_complete: the backend has no time at any T."""
+def _mark_unfinished(axes, rows: list[Timing], y: float, color: str, has_no_time: bool, show_dtype: bool) -> None:
+    """Show why `rows` have no time, at height y. has_no_time: the backend has no time at any T."""
     text = " or ".join(dict.fromkeys(row.status for row in rows)) + (f", {rows[0].dtype}" if show_dtype else "")
-    style = {"color": colour, "va": "center", "fontsize": 8}
-    if is_complete:
+    style = {"color": color, "va": "center", "fontsize": 8}
+    if has_no_time:
         axes.text(0.03, y, f"{rows[0].backend}: {text}", transform=axes.transAxes, **style)
     else:
         Ts, transform = [row.T for row in rows], axes.get_xaxis_transform()
-        axes.plot(Ts, [y] * len(Ts), "x", color=colour, transform=transform)
+        axes.plot(Ts, [y] * len(Ts), "x", color=color, transform=transform)
         axes.text(min(Ts) * 0.8, y, text, ha="right", transform=transform, **style)
 
 
 def _plot_memory(axes, lines: list[tuple[list[Timing], dict]]) -> None:
-    """Memory of a call. Values below the resolution have no point."""
+    """Plot the memory of a call. Values below the resolution have no point."""
     axes.set_yscale("log")
     is_empty = True
     for line, style in lines:
@@ -117,14 +117,14 @@ def _plot_memory(axes, lines: list[tuple[list[Timing], dict]]) -> None:
         is_empty = is_empty and not points
     if is_empty:
         is_known = any(row.peak_memory_bytes is not None for line, _ in lines for row in line)
-        text = f"less than {MIN_MEMORY_BYTES // 1024} KiB" if is_known else "unknown"
+        text = f"less than {MEMORY_RESOLUTION_BYTES // 1024} KiB" if is_known else "unknown"
         axes.set_yscale("linear")
         axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", color=GREY, style="italic")
         axes.set_yticks([])
 
 
 def _has_memory(row: Timing) -> bool:
-    return row.peak_memory_bytes is not None and row.peak_memory_bytes >= MIN_MEMORY_BYTES
+    return row.peak_memory_bytes is not None and row.peak_memory_bytes >= MEMORY_RESOLUTION_BYTES
 
 
 def _format_axes(axes, Ts: list[int]) -> None:
@@ -147,7 +147,7 @@ def _format_axes(axes, Ts: list[int]) -> None:
 
 
 def _add_legend(figure, rows: list[Timing]) -> None:
-    """One entry per backend and dtype, with the kernels that ran."""
+    """Add a legend: one entry per backend and dtype, with the kernels that ran."""
     from matplotlib.lines import Line2D
 
     handles, labels = [], []
@@ -157,6 +157,6 @@ def _add_legend(figure, rows: list[Timing]) -> None:
         arrow = "" if kernels in ([line[0].backend], []) else f" → {', '.join(kernels)}"
         handles.append(Line2D([], [], **style))
         labels.append(f"{line[0].backend}{arrow}" + (f", {line[0].dtype}" if show_dtype else ""))
-    n_columns = int(figure.get_figwidth() / (0.8 + 0.08 * max(map(len, labels))))  # inches of an entry
+    n_columns = int(figure.get_figwidth() / (0.8 + 0.08 * max(map(len, labels))))  # estimated inches per entry
     columns = min(max(1, n_columns), 5)
     figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, handlelength=4)

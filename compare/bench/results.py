@@ -1,6 +1,6 @@
-"""Rows of attention.csv, and what follows from them: rankings, crossovers and a recommendation.
+"""Rows of attention.csv, and their evaluation: rankings, crossovers and a recommendation.
 
-The first backend of the rows is the baseline, with which the others are compared.
+The first backend of the rows is the baseline. The others are compared with it.
 """
 
 import csv
@@ -11,20 +11,20 @@ from math import log
 from pathlib import Path
 
 FINISHED, TIME_LIMIT = "finished", "time limit"
-TIE_RATIO = 1.1  # medians that differ by less are equal
-NOISE_LIMIT = 1.5  # a larger ratio of quartiles means that the machine was busy
-MIN_MEMORY_BYTES = 2**20  # a process on the CPU sometimes allocates this much for other purposes
+MAX_TIE_RATIO = 1.1  # of the medians of two backends that count as equally fast
+MAX_SPREAD = 1.5  # ratio of the quartiles; a larger one means that the machine was busy
+MIN_COMPARED_BYTES = 2**20  # a process on the CPU sometimes allocates this much for other purposes
 
 
 @dataclass(kw_only=True)
 class Timing:
-    """A row: one backend, phase, dtype and T. Unknown values are None.
+    """A row of attention.csv: the measurements of one backend, phase, dtype and T. Unknown values are None.
 
     backend: as requested; resolved, impl: the kernel that ran. status: finished, refused, out of memory, time limit or
-    failed; reason: why a row is not finished. T: keys, and also queries, except in phase decode, which has one query.
-    ms: milliseconds of a call, median and quartiles. peak_share: share of the FLOP/s that matrix products reach.
-    peak_memory_bytes: memory that a call needs besides its inputs; in phase step the model counts. error: largest
-    absolute difference from float64 on the same inputs. compile_s: seconds, not part of ms.
+    failed; reason: why a row is not finished. T: number of keys and of queries; phase decode has one query.
+    ms_*: milliseconds of a call, median and quartiles. peak_share: share of the FLOP/s that matrix products reach.
+    peak_memory_bytes: memory of a call besides its inputs; phase step includes the model and the optimizer.
+    error_*: largest absolute difference from the float64 reference. compile_s: seconds, which ms_* does not include.
     """
 
     backend: str
@@ -69,7 +69,7 @@ class Timing:
 
 
 def append_row(path: Path, row: Timing) -> None:
-    """Append `row` to the CSV file, so that an interruption keeps it."""
+    """Append `row` to the CSV file immediately, so that no interruption loses it."""
     values = {key: f"{value:.6g}" if isinstance(value, float) else value for key, value in asdict(row).items()}
     has_header = path.exists()
     with open(path, "a", newline="", encoding="utf-8") as file:
@@ -81,10 +81,10 @@ def append_row(path: Path, row: Timing) -> None:
 
 @dataclass
 class Ranking:
-    """The backends at one T. fastest: the row with the smallest median, then those that are equally fast.
+    """The backends at one T, ranked by time.
 
-    runner_up: the fastest row that is slower than these. baseline: the row of the first backend.
-    unfinished: rows without a time.
+    fastest: the row with the smallest median, then the rows that are equally fast. runner_up: the first slower row.
+    baseline: the row of the first backend. unfinished: rows without a time.
     """
 
     T: int
@@ -99,7 +99,7 @@ class Ranking:
 
 
 def group_by_phase(rows: list[Timing]) -> dict[tuple[str, str], list[Timing]]:
-    """{(phase, dtype): its rows}, in order of appearance."""
+    """Group rows by phase and dtype -> {(phase, dtype): rows}, in order of appearance."""
     groups: dict[tuple[str, str], list[Timing]] = {}
     for row in rows:
         groups.setdefault((row.phase, row.dtype), []).append(row)
@@ -107,9 +107,9 @@ def group_by_phase(rows: list[Timing]) -> dict[tuple[str, str], list[Timing]]:
 
 
 def rank_backends(rows: list[Timing]) -> list[Ranking]:
-    """The ranking at each T, from the rows of one phase and dtype.
+    """Rank the backends at each T. rows: of one phase and dtype.
 
-    Backends are equally fast if their quartiles overlap, or if their medians differ by less than TIE_RATIO.
+    Backends are equally fast if their quartiles overlap, or if the ratio of their medians is at most MAX_TIE_RATIO.
     """
     rankings = []
     for T in sorted({row.T for row in rows}):
@@ -124,7 +124,7 @@ def rank_backends(rows: list[Timing]) -> list[Ranking]:
 
 
 def _is_tie(row: Timing, fastest: Timing) -> bool:
-    return row.ms_q1 <= fastest.ms_q3 or row.ms_median <= TIE_RATIO * fastest.ms_median
+    return row.ms_q1 <= fastest.ms_q3 or row.ms_median <= MAX_TIE_RATIO * fastest.ms_median
 
 
 @dataclass
@@ -138,9 +138,9 @@ class Crossover:
 
 
 def find_crossovers(rows: list[Timing]) -> list[Crossover]:
-    """Where the fastest backend changes, in the rows of one phase and dtype.
+    """Find the contexts T at which the fastest backend changes. rows: of one phase and dtype.
 
-    There is a change only if no backend stays among the fastest, and if the two kernels differ.
+    A change counts only if no backend stays among the fastest, and if the two kernels differ.
     """
     crossovers: list[Crossover] = []
     leaders: list[str] = []
@@ -157,7 +157,7 @@ def find_crossovers(rows: list[Timing]) -> list[Crossover]:
 
 
 def _intersect(rows: list[Timing], slower: str, faster: str) -> Crossover | None:
-    """The last intersection of two lines of the plot, which has logarithmic axes. None: they do not intersect."""
+    """Intersect two lines of the plot, which has logarithmic axes -> the last intersection; None: there is none."""
     times = {
         name: {row.T: row.ms_median for row in rows if row.backend == name and row.is_finished}
         for name in (slower, faster)
@@ -174,10 +174,10 @@ def _intersect(rows: list[Timing], slower: str, faster: str) -> Crossover | None
 
 
 def recommend(rows: list[Timing]) -> list[tuple[str, str, str]]:
-    """Which backend is fastest, as lines of (phase and dtype, range of T, backends and their advantage).
+    """Recommend the fastest backends -> lines of (phase and dtype, range of T, backends and their advantage).
 
-    The phases are in reverse order, so that the training step comes first. Neighbouring T with the same answer are
-    one line.
+    The phases are in reverse order, so that the training step comes first. Neighbouring T with the same fastest
+    backends share a line.
     """
     lines = []
     for (phase, dtype), phase_rows in reversed(group_by_phase(rows).items()):
@@ -204,7 +204,7 @@ def _describe_fastest(group: list[Ranking]) -> str:
         return f"{fastest}; {baseline.backend}: {baseline.status}"
     pairs = [(ranking.baseline, ranking.fastest[0]) for ranking in group]
     memory = [(slow.peak_memory_bytes, fast.peak_memory_bytes) for slow, fast in pairs]
-    percent = [100 * b / a for a, b in memory if a is not None and b is not None and a >= MIN_MEMORY_BYTES]
+    percent = [100 * b / a for a, b in memory if a is not None and b is not None and a >= MIN_COMPARED_BYTES]
     saved = f", with {_format_range(percent, '.0f')}% of its memory" if percent else ""
     return f"{fastest}, {_describe_speedup(pairs)}{saved}"
 
@@ -216,15 +216,10 @@ def _describe_speedup(pairs: list[tuple[Timing, Timing]]) -> str:
     return f"{_format_range(ratios, '.1f')} times as fast as {slower_names}"
 
 
-def typical_spread(rows: list[Timing]) -> float | None:
-    """The median ratio of upper to lower quartile, a measure of noise. None: no row has a time."""
+def compute_spread(rows: list[Timing]) -> float | None:
+    """Median over rows of upper quartile / lower quartile, a measure of noise. None: no row has a time."""
     ratios = [row.ms_q3 / row.ms_q1 for row in rows if row.is_finished]
     return statistics.median(ratios) if ratios else None
-
-
-def format_number(value: float) -> str:
-    """Two or three significant digits: 0.0123, 1.23, 12.3, 123, 1,234."""
-    return f"{value:,.0f}" if value >= 100 else f"{value:.3g}"
 
 
 def _format_range(values: list[float], form: str) -> str:

@@ -1,16 +1,15 @@
-"""The results on a terminal: the recommendation first, then one table per phase, then notes."""
+"""Prints the results of a bench: the recommendation first, then one table per phase, then notes."""
 
 from pathlib import Path
 
-from common.console import make_console, make_table, pluralize
+from common.console import format_number, make_console, make_table, pluralize
 from compare.bench.results import (
-    NOISE_LIMIT,
-    TIE_RATIO,
+    MAX_SPREAD,
+    MAX_TIE_RATIO,
     Timing,
-    format_number,
+    compute_spread,
     group_by_phase,
     recommend,
-    typical_spread,
 )
 
 UNKNOWN = "-"
@@ -18,15 +17,15 @@ MIB = 2**20
 
 
 def print_results(rows: list[Timing], folder: Path) -> None:
-    """Print the results. folder: where they were written."""
+    """Print the results. folder: contains the files of the bench."""
     console = make_console(width=120)
     console.print(f"\nfastest here ({rows[0].device})", style="bold")
     console.print(_recommendation_table(rows))
-    spread = typical_spread(rows)
-    if spread is not None and spread > NOISE_LIMIT:
+    spread = compute_spread(rows)
+    if spread is not None and spread > MAX_SPREAD:
         console.print(
-            f"These times are not reliable: half of all calls differ by up to a factor of {spread:.1f}. Run the bench "
-            "again while no other program runs, with more rounds or seconds.",
+            f"These times are not reliable: the upper quartile is typically {spread:.1f} times the lower quartile. "
+            "Close other programs, and run the bench again with more rounds or seconds.",
             style="bold",
         )
     for (phase, dtype), phase_rows in group_by_phase(rows).items():
@@ -40,17 +39,17 @@ def print_results(rows: list[Timing], folder: Path) -> None:
 
 
 def list_notes(rows: list[Timing]) -> list[str]:
-    """Sentences that explain the tables."""
+    """List the sentences that explain the tables."""
     notes = []
     finished = [row for row in rows if row.is_finished]
     attention_rows = [row for row in rows if row.phase != "step"]
     if attention_rows:
         notes.append(f"Attention alone: {describe_shapes(attention_rows[0])}.")
     if finished:
-        notes.append("ms: median time of a call. MiB: memory besides the inputs; in phase step, all of it.")
-        notes.append(f"equal: the quartiles overlap, or the medians differ by less than {TIE_RATIO - 1:.0%}.")
+        notes.append("ms: median time of a call. MiB: memory besides the inputs; phase step includes the model.")
+        notes.append(f"equal: the quartiles overlap, or the medians differ by less than {MAX_TIE_RATIO - 1:.0%}.")
     if any(row.compile_s for row in rows):
-        notes.append("Times exclude compilation; attention.csv has the seconds.")
+        notes.append("Times exclude compilation; attention.csv has its seconds in the column compile_s.")
     notes += _kernel_notes(finished) + _error_notes(finished) + _failure_notes(rows)
     return notes
 

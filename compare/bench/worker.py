@@ -1,6 +1,6 @@
-"""Worker process: calls functions in a separate Python process, where a crash or a lack of memory ends that call only.
+"""Calls functions in a separate Python process, so that a crash or a lack of memory ends only that call.
 
-A worker serves any number of calls. It imports torch once, and it starts again after a call that failed.
+A worker process serves any number of calls and imports torch once. After a failed call, a new process starts.
 """
 
 import gc
@@ -29,7 +29,7 @@ TERMINATE_GRACE_S = 2.0  # for exit handlers, which release semaphores and end c
 
 
 class IsolatedCallFailed(TrainingFailed):
-    """A call that returned nothing. status: refused, out of memory, time limit or failed. reason: one sentence."""
+    """A call in a worker failed. status: refused, out of memory, time limit or failed. reason: one sentence."""
 
     def __init__(self, status: str, reason: str):
         super().__init__(reason)
@@ -37,9 +37,9 @@ class IsolatedCallFailed(TrainingFailed):
 
 
 class Worker:
-    """A Python process that calls functions one after another. A context manager, which ends the process.
+    """Context manager: a Python process that calls functions one after another, and ends with the context.
 
-    environment: environment variables to set in the process, besides those of this one.
+    environment: environment variables of the process, in addition to those of the current process.
     """
 
     def __init__(self, environment: dict[str, str] | None = None):
@@ -53,7 +53,7 @@ class Worker:
         """Return function(*arguments), called in the worker. `function` must be importable from a module.
 
         time_limit: seconds that the call may take. The start of the process and imports do not count.
-        limit_memory: on Linux, allocations beyond the available memory fail, before the system swaps or kills.
+        limit_memory: on Linux, allocations beyond the available memory fail. The system neither swaps nor kills.
         Raises IsolatedCallFailed if the call raises, crashes or exceeds the limit.
         """
         if self._process is None:
@@ -84,7 +84,7 @@ class Worker:
                 stdout=self._log,
                 stderr=self._log,
                 env=self.environment,
-                start_new_session=True,  # Ctrl-C reaches this process only, which ends the worker
+                start_new_session=True,  # Ctrl-C does not reach the worker; the current process ends it
             )
 
     def close(self) -> None:
@@ -131,7 +131,7 @@ def _serve(connection: Connection) -> None:
 
 
 def _receive(connection: Connection, requests: queue.SimpleQueue) -> None:
-    """Pass requests on, in a thread. End this process if the parent closes the connection or dies."""
+    """Thread: put requests into the queue. End this process if the parent closes the connection or dies."""
     with suppress(EOFError, OSError):
         while True:
             requests.put(connection.recv_bytes())
@@ -141,7 +141,7 @@ def _receive(connection: Connection, requests: queue.SimpleQueue) -> None:
 
 
 def _call(function: Callable, arguments: tuple) -> tuple[str, Any]:
-    """Return (status, result), or the reason instead of the result if the function raises."""
+    """Call the function -> (status, result). If it raises, the second value is the reason."""
     try:
         return "finished", function(*arguments)
     except UserError as error:

@@ -1,4 +1,4 @@
-"""Compares finished runs: from folders to comparison.csv, comparison.md and comparison.png."""
+"""Compares finished runs: reads their folders, and writes comparison.csv, comparison.md and comparison.png."""
 
 from pathlib import Path
 
@@ -7,7 +7,7 @@ from common.errors import UserError
 from compare.runs.plot import plot_comparison
 from compare.runs.read import is_sweep, read_settings
 from compare.runs.statistics import SettingStats, compute_stats
-from compare.runs.table import notes, terminal_table, write_csv, write_markdown
+from compare.runs.table import list_notes, make_terminal_table, write_csv, write_markdown
 
 
 def compare(folders: list[Path], out: Path) -> list[SettingStats]:
@@ -32,12 +32,12 @@ def compare(folders: list[Path], out: Path) -> list[SettingStats]:
 def print_comparison(rows: list[SettingStats], out: Path) -> None:
     """Print the table, its notes, and the names of the files."""
     console = make_console(width=TABLE_WIDTH)
-    console.print(terminal_table(rows, console))
-    for note in notes(rows):
+    console.print(make_terminal_table(rows, console))
+    for note in list_notes(rows):
         console.print(note)
     print(f"\nwritten  {out / 'comparison.csv'}  {out / 'comparison.md'}  {out / 'comparison.png'}")
 
 
-def default_out(folders: list[Path]) -> Path:
-    """Output folder of a comparison: the folder of a single sweep, otherwise runs/comparison."""
+def choose_out_folder(folders: list[Path]) -> Path:
+    """Default output folder of a comparison: the folder of a single sweep, otherwise runs/comparison."""
     return folders[0] if len(folders) == 1 and is_sweep(folders[0]) else Path("runs/comparison")

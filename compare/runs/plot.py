@@ -6,7 +6,7 @@ from collections.abc import Callable
 from itertools import accumulate
 from pathlib import Path
 
-from common.console import format_memory, format_ms
+from common.console import format_memory, format_number
 from compare.runs.read import Setting
 from compare.runs.statistics import SettingStats, divergence
 
@@ -68,7 +68,7 @@ def _line_style(index: int, count: int, thickest: float) -> dict:
 
 
 def _plot_losses(axes, settings: list[Setting]) -> list:
-    """Mean validation loss over steps, in a band from the lowest to the highest seed -> legend handles."""
+    """Plot the mean validation loss over steps, and a band from the lowest to the highest seed -> legend handles."""
     handles, highs, lows = [], [], []
     for index, setting in enumerate(settings):
         style = _line_style(index, len(settings), 5.0 if len(settings) > 1 else 1.8)
@@ -81,7 +81,7 @@ def _plot_losses(axes, settings: list[Setting]) -> list:
             axes.fill_between(
                 steps, *zip(*((min(v), max(v)) for v in losses), strict=True), color=style["color"], alpha=0.13
             )
-        handle.set_visible(bool(steps))  # also in the legend
+        handle.set_visible(bool(steps))  # an invisible line has no symbol in the legend either
         handles.append(handle)
         # The loss before training would flatten the rest of the curve.
         highs += [max(values) for values in (losses[1:] if len(losses) > 3 else losses)]
@@ -97,8 +97,8 @@ def _plot_losses(axes, settings: list[Setting]) -> list:
 
 
 def _plot_divergence(axes, settings: list[Setting]) -> None:
-    """Running maximum of the distance between a setting's training loss and that of the first setting."""
-    axes.set_title("distance from the first training loss, running maximum")
+    """Plot the running maximum of the distance between a setting's training loss and that of the first setting."""
+    axes.set_title("divergence of the training loss, running maximum")
     curves = {
         index: distances for index, setting in enumerate(settings) if (distances := divergence(setting, settings[0]))
     }
@@ -112,12 +112,12 @@ def _plot_divergence(axes, settings: list[Setting]) -> None:
     elif curves:
         _show_text(axes, "all training losses are exactly equal")
     else:
-        _show_text(axes, "one setting" if len(settings) == 1 else "no pair of finished runs with the same seed")
+        _show_text(axes, "only one setting" if len(settings) == 1 else "no pair of finished runs with the same seed")
 
 
 def _plot_step_time(axes, rows: list[SettingStats]) -> None:
     axes.set(title="step time: median and quartiles", xlabel="ms per optimizer step")
-    _plot_bars(axes, rows, [row.step_ms for row in rows], lambda value: f"{format_ms(value)} ms")
+    _plot_bars(axes, rows, [row.step_ms for row in rows], lambda value: f"{format_number(value)} ms")
     for index, row in enumerate(rows):
         if row.step_ms is not None:
             spread = [[row.step_ms - row.step_ms_q1], [row.step_ms_q3 - row.step_ms]]
@@ -153,7 +153,7 @@ def _show_text(axes, text: str) -> None:
 
 
 def _bar_labels(settings: list[Setting]) -> list[str] | None:
-    """Labels that fit beside the bars; None if they do not fit, and the bars need numbers that the legend explains."""
+    """Labels beside the bars; None if they do not fit: the bars then have numbers, which the legend explains."""
     labels = [setting.short_label for setting in settings]
     if len({label.partition("=")[0] for label in labels}) == 1:  # attention=naive, attention=sdpa: naive, sdpa
         labels = [label.partition("=")[2] or label for label in labels]

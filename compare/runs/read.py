@@ -19,7 +19,7 @@ from common.run_dir import flatten_dict
 NOT_STARTED = "not started"
 STATUSES = ("finished", "failed", "refused", "interrupted", "running", NOT_STARTED)
 IGNORED_SECTIONS = ("seed", "name", "resume", "wandb")  # runs of one setting may differ in these
-# The key that names the choice of a section. Runs with different choices are not compared within that section.
+# The key that names the choice of a section. Labels compare the keys of a section only between equal choices.
 CHOICE_KEYS = {section: f"{section}.name" for section in ("model", "optimizer", "tokenizer", "data", "schedule")}
 CHOICE_KEYS["attention"] = "attention.backend"
 MAX_DIFFERENCES = 4  # in a label
@@ -80,14 +80,14 @@ class Setting:
 
 
 def read_settings(folders: list[Path]) -> list[Setting]:
-    """Read run folders and sweep folders -> their settings, in the order of the first run of each.
+    """Read run folders and sweep folders -> their settings, in the order of their first runs.
 
     Raises UserError for a folder that is neither a run nor a sweep, and for a damaged file.
     """
-    # `runs/*` also matches the folder that contains an earlier comparison.
+    # Skip the folder of an earlier comparison, which `runs/*` also matches.
     folders = [folder for folder in map(Path, folders) if is_sweep(folder) or not (folder / "comparison.csv").exists()]
     runs = {run.folder.resolve(): run for folder in folders for run in _read_folder(folder)}
-    # A job that has not started has no config. It belongs to the jobs that differ from it only in the seed.
+    # A job that has not started has no config. Its setting is that of the jobs that differ from it only in the seed.
     configs = {(run.folder.parent, run.job): _config_key(run) for run in runs.values() if run.config is not None}
     settings: dict[Any, Setting] = {}
     for run in runs.values():
@@ -130,7 +130,7 @@ def _read_run(folder: Path, job_name: str | None = None) -> Run:
     if not isinstance(config, dict) or "seed" not in config:
         raise UserError(f"{folder / 'config.yaml'} is not the config of a run; train it again, or leave it out")
     flat = {key: value for key, value in flatten_dict(config).items() if key.split(".")[0] not in IGNORED_SECTIONS}
-    flat["world_size"] = summary.get("world_size", 1)  # set by torchrun, not by the config, but it decides the speed
+    flat["world_size"] = summary.get("world_size", 1)  # set by torchrun and not in the config, but affects the speed
     return Run(folder, flat, config["seed"], summary, job)
 
 
@@ -156,7 +156,9 @@ def _set_labels(settings: list[Setting]) -> None:
     for setting in settings:
         config, job, folder = setting.config, setting.runs[0].job, setting.runs[0].folder.resolve()
         differing = [] if config is None else [key for key in keys if _distinguishes(key, config, configs)]
-        words = [f"{key.removesuffix('.name').removesuffix('.backend')}={_value(config, key)}" for key in differing]
+        words = [
+            f"{key.removesuffix('.name').removesuffix('.backend')}={_describe_value(config, key)}" for key in differing
+        ]
         if job and (not words or len(words) > MAX_DIFFERENCES):
             words = list(job)
         if job is None and len(words) > MAX_DIFFERENCES:  # unrelated runs, which differ in many keys
@@ -176,8 +178,8 @@ def _distinguishes(key: str, config: dict, configs: list[dict]) -> bool:
     choice = CHOICE_KEYS.get(key.split(".")[0])
     if choice not in (None, key):
         configs = [other for other in configs if other.get(choice) == config.get(choice)]
-    return len({_value(other, key) for other in configs}) > 1
+    return len({_describe_value(other, key) for other in configs}) > 1
 
 
-def _value(config: dict, key: str) -> str:
+def _describe_value(config: dict, key: str) -> str:
     return format_value(config[key]) if key in config else "(none)"  # runs of an older version lack newer keys

@@ -11,8 +11,8 @@ import numpy as np
 
 from compare.runs.read import Run, Setting
 
-WARMUP_STEPS = 5  # the first steps of a run, which do not count for speed
-DIVERGENCE_STEPS = 200  # later, rounding errors alone have driven two runs apart
+WARMUP_STEPS = 5  # the first steps of a run, which speeds exclude
+DIVERGENCE_STEPS = 200  # after more steps, rounding errors alone can make two runs differ
 # Student's t for two-sided 95 % intervals, for 1, 2, ..., 10 degrees of freedom.
 STUDENT_T = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281)
 
@@ -37,7 +37,7 @@ class SettingStats:
     seeds: int
     best_val_loss: float | None
     val_bpb: float | None  # of the last evaluation, in bits per byte
-    difference: float | None  # of val_loss from the first setting's, over pairs of runs with the same seed
+    difference: float | None  # val_loss minus the first setting's, mean over pairs of runs with the same seed
     difference_ci95: float | None
     pairs: int
     divergence_200: float | None  # largest |train/loss - the first setting's| in the first DIVERGENCE_STEPS steps
@@ -57,7 +57,8 @@ def compute_stats(settings: list[Setting]) -> list[SettingStats]:
 
 def _compute_stats(setting: Setting, first: Setting) -> SettingStats:
     runs = setting.finished
-    losses, first_losses = by_seed(runs, "last_val_loss"), by_seed(first.finished, "last_val_loss")
+    losses = average_by_seed(runs, "last_val_loss")
+    first_losses = average_by_seed(first.finished, "last_val_loss")
     differences = []
     if setting is not first and has_same_data(setting, first):
         differences = [losses[seed] - first_losses[seed] for seed in losses if seed in first_losses]
@@ -66,7 +67,7 @@ def _compute_stats(setting: Setting, first: Setting) -> SettingStats:
     peaks = [peak for run in runs if (peak := _peak_memory(run)) is not None]
     kernels = [run.summary.get("attention") or {} for run in setting.runs]
 
-    def distinct(key: str) -> str | None:
+    def join_distinct(key: str) -> str | None:
         return _join_distinct(run.summary.get(key) for run in setting.runs)
 
     return SettingStats(
@@ -77,15 +78,15 @@ def _compute_stats(setting: Setting, first: Setting) -> SettingStats:
         reason=_join_distinct(run.summary.get("error") for run in setting.runs if run.status != "finished") or "",
         kernel=_join_distinct(kernel.get("resolved") for kernel in kernels),
         impl=_join_distinct(kernel.get("impl") for kernel in kernels),
-        device=distinct("device"),
-        device_name=distinct("device_name"),
-        dtype=distinct("dtype"),
-        vocab_size=distinct("vocab_size"),
+        device=join_distinct("device"),
+        device_name=join_distinct("device_name"),
+        dtype=join_distinct("dtype"),
+        vocab_size=join_distinct("vocab_size"),
         val_loss=mean(losses.values()),
         val_loss_ci95=ci95(losses.values()),
         seeds=len(losses),
-        best_val_loss=mean(by_seed(runs, "best_val_loss").values()),
-        val_bpb=mean(by_seed(runs, "last_val_bpb").values()),
+        best_val_loss=mean(average_by_seed(runs, "best_val_loss").values()),
+        val_bpb=mean(average_by_seed(runs, "last_val_bpb").values()),
         difference=mean(differences),
         difference_ci95=ci95(differences),
         pairs=len(differences),
@@ -100,8 +101,8 @@ def _compute_stats(setting: Setting, first: Setting) -> SettingStats:
     )
 
 
-def by_seed(runs: list[Run], key: str) -> dict[int, float]:
-    """{seed: value in summary.json}. Runs of the same seed are one sample and give their mean."""
+def average_by_seed(runs: list[Run], key: str) -> dict[int, float]:
+    """{seed: value of `key` in summary.json}. Runs with the same seed are one sample, their mean."""
     values: dict[int, list[float]] = {}
     for run in runs:
         if run.summary.get(key) is not None:
@@ -110,7 +111,7 @@ def by_seed(runs: list[Run], key: str) -> dict[int, float]:
 
 
 def divergence(setting: Setting, first: Setting) -> dict[int, float]:
-    """{step: largest |difference of training losses|} over pairs of runs with the same seed; empty for the first."""
+    """{step: largest |difference of training losses|} over pairs of runs with the same seed. Empty for `first`."""
     distances: dict[int, float] = {}
     if setting is first or not has_same_data(setting, first):
         return distances

@@ -9,11 +9,12 @@ from rich.console import Console
 from rich.measure import Measurement
 from rich.table import Table
 
-from common.console import format_memory, format_ms, make_table
+from common.console import format_memory, format_number, make_table
 from compare.runs.statistics import DIVERGENCE_STEPS, WARMUP_STEPS, SettingStats
 
-UNKNOWN = "–"  # noqa: RUF001 (an en dash)
-# Header -> cell of a row. A column without any known value is not shown.
+EN_DASH = "–"  # noqa: RUF001
+UNKNOWN = EN_DASH
+# {header: function that formats a cell}. Columns without any known value are hidden.
 COLUMNS: dict[str, Callable[[SettingStats], str]] = {
     "setting": lambda row: row.setting,
     "runs": lambda row: row.status,
@@ -30,25 +31,25 @@ COLUMNS: dict[str, Callable[[SettingStats], str]] = {
     "compile": lambda row: UNKNOWN if row.compile_s is None else f"{row.compile_s:.1f} s",
 }
 TEXT_COLUMNS = ("setting", "runs", "device", "kernel")  # the others are numbers
-OPTIONAL_COLUMNS = ("tokens/s", "memory", "kernel", "divergence")  # left out, in this order, on a narrow terminal
+OPTIONAL_COLUMNS = ("tokens/s", "memory", "kernel", "divergence")  # removed in this order on a narrow terminal
 
 
-def terminal_table(rows: list[SettingStats], console: Console) -> Table:
+def make_terminal_table(rows: list[SettingStats], console: Console) -> Table:
     """The table for a console, with as many columns as its width allows."""
-    headers = [header for header in _headers(rows) if header != "best"]
+    headers = [header for header in _choose_headers(rows) if header != "best"]
     optional = list(OPTIONAL_COLUMNS)
     if all(row.finished == row.runs for row in rows):
         optional.insert(0, "runs")
-    table = _make_terminal_table(rows, headers)
+    table = _fill_table(rows, headers)
     while optional and Measurement.get(console, console.options.update(max_width=1000), table).maximum > console.width:
         header = optional.pop(0)
         headers = [other for other in headers if other != header]
-        table = _make_terminal_table(rows, headers)
-        table.caption, table.caption_justify = "a wider terminal, and comparison.md, show more columns", "left"
+        table = _fill_table(rows, headers)
+        table.caption, table.caption_justify = "A wider terminal shows more columns, comparison.md shows all.", "left"
     return table
 
 
-def _make_terminal_table(rows: list[SettingStats], headers: list[str]) -> Table:
+def _fill_table(rows: list[SettingStats], headers: list[str]) -> Table:
     table = make_table(*headers, left=sum(header in TEXT_COLUMNS for header in headers))
     cells = [[_multiline(COLUMNS[header](row)) for header in headers] for row in rows]
     table.leading = int(any(row[0].count("\n") > 1 for row in cells))  # an empty line between rows of many lines
@@ -67,16 +68,16 @@ def write_csv(rows: list[SettingStats], path: Path) -> None:
 
 def write_markdown(rows: list[SettingStats], path: Path, picture: str) -> None:
     """Write the table, its notes, and a link to the picture in the same folder."""
-    headers = _headers(rows)
+    headers = _choose_headers(rows)
     lines = [headers, ["---" if header in TEXT_COLUMNS else "---:" for header in headers]]
     lines += [[_escape_cell(COLUMNS[header](row)) for header in headers] for row in rows]
     text = ["# Comparison", "", *(f"| {' | '.join(line)} |" for line in lines), ""]
-    text += [*(f"- {_escape_cell(note)}" for note in notes(rows)), "", f"![comparison]({picture})", ""]
+    text += [*(f"- {_escape_cell(note)}" for note in list_notes(rows)), "", f"![comparison]({picture})", ""]
     path.write_text("\n".join(text), encoding="utf-8")
 
 
-def notes(rows: list[SettingStats]) -> list[str]:
-    """Explanations of the table, one sentence each."""
+def list_notes(rows: list[SettingStats]) -> list[str]:
+    """List the sentences that explain the table."""
     first = rows[0]
     sentences = [
         "Losses are in nats per token, from the last evaluation of each finished run.",
@@ -86,13 +87,13 @@ def notes(rows: list[SettingStats]) -> list[str]:
     if len(rows) > 1 and first.finished:
         sentences += [
             f"Difference: validation loss minus that of {first.setting}, for runs with the same seed.",
-            f"Divergence: largest distance between their training losses (first {DIVERGENCE_STEPS} steps / all steps).",
+            f"Divergence: largest distance of such runs' training losses (first {DIVERGENCE_STEPS} steps / all steps).",
         ]
     elif len(rows) > 1:
         sentences.append(f"{first.setting} has no finished run, so there are no differences.")
     device_names = list(dict.fromkeys(row.device_name for row in rows if row.device_name))
-    if len(_devices(rows)) == 1:
-        sentences.append(f"All runs used {', '.join([*device_names, *_devices(rows)])}.")
+    if len(_list_devices(rows)) == 1:
+        sentences.append(f"All runs used {', '.join([*device_names, *_list_devices(rows)])}.")
     if len(device_names) > 1:
         sentences.append(f"Times and memory are not comparable: the devices differ ({', '.join(device_names)}).")
     if _has_several_vocabularies(rows):
@@ -100,17 +101,17 @@ def notes(rows: list[SettingStats]) -> list[str]:
     return sentences + [f"{row.setting}: {row.status}: {row.reason}" for row in rows if row.reason]
 
 
-def _headers(rows: list[SettingStats]) -> list[str]:
+def _choose_headers(rows: list[SettingStats]) -> list[str]:
     """The columns that have a known value and are useful for these rows."""
     hidden = {header for header, cell in COLUMNS.items() if all(cell(row) == UNKNOWN for row in rows)}
-    if len(_devices(rows)) == 1:
+    if len(_list_devices(rows)) == 1:
         hidden.add("device")
     if not _has_several_vocabularies(rows):
         hidden.add("bits/byte")
     return [header for header in COLUMNS if header not in hidden]
 
 
-def _devices(rows: list[SettingStats]) -> list[str]:
+def _list_devices(rows: list[SettingStats]) -> list[str]:
     return list(dict.fromkeys(cell for row in rows if (cell := COLUMNS["device"](row)) != UNKNOWN))
 
 
@@ -142,7 +143,7 @@ def _format_divergence(row: SettingStats) -> str:
 def _format_step_ms(row: SettingStats) -> str:
     if row.step_ms is None:
         return UNKNOWN
-    return f"{format_ms(row.step_ms)} ({format_ms(row.step_ms_q1)}{UNKNOWN}{format_ms(row.step_ms_q3)})"
+    return f"{format_number(row.step_ms)} ({format_number(row.step_ms_q1)}{EN_DASH}{format_number(row.step_ms_q3)})"
 
 
 def _multiline(cell: str) -> str:

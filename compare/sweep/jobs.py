@@ -1,6 +1,6 @@
-"""The jobs of a sweep. Each is an ordinary run in its own process, in runs/sweeps/<sweep>/<job>.
+"""The jobs of a sweep. Each job is an ordinary run in a separate process, in runs/sweeps/<sweep>/<job>.
 
-Separate processes isolate a kill, a refusal, the peak memory and the compile cache of one job from the others.
+In separate processes, a job that crashes does not affect the others, and each peak memory is that of one job.
 """
 
 import signal
@@ -12,7 +12,7 @@ from pathlib import Path
 import yaml
 from filelock import FileLock, Timeout
 
-from common.errors import UserError
+from common.errors import UserError, format_value
 from common.run_dir import EXIT_CODES, flatten_dict, read_owner, read_summary, write_config, write_summary
 
 SCRIPT = Path(__file__).parents[2] / "train.py"
@@ -22,9 +22,9 @@ CHANGEABLE_KEYS = ("name", "resume", "train.steps", "train.minutes", "checkpoint
 
 @dataclass(frozen=True)
 class Job:
-    """One run of a sweep. words: its command line. config: its config, as nested dicts."""
+    """One run of a sweep. words: the arguments of train.py. config: the composed config, as nested dicts."""
 
-    name: str  # its swept values, as in attention=flash,seed=1
+    name: str  # the swept values, as in attention=flash,seed=1
     folder: Path
     words: list[str]
     config: dict
@@ -37,7 +37,7 @@ class Job:
         return yaml.safe_load(config.read_text())
 
     def is_done(self) -> bool:
-        """Whether exactly this config has been trained to its end."""
+        """Whether a run with exactly this config has finished."""
         return self.previous_config() == self.config and read_summary(self.folder).get("status") == "finished"
 
     def check_folder(self) -> None:
@@ -45,8 +45,8 @@ class Job:
         old, new = flatten_dict(self.previous_config() or {}), flatten_dict(self.config)
         changed = [key for key in new if key in old and old[key] != new[key] and not key.startswith(CHANGEABLE_KEYS)]
         if changed:
-            listed = ", ".join(f"{key}={old[key]} (now {new[key]})" for key in changed)
-            raise UserError(f"{self.folder} was trained with {listed}; change that back, or set another name")
+            listed = ", ".join(f"{key}={format_value(old[key])} (now {format_value(new[key])})" for key in changed)
+            raise UserError(f"{self.folder} was trained with {listed}; restore the old values, or set another name")
 
 
 @dataclass(frozen=True)
@@ -58,7 +58,7 @@ class Outcome:
 
 
 def train_job(job: Job) -> Outcome:
-    """Train one job in a child process. If another process trains it, from a killed sweep for example, wait for it."""
+    """Train one job in a child process. First wait for any other process that trains it, as after a killed sweep."""
     job.folder.mkdir(parents=True, exist_ok=True)
     lock = FileLock(job.folder / ".lock")
     try:
@@ -74,7 +74,7 @@ def train_job(job: Job) -> Outcome:
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            start_new_session=True,  # the terminal's Ctrl-C does not reach the child; terminate() below does, once
+            start_new_session=True,  # the terminal's Ctrl-C does not reach the child; terminate() below stops it once
         )
         try:
             code = child.wait()
@@ -88,12 +88,12 @@ def train_job(job: Job) -> Outcome:
         return Outcome(status)
     summary = read_summary(job.folder)
     if summary != summary_before and summary.get("status") == status:  # the run wrote the reason itself
-        return Outcome(status, short_reason(summary))
+        return Outcome(status, shorten_reason(summary))
     return _record(job, Outcome(status, _find_reason(code, log)))
 
 
-def short_reason(summary: dict) -> str:
-    """Why a run ended, without the advice on how to resume that run alone."""
+def shorten_reason(summary: dict) -> str:
+    """Why a run ended, without the advice on how to resume only that run."""
     error = summary["error"] or ""
     return error.split(";")[0] if summary["status"] == "interrupted" else error
 
@@ -106,7 +106,7 @@ def _find_reason(code: int, log: Path) -> str:
 
 
 def _record(job: Job, outcome: Outcome) -> Outcome:
-    """Write an outcome that the job's process could not write: it was killed, or ended before its run began."""
+    """Write an outcome that the job's process could not write, because it was killed or its run had not begun."""
     if outcome.status == "refused" and job.previous_config() is not None:
         return Outcome("failed", outcome.reason)  # the earlier run's files stay as they are
     if job.previous_config() is None:
@@ -117,7 +117,7 @@ def _record(job: Job, outcome: Outcome) -> Outcome:
 
 
 def recover_outcome(job: Job, started: float, error: str) -> Outcome:
-    """Outcome of a job whose launcher raised `error`, from the job's files. started: time of the sweep's start."""
+    """Read the outcome of a job from its files, after its launcher raised `error`. started: when the sweep started."""
     path = job.folder / "summary.json"
     summary = read_summary(job.folder)
     is_new = path.exists() and path.stat().st_mtime >= started
@@ -129,4 +129,4 @@ def recover_outcome(job: Job, started: float, error: str) -> Outcome:
         with FileLock(job.folder / ".lock", timeout=0):
             return _record(job, Outcome("failed", "its process was lost"))
     except Timeout:
-        return Outcome("failed", f"is still being trained by {read_owner(job.folder)}")
+        return Outcome("failed", f"still being trained by {read_owner(job.folder)}")

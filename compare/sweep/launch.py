@@ -48,7 +48,7 @@ def run_sweep(name: str, jobs: list[Job], wandb: WandbConfig, launcher_config: A
         if todo:
             picture = folder / "comparison.png"
             log_table_to_wandb(wandb, "comparison", f"{name}-comparison", wandb.group or name, rows, picture, {})
-    finally:  # the exit code does not depend on the comparison
+    finally:  # report the outcomes even if the comparison fails
         code = _report_outcomes(folder, jobs, outcomes)
     return code
 
@@ -63,7 +63,7 @@ def _write_sweep_file(folder: Path, jobs: list[Job]) -> None:
 def _launch(todo: list[Job], config: Any, jobs: list[Job]) -> dict[str, Outcome]:
     """Run jobs through Hydra's launcher -> the outcome of each. Raises KeyboardInterrupt if the sweep is stopped."""
     config.hydra.sweep.dir = str(todo[0].folder.parent)
-    # The launcher composes each job's config again from these words. Without this one, Hydra creates multirun/.
+    # The launcher composes each job's config again from these overrides. Without this override, it creates multirun/.
     config.hydra.overrides.hydra.append(f"hydra.sweep.dir={config.hydra.sweep.dir}")
     context = HydraContext(config_loader=GlobalHydra.instance().config_loader(), callbacks=Callbacks())
     run_job = partial(_run_job, {job.config["name"]: job for job in todo})
@@ -86,7 +86,7 @@ def _launch(todo: list[Job], config: Any, jobs: list[Job]) -> dict[str, Outcome]
 
 
 def _run_job(jobs: dict[str, Job], config: Any) -> Outcome:
-    """Called by the launcher, here or on another machine. config: Hydra's, of which only the name is used."""
+    """Train one job. The launcher calls this function, here or on another machine. config: only its name is used."""
     try:
         return train_job(jobs[config.name])
     except Exception as error:

@@ -1,4 +1,4 @@
-"""Progress of a sweep, read from the files of its runs, so that it works wherever the runs are."""
+"""Progress of a sweep, read from the files of its runs, which may be on other machines."""
 
 import json
 import math
@@ -6,9 +6,9 @@ import threading
 import time
 from pathlib import Path
 
-from common.console import ProgressBar, format_duration, format_ms, pluralize
+from common.console import ProgressBar, format_duration, format_number, pluralize
 from common.run_dir import EXIT_CODES, read_summary
-from compare.sweep.jobs import Job, short_reason
+from compare.sweep.jobs import Job, shorten_reason
 
 POLL_INTERVAL_S = 0.5
 
@@ -20,7 +20,7 @@ class SweepProgress:
         self.jobs, self.waiting = jobs, {job.name: job for job in todo}
         self.name_width = max(len(job.name) for job in jobs)
         self.started = time.time()
-        self.bar = ProgressBar(len(todo), write_line=lambda line: None)  # in a log, the lines of the jobs are enough
+        self.bar = ProgressBar(len(todo), write_line=lambda line: None)  # a log shows only one line per job
         self.stop = threading.Event()
         self.thread = threading.Thread(target=self._poll, daemon=True)
 
@@ -43,8 +43,9 @@ class SweepProgress:
         """Print a line for each job that has ended since the last call, and move the bar."""
         running, details = 0.0, ""
         for job in list(self.waiting.values()):
-            summary, row = read_summary(job.folder), last_row(job.folder)
-            if summary.get("status") in EXIT_CODES and _modified(job.folder / "summary.json") >= self.started:
+            summary, row = read_summary(job.folder), read_last_row(job.folder)
+            path = job.folder / "summary.json"
+            if summary.get("status") in EXIT_CODES and path.stat().st_mtime >= self.started:
                 del self.waiting[job.name]
                 self.bar.print(f"{job.name:<{self.name_width}}  {_describe(summary)}")
             elif summary.get("status") == "running" and row:
@@ -57,8 +58,8 @@ class SweepProgress:
         )
 
 
-def last_row(folder: Path) -> dict | None:
-    """The last complete row of a run's metrics.jsonl; None if there is none yet."""
+def read_last_row(folder: Path) -> dict | None:
+    """Read the last complete row of a run's metrics.jsonl; None if there is none yet."""
     path = folder / "metrics.jsonl"
     if not path.exists():
         return None
@@ -71,12 +72,9 @@ def last_row(folder: Path) -> dict | None:
         return None
 
 
-def _modified(path: Path) -> float:
-    return path.stat().st_mtime
-
-
 def _describe(summary: dict) -> str:
     if summary["status"] != "finished":
-        return f"{summary['status']}: {short_reason(summary)}"
+        return f"{summary['status']}: {shorten_reason(summary)}"
     val_loss, step_ms = (summary.get(key) or math.nan for key in ("last_val_loss", "step_ms"))
-    return f"val loss {val_loss:.4f}  {format_ms(step_ms)} ms/step  {format_duration(summary.get('wall_seconds') or 0)}"
+    duration = format_duration(summary.get("wall_seconds") or 0)
+    return f"val loss {val_loss:.4f}  {format_number(step_ms)} ms/step  {duration}"

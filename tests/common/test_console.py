@@ -3,7 +3,16 @@
 import pytest
 
 from common import console
-from common.console import ProgressBar, format_bytes, format_duration, format_memory, format_si, pluralize, printable
+from common.console import (
+    ProgressBar,
+    format_bytes,
+    format_duration,
+    format_memory,
+    format_number,
+    format_si,
+    pluralize,
+    printable,
+)
 
 
 def test_remaining_time_extrapolates_the_mean_speed():
@@ -48,6 +57,7 @@ def test_values_are_formatted():
     assert [format_bytes(s) for s in (512, 3.42e6, 5.678e9)] == ["0.5 kB", "3.4 MB", "5.68 GB"]
     assert [format_memory(s) for s in (2**29, 5 * 2**28)] == ["512 MiB", "1.25 GiB"]
     assert [format_si(n) for n in (12, 1_234_567, 7e24)] == ["12", "1.23 M", "7 Y"]
+    assert [format_number(n) for n in (0.0123, 1, 99.96, 1234)] == ["0.0123", "1.00", "100", "1,234"]
     assert [pluralize(1, "layer"), pluralize(2, "process"), pluralize(1000, "step")] == [
         "1 layer",
         "2 processes",

@@ -99,7 +99,7 @@ def test_exit_code_is_2_if_all_backends_are_refused(bench):
     assert code == 2 and {row["status"] for row in rows} == {"refused"} and "none" in printed
 
 
-def test_an_existing_bench_is_not_overwritten(bench):
+def test_existing_bench_is_not_overwritten(bench):
     bench("phases=[decode]", "backends=[naive]")
     before = Path("runs/bench/x/attention.csv").read_text()
     code, _, printed = bench("phases=[decode]", "backends=[naive]")
@@ -131,12 +131,12 @@ def test_ctrl_c_keeps_the_finished_rows(workdir):
 @pytest.mark.parametrize(
     "overrides, message",
     [
-        (["backends=[naiv]"], "backends: naiv is unknown; set some of naive, sdpa, sdpa:cudnn"),
+        (["backends=[naiv]"], "backends: naiv is unknown; set one or more of naive, sdpa, sdpa:cudnn"),
         (["backends=[]"], "backends=[] leaves nothing to measure"),
         (["backends=[naive,naive]"], "backends=[naive,naive] contains a value twice"),
         (["phases=[backward]"], "phases: backward is unknown; set one or more of forward, forward+backward"),
-        (["dtypes=[int8]"], "dtypes: int8 is unknown; set some of float32"),
-        (["block_sizes=[0]"], "block_sizes=[0] must be numbers of tokens from 1"),
+        (["dtypes=[int8]"], "dtypes: int8 is unknown; set one or more of float32"),
+        (["block_sizes=[0]"], "block_sizes=[0] must be positive numbers of tokens"),
         (["n_head=4", "n_kv_head=3"], "n_kv_head=3 does not divide the 4 heads"),
         (["time_limit=0"], "time_limit=0.0 must be a finite number greater than 0"),
         (["name=a/b"], "cannot name a folder"),

@@ -1,4 +1,4 @@
-"""What a bench measures: workloads, inputs, the float64 reference, FLOPs and memory."""
+"""Measurements of a bench: workloads, inputs, the float64 reference, FLOPs and memory."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -93,7 +93,7 @@ def test_inputs_have_the_memory_layout_of_their_phase():
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is known on Linux only")
-def test_peak_memory_is_that_of_the_case_also_in_a_used_process():
+def test_peak_memory_does_not_depend_on_earlier_cases_of_the_process():
     naive_case = make_case("forward+backward", T=2048, B=1, H=2, G=2, D=32, Dv=32)
     scores = 2 * 2048**2 * 4  # bytes
     with Worker() as worker:
@@ -115,7 +115,7 @@ def test_peak_memory_is_that_of_the_case_also_in_a_used_process():
 @pytest.mark.compiles
 @pytest.mark.slow
 def test_each_case_compiles_for_its_shapes():
-    """In a used process too: torch.compile would otherwise switch to dynamic shapes at the second T."""
+    """Without a reset, torch.compile would switch to dynamic shapes at the second T of a process."""
     with Worker() as worker:
         for T in (16, 32, 48):
             result = worker.call(measure, make_case("forward", "flex", T=T, G=4, D=16, Dv=16), SETTINGS, NO_REFERENCE)

@@ -1,4 +1,4 @@
-"""attention.png."""
+"""The plot of a bench, attention.png."""
 
 import matplotlib.image
 import pytest

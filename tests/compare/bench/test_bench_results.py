@@ -10,11 +10,11 @@ from hypothesis import strategies as st
 from compare.bench.results import (
     Timing,
     append_row,
+    compute_spread,
     find_crossovers,
     group_by_phase,
     rank_backends,
     recommend,
-    typical_spread,
 )
 
 
@@ -128,7 +128,7 @@ def test_recommendation_begins_with_the_training_step():
     assert [line[0] for line in recommend(rows)] == ["step, float32", "forward, float32"]
 
 
-def test_typical_spread_is_the_ratio_of_quartiles():
-    assert typical_spread(make_rows(a={64: 1.0})) == pytest.approx(1.01 / 0.99)
-    assert typical_spread([make_row("a", T, 1.0, spread=0.5) for T in (8, 16)]) == pytest.approx(3.0)
-    assert typical_spread([make_row("a", 8, None)]) is None
+def test_spread_is_the_ratio_of_quartiles():
+    assert compute_spread(make_rows(a={64: 1.0})) == pytest.approx(1.01 / 0.99)
+    assert compute_spread([make_row("a", T, 1.0, spread=0.5) for T in (8, 16)]) == pytest.approx(3.0)
+    assert compute_spread([make_row("a", 8, None)]) is None

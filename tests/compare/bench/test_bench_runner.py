@@ -1,4 +1,4 @@
-"""Rounds of a bench: turns, time limits, and the figures of a row. No process is started here."""
+"""Rounds of a bench: turns, time limits, and the figures of a row. These tests start no process."""
 
 from dataclasses import replace
 
@@ -17,7 +17,7 @@ TIMED_OUT = IsolatedCallFailed("time limit", "took longer than 300 s")
 
 
 class FakeWorker:
-    """Stands in for a worker process. answer(T): the result of measure(), or the failure to raise."""
+    """Replaces a worker process. answer(T): the result of measure(), or the failure to raise."""
 
     def __init__(self, answer):
         self.answer, self.time_limits = answer, []
@@ -70,7 +70,7 @@ def test_other_failures_end_a_row_in_any_round(tmp_path):
     assert (row.status, row.reason, row.ms_median) == ("out of memory", "needed 8.0 GiB more", None)
 
 
-def test_backends_take_turns_and_another_one_begins_each_round(tmp_path):
+def test_backends_take_turns_and_each_round_begins_with_another_one(tmp_path):
     order, progress = [], []
     runner = make_runner(
         tmp_path, 2, naive=lambda T: order.append("naive") or RESULT, flash=lambda T: order.append("flash") or RESULT

@@ -1,4 +1,4 @@
-"""The results on a terminal."""
+"""Printed results of a bench: recommendation, warning and notes."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ def test_results_begin_with_the_recommendation(capsys):
 
 def test_results_warn_about_a_busy_machine(capsys):
     print_results([make_row("a", T, 1.0, spread=0.5) for T in (8, 16)], Path("runs/bench/x"))
-    assert "half of all calls differ by up to a factor of 3.0" in " ".join(capsys.readouterr().out.split())
+    assert "the upper quartile is typically 3.0 times the lower" in " ".join(capsys.readouterr().out.split())
 
 
 def test_notes_explain_kernels_errors_and_failures():

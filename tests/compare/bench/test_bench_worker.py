@@ -46,7 +46,7 @@ def test_worker_reports_the_failure_and_starts_again(worker, function, arguments
     assert worker.call(sqrt, 9.0) == 3.0
 
 
-def test_a_refusal_leaves_the_process_running(worker):
+def test_process_continues_after_a_refusal(worker):
     pid = worker.call(os.getpid)
     with pytest.raises(IsolatedCallFailed, match="device=tpu is unknown") as failure:
         worker.call(resolve_device, "tpu")
@@ -61,7 +61,7 @@ def test_time_limit_ends_the_call(worker):
 
 
 def test_time_limit_begins_when_the_function_is_called():
-    """The start of the process and its imports, of unknown duration, come before the worker's first message."""
+    """The process starts and imports before it sends its first message; this takes an unknown time."""
     events = []
 
     class Connection:
@@ -88,7 +88,7 @@ def test_worker_has_a_separate_session_which_ctrl_c_does_not_reach(worker):
 
 def has_ended(pid: int) -> bool:
     try:
-        return not Path(f"/proc/{pid}/cmdline").read_bytes()  # empty: ended, but its parent has not noticed
+        return not Path(f"/proc/{pid}/cmdline").read_bytes()  # empty: a zombie, whose parent has not waited for it yet
     except FileNotFoundError:
         return True
 

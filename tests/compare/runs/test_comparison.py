@@ -13,9 +13,9 @@ import yaml
 from helpers import ROOT
 
 from common.errors import UserError
-from compare.runs.comparison import compare, default_out
+from compare.runs.comparison import choose_out_folder, compare
 from compare.runs.read import read_settings
-from compare.runs.table import notes, terminal_table
+from compare.runs.table import list_notes, make_terminal_table
 
 CONFIG = {
     "name": None,
@@ -41,7 +41,7 @@ def set_keys(config, changes):
 
 
 def write_run(folder, seed=1, losses=(3.0, 2.0, 1.0), val=1.0, status="finished", error=None, changes=(), **facts):
-    """A run folder as train.py leaves it: losses are the training losses of steps 1, 2, ..."""
+    """Write a run folder as train.py does. losses: training losses of steps 1, 2, ... facts: for summary.json."""
     folder.mkdir(parents=True)
     config = set_keys(json.loads(json.dumps(CONFIG)), dict(changes) | {"seed": seed, "name": folder.name})
     (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
@@ -96,9 +96,9 @@ def test_no_difference_between_runs_on_different_data(tmp_path):
         ]
         for name, folders in (("same", ("x-1", "x-1")), ("other", ("x-1", "y-2")))
     )
-    (_, row), (_, apart) = compare(same, tmp_path / "same"), compare(other, tmp_path / "other")
-    assert (row.pairs, row.difference, row.divergence) == (1, 0.0, 0.0)
-    assert (apart.pairs, apart.difference, apart.divergence) == (0, None, None)
+    (_, same_row), (_, other_row) = compare(same, tmp_path / "same"), compare(other, tmp_path / "other")
+    assert (same_row.pairs, same_row.difference, same_row.divergence) == (1, 0.0, 0.0)
+    assert (other_row.pairs, other_row.difference, other_row.divergence) == (0, None, None)
 
 
 def test_world_size_is_part_of_a_setting(tmp_path):
@@ -110,12 +110,12 @@ def test_statistics_match_hand_calculations(tmp_path):
     base, other = {1: 1.0, 2: 1.2, 3: 1.4}, {1: 1.1, 2: 1.2, 4: 9.0}
     losses = [5.0] * 250
     folders = [write_run(tmp_path / f"a{seed}", seed, losses, val) for seed, val in base.items()]
-    apart = [5.0] * 199 + [5.5, 5.0] + [5.0] * 48 + [3.0]
+    other_losses = [5.0] * 199 + [5.5, 5.0] + [5.0] * 48 + [3.0]
     folders += [
         write_run(
             tmp_path / f"b{seed}",
             seed,
-            apart,
+            other_losses,
             val,
             changes={"attention.backend": "flex"},
             peak_memory_bytes=seed * 2**20,
@@ -149,16 +149,16 @@ def test_only_finished_runs_count(tmp_path):
     assert (first.status, first.reason) == ("1 finished, 1 failed", "TrainingFailed: not finite")
     assert (first.val_loss, first.seeds, first.val_loss_ci95) == (2.0, 1, None)
     assert (second.status, second.reason, second.val_loss, second.step_ms) == ("refused", "needs a GPU", None, None)
-    assert any("needs a GPU" in note for note in notes([first, second]))
+    assert any("needs a GPU" in note for note in list_notes([first, second]))
     assert "| no: attention=flex | refused |" in (tmp_path / "out/comparison.md").read_text()
 
 
 def test_values_that_were_not_logged_are_unknown(tmp_path):
     run = write_run(tmp_path / "a", losses=(3.0, None, 1.0), last_val_loss=None, peak_memory_bytes=None)
     other = write_run(tmp_path / "b", losses=(3.0, 2.0, None), changes={"optimizer.lr": 0.1})
-    row, against = compare([run, other], tmp_path / "out")
+    row, other_row = compare([run, other], tmp_path / "out")
     assert (row.val_loss, row.seeds, row.step_ms) == (None, 0, None)  # three steps are all warm-up
-    assert (against.divergence, against.difference) == (0.0, None)  # step 1 alone has both
+    assert (other_row.divergence, other_row.difference) == (0.0, None)  # only step 1 has both losses
 
 
 # Settings and labels.
@@ -209,14 +209,14 @@ def test_jobs_that_have_not_started_are_counted(tmp_path):
         name, seed = (word.split("=")[1] for word in job.split(","))
         write_run(sweep / job, int(seed), changes={"attention.backend": name})
     (sweep / jobs[3]).mkdir()  # killed before it wrote anything
-    rows = compare([sweep], default_out([sweep]))
+    rows = compare([sweep], choose_out_folder([sweep]))
     assert [(row.setting, row.status) for row in rows] == [
         ("attention=flex", "1 finished, 1 not started"),
         ("attention=naive", "1 finished, 1 not started"),
         ("attention=third", "not started"),
     ]
     assert (sweep / "comparison.csv").exists()
-    assert str(default_out([sweep, sweep])) == "runs/comparison"
+    assert str(choose_out_folder([sweep, sweep])) == "runs/comparison"
 
 
 # Files and the terminal.
@@ -245,7 +245,7 @@ def test_csv_has_plain_numbers_and_the_table_fits_the_terminal(tmp_path):
     assert int(written[0]["peak_memory_bytes"]) == 9 * 2**30 and float(written[1]["divergence"]) == 0
     output = io.StringIO()
     console = Console(width=120, file=output)
-    console.print(terminal_table(rows, console))
+    console.print(make_terminal_table(rows, console))
     text = output.getvalue()
     assert all(len(line) <= 120 for line in text.splitlines())
     for word in ("naive1 and 2 more:", "attention=naive", "1.2000", "± 0.2484", "9.00 GiB", "31.2 s"):
@@ -290,28 +290,31 @@ def test_divergence_is_plotted_as_a_running_maximum(tmp_path):
 # Wrong input.
 
 
-def spoil(folder, name, text):
+def damage(folder, name, text):
     (folder / name).write_text(text)
     return folder
 
 
 @pytest.mark.parametrize(
-    ("make", "says"),
+    ("make", "message"),
     [
-        (lambda at: at / "nowhere", "nowhere does not exist"),
-        (lambda at: at, "no summary.json"),
-        (lambda at: spoil(write_run(at / "a"), "summary.json", '{"status": '), "summary.json is damaged"),
-        (lambda at: spoil(write_run(at / "a"), "summary.json", "[]"), "has no status"),
-        (lambda at: spoil(write_run(at / "a"), "config.yaml", "a: [1"), "config.yaml is damaged"),
-        (lambda at: spoil(write_run(at / "a"), "config.yaml", "a: 1"), "not the config of a run"),
-        (lambda at: spoil(write_run(at / "a"), "metrics.jsonl", '{"step": 1}\n{"st'), "metrics.jsonl is damaged"),
-        (lambda at: spoil(write_run(at / "a"), "metrics.jsonl", "[1]\n"), "rows without a step"),
-        (lambda at: spoil(write_sweep(at / "s", []), "sweep.json", "{}"), "sweep.json is damaged"),
-        (lambda at: write_sweep(at / "s", []), "no run to compare"),
+        (lambda folder: folder / "nowhere", "nowhere does not exist"),
+        (lambda folder: folder, "no summary.json"),
+        (lambda folder: damage(write_run(folder / "a"), "summary.json", '{"status": '), "summary.json is damaged"),
+        (lambda folder: damage(write_run(folder / "a"), "summary.json", "[]"), "has no status"),
+        (lambda folder: damage(write_run(folder / "a"), "config.yaml", "a: [1"), "config.yaml is damaged"),
+        (lambda folder: damage(write_run(folder / "a"), "config.yaml", "a: 1"), "not the config of a run"),
+        (
+            lambda folder: damage(write_run(folder / "a"), "metrics.jsonl", '{"step": 1}\n{"st'),
+            "metrics.jsonl is damaged",
+        ),
+        (lambda folder: damage(write_run(folder / "a"), "metrics.jsonl", "[1]\n"), "rows without a step"),
+        (lambda folder: damage(write_sweep(folder / "s", []), "sweep.json", "{}"), "sweep.json is damaged"),
+        (lambda folder: write_sweep(folder / "s", []), "no run to compare"),
     ],
 )
-def test_invalid_folders_are_refused_and_nothing_is_written(tmp_path, make, says):
-    with pytest.raises(UserError, match=says) as refusal:
+def test_invalid_folders_are_refused_and_nothing_is_written(tmp_path, make, message):
+    with pytest.raises(UserError, match=message) as refusal:
         compare([make(tmp_path)], tmp_path / "out")
     assert "\n" not in str(refusal.value) and not (tmp_path / "out").exists()
 
@@ -339,12 +342,12 @@ def test_compare_script(tmp_path):
 
 def test_comparison_imports_no_torch(tmp_path):
     modules = "sys, compare.runs.comparison, compare.runs.table"
-    ask = f"import {modules}; sys.exit(bool({{'torch', 'matplotlib'}} & set(sys.modules)))"
-    assert subprocess.run([sys.executable, "-c", ask], cwd=ROOT).returncode == 0
+    code = f"import {modules}; sys.exit(bool({{'torch', 'matplotlib'}} & set(sys.modules)))"
+    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
 def test_comparison_of_real_runs(train, tmp_path):
-    """What train.py writes is what compare reads: the backends' curves lie together, the same seed's pair up."""
+    """compare() reads the files that train.py writes. The losses of two backends with the same seed agree."""
     for name in ("naive", "sdpa"):
         assert train(f"name={name}", f"attention={name}", "train.steps=8") == 0
     rows = compare([tmp_path / "runs/naive", tmp_path / "runs/sdpa"], tmp_path / "runs/comparison")

@@ -1,4 +1,4 @@
-"""Statistics of a comparison, against numpy, hand calculations and published tables."""
+"""Statistics of a comparison, checked with numpy, hand calculations and published tables."""
 
 import math
 
@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from compare.runs.read import Run
-from compare.runs.statistics import by_seed, ci95, mean, quartiles, student_t
+from compare.runs.statistics import average_by_seed, ci95, mean, quartiles, student_t
 
 
 def test_student_t_matches_published_tables():
@@ -37,8 +37,8 @@ def test_interval_of_three_values():
 
 def test_intervals_contain_the_mean_95_times_in_100():
     draws = np.random.default_rng(0).normal(size=(2000, 3)).tolist()
-    held = sum(abs(mean(draw)) <= ci95(draw) for draw in draws)
-    assert 0.93 < held / 2000 < 0.97
+    n_covering = sum(abs(mean(draw)) <= ci95(draw) for draw in draws)
+    assert 0.93 < n_covering / 2000 < 0.97
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1))
@@ -49,4 +49,4 @@ def test_quartiles_are_ordered_and_within_the_values(values):
 
 def test_runs_of_one_seed_are_one_sample(tmp_path):
     runs = [Run(tmp_path, {}, seed, {"x": x}) for seed, x in ((1, 2.0), (1, 4.0), (2, 5.0), (3, None))]
-    assert by_seed(runs, "x") == {1: 3.0, 2: 5.0}
+    assert average_by_seed(runs, "x") == {1: 3.0, 2: 5.0}

@@ -1,4 +1,4 @@
-"""Sweeps with real processes: a kill, a refusal, an interruption, a lost launcher, and what each leaves behind."""
+"""Sweeps with real processes: killed, refused and interrupted jobs, a failing launcher, and the files that remain."""
 
 import csv
 import json
@@ -64,7 +64,7 @@ def comparison() -> list[dict]:
 
 
 @pytest.mark.slow
-def test_a_killed_interrupted_and_extended_sweep_runs_what_is_missing(train, workdir):
+def test_killed_interrupted_and_extended_sweep_runs_only_missing_jobs(train, workdir):
     (workdir / "site").mkdir()
     (workdir / "site/sitecustomize.py").write_text(SITECUSTOMIZE)
     site = str(workdir / "site")
@@ -95,7 +95,7 @@ def test_a_killed_interrupted_and_extended_sweep_runs_what_is_missing(train, wor
     (row,) = comparison()
     assert float(row["val_loss"]) == pytest.approx(sum(summary(f"seed={n}")["last_val_loss"] for n in (1, 2, 3)) / 3)
 
-    assert train(*LONG, "name=alone", "seed=1") == 0  # killed and continued, a job is still what it would have been
+    assert train(*LONG, "name=alone", "seed=1") == 0  # the killed and resumed job has the losses of this separate run
     assert untimed(metrics("alone"))[-1] == pytest.approx(untimed(metrics("sweeps/s/seed=1"))[-1], abs=1e-4)
 
 
@@ -129,7 +129,7 @@ def test_refused_backend_is_a_row_and_wandb_has_the_group(workdir):
     process = sweep(*settings, "attention=sdpa,flash", "optimizer.lr=0.03", "train.steps=5")
     out, err = process.communicate(timeout=TIMEOUT_S)
     assert (process.returncode, out) == (2, "")
-    assert "attention=sdpa was trained with optimizer.lr=0.02 (now 0.03); change that back, or set another name" in err
+    assert "attention=sdpa was trained with optimizer.lr=0.02 (now 0.03); restore the old values, or set another" in err
     assert summary("attention=sdpa")["status"] == "finished"
 
 
@@ -148,7 +148,7 @@ ConfigStore.instance().store(group="hydra/launcher", name="losing", provider="te
 
 
 def test_jobs_that_a_launcher_loses_are_reported(workdir):
-    """With a launcher of one's own, found as any plugin of Hydra's is."""
+    """The test adds a launcher plugin to Hydra, which fails after the first job."""
     (workdir / "plugins/hydra_plugins").mkdir(parents=True)
     (workdir / "plugins/hydra_plugins/losing.py").write_text(LAUNCHER)
     process = sweep("name=s", "seed=1,2", "hydra/launcher=losing", PYTHONPATH=str(workdir / "plugins"))
@@ -166,7 +166,7 @@ def test_recovered_outcome_of_lost_and_running_jobs(workdir):
     assert recover_outcome(job, 0.0, "gone") == Outcome("failed", "not started: gone")
     with RunDir("sweeps/s/seed=1", "", True) as run:
         run.start({"name": "sweeps/s/seed=1"}, {})
-        assert recover_outcome(job, 0.0, "gone").reason == f"is still being trained by {read_owner(folder)}"
+        assert recover_outcome(job, 0.0, "gone").reason == f"still being trained by {read_owner(folder)}"
         run.summary = None  # as if killed here
     assert recover_outcome(job, 0.0, "gone") == Outcome("failed", "its process was lost")
     assert read_summary(folder)["status"] == "failed"
