@@ -130,7 +130,7 @@ def format_memory(size: int) -> str:
 
 
 def format_number(number: float) -> str:
-    """Three significant digits, at least: "0.0123", "1.23", "46.0", "123", "1,234"."""
+    """At least three significant digits: "0.0123", "1.23", "46.0", "123", "1,234"."""
     return f"{number:,.0f}" if number >= 99.95 else f"{number:#.3g}"
 
 
