@@ -123,12 +123,12 @@ def main(Ts: list[int]) -> None:
                 for _ in range(ROUNDS)
             ]
             bench_s, check_s = (statistics.median(seconds) for seconds in zip(*pairs, strict=True))
-            read = ""
+            bytes_read = ""
             if phase == "decode":
                 size = 2 * T * H * D * 4
-                read = f"  {size / 2**20:.0f} MiB of keys and values at {size / bench_s / 1e9:.1f} GB/s"
+                bytes_read = f"  {size / 2**20:.0f} MiB of keys and values at {size / bench_s / 1e9:.1f} GB/s"
             times = f"{1e3 * bench_s:>10.3f}{1e3 * check_s:>10.3f}{bench_s / check_s:>7.2f}"
-            print(f"{phase:<17}{T:>6}  {variant:<10}{times}{read}", flush=True)
+            print(f"{phase:<17}{T:>6}  {variant:<10}{times}{bytes_read}", flush=True)
 
 
 if __name__ == "__main__":

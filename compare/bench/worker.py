@@ -74,12 +74,12 @@ class Worker:
         raise IsolatedCallFailed(status, result)
 
     def _start(self) -> None:
-        self._connection, theirs = Pipe()
+        self._connection, worker_connection = Pipe()
         self._log = tempfile.TemporaryFile()  # library output would break the progress bar  # noqa: SIM115
-        with theirs:
+        with worker_connection:
             self._process = subprocess.Popen(
-                [sys.executable, "-P", "-m", __name__, str(theirs.fileno())],
-                pass_fds=[theirs.fileno()],
+                [sys.executable, "-P", "-m", __name__, str(worker_connection.fileno())],
+                pass_fds=[worker_connection.fileno()],
                 stdin=subprocess.DEVNULL,
                 stdout=self._log,
                 stderr=self._log,

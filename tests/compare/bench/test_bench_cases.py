@@ -101,9 +101,8 @@ def test_peak_memory_does_not_depend_on_earlier_cases_of_the_process():
         def peak_memory(case):
             return worker.call(measure, case, SETTINGS, NO_REFERENCE).peak_memory_bytes
 
-        assert peak_memory(naive_case) == pytest.approx(3 * scores, rel=0.2), (
-            "weights, their gradients, score gradients"
-        )
+        # three matrices: the weights, their gradients, and the gradients of the scores
+        assert peak_memory(naive_case) == pytest.approx(3 * scores, rel=0.2)
         shapes = dict(B=1, H=2, G=2, D=64, Dv=64)
         flash = {T: peak_memory(make_case("forward", "flash", T=T, **shapes)) for T in (8192, 4096, 2048)}
         output = 2 * 64 * 4  # bytes per token
