@@ -2,7 +2,7 @@
 
     python sample.py                                      one sample, from the newest run
     python sample.py run=mine prompt="def main(x):" num_samples=3 temperature=0.8 top_k=50 seed=1
-    python sample.py interactive=true                     continues the lines that you type
+    python sample.py interactive=true                     continue the lines that you type
     python sample.py prompts=FILE out=FILE.jsonl          a sample for each line of a file
     python sample.py data.path=FILE loss=true             loss, perplexity and bits per byte of documents
 
@@ -15,7 +15,7 @@ most used keys:
   num_samples=N         samples per prompt, generated in batches of batch_size=N
   max_new_tokens=N      maximum length of a sample
   temperature=X         0 is greedy decoding, 1 samples from the model's distribution
-  top_k=N, top_p=X, min_p=X   sample from the most likely tokens only
+  top_k=N, top_p=X, min_p=X   sample only from the most likely tokens
   repetition_penalty=X  above 1: tokens that already occur become less likely
   stop=TEXT             end the sample before this string, or before the first of several: stop='["a", "b"]'
   seed=N                the same seed gives the same sample
@@ -27,7 +27,7 @@ In prompt, prompts and stop, \\n is a newline, \\t a tab and \\\\ a backslash.
 In Python: from sample import load, stream
 """
 
-if __name__ == "__main__":  # before the slow imports below, so that a typo is reported at once
+if __name__ == "__main__":  # before the slow imports below, so that a typo is reported immediately
     from configs.cli import parse_config
 
     config = parse_config("sample", __doc__)
@@ -123,7 +123,7 @@ def load_prompts(config: Sample) -> list[str]:
 
 
 def load_model(config: Sample, batch_size: int) -> tuple[GPT, tiktoken.Encoding, str]:
-    """Model, tokenizer and a one-line description of a run: see model/generation/load.py."""
+    """Load model, tokenizer and a one-line description of a run: see model/generation/load.py."""
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device, trains=False)
     return load_for_sampling(config.run, config.checkpoint, device, dtype, config.attention, batch_size)
@@ -146,7 +146,7 @@ def sample_seed(config: Sample, index: int) -> int:
 
 
 def run_prompt(config: Sample, model: GPT, tokenizer: tiktoken.Encoding, prompt: str) -> int:
-    """Print num_samples samples of one prompt, one after another. They are generated in batches."""
+    """Generate num_samples samples of one prompt in batches, and print them one after another."""
 
     def start_sample(index: int) -> None:
         if config.num_samples > 1:
@@ -176,11 +176,11 @@ def run_prompt(config: Sample, model: GPT, tokenizer: tiktoken.Encoding, prompt:
 
 
 def run_batch(config: Sample, model: GPT, tokenizer: tiktoken.Encoding, prompts: list[str]) -> int:
-    """Generate num_samples samples of each prompt: one JSON object per line, in order, to `out` or stdout."""
+    """Generate num_samples samples of each prompt. Write one JSON object per sample to `out` or stdout, in order."""
     inputs = [prompt for prompt in prompts for _ in range(config.num_samples)]
     total, limit = len(inputs), config.max_new_tokens
     texts, n_tokens = [""] * total, [0] * total
-    finished: dict[int, str] = {}  # lines that wait for earlier samples
+    finished: dict[int, str] = {}  # output lines that wait for earlier samples
     written = 0
     chunks = generate_texts(config, model, tokenizer, prompts)
     with open_output(config.out) as file, GenerationProgress(total, total * limit, "samples") as progress:
@@ -214,7 +214,7 @@ def run_interactive(config: Sample, model: GPT, tokenizer: tiktoken.Encoding) ->
         with suppress(ImportError):
             import readline  # noqa: F401 (line editing with the arrow keys)
     if hasattr(sys.stdin, "reconfigure"):
-        sys.stdin.reconfigure(errors="surrogateescape")  # invalid UTF-8 is refused like any other invalid prompt
+        sys.stdin.reconfigure(errors="surrogateescape")  # invalid UTF-8 is then refused as an invalid prompt
     print("type the beginning of a sample; an empty line continues the last sample", file=sys.stderr)
     print("Ctrl-C stops the sample, Ctrl-D quits", file=sys.stderr)
     text = ""
@@ -243,7 +243,7 @@ def score_documents(config: Sample, model: GPT, tokenizer: tiktoken.Encoding, do
     """Print the loss, perplexity and bits per byte of each document, and of all documents; save them to `out`."""
     if config.data.path is None:
         count = pluralize(len(documents), "document")
-        print(f"scoring {config.data.label}: {count}; set data.path=FILE for others", file=sys.stderr)
+        print(f"scoring {config.data.label}: {count}; set data.path=FILE for other documents", file=sys.stderr)
     encoded = [encode_document(tokenizer, text, f"document {i}") for i, text in enumerate(documents, start=1)]
     bytes_per_token = torch.from_numpy(token_bytes(tokenizer))
     losses = []
@@ -270,7 +270,7 @@ def print_summary(progress: GenerationProgress, out: str | None) -> None:
 
 
 def show(text: str) -> None:
-    """Print text at once, without a newline. On a terminal, control characters are replaced."""
+    """Print text immediately, without a newline. On a terminal, control characters are replaced."""
     print(printable(text) if sys.stdout.isatty() else text, end="", flush=True)
 
 

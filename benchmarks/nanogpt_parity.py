@@ -3,10 +3,10 @@
     git clone https://github.com/karpathy/nanoGPT
     python benchmarks/nanogpt_parity.py nanoGPT tinyshakespeare.txt
 
-Model and learning rates are those of experiment=shakespeare_char_cpu, without and with biases, in float32 on the
-CPU. Each side takes 20 steps with the optimizer that its own code builds. Gradients are clipped at 1.0. Both sides use
-trilGPT's schedule, because nanoGPT's is part of its train.py. Prints both losses before each update. The exit code is 1
-if they differ by more than 1e-4.
+The model and the learning rates are those of experiment=shakespeare_char_cpu, in float32 on the CPU. The comparison
+runs twice, without and with biases. Each project builds its optimizer, and trains for 20 steps. Gradients are clipped
+at 1.0. Both use trilGPT's schedule, because nanoGPT's is part of its train.py. Prints both losses before each update.
+The exit code is 1 if they differ by more than 1e-4.
 """
 
 import argparse
@@ -46,9 +46,9 @@ def main() -> int:
     arguments = parser.parse_args()
     for file in (arguments.nanogpt / "model.py", arguments.text):
         if not file.is_file():
-            parser.error(f"{file} does not exist; name a checkout of nanoGPT and a text file")
+            parser.error(f"{file} does not exist; pass the folder of a nanoGPT checkout and a text file")
     theirs = import_model(arguments.nanogpt / "model.py")
-    differences = [compare(theirs, arguments.text, arguments.steps, bias) for bias in (False, True)]
+    differences = [compare_losses(theirs, arguments.text, arguments.steps, bias) for bias in (False, True)]
     print(f"\nlargest difference {max(differences):.1e}, allowed {MAX_DIFFERENCE_NATS:.0e}")
     return int(not all(difference <= MAX_DIFFERENCE_NATS for difference in differences))  # NaN fails, too
 
@@ -61,8 +61,8 @@ def import_model(file: Path) -> ModuleType:
     return module
 
 
-def compare(theirs: ModuleType, text: Path, steps: int, bias: bool) -> float:
-    """Train both models and print one row per step -> the largest difference of their losses in nats."""
+def compare_losses(theirs: ModuleType, text: Path, steps: int, bias: bool) -> float:
+    """Train both models, and print one row per step -> the largest difference of their losses, in nats."""
     config: Train = parse_config("train", "", [
         "experiment=shakespeare_char_cpu", f"data.path={text}", f"model.bias={str(bias).lower()}",
     ])  # fmt: skip
@@ -91,8 +91,8 @@ def compare(theirs: ModuleType, text: Path, steps: int, bias: bool) -> float:
         for group in their_optimizer.param_groups:
             group["lr"] = adamw.lr * scale
         set_lr(our_optimizers, scale)
-        their_loss = update(their_model, their_model(x, y)[1], [their_optimizer], config.train.grad_clip)
-        our_loss = update(our_model, our_model(x, y), our_optimizers, config.train.grad_clip)
+        their_loss = train_step(their_model, their_model(x, y)[1], [their_optimizer], config.train.grad_clip)
+        our_loss = train_step(our_model, our_model(x, y), our_optimizers, config.train.grad_clip)
         print(f"{step:>4} {their_loss:>10.6f} {our_loss:>10.6f} {our_loss - their_loss:>11.1e}")
         largest = max(abs(our_loss - their_loss), largest)
     return largest
@@ -110,11 +110,13 @@ def copy_weights(their_model: nn.Module, our_model: nn.Module) -> None:
                 _, layer, inner = module.split(".", 2)
                 theirs = f"transformer.h.{layer}.{BLOCK_MODULES[inner]}.{kind}"
             if weight.shape != source[theirs].shape:
-                raise ValueError(f"{name} is {tuple(weight.shape)}, nanoGPT's {theirs} {tuple(source[theirs].shape)}")
+                raise ValueError(
+                    f"{name} has shape {tuple(weight.shape)}, and nanoGPT's {theirs} {tuple(source[theirs].shape)}"
+                )
             weight.copy_(source[theirs])
             remaining.remove(theirs)
     if remaining:
-        raise ValueError(f"nanoGPT's {', '.join(sorted(remaining))} have no counterpart")
+        raise ValueError(f"nanoGPT's {', '.join(sorted(remaining))} have no counterpart in trilGPT")
 
 
 def random_windows(tokens: Tensor, B: int, T: int, random: torch.Generator) -> tuple[Tensor, Tensor]:
@@ -124,8 +126,8 @@ def random_windows(tokens: Tensor, B: int, T: int, random: torch.Generator) -> t
     return window[:, :-1].contiguous(), window[:, 1:].contiguous()
 
 
-def update(model: nn.Module, loss: Tensor, optimizers: list[torch.optim.Optimizer], grad_clip: float) -> float:
-    """One optimizer step -> the loss before it, in nats."""
+def train_step(model: nn.Module, loss: Tensor, optimizers: list[torch.optim.Optimizer], grad_clip: float) -> float:
+    """Backward pass, gradient clipping and one optimizer step -> the loss before the step, in nats."""
     model.zero_grad(set_to_none=True)
     loss.backward()
     nn.utils.clip_grad_norm_(model.parameters(), grad_clip)

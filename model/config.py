@@ -1,6 +1,6 @@
 """Types and rules of the model and attention settings. The values are in configs/model/ and configs/attention/.
 
-This module does not import torch: invalid settings are reported before the seconds that the import takes.
+This module does not import torch, which takes seconds, so that invalid settings are reported immediately.
 """
 
 from dataclasses import dataclass
@@ -17,13 +17,14 @@ POSITIONS = ("learned", "rotary")
 class GPTConfig:
     """Architecture of the model. AttentionConfig selects the kernel that computes attention.
 
-    n_kv_head: key/value heads; n_head / n_kv_head query heads share one; None: as many as n_head.
-    dropout: probability of dropping an embedding, an attention weight or a residual branch's output, as in GPT-2.
+    n_kv_head: number of key/value heads. n_head / n_kv_head query heads share one. None: n_head.
+    dropout: probability of zeroing an element of the embeddings, the attention weights and the output of attention and
+        MLP, as in GPT-2.
     bias: whether linear layers and LayerNorms have a bias.
     window: number of keys that a query attends to, including its own; None: all. A list repeats over the layers.
-    pad_vocab_multiple: rows of the token tables are rounded up to a multiple of this, which is faster on GPUs.
+    pad_vocab_multiple: the rows of token embedding and head are rounded up to a multiple of this, for speed on GPUs.
     max_ngram: longest n-gram that has an embedding; 1: single tokens only.
-    ngram_table_size: rows of the table that longer n-grams are hashed into.
+    ngram_table_size: number of rows of the table that n-grams of two or more tokens are hashed into.
 
     Raises UserError for settings that are invalid or do not fit together.
     """
@@ -60,7 +61,7 @@ class GPTConfig:
         half = max(1, self.block_size // 2)
         windows = self.window_pattern
         check_settings("model", self, [
-            ("dropout", 0 <= self.dropout < 1, "must be a probability below 1; set 0 for none, or 0.1"),
+            ("dropout", 0 <= self.dropout < 1, "must be a probability below 1; set, say, 0.1, or 0 for no dropout"),
             ("n_embd", self.n_embd % self.n_head == 0,
              f"must be a multiple of model.n_head={self.n_head}; set, say, model.n_embd={n_embd}"),
             ("n_kv_head", self.kv_heads >= 1 and self.n_head % self.kv_heads == 0,

@@ -1,7 +1,8 @@
 """Number of parameters and floating-point operations (FLOPs) of a model.
 
-Per sequence of T tokens, with C = n_embd, the linear layers take O(T C^2) FLOPs: every token passes every weight once.
-Attention takes O(T^2 C), because every token attends to every other. Beyond `crossover` tokens, attention dominates.
+Per sequence of T tokens, with C = n_embd, the linear layers take O(T C^2) FLOPs: each weight is multiplied once per
+token. Attention takes O(T^2 C), because each query has a score for each key. For long sequences, attention dominates:
+see `find_flops_crossover`. T tokens, C channels, H query heads, D head dimension of q and k, Dv head dimension of v.
 """
 
 from bisect import bisect_left
@@ -10,7 +11,7 @@ from model.attention import AttentionRequest
 from model.config import GPTConfig
 from model.gpt import GPT
 
-PARTS = {  # a part of the parameter's name -> its part of the model
+PARTS = {  # substring of a parameter's name -> part of the model
     "wte.": "token embedding",
     "wpe.": "position embedding",
     "ngrams.": "n-gram embedding",
@@ -30,15 +31,16 @@ def params_by_part(model: GPT) -> dict[str, int]:
     """Number of parameters of each part in PARTS. A tied head counts as token embedding."""
     counts = dict.fromkeys(PARTS.values(), 0)
     for name, p in model.named_parameters():
-        counts[next(part for mark, part in PARTS.items() if mark in name)] += p.numel()
+        counts[next(part for substring, part in PARTS.items() if substring in name)] += p.numel()
     return counts
 
 
 def flops_per_token(config: GPTConfig, vocab_size: int, T: int) -> int:
     """FLOPs per token of a forward and backward pass over sequences of T tokens.
 
-    Counts matrix products only. A multiply-add is two FLOPs, and the backward pass costs twice the forward pass: 6 per
-    weight, and 12 T H D per layer for attention, as in PaLM (Chowdhery et al., arXiv:2204.02311, appendix B).
+    Only matrix products count. A multiply-add is two FLOPs, and the backward pass takes twice as many as the forward
+    pass. This gives 6 per weight, and 12 T H D per layer for attention, as in PaLM (Chowdhery et al.,
+    arXiv:2204.02311, appendix B).
     """
     return linear_flops_per_token(config, vocab_size) + attention_flops_per_token(config, T)
 
@@ -51,7 +53,7 @@ def linear_flops_per_token(config: GPTConfig, vocab_size: int) -> int:
 
 
 def attention_flops_per_token(config: GPTConfig, T: int) -> int:
-    """FLOPs of QK^T and the product with V: 12 H D per layer and key, for T keys or the keys of the window.
+    """FLOPs of QK^T and the product with V: 12 H D per layer and key. A layer has T keys, or those of its window.
 
     Kernels may do less or more: causal kernels can skip the masked half, and many compute keys outside the window.
     """
@@ -59,10 +61,10 @@ def attention_flops_per_token(config: GPTConfig, T: int) -> int:
     return 12 * config.n_head * config.head_dim * keys
 
 
-def crossover(config: GPTConfig, vocab_size: int) -> int | None:
-    """The smallest T at which attention takes as many FLOPs as everything else; None: never, because of windows."""
+def find_flops_crossover(config: GPTConfig, vocab_size: int) -> int | None:
+    """Smallest T at which attention takes as many FLOPs as the linear layers; None if windows prevent this."""
     linear = linear_flops_per_token(config, vocab_size)
-    largest = -(-linear // (12 * config.n_head * config.head_dim))  # if only one layer has no window
+    largest = -(-linear // (12 * config.n_head * config.head_dim))  # the result if one layer has no window
     T = bisect_left(range(largest), linear, key=lambda T: attention_flops_per_token(config, T))
     return T if attention_flops_per_token(config, T) >= linear else None
 
@@ -70,7 +72,8 @@ def crossover(config: GPTConfig, vocab_size: int) -> int | None:
 def attention_flops(request: AttentionRequest) -> int:
     """FLOPs of one causal attention call: 2 (D + Dv) per head and visible pair of query and key.
 
-    With gradients three times as many: dQ, dK, dV and the gradient of the weights are products of the same sizes.
+    With gradients, it is three times as many: the two products of the forward pass have four gradients (of Q, K, V and
+    the weights), and each takes as many FLOPs as its product.
     """
     offset = request.Tk - request.Tq
     pairs = request.Tq * offset + request.Tq * (request.Tq + 1) // 2

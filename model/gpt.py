@@ -1,23 +1,25 @@
 """The GPT model: a decoder-only transformer. With configs/model/gpt2.yaml it is GPT-2 (Radford et al., 2019).
 
-Each block computes x + attention(norm(x)), then x + mlp(norm(x)). A last norm precedes the head. Options:
+Each block computes x + attention(norm(x)), then x + mlp(norm(x)). A final norm precedes the head. Options:
 
 - positions: learned embeddings as in GPT-2, or rotary ones (RoPE, Su et al., arXiv:2104.09864)
 - norm: LayerNorm, or RMSNorm (Zhang & Sennrich, arXiv:1910.07467)
 - MLP: GELU, exact or GPT-2's tanh approximation, or squared ReLU (Primer, So et al., arXiv:2109.08668)
-- attention: grouped-query heads, normalised queries and keys (Henry et al., arXiv:2010.04245), a sliding window per
-  layer (Longformer, Beltagy et al., arXiv:2004.05150), and a document mask
+- attention: grouped-query attention (GQA, Ainslie et al., arXiv:2305.13245), normalised queries and keys (QK-norm,
+  Henry et al., arXiv:2010.04245), a sliding window per layer (Longformer, Beltagy et al., arXiv:2004.05150), and a
+  document mask
 - hashed n-gram embeddings (model/ngram.py)
 
-The kernel that computes attention is a function `attend`, which the model gets from model/attention/.
+The model does not select a kernel: the caller passes the function `attend`, one of the backends in model/attention/.
 
-Initialisation, as in GPT-2's code:
+Initialisation, as in nanoGPT. normal(0, s) has mean 0 and standard deviation s:
 
     embeddings, linear weights      normal(0, 0.02)
-    projections into the residual   normal(0, 0.02 / sqrt(2 n_layer)), so that the variance of their sum is constant
+    projections into the residual   normal(0, 0.02 / sqrt(2 n_layer)): the variance of the sum over all blocks does not
+                                    depend on n_layer
     biases                          zero
-    n-gram embeddings               zero: most n-grams are rare, and their embeddings would stay noise
-    norms                           one (and zero for LayerNorm's bias)
+    n-gram embeddings               zero: most n-grams are rare, so random values would remain as noise
+    norm weights                    one
 
 B batch, T time, C channels = n_embd, H query heads, G key/value heads, D head dimension, V vocabulary.
 """
@@ -45,41 +47,44 @@ def make_norm(config: GPTConfig, size: int) -> nn.Module:
 
 
 def rotary_cos_sin(positions: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of position x frequency, 10000^(-2i/D) (RoPE, eq. 15): positions (...) -> two (..., 1, D / 2)."""
+    """Cosine and sine of position x 10000^(-2i/D), i < D/2 (RoPE, eq. 15): positions (...) -> two of (..., 1, D/2)."""
     frequency = 10_000.0 ** (-torch.arange(0, head_dim, 2, device=positions.device).float() / head_dim)
     angle = positions.float().unsqueeze(-1) * frequency
     return angle.cos().unsqueeze(-2), angle.sin().unsqueeze(-2)
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the channel pairs (i, i + D/2) of x (B, T, heads, D) by the angle of their position."""
+    """Rotate the channel pairs (i, i + D/2) of x (B, T, H or G, D) by the angles of `rotary_cos_sin`."""
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).type_as(x)
 
 
 def positions_in_document(doc_ids: Tensor) -> Tensor:
-    """Position of each token in its document, from 0. doc_ids (B, T), equal within a document -> (B, T)."""
+    """Position of each token in its document, counted from 0: doc_ids (B, T), one id per token -> (B, T)."""
     index = torch.arange(doc_ids.shape[1], device=doc_ids.device)
     is_first = F.pad(doc_ids[:, 1:] != doc_ids[:, :-1], (1, 0), value=True)
     return index - torch.where(is_first, index, 0).cummax(dim=1).values
 
 
 class CacheLike(Protocol):
-    """The interface of a KV cache, as the model sees it: see model/generation/kv_cache.py."""
+    """Interface between the model and a KV cache. model/generation/kv_cache.py implements it."""
 
-    previous_tokens: Tensor | None  # (B, max_ngram - 1): the tokens before the first input, -1 where there are none
+    previous_tokens: Tensor | None  # (B, max_ngram - 1): the tokens before the first input, -1 where there is none
 
     def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store the keys and values of new tokens, and return all that their queries attend to."""
+        """Store k, v (B, T, G, D) of new tokens -> the keys and values that their queries attend to, (B, Tk, G, D)."""
         ...
 
     def query_positions(self, layer: int) -> Tensor | None:
-        """(B, T): index of each query among the keys that `update` returned; None: the queries are the last ones."""
+        """Index (B, T) of each query among the keys that `update` returned; None: query i has index Tk - T + i."""
         ...
 
 
 class CausalSelfAttention(nn.Module):
-    """Multi-head attention: project to heads, attend, concatenate, project back."""
+    """Causal multi-head attention: project to heads, attend, concatenate, project back.
+
+    rotary: the result of `rotary_cos_sin`; None with learned positions.
+    """
 
     def __init__(self, config: GPTConfig, attend: Callable[..., Tensor], layer: int):
         super().__init__()
@@ -142,7 +147,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Transformer block: attention, then the MLP, each after a norm and added to the residual stream."""
+    """Transformer block: attention, then the MLP. Both read a norm of the residual stream, and add to the stream."""
 
     def __init__(self, config: GPTConfig, attend: Callable[..., Tensor], layer: int):
         super().__init__()
@@ -165,9 +170,9 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """The model: tokens (B, T) -> logits (B, T, V).
 
-    attend: the attention function of every layer (model/attention/). device: where parameters are allocated; on "meta"
-    they have shapes only. weights: a state_dict whose tensors become the parameters; None: initialise them from
-    torch's global generator.
+    attend: the attention function of all layers (model/attention/).
+    device: where parameters are allocated. On "meta", they have shapes only.
+    weights: a state_dict whose tensors become the parameters. None: draw them from torch's global generator.
     """
 
     def __init__(
@@ -181,15 +186,15 @@ class GPT(nn.Module):
         super().__init__()
         self.config, self.vocab_size = config, vocab_size
         with torch.device("meta"):  # shapes only: PyTorch's default initialisation would be overwritten
-            rows = -(-vocab_size // config.pad_vocab_multiple) * config.pad_vocab_multiple
-            self.wte = empty_embedding(rows, config.n_embd)
+            padded_vocab_size = -(-vocab_size // config.pad_vocab_multiple) * config.pad_vocab_multiple
+            self.wte = empty_embedding(padded_vocab_size, config.n_embd)
             self.wpe = empty_embedding(config.block_size, config.n_embd) if config.position == "learned" else None
             self.ngrams = None
             if config.max_ngram > 1:
                 self.ngrams = NgramEmbedding(config.max_ngram, config.ngram_table_size, config.n_embd)
             self.blocks = nn.ModuleList(Block(config, attend, layer) for layer in range(config.n_layer))
             self.norm = make_norm(config, config.n_embd)
-            self.lm_head = nn.Linear(config.n_embd, rows, bias=False)
+            self.lm_head = nn.Linear(config.n_embd, padded_vocab_size, bias=False)
         load_or_allocate(self, weights, device)
         if config.tie_embeddings:
             self.lm_head.weight = self.wte.weight
@@ -222,7 +227,7 @@ class GPT(nn.Module):
         kv_cache: CacheLike | None = None,
         reduction: str = "mean",
     ) -> Tensor:
-        """Next-token logits (B, T, V); with targets (B, T), their cross entropy instead.
+        """Return next-token logits (B, T, V), or the cross entropy if targets (B, T) are given.
 
         The loss is in nats and in float32, also under autocast. Targets of -100 are ignored. reduction: mean or sum.
         For doc_ids, positions and kv_cache see `backbone`.
@@ -240,12 +245,12 @@ class GPT(nn.Module):
         positions: Tensor | None = None,
         kv_cache: CacheLike | None = None,
     ) -> Tensor:
-        """Hidden states before the head: tokens (B, T) -> (B, T, C).
+        """Hidden states after the final norm: tokens (B, T) -> (B, T, C).
 
-        doc_ids (B, T): document of each token. Attention stays within a document, and its positions start at 0.
+        doc_ids (B, T): document of each token. Attention stays within a document, and positions start at 0 in each.
         positions (B, T): position of each token; None: counted from 0. Rotary positions may exceed block_size.
         kv_cache: stores keys and values, and returns those of earlier tokens (see CacheLike).
-        Raises UserError if T exceeds block_size.
+        Raises UserError if positions is None and T exceeds block_size.
         """
         T = tokens.shape[1]
         if positions is None and self.config.block_size < T:
@@ -256,7 +261,7 @@ class GPT(nn.Module):
         if self.wpe is not None:
             x = x + (self.wpe.weight[:T] if position_ids is None else self.wpe(position_ids))
         elif positions is not None:
-            rotary = rotary_cos_sin(positions, self.config.head_dim)  # they may exceed the tables
+            rotary = rotary_cos_sin(positions, self.config.head_dim)  # the tables end at block_size
         elif position_ids is not None:
             rotary = self.rotary_cos[position_ids], self.rotary_sin[position_ids]
         else:

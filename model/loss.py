@@ -1,4 +1,7 @@
-"""Cross entropy over a vocabulary, in chunks if all logits would take too much memory."""
+"""Output head and cross entropy in one function. Logits are computed in chunks if all would take too much memory.
+
+N tokens, C channels. The weight has V rows of the vocabulary, and then padding.
+"""
 
 import torch
 import torch.nn.functional as F
@@ -6,7 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 IGNORE_INDEX = -100  # the default of torch.nn.functional.cross_entropy
-CHUNK_LOGITS = 2**26  # 256 MiB in float32; 1,334 tokens with GPT-2's vocabulary
+CHUNK_LOGITS = 2**26  # 256 MiB in float32; 1,335 tokens with GPT-2's vocabulary
 MAX_COMPILED_CHUNKS = 16  # torch.compile unrolls the loop over chunks
 
 
@@ -23,7 +26,7 @@ def linear_cross_entropy(
     Rows of `weight` from vocab_size on are padding. reduction: mean or sum over the targets that are not IGNORE_INDEX.
 
     More than chunk_logits logits are computed in chunks, together with their gradient, so that only one chunk is in
-    memory at a time. float16 is excluded: its gradients must be scaled before they are rounded.
+    memory at a time. float16 logits are never chunked: GradScaler must scale their gradients before they are rounded.
     """
     if reduction not in ("mean", "sum"):
         raise ValueError(f"reduction={reduction!r} must be mean or sum")
@@ -41,7 +44,7 @@ def linear_cross_entropy(
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Sum of the cross entropy. The forward pass also computes the gradient of the logits: softmax minus one-hot."""
+    """Cross entropy summed over tokens. The forward pass also computes the logits' gradient, softmax minus one-hot."""
 
     @staticmethod
     def forward(

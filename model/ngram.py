@@ -1,7 +1,7 @@
-"""Hashed n-gram embeddings: each token also gets an embedding of the last 2, 3, ... tokens together.
+"""Hashed n-gram embeddings: each token also gets the embeddings of the 2-gram, 3-gram, ... that end at it.
 
-As in fastText (Bojanowski et al., arXiv:1607.04606), and in a decoder in BLT (Pagnoni et al., arXiv:2412.09871).
-B batch, T time, C channels = n_embd.
+fastText (Bojanowski et al., arXiv:1607.04606) hashes n-grams of characters in this way, and BLT (Pagnoni et al.,
+arXiv:2412.09871) those of bytes. B batch, T time, C channels = n_embd.
 """
 
 import torch
@@ -14,8 +14,8 @@ from common.startup import empty_embedding
 class NgramEmbedding(nn.Module):
     """Sum of the embeddings of the 2-gram, ..., max_ngram-gram that end at each token: tokens (B, T) -> (B, T, C).
 
-    All n-grams are hashed into one table of table_size rows, so two n-grams may share a row. Positions before the first
-    token, and tokens of other documents, hash like one additional token.
+    All n-grams are hashed into one table of table_size rows, so two n-grams may share a row. Where an n-gram reaches
+    beyond the first token or into another document, it contains a padding id.
     """
 
     PRIME, FACTOR = 2**31 - 1, 1_566_083_941  # a hash is below PRIME, so hash x FACTOR fits into int64
@@ -28,12 +28,12 @@ class NgramEmbedding(nn.Module):
     def ngram_hashes(self, tokens: Tensor, doc_ids: Tensor | None, previous_tokens: Tensor | None = None) -> Tensor:
         """Table row of each n-gram that ends at each token -> (B, T, max_ngram - 1).
 
-        previous_tokens (B, max_ngram - 1): the tokens before the first one, -1 where there are none; None: none at all.
+        previous_tokens (B, max_ngram - 1): the tokens before the first one, -1 where there is none. None: all are -1.
         """
         T, offset = tokens.shape[1], self.max_ngram - 1
         if previous_tokens is None:
             previous_tokens = tokens.new_full((tokens.shape[0], offset), -1)
-        context = torch.cat((previous_tokens, tokens), dim=1) + 1  # 0: no token
+        context = torch.cat((previous_tokens, tokens), dim=1) + 1  # 0 is the padding id
         value, values = tokens, []
         for distance in range(1, self.max_ngram):
             earlier = context[:, offset - distance : offset - distance + T]

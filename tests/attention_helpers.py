@@ -15,8 +15,8 @@ from model.attention.support import missing_feature
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
 DEVICES = [pytest.param(CPU, id="cpu"), pytest.param(CUDA, id="cuda", marks=pytest.mark.gpu)]
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-NEED = AttentionRequest(B=2, Tq=16, Tk=16, H=4, G=2, D=8, Dv=8, dtype=torch.float32, device=CPU, grad=True)
-NEED_CUDA = replace(NEED, Tq=128, Tk=128, G=4, D=64, Dv=64, dtype=torch.bfloat16, device=CUDA)
+REQUEST = AttentionRequest(B=2, Tq=16, Tk=16, H=4, G=2, D=8, Dv=8, dtype=torch.float32, device=CPU, grad=True)
+REQUEST_CUDA = replace(REQUEST, Tq=128, Tk=128, G=4, D=64, Dv=64, dtype=torch.bfloat16, device=CUDA)
 
 # Errors that rounding explains: (largest error of an output, largest error of a gradient / largest gradient).
 BOUNDS = {
@@ -34,54 +34,58 @@ def backends_on(device: str) -> list[str]:
     return [name for name, backend in BACKENDS.items() if device in backend.on]
 
 
-def choose(name, kernels=None, impl=None):
+def choose(name, kernels=None, impl=None) -> AttentionConfig:
+    """The settings that choose a backend."""
     return AttentionConfig(name, kernels, impl)
 
 
-def random_qkv(need: AttentionRequest, seed=0):
+def random_qkv(request: AttentionRequest, seed=0):
+    """Random q, k and v with the shapes, dtype and device of a request."""
     generator = torch.Generator().manual_seed(seed)
 
     def draw(*shape):
         drawn = torch.randn(*shape, generator=generator, dtype=torch.float64)
-        return drawn.to(need.device, need.dtype).requires_grad_(need.grad)
+        return drawn.to(request.device, request.dtype).requires_grad_(request.grad)
 
-    B, Tq, Tk, G = need.B, need.Tq, need.Tk, need.G
-    return draw(B, Tq, need.H, need.D), draw(B, Tk, G, need.D), draw(B, Tk, G, need.Dv)
+    B, Tq, Tk, G = request.B, request.Tq, request.Tk, request.G
+    return draw(B, Tq, request.H, request.D), draw(B, Tk, G, request.D), draw(B, Tk, G, request.Dv)
 
 
-def random_masks(need: AttentionRequest, seed=0) -> dict:
+def random_masks(request: AttentionRequest, seed=0) -> dict:
+    """The keyword arguments window, doc_ids and positions for a request; None where it has none."""
     generator = torch.Generator().manual_seed(seed)
     positions = doc_ids = None
-    if need.document_mask:
-        doc_ids = torch.randint(0, 4, (need.B, need.Tk), generator=generator).sort(dim=1).values.to(need.device)
-    if need.positions:
-        positions = torch.randint(0, need.Tk, (need.B, need.Tq), generator=generator).to(need.device)
-    return {"window": need.window, "doc_ids": doc_ids, "positions": positions}
+    if request.document_mask:
+        doc_ids = torch.randint(0, 4, (request.B, request.Tk), generator=generator).sort(dim=1).values
+        doc_ids = doc_ids.to(request.device)
+    if request.positions:
+        positions = torch.randint(0, request.Tk, (request.B, request.Tq), generator=generator).to(request.device)
+    return {"window": request.window, "doc_ids": doc_ids, "positions": positions}
 
 
-def compare_with_naive(name: str, need: AttentionRequest, seed: int, attend=None) -> None:
+def compare_with_naive(name: str, request: AttentionRequest, seed: int, attend=None) -> None:
     """Check that a backend agrees with naive in float64, or that it is refused as the support table requires.
 
-    Compares outputs and, if need.grad, gradients. attend: the function to call; None: the backend's.
+    Compares outputs and, if request.grad, gradients. attend: the function to call; None: the backend's.
     """
-    missing = missing_feature(BACKENDS[name], need)
+    missing = missing_feature(BACKENDS[name], request)
     if missing is not None:
         problem, setting = missing
         with pytest.raises(UserError) as refused:
-            resolve(choose(name), need)
+            resolve(choose(name), request)
         assert f"attention={name}" in str(refused.value) and problem in str(refused.value)
         assert (setting or "attention=naive") in str(refused.value)
         return
-    resolve(choose(name), need)
-    qkv, masks = random_qkv(need, seed), random_masks(need, seed)
-    doubles = [t.detach().double().requires_grad_(need.grad) for t in qkv]
+    resolve(choose(name), request)
+    qkv, masks = random_qkv(request, seed), random_masks(request, seed)
+    doubles = [t.detach().double().requires_grad_(request.grad) for t in qkv]
     y, expected = (attend or BACKENDS[name].attend)(*qkv, **masks), naive(*doubles, **masks)
-    y_bound, gradient_bound = BOUNDS[need.device.type][str(need.dtype).removeprefix("torch.")]
-    assert y.dtype == need.dtype
+    y_bound, gradient_bound = BOUNDS[request.device.type][str(request.dtype).removeprefix("torch.")]
+    assert y.dtype == request.dtype
     assert (y.double() - expected).abs().max() < y_bound
-    if need.grad:
+    if request.grad:
         weights = torch.randn(*y.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
-        weights = weights.to(need.device)
+        weights = weights.to(request.device)
         actual = torch.autograd.grad((y.double() * weights).sum(), qkv)
         for a, e in zip(actual, torch.autograd.grad((expected * weights).sum(), doubles), strict=True):
             assert (a.double() - e).abs().max() < gradient_bound * max(1.0, e.abs().max())

@@ -37,7 +37,7 @@ def run(*overrides):
 
 
 def refusal(capsys, *overrides):
-    """The message of a command that is refused."""
+    """Run a command that must be refused -> its message."""
     capsys.readouterr()
     try:
         code = run(*overrides)
@@ -67,7 +67,7 @@ def test_sample_is_printed_as_it_is_generated(trained, monkeypatch, capsys):
     assert "30 tokens in " in err and " tokens/s\n" in err
 
 
-def test_samples_of_one_prompt_are_those_of_their_seeds(trained, sample, capsys):
+def test_samples_of_one_prompt_equal_single_samples_with_their_seeds(trained, sample, capsys):
     alone = [sample(*RUN, "prompt=The ", f"seed={seed}") for seed in (5, 6, 7)]
     capsys.readouterr()
     assert run(*RUN, "prompt=The ", "seed=5", "num_samples=3", "batch_size=2") == 0
@@ -87,7 +87,7 @@ def test_sample_ends_before_a_stop_string(trained, sample):
 
 
 def test_prompt_and_stop_understand_the_same_escapes(train, sample, workdir):
-    """On the command line and in lines of a file. prompt_file, JSON strings and Python strings are exact."""
+    """Escapes work on the command line and in lines of a file. prompt_file, JSON and Python strings are exact."""
     assert train("name=a", "tokenizer=byte") == 0
     assert sample(*RUN, r"prompt=a\nb\\n\t").startswith("a\nb\\n\t")
     (workdir / "p.txt").write_text("a\\nb\n")
@@ -109,7 +109,7 @@ def test_run_is_found_by_its_name_or_folder(trained, sample, workdir):
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
-def test_low_precision_weights_change_the_loss_little(train, sample, dtype):
+def test_low_precision_weights_change_the_loss_only_slightly(train, sample, dtype):
     if dtype == "float16" and "fbgemm" not in torch.backends.quantized.supported_engines:
         pytest.skip("NOT RUN: float16 needs an x86 CPU")
     assert train("name=a", "train.steps=30") == 0
@@ -152,7 +152,7 @@ def test_seeds_wrap_around(trained, sample, workdir):
 
 
 def test_prompt_files_are_split_at_line_ends_only(train, sample, workdir):
-    """Windows line ends and a byte order mark are no part of a prompt; form feeds and U+2028 are."""
+    """Windows line ends and a byte order mark are not part of a prompt, but form feeds and U+2028 are."""
     (workdir / "text.txt").write_bytes((TEXT + "\x0c\u2028\ufeff\r\n").encode())
     assert train("name=a", "tokenizer=byte") == 0
     (workdir / "p.txt").write_bytes("\ufeffThe\r\nsays\x0c1\u20282\r\n".encode())
@@ -176,7 +176,7 @@ def test_output_file_is_never_overwritten_and_removed_if_empty(workdir):
 
 
 def test_interrupted_batch_saves_finished_samples(trained, workdir, monkeypatch, capsys):
-    """The first of three samples is the longest; the others are finished."""
+    """The first of three samples is interrupted; the others are finished."""
     (workdir / "p.txt").write_text("The\nThe 1\nThe 2\n")
     generate = script.generate
 
@@ -208,7 +208,7 @@ def test_typed_lines_are_continued(trained, sample, monkeypatch):
     assert "line" + out.rpartition("\nline")[2] == sample(*RUN, "prompt=line", "seed=6")
 
 
-def test_ctrl_c_stops_the_sample_and_ctrl_d_the_program(trained):
+def test_ctrl_c_stops_the_sample_and_ctrl_d_quits(trained):
     """On a terminal: a long sample, Ctrl-C, another long sample, Ctrl-C, Ctrl-D."""
     master, slave = pty.openpty()
     process = subprocess.Popen(
@@ -296,7 +296,7 @@ def test_python_functions_refuse_invalid_arguments(trained):
 
 @pytest.mark.parametrize("logits_per_forward", [1, 2**25])
 def test_loss_of_the_validation_text_equals_its_evaluation(train, sample, workdir, monkeypatch, logits_per_forward):
-    """In one forward pass or in many. The reference is the run's last evaluation, on the complete validation split."""
+    """With one forward pass or many. The reference is the run's last evaluation, on the complete validation split."""
     monkeypatch.setattr("model.generation.perplexity.LOGITS_PER_FORWARD", logits_per_forward)
     assert train("name=a", "eval.batches=null", "data.val_fraction=0.1") == 0
     evaluated = [row for row in read_jsonl("runs/a/metrics.jsonl") if "val/loss" in row][-1]
@@ -310,7 +310,7 @@ def test_loss_of_the_validation_text_equals_its_evaluation(train, sample, workdi
     assert f"{row['loss']:.4f}" in out and f"{row['bits_per_byte']:.4f}" in out
 
 
-def test_loss_of_each_document_and_of_all(train, sample, workdir):
+def test_loss_is_reported_for_each_document_and_for_all(train, sample, workdir):
     """The reference is one window per document, after an end-of-text token."""
     documents = [f"line {i} says {i * i}" for i in range(30)] + [""]
     (workdir / "t.jsonl").write_text("\n".join(json.dumps({"text": document}) for document in documents))

@@ -1,4 +1,4 @@
-"""Causal attention with interchangeable backends. docs/attention-backends.md is their manual.
+"""Causal attention with interchangeable backends. docs/attention-backends.md describes how to use them.
 
 Every backend is a function with this signature:
 
@@ -8,13 +8,14 @@ Every backend is a function with this signature:
 
     positions (B, Tq): index of each query among the keys; None: query i has index Tk - Tq + i
         (Tq == Tk in training, Tq < Tk when decoding with a KV cache).
-    A query attends to key j if j <= position, if key j is within the window (number of keys per query, including its
-        own; None: all), and if key j is in the same document (doc_ids (B, Tk): one id per key; None: one document).
+    window: number of keys that a query attends to, including its own; None: all.
+    doc_ids (B, Tk): document of each key; None: one document.
+    A query at index p attends to key j if p - window < j <= p, and if keys p and j are in the same document.
 
 `naive` is the reference: softmax(QK^T / sqrt(D), masked) V ("Attention Is All You Need", eq. 1). Tests compare every
 other backend with it. A backend that does not support a request raises an error and never falls back to another.
 
-B batch, T time, H query heads, G key/value heads, D head dimension of q and k, Dv head dimension of v.
+B batch, Tq queries, Tk keys, H query heads, G key/value heads, D head dimension of q and k, Dv head dimension of v.
 """
 
 from model.attention.backends import attention_mask, attention_weights, cudnn, flash, flex, naive, sdpa

@@ -1,4 +1,4 @@
-"""The attention backends: one function each, with the signature that model/attention/__init__.py describes.
+"""The attention backends: one function per backend. model/attention/__init__.py has their signature and notation.
 
 To add a backend, write a function here, decorate it with @backend(...) to state what it supports, and add
 configs/attention/<name>.yaml. The tests then compare it with `naive`.
@@ -23,12 +23,12 @@ KERNELS = {
     "efficient": SDPBackend.EFFICIENT_ATTENTION,
     "math": SDPBackend.MATH,
 }
-HALF = ("bfloat16", "float16")
-EVERYWHERE = {"cpu": Support(), "cuda": Support(), "mps": Support(dtypes=("float32", *HALF))}
+HALF_DTYPES = ("bfloat16", "float16")
+ALL_DEVICES = {"cpu": Support(), "cuda": Support(), "mps": Support(dtypes=("float32", *HALF_DTYPES))}
 
 
 def attention_mask(Tq: int, Tk: int, *, window=None, positions=None, doc_ids=None, device=None) -> Tensor:
-    """Boolean mask, True where a query attends to a key; broadcastable to (B, H, Tq, Tk)."""
+    """Boolean mask, True where a query attends to a key -> (Tq, Tk), or (B, 1, Tq, Tk) with positions or doc_ids."""
     key = torch.arange(Tk, device=device)
     query = torch.arange(Tk - Tq, Tk, device=device) if positions is None else positions  # (Tq) or (B, Tq)
     query = query.unsqueeze(-1)
@@ -50,14 +50,14 @@ def attention_weights(q: Tensor, k: Tensor, *, window=None, positions=None, doc_
 
 
 def repeat_kv(x: Tensor, H: int) -> Tensor:
-    """Repeat key/value heads for the query heads that share them: (B, T, G, D) -> (B, T, H, D)."""
+    """Repeat key/value heads for the query heads that share them: (B, Tk, G, D) -> (B, Tk, H, D)."""
     G = x.shape[2]
     return x if G == H else x.repeat_interleave(H // G, dim=2)
 
 
-@backend(on=EVERYWHERE)
+@backend(on=ALL_DEVICES)
 def naive(q, k, v, *, window=None, positions=None, doc_ids=None, dropout_p=0.0) -> Tensor:
-    """The reference, written out, with all Tq x Tk weights in memory."""
+    """The reference: computes the formula step by step, and stores all Tq x Tk weights."""
     weights = attention_weights(q, k, window=window, positions=positions, doc_ids=doc_ids)
     weights = F.dropout(weights, dropout_p, training=dropout_p > 0).to(v.dtype)
     v = repeat_kv(v, q.shape[2])
@@ -65,10 +65,10 @@ def naive(q, k, v, *, window=None, positions=None, doc_ids=None, dropout_p=0.0) 
 
 
 def _sdpa(q, k, v, window, positions, doc_ids, dropout_p, kernels: list[SDPBackend] | None) -> Tensor:
-    """scaled_dot_product_attention, restricted to `kernels`, with its arguments derived from ours.
+    """Call PyTorch's scaled_dot_product_attention, restricted to `kernels`.
 
-    Its is_causal aligns query 0 with key 0, which is right only for Tq == Tk. One query after a KV cache attends to
-    every key and needs no mask. All other cases get an explicit mask.
+    PyTorch's is_causal aligns query 0 with key 0, which is right only for Tq == Tk. A single query (a decode step)
+    attends to all keys and needs no mask. All other cases get an explicit mask.
     """
     Tq, Tk = q.shape[1], k.shape[1]
     if window is not None and window >= Tk:
@@ -78,8 +78,8 @@ def _sdpa(q, k, v, window, positions, doc_ids, dropout_p, kernels: list[SDPBacke
     if not is_plain or 1 < Tq < Tk:
         mask = attention_mask(Tq, Tk, window=window, positions=positions, doc_ids=doc_ids, device=q.device)
         mask = mask.expand(q.shape[0], 1, Tq, Tk)
-    # Inside the function, not around the model: a choice made outside a compiled function is not part of the key of
-    # the compile cache, so a second process could silently get the kernel of the first.
+    # Select the kernel here, and not around the model: a kernel that is selected outside a compiled function is not
+    # part of the compile cache key, so a second process could silently get the kernel of the first.
     with sdpa_kernel(kernels, set_priority=True) if kernels else nullcontext():
         y = F.scaled_dot_product_attention(
             q.transpose(1, 2),
@@ -93,18 +93,23 @@ def _sdpa(q, k, v, window, positions, doc_ids, dropout_p, kernels: list[SDPBacke
     return y.transpose(1, 2)
 
 
-@backend(on=EVERYWHERE, uses_sdpa=True, kernels=tuple(KERNELS))
+@backend(on=ALL_DEVICES, uses_sdpa=True, kernels=tuple(KERNELS))
 def sdpa(q, k, v, *, window=None, positions=None, doc_ids=None, dropout_p=0.0, kernels=None) -> Tensor:
     """PyTorch's scaled_dot_product_attention, which chooses the kernel.
 
-    kernels: names of the kernels that it may use, in order of preference (only CUDA has a choice of order); None: all.
+    kernels: names of the kernels that it may use, in order of preference (only CUDA respects the order); None: all.
     """
     allowed = [KERNELS[name] for name in kernels] if kernels is not None else None
     return _sdpa(q, k, v, window, positions, doc_ids, dropout_p, allowed)
 
 
 FLASH_CUDA = dict(
-    dtypes=HALF, window=False, document_mask=False, positions=False, different_value_dim=False, head_dims=(1, 256)
+    dtypes=HALF_DTYPES,
+    window=False,
+    document_mask=False,
+    positions=False,
+    different_value_dim=False,
+    head_dims=(1, 256),
 )
 
 
@@ -118,11 +123,11 @@ FLASH_CUDA = dict(
     uses_sdpa=True,
 )
 def flash(q, k, v, *, window=None, positions=None, doc_ids=None, dropout_p=0.0) -> Tensor:
-    """PyTorch's FlashAttention kernel (Dao, arXiv:2307.08691), or an error. Weights are never in memory."""
+    """PyTorch's FlashAttention kernel (Dao, arXiv:2307.08691), or an error. It never stores all weights."""
     return _sdpa(q, k, v, window, positions, doc_ids, dropout_p, [KERNELS["flash"]])
 
 
-@backend(on={"cuda": Support(dtypes=HALF, head_dims=(1, 256))}, uses_sdpa=True)
+@backend(on={"cuda": Support(dtypes=HALF_DTYPES, head_dims=(1, 256))}, uses_sdpa=True)
 def cudnn(q, k, v, *, window=None, positions=None, doc_ids=None, dropout_p=0.0) -> Tensor:
     """cuDNN's fused attention kernel, or an error."""
     if k.shape[1] == 1:  # the kernel rejects a single key: add a second one that no query attends to
@@ -134,13 +139,13 @@ def cudnn(q, k, v, *, window=None, positions=None, doc_ids=None, dropout_p=0.0) 
 
 @backend(
     on={
-        "cpu": Support(dtypes=("float32", *HALF), gradients=False, dropout=False),
-        "cuda": Support(dtypes=("float32", *HALF), dropout=False, head_dims=(16, inf)),
+        "cpu": Support(dtypes=("float32", *HALF_DTYPES), gradients=False, dropout=False),
+        "cuda": Support(dtypes=("float32", *HALF_DTYPES), dropout=False, head_dims=(16, inf)),
     },
     needs_compiler=True,
 )
 def flex(q, k, v, *, window=None, positions=None, doc_ids=None, dropout_p=0.0) -> Tensor:
-    """FlexAttention (Dong et al., arXiv:2412.05496): a kernel compiled for the mask; skips fully masked blocks.
+    """FlexAttention (Dong et al., arXiv:2412.05496): a kernel that is compiled for the mask and skips masked blocks.
 
     Raises ValueError for dropout.
     """
@@ -150,16 +155,18 @@ def flex(q, k, v, *, window=None, positions=None, doc_ids=None, dropout_p=0.0) -
         raise ValueError("flex attention does not support dropout")
     B, Tq, Tk, use_gqa = q.shape[0], q.shape[1], k.shape[1], q.shape[2] != k.shape[2]
     offset = Tk - Tq
-    if q.device.type == "cpu" and Tk % 16:  # Inductor 2.13 gives wrong results for one query and, say, 24 keys:
-        k, v = (F.pad(x, (0, 0, 0, 0, 0, -Tk % 16)) for x in (k, v))  # add keys that no query attends to
+    # On a CPU, Inductor 2.13 gives wrong results for one query and 8, 24, 40, ... keys: add keys that are masked.
+    if q.device.type == "cpu" and Tk % 16:
+        k, v = (F.pad(x, (0, 0, 0, 0, 0, -Tk % 16)) for x in (k, v))
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     mask_args = (B, Tq, k.shape[2], offset, window, positions, doc_ids, q.device)
-    if torch.compiler.is_compiling():  # the surrounding torch.compile also compiles this
+    if torch.compiler.is_compiling():  # the torch.compile call around the model also compiles flex_attention
         # contiguous: Inductor 2.13 gives wrong results if it fuses the computation of q and k into the kernel
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         y = flex_attention(q, k, v, block_mask=_block_mask(*mask_args), enable_gqa=use_gqa)
     else:
-        is_inference = any(x is not None and x.is_inference() for x in (positions, doc_ids))  # these have no version
+        # inference tensors do not count their changes, so their masks cannot be cached
+        is_inference = any(x is not None and x.is_inference() for x in (positions, doc_ids))
         versions = None if is_inference else (tensor_version(positions), tensor_version(doc_ids))
         mask = _block_mask(*mask_args) if is_inference else _cached_block_mask(*mask_args, versions)
         y = _compiled_flex()(q, k, v, block_mask=mask, enable_gqa=use_gqa)
@@ -170,23 +177,23 @@ def flex(q, k, v, *, window=None, positions=None, doc_ids=None, dropout_p=0.0) -
 def _compiled_flex():
     from torch.nn.attention.flex_attention import flex_attention
 
-    # One compilation for each kind of mask, with and without gradients, for the first length and for any length.
-    # Beyond the limit, fullgraph raises an error; without it, PyTorch would write out all scores.
+    # PyTorch compiles once per kind of mask, with and without gradients, for the first length and for dynamic lengths.
+    # Beyond the limit, fullgraph raises an error. Without fullgraph, PyTorch would compute and store all scores.
     raise_recompile_limit(64)
     return torch.compile(flex_attention, fullgraph=True)
 
 
 def _block_mask(B, Tq, Tk, offset, window, positions, doc_ids, device):
-    """FlexAttention's BlockMask: which blocks of 128 x 128 are masked, which are visible, and a function for the rest.
+    """Build FlexAttention's BlockMask: which blocks of 128 x 128 are masked, visible or mixed, and the mask function.
 
-    offset: index of query 0 among the keys where positions is None.
+    offset: index of query 0 among the keys if positions is None.
     """
     from torch.nn.attention.flex_attention import create_block_mask
 
     if doc_ids is not None:
         doc_ids = F.pad(doc_ids, (0, Tk - doc_ids.shape[1]))
     if not torch.compiler.is_compiling():
-        # As tensors: for numbers, the kernel would be compiled again for each value.
+        # Pass tensors: with Python numbers, PyTorch would compile the kernel again for each value.
         offset = torch.tensor(offset, device=device)
         window = None if window is None else torch.tensor(window, device=device)
         if device.type == "cpu":
@@ -207,9 +214,9 @@ def _block_mask(B, Tq, Tk, offset, window, positions, doc_ids, device):
 
 @functools.lru_cache(maxsize=8)
 def _cached_block_mask(B, Tq, Tk, offset, window, positions, doc_ids, device, versions):
-    """_block_mask, built once per forward pass for all layers with the same window.
+    """Cached `_block_mask`, so that all layers with the same window share one mask per forward pass.
 
-    Tensors are compared by identity; versions: their counters of in-place changes.
+    The cache compares tensors by identity. versions: the tensors' counters of in-place changes, part of the cache key.
     """
     return _block_mask(B, Tq, Tk, offset, window, positions, doc_ids, device)
 
@@ -217,7 +224,7 @@ def _cached_block_mask(B, Tq, Tk, offset, window, positions, doc_ids, device, ve
 def _pad_to_power_of_two(x: Tensor | None) -> Tensor | None:
     """Pad both dimensions of a tensor to powers of two, so that few shapes are compiled.
 
-    For dynamic shapes, Inductor 2.13 writes invalid C++ (it confuses the names ks1 and ks19, for example).
+    For dynamic shapes, Inductor 2.13 generates invalid C++ (it confuses the names ks1 and ks19, for example).
     """
     if x is None:
         return None

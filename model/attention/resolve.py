@@ -1,4 +1,4 @@
-"""From the attention settings to a function, and to the name of the kernel that will run."""
+"""Resolve the attention settings: check them, get the backend's function, and find which kernel it will run."""
 
 import os
 import shutil
@@ -22,7 +22,7 @@ from model.config import AttentionConfig, GPTConfig
 
 @dataclass(frozen=True)
 class Resolved:
-    """The requested backend and the kernel that every training step runs; stored in summary.json."""
+    """The requested backend and the kernel that it runs. summary.json stores it as "attention"."""
 
     requested: str
     resolved: str  # naive, math, flash, efficient, cudnn or flex; joined with "+" if layers differ
@@ -30,7 +30,7 @@ class Resolved:
 
 
 def _find_backend(config: AttentionConfig) -> Backend:
-    """The backend of `config`. Raises UserError for settings that do not exist or do not belong to it."""
+    """The backend of `config`. Raises UserError for unknown settings, and for settings of other backends."""
     if config.backend not in BACKENDS:
         raise UserError(f"attention.backend={config.backend} is unknown; set one of {', '.join(BACKENDS)}")
     chosen = BACKENDS[config.backend]
@@ -51,7 +51,7 @@ def _find_backend(config: AttentionConfig) -> Backend:
 
 
 def all_variants() -> dict[str, AttentionConfig]:
-    """All ways to compute attention: "naive", "sdpa", "sdpa:math" (a kernel), "flash:FA3" (an impl), ..."""
+    """Settings of all variants, by name: "naive", "sdpa", "sdpa:math" (a kernel), "flash:FA3" (an impl), ..."""
     variants = {}
     for name, chosen in BACKENDS.items():
         variants[name] = AttentionConfig(name, kernels=None, impl=None)
@@ -63,13 +63,13 @@ def all_variants() -> dict[str, AttentionConfig]:
 
 
 def get_attention_fn(config: AttentionConfig) -> Callable[..., Tensor]:
-    """The `attend` function of the settings. Raises UserError for settings that do not exist."""
+    """The `attend` function of the settings. Raises UserError for unknown settings."""
     chosen = _find_backend(config)
     return chosen.attend if config.kernels is None else partial(chosen.attend, kernels=tuple(config.kernels))
 
 
 class _KernelProbe(TorchFunctionMode):
-    """Context manager: scaled_dot_product_attention computes nothing, and the kernel it would run is recorded."""
+    """Context manager: scaled_dot_product_attention computes nothing, and only records the kernel that it would run."""
 
     kernel: SDPBackend | None = None
 
@@ -81,10 +81,10 @@ class _KernelProbe(TorchFunctionMode):
 
 
 def resolve(config: AttentionConfig, request: AttentionRequest) -> Resolved:
-    """The kernel that `config` runs for exactly this request.
+    """Find the kernel that `config` runs for this request, without running it.
 
-    Raises UserError, with the setting to change, if the support table or PyTorch itself rules it out. PyTorch's own
-    reasons are part of the message.
+    Raises UserError if the support table or PyTorch rejects the request. The message has the setting to change, and
+    PyTorch's reasons.
     """
     chosen = _find_backend(config)
     check_support(chosen, request, config.impl)
@@ -112,7 +112,9 @@ def resolve(config: AttentionConfig, request: AttentionRequest) -> Resolved:
                 raise UserError(
                     f"{given} cannot run on {r.device.type} ({reason}); set attention.kernels=null"
                 ) from None
-            raise UserError(f"attention={chosen.name} cannot run here ({reason}); {suggest_alternatives(r)}") from None
+            raise UserError(
+                f"attention={chosen.name} cannot run on {r.device.type} ({reason}); {suggest_alternatives(r)}"
+            ) from None
     if probe.kernel is None:  # the backend called no PyTorch kernel
         return Resolved(chosen.name, chosen.name, config.impl)
     kernel = next(name for name, kernel in KERNELS.items() if kernel == probe.kernel)
@@ -129,7 +131,7 @@ def resolve_model(
     grad: bool,
     document_mask: bool = False,
 ) -> Resolved:
-    """`resolve` for all layers of a model and B sequences of block_size tokens. grad: in training, with dropout."""
+    """Resolve all layers of a model, for B sequences of block_size tokens. grad: training, which applies dropout."""
     T, D = model.block_size, model.head_dim
     shape = {"B": B, "Tq": T, "Tk": T, "H": model.n_head, "G": model.kv_heads, "D": D, "Dv": D}
     dropout_p = model.dropout if grad else 0.0
@@ -141,10 +143,10 @@ def resolve_model(
 
 
 def pin_kernel_under_compile(config: AttentionConfig) -> None:
-    """Make torch.compile run the resolved kernel, in this process. Call it before compiling.
+    """Make torch.compile run the resolved kernel, in this process. Call this before compiling.
 
-    Inductor would replace the math kernel by a fused one. The kernel is not always part of the key of the compile
-    cache, which all processes share, so the settings are added to the key.
+    Without it, Inductor replaces the math kernel by a fused one. All processes share the compile cache, and the kernel
+    is not always part of the cache key. Therefore the settings are added to the key.
     """
     disable_attention_fusion()
     torch.compiler.config.cache_key_tag = str(config)
@@ -171,13 +173,13 @@ def _activate_impl(impl: str | None) -> None:
 
 
 def _kernel_warnings(caught: list[warnings.WarningMessage]) -> str:
-    """PyTorch's reasons for rejecting kernels, without headings and without kernels that were not requested."""
+    """PyTorch's reasons for rejecting kernels, without headings, and without kernels that were not requested."""
     lines = [str(warning.message).split(" (Triggered")[0].strip() for warning in caught]
     return " ".join(line for line in lines if not line.endswith("because:") and "runtime disabled" not in line)
 
 
 def missing_compiler(device: torch.device) -> str | None:
-    """The compiler that torch.compile needs on this device and that is not installed; None if nothing is missing."""
+    """Name of the compiler that torch.compile needs on this device, if it is not installed; else None."""
     if device.type == "cuda":
         return None if is_triton_available() else "Triton"
     compilers = (os.environ.get("CXX", "c++"), "g++", "clang++")

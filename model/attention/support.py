@@ -1,4 +1,7 @@
-"""What each attention backend supports: one table that generates checks, messages, documentation and tests."""
+"""The support table: what each attention backend supports. Checks, messages, documentation and tests use this table.
+
+model/attention/__init__.py has the notation (B, Tq, Tk, H, G, D, Dv).
+"""
 
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -30,7 +33,7 @@ class Support:
 
 @dataclass(frozen=True)
 class AttentionRequest:
-    """Shapes and options of an attention call, in the notation of model/attention/__init__.py.
+    """Shapes and options of an attention call.
 
     document_mask, positions: whether the call has doc_ids and positions. grad: whether gradients are computed.
     """
@@ -55,8 +58,8 @@ class AttentionRequest:
 class Feature:
     """Something that not every backend supports.
 
-    title: its column in the support table. is_requested: whether a request needs it. problem: the message for a
-    backend that lacks it. setting: the setting that avoids it, if any.
+    title: column title in the support table. is_requested: whether a request needs the feature. problem: the message if
+    a backend lacks the feature. setting: the setting that turns the feature off, if any.
     """
 
     title: str
@@ -77,18 +80,20 @@ FEATURES = {
         "positions", lambda r: r.positions or 1 < r.Tq < r.Tk, "does not support queries at arbitrary positions"
     ),
     "different_value_dim": Feature(
-        "Dv ≠ D", lambda r: r.Dv != r.D, "does not support values of another head dimension than queries and keys"
+        "Dv ≠ D",
+        lambda r: r.Dv != r.D,
+        "does not support values whose head dimension differs from that of queries and keys",
     ),
 }
 
 
 @dataclass(frozen=True)
 class Backend:
-    """One way to compute attention.
+    """A registered attention backend.
 
     on: support by device type, or by device type and attention.impl, as in "cuda FA3".
-    uses_sdpa: whether it calls scaled_dot_product_attention, which selects a kernel.
-    kernels: the choices of attention.kernels; empty: none. needs_compiler: whether torch.compile must work.
+    uses_sdpa: whether the backend calls scaled_dot_product_attention, which selects a kernel.
+    kernels: allowed values of attention.kernels; empty: none. needs_compiler: whether torch.compile must work.
     """
 
     name: str
@@ -100,7 +105,7 @@ class Backend:
 
     @property
     def impls(self) -> list[str]:
-        """The choices of attention.impl."""
+        """Allowed values of attention.impl."""
         return [device.split()[1] for device in self.on if " " in device]
 
 
@@ -108,7 +113,7 @@ BACKENDS: dict[str, Backend] = {}
 
 
 def backend(on: dict[str, Support], **options):
-    """Decorator: register a function as `attention=<its name>`. The arguments are Backend's."""
+    """Decorator: register a function as `attention=<its name>`. The arguments are fields of Backend."""
 
     def register(attend: FunctionType) -> FunctionType:
         BACKENDS[attend.__name__] = Backend(attend.__name__, attend, on, **options)
@@ -120,7 +125,7 @@ def backend(on: dict[str, Support], **options):
 def missing_feature(
     chosen: Backend, request: AttentionRequest, impl: str | None = None
 ) -> tuple[str, str | None] | None:
-    """Why a backend cannot run a request, and the setting that avoids the problem; None if it can run it."""
+    """Why a backend cannot run a request, and the setting that avoids the problem; None if there is no problem."""
     device, dtype = request.device.type, str(request.dtype).removeprefix("torch.")
     support = chosen.on.get(f"{device} {impl}" if impl else device)
     if support is None:
@@ -141,7 +146,7 @@ def missing_feature(
 
 
 def check_support(chosen: Backend, request: AttentionRequest, impl: str | None = None) -> None:
-    """Raise UserError, with what to set instead, if the table says that a backend cannot run a request."""
+    """Raise UserError, with the settings to change, if the table says that a backend cannot run a request."""
     missing = missing_feature(chosen, request, impl)
     if missing is None:
         return
@@ -154,14 +159,17 @@ def check_support(chosen: Backend, request: AttentionRequest, impl: str | None =
 
 
 def suggest_alternatives(request: AttentionRequest, setting: str | None = None) -> str:
-    """ "set model.dropout=0, or attention=naive or sdpa": a setting, and the backends that can run the request."""
+    """Advice for a message: the setting, and the backends that can run the request.
+
+    For example, "set model.dropout=0, or attention=naive or sdpa".
+    """
     names = [name for name, other in BACKENDS.items() if missing_feature(other, request) is None]
     listed = " or ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
     return "set " + ", or ".join(filter(None, [setting, listed and f"attention={listed}"]))
 
 
 def support_table() -> str:
-    """The table as Markdown: one row for each backend and the devices on which it supports the same."""
+    """The table as Markdown. Devices on which a backend supports the same features share a row."""
     titles = ["`attention=`", "device", "dtypes", *(feature.title for feature in FEATURES.values()), "head dim"]
     rows = [titles, ["---"] * 3 + [":-:"] * (len(FEATURES) + 1)]
     for name, chosen in BACKENDS.items():

@@ -1,4 +1,4 @@
-"""All private PyTorch names that attention needs, checked with torch 2.13; "missing" is the public API they replace.
+"""All private PyTorch names that attention needs, checked with torch 2.13. "Missing" names the public API to wait for.
 
 Imports are local: torch._dynamo and torch._inductor take 1.5 s or more, and most commands do not compile.
 """
@@ -31,7 +31,7 @@ def disable_attention_fusion() -> None:
 def raise_recompile_limit(limit: int) -> None:
     """Let torch.compile recompile a function at least `limit` times.
 
-    Missing: torch.compiler.config.recompile_limit is not in all supported versions.
+    Missing: torch.compiler.config.recompile_limit, which not all supported versions have.
     """
     import torch._dynamo
 
@@ -47,7 +47,7 @@ def mark_static_shape(tensor: Tensor) -> None:
 
 
 def tensor_version(tensor: Tensor | None) -> int | None:
-    """Counter of in-place changes to a tensor, which inference tensors lack. Missing: a public name for it."""
+    """Counter of in-place changes to a tensor, which inference tensors lack. Missing: a public name of the counter."""
     return None if tensor is None else tensor._version
 
 

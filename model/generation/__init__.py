@@ -1,1 +1,1 @@
-"""Text generation with a KV cache, and everything else that reads a trained model."""
+"""Text generation with a KV cache, loss of documents, and attention maps of a trained model."""

@@ -16,8 +16,8 @@ from model.gpt import GPT, CausalSelfAttention
 def attention_maps(model: GPT, tokens: Tensor, doc_ids: Tensor | None = None) -> Tensor:
     """Causal attention weights of all layers and heads: tokens (1, T) -> (n_layer, H, T, T), float32 on the CPU.
 
-    Row i has the weight of each key j <= i for query i, and sums to 1. The weights come from the reference formula
-    (`attention_weights`) without dropout, because the model's own kernel does not store them. doc_ids (1, T): see
+    Row i has the weights of the keys j <= i for query i, and sums to 1. The weights come from the reference formula
+    (`attention_weights`) without dropout, because the model's kernel does not store them. doc_ids (1, T): see
     GPT.backbone. Raises UserError if T exceeds block_size.
     """
     maps = []
@@ -49,7 +49,7 @@ def entropy(weights: Tensor) -> Tensor:
 
 
 def uniform_entropy(T: int) -> float:
-    """Entropy of uniform causal attention over T tokens, in nats: the maximum. The mean of log(i + 1) for i < T."""
+    """Entropy of uniform causal attention over T tokens, in nats: the mean of log(i + 1), 0 <= i < T. The maximum."""
     return math.lgamma(T + 1) / T  # log(T!) / T
 
 

@@ -1,7 +1,7 @@
 """Plots and tables of attention weights and head entropies.
 
-weights (n_layer, H, T, T): row i has the weight of each key for query i. entropies (n_layer, H), in nats. Layers, heads
-and tokens are numbered from 1.
+weights (n_layer, H, T, T): row i has the weights of all keys for query i. entropies (n_layer, H), in nats. T tokens,
+H query heads. Plots and tables number layers, heads and tokens from 1.
 """
 
 import csv
@@ -23,7 +23,7 @@ from model.gpt import GPT
 MAX_MAP_TOKENS = 256  # with more, a weight is smaller than a pixel
 MAX_LABELED_TOKENS = 40  # with more, the axes show numbers instead of tokens
 MAX_LABEL_CHARS = 12
-MAX_TABLE_HEADS = 7  # fit into 80 columns
+MAX_TABLE_HEADS = 7  # as many columns fit into 80 characters
 FONT = "DejaVu Sans Mono"  # part of matplotlib, so that labels look the same on all machines
 WHITESPACE_SYMBOLS = {" ": "·", "\n": "⏎", "\r": "↵", "\t": "⇥"}
 COLORS = ("#ffffff", "#cfe1f2", "#6aaed6", "#1764ab", "#08264d")
@@ -34,7 +34,7 @@ GREY = "#666666"
 def draw_attention_maps(model: GPT, tokenizer: tiktoken.Encoding, prompt: str, sample: str, folder: Path) -> None:
     """Plot the attention weights for the prompt, or for the sample if the prompt has fewer than two tokens.
 
-    Also prints the entropies and saves them to entropies.csv. Raises UserError if the sample has one token.
+    Also prints the entropies and saves them to entropies.csv. Raises UserError if there are fewer than two tokens.
     """
     tokens = encode(tokenizer, prompt).tolist()
     if len(tokens) < 2:
@@ -55,7 +55,7 @@ def draw_attention_maps(model: GPT, tokenizer: tiktoken.Encoding, prompt: str, s
 
 
 def plot_maps(weights: np.ndarray, entropies: np.ndarray, words: list[str], folder: Path) -> list[Path]:
-    """Save layer-01.png, ... with one panel per head, and overview.png -> their paths. words: the tokens as text."""
+    """Save layer-01.png, ... with one panel per head, and overview.png -> their paths. words: the tokens as strings."""
     folder.mkdir(parents=True, exist_ok=True)
     paths = [folder / f"layer-{layer:02d}.png" for layer in range(1, len(weights) + 1)]
     for layer, path in enumerate(paths):
@@ -64,7 +64,7 @@ def plot_maps(weights: np.ndarray, entropies: np.ndarray, words: list[str], fold
 
 
 def plot_overview(weights: np.ndarray, entropies: np.ndarray, path: Path) -> Path:
-    """Plot all heads in one picture, one row per layer, without tokens -> path."""
+    """Plot all heads in one picture, one row per layer, without token labels -> path."""
     path.parent.mkdir(parents=True, exist_ok=True)
     n_layer, H, T, _ = weights.shape
     gap = max(1, round(0.08 * T))
@@ -94,7 +94,7 @@ def plot_overview(weights: np.ndarray, entropies: np.ndarray, path: Path) -> Pat
 
 
 def write_entropies(entropies: np.ndarray, uniform: float, path: Path) -> None:
-    """Save the entropies as CSV, one row per head. uniform: the maximum, in nats."""
+    """Save the entropies as CSV, one row per head. uniform: entropy of uniform attention, the maximum, in nats."""
     with open(path, "w", newline="") as file:
         writer = csv.writer(file)
         writer.writerow(["layer", "head", "entropy_nats", "uniform_nats"])
@@ -159,7 +159,7 @@ def _plot_layer(weights: np.ndarray, entropies: np.ndarray, words: list[str], ti
 
 
 def _make_figure(width: float, height: float):
-    """An empty figure; width and height in inches. Without pyplot, which would keep all figures in memory."""
+    """Make an empty figure. width, height: in inches. Does not use pyplot, which keeps all figures in memory."""
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
@@ -172,7 +172,7 @@ def _mask_future(weights: np.ndarray) -> np.ma.MaskedArray:
 
 
 def _show_image(axes, weights: np.ma.MaskedArray, extent: tuple[float, ...]):
-    """Draw weights on a square-root color scale, as most weights are small. extent: left, right, bottom, top."""
+    """Draw weights with a square-root color scale, because most weights are small. extent: left, right, bottom, top."""
     from matplotlib.colors import LinearSegmentedColormap, PowerNorm
 
     colors = LinearSegmentedColormap.from_list("weights", COLORS).with_extremes(bad=MASKED_COLOR)

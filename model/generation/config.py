@@ -1,6 +1,6 @@
 """Sampling settings and their checks. Values are set in configs/sample.yaml and in configs/train.yaml (eval.sample).
 
-This module does not import torch, so that typos are reported before the seconds that importing torch takes.
+This module does not import torch, which takes seconds, so that invalid settings are reported immediately.
 """
 
 import re
@@ -29,8 +29,8 @@ def escape(value: Any) -> Any:
 class SamplingConfig:
     """How the next token is drawn from the model's logits, and when a sample ends. See model/generation/sampling.py.
 
-    temperature: 0 is greedy decoding. top_k, top_p, min_p: null applies no filter. repetition_penalty: 1 is none.
-    stop: null, a string or a list of strings. A sample ends before the first stop string in it.
+    temperature: 0 is greedy decoding. top_k, top_p, min_p: None applies no filter. repetition_penalty: 1 is no penalty.
+    stop: None, a string or a list of strings. A sample ends before its first stop string.
     """
 
     max_new_tokens: int
@@ -48,7 +48,7 @@ class SamplingConfig:
         return [unescape(stop) if isinstance(stop, str) else stop for stop in given]
 
     def check(self, section: str = "") -> None:
-        """Raises UserError if a value is out of range. section: prefix of the keys, as in "eval.sample."."""
+        """Raise UserError if a value is out of range. section: prefix of the keys in messages, as in "eval.sample."."""
         keep_all = "must be above 0 and at most 1; set null to keep all tokens"
         rules = [
             ("max_new_tokens", self.max_new_tokens >= 0, "must not be negative; set, for example, 300"),

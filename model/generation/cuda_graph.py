@@ -5,14 +5,14 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-MIN_SLOTS = 256  # smallest number of cache slots that a graph reads
+MIN_SLOTS = 256  # cache slots that a graph reads at least
 
 
 class CudaGraphStep:
-    """Calls step(last_tokens, positions, uniform, num_slots) -> (B,), for B up to `batch_size`, as a CUDA graph.
+    """Runs step(last_tokens, positions, uniform, num_slots) -> (B,), for B up to `batch_size`, as a CUDA graph.
 
-    A graph has fixed shapes. Both B and num_slots are rounded up to powers of two, so there are few graphs, and none
-    computes more than twice what it needs. The additional rows of a batch compute values that are not used.
+    A graph has fixed shapes. Both B and num_slots are rounded up to powers of two, so that few graphs are captured.
+    num_slots is at least MIN_SLOTS. The additional rows of a batch compute values that are not used.
     """
 
     def __init__(self, step: Callable[..., Tensor], batch_size: int, device: torch.device):
@@ -37,10 +37,11 @@ class CudaGraphStep:
         stream = torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
-            self.step(*inputs, num_slots)  # warm-up: the initialisation of libraries cannot be captured
+            self.step(*inputs, num_slots)  # warmup: the initialisation of libraries cannot be captured
         torch.cuda.current_stream(self.device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
-        with torch.cuda.graph(graph, capture_error_mode="thread_local"):  # other threads may pin memory meanwhile
+        # thread_local: other threads may pin memory during the capture
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
             output = self.step(*inputs, num_slots)
         return graph.replay, output
 

@@ -1,6 +1,6 @@
-"""Linear layers for decoding, where each product has few rows, and reading the weights takes most of the time.
+"""Linear layers for decoding. A decode step multiplies few rows, so reading the weights takes most of the time.
 
-M rows of the input; a weight is (N, K), outputs x inputs. docs/experiments/generation.md has the measurements.
+M input rows, K inputs, N outputs; a weight is (N, K). docs/experiments/generation.md has the measurements.
 """
 
 import torch
@@ -10,14 +10,14 @@ from torch import Tensor, nn
 from common.errors import UserError
 from model.gpt import GPT
 
-MAX_ROWS = 64  # products of more rows are not split
+MAX_ROWS = 64  # inputs with more rows use one product instead of chunks
 NUM_CHUNKS = 16
 
 
 class ChunkedLinear(nn.Module):
     """float32 linear layer for CPUs: for few rows, a batched product of NUM_CHUNKS chunks of the weight.
 
-    A single product of one row takes up to twice as long, because it is divided badly among the cores.
+    F.linear takes up to twice as long for one row, because it divides the work badly among the cores.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None):
@@ -25,7 +25,7 @@ class ChunkedLinear(nn.Module):
         N, K = weight.shape
         self.weight, self.bias = weight, weight.new_zeros(N) if bias is None else bias
         chunk_size = N // NUM_CHUNKS
-        self.remainder_start = chunk_size * NUM_CHUNKS  # outputs after it are in no chunk
+        self.remainder_start = chunk_size * NUM_CHUNKS  # the outputs from this index on are in no chunk
         self.weight_chunks = weight[: self.remainder_start].view(NUM_CHUNKS, chunk_size, K).mT
         self.bias_chunks = self.bias[: self.remainder_start].view(NUM_CHUNKS, 1, chunk_size)
 
@@ -35,7 +35,7 @@ class ChunkedLinear(nn.Module):
         if M > MAX_ROWS:
             return F.linear(x, self.weight, self.bias)
         x = x.reshape(1, M, K)
-        y = torch.baddbmm(self.bias_chunks, x.expand(NUM_CHUNKS, M, K), self.weight_chunks)  # (chunks, M, N / chunks)
+        y = torch.baddbmm(self.bias_chunks, x.expand(NUM_CHUNKS, M, K), self.weight_chunks)  # (chunks, M, chunk_size)
         if M > 1:
             y = y.transpose(0, 1)
         y = y.reshape(*batch_shape, -1)
@@ -72,11 +72,12 @@ class LowPrecisionLinear(nn.Module):
 class Bf16CpuLinear(LowPrecisionLinear):
     """Linear layer for CPUs with weights in bfloat16 and outputs in float32.
 
-    CPUs without bfloat16 instructions compute products of several rows faster in float32.
+    Where oneDNN has no bfloat16 kernels (x86 CPUs without AVX-512), products of several rows are faster in float32.
     """
 
     def forward(self, x: Tensor) -> Tensor:
         is_single_row = x.numel() == x.shape[-1]
+        # Private: torch.backends.mkldnn has no public query for bfloat16 support. Checked with torch 2.13.
         if is_single_row or torch.ops.mkldnn._is_mkldnn_bf16_supported():
             return super().forward(x).float()
         return F.linear(x, self.weight.float(), None if self.bias is None else self.bias.float())
@@ -84,7 +85,7 @@ class Bf16CpuLinear(LowPrecisionLinear):
 
 @torch.no_grad()
 def convert_linears(model: GPT, dtype: torch.dtype) -> GPT:
-    """Replace the model's linear layers by layers that are fast for decoding, with weights in `dtype`.
+    """Replace the model's linear layers, in place, by layers that are fast for decoding, with weights in `dtype`.
 
     The model can no longer be trained. Raises UserError if the device does not support the dtype.
     """

@@ -1,4 +1,4 @@
-"""Incremental detokenizer: text of a sample while it is generated, token by token."""
+"""Incremental detokenizer: converts tokens to text while a sample is generated."""
 
 import codecs
 
@@ -9,9 +9,9 @@ from model.generation.config import SamplingConfig
 
 
 class IncrementalDetokenizer:
-    """Converts tokens to text one at a time, in complete characters. Holds back text that may begin a stop string.
+    """Converts tokens to complete characters, one token at a time. Holds back text that may begin a stop string.
 
-    end_token: id of the end-of-text token, or None. n_tokens: number of tokens so far, without the end token.
+    end_token: id of the end-of-text token, or None. n_tokens: number of tokens so far, without the end-of-text token.
     """
 
     def __init__(self, tokenizer: tiktoken.Encoding, sampling: SamplingConfig, end_token: int | None):
@@ -33,7 +33,7 @@ class IncrementalDetokenizer:
         starts = [(self.pending.find(stop), stop) for stop in self.stop_strings]
         found = [(start + len(stop), start) for start, stop in starts if start >= 0]
         if found:
-            _, start = min(found)  # the stop string that is complete first
+            _, start = min(found)  # of several stop strings, the one that ends first
             return self.pending[:start], "stop"
         if self.n_tokens == self.max_new_tokens:
             return self.pending, "length"
@@ -42,7 +42,7 @@ class IncrementalDetokenizer:
         return text, None
 
     def _stop_prefix_length(self) -> int:
-        """Length of the longest end of the pending text that is the beginning of a stop string."""
+        """Length of the longest suffix of the pending text that is a prefix of a stop string."""
         longest = max(map(len, self.stop_strings), default=1) - 1
         for length in range(min(longest, len(self.pending)), 0, -1):
             if any(stop.startswith(self.pending[-length:]) for stop in self.stop_strings):

@@ -1,10 +1,12 @@
-"""Generation engine: samples many prompts in a batch, each as if it were alone.
+"""Generation engine: generates samples of many prompts in a batch. A sample does not depend on the others.
 
-Each sequence has a row of the KV cache. When it ends, the next prompt takes its row, so that the batch stays full.
+Each sequence has a row of the KV cache. When a sequence ends, the next prompt gets its row, so the batch stays full.
 
 There are two ways to continue past block_size. With rotary positions, the cache is a sliding window: each token sees
-the last block_size tokens, or the layer's window. Learned positions end at block_size: when a sequence reaches it, its
-last half is read again, from position 0.
+the last block_size tokens, or the layer's window. Learned positions end at block_size: when a sequence reaches it, the
+model reads the last half of its context again, from position 0.
+
+B sequences in a batch, V vocabulary.
 """
 
 from collections import defaultdict, deque
@@ -44,10 +46,10 @@ class Sequence:
 
 
 class Engine:
-    """Adds one token per step to each of up to `batch_size` sequences of at most `max_length` tokens.
+    """Generates one token per step for each of up to `batch_size` sequences of at most `max_length` tokens.
 
-    The model must be in eval mode. cuda_graphs: capture and replay decode steps on CUDA, where launching their many
-    small kernels takes longer than running them. Raises UserError for sampling settings that are out of range.
+    The model must be in eval mode. cuda_graphs: on CUDA, capture decode steps and replay them, because launching their
+    many small kernels takes longer than running them. Raises UserError for sampling settings that are out of range.
     """
 
     def __init__(
@@ -58,16 +60,16 @@ class Engine:
         self.cache = KVCache(model, batch_size, min(max_length, self.block_size))
         self.device = self.cache.device
         self.sequences: list[Sequence] = []  # the sequence at index i has row i of the cache
-        self.seen = None  # tokens that occur in each sequence
+        self.seen = None  # (batch_size, V): whether each token occurs in the sequence, for the repetition penalty
         if sampling.repetition_penalty != 1:
             self.seen = torch.zeros(batch_size, model.vocab_size, dtype=torch.bool, device=self.device)
         self.graph_step = None
-        if cuda_graphs and self.device.type == "cuda" and _has_maskable_attention(model):
+        if cuda_graphs and self.device.type == "cuda" and _supports_query_positions(model):
             self.graph_step = CudaGraphStep(self._decode, batch_size, self.device)
 
     @torch.inference_mode()
     def add(self, prompts: list[Prompt]) -> None:
-        """Start a sequence for each prompt. Of a long prompt, the last block_size tokens are read."""
+        """Start a sequence for each prompt. The model reads the last block_size tokens of a longer prompt."""
         first = len(self.sequences)
         for row, prompt in enumerate(prompts, start=first):
             self.sequences.append(Sequence(list(prompt.tokens), torch.Generator().manual_seed(prompt.seed)))
@@ -77,7 +79,7 @@ class Engine:
         self._prefill(first, self.sequences[first:], self.block_size)
 
     def _prefill(self, first_row: int, sequences: list[Sequence], max_tokens: int) -> None:
-        """Read the last `max_tokens` tokens of sequences, except the newest token: the next step reads it."""
+        """Read the last `max_tokens` tokens of sequences, except the newest token, which the next step reads."""
         parts = [sequence.tokens[-max_tokens:-1] for sequence in sequences]
         if any(parts):
             self.cache.prefill(first_row, parts)
@@ -101,7 +103,7 @@ class Engine:
             shared_position = longest if all(s.cached == longest for s in self.sequences) else None
             inputs = [tensor.to(self.device) for tensor in (last_tokens, positions, uniform)]
             new = self._decode(*inputs, num_slots, shared_position).tolist()
-        if max(new) >= self.model.vocab_size:  # no probability exceeds the random number, as they are NaN
+        if max(new) >= self.model.vocab_size:  # searchsorted returns V if all probabilities are NaN
             raise UserError("the model's logits are NaN: its training diverged; set another run or checkpoint")
         for sequence, token in zip(self.sequences, new, strict=True):
             sequence.tokens.append(token)
@@ -109,7 +111,7 @@ class Engine:
         return new
 
     def _restart_full_sequences(self) -> None:
-        """Read the last half of sequences that have used all learned positions, from position 0."""
+        """For sequences that have used all learned positions, read their last half again, from position 0."""
         half = max(1, self.block_size // 2)
         full = [row for row, sequence in enumerate(self.sequences) if sequence.cached == self.block_size]
         if len(full) == len(self.sequences):
@@ -126,7 +128,7 @@ class Engine:
         num_slots: int,
         shared_position: int | None = None,
     ) -> Tensor:
-        """The next tokens (B). For uniform (B) see sample_inverse_cdf, for the rest see KVCache.decode_step."""
+        """The next tokens (B). uniform (B): see sample_inverse_cdf. Other arguments: see KVCache.decode_step."""
         x = self.cache.decode_step(last_tokens, positions, shared_position, num_slots)
         logits = self.model.lm_head(x)[:, : self.model.vocab_size]  # (B, V)
         seen = None
@@ -146,8 +148,8 @@ class Engine:
         self.sequences.pop()
 
 
-def _has_maskable_attention(model: GPT) -> bool:
-    """Whether the model's attention on CUDA supports query positions, which steps of fixed shapes need."""
+def _supports_query_positions(model: GPT) -> bool:
+    """Whether the model's attention on CUDA supports query positions. Decode steps of fixed shapes need them."""
     layers = [module for module in model.modules() if isinstance(module, CausalSelfAttention)]
     functions = {getattr(layer.attend, "func", layer.attend) for layer in layers}
     backends = [backend for backend in BACKENDS.values() if backend.attend in functions]
@@ -156,7 +158,7 @@ def _has_maskable_attention(model: GPT) -> bool:
 
 @dataclass(frozen=True)
 class TextChunk:
-    """New text of the sample of prompt `index`. n_tokens: number of its tokens so far.
+    """New text of the sample of prompt `index`. n_tokens: number of tokens of this sample so far.
 
     finish_reason: None until the last chunk of a sample; then "stop" (a stop string), "end" (an end-of-text token) or
     "length" (max_new_tokens).
@@ -176,7 +178,7 @@ def generate(
     batch_size: int,
     cuda_graphs: bool = False,
 ) -> Generator[TextChunk]:
-    """Generate a sample of each prompt, batch_size at a time, and yield their text as it is generated.
+    """Generate a sample of each prompt, batch_size at a time, and yield text as it is generated.
 
     Samples end at an end-of-text token if the tokenizer has one. The model is in eval mode until the generator ends.
     """
@@ -187,7 +189,7 @@ def generate(
     engine = Engine(model, sampling, min(batch_size, len(prompts)), max_length, cuda_graphs)
     end_token = end_of_text(tokenizer)
     waiting = deque(enumerate(prompts))
-    running: list[tuple[int, IncrementalDetokenizer]] = []  # index and text of each of the engine's sequences
+    running: list[tuple[int, IncrementalDetokenizer]] = []  # prompt index and detokenizer of each row of the engine
     was_training = model.training
     model.eval()
     try:
@@ -197,7 +199,7 @@ def generate(
                 engine.add([prompt for _, prompt in new])
                 running += [(index, IncrementalDetokenizer(tokenizer, sampling, end_token)) for index, _ in new]
             tokens = engine.step()
-            for row in reversed(range(len(running))):  # from the end, as `remove` moves the last sequence
+            for row in reversed(range(len(running))):  # from the end, because `remove` moves the last sequence
                 index, detokenizer = running[row]
                 text, finish_reason = detokenizer.push(tokens[row])
                 if finish_reason is not None:
@@ -207,7 +209,7 @@ def generate(
                 if text or finish_reason is not None:
                     yield TextChunk(index, text, detokenizer.n_tokens, finish_reason)
     finally:
-        engine.graph_step = None  # breaks a reference cycle that holds GPU memory
+        engine.graph_step = None  # break a reference cycle, so that GPU memory is freed
         model.train(was_training)
 
 

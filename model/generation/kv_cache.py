@@ -1,10 +1,10 @@
 """KV cache: stores each layer's keys and values, so that decoding feeds one new token at a time.
 
-A layer's cache is a ring buffer with one slot per key that a query sees: its window, or block_size. Position p is in
-slot p % size, so a new token replaces the one that leaves the window. Therefore decoding needs no window mask, and a
-sample with rotary positions can be longer than block_size.
+A layer's cache is a ring buffer. Its size is the layer's window, or block_size. Position p is in slot p % size, so a
+new token replaces the token that leaves the window. Therefore decoding needs no window mask, and a sample with rotary
+positions can be longer than block_size.
 
-B sequences, T time, C channels, G key/value heads, D head dimension.
+B batch, T time, C channels, G key/value heads, D head dimension.
 """
 
 from collections.abc import Sequence
@@ -15,7 +15,7 @@ from torch import Tensor
 
 from model.gpt import GPT
 
-PREFILL_TOKENS = 4096  # per forward pass, which limits the memory for activations
+PREFILL_TOKENS = 4096  # tokens per forward pass, to limit the memory for activations
 
 
 class LayerKVCache:
@@ -23,18 +23,21 @@ class LayerKVCache:
 
     def __init__(self, num_rows: int, G: int, size: int, D: int):
         self.shape, self.size = (num_rows, G, size, D), size
-        self.k = self.v = torch.empty(0)  # allocated by the first write, which has the dtype and the device
+        self.k = self.v = torch.empty(0)  # allocated by the first write, when dtype and device are known
 
     def _allocate(self, k: Tensor) -> None:
-        if self.k.numel() == 0:  # zeros: masked slots have weight 0, and must not be NaN
+        if self.k.numel() == 0:  # zeros, because NaN in a masked slot would spread: 0 x NaN is NaN
             self.k, self.v = k.new_zeros(self.shape), k.new_zeros(self.shape)
 
     def write_prompts(self, first_row: int, last_positions: Tensor, k: Tensor, v: Tensor) -> None:
-        """Store prompts in consecutive rows. k, v (B, T, G, D), padded on the right; last_positions (B, 1)."""
+        """Store prompts in consecutive rows. k, v (B, T, G, D), padded on the right.
+
+        last_positions (B, 1): position of the last token of each prompt.
+        """
         self._allocate(k)
         B, T = k.shape[:2]
         slots = torch.arange(min(T, self.size), device=k.device)
-        # the last position that belongs in each slot; negative: none
+        # the last position that belongs in each slot; negative: the slot stays empty, and is masked
         positions = (last_positions - (last_positions - slots) % self.size).clamp(min=0)
         batch = torch.arange(B, device=k.device).unsqueeze(1)
         rows = slice(first_row, first_row + B)
@@ -44,7 +47,7 @@ class LayerKVCache:
     def write_token(
         self, positions: Tensor, shared_position: int | None, num_slots: int, k: Tensor, v: Tensor
     ) -> tuple[Tensor, Tensor]:
-        """Store one token of each of the first B rows -> all keys and values that it sees, (B, slots, G, D).
+        """Store one token of each of the first B rows -> the keys and values that it sees, (B, num_slots, G, D).
 
         k, v (B, 1, G, D). For the other arguments see KVCache.decode_step.
         """
@@ -66,7 +69,7 @@ class LayerKVCache:
 
 @dataclass
 class PrefillStep:
-    """The model's `kv_cache` argument while it reads prompts: their tokens attend to each other."""
+    """The model's `kv_cache` argument while it reads prompts: tokens attend to earlier tokens of their prompt."""
 
     layers: list[LayerKVCache]
     first_row: int
@@ -83,7 +86,7 @@ class PrefillStep:
 
 @dataclass
 class DecodeStep:
-    """The model's `kv_cache` argument while it reads one token per sequence: the token attends to the cache."""
+    """The model's `kv_cache` argument while it reads one token per sequence: the token attends to all cached tokens."""
 
     layers: list[LayerKVCache]
     positions: Tensor
@@ -125,10 +128,10 @@ class KVCache:
     ) -> Tensor:
         """Read one new token of each of the first B rows -> hidden states (B, C).
 
-        last_tokens (B, max_ngram): the last tokens of each sequence, with the new one; -1 where there are none.
+        last_tokens (B, max_ngram): the last tokens of each sequence, including the new one; -1 where there is none.
         positions (B): position of the new token.
-        shared_position: this position if it is the same for all sequences, so that no mask is needed; else None.
-        num_slots: number of slots to read, at least as many as any sequence has filled.
+        shared_position: the position, if it is the same for all sequences, so that no mask is needed; else None.
+        num_slots: number of slots to read, at least as many as any sequence has filled, including the new token.
         """
         step = DecodeStep(self.layers, positions, shared_position, num_slots, previous_tokens=last_tokens[:, :-1])
         return self.model.backbone(last_tokens[:, -1:], positions=positions.unsqueeze(1), kv_cache=step)[:, 0]

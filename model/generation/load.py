@@ -15,7 +15,7 @@ from model.gpt import GPT
 def load_for_sampling(
     run: str, which: str, device: torch.device, dtype: torch.dtype, attention: AttentionConfig, batch_size: int
 ) -> tuple[GPT, tiktoken.Encoding, str]:
-    """Load a checkpoint -> (model in eval mode, tokenizer, one-line description). It cannot be trained.
+    """Load a checkpoint -> (model in eval mode, tokenizer, one-line description). The model cannot be trained.
 
     which: "best" or "last". dtype: of the weights. Raises UserError if the run does not exist, or if the attention
     backend cannot run on this device.

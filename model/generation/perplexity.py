@@ -17,12 +17,12 @@ from model.gpt import GPT
 
 LOGITS_PER_FORWARD = 2**25  # 128 MiB in float32
 MAX_TABLE_ROWS = 20
-MAX_EXPONENT = 700.0  # exp overflows above
+MAX_EXPONENT = 700.0  # exp of more than 709 overflows
 
 
 @dataclass(frozen=True)
 class TextLoss:
-    """Cross entropy of `tokens` predicted tokens, summed, in nats. bytes: UTF-8 length of these tokens."""
+    """Cross entropy in nats, summed over `tokens` predicted tokens. bytes: UTF-8 length of these tokens."""
 
     nats: float = 0.0
     tokens: int = 0
@@ -55,10 +55,10 @@ def encode_document(tokenizer: tiktoken.Encoding, document: str, name: str) -> T
 
 @torch.no_grad()
 def iter_losses(model: GPT, tokens: Tensor, token_bytes: Tensor) -> Iterator[TextLoss]:
-    """Loss of tokens[1:], in parts. tokens (n,): one document; token_bytes (V,): UTF-8 length of each token id.
+    """Yield the loss of tokens[1:], in parts. tokens (n,): one document. token_bytes (V,): UTF-8 length of each token.
 
-    Every token counts once. As in validation, windows of block_size follow each other, and the last one ends with the
-    document.
+    Every token counts once. As in validation, windows of block_size tokens follow each other. The last window ends with
+    the document, and may overlap with the one before it.
     """
     device, n = model.wte.weight.device, len(tokens) - 1
     width = min(model.config.block_size, n)
@@ -70,7 +70,7 @@ def iter_losses(model: GPT, tokens: Tensor, token_bytes: Tensor) -> Iterator[Tex
             start = min(window_start, n - width)
             inputs.append(tokens[start : start + width])
             target = tokens[start + 1 : start + 1 + width].clone()
-            target[: window_start - start] = IGNORE_INDEX  # counted in the previous window
+            target[: window_start - start] = IGNORE_INDEX  # these tokens count in the previous window
             targets.append(target)
         y = torch.stack(targets).flatten()
         logits = model(torch.stack(inputs).to(device)).float()
@@ -80,7 +80,7 @@ def iter_losses(model: GPT, tokens: Tensor, token_bytes: Tensor) -> Iterator[Tex
 
 
 def loss_table(documents: list[str], losses: list[TextLoss]) -> Table:
-    """A table with one row per document, at most MAX_TABLE_ROWS of them, and one row for all documents."""
+    """A table with one row for each of the first MAX_TABLE_ROWS documents, and one row for all documents."""
     table = make_table("document", "begins with", "tokens", "loss", "perplexity", "bits/byte", left=2)
     if len(losses) > 1:
         for number, document in enumerate(documents[:MAX_TABLE_ROWS], start=1):

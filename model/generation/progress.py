@@ -1,4 +1,4 @@
-"""Progress while many samples are generated or documents are scored."""
+"""Progress bar for generating samples and for scoring documents."""
 
 import time
 
@@ -6,9 +6,9 @@ from common.console import ProgressBar
 
 
 class GenerationProgress:
-    """Progress bar on stderr: finished items, tokens/s and the remaining time. A context manager.
+    """Context manager: progress bar on stderr with finished items, tokens/s and the remaining time.
 
-    items: number of samples or documents. total_tokens: of all items, at most. noun: "samples" or "documents".
+    items: number of samples or documents. total_tokens: maximum for all items. noun: "samples" or "documents".
     """
 
     def __init__(self, items: int, total_tokens: int, noun: str):
@@ -25,7 +25,7 @@ class GenerationProgress:
         self.bar.__exit__(*error)
 
     def add(self, tokens: int, skipped: int = 0, finished: bool = False) -> None:
-        """Count new tokens. finished: they complete an item, and `skipped` of its tokens will never be generated."""
+        """Count new tokens. finished: an item is complete. skipped: its tokens that were expected but not generated."""
         self.tokens += tokens
         self.skipped += skipped
         self.finished_items += finished

@@ -13,7 +13,7 @@ from model.generation.config import unescape
 
 
 def read_prompt(path: str, key: str = "prompt_file", encoding: str = "utf-8") -> str:
-    """The exact text of a file. key: the config key that errors name. Raises UserError if it cannot be read."""
+    """Read the exact text of a file. key: config key for error messages. Raises UserError if it cannot be read."""
     try:
         with open(path, encoding=encoding, newline="") as file:
             return file.read()
@@ -24,7 +24,7 @@ def read_prompt(path: str, key: str = "prompt_file", encoding: str = "utf-8") ->
 
 
 def read_prompts(path: str) -> list[str]:
-    """One prompt per non-empty line, with escape sequences; in a .jsonl file, the "prompt" of each object.
+    """Read one prompt per non-empty line, replacing escape sequences. In a .jsonl file: the "prompt" of each object.
 
     Raises UserError if the file cannot be read or a line has no prompt.
     """
@@ -51,7 +51,7 @@ def _parse_prompt(line: str, name: str) -> str:
 
 
 def check_output_path(out: str) -> None:
-    """Raises UserError if `out` cannot be created as a new file."""
+    """Raise UserError if `out` cannot be created as a new file."""
     path = Path(out)
     if path.is_dir():
         raise UserError(f"out={out} is a folder; set a file")

@@ -1,6 +1,6 @@
-"""Choose the next tokens from logits: repetition penalty, temperature, top-k, top-p and min-p, then one draw.
+"""Sample the next tokens from logits: repetition penalty, temperature, top-k, top-p and min-p, then one draw.
 
-B sequences of a batch, V vocabulary.
+B batch, V vocabulary.
 """
 
 import torch
@@ -24,7 +24,7 @@ def filtered_probs(logits: Tensor, sampling: SamplingConfig) -> Tensor:
     temperature: divides the logits; 0 is greedy decoding.
     top_k: keeps the k most likely tokens.
     top_p: keeps the smallest set whose probabilities sum to p (nucleus sampling, Holtzman et al., arXiv:1904.09751).
-    min_p: keeps tokens at least this fraction as likely as the most likely one (Nguyen et al., arXiv:2407.01082).
+    min_p: keeps tokens whose probability is at least min_p times the largest one (Nguyen et al., arXiv:2407.01082).
     """
     logits, top_k, top_p, min_p = logits.float(), sampling.top_k, sampling.top_p, sampling.min_p
     if sampling.temperature == 0:
@@ -32,7 +32,7 @@ def filtered_probs(logits: Tensor, sampling: SamplingConfig) -> Tensor:
     if top_k is not None and top_k < logits.shape[-1]:
         kept = logits.topk(top_k, dim=-1)
         logits = torch.full_like(logits, -torch.inf).scatter_(-1, kept.indices, kept.values)
-    # Subtract the maximum first: a low temperature would overflow.
+    # Subtract the maximum first: otherwise, a low temperature overflows.
     logits = (logits - logits.amax(-1, keepdim=True)) / sampling.temperature
     probs = logits.softmax(-1)
     if top_p is not None and top_p < 1:
@@ -48,8 +48,8 @@ def filtered_probs(logits: Tensor, sampling: SamplingConfig) -> Tensor:
 def sample_inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
     """Draw a token from each row of probs (B, V) by inverse transform sampling -> (B).
 
-    uniform (B): random numbers in [0, 1). One number decides each draw, so that a sample depends only on its seed:
-    not on the device, and not on the other sequences of the batch. Tokens of probability 0 are never drawn.
+    uniform (B): random numbers in [0, 1). Each draw uses one number, so a sample depends only on its seed, and not on
+    the device or the other sequences of the batch. Tokens of probability 0 are never drawn.
     """
     cdf = probs.double().cumsum(-1)
     threshold = uniform.double().unsqueeze(1) * cdf[:, -1:]
@@ -57,7 +57,10 @@ def sample_inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
 
 
 def sample_next_token(logits: Tensor, sampling: SamplingConfig, uniform: Tensor, seen: Tensor | None) -> Tensor:
-    """The next tokens (B) from logits (B, V). uniform (B): see sample_inverse_cdf. seen: None without penalty."""
+    """Sample the next tokens (B) from logits (B, V).
+
+    uniform (B): see sample_inverse_cdf. seen (B, V): see apply_repetition_penalty; None: no penalty.
+    """
     logits = logits.float()
     if logits.device.type == "mps" or torch.are_deterministic_algorithms_enabled():
         # MPS has no float64, and cumsum on CUDA is not deterministic.

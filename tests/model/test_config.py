@@ -28,7 +28,7 @@ def test_window_pattern_longer_than_the_model_is_printed_as_typed():
     ({"norm": "batchnorm"}, r"^model.norm=batchnorm is unknown; set one of layernorm, rmsnorm$"),
     ({"mlp": "swish"}, r"^model.mlp=swish is unknown; set one of gelu, gelu_tanh, relu2$"),
     ({"position": "alibi"}, r"^model.position=alibi is unknown; set one of learned, rotary$"),
-    ({"dropout": 1.0}, r"^model.dropout=1.0 must be a probability below 1; set 0 for none, or 0.1$"),
+    ({"dropout": 1.0}, r"^model.dropout=1.0 must be a probability below 1; set, say, 0.1, or 0 for no dropout$"),
     ({"dropout": -0.1}, r"^model.dropout=-0.1 must be a probability"),
     ({"dropout": float("nan")}, r"^model.dropout=nan must be a probability"),
     ({"n_head": 5}, r"^model.n_embd=32 must be a multiple of model.n_head=5; set, say, model.n_embd=30$"),

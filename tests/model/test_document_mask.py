@@ -25,7 +25,7 @@ def build_loader(path: Path, T: int, document_mask: bool) -> Loader:
 
 
 def test_doc_ids_change_after_each_end_of_text(workdir):
-    """Token 256 is the end of text."""
+    """Token 256 is the end-of-text token."""
     path = write_table([f"document {n}" * (1 + n % 3) for n in range(30)])
     loader, plain = build_loader(path, 40, True), build_loader(path, 40, False)
     for split, count in (("train", loader.epoch_windows), ("val", loader.val_windows)):

@@ -18,7 +18,7 @@ from model.gpt import apply_rotary, positions_in_document, rotary_cos_sin
 def test_logits_loss_and_gradients_equal_those_of_transformers_gpt2():
     transformers = pytest.importorskip("transformers", reason="NOT RUN: pip install transformers for this test")
     model = make(GPT2)
-    for p in model.parameters():  # large enough that errors are visible
+    for p in model.parameters():  # large weights, so that errors are visible
         torch.nn.init.normal_(p, std=0.2)
     theirs = transformers.GPT2LMHeadModel(
         transformers.GPT2Config(
@@ -119,11 +119,11 @@ def test_rotary_embedding_keeps_lengths_and_depends_only_on_distance():
     cos, sin = rotary_cos_sin(torch.arange(32), 8)
     q, k = torch.randn(8), torch.randn(8)
 
-    def at(x, position):
+    def rotate(x, position):
         return apply_rotary(x.view(1, 1, 1, 8), cos[position : position + 1], sin[position : position + 1]).flatten()
 
-    assert at(q, 5).norm() == pytest.approx(q.norm().item(), rel=1e-5)
-    torch.testing.assert_close(at(q, 9) @ at(k, 4), at(q, 25) @ at(k, 20), atol=1e-4, rtol=1e-4)
+    assert rotate(q, 5).norm() == pytest.approx(q.norm().item(), rel=1e-5)
+    torch.testing.assert_close(rotate(q, 9) @ rotate(k, 4), rotate(q, 25) @ rotate(k, 20), atol=1e-4, rtol=1e-4)
 
 
 def test_sequences_longer_than_block_size_are_refused():

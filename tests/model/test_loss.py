@@ -27,7 +27,7 @@ def inputs(N: int, V: int, rows: int):
 
 
 def loss_by_definition(x, weight, targets, V, reduction):
-    """In float64, from the definition of softmax."""
+    """Cross entropy by its definition, in float64."""
     counted = targets != IGNORE_INDEX
     probs = (x.double() @ weight.double().mT)[:, :V].softmax(-1)
     nats = -probs[counted].gather(1, targets[counted].unsqueeze(1)).log()
@@ -100,7 +100,7 @@ def test_no_gradient_is_computed_without_grad_mode():
 
 
 def test_float16_is_never_chunked():
-    """Its gradients would be rounded before the scaler multiplies them."""
+    """Otherwise, its gradients would be rounded before GradScaler multiplies them."""
     x, weight, targets = inputs(8, 10, 10)
     with torch.autocast("cpu", torch.float16):
         loss = linear_cross_entropy(x, weight, targets, 10, chunk_logits=1)
@@ -146,8 +146,8 @@ def test_padded_vocabulary_changes_neither_logits_nor_loss(variant):
     assert (padded.lm_head.weight.grad[50:] == 0).all()
 
 
-# The loss of a batch before and after one step on it. If it differs, the mathematics of a preset or its optimizer has
-# changed: find out why. If the change is intended, replace these numbers by the printed ones and say so in the commit.
+# The loss of a batch before and after one step on it. If a loss differs, the mathematics of a preset or its optimizer
+# has changed: find out why. If the change is intended, use the printed numbers here, and say so in the commit.
 GOLDEN = {
     "gpt2 adamw": (4.16596, 4.09132),
     "nanogpt adamw": (4.16596, 4.09760),

@@ -25,7 +25,13 @@ from data.shards import PreparedData
 from data.sources import all_files, resolve_sources
 from model import AttentionConfig, GPTConfig
 from model.attention import BACKENDS, Resolved, get_attention_fn, resolve_model
-from model.flops import attention_flops_per_token, crossover, flops_per_token, linear_flops_per_token, params_by_part
+from model.flops import (
+    attention_flops_per_token,
+    find_flops_crossover,
+    flops_per_token,
+    linear_flops_per_token,
+    params_by_part,
+)
 from model.gpt import GPT
 from training.config import AUTO, EvalConfig, TrainConfig
 from training.device import autocast, configure_backends, resolve_device, resolve_dtype
@@ -301,7 +307,7 @@ def print_plan(plan: Plan, console: Console) -> None:
     console.print("\ntraining FLOPs per token, forward and backward", style="bold")
     flops = {"weights, 6 each (T C² per sequence)": plan.linear_flops, "attention (T² C)": plan.attention_flops}
     console.print(_shares_table(flops, format_si))
-    T = crossover(model, vocab_size)
+    T = find_flops_crossover(model, vocab_size)
     if T is None:
         console.print("attention never needs as many FLOPs as the weights")
     else:

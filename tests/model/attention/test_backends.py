@@ -11,8 +11,8 @@ from attention_helpers import (
     CPU,
     DEVICES,
     DTYPES,
-    NEED,
-    NEED_CUDA,
+    REQUEST,
+    REQUEST_CUDA,
     backends_on,
     choose,
     compare_with_naive,
@@ -43,7 +43,7 @@ from model.attention.support import FEATURES, missing_feature
 
 
 def attention_by_loops(q, k, v, window, positions, doc_ids):
-    """The definition in float64, one query at a time."""
+    """Attention by its definition, in float64, one query at a time."""
     B, Tq, H, D = q.shape
     Tk = k.shape[1]
     y = torch.zeros(B, Tq, H, v.shape[-1], dtype=torch.float64)
@@ -70,16 +70,16 @@ def attention_by_loops(q, k, v, window, positions, doc_ids):
     seed=st.integers(0, 99),
 )  # fmt: skip
 def test_naive_follows_the_definition(Tk, missing, heads, window, document_mask, positions, seed):
-    need = replace(
-        NEED, Tq=max(1, Tk - missing), Tk=Tk, H=heads[0], G=heads[1], D=4, Dv=6, grad=False, window=window,
+    request = replace(
+        REQUEST, Tq=max(1, Tk - missing), Tk=Tk, H=heads[0], G=heads[1], D=4, Dv=6, grad=False, window=window,
         document_mask=document_mask, positions=positions,
     )  # fmt: skip
-    qkv, masks = random_qkv(need, seed), random_masks(need, seed)
+    qkv, masks = random_qkv(request, seed), random_masks(request, seed)
     torch.testing.assert_close(naive(*qkv, **masks).double(), attention_by_loops(*qkv, **masks), atol=2e-6, rtol=1e-5)
 
 
 def test_weights_are_lower_triangular_and_rows_sum_to_one():
-    q, k, _ = random_qkv(replace(NEED, Tq=10, Tk=10, grad=False))
+    q, k, _ = random_qkv(replace(REQUEST, Tq=10, Tk=10, grad=False))
     weights = attention_weights(q, k)
     assert weights.shape == (2, 4, 10, 10)
     assert (weights.triu(1) == 0).all()
@@ -105,15 +105,15 @@ def requests(draw) -> AttentionRequest:
 
 @pytest.mark.parametrize("name", ON_CPU)
 @settings(max_examples=60, deadline=None)
-@given(need=requests(), seed=st.integers(0, 99))
-def test_backend_agrees_with_naive_or_refuses(name, need, seed):
-    compare_with_naive(name, need, seed)
+@given(drawn_request=requests(), seed=st.integers(0, 99))
+def test_backend_agrees_with_naive_or_refuses(name, drawn_request, seed):
+    compare_with_naive(name, drawn_request, seed)
 
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(("device", "name"), per_device(cpu=ON_CPU, cuda=backends_on("cuda")))
 def test_backend_agrees_with_naive_or_refuses_for_each_dtype(device, name, dtype):
-    base = NEED_CUDA if device.type == "cuda" else replace(NEED, G=4)
+    base = REQUEST_CUDA if device.type == "cuda" else replace(REQUEST, G=4)
     T = 2 * base.Tk + 1
     for Tq, Tk in ((T, T), (1, T), (base.Tq, T), (1, 1)):
         for changed in ({}, {"window": 20}, {"document_mask": True}, {"positions": True}, {"G": 2}):
@@ -123,32 +123,32 @@ def test_backend_agrees_with_naive_or_refuses_for_each_dtype(device, name, dtype
 @pytest.mark.parametrize("name", ON_CPU)
 @pytest.mark.parametrize("feature", FEATURES)
 def test_each_feature_works_or_is_refused(name, feature):
-    """One feature at a time, independent of what hypothesis draws."""
+    """Tests one feature at a time, independent of what hypothesis draws."""
     changed = {
         "gradients": {"grad": True}, "dropout": {"dropout_p": 0.5}, "gqa": {"G": 1}, "window": {"window": 3},
         "document_mask": {"document_mask": True}, "positions": {"positions": True}, "different_value_dim": {"Dv": 4},
     }[feature]  # fmt: skip
-    need = replace(NEED, **{"G": 4, "grad": False} | changed)
+    request = replace(REQUEST, **{"G": 4, "grad": False} | changed)
     is_supported = getattr(BACKENDS[name].on["cpu"], feature)
-    assert FEATURES[feature].is_requested(need)
-    assert (missing_feature(BACKENDS[name], need) is None) == is_supported
-    if not (is_supported and feature == "dropout"):  # random: see test_dropout_keeps_the_mean
-        compare_with_naive(name, need, seed=1)
+    assert FEATURES[feature].is_requested(request)
+    assert (missing_feature(BACKENDS[name], request) is None) == is_supported
+    if not (is_supported and feature == "dropout"):  # dropout is random: see test_dropout_keeps_the_mean
+        compare_with_naive(name, request, seed=1)
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
 @pytest.mark.parametrize("name", ON_CPU)
 def test_backend_is_close_to_float64_but_not_equal(name, dtype):
-    need = replace(NEED, Tq=257, Tk=257, G=4, D=64, Dv=64, dtype=DTYPES[dtype], grad=False)
-    q, k, v = random_qkv(need)
+    request = replace(REQUEST, Tq=257, Tk=257, G=4, D=64, Dv=64, dtype=DTYPES[dtype], grad=False)
+    q, k, v = random_qkv(request)
     error = (BACKENDS[name].attend(q, k, v).double() - naive(q.double(), k.double(), v.double())).abs().max()
     assert 0 < error < BOUNDS["cpu"][dtype][0]
 
 
 @pytest.mark.parametrize("name", [name for name in ON_CPU if BACKENDS[name].on["cpu"].gradients])
 def test_backend_is_causal_by_gradient(name):
-    """Output i depends on every key and value up to i, and on none after it."""
-    q, k, v = random_qkv(replace(NEED, B=1, Tq=6, Tk=6, G=4))
+    """Output i depends on every key and value up to i, and on no later one."""
+    q, k, v = random_qkv(replace(REQUEST, B=1, Tq=6, Tk=6, G=4))
     y = BACKENDS[name].attend(q, k, v)
     for i in range(6):
         dk, dv = torch.autograd.grad(y[:, i].pow(2).sum(), (k, v), retain_graph=True)
@@ -161,7 +161,7 @@ def test_backend_is_causal_by_gradient(name):
 
 @pytest.mark.parametrize("name", ON_CPU)
 def test_backend_is_causal_by_changing_future_values(name):
-    q, k, v = random_qkv(replace(NEED, B=1, Tq=6, Tk=6, G=4, grad=False))
+    q, k, v = random_qkv(replace(REQUEST, B=1, Tq=6, Tk=6, G=4, grad=False))
     y = BACKENDS[name].attend(q, k, v)
     for i in range(5):
         other = torch.cat((v[:, : i + 1], v[:, i + 1 :] + 1), dim=1)
@@ -177,9 +177,9 @@ def test_backend_is_causal_by_changing_future_values(name):
     ),
 )
 def test_dropout_keeps_the_mean(device, config):
-    need = replace(NEED_CUDA if device.type == "cuda" else NEED, Tq=64, Tk=64, grad=False, dropout_p=0.25)
-    q, k, v = random_qkv(need)
-    resolve(config, need)
+    request = replace(REQUEST_CUDA if device.type == "cuda" else REQUEST, Tq=64, Tk=64, grad=False, dropout_p=0.25)
+    q, k, v = random_qkv(request)
+    resolve(config, request)
     attend = get_attention_fn(config)
     torch.manual_seed(0)
     outputs = torch.stack([attend(q, k, torch.ones_like(v), dropout_p=0.25).float() for _ in range(50)])
@@ -192,7 +192,7 @@ def test_activation_memory_grows_linearly_with_flash_and_quadratically_with_naiv
     def saved_elements(name: str, T: int) -> int:
         """Elements that the forward pass stores for the backward pass."""
         sizes = []
-        q, k, v = random_qkv(replace(NEED_CUDA, B=1, Tq=T, Tk=T, D=16, Dv=16, device=device))
+        q, k, v = random_qkv(replace(REQUEST_CUDA, B=1, Tq=T, Tk=T, D=16, Dv=16, device=device))
         with torch.autograd.graph.saved_tensors_hooks(lambda x: sizes.append(x.numel()) or x, lambda x: x):
             BACKENDS[name].attend(q, k, v).sum().backward()
         return sum(sizes)
@@ -205,7 +205,7 @@ def test_activation_memory_grows_linearly_with_flash_and_quadratically_with_naiv
 
 
 def test_cudnn_gets_a_second_key_if_there_is_only_one(monkeypatch):
-    """Checks the code around the kernel, with the math kernel in its place."""
+    """Runs on a CPU: the math kernel replaces cuDNN's kernel."""
     monkeypatch.setitem(KERNELS, "cudnn", SDPBackend.MATH)
     key_counts, attend = [], F.scaled_dot_product_attention
     monkeypatch.setattr(
@@ -215,14 +215,14 @@ def test_cudnn_gets_a_second_key_if_there_is_only_one(monkeypatch):
     )
     for changed in ({}, {"window": 3}, {"document_mask": True}, {"positions": True}):
         for T in (1, 5):
-            need = replace(NEED, Tq=1, Tk=T, **changed)
-            qkv, masks = random_qkv(need), random_masks(need)
+            request = replace(REQUEST, Tq=1, Tk=T, **changed)
+            qkv, masks = random_qkv(request), random_masks(request)
             torch.testing.assert_close(cudnn(*qkv, **masks), naive(*qkv, **masks), atol=2e-6, rtol=1e-5)
     assert set(key_counts) == {2, 5}
 
 
 def test_flash_and_flex_raise_errors_and_do_not_fall_back():
-    q, k, v = random_qkv(replace(NEED, Dv=4))
+    q, k, v = random_qkv(replace(REQUEST, Dv=4))
     with pytest.warns(UserWarning), pytest.raises(RuntimeError, match="No available kernel"):
         flash(q, k, v)
     with pytest.raises(ValueError, match="not support dropout"):
@@ -234,8 +234,8 @@ def test_flex_builds_a_mask_once_for_all_layers_and_again_for_other_doc_ids():
         return backends._cached_block_mask.cache_info().misses
 
     backends._cached_block_mask.cache_clear()
-    need = replace(NEED, document_mask=True, grad=False)
-    qkv, doc_ids = random_qkv(need), random_masks(need)["doc_ids"]
+    request = replace(REQUEST, document_mask=True, grad=False)
+    qkv, doc_ids = random_qkv(request), random_masks(request)["doc_ids"]
     for _ in range(3):
         flex(*qkv, doc_ids=doc_ids)
     assert masks_built() == 1
@@ -255,13 +255,16 @@ def test_flex_builds_a_mask_once_for_all_layers_and_again_for_other_doc_ids():
 
 @pytest.mark.compiles
 def test_compiled_flex_agrees_with_naive_and_is_the_kernel_that_runs():
-    need = replace(NEED, Tq=70, Tk=140, G=1, D=16, Dv=32, grad=False, window=20, document_mask=True, positions=True)
-    compare_with_naive("flex", need, seed=2)
-    qkv, masks = random_qkv(need), random_masks(need)
+    request = replace(
+        REQUEST, Tq=70, Tk=140, G=1, D=16, Dv=32, grad=False, window=20, document_mask=True, positions=True
+    )
+    compare_with_naive("flex", request, seed=2)
+    qkv, masks = random_qkv(request), random_masks(request)
     with torch.profiler.profile() as profiler:
         flex(*qkv, **masks)
     events = " ".join(event.key for event in profiler.key_averages())
-    assert resolve(choose("flex"), need).resolved == "flex" and "CompiledFxGraph" in events and "softmax" not in events
+    assert resolve(choose("flex"), request).resolved == "flex"
+    assert "CompiledFxGraph" in events and "softmax" not in events
 
 
 FLEX_CASES = [
@@ -281,9 +284,9 @@ FLEX_CASES_CUDA = [*FLEX_CASES, ({"document_mask": True}, True)]
 @pytest.mark.parametrize(("device", "case"), per_device(cpu=FLEX_CASES, cuda=FLEX_CASES_CUDA))
 def test_flex_agrees_with_naive_alone_and_inside_a_compiled_function(device, case):
     changed, is_compiled = case
-    need = replace(NEED_CUDA, Tq=300, Tk=300, dtype=torch.float32, device=device, **changed)
+    request = replace(REQUEST_CUDA, Tq=300, Tk=300, dtype=torch.float32, device=device, **changed)
     attend = torch.compile(flex, fullgraph=True) if is_compiled else None
-    compare_with_naive("flex", replace(need, grad=device.type == "cuda"), seed=5, attend=attend)
+    compare_with_naive("flex", replace(request, grad=device.type == "cuda"), seed=5, attend=attend)
 
 
 @pytest.mark.slow
@@ -291,7 +294,7 @@ def test_flex_agrees_with_naive_alone_and_inside_a_compiled_function(device, cas
 def test_flex_is_right_for_one_query_and_odd_multiples_of_8_keys():
     """Without padding, Inductor 2.13 gives wrong results for one query and 8, 24, 40, ... keys."""
     for Tk in (24, 25):
-        compare_with_naive("flex", replace(NEED, Tq=1, Tk=Tk, grad=False), seed=3)
+        compare_with_naive("flex", replace(REQUEST, Tq=1, Tk=Tk, grad=False), seed=3)
 
 
 @pytest.mark.slow
@@ -305,16 +308,16 @@ def test_flex_is_right_for_one_query_and_odd_multiples_of_8_keys():
     ids=["positions", "doc_ids"],
 )
 def test_flex_compiles_for_masks_of_different_sizes(sizes):
-    """Without padding, Inductor 2.13 writes invalid C++ when the sizes vary."""
+    """Without padding, Inductor 2.13 generates invalid C++ when the sizes vary."""
     for changed in sizes:
-        compare_with_naive("flex", replace(NEED, grad=False, **changed), seed=4)
+        compare_with_naive("flex", replace(REQUEST, grad=False, **changed), seed=4)
 
 
 @pytest.mark.slow
 @pytest.mark.compiles
 def test_flex_is_right_when_compiled_with_the_code_that_computes_q_and_k():
     """Without contiguous(), Inductor 2.13 fuses that code into the kernel and gives wrong results."""
-    q, k, v = random_qkv(replace(NEED, Tq=64, Tk=64, D=16, Dv=16, grad=False))
+    q, k, v = random_qkv(replace(REQUEST, Tq=64, Tk=64, D=16, Dv=16, grad=False))
     packed = torch.cat((q, k, v), dim=2)
 
     def layer(packed):

@@ -1,4 +1,4 @@
-"""The resolved kernel is the kernel that runs: eager, compiled, and with a compile cache of another process."""
+"""The resolved kernel is the kernel that runs: eager, compiled, and with the compile cache of another process."""
 
 import importlib
 import json
@@ -14,8 +14,8 @@ import torch
 from attention_helpers import (
     CPU,
     CUDA,
-    NEED,
-    NEED_CUDA,
+    REQUEST,
+    REQUEST_CUDA,
     backends_on,
     choose,
     per_device,
@@ -54,7 +54,7 @@ def graph_nodes(y) -> set[str]:
 
 
 def test_grad_fn_shows_which_kernel_ran():
-    qkv = random_qkv(NEED)
+    qkv = random_qkv(REQUEST)
     kernel = "ScaledDotProductFlashAttentionForCpuBackward0"
     assert kernel in graph_nodes(flash(*qkv)) and kernel in graph_nodes(sdpa(*qkv))
     assert kernel not in graph_nodes(naive(*qkv)) | graph_nodes(sdpa(*qkv, kernels=["math"]))
@@ -91,13 +91,13 @@ def test_resolved_kernel_runs_when_compiled(device, case):
 
 
 def check_resolved_kernel(device, config, changed, resolved, compiled):
-    need = replace(NEED_CUDA if device.type == "cuda" else NEED, **changed)
-    assert resolve(config, need) == Resolved(config.backend, resolved, None)
-    attend, qkv, masks = get_attention_fn(config), random_qkv(need), random_masks(need)
+    request = replace(REQUEST_CUDA if device.type == "cuda" else REQUEST, **changed)
+    assert resolve(config, request) == Resolved(config.backend, resolved, None)
+    attend, qkv, masks = get_attention_fn(config), random_qkv(request), random_masks(request)
 
     def run():
-        y = attend(*qkv, **masks, dropout_p=need.dropout_p)
-        if need.grad:
+        y = attend(*qkv, **masks, dropout_p=request.dropout_p)
+        if request.grad:
             y.sum().backward()
 
     with restored_compile_settings():
@@ -109,7 +109,7 @@ def check_resolved_kernel(device, config, changed, resolved, compiled):
 
 
 def test_kernels_are_passed_to_the_function():
-    q, k, v = random_qkv(NEED)
+    q, k, v = random_qkv(REQUEST)
     attend = get_attention_fn(choose("sdpa", kernels=["math"]))
     torch.testing.assert_close(attend(q, k, v), sdpa(q, k, v), atol=2e-6, rtol=1e-5)
     assert isinstance(attend, partial) and attend.keywords == {"kernels": ("math",)}
@@ -124,28 +124,28 @@ def test_kernels_are_passed_to_the_function():
     (choose("sdpa", impl="FA3"), "attention=sdpa has no attention.impl=FA3; set null$"),
     (choose("flash", impl="FA9"), "attention=flash has no attention.impl=FA9; set null or FA3 or FA4$"),
 ])  # fmt: skip
-def test_settings_that_do_not_exist_are_refused(config, message):
+def test_invalid_attention_settings_are_refused(config, message):
     with pytest.raises(UserError, match=message):
-        resolve(config, NEED)
+        resolve(config, REQUEST)
 
 
-def test_refusal_by_pytorch_passes_its_reason_on(monkeypatch):
-    """With a support table that allows everything, the reason comes from PyTorch."""
+def test_refusal_by_pytorch_contains_its_reason(monkeypatch):
+    """The support table is replaced by one that allows everything."""
     monkeypatch.setitem(BACKENDS, "flash", replace(BACKENDS["flash"], on={"cpu": Support()}))
-    with pytest.raises(UserError, match=r"cannot run here \([^)]*same last dimension"):
-        resolve(choose("flash"), replace(NEED, Dv=4))
+    with pytest.raises(UserError, match=r"cannot run on cpu \([^)]*same last dimension"):
+        resolve(choose("flash"), replace(REQUEST, Dv=4))
 
 
 def test_flex_without_a_compiler_is_refused(monkeypatch):
     monkeypatch.setattr("shutil.which", lambda name: None)
     with pytest.raises(UserError, match=r"flex needs a C\+\+ compiler .*; install it, or set attention="):
-        resolve(choose("flex"), replace(NEED, grad=False))
+        resolve(choose("flex"), replace(REQUEST, grad=False))
 
 
 # Models
 
 
-def test_model_is_refused_if_one_of_its_layers_is():
+def test_model_is_refused_if_one_of_its_layers_is_refused():
     model = GPTConfig(**GROUPED | dict(window=[4, None], dropout=0.1))
     cuda = dict(B=2, dtype=torch.bfloat16, device=CUDA)  # refusals by the table need no GPU
     for changed, message in (
@@ -174,7 +174,7 @@ def test_kernels_of_different_layers_are_all_named(monkeypatch):
 @pytest.mark.parametrize(
     ("device", "case"), per_device(cpu=[(None, "flash")], cuda=[(["flash", "efficient"], "efficient+flash")])
 )
-def test_kernels_of_a_model_with_windows(device, case):
+def test_model_with_windows_resolves_to_the_kernels_of_its_layers(device, case):
     kernels, resolved = case
     assert resolve_windows(choose("sdpa", kernels), device).resolved == resolved
 
@@ -223,11 +223,13 @@ for case in sys.argv[1:]:
 @pytest.mark.slow
 @pytest.mark.compiles
 def test_resolved_kernel_runs_when_compiled_with_any_compile_cache(tmp_path):
-    """Two processes share one compile cache. Without our precautions, two things go wrong (marked as traps below):
+    """Two processes share one compile cache. The cases in `traps` show what goes wrong without precautions:
 
-    A kernel selected around a compiled function is not part of the cache key: the case that selects flash gets the
-    math kernel of an earlier case. And Inductor replaces PyTorch's math kernel by flash. If an assertion about a trap
-    fails, PyTorch has fixed it, and the precaution can be removed.
+    - plain: Inductor replaces PyTorch's math kernel by flash.
+    - around: a kernel that is selected outside a compiled function is not part of the cache key. The case that selects
+      flash gets the math kernel of an earlier case.
+
+    If an assertion about a trap fails, PyTorch has fixed the problem, and the precaution can be removed.
     """
     environment = os.environ | {
         "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1",

@@ -6,19 +6,19 @@ from dataclasses import replace
 
 import pytest
 import torch
-from attention_helpers import CUDA, NEED, choose
+from attention_helpers import CUDA, REQUEST, choose
 from helpers import ROOT
 
 from common.errors import UserError
 from model.attention import BACKENDS, resolve, support_table
 
 DOCS = ROOT / "docs/attention-backends.md"
-NEED_CUDA = replace(NEED, device=CUDA, dtype=torch.bfloat16)
+REQUEST_CUDA = replace(REQUEST, device=CUDA, dtype=torch.bfloat16)
 
 
 @pytest.mark.parametrize(("config", "changed", "message"), [
     (choose("flash"), {"dropout_p": 0.1}, "not support dropout; set model.dropout=0, or attention=naive or sdpa$"),
-    (choose("flash"), {"Dv": 4}, "values of another head dimension .* keys; set attention=naive or sdpa$"),
+    (choose("flash"), {"Dv": 4}, "values whose head dimension differs .* keys; set attention=naive or sdpa$"),
     (choose("flex"), {}, "cannot train: it has no gradients; set attention=naive, sdpa or flash$"),
     (choose("flex"), {"grad": False, "dtype": torch.float64}, "not support float64; set dtype=float32, or"),
     (choose("cudnn"), {}, "attention=cudnn does not run on cpu; set device=cuda, or attention=naive, sdpa or fl"),
@@ -27,7 +27,7 @@ NEED_CUDA = replace(NEED, device=CUDA, dtype=torch.bfloat16)
 ])  # fmt: skip
 def test_refusal_on_cpu_names_the_setting_to_change(config, changed, message):
     with pytest.raises(UserError, match=message):
-        resolve(config, replace(NEED, **changed))
+        resolve(config, replace(REQUEST, **changed))
 
 
 @pytest.mark.parametrize(("config", "changed", "message"), [
@@ -43,7 +43,7 @@ def test_refusal_on_cpu_names_the_setting_to_change(config, changed, message):
 ])  # fmt: skip
 def test_refusal_on_cuda_needs_no_gpu(config, changed, message):
     with pytest.raises(UserError, match=message):
-        resolve(config, replace(NEED_CUDA, **changed))
+        resolve(config, replace(REQUEST_CUDA, **changed))
 
 
 def test_docs_contain_the_support_table():
@@ -51,7 +51,7 @@ def test_docs_contain_the_support_table():
     assert is_current, f"replace the support table in {DOCS} by\n{support_table()}"
 
 
-def test_new_backend_is_the_function_and_the_yaml_file_of_the_docs(train, workdir, capsys):
+def test_example_backend_of_the_docs_trains_and_is_checked(train, workdir, capsys):
     function, settings = re.search(r"```py\n(.*?)```.*?```\n(.*?)```", DOCS.read_text(), re.DOTALL).groups()
     name = "reversed_heads"
     file = workdir / f"own/attention/{name}.yaml"
@@ -69,7 +69,7 @@ def test_new_backend_is_the_function_and_the_yaml_file_of_the_docs(train, workdi
         assert refusal in capsys.readouterr().err
         assert f"| `{name}` | cpu | any | yes | no |" in support_table()
         file.write_text("kernels: null\nimpl: null\n")
-        with pytest.raises(SystemExit):  # a file without a backend does not train another one
+        with pytest.raises(SystemExit):  # a YAML file without a backend is refused
             train("--config-dir", "own", f"attention={name}", "name=c")
         assert "attention.backend has no value" in capsys.readouterr().err
     finally:

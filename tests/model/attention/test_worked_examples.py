@@ -1,4 +1,4 @@
-"""Attention on small examples with published numbers."""
+"""Worked examples of attention: published numbers, and formulas written out for small inputs."""
 
 import math
 
@@ -31,11 +31,11 @@ CONTEXT = torch.tensor([
 
 @pytest.fixture
 def qkv():
-    """ "Life is short, eat dessert first": six words, three channels, D = 2, Dv = 4."""
+    """q, k and v of "Life is short, eat dessert first": six words, three channels, D = 2, Dv = 4."""
     torch.manual_seed(123)
     x = nn.Embedding(6, 3)(torch.tensor([0, 4, 5, 2, 1, 3])).detach()
     W_query, W_key, W_value = torch.rand(3, 2), torch.rand(3, 2), torch.rand(3, 4)
-    return tuple((x @ W)[None, :, None] for W in (W_query, W_key, W_value))  # (B, T, H, D or Dv), one of B and H
+    return tuple((x @ W)[None, :, None] for W in (W_query, W_key, W_value))  # (B, T, H, D or Dv), B = H = 1
 
 
 def test_both_ways_to_mask_give_the_published_weights(qkv):
@@ -55,13 +55,13 @@ def test_context_vectors_are_the_published_ones(qkv, attend):
 
 
 def test_flash_refuses_values_of_another_head_dimension(qkv):
-    need = AttentionRequest(
+    request = AttentionRequest(
         B=1, Tq=6, Tk=6, H=1, G=1, D=2, Dv=4, dtype=torch.float32, device=torch.device("cpu"), grad=True
     )  # fmt: skip
     with pytest.raises(
-        UserError, match="values of another head dimension than queries and keys; set attention=naive or sdpa"
+        UserError, match="head dimension differs from that of queries and keys; set attention=naive or sdpa"
     ):
-        resolve(AttentionConfig("flash", None, None), need)
+        resolve(AttentionConfig("flash", None, None), request)
     with pytest.warns(UserWarning), pytest.raises(RuntimeError):
         flash(*qkv)
 
@@ -69,20 +69,21 @@ def test_flash_refuses_values_of_another_head_dimension(qkv):
 @pytest.mark.parametrize("D", [4, 64, 256])
 @pytest.mark.parametrize("attend", [naive, sdpa, flash], ids=lambda f: f.__name__)
 def test_scores_of_random_queries_and_keys_have_variance_1(attend, D):
-    """Without the factor 1/sqrt(D), the variance is D.
+    """Without the factor 1/sqrt(D), the variance would be D.
 
-    One query and two keys: the logarithm of the ratio of the weights is the difference of two scores, of variance 2.
+    For one query and two keys, the logarithm of the ratio of the weights is the difference of the scores, with
+    variance 2.
     """
     B = 20_000
     generator = torch.Generator().manual_seed(D)
     q, k = torch.randn(2, B, 2, 1, D, dtype=torch.float64, generator=generator)
-    v = torch.eye(2, D, dtype=torch.float64)[:, None].expand(B, 2, 1, D)  # so that the output is the weights
+    v = torch.eye(2, D, dtype=torch.float64)[:, None].expand(B, 2, 1, D)  # the output then contains the weights
     first, second = attend(q, k, v)[:, 1, 0, :2].unbind(-1)
     assert (second / first).log().var() == pytest.approx(2, rel=0.05)
 
 
 @pytest.mark.parametrize("attend", [naive, sdpa, flash], ids=lambda f: f.__name__)
-def test_multi_head_attention_concatenates_and_projects_single_heads(attend):
+def test_multi_head_attention_equals_projected_concatenation_of_heads(attend):
     H, C, T = 4, 32, 10
     config = GPTConfig(
         name="", n_layer=1, n_head=H, n_kv_head=None, n_embd=C, block_size=T, dropout=0.0, bias=True, norm="layernorm",
@@ -104,7 +105,7 @@ def test_multi_head_attention_concatenates_and_projects_single_heads(attend):
 
 
 def test_identity_projections_give_unweighted_dot_product_attention():
-    """y_i = sum_j softmax_j(x_i . x_j) x_j over j <= i. This form has no scale, so q is multiplied by sqrt(C)."""
+    """y_i = sum_{j <= i} softmax_j(x_i . x_j) x_j has no factor 1/sqrt(C), so q is multiplied by sqrt(C)."""
     T, C = 7, 5
     x = torch.randn(T, C, generator=torch.Generator().manual_seed(0))
     identity = torch.eye(C)

@@ -29,7 +29,7 @@ def test_rows_sum_to_one_and_future_keys_have_weight_zero(T, seed, variant, back
 
 @VARIANTS
 def test_weights_equal_the_formula(variant):
-    """From each layer's input: project, normalise, rotate, and a softmax per head and query, in float64."""
+    """The expected weights are computed from each layer's input, head by head and query by query, in float64."""
     model, T, D = make_varied(variant).double().eval(), 17, 8
     inputs = []
     hooks = [block.attn.register_forward_pre_hook(lambda _, given: inputs.append(given)) for block in model.blocks]
@@ -95,7 +95,7 @@ def test_model_is_restored_after_an_error():
 
 
 @given(st.integers(1, 300))
-def test_uniform_weights_have_the_largest_entropy_and_single_keys_none(T):
+def test_entropy_is_largest_for_uniform_weights_and_0_for_single_keys(T):
     uniform = torch.ones(T, T, dtype=torch.float64).tril() / torch.arange(1, T + 1)[:, None]
     assert entropy(uniform).item() == pytest.approx(uniform_entropy(T), abs=1e-12)
     assert uniform_entropy(T) == pytest.approx(np.log(np.arange(1, T + 1)).mean(), abs=1e-12)

@@ -102,7 +102,7 @@ def test_training_logs_attention_maps_at_evaluations(train, workdir):
     assert not (workdir / "runs/b/attention").exists()
 
 
-def test_attention_map_of_a_prompt(trained, sample, workdir):
+def test_attention_map_of_a_prompt_is_saved(trained, sample, workdir):
     out = sample("run=a", "prompt=The 1st\n", "max_new_tokens=3", "attention_map=true")
     assert out.startswith("The 1st")
     assert "layer" not in out, "the table is on stderr"
@@ -149,7 +149,7 @@ def test_attention_map_of_one_token_is_refused(trained, capsys):
 
 
 def test_wandb_receives_the_picture_and_may_fail(tmp_path, capsys):
-    """The picture is logged with its row. A missing picture is reported once."""
+    """The picture is logged with the other metrics. If it is missing, one message is printed."""
     import wandb
 
     picture, logged = plot_overview(np.ones((1, 1, 2, 2)), np.zeros((1, 1)), tmp_path / "a.png"), []

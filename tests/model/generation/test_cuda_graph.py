@@ -1,4 +1,4 @@
-"""Decode steps of fixed shapes, as CUDA graphs replay them, generate the same samples."""
+"""Decode steps of fixed shapes, as CUDA graphs replay them, give the same samples as eager steps."""
 
 import pytest
 import torch
@@ -15,7 +15,7 @@ PROMPTS = [Prompt([(i * 7 + j) % 250 for j in range(n)], seed=i) for i, n in enu
 
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
 def test_fixed_shapes_give_the_same_samples(variant, monkeypatch):
-    """With padded batches and with slots that no sequence has filled."""
+    """Covers padded batches, and slots that no sequence has filled."""
     monkeypatch.setattr("model.generation.cuda_graph.MIN_SLOTS", 4)
     model = make_spread(variant, dtype=torch.float64)
 
@@ -31,7 +31,7 @@ def test_fixed_shapes_give_the_same_samples(variant, monkeypatch):
         engine.add(PROMPTS[5:])
         tokens += [engine.step() for _ in range(21)]
         if fixed_shapes and model.config.block_size == 24:
-            assert {num_slots for _, num_slots in step.graphs} <= {4, 8, 16, 32}, "never more than block_size needs"
+            assert {num_slots for _, num_slots in step.graphs} <= {4, 8, 16, 32}, "block_size=24 is rounded up to 32"
             assert {rows for rows, _ in step.graphs} <= {2, 4, 5}
         return tokens
 

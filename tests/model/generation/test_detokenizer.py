@@ -14,7 +14,7 @@ def detokenizer(end_token=None, encoding=BYTES, **settings):
 
 
 def push_all(detokenizer, tokens):
-    """All text, and the finish reason."""
+    """Push tokens until the sample ends -> (all text, finish reason)."""
     shown = ""
     for token in tokens:
         text, finish_reason = detokenizer.push(token)
@@ -42,7 +42,7 @@ def test_incomplete_characters_are_never_shown(text):
     cuts=st.lists(st.integers(1, 5), max_size=30),
 )
 def test_sample_ends_before_the_stop_string_that_is_complete_first(text, stops, cuts):
-    """For every division of the text into tokens. No beginning of a stop string is shown before."""
+    """Tests any division of the text into tokens. The beginning of a stop string is never shown."""
     expected, is_stopped = text, False
     for size in range(len(text) + 1):
         ends = [size - len(stop) for stop in stops if text[:size].endswith(stop)]

@@ -1,4 +1,4 @@
-"""The engine: sequences of a batch are sampled as if they were alone."""
+"""The engine: a sequence has the same sample alone and in a batch."""
 
 from unittest.mock import patch
 
@@ -74,7 +74,7 @@ def test_last_block_size_tokens_of_a_long_prompt_are_read(variant):
     end=st.sampled_from([None, 17, 100]),
 )
 def test_sample_is_the_same_alone_and_in_a_batch(lengths, batch_size, variant, temperature, penalty, end):
-    """Also when a row of the cache is used again, and when the last sequence moves to a free row."""
+    """Covers reuse of cache rows, and moves of the last sequence to a free row."""
     model = make_spread(variant, dtype=torch.float64)
     prompts = [Prompt([(i * 7 + j) % 250 for j in range(n)], seed=i) for i, n in enumerate(lengths)]
     settings = sampling(temperature=temperature, repetition_penalty=penalty, max_new_tokens=40)
@@ -106,7 +106,7 @@ def test_sample_depends_only_on_its_seed():
     assert model.training
 
 
-def test_generator_that_is_closed_restores_training_mode():
+def test_closing_the_generator_restores_training_mode():
     model = make_spread(MODERN).train()
     chunks = generate(model, BYTES, [Prompt([1], 0)], sampling(), batch_size=1)
     next(chunks)
@@ -122,14 +122,14 @@ def test_end_of_text_token_ends_the_sample_without_text():
     assert chunks == [TextChunk(0, "", 0, "end")]
 
 
-def test_zero_tokens_and_zero_prompts():
+def test_zero_tokens_give_empty_samples_and_zero_prompts_give_none():
     model = make_spread(MODERN)
     chunks = list(generate(model, BYTES, [Prompt([1], 0)] * 2, sampling(max_new_tokens=0), batch_size=1))
     assert chunks == [TextChunk(0, "", 0, "length"), TextChunk(1, "", 0, "length")]
     assert list(generate(model, BYTES, [], sampling(), batch_size=4)) == []
 
 
-def test_chunks_in_prompt_order_come_as_early_as_possible():
+def test_in_prompt_order_yields_chunks_as_early_as_possible():
     arriving = [
         TextChunk(1, "c", 1),
         TextChunk(0, "a", 1),

@@ -1,4 +1,4 @@
-"""Logits from the KV cache are those without a cache."""
+"""Logits with the KV cache equal logits without it."""
 
 import pytest
 import torch
@@ -19,7 +19,7 @@ BACKEND_NAMES = [
 @pytest.mark.parametrize("name", BACKEND_NAMES)
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
 def test_logits_with_cache_equal_logits_without(name, variant):
-    """For prompts of different lengths in one batch, at every step, well past block_size."""
+    """Prompts of different lengths in one batch, compared at every step, well past block_size."""
     if BACKENDS[name].needs_compiler and variant is not WINDOWED:
         pytest.skip("compiling is slow; the windowed variant has all features")
     model = make_spread(variant, attend=BACKENDS[name].attend)
@@ -37,7 +37,7 @@ def test_logits_with_cache_equal_logits_without(name, variant):
 
 
 def record_logits(model):
-    """A list that grows by the logits (B, V) of each step."""
+    """A list to which each step appends its logits (B, V)."""
     recorded = []
     model.lm_head.register_forward_hook(lambda module, inputs, logits: recorded.append(logits))
     return recorded
@@ -57,7 +57,7 @@ def test_prefill_in_several_forward_passes_gives_the_same_samples(monkeypatch):
     assert generate() == in_one_pass
 
 
-def test_layer_caches_are_as_large_as_their_window_or_the_sample():
+def test_layer_cache_has_the_size_of_the_window_or_the_sample():
     model = make_spread(MODERN | dict(window=[5, None]))
     assert [layer.size for layer in KVCache(model, 2, 100).layers] == [5, 24]
     assert [layer.size for layer in KVCache(model, 2, 10).layers] == [5, 10]

@@ -1,4 +1,4 @@
-"""Progress of many samples, in lines where there is no terminal."""
+"""Progress of many samples or documents: lines on stderr if it is not a terminal."""
 
 from model.generation.progress import GenerationProgress
 
@@ -14,7 +14,7 @@ def test_lines_have_items_speed_and_remaining_time(monkeypatch, capsys):
     assert progress.summary() == "3 documents, 3,000 tokens in 21.0 s, 143 tokens/s"
 
 
-def test_tokens_that_are_skipped_count_as_done_but_not_as_speed(monkeypatch, capsys):
+def test_skipped_tokens_count_for_progress_but_not_for_speed(monkeypatch, capsys):
     clock = [0.0]
     monkeypatch.setattr("time.perf_counter", lambda: clock[0])
     with GenerationProgress(2, 2_000, "samples") as progress:

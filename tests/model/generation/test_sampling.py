@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from common.errors import UserError
 from model.generation.sampling import apply_repetition_penalty, filtered_probs, sample_inverse_cdf, sample_next_token
 
-# On a grid, as float32 rounds close values to equal ones, and any of equal values may be chosen.
+# Logits on a grid: float32 would round close values to equal ones, and the order of equal values is undefined.
 rows = st.lists(st.integers(-800, 800).map(lambda i: i / 100), min_size=2, max_size=12)
 EXACT = settings(max_examples=100, deadline=None)
 
@@ -53,7 +53,7 @@ def test_top_p_keeps_the_smallest_set_that_sums_to_p(row, p):
     assert_renormalized(kept, row)
     mass = plain(row)[kept > 0]
     assert mass.sum() >= p - 1e-5
-    assert mass.sum() - mass.min() < p + 1e-5, "without its least likely token the sum would be below p"
+    assert mass.sum() - mass.min() < p + 1e-5, "without its least likely token, the sum is below p"
     assert (kept == 0).sum() == 0 or plain(row)[kept == 0].max() <= mass.min()
 
 
@@ -76,9 +76,9 @@ def test_filters_are_applied_in_order(row, k, p, min_p, t):
     by_k = filtered_probs(torch.tensor([row]), sampling(top_k=k, temperature=t))
     by_p = filtered_probs(by_k.log(), sampling(top_p=p))
     one_by_one = filtered_probs(by_p.log(), sampling(min_p=min_p))[0]
-    near = (together > 0) != (one_by_one > 0)  # at the threshold, by rounding
-    assert near.sum() <= 1
-    if not near.any():
+    differs = (together > 0) != (one_by_one > 0)  # rounding may move one token across a threshold
+    assert differs.sum() <= 1
+    if not differs.any():
         torch.testing.assert_close(together, one_by_one, atol=1e-5, rtol=1e-3)
     assert row[together.argmax()] == max(row)
 
