@@ -111,9 +111,9 @@ def main() -> int:
         f"allowed {MAX_LOGIT_DIFFERENCE[arguments.dtype]:.0e}\n"
     )
 
-    read = weight_bytes(original)
+    weight_sizes = weight_bytes(original)
     programs = [
-        Program(f"trilGPT {name}", partial(generate, model, device), read[name]) for name, model in ours.items()
+        Program(f"trilGPT {name}", partial(generate, model, device), weight_sizes[name]) for name, model in ours.items()
     ]
     other_programs = {
         "transformers": partial(generate_transformers, theirs[0], device),
@@ -121,10 +121,10 @@ def main() -> int:
     }
     for name, function in other_programs.items():
         cases = ("64 -> 128", "1000 -> 1024") if name == "nanoGPT" else tuple(CASES)
-        programs.append(Program(f"{name} {arguments.dtype}", function, read[arguments.dtype], cases))
-    memory_speed = measure_programs(programs, prompts, arguments.rounds, device, max(read.values()))
+        programs.append(Program(f"{name} {arguments.dtype}", function, weight_sizes[arguments.dtype], cases))
+    memory_speed = measure_programs(programs, prompts, arguments.rounds, device, max(weight_sizes.values()))
     print_tables(programs, memory_speed)
-    return int(not max(differences) <= MAX_LOGIT_DIFFERENCE[arguments.dtype])  # NaN fails, too
+    return int(not max(differences) <= MAX_LOGIT_DIFFERENCE[arguments.dtype])
 
 
 def generate(model: GPT, device: torch.device, prompt: Tensor, new: int) -> tuple[Tensor, list[float]]:

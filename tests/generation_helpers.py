@@ -1,10 +1,10 @@
-"""Small models with distinct logits, and references for generation without a KV cache."""
+"""Small models for generation tests, and a reference that generates without a KV cache."""
 
 from dataclasses import replace
 
 import torch
 from helpers import BYTE, sampling
-from model_helpers import GPT2, GROUPED, MODERN, make
+from model_helpers import GPT2, GROUPED, MODERN, make_model
 
 from data import tokenizer
 from model import GPTConfig
@@ -18,8 +18,8 @@ WINDOWED = GROUPED | dict(window=[5, None])
 VARIANTS = {"gpt2": GPT2, "modern": MODERN, "grouped": GROUPED, "windowed": WINDOWED, "one": GPT2 | dict(block_size=1)}
 
 
-def make_spread(variant, attend=naive, dtype=torch.float32, V=256):
-    """A model in eval mode whose logits differ widely, with nonzero n-grams and biases."""
+def make_random_model(variant, attend=naive, dtype=torch.float32, V=256):
+    """A model in eval mode with large random weights, so that logits differ widely. N-grams and biases are nonzero."""
     torch.manual_seed(0)
     model = GPT(GPTConfig(**variant), V, attend).requires_grad_(False)
     for weight in model.parameters():
@@ -27,9 +27,9 @@ def make_spread(variant, attend=naive, dtype=torch.float32, V=256):
     return model.to(dtype).eval()
 
 
-def make_varied(variant, **options):
+def make_peaked_model(variant, **options):
     """A model with random weights whose attention is not uniform. At initialisation it is nearly uniform."""
-    model = make(variant, **options)
+    model = make_model(variant, **options)
     with torch.no_grad():
         for p in model.parameters():
             if p.ndim > 1:
@@ -56,7 +56,7 @@ def logits_without_cache(model, tokens):
 
 
 def greedy(model, prompt, n):
-    """n tokens after the prompt, by greedy decoding."""
+    """The n tokens that greedy decoding appends to the prompt."""
     engine = Engine(model, sampling(temperature=0.0), batch_size=1, max_length=len(prompt) + n)
     engine.add([Prompt(prompt, seed=0)])
     return [engine.step()[0] for _ in range(n)]

@@ -19,10 +19,10 @@ GROUPED = MODERN | dict(n_kv_head=2)
 VARIANTS = pytest.mark.parametrize("variant", [GPT2, MODERN, GROUPED], ids=["gpt2", "modern", "grouped"])
 
 
-def make(variant, vocab_size=50, attend=naive, seed=0):
+def make_model(variant, vocab_size=50, attend=naive, seed=0):
     torch.manual_seed(seed)
     return GPT(GPTConfig(**variant), vocab_size, attend)
 
 
-def some_tokens(B=2, T=24, V=50, seed=0):
+def random_tokens(B=2, T=24, V=50, seed=0):
     return torch.randint(0, V, (B, T), generator=torch.Generator().manual_seed(seed))

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from model_helpers import GPT2, VARIANTS, make, some_tokens
+from model_helpers import GPT2, VARIANTS, make_model, random_tokens
 from torch.utils.flop_counter import FlopCounterMode
 
 from model import GPTConfig
@@ -22,8 +22,8 @@ from model.gpt import GPT
 @VARIANTS
 def test_flops_equal_those_that_torch_counts_with_naive(variant):
     variant = variant | dict(n_embd=64, block_size=32)
-    model = make(variant, vocab_size=300)
-    x, y = some_tokens(4, 32, 300), some_tokens(4, 32, 300, seed=1)
+    model = make_model(variant, vocab_size=300)
+    x, y = random_tokens(4, 32, 300), random_tokens(4, 32, 300, seed=1)
     with FlopCounterMode(display=False) as counter:
         model(x, y).backward()
     assert flops_per_token(model.config, 300, 32) * 128 == pytest.approx(counter.get_total_flops(), rel=0.02)

@@ -8,7 +8,7 @@ import torch
 from helpers import TRAINS_ON_CPU
 from hypothesis import given
 from hypothesis import strategies as st
-from model_helpers import GPT2, GROUPED, MODERN, VARIANTS, make, some_tokens
+from model_helpers import GPT2, GROUPED, MODERN, VARIANTS, make_model, random_tokens
 
 from common.errors import UserError
 from model.attention import BACKENDS
@@ -17,7 +17,7 @@ from model.gpt import apply_rotary, positions_in_document, rotary_cos_sin
 
 def test_logits_loss_and_gradients_equal_those_of_transformers_gpt2():
     transformers = pytest.importorskip("transformers", reason="NOT RUN: pip install transformers for this test")
-    model = make(GPT2)
+    model = make_model(GPT2)
     for p in model.parameters():  # large weights, so that errors are visible
         torch.nn.init.normal_(p, std=0.2)
     theirs = transformers.GPT2LMHeadModel(
@@ -39,7 +39,7 @@ def test_logits_loss_and_gradients_equal_those_of_transformers_gpt2():
         with torch.no_grad():
             other.copy_(p.T if is_transposed else p)
         pairs.append((p, other, is_transposed))
-    tokens = some_tokens(T=24)
+    tokens = random_tokens(T=24)
     expected = theirs(tokens, labels=tokens)
     torch.testing.assert_close(model(tokens), expected.logits, atol=1e-4, rtol=1e-4)
     loss = model(tokens[:, :-1], tokens[:, 1:])
@@ -52,7 +52,7 @@ def test_logits_loss_and_gradients_equal_those_of_transformers_gpt2():
 
 @VARIANTS
 def test_initialisation_follows_the_table_in_the_docstring(variant):
-    model = make(variant | dict(n_embd=128, n_layer=8), vocab_size=500)
+    model = make_model(variant | dict(n_embd=128, n_layer=8), vocab_size=500)
     for name, p in model.named_parameters():
         if p.ndim == 1:
             assert (p == (0 if name.endswith("bias") else 1)).all(), name
@@ -62,7 +62,7 @@ def test_initialisation_follows_the_table_in_the_docstring(variant):
             std = 0.02 / math.sqrt(16) if name.endswith("proj.weight") else 0.02
             assert p.std().item() == pytest.approx(std, rel=0.05), name
             assert abs(p.mean().item()) < 5 * std / math.sqrt(p.numel()), name
-    loss = model(some_tokens(4, 24, 500), some_tokens(4, 24, 500, seed=1))
+    loss = model(random_tokens(4, 24, 500), random_tokens(4, 24, 500, seed=1))
     assert loss.item() == pytest.approx(math.log(500), abs=0.15)
 
 
@@ -70,7 +70,7 @@ def test_initialisation_follows_the_table_in_the_docstring(variant):
 @VARIANTS
 def test_model_is_causal_by_gradient(name, variant):
     """Logits at position i depend on the embeddings of tokens 0 to i only."""
-    model = make(variant, attend=BACKENDS[name].attend)
+    model = make_model(variant, attend=BACKENDS[name].attend)
     tokens = torch.arange(8).unsqueeze(0)  # all different, so each row of wte belongs to one position
     logits = model(tokens)
     for i in (0, 3, 7):
@@ -82,10 +82,10 @@ def test_model_is_causal_by_gradient(name, variant):
 
 @VARIANTS
 def test_every_backend_gives_the_same_loss_and_gradients(variant):
-    x, y = some_tokens(), some_tokens(seed=1)
+    x, y = random_tokens(), random_tokens(seed=1)
     results = {}
     for name in TRAINS_ON_CPU:
-        model = make(variant, attend=BACKENDS[name].attend)
+        model = make_model(variant, attend=BACKENDS[name].attend)
         loss = model(x, y)
         loss.backward()
         results[name] = [loss.detach(), *(p.grad for p in model.parameters())]
@@ -95,8 +95,8 @@ def test_every_backend_gives_the_same_loss_and_gradients(variant):
 
 
 def test_dropout_acts_only_in_training_and_where_gpt2_has_it():
-    model = make(GPT2 | dict(dropout=0.5))
-    tokens = some_tokens()
+    model = make_model(GPT2 | dict(dropout=0.5))
+    tokens = random_tokens()
     assert not torch.equal(model(tokens), model(tokens))
     model.eval()
     assert torch.equal(model(tokens), model(tokens))
@@ -109,8 +109,8 @@ def test_dropout_acts_only_in_training_and_where_gpt2_has_it():
 
 
 def test_targets_of_minus_100_are_ignored():
-    model = make(GPT2)
-    x, y = some_tokens(), some_tokens(seed=1)
+    model = make_model(GPT2)
+    x, y = random_tokens(), random_tokens(seed=1)
     y[:, 12:] = -100
     torch.testing.assert_close(model(x, y), model(x[:, :12], y[:, :12]))
 
@@ -128,7 +128,7 @@ def test_rotary_embedding_keeps_lengths_and_depends_only_on_distance():
 
 def test_sequences_longer_than_block_size_are_refused():
     with pytest.raises(UserError, match=r"25 tokens do not fit into model.block_size=24"):
-        make(GPT2)(some_tokens(T=25))
+        make_model(GPT2)(random_tokens(T=25))
 
 
 # Windows and document masks
@@ -145,7 +145,7 @@ def test_positions_start_at_0_in_each_document(lengths):
 @pytest.mark.parametrize("name", TRAINS_ON_CPU)
 def test_masked_documents_give_the_same_results_as_single_documents(variant, name):
     """Compares logits and gradients."""
-    model, tokens, cuts = make(variant, attend=BACKENDS[name].attend), some_tokens(B=1), [0, 5, 6, 17, 24]
+    model, tokens, cuts = make_model(variant, attend=BACKENDS[name].attend), random_tokens(B=1), [0, 5, 6, 17, 24]
     doc_ids = torch.zeros(1, 24, dtype=torch.int64)
     for cut in cuts[1:-1]:
         doc_ids[:, cut:] += 1
@@ -163,7 +163,7 @@ def test_masked_documents_give_the_same_results_as_single_documents(variant, nam
 @pytest.mark.parametrize("variant", [GPT2, GROUPED], ids=["gpt2", "grouped"])
 def test_receptive_field_is_the_sum_of_the_windows(variant):
     """With windows 3 and 2, a token depends on itself and the (3 - 1) + (2 - 1) tokens before it."""
-    model, tokens = make(variant | dict(window=[3, 2], block_size=12)), some_tokens(B=1, T=12)
+    model, tokens = make_model(variant | dict(window=[3, 2], block_size=12)), random_tokens(B=1, T=12)
     found = []
     model.wte.register_forward_hook(lambda module, inputs, x: found.append(x) or x.retain_grad())
     model(tokens)[0, -1].pow(2).sum().backward()
@@ -173,9 +173,10 @@ def test_receptive_field_is_the_sum_of_the_windows(variant):
 
 @pytest.mark.parametrize("name", TRAINS_ON_CPU)
 def test_window_as_long_as_the_context_has_no_effect(name):
-    plain, windowed = (make(MODERN | dict(window=w), attend=BACKENDS[name].attend) for w in (None, [24, 100]))
-    assert torch.equal(plain(some_tokens()), windowed(some_tokens()))
+    plain, windowed = (make_model(MODERN | dict(window=w), attend=BACKENDS[name].attend) for w in (None, [24, 100]))
+    assert torch.equal(plain(random_tokens()), windowed(random_tokens()))
 
 
 def test_layers_get_the_windows_of_the_repeated_pattern():
-    assert [block.attn.window for block in make(MODERN | dict(n_layer=3, window=[4, None])).blocks] == [4, None, 4]
+    model = make_model(MODERN | dict(n_layer=3, window=[4, None]))
+    assert [block.attn.window for block in model.blocks] == [4, None, 4]

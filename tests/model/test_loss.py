@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from model_helpers import VARIANTS, make, some_tokens
+from model_helpers import VARIANTS, make_model, random_tokens
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -132,13 +132,13 @@ def test_targets_outside_the_vocabulary_are_refused(chunk):
 
 @VARIANTS
 def test_padded_vocabulary_changes_neither_logits_nor_loss(variant):
-    plain, padded = make(variant, vocab_size=50), make(variant | dict(pad_vocab_multiple=64), vocab_size=50)
+    plain, padded = make_model(variant, vocab_size=50), make_model(variant | dict(pad_vocab_multiple=64), vocab_size=50)
     assert padded.lm_head.weight.shape[0] == padded.wte.weight.shape[0] == 64
     weights = plain.state_dict()
     for name in ("wte.weight", "lm_head.weight"):
         weights[name] = torch.cat((weights[name], torch.full((14, 32), 9.0)))  # would be likely tokens
     padded.load_state_dict(weights)
-    x, y = some_tokens(), some_tokens(seed=1)
+    x, y = random_tokens(), random_tokens(seed=1)
     assert padded(x).shape == (2, 24, 50)
     torch.testing.assert_close(padded(x), plain(x))
     torch.testing.assert_close(padded(x, y), plain(x, y))
@@ -163,7 +163,7 @@ def test_one_step_of_each_preset_has_its_golden_losses(recipe):
     config = parse_config("train", "", [f"model={model_name}", f"optimizer={optimizer_name}", *sizes])
     torch.manual_seed(1337)
     model = GPT(config.model, 65, get_attention_fn(config.attention))
-    x, y = some_tokens(4, 32, 65), some_tokens(4, 32, 65, seed=1)
+    x, y = random_tokens(4, 32, 65), random_tokens(4, 32, 65, seed=1)
     before = model(x, y)
     before.backward()
     for optimizer in build_optimizers(model, config.optimizer):

@@ -4,7 +4,7 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from model_helpers import MODERN, make, some_tokens
+from model_helpers import MODERN, make_model, random_tokens
 
 from model.ngram import NgramEmbedding
 
@@ -50,9 +50,9 @@ def test_different_ngrams_spread_over_all_rows():
 
 
 def test_ngram_embedding_is_causal():
-    model = make(MODERN)
+    model = make_model(MODERN)
     torch.nn.init.normal_(model.ngrams.table.weight)
-    tokens = some_tokens(1)
+    tokens = random_tokens(1)
     changed = tokens.clone()
     changed[0, 10] += 1
     same = (model(tokens) == model(changed)).all(-1)[0]
@@ -63,7 +63,7 @@ def test_ngram_embedding_is_causal():
 
 def test_masked_documents_are_embedded_like_single_documents():
     ngrams = random_ngrams()
-    tokens, doc_ids = some_tokens(1, 12), torch.tensor([[0] * 5 + [1] * 7])
+    tokens, doc_ids = random_tokens(1, 12), torch.tensor([[0] * 5 + [1] * 7])
     masked = ngrams(tokens, doc_ids)
     torch.testing.assert_close(masked[:, :5], ngrams(tokens[:, :5], None))
     torch.testing.assert_close(masked[:, 5:], ngrams(tokens[:, 5:], None))
@@ -71,4 +71,4 @@ def test_masked_documents_are_embedded_like_single_documents():
 
 
 def test_max_ngram_1_has_no_table():
-    assert make(MODERN | dict(max_ngram=1)).ngrams is None
+    assert make_model(MODERN | dict(max_ngram=1)).ngrams is None

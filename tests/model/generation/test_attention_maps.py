@@ -5,10 +5,10 @@ import math
 import numpy as np
 import pytest
 import torch
-from generation_helpers import make_varied
+from generation_helpers import make_peaked_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from model_helpers import GPT2, GROUPED, VARIANTS, make, some_tokens
+from model_helpers import GPT2, GROUPED, VARIANTS, make_model, random_tokens
 
 from common.errors import UserError
 from model.attention import BACKENDS
@@ -19,7 +19,9 @@ from model.gpt import apply_rotary
 @settings(deadline=None, max_examples=8)
 @given(st.integers(1, 24), st.integers(0, 2**31), st.sampled_from([GPT2, GROUPED]), st.sampled_from(list(BACKENDS)))
 def test_rows_sum_to_one_and_future_keys_have_weight_zero(T, seed, variant, backend):
-    weights = attention_maps(make_varied(variant, attend=BACKENDS[backend].attend, seed=seed), some_tokens(1, T))
+    weights = attention_maps(
+        make_peaked_model(variant, attend=BACKENDS[backend].attend, seed=seed), random_tokens(1, T)
+    )
     assert weights.shape == (2, 4, T, T)
     assert (weights >= 0).all()
     assert (weights.triu(1) == 0).all()
@@ -30,10 +32,10 @@ def test_rows_sum_to_one_and_future_keys_have_weight_zero(T, seed, variant, back
 @VARIANTS
 def test_weights_equal_the_formula(variant):
     """The expected weights are computed from each layer's input, head by head and query by query, in float64."""
-    model, T, D = make_varied(variant).double().eval(), 17, 8
+    model, T, D = make_peaked_model(variant).double().eval(), 17, 8
     inputs = []
     hooks = [block.attn.register_forward_pre_hook(lambda _, given: inputs.append(given)) for block in model.blocks]
-    tokens = some_tokens(1, T)
+    tokens = random_tokens(1, T)
     model(tokens)
     for hook in hooks:
         hook.remove()
@@ -59,18 +61,19 @@ def project(attn, x, head, D):
 
 
 def test_windows_and_documents_are_masked():
-    model, doc_ids = make_varied(GPT2 | dict(window=[None, 3])), torch.tensor([[0] * 5 + [1] * 4])
-    full, windowed = attention_maps(model, some_tokens(1, 9))
+    model, doc_ids = make_peaked_model(GPT2 | dict(window=[None, 3])), torch.tensor([[0] * 5 + [1] * 4])
+    full, windowed = attention_maps(model, random_tokens(1, 9))
     assert (windowed.tril(-3) == 0).all()
     assert (full.tril(-3) > 0).any()
-    masked = attention_maps(model, some_tokens(1, 9), doc_ids)
+    masked = attention_maps(model, random_tokens(1, 9), doc_ids)
     assert (masked[:, :, 5:, :5] == 0).all()
     torch.testing.assert_close(masked[:, :, :5], torch.stack((full, windowed))[:, :, :5])
 
 
 @VARIANTS
 def test_attention_maps_do_not_change_the_model(variant):
-    model, tokens = make_varied(variant | dict(dropout=0.3), attend=BACKENDS["sdpa"].attend), some_tokens(1, 12)
+    model = make_peaked_model(variant | dict(dropout=0.3), attend=BACKENDS["sdpa"].attend)
+    tokens = random_tokens(1, 12)
     model.eval()
     before, functions = model(tokens), [block.attn.attend for block in model.blocks]
     state = torch.get_rng_state()
@@ -86,7 +89,7 @@ def test_attention_maps_do_not_change_the_model(variant):
 
 
 def test_model_is_restored_after_an_error():
-    model = make(GPT2)
+    model = make_model(GPT2)
     functions = [block.attn.attend for block in model.blocks]
     with pytest.raises(UserError, match="25 tokens do not fit"):
         attention_maps(model.train(), torch.zeros(1, 25, dtype=torch.int64))
@@ -104,7 +107,7 @@ def test_entropy_is_largest_for_uniform_weights_and_0_for_single_keys(T):
 
 
 def test_layer_entropy_is_the_mean_over_heads():
-    weights = attention_maps(make_varied(GPT2), some_tokens(1, 9))
+    weights = attention_maps(make_peaked_model(GPT2), random_tokens(1, 9))
     by_layer = layer_entropies(weights)
     assert list(by_layer) == ["entropy/layer-1", "entropy/layer-2"]
     w = weights.double().numpy()

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from generation_helpers import VARIANTS, WINDOWED, EagerStep, make_spread
+from generation_helpers import VARIANTS, WINDOWED, EagerStep, make_random_model
 from helpers import sampling
 from model_helpers import GPT2, GROUPED, MODERN
 
@@ -17,7 +17,7 @@ PROMPTS = [Prompt([(i * 7 + j) % 250 for j in range(n)], seed=i) for i, n in enu
 def test_fixed_shapes_give_the_same_samples(variant, monkeypatch):
     """Covers padded batches, and slots that no sequence has filled."""
     monkeypatch.setattr("model.generation.cuda_graph.MIN_SLOTS", 4)
-    model = make_spread(variant, dtype=torch.float64)
+    model = make_random_model(variant, dtype=torch.float64)
 
     def generate(fixed_shapes):
         engine = Engine(model, sampling(max_new_tokens=30, repetition_penalty=1.2), batch_size=5, max_length=60)
@@ -41,7 +41,7 @@ def test_fixed_shapes_give_the_same_samples(variant, monkeypatch):
 @pytest.mark.gpu
 @pytest.mark.parametrize("variant", [GPT2, MODERN, GROUPED, WINDOWED])
 def test_cuda_graphs_give_the_same_samples(variant):
-    model = make_spread(variant, attend=BACKENDS["sdpa"].attend, dtype=torch.float64).to("cuda")
+    model = make_random_model(variant, attend=BACKENDS["sdpa"].attend, dtype=torch.float64).to("cuda")
 
     def generate(cuda_graphs):
         engine = Engine(model, sampling(max_new_tokens=30), 4, 60, cuda_graphs)

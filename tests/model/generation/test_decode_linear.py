@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from generation_helpers import greedy, make_spread
+from generation_helpers import greedy, make_random_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_helpers import GPT2, GROUPED
@@ -29,7 +29,7 @@ TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
 def test_converted_layers_compute_the_same_product(dtype, rows, K, N, bias):
     torch.manual_seed(rows)
     layer = torch.nn.Linear(K, N, bias=bias)
-    model = make_spread(GPT2)
+    model = make_random_model(GPT2)
     model.lm_head = layer
     x = torch.randn(2, rows, K)
     expected = layer(x).detach()
@@ -40,7 +40,7 @@ def test_converted_layers_compute_the_same_product(dtype, rows, K, N, bias):
 
 
 def test_converted_model_generates_the_same_tokens():
-    plain, converted = make_spread(GROUPED), convert_linears(make_spread(GROUPED), torch.float32)
+    plain, converted = make_random_model(GROUPED), convert_linears(make_random_model(GROUPED), torch.float32)
     tokens = torch.arange(20).unsqueeze(0)
     torch.testing.assert_close(converted(tokens), plain(tokens), atol=1e-4, rtol=1e-4)
     assert greedy(converted, [1, 2], 40) == greedy(plain, [1, 2], 40)

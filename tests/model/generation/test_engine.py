@@ -4,7 +4,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from generation_helpers import BYTES, VARIANTS, WINDOWED, EagerStep, greedy, logits_without_cache, make_spread
+from generation_helpers import BYTES, VARIANTS, WINDOWED, EagerStep, greedy, logits_without_cache, make_random_model
 from helpers import sampling
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -22,7 +22,7 @@ def end_token(token):
 
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
 def test_greedy_decoding_equals_decoding_without_cache(variant):
-    model = make_spread(variant)
+    model = make_random_model(variant)
     for prompt in ([3], [3, 4, 5, 6, 7]):
         tokens = prompt[-model.config.block_size :]
         for token in greedy(model, tokens, 60):
@@ -33,7 +33,7 @@ def test_greedy_decoding_equals_decoding_without_cache(variant):
 @pytest.mark.parametrize("fixed_shapes", [False, True])
 def test_repetition_penalty_applies_to_prompt_and_sample(fixed_shapes):
     """Greedy decoding, compared with a loop without a cache."""
-    model = make_spread(MODERN)
+    model = make_random_model(MODERN)
     engine = Engine(model, sampling(temperature=0.0, repetition_penalty=1.5), batch_size=2, max_length=60)
     if fixed_shapes:
         engine.graph_step = EagerStep(engine._decode, 2, torch.device("cpu"))
@@ -51,7 +51,7 @@ def test_repetition_penalty_applies_to_prompt_and_sample(fixed_shapes):
 
 
 def test_nan_logits_are_refused():
-    model = make_spread(MODERN)
+    model = make_random_model(MODERN)
     model.norm.weight.fill_(torch.nan)
     with pytest.raises(UserError, match="the model's logits are NaN"):
         list(generate(model, BYTES, [Prompt([1], 0)], sampling(), batch_size=1))
@@ -59,7 +59,7 @@ def test_nan_logits_are_refused():
 
 @pytest.mark.parametrize("variant", [GPT2, MODERN], ids=["gpt2", "modern"])
 def test_last_block_size_tokens_of_a_long_prompt_are_read(variant):
-    model = make_spread(variant)
+    model = make_random_model(variant)
     prompt = [i % 50 for i in range(70)]
     assert greedy(model, prompt, 5) == greedy(model, prompt[-24:], 5)
 
@@ -75,7 +75,7 @@ def test_last_block_size_tokens_of_a_long_prompt_are_read(variant):
 )
 def test_sample_is_the_same_alone_and_in_a_batch(lengths, batch_size, variant, temperature, penalty, end):
     """Covers reuse of cache rows, and moves of the last sequence to a free row."""
-    model = make_spread(variant, dtype=torch.float64)
+    model = make_random_model(variant, dtype=torch.float64)
     prompts = [Prompt([(i * 7 + j) % 250 for j in range(n)], seed=i) for i, n in enumerate(lengths)]
     settings = sampling(temperature=temperature, repetition_penalty=penalty, max_new_tokens=40)
 
@@ -93,7 +93,7 @@ def test_sample_is_the_same_alone_and_in_a_batch(lengths, batch_size, variant, t
 
 
 def test_sample_depends_only_on_its_seed():
-    model = make_spread(MODERN).train()
+    model = make_random_model(MODERN).train()
     state = torch.get_rng_state()
 
     def sample(seed, max_new_tokens=20):
@@ -107,7 +107,7 @@ def test_sample_depends_only_on_its_seed():
 
 
 def test_closing_the_generator_restores_training_mode():
-    model = make_spread(MODERN).train()
+    model = make_random_model(MODERN).train()
     chunks = generate(model, BYTES, [Prompt([1], 0)], sampling(), batch_size=1)
     next(chunks)
     assert not model.training
@@ -116,14 +116,14 @@ def test_closing_the_generator_restores_training_mode():
 
 
 def test_end_of_text_token_ends_the_sample_without_text():
-    model = make_spread(MODERN)
+    model = make_random_model(MODERN)
     with end_token(greedy(model, [1], 1)[0]):
         chunks = list(generate(model, BYTES, [Prompt([1], 0)], sampling(temperature=0.0), batch_size=1))
     assert chunks == [TextChunk(0, "", 0, "end")]
 
 
 def test_zero_tokens_give_empty_samples_and_zero_prompts_give_none():
-    model = make_spread(MODERN)
+    model = make_random_model(MODERN)
     chunks = list(generate(model, BYTES, [Prompt([1], 0)] * 2, sampling(max_new_tokens=0), batch_size=1))
     assert chunks == [TextChunk(0, "", 0, "length"), TextChunk(1, "", 0, "length")]
     assert list(generate(model, BYTES, [], sampling(), batch_size=4)) == []

@@ -2,7 +2,7 @@
 
 import pytest
 import torch
-from generation_helpers import VARIANTS, WINDOWED, logits_without_cache, make_spread
+from generation_helpers import VARIANTS, WINDOWED, logits_without_cache, make_random_model
 from helpers import ON_CPU, sampling
 from model_helpers import MODERN
 
@@ -22,7 +22,7 @@ def test_logits_with_cache_equal_logits_without(name, variant):
     """Prompts of different lengths in one batch, compared at every step, well past block_size."""
     if BACKENDS[name].needs_compiler and variant is not WINDOWED:
         pytest.skip("compiling is slow; the windowed variant has all features")
-    model = make_spread(variant, attend=BACKENDS[name].attend)
+    model = make_random_model(variant, attend=BACKENDS[name].attend)
     T = model.config.block_size
     engine = Engine(model, sampling(temperature=0.0), batch_size=4, max_length=100)
     recorded = record_logits(model)
@@ -44,7 +44,7 @@ def record_logits(model):
 
 
 def test_prefill_in_several_forward_passes_gives_the_same_samples(monkeypatch):
-    model = make_spread(MODERN)
+    model = make_random_model(MODERN)
     prompts = [list(range(i, i + n)) for i, n in enumerate((5, 9, 3, 12, 7))]
 
     def generate():
@@ -58,6 +58,6 @@ def test_prefill_in_several_forward_passes_gives_the_same_samples(monkeypatch):
 
 
 def test_layer_cache_has_the_size_of_the_window_or_the_sample():
-    model = make_spread(MODERN | dict(window=[5, None]))
+    model = make_random_model(MODERN | dict(window=[5, None]))
     assert [layer.size for layer in KVCache(model, 2, 100).layers] == [5, 24]
     assert [layer.size for layer in KVCache(model, 2, 10).layers] == [5, 10]
