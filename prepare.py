@@ -1,4 +1,4 @@
-"""Convert text to token files, before training. (train.py does the same if they do not exist yet.)
+"""Convert text to token files before training. train.py does the same if the files do not exist yet.
 
     python prepare.py                                     the default: Python's standard library
     python prepare.py data=text data.path=mybook.txt tokenizer=char

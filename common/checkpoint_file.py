@@ -9,7 +9,7 @@ import torch
 from common.errors import UserError
 from common.files import atomic_writer
 
-FORMAT = 4
+FORMAT = 4  # of the content; changes when old checkpoints cannot be read any more
 
 
 def save_checkpoint(path: Path, content: dict) -> None:
@@ -19,16 +19,16 @@ def save_checkpoint(path: Path, content: dict) -> None:
 
 
 def load_checkpoint(path: Path) -> dict:
-    """The content of a checkpoint, with tensors on the CPU. Raises UserError if it is missing, damaged or unknown.
+    """Read a checkpoint, with tensors on the CPU. Raises UserError if it is missing, damaged or of an unknown format.
 
-    A file that a running training replaces in the meantime is read again.
+    If a running training replaces the file in the meantime, the new file is read.
     """
     if not path.exists():
         raise UserError(f"{path} does not exist; train first, or set a run that has a checkpoint")
     while True:
         version = _file_version(path)
         content, damage = _read(path)
-        if _file_version(path) == version:  # torch opens the file more than once
+        if _file_version(path) == version:  # not replaced while torch.load opened it several times
             break
     if damage is not None:
         raise UserError(
@@ -41,7 +41,7 @@ def load_checkpoint(path: Path) -> dict:
 
 
 def _read(path: Path) -> tuple[Any, str | None]:
-    """(content, None), or (None, what is damaged)."""
+    """Returns (content, None), or (None, description of the damage)."""
     try:
         with zipfile.ZipFile(path) as archive:
             damaged = archive.testzip()  # torch.load does not detect a flipped bit
@@ -52,6 +52,6 @@ def _read(path: Path) -> tuple[Any, str | None]:
 
 
 def _file_version(path: Path) -> tuple[int, int, int]:
-    """Changes when the file is replaced."""
+    """Inode, modification time and size: they change when the file is replaced."""
     stat = path.stat()
     return stat.st_ino, stat.st_mtime_ns, stat.st_size

@@ -8,13 +8,13 @@ from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 
-LINE_INTERVAL_S = 10.0  # between the lines that replace a bar where there is no terminal
-REFRESH_INTERVAL_S = 0.1
-TABLE_WIDTH = 120  # columns of a table that is not printed on a terminal
+LINE_INTERVAL_S = 10.0  # between progress lines, which replace the bar if the output is not a terminal
+REFRESH_INTERVAL_S = 0.1  # between updates of the bar
+TABLE_WIDTH = 120  # characters per line of a table, if the output is not a terminal
 
 
 def make_console(stderr: bool = False, width: int | None = None) -> Console:
-    """A rich console that prints text as it is. width: columns where the output is not a terminal."""
+    """A rich console without markup or highlighting. width: characters per line if the output is not a terminal."""
     console = Console(stderr=stderr, highlight=False, emoji=False, markup=False)
     if width is not None and not console.is_terminal:
         console.width = width
@@ -22,7 +22,7 @@ def make_console(stderr: bool = False, width: int | None = None) -> Console:
 
 
 def make_table(*columns: str, left: int = 1, header: bool = True) -> Table:
-    """An empty table. left: how many columns are aligned to the left; the others, of numbers, to the right."""
+    """An empty table. left: number of left-aligned columns; the columns after them contain numbers, right-aligned."""
     table = Table(box=box.SIMPLE_HEAD if header else None, show_header=header, pad_edge=False, padding=(0, 2, 0, 0))
     for index, column in enumerate(columns):
         is_text = index < left
@@ -31,15 +31,15 @@ def make_table(*columns: str, left: int = 1, header: bool = True) -> Table:
 
 
 def remaining_seconds(elapsed: float, done: float, total: float) -> float:
-    """Estimated seconds for the rest of the work, at the mean speed so far; `done` took `elapsed` seconds."""
+    """Estimate the seconds for the rest of the work from the mean speed: `done` units took `elapsed` seconds."""
     return elapsed * max(0.0, total - done) / max(1e-9, done)
 
 
 class ProgressBar:
-    """A bar with elapsed and remaining time on a terminal; elsewhere a line every LINE_INTERVAL_S seconds.
+    """Context manager: a progress bar on a terminal, otherwise a line every LINE_INTERVAL_S seconds.
 
-    A context manager. total: amount of work in any unit; None: unknown. initial: the part that was done before.
-    write_line: prints the lines that replace the bar; None: to the console.
+    total: amount of work in any unit; None: unknown. initial: work that is already done.
+    write_line: function that prints the lines that replace the bar; None: print them to the console.
     """
 
     def __init__(
@@ -67,14 +67,14 @@ class ProgressBar:
         self.restart(total, initial)
 
     def restart(self, total: float | None, initial: float = 0.0) -> None:
-        """Begin another piece of work."""
+        """Reset the bar for the next task."""
         self.total, self.initial, self.done = total, initial, initial
         self._started = self._last_line = time.perf_counter()
         self._last_refresh = 0.0
         self._bar.reset(self._task, total=total, completed=initial, description="", details="", left="")
 
     def update(self, done: float, label: str, details: str = "") -> None:
-        """Show that `done` of the total is done. Cheap: the display changes ten times a second at most."""
+        """Show that `done` of the total is done. Cheap: the bar is redrawn at most ten times a second."""
         self.done, now = done, time.perf_counter()
         finished = self.total is not None and done >= self.total
         if self._bar.disable:
@@ -113,9 +113,9 @@ def format_duration(seconds: float) -> str:
     """90.4 -> "1:30"; 3700 -> "1:01:40"; three days and more -> "3 days"."""
     if seconds >= 72 * 3600:
         return f"{seconds / 86400:,.0f} days"
-    minutes, whole = divmod(round(max(0, seconds)), 60)
+    minutes, seconds = divmod(round(max(0, seconds)), 60)
     hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{whole:02d}" if hours else f"{minutes}:{whole:02d}"
+    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
 
 
 def format_bytes(size: float) -> str:
@@ -150,5 +150,5 @@ def pluralize(count: int, noun: str) -> str:
 
 
 def printable(text: str) -> str:
-    """Text that a terminal shows and does not obey: control characters are replaced, except newlines and tabs."""
+    """Replace control characters, except newlines and tabs, so that `text` cannot change the terminal's state."""
     return "".join(c if c in "\n\t" or c.isprintable() else "\ufffd" for c in text)

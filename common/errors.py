@@ -12,7 +12,10 @@ class UserError(ValueError):
 
 
 class TrainingFailed(RuntimeError):
-    """A run that cannot go on, through no bug. One sentence as well; the scripts exit with code 1."""
+    """A run cannot continue, but not because of a bug; for example, its loss is NaN.
+
+    Its message is also one sentence; the scripts exit with code 1.
+    """
 
 
 def format_value(value: Any) -> str:
@@ -27,7 +30,7 @@ def format_value(value: Any) -> str:
 
 
 def check_settings(section: str, config: object, rules: Iterable[tuple[str, bool, str]]) -> None:
-    """Check rules (key, whether it holds, what is required and what to set). Raises UserError for the first violation.
+    """Check rules (key, whether it holds, requirement and valid value). Raises UserError for the first violation.
 
     section: the part of the key before the dot; "" for none.
     """
@@ -37,14 +40,14 @@ def check_settings(section: str, config: object, rules: Iterable[tuple[str, bool
             raise UserError(f"{name}={format_value(getattr(config, key))} {requirement}")
 
 
-OUT_OF_MEMORY = ("allocate memory", "out of memory", "bad_alloc", "ALLOC_FAILED")
+OUT_OF_MEMORY_MESSAGES = ("allocate memory", "out of memory", "bad_alloc", "ALLOC_FAILED")
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether this is Python's or PyTorch's way to say so, on any device. (Nothing here imports torch.)"""
-    words = str(error)
+    """Whether Python or PyTorch ran out of memory, on any device. Compares names, as torch is not imported here."""
+    message = str(error)
     return (
         isinstance(error, MemoryError)
         or type(error).__name__ == "OutOfMemoryError"
-        or (isinstance(error, RuntimeError) and any(said in words for said in OUT_OF_MEMORY))
+        or (isinstance(error, RuntimeError) and any(part in message for part in OUT_OF_MEMORY_MESSAGES))
     )

@@ -41,17 +41,17 @@ def atomic_writer(path: Path) -> Iterator[IO[bytes]]:
 
 
 def atomic_write(path: Path, content: bytes | str) -> None:
-    """Write a complete file, or nothing: see atomic_writer."""
+    """Write a complete file or none; see atomic_writer."""
     with atomic_writer(path) as file:
         file.write(content.encode() if isinstance(content, str) else content)
 
 
 def read_json(path: Path) -> dict:
-    """The object in a JSON file; empty if there is no such file. Raises UserError if the file is damaged."""
+    """Read the object in a JSON file; {} if the file does not exist. Raises UserError if the file is damaged."""
     try:
         return json.loads(path.read_text()) if path.exists() else {}
     except ValueError as error:
-        raise UserError(f"{path} is damaged ({error}); remove it, and start the same command again") from None
+        raise UserError(f"{path} is damaged ({error}); remove it, and run the same command again") from None
 
 
 def write_json(path: Path, content: dict) -> None:

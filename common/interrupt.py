@@ -7,10 +7,10 @@ from contextlib import contextmanager
 
 
 class StopRequest:
-    """Context manager: Ctrl-C and SIGTERM set `requested`, and the loop stops after its step. A second one raises.
+    """Context manager: Ctrl-C and SIGTERM set `requested`, so that the training loop can stop after its step.
 
-    ignore_repeats: a second one does nothing. torchrun and schedulers send several, and later kill the process anyway.
-    silent: print nothing.
+    A second signal raises KeyboardInterrupt. ignore_repeats: a second signal does nothing, because torchrun and
+    schedulers send several signals, and later kill the process. silent: print nothing.
     """
 
     def __init__(self, ignore_repeats: bool, silent: bool):
@@ -26,7 +26,7 @@ class StopRequest:
         if not self.requested and not self.silent:
             hint = "" if self.ignore_repeats else " Press Ctrl-C again to quit without saving."
             message = f"\nStopping after this step, and saving a checkpoint.{hint}\n"
-            os.write(2, message.encode())  # print() is not allowed in a signal handler
+            os.write(2, message.encode())  # print() is not safe in a signal handler
         self.requested = True
 
     def __exit__(self, *_) -> None:

@@ -18,10 +18,10 @@ from common.files import read_json, write_json
 ROOT = Path("runs")  # in the folder where the command is run
 SWEEPS = ROOT / "sweeps"  # runs/sweeps/<sweep>/<job>: the runs of a sweep
 BENCHES = ROOT / "bench"  # runs/bench/<name>: results of bench.py
-RESERVED = ("sweeps", "bench", "comparison", "last")
-JOB = re.compile(
-    r"[A-Za-z0-9][A-Za-z0-9._=,+-]{0,200}"
-)  # a sweep's job, named after its values: attention=flash,seed=1
+RESERVED = ("sweeps", "bench", "comparison", "last")  # cannot be names of runs
+# The name of a sweep's job, which consists of its values: attention=flash,seed=1
+JOB = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=,+-]{0,200}")
+# Exit codes of the scripts by the status of a run.
 EXIT_CODES = {"finished": 0, "failed": 1, "refused": 2, "interrupted": 75}
 
 
@@ -44,7 +44,7 @@ def check_name(name: str) -> None:
 
 
 def find_run(name: str) -> Path:
-    """The folder of a run with a checkpoint. name: its name below runs/, its path, or "last" for the newest run.
+    """Find the folder of a run with a checkpoint. name: its name in runs/, its path, or "last" for the newest run.
 
     Raises UserError if there is no such run, with a list of the newest runs.
     """
@@ -52,7 +52,9 @@ def find_run(name: str) -> Path:
         return Path(name)
     name = name.removeprefix("./").removeprefix(f"{ROOT}/").rstrip("/")
     if not re.fullmatch(r"[A-Za-z0-9._/=,+-]+", name) or ".." in name or name.startswith("/"):
-        raise UserError(f"run={name!r} is not a run; set the name of a run in {Path.cwd() / ROOT}, a path, or last")
+        raise UserError(
+            f"run={name!r} is not the name of a run; set the name of a run in {Path.cwd() / ROOT}, a path, or last"
+        )
     saved_at = {path.parent.parent: path.stat().st_mtime for path in ROOT.glob("**/checkpoints/*.pt")}
     with_checkpoint = sorted(saved_at, key=saved_at.__getitem__, reverse=True)
     if name == "last":
@@ -61,14 +63,12 @@ def find_run(name: str) -> Path:
         return with_checkpoint[0]
     if ROOT / name not in with_checkpoint:
         newest_runs = ", ".join(str(folder.relative_to(ROOT)) for folder in with_checkpoint[:5]) or "none yet"
-        raise UserError(
-            f"run={name} has no checkpoint in {Path.cwd() / ROOT}; set one of the runs that have one: {newest_runs}"
-        )
+        raise UserError(f"run={name} has no checkpoint in {Path.cwd() / ROOT}; set a run that has one: {newest_runs}")
     return ROOT / name
 
 
 def find_checkpoint(run: str, which: str) -> Path:
-    """The best.pt or last.pt of a run, or the only checkpoint that the run has. Raises UserError."""
+    """Path of a run's best.pt or last.pt (which: "best" or "last"), or of its only checkpoint. Raises UserError."""
     path = find_run(run) / "checkpoints" / f"{which}.pt"
     if not path.exists():  # a run that was interrupted before its first evaluation has only last.pt
         (path,) = path.parent.glob("*.pt")
@@ -81,7 +81,7 @@ def has_checkpoint(name: str | None) -> bool:
 
 
 def make_new_folder(parent: Path, label: str) -> str:
-    """Make <parent>/<time>-<label>, with -2, -3, ... appended if it exists -> its name."""
+    """Make the folder <parent>/<time>-<label>, with -2, -3, ... appended if it exists. Returns its name."""
     stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{label}"
     for suffix in ("", *(f"-{n}" for n in range(2, 1000))):
         try:
@@ -93,7 +93,7 @@ def make_new_folder(parent: Path, label: str) -> str:
 
 
 def read_owner(folder: Path) -> str:
-    """The process that trains the run, as in "process 4711 on laptop"."""
+    """Read which process trains the run, such as "process 4711 on laptop"."""
     path = folder / ".owner"
     return path.read_text() if path.exists() else "another process"
 
@@ -120,7 +120,7 @@ def write_config(folder: Path, config: dict) -> None:
 
 
 class RunDir:
-    """A locked folder in runs/. A context manager: at the end summary.json records the status."""
+    """Context manager: a locked folder in runs/. On exit, the status is written to summary.json."""
 
     def __init__(
         self,
@@ -130,26 +130,26 @@ class RunDir:
         is_main: bool = True,
         broadcast: Callable[[Any], Any] = lambda value: value,
     ):
-        """name None: the time and `label`. is_main: whether this process locks and writes the folder.
+        """name: None: use the time and `label`. is_main: whether this process locks and writes the folder.
 
-        broadcast: returns the main process's value in all processes. Raises UserError if another process trains the
-        run, or if it exists and resume is False.
+        broadcast: function that returns the main process's value in all processes. Raises UserError if another
+        process trains the run, or if the run exists and resume is False.
         """
         self.is_main = is_main
-        self.summary: dict | None = None  # None: summary.json stays as it is
+        self.summary: dict | None = None  # None before start(): summary.json is not changed
         error = None
         if is_main:
             try:
                 name = self._open(name, label, resume)
-            except UserError as refusal:
-                error = str(refusal)
+            except UserError as user_error:
+                error = str(user_error)
         self.name, error = broadcast((name, error))
         if error is not None:
             raise UserError(error)
         self.folder = ROOT / self.name
 
     def _open(self, name: str | None, label: str, resume: bool) -> str:
-        """Make and lock the folder -> its name."""
+        """Make and lock the folder. Returns its name."""
         if name is None:
             name = make_new_folder(ROOT, label)
         elif (ROOT / name / "config.yaml").exists() and not resume:
@@ -182,13 +182,13 @@ class RunDir:
         self.update(summary)
 
     def update(self, summary: dict) -> None:
-        """Update summary.json. If the process is killed, summary.json stays as it was at the last update."""
+        """Add values to summary.json. After a kill, summary.json contains the values of the last update."""
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in summary.items()}
-        self.summary |= finite  # JSON has no infinity, which the best loss is before the first evaluation
+        self.summary |= finite  # JSON has no infinity; the best loss is infinite before the first evaluation
         self._write()
 
     def mark_finished(self) -> bool:
-        """Record the status "finished" -> whether it was missing, because the process was killed before it wrote it."""
+        """Record the status "finished". Returns whether it was missing, because the process was killed before."""
         summary = read_summary(self.folder) or {"name": self.name, "status": "unknown"}
         if summary["status"] == "finished":
             return False

@@ -1,4 +1,4 @@
-"""Start-up optimisations: PyTorch features that import its compiler are avoided, which saves 2 to 2.5 s per command.
+"""Start-up optimisations: avoid PyTorch features that import its compiler, which saves 2 to 2.5 s per command.
 
 Importing torch._dynamo takes 1.4 to 1.9 s and sympy 0.5 s on two cores (docs/experiments/nanogpt-training-speed.md).
 A test checks that a run without torch.compile imports neither.
@@ -12,7 +12,7 @@ from torch.optim import Optimizer
 
 
 class Uncompiled(Optimizer):
-    """Base class of optimizers without `torch._dynamo.disable` wrappers, whose first call imports torch._dynamo."""
+    """Base class of optimizers without the `torch._dynamo.disable` wrappers, which import torch._dynamo when called."""
 
     add_param_group = unwrap(Optimizer.add_param_group)
     state_dict = unwrap(Optimizer.state_dict)
@@ -20,7 +20,7 @@ class Uncompiled(Optimizer):
 
 
 class AdamW(Uncompiled, torch.optim.AdamW):
-    """torch.optim.AdamW without these wrappers."""
+    """torch.optim.AdamW without `torch._dynamo.disable` wrappers."""
 
     step = torch.no_grad()(unwrap(torch.optim.AdamW.step))
 
@@ -31,9 +31,9 @@ def empty_embedding(rows: int, width: int) -> nn.Embedding:
 
 
 def load_or_allocate(module: nn.Module, weights: dict[str, Tensor] | None, device: str) -> None:
-    """Give a module that was built on the meta device its parameters: `weights`; if None, uninitialised memory.
+    """Load `weights` into a module that was built on the meta device. weights None: allocate uninitialised memory.
 
-    Unlike module.to_empty, which computes strides with sympy.
+    module.to_empty would import sympy to compute strides.
     """
     if weights is None:
         weights = {name: torch.empty(weight.shape, device=device) for name, weight in module.state_dict().items()}

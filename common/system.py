@@ -1,7 +1,7 @@
 """Facts about the machine: memory, caches, device and software versions.
 
-Memory figures are read from /proc and are None on other systems than Linux. psutil would replace only two of them: it
-knows neither the limits of containers nor the resettable peak. torch is imported only where it is used.
+Memory figures are read from /proc and are None on systems other than Linux. psutil would replace only two of them: it
+has neither the limits of containers nor the resettable peak. torch is imported in the functions that use it.
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ def reset_peak_memory(device: torch.device) -> None:
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     elif Path("/proc/self/clear_refs").exists():
-        with suppress(OSError):  # some containers forbid it: the peak then counts from the start of the process
+        with suppress(OSError):  # some containers forbid this; then the peak counts from the start of the process
             Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM (proc(5))
 
 
@@ -43,7 +43,7 @@ def peak_memory_bytes(device: torch.device) -> int | None:
 
 
 def memory_in_use(device: torch.device) -> int | None:
-    """Current memory, counted as in peak_memory_bytes."""
+    """Current memory in bytes, of the same kind as peak_memory_bytes."""
     import torch
 
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else process_memory("VmRSS")
@@ -66,7 +66,7 @@ def available_memory() -> int | None:
 
 
 def process_memory(key: str) -> int | None:
-    """A figure of this process's memory in bytes, such as VmRSS (proc(5)); None on other systems than Linux."""
+    """A figure of this process's memory in bytes, such as VmRSS (proc(5)); None on systems other than Linux."""
     return _read_proc_bytes("/proc/self/status", key)
 
 
@@ -83,10 +83,10 @@ def cpu_count() -> int:
 
 
 def _cgroup_headroom() -> list[int]:
-    """Memory left to this process by each of its control groups, of a container or a scheduler (cgroups(7))."""
+    """Bytes left below each memory limit of this process's control groups (cgroups(7)), as in a container."""
     headroom = []
     for line in Path("/proc/self/cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)  # controllers: empty in version 2
+        _, controllers, path = line.split(":", 2)  # controllers is empty in version 2
         limit_file, usage_file, cache_key = "memory.max", "memory.current", "inactive_file"
         if controllers:
             limit_file, usage_file, cache_key = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
@@ -101,13 +101,13 @@ def _cgroup_headroom() -> list[int]:
 
 
 def return_freed_memory() -> None:
-    """Return the freed blocks that glibc's malloc keeps, which the next allocations would reuse unmeasured."""
+    """Return freed blocks from glibc's malloc to the system. Reused blocks would not count in the next measurement."""
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def cache_bytes(device: torch.device) -> int:
-    """Size of the largest cache of the device; 0: unknown."""
+    """Bytes of the device's largest cache; 0: unknown."""
     import torch
 
     if device.type == "cuda":

@@ -1,1 +1,1 @@
-"""What a run may be: YAML groups hold the values, schema.py the types, entry.py all the Hydra glue."""
+"""Configuration: YAML files contain the values, schema.py the types. compose.py merges them, cli.py parses commands."""

@@ -1,4 +1,4 @@
-"""The command line of every script: argv -> one checked dataclass; errors -> one sentence and an exit code.
+"""The command line of every script: argv becomes a checked dataclass, errors become one sentence and an exit code.
 
 config = parse_config("train", __doc__)     exits with code 2 and a sentence if a word is invalid
 exit_fast(run_main(main, config))           runs main(config); its errors become a sentence, too
@@ -22,15 +22,15 @@ import yaml
 
 from common.errors import TrainingFailed, UserError, is_out_of_memory
 from common.run_dir import EXIT_CODES
-from configs.compose import choices, compose_config, groups
+from configs.compose import compose_config, list_choices, list_groups
 
 DISK_FULL_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-# Errors of files that users cause and can correct. Any other OSError is a bug and keeps its traceback.
+# File errors that users can correct. Any other OSError is a bug and keeps its traceback.
 USER_ERRNOS = DISK_FULL_ERRNOS | {errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST}
 USER_ERRNOS |= {errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP}
 RANK_0_PRINTS_FIRST_S = 30.0  # how long other ranks wait for rank 0 to print an error that all ranks have
 FLAGS = """flags:
-  --help            this page
+  --help            print this page and exit
   --cfg job         print the composed config and exit
   --config-dir DIR  also search DIR for YAML files (DIR/experiment/mine.yaml: experiment=mine)
 """
@@ -41,7 +41,7 @@ MULTIRUN_FLAG = """\
 
 
 def parse_config(script: str, doc: str, argv: list[str] | None = None) -> Any:
-    """Parse a command line -> the script's checked config. Exits the process if a word is invalid."""
+    """Parse a command line. Returns the script's checked config; exits the process if a word is invalid."""
     sys.excepthook = _report_ctrl_c
     try:
         flags = _parse_flags(script, argv)
@@ -60,23 +60,23 @@ def parse_config(script: str, doc: str, argv: list[str] | None = None) -> Any:
         return config
     except UserError as error:
         raise SystemExit(report_error(error, 2)) from None
-    except OSError as error:  # of a file that the command line names
+    except OSError as error:  # from reading a file that is on the command line
         if error.errno not in USER_ERRNOS:
             raise
         raise SystemExit(report_error(_describe_os_error(error), 2)) from None
 
 
 def config_from_python(script: str, **settings: Any) -> Any:
-    """The checked config of `script` with `settings` changed, for callers in Python. Raises UserError."""
-    words = [f"{key}={value}" for key, value in settings.items() if key in groups(script)]
-    settings = {key: value for key, value in settings.items() if key not in groups(script)}
+    """The checked config of `script` for callers in Python: the defaults, changed by `settings`. Raises UserError."""
+    words = [f"{key}={value}" for key, value in settings.items() if key in list_groups(script)]
+    settings = {key: value for key, value in settings.items() if key not in list_groups(script)}
     config = compose_config(script, words, settings=settings)
     config.check()
     return config
 
 
 def run_main(main: Callable[..., int], *config: Any) -> int:
-    """Run main(config) -> exit code of the process. Errors that users can correct become one sentence."""
+    """Run main(config). Returns the exit code; errors that users can correct are printed as one sentence."""
     try:
         return main(*config)
     except UserError as error:
@@ -85,7 +85,7 @@ def run_main(main: Callable[..., int], *config: Any) -> int:
         return report_error(error, 1)
     except KeyboardInterrupt as error:
         return report_error(str(error) or "interrupted", EXIT_CODES["interrupted"])
-    except BrokenPipeError:  # the reader of stdout has closed it, as in `python sample.py | head`
+    except BrokenPipeError:  # the reader of stdout has closed the pipe, as in `python sample.py | head`
         return 1
     except OSError as error:
         if error.errno not in USER_ERRNOS:
@@ -98,7 +98,7 @@ def run_main(main: Callable[..., int], *config: Any) -> int:
 
 
 def report_error(message: object, code: int) -> int:
-    """Print the message -> `code`. Under torchrun, an error that all ranks have is printed once, by rank 0."""
+    """Print the message. Returns `code`. Under torchrun, an error that all ranks have is printed once, by rank 0."""
     rank = int(os.environ.get("RANK", "0"))
     if rank > 0:
         if code == EXIT_CODES["interrupted"]:
@@ -111,7 +111,7 @@ def report_error(message: object, code: int) -> int:
 
 
 def exit_fast(code: int) -> None:
-    """Exit without tearing down torch's modules, which takes most of a second. Exit handlers still run."""
+    """Exit without unloading torch's modules, which takes most of a second. Exit handlers still run."""
     for child in multiprocessing.active_children():  # an exit handler would wait for them
         child.kill()
     atexit._run_exitfuncs()
@@ -135,7 +135,7 @@ def _describe_os_error(error: OSError) -> str:
 
 
 def _parse_flags(script: str, argv: list[str] | None) -> argparse.Namespace:
-    """Parse the flags, and the key=value words into .words and .launcher_words. Raises UserError for other words."""
+    """Parse the flags; .words and .launcher_words contain the key=value words. Raises UserError for other words."""
     parser = argparse.ArgumentParser(add_help=False, exit_on_error=False, allow_abbrev=False)
     parser.add_argument("-h", "--help", action="store_true")
     parser.add_argument("--cfg", choices=["job"])
@@ -172,6 +172,6 @@ def _is_launcher_word(word: str) -> bool:
 
 
 def _help_page(script: str, doc: str) -> str:
-    lines = [f"  {group + '=':14}{' | '.join(choices(group))}" for group in groups(script)]
+    lines = [f"  {group + '=':14}{' | '.join(list_choices(group))}" for group in list_groups(script)]
     flags = FLAGS + (MULTIRUN_FLAG if script == "train" else "")
     return "\n".join([doc.strip(), "", "groups and their choices:", *lines, "", flags.rstrip()])

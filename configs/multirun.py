@@ -1,6 +1,6 @@
 """Sweeps: python train.py -m attention=naive,sdpa,flash seed=1,2,3 trains each combination of the values.
 
-All jobs are composed and checked before the first one starts. compare/sweep then launches them.
+All jobs are composed and checked before the first job starts. compare/sweep then launches them.
 """
 
 import itertools
@@ -17,9 +17,9 @@ from common.errors import UserError
 from common.run_dir import JOB, SWEEPS, make_new_folder
 from compare.sweep.jobs import Job
 from compare.sweep.launch import run_sweep
-from configs.compose import compose_config, explain, hydra_initialized, parse_word
+from configs.compose import compose_config, explain_error, hydra_initialized, parse_word
 
-# Hydra must not write files beside the runs.
+# Settings that keep Hydra from writing its own files into the folders of the runs.
 NO_HYDRA_FILES = [
     "hydra.output_subdir=null",
     "hydra.sweep.subdir=.",
@@ -29,13 +29,13 @@ NO_HYDRA_FILES = [
 
 
 def run_multirun(flags: Namespace) -> int:
-    """Train every combination of the values in flags.words -> exit code, see compare.sweep.launch. Raises UserError."""
+    """Train every combination of the values in flags.words. Returns the exit code of compare.sweep.launch.run_sweep."""
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise UserError("-m starts one process per run and does not work under torchrun; use one of the two")
     if flags.cfg:
         raise UserError("--cfg shows the config of one run; remove -m, and set one value for each key")
     with hydra_initialized(flags.config_dir) as search_path:
-        combinations = expand(flags.words)
+        combinations = list_combinations(flags.words)
         job_names = name_jobs(combinations)
         words = [_job_words(flags.words, combination) for combination in combinations]
         configs = [_compose_job(job_words, flags.config_dir) for job_words in words]
@@ -46,10 +46,11 @@ def run_multirun(flags: Namespace) -> int:
         return run_sweep(sweep, jobs, first.wandb, launcher_config)
 
 
-def expand(words: list[str]) -> list[dict[str, str]]:
-    """Every combination of the keys that have several values: [{key: "key=value"}, ...].
+def list_combinations(words: list[str]) -> list[dict[str, str]]:
+    """List every combination of the keys that have several values: [{key: "key=value"}, ...].
 
-    The last key changes fastest and the seed slowest, so that a drifting machine affects all settings equally.
+    The last key changes fastest and the seed slowest, so that changes in the machine's speed affect all settings
+    equally.
     Raises UserError if no key has several values, or if one of these keys is given twice.
     """
     parsed = [parse_word("train", word) for word in words]
@@ -68,7 +69,7 @@ def expand(words: list[str]) -> list[dict[str, str]]:
 
 
 def name_jobs(combinations: list[dict[str, str]]) -> list[str]:
-    """Names of the jobs: their values, sorted by key, so that the order of the words does not matter."""
+    """Name the jobs after their values, sorted by key, so that the order of the words does not matter."""
     names = [",".join(values[key] for key in sorted(values)) for values in combinations]
     names = [re.sub(r"[^A-Za-z0-9._=,+-]", "_", name.replace("'", "")) for name in names]
     for name in names:
@@ -80,7 +81,7 @@ def name_jobs(combinations: list[dict[str, str]]) -> list[str]:
 
 
 def _job_words(words: list[str], combination: dict[str, str]) -> list[str]:
-    """The command line of one job: its values instead of the lists of values."""
+    """The words of one job: the job's values instead of the lists of values."""
     return [word for word in words if word.split("=", 1)[0] not in combination] + list(combination.values())
 
 
@@ -95,7 +96,7 @@ def _compose_job(words: list[str], config_dir: str | None) -> Any:
 
 
 def _make_job(sweep: str, name: str, config: Any, words: list[str], config_dir: str | None) -> Job:
-    """name: of the job. The sweep sets two keys of each job: its name, and its wandb group."""
+    """Make a job with its command line. The sweep sets two keys: the run's name and its wandb group."""
     values = asdict(config)
     values["name"], values["wandb"]["group"] = f"sweeps/{sweep}/{name}", config.wandb.group or sweep
     words = [word for word in words if not word.startswith(("name=", "wandb.group="))]
@@ -104,10 +105,10 @@ def _make_job(sweep: str, name: str, config: Any, words: list[str], config_dir: 
 
 
 def _compose_launcher(words: list[str], search_path: list[str]) -> Any:
-    """Hydra's own config, with its launcher as `words` set it."""
+    """Compose Hydra's own config, with the launcher that `words` set."""
     try:
         overrides = [*words, *search_path, *NO_HYDRA_FILES, "hydra.job.name=train"]
         return compose("train", overrides=overrides, return_hydra_config=True)
     except HydraException as error:
-        sentence = f"{explain(error)}; hydra/launcher=NAME chooses a launcher that is installed"
+        sentence = f"{explain_error(error)}; hydra/launcher=NAME chooses a launcher that is installed"
         raise UserError(sentence) from None

@@ -28,7 +28,7 @@ from training.schedule import lr_scale
 
 @dataclass
 class Train:
-    """train.py"""
+    """Config of train.py."""
 
     name: str | None
     seed: int
@@ -87,7 +87,7 @@ class Train:
 
 @dataclass
 class Sample(SamplingConfig):
-    """sample.py"""
+    """Config of sample.py."""
 
     run: str
     checkpoint: str
@@ -144,7 +144,7 @@ class Sample(SamplingConfig):
 
 @dataclass
 class Prepare:
-    """prepare.py"""
+    """Config of prepare.py."""
 
     data: DataConfig
     tokenizer: TokenizerConfig
@@ -158,7 +158,7 @@ class Prepare:
 
 @dataclass
 class Bench(BenchConfig):
-    """bench.py"""
+    """Config of bench.py."""
 
     name: str | None
     seed: int
@@ -179,7 +179,7 @@ class Bench(BenchConfig):
         _refuse((H % G != 0, f"n_kv_head={G} does not divide the {H} heads; set a divisor, or null"))
 
     def kernel_shape(self) -> tuple[int, int, int, int]:
-        """(H, G, D, Dv) of the attention kernels: the model's, unless set here."""
+        """Heads H, key/value heads G, head size D and value size Dv of the attention kernels; default: the model's."""
         H = self.n_head or self.model.n_head
         D = self.head_size or self.model.head_dim
         G = self.n_kv_head or (H if self.n_head else self.model.kv_heads)
@@ -187,11 +187,11 @@ class Bench(BenchConfig):
 
 
 def _check_seed(seed: int) -> None:
-    _refuse((not 0 <= seed < 2**32, f"seed={seed} must not be negative, and below 2^32; set, say, 1337"))
+    _refuse((not 0 <= seed < 2**32, f"seed={seed} must be at least 0 and below 2^32; set, say, 1337"))
 
 
 def _refuse(*rules: tuple[Any, str]) -> None:
-    """Raises UserError with the message of the first (is_invalid, message) that is invalid."""
+    """Raise UserError with the message of the first rule (is_invalid, message) whose is_invalid is true."""
     for is_invalid, message in rules:
         if is_invalid:
             raise UserError(message)

@@ -1,4 +1,4 @@
-"""Text to tokens to batches."""
+"""Data: prepare.py converts text to token files, loader.py reads batches from them."""
 
 from data.config import DataConfig, TokenizerConfig
 

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any
 
-from common.errors import UserError
+from common.errors import UserError, format_value
 
 # These keys are set for each source of a mix, never for the mix.
 SOURCE_KEYS = ("path", "val_path", "val_documents", "val_fraction", "max_documents", "text_column")
@@ -24,9 +24,9 @@ class DataConfig:
     row_is_document: True: each row of a table is a document. False: a table is one document.
     max_documents: read at most this many documents; None: all.
 
-    The held-out text is the first of these that is set: val_path or val_split, separate files or a separate split;
-    val_documents, that many documents from the start; val_fraction, the last fraction of the text (complete documents
-    if there are several).
+    The first of these keys that is set decides what is held out for validation: val_path (separate files) or val_split
+    (a separate split); val_documents (number of documents from the start); val_fraction (the last fraction of the
+    text, in complete documents if there are several).
 
     mix: sources to mix, by name. weight: share of the training windows, relative to the other sources of the mix.
     document_mask: tokens attend only to their own document, and positions restart with each document.
@@ -68,7 +68,7 @@ class DataConfig:
         if self.max_documents is not None:
             self._check_max_documents()
         if self.source != "hub":
-            used = ", ".join(f"data.{key}={getattr(self, key)}" for key in HUB_KEYS if getattr(self, key))
+            used = ", ".join(f"data.{key}={format_value(getattr(self, key))}" for key in HUB_KEYS if getattr(self, key))
             if used:
                 raise UserError(
                     f"{used} works only with data=hub; set data=hub too, or data.val_path=FILE to hold out a file"
@@ -92,8 +92,8 @@ class DataConfig:
     def _check_max_documents(self) -> None:
         if not self.row_is_document:
             raise UserError(
-                f"data.max_documents={self.max_documents} needs data.row_is_document=true, as a table is one document "
-                "otherwise; remove one of the two settings"
+                f"data.max_documents={self.max_documents} needs data.row_is_document=true, because a table is one "
+                "document otherwise; remove one of the two settings"
             )
         held_out = 0 if self.val_path or self.val_split else self.val_documents or 0
         if self.max_documents <= held_out:
@@ -118,20 +118,22 @@ class DataConfig:
                 "data=text has no input; set data.path=FILE, a folder or a pattern (data.mix.NAME.path in a mix)"
             )
         if self.source == "url" and not (self.url or "").startswith(("http://", "https://")):
-            raise UserError(f"data.url={self.url} is not a URL; set one that begins with https://, or data.path=FILE")
+            raise UserError(
+                f"data.url={format_value(self.url)} is not a URL; set one that begins with https://, or data.path=FILE"
+            )
         if self.source == "hub":
             for key, example in (("repo", "OWNER/NAME"), ("split", "train")):
                 if not getattr(self, key):
                     raise UserError(f"data=hub needs data.{key}; set data.{key}={example}, or data.path=FILE")
             if self.stream and not (self.val_split or self.val_documents):
                 raise UserError(
-                    "data.stream=true cannot hold out the end of a stream of unknown length; set "
+                    "data.stream=true cannot hold out a fraction, because the length of a stream is unknown; set "
                     "data.val_documents=1000 or data.val_split"
                 )
 
     @property
     def label(self) -> str:
-        """Name for runs and folders; "text" if data.path replaces the default source."""
+        """Name of the data in runs and folders; "text" if data.path replaces the default source."""
         return "text" if self.path is not None and self.name == "python_stdlib" else self.name
 
     @property
@@ -142,9 +144,9 @@ class DataConfig:
 
 @dataclass
 class TokenizerConfig:
-    """name: a function in data/tokenizer.py. vocab_size: upper bound of a trained vocabulary (bpe).
+    """name: a function in data/tokenizer.py. vocab_size: maximum size of a trained vocabulary (bpe).
 
-    run: with name=run, the run that provides the tokenizer.
+    run: with name=run, the run whose tokenizer is used.
     """
 
     name: str
@@ -156,12 +158,14 @@ class TokenizerConfig:
             raise UserError(f"tokenizer.vocab_size={self.vocab_size} is out of range; set 1024 or 32768, for example")
         if self.name == "bpe" and (self.vocab_size or 0) <= 256:
             raise UserError(
-                f"tokenizer.vocab_size={self.vocab_size} has no room for the 256 bytes; set 512 or more, "
-                "or tokenizer=byte"
+                f"tokenizer.vocab_size={format_value(self.vocab_size)} has no room for the 256 byte tokens; "
+                "set 512 or more, or tokenizer=byte"
             )
         if self.name != "bpe" and self.vocab_size is not None:
             raise UserError(
-                f"tokenizer={self.name} has a fixed size; remove tokenizer.vocab_size, or set tokenizer=bpe"
+                f"tokenizer={self.name} has no adjustable size; remove tokenizer.vocab_size, or set tokenizer=bpe"
             )
         if (self.name == "run") != (self.run is not None):
-            raise UserError("the tokenizer of another run needs two settings: tokenizer=run tokenizer.run=NAME")
+            raise UserError(
+                "tokenizer=run needs tokenizer.run and vice versa; set both: tokenizer=run tokenizer.run=NAME"
+            )

@@ -1,4 +1,4 @@
-"""Encoding: from pieces of text to token files, on all cores, in chunks of about a million characters.
+"""Encode text into token files, on all cores, in chunks of about a million characters.
 
 A token file (shard) ends at the first chunk boundary after SHARD_TOKENS tokens. The files therefore depend only on the
 text and the tokenizer. The journal records the state after each finished file, so that an interrupted preparation
@@ -26,8 +26,8 @@ from data.sources import TextSource
 from data.splits import SplitRange
 from data.tokenizer import encode, end_of_text, from_spec
 
-CHUNK_CHARS = 2**20  # that a thread encodes at a time
-SHARD_TOKENS = 2**26  # in a token file; half a minute of work for two cores
+CHUNK_CHARS = 2**20  # characters that a thread encodes at a time
+SHARD_TOKENS = 2**26  # tokens per file; two cores encode them in half a minute
 PIECE_OVERHEAD_CHARS = 32  # added to each piece's length, so that a chunk has a bounded number of empty documents
 NamedPiece = tuple[str, bool, str]  # text, whether its document ends, name for error messages
 
@@ -36,9 +36,9 @@ NamedPiece = tuple[str, bool, str]  # text, whether its document ends, name for 
 class SplitProgress:
     """State of a split after its finished files: where to continue, and the totals for meta.json.
 
-    range_index: the current SplitRange. chunks: encoded chunks of that range.
-    files: {file name: {"tokens", "sha256"}}. tokens: by source. bytes, documents: encoded text.
-    longest_document, open_document: in tokens, of the longest document and of the one that has not ended yet.
+    range_index: index of the current SplitRange. chunks: number of its chunks that are encoded.
+    files: {file name: {"tokens", "sha256"}}. tokens: {source: count}. bytes, documents: size of the encoded text.
+    longest_document, open_document: tokens of the longest document, and of the document that has not ended yet.
     """
 
     range_index: int = 0
@@ -74,7 +74,7 @@ class SplitProgress:
 class Journal:
     """State of an unfinished preparation, saved as journal.json.
 
-    commits: of the hub data sets, by source. tokenizer: its spec. splits: progress of "train" and "val".
+    commits: {source: commit of its hub data set}. tokenizer: its spec. splits: progress of "train" and "val".
     """
 
     fingerprint: str
@@ -88,7 +88,7 @@ class Journal:
 
     @classmethod
     def load(cls, folder: Path) -> "Journal | None":
-        """None: there is no journal, or it is damaged."""
+        """Read journal.json; None: it is missing or damaged."""
         try:
             journal = cls(**json.loads((folder / "journal.json").read_text()))
             journal.ranges = [SplitRange.from_json(fields) for fields in journal.ranges]
@@ -98,14 +98,14 @@ class Journal:
         return journal
 
     def can_resume(self, fingerprint: str, commits: dict[str, str | None]) -> bool:
-        """Whether the rest would be of the same text. A commit of None is unknown, as without a network."""
+        """Whether the text is still the same. A commit of None (unknown, as without a network) is accepted."""
         same_commits = all(commit in (None, self.commits.get(name)) for name, commit in commits.items())
         return self.fingerprint == fingerprint and same_commits
 
 
 @dataclass(frozen=True)
 class EncodedChunk:
-    """Token ids of a chunk of text. lengths: (tokens, whether the document ends) of each piece. bytes: of its text."""
+    """Token ids of a chunk. lengths: (tokens, whether the document ends) of each piece. bytes: size of the text."""
 
     ids: np.ndarray
     lengths: list[tuple[int, bool]]
@@ -117,7 +117,7 @@ def token_dtype(tokenizer: tiktoken.Encoding) -> str:
 
 
 def encode_split(folder: Path, split: str, sources: list[TextSource], journal: Journal, bar: ProgressBar) -> None:
-    """Write the token files of a split that the journal does not list yet, and save the journal after each."""
+    """Write the token files of a split that are not in the journal yet, and save the journal after each file."""
     tokenizer = from_spec(journal.tokenizer)
     dtype, fast = token_dtype(tokenizer), FastBPE.from_tokenizer(tokenizer)
     by_name = {source.name: source for source in sources}
@@ -161,7 +161,7 @@ def encode_chunk(tokenizer: tiktoken.Encoding, fast: FastBPE | None, chunk: list
 
 
 def name_pieces(part: SplitRange, source: TextSource) -> Iterator[NamedPiece]:
-    """The pieces of a range, each with a name for error messages."""
+    """Yield the pieces of a range, each with a name for error messages."""
     document, character = part.start
     for text, ends in part.iter_text(source):
         name = f"document {document + 1} of {source.name}"
@@ -170,7 +170,7 @@ def name_pieces(part: SplitRange, source: TextSource) -> Iterator[NamedPiece]:
 
 
 def split_into_chunks(pieces: Iterable[NamedPiece]) -> Iterator[list[NamedPiece]]:
-    """Groups of pieces of at least CHUNK_CHARS characters, so that many small documents cost little more than a few."""
+    """Group pieces into chunks of at least CHUNK_CHARS characters, so that small documents cost little overhead."""
     chunk, size = [], 0
     for piece in pieces:
         chunk.append(piece)
@@ -183,7 +183,7 @@ def split_into_chunks(pieces: Iterable[NamedPiece]) -> Iterator[list[NamedPiece]
 
 
 def parallel_map(function: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]:
-    """function(item) for each item, in order, on all cores. Holds a few items in memory at a time.
+    """Yield function(item) for each item, in order, on all cores. Only a few items are in memory at a time.
 
     Threads suffice: tiktoken releases Python's global interpreter lock while it encodes.
     """

@@ -1,4 +1,4 @@
-"""A summary of prepared data for people: sizes, and how a few samples are tokenized (prepare.py inspect=true)."""
+"""Readable summary of prepared data: sizes, and a few samples of tokenized text (prepare.py inspect=true)."""
 
 import numpy as np
 
@@ -6,7 +6,7 @@ from common.console import format_bytes, pluralize
 from data.shards import PreparedData
 from data.tokenizer import end_of_text, token_strings
 
-SAMPLE_TOKENS = 24
+SAMPLE_TOKENS = 24  # tokens per sample
 NUM_SAMPLES = 3
 
 
@@ -49,5 +49,5 @@ def inspect(prepared: PreparedData) -> str:
 
 
 def _escape(text: str) -> str:
-    """Control characters as Python escapes, so that a sample stays on one line."""
+    """Write control characters as Python escapes, so that a sample stays on one line."""
     return "".join(c if c.isprintable() else c.encode("unicode_escape").decode() for c in text)

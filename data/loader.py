@@ -2,17 +2,17 @@
 
 Training: the n tokens of a source form a ring. Each epoch cuts the ring at a random phase into ceil(n / T) windows and
 shuffles them. In every epoch each token is a target once (a few twice, where the last window overlaps the first), and
-long runs see all offsets. Sequence i depends only on the seed and i. Resuming therefore needs only a number, and any
-number of processes sees the same batches.
+long runs see all offsets. Sequence i depends only on the seed and i. Resuming therefore needs only the number of the
+next sequence, and any number of processes sees the same batches.
 
-Mixing: of every MIX_BLOCK sequences each source has its share by weight, in random order. A source that ends begins
-its next epoch, independently of the others.
+Mixing: every MIX_BLOCK sequences contain each source's share by weight, in random order. Each source has its own
+epochs: at its end it starts again, independently of the other sources.
 
-Validation: windows follow one another. The last one is aligned to the end of the text, and the targets that it repeats
-are masked, so that every target counts exactly once.
+Validation: windows are consecutive. The last window ends with the text, and the targets that it repeats are masked, so
+that every target counts exactly once.
 
-Document mask: a batch includes document ids, which increase at each end-of-text token. That token begins the next
-document, whose first token is predicted from it alone, as in unconditional sampling.
+Document mask: a batch includes document ids, which increase at each end-of-text token. That token belongs to the next
+document: the document's first token is predicted from the end-of-text token alone, as in unconditional sampling.
 
 B sequences, T = block_size.
 """
@@ -80,7 +80,7 @@ class Loader:
         return x, y, (x == self.end_of_text).cumsum(dim=1) if self.end_of_text is not None else None
 
     def _windows(self, source: int) -> int:
-        """Windows per epoch of a source."""
+        """Number of windows per epoch of a source."""
         return -(-self.ranges[source][1] // self.T)
 
     def _shuffle_epoch(self, source: int, epoch: int) -> tuple[int, np.ndarray]:
@@ -113,11 +113,11 @@ class Loader:
             epoch, window = divmod(index, self._windows(source))
             phase, order = self._shuffle_epoch(source, epoch)
             self._read_ring(source, phase + int(order[window]) * self.T, windows[row])
-        # NumPy makes the copies: in the prefetch thread, torch would start a second pool of threads.
+        # Copy with NumPy: in the prefetch thread, torch would start a second thread pool.
         return tuple(torch.from_numpy(np.ascontiguousarray(part)) for part in (windows[:, :-1], windows[:, 1:]))
 
     def _read_ring(self, source: int, start: int, out: np.ndarray) -> None:
-        """Fill `out` with the tokens of a source from `start`, continuing at its first token after its last."""
+        """Fill `out` with the tokens of a source from `start`. After the last token, continue at the first."""
         first, n = self.ranges[source]
         start, done = start % n, 0
         while done < len(out):
@@ -143,15 +143,17 @@ def _divide_by_weight(total: int, weights: Sequence[float]) -> list[int]:
     for i in by_remainder[: total - sum(shares)]:
         shares[i] += 1
     if not all(shares):
-        raise UserError(f"weight={min(weights):g} in data.mix is less than 1 in {total:,} of the sum; set a larger one")
+        raise UserError(
+            f"weight={min(weights):g} in data.mix is less than 1 in {total:,} of all weights; set a larger weight"
+        )
     return shares
 
 
 def prefetch(loader: Loader, starts: Iterable[int], count: int) -> Iterator[Batch]:
-    """The training batches of `count` sequences from each of `starts`.
+    """Yield training batches of `count` sequences, one batch for each first sequence in `starts`.
 
-    On CUDA a thread makes the next batch while the current one is used; its exceptions are raised here. On a CPU the
-    thread would take a core from the training step, which then took a fifth longer.
+    On CUDA, a thread makes the next batch while the current one is used; its exceptions are raised here. On a CPU,
+    the thread would slow down the training step by a fifth.
     """
     if loader.device.type != "cuda":
         yield from (loader.batch("train", first, count) for first in starts)

@@ -1,4 +1,4 @@
-"""Preparation: from text to token files in data/prepared/<name>-<fingerprint>/, once for each text and tokenizer.
+"""Prepare data: convert text to token files in data/prepared/<name>-<fingerprint>/, once per text and tokenizer.
 
     config -> text sources -> split plan -> tokenizer -> token files -> meta.json
 
@@ -61,7 +61,7 @@ class Task:
 
     @property
     def input(self) -> str:
-        """A short description of what is read."""
+        """A short description of the input."""
         if len(self.sources) > 1:
             return f"{len(self.sources)} sources ({', '.join(source.name for source in self.sources)})"
         files = self.sources[0].files
@@ -90,7 +90,7 @@ def prepare(
     print_line: PrintLine = print_line,
     spec: dict | None = None,
 ) -> PreparedData:
-    """The prepared data of a config; prepared now if it does not exist yet.
+    """Prepare the data of a config, unless this was done before. Returns the prepared data.
 
     spec: tokenizer of another run. Raises UserError if the text cannot be read or encoded or is shorter than one window
     of block_size + 1 tokens, and if prepared files are damaged.
@@ -101,7 +101,7 @@ def prepare(
 def prepare_offline(
     config: DataConfig, tokenizer_config: TokenizerConfig, block_size: int, spec: dict | None = None
 ) -> PreparedData | None:
-    """Like `prepare`, but None if it would have to download the text or the vocabulary. Raises UserError."""
+    """Like `prepare`, but returns None instead of downloading the text or the vocabulary. Raises UserError."""
     task = Task.from_config(config, tokenizer_config, spec)
     needs_network = task.is_remote or tokenizers.needs_download(tokenizer_config)
     return None if needs_network and read_meta(task.folder) is None else _prepare(task, block_size, print_line)
@@ -120,7 +120,7 @@ def _prepare(task: Task, block_size: int, print_line: PrintLine) -> PreparedData
 
 @contextmanager
 def _preparation_lock(folder: Path, print_line: PrintLine) -> Iterator[None]:
-    """Context manager: one process at a time prepares a folder; others wait."""
+    """Context manager: only one process at a time prepares a folder; the others wait."""
     locks = ROOT / ".locks"
     locks.mkdir(parents=True, exist_ok=True)
     lock = FileLock(locks / folder.name)
@@ -138,7 +138,7 @@ def _preparation_lock(folder: Path, print_line: PrintLine) -> Iterator[None]:
 def _write_folder(task: Task, block_size: int, print_line: PrintLine) -> None:
     partial = Path(f"{task.folder}.partial")
     with ProgressBar(write_line=print_line) as bar:
-        with _removed_on_error(partial):
+        with _remove_on_error(partial):
             commits = find_commits(task.sources)
             journal = Journal.load(partial)
             if journal is not None and journal.can_resume(task.fingerprint, commits):
@@ -152,14 +152,14 @@ def _write_folder(task: Task, block_size: int, print_line: PrintLine) -> None:
                 journal = Journal(task.fingerprint, commits, spec, plan.ranges)
                 partial.mkdir()
                 journal.save(partial)
-        # A lost network may come back: finished files of a remote text are kept.
-        with nullcontext() if task.is_remote else _removed_on_error(partial):
+        # Finished files of a remote text are kept after an error: the network may work again later.
+        with nullcontext() if task.is_remote else _remove_on_error(partial):
             try:
                 for split in journal.splits:
                     encode_split(partial, split, sources, journal, bar)
             except KeyboardInterrupt:
                 raise KeyboardInterrupt("stopped; the same command resumes after the last finished file") from None
-        with _removed_on_error(partial):
+        with _remove_on_error(partial):
             if compute_fingerprint(task.sources, task.tokenizer_config, task.spec) != task.fingerprint:
                 raise UserError(f"the text of data={task.label} changed while it was read; run the same command again")
             write_json(partial / "meta.json", _make_meta(task, journal, block_size))
@@ -168,8 +168,8 @@ def _write_folder(task: Task, block_size: int, print_line: PrintLine) -> None:
 
 
 @contextmanager
-def _removed_on_error(folder: Path) -> Iterator[None]:
-    """Context manager: removes the folder after an error. After Ctrl-C it stays."""
+def _remove_on_error(folder: Path) -> Iterator[None]:
+    """Context manager: remove the folder after an error, but not after Ctrl-C."""
     try:
         yield
     except Exception:
@@ -184,7 +184,7 @@ def _build_tokenizer(task: Task, sources: list[TextSource], plan: SplitPlan, bar
         pieces = (piece for part in plan.ranges for piece in part.iter_text(by_name[part.source]))
         yield from (text for text, _ in show_progress(pieces, bar, "reading for the vocabulary"))
 
-    several = plan.documents != 1  # None, of a stream: any number
+    several = plan.documents != 1  # None: a stream, which can have any number
     corpus = tokenizers.Corpus(iter_texts(), several, plan.characters)
     tokenizer = tokenizers.build_tokenizer(corpus, task.tokenizer_config, task.spec)
     if several and tokenizers.end_of_text(tokenizer) is None:
@@ -229,7 +229,7 @@ def _make_meta(task: Task, journal: Journal, block_size: int) -> dict:
 def check_short_text(config: DataConfig, tokenizer_config: TokenizerConfig, block_size: int) -> None:
     """Raise UserError early, before torch is imported, if data.path does not exist or is shorter than one window.
 
-    Only a single text file is measured. Tables take as long to read as torch to import.
+    Only a single text file is checked. Reading a table would take as long as importing torch.
     """
     if all(source.path is None and source.val_path is None for source in config.mixed.values()):
         return

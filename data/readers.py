@@ -1,7 +1,7 @@
-"""Readers: from input files to documents, exactly as they are in the file and in bounded memory.
+"""Read documents from input files, without any change to their text and in bounded memory.
 
 A document is a sequence of pieces: (text, whether the document ends with it). A text file is one document. Each row of
-a table is one, unless data.row_is_document=false.
+a table is a document, unless data.row_is_document=false.
 
 .csv and .jsonl are read here, line by line. `datasets` guesses column types from the first rows: "NA" becomes null and
 dates become timestamps. It also uses the first column of a .csv as an index if rows are longer than the header, and it
@@ -27,13 +27,13 @@ from data.sources import InputFile, TextSource
 Piece = tuple[str, bool]
 Position = tuple[int, int]  # (document, character in it)
 MAX_PIECE_CHARS = 2**20
-MAX_LINE_CHARS = 2**30
-BLOCK_BYTES = 2**20  # read from a file at a time
-BATCH_ROWS = 200  # read from a parquet file or a hub data set at a time
+MAX_LINE_CHARS = 2**30  # of .csv and .jsonl files
+BLOCK_BYTES = 2**20  # bytes of a file that are read at a time
+BATCH_ROWS = 200  # rows of a parquet file or a hub data set that are read at a time
 
 
 def iter_text(source: TextSource, files: list[InputFile]) -> Iterator[Piece]:
-    """The documents of the files in pieces. Nulls in a table are skipped. Raises UserError, with the position."""
+    """Yield the documents of the files in pieces. Nulls in a table are skipped. Raises UserError, with the position."""
     for file in files:
         if not file.is_table:
             path = _download(file.address) if file.is_remote else file.address
@@ -46,7 +46,7 @@ def iter_text(source: TextSource, files: list[InputFile]) -> Iterator[Piece]:
 
 
 def read_documents(sources: list[TextSource]) -> list[str]:
-    """All documents of the sources in memory, without separating a held-out part. Raises UserError."""
+    """Read all documents of the sources into memory, including those to hold out for validation. Raises UserError."""
     documents, parts = [], []
     for source in sources:
         stop = None if source.max_documents is None else (source.max_documents, 0)
@@ -66,7 +66,7 @@ def no_text_error(files: list[InputFile]) -> UserError:
 
 
 def slice_documents(pieces: Iterable[Piece], start: Position, stop: Position | None) -> Iterator[Piece]:
-    """The pieces from one position to another, or to the end. A document that is cut has no end in the first part."""
+    """Yield the pieces from `start` to `stop` (None: to the end). If `stop` cuts a document, no piece ends it."""
     document = character = 0
     for text, ends in pieces:
         first, last = (document, character), (document, character + len(text))
@@ -80,7 +80,7 @@ def slice_documents(pieces: Iterable[Piece], start: Position, stop: Position | N
 
 
 def chunk_document(texts: Iterable[str]) -> Iterator[Piece]:
-    """Join the texts to one document and cut it into pieces of at most MAX_PIECE_CHARS characters."""
+    """Join the texts into one document and cut it into pieces of at most MAX_PIECE_CHARS characters."""
     pending = ""
     for text in texts:
         pending, start = pending + text, 0
@@ -94,7 +94,7 @@ def chunk_document(texts: Iterable[str]) -> Iterator[Piece]:
 
 
 def _find_cut(text: str) -> int:
-    """A position where cutting does not change the tokens: between a word and the space after it.
+    """Find a position where cutting does not change the tokens: between a word and the space after it.
 
     No BPE pattern used here (GPT-2's, GPT-4's, ours) has a match that continues from a word into a space. Text without
     spaces, as in some scripts, is cut at its end: the tokens there can differ, the text does not.
@@ -113,7 +113,7 @@ def _find_cut(text: str) -> int:
 
 
 def open_decompressed(path: str, compression: str | None) -> Any:
-    """A binary file, decompressed while reading. Raises OSError.
+    """Open a binary file that is decompressed while it is read. Raises OSError.
 
     Arrow detects a truncated compressed file; Python's zstandard does not.
     """
@@ -125,7 +125,7 @@ def open_decompressed(path: str, compression: str | None) -> Any:
 
 
 def read_utf8(path: str, file: InputFile) -> Iterator[str]:
-    """The text of a file in blocks, without a byte order mark. Raises UserError, with the byte, if it is not UTF-8.
+    """Yield the text of a file in blocks, without a byte order mark. Raises UserError, with the byte, if not UTF-8.
 
     path: the file itself, or the downloaded copy.
     """
@@ -176,7 +176,7 @@ def _explain_not_utf8(name: str, byte: int, error: UnicodeDecodeError) -> str:
 
 
 def _read_rows(file: InputFile, source: TextSource) -> Iterator[str]:
-    """The text column of a table, row by row. Raises UserError."""
+    """Yield the text column of a table, row by row. Raises UserError."""
     path = _download(file.address) if file.is_remote and file.kind != "hub" else file.address
     if file.kind == "json":
         yield from read_jsonl(path, file, source.text_column)
@@ -195,7 +195,7 @@ def _read_rows(file: InputFile, source: TextSource) -> Iterator[str]:
 
 
 def read_jsonl(path: str, file: InputFile, column: str) -> Iterator[str]:
-    """The text column of a .jsonl file, row by row. Blank lines are skipped. Raises UserError, with the line."""
+    """Yield the text column of a .jsonl file, row by row. Blank lines are skipped. Raises UserError, with the line."""
     for number, line in enumerate(_read_lines(path, file), start=1):
         if not line.strip():
             continue
@@ -222,7 +222,7 @@ def read_jsonl(path: str, file: InputFile, column: str) -> Iterator[str]:
 
 
 def read_csv(path: str, file: InputFile, column: str) -> Iterator[str]:
-    """The text column of a .csv file whose first line names the columns (RFC 4180), row by row.
+    """Yield the text column of a .csv file (RFC 4180), row by row. The first line contains the names of the columns.
 
     Blank lines are skipped. Raises UserError, with the line.
     """
@@ -251,7 +251,7 @@ def read_csv(path: str, file: InputFile, column: str) -> Iterator[str]:
 
 
 def _read_lines(path: str, file: InputFile) -> Iterator[str]:
-    """The lines of a file without their ends, also the last one."""
+    """Yield the lines of a file without line ends. The last line is what follows the last line end, possibly ''."""
     parts, size = [], 0
     for block in read_utf8(path, file):
         *lines, rest = block.split("\n")
@@ -278,7 +278,7 @@ def _import_datasets() -> Any:
     os.environ.setdefault("USE_TORCH", "0")  # otherwise `datasets` imports torch, which takes 2 s more
     import datasets
 
-    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # otherwise every read of a file, also local, contacts a server
+    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # otherwise each read, also of a local file, contacts a server
     datasets.disable_progress_bars()
     datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     logging.getLogger("huggingface_hub").setLevel(logging.CRITICAL)
@@ -297,7 +297,7 @@ def _download(address: str) -> str:
 
 
 def _iter_batches(file: InputFile, path: str, source: TextSource) -> Iterator[Any]:
-    """Arrow tables with only the text column, BATCH_ROWS rows at a time. Raises UserError and errors of `datasets`."""
+    """Yield Arrow tables of BATCH_ROWS rows with only the text column. Raises UserError and errors of `datasets`."""
     datasets, column = _import_datasets(), source.text_column
     if file.kind == "hub":
         if sys.stderr.isatty():
@@ -307,10 +307,10 @@ def _iter_batches(file: InputFile, path: str, source: TextSource) -> Iterator[An
             name=source.hub_config,
             split=file.split,
             revision=source.revision if file.is_remote else None,
-            streaming=source.stream or not file.is_remote,  # the cache does not notice changes in a local folder
+            streaming=source.stream or not file.is_remote,  # otherwise `datasets` misses changes in a local folder
         )
     else:
-        # Streaming avoids a second copy in the cache.
+        # Streaming: without it, `datasets` would copy the file into its cache.
         pattern = glob.escape(str(Path(path).resolve()))
         rows = datasets.load_dataset(
             "parquet", data_files=[pattern], split="train", streaming=True, batch_size=BATCH_ROWS

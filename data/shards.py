@@ -1,8 +1,8 @@
 """Prepared data on disk: token files (shards) and meta.json, in data/prepared/<name>-<fingerprint>/.
 
-A split is train.bin and, if it is long, train-00001.bin and so on; val.bin likewise. Each file is an array of
-little-endian uint16 (uint32 for more than 65,536 tokens) without a header. meta.json lists the files in order, with
-their number of tokens and SHA-256. data/prepare.py writes the folder.
+The training split is in train.bin and, if it is long, in train-00001.bin and so on; the validation split is in val.bin
+likewise. Each file is an array of little-endian uint16 (uint32 for a vocabulary of more than 65,536 tokens) without a
+header. meta.json lists the files in order, with their number of tokens and SHA-256. data/prepare.py writes the folder.
 """
 
 import hashlib
@@ -34,7 +34,7 @@ class ShardedTokens:
         self.paths, self.dtype = paths, np.dtype(dtype)
         self.starts = [0, *accumulate(lengths)]
         self._files = {}
-        self._lock = Lock()  # a file has one position, which threads share
+        self._lock = Lock()  # threads share the position in a file
 
     def __len__(self) -> int:
         return self.starts[-1]
@@ -79,7 +79,7 @@ class ShardWriter:
         self.tokens += len(ids)
 
     def finish(self) -> dict:
-        """Flush the file to the disk; returns its entry in meta.json: number of tokens and SHA-256."""
+        """Flush the file to the disk. Returns its entry in meta.json: number of tokens and SHA-256."""
         with name_file_in_errors(self.path), self._file:
             self._file.flush()
             os.fsync(self._file.fileno())
@@ -92,7 +92,7 @@ def shard_name(split: str, number: int) -> str:
 
 @dataclass(frozen=True)
 class PreparedData:
-    """A prepared folder. meta: the content of meta.json. weights: of the sources in meta["mix"]."""
+    """A prepared folder. meta: the content of meta.json. weights: the weight of each source in meta["mix"]."""
 
     folder: Path
     meta: dict
@@ -115,7 +115,7 @@ class PreparedData:
 
 
 def read_meta(folder: Path) -> dict | None:
-    """meta.json of a prepared folder; None: the folder does not exist. Raises UserError if a file is damaged."""
+    """Read meta.json of a prepared folder; None: the folder does not exist. Raises UserError if a file is damaged."""
     if not folder.exists():
         return None
     fix = f"remove the folder {folder}, and the next command prepares it again"
@@ -136,7 +136,7 @@ def read_meta(folder: Path) -> dict | None:
 
 
 def verify(prepared: PreparedData) -> str:
-    """Compare every token file with its SHA-256; returns a line to print. Raises UserError for a changed file."""
+    """Compare every token file with its SHA-256. Returns a line to print. Raises UserError for a changed file."""
     for name, file in prepared.meta["files"].items():
         with open(prepared.folder / name, "rb") as stream:
             if hashlib.file_digest(stream, "sha256").hexdigest() != file["sha256"]:

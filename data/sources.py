@@ -1,7 +1,7 @@
-"""From the config to text sources: which files to read, which to hold out, and a hash of their content.
+"""Resolve the config to text sources: which files to read, which to hold out, and a hash of their content.
 
 `resolve_sources` is the only function of data/ that reads a complete DataConfig. A new source is a function in SOURCES
-that returns the files to read, and a YAML file in configs/data/ that names it. See docs/data.md.
+that returns the files to read, and a YAML file in configs/data/ that sets `source` to its name. See docs/data.md.
 """
 
 import glob
@@ -25,7 +25,7 @@ from data.config import DataConfig
 KINDS = {".txt": "text", ".md": "text", ".parquet": "parquet", ".jsonl": "json", ".csv": "csv"}
 COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
 OUTPUT_FOLDERS = ("runs", "data/prepared")  # below the current folder; never read as input
-MIN_CACHED_BYTES = 2**24  # smaller files are hashed again, which takes less time than the cache
+MIN_CACHED_BYTES = 2**24  # smaller files are always hashed, which is faster than the cache
 STDLIB_EXCLUDED = {"test", "tests", "idle_test", "idlelib", "lib2to3", "encodings", "site-packages", "dist-packages"}
 
 
@@ -41,7 +41,7 @@ class InputFile:
     split: str | None = None
 
     @classmethod
-    def at(cls, address: str) -> "InputFile":
+    def from_address(cls, address: str) -> "InputFile":
         """The file at a path or URL. Its suffix decides the kind."""
         return cls(address, KINDS.get(_suffix(address), "text"))
 
@@ -61,7 +61,7 @@ class InputFile:
 
     @property
     def dedup_keys(self) -> set[str]:
-        """Equal for the same file, by any path. Slices of one split share a key."""
+        """Keys that are equal for all paths of the same file. Slices of one split share a key."""
         address = self.address if self.is_remote else os.path.realpath(self.address)
         if self.split is None:
             return {address}
@@ -70,7 +70,7 @@ class InputFile:
 
 @dataclass(frozen=True)
 class TextSource:
-    """A source of text, alone or in a mix, with everything that reading and splitting it needs.
+    """A source of text, alone or in a mix, with all settings for reading and splitting it.
 
     files: input for training. val_files: separate input for validation; None: hold out a part of `files`.
     hub_config, revision: of a hub data set; `pin_commits` replaces a branch by its commit.
@@ -100,7 +100,7 @@ class TextSource:
 
 
 def resolve_sources(config: DataConfig) -> list[TextSource]:
-    """The sources of a config, in the order of the mix. Raises UserError if a path or a source does not exist."""
+    """List the sources of a config, in the order of the mix. Raises UserError if a path or a source does not exist."""
     sources = []
     for name, source in config.mixed.items():
         try:
@@ -153,7 +153,7 @@ def text(config: DataConfig) -> list[InputFile]:
 
 def url(config: DataConfig) -> list[InputFile]:
     """A file at a public address."""
-    return [InputFile.at(config.url)]
+    return [InputFile.from_address(config.url)]
 
 
 def hub(config: DataConfig) -> list[InputFile]:
@@ -181,7 +181,7 @@ def _list_val_files(config: DataConfig) -> list[InputFile] | None:
 
 
 def find_commits(sources: list[TextSource]) -> dict[str, str | None]:
-    """The current commit of each hub data set, by source; None: the hub cannot be reached."""
+    """Find the current commit of each hub data set: {source: commit}. None: the hub cannot be reached."""
     return {
         source.name: _find_commit(source.files[0].address, source.revision) for source in sources if source.is_on_hub
     }
@@ -197,9 +197,9 @@ def _find_commit(repo: str, revision: str | None) -> str | None:
 
 
 def pin_commits(sources: list[TextSource], commits: dict[str, str | None]) -> list[TextSource]:
-    """The sources, each with its commit as revision, so that all passes read the same data.
+    """Replace the revision of each source by its commit, so that all passes read the same data.
 
-    Without a known commit, the revision stays as it is, and the cache of `datasets` decides.
+    If the commit is unknown, the revision stays, and `datasets` reads the version in its cache.
     """
     return [replace(source, revision=commits.get(source.name) or source.revision) for source in sources]
 
@@ -208,7 +208,7 @@ def pin_commits(sources: list[TextSource], commits: dict[str, str | None]) -> li
 
 
 def find_files(paths: str | list[str], key: str) -> list[InputFile]:
-    """The files of a path, a folder, a pattern, a URL or a list of them: in list order, then by name, without repeats.
+    """List the files of a path, folder, pattern, URL or list of them: in list order, then by name, without duplicates.
 
     key: config key for error messages. Raises UserError if there is nothing to read.
     """
@@ -216,7 +216,7 @@ def find_files(paths: str | list[str], key: str) -> list[InputFile]:
     for path in paths if isinstance(paths, list) else [paths]:
         for file in _find(path, key):
             unique.setdefault(os.path.realpath(file), file)
-    return [InputFile.at(file) for file in unique.values()]
+    return [InputFile.from_address(file) for file in unique.values()]
 
 
 def _find(name: str, key: str) -> list[str]:
@@ -243,7 +243,7 @@ def _find(name: str, key: str) -> list[str]:
 
 
 def _find_in_folder(folder: Path, key: str) -> list[str]:
-    """Files below a folder with a known suffix. Hidden files and folders are skipped; links are followed once."""
+    """List files with a known suffix below a folder. Hidden files are skipped; links to folders are followed once."""
     files, visited = [], set()
     for parent, subfolders, names in os.walk(folder, followlinks=True):
         if os.path.realpath(parent) in visited:
@@ -258,8 +258,8 @@ def _find_in_folder(folder: Path, key: str) -> list[str]:
         counts = Counter(path.suffix or path.name for path in files).most_common(3)
         others = ", ".join(f"{count} {suffix}" for suffix, count in counts)
         raise UserError(
-            f"{key}={folder} has no file in {', '.join(KINDS)}, nor compressed as {' or '.join(COMPRESSED)} "
-            f"({f'but {others}' if others else 'it is empty'}); for other text files set a pattern such as "
+            f"{key}={folder} contains no {', '.join(KINDS)} file, also not compressed as {' or '.join(COMPRESSED)} "
+            f"({f'but {others}' if others else 'it is empty'}); for other text files, set a pattern such as "
             f"{key}='{folder}/**/*.py'"
         )
     return sorted(readable, key=_natural_order)
@@ -284,7 +284,7 @@ def _natural_order(name: str) -> list:
 
 
 def hash_content(files: list[InputFile], cache: Path) -> str:
-    """SHA-256 of the content of all files. A remote file counts by its address; nothing is downloaded.
+    """SHA-256 of the content of all local files and the addresses of all remote files. Nothing is downloaded.
 
     cache: a JSON file with the hashes of large files, by path, size and times.
     """
@@ -299,7 +299,7 @@ def hash_content(files: list[InputFile], cache: Path) -> str:
         root = Path(file.address)
         for path in sorted(root.rglob("*")) if root.is_dir() else [root]:
             if path.is_file():
-                name = str(path.relative_to(root)) if root.is_dir() else ""  # decides the split in a repository
+                name = str(path.relative_to(root)) if root.is_dir() else ""  # `datasets` derives splits from names
                 total.update((name + _hash_file(path, known)).encode())
     if len(known) > size_before:
         with suppress(OSError):  # the cache is optional: a full disk costs time, not correctness

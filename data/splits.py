@@ -1,4 +1,4 @@
-"""The split plan: which part of each source is for training and which is held out. No document is in both."""
+"""The split plan: which part of each source is for training and which is held out. No text is in both parts."""
 
 from array import array
 from collections.abc import Iterable, Iterator
@@ -9,16 +9,16 @@ from common.errors import UserError
 from data.readers import Piece, Position, iter_text, no_text_error, slice_documents
 from data.sources import InputFile, TextSource
 
-MAX_LENGTHS = 2**20  # bounds the memory for document lengths
-PROGRESS_CHARS = 2**20  # between two updates of the progress bar
+MAX_LENGTHS = 2**20  # entries of TextStats.lengths, which bounds its memory
+PROGRESS_CHARS = 2**20  # characters between two updates of the progress bar
 
 
 @dataclass(frozen=True)
 class SplitRange:
     """A range of a source's text that belongs to one split.
 
-    source: its name. uses_val_files: the range is of the source's val_files, not of its files.
-    start, stop: positions (document, character); stop None: the end. bytes: estimated; None: unknown (streamed).
+    source: its name. uses_val_files: whether the range is in the source's val_files instead of its files.
+    start, stop: positions (document, character); stop None: the end. bytes: estimated size; None: unknown (streamed).
     """
 
     source: str
@@ -43,7 +43,7 @@ class SplitRange:
 
 @dataclass
 class SplitPlan:
-    """The ranges of all sources, in order, and the size of their text. None: unknown, because a source is streamed."""
+    """The ranges of all sources, in order, and the size of their text; None: unknown, because a source is streamed."""
 
     ranges: list[SplitRange]
     documents: int | None = 0
@@ -63,7 +63,7 @@ class SplitPlan:
         stats: "TextStats | None",
         share: float = 1.0,
     ) -> None:
-        """stats: of the files that the range is in. share: estimated fraction of them that is in the range."""
+        """stats: size of the files that contain the range. share: estimated fraction of their text in the range."""
         uses_val_files = split == "val" and source.val_files is not None
         size = None if stats is None else round(stats.bytes * share)
         self.ranges.append(SplitRange(source.name, split, uses_val_files, start, stop, size))
@@ -111,9 +111,9 @@ class TextStats:
         self.group_size *= 2
 
     def find_val_cut(self, fraction: float) -> tuple[Position, float]:
-        """Where the last `fraction` of the text begins, and the share of the text before it.
+        """Find where the last `fraction` of the text begins. Returns the position and the share of the text before it.
 
-        The cut is between documents if there are several, else within the only one.
+        The position is between documents if there are several, otherwise within the only document.
         """
         if self.documents == 1:
             character = int(self.characters * (1 - fraction))
@@ -189,7 +189,7 @@ def _plan_source(source: TextSource, plan: SplitPlan, bar: ProgressBar) -> None:
 def _read_stats(
     source: TextSource, files: list[InputFile], stop: Position | None, bar: ProgressBar
 ) -> TextStats | None:
-    """The size of the text in the files; None: they are streamed. Raises UserError if there is no text."""
+    """Read the files to measure their text; None: they are streamed. Raises UserError if there is no text."""
     if source.is_streamed:
         return None
     bar.restart(None)
@@ -201,7 +201,7 @@ def _read_stats(
 
 
 def show_progress(pieces: Iterable[Piece], bar: ProgressBar, label: str) -> Iterator[Piece]:
-    """The same pieces; the bar shows how many characters were read."""
+    """Yield the pieces unchanged, and show on the bar how many characters were read."""
     done, next_update = 0, PROGRESS_CHARS
     for piece in pieces:
         yield piece

@@ -1,7 +1,7 @@
-"""Tokenizers: from text to token ids. A tokenizer is always a tiktoken.Encoding.
+"""Tokenizers, which convert text to token ids. A tokenizer is always a tiktoken.Encoding.
 
-Each function in TOKENIZERS builds one from a corpus. A new tokenizer is one function here and a YAML file in
-configs/tokenizer/ that names it (docs/data.md). The tokenizer's spec is plain data (name, pattern, tokens, special
+Each function in TOKENIZERS builds a tokenizer from a corpus. A new tokenizer is one function here and a YAML file in
+configs/tokenizer/ that sets its name (docs/data.md). The tokenizer's spec is plain data (name, pattern, tokens, special
 tokens). It is saved in prepared data and in every checkpoint, so that sampling uses the tokenizer of the training.
 """
 
@@ -31,7 +31,7 @@ BPE_PATTERN = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,2}+"
     r"| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
 )
-MAX_TRAIN_CHARS = 2**25  # a vocabulary is trained on at most this much of the text
+MAX_TRAIN_CHARS = 2**25  # characters that a vocabulary is trained on, at most
 OPENAI_URL = "https://openaipublic.blob.core.windows.net/"
 # Vocabularies that tiktoken downloads once, and their files.
 OPENAI_FILES = {
@@ -88,7 +88,7 @@ def bpe(corpus: Corpus, config: TokenizerConfig) -> tiktoken.Encoding:
 
 
 def _sample_texts(corpus: Corpus) -> Iterator[str]:
-    """MAX_TRAIN_CHARS characters, spread evenly over the corpus, or from its start if its length is unknown."""
+    """Yield MAX_TRAIN_CHARS characters, spread evenly over the corpus; if its length is unknown, from its start."""
     share = MAX_TRAIN_CHARS / max(MAX_TRAIN_CHARS, corpus.characters or 0)
     seen = sampled = 0
     for text in corpus.texts:
@@ -101,7 +101,7 @@ def _sample_texts(corpus: Corpus) -> Iterator[str]:
 
 
 def _openai(corpus: Corpus, config: TokenizerConfig) -> tiktoken.Encoding:
-    """A vocabulary of OpenAI, downloaded once by tiktoken or found in TIKTOKEN_CACHE_DIR."""
+    """One of OpenAI's vocabularies, which tiktoken downloads once or finds in TIKTOKEN_CACHE_DIR."""
     try:
         return tiktoken.get_encoding(config.name)
     except Exception as error:  # network and cache raise exceptions of many types
@@ -143,14 +143,14 @@ TOKENIZERS: dict[str, Callable[[Corpus, TokenizerConfig], tiktoken.Encoding]] = 
 
 
 def size_without_text(config: TokenizerConfig, several: bool) -> int | None:
-    """Vocabulary size before any text is read (for bpe the upper bound); None: it depends on the text."""
+    """Vocabulary size that is known before reading text (for bpe: the maximum); None: it depends on the text."""
     if config.name == "bpe":
         return config.vocab_size
     return 256 + several if config.name == "byte" else OPENAI_SIZES.get(config.name)
 
 
 def build_tokenizer(corpus: Corpus, config: TokenizerConfig, spec: dict | None = None) -> tiktoken.Encoding:
-    """The tokenizer that `config` names, built from the corpus; or the one in `spec`. Raises UserError."""
+    """Build the tokenizer that `config` names from the corpus, or from `spec` if it is given. Raises UserError."""
     if spec is not None:
         return from_spec(spec)
     if config.name not in TOKENIZERS:
@@ -159,7 +159,7 @@ def build_tokenizer(corpus: Corpus, config: TokenizerConfig, spec: dict | None =
 
 
 def to_spec(tokenizer: tiktoken.Encoding) -> dict:
-    """The tokenizer as plain data: {name, pattern, tokens (base64, in the order of their ids), special}."""
+    """Convert a tokenizer to plain data: {name, pattern, tokens (base64, in the order of their ids), special}."""
     ranks = sorted(tokenizer._mergeable_ranks.items(), key=lambda item: item[1])
     return {
         "name": tokenizer.name,
@@ -170,7 +170,7 @@ def to_spec(tokenizer: tiktoken.Encoding) -> dict:
 
 
 def from_spec(spec: dict) -> tiktoken.Encoding:
-    """The tokenizer that to_spec described."""
+    """Build the tokenizer that to_spec converted."""
     tokens = [base64.b64decode(token) for token in spec["tokens"]]
     return _make_tokenizer(spec["name"], spec["pattern"], tokens, spec["special"])
 
@@ -206,7 +206,7 @@ def encode(tokenizer: tiktoken.Encoding, text: str, where: str = "the text", fas
 
 
 def _encode_characters(tokenizer: tiktoken.Encoding, text: str, where: str) -> np.ndarray:
-    """Table lookup by code point: a tenth of tiktoken's time."""
+    """Look up ids by code point, which takes a tenth of tiktoken's time."""
     ids = _id_by_code_point(tokenizer)[np.frombuffer(text.encode("utf-32-le"), dtype="<u4")]
     if ids.size and ids.min() < 0:
         position = int((ids < 0).argmax())

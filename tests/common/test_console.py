@@ -52,7 +52,7 @@ def test_progress_in_bytes_shows_size_and_speed(monkeypatch):
     assert lines == ["encoding train  30.0 MB of 100.0 MB, 2.5 MB/s  0:28 left"]
 
 
-def test_values_are_formatted():
+def test_durations_sizes_and_counts_are_formatted():
     assert [format_duration(s) for s in (0, 90.4, 3700, 3 * 86400)] == ["0:00", "1:30", "1:01:40", "3 days"]
     assert [format_bytes(s) for s in (512, 3.42e6, 5.678e9)] == ["0.5 kB", "3.4 MB", "5.68 GB"]
     assert [format_memory(s) for s in (2**29, 5 * 2**28)] == ["512 MiB", "1.25 GiB"]

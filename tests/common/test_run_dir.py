@@ -27,20 +27,20 @@ def test_unnamed_runs_of_the_same_second_get_different_folders(workdir):
 
 
 @pytest.mark.parametrize(
-    ("error", "status", "said"),
+    ("error", "status", "message"),
     [
         (UserError("no"), "refused", "no"),
         (TrainingFailed("nan"), "failed", "nan"),
-        (KeyboardInterrupt("saved; go on"), "interrupted", "saved; go on"),
+        (KeyboardInterrupt("saved"), "interrupted", "saved"),
         (ValueError("odd"), "failed", "ValueError: odd"),
     ],
 )
-def test_summary_records_how_a_run_ended(workdir, error, status, said):
+def test_summary_records_how_a_run_ended(workdir, error, status, message):
     with pytest.raises(type(error)), RunDir("a", "", True) as run:
         run.start({}, {})
         raise error
     summary = json.loads((workdir / "runs/a/summary.json").read_text())
-    assert (summary["status"], summary["error"]) == (status, said)
+    assert (summary["status"], summary["error"]) == (status, message)
 
 
 def test_newest_run_with_a_checkpoint_is_found_also_in_sweeps(workdir):

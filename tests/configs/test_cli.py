@@ -38,10 +38,10 @@ def test_cfg_job_prints_the_composed_config(capsys):
 
 
 @pytest.mark.parametrize(
-    ("words", "said"),
+    ("words", "message"),
     [
         (["train.stesp=3"], "train.py: train.stesp: there is no such key, did you mean train.steps?"),
-        (["train.steps=many"], "could not be converted to Integer"),
+        (["train.steps=many"], "train.steps=many: not a whole number or null; set, for example, train.steps=800"),
         (["attention=falsh"], "did you mean flash?"),
         (["model.n_head=5"], "model.n_embd=128 must be a multiple of model.n_head=5"),
         (["data=text", "data.path=short.txt"], "set model.block_size=2"),
@@ -52,7 +52,7 @@ def test_cfg_job_prints_the_composed_config(capsys):
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_a_refused_command_prints_one_line_and_writes_nothing(words, said, tmp_path):
+def test_invalid_command_prints_one_line_and_writes_nothing(words, message, tmp_path):
     import torch
 
     if words == ["device=cuda"] and torch.cuda.is_available():
@@ -74,7 +74,7 @@ def test_a_refused_command_prints_one_line_and_writes_nothing(words, said, tmp_p
         timeout=300,
     )
     assert done.returncode == 2, done.stderr
-    assert said in done.stderr
+    assert message in done.stderr
     assert done.stdout == ""
     assert done.stderr.count("\n") == 1
     assert [path.name for path in folder.iterdir()] == ["short.txt"]

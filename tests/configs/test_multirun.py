@@ -3,7 +3,7 @@
 import pytest
 
 from configs.compose import hydra_initialized
-from configs.multirun import expand
+from configs.multirun import list_combinations
 
 
 @pytest.mark.parametrize(
@@ -27,4 +27,4 @@ from configs.multirun import expand
 )
 def test_combinations_of_swept_values(words, expected):
     with hydra_initialized(None):
-        assert [list(combination.values()) for combination in expand(words)] == expected
+        assert [list(combination.values()) for combination in list_combinations(words)] == expected

@@ -25,7 +25,7 @@ OLD_GPT2S = r"'s|'t|'re|'ve|'m|'ll|'d| ?[\p{L}]+| ?[\p{N}]+| ?[^\s\p{L}\p{N}]+|\
 
 @pytest.fixture(scope="module")
 def merges() -> list[bytes]:
-    """Tokens of text with many spaces, so that a different split gives different ids."""
+    """Tokens of a text with many spaces, so that another division into words gives other ids."""
     text = "".join(f" {word}\n  {word}'s\t\t{word} \r\n\n{word}.\n\n" for word in ("ab", "abc", "9", "99 ")) * 20
     tokenizer = build([text], replace(BPE, vocab_size=400))
     return [tokenizer.decode_single_token_bytes(i) for i in range(tokenizer.n_vocab)]
@@ -44,5 +44,5 @@ def test_fast_bpe_gives_the_ids_of_tiktoken(merges, pattern, text):
 
 
 @pytest.mark.parametrize("pattern", [CHARACTER_PATTERN, r"a(?=b)|\s+(?!\S)|\s", r"\w+|\s+(?!\S)|x"])
-def test_unsupported_patterns_are_left_to_tiktoken(pattern):
+def test_unsupported_pattern_is_not_rewritten(pattern):
     assert remove_lookahead(pattern) is None

@@ -146,7 +146,7 @@ def test_prefetch_raises_errors_at_their_batch():
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_prefetched_batches_equal_the_loaders(device):
+def test_prefetched_batches_equal_those_of_the_loader(device):
     loader = Loader(FakePrepared(50, 9), 4, seed=1)
     loader.batch = Loader(FakePrepared(50, 9), 4, seed=1).batch  # on the CPU for both devices
     loader.device = torch.device(device)
@@ -183,7 +183,7 @@ def test_interrupted_process_ends_without_errors_of_the_prefetch_thread(tmp_path
 
 
 def test_reading_many_batches_does_not_grow_memory(workdir):
-    """Windows all over a file of 100 MB: its pages do not become memory of this process."""
+    """Reading windows all over a file of 100 MB does not add its pages to the memory of this process."""
 
     def resident() -> float:
         return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20

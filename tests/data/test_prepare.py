@@ -1,4 +1,4 @@
-"""Preparation that is killed, interrupted or disturbed ends in identical files or in one sentence."""
+"""Preparation that is killed, interrupted or disturbed gives identical files or an error of one sentence."""
 
 import hashlib
 import itertools

@@ -234,7 +234,7 @@ def test_slice_documents_divides_at_any_position(pieces, data):
 UNREADABLE = [
     ("missing.txt", None, "missing.txt does not exist"),
     ("none/*.txt", None, "matches no file"),
-    ("folder", None, r"has no file in .txt, .md, .parquet, .jsonl, .csv, nor compressed .* \(but 1 .py\)"),
+    ("folder", None, r"contains no .txt, .md, .parquet, .jsonl, .csv file, also not compressed .* \(but 1 .py\)"),
     ("[a.txt,b.txt]", None, r"a list of files needs quotes: data.path="),
     ("empty.txt", b"", "empty.txt contains no text"),
     ("latin.txt", b"caf\xe9 " * 100, r"latin.txt is not UTF-8: byte 3 is 0xe9; save it as UTF-8"),

@@ -79,8 +79,8 @@ def test_inspect_shows_sizes_and_tokenized_text(workdir, capsys):
     from configs.cli import parse_config, run_main
     from prepare import main
 
-    go = ["data=text", "data.path=text.txt", "tokenizer=bpe", "tokenizer.vocab_size=300", "inspect=true", "verify=true"]
-    assert run_main(main, parse_config("prepare", "", go)) == 0
+    words = ["data=text", "data.path=text.txt", "tokenizer=bpe", "tokenizer.vocab_size=300"]
+    assert run_main(main, parse_config("prepare", "", [*words, "inspect=true", "verify=true"])) == 0
     out = capsys.readouterr().out
     meta = json.loads(next(workdir.glob("data/prepared/*/meta.json")).read_text())
     size = len((workdir / "text.txt").read_bytes())

@@ -1,4 +1,4 @@
-"""From paths and configs to files, and the fingerprint of their content."""
+"""Finding the files of paths and configs, and the fingerprint of their content."""
 
 import os
 import shutil

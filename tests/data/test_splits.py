@@ -1,4 +1,4 @@
-"""The split plan: what is held out, and that nothing is both trained on and held out."""
+"""The split plan: which text is held out, and that no text is both trained on and held out."""
 
 from dataclasses import replace
 from pathlib import Path
@@ -60,8 +60,8 @@ def test_validation_can_be_separate_files_or_the_first_documents(workdir):
         prepared = prepare_quietly(replace(TEXT_SOURCE, path="a.parquet", **changed))
         return {split: decode_split(prepared, split) for split in ("train", "val")}
 
-    own = texts(val_path="val.txt")
-    assert own == {"train": "".join(f"train {n} " for n in range(30)), "val": "something else " * 10}
+    separate = texts(val_path="val.txt")
+    assert separate == {"train": "".join(f"train {n} " for n in range(30)), "val": "something else " * 10}
     first = texts(val_documents=4)
     assert first["val"] == "train 0 train 1 train 2 train 3 "
     assert first["train"].startswith("train 4 ") and first["train"].endswith("train 29 ")

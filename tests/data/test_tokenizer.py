@@ -45,14 +45,14 @@ def test_decoding_inverts_encoding(documents, kind):
     assert (end_of_text(tokenizer) is None) == (len(documents) == 1)
 
 
-def test_bpe_respects_vocab_size_and_special_tokens_in_text_are_text():
+def test_bpe_respects_vocab_size_and_encodes_special_tokens_as_text():
     documents = ["the cat and the hat <|endoftext|> " * 50, "the end"]
     tokenizer = build(documents, replace(BPE, vocab_size=270))
     assert tokenizer.n_vocab == 270
     ids = encode(tokenizer, documents[0])
     assert len(ids) < len(documents[0]) / 2
     assert end_of_text(tokenizer) not in ids
-    assert build(["abab"], replace(BPE, vocab_size=5000)).n_vocab < 300  # there is no more to merge
+    assert build(["abab"], replace(BPE, vocab_size=5000)).n_vocab < 300  # there are no more pairs to merge
 
 
 def test_unknown_character_is_reported_with_position():
