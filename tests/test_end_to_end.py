@@ -336,7 +336,7 @@ def test_damaged_tokens_are_reported_and_prepared_again_after_removal(trained, t
     content = file.read_bytes()
     file.write_bytes(content[:100])
     assert train("name=b") == 2
-    assert re.search(r"train.bin has 100 bytes where [\d,]+ were written; remove that folder", capsys.readouterr().err)
+    assert re.search(r"train.bin has 100 bytes instead of [\d,]+; remove the folder", capsys.readouterr().err)
     shutil.rmtree(file.parent)
     assert train("name=b") == 0
     assert file.read_bytes() == content

@@ -140,7 +140,7 @@ def test_ctrl_c_keeps_the_finished_rows(workdir):
         (["n_head=4", "n_kv_head=3"], "n_kv_head=3 does not divide the 4 heads"),
         (["time_limit=0"], "time_limit=0.0 must be a finite number greater than 0"),
         (["name=a/b"], "cannot name a folder"),
-        (["device=cuda"], "device=cuda is not on this machine"),
+        (["device=cuda"], "device=cuda is not available"),
     ],
 )
 def test_invalid_settings_are_refused_before_anything_is_written(overrides, message, workdir, capsys):

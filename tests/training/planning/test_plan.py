@@ -221,7 +221,7 @@ def test_vocabulary_that_needs_a_download_is_refused(plan, no_network):
     ("overrides", "expected"),
     [
         (["plan=true", "flops_per_second=0"], "flops_per_second=0"),
-        (["plan=true", "flops_per_second=-1e9"], "flops_per_second=-1e+09"),
+        (["plan=true", "flops_per_second=-1e9"], "flops_per_second=-1000000000.0 must be greater than 0"),
         (["flops_per_second=1e12"], "plan=true"),
         (["-m", "plan=true", "seed=1,2"], "-m"),
     ],
