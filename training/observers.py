@@ -59,7 +59,6 @@ class Observers:
         return self.speed.median() | {"compile_s": compile_s} | self.metrics.summary()
 
     def __enter__(self) -> "Observers":
-        self.wandb.start()
         self.progress.__enter__()
         self.profiler.__enter__()
         return self

@@ -1,19 +1,23 @@
 """Logs metrics, tables and pictures of a run to wandb. A failure of wandb never stops the run."""
 
 import secrets
+import threading
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from common.run_dir import RunDir, flatten_dict
+from common.run_dir import EXIT_CODES, RunDir, flatten_dict
 from training.config import WandbConfig
 
 INIT_TIMEOUT_S = 60
 
 
 class WandbRun:
-    """The wandb run of a training run. start() takes seconds, so it is called before the training time begins."""
+    """The wandb run of a training run. wandb takes seconds to start.
+
+    It starts in a thread with the first rows, after the first steps. Until it is ready, rows wait in memory.
+    """
 
     def __init__(self, config: WandbConfig, run: RunDir, run_config: dict, run_id: str | None):
         """run_id: the wandb id of a resumed run; None: a new run."""
@@ -21,11 +25,15 @@ class WandbRun:
         self.is_enabled = config.mode != "disabled" and run.is_main
         self.resume = "allow" if run_id and config.mode == "online" else None
         self.id = run_id or secrets.token_hex(4) if self.is_enabled else run_id
-        self.run = None
+        self.run: Any = None
+        self._starting: threading.Thread | None = None
+        self._rows: list[dict] = []  # not yet sent
+        self._summary: dict = {}
 
-    def start(self) -> None:
-        if self.is_enabled:
-            self._call(self._init)
+    def _start(self) -> None:
+        if self.is_enabled and self._starting is None:
+            self._starting = threading.Thread(target=self._call, args=(self._init,), daemon=True)
+            self._starting.start()
 
     def _init(self) -> None:
         attention = self.run_config["attention"] | self.run_dir.summary["attention"]
@@ -45,6 +53,31 @@ class WandbRun:
             self.run = None
 
     def log(self, rows: list[dict]) -> None:
+        self._start()
+        if self.is_enabled:
+            self._rows += rows
+        self._send()
+
+    def set_summary(self, summary: dict) -> None:
+        # wandb itself records how the run ends
+        self._summary = {key: value for key, value in summary.items() if key not in ("status", "error")}
+
+    def finish(self, exit_code: int) -> None:
+        if exit_code != EXIT_CODES["interrupted"]:
+            self._start()  # a run that fails before its first row is recorded, too
+        if self._starting is not None:
+            self._starting.join()
+        self._send()
+        if self.run is not None:
+            self._call(self.run.summary.update, self._summary)
+        if self.run is not None:
+            self._call(self.run.finish, exit_code)
+
+    def _send(self) -> None:
+        """Log the waiting rows if wandb has started; drop them if it has failed."""
+        if self._starting is not None and self._starting.is_alive():
+            return
+        rows, self._rows = self._rows, []
         for row in rows:
             if self.run is not None:
                 self._call(self._log, row)
@@ -53,15 +86,6 @@ class WandbRun:
         import wandb
 
         self.run.log({key: wandb.Image(str(v)) if isinstance(v, Path) else v for key, v in row.items()})
-
-    def set_summary(self, summary: dict) -> None:
-        if self.run is not None:  # wandb itself records how the run ends
-            metrics = {key: value for key, value in summary.items() if key not in ("status", "error")}
-            self._call(self.run.summary.update, metrics)
-
-    def finish(self, exit_code: int) -> None:
-        if self.run is not None:
-            self._call(self.run.finish, exit_code)
 
 
 def log_table_to_wandb(

@@ -1,8 +1,10 @@
 """wandb: starting, resuming, failing and finishing a run."""
 
+import threading
 from types import SimpleNamespace
 
 import pytest
+import wandb
 
 from training.config import WandbConfig
 from training.wandb_logger import WandbRun
@@ -13,11 +15,12 @@ CONFIG = WandbConfig(mode="online", project="p", entity=None, group=None, tags=[
 @pytest.fixture
 def calls(monkeypatch):
     """The calls that wandb receives."""
-    import wandb
-
     calls = []
     run = SimpleNamespace(
-        define_metric=lambda *_, **__: None, log=calls.append, finish=lambda code: calls.append({"exit_code": code})
+        define_metric=lambda *_, **__: None,
+        summary={},
+        log=calls.append,
+        finish=lambda code: calls.append({"exit_code": code}),
     )
     monkeypatch.setattr(wandb, "init", lambda **given: calls.append({k: given[k] for k in ("id", "resume")}) or run)
     return calls
@@ -31,20 +34,31 @@ def wandb_run(folder, run_id=None, is_main=True):
 def test_new_run_gets_an_id_and_all_rows(tmp_path, calls):
     run = wandb_run(tmp_path)
     assert run.id and not calls
-    run.start()
     run.log([{"step": 0}, {"step": 1}])
     run.finish(1)
     assert calls == [{"id": run.id, "resume": None}, {"step": 0}, {"step": 1}, {"exit_code": 1}]
 
 
 def test_resumed_run_keeps_its_id(tmp_path, calls):
-    wandb_run(tmp_path, run_id="before").start()
-    assert calls == [{"id": "before", "resume": "allow"}]
+    run = wandb_run(tmp_path, run_id="before")
+    run.finish(0)
+    assert calls == [{"id": "before", "resume": "allow"}, {"exit_code": 0}]
+
+
+def test_training_does_not_wait_for_the_start_of_wandb(tmp_path, calls, monkeypatch):
+    start, init = threading.Event(), wandb.init
+    monkeypatch.setattr(wandb, "init", lambda **given: start.wait() and init(**given))
+    run = wandb_run(tmp_path)
+    run.log([{"step": 0}])
+    run.log([{"step": 1}])
+    assert not calls
+    start.set()
+    run.finish(0)
+    assert calls[1:] == [{"step": 0}, {"step": 1}, {"exit_code": 0}]
 
 
 def test_other_ranks_do_not_use_wandb(tmp_path, calls):
     run = wandb_run(tmp_path, is_main=False)
-    run.start()
     run.log([{"step": 0}])
     run.finish(0)
     assert not calls
