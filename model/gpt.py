@@ -21,7 +21,7 @@ Initialisation, as in nanoGPT. normal(0, s) has mean 0 and standard deviation s:
     n-gram embeddings               zero: most n-grams are rare, so random values would remain as noise
     norm weights                    one
 
-B batch, T time, C channels = n_embd, H query heads, G key/value heads, D head dimension, V vocabulary.
+B batch, T time, C channels = n_embd, H query heads, G key/value heads, D head dimension of q, k and v, V vocabulary.
 """
 
 import math

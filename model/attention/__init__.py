@@ -12,8 +12,8 @@ Every backend is a function with this signature:
     doc_ids (B, Tk): document of each key; None: one document.
     A query at index p attends to key j if p - window < j <= p, and if keys p and j are in the same document.
 
-`naive` is the reference: softmax(QK^T / sqrt(D), masked) V ("Attention Is All You Need", eq. 1). Tests compare every
-other backend with it. A backend that does not support a request raises an error and never falls back to another.
+`naive` is the reference: softmax(mask(QK^T / sqrt(D))) V ("Attention Is All You Need", eq. 1). Tests compare all other
+backends with `naive`. A backend that does not support a request raises an error. It never falls back to another one.
 
 B batch, Tq queries, Tk keys, H query heads, G key/value heads, D head dimension of q and k, Dv head dimension of v.
 """
