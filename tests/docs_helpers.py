@@ -73,8 +73,14 @@ class Command:
 
     @property
     def is_slow(self) -> bool:
-        """Whether the command starts more processes or measures the machine."""
-        return self.is_sweep or bool(self.launcher) or self.script == "bench" or "train.profile=true" in self.words
+        """Whether the command runs in the slow suite: it starts processes, measures, or is not on the first page."""
+        return (
+            not self.place.startswith("README")
+            or self.is_sweep
+            or bool(self.launcher)
+            or self.script == "bench"
+            or "train.profile=true" in self.words
+        )
 
     def value(self, key: str) -> str | None:
         values = [word.split("=", 1)[1] for word in self.words if word.startswith(f"{key}=")]

@@ -435,6 +435,7 @@ def test_killed_and_resumed_run_is_bit_identical(workdir):
 
 
 @pytest.mark.parametrize("resumed", [False, True])
+@pytest.mark.slow
 def test_run_leaves_no_temporary_files_and_imports_no_compiler(train, resumed, tmp_path_factory):
     assert not resumed or train("name=a", "train.steps=3") == 0
     elsewhere = tmp_path_factory.mktemp("temporary")

@@ -293,7 +293,7 @@ def test_prompt_is_used_as_typed(text):
     assert parse_config("sample", "", [f"prompt={text}"]).prompt == text
 
 
-@settings(max_examples=40, deadline=None)
+@settings(max_examples=15, deadline=None)
 @given(
     text=st.text(st.characters(exclude_categories=["Cs"], exclude_characters="\0"), max_size=20)
     | st.text(alphabet="\\'\"${}()[], =", max_size=12)

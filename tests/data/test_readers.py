@@ -178,6 +178,7 @@ def test_table_rows_are_documents_and_the_last_are_held_out(tables, name):
     assert prepared.meta["source"]["documents"] == 60
 
 
+@pytest.mark.slow
 def test_long_lines_and_long_runs_round_trip(workdir):
     """Long runs without words and long runs of spaces overflow the stack of a tokenizer's regex."""
     line = "".join(f"word{n} " for n in range(900_000))

@@ -42,6 +42,7 @@ def assert_same_curve(a, b):
             assert one.get(key) == pytest.approx(two.get(key), abs=1e-5), (one["step"], key)
 
 
+@pytest.mark.slow
 def test_two_processes_train_like_one(train, workdir):
     out = finish(torchrun(2, "name=two", "train.steps=12", "train.micro_batch_size=2"))
     assert out.count("preparing text") == 1
@@ -107,6 +108,7 @@ def test_two_gpus_train_like_one(train, workdir, dtype):
         assert one.get("train/loss") == pytest.approx(two.get("train/loss"), abs=1e-5 if dtype == "float32" else 1e-2)
 
 
+@pytest.mark.slow
 def test_run_in_use_by_another_process_is_refused_with_one_message(workdir):
     with RunDir("a", "", True):
         _, err = torchrun(2, "name=a").communicate(timeout=600)

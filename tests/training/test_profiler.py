@@ -156,6 +156,7 @@ def test_phases_on_a_gpu_have_the_times_of_kernels():
     assert breakdown.operations[0] == ("aten::mm", 5.0, 2)
 
 
+@pytest.mark.slow
 def test_profiled_run_has_the_same_results_and_prints_its_phases(train, workdir, capsys):
     settings = ["train.steps=9", "train.micro_batch_size=2", "model.dropout=0.1", "eval.every=7"]
     assert train("name=a", *settings) == 0

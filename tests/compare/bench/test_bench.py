@@ -47,6 +47,7 @@ def bench(workdir, capsys):
     return run
 
 
+@pytest.mark.slow
 def test_bench_writes_a_table_a_picture_and_a_summary(bench):
     code, rows, printed = bench("backends=[naive,flash,cudnn]", "wandb.mode=offline", "n_kv_head=1", "block_sizes=[8]")
     assert code == 0
@@ -74,6 +75,7 @@ def test_bench_writes_a_table_a_picture_and_a_summary(bench):
     assert list(folder.glob("wandb/offline-run-*/files/media/images/attention_picture_*.png"))
 
 
+@pytest.mark.slow
 def test_memory_of_a_step_includes_the_model(bench):
     _, rows, _ = bench(
         "phases=[step]",
@@ -87,6 +89,7 @@ def test_memory_of_a_step_includes_the_model(bench):
     assert 4 * weights < int(rows[0]["peak_memory_bytes"]) < 5 * weights, "weights, gradients, two moments, activations"
 
 
+@pytest.mark.slow
 def test_out_of_memory_is_a_row(bench):
     code, rows, printed = bench("phases=[forward]", "backends=[naive]", "block_sizes=[8,1048576]", "n_head=1")
     assert code == 0
@@ -94,11 +97,13 @@ def test_out_of_memory_is_a_row(bench):
     assert "GiB more" in rows[1]["reason"] and "out of memory" in printed
 
 
+@pytest.mark.slow
 def test_exit_code_is_2_if_all_backends_are_refused(bench):
     code, rows, printed = bench("backends=[cudnn]", "phases=[decode]")
     assert code == 2 and {row["status"] for row in rows} == {"refused"} and "none" in printed
 
 
+@pytest.mark.slow
 def test_existing_bench_is_not_overwritten(bench):
     bench("phases=[decode]", "backends=[naive]")
     before = Path("runs/bench/x/attention.csv").read_text()

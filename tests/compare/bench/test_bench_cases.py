@@ -93,6 +93,7 @@ def test_inputs_have_the_memory_layout_of_their_phase():
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is known on Linux only")
+@pytest.mark.slow
 def test_peak_memory_does_not_depend_on_earlier_cases_of_the_process():
     naive_case = make_case("forward+backward", T=2048, B=1, H=2, G=2, D=32, Dv=32)
     scores = 2 * 2048**2 * 4  # bytes

@@ -147,6 +147,7 @@ ConfigStore.instance().store(group="hydra/launcher", name="losing", provider="te
 """
 
 
+@pytest.mark.slow
 def test_jobs_that_a_launcher_loses_are_reported(workdir):
     """The test adds a launcher plugin to Hydra, which fails after the first job."""
     (workdir / "plugins/hydra_plugins").mkdir(parents=True)

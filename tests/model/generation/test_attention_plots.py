@@ -17,6 +17,7 @@ from configs.cli import parse_config, run_main
 from data import tokenizer
 from model.generation.attention_maps import uniform_entropy
 from model.generation.attention_plots import entropy_table, format_label, plot_maps, plot_overview, write_entropies
+from training.config import WandbConfig
 from training.loss_plot import read_metrics
 from training.wandb_logger import WandbRun
 
@@ -148,18 +149,28 @@ def test_attention_map_of_one_token_is_refused(trained, capsys):
     assert "set a longer prompt or a larger max_new_tokens" in capsys.readouterr().err
 
 
-def test_wandb_receives_the_picture_and_may_fail(tmp_path, capsys):
+def start_wandb_run(folder) -> WandbRun:
+    run = SimpleNamespace(is_main=True, name="a", folder=folder, summary={"attention": {}})
+    config = WandbConfig(mode="offline", project="p", entity=None, group=None, tags=[])
+    return WandbRun(config, run, {"attention": {}}, run_id=None)
+
+
+def test_wandb_receives_the_picture_and_may_fail(tmp_path, capsys, monkeypatch):
     """The picture is logged with the other metrics. If it is missing, one message is printed."""
     import wandb
 
     picture, logged = plot_overview(np.ones((1, 1, 2, 2)), np.zeros((1, 1)), tmp_path / "a.png"), []
-    sink = object.__new__(WandbRun)
-    sink.run = SimpleNamespace(log=logged.append)
+    run = SimpleNamespace(log=logged.append, define_metric=lambda *_, **__: None, summary={}, finish=lambda code: None)
+    monkeypatch.setattr(wandb, "init", lambda **_: run)
+    sink = start_wandb_run(tmp_path)
     sink.log([{"step": 5, "attention": picture, "entropy/layer-1": 0.5}])
+    sink.finish(0)
     (row,) = logged
     assert isinstance(row.pop("attention"), wandb.Image)
     assert row == {"step": 5, "entropy/layer-1": 0.5}
     picture.unlink()
+    sink = start_wandb_run(tmp_path)
     sink.log([{"step": 6, "attention": picture}, {"step": 7}])
+    sink.finish(0)
     assert capsys.readouterr().out.count("the run continues without wandb") == 1
     assert len(logged) == 1
