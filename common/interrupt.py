@@ -1,4 +1,4 @@
-"""Signals: Ctrl-C and SIGTERM stop a run after its current step."""
+"""Signals: Ctrl-C and SIGTERM stop a run after its current step. The exit codes are in common/run_dir.py."""
 
 import os
 import signal

@@ -59,11 +59,11 @@ def parse_config(script: str, doc: str, argv: list[str] | None = None) -> Any:
         config.check()
         return config
     except UserError as error:
-        raise SystemExit(report_error(error, 2)) from None
+        raise SystemExit(report_error(error, EXIT_CODES["refused"])) from None
     except OSError as error:  # from reading a file that is on the command line
         if error.errno not in USER_ERRNOS:
             raise
-        raise SystemExit(report_error(_describe_os_error(error), 2)) from None
+        raise SystemExit(report_error(_describe_os_error(error), EXIT_CODES["refused"])) from None
 
 
 def config_from_python(script: str, **settings: Any) -> Any:
@@ -80,9 +80,9 @@ def run_main(main: Callable[..., int], *config: Any) -> int:
     try:
         return main(*config)
     except UserError as error:
-        return report_error(error, 2)
+        return report_error(error, EXIT_CODES["refused"])
     except TrainingFailed as error:
-        return report_error(error, 1)
+        return report_error(error, EXIT_CODES["failed"])
     except KeyboardInterrupt as error:
         return report_error(str(error) or "interrupted", EXIT_CODES["interrupted"])
     except BrokenPipeError:  # the reader of stdout has closed the pipe, as in `python sample.py | head`
@@ -90,11 +90,12 @@ def run_main(main: Callable[..., int], *config: Any) -> int:
     except OSError as error:
         if error.errno not in USER_ERRNOS:
             raise
-        return report_error(_describe_os_error(error), 1)
+        return report_error(_describe_os_error(error), EXIT_CODES["failed"])
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        return report_error("out of memory; set a smaller train.micro_batch_size, model.block_size or model", 1)
+        advice = "set a smaller train.micro_batch_size, model.block_size or model"
+        return report_error(f"out of memory; {advice}", EXIT_CODES["failed"])
 
 
 def report_error(message: object, code: int) -> int:

@@ -1,4 +1,7 @@
-"""Parts of error messages: suggestions for typos, lists of choices, and types in words."""
+"""Parts of error messages: suggestions for typos, lists of choices, and types in words.
+
+The sentences for unknown keys and wrong types are in configs/compose.py.
+"""
 
 import difflib
 from collections.abc import Iterable

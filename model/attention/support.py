@@ -1,4 +1,5 @@
 """The support table: what each attention backend supports. Checks, messages, documentation and tests use this table.
+Its entries are the decorators of the functions in model/attention/backends.py.
 
 model/attention/__init__.py has the notation (B, Tq, Tk, H, G, D, Dv).
 """
