@@ -216,7 +216,7 @@ def main(config: Train) -> int:
 
 def format_resume_command(name: str) -> str:
     """The command that resumes a run: that of this process, with the name of the run."""
-    words = [word for word in sys.argv if not word.startswith("name=")]
+    words = [word for word in sys.argv if not word.startswith(("name=", "resume="))]
     return shlex.join(["python", *words, f"name={name}"])
 
 

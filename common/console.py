@@ -75,8 +75,8 @@ class ProgressBar:
 
     def update(self, done: float, label: str, details: str = "") -> None:
         """Show that `done` of the total is done. Cheap: the bar is redrawn at most ten times a second."""
+        finished = self.total is not None and self.done < self.total <= done
         self.done, now = done, time.perf_counter()
-        finished = self.total is not None and done >= self.total
         if self._bar.disable:
             if finished or now - self._last_line >= LINE_INTERVAL_S:
                 self._last_line = now

@@ -13,7 +13,7 @@ import yaml
 from filelock import FileLock, Timeout
 
 from common.errors import TrainingFailed, UserError
-from common.files import read_json, write_json
+from common.files import atomic_write, read_json, write_json
 
 ROOT = Path("runs")  # in the folder where the command is run
 SWEEPS = ROOT / "sweeps"  # runs/sweeps/<sweep>/<job>: the runs of a sweep
@@ -116,7 +116,7 @@ def flatten_dict(config: dict, prefix: str = "") -> dict:
 
 
 def write_config(folder: Path, config: dict) -> None:
-    (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
+    atomic_write(folder / "config.yaml", yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
 
 
 class RunDir:

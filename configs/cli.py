@@ -28,7 +28,7 @@ DISK_FULL_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 # File errors that users can correct. Any other OSError is a bug and keeps its traceback.
 USER_ERRNOS = DISK_FULL_ERRNOS | {errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST}
 USER_ERRNOS |= {errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP}
-RANK_0_PRINTS_FIRST_S = 30.0  # how long other ranks wait for rank 0 to print an error that all ranks have
+RANK_0_PRINTS_FIRST_S = 5.0  # how long other ranks wait for rank 0 to print an error that all ranks have
 FLAGS = """flags:
   --help            print this page and exit
   --cfg job         print the composed config and exit

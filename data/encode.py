@@ -93,7 +93,7 @@ class Journal:
             journal = cls(**json.loads((folder / "journal.json").read_text()))
             journal.ranges = [SplitRange.from_json(fields) for fields in journal.ranges]
             journal.splits = {split: SplitProgress(**fields) for split, fields in journal.splits.items()}
-        except (OSError, ValueError, TypeError):
+        except (OSError, ValueError, TypeError, LookupError, AttributeError):
             return None
         return journal
 

@@ -1,6 +1,7 @@
 """Observers of a training run, combined in one object that the loop notifies."""
 
 from collections.abc import Iterator
+from contextlib import ExitStack
 from dataclasses import dataclass
 
 from common.run_dir import EXIT_CODES, status_of
@@ -59,12 +60,13 @@ class Observers:
         return self.speed.median() | {"compile_s": compile_s} | self.metrics.summary()
 
     def __enter__(self) -> "Observers":
-        self.progress.__enter__()
-        self.profiler.__enter__()
+        with ExitStack() as stack:  # an error of one observer's end does not skip the ends of the others
+            stack.push(lambda kind, error, traceback: self.wandb.finish(EXIT_CODES[status_of(error)]))
+            stack.callback(self.metrics.close)
+            stack.enter_context(self.progress)
+            stack.enter_context(self.profiler)
+            self._ends = stack.pop_all()
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
-        self.profiler.__exit__(kind, error, traceback)
-        self.progress.__exit__(kind, error, traceback)
-        self.metrics.close()
-        self.wandb.finish(EXIT_CODES[status_of(error)])
+        self._ends.__exit__(kind, error, traceback)

@@ -61,26 +61,33 @@ class WandbRun:
     def set_summary(self, summary: dict) -> None:
         # wandb itself records how the run ends
         self._summary = {key: value for key, value in summary.items() if key not in ("status", "error")}
+        self._send()
 
     def finish(self, exit_code: int) -> None:
         if exit_code != EXIT_CODES["interrupted"]:
             self._start()  # a run that fails before its first row is recorded, too
-        if self._starting is not None:
-            self._starting.join()
+            if self._starting is not None:
+                self._starting.join()
+        if self._is_starting():  # interrupted early: do not wait
+            return
         self._send()
-        if self.run is not None:
-            self._call(self.run.summary.update, self._summary)
         if self.run is not None:
             self._call(self.run.finish, exit_code)
 
+    def _is_starting(self) -> bool:
+        return self._starting is not None and self._starting.is_alive()
+
     def _send(self) -> None:
-        """Log the waiting rows if wandb has started; drop them if it has failed."""
-        if self._starting is not None and self._starting.is_alive():
+        """Log the waiting rows and the summary if wandb has started; drop them if it has failed."""
+        if self._is_starting():
             return
         rows, self._rows = self._rows, []
         for row in rows:
             if self.run is not None:
                 self._call(self._log, row)
+        summary, self._summary = self._summary, {}
+        if self.run is not None and summary:
+            self._call(self.run.summary.update, summary)
 
     def _log(self, row: dict) -> None:
         import wandb

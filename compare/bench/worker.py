@@ -67,6 +67,9 @@ class Worker:
             )
         except (EOFError, OSError):  # the process ended
             status, result = self._explain_crash()
+        except BaseException:  # Ctrl-C: the reply to this call must not become that of the next one
+            self.close()
+            raise
         if status == "finished":
             return result
         if status != "refused":  # the process may be damaged, as it is after an error on a GPU

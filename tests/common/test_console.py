@@ -30,6 +30,7 @@ def test_progress_lines_show_the_remaining_time_of_the_work_since_the_start(monk
         bar.update(60, "step 60", "loss 1.0")  # 20 of the 60 that were left took 20 s
         clock[0] += 1
         bar.update(100, "step 100")
+        bar.update(110, "step 110")  # more than estimated: no line for each update
     assert lines == ["step 60  loss 1.0  0:40 left", "step 100  0:00 left"]
 
 

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 import pytest
 import wandb
 
+from common.run_dir import EXIT_CODES
 from training.config import WandbConfig
 from training.wandb_logger import WandbRun
 
@@ -55,6 +56,25 @@ def test_training_does_not_wait_for_the_start_of_wandb(tmp_path, calls, monkeypa
     start.set()
     run.finish(0)
     assert calls[1:] == [{"step": 0}, {"step": 1}, {"exit_code": 0}]
+
+
+def test_interrupted_run_does_not_wait_for_wandb(tmp_path, calls, monkeypatch):
+    start, init = threading.Event(), wandb.init
+    monkeypatch.setattr(wandb, "init", lambda **given: start.wait() and init(**given))
+    wandb_run(tmp_path).finish(EXIT_CODES["interrupted"])  # before the first row
+    run = wandb_run(tmp_path)
+    run.log([{"step": 0}])
+    run.finish(EXIT_CODES["interrupted"])  # while wandb starts
+    assert not calls
+    start.set()
+
+
+def test_summary_is_sent_when_it_changes(tmp_path, calls):
+    run = wandb_run(tmp_path)
+    run.log([{"step": 0}])
+    run._starting.join()
+    run.set_summary({"status": "running", "best_val_loss": 2.0})
+    assert run.run.summary == {"best_val_loss": 2.0}
 
 
 def test_other_ranks_do_not_use_wandb(tmp_path, calls):
