@@ -9,6 +9,7 @@ import re
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import fields, is_dataclass
+from functools import cache
 from pathlib import Path
 from typing import Any, get_args, get_origin
 
@@ -162,6 +163,7 @@ def list_keys(kind: type, prefix: str = "") -> list[str]:
     return keys
 
 
+@cache  # reading the file takes 15 ms, and each word of the command line needs the list several times
 def list_groups(script: str) -> list[str]:
     """List the config groups of a script: model, attention, ..."""
     defaults = OmegaConf.load(CONFIGS / f"{script}.yaml").defaults
