@@ -15,7 +15,7 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from model.attention.support import Support, backend
-from model.attention.torch_internals import mark_static_shape, raise_recompile_limit, tensor_version
+from model.attention.torch_internals import raise_recompile_limit
 
 KERNELS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -139,7 +139,9 @@ def cudnn(q, k, v, *, window=None, positions=None, doc_ids=None, dropout_p=0.0) 
 
 @backend(
     on={
-        "cpu": Support(dtypes=("float32", *HALF_DTYPES), gradients=False, dropout=False),
+        "cpu": Support(
+            dtypes=("float32", *HALF_DTYPES), gradients=False, dropout=False, document_mask=False, positions=False
+        ),
         "cuda": Support(dtypes=("float32", *HALF_DTYPES), dropout=False, head_dims=(16, inf)),
     },
     needs_compiler=True,
@@ -147,29 +149,25 @@ def cudnn(q, k, v, *, window=None, positions=None, doc_ids=None, dropout_p=0.0) 
 def flex(q, k, v, *, window=None, positions=None, doc_ids=None, dropout_p=0.0) -> Tensor:
     """FlexAttention (Dong et al., arXiv:2412.05496): a kernel that is compiled for the mask and skips masked blocks.
 
-    Raises ValueError for dropout.
+    Outside of torch.compile, block masks are cached by the identity of positions and doc_ids: do not change these
+    tensors in place between calls. Raises ValueError for dropout.
     """
     from torch.nn.attention.flex_attention import flex_attention
 
     if dropout_p > 0:
         raise ValueError("flex attention does not support dropout")
     B, Tq, Tk, use_gqa = q.shape[0], q.shape[1], k.shape[1], q.shape[2] != k.shape[2]
-    offset = Tk - Tq
     # On a CPU, Inductor 2.13 gives wrong results for one query and 8, 24, 40, ... keys: add keys that are masked.
     if q.device.type == "cpu" and Tk % 16:
         k, v = (F.pad(x, (0, 0, 0, 0, 0, -Tk % 16)) for x in (k, v))
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    mask_args = (B, Tq, k.shape[2], offset, window, positions, doc_ids, q.device)
+    mask_args = (B, Tq, k.shape[2], Tk - Tq, window, positions, doc_ids, q.device)
     if torch.compiler.is_compiling():  # the torch.compile call around the model also compiles flex_attention
         # contiguous: Inductor 2.13 gives wrong results if it fuses the computation of q and k into the kernel
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         y = flex_attention(q, k, v, block_mask=_block_mask(*mask_args), enable_gqa=use_gqa)
     else:
-        # inference tensors do not count their changes, so their masks cannot be cached
-        is_inference = any(x is not None and x.is_inference() for x in (positions, doc_ids))
-        versions = None if is_inference else (tensor_version(positions), tensor_version(doc_ids))
-        mask = _block_mask(*mask_args) if is_inference else _cached_block_mask(*mask_args, versions)
-        y = _compiled_flex()(q, k, v, block_mask=mask, enable_gqa=use_gqa)
+        y = _compiled_flex()(q, k, v, block_mask=_cached_block_mask(*mask_args), enable_gqa=use_gqa)
     return y.transpose(1, 2)
 
 
@@ -190,14 +188,10 @@ def _block_mask(B, Tq, Tk, offset, window, positions, doc_ids, device):
     """
     from torch.nn.attention.flex_attention import create_block_mask
 
-    if doc_ids is not None:
-        doc_ids = F.pad(doc_ids, (0, Tk - doc_ids.shape[1]))
     if not torch.compiler.is_compiling():
         # Pass tensors: with Python numbers, PyTorch would compile the kernel again for each value.
         offset = torch.tensor(offset, device=device)
         window = None if window is None else torch.tensor(window, device=device)
-        if device.type == "cpu":
-            positions, doc_ids = _pad_to_power_of_two(positions), _pad_to_power_of_two(doc_ids)
 
     def is_visible(b, h, i, j):
         position = i + offset if positions is None else positions[b, i]
@@ -212,23 +206,5 @@ def _block_mask(B, Tq, Tk, offset, window, positions, doc_ids, device):
     return create_block_mask(is_visible, None if is_shared else B, None, Tq, Tk, device=device)
 
 
-@functools.lru_cache(maxsize=8)
-def _cached_block_mask(B, Tq, Tk, offset, window, positions, doc_ids, device, versions):
-    """Cached `_block_mask`, so that all layers with the same window share one mask per forward pass.
-
-    The cache compares tensors by identity. versions: the tensors' counters of in-place changes, part of the cache key.
-    """
-    return _block_mask(B, Tq, Tk, offset, window, positions, doc_ids, device)
-
-
-def _pad_to_power_of_two(x: Tensor | None) -> Tensor | None:
-    """Pad both dimensions of a tensor to powers of two, so that few shapes are compiled.
-
-    For dynamic shapes, Inductor 2.13 generates invalid C++ (it confuses the names ks1 and ks19, for example).
-    """
-    if x is None:
-        return None
-    rows, columns = ((1 << (n - 1).bit_length()) - n for n in x.shape)
-    x = F.pad(x, (0, columns, 0, rows))
-    mark_static_shape(x)
-    return x
+# All layers with the same window share one mask per forward pass.
+_cached_block_mask = functools.lru_cache(maxsize=8)(_block_mask)

@@ -78,7 +78,10 @@ FEATURES = {
         "document mask", lambda r: r.document_mask, "does not support document masks", "data.document_mask=false"
     ),
     "positions": Feature(
-        "positions", lambda r: r.positions or 1 < r.Tq < r.Tk, "does not support queries at arbitrary positions"
+        "positions",
+        lambda r: r.positions or 1 < r.Tq < r.Tk,
+        "does not support queries at arbitrary positions",
+        "batch_size=1",
     ),
     "different_value_dim": Feature(
         "Dv ≠ D",

@@ -4,7 +4,6 @@ Imports are local: torch._dynamo and torch._inductor take 1.5 s or more, and mos
 """
 
 import torch
-from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 
@@ -36,19 +35,6 @@ def raise_recompile_limit(limit: int) -> None:
     import torch._dynamo
 
     torch._dynamo.config.recompile_limit = max(limit, torch._dynamo.config.recompile_limit)
-
-
-def mark_static_shape(tensor: Tensor) -> None:
-    """Make torch.compile specialise on the shape of this tensor. Missing: torch.compiler.mark_static."""
-    import torch._dynamo
-
-    for dim in range(tensor.ndim):
-        torch._dynamo.mark_static(tensor, dim)
-
-
-def tensor_version(tensor: Tensor | None) -> int | None:
-    """Counter of in-place changes to a tensor, which inference tensors lack. Missing: a public name of the counter."""
-    return None if tensor is None else tensor._version
 
 
 def is_triton_available() -> bool:

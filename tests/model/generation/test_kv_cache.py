@@ -27,6 +27,8 @@ def test_logits_with_cache_equal_logits_without(name, variant):
     engine = Engine(model, sampling(temperature=0.0), batch_size=4, max_length=100)
     recorded = record_logits(model)
     prompts = [[7], list(range(3, 3 + T // 2 + 1)), list(range(40, 40 + T)), [9, 8]]
+    if not BACKENDS[name].on["cpu"].positions:
+        prompts = prompts[1:2]
     engine.add([Prompt(tokens, seed=0) for tokens in prompts])
     for _ in range(T + 5 if T > 1 else 6):
         before = [list(sequence.tokens) for sequence in engine.sequences]
