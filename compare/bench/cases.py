@@ -19,7 +19,7 @@ from model import AttentionConfig, GPTConfig
 from model.attention import (
     BACKENDS,
     AttentionRequest,
-    Resolved,
+    ResolvedAttention,
     get_attention_fn,
     naive,
     pin_kernel_under_compile,
@@ -90,7 +90,7 @@ class BenchResult:
     errors: largest absolute differences of y, dq, dk and dv from the reference; empty without a reference.
     """
 
-    resolved: Resolved
+    resolved: ResolvedAttention
     seconds: list[float]
     wall_seconds: float
     peak_memory_bytes: int | None
@@ -105,7 +105,7 @@ class Workload:
     compute_outputs: returns y and its gradients for the inputs of the reference; None: there is no reference.
     """
 
-    resolved: Resolved
+    resolved: ResolvedAttention
     call: Callable[[], object]
     is_compiled: bool
     memory_before: int | None = None

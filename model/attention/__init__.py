@@ -20,7 +20,7 @@ B batch, Tq queries, Tk keys, H query heads, G key/value heads, D head dimension
 
 from model.attention.backends import attention_mask, attention_weights, cudnn, flash, flex, naive, sdpa
 from model.attention.resolve import (
-    Resolved,
+    ResolvedAttention,
     all_variants,
     get_attention_fn,
     missing_compiler,
@@ -33,7 +33,7 @@ from model.attention.support import BACKENDS, AttentionRequest, Support, backend
 __all__ = [
     "BACKENDS",
     "AttentionRequest",
-    "Resolved",
+    "ResolvedAttention",
     "Support",
     "all_variants",
     "attention_mask",

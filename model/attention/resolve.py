@@ -21,7 +21,7 @@ from model.config import AttentionConfig, GPTConfig
 
 
 @dataclass(frozen=True)
-class Resolved:
+class ResolvedAttention:
     """The requested backend and the kernel that it runs. summary.json stores it as "attention"."""
 
     requested: str
@@ -80,7 +80,7 @@ class _KernelProbe(TorchFunctionMode):
         return args[0]
 
 
-def resolve(config: AttentionConfig, request: AttentionRequest) -> Resolved:
+def resolve(config: AttentionConfig, request: AttentionRequest) -> ResolvedAttention:
     """Find the kernel that `config` runs for this request, without running it.
 
     Raises UserError if the support table or PyTorch rejects the request. The message has the setting to change, and
@@ -92,7 +92,7 @@ def resolve(config: AttentionConfig, request: AttentionRequest) -> Resolved:
         raise UserError(f"attention={chosen.name} needs {compiler}; install it, or {suggest_alternatives(request)}")
     _activate_impl(config.impl)
     if not chosen.uses_sdpa:
-        return Resolved(chosen.name, chosen.name)
+        return ResolvedAttention(chosen.name, chosen.name)
 
     r = request
     options = {"dtype": r.dtype, "device": r.device, "requires_grad": r.grad}
@@ -107,18 +107,14 @@ def resolve(config: AttentionConfig, request: AttentionRequest) -> Resolved:
             attend(q, k, v, window=r.window, positions=positions, doc_ids=doc_ids, dropout_p=r.dropout_p)
         except RuntimeError as error:
             reason = _kernel_warnings(caught) or error
+            given, advice = f"attention={chosen.name}", suggest_alternatives(r)
             if config.kernels:
-                given = f"attention.kernels={format_value(config.kernels)}"
-                raise UserError(
-                    f"{given} cannot run on {r.device.type} ({reason}); set attention.kernels=null"
-                ) from None
-            raise UserError(
-                f"attention={chosen.name} cannot run on {r.device.type} ({reason}); {suggest_alternatives(r)}"
-            ) from None
+                given, advice = f"attention.kernels={format_value(config.kernels)}", "set attention.kernels=null"
+            raise UserError(f"{given} cannot run on {r.device.type} ({reason}); {advice}") from None
     if probe.kernel is None:  # the backend called no PyTorch kernel
-        return Resolved(chosen.name, chosen.name, config.impl)
+        return ResolvedAttention(chosen.name, chosen.name, config.impl)
     kernel = next(name for name, kernel in KERNELS.items() if kernel == probe.kernel)
-    return Resolved(chosen.name, kernel, config.impl)
+    return ResolvedAttention(chosen.name, kernel, config.impl)
 
 
 def resolve_model(
@@ -126,17 +122,32 @@ def resolve_model(
     model: GPTConfig,
     *,
     B: int,
+    Tq: int | None = None,
     dtype: torch.dtype,
     device: torch.device,
     grad: bool,
     document_mask: bool = False,
-) -> Resolved:
-    """Resolve all layers of a model, for B sequences of block_size tokens. grad: training, which applies dropout."""
+    positions: bool = False,
+) -> ResolvedAttention:
+    """Resolve all layers of a model, for B sequences of block_size tokens, of which the last Tq are queries; None: all.
+
+    grad: training, which applies dropout. For the other arguments see AttentionRequest.
+    """
     T, D = model.block_size, model.head_dim
-    shape = {"B": B, "Tq": T, "Tk": T, "H": model.n_head, "G": model.kv_heads, "D": D, "Dv": D}
-    dropout_p = model.dropout if grad else 0.0
     request = AttentionRequest(
-        **shape, dtype=dtype, device=device, grad=grad, dropout_p=dropout_p, document_mask=document_mask
+        B=B,
+        Tq=Tq or T,
+        Tk=T,
+        H=model.n_head,
+        G=model.kv_heads,
+        D=D,
+        Dv=D,
+        dtype=dtype,
+        device=device,
+        grad=grad,
+        dropout_p=model.dropout if grad else 0.0,
+        document_mask=document_mask,
+        positions=positions,
     )
     layers = [resolve(config, replace(request, window=window)) for window in dict.fromkeys(model.windows)]
     return replace(layers[0], resolved="+".join(dict.fromkeys(layer.resolved for layer in layers)))

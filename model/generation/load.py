@@ -7,7 +7,7 @@ from common import checkpoint_file
 from common.run_dir import find_checkpoint
 from data.tokenizer import from_spec
 from model import AttentionConfig, GPTConfig
-from model.attention import AttentionRequest, get_attention_fn, resolve, resolve_model
+from model.attention import get_attention_fn, resolve_model
 from model.generation.decode_linear import convert_linears
 from model.gpt import GPT
 
@@ -24,22 +24,9 @@ def load_for_sampling(
     checkpoint = checkpoint_file.load_checkpoint(path)
     config = GPTConfig(**checkpoint["model_config"])
     activation_dtype = torch.float32 if device.type == "cpu" else dtype
-    kernel = resolve_model(attention, config, B=batch_size, dtype=activation_dtype, device=device, grad=False)
-    H, G, D = config.n_head, config.kv_heads, config.head_dim
-    decode_step = AttentionRequest(
-        B=batch_size,
-        Tq=1,
-        Tk=config.block_size,
-        H=H,
-        G=G,
-        D=D,
-        Dv=D,
-        dtype=activation_dtype,
-        device=device,
-        grad=False,
-        positions=batch_size > 1,  # sequences of a batch differ in length
-    )
-    resolve(attention, decode_step)
+    request = {"B": batch_size, "dtype": activation_dtype, "device": device, "grad": False}
+    kernel = resolve_model(attention, config, **request)
+    resolve_model(attention, config, Tq=1, positions=batch_size > 1, **request)  # samples of a batch differ in length
     model = GPT(config, checkpoint["vocab_size"], get_attention_fn(attention), weights=checkpoint["model"])
     model = convert_linears(model.requires_grad_(False).to(device).eval(), dtype)
     description = (

@@ -24,7 +24,7 @@ from data.prepare import prepare_offline
 from data.shards import PreparedData
 from data.sources import all_files, resolve_sources
 from model import AttentionConfig, GPTConfig
-from model.attention import BACKENDS, Resolved, get_attention_fn, resolve_model
+from model.attention import BACKENDS, ResolvedAttention, get_attention_fn, resolve_model
 from model.flops import (
     attention_flops_per_token,
     find_flops_crossover,
@@ -207,7 +207,7 @@ def make_plan(config: Any, dist: Dist, report: Callable[[str], None] = lambda ac
 
 
 def _simulate_backend(
-    step: StepSpec, micro_batch_size: int, accumulation: int, resolve_kernel: Callable[..., Resolved]
+    step: StepSpec, micro_batch_size: int, accumulation: int, resolve_kernel: Callable[..., ResolvedAttention]
 ) -> MemoryEstimate | str:
     """The memory of a step, or the reason why its attention backend cannot run or be simulated."""
     backend = step.attention.backend

@@ -8,10 +8,10 @@ from bench_helpers import SETTINGS, make_case
 from compare.bench.cases import BenchResult, measure
 from compare.bench.runner import BenchRunner, summarize
 from compare.bench.worker import IsolatedCallFailed
-from model.attention import Resolved
+from model.attention import ResolvedAttention
 
 RESULT = BenchResult(
-    Resolved("naive", "naive"), seconds=[1.0], wall_seconds=2.0, peak_memory_bytes=5, compile_s=None, errors={}
+    ResolvedAttention("naive", "naive"), seconds=[1.0], wall_seconds=2.0, peak_memory_bytes=5, compile_s=None, errors={}
 )
 TIMED_OUT = IsolatedCallFailed("time limit", "took longer than 300 s")
 

@@ -31,7 +31,7 @@ from common.errors import UserError
 from model import GPTConfig
 from model.attention import (
     BACKENDS,
-    Resolved,
+    ResolvedAttention,
     Support,
     flash,
     get_attention_fn,
@@ -92,7 +92,7 @@ def test_resolved_kernel_runs_when_compiled(device, case):
 
 def check_resolved_kernel(device, config, changed, resolved, compiled):
     request = replace(REQUEST_CUDA if device.type == "cuda" else REQUEST, **changed)
-    assert resolve(config, request) == Resolved(config.backend, resolved, None)
+    assert resolve(config, request) == ResolvedAttention(config.backend, resolved, None)
     attend, qkv, masks = get_attention_fn(config), random_qkv(request), random_masks(request)
 
     def run():
@@ -167,8 +167,8 @@ def test_model_is_refused_if_one_of_its_layers_is_refused():
 def test_kernels_of_different_layers_are_all_named(monkeypatch):
     names = {32: "efficient", None: "flash"}
     module = importlib.import_module("model.attention.resolve")  # not the function of the same name
-    monkeypatch.setattr(module, "resolve", lambda config, request: Resolved("sdpa", names[request.window]))
-    assert resolve_windows(choose("sdpa"), CPU) == Resolved("sdpa", "efficient+flash")
+    monkeypatch.setattr(module, "resolve", lambda config, request: ResolvedAttention("sdpa", names[request.window]))
+    assert resolve_windows(choose("sdpa"), CPU) == ResolvedAttention("sdpa", "efficient+flash")
 
 
 @pytest.mark.parametrize(
@@ -179,7 +179,7 @@ def test_model_with_windows_resolves_to_the_kernels_of_its_layers(device, case):
     assert resolve_windows(choose("sdpa", kernels), device).resolved == resolved
 
 
-def resolve_windows(config, device) -> Resolved:
+def resolve_windows(config, device) -> ResolvedAttention:
     model = GPTConfig(**GROUPED | dict(n_kv_head=None, n_embd=256, block_size=128, window=[32, None]))
     return resolve_model(config, model, B=2, dtype=torch.bfloat16, device=device, grad=True)
 
