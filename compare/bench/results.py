@@ -1,13 +1,12 @@
-"""Rows of attention.csv, and their evaluation: rankings, crossovers and a recommendation.
+"""Rows of attention.csv, and their evaluation: the fastest backends and a recommendation.
 
-The first backend of the rows is the baseline. The others are compared with it.
+The first backend of the rows is the baseline, with which the others are compared.
 """
 
 import csv
 import itertools
 import statistics
 from dataclasses import asdict, dataclass
-from math import log
 from pathlib import Path
 
 FINISHED, TIME_LIMIT = "finished", "time limit"
@@ -79,25 +78,6 @@ def append_row(path: Path, row: Timing) -> None:
         writer.writerow(values)
 
 
-@dataclass
-class Ranking:
-    """The backends at one T, ranked by time.
-
-    fastest: the row with the smallest median, then the rows that are equally fast. runner_up: the first slower row.
-    baseline: the row of the first backend. unfinished: rows without a time.
-    """
-
-    T: int
-    fastest: list[Timing]
-    runner_up: Timing | None
-    baseline: Timing
-    unfinished: list[Timing]
-
-    @property
-    def fastest_names(self) -> list[str]:
-        return [row.backend for row in self.fastest]
-
-
 def group_by_phase(rows: list[Timing]) -> dict[tuple[str, str], list[Timing]]:
     """Group rows by phase and dtype -> {(phase, dtype): rows}, in order of appearance."""
     groups: dict[tuple[str, str], list[Timing]] = {}
@@ -106,71 +86,18 @@ def group_by_phase(rows: list[Timing]) -> dict[tuple[str, str], list[Timing]]:
     return groups
 
 
-def rank_backends(rows: list[Timing]) -> list[Ranking]:
-    """Rank the backends at each T. rows: of one phase and dtype.
+def rank_by_time(rows: list[Timing]) -> tuple[list[Timing], list[Timing]]:
+    """Sort finished rows of one phase, dtype and T by time -> (the fastest row and those equally fast, slower rows).
 
-    Backends are equally fast if their quartiles overlap, or if the ratio of their medians is at most MAX_TIE_RATIO.
+    Two rows are equally fast if their quartiles overlap, or if the ratio of their medians is at most MAX_TIE_RATIO.
     """
-    rankings = []
-    for T in sorted({row.T for row in rows}):
-        at_T = [row for row in rows if row.T == T]
-        finished = sorted((row for row in at_T if row.is_finished), key=lambda row: row.ms_median)
-        fastest = [row for row in finished if _is_tie(row, finished[0])]
-        slower = [row for row in finished if row not in fastest]
-        baseline = next(row for row in at_T if row.backend == rows[0].backend)
-        unfinished = [row for row in at_T if not row.is_finished]
-        rankings.append(Ranking(T, fastest, slower[0] if slower else None, baseline, unfinished))
-    return rankings
+    finished = sorted((row for row in rows if row.is_finished), key=lambda row: row.ms_median)
+    fastest = [row for row in finished if _is_tie(row, finished[0])]
+    return fastest, [row for row in finished if row not in fastest]
 
 
 def _is_tie(row: Timing, fastest: Timing) -> bool:
     return row.ms_q1 <= fastest.ms_q3 or row.ms_median <= MAX_TIE_RATIO * fastest.ms_median
-
-
-@dataclass
-class Crossover:
-    """The T at which backend `faster` overtakes backend `slower`, and the milliseconds that both take there."""
-
-    T: float
-    ms: float
-    slower: str
-    faster: str
-
-
-def find_crossovers(rows: list[Timing]) -> list[Crossover]:
-    """Find the contexts T at which the fastest backend changes. rows: of one phase and dtype.
-
-    A change counts only if no backend stays among the fastest, and if the two kernels differ.
-    """
-    crossovers: list[Crossover] = []
-    leaders: list[str] = []
-    for ranking in rank_backends(rows):
-        fastest = ranking.fastest_names
-        if leaders and fastest and not set(leaders) & set(fastest):
-            pair = leaders[0], fastest[0]
-            crossover = _intersect(rows, *pair)
-            kernels = {row.kernel for row in rows if row.T == ranking.T and row.backend in pair}
-            if crossover is not None and len(kernels) > 1:
-                crossovers.append(crossover)
-        leaders = [name for name in fastest if name in leaders] or fastest or leaders
-    return crossovers
-
-
-def _intersect(rows: list[Timing], slower: str, faster: str) -> Crossover | None:
-    """Intersect two lines of the plot, which has logarithmic axes -> the last intersection; None: there is none."""
-    times = {
-        name: {row.T: row.ms_median for row in rows if row.backend == name and row.is_finished}
-        for name in (slower, faster)
-    }
-    log_ratios = {T: log(times[faster][T] / times[slower][T]) for T in sorted(times[slower].keys() & times[faster])}
-    crossover = None
-    for low, high in itertools.pairwise(log_ratios):
-        if log_ratios[low] > 0 >= log_ratios[high]:
-            part = log_ratios[low] / (log_ratios[low] - log_ratios[high])
-            T = low ** (1 - part) * high**part
-            ms = times[slower][low] ** (1 - part) * times[slower][high] ** part
-            crossover = Crossover(T, ms, slower, faster)
-    return crossover
 
 
 def recommend(rows: list[Timing]) -> list[tuple[str, str, str]]:
@@ -181,32 +108,39 @@ def recommend(rows: list[Timing]) -> list[tuple[str, str, str]]:
     """
     lines = []
     for (phase, dtype), phase_rows in reversed(group_by_phase(rows).items()):
-        rankings = rank_backends(phase_rows)
-        for _, group in itertools.groupby(rankings, key=lambda r: (set(r.fastest_names), r.baseline.status)):
+        rows_per_T = [[row for row in phase_rows if row.T == T] for T in sorted({row.T for row in phase_rows})]
+        for _, group in itertools.groupby(rows_per_T, key=lambda at_T: (_fastest_names(at_T), at_T[0].status)):
             group = list(group)
-            low, high = group[0].T, group[-1].T
+            low, high = group[0][0].T, group[-1][0].T
             Ts = f"T = {low:,}" if low == high else f"T = {low:,} to {high:,}"
             lines.append((f"{phase}, {dtype}", Ts, _describe_fastest(group)))
     return lines
 
 
-def _describe_fastest(group: list[Ranking]) -> str:
-    """ "flash or sdpa (equal), 1.4 to 8.9 times as fast as naive, with 3 to 20% of its memory"."""
-    baseline = group[0].baseline
-    names = sorted(group[0].fastest_names)
+def _fastest_names(rows: list[Timing]) -> list[str]:
+    return sorted(row.backend for row in rank_by_time(rows)[0])
+
+
+def _describe_fastest(group: list[list[Timing]]) -> str:
+    """ "flash or sdpa (equal), 1.4 to 8.9 times as fast as naive, with 3 to 20% of its memory".
+
+    group: for each T, the rows of all backends.
+    """
+    baseline, names = group[0][0], _fastest_names(group[0])
     if not names:
-        return "none: " + ", ".join(f"{row.backend} {row.status}" for row in group[0].unfinished)
-    fastest = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]} (equal)"
+        return "none: " + ", ".join(f"{row.backend} {row.status}" for row in group[0])
+    best = names[0] if len(names) == 1 else f"{', '.join(names[:-1])} or {names[-1]} (equal)"
+    rankings = [rank_by_time(rows) for rows in group]
     if baseline.backend in names:
-        pairs = [(ranking.runner_up, ranking.fastest[0]) for ranking in group if ranking.runner_up is not None]
-        return fastest + (f", {_describe_speedup(pairs)}" if pairs else "")
+        pairs = [(slower[0], fastest[0]) for fastest, slower in rankings if slower]
+        return best + (f", {_describe_speedup(pairs)}" if pairs else "")
     if not baseline.is_finished:
-        return f"{fastest}; {baseline.backend}: {baseline.status}"
-    pairs = [(ranking.baseline, ranking.fastest[0]) for ranking in group]
+        return f"{best}; {baseline.backend}: {baseline.status}"
+    pairs = [(rows[0], fastest[0]) for rows, (fastest, _) in zip(group, rankings, strict=True)]
     memory = [(slow.peak_memory_bytes, fast.peak_memory_bytes) for slow, fast in pairs]
     percent = [100 * b / a for a, b in memory if a is not None and b is not None and a >= MIN_COMPARED_BYTES]
     saved = f", with {_format_range(percent, '.0f')}% of its memory" if percent else ""
-    return f"{fastest}, {_describe_speedup(pairs)}{saved}"
+    return f"{best}, {_describe_speedup(pairs)}{saved}"
 
 
 def _describe_speedup(pairs: list[tuple[Timing, Timing]]) -> str:

@@ -1,19 +1,16 @@
-"""Rows of a bench: the CSV file, rankings, crossovers and the recommendation."""
+"""Rows of a bench: the CSV file, ranking and the recommendation."""
 
-from dataclasses import fields, replace
+from dataclasses import fields
 
 import pytest
 from bench_helpers import COLUMNS, make_row, make_rows
-from hypothesis import given
-from hypothesis import strategies as st
 
 from compare.bench.results import (
     Timing,
     append_row,
     compute_spread,
-    find_crossovers,
     group_by_phase,
-    rank_backends,
+    rank_by_time,
     recommend,
 )
 
@@ -38,50 +35,11 @@ def test_rows_are_grouped_by_phase_and_dtype():
     assert list(group_by_phase(rows)) == [("x", "d"), ("x", "e"), ("y", "d"), ("y", "e")]
 
 
-@given(crossing=st.floats(70, 4000), exponent=st.floats(1.5, 3))
-def test_crossover_of_two_power_laws_is_exact(crossing, exponent):
-    Ts = (64, 256, 1024, 4096)
-    a, b = {T: (T / crossing) ** exponent for T in Ts}, {T: T / crossing for T in Ts}
-    found = find_crossovers(make_rows(a=a, b=b))
-    assert len(found) <= 1
-    if all(max(a[T], b[T]) > 1.1 * min(a[T], b[T]) for T in Ts):
-        (crossover,) = found
-        assert (crossover.slower, crossover.faster) == ("a", "b")
-        assert pytest.approx(crossing, rel=1e-6) == crossover.T
-        assert crossover.ms == pytest.approx(1.0, rel=1e-6)
-
-
-def test_equally_fast_backends_have_no_crossover():
-    times = {64: 1.0, 256: 2.0, 1024: 9.0}
-    rows = make_rows(a={64: 2.0, 256: 5.0, 1024: 40.0}, b=times, c={64: 1.05, 256: 1.9, 1024: 9.3})
-    assert [set(ranking.fastest_names) for ranking in rank_backends(rows)] == [{"b", "c"}] * 3
-    assert find_crossovers(rows) == []
-
-
-def test_overlapping_quartiles_are_a_tie():
-    times = {64: 1.0, 256: 2.0}
-    rows = [*make_rows(a=times), *(make_row("b", T, 1.3 * ms, spread=0.3) for T, ms in times.items())]
-    assert all(set(ranking.fastest_names) == {"a", "b"} for ranking in rank_backends(rows))
-
-
-def test_ranking_names_the_runner_up_the_baseline_and_unfinished_rows():
-    rows = [make_row("a", 64, 3.0), make_row("b", 64, 1.0), make_row("c", 64, 2.0), make_row("d", 64, None)]
-    (ranking,) = rank_backends(rows)
-    assert ranking.fastest_names == ["b"] and ranking.runner_up.backend == "c"
-    assert ranking.baseline.backend == "a" and [row.backend for row in ranking.unfinished] == ["d"]
-
-
-def test_crossover_is_found_across_a_tie():
-    """The winner changes from a to b over a T at which both are equally fast."""
-    rows = make_rows(a={64: 1.0, 128: 2.0, 256: 8.0, 512: 32.0}, b={64: 1.5, 128: 2.1, 256: 4.0, 512: 8.0})
-    (crossover,) = find_crossovers(rows)
-    assert (crossover.slower, crossover.faster) == ("a", "b") and 128 < crossover.T < 256
-
-
-def test_the_same_kernel_has_no_crossover_with_itself():
-    rows = make_rows(sdpa={64: 1.0, 512: 9.0}, flash={64: 2.0, 512: 6.0})
-    assert len(find_crossovers(rows)) == 1
-    assert find_crossovers([replace(row, resolved="flash") for row in rows]) == []
+def test_close_medians_and_overlapping_quartiles_are_ties():
+    rows = [make_row("a", 64, 3.0), make_row("b", 64, 1.05), make_row("c", 64, 1.0), make_row("d", 64, 1.3, spread=0.3)]
+    fastest, slower = rank_by_time([*rows, make_row("e", 64, None), make_row("f", 64, 2.0)])
+    assert [row.backend for row in fastest] == ["c", "b", "d"]
+    assert [row.backend for row in slower] == ["f", "a"]
 
 
 def test_recommendation_names_the_fastest_backend_and_its_advantage():

@@ -1,0 +1,29 @@
+"""Style of the plots. Functions that need matplotlib import it, because this takes seconds."""
+
+# The palette of Okabe and Ito for colour-blind readers, without yellow, which is hard to see on white.
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
+DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (6, 1.5, 1.5, 1.5)))
+GREY = "#666666"
+
+
+def make_figure(width: float, height: float):
+    """Make an empty figure. width, height: in inches. Does not use pyplot, which keeps all figures in memory."""
+    from matplotlib.figure import Figure
+    from matplotlib.layout_engine import ConstrainedLayoutEngine
+
+    return Figure(figsize=(width, height), dpi=150, layout=ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.06))
+
+
+def style_axes(axes, title: str, grid: str = "both") -> None:
+    """Set a title on the left and a light grid, and remove the frame. grid: "both", "x" or "y"."""
+    axes.set_title(title, loc="left", fontsize=11)
+    axes.grid(alpha=0.25, axis=grid)
+    axes.set_axisbelow(True)
+    axes.spines[["top", "right"]].set_visible(False)
+
+
+def line_style(index: int, count: int, thickest: float) -> dict:
+    """Style of line `index` of `count`. The first lines are the thickest, so that covered lines stay visible."""
+    width = thickest + (1.4 - thickest) * index / max(1, count - 1)
+    dash = DASHES[index // len(COLORS) % len(DASHES)]
+    return {"color": COLORS[index % len(COLORS)], "linewidth": width, "linestyle": dash}
