@@ -12,7 +12,6 @@ from bisect import bisect_right
 from dataclasses import dataclass
 from itertools import accumulate, pairwise
 from pathlib import Path
-from threading import Lock
 
 import numpy as np
 import tiktoken
@@ -33,34 +32,23 @@ class ShardedTokens:
     def __init__(self, paths: list[Path], lengths: list[int], dtype: str):
         self.paths, self.dtype = paths, np.dtype(dtype)
         self.starts = [0, *accumulate(lengths)]
-        self._files = {}
-        self._lock = Lock()  # threads share the position in a file
 
     def __len__(self) -> int:
         return self.starts[-1]
 
     def __getitem__(self, part: slice) -> np.ndarray:
         position, stop, _ = part.indices(len(self))
-        ids = np.empty(max(0, stop - position), dtype=self.dtype)
-        unread = memoryview(ids).cast("B")
+        pieces = [np.empty(0, self.dtype)]
         while position < stop:
             number = bisect_right(self.starts, position) - 1
             count = min(stop, self.starts[number + 1]) - position
-            size = count * self.dtype.itemsize
-            self._read(number, (position - self.starts[number]) * self.dtype.itemsize, unread[:size])
-            unread, position = unread[size:], position + count
-        return ids
-
-    def _read(self, number: int, offset: int, buffer: memoryview) -> None:
-        with self._lock:
-            if number not in self._files:
-                self._files[number] = open(self.paths[number], "rb", buffering=0)  # noqa: SIM115 (stays open)
-            self._files[number].seek(offset)
-            while buffer:
-                count = self._files[number].readinto(buffer)
-                if not count:
-                    raise OSError(f"{self.paths[number]} is shorter than before: it was changed while in use")
-                buffer = buffer[count:]
+            offset = (position - self.starts[number]) * self.dtype.itemsize
+            ids = np.fromfile(self.paths[number], self.dtype, count, offset=offset)
+            if len(ids) < count:
+                raise OSError(f"{self.paths[number]} is shorter than before: it was changed while in use")
+            pieces.append(ids)
+            position += count
+        return np.concatenate(pieces)
 
 
 class ShardWriter:
