@@ -11,7 +11,7 @@ from common.errors import UserError
 from common.run_dir import check_name, check_path_component
 from compare.bench.config import BenchConfig
 from data import DataConfig, TokenizerConfig
-from data.prepare import check_short_text
+from data.sources import resolve_sources
 from model import AttentionConfig, GPTConfig, SamplingConfig
 from training.config import (
     AdamWConfig,
@@ -81,8 +81,7 @@ class Train:
                 "set the name of a run",
             ),
         )
-        if not self.plan:  # a plan must not download a vocabulary
-            check_short_text(self.data, self.tokenizer, self.model.block_size)
+        resolve_sources(self.data)  # a missing file is reported before torch is imported
 
 
 @dataclass

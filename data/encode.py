@@ -37,8 +37,8 @@ class SplitProgress:
     """State of a split after its finished files: where to continue, and the totals for meta.json.
 
     range_index: index of the current SplitRange. chunks: number of its chunks that are encoded.
-    files: {file name: {"tokens", "sha256"}}. tokens: {source: count}. bytes, documents: size of the encoded text.
-    longest_document, open_document: tokens of the longest document, and of the document that has not ended yet.
+    files: {file name: {"tokens", "sha256"}}. tokens: {source: count}. bytes: size of the encoded text.
+    documents: number of documents; one that is divided between two splits counts in both.
     """
 
     range_index: int = 0
@@ -47,27 +47,16 @@ class SplitProgress:
     tokens: dict[str, int] = field(default_factory=dict)
     bytes: int = 0
     documents: int = 0
-    longest_document: int = 0
-    open_document: int = 0
 
     def add(self, source: str, chunk: "EncodedChunk") -> None:
         self.chunks += 1
         self.tokens[source] += len(chunk.ids)
         self.bytes += chunk.bytes
-        for length, ends in chunk.lengths:
-            self.open_document += length
-            if ends:
-                self._end_document()
+        self.documents += chunk.documents
 
-    def end_range(self) -> None:
-        if self.open_document:  # a document whose rest is held out
-            self._end_document()
+    def end_range(self, part: SplitRange) -> None:
+        self.documents += part.ends_within_document
         self.range_index, self.chunks = self.range_index + 1, 0
-
-    def _end_document(self) -> None:
-        self.documents += 1
-        self.longest_document = max(self.longest_document, self.open_document)
-        self.open_document = 0
 
 
 @dataclass
@@ -105,10 +94,10 @@ class Journal:
 
 @dataclass(frozen=True)
 class EncodedChunk:
-    """Token ids of a chunk. lengths: (tokens, whether the document ends) of each piece. bytes: size of the text."""
+    """Token ids of a chunk. documents: number of documents that end in it. bytes: size of the text."""
 
     ids: np.ndarray
-    lengths: list[tuple[int, bool]]
+    documents: int
     bytes: int
 
 
@@ -138,7 +127,7 @@ def encode_split(folder: Path, split: str, sources: list[TextSource], journal: J
                 progress.files[writer.path.name] = writer.finish()
                 journal.save(folder)
                 writer = None
-        progress.end_range()
+        progress.end_range(part)
     if writer is not None:
         progress.files[writer.path.name] = writer.finish()
     journal.save(folder)
@@ -147,17 +136,17 @@ def encode_split(folder: Path, split: str, sources: list[TextSource], journal: J
 def encode_chunk(tokenizer: tiktoken.Encoding, fast: FastBPE | None, chunk: list[NamedPiece]) -> EncodedChunk:
     """Encode the pieces of a chunk, with an end-of-text token after each document if the tokenizer has one."""
     end = end_of_text(tokenizer)
-    ids, lengths, size = [], [], 0
+    parts, documents, size = [], 0, 0
     for text, ends, name in chunk:
-        ids.append(encode(tokenizer, text, name, fast))
-        lengths.append((len(ids[-1]), ends))
+        parts.append(encode(tokenizer, text, name, fast))
+        documents += ends
         size += len(text.encode())
         if ends and end is not None:
-            ids.append(np.array([end], dtype=np.uint32))
-    ids = np.concatenate(ids)
+            parts.append(np.array([end], dtype=np.uint32))
+    ids = np.concatenate(parts)
     if ids.size and ids.max() >= tokenizer.n_vocab:  # NumPy's cast to uint16 would wrap it silently
         raise ValueError(f"token {ids.max()} is outside of the vocabulary of {tokenizer.n_vocab}")
-    return EncodedChunk(ids.astype(token_dtype(tokenizer)), lengths, size)
+    return EncodedChunk(ids.astype(token_dtype(tokenizer)), documents, size)
 
 
 def name_pieces(part: SplitRange, source: TextSource) -> Iterator[NamedPiece]:

@@ -27,7 +27,7 @@ def inspect(prepared: PreparedData) -> str:
     lines = [
         f"folder      {prepared.folder}",
         f"vocabulary  {meta['tokenizer']['name']} of {meta['vocab_size']:,}, {bytes_per_token:.2f} bytes per token",
-        f"documents   {meta['source']['documents']:,}, the longest has {meta['longest_document']:,} tokens",
+        f"documents   {meta['source']['documents']:,}",
     ]
     for split in ("train", "val"):
         files = sum(name.startswith(split) for name in meta["files"])

@@ -8,9 +8,8 @@ The fingerprint covers everything that decides the tokens, so a changed text get
 
 import hashlib
 import json
-import os
 import shutil
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
@@ -24,14 +23,11 @@ from common.files import write_json
 from data import tokenizer as tokenizers
 from data.config import DataConfig, TokenizerConfig
 from data.encode import Journal, encode_split, token_dtype
-from data.readers import iter_text, no_text_error, slice_documents
 from data.shards import FORMAT, PreparedData, check_length, read_meta
 from data.sources import TextSource, all_files, find_commits, hash_content, pin_commits, resolve_sources
-from data.splits import SplitPlan, TextStats, check_no_leakage, plan_splits, show_progress
+from data.splits import SplitPlan, check_no_leakage, plan_splits, show_progress
 
 ROOT = Path("data/prepared")  # below the current folder
-MAX_CHECKED_BYTES = 2**16  # check_short_text tokenizes files up to this size
-PrintLine = Callable[[str], None]
 
 
 def print_line(line: str) -> None:
@@ -76,26 +72,23 @@ def compute_fingerprint(sources: list[TextSource], tokenizer_config: TokenizerCo
     """Hash of everything that decides the tokens."""
     cache = ROOT / ".hashes"
     content = [FORMAT, tokenizer_config.name, tokenizer_config.vocab_size, spec]
-    for s in sources:
-        split = [s.val_documents, s.val_fraction] if s.val_files is None else hash_content(s.val_files, cache)
-        reading = [s.hub_config, s.revision, s.stream, s.text_column, s.row_is_document, s.max_documents]
-        content.append([s.name, hash_content(s.files, cache), split, reading])
+    for source in sources:
+        c = source.config
+        split = [c.val_documents, c.val_fraction] if source.val_files is None else hash_content(source.val_files, cache)
+        reading = [c.config, c.revision, c.stream, c.text_column, c.row_is_document, c.max_documents]
+        content.append([source.name, hash_content(source.files, cache), split, reading])
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:12]
 
 
 def prepare(
-    config: DataConfig,
-    tokenizer_config: TokenizerConfig,
-    block_size: int,
-    print_line: PrintLine = print_line,
-    spec: dict | None = None,
+    config: DataConfig, tokenizer_config: TokenizerConfig, block_size: int, spec: dict | None = None
 ) -> PreparedData:
     """Prepare the data of a config, unless this was done before. Returns the prepared data.
 
     spec: tokenizer of another run. Raises UserError if the text cannot be read or encoded or is shorter than one window
     of block_size + 1 tokens, and if prepared files are damaged.
     """
-    return _prepare(Task.from_config(config, tokenizer_config, spec), block_size, print_line)
+    return _prepare(Task.from_config(config, tokenizer_config, spec), block_size)
 
 
 def prepare_offline(
@@ -104,22 +97,22 @@ def prepare_offline(
     """Like `prepare`, but returns None instead of downloading the text or the vocabulary. Raises UserError."""
     task = Task.from_config(config, tokenizer_config, spec)
     needs_network = task.is_remote or tokenizers.needs_download(tokenizer_config)
-    return None if needs_network and read_meta(task.folder) is None else _prepare(task, block_size, print_line)
+    return None if needs_network and read_meta(task.folder) is None else _prepare(task, block_size)
 
 
-def _prepare(task: Task, block_size: int, print_line: PrintLine) -> PreparedData:
+def _prepare(task: Task, block_size: int) -> PreparedData:
     if read_meta(task.folder) is None:
-        with _preparation_lock(task.folder, print_line):
+        with _preparation_lock(task.folder):
             if read_meta(task.folder) is None:  # not finished by another process in the meantime
                 print_line(f"preparing {task.label}: {task.input} -> {task.folder}")
-                _write_folder(task, block_size, print_line)
+                _write_folder(task, block_size)
     meta = read_meta(task.folder)
     check_length(meta["tokens"], block_size)
-    return PreparedData(task.folder, meta, tuple(source.weight for source in task.sources))
+    return PreparedData(task.folder, meta, tuple(source.config.weight for source in task.sources))
 
 
 @contextmanager
-def _preparation_lock(folder: Path, print_line: PrintLine) -> Iterator[None]:
+def _preparation_lock(folder: Path) -> Iterator[None]:
     """Context manager: only one process at a time prepares a folder; the others wait."""
     locks = ROOT / ".locks"
     locks.mkdir(parents=True, exist_ok=True)
@@ -135,7 +128,7 @@ def _preparation_lock(folder: Path, print_line: PrintLine) -> Iterator[None]:
         lock.release()
 
 
-def _write_folder(task: Task, block_size: int, print_line: PrintLine) -> None:
+def _write_folder(task: Task, block_size: int) -> None:
     partial = Path(f"{task.folder}.partial")
     with ProgressBar(write_line=print_line) as bar:
         with _remove_on_error(partial):
@@ -204,7 +197,7 @@ def _make_meta(task: Task, journal: Journal, block_size: int) -> dict:
     for source in task.sources:
         if not train.tokens[source.name]:
             raise UserError(f"data.mix.{source.name} has no training text; remove it, or use a longer text")
-    divided = sum(part.starts_within_document for part in journal.ranges)  # counted in both splits
+    divided = sum(part.ends_within_document for part in journal.ranges)  # counted in both splits
     return {
         "format": FORMAT,
         "fingerprint": task.fingerprint,
@@ -213,7 +206,6 @@ def _make_meta(task: Task, journal: Journal, block_size: int) -> dict:
         "tokens": tokens,
         "bytes": {"train": train.bytes, "val": val.bytes},
         "documents": {"train": train.documents, "val": val.documents},
-        "longest_document": max(train.longest_document, val.longest_document),
         "files": train.files | val.files,
         "source": {
             "name": task.label,
@@ -224,31 +216,3 @@ def _make_meta(task: Task, journal: Journal, block_size: int) -> dict:
         "mix": [{"name": s.name, "train": train.tokens[s.name], "val": val.tokens[s.name]} for s in task.sources],
         "tokenizer": journal.tokenizer,
     }
-
-
-def check_short_text(config: DataConfig, tokenizer_config: TokenizerConfig, block_size: int) -> None:
-    """Raise UserError early, before torch is imported, if data.path does not exist or is shorter than one window.
-
-    Only a single text file is checked. Reading a table would take as long as importing torch.
-    """
-    if all(source.path is None and source.val_path is None for source in config.mixed.values()):
-        return
-    sources = resolve_sources(config)
-    (file, *others) = all_files(sources)
-    if others or file.is_table or file.is_remote or file.compression:
-        return
-    size = os.path.getsize(file.address)
-    if size > MAX_CHECKED_BYTES:
-        check_length({"train": size, "val": 2}, block_size)  # a token has at least one byte
-    elif tokenizer_config.name != "run":
-        pieces = list(iter_text(sources[0], [file]))
-        text, _ = pieces[0]
-        if not text:
-            raise no_text_error([file])
-        cut, _ = TextStats().add(pieces).find_val_cut(sources[0].val_fraction)
-        tokenizer = tokenizers.build_tokenizer(tokenizers.Corpus([text], several=False), tokenizer_config)
-        splits = {"train": slice_documents(pieces, (0, 0), cut), "val": slice_documents(pieces, cut, None)}
-        tokens = {
-            split: sum(len(tokenizers.encode(tokenizer, text)) for text, _ in part) for split, part in splits.items()
-        }
-        check_length(tokens, block_size)

@@ -22,13 +22,13 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
-from data.sources import InputFile, TextSource
+from data.sources import InputFile, Position, TextSource
 
 Piece = tuple[str, bool]
-Position = tuple[int, int]  # (document, character in it)
 MAX_PIECE_CHARS = 2**20
 MAX_LINE_CHARS = 2**30  # of .csv and .jsonl files
 BLOCK_BYTES = 2**20  # bytes of a file that are read at a time
+UTF_16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 BATCH_ROWS = 200  # rows of a parquet file or a hub data set that are read at a time
 
 
@@ -38,7 +38,7 @@ def iter_text(source: TextSource, files: list[InputFile]) -> Iterator[Piece]:
         if not file.is_table:
             path = _download(file.address) if file.is_remote else file.address
             yield from chunk_document(read_utf8(path, file))
-        elif source.row_is_document:
+        elif source.config.row_is_document:
             for row in _read_rows(file, source):
                 yield from chunk_document([row])
         else:
@@ -49,8 +49,7 @@ def read_documents(sources: list[TextSource]) -> list[str]:
     """Read all documents of the sources into memory, including those to hold out for validation. Raises UserError."""
     documents, parts = [], []
     for source in sources:
-        stop = None if source.max_documents is None else (source.max_documents, 0)
-        for text, ends in slice_documents(iter_text(source, source.files), (0, 0), stop):
+        for text, ends in slice_documents(iter_text(source, source.files), (0, 0), source.end):
             parts.append(text)
             if ends:
                 documents.append("".join(parts))
@@ -139,8 +138,12 @@ def read_utf8(path: str, file: InputFile) -> Iterator[str]:
                 try:
                     text = decoder.decode(block, final=not block)
                 except UnicodeDecodeError as error:
-                    byte = position - len(pending) + error.start
-                    raise UserError(_explain_not_utf8(file.address, byte, error)) from None
+                    byte, invalid = position - len(pending) + error.start, error.object[error.start :]
+                    encoding = "utf-16" if byte == 0 and invalid.startswith(UTF_16_MARKS) else "latin1"
+                    raise UserError(
+                        f"{file.address} is not UTF-8: byte {byte} is 0x{invalid[0]:02x}; save it as UTF-8 (iconv -f "
+                        f"{encoding} -t utf-8) if it is text, or set another data.path"
+                    ) from None
                 yield text.removeprefix("\ufeff") if position == 0 else text
                 position += len(block)
     except OSError as error:
@@ -151,27 +154,6 @@ def read_utf8(path: str, file: InputFile) -> Iterator[str]:
         ) from None
 
 
-def _explain_not_utf8(name: str, byte: int, error: UnicodeDecodeError) -> str:
-    """The error message for an invalid byte, at position `byte` of the decompressed file."""
-    invalid = error.object[error.start : error.start + 3]
-    control_bytes = sum(code < 9 or 13 < code < 32 for code in error.object[:4096])
-    if byte == 0 and invalid[:2] in (b"\xff\xfe", b"\xfe\xff"):
-        return (
-            f"{name} is UTF-16, not UTF-8 (byte 0 is 0x{invalid[0]:02x}); save it as UTF-8 (iconv -f utf-16 -t utf-8)"
-        )
-    if invalid[0] == 0xED and invalid[1:2] >= b"\xa0":
-        return f"{name} is not UTF-8: byte {byte} begins a lone surrogate (half a character); remove it"
-    if control_bytes > len(error.object[:4096]) // 50:
-        return (
-            f"{name} is binary, not text (byte {byte} is 0x{invalid[0]:02x}); set data.path to text files, also "
-            "compressed as .gz or .zst"
-        )
-    return (
-        f"{name} is not UTF-8: byte {byte} is 0x{invalid[0]:02x}; save it as UTF-8, for example with "
-        "iconv -f latin1 -t utf-8"
-    )
-
-
 # Tables
 
 
@@ -179,15 +161,15 @@ def _read_rows(file: InputFile, source: TextSource) -> Iterator[str]:
     """Yield the text column of a table, row by row. Raises UserError."""
     path = _download(file.address) if file.is_remote and file.kind != "hub" else file.address
     if file.kind == "json":
-        yield from read_jsonl(path, file, source.text_column)
+        yield from read_jsonl(path, file, source.config.text_column)
     elif file.kind == "csv":
-        yield from read_csv(path, file, source.text_column)
+        yield from read_csv(path, file, source.config.text_column)
     elif file.compression is not None:
         raise UserError(f"{file.address}: .parquet is compressed internally; decompress the outer file")
     elif not os.path.isfile(path) or os.path.getsize(path):  # `datasets` reports an empty file as broken
         try:
             for batch in _iter_batches(file, path, source):
-                yield from _text_column(batch, file, source.text_column)
+                yield from _text_column(batch, file, source.config.text_column)
         except UserError:
             raise
         except Exception as error:  # many libraries are involved, each with its own exceptions
@@ -298,16 +280,17 @@ def _download(address: str) -> str:
 
 def _iter_batches(file: InputFile, path: str, source: TextSource) -> Iterator[Any]:
     """Yield Arrow tables of BATCH_ROWS rows with only the text column. Raises UserError and errors of `datasets`."""
-    datasets, column = _import_datasets(), source.text_column
+    datasets, column = _import_datasets(), source.config.text_column
     if file.kind == "hub":
         if sys.stderr.isatty():
             datasets.enable_progress_bars()  # downloads of gigabytes
         rows = datasets.load_dataset(
             path,
-            name=source.hub_config,
+            name=source.config.config,
             split=file.split,
             revision=source.revision if file.is_remote else None,
-            streaming=source.stream or not file.is_remote,  # otherwise `datasets` misses changes in a local folder
+            # Without streaming, `datasets` misses changes in a local folder.
+            streaming=source.config.stream or not file.is_remote,
         )
     else:
         # Streaming: without it, `datasets` would copy the file into its cache.

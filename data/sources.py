@@ -1,7 +1,7 @@
 """Resolve the config to text sources: which files to read, which to hold out, and a hash of their content.
 
-`resolve_sources` is the only function of data/ that reads a complete DataConfig. A new source is a function in SOURCES
-that returns the files to read, and a YAML file in configs/data/ that sets `source` to its name. See docs/data.md.
+A new source is a function in SOURCES that returns the files to read, and a YAML file in configs/data/ that sets
+`source` to its name. See docs/data.md.
 """
 
 import glob
@@ -26,6 +26,7 @@ KINDS = {".txt": "text", ".md": "text", ".parquet": "parquet", ".jsonl": "json",
 COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
 OUTPUT_FOLDERS = ("runs", "data/prepared")  # below the current folder; never read as input
 MIN_CACHED_BYTES = 2**24  # smaller files are always hashed, which is faster than the cache
+Position = tuple[int, int]  # (document, character in it)
 STDLIB_EXCLUDED = {"test", "tests", "idle_test", "idlelib", "lib2to3", "encodings", "site-packages", "dist-packages"}
 
 
@@ -73,22 +74,19 @@ class TextSource:
     """A source of text, alone or in a mix, with all settings for reading and splitting it.
 
     files: input for training. val_files: separate input for validation; None: hold out a part of `files`.
-    hub_config, revision: of a hub data set; `pin_commits` replaces a branch by its commit.
-    The other fields are keys of DataConfig.
+    revision: of a hub data set; `pin_commits` replaces a branch by its commit.
     """
 
     name: str
+    config: DataConfig
     files: list[InputFile]
     val_files: list[InputFile] | None
-    val_documents: int | None
-    val_fraction: float | None
-    max_documents: int | None
-    text_column: str | None
-    row_is_document: bool
-    hub_config: str | None
     revision: str | None
-    stream: bool
-    weight: float
+
+    @property
+    def end(self) -> Position | None:
+        """Where reading `files` stops; None: at their end."""
+        return None if self.config.max_documents is None else (self.config.max_documents, 0)
 
     @property
     def is_on_hub(self) -> bool:
@@ -96,7 +94,7 @@ class TextSource:
 
     @property
     def is_streamed(self) -> bool:
-        return self.stream and any(file.kind == "hub" for file in self.files)
+        return self.config.stream and any(file.kind == "hub" for file in self.files)
 
 
 def resolve_sources(config: DataConfig) -> list[TextSource]:
@@ -107,22 +105,7 @@ def resolve_sources(config: DataConfig) -> list[TextSource]:
             files, val_files = _list_files(source), _list_val_files(source)
         except UserError as error:
             raise UserError(f"data.mix.{name}: {error}" if config.mix else str(error)) from None
-        sources.append(
-            TextSource(
-                name=name,
-                files=files,
-                val_files=val_files,
-                val_documents=source.val_documents,
-                val_fraction=source.val_fraction,
-                max_documents=source.max_documents,
-                text_column=source.text_column,
-                row_is_document=source.row_is_document,
-                hub_config=source.config,
-                revision=source.revision,
-                stream=source.stream,
-                weight=source.weight,
-            )
-        )
+        sources.append(TextSource(name, source, files, val_files, source.revision))
     return sources
 
 
@@ -243,14 +226,10 @@ def _find(name: str, key: str) -> list[str]:
 
 
 def _find_in_folder(folder: Path, key: str) -> list[str]:
-    """List files with a known suffix below a folder. Hidden files are skipped; links to folders are followed once."""
-    files, visited = [], set()
-    for parent, subfolders, names in os.walk(folder, followlinks=True):
-        if os.path.realpath(parent) in visited:
-            subfolders.clear()  # a link to a folder that was visited, possibly a loop
-            continue
-        visited.add(os.path.realpath(parent))
-        subfolders[:] = sorted(name for name in subfolders if not name.startswith("."))
+    """List files with a known suffix below a folder. Hidden files and links to folders are skipped."""
+    files = []
+    for parent, subfolders, names in os.walk(folder):
+        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
         files += [Path(parent, name) for name in names if not name.startswith(".")]
     files = [path for path in files if path.is_file() and not _is_output(path)]
     readable = [str(path) for path in files if _suffix(path.name) in KINDS]

@@ -4,12 +4,14 @@ from array import array
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+import numpy as np
+
 from common.console import ProgressBar
 from common.errors import UserError
-from data.readers import Piece, Position, iter_text, no_text_error, slice_documents
-from data.sources import InputFile, TextSource
+from data.readers import Piece, iter_text, no_text_error, slice_documents
+from data.sources import InputFile, Position, TextSource
 
-MAX_LENGTHS = 2**20  # entries of TextStats.lengths, which bounds its memory
+START = (0, 0)  # the first position of a text
 PROGRESS_CHARS = 2**20  # characters between two updates of the progress bar
 
 
@@ -33,8 +35,8 @@ class SplitRange:
         return cls(**fields | {"start": tuple(fields["start"]), "stop": fields["stop"] and tuple(fields["stop"])})
 
     @property
-    def starts_within_document(self) -> bool:
-        return self.start[1] > 0
+    def ends_within_document(self) -> bool:
+        return self.stop is not None and self.stop[1] > 0
 
     def iter_text(self, source: TextSource) -> Iterator[Piece]:
         files = source.val_files if self.uses_val_files else source.files
@@ -46,69 +48,33 @@ class SplitPlan:
     """The ranges of all sources, in order, and the size of their text; None: unknown, because a source is streamed."""
 
     ranges: list[SplitRange]
-    documents: int | None = 0
-    characters: int | None = 0
-
-    def count(self, stats: "TextStats | None") -> None:
-        is_known = stats is not None and self.documents is not None
-        self.documents = self.documents + stats.documents if is_known else None
-        self.characters = self.characters + stats.characters if is_known else None
-
-    def add(
-        self,
-        source: TextSource,
-        split: str,
-        start: Position,
-        stop: Position | None,
-        stats: "TextStats | None",
-        share: float = 1.0,
-    ) -> None:
-        """stats: size of the files that contain the range. share: estimated fraction of their text in the range."""
-        uses_val_files = split == "val" and source.val_files is not None
-        size = None if stats is None else round(stats.bytes * share)
-        self.ranges.append(SplitRange(source.name, split, uses_val_files, start, stop, size))
+    documents: int | None
+    characters: int | None
 
 
 @dataclass
 class TextStats:
-    """Size of a text. lengths: total characters of consecutive groups of `group_size` documents."""
+    """Size of a text. lengths: characters of each document."""
 
-    documents: int = 0
     characters: int = 0
     bytes: int = 0
     lengths: array = field(default_factory=lambda: array("q"))
-    group_size: int = 1
+
+    @property
+    def documents(self) -> int:
+        return len(self.lengths)
 
     def add(self, pieces: Iterable[Piece]) -> "TextStats":
-        """Count all pieces. Raises UserError for text that has no UTF-8 encoding."""
-        document_length = group_length = 0
+        """Count all pieces."""
+        length = 0
         for text, ends in pieces:
-            try:
-                self.bytes += len(text.encode())
-            except UnicodeEncodeError as error:
-                position = document_length + error.start
-                raise UserError(
-                    f"document {self.documents + 1} has a lone surrogate (half a character) at position {position}; "
-                    "remove it"
-                ) from None
-            document_length += len(text)
+            self.bytes += len(text.encode())
+            length += len(text)
             if ends:
-                self.documents += 1
-                self.characters += document_length
-                group_length += document_length
-                document_length = 0
-                if self.documents % self.group_size == 0:
-                    self.lengths.append(group_length)
-                    group_length = 0
-                if len(self.lengths) == MAX_LENGTHS:
-                    self._merge_groups()
-        self.lengths.append(group_length)
+                self.characters += length
+                self.lengths.append(length)
+                length = 0
         return self
-
-    def _merge_groups(self) -> None:
-        """Join pairs of groups, so that the list stays short for any number of documents."""
-        self.lengths = array("q", map(sum, zip(self.lengths[::2], self.lengths[1::2], strict=True)))
-        self.group_size *= 2
 
     def find_val_cut(self, fraction: float) -> tuple[Position, float]:
         """Find where the last `fraction` of the text begins. Returns the position and the share of the text before it.
@@ -118,11 +84,10 @@ class TextStats:
         if self.documents == 1:
             character = int(self.characters * (1 - fraction))
             return (0, character), character / self.characters
-        group, held_out = len(self.lengths), 0
-        while group > 1 and (held_out == 0 or held_out < self.characters * fraction):
-            group -= 1
-            held_out += self.lengths[group]
-        return (min(group * self.group_size, self.documents - 1), 0), 1 - held_out / self.characters
+        held_out = np.cumsum(self.lengths[:0:-1])  # characters of the last document, the last two, ...; not of all
+        count = np.searchsorted(held_out, max(1, self.characters * fraction)) + 1
+        count = int(min(count, self.documents - 1))
+        return (self.documents - count, 0), 1 - int(held_out[count - 1]) / self.characters
 
 
 def check_no_leakage(sources: list[TextSource]) -> None:
@@ -150,40 +115,46 @@ def _dedup_keys(files: list[InputFile]) -> set[str]:
 
 def plan_splits(sources: list[TextSource], bar: ProgressBar) -> SplitPlan:
     """Plan the splits of all sources. Reads each source once, unless it is streamed. Raises UserError."""
-    plan = SplitPlan([])
+    ranges, all_stats = [], []
     for source in sources:
-        _plan_source(source, plan, bar)
-    return plan
+        stats = _read_stats(source, source.files, source.end, bar)
+        all_stats.append(stats)
+        if source.val_files is None:
+            ranges += _split_files(source, stats, bar)
+        else:
+            val_stats = _read_stats(source, source.val_files, None, bar)
+            all_stats.append(val_stats)
+            ranges.append(SplitRange(source.name, "train", False, START, source.end, stats and stats.bytes))
+            ranges.append(SplitRange(source.name, "val", True, START, None, val_stats and val_stats.bytes))
+    if None in all_stats:
+        return SplitPlan(ranges, None, None)
+    return SplitPlan(ranges, sum(s.documents for s in all_stats), sum(s.characters for s in all_stats))
 
 
-def _plan_source(source: TextSource, plan: SplitPlan, bar: ProgressBar) -> None:
-    start, end = (0, 0), None if source.max_documents is None else (source.max_documents, 0)
-    stats = _read_stats(source, source.files, end, bar)
-    plan.count(stats)
-    if source.val_files is not None:
-        val_stats = _read_stats(source, source.val_files, None, bar)
-        plan.count(val_stats)
-        plan.add(source, "train", start, end, stats)
-        plan.add(source, "val", start, None, val_stats)
-    elif source.val_documents is not None:
-        count = source.val_documents
+def _split_files(source: TextSource, stats: TextStats | None, bar: ProgressBar) -> list[SplitRange]:
+    """The two ranges of a source that has no separate files for validation. stats: the size of its text."""
+    count, fraction = source.config.val_documents, source.config.val_fraction
+    if count is not None:
         if stats is not None and count >= stats.documents:
             raise UserError(
                 f"data.val_documents={count} leaves nothing to train on, as {source.name} has {stats.documents} "
                 "documents; use a smaller value, or data.val_fraction"
             )
-        share = 0.0 if stats is None else count / stats.documents
-        plan.add(source, "train", (count, 0), end, stats, 1 - share)
-        plan.add(source, "val", start, (count, 0), stats, share)
+        val, train = (START, (count, 0)), ((count, 0), source.end)
+        val_share = 0.0 if stats is None else count / stats.documents
     else:
-        cut, share = stats.find_val_cut(source.val_fraction)
-        plan.add(source, "train", start, cut, stats, share)
-        plan.add(source, "val", cut, end, stats, 1 - share)
-        if 1 - share > max(2 * source.val_fraction, 0.05):
+        cut, train_share = stats.find_val_cut(fraction)
+        train, val = (START, cut), (cut, source.end)
+        val_share = 1 - train_share
+        if val_share > max(2 * fraction, 0.05):
             bar.write_line(
-                f"{1 - share:.0%} of {source.name} is held out instead of data.val_fraction={source.val_fraction:g}, "
-                "because documents are not divided; data.val_path holds out separate files"
+                f"{val_share:.0%} of {source.name} is held out instead of data.val_fraction={fraction:g}, because "
+                "documents are not divided; data.val_path holds out separate files"
             )
+    return [
+        SplitRange(source.name, split, False, start, stop, None if stats is None else round(stats.bytes * share))
+        for split, (start, stop), share in (("train", train, 1 - val_share), ("val", val, val_share))
+    ]
 
 
 def _read_stats(
@@ -193,7 +164,7 @@ def _read_stats(
     if source.is_streamed:
         return None
     bar.restart(None)
-    pieces = slice_documents(iter_text(source, files), (0, 0), stop)
+    pieces = slice_documents(iter_text(source, files), START, stop)
     stats = TextStats().add(show_progress(pieces, bar, f"reading {source.name}"))
     if not stats.characters:
         raise no_text_error(files)

@@ -43,12 +43,8 @@ any_text = st.one_of(st.text(st.characters(exclude_categories=["Cs"]), max_size=
 some_documents = st.lists(any_text, max_size=8).map(lambda texts: ["the first text", *texts, "the last text"])
 
 
-def quiet(line: str) -> None:
-    pass
-
-
-def prepare_quietly(config: DataConfig, tokenizer: TokenizerConfig = BYTE, block_size: int = 16) -> PreparedData:
-    return prepare(config, tokenizer, block_size, print_line=quiet)
+def prepare_text(config: DataConfig, tokenizer: TokenizerConfig = BYTE, block_size: int = 16) -> PreparedData:
+    return prepare(config, tokenizer, block_size)
 
 
 def load_documents(config: DataConfig) -> list[str]:

@@ -110,8 +110,6 @@ WRONG = [
     (["train.steps=null"], r"set train.steps or train.minutes"),
     (["data=text"], r"set data.path=FILE"),
     (["data=text", "data.path=nowhere.txt"], r"data.path=nowhere.txt does not exist"),
-    (["data=text", "data.path=short.txt"], r"a window needs model.block_size \+ 1 = 129; set model.block_size="),
-    (["data=text", "data.path=latin.txt"], r"latin.txt is not UTF-8: byte 3 is 0xe9"),
     (["data.repo=a/b", "data.stream=true"], r"data.repo=a/b, data.stream=true works only with data=hub"),
     (["data.max_documents=9", "data.row_is_document=false"], r"data.max_documents=9 needs data.row"),
     (["data.val_fraction=null"], r"data.val_fraction is not set; set data.val_fraction=0.1"),
@@ -130,15 +128,11 @@ WRONG = [
     (["data=shakespeare_char", "data.url=null"], r"data.url=null is not a URL"),
     (["tokenizer.vocab_size=5000000000"], r"tokenizer.vocab_size=5000000000 is out of range"),
     (["seed=18446744073709551616"], r"must be at least 0 and below 2\^32"),
-    (["data=text", "data.path=empty.txt", "tokenizer=char"], r"empty.txt contains no text"),
     (["name=" + 300 * "a"], r"cannot name a folder"),
     (["wandb.mode=on"], r"wandb.mode=on is unknown; set offline, online or disabled"),
     (["eval.every=0"], r"eval.every=0 must be a number greater than 0"),
-    (
-        ["tokenizer=char", "tokenizer.vocab_size=500", "data=text", "data.path=short.txt"],
-        r"remove tokenizer.vocab_size",
-    ),
-    (["tokenizer.vocab_size=null", "data=text", "data.path=short.txt"], r"tokenizer.vocab_size=null has no room"),
+    (["tokenizer=char", "tokenizer.vocab_size=500"], r"remove tokenizer.vocab_size"),
+    (["tokenizer.vocab_size=null"], r"tokenizer.vocab_size=null has no room"),
     (["schedule=cosine", "schedule.name=cosin"], r"schedule.name=cosin is unknown; set one of cosine, wsd"),
     (["schedule.decay_fraction=null"], r"schedule=wsd needs schedule.decay_fraction"),
     (["schedule.warmup_steps=-1"], r"schedule.warmup_steps=-1 must not be negative"),
@@ -187,9 +181,6 @@ def test_group_of_another_script_is_refused(script, word, message, capsys):
 
 @pytest.mark.parametrize(("overrides", "message"), WRONG, ids=[" ".join(w[0]) for w in WRONG])
 def test_invalid_words_are_refused_and_leave_no_files(overrides, message, workdir, capsys):
-    (workdir / "short.txt").write_text("too short")
-    (workdir / "latin.txt").write_bytes(b"caf\xe9 " * 100)
-    (workdir / "empty.txt").touch()
     before = sorted(workdir.rglob("*"))
     assert re.search(message, error_message(capsys, *overrides))
     assert sorted(workdir.rglob("*")) == before
@@ -204,7 +195,6 @@ WRONG_YAML = [
     ("train: {steps: many}", r"train.steps=many \(in own/experiment/mine.yaml\): not a whole number or null; .*=800"),
     ("model: {n_embd: 101}", r"model.n_embd=101 must be a multiple of model.n_head"),
     ("train: {batch_size: 10, micro_batch_size: 4}", r"set one of 1, 2, 5, 10"),
-    ("model: {block_size: 100000}\ndata: {path: text.txt}", r"a window needs model.block_size \+ 1 = 100001"),
     ("hydra: {callbacks: {x: {_target_: os.system}}}", r"changes Hydra's own settings"),
     ("optimizer: {lr: fast}", r"optimizer.lr=fast \(in own/experiment/mine.yaml\): not a number; .*=0.02"),
     ("train: [", r"a YAML file cannot be read: .*mine.yaml.*line"),

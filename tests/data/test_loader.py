@@ -13,7 +13,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from data_helpers import prepare_quietly
+from data_helpers import prepare_text
 from helpers import ROOT, TEXT_SOURCE
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -188,7 +188,7 @@ def test_reading_many_batches_does_not_grow_memory(workdir):
     def resident() -> float:
         return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
 
-    prepared = prepare_quietly(replace(TEXT_SOURCE, val_fraction=0.5))
+    prepared = prepare_text(replace(TEXT_SOURCE, val_fraction=0.5))
     with open(prepared.folder / "train.bin", "wb") as f:
         f.truncate(10**8)
     prepared.meta["files"]["train.bin"]["tokens"] = prepared.meta["mix"][0]["train"] = 5 * 10**7

@@ -13,13 +13,12 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from data_helpers import prepare_quietly, prepared_folders
+from data_helpers import prepare_text, prepared_folders
 from helpers import BPE, BYTE, CHAR, ROOT, TEXT_SOURCE
 
 from common.errors import UserError
 from data import encode
 from data import prepare as data_prepare
-from data.prepare import check_short_text, prepare
 
 RESUMING = "resuming an interrupted preparation after its last finished file"
 
@@ -87,7 +86,7 @@ def hash_files(folder: Path) -> dict[str, str]:
 
 def test_prepared_files_split_the_text_like_nanogpt(workdir):
     text = (workdir / "text.txt").read_text()
-    prepared = prepare_quietly(TEXT_SOURCE, CHAR)
+    prepared = prepare_text(TEXT_SOURCE, CHAR)
     cut = int(len(text) * 0.9)
     decoded = {split: prepared.tokenizer.decode(prepared.tokens(split)[:].tolist()) for split in ("train", "val")}
     assert decoded == {"train": text[:cut], "val": text[cut:]}
@@ -99,12 +98,12 @@ def test_prepared_files_split_the_text_like_nanogpt(workdir):
 
 
 def test_changed_settings_or_text_get_another_folder(workdir):
-    first = prepare_quietly(TEXT_SOURCE, CHAR).folder
-    assert prepare_quietly(TEXT_SOURCE, CHAR).folder == first
+    first = prepare_text(TEXT_SOURCE, CHAR).folder
+    assert prepare_text(TEXT_SOURCE, CHAR).folder == first
     configs = [(TEXT_SOURCE, BYTE), (TEXT_SOURCE, BPE), (replace(TEXT_SOURCE, val_fraction=0.2), CHAR)]
-    others = {prepare_quietly(config, tokenizer).folder for config, tokenizer in configs}
+    others = {prepare_text(config, tokenizer).folder for config, tokenizer in configs}
     (workdir / "text.txt").write_text("another text, as long as it needs to be. " * 20)
-    others.add(prepare_quietly(TEXT_SOURCE, CHAR).folder)
+    others.add(prepare_text(TEXT_SOURCE, CHAR).folder)
     assert len(others | {first}) == 5
 
 
@@ -126,7 +125,7 @@ def test_killed_preparation_resumes_with_identical_output(documents):
     assert prepared_folders() == [folder]
 
 
-def test_interrupted_preparation_resumes_with_identical_output(documents, monkeypatch, small_shards):
+def test_interrupted_preparation_resumes_with_identical_output(documents, monkeypatch, small_shards, capsys):
     encode_chunk, numbers = encode.encode_chunk, itertools.count()
 
     def interrupt(*arguments):
@@ -137,14 +136,13 @@ def test_interrupted_preparation_resumes_with_identical_output(documents, monkey
     monkeypatch.setattr(encode, "encode_chunk", interrupt)
     config = replace(TEXT_SOURCE, path="a")
     with pytest.raises(KeyboardInterrupt, match="the same command resumes after the last finished file"):
-        prepare_quietly(config, BYTE)
+        prepare_text(config, BYTE)
     monkeypatch.setattr(encode, "encode_chunk", encode_chunk)
-    printed = []
-    folder = prepare(config, BYTE, 16, printed.append).folder
-    assert RESUMING in printed
+    folder = prepare_text(config, BYTE).folder
+    assert RESUMING in capsys.readouterr().out
     resumed = hash_files(folder)
     shutil.rmtree(folder)
-    assert hash_files(prepare_quietly(config, BYTE).folder) == resumed
+    assert hash_files(prepare_text(config, BYTE).folder) == resumed
 
 
 def test_second_process_waits_for_the_first(documents):
@@ -185,11 +183,11 @@ def test_full_disk_is_reported_and_leaves_no_folder(documents):
 
 
 def test_partial_folder_without_journal_is_replaced(workdir):
-    prepared = prepare_quietly(TEXT_SOURCE, CHAR)
+    prepared = prepare_text(TEXT_SOURCE, CHAR)
     content = (prepared.folder / "train.bin").read_bytes()
     partial = prepared.folder.rename(f"{prepared.folder}.partial")
     (partial / "train.bin").write_bytes(b"half")
-    assert (prepare_quietly(TEXT_SOURCE, CHAR).folder / "train.bin").read_bytes() == content
+    assert (prepare_text(TEXT_SOURCE, CHAR).folder / "train.bin").read_bytes() == content
 
 
 def test_text_that_changes_while_it_is_read_is_rejected(workdir, monkeypatch):
@@ -202,7 +200,7 @@ def test_text_that_changes_while_it_is_read_is_rejected(workdir, monkeypatch):
 
     monkeypatch.setattr(data_prepare, "plan_splits", plan_and_change_the_text)
     with pytest.raises(UserError, match="changed while it was read; run the same command again"):
-        prepare_quietly(TEXT_SOURCE, BYTE)
+        prepare_text(TEXT_SOURCE, BYTE)
     assert not prepared_folders()
 
 
@@ -225,7 +223,7 @@ def test_many_small_documents_are_several_chunks():
     assert max(map(len, encode.split_into_chunks(pieces))) < 50_000
 
 
-def test_finished_files_of_a_remote_text_survive_an_error(workdir, monkeypatch, small_shards):
+def test_finished_files_of_a_remote_text_survive_an_error(workdir, monkeypatch, small_shards, capsys):
     reads = itertools.count()
 
     def iter_text(source, files):
@@ -238,16 +236,15 @@ def test_finished_files_of_a_remote_text_survive_an_error(workdir, monkeypatch, 
     monkeypatch.setattr("data.splits.iter_text", iter_text)
     config = replace(TEXT_SOURCE, source="url", path=None, url="https://example.com/a.txt", val_fraction=0.05)
     with pytest.raises(UserError, match="the network is gone"):
-        prepare_quietly(config, CHAR)
-    printed = []
-    prepared = prepare(config, CHAR, 16, printed.append)
-    assert RESUMING in printed
+        prepare_text(config, CHAR)
+    prepared = prepare_text(config, CHAR)
+    assert RESUMING in capsys.readouterr().out
     documents = prepared.tokenizer.decode(prepared.tokens("train")[:].tolist()).split("<|endoftext|>")
     assert documents[:-1] == [f"document {n} " * 30 for n in range(len(documents) - 1)]
     assert len(documents) > 350
 
 
-def test_hub_data_set_resumes_only_at_the_same_commit(workdir, monkeypatch, small_shards):
+def test_hub_data_set_resumes_only_at_the_same_commit(workdir, monkeypatch, small_shards, capsys):
     network, reads = {"fails_at_read": 4}, itertools.count(1)
 
     def iter_text(source, files):
@@ -265,18 +262,17 @@ def test_hub_data_set_resumes_only_at_the_same_commit(workdir, monkeypatch, smal
 
     def attempt(commit, is_up=True):
         network.update(commit=commit, is_up=is_up)
-        return prepare(config, CHAR, 16, printed.append)
+        return prepare_text(config, CHAR)
 
     monkeypatch.setattr("huggingface_hub.HfApi", FakeHub)
     monkeypatch.setattr("data.splits.iter_text", iter_text)
     config = replace(TEXT_SOURCE, source="hub", path=None, repo="a/b", split="train", val_fraction=0.05)
-    printed = []
     with pytest.raises(UserError, match="the network is gone"):
         attempt("first")
     with pytest.raises(UserError, match="the network is gone"):
         attempt(None, is_up=False)
     prepared = attempt(None)  # the commit is unknown, the files are in the cache
-    assert printed.count(RESUMING) == 2
+    assert capsys.readouterr().out.count(RESUMING) == 2
     assert prepared.meta["source"]["commits"] == {"text": "first"}
     assert prepared.tokenizer.decode(prepared.tokens("train")[:].tolist()).count("of the first") > 350 * 30
     prepared.folder.rename("first")
@@ -284,7 +280,7 @@ def test_hub_data_set_resumes_only_at_the_same_commit(workdir, monkeypatch, smal
     with pytest.raises(UserError, match="the network is gone"):
         attempt("first")
     prepared = attempt("second")
-    assert printed.count(RESUMING) == 2
+    assert RESUMING not in capsys.readouterr().out
     assert "first" not in prepared.tokenizer.decode(prepared.tokens("train")[:].tolist())
 
 
@@ -292,14 +288,5 @@ def test_short_remote_text_leaves_no_folder(workdir, monkeypatch):
     monkeypatch.setattr("data.splits.iter_text", lambda source, files: iter([("short", True)]))
     config = replace(TEXT_SOURCE, source="url", path=None, url="https://example.com/a.txt")
     with pytest.raises(UserError, match="a window needs"):
-        prepare_quietly(config, CHAR)
+        prepare_text(config, CHAR)
     assert not prepared_folders()
-
-
-def test_short_text_is_detected_without_preparing(workdir):
-    (workdir / "short.txt").write_text("too short")
-    with pytest.raises(UserError, match=r"training text has 8 tokens, .* set model.block_size=7"):
-        check_short_text(replace(TEXT_SOURCE, path="short.txt"), BYTE, 16)
-    check_short_text(TEXT_SOURCE, CHAR, 16)
-    check_short_text(replace(TEXT_SOURCE, path="https://example.com/a.txt"), CHAR, 16)  # nothing is downloaded
-    assert not Path("data").exists()

@@ -26,7 +26,7 @@ from data_helpers import (
     decode_documents,
     decode_split,
     load_documents,
-    prepare_quietly,
+    prepare_text,
     prepared_folders,
     some_documents,
     write_compressed,
@@ -79,13 +79,13 @@ def assert_documents_round_trip(table: str, kind: TokenizerConfig, documents: li
     with TemporaryDirectory() as folder, chdir(folder):
         TABLE_WRITERS[table](Path(f"texts.{table}"), documents)
         config = replace(TEXT_SOURCE, path=f"texts.{table}", val_fraction=0.4)
-        assert decode_documents(prepare_quietly(config, kind, 2)) == documents
+        assert decode_documents(prepare_text(config, kind, 2)) == documents
 
 
 def assert_file_round_trips(kind: TokenizerConfig, text: str) -> None:
     with TemporaryDirectory() as folder, chdir(folder):
         Path("text.md").write_text(text, encoding="utf-8", newline="")
-        prepared = prepare_quietly(replace(TEXT_SOURCE, path="text.md", val_fraction=0.4), kind, 1)
+        prepared = prepare_text(replace(TEXT_SOURCE, path="text.md", val_fraction=0.4), kind, 1)
         ids = np.concatenate([prepared.tokens(split)[:] for split in ("train", "val")]).tolist()
         assert prepared.tokenizer.decode([i for i in ids if i != end_of_text(prepared.tokenizer)]) == text
 
@@ -170,7 +170,7 @@ def test_compressed_files_are_read_as_their_content(workdir, name, suffix):
 
 @pytest.mark.parametrize("name", ["web.parquet", "web.jsonl", "web.csv"])
 def test_table_rows_are_documents_and_the_last_are_held_out(tables, name):
-    prepared = prepare_quietly(replace(TEXT_SOURCE, path=name))
+    prepared = prepare_text(replace(TEXT_SOURCE, path=name))
     assert decode_documents(prepared) == DOCUMENTS
     val = prepared.tokenizer.decode(prepared.tokens("val")[:].tolist()).split("<|endoftext|>")[:-1]
     assert val == DOCUMENTS[-len(val) :]
@@ -186,7 +186,7 @@ def test_long_lines_and_long_runs_round_trip(workdir):
     text = line + "\n" + "x" * 1_100_000 + " " * 1_100_000 + "日本語" * 100_000 + "\n" * 100_000
     (workdir / "long.txt").write_text(text, encoding="utf-8")
     for kind in (BYTE, BPE):
-        prepared = prepare_quietly(replace(TEXT_SOURCE, path="long.txt"), kind)
+        prepared = prepare_text(replace(TEXT_SOURCE, path="long.txt"), kind)
         ids = np.concatenate([prepared.tokens(split)[:] for split in ("train", "val")])
         # Byte ids are the text itself; decoding a list of ten million ids would need half a gigabyte.
         back = ids.astype(np.uint8).tobytes() if kind is BYTE else prepared.tokenizer.decode_bytes(ids.tolist())
@@ -238,12 +238,16 @@ UNREADABLE = [
     ("folder", None, r"contains no .txt, .md, .parquet, .jsonl, .csv file, also not compressed .* \(but 1 .py\)"),
     ("[a.txt,b.txt]", None, r"a list of files needs quotes: data.path="),
     ("empty.txt", b"", "empty.txt contains no text"),
-    ("latin.txt", b"caf\xe9 " * 100, r"latin.txt is not UTF-8: byte 3 is 0xe9; save it as UTF-8"),
+    ("latin.txt", b"caf\xe9 " * 100, r"latin.txt is not UTF-8: byte 3 is 0xe9; save it as UTF-8 \(iconv -f latin1"),
     ("late.txt", b"a" * 3_000_000 + b"\xff", r"byte 3000000 is 0xff"),
     ("half.txt", b"a" * 100 + "é".encode()[:1], r"byte 100 is 0xc3"),
-    ("wide.txt", "wide".encode("utf-16"), r"wide.txt is UTF-16, not UTF-8 \(byte 0 is 0xff\)"),
-    ("picture.png", b"\x89PNG\r\n\x1a\n\x00\x00\x00\rIHDR\x00\x00\x01\x00\x00", r"picture.png is binary, not text"),
-    ("surrogate.txt", b"abc \xed\xa0\x80 def", r"byte 4 begins a lone surrogate"),
+    ("wide.txt", "wide".encode("utf-16"), r"wide.txt is not UTF-8: byte 0 is 0xff; .*iconv -f utf-16"),
+    (
+        "picture.png",
+        b"\x89PNG\r\n\x1a\n",
+        r"picture.png is not UTF-8: byte 0 is 0x89; .* if it is text, or set another",
+    ),
+    ("surrogate.txt", b"abc \xed\xa0\x80 def", r"byte 4 is 0xed"),
     ("short.txt", b"too short", r"training text has 8 tokens, .* set model.block_size=7"),
     ("surrogate.jsonl", b'{"text": "fine"}\n{"text": "\\ud83d"}\n', r"line 2 of surrogate.jsonl has a lone surrogate"),
     ("broken.jsonl", b'{"text": "fine"}\n{"text": oops}\n', r"line 2 of broken.jsonl is not valid JSON"),
@@ -276,7 +280,7 @@ def test_unreadable_input_gives_one_sentence_and_leaves_no_folder(workdir, name,
     if content is not None:
         (workdir / name).write_bytes(content)
     with pytest.raises(UserError) as error:
-        prepare_quietly(replace(TEXT_SOURCE, path=name))
+        prepare_text(replace(TEXT_SOURCE, path=name))
     assert re.search(message, str(error.value)), error.value
     assert "\n" not in str(error.value)
     assert not prepared_folders()
@@ -312,7 +316,7 @@ def test_unreadable_input_gives_one_sentence_and_leaves_no_folder(workdir, name,
             gzip.compress(b"PAR1", mtime=0),
             r"twice.parquet.gz: .parquet is compressed internally",
         ),
-        ("text.txt.xz", lzma.compress(b"a text"), r"text.txt.xz is binary, not text .* also compressed as .gz or .zst"),
+        ("text.txt.xz", lzma.compress(b"a text"), r"text.txt.xz is not UTF-8: byte 0 is 0xfd"),
         ("latin.csv", b"text,id\ncaf\xe9,1\n", r"latin.csv is not UTF-8: byte 11 is 0xe9"),
         ("head.csv", b"text,id\n", r"head.csv contains no text"),
         ("BODY.CSV", b"body,id\na,1\nb,2\n", r"BODY.CSV has no column text; set data.text_column to one of body, id$"),
@@ -322,9 +326,10 @@ def test_unreadable_tables_give_one_sentence_and_leave_no_folder(tables, capfd, 
     whole = (tables / "web.parquet").read_bytes()
     (tables / name).write_bytes(whole[: len(whole) // 2] if content is None else content)
     with pytest.raises(UserError, match=message):
-        prepare_quietly(replace(TEXT_SOURCE, path=name))
+        prepare_text(replace(TEXT_SOURCE, path=name))
     assert not prepared_folders()
-    assert "".join(capfd.readouterr()) == ""
+    out, err = capfd.readouterr()
+    assert out.startswith("preparing text") and out.count("\n") == 1 and err == ""
 
 
 def test_damaged_parquet_page_is_detected(tables):
@@ -332,7 +337,7 @@ def test_damaged_parquet_page_is_detected(tables):
     content[40:400] = b"\xff" * 360
     (tables / "damaged.parquet").write_bytes(content)
     with pytest.raises(UserError, match=r"damaged.parquet cannot be read as .parquet \(OSError: "):
-        prepare_quietly(replace(TEXT_SOURCE, path="damaged.parquet"))
+        prepare_text(replace(TEXT_SOURCE, path="damaged.parquet"))
 
 
 def test_url_is_downloaded(workdir):
@@ -342,23 +347,23 @@ def test_url_is_downloaded(workdir):
         threading.Thread(target=server.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{server.server_port}"
         config = replace(TEXT_SOURCE, name="there", source="url", path=None, url=f"{address}/text.txt")
-        prepared = prepare_quietly(config, CHAR)
-        assert prepared.meta["tokens"] == prepare_quietly(TEXT_SOURCE, CHAR).meta["tokens"]
+        prepared = prepare_text(config, CHAR)
+        assert prepared.meta["tokens"] == prepare_text(TEXT_SOURCE, CHAR).meta["tokens"]
         with pytest.raises(UserError, match=r"could not be downloaded .* data.path=FILE"):
-            prepare_quietly(replace(config, url=f"{address}/missing.txt"), CHAR)
+            prepare_text(replace(config, url=f"{address}/missing.txt"), CHAR)
         server.shutdown()
 
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_hub_data_set_is_read_at_the_commit_of_its_revision(hub, stream):
-    prepared = prepare_quietly(replace(HUB, stream=stream, val_documents=6))
+    prepared = prepare_text(replace(HUB, stream=stream, val_documents=6))
     commit = "the commit of refs/convert/parquet"
     arguments = {"name": None, "split": "train", "revision": commit, "streaming": stream}
     assert hub and all(call == ("some/texts", arguments) for call in hub)
     assert prepared.meta["source"]["commits"] == {"text": commit}
     assert sorted(decode_documents(prepared)) == sorted(DOCUMENTS)
     hub.clear()
-    assert prepare_quietly(replace(HUB, stream=stream, val_documents=6)).folder == prepared.folder
+    assert prepare_text(replace(HUB, stream=stream, val_documents=6)).folder == prepared.folder
     assert not hub  # prepared data needs no hub
 
 
@@ -378,7 +383,7 @@ def test_hub_data_set_is_read_at_the_commit_of_its_revision(hub, stream):
 )
 def test_missing_hub_column_split_or_config_is_reported(hub, change, message):
     with pytest.raises(UserError, match=message):
-        prepare_quietly(replace(HUB, **change))
+        prepare_text(replace(HUB, **change))
 
 
 def test_unreachable_hub_is_reported(workdir, monkeypatch):
@@ -387,7 +392,7 @@ def test_unreachable_hub_is_reported(workdir, monkeypatch):
 
     monkeypatch.setattr(datasets, "load_dataset", unreachable)
     with pytest.raises(UserError, match=r"ConnectionError: .*check the network, or download the files .*=FILES$"):
-        prepare_quietly(HUB)
+        prepare_text(HUB)
 
 
 def write_repository(folder: Path, configs: str, files: dict[str, list[dict]]) -> str:
@@ -467,7 +472,7 @@ def test_presets_read_data_sets_shaped_like_the_real_ones(workdir, monkeypatch, 
     config = parse_config(
         "prepare", "", [f"data={name}", f"data.repo={repo}", f"data.stream={str(stream).lower()}", *settings]
     )
-    prepared = prepare_quietly(config.data)
+    prepared = prepare_text(config.data)
     assert tuple(prepared.meta["documents"].values()) == documents
     column = {
         split: [row["text"] for file, rows in files.items() for row in rows if split in file and "data/CC" not in file]
@@ -486,9 +491,9 @@ def test_changed_local_repository_is_read_again(workdir):
     configs, files, _, _ = PRESETS["tinystories"]
     repo = write_repository(workdir / "repository", configs, files)
     config = replace(TEXT_SOURCE, source="hub", path=None, repo=repo, split="train")
-    first = prepare_quietly(config)
+    first = prepare_text(config)
     write_repository(workdir / "repository", configs, {name: rows[::-1] for name, rows in files.items()})
-    second = prepare_quietly(config)
+    second = prepare_text(config)
     assert second.folder != first.folder
     assert second.tokenizer.decode(second.tokens("train")[:9].tolist()) == "Story 49,"
 
@@ -498,4 +503,4 @@ def test_missing_split_of_a_local_repository_is_reported(workdir):
     repo = write_repository(workdir / "repository", configs, files)
     config = replace(TEXT_SOURCE, source="hub", path=None, repo=repo, split="trian")
     with pytest.raises(UserError, match=r"could not be read from the hub .*trian.* correct data.repo"):
-        prepare_quietly(config)
+        prepare_text(config)

@@ -4,7 +4,7 @@ import json
 from dataclasses import replace
 
 import pytest
-from data_helpers import prepare_quietly, write_jsonl
+from data_helpers import prepare_text, write_jsonl
 from helpers import CHAR, TEXT_SOURCE
 
 from common.errors import UserError
@@ -15,12 +15,12 @@ from data.shards import check_length, read_meta, verify
 def test_several_shards_read_like_one_file(workdir, monkeypatch):
     write_jsonl(workdir / "rows.jsonl", [f"document {n}" * 9 for n in range(99)])
     config = replace(TEXT_SOURCE, path="rows.jsonl")
-    one = prepare_quietly(config, CHAR)
+    one = prepare_text(config, CHAR)
     tokens = one.tokens("train")[:]
     one.folder.rename("one")
     monkeypatch.setattr(encode, "CHUNK_CHARS", 300)
     monkeypatch.setattr(encode, "SHARD_TOKENS", 1000)
-    many = prepare_quietly(config, CHAR)
+    many = prepare_text(config, CHAR)
     assert len(list(many.folder.glob("train*.bin"))) > 5
     read = many.tokens("train")
     assert len(read) == len(tokens)
@@ -32,24 +32,24 @@ def test_more_than_65536_tokens_are_stored_as_uint32(workdir):
     """70,000 distinct characters: more than 65,536 tokens need four bytes."""
     text = "".join(chr(c) for c in range(0x10000, 0x10000 + 70_000)) * 2
     (workdir / "wide.txt").write_text(text, encoding="utf-8")
-    prepared = prepare_quietly(replace(TEXT_SOURCE, path="wide.txt"), CHAR, 16)
+    prepared = prepare_text(replace(TEXT_SOURCE, path="wide.txt"), CHAR, 16)
     assert prepared.meta["dtype"] == "uint32"
     assert prepared.tokenizer.decode(prepared.tokens("train")[-5:].tolist()) == text[: int(len(text) * 0.9)][-5:]
 
 
 def test_verify_detects_changed_files_and_prepare_detects_short_files(workdir, capsys):
-    prepared = prepare_quietly(TEXT_SOURCE, CHAR, 16)
+    prepared = prepare_text(TEXT_SOURCE, CHAR, 16)
     assert verify(prepared) == "verified: the SHA-256 of train.bin, val.bin is correct"
     path = prepared.folder / "val.bin"
     content = bytearray(path.read_bytes())
     content[40] ^= 1
     path.write_bytes(content)
-    assert prepare_quietly(TEXT_SOURCE, CHAR, 16).folder == prepared.folder  # the size is correct
+    assert prepare_text(TEXT_SOURCE, CHAR, 16).folder == prepared.folder  # the size is correct
     with pytest.raises(UserError, match=r"val.bin was changed after it was written .*; remove the folder"):
         verify(prepared)
     path.write_bytes(content[:-2])
     with pytest.raises(UserError, match=r"val.bin has [\d,]+ bytes instead of [\d,]+; remove the folder"):
-        prepare_quietly(TEXT_SOURCE, CHAR, 16)
+        prepare_text(TEXT_SOURCE, CHAR, 16)
 
 
 @pytest.mark.parametrize(
@@ -61,10 +61,10 @@ def test_verify_detects_changed_files_and_prepare_detects_short_files(workdir, c
     ],
 )
 def test_meta_of_another_format_is_rejected(workdir, change, message):
-    folder = prepare_quietly(TEXT_SOURCE, CHAR, 16).folder
+    folder = prepare_text(TEXT_SOURCE, CHAR, 16).folder
     (folder / "meta.json").write_text(json.dumps(change(read_meta(folder))))
     with pytest.raises(UserError, match=message):
-        prepare_quietly(TEXT_SOURCE, CHAR, 16)
+        prepare_text(TEXT_SOURCE, CHAR, 16)
 
 
 def test_check_length_suggests_a_block_size():
@@ -86,6 +86,6 @@ def test_inspect_shows_sizes_and_tokenized_text(workdir, capsys):
     size = len((workdir / "text.txt").read_bytes())
     assert sum(meta["bytes"].values()) == size
     assert f"bpe of 300, {size / sum(meta['tokens'].values()):.2f} bytes per token" in out
-    assert f"documents   1, the longest has {max(meta['tokens'].values()):,} tokens" in out
+    assert "documents   1\n" in out
     assert "  The 0th line" in out.replace("│", "")
     assert "\\n" in out  # line ends are escaped

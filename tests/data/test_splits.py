@@ -5,13 +5,12 @@ from pathlib import Path
 
 import numpy as np
 import pytest
-from data_helpers import STDLIB, decode_split, load_documents, make_mix, prepare_quietly, write_parquet
+from data_helpers import STDLIB, decode_split, load_documents, make_mix, prepare_text, write_parquet
 from helpers import BYTE, CHAR, TEXT_SOURCE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import UserError
-from data.prepare import prepare
 from data.sources import resolve_sources
 from data.splits import TextStats
 from data.tokenizer import end_of_text
@@ -30,20 +29,11 @@ def test_val_cut_holds_out_complete_documents(documents, fraction):
     assert sum(map(len, documents[first + 1 :])) < max(1, stats.characters * fraction)  # not more than necessary
 
 
-def test_val_cut_of_many_documents_needs_bounded_memory(monkeypatch):
-    monkeypatch.setattr("data.splits.MAX_LENGTHS", 64)
-    stats = TextStats().add(("abcd", True) for _ in range(10_007))
-    assert len(stats.lengths) <= 64 and stats.documents == 10_007
-    (first, _), share = stats.find_val_cut(0.25)
-    assert abs(first - 7505) <= stats.group_size
-    assert abs(share - first / 10_007) < 1e-3
-
-
 def test_standard_library_files_are_complete_documents(workdir):
     files = [file.address for file in resolve_sources(STDLIB)[0].files]
     assert len(files) > 200
     assert not any("/test/" in file or "site-packages" in file for file in files)
-    prepared = prepare_quietly(replace(STDLIB, val_fraction=0.05), BYTE, 16)
+    prepared = prepare_text(replace(STDLIB, val_fraction=0.05), BYTE, 16)
     val = prepared.tokens("val")[:]
     ends = np.flatnonzero(val == end_of_text(prepared.tokenizer))
     assert ends[-1] == len(val) - 1
@@ -57,7 +47,7 @@ def test_validation_can_be_separate_files_or_the_first_documents(workdir):
     (workdir / "val.txt").write_text("something else " * 10)
 
     def texts(**changed):
-        prepared = prepare_quietly(replace(TEXT_SOURCE, path="a.parquet", **changed))
+        prepared = prepare_text(replace(TEXT_SOURCE, path="a.parquet", **changed))
         return {split: decode_split(prepared, split) for split in ("train", "val")}
 
     separate = texts(val_path="val.txt")
@@ -71,14 +61,11 @@ def test_validation_can_be_separate_files_or_the_first_documents(workdir):
         texts(val_documents=30)
 
 
-def test_larger_held_out_share_than_requested_is_reported(workdir):
-    printed = []
+def test_larger_held_out_share_than_requested_is_reported(workdir, capsys):
     (workdir / "long.txt").write_text("a longer text " * 3000)
-    prepare(replace(TEXT_SOURCE, path=["text.txt", "long.txt"]), BYTE, 4, printed.append)
-    assert any(
-        line.startswith("62% of text is held out instead of data.val_fraction=0.1, because documents")
-        for line in printed
-    )
+    prepare_text(replace(TEXT_SOURCE, path=["text.txt", "long.txt"]), BYTE, 4)
+    message = "62% of text is held out instead of data.val_fraction=0.1, because documents"
+    assert message in capsys.readouterr().out
 
 
 @pytest.mark.parametrize(("split", "val_split"), [("train+test", "test"), ("train[:90%]", "train[50%:]")])
@@ -87,7 +74,7 @@ def test_hub_split_cannot_be_held_out_from_itself(workdir, split, val_split):
     write_parquet(workdir / "test.parquet", [f"test {n} " for n in range(30)])
     config = replace(TEXT_SOURCE, source="hub", path=None, repo=".", split=split, val_split=val_split)
     with pytest.raises(UserError, match=r", split (test|train) would be both trained on and held out; remove it"):
-        prepare_quietly(config)
+        prepare_text(config)
 
 
 def test_file_cannot_be_trained_on_and_held_out(workdir):
@@ -96,7 +83,7 @@ def test_file_cannot_be_trained_on_and_held_out(workdir):
     (workdir / "loop").symlink_to("folder")
     with pytest.raises(UserError, match=r"folder/text.txt would be both trained on and held out"):
         held_out = str(workdir / "loop/text.txt")  # the same file by another path
-        prepare_quietly(replace(TEXT_SOURCE, path="folder", val_path=held_out))
+        prepare_text(replace(TEXT_SOURCE, path="folder", val_path=held_out))
     assert load_documents(replace(TEXT_SOURCE, path=["folder", "loop/*.txt"])) == ["a text " * 50]
 
 
@@ -107,36 +94,35 @@ def test_mix_cannot_train_on_files_that_another_source_holds_out(workdir):
     with pytest.raises(
         UserError, match=r"1.txt is in data.mix.all and in data.mix.one, so that one would train on text"
     ):
-        prepare_quietly(make_mix(mix={"all": all_of_them, "one": one}))
+        prepare_text(make_mix(mix={"all": all_of_them, "one": one}))
     held_out = replace(one, val_path="0.txt")
     with pytest.raises(UserError, match=r"0.txt would be both trained on and held out"):
-        prepare_quietly(make_mix(mix={"all": all_of_them, "one": held_out}))
+        prepare_text(make_mix(mix={"all": all_of_them, "one": held_out}))
     both = {"all": replace(TEXT_SOURCE, path=["1.txt", "2.txt"], val_path="0.txt"), "one": held_out}
-    assert prepare_quietly(make_mix(mix=both)).meta["documents"] == {"train": 3, "val": 2}
+    assert prepare_text(make_mix(mix=both)).meta["documents"] == {"train": 3, "val": 2}
 
 
-def test_mix_of_one_source_equals_the_source(workdir):
-    printed = []
-    prepared = prepare(make_mix(mix={"only": TEXT_SOURCE}), CHAR, 4, printed.append)
-    assert printed[0].startswith("preparing mix: text.txt -> ")
-    assert prepared.meta["tokens"] == prepare(TEXT_SOURCE, CHAR, 4, printed.append).meta["tokens"]
+def test_mix_of_one_source_equals_the_source(workdir, capsys):
+    prepared = prepare_text(make_mix(mix={"only": TEXT_SOURCE}), CHAR, 4)
+    assert capsys.readouterr().out.startswith("preparing mix: text.txt -> ")
+    assert prepared.meta["tokens"] == prepare_text(TEXT_SOURCE, CHAR, 4).meta["tokens"]
 
 
 def test_mix_source_without_training_text_is_reported(workdir):
     (workdir / "tiny.txt").write_text("x")
     mix = {"one": TEXT_SOURCE, "two": replace(TEXT_SOURCE, path="tiny.txt")}
     with pytest.raises(UserError, match=r"data.mix.two has no training text"):
-        prepare_quietly(make_mix(mix=mix))
+        prepare_text(make_mix(mix=mix))
     mix["two"] = replace(TEXT_SOURCE, path="no.txt")
     with pytest.raises(UserError, match=r"data.mix.two: data.path=no.txt does not exist"):
-        prepare_quietly(make_mix(mix=mix))
+        prepare_text(make_mix(mix=mix))
 
 
 def test_mix_keeps_sources_separate_with_one_vocabulary(workdir):
     write_parquet(workdir / "a.parquet", [f"train {n} " for n in range(30)])
     mix = {"one": replace(TEXT_SOURCE, weight=3.0), "two": replace(TEXT_SOURCE, path="a.parquet", val_fraction=0.5)}
     config = replace(make_mix(mix=mix), name="both")
-    prepared = prepare_quietly(config, CHAR, 16)
+    prepared = prepare_text(config, CHAR, 16)
     assert prepared.weights == (3.0, 1.0)
     assert [source["name"] for source in prepared.meta["mix"]] == ["one", "two"]
     tokens, whole = prepared.tokens("train"), ""
@@ -145,5 +131,5 @@ def test_mix_keeps_sources_separate_with_one_vocabulary(workdir):
         assert text.startswith(begins)
         whole += text
     assert len(tokens) == sum(count for _, count in prepared.train_ranges)
-    again = prepare_quietly(replace(config, mix=mix | {"one": TEXT_SOURCE}), CHAR, 16)
+    again = prepare_text(replace(config, mix=mix | {"one": TEXT_SOURCE}), CHAR, 16)
     assert again.folder == prepared.folder and again.weights == (1.0, 1.0)  # weights do not change the tokens

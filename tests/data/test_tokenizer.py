@@ -5,7 +5,7 @@ from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from data_helpers import build, quiet
+from data_helpers import build
 from helpers import BPE, BYTE, CHAR, GPT2, TEXT_SOURCE
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -98,13 +98,12 @@ def test_missing_vocabulary_error_names_files_and_folder(monkeypatch, tmp_path, 
     assert not needs_download(TokenizerConfig(name, None, None))
 
 
-def test_tokenizer_without_end_of_text_prints_a_warning(workdir):
-    printed = []
+def test_tokenizer_without_end_of_text_prints_a_warning(workdir, capsys):
     for n in range(3):
         Path(f"{n}.txt").write_text("The 1th line says 1.\n" * 30)
     spec = to_spec(build(["".join(map(chr, range(128)))], CHAR))
-    prepare(replace(TEXT_SOURCE, path="?.txt"), replace(CHAR, name="run", run="x"), 4, printed.append, spec)
-    assert any("the tokenizer of run x has no <|endoftext|>" in line for line in printed)
+    prepare(replace(TEXT_SOURCE, path="?.txt"), replace(CHAR, name="run", run="x"), 4, spec)
+    assert "the tokenizer of run x has no <|endoftext|>" in capsys.readouterr().out
 
 
 def test_unknown_character_is_reported_with_its_document(workdir):
@@ -112,4 +111,4 @@ def test_unknown_character_is_reported_with_its_document(workdir):
         (workdir / f"{n}.txt").write_text("a" * 100 + "\u2603" * (n == 3))
     spec = to_spec(build(["a", "a"], CHAR))
     with pytest.raises(UserError, match=r"document 4 of text has the character '\u2603' at position 100"):
-        prepare(replace(TEXT_SOURCE, path="?.txt"), replace(CHAR, name="run", run="x"), 4, quiet, spec)
+        prepare(replace(TEXT_SOURCE, path="?.txt"), replace(CHAR, name="run", run="x"), 4, spec)

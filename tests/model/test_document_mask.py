@@ -20,7 +20,7 @@ def write_table(documents: list[str]) -> Path:
 
 def build_loader(path: Path, T: int, document_mask: bool) -> Loader:
     config = replace(TEXT_SOURCE, path=str(path), val_fraction=0.3, document_mask=document_mask)
-    prepared = prepare(config, BYTE, T, print_line=lambda line: None)
+    prepared = prepare(config, BYTE, T)
     return Loader(prepared, T, seed=0, document_mask=document_mask)
 
 

@@ -93,10 +93,10 @@ def test_rotary_models_can_start_with_a_longer_context(trained, train, other):
 def test_tokenizer_of_a_run_prepares_another_text(trained, other):
     spec = load_run_tokenizer("a")
     config = replace(TEXT_SOURCE, path="other.txt")
-    prepared = prepare(config, replace(CHAR, name="run", run="a"), 16, print_line=lambda line: None, spec=spec)
+    prepared = prepare(config, replace(CHAR, name="run", run="a"), 16, spec=spec)
     assert prepared.meta["tokenizer"] == spec
     assert prepared.tokenizer.decode(prepared.tokens("train")[:5].tolist()) == "The 7"
-    separate = prepare(config, CHAR, 16, print_line=lambda line: None)
+    separate = prepare(config, CHAR, 16)
     assert separate.folder != prepared.folder and separate.meta["vocab_size"] < prepared.meta["vocab_size"]
 
 
