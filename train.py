@@ -31,7 +31,6 @@ import shlex
 import sys
 import time
 from dataclasses import asdict
-from functools import partial
 
 import torch
 
@@ -43,7 +42,7 @@ from configs.cli import run_main as run_main
 from configs.schema import Train
 from data.loader import Loader, prefetch
 from data.prepare import prepare
-from model.attention import get_attention_fn, resolve_model
+from model.attention import get_attention_fn
 from model.flops import flops_per_token, n_params
 from model.gpt import GPT
 from training.checkpoint import CheckpointWriter, TrainState, make_checkpoint_metadata
@@ -54,6 +53,7 @@ from training.loss_plot import plot_loss
 from training.metrics import MetricsLogger
 from training.observers import Observers
 from training.optimizer import build_optimizers, optimizer_step, set_lr
+from training.planning.memory import StepSpec
 from training.planning.micro_batch import resolve_micro_batch_size
 from training.planning.plan import show_plan
 from training.profiler import build_profiler
@@ -64,19 +64,14 @@ from training.wandb_logger import WandbRun
 
 
 def main(config: Train) -> int:
-    if config.plan:
-        return show_plan(config)
-
     # runtime: anything that cannot run here is refused before a file is written
     runtime = resolve_runtime(config.device, config.dtype, config.compile)
     dist, device, dtype = runtime.dist, runtime.device, runtime.dtype
     configure_backends(device, config.deterministic, config.tf32)
-    resolve_attention = partial(
-        resolve_model, config.attention, config.model, dtype=dtype, device=device, grad=True,
-        document_mask=config.data.document_mask,
-    )  # fmt: skip
     min_micro_batch_size, _ = config.train.split_batch(dist.world_size)
-    resolve_attention(B=min_micro_batch_size)
+    runtime.resolve_attention(config.attention, config.model, min_micro_batch_size, config.data.document_mask)
+    if config.plan:
+        return show_plan(config, runtime)
     dist.connect(device)
 
     # data
@@ -89,8 +84,9 @@ def main(config: Train) -> int:
     # model, micro-batch size, attention kernel, optimizers
     torch.manual_seed(config.seed)
     model = GPT(config.model, tokenizer.n_vocab, get_attention_fn(config.attention)).to(device)
-    micro_batch_size, accumulation = resolve_micro_batch_size(config, model, dtype, dist)
-    attention = resolve_attention(B=micro_batch_size)
+    step_spec = StepSpec.from_config(config, tokenizer.n_vocab, dtype, device)
+    micro_batch_size, accumulation = resolve_micro_batch_size(config.train, step_spec, dist, model)
+    attention = runtime.resolve_attention(config.attention, config.model, micro_batch_size, config.data.document_mask)
     wrapped_model = runtime.wrap(model, config.attention)
     optimizers, scaler = build_optimizers(model, config.optimizer), build_grad_scaler(device, dtype)
     state = TrainState(model, optimizers, scaler)

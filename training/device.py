@@ -11,8 +11,8 @@ from torch import nn
 
 from common.errors import UserError
 from common.system import describe_environment
-from model import AttentionConfig
-from model.attention import missing_compiler, pin_kernel_under_compile
+from model import AttentionConfig, GPTConfig
+from model.attention import ResolvedAttention, missing_compiler, pin_kernel_under_compile, resolve_model
 from training.distributed import Dist
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
@@ -29,6 +29,14 @@ class Runtime:
 
     def autocast(self) -> AbstractContextManager:
         return autocast(self.device, self.dtype)
+
+    def resolve_attention(
+        self, config: AttentionConfig, model: GPTConfig, B: int, document_mask: bool
+    ) -> ResolvedAttention:
+        """The attention kernel that trains on micro batches of B sequences. Raises UserError."""
+        return resolve_model(
+            config, model, B=B, dtype=self.dtype, device=self.device, grad=True, document_mask=document_mask
+        )
 
     def describe(self) -> dict:
         """Device, software and command, for summary.json."""

@@ -10,23 +10,25 @@ scores nor the small blocks. Without the small blocks, CPU estimates were 18.6 %
 
 import platform
 import weakref
-from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
 
 # Private: torch has no public API for tensors without data or for a hook on every operation. Checked with torch 2.13.
 from torch._subclasses.fake_tensor import FakeTensorMode
+from torch.optim import Optimizer
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
+from common.errors import UserError
 from model import AttentionConfig, GPTConfig
-from model.attention import get_attention_fn
+from model.attention import BACKENDS, get_attention_fn
 from model.gpt import GPT
 from training.config import AdamWConfig, MuonConfig
 from training.device import autocast
-from training.optimizer import build_optimizers, optimizer_step
+from training.optimizer import build_optimizers, optimizer_step, set_lr
 
 MAX_SMALL_BLOCK_BYTES = 16 * 2**20
 STEPS = 2  # memory peaks in the second step: the optimizer allocates its state in the first
@@ -43,6 +45,12 @@ class StepSpec:
     dtype: torch.dtype
     device: torch.device
     document_mask: bool
+
+    @classmethod
+    def from_config(cls, config: Any, vocab_size: int, dtype: torch.dtype, device: torch.device) -> "StepSpec":
+        """The steps of a run. config: the config of train.py."""
+        document_mask = config.data.document_mask
+        return cls(config.model, vocab_size, config.attention, config.optimizer, dtype, device, document_mask)
 
 
 @dataclass(frozen=True)
@@ -68,44 +76,38 @@ class MemoryEstimate:
 class MemoryTracker(TorchDispatchMode):
     """Context manager that counts the bytes of all storages which tensor operations create. Views count once.
 
-    current: bytes that exist now. small: their part in blocks of up to MAX_SMALL_BLOCK_BYTES.
+    current: bytes that exist now. small: their part in blocks of up to MAX_SMALL_BLOCK_BYTES. scores: their part that
+    attention has created with shape (..., T, T). activations, small_activations, activation_scores: what the last
+    forward pass of a model has added, if start_forward and end_forward are its hooks.
     """
 
-    def __init__(self):
+    def __init__(self, T: int):
         super().__init__()
-        self.current = self.small = self.peak = 0
-        self.is_in_attention = False
-        self._attention_shapes = weakref.WeakKeyDictionary()  # storage -> shape if attention created it, else None
+        self.T, self.is_in_attention = T, False
+        self.current = self.small = self.scores = self.peak = 0
+        self._tracked = weakref.WeakSet()
 
     def track(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
-        if storage in self._attention_shapes:
-            return
-        self._attention_shapes[storage] = tensor.shape if self.is_in_attention else None
-        self._add(storage.nbytes(), 1)
-        weakref.finalize(storage, self._add, storage.nbytes(), -1)
+        if storage not in self._tracked:
+            self._tracked.add(storage)
+            is_score = self.is_in_attention and tensor.shape[-2:] == (self.T, self.T)
+            self._add(storage.nbytes(), is_score)
+            weakref.finalize(storage, self._add, -storage.nbytes(), is_score)
 
-    def _add(self, size: int, sign: int) -> None:
-        self.current += sign * size
-        self.small += sign * size if size <= MAX_SMALL_BLOCK_BYTES else 0
+    def _add(self, size: int, is_score: bool) -> None:
+        self.current += size
+        self.small += size if abs(size) <= MAX_SMALL_BLOCK_BYTES else 0
+        self.scores += size if is_score else 0
         self.peak = max(self.peak, self.current)
 
-    def score_bytes(self, T: int) -> int:
-        """Bytes of the tensors of shape (..., T, T) that attention created and that still exist."""
-        shapes = self._attention_shapes.items()
-        return sum(storage.nbytes() for storage, shape in shapes if shape is not None and shape[-2:] == (T, T))
+    def start_forward(self, *_) -> None:
+        self._before_forward = self.current, self.small
 
-    def tag_attention(self, attend: Callable[..., Tensor]) -> Callable[..., Tensor]:
-        """Wrap `attend` so that the storages which it creates are tagged as created by attention."""
-
-        def tagged(*args, **kwargs):
-            self.is_in_attention = True
-            try:
-                return attend(*args, **kwargs)
-            finally:
-                self.is_in_attention = False
-
-        return tagged
+    def end_forward(self, *_) -> None:
+        current, small = self._before_forward
+        self.activations, self.small_activations = self.current - current, self.small - small
+        self.activation_scores = self.scores
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
         result = function(*args, **(kwargs or {}))
@@ -116,37 +118,60 @@ class MemoryTracker(TorchDispatchMode):
 
 
 def simulate_memory(step: StepSpec, micro_batch_size: int, accumulation: int) -> MemoryEstimate:
-    """Memory for training with `accumulation` micro batches per optimizer step, without DDP's gradient buckets."""
-    T, device, tracker = step.model.block_size, step.device, MemoryTracker()
-    attend = tracker.tag_attention(get_attention_fn(step.attention))
+    """Memory for training with `accumulation` micro batches per optimizer step, without DDP's gradient buckets.
+
+    Raises UserError for a backend that is compiled.
+    """
+    backend, device, tracker = step.attention.backend, step.device, MemoryTracker(step.model.block_size)
+    if BACKENDS[backend].needs_compiler and device.type == "cuda":
+        raise UserError(
+            f"attention={backend} is compiled on CUDA and not simulated; its plan needs a number for "
+            "train.micro_batch_size"
+        )
+    attend = get_attention_fn(step.attention)
+
+    def tracked_attention(*args, **kwargs) -> Tensor:
+        tracker.is_in_attention = True
+        y = attend(*args, **kwargs)
+        tracker.is_in_attention = False
+        return y
+
     with FakeTensorMode():
         with device:
-            model = GPT(step.model, step.vocab_size, attend, device=device)
+            model = GPT(step.model, step.vocab_size, tracked_attention, device=device)
+        model.register_forward_pre_hook(tracker.start_forward)
+        model.register_forward_hook(tracker.end_forward)
         for tensor in (*model.parameters(), *model.buffers()):
             tracker.track(tensor)
         weights = tracker.current
         optimizers = build_optimizers(model, step.optimizer)
-        with tracker:
-            for _ in range(STEPS):
-                optimizer_state = tracker.current - weights
-                for _ in range(min(2, accumulation)):  # from the second on, gradients and activations exist
-                    current, small = tracker.current, tracker.small
-                    tokens, targets, doc_ids = torch.zeros(3, micro_batch_size, T, dtype=torch.int64, device=device)
-                    with autocast(device, step.dtype):
-                        loss = model(tokens, targets, doc_ids=doc_ids if step.document_mask else None)
-                    activations, small_activations = tracker.current - current, tracker.small - small
-                    scores = tracker.score_bytes(T)
-                    loss.backward()
-                    del loss, tokens, targets, doc_ids
-                gradients = tracker.current - weights - optimizer_state
-                optimizer_step(model, optimizers, torch.amp.GradScaler(device.type, enabled=False), None)
+        with tracker:  # from the second micro batch on, gradients and activations exist
+            run_steps(model, optimizers, step, micro_batch_size, min(2, accumulation))
     keeps_small_blocks = device.type == "cpu" and platform.libc_ver()[0] == "glibc"
     return MemoryEstimate(
         weights=weights,
-        gradients=gradients,
+        gradients=sum(p.nbytes for p in model.parameters()),
         optimizer=tracker.current - weights,
-        activations=activations,
-        scores=scores,
+        activations=tracker.activations,
+        scores=tracker.activation_scores,
         peak=tracker.peak,
-        reserved=tracker.peak + (small_activations if keeps_small_blocks else 0),
+        reserved=tracker.peak + (tracker.small_activations if keeps_small_blocks else 0),
     )
+
+
+def run_steps(
+    model: GPT, optimizers: list[Optimizer], step: StepSpec, micro_batch_size: int, accumulation: int
+) -> None:
+    """Run STEPS optimizer steps on zeros. The weights do not change."""
+    set_lr(optimizers, 0.0)
+    # Without a scaler no overflow of float16 skips a step, so the optimizer always allocates its state.
+    scaler = torch.amp.GradScaler(step.device.type, enabled=False)
+    shape = (3, micro_batch_size, step.model.block_size)
+    tokens, targets, doc_ids = torch.zeros(shape, dtype=torch.int64, device=step.device)
+    for _ in range(STEPS):
+        for _ in range(accumulation):
+            with autocast(step.device, step.dtype):
+                loss = model(tokens, targets, doc_ids=doc_ids if step.document_mask else None)
+            loss.backward()
+            del loss
+        optimizer_step(model, optimizers, scaler, None)

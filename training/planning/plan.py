@@ -1,20 +1,18 @@
 """plan=true: prints the parameters, FLOPs, memory, steps and time of a run. Nothing is trained or downloaded.
 
-`make_plan` counts parameters and FLOPs, simulates the memory (memory.py) and measures this machine's speed.
+`Plan` counts parameters and FLOPs, simulates the memory (memory.py) and measures this machine's speed.
 `print_plan` prints the result.
 """
 
 import statistics
 from collections.abc import Callable
-from dataclasses import dataclass, replace
-from functools import partial
+from dataclasses import replace
 from math import ceil, inf
 from typing import Any
 
 import torch
 from rich.console import Console
 from rich.table import Table
-from torch import Tensor
 
 from common import system
 from common.console import format_duration, format_memory, format_si, make_console, make_table, pluralize
@@ -23,23 +21,16 @@ from data import DataConfig, TokenizerConfig, tokenizer
 from data.prepare import prepare_offline
 from data.shards import PreparedData
 from data.sources import all_files, resolve_sources
-from model import AttentionConfig, GPTConfig
-from model.attention import BACKENDS, ResolvedAttention, get_attention_fn, resolve_model
-from model.flops import (
-    attention_flops_per_token,
-    find_flops_crossover,
-    flops_per_token,
-    linear_flops_per_token,
-    params_by_part,
-)
+from model import AttentionConfig
+from model.attention import BACKENDS, get_attention_fn
+from model.flops import attention_flops_per_token, find_flops_crossover, linear_flops_per_token, params_by_part
 from model.gpt import GPT
-from training.config import AUTO, EvalConfig, TrainConfig
-from training.device import autocast, configure_backends, resolve_device, resolve_dtype
-from training.distributed import Dist
+from training.config import AUTO
+from training.device import Runtime, autocast
 from training.init_from import load_run_tokenizer
-from training.optimizer import build_optimizers, optimizer_step
-from training.planning.memory import MemoryEstimate, StepSpec, simulate_memory
-from training.planning.micro_batch import estimate_micro_batch_size
+from training.optimizer import build_optimizers
+from training.planning.memory import MemoryEstimate, StepSpec, run_steps, simulate_memory
+from training.planning.micro_batch import resolve_micro_batch_size
 from training.progress import describe_model, format_epochs
 from training.speed import peak_flops, time_calls
 
@@ -56,49 +47,99 @@ MEMORY_ROWS = {  # label -> field of MemoryEstimate
 }
 
 
-@dataclass(frozen=True)
+def show_plan(config: Any, runtime: Runtime) -> int:
+    """Print the plan for a config of train.py -> exit code. With several processes, only rank 0 prints."""
+    if runtime.dist.is_main:
+        console = make_console(width=WIDTH)
+        with console.status("") as status:
+            plan = Plan(config, runtime, report=lambda activity: status.update(f"{activity} ..."))
+        print_plan(plan, console)
+    return 0
+
+
 class Plan:
     """What a run needs. FLOPs are those of matrix products (model/flops.py), forward and backward.
 
     Counts, FLOPs and speeds are for all processes together; memory is for one.
     """
 
-    step: StepSpec
-    train: TrainConfig
-    warmup_steps: int
-    device: str
-    tokenizer: str
-    vocab_is_upper_bound: bool
-    parameters: dict[str, int]  # by part of the model
-    linear_flops: int  # per token
-    attention_flops: int  # per token
-    memory: dict[str, MemoryEstimate | str]  # by attention backend; a str is the reason why it cannot run
-    process_bytes: int | None  # memory of a process without a model; None: unknown on this system
-    world_size: int
-    micro_batch_size: int
-    accumulation: int
-    steps: int
-    epochs: float | None  # None: unknown before the data is prepared
-    evaluations: int
-    evaluation_flops: int | None  # of all evaluations; None: unknown before the data is prepared
-    flops_per_second: float
-    peak: float | None  # FLOP/s of large matrix products; None: flops_per_second was given
+    def __init__(self, config: Any, runtime: Runtime, report: Callable[[str], None] = lambda activity: None):
+        """config: of train.py. report: receives the current activity.
 
-    @property
-    def tokens_per_step(self) -> int:
-        return self.train.batch_size * self.step.model.block_size
+        Raises UserError if the vocabulary needs a download or not even one sequence fits into memory.
+        """
+        self.config, self.runtime = config, runtime
+        dist, T = runtime.dist, config.model.block_size
+        dist.share_cores()
 
-    @property
-    def tokens(self) -> int:
-        return self.steps * self.tokens_per_step
+        # memory of a process without a model, measured before this process allocates more than a run
+        report("loading libraries")
+        if config.wandb.mode != "disabled":
+            import wandb  # noqa: F401 (a run imports it, so its memory counts)
+        step = StepSpec.from_config(config, 0, runtime.dtype, runtime.device)
+        self.process_bytes = _measure_process_bytes(step)  # None: unknown on this system
 
-    @property
-    def training_flops(self) -> int:
-        return self.tokens * (self.linear_flops + self.attention_flops)
+        # vocabulary
+        spec = load_run_tokenizer(config.tokenizer.run, config.name)
+        prepared = prepare_offline(config.data, config.tokenizer, T, spec)
+        self.vocab_size, self.vocab_is_upper_bound = _find_vocab_size(config.data, config.tokenizer, prepared, spec)
+        step = replace(step, vocab_size=self.vocab_size)
 
-    @property
-    def seconds(self) -> float:
-        return (self.training_flops + (self.evaluation_flops or 0)) / self.flops_per_second
+        # parameters, and FLOPs per token
+        model = GPT(config.model, self.vocab_size, get_attention_fn(config.attention), device="meta")
+        self.parameters = params_by_part(model)
+        self.linear_flops = linear_flops_per_token(config.model, self.vocab_size)
+        self.attention_flops = attention_flops_per_token(config.model, T)
+        flops = self.linear_flops + self.attention_flops
+
+        # memory by attention backend, or the reason why it cannot run
+        self.micro_batch_size, self.accumulation = resolve_micro_batch_size(config.train, step, dist)
+        self.memory: dict[str, MemoryEstimate | str] = {}
+        for name in BACKENDS:
+            report(f"simulating the memory of attention={name}")
+            attention = AttentionConfig(backend=name, kernels=None, impl=None)
+            if name == config.attention.backend:
+                attention = config.attention
+            try:
+                self._resolve_attention(attention)
+                simulated = replace(step, attention=attention)
+                self.memory[name] = simulate_memory(simulated, self.micro_batch_size, self.accumulation)
+            except UserError as error:
+                self.memory[name] = str(error)
+
+        # speed
+        self.flops_per_second, self.peak = config.flops_per_second, None  # FLOP/s of the run, and of matrix products
+        if self.flops_per_second is None:
+            report("measuring the speed of this machine")
+            self._resolve_attention(config.attention)  # resolving the other backends can change global settings
+            peak = peak_flops(runtime.device, runtime.dtype)
+            speed = _measure_flops_per_second(step, self.micro_batch_size, flops, peak)
+            self.flops_per_second, self.peak = dist.world_size * speed, dist.world_size * peak
+
+        # FLOPs of an evaluation: the forward pass takes a third. None: unknown before the data is prepared
+        windows = inf if config.eval.batches is None else config.eval.batches * config.train.batch_size
+        if prepared is not None:
+            windows = min(windows, ceil((prepared.meta["tokens"]["val"] - 1) / T))
+        evaluation = None if windows == inf else int(windows) * T * flops // 3
+
+        # the run: train.steps, or as many as fit into train.minutes; the first evaluation is before the first step
+        self.tokens_per_step = config.train.batch_size * T
+        self.steps = config.train.steps
+        if config.train.minutes is not None:
+            available = 60 * config.train.minutes * self.flops_per_second - (evaluation or 0)
+            flops_per_step = self.tokens_per_step * flops + (evaluation or 0) / config.eval.every
+            self.steps = int(min(max(1, available // flops_per_step), self.steps or inf))
+        self.evaluations = 1 + ceil(self.steps / config.eval.every)
+        self.tokens = self.steps * self.tokens_per_step
+        self.epochs = None if prepared is None else self.tokens / prepared.meta["tokens"]["train"]
+        self.training_flops = self.tokens * flops
+        self.evaluation_flops = None if evaluation is None else self.evaluations * evaluation
+        self.seconds = (self.training_flops + (self.evaluation_flops or 0)) / self.flops_per_second
+
+    def _resolve_attention(self, attention: AttentionConfig) -> None:
+        """Raises UserError for a backend that cannot run."""
+        document_mask = self.config.data.document_mask
+        self.runtime.resolve_attention(attention, self.config.model, self.micro_batch_size, document_mask)
 
     def total_bytes(self, backend: str) -> int | None:
         """Predicted peak_memory_bytes of summary.json. None: unknown, or the backend cannot run."""
@@ -106,118 +147,18 @@ class Plan:
         return None if self.process_bytes is None or isinstance(memory, str) else self.process_bytes + memory.reserved
 
 
-def show_plan(config: Any) -> int:
-    """Print the plan for a config of train.py -> exit code. With several processes, only rank 0 prints."""
-    dist = Dist.from_environment()
-    if dist.is_main:
-        console = make_console(width=WIDTH)
-        with console.status("") as status:
-            plan = make_plan(config, dist, report=lambda activity: status.update(f"{activity} ..."))
-        print_plan(plan, console)
-    return 0
+def _measure_process_bytes(step: StepSpec) -> int | None:
+    """Memory of a training process without its model: Python, libraries, and what kernels load at first use.
 
-
-def make_plan(config: Any, dist: Dist, report: Callable[[str], None] = lambda activity: None) -> Plan:
-    """The plan for a config of train.py and the processes of `dist`. `report` receives the current activity.
-
-    Raises UserError for an unsupported device or attention backend, and if the vocabulary needs a download.
+    0 on devices other than the CPU, where peak_memory_bytes counts tensors only.
     """
-    # device and kernel: a config that cannot run is refused first
-    device = resolve_device(config.device, dist.local_rank)
-    dtype = resolve_dtype(config.dtype, device)
-    configure_backends(device, config.deterministic, config.tf32)
-    resolve_kernel = partial(
-        resolve_model,
-        model=config.model,
-        dtype=dtype,
-        device=device,
-        grad=True,
-        document_mask=config.data.document_mask,
-    )
-    min_micro_batch_size, _ = config.train.split_batch(dist.world_size)
-    resolve_kernel(config.attention, B=min_micro_batch_size)
-    dist.share_cores()
-
-    # memory of a process without a model, measured before this process allocates more than a run; then the vocabulary
-    report("loading libraries")
-    attend, T = get_attention_fn(config.attention), config.model.block_size
-    if config.wandb.mode != "disabled":
-        import wandb  # noqa: F401 (a run imports it, so its memory counts)
-    process_bytes = _measure_process_bytes(config.model, attend, config.optimizer, device, dtype)
-    spec = load_run_tokenizer(config.tokenizer.run, config.name)
-    prepared = prepare_offline(config.data, config.tokenizer, T, spec)
-    vocab_size, is_upper_bound = _find_vocab_size(config.data, config.tokenizer, prepared, spec)
-
-    # memory
-    step = StepSpec(
-        config.model, vocab_size, config.attention, config.optimizer, dtype, device, config.data.document_mask
-    )
-    micro_batch_size, accumulation = estimate_micro_batch_size(config.train, step, dist)
-    memory = {}
-    for name in BACKENDS:
-        report(f"simulating the memory of attention={name}")
-        is_chosen = name == config.attention.backend
-        attention = config.attention if is_chosen else AttentionConfig(backend=name, kernels=None, impl=None)
-        memory[name] = _simulate_backend(
-            replace(step, attention=attention), micro_batch_size, accumulation, resolve_kernel
-        )
-
-    # speed
-    flops, peak, flops_per_second = flops_per_token(config.model, vocab_size, T), None, config.flops_per_second
-    if flops_per_second is None:
-        report("measuring the speed of this machine")
-        resolve_kernel(config.attention, B=micro_batch_size)  # resolving the other backends can change global settings
-        device_peak = peak_flops(device, dtype)
-        speed = _measure_flops_per_second(step, micro_batch_size, flops, device_peak)
-        flops_per_second, peak = dist.world_size * speed, dist.world_size * device_peak
-
-    # steps and evaluations
-    windows = _count_evaluated_windows(config.eval, config.train.batch_size, T, prepared)
-    evaluation = None if windows is None else windows * T * flops // 3  # the forward pass is a third of the FLOPs
-    steps = _count_steps(
-        config.train,
-        step_seconds=config.train.batch_size * T * flops / flops_per_second,
-        evaluation_seconds=(evaluation or 0) / flops_per_second,
-        steps_per_evaluation=config.eval.every,
-    )
-    evaluations = 1 + ceil(steps / config.eval.every)
-    train_tokens = None if prepared is None else prepared.meta["tokens"]["train"]
-    return Plan(
-        step=step,
-        train=config.train,
-        warmup_steps=config.schedule.warmup_steps,
-        device=system.device_name(device),
-        tokenizer=config.tokenizer.name,
-        vocab_is_upper_bound=is_upper_bound,
-        parameters=params_by_part(GPT(config.model, vocab_size, attend, device="meta")),
-        linear_flops=linear_flops_per_token(config.model, vocab_size),
-        attention_flops=attention_flops_per_token(config.model, T),
-        memory=memory,
-        process_bytes=process_bytes,
-        world_size=dist.world_size,
-        micro_batch_size=micro_batch_size,
-        accumulation=accumulation,
-        steps=steps,
-        epochs=None if train_tokens is None else steps * config.train.batch_size * T / train_tokens,
-        evaluations=evaluations,
-        evaluation_flops=None if evaluation is None else evaluations * evaluation,
-        flops_per_second=flops_per_second,
-        peak=peak,
-    )
-
-
-def _simulate_backend(
-    step: StepSpec, micro_batch_size: int, accumulation: int, resolve_kernel: Callable[..., ResolvedAttention]
-) -> MemoryEstimate | str:
-    """The memory of a step, or the reason why its attention backend cannot run or be simulated."""
-    backend = step.attention.backend
-    if BACKENDS[backend].needs_compiler and step.device.type == "cuda":
-        return f"attention={backend} is compiled on CUDA, and compiled steps are not simulated"
-    try:
-        resolve_kernel(step.attention, B=micro_batch_size)
-    except UserError as error:
-        return str(error)
-    return simulate_memory(step, micro_batch_size, accumulation)
+    if step.device.type != "cpu":
+        return 0
+    tiny = replace(step.model, n_embd=8 * step.model.n_head, window=None, block_size=8, ngram_table_size=64)
+    model = GPT(tiny, 64, get_attention_fn(step.attention))
+    run_steps(model, build_optimizers(model, step.optimizer), replace(step, model=tiny), 1, 1)
+    system.reset_peak_memory(step.device)
+    return system.peak_memory_bytes(step.device)
 
 
 def _find_vocab_size(
@@ -238,30 +179,6 @@ def _find_vocab_size(
     return size, config.name == "bpe"
 
 
-def _measure_process_bytes(
-    model: GPTConfig, attend: Callable[..., Tensor], optimizer: Any, device: torch.device, dtype: torch.dtype
-) -> int | None:
-    """Memory of a training process without its model: Python, libraries, and what kernels load at first use.
-
-    0 on devices other than the CPU, where peak_memory_bytes counts tensors only.
-    """
-    if device.type != "cpu":
-        return 0
-    tiny = GPT(replace(model, n_embd=8 * model.n_head, ngram_table_size=64), 64, attend)
-    optimizers = build_optimizers(tiny, optimizer)
-    _run_pass(tiny, torch.zeros(1, min(8, model.block_size), dtype=torch.int64), dtype)
-    optimizer_step(tiny, optimizers, torch.amp.GradScaler(enabled=False), None)
-    system.reset_peak_memory(device)
-    return system.peak_memory_bytes(device)
-
-
-def _run_pass(model: GPT, tokens: Tensor, dtype: torch.dtype) -> None:
-    """A forward and a backward pass."""
-    with autocast(tokens.device, dtype):
-        loss = model(tokens, tokens)
-    loss.backward()
-
-
 def _measure_flops_per_second(step: StepSpec, max_batch_size: int, flops: int, peak: float) -> float:
     """Median FLOP/s of forward and backward passes. The first pass, which loads kernels, counts only if no other fits.
 
@@ -272,34 +189,21 @@ def _measure_flops_per_second(step: StepSpec, max_batch_size: int, flops: int, p
     model = GPT(step.model, step.vocab_size, get_attention_fn(step.attention)).to(step.device)
     tokens = torch.randint(step.vocab_size, (batch_size, T), device=step.device)
 
-    def run() -> None:
-        _run_pass(model, tokens, step.dtype)
+    def run_pass() -> None:
+        with autocast(step.device, step.dtype):
+            loss = model(tokens, tokens)
+        loss.backward()
         model.zero_grad(set_to_none=True)
 
-    seconds = time_calls(run, step.device, 1, MEASURED_SECONDS, MAX_MEASURED_PASSES)
+    seconds = time_calls(run_pass, step.device, 1, MEASURED_SECONDS, MAX_MEASURED_PASSES)
     return batch_size * T * flops / statistics.median(seconds[1:] or seconds)
 
 
-def _count_evaluated_windows(config: EvalConfig, batch_size: int, T: int, prepared: PreparedData | None) -> int | None:
-    """Validation windows per evaluation. None: all windows, and their number is unknown before the data is prepared."""
-    requested = inf if config.batches is None else config.batches * batch_size
-    existing = inf if prepared is None else ceil((prepared.meta["tokens"]["val"] - 1) / T)
-    return None if requested == existing == inf else int(min(requested, existing))
-
-
-def _count_steps(config: TrainConfig, step_seconds: float, evaluation_seconds: float, steps_per_evaluation: int) -> int:
-    """Optimizer steps of the run: train.steps, or as many as fit into train.minutes, if that is fewer."""
-    if config.minutes is None:
-        return config.steps
-    available = 60 * config.minutes - evaluation_seconds  # the first evaluation is before the first step
-    fitting = max(1, int(available / (step_seconds + evaluation_seconds / steps_per_evaluation)))
-    return fitting if config.steps is None else min(config.steps, fitting)
-
-
 def print_plan(plan: Plan, console: Console) -> None:
-    model, vocab_size = plan.step.model, plan.step.vocab_size
+    config, model = plan.config, plan.config.model
     at_most = "at most " if plan.vocab_is_upper_bound else ""
-    console.print(f"{model.name}: {describe_model(model)}, {plan.tokenizer} vocabulary of {at_most}{vocab_size:,}")
+    vocabulary = f"{config.tokenizer.name} vocabulary of {at_most}{plan.vocab_size:,}"
+    console.print(f"{model.name}: {describe_model(model)}, {vocabulary}")
 
     console.print("\nparameters", style="bold")
     console.print(_shares_table(plan.parameters, "{:,}".format))
@@ -307,15 +211,15 @@ def print_plan(plan: Plan, console: Console) -> None:
     console.print("\ntraining FLOPs per token, forward and backward", style="bold")
     flops = {"weights, 6 each (T C² per sequence)": plan.linear_flops, "attention (T² C)": plan.attention_flops}
     console.print(_shares_table(flops, format_si))
-    T = find_flops_crossover(model, vocab_size)
+    T = find_flops_crossover(model, plan.vocab_size)
     if T is None:
         console.print("attention never needs as many FLOPs as the weights")
     else:
         console.print(f"attention needs as many FLOPs as the weights at a context of {T:,}")
 
     micro_batch = pluralize(plan.micro_batch_size, "sequence")
-    auto = " (auto)" if plan.train.micro_batch_size == AUTO else ""
-    dtype = str(plan.step.dtype).removeprefix("torch.")
+    auto = " (auto)" if config.train.micro_batch_size == AUTO else ""
+    dtype = str(plan.runtime.dtype).removeprefix("torch.")
     console.print(f"\nmemory per process, micro batches of {micro_batch}{auto}, {dtype}", style="bold")
     console.print(_memory_table(plan))
     for backend, memory in plan.memory.items():
@@ -348,13 +252,14 @@ def _memory_table(plan: Plan) -> Table:
 
 
 def _run_table(plan: Plan) -> Table:
-    train, T = plan.train, plan.step.model.block_size
+    train, T, world_size = plan.config.train, plan.config.model.block_size, plan.runtime.dist.world_size
     table = make_table("", "", left=2, header=False)
-    table.add_row("device", plan.device)
-    factors = f"{pluralize(plan.world_size, 'process')} x {plan.accumulation} x {plan.micro_batch_size}"
+    table.add_row("device", system.device_name(plan.runtime.device))
+    factors = f"{pluralize(world_size, 'process')} x {plan.accumulation} x {plan.micro_batch_size}"
     table.add_row("step", f"{factors} = {train.batch_size:,} sequences x {T:,} = {plan.tokens_per_step:,} tokens")
     budget = f", which fit into {train.minutes:g} minutes" if train.minutes is not None else ""
-    table.add_row("steps", f"{plan.steps:,}{budget}, including {min(plan.steps, plan.warmup_steps):,} for warmup")
+    warmup_steps = min(plan.steps, plan.config.schedule.warmup_steps)
+    table.add_row("steps", f"{plan.steps:,}{budget}, including {warmup_steps:,} for warmup")
     passes = "data not prepared yet" if plan.epochs is None else format_epochs(plan.epochs)
     table.add_row("tokens", f"{plan.tokens:,} ({passes})")
     evaluations = ""

@@ -30,11 +30,15 @@ def make_config(*overrides):
 
 
 def make_step(config) -> StepSpec:
-    return StepSpec(config.model, 100, config.attention, config.optimizer, torch.float32, CPU, document_mask=False)
+    return StepSpec.from_config(config, 100, torch.float32, CPU)
 
 
 def make_model(config) -> GPT:
     return GPT(config.model, 100, get_attention_fn(config.attention))
+
+
+def resolve(config, model, dist=None) -> tuple[int, int]:
+    return resolve_micro_batch_size(config.train, make_step(config), dist or Dist(), model)
 
 
 def bytes_beyond_weights(config, micro_batch_size: int, accumulation: int) -> int:
@@ -73,14 +77,14 @@ def test_auto_is_the_largest_size_that_fits(workdir, set_free_memory, assert_unc
     model = make_model(config)
     check = assert_unchanged(model)
     set_free_memory(required + 1)
-    assert resolve_micro_batch_size(config, model, torch.float32, Dist()) == (size, accumulation)
+    assert resolve(config, model) == (size, accumulation)
     check()
     set_free_memory(required - 8)
     if size == 1:
         with pytest.raises(UserError, match=r"too small for one sequence of model.block_size=16 tokens; set a smaller"):
-            resolve_micro_batch_size(config, model, torch.float32, Dist())
+            resolve(config, model)
     else:
-        assert resolve_micro_batch_size(config, model, torch.float32, Dist())[0] < size
+        assert resolve(config, model)[0] < size
 
 
 def test_processes_share_memory_and_use_the_smallest_size(workdir, set_free_memory, monkeypatch):
@@ -90,7 +94,7 @@ def test_processes_share_memory_and_use_the_smallest_size(workdir, set_free_memo
     monkeypatch.setattr(Dist, "all_reduce_min", lambda self, value: sizes.append(value) or 1)
     for difference in (2, -16):
         set_free_memory(2 * bytes_beyond_weights(config, 2, 2) / USABLE_MEMORY_FRACTION + difference)
-        assert resolve_micro_batch_size(config, model, torch.float32, Dist(0, 2, 0, 2)) == (1, 2)
+        assert resolve(config, model, Dist(0, 2, 0, 2)) == (1, 2)
     assert sizes == [2, 1]
 
 

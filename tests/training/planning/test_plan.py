@@ -6,6 +6,7 @@ import platform
 import socket
 import subprocess
 import sys
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -16,9 +17,10 @@ from common import system
 from common.errors import UserError
 from configs.cli import parse_config, run_main
 from model.attention import BACKENDS
+from training.device import resolve_runtime
 from training.distributed import Dist
 from training.planning.memory import MAX_SMALL_BLOCK_BYTES, MemoryEstimate
-from training.planning.plan import make_plan
+from training.planning.plan import Plan
 
 GIVEN_SPEED = ["plan=true", "flops_per_second=1e9"]
 
@@ -26,10 +28,17 @@ GIVEN_SPEED = ["plan=true", "flops_per_second=1e9"]
 @pytest.fixture
 def plan(workdir):
     """plan("model.n_layer=4", ...) -> the Plan of a tiny model, for a speed of 1 GFLOP/s."""
-    single = Dist()
-    return lambda *overrides, dist=single: make_plan(
-        parse_config("train", "", [*TINY, "model.n_layer=1", "optimizer=adamw", *GIVEN_SPEED, *overrides]), dist
-    )
+
+    def make_plan(*overrides, dist=None):
+        return plan_config(*TINY, "model.n_layer=1", "optimizer=adamw", *GIVEN_SPEED, *overrides, dist=dist)
+
+    return make_plan
+
+
+def plan_config(*words, dist=None) -> Plan:
+    config = parse_config("train", "", list(words))
+    runtime = resolve_runtime(config.device, config.dtype, config.compile)
+    return Plan(config, replace(runtime, dist=dist or runtime.dist))
 
 
 # Memory
@@ -50,8 +59,10 @@ import json, sys
 from configs.cli import parse_config
 config = parse_config("train", "", sys.argv[1:])
 import train
-from training.planning.plan import Dist, make_plan
-plan = make_plan(config, Dist())
+from training.planning.plan import Plan
+runtime = train.resolve_runtime(config.device, config.dtype, config.compile)
+train.configure_backends(runtime.device, config.deterministic, config.tf32)
+plan = Plan(config, runtime)
 estimates = {name: memory for name, memory in plan.memory.items() if not isinstance(memory, str)}
 print(json.dumps({name: (plan.total_bytes(name), memory.activations) for name, memory in estimates.items()}))
 """
@@ -137,13 +148,19 @@ def test_auto_micro_batch_fits_into_the_free_memory(plan, monkeypatch):
         plan("train.micro_batch_size=auto")
 
 
-def test_backend_that_cannot_run_is_listed_with_its_reason(plan, workdir, capsys):
+def test_backend_that_cannot_run_is_listed_with_its_reason(plan):
     memory = plan("attention=naive", "model.dropout=0.1").memory
     assert set(memory) == set(BACKENDS)
     assert "does not support dropout" in memory["flash"]
     assert isinstance(memory["naive"], MemoryEstimate)
-    with pytest.raises(UserError, match="does not support dropout"):
-        plan("attention=flash", "model.dropout=0.1")
+
+
+def test_chosen_backend_that_cannot_run_is_refused(workdir, capsys):
+    from train import main
+
+    settings = [*TINY, *GIVEN_SPEED, "attention=flash", "model.dropout=0.1"]
+    assert run_main(main, parse_config("train", "", settings)) == 2
+    assert "does not support dropout" in capsys.readouterr().err
 
 
 # Steps and time
@@ -151,7 +168,7 @@ def test_backend_that_cannot_run_is_listed_with_its_reason(plan, workdir, capsys
 
 def test_steps_evaluations_and_flops_follow_from_the_config(plan):
     planned = plan("train.batch_size=8", "train.micro_batch_size=2", "train.steps=7", dist=Dist(0, 2, 0, 2))
-    assert (planned.world_size, planned.accumulation, planned.micro_batch_size) == (2, 2, 2)
+    assert (planned.accumulation, planned.micro_batch_size) == (2, 2)
     assert planned.tokens_per_step == 128
     assert planned.tokens == 7 * 128
     assert planned.evaluations == 4  # before the first step, at 3 and 6, and at the last
@@ -195,21 +212,20 @@ def no_network(monkeypatch, tmp_path):
 
 def test_gpt2_124m_is_planned_without_network(workdir, no_network):
     small = ["model.n_layer=1", "model.n_embd=24", "model.block_size=32", "train.micro_batch_size=1"]
-    config = parse_config("train", "", ["experiment=gpt2_124m", *small, *GIVEN_SPEED, "train.batch_size=2"])
-    planned = make_plan(config, Dist())
-    assert planned.step.vocab_size == 50_257
+    planned = plan_config("experiment=gpt2_124m", *small, *GIVEN_SPEED, "train.batch_size=2")
+    assert planned.vocab_size == 50_257
     assert planned.epochs is None
     assert not Path("data").exists()
 
 
 def test_local_file_with_gpt2_tokenizer_is_planned_without_network(plan, no_network):
-    assert plan("tokenizer=gpt2").step.vocab_size == 50_257
+    assert plan("tokenizer=gpt2").vocab_size == 50_257
 
 
 @pytest.mark.parametrize(("tokenizer", "size", "is_upper_bound"), [("byte", 257, False), ("bpe", 1024, True)])
 def test_vocab_size_is_known_before_the_download_where_possible(plan, no_network, tokenizer, size, is_upper_bound):
     planned = plan("data=openwebtext", "data.path=null", f"tokenizer={tokenizer}")
-    assert (planned.step.vocab_size, planned.vocab_is_upper_bound) == (size, is_upper_bound)
+    assert (planned.vocab_size, planned.vocab_is_upper_bound) == (size, is_upper_bound)
 
 
 def test_vocabulary_that_needs_a_download_is_refused(plan, no_network):
