@@ -53,7 +53,7 @@ from data.sources import resolve_sources
 from data.tokenizer import encode, initial_tokens, token_bytes
 from model import SamplingConfig
 from model.generation.attention_plots import draw_attention_maps
-from model.generation.config import escape, unescape
+from model.generation.config import unescape
 from model.generation.engine import Prompt, TextChunk, generate, in_prompt_order
 from model.generation.load import load_for_sampling
 from model.generation.perplexity import TextLoss, encode_document, iter_losses, loss_table
@@ -64,6 +64,7 @@ from training.device import resolve_device, resolve_dtype
 
 
 def main(config: Sample) -> int:
+    config = replace(config, stop=unescape(config.stop))
     # read and check all inputs before the model is loaded
     if config.out is not None:
         check_output_path(config.out)
@@ -100,8 +101,6 @@ def stream(model: GPT, tokenizer: tiktoken.Encoding, prompt: str = "", **setting
     _check_settings("stream", settings, {"seed", *(field.name for field in fields(SamplingConfig))})
     if not isinstance(prompt, str):
         raise UserError(f"prompt must be a string, not {type(prompt).__name__}; set '' for no prompt")
-    if "stop" in settings:
-        settings["stop"] = escape(settings["stop"])
     config = config_from_python("sample", **settings)
     for chunk in generate_texts(config, model, tokenizer, [prompt]):
         yield chunk.text
@@ -119,7 +118,7 @@ def load_prompts(config: Sample) -> list[str]:
         return read_prompts(config.prompts)
     if config.prompt_file is not None:
         return [read_prompt(config.prompt_file)]
-    return [unescape(config.prompt or "")]
+    return [unescape(config.prompt) or ""]
 
 
 def load_model(config: Sample, batch_size: int) -> tuple[GPT, tiktoken.Encoding, str]:

@@ -102,6 +102,14 @@ def test_prompt_and_stop_understand_the_same_escapes(train, sample, workdir):
     assert sample(*RUN, r"prompt=a\\nb") == r"a\nb" + exact + "\n"
 
 
+def test_stop_of_training_samples_understands_escapes(train, workdir):
+    settings = ["eval.sample.temperature=1", "eval.sample.max_new_tokens=200", "train.steps=4", "eval.every=4"]
+    assert train("name=a", *settings) == 0
+    assert train("name=b", *settings, r"eval.sample.stop=\n") == 0
+    full, stopped = (read_jsonl(f"runs/{name}/metrics.jsonl")[-1]["sample"] for name in "ab")
+    assert stopped == full[: full.index("\n")]
+
+
 def test_run_is_found_by_its_name_or_folder(trained, sample, workdir):
     by_name = sample("run=a", "max_new_tokens=5")
     for path in ("runs/a", f"{workdir}/runs/a", "./runs/a/"):

@@ -1,6 +1,6 @@
 """Evaluation: validation loss, a generated sample, and attention maps."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from math import isfinite, log
 from pathlib import Path
 
@@ -13,6 +13,7 @@ from data.tokenizer import initial_tokens, token_bytes
 from model import SamplingConfig
 from model.generation.attention_maps import attention_maps, entropy, layer_entropies
 from model.generation.attention_plots import plot_overview
+from model.generation.config import unescape
 from model.generation.engine import Prompt, generate
 from model.gpt import GPT
 from training.device import Runtime
@@ -89,7 +90,8 @@ class Evaluator:
     def generate_sample(self, step: int) -> str:
         """A sample without a prompt."""
         prompt = Prompt(initial_tokens(self.tokenizer), self.seed + step)
-        chunks = generate(self.model, self.tokenizer, [prompt], self.sampling, batch_size=1)
+        sampling = replace(self.sampling, stop=unescape(self.sampling.stop))
+        chunks = generate(self.model, self.tokenizer, [prompt], sampling, batch_size=1)
         return "".join(chunk.text for chunk in chunks)
 
     def save_attention_maps(self, picture: Path) -> dict:

@@ -13,16 +13,14 @@ from common.errors import UserError
 ESCAPES = {"n": "\n", "t": "\t", "\\": "\\"}
 
 
-def unescape(text: str) -> str:
-    """Replace the escape sequences of the command line: \\n by a newline, \\t by a tab, \\\\ by a backslash."""
-    return re.sub(r"\\([nt\\])", lambda match: ESCAPES[match[1]], text)
+def unescape(value: Any) -> Any:
+    """Replace the escape sequences of the command line: \\n by a newline, \\t by a tab, \\\\ by a backslash.
 
-
-def escape(value: Any) -> Any:
-    """The inverse of unescape, for a string or a list of strings. Other values are returned unchanged."""
-    if isinstance(value, list | tuple):
-        return [escape(item) for item in value]
-    return value.replace("\\", "\\\\") if isinstance(value, str) else value
+    value: a string or a list of strings. Other values are returned unchanged.
+    """
+    if isinstance(value, list):
+        return [unescape(item) for item in value]
+    return re.sub(r"\\([nt\\])", lambda match: ESCAPES[match[1]], value) if isinstance(value, str) else value
 
 
 @dataclass
@@ -30,7 +28,8 @@ class SamplingConfig:
     """How the next token is drawn from the model's logits, and when a sample ends. See model/generation/sampling.py.
 
     temperature: 0 is greedy decoding. top_k, top_p, min_p: None applies no filter. repetition_penalty: 1 is no penalty.
-    stop: None, a string or a list of strings. A sample ends before its first stop string.
+    stop: None, a string or a list of strings. A sample ends before its first stop string. The commands apply `unescape`
+        to it; the functions in Python take exact strings.
     """
 
     max_new_tokens: int
@@ -43,9 +42,8 @@ class SamplingConfig:
 
     @property
     def stop_strings(self) -> list[str]:
-        """The stop strings, with their escape sequences replaced."""
-        given = [] if self.stop is None else self.stop if isinstance(self.stop, list) else [self.stop]
-        return [unescape(stop) if isinstance(stop, str) else stop for stop in given]
+        """`stop` as a list."""
+        return [] if self.stop is None else self.stop if isinstance(self.stop, list) else [self.stop]
 
     def check(self, section: str = "") -> None:
         """Raise UserError if a value is out of range. section: prefix of the keys in messages, as in "eval.sample."."""
