@@ -8,7 +8,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-IGNORE_INDEX = -100  # the default of torch.nn.functional.cross_entropy
+from data.loader import IGNORE_INDEX
+
 CHUNK_LOGITS = 2**26  # 256 MiB in float32; 1,335 tokens with GPT-2's vocabulary
 MAX_COMPILED_CHUNKS = 16  # torch.compile unrolls the loop over chunks
 

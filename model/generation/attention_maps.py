@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from model.attention import attention_weights, naive
-from model.gpt import GPT, CausalSelfAttention
+from model.gpt import GPT
 
 
 @torch.no_grad()
@@ -26,7 +26,7 @@ def attention_maps(model: GPT, tokens: Tensor, doc_ids: Tensor | None = None) ->
         maps.append(attention_weights(q, k, **mask)[0].float().cpu())  # (H, T, T)
         return naive(q, k, v, **mask)
 
-    layers = [module for module in model.modules() if isinstance(module, CausalSelfAttention)]
+    layers = [block.attn for block in model.blocks]
     functions, was_training = [layer.attend for layer in layers], model.training
     model.eval()
     try:

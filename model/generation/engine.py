@@ -25,7 +25,7 @@ from model.generation.cuda_graph import CudaGraphStep
 from model.generation.detokenizer import IncrementalDetokenizer
 from model.generation.kv_cache import KVCache
 from model.generation.sampling import sample_next_token
-from model.gpt import GPT, CausalSelfAttention
+from model.gpt import GPT
 
 
 @dataclass(frozen=True)
@@ -103,7 +103,7 @@ class Engine:
             shared_position = longest if all(s.cached == longest for s in self.sequences) else None
             inputs = [tensor.to(self.device) for tensor in (last_tokens, positions, uniform)]
             new = self._decode(*inputs, num_slots, shared_position).tolist()
-        if max(new) >= self.model.vocab_size:  # searchsorted returns V if all probabilities are NaN
+        if max(new) >= self.model.vocab_size:  # see sample_next_token
             raise UserError("the model's logits are NaN: its training diverged; set another run or checkpoint")
         for sequence, token in zip(self.sequences, new, strict=True):
             sequence.tokens.append(token)
@@ -150,9 +150,9 @@ class Engine:
 
 def _supports_query_positions(model: GPT) -> bool:
     """Whether the model's attention on CUDA supports query positions. Decode steps of fixed shapes need them."""
-    layers = [module for module in model.modules() if isinstance(module, CausalSelfAttention)]
-    functions = {getattr(layer.attend, "func", layer.attend) for layer in layers}
-    backends = [backend for backend in BACKENDS.values() if backend.attend in functions]
+    attend = model.blocks[0].attn.attend  # the same function in all layers; a partial if attention.kernels is set
+    attend = getattr(attend, "func", attend)
+    backends = [backend for backend in BACKENDS.values() if backend.attend is attend]
     return all(backend.on["cuda"].positions and not backend.needs_compiler for backend in backends)
 
 

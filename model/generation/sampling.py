@@ -21,14 +21,12 @@ def apply_repetition_penalty(logits: Tensor, seen: Tensor, penalty: float) -> Te
 def filtered_probs(logits: Tensor, sampling: SamplingConfig) -> Tensor:
     """Next-token probabilities (B, V) from logits (B, V), after temperature, top-k, top-p and min-p in this order.
 
-    temperature: divides the logits; 0 is greedy decoding.
+    temperature: divides the logits. It must not be 0.
     top_k: keeps the k most likely tokens.
     top_p: keeps the smallest set whose probabilities sum to p (nucleus sampling, Holtzman et al., arXiv:1904.09751).
     min_p: keeps tokens whose probability is at least min_p times the largest one (Nguyen et al., arXiv:2407.01082).
     """
     logits, top_k, top_p, min_p = logits.float(), sampling.top_k, sampling.top_p, sampling.min_p
-    if sampling.temperature == 0:
-        return torch.zeros_like(logits).scatter_(-1, logits.argmax(-1, keepdim=True), 1.0)
     if top_k is not None and top_k < logits.shape[-1]:
         kept = logits.topk(top_k, dim=-1)
         logits = torch.full_like(logits, -torch.inf).scatter_(-1, kept.indices, kept.values)
@@ -57,7 +55,7 @@ def sample_inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
 
 
 def sample_next_token(logits: Tensor, sampling: SamplingConfig, uniform: Tensor, seen: Tensor | None) -> Tensor:
-    """Sample the next tokens (B) from logits (B, V).
+    """Sample the next tokens (B) from logits (B, V). Temperature 0 is greedy decoding. NaN logits give the token V.
 
     uniform (B): see sample_inverse_cdf. seen (B, V): see apply_repetition_penalty; None: no penalty.
     """
@@ -68,5 +66,5 @@ def sample_next_token(logits: Tensor, sampling: SamplingConfig, uniform: Tensor,
     if seen is not None:
         logits = apply_repetition_penalty(logits, seen, sampling.repetition_penalty)
     if sampling.temperature == 0:
-        return logits.argmax(-1)
+        return logits.argmax(-1).masked_fill(logits.isnan().any(-1), logits.shape[-1])
     return sample_inverse_cdf(filtered_probs(logits, sampling), uniform)

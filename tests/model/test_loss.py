@@ -9,9 +9,10 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from configs.cli import parse_config
+from data.loader import IGNORE_INDEX
 from model.attention import get_attention_fn
 from model.gpt import GPT
-from model.loss import CHUNK_LOGITS, IGNORE_INDEX, linear_cross_entropy
+from model.loss import CHUNK_LOGITS, linear_cross_entropy
 from training.optimizer import build_optimizers
 
 C = 16

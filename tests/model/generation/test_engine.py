@@ -50,11 +50,12 @@ def test_repetition_penalty_applies_to_prompt_and_sample(fixed_shapes):
     assert len(set(greedy(model, [3, 4, 5], 40))) < len({step[0] for step in steps}), "it repeats itself less"
 
 
-def test_nan_logits_are_refused():
+@pytest.mark.parametrize("temperature", [0.0, 1.0])
+def test_nan_logits_are_refused(temperature):
     model = make_random_model(MODERN)
     model.norm.weight.fill_(torch.nan)
     with pytest.raises(UserError, match="the model's logits are NaN"):
-        list(generate(model, BYTES, [Prompt([1], 0)], sampling(), batch_size=1))
+        list(generate(model, BYTES, [Prompt([1], 0)], sampling(temperature=temperature), batch_size=1))
 
 
 @pytest.mark.parametrize("variant", [GPT2, MODERN], ids=["gpt2", "modern"])
