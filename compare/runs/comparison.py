@@ -7,7 +7,7 @@ from common.errors import UserError
 from compare.runs.plot import plot_comparison
 from compare.runs.read import is_sweep, read_settings
 from compare.runs.statistics import SettingStats, compute_stats
-from compare.runs.table import list_notes, make_terminal_table, write_csv, write_markdown
+from compare.runs.table import TERMINAL_COLUMNS, list_notes, make_terminal_table, write_csv, write_markdown
 
 
 def compare(folders: list[Path], out: Path) -> list[SettingStats]:
@@ -32,8 +32,8 @@ def compare(folders: list[Path], out: Path) -> list[SettingStats]:
 def print_comparison(rows: list[SettingStats], out: Path) -> None:
     """Print the table, its notes, and the names of the files."""
     console = make_console(width=TABLE_WIDTH)
-    console.print(make_terminal_table(rows, console))
-    for note in list_notes(rows):
+    console.print(make_terminal_table(rows))
+    for note in [*list_notes(rows, TERMINAL_COLUMNS), "comparison.md has more columns."]:
         console.print(note)
     print(f"\nwritten  {out / 'comparison.csv'}  {out / 'comparison.md'}  {out / 'comparison.png'}")
 

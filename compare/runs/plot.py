@@ -8,21 +8,19 @@ from pathlib import Path
 
 from common.console import format_memory, format_number
 from compare.runs.read import Setting
-from compare.runs.statistics import SettingStats, divergence
+from compare.runs.statistics import SettingStats, divergence, mean
 
 # The palette of Okabe and Ito for colour-blind readers, without yellow, which is hard to see on white.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (6, 1.5, 1.5, 1.5)))
 GREY = "#666666"
-MAX_BAR_LABEL_CHARS, MAX_BAR_LABELS = 18, 8
-LEGEND_LINE_CHARS = 125
-MAX_LEGEND_LABEL_CHARS = 60
+LEGEND_LINE_CHARS = 130
 
 
 def plot_comparison(settings: list[Setting], rows: list[SettingStats], path: Path) -> None:
     """Plot into a PNG file, 1500 pixels wide. rows: statistics of the settings.
 
-    A setting without a value shows its status instead ("refused").
+    The numbers beside the bars are those of the legend. A setting without a value shows its status instead ("refused").
     """
     import matplotlib
 
@@ -30,11 +28,11 @@ def plot_comparison(settings: list[Setting], rows: list[SettingStats], path: Pat
     from matplotlib import pyplot as plt
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    bar_labels = _bar_labels(settings)
-    entries = [_legend_entry(*item, bar_labels is None) for item in enumerate(zip(settings, rows, strict=True))]
-    columns = max(1, min(len(rows), 4, (LEGEND_LINE_CHARS + 5) // (max(map(len, entries)) + 8)))
-    entries = [textwrap.fill(entry, LEGEND_LINE_CHARS) for entry in entries]
-    legend_lines = sum(entry.count("\n") + 1 for entry in entries) / columns
+    statuses = ["" if row.finished == row.runs else f" ({row.status})" for row in rows]
+    labels = [f"{n} {row.setting}{status}" for n, (row, status) in enumerate(zip(rows, statuses, strict=True), 1)]
+    entries = [textwrap.shorten(label, LEGEND_LINE_CHARS, placeholder=" ...") for label in labels]
+    columns = max(1, min(len(rows), 4, LEGEND_LINE_CHARS // (max(map(len, entries)) + 8)))
+    legend_lines = math.ceil(len(entries) / columns)
     with plt.rc_context({"font.size": 10, "axes.titlesize": 10.5, "axes.titlelocation": "left"}):
         layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.08)
         figure, axes = plt.subplots(2, 2, figsize=(10, 6.2 + 0.19 * legend_lines), dpi=150, layout=layout)
@@ -48,7 +46,7 @@ def plot_comparison(settings: list[Setting], rows: list[SettingStats], path: Pat
             axis.set_xlabel("optimizer step")
             axis.grid(alpha=0.25)
         for axis in axes[1]:
-            axis.set_yticks(range(len(rows)), bar_labels or range(1, len(rows) + 1))
+            axis.set_yticks(range(len(rows)), range(1, len(rows) + 1))
             axis.grid(alpha=0.25, axis="x")
         for axis in axes.flat:
             axis.spines[["top", "right"]].set_visible(False)
@@ -75,17 +73,15 @@ def _plot_losses(axes, settings: list[Setting]) -> list:
         curves = [run.curve("val/loss") for run in setting.finished]
         steps = sorted(set.intersection(*map(set, curves))) if curves else []
         losses = [[curve[step] for curve in curves] for step in steps]
-        means = [sum(values) / len(values) for values in losses]
-        (handle,) = axes.plot(steps, means, **style, marker="o" if len(steps) < 15 else None, markersize=4)
-        if len(curves) > 1:
-            axes.fill_between(
-                steps, *zip(*((min(v), max(v)) for v in losses), strict=True), color=style["color"], alpha=0.13
-            )
+        low, high = [min(values) for values in losses], [max(values) for values in losses]
+        (handle,) = axes.plot(
+            steps, list(map(mean, losses)), **style, marker="o" if len(steps) < 15 else None, markersize=4
+        )
+        axes.fill_between(steps, low, high, color=style["color"], alpha=0.13)
         handle.set_visible(bool(steps))  # an invisible line has no symbol in the legend either
         handles.append(handle)
-        # The loss before training would flatten the rest of the curve.
-        highs += [max(values) for values in (losses[1:] if len(losses) > 3 else losses)]
-        lows += [min(values) for values in losses]
+        lows += low
+        highs += high[1:] if len(high) > 3 else high  # the loss before training would flatten the rest of the curve
     has_bands = any(len(setting.finished) > 1 for setting in settings)
     axes.set_title("validation loss, nats per token" + (" (band: all seeds)" if has_bands else ""))
     if lows:
@@ -99,17 +95,15 @@ def _plot_losses(axes, settings: list[Setting]) -> list:
 def _plot_divergence(axes, settings: list[Setting]) -> None:
     """Plot the running maximum of the distance between a setting's training loss and that of the first setting."""
     axes.set_title("divergence of the training loss, running maximum")
-    curves = {
-        index: distances for index, setting in enumerate(settings) if (distances := divergence(setting, settings[0]))
-    }
-    is_positive = False
-    for index, distances in curves.items():
+    largest = []
+    for index, setting in enumerate(settings):
+        distances = divergence(setting, settings[0])
         maxima = [value or math.nan for value in accumulate(distances.values(), max)]  # a log axis has no zero
         axes.plot(distances.keys(), maxima, **_line_style(index, len(settings), 4.0), drawstyle="steps-post")
-        is_positive = is_positive or maxima[-1] > 0
-    if is_positive:
+        largest += maxima[-1:]
+    if any(value > 0 for value in largest):
         axes.set_yscale("log")
-    elif curves:
+    elif largest:
         _show_text(axes, "all training losses are exactly equal")
     else:
         _show_text(axes, "only one setting" if len(settings) == 1 else "no pair of finished runs with the same seed")
@@ -150,19 +144,3 @@ def _plot_bars(axes, rows: list[SettingStats], values: list[float | None], form:
 def _show_text(axes, text: str) -> None:
     axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", va="center", color=GREY, style="italic")
     axes.set(xticks=[], yticks=[])
-
-
-def _bar_labels(settings: list[Setting]) -> list[str] | None:
-    """Labels beside the bars; None if they do not fit: the bars then have numbers, which the legend explains."""
-    labels = [setting.short_label for setting in settings]
-    if len({label.partition("=")[0] for label in labels}) == 1:  # attention=naive, attention=sdpa: naive, sdpa
-        labels = [label.partition("=")[2] or label for label in labels]
-    fit = len(labels) <= MAX_BAR_LABELS and max(map(len, labels)) <= MAX_BAR_LABEL_CHARS
-    return labels if fit else None
-
-
-def _legend_entry(index: int, item: tuple[Setting, SettingStats], has_number: bool) -> str:
-    setting, row = item
-    number = f"{index + 1}  " if has_number else ""
-    label = setting.label if len(setting.label) <= MAX_LEGEND_LABEL_CHARS else setting.short_label
-    return number + label + ("" if row.finished == row.runs else f" ({row.status})")

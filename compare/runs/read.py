@@ -17,11 +17,8 @@ from common.errors import UserError, format_value
 from common.run_dir import flatten_dict
 
 NOT_STARTED = "not started"
-STATUSES = ("finished", "failed", "refused", "interrupted", "running", NOT_STARTED)
 IGNORED_SECTIONS = ("seed", "name", "resume", "wandb")  # runs of one setting may differ in these
-# The key that names the choice of a section. Labels compare the keys of a section only between equal choices.
-CHOICE_KEYS = {section: f"{section}.name" for section in ("model", "optimizer", "tokenizer", "data", "schedule")}
-CHOICE_KEYS["attention"] = "attention.backend"
+CHOICES = (".name", ".backend")  # ends of the keys that choose a section's values, as in model.name
 MAX_DIFFERENCES = 4  # in a label
 
 
@@ -40,17 +37,17 @@ class Run:
         return self.summary["status"]
 
     @cached_property
-    def _rows(self) -> list[dict]:
-        """metrics.jsonl. Raises UserError if the file is missing or damaged."""
-        path = self.folder / "metrics.jsonl"
-        rows = _read(path, lambda text: [json.loads(line) for line in text.splitlines()])
-        if not all(isinstance(row, dict) and isinstance(row.get("step"), int) for row in rows):
-            raise UserError(f"{path} has rows without a step; train that run again, or leave it out")
-        return rows
+    def _rows(self) -> list[tuple[int, dict]]:
+        """(step, row) of each row of metrics.jsonl. Raises UserError if the file is missing or damaged."""
+
+        def parse(text: str) -> list[tuple[int, dict]]:
+            return [(row["step"], row) for row in map(json.loads, text.splitlines())]
+
+        return _read(self.folder / "metrics.jsonl", parse)
 
     def curve(self, key: str) -> dict[int, float]:
         """{step: value} of a metric, for the steps that logged a finite value."""
-        return {row["step"]: row[key] for row in self._rows if row.get(key) is not None}
+        return {step: row[key] for step, row in self._rows if row.get(key) is not None}
 
 
 @dataclass
@@ -58,8 +55,7 @@ class Setting:
     """Runs with equal configs, up to the seed and the name. Statistics use the finished runs."""
 
     runs: list[Run] = field(default_factory=list)
-    label: str = ""  # name and differences: "mine: model=gpt2, optimizer.lr=0.003"; in a sweep only the differences
-    short_label: str = ""  # for plots: the name; in a sweep the differences
+    label: str = ""  # name and differences: "mine: model=gpt2, optimizer.lr=0.003"; in a sweep its swept values
 
     @property
     def finished(self) -> list[Run]:
@@ -73,10 +69,10 @@ class Setting:
     def status(self) -> str:
         """How the runs ended: "2 finished, 1 failed"; one word if all were refused or have not started."""
         statuses = [run.status for run in self.runs]
-        known = [status for status in dict.fromkeys((*STATUSES, *statuses)) if status in statuses]
-        if known in (["refused"], [NOT_STARTED]):
-            return known[0]
-        return ", ".join(f"{statuses.count(status)} {status}" for status in known)
+        counts = {status: statuses.count(status) for status in ("finished", *statuses) if status in statuses}
+        if list(counts) in (["refused"], [NOT_STARTED]):
+            return statuses[0]
+        return ", ".join(f"{count} {status}" for status, count in counts.items())
 
 
 def read_settings(folders: list[Path]) -> list[Setting]:
@@ -107,10 +103,7 @@ def _read_folder(folder: Path) -> list[Run]:
         raise UserError(f"{folder} does not exist; set folders of runs, as in runs/NAME or runs/sweeps/NAME")
     if not is_sweep(folder):
         return [_read_run(folder)]
-    path = folder / "sweep.json"
-    jobs = _read(path, lambda text: json.loads(text)["jobs"])
-    if not isinstance(jobs, list) or not all(isinstance(job, str) for job in jobs):
-        raise UserError(f'{path} has no list of "jobs"; start the sweep again, or set the folders of its runs')
+    jobs = _read(folder / "sweep.json", lambda text: list(json.loads(text)["jobs"]))
     return [_read_run(folder / job, job) for job in jobs]
 
 
@@ -123,25 +116,24 @@ def _read_run(folder: Path, job_name: str | None = None) -> Run:
         if job is None:
             raise UserError(f"{folder} is not a run: it has no summary.json; set folders such as runs/NAME")
         return Run(folder, None, None, {"status": NOT_STARTED, "error": None}, job)
-    summary = _read(folder / "summary.json", json.loads)
-    if not isinstance(summary, dict) or not isinstance(summary.get("status"), str):
-        raise UserError(f"{folder / 'summary.json'} has no status; train that run again, or leave it out")
-    config = _read(folder / "config.yaml", yaml.safe_load)
-    if not isinstance(config, dict) or "seed" not in config:
-        raise UserError(f"{folder / 'config.yaml'} is not the config of a run; train it again, or leave it out")
+    summary = _read(folder / "summary.json", json.loads, "status")
+    config = _read(folder / "config.yaml", yaml.safe_load, "seed")
     flat = {key: value for key, value in flatten_dict(config).items() if key.split(".")[0] not in IGNORED_SECTIONS}
     flat["world_size"] = summary.get("world_size", 1)  # set by torchrun and not in the config, but affects the speed
     return Run(folder, flat, config["seed"], summary, job)
 
 
-def _read(path: Path, parse: Callable[[str], Any]) -> Any:
-    """Parse the text of a file. Raises UserError if the file is missing or damaged."""
+def _read(path: Path, parse: Callable[[str], Any], *required_keys: str) -> Any:
+    """Parse the text of a file. Raises UserError if the file is missing or damaged, or lacks a required key."""
     try:
-        return parse(path.read_text(encoding="utf-8"))
+        content = parse(path.read_text(encoding="utf-8"))
+        if all(key in content for key in required_keys):
+            return content
     except FileNotFoundError:
         raise UserError(f"{path} is missing; train that run again, or leave it out") from None
     except (ValueError, KeyError, TypeError, yaml.YAMLError):  # ValueError: bad JSON or UTF-8
-        raise UserError(f"{path} is damaged; train that run again, or leave it out") from None
+        pass
+    raise UserError(f"{path} is damaged; train that run again, or leave it out")
 
 
 def _config_key(run: Run) -> str:
@@ -149,37 +141,31 @@ def _config_key(run: Run) -> str:
 
 
 def _set_labels(settings: list[Setting]) -> None:
-    """Label each setting with its name and the keys in which it differs from the others, choices of sections first."""
+    """Label each setting with its name and its differences from the others; in a sweep, with the swept values."""
     configs = [setting.config for setting in settings if setting.config is not None]
-    keys = list(dict.fromkeys(key for config in configs for key in config))
-    keys.sort(key=lambda key: key not in CHOICE_KEYS.values())
+    has_one_folder = len({setting.runs[0].folder.resolve().parent for setting in settings}) == 1
     for setting in settings:
-        config, job, folder = setting.config, setting.runs[0].job, setting.runs[0].folder.resolve()
-        differing = [] if config is None else [key for key in keys if _distinguishes(key, config, configs)]
-        words = [
-            f"{key.removesuffix('.name').removesuffix('.backend')}={_describe_value(config, key)}" for key in differing
-        ]
-        if job and (not words or len(words) > MAX_DIFFERENCES):
-            words = list(job)
-        if job is None and len(words) > MAX_DIFFERENCES:  # unrelated runs, which differ in many keys
-            words = [*words[: MAX_DIFFERENCES - 1], f"{len(words) - MAX_DIFFERENCES + 1} more"]
-        differences = ", ".join(words)
-        if job is not None:
-            setting.short_label = differences or (folder.name if len(setting.runs) == 1 else "all")
-            setting.label = setting.short_label
+        run, folder = setting.runs[0], setting.runs[0].folder.resolve()
+        if run.job is not None:
+            values = ", ".join(run.job)
+            setting.label = values if values and has_one_folder else f"{folder.parent.name}/{values}".rstrip("/")
         else:
-            more = f" and {len(setting.runs) - 1} more" if len(setting.runs) > 1 else ""
-            setting.short_label = folder.name + more
-            setting.label = f"{setting.short_label}: {differences}" if differences else setting.short_label
+            words = _list_differences(setting.config or {}, configs)
+            if len(words) > MAX_DIFFERENCES:
+                words[MAX_DIFFERENCES:] = [f"{len(words) - MAX_DIFFERENCES} more"]
+            setting.label = folder.name + (f" and {len(setting.runs) - 1} more" if len(setting.runs) > 1 else "")
+            setting.label += f": {', '.join(words)}" if words else ""
 
 
-def _distinguishes(key: str, config: dict, configs: list[dict]) -> bool:
-    """Whether configs with the same choice in the key's section differ in `key`."""
-    choice = CHOICE_KEYS.get(key.split(".")[0])
-    if choice not in (None, key):
-        configs = [other for other in configs if other.get(choice) == config.get(choice)]
-    return len({_describe_value(other, key) for other in configs}) > 1
+def _list_differences(config: dict, configs: list[dict]) -> list[str]:
+    """key=value of the keys in which `config` differs from others, choices first.
 
-
-def _describe_value(config: dict, key: str) -> str:
-    return format_value(config[key]) if key in config else "(none)"  # runs of an older version lack newer keys
+    The other keys of a section, such as optimizer.lr, count only among configs with the same choice.
+    """
+    words = []
+    for key in sorted(config, key=lambda key: not key.endswith(CHOICES)):
+        choices = [] if key.endswith(CHOICES) else [key.split(".")[0] + end for end in CHOICES]
+        others = [other for other in configs if all(other.get(choice) == config.get(choice) for choice in choices)]
+        if any(other.get(key) != config[key] for other in others):
+            words.append(f"{key.removesuffix('.name').removesuffix('.backend')}={format_value(config[key])}")
+    return words

@@ -56,32 +56,26 @@ def compute_stats(settings: list[Setting]) -> list[SettingStats]:
 
 
 def _compute_stats(setting: Setting, first: Setting) -> SettingStats:
-    runs = setting.finished
-    losses = average_by_seed(runs, "last_val_loss")
-    first_losses = average_by_seed(first.finished, "last_val_loss")
-    differences = []
-    if setting is not first and has_same_data(setting, first):
-        differences = [losses[seed] - first_losses[seed] for seed in losses if seed in first_losses]
+    runs, summaries = setting.finished, [run.summary for run in setting.runs]
+    losses, first_losses = average_by_seed(runs, "last_val_loss"), average_by_seed(first.finished, "last_val_loss")
+    paired_seeds = {run.seed for run, _ in _find_pairs(setting, first)} & losses.keys() & first_losses.keys()
+    differences = [losses[seed] - first_losses[seed] for seed in paired_seeds]
     distances = divergence(setting, first)
     step_ms_q1, step_ms, step_ms_q3 = quartiles(_after_warmup(runs, "step_ms"))
     peaks = [peak for run in runs if (peak := _peak_memory(run)) is not None]
-    kernels = [run.summary.get("attention") or {} for run in setting.runs]
-
-    def join_distinct(key: str) -> str | None:
-        return _join_distinct(run.summary.get(key) for run in setting.runs)
-
+    kernels = [summary.get("attention") or {} for summary in summaries]
     return SettingStats(
         setting=setting.label,
         status=setting.status,
         runs=len(setting.runs),
         finished=len(runs),
-        reason=_join_distinct(run.summary.get("error") for run in setting.runs if run.status != "finished") or "",
-        kernel=_join_distinct(kernel.get("resolved") for kernel in kernels),
-        impl=_join_distinct(kernel.get("impl") for kernel in kernels),
-        device=join_distinct("device"),
-        device_name=join_distinct("device_name"),
-        dtype=join_distinct("dtype"),
-        vocab_size=join_distinct("vocab_size"),
+        reason=_join_distinct([run.summary for run in setting.runs if run.status != "finished"], "error") or "",
+        kernel=_join_distinct(kernels, "resolved"),
+        impl=_join_distinct(kernels, "impl"),
+        device=_join_distinct(summaries, "device"),
+        device_name=_join_distinct(summaries, "device_name"),
+        dtype=_join_distinct(summaries, "dtype"),
+        vocab_size=_join_distinct(summaries, "vocab_size"),
         val_loss=mean(losses.values()),
         val_loss_ci95=ci95(losses.values()),
         seeds=len(losses),
@@ -97,7 +91,7 @@ def _compute_stats(setting: Setting, first: Setting) -> SettingStats:
         step_ms_q3=step_ms_q3,
         tokens_per_second=quartiles(_after_warmup(runs, "tokens_per_second"))[1],
         peak_memory_bytes=round(quartiles(peaks)[1]) if peaks else None,
-        compile_s=quartiles(_summary_values(runs, "compile_s"))[1],
+        compile_s=quartiles(_known_values([run.summary for run in runs], "compile_s"))[1],
     )
 
 
@@ -111,22 +105,21 @@ def average_by_seed(runs: list[Run], key: str) -> dict[int, float]:
 
 
 def divergence(setting: Setting, first: Setting) -> dict[int, float]:
-    """{step: largest |difference of training losses|} over pairs of runs with the same seed. Empty for `first`."""
+    """{step: largest |difference of training losses|} over pairs of runs. Empty for `first`."""
     distances: dict[int, float] = {}
-    if setting is first or not has_same_data(setting, first):
-        return distances
-    for run in setting.finished:
-        for other in first.finished:
-            if run.seed == other.seed:
-                losses, other_losses = run.curve("train/loss"), other.curve("train/loss")
-                for step in losses.keys() & other_losses.keys():
-                    distances[step] = max(distances.get(step, 0.0), abs(losses[step] - other_losses[step]))
+    for run, other in _find_pairs(setting, first):
+        losses, other_losses = run.curve("train/loss"), other.curve("train/loss")
+        for step in losses.keys() & other_losses.keys():
+            distances[step] = max(distances.get(step, 0.0), abs(losses[step] - other_losses[step]))
     return dict(sorted(distances.items()))
 
 
-def has_same_data(a: Setting, b: Setting) -> bool:
-    """Whether both were trained on the same tokens; otherwise losses per token are not comparable."""
-    return {run.summary.get("data") for run in a.finished} == {run.summary.get("data") for run in b.finished}
+def _find_pairs(setting: Setting, first: Setting) -> list[tuple[Run, Run]]:
+    """Finished runs of both settings with the same seed, trained on the same tokens. None for `first` itself."""
+    if setting is first:
+        return []
+    pairs = [(run, other) for run in setting.finished for other in first.finished if run.seed == other.seed]
+    return [(run, other) for run, other in pairs if run.summary.get("data") == other.summary.get("data")]
 
 
 def mean(values: Iterable[float]) -> float | None:
@@ -165,13 +158,13 @@ def _after_warmup(runs: list[Run], key: str) -> list[float]:
 def _peak_memory(run: Run) -> int | None:
     """Peak memory in bytes. A resumed run measures from its restart, so earlier rows of metrics.jsonl count, too."""
     logged = run.curve("peak_memory_bytes").values()
-    return max([*logged, *_summary_values([run], "peak_memory_bytes")], default=None)
+    return max([*logged, *_known_values([run.summary], "peak_memory_bytes")], default=None)
 
 
-def _summary_values(runs: list[Run], key: str) -> list[float]:
-    return [run.summary[key] for run in runs if run.summary.get(key) is not None]
+def _known_values(summaries: list[dict], key: str) -> list:
+    return [summary[key] for summary in summaries if summary.get(key) is not None]
 
 
-def _join_distinct(values: Iterable) -> str | None:
+def _join_distinct(summaries: list[dict], key: str) -> str | None:
     """The distinct values, in order of appearance: "a, b"; None if there are none."""
-    return ", ".join(dict.fromkeys(str(value) for value in values if value is not None)) or None
+    return ", ".join(dict.fromkeys(map(str, _known_values(summaries, key)))) or None

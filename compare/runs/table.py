@@ -1,12 +1,10 @@
 """Tables of a comparison: on the terminal, in comparison.md and in comparison.csv."""
 
 import csv
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from dataclasses import asdict, fields
 from pathlib import Path
 
-from rich.console import Console
-from rich.measure import Measurement
 from rich.table import Table
 
 from common.console import format_memory, format_number, make_table
@@ -31,30 +29,18 @@ COLUMNS: dict[str, Callable[[SettingStats], str]] = {
     "compile": lambda row: UNKNOWN if row.compile_s is None else f"{row.compile_s:.1f} s",
 }
 TEXT_COLUMNS = ("setting", "runs", "device", "kernel")  # the others are numbers
-OPTIONAL_COLUMNS = ("tokens/s", "memory", "kernel", "divergence")  # removed in this order on a narrow terminal
+# The columns on the terminal, which fit into 80 characters. comparison.md has all columns.
+TERMINAL_COLUMNS = ("setting", "kernel", "val loss", "bits/byte", "difference", "step, ms", "memory")
 
 
-def make_terminal_table(rows: list[SettingStats], console: Console) -> Table:
-    """The table for a console, with as many columns as its width allows."""
-    headers = [header for header in _choose_headers(rows) if header != "best"]
-    optional = list(OPTIONAL_COLUMNS)
-    if all(row.finished == row.runs for row in rows):
-        optional.insert(0, "runs")
-    table = _fill_table(rows, headers)
-    while optional and Measurement.get(console, console.options.update(max_width=1000), table).maximum > console.width:
-        header = optional.pop(0)
-        headers = [other for other in headers if other != header]
-        table = _fill_table(rows, headers)
-        table.caption, table.caption_justify = "A wider terminal shows more columns, comparison.md shows all.", "left"
-    return table
-
-
-def _fill_table(rows: list[SettingStats], headers: list[str]) -> Table:
+def make_terminal_table(rows: list[SettingStats]) -> Table:
+    """The table for a terminal. Below a value is its spread, and below a setting the status of its runs."""
+    headers = [header for header in _choose_headers(rows) if header in TERMINAL_COLUMNS]
     table = make_table(*headers, left=sum(header in TEXT_COLUMNS for header in headers))
-    cells = [[_multiline(COLUMNS[header](row)) for header in headers] for row in rows]
-    table.leading = int(any(row[0].count("\n") > 1 for row in cells))  # an empty line between rows of many lines
-    for row in cells:
-        table.add_row(*row)
+    table.leading = 1
+    for row in rows:
+        setting, *cells = [_multiline(COLUMNS[header](row)) for header in headers]
+        table.add_row(f"{setting}\n{row.status}", *cells)
     return table
 
 
@@ -76,21 +62,20 @@ def write_markdown(rows: list[SettingStats], path: Path, picture: str) -> None:
     path.write_text("\n".join(text), encoding="utf-8")
 
 
-def list_notes(rows: list[SettingStats]) -> list[str]:
-    """List the sentences that explain the table."""
-    first = rows[0]
+def list_notes(rows: list[SettingStats], columns: Iterable[str] = COLUMNS) -> list[str]:
+    """List the sentences that explain the columns of a table, and why runs did not finish."""
     sentences = [
         "Losses are in nats per token, from the last evaluation of each finished run.",
         "± is the 95 % confidence interval of the mean over seeds (Student's t).",
         f"Step times are medians (quartiles), without the first {WARMUP_STEPS} steps of each run.",
     ]
-    if len(rows) > 1 and first.finished:
-        sentences += [
-            f"Difference: validation loss minus that of {first.setting}, for runs with the same seed.",
-            f"Divergence: largest distance of such runs' training losses (first {DIVERGENCE_STEPS} steps / all steps).",
-        ]
+    if len(rows) > 1 and not rows[0].finished:
+        sentences.append(f"{rows[0].setting} has no finished run, so there are no differences.")
     elif len(rows) > 1:
-        sentences.append(f"{first.setting} has no finished run, so there are no differences.")
+        sentences.append("Difference: validation loss minus that of the first setting, for runs with the same seed.")
+        if "divergence" in columns:
+            steps = f"first {DIVERGENCE_STEPS} steps / all steps"
+            sentences.append(f"Divergence: largest distance of such runs' training losses ({steps}).")
     device_names = list(dict.fromkeys(row.device_name for row in rows if row.device_name))
     if len(_list_devices(rows)) == 1:
         sentences.append(f"All runs used {', '.join([*device_names, *_list_devices(rows)])}.")

@@ -187,10 +187,9 @@ def test_labels_of_unrelated_runs_are_short(tmp_path):
     many = {f"train.option{n}": 0 for n in range(20)}
     runs = [write_run(tmp_path / name, changes={key: name for key in many} | {"model.name": name}) for name in "ab"]
     assert labels(runs) == [
-        "a: model=a, train.option0=a, train.option1=a, 18 more",
-        "b: model=b, train.option0=b, train.option1=b, 18 more",
+        "a: model=a, train.option0=a, train.option1=a, train.option2=a, 17 more",
+        "b: model=b, train.option0=b, train.option1=b, train.option2=b, 17 more",
     ]
-    assert [setting.short_label for setting in read_settings(runs)] == ["a", "b"]  # in the legend
 
 
 def test_labels_of_a_sweep_are_its_swept_keys(tmp_path):
@@ -200,6 +199,12 @@ def test_labels_of_a_sweep_are_its_swept_keys(tmp_path):
         name, seed = (word.split("=")[1] for word in job.split(","))
         write_run(sweep / job, int(seed), changes={"attention.backend": name})
     assert labels([sweep]) == ["attention=flex", "attention=naive"]
+    alone = write_run(tmp_path / "alone", changes={"train.steps": 20})
+    assert labels([sweep, alone]) == [
+        "cmp/attention=flex",
+        "cmp/attention=naive",
+        "alone: attention=naive, train.steps=20",
+    ]
 
 
 def test_jobs_that_have_not_started_are_counted(tmp_path):
@@ -243,13 +248,14 @@ def test_csv_has_plain_numbers_and_the_table_fits_the_terminal(tmp_path):
     written = list(csv.DictReader((tmp_path / "out/comparison.csv").open(newline="")))
     assert float(written[1]["val_loss"]) == rows[1].val_loss and written[0]["difference"] == ""
     assert int(written[0]["peak_memory_bytes"]) == 9 * 2**30 and float(written[1]["divergence"]) == 0
-    output = io.StringIO()
-    console = Console(width=120, file=output)
-    console.print(make_terminal_table(rows, console))
-    text = output.getvalue()
-    assert all(len(line) <= 120 for line in text.splitlines())
-    for word in ("naive1 and 2 more:", "attention=naive", "1.2000", "± 0.2484", "9.00 GiB", "31.2 s"):
-        assert word in text
+    for width in (80, 120):
+        output = io.StringIO()
+        Console(width=width, file=output).print(make_terminal_table(rows))
+        text = output.getvalue()
+        assert all(len(line) <= width for line in text.splitlines())
+        for word in ("naive1 and 2 more:", "attention=naive", "3 finished", "1.2000", "± 0.2484", "9.00 GiB"):
+            assert word in text
+    assert "31.2 s" in (tmp_path / "out/comparison.md").read_text()
 
 
 def test_markdown_cells_escape_separators(tmp_path):
@@ -301,14 +307,14 @@ def damage(folder, name, text):
         (lambda folder: folder / "nowhere", "nowhere does not exist"),
         (lambda folder: folder, "no summary.json"),
         (lambda folder: damage(write_run(folder / "a"), "summary.json", '{"status": '), "summary.json is damaged"),
-        (lambda folder: damage(write_run(folder / "a"), "summary.json", "[]"), "has no status"),
+        (lambda folder: damage(write_run(folder / "a"), "summary.json", "[]"), "summary.json is damaged"),
         (lambda folder: damage(write_run(folder / "a"), "config.yaml", "a: [1"), "config.yaml is damaged"),
-        (lambda folder: damage(write_run(folder / "a"), "config.yaml", "a: 1"), "not the config of a run"),
+        (lambda folder: damage(write_run(folder / "a"), "config.yaml", "a: 1"), "config.yaml is damaged"),
         (
             lambda folder: damage(write_run(folder / "a"), "metrics.jsonl", '{"step": 1}\n{"st'),
             "metrics.jsonl is damaged",
         ),
-        (lambda folder: damage(write_run(folder / "a"), "metrics.jsonl", "[1]\n"), "rows without a step"),
+        (lambda folder: damage(write_run(folder / "a"), "metrics.jsonl", "[1]\n"), "metrics.jsonl is damaged"),
         (lambda folder: damage(write_sweep(folder / "s", []), "sweep.json", "{}"), "sweep.json is damaged"),
         (lambda folder: write_sweep(folder / "s", []), "no run to compare"),
     ],
