@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any
 
-from common.errors import UserError
+from common.errors import UserError, check_settings
 from common.run_dir import check_name, check_path_component
 from compare.bench.config import BenchConfig
 from data import DataConfig, TokenizerConfig
@@ -62,25 +62,19 @@ class Train:
         lr_scale(self.schedule, self.schedule.warmup_steps, None, 0.0)
         flops, init_from = self.flops_per_second, self.train.init_from or ""
         init_run = init_from.removeprefix("run:")
-        _refuse(
-            (
-                flops is not None and not self.plan,
-                f"flops_per_second={flops} needs plan=true; set it, or remove the key",
-            ),
-            (
-                flops is not None and not 0 < flops < inf,
-                f"flops_per_second={flops} must be greater than 0; set, say, 1e14, or null to measure this machine",
-            ),
-            (
-                init_from and self.tokenizer.name in ("bpe", "char"),
-                f"train.init_from={init_from} needs that run's tokenizer; set tokenizer=run tokenizer.run={init_run}",
-            ),
-            (
-                "last" in (self.tokenizer.run, init_run),
+        rules = [
+            ("flops_per_second", flops is None or self.plan, "needs plan=true; set it, or remove the key"),
+            ("flops_per_second", flops is None or 0 < flops < inf, "must be greater than 0; set 1e14, say, or null"),
+        ]
+        check_settings("", self, rules)
+        same_vocabulary = not init_from or self.tokenizer.name not in ("bpe", "char")
+        tokenizer_of_run = f"needs that run's tokenizer; set tokenizer=run tokenizer.run={init_run}"
+        check_settings("train", self.train, [("init_from", same_vocabulary, tokenizer_of_run)])
+        if "last" in (self.tokenizer.run, init_run):
+            raise UserError(
                 "train.init_from=run:last and tokenizer.run=last may mean another run when this run is resumed; "
-                "set the name of a run",
-            ),
-        )
+                "set the name of a run"
+            )
         resolve_sources(self.data)  # a missing file is reported before torch is imported
 
 
@@ -112,33 +106,31 @@ class Sample(SamplingConfig):
         _check_seed(self.seed)
         modes = ["prompt", "prompt_file", "prompts", "interactive", "loss"]
         modes = [key for key in modes if getattr(self, key) not in (None, False)]
+        if len(modes) > 1:
+            raise UserError(f"{' and '.join(modes)} exclude each other; set one of them")
         mode = modes[0] if modes else None
-        _refuse(
-            (self.checkpoint not in ("best", "last"), f"checkpoint={self.checkpoint} is unknown; set best or last"),
-            (self.num_samples < 1, f"num_samples={self.num_samples} must be at least 1; set, say, 8"),
-            (self.batch_size < 1, f"batch_size={self.batch_size} must be at least 1; set, say, 8"),
-            (len(modes) > 1, f"{' and '.join(modes)} exclude each other; set one of them"),
+        generates = self.max_new_tokens > 0 or self.loss or self.attention_map
+        has_one_prompt = mode not in ("loss", "interactive", "prompts")
+        rules = [
+            ("checkpoint", self.checkpoint in ("best", "last"), "is unknown; set best or last"),
+            ("num_samples", self.num_samples >= 1, "must be at least 1; set, say, 8"),
+            ("batch_size", self.batch_size >= 1, "must be at least 1; set, say, 8"),
             (
-                (self.data.path or self.data.mix) and not self.loss,
-                f"data.path={self.data.path or 'null'} is not read; set loss=true to measure it, or remove data.path",
+                "out",
+                self.out is None or mode in ("loss", "prompts"),
+                "needs prompts=FILE or loss=true; set one of them, or remove out",
             ),
             (
-                self.out is not None and mode not in ("loss", "prompts"),
-                f"out={self.out} needs prompts=FILE or loss=true; set one of them, or remove out",
+                "num_samples",
+                self.num_samples == 1 or mode not in ("loss", "interactive"),
+                f"has no effect with {mode}; remove one of them",
             ),
-            (
-                self.num_samples > 1 and mode in ("loss", "interactive"),
-                f"num_samples={self.num_samples} has no effect with {mode}; remove one of them",
-            ),
-            (
-                self.max_new_tokens == 0 and mode != "loss" and not self.attention_map,
-                "max_new_tokens=0 generates nothing; set 1 or more",
-            ),
-            (
-                self.attention_map and mode in ("loss", "interactive", "prompts"),
-                f"attention_map=true needs one prompt; remove {mode}, or attention_map",
-            ),
-        )
+            ("max_new_tokens", generates, "generates nothing; set 1 or more"),
+            ("attention_map", has_one_prompt or not self.attention_map, f"needs one prompt; remove {mode}, or it"),
+        ]
+        check_settings("", self, rules)
+        is_read = self.loss or not (self.data.path or self.data.mix)
+        check_settings("data", self.data, [("path", is_read, "is not read; set loss=true to measure it, or remove it")])
 
 
 @dataclass
@@ -175,7 +167,8 @@ class Bench(BenchConfig):
         check_path_component("model.name", self.model.name)
         _check_seed(self.seed)
         H, G, _, _ = self.kernel_shape()
-        _refuse((H % G != 0, f"n_kv_head={G} does not divide the {H} heads; set a divisor, or null"))
+        if H % G:
+            raise UserError(f"n_kv_head={G} does not divide the {H} heads; set a divisor, or null")
 
     def kernel_shape(self) -> tuple[int, int, int, int]:
         """Heads H, key/value heads G, head size D and value size Dv of the attention kernels; default: the model's."""
@@ -186,14 +179,8 @@ class Bench(BenchConfig):
 
 
 def _check_seed(seed: int) -> None:
-    _refuse((not 0 <= seed < 2**32, f"seed={seed} must be at least 0 and below 2^32; set, say, 1337"))
-
-
-def _refuse(*rules: tuple[Any, str]) -> None:
-    """Raise UserError with the message of the first rule (is_invalid, message) whose is_invalid is true."""
-    for is_invalid, message in rules:
-        if is_invalid:
-            raise UserError(message)
+    if not 0 <= seed < 2**32:
+        raise UserError(f"seed={seed} must be at least 0 and below 2^32; set, say, 1337")
 
 
 SCRIPTS = {"train": Train, "sample": Sample, "prepare": Prepare, "bench": Bench}

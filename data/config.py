@@ -1,10 +1,11 @@
 """Types and rules of the config groups `data` and `tokenizer`. Their values are in configs/."""
 
+from collections.abc import Iterator
 from dataclasses import dataclass
 from math import inf
 from typing import Any
 
-from common.errors import UserError, format_value
+from common.errors import check_settings
 
 # These keys are set for each source of a mix, never for the mix.
 SOURCE_KEYS = ("path", "val_path", "val_documents", "val_fraction", "max_documents", "text_column")
@@ -53,83 +54,67 @@ class DataConfig:
     document_mask: bool
 
     def __post_init__(self):
-        if self.val_fraction is not None and not 0 < self.val_fraction < 1:
-            raise UserError(
-                f"data.val_fraction={self.val_fraction} must be between 0 and 1; set it to 0.1, for example"
-            )
-        for key in ("val_documents", "max_documents"):
-            if getattr(self, key) is not None and getattr(self, key) < 1:
-                raise UserError(f"data.{key}={getattr(self, key)} must be at least 1; set it to 1000 or null")
-        if not 0 < self.weight < inf:
-            raise UserError(f"weight={self.weight:g} in data.mix must be greater than 0; set it to 1.0, for example")
-        if self.source == "mix" and not self.mix:
-            raise UserError("data=mix has no sources; list them in a YAML file (docs/data.md, Mix sources)")
-        self._check_paths()
-        if self.max_documents is not None:
-            self._check_max_documents()
-        if self.source != "hub":
-            used = ", ".join(f"data.{key}={format_value(getattr(self, key))}" for key in HUB_KEYS if getattr(self, key))
-            if used:
-                raise UserError(
-                    f"{used} works only with data=hub; set data=hub too, or data.val_path=FILE to hold out a file"
-                )
-        if self.mix:
-            self._check_mix()
-            return
-        for key, example in (("text_column", "text"), ("val_fraction", "0.1")):
-            if getattr(self, key) is None:
-                raise UserError(f"data.{key} is not set; set data.{key}={example}, for example")
-        if self.path is None:
-            self._check_source()
+        check_settings("data", self, self._rules())
+        for name, source in self.mix.items():
+            in_mix = [
+                ("source", not source.mix, "is itself a mix; list its sources directly in data.mix"),
+                ("document_mask", not source.document_mask, "applies to the mix; set data.document_mask instead"),
+            ]
+            check_settings(f"data.mix.{name}", source, in_mix)
 
-    def _check_paths(self) -> None:
+    def _rules(self) -> Iterator[tuple[str, bool, str]]:
+        """Yield the rules for check_settings: key, whether its value is valid, requirement."""
         for key in ("path", "val_path"):
             value = getattr(self, key)
             paths = value if isinstance(value, list) else [value]
-            if value is not None and not (paths and all(isinstance(path, str) and path for path in paths)):
-                raise UserError(f"data.{key}={value} is not a path; set a file, a folder, a pattern or a list of them")
+            is_valid = value is None or (len(paths) > 0 and all(isinstance(path, str) and path for path in paths))
+            yield key, is_valid, "is not a path; set a file, a folder, a pattern or a list of them"
+        for key in ("val_documents", "max_documents"):
+            value = getattr(self, key)
+            yield key, value is None or value >= 1, f"must be at least 1; set data.{key}=1000 or null"
+        yield "weight", 0 < self.weight < inf, "must be greater than 0; set it to 1.0, for example"
+        if self.max_documents is not None:
+            held_out = 0 if self.val_path or self.val_split else self.val_documents or 0
+            yield (
+                "max_documents",
+                self.row_is_document,
+                "needs data.row_is_document=true: otherwise a table is one document",
+            )
+            yield (
+                "max_documents",
+                self.max_documents > held_out,
+                f"leaves no training documents after data.val_documents={held_out}; set a smaller data.val_documents",
+            )
+        for key in HUB_KEYS:
+            is_valid = self.source == "hub" or not getattr(self, key)
+            yield key, is_valid, "works only with data=hub; to hold out a file, set data.val_path=FILE"
 
-    def _check_max_documents(self) -> None:
-        if not self.row_is_document:
-            raise UserError(
-                f"data.max_documents={self.max_documents} needs data.row_is_document=true, because a table is one "
-                "document otherwise; remove one of the two settings"
-            )
-        held_out = 0 if self.val_path or self.val_split else self.val_documents or 0
-        if self.max_documents <= held_out:
-            raise UserError(
-                f"data.max_documents={self.max_documents} leaves no training documents after "
-                f"data.val_documents={held_out}; set a smaller data.val_documents"
-            )
+        # a mix, whose sources have their own settings
+        if self.source == "mix" or self.mix:
+            yield "source", bool(self.mix), "has no sources; list them in a YAML file (docs/data.md, Mix sources)"
+            for key in SOURCE_KEYS:
+                yield key, getattr(self, key) is None, f"does not apply to a mix; set data.mix.NAME.{key} instead"
+            return
 
-    def _check_mix(self) -> None:
-        for key in SOURCE_KEYS:
-            if getattr(self, key) is not None:
-                raise UserError(f"data.{key} does not apply to a mix; set data.mix.NAME.{key} instead")
-        for name, source in self.mix.items():
-            if source.mix:
-                raise UserError(f"data.mix.{name} is itself a mix; list its sources directly in data.mix")
-            if source.document_mask:
-                raise UserError(f"data.mix.{name}.document_mask applies to the mix; set data.document_mask instead")
-
-    def _check_source(self) -> None:
-        if self.source == "text":
-            raise UserError(
-                "data=text has no input; set data.path=FILE, a folder or a pattern (data.mix.NAME.path in a mix)"
-            )
-        if self.source == "url" and not (self.url or "").startswith(("http://", "https://")):
-            raise UserError(
-                f"data.url={format_value(self.url)} is not a URL; set one that begins with https://, or data.path=FILE"
-            )
+        # one source
+        is_fraction = self.val_fraction is not None and 0 < self.val_fraction < 1
+        yield "val_fraction", is_fraction, "must be between 0 and 1; set data.val_fraction=0.1, for example"
+        yield "text_column", self.text_column is not None, "names no column; set data.text_column=text, for example"
+        if self.path is not None:
+            return
+        yield "path", self.source != "text", "is no input; set data.path=FILE (data.mix.NAME.path in a mix)"
+        if self.source == "url":
+            is_url = (self.url or "").startswith(("http://", "https://"))
+            yield "url", is_url, "is not a URL; set one that begins with https://, or data.path=FILE"
         if self.source == "hub":
-            for key, example in (("repo", "OWNER/NAME"), ("split", "train")):
-                if not getattr(self, key):
-                    raise UserError(f"data=hub needs data.{key}; set data.{key}={example}, or data.path=FILE")
-            if self.stream and not (self.val_split or self.val_documents):
-                raise UserError(
-                    "data.stream=true cannot hold out a fraction, because the length of a stream is unknown; set "
-                    "data.val_documents=1000 or data.val_split"
-                )
+            yield "repo", bool(self.repo), "names no data set; set data.repo=OWNER/NAME, or data.path=FILE"
+            yield "split", bool(self.split), "names no split; set data.split=train, or data.path=FILE"
+            yield (
+                "stream",
+                bool(not self.stream or self.val_split or self.val_documents),
+                "cannot hold out a fraction, because the length of a stream is unknown; set data.val_documents=1000 or "
+                "data.val_split",
+            )
 
     @property
     def label(self) -> str:
@@ -154,18 +139,20 @@ class TokenizerConfig:
     run: str | None
 
     def __post_init__(self):
-        if self.vocab_size is not None and not 0 < self.vocab_size <= 10**6:
-            raise UserError(f"tokenizer.vocab_size={self.vocab_size} is out of range; set 1024 or 32768, for example")
-        if self.name == "bpe" and (self.vocab_size or 0) <= 256:
-            raise UserError(
-                f"tokenizer.vocab_size={format_value(self.vocab_size)} has no room for the 256 byte tokens; "
-                "set 512 or more, or tokenizer=byte"
-            )
-        if self.name != "bpe" and self.vocab_size is not None:
-            raise UserError(
-                f"tokenizer={self.name} has no adjustable size; remove tokenizer.vocab_size, or set tokenizer=bpe"
-            )
-        if (self.name == "run") != (self.run is not None):
-            raise UserError(
-                "tokenizer=run needs tokenizer.run and vice versa; set both: tokenizer=run tokenizer.run=NAME"
-            )
+        size, is_bpe = self.vocab_size, self.name == "bpe"
+        unused = f"does not apply to tokenizer={self.name}; remove tokenizer.vocab_size, or set tokenizer=bpe"
+        rules = [
+            ("vocab_size", size is None or 0 < size <= 10**6, "is out of range; set 1024 or 32768, for example"),
+            ("vocab_size", is_bpe or size is None, unused),
+            (
+                "vocab_size",
+                not is_bpe or (size or 0) > 256,
+                "has no room for the 256 byte tokens; set 512 or more, or tokenizer=byte",
+            ),
+            (
+                "run",
+                (self.name == "run") == (self.run is not None),
+                "needs tokenizer=run and vice versa; set both: tokenizer=run tokenizer.run=NAME",
+            ),
+        ]
+        check_settings("tokenizer", self, rules)

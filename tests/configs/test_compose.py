@@ -42,7 +42,7 @@ def test_every_data_choice_composes(choice, workdir, capsys):
     if choice == "mix":
         with pytest.raises(SystemExit):
             parse_config("train", "", ["data=mix"])
-        assert "data=mix has no sources; list them in a YAML file" in capsys.readouterr().err
+        assert "data.source=mix has no sources; list them in a YAML file" in capsys.readouterr().err
     else:
         assert parse_config("train", "", [f"data={choice}", "data.path=text.txt"]).data.name == choice
 
@@ -110,9 +110,9 @@ WRONG = [
     (["train.steps=null"], r"set train.steps or train.minutes"),
     (["data=text"], r"set data.path=FILE"),
     (["data=text", "data.path=nowhere.txt"], r"data.path=nowhere.txt does not exist"),
-    (["data.repo=a/b", "data.stream=true"], r"data.repo=a/b, data.stream=true works only with data=hub"),
+    (["data.repo=a/b", "data.stream=true"], r"data.repo=a/b works only with data=hub"),
     (["data.max_documents=9", "data.row_is_document=false"], r"data.max_documents=9 needs data.row"),
-    (["data.val_fraction=null"], r"data.val_fraction is not set; set data.val_fraction=0.1"),
+    (["data.val_fraction=null"], r"data.val_fraction=null must be between 0 and 1; set data.val_fraction=0.1"),
     (["data.val_fraction=1"], r"data.val_fraction=1.0 must be between 0 and 1"),
     (["name=a/b"], r"name='a/b' cannot name a folder"),
     (["name=.."], r"cannot name a folder"),
