@@ -42,8 +42,7 @@ from compare.bench.plot import plot_results
 from compare.bench.results import Timing, append_row, recommend
 from compare.bench.runner import estimate_seconds, start_runner
 from compare.bench.table import describe_shapes, print_results
-from configs.cli import exit_fast
-from configs.cli import run_main as run_main
+from configs.cli import exit_fast, run_main
 from configs.schema import Bench
 from model.attention import BACKENDS, AttentionRequest, all_variants
 from training.device import DTYPES, resolve_compile, resolve_device, resolve_dtype

@@ -45,8 +45,7 @@ import torch
 from common.console import TABLE_WIDTH, make_console, pluralize, printable
 from common.errors import UserError
 from common.run_dir import find_run
-from configs.cli import config_from_python, exit_fast
-from configs.cli import run_main as run_main
+from configs.cli import config_from_python, exit_fast, run_main
 from configs.schema import Sample
 from data.readers import read_documents
 from data.sources import resolve_sources

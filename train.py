@@ -37,8 +37,7 @@ import torch
 from common import system
 from common.interrupt import StopRequest
 from common.run_dir import RunDir, has_checkpoint
-from configs.cli import exit_fast
-from configs.cli import run_main as run_main
+from configs.cli import exit_fast, run_main
 from configs.schema import Train
 from data.loader import Loader, prefetch
 from data.prepare import prepare

@@ -1,13 +1,22 @@
-"""Parts of error messages: suggestions for typos, lists of choices, and types in words.
-
-The sentences for unknown keys and wrong types are in configs/compose.py.
-"""
+"""Error messages for wrong keys, values and YAML files: one sentence each, with a suggestion for typos."""
 
 import difflib
 from collections.abc import Iterable
-from dataclasses import is_dataclass
 from types import NoneType, UnionType
-from typing import Any, get_args, get_origin, get_type_hints
+from typing import Any, get_args, get_origin
+
+from omegaconf import DictConfig, OmegaConf
+from omegaconf.errors import (
+    ConfigKeyError,
+    ConfigTypeError,
+    InterpolationResolutionError,
+    MissingMandatoryValue,
+    OmegaConfBaseException,
+    ValidationError,
+)
+from yaml import YAMLError
+
+from common.errors import format_value
 
 TYPE_NAMES = {
     int: ["a whole number"],
@@ -33,25 +42,32 @@ def did_you_mean(wrong: str, options: Iterable[str]) -> str:
     return f", did you mean {one_of(similar)}?" if similar else ""
 
 
-def find_type(schema: type, key: str) -> Any:
-    """The type of a key: (Train, "train.steps") -> int | None; (Bench, "block_sizes[0]") -> int."""
-    kind: Any = schema
-    for part in key.replace("[", ".[").split("."):
-        # Without a dataclass, it is an item of list[T] or a value of dict[str, T].
-        kind = get_type_hints(kind)[part] if is_dataclass(kind) else get_args(remove_null(kind))[-1]
-    return kind
+def explain_error(error: Exception) -> str:
+    """One sentence for an exception of Hydra, OmegaConf or PyYAML."""
+    if isinstance(error, YAMLError | UnicodeDecodeError):
+        return f"a YAML file cannot be read: {' '.join(str(error).split())}; correct it there"
+    if isinstance(error, OmegaConfBaseException):
+        return f"{error.full_key}: {str(error).splitlines()[0]}"
+    return " ".join(str(error).split("Config search path:")[0].split())
 
 
-def remove_null(kind: Any) -> Any:
-    """int | None -> int."""
-    return next(option for option in _split_union(kind) if option is not NoneType)
-
-
-def describe_type(kind: Any) -> str:
-    """The values of a type in words: int | None -> "a whole number or null"."""
-    names = [TYPE_NAMES.get(get_origin(option) or option, ["a section"]) for option in _split_union(kind)]
-    return one_of([name for group in names for name in group])
-
-
-def _split_union(kind: Any) -> tuple:
-    return get_args(kind) if isinstance(kind, UnionType) else (kind,)
+def explain_schema_error(error: OmegaConfBaseException, composed: DictConfig, types: dict[str, Any]) -> str:
+    """One sentence for a key or a value that does not fit the schema. types: the types of all keys."""
+    key = error.full_key
+    if isinstance(error, ConfigKeyError):
+        return f"{key}: there is no such key{did_you_mean(key, types)}; see --help and --cfg job"
+    if isinstance(error, MissingMandatoryValue):
+        return f"{key} has no value; set it, or add text@mix.NAME to the defaults of the YAML file of a mix"
+    is_type_error = isinstance(error, ValidationError | ConfigTypeError)
+    if not is_type_error or isinstance(error, InterpolationResolutionError):
+        return explain_error(error)
+    value = OmegaConf.select(composed, key)
+    if OmegaConf.is_config(value):
+        value = OmegaConf.to_container(value)
+    kind = types[key.split("[")[0]]
+    options = get_args(kind) if isinstance(kind, UnionType) else (kind,)  # int | None -> (int, NoneType)
+    if "[" in key:  # an item of a list
+        options = get_args(options[0])
+    names = [name for option in options for name in TYPE_NAMES.get(get_origin(option) or option, ["a section"])]
+    advice = {"a list": f"; set {key}=[{format_value(value)}]", "a section": f"; set {key}.KEY=VALUE"}
+    return f"{key}={format_value(value)} must be {one_of(names)}{advice.get(names[0], '')}"

