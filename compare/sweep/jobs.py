@@ -56,17 +56,16 @@ class Outcome:
     status: str
     reason: str | None = None
 
+    @classmethod
+    def from_summary(cls, summary: dict) -> "Outcome":
+        """The outcome that a run wrote itself, without the advice on how to resume only that run."""
+        status, error = summary["status"], summary.get("error")
+        return cls(status, error.split(";")[0] if error and status == "interrupted" else error)
+
 
 def train_job(job: Job) -> Outcome:
-    """Train one job in a child process. First wait for any other process that trains it, as after a killed sweep."""
+    """Train one job in a child process."""
     job.folder.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(job.folder / ".lock")
-    try:
-        lock.acquire(timeout=0)
-    except Timeout:
-        print(f"{job.name}: waiting for {read_owner(job.folder)}, which is training it", flush=True)
-        lock.acquire()
-    lock.release()
     summary_before, log = read_summary(job.folder), job.folder / "train.log"
     with open(log, "wb") as output:
         child = subprocess.Popen(
@@ -84,49 +83,42 @@ def train_job(job: Job) -> Outcome:
             child.wait()
             raise
     status = next((status for status, known in EXIT_CODES.items() if known == code), "failed")
-    if status == "finished":
-        return Outcome(status)
     summary = read_summary(job.folder)
-    if summary != summary_before and summary.get("status") == status:  # the run wrote the reason itself
-        return Outcome(status, shorten_reason(summary))
-    return _record(job, Outcome(status, _find_reason(code, log)))
-
-
-def shorten_reason(summary: dict) -> str:
-    """Why a run ended, without the advice on how to resume only that run."""
-    error = summary["error"] or ""
-    return error.split(";")[0] if summary["status"] == "interrupted" else error
-
-
-def _find_reason(code: int, log: Path) -> str:
+    if status == "finished" or (summary != summary_before and summary.get("status") == status):
+        return Outcome.from_summary(summary)
     if code < 0:
-        return f"its process was killed by {signal.Signals(-code).name}"
+        return _record(job, Outcome(status, f"its process was killed by {signal.Signals(-code).name}"))
     lines = log.read_text(errors="replace").strip().splitlines() or [f"exit code {code}"]
-    return lines[-1].removeprefix(f"{SCRIPT.name}: ")
+    return _record(job, Outcome(status, lines[-1].removeprefix(f"{SCRIPT.name}: ")))
 
 
 def _record(job: Job, outcome: Outcome) -> Outcome:
     """Write an outcome that the job's process could not write, because it was killed or its run had not begun."""
-    if outcome.status == "refused" and job.previous_config() is not None:
-        return Outcome("failed", outcome.reason)  # the earlier run's files stay as they are
-    if job.previous_config() is None:
-        write_config(job.folder, job.config)
-    ended = {"name": job.config["name"], "status": outcome.status, "error": outcome.reason}
-    write_summary(job.folder, read_summary(job.folder) | ended)
-    return outcome
+    try:
+        with FileLock(job.folder / ".lock", timeout=0):
+            if job.previous_config() is None:
+                write_config(job.folder, job.config)
+            elif outcome.status == "refused":
+                return Outcome("failed", outcome.reason)  # the earlier run's files stay as they are
+            ended = {"name": job.config["name"], "status": outcome.status, "error": outcome.reason}
+            write_summary(job.folder, read_summary(job.folder) | ended)
+            return outcome
+    except Timeout:  # the process of an earlier sweep, or one on another machine
+        return Outcome("failed", f"still being trained by {read_owner(job.folder)}")
+
+
+def read_new_outcome(job: Job, since: float) -> Outcome | None:
+    """The outcome of a job that has ended since the time `since`; None for other jobs."""
+    path = job.folder / "summary.json"
+    if not path.exists() or path.stat().st_mtime < since:
+        return None
+    summary = read_summary(job.folder)
+    return Outcome.from_summary(summary) if summary["status"] in EXIT_CODES else None
 
 
 def recover_outcome(job: Job, started: float, error: str) -> Outcome:
     """Read the outcome of a job from its files, after its launcher raised `error`. started: when the sweep started."""
     path = job.folder / "summary.json"
-    summary = read_summary(job.folder)
-    is_new = path.exists() and path.stat().st_mtime >= started
-    if summary.get("status") == "finished" or (is_new and summary.get("status") in EXIT_CODES):
-        return Outcome(summary["status"], summary.get("error"))
-    if not is_new:
+    if not path.exists() or path.stat().st_mtime < started:
         return Outcome("failed", f"not started: {error}")
-    try:
-        with FileLock(job.folder / ".lock", timeout=0):
-            return _record(job, Outcome("failed", "its process was lost"))
-    except Timeout:
-        return Outcome("failed", f"still being trained by {read_owner(job.folder)}")
+    return read_new_outcome(job, started) or _record(job, Outcome("failed", "its process was lost"))

@@ -13,7 +13,7 @@ import pytest
 from helpers import ROOT, TINY, metrics, untimed
 
 from common.run_dir import RunDir, read_owner, read_summary
-from compare.sweep.jobs import Job, Outcome, recover_outcome
+from compare.sweep.jobs import Job, Outcome, recover_outcome, train_job
 
 LONG = ["name=s", "train.steps=60", "eval.every=60", "checkpoint.every=20", "train.batch_size=2"]
 TIMEOUT_S = 600
@@ -172,6 +172,16 @@ def test_recovered_outcome_of_lost_and_running_jobs(workdir):
     assert recover_outcome(job, 0.0, "gone") == Outcome("failed", "its process was lost")
     assert read_summary(folder)["status"] == "failed"
     assert recover_outcome(job, time.time() + 60, "gone") == Outcome("failed", "not started: gone")
+
+
+def test_job_that_another_process_trains_is_not_trained_again(workdir):
+    folder = workdir / "runs/sweeps/s/seed=1"
+    words = [*TINY, "seed=1", "name=sweeps/s/seed=1"]
+    with RunDir("sweeps/s/seed=1", "", True) as run:
+        run.start({"name": "sweeps/s/seed=1"}, {})
+        outcome = train_job(Job("seed=1", folder, words, {"name": "sweeps/s/seed=1"}))
+        assert outcome == Outcome("failed", f"still being trained by {read_owner(folder)}")
+        assert read_summary(folder)["status"] == "running"
 
 
 def test_sweep_under_torchrun_is_refused(workdir):
