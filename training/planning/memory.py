@@ -120,13 +120,13 @@ class MemoryTracker(TorchDispatchMode):
 def simulate_memory(step: StepSpec, micro_batch_size: int, accumulation: int) -> MemoryEstimate:
     """Memory for training with `accumulation` micro batches per optimizer step, without DDP's gradient buckets.
 
-    Raises UserError for a backend that is compiled.
+    Raises UserError for a backend that is compiled on the device.
     """
     backend, device, tracker = step.attention.backend, step.device, MemoryTracker(step.model.block_size)
     if BACKENDS[backend].needs_compiler and device.type == "cuda":
         raise UserError(
-            f"attention={backend} is compiled on CUDA and not simulated; its plan needs a number for "
-            "train.micro_batch_size"
+            f"attention={backend} is compiled on CUDA, and compiled steps are not simulated; planning a run with it "
+            "needs train.micro_batch_size=N, not auto"
         )
     attend = get_attention_fn(step.attention)
 
