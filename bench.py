@@ -24,66 +24,43 @@ if __name__ == "__main__":  # parsed before the slow imports below, so that a wr
 
     config = parse_config("bench", __doc__)
 
-import itertools
 import shutil
-from collections.abc import Callable
-from dataclasses import asdict
-from pathlib import Path
-
-import torch
+from dataclasses import asdict, replace
 
 from common import system
-from common.console import ProgressBar, format_number, pluralize
 from common.errors import UserError
 from common.interrupt import sigterm_as_keyboard_interrupt
 from common.run_dir import BENCHES, make_new_folder, write_config, write_summary
-from compare.bench.cases import BenchSettings, Case
+from compare.bench.cases import build_groups
+from compare.bench.config import BenchConfig
 from compare.bench.plot import plot_results
-from compare.bench.results import Timing, append_row, recommend
-from compare.bench.runner import estimate_seconds, start_runner
-from compare.bench.table import describe_shapes, print_results
+from compare.bench.results import Timing, recommend
+from compare.bench.runner import measure_groups
+from compare.bench.table import describe_bench, print_results
 from configs.cli import exit_fast, run_main
-from configs.schema import Bench
-from model.attention import BACKENDS, AttentionRequest, all_variants
-from training.device import DTYPES, resolve_compile, resolve_device, resolve_dtype
+from training.device import resolve_compile, resolve_device
 from training.wandb_logger import log_table_to_wandb
 
 
-def main(config: Bench) -> int:
+def main(config: BenchConfig) -> int:
     device = resolve_device(config.device)
     groups = build_groups(config, device)
-    settings = BenchSettings(
-        model=config.model,
-        optimizer=config.optimizer,
-        vocab_size=config.vocab_size,
-        compile=resolve_compile(config.compile, device),
-        tf32=config.tf32,
-        seed=config.seed,
-        rounds=config.rounds,
-        repeats=config.repeats,
-        seconds=config.seconds,
-        time_limit=config.time_limit,
-    )
-    folder = make_bench_folder(config.name, f"{device.type}-{config.model.name}")
+    resolved = replace(config, compile=resolve_compile(config.compile, device))
+    if config.name is not None and (BENCHES / config.name).exists():
+        raise UserError(f"{BENCHES / config.name} exists; set another name")
+    folder = BENCHES / (config.name or make_new_folder(BENCHES, f"{device.type}-{config.model.name}"))
+    folder.mkdir(parents=True, exist_ok=True)
     environment = system.describe_environment(device)
     summary = {"name": folder.name, "status": "running"} | environment
     write_config(folder, asdict(config))
     write_summary(folder, summary)
-    print(
-        f"bench    {folder}: {', '.join(case.name for case in groups[0])}\nruns on  {environment['device_name']}",
-        flush=True,
-    )
-
+    backends = ", ".join(case.name for case in groups[0])
+    print(f"bench    {folder}: {backends}\nruns on  {environment['device_name']}", flush=True)
     rows: list[Timing] = []
-
-    def save_row(row: Timing) -> None:
-        append_row(folder / "attention.csv", row)
-        rows.append(row)
-
     status = "failed"
     try:
         with sigterm_as_keyboard_interrupt():
-            measure_groups(groups, settings, save_row)
+            measure_groups(groups, resolved, folder / "attention.csv", rows)
         status = "finished"
     except KeyboardInterrupt:
         status = "interrupted"
@@ -96,97 +73,13 @@ def main(config: Bench) -> int:
             write_summary(folder, summary | {"status": status, "rows": len(rows), "answer": recommend(rows)})
     picture = folder / "attention.png"
     plot_results(rows, picture, describe_bench(config, rows[0], environment))
-    log_table_to_wandb(
-        config.wandb, "attention", folder.name, config.wandb.group, rows, picture, asdict(config) | environment
-    )
+    run_config = asdict(config) | environment
+    log_table_to_wandb(config.wandb, "attention", folder.name, config.wandb.group, rows, picture, run_config)
     print_results(rows, folder)
     if status == "interrupted":
         raise KeyboardInterrupt(f"stopped after {len(rows)} rows, which are in {folder}")
     statuses = {row.status for row in rows}
     return 1 if "failed" in statuses else 2 if statuses == {"refused"} else 0
-
-
-def build_groups(config: Bench, device: torch.device) -> list[list[Case]]:
-    """List all cases: one group per dtype, phase and T, from short contexts to long ones. Raises UserError."""
-    variants = all_variants()
-    backends = config.backends
-    if backends is None:
-        backends = [
-            name
-            for name, backend in BACKENDS.items()
-            if device.type in backend.on and backend.on[device.type].gradients
-        ]
-    dtypes = DTYPES | {"auto": resolve_dtype("auto", device)}
-    for key, names, choices in (("backends", backends, variants), ("dtypes", config.dtypes, dtypes)):
-        for name in names:
-            if name not in choices:
-                raise UserError(f"{key}: {name} is unknown; set one or more of {', '.join(choices)}")
-    groups = []
-    for dtype, phase, T in itertools.product(
-        dict.fromkeys(dtypes[name] for name in config.dtypes), config.phases, sorted(config.block_sizes)
-    ):
-        H, G, D, Dv = config.kernel_shape()
-        if phase == "step":
-            H, G, D, Dv = config.model.n_head, config.model.kv_heads, config.model.head_dim, config.model.head_dim
-        request = AttentionRequest(
-            B=config.batch_size,
-            Tq=1 if phase == "decode" else T,
-            Tk=T,
-            H=H,
-            G=G,
-            D=D,
-            Dv=Dv,
-            dtype=dtype,
-            device=device,
-            grad=phase in ("forward+backward", "step"),
-        )
-        groups.append([Case(name, variants[name], phase, request) for name in backends])
-    return groups
-
-
-def make_bench_folder(name: str | None, label: str) -> Path:
-    """Create the folder of a bench in runs/bench/. Raises UserError if the name is taken."""
-    if name is None:
-        return BENCHES / make_new_folder(BENCHES, label)
-    folder = BENCHES / name
-    try:
-        folder.mkdir(parents=True)
-    except FileExistsError:
-        raise UserError(f"{folder} exists; set another name") from None
-    return folder
-
-
-def measure_groups(groups: list[list[Case]], settings: BenchSettings, save_row: Callable[[Timing], None]) -> None:
-    """Measure all groups, with a progress bar."""
-    backends = [case.name for case in groups[0]]
-    with start_runner(settings, backends) as runner, ProgressBar() as progress:
-        first_cases = {group[0].dtype_name: group[0] for group in groups}
-        peaks = {dtype: runner.measure_peak_flops(case) for dtype, case in first_cases.items()}
-        estimates = [estimate_seconds(group, settings, peaks[group[0].dtype_name]) for group in groups]
-        progress.restart(sum(estimates))
-        width = max(len(str(group[0])) for group in groups)
-        for index, group in enumerate(groups):
-            label, done, estimate = f"{group[0]!s:<{width}}", sum(estimates[:index]), estimates[index]
-            show_progress = lambda part: progress.update(done + part * estimate, label)  # noqa: B023, E731
-            rows = runner.run_group(group, show_progress)
-            for row in rows:
-                save_row(row)
-            times = [f"{row.backend} {format_number(row.ms_median) if row.is_finished else row.status}" for row in rows]
-            progress.print(f"{label}  ms: {', '.join(times)}")
-
-
-def describe_bench(config: Bench, row: Timing, environment: dict) -> str:
-    """Compose the title of the plot: shapes, model and machine."""
-    parts = []
-    if set(config.phases) != {"step"}:
-        parts.append(f"attention: {describe_shapes(row)}")
-    if "step" in config.phases:
-        sequences = pluralize(config.batch_size, "sequence")
-        parts.append(f"training step: model={config.model.name}, optimizer={config.optimizer.name}, {sequences}")
-    machine = (
-        f"{environment['device_name']}, {environment['threads']} threads, torch {environment['versions']['torch']}"
-    )
-    return "; ".join([*parts, machine])
 
 
 if __name__ == "__main__":

@@ -20,9 +20,9 @@ from torch.utils.benchmark import Timer
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from compare.bench.cases import BenchSettings, Case, measure
+from compare.bench.cases import build_groups, measure
 from compare.bench.worker import Worker
-from model.attention import AttentionRequest, all_variants
+from configs.cli import config_from_python
 
 ROUNDS = 5
 SECONDS_PER_ROUND = 0.5
@@ -77,32 +77,19 @@ def time_with_torch(variant: str, phase: str, T: int) -> float:
 
 def time_with_bench(variant: str, phase: str, T: int) -> float:
     """Measure the seconds of a call with the code of bench.py."""
-    request = AttentionRequest(
-        B=1,
-        Tq=1 if phase == "decode" else T,
-        Tk=T,
-        H=H,
-        G=H,
-        D=D,
-        Dv=D,
-        dtype=torch.float32,
-        device=torch.device("cpu"),
-        grad=phase == "forward+backward",
-    )
-    settings = BenchSettings(
-        model=None,
-        optimizer=None,
-        vocab_size=0,
-        compile=False,
-        tf32=False,
-        seed=1,
-        rounds=1,
-        repeats=2,
+    config = config_from_python(
+        "bench",
+        device="cpu",
+        dtypes=["float32"],
+        backends=[variant],
+        phases=[phase],
+        block_sizes=[T],
+        n_head=H,
+        head_size=D,
         seconds=SECONDS_PER_ROUND,
-        time_limit=math.inf,
     )
-    case = Case(variant, all_variants()[variant], phase, request)
-    return statistics.median(measure(case, settings, Path("no reference")).seconds)
+    ((case,),) = build_groups(config, torch.device("cpu"))
+    return statistics.median(measure(case, config, Path("no reference")).seconds)
 
 
 def measure_bandwidth() -> float:

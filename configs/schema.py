@@ -21,7 +21,6 @@ from training.config import (
     ScheduleConfig,
     TrainConfig,
     TrainWandbConfig,
-    WandbConfig,
 )
 from training.schedule import lr_scale
 
@@ -147,41 +146,10 @@ class Prepare:
         check_path_component("data.name", self.data.name)
 
 
-@dataclass
-class Bench(BenchConfig):
-    """Config of bench.py."""
-
-    name: str | None
-    seed: int
-    device: str
-    compile: bool | None
-    tf32: bool
-    model: GPTConfig
-    optimizer: Any  # a dataclass of OPTIMIZERS
-    wandb: WandbConfig
-
-    def check(self) -> None:
-        """Check the rules that span packages. Raises UserError."""
-        if self.name is not None:
-            check_path_component("name", self.name)
-        check_path_component("model.name", self.model.name)
-        _check_seed(self.seed)
-        H, G, _, _ = self.kernel_shape()
-        if H % G:
-            raise UserError(f"n_kv_head={G} does not divide the {H} heads; set a divisor, or null")
-
-    def kernel_shape(self) -> tuple[int, int, int, int]:
-        """Heads H, key/value heads G, head size D and value size Dv of the attention kernels; default: the model's."""
-        H = self.n_head or self.model.n_head
-        D = self.head_size or self.model.head_dim
-        G = self.n_kv_head or (H if self.n_head else self.model.kv_heads)
-        return H, G, D, self.value_size or D
-
-
 def _check_seed(seed: int) -> None:
     if not 0 <= seed < 2**32:
         raise UserError(f"seed={seed} must be at least 0 and below 2^32; set, say, 1337")
 
 
-SCRIPTS = {"train": Train, "sample": Sample, "prepare": Prepare, "bench": Bench}
+SCRIPTS = {"train": Train, "sample": Sample, "prepare": Prepare, "bench": BenchConfig}
 OPTIMIZERS = {"adamw": AdamWConfig, "muon": MuonConfig}

@@ -1,27 +1,17 @@
-"""Cases, settings and made-up rows for the tests of bench.py."""
+"""Cases, a config and made-up rows for the tests of bench.py."""
 
 from dataclasses import replace
 
 import torch
 
-from compare.bench.cases import BenchSettings, Case
+from compare.bench.cases import Case
 from compare.bench.results import Timing
+from configs.cli import config_from_python
 from model import AttentionConfig
 from model.attention import AttentionRequest
 
 CPU = torch.device("cpu")
-SETTINGS = BenchSettings(
-    model=None,
-    optimizer=None,
-    vocab_size=64,
-    compile=False,
-    tf32=False,
-    seed=1,
-    rounds=1,
-    repeats=2,
-    seconds=0.001,
-    time_limit=300.0,
-)
+CONFIG = config_from_python("bench", seed=1, vocab_size=64, compile=False, rounds=1, seconds=0.001, time_limit=300.0)
 COLUMNS = (
     "backend,resolved,impl,status,reason,phase,device,dtype,B,T,H,G,D,Dv,ms_median,ms_q1,ms_q3,tokens_per_second,"
     "flops_per_second,peak_share,peak_memory_bytes,error_y,error_dq,error_dk,error_dv,compile_s"

@@ -1,25 +1,28 @@
-"""Measures calls of attention alone, or training steps, in the current process.
+"""The cases of a bench, and their measurement in the current process: calls of attention alone, or training steps.
 
 B batch, T keys, H query heads, G key/value heads, D head dimension of queries and keys, Dv of values. There are T
 queries, except in phase decode, which has one query on a KV cache of T keys.
 """
 
+import itertools
 import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass, replace
-from itertools import cycle
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
 from common import system
-from model import AttentionConfig, GPTConfig
+from common.errors import UserError
+from compare.bench.config import BenchConfig
+from model import AttentionConfig
 from model.attention import (
     BACKENDS,
     AttentionRequest,
     ResolvedAttention,
+    all_variants,
     get_attention_fn,
     naive,
     pin_kernel_under_compile,
@@ -29,8 +32,7 @@ from model.attention import (
 from model.flops import attention_flops, flops_per_token
 from model.gpt import GPT
 from training import speed
-from training.config import AdamWConfig, MuonConfig
-from training.device import autocast, build_grad_scaler, configure_backends, resolve_dtype
+from training.device import DTYPES, autocast, build_grad_scaler, configure_backends, resolve_dtype
 from training.optimizer import build_optimizers, optimizer_step
 
 MAX_CALLS = 10_000  # timed calls per round
@@ -62,23 +64,26 @@ class Case:
         return self.request.B * self.request.Tq
 
 
-@dataclass(frozen=True)
-class BenchSettings:
-    """Settings that all rows share. model, optimizer, vocab_size and compile are used in phase step only.
-
-    Each round takes about `seconds` and times at least `repeats` calls. time_limit: seconds for all rounds of a row.
-    """
-
-    model: GPTConfig
-    optimizer: AdamWConfig | MuonConfig
-    vocab_size: int
-    compile: bool
-    tf32: bool
-    seed: int
-    rounds: int
-    repeats: int
-    seconds: float
-    time_limit: float
+def build_groups(config: BenchConfig, device: torch.device) -> list[list[Case]]:
+    """List all cases: one group per dtype, phase and T, from short contexts to long ones. Raises UserError."""
+    variants, dtypes = all_variants(), DTYPES | {"auto": resolve_dtype("auto", device)}
+    support = {name: backend.on.get(device.type) for name, backend in BACKENDS.items()}
+    backends = config.backends or [name for name, row in support.items() if row is not None and row.gradients]
+    for key, names, choices in (("backends", backends, variants), ("dtypes", config.dtypes, dtypes)):
+        for name in names:
+            if name not in choices:
+                raise UserError(f"{key}: {name} is unknown; set one or more of {', '.join(choices)}")
+    groups = []
+    unique_dtypes = dict.fromkeys(dtypes[name] for name in config.dtypes)
+    for dtype, phase, T in itertools.product(unique_dtypes, config.phases, sorted(config.block_sizes)):
+        H, G, D, Dv = config.kernel_shape()
+        if phase == "step":
+            H, G, D, Dv = config.model.n_head, config.model.kv_heads, config.model.head_dim, config.model.head_dim
+        shape = {"B": config.batch_size, "Tq": 1 if phase == "decode" else T, "Tk": T, "H": H, "G": G, "D": D, "Dv": Dv}
+        grad = phase in ("forward+backward", "step")
+        request = AttentionRequest(**shape, dtype=dtype, device=device, grad=grad)
+        groups.append([Case(name, variants[name], phase, request) for name in backends])
+    return groups
 
 
 @dataclass(frozen=True)
@@ -112,22 +117,22 @@ class Workload:
     compute_outputs: Callable[[], tuple[Tensor, ...]] | None = None
 
 
-def measure(case: Case, settings: BenchSettings, reference: Path) -> BenchResult:
+def measure(case: Case, config: BenchConfig, reference: Path) -> BenchResult:
     """Measure one round of `case` in this process. Raises UserError if the case cannot run here.
 
     reference: the file that write_reference has written. If the file does not exist, the errors stay unknown.
     """
     started = time.perf_counter()
     device = case.request.device
-    configure_backends(device, deterministic=False, tf32=settings.tf32)
+    configure_backends(device, deterministic=False, tf32=config.tf32)
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()  # compile for the shapes of this case, as a new process does
-    workload = (_training_workload if case.phase == "step" else _attention_workload)(case, settings)
+    workload = (_training_workload if case.phase == "step" else _attention_workload)(case, config)
     compiled_before = speed.compile_seconds() if workload.is_compiled else 0.0
     workload.call()  # the first call compiles, and loads the libraries of the kernels
     compile_s = speed.compile_seconds() - compiled_before if workload.is_compiled else None
     peak_memory = _measure_peak_memory(workload, device)
-    seconds = speed.time_calls(workload.call, device, settings.repeats, settings.seconds, MAX_CALLS)
+    seconds = speed.time_calls(workload.call, device, config.repeats, config.seconds, MAX_CALLS)
     errors = {}
     if workload.compute_outputs is not None and reference.exists():
         expected = torch.load(reference, weights_only=True)
@@ -147,7 +152,7 @@ def _measure_peak_memory(workload: Workload, device: torch.device) -> int | None
     return None if peak is None or before is None else max(0, peak - before)
 
 
-def _attention_workload(case: Case, settings: BenchSettings) -> Workload:
+def _attention_workload(case: Case, config: BenchConfig) -> Workload:
     """Attention alone. Consecutive calls use different inputs, so that no CPU or GPU cache contains them."""
     resolved, attend = resolve(case.attention, case.request), get_attention_fn(case.attention)
 
@@ -155,14 +160,14 @@ def _attention_workload(case: Case, settings: BenchSettings) -> Workload:
         y = attend(q, k, v)
         return (y, *torch.autograd.grad(y, (q, k, v), dy)) if case.request.grad else (y,)
 
-    inputs = make_inputs(case, settings.seed)
+    inputs = make_inputs(case, config.seed)
     size = sum(tensor.nbytes for tensor in inputs)
     n_copies = min(MAX_CALLS, 2 * system.cache_bytes(case.request.device) // size + 1)
     copies = [inputs, *(tuple(tensor.clone() for tensor in inputs) for _ in range(n_copies - 1))]
     for q, k, v, _ in copies:
         for tensor in (q, k, v):
             tensor.requires_grad_(case.request.grad)
-    next_inputs = cycle(copies)
+    next_inputs = itertools.cycle(copies)
     return Workload(
         resolved,
         call=lambda: attention(*next(next_inputs)),
@@ -171,34 +176,34 @@ def _attention_workload(case: Case, settings: BenchSettings) -> Workload:
     )
 
 
-def _training_workload(case: Case, settings: BenchSettings) -> Workload:
+def _training_workload(case: Case, config: BenchConfig) -> Workload:
     """One optimizer step of the complete model, as in train.py, on B sequences of T random tokens."""
     B, dtype, device = case.request.B, case.request.dtype, case.request.device
     resolve_dtype(case.dtype_name, device)  # raises for a dtype that only inference supports
-    model = replace(settings.model, block_size=case.request.Tk)
+    model = replace(config.model, block_size=case.request.Tk)
     resolved = resolve_model(case.attention, model, B=B, dtype=dtype, device=device, grad=True)
     # A step of a tiny model loads the libraries, which should not count as memory of the step.
     tiny = replace(model, n_layer=1, window=None, block_size=8, ngram_table_size=64)
-    _training_step(case, replace(settings, model=tiny, vocab_size=64, compile=False))()
+    _training_step(case, replace(config, model=tiny, vocab_size=64, compile=False))()
     system.return_freed_memory()
     memory_before = system.memory_in_use(device)
-    step = _training_step(case, replace(settings, model=model))
-    return Workload(resolved, step, is_compiled=settings.compile, memory_before=memory_before)
+    step = _training_step(case, replace(config, model=model))
+    return Workload(resolved, step, is_compiled=config.compile, memory_before=memory_before)
 
 
-def _training_step(case: Case, settings: BenchSettings) -> Callable[[], None]:
+def _training_step(case: Case, config: BenchConfig) -> Callable[[], None]:
     """Build the model and return a function that trains it for one step."""
     device, dtype = case.request.device, case.request.dtype
-    torch.manual_seed(settings.seed)
-    model = GPT(settings.model, settings.vocab_size, get_attention_fn(case.attention)).to(device)
+    torch.manual_seed(config.seed)
+    model = GPT(config.model, config.vocab_size, get_attention_fn(case.attention)).to(device)
     forward = model
-    if settings.compile:
+    if config.compile:
         pin_kernel_under_compile(case.attention)
         forward = torch.compile(model, dynamic=False)
-    optimizers = build_optimizers(model, settings.optimizer)
+    optimizers = build_optimizers(model, config.optimizer)
     scaler = build_grad_scaler(device, dtype)
-    shape = (8, 2, case.request.B, settings.model.block_size)  # eight batches of x and y
-    batches = cycle(torch.randint(settings.vocab_size, shape, device=device))
+    shape = (8, 2, case.request.B, config.model.block_size)  # eight batches of x and y
+    batches = itertools.cycle(torch.randint(config.vocab_size, shape, device=device))
 
     def step() -> None:
         x, y = next(batches)
@@ -210,11 +215,11 @@ def _training_step(case: Case, settings: BenchSettings) -> Callable[[], None]:
     return step
 
 
-def count_flops(case: Case, settings: BenchSettings) -> int:
+def count_flops(case: Case, config: BenchConfig) -> int:
     """FLOPs of one call, as in model/flops.py. Those of a training step are counted as for train.py's mfu."""
     if case.phase == "step":
         T = case.request.Tk
-        return case.tokens * flops_per_token(replace(settings.model, block_size=T), settings.vocab_size, T)
+        return case.tokens * flops_per_token(replace(config.model, block_size=T), config.vocab_size, T)
     return attention_flops(case.request)
 
 

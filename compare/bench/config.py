@@ -1,9 +1,13 @@
-"""The config of bench.py: types and checks."""
+"""The config of bench.py: types and checks. This module must not import torch."""
 
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 from math import inf
+from typing import Any
 
-from common.errors import UserError
+from common.errors import UserError, check_settings
+from common.run_dir import check_path_component
+from model import GPTConfig
+from training.config import WandbConfig
 
 PHASES = ("forward", "forward+backward", "decode", "step")
 
@@ -12,13 +16,20 @@ PHASES = ("forward", "forward+backward", "decode", "step")
 class BenchConfig:
     """A bench measures every combination of phases, dtypes, block_sizes and backends.
 
-    backends: such as "naive", or "sdpa:math" for one kernel; the first is the baseline. None: all backends that can
-    train on the device. block_sizes: context lengths T. batch_size: sequences per call. n_head, n_kv_head, head_size,
-    value_size: shapes of attention alone; None: those of the model. vocab_size: of the model in phase step.
-    rounds: number of rounds, in which each backend has one turn. repeats: minimum number of timed calls per turn.
-    seconds: approximate duration of a turn. time_limit: seconds for all turns of a row.
+    model, optimizer, vocab_size, compile: of phase step. backends: such as "naive", or "sdpa:math" for one kernel; the
+    first is the baseline. None: all backends that can train on the device. block_sizes: context lengths T.
+    batch_size: sequences per call. n_head, n_kv_head, head_size, value_size: shapes of attention alone; None: those of
+    the model. rounds: number of rounds, in which each backend has one turn. repeats: minimum number of timed calls per
+    turn. seconds: approximate duration of a turn. time_limit: seconds for all turns of a row.
     """
 
+    name: str | None
+    seed: int
+    device: str
+    compile: bool | None
+    tf32: bool
+    model: GPTConfig
+    optimizer: Any  # a dataclass of OPTIMIZERS
     backends: list[str] | None
     phases: list[str]
     dtypes: list[str]
@@ -33,18 +44,32 @@ class BenchConfig:
     repeats: int
     seconds: float
     time_limit: float
+    wandb: WandbConfig
 
-    def __post_init__(self):
-        for key in (field.name for field in fields(BenchConfig)):
-            value = getattr(self, key)
-            if isinstance(value, int | float) and not 0 < value < inf:
-                raise UserError(f"{key}={value} must be a finite number greater than 0")
-            if isinstance(value, list) and not value:
-                raise UserError(f"{key}=[] leaves nothing to measure; set one or more values")
-            if isinstance(value, list) and len(set(value)) < len(value):
-                raise UserError(f"{key}=[{','.join(map(str, value))}] contains a value twice; remove one")
+    def check(self) -> None:
+        """Raises UserError for invalid settings."""
+        if self.name is not None:
+            check_path_component("name", self.name)
+        check_path_component("model.name", self.model.name)
+        rules = [("seed", 0 <= self.seed < 2**32, "must be at least 0 and below 2^32; set, say, 1337")]
+        for key, value in vars(self).items():
+            if isinstance(value, list):
+                rules.append((key, len(value) > 0, "leaves nothing to measure; set one or more values"))
+                rules.append((key, len(set(value)) == len(value), "contains a value twice; remove one"))
+            elif type(value) in (int, float) and key != "seed":
+                rules.append((key, 0 < value < inf, "must be a finite number greater than 0"))
+        H, G, _, _ = self.kernel_shape()
+        rules.append(("n_kv_head", H % G == 0, f"does not divide the {H} heads; set a divisor, or null"))
+        is_valid = all(T > 0 for T in self.block_sizes)
+        rules.append(("block_sizes", is_valid, "must be positive numbers of tokens; set, say, [64,1024]"))
+        check_settings("", self, rules)
         unknown = [phase for phase in self.phases if phase not in PHASES]
         if unknown:
             raise UserError(f"phases: {unknown[0]} is unknown; set one or more of {', '.join(PHASES)}")
-        if min(self.block_sizes) < 1:
-            raise UserError(f"block_sizes={self.block_sizes} must be positive numbers of tokens; set, say, [64,1024]")
+
+    def kernel_shape(self) -> tuple[int, int, int, int]:
+        """Heads H, key/value heads G, head size D and value size Dv of the attention kernels; default: the model's."""
+        H = self.n_head or self.model.n_head
+        D = self.head_size or self.model.head_dim
+        G = self.n_kv_head or (H if self.n_head else self.model.kv_heads)
+        return H, G, D, self.value_size or D

@@ -5,80 +5,106 @@ A machine that becomes slower or faster during the bench therefore affects all b
 
 import statistics
 import tempfile
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import ExitStack, contextmanager
+from collections.abc import Callable
+from contextlib import ExitStack
 from pathlib import Path
 
-from compare.bench.cases import (
-    BenchResult,
-    BenchSettings,
-    Case,
-    count_flops,
-    measure,
-    measure_peak_flops,
-    write_reference,
-)
-from compare.bench.results import FINISHED, TIME_LIMIT, Timing
+from common.console import ProgressBar, format_number
+from compare.bench.cases import BenchResult, Case, count_flops, measure, measure_peak_flops, write_reference
+from compare.bench.config import BenchConfig
+from compare.bench.results import FINISHED, TIME_LIMIT, Timing, append_row
 from compare.bench.worker import IsolatedCallFailed, Worker
+
+
+def measure_groups(groups: list[list[Case]], config: BenchConfig, table: Path, rows: list[Timing]) -> None:
+    """Measure all groups, with a progress bar. Append each row to `rows` and to the CSV file `table`."""
+    with ExitStack() as stack:
+        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
+        # The compile cache starts empty, so that compile_s does not depend on earlier runs.
+        environment = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "compile_cache")}
+        # CUDA's driver reserves more address space than there is memory.
+        limit_memory = groups[0][0].request.device.type == "cpu"
+        workers = [stack.enter_context(Worker(environment, limit_memory)) for _ in range(len(groups[0]) + 1)]
+        backends = [case.name for case in groups[0]]
+        runner = BenchRunner(config, dict(zip(backends, workers, strict=False)), workers[-1], folder / "reference.pt")
+        progress = stack.enter_context(ProgressBar())
+        peak = runner.measure_peak_flops(groups[0][0]) or 1e11
+        estimates = [estimate_seconds(group, config, peak) for group in groups]
+        progress.restart(sum(estimates))
+        width = max(len(str(group[0])) for group in groups)
+        for index, group in enumerate(groups):
+            label, done, estimate = f"{group[0]!s:<{width}}", sum(estimates[:index]), estimates[index]
+            show_progress = lambda part: progress.update(done + part * estimate, label)  # noqa: B023, E731
+            group_rows = runner.run_group(group, show_progress)
+            for row in group_rows:
+                append_row(table, row)
+                rows.append(row)
+            times = [format_number(row.ms_median) if row.is_finished else row.status for row in group_rows]
+            progress.print(f"{label}  ms: {', '.join(map(' '.join, zip(backends, times, strict=True)))}")
+
+
+def estimate_seconds(group: list[Case], config: BenchConfig, peak: float) -> float:
+    """Estimate the duration of a group: turns of many short calls, plus four calls at 40% of the peak."""
+    call_seconds = sum(4 * count_flops(case, config) / (0.4 * peak) for case in group)
+    return config.rounds * (len(group) * (0.05 + 1.3 * config.seconds) + call_seconds)
 
 
 class BenchRunner:
     """Measures groups of cases. A group is one phase, dtype and T, with one case per backend.
 
     workers: the process of each backend. reference_worker: the process that computes references and the peak FLOP/s.
-    folder: for the file of the reference.
+    reference: file of the reference of the current group.
     """
 
-    def __init__(self, settings: BenchSettings, workers: dict[str, Worker], reference_worker: Worker, folder: Path):
-        self.settings, self.workers, self.reference_worker = settings, workers, reference_worker
-        self.reference = folder / "reference.pt"
-        self.timed_out: dict[tuple[str, str, str], int] = {}  # (backend, phase, dtype) -> first T over the limit
+    def __init__(self, config: BenchConfig, workers: dict[str, Worker], reference_worker: Worker, reference: Path):
+        self.config, self.workers, self.reference_worker = config, workers, reference_worker
+        self.reference = reference
+        self.too_slow: dict[tuple[str, str, str], IsolatedCallFailed] = {}  # by backend, phase and dtype
 
     def run_group(self, group: list[Case], show_progress: Callable[[float], None]) -> list[Timing]:
         """Measure a group and return a row per case. show_progress: called with the finished share, from 0 to 1."""
         self._write_reference(group[0])
-        results: dict[str, list[BenchResult]] = {case.name: [] for case in group}
-        failures = self._skip_slow_backends(group)
-        seconds_left = dict.fromkeys(results, self.settings.time_limit)
+        keys = {case.name: (case.name, case.phase, case.dtype_name) for case in group}
+        failures = {name: self.too_slow[key] for name, key in keys.items() if key in self.too_slow}
+        results: dict[str, list[BenchResult]] = {name: [] for name in keys}
+        seconds_left = dict.fromkeys(keys, self.config.time_limit)
         peaks = []  # measured in every round, because a CPU's peak varied by a factor of 1.8 within one bench
-        for round_index in range(self.settings.rounds):
+        for round_index in range(self.config.rounds):
             running = [case for case in group if case.name not in failures and seconds_left[case.name] > 0]
             if not running:
                 break
             peaks.append(self.measure_peak_flops(group[0]))
             first = round_index % len(running)  # each round begins with another backend
             for position, case in enumerate(running[first:] + running[:first]):
-                show_progress((round_index + position / len(running)) / self.settings.rounds)
-                arguments, limits = (case, self.settings, self.reference), _call_limits(case, seconds_left[case.name])
+                show_progress((round_index + position / len(running)) / self.config.rounds)
+                name = case.name
+                arguments = case, self.config, self.reference
                 try:
-                    result = self.workers[case.name].call(measure, *arguments, **limits)
+                    result = self.workers[name].call(measure, *arguments, time_limit=seconds_left[name])
                 except IsolatedCallFailed as failure:
-                    seconds_left[case.name] = 0.0
-                    # After a time limit, the results of earlier rounds make the row.
-                    if failure.status != TIME_LIMIT or not results[case.name]:
-                        failures[case.name] = failure
+                    seconds_left[name] = 0.0
+                    if failure.status != TIME_LIMIT:
+                        failures[name] = failure
+                    elif not results[name]:  # otherwise, the results of earlier rounds make the row
+                        failures[name] = failure
+                        reason = f"not tried, as T = {case.request.Tk:,} {failure.reason}"
+                        self.too_slow[keys[name]] = IsolatedCallFailed(TIME_LIMIT, reason)
                 else:
-                    results[case.name].append(result)
-                    seconds_left[case.name] -= result.wall_seconds
+                    results[name].append(result)
+                    seconds_left[name] -= result.wall_seconds
         peak = max(filter(None, peaks), default=None)
         return [
-            self._make_failed_row(case, failures[case.name])
-            if case.name in failures
-            else summarize(case, results[case.name], count_flops(case, self.settings), peak)
+            summarize(case, results[case.name], count_flops(case, self.config), peak)
+            if case.name not in failures
+            else _make_failed_row(case, failures[case.name])
             for case in group
         ]
 
-    def _make_failed_row(self, case: Case, failure: IsolatedCallFailed) -> Timing:
-        if failure.status == TIME_LIMIT:
-            self.timed_out.setdefault((case.name, case.phase, case.dtype_name), case.request.Tk)
-        reason = failure.reason.split("; set ")[0]  # without the advice, which is for train.py
-        return Timing(**_describe(case), status=failure.status, reason=reason)
-
     def measure_peak_flops(self, case: Case) -> float | None:
         """Measure the FLOP/s of matrix products on the device and in the dtype of `case`. None: it failed."""
-        arguments = case.request.device, case.request.dtype, self.settings.tf32
+        arguments = case.request.device, case.request.dtype, self.config.tf32
         try:
-            return self.reference_worker.call(measure_peak_flops, *arguments, time_limit=self.settings.time_limit)
+            return self.reference_worker.call(measure_peak_flops, *arguments, time_limit=self.config.time_limit)
         except IsolatedCallFailed:
             return None
 
@@ -86,38 +112,11 @@ class BenchRunner:
         self.reference.unlink(missing_ok=True)
         if case.phase == "step":
             return
-        arguments, limits = (case, self.settings.seed, self.reference), _call_limits(case, self.settings.time_limit)
+        arguments = case, self.config.seed, self.reference
         try:
-            self.reference_worker.call(write_reference, *arguments, **limits)
+            self.reference_worker.call(write_reference, *arguments, time_limit=self.config.time_limit)
         except IsolatedCallFailed:  # too little memory or time: the errors of this group stay unknown
             self.reference.unlink(missing_ok=True)
-
-    def _skip_slow_backends(self, group: list[Case]) -> dict[str, IsolatedCallFailed]:
-        """Fail the backends that exceeded the time limit with a smaller T -> {backend: failure}."""
-        failures = {}
-        for case in group:
-            T = self.timed_out.get((case.name, case.phase, case.dtype_name))
-            if T is not None:
-                reason = f"not tried, as T = {T:,} took longer than {self.settings.time_limit:g} s"
-                failures[case.name] = IsolatedCallFailed(TIME_LIMIT, reason)
-        return failures
-
-
-@contextmanager
-def start_runner(settings: BenchSettings, backends: Iterable[str]) -> Iterator[BenchRunner]:
-    """Context manager: yields a BenchRunner. Its worker processes end with the context."""
-    with ExitStack() as stack:
-        folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        # The compile cache starts empty, so that compile_s does not depend on earlier runs.
-        environment = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "compile_cache")}
-        workers = {name: stack.enter_context(Worker(environment)) for name in backends}
-        yield BenchRunner(settings, workers, stack.enter_context(Worker(environment)), folder)
-
-
-def estimate_seconds(group: list[Case], settings: BenchSettings, peak: float | None) -> float:
-    """Estimate the duration of a group: turns of many short calls, plus four calls at 40% of the peak."""
-    call_seconds = sum(4 * count_flops(case, settings) / (0.4 * (peak or 1e11)) for case in group)
-    return settings.rounds * (len(group) * (0.05 + 1.3 * settings.seconds) + call_seconds)
 
 
 def summarize(case: Case, results: list[BenchResult], flops: int, peak: float | None) -> Timing:
@@ -148,9 +147,9 @@ def _describe(case: Case) -> dict:
     return {"backend": case.name, "phase": case.phase, "device": r.device.type, "dtype": case.dtype_name} | shapes
 
 
-def _call_limits(case: Case, seconds: float) -> dict:
-    """Limits of a worker call: time, and on a CPU memory. CUDA's driver reserves more address space than memory."""
-    return {"time_limit": seconds, "limit_memory": case.request.device.type == "cpu"}
+def _make_failed_row(case: Case, failure: IsolatedCallFailed) -> Timing:
+    reason = failure.reason.split("; set ")[0]  # without the advice, which is for train.py
+    return Timing(**_describe(case), status=failure.status, reason=reason)
 
 
 def _quantiles(values: list[float], n: int) -> list[float]:

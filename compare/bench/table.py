@@ -3,6 +3,7 @@
 from pathlib import Path
 
 from common.console import format_number, make_console, make_table, pluralize
+from compare.bench.config import BenchConfig
 from compare.bench.results import (
     MAX_SPREAD,
     MAX_TIE_RATIO,
@@ -84,6 +85,18 @@ def _failure_notes(rows: list[Timing]) -> list[str]:
         phases = ", ".join(dict.fromkeys(row.phase for row in group))
         notes.append(f"{backend}: {status} ({phases}; {_list_contexts(group)}): {reason}")
     return notes
+
+
+def describe_bench(config: BenchConfig, row: Timing, environment: dict) -> str:
+    """Compose the title of the plot: shapes, model and machine."""
+    parts = []
+    if set(config.phases) != {"step"}:
+        parts.append(f"attention: {describe_shapes(row)}")
+    if "step" in config.phases:
+        sequences = pluralize(config.batch_size, "sequence")
+        parts.append(f"training step: model={config.model.name}, optimizer={config.optimizer.name}, {sequences}")
+    machine, torch_version = environment["device_name"], environment["versions"]["torch"]
+    return "; ".join([*parts, f"{machine}, {environment['threads']} threads, torch {torch_version}"])
 
 
 def describe_shapes(row: Timing) -> str:

@@ -5,15 +5,13 @@ A worker process serves any number of calls and imports torch once. After a fail
 
 import gc
 import os
-import pickle
-import queue
-import re
 import signal
 import subprocess
 import sys
 import tempfile
 import threading
 import time
+import traceback
 from collections.abc import Callable
 from contextlib import suppress
 from multiprocessing import Pipe
@@ -40,26 +38,25 @@ class Worker:
     """Context manager: a Python process that calls functions one after another, and ends with the context.
 
     environment: environment variables of the process, in addition to those of the current process.
+    limit_memory: on Linux, allocations beyond the available memory fail. The system neither swaps nor kills.
     """
 
-    def __init__(self, environment: dict[str, str] | None = None):
+    def __init__(self, environment: dict[str, str] | None = None, limit_memory: bool = False):
         paths = os.pathsep.join(path or os.getcwd() for path in sys.path)
         self.environment = os.environ | {"PYTHONPATH": paths} | (environment or {})
+        self.limit_memory = limit_memory
         self._process: subprocess.Popen | None = None
 
-    def call(
-        self, function: Callable, *arguments: Any, time_limit: float | None = None, limit_memory: bool = False
-    ) -> Any:
+    def call(self, function: Callable, *arguments: Any, time_limit: float | None = None) -> Any:
         """Return function(*arguments), called in the worker. `function` must be importable from a module.
 
         time_limit: seconds that the call may take. The start of the process and imports do not count.
-        limit_memory: on Linux, allocations beyond the available memory fail. The system neither swaps nor kills.
         Raises IsolatedCallFailed if the call raises, crashes or exceeds the limit.
         """
         if self._process is None:
             self._start()
         try:
-            self._connection.send_bytes(pickle.dumps((function, arguments, limit_memory)))
+            self._connection.send((function, arguments, self.limit_memory))
             self._connection.recv()  # the worker has imported the function and calls it now
             in_time = self._connection.poll(time_limit)
             status, result = (
@@ -110,7 +107,7 @@ class Worker:
         self._log.seek(0)
         lines = self._log.read().decode(errors="replace").strip().splitlines()
         cause = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
-        return "failed", f"its process {cause}" + (f": {lines[-1]}" if lines else "")
+        return "failed", ": ".join([f"its process {cause}", *lines[-1:]])
 
     def __enter__(self) -> "Worker":
         return self
@@ -121,25 +118,24 @@ class Worker:
 
 def _serve(connection: Connection) -> None:
     """The loop of the worker process: receive a function, call it, send its result."""
-    requests: queue.SimpleQueue[bytes | None] = queue.SimpleQueue()
-    threading.Thread(target=_receive, args=(connection, requests), daemon=True).start()
-    while (request := requests.get()) is not None:
-        function, arguments, limit_memory = pickle.loads(request)
-        connection.send("started")
-        if limit_memory:
-            _limit_memory()
-        status, result = _call(function, arguments)
-        _release_memory()
-        connection.send((status, result))
-
-
-def _receive(connection: Connection, requests: queue.SimpleQueue) -> None:
-    """Thread: put requests into the queue. End this process if the parent closes the connection or dies."""
-    with suppress(EOFError, OSError):
+    threading.Thread(target=_end_with_parent, args=(os.getppid(),), daemon=True).start()
+    with suppress(EOFError, OSError):  # the parent has closed the connection, or has ended
         while True:
-            requests.put(connection.recv_bytes())
-    requests.put(None)
-    time.sleep(TERMINATE_GRACE_S)
+            function, arguments, limit_memory = connection.recv()
+            connection.send("started")
+            if limit_memory:
+                _limit_memory()
+            reply = _call(function, arguments)
+            gc.collect()
+            torch.cuda.empty_cache()  # the workers of other backends need the memory
+            return_freed_memory()
+            connection.send(reply)
+
+
+def _end_with_parent(parent: int) -> None:
+    """Thread: end this process during a call if the parent is killed."""
+    while os.getppid() == parent:
+        time.sleep(1.0)
     os.killpg(0, signal.SIGKILL)
 
 
@@ -150,9 +146,8 @@ def _call(function: Callable, arguments: tuple) -> tuple[str, Any]:
     except UserError as error:
         return "refused", str(error)
     except Exception as error:
-        if is_out_of_memory(error):
-            return "out of memory", _requested_memory(error)
-        return "failed", f"{type(error).__name__}: {_first_line(error)}"
+        reason = traceback.format_exception_only(error)[0].strip().split("\n")[0]
+        return "out of memory" if is_out_of_memory(error) else "failed", reason
 
 
 def _limit_memory() -> None:
@@ -162,26 +157,6 @@ def _limit_memory() -> None:
 
         _, hard_limit = resource.getrlimit(resource.RLIMIT_DATA)
         resource.setrlimit(resource.RLIMIT_DATA, (available + process_memory("VmData"), hard_limit))
-
-
-def _release_memory() -> None:
-    """Return freed memory to the system and to the GPU, where the worker of another backend needs it."""
-    gc.collect()
-    torch.cuda.empty_cache()
-    return_freed_memory()
-
-
-def _requested_memory(error: Exception) -> str:
-    """Return "needed 64.0 GiB more", if PyTorch's message contains the size."""
-    found = re.search(r"tried to allocate ([\d.]+) (\w+)", str(error), re.IGNORECASE)
-    if not found:
-        return _first_line(error) or type(error).__name__
-    size, unit = float(found.group(1)), found.group(2)
-    return f"needed {size / 2**30:,.1f} GiB more" if unit == "bytes" else f"needed {size:g} {unit} more"
-
-
-def _first_line(error: Exception) -> str:
-    return str(error).strip().split("\n")[0]
 
 
 if __name__ == "__main__":

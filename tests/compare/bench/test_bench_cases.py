@@ -5,7 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from bench_helpers import CPU, SETTINGS, make_case
+from bench_helpers import CONFIG, CPU, make_case
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -30,11 +30,9 @@ def test_attention_flops_count_the_visible_keys(Tq, more, Dv, grad):
 
 
 def test_step_flops_use_the_context_of_the_case():
-    from configs.cli import parse_config
-
-    model = parse_config("bench", "", ["model.window=128", "model.block_size=128"]).model
+    model = replace(CONFIG.model, window=128, block_size=128)
     long = replace(model, block_size=1024)
-    flops = count_flops(make_case("step", T=1024, B=1), replace(SETTINGS, model=model))
+    flops = count_flops(make_case("step", T=1024, B=1), replace(CONFIG, model=model))
     assert flops == 1024 * flops_per_token(long, 64, 1024)
     assert flops < 1024 * flops_per_token(replace(long, window=None), 64, 1024)
 
@@ -58,14 +56,14 @@ def test_reference_is_naive_in_float64_on_the_same_inputs(phase, tmp_path):
 @pytest.mark.parametrize("dtype, lower, upper", [(torch.float32, 0.0, 5e-6), (torch.bfloat16, 1e-4, 0.1)])
 def test_errors_are_differences_from_the_reference(dtype, lower, upper, tmp_path):
     case = make_case("forward+backward", dtype=dtype)
-    write_reference(case, SETTINGS.seed, tmp_path / "r.pt")
-    errors = measure(case, SETTINGS, tmp_path / "r.pt").errors
+    write_reference(case, CONFIG.seed, tmp_path / "r.pt")
+    errors = measure(case, CONFIG, tmp_path / "r.pt").errors
     assert errors.keys() == {"y", "dq", "dk", "dv"} and all(lower < error < upper for error in errors.values())
     wrong = torch.load(tmp_path / "r.pt")
     wrong["dk"][0, 3, 1, 2] += 5.0
     torch.save(wrong, tmp_path / "r.pt")
-    assert 4.5 < measure(case, SETTINGS, tmp_path / "r.pt").errors["dk"] < 5.5
-    assert measure(case, SETTINGS, NO_REFERENCE).errors == {}
+    assert 4.5 < measure(case, CONFIG, tmp_path / "r.pt").errors["dk"] < 5.5
+    assert measure(case, CONFIG, NO_REFERENCE).errors == {}
 
 
 def test_calls_use_new_inputs_until_the_cpu_cache_is_full(monkeypatch):
@@ -78,11 +76,11 @@ def test_calls_use_new_inputs_until_the_cpu_cache_is_full(monkeypatch):
     case, cache_bytes = make_case(), 100_000
     monkeypatch.setattr(system, "cache_bytes", lambda device: cache_bytes)
     monkeypatch.setattr(cases, "get_attention_fn", lambda config: attend)
-    workload = cases._attention_workload(case, SETTINGS)
+    workload = cases._attention_workload(case, CONFIG)
     for _ in range(50):
         workload.call()
     period = pointers.index(pointers[0], 1)  # calls until the first inputs are used again
-    assert period * sum(tensor.nbytes for tensor in make_inputs(case, SETTINGS.seed)) > cache_bytes
+    assert period * sum(tensor.nbytes for tensor in make_inputs(case, CONFIG.seed)) > cache_bytes
     assert len({q for q, _, _ in pointers}) == period
 
 
@@ -100,7 +98,7 @@ def test_peak_memory_does_not_depend_on_earlier_cases_of_the_process():
     with Worker() as worker:
 
         def peak_memory(case):
-            return worker.call(measure, case, SETTINGS, NO_REFERENCE).peak_memory_bytes
+            return worker.call(measure, case, CONFIG, NO_REFERENCE).peak_memory_bytes
 
         # three matrices: the weights, their gradients, and the gradients of the scores
         assert peak_memory(naive_case) == pytest.approx(3 * scores, rel=0.2)
@@ -118,7 +116,7 @@ def test_each_case_compiles_for_its_shapes():
     """Without a reset, torch.compile would switch to dynamic shapes at the second T of a process."""
     with Worker() as worker:
         for T in (16, 32, 48):
-            result = worker.call(measure, make_case("forward", "flex", T=T, G=4, D=16, Dv=16), SETTINGS, NO_REFERENCE)
+            result = worker.call(measure, make_case("forward", "flex", T=T, G=4, D=16, Dv=16), CONFIG, NO_REFERENCE)
             assert result.resolved.resolved == "flex" and result.compile_s > 0
 
 

@@ -3,7 +3,7 @@
 from dataclasses import replace
 
 import pytest
-from bench_helpers import SETTINGS, make_case
+from bench_helpers import CONFIG, make_case
 
 from compare.bench.cases import BenchResult, measure
 from compare.bench.runner import BenchRunner, summarize
@@ -22,7 +22,7 @@ class FakeWorker:
     def __init__(self, answer):
         self.answer, self.time_limits = answer, []
 
-    def call(self, function, case, *_, time_limit, limit_memory=False):
+    def call(self, function, case, *_, time_limit):
         if function is not measure:
             raise IsolatedCallFailed("out of memory", "no reference, and no peak")
         self.time_limits.append(time_limit)
@@ -34,7 +34,7 @@ class FakeWorker:
 
 def make_runner(folder, rounds, **answers):
     workers = {name: FakeWorker(answer) for name, answer in answers.items()}
-    return BenchRunner(replace(SETTINGS, rounds=rounds), workers, FakeWorker(None), folder)
+    return BenchRunner(replace(CONFIG, rounds=rounds), workers, FakeWorker(None), folder / "reference.pt")
 
 
 def run_naive(runner, T):

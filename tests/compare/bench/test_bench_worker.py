@@ -65,7 +65,7 @@ def test_time_limit_begins_when_the_function_is_called():
     events = []
 
     class Connection:
-        def send_bytes(self, data):
+        def send(self, data):
             events.append("request")
 
         def recv(self):
@@ -125,11 +125,12 @@ worker.call(time.sleep, {FOREVER_S})
 
 
 @pytest.mark.skipif(not Path("/proc/meminfo").exists(), reason="memory is limited on Linux only")
-def test_limit_memory_refuses_more_than_is_available(worker):
+def test_limit_memory_refuses_more_than_is_available():
     """Without the limit, Linux reserves more memory than there is."""
     meminfo = dict(line.split(":") for line in Path("/proc/meminfo").read_text().splitlines())
     available = 1024 * int(meminfo["MemAvailable"].split()[0])
-    assert worker.call(reserve, 2**30, limit_memory=True) == 2**30
-    with pytest.raises(IsolatedCallFailed) as failure:
-        worker.call(reserve, available + 2**29, limit_memory=True)
+    with Worker(limit_memory=True) as worker:
+        assert worker.call(reserve, 2**30) == 2**30
+        with pytest.raises(IsolatedCallFailed) as failure:
+            worker.call(reserve, available + 2**29)
     assert failure.value.status == "out of memory"
