@@ -4,7 +4,7 @@ import textwrap
 from pathlib import Path
 
 from common.plots import DASHES, GREY, line_style, make_figure, style_axes
-from compare.bench.results import Timing
+from compare.bench.results import Timing, group_rows
 
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
 MIB = 2**20
@@ -23,7 +23,7 @@ def plot_results(rows: list[Timing], path: Path, title: str) -> None:
             style_axes(axes, heading)
             _set_scales(axes, sorted({row.T for row in rows}))
         bottom.set_xlabel("T, keys in the cache" if phase == "decode" else "T, tokens in context")
-        lines = {key: [row for row in rows if (row.backend, row.dtype, row.phase) == (*key, phase)] for key in styles}
+        lines = group_rows([row for row in rows if row.phase == phase], "backend", "dtype")
         _plot_times(top, lines, styles)
         _plot_memory(bottom, lines, styles)
     panels[0, 0].set_ylabel("time, ms")
@@ -38,11 +38,11 @@ def _line_styles(rows: list[Timing]) -> dict[tuple[str, str], dict]:
     backends = list(dict.fromkeys(row.backend for row in rows))
     dtypes = list(dict.fromkeys(row.dtype for row in rows))
     styles = {}
-    for index, backend in enumerate(backends):
-        style = line_style(index, len(backends), 2.6) | {"marker": MARKERS[index % len(MARKERS)]}
-        style["markersize"] = 2.5 * style["linewidth"]
-        for dtype, dash in zip(dtypes, DASHES, strict=False):
-            styles[backend, dtype] = style | {"linestyle": dash}
+    for backend, dtype in group_rows(rows, "backend", "dtype"):
+        index = backends.index(backend)
+        style = line_style(index, len(backends), 2.6) | {"linestyle": DASHES[dtypes.index(dtype) % len(DASHES)]}
+        marker = {"marker": MARKERS[index % len(MARKERS)], "markersize": 2.5 * style["linewidth"]}
+        styles[backend, dtype] = style | marker
     return styles
 
 
@@ -62,19 +62,15 @@ def _plot_times(axes, lines: dict[tuple[str, str], list[Timing]], styles: dict[t
 
 def _plot_memory(axes, lines: dict[tuple[str, str], list[Timing]], styles: dict[tuple[str, str], dict]) -> None:
     """Plot the memory of a call. Values below the resolution have no point."""
-    is_empty = True
     for key, line in lines.items():
-        points = [(row.T, row.peak_memory_bytes / MIB) for row in line if _has_memory(row)]
-        axes.plot([T for T, _ in points], [mib for _, mib in points], **styles[key])
-        is_empty = is_empty and not points
-    if is_empty:
+        sizes = [(row.T, row.peak_memory_bytes or 0) for row in line]
+        points = [(T, size / MIB) for T, size in sizes if size >= MEMORY_RESOLUTION_BYTES]
+        if points:
+            axes.plot(*zip(*points, strict=True), **styles[key])
+    if not axes.lines:
         text = f"unknown, or less than {MEMORY_RESOLUTION_BYTES // 1024} KiB"
         axes.text(0.5, 0.5, text, transform=axes.transAxes, ha="center", color=GREY, style="italic")
         axes.set_yticks([])
-
-
-def _has_memory(row: Timing) -> bool:
-    return row.peak_memory_bytes is not None and row.peak_memory_bytes >= MEMORY_RESOLUTION_BYTES
 
 
 def _set_scales(axes, Ts: list[int]) -> None:
@@ -95,9 +91,8 @@ def _add_legend(figure, rows: list[Timing], styles: dict[tuple[str, str], dict])
 
     labels = []
     show_dtype = len({row.dtype for row in rows}) > 1
-    for backend, dtype in styles:
-        line = [row for row in rows if (row.backend, row.dtype) == (backend, dtype) and row.is_finished]
-        kernels = list(dict.fromkeys(row.kernel for row in line))
+    for (backend, dtype), line in group_rows(rows, "backend", "dtype").items():
+        kernels = list(dict.fromkeys(row.kernel for row in line if row.is_finished))
         arrow = "" if kernels in ([backend], []) else f" → {', '.join(kernels)}"
         labels.append(f"{backend}{arrow}" + (f", {dtype}" if show_dtype else ""))
     handles = [Line2D([], [], **style) for style in styles.values()]

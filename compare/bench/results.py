@@ -78,11 +78,11 @@ def append_row(path: Path, row: Timing) -> None:
         writer.writerow(values)
 
 
-def group_by_phase(rows: list[Timing]) -> dict[tuple[str, str], list[Timing]]:
-    """Group rows by phase and dtype -> {(phase, dtype): rows}, in order of appearance."""
-    groups: dict[tuple[str, str], list[Timing]] = {}
+def group_rows(rows: list[Timing], *columns: str) -> dict[tuple, list[Timing]]:
+    """Group rows by the values of some columns -> {values: rows}, in order of appearance."""
+    groups: dict[tuple, list[Timing]] = {}
     for row in rows:
-        groups.setdefault((row.phase, row.dtype), []).append(row)
+        groups.setdefault(tuple(getattr(row, column) for column in columns), []).append(row)
     return groups
 
 
@@ -107,8 +107,8 @@ def recommend(rows: list[Timing]) -> list[tuple[str, str, str]]:
     backends share a line.
     """
     lines = []
-    for (phase, dtype), phase_rows in reversed(group_by_phase(rows).items()):
-        rows_per_T = [[row for row in phase_rows if row.T == T] for T in sorted({row.T for row in phase_rows})]
+    for (phase, dtype), phase_rows in reversed(group_rows(rows, "phase", "dtype").items()):
+        rows_per_T = group_rows(phase_rows, "T").values()
         for _, group in itertools.groupby(rows_per_T, key=lambda at_T: (_fastest_names(at_T), at_T[0].status)):
             group = list(group)
             low, high = group[0][0].T, group[-1][0].T

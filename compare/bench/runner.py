@@ -3,11 +3,12 @@
 A machine that becomes slower or faster during the bench therefore affects all backends equally.
 """
 
-import statistics
 import tempfile
 from collections.abc import Callable
 from contextlib import ExitStack
 from pathlib import Path
+
+import numpy as np
 
 from common.console import ProgressBar, format_number
 from compare.bench.cases import BenchResult, Case, count_flops, measure, measure_peak_flops, write_reference
@@ -24,9 +25,9 @@ def measure_groups(groups: list[list[Case]], config: BenchConfig, table: Path, r
         environment = {"TORCHINDUCTOR_CACHE_DIR": str(folder / "compile_cache")}
         # CUDA's driver reserves more address space than there is memory.
         limit_memory = groups[0][0].request.device.type == "cpu"
-        workers = [stack.enter_context(Worker(environment, limit_memory)) for _ in range(len(groups[0]) + 1)]
-        backends = [case.name for case in groups[0]]
-        runner = BenchRunner(config, dict(zip(backends, workers, strict=False)), workers[-1], folder / "reference.pt")
+        workers = {case.name: stack.enter_context(Worker(environment, limit_memory)) for case in groups[0]}
+        reference_worker = stack.enter_context(Worker(environment, limit_memory))
+        runner = BenchRunner(config, workers, reference_worker, folder / "reference.pt")
         progress = stack.enter_context(ProgressBar())
         peak = runner.measure_peak_flops(groups[0][0]) or 1e11
         estimates = [estimate_seconds(group, config, peak) for group in groups]
@@ -35,12 +36,12 @@ def measure_groups(groups: list[list[Case]], config: BenchConfig, table: Path, r
         for index, group in enumerate(groups):
             label, done, estimate = f"{group[0]!s:<{width}}", sum(estimates[:index]), estimates[index]
             show_progress = lambda part: progress.update(done + part * estimate, label)  # noqa: B023, E731
-            group_rows = runner.run_group(group, show_progress)
-            for row in group_rows:
+            times = []
+            for row in runner.run_group(group, show_progress):
                 append_row(table, row)
                 rows.append(row)
-            times = [format_number(row.ms_median) if row.is_finished else row.status for row in group_rows]
-            progress.print(f"{label}  ms: {', '.join(map(' '.join, zip(backends, times, strict=True)))}")
+                times.append(f"{row.backend} {format_number(row.ms_median) if row.is_finished else row.status}")
+            progress.print(f"{label}  ms: {', '.join(times)}")
 
 
 def estimate_seconds(group: list[Case], config: BenchConfig, peak: float) -> float:
@@ -122,7 +123,8 @@ class BenchRunner:
 def summarize(case: Case, results: list[BenchResult], flops: int, peak: float | None) -> Timing:
     """Summarize the rounds of a finished case. Each round has the same weight, independent of its number of calls."""
     first = results[0]
-    q1, median, q3 = _quantiles([value for result in results for value in _quantiles(result.seconds, 20)], 4)
+    seconds = [np.quantile(result.seconds, np.arange(0.05, 1, 0.05)) for result in results]
+    q1, median, q3 = np.quantile(seconds, [0.25, 0.5, 0.75]).tolist()
     memory = [result.peak_memory_bytes for result in results]
     return Timing(
         **_describe(case),
@@ -150,8 +152,3 @@ def _describe(case: Case) -> dict:
 def _make_failed_row(case: Case, failure: IsolatedCallFailed) -> Timing:
     reason = failure.reason.split("; set ")[0]  # without the advice, which is for train.py
     return Timing(**_describe(case), status=failure.status, reason=reason)
-
-
-def _quantiles(values: list[float], n: int) -> list[float]:
-    """The n - 1 points that divide `values` into n equal parts."""
-    return statistics.quantiles(values, n=n, method="inclusive") if len(values) > 1 else values * (n - 1)

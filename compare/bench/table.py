@@ -4,16 +4,8 @@ from pathlib import Path
 
 from common.console import format_number, make_console, make_table, pluralize
 from compare.bench.config import BenchConfig
-from compare.bench.results import (
-    MAX_SPREAD,
-    MAX_TIE_RATIO,
-    Timing,
-    compute_spread,
-    group_by_phase,
-    recommend,
-)
+from compare.bench.results import MAX_SPREAD, MAX_TIE_RATIO, Timing, compute_spread, group_rows, recommend
 
-UNKNOWN = "-"
 MIB = 2**20
 
 
@@ -29,7 +21,7 @@ def print_results(rows: list[Timing], folder: Path) -> None:
             "Close other programs, and run the bench again with more rounds or seconds.",
             style="bold",
         )
-    for (phase, dtype), phase_rows in group_by_phase(rows).items():
+    for (phase, dtype), phase_rows in group_rows(rows, "phase", "dtype").items():
         if any(row.is_finished for row in phase_rows):
             console.print(f"\n{phase}, {dtype}", style="bold")
             console.print(_phase_table(phase_rows))
@@ -51,16 +43,10 @@ def list_notes(rows: list[Timing]) -> list[str]:
         notes.append(f"equal: the quartiles overlap, or the medians differ by less than {MAX_TIE_RATIO - 1:.0%}.")
     if any(row.compile_s for row in rows):
         notes.append("Times exclude compilation; attention.csv has its seconds in the column compile_s.")
-    notes += _kernel_notes(finished) + _error_notes(finished) + _failure_notes(rows)
-    return notes
-
-
-def _kernel_notes(finished: list[Timing]) -> list[str]:
-    kernels: dict[str, dict[str, None]] = {}
-    for row in finished:
-        kernels.setdefault(row.backend, {})[row.kernel] = None
-    different = [f"{backend} ran {' and '.join(names)}" for backend, names in kernels.items() if [*names] != [backend]]
-    return [f"{'; '.join(different)}."] if different else []
+    kernels = dict.fromkeys(f"{row.backend} ran {row.kernel}" for row in finished if row.kernel != row.backend)
+    if kernels:
+        notes.append(f"{'; '.join(kernels)}.")
+    return notes + _error_notes(finished) + _failure_notes(rows)
 
 
 def _error_notes(finished: list[Timing]) -> list[str]:
@@ -76,11 +62,8 @@ def _error_notes(finished: list[Timing]) -> list[str]:
 
 
 def _failure_notes(rows: list[Timing]) -> list[str]:
-    failures: dict[tuple[str, str, str | None], list[Timing]] = {}
-    for row in rows:
-        if not row.is_finished:
-            failures.setdefault((row.backend, row.status, row.reason), []).append(row)
     notes = []
+    failures = group_rows([row for row in rows if not row.is_finished], "backend", "status", "reason")
     for (backend, status, reason), group in failures.items():
         phases = ", ".join(dict.fromkeys(row.phase for row in group))
         notes.append(f"{backend}: {status} ({phases}; {_list_contexts(group)}): {reason}")
@@ -122,9 +105,8 @@ def _phase_table(rows: list[Timing]):
     """A row per T. Backends that finished at no T are only in the notes."""
     backends = list(dict.fromkeys(row.backend for row in rows if row.is_finished))
     table = make_table("\nT", *(header for backend in backends for header in (f"{backend}\nms", "\nMiB")), left=0)
-    for T in sorted({row.T for row in rows}):
-        at_T = {row.backend: row for row in rows if row.T == T}
-        table.add_row(f"{T:,}", *(cell for backend in backends for cell in _format_cells(at_T[backend])))
+    for (T,), at_T in group_rows(rows, "T").items():
+        table.add_row(f"{T:,}", *(cell for row in at_T if row.backend in backends for cell in _format_cells(row)))
     return table
 
 
@@ -133,6 +115,5 @@ def _format_cells(row: Timing) -> tuple[str, str]:
     if not row.is_finished:
         return row.status, ""
     memory = row.peak_memory_bytes
-    if memory is None:
-        return format_number(row.ms_median), UNKNOWN
-    return format_number(row.ms_median), "<0.1" if memory < MIB / 10 else format_number(memory / MIB)
+    mib = "-" if memory is None else "<0.1" if memory < MIB / 10 else format_number(memory / MIB)
+    return format_number(row.ms_median), mib

@@ -5,6 +5,7 @@ A worker process serves any number of calls and imports torch once. After a fail
 
 import gc
 import os
+import resource
 import signal
 import subprocess
 import sys
@@ -13,7 +14,7 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from multiprocessing import Pipe
 from multiprocessing.connection import Connection
 from typing import Any
@@ -34,7 +35,7 @@ class IsolatedCallFailed(TrainingFailed):
         self.status, self.reason = status, reason
 
 
-class Worker:
+class Worker(AbstractContextManager):
     """Context manager: a Python process that calls functions one after another, and ends with the context.
 
     environment: environment variables of the process, in addition to those of the current process.
@@ -109,9 +110,6 @@ class Worker:
         cause = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"exited with code {code}"
         return "failed", ": ".join([f"its process {cause}", *lines[-1:]])
 
-    def __enter__(self) -> "Worker":
-        return self
-
     def __exit__(self, *_) -> None:
         self.close()
 
@@ -153,8 +151,6 @@ def _call(function: Callable, arguments: tuple) -> tuple[str, Any]:
 def _limit_memory() -> None:
     available = available_memory()
     if available is not None:
-        import resource
-
         _, hard_limit = resource.getrlimit(resource.RLIMIT_DATA)
         resource.setrlimit(resource.RLIMIT_DATA, (available + process_memory("VmData"), hard_limit))
 

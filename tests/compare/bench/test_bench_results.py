@@ -9,7 +9,7 @@ from compare.bench.results import (
     Timing,
     append_row,
     compute_spread,
-    group_by_phase,
+    group_rows,
     rank_by_time,
     recommend,
 )
@@ -30,9 +30,9 @@ def test_append_row_writes_each_row_immediately(tmp_path):
     assert second.startswith("b,,,out of memory,needed 8.0 GiB more,forward,cpu")
 
 
-def test_rows_are_grouped_by_phase_and_dtype():
+def test_rows_are_grouped_by_columns():
     rows = [make_row("a", 8, 1.0, dtype=dtype, phase=phase) for phase in ("x", "y") for dtype in ("d", "e")]
-    assert list(group_by_phase(rows)) == [("x", "d"), ("x", "e"), ("y", "d"), ("y", "e")]
+    assert list(group_rows(rows, "phase", "dtype")) == [("x", "d"), ("x", "e"), ("y", "d"), ("y", "e")]
 
 
 def test_close_medians_and_overlapping_quartiles_are_ties():
