@@ -16,7 +16,7 @@ def make_figure(width: float, height: float):
 
 def style_axes(axes, title: str, grid: str = "both") -> None:
     """Set a title on the left and a light grid, and remove the frame. grid: "both", "x" or "y"."""
-    axes.set_title(title, loc="left", fontsize=11)
+    axes.set_title(title, loc="left", fontsize=10.5)
     axes.grid(alpha=0.25, axis=grid)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)

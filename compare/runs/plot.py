@@ -7,13 +7,10 @@ from itertools import accumulate
 from pathlib import Path
 
 from common.console import format_memory, format_number
+from common.plots import COLORS, GREY, line_style, make_figure, style_axes
 from compare.runs.read import Setting
 from compare.runs.statistics import SettingStats, divergence, mean
 
-# The palette of Okabe and Ito for colour-blind readers, without yellow, which is hard to see on white.
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
-DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (6, 1.5, 1.5, 1.5)))
-GREY = "#666666"
 LEGEND_LINE_CHARS = 130
 
 
@@ -22,54 +19,34 @@ def plot_comparison(settings: list[Setting], rows: list[SettingStats], path: Pat
 
     The numbers beside the bars are those of the legend. A setting without a value shows its status instead ("refused").
     """
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-    from matplotlib.layout_engine import ConstrainedLayoutEngine
-
     statuses = ["" if row.finished == row.runs else f" ({row.status})" for row in rows]
     labels = [f"{n} {row.setting}{status}" for n, (row, status) in enumerate(zip(rows, statuses, strict=True), 1)]
     entries = [textwrap.shorten(label, LEGEND_LINE_CHARS, placeholder=" ...") for label in labels]
     columns = max(1, min(len(rows), 4, LEGEND_LINE_CHARS // (max(map(len, entries)) + 8)))
     legend_lines = math.ceil(len(entries) / columns)
-    with plt.rc_context({"font.size": 10, "axes.titlesize": 10.5, "axes.titlelocation": "left"}):
-        layout = ConstrainedLayoutEngine(w_pad=0.1, h_pad=0.08)
-        figure, axes = plt.subplots(2, 2, figsize=(10, 6.2 + 0.19 * legend_lines), dpi=150, layout=layout)
-        for axis in axes[0]:
-            axis.locator_params(axis="x", integer=True)
-        handles = _plot_losses(axes[0, 0], settings)
-        _plot_divergence(axes[0, 1], settings)
-        _plot_step_time(axes[1, 0], rows)
-        _plot_memory(axes[1, 1], rows)
-        for axis in axes[0]:
-            axis.set_xlabel("optimizer step")
-            axis.grid(alpha=0.25)
-        for axis in axes[1]:
-            axis.set_yticks(range(len(rows)), range(1, len(rows) + 1))
-            axis.grid(alpha=0.25, axis="x")
-        for axis in axes.flat:
-            axis.spines[["top", "right"]].set_visible(False)
-            axis.set_axisbelow(True)
-        figure.legend(
-            handles, entries, loc="outside lower center", ncols=columns, frameon=False, fontsize=9, handlelength=3
-        )
-        figure.savefig(path)
-        plt.close(figure)
-
-
-def _line_style(index: int, count: int, thickest: float) -> dict:
-    """Style of a setting's line. The first lines are the thickest, so that covered lines stay visible."""
-    width = thickest + (1.4 - thickest) * index / max(1, count - 1)
-    dash = DASHES[index // len(COLORS) % len(DASHES)]
-    return {"color": COLORS[index % len(COLORS)], "linewidth": width, "linestyle": dash}
+    figure = make_figure(10, 6.2 + 0.19 * legend_lines)
+    axes = figure.subplots(2, 2)
+    for axis in axes[0]:
+        axis.locator_params(axis="x", integer=True)
+    handles = _plot_losses(axes[0, 0], settings)
+    _plot_divergence(axes[0, 1], settings)
+    _plot_step_time(axes[1, 0], rows)
+    _plot_memory(axes[1, 1], rows)
+    for axis in axes[0]:
+        axis.set_xlabel("optimizer step")
+    for axis in axes[1]:
+        axis.set_yticks(range(len(rows)), range(1, len(rows) + 1))
+    figure.legend(
+        handles, entries, loc="outside lower center", ncols=columns, frameon=False, fontsize=9, handlelength=3
+    )
+    figure.savefig(path)
 
 
 def _plot_losses(axes, settings: list[Setting]) -> list:
     """Plot the mean validation loss over steps, and a band from the lowest to the highest seed -> legend handles."""
     handles, highs, lows = [], [], []
     for index, setting in enumerate(settings):
-        style = _line_style(index, len(settings), 5.0 if len(settings) > 1 else 1.8)
+        style = line_style(index, len(settings), 5.0 if len(settings) > 1 else 1.8)
         curves = [run.curve("val/loss") for run in setting.finished]
         steps = sorted(set.intersection(*map(set, curves))) if curves else []
         losses = [[curve[step] for curve in curves] for step in steps]
@@ -83,7 +60,7 @@ def _plot_losses(axes, settings: list[Setting]) -> list:
         lows += low
         highs += high[1:] if len(high) > 3 else high  # the loss before training would flatten the rest of the curve
     has_bands = any(len(setting.finished) > 1 for setting in settings)
-    axes.set_title("validation loss, nats per token" + (" (band: all seeds)" if has_bands else ""))
+    style_axes(axes, "validation loss, nats per token" + (" (band: all seeds)" if has_bands else ""))
     if lows:
         margin = 0.06 * ((max(highs) - min(lows)) or 1.0)
         axes.set_ylim(min(lows) - margin, max(highs) + margin)
@@ -94,12 +71,12 @@ def _plot_losses(axes, settings: list[Setting]) -> list:
 
 def _plot_divergence(axes, settings: list[Setting]) -> None:
     """Plot the running maximum of the distance between a setting's training loss and that of the first setting."""
-    axes.set_title("divergence of the training loss, running maximum")
+    style_axes(axes, "divergence of the training loss, running maximum")
     largest = []
     for index, setting in enumerate(settings):
         distances = divergence(setting, settings[0])
         maxima = [value or math.nan for value in accumulate(distances.values(), max)]  # a log axis has no zero
-        axes.plot(distances.keys(), maxima, **_line_style(index, len(settings), 4.0), drawstyle="steps-post")
+        axes.plot(distances.keys(), maxima, **line_style(index, len(settings), 4.0), drawstyle="steps-post")
         largest += maxima[-1:]
     if any(value > 0 for value in largest):
         axes.set_yscale("log")
@@ -110,7 +87,8 @@ def _plot_divergence(axes, settings: list[Setting]) -> None:
 
 
 def _plot_step_time(axes, rows: list[SettingStats]) -> None:
-    axes.set(title="step time: median and quartiles", xlabel="ms per optimizer step")
+    style_axes(axes, "step time: median and quartiles", grid="x")
+    axes.set_xlabel("ms per optimizer step")
     _plot_bars(axes, rows, [row.step_ms for row in rows], lambda value: f"{format_number(value)} ms")
     for index, row in enumerate(rows):
         if row.step_ms is not None:
@@ -123,7 +101,8 @@ def _plot_memory(axes, rows: list[SettingStats]) -> None:
     sizes = [row.peak_memory_bytes for row in rows]
     largest = max((size for size in sizes if size is not None), default=0)
     unit, unit_bytes = ("GiB", 2**30) if largest >= 2**30 else ("MiB", 2**20)
-    axes.set(title="peak memory of the median run", xlabel=unit)
+    style_axes(axes, "peak memory of the median run", grid="x")
+    axes.set_xlabel(unit)
     in_unit = [None if size is None else size / unit_bytes for size in sizes]
     _plot_bars(axes, rows, in_unit, lambda value: format_memory(round(value * unit_bytes)))
     axes.set_xlim(0, 1.25 * largest / unit_bytes or 1)
