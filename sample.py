@@ -56,7 +56,7 @@ from model.generation.config import unescape
 from model.generation.engine import Prompt, TextChunk, generate, in_prompt_order
 from model.generation.load import load_for_sampling
 from model.generation.perplexity import TextLoss, encode_document, iter_losses, loss_table
-from model.generation.progress import GenerationProgress
+from model.generation.progress import GenerationProgress, format_speed
 from model.generation.prompts import check_output_path, open_output, read_prompt, read_prompts
 from model.gpt import GPT
 from training.device import resolve_device, resolve_dtype
@@ -145,29 +145,23 @@ def sample_seed(config: Sample, index: int) -> int:
 
 def run_prompt(config: Sample, model: GPT, tokenizer: tiktoken.Encoding, prompt: str) -> int:
     """Generate num_samples samples of one prompt in batches, and print them one after another."""
-
-    def start_sample(index: int) -> None:
-        if config.num_samples > 1:
-            print(f"--- {index + 1} ---", file=sys.stderr)
-        show(prompt)
-
     first_sample, tokens, started = prompt, 0, time.perf_counter()
-    chunks = generate_texts(config, model, tokenizer, [prompt])
-    start_sample(0)
-    try:
-        for chunk in in_prompt_order(chunks):
-            show(chunk.text)
-            if chunk.index == 0:
-                first_sample += chunk.text
-            if chunk.finish_reason is not None:
-                tokens += chunk.n_tokens
-                if chunk.index + 1 < config.num_samples:
-                    show("\n")
-                    start_sample(chunk.index + 1)
-    finally:
-        show("\n")
-    seconds = time.perf_counter() - started
-    print(f"{tokens:,} tokens in {seconds:.1f} s, {tokens / seconds:,.0f} tokens/s", file=sys.stderr)
+    chunks = in_prompt_order(generate_texts(config, model, tokenizer, [prompt]))
+    for number in range(1, config.num_samples + 1):
+        if config.num_samples > 1:
+            print(f"--- {number} ---", file=sys.stderr)
+        show(prompt)
+        try:
+            for chunk in chunks:
+                show(chunk.text)
+                if number == 1:
+                    first_sample += chunk.text
+                if chunk.finish_reason is not None:
+                    tokens += chunk.n_tokens
+                    break
+        finally:
+            show("\n")
+    print(format_speed(tokens, time.perf_counter() - started), file=sys.stderr)
     if config.attention_map:
         draw_attention_maps(model, tokenizer, prompt, first_sample, find_run(config.run) / "attention")
     return 0

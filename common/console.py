@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import Callable
+from typing import Self
 
 from rich import box
 from rich.console import Console
@@ -101,7 +102,7 @@ class ProgressBar:
         """Print a line above the bar."""
         self.console.print(text, style=style, soft_wrap=True)
 
-    def __enter__(self) -> "ProgressBar":
+    def __enter__(self) -> Self:
         self._bar.start()
         return self
 

@@ -354,7 +354,7 @@ def test_loss_is_reported_for_each_document_and_for_all(train, sample, workdir):
         (["prompts=unknown.txt", "num_samples=3"], "prompt 2 of unknown.txt has the character 'Ü' at position 0"),
         (["prompts=p.csv"], "prompts=p.csv must be a text file with one prompt per line, or a .jsonl file"),
         (["prompts=text.txt", "out=no/o.jsonl"], "out=no/o.jsonl is in a folder that does not exist"),
-        (["prompts=text.txt", "out=."], "out=. is a folder"),
+        (["prompts=text.txt", "out=."], "out=. exists; set a new file"),
         (["prompt_file=."], "prompt_file=. cannot be read (Is a directory)"),
         (["run=no/where"], "run=no/where has no checkpoint"),
         (["loss=true", "data.path=nothing.txt"], "data.path=nothing.txt does not exist"),

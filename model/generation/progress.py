@@ -5,7 +5,11 @@ import time
 from common.console import ProgressBar
 
 
-class GenerationProgress:
+def format_speed(tokens: int, seconds: float) -> str:
+    return f"{tokens:,} tokens in {seconds:.1f} s, {tokens / seconds:,.0f} tokens/s"
+
+
+class GenerationProgress(ProgressBar):
     """Context manager: progress bar on stderr with finished items, tokens/s and the remaining time.
 
     items: number of samples or documents. total_tokens: maximum for all items. noun: "samples" or "documents".
@@ -15,14 +19,7 @@ class GenerationProgress:
         self.items, self.noun = items, noun
         self.finished_items = self.tokens = self.skipped = 0
         self.started = time.perf_counter()
-        self.bar = ProgressBar(max(1, total_tokens), stderr=True)
-
-    def __enter__(self) -> "GenerationProgress":
-        self.bar.__enter__()
-        return self
-
-    def __exit__(self, *error) -> None:
-        self.bar.__exit__(*error)
+        super().__init__(max(1, total_tokens), stderr=True)
 
     def add(self, tokens: int, skipped: int = 0, finished: bool = False) -> None:
         """Count new tokens. finished: an item is complete. skipped: its tokens that were expected but not generated."""
@@ -32,10 +29,9 @@ class GenerationProgress:
         if self.finished_items < self.items:  # afterwards, the summary is printed
             speed = self.tokens / (time.perf_counter() - self.started)
             label = f"{self.finished_items:,}/{self.items:,} {self.noun}  {speed:,.0f} tokens/s"
-            self.bar.update(self.tokens + self.skipped, label)
+            self.update(self.tokens + self.skipped, label)
 
     def summary(self) -> str:
         """One line: items, tokens, seconds and tokens/s."""
-        seconds = time.perf_counter() - self.started
-        speed = f"{self.tokens:,} tokens in {seconds:.1f} s, {self.tokens / seconds:,.0f} tokens/s"
+        speed = format_speed(self.tokens, time.perf_counter() - self.started)
         return f"{self.finished_items:,} {self.noun}, {speed}" if self.items > 1 else speed

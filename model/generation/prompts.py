@@ -53,10 +53,8 @@ def _parse_prompt(line: str, name: str) -> str:
 def check_output_path(out: str) -> None:
     """Raise UserError if `out` cannot be created as a new file."""
     path = Path(out)
-    if path.is_dir():
-        raise UserError(f"out={out} is a folder; set a file")
     if path.exists():
-        raise UserError(f"out={out} exists; set another file, or remove it")
+        raise UserError(f"out={out} exists; set a new file")
     if not path.parent.is_dir():
         raise UserError(f"out={out} is in a folder that does not exist; create it, or set another file")
 
