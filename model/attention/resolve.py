@@ -6,6 +6,7 @@ import warnings
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -118,37 +119,15 @@ def resolve(config: AttentionConfig, request: AttentionRequest) -> ResolvedAtten
 
 
 def resolve_model(
-    config: AttentionConfig,
-    model: GPTConfig,
-    *,
-    B: int,
-    Tq: int | None = None,
-    dtype: torch.dtype,
-    device: torch.device,
-    grad: bool,
-    document_mask: bool = False,
-    positions: bool = False,
+    config: AttentionConfig, model: GPTConfig, *, B: int, Tq: int | None = None, grad: bool, **options: Any
 ) -> ResolvedAttention:
     """Resolve all layers of a model, for B sequences of block_size tokens, of which the last Tq are queries; None: all.
 
-    grad: training, which applies dropout. For the other arguments see AttentionRequest.
+    grad: training, which applies dropout. options: dtype, device and the kind of mask (fields of AttentionRequest).
     """
     T, D = model.block_size, model.head_dim
-    request = AttentionRequest(
-        B=B,
-        Tq=Tq or T,
-        Tk=T,
-        H=model.n_head,
-        G=model.kv_heads,
-        D=D,
-        Dv=D,
-        dtype=dtype,
-        device=device,
-        grad=grad,
-        dropout_p=model.dropout if grad else 0.0,
-        document_mask=document_mask,
-        positions=positions,
-    )
+    shape = {"B": B, "Tq": Tq or T, "Tk": T, "H": model.n_head, "G": model.kv_heads, "D": D, "Dv": D}
+    request = AttentionRequest(**shape, grad=grad, dropout_p=model.dropout if grad else 0.0, **options)
     layers = [resolve(config, replace(request, window=window)) for window in dict.fromkeys(model.windows)]
     return replace(layers[0], resolved="+".join(dict.fromkeys(layer.resolved for layer in layers)))
 

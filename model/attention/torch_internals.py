@@ -1,4 +1,4 @@
-"""All private PyTorch names that attention needs, checked with torch 2.13. "Missing" names the public API to wait for.
+"""All private PyTorch names that the model needs, checked with torch 2.13. "Missing" names the public API to wait for.
 
 Imports are local: torch._dynamo and torch._inductor take 1.5 s or more, and most commands do not compile.
 """
@@ -35,6 +35,11 @@ def raise_recompile_limit(limit: int) -> None:
     import torch._dynamo
 
     torch._dynamo.config.recompile_limit = max(limit, torch._dynamo.config.recompile_limit)
+
+
+def has_bf16_kernels() -> bool:
+    """Whether oneDNN has bfloat16 kernels for this CPU. Missing: a public query in torch.backends.mkldnn."""
+    return torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
 def is_triton_available() -> bool:

@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.errors import UserError
+from model.attention.torch_internals import has_bf16_kernels
 from model.gpt import GPT
 
 MAX_ROWS = 64  # inputs with more rows use one product instead of chunks
@@ -77,8 +78,7 @@ class Bf16CpuLinear(LowPrecisionLinear):
 
     def forward(self, x: Tensor) -> Tensor:
         is_single_row = x.numel() == x.shape[-1]
-        # Private: torch.backends.mkldnn has no public query for bfloat16 support. Checked with torch 2.13.
-        if is_single_row or torch.ops.mkldnn._is_mkldnn_bf16_supported():
+        if is_single_row or has_bf16_kernels():
             return super().forward(x).float()
         return F.linear(x, self.weight.float(), None if self.bias is None else self.bias.float())
 
