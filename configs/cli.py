@@ -160,10 +160,8 @@ def _parse_flags(script: str, argv: list[str] | None) -> argparse.Namespace:
         if re.match(r"hydra\b", key):
             allowed = " (with -m, hydra/launcher and hydra.launcher.KEY are allowed)" if script == "train" else ""
             raise UserError(f"{key} is a setting of Hydra, which this command does not use; remove it{allowed}")
-        if "=" not in word:
+        if not re.match(r"[\w.-]+=", word):
             raise UserError(f"{word!r} is not of the form key=value; see --help")
-        if not re.fullmatch(r"[\w.-]+", key):
-            raise UserError(f"{word!r}: {key!r} is not a key; see --help")
     return flags
 
 

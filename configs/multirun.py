@@ -38,7 +38,10 @@ def run_multirun(flags: Namespace) -> int:
     with hydra_initialized(flags.config_dir) as search_path:
         combinations = list_combinations(flags.words)
         job_names = name_jobs(combinations)
-        words = [_job_words(flags.words, combination) for combination in combinations]
+        words = [
+            [word for word in flags.words if word.split("=", 1)[0] not in combination] + list(combination.values())
+            for combination in combinations
+        ]
         configs = [_compose_job(job_words, flags.config_dir) for job_words in words]
         launcher_config = _compose_launcher(flags.launcher_words, search_path)
         first = configs[0]
@@ -79,11 +82,6 @@ def name_jobs(combinations: list[dict[str, str]]) -> list[str]:
         if names.count(name) > 1:
             raise UserError(f"{name} would be trained twice; list each value once")
     return names
-
-
-def _job_words(words: list[str], combination: dict[str, str]) -> list[str]:
-    """The words of one job: the job's values instead of the lists of values."""
-    return [word for word in words if word.split("=", 1)[0] not in combination] + list(combination.values())
 
 
 def _compose_job(words: list[str], config_dir: str | None) -> Any:

@@ -48,16 +48,6 @@ class SplitProgress:
     bytes: int = 0
     documents: int = 0
 
-    def add(self, source: str, chunk: "EncodedChunk") -> None:
-        self.chunks += 1
-        self.tokens[source] += len(chunk.ids)
-        self.bytes += chunk.bytes
-        self.documents += chunk.documents
-
-    def end_range(self, part: SplitRange) -> None:
-        self.documents += part.ends_within_document
-        self.range_index, self.chunks = self.range_index + 1, 0
-
 
 @dataclass
 class Journal:
@@ -122,12 +112,16 @@ def encode_split(folder: Path, split: str, sources: list[TextSource], journal: J
             bar.update_bytes(progress.bytes, f"encoding {split}")
             writer = writer or ShardWriter(folder / shard_name(split, len(progress.files)), dtype)
             writer.write(chunk.ids)
-            progress.add(part.source, chunk)
+            progress.chunks += 1
+            progress.tokens[part.source] += len(chunk.ids)
+            progress.bytes += chunk.bytes
+            progress.documents += chunk.documents
             if writer.tokens >= SHARD_TOKENS:
                 progress.files[writer.path.name] = writer.finish()
                 journal.save(folder)
                 writer = None
-        progress.end_range(part)
+        progress.documents += part.ends_within_document
+        progress.range_index, progress.chunks = progress.range_index + 1, 0
     if writer is not None:
         progress.files[writer.path.name] = writer.finish()
     journal.save(folder)

@@ -10,12 +10,11 @@ import hashlib
 import json
 import shutil
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 
 import tiktoken
-from filelock import FileLock, Timeout
+from filelock import AcquireReturnProxy, FileLock, Timeout
 
 from common.console import ProgressBar
 from common.errors import UserError
@@ -57,7 +56,6 @@ class Task:
 
     @property
     def input(self) -> str:
-        """A short description of the input."""
         if len(self.sources) > 1:
             return f"{len(self.sources)} sources ({', '.join(source.name for source in self.sources)})"
         files = self.sources[0].files
@@ -102,7 +100,7 @@ def prepare_offline(
 
 def _prepare(task: Task, block_size: int) -> PreparedData:
     if read_meta(task.folder) is None:
-        with _preparation_lock(task.folder):
+        with _lock(task.folder):
             if read_meta(task.folder) is None:  # not finished by another process in the meantime
                 print_line(f"preparing {task.label}: {task.input} -> {task.folder}")
                 _write_folder(task, block_size)
@@ -111,63 +109,56 @@ def _prepare(task: Task, block_size: int) -> PreparedData:
     return PreparedData(task.folder, meta, tuple(source.config.weight for source in task.sources))
 
 
-@contextmanager
-def _preparation_lock(folder: Path) -> Iterator[None]:
+def _lock(folder: Path) -> AcquireReturnProxy:
     """Context manager: only one process at a time prepares a folder; the others wait."""
     locks = ROOT / ".locks"
     locks.mkdir(parents=True, exist_ok=True)
     lock = FileLock(locks / folder.name)
     try:
-        lock.acquire(timeout=0)
+        return lock.acquire(timeout=0)
     except Timeout:
         print_line(f"waiting for another process that is preparing {folder}")
-        lock.acquire()
-    try:
-        yield
-    finally:
-        lock.release()
+        return lock.acquire()
 
 
 def _write_folder(task: Task, block_size: int) -> None:
     partial = Path(f"{task.folder}.partial")
-    with ProgressBar(write_line=print_line) as bar:
-        with _remove_on_error(partial):
-            commits = find_commits(task.sources)
-            journal = Journal.load(partial)
-            if journal is not None and journal.can_resume(task.fingerprint, commits):
-                print_line("resuming an interrupted preparation after its last finished file")
-                sources = pin_commits(task.sources, journal.commits)
-            else:
-                shutil.rmtree(partial, ignore_errors=True)
-                sources = pin_commits(task.sources, commits)
-                plan = plan_splits(sources, bar)
-                spec = tokenizers.to_spec(_build_tokenizer(task, sources, plan, bar))
-                journal = Journal(task.fingerprint, commits, spec, plan.ranges)
-                partial.mkdir()
-                journal.save(partial)
-        # Finished files of a remote text are kept after an error: the network may work again later.
-        with nullcontext() if task.is_remote else _remove_on_error(partial):
-            try:
-                for split in journal.splits:
-                    encode_split(partial, split, sources, journal, bar)
-            except KeyboardInterrupt:
-                raise KeyboardInterrupt("stopped; the same command resumes after the last finished file") from None
-        with _remove_on_error(partial):
-            if compute_fingerprint(task.sources, task.tokenizer_config, task.spec) != task.fingerprint:
-                raise UserError(f"the text of data={task.label} changed while it was read; run the same command again")
-            write_json(partial / "meta.json", _make_meta(task, journal, block_size))
-            (partial / "journal.json").unlink()
-            partial.rename(task.folder)
-
-
-@contextmanager
-def _remove_on_error(folder: Path) -> Iterator[None]:
-    """Context manager: remove the folder after an error, but not after Ctrl-C."""
+    keeps_files = False  # whether finished files are kept after an error
     try:
-        yield
+        with ProgressBar(write_line=print_line) as bar:
+            sources, journal = _load_or_start_journal(task, partial, bar)
+            keeps_files = task.is_remote  # the network may work again later
+            for split in journal.splits:
+                encode_split(partial, split, sources, journal, bar)
+            keeps_files = False
+        if compute_fingerprint(task.sources, task.tokenizer_config, task.spec) != task.fingerprint:
+            raise UserError(f"the text of data={task.label} changed while it was read; run the same command again")
+        write_json(partial / "meta.json", _make_meta(task, journal, block_size))
+        (partial / "journal.json").unlink()
+        partial.rename(task.folder)
+    except KeyboardInterrupt:
+        raise KeyboardInterrupt("stopped; the same command resumes after the last finished file") from None
     except Exception:
-        shutil.rmtree(folder, ignore_errors=True)
+        if not keeps_files:
+            shutil.rmtree(partial, ignore_errors=True)
         raise
+
+
+def _load_or_start_journal(task: Task, partial: Path, bar: ProgressBar) -> tuple[list[TextSource], Journal]:
+    """Returns the sources at their commits, and the journal of an interrupted preparation or a new one."""
+    commits = find_commits(task.sources)
+    journal = Journal.load(partial)
+    if journal is not None and journal.can_resume(task.fingerprint, commits):
+        print_line("resuming an interrupted preparation after its last finished file")
+        return pin_commits(task.sources, journal.commits), journal
+    shutil.rmtree(partial, ignore_errors=True)
+    sources = pin_commits(task.sources, commits)
+    plan = plan_splits(sources, bar)
+    spec = tokenizers.to_spec(_build_tokenizer(task, sources, plan, bar))
+    journal = Journal(task.fingerprint, commits, spec, plan.ranges)
+    partial.mkdir()
+    journal.save(partial)
+    return sources, journal
 
 
 def _build_tokenizer(task: Task, sources: list[TextSource], plan: SplitPlan, bar: ProgressBar) -> tiktoken.Encoding:

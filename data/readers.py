@@ -164,9 +164,7 @@ def _read_rows(file: InputFile, source: TextSource) -> Iterator[str]:
         yield from read_jsonl(path, file, source.config.text_column)
     elif file.kind == "csv":
         yield from read_csv(path, file, source.config.text_column)
-    elif file.compression is not None:
-        raise UserError(f"{file.address}: .parquet is compressed internally; decompress the outer file")
-    elif not os.path.isfile(path) or os.path.getsize(path):  # `datasets` reports an empty file as broken
+    else:
         try:
             for batch in _iter_batches(file, path, source):
                 yield from _text_column(batch, file, source.config.text_column)

@@ -11,7 +11,6 @@ import os
 import re
 import sysconfig
 import time
-from collections import Counter
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass, replace
@@ -89,10 +88,6 @@ class TextSource:
         return None if self.config.max_documents is None else (self.config.max_documents, 0)
 
     @property
-    def is_on_hub(self) -> bool:
-        return any(file.kind == "hub" and file.is_remote for file in self.files)
-
-    @property
     def is_streamed(self) -> bool:
         return self.config.stream and any(file.kind == "hub" for file in self.files)
 
@@ -165,9 +160,8 @@ def _list_val_files(config: DataConfig) -> list[InputFile] | None:
 
 def find_commits(sources: list[TextSource]) -> dict[str, str | None]:
     """Find the current commit of each hub data set: {source: commit}. None: the hub cannot be reached."""
-    return {
-        source.name: _find_commit(source.files[0].address, source.revision) for source in sources if source.is_on_hub
-    }
+    on_hub = [source for source in sources if source.files[0].kind == "hub" and source.files[0].is_remote]
+    return {source.name: _find_commit(source.files[0].address, source.revision) for source in on_hub}
 
 
 def _find_commit(repo: str, revision: str | None) -> str | None:
@@ -234,12 +228,9 @@ def _find_in_folder(folder: Path, key: str) -> list[str]:
     files = [path for path in files if path.is_file() and not _is_output(path)]
     readable = [str(path) for path in files if _suffix(path.name) in KINDS]
     if not readable:
-        counts = Counter(path.suffix or path.name for path in files).most_common(3)
-        others = ", ".join(f"{count} {suffix}" for suffix, count in counts)
         raise UserError(
-            f"{key}={folder} contains no {', '.join(KINDS)} file, also not compressed as {' or '.join(COMPRESSED)} "
-            f"({f'but {others}' if others else 'it is empty'}); for other text files, set a pattern such as "
-            f"{key}='{folder}/**/*.py'"
+            f"{key}={folder} contains no {', '.join(KINDS)} file, also not compressed as {' or '.join(COMPRESSED)}; "
+            f"for other text files, set a pattern such as {key}='{folder}/**/*.py'"
         )
     return sorted(readable, key=_natural_order)
 

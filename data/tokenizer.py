@@ -105,19 +105,16 @@ def _openai(corpus: Corpus, config: TokenizerConfig) -> tiktoken.Encoding:
     try:
         return tiktoken.get_encoding(config.name)
     except Exception as error:  # network and cache raise exceptions of many types
-        folder, missing = _cache_folder(), _missing_files(config.name)
-        files = " and ".join(f"{OPENAI_URL}{name} as {_cached_name(name)}" for name in missing) or "it"
-        variable = "the environment variable TIKTOKEN_CACHE_DIR"
-        where = f"in {folder} ({variable} sets another folder)" if folder else f"in a folder and set {variable} to it"
+        missing = [f"{OPENAI_URL}{name} as {_cached_name(name)}" for name in _missing_files(config.name)]
         raise UserError(
             f"tokenizer={config.name} needs a vocabulary that could not be downloaded ({type(error).__name__}); "
-            f"download {files} another way and put {'them' if len(missing) > 1 else 'it'} {where}, or set "
-            "tokenizer=bpe"
+            f"download {' and '.join(missing) or 'it'} another way into {_cache_folder()} (or the folder in "
+            "TIKTOKEN_CACHE_DIR), or set tokenizer=bpe"
         ) from error
 
 
 def _cache_folder() -> str:
-    """The folder where tiktoken stores downloads; empty: no folder."""
+    """The folder where tiktoken stores downloads."""
     default = os.path.join(tempfile.gettempdir(), "data-gym-cache")
     return os.environ.get("TIKTOKEN_CACHE_DIR", os.environ.get("DATA_GYM_CACHE_DIR", default))
 
@@ -128,8 +125,7 @@ def _cached_name(name: str) -> str:
 
 def _missing_files(name: str) -> list[str]:
     """The files of a vocabulary that are not in tiktoken's cache."""
-    folder = _cache_folder()
-    return [file for file in OPENAI_FILES[name] if not (folder and Path(folder, _cached_name(file)).is_file())]
+    return [file for file in OPENAI_FILES[name] if not Path(_cache_folder(), _cached_name(file)).is_file()]
 
 
 def needs_download(config: TokenizerConfig) -> bool:

@@ -235,7 +235,7 @@ def test_slice_documents_divides_at_any_position(pieces, data):
 UNREADABLE = [
     ("missing.txt", None, "missing.txt does not exist"),
     ("none/*.txt", None, "matches no file"),
-    ("folder", None, r"contains no .txt, .md, .parquet, .jsonl, .csv file, also not compressed .* \(but 1 .py\)"),
+    ("folder", None, r"contains no .txt, .md, .parquet, .jsonl, .csv file, also not compressed as .* set a pattern"),
     ("[a.txt,b.txt]", None, r"a list of files needs quotes: data.path="),
     ("empty.txt", b"", "empty.txt contains no text"),
     ("latin.txt", b"caf\xe9 " * 100, r"latin.txt is not UTF-8: byte 3 is 0xe9; save it as UTF-8 \(iconv -f latin1"),
@@ -290,7 +290,7 @@ def test_unreadable_input_gives_one_sentence_and_leaves_no_folder(workdir, name,
     ("name", "content", "message"),
     [
         ("half.parquet", None, r"half.parquet cannot be read as .parquet \(ArrowInvalid: .*\); repair"),
-        ("none.parquet", b"", r"none.parquet contains no text"),
+        ("none.parquet", b"", r"none.parquet cannot be read as .parquet"),
         ("text.parquet", b"a text " * 100, r"text.parquet cannot be read as .parquet \(ArrowInvalid: "),
         ("bad.jsonl", b'{"text": "a"}\nnonsense\n', r"line 2 of bad.jsonl is not valid JSON"),
         (
@@ -314,7 +314,7 @@ def test_unreadable_input_gives_one_sentence_and_leaves_no_folder(workdir, name,
         (
             "twice.parquet.gz",
             gzip.compress(b"PAR1", mtime=0),
-            r"twice.parquet.gz: .parquet is compressed internally",
+            r"twice.parquet.gz cannot be read as .parquet",
         ),
         ("text.txt.xz", lzma.compress(b"a text"), r"text.txt.xz is not UTF-8: byte 0 is 0xfd"),
         ("latin.csv", b"text,id\ncaf\xe9,1\n", r"latin.csv is not UTF-8: byte 11 is 0xe9"),

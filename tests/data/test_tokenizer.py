@@ -91,7 +91,7 @@ def test_missing_vocabulary_error_names_files_and_folder(monkeypatch, tmp_path, 
     with pytest.raises(UserError) as refused:
         build(["x"], TokenizerConfig(name, None, None))
     assert f"{file}" in str(refused.value)
-    assert f"in {tmp_path}" in str(refused.value)
+    assert f"into {tmp_path}" in str(refused.value)
     assert needs_download(TokenizerConfig(name, None, None))
     for missing in _missing_files(name):
         (tmp_path / _cached_name(missing)).touch()
