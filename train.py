@@ -42,24 +42,20 @@ from configs.schema import Train
 from data.loader import Loader, prefetch
 from data.prepare import prepare
 from model.attention import get_attention_fn
-from model.flops import flops_per_token, n_params
+from model.flops import n_params
 from model.gpt import GPT
 from training.checkpoint import CheckpointWriter, TrainState, make_checkpoint_metadata
 from training.device import build_grad_scaler, configure_backends, resolve_runtime
 from training.evaluate import Evaluator
 from training.init_from import load_init_weights, load_run_tokenizer
 from training.loss_plot import plot_loss
-from training.metrics import MetricsLogger
-from training.observers import Observers
+from training.observers import WAITING, Observers
 from training.optimizer import build_optimizers, optimizer_step, set_lr
 from training.planning.memory import StepSpec
 from training.planning.micro_batch import resolve_micro_batch_size
 from training.planning.plan import show_plan
-from training.profiler import build_profiler
-from training.progress import TrainingProgress, format_banner, format_summary
+from training.progress import format_banner, format_summary
 from training.schedule import compute_progress, lr_scale
-from training.speed import Speed, peak_flops
-from training.wandb_logger import WandbRun
 
 
 def main(config: Train) -> int:
@@ -105,10 +101,7 @@ def main(config: Train) -> int:
         dist.check_same("step", state.step)
         progress = compute_progress(state.step, config.train.steps, state.seconds, config.train.minutes)
         if progress >= 1:
-            if run.mark_finished() and dist.is_main:
-                plot_loss(run.folder)
-            print(f"{run.folder} is finished at step {state.step}; set a larger train.steps, or another name")
-            return 0
+            return report_finished_run(run, state.step)
         run_info = runtime.describe() | {
             "attention": asdict(attention), "n_params": n_params(model), "vocab_size": tokenizer.n_vocab,
             "micro_batch_size": micro_batch_size, "accumulation": accumulation, "data": str(prepared.folder),
@@ -116,42 +109,24 @@ def main(config: Train) -> int:
         run.start(asdict(config), run_info | state.summary())
 
         # observers, evaluation, checkpoints
-        tokens_per_step = config.train.batch_size * config.model.block_size
-        flops_per_step = tokens_per_step * flops_per_token(config.model, tokenizer.n_vocab, config.model.block_size)
-        peak = peak_flops(device, dtype) * dist.world_size
-        # the gradient scaler skips steps whose gradients overflow; without it, an overflow ends the run
-        must_be_finite = ["train/loss", "val/loss"] + ([] if scaler.is_enabled() else ["grad_norm"])
-        bar = TrainingProgress(config.train.steps, progress)
-        wandb = WandbRun(config.wandb, run, asdict(config), state.wandb_id)
-        state.wandb_id = wandb.id
-        observers = Observers(
-            Speed(device, tokens_per_step, flops_per_step, peak),
-            build_profiler(config.train.profile and dist.is_main, device, run.folder, bar.console),
-            bar,
-            MetricsLogger(run.folder if dist.is_main else None, state.step, wandb, must_be_finite),
-            wandb,
-            is_compiled=runtime.compile,
-        )
-        evaluator = Evaluator(
-            model, wrapped_model, loader, tokenizer, runtime, micro_batch_size, config.eval.sample, config.seed,
-            windows=None if config.eval.batches is None else config.eval.batches * config.train.batch_size,
-            maps_folder=run.folder / "attention" if config.wandb.attention_maps else None,
-        )  # fmt: skip
+        observers = Observers(config, runtime, run, state, progress)
+        state.wandb_id = observers.wandb.id
+        evaluator = Evaluator(config, runtime, model, wrapped_model, loader, tokenizer, micro_batch_size, run.folder)
         checkpoints = CheckpointWriter(run, state, metadata, observers, config.checkpoint.optimizer)
+        observers.progress.print(format_banner(config, run.folder, run.summary, prepared.meta))
 
-        bar.print(format_banner(run.folder, config, run_info, prepared.meta, state.step))
         with observers:
             system.reset_peak_memory(device)
             started = time.perf_counter() - state.seconds
             if state.step == 0:
-                row = {"step": 0, "tokens": 0, "seconds": 0.0} | evaluator.evaluate(step=0)
+                row = evaluator.evaluate(step=0)
                 observers.log_step(row, progress)
                 if config.train.init_from is not None:  # the initial weights stay the best if training worsens the loss
                     state.best_val_loss = row["val/loss"]
                     checkpoints.save(best=True, last=False)
 
             starts = dist.micro_batch_starts(state.step, config.train.batch_size, micro_batch_size)
-            batches = observers.wrap_loader(prefetch(loader, starts, micro_batch_size))
+            batches = prefetch(loader, starts, micro_batch_size)
             stopped = False
             while progress < 1 and not stopped:
                 observers.start_step()
@@ -162,32 +137,29 @@ def main(config: Train) -> int:
                 # forward and backward, accumulating gradients over micro batches
                 loss = torch.zeros((), device=device)
                 for micro_step in range(accumulation):
-                    x, y, doc_ids = next(batches)
+                    with observers.phase(WAITING):
+                        x, y, doc_ids = next(batches)
                     dist.seed(device, config.seed, state.step, micro_step)
                     with dist.sync_gradients(wrapped_model, is_last=micro_step == accumulation - 1):
-                        with runtime.autocast():
+                        with observers.phase("forward"), runtime.autocast():
                             micro_loss = wrapped_model(x, y, doc_ids=doc_ids) / accumulation
-                        scaler.scale(micro_loss).backward()
+                        with observers.phase("backward"):
+                            scaler.scale(micro_loss).backward()
                     loss += micro_loss.detach()
 
                 # clip the gradients and update the weights
-                grad_norm = optimizer_step(model, optimizers, scaler, config.train.grad_clip)
-                state.step += 1
+                with observers.phase("optimizer"):
+                    grad_norm = optimizer_step(model, optimizers, scaler, config.train.grad_clip)
                 observers.end_step()
+                state.step += 1
 
                 # all processes agree on the time, and on whether to stop
                 stopped, state.seconds = dist.sync_stop_and_time(stop.requested, time.perf_counter() - started)
                 progress = compute_progress(state.step, config.train.steps, state.seconds, config.train.minutes)
 
                 # evaluate and log
-                row = {
-                    "step": state.step,
-                    "tokens": state.step * tokens_per_step,
-                    "seconds": state.seconds,
-                    "train/loss": dist.all_reduce_mean(loss),
-                    "grad_norm": grad_norm,
-                    "lr": config.optimizer.lr * scale,
-                }
+                lr = config.optimizer.lr * scale
+                row = {"train/loss": dist.all_reduce_mean(loss), "grad_norm": grad_norm, "lr": lr}
                 is_best = False
                 if state.step % config.eval.every == 0 or progress >= 1:
                     row |= evaluator.evaluate(state.step) | {"peak_memory_bytes": system.peak_memory_bytes(device)}
@@ -207,6 +179,14 @@ def main(config: Train) -> int:
         if dist.is_main:
             print(format_summary(run.summary, run.folder))
         return 0
+
+
+def report_finished_run(run: RunDir, step: int) -> int:
+    """Complete the run folder if the process was killed at the end of the run. Returns the exit code."""
+    if run.mark_finished() and run.is_main:
+        plot_loss(run.folder)
+    print(f"{run.folder} is finished at step {step}; set a larger train.steps, or another name")
+    return 0
 
 
 def format_resume_command(name: str) -> str:

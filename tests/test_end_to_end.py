@@ -295,8 +295,8 @@ def test_tf32_is_off_by_default(train):
 def test_time_limit_ends_a_run_and_its_schedule(train, clock, monkeypatch):
     from training.speed import Speed
 
-    start = Speed.start
-    monkeypatch.setattr(Speed, "start", lambda self: (clock.advance(1000), start(self)))
+    start_step = Speed.start_step
+    monkeypatch.setattr(Speed, "start_step", lambda self: (clock.advance(1000), start_step(self)))
     assert train("name=a", "train.steps=null", "train.minutes=500", "eval.every=1000000") == 0
     assert summary("a")["status"] == "finished"
     rows = metrics("a")

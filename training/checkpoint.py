@@ -12,7 +12,7 @@ config         the complete run config, for readers; nothing is built from it
 import math
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import nn
@@ -21,11 +21,12 @@ from torch.optim import Optimizer
 from common.checkpoint_file import load_checkpoint, save_checkpoint
 from common.errors import UserError, format_value
 from common.run_dir import RunDir
-from training.observers import Observers
 from training.optimizer import load_state_by_name, state_by_name
 
+if TYPE_CHECKING:
+    from training.observers import Observers
+
 SAVED_FIELDS = ("step", "seconds", "best_val_loss", "wandb_id")
-MAX_LISTED_DIFFERENCES = 4
 
 
 @dataclass
@@ -79,7 +80,9 @@ class CheckpointWriter:
     metadata: see make_checkpoint_metadata. best_with_optimizer: whether best.pt contains the optimizer state.
     """
 
-    def __init__(self, run: RunDir, state: TrainState, metadata: dict, observers: Observers, best_with_optimizer: bool):
+    def __init__(
+        self, run: RunDir, state: TrainState, metadata: dict, observers: "Observers", best_with_optimizer: bool
+    ):
         self.run, self.state, self.metadata, self.observers = run, state, metadata, observers
         self.best_with_optimizer = best_with_optimizer
 
@@ -117,12 +120,10 @@ def make_checkpoint_metadata(config: Any, meta: dict) -> dict:
 
 def check_identity(folder: Path, saved: dict, identity: dict) -> None:
     """Raises UserError if a run would resume with another model, data, tokenizer, optimizer or batch size."""
-    different = [key for key in identity if saved.get(key) != identity[key]]
+    different = ", ".join(
+        f"{key}={format_value(saved.get(key))} (now {format_value(value)})"
+        for key, value in identity.items()
+        if saved.get(key) != value
+    )
     if different:
-        listed = ", ".join(
-            f"{key}={format_value(saved.get(key))} (now {format_value(identity[key])})"
-            for key in different[:MAX_LISTED_DIFFERENCES]
-        )
-        if len(different) > MAX_LISTED_DIFFERENCES:
-            listed += f" and {len(different) - MAX_LISTED_DIFFERENCES} more settings (see its config.yaml)"
-        raise UserError(f"{folder} was trained with {listed}; set the old values, or set another name")
+        raise UserError(f"{folder} was trained with {different}; set the old values, or set another name")

@@ -1,8 +1,9 @@
 """Evaluation: validation loss, a generated sample, and attention maps."""
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from math import isfinite, log
 from pathlib import Path
+from typing import Any
 
 import tiktoken
 import torch
@@ -10,7 +11,6 @@ from torch import nn
 
 from data.loader import Loader
 from data.tokenizer import initial_tokens, token_bytes
-from model import SamplingConfig
 from model.generation.attention_maps import attention_maps, entropy, layer_entropies
 from model.generation.attention_plots import plot_overview
 from model.generation.config import unescape
@@ -21,64 +21,35 @@ from training.device import Runtime
 MAP_TOKENS = 64  # tokens in an attention map; the picture has one map per head
 
 
-@torch.no_grad()
-def compute_validation_loss(
-    wrapped_model: nn.Module,
-    loader: Loader,
-    tokenizer: tiktoken.Encoding,
-    windows: int | None,
-    batch_size: int,
-    runtime: Runtime,
-) -> dict[str, float]:
-    """Mean loss over validation windows: val/loss in nats per token, val/bpb in bits per byte of text.
-
-    windows: number of windows, spread evenly over the validation split; None: all, so that each token counts once.
-    batch_size: windows per forward pass. The processes share the windows.
-    """
-    windows = min(windows or loader.val_windows, loader.val_windows)
-    stride = loader.val_windows // windows
-    bytes_of_token = torch.from_numpy(token_bytes(tokenizer)).to(loader.device)
-    nats, num_tokens, num_bytes = [], 0, torch.zeros((), dtype=torch.int64, device=loader.device)
-    wrapped_model.eval()
-    for first in range(runtime.dist.rank * batch_size, windows, runtime.dist.world_size * batch_size):
-        x, y, doc_ids = loader.batch("val", first * stride, min(batch_size, windows - first), stride)
-        with runtime.autocast():
-            nats.append(wrapped_model(x, y, doc_ids=doc_ids, reduction="sum"))
-        targets = y[y >= 0]
-        num_tokens += targets.numel()
-        num_bytes += bytes_of_token[targets].sum()
-    wrapped_model.train()
-    # The losses are read from the device only after the last window, and summed in float64.
-    total = sum(loss.item() for loss in nats)
-    total, num_tokens, num_bytes = runtime.dist.all_reduce_sum(total, num_tokens, int(num_bytes))
-    return {"val/loss": total / num_tokens, "val/bpb": total / log(2) / max(1, num_bytes)}
-
-
-@dataclass
 class Evaluator:
     """Evaluates a model while it trains.
 
-    wrapped_model: the model as the loop calls it (Runtime.wrap). windows, batch_size: see compute_validation_loss.
-    sampling: settings of the sample.
-    maps_folder: attention maps are saved there; None: no maps.
+    config: that of train.py. wrapped_model: the model as the loop calls it (Runtime.wrap). batch_size: windows per
+    forward pass. Attention maps are saved in `folder`.
     """
 
-    model: GPT
-    wrapped_model: nn.Module
-    loader: Loader
-    tokenizer: tiktoken.Encoding
-    runtime: Runtime
-    batch_size: int
-    sampling: SamplingConfig
-    seed: int
-    windows: int | None
-    maps_folder: Path | None
+    def __init__(
+        self,
+        config: Any,
+        runtime: Runtime,
+        model: GPT,
+        wrapped_model: nn.Module,
+        loader: Loader,
+        tokenizer: tiktoken.Encoding,
+        batch_size: int,
+        folder: Path,
+    ):
+        self.runtime, self.model, self.wrapped_model, self.loader = runtime, model, wrapped_model, loader
+        self.tokenizer, self.batch_size = tokenizer, batch_size
+        self.seed, self.sampling = config.seed, config.eval.sample
+        self.windows = loader.val_windows
+        if config.eval.batches is not None:
+            self.windows = min(config.eval.batches * config.train.batch_size, loader.val_windows)
+        self.maps_folder = folder / "attention" if config.wandb.attention_maps else None
 
     def evaluate(self, step: int) -> dict:
         """Metrics after `step` steps: the validation loss; on rank 0 also a sample and attention maps."""
-        row = compute_validation_loss(
-            self.wrapped_model, self.loader, self.tokenizer, self.windows, self.batch_size, self.runtime
-        )
+        row = self.compute_validation_loss()
         if isfinite(row["val/loss"]) and self.runtime.dist.is_main:
             with self.runtime.autocast():
                 if step > 0:  # an untrained model writes noise
@@ -86,6 +57,30 @@ class Evaluator:
                 if self.maps_folder is not None:
                     row |= self.save_attention_maps(self.maps_folder / f"step-{step:06d}.png")
         return row
+
+    @torch.no_grad()
+    def compute_validation_loss(self) -> dict[str, float]:
+        """Mean loss over validation windows: val/loss in nats per token, val/bpb in bits per byte of text.
+
+        The windows are spread evenly over the validation split. The processes share them.
+        """
+        loader, batch_size, dist = self.loader, self.batch_size, self.runtime.dist
+        stride = loader.val_windows // self.windows
+        bytes_of_token = torch.from_numpy(token_bytes(self.tokenizer)).to(loader.device)
+        nats, num_tokens, num_bytes = [], 0, torch.zeros((), dtype=torch.int64, device=loader.device)
+        self.wrapped_model.eval()
+        for first in range(dist.rank * batch_size, self.windows, dist.world_size * batch_size):
+            x, y, doc_ids = loader.batch("val", first * stride, min(batch_size, self.windows - first), stride)
+            with self.runtime.autocast():
+                nats.append(self.wrapped_model(x, y, doc_ids=doc_ids, reduction="sum"))
+            targets = y[y >= 0]
+            num_tokens += targets.numel()
+            num_bytes += bytes_of_token[targets].sum()
+        self.wrapped_model.train()
+        # The losses are read from the device only after the last window, and summed in float64.
+        total = sum(loss.item() for loss in nats)
+        total, num_tokens, num_bytes = dist.all_reduce_sum(total, num_tokens, int(num_bytes))
+        return {"val/loss": total / num_tokens, "val/bpb": total / log(2) / max(1, num_bytes)}
 
     def generate_sample(self, step: int) -> str:
         """A sample without a prompt."""

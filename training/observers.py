@@ -1,54 +1,79 @@
 """Observers of a training run, combined in one object that the loop notifies."""
 
+import time
 from collections.abc import Iterator
-from contextlib import ExitStack
-from dataclasses import dataclass
+from contextlib import ExitStack, contextmanager, nullcontext
+from dataclasses import asdict
+from typing import Any
 
-from common.run_dir import EXIT_CODES, status_of
+from common.run_dir import EXIT_CODES, RunDir, status_of
+from model.flops import flops_per_token
+from training.checkpoint import TrainState
+from training.device import Runtime
 from training.metrics import MetricsLogger
-from training.profiler import NullProfiler
+from training.profiler import StepProfiler
 from training.progress import TrainingProgress
-from training.speed import Speed, compile_seconds
+from training.speed import Speed, compile_seconds, peak_flops
 from training.wandb_logger import WandbRun
 
+WAITING = "waiting for data"  # the phase whose time is also a metric
 
-@dataclass
+
 class Observers:
     """Step timing, profiler, progress bar, metrics.jsonl and wandb. A context manager around the loop.
 
-    For each step, the loop calls start_step, end_step and log_step. The row of a step includes its evaluation, if any.
+    For each step, the loop calls start_step, end_step and log_step, with phases in between. The row of a step includes
+    its evaluation, if any. config: that of train.py. run: after its start. progress: finished part of the run, 0 to 1.
     """
 
-    speed: Speed
-    profiler: NullProfiler
-    progress: TrainingProgress
-    metrics: MetricsLogger
-    wandb: WandbRun
-    is_compiled: bool
+    def __init__(self, config: Any, runtime: Runtime, run: RunDir, state: TrainState, progress: float):
+        self.state, self.is_compiled = state, runtime.compile
+        self.tokens_per_step = config.train.batch_size * config.model.block_size
+        flops = flops_per_token(config.model, run.summary["vocab_size"], config.model.block_size)
+        peak = peak_flops(runtime.device, runtime.dtype) * runtime.dist.world_size
+        self.speed = Speed(runtime.device, self.tokens_per_step, self.tokens_per_step * flops, peak)
+        self.progress = TrainingProgress(config.train.steps, progress)
+        self.profiler = None
+        if config.train.profile and run.is_main:
+            trace = run.folder / "trace.json.gz"
+            self.profiler = StepProfiler(runtime.device, run.summary["accumulation"], trace, self.progress)
+        self.wandb = WandbRun(config.wandb, run, asdict(config), state.wandb_id)
+        # the gradient scaler skips steps whose gradients overflow; without it, an overflow ends the run
+        must_be_finite = ["train/loss", "val/loss"] + ([] if state.scaler.is_enabled() else ["grad_norm"])
+        self.metrics = MetricsLogger(run.folder if run.is_main else None, state.step, self.wandb, must_be_finite)
 
-    def wrap_loader(self, batches: Iterator) -> Iterator:
-        """Pass `batches` through, and record how long steps wait for them."""
-        return self.speed.wrap_loader(self.profiler.wrap_loader(batches))
+    @contextmanager
+    def phase(self, name: str) -> Iterator[None]:
+        """Context manager: a phase of the current step, for the profiler."""
+        with self.profiler.phase(name) if self.profiler else nullcontext():
+            started = time.perf_counter()
+            yield
+            if name == WAITING:
+                self.speed.wait_seconds += time.perf_counter() - started
 
     def start_step(self) -> None:
-        self.profiler.start()
-        self.speed.start()
+        if self.profiler:
+            self.profiler.start_step()
+        self.speed.start_step()
 
     def end_step(self) -> None:
-        self._timing = self.speed.stop()
-        self.profiler.stop()
+        self._read_timing = self.speed.end_step()
+        if self.profiler:
+            self.profiler.end_step()
 
     def log_step(self, row: dict, progress: float, is_best: bool = False) -> None:
-        """Report a step's metrics, and those of an evaluation if there was one. progress: part of the run, 0 to 1.
+        """Log a step's metrics, and those of an evaluation if there was one. progress: part of the run, 0 to 1.
 
         is_best: the evaluation found the lowest validation loss so far. Raises TrainingFailed if a loss is not finite.
         """
+        step = self.state.step
+        row = {"step": step, "tokens": step * self.tokens_per_step, "seconds": self.state.seconds} | row
         if "val/loss" in row:
             self.progress.print_evaluation(row, is_best)
-        self.metrics.log(row, self._timing if row["step"] > 0 else dict)
+        self.metrics.log(row, self._read_timing if step > 0 else dict)
         if progress >= 1:
             self.metrics.flush()
-        self.progress.show(row["step"], progress, self.metrics.last)
+        self.progress.show(step, progress, self.metrics.last)
 
     def flush(self) -> None:
         """Write all metrics to the disk. Raises TrainingFailed if a loss is not finite."""
@@ -64,7 +89,8 @@ class Observers:
             stack.push(lambda kind, error, traceback: self.wandb.finish(EXIT_CODES[status_of(error)]))
             stack.callback(self.metrics.close)
             stack.enter_context(self.progress)
-            stack.enter_context(self.profiler)
+            if self.profiler:
+                stack.enter_context(self.profiler)
             self._ends = stack.pop_all()
         return self
 

@@ -39,60 +39,47 @@ class TrainingProgress(ProgressBar):
         self.update(progress, label, details)
 
 
-def format_banner(folder: Path, config: Any, run_info: dict, meta: dict, step: int) -> str:
+def format_banner(config: Any, folder: Path, summary: dict, meta: dict) -> str:
     """The first lines of a run: what is trained, on which data and device.
 
-    config: the config of train.py. run_info: as in summary.json. meta: the data's meta.json. step: finished steps.
+    config: that of train.py. summary: as in summary.json. meta: the data's meta.json.
     """
-    model, train = config.model, config.train
-    tokens, tokens_per_step = meta["tokens"], train.batch_size * model.block_size
-    run = [str(folder)]
-    if step:
-        run.append(f"resumed from step {step:,}")
-
-    data = [
-        config.data.label,
-        f"{tokens['train']:,} training tokens and {tokens['val']:,} validation tokens",
-        f"{meta['tokenizer']['name']} vocabulary of {meta['vocab_size']:,}",
-    ]
-    if config.data.document_mask:
-        data.append("attention within documents only")
-
-    parameters = f"{run_info['n_params']:,} parameters"
-    if model.max_ngram > 1:
-        parameters += f", {model.ngram_table_size * model.n_embd:,} of them in the n-gram table"
-    if train.init_from and not step:
-        parameters += f", starting from {train.init_from}"
-
-    kernel = run_info["attention"]
-    device = [run_info["device_name"], run_info["dtype"]]
-    if run_info["compile"]:
-        device.append("compiled")
-    device.append(f"attention {kernel['requested']} -> {kernel['resolved']}")
-    if run_info["world_size"] > 1:
-        device.append(pluralize(run_info["world_size"], "process"))
-
-    limits = [pluralize(train.steps, "step")] if train.steps is not None else []
-    limits += [f"{train.minutes:g} minutes"] if train.minutes is not None else []
-    length = [f"{' or '.join(limits)} of {train.batch_size} x {model.block_size} = {tokens_per_step:,} tokens"]
-    if run_info["accumulation"] > 1 or train.micro_batch_size == AUTO:
-        size = pluralize(run_info["micro_batch_size"], "sequence")
-        length.append(f"{pluralize(run_info['accumulation'], 'micro batch')} of {size}")
-    if train.micro_batch_size == AUTO:
-        length[-1] += " (the largest that fits)"
-    if train.steps is not None:
-        length.append(format_epochs(train.steps * tokens_per_step / tokens["train"]))
-    if config.schedule.warmup_steps >= (train.steps or inf):
-        length.append(f"all of them warmup (schedule.warmup_steps={config.schedule.warmup_steps:,})")
-
-    lines = [
-        f"run      {', '.join(run)}",
-        f"data     {', '.join(data)}",
-        f"model    {model.name}, {describe_model(model)}: {parameters}",
-        f"device   {', '.join(device)}",
-        f"training for {', '.join(length)}",
-    ]
-    return "\n".join(lines)
+    model, train, tokens, step = config.model, config.train, meta["tokens"], summary["step"]
+    kernel, is_auto = summary["attention"], train.micro_batch_size == AUTO
+    tokens_per_step = train.batch_size * model.block_size
+    limits = [train.steps and pluralize(train.steps, "step"), train.minutes and f"{train.minutes:g} minutes"]
+    size_of_step = f"{train.batch_size} x {model.block_size} = {tokens_per_step:,} tokens"
+    micro_batches = pluralize(summary["accumulation"], "micro batch")
+    micro_batches += f" of {pluralize(summary['micro_batch_size'], 'sequence')}"
+    lines = {
+        "run      ": [str(folder), step and f"resumed from step {step:,}"],
+        "data     ": [
+            config.data.label,
+            f"{tokens['train']:,} training tokens and {tokens['val']:,} validation tokens",
+            f"{meta['tokenizer']['name']} vocabulary of {meta['vocab_size']:,}",
+            config.data.document_mask and "attention within documents only",
+        ],
+        "model    ": [
+            f"{model.name}, {describe_model(model)}: {summary['n_params']:,} parameters",
+            model.max_ngram > 1 and f"{model.ngram_table_size * model.n_embd:,} of them in the n-gram table",
+            train.init_from and not step and f"starting from {train.init_from}",
+        ],
+        "device   ": [
+            summary["device_name"],
+            summary["dtype"],
+            summary["compile"] and "compiled",
+            f"attention {kernel['requested']} -> {kernel['resolved']}",
+            summary["world_size"] > 1 and pluralize(summary["world_size"], "process"),
+        ],
+        "training for ": [
+            f"{' or '.join(filter(None, limits))} of {size_of_step}",
+            (summary["accumulation"] > 1 or is_auto) and micro_batches + " (the largest that fits)" * is_auto,
+            train.steps and format_epochs(train.steps * tokens_per_step / tokens["train"]),
+            config.schedule.warmup_steps >= (train.steps or inf)
+            and f"all of them warmup (schedule.warmup_steps={config.schedule.warmup_steps:,})",
+        ],
+    }
+    return "\n".join(name + ", ".join(filter(None, parts)) for name, parts in lines.items())
 
 
 def describe_model(model: GPTConfig) -> str:
@@ -113,11 +100,11 @@ def format_epochs(epochs: float) -> str:
 def format_summary(summary: dict, folder: Path) -> str:
     """The last lines of a run: its losses and speed, and the command for a sample. summary: as in summary.json."""
     best, last = (f"{summary[key]:.4f}" for key in ("best_val_loss", "last_val_loss"))
-    losses = f"best validation loss {best}" + (f", last {last}," if last != best else "")
+    last = f", last {last}," if last != best else ""
     steps, duration = pluralize(summary["step"], "step"), format_duration(summary["wall_seconds"])
-    lines = [
-        f"{losses} after {steps} in {duration}, at a median speed of {summary['tokens_per_second']:,.0f} tokens/s",
-        f"curve    {folder / 'loss.png'}",
-        f"next     python sample.py run={summary['name']}",
-    ]
-    return "\n".join(lines)
+    speed = f"{summary['tokens_per_second']:,.0f} tokens/s"
+    return (
+        f"best validation loss {best}{last} after {steps} in {duration}, at a median speed of {speed}\n"
+        f"curve    {folder / 'loss.png'}\n"
+        f"next     python sample.py run={summary['name']}"
+    )

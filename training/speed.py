@@ -2,7 +2,7 @@
 
 import statistics
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -59,49 +59,34 @@ class Speed:
 
     def __init__(self, device: torch.device, tokens: int, flops: float, peak: float):
         self.device, self.tokens, self.flops, self.peak = device, tokens, flops, peak
-        self.step_seconds: list[float] = []
-        self.wait_seconds: list[float] = []
+        self.wait_seconds = 0.0  # of the current step: time that the host waits for data
+        self.steps: list[tuple[float, float]] = []  # seconds of each step, and wait_seconds
 
-    def start(self) -> None:
-        """Call at the start of each step."""
-        self._start, self._waited = _record_time(self.device), 0.0
+    def start_step(self) -> None:
+        self._start, self.wait_seconds = _record_time(self.device), 0.0
 
-    def wrap_loader(self, batches: Iterator) -> Iterator:
-        """Pass `batches` through, and add the time that the host waits for them to the current step."""
-        started = time.perf_counter()
-        for batch in batches:
-            self._waited += time.perf_counter() - started
-            yield batch
-            started = time.perf_counter()
-
-    def stop(self) -> Callable[[], dict]:
-        """Call at the end of each step -> a function that waits for the step and returns its metrics.
+    def end_step(self) -> Callable[[], dict]:
+        """Returns a function that waits for the step and returns its metrics.
 
         The metrics are step_ms, data_wait_ms (the part of step_ms spent waiting for data), tokens_per_second and mfu.
         """
-        start, end, waited = self._start, _record_time(self.device), self._waited
+        start, end, wait_seconds = self._start, _record_time(self.device), self.wait_seconds
 
         def read() -> dict:
-            self.step_seconds.append(_elapsed_seconds(self.device, start, end))
-            self.wait_seconds.append(waited)
-            return self._metrics(self.step_seconds[-1], waited)
+            self.steps.append((_elapsed_seconds(self.device, start, end), wait_seconds))
+            return self._metrics(*self.steps[-1])
 
         return read
 
     def median(self) -> dict:
-        """The metrics of the median step. The first WARMUP_STEPS steps count only if there are no others."""
-        steps, waits = (
-            self.step_seconds[WARMUP_STEPS:] or self.step_seconds,
-            self.wait_seconds[WARMUP_STEPS:] or self.wait_seconds,
-        )
-        if not steps:
-            return dict.fromkeys(self._metrics(1.0, 0.0))
-        return self._metrics(statistics.median(steps), statistics.median(waits))
+        """The metrics of the median step; {} before the first. The first WARMUP_STEPS count if there are no others."""
+        steps = self.steps[WARMUP_STEPS:] or self.steps
+        return self._metrics(*map(statistics.median, zip(*steps, strict=True))) if steps else {}
 
-    def _metrics(self, seconds: float, waited: float) -> dict:
+    def _metrics(self, seconds: float, wait_seconds: float) -> dict:
         return {
             "step_ms": 1000 * seconds,
-            "data_wait_ms": 1000 * waited,
+            "data_wait_ms": 1000 * wait_seconds,
             "tokens_per_second": self.tokens / seconds,
             "mfu": self.flops / seconds / self.peak,
         }

@@ -120,13 +120,13 @@ def test_run_in_use_by_another_process_is_refused_with_one_message(workdir):
 CRASH_ON_RANK_1 = """
 import os, runpy
 from training import speed
-start, steps = speed.Speed.start, []
+start, steps = speed.Speed.start_step, []
 def crash(self):
     steps.append(1)
     if os.environ["RANK"] == "1" and len(steps) == 20:
         raise ZeroDivisionError("what went wrong on this rank")
     start(self)
-speed.Speed.start = crash
+speed.Speed.start_step = crash
 runpy.run_path(os.environ["TRAIN"], run_name="__main__")
 """
 
