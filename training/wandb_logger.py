@@ -5,6 +5,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import asdict
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any
 
 from common.run_dir import EXIT_CODES, RunDir, flatten_dict
@@ -14,9 +15,9 @@ INIT_TIMEOUT_S = 60
 
 
 class WandbRun:
-    """The wandb run of a training run. wandb takes seconds to start.
+    """The wandb run of a training run. A thread starts wandb and makes all calls to it, as training must not wait.
 
-    It starts in a thread with the first rows, after the first steps. Until it is ready, rows wait in memory.
+    wandb takes seconds to start. The thread starts with the first rows, after the first steps.
     """
 
     def __init__(self, config: WandbConfig, run: RunDir, run_config: dict, run_id: str | None):
@@ -25,74 +26,52 @@ class WandbRun:
         self.is_enabled = config.mode != "disabled" and run.is_main
         self.resume = "allow" if run_id and config.mode == "online" else None
         self.id = run_id or secrets.token_hex(4) if self.is_enabled else run_id
-        self.run: Any = None
-        self._starting: threading.Thread | None = None
-        self._rows: list[dict] = []  # not yet sent
-        self._summary: dict = {}
+        self._calls: SimpleQueue[Callable[[Any], object] | None] = SimpleQueue()  # None: the last call was made
+        self._thread = threading.Thread(target=self._make_calls, daemon=True)
+        self._has_started = False  # wandb, not the thread
 
-    def _start(self) -> None:
-        if self.is_enabled and self._starting is None:
-            self._starting = threading.Thread(target=self._call, args=(self._init,), daemon=True)
-            self._starting.start()
-
-    def _init(self) -> None:
-        attention = self.run_config["attention"] | self.run_dir.summary["attention"]
-        run_config, name = self.run_config | {"attention": attention}, self.run_dir.name
-        self.run = _wandb_init(
-            self.config, self.run_dir.folder, run_config, name=name, group=self.config.group, id=self.id,
-            resume=self.resume,
-        )  # fmt: skip
-        self.run.define_metric("step")
-        self.run.define_metric("*", step_metric="step")  # wandb drops rows if its own step decreases
-
-    def _call(self, function: Callable, *arguments: Any) -> None:
+    def _make_calls(self) -> None:
         try:
-            function(*arguments)
+            attention = self.run_config["attention"] | self.run_dir.summary["attention"]
+            run_config, name = self.run_config | {"attention": attention}, self.run_dir.name
+            run = _wandb_init(
+                self.config, self.run_dir.folder, run_config, name=name, group=self.config.group, id=self.id,
+                resume=self.resume,
+            )  # fmt: skip
+            run.define_metric("step")
+            run.define_metric("*", step_metric="step")  # wandb drops rows if its own step decreases
+            self._has_started = True
+            while call := self._calls.get():
+                call(run)
         except Exception as error:  # wandb can raise anything
             print(f"wandb: {type(error).__name__}: {error}; the run continues without wandb and writes metrics.jsonl")
-            self.run = None
+
+    def _call(self, call: Callable[[Any], object]) -> None:
+        if self.is_enabled and self._thread.ident is None:
+            self._thread.start()
+        if self._thread.is_alive():  # else wandb has failed
+            self._calls.put(call)
 
     def log(self, rows: list[dict]) -> None:
-        self._start()
-        if self.is_enabled:
-            self._rows += rows
-        self._send()
+        self._call(lambda run: [run.log(_with_pictures(row)) for row in rows])
 
     def set_summary(self, summary: dict) -> None:
         # wandb itself records how the run ends
-        self._summary = {key: value for key, value in summary.items() if key not in ("status", "error")}
-        self._send()
+        values = {key: value for key, value in summary.items() if key not in ("status", "error")}
+        self._call(lambda run: run.summary.update(values))
 
     def finish(self, exit_code: int) -> None:
-        if exit_code != EXIT_CODES["interrupted"]:
-            self._start()  # a run that fails before its first row is recorded, too
-            if self._starting is not None:
-                self._starting.join()
-        if self._is_starting():  # interrupted early: do not wait
-            return
-        self._send()
-        if self.run is not None:
-            self._call(self.run.finish, exit_code)
+        if not self.is_enabled or (exit_code == EXIT_CODES["interrupted"] and not self._has_started):
+            return  # an interrupted run does not wait until wandb has started
+        self._call(lambda run: run.finish(exit_code))  # also for a run that fails before its first row
+        self._calls.put(None)
+        self._thread.join()
 
-    def _is_starting(self) -> bool:
-        return self._starting is not None and self._starting.is_alive()
 
-    def _send(self) -> None:
-        """Log the waiting rows and the summary if wandb has started; drop them if it has failed."""
-        if self._is_starting():
-            return
-        rows, self._rows = self._rows, []
-        for row in rows:
-            if self.run is not None:
-                self._call(self._log, row)
-        summary, self._summary = self._summary, {}
-        if self.run is not None and summary:
-            self._call(self.run.summary.update, summary)
+def _with_pictures(row: dict) -> dict:
+    import wandb
 
-    def _log(self, row: dict) -> None:
-        import wandb
-
-        self.run.log({key: wandb.Image(str(v)) if isinstance(v, Path) else v for key, v in row.items()})
+    return {key: wandb.Image(str(value)) if isinstance(value, Path) else value for key, value in row.items()}
 
 
 def log_table_to_wandb(

@@ -19,7 +19,7 @@ def calls(monkeypatch):
     calls = []
     run = SimpleNamespace(
         define_metric=lambda *_, **__: None,
-        summary={},
+        summary=SimpleNamespace(update=calls.append),
         log=calls.append,
         finish=lambda code: calls.append({"exit_code": code}),
     )
@@ -71,10 +71,9 @@ def test_interrupted_run_does_not_wait_for_wandb(tmp_path, calls, monkeypatch):
 
 def test_summary_is_sent_when_it_changes(tmp_path, calls):
     run = wandb_run(tmp_path)
-    run.log([{"step": 0}])
-    run._starting.join()
     run.set_summary({"status": "running", "best_val_loss": 2.0})
-    assert run.run.summary == {"best_val_loss": 2.0}
+    run.finish(0)
+    assert calls[1:] == [{"best_val_loss": 2.0}, {"exit_code": 0}]
 
 
 def test_other_ranks_do_not_use_wandb(tmp_path, calls):
