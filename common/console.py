@@ -31,11 +31,6 @@ def make_table(*columns: str, left: int = 1, header: bool = True) -> Table:
     return table
 
 
-def remaining_seconds(elapsed: float, done: float, total: float) -> float:
-    """Estimate the seconds for the rest of the work from the mean speed: `done` units took `elapsed` seconds."""
-    return elapsed * max(0.0, total - done) / max(1e-9, done)
-
-
 class ProgressBar:
     """Context manager: a progress bar on a terminal, otherwise a line every LINE_INTERVAL_S seconds.
 
@@ -93,10 +88,11 @@ class ProgressBar:
         self.update(done, label, f"{format_bytes(done)}{total}, {format_bytes(speed)}/s")
 
     def _remaining(self, now: float) -> str:
+        """The remaining time, estimated from the mean speed since the start."""
         if self.total is None or self.done <= self.initial:
             return ""
-        left = remaining_seconds(now - self._started, self.done - self.initial, self.total - self.initial)
-        return f"{format_duration(left)} left"
+        seconds_per_unit = (now - self._started) / (self.done - self.initial)
+        return f"{format_duration(seconds_per_unit * (self.total - self.done))} left"
 
     def print(self, text: str, style: str | None = None) -> None:
         """Print a line above the bar."""

@@ -6,6 +6,7 @@ import platform
 import re
 import time
 from collections.abc import Callable
+from itertools import count
 from pathlib import Path
 from typing import Any
 
@@ -82,14 +83,14 @@ def has_checkpoint(name: str | None) -> bool:
 
 def make_new_folder(parent: Path, label: str) -> str:
     """Make the folder <parent>/<time>-<label>, with -2, -3, ... appended if it exists. Returns its name."""
-    stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{label}"
-    for suffix in ("", *(f"-{n}" for n in range(2, 1000))):
+    stem = name = f"{time.strftime('%Y%m%d-%H%M%S')}-{label}"
+    for number in count(2):
         try:
-            (parent / f"{stem}{suffix}").mkdir(parents=True)
+            (parent / name).mkdir(parents=True)
+            break
         except FileExistsError:
-            continue
-        return f"{stem}{suffix}"
-    raise UserError(f"{parent}/{stem} to {stem}-999 exist; set name=NAME")
+            name = f"{stem}-{number}"
+    return name
 
 
 def read_owner(folder: Path) -> str:
@@ -147,6 +148,7 @@ class RunDir:
         if error is not None:
             raise UserError(error)
         self.folder = ROOT / self.name
+        self.best, self.last = (self.folder / "checkpoints" / file for file in ("best.pt", "last.pt"))
 
     def _open(self, name: str | None, label: str, resume: bool) -> str:
         """Make and lock the folder. Returns its name."""
@@ -165,14 +167,6 @@ class RunDir:
             ) from None
         (folder / ".owner").write_text(f"process {os.getpid()} on {platform.node()}")
         return name
-
-    @property
-    def last(self) -> Path:
-        return self.folder / "checkpoints/last.pt"
-
-    @property
-    def best(self) -> Path:
-        return self.folder / "checkpoints/best.pt"
 
     def start(self, config: dict, summary: dict) -> None:
         """Write config.yaml and the first summary.json."""

@@ -102,18 +102,11 @@ class Dist:
                 "it resumes from its last checkpoint"
             ) from None
 
-    def share(self, first: int, size: int) -> tuple[int, int]:
-        """(first sequence, number of sequences) of this process, out of `size` sequences that begin with `first`.
-
-        size must be a multiple of world_size.
-        """
-        share = size // self.world_size
-        return first + self.rank * share, share
-
     def micro_batch_starts(self, step: int, batch_size: int, micro_batch_size: int) -> Iterator[int]:
         """Yield the first sequence of each micro batch of this process, beginning with `step`, without end."""
+        share = batch_size // self.world_size  # sequences of a step that this process trains on
         for current_step in count(step):
-            first, share = self.share(current_step * batch_size, batch_size)
+            first = current_step * batch_size + self.rank * share
             yield from range(first, first + share, micro_batch_size)
 
     def wrap(self, model: nn.Module) -> nn.Module:

@@ -1,8 +1,5 @@
 """Formatting, and the remaining time that every progress display shows."""
 
-import pytest
-
-from common import console
 from common.console import (
     ProgressBar,
     format_bytes,
@@ -13,11 +10,6 @@ from common.console import (
     pluralize,
     printable,
 )
-
-
-def test_remaining_time_extrapolates_the_mean_speed():
-    assert console.remaining_seconds(elapsed=30, done=3, total=12) == pytest.approx(90)
-    assert console.remaining_seconds(elapsed=30, done=12, total=12) == 0
 
 
 def test_progress_lines_show_the_remaining_time_of_the_work_since_the_start(monkeypatch):

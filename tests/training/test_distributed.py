@@ -196,7 +196,6 @@ def test_world_has_one_process_without_torchrun(monkeypatch):
         monkeypatch.delenv(name, raising=False)
     single = Dist.from_environment()
     assert single == Dist(0, 1, 0, 1)
-    assert single.share(12, 6) == (12, 6)
     assert list(islice(single.micro_batch_starts(2, 6, 3), 5)) == [12, 15, 18, 21, 24]
     assert single.sync_stop_and_time(True, 1.5) == (True, 1.5)
     for name, value in (("RANK", "3"), ("WORLD_SIZE", "4"), ("LOCAL_RANK", "1"), ("LOCAL_WORLD_SIZE", "2")):
@@ -205,7 +204,7 @@ def test_world_has_one_process_without_torchrun(monkeypatch):
     assert fourth == Dist(3, 4, 1, 2)
     assert not fourth.is_main
     assert list(islice(Dist(1, 2).micro_batch_starts(2, 8, 2), 4)) == [20, 22, 28, 30]
-    assert [Dist(rank, 4).share(16, 8) for rank in range(4)] == [(16, 2), (18, 2), (20, 2), (22, 2)]
+    assert [next(Dist(rank, 4).micro_batch_starts(2, 8, 2)) for rank in range(4)] == [16, 18, 20, 22]
 
 
 MAIN_FIRST = """
