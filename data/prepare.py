@@ -70,11 +70,10 @@ def compute_fingerprint(sources: list[TextSource], tokenizer_config: TokenizerCo
     """Hash of everything that decides the tokens."""
     cache = ROOT / ".hashes"
     content = [FORMAT, tokenizer_config.name, tokenizer_config.vocab_size, spec]
-    for source in sources:
-        c = source.config
-        split = [c.val_documents, c.val_fraction] if source.val_files is None else hash_content(source.val_files, cache)
-        reading = [c.config, c.revision, c.stream, c.text_column, c.row_is_document, c.max_documents]
-        content.append([source.name, hash_content(source.files, cache), split, reading])
+    for s in sources:
+        split = [s.val_documents, s.val_fraction] if s.val_files is None else hash_content(s.val_files, cache)
+        reading = [s.hub_config, s.revision, s.stream, s.text_column, s.row_is_document, s.max_documents]
+        content.append([s.name, hash_content(s.files, cache), split, reading])
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:12]
 
 
@@ -106,7 +105,7 @@ def _prepare(task: Task, block_size: int) -> PreparedData:
                 _write_folder(task, block_size)
     meta = read_meta(task.folder)
     check_length(meta["tokens"], block_size)
-    return PreparedData(task.folder, meta, tuple(source.config.weight for source in task.sources))
+    return PreparedData(task.folder, meta, tuple(source.weight for source in task.sources))
 
 
 def _lock(folder: Path) -> AcquireReturnProxy:

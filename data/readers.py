@@ -38,7 +38,7 @@ def iter_text(source: TextSource, files: list[InputFile]) -> Iterator[Piece]:
         if not file.is_table:
             path = _download(file.address) if file.is_remote else file.address
             yield from chunk_document(read_utf8(path, file))
-        elif source.config.row_is_document:
+        elif source.row_is_document:
             for row in _read_rows(file, source):
                 yield from chunk_document([row])
         else:
@@ -161,13 +161,13 @@ def _read_rows(file: InputFile, source: TextSource) -> Iterator[str]:
     """Yield the text column of a table, row by row. Raises UserError."""
     path = _download(file.address) if file.is_remote and file.kind != "hub" else file.address
     if file.kind == "json":
-        yield from read_jsonl(path, file, source.config.text_column)
+        yield from read_jsonl(path, file, source.text_column)
     elif file.kind == "csv":
-        yield from read_csv(path, file, source.config.text_column)
+        yield from read_csv(path, file, source.text_column)
     else:
         try:
             for batch in _iter_batches(file, path, source):
-                yield from _text_column(batch, file, source.config.text_column)
+                yield from _text_column(batch, file, source.text_column)
         except UserError:
             raise
         except Exception as error:  # many libraries are involved, each with its own exceptions
@@ -278,17 +278,17 @@ def _download(address: str) -> str:
 
 def _iter_batches(file: InputFile, path: str, source: TextSource) -> Iterator[Any]:
     """Yield Arrow tables of BATCH_ROWS rows with only the text column. Raises UserError and errors of `datasets`."""
-    datasets, column = _import_datasets(), source.config.text_column
+    datasets, column = _import_datasets(), source.text_column
     if file.kind == "hub":
         if sys.stderr.isatty():
             datasets.enable_progress_bars()  # downloads of gigabytes
         rows = datasets.load_dataset(
             path,
-            name=source.config.config,
+            name=source.hub_config,
             split=file.split,
             revision=source.revision if file.is_remote else None,
             # Without streaming, `datasets` misses changes in a local folder.
-            streaming=source.config.stream or not file.is_remote,
+            streaming=source.stream or not file.is_remote,
         )
     else:
         # Streaming: without it, `datasets` would copy the file into its cache.

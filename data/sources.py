@@ -26,6 +26,9 @@ COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
 OUTPUT_FOLDERS = ("runs", "data/prepared")  # below the current folder; never read as input
 MIN_CACHED_BYTES = 2**24  # smaller files are always hashed, which is faster than the cache
 Position = tuple[int, int]  # (document, character in it)
+# Keys of DataConfig that are fields of TextSource.
+SOURCE_SETTINGS = ("revision", "stream", "text_column", "row_is_document", "max_documents")
+SOURCE_SETTINGS += ("val_documents", "val_fraction", "weight")
 STDLIB_EXCLUDED = {"test", "tests", "idle_test", "idlelib", "lib2to3", "encodings", "site-packages", "dist-packages"}
 
 
@@ -73,23 +76,31 @@ class TextSource:
     """A source of text, alone or in a mix, with all settings for reading and splitting it.
 
     files: input for training. val_files: separate input for validation; None: hold out a part of `files`.
-    revision: of a hub data set; `pin_commits` replaces a branch by its commit.
+    hub_config, revision: of a hub data set; `pin_commits` replaces a branch by its commit.
+    The other fields are keys of DataConfig (SOURCE_SETTINGS).
     """
 
     name: str
-    config: DataConfig
     files: list[InputFile]
     val_files: list[InputFile] | None
+    hub_config: str | None
     revision: str | None
+    stream: bool
+    text_column: str | None
+    row_is_document: bool
+    max_documents: int | None
+    val_documents: int | None
+    val_fraction: float | None
+    weight: float
 
     @property
     def end(self) -> Position | None:
         """Where reading `files` stops; None: at their end."""
-        return None if self.config.max_documents is None else (self.config.max_documents, 0)
+        return None if self.max_documents is None else (self.max_documents, 0)
 
     @property
     def is_streamed(self) -> bool:
-        return self.config.stream and any(file.kind == "hub" for file in self.files)
+        return self.stream and any(file.kind == "hub" for file in self.files)
 
 
 def resolve_sources(config: DataConfig) -> list[TextSource]:
@@ -100,7 +111,8 @@ def resolve_sources(config: DataConfig) -> list[TextSource]:
             files, val_files = _list_files(source), _list_val_files(source)
         except UserError as error:
             raise UserError(f"data.mix.{name}: {error}" if config.mix else str(error)) from None
-        sources.append(TextSource(name, source, files, val_files, source.revision))
+        settings = {key: getattr(source, key) for key in SOURCE_SETTINGS}
+        sources.append(TextSource(name, files, val_files, hub_config=source.config, **settings))
     return sources
 
 

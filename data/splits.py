@@ -133,7 +133,7 @@ def plan_splits(sources: list[TextSource], bar: ProgressBar) -> SplitPlan:
 
 def _split_files(source: TextSource, stats: TextStats | None, bar: ProgressBar) -> list[SplitRange]:
     """The two ranges of a source that has no separate files for validation. stats: the size of its text."""
-    count, fraction = source.config.val_documents, source.config.val_fraction
+    count, fraction = source.val_documents, source.val_fraction
     if count is not None:
         if stats is not None and count >= stats.documents:
             raise UserError(
