@@ -16,6 +16,7 @@ from rich.table import Table
 
 from common.console import make_console, make_table
 from common.errors import UserError
+from common.plots import GREY, make_figure
 from data.tokenizer import encode, initial_tokens, token_strings
 from model.generation.attention_maps import attention_maps, entropy, uniform_entropy
 from model.gpt import GPT
@@ -27,7 +28,6 @@ MAX_TABLE_HEADS = 7  # as many columns fit into 80 characters
 WHITESPACE_SYMBOLS = {" ": "·", "\n": "⏎", "\r": "↵", "\t": "⇥"}
 COLORS = ("#ffffff", "#cfe1f2", "#6aaed6", "#1764ab", "#08264d")
 MASKED_COLOR = "#eceff3"  # keys after their query; white is weight 0
-GREY = "#666666"
 
 
 def draw_attention_maps(model: GPT, tokenizer: tiktoken.Encoding, prompt: str, sample: str, folder: Path) -> None:
@@ -68,7 +68,7 @@ def plot_overview(weights: np.ndarray, entropies: np.ndarray, path: Path) -> Non
     mosaic = np.zeros((n_layer * step, H * step))
     side = min(2.0, max(0.5, 11 / H))  # inches per head
     fontsize = min(9, 9 * side)
-    figure = _make_figure(side * H + 1.6, side * n_layer + 0.9)
+    figure = make_figure(side * H + 1.6, side * n_layer + 0.9)
     axes = figure.subplots()
     for (layer, head), value in np.ndenumerate(entropies):
         x, y = head * step, layer * step
@@ -116,7 +116,7 @@ def _plot_layer(weights: np.ndarray, entropies: np.ndarray, words: list[str], ti
     if T <= MAX_LABELED_TOKENS:
         labels = [format_label(word) for word in words]
         side, margin = max(2.6, 0.125 * T), 0.2 + 0.07 * max(map(len, labels))
-    figure = _make_figure(side * columns + margin + 1.2, (side + 0.3) * rows + margin + 0.3)
+    figure = make_figure(side * columns + margin + 1.2, (side + 0.3) * rows + margin + 0.3)
     panels = [figure.add_subplot(rows, columns, head + 1) for head in range(H)]
     for head, axes in enumerate(panels):
         image = _draw_weights(axes, _mask_future(weights[head]), (0.5, T + 0.5, T + 0.5, 0.5))
@@ -133,13 +133,6 @@ def _plot_layer(weights: np.ndarray, entropies: np.ndarray, words: list[str], ti
     figure.supxlabel("key (attended token)", fontsize=9, color=GREY)
     figure.supylabel("query (attending token)", fontsize=9, color=GREY)
     _save_with_color_bar(figure, image, panels, path)
-
-
-def _make_figure(width: float, height: float):
-    """Make an empty figure. width, height: in inches. Does not use pyplot, which keeps all figures in memory."""
-    from matplotlib.figure import Figure
-
-    return Figure(figsize=(width, height), dpi=150, layout="constrained")
 
 
 def _mask_future(weights: np.ndarray) -> np.ndarray:
