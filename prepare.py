@@ -14,7 +14,7 @@ most used keys:
   verify=true               compare all token files with their SHA-256
 """
 
-if __name__ == "__main__":
+if __name__ == "__main__":  # before the slow imports below, so that a typo is reported immediately
     from configs.cli import parse_config
 
     config = parse_config("prepare", __doc__)

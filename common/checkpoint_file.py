@@ -9,7 +9,7 @@ import torch
 from common.errors import UserError
 from common.files import atomic_writer
 
-FORMAT = 4  # of the content; changes when old checkpoints cannot be read any more
+FORMAT = 4  # of the content; increased when old checkpoints can no longer be read
 
 
 def save_checkpoint(path: Path, content: dict) -> None:
@@ -21,7 +21,7 @@ def save_checkpoint(path: Path, content: dict) -> None:
 def load_checkpoint(path: Path) -> dict:
     """Read a checkpoint, with tensors on the CPU. Raises UserError if it is missing, damaged or of an unknown format.
 
-    If a running training replaces the file in the meantime, the new file is read.
+    If a training process replaces the file during the read, the new file is read.
     """
     if not path.exists():
         raise UserError(f"{path} does not exist; train first, or set a run that has a checkpoint")

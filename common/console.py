@@ -70,7 +70,7 @@ class ProgressBar:
         self._bar.reset(self._task, total=total, completed=initial, description="", details="", left="")
 
     def update(self, done: float, label: str, details: str = "") -> None:
-        """Show that `done` of the total is done. Cheap: the bar is redrawn at most ten times a second."""
+        """Set the finished amount of work. Calls are cheap: the bar is redrawn at most ten times a second."""
         finished = self.total is not None and self.done < self.total <= done
         self.done, now = done, time.perf_counter()
         if self._bar.disable:
@@ -82,7 +82,7 @@ class ProgressBar:
             self._bar.update(self._task, completed=done, description=label, details=details, left=self._remaining(now))
 
     def update_bytes(self, done: float, label: str) -> None:
-        """Show that `done` bytes are done, with their size and the mean speed as details."""
+        """Set the finished amount of work in bytes. The details are the size and the mean speed."""
         speed = (done - self.initial) / max(1e-9, time.perf_counter() - self._started)
         total = f" of {format_bytes(self.total)}" if self.total else ""
         self.update(done, label, f"{format_bytes(done)}{total}, {format_bytes(speed)}/s")

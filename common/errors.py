@@ -12,9 +12,9 @@ class UserError(ValueError):
 
 
 class TrainingFailed(RuntimeError):
-    """A run cannot continue, but not because of a bug; for example, its loss is NaN.
+    """A run cannot continue, but not because of a bug. For example, its loss is NaN.
 
-    Its message is also one sentence; the scripts exit with code 1.
+    The message is also one sentence. The scripts exit with code 1.
     """
 
 
@@ -30,9 +30,10 @@ def format_value(value: Any) -> str:
 
 
 def check_settings(section: str, config: object, rules: Iterable[tuple[str, bool, str]]) -> None:
-    """Check rules (key, whether it holds, requirement and valid value). Raises UserError for the first violation.
+    """Check the settings of a config dataclass. Raises UserError for the first setting that is invalid.
 
-    section: the part of the key before the dot; "" for none.
+    rules: (key, whether its value is valid, what is required and what to set instead). section: the part of the key
+    before the dot; "" for none.
     """
     for key, holds, requirement in rules:
         if not holds:
@@ -44,7 +45,7 @@ OUT_OF_MEMORY_MESSAGES = ("allocate memory", "out of memory", "bad_alloc", "ALLO
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether Python or PyTorch ran out of memory, on any device. Compares names, as torch is not imported here."""
+    """Whether Python or PyTorch ran out of memory, on any device. Compares names, because torch is not imported."""
     message = str(error)
     return (
         isinstance(error, MemoryError)

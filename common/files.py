@@ -25,7 +25,7 @@ def name_file_in_errors(path: Path) -> Iterator[None]:
 def atomic_writer(path: Path) -> Iterator[IO[bytes]]:
     """Context manager: a binary file that replaces `path` on success. After a crash, `path` is the old or the new file.
 
-    The content is written to <path>.partial, fsynced and renamed; the folder is fsynced, too.
+    The content is written to <path>.partial, fsynced and renamed. The folder is also fsynced.
     """
     partial = path.with_name(path.name + ".partial")
     with name_file_in_errors(path):

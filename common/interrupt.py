@@ -10,7 +10,7 @@ class StopRequest:
     """Context manager: Ctrl-C and SIGTERM set `requested`, so that the training loop can stop after its step.
 
     A second signal raises KeyboardInterrupt. ignore_repeats: a second signal does nothing, because torchrun and
-    schedulers send several signals, and later kill the process. silent: print nothing.
+    schedulers send several signals before they kill the process. silent: print nothing.
     """
 
     def __init__(self, ignore_repeats: bool, silent: bool):

@@ -30,7 +30,7 @@ def check_path_component(key: str, word: str) -> None:
     """Raises UserError for a word that cannot be part of a folder name."""
     if not re.fullmatch(r"[A-Za-z0-9._-]{1,100}", word) or ".." in word or word.startswith((".", "-")):
         raise UserError(
-            f"{key}={word!r} cannot name a folder; use at most 100 letters, digits, '.', '_' and '-', as in {key}=my-1"
+            f"{key}={word!r} is not a folder name; use at most 100 letters, digits, '.', '_' and '-', as in {key}=my-1"
         )
 
 
@@ -131,7 +131,7 @@ class RunDir:
         is_main: bool = True,
         broadcast: Callable[[Any], Any] = lambda value: value,
     ):
-        """name: None: use the time and `label`. is_main: whether this process locks and writes the folder.
+        """name: None: make one from the time and `label`. is_main: whether this process locks and writes the folder.
 
         broadcast: function that returns the main process's value in all processes. Raises UserError if another
         process trains the run, or if the run exists and resume is False.
@@ -182,7 +182,7 @@ class RunDir:
         self._write()
 
     def mark_finished(self) -> bool:
-        """Record the status "finished". Returns whether it was missing, because the process was killed before."""
+        """Record the status "finished". Returns False if it was recorded before; a killed process did not record it."""
         summary = read_summary(self.folder) or {"name": self.name, "status": "unknown"}
         if summary["status"] == "finished":
             return False

@@ -1,4 +1,4 @@
-"""Start-up optimisations: avoid PyTorch features that import its compiler, which saves 2 to 2.5 s per command.
+"""Start-up optimizations: avoid PyTorch features that import its compiler, which saves 2 to 2.5 s per command.
 
 Importing torch._dynamo takes 1.4 to 1.9 s and sympy 0.5 s on two cores (docs/experiments/nanogpt-training-speed.md).
 A test checks that a run without torch.compile imports neither.
@@ -26,12 +26,12 @@ class AdamW(Uncompiled, torch.optim.AdamW):
 
 
 def empty_embedding(rows: int, width: int) -> nn.Embedding:
-    """An embedding without initial values: initialising one on the meta device would import torch._dynamo."""
+    """An embedding without initial values: initializing one on the meta device would import torch._dynamo."""
     return nn.Embedding.from_pretrained(torch.empty(rows, width), freeze=False)
 
 
 def load_or_allocate(module: nn.Module, weights: dict[str, Tensor] | None, device: str) -> None:
-    """Load `weights` into a module that was built on the meta device. weights None: allocate uninitialised memory.
+    """Load `weights` into a module that was built on the meta device. weights None: allocate uninitialized memory.
 
     module.to_empty would import sympy to compute strides.
     """

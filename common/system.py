@@ -1,7 +1,8 @@
 """Facts about the machine: memory, caches, device and software versions.
 
-Memory figures are read from /proc and are None on systems other than Linux. psutil would replace only two of them: it
-has neither the limits of containers nor the resettable peak. torch is imported in the functions that use it.
+Memory figures are read from /proc and are None on systems other than Linux. psutil could replace only two of these
+functions: it supports neither the memory limits of containers nor a peak that can be reset. torch is imported in the
+functions that use it.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
 """The command line of every script: argv becomes a checked dataclass, errors become one sentence and an exit code.
 
 config = parse_config("train", __doc__)     exits with code 2 and a sentence if a word is invalid
-exit_fast(run_main(main, config))           runs main(config); its errors become a sentence, too
+exit_fast(run_main(main, config))           runs main(config); its errors also become one sentence
 """
 
 import argparse
@@ -60,7 +60,7 @@ def parse_config(script: str, doc: str, argv: list[str] | None = None) -> Any:
         return config
     except UserError as error:
         raise SystemExit(report_error(error, EXIT_CODES["refused"])) from None
-    except OSError as error:  # from reading a file that is on the command line
+    except OSError as error:  # from reading a file that the command line names
         if error.errno not in USER_ERRNOS:
             raise
         raise SystemExit(report_error(_describe_os_error(error), EXIT_CODES["refused"])) from None
@@ -159,7 +159,7 @@ def _parse_flags(script: str, argv: list[str] | None) -> argparse.Namespace:
             raise UserError(f"{word}: keys cannot be added or removed; set {key.lstrip('+~')}=VALUE instead")
         if re.match(r"hydra\b", key):
             allowed = " (with -m, hydra/launcher and hydra.launcher.KEY are allowed)" if script == "train" else ""
-            raise UserError(f"{key} is a setting of Hydra, which this command does not use; remove it{allowed}")
+            raise UserError(f"{key} is a setting of Hydra, which this command does not use; remove this key{allowed}")
         if not re.match(r"[\w.-]+=", word):
             raise UserError(f"{word!r} is not of the form key=value; see --help")
     return flags

@@ -38,7 +38,7 @@ QUOTED_LIST = re.compile(r"""\[\s*(["']).*\1\s*\]""", re.DOTALL)
 def compose_config(
     script: str, words: list[str], config_dir: str | None = None, settings: dict[str, Any] | None = None
 ) -> Any:
-    """Compose the config of `script`. Returns its dataclass, before the rules of schema.py that span packages.
+    """Compose the config of `script`. Returns its dataclass, of which the caller must call check().
 
     words: key=value. config_dir: the user's folder of YAML files. settings: values from Python, set last.
     """

@@ -34,18 +34,18 @@ def one_of(options: list[str]) -> str:
 
 
 def did_you_mean(wrong: str, options: Iterable[str]) -> str:
-    """Suggest the most similar option. Options with the same last part come first: steps -> train.steps."""
+    """Suggest the most similar option. Options with the same last part come first: for steps, train.steps."""
     options, leaf = list(options), wrong.split(".")[-1]
     similar = [option for option in options if option.split(".")[-1] == leaf]
     similar = similar or difflib.get_close_matches(wrong, options, n=1)
     similar = similar or [o for o in options if difflib.get_close_matches(leaf, [o.split(".")[-1]])][:1]
-    return f", did you mean {one_of(similar)}?" if similar else ""
+    return f" (did you mean {one_of(similar)}?)" if similar else ""
 
 
 def explain_error(error: Exception) -> str:
     """One sentence for an exception of Hydra, OmegaConf or PyYAML."""
     if isinstance(error, YAMLError | UnicodeDecodeError):
-        return f"a YAML file cannot be read: {' '.join(str(error).split())}; correct it there"
+        return f"a YAML file cannot be read: {' '.join(str(error).split())}; correct that file"
     if isinstance(error, OmegaConfBaseException):
         return f"{error.full_key}: {str(error).splitlines()[0]}"
     return " ".join(str(error).split("Config search path:")[0].split())
@@ -57,7 +57,7 @@ def explain_schema_error(error: OmegaConfBaseException, composed: DictConfig, ty
     if isinstance(error, ConfigKeyError):
         return f"{key}: there is no such key{did_you_mean(key, types)}; see --help and --cfg job"
     if isinstance(error, MissingMandatoryValue):
-        return f"{key} has no value; set it, or add text@mix.NAME to the defaults of the YAML file of a mix"
+        return f"{key} has no value; set one, or add text@mix.NAME to the defaults of the YAML file of a mix"
     is_type_error = isinstance(error, ValidationError | ConfigTypeError)
     if not is_type_error or isinstance(error, InterpolationResolutionError):
         return explain_error(error)

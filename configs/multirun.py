@@ -54,8 +54,7 @@ def list_combinations(words: list[str]) -> list[dict[str, str]]:
     """List every combination of the keys that have several values: [{key: "key=value"}, ...].
 
     The last key changes fastest and the seed slowest, so that changes in the machine's speed affect all settings
-    equally.
-    Raises UserError if no key has several values, or if one of these keys is given twice.
+    equally. Raises UserError if no key has several values, or if one of these keys is given twice.
     """
     parsed = [parse_word("train", word) for word in words]
     swept = {
@@ -64,7 +63,7 @@ def list_combinations(words: list[str]) -> list[dict[str, str]]:
         if override.is_discrete_sweep()
     }
     if not any(len(values) > 1 for values in swept.values()):
-        raise UserError("-m needs several values for at least one key; set, say, seed=1,2,3, or remove -m")
+        raise UserError("-m needs several values for at least one key; set seed=1,2,3, for example, or remove -m")
     for key in swept:
         if sum(word.startswith(f"{key}=") for word in words) > 1:
             raise UserError(f"{key} is given twice; list all of its values at once, as in {key}=A,B")

@@ -63,7 +63,7 @@ class Train:
         init_run = init_from.removeprefix("run:")
         rules = [
             ("flops_per_second", flops is None or self.plan, "needs plan=true; set it, or remove the key"),
-            ("flops_per_second", flops is None or 0 < flops < inf, "must be greater than 0; set 1e14, say, or null"),
+            ("flops_per_second", flops is None or 0 < flops < inf, "must be greater than 0; set 1e14, for example"),
         ]
         check_settings("", self, rules)
         same_vocabulary = not init_from or self.tokenizer.name not in ("bpe", "char")
@@ -112,8 +112,8 @@ class Sample(SamplingConfig):
         has_one_prompt = mode not in ("loss", "interactive", "prompts")
         rules = [
             ("checkpoint", self.checkpoint in ("best", "last"), "is unknown; set best or last"),
-            ("num_samples", self.num_samples >= 1, "must be at least 1; set, say, 8"),
-            ("batch_size", self.batch_size >= 1, "must be at least 1; set, say, 8"),
+            ("num_samples", self.num_samples >= 1, "must be at least 1; set 8, for example"),
+            ("batch_size", self.batch_size >= 1, "must be at least 1; set 8, for example"),
             (
                 "out",
                 self.out is None or mode in ("loss", "prompts"),
@@ -125,11 +125,11 @@ class Sample(SamplingConfig):
                 f"has no effect with {mode}; remove one of them",
             ),
             ("max_new_tokens", generates, "generates nothing; set 1 or more"),
-            ("attention_map", has_one_prompt or not self.attention_map, f"needs one prompt; remove {mode}, or it"),
+            ("attention_map", has_one_prompt or not self.attention_map, f"needs one prompt; remove {mode}"),
         ]
         check_settings("", self, rules)
         is_read = self.loss or not (self.data.path or self.data.mix)
-        check_settings("data", self.data, [("path", is_read, "is not read; set loss=true to measure it, or remove it")])
+        check_settings("data", self.data, [("path", is_read, "is not read; set loss=true to score it, or remove it")])
 
 
 @dataclass
@@ -148,7 +148,7 @@ class Prepare:
 
 def _check_seed(seed: int) -> None:
     if not 0 <= seed < 2**32:
-        raise UserError(f"seed={seed} must be at least 0 and below 2^32; set, say, 1337")
+        raise UserError(f"seed={seed} must be at least 0 and below 2^32; set 1337, for example")
 
 
 SCRIPTS = {"train": Train, "sample": Sample, "prepare": Prepare, "bench": BenchConfig}

@@ -16,8 +16,8 @@ HUB_KEYS = ("repo", "config", "split", "revision", "val_split", "stream")
 class DataConfig:
     """What to read, what to hold out for validation, and how to mix several sources.
 
-    source: name of a function in data/sources.py. path: local files to read instead of that source.
-    path, val_path: a file, a folder, a pattern such as texts/*.txt, or a list of them.
+    source: name of a function in data/sources.py. path: files to read instead of that source.
+    path, val_path: a file, a folder, a pattern such as texts/*.txt, a URL, or a list of them.
     url: with source=url, the address of a file.
     repo, config, split, revision: with source=hub, a data set of the Hugging Face hub. None: the data set's default.
     stream: read a hub data set from the network on demand, without a copy on the disk.
@@ -29,7 +29,7 @@ class DataConfig:
     (a separate split); val_documents (number of documents from the start); val_fraction (the last fraction of the
     text, in complete documents if there are several).
 
-    mix: sources to mix, by name. weight: share of the training windows, relative to the other sources of the mix.
+    mix: sources to mix, by name. weight: share of the training windows, relative to the other sources.
     document_mask: tokens attend only to their own document, and positions restart with each document.
     """
 
@@ -102,7 +102,7 @@ class DataConfig:
         yield "text_column", self.text_column is not None, "names no column; set data.text_column=text, for example"
         if self.path is not None:
             return
-        yield "path", self.source != "text", "is no input; set data.path=FILE (data.mix.NAME.path in a mix)"
+        yield "path", self.source != "text", "is missing; set data.path=FILE, or data.mix.NAME.path=FILE in a mix"
         if self.source == "url":
             is_url = (self.url or "").startswith(("http://", "https://"))
             yield "url", is_url, "is not a URL; set one that begins with https://, or data.path=FILE"
@@ -129,9 +129,10 @@ class DataConfig:
 
 @dataclass
 class TokenizerConfig:
-    """name: a function in data/tokenizer.py. vocab_size: maximum size of a trained vocabulary (bpe).
+    """Config of the tokenizer.
 
-    run: with name=run, the run whose tokenizer is used.
+    name: a function in data/tokenizer.py. vocab_size: maximum size of a trained vocabulary (bpe). run: with name=run,
+    the run whose tokenizer is used.
     """
 
     name: str
@@ -152,7 +153,7 @@ class TokenizerConfig:
             (
                 "run",
                 (self.name == "run") == (self.run is not None),
-                "needs tokenizer=run and vice versa; set both: tokenizer=run tokenizer.run=NAME",
+                f"does not fit tokenizer={self.name}; set both tokenizer=run and tokenizer.run=NAME, or neither",
             ),
         ]
         check_settings("tokenizer", self, rules)

@@ -29,7 +29,7 @@ from data.tokenizer import encode, end_of_text, from_spec
 CHUNK_CHARS = 2**20  # characters that a thread encodes at a time
 SHARD_TOKENS = 2**26  # tokens per file; two cores encode them in half a minute
 PIECE_OVERHEAD_CHARS = 32  # added to each piece's length, so that a chunk has a bounded number of empty documents
-NamedPiece = tuple[str, bool, str]  # text, whether its document ends, name for error messages
+NamedPiece = tuple[str, bool, str]  # text, whether the document ends with it, name for error messages
 
 
 @dataclass
@@ -139,7 +139,7 @@ def encode_chunk(tokenizer: tiktoken.Encoding, fast: FastBPE | None, chunk: list
             parts.append(np.array([end], dtype=np.uint32))
     ids = np.concatenate(parts)
     if ids.size and ids.max() >= tokenizer.n_vocab:  # NumPy's cast to uint16 would wrap it silently
-        raise ValueError(f"token {ids.max()} is outside of the vocabulary of {tokenizer.n_vocab}")
+        raise ValueError(f"token {ids.max()} is outside the vocabulary of {tokenizer.n_vocab}")
     return EncodedChunk(ids.astype(token_dtype(tokenizer)), documents, size)
 
 

@@ -30,7 +30,7 @@ def remove_lookahead(pattern: str) -> str | None:
 
 
 class FastBPE:
-    """Gives the ids of `tokenizer`, but faster. pattern: the tokenizer's pattern after remove_lookahead."""
+    """Encodes text as `tokenizer` does, but faster. pattern: the tokenizer's pattern after remove_lookahead."""
 
     @classmethod
     def from_tokenizer(cls, tokenizer: tiktoken.Encoding) -> "FastBPE | None":

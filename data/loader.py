@@ -6,10 +6,10 @@ long runs see all offsets. Sequence i depends only on the seed and i. Resuming t
 next sequence, and any number of processes sees the same batches.
 
 Mixing: every MIX_BLOCK sequences contain each source's share by weight, in random order. Each source has its own
-epochs: at its end it starts again, independently of the other sources.
+epochs: after its last window it starts the next epoch, independently of the other sources.
 
-Validation: windows are consecutive. The last window ends with the text, and the targets that it repeats are masked, so
-that every target counts exactly once.
+Validation: windows are consecutive. The last window ends with the text. Its targets that the previous window also has
+are masked, so that every target counts exactly once.
 
 Document mask: a batch includes document ids, which increase at each end-of-text token. That token belongs to the next
 document: the document's first token is predicted from the end-of-text token alone, as in unconditional sampling.
@@ -144,7 +144,7 @@ def _divide_by_weight(total: int, weights: Sequence[float]) -> list[int]:
         shares[i] += 1
     if not all(shares):
         raise UserError(
-            f"weight={min(weights):g} in data.mix is less than 1 in {total:,} of all weights; set a larger weight"
+            f"weight={min(weights):g} in data.mix is less than 1/{total:,} of all weights together; set a larger one"
         )
     return shares
 

@@ -2,8 +2,8 @@
 
     config -> text sources -> split plan -> tokenizer -> token files -> meta.json
 
-The fingerprint covers everything that decides the tokens, so a changed text gets a new folder. A folder is written as
-<folder>.partial and renamed when it is complete.
+The fingerprint is a hash of everything that determines the tokens, so a changed text gets a new folder. A folder is
+written as <folder>.partial and renamed when it is complete.
 """
 
 import hashlib
@@ -45,7 +45,7 @@ class Task:
 
     @classmethod
     def from_config(cls, config: DataConfig, tokenizer_config: TokenizerConfig, spec: dict | None) -> "Task":
-        """List and hash all files. Raises UserError if a file is missing, or both trained on and held out."""
+        """List and hash all files. Raises UserError if a file is missing, or is in both splits."""
         sources = resolve_sources(config)
         check_no_leakage(sources)
         return cls(config.label, sources, tokenizer_config, spec, compute_fingerprint(sources, tokenizer_config, spec))
@@ -67,7 +67,7 @@ class Task:
 
 
 def compute_fingerprint(sources: list[TextSource], tokenizer_config: TokenizerConfig, spec: dict | None) -> str:
-    """Hash of everything that decides the tokens."""
+    """Hash of everything that determines the tokens."""
     cache = ROOT / ".hashes"
     content = [FORMAT, tokenizer_config.name, tokenizer_config.vocab_size, spec]
     for s in sources:

@@ -46,7 +46,7 @@ def iter_text(source: TextSource, files: list[InputFile]) -> Iterator[Piece]:
 
 
 def read_documents(sources: list[TextSource]) -> list[str]:
-    """Read all documents of the sources into memory, including those to hold out for validation. Raises UserError."""
+    """Read all documents of the sources into memory, including those that training would hold out. Raises UserError."""
     documents, parts = [], []
     for source in sources:
         for text, ends in slice_documents(iter_text(source, source.files), (0, 0), source.end):
@@ -61,7 +61,7 @@ def read_documents(sources: list[TextSource]) -> list[str]:
 
 def no_text_error(files: list[InputFile]) -> UserError:
     addresses = ", ".join(file.address for file in files[:3]) + (", ..." if len(files) > 3 else "")
-    return UserError(f"{addresses} contains no text; set data.path to a file that does")
+    return UserError(f"there is no text in {addresses}; set data.path to a file that contains text")
 
 
 def slice_documents(pieces: Iterable[Piece], start: Position, stop: Position | None) -> Iterator[Piece]:

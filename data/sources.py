@@ -25,7 +25,7 @@ KINDS = {".txt": "text", ".md": "text", ".parquet": "parquet", ".jsonl": "json",
 COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
 OUTPUT_FOLDERS = ("runs", "data/prepared")  # below the current folder; never read as input
 MIN_CACHED_BYTES = 2**24  # smaller files are always hashed, which is faster than the cache
-Position = tuple[int, int]  # (document, character in it)
+Position = tuple[int, int]  # (index of the document, index of the character in the document)
 # Keys of DataConfig that are fields of TextSource.
 SOURCE_SETTINGS = ("revision", "stream", "text_column", "row_is_document", "max_documents")
 SOURCE_SETTINGS += ("val_documents", "val_fraction", "weight")
@@ -241,7 +241,7 @@ def _find_in_folder(folder: Path, key: str) -> list[str]:
     readable = [str(path) for path in files if _suffix(path.name) in KINDS]
     if not readable:
         raise UserError(
-            f"{key}={folder} contains no {', '.join(KINDS)} file, also not compressed as {' or '.join(COMPRESSED)}; "
+            f"{key}={folder} contains no {', '.join(KINDS)} file (also with {' or '.join(COMPRESSED)}); "
             f"for other text files, set a pattern such as {key}='{folder}/**/*.py'"
         )
     return sorted(readable, key=_natural_order)

@@ -91,15 +91,15 @@ class TextStats:
 
 
 def check_no_leakage(sources: list[TextSource]) -> None:
-    """Raise UserError if a file of any source would be used both for training and for validation."""
+    """Raise UserError if a file of any source would be used for both training and validation."""
     train_keys = {source.name: _dedup_keys(source.files) for source in sources}
     for source in sources:
         for other in sources:
             shared = train_keys[source.name] & _dedup_keys(other.val_files or [])
             if shared:
                 raise UserError(
-                    f"{min(shared)} would be both trained on and held out; remove it from one of them, or hold out a "
-                    "part of it with data.val_fraction or data.val_documents"
+                    f"{min(shared)} would be used for both training and validation; remove it from one of them, or "
+                    "hold out a part of it with data.val_fraction or data.val_documents"
                 )
             shared = train_keys[source.name] & train_keys[other.name]
             if shared and source is not other and (source.val_files is None or other.val_files is None):

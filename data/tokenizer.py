@@ -2,7 +2,7 @@
 
 Each function in TOKENIZERS builds a tokenizer from a corpus. A new tokenizer is one function here and a YAML file in
 configs/tokenizer/ that sets its name (docs/data.md). The tokenizer's spec is plain data (name, pattern, tokens, special
-tokens). It is saved in prepared data and in every checkpoint, so that sampling uses the tokenizer of the training.
+tokens). It is saved in prepared data and in every checkpoint, so that sampling uses the tokenizer of the run.
 """
 
 import base64

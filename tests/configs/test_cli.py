@@ -40,7 +40,7 @@ def test_cfg_job_prints_the_composed_config(capsys):
 @pytest.mark.parametrize(
     ("words", "message"),
     [
-        (["train.stesp=3"], "train.py: train.stesp: there is no such key, did you mean train.steps?"),
+        (["train.stesp=3"], "train.py: train.stesp: there is no such key (did you mean train.steps?)"),
         (["train.steps=many"], "train.steps=many must be a whole number or null"),
         (["attention=falsh"], "did you mean flash?"),
         (["model.n_head=5"], "model.n_embd=128 must be a multiple of model.n_head=5"),

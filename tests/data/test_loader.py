@@ -106,7 +106,7 @@ def test_sources_are_mixed_by_weight_in_separate_epochs(sizes, T, seed, data):
 
 
 def test_tiny_weight_is_rejected():
-    with pytest.raises(UserError, match="less than 1 in 10,000"):
+    with pytest.raises(UserError, match="less than 1/10,000 of all weights"):
         Loader(FakePrepared(20, 9, [(0, 10), (10, 10)], (1.0, 1e-5)), 4, seed=0)
 
 

@@ -73,7 +73,7 @@ def test_hub_split_cannot_be_held_out_from_itself(workdir, split, val_split):
     write_parquet(workdir / "train.parquet", [f"train {n} " for n in range(30)])
     write_parquet(workdir / "test.parquet", [f"test {n} " for n in range(30)])
     config = replace(TEXT_SOURCE, source="hub", path=None, repo=".", split=split, val_split=val_split)
-    with pytest.raises(UserError, match=r", split (test|train) would be both trained on and held out; remove it"):
+    with pytest.raises(UserError, match=r", split (test|train) would be used for both training and validation"):
         prepare_text(config)
 
 
@@ -81,7 +81,7 @@ def test_file_cannot_be_trained_on_and_held_out(workdir):
     (workdir / "folder").mkdir()
     (workdir / "folder/text.txt").write_text("a text " * 50)
     (workdir / "loop").symlink_to("folder")
-    with pytest.raises(UserError, match=r"folder/text.txt would be both trained on and held out"):
+    with pytest.raises(UserError, match=r"folder/text.txt would be used for both training and validation"):
         held_out = str(workdir / "loop/text.txt")  # the same file by another path
         prepare_text(replace(TEXT_SOURCE, path="folder", val_path=held_out))
     assert load_documents(replace(TEXT_SOURCE, path=["folder", "loop/*.txt"])) == ["a text " * 50]
@@ -96,7 +96,7 @@ def test_mix_cannot_train_on_files_that_another_source_holds_out(workdir):
     ):
         prepare_text(make_mix(mix={"all": all_of_them, "one": one}))
     held_out = replace(one, val_path="0.txt")
-    with pytest.raises(UserError, match=r"0.txt would be both trained on and held out"):
+    with pytest.raises(UserError, match=r"0.txt would be used for both training and validation"):
         prepare_text(make_mix(mix={"all": all_of_them, "one": held_out}))
     both = {"all": replace(TEXT_SOURCE, path=["1.txt", "2.txt"], val_path="0.txt"), "one": held_out}
     assert prepare_text(make_mix(mix=both)).meta["documents"] == {"train": 3, "val": 2}
