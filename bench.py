@@ -1,4 +1,4 @@
-"""Times attention backends side by side: attention alone, and complete training steps.
+"""Time attention backends side by side: attention alone, and complete training steps.
 
     python bench.py                                       the default model's attention, in one to two minutes
     python bench.py model=gpt2 phases=[forward,forward+backward] block_sizes=[256,1024,4096]
@@ -7,10 +7,10 @@
 
 most used keys:
   backends=[A,B]        the first is the baseline; sdpa:KERNEL and flash:IMPL select a kernel
-  phases=[P,Q]          some of forward, forward+backward, decode (one query on T keys) and step (a training step)
+  phases=[P,Q]          one or more of forward, forward+backward, decode (one query on T keys), step (a training step)
   block_sizes=[N,M]     context lengths in tokens
   batch_size=N          sequences per call
-  n_head=N              shape of attention alone, with n_kv_head, head_size and value_size; default: the model's
+  n_head=N              heads of attention alone; also n_kv_head, head_size and value_size; default: the model's
   model.n_layer=N       the model of phase step, with the other model keys
   dtypes=[float32]      or bfloat16, float16
   rounds=N              each backend has one turn per round; seconds=X is the duration of a turn
@@ -19,7 +19,7 @@ most used keys:
 The results are in runs/bench/NAME: attention.csv, attention.png, summary.json and a wandb run.
 """
 
-if __name__ == "__main__":  # parsed before the slow imports below, so that a wrong key is reported immediately
+if __name__ == "__main__":  # before the slow imports below, so that a typo is reported immediately
     from configs.cli import parse_config
 
     config = parse_config("bench", __doc__)

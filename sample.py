@@ -10,8 +10,8 @@ most used keys:
   run=NAME              a run in runs/; last is the newest
   prompt=TEXT           the beginning of the sample; prompt_file=FILE reads it from a file
   prompts=FILE          many prompts: one per line, or .jsonl with {"prompt": ...}; out=FILE.jsonl saves the samples
-  interactive=true      continues each line that you type
-  loss=true             scores data.path=FILE instead of generating; out=FILE.jsonl saves the loss of each document
+  interactive=true      continue each line that you type
+  loss=true             score data.path=FILE instead of generating; out=FILE.jsonl saves the loss of each document
   num_samples=N         samples per prompt, generated in batches of batch_size=N
   max_new_tokens=N      maximum length of a sample
   temperature=X         0 is greedy decoding, 1 samples from the model's distribution
@@ -21,7 +21,7 @@ most used keys:
   seed=N                the same seed gives the same sample
   checkpoint=last       instead of best
   dtype=bfloat16        half the memory for weights; float16 also works on x86 CPUs
-  attention_map=true    draws the attention weights of each head in runs/NAME/attention/
+  attention_map=true    plot the attention weights of each head into runs/NAME/attention/
 
 In prompt, prompts and stop, \\n is a newline, \\t a tab and \\\\ a backslash.
 In Python: from sample import load, stream

@@ -22,7 +22,7 @@ most used keys:
   seed=N                seed of the initial weights and the batches
 """
 
-if __name__ == "__main__":  # before the imports below, which take seconds, so that a typo is reported at once
+if __name__ == "__main__":  # before the slow imports below, so that a typo is reported immediately
     from configs.cli import parse_config
 
     config = parse_config("train", __doc__)

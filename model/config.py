@@ -17,7 +17,7 @@ POSITIONS = ("learned", "rotary")
 class GPTConfig:
     """Architecture of the model. AttentionConfig selects the kernel that computes attention.
 
-    n_kv_head: number of key/value heads. n_head / n_kv_head query heads share one. None: n_head.
+    n_kv_head: number of key/value heads; each is shared by n_head / n_kv_head query heads. None: n_head.
     dropout: probability of zeroing an element of the embeddings, the attention weights and the output of attention and
         MLP, as in GPT-2.
     bias: whether linear layers and LayerNorms have a bias.
@@ -61,13 +61,13 @@ class GPTConfig:
         half = max(1, self.block_size // 2)
         windows = self.window_pattern
         check_settings("model", self, [
-            ("dropout", 0 <= self.dropout < 1, "must be a probability below 1; set, say, 0.1, or 0 for no dropout"),
+            ("dropout", 0 <= self.dropout < 1, "must be a probability below 1; set 0.1, or 0 for no dropout"),
             ("n_embd", self.n_embd % self.n_head == 0,
-             f"must be a multiple of model.n_head={self.n_head}; set, say, model.n_embd={n_embd}"),
+             f"must be a multiple of model.n_head={self.n_head}; set model.n_embd={n_embd}, for example"),
             ("n_kv_head", self.kv_heads >= 1 and self.n_head % self.kv_heads == 0,
              f"must divide model.n_head={self.n_head}; set one of {divisors}, or null"),
             ("window", len(windows) > 0 and all(w is None or (type(w) is int and w > 0) for w in windows),
-             f"must be a number of tokens, null, or a list of these; set, say, {half}, or [{half},null]"),
+             f"must be a number of tokens, null, or a list of these; set {half}, for example, or [{half},null]"),
             ("window", len(windows) <= self.n_layer,
              f"lists {len(windows)} layers, but model.n_layer={self.n_layer}; shorten the list or add layers"),
             ("position", self.position == "learned" or self.head_dim % 2 == 0,

@@ -5,14 +5,14 @@ Each block computes x + attention(norm(x)), then x + mlp(norm(x)). A final norm 
 - positions: learned embeddings as in GPT-2, or rotary ones (RoPE, Su et al., arXiv:2104.09864)
 - norm: LayerNorm, or RMSNorm (Zhang & Sennrich, arXiv:1910.07467)
 - MLP: GELU, exact or GPT-2's tanh approximation, or squared ReLU (Primer, So et al., arXiv:2109.08668)
-- attention: grouped-query attention (GQA, Ainslie et al., arXiv:2305.13245), normalised queries and keys (QK-norm,
+- attention: grouped-query attention (GQA, Ainslie et al., arXiv:2305.13245), normalized queries and keys (QK-norm,
   Henry et al., arXiv:2010.04245), a sliding window per layer (Longformer, Beltagy et al., arXiv:2004.05150), and a
   document mask
 - hashed n-gram embeddings (model/ngram.py)
 
 The model does not select a kernel: the caller passes the function `attend`, one of the backends in model/attention/.
 
-Initialisation, as in nanoGPT. normal(0, s) has mean 0 and standard deviation s:
+Initialization, as in nanoGPT. normal(0, s) has mean 0 and standard deviation s:
 
     embeddings, linear weights      normal(0, 0.02)
     projections into the residual   normal(0, 0.02 / sqrt(2 n_layer)): the variance of the sum over all blocks does not
@@ -47,7 +47,7 @@ def make_norm(config: GPTConfig, size: int) -> nn.Module:
 
 
 def rotary_cos_sin(positions: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of position x 10000^(-2i/D), i < D/2 (RoPE, eq. 15): positions (...) -> two of (..., 1, D/2)."""
+    """Cosine and sine of position x 10000^(-2i/D), i < D/2 (RoPE, eq. 15): positions (...) -> each (..., 1, D/2)."""
     frequency = 10_000.0 ** (-torch.arange(0, head_dim, 2, device=positions.device).float() / head_dim)
     angle = positions.float().unsqueeze(-1) * frequency
     return angle.cos().unsqueeze(-2), angle.sin().unsqueeze(-2)
@@ -185,7 +185,7 @@ class GPT(nn.Module):
     ):
         super().__init__()
         self.config, self.vocab_size = config, vocab_size
-        with torch.device("meta"):  # shapes only: PyTorch's default initialisation would be overwritten
+        with torch.device("meta"):  # shapes only: PyTorch's default initialization would be overwritten
             padded_vocab_size = -(-vocab_size // config.pad_vocab_multiple) * config.pad_vocab_multiple
             self.wte = empty_embedding(padded_vocab_size, config.n_embd)
             self.wpe = empty_embedding(config.block_size, config.n_embd) if config.position == "learned" else None
@@ -207,7 +207,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self) -> None:
-        """Initialise all weights, following the table at the top of this file."""
+        """Initialize all weights, following the table at the top of this file."""
         for name, p in self.named_parameters():
             if p.ndim < 2:
                 nn.init.zeros_(p) if name.endswith("bias") else nn.init.ones_(p)

@@ -1,6 +1,6 @@
-"""Output head and cross entropy in one function. Logits are computed in chunks if all would take too much memory.
+"""Output head and cross entropy in one function. Logits that would need too much memory are computed in chunks.
 
-N tokens, C channels. The weight has V rows of the vocabulary, and then padding.
+N tokens, C channels. The weight has one row per token of the vocabulary, and then rows of padding.
 """
 
 import torch

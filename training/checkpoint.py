@@ -1,4 +1,4 @@
-"""Training state, and checkpoints of it: files of tensors and plain values (see common/checkpoint_file.py).
+"""Training state and its checkpoints: files of tensors and plain values (see common/checkpoint_file.py).
 
 format, step, seconds, best_val_loss, wandb_id
 model          {name: tensor}             the same names for eager and compiled runs, on one device or many
@@ -100,7 +100,7 @@ class CheckpointWriter:
 
 
 def make_checkpoint_metadata(config: Any, meta: dict) -> dict:
-    """The part of a checkpoint that is constant in a run. config: that of train.py. meta: the data's meta.json."""
+    """The part of a checkpoint that is constant in a run. config: of train.py. meta: the data's meta.json."""
     model = asdict(config.model)
     identity = {f"model.{key}": value for key, value in model.items() if key not in ("name", "dropout")}
     identity |= {"data.name": meta["source"]["name"], "data": meta["fingerprint"]}
@@ -126,4 +126,4 @@ def check_identity(folder: Path, saved: dict, identity: dict) -> None:
         if saved.get(key) != value
     )
     if different:
-        raise UserError(f"{folder} was trained with {different}; set the old values, or set another name")
+        raise UserError(f"{folder} was trained with {different}; restore the old values, or set another name")

@@ -48,7 +48,7 @@ class TrainConfig:
     def split_batch(self, world_size: int) -> tuple[int, int]:
         """(sequences per forward pass on one device, forward passes per optimizer step). Raises UserError.
 
-        With micro_batch_size=auto, the smallest size, 1: the size that fits is known only when the model exists.
+        With micro_batch_size=auto, the size is 1, because the size that fits is known only when the model exists.
         """
         share, remainder = divmod(self.batch_size, world_size)
         if remainder:
@@ -61,7 +61,7 @@ class TrainConfig:
             divisors = [str(size) for size in range(1, share + 1) if share % size == 0]
             raise UserError(
                 f"train.micro_batch_size={micro} does not divide the {share} sequences per step of a device "
-                f"(train.batch_size={self.batch_size} over {world_size}); set one of {', '.join(divisors[-8:])}"
+                f"(train.batch_size={self.batch_size} over {world_size} devices); set one of {', '.join(divisors[-8:])}"
             )
         return micro, share // micro
 
@@ -90,7 +90,7 @@ class ScheduleConfig:
 def _check_betas_and_weight_decay(config: "AdamWConfig | MuonConfig") -> None:
     valid_betas = len(config.betas) == 2 and all(0 <= beta < 1 for beta in config.betas)
     check_settings("optimizer", config, [
-        ("betas", valid_betas, "must be two numbers from 0 to below 1; set, say, [0.9,0.95]"),
+        ("betas", valid_betas, "must be two numbers, at least 0 and below 1; set [0.9,0.95], for example"),
         ("weight_decay", 0 <= config.weight_decay < inf, "must not be negative"),
     ])  # fmt: skip
 
@@ -131,15 +131,16 @@ class MuonConfig:
     def __post_init__(self):
         _check_positive("optimizer", self, "lr", "ns_steps", "embedding_lr", "head_lr", "norm_lr", "eps")
         valid_momentum = 0 <= self.momentum < 1
-        check_settings("optimizer", self, [("momentum", valid_momentum, "must be from 0 to below 1; set, say, 0.95")])
+        check_settings("optimizer", self, [("momentum", valid_momentum, "must be at least 0 and below 1")])
         _check_betas_and_weight_decay(self)
 
 
 @dataclass
 class EvalConfig:
-    """every: steps between evaluations. batches: an evaluation uses batches * train.batch_size validation windows.
+    """Evaluation during training.
 
-    batches None: the complete validation split. sample: settings of the sample that each evaluation after step 0
+    every: steps between evaluations. batches: an evaluation uses batches * train.batch_size validation windows; None:
+    the complete validation split. sample: settings of the sample that each evaluation after step 0
     generates; max_new_tokens=0: no sample.
     """
 
@@ -154,9 +155,10 @@ class EvalConfig:
 
 @dataclass
 class CheckpointConfig:
-    """every: steps between saves of last.pt, which is also saved after the last step.
+    """Saving of checkpoints.
 
-    optimizer: whether best.pt contains the optimizer state. last.pt, from which a run resumes, always contains it.
+    every: steps between saves of last.pt, which is also saved after the last step. optimizer: whether best.pt contains
+    the optimizer state. last.pt, from which a run resumes, always contains it.
     """
 
     every: int
@@ -183,6 +185,6 @@ class WandbConfig:
 
 @dataclass
 class TrainWandbConfig(WandbConfig):
-    """attention_maps: plot attention maps at each evaluation, also into the run folder if wandb is disabled."""
+    """WandbConfig of train.py. attention_maps: plot attention maps at each evaluation, even if wandb is disabled."""
 
     attention_maps: bool

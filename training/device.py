@@ -109,7 +109,7 @@ def resolve_compile(requested: bool | None, device: torch.device) -> bool:
 
 
 def configure_backends(device: torch.device, deterministic: bool, tf32: bool) -> None:
-    """Make process-wide settings of torch and malloc. Call this before the first tensor is on the device.
+    """Set process-wide options of torch and malloc. Call this before the first tensor is on the device.
 
     float32 products are exact float32, unless tf32 is set: CUDA then rounds their factors to 10 bits of mantissa.
     """

@@ -24,8 +24,8 @@ MAP_TOKENS = 64  # tokens in an attention map; the picture has one map per head
 class Evaluator:
     """Evaluates a model while it trains.
 
-    config: that of train.py. wrapped_model: the model as the loop calls it (Runtime.wrap). batch_size: windows per
-    forward pass. Attention maps are saved in `folder`.
+    config: the config of train.py. wrapped_model: the model as the loop calls it (Runtime.wrap). batch_size: windows
+    per forward pass. Attention maps are saved in `folder`.
     """
 
     def __init__(
@@ -83,14 +83,14 @@ class Evaluator:
         return {"val/loss": total / num_tokens, "val/bpb": total / log(2) / max(1, num_bytes)}
 
     def generate_sample(self, step: int) -> str:
-        """A sample without a prompt."""
+        """Generate a sample without a prompt."""
         prompt = Prompt(initial_tokens(self.tokenizer), self.seed + step)
         sampling = replace(self.sampling, stop=unescape(self.sampling.stop))
         chunks = generate(self.model, self.tokenizer, [prompt], sampling, batch_size=1)
         return "".join(chunk.text for chunk in chunks)
 
     def save_attention_maps(self, picture: Path) -> dict:
-        """Plot each head's attention weights on the first validation tokens -> the picture, and layer entropies."""
+        """Plot each head's attention weights on the first validation tokens -> its path and layer entropies."""
         x, _, doc_ids = self.loader.batch("val", 0, 1)
         doc_ids = None if doc_ids is None else doc_ids[:, :MAP_TOKENS]
         weights = attention_maps(self.model, x[:, :MAP_TOKENS], doc_ids)

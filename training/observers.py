@@ -23,7 +23,8 @@ class Observers:
     """Step timing, profiler, progress bar, metrics.jsonl and wandb. A context manager around the loop.
 
     For each step, the loop calls start_step, end_step and log_step, with phases in between. The row of a step includes
-    its evaluation, if any. config: that of train.py. run: after its start. progress: finished part of the run, 0 to 1.
+    its evaluation, if any. config: the config of train.py. run: after its start. progress: finished part of the run, 0
+    to 1.
     """
 
     def __init__(self, config: Any, runtime: Runtime, run: RunDir, state: TrainState, progress: float):
@@ -85,7 +86,7 @@ class Observers:
         return self.speed.median() | {"compile_s": compile_s} | self.metrics.summary()
 
     def __enter__(self) -> "Observers":
-        with ExitStack() as stack:  # an error of one observer's end does not skip the ends of the others
+        with ExitStack() as stack:  # if the exit of one observer raises, the others still exit
             stack.push(lambda kind, error, traceback: self.wandb.finish(EXIT_CODES[status_of(error)]))
             stack.callback(self.metrics.close)
             stack.enter_context(self.progress)

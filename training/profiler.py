@@ -79,7 +79,7 @@ class StepProfiler:
         self._profiler.stop()
         if error is None and not self.recorded_steps:
             self.bar.print(
-                f"nothing was profiled: the first {WARMUP_STEPS} steps are for warmup, and this run took {self.steps}; "
+                f"nothing was profiled: the first {WARMUP_STEPS} steps are for warmup, and this run had {self.steps}; "
                 f"train for at least {pluralize(WARMUP_STEPS + 1 - self.steps, 'more step')}"
             )
 

@@ -42,7 +42,7 @@ class TrainingProgress(ProgressBar):
 def format_banner(config: Any, folder: Path, summary: dict, meta: dict) -> str:
     """The first lines of a run: what is trained, on which data and device.
 
-    config: that of train.py. summary: as in summary.json. meta: the data's meta.json.
+    config: the config of train.py. summary: as in summary.json. meta: the data's meta.json.
     """
     model, train, tokens, step = config.model, config.train, meta["tokens"], summary["step"]
     kernel, is_auto = summary["attention"], train.micro_batch_size == AUTO

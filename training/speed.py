@@ -103,9 +103,9 @@ def compile_seconds() -> float:
 def time_calls(
     call: Callable[[], object], device: torch.device, min_calls: int, seconds: float, max_calls: int
 ) -> list[float]:
-    """Time as many calls as fit into about `seconds`, but from min_calls to max_calls -> the seconds of each call.
+    """Time the calls that fit into about `seconds`, at least min_calls and at most max_calls -> seconds of each call.
 
-    After the first call, a fifth of the calls that fit run untimed, as warmup.
+    After the first call, a fifth of this number of calls runs untimed, as warmup.
     """
     first = _time_repeatedly(call, device, 1)
     fitting = min(max_calls, int(seconds / first[0]))

@@ -15,9 +15,9 @@ INIT_TIMEOUT_S = 60
 
 
 class WandbRun:
-    """The wandb run of a training run. A thread starts wandb and makes all calls to it, as training must not wait.
+    """The wandb run of a training run. A thread starts wandb and makes all calls to it, so that training does not wait.
 
-    wandb takes seconds to start. The thread starts with the first rows, after the first steps.
+    wandb takes seconds to start. The thread starts when the first rows are logged.
     """
 
     def __init__(self, config: WandbConfig, run: RunDir, run_config: dict, run_id: str | None):
@@ -26,7 +26,7 @@ class WandbRun:
         self.is_enabled = config.mode != "disabled" and run.is_main
         self.resume = "allow" if run_id and config.mode == "online" else None
         self.id = run_id or secrets.token_hex(4) if self.is_enabled else run_id
-        self._calls: SimpleQueue[Callable[[Any], object] | None] = SimpleQueue()  # None: the last call was made
+        self._calls: SimpleQueue[Callable[[Any], object] | None] = SimpleQueue()  # None ends the thread
         self._thread = threading.Thread(target=self._make_calls, daemon=True)
         self._has_started = False  # wandb, not the thread
 

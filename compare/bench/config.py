@@ -51,7 +51,7 @@ class BenchConfig:
         if self.name is not None:
             check_path_component("name", self.name)
         check_path_component("model.name", self.model.name)
-        rules = [("seed", 0 <= self.seed < 2**32, "must be at least 0 and below 2^32; set, say, 1337")]
+        rules = [("seed", 0 <= self.seed < 2**32, "must be at least 0 and below 2^32; set 1337, for example")]
         for key, value in vars(self).items():
             if isinstance(value, list):
                 rules.append((key, len(value) > 0, "leaves nothing to measure; set one or more values"))
@@ -61,7 +61,7 @@ class BenchConfig:
         H, G, _, _ = self.kernel_shape()
         rules.append(("n_kv_head", H % G == 0, f"does not divide the {H} heads; set a divisor, or null"))
         is_valid = all(T > 0 for T in self.block_sizes)
-        rules.append(("block_sizes", is_valid, "must be positive numbers of tokens; set, say, [64,1024]"))
+        rules.append(("block_sizes", is_valid, "must be positive numbers of tokens; set [64,1024], for example"))
         check_settings("", self, rules)
         unknown = [phase for phase in self.phases if phase not in PHASES]
         if unknown:

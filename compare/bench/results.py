@@ -103,7 +103,7 @@ def _is_tie(row: Timing, fastest: Timing) -> bool:
 def recommend(rows: list[Timing]) -> list[tuple[str, str, str]]:
     """Recommend the fastest backends -> lines of (phase and dtype, range of T, backends and their advantage).
 
-    The phases are in reverse order, so that the training step comes first. Neighbouring T with the same fastest
+    The phases are in reverse order, so that the training step comes first. Neighboring T with the same fastest
     backends share a line.
     """
     lines = []

@@ -86,7 +86,7 @@ class BenchRunner:
                     seconds_left[name] = 0.0
                     if failure.status != TIME_LIMIT:
                         failures[name] = failure
-                    elif not results[name]:  # otherwise, the results of earlier rounds make the row
+                    elif not results[name]:  # otherwise, the row has the results of earlier rounds
                         failures[name] = failure
                         reason = f"not tried, as T = {case.request.Tk:,} {failure.reason}"
                         self.too_slow[keys[name]] = IsolatedCallFailed(TIME_LIMIT, reason)

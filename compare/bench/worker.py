@@ -39,7 +39,7 @@ class Worker(AbstractContextManager):
     """Context manager: a Python process that calls functions one after another, and ends with the context.
 
     environment: environment variables of the process, in addition to those of the current process.
-    limit_memory: on Linux, allocations beyond the available memory fail. The system neither swaps nor kills.
+    limit_memory: on Linux, allocations beyond the available memory fail, before the system swaps or kills.
     """
 
     def __init__(self, environment: dict[str, str] | None = None, limit_memory: bool = False):

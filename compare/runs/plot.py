@@ -109,7 +109,7 @@ def _plot_memory(axes, rows: list[SettingStats]) -> None:
 
 
 def _plot_bars(axes, rows: list[SettingStats], values: list[float | None], form: Callable[[float], str]) -> None:
-    """Horizontal bars, the first setting at the top, with the values at the right."""
+    """Plot horizontal bars, the first setting at the top, and their values at the right."""
     for index, (row, value) in enumerate(zip(rows, values, strict=True)):
         place = {"va": "center", "fontsize": 9, "transform": axes.get_yaxis_transform()}
         if value is None:

@@ -156,7 +156,7 @@ def _after_warmup(runs: list[Run], key: str) -> list[float]:
 
 
 def _peak_memory(run: Run) -> int | None:
-    """Peak memory in bytes. A resumed run measures from its restart, so earlier rows of metrics.jsonl count, too."""
+    """Peak memory in bytes. A resumed run measures from its restart, so earlier rows of metrics.jsonl also count."""
     logged = run.curve("peak_memory_bytes").values()
     return max([*logged, *_known_values([run.summary], "peak_memory_bytes")], default=None)
 

@@ -58,7 +58,7 @@ class Outcome:
 
     @classmethod
     def from_summary(cls, summary: dict) -> "Outcome":
-        """The outcome that a run wrote itself, without the advice on how to resume only that run."""
+        """The outcome that a run wrote itself, without the advice, which is for resuming this run alone."""
         status, error = summary["status"], summary.get("error")
         return cls(status, error.split(";")[0] if error and status == "interrupted" else error)
 

@@ -121,9 +121,10 @@ def resolve(config: AttentionConfig, request: AttentionRequest) -> ResolvedAtten
 def resolve_model(
     config: AttentionConfig, model: GPTConfig, *, B: int, Tq: int | None = None, grad: bool, **options: Any
 ) -> ResolvedAttention:
-    """Resolve all layers of a model, for B sequences of block_size tokens, of which the last Tq are queries; None: all.
+    """Resolve the attention of all layers of a model, for B sequences of block_size tokens.
 
-    grad: training, which applies dropout. options: dtype, device and the kind of mask (fields of AttentionRequest).
+    Tq: number of queries, which are the last tokens; None: all tokens. grad: whether the model is trained, with its
+    dropout. options: dtype, device and the kind of mask (fields of AttentionRequest).
     """
     T, D = model.block_size, model.head_dim
     shape = {"B": B, "Tq": Tq or T, "Tk": T, "H": model.n_head, "G": model.kv_heads, "D": D, "Dv": D}
@@ -135,8 +136,8 @@ def resolve_model(
 def pin_kernel_under_compile(config: AttentionConfig) -> None:
     """Make torch.compile run the resolved kernel, in this process. Call this before compiling.
 
-    Without it, Inductor replaces the math kernel by a fused one. All processes share the compile cache, and the kernel
-    is not always part of the cache key. Therefore the settings are added to the key.
+    Without this call, Inductor replaces the math kernel with a fused one. All processes share the compile cache, and
+    the kernel is not always part of the cache key. Therefore the settings are added to the key.
     """
     disable_attention_fusion()
     torch.compiler.config.cache_key_tag = str(config)
@@ -146,7 +147,7 @@ _active_impl: str | None = None
 
 
 def _activate_impl(impl: str | None) -> None:
-    """Replace PyTorch's flash kernel by another package's, in this process; None: restore it. Raises UserError."""
+    """Replace PyTorch's flash kernel with another package's, in this process; None: restore it. Raises UserError."""
     global _active_impl
     if impl == _active_impl:
         return

@@ -1,5 +1,6 @@
 """The support table: what each attention backend supports. Checks, messages, documentation and tests use this table.
-Its entries are the decorators of the functions in model/attention/backends.py.
+
+The decorators of the functions in model/attention/backends.py fill the table.
 
 model/attention/__init__.py has the notation (B, Tq, Tk, H, G, D, Dv).
 """
@@ -57,7 +58,7 @@ class AttentionRequest:
 
 @dataclass(frozen=True)
 class Feature:
-    """Something that not every backend supports.
+    """A feature that not every backend supports, such as dropout.
 
     title: column title in the support table. is_requested: whether a request needs the feature. problem: the message if
     a backend lacks the feature. setting: the setting that turns the feature off, if any.
@@ -150,7 +151,7 @@ def missing_feature(
 
 
 def check_support(chosen: Backend, request: AttentionRequest, impl: str | None = None) -> None:
-    """Raise UserError, with the settings to change, if the table says that a backend cannot run a request."""
+    """Raise UserError, with the settings to change, if the backend cannot run the request."""
     missing = missing_feature(chosen, request, impl)
     if missing is None:
         return

@@ -1,4 +1,4 @@
-"""All private PyTorch names that the model needs, checked with torch 2.13. "Missing" names the public API to wait for.
+"""All private PyTorch names that the model needs, checked with torch 2.13. "Missing": the public API to wait for.
 
 Imports are local: torch._dynamo and torch._inductor take 1.5 s or more, and most commands do not compile.
 """
@@ -16,7 +16,7 @@ def select_sdpa_kernel(*args, **kwargs) -> SDPBackend:
 
 
 def disable_attention_fusion() -> None:
-    """Keep Inductor from replacing PyTorch's math kernel by a fused one, in this process.
+    """Keep Inductor from replacing PyTorch's math kernel with a fused one, in this process.
 
     Missing: a setting that turns Inductor's attention patterns off.
     """

@@ -49,7 +49,7 @@ class SamplingConfig:
         """Raise UserError if a value is out of range. section: prefix of the keys in messages, as in "eval.sample."."""
         keep_all = "must be above 0 and at most 1; set null to keep all tokens"
         rules = [
-            ("max_new_tokens", self.max_new_tokens >= 0, "must not be negative; set, for example, 300"),
+            ("max_new_tokens", self.max_new_tokens >= 0, "must not be negative; set 300, for example"),
             ("temperature", 0 <= self.temperature < inf, "must be finite and not negative; set 0 for greedy decoding"),
             ("temperature", not 0 < self.temperature < 1e-30, "is too small; set 0 for greedy decoding"),
             ("top_k", self.top_k is None or self.top_k >= 1, "must be at least 1; set null to keep all tokens"),

@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 import torch
 from torch import Tensor
 
-MIN_SLOTS = 256  # cache slots that a graph reads at least
+MIN_SLOTS = 256  # smallest number of cache slots that a graph reads
 
 
 class CudaGraphStep:
@@ -37,7 +37,7 @@ class CudaGraphStep:
         stream = torch.cuda.Stream(self.device)
         stream.wait_stream(torch.cuda.current_stream(self.device))
         with torch.cuda.stream(stream):
-            self.step(*inputs, num_slots)  # warmup: the initialisation of libraries cannot be captured
+            self.step(*inputs, num_slots)  # warmup: the initialization of libraries cannot be captured
         torch.cuda.current_stream(self.device).wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         # thread_local: other threads may pin memory during the capture

@@ -18,7 +18,7 @@ NUM_CHUNKS = 16
 class ChunkedLinear(nn.Module):
     """float32 linear layer for CPUs: for few rows, a batched product of NUM_CHUNKS chunks of the weight.
 
-    F.linear takes up to twice as long for one row, because it divides the work badly among the cores.
+    F.linear takes up to twice as long for one row, because it does not divide the work evenly among the cores.
     """
 
     def __init__(self, weight: Tensor, bias: Tensor | None):

@@ -88,7 +88,7 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[int]:
-        """Generate one token for each sequence. Raises UserError if the logits are NaN."""
+        """Generate one token for each sequence -> the tokens. Raises UserError if the logits are NaN."""
         if self.model.wpe is not None:
             self._restart_full_sequences()
         n = self.model.config.max_ngram
@@ -104,7 +104,7 @@ class Engine:
             inputs = [tensor.to(self.device) for tensor in (last_tokens, positions, uniform)]
             new = self._decode(*inputs, num_slots, shared_position).tolist()
         if max(new) >= self.model.vocab_size:  # see sample_next_token
-            raise UserError("the model's logits are NaN: its training diverged; set another run or checkpoint")
+            raise UserError("the model's logits are NaN, so its training has diverged; set another run or checkpoint")
         for sequence, token in zip(self.sequences, new, strict=True):
             sequence.tokens.append(token)
             sequence.cached += 1

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from model.gpt import GPT
 
-PREFILL_TOKENS = 4096  # tokens per forward pass, to limit the memory for activations
+PREFILL_TOKENS = 4096  # tokens per forward pass, at most, to limit the memory for activations
 
 
 class LayerKVCache:

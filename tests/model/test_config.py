@@ -9,7 +9,7 @@ from model import GPTConfig
 
 @pytest.mark.parametrize("window", [0, -1, True, 2.5, "short", [], [4, 0], [4, "all"]], ids=str)
 def test_window_rejects_invalid_values(window):
-    with pytest.raises(UserError, match=r"model\.window=.* or a list of these; set, say, 12, or \[12,null\]$"):
+    with pytest.raises(UserError, match=r"model\.window=.* or a list of these; set 12, for example, or \[12,null\]$"):
         GPTConfig(**MODERN | dict(window=window))
 
 
@@ -28,11 +28,11 @@ def test_window_pattern_longer_than_the_model_is_printed_as_typed():
     ({"norm": "batchnorm"}, r"^model.norm=batchnorm is unknown; set one of layernorm, rmsnorm$"),
     ({"mlp": "swish"}, r"^model.mlp=swish is unknown; set one of gelu, gelu_tanh, relu2$"),
     ({"position": "alibi"}, r"^model.position=alibi is unknown; set one of learned, rotary$"),
-    ({"dropout": 1.0}, r"^model.dropout=1.0 must be a probability below 1; set, say, 0.1, or 0 for no dropout$"),
+    ({"dropout": 1.0}, r"^model.dropout=1.0 must be a probability below 1; set 0.1, or 0 for no dropout$"),
     ({"dropout": -0.1}, r"^model.dropout=-0.1 must be a probability"),
     ({"dropout": float("nan")}, r"^model.dropout=nan must be a probability"),
-    ({"n_head": 5}, r"^model.n_embd=32 must be a multiple of model.n_head=5; set, say, model.n_embd=30$"),
-    ({"n_embd": 1}, r"^model.n_embd=1 must be a multiple of model.n_head=4; set, say, model.n_embd=4$"),
+    ({"n_head": 5}, r"^model.n_embd=32 must be a multiple of model.n_head=5; set model.n_embd=30, for example$"),
+    ({"n_embd": 1}, r"^model.n_embd=1 must be a multiple of model.n_head=4; set model.n_embd=4, for example$"),
     ({"n_kv_head": 3}, r"^model.n_kv_head=3 must divide model.n_head=4; set one of 1, 2, 4, or null$"),
     ({"n_kv_head": 0}, r"^model.n_kv_head=0 must divide model.n_head=4"),
     ({"n_embd": 4}, r"^model.position=rotary needs an even number of channels per head .* set model.n_embd=8, or"),

@@ -52,7 +52,7 @@ def test_failed_save_leaves_the_previous_checkpoint(state, tmp_path, monkeypatch
 
 
 def test_resuming_with_other_settings_lists_the_differences(tmp_path):
-    with pytest.raises(UserError, match=r"model.n_layer=4 \(now 6\), data.name=a \(now b\); set the old values"):
+    with pytest.raises(UserError, match=r"model.n_layer=4 \(now 6\), data.name=a \(now b\); restore the old values"):
         check_identity(
             tmp_path,
             {"model.n_layer": 4, "data.name": "a", "same": 1},

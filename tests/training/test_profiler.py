@@ -138,7 +138,7 @@ def test_profiled_run_has_the_same_results_and_prints_its_phases(train, workdir,
 def test_run_that_is_too_short_to_profile_prints_a_message_and_finishes(train, workdir, capsys):
     assert train("name=a", "train.steps=3", "train.profile=true") == 0
     out = capsys.readouterr().out
-    assert "the first 5 steps are for warmup, and this run took 3; train for at least 3 more steps" in out
+    assert "the first 5 steps are for warmup, and this run had 3; train for at least 3 more steps" in out
     assert not (workdir / "runs/a/trace.json.gz").exists()
 
 

@@ -27,7 +27,7 @@ def resolve_micro_batch_size(
     """Micro-batch size and number of accumulation steps.
 
     model: the model of a run, on its device; its weights and the random state do not change, and all processes get the
-    same result. None: plan=true, which simulates CUDA, too. Raises UserError if not even one sequence fits.
+    same result. None: plan=true, which also simulates CUDA. Raises UserError if not even one sequence fits.
     """
     if train.micro_batch_size != AUTO:
         return train.split_batch(dist.world_size)

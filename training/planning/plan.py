@@ -64,7 +64,7 @@ class Plan:
     """
 
     def __init__(self, config: Any, runtime: Runtime, report: Callable[[str], None] = lambda activity: None):
-        """config: of train.py. report: receives the current activity.
+        """config: the config of train.py. report: receives the current activity.
 
         Raises UserError if the vocabulary needs a download or not even one sequence fits into memory.
         """
