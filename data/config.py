@@ -58,7 +58,7 @@ class DataConfig:
         for name, source in self.mix.items():
             in_mix = [
                 ("source", not source.mix, "is itself a mix; list its sources directly in data.mix"),
-                ("document_mask", not source.document_mask, "applies to the mix; set data.document_mask instead"),
+                ("document_mask", not source.document_mask, "is a setting of the mix; set data.document_mask instead"),
             ]
             check_settings(f"data.mix.{name}", source, in_mix)
 

@@ -20,10 +20,14 @@ def _check_positive(section: str, config: object, *keys: str) -> None:
 class TrainConfig:
     """Length of the run, and size of a step.
 
-    steps: optimizer steps. minutes: a time limit, instead of steps or in addition. batch_size: sequences per optimizer
-    step, over all devices. micro_batch_size: sequences per forward pass on one device; None: all of the device's share;
-    "auto": as many as fit into memory. grad_clip: largest gradient norm; None: no clipping. profile: record where the
-    time of a few steps goes. init_from: "run:NAME": start from the weights of that run; None: from random weights.
+    steps: optimizer steps.
+    minutes: a time limit, instead of steps or in addition.
+    batch_size: sequences per optimizer step, over all devices.
+    micro_batch_size: sequences per forward pass on one device. None: the device's share of the batch. "auto": as many
+        as fit into memory.
+    grad_clip: largest gradient norm. None: no clipping.
+    profile: record where the time of a few steps goes.
+    init_from: "run:NAME" starts from the weights of that run. None: random weights.
     """
 
     steps: int | None
@@ -53,7 +57,7 @@ class TrainConfig:
         share, remainder = divmod(self.batch_size, world_size)
         if remainder:
             raise UserError(
-                f"train.batch_size={self.batch_size} is not a multiple of {world_size} devices; "
+                f"train.batch_size={self.batch_size} cannot be divided among {world_size} devices; "
                 f"set {f'{share * world_size} or ' if share else ''}{(share + 1) * world_size}"
             )
         micro = {None: share, AUTO: 1}.get(self.micro_batch_size, self.micro_batch_size)

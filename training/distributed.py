@@ -99,7 +99,7 @@ class Dist:
             raise TrainingFailed(
                 f"rank {self.rank} lost the connection to another process ({str(error).splitlines()[0]}); "
                 "fix the error of that process, and start the same command with the run's name= again: "
-                "it resumes from its last checkpoint"
+                "the run resumes from its last checkpoint"
             ) from None
 
     def micro_batch_starts(self, step: int, batch_size: int, micro_batch_size: int) -> Iterator[int]:

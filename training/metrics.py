@@ -78,7 +78,7 @@ class MetricsLogger:
             for key in self.must_be_finite:
                 if key in row and row[key] is None:
                     raise TrainingFailed(
-                        f"{key} is not a finite number at step {row['step']}; set a lower optimizer.lr or more "
+                        f"{key} is not a finite number at step {row['step']}; set a lower optimizer.lr or a larger "
                         "schedule.warmup_steps, and start the same run again: it resumes from its last checkpoint"
                     )
         if sync:

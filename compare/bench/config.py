@@ -16,11 +16,14 @@ PHASES = ("forward", "forward+backward", "decode", "step")
 class BenchConfig:
     """A bench measures every combination of phases, dtypes, block_sizes and backends.
 
-    model, optimizer, vocab_size, compile: of phase step. backends: such as "naive", or "sdpa:math" for one kernel; the
-    first is the baseline. None: all backends that can train on the device. block_sizes: context lengths T.
-    batch_size: sequences per call. n_head, n_kv_head, head_size, value_size: shapes of attention alone; None: those of
-    the model. rounds: number of rounds, in which each backend has one turn. repeats: minimum number of timed calls per
-    turn. seconds: approximate duration of a turn. time_limit: seconds for all turns of a row.
+    model, optimizer, vocab_size, compile: settings of phase step.
+    backends: such as "naive", or "sdpa:math" for one kernel. The first is the baseline. None: all backends that can
+        train on the device.
+    block_sizes: context lengths T. batch_size: sequences per call.
+    n_head, n_kv_head, head_size, value_size: shapes of attention alone. None: those of the model.
+    rounds: number of rounds. Each backend has one turn per round.
+    repeats: minimum number of timed calls per turn. seconds: approximate duration of a turn.
+    time_limit: seconds for all turns of a row.
     """
 
     name: str | None

@@ -72,7 +72,7 @@ class Plan:
         dist, T = runtime.dist, config.model.block_size
         dist.share_cores()
 
-        # memory of a process without a model, measured before this process allocates more than a run
+        # memory of a process without a model, measured before this process allocates more memory than a run does
         report("loading libraries")
         if config.wandb.mode != "disabled":
             import wandb  # noqa: F401 (a run imports it, so its memory counts)
