@@ -67,7 +67,7 @@ def compare_losses(theirs: ModuleType, text: Path, steps: int, bias: bool) -> fl
         "experiment=shakespeare_char_cpu", f"data.path={text}", f"model.bias={str(bias).lower()}",
     ])  # fmt: skip
     document = text.read_text(encoding="utf-8")
-    tokenizer = build_tokenizer(Corpus([document], several=False), config.tokenizer)
+    tokenizer = build_tokenizer(Corpus([document], has_several_documents=False), config.tokenizer)
     tokens = torch.from_numpy(encode(tokenizer, document).astype("int64"))
     shape = {
         key: getattr(config.model, key) for key in ("n_layer", "n_head", "n_embd", "block_size", "dropout", "bias")

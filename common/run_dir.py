@@ -68,9 +68,9 @@ def find_run(name: str) -> Path:
     return ROOT / name
 
 
-def find_checkpoint(run: str, which: str) -> Path:
-    """Path of a run's best.pt or last.pt (which: "best" or "last"), or of its only checkpoint. Raises UserError."""
-    path = find_run(run) / "checkpoints" / f"{which}.pt"
+def find_checkpoint(run: str, kind: str) -> Path:
+    """Path of a run's best.pt or last.pt (kind: "best" or "last"), or of its only checkpoint. Raises UserError."""
+    path = find_run(run) / "checkpoints" / f"{kind}.pt"
     if not path.exists():  # a run that was interrupted before its first evaluation has only last.pt
         (path,) = path.parent.glob("*.pt")
     return path

@@ -128,8 +128,9 @@ class Sample(SamplingConfig):
             ("attention_map", has_one_prompt or not self.attention_map, f"needs one prompt; remove {mode}"),
         ]
         check_settings("", self, rules)
-        is_read = self.loss or not (self.data.path or self.data.mix)
-        check_settings("data", self.data, [("path", is_read, "is not read; set loss=true to score it, or remove it")])
+        for key in ("path", "mix"):
+            if getattr(self.data, key) and not self.loss:
+                raise UserError(f"data.{key} is read only with loss=true; set loss=true, or remove data.{key}")
 
 
 @dataclass

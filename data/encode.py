@@ -131,11 +131,11 @@ def encode_chunk(tokenizer: tiktoken.Encoding, fast: FastBPE | None, chunk: list
     """Encode the pieces of a chunk, with an end-of-text token after each document if the tokenizer has one."""
     end = end_of_text(tokenizer)
     parts, documents, size = [], 0, 0
-    for text, ends, name in chunk:
+    for text, ends_document, name in chunk:
         parts.append(encode(tokenizer, text, name, fast))
-        documents += ends
+        documents += ends_document
         size += len(text.encode())
-        if ends and end is not None:
+        if ends_document and end is not None:
             parts.append(np.array([end], dtype=np.uint32))
     ids = np.concatenate(parts)
     if ids.size and ids.max() >= tokenizer.n_vocab:  # NumPy's cast to uint16 would wrap it silently
@@ -146,10 +146,10 @@ def encode_chunk(tokenizer: tiktoken.Encoding, fast: FastBPE | None, chunk: list
 def name_pieces(part: SplitRange, source: TextSource) -> Iterator[NamedPiece]:
     """Yield the pieces of a range, each with a name for error messages."""
     document, character = part.start
-    for text, ends in part.iter_text(source):
+    for text, ends_document in part.iter_text(source):
         name = f"document {document + 1} of {source.name}"
-        yield text, ends, f"{name}, after character {character}," if character else name
-        document, character = (document + 1, 0) if ends else (document, character + len(text))
+        yield text, ends_document, f"{name}, after character {character}," if character else name
+        document, character = (document + 1, 0) if ends_document else (document, character + len(text))
 
 
 def split_into_chunks(pieces: Iterable[NamedPiece]) -> Iterator[list[NamedPiece]]:

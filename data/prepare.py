@@ -167,10 +167,10 @@ def _build_tokenizer(task: Task, sources: list[TextSource], plan: SplitPlan, bar
         pieces = (piece for part in plan.ranges for piece in part.iter_text(by_name[part.source]))
         yield from (text for text, _ in show_progress(pieces, bar, "reading for the vocabulary"))
 
-    several = plan.documents != 1  # None: a stream, which can have any number
-    corpus = tokenizers.Corpus(iter_texts(), several, plan.characters)
+    has_several_documents = plan.documents != 1  # None: a stream, which can have any number
+    corpus = tokenizers.Corpus(iter_texts(), has_several_documents, plan.characters)
     tokenizer = tokenizers.build_tokenizer(corpus, task.tokenizer_config, task.spec)
-    if several and tokenizers.end_of_text(tokenizer) is None:
+    if has_several_documents and tokenizers.end_of_text(tokenizer) is None:
         bar.write_line(
             f"the tokenizer of run {task.tokenizer_config.run} has no {tokenizers.END_OF_TEXT} token, so documents are "
             "joined without a separator"

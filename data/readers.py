@@ -49,9 +49,9 @@ def read_documents(sources: list[TextSource]) -> list[str]:
     """Read all documents of the sources into memory, including those that training would hold out. Raises UserError."""
     documents, parts = [], []
     for source in sources:
-        for text, ends in slice_documents(iter_text(source, source.files), (0, 0), source.end):
+        for text, ends_document in slice_documents(iter_text(source, source.files), (0, 0), source.end):
             parts.append(text)
-            if ends:
+            if ends_document:
                 documents.append("".join(parts))
                 parts = []
     if not any(documents):
@@ -67,15 +67,15 @@ def no_text_error(files: list[InputFile]) -> UserError:
 def slice_documents(pieces: Iterable[Piece], start: Position, stop: Position | None) -> Iterator[Piece]:
     """Yield the pieces from `start` to `stop` (None: to the end). If `stop` cuts a document, no piece ends it."""
     document = character = 0
-    for text, ends in pieces:
+    for text, ends_document in pieces:
         first, last = (document, character), (document, character + len(text))
         if stop is not None and first >= stop:
             return
         if stop is not None and stop < last:
-            text, ends = text[: stop[1] - character], False
-        if last >= start and (last > start or ends):
-            yield (text[start[1] - character :] if first < start else text), ends
-        document, character = (document + 1, 0) if ends else last
+            text, ends_document = text[: stop[1] - character], False
+        if last >= start and (last > start or ends_document):
+            yield (text[start[1] - character :] if first < start else text), ends_document
+        document, character = (document + 1, 0) if ends_document else last
 
 
 def chunk_document(texts: Iterable[str]) -> Iterator[Piece]:

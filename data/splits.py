@@ -67,10 +67,10 @@ class TextStats:
     def add(self, pieces: Iterable[Piece]) -> "TextStats":
         """Count all pieces."""
         length = 0
-        for text, ends in pieces:
+        for text, ends_document in pieces:
             self.bytes += len(text.encode())
             length += len(text)
-            if ends:
+            if ends_document:
                 self.characters += length
                 self.lengths.append(length)
                 length = 0

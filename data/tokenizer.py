@@ -46,16 +46,16 @@ OPENAI_SIZES = {"gpt2": 50_257, "cl100k_base": 100_277, "o200k_base": 200_019}  
 class Corpus:
     """The text that a tokenizer is built from. texts: pieces of documents; iterable several times.
 
-    several: whether there is more than one document. characters: length of all texts; None: unknown.
+    has_several_documents: whether there is more than one. characters: length of all texts; None: unknown.
     """
 
     texts: Iterable[str]
-    several: bool
+    has_several_documents: bool
     characters: int | None = None
 
     def special_tokens(self, first_id: int) -> dict[str, int]:
         """The end-of-text token, which separates documents if there are several."""
-        return {END_OF_TEXT: first_id} if self.several else {}
+        return {END_OF_TEXT: first_id} if self.has_several_documents else {}
 
 
 def _make_tokenizer(name: str, pattern: str, tokens: Sequence[bytes], special: dict[str, int]) -> tiktoken.Encoding:
@@ -82,7 +82,9 @@ def bpe(corpus: Corpus, config: TokenizerConfig) -> tiktoken.Encoding:
     import rustbpe
 
     trainer = rustbpe.Tokenizer()  # ty: ignore[missing-attribute] (compiled, without type stubs)
-    trainer.train_from_iterator(_sample_texts(corpus), config.vocab_size - corpus.several, pattern=BPE_PATTERN)
+    trainer.train_from_iterator(
+        _sample_texts(corpus), config.vocab_size - corpus.has_several_documents, pattern=BPE_PATTERN
+    )
     tokens = [bytes(token) for token, _ in sorted(trainer.get_mergeable_ranks(), key=lambda pair: pair[1])]
     return _make_tokenizer("bpe", BPE_PATTERN, tokens, corpus.special_tokens(len(tokens)))
 
@@ -138,11 +140,11 @@ TOKENIZERS: dict[str, Callable[[Corpus, TokenizerConfig], tiktoken.Encoding]] = 
 } | dict.fromkeys(OPENAI_FILES, _openai)
 
 
-def size_without_text(config: TokenizerConfig, several: bool) -> int | None:
+def size_without_text(config: TokenizerConfig, has_several_documents: bool) -> int | None:
     """Vocabulary size that is known before reading text (for bpe: the maximum); None: it depends on the text."""
     if config.name == "bpe":
         return config.vocab_size
-    return 256 + several if config.name == "byte" else OPENAI_SIZES.get(config.name)
+    return 256 + has_several_documents if config.name == "byte" else OPENAI_SIZES.get(config.name)
 
 
 def build_tokenizer(corpus: Corpus, config: TokenizerConfig, spec: dict | None = None) -> tiktoken.Encoding:

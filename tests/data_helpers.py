@@ -53,7 +53,7 @@ def load_documents(config: DataConfig) -> list[str]:
 
 def build(documents: list[str], config: TokenizerConfig) -> tiktoken.Encoding:
     """A tokenizer built from the documents."""
-    return build_tokenizer(Corpus(documents, several=len(documents) > 1), config)
+    return build_tokenizer(Corpus(documents, has_several_documents=len(documents) > 1), config)
 
 
 def make_mix(**changed) -> DataConfig:

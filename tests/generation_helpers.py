@@ -13,7 +13,7 @@ from model.generation.cuda_graph import CudaGraphStep
 from model.generation.engine import Engine, Prompt
 from model.gpt import GPT
 
-BYTES = tokenizer.byte(tokenizer.Corpus([""], several=False), BYTE)
+BYTES = tokenizer.byte(tokenizer.Corpus([""], has_several_documents=False), BYTE)
 WINDOWED = GROUPED | dict(window=[5, None])
 VARIANTS = {"gpt2": GPT2, "modern": MODERN, "grouped": GROUPED, "windowed": WINDOWED, "one": GPT2 | dict(block_size=1)}
 

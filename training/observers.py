@@ -92,8 +92,8 @@ class Observers:
             stack.enter_context(self.progress)
             if self.profiler:
                 stack.enter_context(self.profiler)
-            self._ends = stack.pop_all()
+            self._exit_stack = stack.pop_all()
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
-        self._ends.__exit__(kind, error, traceback)
+        self._exit_stack.__exit__(kind, error, traceback)

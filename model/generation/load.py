@@ -13,14 +13,14 @@ from model.gpt import GPT
 
 
 def load_for_sampling(
-    run: str, which: str, device: torch.device, dtype: torch.dtype, attention: AttentionConfig, batch_size: int
+    run: str, kind: str, device: torch.device, dtype: torch.dtype, attention: AttentionConfig, batch_size: int
 ) -> tuple[GPT, tiktoken.Encoding, str]:
     """Load a checkpoint -> (model in eval mode, tokenizer, one-line description). The model cannot be trained.
 
-    which: "best" or "last". dtype: of the weights. Raises UserError if the run does not exist, or if the attention
+    kind: "best" or "last". dtype: of the weights. Raises UserError if the run does not exist, or if the attention
     backend cannot run on this device.
     """
-    path = find_checkpoint(run, which)
+    path = find_checkpoint(run, kind)
     checkpoint = checkpoint_file.load_checkpoint(path)
     config = GPTConfig(**checkpoint["model_config"])
     activation_dtype = torch.float32 if device.type == "cpu" else dtype

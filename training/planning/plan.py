@@ -170,7 +170,7 @@ def _find_vocab_size(
     if spec is not None:
         return tokenizer.from_spec(spec).n_vocab, False
     files = all_files(resolve_sources(data))
-    size = tokenizer.size_without_text(config, several=len(files) > 1 or files[0].is_table)
+    size = tokenizer.size_without_text(config, has_several_documents=len(files) > 1 or files[0].is_table)
     if size is None:
         raise UserError(
             f"the vocabulary of tokenizer={config.name} depends on the data, which plan=true does not download; run "

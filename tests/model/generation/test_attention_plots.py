@@ -66,7 +66,7 @@ def test_entropy_table_fits_into_80_columns(H, columns, capsys):
 
 
 def test_token_strings_show_incomplete_characters_as_bytes():
-    byte = tokenizer.build_tokenizer(tokenizer.Corpus(["é", "b"], several=True), BYTE)
+    byte = tokenizer.build_tokenizer(tokenizer.Corpus(["é", "b"], has_several_documents=True), BYTE)
     assert tokenizer.token_strings(byte, [97, 195, 169, 256]) == ["a", "\\xc3", "\\xa9", tokenizer.END_OF_TEXT]
 
 
