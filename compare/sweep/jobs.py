@@ -66,6 +66,11 @@ class Outcome:
 def train_job(job: Job) -> Outcome:
     """Train one job in a child process."""
     job.folder.mkdir(parents=True, exist_ok=True)
+    try:
+        with FileLock(job.folder / ".lock", timeout=0):
+            pass  # the child locks the folder itself
+    except Timeout:  # do not overwrite the log of the process that trains the job
+        return _still_trained(job)
     summary_before, log = read_summary(job.folder), job.folder / "train.log"
     with open(log, "wb") as output:
         child = subprocess.Popen(
@@ -104,7 +109,11 @@ def _record(job: Job, outcome: Outcome) -> Outcome:
             write_summary(job.folder, read_summary(job.folder) | ended)
             return outcome
     except Timeout:  # the process of an earlier sweep, or one on another machine
-        return Outcome("failed", f"still being trained by {read_owner(job.folder)}")
+        return _still_trained(job)
+
+
+def _still_trained(job: Job) -> Outcome:
+    return Outcome("failed", f"still being trained by {read_owner(job.folder)}")
 
 
 def read_new_outcome(job: Job, since: float) -> Outcome | None:
@@ -113,7 +122,7 @@ def read_new_outcome(job: Job, since: float) -> Outcome | None:
     if not path.exists() or path.stat().st_mtime < since:
         return None
     summary = read_summary(job.folder)
-    return Outcome.from_summary(summary) if summary["status"] in EXIT_CODES else None
+    return Outcome.from_summary(summary) if summary.get("status") in EXIT_CODES else None
 
 
 def recover_outcome(job: Job, started: float, error: str) -> Outcome:

@@ -13,7 +13,7 @@ import pytest
 from helpers import ROOT, TINY, metrics, untimed
 
 from common.run_dir import RunDir, read_owner, read_summary
-from compare.sweep.jobs import Job, Outcome, recover_outcome, train_job
+from compare.sweep.jobs import Job, Outcome, read_new_outcome, recover_outcome, train_job
 
 LONG = ["name=s", "train.steps=60", "eval.every=60", "checkpoint.every=20", "train.batch_size=2"]
 TIMEOUT_S = 600
@@ -179,9 +179,16 @@ def test_job_that_another_process_trains_is_not_trained_again(workdir):
     words = [*TINY, "seed=1", "name=sweeps/s/seed=1"]
     with RunDir("sweeps/s/seed=1", "", True) as run:
         run.start({"name": "sweeps/s/seed=1"}, {})
+        (folder / "train.log").write_text("step 1\n")
         outcome = train_job(Job("seed=1", folder, words, {"name": "sweeps/s/seed=1"}))
         assert outcome == Outcome("failed", f"still being trained by {read_owner(folder)}")
         assert read_summary(folder)["status"] == "running"
+        assert (folder / "train.log").read_text() == "step 1\n"
+
+
+def test_summary_without_status_is_no_outcome(workdir):
+    (workdir / "summary.json").write_text("{}")
+    assert read_new_outcome(Job("seed=1", workdir, [], {}), 0.0) is None
 
 
 def test_sweep_under_torchrun_is_refused(workdir):
