@@ -1,7 +1,6 @@
 """comparison.png: validation loss, divergence, step time and memory of settings, side by side."""
 
 import math
-import textwrap
 from collections.abc import Callable
 from itertools import accumulate
 from pathlib import Path
@@ -21,7 +20,7 @@ def plot_comparison(settings: list[Setting], rows: list[SettingStats], path: Pat
     """
     statuses = ["" if row.finished == row.runs else f" ({row.status})" for row in rows]
     labels = [f"{n} {row.setting}{status}" for n, (row, status) in enumerate(zip(rows, statuses, strict=True), 1)]
-    entries = [textwrap.shorten(label, LEGEND_LINE_CHARS, placeholder=" ...") for label in labels]
+    entries = [label if len(label) <= LEGEND_LINE_CHARS else f"{label[: LEGEND_LINE_CHARS - 3]}..." for label in labels]
     columns = max(1, min(len(rows), 4, LEGEND_LINE_CHARS // (max(map(len, entries)) + 8)))
     legend_lines = math.ceil(len(entries) / columns)
     figure = make_figure(10, 6.2 + 0.19 * legend_lines)

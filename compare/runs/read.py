@@ -5,6 +5,7 @@ runs/sweeps/<sweep>/sweep.json  <job>/config.yaml ...
 """
 
 import json
+import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
@@ -30,7 +31,7 @@ class Run:
     config: dict[str, Any] | None
     seed: int | None
     summary: dict[str, Any]
-    job: tuple[str, ...] | None = None  # in a sweep: the values of the swept keys except the seed, as key=value
+    job: tuple[str, ...] | None = None  # in a sweep: key=value of its name, except the seed
 
     @property
     def status(self) -> str:
@@ -111,7 +112,7 @@ def _read_run(folder: Path, job_name: str | None = None) -> Run:
     """Read a run, or a job of a sweep. A job without a summary has not started."""
     job = None
     if job_name is not None:
-        job = tuple(word for word in job_name.split(",") if not word.startswith("seed="))
+        job = tuple(word for word in re.split(r",(?=[\w.]+=)", job_name) if not word.startswith("seed="))
     if not (folder / "summary.json").exists():
         if job is None:
             raise UserError(f"{folder} is not a run: it has no summary.json; set folders such as runs/NAME")
@@ -147,7 +148,7 @@ def _set_labels(settings: list[Setting]) -> None:
     for setting in settings:
         run, folder = setting.runs[0], setting.runs[0].folder.resolve()
         if run.job is not None:
-            values = ", ".join(run.job)
+            values = ", ".join(_restore_value(word, setting.config or {}) for word in run.job)
             setting.label = values if values and has_one_folder else f"{folder.parent.name}/{values}".rstrip("/")
         else:
             words = _list_differences(setting.config or {}, configs)
@@ -155,6 +156,12 @@ def _set_labels(settings: list[Setting]) -> None:
                 words[MAX_DIFFERENCES:] = [f"{len(words) - MAX_DIFFERENCES} more"]
             setting.label = folder.name + (f" and {len(setting.runs) - 1} more" if len(setting.runs) > 1 else "")
             setting.label += f": {', '.join(words)}" if words else ""
+
+
+def _restore_value(word: str, config: dict) -> str:
+    """key=value with the value in the config: a job's name has "_" for characters that folder names do not allow."""
+    key = word.partition("=")[0]
+    return f"{key}={format_value(config[key])}" if key in config else word
 
 
 def _list_differences(config: dict, configs: list[dict]) -> list[str]:

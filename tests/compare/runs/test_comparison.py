@@ -207,6 +207,20 @@ def test_labels_of_a_sweep_are_its_swept_keys(tmp_path):
     ]
 
 
+def test_labels_of_swept_lists_have_the_values_of_the_config(tmp_path):
+    windows = {"_16,null_": [16, None], "_8,null_": [8, None]}
+    jobs = [f"model.window={name},seed={seed}" for seed in (1, 2) for name in [*windows, "_4,null_"]]
+    sweep = write_sweep(tmp_path / "cmp", jobs)
+    for name, window in windows.items():
+        write_run(sweep / f"model.window={name},seed=1", changes={"model.window": window})
+    rows = compare([sweep], sweep)
+    assert [(row.setting, row.status) for row in rows] == [
+        ("model.window=[16,null]", "1 finished, 1 not started"),
+        ("model.window=[8,null]", "1 finished, 1 not started"),
+        ("model.window=_4,null_", "not started"),
+    ]
+
+
 def test_jobs_that_have_not_started_are_counted(tmp_path):
     jobs = [f"attention={name},seed={seed}" for name in ("flex", "naive", "third") for seed in (1, 2)]
     sweep = write_sweep(tmp_path / "cmp", jobs)
@@ -275,6 +289,14 @@ def test_plot_of_one_and_of_many_settings(tmp_path, count):
         png = (tmp_path / "out/comparison.png").read_bytes()
         width, height = int.from_bytes(png[16:20]), int.from_bytes(png[20:24])
         assert width == 1500 and 900 <= height <= 1800
+
+
+def test_legend_shortens_long_labels(tmp_path, monkeypatch):
+    legends = []
+    monkeypatch.setattr("matplotlib.figure.Figure.legend", lambda *args, **_: legends.append(args[2]))
+    runs = [write_run(tmp_path / ("a" * 200)), write_run(tmp_path / "b", changes={"train.steps": 20})]
+    compare(runs, tmp_path / "out")
+    assert legends == [[f"1 {'a' * 125}...", "2 b: train.steps=20"]]
 
 
 def test_divergence_is_plotted_as_a_running_maximum(tmp_path):
