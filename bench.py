@@ -46,10 +46,14 @@ def main(config: BenchConfig) -> int:
     device = resolve_device(config.device)
     groups = build_groups(config, device)
     resolved = replace(config, compile=resolve_compile(config.compile, device))
-    if config.name is not None and (BENCHES / config.name).exists():
-        raise UserError(f"{BENCHES / config.name} exists; set another name")
-    folder = BENCHES / (config.name or make_new_folder(BENCHES, f"{device.type}-{config.model.name}"))
-    folder.mkdir(parents=True, exist_ok=True)
+    if config.name is None:
+        folder = BENCHES / make_new_folder(BENCHES, f"{device.type}-{config.model.name}")
+    else:
+        folder = BENCHES / config.name
+        try:
+            folder.mkdir(parents=True)
+        except FileExistsError:
+            raise UserError(f"{folder} exists; set another name") from None
     environment = system.describe_environment(device)
     summary = {"name": folder.name, "status": "running"} | environment
     write_config(folder, asdict(config))

@@ -38,23 +38,33 @@ class StepProfiler:
         self.seconds: dict[str, float] = defaultdict(float)  # of each phase, over all recorded steps
         if device.type == "cpu":
             os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise the profiler writes messages to stderr
-        active = min(MAX_RECORDED_STEPS, ceil(MAX_MICRO_BATCHES / accumulation))
-        schedule = torch.profiler.schedule(wait=WARMUP_STEPS, warmup=1, active=active, repeat=1)
+        self.max_steps = min(MAX_RECORDED_STEPS, ceil(MAX_MICRO_BATCHES / accumulation))
+        schedule = torch.profiler.schedule(wait=WARMUP_STEPS, warmup=1, active=self.max_steps, repeat=1)
         self._profiler = torch.profiler.profile(schedule=schedule, on_trace_ready=self._report)
 
     @property
     def is_recording(self) -> bool:
-        return self._profiler.current_action in (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE)
+        actions = (ProfilerAction.RECORD, ProfilerAction.RECORD_AND_SAVE)
+        return self._profiler is not None and self._profiler.current_action in actions
 
     def start_step(self) -> None:
         self.steps += 1
-        self._profiler.step()
+        if self._profiler is not None:
+            self._profiler.step()
         self._step = self.phase(STEP)
         self._step.__enter__()
 
     def end_step(self) -> None:
         self._step.__exit__(None, None, None)
         self.recorded_steps += self.is_recording
+        if self.recorded_steps == self.max_steps:
+            self._stop()
+
+    def _stop(self) -> None:
+        """Stop recording, report, and free the memory of the events."""
+        if self._profiler is not None:
+            self._profiler.stop()
+            self._profiler = None
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
@@ -76,7 +86,7 @@ class StepProfiler:
     def __exit__(self, kind, error, traceback) -> None:
         if error is not None:
             self.recorded_steps = 0  # the last step is incomplete: no report
-        self._profiler.stop()
+        self._stop()
         if error is None and not self.recorded_steps:
             self.bar.print(
                 f"nothing was profiled: the first {WARMUP_STEPS} steps are for warmup, and this run had {self.steps}; "

@@ -48,6 +48,9 @@ def _line_styles(rows: list[Timing]) -> dict[tuple[str, str], dict]:
 
 def _plot_times(axes, lines: dict[tuple[str, str], list[Timing]], styles: dict[tuple[str, str], dict]) -> None:
     """Plot medians and quartiles. A legend has the status of rows without a time."""
+    has_several_dtypes = len({dtype for _, dtype in lines}) > 1
+    if not any(row.is_finished for line in lines.values() for row in line):
+        axes.set_yticks([])
     for key, line in lines.items():
         finished = [row for row in line if row.is_finished]
         Ts = [row.T for row in finished]
@@ -56,8 +59,9 @@ def _plot_times(axes, lines: dict[tuple[str, str], list[Timing]], styles: dict[t
         axes.fill_between(Ts, *quartiles, color=styles[key]["color"], alpha=0.15, linewidth=0)
         statuses = dict.fromkeys(row.status for row in line if not row.is_finished)
         if statuses:
-            axes.plot([], [], **styles[key], label=f"{key[0]}: {' or '.join(statuses)}")
-            axes.legend(fontsize=8, frameon=False, handlelength=3)
+            name = ", ".join(key) if has_several_dtypes else key[0]
+            axes.plot([], [], **styles[key], label=f"{name}: {' or '.join(statuses)}")
+            axes.legend(fontsize=8, framealpha=0.8, edgecolor="none", handlelength=3)
 
 
 def _plot_memory(axes, lines: dict[tuple[str, str], list[Timing]], styles: dict[tuple[str, str], dict]) -> None:

@@ -149,8 +149,8 @@ def cudnn(q, k, v, *, window=None, positions=None, doc_ids=None, dropout_p=0.0) 
 def flex(q, k, v, *, window=None, positions=None, doc_ids=None, dropout_p=0.0) -> Tensor:
     """FlexAttention (Dong et al., arXiv:2412.05496): a kernel that is compiled for the mask and skips masked blocks.
 
-    Outside of torch.compile, block masks are cached by the identity of positions and doc_ids: do not change these
-    tensors in place between calls. Raises ValueError for dropout.
+    Outside of torch.compile, block masks without positions are cached by the identity of doc_ids: do not change this
+    tensor in place between calls. Raises ValueError for dropout.
     """
     from torch.nn.attention.flex_attention import flex_attention
 
@@ -167,7 +167,9 @@ def flex(q, k, v, *, window=None, positions=None, doc_ids=None, dropout_p=0.0) -
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
         y = flex_attention(q, k, v, block_mask=_block_mask(*mask_args), enable_gqa=use_gqa)
     else:
-        y = _compiled_flex()(q, k, v, block_mask=_cached_block_mask(*mask_args), enable_gqa=use_gqa)
+        # the positions of a decode step are a new tensor in each layer
+        block_mask = _cached_block_mask(*mask_args) if positions is None else _block_mask(*mask_args)
+        y = _compiled_flex()(q, k, v, block_mask=block_mask, enable_gqa=use_gqa)
     return y.transpose(1, 2)
 
 

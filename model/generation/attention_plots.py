@@ -156,5 +156,5 @@ def _save_with_color_bar(figure, image, panels, path: Path) -> None:
     bar.outline.set_visible(False)
     path.parent.mkdir(parents=True, exist_ok=True)
     with warnings.catch_warnings():
-        warnings.simplefilter("ignore", UserWarning)  # characters that the font lacks become boxes
+        warnings.filterwarnings("ignore", message="Glyph")  # characters that the font lacks become boxes
         figure.savefig(path)

@@ -3,6 +3,7 @@
 import gzip
 import json
 import time
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -75,14 +76,40 @@ def test_time_is_assigned_to_phases_and_operations_of_steps_only(tmp_path):
     assert "trace.json.gz" in trace
 
 
-def test_operations_exclude_phases_and_evaluations(tmp_path):
+def test_operations_exclude_phases_and_evaluations(tmp_path, monkeypatch):
+    results = []
+    monkeypatch.setattr("training.profiler.sum_operations", lambda p: results.append(sum_operations(p)) or results[0])
     profiler, _ = build_profiler(tmp_path)
     with profiler:
         run_steps(profiler, WARMUP_STEPS + MAX_RECORDED_STEPS + 1)
-    seconds, calls = sum_operations(profiler._profiler)
+    ((seconds, calls),) = results
     assert calls["aten::linear"] == calls["AddmmBackward0"] == 2 * MAX_RECORDED_STEPS
     assert not {"step", "waiting for data", "aten::erfinv"} & set(calls)
     assert set(seconds) == set(calls)
+
+
+def test_operations_have_the_time_of_their_kernels_on_a_gpu():
+    """With events as a GPU records them: an operation's kernels take longer than the call on the host."""
+
+    def event(name, start, end, device_us=0, kernels=()):
+        return SimpleNamespace(
+            name=name,
+            time_range=SimpleNamespace(start=start, end=end),
+            kernels=kernels,
+            self_cpu_time_total=end - start,
+            self_device_time_total=device_us,
+            is_user_annotation=name == "step",
+            device_type=torch.autograd.DeviceType.CPU,
+        )
+
+    events = [
+        event("step", 0, 100),
+        event("aten::mm", 10, 12, device_us=50, kernels=["kernel"]),
+        event("aten::view", 20, 21),
+    ]
+    seconds, calls = sum_operations(SimpleNamespace(events=lambda: events))
+    assert seconds == {"aten::mm": pytest.approx(50e-6), "aten::view": 0}
+    assert calls == {"aten::mm": 1, "aten::view": 1}
 
 
 @pytest.mark.parametrize(

@@ -125,8 +125,8 @@ def simulate_memory(step: StepSpec, micro_batch_size: int, accumulation: int) ->
     backend, device, tracker = step.attention.backend, step.device, MemoryTracker(step.model.block_size)
     if BACKENDS[backend].needs_compiler and device.type == "cuda":
         raise UserError(
-            f"attention={backend} is compiled on CUDA, and compiled steps are not simulated; set "
-            "train.micro_batch_size=N instead of auto"
+            f"attention={backend} is compiled on CUDA, and compiled steps are not simulated; if "
+            "train.micro_batch_size=auto, set a number"
         )
     attend = get_attention_fn(step.attention)
 

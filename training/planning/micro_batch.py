@@ -48,7 +48,7 @@ def resolve_micro_batch_size(
     return size, share // size
 
 
-def _largest_fitting_divisor(share: int, fits: Callable[[int], bool]) -> int:
+def largest_fitting_divisor(share: int, fits: Callable[[int], bool]) -> int:
     """The largest divisor of a device's share of the batch for which `fits` returns True; 0 if there is none."""
     divisors = (size for size in range(share, 0, -1) if share % size == 0)
     return next((size for size in divisors if fits(size)), 0)
@@ -72,7 +72,7 @@ def _estimate_by_simulation(step: StepSpec, share: int, dist: Dist, allocated: i
         accumulation = max(share // size, dist.world_size)  # DDP keeps gradients as accumulation does
         return simulate_memory(step, size, accumulation).reserved - allocated <= available
 
-    return _largest_fitting_divisor(share, fits)
+    return largest_fitting_divisor(share, fits)
 
 
 def probe_on_device(model: GPT, step: StepSpec, share: int, world_size: int) -> int:
@@ -95,7 +95,7 @@ def probe_on_device(model: GPT, step: StepSpec, share: int, world_size: int) -> 
                 torch.cuda.empty_cache()
 
     with torch.random.fork_rng([step.device] if step.device.type == "cuda" else []):
-        return _largest_fitting_divisor(share, fits)
+        return largest_fitting_divisor(share, fits)
 
 
 def _run_steps_with_reserve(model: GPT, step: StepSpec, micro_batch_size: int, accumulation: int) -> None:
