@@ -19,7 +19,7 @@ from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Quote, QuotedString
 from hydra.errors import HydraException
 from omegaconf import DictConfig, OmegaConf
-from omegaconf.errors import OmegaConfBaseException
+from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from yaml import YAMLError
 
 from common.errors import UserError
@@ -51,12 +51,12 @@ def compose_config(
             composed = compose(script, overrides=[to_hydra_word(script, word) for word in words] + search_path)
         for key, value in (settings or {}).items():
             OmegaConf.update(composed, key, escape_interpolation(value), force_add=True)
-        return _apply_schema(script, composed)
+        return _apply_schema(script, composed, config_dir)
     except (HydraException, OmegaConfBaseException, YAMLError, UnicodeDecodeError) as error:
         raise UserError(explain_error(error)) from None
 
 
-def _apply_schema(script: str, composed: DictConfig) -> Any:
+def _apply_schema(script: str, composed: DictConfig, config_dir: str | None) -> Any:
     """Check all keys and types of a composed config. Returns the script's dataclass. Raises UserError."""
     config, types = OmegaConf.structured(SCRIPTS[script]), list_types(SCRIPTS[script])
     if "optimizer" in types:  # its keys depend on the optimizer
@@ -72,7 +72,9 @@ def _apply_schema(script: str, composed: DictConfig) -> Any:
         config.merge_with(composed)
         return OmegaConf.to_object(config)
     except OmegaConfBaseException as error:
-        raise UserError(explain_schema_error(error, composed, types)) from None
+        is_set = config_dir is not None and not isinstance(error, MissingMandatoryValue)
+        where = f" (set in the command or in a YAML file of {config_dir})" if is_set else ""
+        raise UserError(explain_schema_error(error, composed, types) + where) from None
 
 
 def list_types(kind: type, prefix: str = "") -> dict[str, Any]:
@@ -108,7 +110,7 @@ def check_choice(script: str, word: str, config_dir: str | None) -> None:
     options = [] if "." in group else list_choices(group, config_dir)
     if options and group not in list_groups(script):
         raise UserError(f"{group}: {script}.py has no such key; see --help")
-    if options and choice not in options and word != "experiment=null":
+    if options and choice not in options:
         raise UserError(f"{word}: there is no such choice{did_you_mean(choice, options)}; set {one_of(options)}")
 
 

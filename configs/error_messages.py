@@ -26,6 +26,7 @@ TYPE_NAMES = {
     list: ["a list"],
     NoneType: ["null"],
 }
+LIST_OR_SECTION = "a list cannot replace a section, nor a section a list; see --cfg job"
 
 
 def one_of(options: list[str]) -> str:
@@ -48,7 +49,9 @@ def explain_error(error: Exception) -> str:
         return f"a YAML file cannot be read: {' '.join(str(error).split())}; correct that file"
     if isinstance(error, OmegaConfBaseException):
         return f"{error.full_key}: {str(error).splitlines()[0]}"
-    return " ".join(str(error).split("Config search path:")[0].split())
+    sentence = " ".join(str(error).split("Config search path:")[0].split())
+    word = sentence.removeprefix("Error merging override ++")
+    return sentence if word == sentence else f"{word}: {LIST_OR_SECTION}"
 
 
 def explain_schema_error(error: OmegaConfBaseException, composed: DictConfig, types: dict[str, Any]) -> str:
@@ -61,6 +64,8 @@ def explain_schema_error(error: OmegaConfBaseException, composed: DictConfig, ty
     is_type_error = isinstance(error, ValidationError | ConfigTypeError)
     if not is_type_error or isinstance(error, InterpolationResolutionError):
         return explain_error(error)
+    if not key:  # OmegaConf does not say where
+        return LIST_OR_SECTION
     value = OmegaConf.select(composed, key)
     if OmegaConf.is_config(value):
         value = OmegaConf.to_container(value)
@@ -69,5 +74,10 @@ def explain_schema_error(error: OmegaConfBaseException, composed: DictConfig, ty
     if "[" in key:  # an item of a list
         options = get_args(options[0])
     names = [name for option in options for name in TYPE_NAMES.get(get_origin(option) or option, ["a section"])]
-    advice = {"a list": f"; set {key}=[{format_value(value)}]", "a section": f"; set {key}.KEY=VALUE"}
-    return f"{key}={format_value(value)} must be {one_of(names)}{advice.get(names[0], '')}"
+    advice = ""
+    if names[0] == "a list" and value is not None:
+        advice = f"; set {key}=[{format_value(value)}]"
+    elif names[0] == "a section":
+        is_mix = key.startswith("data.mix")
+        advice = "; set it in a YAML file (docs/data.md, Mix sources)" if is_mix else f"; set {key}.KEY=VALUE"
+    return f"{key}={format_value(value)} must be {one_of(names)}{advice}"

@@ -55,6 +55,7 @@ class Train:
         if self.name is not None:
             check_name(self.name)
         check_path_component("data.name", self.data.name)
+        self.data.check()
         check_path_component("model.name", self.model.name)
         _check_seed(self.seed)
         self.train.split_batch(world_size=1)
@@ -102,6 +103,7 @@ class Sample(SamplingConfig):
     def check(self, section: str = "") -> None:
         """Check the rules that span packages. Raises UserError."""
         super().check(section)
+        self.data.check()
         _check_seed(self.seed)
         modes = ["prompt", "prompt_file", "prompts", "interactive", "loss"]
         modes = [key for key in modes if getattr(self, key) not in (None, False)]
@@ -145,6 +147,7 @@ class Prepare:
     def check(self) -> None:
         """Check the rules that span packages. Raises UserError."""
         check_path_component("data.name", self.data.name)
+        self.data.check()
 
 
 def _check_seed(seed: int) -> None:

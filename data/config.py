@@ -53,16 +53,18 @@ class DataConfig:
     weight: float
     document_mask: bool
 
-    def __post_init__(self):
-        check_settings("data", self, self._rules())
+    def check(self, section: str = "data") -> None:
+        """Check this section and the sources of a mix. section: its key, for messages. Raises UserError."""
+        check_settings(section, self, self._rules(section))
         for name, source in self.mix.items():
             in_mix = [
                 ("source", not source.mix, "is itself a mix; list its sources directly in data.mix"),
                 ("document_mask", not source.document_mask, "is a setting of the mix; set data.document_mask instead"),
             ]
             check_settings(f"data.mix.{name}", source, in_mix)
+            source.check(f"data.mix.{name}")
 
-    def _rules(self) -> Iterator[tuple[str, bool, str]]:
+    def _rules(self, section: str) -> Iterator[tuple[str, bool, str]]:
         """Yield the rules for check_settings: key, whether its value is valid, requirement."""
         for key in ("path", "val_path"):
             value = getattr(self, key)
@@ -71,23 +73,25 @@ class DataConfig:
             yield key, is_valid, "is not a path; set a file, a folder, a pattern or a list of them"
         for key in ("val_documents", "max_documents"):
             value = getattr(self, key)
-            yield key, value is None or value >= 1, f"must be at least 1; set data.{key}=1000 or null"
+            yield key, value is None or value >= 1, f"must be at least 1; set {section}.{key}=1000 or null"
         yield "weight", 0 < self.weight < inf, "must be greater than 0; set it to 1.0, for example"
         if self.max_documents is not None:
             held_out = 0 if self.val_path or self.val_split else self.val_documents or 0
             yield (
                 "max_documents",
                 self.row_is_document,
-                "needs data.row_is_document=true: otherwise a table is one document",
+                f"needs {section}.row_is_document=true: otherwise a table is one document",
             )
             yield (
                 "max_documents",
                 self.max_documents > held_out,
-                f"leaves no training documents after data.val_documents={held_out}; set a smaller data.val_documents",
+                f"leaves no training documents after {section}.val_documents={held_out}; set a smaller val_documents",
             )
         for key in HUB_KEYS:
             is_valid = self.source == "hub" or not getattr(self, key)
-            yield key, is_valid, "works only with data=hub; to hold out a file, set data.val_path=FILE"
+            hub = "data=hub" if section == "data" else f"hub@{section.removeprefix('data.')} in the defaults"
+            remedy = f"set {section}.val_path=FILE to hold out a file" if key == "val_split" else "remove this key"
+            yield key, is_valid, f"works only with {hub}; set that too, or {remedy}"
 
         # a mix, whose sources have their own settings
         if self.source == "mix" or self.mix:
@@ -98,22 +102,22 @@ class DataConfig:
 
         # one source
         is_fraction = self.val_fraction is not None and 0 < self.val_fraction < 1
-        yield "val_fraction", is_fraction, "must be between 0 and 1; set data.val_fraction=0.1, for example"
-        yield "text_column", self.text_column is not None, "names no column; set data.text_column=text, for example"
+        yield "val_fraction", is_fraction, f"must be between 0 and 1; set {section}.val_fraction=0.1, for example"
+        yield "text_column", self.text_column is not None, f"names no column; set {section}.text_column=text"
         if self.path is not None:
             return
-        yield "path", self.source != "text", "is missing; set data.path=FILE, or data.mix.NAME.path=FILE in a mix"
+        yield "path", self.source != "text", f"is missing; set {section}.path=FILE"
         if self.source == "url":
             is_url = (self.url or "").startswith(("http://", "https://"))
-            yield "url", is_url, "is not a URL; set one that begins with https://, or data.path=FILE"
+            yield "url", is_url, f"is not a URL; set one that begins with https://, or {section}.path=FILE"
         if self.source == "hub":
-            yield "repo", bool(self.repo), "names no data set; set data.repo=OWNER/NAME, or data.path=FILE"
-            yield "split", bool(self.split), "names no split; set data.split=train, or data.path=FILE"
+            yield "repo", bool(self.repo), f"names no data set; set {section}.repo=OWNER/NAME, or {section}.path=FILE"
+            yield "split", bool(self.split), f"names no split; set {section}.split=train, or {section}.path=FILE"
             yield (
                 "stream",
                 bool(not self.stream or self.val_split or self.val_documents),
-                "cannot hold out a fraction, because the length of a stream is unknown; set data.val_documents=1000 or "
-                "data.val_split",
+                "cannot hold out a fraction, because the length of a stream is unknown; "
+                f"set {section}.val_documents=1000 or {section}.val_split",
             )
 
     @property

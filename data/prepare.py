@@ -127,16 +127,17 @@ def _write_folder(task: Task, block_size: int) -> None:
         with ProgressBar(write_line=print_line) as bar:
             sources, journal = _load_or_start_journal(task, partial, bar)
             keeps_files = task.is_remote  # the network may work again later
-            for split in journal.splits:
-                encode_split(partial, split, sources, journal, bar)
+            try:
+                for split in journal.splits:
+                    encode_split(partial, split, sources, journal, bar)
+            except KeyboardInterrupt:
+                raise KeyboardInterrupt("stopped; the same command resumes after the last finished file") from None
             keeps_files = False
         if compute_fingerprint(task.sources, task.tokenizer_config, task.spec) != task.fingerprint:
             raise UserError(f"the text of data={task.label} changed while it was read; run the same command again")
         write_json(partial / "meta.json", _make_meta(task, journal, block_size))
         (partial / "journal.json").unlink()
         partial.rename(task.folder)
-    except KeyboardInterrupt:
-        raise KeyboardInterrupt("stopped; the same command resumes after the last finished file") from None
     except Exception:
         if not keeps_files:
             shutil.rmtree(partial, ignore_errors=True)

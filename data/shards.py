@@ -16,11 +16,11 @@ from pathlib import Path
 import numpy as np
 import tiktoken
 
-from common.errors import UserError
+from common.errors import TrainingFailed, UserError
 from common.files import name_file_in_errors
 from data.tokenizer import from_spec
 
-FORMAT = 3  # of meta.json and of the fingerprint
+FORMAT = 4  # of meta.json and of the fingerprint
 
 
 class ShardedTokens:
@@ -43,9 +43,14 @@ class ShardedTokens:
             number = bisect_right(self.starts, position) - 1
             count = min(stop, self.starts[number + 1]) - position
             offset = (position - self.starts[number]) * self.dtype.itemsize
-            ids = np.fromfile(self.paths[number], self.dtype, count, offset=offset)
+            try:
+                ids = np.fromfile(self.paths[number], self.dtype, count, offset=offset)
+            except FileNotFoundError:
+                ids = pieces[0]
             if len(ids) < count:
-                raise OSError(f"{self.paths[number]} is shorter than before: it was changed while in use")
+                raise TrainingFailed(
+                    f"{self.paths[number]} was removed or shortened while in use; run the same command again"
+                )
             pieces.append(ids)
             position += count
         return np.concatenate(pieces)

@@ -232,10 +232,12 @@ def _find(name: str, key: str) -> list[str]:
 
 
 def _find_in_folder(folder: Path, key: str) -> list[str]:
-    """List files with a known suffix below a folder. Hidden files and links to folders are skipped."""
-    files = []
-    for parent, subfolders, names in os.walk(folder):
-        subfolders[:] = [name for name in subfolders if not name.startswith(".")]
+    """List files with a known suffix below a folder. Hidden files are skipped; links to folders are followed once."""
+    files, visited = [], set()
+    for parent, subfolders, names in os.walk(folder, followlinks=True):
+        is_new = os.path.realpath(parent) not in visited  # a link can lead back to a folder that contains it
+        visited.add(os.path.realpath(parent))
+        subfolders[:] = sorted(name for name in subfolders if is_new and not name.startswith("."))
         files += [Path(parent, name) for name in names if not name.startswith(".")]
     files = [path for path in files if path.is_file() and not _is_output(path)]
     readable = [str(path) for path in files if _suffix(path.name) in KINDS]

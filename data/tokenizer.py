@@ -108,10 +108,11 @@ def _openai(corpus: Corpus, config: TokenizerConfig) -> tiktoken.Encoding:
         return tiktoken.get_encoding(config.name)
     except Exception as error:  # network and cache raise exceptions of many types
         missing = [f"{OPENAI_URL}{name} as {_cached_name(name)}" for name in _missing_files(config.name)]
+        folder = _cache_folder()  # "" switches tiktoken's cache off
+        place = f"{folder} (or the folder in TIKTOKEN_CACHE_DIR)" if folder else "the folder TIKTOKEN_CACHE_DIR=FOLDER"
         raise UserError(
             f"tokenizer={config.name} needs a vocabulary that could not be downloaded ({type(error).__name__}); "
-            f"download {' and '.join(missing) or 'it'} another way into {_cache_folder()} (or the folder in "
-            "TIKTOKEN_CACHE_DIR), or set tokenizer=bpe"
+            f"download {' and '.join(missing) or 'it'} another way into {place}, or set tokenizer=bpe"
         ) from error
 
 

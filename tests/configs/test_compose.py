@@ -110,7 +110,12 @@ WRONG = [
     (["train.steps=null"], r"set train.steps or train.minutes"),
     (["data=text"], r"set data.path=FILE"),
     (["data=text", "data.path=nowhere.txt"], r"data.path=nowhere.txt does not exist"),
-    (["data.repo=a/b", "data.stream=true"], r"data.repo=a/b works only with data=hub"),
+    (["data.repo=a/b", "data.stream=true"], r"data.repo=a/b works only with data=hub; set that too, or remove"),
+    (
+        ["data.val_split=a"],
+        r"data.val_split=a works only with data=hub; set that too, or set data.val_path=FILE to hold",
+    ),
+    (["experiment=null"], r"experiment=null: there is no such choice; set gpt2_124m"),
     (["data.max_documents=9", "data.row_is_document=false"], r"data.max_documents=9 needs data.row"),
     (["data.val_fraction=null"], r"data.val_fraction=null must be between 0 and 1; set data.val_fraction=0.1"),
     (["data.val_fraction=1"], r"data.val_fraction=1.0 must be between 0 and 1"),
@@ -148,17 +153,21 @@ WRONG_TYPES = [
     ("train", ["resume=perhaps"], "resume=perhaps must be true or false"),
     ("train", ["optimizer=adamw", "optimizer.lr=fast"], "optimizer.lr=fast must be a number"),
     ("train", ["optimizer.betas=0.9"], "optimizer.betas=0.9 must be a list; set optimizer.betas=[0.9]"),
+    ("train", ["optimizer.betas=null"], "optimizer.betas=null must be a list\n"),
     ("train", ["device=[cpu]"], "device=[cpu] must be text"),
     ("train", ["train=5"], "train=5 must be a section; set train.KEY=VALUE"),
     ("train", ["eval.sample=null"], "eval.sample=null must be a section; set eval.sample.KEY=VALUE"),
-    ("train", ["data.mix=5"], "data.mix=5 must be a section"),
+    ("train", ["data.mix=5"], "data.mix=5 must be a section; set it in a YAML file (docs/data.md, Mix sources)"),
+    ("train", ["data.mix=[a]"], "train.py: data.mix=[a]: a list cannot replace a section, nor a section a list; see"),
+    ("train", ["data.mix={a:[1]}"], "train.py: a list cannot replace a section, nor a section a list; see --cfg job"),
+    ("train", ["eval=[1]"], "train.py: eval=[1]: a list cannot replace a section"),
     (
         "train",
         ["attention.kernels=math"],
         "kernels=math must be a list or null; set attention.kernels=[math]",
     ),
     ("bench", ["block_sizes=64"], "block_sizes=64 must be a list; set block_sizes=[64]"),
-    ("bench", ["block_sizes={a:1}"], "Error merging override ++block_sizes={a:1}"),
+    ("bench", ["block_sizes={a:1}"], "block_sizes={a:1}: a list cannot replace a section, nor a section a list"),
     ("bench", ["block_sizes=[64,a]"], "block_sizes[1]=a must be a whole number"),
     ("bench", ["backends=flash"], "backends=flash must be a list or null; set backends=[flash]"),
     ("sample", ["num_samples=a"], "num_samples=a must be a whole number"),
@@ -166,8 +175,9 @@ WRONG_TYPES = [
 
 
 @pytest.mark.parametrize(("script", "overrides", "message"), WRONG_TYPES, ids=[" ".join(w[1]) for w in WRONG_TYPES])
-def test_value_of_the_wrong_type_is_refused(script, overrides, message, capsys):
-    assert message in error_message(capsys, *overrides, script=script)
+def test_value_of_the_wrong_type_is_refused(script, overrides, message, capsys, monkeypatch):
+    monkeypatch.setattr("sys.argv", [f"{script}.py"])
+    assert message in error_message(capsys, *overrides, script=script) + "\n"
 
 
 @pytest.mark.parametrize(
@@ -190,8 +200,31 @@ def test_invalid_words_are_refused_and_leave_no_files(overrides, message, workdi
     assert sorted(workdir.rglob("*")) == before
 
 
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (
+            b"a short text",
+            r"the training text has 10 tokens, but a window needs .* = 17; set model.block_size=9, or use",
+        ),
+        (b"caf\xe9 " * 100, r"wrong.txt is not UTF-8: byte 3 is 0xe9; save it as UTF-8 \(iconv -f latin1 -t utf-8\)"),
+        (b"", r"there is no text in .*wrong.txt"),
+    ],
+)
+def test_unusable_texts_are_refused_by_train(content, message, train, workdir, capsys):
+    (workdir / "wrong.txt").write_bytes(content)
+    assert train("name=a", "data.path=wrong.txt") == 2
+    err = capsys.readouterr().err
+    assert re.search(message, err)
+    assert err.count("\n") == 1
+    assert not (workdir / "runs/a").exists()
+
+
 WRONG_YAML = [
-    ("train: {stesp: 3}", r"train.stesp: .* \(did you mean train.steps\?"),
+    (
+        "train: {stesp: 3}",
+        r"train.stesp: .* \(did you mean train.steps\?.* \(set in the command or in a YAML file of own\)",
+    ),
     ("trian: {steps: 3}", r"trian: there is no such key \(did you mean train\?\)"),
     ("train: {steps: many}", r"train.steps=many must be a whole number or null"),
     ("model: {n_embd: 101}", r"model.n_embd=101 must be a multiple of model.n_head"),
@@ -214,10 +247,15 @@ WRONG_MIX = [
     (
         "[mix, text@mix.a]",
         "a: {path: text.txt}, b: {path: text.txt}",
-        r"data.mix.b.name has no value; .*add text@mix.NAME to the defaults",
+        r"data.mix.b.name has no value; .*add text@mix.NAME to the defaults of the YAML file of a mix$",
     ),
     ("[mix, text@mix.a]", "a: {wieght: 1}", r"data.mix.a.wieght: .* \(did you mean data.mix.a.weight\?"),
     ("[mix, text@mix.a]", "a: {weight: x}", r"data.mix.a.weight=x must be a number"),
+    ("[mix, text@mix.a]", "a: {path: text.txt, weight: 0}", r"data.mix.a.weight=0.0 must be greater than 0"),
+    ("[mix, text@mix.a]", "a: {val_documents: 0}", r"data.mix.a.val_documents=0 .*; set data.mix.a.val_documents=1000"),
+    ("[mix, text@mix.a]", "a: {weight: 1}", r"data.mix.a.path=null is missing; set data.mix.a.path=FILE"),
+    ("[mix, text@mix.a]", "a: {repo: x/y}", r"data.mix.a.repo=x/y works only with hub@mix.a in the defaults; set that"),
+    ("[mix, mix@mix.a]", "a: {weight: 1}", r"data.mix.a.source=mix has no sources"),
 ]
 
 

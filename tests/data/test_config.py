@@ -17,11 +17,11 @@ def test_bpe_vocabulary_smaller_than_256_bytes_is_rejected():
 @pytest.mark.parametrize(("key", "example"), [("repo", "OWNER/NAME"), ("split", "train")])
 def test_hub_source_needs_repo_and_split(key, example):
     with pytest.raises(UserError, match=f"set data.{key}={example}, or data.path=FILE"):
-        replace(HUB, **{key: None})
+        replace(HUB, **{key: None}).check()
 
 
 @pytest.mark.parametrize("key", ["path", "val_path", "val_documents", "val_fraction", "max_documents", "text_column"])
 def test_keys_of_single_sources_are_rejected_for_a_mix(key):
     value = {"path": "a", "val_path": "a", "val_fraction": 0.3, "text_column": "a"}.get(key, 3)
     with pytest.raises(UserError, match=rf"data.{key}=.* does not apply to a mix; set data.mix.NAME.{key}"):
-        make_mix(mix={"one": TEXT_SOURCE}, **{key: value})
+        make_mix(mix={"one": TEXT_SOURCE}, **{key: value}).check()

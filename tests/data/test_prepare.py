@@ -145,6 +145,15 @@ def test_interrupted_preparation_resumes_with_identical_output(documents, monkey
     assert hash_files(prepare_text(config, BYTE).folder) == resumed
 
 
+def test_interruption_while_text_is_read_promises_nothing(documents, monkeypatch):
+    def interrupt(*arguments):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("data.prepare.plan_splits", interrupt)
+    with pytest.raises(KeyboardInterrupt, match=r"^$"):
+        prepare_text(replace(TEXT_SOURCE, path="a"), BYTE)
+
+
 def test_second_process_waits_for_the_first(documents):
     (documents / "wait").touch()
     first = start_preparation()

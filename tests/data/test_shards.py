@@ -1,13 +1,14 @@
 """Prepared folders: token files, meta.json, verify and inspect."""
 
 import json
+import shutil
 from dataclasses import replace
 
 import pytest
 from data_helpers import prepare_text, write_jsonl
 from helpers import CHAR, TEXT_SOURCE
 
-from common.errors import UserError
+from common.errors import TrainingFailed, UserError
 from data import encode
 from data.shards import check_length, read_meta, verify
 
@@ -50,6 +51,16 @@ def test_verify_detects_changed_files_and_prepare_detects_short_files(workdir, c
     path.write_bytes(content[:-2])
     with pytest.raises(UserError, match=r"val.bin has [\d,]+ bytes instead of [\d,]+; remove the folder"):
         prepare_text(TEXT_SOURCE, CHAR, 16)
+
+
+def test_files_removed_or_shortened_while_in_use_are_one_sentence(workdir):
+    prepared = prepare_text(TEXT_SOURCE, CHAR, 16)
+    tokens = prepared.tokens("train")
+    (prepared.folder / "train.bin").write_bytes(b"ab")
+    for _ in range(2):
+        with pytest.raises(TrainingFailed, match=r"train.bin was removed or shortened while in use; run the same comm"):
+            tokens[:9]
+        shutil.rmtree(prepared.folder, ignore_errors=True)
 
 
 @pytest.mark.parametrize(

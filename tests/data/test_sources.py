@@ -41,15 +41,21 @@ def test_folders_patterns_and_lists_give_files_in_order(workdir):
     assert load_documents(replace(TEXT_SOURCE, path="more.jsonl", max_documents=2)) == ["1", "2"]
 
 
-def test_output_folders_and_links_to_folders_are_skipped(workdir):
-    for path in ("a/one.md", "b/two.md", "data/prepared/x/meta.md", "runs/y/three.md", "a/.hidden/four.md"):
+def test_output_folders_are_skipped_and_linked_folders_read_once(workdir):
+    for path in ("a/one.md", "b/deep/two.md", "data/prepared/x/meta.md", "runs/y/three.md", "a/.hidden/four.md"):
         Path(path).parent.mkdir(parents=True)
         Path(path).write_text(path)
-    Path("a/loop").symlink_to(Path("a").resolve())
-    Path("a/folder").symlink_to(Path("b").resolve())
-    Path("a/three.md").symlink_to(Path("b/two.md").resolve())
-    assert sorted(load_documents(replace(TEXT_SOURCE, path="a"))) == ["a/one.md", "b/two.md"]
-    assert sorted(load_documents(replace(TEXT_SOURCE, path="**/*.md"))) == ["a/one.md", "b/two.md"]
+    Path("a/link").symlink_to(Path("b").resolve())
+    Path("b/deep/loop").symlink_to(Path("b").resolve())
+    Path("a/three.md").symlink_to(Path("b/deep/two.md").resolve())
+    for path in ("a", "**/*.md"):
+        assert sorted(load_documents(replace(TEXT_SOURCE, path=path))) == ["a/one.md", "b/deep/two.md"]
+    for name in ("again", "and again"):  # without a check, the number of paths is infinite
+        Path("a", name).symlink_to(Path("a").resolve())
+    assert sorted(load_documents(replace(TEXT_SOURCE, path="a"))) == ["a/one.md", "b/deep/two.md"]
+    Path("links").mkdir()
+    Path("links/only").symlink_to(Path("b").resolve())
+    assert load_documents(replace(TEXT_SOURCE, path="links")) == ["b/deep/two.md"]
 
 
 def test_fingerprint_covers_everything_that_decides_the_tokens(workdir):

@@ -93,6 +93,12 @@ def test_missing_vocabulary_error_names_files_and_folder(monkeypatch, tmp_path, 
     assert f"{file}" in str(refused.value)
     assert f"into {tmp_path}" in str(refused.value)
     assert needs_download(TokenizerConfig(name, None, None))
+    with (
+        monkeypatch.context() as without_cache,
+        pytest.raises(UserError, match="into the folder TIKTOKEN_CACHE_DIR=FO"),
+    ):
+        without_cache.setenv("TIKTOKEN_CACHE_DIR", "")
+        build(["x"], TokenizerConfig(name, None, None))
     for missing in _missing_files(name):
         (tmp_path / _cached_name(missing)).touch()
     assert not needs_download(TokenizerConfig(name, None, None))
