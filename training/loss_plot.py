@@ -22,6 +22,7 @@ def plot_loss(folder: Path) -> Path:
         label = f"validation, best {best:.3f}"
         axes.plot(*zip(*val, strict=True), "o-", color="#c2410c", linewidth=1.8, markersize=4, label=label)
     axes.set(xlabel="optimizer step", ylabel="loss, nats per token")
+    axes.locator_params(axis="x", integer=True)
     if train or val:
         axes.legend(frameon=False)
     path = folder / "loss.png"
