@@ -41,6 +41,12 @@ def check_settings(section: str, config: object, rules: Iterable[tuple[str, bool
             raise UserError(f"{name}={format_value(getattr(config, key))} {requirement}")
 
 
+def check_seed(seed: int) -> None:
+    """Raises UserError for a seed that NumPy or PyTorch does not accept."""
+    if not 0 <= seed < 2**32:
+        raise UserError(f"seed={seed} must be at least 0 and below 2^32; set 1337, for example")
+
+
 OUT_OF_MEMORY_MESSAGES = ("allocate memory", "out of memory", "bad_alloc", "ALLOC_FAILED")
 
 

@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any
 
-from common.errors import UserError, check_settings
+from common.errors import UserError, check_seed, check_settings
 from common.run_dir import check_name, check_path_component
 from compare.bench.config import BenchConfig
 from data import DataConfig, TokenizerConfig
@@ -57,7 +57,7 @@ class Train:
         check_path_component("data.name", self.data.name)
         self.data.check()
         check_path_component("model.name", self.model.name)
-        _check_seed(self.seed)
+        check_seed(self.seed)
         self.train.split_batch(world_size=1)
         lr_scale(self.schedule, self.schedule.warmup_steps, None, 0.0)
         flops, init_from = self.flops_per_second, self.train.init_from or ""
@@ -104,7 +104,7 @@ class Sample(SamplingConfig):
         """Check the rules that span packages. Raises UserError."""
         super().check(section)
         self.data.check()
-        _check_seed(self.seed)
+        check_seed(self.seed)
         modes = ["prompt", "prompt_file", "prompts", "interactive", "loss"]
         modes = [key for key in modes if getattr(self, key) not in (None, False)]
         if len(modes) > 1:
@@ -148,11 +148,6 @@ class Prepare:
         """Check the rules that span packages. Raises UserError."""
         check_path_component("data.name", self.data.name)
         self.data.check()
-
-
-def _check_seed(seed: int) -> None:
-    if not 0 <= seed < 2**32:
-        raise UserError(f"seed={seed} must be at least 0 and below 2^32; set 1337, for example")
 
 
 SCRIPTS = {"train": Train, "sample": Sample, "prepare": Prepare, "bench": BenchConfig}

@@ -4,7 +4,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any
 
-from common.errors import UserError, check_settings
+from common.errors import UserError, check_seed, check_settings
 from common.run_dir import check_path_component
 from model import GPTConfig
 from training.config import WandbConfig
@@ -54,7 +54,8 @@ class BenchConfig:
         if self.name is not None:
             check_path_component("name", self.name)
         check_path_component("model.name", self.model.name)
-        rules = [("seed", 0 <= self.seed < 2**32, "must be at least 0 and below 2^32; set 1337, for example")]
+        check_seed(self.seed)
+        rules = []
         for key, value in vars(self).items():
             if isinstance(value, list):
                 rules.append((key, len(value) > 0, "leaves nothing to measure; set one or more values"))
