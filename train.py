@@ -99,7 +99,7 @@ def main(config: Train) -> int:
         if run.last.exists():
             state.resume(run.last, metadata)
         dist.check_same("step", state.step)
-        progress = compute_progress(state.step, config.train.steps, state.seconds, config.train.minutes)
+        progress = compute_progress(config.train, state.step, state.seconds, state.evals_since_best)
         if progress >= 1:
             return report_finished_run(run, state.step)
         run_info = runtime.describe() | {
@@ -122,7 +122,7 @@ def main(config: Train) -> int:
                 row = evaluator.evaluate(step=0)
                 observers.log_step(row, progress)
                 if config.train.init_from is not None:  # the initial weights stay the best if training worsens the loss
-                    state.best_val_loss = row["val/loss"]
+                    state.record_evaluation(row["val/loss"], row["val/bpb"])
                     checkpoints.save(best=True, last=False)
 
             starts = dist.micro_batch_starts(state.step, config.train.batch_size, micro_batch_size)
@@ -155,7 +155,7 @@ def main(config: Train) -> int:
 
                 # all processes agree on the time, and on whether to stop
                 stopped, state.seconds = dist.sync_stop_and_time(stop.requested, time.perf_counter() - started)
-                progress = compute_progress(state.step, config.train.steps, state.seconds, config.train.minutes)
+                progress = compute_progress(config.train, state.step, state.seconds, state.evals_since_best)
 
                 # evaluate and log
                 lr = config.optimizer.lr * scale
@@ -163,8 +163,8 @@ def main(config: Train) -> int:
                 is_best = False
                 if state.step % config.eval.every == 0 or progress >= 1:
                     row |= evaluator.evaluate(state.step) | {"peak_memory_bytes": system.peak_memory_bytes(device)}
-                    is_best = row["val/loss"] < state.best_val_loss
-                    state.best_val_loss = min(state.best_val_loss, row["val/loss"])
+                    is_best = state.record_evaluation(row["val/loss"], row["val/bpb"])
+                    progress = compute_progress(config.train, state.step, state.seconds, state.evals_since_best)
                 observers.log_step(row, progress, is_best)
 
                 # save checkpoints
@@ -185,7 +185,7 @@ def report_finished_run(run: RunDir, step: int) -> int:
     """Complete the run folder if the process was killed at the end of the run. Returns the exit code."""
     if run.mark_finished() and run.is_main:
         plot_loss(run.folder)
-    print(f"{run.folder} is finished at step {step}; set a larger train.steps, or another name")
+    print(f"{run.folder} is finished at step {step}; set a larger train.steps or train.patience, or another name")
     return 0
 
 

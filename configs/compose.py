@@ -25,6 +25,7 @@ from yaml import YAMLError
 from common.errors import UserError
 from configs.error_messages import did_you_mean, explain_error, explain_schema_error, one_of
 from configs.schema import OPTIMIZERS, SCRIPTS
+from configs.text_size import AUTO, choose_preset
 from data import DataConfig
 
 CONFIGS = Path(__file__).parent
@@ -70,11 +71,27 @@ def _apply_schema(script: str, composed: DictConfig, config_dir: str | None) -> 
         types |= {f"data.mix.{name}": DataConfig, **list_types(DataConfig, f"data.mix.{name}.")}
     try:
         config.merge_with(composed)
-        return OmegaConf.to_object(config)
+        if "text_size" in types:
+            config.text_size = _resolve_text_size(config, config_dir)
+        typed = OmegaConf.to_object(config)
+        if "text_size" in types:  # its values are now those of other keys
+            typed.text_size = config.text_size and config.text_size.name
+        return typed
     except OmegaConfBaseException as error:
         is_set = config_dir is not None and not isinstance(error, MissingMandatoryValue)
         where = f" (set in the command or in a YAML file of {config_dir})" if is_set else ""
         raise UserError(explain_schema_error(error, composed, types) + where) from None
+
+
+def _resolve_text_size(config: DictConfig, config_dir: str | None) -> DictConfig | None:
+    """The preset of text_size, from which other keys take values as in ${text_size.steps}. None: no key does."""
+    if "${text_size." not in OmegaConf.to_yaml(config):
+        return None
+    if config.text_size.name != AUTO:
+        return config.text_size
+    folders = [CONFIGS, *([Path(config_dir)] if config_dir is not None else [])]
+    files = [file for folder in folders for file in (folder / "text_size").glob("*.yaml") if file.stem != AUTO]
+    return choose_preset([OmegaConf.load(file) for file in files], OmegaConf.to_object(config.data))
 
 
 def list_types(kind: type, prefix: str = "") -> dict[str, Any]:
@@ -107,6 +124,8 @@ def check_choice(script: str, word: str, config_dir: str | None) -> None:
     group, choice = word.split("=", 1)
     if script == "sample" and group.split(".")[0] in ("model", "tokenizer"):
         raise UserError(f"{group}: a run's model and tokenizer come from its checkpoint; remove this key")
+    if group.startswith("text_size."):
+        raise UserError(f"{group} cannot be set; set a key that uses it, such as train.steps, or text_size=NAME")
     options = [] if "." in group else list_choices(group, config_dir)
     if options and group not in list_groups(script):
         raise UserError(f"{group}: {script}.py has no such key; see --help")

@@ -39,6 +39,7 @@ class Train:
     plan: bool
     flops_per_second: float | None
     resume: bool
+    text_size: Any  # name of a preset; None: no value is from a preset
     model: GPTConfig
     attention: AttentionConfig
     data: DataConfig
@@ -139,6 +140,7 @@ class Sample(SamplingConfig):
 class Prepare:
     """Config of prepare.py."""
 
+    text_size: Any  # name of a preset; None: no value is from a preset
     data: DataConfig
     tokenizer: TokenizerConfig
     inspect: bool

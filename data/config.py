@@ -29,6 +29,7 @@ class DataConfig:
     (a separate split); val_documents (number of documents from the start); val_fraction (the last fraction of the
     text, in complete documents if there are several).
 
+    text_bytes: approximate size of a text that is not on this machine, for text_size=auto. None: unknown.
     mix: sources to mix, by name. weight: share of the training windows, relative to the other sources.
     document_mask: tokens attend only to their own document, and positions restart with each document.
     """
@@ -49,6 +50,7 @@ class DataConfig:
     val_split: str | None
     val_documents: int | None
     val_fraction: float | None
+    text_bytes: int | None
     mix: dict[str, "DataConfig"]
     weight: float
     document_mask: bool
@@ -71,7 +73,7 @@ class DataConfig:
             paths = value if isinstance(value, list) else [value]
             is_valid = value is None or (len(paths) > 0 and all(isinstance(path, str) and path for path in paths))
             yield key, is_valid, "is not a path; set a file, a folder, a pattern or a list of them"
-        for key in ("val_documents", "max_documents"):
+        for key in ("val_documents", "max_documents", "text_bytes"):
             value = getattr(self, key)
             yield key, value is None or value >= 1, f"must be at least 1; set {section}.{key}=1000 or null"
         yield "weight", 0 < self.weight < inf, "must be greater than 0; set it to 1.0, for example"

@@ -24,11 +24,12 @@ from data.config import DataConfig
 KINDS = {".txt": "text", ".md": "text", ".parquet": "parquet", ".jsonl": "json", ".csv": "csv"}
 COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
 OUTPUT_FOLDERS = ("runs", "data/prepared")  # below the current folder; never read as input
+TYPICAL_COMPRESSION = 3  # bytes of text per byte of a compressed file or a .parquet file
 MIN_CACHED_BYTES = 2**24  # smaller files are always hashed, which is faster than the cache
 Position = tuple[int, int]  # (index of the document, index of the character in the document)
 # Keys of DataConfig that are fields of TextSource.
 SOURCE_SETTINGS = ("revision", "stream", "text_column", "row_is_document", "max_documents")
-SOURCE_SETTINGS += ("val_documents", "val_fraction", "weight")
+SOURCE_SETTINGS += ("val_documents", "val_fraction", "weight", "text_bytes")
 STDLIB_EXCLUDED = {"test", "tests", "idle_test", "idlelib", "lib2to3", "encodings", "site-packages", "dist-packages"}
 
 
@@ -92,6 +93,7 @@ class TextSource:
     val_documents: int | None
     val_fraction: float | None
     weight: float
+    text_bytes: int | None
 
     @property
     def end(self) -> Position | None:
@@ -114,6 +116,28 @@ def resolve_sources(config: DataConfig) -> list[TextSource]:
         settings = {key: getattr(source, key) for key in SOURCE_SETTINGS}
         sources.append(TextSource(name, files, val_files, hub_config=source.config, **settings))
     return sources
+
+
+def estimate_text_bytes(sources: list[TextSource]) -> int | None:
+    """Approximate number of bytes of text in `files` of all sources, from the sizes of the files.
+
+    If a file is not on this machine, text_bytes of its source counts instead. None: that is not set either.
+    """
+    sizes = []
+    for source in sources:
+        if any(file.is_remote for file in source.files):
+            sizes.append(source.text_bytes)
+        else:
+            sizes.append(sum(_estimate_file_bytes(file) for file in source.files))
+    return None if None in sizes else sum(sizes)
+
+
+def _estimate_file_bytes(file: InputFile) -> int:
+    path = Path(file.address)
+    parts = path.rglob("*.*") if path.is_dir() else [path]  # a local copy of a hub data set
+    size = sum(part.stat().st_size for part in parts if part.is_file())
+    is_compressed = file.compression or file.kind in ("parquet", "hub")
+    return size * TYPICAL_COMPRESSION if is_compressed else size
 
 
 def all_files(sources: list[TextSource]) -> list[InputFile]:

@@ -18,7 +18,7 @@ TEXT = "".join(f"The {n}th line says {n * n} and no more; après tout, it's a li
 TEXT_SOURCE = DataConfig(
     name="text", source="text", path="text.txt", url=None, repo=None, config=None, split=None, revision=None,
     stream=False, text_column="text", row_is_document=True, max_documents=None, val_path=None, val_split=None,
-    val_documents=None, val_fraction=0.1, mix={}, weight=1.0, document_mask=False,
+    val_documents=None, val_fraction=0.1, text_bytes=None, mix={}, weight=1.0, document_mask=False,
 )  # fmt: skip
 CHAR, BYTE = TokenizerConfig("char", None, None), TokenizerConfig("byte", None, None)
 BPE, GPT2 = TokenizerConfig("bpe", 300, None), TokenizerConfig("gpt2", None, None)
@@ -31,8 +31,8 @@ TINY = [
 
 ADAMW = AdamWConfig(name="adamw", lr=1e-3, betas=[0.9, 0.95], eps=1e-8, weight_decay=0.1)
 MUON = MuonConfig(
-    name="muon", lr=0.02, momentum=0.95, ns_steps=5, weight_decay=0.01, embedding_lr=0.01, head_lr=0.003, norm_lr=0.01,
-    betas=[0.9, 0.95], eps=1e-8,
+    name="muon", lr=0.02, momentum=0.95, ns_steps=5, weight_decay=0.01, embedding_lr=0.01, ngram_weight_decay=1.0,
+    head_lr=0.003, norm_lr=0.01, betas=[0.9, 0.95], eps=1e-8,
 )  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """Training state and its checkpoints: files of tensors and plain values (see common/checkpoint_file.py).
 
-format, step, seconds, best_val_loss, wandb_id
+format, step, seconds, best_val_loss, best_val_bpb, best_step, evals_since_best, wandb_id
 model          {name: tensor}             the same names for eager and compiled runs, on one device or many
 optimizer      {name: {state}}            of all optimizers; None in a best.pt saved with checkpoint.optimizer=false
 scaler         state of the gradient scaler; empty if it is disabled
@@ -21,12 +21,13 @@ from torch.optim import Optimizer
 from common.checkpoint_file import load_checkpoint, save_checkpoint
 from common.errors import UserError, format_value
 from common.run_dir import RunDir
+from training.config import OVERFITTING_EVALS
 from training.optimizer import load_state_by_name, state_by_name
 
 if TYPE_CHECKING:
     from training.observers import Observers
 
-SAVED_FIELDS = ("step", "seconds", "best_val_loss", "wandb_id")
+SAVED_FIELDS = ("step", "seconds", "best_val_loss", "best_val_bpb", "best_step", "evals_since_best", "wandb_id")
 
 
 @dataclass
@@ -39,11 +40,29 @@ class TrainState:
     step: int = 0  # finished optimizer steps
     seconds: float = 0.0  # training time
     best_val_loss: float = math.inf
+    best_val_bpb: float = math.inf
+    best_step: int | None = None  # None: not evaluated yet
+    evals_since_best: int = 0  # evaluations since best_step
     wandb_id: str | None = None
 
+    def record_evaluation(self, val_loss: float, val_bpb: float) -> bool:
+        """Update the best validation loss. Returns whether this one is the best."""
+        is_best = val_loss < self.best_val_loss
+        if is_best:
+            self.best_val_loss, self.best_val_bpb, self.best_step = val_loss, val_bpb, self.step
+        self.evals_since_best = 0 if is_best else self.evals_since_best + 1
+        return is_best
+
     def summary(self) -> dict:
-        """Step, best loss and training time, under their names in summary.json."""
-        return {"step": self.step, "best_val_loss": self.best_val_loss, "wall_seconds": self.seconds}
+        """Step, best evaluation and training time, under their names in summary.json."""
+        return {
+            "step": self.step,
+            "best_step": self.best_step,
+            "best_val_loss": self.best_val_loss,
+            "best_val_bpb": self.best_val_bpb,
+            "overfitting": self.evals_since_best >= OVERFITTING_EVALS,
+            "wall_seconds": self.seconds,
+        }
 
     def save(self, path: Path, metadata: dict, with_optimizer: bool = True) -> None:
         """Write a checkpoint. metadata: see make_checkpoint_metadata.

@@ -8,6 +8,7 @@ from common.errors import UserError, check_settings
 from model.generation.config import SamplingConfig
 
 AUTO = "auto"
+OVERFITTING_EVALS = 3  # a run overfits if this many evaluations in a row found no lower validation loss
 
 
 def _check_positive(section: str, config: object, *keys: str) -> None:
@@ -26,6 +27,7 @@ class TrainConfig:
     micro_batch_size: sequences per forward pass on one device. None: the device's share of the batch. "auto": as many
         as fit into memory.
     grad_clip: largest gradient norm. None: no clipping.
+    patience: stop after this many evaluations in a row without a lower validation loss. None: never.
     profile: record where the time of a few steps goes.
     init_from: "run:NAME" starts from the weights of that run. None: random weights.
     """
@@ -35,11 +37,12 @@ class TrainConfig:
     batch_size: int
     micro_batch_size: Any  # int, None, or "auto"
     grad_clip: float | None
+    patience: int | None
     profile: bool
     init_from: str | None
 
     def __post_init__(self):
-        _check_positive("train", self, "steps", "minutes", "batch_size", "grad_clip")
+        _check_positive("train", self, "steps", "minutes", "batch_size", "grad_clip", "patience")
         run, size = self.init_from, self.micro_batch_size
         check_settings("train", self, [
             ("init_from", run is None or (run.startswith("run:") and run != "run:"), "must be run:NAME, or null"),
@@ -119,6 +122,8 @@ class MuonConfig:
     """Muon (Jordan et al., 2024) for the matrices of the blocks, AdamW for all other parameters.
 
     lr, momentum, ns_steps (Newton-Schulz iterations) and weight_decay belong to Muon, the others to AdamW.
+    ngram_weight_decay: each step multiplies the n-gram table by 1 - learning rate x ngram_weight_decay, so that the
+        embeddings of rare n-grams stay small. The learning rate is that of the embeddings.
     """
 
     name: str
@@ -127,6 +132,7 @@ class MuonConfig:
     ns_steps: int
     weight_decay: float
     embedding_lr: float
+    ngram_weight_decay: float
     head_lr: float
     norm_lr: float
     betas: list[float]
@@ -134,6 +140,9 @@ class MuonConfig:
 
     def __post_init__(self):
         _check_positive("optimizer", self, "lr", "ns_steps", "embedding_lr", "head_lr", "norm_lr", "eps")
+        limit = 1 / self.embedding_lr
+        advice = f"must be at least 0 and below 1 / optimizer.embedding_lr = {limit:g}"
+        check_settings("optimizer", self, [("ngram_weight_decay", 0 <= self.ngram_weight_decay < limit, advice)])
         valid_momentum = 0 <= self.momentum < 1
         check_settings("optimizer", self, [("momentum", valid_momentum, "must be at least 0 and below 1")])
         _check_betas_and_weight_decay(self)
@@ -143,9 +152,9 @@ class MuonConfig:
 class EvalConfig:
     """Evaluation during training.
 
-    every: steps between evaluations. batches: an evaluation uses batches * train.batch_size validation windows; None:
-    the complete validation split. sample: settings of the sample that each evaluation after step 0
-    generates; max_new_tokens=0: no sample.
+    every: steps between evaluations. batches: an evaluation uses at least batches * train.batch_size validation
+    windows, spread over the split, or all of them if there are fewer than twice as many; None: all. sample: settings of
+    the sample that each evaluation after step 0 generates; max_new_tokens=0: no sample.
     """
 
     every: int

@@ -42,9 +42,10 @@ class Evaluator:
         self.runtime, self.model, self.wrapped_model, self.loader = runtime, model, wrapped_model, loader
         self.tokenizer, self.batch_size = tokenizer, batch_size
         self.seed, self.sampling = config.seed, config.eval.sample
-        self.windows = loader.val_windows
+        self.stride = 1  # every stride-th window is evaluated
         if config.eval.batches is not None:
-            self.windows = min(config.eval.batches * config.train.batch_size, loader.val_windows)
+            self.stride = max(1, loader.val_windows // (config.eval.batches * config.train.batch_size))
+        self.windows = -(-loader.val_windows // self.stride)
         self.maps_folder = folder / "attention" if config.wandb.attention_maps else None
 
     def evaluate(self, step: int) -> dict:
@@ -64,8 +65,7 @@ class Evaluator:
 
         The windows are spread evenly over the validation split. The processes share them.
         """
-        loader, batch_size, dist = self.loader, self.batch_size, self.runtime.dist
-        stride = loader.val_windows // self.windows
+        loader, batch_size, dist, stride = self.loader, self.batch_size, self.runtime.dist, self.stride
         bytes_of_token = torch.from_numpy(token_bytes(self.tokenizer)).to(loader.device)
         nats, num_tokens, num_bytes = [], 0, torch.zeros((), dtype=torch.int64, device=loader.device)
         self.wrapped_model.eval()

@@ -9,6 +9,7 @@ from typing import Any
 from common.run_dir import EXIT_CODES, RunDir, status_of
 from model.flops import flops_per_token
 from training.checkpoint import TrainState
+from training.config import OVERFITTING_EVALS
 from training.device import Runtime
 from training.metrics import MetricsLogger
 from training.profiler import StepProfiler
@@ -33,7 +34,7 @@ class Observers:
         flops = flops_per_token(config.model, run.summary["vocab_size"], config.model.block_size)
         peak = peak_flops(runtime.device, runtime.dtype) * runtime.dist.world_size
         self.speed = Speed(runtime.device, self.tokens_per_step, self.tokens_per_step * flops, peak)
-        self.progress = TrainingProgress(config.train.steps, progress)
+        self.progress, self.patience = TrainingProgress(config.train.steps, progress), config.train.patience
         self.profiler = None
         if config.train.profile and run.is_main:
             trace = run.folder / "trace.json.gz"
@@ -71,6 +72,10 @@ class Observers:
         row = {"step": step, "tokens": step * self.tokens_per_step, "seconds": self.state.seconds} | row
         if "val/loss" in row:
             self.progress.print_evaluation(row, is_best)
+            if self.state.evals_since_best == OVERFITTING_EVALS:
+                self.progress.print_overfitting(self.state.best_step, self.state.best_val_loss)
+            if self.state.evals_since_best == self.patience:
+                self.progress.print(f"stopping: train.patience={self.patience} evaluations without a lower loss")
         self.metrics.log(row, self._read_timing if step > 0 else dict)
         if progress >= 1:
             self.metrics.flush()

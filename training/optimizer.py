@@ -37,12 +37,14 @@ def muon(model: nn.Module, config: MuonConfig) -> list[Optimizer]:
     """Muon on the matrices of the blocks. AdamW with three learning rates on embeddings, head, and norms and biases."""
     in_blocks = {id(p) for p in model.blocks.parameters() if p.ndim == 2}
     matrices = [p for p in model.parameters() if id(p) in in_blocks]
+    ngram_table = [] if model.ngrams is None else [model.ngrams.table.weight]
     head = [] if model.lm_head.weight is model.wte.weight else [model.lm_head.weight]
-    others = in_blocks | {id(p) for p in head}
+    others = in_blocks | {id(p) for p in ngram_table + head}
     embeddings = [p for p in model.parameters() if p.ndim == 2 and id(p) not in others]
     vectors = [p for p in model.parameters() if p.ndim < 2]
     groups = [
         _group(embeddings, config.embedding_lr, 0.0),
+        _group(ngram_table, config.embedding_lr, config.ngram_weight_decay),
         _group(head, config.head_lr, 0.0),
         _group(vectors, config.norm_lr, 0.0),
     ]

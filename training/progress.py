@@ -5,7 +5,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from common.console import ProgressBar, format_duration, pluralize, printable
+from common.console import ProgressBar, format_bytes, format_duration, pluralize, printable
 from common.errors import format_value
 from model import GPTConfig
 from training.config import AUTO
@@ -30,6 +30,14 @@ class TrainingProgress(ProgressBar):
         if sample:
             self.print(textwrap.indent(sample, "  | ", lambda line: True), style="dim")
 
+    def print_overfitting(self, best_step: int, best_loss: float) -> None:
+        """Print once that the validation loss no longer falls, and what to set."""
+        self.print(
+            f"overfitting since step {best_step}, which has the best validation loss ({best_loss:.4f}); "
+            f"set train.steps={best_step}, a smaller text_size, or train.patience=3 to stop here",
+            style="bold yellow",
+        )
+
     def show(self, step: int, progress: float, last: dict) -> None:
         """Update the bar. last: the newest value of each metric."""
         label = f"step {step}" + (f"/{self.steps}" if self.steps is not None else "")
@@ -53,8 +61,11 @@ def format_banner(config: Any, folder: Path, summary: dict, meta: dict) -> str:
     micro_batches += f" of {pluralize(summary['micro_batch_size'], 'sequence')}"
     lines = {
         "run      ": [str(folder), step and f"resumed from step {step:,}"],
+        "preset   ": [
+            config.text_size and f"text_size={config.text_size} sets vocabulary, model, weight decay and steps",
+        ],
         "data     ": [
-            config.data.label,
+            f"{config.data.label}, {format_bytes(meta['bytes']['train'])}",
             f"{tokens['train']:,} training tokens and {tokens['val']:,} validation tokens",
             f"{meta['tokenizer']['name']} vocabulary of {meta['vocab_size']:,}",
             config.data.document_mask and "attention within documents only",
@@ -79,7 +90,7 @@ def format_banner(config: Any, folder: Path, summary: dict, meta: dict) -> str:
             and f"all of them warmup (schedule.warmup_steps={config.schedule.warmup_steps:,})",
         ],
     }
-    return "\n".join(name + ", ".join(filter(None, parts)) for name, parts in lines.items())
+    return "\n".join(name + ", ".join(filter(None, parts)) for name, parts in lines.items() if any(parts))
 
 
 def describe_model(model: GPTConfig) -> str:
@@ -99,12 +110,12 @@ def format_epochs(epochs: float) -> str:
 
 def format_summary(summary: dict, folder: Path) -> str:
     """The last lines of a run: its losses and speed, and the command for a sample. summary: as in summary.json."""
-    best, last = (f"{summary[key]:.4f}" for key in ("best_val_loss", "last_val_loss"))
-    last = f", last {last}," if last != best else ""
     steps, duration = pluralize(summary["step"], "step"), format_duration(summary["wall_seconds"])
-    speed = f"{summary['tokens_per_second']:,.0f} tokens/s"
+    last = f"last {summary['last_val_loss']:.4f}; " if summary["best_step"] != summary["step"] else ""
     return (
-        f"best validation loss {best}{last} after {steps} in {duration}, at a median speed of {speed}\n"
+        f"best validation loss {summary['best_val_loss']:.4f}, {summary['best_val_bpb']:.3f} bits per byte, "
+        f"at step {summary['best_step']}; {last}{steps} in {duration} at {summary['tokens_per_second']:,.0f} tokens/s\n"
+        f"best     {folder / 'checkpoints' / 'best.pt'}, which sample.py uses\n"
         f"curve    {folder / 'loss.png'}\n"
         f"next     python sample.py run={summary['name']}"
     )

@@ -6,12 +6,17 @@ To add a schedule, write a function here, list it in SCHEDULES, and add a YAML f
 import math
 
 from common.errors import UserError
-from training.config import ScheduleConfig
+from training.config import ScheduleConfig, TrainConfig
 
 
 def cosine(progress: float, config: ScheduleConfig) -> float:
     """Cosine decay from 1 to final_fraction (Loshchilov & Hutter, arXiv:1608.03983, without restarts)."""
     return config.final_fraction + (1 - config.final_fraction) * 0.5 * (1 + math.cos(math.pi * progress))
+
+
+def linear(progress: float, config: ScheduleConfig) -> float:
+    """Linear decay from 1 to final_fraction."""
+    return config.final_fraction + (1 - config.final_fraction) * (1 - progress)
 
 
 def wsd(progress: float, config: ScheduleConfig) -> float:
@@ -22,13 +27,18 @@ def wsd(progress: float, config: ScheduleConfig) -> float:
     return config.final_fraction + (1 - config.final_fraction) * min(1.0, remaining)
 
 
-SCHEDULES = {f.__name__: f for f in (cosine, wsd)}
+SCHEDULES = {f.__name__: f for f in (cosine, linear, wsd)}
 
 
-def compute_progress(step: int, steps: int | None, seconds: float, minutes: float | None) -> float:
-    """The finished part of the run, 0 to 1: the larger of step / steps and elapsed time / minutes."""
-    by_steps = step / steps if steps is not None else 0.0
-    by_time = seconds / (60 * minutes) if minutes is not None else 0.0
+def compute_progress(config: TrainConfig, step: int, seconds: float, evals_since_best: int) -> float:
+    """The finished part of the run, 0 to 1: the larger of step / train.steps and elapsed time / train.minutes.
+
+    It is 1 if the last train.patience evaluations found no lower validation loss.
+    """
+    if config.patience is not None and evals_since_best >= config.patience:
+        return 1.0
+    by_steps = step / config.steps if config.steps is not None else 0.0
+    by_time = seconds / (60 * config.minutes) if config.minutes is not None else 0.0
     return min(1.0, max(by_steps, by_time))
 
 

@@ -16,7 +16,7 @@ PHASES = ("forward", "forward+backward", "decode", "step")
 class BenchConfig:
     """A bench measures every combination of phases, dtypes, block_sizes and backends.
 
-    model, optimizer, vocab_size, compile: settings of phase step.
+    model, optimizer, vocab_size, compile: settings of phase step. text_size: preset for model and optimizer.
     backends: such as "naive", or "sdpa:math" for one kernel. The first is the baseline. None: all backends that can
         train on the device.
     block_sizes: context lengths T. batch_size: sequences per call.
@@ -31,6 +31,7 @@ class BenchConfig:
     device: str
     compile: bool | None
     tf32: bool
+    text_size: Any  # name of a preset; None: no value is from a preset
     model: GPTConfig
     optimizer: Any  # a dataclass of OPTIMIZERS
     backends: list[str] | None

@@ -138,8 +138,8 @@ WRONG = [
     (["eval.every=0"], r"eval.every=0 must be a number greater than 0"),
     (["tokenizer=char", "tokenizer.vocab_size=500"], r"remove tokenizer.vocab_size"),
     (["tokenizer.vocab_size=null"], r"tokenizer.vocab_size=null has no room"),
-    (["schedule=cosine", "schedule.name=cosin"], r"schedule.name=cosin is unknown; set one of cosine, wsd"),
-    (["schedule.decay_fraction=null"], r"schedule=wsd needs schedule.decay_fraction"),
+    (["schedule=cosine", "schedule.name=cosin"], r"schedule.name=cosin is unknown; set one of cosine, linear, wsd"),
+    (["schedule=wsd", "schedule.decay_fraction=null"], r"schedule=wsd needs schedule.decay_fraction"),
     (["schedule.warmup_steps=-1"], r"schedule.warmup_steps=-1 must not be negative"),
 ]
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from training.config import ScheduleConfig
+from training.config import ScheduleConfig, TrainConfig
 from training.schedule import compute_progress, lr_scale
 
 
@@ -20,7 +20,7 @@ def nanogpt_lr(iteration, warmup=100, decay=2000, peak=1e-3, floor=1e-4):
 @given(iteration=st.integers(0, 1999))
 def test_cosine_equals_the_schedule_of_nanogpt(iteration):
     config = ScheduleConfig("cosine", warmup_steps=100, final_fraction=0.1, decay_fraction=None)
-    fraction = lr_scale(config, iteration, 2000, compute_progress(iteration, 2000, 0.0, None))
+    fraction = lr_scale(config, iteration, 2000, iteration / 2000)
     assert 1e-3 * fraction == pytest.approx(nanogpt_lr(iteration))
 
 
@@ -34,7 +34,7 @@ def test_wsd_warms_up_stays_constant_and_decays_linearly():
 
 @settings(max_examples=50)
 @given(
-    name=st.sampled_from(["cosine", "wsd"]), warmup=st.integers(0, 50), steps=st.none() | st.integers(1, 100),
+    name=st.sampled_from(["cosine", "linear", "wsd"]), warmup=st.integers(0, 50), steps=st.none() | st.integers(1, 100),
     final=st.floats(0, 1), decay=st.floats(0, 1),
 )  # fmt: skip
 def test_schedules_stay_between_final_fraction_and_peak(name, warmup, steps, final, decay):
@@ -44,7 +44,24 @@ def test_schedules_stay_between_final_fraction_and_peak(name, warmup, steps, fin
         assert (0 if i < warmup else final) - 1e-9 <= fraction <= 1 + 1e-9
 
 
+def length(steps=None, minutes=None, patience=None) -> TrainConfig:
+    return TrainConfig(steps, minutes, 4, None, None, patience, False, None)
+
+
 def test_progress_is_the_larger_of_steps_and_time():
-    assert compute_progress(10, 100, 30.0, None) == 0.1
-    assert compute_progress(10, 100, 30.0, 1.0) == 0.5
-    assert compute_progress(10, None, 90.0, 1.0) == 1.0
+    assert compute_progress(length(steps=100), 10, 30.0, 0) == 0.1
+    assert compute_progress(length(steps=100, minutes=1.0), 10, 30.0, 0) == 0.5
+    assert compute_progress(length(minutes=1.0), 10, 90.0, 0) == 1.0
+
+
+def test_progress_is_complete_after_patience_evaluations_without_a_lower_loss():
+    assert compute_progress(length(steps=100, patience=3), 10, 30.0, 2) == 0.1
+    assert compute_progress(length(steps=100, patience=3), 10, 30.0, 3) == 1.0
+    assert compute_progress(length(steps=100), 10, 30.0, 50) == 0.1
+
+
+def test_linear_schedule_decays_from_the_end_of_the_warmup_to_final_fraction():
+    config = ScheduleConfig("linear", warmup_steps=10, final_fraction=0.2, decay_fraction=None)
+    fractions = [lr_scale(config, i, 110, i / 110) for i in range(110)]
+    assert fractions[:10] == pytest.approx([(i + 1) / 11 for i in range(10)])
+    assert fractions[10:] == pytest.approx([1 - 0.8 * i / 100 for i in range(100)])

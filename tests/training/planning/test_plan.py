@@ -222,9 +222,14 @@ def test_local_file_with_gpt2_tokenizer_is_planned_without_network(plan, no_netw
     assert plan("tokenizer=gpt2").vocab_size == 50_257
 
 
-@pytest.mark.parametrize(("tokenizer", "size", "is_upper_bound"), [("byte", 257, False), ("bpe", 1024, True)])
+@pytest.mark.parametrize(("tokenizer", "size", "is_upper_bound"), [("byte", 257, False), ("bpe", 300, True)])
 def test_vocab_size_is_known_before_the_download_where_possible(plan, no_network, tokenizer, size, is_upper_bound):
-    planned = plan("data=openwebtext", "data.path=null", f"tokenizer={tokenizer}")
+    planned = plan(
+        "data=openwebtext",
+        "data.path=null",
+        f"tokenizer={tokenizer}",
+        *["tokenizer.vocab_size=300"] * (tokenizer == "bpe"),
+    )
     assert (planned.vocab_size, planned.vocab_is_upper_bound) == (size, is_upper_bound)
 
 

@@ -1,0 +1,108 @@
+"""text_size: presets for the amount of training text."""
+
+import gzip
+from dataclasses import replace
+from math import log
+
+import pytest
+from helpers import TEXT_SOURCE
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from omegaconf import OmegaConf
+
+from configs.cli import parse_config
+from configs.compose import CONFIGS
+from configs.text_size import choose_preset
+
+PRESETS = {file.stem: OmegaConf.load(file) for file in (CONFIGS / "text_size").glob("*.yaml") if file.stem != "auto"}
+
+
+def compose(*words, script="train"):
+    return parse_config(script, "", list(words))
+
+
+def write_text(folder, size) -> str:
+    """A file of this size that takes no space on the disk."""
+    path = folder / "long.txt"
+    with open(path, "wb") as file:
+        file.truncate(size)
+    return f"data.path={path}"
+
+
+@settings(deadline=None)
+@given(size=st.integers(1, 10**11))
+def test_auto_selects_the_nearest_preset(size, tmp_path_factory):
+    source = replace(TEXT_SOURCE, path=write_text(tmp_path_factory.getbasetemp(), size).removeprefix("data.path="))
+    ratios = {name: abs(log(preset.text_bytes / size)) for name, preset in PRESETS.items()}
+    assert ratios[choose_preset(list(PRESETS.values()), source).name] == min(ratios.values())
+
+
+@pytest.mark.parametrize("size", [1, 20_000, 300_000, 3_000_000, 10**9])
+def test_values_of_the_preset_replace_those_of_several_groups(size, tmp_path):
+    config = compose("data=text", write_text(tmp_path, size))
+    preset = PRESETS[config.text_size]
+    assert config.train.steps == preset.steps
+    assert config.tokenizer.vocab_size == preset.vocab_size
+    assert config.optimizer.ngram_weight_decay == preset.ngram_weight_decay
+
+
+def test_settings_of_the_user_and_of_recipes_replace_those_of_the_preset(tmp_path):
+    text = write_text(tmp_path, 1_000_000)
+    config = compose("data=text", text, "train.steps=7", "model.n_layer=5", "tokenizer.vocab_size=300")
+    assert (config.train.steps, config.model.n_layer, config.tokenizer.vocab_size) == (7, 5, 300)
+    assert config.text_size == "1MB"
+    assert compose("data=text", text, "model=gpt2").model.n_layer == 12
+    assert compose("data=text", text, "text_size=20kB").tokenizer.vocab_size == PRESETS["20kB"].vocab_size
+    assert compose("data=text", text, "experiment=shakespeare_char_cpu").train.steps == 2000
+
+
+def test_recipes_do_not_depend_on_the_amount_of_text(tmp_path):
+    for recipe in ("shakespeare_char", "shakespeare_char_cpu", "shakespeare_char_cpu_fast", "gpt2_124m"):
+        short, long = (
+            compose(f"experiment={recipe}", write_text(tmp_path, size), "tokenizer=char") for size in (10**4, 10**9)
+        )
+        assert short == long
+        assert short.text_size is None
+
+
+def test_text_that_is_not_on_this_machine_counts_as_long_unless_its_size_is_set(tmp_path):
+    remote = ["data=hub", "data.repo=owner/name"]
+    assert compose(*remote).text_size == "10MB"
+    assert compose(*remote, "data.text_bytes=90000").text_size == "100kB"
+    assert compose("data=shakespeare_char", "tokenizer=char").text_size == "1MB"
+
+
+def test_compressed_text_counts_as_longer_than_its_file(tmp_path):
+    path = tmp_path / "a.txt.gz"
+    path.write_bytes(gzip.compress(bytes(100_000)) + bytes(40_000))
+    plain = write_text(tmp_path, path.stat().st_size)
+    assert compose("data=text", plain).text_size == "20kB"
+    assert compose("data=text", f"data.path={path}").text_size == "100kB"
+
+
+def test_prepare_uses_the_vocabulary_of_train(tmp_path):
+    words = ["data=text", write_text(tmp_path, 100_000)]
+    assert compose(*words, script="prepare").tokenizer == compose(*words).tokenizer
+
+
+def test_presets_of_the_user_are_candidates(tmp_path):
+    (tmp_path / "own/text_size").mkdir(parents=True)
+    preset = OmegaConf.to_container(PRESETS["20kB"]) | {"name": "tiny", "text_bytes": 1000}
+    OmegaConf.save(preset, tmp_path / "own/text_size/tiny.yaml")
+    words = ["data=text", write_text(tmp_path, 900), "--config-dir", str(tmp_path / "own")]
+    assert compose(*words).text_size == "tiny"
+
+
+@pytest.mark.parametrize(
+    ("word", "message"),
+    [
+        ("text_size=2MB", r"text_size=2MB: there is no such choice"),
+        ("text_size.steps=3", r"text_size.steps cannot be set; set a key that uses it, such as train.steps"),
+        ("data.text_bytes=0", r"data.text_bytes=0 must be at least 1"),
+    ],
+)
+def test_invalid_sizes_are_refused(word, message, capsys, workdir):
+    with pytest.raises(SystemExit) as stopped:
+        compose("data=text", "data.path=text.txt", word)
+    assert stopped.value.code == 2
+    assert message in capsys.readouterr().err

@@ -1,0 +1,74 @@
+"""Overfitting: the message, the summary, train.patience, and the best checkpoint."""
+
+from pathlib import Path
+
+import pytest
+from helpers import metrics, summary
+
+from common.checkpoint_file import load_checkpoint
+
+# A high learning rate on 300 characters: the model memorizes them within some steps.
+OVERFIT = ["data.path=short.txt", "eval.every=5", "eval.batches=null", "eval.sample.max_new_tokens=0"]
+OVERFIT += ["optimizer.ngram_weight_decay=0", "optimizer.weight_decay=0", "optimizer.lr=0.05", "schedule=wsd"]
+
+
+@pytest.fixture
+def short_text(workdir) -> None:
+    text = (workdir / "text.txt").read_text()
+    (workdir / "short.txt").write_text(text[:270] + "0123456789 is quite another text: HERE.")
+
+
+def losses(name: str) -> dict[int, float]:
+    return {row["step"]: row["val/loss"] for row in metrics(name) if "val/loss" in row and row["step"] > 0}
+
+
+def test_overfitting_is_reported_once_and_recorded(short_text, train, capsys):
+    assert train("name=a", *OVERFIT, "train.steps=60") == 0
+    out, recorded = capsys.readouterr().out, losses("a")
+    best_step = min(recorded, key=recorded.__getitem__)
+    assert best_step < 60 - 3 * 5, recorded
+    assert out.count(f"overfitting since step {best_step}, ") == 1
+    assert f"set train.steps={best_step}" in out
+    assert summary("a")["overfitting"]
+    assert summary("a")["best_step"] == best_step
+    assert summary("a")["best_val_loss"] == recorded[best_step]
+    assert f"best validation loss {recorded[best_step]:.4f}" in out
+    assert load_checkpoint(Path("runs/a/checkpoints/best.pt"))["step"] == best_step
+
+
+def test_run_that_improves_until_its_end_is_not_overfitting(train, capsys):
+    assert train("name=a") == 0
+    assert "overfitting" not in capsys.readouterr().out
+    assert summary("a")["overfitting"] is False
+    assert summary("a")["best_step"] == 6
+
+
+def test_patience_ends_the_run_and_a_larger_one_resumes_it(short_text, train, capsys):
+    assert train("name=a", *OVERFIT, "train.steps=60", "train.patience=2") == 0
+    recorded = losses("a")
+    best_step = min(recorded, key=recorded.__getitem__)
+    assert summary("a")["status"] == "finished"
+    assert summary("a")["step"] == max(recorded) == best_step + 2 * 5
+    assert "train.patience=2 evaluations without a lower loss" in capsys.readouterr().out
+    assert (Path("runs/a") / "loss.png").exists()
+
+    assert train("name=a", *OVERFIT, "train.steps=60", "train.patience=2") == 0
+    assert f"runs/a is finished at step {max(recorded)}; set a larger train.steps" in capsys.readouterr().out
+    assert train("name=a", *OVERFIT, "train.steps=60", "train.patience=4") == 0
+    assert summary("a")["step"] == best_step + 4 * 5
+
+
+def test_resumed_run_counts_evaluations_from_its_checkpoint(short_text, train):
+    words = [*OVERFIT, "checkpoint.every=5", "train.patience=3"]
+    assert train("name=a", *words, "train.steps=60") == 0
+    stopped_at = summary("a")["step"]
+    assert train("name=b", *words, "train.steps=60", "train.patience=1") == 0
+    assert summary("b")["step"] < stopped_at
+    assert train("name=b", *words, "train.steps=60") == 0
+    assert losses("b") == losses("a")
+
+
+def test_patience_below_one_is_refused(train, capsys):
+    with pytest.raises(SystemExit):
+        train("train.patience=0")
+    assert "train.patience=0 must be a number greater than 0" in capsys.readouterr().err
