@@ -101,7 +101,7 @@ def main(config: Train) -> int:
         dist.check_same("step", state.step)
         progress = compute_progress(config.train, state.step, state.seconds, state.evals_since_best)
         if progress >= 1:
-            return report_finished_run(run, state.step)
+            return report_finished_run(run, state, config.train.patience)
         run_info = runtime.describe() | {
             "attention": asdict(attention), "n_params": n_params(model), "vocab_size": tokenizer.n_vocab,
             "micro_batch_size": micro_batch_size, "accumulation": accumulation, "data": str(prepared.folder),
@@ -181,11 +181,12 @@ def main(config: Train) -> int:
         return 0
 
 
-def report_finished_run(run: RunDir, step: int) -> int:
+def report_finished_run(run: RunDir, state: TrainState, patience: int | None) -> int:
     """Complete the run folder if the process was killed at the end of the run. Returns the exit code."""
     if run.mark_finished() and run.is_main:
         plot_loss(run.folder)
-    print(f"{run.folder} is finished at step {step}; set a larger train.steps or train.patience, or another name")
+    limit = "train.patience" if patience is not None and state.evals_since_best >= patience else "train.steps"
+    print(f"{run.folder} is finished at step {state.step}; set a larger {limit}, or another name")
     return 0
 
 

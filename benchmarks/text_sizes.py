@@ -54,12 +54,16 @@ def main() -> int:
             parser.error(f"{file} does not exist; pass the folder of a nanoGPT checkout and text files")
     os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // arguments.jobs))
     with tempfile.TemporaryDirectory() as temporary:
-        passed = [compare(Path(temporary), text.resolve(), arguments) for text in arguments.texts]
+        folders = [Path(temporary, str(number)) for number in range(len(arguments.texts))]
+        passed = [
+            compare(folder, text.resolve(), arguments) for folder, text in zip(folders, arguments.texts, strict=True)
+        ]
     return int(not all(passed))
 
 
 def compare(work: Path, text: Path, arguments: argparse.Namespace) -> bool:
     """Print the results of one text -> whether the default is good enough."""
+    (work / "char").mkdir(parents=True)  # nanoGPT's tokens are prepared here
     print(f"\n{text.name}, {text.stat().st_size:,} bytes", flush=True)
     seeds = [f"seed={seed}" for seed in arguments.seeds]
     limit = f"train.minutes={arguments.seconds / 60:.4f}"
@@ -76,7 +80,10 @@ def compare(work: Path, text: Path, arguments: argparse.Namespace) -> bool:
     found["the default"] = defaults[0]
     best = min(found, key=found.__getitem__)
     print(f"  default  {default:.4f}  text_size={config['text_size']}, seeds: {' '.join(f'{x:.4f}' for x in defaults)}")
-    print(f"  search   {found[best]:.4f}  {best}; default / search {defaults[0] / found[best]:.3f}")
+    if search:
+        print(
+            f"  search   {found[best]:.4f}  {best}; default with the first seed / search {defaults[0] / found[best]:.3f}"
+        )
     print(f"  nanoGPT  {nanogpt:.4f}  nanoGPT / default {nanogpt / default:.3f}", flush=True)
     result = {"text": text.name, "default": defaults, "nanogpt": nanogpt, "search": found, "config": config}
     with open("text_sizes.jsonl", "a") as file:
@@ -115,10 +122,9 @@ def train(work: Path, text: Path, words: list[str]) -> dict:
 
 def train_nanogpt(work: Path, text: Path, arguments: argparse.Namespace) -> float:
     """Train nanoGPT on the characters of the text -> the loss of its best checkpoint in bits per byte."""
-    folder = work / f"nanogpt-{text.stem}"
-    nanogpt = folder / "nanoGPT"
+    nanogpt = work / "nanoGPT"
     shutil.copytree(arguments.nanogpt, nanogpt, ignore=shutil.ignore_patterns(".git"))
-    prepared = share_tokens(folder, nanogpt, argparse.Namespace(recipe="shakespeare_char_cpu", text=text))
+    prepared = share_tokens(work / "char", nanogpt, argparse.Namespace(recipe="shakespeare_char_cpu", text=text))
     run_python(nanogpt, "train.py", *RECIPES["shakespeare_char_cpu"].nanogpt, *NANOGPT_STEPS)
     loss, loader = compute_checkpoint_loss(nanogpt, prepared), Loader(prepared, 64, seed=0)
     targets = loader.tokens["val"][1:].astype(int)

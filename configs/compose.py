@@ -25,7 +25,7 @@ from yaml import YAMLError
 from common.errors import UserError
 from configs.error_messages import did_you_mean, explain_error, explain_schema_error, one_of
 from configs.schema import OPTIMIZERS, SCRIPTS
-from configs.text_size import AUTO, choose_preset
+from configs.text_size import AUTO, choose_preset, load_presets
 from data import DataConfig
 
 CONFIGS = Path(__file__).parent
@@ -74,7 +74,7 @@ def _apply_schema(script: str, composed: DictConfig, config_dir: str | None) -> 
         if "text_size" in types:
             config.text_size = _resolve_text_size(config, config_dir)
         typed = OmegaConf.to_object(config)
-        if "text_size" in types:  # its values are now those of other keys
+        if "text_size" in types:  # other keys have taken its values, so its name is enough
             typed.text_size = config.text_size and config.text_size.name
         return typed
     except OmegaConfBaseException as error:
@@ -84,14 +84,26 @@ def _apply_schema(script: str, composed: DictConfig, config_dir: str | None) -> 
 
 
 def _resolve_text_size(config: DictConfig, config_dir: str | None) -> DictConfig | None:
-    """The preset of text_size, from which other keys take values as in ${text_size.steps}. None: no key does."""
+    """The preset from which other keys take values, as in ${text_size.steps}. None: no key takes one.
+
+    Raises UserError if a preset is invalid.
+    """
     if "${text_size." not in OmegaConf.to_yaml(config):
         return None
-    if config.text_size.name != AUTO:
-        return config.text_size
-    folders = [CONFIGS, *([Path(config_dir)] if config_dir is not None else [])]
-    files = [file for folder in folders for file in (folder / "text_size").glob("*.yaml") if file.stem != AUTO]
-    return choose_preset([OmegaConf.load(file) for file in files], OmegaConf.to_object(config.data))
+    preset = config.text_size
+    if not OmegaConf.is_dict(preset) or (preset.name == AUTO and len(preset) > 1):
+        raise UserError(
+            "text_size is not a setting of a recipe; list `override /text_size: 1MB` in its defaults, or set the keys "
+            "that use the values, such as train.steps"
+        )
+    if preset.name == AUTO:
+        if "data" not in config:
+            raise UserError("text_size=auto needs data, which bench.py does not have; set text_size=1MB, for example")
+        folders = [CONFIGS, *([Path(config_dir)] if config_dir is not None else [])]
+        preset = choose_preset(load_presets(folders), OmegaConf.to_object(config.data))
+    if OmegaConf.select(config, "train.init_from") is not None:  # a decay to 0 would erase the weights of that run
+        preset.weight_decay = preset.ngram_weight_decay = 0.0
+    return preset
 
 
 def list_types(kind: type, prefix: str = "") -> dict[str, Any]:

@@ -8,7 +8,7 @@ from typing import Any
 from common.errors import check_settings
 
 # These keys are set for each source of a mix, never for the mix.
-SOURCE_KEYS = ("path", "val_path", "val_documents", "val_fraction", "max_documents", "text_column")
+SOURCE_KEYS = ("path", "val_path", "val_documents", "val_fraction", "max_documents", "text_column", "text_bytes")
 HUB_KEYS = ("repo", "config", "split", "revision", "val_split", "stream")
 
 

@@ -65,13 +65,14 @@ class Loader:
                 "lacks; set data.document_mask=false, or use a text of several documents and a tokenizer built from it"
             )
 
-    def batch(self, split: str, first: int, count: int, stride: int = 1) -> Batch:
-        """Inputs, targets and document ids, (count, T) int64 each, of sequences first, first + stride, ...
+    def batch(self, split: str, first: int, count: int, stride: float = 1) -> Batch:
+        """Inputs, targets and document ids, (count, T) int64 each.
 
+        They are those of the sequences int(i * stride) for i = first, ..., first + count - 1.
         Training has no end. Validation has `val_windows` sequences; those after the last one are omitted.
         The document ids are None without document_mask.
         """
-        sequences = range(first, first + count * stride, stride)
+        sequences = [int(i * stride) for i in range(first, first + count)]
         x, y = self._train_batch(sequences) if split == "train" else self._val_batch(sequences)
         if self.device.type == "cuda":  # from pinned memory, so that the host does not wait for the copy
             x, y = (t.pin_memory().to(self.device, non_blocking=True) for t in (x, y))
@@ -106,7 +107,7 @@ class Loader:
         source = int(sources[offset])
         return source, block * self.shares[source] + int(earlier[offset])
 
-    def _train_batch(self, sequences: range) -> tuple[Tensor, Tensor]:
+    def _train_batch(self, sequences: list[int]) -> tuple[Tensor, Tensor]:
         windows = np.empty((len(sequences), self.T + 1), dtype=np.int64)
         for row, sequence in enumerate(sequences):
             source, index = self._find_source(sequence)
@@ -125,7 +126,7 @@ class Loader:
             out[done : done + count] = self.tokens["train"][first + start : first + start + count]
             done, start = done + count, 0
 
-    def _val_batch(self, sequences: range) -> tuple[Tensor, Tensor]:
+    def _val_batch(self, sequences: list[int]) -> tuple[Tensor, Tensor]:
         tokens, T = self.tokens["val"], self.val_T
         first_targets = np.array([i * T for i in sequences if i < self.val_windows], dtype=np.int64).reshape(-1, 1)
         starts = np.minimum(first_targets, len(tokens) - 1 - T)

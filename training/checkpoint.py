@@ -90,7 +90,7 @@ class TrainState:
         if saved["scaler"]:  # empty if the run was not in float16 so far
             self.scaler.load_state_dict(saved["scaler"])
         for key in SAVED_FIELDS:
-            setattr(self, key, saved[key])
+            setattr(self, key, saved.get(key, getattr(self, key)))  # older checkpoints lack best_step
 
 
 class CheckpointWriter:

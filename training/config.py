@@ -140,9 +140,12 @@ class MuonConfig:
 
     def __post_init__(self):
         _check_positive("optimizer", self, "lr", "ns_steps", "embedding_lr", "head_lr", "norm_lr", "eps")
-        limit = 1 / self.embedding_lr
-        advice = f"must be at least 0 and below 1 / optimizer.embedding_lr = {limit:g}"
-        check_settings("optimizer", self, [("ngram_weight_decay", 0 <= self.ngram_weight_decay < limit, advice)])
+        for key, lr_key in (("weight_decay", "lr"), ("ngram_weight_decay", "embedding_lr")):
+            lr = getattr(self, lr_key)
+            advice = (
+                f"must be at least 0 and below 1 / optimizer.{lr_key} = {1 / lr:g}; set a smaller one of the two keys"
+            )
+            check_settings("optimizer", self, [(key, 0 <= getattr(self, key) * lr < 1, advice)])
         valid_momentum = 0 <= self.momentum < 1
         check_settings("optimizer", self, [("momentum", valid_momentum, "must be at least 0 and below 1")])
         _check_betas_and_weight_decay(self)
@@ -152,9 +155,9 @@ class MuonConfig:
 class EvalConfig:
     """Evaluation during training.
 
-    every: steps between evaluations. batches: an evaluation uses at least batches * train.batch_size validation
-    windows, spread over the split, or all of them if there are fewer than twice as many; None: all. sample: settings of
-    the sample that each evaluation after step 0 generates; max_new_tokens=0: no sample.
+    every: steps between evaluations. batches: an evaluation uses batches * train.batch_size windows, spread evenly over
+    the validation split; None: all windows. sample: settings of the sample that each evaluation after step 0
+    generates; max_new_tokens=0: no sample.
     """
 
     every: int

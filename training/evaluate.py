@@ -42,10 +42,9 @@ class Evaluator:
         self.runtime, self.model, self.wrapped_model, self.loader = runtime, model, wrapped_model, loader
         self.tokenizer, self.batch_size = tokenizer, batch_size
         self.seed, self.sampling = config.seed, config.eval.sample
-        self.stride = 1  # every stride-th window is evaluated
+        self.windows = loader.val_windows
         if config.eval.batches is not None:
-            self.stride = max(1, loader.val_windows // (config.eval.batches * config.train.batch_size))
-        self.windows = -(-loader.val_windows // self.stride)
+            self.windows = min(config.eval.batches * config.train.batch_size, loader.val_windows)
         self.maps_folder = folder / "attention" if config.wandb.attention_maps else None
 
     def evaluate(self, step: int) -> dict:
@@ -65,12 +64,13 @@ class Evaluator:
 
         The windows are spread evenly over the validation split. The processes share them.
         """
-        loader, batch_size, dist, stride = self.loader, self.batch_size, self.runtime.dist, self.stride
+        loader, batch_size, dist = self.loader, self.batch_size, self.runtime.dist
+        stride = loader.val_windows / self.windows
         bytes_of_token = torch.from_numpy(token_bytes(self.tokenizer)).to(loader.device)
         nats, num_tokens, num_bytes = [], 0, torch.zeros((), dtype=torch.int64, device=loader.device)
         self.wrapped_model.eval()
         for first in range(dist.rank * batch_size, self.windows, dist.world_size * batch_size):
-            x, y, doc_ids = loader.batch("val", first * stride, min(batch_size, self.windows - first), stride)
+            x, y, doc_ids = loader.batch("val", first, min(batch_size, self.windows - first), stride)
             with self.runtime.autocast():
                 nats.append(self.wrapped_model(x, y, doc_ids=doc_ids, reduction="sum"))
             targets = y[y >= 0]

@@ -32,9 +32,10 @@ class TrainingProgress(ProgressBar):
 
     def print_overfitting(self, best_step: int, best_loss: float) -> None:
         """Print once that the validation loss no longer falls, and what to set."""
+        length = f"train.steps={best_step}, or " if best_step > 0 else ""  # 0: the weights of train.init_from are best
         self.print(
-            f"overfitting since step {best_step}, which has the best validation loss ({best_loss:.4f}); "
-            f"set train.steps={best_step}, a smaller text_size, or train.patience=3 to stop here",
+            f"overfitting: the validation loss has not fallen since step {best_step} ({best_loss:.4f}); "
+            f"for the next run, set {length}a lower optimizer.lr or more weight decay",
             style="bold yellow",
         )
 
@@ -62,10 +63,10 @@ def format_banner(config: Any, folder: Path, summary: dict, meta: dict) -> str:
     lines = {
         "run      ": [str(folder), step and f"resumed from step {step:,}"],
         "preset   ": [
-            config.text_size and f"text_size={config.text_size} sets vocabulary, model, weight decay and steps",
+            config.text_size and f"text_size={config.text_size}, for {format_bytes(meta['bytes']['train'])} of text",
         ],
         "data     ": [
-            f"{config.data.label}, {format_bytes(meta['bytes']['train'])}",
+            config.data.label,
             f"{tokens['train']:,} training tokens and {tokens['val']:,} validation tokens",
             f"{meta['tokenizer']['name']} vocabulary of {meta['vocab_size']:,}",
             config.data.document_mask and "attention within documents only",

@@ -59,5 +59,5 @@ def test_damaged_checkpoint_is_refused(tmp_path, damage):
 
 def test_unknown_checkpoint_format_is_refused(tmp_path):
     torch.save({"format": 99}, tmp_path / "last.pt")
-    with pytest.raises(UserError, match="checkpoint format 99, but this version reads 5"):
+    with pytest.raises(UserError, match="checkpoint format 99, but this version reads 4"):
         load_checkpoint(tmp_path / "last.pt")

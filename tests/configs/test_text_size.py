@@ -2,12 +2,9 @@
 
 import gzip
 from dataclasses import replace
-from math import log
 
 import pytest
 from helpers import TEXT_SOURCE
-from hypothesis import given, settings
-from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
 from configs.cli import parse_config
@@ -29,12 +26,16 @@ def write_text(folder, size) -> str:
     return f"data.path={path}"
 
 
-@settings(deadline=None)
-@given(size=st.integers(1, 10**11))
-def test_auto_selects_the_nearest_preset(size, tmp_path_factory):
-    source = replace(TEXT_SOURCE, path=write_text(tmp_path_factory.getbasetemp(), size).removeprefix("data.path="))
-    ratios = {name: abs(log(preset.text_bytes / size)) for name, preset in PRESETS.items()}
-    assert ratios[choose_preset(list(PRESETS.values()), source).name] == min(ratios.values())
+BOUNDARIES = {"20kB": 44_000, "100kB": 173_000, "300kB": 547_000, "1MB": 1_730_000, "3MB": 5_470_000, "10MB": 10**8}
+
+
+@pytest.mark.parametrize(("name", "largest"), BOUNDARIES.items())
+def test_auto_selects_the_preset_that_the_documentation_lists(name, largest, tmp_path):
+    names = list(BOUNDARIES)
+    following = names[min(names.index(name) + 1, len(names) - 1)]
+    for size, expected in ((largest, name), (largest * 1.02, following)):
+        source = replace(TEXT_SOURCE, path=write_text(tmp_path, int(size)).removeprefix("data.path="))
+        assert choose_preset(list(PRESETS.values()), source).name == expected
 
 
 @pytest.mark.parametrize("size", [1, 20_000, 300_000, 3_000_000, 10**9])
@@ -91,6 +92,46 @@ def test_presets_of_the_user_are_candidates(tmp_path):
     OmegaConf.save(preset, tmp_path / "own/text_size/tiny.yaml")
     words = ["data=text", write_text(tmp_path, 900), "--config-dir", str(tmp_path / "own")]
     assert compose(*words).text_size == "tiny"
+
+
+def test_invalid_presets_are_refused_with_their_file(tmp_path, capsys):
+    folder = tmp_path / "own/text_size"
+    folder.mkdir(parents=True)
+    words = ["data=text", write_text(tmp_path, 900), "--config-dir", str(tmp_path / "own")]
+    for change in ({"text_bytes": "90k"}, {"stepz": 3}, {"steps": "???"}):
+        OmegaConf.save(OmegaConf.to_container(PRESETS["1MB"]) | change, folder / "broken.yaml")
+        with pytest.raises(SystemExit):
+            compose(*words)
+        assert "own/text_size/broken.yaml: " in capsys.readouterr().err
+
+
+def test_preset_of_the_user_replaces_that_with_the_same_name(tmp_path):
+    (tmp_path / "own/text_size").mkdir(parents=True)
+    OmegaConf.save(OmegaConf.to_container(PRESETS["20kB"]) | {"steps": 7}, tmp_path / "own/text_size/20kB.yaml")
+    words = ["data=text", write_text(tmp_path, 20_000), "--config-dir", str(tmp_path / "own")]
+    assert compose(*words).train.steps == 7
+
+
+def test_preset_as_a_value_of_a_recipe_is_refused(tmp_path, capsys):
+    (tmp_path / "own/experiment").mkdir(parents=True)
+    for value in ("100kB", "{steps: 9}"):
+        (tmp_path / "own/experiment/mine.yaml").write_text(f"text_size: {value}")
+        with pytest.raises(SystemExit):
+            compose("experiment=mine", "--config-dir", str(tmp_path / "own"))
+        assert "list `override /text_size: 1MB` in its defaults" in capsys.readouterr().err
+
+
+def test_finetuning_does_not_decay_the_weights_of_the_first_run(tmp_path):
+    words = ["data=text", write_text(tmp_path, 20_000), "tokenizer=byte", "train.init_from=run:a"]
+    optimizer = compose(*words).optimizer
+    assert (optimizer.weight_decay, optimizer.ngram_weight_decay) == (0, 0)
+    assert compose(*words, "optimizer.weight_decay=1").optimizer.weight_decay == 1
+
+
+def test_bench_has_no_text_to_measure(capsys):
+    with pytest.raises(SystemExit):
+        compose("text_size=auto", script="bench")
+    assert "text_size=auto needs data" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
