@@ -81,9 +81,7 @@ def compare(work: Path, text: Path, arguments: argparse.Namespace) -> bool:
     best = min(found, key=found.__getitem__)
     print(f"  default  {default:.4f}  text_size={config['text_size']}, seeds: {' '.join(f'{x:.4f}' for x in defaults)}")
     if search:
-        print(
-            f"  search   {found[best]:.4f}  {best}; default with the first seed / search {defaults[0] / found[best]:.3f}"
-        )
+        print(f"  search   {found[best]:.4f}  {best}; default / search {defaults[0] / found[best]:.3f}")
     print(f"  nanoGPT  {nanogpt:.4f}  nanoGPT / default {nanogpt / default:.3f}", flush=True)
     result = {"text": text.name, "default": defaults, "nanogpt": nanogpt, "search": found, "config": config}
     with open("text_sizes.jsonl", "a") as file:

@@ -78,6 +78,18 @@ def test_validation_counts_every_target_exactly_once(n, T, size):
     assert counted == list(range(1, n))
 
 
+@settings(max_examples=60, deadline=None)
+@given(windows=st.integers(1, 40), data=st.data())
+def test_some_validation_windows_are_spread_over_the_complete_text(windows, data):
+    loader = Loader(FakePrepared(20, 1 + 8 * windows), 8, seed=0)
+    count = data.draw(st.integers(1, windows))
+    stride = loader.val_windows / count
+    starts = [int(loader.batch("val", i, 1, stride)[0][0, 0]) // 8 for i in range(count)]
+    assert len(set(starts)) == count
+    gaps = np.diff([*starts, windows])
+    assert gaps.max() <= stride + 1
+
+
 @settings(max_examples=15, deadline=None)
 @given(
     sizes=st.lists(st.integers(2, 40), min_size=2, max_size=4),
