@@ -129,7 +129,7 @@ def test_refused_backend_is_a_row_and_wandb_has_the_group(workdir):
     process = sweep(*settings, "attention=sdpa,flash", "optimizer.lr=0.03", "train.steps=5")
     out, err = process.communicate(timeout=TIMEOUT_S)
     assert (process.returncode, out) == (2, "")
-    assert "attention=sdpa was trained with optimizer.lr=0.02 (now 0.03); restore the old values, or set another" in err
+    assert "attention=sdpa was trained with optimizer.lr=0.01 (now 0.03); restore the old values, or set another" in err
     assert summary("attention=sdpa")["status"] == "finished"
 
 
