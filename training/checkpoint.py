@@ -90,7 +90,9 @@ class TrainState:
         if saved["scaler"]:  # empty if the run was not in float16 so far
             self.scaler.load_state_dict(saved["scaler"])
         for key in SAVED_FIELDS:
-            setattr(self, key, saved.get(key, getattr(self, key)))  # older checkpoints lack best_step
+            setattr(self, key, saved.get(key, getattr(self, key)))
+        if self.best_step is None and math.isfinite(self.best_val_loss):  # an older checkpoint, without this value
+            self.best_step = self.step
 
 
 class CheckpointWriter:

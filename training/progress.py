@@ -113,8 +113,10 @@ def format_summary(summary: dict, folder: Path) -> str:
     """The last lines of a run: its losses and speed, and the command for a sample. summary: as in summary.json."""
     steps, duration = pluralize(summary["step"], "step"), format_duration(summary["wall_seconds"])
     last = f"last {summary['last_val_loss']:.4f}; " if summary["best_step"] != summary["step"] else ""
+    bpb = summary["best_val_bpb"]  # None: the run began before it was recorded
+    bpb = f"{bpb:.3f} bits per byte, " if bpb is not None else ""
     return (
-        f"best validation loss {summary['best_val_loss']:.4f}, {summary['best_val_bpb']:.3f} bits per byte, "
+        f"best validation loss {summary['best_val_loss']:.4f}, {bpb}"
         f"at step {summary['best_step']}; {last}{steps} in {duration} at {summary['tokens_per_second']:,.0f} tokens/s\n"
         f"best     {folder / 'checkpoints' / 'best.pt'}, which sample.py uses\n"
         f"curve    {folder / 'loss.png'}\n"
