@@ -2,6 +2,7 @@
 
 import math
 from copy import deepcopy
+from dataclasses import replace
 
 import pytest
 import torch
@@ -118,3 +119,16 @@ def test_overflow_in_one_optimizer_skips_the_step_of_all_and_lowers_the_scale():
     assert optimizer_step(model, optimizers, scaler, None).item() == math.inf
     assert [p.item() for p in model] == [0.0, 0.0]
     assert scaler.get_scale() == 4.0
+
+
+def test_muon_decays_the_ngram_table_by_its_weight_decay_and_no_other_embedding():
+    model = tiny_model(max_ngram=3, tie_embeddings=False)
+    with torch.no_grad():
+        model.ngrams.table.weight.fill_(2.0)
+    before = model.wte.weight.clone()
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    for optimizer in build_optimizers(model, replace(MUON, embedding_lr=0.01, ngram_weight_decay=5.0)):
+        optimizer.step()
+    assert torch.allclose(model.ngrams.table.weight, torch.tensor(2.0 * (1 - 0.01 * 5.0)))
+    assert torch.equal(model.wte.weight, before)
