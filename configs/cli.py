@@ -11,12 +11,13 @@ import multiprocessing
 import os
 import re
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import yaml
 
@@ -28,6 +29,7 @@ DISK_FULL_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 # File errors that users can correct. Any other OSError is a bug and keeps its traceback.
 USER_ERRNOS = DISK_FULL_ERRNOS | {errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST}
 USER_ERRNOS |= {errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP}
+EXIT_HANDLERS_TIMEOUT_S = 10.0
 RANK_0_PRINTS_FIRST_S = 5.0  # how long other ranks wait for rank 0 to print an error that all ranks have
 FLAGS = """flags:
   --help            print this page and exit
@@ -111,11 +113,13 @@ def report_error(message: object, code: int) -> int:
     return code
 
 
-def exit_fast(code: int) -> None:
-    """Exit without unloading torch's modules, which takes most of a second. Exit handlers still run."""
+def exit_fast(code: int) -> NoReturn:
+    """Exit without unloading torch's modules, which takes most of a second. Exit handlers run for a limited time."""
     for child in multiprocessing.active_children():  # an exit handler would wait for them
         child.kill()
-    atexit._run_exitfuncs()
+    exit_handlers = threading.Thread(target=atexit._run_exitfuncs, daemon=True)
+    exit_handlers.start()
+    exit_handlers.join(EXIT_HANDLERS_TIMEOUT_S)  # wandb's handler waits for its service process, which may be stalled
     with suppress(BrokenPipeError):
         sys.stdout.flush()
         sys.stderr.flush()

@@ -1,8 +1,12 @@
-"""Logs metrics, tables and pictures of a run to wandb. A failure of wandb never stops the run."""
+"""Logs metrics, tables and pictures to wandb.
+
+Threads make all calls to wandb, so that no run waits for it. If wandb fails or stalls, one sentence is printed.
+"""
 
 import secrets
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import asdict
 from pathlib import Path
 from queue import SimpleQueue
@@ -12,6 +16,9 @@ from common.run_dir import EXIT_CODES, RunDir, flatten_dict
 from training.config import WandbConfig
 
 INIT_TIMEOUT_S = 60
+FINISH_TIMEOUT_S = 60  # uploads of the last rows and pictures
+INTERRUPTED_FINISH_TIMEOUT_S = 10  # schedulers kill a process about 30 s after SIGTERM
+MAX_QUEUED_CALLS = 20_000  # one per row: about 20 MB
 
 
 class WandbRun:
@@ -29,9 +36,10 @@ class WandbRun:
         self._calls: SimpleQueue[Callable[[Any], object] | None] = SimpleQueue()  # None ends the thread
         self._thread = threading.Thread(target=self._make_calls, daemon=True)
         self._has_started = False  # wandb, not the thread
+        self._has_dropped_calls = False
 
     def _make_calls(self) -> None:
-        try:
+        with _report_failure(self.run_dir.folder):
             attention = self.run_config["attention"] | self.run_dir.summary["attention"]
             run_config, name = self.run_config | {"attention": attention}, self.run_dir.name
             run = _wandb_init(
@@ -43,17 +51,20 @@ class WandbRun:
             self._has_started = True
             while call := self._calls.get():
                 call(run)
-        except Exception as error:  # wandb can raise anything
-            print(f"wandb: {type(error).__name__}: {error}; the run continues without wandb and writes metrics.jsonl")
 
     def _call(self, call: Callable[[Any], object]) -> None:
         if self.is_enabled and self._thread.ident is None:
             self._thread.start()
-        if self._thread.is_alive():  # else wandb has failed
+        if self._calls.qsize() >= MAX_QUEUED_CALLS:
+            if not self._has_dropped_calls:
+                print("wandb does not keep up and will miss some rows; metrics.jsonl contains all of them")
+            self._has_dropped_calls = True
+        elif self._thread.is_alive():  # else wandb has failed
             self._calls.put(call)
 
     def log(self, rows: list[dict]) -> None:
-        self._call(lambda run: [run.log(_with_pictures(row)) for row in rows])
+        for row in rows:
+            self._call(lambda run, row=row: run.log(_with_pictures(row)))
 
     def set_summary(self, summary: dict) -> None:
         # wandb itself records how the run ends
@@ -61,11 +72,39 @@ class WandbRun:
         self._call(lambda run: run.summary.update(values))
 
     def finish(self, exit_code: int) -> None:
-        if not self.is_enabled or (exit_code == EXIT_CODES["interrupted"] and not self._has_started):
+        is_interrupted = exit_code == EXIT_CODES["interrupted"]
+        if not self.is_enabled or (is_interrupted and not self._has_started):
             return  # an interrupted run does not wait until wandb has started
-        self._call(lambda run: run.finish(exit_code))  # also for a run that fails before its first row
+        if self._thread.ident is None:  # the run failed before its first row
+            self._thread.start()
+        self._calls.put(lambda run: run.finish(exit_code))
         self._calls.put(None)
-        self._thread.join()
+        _join(self._thread, self.run_dir.folder, INTERRUPTED_FINISH_TIMEOUT_S if is_interrupted else FINISH_TIMEOUT_S)
+
+
+@contextmanager
+def _report_failure(folder: Path) -> Iterator[None]:
+    """Context manager: an error of wandb is printed as one sentence. On exit, wandb's service process ends."""
+    try:
+        yield
+    except Exception as error:  # wandb can raise anything
+        message = str(error).partition("\n")[0]
+        print(f"wandb: {type(error).__name__}: {message}; continuing without wandb, {folder} has all results")
+    finally:
+        with suppress(Exception):  # if the service was killed; at exit, wandb would print a traceback
+            import wandb
+
+            wandb.teardown()
+
+
+def _join(thread: threading.Thread, folder: Path, timeout_s: float) -> None:
+    """Wait until wandb has finished, at most timeout_s seconds."""
+    thread.join(timeout_s)
+    if thread.is_alive():
+        print(
+            f"wandb did not finish within {timeout_s} s; {folder} has all results, and `wandb sync "
+            f"{folder}/wandb/*run-*` uploads what wandb has stored"
+        )
 
 
 def _with_pictures(row: dict) -> dict:
@@ -80,14 +119,18 @@ def log_table_to_wandb(
     """Log a table and a picture as a separate wandb run. kind: key of the table, and job type. rows: dataclasses."""
     if config.mode == "disabled":
         return
-    import wandb
 
-    try:
-        with _wandb_init(config, picture.parent, run_config, name=name, group=group, job_type=kind) as run:
+    def log_table() -> None:
+        with _report_failure(picture.parent):
+            import wandb
+
             table = wandb.Table(columns=list(asdict(rows[0])), data=[list(asdict(row).values()) for row in rows])
-            run.log({kind: table, f"{kind}_picture": wandb.Image(str(picture))})
-    except Exception as error:  # wandb can raise anything
-        print(f"wandb: {type(error).__name__}: {error}; the {kind} is in {picture.parent}")
+            with _wandb_init(config, picture.parent, run_config, name=name, group=group, job_type=kind) as run:
+                run.log({kind: table} | _with_pictures({f"{kind}_picture": picture}))
+
+    thread = threading.Thread(target=log_table, daemon=True)
+    thread.start()
+    _join(thread, picture.parent, FINISH_TIMEOUT_S)
 
 
 def _wandb_init(config: WandbConfig, folder: Path, run_config: dict, **arguments: Any):

@@ -1,14 +1,22 @@
-"""wandb: starting, resuming, failing and finishing a run."""
+"""wandb: starting, resuming, failing, stalling and finishing a run."""
 
+import os
+import signal
+import subprocess
+import sys
 import threading
+from contextlib import suppress
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import wandb
+from helpers import ROOT, TINY, metrics, summary
 
 from common.run_dir import EXIT_CODES
+from training import wandb_logger
 from training.config import WandbConfig
-from training.wandb_logger import WandbRun
+from training.wandb_logger import WandbRun, log_table_to_wandb
 
 CONFIG = WandbConfig(mode="online", project="p", entity=None, group=None, tags=[])
 
@@ -81,3 +89,109 @@ def test_other_ranks_do_not_use_wandb(tmp_path, calls):
     run.log([{"step": 0}])
     run.finish(0)
     assert not calls
+
+
+def test_queue_of_rows_has_a_limit(tmp_path, calls, monkeypatch, capsys):
+    monkeypatch.setattr(wandb_logger, "MAX_QUEUED_CALLS", 2)
+    start, init = threading.Event(), wandb.init
+    monkeypatch.setattr(wandb, "init", lambda **given: start.wait() and init(**given))
+    run = wandb_run(tmp_path)
+    run.log([{"step": 0}, {"step": 1}, {"step": 2}])
+    run.log([{"step": 3}])
+    assert capsys.readouterr().out.count("metrics.jsonl contains all") == 1
+    start.set()
+    run.finish(0)
+    assert calls[1:] == [{"step": 0}, {"step": 1}, {"exit_code": 0}]
+
+
+@pytest.mark.parametrize(
+    ("is_stalled", "message"), [(True, "wandb did not finish within 0.01 s"), (False, "wandb: ValueError: no disk;")]
+)
+def test_wandb_cannot_stop_a_table(tmp_path, monkeypatch, capsys, is_stalled, message):
+    end = threading.Event()
+
+    def init(**given):
+        if is_stalled:
+            end.wait()
+        raise ValueError("no disk\nanother line")
+
+    monkeypatch.setattr(wandb, "init", init)
+    if is_stalled:
+        monkeypatch.setattr(wandb_logger, "FINISH_TIMEOUT_S", 0.01)
+    log_table_to_wandb(CONFIG, "table", "a", None, [CONFIG], tmp_path / "a.png", {})
+    printed = capsys.readouterr().out
+    end.set()
+    for thread in threading.enumerate():
+        if "log_table" in thread.name:
+            thread.join()  # it prints an error
+    assert message in printed
+    assert printed.count("\n") == 1
+
+
+# Trains, and sends a signal to wandb's service process when wandb has started; or SIGTERM to the run in addition.
+SIGNAL_SERVICE = """
+import os, signal, subprocess, sys, threading
+from pathlib import Path
+
+class Popen(subprocess.Popen):
+    def __init__(self, command, **arguments):
+        super().__init__(command, **arguments)
+        if "wandb-core" in command[0]:
+            Path("service").write_text(str(self.pid))
+
+subprocess.Popen = Popen
+import train
+from configs import cli
+from training import wandb_logger
+
+if os.environ["SIGNAL"] == "SIGSTOP":
+    wandb_logger.FINISH_TIMEOUT_S = wandb_logger.INTERRUPTED_FINISH_TIMEOUT_S = cli.EXIT_HANDLERS_TIMEOUT_S = 1
+signaled, log, finish = threading.Event(), wandb_logger._with_pictures, wandb_logger.WandbRun.finish
+
+def signal_service(row):
+    if not signaled.is_set():
+        os.kill(int(Path("service").read_text()), getattr(signal, os.environ["SIGNAL"]))
+        signaled.set()
+        if "SIGTERM" in os.environ:
+            os.kill(os.getpid(), signal.SIGTERM)
+    return log(row)
+
+wandb_logger._with_pictures = signal_service
+wandb_logger.WandbRun.finish = lambda run, code: signaled.wait() and finish(run, code)
+cli.exit_fast(cli.run_main(train.main, cli.parse_config("train", "")))
+"""
+
+
+@pytest.mark.parametrize(
+    ("settings", "changes", "code", "message"),
+    [
+        ({"SIGNAL": "SIGSTOP"}, [], 0, "wandb did not finish within 1 s; runs/a has all results"),
+        ({"SIGNAL": "SIGKILL"}, [], 0, "continuing without wandb, runs/a has all results"),
+        pytest.param(
+            {"SIGNAL": "SIGSTOP", "SIGTERM": "1"},
+            ["train.steps=100000"],
+            75,
+            "wandb did not finish within 1 s",
+            marks=pytest.mark.slow,
+        ),
+    ],
+    ids=["stalled", "killed", "stalled and interrupted"],
+)
+def test_run_does_not_need_the_service_process(workdir, settings, changes, code, message):
+    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"} | settings
+    words = [*TINY, "name=a", "wandb.mode=offline", "eval.every=100", *changes]
+    try:
+        with open("log", "w") as log:  # the stalled process keeps a pipe open
+            command = [sys.executable, "-c", SIGNAL_SERVICE, *words]
+            done = subprocess.run(command, env=environment, stdout=log, stderr=log, timeout=600)
+    finally:
+        with suppress(FileNotFoundError, ProcessLookupError):
+            os.kill(int(Path("service").read_text()), signal.SIGKILL)
+    printed = Path("log").read_text()
+    assert done.returncode == code, printed
+    assert "Traceback" not in printed
+    assert printed.count(message) == 1, printed
+    last = summary("a")["step"]
+    assert [row["step"] for row in metrics("a")] == list(range(last + 1))
+    assert (last == 6) == (code == 0)
+    assert Path("runs/a/checkpoints/last.pt").exists()
