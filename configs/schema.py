@@ -77,6 +77,7 @@ class Train:
                 "set the name of a run"
             )
         resolve_sources(self.data)  # a missing file is reported before torch is imported
+        self.wandb.check()
 
 
 @dataclass

@@ -1,5 +1,6 @@
 """Config of training: types and checks. The values are in configs/. This module must not import torch."""
 
+import os
 from dataclasses import dataclass
 from math import inf
 from typing import Any
@@ -197,6 +198,21 @@ class WandbConfig:
     def __post_init__(self):
         is_known = self.mode in ("offline", "online", "disabled")
         check_settings("wandb", self, [("mode", is_known, "is unknown; set offline, online or disabled")])
+
+    def check(self) -> None:
+        """Raises UserError if wandb would ask for an API key. Only rank 0 uses wandb."""
+        if self.mode != "online" or os.environ.get("RANK", "0") != "0":
+            return
+        os.environ["WANDB_SILENT"] = "true"  # wandb raises an error instead of asking
+        import wandb
+
+        try:
+            wandb.login(verify=False)
+        except wandb.Error as error:
+            raise UserError(
+                f"wandb.mode=online needs an API key; run `wandb login`, or set WANDB_API_KEY or wandb.mode=offline "
+                f"({error})"
+            ) from None
 
 
 @dataclass

@@ -56,6 +56,7 @@ class BenchConfig:
             check_path_component("name", self.name)
         check_path_component("model.name", self.model.name)
         check_seed(self.seed)
+        self.wandb.check()
         rules = []
         for key, value in vars(self).items():
             if isinstance(value, list):

@@ -1,6 +1,7 @@
 """wandb: starting, resuming, failing, stalling and finishing a run."""
 
 import os
+import pty
 import signal
 import subprocess
 import sys
@@ -195,3 +196,17 @@ def test_run_does_not_need_the_service_process(workdir, settings, changes, code,
     assert [row["step"] for row in metrics("a")] == list(range(last + 1))
     assert (last == 6) == (code == 0)
     assert Path("runs/a/checkpoints/last.pt").exists()
+
+
+def test_missing_api_key_is_refused_without_a_question(workdir):
+    """With a terminal, wandb would ask for a key."""
+    terminal, of_process = pty.openpty()
+    environment = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")} | {"NETRC": "none"}
+    command = [sys.executable, ROOT / "train.py", *TINY, "wandb.mode=online"]
+    done = subprocess.run(command, env=environment, stdin=of_process, stdout=of_process, stderr=of_process, timeout=600)
+    printed = os.read(terminal, 10_000).decode()
+    os.close(terminal)
+    os.close(of_process)
+    assert done.returncode == 2
+    assert printed.startswith("train.py: wandb.mode=online needs an API key; run `wandb login`, or set WANDB_API_KEY")
+    assert not Path("runs").exists()
