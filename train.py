@@ -49,6 +49,7 @@ from training.device import build_grad_scaler, configure_backends, resolve_runti
 from training.evaluate import Evaluator
 from training.init_from import load_init_weights, load_run_tokenizer
 from training.loss_plot import plot_loss
+from training.metrics import recover_results
 from training.observers import WAITING, Observers
 from training.optimizer import build_optimizers, optimizer_step, set_lr
 from training.planning.memory import StepSpec
@@ -100,12 +101,12 @@ def main(config: Train) -> int:
             state.resume(run.last, metadata)
         dist.check_same("step", state.step)
         progress = compute_progress(config.train, state.step, state.seconds, state.evals_since_best)
-        if progress >= 1:
-            return report_finished_run(run, state, config.train.patience)
         run_info = runtime.describe() | {
             "attention": asdict(attention), "n_params": n_params(model), "vocab_size": tokenizer.n_vocab,
             "micro_batch_size": micro_batch_size, "accumulation": accumulation, "data": str(prepared.folder),
         }  # fmt: skip
+        if progress >= 1:
+            return report_finished_run(run, run_info, state, config.train.patience)
         run.start(asdict(config), run_info | state.summary())
 
         # observers, evaluation, checkpoints
@@ -181,9 +182,10 @@ def main(config: Train) -> int:
         return 0
 
 
-def report_finished_run(run: RunDir, state: TrainState, patience: int | None) -> int:
-    """Complete the run folder if the process was killed at the end of the run. Returns the exit code."""
-    if run.mark_finished() and run.is_main:
+def report_finished_run(run: RunDir, run_info: dict, state: TrainState, patience: int | None) -> int:
+    """Write the results again, because a process that was killed at the end has not. Returns the exit code."""
+    if run.is_main:
+        run.record_finished(run_info, state.summary() | recover_results(run.folder, state.step))
         plot_loss(run.folder)
     limit = "train.patience" if patience is not None and state.evals_since_best >= patience else "train.steps"
     print(f"{run.folder} is finished at step {state.step}; set a larger {limit}, or another name")

@@ -181,13 +181,13 @@ class RunDir:
         self.summary |= finite  # JSON has no infinity; the best loss is infinite before the first evaluation
         self._write()
 
-    def mark_finished(self) -> bool:
-        """Record the status "finished". Returns False if it was recorded before; a killed process did not record it."""
-        summary = read_summary(self.folder) or {"name": self.name, "status": "unknown"}
-        if summary["status"] == "finished":
-            return False
-        self.summary = summary
-        return True
+    def record_finished(self, run_info: dict, results: dict) -> None:
+        """Write the summary of a run that is finished, because a killed process has not written it.
+
+        run_info: used if there is no summary.json. results: replace those in summary.json.
+        """
+        self.summary = run_info | read_summary(self.folder) | {"name": self.name, "status": "running"}
+        self.update(results)
 
     def _write(self) -> None:
         if self.is_main:

@@ -321,14 +321,17 @@ def test_resuming_with_other_settings_is_refused_and_changes_no_file(trained, tr
     assert before == {p: p.read_bytes() for p in before}
 
 
-def test_run_killed_after_its_last_checkpoint_is_recorded_as_finished(train, workdir):
+@pytest.mark.parametrize("status", ["running", "finished", None])
+def test_results_of_a_run_killed_at_its_end_are_those_of_its_last_checkpoint(trained, train, workdir, status):
+    recorded, folder = summary("a"), workdir / "runs/a"
+    (folder / "summary.json").unlink()
+    (folder / "loss.png").unlink()
+    if status is not None:  # the summary of an earlier checkpoint
+        results = {key: 9 for key in recorded if re.search("step|loss|bpb|wall_seconds|mfu|peak|tokens_per", key)}
+        (folder / "summary.json").write_text(json.dumps(recorded | results | {"status": status}))
     assert train("name=a") == 0
-    recorded = summary("a")
-    (workdir / "runs/a/summary.json").write_text(json.dumps(recorded | {"status": "running"}))
-    (workdir / "runs/a/loss.png").unlink()
-    assert train("name=a") == 0
-    assert summary("a") == recorded
-    assert (workdir / "runs/a/loss.png").exists()
+    assert {"compile_s": None} | summary("a") == recorded | {"command": summary("a")["command"]}
+    assert (folder / "loss.png").exists()
 
 
 def test_damaged_tokens_are_reported_and_prepared_again_after_removal(trained, train, workdir, capsys):

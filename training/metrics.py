@@ -7,6 +7,7 @@ waits for the device. A Path in a row is a picture: metrics.jsonl contains its p
 import json
 import math
 import os
+import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -15,15 +16,42 @@ import torch
 
 from common.errors import TrainingFailed
 from common.files import atomic_write
+from training.speed import WARMUP_STEPS
 from training.wandb_logger import WandbRun
 
 FLUSH_INTERVAL_S = 1.0
+SUMMARY_NAMES = {
+    "last_val_loss": "val/loss",
+    "last_val_bpb": "val/bpb",
+    "last_train_loss": "train/loss",
+    "peak_memory_bytes": "peak_memory_bytes",
+}
+SPEED_METRICS = ("step_ms", "data_wait_ms", "tokens_per_second", "mfu")  # summary.json has their medians
 
 
 def read_metrics(folder: Path) -> list[dict]:
     """The rows of a run's metrics.jsonl."""
     with open(folder / "metrics.jsonl") as file:
         return [json.loads(line) for line in file]
+
+
+def truncate_metrics(folder: Path, step: int) -> list[dict]:
+    """Remove the rows of metrics.jsonl after `step`, and all of a run at step 0. Returns the remaining rows."""
+    path = folder / "metrics.jsonl"
+    lines = path.read_text().splitlines() if path.exists() and step > 0 else []
+    lines = [line for line in lines if _step_of(line) <= step]
+    atomic_write(path, "".join(line + "\n" for line in lines))
+    return [json.loads(line) for line in lines]
+
+
+def recover_results(folder: Path, step: int) -> dict:
+    """Losses, memory and median speed of a run at `step` from its metrics.jsonl, under their names in summary.json."""
+    rows = truncate_metrics(folder, step)
+    last = {key: value for row in rows for key, value in row.items()}
+    timed = rows[1 + WARMUP_STEPS :] or rows[1:]  # the first row is step 0
+    speeds = {key: [row[key] for row in timed if row.get(key) is not None] for key in SPEED_METRICS}
+    medians = {key: statistics.median(values) for key, values in speeds.items() if values}
+    return medians | {name: last.get(metric) for name, metric in SUMMARY_NAMES.items()}
 
 
 def _step_of(line: str) -> float:
@@ -43,14 +71,13 @@ class MetricsLogger:
 
     def __init__(self, folder: Path | None, step: int, wandb: WandbRun, must_be_finite: Sequence[str]):
         self.file, self.wandb, self.must_be_finite = None, wandb, must_be_finite
+        self.last: dict = {}  # the newest value of each metric, also from before a resume
         if folder is not None:
-            path = folder / "metrics.jsonl"
-            lines = path.read_text().splitlines() if path.exists() and step > 0 else []
-            atomic_write(path, "".join(line + "\n" for line in lines if _step_of(line) <= step))
-            self.file = open(path, "a")  # noqa: SIM115 (open as long as the run)
+            for row in truncate_metrics(folder, step):
+                self.last |= row
+            self.file = open(folder / "metrics.jsonl", "a")  # noqa: SIM115 (open as long as the run)
         self.rows: list[tuple[dict, Callable[[], dict]]] = []
         self.last_flush: float | None = None  # None: no row yet
-        self.last: dict = {}  # the newest value of each metric
 
     def log(self, row: dict, deferred: Callable[[], dict] = dict) -> None:
         """Collect a row. deferred: called when the row is written; returns more columns, such as device times."""
@@ -86,13 +113,7 @@ class MetricsLogger:
 
     def summary(self) -> dict:
         """The newest losses and peak memory, under their names in summary.json."""
-        names = {
-            "last_val_loss": "val/loss",
-            "last_val_bpb": "val/bpb",
-            "last_train_loss": "train/loss",
-            "peak_memory_bytes": "peak_memory_bytes",
-        }
-        return {name: self.last.get(metric) for name, metric in names.items()}
+        return {name: self.last.get(metric) for name, metric in SUMMARY_NAMES.items()}
 
     def close(self) -> None:
         if self.file is not None:

@@ -51,6 +51,12 @@ def test_resuming_removes_later_rows_and_incomplete_lines(tmp_path):
         assert path.read_text() == ""
 
 
+def test_summary_of_a_resumed_run_has_the_losses_of_earlier_steps(tmp_path):
+    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "val/loss": 3}\n{"step": 2}\n{"step": 3, "val/loss": 2}\n')
+    with logger(tmp_path, step=2) as metrics:
+        assert metrics.summary()["last_val_loss"] == 3
+
+
 @pytest.mark.parametrize("key", ["train/loss", "val/loss", "grad_norm"])
 def test_metric_that_is_not_finite_is_written_and_ends_the_run(tmp_path, key):
     path = tmp_path / "metrics.jsonl"
