@@ -15,7 +15,10 @@ FORMAT = 4  # of the content; increased when old checkpoints can no longer be re
 def save_checkpoint(path: Path, content: dict) -> None:
     """Write a checkpoint atomically: after a crash, `path` is the previous checkpoint or the new one."""
     with atomic_writer(path) as file:
-        torch.save(content | {"format": FORMAT}, file)
+        try:
+            torch.save(content | {"format": FORMAT}, file)
+        except RuntimeError as error:  # if the disk is full, torch cannot complete the file, and hides the OSError
+            raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
 
 
 def load_checkpoint(path: Path) -> dict:

@@ -25,15 +25,20 @@ def name_file_in_errors(path: Path) -> Iterator[None]:
 def atomic_writer(path: Path) -> Iterator[IO[bytes]]:
     """Context manager: a binary file that replaces `path` on success. After a crash, `path` is the old or the new file.
 
-    The content is written to <path>.partial, fsynced and renamed. The folder is also fsynced.
+    The content is written to <path>.partial, which is fsynced and renamed, or removed if an error occurs. The folder is
+    also fsynced.
     """
     partial = path.with_name(path.name + ".partial")
     with name_file_in_errors(path):
-        with open(partial, "wb") as file:
-            yield file
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(partial, path)
+        try:
+            with open(partial, "wb") as file:
+                yield file
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(partial, path)
+        except BaseException:
+            partial.unlink(missing_ok=True)
+            raise
         if os.name == "posix":  # Windows cannot open a folder
             folder = os.open(path.parent, os.O_RDONLY)
             os.fsync(folder)

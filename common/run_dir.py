@@ -6,6 +6,7 @@ import platform
 import re
 import time
 from collections.abc import Callable
+from contextlib import nullcontext, suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -165,7 +166,7 @@ class RunDir:
             raise UserError(
                 f"{folder} is being trained by {read_owner(folder)}; wait for it, or set another name"
             ) from None
-        (folder / ".owner").write_text(f"process {os.getpid()} on {platform.node()}")
+        atomic_write(folder / ".owner", f"process {os.getpid()} on {platform.node()}")
         return name
 
     def start(self, config: dict, summary: dict) -> None:
@@ -186,7 +187,7 @@ class RunDir:
 
         run_info: used if there is no summary.json. results: replace those in summary.json.
         """
-        self.summary = run_info | read_summary(self.folder) | {"name": self.name, "status": "running"}
+        self.summary = {"name": self.name, "status": "running"} | run_info | read_summary(self.folder)
         self.update(results)
 
     def _write(self) -> None:
@@ -201,7 +202,8 @@ class RunDir:
             self.summary["status"] = status_of(error)
             is_message = isinstance(error, KeyboardInterrupt | UserError | TrainingFailed)
             self.summary["error"] = None if error is None else str(error) if is_message else f"{kind.__name__}: {error}"
-            self._write()
+            with suppress(OSError) if error is not None else nullcontext():  # a full disk must not hide the error
+                self._write()
         if self.is_main:
             self.lock.release()
 

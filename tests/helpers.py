@@ -1,8 +1,11 @@
 """A small document, configs, a small model, and readers of run folders, for several test files."""
 
 import json
+from collections.abc import Iterator
+from contextlib import contextmanager
 from pathlib import Path
 
+import pytest
 import torch
 
 from data import DataConfig, TokenizerConfig
@@ -70,6 +73,18 @@ def train_here(*overrides: str) -> int:
     from train import main
 
     return run_main(main, parse_config("train", "", [*TINY, *overrides]))
+
+
+@contextmanager
+def file_size_limit(size: int) -> Iterator[None]:
+    """Context manager: a file cannot grow beyond `size` bytes, so that writing fails as on a full disk."""
+    resource = pytest.importorskip("resource")
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
 
 
 # Fields of a row that depend on the clock or the machine.

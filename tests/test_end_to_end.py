@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from helpers import ROOT, TINY, metrics, summary, untimed
+from helpers import ROOT, TINY, file_size_limit, metrics, summary, untimed
 
 from common.checkpoint_file import load_checkpoint
 from common.console import printable
@@ -354,6 +354,16 @@ def test_diverging_run_fails_with_a_message_and_keeps_its_checkpoint(train, caps
     assert torch.isfinite(load("a", "last")["model"]["wte.weight"]).all()
     assert train("name=a", "optimizer=adamw", "train.steps=9") == 0
     assert [row["step"] for row in metrics("a")] == list(range(10))
+
+
+def test_full_disk_ends_a_run_with_the_name_of_the_file_and_keeps_the_last_checkpoint(trained, train, capsys):
+    with file_size_limit(70_000):
+        assert train("name=a", "train.steps=9") == 1
+    assert "runs/a/checkpoints/best.pt: File too large; free some disk space" in capsys.readouterr().err
+    assert {path.name for path in Path("runs/a/checkpoints").iterdir()} == {"best.pt", "last.pt"}
+    assert "best.pt" in summary("a")["error"] and summary("a")["status"] == "failed"
+    assert load("a", "last")["step"] == 6
+    assert train("name=a", "train.steps=9") == 0
 
 
 def test_training_continues_if_wandb_fails(train, monkeypatch, capsys):

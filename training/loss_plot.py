@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from common.files import name_file_in_errors
 from common.plots import make_figure, style_axes
 from training.metrics import read_metrics
 
@@ -26,5 +27,6 @@ def plot_loss(folder: Path) -> Path:
     if train or val:
         axes.legend(frameon=False)
     path = folder / "loss.png"
-    figure.savefig(path)
+    with name_file_in_errors(path):
+        figure.savefig(path)
     return path

@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 
 from common.errors import TrainingFailed
-from common.files import atomic_write
+from common.files import atomic_write, name_file_in_errors
 from training.speed import WARMUP_STEPS
 from training.wandb_logger import WandbRun
 
@@ -97,8 +97,9 @@ class MetricsLogger:
             return
         rows, self.rows = [_to_json(row | deferred()) for row, deferred in self.rows], []
         self.last_flush = time.perf_counter()
-        self.file.writelines(json.dumps(row, default=str) + "\n" for row in rows)  # str: a picture's path
-        self.file.flush()
+        with name_file_in_errors(Path(self.file.name)):
+            self.file.writelines(json.dumps(row, default=str) + "\n" for row in rows)  # str: a picture's path
+            self.file.flush()
         self.wandb.log(rows)
         for row in rows:
             self.last |= row
@@ -117,7 +118,8 @@ class MetricsLogger:
 
     def close(self) -> None:
         if self.file is not None:
-            self.file.close()
+            with name_file_in_errors(Path(self.file.name)):
+                self.file.close()
 
 
 def _to_json(row: dict) -> dict:

@@ -5,6 +5,7 @@ import os
 import platform
 
 import pytest
+from helpers import file_size_limit
 
 from common.errors import TrainingFailed, UserError
 from common.run_dir import RunDir, find_run
@@ -41,6 +42,17 @@ def test_summary_records_how_a_run_ended(workdir, error, status, message):
         raise error
     summary = json.loads((workdir / "runs/a/summary.json").read_text())
     assert (summary["status"], summary["error"]) == (status, message)
+
+
+def test_full_disk_does_not_hide_the_error_of_a_run(workdir):
+    run = RunDir("a", "", True)
+    run.start({}, {})
+    with pytest.raises(TrainingFailed, match="nan"), file_size_limit(5), run:
+        raise TrainingFailed("nan")
+    assert json.loads((workdir / "runs/a/summary.json").read_text())["status"] == "running"
+    assert not list(workdir.rglob("*.partial"))
+    with RunDir("a", "", True):  # the lock is free
+        pass
 
 
 def test_newest_run_with_a_checkpoint_is_found_also_in_sweeps(workdir):

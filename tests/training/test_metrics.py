@@ -7,6 +7,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import file_size_limit
 
 from common.errors import TrainingFailed
 from training import metrics as metrics_module
@@ -70,4 +71,10 @@ def test_metric_that_is_not_finite_is_written_and_ends_the_run(tmp_path, key):
 def test_infinite_gradients_do_not_end_a_run_with_a_scaler(tmp_path):
     with logger(tmp_path, must_be_finite=("train/loss", "val/loss")) as metrics:
         metrics.log({"step": 1, "grad_norm": math.inf, "train/loss": 1.0})
+        metrics.flush()
+
+
+def test_full_disk_is_reported_with_the_name_of_the_file(tmp_path):
+    with pytest.raises(OSError, match=r"metrics\.jsonl"), file_size_limit(5), logger(tmp_path) as metrics:
+        metrics.log({"step": 1})
         metrics.flush()
