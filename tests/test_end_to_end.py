@@ -314,6 +314,7 @@ def test_resuming_with_other_settings_is_refused_and_changes_no_file(trained, tr
         (["data.val_fraction=0.2", "train.steps=9"], r"data=\w+ \(now \w+\)"),
         (["optimizer=adamw", "train.steps=9"], r"optimizer.name=muon \(now adamw\)"),
         (["train.batch_size=8", "train.steps=9"], r"train.batch_size=4 \(now 8\)"),
+        (["seed=2", "train.steps=9"], r"seed=1337 \(now 2\)"),
         (["resume=false"], "runs/a exists; set another name"),
     ):
         assert train("name=a", *overrides) == 2

@@ -79,7 +79,8 @@ class TrainState:
     def resume(self, path: Path, metadata: dict) -> None:
         """Read a checkpoint of a run that has the same identity. Raises UserError."""
         saved = load_checkpoint(path)
-        check_identity(path.parent.parent, saved["identity"], metadata["identity"])
+        seed = {"seed": saved["config"]["seed"]}  # older checkpoints do not have it in their identity
+        check_identity(path.parent.parent, seed | saved["identity"], metadata["identity"])
         if saved["optimizer"] is None:
             raise UserError(
                 f"{path} has no optimizer state, because it was saved as best.pt with checkpoint.optimizer=false; "
@@ -128,7 +129,7 @@ def make_checkpoint_metadata(config: Any, meta: dict) -> dict:
     identity |= {"data.document_mask": config.data.document_mask}
     identity |= {f"data.mix.{name}.weight": part.weight for name, part in config.data.mix.items()}
     identity |= {"tokenizer.name": config.tokenizer.name, "vocabulary": meta["vocab_size"]}
-    identity |= {"train.init_from": config.train.init_from}
+    identity |= {"seed": config.seed, "train.init_from": config.train.init_from}
     identity |= {"optimizer.name": config.optimizer.name, "train.batch_size": config.train.batch_size}
     return {
         "model_config": model,
@@ -140,7 +141,7 @@ def make_checkpoint_metadata(config: Any, meta: dict) -> dict:
 
 
 def check_identity(folder: Path, saved: dict, identity: dict) -> None:
-    """Raises UserError if a run would resume with another model, data, tokenizer, optimizer or batch size."""
+    """Raises UserError if a run would resume with another model, data, tokenizer, optimizer, batch size or seed."""
     different = ", ".join(
         f"{key}={format_value(saved.get(key))} (now {format_value(value)})"
         for key, value in identity.items()

@@ -24,7 +24,7 @@ def state():
 def test_checkpoint_restores_the_state_under_plain_names(state, tmp_path):
     path = tmp_path / "checkpoints/last.pt"
     path.parent.mkdir()
-    state.save(path, {"vocab_size": 20, "identity": {}})
+    state.save(path, {"vocab_size": 20, "identity": {}, "config": {"seed": 1}})
     saved = load_checkpoint(path)
     assert (saved["step"], saved["seconds"], saved["vocab_size"]) == (1, 2.5, 20)
     assert set(saved["model"]) == set(state.model.state_dict())
@@ -56,8 +56,16 @@ def test_resuming_with_other_settings_lists_the_differences(tmp_path):
         )
 
 
+def test_another_seed_is_refused_also_by_a_checkpoint_with_the_seed_only_in_its_config(state, tmp_path):
+    path = tmp_path / "last.pt"
+    state.save(path, {"identity": {}, "config": {"seed": 1}})
+    state.resume(path, {"identity": {"seed": 1}})
+    with pytest.raises(UserError, match=r"seed=1 \(now 2\)"):
+        state.resume(path, {"identity": {"seed": 2}})
+
+
 def test_checkpoint_without_optimizer_state_is_refused_when_resuming(state, tmp_path):
     path = tmp_path / "last.pt"
-    state.save(path, {"identity": {}}, with_optimizer=False)
+    state.save(path, {"identity": {}, "config": {"seed": 1}}, with_optimizer=False)
     with pytest.raises(UserError, match=r"last.pt has no optimizer state, .* checkpoint.optimizer=false"):
         state.resume(path, {"identity": {}})
