@@ -113,7 +113,7 @@ def main(config: Train) -> int:
         observers = Observers(config, runtime, run, state, progress)
         state.wandb_id = observers.wandb.id
         evaluator = Evaluator(config, runtime, model, wrapped_model, loader, tokenizer, micro_batch_size, run.folder)
-        checkpoints = CheckpointWriter(run, state, metadata, observers, config.checkpoint.optimizer)
+        checkpoints = CheckpointWriter(run, state, metadata, observers, config.checkpoint)
         observers.progress.print(format_banner(config, run.folder, run.summary, prepared.meta))
 
         with observers:

@@ -70,11 +70,15 @@ def find_run(name: str) -> Path:
 
 
 def find_checkpoint(run: str, kind: str) -> Path:
-    """Path of a run's best.pt or last.pt (kind: "best" or "last"), or of its only checkpoint. Raises UserError."""
-    path = find_run(run) / "checkpoints" / f"{kind}.pt"
-    if not path.exists():  # a run that was interrupted before its first evaluation has only last.pt
-        (path,) = path.parent.glob("*.pt")
-    return path
+    """Path of a run's checkpoint. kind: "best", "last" or "step-NNNNNN". Raises UserError.
+
+    A run that was interrupted before its first evaluation has only last.pt, which is then also the best one.
+    """
+    found = {path.stem: path for path in sorted((find_run(run) / "checkpoints").glob("*.pt"))}
+    for name in (kind, "best", "last") if kind in ("best", "last") else (kind,):
+        if name in found:
+            return found[name]
+    raise UserError(f"run={run} has no checkpoint={kind}; set one of {', '.join(found)}")
 
 
 def has_checkpoint(name: str | None) -> bool:

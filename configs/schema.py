@@ -3,6 +3,7 @@
 The dataclasses have types and no values: each value is in one YAML file of this folder. Nothing here imports torch.
 """
 
+import re
 from dataclasses import dataclass
 from math import inf
 from typing import Any
@@ -115,7 +116,11 @@ class Sample(SamplingConfig):
         generates = self.max_new_tokens > 0 or self.loss or self.attention_map
         has_one_prompt = mode not in ("loss", "interactive", "prompts")
         rules = [
-            ("checkpoint", self.checkpoint in ("best", "last"), "is unknown; set best or last"),
+            (
+                "checkpoint",
+                re.fullmatch(r"best|last|step-\d+", self.checkpoint),
+                "is unknown; set best, last or step-NNNNNN",
+            ),
             ("num_samples", self.num_samples >= 1, "must be at least 1; set 8, for example"),
             ("batch_size", self.batch_size >= 1, "must be at least 1; set 8, for example"),
             (

@@ -20,7 +20,8 @@ from helpers import ROOT, TINY, file_size_limit, metrics, summary, untimed
 
 from common.checkpoint_file import load_checkpoint
 from common.console import printable
-from common.run_dir import RunDir
+from common.errors import UserError
+from common.run_dir import RunDir, find_checkpoint
 from configs.cli import parse_config
 from data import tokenizer
 from model import GPTConfig
@@ -355,6 +356,30 @@ def test_diverging_run_fails_with_a_message_and_keeps_its_checkpoint(train, caps
     assert torch.isfinite(load("a", "last")["model"]["wte.weight"]).all()
     assert train("name=a", "optimizer=adamw", "train.steps=9") == 0
     assert [row["step"] for row in metrics("a")] == list(range(10))
+
+
+def test_run_returns_to_an_older_checkpoint_after_it_has_diverged(train, sample, workdir, capsys):
+    settings = ["optimizer=adamw", "schedule.warmup_steps=100", "checkpoint.every=2", "train.steps=12"]
+    assert train("name=whole", *settings) == 0
+    assert train("name=a", *settings, "train.steps=7", "checkpoint.keep=2") == 0
+    folder = workdir / "runs/a/checkpoints"
+    assert {path.stem for path in folder.glob("*.pt")} == {"best", "last", "step-000004", "step-000006"}
+    assert load("a", "step-000004")["step"] == 4 and load("a", "last")["step"] == 7
+
+    diverging = ["optimizer.lr=1e9", "train.grad_clip=null", "checkpoint.every=1", "checkpoint.keep=2"]
+    assert train("name=a", *settings, *diverging) == 1
+    assert torch.isfinite(load("a", "last")["model"]["wte.weight"]).all()
+    assert train("name=a", *settings, "checkpoint.keep=2") == 1  # the weights are finite, but too large
+    assert "copy an older checkpoint over" in capsys.readouterr().err
+
+    shutil.copy(folder / "step-000006.pt", folder / "last.pt")
+    assert train("name=a", *settings, "checkpoint.keep=1") == 0
+    assert_same_run("whole", "a")
+    assert {path.stem for path in folder.glob("*.pt")} == {"best", "last", "step-000010"}
+
+    assert sample("run=a", "checkpoint=step-000010", "max_new_tokens=3")
+    with pytest.raises(UserError, match="run=a has no checkpoint=step-000002; set one of best, last, step-000010"):
+        find_checkpoint("a", "step-000002")
 
 
 def test_full_disk_ends_a_run_with_the_name_of_the_file_and_keeps_the_last_checkpoint(trained, train, capsys):

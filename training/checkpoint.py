@@ -10,6 +10,7 @@ config         the complete run config, for readers; nothing is built from it
 """
 
 import math
+import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -19,9 +20,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from common.checkpoint_file import load_checkpoint, save_checkpoint
-from common.errors import UserError, format_value
+from common.errors import TrainingFailed, UserError, format_value
 from common.run_dir import RunDir
-from training.config import OVERFITTING_EVALS
+from training.config import OVERFITTING_EVALS, CheckpointConfig
 from training.optimizer import load_state_by_name, state_by_name
 
 if TYPE_CHECKING:
@@ -67,8 +68,14 @@ class TrainState:
     def save(self, path: Path, metadata: dict, with_optimizer: bool = True) -> None:
         """Write a checkpoint. metadata: see make_checkpoint_metadata.
 
-        A run cannot resume from a checkpoint without the optimizer state.
+        A run cannot resume from a checkpoint without the optimizer state. Raises TrainingFailed if a weight is not
+        finite.
         """
+        if not nn.utils.get_total_norm(self.model.parameters(), math.inf).isfinite():
+            raise TrainingFailed(
+                f"the weights are not finite after step {self.step}, so {path} is not replaced; set a lower "
+                "optimizer.lr, and start the same run again"
+            )
         content = {key: getattr(self, key) for key in SAVED_FIELDS} | {
             "model": self.model.state_dict(),
             "optimizer": state_by_name(self.model, self.optimizers) if with_optimizer else None,
@@ -94,19 +101,23 @@ class TrainState:
             setattr(self, key, saved.get(key, getattr(self, key)))
         if self.best_step is None and math.isfinite(self.best_val_loss):  # an older checkpoint, without this value
             self.best_step = self.step
+        best = path.with_name("best.pt")
+        if best.exists() and load_checkpoint(best)["step"] > self.step:  # from a step that the run now repeats
+            self.best_val_loss = self.best_val_bpb = math.inf
+            self.best_step, self.evals_since_best = None, 0
 
 
 class CheckpointWriter:
     """Writes the checkpoints of a run, after its metrics are on the disk. Does nothing on ranks other than 0.
 
-    metadata: see make_checkpoint_metadata. best_with_optimizer: whether best.pt contains the optimizer state.
+    state: after it was resumed. metadata: see make_checkpoint_metadata.
     """
 
     def __init__(
-        self, run: RunDir, state: TrainState, metadata: dict, observers: "Observers", best_with_optimizer: bool
+        self, run: RunDir, state: TrainState, metadata: dict, observers: "Observers", config: CheckpointConfig
     ):
-        self.run, self.state, self.metadata, self.observers = run, state, metadata, observers
-        self.best_with_optimizer = best_with_optimizer
+        self.run, self.state, self.metadata, self.observers, self.config = run, state, metadata, observers, config
+        self.last_step = state.step  # the step of last.pt, if it exists
 
     def save(self, *, best: bool, last: bool) -> None:
         """Write best.pt, last.pt or both, and update summary.json. Raises TrainingFailed if a loss is not finite."""
@@ -114,11 +125,29 @@ class CheckpointWriter:
             return
         self.observers.flush()
         if best:
-            self.state.save(self.run.best, self.metadata, self.best_with_optimizer)
+            self.state.save(self.run.best, self.metadata, self.config.optimizer)
         if last:
+            if self.config.keep and self.run.last.exists():
+                self._keep_last()
             self.state.save(self.run.last, self.metadata)
+            self.last_step = self.state.step
         self.run.update(self.state.summary() | self.observers.summary())
         self.observers.wandb.set_summary(self.run.summary)
+
+    def _keep_last(self) -> None:
+        """Keep last.pt, which will be replaced, as step-NNNNNN.pt, and remove the oldest of these files.
+
+        It is a second name of the same file, so that nothing is written.
+        """
+        kept = self.run.last.with_name(f"step-{self.last_step:06d}.pt")
+        kept.unlink(missing_ok=True)
+        try:
+            kept.hardlink_to(self.run.last)
+        except OSError:  # a file system without hard links
+            shutil.copy2(self.run.last, kept)
+        by_age = sorted(kept.parent.glob("step-*.pt"), key=lambda path: (path.stat().st_mtime_ns, path.name))
+        for path in by_age[: -self.config.keep]:
+            path.unlink()
 
 
 def make_checkpoint_metadata(config: Any, meta: dict) -> dict:

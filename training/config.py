@@ -174,15 +174,18 @@ class EvalConfig:
 class CheckpointConfig:
     """Saving of checkpoints.
 
-    every: steps between saves of last.pt, which is also saved after the last step. optimizer: whether best.pt contains
-    the optimizer state. last.pt, from which a run resumes, always contains it.
+    every: steps between saves of last.pt, which is also saved after the last step. keep: number of older last.pt that
+    are kept, as step-NNNNNN.pt. optimizer: whether best.pt contains the optimizer state. last.pt, from which a run
+    resumes, always contains it.
     """
 
     every: int
+    keep: int
     optimizer: bool
 
     def __post_init__(self):
         _check_positive("checkpoint", self, "every")
+        check_settings("checkpoint", self, [("keep", self.keep >= 0, "must not be negative; set 2, for example")])
 
 
 @dataclass

@@ -107,7 +107,8 @@ class MetricsLogger:
                 if key in row and row[key] is None:
                     raise TrainingFailed(
                         f"{key} is not a finite number at step {row['step']}; set a lower optimizer.lr or a larger "
-                        "schedule.warmup_steps, and start the same run again: it resumes from its last checkpoint"
+                        "schedule.warmup_steps, and start the same run again: it resumes from its last checkpoint; "
+                        "if that fails at once, copy an older checkpoint over last.pt"
                     )
         if sync:
             os.fsync(self.file.fileno())

@@ -1,11 +1,13 @@
 """Checkpoints: saving, resuming, and refused checkpoints."""
 
+import math
+
 import pytest
 import torch
 from helpers import ADAMW, file_size_limit, tiny_model, train_step
 
 from common.checkpoint_file import load_checkpoint
-from common.errors import UserError
+from common.errors import TrainingFailed, UserError
 from training.checkpoint import TrainState, check_identity
 from training.device import build_grad_scaler
 from training.optimizer import build_optimizers
@@ -47,6 +49,18 @@ def test_full_disk_leaves_the_previous_checkpoint_and_no_other_file(state, tmp_p
     assert list(tmp_path.iterdir()) == [path]
 
 
+@pytest.mark.parametrize("value", [math.nan, math.inf])
+def test_weights_that_are_not_finite_do_not_replace_a_checkpoint(state, tmp_path, value):
+    path = tmp_path / "last.pt"
+    state.save(path, {})
+    state.step = 2
+    with torch.no_grad():
+        next(state.model.parameters()).view(-1)[3] = value
+    with pytest.raises(TrainingFailed, match="the weights are not finite after step 2"):
+        state.save(path, {})
+    assert load_checkpoint(path)["step"] == 1
+
+
 def test_resuming_with_other_settings_lists_the_differences(tmp_path):
     with pytest.raises(UserError, match=r"model.n_layer=4 \(now 6\), data.name=a \(now b\); restore the old values"):
         check_identity(
@@ -62,6 +76,17 @@ def test_another_seed_is_refused_also_by_a_checkpoint_with_the_seed_only_in_its_
     state.resume(path, {"identity": {"seed": 1}})
     with pytest.raises(UserError, match=r"seed=1 \(now 2\)"):
         state.resume(path, {"identity": {"seed": 2}})
+
+
+@pytest.mark.parametrize(("best_step", "best_val_loss"), [(1, 2.0), (3, math.inf)])
+def test_best_checkpoint_after_the_step_of_the_resumed_one_does_not_count(state, tmp_path, best_step, best_val_loss):
+    metadata = {"identity": {}, "config": {"seed": 1}}
+    state.record_evaluation(2.0, 3.0)
+    state.save(tmp_path / "last.pt", metadata)
+    state.step = best_step
+    state.save(tmp_path / "best.pt", metadata)
+    state.resume(tmp_path / "last.pt", metadata)
+    assert (state.step, state.best_val_loss) == (1, best_val_loss)
 
 
 def test_checkpoint_without_optimizer_state_is_refused_when_resuming(state, tmp_path):
