@@ -150,9 +150,11 @@ def main(config: Train) -> int:
 
                 # clip the gradients and update the weights
                 with observers.phase("optimizer"):
-                    grad_norm = optimizer_step(model, optimizers, scaler, config.train.grad_clip)
+                    grad_norm = optimizer_step(
+                        model, optimizers, scaler, config.train.grad_clip, config.train.skip_above
+                    )
                 observers.end_step()
-                state.step += 1
+                state.count_step(grad_norm, config.train)
 
                 # all processes agree on the time, and on whether to stop
                 stopped, state.seconds = dist.sync_stop_and_time(stop.requested, time.perf_counter() - started)

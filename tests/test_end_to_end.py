@@ -382,6 +382,39 @@ def test_run_returns_to_an_older_checkpoint_after_it_has_diverged(train, sample,
         find_checkpoint("a", "step-000002")
 
 
+def test_steps_with_large_gradients_are_skipped_also_by_a_resumed_run(train, capsys):
+    settings = ["schedule.warmup_steps=100", "train.on_nonfinite=skip", "train.steps=9"]
+    assert train("name=free", *settings) == 0
+    assert summary("free")["skipped_steps"] == metrics("free")[-1]["skipped_steps"] == 0
+    settings.append(f"train.skip_grad_norm={sorted(row['grad_norm'] for row in metrics('free')[1:])[4]}")
+    assert train("name=whole", *settings) == 0
+    norms = [row["grad_norm"] for row in metrics("whole")[1:]]
+    assert 0 < summary("whole")["skipped_steps"] == sum(norm >= float(settings[-1].split("=")[1]) for norm in norms) < 9
+    assert train("name=parts", *settings, "train.steps=6") == 0
+    assert train("name=parts", *settings) == 0
+    assert_same_run("whole", "parts")
+    limit = summary("whole")["skipped_steps"] - 1
+    assert train("name=limited", *settings, f"train.max_skipped_steps={limit}") == 1
+    assert f"more than train.max_skipped_steps={limit}" in capsys.readouterr().err
+
+
+def test_steps_that_are_not_finite_are_skipped(train, monkeypatch):
+    forward = GPT.forward
+
+    def nan_at_third_step(model, *args, **kwargs):
+        loss = forward(model, *args, **kwargs)
+        counter.append(model.training)
+        return loss * math.nan if counter.count(True) == 3 and model.training else loss
+
+    counter: list[bool] = []
+    monkeypatch.setattr(GPT, "forward", nan_at_third_step)
+    assert train("name=a", "train.on_nonfinite=skip") == 0
+    assert [row["train/loss"] is None for row in metrics("a")[1:]] == [False, False, True, False, False, False]
+    assert (summary("a")["skipped_steps"], summary("a")["status"]) == (1, "finished")
+    counter.clear()
+    assert train("name=b") == 1
+
+
 def test_full_disk_ends_a_run_with_the_name_of_the_file_and_keeps_the_last_checkpoint(trained, train, capsys):
     with file_size_limit(70_000):
         assert train("name=a", "train.steps=9") == 1

@@ -28,6 +28,10 @@ class TrainConfig:
     micro_batch_size: sequences per forward pass on one device. None: the device's share of the batch. "auto": as many
         as fit into memory.
     grad_clip: largest gradient norm. None: no clipping.
+    on_nonfinite: what to do if the gradients of a step are not finite. "stop": the run fails. "skip": the step does not
+        change the weights.
+    skip_grad_norm: also skip steps whose gradient norm is not below this number. None: do not.
+    max_skipped_steps: the run fails if it skips more steps.
     patience: stop after this many evaluations in a row without a lower validation loss. None: never.
     profile: record where the time of a few steps goes.
     init_from: "run:NAME" starts from the weights of that run. None: random weights.
@@ -38,20 +42,32 @@ class TrainConfig:
     batch_size: int
     micro_batch_size: Any  # int, None, or "auto"
     grad_clip: float | None
+    on_nonfinite: str
+    skip_grad_norm: float | None
+    max_skipped_steps: int
     patience: int | None
     profile: bool
     init_from: str | None
 
     def __post_init__(self):
-        _check_positive("train", self, "steps", "minutes", "batch_size", "grad_clip", "patience")
+        _check_positive("train", self, "steps", "minutes", "batch_size", "grad_clip", "skip_grad_norm", "patience")
         run, size = self.init_from, self.micro_batch_size
         check_settings("train", self, [
             ("init_from", run is None or (run.startswith("run:") and run != "run:"), "must be run:NAME, or null"),
             ("micro_batch_size", size in (None, AUTO) or (type(size) is int and size > 0),
              f"must be a number of sequences, {AUTO} (as many as fit), or null (all of a device's share)"),
+            ("on_nonfinite", self.on_nonfinite in ("stop", "skip"), "is unknown; set stop or skip"),
+            ("skip_grad_norm", self.skip_grad_norm is None or self.on_nonfinite == "skip",
+             "needs train.on_nonfinite=skip; set it, or remove the key"),
+            ("max_skipped_steps", self.max_skipped_steps >= 0, "must not be negative; set 100, for example"),
         ])  # fmt: skip
         if self.steps is None and self.minutes is None:
             raise UserError("set train.steps or train.minutes: the run has no end")
+
+    @property
+    def skip_above(self) -> float | None:
+        """Steps are skipped unless their gradient norm is below this number. None: no step is skipped."""
+        return None if self.on_nonfinite == "stop" else self.skip_grad_norm or inf
 
     def split_batch(self, world_size: int) -> tuple[int, int]:
         """(sequences per forward pass on one device, forward passes per optimizer step). Raises UserError.

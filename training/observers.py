@@ -40,8 +40,10 @@ class Observers:
             trace = run.folder / "trace.json.gz"
             self.profiler = StepProfiler(runtime.device, run.summary["accumulation"], trace, self.progress)
         self.wandb = WandbRun(config.wandb, run, asdict(config), state.wandb_id)
+        self.skips_steps = config.train.on_nonfinite == "skip"
         # the gradient scaler skips steps whose gradients overflow; without it, an overflow ends the run
-        must_be_finite = ["train/loss", "val/loss"] + ([] if state.scaler.is_enabled() else ["grad_norm"])
+        must_be_finite = ["val/loss"] if self.skips_steps else ["val/loss", "train/loss"]
+        must_be_finite += [] if self.skips_steps or state.scaler.is_enabled() else ["grad_norm"]
         self.metrics = MetricsLogger(run.folder if run.is_main else None, state.step, self.wandb, must_be_finite)
 
     @contextmanager
@@ -70,6 +72,8 @@ class Observers:
         """
         step = self.state.step
         row = {"step": step, "tokens": step * self.tokens_per_step, "seconds": self.state.seconds} | row
+        if self.skips_steps:
+            row["skipped_steps"] = self.state.skipped_steps
         if "val/loss" in row:
             self.progress.print_evaluation(row, is_best)
             if self.state.evals_since_best == OVERFITTING_EVALS:
