@@ -29,7 +29,6 @@ from dataclasses import asdict, replace
 
 from common import system
 from common.errors import UserError
-from common.interrupt import sigterm_as_keyboard_interrupt
 from common.run_dir import BENCHES, make_new_folder, write_config, write_summary
 from compare.bench.cases import build_groups
 from compare.bench.config import BenchConfig
@@ -63,8 +62,7 @@ def main(config: BenchConfig) -> int:
     rows: list[Timing] = []
     status = "failed"
     try:
-        with sigterm_as_keyboard_interrupt():
-            measure_groups(groups, resolved, folder / "attention.csv", rows)
+        measure_groups(groups, resolved, folder / "attention.csv", rows)
         status = "finished"
     except KeyboardInterrupt:
         status = "interrupted"

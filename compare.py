@@ -8,6 +8,11 @@ Prints a table, and writes comparison.csv (all statistics), comparison.md and co
 sweep are written into its folder, all others into runs/comparison. Differences are relative to the first setting.
 """
 
+if __name__ == "__main__":  # before the slow imports below
+    from configs.cli import start_process
+
+    start_process()
+
 import argparse
 from pathlib import Path
 

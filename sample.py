@@ -44,6 +44,7 @@ import torch
 
 from common.console import TABLE_WIDTH, make_console, pluralize, printable
 from common.errors import UserError
+from common.interrupt import Terminated
 from common.run_dir import find_run
 from configs.cli import config_from_python, exit_fast, run_main
 from configs.schema import Sample
@@ -221,6 +222,8 @@ def run_interactive(config: Sample, model: GPT, tokenizer: tiktoken.Encoding) ->
                 text += chunk.text
                 show(chunk.text)
             show("\n")
+        except Terminated:
+            raise
         except KeyboardInterrupt:
             show("\n")
         except UserError as error:

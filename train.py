@@ -105,26 +105,28 @@ def main(config: Train) -> int:
             "attention": asdict(attention), "n_params": n_params(model), "vocab_size": tokenizer.n_vocab,
             "micro_batch_size": micro_batch_size, "accumulation": accumulation, "data": str(prepared.folder),
         }  # fmt: skip
-        if progress >= 1:
+        if progress >= 1 and not state.evaluation_interrupted:
             return report_finished_run(run, run_info, state, config.train.patience)
         run.start(asdict(config), run_info | state.summary())
 
         # observers, evaluation, checkpoints
         observers = Observers(config, runtime, run, state, progress)
         state.wandb_id = observers.wandb.id
-        evaluator = Evaluator(config, runtime, model, wrapped_model, loader, tokenizer, micro_batch_size, run.folder)
+        evaluator = Evaluator(
+            config, runtime, model, wrapped_model, loader, tokenizer, micro_batch_size, run.folder, stop
+        )
         checkpoints = CheckpointWriter(run, state, metadata, observers, config.checkpoint)
         observers.progress.print(format_banner(config, run.folder, run.summary, prepared.meta))
 
         with observers:
             system.reset_peak_memory(device)
             started = time.perf_counter() - state.seconds
-            if state.step == 0:
-                row = evaluator.evaluate(step=0)
-                observers.log_step(row, progress)
-                if config.train.init_from is not None:  # the initial weights stay the best if training worsens the loss
-                    state.record_evaluation(row["val/loss"], row["val/bpb"])
-                    checkpoints.save(best=True, last=False)
+            if state.step == 0 or state.evaluation_interrupted:
+                row, is_best = evaluator.evaluate(state)
+                progress = compute_progress(config.train, state.step, state.seconds, state.evals_since_best)
+                observers.log_step(row, progress, is_best)
+                if is_best or state.step > 0:
+                    checkpoints.save(best=is_best, last=state.step > 0)
 
             starts = dist.micro_batch_starts(state.step, config.train.batch_size, micro_batch_size)
             batches = prefetch(loader, starts, micro_batch_size)
@@ -155,6 +157,7 @@ def main(config: Train) -> int:
                     )
                 observers.end_step()
                 state.count_step(grad_norm, config.train)
+                stop.enable()
 
                 # all processes agree on the time, and on whether to stop
                 stopped, state.seconds = dist.sync_stop_and_time(stop.requested, time.perf_counter() - started)
@@ -165,8 +168,8 @@ def main(config: Train) -> int:
                 row = {"train/loss": dist.all_reduce_mean(loss), "grad_norm": grad_norm, "lr": lr}
                 is_best = False
                 if state.step % config.eval.every == 0 or progress >= 1:
-                    row |= evaluator.evaluate(state.step) | {"peak_memory_bytes": system.peak_memory_bytes(device)}
-                    is_best = state.record_evaluation(row["val/loss"], row["val/bpb"])
+                    evaluation, is_best = evaluator.evaluate(state)
+                    row, stopped = row | evaluation, stopped or state.evaluation_interrupted
                     progress = compute_progress(config.train, state.step, state.seconds, state.evals_since_best)
                 observers.log_step(row, progress, is_best)
 
@@ -177,7 +180,7 @@ def main(config: Train) -> int:
             dist.barrier()
             if dist.is_main:
                 plot_loss(run.folder)
-            if progress < 1:  # stopped by Ctrl-C or SIGTERM
+            if progress < 1 or state.evaluation_interrupted:  # stopped by a signal
                 raise KeyboardInterrupt(f"saved at step {state.step}; resume with: {format_resume_command(run.name)}")
         if dist.is_main:
             print(format_summary(run.summary, run.folder))

@@ -17,8 +17,9 @@ def save_checkpoint(path: Path, content: dict) -> None:
     with atomic_writer(path) as file:
         try:
             torch.save(content | {"format": FORMAT}, file)
-        except RuntimeError as error:  # if the disk is full, torch cannot complete the file, and hides the OSError
-            raise (error.__context__ if isinstance(error.__context__, OSError) else error) from None
+        except RuntimeError as error:  # torch cannot complete the file after a full disk or a signal, and hides the cause
+            cause = error.__context__
+            raise (cause if isinstance(cause, OSError | KeyboardInterrupt) else error) from None
 
 
 def load_checkpoint(path: Path) -> dict:

@@ -1,13 +1,36 @@
-"""Signals: Ctrl-C and SIGTERM stop a run after its current step. The exit codes are in common/run_dir.py."""
+"""Signals: Ctrl-C, SIGTERM and SIGHUP end every command with exit code 75. A training run saves a checkpoint first."""
 
 import os
 import signal
-from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import suppress
+
+STOP_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+
+
+class Terminated(KeyboardInterrupt):
+    """SIGTERM or SIGHUP. It is handled like Ctrl-C, but it also ends interactive sampling."""
+
+
+def raise_on_signals() -> None:
+    """From now on, Ctrl-C raises KeyboardInterrupt, and SIGTERM and SIGHUP raise Terminated.
+
+    Ignored signals stay ignored, such as SIGHUP under nohup.
+    """
+    _set_handlers(_raise)
+
+
+def _raise(number, frame) -> None:
+    raise KeyboardInterrupt if number == signal.SIGINT else Terminated
+
+
+def _set_handlers(handler) -> dict:
+    """Set the handler of all stop signals that are not ignored. Returns the previous handlers."""
+    kinds = [kind for kind in STOP_SIGNALS if signal.getsignal(kind) != signal.SIG_IGN]
+    return {kind: signal.signal(kind, handler) for kind in kinds}
 
 
 class StopRequest:
-    """Context manager: Ctrl-C and SIGTERM set `requested`, so that the training loop can stop after its step.
+    """Context manager: after `enable`, a signal sets `requested`, so that the training loop can save and stop.
 
     A second signal raises KeyboardInterrupt. ignore_repeats: a second signal does nothing, because torchrun and
     schedulers send several signals before they kill the process. silent: print nothing.
@@ -15,32 +38,26 @@ class StopRequest:
 
     def __init__(self, ignore_repeats: bool, silent: bool):
         self.requested, self.ignore_repeats, self.silent = False, ignore_repeats, silent
+        self.previous: dict = {}
 
     def __enter__(self) -> "StopRequest":
-        self.previous = {kind: signal.signal(kind, self._handle) for kind in (signal.SIGINT, signal.SIGTERM)}
         return self
 
+    def enable(self) -> None:
+        """Call this after a step. Before the first step, there is nothing to save: a signal ends the run at once."""
+        if not self.previous:
+            self.previous = _set_handlers(self._handle)
+
     def _handle(self, number, frame) -> None:
-        if self.requested and not self.ignore_repeats:
+        is_first, self.requested = not self.requested, True
+        if not is_first and not self.ignore_repeats:
             raise KeyboardInterrupt("stopped without saving; steps since the last checkpoint are lost")
-        if not self.requested and not self.silent:
+        if is_first and not self.silent:
             hint = "" if self.ignore_repeats else " Press Ctrl-C again to quit without saving."
             message = f"\nStopping after this step, and saving a checkpoint.{hint}\n"
-            os.write(2, message.encode())  # print() is not safe in a signal handler
-        self.requested = True
+            with suppress(OSError):  # for example, if `tee` was stopped by the same Ctrl-C
+                os.write(2, message.encode())  # print() is not safe in a signal handler
 
     def __exit__(self, *_) -> None:
         for kind, handler in self.previous.items():
-            signal.signal(kind, handler)
-
-
-@contextmanager
-def sigterm_as_keyboard_interrupt() -> Iterator[None]:
-    """Context manager: SIGTERM and SIGHUP raise KeyboardInterrupt, as Ctrl-C does."""
-    kinds = [getattr(signal, name) for name in ("SIGTERM", "SIGHUP") if hasattr(signal, name)]
-    previous = {kind: signal.signal(kind, signal.default_int_handler) for kind in kinds}
-    try:
-        yield
-    finally:
-        for kind, handler in previous.items():
             signal.signal(kind, handler)

@@ -10,6 +10,7 @@ import errno
 import multiprocessing
 import os
 import re
+import signal
 import sys
 import threading
 import time
@@ -22,8 +23,9 @@ from typing import Any, NoReturn
 import yaml
 
 from common.errors import TrainingFailed, UserError, is_out_of_memory
+from common.interrupt import raise_on_signals
+from common.output import configure_output
 from common.run_dir import EXIT_CODES
-from configs.compose import compose_config, list_choices, list_groups
 
 DISK_FULL_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 # File errors that users can correct. Any other OSError is a bug and keeps its traceback.
@@ -42,9 +44,24 @@ MULTIRUN_FLAG = """\
 """
 
 
-def parse_config(script: str, doc: str, argv: list[str] | None = None) -> Any:
-    """Parse a command line. Returns the script's checked config; exits the process if a word is invalid."""
+def start_process(stdout_is_result: bool = False) -> None:
+    """Set up signals, output streams and the report of Ctrl-C. Called before the slow imports."""
     sys.excepthook = _report_ctrl_c
+    raise_on_signals()
+    configure_output(stdout_is_result)
+    if stdout_is_result and hasattr(signal, "SIGPIPE"):
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends the command silently, as it does with cat
+
+
+def parse_config(script: str, doc: str, argv: list[str] | None = None) -> Any:
+    """Parse a command line. Returns the script's checked config; exits the process if a word is invalid.
+
+    argv: None: that of the process, whose signals and output streams are also set up.
+    """
+    if argv is None:
+        start_process(stdout_is_result=script == "sample")
+    from configs.compose import compose_config  # imports Hydra, which takes 0.2 s
+
     try:
         flags = _parse_flags(script, argv)
         if flags.help:
@@ -70,6 +87,8 @@ def parse_config(script: str, doc: str, argv: list[str] | None = None) -> Any:
 
 def config_from_python(script: str, **settings: Any) -> Any:
     """The checked config of `script` for callers in Python: the defaults, changed by `settings`. Raises UserError."""
+    from configs.compose import compose_config, list_groups
+
     words = [f"{key}={value}" for key, value in settings.items() if key in list_groups(script)]
     settings = {key: value for key, value in settings.items() if key not in list_groups(script)}
     config = compose_config(script, words, settings=settings)
@@ -87,8 +106,6 @@ def run_main(main: Callable[..., int], *config: Any) -> int:
         return report_error(error, EXIT_CODES["failed"])
     except KeyboardInterrupt as error:
         return report_error(str(error) or "interrupted", EXIT_CODES["interrupted"])
-    except BrokenPipeError:  # the reader of stdout has closed the pipe, as in `python sample.py | head`
-        return 1
     except OSError as error:
         if error.errno not in USER_ERRNOS:
             raise
@@ -120,7 +137,7 @@ def exit_fast(code: int) -> NoReturn:
     exit_handlers = threading.Thread(target=atexit._run_exitfuncs, daemon=True)
     exit_handlers.start()
     exit_handlers.join(EXIT_HANDLERS_TIMEOUT_S)  # wandb's handler waits for its service process, which may be stalled
-    with suppress(BrokenPipeError):
+    with suppress(OSError):
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code)
@@ -175,6 +192,8 @@ def _is_launcher_word(word: str) -> bool:
 
 
 def _help_page(script: str, doc: str) -> str:
+    from configs.compose import list_choices, list_groups
+
     lines = [f"  {group + '=':14}{' | '.join(list_choices(group))}" for group in list_groups(script)]
     flags = FLAGS + (MULTIRUN_FLAG if script == "train" else "")
     return "\n".join([doc.strip(), "", "groups and their choices:", *lines, "", flags.rstrip()])

@@ -11,6 +11,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from pkgutil import resolve_name
 
 import numpy as np
 import pytest
@@ -32,6 +33,10 @@ from model.gpt import GPT
 def assert_same_run(a, b):
     """Check that rows, weights and optimizer state are bit-identical."""
     assert untimed(metrics(a)) == untimed(metrics(b))
+    assert_same_checkpoints(a, b)
+
+
+def assert_same_checkpoints(a, b):
     for kind in ("last", "best"):
         one, two = (load(n, kind) for n in (a, b))
         assert one["step"] == two["step"]
@@ -535,9 +540,17 @@ exit_fast(3)
     assert subprocess.run([sys.executable, "script.py"], env=environment, timeout=600).returncode == 3
 
 
-@pytest.mark.parametrize("error", ["KeyboardInterrupt", "RuntimeError from KeyboardInterrupt()"])  # from __set_name__
-def test_interrupt_during_imports_is_reported(workdir, error):
-    (workdir / "torch.py").write_text(f"raise {error}")  # as Ctrl-C while torch is imported
+SIGNAL_WHILE_TORCH_IS_IMPORTED = [
+    "raise KeyboardInterrupt",
+    "raise RuntimeError from KeyboardInterrupt()",  # from __set_name__
+    "import os, signal; os.kill(os.getpid(), signal.SIGTERM)",
+    "import os, signal; os.kill(os.getpid(), signal.SIGHUP)",
+]
+
+
+@pytest.mark.parametrize("code", SIGNAL_WHILE_TORCH_IS_IMPORTED)
+def test_signal_during_imports_is_reported(workdir, code):
+    (workdir / "torch.py").write_text(code)
     done = subprocess.run(
         [sys.executable, ROOT / "train.py", *TINY], env=os.environ | {"PYTHONPATH": "."}, text=True, capture_output=True
     )
@@ -556,6 +569,61 @@ def test_interrupted_run_saves_prints_the_resume_command_and_exits_75(workdir):
     recorded, saved = summary("a"), load("a", "last")
     assert recorded["status"] == "interrupted"
     assert saved["step"] == metrics("a")[-1]["step"] == recorded["step"] > 0
+
+
+def test_run_whose_terminal_is_closed_saves_a_checkpoint(workdir):
+    process = spawn("name=a", *LONG, "train.steps=100000")
+    process.stdout.close()
+    process.stderr.close()
+    wait_for_step("a", 10, process)
+    process.send_signal(signal.SIGHUP)
+    assert process.wait(600) == 75
+    assert summary("a")["status"] == "interrupted"
+    assert load("a", "last")["step"] == metrics("a")[-1]["step"] > 0
+
+
+def raise_in_call(monkeypatch, number: int, target: str, condition=lambda *args: True) -> None:
+    """Raise SIGTERM before call `number`, from 1, of a function."""
+    function, calls = resolve_name(target), []
+
+    def signal_and_call(*args, **kwargs):
+        calls.extend([None] * condition(*args))
+        if len(calls) == number:
+            calls.append(None)
+            signal.raise_signal(signal.SIGTERM)
+        return function(*args, **kwargs)
+
+    monkeypatch.setattr(target, signal_and_call)
+
+
+@pytest.mark.parametrize("evaluation", [2, 3])  # after step 3 and after the last step
+def test_evaluation_that_a_signal_stops_is_repeated_on_resume(train, capsys, evaluation):
+    assert train("name=whole", "eval.batches=4") == 0
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        is_val = lambda loader, split, *args: split == "val"  # noqa: E731
+        raise_in_call(monkeypatch, 4 * evaluation - 2, "data.loader.Loader.batch", is_val)
+        assert train("name=a", "eval.batches=4") == 75
+    step = 3 * (evaluation - 1)
+    assert f"saved at step {step}" in capsys.readouterr().err
+    assert summary("a")["status"] == "interrupted"
+    assert "val/loss" not in metrics("a")[-1]
+    assert train("name=a", "eval.batches=4") == 0
+    assert summary("a")["status"] == "finished"
+    assert_same_checkpoints("whole", "a")
+    merged = {}  # the repeated evaluation has a separate row
+    for row in untimed(metrics("a")):
+        merged[row["step"]] = merged.get(row["step"], {}) | row
+    assert list(merged.values()) == untimed(metrics("whole"))
+
+
+def test_signal_before_the_first_step_ends_the_run_at_once(train):
+    with pytest.MonkeyPatch.context() as monkeypatch:
+        raise_in_call(monkeypatch, 1, "model.gpt.GPT.forward")
+        handler = signal.signal(signal.SIGTERM, signal.default_int_handler)  # as in a process of train.py
+        assert train("name=a") == 75
+        signal.signal(signal.SIGTERM, handler)
+    assert summary("a")["status"] == "interrupted"
+    assert train("name=a") == 0
 
 
 def test_second_process_on_the_same_run_is_refused(train, capsys):

@@ -1,6 +1,7 @@
 """Training state and its checkpoints: files of tensors and plain values (see common/checkpoint_file.py).
 
-format, step, skipped_steps, seconds, best_val_loss, best_val_bpb, best_step, evals_since_best, wandb_id
+format, step, skipped_steps, seconds, best_val_loss, best_val_bpb, best_step, evals_since_best, evaluation_interrupted,
+wandb_id
 model          {name: tensor}             the same names for eager and compiled runs, on one device or many
 optimizer      {name: {state}}            of all optimizers; None in a best.pt saved with checkpoint.optimizer=false
 scaler         state of the gradient scaler; empty if it is disabled
@@ -29,7 +30,8 @@ if TYPE_CHECKING:
     from training.observers import Observers
 
 SAVED_FIELDS = (
-    "step", "skipped_steps", "seconds", "best_val_loss", "best_val_bpb", "best_step", "evals_since_best", "wandb_id",
+    "step", "skipped_steps", "seconds", "best_val_loss", "best_val_bpb", "best_step", "evals_since_best",
+    "evaluation_interrupted", "wandb_id",
 )  # fmt: skip
 
 
@@ -47,6 +49,7 @@ class TrainState:
     best_val_bpb: float = math.inf
     best_step: int | None = None  # None: not evaluated yet
     evals_since_best: int = 0  # evaluations since best_step
+    evaluation_interrupted: bool = False  # by a signal; the evaluation at `step` is repeated when the run resumes
     wandb_id: str | None = None
 
     def count_step(self, grad_norm: Tensor, train: TrainConfig) -> None:

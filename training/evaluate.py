@@ -9,6 +9,8 @@ import tiktoken
 import torch
 from torch import nn
 
+from common.interrupt import StopRequest
+from common.system import peak_memory_bytes
 from data.loader import Loader
 from data.tokenizer import initial_tokens, token_bytes
 from model.generation.attention_maps import attention_maps, entropy, layer_entropies
@@ -16,6 +18,7 @@ from model.generation.attention_plots import plot_overview
 from model.generation.config import unescape
 from model.generation.engine import Prompt, generate
 from model.gpt import GPT
+from training.checkpoint import TrainState
 from training.device import Runtime
 
 MAP_TOKENS = 64  # tokens in an attention map; the picture has one map per head
@@ -25,7 +28,7 @@ class Evaluator:
     """Evaluates a model while it trains.
 
     config: the config of train.py. wrapped_model: the model as the loop calls it (Runtime.wrap). batch_size: windows
-    per forward pass. Attention maps are saved in `folder`.
+    per forward pass. Attention maps are saved in `folder`. stop: a signal ends an evaluation after its forward pass.
     """
 
     def __init__(
@@ -38,31 +41,42 @@ class Evaluator:
         tokenizer: tiktoken.Encoding,
         batch_size: int,
         folder: Path,
+        stop: StopRequest,
     ):
         self.runtime, self.model, self.wrapped_model, self.loader = runtime, model, wrapped_model, loader
-        self.tokenizer, self.batch_size = tokenizer, batch_size
+        self.tokenizer, self.batch_size, self.stop = tokenizer, batch_size, stop
         self.seed, self.sampling = config.seed, config.eval.sample
+        self.starts_from_random = config.train.init_from is None
         self.windows = loader.val_windows
         if config.eval.batches is not None:
             self.windows = min(config.eval.batches * config.train.batch_size, loader.val_windows)
         self.maps_folder = folder / "attention" if config.wandb.attention_maps else None
 
-    def evaluate(self, step: int) -> dict:
-        """Metrics after `step` steps: the validation loss; on rank 0 also a sample and attention maps."""
+    def evaluate(self, state: TrainState) -> tuple[dict, bool]:
+        """Evaluate the model, and record the loss in `state`.
+
+        Returns the metrics: validation loss and peak memory; on rank 0 also a sample and attention maps. And whether
+        the loss is the lowest so far. If a signal stops the evaluation, there are no metrics.
+        """
         row = self.compute_validation_loss()
+        state.evaluation_interrupted = row is None
+        if row is None:
+            return {}, False
         if isfinite(row["val/loss"]) and self.runtime.dist.is_main:
             with self.runtime.autocast():
-                if step > 0:  # an untrained model writes noise
-                    row["sample"] = self.generate_sample(step)
+                if state.step > 0:  # an untrained model writes noise
+                    row |= self.generate_sample(state.step)
                 if self.maps_folder is not None:
-                    row |= self.save_attention_maps(self.maps_folder / f"step-{step:06d}.png")
-        return row
+                    row |= self.save_attention_maps(self.maps_folder / f"step-{state.step:06d}.png")
+        is_random = state.step == 0 and self.starts_from_random  # random weights are never the best
+        is_best = not is_random and state.record_evaluation(row["val/loss"], row["val/bpb"])
+        return row | {"peak_memory_bytes": peak_memory_bytes(self.runtime.device)}, is_best
 
     @torch.no_grad()
-    def compute_validation_loss(self) -> dict[str, float]:
+    def compute_validation_loss(self) -> dict[str, Any] | None:
         """Mean loss over validation windows: val/loss in nats per token, val/bpb in bits per byte of text.
 
-        The windows are spread evenly over the validation split. The processes share them.
+        The windows are spread evenly over the validation split. The processes share them. None: a signal stopped it.
         """
         loader, batch_size, dist = self.loader, self.batch_size, self.runtime.dist
         stride = loader.val_windows / self.windows
@@ -70,6 +84,8 @@ class Evaluator:
         nats, num_tokens, num_bytes = [], 0, torch.zeros((), dtype=torch.int64, device=loader.device)
         self.wrapped_model.eval()
         for first in range(dist.rank * batch_size, self.windows, dist.world_size * batch_size):
+            if self.stop.requested:
+                break
             x, y, doc_ids = loader.batch("val", first, min(batch_size, self.windows - first), stride)
             with self.runtime.autocast():
                 nats.append(self.wrapped_model(x, y, doc_ids=doc_ids, reduction="sum"))
@@ -79,15 +95,24 @@ class Evaluator:
         self.wrapped_model.train()
         # The losses are read from the device only after the last window, and summed in float64.
         total = sum(loss.item() for loss in nats)
-        total, num_tokens, num_bytes = dist.all_reduce_sum(total, num_tokens, int(num_bytes))
+        total, num_tokens, num_bytes, stops = dist.all_reduce_sum(
+            total, num_tokens, int(num_bytes), self.stop.requested
+        )
+        if stops:
+            return None
         return {"val/loss": total / num_tokens, "val/bpb": total / log(2) / max(1, num_bytes)}
 
-    def generate_sample(self, step: int) -> str:
-        """Generate a sample without a prompt."""
+    def generate_sample(self, step: int) -> dict[str, str]:
+        """Generate a sample without a prompt. Returns {} if a signal stops it."""
         prompt = Prompt(initial_tokens(self.tokenizer), self.seed + step)
         sampling = replace(self.sampling, stop=unescape(self.sampling.stop))
         chunks = generate(self.model, self.tokenizer, [prompt], sampling, batch_size=1)
-        return "".join(chunk.text for chunk in chunks)
+        sample = ""
+        for chunk in chunks:
+            if self.stop.requested:
+                return {}
+            sample += chunk.text
+        return {"sample": sample}
 
     def save_attention_maps(self, picture: Path) -> dict:
         """Plot each head's attention weights on the first validation tokens -> its path and layer entropies."""

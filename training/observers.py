@@ -30,6 +30,7 @@ class Observers:
 
     def __init__(self, config: Any, runtime: Runtime, run: RunDir, state: TrainState, progress: float):
         self.state, self.is_compiled = state, runtime.compile
+        self._read_timing = dict  # no step yet
         self.tokens_per_step = config.train.batch_size * config.model.block_size
         flops = flops_per_token(config.model, run.summary["vocab_size"], config.model.block_size)
         peak = peak_flops(runtime.device, runtime.dtype) * runtime.dist.world_size
@@ -80,7 +81,7 @@ class Observers:
                 self.progress.print_overfitting(self.state.best_step, self.state.best_val_loss)
             if self.state.evals_since_best == self.patience:
                 self.progress.print(f"stopping: train.patience={self.patience} evaluations without a lower loss")
-        self.metrics.log(row, self._read_timing if step > 0 else dict)
+        self.metrics.log(row, self._read_timing)
         if progress >= 1:
             self.metrics.flush()
         self.progress.show(step, progress, self.metrics.last)

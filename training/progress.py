@@ -115,9 +115,11 @@ def format_summary(summary: dict, folder: Path) -> str:
     last = f"last {summary['last_val_loss']:.4f}; " if summary["best_step"] != summary["step"] else ""
     bpb = summary["best_val_bpb"]  # None: the run began before it was recorded
     bpb = f"{bpb:.3f} bits per byte, " if bpb is not None else ""
+    speed = summary.get("tokens_per_second")  # None: only the last evaluation was left to do
+    speed = f" at {speed:,.0f} tokens/s" if speed is not None else ""
     return (
         f"best validation loss {summary['best_val_loss']:.4f}, {bpb}"
-        f"at step {summary['best_step']}; {last}{steps} in {duration} at {summary['tokens_per_second']:,.0f} tokens/s\n"
+        f"at step {summary['best_step']}; {last}{steps} in {duration}{speed}\n"
         f"best     {folder / 'checkpoints' / 'best.pt'}, which sample.py uses\n"
         f"curve    {folder / 'loss.png'}\n"
         f"next     python sample.py run={summary['name']}"

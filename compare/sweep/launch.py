@@ -17,7 +17,6 @@ from hydra.core.plugins import Plugins
 from hydra.types import HydraContext
 
 from common.files import read_json, write_json
-from common.interrupt import sigterm_as_keyboard_interrupt
 from common.run_dir import EXIT_CODES, SWEEPS
 from compare.runs.comparison import compare, print_comparison
 from compare.sweep.jobs import Job, Outcome, recover_outcome, train_job
@@ -72,7 +71,7 @@ def _launch(todo: list[Job], config: Any, jobs: list[Job]) -> dict[str, Outcome]
     os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(PROJECT), os.environ.get("PYTHONPATH")]))
     started = time.time()
     try:
-        with sigterm_as_keyboard_interrupt(), SweepProgress(jobs, todo):
+        with SweepProgress(jobs, todo):
             returned = launcher.launch([[f"name='{job.config['name']}'"] for job in todo], initial_job_idx=0)
         return {job.name: result.return_value for job, result in zip(todo, returned, strict=True)}
     except KeyboardInterrupt:

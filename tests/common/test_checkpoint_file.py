@@ -1,6 +1,9 @@
 """Checkpoint files: damage, unknown formats, and files that are replaced while they are read."""
 
+import io
+import signal
 import zipfile
+from contextlib import contextmanager
 from pathlib import Path
 
 import pytest
@@ -61,3 +64,26 @@ def test_unknown_checkpoint_format_is_refused(tmp_path):
     torch.save({"format": 99}, tmp_path / "last.pt")
     with pytest.raises(UserError, match="checkpoint format 99, but this version reads 4"):
         load_checkpoint(tmp_path / "last.pt")
+
+
+@pytest.mark.parametrize("writes", [1, 3])
+def test_signal_while_a_checkpoint_is_written_raises_only_keyboard_interrupt(tmp_path, monkeypatch, writes):
+    path, number = tmp_path / "last.pt", 0
+    save_checkpoint(path, {"step": 1})
+
+    class Interrupted(io.BytesIO):
+        def write(self, content):
+            nonlocal number
+            number += 1
+            if number == writes:
+                signal.raise_signal(signal.SIGINT)
+            return super().write(content)
+
+    @contextmanager
+    def open_interrupted(path):
+        yield Interrupted()
+
+    monkeypatch.setattr("common.checkpoint_file.atomic_writer", open_interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        save_checkpoint(path, {"step": 2, "weights": torch.zeros(100_000)})
+    assert load_checkpoint(path)["step"] == 1

@@ -1,0 +1,39 @@
+"""Standard output that cannot show a character, or cannot be written."""
+
+import subprocess
+import sys
+
+import pytest
+from helpers import ROOT
+
+FULL = "/dev/full"  # every write fails, as on a full disk
+needs_full_device = pytest.mark.skipif(not sys.platform.startswith("linux"), reason=f"needs {FULL}")
+
+
+def run(code: str, redirections: str = "", stdout_is_result: bool = False, **environment: str):
+    """Run Python code after configure_output, with redirections of a shell."""
+    code = f"from common.output import configure_output; configure_output({stdout_is_result}); import os, sys; {code}"
+    command = ["sh", "-c", f'"$0" -c "$1" {redirections}', sys.executable, code]
+    return subprocess.run(command, env={"PYTHONPATH": str(ROOT), **environment}, capture_output=True, text=True)
+
+
+@pytest.mark.parametrize("encoding", ["ascii", "cp1252"])
+def test_character_outside_the_encoding_is_escaped(encoding):
+    for stdout_is_result in (False, True):
+        done = run("print('a\\u4e2d')", stdout_is_result=stdout_is_result, PYTHONIOENCODING=encoding)
+        assert (done.returncode, done.stdout) == (0, "a\\u4e2d\n"), done.stderr
+
+
+@needs_full_device
+@pytest.mark.parametrize("redirections", [f">{FULL}", f"2>{FULL}", f">{FULL} 2>&1", ">&-", "2>&-", ">&- 2>&-"])
+def test_output_that_cannot_be_written_is_discarded(redirections):
+    loop = "[print('x' * 1000, file=f, flush=True) for f in (sys.stdout, sys.stderr) for _ in range(200)]"
+    done = run(f"{loop}; os._exit(5 if open(os.devnull).fileno() > 2 else 6)", redirections)
+    assert (done.returncode, "Error" in done.stderr) == (5, False), done.stderr
+
+
+@needs_full_device
+def test_result_that_cannot_be_written_is_an_error():
+    done = run("print('x', flush=True)", f">{FULL}", stdout_is_result=True)
+    assert done.returncode != 0
+    assert "No space left" in done.stderr
