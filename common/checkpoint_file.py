@@ -17,7 +17,7 @@ def save_checkpoint(path: Path, content: dict) -> None:
     with atomic_writer(path) as file:
         try:
             torch.save(content | {"format": FORMAT}, file)
-        except RuntimeError as error:  # torch cannot complete the file after a full disk or a signal, and hides the cause
+        except RuntimeError as error:  # torch cannot complete the file, and hides the cause: a full disk, or a signal
             cause = error.__context__
             raise (cause if isinstance(cause, OSError | KeyboardInterrupt) else error) from None
 
