@@ -32,8 +32,8 @@ def _set_handlers(handler) -> dict:
 class StopRequest:
     """Context manager: after `enable`, a signal sets `requested`, so that the training loop can save and stop.
 
-    A second signal raises KeyboardInterrupt. ignore_repeats: a second signal does nothing, because torchrun and
-    schedulers send several signals before they kill the process. silent: print nothing.
+    A Ctrl-C after it raises KeyboardInterrupt. Schedulers send several other signals before they kill a process, so a
+    second one does nothing. ignore_repeats: nor does Ctrl-C, which torchrun repeats. silent: print nothing.
     """
 
     def __init__(self, ignore_repeats: bool, silent: bool):
@@ -50,7 +50,7 @@ class StopRequest:
 
     def _handle(self, number, frame) -> None:
         is_first, self.requested = not self.requested, True
-        if not is_first and not self.ignore_repeats:
+        if not is_first and number == signal.SIGINT and not self.ignore_repeats:
             raise KeyboardInterrupt("stopped without saving; steps since the last checkpoint are lost")
         if is_first and not self.silent:
             hint = "" if self.ignore_repeats else " Press Ctrl-C again to quit without saving."

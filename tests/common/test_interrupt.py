@@ -15,19 +15,20 @@ def previous_handlers():
         signal.signal(kind, handler)
 
 
-def test_second_signal_raises_unless_repeats_are_ignored():
-    with StopRequest(ignore_repeats=True, silent=True) as stop:
+@pytest.mark.parametrize(("second", "ignore_repeats"), [("SIGTERM", False), ("SIGHUP", False), ("SIGINT", True)])
+def test_second_signal_is_ignored(second, ignore_repeats):
+    with StopRequest(ignore_repeats, silent=True) as stop:
         stop.enable()
-        for _ in range(3):
-            signal.raise_signal(signal.SIGTERM)
+        for kind in (signal.SIGINT, getattr(signal, second), getattr(signal, second)):
+            signal.raise_signal(kind)
         assert stop.requested
-    with (
-        pytest.raises(KeyboardInterrupt, match="stopped without saving"),
-        StopRequest(ignore_repeats=False, silent=True) as stop,
-    ):
+
+
+def test_second_ctrl_c_raises():
+    with pytest.raises(KeyboardInterrupt, match="stopped without saving"), StopRequest(False, silent=True) as stop:
         stop.enable()
-        for _ in range(2):
-            signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGINT)
 
 
 def test_signals_raise_before_the_first_step_and_after_the_loop():
