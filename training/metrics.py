@@ -6,16 +6,18 @@ waits for the device. A Path in a row is a picture: metrics.jsonl contains its p
 
 import json
 import math
+import mmap
 import os
-import statistics
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
 
+import numpy as np
 import torch
 
 from common.errors import TrainingFailed
 from common.files import atomic_write, name_file_in_errors
+from common.metrics_file import read_curves
 from training.speed import WARMUP_STEPS
 from training.wandb_logger import WandbRun
 
@@ -29,37 +31,45 @@ SUMMARY_NAMES = {
 SPEED_METRICS = ("step_ms", "data_wait_ms", "tokens_per_second", "mfu")  # summary.json has their medians
 
 
-def read_metrics(folder: Path) -> list[dict]:
-    """The rows of a run's metrics.jsonl."""
-    with open(folder / "metrics.jsonl") as file:
-        return [json.loads(line) for line in file]
-
-
-def truncate_metrics(folder: Path, step: int) -> list[dict]:
-    """Remove the rows of metrics.jsonl after `step`, and all of a run at step 0. Returns the remaining rows."""
-    path = folder / "metrics.jsonl"
-    lines = path.read_text().splitlines() if path.exists() and step > 0 else []
-    lines = [line for line in lines if _step_of(line) <= step]
-    atomic_write(path, "".join(line + "\n" for line in lines))
-    return [json.loads(line) for line in lines]
-
-
 def recover_results(folder: Path, step: int) -> dict:
     """Losses, memory and median speed of a run at `step` from its metrics.jsonl, under their names in summary.json."""
-    rows = truncate_metrics(folder, step)
-    last = {key: value for row in rows for key, value in row.items()}
-    timed = rows[1 + WARMUP_STEPS :] or rows[1:]  # the first row is step 0
-    speeds = {key: [row[key] for row in timed if row.get(key) is not None] for key in SPEED_METRICS}
-    medians = {key: statistics.median(values) for key, values in speeds.items() if values}
+    path = folder / "metrics.jsonl"
+    _remove_later_rows(path, step)
+    curves = read_curves(path, *SUMMARY_NAMES.values(), *SPEED_METRICS)
+    last = _last_values(curves)
+    speeds = {key: curves[key][1] for key in SPEED_METRICS if key in last}
+    medians = {
+        key: float(np.median(values[WARMUP_STEPS:] if len(values) > WARMUP_STEPS else values))
+        for key, values in speeds.items()
+    }
     return medians | {name: last.get(metric) for name, metric in SUMMARY_NAMES.items()}
 
 
-def _step_of(line: str) -> float:
-    """The step of a row; infinite if the line is incomplete because the process was killed."""
+def _last_values(curves: dict[str, tuple[np.ndarray, np.ndarray]]) -> dict[str, float]:
+    last = {key: float(values[-1]) for key, (_, values) in curves.items() if len(values)}
+    return {key: int(value) if value.is_integer() else value for key, value in last.items()}
+
+
+def _step_of(line: bytes) -> float:
+    """The step of a row; infinite if the row is damaged because the process or the machine was stopped."""
     try:
         return json.loads(line)["step"]
-    except (json.JSONDecodeError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError):
         return math.inf
+
+
+def _remove_later_rows(path: Path, step: int) -> None:
+    """Truncate the file after the last row up to `step`. The search begins at the end, as steps increase."""
+    with open(path, "r+b") as file:
+        with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
+            end = content.rfind(b"\n") + 1
+            while end > 0:
+                start = content.rfind(b"\n", 0, end - 1) + 1
+                if _step_of(content[start:end]) <= step:
+                    break
+                end = start
+        file.truncate(end)
+        os.fsync(file.fileno())
 
 
 class MetricsLogger:
@@ -73,9 +83,13 @@ class MetricsLogger:
         self.file, self.wandb, self.must_be_finite = None, wandb, must_be_finite
         self.last: dict = {}  # the newest value of each metric, also from before a resume
         if folder is not None:
-            for row in truncate_metrics(folder, step):
-                self.last |= row
-            self.file = open(folder / "metrics.jsonl", "a")  # noqa: SIM115 (open as long as the run)
+            path = folder / "metrics.jsonl"
+            if step > 0 and path.exists() and path.stat().st_size > 0:
+                _remove_later_rows(path, step)
+                self.last = _last_values(read_curves(path, *SUMMARY_NAMES.values(), *SPEED_METRICS))
+            else:
+                atomic_write(path, "")
+            self.file = open(path, "a")  # noqa: SIM115 (open as long as the run)
         self.rows: list[tuple[dict, Callable[[], dict]]] = []
         self.last_flush: float | None = None  # None: no row yet
 

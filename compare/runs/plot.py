@@ -2,11 +2,12 @@
 
 import math
 from collections.abc import Callable
-from itertools import accumulate
 from pathlib import Path
 
+import numpy as np
+
 from common.console import format_memory, format_number
-from common.plots import COLORS, GREY, line_style, make_figure, style_axes
+from common.plots import COLORS, GREY, line_style, make_figure, style_axes, thin_curve
 from compare.runs.read import Setting
 from compare.runs.statistics import SettingStats, divergence, mean
 
@@ -46,13 +47,12 @@ def _plot_losses(axes, settings: list[Setting]) -> list:
     handles, highs, lows = [], [], []
     for index, setting in enumerate(settings):
         style = line_style(index, len(settings), 5.0 if len(settings) > 1 else 1.8)
-        curves = [run.curve("val/loss") for run in setting.finished]
+        curves = [dict(zip(*run.curves["val/loss"], strict=True)) for run in setting.finished]
         steps = sorted(set.intersection(*map(set, curves))) if curves else []
         losses = [[curve[step] for curve in curves] for step in steps]
         low, high = [min(values) for values in losses], [max(values) for values in losses]
-        (handle,) = axes.plot(
-            steps, list(map(mean, losses)), **style, marker="o" if len(steps) < 15 else None, markersize=4
-        )
+        curve = thin_curve(np.array(steps), np.array(list(map(mean, losses))))
+        (handle,) = axes.plot(*curve, **style, marker="o" if len(steps) < 15 else None, markersize=4)
         axes.fill_between(steps, low, high, color=style["color"], alpha=0.13)
         handle.set_visible(bool(steps))  # an invisible line has no symbol in the legend either
         handles.append(handle)
@@ -73,10 +73,11 @@ def _plot_divergence(axes, settings: list[Setting]) -> None:
     style_axes(axes, "divergence of the training loss, running maximum")
     largest = []
     for index, setting in enumerate(settings):
-        distances = divergence(setting, settings[0])
-        maxima = [value or math.nan for value in accumulate(distances.values(), max)]  # a log axis has no zero
-        axes.plot(distances.keys(), maxima, **line_style(index, len(settings), 4.0), drawstyle="steps-post")
-        largest += maxima[-1:]
+        steps, distances = divergence(setting, settings[0])
+        steps, maxima = thin_curve(steps, np.maximum.accumulate(distances))
+        maxima[maxima == 0] = math.nan  # a log axis has no zero
+        axes.plot(steps, maxima, **line_style(index, len(settings), 4.0), drawstyle="steps-post")
+        largest += maxima[-1:].tolist()
     if any(value > 0 for value in largest):
         axes.set_yscale("log")
     elif largest:

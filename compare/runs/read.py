@@ -10,17 +10,20 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
+import numpy as np
 import yaml
 
 from common.errors import UserError, format_value
+from common.metrics_file import read_curves
 from common.run_dir import flatten_dict
 
 NOT_STARTED = "not started"
 IGNORED_SECTIONS = ("seed", "name", "resume", "wandb")  # runs of one setting may differ in these
 CHOICES = (".name", ".backend")  # ends of the keys that choose a section's values, as in model.name
 MAX_DIFFERENCES = 4  # in a label
+METRICS = ("train/loss", "val/loss", "step_ms", "tokens_per_second", "peak_memory_bytes")  # that are compared
 
 
 @dataclass
@@ -38,17 +41,9 @@ class Run:
         return self.summary["status"]
 
     @cached_property
-    def _rows(self) -> list[tuple[int, dict]]:
-        """(step, row) of each row of metrics.jsonl. Raises UserError if the file is missing or damaged."""
-
-        def parse(text: str) -> list[tuple[int, dict]]:
-            return [(row["step"], row) for row in map(json.loads, text.splitlines())]
-
-        return _read(self.folder / "metrics.jsonl", parse)
-
-    def curve(self, key: str) -> dict[int, float]:
-        """{step: value} of a metric, for the steps that logged a finite value."""
-        return {step: row[key] for step, row in self._rows if row.get(key) is not None}
+    def curves(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+        """{key: (steps, values)} of METRICS. Raises UserError if metrics.jsonl is missing or damaged."""
+        return _read(self.folder / "metrics.jsonl", lambda file: read_curves(file, *METRICS))
 
 
 @dataclass
@@ -104,7 +99,7 @@ def _read_folder(folder: Path) -> list[Run]:
         raise UserError(f"{folder} does not exist; set folders of runs, as in runs/NAME or runs/sweeps/NAME")
     if not is_sweep(folder):
         return [_read_run(folder)]
-    jobs = _read(folder / "sweep.json", lambda text: list(json.loads(text)["jobs"]))
+    jobs = _read(folder / "sweep.json", lambda file: list(json.load(file)["jobs"]))
     return [_read_run(folder / job, job) for job in jobs]
 
 
@@ -117,17 +112,18 @@ def _read_run(folder: Path, job_name: str | None = None) -> Run:
         if job is None:
             raise UserError(f"{folder} is not a run: it has no summary.json; set folders such as runs/NAME")
         return Run(folder, None, None, {"status": NOT_STARTED, "error": None}, job)
-    summary = _read(folder / "summary.json", json.loads, "status")
+    summary = _read(folder / "summary.json", json.load, "status")
     config = _read(folder / "config.yaml", yaml.safe_load, "seed")
     flat = {key: value for key, value in flatten_dict(config).items() if key.split(".")[0] not in IGNORED_SECTIONS}
     flat["world_size"] = summary.get("world_size", 1)  # set by torchrun and not in the config, but affects the speed
     return Run(folder, flat, config["seed"], summary, job)
 
 
-def _read(path: Path, parse: Callable[[str], Any], *required_keys: str) -> Any:
-    """Parse the text of a file. Raises UserError if the file is missing or damaged, or lacks a required key."""
+def _read(path: Path, parse: Callable[[IO[bytes]], Any], *required_keys: str) -> Any:
+    """Parse a file. Raises UserError if the file is missing or damaged, or lacks a required key."""
     try:
-        content = parse(path.read_text(encoding="utf-8"))
+        with open(path, "rb") as file:
+            content = parse(file)
         if all(key in content for key in required_keys):
             return content
     except FileNotFoundError:

@@ -4,7 +4,7 @@ A value is None if the runs do not provide it.
 """
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -60,7 +60,7 @@ def _compute_stats(setting: Setting, first: Setting) -> SettingStats:
     losses, first_losses = average_by_seed(runs, "last_val_loss"), average_by_seed(first.finished, "last_val_loss")
     paired_seeds = {run.seed for run, _ in _find_pairs(setting, first)} & losses.keys() & first_losses.keys()
     differences = [losses[seed] - first_losses[seed] for seed in paired_seeds]
-    distances = divergence(setting, first)
+    steps, distances = divergence(setting, first)
     step_ms_q1, step_ms, step_ms_q3 = quartiles(_after_warmup(runs, "step_ms"))
     peaks = [peak for run in runs if (peak := _peak_memory(run)) is not None]
     kernels = [summary.get("attention") or {} for summary in summaries]
@@ -84,8 +84,8 @@ def _compute_stats(setting: Setting, first: Setting) -> SettingStats:
         difference=mean(differences),
         difference_ci95=ci95(differences),
         pairs=len(differences),
-        divergence_200=max((value for step, value in distances.items() if step <= DIVERGENCE_STEPS), default=None),
-        divergence=max(distances.values(), default=None),
+        divergence_200=max(distances[steps <= DIVERGENCE_STEPS].tolist(), default=None),
+        divergence=max(distances.tolist(), default=None),
         step_ms=step_ms,
         step_ms_q1=step_ms_q1,
         step_ms_q3=step_ms_q3,
@@ -104,14 +104,18 @@ def average_by_seed(runs: list[Run], key: str) -> dict[int, float]:
     return {seed: mean(samples) for seed, samples in values.items()}
 
 
-def divergence(setting: Setting, first: Setting) -> dict[int, float]:
-    """{step: largest |difference of training losses|} over pairs of runs. Empty for `first`."""
-    distances: dict[int, float] = {}
+def divergence(setting: Setting, first: Setting) -> tuple[np.ndarray, np.ndarray]:
+    """(steps, largest |difference of training losses| over pairs of runs). Empty for `first`."""
+    all_steps, all_distances = [np.array([], int)], [np.array([])]
     for run, other in _find_pairs(setting, first):
-        losses, other_losses = run.curve("train/loss"), other.curve("train/loss")
-        for step in losses.keys() & other_losses.keys():
-            distances[step] = max(distances.get(step, 0.0), abs(losses[step] - other_losses[step]))
-    return dict(sorted(distances.items()))
+        (steps, losses), (other_steps, other_losses) = run.curves["train/loss"], other.curves["train/loss"]
+        common_steps, places, other_places = np.intersect1d(steps, other_steps, return_indices=True)
+        all_steps.append(common_steps)
+        all_distances.append(np.abs(losses[places] - other_losses[other_places]))
+    steps, places = np.unique(np.concatenate(all_steps), return_inverse=True)
+    distances = np.zeros(len(steps))
+    np.maximum.at(distances, places, np.concatenate(all_distances))
+    return steps, distances
 
 
 def _find_pairs(setting: Setting, first: Setting) -> list[tuple[Run, Run]]:
@@ -142,22 +146,23 @@ def student_t(df: int) -> float:
     return 1.95996 + 2.37227 / df + 2.82250 / df**2 + 2.55585 / df**3  # expansion around the normal quantile
 
 
-def quartiles(values: list[float]) -> tuple[float | None, float | None, float | None]:
+def quartiles(values: Sequence[float] | np.ndarray) -> tuple[float | None, float | None, float | None]:
     """Lower quartile, median, upper quartile, with linear interpolation; None if there are no values."""
-    if not values:
+    if len(values) == 0:
         return None, None, None
     q1, median, q3 = np.percentile(values, [25, 50, 75]).tolist()
     return q1, median, q3
 
 
-def _after_warmup(runs: list[Run], key: str) -> list[float]:
+def _after_warmup(runs: list[Run], key: str) -> np.ndarray:
     """Values of a metric at all steps of all runs, without the warm-up of each run."""
-    return [value for run in runs for step, value in run.curve(key).items() if step > WARMUP_STEPS]
+    curves = [run.curves[key] for run in runs]
+    return np.concatenate([np.array([]), *(values[steps > WARMUP_STEPS] for steps, values in curves)])
 
 
 def _peak_memory(run: Run) -> int | None:
     """Peak memory in bytes. A resumed run measures from its restart, so earlier rows of metrics.jsonl also count."""
-    logged = run.curve("peak_memory_bytes").values()
+    logged = run.curves["peak_memory_bytes"][1].tolist()
     return max([*logged, *_known_values([run.summary], "peak_memory_bytes")], default=None)
 
 

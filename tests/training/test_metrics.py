@@ -43,11 +43,13 @@ def test_rows_are_written_several_at_a_time(tmp_path):
 
 def test_resuming_removes_later_rows_and_incomplete_lines(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n{"step": 4, "tr')
+    path.write_text('{"step": 1}\n{"step": 2}\n{"step": 3}\n\0\0\n{"step": 4, "tr')
+    file = path.stat().st_ino
     with logger(tmp_path, step=2) as metrics:
         metrics.log({"step": 3, "again": True})
         metrics.flush()
     assert rows_of(path) == [{"step": 1}, {"step": 2}, {"step": 3, "again": True}]
+    assert path.stat().st_ino == file  # the file may be large: it is truncated, and not written again
     with logger(tmp_path):
         assert path.read_text() == ""
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from helpers import BYTE
+from helpers import BYTE, metrics
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -16,7 +16,6 @@ from data import tokenizer
 from model.generation.attention_maps import uniform_entropy
 from model.generation.attention_plots import entropy_table, format_label, plot_maps, plot_overview
 from training.config import WandbConfig
-from training.loss_plot import read_metrics
 from training.wandb_logger import WandbRun
 
 MATH, WHITESPACE, OTHER = ["$x$", r"$\frac{", "{}", "_^%#"], ["\n    ", "\t\r", ""], ["\x00", "\ud800", "a" * 99]
@@ -77,7 +76,7 @@ def test_training_logs_attention_maps_at_evaluations(train, workdir):
     pictures = sorted((workdir / "runs/a/attention").iterdir())
     assert [path.name for path in pictures] == ["step-000000.png", "step-000004.png"]
     assert all(is_png(path) for path in pictures)
-    rows, rows_without_maps = (read_metrics(workdir / "runs" / name) for name in "ab")
+    rows, rows_without_maps = (metrics(name) for name in "ab")
     keys = {"attention", "entropy/layer-1", "entropy/layer-2"}
     for row, row_without_maps in zip(rows, rows_without_maps, strict=True):
         assert row.get("train/loss") == row_without_maps.get("train/loss")
