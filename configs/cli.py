@@ -119,7 +119,8 @@ def run_main(main: Callable[..., int], *config: Any) -> int:
 
 def report_error(message: object, code: int) -> int:
     """Print the message. Returns `code`. Under torchrun, an error that all ranks have is printed once, by rank 0."""
-    rank = int(os.environ.get("RANK", "0"))
+    variable = os.environ.get("RANK", "")
+    rank = int(variable) if variable.isdecimal() else 0
     if rank > 0:
         if code == EXIT_CODES["interrupted"]:
             return code

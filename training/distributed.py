@@ -26,8 +26,11 @@ from common.errors import TrainingFailed, UserError
 from common.system import cpu_count
 
 PREPARE_TIMEOUT = timedelta(days=365)
-LOST_RANK_DELAY_S = 2.0
+# A rank that waits longer for the others ends. Rank 0 must save a checkpoint or sample in this time.
+COLLECTIVE_TIMEOUT_MINUTES = 10
+LOST_RANK_DELAY_S = 5.0
 CONNECTION_ERRORS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed", "NCCL")
+TIMEOUT_ERRORS = ("Timed out waiting", "Application timeout")  # of gloo; NCCL's own timeout kills the process
 
 
 @dataclass(frozen=True)
@@ -41,9 +44,19 @@ class Dist:
 
     @classmethod
     def from_environment(cls) -> "Dist":
-        """Read the variables that torchrun sets; a single process without them."""
-        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-        return cls(*(int(os.environ[name]) for name in names)) if set(names) <= set(os.environ) else cls()
+        """Read the variables that torchrun sets; a single process without WORLD_SIZE. Raises UserError."""
+        if os.environ.get("WORLD_SIZE", "1") == "1":
+            return cls()
+        values = {name: os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
+        if all(map(str.isdecimal, values.values())) and {"MASTER_ADDR", "MASTER_PORT"} <= set(os.environ):
+            dist = cls(*map(int, values.values()))
+            if dist.rank < dist.world_size and dist.local_rank < dist.local_world_size <= dist.world_size:
+                return dist
+        found = " ".join(f"{name}={value}" for name, value in values.items())
+        raise UserError(
+            f"the environment variables {found}, MASTER_ADDR and MASTER_PORT are not complete or do not fit together; "
+            "start several processes with torchrun, or unset WORLD_SIZE to train with one process"
+        )
 
     @property
     def is_main(self) -> bool:
@@ -63,7 +76,8 @@ class Dist:
         if not self.is_main:
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (open as long as the process)
         backends = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        torch_dist.init_process_group(backends, device_id=device if device.type == "cuda" else None)
+        timeout = timedelta(minutes=COLLECTIVE_TIMEOUT_MINUTES)
+        torch_dist.init_process_group(backends, timeout=timeout, device_id=device if device.type == "cuda" else None)
 
     def share_cores(self) -> None:
         """Use this process's share of the machine's cores, unless OMP_NUM_THREADS is set to more than 1."""
@@ -87,17 +101,23 @@ class Dist:
 
     @contextmanager
     def raise_on_lost_rank(self) -> Iterator[None]:
-        """Context manager: if another process was lost, end this one. Raises TrainingFailed (gloo: on rank 0 only)."""
+        """Context manager: if another process was lost or hangs, end this one.
+
+        Raises TrainingFailed. With gloo, only rank 0 reports a lost process.
+        """
         try:
             yield
         except RuntimeError as error:
-            if self.world_size == 1 or not any(words in str(error) for words in CONNECTION_ERRORS):
+            message = str(error)
+            is_timeout = any(words in message for words in TIMEOUT_ERRORS)
+            if self.world_size == 1 or not (is_timeout or any(words in message for words in CONNECTION_ERRORS)):
                 raise
             time.sleep(LOST_RANK_DELAY_S)  # torchrun reports the process that ends first as the cause
-            if not self.is_main and "NCCL" not in str(error):
+            if not self.is_main and not is_timeout and "NCCL" not in message:
                 raise SystemExit(1) from None
+            problem = f"waited {COLLECTIVE_TIMEOUT_MINUTES} minutes for" if is_timeout else "lost the connection to"
             raise TrainingFailed(
-                f"rank {self.rank} lost the connection to another process ({str(error).splitlines()[0]}); "
+                f"rank {self.rank} {problem} another process ({message.splitlines()[0]}); "
                 "fix the error of that process, and start the same command with the run's name= again: "
                 "the run resumes from its last checkpoint"
             ) from None

@@ -15,7 +15,9 @@ import torch
 from helpers import ROOT, TINY, metrics
 
 from common.checkpoint_file import load_checkpoint
+from common.errors import UserError
 from common.run_dir import RunDir
+from configs.cli import report_error
 from training.distributed import Dist
 
 SINGLE = ["train.batch_size=8", "schedule.warmup_steps=100", "eval.every=6", "checkpoint.every=6", "device=cpu"]
@@ -191,6 +193,32 @@ def test_interrupted_processes_stop_at_the_same_step_and_rank_0_saves(train, wor
     assert saved["step"] == recorded["step"] == metrics("a")[-1]["step"] > 20
 
 
+def set_environment(monkeypatch, **changed):
+    variables = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "MASTER_PORT": "29500"}
+    for name, value in (variables | {"MASTER_ADDR": "localhost"} | changed).items():
+        monkeypatch.setenv(name, value)
+
+
+@pytest.mark.parametrize(
+    "wrong", [{"RANK": "abc"}, {"RANK": "4"}, {"RANK": "-1"}, {"WORLD_SIZE": "0"}, {"LOCAL_RANK": "2"}]
+)
+def test_environment_that_is_not_torchruns_is_refused(monkeypatch, capsys, wrong):
+    set_environment(monkeypatch, **wrong)
+    ((name, value),) = wrong.items()
+    with pytest.raises(UserError, match=f"{name}={value} .*start several processes with torchrun") as error:
+        Dist.from_environment()
+    monkeypatch.setattr("configs.cli.time.sleep", lambda seconds: None)
+    assert report_error(error.value, 2) == 2
+    assert "with torchrun" in capsys.readouterr().err
+
+
+def test_environment_without_an_address_of_rank_0_is_refused(monkeypatch):
+    set_environment(monkeypatch)
+    monkeypatch.delenv("MASTER_ADDR")
+    with pytest.raises(UserError, match="MASTER_ADDR"):
+        Dist.from_environment()
+
+
 def test_world_has_one_process_without_torchrun(monkeypatch):
     for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
         monkeypatch.delenv(name, raising=False)
@@ -198,8 +226,7 @@ def test_world_has_one_process_without_torchrun(monkeypatch):
     assert single == Dist(0, 1, 0, 1)
     assert list(islice(single.micro_batch_starts(2, 6, 3), 5)) == [12, 15, 18, 21, 24]
     assert single.sync_stop_and_time(True, 1.5) == (True, 1.5)
-    for name, value in (("RANK", "3"), ("WORLD_SIZE", "4"), ("LOCAL_RANK", "1"), ("LOCAL_WORLD_SIZE", "2")):
-        monkeypatch.setenv(name, value)
+    set_environment(monkeypatch)
     fourth = Dist.from_environment()
     assert fourth == Dist(3, 4, 1, 2)
     assert not fourth.is_main
@@ -214,6 +241,7 @@ from pathlib import Path
 sys.path.insert(0, {root!r})
 import torch
 import torch.distributed as torch_dist
+from common.errors import TrainingFailed
 from configs.cli import exit_fast
 from training.distributed import Dist
 
@@ -229,13 +257,26 @@ with dist.main_first():
         Path("seen_by_rank_1").write_text(str(Path("prepared").exists()))
 store.set_timeout(timedelta(seconds=600))
 dist.barrier()
+Path("timeout").write_text(str(torch_dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout))
+torch_dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1))
+if dist.is_main:
+    try:
+        with dist.raise_on_lost_rank():
+            dist.barrier()
+    except TrainingFailed as error:
+        Path("error").write_text(str(error))
+else:  # hangs until rank 0 has ended its waiting
+    while not Path("error").exists():
+        time.sleep(0.05)
 exit_fast(0)  # as train.py does
 """
 
 
 @pytest.mark.slow
-def test_other_processes_wait_for_rank_0_longer_than_the_timeout(workdir):
+def test_other_processes_wait_for_rank_0_longer_than_the_timeout_but_not_for_a_hanging_process(workdir):
     script = workdir / "script.py"
     script.write_text(MAIN_FIRST.format(root=str(ROOT)))
     finish(torchrun(2, script=script))
     assert (workdir / "seen_by_rank_1").read_text() == "True"
+    assert (workdir / "timeout").read_text() == "0:10:00"
+    assert "rank 0 waited 10 minutes for another process (" in (workdir / "error").read_text()
