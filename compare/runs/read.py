@@ -14,12 +14,13 @@ from typing import IO, Any
 
 import numpy as np
 import yaml
+from filelock import FileLock
 
 from common.errors import UserError, format_value
 from common.metrics_file import read_curves
 from common.run_dir import flatten_dict
 
-NOT_STARTED = "not started"
+NOT_STARTED, KILLED = "not started", "killed"
 IGNORED_SECTIONS = ("seed", "name", "resume", "wandb")  # runs of one setting may differ in these
 CHOICES = (".name", ".backend")  # ends of the keys that choose a section's values, as in model.name
 MAX_DIFFERENCES = 4  # in a label
@@ -113,10 +114,23 @@ def _read_run(folder: Path, job_name: str | None = None) -> Run:
             raise UserError(f"{folder} is not a run: it has no summary.json; set folders such as runs/NAME")
         return Run(folder, None, None, {"status": NOT_STARTED, "error": None}, job)
     summary = _read(folder / "summary.json", json.load, "status")
+    if summary["status"] == "running" and not _is_locked(folder):
+        summary["status"] = KILLED
     config = _read(folder / "config.yaml", yaml.safe_load, "seed")
     flat = {key: value for key, value in flatten_dict(config).items() if key.split(".")[0] not in IGNORED_SECTIONS}
     flat["world_size"] = summary.get("world_size", 1)  # set by torchrun and not in the config, but affects the speed
     return Run(folder, flat, config["seed"], summary, job)
+
+
+def _is_locked(folder: Path) -> bool:
+    """Whether a process trains the run. The system releases the lock of a process that is killed."""
+    if not (folder / ".lock").exists():  # a copy of a run folder
+        return False
+    try:
+        with FileLock(folder / ".lock", timeout=0):
+            return False
+    except OSError:  # locked, or a folder of another user
+        return True
 
 
 def _read(path: Path, parse: Callable[[IO[bytes]], Any], *required_keys: str) -> Any:

@@ -13,6 +13,7 @@ import yaml
 from helpers import ROOT
 
 from common.errors import UserError
+from common.run_dir import RunDir
 from compare.runs.comparison import choose_out_folder, compare
 from compare.runs.read import read_settings
 from compare.runs.table import list_notes, make_terminal_table
@@ -86,6 +87,14 @@ def labels(folders):
 
 
 # Rows.
+
+
+def test_run_whose_process_was_killed_is_not_running(workdir):
+    with RunDir("a", "", True) as run:
+        run.start({"seed": 1}, {})
+        assert read_settings([run.folder])[0].status == "1 running"
+        run.summary = None  # as if killed here
+    assert read_settings([run.folder])[0].status == "1 killed"
 
 
 def test_no_difference_between_runs_on_different_data(tmp_path):
