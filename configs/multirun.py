@@ -47,7 +47,7 @@ def run_multirun(flags: Namespace) -> NoReturn:
         launcher_config = _compose_launcher(flags.launcher_words, search_path)
         first = configs[0]
         sweep = first.name or make_new_folder(SWEEPS, f"{first.data.label}-{first.model.name}")
-        jobs = [_make_job(sweep, *job, flags.config_dir) for job in zip(job_names, configs, words, strict=True)]
+        jobs = [_make_job(sweep, *job, flags) for job in zip(job_names, configs, words, strict=True)]
         exit_fast(run_sweep(sweep, jobs, first.wandb, launcher_config))
 
 
@@ -94,13 +94,14 @@ def _compose_job(words: list[str], config_dir: str | None) -> Any:
     return config
 
 
-def _make_job(sweep: str, name: str, config: Any, words: list[str], config_dir: str | None) -> Job:
+def _make_job(sweep: str, name: str, config: Any, words: list[str], flags: Namespace) -> Job:
     """Make a job with its command line. The sweep sets two keys: the run's name and its wandb group."""
     values = asdict(config)
     values["name"], values["wandb"]["group"] = f"sweeps/{sweep}/{name}", config.wandb.group or sweep
     words = [word for word in words if not word.startswith(("name=", "wandb.group="))]
     words += [f"name={values['name']}", f"wandb.group={values['wandb']['group']}"]
-    return Job(name, SWEEPS / sweep / name, ["--config-dir", config_dir, *words] if config_dir else words, values)
+    words = ["--config-dir", flags.config_dir, *words] if flags.config_dir else words
+    return Job(name, SWEEPS / sweep / name, words, values, flags.job_timeout)
 
 
 def _compose_launcher(words: list[str], search_path: list[str]) -> Any:

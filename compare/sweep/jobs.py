@@ -6,6 +6,7 @@ In separate processes, a job that crashes does not affect the others, and each p
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -16,18 +17,23 @@ from common.errors import UserError, format_value
 from common.run_dir import EXIT_CODES, flatten_dict, read_owner, read_summary, write_config, write_summary
 
 SCRIPT = Path(__file__).parents[2] / "train.py"
+TERMINATE_GRACE_S = 30.0  # for a job to finish its step and to save a checkpoint
 # Keys that may change when a sweep is started again. Any other change would make it a different run.
 CHANGEABLE_KEYS = ("name", "resume", "train.steps", "train.minutes", "checkpoint.", "wandb.")
 
 
 @dataclass(frozen=True)
 class Job:
-    """One run of a sweep. words: the arguments of train.py. config: the composed config, as nested dicts."""
+    """One run of a sweep. words: the arguments of train.py. config: the composed config, as nested dicts.
+
+    timeout_minutes: the job fails after this time; None: no limit.
+    """
 
     name: str  # the swept values, as in attention=flash,seed=1
     folder: Path
     words: list[str]
     config: dict
+    timeout_minutes: float | None = None
 
     def previous_config(self) -> dict | None:
         """The config of an earlier run in this folder; None if nothing was trained there."""
@@ -66,13 +72,13 @@ class Outcome:
 def train_job(job: Job) -> Outcome:
     """Train one job in a child process."""
     job.folder.mkdir(parents=True, exist_ok=True)
+    summary_before, log = read_summary(job.folder), job.folder / "train.log"
     try:
-        with FileLock(job.folder / ".lock", timeout=0):
-            pass  # the child locks the folder itself
+        with FileLock(job.folder / ".lock", timeout=0):  # released again: the child locks the folder itself
+            output = open(log, "wb")  # noqa: SIM115 (closed below)
     except Timeout:  # do not overwrite the log of the process that trains the job
         return _still_trained(job)
-    summary_before, log = read_summary(job.folder), job.folder / "train.log"
-    with open(log, "wb") as output:
+    with output:
         child = subprocess.Popen(
             [sys.executable, str(SCRIPT), *job.words],
             stdin=subprocess.DEVNULL,
@@ -81,11 +87,14 @@ def train_job(job: Job) -> Outcome:
             start_new_session=True,  # the terminal's Ctrl-C does not reach the child; terminate() below stops it once
         )
         try:
-            code = child.wait()
+            code = child.wait(None if job.timeout_minutes is None else 60 * job.timeout_minutes)
+        except subprocess.TimeoutExpired:
+            _stop(child)
+            reason = f"its time limit of {format_value(job.timeout_minutes)} minutes has passed"
+            return _record(job, Outcome("failed", reason))
         except BaseException:
             print(f"{job.name}: stopping after this step, and saving", flush=True)
-            child.terminate()
-            child.wait()
+            _stop(child)
             raise
     status = next((status for status, known in EXIT_CODES.items() if known == code), "failed")
     summary = read_summary(job.folder)
@@ -95,6 +104,17 @@ def train_job(job: Job) -> Outcome:
         return _record(job, Outcome(status, f"its process was killed by {signal.Signals(-code).name}"))
     lines = log.read_text(errors="replace").strip().splitlines() or [f"exit code {code}"]
     return _record(job, Outcome(status, lines[-1].removeprefix(f"{SCRIPT.name}: ")))
+
+
+def _stop(child: subprocess.Popen) -> None:
+    """End a job: SIGTERM asks it to save a checkpoint; SIGKILL follows if it hangs, or after a second Ctrl-C."""
+    child.terminate()
+    try:
+        with suppress(subprocess.TimeoutExpired):
+            child.wait(TERMINATE_GRACE_S)
+    finally:
+        child.kill()  # does nothing if the process has ended
+        child.wait()
 
 
 def _record(job: Job, outcome: Outcome) -> Outcome:

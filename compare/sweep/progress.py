@@ -5,6 +5,7 @@ import threading
 import time
 
 from common.console import ProgressBar, format_duration, format_number, pluralize
+from common.errors import UserError
 from common.run_dir import read_summary
 from compare.sweep.jobs import Job, read_new_outcome
 
@@ -40,7 +41,10 @@ class SweepProgress:
         """Print a line for each job that has ended since the last call, and move the bar."""
         width, progress, details = max(len(job.name) for job in self.jobs), 0.0, ""
         for job in list(self.waiting):
-            outcome, summary = read_new_outcome(job, self.started), read_summary(job.folder)
+            try:
+                outcome, summary = read_new_outcome(job, self.started), read_summary(job.folder)
+            except UserError:  # a damaged file: train_job reports it
+                continue
             if outcome is not None:
                 self.waiting.remove(job)
                 line = _describe(summary) if outcome.status == "finished" else f"{outcome.status}: {outcome.reason}"

@@ -4,8 +4,10 @@ import csv
 import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -13,7 +15,9 @@ import pytest
 from helpers import ROOT, TINY, metrics, untimed
 
 from common.run_dir import RunDir, read_owner, read_summary
+from compare.sweep import jobs
 from compare.sweep.jobs import Job, Outcome, read_new_outcome, recover_outcome, train_job
+from compare.sweep.progress import SweepProgress
 
 LONG = ["name=s", "train.steps=60", "eval.every=60", "checkpoint.every=20", "train.batch_size=2"]
 TIMEOUT_S = 600
@@ -184,6 +188,47 @@ def test_job_that_another_process_trains_is_not_trained_again(workdir):
         assert outcome == Outcome("failed", f"still being trained by {read_owner(folder)}")
         assert read_summary(folder)["status"] == "running"
         assert (folder / "train.log").read_text() == "step 1\n"
+
+
+@pytest.fixture
+def hanging_script(workdir, monkeypatch):
+    """A script instead of train.py that prints its process id and ignores SIGTERM."""
+    code = "import os, signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint(os.getpid(), flush=True)\n"
+    (workdir / "hanging.py").write_text(f"{code}time.sleep({TIMEOUT_S})\n")
+    monkeypatch.setattr(jobs, "SCRIPT", workdir / "hanging.py")
+    monkeypatch.setattr(jobs, "TERMINATE_GRACE_S", 0.1)
+
+
+def test_job_that_exceeds_its_time_limit_is_killed_and_fails(hanging_script, workdir):
+    job = Job("seed=1", workdir / "runs/sweeps/s/seed=1", [], {"name": "sweeps/s/seed=1"}, timeout_minutes=1e-9)
+    assert train_job(job) == Outcome("failed", "its time limit of 1e-09 minutes has passed")
+    assert read_summary(job.folder)["status"] == "failed"
+
+
+def test_interrupted_sweep_kills_a_job_that_hangs(hanging_script, workdir):
+    job = Job("seed=1", workdir / "runs/sweeps/s/seed=1", [], {"name": "sweeps/s/seed=1"})
+    log = job.folder / "train.log"
+
+    def interrupt():
+        while not (log.exists() and log.read_text().endswith("\n")):
+            time.sleep(0.01)
+        signal.pthread_kill(threading.main_thread().ident, signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        train_job(job)
+    with pytest.raises(ProcessLookupError):
+        os.kill(int(log.read_text()), 0)
+
+
+def test_progress_continues_while_a_summary_is_damaged(workdir, capsys):
+    job = Job("seed=1", workdir, [], {"train": {"steps": 1}})
+    with SweepProgress([job], [job]):
+        (workdir / "summary.json").write_text('{"sta')
+    (workdir / "summary.json").write_text('{"status": "failed", "error": "why"}')
+    with SweepProgress([job], [job]) as progress:
+        progress.started = 0.0
+    assert "seed=1  failed: why" in capsys.readouterr().out
 
 
 def test_summary_without_status_is_no_outcome(workdir):
