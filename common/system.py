@@ -23,6 +23,8 @@ if TYPE_CHECKING:
 
 PACKAGES = ("trilgpt", "torch", "hydra-core", "datasets", "tiktoken", "wandb", "numpy")
 CGROUP_ROOT = Path("/sys/fs/cgroup")
+PROJECT = Path(__file__).parents[1]
+GIT_TIMEOUT_S = 10.0
 
 
 def reset_peak_memory(device: torch.device) -> None:
@@ -151,6 +153,9 @@ def device_name(device: torch.device) -> str:
 def _git_commit() -> str | None:
     """The commit of this checkout, with a "+" if files have changed since. None outside a checkout or without git."""
     command = ["git", "describe", "--always", "--abbrev=40", "--dirty=+"]
-    with suppress(FileNotFoundError):  # no git
-        return subprocess.run(command, cwd=Path(__file__).parent, capture_output=True, text=True).stdout.strip() or None
+    if not (PROJECT / ".git").exists():  # git would describe a repository around this folder
+        return None
+    with suppress(FileNotFoundError, subprocess.TimeoutExpired):  # no git, or a slow file system
+        done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=GIT_TIMEOUT_S)
+        return done.stdout.strip() or None
     return None

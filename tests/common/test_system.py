@@ -1,5 +1,7 @@
 """Facts about the machine: free memory within the limits of a container."""
 
+import os
+import subprocess
 from pathlib import Path
 
 import pytest
@@ -47,3 +49,24 @@ def test_environment_names_the_device_and_the_commit_of_the_checkout():
     assert environment["versions"]["torch"] == torch.__version__
     commit = environment["commit"]
     assert commit is None or len(commit.removesuffix("+")) == 40
+
+
+def test_commit_is_not_that_of_a_repository_around_the_project(tmp_path, monkeypatch):
+    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b.c"]
+    for command in (["init"], ["commit", "--allow-empty", "--message=a"]):
+        subprocess.run([*git, *command], cwd=tmp_path, check=True, capture_output=True)
+    (tmp_path / "project").mkdir()
+    monkeypatch.setattr(system, "PROJECT", tmp_path / "project")
+    assert system.describe_environment(CPU)["commit"] is None
+    monkeypatch.setattr(system, "PROJECT", tmp_path)
+    assert len(system.describe_environment(CPU)["commit"]) == 40
+
+
+def test_commit_is_unknown_if_git_hangs(tmp_path, monkeypatch):
+    (tmp_path / ".git").mkdir()
+    (tmp_path / "git").write_text("#!/bin/sh\nexec sleep 600\n")
+    (tmp_path / "git").chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    monkeypatch.setattr(system, "PROJECT", tmp_path)
+    monkeypatch.setattr(system, "GIT_TIMEOUT_S", 0.1)
+    assert system.describe_environment(CPU)["commit"] is None
