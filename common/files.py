@@ -1,7 +1,8 @@
-"""Atomic writes, JSON files, and errors that name their file."""
+"""Atomic writes, JSON files, small files of users, and errors that name their file."""
 
 import json
 import os
+import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -49,6 +50,25 @@ def atomic_write(path: Path, content: bytes | str) -> None:
     """Write a complete file or none; see atomic_writer."""
     with atomic_writer(path) as file:
         file.write(content.encode() if isinstance(content, str) else content)
+
+
+def read_small_file(path: Path | str, name: str, max_bytes: int) -> str:
+    """The exact text of a regular UTF-8 file. name: the file in messages, as in "prompt_file=x". Raises UserError.
+
+    A pipe could block forever, and a device may have no end.
+    """
+    try:
+        if not stat.S_ISREG(os.stat(path).st_mode):
+            raise UserError(f"{name} is not a regular file; set a text file")
+        with open(path, "rb") as file:
+            content = file.read(max_bytes + 1)
+        if len(content) > max_bytes:
+            raise UserError(f"{name} is larger than {max_bytes:,} bytes; set a smaller file")
+        return content.decode()
+    except OSError as error:
+        raise UserError(f"{name} cannot be read ({error.strerror}); set a text file") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{name} is not UTF-8 (byte {error.start}); save it as UTF-8") from None
 
 
 def read_json(path: Path) -> dict:

@@ -9,18 +9,15 @@ from pathlib import Path
 from typing import TextIO
 
 from common.errors import UserError
+from common.files import read_small_file
 from model.generation.config import unescape
 
+MAX_PROMPT_FILE_BYTES = 2**26
 
-def read_prompt(path: str, key: str = "prompt_file", encoding: str = "utf-8") -> str:
+
+def read_prompt(path: str, key: str = "prompt_file") -> str:
     """Read the exact text of a file. key: config key for error messages. Raises UserError if it cannot be read."""
-    try:
-        with open(path, encoding=encoding, newline="") as file:
-            return file.read()
-    except OSError as error:
-        raise UserError(f"{key}={path} cannot be read ({error.strerror}); set a text file") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"{key}={path} is not UTF-8 (byte {error.start}); save it as UTF-8") from None
+    return read_small_file(path, f"{key}={path}", MAX_PROMPT_FILE_BYTES)
 
 
 def read_prompts(path: str) -> list[str]:
@@ -30,7 +27,7 @@ def read_prompts(path: str) -> list[str]:
     """
     if Path(path).suffix.lower() in (".json", ".csv", ".parquet"):
         raise UserError(f"prompts={path} must be a text file with one prompt per line, or a .jsonl file; convert it")
-    text = read_prompt(path, "prompts", "utf-8-sig")
+    text = read_prompt(path, "prompts").removeprefix("\ufeff")  # byte order mark
     # str.splitlines would also split at form feeds and U+2028, which may be part of a prompt.
     lines = [(number, line) for number, line in enumerate(re.split(r"\r\n|\r|\n", text), 1) if line.strip()]
     if not lines:
