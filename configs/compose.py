@@ -7,12 +7,14 @@ All errors are UserErrors of one sentence.
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import fields, is_dataclass
 from functools import cache
+from glob import glob
 from pathlib import Path
 from typing import Any
 
+import yaml
 from hydra import compose, initialize_config_dir
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
@@ -23,12 +25,14 @@ from omegaconf.errors import MissingMandatoryValue, OmegaConfBaseException
 from yaml import YAMLError
 
 from common.errors import UserError
+from common.files import read_small_file
 from configs.error_messages import did_you_mean, explain_error, explain_schema_error, one_of
 from configs.schema import OPTIMIZERS, SCRIPTS
 from configs.text_size import AUTO, choose_preset, load_presets
 from data import DataConfig
 
 CONFIGS = Path(__file__).parent
+MAX_YAML_BYTES = 2**20
 # Keys whose value is used exactly as typed. Hydra's grammar would read "a, b" as a sweep and "f(x)" as a function.
 FREE_TEXT_KEYS = {"prompt", "prompt_file", "prompts", "out", "name", "run"}
 FREE_TEXT_KEYS |= {"wandb.group", "data.repo", "data.text_column", "tokenizer.run", "train.init_from"}
@@ -53,8 +57,14 @@ def compose_config(
         for key, value in (settings or {}).items():
             OmegaConf.update(composed, key, escape_interpolation(value), force_add=True)
         return _apply_schema(script, composed, config_dir)
-    except (HydraException, OmegaConfBaseException, YAMLError, UnicodeDecodeError) as error:
+    except UserError:
+        raise
+    except (HydraException, OmegaConfBaseException, YAMLError, ValueError) as error:  # ValueError: wrong defaults
         raise UserError(explain_error(error)) from None
+    except RecursionError:
+        raise UserError(
+            f"a YAML file of {config_dir} contains itself, through its defaults or an alias (*name); remove that entry"
+        ) from None
 
 
 def _apply_schema(script: str, composed: DictConfig, config_dir: str | None) -> Any:
@@ -176,19 +186,26 @@ def escape_interpolation(value: Any) -> Any:
     return re.sub(r"(\\*)\$\{", r"\1\1\\${", value) if isinstance(value, str) else value
 
 
+def _check_yaml_file(file: Path) -> None:
+    """Raises UserError for a file that cannot be read, or whose settings of Hydra would be ignored."""
+    content, config = read_small_file(file, str(file), MAX_YAML_BYTES), {}
+    with suppress(YAMLError):  # Hydra reports it if the file is used
+        config = yaml.safe_load(content)
+    is_section = isinstance(config, dict) and ("hydra" in config or "hydra/" in str(config.get("defaults")))
+    if is_section or re.search(r"@package\s+hydra", content):
+        raise UserError(f"{file} changes Hydra's own settings (hydra:); remove these settings")
+
+
 @contextmanager
 def hydra_initialized(config_dir: str | None) -> Iterator[list[str]]:
     """Context manager: prepare Hydra for compose(). Yields the words that add the user's folder. Raises UserError."""
     search_path = []
     if config_dir is not None:
         folder = Path(config_dir).resolve()
-        if not folder.is_dir():
-            raise UserError(f"--config-dir {config_dir} is not a folder; set a folder of YAML files")
-        for file in sorted(folder.rglob("*.yaml")):
-            if re.search(r"^['\"]?hydra\b.*:|@package\s+hydra", file.read_text(errors="replace"), re.MULTILINE):
-                raise UserError(
-                    f"{file} changes Hydra's own settings (hydra:), which could run code; remove these settings"
-                )
+        if not config_dir or not folder.is_dir():
+            raise UserError(f"--config-dir={config_dir} is not a folder; set a folder of YAML files")
+        for name in sorted(glob("**/*.yaml", root_dir=folder, recursive=True)):
+            _check_yaml_file(folder / name)
         search_path = [f"hydra.searchpath=[{QuotedString(f'file://{folder}', Quote.single).with_quotes()}]"]
     if GlobalHydra.instance().is_initialized():  # by a sweep, which composes the config of each job
         yield search_path

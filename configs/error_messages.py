@@ -45,13 +45,15 @@ def did_you_mean(wrong: str, options: Iterable[str]) -> str:
 
 def explain_error(error: Exception) -> str:
     """One sentence for an exception of Hydra, OmegaConf or PyYAML."""
-    if isinstance(error, YAMLError | UnicodeDecodeError):
-        return f"a YAML file cannot be read: {' '.join(str(error).split())}; correct that file"
+    if not str(error) and isinstance(error.__cause__, Exception):  # Hydra hides some errors of OmegaConf
+        error = error.__cause__
     if isinstance(error, OmegaConfBaseException):
-        return f"{error.full_key}: {str(error).splitlines()[0]}"
+        return f"{error.full_key}: {str(error).splitlines()[0]}".removeprefix(": ")
+    if isinstance(error, YAMLError | ValueError):
+        return f"a YAML file cannot be read: {' '.join(str(error).split())}; correct that file"
     sentence = " ".join(str(error).split("Config search path:")[0].split())
-    word = sentence.removeprefix("Error merging override ++")
-    return sentence if word == sentence else f"{word}: {LIST_OR_SECTION}"
+    place = sentence.removeprefix("Error merging override ++").split(": ConfigTypeError raised")[0]  # a word, or a file
+    return sentence if place == sentence else f"{place}: {LIST_OR_SECTION}"
 
 
 def explain_schema_error(error: OmegaConfBaseException, composed: DictConfig, types: dict[str, Any]) -> str:

@@ -36,7 +36,7 @@ def run_multirun(flags: Namespace) -> NoReturn:
         raise UserError("-m starts one process per run and does not work under torchrun; use one of the two")
     if flags.cfg:
         raise UserError("--cfg shows the config of one run; remove -m, and set one value for each key")
-    with hydra_initialized(flags.config_dir) as search_path:
+    with hydra_initialized(flags.config_dir):
         combinations = list_combinations(flags.words)
         job_names = name_jobs(combinations)
         words = [
@@ -44,7 +44,7 @@ def run_multirun(flags: Namespace) -> NoReturn:
             for combination in combinations
         ]
         configs = [_compose_job(job_words, flags.config_dir) for job_words in words]
-        launcher_config = _compose_launcher(flags.launcher_words, search_path)
+        launcher_config = _compose_launcher(flags.launcher_words)
         first = configs[0]
         sweep = first.name or make_new_folder(SWEEPS, f"{first.data.label}-{first.model.name}")
         jobs = [_make_job(sweep, *job, flags) for job in zip(job_names, configs, words, strict=True)]
@@ -104,10 +104,13 @@ def _make_job(sweep: str, name: str, config: Any, words: list[str], flags: Names
     return Job(name, SWEEPS / sweep / name, words, values, flags.job_timeout)
 
 
-def _compose_launcher(words: list[str], search_path: list[str]) -> Any:
-    """Compose Hydra's own config, with the launcher that `words` set."""
+def _compose_launcher(words: list[str]) -> Any:
+    """Compose Hydra's own config, with the launcher that `words` set.
+
+    Files of --config-dir are not part of it, because a launcher's config contains the code to run (_target_).
+    """
     try:
-        overrides = [*words, *search_path, *NO_HYDRA_FILES, "hydra.job.name=train"]
+        overrides = [*words, *NO_HYDRA_FILES, "hydra.job.name=train", "++hydra.launcher._recursive_=false"]
         return compose("train", overrides=overrides, return_hydra_config=True)
     except HydraException as error:
         sentence = f"{explain_error(error)}; hydra/launcher=NAME chooses a launcher that is installed"

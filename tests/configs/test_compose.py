@@ -1,5 +1,6 @@
 """Composing configs: every choice, every kind of invalid word or YAML file, and free text."""
 
+import os
 import re
 
 import pytest
@@ -230,8 +231,19 @@ WRONG_YAML = [
     ("model: {n_embd: 101}", r"model.n_embd=101 must be a multiple of model.n_head"),
     ("train: {batch_size: 10, micro_batch_size: 4}", r"set one of 1, 2, 5, 10"),
     ("hydra: {callbacks: {x: {_target_: os.system}}}", r"changes Hydra's own settings"),
+    ("{hydra: {run: {dir: x}}}", r"changes Hydra's own settings"),
+    ('? "hydra"\n: {run: {dir: x}}', r"changes Hydra's own settings"),
+    ("# @package hydra.launcher\nx: 1", r"changes Hydra's own settings"),
+    ("defaults: [{override /hydra/launcher: basic}]", r"changes Hydra's own settings"),
+    ("model: {_target_: os.system}", r"model._target_: there is no such key"),
+    ("model: {window: {_target_: os.system}}", r"model.window={_target_:os.system} must be a number"),
     ("optimizer: {lr: fast}", r"optimizer.lr=fast must be a number"),
     ("train: [", r"a YAML file cannot be read: .*mine.yaml.*line"),
+    ("train: [1]", r"In 'experiment/mine': a list cannot replace a section"),
+    ("train: {steps: '${'}", r"train.steps: .* '\${'"),
+    ("defaults: 5", r"a YAML file cannot be read: .*'experiment/mine', defaults must be a list"),
+    ("defaults: [mine]", r"a YAML file of own contains itself"),
+    ("train: &a {steps: *a}", r"a YAML file of own contains itself"),
 ]
 
 
@@ -240,6 +252,33 @@ def test_invalid_yaml_files_are_refused(content, message, workdir, capsys):
     (workdir / "own/experiment").mkdir(parents=True)
     (workdir / "own/experiment/mine.yaml").write_text(f"{content}\n")
     assert re.search(message, error_message(capsys, "--config-dir", "own", "experiment=mine"))
+
+
+def test_unreadable_yaml_files_are_refused(workdir, capsys):
+    (workdir / "other/group").mkdir(parents=True)
+    (workdir / "own").mkdir()
+    (workdir / "own/experiment").symlink_to("../other/group")  # Hydra also follows links
+    file = workdir / "own/experiment/mine.yaml"
+    for make, message in [
+        (lambda: file.symlink_to("nowhere"), "mine.yaml cannot be read (No such file or directory)"),
+        (lambda: os.mkfifo(file), "mine.yaml is not a regular file"),
+        (lambda: file.write_bytes(b"name: caf\xe9"), "mine.yaml is not UTF-8 (byte 9)"),
+        (lambda: file.write_text("#" * 2**21), "mine.yaml is larger than 1,048,576 bytes"),
+    ]:
+        make()
+        assert message in error_message(capsys, "--config-dir", "own", "experiment=mine")
+        file.unlink()
+    assert "--config-dir= is not a folder" in error_message(capsys, "--config-dir", "")
+
+
+def test_launchers_of_the_user_are_refused(workdir, capsys):
+    (workdir / "own/hydra/launcher").mkdir(parents=True)
+    target = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
+    code = "{_target_: os.mkdir, _args_: [executed]}"
+    (workdir / "own/hydra/launcher/mine.yaml").write_text(f"_target_: {target}\nx: {code}\n")
+    words = ["--config-dir", "own", "-m", "seed=1,2", "hydra/launcher=mine", "data.path=text.txt"]
+    assert "Could not find 'hydra/launcher/mine'" in error_message(capsys, *words)
+    assert not (workdir / "executed").exists()
 
 
 WRONG_MIX = [
