@@ -1,6 +1,7 @@
 """Errors that are not bugs: invalid input, a run that cannot continue, and too little memory."""
 
 from collections.abc import Iterable
+from math import inf
 from typing import Any
 
 
@@ -39,6 +40,19 @@ def check_settings(section: str, config: object, rules: Iterable[tuple[str, bool
         if not holds:
             name = f"{section}.{key}" if section else key
             raise UserError(f"{name}={format_value(getattr(config, key))} {requirement}")
+
+
+def check_positive(section: str, config: object, *keys: str, **limits: int) -> None:
+    """Check that settings are None, or finite numbers above 0. limits: the largest valid values of further keys.
+
+    The limits are far above all useful values. Larger ones would hang, or fail with an error of PyTorch's C++ code.
+    """
+    rules = []
+    for key, limit in (dict.fromkeys(keys, inf) | limits).items():
+        value, at_most = getattr(config, key), f" and at most {limit:,}" if key in limits else ""
+        is_valid = value is None or (0 < value < inf and value <= limit)
+        rules.append((key, is_valid, f"must be a number greater than 0{at_most}"))
+    check_settings(section, config, rules)
 
 
 def check_seed(seed: int) -> None:

@@ -37,7 +37,7 @@ MAX_YAML_BYTES = 2**20
 FREE_TEXT_KEYS = {"prompt", "prompt_file", "prompts", "out", "name", "run"}
 FREE_TEXT_KEYS |= {"wandb.group", "data.repo", "data.text_column", "tokenizer.run", "train.init_from"}
 FREE_TEXT_OR_LIST_KEYS = ("stop", "path")  # ends of keys that also accept a list: stop='["a", "b"]'
-QUOTED_LIST = re.compile(r"""\[\s*(["']).*\1\s*\]""", re.DOTALL)
+QUOTED_LIST = re.compile(r"""\[\s*(["'].*)?\]""", re.DOTALL)
 
 
 def compose_config(
@@ -81,6 +81,9 @@ def _apply_schema(script: str, composed: DictConfig, config_dir: str | None) -> 
         types |= {f"data.mix.{name}": DataConfig, **list_types(DataConfig, f"data.mix.{name}.")}
     try:
         config.merge_with(composed)
+        for key, kind in types.items():
+            if kind in (bool, bool | None) and type(value := OmegaConf.select(composed, key)) is int:
+                raise UserError(f"{key}={value} must be true or false")  # OmegaConf has converted it
         if "text_size" in types:
             config.text_size = _resolve_text_size(config, config_dir)
         typed = OmegaConf.to_object(config)

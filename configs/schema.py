@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any
 
-from common.errors import UserError, check_seed, check_settings
+from common.errors import UserError, check_positive, check_seed, check_settings
 from common.run_dir import check_name, check_path_component
 from compare.bench.config import BenchConfig
 from data import DataConfig, TokenizerConfig
@@ -108,6 +108,7 @@ class Sample(SamplingConfig):
         super().check(section)
         self.data.check()
         check_seed(self.seed)
+        check_positive("", self, num_samples=10**6, batch_size=10**6)
         modes = ["prompt", "prompt_file", "prompts", "interactive", "loss"]
         modes = [key for key in modes if getattr(self, key) not in (None, False)]
         if len(modes) > 1:
@@ -121,8 +122,6 @@ class Sample(SamplingConfig):
                 re.fullmatch(r"best|last|step-\d+", self.checkpoint),
                 "is unknown; set best, last or step-NNNNNN",
             ),
-            ("num_samples", self.num_samples >= 1, "must be at least 1; set 8, for example"),
-            ("batch_size", self.batch_size >= 1, "must be at least 1; set 8, for example"),
             (
                 "out",
                 self.out is None or mode in ("loss", "prompts"),

@@ -11,6 +11,8 @@ from common.errors import check_settings
 SOURCE_KEYS = ("path", "val_path", "val_documents", "val_fraction", "max_documents", "text_column", "text_bytes")
 HUB_KEYS = ("repo", "config", "split", "revision", "val_split", "stream")
 
+MAX_COUNT = 10**15
+
 
 @dataclass
 class DataConfig:
@@ -75,7 +77,8 @@ class DataConfig:
             yield key, is_valid, "is not a path; set a file, a folder, a pattern or a list of them"
         for key in ("val_documents", "max_documents", "text_bytes"):
             value = getattr(self, key)
-            yield key, value is None or value >= 1, f"must be at least 1; set {section}.{key}=1000 or null"
+            is_valid = value is None or 1 <= value <= MAX_COUNT
+            yield key, is_valid, f"must be at least 1 and at most {MAX_COUNT:,}; set {section}.{key}=1000 or null"
         yield "weight", 0 < self.weight < inf, "must be greater than 0; set it to 1.0, for example"
         if self.max_documents is not None:
             held_out = 0 if self.val_path or self.val_split else self.val_documents or 0
@@ -105,7 +108,7 @@ class DataConfig:
         # one source
         is_fraction = self.val_fraction is not None and 0 < self.val_fraction < 1
         yield "val_fraction", is_fraction, f"must be between 0 and 1; set {section}.val_fraction=0.1, for example"
-        yield "text_column", self.text_column is not None, f"names no column; set {section}.text_column=text"
+        yield "text_column", bool(self.text_column), f"names no column; set {section}.text_column=text"
         if self.path is not None:
             return
         yield "path", self.source != "text", f"is missing; set {section}.path=FILE"

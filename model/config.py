@@ -6,7 +6,7 @@ This module does not import torch, which takes seconds, so that invalid settings
 from dataclasses import dataclass
 from typing import Any
 
-from common.errors import check_settings
+from common.errors import check_positive, check_settings
 
 NORMS = ("layernorm", "rmsnorm")
 MLPS = ("gelu", "gelu_tanh", "relu2")
@@ -48,8 +48,8 @@ class GPTConfig:
     ngram_table_size: int
 
     def __post_init__(self):
-        counts = ("n_layer", "n_head", "n_embd", "block_size", "pad_vocab_multiple", "max_ngram", "ngram_table_size")
-        check_settings("model", self, [(key, getattr(self, key) >= 1, "must be at least 1") for key in counts])
+        check_positive("model", self, n_layer=10**4, n_head=10**4, n_embd=10**6, block_size=10**8,
+                       pad_vocab_multiple=10**6, max_ngram=100, ngram_table_size=10**10)  # fmt: skip
         choices = {"norm": NORMS, "mlp": MLPS, "position": POSITIONS}
         check_settings("model", self, [
             (key, getattr(self, key) in allowed, f"is unknown; set one of {', '.join(allowed)}")

@@ -368,7 +368,7 @@ def test_loss_is_reported_for_each_document_and_for_all(train, sample, workdir):
         (["prompts=text.txt", "interactive=true"], "prompts and interactive"),
         (["max_new_tokens=0"], "max_new_tokens=0"),
         (["model.n_layer=3"], "from its checkpoint"),
-        (["batch_size=0"], "batch_size=0 must be at least 1"),
+        (["batch_size=0"], "batch_size=0 must be a number greater than 0"),
         (["dtype=int8"], "dtype=int8 is unknown; set auto, float32"),
         (["stop="], "stop= must be a string that is not empty"),
     ],

@@ -5,17 +5,12 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any
 
-from common.errors import UserError, check_settings
+from common.errors import UserError, check_positive, check_settings
 from model.generation.config import SamplingConfig
 
 AUTO = "auto"
+MAX_STEPS = 10**12
 OVERFITTING_EVALS = 3  # a run overfits if this many evaluations in a row found no lower validation loss
-
-
-def _check_positive(section: str, config: object, *keys: str) -> None:
-    values = {key: getattr(config, key) for key in keys}
-    rules = [(key, v is None or 0 < v < inf, "must be a number greater than 0") for key, v in values.items()]
-    check_settings(section, config, rules)
 
 
 @dataclass
@@ -50,7 +45,10 @@ class TrainConfig:
     init_from: str | None
 
     def __post_init__(self):
-        _check_positive("train", self, "steps", "minutes", "batch_size", "grad_clip", "skip_grad_norm", "patience")
+        check_positive(
+            "train", self, "minutes", "grad_clip", "skip_grad_norm",
+            steps=MAX_STEPS, batch_size=10**6, patience=MAX_STEPS,
+        )  # fmt: skip
         run, size = self.init_from, self.micro_batch_size
         check_settings("train", self, [
             ("init_from", run is None or (run.startswith("run:") and run != "run:"), "must be run:NAME, or null"),
@@ -59,7 +57,7 @@ class TrainConfig:
             ("on_nonfinite", self.on_nonfinite in ("stop", "skip"), "is unknown; set stop or skip"),
             ("skip_grad_norm", self.skip_grad_norm is None or self.on_nonfinite == "skip",
              "needs train.on_nonfinite=skip; set it, or remove the key"),
-            ("max_skipped_steps", self.max_skipped_steps >= 0, "must not be negative; set 100, for example"),
+            ("max_skipped_steps", 0 <= self.max_skipped_steps <= MAX_STEPS, "must be from 0 to 10^9; set 100, for example"),
         ])  # fmt: skip
         if self.steps is None and self.minutes is None:
             raise UserError("set train.steps or train.minutes: the run has no end")
@@ -105,7 +103,7 @@ class ScheduleConfig:
     def __post_init__(self):
         is_fraction = [value is None or 0 <= value <= 1 for value in (self.final_fraction, self.decay_fraction)]
         check_settings("schedule", self, [
-            ("warmup_steps", self.warmup_steps >= 0, "must not be negative"),
+            ("warmup_steps", 0 <= self.warmup_steps <= MAX_STEPS, f"must not be negative, and at most {MAX_STEPS:,}"),
             ("final_fraction", is_fraction[0], "must be a number from 0 to 1"),
             ("decay_fraction", is_fraction[1], "must be a number from 0 to 1, or null"),
         ])  # fmt: skip
@@ -130,7 +128,7 @@ class AdamWConfig:
     weight_decay: float
 
     def __post_init__(self):
-        _check_positive("optimizer", self, "lr", "eps")
+        check_positive("optimizer", self, "lr", "eps")
         _check_betas_and_weight_decay(self)
 
 
@@ -156,7 +154,7 @@ class MuonConfig:
     eps: float
 
     def __post_init__(self):
-        _check_positive("optimizer", self, "lr", "ns_steps", "embedding_lr", "head_lr", "norm_lr", "eps")
+        check_positive("optimizer", self, "lr", "embedding_lr", "head_lr", "norm_lr", "eps", ns_steps=100)
         for key, lr_key in (("weight_decay", "lr"), ("ngram_weight_decay", "embedding_lr")):
             lr = getattr(self, lr_key)
             advice = (
@@ -182,8 +180,8 @@ class EvalConfig:
     sample: SamplingConfig
 
     def __post_init__(self):
-        _check_positive("eval", self, "every", "batches")
-        self.sample.check("eval.sample.")
+        check_positive("eval", self, every=MAX_STEPS, batches=10**9)
+        self.sample.check("eval.sample")
 
 
 @dataclass
@@ -200,8 +198,10 @@ class CheckpointConfig:
     optimizer: bool
 
     def __post_init__(self):
-        _check_positive("checkpoint", self, "every")
-        check_settings("checkpoint", self, [("keep", self.keep >= 0, "must not be negative; set 2, for example")])
+        check_positive("checkpoint", self, every=MAX_STEPS)
+        check_settings(
+            "checkpoint", self, [("keep", 0 <= self.keep <= 10**6, "must be from 0 to 10^6; set 2, for example")]
+        )
 
 
 @dataclass

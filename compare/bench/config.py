@@ -1,10 +1,9 @@
 """The config of bench.py: types and checks. This module must not import torch."""
 
 from dataclasses import dataclass
-from math import inf
 from typing import Any
 
-from common.errors import UserError, check_seed, check_settings
+from common.errors import UserError, check_positive, check_seed, check_settings
 from common.run_dir import check_path_component
 from model import GPTConfig
 from training.config import WandbConfig
@@ -57,17 +56,19 @@ class BenchConfig:
         check_path_component("model.name", self.model.name)
         check_seed(self.seed)
         self.wandb.check()
+        check_positive("", self, batch_size=10**6, n_head=10**4, n_kv_head=10**4, head_size=10**5, value_size=10**5,
+                       vocab_size=10**7, rounds=10**6, repeats=10**9, seconds=10**7, time_limit=10**7)  # fmt: skip
         rules = []
         for key, value in vars(self).items():
             if isinstance(value, list):
                 rules.append((key, len(value) > 0, "leaves nothing to measure; set one or more values"))
                 rules.append((key, len(set(value)) == len(value), "contains a value twice; remove one"))
-            elif type(value) in (int, float) and key != "seed":
-                rules.append((key, 0 < value < inf, "must be a finite number greater than 0"))
         H, G, _, _ = self.kernel_shape()
         rules.append(("n_kv_head", H % G == 0, f"does not divide the {H} heads; set a divisor, or null"))
-        is_valid = all(T > 0 for T in self.block_sizes)
-        rules.append(("block_sizes", is_valid, "must be positive numbers of tokens; set [64,1024], for example"))
+        is_valid = all(0 < T <= 10**8 for T in self.block_sizes)
+        rules.append(
+            ("block_sizes", is_valid, "must be positive numbers of tokens, at most 10^8; set [64,1024], for example")
+        )
         check_settings("", self, rules)
         unknown = [phase for phase in self.phases if phase not in PHASES]
         if unknown:

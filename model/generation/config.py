@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any
 
-from common.errors import UserError
+from common.errors import check_positive, check_settings
 
 ESCAPES = {"n": "\n", "t": "\t", "\\": "\\"}
 
@@ -46,22 +46,20 @@ class SamplingConfig:
         return [] if self.stop is None else self.stop if isinstance(self.stop, list) else [self.stop]
 
     def check(self, section: str = "") -> None:
-        """Raise UserError if a value is out of range. section: prefix of the keys in messages, as in "eval.sample."."""
+        """Raise UserError if a value is out of range. section: of the keys in messages, as in "eval.sample"."""
+        check_positive(section, self, top_k=10**9)
         keep_all = "must be above 0 and at most 1; set null to keep all tokens"
         rules = [
-            ("max_new_tokens", self.max_new_tokens >= 0, "must not be negative; set 300, for example"),
+            ("max_new_tokens", 0 <= self.max_new_tokens <= 10**9, "must be from 0 to 10^9; set 300, for example"),
             ("temperature", 0 <= self.temperature < inf, "must be finite and not negative; set 0 for greedy decoding"),
             ("temperature", not 0 < self.temperature < 1e-30, "is too small; set 0 for greedy decoding"),
-            ("top_k", self.top_k is None or self.top_k >= 1, "must be at least 1; set null to keep all tokens"),
             ("top_p", self.top_p is None or 0 < self.top_p <= 1, keep_all),
             ("min_p", self.min_p is None or 0 < self.min_p <= 1, keep_all),
             ("repetition_penalty", 0 < self.repetition_penalty < inf, "must be positive; set 1 for no penalty"),
             (
                 "stop",
-                all(isinstance(stop, str) and stop for stop in self.stop_strings),
+                self.stop != [] and all(isinstance(stop, str) and stop for stop in self.stop_strings),
                 "must be a string that is not empty, or a list of them; set null for none",
             ),
         ]
-        for key, is_valid, message in rules:
-            if not is_valid:
-                raise UserError(f"{section}{key}={getattr(self, key)} {message}")
+        check_settings(section, self, rules)

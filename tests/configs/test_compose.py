@@ -2,14 +2,19 @@
 
 import os
 import re
+from dataclasses import replace
+from math import nan
+from operator import attrgetter
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from omegaconf import OmegaConf
 
+from common.errors import UserError
 from configs.cli import parse_config
-from configs.compose import CONFIGS, list_choices
+from configs.compose import CONFIGS, list_choices, list_types
+from configs.schema import SCRIPTS
 
 ALL = [
     (group, choice)
@@ -96,7 +101,7 @@ WRONG = [
         r"model.n_kv_head=4 must divide model.n_head=6; set one of 1, 2, 3, 6",
     ),
     (["model.n_embd=30", "model.n_head=6"], r"model.position=rotary needs an even number of channels per head"),
-    (["model.n_layer=0"], r"model.n_layer=0 must be at least 1"),
+    (["model.n_layer=0"], r"model.n_layer=0 must be a number greater than 0 and at most 10,000"),
     (["model.dropout=1.5"], r"model.dropout=1.5 must be a probability below 1"),
     (["model.norm=batchnorm"], r"model.norm=batchnorm is unknown; set one of layernorm, rmsnorm"),
     (["train.batch_size=10", "train.micro_batch_size=4"], r"does not divide the 10 .* set one of 1, 2, 5, 10"),
@@ -172,6 +177,21 @@ WRONG_TYPES = [
     ("bench", ["block_sizes=[64,a]"], "block_sizes[1]=a must be a whole number"),
     ("bench", ["backends=flash"], "backends=flash must be a list or null; set backends=[flash]"),
     ("sample", ["num_samples=a"], "num_samples=a must be a whole number"),
+    ("sample", ["stop=[]"], "stop=[] must be a string that is not empty, or a list of them"),
+    ("sample", ['stop=["a", 1]'], "stop=[a,1] must be a string that is not empty, or a list of them"),
+    ("sample", ["loss=1"], "loss=1 must be true or false"),
+    ("prepare", ["verify=2"], "verify=2 must be true or false"),
+    ("prepare", ["data.text_column="], "data.text_column= names no column; set data.text_column=text"),
+    ("train", ["data.path=[]"], "data.path=[] is not a path"),
+    ("train", ["tf32=2"], "tf32=2 must be true or false"),
+    ("train", ["compile=0"], "compile=0 must be true or false"),
+    ("train", ["model.bias=2"], "model.bias=2 must be true or false"),
+    ("bench", ["seconds=1e300"], "seconds=1e+300 must be a number greater than 0 and at most 10,000,000"),
+    (
+        "bench",
+        ["block_sizes=[1000000000]"],
+        "block_sizes=[1000000000] must be positive numbers of tokens, at most 10^8",
+    ),
 ]
 
 
@@ -179,6 +199,27 @@ WRONG_TYPES = [
 def test_value_of_the_wrong_type_is_refused(script, overrides, message, capsys, monkeypatch):
     monkeypatch.setattr("sys.argv", [f"{script}.py"])
     assert message in error_message(capsys, *overrides, script=script) + "\n"
+
+
+def with_value(config, key, value):
+    """The config with another value of `key`, which may be in a section."""
+    section, _, leaf = key.rpartition(".")
+    if not section:
+        return replace(config, **{leaf: value})
+    return with_value(config, section, replace(attrgetter(section)(config), **{leaf: value}))
+
+
+@pytest.mark.parametrize("script", SCRIPTS)
+def test_every_number_has_limits(script, workdir):
+    """Otherwise a huge value hangs, or fails with an error of PyTorch's C++ code."""
+    config = parse_config(script, "", ["data.path=text.txt"] if script in ("train", "prepare") else [])
+    types = list_types(type(config))
+    if "optimizer" in types:
+        types |= list_types(type(config.optimizer), "optimizer.")
+    for key, kind in types.items():
+        for value in [10**30] * (kind in (int, int | None)) + [nan] * (kind in (float, float | None)):
+            with pytest.raises(UserError, match=f"{key}={value}"):
+                with_value(config, key, value).check()
 
 
 @pytest.mark.parametrize(
@@ -318,9 +359,9 @@ def test_words_win_over_an_experiment_of_the_user(header, workdir):
     [
         (["temperature=nan"], "temperature=nan must be finite"),
         (["temperature=-1"], "temperature=-1.0 must be finite and not negative"),
-        (["top_k=0"], "top_k=0 must be at least 1"),
+        (["top_k=0"], "top_k=0 must be a number greater than 0"),
         (["top_p=1.5"], "top_p=1.5 must be above 0"),
-        (["num_samples=0"], "num_samples=0 must be at least 1"),
+        (["num_samples=0"], "num_samples=0 must be a number greater than 0"),
         (["checkpoint=first"], "set best, last or step-NNNNNN"),
         (["prompt=a", "prompt_file=b"], "set one of them"),
         (["promt=a"], r"promt: there is no such key \(did you mean prompt\?\)"),

@@ -22,9 +22,9 @@ def test_window_pattern_longer_than_the_model_is_printed_as_typed():
 
 
 @pytest.mark.parametrize(("changed", "message"), [
-    ({"n_layer": 0}, r"^model.n_layer=0 must be at least 1$"),
-    ({"max_ngram": 0}, r"^model.max_ngram=0 must be at least 1$"),
-    ({"ngram_table_size": 0}, r"^model.ngram_table_size=0 must be at least 1$"),
+    ({"n_layer": 0}, r"^model.n_layer=0 must be a number greater than 0 and at most [0-9,]+$"),
+    ({"max_ngram": 0}, r"^model.max_ngram=0 must be a number greater than 0 and at most [0-9,]+$"),
+    ({"ngram_table_size": 0}, r"^model.ngram_table_size=0 must be a number greater than 0 and at most [0-9,]+$"),
     ({"norm": "batchnorm"}, r"^model.norm=batchnorm is unknown; set one of layernorm, rmsnorm$"),
     ({"mlp": "swish"}, r"^model.mlp=swish is unknown; set one of gelu, gelu_tanh, relu2$"),
     ({"position": "alibi"}, r"^model.position=alibi is unknown; set one of learned, rotary$"),

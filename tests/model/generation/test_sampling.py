@@ -147,7 +147,7 @@ def test_frequencies_of_draws_match_the_probabilities():
         (dict(temperature=math.nan), "temperature=nan must be finite"),
         (dict(temperature=1e-46), "temperature=1e-46 is too small; set 0"),
         (dict(temperature=math.inf), "temperature=inf must be finite and not negative"),
-        (dict(top_k=0), "top_k=0 must be at least 1"),
+        (dict(top_k=0), "top_k=0 must be a number greater than 0"),
         (dict(top_p=0.0), "top_p=0.0 must be above 0"),
         (dict(top_p=1.1), "top_p=1.1 must be above 0 and at most 1"),
         (dict(min_p=-0.1), "min_p=-0.1 must be above 0"),
@@ -155,12 +155,13 @@ def test_frequencies_of_draws_match_the_probabilities():
         (dict(repetition_penalty=0.0), "repetition_penalty=0.0 must be positive"),
         (dict(repetition_penalty=math.inf), "repetition_penalty=inf must be positive"),
         (dict(stop=""), "stop= must be a string that is not empty"),
-        (dict(stop=["a", 3]), r"stop=\['a', 3\] must be a string"),
-        (dict(max_new_tokens=-1), "max_new_tokens=-1 must not be negative"),
+        (dict(stop=["a", 3]), r"stop=\[a,3\] must be a string"),
+        (dict(stop=[]), r"stop=\[\] must be a string that is not empty, or a list"),
+        (dict(max_new_tokens=-1), "max_new_tokens=-1 must be from 0 to"),
     ],
 )
 def test_settings_out_of_range_are_refused_with_their_key(setting, message):
     with pytest.raises(UserError, match=message):
         sampling(**setting).check()
     with pytest.raises(UserError, match=re.escape("eval.sample.")):
-        sampling(**setting).check("eval.sample.")
+        sampling(**setting).check("eval.sample")
