@@ -32,6 +32,12 @@ DISK_FULL_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 USER_ERRNOS = DISK_FULL_ERRNOS | {errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST}
 USER_ERRNOS |= {errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP}
 EXIT_HANDLERS_TIMEOUT_S = 10.0
+OUT_OF_MEMORY_ADVICE = {  # by the config of the script
+    "Train": "set a smaller train.micro_batch_size, model.block_size or model",
+    "Sample": "set a smaller batch_size, or dtype=bfloat16",
+    "Prepare": "set data.path to a smaller text, or a smaller data.max_documents",
+    "BenchConfig": "set a smaller batch_size, block_sizes or model",
+}
 RANK_0_PRINTS_FIRST_S = 5.0  # how long other ranks wait for rank 0 to print an error that all ranks have
 FLAGS = """flags:
   --help            print this page and exit
@@ -114,7 +120,7 @@ def run_main(main: Callable[..., int], *config: Any) -> int:
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        advice = "set a smaller train.micro_batch_size, model.block_size or model"
+        advice = OUT_OF_MEMORY_ADVICE.get(type(config[0]).__name__, "close other programs")
         return report_error(f"out of memory; {advice}", EXIT_CODES["failed"])
 
 

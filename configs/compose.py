@@ -8,7 +8,6 @@ All errors are UserErrors of one sentence.
 import re
 from collections.abc import Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import fields, is_dataclass
 from functools import cache
 from glob import glob
 from pathlib import Path
@@ -27,7 +26,7 @@ from yaml import YAMLError
 from common.errors import UserError
 from common.files import read_small_file
 from configs.error_messages import did_you_mean, explain_error, explain_schema_error, one_of
-from configs.schema import OPTIMIZERS, SCRIPTS
+from configs.schema import OPTIMIZERS, SCRIPTS, list_types
 from configs.text_size import AUTO, choose_preset, load_presets
 from data import DataConfig
 
@@ -119,16 +118,6 @@ def _resolve_text_size(config: DictConfig, config_dir: str | None) -> DictConfig
     return preset
 
 
-def list_types(kind: type, prefix: str = "") -> dict[str, Any]:
-    """The types of all keys of a dataclass and its sections: {"model": GPTConfig, "model.n_layer": int, ...}."""
-    types = {}
-    for field in fields(kind):
-        types[prefix + field.name] = field.type
-        if is_dataclass(field.type):
-            types |= list_types(field.type, f"{prefix}{field.name}.")
-    return types
-
-
 @cache  # reading the file takes 15 ms, and each word of the command line needs the list several times
 def list_groups(script: str) -> list[str]:
     """List the config groups of a script: model, attention, ..."""
@@ -164,10 +153,8 @@ def parse_word(script: str, word: str) -> Override:
         config_loader = GlobalHydra.instance().config_loader()  # lists the choices for glob(*)
         return OverridesParser.create(config_loader).parse_overrides([to_hydra_word(script, word)])[0]
     except HydraException:
-        key = word.split("=", 1)[0]
-        raise UserError(
-            f"{word!r} cannot be parsed; put special characters in two pairs of quotes: '{key}=\"a, b\"'"
-        ) from None
+        quoted = f"""'{word.split("=", 1)[0]}="VALUE"'"""
+        raise UserError(f"{word!r} cannot be parsed; put its value in two pairs of quotes: {quoted}") from None
 
 
 def to_hydra_word(script: str, word: str) -> str:

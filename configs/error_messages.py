@@ -17,6 +17,7 @@ from omegaconf.errors import (
 from yaml import YAMLError
 
 from common.errors import format_value
+from configs.schema import OPTIMIZERS, list_types
 
 TYPE_NAMES = {
     int: ["a whole number"],
@@ -60,6 +61,8 @@ def explain_schema_error(error: OmegaConfBaseException, composed: DictConfig, ty
     """One sentence for a key or a value that does not fit the schema. types: the types of all keys."""
     key = error.full_key
     if isinstance(error, ConfigKeyError):
+        if owners := [name for name, kind in OPTIMIZERS.items() if key in list_types(kind, "optimizer.")]:
+            return f"{key} is a key of optimizer={one_of(owners)}; set that optimizer, or remove this key"
         return f"{key}: there is no such key{did_you_mean(key, types)}; see --help and --cfg job"
     if isinstance(error, MissingMandatoryValue):
         return f"{key} has no value; set one, or add text@mix.NAME to the defaults of the YAML file of a mix"

@@ -4,7 +4,7 @@ The dataclasses have types and no values: each value is in one YAML file of this
 """
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields, is_dataclass
 from math import inf
 from typing import Any
 
@@ -159,3 +159,13 @@ class Prepare:
 
 SCRIPTS = {"train": Train, "sample": Sample, "prepare": Prepare, "bench": BenchConfig}
 OPTIMIZERS = {"adamw": AdamWConfig, "muon": MuonConfig}
+
+
+def list_types(kind: type, prefix: str = "") -> dict[str, Any]:
+    """The types of all keys of a dataclass and its sections: {"model": GPTConfig, "model.n_layer": int, ...}."""
+    types = {}
+    for field in fields(kind):
+        types[prefix + field.name] = field.type
+        if is_dataclass(field.type):
+            types |= list_types(field.type, f"{prefix}{field.name}.")
+    return types

@@ -57,7 +57,7 @@ class TrainConfig:
             ("on_nonfinite", self.on_nonfinite in ("stop", "skip"), "is unknown; set stop or skip"),
             ("skip_grad_norm", self.skip_grad_norm is None or self.on_nonfinite == "skip",
              "needs train.on_nonfinite=skip; set it, or remove the key"),
-            ("max_skipped_steps", 0 <= self.max_skipped_steps <= MAX_STEPS, "must be from 0 to 10^9; set 100, for example"),
+            ("max_skipped_steps", 0 <= self.max_skipped_steps <= MAX_STEPS, "must be from 0 to 10^12; set 100"),
         ])  # fmt: skip
         if self.steps is None and self.minutes is None:
             raise UserError("set train.steps or train.minutes: the run has no end")

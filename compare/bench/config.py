@@ -66,9 +66,7 @@ class BenchConfig:
         H, G, _, _ = self.kernel_shape()
         rules.append(("n_kv_head", H % G == 0, f"does not divide the {H} heads; set a divisor, or null"))
         is_valid = all(0 < T <= 10**8 for T in self.block_sizes)
-        rules.append(
-            ("block_sizes", is_valid, "must be positive numbers of tokens, at most 10^8; set [64,1024], for example")
-        )
+        rules.append(("block_sizes", is_valid, "must be positive numbers of tokens, at most 10^8; set [64,1024]"))
         check_settings("", self, rules)
         unknown = [phase for phase in self.phases if phase not in PHASES]
         if unknown:

@@ -13,8 +13,8 @@ from omegaconf import OmegaConf
 
 from common.errors import UserError
 from configs.cli import parse_config
-from configs.compose import CONFIGS, list_choices, list_types
-from configs.schema import SCRIPTS
+from configs.compose import CONFIGS, list_choices
+from configs.schema import SCRIPTS, list_types
 
 ALL = [
     (group, choice)
@@ -59,11 +59,12 @@ WRONG = [
     (["n_layer=3"], r"did you mean model.n_layer\?"),
     (["modle=gpt2"], r"modle: there is no such key \(did you mean model\?\)"),
     (["optimizer.learning_rate=1"], r"optimizer.learning_rate: there is no such key"),
-    (["optimizer=adamw", "optimizer.momentum=0.9"], r"optimizer.momentum: there is no such key"),
+    (["optimizer=adamw", "optimizer.momentum=0.9"], r"optimizer.momentum is a key of optimizer=muon; set that"),
     (["model=gpt3"], r"model=gpt3: there is no such choice \(did you mean gpt2\?\); set gpt2, modern or nanogpt"),
     (["attention=falsh"], r"did you mean flash\?\); set cudnn, flash, flex, naive or sdpa"),
     (["seed=1,2"], r"'seed=1,2' has several values for one run"),
-    (["train.steps=f("], r"'train.steps=f\(' cannot be parsed; put special characters in two pairs of quotes"),
+    (["train.steps=f("], r"'train.steps=f\(' cannot be parsed; put .* quotes: 'train.steps=\"VALUE\"'$"),
+    (["seed='1\n"], r"cannot be parsed; put its value in two pairs of quotes: 'seed=\"VALUE\"'$"),
     (["+train.foo=1"], r"\+train.foo=1: keys cannot be added or removed; set train.foo=VALUE"),
     (["++seed=1"], r"keys cannot be added or removed; set seed=VALUE"),
     (["~seed"], r"keys cannot be added or removed; set seed=VALUE"),
@@ -187,11 +188,7 @@ WRONG_TYPES = [
     ("train", ["compile=0"], "compile=0 must be true or false"),
     ("train", ["model.bias=2"], "model.bias=2 must be true or false"),
     ("bench", ["seconds=1e300"], "seconds=1e+300 must be a number greater than 0 and at most 10,000,000"),
-    (
-        "bench",
-        ["block_sizes=[1000000000]"],
-        "block_sizes=[1000000000] must be positive numbers of tokens, at most 10^8",
-    ),
+    ("bench", ["block_sizes=[1000000000]"], "block_sizes=[1000000000] must be positive numbers of tokens, at most"),
 ]
 
 
