@@ -16,12 +16,15 @@ if __name__ == "__main__":  # before the slow imports below
 import argparse
 from pathlib import Path
 
+from common.errors import UserError
 from compare.runs.comparison import choose_out_folder, compare, print_comparison
 from configs.cli import exit_fast, run_main
 
 
 def main(flags: argparse.Namespace) -> int:
-    out = flags.out or choose_out_folder(flags.folders)
+    if flags.out == "":
+        raise UserError("--out is empty; set a folder")
+    out = Path(flags.out or choose_out_folder(flags.folders))
     print_comparison(compare(flags.folders, out), out)
     return 0
 
@@ -31,5 +34,5 @@ if __name__ == "__main__":
         description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
     )
     parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="folder of a run or of a sweep")
-    parser.add_argument("--out", type=Path, metavar="DIR", help="folder to write the files into")
+    parser.add_argument("--out", metavar="DIR", help="folder to write the files into")
     exit_fast(run_main(main, parser.parse_args()))

@@ -4,6 +4,7 @@ import math
 import os
 import platform
 import re
+import sys
 import time
 from collections.abc import Callable
 from contextlib import nullcontext, suppress
@@ -57,7 +58,9 @@ def find_run(name: str) -> Path:
         raise UserError(
             f"run={name!r} is not the name of a run; set the name of a run in {Path.cwd() / ROOT}, a path, or last"
         )
-    saved_at = {path.parent.parent: path.stat().st_mtime for path in ROOT.glob("**/checkpoints/*.pt")}
+    # "**" would not follow links to run folders
+    paths = [path for depth in range(1, 4) for path in ROOT.glob("*/" * depth + "checkpoints/*.pt") if path.is_file()]
+    saved_at = {path.parent.parent: path.stat().st_mtime for path in paths}
     with_checkpoint = sorted(saved_at, key=saved_at.__getitem__, reverse=True)
     if name == "last":
         if not with_checkpoint:
@@ -72,13 +75,16 @@ def find_run(name: str) -> Path:
 def find_checkpoint(run: str, kind: str) -> Path:
     """Path of a run's checkpoint. kind: "best", "last" or "step-NNNNNN". Raises UserError.
 
-    A run that was interrupted before its first evaluation has only last.pt, which is then also the best one.
+    A run that was interrupted before its first evaluation has no best.pt; last.pt replaces it.
     """
-    found = {path.stem: path for path in sorted((find_run(run) / "checkpoints").glob("*.pt"))}
-    for name in (kind, "best", "last") if kind in ("best", "last") else (kind,):
-        if name in found:
-            return found[name]
-    raise UserError(f"run={run} has no checkpoint={kind}; set one of {', '.join(found)}")
+    folder = find_run(run)
+    paths = {path.stem: path for path in sorted((folder / "checkpoints").glob("*.pt"))}
+    if kind == "best" and kind not in paths and "last" in paths:
+        print(f"{folder} has no best.pt, because it was not evaluated; using last.pt", file=sys.stderr)
+        kind = "last"
+    if kind not in paths:
+        raise UserError(f"{folder} has no checkpoint {kind}.pt; set checkpoint={' or '.join(paths)}, or another run")
+    return paths[kind]
 
 
 def has_checkpoint(name: str | None) -> bool:
@@ -162,7 +168,10 @@ class RunDir:
         elif (ROOT / name / "config.yaml").exists() and not resume:
             raise UserError(f"{ROOT / name} exists; set another name, or resume=true to continue it")
         folder = ROOT / name
-        (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+        try:
+            (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
+        except (FileExistsError, NotADirectoryError):
+            raise UserError(f"{folder} cannot be a folder, because a file has its name; set another name") from None
         self.lock = FileLock(folder / ".lock")  # the kernel releases it, even after kill -9
         try:
             self.lock.acquire(timeout=0)

@@ -13,7 +13,8 @@ def load_run_tokenizer(run: str | None, name: str | None = None) -> dict | None:
     """
     if run is None:
         return None
-    return load_checkpoint(find_checkpoint(name if has_checkpoint(name) else run, "best"))["tokenizer"]
+    path = find_checkpoint(name, "last") if has_checkpoint(name) else find_checkpoint(run, "best")
+    return load_checkpoint(path)["tokenizer"]
 
 
 def load_init_weights(init_from: str, model: GPT, metadata: dict) -> None:

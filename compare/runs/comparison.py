@@ -20,9 +20,10 @@ def compare(folders: list[Path], out: Path) -> list[SettingStats]:
     if not settings:
         raise UserError("there is no run to compare; set folders of runs, as in runs/NAME or runs/sweeps/NAME")
     rows = compute_stats(settings)
-    if out.exists() and not out.is_dir():
-        raise UserError(f"--out {out} is a file; set a folder")
-    out.mkdir(parents=True, exist_ok=True)
+    try:
+        out.mkdir(parents=True, exist_ok=True)
+    except OSError as error:
+        raise UserError(f"--out {out} cannot be created ({error.strerror}); set another folder") from None
     write_csv(rows, out / "comparison.csv")
     plot_comparison(settings, rows, out / "comparison.png")
     write_markdown(rows, out / "comparison.md", "comparison.png")

@@ -8,7 +8,7 @@ import pytest
 from helpers import file_size_limit
 
 from common.errors import TrainingFailed, UserError
-from common.run_dir import RunDir, find_run
+from common.run_dir import RunDir, find_checkpoint, find_run
 
 
 def test_run_folder_is_locked_while_it_is_used(workdir):
@@ -66,6 +66,27 @@ def test_newest_run_with_a_checkpoint_is_found_also_in_sweeps(workdir):
     (workdir / "runs/empty/checkpoints").mkdir(parents=True)
     assert str(find_run("last")) == "runs/sweeps/s/seed=1"
     assert str(find_run("old")) == "runs/old"
+    (workdir / "runs/linked").symlink_to("old")
+    assert str(find_run("linked")) == "runs/linked"
     for wrong in ("empty", "nothing", "../runs/old", "/etc"):
         with pytest.raises(UserError, match="run="):
             find_run(wrong)
+
+
+def test_missing_checkpoint_is_refused_except_best_before_the_first_evaluation(workdir, capsys):
+    for name in ("a/checkpoints/best.pt", "a/checkpoints/other.pt", "b/checkpoints/last.pt"):
+        path = workdir / "runs" / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.touch()
+    with pytest.raises(UserError, match=r"runs/a has no checkpoint last.pt; set checkpoint=best or other"):
+        find_checkpoint("a", "last")
+    assert find_checkpoint("a", "best").name == "best.pt" and capsys.readouterr().err == ""
+    assert find_checkpoint("b", "best").name == "last.pt"
+    assert capsys.readouterr().err == "runs/b has no best.pt, because it was not evaluated; using last.pt\n"
+
+
+def test_file_with_the_name_of_a_run_is_refused(workdir):
+    (workdir / "runs").mkdir()
+    (workdir / "runs/a").touch()
+    with pytest.raises(UserError, match="runs/a cannot be a folder, because a file has its name; set another name"):
+        RunDir("a", "", True)

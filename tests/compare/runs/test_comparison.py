@@ -371,9 +371,10 @@ def test_compare_script(tmp_path):
         "comparison.png",
     }
     assert script("runs/a", "--out", "there", cwd=tmp_path).returncode == 0 and (tmp_path / "there").is_dir()
-    wrong = script("runs/a", "runs/c", cwd=tmp_path)
-    assert wrong.returncode == 2 and wrong.stderr.startswith("compare.py: runs/c does not exist")
-    assert len(wrong.stderr.splitlines()) == 1
+    with pytest.raises(UserError, match=r"--out .*/runs/a/config.yaml cannot be created \(File exists\); set another"):
+        compare([tmp_path / "runs/a"], tmp_path / "runs/a/config.yaml")
+    wrong = script("runs/a", "--out", "", cwd=tmp_path)
+    assert wrong.returncode == 2 and wrong.stderr == "compare.py: --out is empty; set a folder\n"
     assert "runs/sweeps/cmp" in script("--help", cwd=tmp_path).stdout
 
 
