@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
-from data.sources import InputFile, Position, TextSource
+from data.sources import InputFile, Position, TextSource, open_input, report_unreadable
 
 Piece = tuple[str, bool]
 MAX_PIECE_CHARS = 2**20
@@ -117,7 +117,7 @@ def open_decompressed(path: str, compression: str | None) -> Any:
     Arrow detects a truncated compressed file; Python's zstandard does not.
     """
     if compression is None:
-        return open(path, "rb")
+        return open_input(path)
     import pyarrow
 
     return pyarrow.input_stream(path, compression=compression)
@@ -131,7 +131,7 @@ def read_utf8(path: str, file: InputFile) -> Iterator[str]:
     decoder, position = codecs.getincrementaldecoder("utf-8")(), 0
     block = None
     try:
-        with open_decompressed(path, file.compression) as stream:
+        with report_unreadable(file.address), open_decompressed(path, file.compression) as stream:
             while block != b"":
                 block = stream.read(BLOCK_BYTES)
                 pending, _ = decoder.getstate()
@@ -147,8 +147,6 @@ def read_utf8(path: str, file: InputFile) -> Iterator[str]:
                 yield text.removeprefix("\ufeff") if position == 0 else text
                 position += len(block)
     except OSError as error:
-        if error.errno is not None:
-            raise
         raise UserError(
             f"{file.address} cannot be decompressed ({error}); copy the file again, or decompress it yourself"
         ) from None

@@ -6,15 +6,17 @@ A new source is a function in SOURCES that returns the files to read, and a YAML
 
 import glob
 import hashlib
+import io
 import json
 import os
 import re
 import sysconfig
 import time
-from collections.abc import Callable
-from contextlib import suppress
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import IO
 
 from common.errors import UserError
 from common.files import atomic_write
@@ -220,6 +222,22 @@ def pin_commits(sources: list[TextSource], commits: dict[str, str | None]) -> li
 # Local files
 
 
+@contextmanager
+def report_unreadable(name: str) -> Iterator[None]:
+    """Context manager: an error of the operating system becomes a UserError. name: the input, for the message."""
+    try:
+        yield
+    except OSError as error:
+        if error.errno is None:  # of a library
+            raise
+        raise UserError(f"{name} cannot be read ({error.strerror}); set another file") from None
+
+
+def open_input(path: str | Path) -> IO[bytes]:
+    """Open a file for reading. A file of size 0 is not read: in /proc, such files can be endless, or block."""
+    return open(path, "rb") if os.path.getsize(path) else io.BytesIO()
+
+
 def find_files(paths: str | list[str], key: str) -> list[InputFile]:
     """List the files of a path, folder, pattern, URL or list of them: in list order, then by name, without duplicates.
 
@@ -227,8 +245,9 @@ def find_files(paths: str | list[str], key: str) -> list[InputFile]:
     """
     unique = {}  # by real path: a file with two names could be both trained on and held out
     for path in paths if isinstance(paths, list) else [paths]:
-        for file in _find(path, key):
-            unique.setdefault(os.path.realpath(file), file)
+        with report_unreadable(f"{key}={path}"):
+            for file in _find(path, key):
+                unique.setdefault(os.path.realpath(file), file)
     return [InputFile.from_address(file) for file in unique.values()]
 
 
@@ -308,7 +327,8 @@ def hash_content(files: list[InputFile], cache: Path) -> str:
         for path in sorted(root.rglob("*")) if root.is_dir() else [root]:
             if path.is_file():
                 name = str(path.relative_to(root)) if root.is_dir() else ""  # `datasets` derives splits from names
-                total.update((name + _hash_file(path, known)).encode())
+                with report_unreadable(str(path)):
+                    total.update((name + hash_file(path, known)).encode())
     if len(known) > size_before:
         with suppress(OSError):  # the cache is optional: a full disk costs time, not correctness
             cache.parent.mkdir(parents=True, exist_ok=True)
@@ -323,13 +343,13 @@ def _read_hash_cache(cache: Path) -> dict[str, str]:
     return {}
 
 
-def _hash_file(path: Path, known: dict[str, str]) -> str:
+def hash_file(path: Path, known: dict[str, str]) -> str:
     """SHA-256 of a file; added to `known` if the file is large and was not modified within the last 2 s."""
     stat = path.stat()
     key = f"{path.resolve()}:{stat.st_size}:{stat.st_mtime_ns}:{stat.st_ctime_ns}:{stat.st_ino}"
     if key in known:
         return known[key]
-    with open(path, "rb") as file:
+    with open_input(path) as file:
         digest = hashlib.file_digest(file, "sha256").hexdigest()
     # A file that was modified just now can change again without a new modification time.
     if stat.st_size >= MIN_CACHED_BYTES and time.time_ns() - stat.st_mtime_ns > 2e9:

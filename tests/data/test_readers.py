@@ -1,6 +1,7 @@
 """Documents are read exactly, from every kind of file, and errors name their position."""
 
 import csv
+import errno
 import gzip
 import http.server
 import json
@@ -270,10 +271,12 @@ UNREADABLE = [
     ("~nosuch/x.txt", None, r"does not exist"),
     ("no.txt.gz", b"this is no gzip", r"no.txt.gz cannot be decompressed"),
     ("no.txt.zst", b"this is no zstd", r"no.txt.zst cannot be decompressed"),
+    ("x" * 5000, None, r"data.path=x+ cannot be read \(File name too long\); set another file"),
+    ("/dev/zero", None, r"data.path=/dev/zero is a pipe or a device"),
 ]
 
 
-@pytest.mark.parametrize(("name", "content", "message"), UNREADABLE, ids=[name for name, _, _ in UNREADABLE])
+@pytest.mark.parametrize(("name", "content", "message"), UNREADABLE, ids=[name[:40] for name, _, _ in UNREADABLE])
 def test_unreadable_input_gives_one_sentence_and_leaves_no_folder(workdir, name, content, message):
     (workdir / "folder").mkdir()
     (workdir / "folder/code.py").write_text("x = 1")
@@ -284,6 +287,21 @@ def test_unreadable_input_gives_one_sentence_and_leaves_no_folder(workdir, name,
     assert re.search(message, str(error.value)), error.value
     assert "\n" not in str(error.value)
     assert not prepared_folders()
+
+
+@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="a file of Linux")
+def test_regular_files_that_cannot_be_read_are_refused(workdir, monkeypatch):
+    """As on a damaged disk. The files of /proc have no size, and reading them fails or blocks."""
+
+    def fail(*arguments):
+        raise OSError(errno.EIO, "Input/output error")
+
+    monkeypatch.setattr("data.sources.open", fail, raising=False)
+    with pytest.raises(UserError, match=r"^text.txt cannot be read \(Input/output error\); set another file$"):
+        prepare_text(TEXT_SOURCE)
+    monkeypatch.undo()
+    with chdir(workdir), pytest.raises(UserError, match="there is no text in /proc/self/mem"):
+        prepare_text(replace(TEXT_SOURCE, path="/proc/self/mem"))
 
 
 @pytest.mark.parametrize(
