@@ -22,7 +22,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
-from data.sources import InputFile, Position, TextSource, open_input, report_unreadable
+from data.sources import DOWNLOAD_TIMEOUT_S, InputFile, Position, TextSource, open_input, report_unreadable
 
 Piece = tuple[str, bool]
 MAX_PIECE_CHARS = 2**20
@@ -266,7 +266,13 @@ def _import_datasets() -> Any:
 def _download(address: str) -> str:
     """Download a URL into the cache of `datasets` and return the path. Raises UserError."""
     try:
-        return _import_datasets().DownloadManager().download(address)
+        from aiohttp import ClientTimeout
+
+        datasets = _import_datasets()
+        # The default limits the complete download to five minutes instead.
+        timeout = ClientTimeout(total=None, sock_connect=DOWNLOAD_TIMEOUT_S, sock_read=DOWNLOAD_TIMEOUT_S)
+        config = datasets.DownloadConfig(storage_options={"client_kwargs": {"timeout": timeout}})
+        return datasets.DownloadManager(download_config=config).download(address)
     except Exception as error:  # many libraries are involved, each with its own exceptions
         reason = _summarize(error.__cause__ or error, address)
         raise UserError(

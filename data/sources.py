@@ -27,6 +27,7 @@ KINDS = {".txt": "text", ".md": "text", ".parquet": "parquet", ".jsonl": "json",
 COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
 OUTPUT_FOLDERS = ("runs", "data/prepared")  # below the current folder; never read as input
 TYPICAL_COMPRESSION = 3  # bytes of text per byte of a compressed file or a .parquet file
+DOWNLOAD_TIMEOUT_S = 30.0  # how long a server may send nothing
 MIN_CACHED_BYTES = 2**24  # smaller files are always hashed, which is faster than the cache
 Position = tuple[int, int]  # (index of the document, index of the character in the document)
 # Keys of DataConfig that are fields of TextSource.

@@ -13,7 +13,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 
 import numpy as np
@@ -22,6 +22,7 @@ import tiktoken
 from common.errors import UserError
 from data.config import TokenizerConfig
 from data.fast_bpe import FastBPE
+from data.sources import DOWNLOAD_TIMEOUT_S
 
 END_OF_TEXT = "<|endoftext|>"
 CHARACTER_PATTERN = r"(?s)."  # each character is a separate piece
@@ -104,8 +105,14 @@ def _sample_texts(corpus: Corpus) -> Iterator[str]:
 
 def _openai(corpus: Corpus, config: TokenizerConfig) -> tiktoken.Encoding:
     """One of OpenAI's vocabularies, which tiktoken downloads once or finds in TIKTOKEN_CACHE_DIR."""
+    from unittest.mock import patch  # 0.1 s
+
+    import requests
+
     try:
-        return tiktoken.get_encoding(config.name)
+        # tiktoken calls requests.get without a time limit
+        with patch.object(requests, "get", partial(requests.get, timeout=DOWNLOAD_TIMEOUT_S)):
+            return tiktoken.get_encoding(config.name)
     except Exception as error:  # network and cache raise exceptions of many types
         missing = [f"{OPENAI_URL}{name} as {_cached_name(name)}" for name in _missing_files(config.name)]
         folder = _cache_folder()  # "" switches tiktoken's cache off

@@ -7,8 +7,9 @@ import http.server
 import json
 import lzma
 import re
+import socket
 import threading
-from contextlib import chdir
+from contextlib import chdir, suppress
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -370,6 +371,28 @@ def test_url_is_downloaded(workdir):
         with pytest.raises(UserError, match=r"could not be downloaded .* data.path=FILE"):
             prepare_text(replace(config, url=f"{address}/missing.txt"), CHAR)
         server.shutdown()
+
+
+@pytest.mark.parametrize(
+    "answer", [b"", b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\nThe first"], ids=["none", "half"]
+)
+def test_stalled_download_ends_with_one_sentence(workdir, monkeypatch, answer):
+    monkeypatch.setattr(readers, "DOWNLOAD_TIMEOUT_S", 0.2)
+    connections = []  # keeps them open
+    with socket.create_server(("127.0.0.1", 0)) as server:
+
+        def answer_in_part():
+            with suppress(OSError):
+                while True:
+                    connections.append(server.accept()[0])
+                    connections[-1].sendall(answer)
+
+        threading.Thread(target=answer_in_part, daemon=True).start()
+        config = replace(TEXT_SOURCE, source="url", path=None, url=f"http://127.0.0.1:{server.getsockname()[1]}/a.txt")
+        with pytest.raises(UserError, match=r"could not be downloaded \(.*[Tt]imeout.*\); .* data.path=FILE") as error:
+            prepare_text(config, CHAR)
+        assert "\n" not in str(error.value)
+        server.shutdown(socket.SHUT_RDWR)
 
 
 @pytest.mark.parametrize("stream", [False, True])

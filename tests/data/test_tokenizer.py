@@ -104,6 +104,18 @@ def test_missing_vocabulary_error_names_files_and_folder(monkeypatch, tmp_path, 
     assert not needs_download(TokenizerConfig(name, None, None))
 
 
+def test_download_of_a_vocabulary_has_a_time_limit(monkeypatch, tmp_path):
+    def stall(session, method, url, timeout=None, **options):
+        assert timeout is not None
+        raise TimeoutError
+
+    monkeypatch.setattr("requests.Session.request", stall)
+    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
+    monkeypatch.setattr("tiktoken.registry.ENCODINGS", {})
+    with pytest.raises(UserError, match=r"could not be downloaded \(TimeoutError\)"):
+        build(["x"], GPT2)
+
+
 def test_tokenizer_without_end_of_text_prints_a_warning(workdir, capsys):
     for n in range(3):
         Path(f"{n}.txt").write_text("The 1th line says 1.\n" * 30)
