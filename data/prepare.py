@@ -9,12 +9,14 @@ written as <folder>.partial and renamed when it is complete.
 import hashlib
 import json
 import shutil
+import time
 from collections.abc import Iterator
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 
 import tiktoken
-from filelock import AcquireReturnProxy, FileLock, Timeout
+from filelock import FileLock, Timeout
 
 from common.console import ProgressBar
 from common.errors import UserError
@@ -27,6 +29,7 @@ from data.sources import TextSource, all_files, find_commits, hash_content, pin_
 from data.splits import SplitPlan, check_no_leakage, plan_splits, show_progress
 
 ROOT = Path("data/prepared")  # below the current folder
+MAX_PARTIAL_AGE_S = 7 * 24 * 3600
 
 
 def print_line(line: str) -> None:
@@ -108,20 +111,36 @@ def _prepare(task: Task, block_size: int) -> PreparedData:
     return PreparedData(task.folder, meta, tuple(source.weight for source in task.sources))
 
 
-def _lock(folder: Path) -> AcquireReturnProxy:
+@contextmanager
+def _lock(folder: Path) -> Iterator[None]:
     """Context manager: only one process at a time prepares a folder; the others wait."""
-    locks = ROOT / ".locks"
-    locks.mkdir(parents=True, exist_ok=True)
-    lock = FileLock(locks / folder.name)
+    path = ROOT / ".locks" / folder.name
+    path.parent.mkdir(parents=True, exist_ok=True)
+    lock = FileLock(path)
     try:
-        return lock.acquire(timeout=0)
+        held_lock = lock.acquire(timeout=0)
     except Timeout:
         print_line(f"waiting for another process that is preparing {folder}")
-        return lock.acquire()
+        held_lock = lock.acquire()
+    with held_lock:
+        try:
+            yield
+        finally:
+            with suppress(OSError):  # Windows does not remove an open file
+                path.unlink()
+
+
+def _remove_old_partial_folders(partial: Path) -> None:
+    """Remove the folders, except `partial`, of preparations that were interrupted a week ago."""
+    for folder in set(ROOT.glob("*.partial")) - {partial}:
+        with suppress(OSError):  # another process removes it
+            if time.time() - folder.stat().st_mtime > MAX_PARTIAL_AGE_S:
+                shutil.rmtree(folder)
 
 
 def _write_folder(task: Task, block_size: int) -> None:
     partial = Path(f"{task.folder}.partial")
+    _remove_old_partial_folders(partial)
     keeps_files = False  # whether finished files are kept after an error
     try:
         with ProgressBar(write_line=print_line) as bar:

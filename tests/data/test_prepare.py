@@ -8,6 +8,7 @@ import resource
 import shutil
 import subprocess
 import sys
+import time
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -197,6 +198,23 @@ def test_partial_folder_without_journal_is_replaced(workdir):
     partial = prepared.folder.rename(f"{prepared.folder}.partial")
     (partial / "train.bin").write_bytes(b"half")
     assert (prepare_text(TEXT_SOURCE, CHAR).folder / "train.bin").read_bytes() == content
+
+
+def test_unfinished_folders_of_other_texts_are_removed_after_a_week(workdir):
+    for name in ("old", "new"):
+        Path(f"data/prepared/{name}.partial").mkdir(parents=True)
+    week_ago = time.time() - 7 * 24 * 3600 - 60
+    os.utime("data/prepared/old.partial", (week_ago, week_ago))
+    folder = prepare_text(TEXT_SOURCE, CHAR).folder
+    assert set(prepared_folders()) == {folder, Path("data/prepared/new.partial")}
+
+
+def test_no_lock_file_is_left(workdir):
+    prepare_text(TEXT_SOURCE, CHAR)
+    (workdir / "empty.txt").touch()
+    with pytest.raises(UserError, match="there is no text"):
+        prepare_text(replace(TEXT_SOURCE, path="empty.txt"), CHAR)
+    assert not list(Path("data/prepared/.locks").iterdir())
 
 
 def test_text_that_changes_while_it_is_read_is_rejected(workdir, monkeypatch):
