@@ -211,6 +211,8 @@ class RunDir:
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
+        if isinstance(error, FileNotFoundError) and not self.last.parent.exists():
+            raise TrainingFailed(f"{self.folder} was removed while in use; run the same command again") from None
         if self.summary is not None:
             self.summary["status"] = status_of(error)
             is_message = isinstance(error, KeyboardInterrupt | UserError | TrainingFailed)

@@ -24,11 +24,12 @@ from common.files import write_json
 from data import tokenizer as tokenizers
 from data.config import DataConfig, TokenizerConfig
 from data.encode import Journal, encode_split, token_dtype
-from data.shards import FORMAT, PreparedData, check_length, read_meta
-from data.sources import TextSource, all_files, find_commits, hash_content, pin_commits, resolve_sources
+from data.shards import FORMAT, PreparedData, check_length, read_meta, verify
+from data.sources import TextSource, all_files, find_commits, hash_cache, hash_content, pin_commits, resolve_sources
 from data.splits import SplitPlan, check_no_leakage, plan_splits, show_progress
 
 ROOT = Path("data/prepared")  # below the current folder
+HASHES = ROOT / ".hashes"  # see hash_cache
 MAX_PARTIAL_AGE_S = 7 * 24 * 3600
 
 
@@ -71,12 +72,11 @@ class Task:
 
 def compute_fingerprint(sources: list[TextSource], tokenizer_config: TokenizerConfig, spec: dict | None) -> str:
     """Hash of everything that determines the tokens."""
-    cache = ROOT / ".hashes"
     content = [FORMAT, tokenizer_config.name, tokenizer_config.vocab_size, spec]
     for s in sources:
-        split = [s.val_documents, s.val_fraction] if s.val_files is None else hash_content(s.val_files, cache)
+        split = [s.val_documents, s.val_fraction] if s.val_files is None else hash_content(s.val_files, HASHES)
         reading = [s.hub_config, s.revision, s.stream, s.text_column, s.row_is_document, s.max_documents]
-        content.append([s.name, hash_content(s.files, cache), split, reading])
+        content.append([s.name, hash_content(s.files, HASHES), split, reading])
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:12]
 
 
@@ -106,9 +106,11 @@ def _prepare(task: Task, block_size: int) -> PreparedData:
             if read_meta(task.folder) is None:  # not finished by another process in the meantime
                 print_line(f"preparing {task.label}: {task.input} -> {task.folder}")
                 _write_folder(task, block_size)
-    meta = read_meta(task.folder)
-    check_length(meta["tokens"], block_size)
-    return PreparedData(task.folder, meta, tuple(source.weight for source in task.sources))
+    prepared = PreparedData(task.folder, read_meta(task.folder), tuple(source.weight for source in task.sources))
+    with hash_cache(HASHES) as known:
+        verify(prepared, known)
+    check_length(prepared.meta["tokens"], block_size)
+    return prepared
 
 
 @contextmanager

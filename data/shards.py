@@ -18,6 +18,7 @@ import tiktoken
 
 from common.errors import TrainingFailed, UserError
 from common.files import name_file_in_errors
+from data.sources import hash_file
 from data.tokenizer import from_spec
 
 FORMAT = 4  # of meta.json and of the fingerprint
@@ -29,8 +30,8 @@ class ShardedTokens:
     Files are read, not memory-mapped: pages of a mapped file would count as memory of this process.
     """
 
-    def __init__(self, paths: list[Path], lengths: list[int], dtype: str):
-        self.paths, self.dtype = paths, np.dtype(dtype)
+    def __init__(self, paths: list[Path], lengths: list[int], dtype: str, vocab_size: int):
+        self.paths, self.dtype, self.vocab_size = paths, np.dtype(dtype), vocab_size
         self.starts = [0, *accumulate(lengths)]
 
     def __len__(self) -> int:
@@ -47,9 +48,9 @@ class ShardedTokens:
                 ids = np.fromfile(self.paths[number], self.dtype, count, offset=offset)
             except FileNotFoundError:
                 ids = pieces[0]
-            if len(ids) < count:
+            if len(ids) < count or ids.max() >= self.vocab_size:
                 raise TrainingFailed(
-                    f"{self.paths[number]} was removed or shortened while in use; run the same command again"
+                    f"{self.paths[number]} was changed or removed while in use; run the same command again"
                 )
             pieces.append(ids)
             position += count
@@ -98,7 +99,8 @@ class PreparedData:
     def tokens(self, split: str) -> ShardedTokens:
         """The token ids of "train" or "val"."""
         lengths = {name: f["tokens"] for name, f in self.meta["files"].items() if name.startswith(split)}
-        return ShardedTokens([self.folder / name for name in lengths], list(lengths.values()), self.meta["dtype"])
+        paths = [self.folder / name for name in lengths]
+        return ShardedTokens(paths, list(lengths.values()), self.meta["dtype"], self.meta["vocab_size"])
 
     @property
     def train_ranges(self) -> list[tuple[int, int]]:
@@ -128,15 +130,17 @@ def read_meta(folder: Path) -> dict | None:
     return meta
 
 
-def verify(prepared: PreparedData) -> str:
-    """Compare every token file with its SHA-256. Returns a line to print. Raises UserError for a changed file."""
+def verify(prepared: PreparedData, known: dict[str, str] | None = None) -> str:
+    """Compare every token file with its SHA-256. Returns a line to print. Raises UserError for a changed file.
+
+    known: see hash_file; None: hash all files.
+    """
     for name, file in prepared.meta["files"].items():
-        with open(prepared.folder / name, "rb") as stream:
-            if hashlib.file_digest(stream, "sha256").hexdigest() != file["sha256"]:
-                raise UserError(
-                    f"{prepared.folder / name} was changed after it was written (its SHA-256 differs); remove the "
-                    f"folder {prepared.folder}, and the next command prepares it again"
-                )
+        if hash_file(prepared.folder / name, {} if known is None else known) != file["sha256"]:
+            raise UserError(
+                f"{prepared.folder / name} was changed after it was written (its SHA-256 differs); remove the "
+                f"folder {prepared.folder}, and the next command prepares it again"
+            )
     return f"verified: the SHA-256 of {', '.join(prepared.meta['files'])} is correct"
 
 

@@ -316,32 +316,35 @@ def hash_content(files: list[InputFile], cache: Path) -> str:
 
     cache: a JSON file with the hashes of large files, by path, size and times.
     """
-    known = _read_hash_cache(cache)
-    size_before = len(known)
     total = hashlib.sha256()
-    for file in files:
-        total.update(json.dumps([file.kind, file.split]).encode())
-        if file.is_remote:
-            total.update(file.address.encode())
-            continue
-        root = Path(file.address)
-        for path in sorted(root.rglob("*")) if root.is_dir() else [root]:
-            if path.is_file():
-                name = str(path.relative_to(root)) if root.is_dir() else ""  # `datasets` derives splits from names
-                with report_unreadable(str(path)):
-                    total.update((name + hash_file(path, known)).encode())
-    if len(known) > size_before:
-        with suppress(OSError):  # the cache is optional: a full disk costs time, not correctness
-            cache.parent.mkdir(parents=True, exist_ok=True)
-            atomic_write(cache, json.dumps(known))
+    with hash_cache(cache) as known:
+        for file in files:
+            total.update(json.dumps([file.kind, file.split]).encode())
+            if file.is_remote:
+                total.update(file.address.encode())
+                continue
+            root = Path(file.address)
+            for path in sorted(root.rglob("*")) if root.is_dir() else [root]:
+                if path.is_file():
+                    name = str(path.relative_to(root)) if root.is_dir() else ""  # `datasets` derives splits from names
+                    with report_unreadable(str(path)):
+                        total.update((name + hash_file(path, known)).encode())
     return total.hexdigest()
 
 
-def _read_hash_cache(cache: Path) -> dict[str, str]:
+@contextmanager
+def hash_cache(path: Path) -> Iterator[dict[str, str]]:
+    """Context manager: the `known` hashes of hash_file, from a JSON file that is written if hashes were added."""
+    known = {}
     with suppress(OSError, ValueError):
-        known = json.loads(cache.read_text())
-        return known if isinstance(known, dict) else {}
-    return {}
+        saved = json.loads(path.read_text())
+        known = saved if isinstance(saved, dict) else {}
+    size_before = len(known)
+    yield known
+    if len(known) > size_before:
+        with suppress(OSError):  # the cache is optional: a full disk costs time, not correctness
+            path.parent.mkdir(parents=True, exist_ok=True)
+            atomic_write(path, json.dumps(known))
 
 
 def hash_file(path: Path, known: dict[str, str]) -> str:

@@ -28,6 +28,7 @@ from data import tokenizer
 from model import GPTConfig
 from model.attention import naive
 from model.gpt import GPT
+from training.checkpoint import CheckpointWriter
 
 
 def assert_same_run(a, b):
@@ -351,6 +352,19 @@ def test_damaged_tokens_are_reported_and_prepared_again_after_removal(trained, t
     assert train("name=b") == 0
     assert file.read_bytes() == content
     assert_same_run("a", "b")
+
+
+def test_run_folder_removed_while_in_use_is_one_sentence(train, monkeypatch, capsys):
+    save = CheckpointWriter.save
+
+    def remove_folder_and_save(*arguments, **options):
+        shutil.rmtree("runs/a", ignore_errors=True)
+        save(*arguments, **options)
+
+    monkeypatch.setattr(CheckpointWriter, "save", remove_folder_and_save)
+    assert train("name=a") == 1
+    assert capsys.readouterr().err.endswith(": runs/a was removed while in use; run the same command again\n")
+    assert not Path("runs/a").exists()
 
 
 def test_diverging_run_fails_with_a_message_and_keeps_its_checkpoint(train, capsys):

@@ -1,7 +1,9 @@
 """Prepared folders: token files, meta.json, verify and inspect."""
 
 import json
+import os
 import shutil
+import time
 from dataclasses import replace
 
 import pytest
@@ -38,29 +40,52 @@ def test_more_than_65536_tokens_are_stored_as_uint32(workdir):
     assert prepared.tokenizer.decode(prepared.tokens("train")[-5:].tolist()) == text[: int(len(text) * 0.9)][-5:]
 
 
-def test_verify_detects_changed_files_and_prepare_detects_short_files(workdir, capsys):
+def test_changed_and_short_files_are_detected(workdir):
     prepared = prepare_text(TEXT_SOURCE, CHAR, 16)
     assert verify(prepared) == "verified: the SHA-256 of train.bin, val.bin is correct"
     path = prepared.folder / "val.bin"
     content = bytearray(path.read_bytes())
     content[40] ^= 1
     path.write_bytes(content)
-    assert prepare_text(TEXT_SOURCE, CHAR, 16).folder == prepared.folder  # the size is correct
-    with pytest.raises(UserError, match=r"val.bin was changed after it was written .*; remove the folder"):
-        verify(prepared)
+    for check in (lambda: verify(prepared), lambda: prepare_text(TEXT_SOURCE, CHAR, 16)):
+        with pytest.raises(UserError, match=r"val.bin was changed after it was written .*; remove the folder"):
+            check()
     path.write_bytes(content[:-2])
     with pytest.raises(UserError, match=r"val.bin has [\d,]+ bytes instead of [\d,]+; remove the folder"):
         prepare_text(TEXT_SOURCE, CHAR, 16)
 
 
-def test_files_removed_or_shortened_while_in_use_are_one_sentence(workdir):
+def test_unchanged_large_files_are_hashed_once(workdir, monkeypatch):
+    monkeypatch.setattr("data.sources.MIN_CACHED_BYTES", 1)
+    folder = prepare_text(TEXT_SOURCE, CHAR, 16).folder
+    old = time.time() - 60
+    for path in ("text.txt", *folder.iterdir()):
+        os.utime(path, (old, old))
+    prepare_text(TEXT_SOURCE, CHAR, 16)
+    with monkeypatch.context() as without_hashing:
+        without_hashing.setattr("hashlib.file_digest", None)
+        prepare_text(TEXT_SOURCE, CHAR, 16)
+    content = (folder / "train.bin").read_bytes()
+    (folder / "train.bin").write_bytes(b"xx" + content[2:])
+    os.utime(folder / "train.bin", (old, old))  # same size and modification time
+    with pytest.raises(UserError, match=r"train.bin was changed"):
+        prepare_text(TEXT_SOURCE, CHAR, 16)
+
+
+def test_files_changed_while_in_use_are_one_sentence(workdir):
     prepared = prepare_text(TEXT_SOURCE, CHAR, 16)
     tokens = prepared.tokens("train")
-    (prepared.folder / "train.bin").write_bytes(b"ab")
-    for _ in range(2):
-        with pytest.raises(TrainingFailed, match=r"train.bin was removed or shortened while in use; run the same comm"):
+    path, invalid_id = prepared.folder / "train.bin", prepared.meta["vocab_size"].to_bytes(2, "little")
+    content = path.read_bytes()
+    changes = [
+        lambda: path.write_bytes(invalid_id + content[2:]),
+        lambda: path.write_bytes(content[:2]),
+        lambda: shutil.rmtree(prepared.folder),
+    ]
+    for change in changes:
+        change()
+        with pytest.raises(TrainingFailed, match=r"train.bin was changed or removed while in use; run the same comm"):
             tokens[:9]
-        shutil.rmtree(prepared.folder, ignore_errors=True)
 
 
 @pytest.mark.parametrize(

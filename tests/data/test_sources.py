@@ -100,16 +100,16 @@ def test_hash_of_a_large_file_is_cached_until_the_file_changes(workdir, monkeypa
     monkeypatch.setattr("data.sources.MIN_CACHED_BYTES", 1)
     old = time.time() - 60
     os.utime("text.txt", (old, old))
-    first = prepare_text(TEXT_SOURCE, CHAR, 16).folder
+    first = Task.from_config(TEXT_SOURCE, CHAR, None).folder
     assert "text.txt" in Path("data/prepared/.hashes").read_text()
     monkeypatch.setattr("hashlib.file_digest", None)
-    assert prepare_text(TEXT_SOURCE, CHAR, 16).folder == first
+    assert Task.from_config(TEXT_SOURCE, CHAR, None).folder == first
     monkeypatch.undo()
     monkeypatch.chdir(workdir)
     text = Path("text.txt").read_text()
     Path("text.txt").write_text(text.replace("0th", "1th"))
     os.utime("text.txt", (old, old))  # same size and modification time
-    assert prepare_text(TEXT_SOURCE, CHAR, 16).folder != first
+    assert Task.from_config(TEXT_SOURCE, CHAR, None).folder != first
 
 
 def test_renamed_files_of_a_local_hub_repository_change_the_fingerprint(workdir):
