@@ -83,6 +83,7 @@ def explain_schema_error(error: OmegaConfBaseException, composed: DictConfig, ty
     if names[0] == "a list" and value is not None:
         advice = f"; set {key}=[{format_value(value)}]"
     elif names[0] == "a section":
-        is_mix = key.startswith("data.mix")
-        advice = "; set it in a YAML file (docs/data.md, Mix sources)" if is_mix else f"; set {key}.KEY=VALUE"
+        first_key = next((name for name in types if name.startswith(f"{key}.")), None)  # None: the sources of a mix
+        in_yaml = "set it in a YAML file (docs/data.md, Mix sources)"
+        advice = f"; set its keys, such as {first_key}" if first_key else f"; {in_yaml}"
     return f"{key}={format_value(value)} must be {one_of(names)}{advice}"

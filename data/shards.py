@@ -150,10 +150,10 @@ def check_length(tokens: dict[str, int], block_size: int) -> None:
         shorter = f"set model.block_size={tokens['train'] - 1}, or " if tokens["train"] > 2 else ""
         raise UserError(
             f"the training text has {tokens['train']} tokens, but a window needs model.block_size + 1 = "
-            f"{block_size + 1}; {shorter}use a longer text or smaller tokens (tokenizer=char)"
+            f"{block_size + 1}; {shorter}use a longer text"
         )
     if tokens["val"] < 2:
         raise UserError(
-            f"the validation text has {tokens['val']} tokens, too few to predict one; set a larger "
-            "data.val_fraction, or use a longer text"
+            f"the validation text has {tokens['val']} tokens, too few to predict one; hold out a longer text "
+            "(data.val_fraction, data.val_documents or data.val_path)"
         )

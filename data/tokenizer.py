@@ -218,7 +218,7 @@ def _encode_characters(tokenizer: tiktoken.Encoding, text: str, where: str) -> n
         position = int((ids < 0).argmax())
         raise UserError(
             f"{where} has the character {text[position]!r} at position {position}, which is not in this vocabulary of "
-            f"{tokenizer.n_vocab} characters; remove it, or train with tokenizer=byte or bpe"
+            f"{tokenizer.n_vocab} characters; remove it, or train a new model with tokenizer=byte or bpe"
         )
     return ids.astype(np.uint32)
 

@@ -31,7 +31,9 @@ def load_init_weights(init_from: str, model: GPT, metadata: dict) -> None:
             f"this run ({metadata['tokenizer']['name']} with {metadata['vocab_size']:,}); "
             f"set tokenizer=run tokenizer.run={run}"
         )
-    may_differ = {"name", "dropout"} | ({"block_size"} if model.config.position == "rotary" else set())
+    T = model.config.block_size
+    fits = model.config.position == "rotary" or saved["model_config"]["block_size"] >= T
+    may_differ = {"name", "dropout"} | ({"block_size"} if fits else set())
     different = [
         f"model.{key}={format_value(value)}"
         for key, value in saved["model_config"].items()
@@ -39,4 +41,6 @@ def load_init_weights(init_from: str, model: GPT, metadata: dict) -> None:
     ]
     if different:
         raise UserError(f"{path} has another model than this run; set {' '.join(different)}")
+    if model.wpe is not None:
+        saved["model"]["wpe.weight"] = saved["model"]["wpe.weight"][:T]
     model.load_state_dict(saved["model"])

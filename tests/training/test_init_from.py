@@ -91,6 +91,19 @@ def test_rotary_models_can_start_with_a_longer_context(trained, train, other):
     assert train(*FROM_A, "model.block_size=32") == 0
 
 
+@pytest.mark.parametrize("position", ["rotary", "learned"])
+def test_advice_for_a_short_text_works(train, workdir, capsys, position):
+    model = f"model.position={position}"
+    assert train("name=a", model) == 0
+    (workdir / "other.txt").write_text("The 7th line")
+    assert train(*FROM_A, model) == 2
+    advice = capsys.readouterr().err.partition("; ")[2]
+    assert advice == "set model.block_size=9, or use a longer text\n"
+    assert train(*FROM_A, model, "model.block_size=9") == 0
+    before, after = (load(name, "best")["model"] for name in "ab")
+    assert {name for name in before if before[name].shape != after[name].shape} <= {"wpe.weight"}
+
+
 def test_tokenizer_of_a_run_prepares_another_text(trained, other):
     spec = load_run_tokenizer("a")
     config = replace(TEXT_SOURCE, path="other.txt")
@@ -104,7 +117,10 @@ def test_tokenizer_of_a_run_prepares_another_text(trained, other):
 def test_unknown_character_is_reported(trained, train, workdir, capsys):
     (workdir / "other.txt").write_text("a ☃ in a line.\n" * 60)
     assert train(*FROM_A) == 2
-    assert "has the character '☃' at position 2, which is not in this vocabulary" in capsys.readouterr().err
+    message = (
+        "has the character '☃' at position 2, which is not in this vocabulary of 33 characters; remove it, or train "
+    )
+    assert message + "a new model with tokenizer=byte or bpe" in capsys.readouterr().err
     assert not [path for path in Path("data/prepared").glob("[!.]*/") if path.suffix]
 
 
