@@ -58,7 +58,7 @@ from model.generation.engine import Prompt, TextChunk, generate, in_prompt_order
 from model.generation.load import load_for_sampling
 from model.generation.perplexity import TextLoss, encode_document, iter_losses, loss_table
 from model.generation.progress import GenerationProgress, format_speed
-from model.generation.prompts import check_output_path, open_output, read_prompt, read_prompts
+from model.generation.prompts import check_output, open_output, read_prompt, read_prompts
 from model.gpt import GPT
 from training.device import resolve_device, resolve_dtype
 
@@ -66,10 +66,11 @@ from training.device import resolve_device, resolve_dtype
 def main(config: Sample) -> int:
     config = replace(config, stop=unescape(config.stop))
     # read and check all inputs before the model is loaded
-    if config.out is not None:
-        check_output_path(config.out)
     documents = read_documents(resolve_sources(config.data)) if config.loss else []
     prompts = load_prompts(config)
+    n_saved, saved_bytes = 0, None
+    if config.out is not None:
+        n_saved, saved_bytes = check_output(config.out, [] if config.loss else list_samples(config, prompts))
     model, tokenizer, description = load_model(config, min(config.batch_size, len(prompts) * config.num_samples))
     print(f"{description}, seed {config.seed}", file=sys.stderr)
     if config.loss:
@@ -77,7 +78,7 @@ def main(config: Sample) -> int:
     if config.interactive:
         return run_interactive(config, model, tokenizer)
     if config.prompts is not None:
-        return run_batch(config, model, tokenizer, prompts)
+        return run_batch(config, model, tokenizer, prompts, n_saved, saved_bytes)
     return run_prompt(config, model, tokenizer, prompts[0])
 
 
@@ -128,8 +129,13 @@ def load_model(config: Sample, batch_size: int) -> tuple[GPT, tiktoken.Encoding,
     return load_for_sampling(config.run, config.checkpoint, device, dtype, config.attention, batch_size)
 
 
-def generate_texts(config: Sample, model: GPT, tokenizer: tiktoken.Encoding, prompts: list[str]) -> Iterator[TextChunk]:
-    """Generate num_samples samples of each prompt, in chunks. Raises UserError if a prompt cannot be encoded."""
+def generate_texts(
+    config: Sample, model: GPT, tokenizer: tiktoken.Encoding, prompts: list[str], first: int = 0
+) -> Iterator[TextChunk]:
+    """Generate num_samples samples of each prompt, in chunks, from sample `first` on, which has index 0.
+
+    Raises UserError if a prompt cannot be encoded.
+    """
     block_size, requests = model.config.block_size, []
     for number, prompt in enumerate(prompts, start=1):
         name = "the prompt" if config.prompts is None else f"prompt {number} of {config.prompts}"
@@ -137,11 +143,17 @@ def generate_texts(config: Sample, model: GPT, tokenizer: tiktoken.Encoding, pro
         if len(tokens) > block_size and config.prompts is None:
             print(f"the model reads the last {block_size:,} of the prompt's {len(tokens):,} tokens", file=sys.stderr)
         requests += [Prompt(tokens, sample_seed(config, len(requests) + i)) for i in range(config.num_samples)]
-    return generate(model, tokenizer, requests, config, config.batch_size, config.cuda_graphs)
+    return generate(model, tokenizer, requests[first:], config, config.batch_size, config.cuda_graphs)
 
 
 def sample_seed(config: Sample, index: int) -> int:
     return (config.seed + index) % 2**32
+
+
+def list_samples(config: Sample, prompts: list[str]) -> list[tuple[str, int]]:
+    """Prompt and seed of each sample of a batch."""
+    inputs = [prompt for prompt in prompts for _ in range(config.num_samples)]
+    return [(prompt, sample_seed(config, index)) for index, prompt in enumerate(inputs)]
 
 
 def run_prompt(config: Sample, model: GPT, tokenizer: tiktoken.Encoding, prompt: str) -> int:
@@ -168,35 +180,44 @@ def run_prompt(config: Sample, model: GPT, tokenizer: tiktoken.Encoding, prompt:
     return 0
 
 
-def run_batch(config: Sample, model: GPT, tokenizer: tiktoken.Encoding, prompts: list[str]) -> int:
-    """Generate num_samples samples of each prompt. Write one JSON object per sample to `out` or stdout, in order."""
-    inputs = [prompt for prompt in prompts for _ in range(config.num_samples)]
-    total, limit = len(inputs), config.max_new_tokens
+def run_batch(
+    config: Sample, model: GPT, tokenizer: tiktoken.Encoding, prompts: list[str], n_saved: int, saved_bytes: int | None
+) -> int:
+    """Generate num_samples samples of each prompt. Write one JSON object per sample to `out` or stdout, in order.
+
+    n_saved, saved_bytes: samples that an interrupted command has written to `out`, and their size.
+    """
+    samples, limit = list_samples(config, prompts), config.max_new_tokens
+    total, written = len(samples), n_saved
+    if written == total:
+        print(f"{config.out} is complete: {pluralize(total, 'sample')}", file=sys.stderr)
+        return 0
     texts, n_tokens = [""] * total, [0] * total
     finished: dict[int, str] = {}  # output lines that wait for earlier samples
-    written = 0
-    chunks = generate_texts(config, model, tokenizer, prompts)
-    with open_output(config.out) as file, GenerationProgress(total, total * limit, "samples") as progress:
+    with (
+        open_output(config.out, saved_bytes) as file,
+        GenerationProgress(total, total * limit, "samples", finished_items=n_saved) as progress,
+    ):
         try:
-            for chunk in chunks:
-                index, new_tokens = chunk.index, chunk.n_tokens - n_tokens[chunk.index]
+            for chunk in generate_texts(config, model, tokenizer, prompts, first=n_saved):
+                index = n_saved + chunk.index
+                new_tokens = chunk.n_tokens - n_tokens[index]
                 texts[index] += chunk.text
                 n_tokens[index] = chunk.n_tokens
                 if chunk.finish_reason is None:
                     progress.add(new_tokens)
                     continue
                 progress.add(new_tokens, skipped=limit - chunk.n_tokens, finished=True)
-                sample = {"prompt": inputs[index], "text": texts[index], "seed": sample_seed(config, index)}
+                prompt, seed = samples[index]
+                sample = {"prompt": prompt, "text": texts[index], "seed": seed}
                 sample |= {"tokens": chunk.n_tokens, "ended": chunk.finish_reason}
                 finished[index] = json.dumps(sample, ensure_ascii=False) + "\n"
                 while written in finished:
                     file.write(finished.pop(written))
                     written += 1
         except KeyboardInterrupt:
-            file.writelines(finished[index] for index in sorted(finished))
-            done = progress.finished_items
-            saved = f"; {done:,} of {total:,} samples are in {config.out}" if config.out and done else ""
-            raise KeyboardInterrupt(f"interrupted{saved}") from None
+            saved = f"; {written:,} of {total:,} samples are in {config.out}; the same command continues"
+            raise KeyboardInterrupt(f"interrupted{saved if config.out and written else ''}") from None
     print_summary(progress, config.out)
     return 0
 

@@ -5,12 +5,13 @@ import json
 import math
 import os
 import pty
+import re
+import shutil
 import signal
 import subprocess
 import sys
 import threading
 from contextlib import suppress
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -150,7 +151,6 @@ def test_samples_of_many_prompts_are_written_in_order(trained, sample, workdir, 
         alone = sample(*RUN, "stop=.", f"prompt={line['prompt']}", f"seed={line['seed']}")
         assert alone == line["prompt"] + line["text"] + "\n"
         assert line["tokens"] == 30 or line["ended"] == "stop"
-    assert "out=p.txt.out exists" in refusal(capsys, *settings, "prompts=p.txt", "out=p.txt.out")
 
 
 def test_seeds_wrap_around(trained, sample, workdir):
@@ -183,24 +183,68 @@ def test_output_file_is_never_overwritten_and_removed_if_empty(workdir):
     assert not (workdir / "new.jsonl").exists()
 
 
-def test_interrupted_batch_saves_finished_samples(trained, workdir, monkeypatch, capsys):
-    """The first of three samples is interrupted; the others are finished."""
+def test_interrupted_batch_is_continued_by_the_same_command(trained, workdir, monkeypatch, capsys):
+    """Of three samples, the second is interrupted; the first and the third are finished."""
     (workdir / "p.txt").write_text("The\nThe 1\nThe 2\n")
+    settings = [*RUN, "prompts=p.txt"]
+    assert run(*settings, "out=full.jsonl") == 0
     generate = script.generate
 
     def interrupted(*args):
         for chunk in generate(*args):
-            if chunk.index == 0 and chunk.n_tokens == 6:
-                raise KeyboardInterrupt
-            is_last = chunk.index > 0 and chunk.n_tokens == 3
-            if chunk.index == 0 or chunk.n_tokens <= 3:
-                yield replace(chunk, finish_reason="length") if is_last else chunk
+            if chunk.index != 1 or chunk.n_tokens < 30:
+                yield chunk
+        shutil.copy("o.jsonl", "killed.jsonl")  # the file after kill -9
+        raise KeyboardInterrupt
 
     monkeypatch.setattr(script, "generate", interrupted)
     capsys.readouterr()
-    assert run(*RUN, "prompts=p.txt", "out=o.jsonl") == 75
-    assert "interrupted; 2 of 3 samples are in o.jsonl" in capsys.readouterr().err
-    assert [line["prompt"] for line in read_jsonl("o.jsonl")] == ["The 1", "The 2"]
+    assert run(*settings, "out=o.jsonl") == 75
+    assert "interrupted; 1 of 3 samples are in o.jsonl; the same command continues" in capsys.readouterr().err
+    assert [line["prompt"] for line in read_jsonl("o.jsonl")] == ["The"]
+    monkeypatch.setattr(script, "generate", generate)
+    for name in ("o.jsonl", "killed.jsonl"):
+        assert run(*settings, f"out={name}") == 0
+        assert "\n3 samples, 60 tokens in " in capsys.readouterr().err
+        assert Path(name).read_bytes() == Path("full.jsonl").read_bytes()
+
+
+def test_batch_continues_after_the_last_complete_line(trained, workdir, capsys):
+    (workdir / "p.txt").write_text("è 1\nThe 1\nT\n")
+    settings = [*RUN, "prompts=p.txt", "num_samples=2", "batch_size=4", "stop=.", "seed=3", "out=o.jsonl"]
+    assert run(*settings) == 0
+    content = Path("o.jsonl").read_bytes()
+    second = content.index(b"\n") + 1
+    sizes = (0, 5, 13, 17, 25, second - 1, second, second + 13, len(content) - 30, len(content) - 1)
+    for start in [*(content[:size] for size in sizes), content[: second - 5] + b"x" * len(content)]:
+        Path("o.jsonl").write_bytes(start)
+        assert run(*settings) == 0
+        assert Path("o.jsonl").read_bytes() == content, start
+    capsys.readouterr()
+    assert run(*settings) == 0
+    assert "o.jsonl is complete: 6 samples\n" in capsys.readouterr().err
+    assert Path("o.jsonl").read_bytes() == content
+
+
+def test_output_file_with_other_content_is_refused_and_not_changed(trained, workdir, capsys):
+    (workdir / "p.jsonl").write_text('{"prompt": "The"}\n{"prompt": "T"}')
+    (workdir / "one.jsonl").write_text('{"prompt": "The"}')
+    (workdir / "short.txt").write_text("The\n")
+    assert run(*RUN, "prompts=p.jsonl", "out=o.jsonl") == 0
+    others = [
+        ["prompts=p.jsonl", "out=o.jsonl", "seed=3"],
+        ["prompts=p.jsonl", "out=o.jsonl", "num_samples=2"],
+        ["prompts=short.txt", "out=o.jsonl"],
+        ["prompts=p.jsonl", "out=p.jsonl"],
+        ["prompts=one.jsonl", "out=one.jsonl"],
+        ["prompts=p.jsonl", "out=text.txt"],
+        ["loss=true", "data.path=text.txt", "out=o.jsonl"],
+    ]
+    contents = {path: path.read_bytes() for path in workdir.iterdir() if path.is_file()}
+    for settings in others:
+        message = refusal(capsys, *RUN[:1], *settings)
+        assert re.search(r"out=[\w.]+ exists.*; set a new file$", message), settings
+    assert {path: path.read_bytes() for path in contents} == contents
 
 
 # Interactive

@@ -13,13 +13,14 @@ class GenerationProgress(ProgressBar):
     """Context manager: progress bar on stderr with finished items, tokens/s and the remaining time.
 
     items: number of samples or documents. total_tokens: maximum for all items. noun: "samples" or "documents".
+    finished_items: items that an earlier command has finished.
     """
 
-    def __init__(self, items: int, total_tokens: int, noun: str):
-        self.items, self.noun = items, noun
-        self.finished_items = self.tokens = self.skipped = 0
+    def __init__(self, items: int, total_tokens: int, noun: str, finished_items: int = 0):
+        self.items, self.noun, self.finished_items = items, noun, finished_items
+        self.tokens, self.skipped = 0, total_tokens * finished_items // items
         self.started = time.perf_counter()
-        super().__init__(max(1, total_tokens), stderr=True)
+        super().__init__(max(1, total_tokens), initial=self.skipped, stderr=True)
 
     def add(self, tokens: int, skipped: int = 0, finished: bool = False) -> None:
         """Count new tokens. finished: an item is complete. skipped: its tokens that were expected but not generated."""

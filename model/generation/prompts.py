@@ -3,7 +3,7 @@
 import json
 import re
 import sys
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import TextIO
@@ -47,23 +47,50 @@ def _parse_prompt(line: str, name: str) -> str:
     return prompt
 
 
-def check_output_path(out: str) -> None:
-    """Raise UserError if `out` cannot be created as a new file."""
+def check_output(out: str, samples: Sequence[tuple[str, int]]) -> tuple[int, int | None]:
+    """Find the samples that an interrupted command has written to `out`: their number and their size in bytes.
+
+    samples: prompt and seed of each sample of this command. An incomplete last line does not count. Returns (0, None)
+    if there is no file. Raises UserError if `out` cannot be created, or has other content.
+    """
     path = Path(out)
-    if path.exists():
+    if not path.exists():
+        if not path.parent.is_dir():
+            raise UserError(f"out={out} is in a folder that does not exist; create it, or set another file")
+        return 0, None
+    if not samples or not path.is_file():
         raise UserError(f"out={out} exists; set a new file")
-    if not path.parent.is_dir():
-        raise UserError(f"out={out} is in a folder that does not exist; create it, or set another file")
+    count = size = 0
+    with open(path, "rb") as file:
+        for line in file:
+            if count == len(samples) or not _is_sample(line, *samples[count]):
+                raise UserError(f"out={out} exists, and its samples are not the first of this command; set a new file")
+            if line.endswith(b"\n"):
+                count, size = count + 1, size + len(line)
+    return count, size
+
+
+def _is_sample(line: bytes, prompt: str, seed: int) -> bool:
+    """Whether a line, which may be incomplete, describes the sample with this prompt and seed."""
+    start = json.dumps({"prompt": prompt, "text": ""}, ensure_ascii=False).removesuffix('"}').encode()
+    is_seed_correct = f', "seed": {seed}, '.encode() in line or not line.endswith(b"\n")
+    return line[: len(start)] == start[: len(line)] and is_seed_correct
 
 
 @contextmanager
-def open_output(out: str | None) -> Generator[TextIO]:
-    """Context manager: a new line-buffered file, or stdout if `out` is None. A file that stays empty is removed."""
+def open_output(out: str | None, size: int | None = None) -> Generator[TextIO]:
+    """Context manager: a line-buffered file, or stdout if `out` is None. A file that stays empty is removed.
+
+    size: keep this many bytes of the existing file; None: the file is new.
+    """
     if out is None:
         yield sys.stdout
         return
-    with open(out, "x", encoding="utf-8", buffering=1) as file:
+    # Two processes that continue the same file write the same bytes at the same positions.
+    with open(out, "x" if size is None else "r+", encoding="utf-8", buffering=1) as file:
         try:
+            file.seek(size or 0)
+            file.truncate()
             yield file
         finally:
             if file.tell() == 0:
