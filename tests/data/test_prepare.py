@@ -24,13 +24,13 @@ from data import prepare as data_prepare
 RESUMING = "resuming an interrupted preparation after its last finished file"
 
 # Prepares data.path=a in several shards. The process waits while the file "wait" exists, and dies in the chunk whose
-# number is the first argument.
+# number is the first argument. With one thread, it does not matter how fast the machine is.
 PREPARE = f"""
 import itertools, os, sys, time
 from data import DataConfig, TokenizerConfig, encode
 from data.prepare import prepare
 
-encode.CHUNK_CHARS, encode.SHARD_TOKENS = 20_000, 3_000
+encode.CHUNK_CHARS, encode.SHARD_TOKENS, encode.cpu_count = 20_000, 3_000, lambda: 1
 numbers, encode_chunk = itertools.count(), encode.encode_chunk
 
 def encode_or_die(*arguments):
