@@ -124,7 +124,7 @@ def main(config: Train) -> int:
             if state.step == 0 or state.evaluation_interrupted:
                 row, is_best = evaluator.evaluate(state)
                 progress = compute_progress(config.train, state.step, state.seconds, state.evals_since_best)
-                observers.log_step(row, progress, is_best)
+                observers.log_step(row, progress, is_best and state.step > 0)
                 if is_best or state.step > 0:
                     checkpoints.save(best=is_best, last=state.step > 0)
 

@@ -397,7 +397,7 @@ def test_run_returns_to_an_older_checkpoint_after_it_has_diverged(train, sample,
     assert {path.stem for path in folder.glob("*.pt")} == {"best", "last", "step-000010"}
 
     assert sample("run=a", "checkpoint=step-000010", "max_new_tokens=3")
-    with pytest.raises(UserError, match="runs.a has no checkpoint step-000002.pt; set checkpoint=best or last or step-000010"):
+    with pytest.raises(UserError, match=r"step-000002.pt; set checkpoint=best or last or step-000010"):
         find_checkpoint("a", "step-000002")
 
 

@@ -258,7 +258,8 @@ def test_invalid_settings_are_refused(workdir, capsys, overrides, expected):
 def test_only_rank_0_prints_the_plan(workdir, capsys, monkeypatch):
     from train import main
 
-    for name, value in {"RANK": 1, "WORLD_SIZE": 2, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 2}.items():
+    ranks = {"RANK": 1, "WORLD_SIZE": 2, "LOCAL_RANK": 1, "LOCAL_WORLD_SIZE": 2}
+    for name, value in (ranks | {"MASTER_ADDR": "localhost", "MASTER_PORT": 29500}).items():
         monkeypatch.setenv(name, str(value))
     assert run_main(main, parse_config("train", "", [*TINY, *GIVEN_SPEED])) == 0
     assert capsys.readouterr().out == ""

@@ -1,0 +1,467 @@
+"""Soak test: kill, signal, fill the disk, stop wandb and type wrong words at random, and check that nothing is lost.
+
+    python tests/soak/soak.py                    everything; about an hour on two cores
+    python tests/soak/soak.py kill wrong         two of the parts
+    python tests/soak/soak.py --scale 0.01       one try of each kind
+
+Each part first runs its commands without a disturbance. After a disturbance, the same command must finish with the
+same result: weights, losses, tokens and samples are compared bit by bit. Prints every failure, and a table.
+
+kill       SIGKILL at random moments of training, preparation, a sweep, and sampling to a file
+signal     Ctrl-C, SIGTERM and SIGHUP at random moments of every command
+disk       a file system that is too small; only as root on Linux, skipped otherwise
+wandb      wandb's service process is stopped or killed, or its server cannot be reached
+wrong      random wrong command lines: exit code 2, one line that names the wrong word, and no new file
+"""
+
+import argparse
+import json
+import os
+import random
+import shutil
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+import traceback
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from dataclasses import dataclass, field
+from importlib import import_module
+from pathlib import Path
+from types import UnionType
+from typing import Any, NoReturn, get_args
+
+ROOT = Path(__file__).resolve().parents[2]
+sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+
+import torch  # noqa: E402
+from helpers import TEXT, TINY, untimed  # noqa: E402
+
+from common.checkpoint_file import load_checkpoint  # noqa: E402
+from common.console import make_console, make_table  # noqa: E402
+
+LIMIT_S = 600  # of a command, for the slowest machines; it is killed then, which is a failure
+WRONG_LIMIT_S = 60  # of a wrong command line
+SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
+TRAINING = [*TINY, "train.steps=120", "eval.every=20", "checkpoint.every=7", "checkpoint.keep=2", "model.dropout=0.1"]
+
+
+@dataclass
+class Command:
+    """A command, and a function that returns its result in the current folder as comparable values.
+
+    needs: a command that runs before it. exit_code: without a disturbance.
+    """
+
+    name: str
+    words: list[str]
+    result: Callable[[Path], Any]
+    needs: "Command | None" = None
+
+
+@dataclass
+class Tally:
+    """Tries of a part, and a sentence for each failure."""
+
+    tried: int = 0
+    failures: list[str] = field(default_factory=list)
+
+    def check(self, is_right: bool, failure: str) -> bool:
+        self.tried += 1
+        if not is_right:
+            self.failures.append(failure)
+            print(f"FAILED {failure}", flush=True)
+        return is_right
+
+
+def run_result(run: Path) -> Any:
+    """Tensors of both checkpoints, and the metrics that do not depend on time; an evaluation may have its own row."""
+    rows: dict[int, dict] = {}
+    for row in untimed([json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]):
+        rows[row["step"]] = rows.get(row["step"], {}) | row
+    summary = json.loads((run / "summary.json").read_text())
+    tensors = {}
+    for kind in ("last", "best"):
+        saved = load_checkpoint(run / f"checkpoints/{kind}.pt")
+        tensors |= {(kind, name): tensor.clone() for name, tensor in saved["model"].items()}
+        for name, state in saved["optimizer"].items():
+            tensors |= {(kind, name, key): torch.as_tensor(value).clone() for key, value in state.items()}
+    results = [summary[key] for key in ("status", "step", "best_step", "best_val_loss", "last_val_loss")]
+    return tensors, rows, results, len(list(run.glob("checkpoints/*")))
+
+
+def is_same(one: Any, two: Any) -> bool:
+    """Equality of nested values with tensors, bit by bit."""
+    if isinstance(one, torch.Tensor):
+        return torch.equal(one, two)
+    if isinstance(one, dict):
+        return one.keys() == two.keys() and all(is_same(value, two[key]) for key, value in one.items())
+    if isinstance(one, list | tuple):
+        return len(one) == len(two) and all(map(is_same, one, two))
+    return one == two
+
+
+def read_files(folder: Path) -> dict[str, bytes]:
+    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+
+
+PREPARE = ["data=text", "data.path=long.txt", "tokenizer.vocab_size=400"]
+TRAIN = Command("train", ["train.py", *TRAINING, "name=a"], lambda folder: run_result(folder / "runs/a"))
+COMMANDS = [
+    TRAIN,
+    Command("prepare", ["prepare.py", *PREPARE], lambda folder: read_files(folder / "data/prepared")),
+    Command(
+        "sweep",
+        ["train.py", "-m", *TRAINING, "seed=1,2", "name=s"],
+        lambda folder: [run_result(folder / f"runs/sweeps/s/seed={seed}") for seed in (1, 2)],
+    ),
+    Command(
+        "sample",
+        ["sample.py", "run=a", "prompts=prompts.txt", "out=o.jsonl", "num_samples=40", "max_new_tokens=30"],
+        lambda folder: (folder / "o.jsonl").read_bytes(),
+        needs=TRAIN,
+    ),
+]
+BENCH = Command("bench", ["bench.py", "block_sizes=[64]", "rounds=2", "wandb.mode=disabled"], lambda folder: None)
+
+
+class Workplace:
+    """A folder with the inputs of a command, and the result of the undisturbed command."""
+
+    def __init__(self, command: Command, parent: Path):
+        self.command, self.inputs = command, parent / f"{command.name}-inputs"
+        self.inputs.mkdir()
+        (self.inputs / "text.txt").write_text(TEXT, encoding="utf-8")
+        (self.inputs / "long.txt").write_text(TEXT * 100, encoding="utf-8")
+        (self.inputs / "prompts.txt").write_text("The 1\nThe 2\n")
+        if command.needs is not None:
+            finish(command.needs, self.inputs)
+        self.folder = parent / command.name
+        self.reset()
+        started = time.perf_counter()
+        finish(command, self.folder)
+        self.seconds = time.perf_counter() - started
+        self.expected = command.result(self.folder)
+
+    def reset(self) -> None:
+        shutil.rmtree(self.folder, ignore_errors=True)
+        shutil.copytree(self.inputs, self.folder)
+
+    def check_result(self, tally: Tally, disturbance: str) -> None:
+        """Run the command until it ends by itself, and compare its result."""
+        name = f"{self.command.name}: {disturbance}"
+        try:
+            finish(self.command, self.folder)
+            tally.check(is_same(self.expected, self.command.result(self.folder)), f"{name}: another result")
+        except Exception as error:
+            tally.check(False, f"{name}: {type(error).__name__}: {error}")
+
+
+def start(command: Command, folder: Path, **environment: str) -> subprocess.Popen:
+    with open(folder / "log", "w") as log:
+        return subprocess.Popen(
+            [sys.executable, str(ROOT / command.words[0]), *command.words[1:]],
+            cwd=folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=os.environ | environment,
+        )  # fmt: skip
+
+
+def read_log(folder: Path) -> str:
+    return (folder / "log").read_text(errors="replace")
+
+
+def finish(command: Command, folder: Path) -> None:
+    """Run a command to its end. Raises RuntimeError if it fails."""
+    code = start(command, folder).wait(LIMIT_S)
+    if code != 0:
+        raise RuntimeError(f"exit code {code}: {read_log(folder)[-300:]}")
+
+
+def descendants(process: int) -> list[int]:
+    """Process ids of the children, their children and so on (Linux)."""
+    tasks = Path(f"/proc/{process}/task")
+    with suppress(OSError):
+        ids = [int(word) for file in tasks.glob("*/children") for word in file.read_text().split()]
+        return [*ids, *(inner for child in ids for inner in descendants(child))]
+    return []
+
+
+def kill_all(process: subprocess.Popen) -> None:
+    """SIGKILL for a process and its descendants, as after a crash of the machine."""
+    for number in [process.pid, *descendants(process.pid)]:
+        with suppress(ProcessLookupError):
+            os.kill(number, signal.SIGKILL)
+    process.wait()
+
+
+def soak_kills(parent: Path, tries: int) -> Tally:
+    tally = Tally()
+    for command, share in zip(COMMANDS, (0.5, 0.15, 0.15, 0.2), strict=True):
+        place, kills = Workplace(command, parent), 0
+        while kills < max(1, round(share * tries)):
+            place.reset()
+            before = kills
+            for _ in range(random.randint(1, 3)):
+                process = start(command, place.folder)
+                time.sleep(random.uniform(0, place.seconds))
+                kills += process.poll() is None
+                kill_all(process)
+            place.check_result(tally, f"after {kills - before} kills")
+            tally.tried += max(0, kills - before - 1)
+    return tally
+
+
+def soak_signals(parent: Path, tries: int) -> Tally:
+    tally, commands = Tally(), [*COMMANDS, BENCH]
+    for command in commands:
+        place = Workplace(command, parent)
+        for kind in SIGNALS:
+            for _ in range(max(1, tries // (len(commands) * len(SIGNALS)))):
+                place.reset()
+                before, moment = set(place.folder.rglob("*")), random.uniform(0, place.seconds)
+                process = start(command, place.folder)
+                time.sleep(moment)
+                process.send_signal(kind)
+                try:
+                    code = process.wait(LIMIT_S)
+                except subprocess.TimeoutExpired:
+                    kill_all(process)
+                    code = None
+                log = read_log(place.folder)
+                is_early = code == -kind and len(set(place.folder.rglob("*")) - before) == 1  # while Python started
+                name = f"{signal.Signals(kind).name} after {moment:.2f} s"
+                if tally.check(
+                    is_early or (code in (0, 75) and "Traceback" not in log),
+                    f"{command.name}: {name}: exit code {code}: {log[-300:]}",
+                ):
+                    place.check_result(tally, name)
+    return tally
+
+
+@contextmanager
+def small_file_system(folder: Path, size: int) -> Iterator[None]:
+    """Context manager: `folder` is a tmpfs of `size` bytes. Files in it are lost at the end."""
+    folder.mkdir(exist_ok=True)
+    subprocess.run(["mount", "-t", "tmpfs", "-o", f"size={size}", "tmpfs", folder], check=True)
+    try:
+        yield
+    finally:
+        subprocess.run(["umount", "-l", folder], check=True)
+
+
+def soak_full_disks(parent: Path, tries: int) -> Tally:
+    tally = Tally()
+    if not sys.platform.startswith("linux") or os.geteuid() != 0:
+        print("skipped: only root can mount a small file system")
+        return tally
+    for command in COMMANDS:
+        place = Workplace(command, parent)
+        total = sum(file.stat().st_blocks * 512 for file in place.folder.rglob("*"))
+        inputs = sum(file.stat().st_blocks * 512 for file in place.inputs.rglob("*"))
+        place.folder = parent / f"{command.name}-disk"
+        for _ in range(max(1, tries // len(COMMANDS))):
+            size = random.randint(inputs + 2**16, total + 2**17)
+            with small_file_system(place.folder, size):
+                shutil.copytree(place.inputs, place.folder, dirs_exist_ok=True)
+                code = start(command, place.folder).wait(LIMIT_S)
+                log = read_log(place.folder)
+                partial = [file.name for file in place.folder.rglob("*.partial") if file.is_file()]
+                name = f"disk of {size:,} bytes"
+                is_right = code in (0, 1) and "Traceback" not in log and not partial
+                failure = f"{command.name}: {name}: exit code {code}, partial files {partial}: {log[-300:]}"
+                if tally.check(is_right, failure):
+                    subprocess.run(["mount", "-o", f"remount,size={4 * total + 2**24}", place.folder], check=True)
+                    place.check_result(tally, name)
+    return tally
+
+
+def soak_wandb(parent: Path, tries: int) -> Tally:
+    tally = Tally()
+    command = Command("train", [*TRAIN.words, "wandb.mode=offline"], TRAIN.result)
+    place = Workplace(command, parent)
+    for number in range(max(3, tries)):
+        place.reset()
+        name = ("stopped", "killed", "no server")[number % 3]
+        if name == "no server":
+            online = Command("train", [*TRAIN.words, "wandb.mode=online"], TRAIN.result)
+            server = {"WANDB_BASE_URL": "http://127.0.0.1:9", "WANDB_API_KEY": "0" * 40}
+            code = start(online, place.folder, **server).wait(LIMIT_S)
+            tally.check(code == 0, f"wandb, {name}: exit code {code}: {read_log(place.folder)[-300:]}")
+            continue
+        process = start(command, place.folder)
+        services: list[int] = []
+        while process.poll() is None and not services:  # at a random moment after wandb-core has started
+            for child in descendants(process.pid):
+                with suppress(OSError):
+                    services += [child] * ("wandb-core" in Path(f"/proc/{child}/cmdline").read_text())
+        time.sleep(random.uniform(0, 0.5))
+        for service in services:
+            with suppress(ProcessLookupError):
+                os.kill(service, signal.SIGSTOP if name == "stopped" else signal.SIGKILL)
+        code, log = process.wait(LIMIT_S), read_log(place.folder)
+        for service in services:
+            with suppress(ProcessLookupError):
+                os.kill(service, signal.SIGKILL)
+        if tally.check(code == 0 and "Traceback" not in log, f"wandb, {name}: exit code {code}: {log[-300:]}"):
+            place.check_result(tally, f"wandb {name}")
+    return tally
+
+
+def wrong_words(script: str, folder: Path) -> Iterator[tuple[list[str], str]]:
+    """Yield random wrong command lines of a script, with the part that its error must name."""
+    from configs.compose import list_groups
+    from configs.schema import OPTIMIZERS, SCRIPTS, list_types
+
+    types = list_types(SCRIPTS[script])
+    if script == "train":
+        types |= list_types(OPTIMIZERS["muon"], "optimizer.")
+    scalars = {key: options(kind) for key, kind in types.items() if options(kind) & {int, float, bool}}
+    right = {"train": ["data.path=text.txt", "data=text", "seed=3"], "prepare": ["data=text", "data.path=text.txt"]}
+    os.mkfifo(folder / "pipe")
+    (folder / "latin1.txt").write_bytes(b"caf\xe9 " * 400)
+    (folder / "empty").mkdir()
+    paths = [
+        "missing.txt",
+        "pipe",
+        "/dev/zero",
+        "/proc/self/mem",
+        "empty",
+        "latin1.txt",
+        "x" * 5000,
+        "~nobody/x",
+        "*.none",
+    ]
+    while True:
+        key = random.choice(list(types))
+        kind = random.choice(["typo", "type", "range", "choice", "form", "path", "flag", "encoding"])
+        if kind == "typo":
+            word = misspell(key, types)
+            yield [*right.get(script, []), f"{word}=1"], word.split(".")[0]
+        elif kind == "type":
+            key, allowed = random.choice(list(scalars.items()))
+            values = ["abc", "[1,2]", "{a:1}", "é", "1e", "--", "2020-01-01"] + ["2", "-1"] * (
+                allowed <= {bool, type(None)}
+            )
+            yield [*right.get(script, []), f"{key}={random.choice(values)}"], key
+        elif kind == "range":
+            key, allowed = random.choice([item for item in scalars.items() if item[1] & {int, float}])
+            values = ["nan", "-inf", "-1e30"] if float in allowed else ["-" + "9" * 25, "9" * 25, "1e300"]
+            yield [*right.get(script, []), f"{key}={random.choice(values)}"], key
+        elif kind == "choice":
+            group = random.choice(list_groups(script))
+            yield (
+                [*right.get(script, []), f"{group}={random.choice(['nothing', '../x', 'a/b', '[a,b]', '1', ' '])}"],
+                group,
+            )
+        elif kind == "form":
+            word = random.choice(
+                [f"+{key}=1", f"~{key}", f"{key}", "=1", f"hydra.{key}=1", "hydra.run.dir=x", f"++{key}=2"]
+            )
+            yield [*right.get(script, []), word], key if key in word else word.split("=")[0].split(".")[0]
+        elif kind == "path" and script in ("train", "prepare"):
+            path = random.choice(paths)
+            yield ["data=text", f"data.path={path}"], path[:100]
+        elif kind == "path" and script == "sample":
+            name, path = random.choice(["run", "prompt_file", "prompts"]), random.choice(paths[:6])
+            yield [f"{name}={path}", "max_new_tokens=1"], name
+        elif kind == "flag":
+            word = random.choice(["--verbose", "-x", "--config-dir=none", "--cfg=all", "--help=1", "--config-dir="])
+            yield [word], word.split("=")[0]
+        elif kind == "encoding":
+            word = random.choice(["ключ", "名前", "seed\u200b", "a b", "é.ü", "\x1b[31m", "seed\udcff"])
+            yield [*right.get(script, []), f"{word}=1"], ""
+
+
+def options(kind: Any) -> set:
+    """The types of a key: {int, NoneType}."""
+    return set(get_args(kind)) if isinstance(kind, UnionType) else {kind}
+
+
+def misspell(key: str, types: dict) -> str:
+    while key in types:
+        letters, position = list(key), random.randrange(len(key))
+        letters[position : position + random.randint(0, 1)] = random.choice("abcxyz_.")
+        key = "".join(letters).strip(".")
+    return key
+
+
+def soak_wrong_words(parent: Path, tries: int) -> Tally:
+    """In forked processes, because importing the commands takes a second."""
+    tally, scripts = Tally(), ("train", "sample", "prepare", "bench")
+    for script in scripts:
+        module = import_module(script)
+        folder = parent / f"wrong-{script}"
+        folder.mkdir()
+        (folder / "text.txt").write_text(TEXT, encoding="utf-8")
+        lines = wrong_words(script, folder)
+        for _ in range(max(1, tries // len(scripts))):
+            words, name = next(lines)
+            before = set(read_names(folder))
+            sys.stdout.flush()
+            child = os.fork()
+            if child == 0:
+                run_in_child(module, script, words, folder)
+            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+            log, out = ((folder / name).read_text(errors="replace") for name in ("log", "out"))
+            new = set(read_names(folder)) - before - {"out", "log"}
+            is_right = code == 2 and log.count("\n") == 1 and name in log and not new
+            is_right &= not out or out.startswith("preparing")  # a file is known to be wrong after it was read
+            tally.check(is_right, f"{script} {words}: exit code {code}, {out + log!r:.300}, new files {new}")
+    return tally
+
+
+def read_names(folder: Path) -> list[str]:
+    return [str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()]
+
+
+def run_in_child(module: Any, script: str, words: list[str], folder: Path) -> NoReturn:
+    """Run a command in a forked process, with its output in two files, and exit."""
+    from configs.cli import parse_config, run_main
+
+    os.chdir(folder)
+    for name, number in (("out", 1), ("log", 2)):
+        os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
+    sys.argv = [f"{script}.py", *words]
+    signal.alarm(WRONG_LIMIT_S)
+    code = 99
+    try:
+        code = run_main(module.main, parse_config(script, "", words))
+    except SystemExit as error:
+        code = error.code
+    except BaseException:
+        traceback.print_exc()
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+PARTS = {"kill": (soak_kills, 200), "signal": (soak_signals, 150), "disk": (soak_full_disks, 40),
+         "wandb": (soak_wandb, 9), "wrong": (soak_wrong_words, 1000)}  # fmt: skip
+
+
+def main(arguments: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}; default: all")
+    parser.add_argument("--scale", type=float, default=1.0, help="multiplies the numbers of tries")
+    parser.add_argument("--seed", type=int, default=None, help="of the random moments and words")
+    flags = parser.parse_args(arguments)
+    seed = random.randrange(10**6) if flags.seed is None else flags.seed
+    os.environ["OMP_NUM_THREADS"] = "1"
+    table, failed = make_table("part", "tried", "passed", "lost", "minutes"), 0
+    for name in flags.parts or PARTS:
+        random.seed(seed)
+        part, tries = PARTS[name]
+        started = time.perf_counter()
+        print(f"{name} (seed {seed})", flush=True)
+        with tempfile.TemporaryDirectory() as folder:
+            tally = part(Path(folder), max(1, round(tries * flags.scale)))
+        lost, minutes = len(tally.failures), (time.perf_counter() - started) / 60
+        table.add_row(name, f"{tally.tried:,}", f"{tally.tried - lost:,}", str(lost), f"{minutes:.1f}")
+        failed += lost
+    make_console(width=80).print(table)
+    return int(failed > 0)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
