@@ -32,6 +32,7 @@ if __name__ == "__main__":  # before the slow imports below, so that a typo is r
 
     config = parse_config("sample", __doc__)
 
+import hashlib
 import json
 import sys
 import time
@@ -45,7 +46,8 @@ import torch
 from common.console import TABLE_WIDTH, make_console, pluralize, printable
 from common.errors import UserError
 from common.interrupt import Terminated
-from common.run_dir import find_run
+from common.output import require_stdout
+from common.run_dir import find_checkpoint, find_run
 from configs.cli import config_from_python, exit_fast, run_main
 from configs.schema import Sample
 from data.readers import read_documents
@@ -65,12 +67,15 @@ from training.device import resolve_device, resolve_dtype
 
 def main(config: Sample) -> int:
     config = replace(config, stop=unescape(config.stop))
+    if config.out is None:
+        require_stdout()
     # read and check all inputs before the model is loaded
     documents = read_documents(resolve_sources(config.data)) if config.loss else []
     prompts = load_prompts(config)
     n_saved, saved_bytes = 0, None
     if config.out is not None:
-        n_saved, saved_bytes = check_output(config.out, [] if config.loss else list_samples(config, prompts))
+        samples = [] if config.loss else list_samples(config, prompts)
+        n_saved, saved_bytes = check_output(config.out, samples, hash_settings(config))
     model, tokenizer, description = load_model(config, min(config.batch_size, len(prompts) * config.num_samples))
     print(f"{description}, seed {config.seed}", file=sys.stderr)
     if config.loss:
@@ -150,6 +155,14 @@ def sample_seed(config: Sample, index: int) -> int:
     return (config.seed + index) % 2**32
 
 
+def hash_settings(config: Sample) -> str:
+    """Hash of the checkpoint and the sampling settings. A batch continues only with the same ones."""
+    checkpoint = find_checkpoint(config.run, config.checkpoint)
+    settings = {field.name: getattr(config, field.name) for field in fields(SamplingConfig)}
+    content = [str(checkpoint.resolve()), checkpoint.stat().st_mtime_ns, config.device, config.dtype, settings]
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:12]
+
+
 def list_samples(config: Sample, prompts: list[str]) -> list[tuple[str, int]]:
     """Prompt and seed of each sample of a batch."""
     inputs = [prompt for prompt in prompts for _ in range(config.num_samples)]
@@ -187,7 +200,7 @@ def run_batch(
 
     n_saved, saved_bytes: samples that an interrupted command has written to `out`, and their size.
     """
-    samples, limit = list_samples(config, prompts), config.max_new_tokens
+    samples, settings, limit = list_samples(config, prompts), hash_settings(config), config.max_new_tokens
     total, written = len(samples), n_saved
     if written == total:
         print(f"{config.out} is complete: {pluralize(total, 'sample')}", file=sys.stderr)
@@ -210,7 +223,7 @@ def run_batch(
                 progress.add(new_tokens, skipped=limit - chunk.n_tokens, finished=True)
                 prompt, seed = samples[index]
                 sample = {"prompt": prompt, "text": texts[index], "seed": seed}
-                sample |= {"tokens": chunk.n_tokens, "ended": chunk.finish_reason}
+                sample |= {"tokens": chunk.n_tokens, "ended": chunk.finish_reason, "settings": settings}
                 finished[index] = json.dumps(sample, ensure_ascii=False) + "\n"
                 while written in finished:
                     file.write(finished.pop(written))

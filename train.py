@@ -36,7 +36,7 @@ import torch
 
 from common import system
 from common.interrupt import StopRequest
-from common.run_dir import RunDir, has_checkpoint
+from common.run_dir import RunDir, has_checkpoint, read_summary
 from configs.cli import exit_fast, run_main
 from configs.schema import Train
 from data.loader import Loader, prefetch
@@ -168,7 +168,7 @@ def main(config: Train) -> int:
                 row = {"train/loss": dist.all_reduce_mean(loss), "grad_norm": grad_norm, "lr": lr}
                 is_best = False
                 if state.step % config.eval.every == 0 or progress >= 1:
-                    evaluation, is_best = evaluator.evaluate(state)
+                    evaluation, is_best = evaluator.evaluate(state, stopped)
                     row, stopped = row | evaluation, stopped or state.evaluation_interrupted
                     progress = compute_progress(config.train, state.step, state.seconds, state.evals_since_best)
                 observers.log_step(row, progress, is_best)
@@ -188,8 +188,10 @@ def main(config: Train) -> int:
 
 
 def report_finished_run(run: RunDir, run_info: dict, state: TrainState, patience: int | None) -> int:
-    """Write the results again, because a process that was killed at the end has not. Returns the exit code."""
-    if run.is_main:
+    """Write the results if the process was killed at the end of the run. Returns the exit code."""
+    summary = read_summary(run.folder)
+    is_recorded = (summary.get("status"), summary.get("step")) == ("finished", state.step)
+    if run.is_main and not is_recorded:
         run.record_finished(run_info, state.summary() | recover_results(run.folder, state.step))
         plot_loss(run.folder)
     limit = "train.patience" if patience is not None and state.evals_since_best >= patience else "train.steps"

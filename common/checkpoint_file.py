@@ -1,5 +1,6 @@
 """Checkpoint files: one file of tensors and plain values, written atomically and checked when read."""
 
+import math
 import zipfile
 from pathlib import Path
 from typing import Any
@@ -42,6 +43,14 @@ def load_checkpoint(path: Path) -> dict:
     if found != FORMAT or "step" not in content:
         raise UserError(f"{path} has checkpoint format {found}, but this version reads {FORMAT}; set another run")
     return content
+
+
+def read_step(path: Path) -> float:
+    """The step of a checkpoint, without reading its tensors; infinite if the file is damaged."""
+    try:
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)["step"]
+    except Exception:  # a damaged file can raise anything in torch
+        return math.inf
 
 
 def _read(path: Path) -> tuple[Any, str | None]:

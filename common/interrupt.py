@@ -20,7 +20,11 @@ def raise_on_signals() -> None:
 
 
 def _raise(number, frame) -> None:
-    raise KeyboardInterrupt if number == signal.SIGINT else Terminated
+    if number == signal.SIGINT:
+        raise KeyboardInterrupt
+    for kind in set(STOP_SIGNALS) - {signal.SIGINT}:
+        signal.signal(kind, signal.SIG_IGN)  # a second one, from the shell or torchrun, must not stop the cleanup
+    raise Terminated
 
 
 def _set_handlers(handler) -> dict:
@@ -32,8 +36,9 @@ def _set_handlers(handler) -> dict:
 class StopRequest:
     """Context manager: after `enable`, a signal sets `requested`, so that the training loop can save and stop.
 
-    A Ctrl-C after it raises KeyboardInterrupt. Schedulers send several other signals before they kill a process, so a
-    second one does nothing. ignore_repeats: nor does Ctrl-C, which torchrun repeats. silent: print nothing.
+    Ctrl-C after another signal raises KeyboardInterrupt. A second SIGTERM or SIGHUP does nothing, because schedulers
+    send several signals. ignore_repeats: a second Ctrl-C does nothing either, because torchrun repeats it. silent:
+    print nothing.
     """
 
     def __init__(self, ignore_repeats: bool, silent: bool):

@@ -11,29 +11,39 @@ class DiscardingStream(io.TextIOWrapper):
     So a run continues if its terminal is closed, the reader of its output exits, or the disk of its log is full.
     """
 
+    is_required = False  # see require_stdout
+
     def write(self, text: str) -> int:
         try:
             return super().write(text)
-        except OSError:
-            self._discard()
+        except OSError as error:
+            self._discard(error)
             return len(text)
 
     def flush(self) -> None:
         try:
             super().flush()
-        except OSError:
-            self._discard()
+        except OSError as error:
+            self._discard(error)
 
-    def _discard(self) -> None:
-        with open(os.devnull, "wb") as devnull:
-            os.dup2(devnull.fileno(), self.fileno())
+    def _discard(self, error: OSError) -> None:
+        if self.is_required:
+            raise error
+        if not isinstance(error, BlockingIOError):  # a full non-blocking pipe loses only this text
+            with open(os.devnull, "wb") as devnull:
+                os.dup2(devnull.fileno(), self.fileno())
 
 
-def configure_output(stdout_is_result: bool) -> None:
+def require_stdout() -> None:
+    """From now on, a failed write to stdout raises OSError, because stdout is the result of the command."""
+    if isinstance(sys.stdout, DiscardingStream):
+        sys.stdout.is_required = True
+
+
+def configure_output() -> None:
     """Set up sys.stdout and sys.stderr once, at the start of a command.
 
-    A character that the terminal cannot show is escaped. Output that cannot be written is discarded; but if stdout is
-    the result of the command, a failed write to stdout is an error.
+    A character that the terminal cannot show is escaped. Output that cannot be written is discarded.
     """
     # Open the descriptors that the caller closed, as with `>&-`. Otherwise, the next file would become stdout.
     while (descriptor := os.open(os.devnull, os.O_RDWR)) <= 2:
@@ -43,8 +53,5 @@ def configure_output(stdout_is_result: bool) -> None:
         if getattr(sys, name) is not getattr(sys, f"__{name}__"):
             continue  # replaced by Python code that calls the command
         stream = getattr(sys, name) or open(descriptor, "w")  # noqa: SIM115 (open as long as the process)
-        stream.reconfigure(errors="backslashreplace")
-        if not (stdout_is_result and name == "stdout"):
-            settings = {key: getattr(stream, key) for key in ("encoding", "errors", "line_buffering", "write_through")}
-            stream = DiscardingStream(stream.detach(), **settings)
-        setattr(sys, name, stream)
+        settings = {key: getattr(stream, key) for key in ("encoding", "line_buffering", "write_through")}
+        setattr(sys, name, DiscardingStream(stream.detach(), errors="backslashreplace", **settings))

@@ -60,8 +60,8 @@ def find_run(name: str) -> Path:
         )
     # "**" would not follow links to run folders
     paths = [path for depth in range(1, 4) for path in ROOT.glob("*/" * depth + "checkpoints/*.pt") if path.is_file()]
-    saved_at = {path.parent.parent: path.stat().st_mtime for path in paths}
-    with_checkpoint = sorted(saved_at, key=saved_at.__getitem__, reverse=True)
+    newest_first = sorted(paths, key=lambda path: path.stat().st_mtime, reverse=True)
+    with_checkpoint = list(dict.fromkeys(path.parent.parent for path in newest_first))
     if name == "last":
         if not with_checkpoint:
             raise UserError(f"there is no run with a checkpoint in {Path.cwd() / ROOT}; train one: python train.py")

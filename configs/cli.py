@@ -10,7 +10,6 @@ import errno
 import multiprocessing
 import os
 import re
-import signal
 import sys
 import threading
 import time
@@ -51,13 +50,11 @@ MULTIRUN_FLAG = """\
 """
 
 
-def start_process(stdout_is_result: bool = False) -> None:
+def start_process() -> None:
     """Set up signals, output streams and the report of Ctrl-C. Called before the slow imports."""
     sys.excepthook = _report_ctrl_c
     raise_on_signals()
-    configure_output(stdout_is_result)
-    if stdout_is_result and hasattr(signal, "SIGPIPE"):
-        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # `| head` ends the command silently, as it does with cat
+    configure_output()
 
 
 def parse_config(script: str, doc: str, argv: list[str] | None = None) -> Any:
@@ -66,7 +63,7 @@ def parse_config(script: str, doc: str, argv: list[str] | None = None) -> Any:
     argv: None: that of the process, whose signals and output streams are also set up.
     """
     if argv is None:
-        start_process(stdout_is_result=script == "sample")
+        start_process()
     from configs.compose import compose_config  # imports Hydra, which takes 0.2 s
 
     try:
@@ -106,13 +103,17 @@ def config_from_python(script: str, **settings: Any) -> Any:
 def run_main(main: Callable[..., int], *config: Any) -> int:
     """Run main(config). Returns the exit code; errors that users can correct are printed as one sentence."""
     try:
-        return main(*config)
+        code = main(*config)
+        sys.stdout.flush()
+        return code
     except UserError as error:
         return report_error(error, EXIT_CODES["refused"])
     except TrainingFailed as error:
         return report_error(error, EXIT_CODES["failed"])
     except KeyboardInterrupt as error:
         return report_error(str(error) or "interrupted", EXIT_CODES["interrupted"])
+    except BrokenPipeError:  # the reader of stdout has exited, as in `python sample.py | head`
+        return 1
     except OSError as error:
         if error.errno not in USER_ERRNOS:
             raise

@@ -234,6 +234,8 @@ def test_output_file_with_other_content_is_refused_and_not_changed(trained, work
     others = [
         ["prompts=p.jsonl", "out=o.jsonl", "seed=3"],
         ["prompts=p.jsonl", "out=o.jsonl", "num_samples=2"],
+        ["prompts=p.jsonl", "out=o.jsonl", "temperature=0.5"],
+        ["prompts=p.jsonl", "out=o.jsonl", "checkpoint=last"],
         ["prompts=short.txt", "out=o.jsonl"],
         ["prompts=p.jsonl", "out=p.jsonl"],
         ["prompts=one.jsonl", "out=one.jsonl"],

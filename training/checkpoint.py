@@ -12,6 +12,8 @@ config         the complete run config, for readers; nothing is built from it
 
 import math
 import shutil
+from collections.abc import Iterator
+from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -20,7 +22,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from common.checkpoint_file import load_checkpoint, save_checkpoint
+from common.checkpoint_file import load_checkpoint, read_step, save_checkpoint
 from common.errors import TrainingFailed, UserError, format_value
 from common.run_dir import RunDir
 from training.config import OVERFITTING_EVALS, CheckpointConfig, TrainConfig
@@ -43,7 +45,7 @@ class TrainState:
     optimizers: list[Optimizer]
     scaler: torch.amp.GradScaler
     step: int = 0  # finished optimizer steps
-    skipped_steps: int = 0  # those of them that did not change the weights
+    skipped_steps: int = 0  # steps that did not change the weights
     seconds: float = 0.0  # training time
     best_val_loss: float = math.inf
     best_val_bpb: float = math.inf
@@ -121,7 +123,7 @@ class TrainState:
         if self.best_step is None and math.isfinite(self.best_val_loss):  # an older checkpoint, without this value
             self.best_step = self.step
         best = path.with_name("best.pt")
-        if best.exists() and load_checkpoint(best)["step"] > self.step:  # from a step that the run now repeats
+        if best.exists() and read_step(best) > self.step:  # from a step that the run now repeats, or damaged
             self.best_val_loss = self.best_val_bpb = math.inf
             self.best_step, self.evals_since_best = None, 0
 
@@ -146,17 +148,18 @@ class CheckpointWriter:
         if best:
             self.state.save(self.run.best, self.metadata, self.config.optimizer)
         if last:
-            if self.config.keep and self.run.last.exists():
-                self._keep_last()
-            self.state.save(self.run.last, self.metadata)
+            keeps = self.config.keep > 0 and self.run.last.exists() and self.last_step != self.state.step
+            with self._keep_last() if keeps else nullcontext():
+                self.state.save(self.run.last, self.metadata)
             self.last_step = self.state.step
         self.run.update(self.state.summary() | self.observers.summary())
         self.observers.wandb.set_summary(self.run.summary)
 
-    def _keep_last(self) -> None:
-        """Keep last.pt, which will be replaced, as step-NNNNNN.pt, and remove the oldest of these files.
+    @contextmanager
+    def _keep_last(self) -> Iterator[None]:
+        """Context manager: last.pt, which is replaced inside, is kept as step-NNNNNN.pt; the oldest is removed.
 
-        It is a second name of the same file, so that nothing is written.
+        The name is a second name of the same file, so that nothing is written.
         """
         kept = self.run.last.with_name(f"step-{self.last_step:06d}.pt")
         kept.unlink(missing_ok=True)
@@ -164,6 +167,11 @@ class CheckpointWriter:
             kept.hardlink_to(self.run.last)
         except OSError:  # a file system without hard links
             shutil.copy2(self.run.last, kept)
+        try:
+            yield
+        except BaseException:
+            kept.unlink()  # last.pt was not replaced
+            raise
         by_age = sorted(kept.parent.glob("step-*.pt"), key=lambda path: (path.stat().st_mtime_ns, path.name))
         for path in by_age[: -self.config.keep]:
             path.unlink()

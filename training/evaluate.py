@@ -52,13 +52,14 @@ class Evaluator:
             self.windows = min(config.eval.batches * config.train.batch_size, loader.val_windows)
         self.maps_folder = folder / "attention" if config.wandb.attention_maps else None
 
-    def evaluate(self, state: TrainState) -> tuple[dict, bool]:
+    def evaluate(self, state: TrainState, is_stopped: bool = False) -> tuple[dict, bool]:
         """Evaluate the model, and record the loss in `state`.
 
         Returns the metrics: validation loss and peak memory; on rank 0 also a sample and attention maps. And whether
-        the loss is the lowest so far. If a signal stops the evaluation, there are no metrics.
+        the loss is the lowest so far. If a signal stops the evaluation, there are no metrics. is_stopped: all processes
+        know that the run stops, so there is no evaluation.
         """
-        row = self.compute_validation_loss()
+        row = None if is_stopped else self.compute_validation_loss()
         state.evaluation_interrupted = row is None
         if row is None:
             return {}, False

@@ -60,6 +60,8 @@ def _step_of(line: bytes) -> float:
 
 def _remove_later_rows(path: Path, step: int) -> None:
     """Truncate the file after the last row up to `step`. The search begins at the end, as steps increase."""
+    if path.stat().st_size == 0:
+        return
     with open(path, "r+b") as file:
         with mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as content:
             end = content.rfind(b"\n") + 1
@@ -84,7 +86,7 @@ class MetricsLogger:
         self.last: dict = {}  # the newest value of each metric, also from before a resume
         if folder is not None:
             path = folder / "metrics.jsonl"
-            if step > 0 and path.exists() and path.stat().st_size > 0:
+            if step > 0 and path.exists():
                 _remove_later_rows(path, step)
                 self.last = _last_values(read_curves(path, *SUMMARY_NAMES.values(), *SPEED_METRICS))
             else:

@@ -11,7 +11,7 @@ from model.flops import flops_per_token
 from training.checkpoint import TrainState
 from training.config import OVERFITTING_EVALS
 from training.device import Runtime
-from training.metrics import MetricsLogger
+from training.metrics import SPEED_METRICS, MetricsLogger
 from training.profiler import StepProfiler
 from training.progress import TrainingProgress
 from training.speed import Speed, compile_seconds, peak_flops
@@ -93,7 +93,9 @@ class Observers:
     def summary(self) -> dict:
         """Speed, losses and memory, under their names in summary.json."""
         compile_s = compile_seconds() if self.is_compiled else None
-        return self.speed.median() | {"compile_s": compile_s} | self.metrics.summary()
+        # without a step, only an evaluation was left to do
+        speed = self.speed.median() or {key: self.metrics.last.get(key) for key in SPEED_METRICS}
+        return speed | {"compile_s": compile_s} | self.metrics.summary()
 
     def __enter__(self) -> "Observers":
         with ExitStack() as stack:  # if the exit of one observer raises, the others still exit

@@ -17,8 +17,8 @@ def load_for_sampling(
 ) -> tuple[GPT, tiktoken.Encoding, str]:
     """Load a checkpoint -> (model in eval mode, tokenizer, one-line description). The model cannot be trained.
 
-    kind: "best" or "last". dtype: of the weights. Raises UserError if the run does not exist, or if the attention
-    backend cannot run on this device.
+    kind: "best", "last" or "step-NNNNNN". dtype: of the weights. Raises UserError if the run does not exist, or if the
+    attention backend cannot run on this device.
     """
     path = find_checkpoint(run, kind)
     checkpoint = checkpoint_file.load_checkpoint(path)

@@ -47,11 +47,12 @@ def _parse_prompt(line: str, name: str) -> str:
     return prompt
 
 
-def check_output(out: str, samples: Sequence[tuple[str, int]]) -> tuple[int, int | None]:
+def check_output(out: str, samples: Sequence[tuple[str, int]], settings: str) -> tuple[int, int | None]:
     """Find the samples that an interrupted command has written to `out`: their number and their size in bytes.
 
-    samples: prompt and seed of each sample of this command. An incomplete last line does not count. Returns (0, None)
-    if there is no file. Raises UserError if `out` cannot be created, or has other content.
+    samples: prompt and seed of each sample of this command. settings: hash of its settings. An incomplete last line
+    does not count. Returns (0, None) if there is no file. Raises UserError if `out` cannot be created, or has other
+    content.
     """
     path = Path(out)
     if not path.exists():
@@ -63,18 +64,18 @@ def check_output(out: str, samples: Sequence[tuple[str, int]]) -> tuple[int, int
     count = size = 0
     with open(path, "rb") as file:
         for line in file:
-            if count == len(samples) or not _is_sample(line, *samples[count]):
-                raise UserError(f"out={out} exists, and its samples are not the first of this command; set a new file")
+            if count == len(samples) or not _is_sample(line, *samples[count], settings):
+                raise UserError(f"out={out} exists with other prompts, seeds or settings; set a new file")
             if line.endswith(b"\n"):
                 count, size = count + 1, size + len(line)
     return count, size
 
 
-def _is_sample(line: bytes, prompt: str, seed: int) -> bool:
-    """Whether a line, which may be incomplete, describes the sample with this prompt and seed."""
+def _is_sample(line: bytes, prompt: str, seed: int, settings: str) -> bool:
+    """Whether a line, which may be incomplete, describes the sample with this prompt, seed and hash of settings."""
     start = json.dumps({"prompt": prompt, "text": ""}, ensure_ascii=False).removesuffix('"}').encode()
-    is_seed_correct = f', "seed": {seed}, '.encode() in line or not line.endswith(b"\n")
-    return line[: len(start)] == start[: len(line)] and is_seed_correct
+    has_settings = f', "seed": {seed}, '.encode() in line and line.endswith(f'"settings": "{settings}"}}\n'.encode())
+    return line[: len(start)] == start[: len(line)] and (has_settings or not line.endswith(b"\n"))
 
 
 @contextmanager

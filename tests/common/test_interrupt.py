@@ -34,13 +34,14 @@ def test_second_ctrl_c_raises():
 def test_signals_raise_before_the_first_step_and_after_the_loop():
     raise_on_signals()
     with StopRequest(ignore_repeats=False, silent=True) as stop:
-        with pytest.raises(Terminated):
-            signal.raise_signal(signal.SIGHUP)
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
         stop.enable()
         signal.raise_signal(signal.SIGHUP)
         assert stop.requested
-    with pytest.raises(KeyboardInterrupt):
-        signal.raise_signal(signal.SIGINT)
+    with pytest.raises(Terminated):
+        signal.raise_signal(signal.SIGHUP)
+    signal.raise_signal(signal.SIGTERM)  # a second one does not interrupt the cleanup
 
 
 def test_ignored_signal_stays_ignored():

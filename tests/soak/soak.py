@@ -1,6 +1,6 @@
 """Soak test: kill, signal, fill the disk, stop wandb and type wrong words at random, and check that nothing is lost.
 
-    python tests/soak/soak.py                    everything; about an hour on two cores
+    python tests/soak/soak.py                    everything; Linux, about an hour on two cores
     python tests/soak/soak.py kill wrong         two of the parts
     python tests/soak/soak.py --scale 0.01       one try of each kind
 
@@ -50,9 +50,9 @@ TRAINING = [*TINY, "train.steps=120", "eval.every=20", "checkpoint.every=7", "ch
 
 @dataclass
 class Command:
-    """A command, and a function that returns its result in the current folder as comparable values.
+    """A command, and a function that returns its result in a folder as comparable values.
 
-    needs: a command that runs before it. exit_code: without a disturbance.
+    needs: a command that runs before it.
     """
 
     name: str
@@ -68,12 +68,12 @@ class Tally:
     tried: int = 0
     failures: list[str] = field(default_factory=list)
 
-    def check(self, is_right: bool, failure: str) -> bool:
+    def check(self, passed: bool, failure: str) -> bool:
         self.tried += 1
-        if not is_right:
+        if not passed:
             self.failures.append(failure)
             print(f"FAILED {failure}", flush=True)
-        return is_right
+        return passed
 
 
 def run_result(run: Path) -> Any:
@@ -127,7 +127,7 @@ COMMANDS = [
 BENCH = Command("bench", ["bench.py", "block_sizes=[64]", "rounds=2", "wandb.mode=disabled"], lambda folder: None)
 
 
-class Workplace:
+class Workspace:
     """A folder with the inputs of a command, and the result of the undisturbed command."""
 
     def __init__(self, command: Command, parent: Path):
@@ -198,7 +198,7 @@ def kill_all(process: subprocess.Popen) -> None:
 def soak_kills(parent: Path, tries: int) -> Tally:
     tally = Tally()
     for command, share in zip(COMMANDS, (0.5, 0.15, 0.15, 0.2), strict=True):
-        place, kills = Workplace(command, parent), 0
+        place, kills = Workspace(command, parent), 0
         while kills < max(1, round(share * tries)):
             place.reset()
             before = kills
@@ -215,7 +215,7 @@ def soak_kills(parent: Path, tries: int) -> Tally:
 def soak_signals(parent: Path, tries: int) -> Tally:
     tally, commands = Tally(), [*COMMANDS, BENCH]
     for command in commands:
-        place = Workplace(command, parent)
+        place = Workspace(command, parent)
         for kind in SIGNALS:
             for _ in range(max(1, tries // (len(commands) * len(SIGNALS)))):
                 place.reset()
@@ -256,7 +256,7 @@ def soak_full_disks(parent: Path, tries: int) -> Tally:
         print("skipped: only root can mount a small file system")
         return tally
     for command in COMMANDS:
-        place = Workplace(command, parent)
+        place = Workspace(command, parent)
         total = sum(file.stat().st_blocks * 512 for file in place.folder.rglob("*"))
         inputs = sum(file.stat().st_blocks * 512 for file in place.inputs.rglob("*"))
         place.folder = parent / f"{command.name}-disk"
@@ -279,7 +279,7 @@ def soak_full_disks(parent: Path, tries: int) -> Tally:
 def soak_wandb(parent: Path, tries: int) -> Tally:
     tally = Tally()
     command = Command("train", [*TRAIN.words, "wandb.mode=offline"], TRAIN.result)
-    place = Workplace(command, parent)
+    place = Workspace(command, parent)
     for number in range(max(3, tries)):
         place.reset()
         name = ("stopped", "killed", "no server")[number % 3]
