@@ -55,10 +55,12 @@ def atomic_write(path: Path, content: bytes | str) -> None:
 def read_small_file(path: Path | str, name: str, max_bytes: int) -> str:
     """The exact text of a regular UTF-8 file. name: the file in messages, as in "prompt_file=x". Raises UserError.
 
-    A pipe could block forever, and a device may have no end.
+    A named pipe could block forever, and a device may have no end. Open pipes are read, as of prompt_file=<(COMMAND).
     """
     try:
-        if not stat.S_ISREG(os.stat(path).st_mode):
+        mode = os.stat(path).st_mode
+        is_open_pipe = stat.S_ISFIFO(mode) and str(path).startswith("/dev/")
+        if not stat.S_ISREG(mode) and not is_open_pipe:
             raise UserError(f"{name} is not a regular file; set a text file")
         with open(path, "rb") as file:
             content = file.read(max_bytes + 1)

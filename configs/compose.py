@@ -7,9 +7,8 @@ All errors are UserErrors of one sentence.
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import cache
-from glob import glob
 from pathlib import Path
 from typing import Any
 
@@ -62,7 +61,7 @@ def compose_config(
         raise UserError(explain_error(error)) from None
     except RecursionError:
         raise UserError(
-            f"a YAML file of {config_dir} contains itself, through its defaults or an alias (*name); remove that entry"
+            "a YAML file contains itself, through its defaults or an alias (*name); remove that entry"
         ) from None
 
 
@@ -178,11 +177,17 @@ def escape_interpolation(value: Any) -> Any:
 
 def _check_yaml_file(file: Path) -> None:
     """Raises UserError for a file that cannot be read, or whose settings of Hydra would be ignored."""
-    content, config = read_small_file(file, str(file), MAX_YAML_BYTES), {}
-    with suppress(YAMLError):  # Hydra reports it if the file is used
+    content = read_small_file(file, str(file), MAX_YAML_BYTES)
+    try:
         config = yaml.safe_load(content)
-    is_section = isinstance(config, dict) and ("hydra" in config or "hydra/" in str(config.get("defaults")))
-    if is_section or re.search(r"@package\s+hydra", content):
+    except (YAMLError, ValueError, RecursionError):  # Hydra reports it if the file is used
+        return
+    defaults = config.get("defaults") if isinstance(config, dict) else None
+    defaults = defaults if isinstance(defaults, list) else []
+    keys = [str(key) for entry in defaults for key in (entry if isinstance(entry, dict) else [entry])]
+    is_section = isinstance(config, dict) and "hydra" in config
+    is_group = any(re.match(r"(override\s+)?/?hydra/", key) for key in keys)
+    if is_section or is_group or re.search(r"@package\s+hydra", content):
         raise UserError(f"{file} changes Hydra's own settings (hydra:); remove these settings")
 
 
@@ -194,8 +199,9 @@ def hydra_initialized(config_dir: str | None) -> Iterator[list[str]]:
         folder = Path(config_dir).resolve()
         if not config_dir or not folder.is_dir():
             raise UserError(f"--config-dir={config_dir} is not a folder; set a folder of YAML files")
-        for name in sorted(glob("**/*.yaml", root_dir=folder, recursive=True)):
-            _check_yaml_file(folder / name)
+        for group in [*(path.name for path in CONFIGS.iterdir() if path.is_dir()), "hydra"]:
+            for file in sorted((folder / group).rglob("*.yaml")):
+                _check_yaml_file(file)
         search_path = [f"hydra.searchpath=[{QuotedString(f'file://{folder}', Quote.single).with_quotes()}]"]
     if GlobalHydra.instance().is_initialized():  # by a sweep, which composes the config of each job
         yield search_path

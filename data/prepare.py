@@ -101,14 +101,17 @@ def prepare_offline(
 
 
 def _prepare(task: Task, block_size: int) -> PreparedData:
+    is_new = False
     if read_meta(task.folder) is None:
         with _lock(task.folder):
             if read_meta(task.folder) is None:  # not finished by another process in the meantime
                 print_line(f"preparing {task.label}: {task.input} -> {task.folder}")
                 _write_folder(task, block_size)
+                is_new = True
     prepared = PreparedData(task.folder, read_meta(task.folder), tuple(source.weight for source in task.sources))
-    with hash_cache(HASHES) as known:
-        verify(prepared, known)
+    if not is_new:
+        with hash_cache(HASHES) as known:
+            verify(prepared, known)
     check_length(prepared.meta["tokens"], block_size)
     return prepared
 
@@ -135,9 +138,10 @@ def _lock(folder: Path) -> Iterator[None]:
 def _remove_old_partial_folders(partial: Path) -> None:
     """Remove the folders, except `partial`, of preparations that were interrupted a week ago."""
     for folder in set(ROOT.glob("*.partial")) - {partial}:
-        with suppress(OSError):  # another process removes it
+        with suppress(OSError):  # another process resumes it (Timeout) or removes it
             if time.time() - folder.stat().st_mtime > MAX_PARTIAL_AGE_S:
-                shutil.rmtree(folder)
+                with FileLock(ROOT / ".locks" / folder.stem, timeout=0):
+                    shutil.rmtree(folder)
 
 
 def _write_folder(task: Task, block_size: int) -> None:

@@ -340,11 +340,13 @@ def hash_cache(path: Path) -> Iterator[dict[str, str]]:
         saved = json.loads(path.read_text())
         known = saved if isinstance(saved, dict) else {}
     size_before = len(known)
-    yield known
-    if len(known) > size_before:
-        with suppress(OSError):  # the cache is optional: a full disk costs time, not correctness
-            path.parent.mkdir(parents=True, exist_ok=True)
-            atomic_write(path, json.dumps(known))
+    try:
+        yield known
+    finally:
+        if len(known) > size_before:
+            with suppress(OSError):  # the cache is optional: a full disk costs time, not correctness
+                path.parent.mkdir(parents=True, exist_ok=True)
+                atomic_write(path, json.dumps(known))
 
 
 def hash_file(path: Path, known: dict[str, str]) -> str:

@@ -105,11 +105,13 @@ def _sample_texts(corpus: Corpus) -> Iterator[str]:
 
 def _openai(corpus: Corpus, config: TokenizerConfig) -> tiktoken.Encoding:
     """One of OpenAI's vocabularies, which tiktoken downloads once or finds in TIKTOKEN_CACHE_DIR."""
-    from unittest.mock import patch  # 0.1 s
-
-    import requests
-
     try:
+        if not _missing_files(config.name):
+            return tiktoken.get_encoding(config.name)
+        from unittest.mock import patch
+
+        import requests
+
         # tiktoken calls requests.get without a time limit
         with patch.object(requests, "get", partial(requests.get, timeout=DOWNLOAD_TIMEOUT_S)):
             return tiktoken.get_encoding(config.name)

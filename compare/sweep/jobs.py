@@ -17,7 +17,7 @@ from common.errors import UserError, format_value
 from common.run_dir import EXIT_CODES, flatten_dict, read_owner, read_summary, write_config, write_summary
 
 SCRIPT = Path(__file__).parents[2] / "train.py"
-TERMINATE_GRACE_S = 30.0  # for a job to finish its step and to save a checkpoint
+TERMINATE_GRACE_S = 120.0  # for a job to finish its step and to save a checkpoint
 # Keys that may change when a sweep is started again. Any other change would make it a different run.
 CHANGEABLE_KEYS = ("name", "resume", "train.steps", "train.minutes", "checkpoint.", "wandb.")
 
@@ -89,9 +89,10 @@ def train_job(job: Job) -> Outcome:
         try:
             code = child.wait(None if job.timeout_minutes is None else 60 * job.timeout_minutes)
         except subprocess.TimeoutExpired:
-            _stop(child)
-            reason = f"its time limit of {format_value(job.timeout_minutes)} minutes has passed"
-            return _record(job, Outcome("failed", reason))
+            code = _stop(child)
+            if code != 0:  # 0: it finished in the meantime
+                reason = f"its time limit of {format_value(job.timeout_minutes)} minutes has passed"
+                return _record(job, Outcome("failed", reason))
         except BaseException:
             print(f"{job.name}: stopping after this step, and saving", flush=True)
             _stop(child)
@@ -106,8 +107,11 @@ def train_job(job: Job) -> Outcome:
     return _record(job, Outcome(status, lines[-1].removeprefix(f"{SCRIPT.name}: ")))
 
 
-def _stop(child: subprocess.Popen) -> None:
-    """End a job: SIGTERM asks it to save a checkpoint; SIGKILL follows if it hangs, or after a second Ctrl-C."""
+def _stop(child: subprocess.Popen) -> int:
+    """End a job: SIGTERM asks it to save a checkpoint; SIGKILL follows if it hangs, or after a second Ctrl-C.
+
+    Returns its exit code.
+    """
     child.terminate()
     try:
         with suppress(subprocess.TimeoutExpired):
@@ -115,6 +119,7 @@ def _stop(child: subprocess.Popen) -> None:
     finally:
         child.kill()  # does nothing if the process has ended
         child.wait()
+    return child.returncode
 
 
 def _record(job: Job, outcome: Outcome) -> Outcome:

@@ -284,8 +284,8 @@ WRONG_YAML = [
     ("train: [1]", r"In 'experiment/mine': a list cannot replace a section"),
     ("train: {steps: '${'}", r"train.steps: .* '\${'"),
     ("defaults: 5", r"a YAML file cannot be read: .*'experiment/mine', defaults must be a list"),
-    ("defaults: [mine]", r"a YAML file of own contains itself"),
-    ("train: &a {steps: *a}", r"a YAML file of own contains itself"),
+    ("defaults: [mine]", r"a YAML file contains itself"),
+    ("train: &a {steps: *a}", r"a YAML file contains itself"),
 ]
 
 
