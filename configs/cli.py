@@ -74,7 +74,10 @@ def parse_config(script: str, doc: str, argv: list[str] | None = None) -> Any:
         if flags.multirun:
             from configs.multirun import run_multirun
 
-            raise SystemExit(run_main(run_multirun, flags))
+            code = run_main(run_multirun, flags)
+            if argv is None:
+                exit_fast(code)
+            raise SystemExit(code)
         config = compose_config(script, flags.words, flags.config_dir)
         if flags.cfg:
             print(yaml.safe_dump(asdict(config), sort_keys=False, allow_unicode=True), end="")

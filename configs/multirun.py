@@ -8,7 +8,7 @@ import os
 import re
 from argparse import Namespace
 from dataclasses import asdict
-from typing import Any, NoReturn
+from typing import Any
 
 from hydra import compose
 from hydra.errors import HydraException
@@ -17,7 +17,6 @@ from common.errors import UserError
 from common.run_dir import JOB, SWEEPS, make_new_folder
 from compare.sweep.jobs import Job
 from compare.sweep.launch import run_sweep
-from configs.cli import exit_fast
 from configs.compose import compose_config, hydra_initialized, parse_word
 from configs.error_messages import explain_error
 
@@ -30,8 +29,8 @@ NO_HYDRA_FILES = [
 ]
 
 
-def run_multirun(flags: Namespace) -> NoReturn:
-    """Train every combination of the values in flags.words. Exits with the code of compare.sweep.launch.run_sweep."""
+def run_multirun(flags: Namespace) -> int:
+    """Train every combination of the values in flags.words. Returns the exit code of compare.sweep.launch.run_sweep."""
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise UserError("-m starts one process per run and does not work under torchrun; use one of the two")
     if flags.cfg:
@@ -48,7 +47,7 @@ def run_multirun(flags: Namespace) -> NoReturn:
         first = configs[0]
         sweep = first.name or make_new_folder(SWEEPS, f"{first.data.label}-{first.model.name}")
         jobs = [_make_job(sweep, *job, flags) for job in zip(job_names, configs, words, strict=True)]
-        exit_fast(run_sweep(sweep, jobs, first.wandb, launcher_config))
+        return run_sweep(sweep, jobs, first.wandb, launcher_config)
 
 
 def list_combinations(words: list[str]) -> list[dict[str, str]]:

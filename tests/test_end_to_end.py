@@ -610,14 +610,24 @@ def raise_in_call(monkeypatch, number: int, target: str, condition=lambda *args:
     monkeypatch.setattr(target, signal_and_call)
 
 
-@pytest.mark.parametrize("evaluation", [2, 3])  # after step 3 and after the last step
-def test_evaluation_that_a_signal_stops_is_repeated_on_resume(train, capsys, evaluation):
+def is_validation(loader, split, *args) -> bool:
+    return split == "val"
+
+
+# evaluations after step 3 and after the last step, and the sample of that after step 3
+@pytest.mark.parametrize(
+    ("step", "target", "call", "condition"),
+    [
+        (3, "data.loader.Loader.batch", 6, is_validation),
+        (6, "data.loader.Loader.batch", 10, is_validation),
+        (3, "model.generation.engine.sample_next_token", 2, lambda *args: True),
+    ],
+)
+def test_evaluation_that_a_signal_stops_is_repeated_on_resume(train, capsys, step, target, call, condition):
     assert train("name=whole", "eval.batches=4") == 0
     with pytest.MonkeyPatch.context() as monkeypatch:
-        is_val = lambda loader, split, *args: split == "val"  # noqa: E731
-        raise_in_call(monkeypatch, 4 * evaluation - 2, "data.loader.Loader.batch", is_val)
+        raise_in_call(monkeypatch, call, target, condition)
         assert train("name=a", "eval.batches=4") == 75
-    step = 3 * (evaluation - 1)
     assert f"saved at step {step}" in capsys.readouterr().err
     assert summary("a")["status"] == "interrupted"
     assert "val/loss" not in metrics("a")[-1]

@@ -59,25 +59,30 @@ class Evaluator:
         the loss is the lowest so far. If a signal stops the evaluation, there are no metrics. is_stopped: all processes
         know that the run stops, so there is no evaluation.
         """
-        row = None if is_stopped else self.compute_validation_loss()
-        state.evaluation_interrupted = row is None
-        if row is None:
+        state.evaluation_interrupted = is_stopped
+        if is_stopped:
             return {}, False
+        row: dict[str, Any] = self.compute_validation_loss()
         if isfinite(row["val/loss"]) and self.runtime.dist.is_main:
             with self.runtime.autocast():
                 if state.step > 0:  # an untrained model writes noise
-                    row |= self.generate_sample(state.step)
+                    row["sample"] = self.generate_sample(state.step)
                 if self.maps_folder is not None:
                     row |= self.save_attention_maps(self.maps_folder / f"step-{state.step:06d}.png")
+        # a signal to any process may have cut the loss or the sample short
+        (signals,) = self.runtime.dist.all_reduce_sum(self.stop.requested)
+        state.evaluation_interrupted = signals > 0
+        if signals:
+            return {}, False
         is_random = state.step == 0 and self.starts_from_random  # random weights are never the best
         is_best = not is_random and state.record_evaluation(row["val/loss"], row["val/bpb"])
         return row | {"peak_memory_bytes": peak_memory_bytes(self.runtime.device)}, is_best
 
     @torch.no_grad()
-    def compute_validation_loss(self) -> dict[str, Any] | None:
+    def compute_validation_loss(self) -> dict[str, float]:
         """Mean loss over validation windows: val/loss in nats per token, val/bpb in bits per byte of text.
 
-        The windows are spread evenly over the validation split. The processes share them. None: a signal stopped it.
+        The windows are spread evenly over the validation split. The processes share them. A signal ends the loop.
         """
         loader, batch_size, dist = self.loader, self.batch_size, self.runtime.dist
         stride = loader.val_windows / self.windows
@@ -96,24 +101,20 @@ class Evaluator:
         self.wrapped_model.train()
         # The losses are read from the device only after the last window, and summed in float64.
         total = sum(loss.item() for loss in nats)
-        total, num_tokens, num_bytes, stops = dist.all_reduce_sum(
-            total, num_tokens, int(num_bytes), self.stop.requested
-        )
-        if stops:
-            return None
-        return {"val/loss": total / num_tokens, "val/bpb": total / log(2) / max(1, num_bytes)}
+        total, num_tokens, num_bytes = dist.all_reduce_sum(total, num_tokens, int(num_bytes))
+        return {"val/loss": total / max(1, num_tokens), "val/bpb": total / log(2) / max(1, num_bytes)}
 
-    def generate_sample(self, step: int) -> dict[str, str]:
-        """Generate a sample without a prompt. Returns {} if a signal stops it."""
+    def generate_sample(self, step: int) -> str:
+        """Generate a sample without a prompt. A signal ends it."""
         prompt = Prompt(initial_tokens(self.tokenizer), self.seed + step)
         sampling = replace(self.sampling, stop=unescape(self.sampling.stop))
         chunks = generate(self.model, self.tokenizer, [prompt], sampling, batch_size=1)
         sample = ""
         for chunk in chunks:
             if self.stop.requested:
-                return {}
+                break
             sample += chunk.text
-        return {"sample": sample}
+        return sample
 
     def save_attention_maps(self, picture: Path) -> dict:
         """Plot each head's attention weights on the first validation tokens -> its path and layer entropies."""
