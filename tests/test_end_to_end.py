@@ -156,8 +156,10 @@ def test_extended_run_is_bit_identical_to_a_longer_run(train, capsys, optimizer)
     assert train("name=whole", "train.steps=9", *settings) == 0
     assert train("name=parts", *settings) == 0
     assert "all of them warmup (schedule.warmup_steps=100)" in capsys.readouterr().out
+    finished = summary("parts")
     assert train("name=parts", *settings) == 0
     assert "runs/parts is finished at step 6; set a larger train.steps" in capsys.readouterr().out
+    assert summary("parts") == finished
     assert train("name=parts", "train.steps=9", *settings) == 0
     assert "resumed from step 6" in capsys.readouterr().out
     assert_same_run("whole", "parts")
@@ -434,12 +436,13 @@ def test_steps_that_are_not_finite_are_skipped(train, monkeypatch):
     assert train("name=b") == 1
 
 
-def test_full_disk_ends_a_run_with_the_name_of_the_file_and_keeps_the_last_checkpoint(trained, train, capsys):
+@pytest.mark.parametrize("keep", [0, 2])
+def test_full_disk_ends_a_run_with_the_name_of_the_file_and_keeps_the_last_checkpoint(trained, train, capsys, keep):
     with file_size_limit(70_000):
-        assert train("name=a", "train.steps=9") == 1
-    assert "runs/a/checkpoints/best.pt: File too large; free some disk space" in capsys.readouterr().err
+        assert train("name=a", "train.steps=9", "checkpoint.every=8", f"checkpoint.keep={keep}") == 1
+    assert "runs/a/checkpoints/last.pt: File too large; free some disk space" in capsys.readouterr().err
     assert {path.name for path in Path("runs/a/checkpoints").iterdir()} == {"best.pt", "last.pt"}
-    assert "best.pt" in summary("a")["error"] and summary("a")["status"] == "failed"
+    assert "last.pt" in summary("a")["error"] and summary("a")["status"] == "failed"
     assert load("a", "last")["step"] == 6
     assert train("name=a", "train.steps=9") == 0
 
@@ -633,6 +636,7 @@ def test_evaluation_that_a_signal_stops_is_repeated_on_resume(train, capsys, ste
     assert "val/loss" not in metrics("a")[-1]
     assert train("name=a", "eval.batches=4") == 0
     assert summary("a")["status"] == "finished"
+    assert summary("a")["step_ms"] > 0, "also if only an evaluation was left to do"
     assert_same_checkpoints("whole", "a")
     merged = {}  # the repeated evaluation has a separate row
     for row in untimed(metrics("a")):

@@ -33,7 +33,7 @@ def test_output_that_cannot_be_written_is_discarded(redirections):
 
 def test_full_pipe_loses_only_the_text_that_does_not_fit():
     """As with a parent process that reads slowly from a non-blocking pipe."""
-    code = """reader, writer = os.pipe(); os.set_blocking(writer, False); os.dup2(writer, 1)
+    code = """reader, writer = os.pipe(); [os.set_blocking(end, False) for end in (reader, writer)]; os.dup2(writer, 1)
 print('x' * 10**6, flush=True); os.read(reader, 10**6); print('end', flush=True)
 os._exit(5 if os.read(reader, 10**6).endswith(b'end\\n') else 6)"""
     assert run(f"\n{code}").returncode == 5

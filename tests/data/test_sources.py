@@ -11,6 +11,15 @@ from data_helpers import HUB, load_documents, prepare_text, write_csv, write_par
 from helpers import BYTE, CHAR, TEXT_SOURCE
 
 from data.prepare import Task
+from data.sources import hash_cache
+
+
+def test_interrupted_hashing_keeps_the_hashes_so_far(tmp_path):
+    with pytest.raises(KeyboardInterrupt), hash_cache(tmp_path / "hashes.json") as known:
+        known["a"] = "1"
+        raise KeyboardInterrupt
+    with hash_cache(tmp_path / "hashes.json") as known:
+        assert known == {"a": "1"}
 
 
 @pytest.mark.parametrize("name", ["a[b].txt", "it's.txt", "é, x=1.txt", "st*r ?.txt", "{a}.txt"])

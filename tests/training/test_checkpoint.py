@@ -89,6 +89,15 @@ def test_best_checkpoint_after_the_step_of_the_resumed_one_does_not_count(state,
     assert (state.step, state.best_val_loss) == (1, best_val_loss)
 
 
+def test_damaged_best_checkpoint_does_not_count(state, tmp_path):
+    metadata = {"identity": {}, "config": {"seed": 1}}
+    state.record_evaluation(2.0, 3.0)
+    state.save(tmp_path / "last.pt", metadata)
+    (tmp_path / "best.pt").write_bytes(b"damaged")
+    state.resume(tmp_path / "last.pt", metadata)
+    assert state.best_val_loss == math.inf, "the next evaluation replaces it"
+
+
 def test_checkpoint_without_optimizer_state_is_refused_when_resuming(state, tmp_path):
     path = tmp_path / "last.pt"
     state.save(path, {"identity": {}, "config": {"seed": 1}}, with_optimizer=False)
