@@ -36,7 +36,7 @@ from compare.bench.plot import plot_results
 from compare.bench.results import Timing, recommend
 from compare.bench.runner import measure_groups
 from compare.bench.table import describe_bench, print_results
-from configs.cli import exit_fast, run_main
+from configs.cli import run_process
 from training.device import resolve_compile, resolve_device
 from training.wandb_logger import log_table_to_wandb
 
@@ -85,4 +85,4 @@ def main(config: BenchConfig) -> int:
 
 
 if __name__ == "__main__":
-    exit_fast(run_main(main, config))
+    run_process(main, config)

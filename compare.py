@@ -18,7 +18,7 @@ from pathlib import Path
 
 from common.errors import UserError
 from compare.runs.comparison import choose_out_folder, compare, print_comparison
-from configs.cli import exit_fast, run_main
+from configs.cli import run_process
 
 
 def main(flags: argparse.Namespace) -> int:
@@ -35,4 +35,4 @@ if __name__ == "__main__":
     )
     parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="folder of a run or of a sweep")
     parser.add_argument("--out", metavar="DIR", help="folder to write the files into")
-    exit_fast(run_main(main, parser.parse_args()))
+    run_process(main, parser.parse_args())

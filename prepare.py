@@ -20,7 +20,7 @@ if __name__ == "__main__":  # before the slow imports below, so that a typo is r
     config = parse_config("prepare", __doc__)
 
 
-from configs.cli import exit_fast, run_main
+from configs.cli import run_process
 from configs.schema import Prepare
 from data.inspect import inspect, summary_line
 from data.prepare import prepare
@@ -41,4 +41,4 @@ def main(config: Prepare) -> int:
 
 
 if __name__ == "__main__":
-    exit_fast(run_main(main, config))
+    run_process(main, config)

@@ -48,7 +48,7 @@ from common.errors import UserError
 from common.interrupt import Terminated
 from common.output import require_stdout
 from common.run_dir import find_checkpoint, find_run
-from configs.cli import config_from_python, exit_fast, run_main
+from configs.cli import config_from_python, run_process
 from configs.schema import Sample
 from data.readers import read_documents
 from data.sources import resolve_sources
@@ -304,4 +304,4 @@ def show(text: str) -> None:
 
 
 if __name__ == "__main__":
-    exit_fast(run_main(main, config))
+    run_process(main, config)

@@ -37,7 +37,7 @@ import torch
 from common import system
 from common.interrupt import StopRequest
 from common.run_dir import RunDir, has_checkpoint, read_summary
-from configs.cli import exit_fast, run_main
+from configs.cli import run_process
 from configs.schema import Train
 from data.loader import Loader, prefetch
 from data.prepare import prepare
@@ -206,4 +206,4 @@ def format_resume_command(name: str) -> str:
 
 
 if __name__ == "__main__":
-    exit_fast(run_main(main, config))
+    run_process(main, config)

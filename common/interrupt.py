@@ -16,7 +16,7 @@ def raise_on_signals() -> None:
 
     Ignored signals stay ignored, such as SIGHUP under nohup.
     """
-    _set_handlers(_raise)
+    set_stop_handlers(_raise)
 
 
 def _raise(number, frame) -> None:
@@ -27,7 +27,7 @@ def _raise(number, frame) -> None:
     raise Terminated
 
 
-def _set_handlers(handler) -> dict:
+def set_stop_handlers(handler) -> dict:
     """Set the handler of all stop signals that are not ignored. Returns the previous handlers."""
     kinds = [kind for kind in STOP_SIGNALS if signal.getsignal(kind) != signal.SIG_IGN]
     return {kind: signal.signal(kind, handler) for kind in kinds}
@@ -51,7 +51,7 @@ class StopRequest:
     def enable(self) -> None:
         """Call this after a step. Before the first step, there is nothing to save: a signal ends the run at once."""
         if not self.previous:
-            self.previous = _set_handlers(self._handle)
+            self.previous = set_stop_handlers(self._handle)
 
     def _handle(self, number, frame) -> None:
         is_first, self.requested = not self.requested, True

@@ -1,7 +1,7 @@
 """The command line of every script: argv becomes a checked dataclass, errors become one sentence and an exit code.
 
 config = parse_config("train", __doc__)     exits with code 2 and a sentence if a word is invalid
-exit_fast(run_main(main, config))           runs main(config); its errors also become one sentence
+run_process(main, config)                   runs main(config) and exits; errors also become one sentence
 """
 
 import argparse
@@ -22,7 +22,7 @@ from typing import Any, NoReturn
 import yaml
 
 from common.errors import TrainingFailed, UserError, is_out_of_memory
-from common.interrupt import raise_on_signals
+from common.interrupt import raise_on_signals, set_stop_handlers
 from common.output import configure_output
 from common.run_dir import EXIT_CODES
 
@@ -51,10 +51,17 @@ MULTIRUN_FLAG = """\
 
 
 def start_process() -> None:
-    """Set up signals, output streams and the report of Ctrl-C. Called before the slow imports."""
-    sys.excepthook = _report_ctrl_c
-    raise_on_signals()
+    """Set up signals and output streams. Called before the slow imports, during which a signal ends the process."""
+    set_stop_handlers(_exit_at_once)
     configure_output()
+
+
+def _exit_at_once(number: int, frame: Any) -> NoReturn:
+    """Signal handler that raises nothing: an import may ignore an exception or turn it into another one."""
+    try:
+        report_error("interrupted", EXIT_CODES["interrupted"])
+    finally:
+        os._exit(EXIT_CODES["interrupted"])
 
 
 def parse_config(script: str, doc: str, argv: list[str] | None = None) -> Any:
@@ -74,10 +81,9 @@ def parse_config(script: str, doc: str, argv: list[str] | None = None) -> Any:
         if flags.multirun:
             from configs.multirun import run_multirun
 
-            code = run_main(run_multirun, flags)
             if argv is None:
-                exit_fast(code)
-            raise SystemExit(code)
+                run_process(run_multirun, flags)
+            raise SystemExit(run_main(run_multirun, flags))
         config = compose_config(script, flags.words, flags.config_dir)
         if flags.cfg:
             print(yaml.safe_dump(asdict(config), sort_keys=False, allow_unicode=True), end="")
@@ -101,6 +107,19 @@ def config_from_python(script: str, **settings: Any) -> Any:
     config = compose_config(script, words, settings=settings)
     config.check()
     return config
+
+
+def run_process(main: Callable[..., int], *config: Any) -> NoReturn:
+    """Run main(config) as the only work of this process, and exit. Signals raise KeyboardInterrupt in main."""
+
+    def main_with_signals(*config: Any) -> int:
+        raise_on_signals()
+        try:
+            return main(*config)
+        finally:
+            set_stop_handlers(_exit_at_once)
+
+    exit_fast(run_main(main_with_signals, *config))
 
 
 def run_main(main: Callable[..., int], *config: Any) -> int:
@@ -153,13 +172,6 @@ def exit_fast(code: int) -> NoReturn:
         sys.stdout.flush()
         sys.stderr.flush()
     os._exit(code)
-
-
-def _report_ctrl_c(kind: type, error: BaseException, traceback: Any) -> None:
-    """Excepthook: Ctrl-C during imports is one sentence, even if an import turned it into another error."""
-    if isinstance(error, KeyboardInterrupt) or isinstance(error.__cause__, KeyboardInterrupt):
-        os._exit(report_error("interrupted", EXIT_CODES["interrupted"]))
-    sys.__excepthook__(kind, error, traceback)
 
 
 def _describe_os_error(error: OSError) -> str:

@@ -557,16 +557,10 @@ exit_fast(3)
     assert subprocess.run([sys.executable, "script.py"], env=environment, timeout=600).returncode == 3
 
 
-SIGNAL_WHILE_TORCH_IS_IMPORTED = [
-    "raise KeyboardInterrupt",
-    "raise RuntimeError from KeyboardInterrupt()",  # from __set_name__
-    "import os, signal; os.kill(os.getpid(), signal.SIGTERM)",
-    "import os, signal; os.kill(os.getpid(), signal.SIGHUP)",
-]
-
-
-@pytest.mark.parametrize("code", SIGNAL_WHILE_TORCH_IS_IMPORTED)
-def test_signal_during_imports_is_reported(workdir, code):
+@pytest.mark.parametrize("kind", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_signal_during_imports_is_reported(workdir, kind):
+    """C code of numpy and torch ignores exceptions that are raised while it imports a module."""
+    code = f"import os, signal\ntry:\n    os.kill(os.getpid(), signal.{kind})\nexcept BaseException:\n    pass"
     (workdir / "torch.py").write_text(code)
     done = subprocess.run(
         [sys.executable, ROOT / "train.py", *TINY], env=os.environ | {"PYTHONPATH": "."}, text=True, capture_output=True

@@ -159,7 +159,7 @@ def signal_service(row):
 
 wandb_logger._with_pictures = signal_service
 wandb_logger.WandbRun.finish = lambda run, code: signaled.wait() and finish(run, code)
-cli.exit_fast(cli.run_main(train.main, cli.parse_config("train", "")))
+cli.run_process(train.main, cli.parse_config("train", ""))
 """
 
 
