@@ -48,7 +48,6 @@ from training.checkpoint import CheckpointWriter, TrainState, make_checkpoint_me
 from training.device import build_grad_scaler, configure_backends, resolve_runtime
 from training.evaluate import Evaluator
 from training.init_from import load_init_weights, load_run_tokenizer
-from training.loss_plot import plot_loss
 from training.metrics import recover_results
 from training.observers import WAITING, Observers
 from training.optimizer import build_optimizers, optimizer_step, set_lr
@@ -56,6 +55,7 @@ from training.planning.memory import StepSpec
 from training.planning.micro_batch import resolve_micro_batch_size
 from training.planning.plan import show_plan
 from training.progress import format_banner, format_summary
+from training.run_plots import plot_run
 from training.schedule import compute_progress, lr_scale
 
 
@@ -179,7 +179,7 @@ def main(config: Train) -> int:
 
             dist.barrier()
             if dist.is_main:
-                plot_loss(run.folder)
+                plot_run(run.folder)
             if progress < 1 or state.evaluation_interrupted:  # stopped by a signal
                 raise KeyboardInterrupt(f"saved at step {state.step}; resume with: {format_resume_command(run.name)}")
         if dist.is_main:
@@ -193,7 +193,7 @@ def report_finished_run(run: RunDir, run_info: dict, state: TrainState, patience
     is_recorded = (summary.get("status"), summary.get("step")) == ("finished", state.step)
     if run.is_main and not is_recorded:
         run.record_finished(run_info, state.summary() | recover_results(run.folder, state.step))
-        plot_loss(run.folder)
+        plot_run(run.folder)
     limit = "train.patience" if patience is not None and state.evals_since_best >= patience else "train.steps"
     print(f"{run.folder} is finished at step {state.step}; set a larger {limit}, or another name")
     return 0

@@ -172,12 +172,14 @@ class EvalConfig:
 
     every: steps between evaluations. batches: an evaluation uses batches * train.batch_size windows, spread evenly over
     the validation split; None: all windows. sample: settings of the sample that each evaluation after step 0
-    generates; max_new_tokens=0: no sample.
+    generates; max_new_tokens=0: no sample. attention_stats: log statistics of each head's attention (see
+    model/attention/attention_maps.py).
     """
 
     every: int
     batches: int | None
     sample: SamplingConfig
+    attention_stats: bool
 
     def __post_init__(self):
         check_positive("eval", self, every=MAX_STEPS, batches=10**9)

@@ -1,4 +1,4 @@
-"""Evaluation: validation loss, a generated sample, and attention maps."""
+"""Evaluation: validation loss, a generated sample, attention statistics and attention maps."""
 
 from dataclasses import replace
 from math import isfinite, log
@@ -13,7 +13,7 @@ from common.interrupt import StopRequest
 from common.system import peak_memory_bytes
 from data.loader import Loader
 from data.tokenizer import initial_tokens, token_bytes
-from model.generation.attention_maps import attention_maps, entropy, layer_entropies
+from model.attention.attention_maps import attention_maps, attention_statistics, entropy, layer_entropies
 from model.generation.attention_plots import plot_overview
 from model.generation.config import unescape
 from model.generation.engine import Prompt, generate
@@ -22,6 +22,7 @@ from training.checkpoint import TrainState
 from training.device import Runtime
 
 MAP_TOKENS = 64  # tokens in an attention map; the picture has one map per head
+STATISTICS_WINDOWS = 4  # validation windows for the attention statistics
 
 
 class Evaluator:
@@ -50,14 +51,15 @@ class Evaluator:
         self.windows = loader.val_windows
         if config.eval.batches is not None:
             self.windows = min(config.eval.batches * config.train.batch_size, loader.val_windows)
+        self.attention_stats = config.eval.attention_stats
         self.maps_folder = folder / "attention" if config.wandb.attention_maps else None
 
     def evaluate(self, state: TrainState, is_stopped: bool = False) -> tuple[dict, bool]:
         """Evaluate the model, and record the loss in `state`.
 
-        Returns the metrics: validation loss and peak memory; on rank 0 also a sample and attention maps. And whether
-        the loss is the lowest so far. If a signal stops the evaluation, there are no metrics. is_stopped: all processes
-        know that the run stops, so there is no evaluation.
+        Returns the metrics: validation loss and peak memory; on rank 0 also a sample, attention statistics and maps.
+        And whether the loss is the lowest so far. If a signal stops the evaluation, there are no metrics. is_stopped:
+        all processes know that the run stops, so there is no evaluation.
         """
         state.evaluation_interrupted = is_stopped
         if is_stopped:
@@ -69,6 +71,8 @@ class Evaluator:
                     row["sample"] = self.generate_sample(state.step)
                 if self.maps_folder is not None:
                     row |= self.save_attention_maps(self.maps_folder / f"step-{state.step:06d}.png")
+                if self.attention_stats:
+                    row |= self.compute_attention_statistics()
         # a signal to any process may have cut the loss or the sample short
         (signals,) = self.runtime.dist.all_reduce_sum(self.stop.requested)
         state.evaluation_interrupted = signals > 0
@@ -123,3 +127,9 @@ class Evaluator:
         weights = attention_maps(self.model, x[:, :MAP_TOKENS], doc_ids)
         plot_overview(weights.numpy(), entropy(weights).numpy(), picture)
         return {"attention": picture} | layer_entropies(weights)
+
+    def compute_attention_statistics(self) -> dict[str, float]:
+        """Statistics of each head's attention on a few windows, which are spread over the validation split."""
+        windows = min(STATISTICS_WINDOWS, self.loader.val_windows)
+        x, _, doc_ids = self.loader.batch("val", 0, windows, self.loader.val_windows / windows)
+        return attention_statistics(self.model, x, doc_ids)

@@ -27,6 +27,9 @@ SUMMARY_NAMES = {
     "last_val_bpb": "val/bpb",
     "last_train_loss": "train/loss",
     "peak_memory_bytes": "peak_memory_bytes",
+    "score_variance": "attention/score_variance",
+    "attention_entropy": "attention/entropy",
+    "attention_distance": "attention/mean_distance",
 }
 SPEED_METRICS = ("step_ms", "data_wait_ms", "tokens_per_second", "mfu")  # summary.json has their medians
 

@@ -48,6 +48,9 @@ class SettingStats:
     tokens_per_second: float | None  # median
     peak_memory_bytes: int | None  # median over runs
     compile_s: float | None  # median
+    score_variance: float | None  # of the attention, mean over layers and heads at the last evaluation, and over seeds
+    attention_entropy: float | None
+    attention_distance: float | None
 
 
 def compute_stats(settings: list[Setting]) -> list[SettingStats]:
@@ -92,6 +95,9 @@ def _compute_stats(setting: Setting, first: Setting) -> SettingStats:
         tokens_per_second=quartiles(_after_warmup(runs, "tokens_per_second"))[1],
         peak_memory_bytes=round(quartiles(peaks)[1]) if peaks else None,
         compile_s=quartiles(_known_values([run.summary for run in runs], "compile_s"))[1],
+        score_variance=mean(average_by_seed(runs, "score_variance").values()),
+        attention_entropy=mean(average_by_seed(runs, "attention_entropy").values()),
+        attention_distance=mean(average_by_seed(runs, "attention_distance").values()),
     )
 
 

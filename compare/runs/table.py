@@ -27,6 +27,9 @@ COLUMNS: dict[str, Callable[[SettingStats], str]] = {
     "tokens/s": lambda row: _format(row.tokens_per_second, ",.0f"),
     "memory": lambda row: UNKNOWN if row.peak_memory_bytes is None else format_memory(row.peak_memory_bytes),
     "compile": lambda row: UNKNOWN if row.compile_s is None else f"{row.compile_s:.1f} s",
+    "score variance": lambda row: _format(row.score_variance, ".3g"),
+    "entropy": lambda row: _format(row.attention_entropy, ".3f"),
+    "distance": lambda row: _format(row.attention_distance, ".1f"),
 }
 TEXT_COLUMNS = ("setting", "runs", "device", "kernel")  # the others are numbers
 # The columns on the terminal, which fit into 80 characters. comparison.md has all columns.
@@ -76,6 +79,8 @@ def list_notes(rows: list[SettingStats], columns: Iterable[str] = COLUMNS) -> li
         if "divergence" in columns:
             steps = f"first {DIVERGENCE_STEPS} steps / all steps"
             sentences.append(f"Divergence: largest distance of such runs' training losses ({steps}).")
+    if "score variance" in columns and any(row.score_variance is not None for row in rows):
+        sentences.append("Score variance, entropy (nats) and distance (tokens): attention, mean over layers and heads.")
     device_names = list(dict.fromkeys(row.device_name for row in rows if row.device_name))
     if len(_list_devices(rows)) == 1:
         sentences.append(f"All runs used {', '.join([*device_names, *_list_devices(rows)])}.")

@@ -18,7 +18,16 @@ backends with `naive`. A backend that does not support a request raises an error
 B batch, Tq queries, Tk keys, H query heads, G key/value heads, D head dimension of q and k, Dv head dimension of v.
 """
 
-from model.attention.backends import attention_mask, attention_weights, cudnn, flash, flex, naive, sdpa
+from model.attention.backends import (
+    attention_mask,
+    attention_scores,
+    attention_weights,
+    cudnn,
+    flash,
+    flex,
+    naive,
+    sdpa,
+)
 from model.attention.resolve import (
     ResolvedAttention,
     all_variants,
@@ -37,6 +46,7 @@ __all__ = [
     "Support",
     "all_variants",
     "attention_mask",
+    "attention_scores",
     "attention_weights",
     "backend",
     "cudnn",

@@ -41,12 +41,17 @@ def attention_mask(Tq: int, Tk: int, *, window=None, positions=None, doc_ids=Non
     return visible.unsqueeze(1) if visible.ndim == 3 else visible
 
 
-def attention_weights(q: Tensor, k: Tensor, *, window=None, positions=None, doc_ids=None) -> Tensor:
-    """Attention weights softmax(mask(QK^T / sqrt(D))) -> (B, H, Tq, Tk). Rows sum to one; masked weights are zero."""
+def attention_scores(q: Tensor, k: Tensor, *, window=None, positions=None, doc_ids=None) -> Tensor:
+    """Attention scores mask(QK^T / sqrt(D)) -> (B, H, Tq, Tk). Masked scores are -inf."""
     Tq, Tk, H, D = q.shape[1], k.shape[1], q.shape[2], q.shape[3]
     scores = q.transpose(1, 2) @ repeat_kv(k, H).permute(0, 2, 3, 1) / math.sqrt(D)  # (B, H, Tq, Tk)
     visible = attention_mask(Tq, Tk, window=window, positions=positions, doc_ids=doc_ids, device=q.device)
-    return scores.masked_fill(~visible, -torch.inf).softmax(-1)
+    return scores.masked_fill(~visible, -torch.inf)
+
+
+def attention_weights(q: Tensor, k: Tensor, *, window=None, positions=None, doc_ids=None) -> Tensor:
+    """Attention weights softmax(scores) -> (B, H, Tq, Tk). Rows sum to one; masked weights are zero."""
+    return attention_scores(q, k, window=window, positions=positions, doc_ids=doc_ids).softmax(-1)
 
 
 def repeat_kv(x: Tensor, H: int) -> Tensor:

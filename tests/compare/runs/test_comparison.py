@@ -283,6 +283,18 @@ def test_csv_has_plain_numbers_and_the_table_fits_the_terminal(tmp_path):
     assert "31.2 s" in (tmp_path / "out/comparison.md").read_text()
 
 
+def test_attention_statistics_are_columns_if_a_run_has_them(tmp_path):
+    statistics = dict(score_variance=0.12345, attention_entropy=2.5, attention_distance=12.34)
+    run = write_run(tmp_path / "a", changes={"model.name": "a"})
+    other = write_run(tmp_path / "b", changes={"model.name": "b"}, **statistics)
+    for folders, has_columns in (([run], False), ([run, other], True)):
+        rows = compare(folders, tmp_path / "out")
+        text = (tmp_path / "out/comparison.md").read_text()
+        for words in ("| score variance | entropy | distance |", "| 0.123 | 2.500 | 12.3 |", "Score variance, entropy"):
+            assert (words in text) == has_columns
+    assert (rows[0].score_variance, rows[1].score_variance) == (None, 0.12345)
+
+
 def test_markdown_cells_escape_separators(tmp_path):
     runs = [write_run(tmp_path / name, changes={"model.name": name}) for name in ("a", "b|c")]
     compare(runs, tmp_path / "out")

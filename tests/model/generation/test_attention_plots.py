@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from common.console import make_console
 from configs.cli import parse_config, run_main
 from data import tokenizer
-from model.generation.attention_maps import uniform_entropy
+from model.attention.attention_maps import uniform_entropy
 from model.generation.attention_plots import entropy_table, format_label, plot_maps, plot_overview
 from training.config import WandbConfig
 from training.wandb_logger import WandbRun

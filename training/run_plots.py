@@ -1,0 +1,81 @@
+"""Plots of a run: loss.png, and attention.png if the run has attention statistics."""
+
+import json
+from pathlib import Path
+
+import numpy as np
+
+from common.files import name_file_in_errors
+from common.metrics_file import read_curves
+from common.plots import make_figure, style_axes, thin_curve
+
+ATTENTION_PANELS = {
+    "score_variance": "variance of the scores",
+    "entropy": "entropy, nats",
+    "first_token_weight": "weight on the first token",
+    "previous_token_weight": "weight on the previous token",
+    "mean_distance": "mean distance, tokens",
+}
+
+
+def plot_run(folder: Path) -> None:
+    """Plot the metrics in <folder>/metrics.jsonl over the steps."""
+    plot_loss(folder)
+    with open(folder / "metrics.jsonl", "rb") as file:
+        rows = [json.loads(line) for line in file if b'"attention/entropy"' in line]
+    if rows:
+        plot_attention(rows, folder / "attention.png")
+
+
+def plot_loss(folder: Path) -> Path:
+    """Plot the losses in <folder>/metrics.jsonl over the steps -> <folder>/loss.png."""
+    train, val = read_curves(folder / "metrics.jsonl", "train/loss", "val/loss").values()
+    has_train, has_val = len(train[0]) > 0, len(val[0]) > 0
+
+    figure = make_figure(7.5, 4.2)
+    axes = figure.subplots()
+    style_axes(axes, folder.name)
+    if has_train:
+        axes.plot(*thin_curve(*train), color="#9db4d0", linewidth=0.8, label="training, each step's batch")
+    if has_val:
+        label = f"validation, best {val[1].min():.3f}"
+        axes.plot(*thin_curve(*val), "o-", color="#c2410c", linewidth=1.8, markersize=4, label=label)
+    axes.set(xlabel="optimizer step", ylabel="loss, nats per token")
+    axes.locator_params(axis="x", integer=True)
+    if has_train or has_val:
+        axes.legend(frameon=False)
+    path = folder / "loss.png"
+    with name_file_in_errors(path):
+        figure.savefig(path)
+    return path
+
+
+def plot_attention(rows: list[dict], path: Path) -> None:
+    """Plot the attention statistics of evaluations: thick lines are layers (mean over heads), thin lines heads."""
+    from matplotlib import colormaps
+
+    steps = [row["step"] for row in rows]
+    n_layer = len({key.split("/")[2] for key in rows[0] if key.startswith("attention/entropy/")})
+    colors = colormaps["viridis"](np.linspace(0, 0.9, n_layer))  # without yellow, which is hard to see on white
+    figure = make_figure(10, 5.6)
+    panels = figure.subplots(2, 3).flatten()
+    for axes, (name, title) in zip(panels, ATTENTION_PANELS.items(), strict=False):
+        keys = [key for key in rows[0] if key.startswith(f"attention/{name}/")]
+        values = np.array([[row[key] for key in keys] for row in rows], dtype=float)  # None becomes NaN
+        values = values.reshape(len(rows), n_layer, -1)  # one column per head
+        style_axes(axes, title)
+        for layer, color in enumerate(colors):
+            axes.plot(steps, values[:, layer], color=color, linewidth=0.5, alpha=min(0.5, 3 / n_layer))
+        for layer, color in enumerate(colors):
+            label = f"layer {layer + 1}"
+            axes.plot(steps, values[:, layer].mean(-1), color=color, linewidth=1.8, label=label)
+        axes.set_xlabel("optimizer step")
+        axes.locator_params(axis="x", integer=True)
+    panels[0].set_yscale("log")
+    panels[0].yaxis.set_major_formatter("{x:g}")
+    panels[0].yaxis.set_minor_formatter("{x:g}")
+    panels[-1].axis("off")
+    legend = {"frameon": False, "fontsize": 9, "title": f"{path.parent.name}\nthick: mean over heads, thin: heads"}
+    panels[-1].legend(*panels[0].get_legend_handles_labels(), loc="center", ncols=-(-n_layer // 12), **legend)
+    with name_file_in_errors(path):
+        figure.savefig(path)
