@@ -53,6 +53,7 @@ def plot_loss(folder: Path) -> Path:
 def plot_attention(rows: list[dict], path: Path) -> None:
     """Plot the attention statistics of evaluations: thick lines are layers (mean over heads), thin lines heads."""
     from matplotlib import colormaps
+    from matplotlib.ticker import LogFormatter
 
     steps = [row["step"] for row in rows]
     n_layer = len({key.split("/")[2] for key in rows[0] if key.startswith("attention/entropy/")})
@@ -73,7 +74,7 @@ def plot_attention(rows: list[dict], path: Path) -> None:
         axes.locator_params(axis="x", integer=True)
     panels[0].set_yscale("log")
     panels[0].yaxis.set_major_formatter("{x:g}")
-    panels[0].yaxis.set_minor_formatter("{x:g}")
+    panels[0].yaxis.set_minor_formatter(LogFormatter())
     panels[-1].axis("off")
     legend = {"frameon": False, "fontsize": 9, "title": f"{path.parent.name}\nthick: mean over heads, thin: heads"}
     panels[-1].legend(*panels[0].get_legend_handles_labels(), loc="center", ncols=-(-n_layer // 12), **legend)

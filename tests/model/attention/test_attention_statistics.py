@@ -8,7 +8,7 @@ from generation_helpers import make_peaked_model
 from model_helpers import GPT2, random_tokens
 
 from model.attention import attention_scores
-from model.attention.attention_maps import STATISTICS, attention_statistics, head_statistics
+from model.attention.attention_maps import STATISTICS, attention_statistics, head_statistics, record_attention
 
 DOCUMENTS = torch.tensor([[0] * 3 + [1] * 4 + [2] * 2])
 MASKS = {
@@ -59,3 +59,4 @@ def test_metrics_are_means_over_sequences_under_autocast_too():
         assert metrics[f"attention/{name}"] == pytest.approx(sum(heads) / 8, rel=1e-5)
     with torch.autocast("cpu", torch.bfloat16):
         assert attention_statistics(model, tokens, doc_ids) == pytest.approx(metrics, rel=0.05)
+        assert record_attention(model, tokens[:1], None, lambda scores: scores).dtype == torch.float32
