@@ -115,15 +115,16 @@ def head_statistics(scores: Tensor) -> Tensor:
 def attention_statistics(model: GPT, tokens: Tensor, doc_ids: Tensor | None = None) -> dict[str, float]:
     """Statistics of each head as metrics, means over sequences: tokens (B, T) -> {"attention/entropy/layer-1/head-1"}.
 
-    "attention/entropy" and so on are the means over layers and heads. One sequence at a time is in memory.
+    "attention/entropy" and so on are the means over layers and heads. One sequence at a time is in memory. A value is
+    NaN, and not part of a mean, if no query sees an earlier key.
     """
     documents = [None] * len(tokens) if doc_ids is None else doc_ids.split(1)
     sequences = zip(tokens.split(1), documents, strict=True)
     values = [record_attention(model, x, ids, head_statistics) for x, ids in sequences]
-    values = torch.stack(values).mean(0)  # (n_layer, 5, H)
+    values = torch.stack(values).nanmean(0)  # (n_layer, 5, H)
     metrics = {}
     for i, name in enumerate(STATISTICS):
-        metrics[f"attention/{name}"] = values[:, i].mean().item()
+        metrics[f"attention/{name}"] = values[:, i].nanmean().item()
         for layer, heads in enumerate(values[:, i].tolist(), start=1):
             for head, value in enumerate(heads, start=1):
                 metrics[f"attention/{name}/layer-{layer}/head-{head}"] = value

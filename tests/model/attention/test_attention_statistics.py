@@ -60,3 +60,10 @@ def test_metrics_are_means_over_sequences_under_autocast_too():
     with torch.autocast("cpu", torch.bfloat16):
         assert attention_statistics(model, tokens, doc_ids) == pytest.approx(metrics, rel=0.05)
         assert record_attention(model, tokens[:1], None, lambda scores: scores).dtype == torch.float32
+
+
+def test_layer_whose_queries_see_only_themselves_is_not_part_of_the_mean():
+    metrics = attention_statistics(make_peaked_model(GPT2 | dict(window=[None, 1])), random_tokens(1, 24))
+    heads = [metrics[f"attention/previous_token_weight/layer-1/head-{head}"] for head in range(1, 5)]
+    assert metrics["attention/previous_token_weight"] == pytest.approx(sum(heads) / 4)
+    assert math.isnan(metrics["attention/previous_token_weight/layer-2/head-1"])
