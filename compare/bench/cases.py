@@ -7,7 +7,7 @@ queries, except in phase decode, which has one query on a KV cache of T keys.
 import itertools
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
 
@@ -64,8 +64,8 @@ class Case:
         return self.request.B * self.request.Tq
 
 
-def build_groups(config: BenchConfig, device: torch.device) -> list[list[Case]]:
-    """List all cases: one group per dtype, phase and T, from short contexts to long ones. Raises UserError."""
+def select_variants(config: BenchConfig, device: torch.device) -> tuple[dict[str, AttentionConfig], list[torch.dtype]]:
+    """The backends, by name, and the dtypes to measure. Raises UserError for unknown names."""
     variants, dtypes = all_variants(), DTYPES | {"auto": resolve_dtype("auto", device)}
     support = {name: backend.on.get(device.type) for name, backend in BACKENDS.items()}
     backends = config.backends or [name for name, row in support.items() if row is not None and row.gradients]
@@ -73,16 +73,21 @@ def build_groups(config: BenchConfig, device: torch.device) -> list[list[Case]]:
         for name in names:
             if name not in choices:
                 raise UserError(f"{key}: {name} is unknown; set one or more of {', '.join(choices)}")
+    return {name: variants[name] for name in backends}, list(dict.fromkeys(dtypes[name] for name in config.dtypes))
+
+
+def build_groups(config: BenchConfig, device: torch.device) -> list[list[Case]]:
+    """List all cases: one group per dtype, phase and T, from short contexts to long ones. Raises UserError."""
+    variants, dtypes = select_variants(config, device)
     groups = []
-    unique_dtypes = dict.fromkeys(dtypes[name] for name in config.dtypes)
-    for dtype, phase, T in itertools.product(unique_dtypes, config.phases, sorted(config.block_sizes)):
+    for dtype, phase, T in itertools.product(dtypes, config.phases, sorted(config.block_sizes)):
         H, G, D, Dv = config.kernel_shape()
         if phase == "step":
             H, G, D, Dv = config.model.n_head, config.model.kv_heads, config.model.head_dim, config.model.head_dim
         shape = {"B": config.batch_size, "Tq": 1 if phase == "decode" else T, "Tk": T, "H": H, "G": G, "D": D, "Dv": Dv}
         grad = phase in ("forward+backward", "step")
         request = AttentionRequest(**shape, dtype=dtype, device=device, grad=grad)
-        groups.append([Case(name, variants[name], phase, request) for name in backends])
+        groups.append([Case(name, attention, phase, request) for name, attention in variants.items()])
     return groups
 
 
@@ -235,26 +240,33 @@ def make_inputs(case: Case, seed: int) -> tuple[Tensor, ...]:
 
 
 def write_reference(case: Case, seed: int, path: Path) -> None:
-    """Write the reference of `case`: y, and dq, dk and dv if the phase has a backward pass.
+    """Write the reference of `case`: y, and dq, dk and dv if the phase has a backward pass."""
+    torch.save(compute_reference(make_inputs(case, seed), case.request.grad), path)
 
-    `naive` computes them in float64 on the same inputs, one key/value head at a time to limit the memory.
+
+def compute_reference(
+    inputs: Sequence[Tensor], grad: bool, window: int | None = None, doc_ids: Tensor | None = None
+) -> dict[str, Tensor]:
+    """y, and with grad also dq, dk and dv, of inputs q, k, v, dy: computed by `naive` in float64, on the CPU.
+
+    Each key/value head is computed separately, to limit the memory.
     """
-    r = case.request
-    device = torch.device("cpu") if r.device.type == "mps" else r.device  # MPS has no float64
-    q, k, v, dy = (tensor.to(device, torch.float64) for tensor in make_inputs(case, seed))
+    device = torch.device("cpu") if inputs[0].device.type == "mps" else inputs[0].device  # MPS has no float64
+    q, k, v, dy = (tensor.to(device, torch.float64) for tensor in inputs)
+    doc_ids = None if doc_ids is None else doc_ids.to(device)
     outputs = dict(zip(OUTPUT_NAMES, (torch.empty_like(like, device="cpu") for like in (dy, q, k, v)), strict=True))
-    queries_per_key = r.H // r.G
-    for b in range(r.B):
-        for g in range(r.G):
+    B, G, queries_per_key = q.shape[0], k.shape[2], q.shape[2] // k.shape[2]
+    for b in range(B):
+        for g in range(G):
             queries, keys = slice(g * queries_per_key, (g + 1) * queries_per_key), slice(g, g + 1)
             qkv = [tensor[b : b + 1, :, heads] for tensor, heads in ((q, queries), (k, keys), (v, keys))]
             for tensor in qkv:
-                tensor.requires_grad_(r.grad)
-            y = naive(*qkv)
-            gradients = torch.autograd.grad(y, qkv, dy[b : b + 1, :, queries]) if r.grad else ()
+                tensor.requires_grad_(grad)
+            y = naive(*qkv, window=window, doc_ids=None if doc_ids is None else doc_ids[b : b + 1])
+            gradients = torch.autograd.grad(y, qkv, dy[b : b + 1, :, queries]) if grad else ()
             for name, output in zip(OUTPUT_NAMES, (y, *gradients), strict=False):
                 outputs[name][b, :, keys if name in ("dk", "dv") else queries] = output[0].detach().cpu()
-    torch.save(outputs if r.grad else {"y": outputs["y"]}, path)
+    return outputs if grad else {"y": outputs["y"]}
 
 
 def measure_peak_flops(device: torch.device, dtype: torch.dtype, tf32: bool) -> float:

@@ -8,6 +8,7 @@ import itertools
 import statistics
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 FINISHED, TIME_LIMIT = "finished", "time limit"
 MAX_TIE_RATIO = 1.1  # of the medians of two backends that count as equally fast
@@ -67,8 +68,8 @@ class Timing:
         return f"{self.resolved} {self.impl}" if self.impl else str(self.resolved)
 
 
-def append_row(path: Path, row: Timing) -> None:
-    """Append `row` to the CSV file immediately, so that no interruption loses it."""
+def append_row(path: Path, row: Any) -> None:
+    """Append `row`, a dataclass, to the CSV file immediately, so that no interruption loses it."""
     values = {key: f"{value:.6g}" if isinstance(value, float) else value for key, value in asdict(row).items()}
     has_header = path.exists()
     with open(path, "a", newline="", encoding="utf-8") as file:
@@ -78,9 +79,9 @@ def append_row(path: Path, row: Timing) -> None:
         writer.writerow(values)
 
 
-def group_rows(rows: list[Timing], *columns: str) -> dict[tuple, list[Timing]]:
+def group_rows(rows: list[Any], *columns: str) -> dict[tuple, list[Any]]:
     """Group rows by the values of some columns -> {values: rows}, in order of appearance."""
-    groups: dict[tuple, list[Timing]] = {}
+    groups: dict[tuple, list[Any]] = {}
     for row in rows:
         groups.setdefault(tuple(getattr(row, column) for column in columns), []).append(row)
     return groups

@@ -123,7 +123,7 @@ def _serve(connection: Connection) -> None:
             connection.send("started")
             if limit_memory:
                 _limit_memory()
-            reply = _call(function, arguments)
+            reply = try_call(function, *arguments)
             gc.collect()
             torch.cuda.empty_cache()  # the workers of other backends need the memory
             return_freed_memory()
@@ -137,7 +137,7 @@ def _end_with_parent(parent: int) -> None:
     os.killpg(0, signal.SIGKILL)
 
 
-def _call(function: Callable, arguments: tuple) -> tuple[str, Any]:
+def try_call(function: Callable, *arguments: Any) -> tuple[str, Any]:
     """Call the function -> (status, result). If it raises, the second value is the reason."""
     try:
         return "finished", function(*arguments)
