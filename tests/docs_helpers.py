@@ -18,6 +18,7 @@ import yaml
 from helpers import ROOT, TEXT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+ATTENTION_PAGES = sorted((ROOT / "docs/attention").glob("*.md"))  # test_attention_pages.py runs their Python blocks
 SCRIPTS = ("train", "sample", "prepare", "bench", "compare")
 NEEDS = re.compile(r"\b(GPUs?|several machines|cluster|SLURM)\b")
 YAML_FILE = r"^# (\S+\.yaml)(?:\s+(python .*))?$"

@@ -13,10 +13,11 @@ from contextlib import chdir
 
 import docs_helpers as docs
 import pytest
-from docs_helpers import PAGES, Command
+from docs_helpers import ATTENTION_PAGES, PAGES, Command
 from helpers import ROOT, TEXT
 
-COMMANDS = [command for page in PAGES for command in docs.read_commands(page) if command.script is not None]
+WITH_COMMANDS = [*PAGES, *ATTENTION_PAGES]
+COMMANDS = [command for page in WITH_COMMANDS for command in docs.read_commands(page) if command.script is not None]
 PYTHON = [
     pytest.param("\n".join(lines), id=f"{page.name}:{first}")
     for page in PAGES
@@ -64,7 +65,7 @@ def prepared(workdir, trained_run):
     """prepared(command) puts everything that the command reads into the current folder."""
 
     def prepare(command):
-        docs.write_yaml_files(next(page for page in PAGES if command.place.startswith(page.name)), workdir)
+        docs.write_yaml_files(next(page for page in WITH_COMMANDS if command.place.startswith(page.name)), workdir)
         docs.copy_run(trained_run, workdir / "runs/newest")
         docs.prepare_folder(workdir, trained_run, command)
 
@@ -149,7 +150,7 @@ def test_python_example_runs(code, workdir, trained_run):
 
 
 @pytest.mark.parametrize(
-    "page", [*PAGES, *sorted((ROOT / "docs/experiments").glob("*.md"))], ids=lambda page: page.name
+    "page", [*WITH_COMMANDS, *sorted((ROOT / "docs/experiments").glob("*.md"))], ids=lambda page: page.name
 )
 def test_links_and_pictures_exist(page):
     text = page.read_text()
@@ -174,6 +175,9 @@ def test_every_page_is_linked_from_the_readme():
     readme = (ROOT / "README.md").read_text()
     for page in PAGES[1:]:
         assert f"docs/{page.name}" in readme, page.name
+    index, *pages = ATTENTION_PAGES
+    assert "docs/attention/README.md" in readme
+    assert all(f"({page.name})" in index.read_text() for page in pages)
 
 
 def test_readme_is_short():

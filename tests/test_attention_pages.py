@@ -1,0 +1,83 @@
+"""docs/attention/*.md: pasted into `python` in order, the Python blocks of a page print what the page shows."""
+
+import code
+import re
+import sys
+from itertools import pairwise
+
+import docs_helpers as docs
+import pytest
+import torch
+from docs_helpers import ATTENTION_PAGES
+
+NUMBER = re.compile(r"-?\d+(?:,\d{3})*(?:\.\d*)?(?:e[+-]\d+)?")
+WITH_COMMA = r"\b\d{1,3}(?:,\d{3})+\b"
+MAX_PICTURE_BYTES = 60_000
+
+
+@pytest.fixture
+def precise_tensors():
+    """Tensors are printed with more digits than the pages show, so that rounding of the shown digits can be checked."""
+    torch.set_printoptions(precision=8)
+    yield
+    torch.set_printoptions(profile="default")
+    torch.set_default_dtype(torch.float32)
+
+
+def is_same_number(printed: str, shown: str) -> bool:
+    """Whether `shown` is `printed`, rounded to the digits of `shown`. Integers must be equal.
+
+    CPUs differ by rounding: 1e-6 of a value, and 2e-7 for values near zero, where larger ones cancel.
+    """
+    if not re.search(r"\.\d", shown):
+        return printed == shown
+    mantissa, _, exponent = shown.partition("e")
+    last_digit = 10.0 ** (int(exponent or 0) - len(mantissa.partition(".")[2]))
+    return abs(float(printed) - float(shown)) <= 0.5 * last_digit + 1e-6 * abs(float(shown)) + 2e-7
+
+
+def is_same_output(printed: str, shown: str) -> bool:
+    """Whether two outputs are equal, apart from white space and the rounding of numbers."""
+    printed_tokens, shown_tokens = (re.findall(rf"{NUMBER.pattern}|\S", text) for text in (printed, shown))
+    return len(printed_tokens) == len(shown_tokens) and all(
+        is_same_number(a, b) if NUMBER.fullmatch(a) and NUMBER.fullmatch(b) else a == b
+        for a, b in zip(printed_tokens, shown_tokens, strict=True)
+    )
+
+
+@pytest.mark.filterwarnings("ignore:Flash attention")  # PyTorch's reasons why flash refuses a request
+@pytest.mark.parametrize("page", ATTENTION_PAGES, ids=lambda page: page.stem)
+def test_page_prints_what_it_shows(page, workdir, precise_tensors, monkeypatch, capsys):
+    # A prompt also shows values that are not printed. Generators and the objects of a plot do not matter.
+    monkeypatch.setattr(sys, "displayhook", lambda value: isinstance(value, torch.Tensor) and print(value))
+    prompt = code.InteractiveConsole()
+    blocks = [*docs.blocks(page), (0, "", [])]
+    for (first, language, lines), (_, next_language, next_lines) in pairwise(blocks):
+        if language != "python":
+            continue
+        for line in [*lines, ""]:
+            prompt.push(line)
+        printed, errors = capsys.readouterr()
+        assert errors == "", f"{page.name}:{first}"
+        shown = "\n".join(next_lines) if next_language == "text" else ""
+        assert is_same_output(printed, shown), f"{page.name}:{first} prints\n{printed}"
+
+    text = page.read_text()
+    for picture in re.findall(r'src="([^"]+)"', text):
+        assert (workdir / picture).is_file(), f"no block of {page.name} saves {picture}"
+        assert (page.parent / picture).stat().st_size < MAX_PICTURE_BYTES
+    outputs = "\n".join(line for _, language, lines in docs.blocks(page) if language == "text" for line in lines)
+    prose = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
+    assert set(re.findall(WITH_COMMA, prose)) <= set(re.findall(WITH_COMMA, outputs)), "a number that no block prints"
+
+
+def test_comparison_notices_every_changed_digit():
+    printed = "tensor([[0.33741234, -1.64004153e-01], [2.66311234e-02, -inf]]) 4,299,161,600 x 12 [1., 0.]"
+    shown = "tensor([[ 0.3374, -1.6400e-01],\n        [2.6631e-02,     -inf]]) 4,299,161,600 x 12 [1., 0.]"
+    assert is_same_output(printed, shown)
+    for i, character in enumerate(shown):
+        if character.isdigit():
+            for digit in {*"0123456789"} - {character}:
+                assert not is_same_output(printed, shown[:i] + digit + shown[i + 1 :]), (i, digit)
+    assert not is_same_output(printed, shown.replace("-1.6", "1.6"))
+    assert not is_same_output(printed, shown.replace("x", "y"))
