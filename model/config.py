@@ -9,8 +9,10 @@ from typing import Any
 from common.errors import check_positive, check_settings
 
 NORMS = ("layernorm", "rmsnorm")
-MLPS = ("gelu", "gelu_tanh", "relu2")
+MLPS = ("gelu", "gelu_tanh", "relu2", "swiglu")
 POSITIONS = ("learned", "rotary")
+# Settings that were added later, with the values of checkpoints that do not have them.
+ADDED_SETTINGS = {"mlp_width": None, "attention_softcap": None, "logit_softcap": None}
 
 
 @dataclass
@@ -21,7 +23,10 @@ class GPTConfig:
     dropout: probability of zeroing an element of the embeddings, the attention weights and the output of attention and
         MLP, as in GPT-2.
     bias: whether linear layers and LayerNorms have a bias.
+    mlp_width: channels between the linear layers of the MLP; None: 4 n_embd, or with swiglu 8/3 n_embd, rounded up to a
+        multiple of 32, which are as many parameters.
     window: number of keys that a query attends to, including its own; None: all. A list repeats over the layers.
+    attention_softcap, logit_softcap: bound of the attention scores and of the logits, as in Gemma 2; None: no bound.
     pad_vocab_multiple: the rows of token embedding and head are rounded up to a multiple of this, for speed on GPUs.
     max_ngram: longest n-gram that has an embedding; 1: single tokens only.
     ngram_table_size: number of rows of the table that n-grams of two or more tokens are hashed into.
@@ -39,17 +44,21 @@ class GPTConfig:
     bias: bool
     norm: str
     mlp: str
+    mlp_width: int | None
     position: str
     window: Any  # int, None, or a list of them
     qk_norm: bool
+    attention_softcap: float | None
+    logit_softcap: float | None
     tie_embeddings: bool
     pad_vocab_multiple: int
     max_ngram: int
     ngram_table_size: int
 
     def __post_init__(self):
-        check_positive("model", self, n_layer=10**4, n_head=10**4, n_embd=10**6, block_size=10**8,
-                       pad_vocab_multiple=10**6, max_ngram=100, ngram_table_size=10**10)  # fmt: skip
+        check_positive("model", self, n_layer=10**4, n_head=10**4, n_embd=10**6, mlp_width=10**7, block_size=10**8,
+                       attention_softcap=10**6, logit_softcap=10**6, pad_vocab_multiple=10**6, max_ngram=100,
+                       ngram_table_size=10**10)  # fmt: skip
         choices = {"norm": NORMS, "mlp": MLPS, "position": POSITIONS}
         check_settings("model", self, [
             (key, getattr(self, key) in allowed, f"is unknown; set one of {', '.join(allowed)}")
@@ -93,6 +102,17 @@ class GPTConfig:
     @property
     def head_dim(self) -> int:
         return self.n_embd // self.n_head
+
+    @property
+    def mlp_channels(self) -> int:
+        """Channels between the linear layers of the MLP."""
+        if self.mlp_width is not None:
+            return self.mlp_width
+        return -(-8 * self.n_embd // 96) * 32 if self.mlp == "swiglu" else 4 * self.n_embd
+
+    @classmethod
+    def from_checkpoint(cls, saved: dict[str, Any]) -> "GPTConfig":
+        return cls(**ADDED_SETTINGS | saved)
 
 
 @dataclass

@@ -49,7 +49,8 @@ def linear_flops_per_token(config: GPTConfig, vocab_size: int) -> int:
     """FLOPs of the projections, the MLPs and the head: 6 per weight, without padded rows of the vocabulary."""
     C, D = config.n_embd, config.head_dim
     qkv = C * (config.n_head + 2 * config.kv_heads) * D
-    return 6 * (config.n_layer * (qkv + C * C + 8 * C * C) + vocab_size * C)
+    mlp = (3 if config.mlp == "swiglu" else 2) * C * config.mlp_channels
+    return 6 * (config.n_layer * (qkv + C * C + mlp) + vocab_size * C)
 
 
 def attention_flops_per_token(config: GPTConfig, T: int) -> int:

@@ -4,10 +4,12 @@ Each block computes x + attention(norm(x)), then x + mlp(norm(x)). A final norm 
 
 - positions: learned embeddings as in GPT-2, or rotary ones (RoPE, Su et al., arXiv:2104.09864)
 - norm: LayerNorm, or RMSNorm (Zhang & Sennrich, arXiv:1910.07467)
-- MLP: GELU, exact or GPT-2's tanh approximation, or squared ReLU (Primer, So et al., arXiv:2109.08668)
+- MLP: GELU, exact or GPT-2's tanh approximation, squared ReLU (Primer, So et al., arXiv:2109.08668), or SwiGLU
+  (Shazeer, arXiv:2002.05202)
 - attention: grouped-query attention (GQA, Ainslie et al., arXiv:2305.13245), normalized queries and keys (QK-norm,
   Henry et al., arXiv:2010.04245), a sliding window per layer (Longformer, Beltagy et al., arXiv:2004.05150), and a
   document mask
+- softcaps of attention scores and logits (model/softcap.py)
 - hashed n-gram embeddings (model/ngram.py)
 
 The model does not select a kernel: the caller passes the function `attend`, one of the backends in model/attention/.
@@ -38,6 +40,7 @@ from common.startup import empty_embedding, load_or_allocate
 from model.config import GPTConfig
 from model.loss import linear_cross_entropy
 from model.ngram import NgramEmbedding
+from model.softcap import apply_softcap
 
 
 def make_norm(config: GPTConfig, size: int) -> nn.Module:
@@ -95,6 +98,7 @@ class CausalSelfAttention(nn.Module):
         self.layer = layer
         self.window = config.windows[layer]
         self.qk_norm = config.qk_norm
+        self.softcap = config.attention_softcap
         self.dropout = config.dropout
 
     def forward(
@@ -117,27 +121,34 @@ class CausalSelfAttention(nn.Module):
             k, v = kv_cache.update(self.layer, k, v)
             query_positions = kv_cache.query_positions(self.layer)
         dropout_p = self.dropout if self.training else 0.0
-        y = self.attend(
-            q, k, v, window=self.window, positions=query_positions, doc_ids=doc_ids, dropout_p=dropout_p
-        )  # (B, T, H, D)
+        mask = {"window": self.window, "positions": query_positions, "doc_ids": doc_ids}
+        y = self.attend(q, k, v, **mask, dropout_p=dropout_p, softcap=self.softcap)  # (B, T, H, D)
         y = self.proj(y.reshape(B, T, C))
         return F.dropout(y, self.dropout, self.training) if self.dropout else y
+
+
+def swiglu(x: Tensor) -> Tensor:
+    """SiLU of the first half of the channels, times the second half: (..., 2W) -> (..., W)."""
+    gate, up = x.chunk(2, dim=-1)
+    return F.silu(gate) * up
 
 
 ACTIVATIONS = {
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "relu2": lambda x: F.relu(x).square(),
+    "swiglu": swiglu,
 }
 
 
 class MLP(nn.Module):
-    """Two linear layers with an activation between them: C -> 4C -> C."""
+    """Two linear layers with an activation between them: C -> W -> C, or C -> 2W -> C with SwiGLU."""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
-        self.fc = nn.Linear(config.n_embd, 4 * config.n_embd, bias=config.bias)
-        self.proj = nn.Linear(4 * config.n_embd, config.n_embd, bias=config.bias)
+        W = config.mlp_channels
+        self.fc = nn.Linear(config.n_embd, 2 * W if config.mlp == "swiglu" else W, bias=config.bias)
+        self.proj = nn.Linear(W, config.n_embd, bias=config.bias)
         self.activation = ACTIVATIONS[config.mlp]
         self.dropout = config.dropout
 
@@ -234,8 +245,19 @@ class GPT(nn.Module):
         """
         x = self.backbone(tokens, doc_ids=doc_ids, positions=positions, kv_cache=kv_cache)
         if targets is None:
-            return self.lm_head(x)[..., : self.vocab_size]  # (B, T, V)
-        return linear_cross_entropy(x.flatten(0, 1), self.lm_head.weight, targets.flatten(), self.vocab_size, reduction)
+            return self.logits(x)
+        return linear_cross_entropy(
+            x.flatten(0, 1),
+            self.lm_head.weight,
+            targets.flatten(),
+            self.vocab_size,
+            reduction,
+            softcap=self.config.logit_softcap,
+        )
+
+    def logits(self, x: Tensor) -> Tensor:
+        """Next-token logits of hidden states: (..., C) -> (..., V)."""
+        return apply_softcap(self.lm_head(x)[..., : self.vocab_size], self.config.logit_softcap)
 
     def backbone(
         self,

@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from data.loader import IGNORE_INDEX
+from model.softcap import apply_softcap
 
 CHUNK_LOGITS = 2**26  # 256 MiB in float32; 1,335 tokens with GPT-2's vocabulary
 MAX_COMPILED_CHUNKS = 16  # torch.compile unrolls the loop over chunks
@@ -21,10 +22,12 @@ def linear_cross_entropy(
     vocab_size: int,
     reduction: str = "mean",
     chunk_logits: int = CHUNK_LOGITS,
+    softcap: float | None = None,
 ) -> Tensor:
     """Cross entropy in nats of the logits x weight^T: x (N, C), weight (rows, C), targets (N) -> float32 scalar.
 
     Rows of `weight` from vocab_size on are padding. reduction: mean or sum over the targets that are not IGNORE_INDEX.
+    softcap: see model/softcap.py; it applies to the logits.
 
     More than chunk_logits logits are computed in chunks, together with their gradient, so that only one chunk is in
     memory at a time. float16 logits are never chunked: GradScaler must scale their gradients before they are rounded.
@@ -34,13 +37,13 @@ def linear_cross_entropy(
     device = x.device.type
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
     if x.shape[0] * weight.shape[0] <= chunk_logits or dtype == torch.float16:
-        logits = F.linear(x, weight)[:, :vocab_size].float()
+        logits = apply_softcap(F.linear(x, weight)[:, :vocab_size].float(), softcap)
         return F.cross_entropy(logits, targets, reduction=reduction)
     needs_grad = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
     chunk = max(chunk_logits // weight.shape[0], 1)  # tokens
     if torch.compiler.is_compiling():
         chunk = max(chunk, -(-x.shape[0] // MAX_COMPILED_CHUNKS))
-    total = _ChunkedCrossEntropy.apply(x.to(dtype), weight, targets, vocab_size, chunk, needs_grad)
+    total = _ChunkedCrossEntropy.apply(x.to(dtype), weight, targets, vocab_size, chunk, needs_grad, softcap)
     return total / (targets != IGNORE_INDEX).sum() if reduction == "mean" else total
 
 
@@ -49,7 +52,14 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
 
     @staticmethod
     def forward(
-        ctx, x: Tensor, weight: Tensor, targets: Tensor, vocab_size: int, chunk: int, needs_grad: bool
+        ctx,
+        x: Tensor,
+        weight: Tensor,
+        targets: Tensor,
+        vocab_size: int,
+        chunk: int,
+        needs_grad: bool,
+        softcap: float | None,
     ) -> Tensor:
         total = torch.zeros((), device=x.device)
         grad_x = torch.empty_like(x) if needs_grad else None
@@ -60,13 +70,16 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 part = slice(first, first + chunk)
                 is_counted = (targets[part] != IGNORE_INDEX).unsqueeze(1)
                 target = targets[part].masked_fill(~is_counted[:, 0], 0).unsqueeze(1)
-                logits = (x[part] @ cast_weight.mT).float()
+                logits = apply_softcap((x[part] @ cast_weight.mT).float(), softcap)
+                slope = None if softcap is None else 1 - (logits / softcap).square()  # derivative of the softcap
                 logits[:, vocab_size:] = -torch.inf
                 log_probs = logits.log_softmax(1)
                 total -= (log_probs.gather(1, target) * is_counted).sum()
                 if needs_grad:
                     dlogits = log_probs.exp_()
                     dlogits.scatter_add_(1, target, dlogits.new_full(target.shape, -1.0))
+                    if slope is not None:
+                        dlogits *= slope
                     dlogits = dlogits.mul_(is_counted).to(x.dtype)
                     grad_x[part] = dlogits @ cast_weight
                     grad_weight += dlogits.mT @ x[part]
@@ -78,4 +91,4 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, grad_total: Tensor):
         grad_x, grad_weight = ctx.saved_tensors
-        return grad_x * grad_total, grad_weight * grad_total, None, None, None, None
+        return grad_x * grad_total, grad_weight * grad_total, None, None, None, None, None

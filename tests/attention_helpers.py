@@ -52,7 +52,7 @@ def random_qkv(request: AttentionRequest, seed=0):
 
 
 def random_masks(request: AttentionRequest, seed=0) -> dict:
-    """The keyword arguments window, doc_ids and positions for a request; None where it has none."""
+    """The keyword arguments window, doc_ids, positions and softcap for a request; None where it has none."""
     generator = torch.Generator().manual_seed(seed)
     positions = doc_ids = None
     if request.document_mask:
@@ -60,7 +60,7 @@ def random_masks(request: AttentionRequest, seed=0) -> dict:
         doc_ids = doc_ids.to(request.device)
     if request.positions:
         positions = torch.randint(0, request.Tk, (request.B, request.Tq), generator=generator).to(request.device)
-    return {"window": request.window, "doc_ids": doc_ids, "positions": positions}
+    return {"window": request.window, "doc_ids": doc_ids, "positions": positions, "softcap": request.softcap}
 
 
 def compare_with_naive(name: str, request: AttentionRequest, seed: int, attend=None) -> None:

@@ -9,13 +9,15 @@ from model.gpt import GPT
 
 GPT2 = dict(
     name="gpt2", n_layer=2, n_head=4, n_kv_head=None, n_embd=32, block_size=24, dropout=0.0, bias=True,
-    norm="layernorm", mlp="gelu_tanh", position="learned", window=None, qk_norm=False, tie_embeddings=True,
+    norm="layernorm", mlp="gelu_tanh", mlp_width=None, position="learned", window=None, qk_norm=False,
+    attention_softcap=None, logit_softcap=None, tie_embeddings=True,
     pad_vocab_multiple=1, max_ngram=1, ngram_table_size=64,
 )  # fmt: skip
 MODERN = GPT2 | dict(
     bias=False, norm="rmsnorm", mlp="relu2", position="rotary", qk_norm=True, tie_embeddings=False, max_ngram=4
 )
-GROUPED = MODERN | dict(n_kv_head=2)
+LLAMA = MODERN | dict(mlp="swiglu", qk_norm=False, n_kv_head=2, max_ngram=1)
+GROUPED = MODERN | dict(n_kv_head=2, mlp="swiglu")
 VARIANTS = pytest.mark.parametrize("variant", [GPT2, MODERN, GROUPED], ids=["gpt2", "modern", "grouped"])
 
 

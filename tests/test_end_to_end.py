@@ -19,7 +19,7 @@ import torch
 import yaml
 from helpers import ROOT, TINY, file_size_limit, metrics, summary, untimed
 
-from common.checkpoint_file import load_checkpoint
+from common.checkpoint_file import load_checkpoint, save_checkpoint
 from common.console import printable
 from common.errors import UserError
 from common.run_dir import RunDir, find_checkpoint
@@ -27,6 +27,7 @@ from configs.cli import parse_config
 from data import tokenizer
 from model import GPTConfig
 from model.attention import naive
+from model.config import ADDED_SETTINGS
 from model.gpt import GPT
 from training.checkpoint import CheckpointWriter
 
@@ -285,6 +286,19 @@ def test_best_checkpoint_can_omit_the_optimizer_state(train, sample, workdir, ca
     shutil.copy(workdir / "runs/a/checkpoints/best.pt", workdir / "runs/a/checkpoints/last.pt")
     assert train("name=a", "train.steps=12") == 2
     assert "last.pt has no optimizer state" in capsys.readouterr().err
+
+
+def test_checkpoint_of_an_older_version_without_newer_settings_is_used(trained, train, sample, workdir):
+    for kind in ("best", "last"):
+        saved = load("a", kind)
+        for key in ADDED_SETTINGS:
+            del saved["model_config"][key], saved["identity"][f"model.{key}"]
+        save_checkpoint(workdir / f"runs/a/checkpoints/{kind}.pt", saved)
+    assert sample("run=a", "prompt=The", "max_new_tokens=3").startswith("The")
+    assert train("name=b", "tokenizer=run", "tokenizer.run=a", "train.init_from=run:a") == 0
+    assert train("name=c", "tokenizer=run", "tokenizer.run=a", "train.init_from=run:a", "model.logit_softcap=9") == 2
+    assert train("name=a", "train.steps=9", "model.logit_softcap=9") == 2
+    assert train("name=a", "train.steps=9") == 0
 
 
 def test_first_lines_show_the_parameters_of_the_ngram_table(train, capsys):

@@ -25,6 +25,7 @@ from torch.optim import Optimizer
 from common.checkpoint_file import load_checkpoint, read_step, save_checkpoint
 from common.errors import TrainingFailed, UserError, format_value
 from common.run_dir import RunDir
+from model.config import ADDED_SETTINGS
 from training.config import OVERFITTING_EVALS, CheckpointConfig, TrainConfig
 from training.optimizer import load_state_by_name, state_by_name
 
@@ -107,8 +108,9 @@ class TrainState:
     def resume(self, path: Path, metadata: dict) -> None:
         """Read a checkpoint of a run that has the same identity. Raises UserError."""
         saved = load_checkpoint(path)
-        seed = {"seed": saved["config"]["seed"]}  # older checkpoints do not have it in their identity
-        check_identity(path.parent.parent, seed | saved["identity"], metadata["identity"])
+        added = {f"model.{key}": value for key, value in ADDED_SETTINGS.items()}
+        added["seed"] = saved["config"]["seed"]  # older checkpoints do not have these keys in their identity
+        check_identity(path.parent.parent, added | saved["identity"], metadata["identity"])
         if saved["optimizer"] is None:
             raise UserError(
                 f"{path} has no optimizer state, because it was saved as best.pt with checkpoint.optimizer=false; "

@@ -3,6 +3,7 @@
 from common.checkpoint_file import load_checkpoint
 from common.errors import UserError, format_value
 from common.run_dir import find_checkpoint, has_checkpoint
+from model.config import ADDED_SETTINGS
 from model.gpt import GPT
 
 
@@ -36,7 +37,7 @@ def load_init_weights(init_from: str, model: GPT, metadata: dict) -> None:
     may_differ = {"name", "dropout"} | ({"block_size"} if fits else set())
     different = [
         f"model.{key}={format_value(value)}"
-        for key, value in saved["model_config"].items()
+        for key, value in (ADDED_SETTINGS | saved["model_config"]).items()
         if value != metadata["model_config"][key] and key not in may_differ
     ]
     if different:

@@ -2,7 +2,7 @@
 
 Every backend is a function with this signature:
 
-    attend(q, k, v, *, window=None, positions=None, doc_ids=None, dropout_p=0.0)
+    attend(q, k, v, *, window=None, positions=None, doc_ids=None, dropout_p=0.0, softcap=None)
 
     q (B, Tq, H, D), k (B, Tk, G, D), v (B, Tk, G, Dv) -> y (B, Tq, H, Dv); H is a multiple of G.
 
@@ -10,6 +10,7 @@ Every backend is a function with this signature:
         (Tq == Tk in training, Tq < Tk when decoding with a KV cache).
     window: number of keys that a query attends to, including its own; None: all.
     doc_ids (B, Tk): document of each key; None: one document.
+    softcap: bound of the scores before the mask (model/softcap.py); None: no bound.
     A query at index p attends to key j if p - window < j <= p, and if keys p and j are in the same document.
 
 `naive` is the reference: softmax(mask(QK^T / sqrt(D))) V ("Attention Is All You Need", eq. 1). Tests compare all other

@@ -6,7 +6,9 @@ configs/attention/<name>.yaml. The tests then compare it with `naive`.
 
 import functools
 import math
+from collections.abc import Callable
 from contextlib import nullcontext
+from dataclasses import replace
 from math import inf
 
 import torch
@@ -16,6 +18,7 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from model.attention.support import Support, backend
 from model.attention.torch_internals import raise_recompile_limit
+from model.softcap import apply_softcap
 
 KERNELS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -41,17 +44,20 @@ def attention_mask(Tq: int, Tk: int, *, window=None, positions=None, doc_ids=Non
     return visible.unsqueeze(1) if visible.ndim == 3 else visible
 
 
-def attention_scores(q: Tensor, k: Tensor, *, window=None, positions=None, doc_ids=None) -> Tensor:
+def attention_scores(q: Tensor, k: Tensor, *, window=None, positions=None, doc_ids=None, softcap=None) -> Tensor:
     """Attention scores mask(QK^T / sqrt(D)) -> (B, H, Tq, Tk). Masked scores are -inf."""
     Tq, Tk, H, D = q.shape[1], k.shape[1], q.shape[2], q.shape[3]
     scores = q.transpose(1, 2) @ repeat_kv(k, H).permute(0, 2, 3, 1) / math.sqrt(D)  # (B, H, Tq, Tk)
     visible = attention_mask(Tq, Tk, window=window, positions=positions, doc_ids=doc_ids, device=q.device)
-    return scores.masked_fill(~visible, -torch.inf)
+    return apply_softcap(scores, softcap).masked_fill(~visible, -torch.inf)
 
 
-def attention_weights(q: Tensor, k: Tensor, *, window=None, positions=None, doc_ids=None) -> Tensor:
-    """Attention weights softmax(scores) -> (B, H, Tq, Tk). Rows sum to one; masked weights are zero."""
-    return attention_scores(q, k, window=window, positions=positions, doc_ids=doc_ids).softmax(-1)
+def attention_weights(q: Tensor, k: Tensor, **options) -> Tensor:
+    """Attention weights softmax(scores) -> (B, H, Tq, Tk). Rows sum to one; masked weights are zero.
+
+    options: window, positions, doc_ids and softcap, as of attention_scores.
+    """
+    return attention_scores(q, k, **options).softmax(-1)
 
 
 def repeat_kv(x: Tensor, H: int) -> Tensor:
@@ -61,20 +67,22 @@ def repeat_kv(x: Tensor, H: int) -> Tensor:
 
 
 @backend(on=ALL_DEVICES)
-def naive(q, k, v, *, window=None, positions=None, doc_ids=None, dropout_p=0.0) -> Tensor:
+def naive(q, k, v, *, window=None, positions=None, doc_ids=None, dropout_p=0.0, softcap=None) -> Tensor:
     """The reference: computes the formula step by step, and stores all Tq x Tk weights."""
-    weights = attention_weights(q, k, window=window, positions=positions, doc_ids=doc_ids)
+    weights = attention_weights(q, k, window=window, positions=positions, doc_ids=doc_ids, softcap=softcap)
     weights = F.dropout(weights, dropout_p, training=dropout_p > 0).to(v.dtype)
     v = repeat_kv(v, q.shape[2])
     return (weights @ v.transpose(1, 2)).transpose(1, 2)  # (B, Tq, H, Dv)
 
 
-def _sdpa(q, k, v, window, positions, doc_ids, dropout_p, kernels: list[SDPBackend] | None) -> Tensor:
+def _sdpa(q, k, v, window, positions, doc_ids, dropout_p, softcap, kernels: list[SDPBackend] | None) -> Tensor:
     """Call PyTorch's scaled_dot_product_attention, restricted to `kernels`.
 
     PyTorch's is_causal aligns query 0 with key 0, which is right only for Tq == Tk. A single query (a decode step)
-    attends to all keys and needs no mask. All other cases get an explicit mask.
+    attends to all keys and needs no mask. All other cases get an explicit mask. Raises ValueError for softcaps.
     """
+    if softcap is not None:
+        raise ValueError("scaled_dot_product_attention does not support softcaps")
     Tq, Tk = q.shape[1], k.shape[1]
     if window is not None and window >= Tk:
         window = None
@@ -98,18 +106,23 @@ def _sdpa(q, k, v, window, positions, doc_ids, dropout_p, kernels: list[SDPBacke
     return y.transpose(1, 2)
 
 
-@backend(on=ALL_DEVICES, uses_sdpa=True, kernels=tuple(KERNELS))
-def sdpa(q, k, v, *, window=None, positions=None, doc_ids=None, dropout_p=0.0, kernels=None) -> Tensor:
+@backend(
+    on={device: replace(support, softcap=False) for device, support in ALL_DEVICES.items()},
+    uses_sdpa=True,
+    kernels=tuple(KERNELS),
+)
+def sdpa(q, k, v, *, window=None, positions=None, doc_ids=None, dropout_p=0.0, softcap=None, kernels=None) -> Tensor:
     """PyTorch's scaled_dot_product_attention, which chooses the kernel.
 
     kernels: names of the kernels that it may use, in order of preference (only CUDA respects the order); None: all.
     """
     allowed = [KERNELS[name] for name in kernels] if kernels is not None else None
-    return _sdpa(q, k, v, window, positions, doc_ids, dropout_p, allowed)
+    return _sdpa(q, k, v, window, positions, doc_ids, dropout_p, softcap, allowed)
 
 
 FLASH_CUDA = dict(
     dtypes=HALF_DTYPES,
+    softcap=False,
     window=False,
     document_mask=False,
     positions=False,
@@ -120,26 +133,26 @@ FLASH_CUDA = dict(
 
 @backend(
     on={
-        "cpu": Support(dropout=False, different_value_dim=False),
+        "cpu": Support(dropout=False, softcap=False, different_value_dim=False),
         "cuda": Support(**FLASH_CUDA),
         "cuda FA3": Support(**FLASH_CUDA, dropout=False),
         "cuda FA4": Support(**FLASH_CUDA, dropout=False),
     },
     uses_sdpa=True,
 )
-def flash(q, k, v, *, window=None, positions=None, doc_ids=None, dropout_p=0.0) -> Tensor:
+def flash(q, k, v, *, window=None, positions=None, doc_ids=None, dropout_p=0.0, softcap=None) -> Tensor:
     """PyTorch's FlashAttention kernel (Dao, arXiv:2307.08691), or an error. It never stores all weights."""
-    return _sdpa(q, k, v, window, positions, doc_ids, dropout_p, [KERNELS["flash"]])
+    return _sdpa(q, k, v, window, positions, doc_ids, dropout_p, softcap, [KERNELS["flash"]])
 
 
-@backend(on={"cuda": Support(dtypes=HALF_DTYPES, head_dims=(1, 256))}, uses_sdpa=True)
-def cudnn(q, k, v, *, window=None, positions=None, doc_ids=None, dropout_p=0.0) -> Tensor:
+@backend(on={"cuda": Support(dtypes=HALF_DTYPES, softcap=False, head_dims=(1, 256))}, uses_sdpa=True)
+def cudnn(q, k, v, *, window=None, positions=None, doc_ids=None, dropout_p=0.0, softcap=None) -> Tensor:
     """cuDNN's fused attention kernel, or an error."""
     if k.shape[1] == 1:  # the kernel rejects a single key: add a second one that no query attends to
         positions = torch.zeros(q.shape[:2], dtype=torch.int64, device=q.device)
         k, v = F.pad(k, (0, 0, 0, 0, 0, 1)), F.pad(v, (0, 0, 0, 0, 0, 1))
         doc_ids = None
-    return _sdpa(q, k, v, window, positions, doc_ids, dropout_p, [KERNELS["cudnn"]])
+    return _sdpa(q, k, v, window, positions, doc_ids, dropout_p, softcap, [KERNELS["cudnn"]])
 
 
 @backend(
@@ -151,7 +164,7 @@ def cudnn(q, k, v, *, window=None, positions=None, doc_ids=None, dropout_p=0.0) 
     },
     needs_compiler=True,
 )
-def flex(q, k, v, *, window=None, positions=None, doc_ids=None, dropout_p=0.0) -> Tensor:
+def flex(q, k, v, *, window=None, positions=None, doc_ids=None, dropout_p=0.0, softcap=None) -> Tensor:
     """FlexAttention (Dong et al., arXiv:2412.05496): a kernel that is compiled for the mask and skips masked blocks.
 
     Outside of torch.compile, block masks without positions are cached by the identity of doc_ids: do not change this
@@ -166,16 +179,23 @@ def flex(q, k, v, *, window=None, positions=None, doc_ids=None, dropout_p=0.0) -
     if q.device.type == "cpu" and Tk % 16:
         k, v = (F.pad(x, (0, 0, 0, 0, 0, -Tk % 16)) for x in (k, v))
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+    score_mod = _softcap_score_mod(softcap)
     mask_args = (B, Tq, k.shape[2], Tk - Tq, window, positions, doc_ids, q.device)
     if torch.compiler.is_compiling():  # the torch.compile call around the model also compiles flex_attention
         # contiguous: Inductor 2.13 gives wrong results if it fuses the computation of q and k into the kernel
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-        y = flex_attention(q, k, v, block_mask=_block_mask(*mask_args), enable_gqa=use_gqa)
+        y = flex_attention(q, k, v, score_mod, block_mask=_block_mask(*mask_args), enable_gqa=use_gqa)
     else:
         # the positions of a decode step are a new tensor in each layer
         block_mask = _cached_block_mask(*mask_args) if positions is None else _block_mask(*mask_args)
-        y = _compiled_flex()(q, k, v, block_mask=block_mask, enable_gqa=use_gqa)
+        y = _compiled_flex()(q, k, v, score_mod, block_mask=block_mask, enable_gqa=use_gqa)
     return y.transpose(1, 2)
+
+
+@functools.cache
+def _softcap_score_mod(softcap: float | None) -> Callable[..., Tensor] | None:
+    """FlexAttention's function of a score; cached, because PyTorch compiles once for each function."""
+    return None if softcap is None else lambda score, b, h, i, j: apply_softcap(score, softcap)
 
 
 @functools.cache

@@ -105,7 +105,8 @@ def resolve(config: AttentionConfig, request: AttentionRequest) -> ResolvedAtten
     with warnings.catch_warnings(record=True) as caught, _KernelProbe() as probe:
         warnings.simplefilter("always")
         try:
-            attend(q, k, v, window=r.window, positions=positions, doc_ids=doc_ids, dropout_p=r.dropout_p)
+            mask = {"window": r.window, "positions": positions, "doc_ids": doc_ids}
+            attend(q, k, v, **mask, dropout_p=r.dropout_p, softcap=r.softcap)
         except RuntimeError as error:
             reason = _kernel_warnings(caught) or error
             given, advice = f"attention={chosen.name}", suggest_alternatives(r)
@@ -128,6 +129,7 @@ def resolve_model(
     """
     T, D = model.block_size, model.head_dim
     shape = {"B": B, "Tq": Tq or T, "Tk": T, "H": model.n_head, "G": model.kv_heads, "D": D, "Dv": D}
+    shape["softcap"] = model.attention_softcap
     request = AttentionRequest(**shape, grad=grad, dropout_p=model.dropout if grad else 0.0, **options)
     layers = [resolve(config, replace(request, window=window)) for window in dict.fromkeys(model.windows)]
     return replace(layers[0], resolved="+".join(dict.fromkeys(layer.resolved for layer in layers)))

@@ -25,6 +25,7 @@ class Support:
     dtypes: tuple[str, ...] = ALL_DTYPES
     gradients: bool = True
     dropout: bool = True
+    softcap: bool = True
     gqa: bool = True
     window: bool = True
     document_mask: bool = True
@@ -51,6 +52,7 @@ class AttentionRequest:
     device: torch.device
     grad: bool
     dropout_p: float = 0.0
+    softcap: float | None = None
     window: int | None = None
     document_mask: bool = False
     positions: bool = False
@@ -73,6 +75,12 @@ class Feature:
 FEATURES = {
     "gradients": Feature("training", lambda r: r.grad, "cannot train: it has no gradients"),
     "dropout": Feature("dropout", lambda r: r.dropout_p > 0, "does not support dropout", "model.dropout=0"),
+    "softcap": Feature(
+        "softcap",
+        lambda r: r.softcap is not None,
+        "does not support softcaps",
+        "model.attention_softcap=null",
+    ),
     "gqa": Feature("GQA", lambda r: r.G != r.H, "does not support shared key/value heads", "model.n_kv_head=null"),
     "window": Feature("window", lambda r: r.window is not None, "does not support windows", "model.window=null"),
     "document_mask": Feature(

@@ -130,7 +130,7 @@ class Engine:
     ) -> Tensor:
         """The next tokens (B). uniform (B): see sample_inverse_cdf. Other arguments: see KVCache.decode_step."""
         x = self.cache.decode_step(last_tokens, positions, shared_position, num_slots)
-        logits = self.model.lm_head(x)[:, : self.model.vocab_size]  # (B, V)
+        logits = self.model.logits(x)  # (B, V)
         seen = None
         if self.seen is not None:
             seen = self.seen[: len(last_tokens)].scatter_(1, last_tokens[:, -1:], True)

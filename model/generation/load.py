@@ -22,7 +22,7 @@ def load_for_sampling(
     """
     path = find_checkpoint(run, kind)
     checkpoint = checkpoint_file.load_checkpoint(path)
-    config = GPTConfig(**checkpoint["model_config"])
+    config = GPTConfig.from_checkpoint(checkpoint["model_config"])
     activation_dtype = torch.float32 if device.type == "cpu" else dtype
     request = {"B": batch_size, "dtype": activation_dtype, "device": device, "grad": False}
     kernel = resolve_model(attention, config, **request)

@@ -26,7 +26,7 @@ def test_window_pattern_longer_than_the_model_is_printed_as_typed():
     ({"max_ngram": 0}, r"^model.max_ngram=0 must be a number greater than 0 and at most [0-9,]+$"),
     ({"ngram_table_size": 0}, r"^model.ngram_table_size=0 must be a number greater than 0 and at most [0-9,]+$"),
     ({"norm": "batchnorm"}, r"^model.norm=batchnorm is unknown; set one of layernorm, rmsnorm$"),
-    ({"mlp": "swish"}, r"^model.mlp=swish is unknown; set one of gelu, gelu_tanh, relu2$"),
+    ({"mlp": "swish"}, r"^model.mlp=swish is unknown; set one of gelu, gelu_tanh, relu2, swiglu$"),
     ({"position": "alibi"}, r"^model.position=alibi is unknown; set one of learned, rotary$"),
     ({"dropout": 1.0}, r"^model.dropout=1.0 must be a probability below 1; set 0.1, or 0 for no dropout$"),
     ({"dropout": -0.1}, r"^model.dropout=-0.1 must be a probability"),

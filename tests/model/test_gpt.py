@@ -8,7 +8,7 @@ import torch
 from helpers import TRAINS_ON_CPU
 from hypothesis import given
 from hypothesis import strategies as st
-from model_helpers import GPT2, GROUPED, MODERN, VARIANTS, make_model, random_tokens
+from model_helpers import GPT2, GROUPED, LLAMA, MODERN, VARIANTS, make_model, random_tokens
 
 from common.errors import UserError
 from model.attention import BACKENDS
@@ -48,6 +48,55 @@ def test_logits_loss_and_gradients_equal_those_of_transformers_gpt2():
     expected.loss.backward()
     for p, other, is_transposed in pairs:
         torch.testing.assert_close(p.grad, other.grad.T if is_transposed else other.grad, atol=1e-4, rtol=1e-3)
+
+
+def test_logits_equal_those_of_transformers_llama():
+    transformers = pytest.importorskip("transformers", reason="NOT RUN: pip install transformers for this test")
+    model = make_model(LLAMA)
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.2)
+    theirs = transformers.LlamaForCausalLM(
+        transformers.LlamaConfig(
+            vocab_size=50, max_position_embeddings=24, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
+            num_key_value_heads=2, intermediate_size=model.config.mlp_channels, rms_norm_eps=1e-5, rope_theta=10_000,
+            attn_implementation="eager",
+        )
+    ).eval()  # fmt: skip
+    weights = {"model.embed_tokens": model.wte, "model.norm": model.norm, "lm_head": model.lm_head}
+    weights = {f"{name}.weight": module.weight for name, module in weights.items()}
+    for i, block in enumerate(model.blocks):
+        q, k, v = block.attn.qkv.weight.split([32, 16, 16])
+        gate, up = block.mlp.fc.weight.chunk(2)
+        layer = {
+            "self_attn.q_proj": q, "self_attn.k_proj": k, "self_attn.v_proj": v,
+            "self_attn.o_proj": block.attn.proj.weight,
+            "mlp.gate_proj": gate, "mlp.up_proj": up, "mlp.down_proj": block.mlp.proj.weight,
+            "input_layernorm": block.norm_attn.weight, "post_attention_layernorm": block.norm_mlp.weight,
+        }  # fmt: skip
+        weights |= {f"model.layers.{i}.{name}.weight": weight for name, weight in layer.items()}
+    theirs.load_state_dict(weights)
+    tokens = random_tokens(T=24)
+    torch.testing.assert_close(model(tokens), theirs(tokens).logits, atol=1e-4, rtol=1e-4)
+
+
+def test_softcap_bounds_the_logits():
+    tokens = random_tokens()
+    free, capped = make_model(MODERN), make_model(MODERN | dict(logit_softcap=0.05))
+    expected = 0.05 * (free(tokens) / 0.05).tanh()
+    assert free(tokens).abs().max() > 0.05
+    torch.testing.assert_close(capped(tokens), expected)
+    loss = torch.nn.functional.cross_entropy(expected.flatten(0, 1), tokens.flatten())
+    torch.testing.assert_close(capped(tokens, tokens), loss)
+
+
+def test_softcap_bounds_the_attention_scores():
+    """With a bound near zero, all visible keys have the same weight, as with queries of zero."""
+    uniform, capped = make_model(GPT2), make_model(GPT2 | dict(attention_softcap=1e-6))
+    with torch.no_grad():
+        for block in uniform.blocks:
+            block.attn.qkv.weight[:32] = 0
+    assert not torch.allclose(make_model(GPT2)(random_tokens()), capped(random_tokens()))
+    torch.testing.assert_close(uniform(random_tokens()), capped(random_tokens()))
 
 
 @VARIANTS

@@ -27,10 +27,11 @@ def inputs(N: int, V: int, rows: int):
     return x, weight, targets
 
 
-def loss_by_definition(x, weight, targets, V, reduction):
+def loss_by_definition(x, weight, targets, V, reduction, softcap):
     """Cross entropy by its definition, in float64."""
     counted = targets != IGNORE_INDEX
-    probs = (x.double() @ weight.double().mT)[:, :V].softmax(-1)
+    logits = (x.double() @ weight.double().mT)[:, :V]
+    probs = (logits if softcap is None else softcap * (logits / softcap).tanh()).softmax(-1)
     nats = -probs[counted].gather(1, targets[counted].unsqueeze(1)).log()
     return nats.mean() if reduction == "mean" else nats.sum()
 
@@ -38,12 +39,12 @@ def loss_by_definition(x, weight, targets, V, reduction):
 @settings(max_examples=40, deadline=None)
 @given(
     N=st.integers(2, 40), V=st.integers(2, 50), padding=st.integers(0, 9), chunk=st.integers(1, 2500),
-    reduction=st.sampled_from(["mean", "sum"]),
+    reduction=st.sampled_from(["mean", "sum"]), softcap=st.sampled_from([None, 3.0]),
 )  # fmt: skip
-def test_loss_and_gradients_follow_the_definition_for_any_chunk_size(N, V, padding, chunk, reduction):
+def test_loss_and_gradients_follow_the_definition_for_any_chunk_size(N, V, padding, chunk, reduction, softcap):
     x, weight, targets = inputs(N, V, V + padding)
-    expected = loss_by_definition(x, weight, targets, V, reduction)
-    ours = linear_cross_entropy(x, weight, targets, V, reduction, chunk)
+    expected = loss_by_definition(x, weight, targets, V, reduction, softcap)
+    ours = linear_cross_entropy(x, weight, targets, V, reduction, chunk, softcap)
     torch.testing.assert_close(ours.double(), expected, atol=1e-5, rtol=1e-5)
     for a, b in zip(*(torch.autograd.grad(3 * loss, (x, weight)) for loss in (ours, expected)), strict=True):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
@@ -97,7 +98,7 @@ def test_no_gradient_is_computed_without_grad_mode():
     with torch.no_grad(), OperationRecorder() as recorder:
         loss = linear_cross_entropy(x, weight, targets, 100, "sum", 1000)
     assert "gather" in recorder.operations and "scatter_add_" not in recorder.operations
-    torch.testing.assert_close(loss.double(), loss_by_definition(x, weight, targets, 100, "sum").detach())
+    torch.testing.assert_close(loss.double(), loss_by_definition(x, weight, targets, 100, "sum", None).detach())
 
 
 def test_float16_is_never_chunked():

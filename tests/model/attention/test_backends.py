@@ -42,7 +42,7 @@ from model.attention.backends import KERNELS
 from model.attention.support import FEATURES, missing_feature
 
 
-def attention_by_loops(q, k, v, window, positions, doc_ids):
+def attention_by_loops(q, k, v, window, positions, doc_ids, softcap):
     """Attention by its definition, in float64, one query at a time."""
     B, Tq, H, D = q.shape
     Tk = k.shape[1]
@@ -59,6 +59,8 @@ def attention_by_loops(q, k, v, window, positions, doc_ids):
             for h in range(H):
                 g = h // (H // k.shape[2])
                 scores = torch.stack([q[b, i, h].double() @ k[b, j, g].double() for j in keys]) / math.sqrt(D)
+                if softcap is not None:
+                    scores = softcap * (scores / softcap).tanh()
                 y[b, i, h] = sum(w * v[b, j, g].double() for w, j in zip(scores.softmax(0), keys, strict=True))
     return y
 
@@ -67,12 +69,12 @@ def attention_by_loops(q, k, v, window, positions, doc_ids):
 @given(
     Tk=st.integers(1, 9), missing=st.integers(0, 8), heads=st.sampled_from([(1, 1), (2, 2), (4, 2), (3, 1)]),
     window=st.none() | st.integers(1, 5), document_mask=st.booleans(), positions=st.booleans(),
-    seed=st.integers(0, 99),
+    softcap=st.sampled_from([None, 0.5]), seed=st.integers(0, 99),
 )  # fmt: skip
-def test_naive_follows_the_definition(Tk, missing, heads, window, document_mask, positions, seed):
+def test_naive_follows_the_definition(Tk, missing, heads, window, document_mask, positions, softcap, seed):
     request = replace(
         REQUEST, Tq=max(1, Tk - missing), Tk=Tk, H=heads[0], G=heads[1], D=4, Dv=6, grad=False, window=window,
-        document_mask=document_mask, positions=positions,
+        document_mask=document_mask, positions=positions, softcap=softcap,
     )  # fmt: skip
     qkv, masks = random_qkv(request, seed), random_masks(request, seed)
     torch.testing.assert_close(naive(*qkv, **masks).double(), attention_by_loops(*qkv, **masks), atol=2e-6, rtol=1e-5)
@@ -99,7 +101,7 @@ def requests(draw) -> AttentionRequest:
         B=2, Tq=draw(st.sampled_from([T, 1, max(1, T // 2)])), Tk=T, H=H, G=G, D=D, Dv=Dv,
         dtype=draw(st.sampled_from(list(DTYPES.values()))), device=CPU, grad=draw(st.booleans()),
         window=draw(st.sampled_from([None, 1, 5, 100, 300])), document_mask=draw(st.booleans()),
-        positions=draw(st.booleans()),
+        positions=draw(st.booleans()), softcap=draw(st.sampled_from([None, None, 0.5])),
     )  # fmt: skip
 
 
@@ -127,6 +129,7 @@ def test_each_feature_works_or_is_refused(name, feature):
     changed = {
         "gradients": {"grad": True}, "dropout": {"dropout_p": 0.5}, "gqa": {"G": 1}, "window": {"window": 3},
         "document_mask": {"document_mask": True}, "positions": {"positions": True}, "different_value_dim": {"Dv": 4},
+        "softcap": {"softcap": 0.5},
     }[feature]  # fmt: skip
     request = replace(REQUEST, **{"G": 4, "grad": False} | changed)
     is_supported = getattr(BACKENDS[name].on["cpu"], feature)

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from model_helpers import GPT2
 from torch import nn
 
 from common.errors import UserError
@@ -85,11 +86,7 @@ def test_scores_of_random_queries_and_keys_have_variance_1(attend, D):
 @pytest.mark.parametrize("attend", [naive, sdpa, flash], ids=lambda f: f.__name__)
 def test_multi_head_attention_equals_projected_concatenation_of_heads(attend):
     H, C, T = 4, 32, 10
-    config = GPTConfig(
-        name="", n_layer=1, n_head=H, n_kv_head=None, n_embd=C, block_size=T, dropout=0.0, bias=True, norm="layernorm",
-        mlp="gelu", position="learned", window=None, qk_norm=False, tie_embeddings=True,
-        pad_vocab_multiple=1, max_ngram=1, ngram_table_size=64,
-    )  # fmt: skip
+    config = GPTConfig(**GPT2 | dict(n_layer=1, n_head=H, n_embd=C, block_size=T))
     torch.manual_seed(0)
     layer = CausalSelfAttention(config, attend, layer=0)
     x = torch.randn(2, T, C)
