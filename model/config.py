@@ -4,6 +4,7 @@ This module does not import torch, which takes seconds, so that invalid settings
 """
 
 from dataclasses import dataclass
+from itertools import cycle, islice
 from typing import Any
 
 from common.errors import check_positive, check_settings
@@ -11,8 +12,9 @@ from common.errors import check_positive, check_settings
 NORMS = ("layernorm", "rmsnorm")
 MLPS = ("gelu", "gelu_tanh", "relu2", "swiglu")
 POSITIONS = ("learned", "rotary")
+MIXERS = ("softmax", "linear")
 # Settings that were added later, with the values of checkpoints that do not have them.
-ADDED_SETTINGS = {"mlp_width": None, "attention_softcap": None, "logit_softcap": None}
+ADDED_SETTINGS = {"mixer": "softmax", "mlp_width": None, "attention_softcap": None, "logit_softcap": None}
 
 
 @dataclass
@@ -23,6 +25,7 @@ class GPTConfig:
     dropout: probability of zeroing an element of the embeddings, the attention weights and the output of attention and
         MLP, as in GPT-2.
     bias: whether linear layers and LayerNorms have a bias.
+    mixer: "softmax" or "linear" attention (model/attention/linear.py). A list repeats over the layers.
     mlp_width: channels between the linear layers of the MLP; None: 4 n_embd, or with swiglu 8/3 n_embd, rounded up to a
         multiple of 32, which are as many parameters.
     window: number of keys that a query attends to, including its own; None: all. A list repeats over the layers.
@@ -46,6 +49,7 @@ class GPTConfig:
     mlp: str
     mlp_width: int | None
     position: str
+    mixer: Any  # str, or a list of them
     window: Any  # int, None, or a list of them
     qk_norm: bool
     attention_softcap: float | None
@@ -68,7 +72,7 @@ class GPTConfig:
         divisors = ", ".join(str(G) for G in range(1, self.n_head + 1) if self.n_head % G == 0)
         n_embd = max(1, round(self.n_embd / self.n_head)) * self.n_head
         half = max(1, self.block_size // 2)
-        windows = self.window_pattern
+        windows, mixers = self.window_pattern, self.mixer_pattern
         check_settings("model", self, [
             ("dropout", 0 <= self.dropout < 1, "must be a probability below 1; set 0.1, or 0 for no dropout"),
             ("n_embd", self.n_embd % self.n_head == 0,
@@ -77,8 +81,11 @@ class GPTConfig:
              f"must divide model.n_head={self.n_head}; set one of {divisors}, or null"),
             ("window", len(windows) > 0 and all(w is None or (type(w) is int and w > 0) for w in windows),
              f"must be a number of tokens, null, or a list of these; set {half}, for example, or [{half},null]"),
-            ("window", len(windows) <= self.n_layer,
-             f"lists {len(windows)} layers, but model.n_layer={self.n_layer}; shorten the list or add layers"),
+            ("mixer", len(mixers) > 0 and set(mixers) <= set(MIXERS),
+             f"is unknown; set one of {', '.join(MIXERS)}, or a list of these"),
+            *((key, len(pattern) <= self.n_layer,
+               f"lists {len(pattern)} layers, but model.n_layer={self.n_layer}; shorten the list or add layers")
+              for key, pattern in (("window", windows), ("mixer", mixers))),
             ("position", self.position == "learned" or self.head_dim % 2 == 0,
              f"needs an even number of channels per head (model.n_embd / model.n_head), not {self.head_dim}; "
              f"set model.n_embd={2 * self.n_embd}, or model.position=learned"),
@@ -95,9 +102,17 @@ class GPTConfig:
     @property
     def windows(self) -> tuple[int | None, ...]:
         """Window of each layer; None if the layer attends to all keys."""
-        pattern = self.window_pattern
-        repeated = [pattern[layer % len(pattern)] for layer in range(self.n_layer)]
+        repeated = islice(cycle(self.window_pattern), self.n_layer)
         return tuple(None if window is None or window >= self.block_size else window for window in repeated)
+
+    @property
+    def mixer_pattern(self) -> list[str]:
+        return self.mixer if isinstance(self.mixer, list) else [self.mixer]
+
+    @property
+    def mixers(self) -> tuple[str, ...]:
+        """Mixer of each layer."""
+        return tuple(islice(cycle(self.mixer_pattern), self.n_layer))
 
     @property
     def head_dim(self) -> int:

@@ -8,6 +8,7 @@ see `find_flops_crossover`. T tokens, C channels, H query heads, D head dimensio
 from bisect import bisect_left
 
 from model.attention import AttentionRequest
+from model.attention.linear import CHUNK
 from model.config import GPTConfig
 from model.gpt import GPT
 
@@ -57,9 +58,21 @@ def attention_flops_per_token(config: GPTConfig, T: int) -> int:
     """FLOPs of QK^T and the product with V: 12 H D per layer and key. A layer has T keys, or those of its window.
 
     Kernels may do less or more: causal kernels can skip the masked half, and many compute keys outside the window.
+    For layers with linear attention, see linear_attention_keys.
     """
-    keys = sum(T if window is None else min(T, window) for window in config.windows)
+    keys = sum(
+        min(T, window or T) if mixer == "softmax" else linear_attention_keys(config.head_dim, T)
+        for mixer, window in zip(config.mixers, config.windows, strict=True)
+    )
     return 12 * config.n_head * config.head_dim * keys
+
+
+def linear_attention_keys(D: int, T: int) -> int:
+    """Number of keys with which softmax attention takes as many FLOPs as linear attention: those of a chunk, and D.
+
+    The products with the state take 4 D Dv FLOPs per head and query; those within a chunk take 2 (D + Dv) per key.
+    """
+    return min(T, CHUNK) + D
 
 
 def find_flops_crossover(config: GPTConfig, vocab_size: int) -> int | None:
@@ -70,12 +83,16 @@ def find_flops_crossover(config: GPTConfig, vocab_size: int) -> int | None:
     return T if attention_flops_per_token(config, T) >= linear else None
 
 
-def attention_flops(request: AttentionRequest) -> int:
+def attention_flops(request: AttentionRequest, mixer: str = "softmax") -> int:
     """FLOPs of one causal attention call: 2 (D + Dv) per head and visible pair of query and key.
+
+    For linear attention, see linear_attention_keys.
 
     With gradients, it is three times as many: the two products of the forward pass have four gradients (of Q, K, V and
     the weights), and each takes as many FLOPs as its product.
     """
     offset = request.Tk - request.Tq
     pairs = request.Tq * offset + request.Tq * (request.Tq + 1) // 2
+    if mixer == "linear":
+        pairs = request.Tq * linear_attention_keys(request.D, request.Tq)
     return (3 if request.grad else 1) * 2 * request.B * request.H * pairs * (request.D + request.Dv)

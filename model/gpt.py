@@ -9,6 +9,7 @@ Each block computes x + attention(norm(x)), then x + mlp(norm(x)). A final norm 
 - attention: grouped-query attention (GQA, Ainslie et al., arXiv:2305.13245), normalized queries and keys (QK-norm,
   Henry et al., arXiv:2010.04245), a sliding window per layer (Longformer, Beltagy et al., arXiv:2004.05150), and a
   document mask
+- linear attention (Katharopoulos et al., arXiv:2006.16236) instead of softmax attention, for all layers or some
 - softcaps of attention scores and logits (model/softcap.py)
 - hashed n-gram embeddings (model/ngram.py)
 
@@ -37,6 +38,7 @@ from torch import Tensor, nn
 
 from common.errors import UserError
 from common.startup import empty_embedding, load_or_allocate
+from model.attention import MIXERS
 from model.config import GPTConfig
 from model.loss import linear_cross_entropy
 from model.ngram import NgramEmbedding
@@ -74,12 +76,11 @@ class CacheLike(Protocol):
 
     previous_tokens: Tensor | None  # (B, max_ngram - 1): the tokens before the first input, -1 where there is none
 
-    def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        """Store k, v (B, T, G, D) of new tokens -> the keys and values that their queries attend to, (B, Tk, G, D)."""
-        ...
+    def attend(self, layer: int, attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Store k, v (B, T, G, D) of new tokens, and attend to them and to earlier tokens: q (B, T, H, D) -> y.
 
-    def query_positions(self, layer: int) -> Tensor | None:
-        """Index (B, T) of each query among the keys that `update` returned; None: query i has index Tk - T + i."""
+        attend: the layer's function of q, k, v and positions.
+        """
         ...
 
 
@@ -94,11 +95,11 @@ class CausalSelfAttention(nn.Module):
         self.n_head, self.n_kv_head, self.head_dim = config.n_head, config.kv_heads, config.head_dim
         self.qkv = nn.Linear(config.n_embd, (self.n_head + 2 * self.n_kv_head) * self.head_dim, bias=config.bias)
         self.proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
-        self.attend = attend
-        self.layer = layer
+        self.mixer, self.layer = config.mixers[layer], layer
+        self.attend = attend if self.mixer == "softmax" else MIXERS[self.mixer].attend
         self.window = config.windows[layer]
         self.qk_norm = config.qk_norm
-        self.softcap = config.attention_softcap
+        self.softcap = config.attention_softcap if self.mixer == "softmax" else None
         self.dropout = config.dropout
 
     def forward(
@@ -116,13 +117,12 @@ class CausalSelfAttention(nn.Module):
             k = F.rms_norm(k, (self.head_dim,)).type_as(v)
         if rotary is not None:
             q, k = apply_rotary(q, *rotary), apply_rotary(k, *rotary)
-        query_positions = None
-        if kv_cache is not None:
-            k, v = kv_cache.update(self.layer, k, v)
-            query_positions = kv_cache.query_positions(self.layer)
         dropout_p = self.dropout if self.training else 0.0
-        mask = {"window": self.window, "positions": query_positions, "doc_ids": doc_ids}
-        y = self.attend(q, k, v, **mask, dropout_p=dropout_p, softcap=self.softcap)  # (B, T, H, D)
+        options = {"window": self.window, "doc_ids": doc_ids, "dropout_p": dropout_p, "softcap": self.softcap}
+        if kv_cache is None:
+            y = self.attend(q, k, v, **options)  # (B, T, H, D)
+        else:
+            y = kv_cache.attend(self.layer, partial(self.attend, **options), q, k, v)
         y = self.proj(y.reshape(B, T, C))
         return F.dropout(y, self.dropout, self.training) if self.dropout else y
 

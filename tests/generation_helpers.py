@@ -15,7 +15,9 @@ from model.gpt import GPT
 
 BYTES = tokenizer.byte(tokenizer.Corpus([""], has_several_documents=False), BYTE)
 WINDOWED = GROUPED | dict(window=[5, None])
+MIXED = GROUPED | dict(mixer=["linear", "softmax"])
 VARIANTS = {"gpt2": GPT2, "modern": MODERN, "grouped": GROUPED, "windowed": WINDOWED, "one": GPT2 | dict(block_size=1)}
+VARIANTS |= {"linear": GPT2 | dict(mixer="linear"), "mixed": MIXED}
 
 
 def make_random_model(variant, attend=naive, dtype=torch.float32, V=256):
@@ -45,7 +47,9 @@ def logits_without_cache(model, tokens):
     """
     T = model.config.block_size
     if model.wpe is None:
-        config = replace(model.config, block_size=4 * T, window=[w or T for w in model.config.windows])
+        windows = zip(model.config.windows, model.config.mixers, strict=True)
+        windows = [window or T if mixer == "softmax" else None for window, mixer in windows]
+        config = replace(model.config, block_size=4 * T, window=windows)
         longer = GPT(config, model.vocab_size, naive, weights=model.state_dict())
         return longer(torch.tensor([tokens]))[0, -1]
     length = min(len(tokens), T)

@@ -102,6 +102,8 @@ def describe_model(model: GPTConfig) -> str:
     words += [f"{model.n_embd} channels", f"context {model.block_size}"]
     if any(model.windows):
         words.append(f"windows {format_value(model.window)}")
+    if "linear" in model.mixers:
+        words.append(f"mixer {format_value(model.mixer)}")
     return ", ".join(words)
 
 

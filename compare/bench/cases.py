@@ -20,6 +20,7 @@ from compare.bench.config import BenchConfig
 from model import AttentionConfig
 from model.attention import (
     BACKENDS,
+    MIXERS,
     AttentionRequest,
     ResolvedAttention,
     all_variants,
@@ -29,6 +30,7 @@ from model.attention import (
     resolve,
     resolve_model,
 )
+from model.attention.linear import linear_attention_state, linear_attention_step
 from model.flops import attention_flops, flops_per_token
 from model.gpt import GPT
 from training import speed
@@ -59,6 +61,11 @@ class Case:
         return str(self.request.dtype).removeprefix("torch.")
 
     @property
+    def mixer(self) -> str:
+        """The value of model.mixer that the case measures."""
+        return (BACKENDS | MIXERS)[self.attention.backend].mixer
+
+    @property
     def tokens(self) -> int:
         """Tokens that one call processes."""
         return self.request.B * self.request.Tq
@@ -67,7 +74,7 @@ class Case:
 def select_variants(config: BenchConfig, device: torch.device) -> tuple[dict[str, AttentionConfig], list[torch.dtype]]:
     """The backends, by name, and the dtypes to measure. Raises UserError for unknown names."""
     variants, dtypes = all_variants(), DTYPES | {"auto": resolve_dtype("auto", device)}
-    support = {name: backend.on.get(device.type) for name, backend in BACKENDS.items()}
+    support = {name: backend.on.get(device.type) for name, backend in (BACKENDS | MIXERS).items()}
     backends = config.backends or [name for name, row in support.items() if row is not None and row.gradients]
     for key, names, choices in (("backends", backends, variants), ("dtypes", config.dtypes, dtypes)):
         for name in names:
@@ -97,7 +104,8 @@ class BenchResult:
 
     seconds: duration of each timed call. wall_seconds: duration of the complete round. peak_memory_bytes: memory of a
     call besides its inputs; phase step includes the model and the optimizer. compile_s: None if nothing was compiled.
-    errors: largest absolute differences of y, dq, dk and dv from the reference; empty without a reference.
+    errors: largest absolute differences of y, dq, dk and dv from the reference; empty without a reference, and for
+        linear attention, which computes something else.
     """
 
     resolved: ResolvedAttention
@@ -139,7 +147,7 @@ def measure(case: Case, config: BenchConfig, reference: Path) -> BenchResult:
     peak_memory = _measure_peak_memory(workload, device)
     seconds = speed.time_calls(workload.call, device, config.repeats, config.seconds, MAX_CALLS)
     errors = {}
-    if workload.compute_outputs is not None and reference.exists():
+    if workload.compute_outputs is not None and case.mixer == "softmax" and reference.exists():
         expected = torch.load(reference, weights_only=True)
         for name, output in zip(OUTPUT_NAMES, workload.compute_outputs(), strict=False):
             errors[name] = (output.detach().cpu().double() - expected[name]).abs().max().item()
@@ -166,6 +174,9 @@ def _attention_workload(case: Case, config: BenchConfig) -> Workload:
         return (y, *torch.autograd.grad(y, (q, k, v), dy)) if case.request.grad else (y,)
 
     inputs = make_inputs(case, config.seed)
+    if case.mixer == "linear" and case.phase == "decode":  # with a state instead of the keys of all tokens
+        state = linear_attention_state(*inputs[1:3], lengths=torch.tensor(case.request.Tk - 1))
+        attend = lambda q, k, v: linear_attention_step(state, q, k[:, -1:], v[:, -1:])  # noqa: E731
     size = sum(tensor.nbytes for tensor in inputs)
     n_copies = min(MAX_CALLS, 2 * system.cache_bytes(case.request.device) // size + 1)
     copies = [inputs, *(tuple(tensor.clone() for tensor in inputs) for _ in range(n_copies - 1))]
@@ -176,7 +187,7 @@ def _attention_workload(case: Case, config: BenchConfig) -> Workload:
     return Workload(
         resolved,
         call=lambda: attention(*next(next_inputs)),
-        is_compiled=BACKENDS[case.attention.backend].needs_compiler,
+        is_compiled=(BACKENDS | MIXERS)[case.attention.backend].needs_compiler,
         compute_outputs=lambda: attention(*inputs),
     )
 
@@ -185,6 +196,9 @@ def _training_workload(case: Case, config: BenchConfig) -> Workload:
     """One optimizer step of the complete model, as in train.py, on B sequences of T random tokens."""
     B, dtype, device = case.request.B, case.request.dtype, case.request.device
     resolve_dtype(case.dtype_name, device)  # raises for a dtype that only inference supports
+    if case.mixer != "softmax":
+        config = replace(config, model=replace(config.model, mixer=case.mixer))
+        case = replace(case, attention=next(iter(all_variants().values())))  # no layer uses it
     model = replace(config.model, block_size=case.request.Tk)
     resolved = resolve_model(case.attention, model, B=B, dtype=dtype, device=device, grad=True)
     # A step of a tiny model loads the libraries, which should not count as memory of the step.
@@ -224,8 +238,9 @@ def count_flops(case: Case, config: BenchConfig) -> int:
     """FLOPs of one call, as in model/flops.py. Those of a training step are counted as for train.py's mfu."""
     if case.phase == "step":
         T = case.request.Tk
-        return case.tokens * flops_per_token(replace(config.model, block_size=T), config.vocab_size, T)
-    return attention_flops(case.request)
+        model = config.model if case.mixer == "softmax" else replace(config.model, mixer=case.mixer)
+        return case.tokens * flops_per_token(replace(model, block_size=T), config.vocab_size, T)
+    return attention_flops(case.request, case.mixer)
 
 
 def make_inputs(case: Case, seed: int) -> tuple[Tensor, ...]:

@@ -10,6 +10,8 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
+from model.config import MIXERS
+
 FINISHED, TIME_LIMIT = "finished", "time limit"
 MAX_TIE_RATIO = 1.1  # of the medians of two backends that count as equally fast
 MAX_SPREAD = 1.5  # ratio of the quartiles; a larger one means that the machine was busy
@@ -105,9 +107,9 @@ def recommend(rows: list[Timing]) -> list[tuple[str, str, str]]:
     """Recommend the fastest backends -> lines of (phase and dtype, range of T, backends and their advantage).
 
     The phases are in reverse order, so that the training step comes first. Neighboring T with the same fastest
-    backends share a line.
+    backends share a line. Linear attention is not a recommendation, because it changes the results.
     """
-    lines = []
+    lines, rows = [], [row for row in rows if row.backend not in MIXERS]
     for (phase, dtype), phase_rows in reversed(group_rows(rows, "phase", "dtype").items()):
         rows_per_T = group_rows(phase_rows, "T").values()
         for _, group in itertools.groupby(rows_per_T, key=lambda at_T: (_fastest_names(at_T), at_T[0].status)):

@@ -13,6 +13,8 @@ Every backend is a function with this signature:
     softcap: bound of the scores before the mask (model/softcap.py); None: no bound.
     A query at index p attends to key j if p - window < j <= p, and if keys p and j are in the same document.
 
+linear_attention computes something else (model/attention/linear.py), and is selected by model.mixer.
+
 `naive` is the reference: softmax(mask(QK^T / sqrt(D))) V ("Attention Is All You Need", eq. 1). Tests compare all other
 backends with `naive`. A backend that does not support a request raises an error. It never falls back to another one.
 
@@ -29,6 +31,7 @@ from model.attention.backends import (
     naive,
     sdpa,
 )
+from model.attention.linear import linear_attention, linear_attention_weights
 from model.attention.resolve import (
     ResolvedAttention,
     all_variants,
@@ -38,10 +41,11 @@ from model.attention.resolve import (
     resolve,
     resolve_model,
 )
-from model.attention.support import BACKENDS, AttentionRequest, Support, backend, support_table
+from model.attention.support import BACKENDS, MIXERS, AttentionRequest, Support, backend, support_table
 
 __all__ = [
     "BACKENDS",
+    "MIXERS",
     "AttentionRequest",
     "ResolvedAttention",
     "Support",
@@ -54,6 +58,8 @@ __all__ = [
     "flash",
     "flex",
     "get_attention_fn",
+    "linear_attention",
+    "linear_attention_weights",
     "missing_compiler",
     "naive",
     "pin_kernel_under_compile",

@@ -16,7 +16,7 @@ from torch.overrides import TorchFunctionMode
 
 from common.errors import UserError, format_value
 from model.attention.backends import KERNELS
-from model.attention.support import BACKENDS, AttentionRequest, Backend, check_support, suggest_alternatives
+from model.attention.support import BACKENDS, MIXERS, AttentionRequest, Backend, check_support, suggest_alternatives
 from model.attention.torch_internals import disable_attention_fusion, is_triton_available, select_sdpa_kernel
 from model.config import AttentionConfig, GPTConfig
 
@@ -26,15 +26,15 @@ class ResolvedAttention:
     """The requested backend and the kernel that it runs. summary.json stores it as "attention"."""
 
     requested: str
-    resolved: str  # naive, math, flash, efficient, cudnn or flex; joined with "+" if layers differ
+    resolved: str  # naive, math, flash, efficient, cudnn, flex or linear; joined with "+" if layers differ
     impl: str | None = None
 
 
 def _find_backend(config: AttentionConfig) -> Backend:
     """The backend of `config`. Raises UserError for unknown settings, and for settings of other backends."""
-    if config.backend not in BACKENDS:
+    if config.backend not in BACKENDS | MIXERS:
         raise UserError(f"attention.backend={config.backend} is unknown; set one of {', '.join(BACKENDS)}")
-    chosen = BACKENDS[config.backend]
+    chosen = (BACKENDS | MIXERS)[config.backend]
     if config.kernels is not None:
         given = f"attention.kernels={format_value(config.kernels)}"
         if not chosen.kernels:
@@ -52,7 +52,7 @@ def _find_backend(config: AttentionConfig) -> Backend:
 
 
 def all_variants() -> dict[str, AttentionConfig]:
-    """Settings of all variants, by name: "naive", "sdpa", "sdpa:math" (a kernel), "flash:FA3" (an impl), ..."""
+    """Settings of all variants, by name: "naive", "sdpa:math" (a kernel), "flash:FA3" (an impl), "linear" (a mixer)."""
     variants = {}
     for name, chosen in BACKENDS.items():
         variants[name] = AttentionConfig(name, kernels=None, impl=None)
@@ -60,7 +60,7 @@ def all_variants() -> dict[str, AttentionConfig]:
             variants[f"{name}:{kernel}"] = AttentionConfig(name, kernels=[kernel], impl=None)
         for impl in chosen.impls:
             variants[f"{name}:{impl}"] = AttentionConfig(name, kernels=None, impl=impl)
-    return variants
+    return variants | {name: AttentionConfig(name, kernels=None, impl=None) for name in MIXERS}
 
 
 def get_attention_fn(config: AttentionConfig) -> Callable[..., Tensor]:
@@ -127,12 +127,23 @@ def resolve_model(
     Tq: number of queries, which are the last tokens; None: all tokens. grad: whether the model is trained, with its
     dropout. options: dtype, device and the kind of mask (fields of AttentionRequest).
     """
+    if config.backend in MIXERS:
+        raise UserError(
+            f"attention.backend={config.backend} changes the model; set model.mixer={config.backend} instead"
+        )
     T, D = model.block_size, model.head_dim
     shape = {"B": B, "Tq": Tq or T, "Tk": T, "H": model.n_head, "G": model.kv_heads, "D": D, "Dv": D}
     shape["softcap"] = model.attention_softcap
     request = AttentionRequest(**shape, grad=grad, dropout_p=model.dropout if grad else 0.0, **options)
-    layers = [resolve(config, replace(request, window=window)) for window in dict.fromkeys(model.windows)]
-    return replace(layers[0], resolved="+".join(dict.fromkeys(layer.resolved for layer in layers)))
+    kernels = {}
+    for mixer, window in dict.fromkeys(zip(model.mixers, model.windows, strict=True)):
+        if mixer == "softmax":
+            layer = resolve(config, replace(request, window=window))
+        else:  # decodes with a state, which needs no positions
+            layer_request = replace(request, Tq=T, positions=False, softcap=None)
+            layer = resolve(AttentionConfig(mixer, kernels=None, impl=None), replace(layer_request, window=window))
+        kernels[layer.resolved] = None
+    return ResolvedAttention(_find_backend(config).name, "+".join(kernels), config.impl)
 
 
 def pin_kernel_under_compile(config: AttentionConfig) -> None:

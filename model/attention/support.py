@@ -107,6 +107,7 @@ class Backend:
     on: support by device type, or by device type and attention.impl, as in "cuda FA3".
     uses_sdpa: whether the backend calls scaled_dot_product_attention, which selects a kernel.
     kernels: allowed values of attention.kernels; empty: none. needs_compiler: whether torch.compile must work.
+    mixer: value of model.mixer that computes the same as this backend.
     """
 
     name: str
@@ -115,6 +116,12 @@ class Backend:
     uses_sdpa: bool = False
     kernels: tuple[str, ...] = ()
     needs_compiler: bool = False
+    mixer: str = "softmax"
+
+    @property
+    def setting(self) -> str:
+        """The setting that selects this function."""
+        return f"attention={self.name}" if self.mixer == "softmax" else f"model.mixer={self.mixer}"
 
     @property
     def impls(self) -> list[str]:
@@ -122,14 +129,16 @@ class Backend:
         return [device.split()[1] for device in self.on if " " in device]
 
 
-BACKENDS: dict[str, Backend] = {}
+BACKENDS: dict[str, Backend] = {}  # of softmax attention, by name
+MIXERS: dict[str, Backend] = {}  # functions that compute something else, by the value of model.mixer
 
 
-def backend(on: dict[str, Support], **options):
-    """Decorator: register a function as `attention=<its name>`. The arguments are fields of Backend."""
+def backend(on: dict[str, Support], mixer: str = "softmax", **options):
+    """Decorator: register a function as `attention=<its name>`, or as a model.mixer. Arguments: fields of Backend."""
 
     def register(attend: FunctionType) -> FunctionType:
-        BACKENDS[attend.__name__] = Backend(attend.__name__, attend, on, **options)
+        name, registry = (attend.__name__, BACKENDS) if mixer == "softmax" else (mixer, MIXERS)
+        registry[name] = Backend(name, attend, on, mixer=mixer, **options)
         return attend
 
     return register
@@ -168,7 +177,9 @@ def check_support(chosen: Backend, request: AttentionRequest, impl: str | None =
     where = "" if problem.startswith("does not run") else f" on {request.device.type}"
     is_impl_at_fault = impl is not None and missing_feature(chosen, request) is None
     advice = "set attention.impl=null" if is_impl_at_fault else suggest_alternatives(request, setting)
-    raise UserError(f"attention={chosen.name}{implementation}{where} {problem}; {advice}")
+    if chosen.mixer != "softmax":
+        advice = f"set {setting}, or model.mixer=softmax" if setting else "set model.mixer=softmax"
+    raise UserError(f"{chosen.setting}{implementation}{where} {problem}; {advice}")
 
 
 def suggest_alternatives(request: AttentionRequest, setting: str | None = None) -> str:
@@ -185,7 +196,7 @@ def support_table() -> str:
     """The table as Markdown. Devices on which a backend supports the same features share a row."""
     titles = ["`attention=`", "device", "dtypes", *(feature.title for feature in FEATURES.values()), "head dim"]
     rows = [titles, ["---"] * 3 + [":-:"] * (len(FEATURES) + 1)]
-    for name, chosen in BACKENDS.items():
+    for chosen in [*BACKENDS.values(), *MIXERS.values()]:
         devices_by_support: dict[Support, list[str]] = {}
         for device, support in chosen.on.items():
             devices_by_support.setdefault(support, []).append(device)
@@ -194,5 +205,6 @@ def support_table() -> str:
             smallest, largest = support.head_dims
             head_dim = f"up to {largest}" if largest < inf else f"from {smallest}" if smallest > 1 else "any"
             marks = ["yes" if getattr(support, key) else "no" for key in FEATURES]
-            rows.append([f"`{name}`", ", ".join(devices), dtypes, *marks, head_dim])
+            label = chosen.name if chosen.mixer == "softmax" else chosen.setting
+            rows.append([f"`{label}`", ", ".join(devices), dtypes, *marks, head_dim])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from common.errors import UserError
 from data.tokenizer import end_of_text
-from model.attention import BACKENDS
+from model.attention import BACKENDS, MIXERS
 from model.generation.config import SamplingConfig
 from model.generation.cuda_graph import CudaGraphStep
 from model.generation.detokenizer import IncrementalDetokenizer
@@ -64,7 +64,7 @@ class Engine:
         if sampling.repetition_penalty != 1:
             self.seen = torch.zeros(batch_size, model.vocab_size, dtype=torch.bool, device=self.device)
         self.graph_step = None
-        if cuda_graphs and self.device.type == "cuda" and _supports_query_positions(model):
+        if cuda_graphs and self.device.type == "cuda" and _supports_cuda_graphs(model):
             self.graph_step = CudaGraphStep(self._decode, batch_size, self.device)
 
     @torch.inference_mode()
@@ -81,8 +81,7 @@ class Engine:
     def _prefill(self, first_row: int, sequences: list[Sequence], max_tokens: int) -> None:
         """Read the last `max_tokens` tokens of sequences, except the newest token, which the next step reads."""
         parts = [sequence.tokens[-max_tokens:-1] for sequence in sequences]
-        if any(parts):
-            self.cache.prefill(first_row, parts)
+        self.cache.prefill(first_row, parts)
         for sequence, part in zip(sequences, parts, strict=True):
             sequence.cached = len(part)
 
@@ -148,11 +147,14 @@ class Engine:
         self.sequences.pop()
 
 
-def _supports_query_positions(model: GPT) -> bool:
-    """Whether the model's attention on CUDA supports query positions. Decode steps of fixed shapes need them."""
-    attend = model.blocks[0].attn.attend  # the same function in all layers; a partial if attention.kernels is set
-    attend = getattr(attend, "func", attend)
-    backends = [backend for backend in BACKENDS.values() if backend.attend is attend]
+def _supports_cuda_graphs(model: GPT) -> bool:
+    """Whether decode steps can have fixed shapes, which needs query positions, and can be repeated.
+
+    Linear attention supports neither: the capture of a graph runs the step twice, and its state would change twice.
+    """
+    functions = [block.attn.attend for block in model.blocks]
+    functions = [getattr(attend, "func", attend) for attend in functions]  # a partial if attention.kernels is set
+    backends = [backend for backend in [*BACKENDS.values(), *MIXERS.values()] if backend.attend in functions]
     return all(backend.on["cuda"].positions and not backend.needs_compiler for backend in backends)
 
 

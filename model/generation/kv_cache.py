@@ -4,17 +4,21 @@ A layer's cache is a ring buffer. Its size is the layer's window, or block_size.
 new token replaces the token that leaves the window. Therefore decoding needs no window mask, and a sample with rotary
 positions can be longer than block_size.
 
+A layer with linear attention has a state of constant size instead (model/attention/linear.py).
+
 B batch, T time, C channels, G key/value heads, D head dimension.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
+from model.attention.linear import linear_attention_state, linear_attention_step
 from model.gpt import GPT
 
+Attend = Callable[..., Tensor]  # of q, k, v and positions
 PREFILL_TOKENS = 4096  # tokens per forward pass, at most, to limit the memory for activations
 
 
@@ -44,63 +48,69 @@ class LayerKVCache:
         self.k[rows, :, : len(slots)] = k[batch, positions].transpose(1, 2)  # (B, G, slots, D)
         self.v[rows, :, : len(slots)] = v[batch, positions].transpose(1, 2)
 
-    def write_token(
-        self, positions: Tensor, shared_position: int | None, num_slots: int, k: Tensor, v: Tensor
-    ) -> tuple[Tensor, Tensor]:
-        """Store one token of each of the first B rows -> the keys and values that it sees, (B, num_slots, G, D).
-
-        k, v (B, 1, G, D). For the other arguments see KVCache.decode_step.
-        """
+    def attend_token(self, step: "DecodeStep", attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        """Store one token of each of the first B rows, and attend to all tokens of the rows: q (B, 1, H, D) -> y."""
         self._allocate(k)
-        B, num_slots = len(positions), min(num_slots, self.size)
-        if shared_position is not None:
-            self.k[:B, :, shared_position % self.size] = k[:, 0]
-            self.v[:B, :, shared_position % self.size] = v[:, 0]
+        B, num_slots = len(step.positions), min(step.num_slots, self.size)
+        positions = None
+        if step.shared_position is not None:
+            self.k[:B, :, step.shared_position % self.size] = k[:, 0]
+            self.v[:B, :, step.shared_position % self.size] = v[:, 0]
         else:
             rows = torch.arange(B, device=k.device)
-            self.k[rows, :, positions % self.size] = k[:, 0]
-            self.v[rows, :, positions % self.size] = v[:, 0]
-        return self.k[:B, :, :num_slots].transpose(1, 2), self.v[:B, :, :num_slots].transpose(1, 2)
+            self.k[rows, :, step.positions % self.size] = k[:, 0]
+            self.v[rows, :, step.positions % self.size] = v[:, 0]
+            positions = step.positions.clamp(max=self.size - 1).unsqueeze(1)
+        k, v = self.k[:B, :, :num_slots].transpose(1, 2), self.v[:B, :, :num_slots].transpose(1, 2)
+        return attend(q, k, v, positions=positions)
 
     def copy_row(self, source: int, target: int) -> None:
         if self.k.numel() > 0:
             self.k[target], self.v[target] = self.k[source], self.v[source]
 
 
+class LinearAttentionState:
+    """State of one layer with linear attention, (num_rows, G, D, Dv + 1). One row per sequence."""
+
+    def __init__(self, num_rows: int, device: torch.device, G: int, D: int, dtype: torch.dtype):
+        self.state = torch.zeros(num_rows, G, D, D + 1, device=device, dtype=torch.promote_types(dtype, torch.float32))
+
+    def write_prompts(self, first_row: int, last_positions: Tensor, k: Tensor, v: Tensor) -> None:
+        self.state[first_row : first_row + len(k)] = linear_attention_state(k, v, last_positions + 1)
+
+    def attend_token(self, step: "DecodeStep", attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return linear_attention_step(self.state[: len(q)], q, k, v)
+
+    def copy_row(self, source: int, target: int) -> None:
+        self.state[target] = self.state[source]
+
+
 @dataclass
 class PrefillStep:
     """The model's `kv_cache` argument while it reads prompts: tokens attend to earlier tokens of their prompt."""
 
-    layers: list[LayerKVCache]
+    layers: list[LayerKVCache | LinearAttentionState]
     first_row: int
     last_positions: Tensor
     previous_tokens: Tensor | None = None
 
-    def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
+    def attend(self, layer: int, attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         self.layers[layer].write_prompts(self.first_row, self.last_positions, k, v)
-        return k, v
-
-    def query_positions(self, layer: int) -> Tensor | None:
-        return None
+        return attend(q, k, v)
 
 
 @dataclass
 class DecodeStep:
     """The model's `kv_cache` argument while it reads one token per sequence: the token attends to all cached tokens."""
 
-    layers: list[LayerKVCache]
+    layers: list[LayerKVCache | LinearAttentionState]
     positions: Tensor
     shared_position: int | None
     num_slots: int
     previous_tokens: Tensor | None
 
-    def update(self, layer: int, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor]:
-        return self.layers[layer].write_token(self.positions, self.shared_position, self.num_slots, k, v)
-
-    def query_positions(self, layer: int) -> Tensor | None:
-        if self.shared_position is not None:
-            return None
-        return self.positions.clamp(max=self.layers[layer].size - 1).unsqueeze(1)
+    def attend(self, layer: int, attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return self.layers[layer].attend_token(self, attend, q, k, v)
 
 
 class KVCache:
@@ -109,12 +119,17 @@ class KVCache:
     def __init__(self, model: GPT, num_rows: int, max_length: int):
         self.model, config = model, model.config
         self.device = model.wte.weight.device
-        sizes = [min(window or config.block_size, max_length) for window in config.windows]
-        self.layers = [LayerKVCache(num_rows, config.kv_heads, size, config.head_dim) for size in sizes]
+        G, D = config.kv_heads, config.head_dim
+        self.layers = [
+            LayerKVCache(num_rows, G, min(window or config.block_size, max_length), D)
+            if mixer == "softmax"
+            else LinearAttentionState(num_rows, self.device, G, D, model.wte.weight.dtype)
+            for mixer, window in zip(config.mixers, config.windows, strict=True)
+        ]
 
     def prefill(self, first_row: int, prompts: Sequence[Sequence[int]]) -> None:
         """Read prompts of at most block_size tokens, and store them in the rows from `first_row` on."""
-        prompts_per_forward = max(1, PREFILL_TOKENS // max(map(len, prompts)))
+        prompts_per_forward = max(1, PREFILL_TOKENS // max(1, *map(len, prompts)))
         for start in range(0, len(prompts), prompts_per_forward):
             batch = prompts[start : start + prompts_per_forward]
             longest = max(1, *map(len, batch))

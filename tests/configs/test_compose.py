@@ -60,7 +60,10 @@ WRONG = [
     (["modle=gpt2"], r"modle: there is no such key \(did you mean model\?\)"),
     (["optimizer.learning_rate=1"], r"optimizer.learning_rate: there is no such key"),
     (["optimizer=adamw", "optimizer.momentum=0.9"], r"optimizer.momentum is a key of optimizer=muon; set that"),
-    (["model=gpt3"], r"model=gpt3: there is no such choice \(did you mean gpt2\?\); set gpt2, llama, modern or nanogpt"),
+    (
+        ["model=gpt3"],
+        r"model=gpt3: there is no such choice \(did you mean gpt2\?\); set gpt2, llama, modern or nano",
+    ),
     (["attention=falsh"], r"did you mean flash\?\); set cudnn, flash, flex, naive or sdpa"),
     (["seed=1,2"], r"'seed=1,2' has several values for one run"),
     (["train.steps=f("], r"'train.steps=f\(' cannot be parsed; put .* quotes: 'train.steps=\"VALUE\"'$"),

@@ -23,7 +23,14 @@ from data.shards import PreparedData
 from data.sources import all_files, resolve_sources
 from model import AttentionConfig
 from model.attention import BACKENDS, get_attention_fn
-from model.flops import attention_flops_per_token, find_flops_crossover, linear_flops_per_token, params_by_part
+from model.attention.linear import CHUNK
+from model.flops import (
+    attention_flops_per_token,
+    find_flops_crossover,
+    linear_attention_keys,
+    linear_flops_per_token,
+    params_by_part,
+)
 from model.gpt import GPT
 from training.config import AUTO
 from training.device import Runtime, autocast
@@ -216,6 +223,12 @@ def print_plan(plan: Plan, console: Console) -> None:
         console.print("attention never needs as many FLOPs as the weights")
     else:
         console.print(f"attention needs as many FLOPs as the weights at a context of {T:,}")
+    if "linear" in model.mixers:
+        T = linear_attention_keys(model.head_dim, CHUNK)
+        console.print(
+            f"linear attention needs fewer FLOPs above a context of {T:,} than naive, which computes all scores, "
+            f"and above {2 * T:,} than kernels that skip the masked half, such as flash"
+        )
 
     micro_batch = pluralize(plan.micro_batch_size, "sequence")
     auto = " (auto)" if config.train.micro_batch_size == AUTO else ""

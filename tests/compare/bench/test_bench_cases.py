@@ -122,7 +122,7 @@ def test_each_case_compiles_for_its_shapes():
 
 def test_all_variants_are_attention_functions():
     variants = all_variants()
-    assert {"naive", "sdpa", "sdpa:math", "sdpa:efficient", "flash", "flash:FA3"} <= variants.keys()
+    assert {"naive", "sdpa", "sdpa:math", "sdpa:efficient", "flash", "flash:FA3", "linear"} <= variants.keys()
     for config in variants.values():
         get_attention_fn(config)
     assert variants["sdpa:math"].kernels == ["math"] and variants["flash:FA3"].impl == "FA3"

@@ -7,13 +7,21 @@ from helpers import sampling
 from model_helpers import GPT2, GROUPED, MODERN
 
 from model.attention import BACKENDS
-from model.generation.engine import Engine, Prompt
+from model.generation.engine import Engine, Prompt, _supports_cuda_graphs
 
 LENGTHS = (1, 5, 3, 20, 2, 9, 4)
 PROMPTS = [Prompt([(i * 7 + j) % 250 for j in range(n)], seed=i) for i, n in enumerate(LENGTHS)]
 
 
+SOFTMAX = {name: variant for name, variant in VARIANTS.items() if variant["mixer"] == "softmax"}
+
+
 @pytest.mark.parametrize("variant", VARIANTS.values(), ids=VARIANTS)
+def test_models_with_linear_attention_use_no_cuda_graphs(variant):
+    assert _supports_cuda_graphs(make_random_model(variant)) == (variant["mixer"] == "softmax")
+
+
+@pytest.mark.parametrize("variant", SOFTMAX.values(), ids=SOFTMAX)
 def test_fixed_shapes_give_the_same_samples(variant, monkeypatch):
     """Covers padded batches, and slots that no sequence has filled."""
     monkeypatch.setattr("model.generation.cuda_graph.MIN_SLOTS", 4)

@@ -1,0 +1,157 @@
+"""Linear attention: the definition, the equality of its three forms, and models that use it."""
+
+from dataclasses import replace
+
+import pytest
+import torch
+import torch.nn.functional as F
+from attention_helpers import REQUEST, random_qkv
+from generation_helpers import MIXED, make_random_model
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from model_helpers import GROUPED, MODERN, random_tokens
+
+from common.errors import UserError
+from model import AttentionConfig, GPTConfig
+from model.attention import linear_attention, linear_attention_weights, resolve_model, sdpa
+from model.attention.linear import CHUNK, feature_map, linear_attention_state, linear_attention_step
+
+LINEAR = GROUPED | dict(mixer="linear")
+
+
+def draw(B, Tq, Tk, H=4, G=2, D=8, Dv=8, dtype=torch.float64, grad=False, seed=0):
+    request = replace(REQUEST, B=B, Tq=Tq, Tk=Tk, H=H, G=G, D=D, Dv=Dv, dtype=dtype, grad=grad)
+    return random_qkv(request, seed)
+
+
+def by_weights(q, k, v):
+    """The quadratic form."""
+    H, G = q.shape[2], k.shape[2]
+    return (linear_attention_weights(q, k) @ v.repeat_interleave(H // G, dim=2).transpose(1, 2)).transpose(1, 2)
+
+
+def by_steps(q, k, v):
+    """The recurrent form."""
+    B, T, G, D = k.shape
+    state = torch.zeros(B, G, D, v.shape[3] + 1, dtype=torch.promote_types(k.dtype, torch.float32))
+    return torch.cat([linear_attention_step(state, q[:, [i]], k[:, [i]], v[:, [i]]) for i in range(T)], dim=1)
+
+
+def test_weights_follow_the_definition():
+    """Equation 8 of arXiv:2006.16236, one query at a time."""
+    q, k, _ = draw(1, 5, 5, H=1, G=1, D=3)
+    weights = linear_attention_weights(q, k)[0, 0]
+    phi = lambda x: F.elu(x) + 1  # noqa: E731
+    for i in range(5):
+        scores = torch.stack([phi(q[0, i, 0]) @ phi(k[0, j, 0]) for j in range(i + 1)])
+        torch.testing.assert_close(weights[i, : i + 1], scores / scores.sum())
+        assert (weights[i, i + 1 :] == 0).all()
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    T=st.sampled_from([1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK - 5]), offset=st.sampled_from([0, 1, 70]),
+    heads=st.sampled_from([(1, 1), (4, 2), (3, 1)]), dims=st.sampled_from([(8, 8), (4, 6)]), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_chunked_form_equals_the_quadratic_form_with_gradients(T, offset, heads, dims, seed):
+    qkv = draw(2, T, T + offset, *heads, *dims, grad=True, seed=seed)
+    y, expected = linear_attention(*qkv), by_weights(*qkv)
+    torch.testing.assert_close(y, expected, atol=1e-12, rtol=1e-12)
+    dy = torch.randn(y.shape, dtype=y.dtype, generator=torch.Generator().manual_seed(seed))
+    for ours, theirs in zip(*(torch.autograd.grad(out, qkv, dy) for out in (y, expected)), strict=True):
+        torch.testing.assert_close(ours, theirs, atol=1e-12, rtol=1e-12)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    T=st.integers(1, 40), heads=st.sampled_from([(1, 1), (4, 2), (3, 1)]), dims=st.sampled_from([(8, 8), (4, 6)]),
+    length=st.integers(0, 40), seed=st.integers(0, 99),
+)  # fmt: skip
+def test_recurrent_form_equals_the_quadratic_form(T, heads, dims, length, seed):
+    q, k, v = draw(2, T, T, *heads, *dims, seed=seed)
+    expected = by_weights(q, k, v)
+    torch.testing.assert_close(by_steps(q, k, v), expected, atol=1e-12, rtol=1e-12)
+    length = min(length, T - 1)  # the first tokens as a prompt, padded on the right
+    state = linear_attention_state(k, v, torch.tensor([[length], [0]]))
+    assert (state[1] == 0).all()
+    y = linear_attention_step(state, q[:, [length]], k[:, [length]], v[:, [length]])
+    torch.testing.assert_close(y[0], expected[0, [length]], atol=1e-12, rtol=1e-12)
+
+
+def test_recurrent_form_equals_the_quadratic_form_over_10_000_tokens_in_float32():
+    q, k, v = draw(1, 10_000, 10_000, H=1, G=1, D=16, Dv=16, dtype=torch.float32)
+    expected = by_weights(q[:, -200:].double(), k.double(), v.double())
+    assert (by_steps(q, k, v)[:, -200:] - expected).abs().max() < 1e-4
+
+
+def test_outputs_do_not_depend_on_later_tokens():
+    T = 2 * CHUNK + 3
+    q, k, v = draw(1, T, T, grad=True)
+    y = linear_attention(q, k, v)
+    for i in (0, CHUNK - 1, CHUNK, T - 1):
+        for gradient in torch.autograd.grad(y[:, i].sum(), (k, v), retain_graph=True):
+            reached = gradient.abs().sum(dim=(0, 2, 3)) > 0
+            assert reached[int(i == 0) : i].all() and not reached[i + 1 :].any()
+
+
+@pytest.mark.parametrize("autocast", [False, True])
+def test_sums_are_in_float32_under_bfloat16(autocast):
+    q, k, v = draw(1, 2000, 2000, dtype=torch.float32 if autocast else torch.bfloat16)
+    with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
+        y, step = linear_attention(q, k, v), by_steps(q[:, :300], k[:, :300], v[:, :300])
+    assert y.dtype == step.dtype == v.dtype
+    bound = 1e-5 if autocast else 2e-3  # bfloat16 rounds only the inputs and the output
+    expected = by_weights(q.double(), k.double(), v.double())
+    assert (y - expected).abs().max() < bound * max(1, expected.abs().max())
+    assert (step - expected[:, :300]).abs().max() < 4 * bound * max(1, expected.abs().max())
+
+
+def test_features_are_positive_for_very_negative_inputs():
+    x = torch.tensor([-80.0, -20.0, 0.0, 3.0])
+    assert (feature_map(x) > 0).all() and feature_map(x)[3] == 4
+
+
+# Models
+
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"window": 5}, "windows; set model.window=null, or model.mixer=softmax"),
+        ({"dropout": 0.1}, "dropout; set model.dropout=0, or model.mixer=softmax"),
+    ],
+)
+def test_masks_and_dropout_are_refused(changed, message):
+    config = GPTConfig(**MIXED | changed)
+    with pytest.raises(UserError) as refused:
+        resolve(config)
+    assert str(refused.value) == f"model.mixer=linear on cpu does not support {message}"
+
+
+def resolve(config, backend="sdpa", **options):
+    attention = AttentionConfig(backend, None, None)
+    options = {"dtype": torch.float32, "device": torch.device("cpu"), "grad": True} | options
+    return resolve_model(attention, config, B=2, **options)
+
+
+def test_mixer_is_resolved_for_each_layer():
+    assert resolve(GPTConfig(**LINEAR)).resolved == "linear"
+    assert resolve(GPTConfig(**MIXED), "flash").resolved == "linear+flash"
+    assert resolve(GPTConfig(**MIXED | dict(window=[None, 5]))).resolved == "linear+flash"
+    assert resolve(GPTConfig(**MIXED), grad=False, Tq=1, positions=True).resolved == "linear+flash", "decoding"
+    with pytest.raises(UserError, match=r"does not support document masks; set data.document_mask=false, or model.m"):
+        resolve(GPTConfig(**LINEAR), document_mask=True)
+    with pytest.raises(UserError, match=r"attention.backend=linear changes the model; set model.mixer=linear"):
+        resolve(GPTConfig(**MIXED), "linear")
+
+
+def test_each_layer_uses_its_mixer():
+    tokens = random_tokens()
+    models = [
+        make_random_model(MODERN | dict(mixer=mixer), attend=sdpa)
+        for mixer in ("softmax", "linear", ["linear", "softmax"])
+    ]
+    softmax, linear, mixed = [[block.attn.attend for block in model.blocks] for model in models]
+    assert (softmax, linear, mixed) == ([sdpa] * 2, [linear_attention] * 2, [linear_attention, sdpa])
+    softmax, linear, mixed = [model(tokens) for model in models]
+    assert not torch.allclose(softmax, linear) and not torch.allclose(mixed, linear)
