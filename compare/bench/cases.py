@@ -74,7 +74,10 @@ class Case:
 def select_variants(config: BenchConfig, device: torch.device) -> tuple[dict[str, AttentionConfig], list[torch.dtype]]:
     """The backends, by name, and the dtypes to measure. Raises UserError for unknown names."""
     variants, dtypes = all_variants(), DTYPES | {"auto": resolve_dtype("auto", device)}
-    support = {name: backend.on.get(device.type) for name, backend in (BACKENDS | MIXERS).items()}
+    if config.run is not None:  # its layers with linear attention are not measured
+        variants = {name: variant for name, variant in variants.items() if variant.backend in BACKENDS}
+    known = {name: backend for name, backend in (BACKENDS | MIXERS).items() if name in variants}
+    support = {name: backend.on.get(device.type) for name, backend in known.items()}
     backends = config.backends or [name for name, row in support.items() if row is not None and row.gradients]
     for key, names, choices in (("backends", backends, variants), ("dtypes", config.dtypes, dtypes)):
         for name in names:
@@ -260,11 +263,11 @@ def write_reference(case: Case, seed: int, path: Path) -> None:
 
 
 def compute_reference(
-    inputs: Sequence[Tensor], grad: bool, window: int | None = None, doc_ids: Tensor | None = None
+    inputs: Sequence[Tensor], grad: bool, doc_ids: Tensor | None = None, **options
 ) -> dict[str, Tensor]:
     """y, and with grad also dq, dk and dv, of inputs q, k, v, dy: computed by `naive` in float64, on the CPU.
 
-    Each key/value head is computed separately, to limit the memory.
+    Each key/value head is computed separately, to limit the memory. options: window and softcap.
     """
     device = torch.device("cpu") if inputs[0].device.type == "mps" else inputs[0].device  # MPS has no float64
     q, k, v, dy = (tensor.to(device, torch.float64) for tensor in inputs)
@@ -277,7 +280,7 @@ def compute_reference(
             qkv = [tensor[b : b + 1, :, heads] for tensor, heads in ((q, queries), (k, keys), (v, keys))]
             for tensor in qkv:
                 tensor.requires_grad_(grad)
-            y = naive(*qkv, window=window, doc_ids=None if doc_ids is None else doc_ids[b : b + 1])
+            y = naive(*qkv, doc_ids=None if doc_ids is None else doc_ids[b : b + 1], **options)
             gradients = torch.autograd.grad(y, qkv, dy[b : b + 1, :, queries]) if grad else ()
             for name, output in zip(OUTPUT_NAMES, (y, *gradients), strict=False):
                 outputs[name][b, :, keys if name in ("dk", "dv") else queries] = output[0].detach().cpu()

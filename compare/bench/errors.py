@@ -7,7 +7,6 @@ B sequences, T tokens, H query heads, G key/value heads, D head dimension.
 """
 
 import itertools
-import math
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -30,7 +29,7 @@ from data import prepare
 from data.loader import Loader
 from data.shards import PreparedData, read_meta
 from model import AttentionConfig, GPTConfig
-from model.attention import AttentionRequest, ResolvedAttention, attention_mask, get_attention_fn, resolve, sdpa
+from model.attention import AttentionRequest, ResolvedAttention, attention_scores, get_attention_fn, naive, resolve
 from model.gpt import GPT
 from training.device import DTYPES, configure_backends
 
@@ -66,7 +65,7 @@ class HeadError:
 
 @dataclass(frozen=True)
 class AttentionInputs:
-    """The inputs of one layer: q, k, v and the gradient of y, and the mask (window and doc_ids)."""
+    """The inputs of one layer: q, k, v and the gradient of y, and the mask (window, doc_ids and softcap)."""
 
     name: str  # random or real
     layer: int
@@ -75,15 +74,15 @@ class AttentionInputs:
 
 
 def record_inputs(config: BenchConfig, device: torch.device) -> list[AttentionInputs]:
-    """Run a trained model on the first validation windows of its data -> inputs of all layers, random and real.
+    """Run a trained model on the first validation windows of its data -> inputs of its layers, random and real.
 
-    The gradient of y is scaled to a mean square of 1, as loss scaling does for float16. Raises UserError if the run or
-    its prepared data does not exist.
+    Layers with linear attention are left out. The gradient of y is scaled to a mean square of 1, as loss scaling does
+    for float16. Raises UserError if the run or its prepared data does not exist, or if all layers are left out.
     """
     configure_backends(device, deterministic=False, tf32=config.tf32)
     path = find_checkpoint(config.run, config.checkpoint or "best")
     checkpoint = load_checkpoint(path)
-    identity, model_config = checkpoint["identity"], GPTConfig(**checkpoint["model_config"])
+    identity, model_config = checkpoint["identity"], GPTConfig.from_checkpoint(checkpoint["model_config"])
     folder = prepare.ROOT / f"{identity['data.name']}-{identity['data']}"
     meta = read_meta(folder)
     if meta is None:
@@ -94,16 +93,20 @@ def record_inputs(config: BenchConfig, device: torch.device) -> list[AttentionIn
     x, targets, doc_ids = loader.batch("val", 0, config.batch_size)
     calls = []
 
-    def record(q, k, v, *, window, doc_ids, **_) -> Tensor:
-        y = sdpa(q, k, v, window=window, doc_ids=doc_ids)
+    layers = [number for number, mixer in enumerate(model_config.mixers, start=1) if mixer == "softmax"]
+    if not layers:
+        raise UserError(f"{path} has only linear attention, which has no other backends; set another run")
+
+    def record(q, k, v, *, dropout_p, **mask) -> Tensor:
+        y = naive(q, k, v, **mask)
         y.retain_grad()
-        calls.append((q, k, v, y, {"window": window, "doc_ids": doc_ids}))
+        calls.append((q, k, v, y, mask))
         return y
 
     model = GPT(model_config, checkpoint["vocab_size"], record, weights=checkpoint["model"]).to(device).eval()
     model(x, targets, doc_ids=doc_ids).backward()
     generator, inputs = torch.Generator().manual_seed(config.seed), []
-    for layer, (q, k, v, y, mask) in enumerate(calls, start=1):
+    for layer, (q, k, v, y, mask) in zip(layers, calls, strict=True):
         real = q.detach(), k.detach(), v.detach(), y.grad / y.grad.square().mean().sqrt()
         random = tuple(torch.randn(tensor.shape, generator=generator).to(device) for tensor in real)
         inputs += [AttentionInputs("random", layer, random, mask), AttentionInputs("real", layer, real, mask)]
@@ -144,7 +147,7 @@ def head_errors(
     q, k, v = (tensor.clone().requires_grad_() for tensor in inputs[:3])
     (B, T, H, D), G = q.shape, k.shape[2]
     shape = {"B": B, "Tq": T, "Tk": T, "H": H, "G": G, "D": D, "Dv": v.shape[3]}
-    options = {"dtype": q.dtype, "device": q.device, "grad": True, "window": mask["window"]}
+    options = {"dtype": q.dtype, "device": q.device, "grad": True, "window": mask["window"], "softcap": mask["softcap"]}
     kernel = resolve(attention, AttentionRequest(**shape, **options, document_mask=mask["doc_ids"] is not None))
     y = get_attention_fn(attention)(q, k, v, **mask)
     outputs = y.detach(), *torch.autograd.grad(y, (q, k, v), inputs[3])
@@ -156,12 +159,10 @@ def head_errors(
     return kernel, errors
 
 
-def score_variances(q: Tensor, k: Tensor, window: int | None, doc_ids: Tensor | None) -> Tensor:
+def score_variances(q: Tensor, k: Tensor, **mask) -> Tensor:
     """Variance of the scores q k / sqrt(D) of each query head, over all keys that the queries see -> (H,)."""
-    (B, T, H, D), G = q.shape, k.shape[2]
-    visible = attention_mask(T, T, window=window, doc_ids=doc_ids, device=q.device).expand(B, 1, T, T)[:, 0]
-    scores = (q[:, :, h] @ k[:, :, h * G // H].mT / math.sqrt(D) for h in range(H))  # one head at a time: (B, T, T)
-    return torch.stack([head[visible].var(correction=0) for head in scores])
+    scores = attention_scores(q, k, **mask)  # (B, H, T, T)
+    return torch.stack([head[head > -torch.inf].var(correction=0) for head in scores.unbind(1)])
 
 
 def print_errors(rows: list[HeadError], failures: Failures, folder: Path) -> None:

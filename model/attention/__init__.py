@@ -31,7 +31,7 @@ from model.attention.backends import (
     naive,
     sdpa,
 )
-from model.attention.linear import linear_attention, linear_attention_weights
+from model.attention.linear import linear_attention, linear_attention_scores
 from model.attention.resolve import (
     ResolvedAttention,
     all_variants,
@@ -59,7 +59,7 @@ __all__ = [
     "flex",
     "get_attention_fn",
     "linear_attention",
-    "linear_attention_weights",
+    "linear_attention_scores",
     "missing_compiler",
     "naive",
     "pin_kernel_under_compile",

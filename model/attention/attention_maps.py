@@ -2,20 +2,24 @@
 
 T tokens, H query heads, D head dimension.
 
-scores (..., T, T): s_ij = q_i . k_j / sqrt(D) of query i and key j; -inf where key j is masked.
+scores (..., T, T): s_ij = q_i . k_j / sqrt(D) of query i and key j; -inf where key j is masked. In layers with linear
+    attention, log phi(q_i) . phi(k_j).
 weights (..., T, T): w_ij, the softmax of the scores over j.
 visible (T, T): True where key j is not masked.
 """
 
 import math
 from collections.abc import Callable
+from functools import partial
 
 import torch
 from torch import Tensor
 
-from model.attention.backends import attention_scores, naive
+from model.attention.backends import attention_scores, repeat_kv
+from model.attention.linear import linear_attention_scores
 from model.gpt import GPT
 
+SCORES = {"softmax": attention_scores, "linear": linear_attention_scores}  # by model.mixer
 # Metrics of each layer and head, in the order of `head_statistics`.
 STATISTICS = ("score_variance", "entropy", "first_token_weight", "previous_token_weight", "mean_distance")
 
@@ -29,18 +33,20 @@ def record_attention(model: GPT, tokens: Tensor, doc_ids: Tensor | None, measure
     """
     results = []
 
-    def record(q, k, v, *, dropout_p=0.0, **mask) -> Tensor:  # mask: window, positions, doc_ids
+    def record(compute_scores, q, k, v, *, dropout_p=0.0, **options) -> Tensor:  # window, positions, doc_ids, softcap
         dtype = torch.promote_types(q.dtype, torch.float32)
         with torch.autocast(q.device.type, enabled=False):
-            results.append(measure(attention_scores(q.to(dtype), k.to(dtype), **mask)[0]))
-        return naive(q, k, v, **mask)
+            scores = compute_scores(q.to(dtype), k.to(dtype), **options)
+            results.append(measure(scores[0]))
+            y = scores.softmax(-1) @ repeat_kv(v, q.shape[2]).to(dtype).transpose(1, 2)
+        return y.transpose(1, 2).to(v.dtype)
 
     layers = [block.attn for block in model.blocks]
     functions, was_training = [layer.attend for layer in layers], model.training
     model.eval()
     try:
         for layer in layers:
-            layer.attend = record
+            layer.attend = partial(record, SCORES[layer.mixer])
         model.backbone(tokens, doc_ids=doc_ids)
     finally:
         for layer, attend in zip(layers, functions, strict=True):

@@ -6,7 +6,7 @@ The softmax is replaced by a product of features, phi(q).phi(k), which are posit
 
 Therefore phi(q_i) can be taken out of both sums. There are three forms, which are equal up to rounding:
 
-    quadratic   linear_attention_weights: the definition, with all T x T weights
+    quadratic   linear_attention_scores: the definition, with all T x T weights
     chunked     linear_attention, for training and prompts: weights within a chunk, a state for the earlier chunks
     recurrent   linear_attention_step, for decoding: the state phi(K)^T [V, 1] replaces the KV cache
 
@@ -31,12 +31,12 @@ def feature_map(x: Tensor) -> Tensor:
     return F.relu(x) + x.clamp(max=0).exp()
 
 
-def linear_attention_weights(q: Tensor, k: Tensor, *, window=None, positions=None, doc_ids=None) -> Tensor:
-    """Weights of linear attention -> (B, H, Tq, Tk). Rows sum to one; masked weights are zero."""
-    scores = _features(q).transpose(1, 2) @ repeat_kv(_features(k), q.shape[2]).permute(0, 2, 3, 1)  # (B, H, Tq, Tk)
+def linear_attention_scores(q: Tensor, k: Tensor, *, window=None, positions=None, doc_ids=None, softcap=None) -> Tensor:
+    """log phi(q).phi(k) -> (B, H, Tq, Tk), so that their softmax is the weights. Masked scores are -inf. No softcap."""
+    scores = _features(q).transpose(1, 2) @ repeat_kv(_features(k), q.shape[2]).permute(0, 2, 3, 1)
     masks = {"window": window, "positions": positions, "doc_ids": doc_ids}
-    weights = scores * attention_mask(q.shape[1], k.shape[1], **masks, device=q.device)
-    return weights / weights.sum(-1, keepdim=True)
+    visible = attention_mask(q.shape[1], k.shape[1], **masks, device=q.device)
+    return scores.log().masked_fill(~visible, -torch.inf)
 
 
 @backend(on={device: replace(support, **NO_MASKS) for device, support in ALL_DEVICES.items()}, mixer="linear")

@@ -87,6 +87,17 @@ def gqa_run(workdir, train):
     assert train("name=g", *model, "data.path=documents.jsonl", "data.document_mask=true", "model.block_size=64") == 0
 
 
+def test_layers_with_linear_attention_are_left_out(train, bench, workdir):
+    assert train("name=mixed", "model.mixer=[linear,softmax]", "model.attention_softcap=2", "attention=naive") == 0
+    code, rows, printed = bench("run=mixed", "dtypes=[float32]")
+    assert code == 0 and {(row["layer"], row["backend"]) for row in rows} == {("2", "naive")}
+    assert "sdpa: refused (float32): attention=sdpa on cpu does not support softcaps" in printed
+    assert all(0 < float(row[output]) < 1e-5 for row in rows for output in OUTPUTS)
+    assert train("name=linear", "model.mixer=linear") == 0
+    code, _, printed = bench("run=linear", "dtypes=[float32]")
+    assert code == 2 and "has only linear attention, which has no other backends; set another run" in printed
+
+
 def test_errors_of_a_head_match_a_direct_computation(gqa_run):
     cpu = torch.device("cpu")
     config = config_from_python("bench", run="g", backends=["naive"], dtypes=["bfloat16"], batch_size=2)

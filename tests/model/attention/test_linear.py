@@ -13,7 +13,8 @@ from model_helpers import GROUPED, MODERN, random_tokens
 
 from common.errors import UserError
 from model import AttentionConfig, GPTConfig
-from model.attention import linear_attention, linear_attention_weights, resolve_model, sdpa
+from model.attention import linear_attention, linear_attention_scores, naive, resolve_model, sdpa
+from model.attention.attention_maps import attention_maps
 from model.attention.linear import CHUNK, feature_map, linear_attention_state, linear_attention_step
 
 LINEAR = GROUPED | dict(mixer="linear")
@@ -26,8 +27,8 @@ def draw(B, Tq, Tk, H=4, G=2, D=8, Dv=8, dtype=torch.float64, grad=False, seed=0
 
 def by_weights(q, k, v):
     """The quadratic form."""
-    H, G = q.shape[2], k.shape[2]
-    return (linear_attention_weights(q, k) @ v.repeat_interleave(H // G, dim=2).transpose(1, 2)).transpose(1, 2)
+    v = v.repeat_interleave(q.shape[2] // k.shape[2], dim=2)
+    return (linear_attention_scores(q, k).softmax(-1) @ v.transpose(1, 2)).transpose(1, 2)
 
 
 def by_steps(q, k, v):
@@ -40,7 +41,7 @@ def by_steps(q, k, v):
 def test_weights_follow_the_definition():
     """Equation 8 of arXiv:2006.16236, one query at a time."""
     q, k, _ = draw(1, 5, 5, H=1, G=1, D=3)
-    weights = linear_attention_weights(q, k)[0, 0]
+    weights = linear_attention_scores(q, k).softmax(-1)[0, 0]
     phi = lambda x: F.elu(x) + 1  # noqa: E731
     for i in range(5):
         scores = torch.stack([phi(q[0, i, 0]) @ phi(k[0, j, 0]) for j in range(i + 1)])
@@ -155,3 +156,15 @@ def test_each_layer_uses_its_mixer():
     assert (softmax, linear, mixed) == ([sdpa] * 2, [linear_attention] * 2, [linear_attention, sdpa])
     softmax, linear, mixed = [model(tokens) for model in models]
     assert not torch.allclose(softmax, linear) and not torch.allclose(mixed, linear)
+
+
+def test_attention_maps_contain_the_weights_of_linear_attention():
+    model, tokens = make_random_model(MIXED | dict(attention_softcap=0.5), attend=naive), random_tokens(B=1)
+    attended = []
+    for block in model.blocks:
+        block.attn.proj.register_forward_pre_hook(lambda _, inputs: attended.append(inputs[0]))
+    model(tokens)
+    maps = attention_maps(model, tokens)
+    torch.testing.assert_close(attended[2:], attended[:2])  # the recorded model computes the same
+    torch.testing.assert_close(maps.sum(-1), torch.ones(2, 4, 24))
+    assert (maps.triu(1) == 0).all() and maps[0].isfinite().all()
