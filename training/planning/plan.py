@@ -216,7 +216,8 @@ def print_plan(plan: Plan, console: Console) -> None:
     console.print(_shares_table(plan.parameters, "{:,}".format))
 
     console.print("\ntraining FLOPs per token, forward and backward", style="bold")
-    flops = {"weights, 6 each (T C² per sequence)": plan.linear_flops, "attention (T² C)": plan.attention_flops}
+    growth = "T² C" if "softmax" in model.mixers else "T C D"
+    flops = {"weights, 6 each (T C² per sequence)": plan.linear_flops, f"attention ({growth})": plan.attention_flops}
     console.print(_shares_table(flops, format_si))
     T = find_flops_crossover(model, plan.vocab_size)
     if T is None:
