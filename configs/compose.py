@@ -54,9 +54,9 @@ def compose_config(
                 check_choice(script, word, config_dir)
             keys = {word.split("=", 1)[0]: None for word in words}
             unused = [key for key in keys if key not in RUN_KEYS]
-            if script == "bench" and "run" in keys and unused:
-                raise UserError(f"{unused[0]} has no effect with run=NAME, which measures numerical errors; remove it")
             composed = compose(script, overrides=[to_hydra_word(script, word) for word in words] + search_path)
+            if script == "bench" and composed.run is not None and unused:
+                raise UserError(f"{unused[0]} has no effect with run=NAME, which measures numerical errors; remove it")
         for key, value in (settings or {}).items():
             OmegaConf.update(composed, key, escape_interpolation(value), force_add=True)
         return _apply_schema(script, composed, config_dir)

@@ -12,7 +12,7 @@ from common.errors import check_positive, check_settings
 NORMS = ("layernorm", "rmsnorm")
 MLPS = ("gelu", "gelu_tanh", "relu2", "swiglu")
 POSITIONS = ("learned", "rotary")
-MIXERS = ("softmax", "linear")
+MIXER_NAMES = ("softmax", "linear")
 # Settings that were added later, with the values of checkpoints that do not have them.
 ADDED_SETTINGS = {"mixer": "softmax", "mlp_width": None, "attention_softcap": None, "logit_softcap": None}
 
@@ -81,8 +81,10 @@ class GPTConfig:
              f"must divide model.n_head={self.n_head}; set one of {divisors}, or null"),
             ("window", len(windows) > 0 and all(w is None or (type(w) is int and w > 0) for w in windows),
              f"must be a number of tokens, null, or a list of these; set {half}, for example, or [{half},null]"),
-            ("mixer", len(mixers) > 0 and set(mixers) <= set(MIXERS),
-             f"is unknown; set one of {', '.join(MIXERS)}, or a list of these"),
+            ("mixer", len(mixers) > 0 and all(mixer in MIXER_NAMES for mixer in mixers),
+             f"is unknown; set one of {', '.join(MIXER_NAMES)}, or a list of these"),
+            ("attention_softcap", self.attention_softcap is None or "softmax" in mixers,
+             "has no effect without softmax attention; set null, or model.mixer=softmax"),
             *((key, len(pattern) <= self.n_layer,
                f"lists {len(pattern)} layers, but model.n_layer={self.n_layer}; shorten the list or add layers")
               for key, pattern in (("window", windows), ("mixer", mixers))),

@@ -43,10 +43,10 @@ def flops_per_token(config: GPTConfig, vocab_size: int, T: int) -> int:
     pass. This gives 6 per weight, and 12 T H D per layer for attention, as in PaLM (Chowdhery et al.,
     arXiv:2204.02311, appendix B).
     """
-    return linear_flops_per_token(config, vocab_size) + attention_flops_per_token(config, T)
+    return weight_flops_per_token(config, vocab_size) + attention_flops_per_token(config, T)
 
 
-def linear_flops_per_token(config: GPTConfig, vocab_size: int) -> int:
+def weight_flops_per_token(config: GPTConfig, vocab_size: int) -> int:
     """FLOPs of the projections, the MLPs and the head: 6 per weight, without padded rows of the vocabulary."""
     C, D = config.n_embd, config.head_dim
     qkv = C * (config.n_head + 2 * config.kv_heads) * D
@@ -76,8 +76,8 @@ def linear_attention_keys(D: int, T: int) -> int:
 
 
 def find_flops_crossover(config: GPTConfig, vocab_size: int) -> int | None:
-    """Smallest T at which attention takes as many FLOPs as the linear layers; None if windows prevent this."""
-    linear = linear_flops_per_token(config, vocab_size)
+    """Smallest T at which attention takes as many FLOPs as the weights; None if windows or linear mixers prevent it."""
+    linear = weight_flops_per_token(config, vocab_size)
     largest = -(-linear // (12 * config.n_head * config.head_dim))  # the result if one layer has no window
     T = bisect_left(range(largest), linear, key=lambda T: attention_flops_per_token(config, T))
     return T if attention_flops_per_token(config, T) >= linear else None

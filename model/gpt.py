@@ -257,7 +257,8 @@ class GPT(nn.Module):
 
     def logits(self, x: Tensor) -> Tensor:
         """Next-token logits of hidden states: (..., C) -> (..., V)."""
-        return apply_softcap(self.lm_head(x)[..., : self.vocab_size], self.config.logit_softcap)
+        logits, softcap = self.lm_head(x)[..., : self.vocab_size], self.config.logit_softcap
+        return logits if softcap is None else apply_softcap(logits.float(), softcap)  # as in the loss
 
     def backbone(
         self,

@@ -72,7 +72,7 @@ def plot_attention(rows: list[dict], path: Path) -> None:
             axes.plot(steps, values[:, layer].mean(-1), color=color, linewidth=1.8, label=label)
         axes.set_xlabel("optimizer step")
         axes.locator_params(axis="x", integer=True)
-    panels[0].set_yscale("log")
+    panels[0].set_yscale("log", nonpositive="clip")
     panels[0].yaxis.set_major_formatter("{x:g}")
     panels[0].yaxis.set_minor_formatter(LogFormatter())
     panels[-1].axis("off")

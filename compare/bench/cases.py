@@ -205,7 +205,9 @@ def _training_workload(case: Case, config: BenchConfig) -> Workload:
     model = replace(config.model, block_size=case.request.Tk)
     resolved = resolve_model(case.attention, model, B=B, dtype=dtype, device=device, grad=True)
     # A step of a tiny model loads the libraries, which should not count as memory of the step.
-    tiny = replace(model, n_layer=1, window=None, block_size=8, ngram_table_size=64)
+    tiny = replace(
+        model, n_layer=1, mixer=model.mixers[0], window=None, mlp_width=None, block_size=8, ngram_table_size=64
+    )
     _training_step(case, replace(config, model=tiny, vocab_size=64, compile=False))()
     system.return_freed_memory()
     memory_before = system.memory_in_use(device)

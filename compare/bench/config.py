@@ -68,6 +68,8 @@ class BenchConfig:
             if isinstance(value, list):
                 rules.append((key, len(value) > 0, "leaves nothing to measure; set one or more values"))
                 rules.append((key, len(set(value)) == len(value), "contains a value twice; remove one"))
+        if "softmax" not in self.model.mixers:
+            raise UserError("model.mixer=linear leaves no backend to compare; set backends=[sdpa,linear] instead")
         H, G, _, _ = self.kernel_shape()
         rules.append(("n_kv_head", H % G == 0, f"does not divide the {H} heads; set a divisor, or null"))
         is_valid = all(0 < T <= 10**8 for T in self.block_sizes)

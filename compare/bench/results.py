@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
-from model.config import MIXERS
+from model.config import MIXER_NAMES
 
 FINISHED, TIME_LIMIT = "finished", "time limit"
 MAX_TIE_RATIO = 1.1  # of the medians of two backends that count as equally fast
@@ -109,7 +109,7 @@ def recommend(rows: list[Timing]) -> list[tuple[str, str, str]]:
     The phases are in reverse order, so that the training step comes first. Neighboring T with the same fastest
     backends share a line. Linear attention is not a recommendation, because it changes the results.
     """
-    lines, rows = [], [row for row in rows if row.backend not in MIXERS]
+    lines, rows = [], [row for row in rows if row.backend not in MIXER_NAMES]
     for (phase, dtype), phase_rows in reversed(group_rows(rows, "phase", "dtype").items()):
         rows_per_T = group_rows(phase_rows, "T").values()
         for _, group in itertools.groupby(rows_per_T, key=lambda at_T: (_fastest_names(at_T), at_T[0].status)):

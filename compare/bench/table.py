@@ -5,7 +5,7 @@ from pathlib import Path
 from common.console import format_number, make_console, make_table, pluralize
 from compare.bench.config import BenchConfig
 from compare.bench.results import MAX_SPREAD, MAX_TIE_RATIO, Timing, compute_spread, group_rows, recommend
-from model.config import MIXERS
+from model.config import MIXER_NAMES
 
 MIB = 2**20
 
@@ -42,7 +42,7 @@ def list_notes(rows: list[Timing]) -> list[str]:
     if finished:
         notes.append("ms: median time of a call. MiB: memory besides the inputs; phase step includes the model.")
         notes.append(f"equal: the quartiles overlap, or the medians differ by less than {MAX_TIE_RATIO - 1:.0%}.")
-    mixers = " and ".join(dict.fromkeys(row.backend for row in finished if row.backend in MIXERS))
+    mixers = " and ".join(dict.fromkeys(row.backend for row in finished if row.backend in MIXER_NAMES))
     if mixers:
         notes.append(f"{mixers}: model.mixer={mixers}, which changes the results, and is not among the fastest above.")
     if any(row.compile_s for row in rows):
@@ -59,7 +59,7 @@ def _error_notes(finished: list[Timing]) -> list[str]:
         errors = [(error, row.backend) for row in finished if row.dtype == dtype for error in row.errors]
         if errors:
             notes.append("Largest error in {}, compared with float64: {:.1e}, by {}.".format(dtype, *max(errors)))
-    unchecked = [row for row in finished if row.phase != "step" and row.backend not in MIXERS and not row.errors]
+    unchecked = [row for row in finished if row.phase != "step" and row.backend not in MIXER_NAMES and not row.errors]
     if unchecked:
         notes.append(f"Not compared with float64, for lack of memory or time: {_list_contexts(unchecked)}.")
     return notes

@@ -108,7 +108,7 @@ def mean_distance(weights: Tensor) -> Tensor:
 
 def head_statistics(scores: Tensor) -> Tensor:
     """All STATISTICS of a layer's heads: scores (H, T, T) -> (5, H), on the CPU."""
-    weights, visible = scores.softmax(-1), scores[0] > -torch.inf
+    weights, visible = scores.softmax(-1), (scores > -torch.inf).any(0)
     return torch.stack([
         score_variance(scores, visible),
         entropy(weights),

@@ -179,7 +179,9 @@ def flex(q, k, v, *, window=None, positions=None, doc_ids=None, dropout_p=0.0, s
     if q.device.type == "cpu" and Tk % 16:
         k, v = (F.pad(x, (0, 0, 0, 0, 0, -Tk % 16)) for x in (k, v))
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
-    score_mod = _softcap_score_mod(softcap)
+    # a cached function would be a graph break with a warning, while the model is compiled
+    make_score_mod = _softcap_score_mod.__wrapped__ if torch.compiler.is_compiling() else _softcap_score_mod
+    score_mod = make_score_mod(softcap)
     mask_args = (B, Tq, k.shape[2], Tk - Tq, window, positions, doc_ids, q.device)
     if torch.compiler.is_compiling():  # the torch.compile call around the model also compiles flex_attention
         # contiguous: Inductor 2.13 gives wrong results if it fuses the computation of q and k into the kernel

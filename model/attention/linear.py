@@ -32,7 +32,7 @@ def feature_map(x: Tensor) -> Tensor:
 
 
 def linear_attention_scores(q: Tensor, k: Tensor, *, window=None, positions=None, doc_ids=None, softcap=None) -> Tensor:
-    """log phi(q).phi(k) -> (B, H, Tq, Tk), so that their softmax is the weights. Masked scores are -inf. No softcap."""
+    """log phi(q).phi(k) -> (B, H, Tq, Tk); their softmax is the weights. Masked scores are -inf."""
     scores = _features(q).transpose(1, 2) @ repeat_kv(_features(k), q.shape[2]).permute(0, 2, 3, 1)
     masks = {"window": window, "positions": positions, "doc_ids": doc_ids}
     visible = attention_mask(q.shape[1], k.shape[1], **masks, device=q.device)
@@ -41,17 +41,18 @@ def linear_attention_scores(q: Tensor, k: Tensor, *, window=None, positions=None
 
 @backend(on={device: replace(support, **NO_MASKS) for device, support in ALL_DEVICES.items()}, mixer="linear")
 def linear_attention(q, k, v, *, window=None, positions=None, doc_ids=None, dropout_p=0.0, softcap=None) -> Tensor:
-    """Linear attention in chunks. The queries are the last of the keys. Raises ValueError for masks and dropout."""
+    """Linear attention in chunks; T queries and T keys. Raises ValueError for masks and dropout."""
     if not (window is positions is doc_ids is softcap is None) or dropout_p > 0:
         raise ValueError("linear attention does not support windows, positions, documents, dropout and softcaps")
-    T, H, Dv, offset, dtype = q.shape[1], q.shape[2], v.shape[3], k.shape[1] - q.shape[1], v.dtype
+    T, H, Dv, dtype = q.shape[1], q.shape[2], v.shape[3], v.dtype
     with torch.autocast(q.device.type, enabled=False):
         chunk = min(T, CHUNK)
-        q, k, v = _features(q), repeat_kv(_features(k), H), _append_one(repeat_kv(v, H))
-        first = (k[:, :offset].permute(0, 2, 3, 1) @ v[:, :offset].transpose(1, 2)).unsqueeze(2)
-        q, k, v = (_split_chunks(x, chunk) for x in (q, k[:, offset:], v[:, offset:]))
+        q, k, v = (
+            _split_chunks(x, chunk) for x in (_features(q), repeat_kv(_features(k), H), repeat_kv(_append_one(v), H))
+        )
         states = k.mT @ v  # of each chunk, (B, H, T / chunk, D, Dv + 1)
-        states = first + states.cumsum(2) - states  # of all earlier tokens
+        # of all earlier chunks; cumsum() - states would round with later tokens
+        states = F.pad(states.cumsum(2)[:, :, :-1], (0, 0, 0, 0, 1, 0))
         y = (q @ k.mT).tril() @ v + q @ states  # (B, H, T / chunk, chunk, Dv + 1)
         y = y.flatten(2, 3)[:, :, :T].transpose(1, 2)
         return (y[..., :Dv] / y[..., Dv:]).to(dtype)

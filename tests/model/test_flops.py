@@ -12,9 +12,9 @@ from model.flops import (
     attention_flops_per_token,
     find_flops_crossover,
     flops_per_token,
-    linear_flops_per_token,
     n_params,
     params_by_part,
+    weight_flops_per_token,
 )
 from model.gpt import GPT
 
@@ -40,6 +40,6 @@ def test_parameters_of_gpt2_124m_are_counted_as_published():
 
 def test_crossover_is_the_first_length_at_which_attention_dominates():
     config = GPTConfig(**GPT2 | dict(n_layer=12, n_head=12, n_embd=768, block_size=100_000))
-    linear, T = linear_flops_per_token(config, 50257), find_flops_crossover(config, 50257)
+    linear, T = weight_flops_per_token(config, 50257), find_flops_crossover(config, 50257)
     assert attention_flops_per_token(config, T - 1) < linear <= attention_flops_per_token(config, T)
     assert find_flops_crossover(replace(config, window=64), 50257) is None

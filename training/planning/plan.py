@@ -28,8 +28,8 @@ from model.flops import (
     attention_flops_per_token,
     find_flops_crossover,
     linear_attention_keys,
-    linear_flops_per_token,
     params_by_part,
+    weight_flops_per_token,
 )
 from model.gpt import GPT
 from training.config import AUTO
@@ -95,9 +95,9 @@ class Plan:
         # parameters, and FLOPs per token
         model = GPT(config.model, self.vocab_size, get_attention_fn(config.attention), device="meta")
         self.parameters = params_by_part(model)
-        self.linear_flops = linear_flops_per_token(config.model, self.vocab_size)
+        self.weight_flops = weight_flops_per_token(config.model, self.vocab_size)
         self.attention_flops = attention_flops_per_token(config.model, T)
-        flops = self.linear_flops + self.attention_flops
+        flops = self.weight_flops + self.attention_flops
 
         # memory by attention backend, or the reason why it cannot run
         self.micro_batch_size, self.accumulation = resolve_micro_batch_size(config.train, step, dist)
@@ -161,7 +161,9 @@ def _measure_process_bytes(step: StepSpec) -> int | None:
     """
     if step.device.type != "cpu":
         return 0
-    tiny = replace(step.model, n_embd=8 * step.model.n_head, window=None, block_size=8, ngram_table_size=64)
+    tiny = replace(
+        step.model, n_embd=8 * step.model.n_head, window=None, mlp_width=None, block_size=8, ngram_table_size=64
+    )
     model = GPT(tiny, 64, get_attention_fn(step.attention))
     run_steps(model, build_optimizers(model, step.optimizer), replace(step, model=tiny), 1, 1)
     system.reset_peak_memory(step.device)
@@ -217,7 +219,7 @@ def print_plan(plan: Plan, console: Console) -> None:
 
     console.print("\ntraining FLOPs per token, forward and backward", style="bold")
     growth = "T² C" if "softmax" in model.mixers else "T C D"
-    flops = {"weights, 6 each (T C² per sequence)": plan.linear_flops, f"attention ({growth})": plan.attention_flops}
+    flops = {"weights, 6 each (T C² per sequence)": plan.weight_flops, f"attention ({growth})": plan.attention_flops}
     console.print(_shares_table(flops, format_si))
     T = find_flops_crossover(model, plan.vocab_size)
     if T is None:

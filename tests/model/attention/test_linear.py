@@ -51,11 +51,11 @@ def test_weights_follow_the_definition():
 
 @settings(max_examples=40, deadline=None)
 @given(
-    T=st.sampled_from([1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK - 5]), offset=st.sampled_from([0, 1, 70]),
+    T=st.sampled_from([1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK - 5]),
     heads=st.sampled_from([(1, 1), (4, 2), (3, 1)]), dims=st.sampled_from([(8, 8), (4, 6)]), seed=st.integers(0, 99),
 )  # fmt: skip
-def test_chunked_form_equals_the_quadratic_form_with_gradients(T, offset, heads, dims, seed):
-    qkv = draw(2, T, T + offset, *heads, *dims, grad=True, seed=seed)
+def test_chunked_form_equals_the_quadratic_form_with_gradients(T, heads, dims, seed):
+    qkv = draw(2, T, T, *heads, *dims, grad=True, seed=seed)
     y, expected = linear_attention(*qkv), by_weights(*qkv)
     torch.testing.assert_close(y, expected, atol=1e-12, rtol=1e-12)
     dy = torch.randn(y.shape, dtype=y.dtype, generator=torch.Generator().manual_seed(seed))
@@ -85,14 +85,27 @@ def test_recurrent_form_equals_the_quadratic_form_over_10_000_tokens_in_float32(
     assert (by_steps(q, k, v)[:, -200:] - expected).abs().max() < 1e-4
 
 
-def test_outputs_do_not_depend_on_later_tokens():
-    T = 2 * CHUNK + 3
-    q, k, v = draw(1, T, T, grad=True)
-    y = linear_attention(q, k, v)
-    for i in (0, CHUNK - 1, CHUNK, T - 1):
-        for gradient in torch.autograd.grad(y[:, i].sum(), (k, v), retain_graph=True):
-            reached = gradient.abs().sum(dim=(0, 2, 3)) > 0
-            assert reached[int(i == 0) : i].all() and not reached[i + 1 :].any()
+@pytest.mark.parametrize("i", [0, CHUNK - 1, CHUNK, 2 * CHUNK + 1])
+def test_outputs_do_not_depend_on_later_tokens(i):
+    """Not even by rounding. Later tokens of the same chunk are finite, because masked weights are zero."""
+    T = 3 * CHUNK
+    q, k, v = draw(1, T, T, dtype=torch.float32)
+    later = k.clone(), v.clone()
+    for tensor in later:
+        tensor[:, i + 1 :] = 20 * tensor[:, i + 1 :] + 10
+        tensor[:, (i // CHUNK + 1) * CHUNK :] = torch.inf
+    expected, y = linear_attention(q, k, v), linear_attention(q, *later)
+    assert torch.equal(y[:, : i + 1], expected[:, : i + 1])
+    if i < T - 1:
+        assert not torch.equal(y[:, i + 1 :], expected[:, i + 1 :])
+
+
+def test_small_keys_before_large_ones_keep_their_precision():
+    q, k, v = draw(1, 256, 256, H=1, G=1, D=16, Dv=16, dtype=torch.float32)
+    k[:, :120] -= 18
+    k[:, 120:128] += 5
+    expected = by_weights(q.double(), k.double(), v.double())
+    assert (linear_attention(q, k, v) - expected).abs().max() < 1e-5
 
 
 @pytest.mark.parametrize("autocast", [False, True])

@@ -172,7 +172,7 @@ def test_steps_evaluations_and_flops_follow_from_the_config(plan):
     assert planned.tokens_per_step == 128
     assert planned.tokens == 7 * 128
     assert planned.evaluations == 4  # before the first step, at 3 and 6, and at the last
-    flops = planned.linear_flops + planned.attention_flops
+    flops = planned.weight_flops + planned.attention_flops
     assert planned.training_flops == 7 * 128 * flops
     assert planned.evaluation_flops == pytest.approx(4 * 2 * 8 * 16 * flops / 3, abs=4)
     assert planned.seconds == pytest.approx((planned.training_flops + planned.evaluation_flops) / 1e9)
