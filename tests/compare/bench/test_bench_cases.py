@@ -11,9 +11,16 @@ from hypothesis import strategies as st
 
 from common import system
 from compare.bench import cases
-from compare.bench.cases import count_flops, make_inputs, measure, write_reference
+from compare.bench.cases import _attention_workload, count_flops, make_inputs, measure, write_reference
 from compare.bench.worker import Worker
-from model.attention import AttentionRequest, all_variants, attention_mask, get_attention_fn, naive
+from model.attention import (
+    AttentionRequest,
+    all_variants,
+    attention_mask,
+    get_attention_fn,
+    linear_attention_scores,
+    naive,
+)
 from model.flops import attention_flops, flops_per_token
 
 NO_REFERENCE = Path("missing.pt")
@@ -118,6 +125,14 @@ def test_each_case_compiles_for_its_shapes():
         for T in (16, 32, 48):
             result = worker.call(measure, make_case("forward", "flex", T=T, G=4, D=16, Dv=16), CONFIG, NO_REFERENCE)
             assert result.resolved.resolved == "flex" and result.compile_s > 0
+
+
+def test_linear_attention_decodes_with_a_state():
+    case = make_case("decode", "linear", T=100, Dv=8)
+    q, k, v, _ = make_inputs(case, CONFIG.seed)
+    (y,) = _attention_workload(case, CONFIG).compute_outputs()
+    v = v.repeat_interleave(2, dim=2).transpose(1, 2)
+    torch.testing.assert_close(y, (linear_attention_scores(q, k).softmax(-1) @ v).transpose(1, 2))
 
 
 def test_all_variants_are_attention_functions():

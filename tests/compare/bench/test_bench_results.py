@@ -81,6 +81,11 @@ def test_recommendation_sentences(rows, sentence):
     assert [line[2] for line in recommend(rows)] == [sentence]
 
 
+def test_linear_attention_is_not_recommended():
+    rows = make_rows(naive={64: 4.0}, flash={64: 2.0}, linear={64: 1.0})
+    assert [line[2] for line in recommend(rows)] == ["flash, 2.0 times as fast as naive"]
+
+
 def test_recommendation_begins_with_the_training_step():
     rows = [make_row("a", 8, 1.0), make_row("a", 8, 1.0, phase="step")]
     assert [line[0] for line in recommend(rows)] == ["step, float32", "forward, float32"]

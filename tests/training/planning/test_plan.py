@@ -200,6 +200,15 @@ def test_printed_plan_is_80_columns_wide_and_leaves_no_run(workdir, capsys):
     assert sorted(path.name for path in workdir.iterdir()) == ["data", "text.txt"]
 
 
+def test_plan_shows_from_which_context_linear_attention_needs_fewer_flops(workdir, capsys):
+    from train import main
+
+    settings = [*TINY, *GIVEN_SPEED, "model.mixer=[linear,softmax]", "model.n_embd=64"]  # 32 channels per head
+    assert run_main(main, parse_config("train", "", settings)) == 0
+    out = " ".join(capsys.readouterr().out.split())
+    assert "linear attention needs fewer FLOPs above a context of 96 than naive" in out and "above 192 than" in out
+
+
 @pytest.fixture
 def no_network(monkeypatch, tmp_path):
     def refuse(*arguments, **options):
