@@ -7,6 +7,8 @@ see `find_flops_crossover`. T tokens, C channels, H query heads, D head dimensio
 
 from bisect import bisect_left
 
+import numpy as np
+
 from model.attention import AttentionRequest
 from model.attention.linear import CHUNK
 from model.config import GPTConfig
@@ -83,16 +85,20 @@ def find_flops_crossover(config: GPTConfig, vocab_size: int) -> int | None:
     return T if attention_flops_per_token(config, T) >= linear else None
 
 
-def attention_flops(request: AttentionRequest, mixer: str = "softmax") -> int:
-    """FLOPs of one causal attention call: 2 (D + Dv) per head and visible pair of query and key.
+def visible_pairs(request: AttentionRequest, document_length: int | None = None) -> int:
+    """Pairs of a query and a key that it attends to, in one sequence and head. document_length: None: one document."""
+    positions = np.arange(request.Tk - request.Tq, request.Tk)
+    keys = positions % (document_length or request.Tk) + 1  # up to the query, in its document
+    return int(np.minimum(keys, request.window or request.Tk).sum())
 
-    For linear attention, see linear_attention_keys.
 
-    With gradients, it is three times as many: the two products of the forward pass have four gradients (of Q, K, V and
-    the weights), and each takes as many FLOPs as its product.
+def attention_flops(request: AttentionRequest, mixer: str = "softmax", document_length: int | None = None) -> int:
+    """FLOPs of a forward pass of one causal attention call: 2 (D + Dv) per head and visible pair of query and key.
+
+    A backward pass takes twice as many: the two products have four gradients (of Q, K, V and the weights), and each
+    takes as many FLOPs as its product. For linear attention, see linear_attention_keys.
     """
-    offset = request.Tk - request.Tq
-    pairs = request.Tq * offset + request.Tq * (request.Tq + 1) // 2
+    pairs = visible_pairs(request, document_length)
     if mixer == "linear":
         pairs = request.Tq * linear_attention_keys(request.D, request.Tq)
-    return (3 if request.grad else 1) * 2 * request.B * request.H * pairs * (request.D + request.Dv)
+    return 2 * request.B * request.H * pairs * (request.D + request.Dv)

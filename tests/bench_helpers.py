@@ -4,7 +4,7 @@ from dataclasses import replace
 
 import torch
 
-from compare.bench.cases import Case
+from compare.bench.cases import GRAD_PHASES, Case
 from compare.bench.results import Timing
 from configs.cli import config_from_python
 from model import AttentionConfig
@@ -13,16 +13,17 @@ from model.attention import AttentionRequest
 CPU = torch.device("cpu")
 CONFIG = config_from_python("bench", seed=1, vocab_size=64, compile=False, rounds=1, seconds=0.001, time_limit=300.0)
 COLUMNS = (
-    "backend,resolved,impl,status,reason,phase,device,dtype,B,T,H,G,D,Dv,ms_median,ms_q1,ms_q3,tokens_per_second,"
-    "flops_per_second,peak_share,peak_memory_bytes,error_y,error_dq,error_dk,error_dv,compile_s"
+    "backend,resolved,impl,status,reason,phase,mask,device,dtype,B,Tq,T,H,G,D,Dv,ms_median,ms_q1,ms_q3,tokens_per_second,"
+    "flops_per_second,peak_share,bytes_per_second,bandwidth_share,pairs_per_second,mask_ms,attention_share,"
+    "predicted_ms,peak_memory_bytes,error_y,error_dq,error_dk,error_dv,compile_s"
 )
 
 
 def make_case(phase="forward", backend="naive", *, T=16, **changes):
     """A small case. changes: fields of its request."""
-    Tq, grad = 1 if phase == "decode" else T, phase in ("forward+backward", "step")
+    Tq, grad = 1 if phase == "decode" else T, phase in GRAD_PHASES
     small = AttentionRequest(B=2, Tq=Tq, Tk=T, H=4, G=2, D=8, Dv=6, dtype=torch.float32, device=CPU, grad=grad)
-    return Case(backend, AttentionConfig(backend, None, None), phase, replace(small, **changes))
+    return Case(backend, AttentionConfig(backend, None, None), phase, "causal", replace(small, **changes))
 
 
 def make_row(backend, T, ms, spread=0.01, **changes):
@@ -32,9 +33,11 @@ def make_row(backend, T, ms, spread=0.01, **changes):
         resolved=backend,
         status="finished",
         phase="forward",
+        mask="causal",
         device="cpu",
         dtype="float32",
         B=1,
+        Tq=T,
         T=T,
         H=2,
         G=2,

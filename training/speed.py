@@ -1,11 +1,14 @@
 """Measures step times, throughput and the peak speed of matrix products. On CUDA, events measure the time."""
 
+import functools
 import statistics
 import time
 from collections.abc import Callable
 from typing import Any
 
 import torch
+
+from common.system import cache_bytes
 
 WARMUP_STEPS = 5  # first steps of a process, excluded from medians: caches fill, and kernels are selected
 
@@ -21,6 +24,7 @@ GPU_PEAK = {
     "NVIDIA L40S": {torch.bfloat16: 362e12, torch.float16: 362e12, torch.float32: 91.6e12},
     "NVIDIA GeForce RTX 4090": {torch.bfloat16: 165e12, torch.float16: 165e12, torch.float32: 82.6e12},
 }
+BANDWIDTH_BYTES = 2**28
 MAX_PEAK_SECONDS = 0.5  # a CPU without bfloat16 instructions takes seconds for one product
 
 
@@ -41,6 +45,19 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
         if time.perf_counter() - started > MAX_PEAK_SECONDS:
             break
     return 2 * size**3 / fastest
+
+
+def memory_bandwidth(device: torch.device) -> float:
+    """Bytes per second that a sum reads from memory: the fastest of a few sums over a large tensor."""
+    x = _large_tensor(device)
+    seconds = _time_repeatedly(x.sum, device, 4)
+    return x.nbytes / min(seconds)
+
+
+@functools.cache
+def _large_tensor(device: torch.device) -> torch.Tensor:
+    """A tensor that exceeds the caches. It is allocated once, because that takes longer than a measurement."""
+    return torch.ones(max(BANDWIDTH_BYTES, 4 * cache_bytes(device)) // 4, device=device)
 
 
 def synchronize(device: torch.device) -> None:
@@ -101,21 +118,30 @@ def compile_seconds() -> float:
 
 
 def time_calls(
-    call: Callable[[], object], device: torch.device, min_calls: int, seconds: float, max_calls: int
+    call: Callable[[], object],
+    device: torch.device,
+    min_calls: int,
+    seconds: float,
+    max_calls: int,
+    setup: Callable[[], object] = lambda: None,
 ) -> list[float]:
     """Time the calls that fit into about `seconds`, at least min_calls and at most max_calls -> seconds of each call.
 
-    After the first call, a fifth of this number of calls runs untimed, as warmup.
+    After the first call, a fifth of this number of calls runs untimed, as warmup. setup: called before each call,
+    untimed.
     """
-    first = _time_repeatedly(call, device, 1)
+    first = _time_repeatedly(call, device, 1, setup)
     fitting = min(max_calls, int(seconds / first[0]))
-    _time_repeatedly(call, device, fitting // 5)
-    return first + _time_repeatedly(call, device, max(min_calls, fitting) - 1)
+    _time_repeatedly(call, device, fitting // 5, setup)
+    return first + _time_repeatedly(call, device, max(min_calls, fitting) - 1, setup)
 
 
-def _time_repeatedly(call: Callable[[], object], device: torch.device, count: int) -> list[float]:
+def _time_repeatedly(
+    call: Callable[[], object], device: torch.device, count: int, setup: Callable[[], object] = lambda: None
+) -> list[float]:
     times = []
     for _ in range(count):  # on CUDA, no call waits for the previous one
+        setup()
         start = _record_time(device)
         call()
         times.append((start, _record_time(device)))

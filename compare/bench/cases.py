@@ -1,14 +1,16 @@
 """The cases of a bench, and their measurement in the current process: calls of attention alone, or training steps.
 
 B batch, T keys, H query heads, G key/value heads, D head dimension of queries and keys, Dv of values. There are T
-queries, except in phase decode, which has one query on a KV cache of T keys.
+queries, except in phases decode and prefill, which have one query or a chunk of queries on a KV cache of T keys.
 """
 
 import itertools
+import statistics
 import sys
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -16,7 +18,8 @@ from torch import Tensor
 
 from common import system
 from common.errors import UserError
-from compare.bench.config import BenchConfig
+from compare.bench.config import CAUSAL, BenchConfig, parse_mask
+from compare.bench.results import NO_ATTENTION
 from model import AttentionConfig
 from model.attention import (
     BACKENDS,
@@ -24,26 +27,31 @@ from model.attention import (
     AttentionRequest,
     ResolvedAttention,
     all_variants,
+    attention_mask,
     get_attention_fn,
     naive,
     pin_kernel_under_compile,
     resolve,
     resolve_model,
 )
+from model.attention.backends import repeat_kv
 from model.attention.linear import linear_attention_state, linear_attention_step
-from model.flops import attention_flops, flops_per_token
+from model.flops import attention_flops, flops_per_token, visible_pairs
 from model.gpt import GPT
 from training import speed
 from training.device import DTYPES, autocast, build_grad_scaler, configure_backends, resolve_dtype
 from training.optimizer import build_optimizers, optimizer_step
 
 MAX_CALLS = 10_000  # timed calls per round
+MASK_SECONDS = 0.02  # for timing how long a mask takes to build
+CACHE_PHASES = ("prefill", "decode")  # read keys and values in the memory layout of the KV cache
+GRAD_PHASES = ("backward", "forward+backward", "step")
 OUTPUT_NAMES = ("y", "dq", "dk", "dv")  # the output of attention and the gradients of its inputs
 
 
 @dataclass(frozen=True)
 class Case:
-    """One backend, phase and shape to measure: a row of the table.
+    """One backend, phase, mask and shape to measure: a row of the table.
 
     name: the backend as requested, such as "sdpa:math". attention: its config. request: shapes, dtype and device.
     """
@@ -51,10 +59,12 @@ class Case:
     name: str
     attention: AttentionConfig
     phase: str
+    mask: str
     request: AttentionRequest
 
     def __str__(self) -> str:
-        return f"{self.phase}, {self.dtype_name}, T = {self.request.Tk:,}"
+        mask = "" if self.mask == CAUSAL else f"{self.mask}, "
+        return f"{self.phase}, {mask}{self.dtype_name}, T = {self.request.Tk:,}"
 
     @property
     def dtype_name(self) -> str:
@@ -69,6 +79,17 @@ class Case:
     def tokens(self) -> int:
         """Tokens that one call processes."""
         return self.request.B * self.request.Tq
+
+    @property
+    def document_length(self) -> int | None:
+        return parse_mask(self.mask)[1]
+
+    def doc_ids(self) -> Tensor | None:
+        """The document of each key -> (B, Tk); None: one document."""
+        if self.document_length is None:
+            return None
+        ids = torch.arange(self.request.Tk, device=self.request.device) // self.document_length
+        return ids.expand(self.request.B, -1).contiguous()
 
 
 def select_variants(config: BenchConfig, device: torch.device) -> tuple[dict[str, AttentionConfig], list[torch.dtype]]:
@@ -87,17 +108,28 @@ def select_variants(config: BenchConfig, device: torch.device) -> tuple[dict[str
 
 
 def build_groups(config: BenchConfig, device: torch.device) -> list[list[Case]]:
-    """List all cases: one group per dtype, phase and T, from short contexts to long ones. Raises UserError."""
+    """List all cases: one group per dtype, phase, mask and T, from short contexts to long ones. Raises UserError.
+
+    Phase step comes last, because its prediction needs the other phases. It has the mask of the model.
+    """
     variants, dtypes = select_variants(config, device)
-    groups = []
-    for dtype, phase, T in itertools.product(dtypes, config.phases, sorted(config.block_sizes)):
+    groups, phases = [], sorted(config.phases, key=lambda phase: phase == "step")
+    lengths = sorted(config.block_sizes)
+    for dtype, phase, mask, T in itertools.product(dtypes, phases, config.masks, lengths):
         H, G, D, Dv = config.kernel_shape()
         if phase == "step":
-            H, G, D, Dv = config.model.n_head, config.model.kv_heads, config.model.head_dim, config.model.head_dim
-        shape = {"B": config.batch_size, "Tq": 1 if phase == "decode" else T, "Tk": T, "H": H, "G": G, "D": D, "Dv": Dv}
-        grad = phase in ("forward+backward", "step")
-        request = AttentionRequest(**shape, dtype=dtype, device=device, grad=grad)
-        groups.append([Case(name, attention, phase, request) for name, attention in variants.items()])
+            if mask != config.masks[0]:
+                continue
+            H, G, D, Dv, mask = *config.model_shape(), CAUSAL
+        Tq = {"decode": 1, "prefill": min(config.chunk_size, T)}.get(phase, T)
+        shape = {"B": config.batch_size, "Tq": Tq, "Tk": T, "H": H, "G": G, "D": D, "Dv": Dv}
+        window, document_length = parse_mask(mask)
+        options = {"window": window, "document_mask": document_length is not None, "grad": phase in GRAD_PHASES}
+        request = AttentionRequest(**shape, **options, dtype=dtype, device=device)
+        group = [Case(name, attention, phase, mask, request) for name, attention in variants.items()]
+        if phase == "step":
+            group.append(replace(group[0], name=NO_ATTENTION))
+        groups.append(group)
     return groups
 
 
@@ -109,6 +141,7 @@ class BenchResult:
     call besides its inputs; phase step includes the model and the optimizer. compile_s: None if nothing was compiled.
     errors: largest absolute differences of y, dq, dk and dv from the reference; empty without a reference, and for
         linear attention, which computes something else.
+    mask_seconds: time to build the mask; None for causal masks, which many kernels do not need to read.
     """
 
     resolved: ResolvedAttention
@@ -117,12 +150,14 @@ class BenchResult:
     peak_memory_bytes: int | None
     compile_s: float | None
     errors: dict[str, float]
+    mask_seconds: float | None
 
 
 @dataclass(frozen=True)
 class Workload:
     """A function to time. memory_before: bytes in use before its model was built; None: it has no model.
 
+    setup: called before each call, untimed.
     compute_outputs: returns y and its gradients for the inputs of the reference; None: there is no reference.
     """
 
@@ -130,6 +165,7 @@ class Workload:
     call: Callable[[], object]
     is_compiled: bool
     memory_before: int | None = None
+    setup: Callable[[], object] = lambda: None
     compute_outputs: Callable[[], tuple[Tensor, ...]] | None = None
 
 
@@ -145,21 +181,31 @@ def measure(case: Case, config: BenchConfig, reference: Path) -> BenchResult:
         torch.compiler.reset()  # compile for the shapes of this case, as a new process does
     workload = (_training_workload if case.phase == "step" else _attention_workload)(case, config)
     compiled_before = speed.compile_seconds() if workload.is_compiled else 0.0
+    workload.setup()
     workload.call()  # the first call compiles, and loads the libraries of the kernels
     compile_s = speed.compile_seconds() - compiled_before if workload.is_compiled else None
     peak_memory = _measure_peak_memory(workload, device)
-    seconds = speed.time_calls(workload.call, device, config.repeats, config.seconds, MAX_CALLS)
+    seconds = speed.time_calls(workload.call, device, config.repeats, config.seconds, MAX_CALLS, workload.setup)
+    mask_seconds = None if case.mask == CAUSAL else _measure_mask_seconds(case)
     errors = {}
     if workload.compute_outputs is not None and case.mixer == "softmax" and reference.exists():
         expected = torch.load(reference, weights_only=True)
         for name, output in zip(OUTPUT_NAMES, workload.compute_outputs(), strict=False):
             errors[name] = (output.detach().cpu().double() - expected[name]).abs().max().item()
     wall_seconds = time.perf_counter() - started
-    return BenchResult(workload.resolved, seconds, wall_seconds, peak_memory, compile_s, errors)
+    return BenchResult(workload.resolved, seconds, wall_seconds, peak_memory, compile_s, errors, mask_seconds)
+
+
+def _measure_mask_seconds(case: Case) -> float:
+    build = BACKENDS[case.attention.backend].build_mask or attention_mask
+    r, doc_ids = case.request, case.doc_ids()
+    call = lambda: build(r.Tq, r.Tk, window=r.window, doc_ids=doc_ids, device=r.device)  # noqa: E731
+    return statistics.median(speed.time_calls(call, r.device, 2, MASK_SECONDS, MAX_CALLS))
 
 
 def _measure_peak_memory(workload: Workload, device: torch.device) -> int | None:
     system.return_freed_memory()
+    workload.setup()
     before = system.memory_in_use(device) if workload.memory_before is None else workload.memory_before
     system.reset_peak_memory(device)
     workload.call()
@@ -171,10 +217,19 @@ def _measure_peak_memory(workload: Workload, device: torch.device) -> int | None
 def _attention_workload(case: Case, config: BenchConfig) -> Workload:
     """Attention alone. Consecutive calls use different inputs, so that no CPU or GPU cache contains them."""
     resolved, attend = resolve(case.attention, case.request), get_attention_fn(case.attention)
+    attend = partial(attend, window=case.request.window, doc_ids=case.doc_ids())
 
     def attention(q, k, v, dy) -> tuple[Tensor, ...]:
         y = attend(q, k, v)
         return (y, *torch.autograd.grad(y, (q, k, v), dy)) if case.request.grad else (y,)
+
+    def forward() -> None:
+        nonlocal outputs
+        q, k, v, dy = next(next_inputs)
+        outputs = attend(q, k, v), (q, k, v), dy
+
+    def call() -> object:
+        return torch.autograd.grad(*outputs) if case.phase == "backward" else attention(*next(next_inputs))
 
     inputs = make_inputs(case, config.seed)
     if case.mixer == "linear" and case.phase == "decode":  # with a state instead of the keys of all tokens
@@ -187,10 +242,12 @@ def _attention_workload(case: Case, config: BenchConfig) -> Workload:
         for tensor in (q, k, v):
             tensor.requires_grad_(case.request.grad)
     next_inputs = itertools.cycle(copies)
+    outputs = ()
     return Workload(
         resolved,
-        call=lambda: attention(*next(next_inputs)),
+        call,
         is_compiled=(BACKENDS | MIXERS)[case.attention.backend].needs_compiler,
+        setup=forward if case.phase == "backward" else lambda: None,
         compute_outputs=lambda: attention(*inputs),
     )
 
@@ -204,6 +261,8 @@ def _training_workload(case: Case, config: BenchConfig) -> Workload:
         case = replace(case, attention=next(iter(all_variants().values())))  # no layer uses it
     model = replace(config.model, block_size=case.request.Tk)
     resolved = resolve_model(case.attention, model, B=B, dtype=dtype, device=device, grad=True)
+    if case.name == NO_ATTENTION:
+        resolved = ResolvedAttention(NO_ATTENTION, NO_ATTENTION)
     # A step of a tiny model loads the libraries, which should not count as memory of the step.
     tiny = replace(
         model, n_layer=1, mixer=model.mixers[0], window=None, mlp_width=None, block_size=8, ngram_table_size=64
@@ -219,7 +278,8 @@ def _training_step(case: Case, config: BenchConfig) -> Callable[[], None]:
     """Build the model and return a function that trains it for one step."""
     device, dtype = case.request.device, case.request.dtype
     torch.manual_seed(config.seed)
-    model = GPT(config.model, config.vocab_size, get_attention_fn(case.attention)).to(device)
+    attend = _no_attention if case.name == NO_ATTENTION else get_attention_fn(case.attention)
+    model = GPT(config.model, config.vocab_size, attend).to(device)
     forward = model
     if config.compile:
         pin_kernel_under_compile(case.attention)
@@ -239,13 +299,41 @@ def _training_step(case: Case, config: BenchConfig) -> Callable[[], None]:
     return step
 
 
+def _no_attention(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
+    """Adds q, k and v, so that each has a gradient and the rest of the step stays the same -> (B, T, H, D)."""
+    return q + repeat_kv(k + v, q.shape[2])
+
+
 def count_flops(case: Case, config: BenchConfig) -> int:
     """FLOPs of one call, as in model/flops.py. Those of a training step are counted as for train.py's mfu."""
     if case.phase == "step":
         T = case.request.Tk
         model = config.model if case.mixer == "softmax" else replace(config.model, mixer=case.mixer)
         return case.tokens * flops_per_token(replace(model, block_size=T), config.vocab_size, T)
-    return attention_flops(case.request, case.mixer)
+    passes = {"backward": 2, "forward+backward": 3}.get(case.phase, 1)  # a backward pass takes twice the FLOPs
+    return passes * attention_flops(case.request, case.mixer, case.document_length)
+
+
+def count_bytes(case: Case) -> int | None:
+    """Bytes that a call of softmax attention alone has to read and write: its inputs and outputs, once. Else None.
+
+    Keys that no query attends to do not count. A backward pass reads q, k, v, y and dy, and writes dq, dk and dv.
+    """
+    if case.phase == "step" or case.mixer != "softmax":
+        return None
+    r = case.request
+    window, document_length = r.window or r.Tk, case.document_length or r.Tk
+    oldest_visible = (r.Tk - r.Tq) // document_length * document_length  # start of the first query's document
+    keys = r.Tk - max(oldest_visible, r.Tk - r.Tq + 1 - window, 0)
+    passes = {"backward": 2, "forward+backward": 3}.get(case.phase, 1)
+    return passes * r.B * (r.Tq * r.H + keys * r.G) * (r.D + r.Dv) * r.dtype.itemsize
+
+
+def count_pairs(case: Case) -> int | None:
+    """Visible pairs of a query and a key in a call of softmax attention alone, in all heads. Else None."""
+    if case.phase == "step" or case.mixer != "softmax":
+        return None
+    return case.request.B * case.request.H * visible_pairs(case.request, case.document_length)
 
 
 def make_inputs(case: Case, seed: int) -> tuple[Tensor, ...]:
@@ -254,14 +342,15 @@ def make_inputs(case: Case, seed: int) -> tuple[Tensor, ...]:
     r = case.request
     shapes = (r.B, r.Tq, r.H, r.D), (r.B, r.Tk, r.G, r.D), (r.B, r.Tk, r.G, r.Dv), (r.B, r.Tq, r.H, r.Dv)
     inputs = [torch.randn(shape, generator=generator).to(r.device, r.dtype) for shape in shapes]
-    if case.phase == "decode":  # the memory layout of the KV cache: (B, H, T, D)
+    if case.phase in CACHE_PHASES:  # the memory layout of the KV cache: (B, H, T, D)
         inputs = [tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in inputs]
     return tuple(inputs)
 
 
 def write_reference(case: Case, seed: int, path: Path) -> None:
     """Write the reference of `case`: y, and dq, dk and dv if the phase has a backward pass."""
-    torch.save(compute_reference(make_inputs(case, seed), case.request.grad), path)
+    mask = {"window": case.request.window, "doc_ids": case.doc_ids()}
+    torch.save(compute_reference(make_inputs(case, seed), case.request.grad, **mask), path)
 
 
 def compute_reference(
@@ -289,11 +378,12 @@ def compute_reference(
     return outputs if grad else {"y": outputs["y"]}
 
 
-def measure_peak_flops(device: torch.device, dtype: torch.dtype, tf32: bool) -> float:
-    """Measure the FLOP/s of large matrix products in `dtype`. On a CPU, return those in float32 if they are higher.
+def measure_peaks(device: torch.device, dtype: torch.dtype, tf32: bool) -> tuple[float, float]:
+    """Measure the FLOP/s of large matrix products in `dtype`, and the memory bandwidth in bytes per second.
 
-    Attention computes in float32 if the CPU lacks instructions for `dtype`.
+    On a CPU, the FLOP/s are those in float32 if they are higher: attention computes in float32 if the CPU lacks
+    instructions for `dtype`.
     """
     configure_backends(device, deterministic=False, tf32=tf32)
     dtypes = {dtype, torch.float32} if device.type == "cpu" else {dtype}
-    return max(speed.peak_flops(device, dtype) for dtype in dtypes)
+    return max(speed.peak_flops(device, dtype) for dtype in dtypes), speed.memory_bandwidth(device)

@@ -1,5 +1,6 @@
 """The config of bench.py: types and checks. This module must not import torch."""
 
+import re
 from dataclasses import dataclass
 from typing import Any
 
@@ -8,19 +9,21 @@ from common.run_dir import check_path_component
 from model import GPTConfig
 from training.config import WandbConfig
 
-PHASES = ("forward", "forward+backward", "decode", "step")
+PHASES = ("forward", "backward", "forward+backward", "prefill", "decode", "step")
+CAUSAL = "causal"
 RUN_KEYS = {"run", "checkpoint", "backends", "dtypes", "batch_size", "seed", "device", "tf32", "name"}  # used with run=
 
 
 @dataclass
 class BenchConfig:
-    """A bench measures every combination of phases, dtypes, block_sizes and backends.
+    """A bench measures every combination of phases, masks, dtypes, block_sizes and backends.
 
     run, checkpoint: measure numerical errors on the activations of this run instead; only RUN_KEYS apply.
     model, optimizer, vocab_size, compile: settings of phase step. text_size: preset for model and optimizer.
     backends: such as "naive", or "sdpa:math" for one kernel. The first is the baseline. None: all backends that can
         train on the device.
-    block_sizes: context lengths T. batch_size: sequences per call.
+    masks: of attention alone: "causal", "window:N" (N keys per query) or "documents:N" (documents of N tokens).
+    block_sizes: context lengths T. chunk_size: queries of phase prefill. batch_size: sequences per call.
     n_head, n_kv_head, head_size, value_size: shapes of attention alone. None: those of the model.
     rounds: number of rounds. Each backend has one turn per round.
     repeats: minimum number of timed calls per turn. seconds: approximate duration of a turn.
@@ -39,8 +42,10 @@ class BenchConfig:
     optimizer: Any  # a dataclass of OPTIMIZERS
     backends: list[str] | None
     phases: list[str]
+    masks: list[str]
     dtypes: list[str]
     block_sizes: list[int]
+    chunk_size: int
     batch_size: int
     n_head: int | None
     n_kv_head: int | None
@@ -61,7 +66,8 @@ class BenchConfig:
         check_seed(self.seed)
         self.wandb.check()
         check_positive("", self, batch_size=10**6, n_head=10**4, n_kv_head=10**4, head_size=10**5, value_size=10**5,
-                       vocab_size=10**7, rounds=10**6, repeats=10**9, seconds=10**7, time_limit=10**7)  # fmt: skip
+                       vocab_size=10**7, rounds=10**6, repeats=10**9, seconds=10**7, time_limit=10**7,
+                       chunk_size=10**8)  # fmt: skip
         has_run = self.run is not None or self.checkpoint is None
         rules = [("checkpoint", has_run, "needs run=NAME; set it, or remove checkpoint")]
         for key, value in vars(self).items():
@@ -78,6 +84,12 @@ class BenchConfig:
         unknown = [phase for phase in self.phases if phase not in PHASES]
         if unknown:
             raise UserError(f"phases: {unknown[0]} is unknown; set one or more of {', '.join(PHASES)}")
+        for mask in self.masks:
+            parse_mask(mask)
+
+    def model_shape(self) -> tuple[int, int, int, int]:
+        """Heads H, key/value heads G, head sizes D and Dv of the model."""
+        return self.model.n_head, self.model.kv_heads, self.model.head_dim, self.model.head_dim
 
     def kernel_shape(self) -> tuple[int, int, int, int]:
         """Heads H, key/value heads G, head size D and value size Dv of the attention kernels; default: the model's."""
@@ -85,3 +97,12 @@ class BenchConfig:
         D = self.head_size or self.model.head_dim
         G = self.n_kv_head or (H if self.n_head else self.model.kv_heads)
         return H, G, D, self.value_size or D
+
+
+def parse_mask(mask: str) -> tuple[int | None, int | None]:
+    """The window and the document length of a mask of BenchConfig.masks; None: unlimited. Raises UserError."""
+    match = re.fullmatch(r"(window|documents):([1-9]\d{0,8})", mask)
+    if match is None and mask != CAUSAL:
+        raise UserError(f"masks: {mask} is unknown; set {CAUSAL}, window:256 or documents:256, for example")
+    limits = {} if match is None else {match[1]: int(match[2])}
+    return limits.get("window"), limits.get("documents")

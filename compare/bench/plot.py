@@ -4,6 +4,7 @@ import textwrap
 from pathlib import Path
 
 from common.plots import DASHES, GREY, line_style, make_figure, style_axes
+from compare.bench.cases import CACHE_PHASES
 from compare.bench.results import Timing, group_rows
 
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
@@ -13,7 +14,7 @@ MEMORY_RESOLUTION_BYTES = MIB // 16  # of Linux's counters; the plot omits small
 
 def plot_results(rows: list[Timing], path: Path, title: str) -> None:
     """Plot `rows` into a PNG file, 450 pixels wide per phase and at least 750."""
-    phases = list(dict.fromkeys(row.phase for row in rows))
+    phases = list(dict.fromkeys(row.title for row in rows))
     width = max(5.0, 3.0 * len(phases))
     figure = make_figure(width, 6.4)
     panels = figure.subplots(2, len(phases), squeeze=False, sharex=True)
@@ -22,8 +23,8 @@ def plot_results(rows: list[Timing], path: Path, title: str) -> None:
         for axes, heading in ((top, "complete training step" if phase == "step" else phase), (bottom, "")):
             style_axes(axes, heading)
             _set_scales(axes, sorted({row.T for row in rows}))
-        bottom.set_xlabel("T, keys in the cache" if phase == "decode" else "T, tokens in context")
-        lines = group_rows([row for row in rows if row.phase == phase], "backend", "dtype")
+        bottom.set_xlabel("T, keys in the cache" if phase.startswith(CACHE_PHASES) else "T, tokens in context")
+        lines = group_rows([row for row in rows if row.title == phase], "backend", "dtype")
         _plot_times(top, lines, styles)
         _plot_memory(bottom, lines, styles)
     panels[0, 0].set_ylabel("time, ms")

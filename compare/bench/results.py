@@ -6,13 +6,16 @@ The first backend of the rows is the baseline, with which the others are compare
 import csv
 import itertools
 import statistics
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from model.config import MIXER_NAMES
+from compare.bench.config import CAUSAL
+from model.config import MIXER_NAMES, GPTConfig
 
 FINISHED, TIME_LIMIT = "finished", "time limit"
+NO_ATTENTION = "no attention"  # the row of phase step whose layers compute no attention
+NOT_RANKED = {*MIXER_NAMES, NO_ATTENTION}  # rows that compute something else than the backends
 MAX_TIE_RATIO = 1.1  # of the medians of two backends that count as equally fast
 MAX_SPREAD = 1.5  # ratio of the quartiles; a larger one means that the machine was busy
 MIN_COMPARED_BYTES = 2**20  # a process on the CPU sometimes allocates this much for other purposes
@@ -20,11 +23,14 @@ MIN_COMPARED_BYTES = 2**20  # a process on the CPU sometimes allocates this much
 
 @dataclass(kw_only=True)
 class Timing:
-    """A row of attention.csv: the measurements of one backend, phase, dtype and T. Unknown values are None.
+    """A row of attention.csv: the measurements of one backend, phase, mask, dtype and T. Unknown values are None.
 
     backend: as requested; resolved, impl: the kernel that ran. status: finished, refused, out of memory, time limit or
-    failed; reason: why a row is not finished. T: number of keys and of queries; phase decode has one query.
+    failed; reason: why a row is not finished. T: number of keys; Tq: number of queries.
     ms_*: milliseconds of a call, median and quartiles. peak_share: share of the FLOP/s that matrix products reach.
+    bytes_per_second: inputs and outputs of a call, each counted once. bandwidth_share: share of the memory bandwidth.
+    pairs_per_second: visible pairs of a query and a key, in all heads. mask_ms: time to build the mask.
+    attention_share: share of attention in a training step; predicted_ms: see add_predictions.
     peak_memory_bytes: memory of a call besides its inputs; phase step includes the model and the optimizer.
     error_*: largest absolute difference from the float64 reference. compile_s: seconds, which ms_* does not include.
     """
@@ -35,9 +41,11 @@ class Timing:
     status: str
     reason: str | None = None
     phase: str
+    mask: str
     device: str
     dtype: str
     B: int
+    Tq: int
     T: int
     H: int
     G: int
@@ -49,6 +57,12 @@ class Timing:
     tokens_per_second: float | None = None
     flops_per_second: float | None = None
     peak_share: float | None = None
+    bytes_per_second: float | None = None
+    bandwidth_share: float | None = None
+    pairs_per_second: float | None = None
+    mask_ms: float | None = None
+    attention_share: float | None = None
+    predicted_ms: float | None = None
     peak_memory_bytes: int | None = None
     error_y: float | None = None
     error_dq: float | None = None
@@ -59,6 +73,14 @@ class Timing:
     @property
     def is_finished(self) -> bool:
         return self.status == FINISHED
+
+    @property
+    def title(self) -> str:
+        return self.phase if self.mask == CAUSAL else f"{self.phase}, {self.mask}"
+
+    @property
+    def shape(self) -> tuple:
+        return self.device, self.dtype, self.B, self.T, self.H, self.G, self.D, self.Dv
 
     @property
     def errors(self) -> list[float]:
@@ -89,6 +111,32 @@ def group_rows(rows: list[Any], *columns: str) -> dict[tuple, list[Any]]:
     return groups
 
 
+def add_predictions(rows: list[Timing], earlier: list[Timing], model: GPTConfig) -> list[Timing]:
+    """Add attention_share and predicted_ms to the rows of phase step of one T. Other rows stay as they are.
+
+    predicted_ms is the time of a step without attention, plus that of attention alone in each layer. It stays unknown
+    if the rows of forward+backward have another shape, or if the model has windows, dropout or softcaps, which those
+    rows lack. earlier: all rows of other phases.
+    """
+    without = next((row.ms_median for row in rows if row.backend == NO_ATTENTION), None)
+    if without is None:
+        return rows
+    is_plain = not any(model.windows) and not model.dropout and model.attention_softcap is None
+    attention_ms = {
+        (row.backend, row.shape): row.ms_median
+        for row in earlier
+        if row.phase == "forward+backward" and row.mask == CAUSAL and row.is_finished and is_plain
+    }
+    layers, predicted = model.mixers.count("softmax"), []
+    for row in rows:
+        if row.is_finished and row.backend not in NOT_RANKED:
+            ms = attention_ms.get((row.backend, row.shape))
+            share = max(0.0, 1 - without / row.ms_median)
+            row = replace(row, attention_share=share, predicted_ms=None if ms is None else without + layers * ms)
+        predicted.append(row)
+    return predicted
+
+
 def rank_by_time(rows: list[Timing]) -> tuple[list[Timing], list[Timing]]:
     """Sort finished rows of one phase, dtype and T by time -> (the fastest row and those equally fast, slower rows).
 
@@ -107,17 +155,28 @@ def recommend(rows: list[Timing]) -> list[tuple[str, str, str]]:
     """Recommend the fastest backends -> lines of (phase and dtype, range of T, backends and their advantage).
 
     The phases are in reverse order, so that the training step comes first. Neighboring T with the same fastest
-    backends share a line. Linear attention is not a recommendation, because it changes the results.
+    backends share a line. Linear attention is not a recommendation, because it changes the results. Lines of phase step
+    end with the largest possible gain of any backend: a step without attention (Amdahl's law).
     """
-    lines, rows = [], [row for row in rows if row.backend not in MIXER_NAMES]
-    for (phase, dtype), phase_rows in reversed(group_rows(rows, "phase", "dtype").items()):
+    lines, rows = [], [row for row in rows if row.backend not in NOT_RANKED]
+    for (phase, dtype), phase_rows in reversed(group_rows(rows, "title", "dtype").items()):
         rows_per_T = group_rows(phase_rows, "T").values()
         for _, group in itertools.groupby(rows_per_T, key=lambda at_T: (_fastest_names(at_T), at_T[0].status)):
             group = list(group)
             low, high = group[0][0].T, group[-1][0].T
             Ts = f"T = {low:,}" if low == high else f"T = {low:,} to {high:,}"
-            lines.append((f"{phase}, {dtype}", Ts, _describe_fastest(group)))
+            lines.append((f"{phase}, {dtype}", Ts, _describe_fastest(group) + _describe_bound(group)))
     return lines
+
+
+def _describe_bound(group: list[list[Timing]]) -> str:
+    """ "; attention takes 3 to 9%: no backend can gain more than 1.10 times". Empty for other phases."""
+    fastest = [rank_by_time(rows)[0][:1] for rows in group]
+    shares = [row.attention_share for rows in fastest for row in rows if row.attention_share is not None]
+    if not shares:
+        return ""
+    percent, gain = [100 * share for share in shares], 1 / (1 - max(shares))
+    return f"; attention takes {_format_range(percent, '.0f')}%: no backend can gain more than {gain:.2f} times"
 
 
 def _fastest_names(rows: list[Timing]) -> list[str]:

@@ -4,7 +4,17 @@ from pathlib import Path
 
 from common.console import format_number, make_console, make_table, pluralize
 from compare.bench.config import BenchConfig
-from compare.bench.results import MAX_SPREAD, MAX_TIE_RATIO, Timing, compute_spread, group_rows, recommend
+from compare.bench.results import (
+    MAX_SPREAD,
+    MAX_TIE_RATIO,
+    NO_ATTENTION,
+    NOT_RANKED,
+    Timing,
+    compute_spread,
+    group_rows,
+    rank_by_time,
+    recommend,
+)
 from model.config import MIXER_NAMES
 
 MIB = 2**20
@@ -22,10 +32,13 @@ def print_results(rows: list[Timing], folder: Path) -> None:
             "Close other programs, and run the bench again with more rounds or seconds.",
             style="bold",
         )
-    for (phase, dtype), phase_rows in group_rows(rows, "phase", "dtype").items():
+    for (phase, dtype), phase_rows in group_rows(rows, "title", "dtype").items():
         if any(row.is_finished for row in phase_rows):
             console.print(f"\n{phase}, {dtype}", style="bold")
             console.print(_phase_table(phase_rows))
+    if any(row.bandwidth_share for row in rows):
+        console.print("\nfastest backend at the longest T, relative to the limits of this machine", style="bold")
+        console.print(_limits_table(rows))
     console.print()
     for note in list_notes(rows):
         console.print(note)
@@ -50,7 +63,21 @@ def list_notes(rows: list[Timing]) -> list[str]:
     kernels = dict.fromkeys(f"{row.backend} ran {row.kernel}" for row in finished if row.kernel != row.backend)
     if kernels:
         notes.append(f"{'; '.join(kernels)}.")
-    return notes + _error_notes(finished) + _failure_notes(rows)
+    return notes + _step_notes(finished) + _error_notes(finished) + _failure_notes(rows)
+
+
+def _step_notes(finished: list[Timing]) -> list[str]:
+    errors = [(row.predicted_ms / row.ms_median - 1, row) for row in finished if row.predicted_ms is not None]
+    notes = []
+    if any(row.backend == NO_ATTENTION for row in finished):
+        notes.append(f"{NO_ATTENTION}: a training step whose layers add q, k and v instead.")
+    if errors:
+        error, row = max(errors, key=lambda pair: abs(pair[0]))
+        notes.append(
+            "Step times predicted from those without attention and from attention alone differ from the measured ones "
+            f"by at most {abs(error):.0%} ({row.backend}, T = {row.T:,})."
+        )
+    return notes
 
 
 def _error_notes(finished: list[Timing]) -> list[str]:
@@ -59,7 +86,7 @@ def _error_notes(finished: list[Timing]) -> list[str]:
         errors = [(error, row.backend) for row in finished if row.dtype == dtype for error in row.errors]
         if errors:
             notes.append("Largest error in {}, compared with float64: {:.1e}, by {}.".format(dtype, *max(errors)))
-    unchecked = [row for row in finished if row.phase != "step" and row.backend not in MIXER_NAMES and not row.errors]
+    unchecked = [row for row in finished if row.phase != "step" and row.backend not in NOT_RANKED and not row.errors]
     if unchecked:
         notes.append(f"Not compared with float64, for lack of memory or time: {_list_contexts(unchecked)}.")
     return notes
@@ -69,7 +96,7 @@ def _failure_notes(rows: list[Timing]) -> list[str]:
     notes = []
     failures = group_rows([row for row in rows if not row.is_finished], "backend", "status", "reason")
     for (backend, status, reason), group in failures.items():
-        phases = ", ".join(dict.fromkeys(row.phase for row in group))
+        phases = ", ".join(dict.fromkeys(row.title for row in group))
         notes.append(f"{backend}: {status} ({phases}; {_list_contexts(group)}): {reason}")
     return notes
 
@@ -111,6 +138,23 @@ def _phase_table(rows: list[Timing]):
     table = make_table("\nT", *(header for backend in backends for header in (f"{backend}\nms", "\nMiB")), left=0)
     for (T,), at_T in group_rows(rows, "T").items():
         table.add_row(f"{T:,}", *(cell for row in at_T if row.backend in backends for cell in _format_cells(row)))
+    return table
+
+
+def _limits_table(rows: list[Timing]):
+    """Shares of the peak FLOP/s and of the memory bandwidth, and the cost of masks."""
+    headers = ["\nT", "peak\nFLOP/s", "memory\nbandwidth", "ns per\nvisible key", "mask,\nms"]
+    table = make_table("", "\nbackend", *headers, left=2)
+    for (title, dtype), phase_rows in group_rows(
+        [row for row in rows if row.bandwidth_share], "title", "dtype"
+    ).items():
+        T = max(row.T for row in phase_rows)
+        row = rank_by_time([row for row in phase_rows if row.T == T])[0][0]
+        mask = "" if row.mask_ms is None else format_number(row.mask_ms)
+        shares = f"{row.peak_share:.1%}", f"{row.bandwidth_share:.1%}"
+        table.add_row(
+            f"{title}, {dtype}", row.backend, f"{T:,}", *shares, format_number(1e9 / row.pairs_per_second), mask
+        )
     return table
 
 

@@ -139,7 +139,7 @@ def test_ctrl_c_keeps_the_finished_rows(workdir):
         (["backends=[naiv]"], "backends: naiv is unknown; set one or more of naive, sdpa, sdpa:cudnn"),
         (["backends=[]"], "backends=[] leaves nothing to measure"),
         (["backends=[naive,naive]"], "backends=[naive,naive] contains a value twice"),
-        (["phases=[backward]"], "phases: backward is unknown; set one or more of forward, forward+backward"),
+        (["phases=[train]"], "phases: train is unknown; set one or more of forward, backward"),
         (["dtypes=[int8]"], "dtypes: int8 is unknown; set one or more of float32"),
         (["block_sizes=[0]"], "block_sizes=[0] must be positive numbers of tokens"),
         (["n_head=4", "n_kv_head=3"], "n_kv_head=3 does not divide the 4 heads"),

@@ -11,29 +11,88 @@ from hypothesis import strategies as st
 
 from common import system
 from compare.bench import cases
-from compare.bench.cases import _attention_workload, count_flops, make_inputs, measure, write_reference
+from compare.bench.cases import (
+    _attention_workload,
+    build_groups,
+    count_bytes,
+    count_flops,
+    count_pairs,
+    make_inputs,
+    measure,
+    write_reference,
+)
+from compare.bench.config import parse_mask
 from compare.bench.worker import Worker
 from model.attention import (
-    AttentionRequest,
     all_variants,
     attention_mask,
     get_attention_fn,
     linear_attention_scores,
     naive,
 )
-from model.flops import attention_flops, flops_per_token
+from model.flops import flops_per_token
 
 NO_REFERENCE = Path("missing.pt")
 
 
-@given(Tq=st.integers(1, 40), more=st.integers(0, 40), Dv=st.integers(1, 9), grad=st.booleans())
-def test_attention_flops_count_the_visible_keys(Tq, more, Dv, grad):
-    request = AttentionRequest(
-        B=2, Tq=Tq, Tk=Tq + more, H=3, G=1, D=8, Dv=Dv, dtype=torch.float32, device=CPU, grad=grad
-    )
-    pairs = int(attention_mask(Tq, Tq + more).sum())
-    flops_per_pair = 2 * 8 + 2 * Dv  # query times key, weight times value
-    assert attention_flops(request) == 2 * 3 * pairs * flops_per_pair * (3 if grad else 1)
+@given(
+    Tq=st.integers(1, 40),
+    more=st.integers(0, 40),
+    mask=st.sampled_from(["causal", "window:1", "window:7", "documents:1", "documents:9"]),
+    phase=st.sampled_from(["forward", "backward", "forward+backward"]),
+)
+def test_flops_and_bytes_count_the_visible_keys(Tq, more, mask, phase):
+    window, _ = parse_mask(mask)
+    case = replace(make_case(phase, Tq=Tq, Tk=Tq + more, window=window), mask=mask)
+    doc_ids = case.doc_ids()
+    positions = torch.arange(more, more + Tq).expand(2, -1)
+    visible = attention_mask(Tq, Tq + more, window=window, positions=positions, doc_ids=doc_ids)[0]
+    passes = {"forward": 1, "backward": 2, "forward+backward": 3}[phase]
+    H, G, D, Dv = 4, 2, 8, 6
+    pairs = int(visible.sum())
+    assert count_pairs(case) == 2 * H * pairs
+    assert count_flops(case, CONFIG) == passes * 2 * H * pairs * (2 * D + 2 * Dv)
+    keys = int(visible.any(dim=-2).sum())
+    assert count_bytes(case) == passes * 2 * 4 * (Tq * H * (D + Dv) + keys * G * (D + Dv))
+
+
+@pytest.mark.parametrize("backend", ["naive", "sdpa"])
+@pytest.mark.parametrize("mask", ["causal", "window:5", "documents:3"])
+@pytest.mark.parametrize("phase", ["forward", "backward", "prefill", "decode"])
+def test_masks_and_phases_compute_the_reference(phase, mask, backend, tmp_path):
+    changes = {"phases": [phase], "masks": [mask], "block_sizes": [20], "chunk_size": 6, "backends": [backend]}
+    ((case,),) = build_groups(replace(CONFIG, **changes, seconds=0.001), CPU)
+    assert case.request.Tq == {"prefill": 6, "decode": 1}.get(phase, 20)
+    write_reference(case, CONFIG.seed, tmp_path / "r.pt")
+    result = measure(case, CONFIG, tmp_path / "r.pt")
+    assert len(result.errors) == (4 if phase == "backward" else 1) and max(result.errors.values()) < 5e-6
+    assert (result.mask_seconds is None) == (mask == "causal")
+    unmasked = replace(case, mask="causal", request=replace(case.request, window=None, document_mask=False))
+    write_reference(unmasked, CONFIG.seed, tmp_path / "r.pt")
+    assert (max(measure(case, CONFIG, tmp_path / "r.pt").errors.values()) > 1e-3) == (mask != "causal")
+
+
+def test_backward_alone_does_not_time_the_forward_pass(monkeypatch):
+    calls = []
+    attend = cases.get_attention_fn(make_case().attention)
+    monkeypatch.setattr(cases, "get_attention_fn", lambda config: lambda *a, **k: calls.append("forward") or attend(*a))
+    workload = _attention_workload(make_case("backward"), CONFIG)
+    workload.setup()
+    assert calls == ["forward"]
+    workload.call()
+    assert calls == ["forward"]
+
+
+def test_step_without_attention_keeps_the_gradients_of_all_weights():
+    changes = {"phases": ["step"], "backends": ["naive"], "block_sizes": [16]}
+    model = replace(CONFIG.model, n_head=4, n_kv_head=2)
+    ((_, case),) = build_groups(replace(CONFIG, **changes, model=model), CPU)
+    assert case.name == "no attention"
+    q, k, v = (torch.randn(2, 5, heads, 8, requires_grad=True) for heads in (4, 2, 2))
+    y = cases._no_attention(q, k, v, window=None)
+    assert y.shape == q.shape
+    assert all(gradient.abs().min() > 0 for gradient in torch.autograd.grad(y.sum(), (q, k, v)))
+    assert measure(case, replace(CONFIG, model=model), NO_REFERENCE).resolved.resolved == "no attention"
 
 
 def test_step_flops_use_the_context_of_the_case():
@@ -76,7 +135,7 @@ def test_errors_are_differences_from_the_reference(dtype, lower, upper, tmp_path
 def test_calls_use_new_inputs_until_the_cpu_cache_is_full(monkeypatch):
     pointers = []
 
-    def attend(q, k, v):
+    def attend(q, k, v, **options):
         pointers.append((q.data_ptr(), k.data_ptr(), v.data_ptr()))
         return q[..., :6]
 

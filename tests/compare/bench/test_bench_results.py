@@ -1,12 +1,13 @@
 """Rows of a bench: the CSV file, ranking and the recommendation."""
 
-from dataclasses import fields
+from dataclasses import fields, replace
 
 import pytest
-from bench_helpers import COLUMNS, make_row, make_rows
+from bench_helpers import COLUMNS, CONFIG, make_row, make_rows
 
 from compare.bench.results import (
     Timing,
+    add_predictions,
     append_row,
     compute_spread,
     group_rows,
@@ -26,8 +27,10 @@ def test_append_row_writes_each_row_immediately(tmp_path):
     append_row(path, make_row("b", 64, None))
     header, first, second = path.read_text().splitlines()
     assert header == COLUMNS
-    assert first.startswith("a,a,,finished,,forward,cpu,float32,1,64,2,2,64,64,1.23457,") and ",5,,,,," in first
-    assert second.startswith("b,,,out of memory,needed 8.0 GiB more,forward,cpu")
+    assert (
+        first.startswith("a,a,,finished,,forward,causal,cpu,float32,1,64,64,2,2,64,64,1.23457,") and ",5,,,,," in first
+    )
+    assert second.startswith("b,,,out of memory,needed 8.0 GiB more,forward,causal,cpu")
 
 
 def test_rows_are_grouped_by_columns():
@@ -95,3 +98,29 @@ def test_spread_is_the_ratio_of_quartiles():
     assert compute_spread(make_rows(a={64: 1.0})) == pytest.approx(1.01 / 0.99)
     assert compute_spread([make_row("a", T, 1.0, spread=0.5) for T in (8, 16)]) == pytest.approx(3.0)
     assert compute_spread([make_row("a", 8, None)]) is None
+
+
+MODEL = CONFIG.model  # 2 layers
+STEP = [make_row(name, 64, ms, phase="step") for name, ms in (("naive", 20.0), ("flash", 10.0), ("no attention", 8.0))]
+ATTENTION = [make_row(name, 64, ms, phase="forward+backward") for name, ms in (("naive", 5.0), ("flash", 1.5))]
+
+
+def test_step_times_are_predicted_from_attention_alone():
+    naive, flash, none = add_predictions(STEP, ATTENTION, MODEL)
+    assert (naive.predicted_ms, flash.predicted_ms, none.predicted_ms) == (8 + 2 * 5, 8 + 2 * 1.5, None)
+    assert (naive.attention_share, flash.attention_share) == (pytest.approx(0.6), pytest.approx(0.2))
+
+
+@pytest.mark.parametrize("change", [{"window": 8}, {"dropout": 0.1}, {"attention_softcap": 5.0}])
+def test_step_times_are_not_predicted_for_another_kind_of_attention(change):
+    rows = add_predictions(STEP, ATTENTION, replace(MODEL, **change))
+    assert {row.predicted_ms for row in rows} == {None} and rows[0].attention_share == pytest.approx(0.6)
+    other_shape = [replace(row, H=3) for row in ATTENTION]
+    assert {row.predicted_ms for row in add_predictions(STEP, other_shape, MODEL)} == {None}
+
+
+def test_recommendation_states_the_largest_possible_gain():
+    ((_, _, sentence),) = recommend(add_predictions(STEP, ATTENTION, MODEL))
+    assert sentence == (
+        "flash, 2.0 times as fast as naive; attention takes 20%: no backend can gain more than 1.25 times"
+    )

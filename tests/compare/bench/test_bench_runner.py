@@ -11,7 +11,13 @@ from compare.bench.worker import IsolatedCallFailed
 from model.attention import ResolvedAttention
 
 RESULT = BenchResult(
-    ResolvedAttention("naive", "naive"), seconds=[1.0], wall_seconds=2.0, peak_memory_bytes=5, compile_s=None, errors={}
+    ResolvedAttention("naive", "naive"),
+    seconds=[1.0],
+    wall_seconds=2.0,
+    peak_memory_bytes=5,
+    compile_s=None,
+    errors={},
+    mask_seconds=None,
 )
 TIMED_OUT = IsolatedCallFailed("time limit", "took longer than 300 s")
 
@@ -83,18 +89,22 @@ def test_backends_take_turns_and_each_round_begins_with_another_one(tmp_path):
 def test_rounds_have_the_same_weight_in_a_row():
     rounds = [([1.0] * 500, 5, 9.0), ([3.0], 7, 1.0), ([4.0, 4.0], 6, 1.0)]
     results = [replace(RESULT, seconds=s, peak_memory_bytes=memory, compile_s=c) for s, memory, c in rounds]
-    row = summarize(make_case(T=5), results, flops=1000, peak=1000.0)
+    row = summarize(make_case(T=5), results, flops=1000, peaks=[1000.0, 100.0])
     assert (row.ms_q1, row.ms_median, row.ms_q3) == (1000.0, 3000.0, 4000.0)
     assert row.tokens_per_second == pytest.approx(10 / 3) and row.flops_per_second == pytest.approx(1000 / 3)
     assert row.peak_share == pytest.approx(1 / 3)
+    assert row.bytes_per_second == pytest.approx(2 * 4 * 5 * (4 + 2) * (8 + 6) / 3)
+    assert row.bandwidth_share == pytest.approx(row.bytes_per_second / 100)
+    assert row.pairs_per_second == pytest.approx(2 * 4 * 15 / 3)
     assert row.peak_memory_bytes == 7 and row.compile_s == 9.0
     assert row.resolved == "naive" and row.impl is None
-    assert summarize(make_case(), results, flops=1000, peak=None).peak_share is None
+    assert summarize(make_case(), results, flops=1000, peaks=[]).peak_share is None
 
 
 def test_peak_share_uses_the_highest_peak_of_all_rounds(tmp_path):
     runner = make_runner(tmp_path, 3, naive=lambda T: RESULT)
-    peaks = iter([None, 4e3, 2e3])
-    runner.measure_peak_flops = lambda case: next(peaks)
+    peaks = iter([None, (4e3, 1e3), (2e3, 5e3)])
+    runner.measure_peaks = lambda case: next(peaks)
     row = run_naive(runner, 8)
     assert row.peak_share == pytest.approx(row.flops_per_second / 4e3)
+    assert row.bandwidth_share == pytest.approx(row.bytes_per_second / 5e3)
