@@ -39,6 +39,7 @@ class Train:
     tf32: bool
     plan: bool
     flops_per_second: float | None
+    attention_csv: str | None
     resume: bool
     text_size: Any  # name of a preset; None: no value is from a preset
     model: GPTConfig
@@ -66,6 +67,7 @@ class Train:
         init_run = init_from.removeprefix("run:")
         rules = [
             ("flops_per_second", flops is None or self.plan, "needs plan=true; set it, or remove the key"),
+            ("attention_csv", self.attention_csv is None or self.plan, "needs plan=true; set it, or remove the key"),
             ("flops_per_second", flops is None or 0 < flops < inf, "must be greater than 0; set 1e14, for example"),
         ]
         check_settings("", self, rules)

@@ -85,11 +85,10 @@ def find_flops_crossover(config: GPTConfig, vocab_size: int) -> int | None:
     return T if attention_flops_per_token(config, T) >= linear else None
 
 
-def visible_pairs(request: AttentionRequest, document_length: int | None = None) -> int:
+def visible_pairs(Tq: int, Tk: int, window: int | None, document_length: int | None = None) -> int:
     """Pairs of a query and a key that it attends to, in one sequence and head. document_length: None: one document."""
-    positions = np.arange(request.Tk - request.Tq, request.Tk)
-    keys = positions % (document_length or request.Tk) + 1  # up to the query, in its document
-    return int(np.minimum(keys, request.window or request.Tk).sum())
+    keys = np.arange(Tk - Tq, Tk) % (document_length or Tk) + 1  # up to the query, in its document
+    return int(np.minimum(keys, window or Tk).sum())
 
 
 def attention_flops(request: AttentionRequest, mixer: str = "softmax", document_length: int | None = None) -> int:
@@ -98,7 +97,7 @@ def attention_flops(request: AttentionRequest, mixer: str = "softmax", document_
     A backward pass takes twice as many: the two products have four gradients (of Q, K, V and the weights), and each
     takes as many FLOPs as its product. For linear attention, see linear_attention_keys.
     """
-    pairs = visible_pairs(request, document_length)
+    pairs = visible_pairs(request.Tq, request.Tk, request.window, document_length)
     if mixer == "linear":
         pairs = request.Tq * linear_attention_keys(request.D, request.Tq)
     return 2 * request.B * request.H * pairs * (request.D + request.Dv)

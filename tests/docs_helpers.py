@@ -171,6 +171,10 @@ def prepare_folder(folder: Path, run: Path, command: Command) -> None:
         key, _, value = word.partition("=")
         if key.endswith("path"):
             write_document(folder, value, column)
+        elif key == "attention_csv":
+            (folder / value).parent.mkdir(parents=True)
+            columns = "backend,phase,mask,status,device,dtype,T,flops_per_second"
+            (folder / value).write_text(f"{columns}\nsdpa,forward+backward,causal,finished,cpu,float32,64,1e9\n")
         elif key in ("prompts", "prompt_file"):
             lines = ["The 1", "The 2"]
             if value.endswith(".jsonl"):

@@ -333,7 +333,8 @@ def count_pairs(case: Case) -> int | None:
     """Visible pairs of a query and a key in a call of softmax attention alone, in all heads. Else None."""
     if case.phase == "step" or case.mixer != "softmax":
         return None
-    return case.request.B * case.request.H * visible_pairs(case.request, case.document_length)
+    r = case.request
+    return r.B * r.H * visible_pairs(r.Tq, r.Tk, r.window, case.document_length)
 
 
 def make_inputs(case: Case, seed: int) -> tuple[Tensor, ...]:

@@ -6,7 +6,9 @@ process that uses too much memory is swapped or killed without an error, so ther
 """
 
 from collections.abc import Callable
+from dataclasses import replace
 
+import numpy as np
 import torch
 
 from common import system
@@ -18,6 +20,7 @@ from training.optimizer import build_optimizers
 from training.planning.memory import StepSpec, run_steps, simulate_memory
 
 USABLE_MEMORY_FRACTION = 0.8  # of the free memory, since estimates are within 20 % of measured runs
+MAX_CONTEXT = 2**24  # tokens
 GPU_RESERVE_FRACTION = 0.05  # of a GPU's memory, left free for NCCL, fragmentation and other processes
 
 
@@ -48,6 +51,29 @@ def resolve_micro_batch_size(
     return size, share // size
 
 
+def usable_memory(device: torch.device, dist: Dist) -> float | None:
+    """Bytes that a process can plan with; None: unknown. The processes of a machine share its memory."""
+    free = system.free_memory(device)
+    processes = dist.local_world_size if device.type == "cpu" else 1  # each GPU has one process
+    return None if free is None else USABLE_MEMORY_FRACTION * free / processes
+
+
+def find_longest_context(step: StepSpec, micro_batch_size: int, accumulation: int, available: float) -> int:
+    """The longest block_size whose simulated memory is at most `available` bytes.
+
+    Memory grows with the square of T at most. It is simulated for T = 64, 512, ... until it does not fit, and a
+    parabola through the last three lengths gives the result.
+    """
+    T, points = 64, []
+    while not points or (points[-1][1] <= available and T <= MAX_CONTEXT):
+        longer = replace(step, model=replace(step.model, block_size=T))
+        points.append((T, simulate_memory(longer, micro_batch_size, accumulation).reserved))
+        T *= 8
+    Ts, sizes = np.array(points[-3:]).T
+    roots = np.roots(np.polyfit(Ts, sizes, len(Ts) - 1) - np.eye(len(Ts))[-1] * available)
+    return int(max((root.real for root in roots if abs(root.imag) < 1), default=0))
+
+
 def largest_fitting_divisor(share: int, fits: Callable[[int], bool]) -> int:
     """The largest divisor of a device's share of the batch for which `fits` returns True; 0 if there is none."""
     divisors = (size for size in range(share, 0, -1) if share % size == 0)
@@ -59,14 +85,12 @@ def _estimate_by_simulation(step: StepSpec, share: int, dist: Dist, allocated: i
 
     share: sequences per step on one device. allocated: bytes of the weights that the process has already allocated.
     """
-    free = system.free_memory(step.device)
-    if free is None:
+    available = usable_memory(step.device, dist)
+    if available is None:
         raise UserError(
             f"train.micro_batch_size={AUTO} cannot read the free memory for device={step.device.type} on this system; "
             "set a number, or null to process a device's sequences all at once"
         )
-    processes = dist.local_world_size if step.device.type == "cpu" else 1  # each GPU has one process
-    available = USABLE_MEMORY_FRACTION * free / processes
 
     def fits(size: int) -> bool:
         accumulation = max(share // size, dist.world_size)  # DDP keeps gradients as accumulation does

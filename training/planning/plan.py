@@ -4,12 +4,15 @@
 `print_plan` prints the result.
 """
 
+import csv
 import statistics
 from collections.abc import Callable
 from dataclasses import replace
-from math import ceil, inf
+from math import ceil, inf, log
+from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from rich.console import Console
 from rich.table import Table
@@ -21,7 +24,7 @@ from data import DataConfig, TokenizerConfig, tokenizer
 from data.prepare import prepare_offline
 from data.shards import PreparedData
 from data.sources import all_files, resolve_sources
-from model import AttentionConfig
+from model import AttentionConfig, GPTConfig
 from model.attention import BACKENDS, get_attention_fn
 from model.attention.linear import CHUNK
 from model.flops import (
@@ -29,6 +32,7 @@ from model.flops import (
     find_flops_crossover,
     linear_attention_keys,
     params_by_part,
+    visible_pairs,
     weight_flops_per_token,
 )
 from model.gpt import GPT
@@ -37,7 +41,7 @@ from training.device import Runtime, autocast
 from training.init_from import load_run_tokenizer
 from training.optimizer import build_optimizers
 from training.planning.memory import MemoryEstimate, StepSpec, run_steps, simulate_memory
-from training.planning.micro_batch import resolve_micro_batch_size
+from training.planning.micro_batch import find_longest_context, resolve_micro_batch_size, usable_memory
 from training.progress import describe_model, format_epochs
 from training.speed import peak_flops, time_calls
 
@@ -142,6 +146,31 @@ class Plan:
         self.training_flops = self.tokens * flops
         self.evaluation_flops = None if evaluation is None else self.evaluations * evaluation
         self.seconds = (self.training_flops + (self.evaluation_flops or 0)) / self.flops_per_second
+        self.seconds_by_backend = {} if config.attention_csv is None else self._seconds_by_backend(config)
+
+    def _seconds_by_backend(self, config: Any) -> dict[str, float]:
+        """Time of the run with each backend that the file of a bench has. Raises UserError."""
+        path, chosen = Path(config.attention_csv), config.attention.backend
+        dtype = str(self.runtime.dtype).removeprefix("torch.")
+        times = read_attention_times(path, self.runtime.device.type, dtype, config.model)
+        if chosen not in times:
+            raise UserError(
+                f"attention_csv={path} has no finished row of {chosen} with phase forward+backward on "
+                f"{self.runtime.device.type} in {dtype}; run bench.py with them, or set another attention_csv"
+            )
+        per_token = {name: seconds / config.model.block_size for name, seconds in times.items()}
+        tokens = self.tokens + (self.evaluation_flops or 0) * self.tokens / self.training_flops
+        return {name: self.seconds + tokens * (per_token[name] - per_token[chosen]) for name in times}
+
+    def longest_context(self, backend: str) -> int | None:
+        """The longest model.block_size that fits into the free memory with a backend; None: unknown."""
+        available = usable_memory(self.runtime.device, self.runtime.dist)
+        if available is None:
+            return None
+        step = StepSpec.from_config(self.config, self.vocab_size, self.runtime.dtype, self.runtime.device)
+        if backend != step.attention.backend:
+            step = replace(step, attention=AttentionConfig(backend=backend, kernels=None, impl=None))
+        return find_longest_context(step, self.micro_batch_size, self.accumulation, available)
 
     def _resolve_attention(self, attention: AttentionConfig) -> None:
         """Raises UserError for a backend that cannot run."""
@@ -152,6 +181,26 @@ class Plan:
         """Predicted peak_memory_bytes of summary.json. None: unknown, or the backend cannot run."""
         memory = self.memory[backend]
         return None if self.process_bytes is None or isinstance(memory, str) else self.process_bytes + memory.reserved
+
+
+def read_attention_times(path: Path, device: str, dtype: str, model: GPTConfig) -> dict[str, float]:
+    """Seconds of attention per sequence, forward and backward, in all softmax layers -> {backend: seconds}.
+
+    The speeds of attention.csv, in FLOP/s, are interpolated between its contexts. Raises UserError.
+    """
+    wanted = {"phase": "forward+backward", "mask": "causal", "status": "finished", "device": device, "dtype": dtype}
+    speeds: dict[str, dict[float, float]] = {}  # backend -> {log T: FLOP/s}, from short contexts to long ones
+    try:
+        with open(path, newline="", encoding="utf-8") as file:
+            for row in csv.DictReader(file):
+                if wanted.items() <= row.items() and row["backend"] in BACKENDS:
+                    speeds.setdefault(row["backend"], {})[log(int(row["T"]))] = float(row["flops_per_second"])
+    except (OSError, ValueError, KeyError, csv.Error):
+        raise UserError(f"attention_csv={path} cannot be read; set the attention.csv of a run of bench.py") from None
+    T, D = model.block_size, model.head_dim
+    windows = [window for mixer, window in zip(model.mixers, model.windows, strict=True) if mixer == "softmax"]
+    flops = 3 * 4 * model.n_head * D * sum(visible_pairs(T, T, window) for window in windows)
+    return {name: flops / np.interp(log(T), list(line), list(line.values())) for name, line in speeds.items()}
 
 
 def _measure_process_bytes(step: StepSpec) -> int | None:
@@ -264,6 +313,11 @@ def _memory_table(plan: Plan) -> Table:
     if plan.process_bytes:  # unknown on some systems, and 0 on a GPU
         label = f"process ({format_memory(plan.process_bytes)} without a model)"
         table.add_row(label, *(format_memory(plan.total_bytes(backend)) for backend in estimates))
+    contexts = map(plan.longest_context, estimates)
+    table.add_row("longest context that fits", *("-" if T is None else f"{T:,}" for T in contexts))
+    if plan.seconds_by_backend:
+        seconds = [plan.seconds_by_backend.get(backend) for backend in estimates]
+        table.add_row("time of the run", *("-" if s is None else format_duration(s) for s in seconds))
     return table
 
 

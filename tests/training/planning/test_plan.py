@@ -20,6 +20,7 @@ from model.attention import BACKENDS
 from training.device import resolve_runtime
 from training.distributed import Dist
 from training.planning.memory import MAX_SMALL_BLOCK_BYTES, MemoryEstimate
+from training.planning.micro_batch import USABLE_MEMORY_FRACTION
 from training.planning.plan import Plan
 
 GIVEN_SPEED = ["plan=true", "flops_per_second=1e9"]
@@ -148,6 +149,17 @@ def test_auto_micro_batch_fits_into_the_free_memory(plan, monkeypatch):
         plan("train.micro_batch_size=auto")
 
 
+@pytest.mark.parametrize("attention, available", [("naive", 2**28), ("flash", 2**25)])
+def test_longest_context_fits_and_a_longer_one_does_not(plan, monkeypatch, attention, available):
+    monkeypatch.setattr(system, "free_memory", lambda device: available / USABLE_MEMORY_FRACTION)
+    T = plan().longest_context(attention)
+
+    def memory(T):
+        return plan(f"model.block_size={T}").memory[attention].reserved
+
+    assert memory(int(0.95 * T)) <= available < memory(int(1.05 * T))
+
+
 def test_backend_that_cannot_run_is_listed_with_its_reason(plan):
     memory = plan("attention=naive", "model.dropout=0.1").memory
     assert set(memory) == set(BACKENDS)
@@ -184,6 +196,43 @@ def test_minutes_become_the_steps_that_fit(plan):
     planned = plan("train.steps=null", "train.minutes=1")
     assert planned.seconds == pytest.approx(60, rel=0.01)
     assert plan("train.steps=3", "train.minutes=1").steps == 3
+
+
+def write_bench(**speeds):
+    """Write the attention.csv of a bench at T = 16 and 256. speeds: FLOP/s of a backend at these contexts."""
+    with open("attention.csv", "w") as file:
+        print("backend,phase,mask,status,device,dtype,T,flops_per_second", file=file)
+        for name, values in speeds.items():
+            for T, value in zip((16, 256), values, strict=True):
+                print(f"{name},forward+backward,causal,finished,cpu,float32,{T},{value}", file=file)
+                print(f"{name},forward,causal,finished,cpu,float32,{T},1", file=file)
+
+
+def test_bench_gives_the_time_with_each_backend(plan):
+    write_bench(naive=(1e6, 4e6), flash=(1e6, 16e6))
+    words = "attention=naive", "model.block_size=64", "eval.batches=1", "attention_csv=attention.csv"
+    planned = plan(*words)
+    seconds = planned.seconds_by_backend
+    assert seconds["naive"] == planned.seconds
+    pairs = 64 * 65 / 2
+    flops = 3 * 4 * pairs * planned.config.model.n_embd  # per sequence and layer, forward and backward
+    tokens = planned.tokens + planned.evaluations * 1 * planned.config.train.batch_size * 64 / 3
+    # halfway between the contexts on a logarithmic scale
+    expected = tokens / 64 * flops * (1 / 8.5e6 - 1 / 2.5e6)
+    assert seconds["flash"] - seconds["naive"] == pytest.approx(expected, rel=1e-3)
+
+
+def test_bench_that_does_not_fit_the_run_is_refused(plan):
+    with pytest.raises(UserError, match=r"attention_csv=missing.csv cannot be read; set the attention.csv of a run"):
+        plan("attention_csv=missing.csv")
+    write_bench(naive=(1e6, 4e6))
+    with pytest.raises(UserError, match=r"no finished row of flash with phase forward\+backward on cpu in float32"):
+        plan("attention=flash", "attention_csv=attention.csv")
+    Path("attention.csv").write_text(
+        "backend,phase,mask,status,device,dtype,T\nnaive,forward+backward,causal,finished,cpu,float32,x"
+    )
+    with pytest.raises(UserError, match=r"cannot be read"):
+        plan("attention=naive", "attention_csv=attention.csv")
 
 
 # Output and side effects
@@ -253,6 +302,7 @@ def test_vocabulary_that_needs_a_download_is_refused(plan, no_network):
         (["plan=true", "flops_per_second=0"], "flops_per_second=0"),
         (["plan=true", "flops_per_second=-1e9"], "flops_per_second=-1000000000.0 must be greater than 0"),
         (["flops_per_second=1e12"], "plan=true"),
+        (["attention_csv=x"], "plan=true"),
         (["-m", "plan=true", "seed=1,2"], "-m"),
     ],
 )
