@@ -2,37 +2,34 @@
 
     python compare.py runs/a runs/b                       any runs; runs that differ only in the seed become one row
     python compare.py runs/sweeps/cmp                     all runs of a sweep
-    python compare.py runs/sweeps/cmp runs/c --out figs   both; the files go to another folder
+    python compare.py sweeps/cmp c out=figs               both; names in runs/ are enough
+
+keys:
+  out=DIR               folder to write the files into
 
 Prints a table, and writes comparison.csv (all statistics), comparison.md and comparison.png. The files of a single
 sweep are written into its folder, all others into runs/comparison. Differences are relative to the first setting.
 """
 
-if __name__ == "__main__":  # before the slow imports below
-    from configs.cli import start_process
+if __name__ == "__main__":  # before the slow imports below, so that a typo is reported immediately
+    from configs.cli import parse_config
 
-    start_process()
+    config = parse_config("compare", __doc__)
 
-import argparse
 from pathlib import Path
 
-from common.errors import UserError
+from common.run_dir import ROOT
 from compare.runs.comparison import choose_out_folder, compare, print_comparison
 from configs.cli import run_process
+from configs.schema import Compare
 
 
-def main(flags: argparse.Namespace) -> int:
-    if flags.out == "":
-        raise UserError("--out is empty; set a folder")
-    out = Path(flags.out or choose_out_folder(flags.folders))
-    print_comparison(compare(flags.folders, out), out)
+def main(config: Compare) -> int:
+    folders = [ROOT / name if (ROOT / name).is_dir() else Path(name) for name in config.folders]
+    out = Path(config.out or choose_out_folder(folders))
+    print_comparison(compare(folders, out), out)
     return 0
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(
-        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter, allow_abbrev=False
-    )
-    parser.add_argument("folders", nargs="+", type=Path, metavar="FOLDER", help="folder of a run or of a sweep")
-    parser.add_argument("--out", metavar="DIR", help="folder to write the files into")
-    run_process(main, parser.parse_args())
+    run_process(main, config)

@@ -16,6 +16,7 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
+from itertools import compress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -84,7 +85,8 @@ def parse_config(script: str, doc: str, argv: list[str] | None = None) -> Any:
             if argv is None:
                 run_process(run_multirun, flags)
             raise SystemExit(run_main(run_multirun, flags))
-        config = compose_config(script, flags.words, flags.config_dir)
+        settings = {"folders": flags.folders} if flags.folders else None
+        config = compose_config(script, flags.words, flags.config_dir, settings)
         if flags.cfg:
             print(yaml.safe_dump(asdict(config), sort_keys=False, allow_unicode=True), end="")
             raise SystemExit(0)
@@ -181,7 +183,10 @@ def _describe_os_error(error: OSError) -> str:
 
 
 def _parse_flags(script: str, argv: list[str] | None) -> argparse.Namespace:
-    """Parse the flags; .words and .launcher_words contain the key=value words. Raises UserError for other words."""
+    """Parse the flags; .words and .launcher_words contain the key=value words. Raises UserError for other words.
+
+    .folders: for compare.py, the other words, and paths such as attention=flash,seed=1, which is a run of a sweep.
+    """
     parser = argparse.ArgumentParser(add_help=False, exit_on_error=False, allow_abbrev=False)
     parser.add_argument("-h", "--help", action="store_true")
     parser.add_argument("--cfg", choices=["job"])
@@ -189,7 +194,7 @@ def _parse_flags(script: str, argv: list[str] | None) -> argparse.Namespace:
     if script == "train":
         parser.add_argument("-m", "--multirun", action="store_true")
         parser.add_argument("--job-timeout", type=float)
-    parser.set_defaults(multirun=False, launcher_words=[], job_timeout=None)
+    parser.set_defaults(multirun=False, launcher_words=[], folders=[], job_timeout=None)
     try:
         flags, flags.words = parser.parse_known_args(argv)
     except argparse.ArgumentError as error:
@@ -199,6 +204,10 @@ def _parse_flags(script: str, argv: list[str] | None) -> argparse.Namespace:
     if flags.multirun:
         flags.launcher_words = [word for word in flags.words if _is_launcher_word(word)]
         flags.words = [word for word in flags.words if not _is_launcher_word(word)]
+    if script == "compare":
+        is_folder = [not re.match(r"[+~-]|[\w.-]+=", word) or Path(word).exists() for word in flags.words]
+        flags.folders = list(compress(flags.words, is_folder))
+        flags.words = [word for word in flags.words if word not in flags.folders]
     for word in flags.words:
         key = word.split("=", 1)[0]
         if word.startswith("-"):
@@ -222,5 +231,6 @@ def _help_page(script: str, doc: str) -> str:
     from configs.compose import list_choices, list_groups
 
     lines = [f"  {group + '=':14}{' | '.join(list_choices(group))}" for group in list_groups(script)]
+    lines = ["groups and their choices:", *lines, ""] if lines else []
     flags = FLAGS + (MULTIRUN_FLAG if script == "train" else "")
-    return "\n".join([doc.strip(), "", "groups and their choices:", *lines, "", flags.rstrip()])
+    return "\n".join([doc.strip(), "", *lines, flags.rstrip()])

@@ -159,7 +159,23 @@ class Prepare:
         self.data.check()
 
 
-SCRIPTS = {"train": Train, "sample": Sample, "prepare": Prepare, "bench": BenchConfig}
+@dataclass
+class Compare:
+    """Config of compare.py."""
+
+    folders: list[str]
+    out: str | None
+
+    def check(self) -> None:
+        """Raises UserError for invalid settings."""
+        rules = [
+            ("folders", len(self.folders) > 0, "leaves nothing to compare; name runs or sweeps, as in runs/a runs/b"),
+            ("out", self.out != "", "is empty; set a folder"),
+        ]
+        check_settings("", self, rules)
+
+
+SCRIPTS = {"train": Train, "sample": Sample, "prepare": Prepare, "bench": BenchConfig, "compare": Compare}
 OPTIMIZERS = {"adamw": AdamWConfig, "muon": MuonConfig}
 
 

@@ -30,6 +30,7 @@ SHRINK = {
     "train": SMALL_MODEL | {"train.batch_size": 4, "train.micro_batch_size": "null", "eval.batches": 1},
     "sample": {},
     "prepare": {},
+    "compare": {},
     "bench": SMALL_MODEL | {"vocab_size": 64},
 }
 # These replace the values of the command, because they determine only how long it takes.
@@ -43,6 +44,7 @@ SHRINK_ALWAYS = {
     },
     "sample": {"max_new_tokens": 8},
     "prepare": {},
+    "compare": {},
     "bench": {"block_sizes": "[16]", "rounds": 1, "repeats": 1, "seconds": 0.001, "wandb.mode": "disabled"},
 }
 

@@ -23,7 +23,7 @@ def compare(folders: list[Path], out: Path) -> list[SettingStats]:
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:
-        raise UserError(f"--out {out} cannot be created ({error.strerror}); set another folder") from None
+        raise UserError(f"out={out} cannot be created ({error.strerror}); set another folder") from None
     write_csv(rows, out / "comparison.csv")
     plot_comparison(settings, rows, out / "comparison.png")
     write_markdown(rows, out / "comparison.md", "comparison.png")

@@ -216,7 +216,8 @@ def with_value(config, key, value):
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_every_number_has_limits(script, workdir):
     """Otherwise a huge value hangs, or fails with an error of PyTorch's C++ code."""
-    config = parse_config(script, "", ["data.path=text.txt"] if script in ("train", "prepare") else [])
+    words = {"train": ["data.path=text.txt"], "prepare": ["data.path=text.txt"], "compare": ["a"]}
+    config = parse_config(script, "", words.get(script, []))
     types = list_types(type(config))
     if "optimizer" in types:
         types |= list_types(type(config.optimizer), "optimizer.")

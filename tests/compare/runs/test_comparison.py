@@ -4,6 +4,8 @@ import csv
 import io
 import json
 import math
+import runpy
+import shutil
 import subprocess
 import sys
 
@@ -17,6 +19,7 @@ from common.run_dir import RunDir
 from compare.runs.comparison import choose_out_folder, compare
 from compare.runs.read import read_settings
 from compare.runs.table import list_notes, make_terminal_table
+from configs.cli import parse_config, run_main
 
 CONFIG = {
     "name": None,
@@ -384,12 +387,43 @@ def test_compare_script(tmp_path):
         "comparison.md",
         "comparison.png",
     }
-    assert script("runs/a", "--out", "there", cwd=tmp_path).returncode == 0 and (tmp_path / "there").is_dir()
-    with pytest.raises(UserError, match=r"--out .*/runs/a/config.yaml cannot be created \(File exists\); set another"):
+    with pytest.raises(UserError, match=r"out=.*/runs/a/config.yaml cannot be created \(File exists\); set another"):
         compare([tmp_path / "runs/a"], tmp_path / "runs/a/config.yaml")
-    wrong = script("runs/a", "--out", "", cwd=tmp_path)
-    assert wrong.returncode == 2 and wrong.stderr == "compare.py: --out is empty; set a folder\n"
-    assert "runs/sweeps/cmp" in script("--help", cwd=tmp_path).stdout
+
+
+def compare_here(*words) -> int:
+    """compare.py in this process and in the current folder -> its exit code."""
+    main = runpy.run_path(str(ROOT / "compare.py"))["main"]  # `import compare` finds the package
+    return run_main(main, parse_config("compare", "", list(words)))
+
+
+def test_words_are_folders_or_settings(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    jobs = ["attention=naive,seed=1", "attention=naive,seed=2"]
+    sweep = write_sweep(tmp_path / "runs/sweeps/cmp", jobs)
+    for folder in (tmp_path / "runs/a", *(sweep / job for job in jobs)):
+        write_run(folder)
+    for words in ([str(sweep)], ["runs/sweeps/cmp"], ["sweeps/cmp", "a"], ["sweeps/cmp/attention=naive,seed=1"]):
+        assert compare_here(*words, f"out={tmp_path}/there") == 0
+        assert (tmp_path / "there/comparison.csv").exists()
+        shutil.rmtree(tmp_path / "there")
+    monkeypatch.chdir(sweep)
+    assert compare_here(*jobs, "out=there") == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["a", "ouy=there"], "ouy: there is no such key (did you mean out?); see --help and --cfg job"),
+        (["a", "out="], "out= is empty; set a folder"),
+        (["a", "--out", "there"], "--out is not a flag of this command; see --help"),
+        ([], "folders=[] leaves nothing to compare; name runs or sweeps, as in runs/a runs/b"),
+    ],
+)
+def test_invalid_words_are_refused(words, message, capsys):
+    with pytest.raises(SystemExit) as end:
+        compare_here(*words)
+    assert end.value.code == 2 and capsys.readouterr().err.endswith(f": {message}\n")
 
 
 def test_comparison_imports_no_torch(tmp_path):
