@@ -10,16 +10,17 @@ from compare.runs.statistics import SettingStats, compute_stats
 from compare.runs.table import TERMINAL_COLUMNS, list_notes, make_terminal_table, write_csv, write_markdown
 
 
-def compare(folders: list[Path], out: Path) -> list[SettingStats]:
+def compare(folders: list[Path], out: Path, difference: float | None = None) -> list[SettingStats]:
     """Compare the runs of run folders and sweep folders -> statistics per setting.
 
+    difference: the table states how many seeds find it, in nats per token; None: no such column.
     Writes comparison.csv, comparison.md and comparison.png into `out`, which is created if it does not exist.
     Raises UserError for a folder that is not a run and for a damaged file, before anything is written.
     """
     settings = read_settings(folders)
     if not settings:
         raise UserError("there is no run to compare; set folders of runs, as in runs/NAME or runs/sweeps/NAME")
-    rows = compute_stats(settings)
+    rows = compute_stats(settings, difference)
     try:
         out.mkdir(parents=True, exist_ok=True)
     except OSError as error:

@@ -9,7 +9,7 @@ import numpy as np
 from common.console import format_memory, format_number
 from common.plots import COLORS, GREY, line_style, make_figure, style_axes, thin_curve
 from compare.runs.read import Setting
-from compare.runs.statistics import SettingStats, divergence, mean
+from compare.runs.statistics import SettingStats, divergence, evaluations
 
 LEGEND_LINE_CHARS = 130
 
@@ -47,17 +47,15 @@ def _plot_losses(axes, settings: list[Setting]) -> list:
     handles, highs, lows = [], [], []
     for index, setting in enumerate(settings):
         style = line_style(index, len(settings), 5.0 if len(settings) > 1 else 1.8)
-        curves = [dict(zip(*run.curves["val/loss"], strict=True)) for run in setting.finished]
-        steps = sorted(set.intersection(*map(set, curves))) if curves else []
-        losses = [[curve[step] for curve in curves] for step in steps]
-        low, high = [min(values) for values in losses], [max(values) for values in losses]
-        curve = thin_curve(np.array(steps), np.array(list(map(mean, losses))))
+        steps, losses = evaluations(setting)
+        low, high = losses.min(axis=0, initial=math.inf), losses.max(axis=0, initial=-math.inf)
+        curve = thin_curve(steps, losses.mean(axis=0) if len(losses) else steps)
         (handle,) = axes.plot(*curve, **style, marker="o" if len(steps) < 15 else None, markersize=4)
         axes.fill_between(steps, low, high, color=style["color"], alpha=0.13)
-        handle.set_visible(bool(steps))  # an invisible line has no symbol in the legend either
+        handle.set_visible(len(steps) > 0)  # an invisible line has no symbol in the legend either
         handles.append(handle)
-        lows += low
-        highs += high[1:] if len(high) > 3 else high  # the loss before training would flatten the rest of the curve
+        lows += low.tolist()
+        highs += high[len(high) > 3 :].tolist()  # the loss before training would flatten the rest of the curve
     has_bands = any(len(setting.finished) > 1 for setting in settings)
     style_axes(axes, "validation loss, nats per token" + (" (band: all seeds)" if has_bands else ""))
     if lows:

@@ -1,6 +1,8 @@
 """Tables of a comparison: on the terminal, in comparison.md and in comparison.csv."""
 
 import csv
+import math
+import re
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, fields
 from pathlib import Path
@@ -8,13 +10,14 @@ from pathlib import Path
 from rich.table import Table
 
 from common.console import format_memory, format_number, make_table
-from compare.runs.statistics import DIVERGENCE_STEPS, WARMUP_STEPS, SettingStats
+from compare.runs.statistics import DIVERGENCE_STEPS, WARMUP_STEPS, SettingStats, seeds_needed, student_t
 
 EN_DASH = "–"  # noqa: RUF001
 UNKNOWN = EN_DASH
 # {header: function that formats a cell}. Columns without any known value are hidden.
 COLUMNS: dict[str, Callable[[SettingStats], str]] = {
     "setting": lambda row: row.setting,
+    "verdict": lambda row: row.verdict or UNKNOWN,
     "runs": lambda row: row.status,
     "device": lambda row: ", ".join(filter(None, (row.device, row.dtype))) or UNKNOWN,
     "kernel": lambda row: f"{row.kernel or UNKNOWN} ({row.impl})" if row.impl else row.kernel or UNKNOWN,
@@ -22,28 +25,33 @@ COLUMNS: dict[str, Callable[[SettingStats], str]] = {
     "best": lambda row: _format(row.best_val_loss, ".4f"),
     "bits/byte": lambda row: _format(row.val_bpb, ".4f"),
     "difference": lambda row: _format_with_ci(row.difference, row.difference_ci95, "+.4f"),
+    "detectable": lambda row: _format(row.detectable, ".4f"),
+    "seeds needed": lambda row: _format(row.seeds_needed, ",d"),
+    "divergence, step 1": lambda row: _format(row.first_divergence, ".1e"),
     "divergence": lambda row: _format_divergence(row),
     "step, ms": lambda row: _format_step_ms(row),
     "tokens/s": lambda row: _format(row.tokens_per_second, ",.0f"),
+    "cost per M tokens": lambda row: _format_cost(row),
+    "time to common loss": lambda row: _format_seconds(row.seconds_to_common_loss),
     "memory": lambda row: UNKNOWN if row.peak_memory_bytes is None else format_memory(row.peak_memory_bytes),
     "compile": lambda row: UNKNOWN if row.compile_s is None else f"{row.compile_s:.1f} s",
     "score variance": lambda row: _format(row.score_variance, ".3g"),
     "entropy": lambda row: _format(row.attention_entropy, ".3f"),
     "distance": lambda row: _format(row.attention_distance, ".1f"),
 }
-TEXT_COLUMNS = ("setting", "runs", "device", "kernel")  # the others are numbers
+TEXT_COLUMNS = ("setting", "verdict", "runs", "device", "kernel")  # the others are numbers
 # The columns on the terminal, which fit into 80 characters. comparison.md has all columns.
 TERMINAL_COLUMNS = ("setting", "kernel", "val loss", "bits/byte", "difference", "step, ms", "memory")
 
 
 def make_terminal_table(rows: list[SettingStats]) -> Table:
-    """The table for a terminal. Below a value is its spread, and below a setting the status of its runs."""
+    """The table for a terminal. Below a value is its spread; below a setting, its runs and its verdict."""
     headers = [header for header in _choose_headers(rows) if header in TERMINAL_COLUMNS]
     table = make_table(*headers, left=sum(header in TEXT_COLUMNS for header in headers))
     table.leading = 1
     for row in rows:
         setting, *cells = [_multiline(COLUMNS[header](row)) for header in headers]
-        table.add_row(f"{setting}\n{row.status}", *cells)
+        table.add_row("\n".join(filter(None, [setting, row.status, _multiline(row.verdict or "")])), *cells)
     return table
 
 
@@ -76,6 +84,7 @@ def list_notes(rows: list[SettingStats], columns: Iterable[str] = COLUMNS) -> li
         sentences.append(f"{rows[0].setting} has no finished run, so there are no differences.")
     elif len(rows) > 1:
         sentences.append("Difference: validation loss minus that of the first setting, for runs with the same seed.")
+        sentences += _list_detection_notes(rows, columns)
         if "divergence" in columns:
             steps = f"first {DIVERGENCE_STEPS} steps / all steps"
             sentences.append(f"Divergence: largest distance of such runs' training losses ({steps}).")
@@ -101,6 +110,22 @@ def _choose_headers(rows: list[SettingStats]) -> list[str]:
     return [header for header in COLUMNS if header not in hidden]
 
 
+def _list_detection_notes(rows: list[SettingStats], columns: Iterable[str]) -> list[str]:
+    """Explain what the seeds can detect, and how many are needed; then the common loss."""
+    notes = []
+    variable = max((row for row in rows if row.detectable), key=lambda row: row.detectable, default=None)
+    if variable is not None:
+        notes.append("Detectable: true difference that these seeds find with a probability of 80 %.")
+        difference = rows[0].target_difference or 0.01 * rows[0].val_loss
+        deviation = variable.difference_ci95 * math.sqrt(variable.pairs) / student_t(variable.pairs - 1)
+        seeds = seeds_needed(deviation, difference)
+        notes.append(f"A difference of {difference:.3g} needs {seeds} seeds in {variable.setting}.")
+    if "time to common loss" in columns and rows[0].common_loss is not None:
+        loss = f"{rows[0].common_loss:.4f}, the lowest loss that all settings reach"
+        notes.append(f"Time to common loss: training time until {loss}, without evaluations.")
+    return notes
+
+
 def _list_devices(rows: list[SettingStats]) -> list[str]:
     return list(dict.fromkeys(cell for row in rows if (cell := COLUMNS["device"](row)) != UNKNOWN))
 
@@ -118,6 +143,15 @@ def _format(value: float | None, spec: str) -> str:
     if spec.endswith("4f") and abs(value) < 0.001:
         spec = spec.replace("4f", "1e")
     return f"{value:{spec}}"
+
+
+def _format_cost(row: SettingStats) -> str:
+    cost = row.device_seconds_per_million_tokens
+    return UNKNOWN if cost is None else f"{format_number(cost)} {'core-s' if row.device == 'cpu' else 'GPU-s'}"
+
+
+def _format_seconds(seconds: float | None) -> str:
+    return UNKNOWN if seconds is None else f"{format_number(seconds)} s"
 
 
 def _format_with_ci(value: float | None, ci95: float | None, spec: str) -> str:
@@ -138,9 +172,7 @@ def _format_step_ms(row: SettingStats) -> str:
 
 def _multiline(cell: str) -> str:
     """Break a cell into lines, for narrow columns: the value, and its spread below."""
-    for separator, line_break in ((" ± ", "\n± "), (" (", "\n("), (" / ", "\n"), (", ", "\n"), (": ", ":\n")):
-        cell = cell.replace(separator, line_break)
-    return cell
+    return re.sub(r" (?=[±(])| / |[,;] ", "\n", cell).replace(": ", ":\n")
 
 
 def _escape_cell(text: str) -> str:

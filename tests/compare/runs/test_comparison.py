@@ -26,7 +26,7 @@ CONFIG = {
     "seed": 1,
     "device": "auto",
     "resume": True,
-    "model": {"name": "small", "n_layer": 2},
+    "model": {"name": "small", "n_layer": 2, "dropout": 0.0},
     "attention": {"backend": "naive", "impl": None},
     "optimizer": {"name": "adamw", "lr": 0.001, "beta": 0.9},
     "train": {"steps": 10},
@@ -173,6 +173,75 @@ def test_values_that_were_not_logged_are_unknown(tmp_path):
     row, other_row = compare([run, other], tmp_path / "out")
     assert (row.val_loss, row.seeds, row.step_ms) == (None, 0, None)  # three steps are all warm-up
     assert (other_row.divergence, other_row.difference) == (0.0, None)  # only step 1 has both losses
+
+
+LOSSES = [4.0 - step / 10 for step in range(12)]
+KERNEL, LR = {"attention.backend": "flex"}, {"optimizer.lr": 0.1}
+NOISE = (0.010, -0.011, 0.0005)
+
+
+@pytest.mark.parametrize(
+    ("changes", "distances", "differences", "facts", "verdict"),
+    [
+        (KERNEL, [0, 0, 0], [0, 0, 0], {}, "equal losses"),
+        (KERNEL, [3e-7, 2e-6, 0], [1.0e-7, 1.1e-7, 1.2e-7], {}, "same up to rounding"),  # its interval excludes 0
+        (KERNEL, [3e-7, 6e-5, 0.3], NOISE, {}, "same up to rounding"),  # chaotic growth
+        (KERNEL, [3e-7, 2e-6, 0], [0.010, 0.011, 0.0105], {}, "higher loss"),  # an error late in the training
+        (KERNEL, [1e-3, 2e-3, 0], NOISE, {}, "differs from step 1"),  # wrong forward pass
+        (KERNEL, [3e-7, 2e-3, 0], NOISE, {}, "differs from step 2"),  # wrong backward pass
+        (KERNEL, [1e-3, 2e-3, 0], NOISE, {"dtype": "bfloat16"}, "same up to rounding"),
+        (KERNEL, [1e-3, 2e-3, 0], NOISE, {"tf32": True}, "same up to rounding"),
+        (KERNEL | {"model.dropout": 0.1}, [1e-3, 0, 0], NOISE, {}, "no difference found; detectable: 0.034"),
+        (LR, [0, 1e-7, 0.3], NOISE, {}, "no difference found; detectable: 0.034"),
+        (LR, [0, 2e-3, 0], [-0.010, -0.011, -0.0105], {}, "lower loss"),
+        (LR, [0, 2e-3, 0], [-0.010], {}, "not tested: one pair"),
+        (KERNEL, [3e-7, 0, 0], [0.01], {}, "same up to rounding"),
+    ],
+)
+def test_verdicts(tmp_path, changes, distances, differences, facts, verdict):
+    dropout = {"model.dropout": changes.get("model.dropout", 0.0)}
+    first_step, second_step, last_step = distances
+    losses = [4.0 + first_step, 3.9 + second_step, *LOSSES[2:-1], LOSSES[-1] + last_step]
+    runs = [write_run(tmp_path / f"a{n}", n, LOSSES, 3 + n / 10, changes=dropout, **facts) for n in (1, 2, 3)]
+    runs += [
+        write_run(tmp_path / f"b{n}", n, losses, 3 + n / 10 + difference, changes=dropout | changes, **facts)
+        for n, difference in enumerate(differences, 1)
+    ]
+    first, row = compare(runs, tmp_path / "out")
+    assert (first.verdict, row.verdict) == (None, verdict)
+    assert row.first_divergence == pytest.approx(distances[0])
+
+
+def test_time_and_cost_until_a_common_loss(tmp_path):
+    # Two evaluations: 4.0 before training, and `val` after three steps of 100 ms. All settings reach 2.0.
+    runs = [
+        write_run(tmp_path / "a1", 1, val=1.0, threads=4),
+        write_run(tmp_path / "a2", 2, val=2.0, threads=4),  # the mean curve ends at 1.5
+        write_run(tmp_path / "b", 1, val=2.0, changes=LR, threads=1, world_size=2),
+        write_run(tmp_path / "c", changes=KERNEL, status="refused", error="needs a GPU"),
+    ]
+    for run in runs[:3]:
+        with open(run / "metrics.jsonl", "a") as file:
+            file.writelines(json.dumps({"step": s, "step_ms": 1.0, "tokens_per_second": 10_000}) + "\n" for s in (6, 7))
+    rows = compare(runs, tmp_path / "out")
+    assert [row.common_loss for row in rows] == [2.0] * 3
+    assert [row.seconds_to_common_loss for row in rows] == [pytest.approx(0.3 * (4 - 2) / (4 - 1.5)), 0.3, None]
+    assert [row.device_seconds_per_million_tokens for row in rows] == [400, 200, None]
+    text = (tmp_path / "out/comparison.md").read_text()
+    assert "400 core-s" in text and "0.240 s" in text
+    alone = compare(runs[:2], tmp_path / "out")
+    assert alone[0].common_loss is None and "common loss" not in (tmp_path / "out/comparison.md").read_text()
+
+
+def test_seeds_needed_are_a_column_if_a_difference_is_set(tmp_path):
+    runs = [write_run(tmp_path / f"a{n}", n, val=1.0) for n in (1, 2, 3)]
+    runs += [write_run(tmp_path / f"b{n}", n, val=1.0 + n / 100, changes=LR) for n in (1, 2, 3)]
+    for difference, has_column, seeds in ((None, False, 10), (0.02, True, 5)):  # 1 % of the loss; deviation 0.01
+        rows = compare(runs, tmp_path / "out", difference)
+        text = (tmp_path / "out/comparison.md").read_text()
+        assert ("| seeds needed |" in text) == has_column
+        assert f"needs {seeds} seeds" in text or f"needs {seeds} seeds" in str(list_notes(rows))
+        assert rows[1].seeds_needed == (seeds if has_column else None)
 
 
 # Settings and labels.

@@ -8,7 +8,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from compare.runs.read import Run
-from compare.runs.statistics import average_by_seed, ci95, mean, quartiles, student_t
+from compare.runs.statistics import (
+    average_by_seed,
+    ci95,
+    detectable_difference,
+    mean,
+    quartiles,
+    seeds_needed,
+    student_t,
+)
 
 
 def test_student_t_matches_published_tables():
@@ -35,10 +43,26 @@ def test_interval_of_three_values():
     assert ci95([1.0]) is None and mean([]) is None and quartiles([]) == (None, None, None)
 
 
-def test_intervals_contain_the_mean_95_times_in_100():
-    draws = np.random.default_rng(0).normal(size=(2000, 3)).tolist()
-    n_covering = sum(abs(mean(draw)) <= ci95(draw) for draw in draws)
-    assert 0.93 < n_covering / 2000 < 0.97
+@pytest.mark.parametrize("pairs", [2, 3, 5, 10])
+def test_intervals_and_detectable_difference_hold_in_simulated_sweeps(pairs):
+    """Of 2000 sweeps, 95 % have an interval around the true difference, and 80 % find one of the detectable size."""
+    deviation = 0.02
+    true = detectable_difference(deviation, pairs)
+    draws = np.random.default_rng(pairs).normal(true, deviation, size=(2000, pairs)).tolist()
+    results = [(mean(draw), ci95(draw)) for draw in draws]
+    covering = sum(abs(difference - true) <= interval for difference, interval in results)
+    finding = sum(abs(difference) > interval for difference, interval in results)
+    assert covering == pytest.approx(0.95 * 2000, abs=4 * math.sqrt(2000 * 0.95 * 0.05))
+    assert finding == pytest.approx(0.80 * 2000, abs=4 * math.sqrt(2000 * 0.80 * 0.20))
+
+
+def test_detectable_difference_matches_published_tables():
+    # The effect sizes for a power of 0.8 in a two-sided paired t-test at 5 %.
+    for pairs, effect in ((3, 3.264), (5, 1.682), (10, 0.996), (34, 0.495), (200, 0.199)):
+        assert detectable_difference(1.0, pairs) == pytest.approx(effect, abs=2e-3)
+        assert seeds_needed(1.0, effect * 1.001) == pairs
+        assert seeds_needed(1.0, effect * 0.99) > pairs
+    assert detectable_difference(0.0, 3) == 0 and seeds_needed(0.0, 0.1) == 2
 
 
 @given(st.lists(st.floats(0, 1e6), min_size=1))
