@@ -70,12 +70,12 @@ def _step_notes(finished: list[Timing]) -> list[str]:
     errors = [(row.predicted_ms / row.ms_median - 1, row) for row in finished if row.predicted_ms is not None]
     notes = []
     if any(row.backend == NO_ATTENTION for row in finished):
-        notes.append(f"{NO_ATTENTION}: a training step whose layers add q, k and v instead.")
+        notes.append(f"{NO_ATTENTION}: a training step whose layers add q, k and v instead of attending.")
     if errors:
         error, row = max(errors, key=lambda pair: abs(pair[0]))
         notes.append(
-            "Step times predicted from those without attention and from attention alone differ from the measured ones "
-            f"by at most {abs(error):.0%} ({row.backend}, T = {row.T:,})."
+            "predicted: the step without attention, plus attention alone in each layer. It differs from the measured "
+            f"time by at most {abs(error):.0%} ({row.backend}, T = {row.T:,})."
         )
     return notes
 
@@ -134,10 +134,20 @@ def _recommendation_table(rows: list[Timing]):
 
 def _phase_table(rows: list[Timing]):
     """A row per T. Backends that finished at no T are only in the notes."""
-    backends = list(dict.fromkeys(row.backend for row in rows if row.is_finished))
-    table = make_table("\nT", *(header for backend in backends for header in (f"{backend}\nms", "\nMiB")), left=0)
-    for (T,), at_T in group_rows(rows, "T").items():
-        table.add_row(f"{T:,}", *(cell for row in at_T if row.backend in backends for cell in _format_cells(row)))
+    columns: list[tuple[str, list[str]]] = []  # header, and a cell per T
+    for (backend,), line in group_rows(rows, "backend").items():
+        if not any(row.is_finished for row in line):
+            continue
+        times = [format_number(row.ms_median) if row.is_finished else row.status for row in line]
+        columns.append((f"{backend}\nms", times))
+        if any(row.predicted_ms for row in line):
+            predicted = ["" if row.predicted_ms is None else format_number(row.predicted_ms) for row in line]
+            columns.append(("pre-\ndicted", predicted))
+        columns.append(("\nMiB", [_format_memory(row) for row in line]))
+    headers, cells = zip(*columns, strict=True)
+    table = make_table("\nT", *headers, left=0)
+    for (T,), *line in zip(group_rows(rows, "T"), *cells, strict=True):
+        table.add_row(f"{T:,}", *line)
     return table
 
 
@@ -145,9 +155,8 @@ def _limits_table(rows: list[Timing]):
     """Shares of the peak FLOP/s and of the memory bandwidth, and the cost of masks."""
     headers = ["\nT", "peak\nFLOP/s", "memory\nbandwidth", "ns per\nvisible key", "mask,\nms"]
     table = make_table("", "\nbackend", *headers, left=2)
-    for (title, dtype), phase_rows in group_rows(
-        [row for row in rows if row.bandwidth_share], "title", "dtype"
-    ).items():
+    rows = [row for row in rows if row.bandwidth_share]
+    for (title, dtype), phase_rows in group_rows(rows, "title", "dtype").items():
         T = max(row.T for row in phase_rows)
         row = rank_by_time([row for row in phase_rows if row.T == T])[0][0]
         mask = "" if row.mask_ms is None else format_number(row.mask_ms)
@@ -158,10 +167,9 @@ def _limits_table(rows: list[Timing]):
     return table
 
 
-def _format_cells(row: Timing) -> tuple[str, str]:
-    """Milliseconds and MiB."""
+def _format_memory(row: Timing) -> str:
+    """MiB."""
     if not row.is_finished:
-        return row.status, ""
+        return ""
     memory = row.peak_memory_bytes
-    mib = "-" if memory is None else "<0.1" if memory < MIB / 10 else format_number(memory / MIB)
-    return format_number(row.ms_median), mib
+    return "-" if memory is None else "<0.1" if memory < MIB / 10 else format_number(memory / MIB)

@@ -87,12 +87,12 @@ def test_step_without_attention_keeps_the_gradients_of_all_weights():
     changes = {"phases": ["step"], "backends": ["naive"], "block_sizes": [16]}
     model = replace(CONFIG.model, n_head=4, n_kv_head=2)
     ((_, case),) = build_groups(replace(CONFIG, **changes, model=model), CPU)
-    assert case.name == "no attention"
+    assert case.name == "none"
     q, k, v = (torch.randn(2, 5, heads, 8, requires_grad=True) for heads in (4, 2, 2))
     y = cases._no_attention(q, k, v, window=None)
     assert y.shape == q.shape
     assert all(gradient.abs().min() > 0 for gradient in torch.autograd.grad(y.sum(), (q, k, v)))
-    assert measure(case, replace(CONFIG, model=model), NO_REFERENCE).resolved.resolved == "no attention"
+    assert measure(case, replace(CONFIG, model=model), NO_REFERENCE).resolved.resolved == "none"
 
 
 def test_step_flops_use_the_context_of_the_case():

@@ -101,7 +101,7 @@ def test_spread_is_the_ratio_of_quartiles():
 
 
 MODEL = CONFIG.model  # 2 layers
-STEP = [make_row(name, 64, ms, phase="step") for name, ms in (("naive", 20.0), ("flash", 10.0), ("no attention", 8.0))]
+STEP = [make_row(name, 64, ms, phase="step") for name, ms in (("naive", 20.0), ("flash", 10.0), ("none", 8.0))]
 ATTENTION = [make_row(name, 64, ms, phase="forward+backward") for name, ms in (("naive", 5.0), ("flash", 1.5))]
 
 
