@@ -8,7 +8,9 @@
 
 most used keys:
   backends=[A,B]        the first is the baseline; sdpa:KERNEL and flash:IMPL select a kernel
-  phases=[P,Q]          one or more of forward, forward+backward, decode (one query on T keys), step (a training step)
+  phases=[P,Q]          one or more of forward, backward, forward+backward, prefill (a chunk of queries on T keys),
+                        decode (one query on T keys), step (a training step)
+  masks=[causal]        or window:256 (keys per query), documents:256 (tokens per document)
   block_sizes=[N,M]     context lengths in tokens
   batch_size=N          sequences per call
   n_head=N              heads of attention alone; also n_kv_head, head_size and value_size; default: the model's
