@@ -6,6 +6,7 @@
 
 keys:
   out=DIR               folder to write the files into
+  verify=true           repeat the first verify_steps=N steps of each run here, and compare their losses with the record
 
 Prints a table, and writes comparison.csv (all statistics), comparison.md and comparison.png. The files of a single
 sweep are written into its folder, all others into runs/comparison. Differences are relative to the first setting.
@@ -20,12 +21,15 @@ from pathlib import Path
 
 from common.run_dir import ROOT
 from compare.runs.comparison import choose_out_folder, compare, print_comparison
+from compare.runs.verify import verify_runs
 from configs.cli import run_process
 from configs.schema import Compare
 
 
 def main(config: Compare) -> int:
     folders = [ROOT / name if (ROOT / name).is_dir() else Path(name) for name in config.folders]
+    if config.verify:
+        return verify_runs(folders, config.verify_steps)
     out = Path(config.out or choose_out_folder(folders))
     print_comparison(compare(folders, out), out)
     return 0

@@ -165,9 +165,12 @@ class Compare:
 
     folders: list[str]
     out: str | None
+    verify: bool
+    verify_steps: int
 
     def check(self) -> None:
         """Raises UserError for invalid settings."""
+        check_positive("", self, verify_steps=10**6)
         rules = [
             ("folders", len(self.folders) > 0, "leaves nothing to compare; name runs or sweeps, as in runs/a runs/b"),
             ("out", self.out != "", "is empty; set a folder"),
