@@ -6,6 +6,7 @@
 
 keys:
   out=DIR               folder to write the files into
+  wandb=view            save a view of the runs of a sweep in wandb; needs the package wandb-workspaces
   verify=true           repeat the first verify_steps=N steps of each run here, and compare their losses with the record
 
 Prints a table, and writes comparison.csv (all statistics), comparison.md and comparison.png. The files of a single
@@ -22,6 +23,7 @@ from pathlib import Path
 from common.run_dir import ROOT
 from compare.runs.comparison import choose_out_folder, compare, print_comparison
 from compare.runs.verify import verify_runs
+from compare.runs.wandb_view import save_view
 from configs.cli import run_process
 from configs.schema import Compare
 
@@ -32,6 +34,8 @@ def main(config: Compare) -> int:
         return verify_runs(folders, config.verify_steps)
     out = Path(config.out or choose_out_folder(folders))
     print_comparison(compare(folders, out), out)
+    if config.wandb == "view":
+        print(save_view(folders, out))
     return 0
 
 

@@ -12,6 +12,7 @@ from pathlib import Path
 from queue import SimpleQueue
 from typing import Any
 
+from common.errors import UserError
 from common.run_dir import EXIT_CODES, RunDir, flatten_dict
 from training.config import WandbConfig
 
@@ -111,6 +112,17 @@ def _with_pictures(row: dict) -> dict:
     import wandb
 
     return {key: wandb.Image(str(value)) if isinstance(value, Path) else value for key, value in row.items()}
+
+
+def find_entity(entity: str | None, project: str) -> str | None:
+    """The user or team that owns a project; entity: null in the config for the default. None without a login."""
+    try:
+        WandbConfig(mode="online", project=project, entity=entity, group=None, tags=[]).check()
+    except UserError:
+        return None
+    import wandb
+
+    return entity or wandb.Api().default_entity
 
 
 def log_table_to_wandb(
