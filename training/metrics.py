@@ -91,6 +91,7 @@ class MetricsLogger:
             path = folder / "metrics.jsonl"
             if step > 0 and path.exists():
                 _remove_later_rows(path, step)
+                wandb.log_again(path)
                 self.last = _last_values(read_curves(path, *SUMMARY_NAMES.values(), *SPEED_METRICS))
             else:
                 atomic_write(path, "")

@@ -3,7 +3,9 @@
 Threads make all calls to wandb, so that no run waits for it. If wandb fails or stalls, one sentence is printed.
 """
 
+import json
 import secrets
+import shutil
 import threading
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
@@ -19,6 +21,7 @@ from training.config import WandbConfig
 INIT_TIMEOUT_S = 60
 FINISH_TIMEOUT_S = 60  # uploads of the last rows and pictures
 INTERRUPTED_FINISH_TIMEOUT_S = 10  # schedulers kill a process about 30 s after SIGTERM
+LOG_AGAIN_PAUSE_S = 0.5  # after 100 earlier rows of a resumed run
 MAX_QUEUED_CALLS = 20_000  # one per row: about 20 MB
 
 
@@ -38,20 +41,48 @@ class WandbRun:
         self._thread = threading.Thread(target=self._make_calls, daemon=True)
         self._has_started = False  # wandb, not the thread
         self._has_dropped_calls = False
+        self._earlier_rows = b""
+        self._finishing = threading.Event()
+
+    def log_again(self, metrics: Path) -> None:
+        """Log the rows of a resumed offline run again, so that one wandb folder has all of them.
+
+        metrics: metrics.jsonl, before its first new row. The earlier folders of the run are removed when wandb has
+        finished. If one of them was uploaded, nothing is logged again: wandb adds the new rows to the uploaded run.
+        """
+        if self.is_enabled and self.config.mode == "offline":
+            self._earlier_rows = metrics.read_bytes()
+
+    def _list_earlier_folders(self) -> list[Path]:
+        """The folders with parts of this run, all of which are in metrics.jsonl; empty if a part was uploaded."""
+        wandb = self.run_dir.folder / "wandb"
+        uploaded = [*wandb.glob(f"run-*-{self.id}"), *wandb.glob(f"offline-run-*-{self.id}/*.synced")]
+        if uploaded and self._earlier_rows:
+            print(f"wandb: {uploaded[0]} was uploaded; `wandb sync {wandb}` adds the new rows to the same run")
+        return [] if uploaded or not self._earlier_rows else list(wandb.glob(f"offline-run-*-{self.id}"))
 
     def _make_calls(self) -> None:
         with _report_failure(self.run_dir.folder):
             attention = self.run_config["attention"] | self.run_dir.summary["attention"]
             run_config, name = self.run_config | {"attention": attention}, self.run_dir.name
+            earlier_folders = self._list_earlier_folders()
             run = _wandb_init(
                 self.config, self.run_dir.folder, run_config, name=name, group=self.config.group, id=self.id,
                 resume=self.resume,
             )  # fmt: skip
             run.define_metric("step")
             run.define_metric("*", step_metric="step")  # wandb drops rows if its own step decreases
-            self._has_started = True
+            for number, line in enumerate(self._earlier_rows.splitlines() if earlier_folders else (), start=1):
+                row = json.loads(line)
+                picture = Path(row.get("attention", ""))
+                run.log(_with_pictures(row | ({"attention": picture} if picture.is_file() else {})))
+                if number % 100 == 0:  # leave most of the interpreter's time to the training loop
+                    self._finishing.wait(LOG_AGAIN_PAUSE_S)
+            self._earlier_rows, self._has_started = b"", True
             while call := self._calls.get():
                 call(run)
+            for folder in () if self._has_dropped_calls else earlier_folders:  # the new folder is complete
+                shutil.rmtree(folder)
 
     def _call(self, call: Callable[[Any], object]) -> None:
         if self.is_enabled and self._thread.ident is None:
@@ -78,6 +109,7 @@ class WandbRun:
             return  # an interrupted run does not wait until wandb has started
         if self._thread.ident is None:  # the run failed before its first row
             self._thread.start()
+        self._finishing.set()
         self._calls.put(lambda run: run.finish(exit_code))
         self._calls.put(None)
         _join(self._thread, self.run_dir.folder, INTERRUPTED_FINISH_TIMEOUT_S if is_interrupted else FINISH_TIMEOUT_S)

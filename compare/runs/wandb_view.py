@@ -23,14 +23,16 @@ def save_view(folders: list[Path], out: Path) -> str:
     entity, project, group = places.pop()
     if group is None:
         raise UserError("wandb=view finds runs by their group; name a sweep, or train the runs with wandb.group=NAME")
-    found = find_entity(entity, project)
-    workspace = make_workspace(found or entity or "", project, group, runs)
-    if found is None:
-        path = out / "workspace.json"
-        atomic_write(path, workspace._to_model().model_dump_json(by_alias=True, exclude_none=True, indent=1))
-        return f"view     {path}; no wandb login: run `wandb login`, then the same command again to save it"
     try:
+        found = find_entity(entity, project)
+        workspace = make_workspace(found or entity or "", project, group, runs)
+        if found is None:
+            path = out / "workspace.json"
+            atomic_write(path, workspace._to_model().model_dump_json(by_alias=True, exclude_none=True, indent=1))
+            return f"view     {path}; no wandb login: run `wandb login`, then the same command again to save it"
         return f"view     {workspace.save().url}"
+    except (UserError, OSError):
+        raise
     except Exception as error:  # wandb can raise anything
         raise UserError(f"wandb cannot save the view ({' '.join(str(error).split())}); try again later") from None
 

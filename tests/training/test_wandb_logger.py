@@ -1,7 +1,9 @@
 """wandb: starting, resuming, failing, stalling and finishing a run."""
 
+import json
 import os
 import pty
+import shutil
 import signal
 import subprocess
 import sys
@@ -83,6 +85,55 @@ def test_summary_is_sent_when_it_changes(tmp_path, calls):
     run.set_summary({"status": "running", "best_val_loss": 2.0})
     run.finish(0)
     assert calls[1:] == [{"best_val_loss": 2.0}, {"exit_code": 0}]
+
+
+def read_steps(folder) -> list[int]:
+    """The steps in the wandb file of a run's folder, in order."""
+    (file,) = folder.glob("run-*.wandb")
+    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(file)]
+    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
+    return [row["history"]["item"]["step"] for row in map(json.loads, lines) if row["type"] == "history"]
+
+
+def test_resumed_offline_run_is_one_folder_with_all_steps(train):
+    assert train("name=a", "wandb.mode=offline", "train.steps=3") == 0
+    (first,) = Path("runs/a/wandb").glob("offline-run-*")
+    shutil.copytree(first, first.with_name(f"offline-run-20260101_000000-{first.name[-8:]}"))  # a killed process
+    assert read_steps(first) == [0, 1, 2, 3]
+    assert train("name=a", "wandb.mode=offline", "wandb.attention_maps=true") == 0
+    (second,) = Path("runs/a/wandb").glob("offline-run-*")
+    assert second != first and second.name[-8:] == first.name[-8:]
+    assert read_steps(second) == [0, 1, 2, 3, 4, 5, 6]
+
+
+def test_earlier_folders_remain_until_the_new_one_is_complete(tmp_path, calls, monkeypatch):
+    earlier = tmp_path / "wandb/offline-run-1-before"
+    earlier.mkdir(parents=True)
+    path = tmp_path / "metrics.jsonl"
+    path.write_text('{"step": 0}\n{"step": 1}\n')
+    monkeypatch.setattr(CONFIG, "mode", "offline")
+    run = wandb_run(tmp_path, run_id="before")
+    run.log_again(path)
+    path.write_text('{"step": 0}\n{"step": 1}\n{"step": 2}\n')  # the row that is logged next
+    run.log([{"step": 2}])
+    run._calls.put(lambda _: calls.append(earlier.exists()))
+    run.finish(0)
+    assert calls[1:] == [{"step": 0}, {"step": 1}, {"step": 2}, True, {"exit_code": 0}]
+    assert not earlier.exists()
+
+
+def test_uploaded_folder_remains_and_its_rows_are_not_logged_again(tmp_path, calls, monkeypatch, capsys):
+    (tmp_path / "wandb/offline-run-1-before").mkdir(parents=True)
+    (tmp_path / "wandb/offline-run-1-before/run-before.wandb.synced").touch()
+    (tmp_path / "metrics.jsonl").write_text('{"step": 0}\n')
+    monkeypatch.setattr(CONFIG, "mode", "offline")
+    run = wandb_run(tmp_path, run_id="before")
+    run.log_again(tmp_path / "metrics.jsonl")
+    run.log([{"step": 1}])
+    run.finish(0)
+    assert calls[1:] == [{"step": 1}, {"exit_code": 0}]
+    assert (tmp_path / "wandb/offline-run-1-before").exists()
+    assert "was uploaded; `wandb sync" in capsys.readouterr().out
 
 
 def test_other_ranks_do_not_use_wandb(tmp_path, calls):
