@@ -6,6 +6,7 @@
 
 keys:
   out=DIR               folder to write the files into
+  difference=X          state how many seeds find a difference of X nats per token
   wandb=view            save a view of the runs of a sweep in wandb; needs the package wandb-workspaces
   verify=true           repeat the first verify_steps=N steps of each run here, and compare their losses with the record
 
@@ -33,7 +34,7 @@ def main(config: Compare) -> int:
     if config.verify:
         return verify_runs(folders, config.verify_steps)
     out = Path(config.out or choose_out_folder(folders))
-    print_comparison(compare(folders, out), out)
+    print_comparison(compare(folders, out, config.difference), out)
     if config.wandb == "view":
         print(save_view(folders, out))
     return 0

@@ -165,13 +165,14 @@ class Compare:
 
     folders: list[str]
     out: str | None
+    difference: float | None
     verify: bool
     verify_steps: int
     wandb: str | None
 
     def check(self) -> None:
         """Raises UserError for invalid settings."""
-        check_positive("", self, verify_steps=10**6)
+        check_positive("", self, "difference", verify_steps=10**6)
         rules = [
             ("wandb", self.wandb in (None, "view"), "is unknown; set view, or null"),
             ("folders", len(self.folders) > 0, "leaves nothing to compare; name runs or sweeps, as in runs/a runs/b"),
