@@ -158,9 +158,13 @@ def find_entity(entity: str | None, project: str) -> str | None:
 
 
 def log_table_to_wandb(
-    config: WandbConfig, kind: str, name: str, group: str | None, rows: list[Any], picture: Path, run_config: dict
-) -> None:
-    """Log a table and a picture as a separate wandb run. kind: key of the table, and job type. rows: dataclasses."""
+    config: WandbConfig, kind: str, name: str, group: str | None, rows: list[Any], picture: Path, run_config: dict,
+    report: Path | None = None,
+) -> None:  # fmt: skip
+    """Log a table, a picture and an HTML page as a separate wandb run.
+
+    kind: key of the table, and job type. rows: dataclasses.
+    """
     if config.mode == "disabled":
         return
 
@@ -170,7 +174,8 @@ def log_table_to_wandb(
 
             table = wandb.Table(columns=list(asdict(rows[0])), data=[list(asdict(row).values()) for row in rows])
             with _wandb_init(config, picture.parent, run_config, name=name, group=group, job_type=kind) as run:
-                run.log({kind: table} | _with_pictures({f"{kind}_picture": picture}))
+                page = {} if report is None else {f"{kind}_report": wandb.Html(str(report), inject=False)}
+                run.log({kind: table} | _with_pictures({f"{kind}_picture": picture}) | page)
 
     thread = threading.Thread(target=log_table, daemon=True)
     thread.start()

@@ -1,4 +1,4 @@
-"""Compares finished runs: reads their folders, and writes comparison.csv, comparison.md and comparison.png."""
+"""Compares finished runs: reads their folders, and writes comparison.csv, .md, .png and report.html."""
 
 from pathlib import Path
 
@@ -6,6 +6,7 @@ from common.console import TABLE_WIDTH, make_console
 from common.errors import UserError
 from compare.runs.plot import plot_comparison
 from compare.runs.read import is_sweep, read_settings
+from compare.runs.report import write_report
 from compare.runs.statistics import SettingStats, compute_stats
 from compare.runs.table import TERMINAL_COLUMNS, list_notes, make_terminal_table, write_csv, write_markdown
 
@@ -14,7 +15,7 @@ def compare(folders: list[Path], out: Path, difference: float | None = None) -> 
     """Compare the runs of run folders and sweep folders -> statistics per setting.
 
     difference: the table states how many seeds find it, in nats per token; None: no such column.
-    Writes comparison.csv, comparison.md and comparison.png into `out`, which is created if it does not exist.
+    Writes comparison.csv, comparison.md, comparison.png and report.html into `out`, which is created if needed.
     Raises UserError for a folder that is not a run and for a damaged file, before anything is written.
     """
     settings = read_settings(folders)
@@ -28,6 +29,7 @@ def compare(folders: list[Path], out: Path, difference: float | None = None) -> 
     write_csv(rows, out / "comparison.csv")
     plot_comparison(settings, rows, out / "comparison.png")
     write_markdown(rows, out / "comparison.md", "comparison.png")
+    write_report(settings, rows, out / "report.html")
     return rows
 
 
@@ -37,7 +39,8 @@ def print_comparison(rows: list[SettingStats], out: Path) -> None:
     console.print(make_terminal_table(rows))
     for note in [*list_notes(rows, TERMINAL_COLUMNS), "comparison.md has more columns."]:
         console.print(note)
-    print(f"\nwritten  {out / 'comparison.csv'}  {out / 'comparison.md'}  {out / 'comparison.png'}")
+    files = ("report.html", "comparison.md", "comparison.png", "comparison.csv")
+    print(f"\nwritten  {'  '.join(str(out / file) for file in files)}")
 
 
 def choose_out_folder(folders: list[Path]) -> Path:

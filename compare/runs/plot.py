@@ -1,7 +1,7 @@
 """comparison.png: validation loss, divergence, step time and memory of settings, side by side."""
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import numpy as np
@@ -25,21 +25,27 @@ def plot_comparison(settings: list[Setting], rows: list[SettingStats], path: Pat
     columns = max(1, min(len(rows), 4, LEGEND_LINE_CHARS // (max(map(len, entries)) + 8)))
     legend_lines = math.ceil(len(entries) / columns)
     figure = make_figure(10, 6.2 + 0.19 * legend_lines)
-    axes = figure.subplots(2, 2)
-    for axis in axes[0]:
-        axis.locator_params(axis="x", integer=True)
-    handles = _plot_losses(axes[0, 0], settings)
-    _plot_divergence(axes[0, 1], settings)
-    _plot_step_time(axes[1, 0], rows)
-    _plot_memory(axes[1, 1], rows)
-    for axis in axes[0]:
-        axis.set_xlabel("optimizer step")
-    for axis in axes[1]:
-        axis.set_yticks(range(len(rows)), range(1, len(rows) + 1))
+    handles = draw_panels(figure.subplots(2, 2).flat, settings, rows)
     figure.legend(
         handles, entries, loc="outside lower center", ncols=columns, frameon=False, fontsize=9, handlelength=3
     )
     figure.savefig(path)
+
+
+def draw_panels(axes: Iterable, settings: list[Setting], rows: list[SettingStats]) -> list:
+    """Plot losses, divergence, step time and memory into four axes -> legend handles."""
+    losses, distances, times, memory = axes
+    for axis in (losses, distances):
+        axis.locator_params(axis="x", integer=True)
+    handles = _plot_losses(losses, settings)
+    _plot_divergence(distances, settings)
+    _plot_step_time(times, rows)
+    _plot_memory(memory, rows)
+    for axis in (losses, distances):
+        axis.set_xlabel("optimizer step")
+    for axis in (times, memory):
+        axis.set_yticks(range(len(rows)), range(1, len(rows) + 1))
+    return handles
 
 
 def _plot_losses(axes, settings: list[Setting]) -> list:

@@ -46,12 +46,12 @@ TERMINAL_COLUMNS = ("setting", "kernel", "val loss", "bits/byte", "difference", 
 
 def make_terminal_table(rows: list[SettingStats]) -> Table:
     """The table for a terminal. Below a value is its spread; below a setting, its runs and its verdict."""
-    headers = [header for header in _choose_headers(rows) if header in TERMINAL_COLUMNS]
+    headers = [header for header in choose_headers(rows) if header in TERMINAL_COLUMNS]
     table = make_table(*headers, left=sum(header in TEXT_COLUMNS for header in headers))
     table.leading = 1
     for row in rows:
-        setting, *cells = [_multiline(COLUMNS[header](row)) for header in headers]
-        table.add_row("\n".join(filter(None, [setting, row.status, _multiline(row.verdict or "")])), *cells)
+        setting, *cells = [multiline(COLUMNS[header](row)) for header in headers]
+        table.add_row("\n".join(filter(None, [setting, row.status, multiline(row.verdict or "")])), *cells)
     return table
 
 
@@ -65,7 +65,7 @@ def write_csv(rows: list[SettingStats], path: Path) -> None:
 
 def write_markdown(rows: list[SettingStats], path: Path, picture: str) -> None:
     """Write the table, its notes, and a link to the picture in the same folder."""
-    headers = _choose_headers(rows)
+    headers = choose_headers(rows)
     lines = [headers, ["---" if header in TEXT_COLUMNS else "---:" for header in headers]]
     lines += [[_escape_cell(COLUMNS[header](row)) for header in headers] for row in rows]
     text = ["# Comparison", "", *(f"| {' | '.join(line)} |" for line in lines), ""]
@@ -100,7 +100,7 @@ def list_notes(rows: list[SettingStats], columns: Iterable[str] = COLUMNS) -> li
     return sentences + [f"{row.setting}: {row.status}: {row.reason}" for row in rows if row.reason]
 
 
-def _choose_headers(rows: list[SettingStats]) -> list[str]:
+def choose_headers(rows: list[SettingStats]) -> list[str]:
     """The columns that have a known value and are useful for these rows."""
     hidden = {header for header, cell in COLUMNS.items() if all(cell(row) == UNKNOWN for row in rows)}
     if len(_list_devices(rows)) == 1:
@@ -170,7 +170,7 @@ def _format_step_ms(row: SettingStats) -> str:
     return f"{format_number(row.step_ms)} ({format_number(row.step_ms_q1)}{EN_DASH}{format_number(row.step_ms_q3)})"
 
 
-def _multiline(cell: str) -> str:
+def multiline(cell: str) -> str:
     """Break a cell into lines, for narrow columns: the value, and its spread below."""
     return re.sub(r" (?=[±(])| / |[,;] ", "\n", cell).replace(": ", ":\n")
 

@@ -45,8 +45,8 @@ def run_sweep(name: str, jobs: list[Job], wandb: WandbConfig, launcher_config: A
         rows = compare([folder], folder)
         print_comparison(rows, folder)
         if todo:
-            picture = folder / "comparison.png"
-            log_table_to_wandb(wandb, "comparison", f"{name}-comparison", wandb.group or name, rows, picture, {})
+            picture, report, group = folder / "comparison.png", folder / "report.html", wandb.group or name
+            log_table_to_wandb(wandb, "comparison", f"{name}-comparison", group, rows, picture, {}, report)
     finally:  # report the outcomes even if the comparison fails
         code = _report_outcomes(folder, jobs, outcomes)
     return code

@@ -4,6 +4,7 @@ import csv
 import io
 import json
 import math
+import re
 import runpy
 import shutil
 import subprocess
@@ -13,11 +14,14 @@ import numpy as np
 import pytest
 import yaml
 from helpers import ROOT
+from matplotlib.image import imread
 
 from common.errors import UserError
 from common.run_dir import RunDir
 from compare.runs.comparison import choose_out_folder, compare
-from compare.runs.read import read_settings
+from compare.runs.read import METRICS, Run, Setting, read_settings
+from compare.runs.report import write_report
+from compare.runs.statistics import compute_stats
 from compare.runs.table import list_notes, make_terminal_table
 from configs.cli import parse_config, run_main
 
@@ -410,6 +414,81 @@ def test_divergence_is_plotted_as_a_running_maximum(tmp_path):
     assert axes.get_yscale() == "log"
 
 
+# The report.
+
+# Two frames show the page. The paragraph has sizes of the page in a frame of 375 pixels.
+WRAPPER = """<!DOCTYPE html><style>* { margin: 0; border: 0; position: absolute }</style>
+<iframe src="report.html" width="900" height="1500"></iframe>
+<iframe src="report.html" width="375" height="1500" style="left: 900px" onload="measure(this.contentDocument)"></iframe>
+<p style="top: 1500px"></p><script>function measure(page) {
+    const widths = tag => [...page.querySelectorAll(tag)].map(box => Math.round(box.getBoundingClientRect().width))
+    const text = `page ${page.documentElement.scrollWidth}; plots ${widths("figure svg")}; tables ${widths("table")};`
+    document.querySelector("p").innerText = text
+}</script>"""
+
+
+def browse(page, name, *options):
+    """Start a headless browser, which prints the page."""
+    command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run"]
+    command += ["--allow-file-access-from-files", f"--user-data-dir={page.parent / name}", "--window-size=1280,1500"]
+    return subprocess.Popen([*command, *options, page.as_uri()], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+
+
+def write_varied_runs(folder):
+    long = "a-long-name-of-a-model-that-fits-nowhere" * 3
+    runs = [write_run(folder / f"a{seed}", seed, [3.0 - step / 20 for step in range(30)]) for seed in (1, 2)]
+    runs += [write_run(folder / f"b{seed}", seed, val=1.1, changes=KERNEL) for seed in (1, 2)]
+    runs += [write_run(folder / f"{long}{n}", changes=LR | {"model.name": f"{long}{n}"}) for n in range(2)]
+    return [*runs, write_run(folder / "no", status="refused", error="needs a GPU", changes={"model.name": "no"})]
+
+
+@pytest.mark.skipif(shutil.which("chromium") is None, reason="NOT RUN: needs the browser chromium")
+def test_report_in_a_browser(tmp_path):
+    compare(write_varied_runs(tmp_path), tmp_path)
+    (page := tmp_path / "page.html").write_text(WRAPPER)
+    light, dark = tmp_path / "light.png", tmp_path / "dark.png"
+    browsers = [
+        browse(page, "sizes", "--dump-dom"),
+        browse(page, "light", f"--screenshot={light}"),
+        browse(page, "dark", f"--screenshot={dark}", "--blink-settings=preferredColorScheme=0"),
+    ]
+    dom, *_ = [browser.communicate()[0].decode() for browser in browsers]
+    page_width, plots, tables = re.search("page (.*); plots (.*); tables (.*);", dom.partition("<p")[2]).groups()
+    assert int(page_width) == 375, "the page must not scroll horizontally on a phone"
+    assert [300 < int(width) < 375 for width in plots.split(",")] == [True] * 4
+    assert max(map(int, tables.split(","))) > 375, "the table scrolls in its box"
+    pixels = {path: imread(path)[:, :1275, :3] for path in (light, dark)}
+    assert pixels[light].mean() > 0.8 and pixels[dark].mean() < 0.3
+    for image in pixels.values():  # text and plots in both frames
+        assert all((np.abs(frame - image[5, 5]).max(axis=2) > 0.3).mean() > 0.02 for frame in np.split(image, [900], 1))
+
+
+def test_report_loads_nothing_and_escapes_values(tmp_path):
+    attack = "<script>alert(1)</script>"
+    runs = [write_run(tmp_path / "a", command=attack, commit=attack, versions={"torch": attack})]
+    runs += [write_run(tmp_path / name, changes={"model.name": attack + name}, dtype=attack) for name in "bc"]
+    runs += [write_run(tmp_path / "d", status="refused", error=attack)]
+    compare(runs, tmp_path)
+    page = (tmp_path / "report.html").read_text()
+    assert "<script" not in page and page.count("&lt;script&gt;") > 10
+    assert not re.search(r"https?://|\b(src|href)=\"(?!#)|url\((?!#)|@import", page)
+    ids = re.findall(r' id="([^"]+)"', page)
+    assert ids and len(ids) == len(set(ids))
+
+
+def test_report_of_long_runs_is_small(tmp_path):
+    """Nine settings of 100,000 steps with 1000 noisy evaluations."""
+    steps, noise = np.arange(1, 100_001), np.random.default_rng(0)
+    settings = []
+    for n in range(9):
+        run = Run(tmp_path / str(n), {"a": n}, 1, {"status": "finished", "error": None, "last_val_loss": 1.0 + n})
+        run.curves = {key: (steps, 3 + noise.normal(size=len(steps))) for key in METRICS}
+        run.curves["val/loss"] = (steps[::100], 3 + noise.normal(size=1000))
+        settings.append(Setting([run], str(n)))
+    write_report(settings, compute_stats(settings), tmp_path / "report.html")
+    assert (tmp_path / "report.html").stat().st_size < 1_000_000
+
+
 # Wrong input.
 
 
@@ -455,6 +534,7 @@ def test_compare_script(tmp_path):
         "comparison.csv",
         "comparison.md",
         "comparison.png",
+        "report.html",
     }
     with pytest.raises(UserError, match=r"out=.*/runs/a/config.yaml cannot be created \(File exists\); set another"):
         compare([tmp_path / "runs/a"], tmp_path / "runs/a/config.yaml")
