@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from common.console import format_memory, format_number
-from common.plots import COLORS, GREY, line_style, make_figure, style_axes, thin_curve
+from common.plots import COLORS, GREY, PLOTTED_BLOCKS, line_style, make_figure, style_axes, thin_curve
 from compare.runs.read import Setting
 from compare.runs.statistics import SettingStats, divergence, evaluations
 
@@ -57,7 +57,8 @@ def _plot_losses(axes, settings: list[Setting]) -> list:
         low, high = losses.min(axis=0, initial=math.inf), losses.max(axis=0, initial=-math.inf)
         curve = thin_curve(steps, losses.mean(axis=0) if len(losses) else steps)
         (handle,) = axes.plot(*curve, **style, marker="o" if len(steps) < 15 else None, markersize=4)
-        axes.fill_between(steps, low, high, color=style["color"], alpha=0.13)
+        band = slice(None, None, len(steps) // PLOTTED_BLOCKS + 1)
+        axes.fill_between(steps[band], low[band], high[band], color=style["color"], alpha=0.13)
         handle.set_visible(len(steps) > 0)  # an invisible line has no symbol in the legend either
         handles.append(handle)
         lows += low.tolist()

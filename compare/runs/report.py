@@ -115,8 +115,7 @@ def _to_html(figure) -> str:
     title = axes.get_title(loc="left")
     axes.set_title("", loc="left")
     file = io.StringIO()
-    # Text stays text. The salt makes ids that are unique on the page; the threshold in pixels makes long curves small.
-    with rc_context({"svg.fonttype": "none", "svg.hashsalt": title, "path.simplify_threshold": 0.5}):
+    with rc_context({"svg.fonttype": "none", "svg.hashsalt": title}):  # text stays text; ids are unique on the page
         figure.savefig(file, format="svg", transparent=True)
     svg = file.getvalue()
     svg = re.sub(r"^.*?(?=<svg )|<metadata>.*?</metadata>", "", svg, flags=re.DOTALL)

@@ -8,13 +8,14 @@ import signal
 import subprocess
 import sys
 import threading
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import wandb
 from helpers import ROOT, TINY, metrics, summary
+from matplotlib.figure import Figure
 
 from common.run_dir import EXIT_CODES
 from training import wandb_logger
@@ -261,3 +262,16 @@ def test_missing_api_key_is_refused_without_a_question(workdir):
     assert done.returncode == 2
     assert printed.startswith("train.py: wandb.mode=online needs an API key; run `wandb login`, or set WANDB_API_KEY")
     assert not Path("runs").exists()
+
+
+def test_table_is_logged_with_a_picture_and_a_report(tmp_path, monkeypatch):
+    logged = []
+    run = nullcontext(SimpleNamespace(log=logged.append))
+    monkeypatch.setattr(wandb, "init", lambda **_: run)
+    picture, report = tmp_path / "a.png", tmp_path / "report.html"
+    Figure().savefig(picture)
+    report.write_text("<p>a report</p>")
+    for page in (None, report):
+        log_table_to_wandb(CONFIG, "table", "a", None, [CONFIG], picture, {}, page)
+    assert [sorted(row) for row in logged] == [["table", "table_picture"], ["table", "table_picture", "table_report"]]
+    assert logged[1]["table_report"].html == "<p>a report</p>"

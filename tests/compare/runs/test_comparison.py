@@ -427,11 +427,12 @@ WRAPPER = """<!DOCTYPE html><style>* { margin: 0; border: 0; position: absolute 
 }</script>"""
 
 
-def browse(page, name, *options):
-    """Start a headless browser, which prints the page."""
+def browse(page, picture, *options):
+    """Start a headless browser, which prints the page and saves a picture of it."""
     command = ["chromium", "--headless", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--no-first-run"]
-    command += ["--allow-file-access-from-files", f"--user-data-dir={page.parent / name}", "--window-size=1280,1500"]
-    return subprocess.Popen([*command, *options, page.as_uri()], stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    command += ["--allow-file-access-from-files", f"--user-data-dir={picture.with_suffix('')}", "--dump-dom"]
+    command += [f"--screenshot={picture}", "--window-size=1280,1500", *options, page.as_uri()]
+    return subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
 
 
 def write_varied_runs(folder):
@@ -447,11 +448,7 @@ def test_report_in_a_browser(tmp_path):
     compare(write_varied_runs(tmp_path), tmp_path)
     (page := tmp_path / "page.html").write_text(WRAPPER)
     light, dark = tmp_path / "light.png", tmp_path / "dark.png"
-    browsers = [
-        browse(page, "sizes", "--dump-dom"),
-        browse(page, "light", f"--screenshot={light}"),
-        browse(page, "dark", f"--screenshot={dark}", "--blink-settings=preferredColorScheme=0"),
-    ]
+    browsers = [browse(page, light), browse(page, dark, "--blink-settings=preferredColorScheme=0")]
     dom, *_ = [browser.communicate()[0].decode() for browser in browsers]
     page_width, plots, tables = re.search("page (.*); plots (.*); tables (.*);", dom.partition("<p")[2]).groups()
     assert int(page_width) == 375, "the page must not scroll horizontally on a phone"
@@ -477,14 +474,17 @@ def test_report_loads_nothing_and_escapes_values(tmp_path):
 
 
 def test_report_of_long_runs_is_small(tmp_path):
-    """Nine settings of 100,000 steps with 1000 noisy evaluations."""
+    """Nine settings with two runs of 100,000 steps, and 10,000 noisy evaluations."""
     steps, noise = np.arange(1, 100_001), np.random.default_rng(0)
     settings = []
     for n in range(9):
-        run = Run(tmp_path / str(n), {"a": n}, 1, {"status": "finished", "error": None, "last_val_loss": 1.0 + n})
-        run.curves = {key: (steps, 3 + noise.normal(size=len(steps))) for key in METRICS}
-        run.curves["val/loss"] = (steps[::100], 3 + noise.normal(size=1000))
-        settings.append(Setting([run], str(n)))
+        settings.append(Setting([], str(n)))
+        for seed in (1, 2):
+            summary = {"status": "finished", "error": None, "last_val_loss": 1.0 + n}
+            run = Run(tmp_path / f"{n}-{seed}", {"a": n}, seed, summary)
+            run.curves = {key: (steps, 3 + noise.normal(size=len(steps))) for key in METRICS}
+            run.curves["val/loss"] = (steps[::10], 3 + noise.normal(size=10_000))
+            settings[-1].runs.append(run)
     write_report(settings, compute_stats(settings), tmp_path / "report.html")
     assert (tmp_path / "report.html").stat().st_size < 1_000_000
 

@@ -116,7 +116,7 @@ def test_refused_backend_is_a_row_and_wandb_has_the_group(workdir):
     assert refusal in rows["attention=flash"]["reason"]
     assert rows["attention=flash"]["val_loss"] == ""
     assert float(rows["attention=sdpa"]["val_loss"]) == pytest.approx(summary("attention=sdpa")["last_val_loss"])
-    for name in ("comparison.md", "comparison.png", "sweep.json"):
+    for name in ("comparison.md", "comparison.png", "report.html", "sweep.json"):
         assert Path(f"runs/sweeps/s/{name}").exists()
 
     def inspect(pattern):
@@ -127,7 +127,8 @@ def test_refused_backend_is_a_row_and_wandb_has_the_group(workdir):
     job = inspect("attention=sdpa/wandb/offline-run-*/*.wandb")
     for line in (r"attention\.requested +sdpa", r"attention\.resolved +math", r"seed +1337"):
         assert re.search(line, job), job
-    assert "comparison" in inspect("wandb/offline-run-*/*.wandb")
+    logged = inspect("wandb/offline-run-*/*.wandb")
+    assert all(key in logged for key in ("comparison", "comparison_picture", "comparison_report")), logged
 
     # A sweep with the same name and other settings is refused.
     process = sweep(*settings, "attention=sdpa,flash", "optimizer.lr=0.03", "train.steps=5")
