@@ -10,8 +10,8 @@ keys:
   wandb=view            save a view of the runs of a sweep in wandb; needs the package wandb-workspaces
   verify=true           repeat the first verify_steps=N steps of each run here, and compare their losses with the record
 
-Prints a table, and writes comparison.csv (all statistics), comparison.md and comparison.png. The files of a single
-sweep are written into its folder, all others into runs/comparison. Differences are relative to the first setting.
+Prints a table, and writes report.html, comparison.md, comparison.png and comparison.csv. The files of a single sweep
+are written into its folder, all others into runs/comparison. Differences are relative to the first setting.
 """
 
 if __name__ == "__main__":  # before the slow imports below, so that a typo is reported immediately
