@@ -47,6 +47,7 @@ FLAGS = """flags:
 MULTIRUN_FLAG = """\
   -m                train each combination of several values, as in -m attention=sdpa,flash seed=1,2,3, and compare
                     the runs in runs/sweeps/NAME; hydra/launcher=NAME and hydra.launcher.KEY=VALUE choose where they run
+                    sweep.trials=20 'optimizer.lr=log(1e-4,1e-2)' searches the best values in 20 runs
   --job-timeout M   with -m: end a run that takes longer than M minutes; the other runs continue
 """
 

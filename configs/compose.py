@@ -170,6 +170,8 @@ def to_hydra_word(script: str, word: str) -> str:
     is_free_text = key in FREE_TEXT_KEYS or (key.endswith(FREE_TEXT_OR_LIST_KEYS) and not is_list)
     if is_free_text and (value != "null" or key == "prompt"):
         value = QuotedString(escape_interpolation(value), Quote.single).with_quotes()
+    elif script == "train":
+        value = re.sub(r"log(\(.*\))", r"tag(log,interval\1)", value)  # a range of a search
     return f"++{key}={value}"
 
 

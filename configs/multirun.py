@@ -1,12 +1,14 @@
 """Sweeps: python train.py -m attention=naive,sdpa,flash seed=1,2,3 trains each combination of the values.
 
-All jobs are composed and checked before the first job starts. compare/sweep then launches them.
+All jobs are composed and checked before the first job starts. compare/sweep then launches them. With sweep.trials=N,
+compare/sweep/search.py suggests the values instead.
 """
 
 import itertools
 import os
 import re
 from argparse import Namespace
+from collections.abc import Callable, Iterable
 from dataclasses import asdict
 from typing import Any
 
@@ -17,8 +19,10 @@ from common.errors import UserError
 from common.run_dir import JOB, SWEEPS, make_new_folder
 from compare.sweep.jobs import Job
 from compare.sweep.launch import run_sweep
-from configs.compose import compose_config, hydra_initialized, parse_word
-from configs.error_messages import explain_error
+from compare.sweep.search import make_distribution, run_search
+from configs.compose import compose_config, hydra_initialized, list_groups, parse_word
+from configs.error_messages import did_you_mean, explain_error
+from configs.schema import OPTIMIZERS, Train, list_types
 
 # Settings that keep Hydra from writing its own files into the folders of the runs.
 NO_HYDRA_FILES = [
@@ -36,6 +40,8 @@ def run_multirun(flags: Namespace) -> int:
     if flags.cfg:
         raise UserError("--cfg shows the config of one run; remove -m, and set one value for each key")
     with hydra_initialized(flags.config_dir):
+        if any(word.startswith("sweep.") for word in flags.words):
+            return _run_search(flags)
         combinations = list_combinations(flags.words)
         job_names = name_jobs(combinations)
         words = [
@@ -47,7 +53,60 @@ def run_multirun(flags: Namespace) -> int:
         first = configs[0]
         sweep = first.name or make_new_folder(SWEEPS, f"{first.data.label}-{first.model.name}")
         jobs = [_make_job(sweep, *job, flags) for job in zip(job_names, configs, words, strict=True)]
-        return run_sweep(sweep, jobs, first.wandb, launcher_config)
+        return run_sweep(sweep, jobs, launcher_config)
+
+
+def _run_search(flags: Namespace) -> int:
+    """Search over the keys that have several values; each trial is trained with all values of seed."""
+    (trials, *others), words = _split(flags.words, lambda word: word.startswith("sweep."))
+    if others or not re.fullmatch(r"sweep\.trials=[1-9]\d{0,5}", trials):
+        raise UserError(f"{' '.join([trials, *others])}: set sweep.trials=N once, with N of 1 or more")
+    if flags.launcher_words:
+        raise UserError(f"{flags.launcher_words[0]}: a search trains one run after another; remove this setting")
+    swept, fixed = _split(words, lambda word: parse_word("train", word).is_sweep_override())
+    ranges = {word.split("=", 1)[0]: parse_word("train", word) for word in swept}
+    _check_given_once(words, ranges)
+    seed_range = ranges.pop("seed", None)
+    if not ranges or (seed_range and not seed_range.is_discrete_sweep()):
+        raise UserError("sweep.trials searches over ranges of keys other than seed; set optimizer.lr=log(1e-4,1e-2)")
+    seeds = [f"seed={seed}" for seed in seed_range.sweep_string_iterator()] if seed_range else []
+    types = list_types(Train)
+    for optimizer in OPTIMIZERS.values():
+        types |= list_types(optimizer, "optimizer.")
+    for key in ranges:
+        if key not in (*types, *list_groups("train")) and not key.startswith("data.mix."):
+            raise UserError(f"{key}: there is no such key{did_you_mean(key, types)}; see --help and --cfg job")
+    space = {
+        key: make_distribution(word, ranges[key], types.get(key) in (int, int | None))
+        for word in swept
+        if (key := word.split("=", 1)[0]) in ranges
+    }
+    named = [word.removeprefix("name=") for word in fixed if word.startswith("name=")]
+    sweep = named[-1] if named else make_new_folder(SWEEPS, "search")
+
+    def make_jobs(values: dict[str, str]) -> list[Job]:
+        words = {key: f"{key}={value}" for key, value in values.items()}
+        combinations = [words | {"seed": seed} for seed in seeds] or [words]
+        names, jobs = name_jobs(combinations), []
+        for name, combination in zip(names, combinations, strict=True):
+            job_words = [*fixed, *combination.values()]
+            jobs.append(_make_job(sweep, name, _compose_job(job_words, flags.config_dir), job_words, flags))
+        return jobs
+
+    common = ["--config-dir", flags.config_dir] if flags.config_dir else []
+    common += [word for word in fixed if not word.startswith("name=")] + seeds[:1]
+    return run_search(sweep, space, make_jobs, int(trials.split("=")[1]), _compose_launcher([]), common)
+
+
+def _split(words: list[str], condition: Callable[[str], bool]) -> tuple[list[str], list[str]]:
+    """(words that meet the condition, the others)."""
+    return [word for word in words if condition(word)], [word for word in words if not condition(word)]
+
+
+def _check_given_once(words: list[str], keys: Iterable[str]) -> None:
+    for key in keys:
+        if sum(word.startswith(f"{key}=") for word in words) > 1:
+            raise UserError(f"{key} is given twice; list all of its values at once, as in {key}=A,B")
 
 
 def list_combinations(words: list[str]) -> list[dict[str, str]]:
@@ -57,6 +116,9 @@ def list_combinations(words: list[str]) -> list[dict[str, str]]:
     equally. Raises UserError if no key has several values, or if one of these keys is given twice.
     """
     parsed = [parse_word("train", word) for word in words]
+    for word, override in zip(words, parsed, strict=True):
+        if override.is_interval_sweep():
+            raise UserError(f"{word} is a range without steps; set sweep.trials=N to search it, or list its values")
     swept = {
         override.key_or_group: [f"{override.key_or_group}={value}" for value in override.sweep_string_iterator()]
         for override in parsed
@@ -64,9 +126,7 @@ def list_combinations(words: list[str]) -> list[dict[str, str]]:
     }
     if not any(len(values) > 1 for values in swept.values()):
         raise UserError("-m needs several values for at least one key; set seed=1,2,3, for example, or remove -m")
-    for key in swept:
-        if sum(word.startswith(f"{key}=") for word in words) > 1:
-            raise UserError(f"{key} is given twice; list all of its values at once, as in {key}=A,B")
+    _check_given_once(words, swept)
     swept = dict(sorted(swept.items(), key=lambda item: item[0] != "seed"))
     return [dict(zip(swept, values, strict=True)) for values in itertools.product(*swept.values())]
 

@@ -267,6 +267,7 @@ def shrink(command: Command, data) -> list[str]:
         if command.value("tokenizer") in (None, "bpe") and "experiment=" not in " ".join(words):
             words.append("tokenizer.vocab_size=300")
     words = [first_two_values(word) for word in words] if command.is_sweep else words
+    words = ["sweep.trials=2" if word.startswith("sweep.trials=") else word for word in words]
     keys = {word.split("=", 1)[0] for word in words}
     small = {key: value for key, value in SHRINK[script].items() if key not in keys}
     if "model.n_layer" in SHRINK[script] and "model.n_embd" not in keys:
@@ -290,4 +291,5 @@ def first_two_values(word: str) -> str:
 
 def first_value(word: str) -> str:
     key, equals, value = word.partition("=")
+    value = re.sub(r"^(log|interval)\(", "", value)  # the range of a search
     return word if "[" in value else key + equals + value.split(",")[0]

@@ -56,7 +56,8 @@ def compose(command: Command):
 
     words = docs.replace_vocabulary(command.words)
     if command.is_sweep:
-        words = [docs.first_value(word) for word in words if word not in ("-m", "--multirun") and "hydra" not in word]
+        not_of_one_run = ("-m", "--multirun", "hydra", "sweep.trials=")
+        words = [docs.first_value(word) for word in words if not word.startswith(not_of_one_run)]
     return parse_config(command.script, "", words)
 
 

@@ -7,6 +7,7 @@ import os
 import shlex
 import sys
 import time
+from dataclasses import fields
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -27,7 +28,7 @@ from training.wandb_logger import log_table_to_wandb
 PROJECT = Path(__file__).parents[2]
 
 
-def run_sweep(name: str, jobs: list[Job], wandb: WandbConfig, launcher_config: Any) -> int:
+def run_sweep(name: str, jobs: list[Job], launcher_config: Any) -> int:
     """Train the jobs that are not finished, and compare all runs of the sweep.
 
     Returns the exit code: 1 if any job failed, 75 if one was interrupted, 2 if all were refused. Raises UserError.
@@ -35,31 +36,38 @@ def run_sweep(name: str, jobs: list[Job], wandb: WandbConfig, launcher_config: A
     folder = SWEEPS / name
     for job in jobs:
         job.check_folder()
-    folder.mkdir(parents=True, exist_ok=True)
-    _write_sweep_file(folder, jobs)
+    write_sweep_file(folder, jobs)
     todo = [job for job in jobs if not job.is_done()]
     finished = f", {len(jobs) - len(todo)} of them finished before" if len(todo) < len(jobs) else ""
     print(f"sweep    {folder}, {len(jobs)} runs{finished}", flush=True)
-    outcomes = _launch(todo, launcher_config, jobs) if todo else {}
+    outcomes = launch(todo, launcher_config, jobs) if todo else {}
+    return finish_sweep(folder, jobs, outcomes)
+
+
+def finish_sweep(folder: Path, jobs: list[Job], outcomes: dict[str, Outcome]) -> int:
+    """Compare all runs of a sweep, and report the outcomes of the jobs that ran. Returns the exit code."""
+    wandb = WandbConfig(**{field.name: jobs[0].config["wandb"][field.name] for field in fields(WandbConfig)})
     try:
         rows = compare([folder], folder)
         print_comparison(rows, folder)
-        if todo:
-            picture, report, group = folder / "comparison.png", folder / "report.html", wandb.group or name
-            log_table_to_wandb(wandb, "comparison", f"{name}-comparison", group, rows, picture, {}, report)
+        if outcomes:
+            picture, report, title = folder / "comparison.png", folder / "report.html", f"{folder.name}-comparison"
+            log_table_to_wandb(wandb, "comparison", title, wandb.group, rows, picture, {}, report)
     finally:  # report the outcomes even if the comparison fails
         code = _report_outcomes(folder, jobs, outcomes)
     return code
 
 
-def _write_sweep_file(folder: Path, jobs: list[Job]) -> None:
-    """Write sweep.json: the command, and the names of all jobs that the sweep has ever had."""
-    names = read_json(folder / "sweep.json").get("jobs", [])
+def write_sweep_file(folder: Path, jobs: list[Job], **content: Any) -> None:
+    """Write sweep.json: the command, the names of all jobs that the sweep has ever had, and `content`."""
+    folder.mkdir(parents=True, exist_ok=True)
+    before = read_json(folder / "sweep.json")
+    names = before.get("jobs", [])
     names += [job.name for job in jobs if job.name not in names]
-    write_json(folder / "sweep.json", {"command": shlex.join(["python", *sys.argv]), "jobs": names})
+    write_json(folder / "sweep.json", before | {"command": shlex.join(["python", *sys.argv]), "jobs": names} | content)
 
 
-def _launch(todo: list[Job], config: Any, jobs: list[Job]) -> dict[str, Outcome]:
+def launch(todo: list[Job], config: Any, jobs: list[Job]) -> dict[str, Outcome]:
     """Run jobs through Hydra's launcher -> the outcome of each. Raises KeyboardInterrupt if the sweep is stopped."""
     config.hydra.sweep.dir = str(todo[0].folder.parent)
     # The launcher composes each job's config again from these overrides. Without this override, it creates multirun/.

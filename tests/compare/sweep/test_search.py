@@ -1,0 +1,189 @@
+"""Hyperparameter search: ranges, suggestions, continuation, failed trials, and a search with real processes."""
+
+import json
+import math
+import re
+import sys
+from pathlib import Path
+
+import pytest
+from helpers import ROOT, TINY
+
+from common.errors import TrainingFailed, UserError
+from common.run_dir import SWEEPS, write_config, write_summary
+from compare.sweep import search
+from compare.sweep.jobs import Job, Outcome
+from compare.sweep.search import Trial, make_distribution, run_search, suggest
+from configs.cli import parse_config
+from configs.compose import hydra_initialized, parse_word
+
+optuna = pytest.importorskip("optuna")
+FLOAT, INT = optuna.distributions.FloatDistribution, optuna.distributions.IntDistribution
+CHOICE = optuna.distributions.CategoricalDistribution
+SPACE = {
+    "optimizer.lr": FLOAT(1e-4, 1e-2, log=True),
+    "model.n_layer": INT(1, 4),
+    "attention": CHOICE(["naive", "sdpa"]),
+}
+
+
+def distribution(word: str, is_int: bool = False):
+    with hydra_initialized(None):
+        return make_distribution(word, parse_word("train", word), is_int)
+
+
+@pytest.mark.parametrize(
+    ("word", "is_int", "expected"),
+    [
+        ("optimizer.lr=log(1e-4,1e-2)", False, FLOAT(1e-4, 1e-2, log=True)),
+        ("optimizer.lr=tag(log,interval(1e-4,1e-2))", False, FLOAT(1e-4, 1e-2, log=True)),
+        ("model.dropout=interval(0,0.3)", False, FLOAT(0, 0.3)),
+        ("model.n_layer=interval(2,8)", True, INT(2, 8)),
+        ("train.batch_size=log(4,64)", True, INT(4, 64, log=True)),
+        ("model.n_embd=range(32,128,32)", True, INT(32, 96, step=32)),
+        ("model.n_layer=2,3,4", True, CHOICE(["2", "3", "4"])),
+        ("attention=choice(naive,sdpa)", False, CHOICE(["naive", "sdpa"])),
+    ],
+)
+def test_ranges_become_distributions(word, is_int, expected):
+    assert distribution(word, is_int) == expected
+
+
+@pytest.mark.parametrize("values", ["log(0,1)", "interval(2,1)", "interval(0,inf)", "range(3,1)"])
+def test_invalid_range_is_refused(values):
+    with pytest.raises(UserError, match=re.escape(f"optimizer.lr={values} is not a range; set log(A,B)")):
+        distribution(f"optimizer.lr={values}")
+
+
+def refusal(capsys, *words: str) -> str:
+    with pytest.raises(SystemExit) as end:
+        parse_config("train", "", ["-m", *TINY[1:], *words])
+    assert end.value.code == 2
+    return capsys.readouterr().err
+
+
+def test_invalid_search_is_refused_before_anything_is_written(workdir, capsys, monkeypatch):
+    lr = "optimizer.lr=log(1e-4,1e-2)"
+    assert "set sweep.trials=N once" in refusal(capsys, "sweep.trials=0", lr)
+    assert "is a range without steps; set sweep.trials=N to search it" in refusal(capsys, lr)
+    assert "ranges of keys other than seed" in refusal(capsys, "sweep.trials=2", "seed=1,2")
+    assert "did you mean optimizer.lr?" in refusal(capsys, "sweep.trials=2", "optimizer.lx=1,2")
+    assert "one run after another" in refusal(capsys, "sweep.trials=2", lr, "hydra/launcher=joblib")
+    monkeypatch.setitem(sys.modules, "optuna", None)
+    assert "sweep.trials needs Optuna; install it: pip install 'optuna>=5,<6'" in refusal(capsys, "sweep.trials=2", lr)
+    assert not Path("runs").exists()
+
+
+def loss_of(values: dict[str, str]) -> float:
+    return abs(math.log(float(values["optimizer.lr"]) / 1e-3)) + abs(int(values["model.n_layer"]) - 3)
+
+
+def test_suggestions_are_new_in_range_and_better_than_random_ones():
+    trials: list[Trial] = []
+    for _ in range(30):
+        values = suggest(SPACE, trials, [])
+        assert values == suggest(SPACE, trials, [])
+        assert values not in [trial.values for trial in trials]
+        assert 1e-4 <= float(values["optimizer.lr"]) <= 1e-2
+        trials.append(Trial(values, loss_of(values)))
+    first, last = (sum(trial.loss for trial in part) / 10 for part in (trials[:10], trials[20:]))
+    assert last < 0.6 * first
+
+
+def test_suggestions_end_when_all_choices_were_tried():
+    trials = [Trial({"attention": "naive"}, 1.0)]
+    assert suggest({"attention": SPACE["attention"]}, trials, []) == {"attention": "sdpa"}
+    assert suggest({"attention": SPACE["attention"]}, trials, [{"attention": "sdpa"}]) is None
+
+
+@pytest.fixture
+def run_fake_search(workdir, monkeypatch):
+    """run_fake_search(name, n_trials, outcome) trains jobs by computing a loss -> the values of the trials."""
+
+    def run(name, n_trials, outcome=lambda values: "finished"):
+        def make_jobs(values):
+            if values["model.n_layer"] == "2":
+                raise UserError("two layers are invalid")
+            jobs = [",".join([*map("=".join, values.items()), f"seed={seed}"]) for seed in (1, 2)]
+            return [Job(job, SWEEPS / name / job, [], {"values": values, "seed": n}) for n, job in enumerate(jobs)]
+
+        def launch(todo, launcher_config, jobs):
+            for job in todo:
+                job.folder.joinpath("checkpoints").mkdir(parents=True, exist_ok=True)
+                (job.folder / "checkpoints/last.pt").touch()
+                values, seed = job.config["values"], job.config["seed"]
+                status = outcome(values)
+                write_config(job.folder, job.config)
+                write_summary(job.folder, {"status": status, "best_val_loss": loss_of(values) + seed})
+                if status == "interrupted":
+                    raise KeyboardInterrupt
+            return {job.name: Outcome(status, "why") for job in todo}
+
+        monkeypatch.setattr(search, "launch", launch)
+        monkeypatch.setattr(search, "finish_sweep", lambda folder, jobs, outcomes: 0)
+        run_search(name, SPACE, make_jobs, n_trials, None, [])
+        return json.loads((SWEEPS / name / "sweep.json").read_text())["trials"]
+
+    return run
+
+
+def test_interrupted_and_extended_search_suggests_the_same_trials(run_fake_search, capsys):
+    complete = run_fake_search("complete", 8)
+    assert len(complete) == 8 and all(values["model.n_layer"] != "2" for values in complete)
+    started = []
+
+    def interrupt_fifth(values):
+        started.append(values)
+        return "interrupted" if len(started) == 10 else "finished"  # two seeds per trial
+
+    with pytest.raises(KeyboardInterrupt):
+        run_fake_search("parts", 6, interrupt_fifth)
+    assert run_fake_search("parts", 6, lambda values: started.append(values) or "finished") == complete[:6]
+    assert started[10] == complete[4] and len(started) == 13, "only the missing runs are trained"
+    assert run_fake_search("parts", 8) == complete
+    best = min(complete, key=loss_of)
+    line = f"best     {' '.join(map('='.join, best.items()))}: {loss_of(best) + 0.5:.4f} nats per token"
+    assert line in capsys.readouterr().out
+    assert (SWEEPS / "parts/search.png").stat().st_size > 10_000
+
+
+def test_failed_trials_do_not_stop_a_search_unless_they_are_the_first(run_fake_search, capsys):
+    trials = run_fake_search("some", 6, lambda values: "failed" if values["attention"] == "naive" else "finished")
+    failed = [values for values in trials if values["attention"] == "naive"]
+    assert len(failed) > 0 and f"the lowest of {6 - len(failed)} finished trials" in capsys.readouterr().out
+    with pytest.raises(TrainingFailed, match="the first 3 trials failed, so the search stops; the last: why"):
+        run_fake_search("all", 6, lambda values: "failed")
+
+
+def test_search_of_other_keys_is_refused(run_fake_search, monkeypatch):
+    run_fake_search("s", 1)
+    monkeypatch.delitem(SPACE, "attention")
+    with pytest.raises(UserError, match=r"is a search of optimizer\.lr, model\.n_layer, attention; search these keys"):
+        run_fake_search("s", 2)
+
+
+@pytest.mark.slow
+def test_search_trains_runs_and_continues(workdir, monkeypatch, capfd):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    words = [*TINY[1:], "name=s", "optimizer.lr=log(1e-3,1e-1)", "model.n_layer=range(1,4)"]
+
+    def run(n_trials: int) -> str:
+        with pytest.raises(SystemExit) as end:
+            parse_config("train", "", ["-m", *words, f"sweep.trials={n_trials}"])
+        assert end.value.code == 0
+        return capfd.readouterr().out
+
+    run(2)
+    folder = SWEEPS / "s"
+    finished = {path: path.stat().st_mtime for path in folder.glob("*/*/*.pt")}
+    out = run(3)
+    assert "3 trials, 2 of them started before" in out
+    assert finished.items() <= {path: path.stat().st_mtime for path in folder.glob("*/*/*.pt")}.items()
+    summaries = {path.parent.name: json.loads(path.read_text()) for path in folder.glob("*/summary.json")}
+    assert [summary["status"] for summary in summaries.values()] == ["finished"] * 3
+    best = min(summaries, key=lambda job: summaries[job]["best_val_loss"])
+    values = re.search(r"^best +(\S+) (\S+): (\S+) nats per token", out, re.MULTILINE)
+    assert ",".join(sorted(values.groups()[:2])) == best
+    assert values[3] == f"{summaries[best]['best_val_loss']:.4f}"
+    assert f"{values[1]} {values[2]}\n" in out and str(ROOT) not in out
+    assert {"comparison.png", "search.png", "sweep.json"} <= {path.name for path in folder.iterdir()}
