@@ -42,7 +42,7 @@ from configs.schema import Train
 from data.loader import Loader, prefetch
 from data.prepare import prepare
 from model.attention import get_attention_fn
-from model.flops import n_params
+from model.flops import flops_per_token, n_params
 from model.gpt import GPT
 from training.checkpoint import CheckpointWriter, TrainState, make_checkpoint_metadata
 from training.device import build_grad_scaler, configure_backends, resolve_runtime
@@ -104,6 +104,7 @@ def main(config: Train) -> int:
         run_info = runtime.describe() | {
             "attention": asdict(attention), "n_params": n_params(model), "vocab_size": tokenizer.n_vocab,
             "micro_batch_size": micro_batch_size, "accumulation": accumulation, "data": str(prepared.folder),
+            "flops_per_token": flops_per_token(config.model, tokenizer.n_vocab, config.model.block_size),
         }  # fmt: skip
         if progress >= 1 and not state.evaluation_interrupted:
             return report_finished_run(run, run_info, state, config.train.patience)

@@ -7,7 +7,6 @@ from dataclasses import asdict
 from typing import Any
 
 from common.run_dir import EXIT_CODES, RunDir, status_of
-from model.flops import flops_per_token
 from training.checkpoint import TrainState
 from training.config import OVERFITTING_EVALS
 from training.device import Runtime
@@ -32,7 +31,7 @@ class Observers:
         self.state, self.is_compiled = state, runtime.compile
         self._read_timing = dict  # no step yet
         self.tokens_per_step = config.train.batch_size * config.model.block_size
-        flops = flops_per_token(config.model, run.summary["vocab_size"], config.model.block_size)
+        flops = run.summary["flops_per_token"]
         peak = peak_flops(runtime.device, runtime.dtype) * runtime.dist.world_size
         self.speed = Speed(runtime.device, self.tokens_per_step, self.tokens_per_step * flops, peak)
         self.progress, self.patience = TrainingProgress(config.train.steps, progress), config.train.patience

@@ -7,6 +7,7 @@ from common.errors import UserError
 from compare.runs.plot import plot_comparison
 from compare.runs.read import is_sweep, read_settings
 from compare.runs.report import write_report
+from compare.runs.scaling import write_scaling
 from compare.runs.statistics import SettingStats, compute_stats
 from compare.runs.table import TERMINAL_COLUMNS, list_notes, make_terminal_table, write_csv, write_markdown
 
@@ -15,7 +16,8 @@ def compare(folders: list[Path], out: Path, difference: float | None = None) -> 
     """Compare the runs of run folders and sweep folders -> statistics per setting.
 
     difference: the table states how many seeds find it, in nats per token; None: no such column.
-    Writes comparison.csv, comparison.md, comparison.png and report.html into `out`, which is created if needed.
+    Writes comparison.csv, comparison.md, comparison.png, report.html and, for settings of several sizes, scaling.png
+    into `out`, which is created if needed. Prints the fit of scaling.png.
     Raises UserError for a folder that is not a run and for a damaged file, before anything is written.
     """
     settings = read_settings(folders)
@@ -30,6 +32,8 @@ def compare(folders: list[Path], out: Path, difference: float | None = None) -> 
     plot_comparison(settings, rows, out / "comparison.png")
     write_markdown(rows, out / "comparison.md", "comparison.png")
     write_report(settings, rows, out / "report.html")
+    if sentence := write_scaling(settings, out / "scaling.png"):
+        print(f"scaling  {sentence}")
     return rows
 
 

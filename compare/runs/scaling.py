@@ -1,0 +1,111 @@
+"""scaling.png: the validation loss over the training FLOPs of settings, with a power law L = a C^-b.
+
+The law is a line in log space, fitted by least squares with one point per amount of FLOPs. The intervals use Student's
+t. The law has no irreducible loss, so it holds only for the range of the points.
+"""
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+
+from common.plots import COLORS, GREY, make_figure, style_axes
+from compare.runs.read import Run, Setting
+from compare.runs.statistics import average_by_seed, mean, student_t
+
+MIN_POINTS = 4
+
+
+@dataclass
+class PowerLaw:
+    """L = exp(log_loss) (C / exp(log_flops))^-exponent, and the standard deviation of the points in log space."""
+
+    exponent: float
+    log_flops: float  # mean over points
+    log_loss: float
+    deviation: float
+    spread: float  # sum of the squared distances from log_flops
+    points: int
+
+    @classmethod
+    def fit(cls, flops: Sequence[float], losses: Sequence[float]) -> "PowerLaw":
+        x, y = np.log(flops), np.log(losses)
+        spread = float(np.sum((x - x.mean()) ** 2))
+        slope = float(np.sum((x - x.mean()) * y)) / spread
+        residuals = y - y.mean() - slope * (x - x.mean())
+        deviation = math.sqrt(float(residuals @ residuals) / (len(x) - 2))
+        return cls(-slope, float(x.mean()), float(y.mean()), deviation, spread, len(x))
+
+    @property
+    def ci95(self) -> float:
+        """Half the width of the 95 % interval of the exponent."""
+        return student_t(self.points - 2) * self.deviation / math.sqrt(self.spread)
+
+    def predict(self, flops: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+        """The loss at these FLOPs, and the ends of the 95 % interval of the fitted line."""
+        x = np.log(flops) - self.log_flops
+        y = self.log_loss - self.exponent * x
+        half = student_t(self.points - 2) * self.deviation * np.sqrt(1 / self.points + x**2 / self.spread)
+        return np.exp(y), np.exp(y - half), np.exp(y + half)
+
+    def __str__(self) -> str:
+        low, high = self.exponent - self.ci95, self.exponent + self.ci95
+        interval = f"95 % interval {low:.3f} to {high:.3f}, {self.points} settings"
+        return f"loss ~ C^{-self.exponent:.3f} ({interval})"
+
+
+def write_scaling(settings: list[Setting], path: Path) -> str | None:
+    """Fit the law and plot it -> a sentence. None, without a plot: the FLOPs hardly differ, or the data differ."""
+    runs = [run for setting in settings for run in setting.finished]
+    has_vocabularies = len({run.summary.get("vocab_size") for run in runs}) > 1
+    key, unit = ("last_val_bpb", "bits per byte") if has_vocabularies else ("last_val_loss", "nats per token")
+    points = []
+    for setting in settings:
+        flops = mean([flops for run in setting.finished if (flops := training_flops(run)) is not None])
+        loss = mean(average_by_seed(setting.finished, key).values())
+        if flops and loss:
+            points.append((flops, loss))
+    lowest = dict(sorted(points, key=lambda point: -point[1]))  # per amount of FLOPs, the lowest loss
+    if len({_data_of(run, has_vocabularies) for run in runs}) > 1 or max(lowest, default=1) < 2 * min(
+        lowest, default=1
+    ):
+        return None
+    if len(lowest) < MIN_POINTS:
+        have = f"there are {len(lowest)}"
+        return f"A fit of the loss over training FLOPs needs {MIN_POINTS} different amounts of FLOPs; {have}."
+    law = PowerLaw.fit(list(lowest), list(lowest.values()))
+    figure = make_figure(6.5, 4.5)
+    axes = figure.subplots()
+    seeds = [(training_flops(run), run.summary.get(key)) for run in runs]
+    axes.scatter(*zip(*[seed for seed in seeds if None not in seed], strict=True), s=9, color=GREY, label="runs")
+    axes.scatter(*zip(*points, strict=True), s=36, color=GREY)
+    axes.scatter(list(lowest), list(lowest.values()), s=36, color=COLORS[0], zorder=3, label="settings")
+    x = np.geomspace(min(lowest) / 1.2, max(lowest) * 1.2, 100)
+    line, low, high = law.predict(x)
+    axes.plot(x, line, color=COLORS[1], label="power law with 95 % interval")
+    axes.fill_between(x, low, high, color=COLORS[1], alpha=0.15, linewidth=0)
+    axes.set(xscale="log", yscale="log", xlabel="training FLOPs C", ylabel=f"validation loss, {unit}")
+    axes.yaxis.set_major_formatter("{x:g}")
+    axes.yaxis.set_minor_formatter("{x:g}")
+    axes.legend(frameon=False, fontsize=9)
+    style_axes(axes, str(law))
+    figure.savefig(path)
+    return str(law)
+
+
+def _data_of(run: Run, has_vocabularies: bool) -> str:
+    """What identifies the documents of a run. With several vocabularies, the prepared folders differ."""
+    config = {key: value for key, value in run.config.items() if key.startswith("data.")}
+    return str(config if has_vocabularies else run.summary.get("data"))
+
+
+def training_flops(run: Run) -> float | None:
+    """FLOPs of all steps of a run. None: its summary does not have them."""
+    summary = run.summary
+    if summary.get("flops_per_token") is None or not summary.get("step"):
+        return None
+    return (
+        summary["step"] * run.config["train.batch_size"] * run.config["model.block_size"] * summary["flops_per_token"]
+    )
