@@ -8,7 +8,7 @@ import itertools
 import os
 import re
 from argparse import Namespace
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import asdict
 from typing import Any
 
@@ -58,35 +58,34 @@ def run_multirun(flags: Namespace) -> int:
 
 def _run_search(flags: Namespace) -> int:
     """Search over the keys that have several values; each trial is trained with all values of seed."""
-    (trials, *others), words = _split(flags.words, lambda word: word.startswith("sweep."))
-    if others or not re.fullmatch(r"sweep\.trials=[1-9]\d{0,5}", trials):
-        raise UserError(f"{' '.join([trials, *others])}: set sweep.trials=N once, with N of 1 or more")
+    search_words = [word for word in flags.words if word.startswith("sweep.")]
+    n_trials = re.fullmatch(r"sweep\.trials=([1-9]\d{0,5})", " ".join(search_words))
+    if n_trials is None:
+        raise UserError(f"{' '.join(search_words)}: set sweep.trials=N once, with N of 1 or more")
     if flags.launcher_words:
         raise UserError(f"{flags.launcher_words[0]}: a search trains one run after another; remove this setting")
-    swept, fixed = _split(words, lambda word: parse_word("train", word).is_sweep_override())
-    ranges = {word.split("=", 1)[0]: parse_word("train", word) for word in swept}
-    _check_given_once(words, ranges)
-    seed_range = ranges.pop("seed", None)
-    if not ranges or (seed_range and not seed_range.is_discrete_sweep()):
+    parsed = {word: parse_word("train", word) for word in flags.words if word not in search_words}
+    swept = {word.split("=", 1)[0]: word for word, override in parsed.items() if override.is_sweep_override()}
+    _check_given_once(flags.words, swept)
+    fixed = [word for word in parsed if word not in swept.values()]
+    seeds = parsed[swept.pop("seed")] if "seed" in swept else None
+    if not swept or (seeds is not None and not seeds.is_discrete_sweep()):
         raise UserError("sweep.trials searches over ranges of keys other than seed; set optimizer.lr=log(1e-4,1e-2)")
-    seeds = [f"seed={seed}" for seed in seed_range.sweep_string_iterator()] if seed_range else []
+    seed_words = [f"seed={seed}" for seed in seeds.sweep_string_iterator()] if seeds is not None else []
     types = list_types(Train)
     for optimizer in OPTIMIZERS.values():
         types |= list_types(optimizer, "optimizer.")
-    for key in ranges:
+    space = {}
+    for key, word in swept.items():
         if key not in (*types, *list_groups("train")) and not key.startswith("data.mix."):
             raise UserError(f"{key}: there is no such key{did_you_mean(key, types)}; see --help and --cfg job")
-    space = {
-        key: make_distribution(word, ranges[key], types.get(key) in (int, int | None))
-        for word in swept
-        if (key := word.split("=", 1)[0]) in ranges
-    }
+        space[key] = make_distribution(word, parsed[word], types.get(key) in (int, int | None))
     named = [word.removeprefix("name=") for word in fixed if word.startswith("name=")]
     sweep = named[-1] if named else make_new_folder(SWEEPS, "search")
 
     def make_jobs(values: dict[str, str]) -> list[Job]:
         words = {key: f"{key}={value}" for key, value in values.items()}
-        combinations = [words | {"seed": seed} for seed in seeds] or [words]
+        combinations = [words | {"seed": word} for word in seed_words] or [words]
         names, jobs = name_jobs(combinations), []
         for name, combination in zip(names, combinations, strict=True):
             job_words = [*fixed, *combination.values()]
@@ -94,13 +93,8 @@ def _run_search(flags: Namespace) -> int:
         return jobs
 
     common = ["--config-dir", flags.config_dir] if flags.config_dir else []
-    common += [word for word in fixed if not word.startswith("name=")] + seeds[:1]
-    return run_search(sweep, space, make_jobs, int(trials.split("=")[1]), _compose_launcher([]), common)
-
-
-def _split(words: list[str], condition: Callable[[str], bool]) -> tuple[list[str], list[str]]:
-    """(words that meet the condition, the others)."""
-    return [word for word in words if condition(word)], [word for word in words if not condition(word)]
+    common += [word for word in fixed if not word.startswith("name=")] + seed_words[:1]
+    return run_search(sweep, space, make_jobs, int(n_trials[1]), _compose_launcher([]), common)
 
 
 def _check_given_once(words: list[str], keys: Iterable[str]) -> None:

@@ -6,7 +6,6 @@ t. The law has no irreducible loss, so it holds only for the range of the points
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
 from pathlib import Path
 
 import numpy as np
@@ -18,36 +17,21 @@ from compare.runs.statistics import average_by_seed, mean, student_t
 MIN_POINTS = 4
 
 
-@dataclass
 class PowerLaw:
-    """L = exp(log_loss) (C / exp(log_flops))^-exponent, and the standard deviation of the points in log space."""
+    """The law fitted to losses at some training FLOPs. ci95: half the width of the 95 % interval of the exponent b."""
 
-    exponent: float
-    log_flops: float  # mean over points
-    log_loss: float
-    deviation: float
-    spread: float  # sum of the squared distances from log_flops
-    points: int
-
-    @classmethod
-    def fit(cls, flops: Sequence[float], losses: Sequence[float]) -> "PowerLaw":
+    def __init__(self, flops: Sequence[float], losses: Sequence[float]):
         x, y = np.log(flops), np.log(losses)
-        spread = float(np.sum((x - x.mean()) ** 2))
-        slope = float(np.sum((x - x.mean()) * y)) / spread
-        residuals = y - y.mean() - slope * (x - x.mean())
-        deviation = math.sqrt(float(residuals @ residuals) / (len(x) - 2))
-        return cls(-slope, float(x.mean()), float(y.mean()), deviation, spread, len(x))
-
-    @property
-    def ci95(self) -> float:
-        """Half the width of the 95 % interval of the exponent."""
-        return student_t(self.points - 2) * self.deviation / math.sqrt(self.spread)
+        self.points, self.center = len(x), x.mean()  # centered, the errors of slope and offset are independent
+        (slope, self.offset), covariance = np.polyfit(x - self.center, y, 1, cov=True)
+        self.exponent, self.variances = -slope, covariance.diagonal()
+        self.t = student_t(len(x) - 2)
+        self.ci95 = self.t * math.sqrt(self.variances[0])
 
     def predict(self, flops: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
         """The loss at these FLOPs, and the ends of the 95 % interval of the fitted line."""
-        x = np.log(flops) - self.log_flops
-        y = self.log_loss - self.exponent * x
-        half = student_t(self.points - 2) * self.deviation * np.sqrt(1 / self.points + x**2 / self.spread)
+        x = np.log(flops) - self.center
+        y, half = self.offset - self.exponent * x, self.t * np.sqrt(self.variances[0] * x**2 + self.variances[1])
         return np.exp(y), np.exp(y - half), np.exp(y + half)
 
     def __str__(self) -> str:
@@ -75,7 +59,7 @@ def write_scaling(settings: list[Setting], path: Path) -> str | None:
     if len(lowest) < MIN_POINTS:
         have = f"there are {len(lowest)}"
         return f"A fit of the loss over training FLOPs needs {MIN_POINTS} different amounts of FLOPs; {have}."
-    law = PowerLaw.fit(list(lowest), list(lowest.values()))
+    law = PowerLaw(list(lowest), list(lowest.values()))
     figure = make_figure(6.5, 4.5)
     axes = figure.subplots()
     seeds = [(training_flops(run), run.summary.get(key)) for run in runs]

@@ -22,8 +22,7 @@ from compare.sweep.jobs import Job, Outcome
 from compare.sweep.launch import finish_sweep, launch, write_sweep_file
 
 DIGITS = 4  # of suggested numbers
-MAX_DRAWS = 100  # suggestions that were tried before, until the search ends
-MAX_REFUSED = 20  # invalid combinations in a row, until the search ends
+MAX_DRAWS = 50  # suggestions in a row that are invalid or were tried before, until the search ends
 MAX_FAILED = 3  # the search stops if all of its first trials failed
 # Losses per token cannot be compared if these sections or their keys are searched.
 CHANGES_TOKENS = ("tokenizer", "data", "text_size", "experiment")
@@ -86,7 +85,10 @@ def run_search(
     """
     folder = SWEEPS / name
     loss_key = "best_val_bpb" if any(key.startswith(CHANGES_TOKENS) for key in space) else "best_val_loss"
-    known = _read_trials(folder, space)
+    known = read_json(folder / "sweep.json").get("trials", [])
+    for values in known:
+        if values.keys() != space.keys():
+            raise UserError(f"{folder} is a search of {', '.join(values)}; search these keys, or set another name")
     earlier = [values for values in known if _to_optuna(Trial(values), space) is not None]
     trials: list[Trial] = []
     all_jobs: list[Job] = []
@@ -98,10 +100,11 @@ def run_search(
             values = earlier[len(trials)]
             jobs = make_jobs(values)
         else:
-            values, jobs = _find_valid_values(space, trials, make_jobs)
-            if values is None:
+            suggestion = suggest(space, trials, make_jobs)
+            if suggestion is None:
                 print(f"search   ends after {len(trials)} trials: no other valid combination of values was found")
                 break
+            values, jobs = suggestion
             known.append(values)
         for job in jobs:
             job.check_folder()
@@ -129,43 +132,29 @@ def run_search(
     return code
 
 
-def _read_trials(folder: Path, space: dict[str, Any]) -> list[Values]:
-    """Read the values of the trials of an earlier search. Raises UserError if other keys were searched."""
-    known = read_json(folder / "sweep.json").get("trials", [])
-    for values in known:
-        if values.keys() != space.keys():
-            raise UserError(f"{folder} is a search of {', '.join(values)}; search these keys, or set another name")
-    return known
-
-
-def _find_valid_values(
+def suggest(
     space: dict[str, Any], trials: list[Trial], make_jobs: Callable[[Values], list[Job]]
-) -> tuple[Values | None, list[Job]]:
-    """Suggest values and compose their jobs, skipping invalid combinations. (None, []): there are no new values."""
-    refused: list[Values] = []
-    reason = None
-    while len(refused) < MAX_REFUSED and (values := suggest(space, trials, refused)) is not None:
-        try:
-            return values, make_jobs(values)
-        except UserError as error:
-            refused.append(values)
-            reason = error
-    if reason is not None and not trials:
-        raise UserError(f"{len(refused)} combinations of values were tried, and all are invalid; the last: {reason}")
-    return None, []
+) -> tuple[Values, list[Job]] | None:
+    """Suggest new, valid values with Optuna's TPE sampler, and compose their jobs. None: no such values were found.
 
-
-def suggest(space: dict[str, Any], trials: list[Trial], refused: list[Values]) -> Values | None:
-    """Suggest new values with Optuna's TPE sampler. They depend on the arguments only. None: there are no new ones."""
+    The values depend on the arguments only. Raises UserError if all values are invalid.
+    """
     optuna = import_optuna()
-    tried = [*(trial.values for trial in trials), *refused]
+    tried, reason = [trial.values for trial in trials], None
+    finished = [_to_optuna(trial, space) for trial in trials]
     for draw in range(MAX_DRAWS):
         study = optuna.create_study(sampler=optuna.samplers.TPESampler(seed=MAX_DRAWS * len(trials) + draw))
-        study.add_trials([_to_optuna(trial, space) for trial in trials])
+        study.add_trials(finished)
         params = study.ask(space).params
         values = {key: _format_param(params[key], distribution) for key, distribution in space.items()}
         if values not in tried:
-            return values
+            try:
+                return values, make_jobs(values)
+            except UserError as error:
+                tried.append(values)
+                reason = error
+    if reason is not None and not trials:
+        raise UserError(f"{len(tried)} combinations of values were tried, and all are invalid; the last: {reason}")
     return None
 
 

@@ -78,22 +78,34 @@ def loss_of(values: dict[str, str]) -> float:
     return abs(math.log(float(values["optimizer.lr"]) / 1e-3)) + abs(int(values["model.n_layer"]) - 3)
 
 
+def suggest_values(space, trials, invalid=()) -> dict[str, str]:
+    def make_jobs(values):
+        if values in invalid:
+            raise UserError("invalid")
+        return []
+
+    suggestion = suggest(space, trials, make_jobs)
+    return suggestion and suggestion[0]
+
+
 def test_suggestions_are_new_in_range_and_better_than_random_ones():
     trials: list[Trial] = []
-    for _ in range(30):
-        values = suggest(SPACE, trials, [])
-        assert values == suggest(SPACE, trials, [])
+    for _ in range(50):
+        values = suggest_values(SPACE, trials)
+        assert values == suggest_values(SPACE, trials)
         assert values not in [trial.values for trial in trials]
         assert 1e-4 <= float(values["optimizer.lr"]) <= 1e-2
         trials.append(Trial(values, loss_of(values)))
-    first, last = (sum(trial.loss for trial in part) / 10 for part in (trials[:10], trials[20:]))
-    assert last < 0.6 * first
+    random, learned = ([trial.loss for trial in part] for part in (trials[:10], trials[20:]))
+    assert sum(learned) / len(learned) < 0.9 * sum(random) / len(random)
 
 
 def test_suggestions_end_when_all_choices_were_tried():
-    trials = [Trial({"attention": "naive"}, 1.0)]
-    assert suggest({"attention": SPACE["attention"]}, trials, []) == {"attention": "sdpa"}
-    assert suggest({"attention": SPACE["attention"]}, trials, [{"attention": "sdpa"}]) is None
+    space, naive, sdpa = {"attention": SPACE["attention"]}, {"attention": "naive"}, {"attention": "sdpa"}
+    assert suggest_values(space, [Trial(naive, 1.0)]) == sdpa
+    assert suggest_values(space, [Trial(naive, 1.0)], [sdpa]) is None
+    with pytest.raises(UserError, match="2 combinations of values were tried, and all are invalid; the last: invalid"):
+        suggest_values(space, [], [naive, sdpa])
 
 
 @pytest.fixture
