@@ -171,7 +171,7 @@ def to_hydra_word(script: str, word: str) -> str:
     if is_free_text and (value != "null" or key == "prompt"):
         value = QuotedString(escape_interpolation(value), Quote.single).with_quotes()
     elif script == "train":
-        value = re.sub(r"log(\(.*\))", r"tag(log,interval\1)", value)  # a range of a search
+        value = re.sub(r"^log(\(.*\))$", r"tag(log,interval\1)", value)  # a range of a search
     return f"++{key}={value}"
 
 

@@ -171,10 +171,8 @@ def _judge(setting: Setting, first: Setting, differences: list[float], detectabl
         return "equal losses"
     difference, interval = abs(mean(differences)), ci95(differences)
     if _computes_same_function(setting, first):
-        summaries = [run.summary for run in (*setting.finished, *first.finished)]
-        is_float32 = all(summary.get("dtype") == "float32" and not summary.get("tf32") for summary in summaries)
         scale = max(run.curves["train/loss"][1][0] for run in first.finished if len(run.curves["train/loss"][1]))
-        tolerance = scale * (FLOAT32_TOLERANCE if is_float32 else LOW_PRECISION_TOLERANCE)
+        tolerance = scale * max(rounding_tolerance(run.summary) for run in (*setting.finished, *first.finished))
         outside = steps[(steps <= ROUNDING_STEPS) & (distances > tolerance * steps)]
         if len(outside):
             return f"differs from step {outside[0]}"
@@ -186,6 +184,12 @@ def _judge(setting: Setting, first: Setting, differences: list[float], detectabl
     if difference > interval:
         return "higher loss" if mean(differences) > 0 else "lower loss"
     return f"no difference found; detectable: {detectable:.2g}"
+
+
+def rounding_tolerance(summary: dict) -> float:
+    """Largest rounding error of a run's training loss at step 1, relative to the loss. It grows with the step."""
+    is_float32 = summary.get("dtype") == "float32" and not summary.get("tf32")
+    return FLOAT32_TOLERANCE if is_float32 else LOW_PRECISION_TOLERANCE
 
 
 def _computes_same_function(setting: Setting, first: Setting) -> bool:

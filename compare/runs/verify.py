@@ -19,11 +19,10 @@ from common.console import ProgressBar
 from common.errors import TrainingFailed, UserError
 from common.run_dir import ROOT, make_new_folder, read_summary
 from compare.runs.read import Run, read_settings
+from compare.runs.statistics import rounding_tolerance
 
 SCRIPT = Path(__file__).parents[2] / "train.py"
 POLL_INTERVAL_S = 0.1
-# Relative differences of losses that count as rounding.
-TOLERANCES = {"float32": 1e-4, "float16": 1e-3, "bfloat16": 1e-2}
 # Settings that have no effect on the losses of the first steps.
 NO_EVALUATIONS = {"every": 10**12, "batches": 1, "attention_stats": False}
 NO_CHECKPOINTS = {"every": 10**12, "optimizer": False}
@@ -68,9 +67,9 @@ def _verify(run: Run, n_steps: int, show: Callable[[int], None]) -> tuple[bool, 
     if not differences:
         return True, f"equal for {len(recorded)} steps"
     first, largest = min(differences), max(differences, key=lambda step: differences[step])
-    tolerance = TOLERANCES["float16" if run.summary["tf32"] else run.summary["dtype"]]
-    is_rounding = all(difference <= tolerance * abs(pairs[step][0]) for step, difference in differences.items())
-    verdict = "rounding" if is_rounding else f"more than rounding, which is {tolerance:.0e} of the loss"
+    tolerance = rounding_tolerance(run.summary)
+    is_rounding = all(difference <= tolerance * step * abs(pairs[step][0]) for step, difference in differences.items())
+    verdict = "rounding" if is_rounding else f"more than rounding, which is {tolerance:.0e} of the loss x the step"
     line = f"first difference at step {first}: {differences[first]:.1e} of {pairs[first][0]:.2f}"
     line += f", largest at step {largest}: {differences[largest]:.1e}" if largest != first else ""
     return is_rounding, f"{line} ({verdict}); {_describe_changes(run.summary, summary)}"

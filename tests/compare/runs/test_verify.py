@@ -43,10 +43,10 @@ def test_first_steps_are_repeated_without_changing_the_run(trained, train, capsy
 @pytest.mark.parametrize(
     ("factor", "dtype", "verdict", "code"),
     [
-        (1.05, "bfloat16", "more than rounding, which is 1e-02 of the loss", 1),
-        (1.005, "bfloat16", "rounding", 0),
-        (1.005, "float32", "more than rounding, which is 1e-04 of the loss", 1),
-        (inf, "float32", "more than rounding, which is 1e-04 of the loss", 1),
+        (1.005, "bfloat16", "more than rounding, which is 1e-03 of the loss x the step", 1),
+        (1.0035, "bfloat16", "rounding", 0),
+        (1.0035, "float32", "more than rounding, which is 1e-05 of the loss x the step", 1),
+        (inf, "float32", "more than rounding, which is 1e-05 of the loss x the step", 1),
     ],
 )
 def test_difference_is_compared_with_the_precision(trained, monkeypatch, capsys, factor, dtype, verdict, code):
