@@ -134,8 +134,13 @@ def describe_environment(device: torch.device) -> dict:
         "tf32": torch.backends.cuda.matmul.allow_tf32,
         "versions": versions,
         "commit": _git_commit(),
-        "command": shlex.join(["python", *sys.argv]),
+        "command": command_line(),
     }
+
+
+def command_line() -> str:
+    """The command that started this process, without the folder of the script."""
+    return shlex.join(["python", Path(sys.argv[0]).name, *sys.argv[1:]])
 
 
 def device_name(device: torch.device) -> str:

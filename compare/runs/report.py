@@ -33,7 +33,8 @@ svg text { fill: currentColor; font-family: inherit !important } .swatch { width
 """
 VERDICT_SENTENCES = {
     "equal losses": "All losses equal those of setting 1, bit by bit.",
-    "same up to rounding": "The losses equal those of setting 1, up to rounding error.",
+    "same up to rounding": "The first {steps} steps have the losses of setting 1, up to rounding error, and the "
+    "validation losses show no difference ({difference} nats per token).",
     "differs": "The training losses differ from those of setting 1 within the first {steps} steps, by more than "
     "rounding error: the settings do not compute the same function.",
     "lower loss": "The validation loss is lower than that of setting 1: {difference} nats per token.",

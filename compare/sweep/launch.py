@@ -4,7 +4,6 @@ A sweep that is started again under the same name runs only the jobs that are no
 """
 
 import os
-import shlex
 import sys
 import time
 from dataclasses import fields
@@ -19,6 +18,7 @@ from hydra.types import HydraContext
 
 from common.files import read_json, write_json
 from common.run_dir import EXIT_CODES, SWEEPS
+from common.system import command_line
 from compare.runs.comparison import compare, print_comparison
 from compare.sweep.jobs import Job, Outcome, recover_outcome, train_job
 from compare.sweep.progress import SweepProgress
@@ -64,7 +64,7 @@ def write_sweep_file(folder: Path, jobs: list[Job], **content: Any) -> None:
     before = read_json(folder / "sweep.json")
     names = before.get("jobs", [])
     names += [job.name for job in jobs if job.name not in names]
-    write_json(folder / "sweep.json", before | {"command": shlex.join(["python", *sys.argv]), "jobs": names} | content)
+    write_json(folder / "sweep.json", before | {"command": command_line(), "jobs": names} | content)
 
 
 def launch(todo: list[Job], config: Any, jobs: list[Job]) -> dict[str, Outcome]:
