@@ -80,6 +80,8 @@ def _run_search(flags: Namespace) -> int:
         if key not in (*types, *list_groups("train")) and not key.startswith("data.mix."):
             raise UserError(f"{key}: there is no such key{did_you_mean(key, types)}; see --help and --cfg job")
         space[key] = make_distribution(word, parsed[word], types.get(key) in (int, int | None))
+    if all("." in key for key in swept):  # invalid fixed words are reported once; groups can change which keys exist
+        compose_config("train", fixed, flags.config_dir)
     named = [word.removeprefix("name=") for word in fixed if word.startswith("name=")]
     sweep = named[-1] if named else make_new_folder(SWEEPS, "search")
 

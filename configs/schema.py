@@ -177,6 +177,10 @@ class Compare:
             ("wandb", self.wandb in (None, "view"), "is unknown; set view, or null"),
             ("folders", len(self.folders) > 0, "leaves nothing to compare; name runs or sweeps, as in runs/a runs/b"),
             ("out", self.out != "", "is empty; set a folder"),
+            *(
+                (key, getattr(self, key) is None or not self.verify, f"has no effect with verify=true; remove {key}")
+                for key in ("out", "difference", "wandb")
+            ),
         ]
         check_settings("", self, rules)
 

@@ -175,8 +175,9 @@ def prepare_folder(folder: Path, run: Path, command: Command) -> None:
             write_document(folder, value, column)
         elif key == "attention_csv":
             (folder / value).parent.mkdir(parents=True)
-            columns = "backend,phase,mask,status,device,dtype,T,flops_per_second"
-            (folder / value).write_text(f"{columns}\nsdpa,forward+backward,causal,finished,cpu,float32,64,1e9\n")
+            row = {"backend": "sdpa", "phase": "forward+backward", "mask": "causal", "status": "finished"}
+            row |= {"device": "cpu", "dtype": "float32", "D": 64, "Dv": 64, "T": 16, "flops_per_second": 1e12}
+            (folder / value).write_text(f"{','.join(row)}\n{','.join(map(str, row.values()))}\n")
         elif key in ("prompts", "prompt_file"):
             lines = ["The 1", "The 2"]
             if value.endswith(".jsonl"):

@@ -76,7 +76,7 @@ class WandbRun:
                 row = json.loads(line)
                 picture = Path(row.get("attention", ""))
                 run.log(_with_pictures(row | ({"attention": picture} if picture.is_file() else {})))
-                if number % 100 == 0:  # leave most of the interpreter's time to the training loop
+                if number % 100 == 0 and self._calls.qsize() < MAX_QUEUED_CALLS / 2:  # leave time to the training loop
                     self._finishing.wait(LOG_AGAIN_PAUSE_S)
             self._earlier_rows, self._has_started = b"", True
             while call := self._calls.get():

@@ -36,7 +36,7 @@ from model.attention import (
 )
 from model.attention.backends import repeat_kv
 from model.attention.linear import linear_attention_state, linear_attention_step
-from model.flops import attention_flops, flops_per_token, visible_pairs
+from model.flops import attention_flops, flops_per_token, visible_pairs, weight_flops_per_token
 from model.gpt import GPT
 from training import speed
 from training.device import DTYPES, autocast, build_grad_scaler, configure_backends, resolve_dtype
@@ -128,7 +128,7 @@ def build_groups(config: BenchConfig, device: torch.device) -> list[list[Case]]:
         request = AttentionRequest(**shape, **options, dtype=dtype, device=device)
         group = [Case(name, attention, phase, mask, request) for name, attention in variants.items()]
         if phase == "step":
-            group.append(replace(group[0], name=NO_ATTENTION))
+            group.append(replace(group[0], name=NO_ATTENTION, attention=next(iter(all_variants().values()))))
         groups.append(group)
     return groups
 
@@ -306,6 +306,8 @@ def _no_attention(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
 
 def count_flops(case: Case, config: BenchConfig) -> int:
     """FLOPs of one call, as in model/flops.py. Those of a training step are counted as for train.py's mfu."""
+    if case.name == NO_ATTENTION:
+        return case.tokens * weight_flops_per_token(config.model, config.vocab_size)
     if case.phase == "step":
         T = case.request.Tk
         model = config.model if case.mixer == "softmax" else replace(config.model, mixer=case.mixer)

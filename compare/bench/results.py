@@ -118,8 +118,8 @@ def add_predictions(rows: list[Timing], earlier: list[Timing], model: GPTConfig)
     if the rows of forward+backward have another shape, or if the model has windows, dropout or softcaps, which those
     rows lack. earlier: all rows of other phases.
     """
-    without = next((row.ms_median for row in rows if row.backend == NO_ATTENTION), None)
-    if without is None:
+    rest_ms = next((row.ms_median for row in rows if row.backend == NO_ATTENTION), None)
+    if rest_ms is None:
         return rows
     is_plain = not any(model.windows) and not model.dropout and model.attention_softcap is None
     attention_ms = {
@@ -131,8 +131,8 @@ def add_predictions(rows: list[Timing], earlier: list[Timing], model: GPTConfig)
     for row in rows:
         if row.is_finished and row.backend not in NOT_RANKED:
             ms = attention_ms.get((row.backend, row.shape))
-            share = max(0.0, 1 - without / row.ms_median)
-            row = replace(row, attention_share=share, predicted_ms=None if ms is None else without + layers * ms)
+            share = max(0.0, 1 - rest_ms / row.ms_median)
+            row = replace(row, attention_share=share, predicted_ms=None if ms is None else rest_ms + layers * ms)
         predicted.append(row)
     return predicted
 

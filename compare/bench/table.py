@@ -153,7 +153,7 @@ def _phase_table(rows: list[Timing]):
 
 def _limits_table(rows: list[Timing]):
     """Shares of the peak FLOP/s and of the memory bandwidth, and the cost of masks."""
-    headers = ["\nT", "peak\nFLOP/s", "memory\nbandwidth", "ns per\nvisible key", "mask,\nms"]
+    headers = ["\nT", "peak\nFLOP/s", "memory\nbandwidth", "ns per\nvisible pair", "mask,\nms"]
     table = make_table("", "\nbackend", *headers, left=2)
     rows = [row for row in rows if row.bandwidth_share]
     for (title, dtype), phase_rows in group_rows(rows, "title", "dtype").items():

@@ -4,6 +4,7 @@ from pathlib import Path
 
 from common.console import TABLE_WIDTH, make_console
 from common.errors import UserError
+from common.files import read_json
 from compare.runs.plot import plot_comparison
 from compare.runs.read import is_sweep, read_settings
 from compare.runs.report import write_report
@@ -32,7 +33,8 @@ def compare(folders: list[Path], out: Path, difference: float | None = None) -> 
     plot_comparison(settings, rows, out / "comparison.png")
     write_markdown(rows, out / "comparison.md", "comparison.png")
     write_report(settings, rows, out / "report.html")
-    if sentence := write_scaling(settings, out / "scaling.png"):
+    is_search = any(read_json(folder / "sweep.json").get("trials") for folder in folders)
+    if not is_search and (sentence := write_scaling(settings, out / "scaling.png")):
         print(f"scaling  {sentence}")
     return rows
 
@@ -43,8 +45,8 @@ def print_comparison(rows: list[SettingStats], out: Path) -> None:
     console.print(make_terminal_table(rows))
     for note in [*list_notes(rows, TERMINAL_COLUMNS), "comparison.md has more columns."]:
         console.print(note)
-    files = ("report.html", "comparison.md", "comparison.png", "comparison.csv")
-    print(f"\nwritten  {'  '.join(str(out / file) for file in files)}")
+    files = [out / name for name in ("report.html", "comparison.md", "comparison.png", "comparison.csv", "scaling.png")]
+    print(f"\nwritten  {'  '.join(str(file) for file in files if file.exists())}")
 
 
 def choose_out_folder(folders: list[Path]) -> Path:

@@ -35,6 +35,8 @@ VERDICT_SENTENCES = {
     "equal losses": "All losses equal those of setting 1, bit by bit.",
     "same up to rounding": "The first {steps} steps have the losses of setting 1, up to rounding error, and the "
     "validation losses show no difference ({difference} nats per token).",
+    "same for": "The first {steps} steps have the losses of setting 1, up to rounding error. Whether the validation "
+    "losses differ ({difference} nats per token) needs three or more seeds.",
     "differs": "The training losses differ from those of setting 1 within the first {steps} steps, by more than "
     "rounding error: the settings do not compute the same function.",
     "lower loss": "The validation loss is lower than that of setting 1: {difference} nats per token.",
@@ -148,7 +150,7 @@ def _describe_runs(runs: list[Run]) -> str:
     keys = ("status", "last_val_loss", "step")
     lines = [[str(run.folder), *(_show(value) for value in (run.seed, *map(run.summary.get, keys)))] for run in runs]
     versions = Counter(
-        f"commit {run.summary['commit']}, " + ", ".join(" ".join(pair) for pair in run.summary["versions"].items())
+        f"commit {run.summary.get('commit')}, " + ", ".join(" ".join(pair) for pair in run.summary["versions"].items())
         for run in runs
         if run.summary.get("versions")
     )

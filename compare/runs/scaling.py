@@ -15,6 +15,7 @@ from compare.runs.read import Run, Setting
 from compare.runs.statistics import average_by_seed, mean, student_t
 
 MIN_POINTS = 4
+FLOPS_RATIO = 1.1  # of two amounts of FLOPs that are two points
 
 
 class PowerLaw:
@@ -41,7 +42,7 @@ class PowerLaw:
 
 
 def write_scaling(settings: list[Setting], path: Path) -> str | None:
-    """Fit the law and plot it -> a sentence. None, without a plot: the FLOPs hardly differ, or the data differ."""
+    """Fit the law and plot it -> a sentence. None, without a plot: there are too few points, or the data differ."""
     runs = [run for setting in settings for run in setting.finished]
     has_vocabularies = len({run.summary.get("vocab_size") for run in runs}) > 1
     key, unit = ("last_val_bpb", "bits per byte") if has_vocabularies else ("last_val_loss", "nats per token")
@@ -51,14 +52,15 @@ def write_scaling(settings: list[Setting], path: Path) -> str | None:
         loss = mean(average_by_seed(setting.finished, key).values())
         if flops and loss:
             points.append((flops, loss))
-    lowest = dict(sorted(points, key=lambda point: -point[1]))  # per amount of FLOPs, the lowest loss
-    if len({_data_of(run, has_vocabularies) for run in runs}) > 1 or max(lowest, default=1) < 2 * min(
-        lowest, default=1
-    ):
+    lowest: dict[float, float] = {}  # FLOPs -> the lowest loss; amounts within FLOPS_RATIO count once
+    for flops, loss in sorted(points):
+        known = max(lowest, default=0)
+        flops = known if flops < FLOPS_RATIO * known else flops
+        lowest[flops] = min(loss, lowest.get(flops, loss))
+    has_one_text = len({_identify_data(run, has_vocabularies) for run in runs}) == 1
+    if len(lowest) < MIN_POINTS or not has_one_text:
+        path.unlink(missing_ok=True)  # of an earlier comparison
         return None
-    if len(lowest) < MIN_POINTS:
-        have = f"there are {len(lowest)}"
-        return f"A fit of the loss over training FLOPs needs {MIN_POINTS} different amounts of FLOPs; {have}."
     law = PowerLaw(list(lowest), list(lowest.values()))
     figure = make_figure(6.5, 4.5)
     axes = figure.subplots()
@@ -79,8 +81,8 @@ def write_scaling(settings: list[Setting], path: Path) -> str | None:
     return str(law)
 
 
-def _data_of(run: Run, has_vocabularies: bool) -> str:
-    """What identifies the documents of a run. With several vocabularies, the prepared folders differ."""
+def _identify_data(run: Run, has_vocabularies: bool) -> str:
+    """Identify the documents of a run. With several vocabularies, the prepared folders differ."""
     config = {key: value for key, value in run.config.items() if key.startswith("data.")}
     return str(config if has_vocabularies else run.summary.get("data"))
 

@@ -1,7 +1,6 @@
 """Tables of a comparison: on the terminal, in comparison.md and in comparison.csv."""
 
 import csv
-import math
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, fields
@@ -10,7 +9,7 @@ from pathlib import Path
 from rich.table import Table
 
 from common.console import format_memory, format_number, make_table
-from compare.runs.statistics import DIVERGENCE_STEPS, WARMUP_STEPS, SettingStats, seeds_needed, student_t
+from compare.runs.statistics import DIVERGENCE_STEPS, WARMUP_STEPS, SettingStats
 
 EN_DASH = "–"  # noqa: RUF001
 UNKNOWN = EN_DASH
@@ -116,10 +115,9 @@ def _list_detection_notes(rows: list[SettingStats], columns: Iterable[str]) -> l
     variable = max((row for row in rows if row.detectable), key=lambda row: row.detectable, default=None)
     if variable is not None:
         notes.append("Detectable: true difference that these seeds find with a probability of 80 %.")
-        difference = rows[0].target_difference or 0.01 * rows[0].val_loss
-        deviation = variable.difference_ci95 * math.sqrt(variable.pairs) / student_t(variable.pairs - 1)
-        seeds = seeds_needed(deviation, difference)
-        notes.append(f"A difference of {difference:.3g} needs {seeds} seeds in {variable.setting}.")
+    if variable is not None and variable.seeds_needed is not None:
+        difference = f"{variable.target_difference:.3g}"
+        notes.append(f"A difference of {difference} needs {variable.seeds_needed} seeds in {variable.setting}.")
     if "time to common loss" in columns and rows[0].common_loss is not None:
         loss = f"{rows[0].common_loss:.4f}, the lowest loss that all settings reach"
         notes.append(f"Time to common loss: training time until {loss}, without evaluations.")

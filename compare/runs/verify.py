@@ -19,7 +19,7 @@ from common.console import ProgressBar
 from common.errors import TrainingFailed, UserError
 from common.run_dir import ROOT, make_new_folder, read_summary
 from compare.runs.read import Run, read_settings
-from compare.runs.statistics import rounding_tolerance
+from compare.runs.statistics import ROUNDING_STEPS, rounding_tolerance
 
 SCRIPT = Path(__file__).parents[2] / "train.py"
 POLL_INTERVAL_S = 0.1
@@ -55,11 +55,14 @@ def _verify(run: Run, n_steps: int, show: Callable[[int], None]) -> tuple[bool, 
     """Whether the repeat agrees with the run, and the line to print."""
     if not (run.folder / "metrics.jsonl").exists():
         return True, f"{run.status}, without a step to repeat"
-    steps, losses = run.curves["train/loss"]
-    recorded = {step: loss for step, loss in zip(steps.tolist(), losses.tolist(), strict=True) if step <= n_steps}
+    recorded, rates = (_read_values(run.folder, key, n_steps) for key in ("train/loss", "lr"))
     if not recorded:
         return True, f"{run.status}, without a step to repeat"
-    repeated, summary = _repeat(run, max(recorded), show)
+    if run.config.get("train.minutes") is not None:
+        return True, "not repeated: with train.minutes, the learning rate depends on the speed of the machine"
+    repeated, repeated_rates, summary = _repeat(run, max(recorded), show)
+    if any(repeated_rates.get(step) != rate for step, rate in rates.items() if step in repeated):
+        return True, "not repeated: a setting of its learning rate, such as train.steps, was changed after its start"
     # a step without a finite loss in one of the two runs differs infinitely
     steps = [step for step in sorted({*recorded, *repeated}) if step <= max(recorded)]
     pairs = {step: (recorded.get(step, inf), repeated.get(step, inf)) for step in steps}
@@ -67,19 +70,23 @@ def _verify(run: Run, n_steps: int, show: Callable[[int], None]) -> tuple[bool, 
     if not differences:
         return True, f"equal for {len(recorded)} steps"
     first, largest = min(differences), max(differences, key=lambda step: differences[step])
-    tolerance = rounding_tolerance(run.summary)
-    is_rounding = all(difference <= tolerance * step * abs(pairs[step][0]) for step, difference in differences.items())
+    tolerance = rounding_tolerance(run.summary)  # rounding errors of later steps have no bound
+    is_rounding = all(
+        difference <= tolerance * step * abs(pairs[step][0]) or (step > ROUNDING_STEPS and difference < inf)
+        for step, difference in differences.items()
+    )
     verdict = "rounding" if is_rounding else f"more than rounding, which is {tolerance:.0e} of the loss x the step"
     line = f"first difference at step {first}: {differences[first]:.1e} of {pairs[first][0]:.2f}"
     line += f", largest at step {largest}: {differences[largest]:.1e}" if largest != first else ""
     return is_rounding, f"{line} ({verdict}); {_describe_changes(run.summary, summary)}"
 
 
-def _repeat(run: Run, last_step: int, show: Callable[[int], None]) -> tuple[dict[int, float], dict]:
-    """Train the first steps of a run again -> losses by step, and summary.json. Raises UserError, TrainingFailed."""
+def _repeat(run: Run, last_step: int, show: Callable[[int], None]) -> tuple[dict[int, float], dict[int, float], dict]:
+    """Train the first steps of a run again -> losses and learning rates by step, and summary.json.
+
+    Raises UserError or TrainingFailed.
+    """
     config = yaml.safe_load((run.folder / "config.yaml").read_text())
-    if config["train"]["minutes"] is not None:
-        raise UserError("train.minutes ties the learning rate to the clock, so no other run has the same losses")
     config["train"] |= {"micro_batch_size": run.summary["micro_batch_size"], "patience": None, "profile": False}
     config["eval"] |= NO_EVALUATIONS
     config["eval"]["sample"]["max_new_tokens"] = 0
@@ -98,27 +105,31 @@ def _repeat(run: Run, last_step: int, show: Callable[[int], None]) -> tuple[dict
             command = [sys.executable, SCRIPT, "--config-dir", folder, "experiment=repeat", f"name={name}"]
             child = subprocess.Popen(command, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
         try:
-            while child.poll() is None and max(losses := _read_losses(folder), default=0) < last_step:
+            while child.poll() is None and max(losses := _read_values(folder, "train/loss"), default=0) < last_step:
                 show(max(losses, default=0))
                 time.sleep(POLL_INTERVAL_S)
         finally:
             child.kill()
             child.wait()
-        losses = _read_losses(folder)
+        losses = _read_values(folder, "train/loss")
         if max(losses, default=0) < last_step:
             lines = (folder / "train.log").read_text(errors="replace").split("\n")
             raise TrainingFailed(next((line for line in reversed(lines) if line), f"exit code {child.returncode}"))
-        return losses, read_summary(folder)
+        return losses, _read_values(folder, "lr"), read_summary(folder)
     finally:
         shutil.rmtree(folder)
 
 
-def _read_losses(folder: Path) -> dict[int, float]:
-    """The finite training losses in the complete rows of metrics.jsonl, to which a process may be writing."""
-    path = folder / "metrics.jsonl"
-    lines = path.read_text().splitlines(keepends=True) if path.exists() else []
-    rows = [json.loads(line) for line in lines if line.endswith("\n")]
-    return {row["step"]: row["train/loss"] for row in rows if row.get("train/loss") is not None}
+def _read_values(folder: Path, key: str, last_step: float = inf) -> dict[int, float]:
+    """{step: finite value} of a metric in the complete rows of metrics.jsonl, to which a process may be writing."""
+    path, values = folder / "metrics.jsonl", {}
+    for line in path.open() if path.exists() else ():
+        row = json.loads(line) if line.endswith("\n") else {}
+        if row.get("step", 0) > last_step:
+            break
+        if row.get(key) is not None:
+            values[row["step"]] = row[key]
+    return values
 
 
 def _describe_changes(recorded: dict, now: dict) -> str:
@@ -126,7 +137,7 @@ def _describe_changes(recorded: dict, now: dict) -> str:
     keys = ("device_name", "threads", "compile", "world_size", "commit")
     old, new = (
         {key: summary.get(key) for key in keys}
-        | {"torch": summary["versions"].get("torch"), "kernel": summary["attention"]["resolved"]}
+        | {"torch": summary.get("versions", {}).get("torch"), "kernel": summary.get("attention", {}).get("resolved")}
         for summary in (recorded, now)
     )
     changes = [f"{key} {old[key]}, now {new[key]}" for key in old if old[key] != new[key]]

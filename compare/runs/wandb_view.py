@@ -31,7 +31,7 @@ def save_view(folders: list[Path], out: Path) -> str:
             atomic_write(path, workspace._to_model().model_dump_json(by_alias=True, exclude_none=True, indent=1))
             return f"view     {path}; no wandb login: run `wandb login`, then the same command again to save it"
         return f"view     {workspace.save().url}"
-    except (UserError, OSError):
+    except UserError:
         raise
     except Exception as error:  # wandb can raise anything
         raise UserError(f"wandb cannot save the view ({' '.join(str(error).split())}); try again later") from None

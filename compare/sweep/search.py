@@ -118,8 +118,8 @@ def run_search(
         if len(losses) == len(jobs) and None not in losses:
             trial.loss = math.fsum(losses) / len(losses)
         if len(trials) == MAX_FAILED and all(trial.loss is None for trial in trials):
-            reason = list(outcomes.values())[-1].reason
-            raise TrainingFailed(f"the first {MAX_FAILED} trials failed, so the search stops; the last: {reason}")
+            reasons = [outcome.reason for outcome in outcomes.values()] or ["it has no validation loss"]
+            raise TrainingFailed(f"the first {MAX_FAILED} trials failed, so the search stops; the last: {reasons[-1]}")
     code = finish_sweep(folder, all_jobs, outcomes)
     if finished := [trial for trial in trials if trial.loss is not None]:
         best = min(finished, key=lambda trial: trial.loss)

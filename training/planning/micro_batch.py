@@ -5,10 +5,10 @@ process that uses too much memory is swapped or killed without an error, so ther
 (planning/memory.py) and compared with the free memory. Both use steps without torch.compile, which need more memory.
 """
 
+import math
 from collections.abc import Callable
 from dataclasses import replace
 
-import numpy as np
 import torch
 
 from common import system
@@ -20,7 +20,8 @@ from training.optimizer import build_optimizers
 from training.planning.memory import StepSpec, run_steps, simulate_memory
 
 USABLE_MEMORY_FRACTION = 0.8  # of the free memory, since estimates are within 20 % of measured runs
-MAX_CONTEXT = 2**24  # tokens
+MAX_CONTEXT = 2**24  # tokens; a longer one is not searched
+CONTEXT_PRECISION = 0.02
 GPU_RESERVE_FRACTION = 0.05  # of a GPU's memory, left free for NCCL, fragmentation and other processes
 
 
@@ -59,19 +60,22 @@ def usable_memory(device: torch.device, dist: Dist) -> float | None:
 
 
 def find_longest_context(step: StepSpec, micro_batch_size: int, accumulation: int, available: float) -> int:
-    """The longest block_size whose simulated memory is at most `available` bytes.
+    """The longest block_size whose simulated memory is at most `available` bytes, within CONTEXT_PRECISION.
 
-    Memory grows with the square of T at most. It is simulated for T = 64, 512, ... until it does not fit, and a
-    parabola through the last three lengths gives the result.
+    0: not even one token fits. At most MAX_CONTEXT.
     """
-    T, points = 64, []
-    while not points or (points[-1][1] <= available and T <= MAX_CONTEXT):
+
+    def fits(T: int) -> bool:
         longer = replace(step, model=replace(step.model, block_size=T))
-        points.append((T, simulate_memory(longer, micro_batch_size, accumulation).reserved))
-        T *= 8
-    Ts, sizes = np.array(points[-3:]).T
-    roots = np.roots(np.polyfit(Ts, sizes, len(Ts) - 1) - np.eye(len(Ts))[-1] * available)
-    return int(max((root.real for root in roots if abs(root.imag) < 1), default=0))
+        return simulate_memory(longer, micro_batch_size, accumulation).reserved <= available
+
+    low, high = 0, 64
+    while high <= MAX_CONTEXT and fits(high):
+        low, high = high, 8 * high
+    while high - low > max(1, CONTEXT_PRECISION * low) and low < MAX_CONTEXT:
+        middle = max(low + 1, int(math.sqrt(low * high)))
+        low, high = (middle, high) if fits(middle) else (low, middle)
+    return min(low, MAX_CONTEXT)
 
 
 def largest_fitting_divisor(share: int, fits: Callable[[int], bool]) -> int:

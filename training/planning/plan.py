@@ -149,18 +149,25 @@ class Plan:
         self.seconds_by_backend = {} if config.attention_csv is None else self._seconds_by_backend(config)
 
     def _seconds_by_backend(self, config: Any) -> dict[str, float]:
-        """Time of the run with each backend that the file of a bench has. Raises UserError."""
+        """Time of the run with each backend that the file of a bench has. Raises UserError if it does not fit."""
         path, chosen = Path(config.attention_csv), config.attention.backend
+        if any(config.model.windows):
+            raise UserError("attention_csv has no times for windows; set model.window=null, or remove attention_csv")
         dtype = str(self.runtime.dtype).removeprefix("torch.")
         times = read_attention_times(path, self.runtime.device.type, dtype, config.model)
         if chosen not in times:
             raise UserError(
-                f"attention_csv={path} has no finished row of {chosen} with phase forward+backward on "
-                f"{self.runtime.device.type} in {dtype}; run bench.py with them, or set another attention_csv"
+                f"attention_csv={path} has no finished rows of {chosen} for phase forward+backward on "
+                f"{self.runtime.device.type} in {dtype}, with head dimension {config.model.head_dim} and contexts "
+                f"around {config.model.block_size}; run bench.py with these values, or set another attention_csv"
             )
         per_token = {name: seconds / config.model.block_size for name, seconds in times.items()}
         tokens = self.tokens + (self.evaluation_flops or 0) * self.tokens / self.training_flops
-        return {name: self.seconds + tokens * (per_token[name] - per_token[chosen]) for name in times}
+        tokens /= self.runtime.dist.world_size
+        other_seconds = self.seconds - tokens * per_token[chosen]
+        if other_seconds < 0:
+            raise UserError(f"attention_csv={path} is of a slower machine; run bench.py on the machine of the run")
+        return {name: other_seconds + tokens * per_token[name] for name in times}
 
     def longest_context(self, backend: str) -> int | None:
         """The longest model.block_size that fits into the free memory with a backend; None: unknown."""
@@ -186,9 +193,11 @@ class Plan:
 def read_attention_times(path: Path, device: str, dtype: str, model: GPTConfig) -> dict[str, float]:
     """Seconds of attention per sequence, forward and backward, in all softmax layers -> {backend: seconds}.
 
-    The speeds of attention.csv, in FLOP/s, are interpolated between its contexts. Raises UserError.
+    The speeds of attention.csv, in FLOP/s, are interpolated between its contexts. Backends that were not measured with
+    this head dimension and context are left out. Raises UserError.
     """
     wanted = {"phase": "forward+backward", "mask": "causal", "status": "finished", "device": device, "dtype": dtype}
+    wanted |= {"D": str(model.head_dim), "Dv": str(model.head_dim)}
     speeds: dict[str, dict[float, float]] = {}  # backend -> {log T: FLOP/s}, from short contexts to long ones
     try:
         with open(path, newline="", encoding="utf-8") as file:
@@ -200,7 +209,11 @@ def read_attention_times(path: Path, device: str, dtype: str, model: GPTConfig) 
     T, D = model.block_size, model.head_dim
     windows = [window for mixer, window in zip(model.mixers, model.windows, strict=True) if mixer == "softmax"]
     flops = 3 * 4 * model.n_head * D * sum(visible_pairs(T, T, window) for window in windows)
-    return {name: flops / np.interp(log(T), list(line), list(line.values())) for name, line in speeds.items()}
+    return {
+        name: flops / np.interp(log(T), list(line), list(line.values()))
+        for name, line in speeds.items()
+        if min(line) <= log(T) <= max(line)
+    }
 
 
 def _measure_process_bytes(step: StepSpec) -> int | None:

@@ -30,7 +30,7 @@ from model.attention import (
     linear_attention_scores,
     naive,
 )
-from model.flops import flops_per_token
+from model.flops import flops_per_token, weight_flops_per_token
 
 NO_REFERENCE = Path("missing.pt")
 
@@ -84,10 +84,11 @@ def test_backward_alone_does_not_time_the_forward_pass(monkeypatch):
 
 
 def test_step_without_attention_keeps_the_gradients_of_all_weights():
-    changes = {"phases": ["step"], "backends": ["naive"], "block_sizes": [16]}
-    model = replace(CONFIG.model, n_head=4, n_kv_head=2)
-    ((_, case),) = build_groups(replace(CONFIG, **changes, model=model), CPU)
-    assert case.name == "none"
+    changes = {"phases": ["step"], "backends": ["linear", "flash"], "block_sizes": [16]}
+    model = replace(CONFIG.model, n_head=4, n_kv_head=2, dropout=0.1)  # flash has no dropout
+    ((*_, case),) = build_groups(replace(CONFIG, **changes, model=model), CPU)
+    assert case.name == "none" and case.mixer == "softmax"
+    assert count_flops(case, CONFIG) == 16 * weight_flops_per_token(CONFIG.model, CONFIG.vocab_size)
     q, k, v = (torch.randn(2, 5, heads, 8, requires_grad=True) for heads in (4, 2, 2))
     y = cases._no_attention(q, k, v, window=None)
     assert y.shape == q.shape

@@ -199,11 +199,14 @@ NOISE = (0.010, -0.011, 0.0005)
         (LR, [0, 1e-7, 0.3], NOISE, {}, "no difference found; detectable: 0.034"),
         (LR, [0, 2e-3, 0], [-0.010, -0.011, -0.0105], {}, "lower loss"),
         (LR, [0, 2e-3, 0], [-0.010], {}, "not tested: one pair"),
-        (KERNEL, [3e-7, 0, 0], [0.01], {}, "same up to rounding"),
+        (LR | {"train.minutes": 1.0}, [0, 2e-3, 0], NOISE, {}, "no difference found; detectable: 0.034"),
+        (KERNEL, [3e-7, 0, 0.3], [0.01], {}, "same for 10 steps; later: too few seeds"),
+        (KERNEL, [3e-7, 0, 0.3], [1.0, 0.9], {}, "same for 10 steps; later: too few seeds"),
+        (KERNEL, [3e-7, 0, 0], [1e-6], {}, "same up to rounding"),
     ],
 )
 def test_verdicts(tmp_path, changes, distances, differences, facts, verdict):
-    dropout = {"model.dropout": changes.get("model.dropout", 0.0)}
+    dropout = {key: changes.get(key) for key in ("model.dropout", "train.minutes")}
     first_step, second_step, last_step = distances
     losses = [4.0 + first_step, 3.9 + second_step, *LOSSES[2:-1], LOSSES[-1] + last_step]
     runs = [write_run(tmp_path / f"a{n}", n, LOSSES, 3 + n / 10, changes=dropout, **facts) for n in (1, 2, 3)]
@@ -240,12 +243,11 @@ def test_time_and_cost_until_a_common_loss(tmp_path):
 def test_seeds_needed_are_a_column_if_a_difference_is_set(tmp_path):
     runs = [write_run(tmp_path / f"a{n}", n, val=1.0) for n in (1, 2, 3)]
     runs += [write_run(tmp_path / f"b{n}", n, val=1.0 + n / 100, changes=LR) for n in (1, 2, 3)]
-    for difference, has_column, seeds in ((None, False, 10), (0.02, True, 5)):  # 1 % of the loss; deviation 0.01
+    for difference, seeds in ((None, None), (0.02, 5)):  # the differences have a standard deviation of 0.01
         rows = compare(runs, tmp_path / "out", difference)
         text = (tmp_path / "out/comparison.md").read_text()
-        assert ("| seeds needed |" in text) == has_column
-        assert f"needs {seeds} seeds" in text or f"needs {seeds} seeds" in str(list_notes(rows))
-        assert rows[1].seeds_needed == (seeds if has_column else None)
+        assert ("| seeds needed |" in text) == ("needs 5 seeds" in text) == (seeds is not None)
+        assert rows[1].seeds_needed == seeds
 
 
 # Settings and labels.

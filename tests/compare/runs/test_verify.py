@@ -59,7 +59,9 @@ def test_difference_is_compared_with_the_precision(trained, monkeypatch, capsys,
     if factor == inf:
         del losses[4]  # as if it were null
     now = summary | {"threads": 99, "versions": {"torch": "9.0"}}
-    monkeypatch.setattr(verify, "_repeat", lambda *_: (losses, now))
+    monkeypatch.setattr(
+        verify, "_repeat", lambda *_: (losses, {row["step"]: row["lr"] for row in metrics("a")[1:]}, now)
+    )
     assert verify_runs([Path("runs/a")], 20) == code
     printed = capsys.readouterr().out
     assert "a: first difference at step 2: " in printed
@@ -71,3 +73,17 @@ def test_reason_of_a_failed_repeat_is_shown(trained, capsys):
     Path("text.txt").unlink()
     assert verify_runs([Path("runs/a")], 20) == 1
     assert capsys.readouterr().out.startswith("a: failed: train.py: data.path=text.txt")
+
+
+def test_changed_schedule_and_time_limits_are_not_repeated(trained, train, capsys):
+    assert train("name=b", "schedule.warmup_steps=1") == 0
+    assert train("name=b", "schedule.warmup_steps=1", "train.steps=60") == 0  # the first steps decayed faster
+    capsys.readouterr()
+    assert verify_runs([Path("runs/b")], 6) == 0
+    assert capsys.readouterr().out == (
+        "b: not repeated: a setting of its learning rate, such as train.steps, was changed after its start\n"
+    )
+    path = Path("runs/a/config.yaml")
+    path.write_text(path.read_text().replace("minutes: null", "minutes: 1.0"))
+    assert verify_runs([Path("runs/a")], 6) == 0
+    assert "not repeated: with train.minutes, the learning rate depends on" in capsys.readouterr().out

@@ -149,7 +149,7 @@ def test_auto_micro_batch_fits_into_the_free_memory(plan, monkeypatch):
         plan("train.micro_batch_size=auto")
 
 
-@pytest.mark.parametrize("attention, available", [("naive", 2**28), ("flash", 2**25)])
+@pytest.mark.parametrize("attention, available", [("naive", 2**25), ("naive", 2**28), ("flash", 2**25)])
 def test_longest_context_fits_and_a_longer_one_does_not(plan, monkeypatch, attention, available):
     monkeypatch.setattr(system, "free_memory", lambda device: available / USABLE_MEMORY_FRACTION)
     T = plan().longest_context(attention)
@@ -201,15 +201,16 @@ def test_minutes_become_the_steps_that_fit(plan):
 def write_bench(**speeds):
     """Write the attention.csv of a bench at T = 16 and 256. speeds: FLOP/s of a backend at these contexts."""
     with open("attention.csv", "w") as file:
-        print("backend,phase,mask,status,device,dtype,T,flops_per_second", file=file)
+        print("backend,phase,mask,status,device,dtype,D,Dv,T,flops_per_second", file=file)
         for name, values in speeds.items():
             for T, value in zip((16, 256), values, strict=True):
-                print(f"{name},forward+backward,causal,finished,cpu,float32,{T},{value}", file=file)
-                print(f"{name},forward,causal,finished,cpu,float32,{T},1", file=file)
+                print(f"{name},forward+backward,causal,finished,cpu,float32,8,8,{T},{value}", file=file)
+                print(f"{name},forward+backward,causal,finished,cpu,float32,16,16,{T},1", file=file)
+                print(f"{name},forward,causal,finished,cpu,float32,8,8,{T},1", file=file)
 
 
 def test_bench_gives_the_time_with_each_backend(plan):
-    write_bench(naive=(1e6, 4e6), flash=(1e6, 16e6))
+    write_bench(naive=(1e10, 4e10), flash=(1e10, 16e10))
     words = "attention=naive", "model.block_size=64", "eval.batches=1", "attention_csv=attention.csv"
     planned = plan(*words)
     seconds = planned.seconds_by_backend
@@ -218,7 +219,7 @@ def test_bench_gives_the_time_with_each_backend(plan):
     flops = 3 * 4 * pairs * planned.config.model.n_embd  # per sequence and layer, forward and backward
     tokens = planned.tokens + planned.evaluations * 1 * planned.config.train.batch_size * 64 / 3
     # halfway between the contexts on a logarithmic scale
-    expected = tokens / 64 * flops * (1 / 8.5e6 - 1 / 2.5e6)
+    expected = tokens / 64 * flops * (1 / 8.5e10 - 1 / 2.5e10)
     assert seconds["flash"] - seconds["naive"] == pytest.approx(expected, rel=1e-3)
 
 
@@ -226,11 +227,19 @@ def test_bench_that_does_not_fit_the_run_is_refused(plan):
     with pytest.raises(UserError, match=r"attention_csv=missing.csv cannot be read; set the attention.csv of a run"):
         plan("attention_csv=missing.csv")
     write_bench(naive=(1e6, 4e6))
-    with pytest.raises(UserError, match=r"no finished row of flash with phase forward\+backward on cpu in float32"):
-        plan("attention=flash", "attention_csv=attention.csv")
-    Path("attention.csv").write_text(
-        "backend,phase,mask,status,device,dtype,T\nnaive,forward+backward,causal,finished,cpu,float32,x"
-    )
+    for words in (
+        ["attention=flash"],
+        ["attention=naive", "model.block_size=512"],
+        ["attention=naive", "model.n_head=1"],
+    ):
+        with pytest.raises(UserError, match=r"no finished rows of (flash|naive) for phase forward\+backward on cpu in"):
+            plan(*words, "attention_csv=attention.csv")
+    with pytest.raises(UserError, match=r"no times for windows; set model.window=null"):
+        plan("attention=naive", "model.window=8", "attention_csv=attention.csv")
+    with pytest.raises(UserError, match=r"attention_csv=attention.csv is of a slower machine"):
+        plan("attention=naive", "attention_csv=attention.csv")
+    text = Path("attention.csv").read_text()
+    Path("attention.csv").write_text(text.replace("4000000.0", "x"))
     with pytest.raises(UserError, match=r"cannot be read"):
         plan("attention=naive", "attention_csv=attention.csv")
 
