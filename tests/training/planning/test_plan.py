@@ -230,7 +230,7 @@ def test_bench_that_does_not_fit_the_run_is_refused(plan):
     for words in (
         ["attention=flash"],
         ["attention=naive", "model.block_size=512"],
-        ["attention=naive", "model.n_head=1"],
+        ["attention=naive", "model.n_embd=64"],
     ):
         with pytest.raises(UserError, match=r"no finished rows of (flash|naive) for phase forward\+backward on cpu in"):
             plan(*words, "attention_csv=attention.csv")
