@@ -17,9 +17,9 @@ def make_figure(width: float, height: float):
     return Figure(figsize=(width, height), dpi=150, layout=ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.06))
 
 
-def thin_curve(steps: np.ndarray, values: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """The lowest and the highest point of each of about PLOTTED_BLOCKS blocks, and all points of a shorter curve."""
-    size = max(1, len(values) // PLOTTED_BLOCKS)
+def thin_curve(steps: np.ndarray, values: np.ndarray, n_blocks: int = PLOTTED_BLOCKS) -> tuple[np.ndarray, np.ndarray]:
+    """The lowest and the highest point of each of about n_blocks blocks, and all points of a shorter curve."""
+    size = max(1, len(values) // n_blocks)
     blocks = values[: len(values) // size * size].reshape(-1, size)
     extremes = np.stack([blocks.argmin(axis=1), blocks.argmax(axis=1)]) + size * np.arange(len(blocks))
     points = np.union1d(extremes, np.arange(blocks.size, len(values)))

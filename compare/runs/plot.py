@@ -48,6 +48,11 @@ def draw_panels(axes: Iterable, settings: list[Setting], rows: list[SettingStats
     return handles
 
 
+def _count_blocks(settings: list[Setting]) -> int:
+    """Blocks of thin_curve, so that the report of many settings stays below 1 MB."""
+    return max(50, min(PLOTTED_BLOCKS, 6000 // len(settings)))
+
+
 def _plot_losses(axes, settings: list[Setting]) -> list:
     """Plot the mean validation loss over steps, and a band from the lowest to the highest seed -> legend handles."""
     handles, highs, lows = [], [], []
@@ -55,9 +60,9 @@ def _plot_losses(axes, settings: list[Setting]) -> list:
         style = line_style(index, len(settings), 5.0 if len(settings) > 1 else 1.8)
         steps, losses = evaluations(setting)
         low, high = losses.min(axis=0, initial=math.inf), losses.max(axis=0, initial=-math.inf)
-        curve = thin_curve(steps, losses.mean(axis=0) if len(losses) else steps)
+        curve = thin_curve(steps, losses.mean(axis=0) if len(losses) else steps, _count_blocks(settings))
         (handle,) = axes.plot(*curve, **style, marker="o" if len(steps) < 15 else None, markersize=4)
-        band = slice(None, None, len(steps) // PLOTTED_BLOCKS + 1)
+        band = slice(None, None, len(steps) // _count_blocks(settings) + 1)
         axes.fill_between(steps[band], low[band], high[band], color=style["color"], alpha=0.13)
         handle.set_visible(len(steps) > 0)  # an invisible line has no symbol in the legend either
         handles.append(handle)
@@ -79,7 +84,7 @@ def _plot_divergence(axes, settings: list[Setting]) -> None:
     largest = []
     for index, setting in enumerate(settings):
         steps, distances = divergence(setting, settings[0])
-        steps, maxima = thin_curve(steps, np.maximum.accumulate(distances))
+        steps, maxima = thin_curve(steps, np.maximum.accumulate(distances), _count_blocks(settings))
         maxima[maxima == 0] = math.nan  # a log axis has no zero
         axes.plot(steps, maxima, **line_style(index, len(settings), 4.0), drawstyle="steps-post")
         largest += maxima[-1:].tolist()

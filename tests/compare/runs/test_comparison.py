@@ -475,17 +475,18 @@ def test_report_loads_nothing_and_escapes_values(tmp_path):
     assert ids and len(ids) == len(set(ids))
 
 
-def test_report_of_long_runs_is_small(tmp_path):
-    """Nine settings with two runs of 100,000 steps, and 10,000 noisy evaluations."""
-    steps, noise = np.arange(1, 100_001), np.random.default_rng(0)
+@pytest.mark.parametrize("n_settings, n_steps", [(9, 100_000), (60, 20_000)])
+def test_report_of_long_runs_is_small(n_settings, n_steps, tmp_path):
+    """Settings with two long runs each, and noisy evaluations."""
+    steps, noise = np.arange(1, n_steps + 1), np.random.default_rng(0)
     settings = []
-    for n in range(9):
+    for n in range(n_settings):
         settings.append(Setting([], str(n)))
         for seed in (1, 2):
             summary = {"status": "finished", "error": None, "last_val_loss": 1.0 + n}
             run = Run(tmp_path / f"{n}-{seed}", {"a": n}, seed, summary)
             run.curves = {key: (steps, 3 + noise.normal(size=len(steps))) for key in METRICS}
-            run.curves["val/loss"] = (steps[::10], 3 + noise.normal(size=10_000))
+            run.curves["val/loss"] = (steps[::10], 3 + noise.normal(size=n_steps // 10))
             settings[-1].runs.append(run)
     write_report(settings, compute_stats(settings), tmp_path / "report.html")
     assert (tmp_path / "report.html").stat().st_size < 1_000_000
