@@ -176,7 +176,7 @@ def prepare_folder(folder: Path, run: Path, command: Command) -> None:
         elif key == "attention_csv":
             (folder / value).parent.mkdir(parents=True)
             row = {"backend": "sdpa", "phase": "forward+backward", "mask": "causal", "status": "finished"}
-            row |= {"device": "cpu", "dtype": "float32", "D": 64, "Dv": 64, "T": 16, "flops_per_second": 1e12}
+            row |= {"device": "cpu", "dtype": "float32", "D": 8, "Dv": 8, "T": 16, "flops_per_second": 1e12}
             (folder / value).write_text(f"{','.join(row)}\n{','.join(map(str, row.values()))}\n")
         elif key in ("prompts", "prompt_file"):
             lines = ["The 1", "The 2"]

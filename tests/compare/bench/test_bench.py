@@ -51,9 +51,9 @@ def bench(workdir, capsys):
 def test_bench_writes_a_table_a_picture_and_a_summary(bench):
     code, rows, printed = bench("backends=[naive,flash,cudnn]", "wandb.mode=offline", "n_kv_head=1", "block_sizes=[8]")
     assert code == 0
-    assert len(rows) == 4 * 3
+    assert len(rows) == 4 * 3 + 1  # and the step without attention
     finished = [row for row in rows if row["status"] == "finished"]
-    assert {row["backend"] for row in finished} == {"naive", "flash"}
+    assert {row["backend"] for row in finished} == {"naive", "flash", "none"}
     assert all(row["resolved"] == row["backend"] and float(row["ms_q1"]) <= float(row["ms_median"]) for row in finished)
     assert all(float(row["error_y"]) < 1e-5 for row in finished if row["phase"] != "step")
     assert {(row["phase"] == "step", row["H"], row["G"]) for row in rows} == {(False, "2", "1"), (True, "2", "2")}
@@ -67,11 +67,11 @@ def test_bench_writes_a_table_a_picture_and_a_summary(bench):
     folder = Path("runs/bench/x")
     assert (folder / "attention.png").stat().st_size > 10_000 and (folder / "config.yaml").exists()
     summary = json.loads((folder / "summary.json").read_text())
-    assert summary["status"] == "finished" and summary["rows"] == 12 and summary["answer"]
+    assert summary["status"] == "finished" and summary["rows"] == 13 and summary["answer"]
     assert summary["device_name"] and summary["versions"]["torch"] and summary["threads"] >= 1
     (table,) = folder.glob("wandb/offline-run-*/files/media/table/attention_*.table.json")
     logged = json.loads(table.read_text())
-    assert logged["columns"] == COLUMNS.split(",") and len(logged["data"]) == 12
+    assert logged["columns"] == COLUMNS.split(",") and len(logged["data"]) == 13
     assert list(folder.glob("wandb/offline-run-*/files/media/images/attention_picture_*.png"))
 
 
