@@ -23,6 +23,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from common.errors import UserError
+from common.interrupt import StopRequest
 from model import AttentionConfig, GPTConfig
 from model.attention import BACKENDS, get_attention_fn
 from model.gpt import GPT
@@ -145,8 +146,13 @@ def simulate_memory(step: StepSpec, micro_batch_size: int, accumulation: int) ->
             tracker.track(tensor)
         weights = tracker.current
         optimizers = build_optimizers(model, step.optimizer)
-        with tracker:  # from the second micro batch on, gradients and activations exist
+        # A signal must not raise in the tracker's finalizers, where Python ignores exceptions.
+        with tracker, StopRequest(ignore_repeats=True, silent=True) as stop:
+            stop.enable()
+            # from the second micro batch on, gradients and activations exist
             run_steps(model, optimizers, step, micro_batch_size, min(2, accumulation))
+        if stop.requested:
+            raise KeyboardInterrupt
     keeps_small_blocks = device.type == "cpu" and platform.libc_ver()[0] == "glibc"
     return MemoryEstimate(
         weights=weights,

@@ -3,9 +3,11 @@
 import json
 import os
 import platform
+import signal
 import socket
 import subprocess
 import sys
+import weakref
 from dataclasses import replace
 from pathlib import Path
 
@@ -19,6 +21,7 @@ from configs.cli import parse_config, run_main
 from model.attention import BACKENDS
 from training.device import resolve_runtime
 from training.distributed import Dist
+from training.planning import memory
 from training.planning.memory import MAX_SMALL_BLOCK_BYTES, MemoryEstimate
 from training.planning.micro_batch import USABLE_MEMORY_FRACTION
 from training.planning.plan import Plan
@@ -96,6 +99,18 @@ def test_planning_does_not_allocate_the_model(plan):
     before = system.peak_memory_bytes(device)
     assert plan("model.n_embd=8192").memory["naive"].weights > 3 * 2**30
     assert system.peak_memory_bytes(device) - before < 2**30
+
+
+def test_signal_in_a_finalizer_stops_the_plan(plan, monkeypatch):
+    class Freed:
+        pass
+
+    def run_steps(*_):
+        weakref.finalize(Freed(), signal.raise_signal, signal.SIGINT)  # called at once
+
+    monkeypatch.setattr(memory, "run_steps", run_steps)
+    with pytest.raises(KeyboardInterrupt):
+        plan()
 
 
 def test_weights_gradients_and_optimizer_state_are_exact(plan):
