@@ -7,7 +7,7 @@
     python sample.py data.path=FILE loss=true             loss, perplexity and bits per byte of documents
 
 most used keys:
-  run=NAME              a run in runs/; last is the newest
+  run=NAME              a run in runs/; last is the newest; hf:FOLDER is a model in the format of transformers
   prompt=TEXT           the beginning of the sample; prompt_file=FILE reads it from a file
   prompts=FILE          many prompts: one per line, or .jsonl with {"prompt": ...}; out=FILE.jsonl saves the samples
   interactive=true      continue each line that you type
@@ -47,7 +47,6 @@ from common.console import TABLE_WIDTH, make_console, pluralize, printable
 from common.errors import UserError
 from common.interrupt import Terminated
 from common.output import require_stdout
-from common.run_dir import find_checkpoint, find_run
 from configs.cli import config_from_python, run_process
 from configs.schema import Sample
 from data.readers import read_documents
@@ -62,6 +61,7 @@ from model.generation.perplexity import TextLoss, encode_document, iter_losses, 
 from model.generation.progress import GenerationProgress, format_speed
 from model.generation.prompts import check_output, open_output, read_prompt, read_prompts
 from model.gpt import GPT
+from model.pretrained import find_pretrained, find_pretrained_folder
 from training.device import resolve_device, resolve_dtype
 
 
@@ -157,7 +157,7 @@ def sample_seed(config: Sample, index: int) -> int:
 
 def hash_settings(config: Sample) -> str:
     """Hash of the checkpoint and the sampling settings. A batch continues only with the same ones."""
-    checkpoint = find_checkpoint(config.run, config.checkpoint)
+    checkpoint = find_pretrained(config.run, config.checkpoint)
     settings = {field.name: getattr(config, field.name) for field in fields(SamplingConfig)}
     content = [str(checkpoint.resolve()), checkpoint.stat().st_mtime_ns, config.device, config.dtype, settings]
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:12]
@@ -189,7 +189,7 @@ def run_prompt(config: Sample, model: GPT, tokenizer: tiktoken.Encoding, prompt:
             show("\n")
     print(format_speed(tokens, time.perf_counter() - started), file=sys.stderr)
     if config.attention_map:
-        draw_attention_maps(model, tokenizer, prompt, first_sample, find_run(config.run) / "attention")
+        draw_attention_maps(model, tokenizer, prompt, first_sample, find_pretrained_folder(config.run) / "attention")
     return 0
 
 

@@ -15,6 +15,7 @@ from data import DataConfig, TokenizerConfig
 from data.sources import resolve_sources
 from model import AttentionConfig, GPTConfig, SamplingConfig
 from training.config import (
+    GPT2_MODELS,
     AdamWConfig,
     CheckpointConfig,
     EvalConfig,
@@ -24,6 +25,8 @@ from training.config import (
     TrainWandbConfig,
 )
 from training.schedule import lr_scale
+
+CHECKPOINT_NAME, UNKNOWN_CHECKPOINT = re.compile(r"best|last|step-\d+"), "is unknown; set best, last or step-NNNNNN"
 
 
 @dataclass
@@ -65,6 +68,7 @@ class Train:
         lr_scale(self.schedule, self.schedule.warmup_steps, None, 0.0)
         flops, init_from = self.flops_per_second, self.train.init_from or ""
         init_run = init_from.removeprefix("run:")
+        init_tokenizer = "gpt2" if init_from in GPT2_MODELS else f"run tokenizer.run={init_run}"
         rules = [
             ("flops_per_second", flops is None or self.plan, "needs plan=true; set it, or remove the key"),
             ("attention_csv", self.attention_csv is None or self.plan, "needs plan=true; set it, or remove the key"),
@@ -72,7 +76,7 @@ class Train:
         ]
         check_settings("", self, rules)
         same_vocabulary = not init_from or self.tokenizer.name not in ("bpe", "char")
-        tokenizer_of_run = f"needs that run's tokenizer; set tokenizer=run tokenizer.run={init_run}"
+        tokenizer_of_run = f"needs the tokenizer of these weights; set tokenizer={init_tokenizer}"
         check_settings("train", self.train, [("init_from", same_vocabulary, tokenizer_of_run)])
         if "last" in (self.tokenizer.run, init_run):
             raise UserError(
@@ -119,11 +123,7 @@ class Sample(SamplingConfig):
         generates = self.max_new_tokens > 0 or self.loss or self.attention_map
         has_one_prompt = mode not in ("loss", "interactive", "prompts")
         rules = [
-            (
-                "checkpoint",
-                re.fullmatch(r"best|last|step-\d+", self.checkpoint),
-                "is unknown; set best, last or step-NNNNNN",
-            ),
+            ("checkpoint", CHECKPOINT_NAME.fullmatch(self.checkpoint), UNKNOWN_CHECKPOINT),
             (
                 "out",
                 self.out is None or mode in ("loss", "prompts"),
@@ -185,7 +185,39 @@ class Compare:
         check_settings("", self, rules)
 
 
-SCRIPTS = {"train": Train, "sample": Sample, "prepare": Prepare, "bench": BenchConfig, "compare": Compare}
+@dataclass
+class Export:
+    """Config of export.py."""
+
+    run: str
+    checkpoint: str
+    out: str | None
+    format: str
+    dtype: str
+
+    def check(self) -> None:
+        """Raises UserError for invalid settings."""
+        rules = [
+            ("checkpoint", CHECKPOINT_NAME.fullmatch(self.checkpoint), UNKNOWN_CHECKPOINT),
+            ("format", self.format in ("huggingface", "gguf"), "is unknown; set huggingface or gguf"),
+            ("out", self.out != "", "is empty; set a folder, or with format=gguf a file"),
+            (
+                "dtype",
+                self.dtype in ("float32", "bfloat16", "float16"),
+                "is unknown; set float32, bfloat16 or float16",
+            ),
+        ]
+        check_settings("", self, rules)
+
+
+SCRIPTS = {
+    "train": Train,
+    "sample": Sample,
+    "prepare": Prepare,
+    "bench": BenchConfig,
+    "compare": Compare,
+    "export": Export,
+}
 OPTIMIZERS = {"adamw": AdamWConfig, "muon": MuonConfig}
 
 

@@ -1,6 +1,7 @@
 """Config of training: types and checks. The values are in configs/. This module must not import torch."""
 
 import os
+import re
 from dataclasses import dataclass
 from math import inf
 from typing import Any
@@ -9,6 +10,7 @@ from common.errors import UserError, check_positive, check_settings
 from model.generation.config import SamplingConfig
 
 AUTO = "auto"
+GPT2_MODELS = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")  # of OpenAI, on the Hugging Face hub
 MAX_STEPS = 10**12
 OVERFITTING_EVALS = 3  # a run overfits if this many evaluations in a row found no lower validation loss
 
@@ -29,7 +31,8 @@ class TrainConfig:
     max_skipped_steps: the run fails if it skips more steps.
     patience: stop after this many evaluations in a row without a lower validation loss. None: never.
     profile: record where the time of a few steps goes.
-    init_from: "run:NAME" starts from the weights of that run. None: random weights.
+    init_from: the initial weights. "run:NAME": those of a run. "hf:NAME": a folder in the format of transformers, or a
+        model of the Hugging Face hub. "gpt2", "gpt2-medium", ...: OpenAI's GPT-2. None: random weights.
     """
 
     steps: int | None
@@ -51,7 +54,8 @@ class TrainConfig:
         )  # fmt: skip
         run, size = self.init_from, self.micro_batch_size
         check_settings("train", self, [
-            ("init_from", run is None or (run.startswith("run:") and run != "run:"), "must be run:NAME, or null"),
+            ("init_from", run is None or run in GPT2_MODELS or re.fullmatch("(run|hf):.+", run),
+             f"is unknown; set run:NAME, hf:FOLDER, {', '.join(GPT2_MODELS)}, or null"),
             ("micro_batch_size", size in (None, AUTO) or (type(size) is int and size > 0),
              f"must be a number of sequences, {AUTO} (as many as fit), or null (all of a device's share)"),
             ("on_nonfinite", self.on_nonfinite in ("stop", "skip"), "is unknown; set stop or skip"),

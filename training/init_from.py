@@ -1,10 +1,15 @@
-"""Finetuning: start a run from the weights and the tokenizer of another run."""
+"""Finetuning: start a run from the weights and the tokenizer of another run, or of a model for transformers."""
 
-from common.checkpoint_file import load_checkpoint
+from dataclasses import asdict
+
+import torch.nn.functional as F
+
 from common.errors import UserError, format_value
-from common.run_dir import find_checkpoint, has_checkpoint
-from model.config import ADDED_SETTINGS
+from common.run_dir import has_checkpoint
+from model.config import GPTConfig
 from model.gpt import GPT
+from model.pretrained import load_pretrained
+from training.config import GPT2_MODELS
 
 
 def load_run_tokenizer(run: str | None, name: str | None = None) -> dict | None:
@@ -14,34 +19,53 @@ def load_run_tokenizer(run: str | None, name: str | None = None) -> dict | None:
     """
     if run is None:
         return None
-    path = find_checkpoint(name, "last") if has_checkpoint(name) else find_checkpoint(run, "best")
-    return load_checkpoint(path)["tokenizer"]
+    _, saved = load_pretrained(name, "last") if has_checkpoint(name) else load_pretrained(run)
+    return saved["tokenizer"]
 
 
 def load_init_weights(init_from: str, model: GPT, metadata: dict) -> None:
-    """Load the best weights of the run that init_from="run:NAME" names into `model`.
+    """Load the weights that train.init_from names into `model`: the best ones of a run, or a model for transformers.
 
     metadata: see make_checkpoint_metadata, of the new run. Raises UserError if the tokenizer or the model is different.
     """
-    run = init_from.removeprefix("run:")
-    path = find_checkpoint(run, "best")
-    saved = load_checkpoint(path)
-    if saved["tokenizer"] != metadata["tokenizer"]:
+    run = resolve_init_from(init_from)
+    path, saved = load_pretrained(run)
+    if _without_name(saved["tokenizer"]) != _without_name(metadata["tokenizer"]):
         raise UserError(
             f"{path} has another tokenizer ({saved['tokenizer']['name']} with {saved['vocab_size']:,} tokens) than "
             f"this run ({metadata['tokenizer']['name']} with {metadata['vocab_size']:,}); "
             f"set tokenizer=run tokenizer.run={run}"
         )
-    T = model.config.block_size
-    fits = model.config.position == "rotary" or saved["model_config"]["block_size"] >= T
-    may_differ = {"name", "dropout"} | ({"block_size"} if fits else set())
+    saved_config, T = GPTConfig.from_checkpoint(saved["model_config"]), model.config.block_size
+    fits = model.config.position == "rotary" or saved_config.block_size >= T
+    may_differ = {"name", "dropout", "pad_vocab_multiple"} | ({"block_size"} if fits else set())
+    may_differ |= {"ngram_table_size"} if saved_config.max_ngram == 1 else set()
+    settings = _effective_settings(model.config)
     different = [
         f"model.{key}={format_value(value)}"
-        for key, value in (ADDED_SETTINGS | saved["model_config"]).items()
-        if value != metadata["model_config"][key] and key not in may_differ
+        for key, value in _effective_settings(saved_config).items()
+        if value != settings[key] and key not in may_differ
     ]
     if different:
         raise UserError(f"{path} has another model than this run; set {' '.join(different)}")
+    weights = saved["model"]
     if model.wpe is not None:
-        saved["model"]["wpe.weight"] = saved["model"]["wpe.weight"][:T]
-    model.load_state_dict(saved["model"])
+        weights["wpe.weight"] = weights["wpe.weight"][:T]
+    for name in ("wte.weight", "lm_head.weight"):
+        V = saved["vocab_size"]
+        weights[name] = F.pad(weights[name][:V], (0, 0, 0, model.wte.num_embeddings - V))
+    model.load_state_dict(weights)
+
+
+def resolve_init_from(init_from: str) -> str:
+    """The name of the model in train.init_from, for load_pretrained."""
+    return f"hf:openai-community/{init_from}" if init_from in GPT2_MODELS else init_from.removeprefix("run:")
+
+
+def _effective_settings(config: GPTConfig) -> dict:
+    """The settings of a model, with the values that null stands for."""
+    return asdict(config) | {"n_kv_head": config.kv_heads, "mlp_width": config.mlp_channels}
+
+
+def _without_name(spec: dict) -> dict:
+    return {key: value for key, value in spec.items() if key != "name"}

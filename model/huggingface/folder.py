@@ -1,0 +1,105 @@
+"""Folders in the layout of Hugging Face transformers: config.json, model.safetensors, tokenizer.json."""
+
+import re
+import shutil
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+
+from common.errors import UserError
+from common.files import read_json, write_json
+from data.tokenizer import END_OF_TEXT
+from model.config import GPTConfig
+from model.huggingface.architectures import (
+    ARCHITECTURES,
+    export_weights,
+    find_architecture,
+    from_config_json,
+    import_weights,
+    to_config_json,
+)
+from model.huggingface.tokenizer_json import from_tokenizer_json, to_tokenizer_json
+
+FILES = ("config.json", "model.safetensors", "tokenizer.json")
+
+
+def write_folder(out: Path, checkpoint: dict, run: str, dtype: torch.dtype) -> None:
+    """Write a model as a folder for transformers. checkpoint: its content.
+
+    Raises UserError if transformers has no equal architecture; run: its name in the message.
+    """
+    config = GPTConfig.from_checkpoint(checkpoint["model_config"])
+    vocab_size, spec = checkpoint["vocab_size"], checkpoint["tokenizer"]
+    model_type = find_architecture(config, run)
+    weights = export_weights(checkpoint["model"], config, model_type, vocab_size)
+    end = spec["special"].get(END_OF_TEXT)
+    token_ids = {"bos_token_id": end, "eos_token_id": end}
+    content = {
+        "architectures": [ARCHITECTURES[model_type].class_name],
+        "vocab_size": vocab_size,
+        "dtype": str(dtype).removeprefix("torch."),
+        **to_config_json(config, model_type),
+        **token_ids,
+    }
+    if model_type == "gpt2":
+        content |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), config.dropout)
+    end_of_text = {key: END_OF_TEXT for key in ("bos_token", "eos_token", "pad_token") if end is not None}
+    tokenizer_config = {
+        "tokenizer_class": "PreTrainedTokenizerFast",
+        "model_max_length": config.block_size,
+        "clean_up_tokenization_spaces": False,
+        "split_special_tokens": True,  # as in training, special tokens in a text are text
+        **end_of_text,
+    }
+    out.mkdir(parents=True, exist_ok=True)
+    save_file({name: w.to(dtype) for name, w in weights.items()}, out / "model.safetensors", {"format": "pt"})
+    write_json(out / "tokenizer.json", to_tokenizer_json(spec))
+    write_json(out / "tokenizer_config.json", tokenizer_config)
+    write_json(
+        out / "generation_config.json", {**token_ids, "do_sample": True, "temperature": 0.8, "max_new_tokens": 300}
+    )
+    write_json(out / "config.json", content)
+    shutil.copymode(out / "config.json", out / "model.safetensors")  # safetensors makes it readable for its owner only
+
+
+def find_folder(name: str) -> Path:
+    """Find the folder of run=hf:NAME. name: a path, or a model of the Hugging Face hub, which is downloaded once.
+
+    Raises UserError.
+    """
+    folder = Path(name).expanduser()
+    if not folder.is_dir() and re.fullmatch(r"[\w-][\w.-]*(/[\w.-]+)?", name):
+        from huggingface_hub import snapshot_download
+
+        try:
+            folder = Path(snapshot_download(name, allow_patterns=list(FILES)))
+        except Exception as error:  # the network raises exceptions of many types
+            raise UserError(
+                f"hf:{name} is not a folder, and could not be downloaded from the Hugging Face hub "
+                f"({type(error).__name__}); check the name and the network, or copy {', '.join(FILES)} into a folder "
+                "and set hf:FOLDER"
+            ) from None
+    if missing := [file for file in FILES if not (folder / file).is_file()]:
+        raise UserError(f"{folder} has no {missing[0]}; set hf:FOLDER to a folder with {', '.join(FILES)}")
+    return folder
+
+
+def read_folder(folder: Path) -> dict[str, Any]:
+    """Read a folder of transformers as the content of a checkpoint: model_config, vocab_size, tokenizer and model.
+
+    Raises UserError if it is damaged, or if the architecture or the tokenizer cannot be imported.
+    """
+    config = from_config_json(read_json(folder / "config.json"), str(folder / "config.json"))
+    spec = from_tokenizer_json(read_json(folder / "tokenizer.json"), str(folder / "tokenizer.json"))
+    vocab_size = max(len(spec["tokens"]), *(i + 1 for i in spec["special"].values()))
+    path = folder / "model.safetensors"
+    try:
+        tensors = load_file(path)
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path} is damaged ({error}); copy it again") from None
+    weights = import_weights(tensors, config, vocab_size, str(path))
+    return {"model_config": asdict(config), "vocab_size": vocab_size, "tokenizer": spec, "model": weights}
