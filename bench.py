@@ -4,7 +4,8 @@
     python bench.py model=gpt2 phases=[forward,forward+backward] block_sizes=[256,1024,4096]
     python bench.py 'backends=[naive,sdpa:math,flash,flex]' phases=[forward,decode] block_sizes=[1024,4096]
     python bench.py device=cuda dtypes=[bfloat16] n_head=16 head_size=128 block_sizes=[1024,4096,16384]
-    python bench.py run=mine                              numerical errors on the activations of a trained run
+    python bench.py run=mine                              numerical errors on the activations of a trained run;
+                                                          or run=hf:FOLDER, a model in the format of transformers
 
 most used keys:
   backends=[A,B]        the first is the baseline; sdpa:KERNEL and flash:IMPL select a kernel

@@ -6,31 +6,34 @@ errors are measured on random inputs of the same shapes, with the same masks.
 B sequences, T tokens, H query heads, G key/value heads, D head dimension.
 """
 
+import argparse
+import inspect
 import itertools
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from statistics import median
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from common.checkpoint_file import load_checkpoint
 from common.console import ProgressBar, format_number, make_console, make_table
 from common.errors import UserError
 from common.plots import COLORS, make_figure, style_axes
-from common.run_dir import find_checkpoint
 from compare.bench.cases import OUTPUT_NAMES, compute_reference, select_variants
 from compare.bench.config import BenchConfig
 from compare.bench.plot import MARKERS
 from compare.bench.results import FINISHED, group_rows
 from compare.bench.worker import try_call
 from data import prepare
-from data.loader import Loader
+from data.loader import Batch, Loader
 from data.shards import PreparedData, read_meta
+from data.tokenizer import encode, from_spec
 from model import AttentionConfig, GPTConfig
 from model.attention import AttentionRequest, ResolvedAttention, attention_scores, get_attention_fn, naive, resolve
 from model.gpt import GPT
+from model.pretrained import load_pretrained
 from training.device import DTYPES, configure_backends
 
 Failures = dict[tuple[str, str], tuple[str, str]]  # backend and dtype -> status and reason
@@ -74,23 +77,15 @@ class AttentionInputs:
 
 
 def record_inputs(config: BenchConfig, device: torch.device) -> list[AttentionInputs]:
-    """Run a trained model on the first validation windows of its data -> inputs of its layers, random and real.
+    """Run a trained model on some text -> inputs of its layers, random and real.
 
     Layers with linear attention are left out. The gradient of y is scaled to a mean square of 1, as loss scaling does
     for float16. Raises UserError if the run or its prepared data does not exist, or if all layers are left out.
     """
     configure_backends(device, deterministic=False, tf32=config.tf32)
-    path = find_checkpoint(config.run, config.checkpoint or "best")
-    checkpoint = load_checkpoint(path)
-    identity, model_config = checkpoint["identity"], GPTConfig.from_checkpoint(checkpoint["model_config"])
-    folder = prepare.ROOT / f"{identity['data.name']}-{identity['data']}"
-    meta = read_meta(folder)
-    if meta is None:
-        raise UserError(f"{folder}, the data of {path}, is missing; run prepare.py with the data settings of the run")
-    loader = Loader(
-        PreparedData(folder, meta), model_config.block_size, config.seed, device, identity["data.document_mask"]
-    )
-    x, targets, doc_ids = loader.batch("val", 0, config.batch_size)
+    path, checkpoint = load_pretrained(config.run, config.checkpoint or "best")
+    model_config = GPTConfig.from_checkpoint(checkpoint["model_config"])
+    x, targets, doc_ids = _read_batch(checkpoint, path, model_config.block_size, config, device)
     calls = []
 
     layers = [number for number, mixer in enumerate(model_config.mixers, start=1) if mixer == "softmax"]
@@ -111,6 +106,21 @@ def record_inputs(config: BenchConfig, device: torch.device) -> list[AttentionIn
         random = tuple(torch.randn(tensor.shape, generator=generator).to(device) for tensor in real)
         inputs += [AttentionInputs("random", layer, random, mask), AttentionInputs("real", layer, real, mask)]
     return inputs
+
+
+def _read_batch(checkpoint: dict, path: Path, T: int, config: BenchConfig, device: torch.device) -> Batch:
+    """The first validation windows of a run's data; for a model without data (hf:FOLDER), Python source code."""
+    if "identity" not in checkpoint:
+        source = encode(from_spec(checkpoint["tokenizer"]), inspect.getsource(argparse))
+        tokens = torch.from_numpy(np.resize(source.astype(np.int64), config.batch_size * T + 1)).to(device)
+        return tokens[:-1].view(-1, T), tokens[1:].view(-1, T), None
+    identity = checkpoint["identity"]
+    folder = prepare.ROOT / f"{identity['data.name']}-{identity['data']}"
+    meta = read_meta(folder)
+    if meta is None:
+        raise UserError(f"{folder}, the data of {path}, is missing; run prepare.py with the data settings of the run")
+    loader = Loader(PreparedData(folder, meta), T, config.seed, device, identity["data.document_mask"])
+    return loader.batch("val", 0, config.batch_size)
 
 
 def measure_errors(config: BenchConfig, layers: list[AttentionInputs]) -> tuple[list[HeadError], Failures]:

@@ -95,7 +95,7 @@ def read_folder(folder: Path) -> dict[str, Any]:
     """
     config = from_config_json(read_json(folder / "config.json"), str(folder / "config.json"))
     spec = from_tokenizer_json(read_json(folder / "tokenizer.json"), str(folder / "tokenizer.json"))
-    vocab_size = max(len(spec["tokens"]), *(i + 1 for i in spec["special"].values()))
+    vocab_size = 1 + max([len(spec["tokens"]) - 1, *spec["special"].values()])
     path = folder / "model.safetensors"
     try:
         tensors = load_file(path)

@@ -95,7 +95,8 @@ def _add_tokenizer(writer: Any, spec: dict, vocab_size: int) -> None:
     writer.add_tokenizer_pre("gpt-2")
     writer.add_token_list(strings)
     writer.add_token_types(types)
-    writer.add_token_merges([f"{to_printable(left)} {to_printable(right)}" for left, right in merges])
+    lines = [f"{to_printable(left)} {to_printable(right)}" for left, right in merges]
+    writer.add_token_merges(lines or ["<|unused|> <|unused|>"])  # llama.cpp needs at least one
     writer.add_add_bos_token(False)
     if END_OF_TEXT in spec["special"]:
         writer.add_bos_token_id(spec["special"][END_OF_TEXT])
