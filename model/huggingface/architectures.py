@@ -143,7 +143,9 @@ def from_config_json(content: dict[str, Any], path: str) -> GPTConfig:
     model_type = content.get("model_type")
     if model_type not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
-        raise UserError(f"{path} has model_type={model_type}, but only {known} can be imported; set another folder")
+        raise UserError(
+            f"{path} has model_type={format_value(model_type)}, but only {known} can be imported; set another folder"
+        )
     architecture = ARCHITECTURES[model_type]
     rope = content.get("rope_scaling") or content.get("rope_parameters") or {}  # the latter since transformers 5
     is_scaled = rope.get("rope_type", rope.get("type", "default")) != "default"

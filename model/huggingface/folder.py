@@ -47,7 +47,7 @@ def write_folder(out: Path, checkpoint: dict, run: str, dtype: torch.dtype) -> N
     }
     if model_type == "gpt2":
         content |= dict.fromkeys(("resid_pdrop", "embd_pdrop", "attn_pdrop"), config.dropout)
-    end_of_text = {key: END_OF_TEXT for key in ("bos_token", "eos_token", "pad_token") if end is not None}
+    end_of_text = {key: END_OF_TEXT for key in ("bos_token", "eos_token", "pad_token", "unk_token") if end is not None}
     tokenizer_config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": config.block_size,

@@ -75,7 +75,7 @@ def test_unsuitable_initial_weights_are_refused(trained, train, other, capsys, s
 def test_init_from_requires_the_tokenizer_and_the_name_of_a_run(train, capsys):
     with pytest.raises(SystemExit):
         train("train.init_from=run:a", "tokenizer=char")
-    assert "needs that run's tokenizer; set tokenizer=run tokenizer.run=a" in capsys.readouterr().err
+    assert "needs the tokenizer of these weights; set tokenizer=run tokenizer.run=a" in capsys.readouterr().err
     with pytest.raises(SystemExit):
         train("train.init_from=run:last", "tokenizer=run", "tokenizer.run=last")
     assert "set the name of a run" in capsys.readouterr().err

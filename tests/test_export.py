@@ -1,0 +1,250 @@
+"""export.py: the whole path from training to other programs and back, and errors of folders that cannot be read."""
+
+import json
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+import transformers
+
+from common.checkpoint_file import load_checkpoint, save_checkpoint
+from configs.cli import parse_config, run_main
+from sample import load
+
+PROMPT = "The 7th line"
+LLAMA = ["model=llama", "model.n_head=4", "model.block_size=64", "tokenizer=byte"]
+CONSUMER = Path("consumer.py")
+
+
+@pytest.fixture
+def export(workdir, capsys):
+    """export("run=a", ...) -> (exit code, output)."""
+    from export import main
+
+    def run(*overrides: str) -> tuple[int, str]:
+        capsys.readouterr()
+        try:
+            code = run_main(main, parse_config("export", "", list(overrides)))
+        except SystemExit as exit:  # refused before torch is imported
+            code = exit.code
+        return code, "".join(capsys.readouterr())
+
+    return run
+
+
+@pytest.fixture
+def documents(workdir):
+    """The folder docs with two documents. The tokenizer therefore has an end-of-text token."""
+    (workdir / "docs").mkdir()
+    for name in "ab":
+        shutil.copy("text.txt", f"docs/{name}.txt")
+
+
+@pytest.fixture
+def offline(monkeypatch):
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
+
+
+def randomize(run: str) -> None:
+    """Replace the weights by larger random ones, so that logits differ visibly."""
+    path = Path(f"runs/{run}/checkpoints/best.pt")
+    content, generator = load_checkpoint(path), torch.Generator().manual_seed(0)
+    content["model"] = {name: 0.2 * torch.randn(w.shape, generator=generator) for name, w in content["model"].items()}
+    if content["model_config"]["tie_embeddings"]:
+        content["model"]["lm_head.weight"] = content["model"]["wte.weight"]
+    save_checkpoint(path, content)
+
+
+@pytest.mark.parametrize(
+    "model",
+    [["model=gpt2", "model.block_size=64", "tokenizer=char"], [*LLAMA, "tokenizer=bpe", "tokenizer.vocab_size=300"]],
+)
+def test_trained_model_is_the_same_in_transformers_and_when_imported(train, sample, export, model):
+    assert train("name=a", "train.steps=50", "eval.every=25", *model) == 0
+    assert export("run=a", "out=exported")[0] == 0
+
+    theirs, tokenizer = (auto.from_pretrained("exported") for auto in
+                         (transformers.AutoModelForCausalLM, transformers.AutoTokenizer))  # fmt: skip
+    generate = transformers.pipeline("text-generation", model=theirs, tokenizer=tokenizer)
+    text = generate(PROMPT, max_new_tokens=20, do_sample=False)[0]["generated_text"]
+    greedy = ["temperature=0", f"prompt={PROMPT}", "max_new_tokens=20"]
+    assert sample("run=a", *greedy) == sample("run=hf:exported", *greedy) == text + "\n"
+    ours, our_tokenizer = load("a")
+    tokens = torch.tensor([our_tokenizer.encode(text)])
+    assert tokenizer(text)["input_ids"] == tokens[0].tolist()
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(tokens).logits, ours(tokens), atol=1e-4, rtol=0)
+    imported, _ = load("hf:exported")
+    for (name, weight), other in zip(ours.state_dict().items(), imported.state_dict().values(), strict=True):
+        assert torch.equal(weight, other), name
+
+    card = Path("exported/README.md").read_text()
+    loss = json.loads(Path("runs/a/summary.json").read_text())["best_val_loss"]
+    assert f"{loss:.4f} nats" in card and "50 steps" in card and Path("exported/loss.png").exists()
+
+
+def test_training_starts_from_an_exported_folder(train, export, workdir):
+    assert train("name=a", *LLAMA) == 0
+    assert export("run=a")[0] == 0
+    words = ["train.init_from=hf:runs/a/huggingface", "tokenizer=run", "tokenizer.run=hf:runs/a/huggingface"]
+    assert (
+        train("name=b", *LLAMA[:-1], *words, "model.pad_vocab_multiple=64", "optimizer=adamw", "optimizer.lr=1e-12")
+        == 0
+    )
+    before, after = (load_checkpoint(Path(f"runs/{run}/checkpoints/best.pt")) for run in "ab")
+    assert before["tokenizer"] == after["tokenizer"]
+    for name, weight in before["model"].items():
+        assert torch.allclose(weight, after["model"][name][: len(weight)], atol=1e-6), name
+
+
+def test_half_precision_is_half_the_size(train, export):
+    assert train("name=a", *LLAMA) == 0
+    for dtype in ("float32", "bfloat16"):
+        assert export("run=a", f"out={dtype}", f"dtype={dtype}")[0] == 0
+    sizes = [Path(dtype, "model.safetensors").stat().st_size for dtype in ("bfloat16", "float32")]
+    assert 0.5 <= sizes[0] / sizes[1] < 0.6
+    assert transformers.AutoModelForCausalLM.from_pretrained("bfloat16").dtype == torch.bfloat16
+
+
+def test_bench_measures_errors_of_a_folder(train, export, capsys):
+    from bench import main
+
+    assert train("name=a", *LLAMA) == 0
+    assert export("run=a", "out=exported")[0] == 0
+    shutil.rmtree("runs/a")
+    assert run_main(main, parse_config("bench", "", ["run=hf:exported", "dtypes=[float32]"])) == 0
+    assert "errors.csv" in capsys.readouterr().out
+
+
+def test_model_of_the_hub_is_read_from_its_cache(train, export, sample, workdir, monkeypatch, offline):
+    assert train("name=a", "model=gpt2", "tokenizer=byte") == 0
+    snapshot = workdir / "hub/models--openai-community--gpt2/snapshots/0123"
+    assert export("run=a", f"out={snapshot}")[0] == 0
+    (snapshot.parents[1] / "refs").mkdir()
+    (snapshot.parents[1] / "refs/main").write_text("0123")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(workdir / "hub"))
+    assert sample("run=hf:openai-community/gpt2", "max_new_tokens=3", "prompt=a").startswith("a")
+    assert train("name=b", "model=gpt2", "train.init_from=gpt2", "tokenizer=byte") == 0
+
+
+WRONG = [
+    ({}, ["run=none"], "run=none has no checkpoint"),
+    ({}, ["format=zip"], "format=zip is unknown; set huggingface or gguf"),
+    ({}, ["dtype=int8"], "dtype=int8 is unknown; set float32, bfloat16 or float16"),
+    ({}, ["out=text.txt"], "text.txt exists; set another out, or remove it"),
+    ({}, ["run=hf:somewhere/else/x"], "somewhere/else/x has no config.json; set hf:FOLDER"),
+    ({}, ["run=hf:no/such"], "hf:no/such is not a folder, and could not be downloaded"),
+    ({}, ["format=gguf"], "has the tokenizer char, whose rule for splitting text into words llama.cpp does not have"),
+    ({"model.safetensors": None}, ["run=hf:exported"], "exported has no model.safetensors; set hf:FOLDER"),
+    ({"model.safetensors": "x" * 99}, ["run=hf:exported"], "model.safetensors is damaged"),
+    ({"config.json": "{"}, ["run=hf:exported"], "config.json is damaged"),
+    ({"config.json": "{}"}, ["run=hf:exported"], "model_type=null, but only gpt2, llama, arcee can be imported"),
+    ({"tokenizer.json": "{}"}, ["run=hf:exported"], "tokenizer.json is not a byte-level BPE tokenizer"),
+    ({}, ["run=hf:exported"], "exported is already a folder for transformers; set format=gguf"),
+]
+
+
+@pytest.mark.parametrize(("files", "words", "message"), WRONG, ids=[message for *_, message in WRONG])
+def test_wrong_input_is_one_sentence_and_leaves_nothing(train, export, workdir, offline, files, words, message):
+    assert train("name=a", "model=gpt2") == 0
+    if any(word.startswith("run=hf:exported") for word in words):
+        assert export("run=a", "out=exported")[0] == 0
+    for name, content in files.items():
+        (workdir / "exported" / name).unlink()
+        if content is not None:
+            (workdir / "exported" / name).write_text(content)
+    before = sorted(workdir.rglob("*"))
+    code, output = export(*words)
+    assert code == 2 and message in output and output.count("\n") == 1
+    assert sorted(workdir.rglob("*")) == before
+
+
+def test_default_architecture_is_refused_with_the_settings_to_change(train, export):
+    assert train("name=a") == 0
+    code, output = export("run=a")
+    assert code == 2 and "train a model for ArceeForCausalLM, with model.qk_norm=false model.max_ngram=1" in output
+    assert train("name=b", "model.qk_norm=false", "model.max_ngram=1") == 0
+    assert export("run=b")[0] == 0
+
+
+# Programs that read exported models. They are installed with `pip install -e ".[interoperability]"`.
+
+
+@pytest.mark.parametrize("model", [["model=gpt2", "tokenizer=byte"], LLAMA, [*LLAMA, "model.mlp=relu2"]])
+def test_llama_cpp_has_the_same_ids_and_logits(train, export, model):
+    llama_cpp = pytest.importorskip("llama_cpp", reason="NOT RUN: needs llama-cpp-python")
+    assert train("name=a", *model) == 0
+    randomize("a")
+    assert export("run=a", "format=gguf", "out=a.gguf")[0] == 0
+    ours, tokenizer = load("a")
+    text = "après\r\n <|end|>"
+    tokens = tokenizer.encode(text)
+    theirs = llama_cpp.Llama("a.gguf", n_ctx=len(tokens), logits_all=True, type_k=0, type_v=0, verbose=False)
+    assert theirs.tokenize(text.encode(), add_bos=False, special=False) == tokens
+    theirs.eval(tokens)
+    expected = ours(torch.tensor([tokens]))[0]
+    # llama.cpp computes GELU with a table in float16
+    np.testing.assert_allclose(theirs.scores[: len(tokens)], expected, atol=5e-3 if "model=gpt2" in model else 1e-4)
+
+
+def test_gguf_file_has_all_tensors(train, export):
+    gguf = pytest.importorskip("gguf", reason="NOT RUN: needs gguf")
+    assert train("name=a", *LLAMA, "model.n_kv_head=1") == 0
+    assert export("run=a", "format=gguf", "dtype=float16", "out=a.gguf")[0] == 0
+    reader = gguf.GGUFReader("a.gguf")
+    weights = load_checkpoint(Path("runs/a/checkpoints/best.pt"))["model"]
+    assert sum(int(t.n_elements) for t in reader.tensors) == sum(w.numel() for w in weights.values())
+    names = {tensor.name: tensor for tensor in reader.tensors}
+    np.testing.assert_allclose(names["blk.1.ffn_down.weight"].data, weights["blocks.1.mlp.proj.weight"], atol=1e-3)
+    assert reader.fields["tokenizer.ggml.pre"].contents() == "gpt-2"
+
+
+@pytest.mark.parametrize("model", [["model=gpt2", "tokenizer=byte"], LLAMA])
+def test_ctranslate2_generates_the_same_text(train, export, documents, model):
+    pytest.importorskip("ctranslate2", reason="NOT RUN: needs ctranslate2")
+    assert train("name=a", *model, "data.path=docs") == 0
+    randomize("a")
+    assert export("run=a", "out=exported")[0] == 0
+    CONSUMER.write_text(f"""
+import ctranslate2, transformers
+ctranslate2.converters.TransformersConverter("exported").convert("converted")
+tokenizer = transformers.AutoTokenizer.from_pretrained("exported")
+prompt = tokenizer.convert_ids_to_tokens(tokenizer.encode("{PROMPT}"))
+generator = ctranslate2.Generator("converted")
+(result,) = generator.generate_batch([prompt], max_length=4, sampling_topk=1, include_prompt_in_result=False)
+print("ids", result.sequences_ids[0])
+""")
+    output = subprocess.run([sys.executable, CONSUMER], stdout=subprocess.PIPE, text=True, check=True).stdout
+    ours, tokenizer = load("a")
+    ids = tokenizer.encode(PROMPT)
+    for _ in range(4):
+        ids.append(int(ours(torch.tensor([ids]))[0, -1].argmax()))
+    assert f"ids {ids[-4:]}" in output
+
+
+def test_lm_eval_scores_an_exported_model(train, export, documents):
+    pytest.importorskip("lm_eval", reason="NOT RUN: needs lm-eval")
+    assert train("name=a", *LLAMA, "data.path=docs") == 0
+    assert export("run=a", "out=exported")[0] == 0
+    questions = [{"context": "The 7th line says ", "choices": ["49", "zz"], "answer": 0}] * 3
+    Path("questions.jsonl").write_text("".join(json.dumps(question) + "\n" for question in questions))
+    Path("squares.yaml").write_text("""
+task: squares
+dataset_path: json
+dataset_kwargs: {data_files: {test: questions.jsonl}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{context}}"
+doc_to_choice: choices
+doc_to_target: answer
+target_delimiter: ""
+metric_list: [{metric: acc}, {metric: acc_norm}]
+""")
+    command = "-m lm_eval --model hf --model_args pretrained=exported --tasks squares --include_path . --device cpu"
+    subprocess.run([sys.executable, *command.split(), "--output_path", "results.json"], check=True)
+    (file,) = Path().glob("results*.json")
+    assert json.loads(file.read_text())["results"]["squares"]["acc,none"] in (0.0, 1.0)
