@@ -19,18 +19,20 @@ from helpers import ROOT, TEXT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 ATTENTION_PAGES = sorted((ROOT / "docs/attention").glob("*.md"))  # test_attention_pages.py runs their Python blocks
-SCRIPTS = ("train", "sample", "prepare", "bench", "compare")
+SCRIPTS = ("train", "sample", "prepare", "bench", "compare", "export")
 NEEDS = re.compile(r"\b(GPUs?|several machines|cluster|SLURM)\b")
 YAML_FILE = r"^# (\S+\.yaml)(?:\s+(python .*))?$"
 DOWNLOADED_VOCABULARY = r"\btokenizer=(gpt2|cl100k_base|o200k_base)\b"
 # Other programs, which the tests do not run.
 FOREIGN = ("git", "pip", "source", "cd", "pytest", "ruff", "ty", "pre-commit", "wandb", "export", "ls", "cat")
+FOREIGN += ("ct2-transformers-converter", "lm_eval")
 SMALL_MODEL = {"model.n_layer": 2, "model.n_head": 2, "model.block_size": 16, "model.ngram_table_size": 64}
 SHRINK = {
     "train": SMALL_MODEL | {"train.batch_size": 4, "train.micro_batch_size": "null", "eval.batches": 1},
     "sample": {},
     "prepare": {},
     "compare": {},
+    "export": {},
     "bench": SMALL_MODEL | {"vocab_size": 64},
 }
 # These replace the values of the command, because they determine only how long it takes.
@@ -45,6 +47,7 @@ SHRINK_ALWAYS = {
     "sample": {"max_new_tokens": 8},
     "prepare": {},
     "compare": {},
+    "export": {},
     "bench": {"block_sizes": "[16]", "rounds": 1, "repeats": 1, "seconds": 0.001, "wandb.mode": "disabled"},
 }
 
@@ -166,8 +169,11 @@ def write_yaml_files(page: Path, folder: Path) -> None:
                     write_document(folder, section["path"], "text")
 
 
-def prepare_folder(folder: Path, run: Path, command: Command) -> None:
-    """Put the files and runs that the command names into `folder`. run: a trained run, which is copied."""
+def prepare_folder(folder: Path, run: Path, exported: Path, command: Command) -> None:
+    """Put the files and runs that the command names into `folder`.
+
+    run: a trained run, which is copied. exported: the folder of another run, in the format of transformers.
+    """
     column = command.value("data.text_column") or "text"
     for word in command.words:
         key, _, value = word.partition("=")
@@ -183,6 +189,12 @@ def prepare_folder(folder: Path, run: Path, command: Command) -> None:
             if value.endswith(".jsonl"):
                 lines = [json.dumps({"prompt": line}) for line in lines]
             (folder / value).write_text("\n".join(lines))
+        elif value.startswith("hf:"):
+            if not (folder / value.removeprefix("hf:")).exists():
+                shutil.copytree(exported, folder / value.removeprefix("hf:"))
+        elif command.script == "export" and key == "run":
+            copy_run(exported.parent, folder / "runs" / value)
+            shutil.rmtree(folder / "runs" / value / exported.name)
         elif key in ("run", "tokenizer.run", "train.init_from") and value != "last":
             copy_run(run, folder / "runs" / value.removeprefix("run:").removeprefix("runs/"))
             if command.script == "bench":

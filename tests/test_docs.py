@@ -7,6 +7,7 @@ a cluster or several machines is only composed. A data set or vocabulary that wo
 import io
 import re
 import runpy
+import shutil
 import subprocess
 import sys
 from contextlib import chdir
@@ -38,6 +39,17 @@ def trained_run(tmp_path_factory):
     return folder / "runs/mine"
 
 
+@pytest.fixture(scope="session")
+def exported_folder(trained_run):
+    """A run that can be exported, as a folder in the format of transformers."""
+    settings = docs.SHRINK["train"] | docs.SHRINK_ALWAYS["train"] | {"model.n_embd": 16}
+    with chdir(trained_run.parents[1]):
+        words = ["name=llama", "model=llama", "data=text", "data.path=text.txt", "tokenizer=byte"]
+        assert run_script("train", [*words, *(f"{key}={value}" for key, value in settings.items())]) == 0
+        assert run_script("export", ["run=llama"]) == 0
+    return trained_run.parent / "llama/huggingface"
+
+
 def run_script(script: str, words: list[str]) -> int:
     """Run a command in this process -> its exit code."""
     from configs.cli import parse_config, run_main
@@ -62,13 +74,13 @@ def compose(command: Command):
 
 
 @pytest.fixture
-def prepared(workdir, trained_run):
+def prepared(workdir, trained_run, exported_folder):
     """prepared(command) puts everything that the command reads into the current folder."""
 
     def prepare(command):
         docs.write_yaml_files(next(page for page in WITH_COMMANDS if command.place.startswith(page.name)), workdir)
         docs.copy_run(trained_run, workdir / "runs/newest")
-        docs.prepare_folder(workdir, trained_run, command)
+        docs.prepare_folder(workdir, trained_run, exported_folder, command)
 
     return prepare
 
@@ -141,8 +153,9 @@ def test_command_runs(command, prepared, monkeypatch, capsys):
 
 
 @pytest.mark.parametrize("code", PYTHON)
-def test_python_example_runs(code, workdir, trained_run):
+def test_python_example_runs(code, workdir, trained_run, exported_folder):
     docs.copy_run(trained_run, workdir / "runs/mine")
+    shutil.copytree(exported_folder, workdir / "mine")  # of docs/interoperability.md
     exec(compile(code, "example", "exec"), {})
 
 
