@@ -32,7 +32,6 @@ from training.device import autocast
 from training.optimizer import build_optimizers, optimizer_step, set_lr
 
 MAX_SMALL_BLOCK_BYTES = 16 * 2**20
-STEPS = 2  # memory peaks in the second step: the optimizer allocates its state in the first
 
 
 @dataclass(frozen=True)
@@ -168,16 +167,21 @@ def simulate_memory(step: StepSpec, micro_batch_size: int, accumulation: int) ->
 def run_steps(
     model: GPT, optimizers: list[Optimizer], step: StepSpec, micro_batch_size: int, accumulation: int
 ) -> None:
-    """Run STEPS optimizer steps on zeros. The weights do not change."""
+    """Run an optimizer step on zeros, after a step with zero gradients that allocates the optimizer's state.
+
+    The weights do not change.
+    """
     set_lr(optimizers, 0.0)
     # Without a scaler no overflow of float16 skips a step, so the optimizer always allocates its state.
     scaler = torch.amp.GradScaler(step.device.type, enabled=False)
     shape = (3, micro_batch_size, step.model.block_size)
     tokens, targets, doc_ids = torch.zeros(shape, dtype=torch.int64, device=step.device)
-    for _ in range(STEPS):
-        for _ in range(accumulation):
-            with autocast(step.device, step.dtype):
-                loss = model(tokens, targets, doc_ids=doc_ids if step.document_mask else None)
-            loss.backward()
-            del loss
-        optimizer_step(model, optimizers, scaler, None)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    optimizer_step(model, optimizers, scaler, None)
+    for _ in range(accumulation):
+        with autocast(step.device, step.dtype):
+            loss = model(tokens, targets, doc_ids=doc_ids if step.document_mask else None)
+        loss.backward()
+        del loss
+    optimizer_step(model, optimizers, scaler, None)

@@ -65,17 +65,24 @@ def find_longest_context(step: StepSpec, micro_batch_size: int, accumulation: in
     0: not even one token fits. At most MAX_CONTEXT.
     """
 
-    def fits(T: int) -> bool:
+    def memory(T: int) -> int:
         longer = replace(step, model=replace(step.model, block_size=T))
-        return simulate_memory(longer, micro_batch_size, accumulation).reserved <= available
+        return simulate_memory(longer, micro_batch_size, accumulation).reserved
 
-    low, high = 0, 64
-    while high <= MAX_CONTEXT and fits(high):
-        low, high = high, 8 * high
-    while high - low > max(1, CONTEXT_PRECISION * low) and low < MAX_CONTEXT:
-        middle = max(low + 1, int(math.sqrt(low * high)))
-        low, high = (middle, high) if fits(middle) else (low, middle)
-    return min(low, MAX_CONTEXT)
+    low, low_bytes, high, high_bytes = 1, memory(1), MAX_CONTEXT + 1, math.inf
+    if low_bytes > available:
+        return 0
+    while high - low > max(1, CONTEXT_PRECISION * low):
+        # Interpolate on logarithmic scales, where memory is almost a line. Its slope is 1 until a context is too long.
+        slope = 1.0 if high_bytes == math.inf else math.log(high_bytes / low_bytes) / math.log(high / low)
+        T = int(low * (available / low_bytes) ** (1 / slope))
+        T = min(max(T, low + 1, int(low * (1 + CONTEXT_PRECISION))), high - 1)
+        size = memory(T)
+        if size <= available:
+            low, low_bytes = T, size
+        else:
+            high, high_bytes = T, size
+    return low
 
 
 def largest_fitting_divisor(share: int, fits: Callable[[int], bool]) -> int:
