@@ -28,6 +28,10 @@ def read_curves(file: Path | IO[bytes], *keys: str) -> dict[str, tuple[np.ndarra
     except pyarrow.ArrowInvalid as error:
         message = str(error).partition("\n")[0]
         raise UserError(f"{file} is damaged ({message}); remove the damaged row, or set another run") from None
-    columns = {name: table[name].to_numpy() for name in schema.names}
-    is_known = {key: ~np.isnan(columns[key]) for key in keys}
-    return {key: (columns["step"][is_known[key]], columns[key][is_known[key]]) for key in keys}
+    # to_numpy would import pandas, which takes 0.4 s
+    curves = {}
+    for key in keys:
+        columns = table.select(["step", key]).drop_null().columns
+        steps, values = (np.from_dlpack(column.combine_chunks()) for column in columns)
+        curves[key] = steps[~np.isnan(values)], values[~np.isnan(values)]
+    return curves

@@ -128,6 +128,7 @@ def _serve(connection: Connection) -> None:
             torch.cuda.empty_cache()  # the workers of other backends need the memory
             return_freed_memory()
             connection.send(reply)
+    gc.freeze()  # the exit would search torch's modules for garbage, which takes half a second
 
 
 def _end_with_parent(parent: int) -> None:
