@@ -79,6 +79,7 @@ def test_interrupted_run_does_not_wait_for_wandb(tmp_path, calls, monkeypatch):
     run.finish(EXIT_CODES["interrupted"])  # while wandb starts
     assert not calls
     start.set()
+    run.finish(0)  # ends the thread, which would call the wandb.init of the next test
 
 
 def test_summary_is_sent_when_it_changes(tmp_path, calls):
