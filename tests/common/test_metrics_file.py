@@ -7,7 +7,8 @@ from common.plots import PLOTTED_BLOCKS, thin_curve
 
 
 def test_curve_has_the_steps_with_a_value(tmp_path):
-    rows = ['{"step": 0, "val/loss": 3.25}', '{"step": 1, "train/loss": 2, "x": {"y": [1]}}', '{"step": 2}']
+    rows = ['{"step": 0, "val/loss": 3.25}', '{"step": 1, "train/loss": 2, "x": {"y": [1]}}']
+    rows.append('{"step": 2, "train/loss": NaN}')
     (tmp_path / "metrics.jsonl").write_text("\n".join([*rows, '{"train/loss": 0.1, "val/loss": null, "step": 3}\n']))
     train, val = read_curves(tmp_path / "metrics.jsonl", "train/loss", "val/loss").values()
     assert (train[0].tolist(), train[1].tolist()) == ([1, 3], [2.0, 0.1])
