@@ -10,6 +10,8 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # `pytest &` in a script 
     signal.signal(signal.SIGINT, signal.default_int_handler)  # the processes that tests start must not inherit this
 if "PYTEST_XDIST_WORKER" in os.environ:  # parallel test processes use one thread each
     os.environ.setdefault("OMP_NUM_THREADS", "1")
+# torch.compile otherwise compiles a test program per instruction set, which takes ten seconds for each empty cache.
+os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 import pytest
 import torch

@@ -33,7 +33,7 @@ SHRINK = {
     "prepare": {},
     "compare": {},
     "export": {},
-    "bench": SMALL_MODEL | {"vocab_size": 64},
+    "bench": SMALL_MODEL | {"vocab_size": 64, "batch_size": 16},  # larger inputs have fewer copies
 }
 # These replace the values of the command, because they determine only how long it takes.
 SHRINK_ALWAYS = {
@@ -87,6 +87,11 @@ class Command:
             or self.script == "bench"
             or "train.profile=true" in self.words
         )
+
+    def shortened_words(self) -> list[str]:
+        """The words, with two values of each swept key, and without the values that SHRINK_ALWAYS replaces."""
+        words = [first_two_values(word) for word in self.words] if self.is_sweep else self.words
+        return [word for word in words if word.split("=", 1)[0] not in SHRINK_ALWAYS[self.script]]
 
     def value(self, key: str) -> str | None:
         values = [word.split("=", 1)[1] for word in self.words if word.startswith(f"{key}=")]
@@ -262,11 +267,11 @@ def compress(plain: Path, path: Path) -> None:
 
 def shrink(command: Command, data) -> list[str]:
     """The command's words, with a tiny model and few steps. data: the DataConfig that they compose to."""
-    script, words = command.script, list(command.words)
+    script, words = command.script, command.shortened_words()
     if script == "sample" and command.value("loss") != "true":
         data = None  # generation reads no document
     if script == "bench" and command.value("run"):
-        return words  # the model is that of the run
+        return list(command.words)  # the model is that of the run
     if data is not None and data.path is None:
         if data.source in ("hub", "url"):
             words += ["data.path=text.txt", "data.stream=false", "data.max_documents=null"]
@@ -279,16 +284,24 @@ def shrink(command: Command, data) -> list[str]:
             words.append("tokenizer=byte")
         if command.value("tokenizer") in (None, "bpe") and "experiment=" not in " ".join(words):
             words.append("tokenizer.vocab_size=300")
-    words = [first_two_values(word) for word in words] if command.is_sweep else words
     words = ["sweep.trials=2" if word.startswith("sweep.trials=") else word for word in words]
     keys = {word.split("=", 1)[0] for word in words}
     small = {key: value for key, value in SHRINK[script].items() if key not in keys}
     if "model.n_layer" in SHRINK[script] and "model.n_embd" not in keys:
         small["model.n_embd"] = 8 * int(command.value("model.n_head") or 2)
+    if script == "bench" and words and "backends" not in keys:  # bench.py alone runs all backends
+        small["backends"] = "[naive,flash]"
     small |= SHRINK_ALWAYS[script]
-    return [word for word in words if word.split("=", 1)[0] not in SHRINK_ALWAYS[script]] + [
-        f"{key}={value}" for key, value in small.items()
-    ]
+    return words + [f"{key}={value}" for key, value in small.items()]
+
+
+def distinct(commands: list[Command]) -> list[Command]:
+    """The first of the commands that are equal after they are shortened, such as train.py with other train.steps."""
+    first: dict[tuple[str, ...], Command] = {}
+    for command in commands:
+        key = (command.script, *command.launcher, "words", *command.shortened_words(), "output", *command.output)
+        first.setdefault(key, command)
+    return list(first.values())
 
 
 def replace_vocabulary(words: list[str]) -> list[str]:

@@ -1,7 +1,8 @@
 """README.md and docs/*.md: every command, YAML file, Python example and link works as written.
 
-Each command is composed unchanged, and then runs with a tiny model and few steps. A command whose comment names a GPU,
-a cluster or several machines is only composed. A data set or vocabulary that would be downloaded is replaced.
+Each command is composed unchanged, and then runs with a tiny model and few steps; commands that are equal then run
+once. A command whose comment names a GPU, a cluster or several machines is only composed. A data set or vocabulary that
+would be downloaded is replaced.
 """
 
 import io
@@ -19,6 +20,7 @@ from helpers import ROOT, TEXT
 
 WITH_COMMANDS = [*PAGES, *ATTENTION_PAGES]
 COMMANDS = [command for page in WITH_COMMANDS for command in docs.read_commands(page) if command.script is not None]
+RUN = docs.distinct([command for command in COMMANDS if not command.needs_other_machine])
 PYTHON = [
     pytest.param("\n".join(lines), id=f"{page.name}:{first}")
     for page in PAGES
@@ -87,7 +89,7 @@ def prepared(workdir, trained_run, exported_folder):
 
 @pytest.mark.parametrize(
     "command",
-    [c for c in COMMANDS if c.needs_other_machine or c.is_slow],
+    [c for c in COMMANDS if c.is_slow or c not in RUN],
     ids=lambda command: command.place,
 )
 def test_command_composes(command, prepared, capsys):
@@ -122,11 +124,7 @@ def shows_refusal(command: Command) -> bool:
 
 @pytest.mark.parametrize(
     "command",
-    [
-        pytest.param(command, id=command.place, marks=pytest.mark.slow if command.is_slow else ())
-        for command in COMMANDS
-        if not command.needs_other_machine
-    ],
+    [pytest.param(command, id=command.place, marks=pytest.mark.slow if command.is_slow else ()) for command in RUN],
 )
 def test_command_runs(command, prepared, monkeypatch, capsys):
     prepared(command)
