@@ -193,7 +193,8 @@ def test_model_trains_generates_and_is_planned_with_each_backend(train, sample, 
     attention = json.loads(Path("runs/a/summary.json").read_text())["attention"]
     assert attention["resolved"] == name or BACKENDS[name].kernels
     assert sample("run=a", f"attention={name}", f"device={device}", "dtype=bfloat16", "max_new_tokens=5")
-    assert train(*settings, "model.n_embd=64", "plan=true") == 0
+    if compiled == "false":  # a plan does not compile
+        assert train(*settings, "model.n_embd=64", "plan=true") == 0
 
 
 # torch.compile
