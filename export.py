@@ -1,6 +1,6 @@
 """Export a trained model for other programs: transformers, llama.cpp, and all that read their formats.
 
-    python export.py run=mine                             a folder for transformers: exports/mine
+    python export.py run=mine                             a folder for transformers: runs/mine/huggingface
     python export.py run=mine out=folder dtype=bfloat16   half the size
     python export.py run=mine format=gguf out=mine.gguf   a file for llama.cpp
 
