@@ -5,6 +5,7 @@
     python sample.py interactive=true                     continue the lines that you type
     python sample.py prompts=FILE out=FILE.jsonl          a sample for each line of a file
     python sample.py data.path=FILE loss=true             loss, perplexity and bits per byte of documents
+    python sample.py questions=FILE.jsonl                 accuracy on multiple-choice questions
 
 most used keys:
   run=NAME              a run in runs/; last is the newest; hf:FOLDER is a model in the format of transformers
@@ -12,6 +13,7 @@ most used keys:
   prompts=FILE          many prompts: one per line, or .jsonl with {"prompt": ...}; out=FILE.jsonl saves the samples
   interactive=true      continue each line that you type
   loss=true             score data.path=FILE instead of generating; out=FILE.jsonl saves the loss of each document
+  questions=FILE.jsonl  multiple-choice questions in the layout of HellaSwag, ARC or docs/generation.md
   num_samples=N         samples per prompt, generated in batches of batch_size=N
   max_new_tokens=N      maximum length of a sample
   temperature=X         0 is greedy decoding, 1 samples from the model's distribution
@@ -57,6 +59,7 @@ from model.generation.attention_plots import draw_attention_maps
 from model.generation.config import unescape
 from model.generation.engine import Prompt, TextChunk, generate, in_prompt_order
 from model.generation.load import load_for_sampling
+from model.generation.multiple_choice import Question, accuracy_table, encode_choices, read_questions, score_choices
 from model.generation.perplexity import TextLoss, encode_document, iter_losses, loss_table
 from model.generation.progress import GenerationProgress, format_speed
 from model.generation.prompts import check_output, open_output, read_prompt, read_prompts
@@ -71,15 +74,18 @@ def main(config: Sample) -> int:
         require_stdout()
     # read and check all inputs before the model is loaded
     documents = read_documents(resolve_sources(config.data)) if config.loss else []
+    questions = read_questions(config.questions) if config.questions is not None else []
     prompts = load_prompts(config)
     n_saved, saved_bytes = 0, None
     if config.out is not None:
-        samples = [] if config.loss else list_samples(config, prompts)
+        samples = [] if config.loss or questions else list_samples(config, prompts)
         n_saved, saved_bytes = check_output(config.out, samples, hash_settings(config))
     model, tokenizer, description = load_model(config, min(config.batch_size, len(prompts) * config.num_samples))
     print(f"{description}, seed {config.seed}", file=sys.stderr)
     if config.loss:
         return score_documents(config, model, tokenizer, documents)
+    if questions:
+        return answer_questions(config, model, tokenizer, questions)
     if config.interactive:
         return run_interactive(config, model, tokenizer)
     if config.prompts is not None:
@@ -288,6 +294,34 @@ def score_documents(config: Sample, model: GPT, tokenizer: tiktoken.Encoding, do
             if file is not None:
                 file.write(json.dumps({"document": number, **loss.metrics()}) + "\n")
     make_console(width=TABLE_WIDTH).print(loss_table(documents, losses))
+    print_summary(progress, config.out)
+    return 0
+
+
+def answer_questions(config: Sample, model: GPT, tokenizer: tiktoken.Encoding, questions: list[Question]) -> int:
+    """Print the accuracy on multiple-choice questions; save the scores of each question to `out`."""
+    block_size = model.config.block_size
+    encoded = [encode_choices(tokenizer, question, block_size) for question in questions]
+    if n_truncated := sum(any(choice.is_truncated for choice in choices) for choices in encoded):
+        count = f"{n_truncated:,} of {pluralize(len(questions), 'question')}"
+        print(f"the model reads only the end of {count}: model.block_size={block_size}", file=sys.stderr)
+    # choices of similar length need little padding; the longest ones show first whether memory suffices
+    ordered = sorted((choice for choices in encoded for choice in choices), key=lambda choice: -len(choice.tokens))
+    total = sum(len(choice.tokens) - 1 for choice in ordered)
+    output = nullcontext() if config.out is None else open_output(config.out)
+    with output as file, GenerationProgress(len(ordered), total, "choices") as progress:
+        for first in range(0, len(ordered), config.batch_size):
+            batch = ordered[first : first + config.batch_size]
+            score_choices(model, batch)
+            for choice in batch:
+                progress.add(len(choice.tokens) - 1, finished=True)
+        scores = [[choice.score for choice in choices] for choices in encoded]
+        predictions = [question.predict(row) for question, row in zip(questions, scores, strict=True)]
+        if file is not None:
+            for question, row, prediction in zip(questions, scores, predictions, strict=True):
+                line = {"question": question.name, "scores": row, "predictions": prediction, "answer": question.answer}
+                file.write(json.dumps(line) + "\n")
+    make_console(width=TABLE_WIDTH).print(accuracy_table(questions, predictions))
     print_summary(progress, config.out)
     return 0
 

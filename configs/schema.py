@@ -96,6 +96,7 @@ class Sample(SamplingConfig):
     prompt: str | None
     prompt_file: str | None
     prompts: str | None
+    questions: str | None
     out: str | None
     interactive: bool
     num_samples: int
@@ -115,23 +116,23 @@ class Sample(SamplingConfig):
         self.data.check()
         check_seed(self.seed)
         check_positive("", self, num_samples=10**6, batch_size=10**6)
-        modes = ["prompt", "prompt_file", "prompts", "interactive", "loss"]
+        modes = ["prompt", "prompt_file", "prompts", "interactive", "loss", "questions"]
         modes = [key for key in modes if getattr(self, key) not in (None, False)]
         if len(modes) > 1:
             raise UserError(f"{' and '.join(modes)} exclude each other; set one of them")
         mode = modes[0] if modes else None
-        generates = self.max_new_tokens > 0 or self.loss or self.attention_map
-        has_one_prompt = mode not in ("loss", "interactive", "prompts")
+        generates = self.max_new_tokens > 0 or mode in ("loss", "questions") or self.attention_map
+        has_one_prompt = mode in (None, "prompt", "prompt_file")
         rules = [
             ("checkpoint", CHECKPOINT_NAME.fullmatch(self.checkpoint), UNKNOWN_CHECKPOINT),
             (
                 "out",
-                self.out is None or mode in ("loss", "prompts"),
-                "needs prompts=FILE or loss=true; set one of them, or remove out",
+                self.out is None or mode in ("loss", "prompts", "questions"),
+                "needs prompts=FILE, loss=true or questions=FILE; set one of them, or remove out",
             ),
             (
                 "num_samples",
-                self.num_samples == 1 or mode not in ("loss", "interactive"),
+                self.num_samples == 1 or mode not in ("loss", "interactive", "questions"),
                 f"has no effect with {mode}; remove one of them",
             ),
             ("max_new_tokens", generates, "generates nothing; set 1 or more"),
