@@ -194,6 +194,8 @@ def prepare_folder(folder: Path, run: Path, exported: Path, command: Command) ->
             if value.endswith(".jsonl"):
                 lines = [json.dumps({"prompt": line}) for line in lines]
             (folder / value).write_text("\n".join(lines))
+        elif key == "questions":
+            (folder / value).write_text(json.dumps({"context": "The 1", "choices": ["st", "th"], "answer": 0}))
         elif value.startswith("hf:"):
             if not (folder / value.removeprefix("hf:")).exists():
                 shutil.copytree(exported, folder / value.removeprefix("hf:"))

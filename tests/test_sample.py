@@ -1,4 +1,4 @@
-"""sample.py: on a terminal, for many prompts, in Python, and for the loss of documents."""
+"""sample.py: on a terminal, for many prompts, in Python, for the loss of documents, and for questions."""
 
 import io
 import json
@@ -387,6 +387,38 @@ def test_loss_is_reported_for_each_document_and_for_all(train, sample, workdir):
     assert f"{nats / n_tokens:.4f}" in out.splitlines()[-2] and "11 more" in out
 
 
+# Multiple-choice questions
+
+
+def test_accuracy_on_questions_is_printed_and_scores_are_saved(trained, workdir, capsys):
+    """The context of the last question does not fit into block_size=16. Batches of 2 divide its three choices."""
+    contexts = {"The 1": ["st", "th line"], "no": [" more", "The", "."], "The 22nd line says ": ["no", "484", "s"]}
+    questions = [{"context": context, "choices": choices, "answer": 1} for context, choices in contexts.items()]
+    (workdir / "q.jsonl").write_text("\n".join(map(json.dumps, questions)))
+    capsys.readouterr()
+    assert run("run=a", "questions=q.jsonl", "out=o.jsonl", "batch_size=2") == 0
+    printed = capsys.readouterr()
+    assert "the model reads only the end of 1 of 3 questions: model.block_size=16\n" in printed.err
+    assert "\n8 choices, " in printed.err and printed.err.endswith("written  o.jsonl\n")
+    model, tokenizer = load("a")
+    rows = read_jsonl("o.jsonl")
+    for number, (question, row) in enumerate(zip(questions, rows, strict=True), start=1):
+        assert row["question"] == f"line {number} of questions=q.jsonl" and row["answer"] == 1
+        for choice, score in zip(question["choices"], row["scores"], strict=True):
+            tokens = torch.tensor(tokenizer.encode(question["context"] + choice)[-17:])
+            n = len(choice) + question["context"].endswith(" ")
+            log_probs = model(tokens[None, :-1])[0, -n:].log_softmax(1)
+            assert score == pytest.approx(log_probs.gather(1, tokens[-n:, None]).sum().item(), rel=1e-5)
+        per_character = [s / len(choice) for s, choice in zip(row["scores"], question["choices"], strict=True)]
+        best = {"acc": row["scores"].index(max(row["scores"])), "acc_norm": per_character.index(max(per_character))}
+        assert row["predictions"] == best
+    lines = dict(line.split(maxsplit=1) for line in printed.out.splitlines() if " " in line.strip())
+    for key in ("acc", "acc_norm"):
+        accuracy = sum(row["predictions"][key] == 1 for row in rows) / 3
+        assert lines[key].startswith(f"{accuracy:.4f} ")
+    assert lines["guessing"].strip() == f"{(1 / 2 + 1 / 3 + 1 / 3) / 3:.4f}"
+
+
 # Refusals
 
 
@@ -408,6 +440,12 @@ def test_loss_is_reported_for_each_document_and_for_all(train, sample, workdir):
         (["run=no/where"], "run=no/where has no checkpoint"),
         (["loss=true", "data.path=nothing.txt"], "data.path=nothing.txt does not exist"),
         (["loss=true", "data.path=unknown.txt"], "document 1 has the character"),
+        (["questions=nothing.jsonl"], "questions=nothing.jsonl cannot be read (No such file or directory)"),
+        (["questions=long.jsonl"], "choice 2 in line 1 of questions=long.jsonl has 17 tokens after the context"),
+        (["questions=long.jsonl", "out=text.txt"], "out=text.txt exists; set a new file"),
+        (["questions=long.jsonl", "prompt=a"], "prompt and questions exclude each other"),
+        (["questions=long.jsonl", "num_samples=3"], "num_samples=3 has no effect with questions"),
+        (["questions=long.jsonl", "attention_map=true"], "needs one prompt; remove questions"),
         (["interactive=true", "num_samples=3"], "num_samples=3"),
         (["data.path=text.txt"], "set loss=true"),
         (["out=o.jsonl"], "out=o.jsonl"),
@@ -427,6 +465,8 @@ def test_invalid_settings_are_refused_in_one_sentence(trained, workdir, capsys, 
     (workdir / "wrong.jsonl").write_text('{"prompt": "a"}\n{"text": "b"}\n')
     (workdir / "latin.txt").write_bytes("aé".encode("latin-1"))
     (workdir / "unknown.txt").write_text("The\nÜ\n")
+    question = {"context": "The", "choices": ["a", "a" * 17], "answer": 0}
+    (workdir / "long.jsonl").write_text(json.dumps(question))
     (workdir / "p.csv").write_text("prompt\na\n")
     assert message in refusal(capsys, *overrides)
     assert not Path("o.jsonl").exists()

@@ -136,7 +136,7 @@ def test_invalid_questions_are_refused_with_their_line(workdir, line, message):
 
 
 def test_file_without_questions_is_refused(workdir):
-    with pytest.raises(UserError, match="questions=q.jsonl contains no questions"):
+    with pytest.raises(UserError, match=r"questions=q\.jsonl contains no questions"):
         read(workdir, "\n")
 
 
