@@ -226,11 +226,12 @@ print("ids", result.sequences_ids[0])
     assert f"ids {ids[-4:]}" in output
 
 
-def test_lm_eval_scores_an_exported_model(train, export, documents):
+def test_lm_eval_scores_an_exported_model_as_sample_does(train, export, sample, documents):
     pytest.importorskip("lm_eval", reason="NOT RUN: needs lm-eval")
     assert train("name=a", *LLAMA, "data.path=docs") == 0
     assert export("run=a", "out=exported")[0] == 0
-    questions = [{"context": "The 7th line says ", "choices": ["49", "zz"], "answer": 0}] * 3
+    contexts = ["The 7th line says ", "It's", "a line. " * 5]  # the last one exceeds block_size
+    questions = [{"context": context, "choices": ["49", " zz", " no more"], "answer": 0} for context in contexts]
     Path("questions.jsonl").write_text("".join(json.dumps(question) + "\n" for question in questions))
     Path("squares.yaml").write_text("""
 task: squares
@@ -244,7 +245,17 @@ doc_to_target: answer
 target_delimiter: ""
 metric_list: [{metric: acc}, {metric: acc_norm}]
 """)
-    command = "-m lm_eval --model hf --model_args pretrained=exported --tasks squares --include_path . --device cpu"
-    subprocess.run([sys.executable, *command.split(), "--output_path", "results.json"], check=True)
-    (file,) = Path().glob("results*.json")
-    assert json.loads(file.read_text())["results"]["squares"]["acc,none"] in (0.0, 1.0)
+    command = "-m lm_eval --model hf --model_args pretrained=exported,add_bos_token=True --tasks squares --device cpu"
+    command += " --include_path . --log_samples --output_path results"
+    subprocess.run([sys.executable, *command.split()], check=True)
+    sample("run=a", "questions=questions.jsonl", "out=scores.jsonl")
+    ours = [json.loads(line) for line in Path("scores.jsonl").read_text().splitlines()]
+    (file,) = Path().glob("results/**/samples*.jsonl")
+    theirs = sorted(map(json.loads, file.read_text().splitlines()), key=lambda row: row["doc_id"])
+    for row, reference in zip(ours, theirs, strict=True):
+        scores = [float(score) for ((score, _),) in reference["resps"]]
+        assert row["scores"] == pytest.approx(scores, abs=1e-4)
+        assert [row["predictions"][key] == 0 for key in ("acc", "acc_norm")] == [
+            reference["acc"],
+            reference["acc_norm"],
+        ]
