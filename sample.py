@@ -51,7 +51,7 @@ from common.interrupt import Terminated
 from common.output import require_stdout
 from configs.cli import config_from_python, run_process
 from configs.schema import Sample
-from data.readers import read_documents
+from data.readers import Document, read_documents
 from data.sources import resolve_sources
 from data.tokenizer import encode, initial_tokens, token_bytes
 from model import SamplingConfig
@@ -274,16 +274,16 @@ def run_interactive(config: Sample, model: GPT, tokenizer: tiktoken.Encoding) ->
     return 0
 
 
-def score_documents(config: Sample, model: GPT, tokenizer: tiktoken.Encoding, documents: list[str]) -> int:
+def score_documents(config: Sample, model: GPT, tokenizer: tiktoken.Encoding, documents: list[Document]) -> int:
     """Print the loss, perplexity and bits per byte of each document, and of all documents; save them to `out`."""
     if config.data.path is None:
         count = pluralize(len(documents), "document")
         print(f"scoring {config.data.label}: {count}; set data.path=FILE for other documents", file=sys.stderr)
     encoded = [encode_document(tokenizer, text, f"document {i}") for i, text in enumerate(documents, start=1)]
     bytes_per_token = torch.from_numpy(token_bytes(tokenizer))
-    losses = []
+    total, losses = sum(int((tokens >= 0).sum()) for tokens in encoded), []
     output = nullcontext() if config.out is None else open_output(config.out)
-    with output as file, GenerationProgress(len(documents), sum(map(len, encoded)), "documents") as progress:
+    with output as file, GenerationProgress(len(documents), total, "documents") as progress:
         for number, tokens in enumerate(encoded, start=1):
             loss = TextLoss()
             for part in iter_losses(model, tokens, bytes_per_token):

@@ -139,6 +139,8 @@ def main(config: Train) -> int:
                 set_lr(optimizers, scale)
 
                 # forward and backward, accumulating gradients over micro batches
+                # the loss is the mean over all targets of the step, also if the micro batches have different numbers
+                num_targets = loader.count_targets(state.step * config.train.batch_size, config.train.batch_size)
                 loss = torch.zeros((), device=device)
                 for micro_step in range(accumulation):
                     with observers.phase(WAITING):
@@ -146,7 +148,8 @@ def main(config: Train) -> int:
                     dist.seed(device, config.seed, state.step, micro_step)
                     with dist.sync_gradients(wrapped_model, is_last=micro_step == accumulation - 1):
                         with observers.phase("forward"), runtime.autocast():
-                            micro_loss = wrapped_model(x, y, doc_ids=doc_ids) / accumulation
+                            micro_loss = wrapped_model(x, y, doc_ids=doc_ids, reduction="sum")
+                            micro_loss = micro_loss / (num_targets / dist.world_size)  # the processes are averaged
                         with observers.phase("backward"):
                             scaler.scale(micro_loss).backward()
                     loss += micro_loss.detach()

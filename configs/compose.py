@@ -33,8 +33,8 @@ from data import DataConfig
 CONFIGS = Path(__file__).parent
 MAX_YAML_BYTES = 2**20
 # Keys whose value is used exactly as typed. Hydra's grammar would read "a, b" as a sweep and "f(x)" as a function.
-FREE_TEXT_KEYS = {"prompt", "prompt_file", "prompts", "questions", "out", "name", "run"}
-FREE_TEXT_KEYS |= {"wandb.group", "data.repo", "data.text_column", "tokenizer.run", "train.init_from"}
+FREE_TEXT_KEYS = {"prompt", "prompt_file", "prompts", "questions", "out", "name", "run", "tokenizer.run"}
+FREE_TEXT_KEYS |= {"train.init_from", "wandb.group", "data.repo", "data.text_column", "data.prompt_column"}
 FREE_TEXT_OR_LIST_KEYS = ("stop", "path")  # ends of keys that also accept a list: stop='["a", "b"]'
 QUOTED_LIST = re.compile(r"""\[\s*(["'].*)?\]""", re.DOTALL)
 

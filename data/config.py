@@ -8,7 +8,8 @@ from typing import Any
 from common.errors import check_settings
 
 # These keys are set for each source of a mix, never for the mix.
-SOURCE_KEYS = ("path", "val_path", "val_documents", "val_fraction", "max_documents", "text_column", "text_bytes")
+SOURCE_KEYS = ("path", "val_path", "val_documents", "val_fraction", "max_documents", "text_column", "prompt_column")
+SOURCE_KEYS += ("text_bytes",)
 HUB_KEYS = ("repo", "config", "split", "revision", "val_split", "stream")
 
 MAX_COUNT = 10**15
@@ -24,6 +25,7 @@ class DataConfig:
     repo, config, split, revision: with source=hub, a data set of the Hugging Face hub. None: the data set's default.
     stream: read a hub data set from the network on demand, without a copy on the disk.
     text_column: name of the text column in a table (a hub data set, or a .parquet, .jsonl or .csv file).
+    prompt_column: name of the column with prompts, which text_column completes. Prompts are inputs, but never targets.
     row_is_document: True: each row of a table is a document. False: a table is one document.
     max_documents: read at most this many documents; None: all.
 
@@ -46,6 +48,7 @@ class DataConfig:
     revision: str | None
     stream: bool
     text_column: str | None
+    prompt_column: str | None
     row_is_document: bool
     max_documents: int | None
     val_path: Any
@@ -109,6 +112,11 @@ class DataConfig:
         is_fraction = self.val_fraction is not None and 0 < self.val_fraction < 1
         yield "val_fraction", is_fraction, f"must be between 0 and 1; set {section}.val_fraction=0.1, for example"
         yield "text_column", bool(self.text_column), f"names no column; set {section}.text_column=text"
+        if self.prompt_column is not None:
+            is_other = self.prompt_column not in ("", self.text_column)
+            fix = f"set another column, or {section}.prompt_column=null"
+            yield "prompt_column", is_other, f"must name a column other than {section}.text_column; {fix}"
+            yield "prompt_column", self.row_is_document, f"needs {section}.row_is_document=true; set that, or null"
         if self.path is not None:
             return
         yield "path", self.source != "text", f"is missing; set {section}.path=FILE"

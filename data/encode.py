@@ -29,7 +29,7 @@ from data.tokenizer import encode, end_of_text, from_spec
 CHUNK_CHARS = 2**20  # characters that a thread encodes at a time
 SHARD_TOKENS = 2**26  # tokens per file; two cores encode them in half a minute
 PIECE_OVERHEAD_CHARS = 32  # added to each piece's length, so that a chunk has a bounded number of empty documents
-NamedPiece = tuple[str, bool, str]  # text, whether the document ends with it, name for error messages
+NamedPiece = tuple[str, bool, bool, str]  # a Piece and its name for error messages
 
 
 @dataclass
@@ -91,14 +91,17 @@ class EncodedChunk:
     bytes: int
 
 
-def token_dtype(tokenizer: tiktoken.Encoding) -> str:
+def token_dtype(tokenizer: tiktoken.Encoding, sources: list[TextSource]) -> str:
+    """The dtype of token files: int32 if a source has prompts, whose tokens are stored as ~id = -1 - id."""
+    if any(source.prompt_column is not None for source in sources):
+        return "int32"
     return "uint16" if tokenizer.n_vocab <= 2**16 else "uint32"
 
 
 def encode_split(folder: Path, split: str, sources: list[TextSource], journal: Journal, bar: ProgressBar) -> None:
     """Write the token files of a split that are not in the journal yet, and save the journal after each file."""
     tokenizer = from_spec(journal.tokenizer)
-    dtype, fast = token_dtype(tokenizer), FastBPE.from_tokenizer(tokenizer)
+    dtype, fast = token_dtype(tokenizer, sources), FastBPE.from_tokenizer(tokenizer)
     by_name = {source.name: source for source in sources}
     progress, ranges = journal.splits[split], [part for part in journal.ranges if part.split == split]
     total = None if any(part.bytes is None for part in ranges) else sum(part.bytes for part in ranges)
@@ -108,7 +111,7 @@ def encode_split(folder: Path, split: str, sources: list[TextSource], journal: J
         progress.tokens.setdefault(part.source, 0)
         chunks = split_into_chunks(name_pieces(part, by_name[part.source]))
         remaining = itertools.islice(chunks, progress.chunks, None)
-        for chunk in parallel_map(lambda chunk: encode_chunk(tokenizer, fast, chunk), remaining):
+        for chunk in parallel_map(lambda chunk: encode_chunk(tokenizer, fast, chunk, dtype), remaining):
             bar.update_bytes(progress.bytes, f"encoding {split}")
             writer = writer or ShardWriter(folder / shard_name(split, len(progress.files)), dtype)
             writer.write(chunk.ids)
@@ -127,28 +130,32 @@ def encode_split(folder: Path, split: str, sources: list[TextSource], journal: J
     journal.save(folder)
 
 
-def encode_chunk(tokenizer: tiktoken.Encoding, fast: FastBPE | None, chunk: list[NamedPiece]) -> EncodedChunk:
+def encode_chunk(
+    tokenizer: tiktoken.Encoding, fast: FastBPE | None, chunk: list[NamedPiece], dtype: str
+) -> EncodedChunk:
     """Encode the pieces of a chunk, with an end-of-text token after each document if the tokenizer has one."""
     end = end_of_text(tokenizer)
     parts, documents, size = [], 0, 0
-    for text, ends_document, name in chunk:
-        parts.append(encode(tokenizer, text, name, fast))
+    for text, ends_document, is_prompt, name in chunk:
+        ids = encode(tokenizer, text, name, fast)
+        parts.append(~ids if is_prompt else ids)
         documents += ends_document
         size += len(text.encode())
         if ends_document and end is not None:
             parts.append(np.array([end], dtype=np.uint32))
-    ids = np.concatenate(parts)
-    if ids.size and ids.max() >= tokenizer.n_vocab:  # NumPy's cast to uint16 would wrap it silently
-        raise ValueError(f"token {ids.max()} is outside the vocabulary of {tokenizer.n_vocab}")
-    return EncodedChunk(ids.astype(token_dtype(tokenizer)), documents, size)
+    ids = np.concatenate(parts).view(np.int32)
+    if ids.size and (ids.max() >= tokenizer.n_vocab or ids.min() < -tokenizer.n_vocab):
+        # NumPy's cast to uint16 would wrap it silently
+        raise ValueError(f"a token from {ids.min()} to {ids.max()} is outside the vocabulary of {tokenizer.n_vocab}")
+    return EncodedChunk(ids.astype(dtype), documents, size)
 
 
 def name_pieces(part: SplitRange, source: TextSource) -> Iterator[NamedPiece]:
     """Yield the pieces of a range, each with a name for error messages."""
     document, character = part.start
-    for text, ends_document in part.iter_text(source):
+    for text, ends_document, is_prompt in part.iter_text(source):
         name = f"document {document + 1} of {source.name}"
-        yield text, ends_document, f"{name}, after character {character}," if character else name
+        yield text, ends_document, is_prompt, f"{name}, after character {character}," if character else name
         document, character = (document + 1, 0) if ends_document else (document, character + len(text))
 
 

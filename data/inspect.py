@@ -41,7 +41,7 @@ def inspect(prepared: PreparedData) -> str:
             lines.append(f"  {source['name']:<9} {source['train']:,} training tokens, {share:.1%} of the windows")
     tokens, end = prepared.tokens("train"), end_of_text(tokenizer)
     for start in np.linspace(0, max(0, len(tokens) - SAMPLE_TOKENS), NUM_SAMPLES).astype(int).tolist():
-        ids = tokens[start : start + SAMPLE_TOKENS].tolist()
+        ids = [max(i, ~i) for i in tokens[start : start + SAMPLE_TOKENS].tolist()]  # ~id: see data/shards.py
         strings = zip(ids, token_strings(tokenizer, ids), strict=True)
         sample = "│".join(_escape(tokenizer.decode([i]) if i == end else string) for i, string in strings)
         lines += ["", f"tokens from {start:,}", f"  {sample}", f"  {' '.join(map(str, ids))}"]

@@ -51,6 +51,7 @@ class Loader:
     ):
         self.tokens = {split: prepared.tokens(split) for split in ("train", "val")}
         self.T, self.seed, self.device = block_size, seed, torch.device(device)
+        self.has_prompts = self.tokens["train"].dtype == np.int32  # see data/shards.py
         self.ranges = prepared.train_ranges  # (first token, number of tokens) of each source
         self.shares = _divide_by_weight(MIX_BLOCK, prepared.weights)
         self.epoch_windows = sum(self._windows(source) for source in range(len(self.ranges)))
@@ -79,6 +80,13 @@ class Loader:
         else:
             x, y = x.to(self.device), y.to(self.device)
         return x, y, (x == self.end_of_text).cumsum(dim=1) if self.end_of_text is not None else None
+
+    def count_targets(self, first: int, count: int) -> int:
+        """Number of targets in training sequences `first` to first + count - 1, but at least 1, to divide by it."""
+        if not self.has_prompts:
+            return count * self.T
+        _, y = self._train_batch(list(range(first, first + count)))
+        return max(1, int((y != IGNORE_INDEX).sum()))
 
     def _windows(self, source: int) -> int:
         """Number of windows per epoch of a source."""
@@ -114,8 +122,15 @@ class Loader:
             epoch, window = divmod(index, self._windows(source))
             phase, order = self._shuffle_epoch(source, epoch)
             self._read_ring(source, phase + int(order[window]) * self.T, windows[row])
+        return self._make_batch(windows)
+
+    def _make_batch(self, windows: np.ndarray) -> tuple[Tensor, Tensor]:
+        """Inputs and targets of windows (B, T + 1) of stored tokens. A prompt's token is an input, but no target."""
+        x, y = windows[:, :-1], windows[:, 1:]
+        if self.has_prompts:
+            x, y = np.maximum(x, ~x), np.where(y < 0, IGNORE_INDEX, y)
         # Copy with NumPy: in the prefetch thread, torch would start a second thread pool.
-        return tuple(torch.from_numpy(np.ascontiguousarray(part)) for part in (windows[:, :-1], windows[:, 1:]))
+        return torch.from_numpy(np.ascontiguousarray(x)), torch.from_numpy(np.ascontiguousarray(y))
 
     def _read_ring(self, source: int, start: int, out: np.ndarray) -> None:
         """Fill `out` with the tokens of a source from `start`. After the last token, continue at the first."""
@@ -131,9 +146,9 @@ class Loader:
         first_targets = np.array([i * T for i in sequences if i < self.val_windows], dtype=np.int64).reshape(-1, 1)
         starts = np.minimum(first_targets, len(tokens) - 1 - T)
         rows = [tokens[start : start + T + 1] for start in starts[:, 0].tolist()]
-        windows = torch.from_numpy(np.array(rows, dtype=np.int64).reshape(-1, T + 1))
+        x, y = self._make_batch(np.array(rows, dtype=np.int64).reshape(-1, T + 1))
         is_repeated = torch.from_numpy(starts + np.arange(T) < first_targets)
-        return windows[:, :-1].contiguous(), windows[:, 1:].masked_fill(is_repeated, IGNORE_INDEX)
+        return x, y.masked_fill(is_repeated, IGNORE_INDEX)
 
 
 def _divide_by_weight(total: int, weights: Sequence[float]) -> list[int]:

@@ -76,6 +76,7 @@ def compute_fingerprint(sources: list[TextSource], tokenizer_config: TokenizerCo
     for s in sources:
         split = [s.val_documents, s.val_fraction] if s.val_files is None else hash_content(s.val_files, HASHES)
         reading = [s.hub_config, s.revision, s.stream, s.text_column, s.row_is_document, s.max_documents]
+        reading += [] if s.prompt_column is None else [s.prompt_column]
         content.append([s.name, hash_content(s.files, HASHES), split, reading])
     return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:12]
 
@@ -191,7 +192,7 @@ def _build_tokenizer(task: Task, sources: list[TextSource], plan: SplitPlan, bar
         by_name = {source.name: source for source in sources}
         bar.restart(plan.characters)
         pieces = (piece for part in plan.ranges for piece in part.iter_text(by_name[part.source]))
-        yield from (text for text, _ in show_progress(pieces, bar, "reading for the vocabulary"))
+        yield from (text for text, *_ in show_progress(pieces, bar, "reading for the vocabulary"))
 
     has_several_documents = plan.documents != 1  # None: a stream, which can have any number
     corpus = tokenizers.Corpus(iter_texts(), has_several_documents, plan.characters)
@@ -217,7 +218,7 @@ def _make_meta(task: Task, journal: Journal, block_size: int) -> dict:
     return {
         "format": FORMAT,
         "fingerprint": task.fingerprint,
-        "dtype": token_dtype(tokenizer),
+        "dtype": token_dtype(tokenizer, task.sources),
         "vocab_size": tokenizer.n_vocab,
         "tokens": tokens,
         "bytes": {"train": train.bytes, "val": val.bytes},

@@ -1,7 +1,7 @@
 """Read documents from input files, without any change to their text and in bounded memory.
 
-A document is a sequence of pieces: (text, whether the document ends with it). A text file is one document. Each row of
-a table is a document, unless data.row_is_document=false.
+A document is a sequence of pieces: (text, whether the document ends with it, whether it belongs to the prompt). A text
+file is one document. Each row of a table is a document, unless data.row_is_document=false.
 
 .csv and .jsonl are read here, line by line. `datasets` guesses column types from the first rows: "NA" becomes null and
 dates become timestamps. It also uses the first column of a .csv as an index if rows are longer than the header, and it
@@ -16,7 +16,7 @@ import json
 import logging
 import os
 import sys
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -24,7 +24,8 @@ from typing import Any
 from common.errors import UserError
 from data.sources import DOWNLOAD_TIMEOUT_S, InputFile, Position, TextSource, open_input, report_unreadable
 
-Piece = tuple[str, bool]
+Piece = tuple[str, bool, bool]
+Document = tuple[str, str]  # prompt ('' without data.prompt_column), text
 MAX_PIECE_CHARS = 2**20
 MAX_LINE_CHARS = 2**30  # of .csv and .jsonl files
 BLOCK_BYTES = 2**20  # bytes of a file that are read at a time
@@ -36,25 +37,39 @@ def iter_text(source: TextSource, files: list[InputFile]) -> Iterator[Piece]:
     """Yield the documents of the files in pieces. Nulls in a table are skipped. Raises UserError, with the position."""
     for file in files:
         if not file.is_table:
+            if source.prompt_column is not None:
+                raise UserError(
+                    f"{file.address} is no table, so it has no column {source.prompt_column}; set data.path to .jsonl, "
+                    ".csv or .parquet files, or data.prompt_column=null"
+                )
             path = _download(file.address) if file.is_remote else file.address
             yield from chunk_document(read_utf8(path, file))
         elif source.row_is_document:
-            for row in _read_rows(file, source):
-                yield from chunk_document([row])
+            lacks_completion = source.prompt_column is not None
+            for *prompt, text in _read_rows(file, source):
+                if prompt:
+                    yield from chunk_document(prompt, is_prompt=True)
+                    lacks_completion = lacks_completion and not text
+                yield from chunk_document([text])
+            if lacks_completion:
+                raise UserError(
+                    f"column {source.text_column} of {file.address} has no text to complete a prompt; set "
+                    "data.text_column to the column of completions"
+                )
         else:
-            yield from chunk_document(_read_rows(file, source))
+            yield from chunk_document(text for (text,) in _read_rows(file, source))
 
 
-def read_documents(sources: list[TextSource]) -> list[str]:
+def read_documents(sources: list[TextSource]) -> list[Document]:
     """Read all documents of the sources into memory, including those that training would hold out. Raises UserError."""
-    documents, parts = [], []
+    documents, prompt, parts = [], [], []
     for source in sources:
-        for text, ends_document in slice_documents(iter_text(source, source.files), (0, 0), source.end):
-            parts.append(text)
+        for text, ends_document, is_prompt in slice_documents(iter_text(source, source.files), (0, 0), source.end):
+            (prompt if is_prompt else parts).append(text)
             if ends_document:
-                documents.append("".join(parts))
-                parts = []
-    if not any(documents):
+                documents.append(("".join(prompt), "".join(parts)))
+                prompt, parts = [], []
+    if not any(text for _, text in documents):
         raise no_text_error([file for source in sources for file in source.files])
     return documents
 
@@ -67,29 +82,29 @@ def no_text_error(files: list[InputFile]) -> UserError:
 def slice_documents(pieces: Iterable[Piece], start: Position, stop: Position | None) -> Iterator[Piece]:
     """Yield the pieces from `start` to `stop` (None: to the end). If `stop` cuts a document, no piece ends it."""
     document = character = 0
-    for text, ends_document in pieces:
+    for text, ends_document, is_prompt in pieces:
         first, last = (document, character), (document, character + len(text))
         if stop is not None and first >= stop:
             return
         if stop is not None and stop < last:
             text, ends_document = text[: stop[1] - character], False
         if last >= start and (last > start or ends_document):
-            yield (text[start[1] - character :] if first < start else text), ends_document
+            yield (text[start[1] - character :] if first < start else text), ends_document, is_prompt
         document, character = (document + 1, 0) if ends_document else last
 
 
-def chunk_document(texts: Iterable[str]) -> Iterator[Piece]:
-    """Join the texts into one document and cut it into pieces of at most MAX_PIECE_CHARS characters."""
+def chunk_document(texts: Iterable[str], is_prompt: bool = False) -> Iterator[Piece]:
+    """Join the texts into one document, or its prompt, and cut it into pieces of at most MAX_PIECE_CHARS characters."""
     pending = ""
     for text in texts:
         pending, start = pending + text, 0
         while len(pending) - start > MAX_PIECE_CHARS:
             window = pending[start : start + MAX_PIECE_CHARS]
             cut = _find_cut(window)
-            yield window[:cut], False
+            yield window[:cut], False, is_prompt
             start += cut
         pending = pending[start:]
-    yield pending, True
+    yield pending, not is_prompt, is_prompt
 
 
 def _find_cut(text: str) -> int:
@@ -155,25 +170,25 @@ def read_utf8(path: str, file: InputFile) -> Iterator[str]:
 # Tables
 
 
-def _read_rows(file: InputFile, source: TextSource) -> Iterator[str]:
-    """Yield the text column of a table, row by row. Raises UserError."""
+def _read_rows(file: InputFile, source: TextSource) -> Iterator[Sequence[str]]:
+    """Yield [text], or [prompt, text] with data.prompt_column, of each row of a table. Raises UserError."""
     path = _download(file.address) if file.is_remote and file.kind != "hub" else file.address
     if file.kind == "json":
-        yield from read_jsonl(path, file, source.text_column)
+        yield from read_jsonl(path, file, source.columns)
     elif file.kind == "csv":
-        yield from read_csv(path, file, source.text_column)
+        yield from read_csv(path, file, source.columns)
     else:
         try:
             for batch in _iter_batches(file, path, source):
-                yield from _text_column(batch, file, source.text_column)
+                yield from _read_columns(batch, file, source.columns)
         except UserError:
             raise
         except Exception as error:  # many libraries are involved, each with its own exceptions
             raise UserError(_explain_read_error(file, error.__cause__ or error)) from error
 
 
-def read_jsonl(path: str, file: InputFile, column: str) -> Iterator[str]:
-    """Yield the text column of a .jsonl file, row by row. Blank lines are skipped. Raises UserError, with the line."""
+def read_jsonl(path: str, file: InputFile, columns: dict[str, str]) -> Iterator[list[str]]:
+    """Yield the columns of a .jsonl file, row by row. Blank lines are skipped. Raises UserError, with the line."""
     for number, line in enumerate(_read_lines(path, file), start=1):
         if not line.strip():
             continue
@@ -183,24 +198,36 @@ def read_jsonl(path: str, file: InputFile, column: str) -> Iterator[str]:
         except (ValueError, RecursionError) as error:
             raise UserError(f"{where} is not valid JSON ({error}); correct that line") from None
         if not isinstance(row, dict):
-            raise UserError(f'{where} is not a JSON object; write each line as {{"{column}": "..."}}')
-        if column not in row:
-            raise UserError(f"{where} has no column {column}; set data.text_column to one of {_list_columns(row)}")
-        text = row[column]
-        if not isinstance(text, str | None):
-            raise UserError(
-                f"column {column} in {where} has type {type(text).__name__}; set data.text_column to a column of text"
-            )
-        if text is not None:
+            example = ", ".join(f'"{column}": "..."' for column in columns.values())
+            raise UserError(f"{where} is not a JSON object; write each line as {{{example}}}")
+        texts = []
+        for key, column in columns.items():
+            if column not in row:
+                raise UserError(f"{where} has no column {column}; set {key} to one of {_list_columns(row)}")
+            text = row[column]
+            if not isinstance(text, str | None):
+                raise UserError(
+                    f"column {column} in {where} has type {type(text).__name__}; set {key} to a column of text"
+                )
             try:
-                text.isascii() or text.encode()
+                text is None or text.isascii() or text.encode()
             except UnicodeEncodeError:
                 raise UserError(f"{where} has a lone surrogate (half a character); remove it") from None
-            yield text
+            texts.append(text)
+        if _has_text(texts, where, columns):
+            yield texts
 
 
-def read_csv(path: str, file: InputFile, column: str) -> Iterator[str]:
-    """Yield the text column of a .csv file (RFC 4180), row by row. The first line contains the names of the columns.
+def _has_text(texts: Sequence[str | None], where: str, columns: dict[str, str]) -> bool:
+    """Whether the text of a row, which is the last column, is not null. Raises UserError for a null prompt."""
+    if texts[-1] is not None and None in texts:
+        prompt = columns["data.prompt_column"]
+        raise UserError(f'column {prompt} in {where} is null; write "" for no prompt, or remove that row')
+    return texts[-1] is not None
+
+
+def read_csv(path: str, file: InputFile, columns: dict[str, str]) -> Iterator[list[str]]:
+    """Yield the columns of a .csv file (RFC 4180), row by row. The first line contains the names of the columns.
 
     Blank lines are skipped. Raises UserError, with the line.
     """
@@ -211,17 +238,15 @@ def read_csv(path: str, file: InputFile, column: str) -> Iterator[str]:
         for row in filter(None, rows):
             if not header:
                 header = row
-                if column not in header:
-                    raise UserError(
-                        f"{file.address} has no column {column}; set data.text_column to one of {_list_columns(header)}"
-                    )
+                _check_columns(file, columns, header)
+                indices = [header.index(column) for column in columns.values()]
             elif len(row) != len(header):
                 raise UserError(
                     f"line {rows.line_num} of {file.address} has {len(row)} fields, but the first line names "
                     f"{len(header)} columns; put text that contains commas in quotation marks"
                 )
             else:
-                yield row[header.index(column)]
+                yield [row[index] for index in indices]
     except csv.Error as error:
         raise UserError(
             f"line {rows.line_num} of {file.address} is not valid CSV ({error}); correct that line"
@@ -241,6 +266,12 @@ def _read_lines(path: str, file: InputFile) -> Iterator[str]:
         if size > MAX_LINE_CHARS:
             raise UserError(f"{file.address} has a line of more than {MAX_LINE_CHARS:,} characters; split that line")
     yield "".join(parts)
+
+
+def _check_columns(file: InputFile, columns: dict[str, str], names: list[str]) -> None:
+    for key, column in columns.items():
+        if column not in names:
+            raise UserError(f"{file.address} has no column {column}; set {key} to one of {_list_columns(names)}")
 
 
 def _list_columns(columns: Iterable[str]) -> str:
@@ -281,8 +312,8 @@ def _download(address: str) -> str:
 
 
 def _iter_batches(file: InputFile, path: str, source: TextSource) -> Iterator[Any]:
-    """Yield Arrow tables of BATCH_ROWS rows with only the text column. Raises UserError and errors of `datasets`."""
-    datasets, column = _import_datasets(), source.text_column
+    """Yield Arrow tables of BATCH_ROWS rows, with the needed columns. Raises UserError and errors of `datasets`."""
+    datasets, columns = _import_datasets(), list(source.columns.values())
     if file.kind == "hub":
         if sys.stderr.isatty():
             datasets.enable_progress_bars()  # downloads of gigabytes
@@ -301,16 +332,19 @@ def _iter_batches(file: InputFile, path: str, source: TextSource) -> Iterator[An
             "parquet", data_files=[pattern], split="train", streaming=True, batch_size=BATCH_ROWS
         )
     names = rows.column_names or list(next(iter(rows), {}))
-    if names and column not in names:
-        raise UserError(f"{file.address} has no column {column}; set data.text_column to one of {_list_columns(names)}")
-    yield from rows.select_columns([column]).with_format("arrow").iter(batch_size=BATCH_ROWS) if names else ()
+    if names:
+        _check_columns(file, source.columns, names)
+    yield from rows.select_columns(columns).with_format("arrow").iter(batch_size=BATCH_ROWS) if names else ()
 
 
-def _text_column(table: Any, file: InputFile, column: str) -> list[str]:
-    kind = table.schema.field(column).type
-    if str(kind) not in ("string", "large_string", "string_view", "null"):
-        raise UserError(f"column {column} of {file.address} has type {kind}; set data.text_column to a column of text")
-    return [text for text in table[column].to_pylist() if text is not None]
+def _read_columns(table: Any, file: InputFile, columns: dict[str, str]) -> Iterator[Sequence[str]]:
+    for key, column in columns.items():
+        kind = table.schema.field(column).type
+        if str(kind) not in ("string", "large_string", "string_view", "null"):
+            raise UserError(f"column {column} of {file.address} has type {kind}; set {key} to a column of text")
+    for texts in zip(*(table[column].to_pylist() for column in columns.values()), strict=True):
+        if _has_text(texts, f"a row of {file.address}", columns):
+            yield texts
 
 
 def _explain_read_error(file: InputFile, error: BaseException) -> str:

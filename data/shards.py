@@ -2,7 +2,8 @@
 
 The training split is in train.bin and, if it is long, in train-00001.bin and so on; the validation split is in val.bin
 likewise. Each file is an array of little-endian uint16 (uint32 for a vocabulary of more than 65,536 tokens) without a
-header. meta.json lists the files in order, with their number of tokens and SHA-256. data/prepare.py writes the folder.
+header. If there are prompts, whose tokens are never targets, it is int32: a prompt's tokens are ~id, the others are id.
+meta.json lists the files in order, with their number of tokens and SHA-256. data/prepare.py writes the folder.
 """
 
 import hashlib
@@ -48,7 +49,7 @@ class ShardedTokens:
                 ids = np.fromfile(self.paths[number], self.dtype, count, offset=offset)
             except FileNotFoundError:
                 ids = pieces[0]
-            if len(ids) < count or ids.max() >= self.vocab_size:
+            if len(ids) < count or ids.max() >= self.vocab_size or ids.min() < -self.vocab_size:
                 raise TrainingFailed(
                     f"{self.paths[number]} was changed or removed while in use; run the same command again"
                 )

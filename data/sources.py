@@ -31,7 +31,7 @@ DOWNLOAD_TIMEOUT_S = 30.0  # how long a server may send nothing
 MIN_CACHED_BYTES = 2**24  # smaller files are always hashed, which is faster than the cache
 Position = tuple[int, int]  # (index of the document, index of the character in the document)
 # Keys of DataConfig that are fields of TextSource.
-SOURCE_SETTINGS = ("revision", "stream", "text_column", "row_is_document", "max_documents")
+SOURCE_SETTINGS = ("revision", "stream", "text_column", "prompt_column", "row_is_document", "max_documents")
 SOURCE_SETTINGS += ("val_documents", "val_fraction", "weight", "text_bytes")
 STDLIB_EXCLUDED = {"test", "tests", "idle_test", "idlelib", "lib2to3", "encodings", "site-packages", "dist-packages"}
 
@@ -91,6 +91,7 @@ class TextSource:
     revision: str | None
     stream: bool
     text_column: str | None
+    prompt_column: str | None
     row_is_document: bool
     max_documents: int | None
     val_documents: int | None
@@ -102,6 +103,12 @@ class TextSource:
     def end(self) -> Position | None:
         """Where reading `files` stops; None: at their end."""
         return None if self.max_documents is None else (self.max_documents, 0)
+
+    @property
+    def columns(self) -> dict[str, str]:
+        """The columns of a table that are read, by config key: the prompt if there is one, then the text."""
+        columns = {"data.prompt_column": self.prompt_column, "data.text_column": self.text_column}
+        return {key: column for key, column in columns.items() if column is not None}
 
     @property
     def is_streamed(self) -> bool:

@@ -67,7 +67,7 @@ class TextStats:
     def add(self, pieces: Iterable[Piece]) -> "TextStats":
         """Count all pieces."""
         length = 0
-        for text, ends_document in pieces:
+        for text, ends_document, _ in pieces:
             self.bytes += len(text.encode())
             length += len(text)
             if ends_document:
@@ -143,6 +143,8 @@ def _split_files(source: TextSource, stats: TextStats | None, bar: ProgressBar) 
         val, train = (START, (count, 0)), ((count, 0), source.end)
         val_share = 0.0 if stats is None else count / stats.documents
     else:
+        if source.prompt_column is not None and stats.documents == 1:
+            raise UserError(f"{source.name} has only one prompt and completion; use more rows, or set data.val_path")
         cut, train_share = stats.find_val_cut(fraction)
         train, val = (START, cut), (cut, source.end)
         val_share = 1 - train_share

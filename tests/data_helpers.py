@@ -56,7 +56,7 @@ def prepare_text(config: DataConfig, tokenizer: TokenizerConfig = BYTE, block_si
 
 
 def load_documents(config: DataConfig) -> list[str]:
-    return read_documents(resolve_sources(config))
+    return ["".join(document) for document in read_documents(resolve_sources(config))]
 
 
 def build(documents: list[str], config: TokenizerConfig) -> tiktoken.Encoding:

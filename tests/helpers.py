@@ -20,8 +20,8 @@ TRAINS_ON_CPU = [name for name in ON_CPU if BACKENDS[name].on["cpu"].gradients]
 TEXT = "".join(f"The {n}th line says {n * n} and no more; après tout, it's a line.\n" for n in range(400))
 TEXT_SOURCE = DataConfig(
     name="text", source="text", path="text.txt", url=None, repo=None, config=None, split=None, revision=None,
-    stream=False, text_column="text", row_is_document=True, max_documents=None, val_path=None, val_split=None,
-    val_documents=None, val_fraction=0.1, text_bytes=None, mix={}, weight=1.0, document_mask=False,
+    stream=False, text_column="text", prompt_column=None, row_is_document=True, max_documents=None, val_path=None,
+    val_split=None, val_documents=None, val_fraction=0.1, text_bytes=None, mix={}, weight=1.0, document_mask=False,
 )  # fmt: skip
 CHAR, BYTE = TokenizerConfig("char", None, None), TokenizerConfig("byte", None, None)
 BPE, GPT2 = TokenizerConfig("bpe", 300, None), TokenizerConfig("gpt2", None, None)

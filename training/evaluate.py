@@ -1,7 +1,7 @@
 """Evaluation: validation loss, a generated sample, attention statistics and attention maps."""
 
 from dataclasses import replace
-from math import isfinite, log
+from math import isfinite, log, nan
 from pathlib import Path
 from typing import Any
 
@@ -106,7 +106,8 @@ class Evaluator:
         # The losses are read from the device only after the last window, and summed in float64.
         total = sum(loss.item() for loss in nats)
         total, num_tokens, num_bytes = dist.all_reduce_sum(total, num_tokens, int(num_bytes))
-        return {"val/loss": total / max(1, num_tokens), "val/bpb": total / log(2) / max(1, num_bytes)}
+        loss = total / num_tokens if num_tokens else nan  # prompts may fill all windows
+        return {"val/loss": loss, "val/bpb": total / log(2) / max(1, num_bytes)}
 
     def generate_sample(self, step: int) -> str:
         """Generate a sample without a prompt. A signal ends it."""

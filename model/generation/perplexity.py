@@ -12,6 +12,7 @@ from torch import Tensor
 
 from common.console import make_table, printable
 from data.loader import IGNORE_INDEX
+from data.readers import Document
 from data.tokenizer import encode, end_of_text
 from model.gpt import GPT
 
@@ -43,22 +44,22 @@ class TextLoss:
         }
 
 
-def encode_document(tokenizer: tiktoken.Encoding, document: str, name: str) -> Tensor:
-    """Token ids (n,) of a document, int64, after an end-of-text token if the tokenizer has one.
+def encode_document(tokenizer: tiktoken.Encoding, document: Document, name: str) -> Tensor:
+    """Token ids (n,) of a document, int64, after an end-of-text token if the tokenizer has one. ~id for its prompt.
 
     Raises UserError, with the document's name, if a character has no token.
     """
-    tokens = torch.from_numpy(encode(tokenizer, document, name).astype("int64"))
+    prompt, text = (torch.from_numpy(encode(tokenizer, part, name).astype("int64")) for part in document)
     end = end_of_text(tokenizer)
-    return tokens if end is None else torch.cat((torch.tensor([end]), tokens))
+    return torch.cat((torch.tensor([] if end is None else [end], dtype=torch.int64), ~prompt, text))
 
 
 @torch.no_grad()
 def iter_losses(model: GPT, tokens: Tensor, token_bytes: Tensor) -> Iterator[TextLoss]:
-    """Yield the loss of tokens[1:], in parts. tokens (n,): one document. token_bytes (V,): UTF-8 length of each token.
+    """Yield the loss of tokens[1:], in parts, without a prompt's tokens. tokens (n,): see encode_document.
 
-    Every token counts once. As in validation, windows of block_size tokens follow each other. The last window ends with
-    the document, and may overlap with the one before it.
+    token_bytes (V,): UTF-8 length of each token. Every token counts once. As in validation, windows of block_size
+    tokens follow each other. The last window ends with the document, and may overlap with the one before it.
     """
     device, n = model.wte.weight.device, len(tokens) - 1
     width = min(model.config.block_size, n)
@@ -68,9 +69,11 @@ def iter_losses(model: GPT, tokens: Tensor, token_bytes: Tensor) -> Iterator[Tex
         inputs, targets = [], []
         for window_start in window_starts[first : first + windows_per_forward]:
             start = min(window_start, n - width)
-            inputs.append(tokens[start : start + width])
+            window = tokens[start : start + width]
+            inputs.append(window.maximum(~window))
             target = tokens[start + 1 : start + 1 + width].clone()
             target[: window_start - start] = IGNORE_INDEX  # these tokens count in the previous window
+            target[target < 0] = IGNORE_INDEX
             targets.append(target)
         y = torch.stack(targets).flatten()
         logits = model(torch.stack(inputs).to(device)).float()
@@ -79,12 +82,12 @@ def iter_losses(model: GPT, tokens: Tensor, token_bytes: Tensor) -> Iterator[Tex
         yield TextLoss(nats, len(counted), int(token_bytes[counted].sum()))
 
 
-def loss_table(documents: list[str], losses: list[TextLoss]) -> Table:
+def loss_table(documents: list[Document], losses: list[TextLoss]) -> Table:
     """A table with one row for each of the first MAX_TABLE_ROWS documents, and one row for all documents."""
     table = make_table("document", "begins with", "tokens", "loss", "perplexity", "bits/byte", left=2)
     if len(losses) > 1:
         for number, document in enumerate(documents[:MAX_TABLE_ROWS], start=1):
-            beginning = printable(" ".join(document[:80].split()))
+            beginning = printable(" ".join("".join(document)[:80].split()))
             beginning = beginning if len(beginning) <= 20 else beginning[:19] + "…"
             table.add_row(f"{number:,}", beginning, *_format_cells(losses[number - 1]))
         if len(losses) > MAX_TABLE_ROWS:

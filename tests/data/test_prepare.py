@@ -247,7 +247,7 @@ def test_memory_does_not_grow_with_the_text(workdir, tokenizer):
 
 
 def test_many_small_documents_are_several_chunks():
-    pieces = (("", True, "") for _ in range(200_000))
+    pieces = (("", True, False, "") for _ in range(200_000))
     assert max(map(len, encode.split_into_chunks(pieces))) < 50_000
 
 
@@ -259,7 +259,7 @@ def test_finished_files_of_a_remote_text_survive_an_error(workdir, monkeypatch, 
         for n in range(400):
             if fails and n == 300:
                 raise UserError("the network is gone")
-            yield f"document {n} " * 30, True
+            yield f"document {n} " * 30, True, False
 
     monkeypatch.setattr("data.splits.iter_text", iter_text)
     config = replace(TEXT_SOURCE, source="url", path=None, url="https://example.com/a.txt", val_fraction=0.05)
@@ -280,7 +280,7 @@ def test_hub_data_set_resumes_only_at_the_same_commit(workdir, monkeypatch, smal
         for n in range(400):
             if not network["is_up"] or (read == network["fails_at_read"] and n == 300):
                 raise UserError("the network is gone")
-            yield f"document {n} of the {source.revision} " * 30, True
+            yield f"document {n} of the {source.revision} " * 30, True, False
 
     class FakeHub:
         def dataset_info(self, repo, revision, timeout):
@@ -313,7 +313,7 @@ def test_hub_data_set_resumes_only_at_the_same_commit(workdir, monkeypatch, smal
 
 
 def test_short_remote_text_leaves_no_folder(workdir, monkeypatch):
-    monkeypatch.setattr("data.splits.iter_text", lambda source, files: iter([("short", True)]))
+    monkeypatch.setattr("data.splits.iter_text", lambda source, files: iter([("short", True, False)]))
     config = replace(TEXT_SOURCE, source="url", path=None, url="https://example.com/a.txt")
     with pytest.raises(UserError, match="a window needs"):
         prepare_text(config, CHAR)

@@ -205,14 +205,14 @@ def test_document_in_pieces_has_the_same_tokens(workdir, monkeypatch, kind):
     for size in (100, 301, 1000):
         monkeypatch.setattr(readers, "MAX_PIECE_CHARS", size)
         pieces = list(chunk_document([text[:77], text[77:]]))
-        assert "".join(piece for piece, _ in pieces) == text
-        assert [ends for _, ends in pieces] == [False] * (len(pieces) - 1) + [True]
-        assert max(len(piece) for piece, _ in pieces) <= size
-        assert np.array_equal(np.concatenate([encode(tokenizer, piece) for piece, _ in pieces]), whole)
+        assert "".join(piece for piece, *_ in pieces) == text
+        assert [ends for _, ends, _ in pieces] == [False] * (len(pieces) - 1) + [True]
+        assert max(len(piece) for piece, *_ in pieces) <= size
+        assert np.array_equal(np.concatenate([encode(tokenizer, piece) for piece, *_ in pieces]), whole)
 
 
 pieces_of = st.lists(st.lists(st.text("ab", max_size=4), min_size=1, max_size=3), min_size=1, max_size=5).map(
-    lambda documents: [(text, n == len(texts) - 1) for texts in documents for n, text in enumerate(texts)]
+    lambda documents: [(text, n == len(texts) - 1, False) for texts in documents for n, text in enumerate(texts)]
 )
 
 
@@ -220,7 +220,7 @@ pieces_of = st.lists(st.lists(st.text("ab", max_size=4), min_size=1, max_size=3)
 @given(pieces=pieces_of, data=st.data())
 def test_slice_documents_divides_at_any_position(pieces, data):
     lengths, length = [], 0
-    for text, ends in pieces:
+    for text, ends, _ in pieces:
         length += len(text)
         if ends:
             lengths.append(length)
@@ -228,10 +228,10 @@ def test_slice_documents_divides_at_any_position(pieces, data):
     document = data.draw(st.integers(0, len(lengths) - 1))
     cut = (document, data.draw(st.integers(0, lengths[document] - 1)) if lengths[document] else 0)
     first, second = list(slice_documents(pieces, (0, 0), cut)), list(slice_documents(pieces, cut, None))
-    assert "".join(text for text, _ in first + second) == "".join(text for text, _ in pieces)
-    assert sum(len(text) for text, _ in first) == sum(lengths[:document]) + cut[1]
-    assert sum(ends for _, ends in first) == document
-    assert sum(ends for _, ends in second) == len(lengths) - document
+    assert "".join(text for text, *_ in first + second) == "".join(text for text, *_ in pieces)
+    assert sum(len(text) for text, *_ in first) == sum(lengths[:document]) + cut[1]
+    assert sum(ends for _, ends, _ in first) == document
+    assert sum(ends for _, ends, _ in second) == len(lengths) - document
 
 
 UNREADABLE = [

@@ -19,7 +19,7 @@ from data.tokenizer import end_of_text
 @settings(max_examples=100, deadline=None)
 @given(documents=st.lists(st.text("abc", max_size=9), min_size=2, max_size=40), fraction=st.floats(0.05, 0.9))
 def test_val_cut_holds_out_complete_documents(documents, fraction):
-    stats = TextStats().add((text, True) for text in documents)
+    stats = TextStats().add((text, True, False) for text in documents)
     if not stats.characters:
         return
     (first, character), _ = stats.find_val_cut(fraction)
