@@ -214,16 +214,15 @@ def read_jsonl(path: str, file: InputFile, columns: dict[str, str]) -> Iterator[
             except UnicodeEncodeError:
                 raise UserError(f"{where} has a lone surrogate (half a character); remove it") from None
             texts.append(text)
-        if _has_text(texts, where, columns):
+        if None not in texts:
             yield texts
+        elif texts[-1] is not None:
+            raise _null_prompt_error(where, columns)
 
 
-def _has_text(texts: Sequence[str | None], where: str, columns: dict[str, str]) -> bool:
-    """Whether the text of a row, which is the last column, is not null. Raises UserError for a null prompt."""
-    if texts[-1] is not None and None in texts:
-        prompt = columns["data.prompt_column"]
-        raise UserError(f'column {prompt} in {where} is null; write "" for no prompt, or remove that row')
-    return texts[-1] is not None
+def _null_prompt_error(where: str, columns: dict[str, str]) -> UserError:
+    column = columns["data.prompt_column"]
+    return UserError(f'column {column} in {where} is null; write "" for no prompt, or remove that row')
 
 
 def read_csv(path: str, file: InputFile, columns: dict[str, str]) -> Iterator[list[str]]:
@@ -343,8 +342,10 @@ def _read_columns(table: Any, file: InputFile, columns: dict[str, str]) -> Itera
         if str(kind) not in ("string", "large_string", "string_view", "null"):
             raise UserError(f"column {column} of {file.address} has type {kind}; set {key} to a column of text")
     for texts in zip(*(table[column].to_pylist() for column in columns.values()), strict=True):
-        if _has_text(texts, f"a row of {file.address}", columns):
+        if None not in texts:
             yield texts
+        elif texts[-1] is not None:
+            raise _null_prompt_error(f"a row of {file.address}", columns)
 
 
 def _explain_read_error(file: InputFile, error: BaseException) -> str:
