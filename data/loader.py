@@ -14,6 +14,8 @@ are masked, so that every target counts exactly once.
 Document mask: a batch includes document ids, which increase at each end-of-text token. That token belongs to the next
 document: the document's first token is predicted from the end-of-text token alone, as in unconditional sampling.
 
+Prompts (data.prompt_column): their tokens are inputs, but their targets are IGNORE_INDEX.
+
 B sequences, T = block_size.
 """
 

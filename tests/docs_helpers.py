@@ -237,7 +237,7 @@ def write_document(folder: Path, value: str, column: str) -> None:
         (path / "b.md").write_text(TEXT[:2000])
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    rows = [{column: TEXT[i : i + 1000], "number": i} for i in range(0, 20_000, 1000)]
+    rows = [{column: TEXT[i : i + 1000], "number": i, "prompt": TEXT[i : i + 50]} for i in range(0, 20_000, 1000)]
     plain = path.with_suffix("") if path.suffix in (".gz", ".zst") else path
     if plain.suffix == ".parquet":
         from datasets import Dataset
@@ -245,7 +245,7 @@ def write_document(folder: Path, value: str, column: str) -> None:
         Dataset.from_list(rows).to_parquet(path)
     elif plain.suffix == ".csv":
         with plain.open("w", newline="") as file:
-            writer = csv.DictWriter(file, fieldnames=[column, "number"])
+            writer = csv.DictWriter(file, fieldnames=list(rows[0]))
             writer.writeheader()
             writer.writerows(rows)
     elif plain.suffix == ".jsonl":

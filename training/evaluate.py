@@ -1,7 +1,7 @@
 """Evaluation: validation loss, a generated sample, attention statistics and attention maps."""
 
 from dataclasses import replace
-from math import isfinite, log, nan
+from math import isfinite, log
 from pathlib import Path
 from typing import Any
 
@@ -9,6 +9,7 @@ import tiktoken
 import torch
 from torch import nn
 
+from common.errors import UserError
 from common.interrupt import StopRequest
 from common.system import peak_memory_bytes
 from data.loader import Loader
@@ -87,6 +88,7 @@ class Evaluator:
         """Mean loss over validation windows: val/loss in nats per token, val/bpb in bits per byte of text.
 
         The windows are spread evenly over the validation split. The processes share them. A signal ends the loop.
+        Tokens of prompts do not count. Raises UserError if the windows have no others.
         """
         loader, batch_size, dist = self.loader, self.batch_size, self.runtime.dist
         stride = loader.val_windows / self.windows
@@ -106,8 +108,12 @@ class Evaluator:
         # The losses are read from the device only after the last window, and summed in float64.
         total = sum(loss.item() for loss in nats)
         total, num_tokens, num_bytes = dist.all_reduce_sum(total, num_tokens, int(num_bytes))
-        loss = total / num_tokens if num_tokens else nan  # prompts may fill all windows
-        return {"val/loss": loss, "val/bpb": total / log(2) / max(1, num_bytes)}
+        if not num_tokens and not self.stop.requested:
+            raise UserError(
+                f"the {self.windows} validation windows have only prompts, and no token of a completion; set a larger "
+                "eval.batches, or null"
+            )
+        return {"val/loss": total / max(1, num_tokens), "val/bpb": total / log(2) / max(1, num_bytes)}
 
     def generate_sample(self, step: int) -> str:
         """Generate a sample without a prompt. A signal ends it."""

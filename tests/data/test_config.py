@@ -20,8 +20,10 @@ def test_hub_source_needs_repo_and_split(key, example):
         replace(HUB, **{key: None}).check()
 
 
-@pytest.mark.parametrize("key", ["path", "val_path", "val_documents", "val_fraction", "max_documents", "text_column"])
+@pytest.mark.parametrize(
+    "key", ["path", "val_path", "val_documents", "val_fraction", "max_documents", "text_column", "prompt_column"]
+)
 def test_keys_of_single_sources_are_rejected_for_a_mix(key):
-    value = {"path": "a", "val_path": "a", "val_fraction": 0.3, "text_column": "a"}.get(key, 3)
+    value = {"path": "a", "val_path": "a", "val_fraction": 0.3, "text_column": "a", "prompt_column": "a"}.get(key, 3)
     with pytest.raises(UserError, match=rf"data.{key}=.* does not apply to a mix; set data.mix.NAME.{key}"):
         make_mix(mix={"one": TEXT_SOURCE}, **{key: value}).check()

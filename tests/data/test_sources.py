@@ -82,6 +82,7 @@ def test_fingerprint_covers_everything_that_decides_the_tokens(workdir):
         "split": "x",
         "revision": "x",
         "text_column": "x",
+        "prompt_column": "x",
         "stream": True,
         "row_is_document": False,
         "max_documents": 9,

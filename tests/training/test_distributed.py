@@ -46,10 +46,14 @@ def assert_same_curve(a, b):
 
 @pytest.mark.slow
 def test_two_processes_train_like_one(train, workdir):
-    out = finish(torchrun(2, "name=two", "train.steps=12", "train.micro_batch_size=2"))
+    """Also if their micro batches have different numbers of targets."""
+    rows = [{"prompt": "Ask " * (n % 7) + f"{n}? ", "text": f"It is {n * n}." * (n % 3)} for n in range(99)]
+    (workdir / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+    settings = ["train.steps=12", "data.path=rows.jsonl", "data.prompt_column=prompt"]
+    out = finish(torchrun(2, "name=two", "train.micro_batch_size=2", *settings))
     assert out.count("preparing text") == 1
     assert out.count("step 12: validation loss") == 1
-    assert train("name=one", "train.steps=12", *SINGLE) == 0
+    assert train("name=one", *SINGLE, *settings) == 0
     assert_same_curve(metrics("one"), metrics("two"))
     assert [path.name for path in (workdir / "runs").iterdir() if path.is_dir()].count("two") == 1
     one, two = (load_checkpoint(workdir / f"runs/{name}/checkpoints/last.pt") for name in ("one", "two"))
