@@ -71,6 +71,7 @@ def test_trained_model_is_the_same_in_transformers_and_when_imported(train, samp
                          (transformers.AutoModelForCausalLM, transformers.AutoTokenizer))  # fmt: skip
     generate = transformers.pipeline("text-generation", model=theirs, tokenizer=tokenizer)
     text = generate(PROMPT, max_new_tokens=20, do_sample=False)[0]["generated_text"]
+    assert generate(PROMPT)[0]["generated_text"].startswith(PROMPT)  # with the settings in generation_config.json
     greedy = ["temperature=0", f"prompt={PROMPT}", "max_new_tokens=20"]
     assert sample("run=a", *greedy) == sample("run=hf:exported", *greedy) == text + "\n"
     ours, our_tokenizer = load("a")

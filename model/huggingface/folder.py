@@ -59,9 +59,9 @@ def write_folder(out: Path, checkpoint: dict, run: str, dtype: torch.dtype) -> N
     save_file({name: w.to(dtype) for name, w in weights.items()}, out / "model.safetensors", {"format": "pt"})
     write_json(out / "tokenizer.json", to_tokenizer_json(spec))
     write_json(out / "tokenizer_config.json", tokenizer_config)
-    write_json(
-        out / "generation_config.json", {**token_ids, "do_sample": True, "temperature": 0.8, "max_new_tokens": 300}
-    )
+    # learned positions end at block_size: prompt and sample must fit
+    sampling = {"do_sample": True, "temperature": 0.8, "max_new_tokens": max(1, config.block_size // 2)}
+    write_json(out / "generation_config.json", token_ids | sampling)
     write_json(out / "config.json", content)
     shutil.copymode(out / "config.json", out / "model.safetensors")  # safetensors makes it readable for its owner only
 
