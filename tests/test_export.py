@@ -13,6 +13,7 @@ import transformers
 
 from common.checkpoint_file import load_checkpoint, save_checkpoint
 from configs.cli import parse_config, run_main
+from data.tokenizer import END_OF_TEXT, end_of_text
 from sample import load
 
 PROMPT = "The 7th line"
@@ -102,6 +103,36 @@ def test_training_starts_from_an_exported_folder(train, export, workdir):
         assert torch.allclose(weight, after["model"][name][: len(weight)], atol=1e-6), name
 
 
+def test_model_finetuned_in_transformers_is_imported_with_its_biases(train, export):
+    assert train("name=a", "model=nanogpt", "tokenizer=byte") == 0
+    assert export("run=a", "out=exported")[0] == 0
+    model = transformers.AutoModelForCausalLM.from_pretrained("exported")
+    with torch.no_grad():
+        for p in model.parameters():
+            p.add_(0.1)
+    model.save_pretrained("finetuned")
+    shutil.copy("exported/tokenizer.json", "finetuned")
+    tokens, (ours, _) = torch.arange(10)[None], load("hf:finetuned")
+    with torch.no_grad():
+        torch.testing.assert_close(ours(tokens), model(tokens).logits, atol=1e-4, rtol=1e-4)
+
+
+def test_end_of_text_token_of_another_name_ends_samples(train, export, documents):
+    assert train("name=a", *LLAMA, "data.path=docs") == 0
+    assert export("run=a", "out=exported")[0] == 0
+    path = Path("exported/tokenizer.json")
+    path.write_text(path.read_text().replace(END_OF_TEXT, "</s>"))
+    assert end_of_text(load("hf:exported")[1]) == end_of_text(load("a")[1]) == 256
+
+
+def test_refused_export_keeps_other_files(train, export, workdir):
+    assert train("name=a") == 0  # an architecture that cannot be exported
+    (workdir / "mine.partial").mkdir()
+    before = sorted(workdir.rglob("*"))
+    assert export("run=a", "out=mine")[0] == export("run=a", "out=new/mine")[0] == 2
+    assert sorted(workdir.rglob("*")) == before
+
+
 def test_half_precision_is_half_the_size(train, export):
     assert train("name=a", *LLAMA) == 0
     for dtype in ("float32", "bfloat16"):
@@ -144,6 +175,8 @@ WRONG = [
     ({"model.safetensors": "x" * 99}, ["run=hf:exported"], "model.safetensors is damaged"),
     ({"config.json": "{"}, ["run=hf:exported"], "config.json is damaged"),
     ({"config.json": "{}"}, ["run=hf:exported"], "model_type=null, but only gpt2, llama, arcee can be imported"),
+    ({"config.json": "[1]"}, ["run=hf:exported"], "model_type=null, but only"),
+    ({"config.json": '{"model_type": "gpt2", "quantization_config": {}}'}, ["run=hf:exported"], "quantized weights"),
     ({"tokenizer.json": "{}"}, ["run=hf:exported"], "tokenizer.json is not a byte-level BPE tokenizer"),
     ({}, ["run=hf:exported"], "exported is already a folder for transformers; set format=gguf"),
 ]

@@ -25,6 +25,9 @@ PLAIN = {"mixer_pattern": ["softmax"], "window_pattern": [None], "qk_norm": Fals
 UNUSED = {"n_kv_head": None, "dropout": 0.0, "mixer": "softmax", "window": None, "qk_norm": False,
           "attention_softcap": None, "logit_softcap": None, "pad_vocab_multiple": 1, "max_ngram": 1,
           "ngram_table_size": 1}  # fmt: skip
+# Types of settings in config.json that are not int.
+SETTING_TYPES = {"n_kv_head": (int, type(None)), "mlp_width": (int, type(None)), "mlp": (str,), "bias": (bool,),
+                 "tie_embeddings": (bool,)}  # fmt: skip
 CONV1D = re.compile(r"\.c_(attn|proj|fc)$")  # layers of GPT-2 whose weight has the shape (in, out)
 PREFIX = "transformer."  # of the names in GPT-2 folders, but not in those that OpenAI published
 
@@ -140,19 +143,28 @@ def to_config_json(config: GPTConfig, model_type: str) -> dict[str, Any]:
 
 def from_config_json(content: dict[str, Any], path: str) -> GPTConfig:
     """The architecture that a config.json describes, without dropout. Raises UserError; path: of the file."""
+    content = content if isinstance(content, dict) else {}
     model_type = content.get("model_type")
-    if model_type not in ARCHITECTURES:
+    if not isinstance(model_type, str) or model_type not in ARCHITECTURES:
         known = ", ".join(ARCHITECTURES)
         raise UserError(
             f"{path} has model_type={format_value(model_type)}, but only {known} can be imported; set another folder"
         )
+    if content.get("quantization_config") is not None:
+        raise UserError(
+            f"{path} describes quantized weights; set a folder with weights in float32, bfloat16 or float16"
+        )
     architecture = ARCHITECTURES[model_type]
     rope = content.get("rope_scaling") or content.get("rope_parameters") or {}  # the latter since transformers 5
+    rope = rope if isinstance(rope, dict) else {"rope_type": rope}
     is_scaled = rope.get("rope_type", rope.get("type", "default")) != "default"
     content = architecture.defaults | content | rope | {"rope_scaling": rope if is_scaled else None}
     mlps = {theirs: ours for ours, theirs in architecture.mlp.items()}
     try:
         settings = {ours: content[theirs] for ours, theirs in architecture.keys.items()}
+        for ours, value in settings.items():
+            if type(value) not in SETTING_TYPES.get(ours, (int,)):
+                raise TypeError(f"{architecture.keys[ours]}={value!r}")
         settings["mlp"] = mlps.get(settings["mlp"], next(iter(architecture.mlp)))  # others are refused below
         config = GPTConfig(**UNUSED | architecture.needs | settings, name=model_type)
     except KeyError as error:
@@ -213,6 +225,10 @@ def import_weights(tensors: dict[str, Tensor], config: GPTConfig, vocab_size: in
                 raise UserError(
                     f"{their_name} in {path} has the shape {tuple(tensor.shape)}, which does not fit config.json; "
                     "copy both files again"
+                )
+            if part.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+                raise UserError(
+                    f"{their_name} in {path} has the type {part.dtype}; set a folder with weights in float32"
                 )
             parts.append(part)
         weights[name] = torch.cat(parts).float()

@@ -2,7 +2,7 @@
 
 import re
 import shutil
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -17,7 +17,6 @@ from model.config import GPTConfig
 from model.huggingface.architectures import (
     ARCHITECTURES,
     export_weights,
-    find_architecture,
     from_config_json,
     import_weights,
     to_config_json,
@@ -27,14 +26,10 @@ from model.huggingface.tokenizer_json import from_tokenizer_json, to_tokenizer_j
 FILES = ("config.json", "model.safetensors", "tokenizer.json")
 
 
-def write_folder(out: Path, checkpoint: dict, run: str, dtype: torch.dtype) -> None:
-    """Write a model as a folder for transformers. checkpoint: its content.
-
-    Raises UserError if transformers has no equal architecture; run: its name in the message.
-    """
+def write_folder(out: Path, checkpoint: dict, model_type: str, dtype: torch.dtype) -> None:
+    """Write a model as a folder for transformers. checkpoint: its content. model_type: see find_architecture."""
     config = GPTConfig.from_checkpoint(checkpoint["model_config"])
     vocab_size, spec = checkpoint["vocab_size"], checkpoint["tokenizer"]
-    model_type = find_architecture(config, run)
     weights = export_weights(checkpoint["model"], config, model_type, vocab_size)
     end = spec["special"].get(END_OF_TEXT)
     token_ids = {"bos_token_id": end, "eos_token_id": end}
@@ -84,7 +79,10 @@ def find_folder(name: str) -> Path:
                 "and set hf:FOLDER"
             ) from None
     if missing := [file for file in FILES if not (folder / file).is_file()]:
-        raise UserError(f"{folder} has no {missing[0]}; set hf:FOLDER to a folder with {', '.join(FILES)}")
+        raise UserError(
+            f"{folder} has no {missing[0]}; set hf:FOLDER to a folder with {', '.join(FILES)}, as written by "
+            "save_pretrained(FOLDER, max_shard_size='100GB') of transformers"
+        )
     return folder
 
 
@@ -93,13 +91,25 @@ def read_folder(folder: Path) -> dict[str, Any]:
 
     Raises UserError if it is damaged, or if the architecture or the tokenizer cannot be imported.
     """
-    config = from_config_json(read_json(folder / "config.json"), str(folder / "config.json"))
+    content = read_json(folder / "config.json")
+    config = from_config_json(content, str(folder / "config.json"))
     spec = from_tokenizer_json(read_json(folder / "tokenizer.json"), str(folder / "tokenizer.json"))
+    if END_OF_TEXT not in spec["special"]:  # the end-of-text token can have another name, such as </s>
+        end = content.get("eos_token_id")
+        spec["special"] = {END_OF_TEXT if i == end else name: i for name, i in spec["special"].items()}
     vocab_size = 1 + max([len(spec["tokens"]) - 1, *spec["special"].values()])
+    if vocab_size > content.get("vocab_size", vocab_size):
+        raise UserError(
+            f"{folder}/tokenizer.json has {vocab_size:,} tokens, but config.json has vocab_size="
+            f"{content['vocab_size']}; copy both files from the same folder"
+        )
     path = folder / "model.safetensors"
     try:
         tensors = load_file(path)
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path} is damaged ({error}); copy it again") from None
+    # transformers keeps the key "bias" of our GPT-2 folders when it finetunes them, although it trains the biases
+    has_bias = any(name.endswith(".bias") and tensor.ndim == 1 and tensor.any() for name, tensor in tensors.items())
+    config = replace(config, bias=config.bias or has_bias)
     weights = import_weights(tensors, config, vocab_size, str(path))
     return {"model_config": asdict(config), "vocab_size": vocab_size, "tokenizer": spec, "model": weights}

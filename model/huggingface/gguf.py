@@ -14,7 +14,7 @@ from torch import Tensor
 from common.errors import UserError, format_value
 from data.tokenizer import END_OF_TEXT
 from model.config import GPTConfig
-from model.huggingface.architectures import CONV1D, export_weights, find_architecture
+from model.huggingface.architectures import CONV1D, export_weights
 from model.huggingface.tokenizer_json import GPT2_PATTERN, list_merges, to_printable
 
 MLPS = {"gpt2": "gelu_tanh", "llama": "swiglu", "arcee": "relu2"}  # the activations that llama.cpp implements
@@ -29,27 +29,26 @@ def check_gguf(config: GPTConfig, model_type: str, spec: dict, run: str) -> None
     if spec["name"] != "byte" and spec["pattern"] != GPT2_PATTERN:
         raise UserError(
             f"{run} has the tokenizer {spec['name']}, whose rule for splitting text into words llama.cpp does not "
-            "have; train with tokenizer=gpt2 or byte, or set format=huggingface"
+            "have; train a model with tokenizer=gpt2 or byte"
         )
 
 
-def write_gguf(out: Path, checkpoint: dict, run: str, dtype: torch.dtype) -> None:
-    """Write a model as a GGUF file. checkpoint: its content. Vectors and positions stay float32.
+def write_gguf(out: Path, checkpoint: dict, model_type: str, name: str, dtype: torch.dtype) -> None:
+    """Write a model, which check_gguf accepts, as a GGUF file. Vectors and positions stay float32.
 
-    Raises UserError if llama.cpp has no equal architecture or tokenizer; run: its name in the message.
+    checkpoint: its content. model_type: see find_architecture. name: of the model. Raises UserError if the package gguf
+    is missing.
     """
     try:
         import gguf
     except ImportError:
         raise UserError("format=gguf needs the package gguf; install it with: pip install gguf") from None
     config, spec = GPTConfig.from_checkpoint(checkpoint["model_config"]), checkpoint["tokenizer"]
-    model_type = find_architecture(config, run)
-    check_gguf(config, model_type, spec, run)
 
     writer = gguf.GGUFWriter(out, model_type)
     file_types = {torch.float32: "ALL_F32", torch.float16: "MOSTLY_F16", torch.bfloat16: "MOSTLY_BF16"}
     writer.add_file_type(gguf.LlamaFileType[file_types[dtype]])
-    writer.add_name(run)
+    writer.add_name(name)
     writer.add_context_length(config.block_size)
     writer.add_embedding_length(config.n_embd)
     writer.add_block_count(config.n_layer)
@@ -67,8 +66,8 @@ def write_gguf(out: Path, checkpoint: dict, run: str, dtype: torch.dtype) -> Non
 
     names = gguf.get_tensor_name_map(gguf.MODEL_ARCH[model_type.upper()], config.n_layer)
     weights = export_weights(checkpoint["model"], config, model_type, checkpoint["vocab_size"])
-    for name, weight in weights.items():
-        module, _, kind = name.rpartition(".")
+    for tensor_name, weight in weights.items():
+        module, _, kind = tensor_name.rpartition(".")
         weight = weight.float().T if CONV1D.search(module) and kind == "weight" else weight.float()
         if module.endswith(("q_proj", "k_proj")):
             weight = _interleave(weight, config.head_dim)

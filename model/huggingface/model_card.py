@@ -25,8 +25,6 @@ print(generate("The")[0]["generated_text"])
 | | |
 |---|---|
 {facts}
-
-![Training and validation loss](loss.png)
 """
 
 
@@ -48,4 +46,5 @@ def format_model_card(run: Path, checkpoint: dict) -> str:
     facts["versions"] = ", ".join(f"{name} {version}" for name, version in summary.get("versions", {}).items())
     rows = [f"| {key.replace('_', ' ')} | {str(value).replace('|', chr(92) + '|')} |" for key, value in facts.items()]
     parameters = format_si(summary.get("n_params", sum(w.numel() for w in checkpoint["model"].values())))
-    return TEMPLATE.format(name=run.name, parameters=parameters, facts="\n".join(rows))
+    picture = "\n![Training and validation loss](loss.png)\n" if (run / "loss.png").exists() else ""
+    return picture.join([TEMPLATE.format(name=run.name, parameters=parameters, facts="\n".join(rows)), ""])

@@ -14,7 +14,7 @@ import base64
 from typing import Any
 
 from common.errors import UserError
-from data.tokenizer import BPE_PATTERN, CHARACTER_PATTERN
+from data.tokenizer import BPE_PATTERN, CHARACTER_PATTERN, from_spec
 
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 
@@ -101,20 +101,26 @@ def from_tokenizer_json(content: dict, path: str) -> dict:
         merged_ids = [ids[left + right] for left, right in merges]
         is_supported = (
             content["normalizer"] is None
+            and (content.get("post_processor") or {"type": "ByteLevel"})["type"] == "ByteLevel"  # others add tokens
+            and all(type(i) is int for i in special.values())
+            and len(tokens) > 0
             and merged_ids == sorted(merged_ids)  # tiktoken merges the lowest id first
             and [ids[token] for token in strings] == list(range(len(ids)))
             and (is_char or set(all_bytes) <= set(tokens))
         )
         pattern = _read_pattern(content["pre_tokenizer"])
+        name = "char" if is_char else "byte" if tokens == all_bytes and pattern == CHARACTER_PATTERN else "bpe"
+        encoded = [base64.b64encode(token).decode() for token in tokens]
+        spec = {"name": name, "pattern": pattern, "tokens": encoded, "special": special}
+        from_spec(spec)
     except (KeyError, TypeError, ValueError, AttributeError):  # other kinds of tokenizers have other keys
         is_supported = False
     if not is_supported:
         raise UserError(
-            f"{path} is not a byte-level BPE tokenizer with ids in the order of its merges; set another folder"
+            f"{path} is not a byte-level BPE tokenizer that tiktoken can reproduce, which has no normalizer, adds no "
+            "tokens to a text, has one pattern, and has ids in the order of its merges; set another folder"
         )
-    name = "char" if is_char else "byte" if tokens == all_bytes and pattern == CHARACTER_PATTERN else "bpe"
-    encoded = [base64.b64encode(token).decode() for token in tokens]
-    return {"name": name, "pattern": pattern, "tokens": encoded, "special": special}
+    return spec
 
 
 def _read_pattern(pre_tokenizer: dict) -> str:

@@ -140,7 +140,10 @@ NOT_IMPORTABLE = [
     ({"head_dim": 5}, "head_dim=5, but only 8"),
     ({"hidden_act": "gelu"}, "hidden_act=gelu, but only silu"),
     ({"mlp_bias": True}, "mlp_bias=true, but only false"),
-    ({"hidden_size": None}, "does not describe a model"),
+    ({"hidden_size": None}, "does not describe a model: hidden_size=None"),
+    ({"num_hidden_layers": 2.0}, "does not describe a model: num_hidden_layers=2.0"),
+    ({"tie_word_embeddings": "false"}, "does not describe a model: tie_word_embeddings='false'"),
+    ({"rope_scaling": "linear"}, "rope_scaling={rope_type:linear}, but only null"),
     ({"num_attention_heads": 5}, "does not describe a model: model.n_embd=32 must be a multiple"),
 ]
 
