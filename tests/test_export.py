@@ -237,6 +237,7 @@ def test_gguf_file_has_all_tensors(train, export):
     assert reader.fields["tokenizer.ggml.pre"].contents() == "gpt-2"
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("model", [["model=gpt2", "tokenizer=byte"], LLAMA])
 def test_ctranslate2_generates_the_same_text(train, export, documents, model):
     pytest.importorskip("ctranslate2", reason="NOT RUN: needs ctranslate2")
@@ -260,6 +261,7 @@ print("ids", result.sequences_ids[0])
     assert f"ids {ids[-4:]}" in output
 
 
+@pytest.mark.slow
 def test_lm_eval_scores_an_exported_model_as_sample_does(train, export, sample, documents):
     pytest.importorskip("lm_eval", reason="NOT RUN: needs lm-eval")
     assert train("name=a", *LLAMA, "data.path=docs") == 0
