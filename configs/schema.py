@@ -201,6 +201,11 @@ class Export:
         rules = [
             ("checkpoint", CHECKPOINT_NAME.fullmatch(self.checkpoint), UNKNOWN_CHECKPOINT),
             ("format", self.format in ("huggingface", "gguf"), "is unknown; set huggingface or gguf"),
+            (
+                "out",
+                self.format == "gguf" or not (self.out or "").endswith(".gguf"),
+                "needs format=gguf; set it too, or set a folder",
+            ),
             ("out", self.out != "", "is empty; set a folder, or with format=gguf a file"),
             (
                 "dtype",

@@ -203,7 +203,9 @@ def read_jsonl(path: str, file: InputFile, columns: dict[str, str]) -> Iterator[
         texts = []
         for key, column in columns.items():
             if column not in row:
-                raise UserError(f"{where} has no column {column}; set {key} to one of {_list_columns(row)}")
+                others = _list_columns(name for name in row if name not in columns.values())
+                fix = "complete or remove that row" if others == "none" else f"set {key} to one of {others}"
+                raise UserError(f"{where} has no column {column}; {fix}")
             text = row[column]
             if not isinstance(text, str | None):
                 raise UserError(

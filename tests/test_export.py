@@ -89,10 +89,14 @@ def test_trained_model_is_the_same_in_transformers_and_when_imported(train, samp
     assert f"{loss:.4f} nats" in card and "50 steps" in card and Path("exported/loss.png").exists()
 
 
-def test_training_starts_from_an_exported_folder(train, export, workdir):
+def test_training_starts_from_an_exported_folder(train, export, capsys):
     assert train("name=a", *LLAMA) == 0
     assert export("run=a")[0] == 0
     words = ["train.init_from=hf:runs/a/huggingface", "tokenizer=run", "tokenizer.run=hf:runs/a/huggingface"]
+    assert train("name=b", *words) == 2  # another model; the message lists all settings to change
+    advice = capsys.readouterr().err.partition("; set ")[2].split()
+    assert "model.n_kv_head=2" in advice
+    assert train("name=c", "model.block_size=64", *words, *advice) == 0
     assert (
         train("name=b", *LLAMA[:-1], *words, "model.pad_vocab_multiple=64", "optimizer=adamw", "optimizer.lr=1e-12")
         == 0
@@ -167,6 +171,7 @@ WRONG = [
     ({}, ["run=none"], "run=none has no checkpoint"),
     ({}, ["format=zip"], "format=zip is unknown; set huggingface or gguf"),
     ({}, ["dtype=int8"], "dtype=int8 is unknown; set float32, bfloat16 or float16"),
+    ({}, ["out=a.gguf"], "out=a.gguf needs format=gguf; set it too, or set a folder"),
     ({}, ["out=text.txt"], "text.txt exists; set another out, or remove it"),
     ({}, ["run=hf:somewhere/else/x"], "somewhere/else/x has no config.json; set hf:FOLDER"),
     ({}, ["run=hf:no/such"], "hf:no/such is not a folder, and could not be downloaded"),

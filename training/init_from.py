@@ -1,6 +1,6 @@
 """Finetuning: start a run from the weights and the tokenizer of another run, or of a model for transformers."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import torch.nn.functional as F
 
@@ -40,10 +40,15 @@ def load_init_weights(init_from: str, model: GPT, metadata: dict) -> None:
     fits = model.config.position == "rotary" or saved_config.block_size >= T
     may_differ = {"name", "dropout", "pad_vocab_multiple"} | ({"block_size"} if fits else set())
     may_differ |= {"ngram_table_size"} if saved_config.max_ngram == 1 else set()
-    settings = _effective_settings(model.config)
+    # the values that null stands for, if all other settings are those of the saved model
+    settings = asdict(model.config) | {
+        "n_kv_head": model.config.n_kv_head or saved_config.n_head,
+        "mlp_width": model.config.mlp_width or replace(saved_config, mlp_width=None).mlp_channels,
+    }
+    saved_settings = asdict(saved_config) | {"n_kv_head": saved_config.kv_heads, "mlp_width": saved_config.mlp_channels}
     different = [
         f"model.{key}={format_value(value)}"
-        for key, value in _effective_settings(saved_config).items()
+        for key, value in saved_settings.items()
         if value != settings[key] and key not in may_differ
     ]
     if different:
@@ -60,11 +65,6 @@ def load_init_weights(init_from: str, model: GPT, metadata: dict) -> None:
 def resolve_init_from(init_from: str) -> str:
     """The name of the model in train.init_from, for load_pretrained."""
     return f"hf:openai-community/{init_from}" if init_from in GPT2_MODELS else init_from.removeprefix("run:")
-
-
-def _effective_settings(config: GPTConfig) -> dict:
-    """The settings of a model, with the values that null stands for."""
-    return asdict(config) | {"n_kv_head": config.kv_heads, "mlp_width": config.mlp_channels}
 
 
 def _without_name(spec: dict) -> dict:

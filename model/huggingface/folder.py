@@ -1,5 +1,6 @@
 """Folders in the layout of Hugging Face transformers: config.json, model.safetensors, tokenizer.json."""
 
+import json
 import re
 import shutil
 from dataclasses import asdict, replace
@@ -11,7 +12,7 @@ from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
 from common.errors import UserError
-from common.files import read_json, write_json
+from common.files import write_json
 from data.tokenizer import END_OF_TEXT
 from model.config import GPTConfig
 from model.huggingface.architectures import (
@@ -91,9 +92,9 @@ def read_folder(folder: Path) -> dict[str, Any]:
 
     Raises UserError if it is damaged, or if the architecture or the tokenizer cannot be imported.
     """
-    content = read_json(folder / "config.json")
+    content = _read_json(folder / "config.json")
     config = from_config_json(content, str(folder / "config.json"))
-    spec = from_tokenizer_json(read_json(folder / "tokenizer.json"), str(folder / "tokenizer.json"))
+    spec = from_tokenizer_json(_read_json(folder / "tokenizer.json"), str(folder / "tokenizer.json"))
     if END_OF_TEXT not in spec["special"]:  # the end-of-text token can have another name, such as </s>
         end = content.get("eos_token_id")
         spec["special"] = {END_OF_TEXT if i == end else name: i for name, i in spec["special"].items()}
@@ -113,3 +114,10 @@ def read_folder(folder: Path) -> dict[str, Any]:
     config = replace(config, bias=config.bias or has_bias)
     weights = import_weights(tensors, config, vocab_size, str(path))
     return {"model_config": asdict(config), "vocab_size": vocab_size, "tokenizer": spec, "model": weights}
+
+
+def _read_json(path: Path) -> Any:
+    try:
+        return json.loads(path.read_text(encoding="utf-8-sig"))
+    except ValueError as error:
+        raise UserError(f"{path} is damaged ({error}); copy it again") from None
