@@ -182,6 +182,7 @@ WRONG = [
     ({"config.json": "{}"}, ["run=hf:exported"], "model_type=null, but only gpt2, llama, arcee can be imported"),
     ({"config.json": "[1]"}, ["run=hf:exported"], "model_type=null, but only"),
     ({"config.json": '{"model_type": "gpt2", "quantization_config": {}}'}, ["run=hf:exported"], "quantized weights"),
+    ({"config.json": "no vocab_size"}, ["run=hf:exported"], "config.json has vocab_size=null, but tokenizer.json has"),
     ({"tokenizer.json": "{}"}, ["run=hf:exported"], "tokenizer.json is not a byte-level BPE tokenizer"),
     ({}, ["run=hf:exported"], "exported is already a folder for transformers; set format=gguf"),
 ]
@@ -193,6 +194,9 @@ def test_wrong_input_is_one_sentence_and_leaves_nothing(train, export, workdir, 
     if any(word.startswith("run=hf:exported") for word in words):
         assert export("run=a", "out=exported")[0] == 0
     for name, content in files.items():
+        if content == "no vocab_size":
+            fields = json.loads((workdir / "exported" / name).read_text())
+            content = json.dumps({key: value for key, value in fields.items() if key != "vocab_size"})
         (workdir / "exported" / name).unlink()
         if content is not None:
             (workdir / "exported" / name).write_text(content)
@@ -239,6 +243,10 @@ def test_gguf_file_has_all_tensors(train, export):
     assert sum(int(t.n_elements) for t in reader.tensors) == sum(w.numel() for w in weights.values())
     names = {tensor.name: tensor for tensor in reader.tensors}
     np.testing.assert_allclose(names["blk.1.ffn_down.weight"].data, weights["blocks.1.mlp.proj.weight"], atol=1e-3)
+    q, ours = names["blk.0.attn_q.weight"].data, weights["blocks.0.attn.qkv.weight"]
+    half = ours.shape[1] // 4 // 2  # of the channels of the first of four heads, whose rows are interleaved
+    np.testing.assert_allclose(q[0 : 2 * half : 2], ours[:half], atol=1e-3)
+    np.testing.assert_allclose(q[1 : 2 * half : 2], ours[half : 2 * half], atol=1e-3)
     assert reader.fields["tokenizer.ggml.pre"].contents() == "gpt-2"
 
 

@@ -19,15 +19,12 @@ from model.config import GPTConfig
 from model.gpt import GPT
 
 # Values of GPTConfig that all architectures need.
-PLAIN = {"mixer_pattern": ["softmax"], "window_pattern": [None], "qk_norm": False, "attention_softcap": None,
-         "logit_softcap": None, "max_ngram": 1}  # fmt: skip
+PLAIN = dict(mixer="softmax", window=None, qk_norm=False, attention_softcap=None, logit_softcap=None, max_ngram=1)
 # Values of GPTConfig that config.json does not contain.
-UNUSED = {"n_kv_head": None, "dropout": 0.0, "mixer": "softmax", "window": None, "qk_norm": False,
-          "attention_softcap": None, "logit_softcap": None, "pad_vocab_multiple": 1, "max_ngram": 1,
-          "ngram_table_size": 1}  # fmt: skip
-# Types of settings in config.json that are not int.
-SETTING_TYPES = {"n_kv_head": (int, type(None)), "mlp_width": (int, type(None)), "mlp": (str,), "bias": (bool,),
-                 "tie_embeddings": (bool,)}  # fmt: skip
+UNUSED = PLAIN | dict(n_kv_head=None, dropout=0.0, pad_vocab_multiple=1, ngram_table_size=1)
+# Types in config.json of settings that are not int.
+INT_OR_NULL = (int, type(None))
+SETTING_TYPES = dict(n_kv_head=INT_OR_NULL, mlp_width=INT_OR_NULL, mlp=(str,), bias=(bool,), tie_embeddings=(bool,))
 CONV1D = re.compile(r"\.c_(attn|proj|fc)$")  # layers of GPT-2 whose weight has the shape (in, out)
 PREFIX = "transformer."  # of the names in GPT-2 folders, but not in those that OpenAI published
 
@@ -51,11 +48,11 @@ class Architecture:
 
     def list_differences(self, config: GPTConfig) -> list[str]:
         """The settings that a model with this architecture would need, as on the command line."""
-        different = [
-            f"model.{key.removesuffix('_pattern')}={format_value(value[0] if isinstance(value, list) else value)}"
-            for key, value in (PLAIN | self.needs).items()
-            if getattr(config, key) != value
-        ]
+        different = []
+        for key, needed in (PLAIN | self.needs).items():
+            value = getattr(config, key)
+            if any(item != needed for item in (value if isinstance(value, list) else [value])):
+                different.append(f"model.{key}={format_value(needed)}")
         if config.mlp not in self.mlp:
             different.append(f"model.mlp={next(iter(self.mlp))}")
         if "n_kv_head" not in self.keys and config.kv_heads != config.n_head:

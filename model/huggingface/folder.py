@@ -11,7 +11,7 @@ import torch
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from common.errors import UserError
+from common.errors import UserError, format_value
 from common.files import write_json
 from data.tokenizer import END_OF_TEXT
 from model.config import GPTConfig
@@ -51,7 +51,7 @@ def write_folder(out: Path, checkpoint: dict, model_type: str, dtype: torch.dtyp
         "split_special_tokens": True,  # as in training, special tokens in a text are text
         **end_of_text,
     }
-    out.mkdir(parents=True, exist_ok=True)
+    out.mkdir()
     save_file({name: w.to(dtype) for name, w in weights.items()}, out / "model.safetensors", {"format": "pt"})
     write_json(out / "tokenizer.json", to_tokenizer_json(spec))
     write_json(out / "tokenizer_config.json", tokenizer_config)
@@ -99,10 +99,11 @@ def read_folder(folder: Path) -> dict[str, Any]:
         end = content.get("eos_token_id")
         spec["special"] = {END_OF_TEXT if i == end else name: i for name, i in spec["special"].items()}
     vocab_size = 1 + max([len(spec["tokens"]) - 1, *spec["special"].values()])
-    if vocab_size > content.get("vocab_size", vocab_size):
+    rows = content.get("vocab_size")
+    if not isinstance(rows, int) or rows < vocab_size:
         raise UserError(
-            f"{folder}/tokenizer.json has {vocab_size:,} tokens, but config.json has vocab_size="
-            f"{content['vocab_size']}; copy both files from the same folder"
+            f"{folder}/config.json has vocab_size={format_value(rows)}, but tokenizer.json has {vocab_size} tokens; "
+            "copy both files from the same folder"
         )
     path = folder / "model.safetensors"
     try:

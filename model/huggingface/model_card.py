@@ -47,4 +47,4 @@ def format_model_card(run: Path, checkpoint: dict) -> str:
     rows = [f"| {key.replace('_', ' ')} | {str(value).replace('|', chr(92) + '|')} |" for key, value in facts.items()]
     parameters = format_si(summary.get("n_params", sum(w.numel() for w in checkpoint["model"].values())))
     picture = "\n![Training and validation loss](loss.png)\n" if (run / "loss.png").exists() else ""
-    return picture.join([TEMPLATE.format(name=run.name, parameters=parameters, facts="\n".join(rows)), ""])
+    return TEMPLATE.format(name=run.name, parameters=parameters, facts="\n".join(rows)) + picture
