@@ -1,25 +1,31 @@
-"""Signals: Ctrl-C, SIGTERM and SIGHUP end every command with exit code 75. A training run saves a checkpoint first."""
+"""Signals: Ctrl-C, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 end every command with exit code 75.
+
+A training run saves a checkpoint first. Cluster schedulers send SIGUSR1 or SIGUSR2 before a time limit.
+"""
 
 import os
 import signal
 from contextlib import suppress
 
+WARNING_SIGNALS = [getattr(signal, name) for name in ("SIGUSR1", "SIGUSR2") if hasattr(signal, name)]
 STOP_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
+STOP_SIGNALS += WARNING_SIGNALS
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM or SIGHUP. It is handled like Ctrl-C, but it also ends interactive sampling."""
+    """A stop signal other than Ctrl-C. It is handled like Ctrl-C, but it also ends interactive sampling."""
 
 
 def raise_on_signals() -> None:
-    """From now on, Ctrl-C raises KeyboardInterrupt, and SIGTERM and SIGHUP raise Terminated.
+    """From now on, Ctrl-C raises KeyboardInterrupt, and the other stop signals raise Terminated.
 
     Ignored signals stay ignored, such as SIGHUP under nohup.
     """
-    set_stop_handlers(_raise)
+    set_stop_handlers(raise_interrupt)
 
 
-def _raise(number, frame) -> None:
+def raise_interrupt(number, frame) -> None:
+    """Signal handler."""
     if number == signal.SIGINT:
         raise KeyboardInterrupt
     for kind in set(STOP_SIGNALS) - {signal.SIGINT}:
@@ -36,8 +42,8 @@ def set_stop_handlers(handler) -> dict:
 class StopRequest:
     """Context manager: after `enable`, a signal sets `requested`, so that the training loop can save and stop.
 
-    Ctrl-C after another signal raises KeyboardInterrupt. A second SIGTERM or SIGHUP does nothing, because schedulers
-    send several signals. ignore_repeats: a second Ctrl-C does nothing either, because torchrun repeats it. silent:
+    Ctrl-C after another signal raises KeyboardInterrupt. A second signal other than Ctrl-C does nothing, because
+    schedulers send several. ignore_repeats: a second Ctrl-C does nothing either, because torchrun repeats it. silent:
     print nothing.
     """
 

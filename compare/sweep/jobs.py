@@ -3,6 +3,7 @@
 In separate processes, a job that crashes does not affect the others, and each peak memory is that of one job.
 """
 
+import os
 import signal
 import subprocess
 import sys
@@ -14,6 +15,7 @@ import yaml
 from filelock import FileLock, Timeout
 
 from common.errors import UserError, format_value
+from common.interrupt import Terminated, raise_interrupt
 from common.run_dir import EXIT_CODES, flatten_dict, read_owner, read_summary, write_config, write_summary
 
 SCRIPT = Path(__file__).parents[2] / "train.py"
@@ -78,6 +80,9 @@ def train_job(job: Job) -> Outcome:
             output = open(log, "wb")  # noqa: SIM115 (closed below)
     except Timeout:  # do not overwrite the log of the process that trains the job
         return _still_trained(job)
+    requeue = None
+    if "SUBMITIT_EXECUTOR" in os.environ:  # submitit's handler requeues the SLURM job; the child must end before
+        requeue = signal.signal(signal.SIGUSR2, raise_interrupt)
     with output:
         child = subprocess.Popen(
             [sys.executable, str(SCRIPT), *job.words],
@@ -93,9 +98,11 @@ def train_job(job: Job) -> Outcome:
             if code != 0:  # 0: it finished in the meantime
                 reason = f"its time limit of {format_value(job.timeout_minutes)} minutes has passed"
                 return _record(job, Outcome("failed", reason))
-        except BaseException:
+        except BaseException as error:
             print(f"{job.name}: stopping after this step, and saving", flush=True)
             _stop(child)
+            if requeue is not None and isinstance(error, Terminated):
+                requeue(signal.SIGUSR2, None)  # raises SystemExit
             raise
     status = next((status for status, known in EXIT_CODES.items() if known == code), "failed")
     summary = read_summary(job.folder)

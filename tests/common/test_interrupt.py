@@ -15,7 +15,7 @@ def previous_handlers():
         signal.signal(kind, handler)
 
 
-@pytest.mark.parametrize(("second", "ignore_repeats"), [("SIGTERM", False), ("SIGHUP", False), ("SIGINT", True)])
+@pytest.mark.parametrize(("second", "ignore_repeats"), [("SIGTERM", False), ("SIGUSR1", False), ("SIGINT", True)])
 def test_second_signal_is_ignored(second, ignore_repeats):
     with StopRequest(ignore_repeats, silent=True) as stop:
         stop.enable()

@@ -22,7 +22,8 @@ from compare.sweep.progress import SweepProgress
 LONG = ["name=s", "train.steps=60", "eval.every=60", "checkpoint.every=20", "train.batch_size=2"]
 TIMEOUT_S = 600
 # Python imports this module at start-up. In the job that $SIGNAL_JOB names, it signals a process when the checkpoint of
-# step 40 is about to be saved: the job itself with SIGKILL, or the sweep with SIGINT, as Ctrl-C on a terminal does.
+# step 40 is about to be saved: the job itself with SIGKILL, the sweep with SIGINT, as Ctrl-C on a terminal does, or the
+# process of submitit with SIGUSR2, as SLURM does before a time limit.
 SITECUSTOMIZE = """
 import os, signal, sys, time
 
@@ -35,7 +36,10 @@ def signal_at_second_checkpoint(event, arguments):
         if saved == 2:
             received = []
             handler = signal.signal(signal.SIGTERM, lambda number, frame: received.append(number))
-            os.killpg(os.getppid(), signal.SIGINT)
+            if os.environ["SIGNAL"] == "SIGUSR2":
+                os.kill(os.getppid(), signal.SIGUSR2)
+            else:
+                os.killpg(os.getppid(), signal.SIGINT)
             while not received:  # until the sweep asks the job to stop
                 time.sleep(0.01)
             signal.signal(signal.SIGTERM, handler)
@@ -101,6 +105,27 @@ def test_killed_interrupted_and_extended_sweep_runs_only_missing_jobs(train, wor
 
     assert train(*LONG, "name=alone", "seed=1") == 0  # the killed and resumed job has the losses of this separate run
     assert untimed(metrics("alone"))[-1] == pytest.approx(untimed(metrics("sweeps/s/seed=1"))[-1], abs=1e-4)
+
+
+@pytest.mark.slow
+def test_job_saves_a_checkpoint_before_submitit_requeues_it(train, workdir, monkeypatch):
+    submitit = pytest.importorskip("submitit")
+    (workdir / "site").mkdir()
+    (workdir / "site/sitecustomize.py").write_text(SITECUSTOMIZE)
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(workdir / "site"), str(ROOT)]))
+    monkeypatch.setenv("SIGNAL_JOB", "seed=1")
+    monkeypatch.setenv("SIGNAL", "SIGUSR2")
+    executor = submitit.LocalExecutor(workdir / "submitit")
+    executor.update_parameters(timeout_min=60)
+    name, folder = "sweeps/s/seed=1", workdir / "runs/sweeps/s/seed=1"
+    words = [*TINY, *LONG[1:], f"name={name}"]
+    job = executor.submit(train_job, Job("seed=1", folder, words, {"name": name}))
+    assert job.result() == Outcome("finished"), (job.stderr(), (folder / "train.log").read_text())
+    log = job.stdout()
+    assert log.index("stopping after this step, and saving") < log.index("Requeued job"), log
+    assert re.search(r"resumed from step (4\d|5\d)", (folder / "train.log").read_text())
+    assert train(*LONG[1:], "name=alone") == 0
+    assert untimed(metrics("alone")) == untimed(metrics(name))
 
 
 @pytest.mark.slow
