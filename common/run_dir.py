@@ -221,6 +221,15 @@ class RunDir:
                 self._write()
         if self.is_main:
             self.lock.release()
+        elif self.summary is not None and error is not None:
+            self._record_lost_main()
+
+    def _record_lost_main(self) -> None:
+        """Write the status of a run whose main process was killed: its lock is free, and the status is "running"."""
+        with suppress(Timeout, OSError), FileLock(self.folder / ".lock", timeout=0):
+            if (summary := read_summary(self.folder)).get("status") == "running":
+                error = "rank 0 was killed; start the same command again to resume from the last checkpoint"
+                write_summary(self.folder, summary | {"status": "failed", "error": error})
 
 
 def status_of(error: BaseException | None) -> str:

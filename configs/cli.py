@@ -11,6 +11,7 @@ import gc
 import multiprocessing
 import os
 import re
+import signal
 import sys
 import threading
 import time
@@ -24,9 +25,10 @@ from typing import Any, NoReturn
 import yaml
 
 from common.errors import TrainingFailed, UserError, is_out_of_memory
-from common.interrupt import raise_on_signals, set_stop_handlers
+from common.interrupt import WARNING_SIGNALS, raise_on_signals, set_stop_handlers
 from common.output import configure_output
 from common.run_dir import EXIT_CODES
+from common.system import torchrun_restarts
 
 DISK_FULL_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 # File errors that users can correct. Any other OSError is a bug and keeps its traceback.
@@ -56,16 +58,19 @@ MULTIRUN_FLAG = """\
 def start_process() -> None:
     """Set up signals and output streams. Called before the slow imports, during which a signal ends the process."""
     gc.disable()  # until run_process: collections take 0.3 s of the imports, and free nothing
+    for kind in WARNING_SIGNALS:
+        signal.signal(kind, _exit_at_once)  # even if it is ignored, as in docs/train.sbatch to protect torchrun
     set_stop_handlers(_exit_at_once)
     configure_output()
 
 
 def _exit_at_once(number: int, frame: Any) -> NoReturn:
     """Signal handler that raises nothing: an import may ignore an exception or turn it into another one."""
+    code = EXIT_CODES["interrupted"]
     try:
-        report_error("interrupted", EXIT_CODES["interrupted"])
+        code = report_error("interrupted", code)
     finally:
-        os._exit(EXIT_CODES["interrupted"])
+        os._exit(code)
 
 
 def parse_config(script: str, doc: str, argv: list[str] | None = None) -> Any:
@@ -155,17 +160,19 @@ def run_main(main: Callable[..., int], *config: Any) -> int:
 
 
 def report_error(message: object, code: int) -> int:
-    """Print the message. Returns `code`. Under torchrun, an error that all ranks have is printed once, by rank 0."""
+    """Print the message. Returns the exit code. Under torchrun, rank 0 prints errors that all ranks have.
+
+    The exit code is `code`, or 0 after an interruption under `torchrun --max-restarts`, so that it restarts nothing.
+    """
     variable = os.environ.get("RANK", "")
     rank = int(variable) if variable.isdecimal() else 0
-    if rank > 0:
-        if code == EXIT_CODES["interrupted"]:
-            return code
-        if code == EXIT_CODES["refused"]:
-            time.sleep(RANK_0_PRINTS_FIRST_S)  # torchrun ends this process as soon as rank 0 exits
-    prefix = Path(sys.argv[0]).name + (f", rank {rank}" if rank > 0 else "")
-    print(f"{prefix}: {message}", file=sys.stderr)
-    return code
+    is_interrupted = code == EXIT_CODES["interrupted"]
+    if rank > 0 and code == EXIT_CODES["refused"]:
+        time.sleep(RANK_0_PRINTS_FIRST_S)  # torchrun ends this process as soon as rank 0 exits
+    if rank == 0 or not is_interrupted:
+        prefix = Path(sys.argv[0]).name + (f", rank {rank}" if rank > 0 else "")
+        print(f"{prefix}: {message}", file=sys.stderr)
+    return 0 if is_interrupted and torchrun_restarts() else code
 
 
 def exit_fast(code: int) -> NoReturn:

@@ -3,6 +3,7 @@
 The dataclasses have types and no values: each value is in one YAML file of this folder. Nothing here imports torch.
 """
 
+import os
 import re
 from dataclasses import dataclass, fields, is_dataclass
 from math import inf
@@ -10,6 +11,7 @@ from typing import Any
 
 from common.errors import UserError, check_positive, check_seed, check_settings
 from common.run_dir import check_name, check_path_component
+from common.system import torchrun_restarts
 from compare.bench.config import BenchConfig
 from data import DataConfig, TokenizerConfig
 from data.sources import resolve_sources
@@ -60,6 +62,11 @@ class Train:
         """Check the rules that span packages. Raises UserError."""
         if self.name is not None:
             check_name(self.name)
+        if torchrun_restarts() and (self.name is None or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"):
+            raise UserError(
+                "torchrun --max-restarts needs name=NAME, so that restarted processes resume the run, and the "
+                "environment variable TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, so that they do not use old addresses"
+            )
         check_path_component("data.name", self.data.name)
         self.data.check()
         check_path_component("model.name", self.model.name)

@@ -145,6 +145,9 @@ def parse_line(place: str, line: str) -> list[Command]:
             words = words[1:]
         if not words:
             continue
+        if words[0] == "sbatch":  # a batch script that passes its arguments to train.py
+            assert (ROOT / words[1]).is_file(), f"{place}: {words[1]} does not exist"
+            words = ["torchrun", "train.py", *words[2:]]
         files = [i for i, word in enumerate(words) if word.endswith(".py")]
         if words[0] in ("python", "torchrun") and files:
             file = words[files[0]]

@@ -6,6 +6,7 @@ would be downloaded is replaced.
 """
 
 import io
+import os
 import re
 import runpy
 import shutil
@@ -140,7 +141,8 @@ def test_command_runs(command, prepared, monkeypatch, capsys):
         capsys.readouterr()
     if command.launcher:
         launch = [sys.executable, "-m", "torch.distributed.run", *command.launcher, ROOT / "train.py", *words]
-        done = subprocess.run(launch, capture_output=True, text=True, timeout=600)
+        environment = os.environ | dict(re.findall(r"\b([A-Z_]+)=(\S+)", command.text))
+        done = subprocess.run(launch, capture_output=True, text=True, timeout=600, env=environment)
         assert done.returncode == 0, done.stderr
         return
     code = run_script(command.script, words)

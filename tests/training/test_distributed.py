@@ -8,11 +8,13 @@ import signal
 import subprocess
 import sys
 import time
+from contextlib import suppress
 from itertools import islice
+from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT, TINY, metrics
+from helpers import ROOT, TINY, metrics, train_here
 
 from common.checkpoint_file import load_checkpoint
 from common.errors import UserError
@@ -195,6 +197,112 @@ def test_interrupted_processes_stop_at_the_same_step_and_rank_0_saves(train, wor
     assert (workdir / "rank1_left").stat().st_mtime >= (workdir / "runs/a/checkpoints/last.pt").stat().st_mtime
     saved = load_checkpoint(workdir / "runs/a/checkpoints/last.pt")
     assert saved["step"] == recorded["step"] == metrics("a")[-1]["step"] > 20
+
+
+PAUSE_AT_STEP_10 = """
+import os, runpy, time
+from pathlib import Path
+from training import speed
+cores = sorted(os.sched_getaffinity(0))  # each "node" has one
+os.sched_setaffinity(0, {cores[int(os.environ["RANK"]) % len(cores)]})
+start, steps = speed.Speed.start_step, []
+def pause(self):
+    steps.append(1)
+    if len(steps) == 10:
+        Path(f"rank{os.environ['RANK']}_waits").touch()
+        while not Path("signaled").exists():
+            time.sleep(0.01)
+    start(self)
+speed.Speed.start_step = pause
+runpy.run_path(os.environ["TRAIN"], run_name="__main__")
+"""
+# torchrun --max-restarts=1
+ONE_RESTART = {"PET_MAX_RESTARTS": "1", "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+# Stand-ins for the commands of SLURM. Both "nodes" are this machine.
+SRUN = """#!/bin/bash
+export SLURM_STEP_ID=$PWD
+"$@" & first=$!
+"$@" & wait $! && wait $first
+"""
+SCONTROL = """#!/bin/bash
+if [ $1 = show ]; then echo localhost; echo localhost; else echo "$*" >> requeued; fi
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_slurm_job_is_requeued_after_its_warning_signal_and_continues(train, workdir):
+    """Also if torchrun may restart processes: it must not restart those that were interrupted."""
+    for name, content in (("srun", SRUN), ("scontrol", SCONTROL), ("train.py", PAUSE_AT_STEP_10)):
+        (workdir / name).write_text(content)
+        (workdir / name).chmod(0o755)
+    words = [*TINY, *SINGLE, "train.steps=18", "eval.every=100", "checkpoint.every=100"]
+    command = ["bash", str(ROOT / "docs/train.sbatch"), *words, "name=a"]
+    slurm = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "1"}
+    slurm |= {"SLURM_JOB_ID": str(os.getpid())} | ONE_RESTART
+    path = os.pathsep.join([str(workdir), str(Path(sys.executable).parent), os.environ["PATH"]])
+    environment = os.environ | slurm | {"PATH": path, "PYTHONPATH": str(ROOT), "TRAIN": str(ROOT / "train.py")}
+    job = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+    while job.poll() is None and not all((workdir / f"rank{rank}_waits").exists() for rank in (0, 1)):
+        time.sleep(0.05)
+    for variables in Path("/proc").glob("[0-9]*/environ"):
+        with suppress(OSError):  # a process of another user, or one that has ended
+            if f"SLURM_STEP_ID={workdir}\0".encode() in variables.read_bytes():
+                os.kill(int(variables.parent.name), signal.SIGUSR1)
+    (workdir / "signaled").touch()
+    _, err = job.communicate(timeout=600)
+    recorded = json.loads((workdir / "runs/a/summary.json").read_text())
+    assert (recorded["status"], recorded["step"]) == ("interrupted", 10), err
+    assert (workdir / "requeued").read_text() == f"requeue {os.getpid()}\n"
+
+    again = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
+    assert again.returncode == 0, again.stderr
+    assert "resumed from step 10" in again.stdout
+    assert (workdir / "requeued").read_text().count("requeue") == 1
+    assert train(*words[len(TINY) :], "name=b") == 0
+    assert_same_curve(metrics("a"), metrics("b"))
+
+
+KILL_RANK_0 = """
+import os, runpy, shutil, signal
+from training import distributed, speed
+distributed.LOST_RANK_DELAY_S = 0
+start, steps = speed.Speed.start_step, []
+def kill(self):
+    steps.append(1)
+    if (os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"], len(steps)) == ("0", "0", 10):
+        os.kill(os.getpid(), signal.SIGKILL)
+    start(self)
+speed.Speed.start_step = kill
+if (os.environ["RANK"], os.environ["TORCHELASTIC_RESTART_COUNT"]) == ("0", "1"):
+    shutil.copy("runs/a/summary.json", "before_restart.json")
+runpy.run_path(os.environ["TRAIN"], run_name="__main__")
+"""
+
+
+@pytest.mark.slow
+def test_killed_rank_0_is_recorded_and_torchrun_restarts_the_run(train, workdir):
+    (workdir / "kill.py").write_text(KILL_RANK_0)
+    out = finish(torchrun(2, "name=a", "train.steps=18", script=workdir / "kill.py", TRAIN=str(ROOT / "train.py"),
+                          PYTHONPATH=str(ROOT), **ONE_RESTART))  # fmt: skip
+    recorded = json.loads((workdir / "before_restart.json").read_text())
+    assert (recorded["status"], recorded["error"].split(";")[0]) == ("failed", "rank 0 was killed")
+    assert "resumed from step 6" in out
+    assert train("name=b", *SINGLE, "train.steps=18") == 0
+    assert_same_curve(metrics("a"), metrics("b"))
+
+
+@pytest.mark.parametrize("words", [[], ["name=a"]])
+def test_restarts_need_a_name_and_a_new_store_and_do_not_follow_an_interruption(words, workdir, monkeypatch, capsys):
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "1")
+    monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", str(bool(words)))
+    with pytest.raises(SystemExit):
+        train_here(*words)
+    assert "torchrun --max-restarts needs name=NAME, so that " in capsys.readouterr().err
+    assert not (workdir / "runs").exists()
+    assert report_error("interrupted", 75) == 0
+    monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", "0")
+    assert report_error("interrupted", 75) == 75
 
 
 def set_environment(monkeypatch, **changed):
