@@ -44,6 +44,7 @@ from data.prepare import prepare
 from model.attention import get_attention_fn
 from model.flops import flops_per_token, n_params
 from model.gpt import GPT
+from training.activation_checkpointing import checkpoint_activations
 from training.checkpoint import CheckpointWriter, TrainState, make_checkpoint_metadata
 from training.device import build_grad_scaler, configure_backends, resolve_runtime
 from training.evaluate import Evaluator
@@ -61,7 +62,7 @@ from training.schedule import compute_progress, lr_scale
 
 def main(config: Train) -> int:
     # runtime: anything that cannot run here is refused before a file is written
-    runtime = resolve_runtime(config.device, config.dtype, config.compile)
+    runtime = resolve_runtime(config.device, config.dtype, config.compile, config.parallel)
     dist, device, dtype = runtime.dist, runtime.device, runtime.dtype
     configure_backends(device, config.deterministic, config.tf32)
     min_micro_batch_size, _ = config.train.split_batch(dist.world_size)
@@ -79,8 +80,10 @@ def main(config: Train) -> int:
 
     # model, micro-batch size, attention kernel, optimizers
     torch.manual_seed(config.seed)
-    model = GPT(config.model, tokenizer.n_vocab, get_attention_fn(config.attention)).to(device)
-    step_spec = StepSpec.from_config(config, tokenizer.n_vocab, dtype, device)
+    model = GPT(config.model, tokenizer.n_vocab, get_attention_fn(config.attention), device=dist.init_device)
+    model = dist.place(model, device, dtype)
+    checkpoint_activations(model, config.train.activation_checkpointing)
+    step_spec = StepSpec.from_config(config, tokenizer.n_vocab, runtime)
     micro_batch_size, accumulation = resolve_micro_batch_size(config.train, step_spec, dist, model)
     attention = runtime.resolve_attention(config.attention, config.model, micro_batch_size, config.data.document_mask)
     wrapped_model = runtime.wrap(model, config.attention)

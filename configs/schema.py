@@ -42,6 +42,7 @@ class Train:
     compile: bool | None
     deterministic: bool
     tf32: bool
+    parallel: str
     plan: bool
     flops_per_second: float | None
     attention_csv: str | None
@@ -77,6 +78,7 @@ class Train:
         init_run = init_from.removeprefix("run:")
         init_tokenizer = "gpt2" if init_from in GPT2_MODELS else f"run tokenizer.run={init_run}"
         rules = [
+            ("parallel", self.parallel in ("ddp", "fsdp"), "is unknown; set ddp or fsdp"),
             ("flops_per_second", flops is None or self.plan, "needs plan=true; set it, or remove the key"),
             ("attention_csv", self.attention_csv is None or self.plan, "needs plan=true; set it, or remove the key"),
             ("flops_per_second", flops is None or 0 < flops < inf, "must be greater than 0; set 1e14, for example"),

@@ -28,7 +28,7 @@ B batch, T time, C channels = n_embd, H query heads, G key/value heads, D head d
 """
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from functools import partial
 from typing import Protocol
 
@@ -195,7 +195,7 @@ class GPT(nn.Module):
         weights: dict[str, Tensor] | None = None,
     ):
         super().__init__()
-        self.config, self.vocab_size = config, vocab_size
+        self.config, self.vocab_size, self.attend = config, vocab_size, attend
         with torch.device("meta"):  # shapes only: PyTorch's default initialization would be overwritten
             padded_vocab_size = -(-vocab_size // config.pad_vocab_multiple) * config.pad_vocab_multiple
             self.wte = empty_embedding(padded_vocab_size, config.n_embd)
@@ -209,17 +209,25 @@ class GPT(nn.Module):
         load_or_allocate(self, weights, device)
         if config.tie_embeddings:
             self.lm_head.weight = self.wte.weight
-        if weights is None:
+        if weights is None and device != "meta":
             self.init_weights()
         if config.position == "rotary":
             cos, sin = rotary_cos_sin(torch.arange(config.block_size), config.head_dim)
             self.register_buffer("rotary_cos", cos, persistent=False)
             self.register_buffer("rotary_sin", sin, persistent=False)
 
+    def parts(self) -> Iterator[tuple[str, nn.Module]]:
+        """Yield the name and the module of all parts: embeddings, each block, norm and head."""
+        for name, part in self.named_children():
+            if part is self.blocks:
+                yield from ((f"{name}.{layer}", block) for layer, block in enumerate(self.blocks))
+            else:
+                yield name, part
+
     @torch.no_grad()
-    def init_weights(self) -> None:
-        """Initialize all weights, following the table at the top of this file."""
-        for name, p in self.named_parameters():
+    def init_weights(self, part: nn.Module | None = None, prefix: str = "") -> None:
+        """Initialize all weights, following the table at the top of this file. part: only those of a module."""
+        for name, p in (part or self).named_parameters(prefix):
             if p.ndim < 2:
                 nn.init.zeros_(p) if name.endswith("bias") else nn.init.ones_(p)
             elif name.startswith("ngrams."):

@@ -28,6 +28,7 @@ from common.run_dir import RunDir
 from model.config import ADDED_SETTINGS
 from training.config import OVERFITTING_EVALS, CheckpointConfig, TrainConfig
 from training.optimizer import load_state_by_name, state_by_name
+from training.sharding import gather, load_weights
 
 if TYPE_CHECKING:
     from training.observers import Observers
@@ -87,23 +88,24 @@ class TrainState:
             "wall_seconds": self.seconds,
         }
 
-    def save(self, path: Path, metadata: dict, with_optimizer: bool = True) -> None:
-        """Write a checkpoint. metadata: see make_checkpoint_metadata.
+    def collect(self) -> dict:
+        """The content of a checkpoint, without its metadata. If weights are sharded, all processes must call this.
 
-        A run cannot resume from a checkpoint without the optimizer state. Raises TrainingFailed if a weight is not
-        finite.
+        Their tensors are then complete on rank 0, and None in the other processes.
         """
-        if not nn.utils.get_total_norm(self.model.parameters(), math.inf).isfinite():
-            raise TrainingFailed(
-                f"the weights are not finite after step {self.step}, so {path} is not replaced; set a lower "
-                "optimizer.lr, and start the same run again"
-            )
-        content = {key: getattr(self, key) for key in SAVED_FIELDS} | {
-            "model": self.model.state_dict(),
-            "optimizer": state_by_name(self.model, self.optimizers) if with_optimizer else None,
+        weights = {p: gather(p.detach()) for p in self.model.parameters()}
+        return {key: getattr(self, key) for key in SAVED_FIELDS} | {
+            "model": {name: weights[p] for name, p in self.model.state_dict(keep_vars=True).items()},
+            "optimizer": {
+                name: {key: gather(value) for key, value in state.items()}
+                for name, state in state_by_name(self.model, self.optimizers).items()
+            },
             "scaler": self.scaler.state_dict(),
         }
-        save_checkpoint(path, metadata | content)
+
+    def save(self, path: Path, metadata: dict) -> None:
+        """Write a checkpoint of a model that is not sharded. metadata: see make_checkpoint_metadata."""
+        write_checkpoint(path, metadata | self.collect())
 
     def resume(self, path: Path, metadata: dict) -> None:
         """Read a checkpoint of a run that has the same identity. Raises UserError."""
@@ -116,7 +118,7 @@ class TrainState:
                 f"{path} has no optimizer state, because it was saved as best.pt with checkpoint.optimizer=false; "
                 f"use it with train.init_from, or remove {path} to start from step 0"
             )
-        self.model.load_state_dict(saved["model"])
+        load_weights(self.model, saved["model"])
         load_state_by_name(self.model, self.optimizers, saved["optimizer"])
         if saved["scaler"]:  # empty if the run was not in float16 so far
             self.scaler.load_state_dict(saved["scaler"])
@@ -131,7 +133,7 @@ class TrainState:
 
 
 class CheckpointWriter:
-    """Writes the checkpoints of a run, after its metrics are on the disk. Does nothing on ranks other than 0.
+    """Writes the checkpoints of a run, after its metrics are on the disk. Only rank 0 writes.
 
     state: after it was resumed. metadata: see make_checkpoint_metadata.
     """
@@ -144,15 +146,17 @@ class CheckpointWriter:
 
     def save(self, *, best: bool, last: bool) -> None:
         """Write best.pt, last.pt or both, and update summary.json. Raises TrainingFailed if a loss is not finite."""
+        if self.run.is_main:
+            self.observers.flush()
+        content = self.metadata | self.state.collect()
         if not self.run.is_main:
             return
-        self.observers.flush()
         if best:
-            self.state.save(self.run.best, self.metadata, self.config.optimizer)
+            write_checkpoint(self.run.best, content if self.config.optimizer else content | {"optimizer": None})
         if last:
             keeps = self.config.keep > 0 and self.run.last.exists() and self.last_step != self.state.step
             with self._keep_last() if keeps else nullcontext():
-                self.state.save(self.run.last, self.metadata)
+                write_checkpoint(self.run.last, content)
             self.last_step = self.state.step
         self.run.update(self.state.summary() | self.observers.summary())
         self.observers.wandb.set_summary(self.run.summary)
@@ -177,6 +181,19 @@ class CheckpointWriter:
         by_age = sorted(kept.parent.glob("step-*.pt"), key=lambda path: (path.stat().st_mtime_ns, path.name))
         for path in by_age[: -self.config.keep]:
             path.unlink()
+
+
+def write_checkpoint(path: Path, content: dict) -> None:
+    """Write a checkpoint file. Raises TrainingFailed if a weight is not finite.
+
+    A run cannot resume from a checkpoint without the optimizer state.
+    """
+    if not nn.utils.get_total_norm(content["model"].values(), math.inf).isfinite():
+        raise TrainingFailed(
+            f"the weights are not finite after step {content['step']}, so {path} is not replaced; set a lower "
+            "optimizer.lr, and start the same run again"
+        )
+    save_checkpoint(path, content)
 
 
 def make_checkpoint_metadata(config: Any, meta: dict) -> dict:

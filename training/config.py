@@ -31,6 +31,8 @@ class TrainConfig:
     max_skipped_steps: the run fails if it skips more steps.
     patience: stop after this many evaluations in a row without a lower validation loss. None: never.
     profile: record where the time of a few steps goes.
+    activation_checkpointing: what the backward pass computes again instead of keeping it in memory. "none", "block": all
+        of a block, "attention": its attention.
     init_from: the initial weights. "run:NAME": those of a run. "hf:NAME": a folder in the format of transformers, or a
         model of the Hugging Face hub. "gpt2", "gpt2-medium", ...: OpenAI's GPT-2. None: random weights.
     """
@@ -45,6 +47,7 @@ class TrainConfig:
     max_skipped_steps: int
     patience: int | None
     profile: bool
+    activation_checkpointing: str
     init_from: str | None
 
     def __post_init__(self):
@@ -58,6 +61,8 @@ class TrainConfig:
              f"is unknown; set run:NAME, hf:FOLDER, {', '.join(GPT2_MODELS)}, or null"),
             ("micro_batch_size", size in (None, AUTO) or (type(size) is int and size > 0),
              f"must be a number of sequences, {AUTO} (as many as fit), or null (all of a device's share)"),
+            ("activation_checkpointing", self.activation_checkpointing in ("none", "block", "attention"),
+             "is unknown; set none, block or attention"),
             ("on_nonfinite", self.on_nonfinite in ("stop", "skip"), "is unknown; set stop or skip"),
             ("skip_grad_norm", self.skip_grad_norm is None or self.on_nonfinite == "skip",
              "needs train.on_nonfinite=skip; set it, or remove the key"),

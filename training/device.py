@@ -4,7 +4,7 @@ import ctypes
 import os
 import platform
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 
 import torch
 from torch import nn
@@ -14,6 +14,7 @@ from common.system import describe_environment
 from model import AttentionConfig, GPTConfig
 from model.attention import ResolvedAttention, missing_compiler, pin_kernel_under_compile, resolve_model
 from training.distributed import Dist
+from training.fsdp import FSDP
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -38,6 +39,10 @@ class Runtime:
             config, model, B=B, dtype=self.dtype, device=self.device, grad=True, document_mask=document_mask
         )
 
+    def unshard(self, model: nn.Module, wrapped_model: nn.Module) -> tuple[nn.Module, nn.Module]:
+        """Both models with complete weights, so that each process can run them without the others."""
+        return self.dist.unshard(model, wrapped_model, self.dtype)
+
     def describe(self) -> dict:
         """Device, software and command, for summary.json."""
         return describe_environment(self.device) | {
@@ -47,19 +52,28 @@ class Runtime:
         }
 
     def wrap(self, model: nn.Module, attention: AttentionConfig) -> nn.Module:
-        """Wrap the model for the training loop: with DDP for several processes, and with torch.compile if requested."""
-        forward = self.dist.wrap(model)
-        if not self.compile:
-            return forward
-        pin_kernel_under_compile(attention)
-        return torch.compile(forward, dynamic=False)
+        """Wrap the model for the training loop: for several processes, and with torch.compile if requested."""
+        if self.compile:
+            pin_kernel_under_compile(attention)
+        return self.dist.wrap(model, self.compile)
 
 
-def resolve_runtime(device: str, dtype: str, compile: bool | None) -> Runtime:
-    """Resolve the settings device, dtype and compile. Raises UserError for a value that this machine cannot run."""
-    dist = Dist.from_environment()
+def resolve_runtime(device: str, dtype: str, compile: bool | None, parallel: str) -> Runtime:
+    """Resolve the settings device, dtype, compile and parallel.
+
+    Raises UserError for a value that this machine cannot run.
+    """
+    dist = resolve_parallel(parallel, Dist.from_environment())
     resolved = resolve_device(device, dist.local_rank)
-    return Runtime(dist, resolved, resolve_dtype(dtype, resolved), resolve_compile(compile, resolved))
+    resolved_dtype = resolve_dtype(dtype, resolved)
+    if isinstance(dist, FSDP) and resolved_dtype == torch.float16:
+        raise UserError("dtype=float16 cannot be combined with parallel=fsdp; set dtype=bfloat16, or parallel=ddp")
+    return Runtime(dist, resolved, resolved_dtype, resolve_compile(compile, resolved))
+
+
+def resolve_parallel(name: str, dist: Dist) -> Dist:
+    """Resolve the setting parallel, which has no effect on a single process."""
+    return FSDP(**asdict(dist)) if name == "fsdp" and dist.world_size > 1 else dist
 
 
 def resolve_device(name: str, local_rank: int = 0) -> torch.device:

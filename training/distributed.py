@@ -63,6 +63,11 @@ class Dist:
         """Whether this is rank 0, the only process that writes files and prints."""
         return self.rank == 0
 
+    @property
+    def init_device(self) -> str:
+        """The device on which a model is built."""
+        return "cpu"
+
     def connect(self, device: torch.device) -> None:
         """Start the process group: gloo on CPUs, NCCL on GPUs. All ranks except 0 stop printing, except errors.
 
@@ -129,13 +134,25 @@ class Dist:
             first = current_step * batch_size + self.rank * share
             yield from range(first, first + share, micro_batch_size)
 
-    def wrap(self, model: nn.Module) -> nn.Module:
+    def simulated(self) -> "Dist":
+        """The same processes for estimates of memory, where only this one exists."""
+        return self
+
+    def place(self, model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
+        """Move a model, which was built on init_device, to `device`. dtype: of matrix products (used by FSDP)."""
+        return model.to(device)
+
+    def wrap(self, model: nn.Module, compile: bool) -> nn.Module:
         """Wrap the model so that its backward pass averages the gradients over all processes."""
-        if self.world_size == 1:
-            return model
-        with warnings.catch_warnings():  # torch 2.13 renamed an option
-            warnings.simplefilter("ignore", FutureWarning)
-            return DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True)
+        if self.world_size > 1:
+            with warnings.catch_warnings():  # torch 2.13 renamed an option
+                warnings.simplefilter("ignore", FutureWarning)
+                model = DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True)
+        return torch.compile(model, dynamic=False) if compile else model
+
+    def unshard(self, model: nn.Module, wrapped_model: nn.Module, dtype: torch.dtype) -> tuple[nn.Module, nn.Module]:
+        """Both models with complete weights, so that each process can run them without the others."""
+        return model, wrapped_model
 
     def sync_gradients(self, wrapped_model: nn.Module, is_last: bool) -> AbstractContextManager:
         """Context manager around a micro batch: only the last one of a step averages gradients over the processes."""

@@ -65,15 +65,16 @@ class Evaluator:
         state.evaluation_interrupted = is_stopped
         if is_stopped:
             return {}, False
-        row: dict[str, Any] = self.compute_validation_loss()
+        model, wrapped_model = self.runtime.unshard(self.model, self.wrapped_model)
+        row: dict[str, Any] = self.compute_validation_loss(wrapped_model)
         if isfinite(row["val/loss"]) and self.runtime.dist.is_main:
             with self.runtime.autocast():
                 if state.step > 0:  # an untrained model writes noise
-                    row["sample"] = self.generate_sample(state.step)
+                    row["sample"] = self.generate_sample(model, state.step)
                 if self.maps_folder is not None:
-                    row |= self.save_attention_maps(self.maps_folder / f"step-{state.step:06d}.png")
+                    row |= self.save_attention_maps(model, self.maps_folder / f"step-{state.step:06d}.png")
                 if self.attention_stats:
-                    row |= self.compute_attention_statistics()
+                    row |= self.compute_attention_statistics(model)
         # a signal to any process may have cut the loss or the sample short
         (signals,) = self.runtime.dist.all_reduce_sum(self.stop.requested)
         state.evaluation_interrupted = signals > 0
@@ -84,7 +85,7 @@ class Evaluator:
         return row | {"peak_memory_bytes": peak_memory_bytes(self.runtime.device)}, is_best
 
     @torch.no_grad()
-    def compute_validation_loss(self) -> dict[str, float]:
+    def compute_validation_loss(self, model: nn.Module) -> dict[str, float]:
         """Mean loss over validation windows: val/loss in nats per token, val/bpb in bits per byte of text.
 
         The windows are spread evenly over the validation split. The processes share them. A signal ends the loop.
@@ -94,17 +95,17 @@ class Evaluator:
         stride = loader.val_windows / self.windows
         bytes_of_token = torch.from_numpy(token_bytes(self.tokenizer)).to(loader.device)
         nats, num_tokens, num_bytes = [], 0, torch.zeros((), dtype=torch.int64, device=loader.device)
-        self.wrapped_model.eval()
+        model.eval()
         for first in range(dist.rank * batch_size, self.windows, dist.world_size * batch_size):
             if self.stop.requested:
                 break
             x, y, doc_ids = loader.batch("val", first, min(batch_size, self.windows - first), stride)
             with self.runtime.autocast():
-                nats.append(self.wrapped_model(x, y, doc_ids=doc_ids, reduction="sum"))
+                nats.append(model(x, y, doc_ids=doc_ids, reduction="sum"))
             targets = y[y >= 0]
             num_tokens += targets.numel()
             num_bytes += bytes_of_token[targets].sum()
-        self.wrapped_model.train()
+        model.train()
         # The losses are read from the device only after the last window, and summed in float64.
         total = sum(loss.item() for loss in nats)
         total, num_tokens, num_bytes = dist.all_reduce_sum(total, num_tokens, int(num_bytes))
@@ -115,11 +116,11 @@ class Evaluator:
             )
         return {"val/loss": total / max(1, num_tokens), "val/bpb": total / log(2) / max(1, num_bytes)}
 
-    def generate_sample(self, step: int) -> str:
+    def generate_sample(self, model: GPT, step: int) -> str:
         """Generate a sample without a prompt. A signal ends it."""
         prompt = Prompt(initial_tokens(self.tokenizer), self.seed + step)
         sampling = replace(self.sampling, stop=unescape(self.sampling.stop))
-        chunks = generate(self.model, self.tokenizer, [prompt], sampling, batch_size=1)
+        chunks = generate(model, self.tokenizer, [prompt], sampling, batch_size=1)
         sample = ""
         for chunk in chunks:
             if self.stop.requested:
@@ -127,16 +128,16 @@ class Evaluator:
             sample += chunk.text
         return sample
 
-    def save_attention_maps(self, picture: Path) -> dict:
+    def save_attention_maps(self, model: GPT, picture: Path) -> dict:
         """Plot each head's attention weights on the first validation tokens -> its path and layer entropies."""
         x, _, doc_ids = self.loader.batch("val", 0, 1)
         doc_ids = None if doc_ids is None else doc_ids[:, :MAP_TOKENS]
-        weights = attention_maps(self.model, x[:, :MAP_TOKENS], doc_ids)
+        weights = attention_maps(model, x[:, :MAP_TOKENS], doc_ids)
         plot_overview(weights.numpy(), entropy(weights).numpy(), picture)
         return {"attention": picture} | layer_entropies(weights)
 
-    def compute_attention_statistics(self) -> dict[str, float]:
+    def compute_attention_statistics(self, model: GPT) -> dict[str, float]:
         """Statistics of each head's attention on a few windows, which are spread over the validation split."""
         windows = min(STATISTICS_WINDOWS, self.loader.val_windows)
         x, _, doc_ids = self.loader.batch("val", 0, windows, self.loader.val_windows / windows)
-        return attention_statistics(self.model, x, doc_ids)
+        return attention_statistics(model, x, doc_ids)

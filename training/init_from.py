@@ -10,6 +10,7 @@ from model.config import GPTConfig
 from model.gpt import GPT
 from model.pretrained import load_pretrained
 from training.config import GPT2_MODELS
+from training.sharding import load_weights
 
 
 def load_run_tokenizer(run: str | None, name: str | None = None) -> dict | None:
@@ -59,7 +60,7 @@ def load_init_weights(init_from: str, model: GPT, metadata: dict) -> None:
     for name in ("wte.weight", "lm_head.weight"):
         V = saved["vocab_size"]
         weights[name] = F.pad(weights[name][:V], (0, 0, 0, model.wte.num_embeddings - V))
-    model.load_state_dict(weights)
+    load_weights(model, weights)
 
 
 def resolve_init_from(init_from: str) -> str:

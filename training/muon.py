@@ -7,11 +7,13 @@ all matrices of one shape together.
 
 import math
 from collections import defaultdict
+from functools import partial
 
 import torch
 from torch import Tensor
 
 from common.startup import Uncompiled
+from training.sharding import map_matrices
 
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic polynomial; small singular values grow fast with them
 
@@ -55,6 +57,6 @@ class Muon(Uncompiled):
         grads, buffers = [p.grad for p in params], [self.state[p]["momentum_buffer"] for p in params]
         torch._foreach_lerp_(buffers, grads, 1 - group["momentum"])
         nesterov = torch._foreach_lerp(grads, buffers, group["momentum"])
-        updates = orthogonalize(torch.stack(nesterov), group["ns_steps"])
+        updates = map_matrices(partial(orthogonalize, steps=group["ns_steps"]), torch.stack(nesterov))
         torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
         torch._foreach_add_(params, list(updates.unbind()), alpha=-group["lr"] * scale)

@@ -16,6 +16,7 @@ from common.errors import UserError
 from common.startup import AdamW
 from training.config import AdamWConfig, MuonConfig
 from training.muon import Muon
+from training.sharding import full_tensor, shard_like
 
 
 def _group(params: list[nn.Parameter], lr: float, weight_decay: float) -> dict:
@@ -80,7 +81,7 @@ def optimizer_step(
     """
     for optimizer in optimizers:
         scaler.unscale_(optimizer)
-    grad_norm = nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm or math.inf)
+    grad_norm = full_tensor(nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm or math.inf))
     if scaler.is_enabled() and skip_above is None:
         skip_above = math.inf
     if skip_above is None or grad_norm < skip_above:  # false for nan
@@ -109,5 +110,9 @@ def load_state_by_name(model: nn.Module, optimizers: list[Optimizer], state: dic
     names = {p: name for name, p in model.named_parameters()}
     for optimizer in optimizers:
         params = [p for group in optimizer.param_groups for p in group["params"]]
-        by_index = {i: state[names[p]] for i, p in enumerate(params) if names[p] in state}
+        by_index = {
+            i: {key: shard_like(value, p) for key, value in state[names[p]].items()}
+            for i, p in enumerate(params)
+            if names[p] in state
+        }
         optimizer.load_state_dict({"state": by_index, "param_groups": optimizer.state_dict()["param_groups"]})

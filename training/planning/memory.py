@@ -10,6 +10,8 @@ scores nor the small blocks. Without the small blocks, CPU estimates were 18.6 %
 
 import platform
 import weakref
+from collections.abc import Iterator
+from contextlib import contextmanager
 from dataclasses import dataclass
 from typing import Any
 
@@ -28,8 +30,11 @@ from model import AttentionConfig, GPTConfig
 from model.attention import BACKENDS, get_attention_fn
 from model.gpt import GPT
 from training.config import AdamWConfig, MuonConfig
-from training.device import autocast
+from training.activation_checkpointing import checkpoint_activations
+from training.device import Runtime, autocast
+from training.distributed import Dist
 from training.optimizer import build_optimizers, optimizer_step, set_lr
+from training.sharding import is_sharded, local_tensor
 
 MAX_SMALL_BLOCK_BYTES = 16 * 2**20
 
@@ -45,12 +50,23 @@ class StepSpec:
     dtype: torch.dtype
     device: torch.device
     document_mask: bool
+    activation_checkpointing: str = "none"
+    dist: Dist = Dist()
 
     @classmethod
-    def from_config(cls, config: Any, vocab_size: int, dtype: torch.dtype, device: torch.device) -> "StepSpec":
+    def from_config(cls, config: Any, vocab_size: int, runtime: Runtime) -> "StepSpec":
         """The steps of a run. config: the config of train.py."""
-        document_mask = config.data.document_mask
-        return cls(config.model, vocab_size, config.attention, config.optimizer, dtype, device, document_mask)
+        return cls(
+            config.model,
+            vocab_size,
+            config.attention,
+            config.optimizer,
+            runtime.dtype,
+            runtime.device,
+            config.data.document_mask,
+            config.train.activation_checkpointing,
+            runtime.dist,
+        )
 
 
 @dataclass(frozen=True)
@@ -85,15 +101,30 @@ class MemoryTracker(TorchDispatchMode):
         super().__init__()
         self.T, self.is_in_attention = T, False
         self.current = self.small = self.scores = self.peak = 0
-        self._tracked = weakref.WeakSet()
+        self._sizes = weakref.WeakKeyDictionary()  # storage -> list of its size in bytes
 
     def track(self, tensor: Tensor) -> None:
         storage = tensor.untyped_storage()
-        if storage not in self._tracked:
-            self._tracked.add(storage)
+        if storage not in self._sizes:
+            size = self._sizes[storage] = [storage.nbytes()]
             is_score = self.is_in_attention and tensor.shape[-2:] == (self.T, self.T)
-            self._add(storage.nbytes(), is_score)
-            weakref.finalize(storage, self._add, -storage.nbytes(), is_score)
+            self._add(size[0], is_score)
+            weakref.finalize(storage, lambda: self._add(-size[0], is_score))
+
+    @contextmanager
+    def count_resizing(self) -> Iterator[None]:
+        """Context manager that also counts storages which change their size: FSDP releases weights in this way."""
+        resize = torch.UntypedStorage.resize_
+
+        def counted_resize(storage: torch.UntypedStorage, num_bytes: int) -> None:
+            if storage in self._sizes:
+                self._add(num_bytes - self._sizes[storage][0], False)
+                self._sizes[storage][0] = num_bytes
+            resize(storage, num_bytes)
+
+        torch.UntypedStorage.resize_ = counted_resize
+        yield
+        torch.UntypedStorage.resize_ = resize
 
     def _add(self, size: int, is_score: bool) -> None:
         self.current += size
@@ -110,6 +141,8 @@ class MemoryTracker(TorchDispatchMode):
         self.activation_scores = self.scores
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        if any(is_sharded(kind) for kind in types):
+            return NotImplemented  # its operations on local tensors are counted instead
         result = function(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):
             if isinstance(leaf, Tensor):
@@ -137,25 +170,27 @@ def simulate_memory(step: StepSpec, micro_batch_size: int, accumulation: int) ->
         return y
 
     with FakeTensorMode():
-        with device:
-            model = GPT(step.model, step.vocab_size, tracked_attention, device=device)
+        model = GPT(step.model, step.vocab_size, tracked_attention, device=step.dist.init_device)
+        model = step.dist.simulated().place(model, device, step.dtype)
+        checkpoint_activations(model, step.activation_checkpointing)
         model.register_forward_pre_hook(tracker.start_forward)
         model.register_forward_hook(tracker.end_forward)
         for tensor in (*model.parameters(), *model.buffers()):
-            tracker.track(tensor)
+            tracker.track(local_tensor(tensor))
         weights = tracker.current
         optimizers = build_optimizers(model, step.optimizer)
         # A signal must not raise in the tracker's finalizers, where Python ignores exceptions.
-        with tracker, StopRequest(ignore_repeats=True, silent=True) as stop:
+        with tracker.count_resizing(), tracker, StopRequest(ignore_repeats=True, silent=True) as stop:
             stop.enable()
             # from the second micro batch on, gradients and activations exist
             run_steps(model, optimizers, step, micro_batch_size, min(2, accumulation))
+            step.dist.unshard(model, model, step.dtype)  # for an evaluation
         if stop.requested:
             raise KeyboardInterrupt
     keeps_small_blocks = device.type == "cpu" and platform.libc_ver()[0] == "glibc"
     return MemoryEstimate(
         weights=weights,
-        gradients=sum(p.nbytes for p in model.parameters()),
+        gradients=sum(local_tensor(p).nbytes for p in model.parameters()),
         optimizer=tracker.current - weights,
         activations=tracker.activations,
         scores=tracker.activation_scores,

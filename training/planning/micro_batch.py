@@ -18,6 +18,7 @@ from training.config import AUTO, TrainConfig
 from training.distributed import Dist
 from training.optimizer import build_optimizers
 from training.planning.memory import StepSpec, run_steps, simulate_memory
+from training.sharding import local_tensor
 
 USABLE_MEMORY_FRACTION = 0.8  # of the free memory, since estimates are within 20 % of measured runs
 MAX_CONTEXT = 2**24  # tokens; a longer one is not searched
@@ -36,10 +37,10 @@ def resolve_micro_batch_size(
     if train.micro_batch_size != AUTO:
         return train.split_batch(dist.world_size)
     share = train.batch_size // dist.world_size
-    if step.device.type == "cuda" and model is not None:
+    if step.device.type == "cuda" and model is not None and dist.init_device != "meta":
         size = probe_on_device(model, step, share, dist.world_size)
     else:
-        allocated = 0 if model is None else sum(p.nbytes for p in model.parameters())
+        allocated = 0 if model is None else sum(local_tensor(p).nbytes for p in model.parameters())
         size = _estimate_by_simulation(step, share, dist, allocated)
     if model is not None:
         size = dist.all_reduce_min(size)

@@ -87,7 +87,7 @@ class Plan:
         report("loading libraries")
         if config.wandb.mode != "disabled":
             import wandb  # noqa: F401 (a run imports it, so its memory counts)
-        step = StepSpec.from_config(config, 0, runtime.dtype, runtime.device)
+        step = StepSpec.from_config(config, 0, runtime)
         self.process_bytes = _measure_process_bytes(step)  # None: unknown on this system
 
         # vocabulary
@@ -174,7 +174,7 @@ class Plan:
         available = usable_memory(self.runtime.device, self.runtime.dist)
         if available is None:
             return None
-        step = StepSpec.from_config(self.config, self.vocab_size, self.runtime.dtype, self.runtime.device)
+        step = StepSpec.from_config(self.config, self.vocab_size, self.runtime)
         if backend != step.attention.backend:
             step = replace(step, attention=AttentionConfig(backend=backend, kernels=None, impl=None))
         return find_longest_context(step, self.micro_batch_size, self.accumulation, available)

@@ -1,0 +1,96 @@
+"""Fully sharded data parallel training: FSDP2, PyTorch's torch.distributed.fsdp.fully_shard.
+
+Each process stores its part of the rows of every weight, gradient and optimizer state (ZeRO stage 3, Rajbhandari et
+al., arXiv:1910.02054; Zhao et al., arXiv:2304.11277). Before a block computes, its weights are collected from all
+processes (all-gather), and released after it. The gradients of a step are summed and split again (reduce-scatter).
+"""
+
+import logging
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass, replace
+from functools import cache
+
+import torch
+import torch.distributed as torch_dist
+from torch import nn
+
+from common.startup import load_or_allocate
+from model.gpt import GPT, Block
+from training.distributed import Dist
+from training.sharding import full_tensor
+
+
+@dataclass(frozen=True)
+class FSDP(Dist):
+    """Like Dist, but the processes share one copy of the model.
+
+    The blocks compute in `dtype`, with weights that are collected in this dtype. Embeddings, head and the gradients'
+    sum stay in float32. is_simulated: the processes do not exist (for the estimate of memory).
+    """
+
+    is_simulated: bool = False
+
+    @property
+    def init_device(self) -> str:
+        return "meta"
+
+    def simulated(self) -> "FSDP":
+        return replace(self, is_simulated=True)
+
+    def place(self, model: GPT, device: torch.device, dtype: torch.dtype) -> GPT:
+        """Draw the initial weights of a model on "meta", and keep this process's part of them on `device`.
+
+        The values are those of one process. Only one block has complete weights at a time.
+        """
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        # On CPUs, torch warns that it emulates a collective operation.
+        logging.getLogger("torch.distributed.tensor._collective_utils").setLevel(logging.ERROR)
+        mesh = make_mesh(device.type, self.world_size, self.is_simulated)
+        # The loop has autocast, which casts the inputs.
+        policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        for name, part in model.parts():
+            if part is model.lm_head and model.config.tie_embeddings:
+                model.lm_head.weight = model.wte.weight
+                continue
+            load_or_allocate(part, None, "cpu")
+            model.init_weights(part, f"{name}.")
+            if isinstance(part, Block):
+                fully_shard(part, mesh=mesh, mp_policy=policy)
+        return fully_shard(model, mesh=mesh)
+
+    def wrap(self, model: GPT, compile: bool) -> nn.Module:
+        if compile:  # without the collective operations around each block, which cannot be compiled
+            for block in model.blocks:
+                block.forward = torch.compile(block.forward, dynamic=False)
+        return model
+
+    def sync_gradients(self, wrapped_model: nn.Module, is_last: bool) -> AbstractContextManager:
+        wrapped_model.set_requires_gradient_sync(is_last)
+        return nullcontext()
+
+    def unshard(self, model: GPT, wrapped_model: nn.Module, dtype: torch.dtype) -> tuple[GPT, nn.Module]:
+        """A second model with complete weights, those of the blocks in `dtype`."""
+        weights = {
+            p: full_tensor(p.detach().to(dtype) if name.startswith("blocks.") else p.detach())
+            for name, p in model.named_parameters()
+        }
+        by_name = {name: weights[p] for name, p in model.state_dict(keep_vars=True).items()}
+        device = next(iter(by_name.values())).device
+        full = GPT(model.config, model.vocab_size, model.attend, weights=by_name).to(device)
+        return full, full
+
+
+@cache  # all processes must create a process group together
+def make_mesh(device_type: str, world_size: int, is_simulated: bool):
+    """The processes that share a model, as torch's DeviceMesh."""
+    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+
+    if not is_simulated:
+        return init_device_mesh(device_type, (world_size,))
+    # Private: torch has no public store for processes that do not exist. Checked with torch 2.13.
+    from torch.testing._internal.distributed.fake_pg import FakeStore
+
+    if not torch_dist.is_initialized():
+        torch_dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
+    return DeviceMesh.from_group(torch_dist.new_group(backend="fake"), device_type)

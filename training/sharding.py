@@ -1,0 +1,65 @@
+"""Functions for tensors that may be sharded: split by rows among processes (training/fsdp.py).
+
+A sharded tensor is a DTensor of torch.distributed.tensor. Importing that module takes two seconds, so only runs that
+shard import it, and the functions recognize a DTensor by its methods. Other tensors are returned unchanged.
+"""
+
+from collections.abc import Callable
+
+import torch.distributed as torch_dist
+from torch import Tensor, nn
+
+
+def is_sharded(tensor: Tensor | type) -> bool:
+    """Whether a tensor, or a type of tensors, is sharded."""
+    return hasattr(tensor, "full_tensor")
+
+
+def local_tensor(tensor: Tensor) -> Tensor:
+    """This process's part."""
+    return tensor.to_local() if is_sharded(tensor) else tensor
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """The complete tensor, in all processes. All of them must call this function."""
+    return tensor.full_tensor() if is_sharded(tensor) else tensor
+
+
+def gather(tensor: Tensor) -> Tensor | None:
+    """The complete tensor, on the CPU of rank 0. None in the other processes, which must call this function, too."""
+    if not is_sharded(tensor):
+        return tensor
+    full = tensor.full_tensor()
+    return full.cpu() if torch_dist.get_rank() == 0 else None
+
+
+def shard_like(full: Tensor, param: Tensor) -> Tensor:
+    """This process's part of a complete tensor, sharded as `param`, if that has the same shape."""
+    if not is_sharded(param) or full.shape != param.shape:
+        return full
+    from torch.distributed.tensor import distribute_tensor
+
+    # each process takes its rows of its own copy
+    return distribute_tensor(full, param.device_mesh, param.placements, src_data_rank=None)
+
+
+def load_weights(model: nn.Module, weights: dict[str, Tensor]) -> None:
+    """Load complete weights into a model that can be sharded."""
+    state = model.state_dict()
+    model.load_state_dict({name: shard_like(weight, state[name]) for name, weight in weights.items()})
+
+
+def map_matrices(function: Callable[[Tensor], Tensor], stack: Tensor) -> Tensor:
+    """Apply `function` to a stack of matrices (N, rows, columns).
+
+    If their rows are sharded, each process gets its share of the N complete matrices, so that no work is repeated.
+    """
+    if not is_sharded(stack):
+        return function(stack)
+    from torch.distributed.tensor import DTensor, Shard
+
+    matrices = stack.redistribute(placements=[Shard(0)])
+    result = DTensor.from_local(
+        function(matrices.to_local()), stack.device_mesh, [Shard(0)], shape=stack.shape, stride=stack.stride()
+    )
+    return result.redistribute(placements=stack.placements)
