@@ -31,6 +31,7 @@ import shlex
 import sys
 import time
 from dataclasses import asdict
+from functools import partial
 
 import torch
 
@@ -62,9 +63,9 @@ from training.schedule import compute_progress, lr_scale
 
 def main(config: Train) -> int:
     # runtime: anything that cannot run here is refused before a file is written
-    runtime = resolve_runtime(config.device, config.dtype, config.compile, config.parallel)
+    runtime = resolve_runtime(config.device, config.dtype, config.compile, config.parallel, config.world_size)
     dist, device, dtype = runtime.dist, runtime.device, runtime.dtype
-    configure_backends(device, config.deterministic, config.tf32)
+    configure_backends(device, config.deterministic, config.tf32, dist.reuses_memory)
     min_micro_batch_size, _ = config.train.split_batch(dist.world_size)
     runtime.resolve_attention(config.attention, config.model, min_micro_batch_size, config.data.document_mask)
     if config.plan:
@@ -80,8 +81,8 @@ def main(config: Train) -> int:
 
     # model, micro-batch size, attention kernel, optimizers
     torch.manual_seed(config.seed)
-    model = GPT(config.model, tokenizer.n_vocab, get_attention_fn(config.attention), device=dist.init_device)
-    model = dist.place(model, device, dtype)
+    attend = get_attention_fn(config.attention)
+    model = dist.build_model(partial(GPT, config.model, tokenizer.n_vocab, attend), device, dtype)
     checkpoint_activations(model, config.train.activation_checkpointing)
     step_spec = StepSpec.from_config(config, tokenizer.n_vocab, runtime)
     micro_batch_size, accumulation = resolve_micro_batch_size(config.train, step_spec, dist, model)
@@ -119,7 +120,7 @@ def main(config: Train) -> int:
         evaluator = Evaluator(
             config, runtime, model, wrapped_model, loader, tokenizer, micro_batch_size, run.folder, stop
         )
-        checkpoints = CheckpointWriter(run, state, metadata, observers, config.checkpoint)
+        checkpoints = CheckpointWriter(run, state, metadata, observers, config.checkpoint, dist)
         observers.progress.print(format_banner(config, run.folder, run.summary, prepared.meta))
 
         with observers:

@@ -1,7 +1,13 @@
-"""Checkpoint files: one file of tensors and plain values, written atomically and checked when read."""
+"""Checkpoint files: one file of tensors and plain values, written atomically and checked when read.
+
+The tensors of a sharded checkpoint are in a folder beside its file: one file per process, with the rows that the
+process had. The checkpoint file names this folder. It is written last, so that a checkpoint is complete if it exists.
+"""
 
 import math
+import shutil
 import zipfile
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -42,7 +48,38 @@ def load_checkpoint(path: Path) -> dict:
     found = content.get("format") if isinstance(content, dict) else None
     if found != FORMAT or "step" not in content:
         raise UserError(f"{path} has checkpoint format {found}, but this version reads {FORMAT}; set another run")
+    if "shards" in content:
+        folder = path.parent / content["shards"]
+        files = [folder / f"rank-{rank}.pt" for rank in range(content["world_size"])]
+        return {**JoinedShards([load_checkpoint(file) for file in files]), **content}
     return content
+
+
+class JoinedShards(Mapping):
+    """Nested dicts of tensors from several files. A tensor is joined when it is read, so that few are in memory."""
+
+    def __init__(self, shards: list[dict]):
+        self.shards = shards
+
+    def __getitem__(self, key: str) -> Any:
+        values = [shard[key] for shard in self.shards]
+        if isinstance(values[0], dict):
+            return JoinedShards(values)
+        return torch.cat(values) if isinstance(values[0], torch.Tensor) and values[0].ndim > 0 else values[0]
+
+    def __iter__(self) -> Iterator[str]:
+        return iter(self.shards[0])
+
+    def __len__(self) -> int:
+        return len(self.shards[0])
+
+
+def remove_unused_shards(folder: Path) -> None:
+    """Remove the folders of shards that no checkpoint in `folder` names."""
+    used = {_read(path)[0].get("shards") for path in folder.glob("*.pt")}
+    for shards in folder.glob("shards-*"):
+        if shards.name not in used:
+            shutil.rmtree(shards)
 
 
 def read_step(path: Path) -> float:

@@ -45,6 +45,8 @@ class Train:
     parallel: str
     plan: bool
     flops_per_second: float | None
+    world_size: int | None
+    bandwidth: float | None
     attention_csv: str | None
     resume: bool
     text_size: Any  # name of a preset; None: no value is from a preset
@@ -73,14 +75,22 @@ class Train:
         check_path_component("model.name", self.model.name)
         check_seed(self.seed)
         self.train.split_batch(world_size=1)
+        check_positive("", self, "bandwidth", world_size=10**6)
         lr_scale(self.schedule, self.schedule.warmup_steps, None, 0.0)
         flops, init_from = self.flops_per_second, self.train.init_from or ""
         init_run = init_from.removeprefix("run:")
         init_tokenizer = "gpt2" if init_from in GPT2_MODELS else f"run tokenizer.run={init_run}"
         rules = [
+            (
+                "checkpoint.sharded",
+                not self.checkpoint.sharded or self.parallel == "fsdp",
+                "needs parallel=fsdp; set it, or remove the key",
+            ),
             ("parallel", self.parallel in ("ddp", "fsdp"), "is unknown; set ddp or fsdp"),
-            ("flops_per_second", flops is None or self.plan, "needs plan=true; set it, or remove the key"),
-            ("attention_csv", self.attention_csv is None or self.plan, "needs plan=true; set it, or remove the key"),
+            *(
+                (key, getattr(self, key) is None or self.plan, "needs plan=true; set it, or remove the key")
+                for key in ("flops_per_second", "world_size", "bandwidth", "attention_csv")
+            ),
             ("flops_per_second", flops is None or 0 < flops < inf, "must be greater than 0; set 1e14, for example"),
         ]
         check_settings("", self, rules)

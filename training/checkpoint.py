@@ -12,7 +12,7 @@ config         the complete run config, for readers; nothing is built from it
 
 import math
 import shutil
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -22,13 +22,14 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from common.checkpoint_file import load_checkpoint, read_step, save_checkpoint
+from common.checkpoint_file import load_checkpoint, read_step, remove_unused_shards, save_checkpoint
 from common.errors import TrainingFailed, UserError, format_value
 from common.run_dir import RunDir
 from model.config import ADDED_SETTINGS
 from training.config import OVERFITTING_EVALS, CheckpointConfig, TrainConfig
+from training.distributed import Dist
 from training.optimizer import load_state_by_name, state_by_name
-from training.sharding import gather, load_weights
+from training.sharding import gather, is_sharded, load_weights, local_tensor
 
 if TYPE_CHECKING:
     from training.observers import Observers
@@ -88,24 +89,22 @@ class TrainState:
             "wall_seconds": self.seconds,
         }
 
-    def collect(self) -> dict:
-        """The content of a checkpoint, without its metadata. If weights are sharded, all processes must call this.
+    def values(self) -> dict:
+        """The part of a checkpoint that is neither a tensor nor metadata."""
+        return {key: getattr(self, key) for key in SAVED_FIELDS} | {"scaler": self.scaler.state_dict()}
 
-        Their tensors are then complete on rank 0, and None in the other processes.
-        """
-        weights = {p: gather(p.detach()) for p in self.model.parameters()}
-        return {key: getattr(self, key) for key in SAVED_FIELDS} | {
+    def tensors(self, read: Callable[[Tensor], Tensor | None]) -> dict:
+        """Weights and optimizer state. read: function of a tensor that may be sharded (training/sharding.py)."""
+        weights = {p: read(p.detach()) for p in self.model.parameters()}
+        state = state_by_name(self.model, self.optimizers)
+        return {
             "model": {name: weights[p] for name, p in self.model.state_dict(keep_vars=True).items()},
-            "optimizer": {
-                name: {key: gather(value) for key, value in state.items()}
-                for name, state in state_by_name(self.model, self.optimizers).items()
-            },
-            "scaler": self.scaler.state_dict(),
+            "optimizer": {name: {key: read(value) for key, value in state[name].items()} for name in state},
         }
 
     def save(self, path: Path, metadata: dict) -> None:
         """Write a checkpoint of a model that is not sharded. metadata: see make_checkpoint_metadata."""
-        write_checkpoint(path, metadata | self.collect())
+        write_checkpoint(path, metadata | self.values() | self.tensors(gather))
 
     def resume(self, path: Path, metadata: dict) -> None:
         """Read a checkpoint of a run that has the same identity. Raises UserError."""
@@ -139,16 +138,26 @@ class CheckpointWriter:
     """
 
     def __init__(
-        self, run: RunDir, state: TrainState, metadata: dict, observers: "Observers", config: CheckpointConfig
+        self,
+        run: RunDir,
+        state: TrainState,
+        metadata: dict,
+        observers: "Observers",
+        config: CheckpointConfig,
+        dist: Dist,
     ):
         self.run, self.state, self.metadata, self.observers, self.config = run, state, metadata, observers, config
+        self.dist = dist
+        self.sharded = config.sharded and is_sharded(next(state.model.parameters()))
         self.last_step = state.step  # the step of last.pt, if it exists
 
     def save(self, *, best: bool, last: bool) -> None:
         """Write best.pt, last.pt or both, and update summary.json. Raises TrainingFailed if a loss is not finite."""
         if self.run.is_main:
             self.observers.flush()
-        content = self.metadata | self.state.collect()
+        content = (
+            self.metadata | self.state.values() | (self._save_shards() if self.sharded else self.state.tensors(gather))
+        )
         if not self.run.is_main:
             return
         if best:
@@ -158,8 +167,19 @@ class CheckpointWriter:
             with self._keep_last() if keeps else nullcontext():
                 write_checkpoint(self.run.last, content)
             self.last_step = self.state.step
+        remove_unused_shards(self.run.last.parent)
         self.run.update(self.state.summary() | self.observers.summary())
         self.observers.wandb.set_summary(self.run.summary)
+
+    def _save_shards(self) -> dict:
+        """Write this process's part of the tensors -> where they are."""
+        dist = self.dist
+        shards = f"shards-{self.state.step:06d}-of-{dist.world_size}"
+        folder = self.run.last.parent / shards
+        folder.mkdir(exist_ok=True)
+        write_checkpoint(folder / f"rank-{dist.rank}.pt", {"step": self.state.step} | self.state.tensors(local_tensor))
+        dist.barrier()
+        return {"shards": shards, "world_size": dist.world_size}
 
     @contextmanager
     def _keep_last(self) -> Iterator[None]:
@@ -188,7 +208,7 @@ def write_checkpoint(path: Path, content: dict) -> None:
 
     A run cannot resume from a checkpoint without the optimizer state.
     """
-    if not nn.utils.get_total_norm(content["model"].values(), math.inf).isfinite():
+    if not nn.utils.get_total_norm(content.get("model", {}).values(), math.inf).isfinite():
         raise TrainingFailed(
             f"the weights are not finite after step {content['step']}, so {path} is not replaced; set a lower "
             "optimizer.lr, and start the same run again"

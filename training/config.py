@@ -31,8 +31,8 @@ class TrainConfig:
     max_skipped_steps: the run fails if it skips more steps.
     patience: stop after this many evaluations in a row without a lower validation loss. None: never.
     profile: record where the time of a few steps goes.
-    activation_checkpointing: what the backward pass computes again instead of keeping it in memory. "none", "block": all
-        of a block, "attention": its attention.
+    activation_checkpointing: what the backward pass computes again instead of keeping it in memory. "none",
+        "block": all of each block, "attention": only its attention.
     init_from: the initial weights. "run:NAME": those of a run. "hf:NAME": a folder in the format of transformers, or a
         model of the Hugging Face hub. "gpt2", "gpt2-medium", ...: OpenAI's GPT-2. None: random weights.
     """
@@ -199,6 +199,8 @@ class EvalConfig:
 class CheckpointConfig:
     """Saving of checkpoints.
 
+    sharded: with parallel=fsdp, each process writes its part of the tensors. False: rank 0 writes all of them.
+
     every: steps between saves of last.pt, which is also saved after the last step. keep: number of older last.pt that
     are kept, as step-NNNNNN.pt. optimizer: whether best.pt contains the optimizer state. last.pt, from which a run
     resumes, always contains it.
@@ -207,6 +209,7 @@ class CheckpointConfig:
     every: int
     keep: int
     optimizer: bool
+    sharded: bool
 
     def __post_init__(self):
         check_positive("checkpoint", self, every=MAX_STEPS)

@@ -58,12 +58,15 @@ class Runtime:
         return self.dist.wrap(model, self.compile)
 
 
-def resolve_runtime(device: str, dtype: str, compile: bool | None, parallel: str) -> Runtime:
-    """Resolve the settings device, dtype, compile and parallel.
+def resolve_runtime(
+    device: str, dtype: str, compile: bool | None, parallel: str = "ddp", world_size: int | None = None
+) -> Runtime:
+    """Resolve the settings device, dtype, compile and parallel. world_size: of a plan; None: the number of processes.
 
     Raises UserError for a value that this machine cannot run.
     """
-    dist = resolve_parallel(parallel, Dist.from_environment())
+    dist = Dist.from_environment() if world_size is None else Dist(world_size=world_size)
+    dist = resolve_parallel(parallel, dist)
     resolved = resolve_device(device, dist.local_rank)
     resolved_dtype = resolve_dtype(dtype, resolved)
     if isinstance(dist, FSDP) and resolved_dtype == torch.float16:
@@ -122,7 +125,7 @@ def resolve_compile(requested: bool | None, device: torch.device) -> bool:
     return device.type == "cuda" and not missing if requested is None else requested
 
 
-def configure_backends(device: torch.device, deterministic: bool, tf32: bool) -> None:
+def configure_backends(device: torch.device, deterministic: bool, tf32: bool, reuses_memory: bool = True) -> None:
     """Set process-wide options of torch and malloc. Call this before the first tensor is on the device.
 
     float32 products are exact float32, unless tf32 is set: CUDA then rounds their factors to 10 bits of mantissa.
@@ -134,17 +137,18 @@ def configure_backends(device: torch.device, deterministic: bool, tf32: bool) ->
     if device.type == "cuda":
         torch.cuda.set_device(device)
     if platform.libc_ver()[0] == "glibc":
-        _tune_malloc()
+        _tune_malloc(reuses_memory)
 
 
-def _tune_malloc() -> None:
+def _tune_malloc(reuses_memory: bool) -> None:
     """Make glibc reuse the memory that a step frees. New memory is slower: the system zeroes it page by page.
 
-    Blocks of up to 32 MiB, the largest threshold that malloc allows, come from a heap that never shrinks.
+    Blocks of up to 32 MiB, the largest threshold that malloc allows, come from a heap that never shrinks. Without
+    reuses_memory, they come from the system, and freed blocks do not occupy memory.
     """
     M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # from malloc.h
     libc = ctypes.CDLL(None)
-    libc.mallopt(M_MMAP_THRESHOLD, 32 * 2**20)
+    libc.mallopt(M_MMAP_THRESHOLD, 2**25 if reuses_memory else 2**17)
     libc.mallopt(M_TRIM_THRESHOLD, -1)
 
 

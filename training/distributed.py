@@ -9,9 +9,9 @@ import os
 import sys
 import time
 import warnings
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import count
 from typing import Any
@@ -24,6 +24,7 @@ from torch.nn.parallel import DistributedDataParallel
 
 from common.errors import TrainingFailed, UserError
 from common.system import cpu_count
+from model.gpt import GPT
 
 PREPARE_TIMEOUT = timedelta(days=365)
 # A rank that waits longer for the others ends. Rank 0 must save a checkpoint or sample in this time.
@@ -35,12 +36,16 @@ TIMEOUT_ERRORS = ("Timed out waiting", "Application timeout")  # of gloo; NCCL's
 
 @dataclass(frozen=True)
 class Dist:
-    """This process among `world_size` processes. local_rank: its rank among the local_world_size on this machine."""
+    """This process among `world_size` processes. local_rank: its rank among the local_world_size on this machine.
+
+    Each process has a copy of the model (DDP). training/fsdp.py has a subclass whose processes share one.
+    """
 
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
     local_world_size: int = 1
+    is_simulated: bool = False
 
     @classmethod
     def from_environment(cls) -> "Dist":
@@ -62,11 +67,6 @@ class Dist:
     def is_main(self) -> bool:
         """Whether this is rank 0, the only process that writes files and prints."""
         return self.rank == 0
-
-    @property
-    def init_device(self) -> str:
-        """The device on which a model is built."""
-        return "cpu"
 
     def connect(self, device: torch.device) -> None:
         """Start the process group: gloo on CPUs, NCCL on GPUs. All ranks except 0 stop printing, except errors.
@@ -134,13 +134,29 @@ class Dist:
             first = current_step * batch_size + self.rank * share
             yield from range(first, first + share, micro_batch_size)
 
-    def simulated(self) -> "Dist":
-        """The same processes for estimates of memory, where only this one exists."""
-        return self
+    def simulated(self, device: torch.device) -> "Dist":
+        """The same processes for an estimate with fake tensors, in which only this process exists."""
+        return replace(self, is_simulated=True)
 
-    def place(self, model: nn.Module, device: torch.device, dtype: torch.dtype) -> nn.Module:
-        """Move a model, which was built on init_device, to `device`. dtype: of matrix products (used by FSDP)."""
-        return model.to(device)
+    @property
+    def keeps_gradients(self) -> bool:
+        """Whether gradients occupy memory throughout a step: DDP stores them in its buffers."""
+        return self.world_size > 1
+
+    @property
+    def reuses_memory(self) -> bool:
+        """Whether a step on a CPU reuses the memory of the previous one (training/device.py)."""
+        return True
+
+    def build_model(self, build: Callable[..., GPT], device: torch.device, dtype: torch.dtype) -> GPT:
+        """Build a model with initial weights on `device`. Weights are drawn on the CPU: all devices get the same ones.
+
+        build: function of the device on which the model's parameters are allocated. dtype: of matrix products.
+        """
+        if self.is_simulated:
+            with device:
+                return build(device=device)
+        return build(device="cpu").to(device)
 
     def wrap(self, model: nn.Module, compile: bool) -> nn.Module:
         """Wrap the model so that its backward pass averages the gradients over all processes."""
@@ -156,7 +172,8 @@ class Dist:
 
     def sync_gradients(self, wrapped_model: nn.Module, is_last: bool) -> AbstractContextManager:
         """Context manager around a micro batch: only the last one of a step averages gradients over the processes."""
-        return nullcontext() if is_last or self.world_size == 1 else wrapped_model.no_sync()
+        is_alone = self.world_size == 1 or self.is_simulated
+        return nullcontext() if is_last or is_alone else wrapped_model.no_sync()
 
     def all_reduce_mean(self, value: Tensor) -> Tensor:
         """Average a tensor over all processes, in place. Does not wait for the device."""
@@ -183,6 +200,10 @@ class Dist:
             raise TrainingFailed(
                 f"rank {self.rank} starts from another {name} than rank 0; use a runs/ folder that all machines share"
             )
+
+    def sent_bytes_per_step(self, params: int, block_params: int, dtype_bytes: int, accumulation: int) -> float:
+        """Bytes that each process sends per optimizer step: a ring all-reduce of the gradients in float32."""
+        return 2 * (self.world_size - 1) / self.world_size * 4 * params
 
     def sync_stop_and_time(self, stop: bool, seconds: float) -> tuple[bool, float]:
         """Whether any process was asked to stop, and the training time of the slowest process."""

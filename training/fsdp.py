@@ -6,6 +6,7 @@ processes (all-gather), and released after it. The gradients of a step are summe
 """
 
 import logging
+from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from functools import cache
@@ -24,26 +25,27 @@ from training.sharding import full_tensor
 class FSDP(Dist):
     """Like Dist, but the processes share one copy of the model.
 
-    The blocks compute in `dtype`, with weights that are collected in this dtype. Embeddings, head and the gradients'
-    sum stay in float32. is_simulated: the processes do not exist (for the estimate of memory).
+    The weights of the blocks are collected in the dtype of matrix products. Embeddings, head and the sums of gradients
+    are float32.
     """
 
-    is_simulated: bool = False
-
-    @property
-    def init_device(self) -> str:
-        return "meta"
-
-    def simulated(self) -> "FSDP":
+    def simulated(self, device: torch.device) -> "FSDP":
+        make_mesh(device.type, self.world_size, True)  # before the tensors are fake
         return replace(self, is_simulated=True)
 
-    def place(self, model: GPT, device: torch.device, dtype: torch.dtype) -> GPT:
-        """Draw the initial weights of a model on "meta", and keep this process's part of them on `device`.
+    @property
+    def keeps_gradients(self) -> bool:
+        return False
 
-        The values are those of one process. Only one block has complete weights at a time.
-        """
+    @property
+    def reuses_memory(self) -> bool:
+        return False  # collected weights and activations would fragment a heap, which doubled the memory of a test
+
+    def build_model(self, build: Callable[..., GPT], device: torch.device, dtype: torch.dtype) -> GPT:
+        """Build a model, and keep this process's part of its weights. One block at a time has complete weights."""
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
+        model = build(device="meta")
         # On CPUs, torch warns that it emulates a collective operation.
         logging.getLogger("torch.distributed.tensor._collective_utils").setLevel(logging.ERROR)
         mesh = make_mesh(device.type, self.world_size, self.is_simulated)
@@ -76,9 +78,18 @@ class FSDP(Dist):
             for name, p in model.named_parameters()
         }
         by_name = {name: weights[p] for name, p in model.state_dict(keep_vars=True).items()}
-        device = next(iter(by_name.values())).device
-        full = GPT(model.config, model.vocab_size, model.attend, weights=by_name).to(device)
+        with by_name["wte.weight"].device:
+            full = GPT(model.config, model.vocab_size, model.attend, weights=by_name)
         return full, full
+
+    def sent_bytes_per_step(self, params: int, block_params: int, dtype_bytes: int, accumulation: int) -> float:
+        """Bytes that each process sends per optimizer step, without those of Muon, which are fewer.
+
+        Each micro batch collects the weights of the blocks for the forward and for the backward pass, and the others
+        once. The gradients are split once per step.
+        """
+        collected = accumulation * (2 * dtype_bytes * block_params + 4 * (params - block_params))
+        return (self.world_size - 1) / self.world_size * (collected + 4 * params)
 
 
 @cache  # all processes must create a process group together

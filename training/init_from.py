@@ -54,7 +54,7 @@ def load_init_weights(init_from: str, model: GPT, metadata: dict) -> None:
     ]
     if different:
         raise UserError(f"{path} has another model than this run; set {' '.join(different)}")
-    weights = saved["model"]
+    weights = dict(saved["model"])
     if model.wpe is not None:
         weights["wpe.weight"] = weights["wpe.weight"][:T]
     for name in ("wte.weight", "lm_head.weight"):

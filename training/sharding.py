@@ -39,8 +39,8 @@ def shard_like(full: Tensor, param: Tensor) -> Tensor:
         return full
     from torch.distributed.tensor import distribute_tensor
 
-    # each process takes its rows of its own copy
-    return distribute_tensor(full, param.device_mesh, param.placements, src_data_rank=None)
+    # Each process takes its rows of its own copy, and releases the others.
+    return distribute_tensor(full, param.device_mesh, param.placements, src_data_rank=None).clone()
 
 
 def load_weights(model: nn.Module, weights: dict[str, Tensor]) -> None:

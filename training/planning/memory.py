@@ -12,7 +12,8 @@ import platform
 import weakref
 from collections.abc import Iterator
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -29,8 +30,8 @@ from common.interrupt import StopRequest
 from model import AttentionConfig, GPTConfig
 from model.attention import BACKENDS, get_attention_fn
 from model.gpt import GPT
-from training.config import AdamWConfig, MuonConfig
 from training.activation_checkpointing import checkpoint_activations
+from training.config import AdamWConfig, MuonConfig
 from training.device import Runtime, autocast
 from training.distributed import Dist
 from training.optimizer import build_optimizers, optimizer_step, set_lr
@@ -50,8 +51,8 @@ class StepSpec:
     dtype: torch.dtype
     device: torch.device
     document_mask: bool
-    activation_checkpointing: str = "none"
-    dist: Dist = Dist()
+    activation_checkpointing: str
+    dist: Dist
 
     @classmethod
     def from_config(cls, config: Any, vocab_size: int, runtime: Runtime) -> "StepSpec":
@@ -151,7 +152,7 @@ class MemoryTracker(TorchDispatchMode):
 
 
 def simulate_memory(step: StepSpec, micro_batch_size: int, accumulation: int) -> MemoryEstimate:
-    """Memory for training with `accumulation` micro batches per optimizer step, without DDP's gradient buckets.
+    """Memory for training with `accumulation` micro batches per optimizer step.
 
     Raises UserError for a backend that is compiled on the device.
     """
@@ -169,9 +170,9 @@ def simulate_memory(step: StepSpec, micro_batch_size: int, accumulation: int) ->
         tracker.is_in_attention = False
         return y
 
+    step = replace(step, dist=step.dist.simulated(device))
     with FakeTensorMode():
-        model = GPT(step.model, step.vocab_size, tracked_attention, device=step.dist.init_device)
-        model = step.dist.simulated().place(model, device, step.dtype)
+        model = step.dist.build_model(partial(GPT, step.model, step.vocab_size, tracked_attention), device, step.dtype)
         checkpoint_activations(model, step.activation_checkpointing)
         model.register_forward_pre_hook(tracker.start_forward)
         model.register_forward_hook(tracker.end_forward)
@@ -182,12 +183,15 @@ def simulate_memory(step: StepSpec, micro_batch_size: int, accumulation: int) ->
         # A signal must not raise in the tracker's finalizers, where Python ignores exceptions.
         with tracker.count_resizing(), tracker, StopRequest(ignore_repeats=True, silent=True) as stop:
             stop.enable()
-            # from the second micro batch on, gradients and activations exist
-            run_steps(model, optimizers, step, micro_batch_size, min(2, accumulation))
+            allocate_optimizer_state(model, optimizers)
+            tracker.peak = tracker.current  # without what sharded tensors allocate in the first call of an operation
+            # From the second micro batch on, gradients and activations exist. DDP's buffers for gradients always exist.
+            micro_batches = 2 if step.dist.keeps_gradients else min(2, accumulation)
+            run_steps(model, optimizers, step, micro_batch_size, micro_batches)
             step.dist.unshard(model, model, step.dtype)  # for an evaluation
         if stop.requested:
             raise KeyboardInterrupt
-    keeps_small_blocks = device.type == "cpu" and platform.libc_ver()[0] == "glibc"
+    keeps_small_blocks = device.type == "cpu" and platform.libc_ver()[0] == "glibc" and step.dist.reuses_memory
     return MemoryEstimate(
         weights=weights,
         gradients=sum(local_tensor(p).nbytes for p in model.parameters()),
@@ -199,24 +203,25 @@ def simulate_memory(step: StepSpec, micro_batch_size: int, accumulation: int) ->
     )
 
 
+def allocate_optimizer_state(model: GPT, optimizers: list[Optimizer]) -> None:
+    """Run a step with zero gradients and learning rates, which does not change the weights."""
+    set_lr(optimizers, 0.0)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    # Without a scaler no overflow of float16 skips a step, so the optimizer always allocates its state.
+    optimizer_step(model, optimizers, torch.amp.GradScaler(enabled=False), None)
+
+
 def run_steps(
     model: GPT, optimizers: list[Optimizer], step: StepSpec, micro_batch_size: int, accumulation: int
 ) -> None:
-    """Run an optimizer step on zeros, after a step with zero gradients that allocates the optimizer's state.
-
-    The weights do not change.
-    """
-    set_lr(optimizers, 0.0)
-    # Without a scaler no overflow of float16 skips a step, so the optimizer always allocates its state.
-    scaler = torch.amp.GradScaler(step.device.type, enabled=False)
+    """Run an optimizer step on zeros, after allocate_optimizer_state. The weights do not change."""
     shape = (3, micro_batch_size, step.model.block_size)
     tokens, targets, doc_ids = torch.zeros(shape, dtype=torch.int64, device=step.device)
-    for p in model.parameters():
-        p.grad = torch.zeros_like(p)
-    optimizer_step(model, optimizers, scaler, None)
-    for _ in range(accumulation):
-        with autocast(step.device, step.dtype):
-            loss = model(tokens, targets, doc_ids=doc_ids if step.document_mask else None)
-        loss.backward()
-        del loss
-    optimizer_step(model, optimizers, scaler, None)
+    for micro_step in range(accumulation):
+        with step.dist.sync_gradients(model, is_last=micro_step == accumulation - 1):
+            with autocast(step.device, step.dtype):
+                loss = model(tokens, targets, doc_ids=doc_ids if step.document_mask else None)
+            loss.backward()
+            del loss
+    optimizer_step(model, optimizers, torch.amp.GradScaler(enabled=False), None)

@@ -16,8 +16,9 @@ from common.errors import UserError, is_out_of_memory
 from model.gpt import GPT
 from training.config import AUTO, TrainConfig
 from training.distributed import Dist
+from training.fsdp import FSDP
 from training.optimizer import build_optimizers
-from training.planning.memory import StepSpec, run_steps, simulate_memory
+from training.planning.memory import StepSpec, allocate_optimizer_state, run_steps, simulate_memory
 from training.sharding import local_tensor
 
 USABLE_MEMORY_FRACTION = 0.8  # of the free memory, since estimates are within 20 % of measured runs
@@ -37,7 +38,7 @@ def resolve_micro_batch_size(
     if train.micro_batch_size != AUTO:
         return train.split_batch(dist.world_size)
     share = train.batch_size // dist.world_size
-    if step.device.type == "cuda" and model is not None and dist.init_device != "meta":
+    if step.device.type == "cuda" and model is not None and not isinstance(dist, FSDP):
         size = probe_on_device(model, step, share, dist.world_size)
     else:
         allocated = 0 if model is None else sum(local_tensor(p).nbytes for p in model.parameters())
@@ -105,8 +106,7 @@ def _estimate_by_simulation(step: StepSpec, share: int, dist: Dist, allocated: i
         )
 
     def fits(size: int) -> bool:
-        accumulation = max(share // size, dist.world_size)  # DDP keeps gradients as accumulation does
-        return simulate_memory(step, size, accumulation).reserved - allocated <= available
+        return simulate_memory(step, size, share // size).reserved - allocated <= available
 
     return largest_fitting_divisor(share, fits)
 
@@ -138,5 +138,7 @@ def _run_steps_with_reserve(model: GPT, step: StepSpec, micro_batch_size: int, a
     """Run optimizer steps while GPU_RESERVE_FRACTION of the GPU's memory is occupied."""
     total = torch.cuda.mem_get_info(step.device)[1] if step.device.type == "cuda" else 0
     reserve = torch.empty(int(GPU_RESERVE_FRACTION * total), dtype=torch.uint8, device=step.device)
-    run_steps(model, build_optimizers(model, step.optimizer), step, micro_batch_size, accumulation)
+    optimizers = build_optimizers(model, step.optimizer)
+    allocate_optimizer_state(model, optimizers)
+    run_steps(model, optimizers, replace(step, dist=Dist()), micro_batch_size, accumulation)
     del reserve

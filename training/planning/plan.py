@@ -31,6 +31,7 @@ from model.flops import (
     attention_flops_per_token,
     find_flops_crossover,
     linear_attention_keys,
+    n_params,
     params_by_part,
     visible_pairs,
     weight_flops_per_token,
@@ -38,9 +39,10 @@ from model.flops import (
 from model.gpt import GPT
 from training.config import AUTO
 from training.device import Runtime, autocast
+from training.distributed import Dist
 from training.init_from import load_run_tokenizer
 from training.optimizer import build_optimizers
-from training.planning.memory import MemoryEstimate, StepSpec, run_steps, simulate_memory
+from training.planning.memory import MemoryEstimate, StepSpec, allocate_optimizer_state, run_steps, simulate_memory
 from training.planning.micro_batch import find_longest_context, resolve_micro_batch_size, usable_memory
 from training.progress import describe_model, format_epochs
 from training.speed import peak_flops, time_calls
@@ -88,6 +90,7 @@ class Plan:
         if config.wandb.mode != "disabled":
             import wandb  # noqa: F401 (a run imports it, so its memory counts)
         step = StepSpec.from_config(config, 0, runtime)
+        dist.simulated(runtime.device)  # imports what sharding needs
         self.process_bytes = _measure_process_bytes(step)  # None: unknown on this system
 
         # vocabulary
@@ -127,6 +130,12 @@ class Plan:
             speed = _measure_flops_per_second(step, self.micro_batch_size, flops, peak)
             self.flops_per_second, self.peak = dist.world_size * speed, dist.world_size * peak
 
+        # communication
+        block_params = sum(p.numel() for p in model.blocks.parameters())
+        self.sent_bytes = dist.sent_bytes_per_step(
+            n_params(model), block_params, runtime.dtype.itemsize, self.accumulation
+        )
+
         # FLOPs of an evaluation: the forward pass takes a third. None: unknown before the data is prepared
         windows = inf if config.eval.batches is None else config.eval.batches * config.train.batch_size
         if prepared is not None:
@@ -146,6 +155,7 @@ class Plan:
         self.training_flops = self.tokens * flops
         self.evaluation_flops = None if evaluation is None else self.evaluations * evaluation
         self.seconds = (self.training_flops + (self.evaluation_flops or 0)) / self.flops_per_second
+        self.seconds_per_step = self.tokens_per_step * flops / self.flops_per_second
         self.seconds_by_backend = {} if config.attention_csv is None else self._seconds_by_backend(config)
 
     def _seconds_by_backend(self, config: Any) -> dict[str, float]:
@@ -227,7 +237,9 @@ def _measure_process_bytes(step: StepSpec) -> int | None:
         step.model, n_embd=8 * step.model.n_head, window=None, mlp_width=None, block_size=8, ngram_table_size=64
     )
     model = GPT(tiny, 64, get_attention_fn(step.attention))
-    run_steps(model, build_optimizers(model, step.optimizer), replace(step, model=tiny), 1, 1)
+    optimizers = build_optimizers(model, step.optimizer)
+    allocate_optimizer_state(model, optimizers)
+    run_steps(model, optimizers, replace(step, model=tiny, dist=Dist()), 1, 1)
     system.reset_peak_memory(step.device)
     return system.peak_memory_bytes(step.device)
 
@@ -352,5 +364,11 @@ def _run_table(plan: Plan) -> Table:
     source = "given" if plan.peak is None else f"measured, {plan.flops_per_second / plan.peak:.0%} of matrix products"
     table.add_row("speed", f"{format_si(plan.flops_per_second)} FLOP/s ({source})")
     excluded = "evaluations, " if plan.evaluation_flops is None else ""
+    if world_size > 1:
+        communication = f"{format_memory(plan.sent_bytes)} per process and step"
+        if plan.config.bandwidth is not None:
+            seconds, compute_seconds = plan.sent_bytes / plan.config.bandwidth, plan.seconds_per_step
+            communication += f", {seconds:.3g} s; the step computes for {compute_seconds:.3g} s"
+        table.add_row("communication", communication)
     table.add_row("time", f"{format_duration(plan.seconds)}, without {excluded}optimizer, samples and checkpoints")
     return table
