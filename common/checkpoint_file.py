@@ -76,18 +76,25 @@ class JoinedShards(Mapping):
 
 def remove_unused_shards(folder: Path) -> None:
     """Remove the folders of shards that no checkpoint in `folder` names."""
-    used = {_read(path)[0].get("shards") for path in folder.glob("*.pt")}
-    for shards in folder.glob("shards-*"):
+    folders = list(folder.glob("shards-*"))
+    used = {_read_value(path, "shards") for path in folder.glob("*.pt")} if folders else set()
+    for shards in folders:
         if shards.name not in used:
             shutil.rmtree(shards)
 
 
 def read_step(path: Path) -> float:
     """The step of a checkpoint, without reading its tensors; infinite if the file is damaged."""
+    step = _read_value(path, "step")
+    return math.inf if step is None else step
+
+
+def _read_value(path: Path, key: str) -> Any:
+    """One value of a checkpoint file, without reading its tensors; None if it is missing, or the file is damaged."""
     try:
-        return torch.load(path, map_location="cpu", weights_only=True, mmap=True)["step"]
+        return torch.load(path, map_location="cpu", weights_only=True, mmap=True).get(key)
     except Exception:  # a damaged file can raise anything in torch
-        return math.inf
+        return None
 
 
 def _read(path: Path) -> tuple[Any, str | None]:
