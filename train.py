@@ -76,6 +76,8 @@ def main(config: Train) -> int:
     with dist.main_first():
         spec = load_run_tokenizer(config.tokenizer.run, config.name)
         prepared = prepare(config.data, config.tokenizer, config.model.block_size, spec=spec)
+    advice = "copy the text and data/prepared from rank 0's machine; data=python_stdlib also needs its Python version"
+    dist.check_same(prepared.identity, advice)
     tokenizer = prepared.tokenizer
     loader = Loader(prepared, config.model.block_size, config.seed, device, config.data.document_mask)
 
@@ -87,12 +89,13 @@ def main(config: Train) -> int:
     step_spec = StepSpec.from_config(config, tokenizer.n_vocab, runtime)
     micro_batch_size, accumulation = resolve_micro_batch_size(config.train, step_spec, dist, model)
     attention = runtime.resolve_attention(config.attention, config.model, micro_batch_size, config.data.document_mask)
-    wrapped_model = runtime.wrap(model, config.attention)
+    metadata = make_checkpoint_metadata(config, prepared.meta)
+    with dist.main_first():
+        if config.train.init_from is not None and not has_checkpoint(config.name):
+            load_init_weights(config.train.init_from, model, metadata)
+    wrapped_model = runtime.wrap(model, config.attention)  # copies the weights of rank 0
     optimizers, scaler = build_optimizers(model, config.optimizer), build_grad_scaler(device, dtype)
     state = TrainState(model, optimizers, scaler)
-    metadata = make_checkpoint_metadata(config, prepared.meta)
-    if config.train.init_from is not None and not has_checkpoint(config.name):
-        load_init_weights(config.train.init_from, model, metadata)
 
     # run folder; load the last checkpoint if there is one
     label = f"{config.data.label}-{config.model.name}-{config.attention.backend}"
@@ -103,7 +106,7 @@ def main(config: Train) -> int:
     ):
         if run.last.exists():
             state.resume(run.last, metadata)
-        dist.check_same("step", state.step)
+        dist.check_same(f"{run.folder} at step {state.step}", f"copy the newest {run.folder} to all machines")
         progress = compute_progress(config.train, state.step, state.seconds, state.evals_since_best)
         run_info = runtime.describe() | {
             "attention": asdict(attention), "n_params": n_params(model), "vocab_size": tokenizer.n_vocab,

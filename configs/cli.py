@@ -41,7 +41,7 @@ OUT_OF_MEMORY_ADVICE = {  # by the config of the script
     "Prepare": "set data.path to a smaller text, or a smaller data.max_documents",
     "BenchConfig": "set a smaller batch_size, block_sizes or model",
 }
-RANK_0_PRINTS_FIRST_S = 5.0  # how long other ranks wait for rank 0 to print an error that all ranks have
+RANK_0_PRINTS_FIRST_S = 5.0  # how long other ranks wait for local rank 0 to print an error that all ranks have
 FLAGS = """flags:
   --help            print this page and exit
   --cfg job         print the composed config and exit
@@ -160,15 +160,15 @@ def run_main(main: Callable[..., int], *config: Any) -> int:
 
 
 def report_error(message: object, code: int) -> int:
-    """Print the message. Returns the exit code. Under torchrun, rank 0 prints errors that all ranks have.
+    """Print the message. Returns the exit code. Under torchrun, local rank 0 prints errors that all ranks have.
 
     The exit code is `code`, or 0 after an interruption under `torchrun --max-restarts`, so that it restarts nothing.
     """
     variable = os.environ.get("RANK", "")
     rank = int(variable) if variable.isdecimal() else 0
     is_interrupted = code == EXIT_CODES["interrupted"]
-    if rank > 0 and code == EXIT_CODES["refused"]:
-        time.sleep(RANK_0_PRINTS_FIRST_S)  # torchrun ends this process as soon as rank 0 exits
+    if rank > 0 and code == EXIT_CODES["refused"] and os.environ.get("LOCAL_RANK") != "0":
+        time.sleep(RANK_0_PRINTS_FIRST_S)  # torchrun ends this process as soon as local rank 0 exits
     if rank == 0 or not is_interrupted:
         prefix = Path(sys.argv[0]).name + (f", rank {rank}" if rank > 0 else "")
         print(f"{prefix}: {message}", file=sys.stderr)

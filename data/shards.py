@@ -104,6 +104,13 @@ class PreparedData:
         return ShardedTokens(paths, list(lengths.values()), self.meta["dtype"], self.meta["vocab_size"])
 
     @property
+    def identity(self) -> str:
+        """The folder, and a hash that differs if the tokens or the tokenizer do."""
+        content = {key: value for key, value in self.meta.items() if key != "source"}
+        digest = hashlib.sha256(json.dumps(content, sort_keys=True).encode()).hexdigest()
+        return f"{self.folder} with SHA-256 {digest[:12]}"
+
+    @property
     def train_ranges(self) -> list[tuple[int, int]]:
         """(first token, number of tokens) of each source in the training split."""
         starts = accumulate((source["train"] for source in self.meta["mix"]), initial=0)

@@ -6,6 +6,7 @@ processes; otherwise the processes would wait for each other forever.
 """
 
 import os
+import platform
 import sys
 import time
 import warnings
@@ -31,7 +32,8 @@ PREPARE_TIMEOUT = timedelta(days=365)
 COLLECTIVE_TIMEOUT_MINUTES = 10
 LOST_RANK_DELAY_S = 5.0
 CONNECTION_ERRORS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed", "NCCL")
-TIMEOUT_ERRORS = ("Timed out waiting", "Application timeout")  # of gloo; NCCL's own timeout kills the process
+# Of gloo and the store. NCCL's own timeout kills the process.
+TIMEOUT_ERRORS = ("Timed out waiting", "Application timeout", "wait timeout")
 
 
 @dataclass(frozen=True)
@@ -71,7 +73,7 @@ class Dist:
     def connect(self, device: torch.device) -> None:
         """Start the process group: gloo on CPUs, NCCL on GPUs. All ranks except 0 stop printing, except errors.
 
-        Raises UserError for a device that several processes cannot use.
+        Raises UserError for a device that several processes cannot use, TrainingFailed if a process does not start.
         """
         if self.world_size == 1:
             return
@@ -82,7 +84,9 @@ class Dist:
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (open as long as the process)
         backends = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
         timeout = timedelta(minutes=COLLECTIVE_TIMEOUT_MINUTES)
-        torch_dist.init_process_group(backends, timeout=timeout, device_id=device if device.type == "cuda" else None)
+        device_id = device if device.type == "cuda" else None
+        with self.raise_on_lost_rank():
+            torch_dist.init_process_group(backends, timeout=timeout, device_id=device_id)
 
     def share_cores(self) -> None:
         """Use this process's share of the machine's cores, unless OMP_NUM_THREADS is set to more than 1."""
@@ -91,18 +95,27 @@ class Dist:
 
     @contextmanager
     def main_first(self) -> Iterator[None]:
-        """Context manager: rank 0 runs the block first, then the other ranks. They wait without a timeout."""
+        """Context manager: rank 0 runs the block first, then local rank 0 of each other machine, then the other ranks.
+
+        So a machine finds the files that the block has written on a shared disk, or writes its own. The ranks wait for
+        each other without a timeout, but not for a lost process. Raises TrainingFailed, and UserError of the block.
+        """
         if self.world_size == 1:
             yield
             return
-        # A key in the store, not a barrier: collective operations have a timeout. torch 2.13 has no public function
-        # that returns the store.
-        store = torch_dist.distributed_c10d._get_default_store()
-        if not self.is_main:
-            store.wait(["main_first"], PREPARE_TIMEOUT)
-        yield
-        if self.is_main:
-            store.set("main_first", "done")
+        group = torch_dist.new_group(backend="gloo", timeout=PREPARE_TIMEOUT)
+        own_turn = 0 if self.is_main else 1 if self.local_rank == 0 else 2
+        with self.raise_on_lost_rank():
+            for turn in range(3):
+                if turn == own_turn:
+                    try:
+                        yield
+                    except UserError as error:
+                        if self.is_main:
+                            raise
+                        advice = f"rank 0 had no such error; copy the files from its machine to {platform.node()}"
+                        raise UserError(f"{error} ({advice})") from None
+                torch_dist.all_reduce(torch.zeros(1), group=group)  # a barrier
 
     @contextmanager
     def raise_on_lost_rank(self) -> Iterator[None]:
@@ -194,12 +207,18 @@ class Dist:
         """Wait until all processes are here. Without it, the others would treat a process that exits first as lost."""
         self.all_reduce_sum(0.0)
 
-    def check_same(self, name: str, value: Any) -> None:
-        """Raises TrainingFailed if rank 0 has another value."""
-        if self.broadcast(value) != value:
-            raise TrainingFailed(
-                f"rank {self.rank} starts from another {name} than rank 0; use a runs/ folder that all machines share"
-            )
+    def check_same(self, value: str, advice: str) -> None:
+        """Raises UserError in all processes if one of them has another value. advice: how to get the same one."""
+        if self.world_size == 1:
+            return
+        values: list = [None] * self.world_size
+        torch_dist.all_gather_object(values, (value, platform.node()))
+        main_value, main_host = values[0]
+        for rank, (value, host) in enumerate(values):
+            if value != main_value:
+                raise UserError(
+                    f"rank {rank} on {host} has {value}, but rank 0 on {main_host} has {main_value}; {advice}"
+                )
 
     def sent_bytes_per_step(self, params: int, block_params: int, dtype_bytes: int, accumulation: int) -> float:
         """Bytes that each process sends per optimizer step: a ring all-reduce of the gradients in float32."""

@@ -5,16 +5,18 @@ import os
 import platform
 import re
 import signal
+import socket
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from contextlib import chdir, suppress
 from itertools import islice
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT, TINY, metrics, train_here
+import torch.distributed as torch_dist
+from helpers import ROOT, TEXT, TINY, metrics, train_here
 
 from common.checkpoint_file import load_checkpoint
 from common.errors import UserError
@@ -25,12 +27,23 @@ from training.distributed import Dist
 SINGLE = ["train.batch_size=8", "schedule.warmup_steps=100", "eval.every=6", "checkpoint.every=6", "device=cpu"]
 
 
-def torchrun(processes: int, *overrides: str, script=ROOT / "train.py", **environment: str) -> subprocess.Popen:
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc_per_node={processes}"]
+def torchrun(
+    processes: int, *overrides: str, script=ROOT / "train.py", flags=("--standalone",), cwd=None, **environment: str
+) -> subprocess.Popen:
+    command = [sys.executable, "-m", "torch.distributed.run", *flags, f"--nproc_per_node={processes}"]
     return subprocess.Popen(
-        [*command, str(script), *TINY, *SINGLE, *overrides], env=os.environ | environment, text=True,
+        [*command, str(script), *TINY, *SINGLE, *overrides], env=os.environ | environment, text=True, cwd=cwd,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
+
+
+def torchrun_on_machines(folders: list[Path], *overrides: str) -> list[subprocess.Popen]:
+    """One process in each folder. The processes share no files."""
+    with socket.socket() as free:
+        free.bind(("localhost", 0))
+        address = f"localhost:{free.getsockname()[1]}"
+    flags = (f"--nnodes={len(folders)}", "--rdzv_backend=c10d", f"--rdzv_endpoint={address}")
+    return [torchrun(1, *overrides, flags=flags, cwd=folder) for folder in folders]
 
 
 def finish(process: subprocess.Popen) -> str:
@@ -48,23 +61,47 @@ def assert_same_curve(a, b):
 
 @pytest.mark.slow
 def test_two_processes_train_like_one(train, workdir):
-    """Also if their micro batches have different numbers of targets."""
+    """Also without a shared disk, and if their micro batches have different numbers of targets.
+
+    Each machine prepares its own data, and gets the pretrained weights of rank 0.
+    """
     rows = [{"prompt": "Ask " * (n % 7) + f"{n}? ", "text": f"It is {n * n}." * (n % 3)} for n in range(99)]
-    (workdir / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
     settings = ["train.steps=12", "data.path=rows.jsonl", "data.prompt_column=prompt"]
-    out = finish(torchrun(2, "name=two", "train.micro_batch_size=2", *settings))
+    machines = [workdir / "a", workdir / "b"]
+    for seed, machine in enumerate(machines):
+        machine.mkdir()
+        (machine / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        with chdir(machine):
+            assert train("name=pretrained", f"seed={seed}", *settings) == 0
+    settings += ["tokenizer=run", "tokenizer.run=pretrained", "train.init_from=run:pretrained"]
+    processes = torchrun_on_machines(machines, "name=two", "train.micro_batch_size=2", *settings)
+    out = "".join(map(finish, processes))
     assert out.count("preparing text") == 1
     assert out.count("step 12: validation loss") == 1
-    assert train("name=one", *SINGLE, *settings) == 0
-    assert_same_curve(metrics("one"), metrics("two"))
-    assert [path.name for path in (workdir / "runs").iterdir() if path.is_dir()].count("two") == 1
-    one, two = (load_checkpoint(workdir / f"runs/{name}/checkpoints/last.pt") for name in ("one", "two"))
+    a, b = ({path.name for path in machine.glob("data/prepared/*-*")} for machine in machines)
+    assert a == b
+    (main,) = [machine for machine in machines if (machine / "runs/two").exists()]
+    with chdir(main):
+        assert train("name=one", *SINGLE, *settings) == 0
+        assert_same_curve(metrics("one"), metrics("two"))
+    one, two = (load_checkpoint(main / f"runs/{name}/checkpoints/last.pt") for name in ("one", "two"))
     assert list(one["model"]) == list(two["model"])
     assert list(one["optimizer"]) == list(two["optimizer"])
     assert one["identity"] == two["identity"]
-    recorded = json.loads((workdir / "runs/two/summary.json").read_text())
-    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
-    assert (recorded["world_size"], recorded["accumulation"], recorded["threads"]) == (2, 2, max(1, cores // 2))
+    recorded = json.loads((main / "runs/two/summary.json").read_text())
+    assert (recorded["world_size"], recorded["accumulation"]) == (2, 2)
+
+
+@pytest.mark.slow
+def test_machines_with_different_data_are_refused_with_one_message(workdir):
+    machines = [workdir / "a", workdir / "b"]
+    for repeats, machine in enumerate(machines, 1):
+        machine.mkdir()
+        (machine / "text.txt").write_text(TEXT * repeats, encoding="utf-8")
+    errors = [process.communicate(timeout=600)[1] for process in torchrun_on_machines(machines, "name=a")]
+    refusal = r"has data/prepared/text-\w+ with .*, but rank 0 .* has data/prepared/text-\w+ with .*; copy the text"
+    assert max(len(re.findall(refusal, error)) for error in errors) == 1, errors
+    assert not any((machine / "runs").exists() for machine in machines)
 
 
 LITTLE_MEMORY_ON_RANK_2 = """
@@ -192,6 +229,8 @@ def test_interrupted_processes_stop_at_the_same_step_and_rank_0_saves(train, wor
     _, err = process.communicate(timeout=600)
     recorded = json.loads((workdir / "runs/a/summary.json").read_text())
     assert recorded["status"] == "interrupted", err
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
+    assert recorded["threads"] == max(1, cores // 2)
     assert err.count("saved at step") == 1
     # If rank 1 ended first, torchrun would kill rank 0 half a minute later, while it might still be saving.
     assert (workdir / "rank1_left").stat().st_mtime >= (workdir / "runs/a/checkpoints/last.pt").stat().st_mtime
@@ -348,29 +387,32 @@ def test_world_has_one_process_without_torchrun(monkeypatch):
 
 MAIN_FIRST = """
 import sys, time
+from dataclasses import replace
 from datetime import timedelta
 from pathlib import Path
 sys.path.insert(0, {root!r})
 import torch
 import torch.distributed as torch_dist
-from common.errors import TrainingFailed
+from common.errors import TrainingFailed, UserError
 from configs.cli import exit_fast
 from training.distributed import Dist
 
 dist = Dist.from_environment()
 dist.connect(torch.device("cpu"))
-store = torch_dist.distributed_c10d._get_default_store()
-store.set_timeout(timedelta(seconds=1))
-with dist.main_first():
-    if dist.is_main:
-        time.sleep(3)
-        Path("prepared").touch()
-    else:
-        Path("seen_by_rank_1").write_text(str(Path("prepared").exists()))
-store.set_timeout(timedelta(seconds=600))
-dist.barrier()
 Path("timeout").write_text(str(torch_dist.group.WORLD._get_backend(torch.device("cpu")).options._timeout))
+dist.check_same("the same value", "")
+try:
+    dist.check_same(f"runs/a at step {{dist.rank // 2}}", "copy it")
+except UserError as error:
+    Path(f"difference{{dist.rank}}").write_text(str(error))
 torch_dist.distributed_c10d._set_pg_timeout(timedelta(seconds=1))
+if not dist.is_main:  # ranks 1 and 2 are on another machine
+    dist = replace(dist, local_rank=dist.rank - 1)
+with dist.main_first():
+    if dist.local_rank == 0:
+        time.sleep(1.5)
+    with open("order", "a") as file:
+        file.write(str(dist.rank))
 if dist.is_main:
     try:
         with dist.raise_on_lost_rank():
@@ -385,10 +427,23 @@ exit_fast(0)  # as train.py does
 
 
 @pytest.mark.slow
-def test_other_processes_wait_for_rank_0_longer_than_the_timeout_but_not_for_a_hanging_process(workdir):
+def test_processes_wait_for_the_data_longer_than_the_timeout_but_not_for_a_hanging_process(workdir):
     script = workdir / "script.py"
     script.write_text(MAIN_FIRST.format(root=str(ROOT)))
-    finish(torchrun(2, script=script))
-    assert (workdir / "seen_by_rank_1").read_text() == "True"
+    finish(torchrun(3, script=script))
+    assert (workdir / "order").read_text() == "012"
+    host = platform.node()
+    difference = f"rank 2 on {host} has runs/a at step 1, but rank 0 on {host} has runs/a at step 0; copy it"
+    assert [(workdir / f"difference{rank}").read_text() for rank in range(3)] == [difference] * 3
     assert (workdir / "timeout").read_text() == "0:10:00"
     assert "rank 0 waited 10 minutes for another process (" in (workdir / "error").read_text()
+
+
+def test_error_of_another_machine_names_it(monkeypatch):
+    monkeypatch.setattr(torch_dist, "new_group", lambda **_: None)
+    monkeypatch.setattr(torch_dist, "all_reduce", lambda *_, **__: None)
+    advice = f"data.path=a.txt does not exist .rank 0 had no such error; copy the files .* to {platform.node()}"
+    with pytest.raises(UserError, match=advice), Dist(1, 2).main_first():
+        raise UserError("data.path=a.txt does not exist")
+    with pytest.raises(UserError, match=r"^data\.path=a.txt does not exist$"), Dist(0, 2).main_first():
+        raise UserError("data.path=a.txt does not exist")
