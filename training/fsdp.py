@@ -30,8 +30,6 @@ class FSDP(Dist):
     """
 
     def simulated(self, device: torch.device) -> "FSDP":
-        import torch._dynamo
-        import torch.distributed.fsdp  # both are imported by fully_shard, so their memory counts
 
         make_mesh(device.type, self.world_size, True)  # before the tensors are fake
         return replace(self, is_simulated=True)

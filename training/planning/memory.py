@@ -35,7 +35,7 @@ from training.config import AdamWConfig, MuonConfig
 from training.device import Runtime, autocast
 from training.distributed import Dist
 from training.optimizer import build_optimizers, optimizer_step, set_lr
-from training.sharding import is_sharded, local_tensor
+from training.sharding import local_tensor
 
 MAX_SMALL_BLOCK_BYTES = 16 * 2**20
 
@@ -142,7 +142,7 @@ class MemoryTracker(TorchDispatchMode):
         self.activation_scores = self.scores
 
     def __torch_dispatch__(self, function, types, args=(), kwargs=None):
-        if any(is_sharded(kind) for kind in types):
+        if any(hasattr(kind, "full_tensor") for kind in types):  # a sharded tensor
             return NotImplemented  # its operations on local tensors are counted instead
         result = function(*args, **(kwargs or {}))
         for leaf in tree_leaves(result):

@@ -11,6 +11,7 @@ from common.errors import UserError
 from configs.cli import parse_config
 from model.attention import get_attention_fn
 from model.gpt import GPT
+from training.device import Runtime
 from training.distributed import Dist
 from training.planning.memory import StepSpec, simulate_memory
 from training.planning.micro_batch import (
@@ -30,7 +31,7 @@ def make_config(*overrides):
 
 
 def make_step(config) -> StepSpec:
-    return StepSpec.from_config(config, 100, torch.float32, CPU)
+    return StepSpec.from_config(config, 100, Runtime(Dist(), CPU, torch.float32, False))
 
 
 def make_model(config) -> GPT:

@@ -41,7 +41,7 @@ def plan(workdir):
 
 def plan_config(*words, dist=None) -> Plan:
     config = parse_config("train", "", list(words))
-    runtime = resolve_runtime(config.device, config.dtype, config.compile)
+    runtime = resolve_runtime(config.device, config.dtype, config.compile, config.parallel, config.world_size)
     return Plan(config, replace(runtime, dist=dist or runtime.dist))
 
 
@@ -64,7 +64,7 @@ from configs.cli import parse_config
 config = parse_config("train", "", sys.argv[1:])
 import train
 from training.planning.plan import Plan
-runtime = train.resolve_runtime(config.device, config.dtype, config.compile)
+runtime = train.resolve_runtime(config.device, config.dtype, config.compile, config.parallel, config.world_size)
 train.configure_backends(runtime.device, config.deterministic, config.tf32)
 plan = Plan(config, runtime)
 estimates = {name: memory for name, memory in plan.memory.items() if not isinstance(memory, str)}

@@ -1,0 +1,135 @@
+"""FSDP2 with gloo: the losses, checkpoints and memory of sharded models."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+import torch
+from helpers import ROOT, TINY, metrics, summary
+from test_distributed import SINGLE, assert_same_curve, finish, torchrun
+
+from common.checkpoint_file import load_checkpoint
+from configs.cli import parse_config
+from training.distributed import Dist
+from training.fsdp import FSDP
+
+SHARDED = ["parallel=fsdp", "checkpoint.sharded=true"]
+
+
+def assert_same_tensors(a: dict, b: dict, **tolerance):
+    for name, tensor in a["model"].items():
+        assert torch.allclose(tensor, b["model"][name], **tolerance), name
+    for name, state in a["optimizer"].items():
+        for key, value in state.items():
+            assert torch.allclose(value, b["optimizer"][name][key], **tolerance), (name, key)
+
+
+@pytest.mark.slow
+def test_two_sharded_processes_train_like_one(train, workdir):
+    """With Muon, accumulation, activation checkpointing, tied embeddings, and everything that an evaluation does."""
+    settings = [
+        "model=gpt2",
+        *(f"model.{key}={value}" for key, value in {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 16}.items()),
+        "optimizer=muon",
+        "eval.attention_stats=true",
+    ]
+    finish(torchrun(2, "name=two", "parallel=fsdp", "train.micro_batch_size=2", *settings,
+                    "train.activation_checkpointing=block"))  # fmt: skip
+    assert train("name=one", *SINGLE, *settings) == 0
+    assert_same_curve(metrics("one"), metrics("two"))
+    assert [row.get("sample") for row in metrics("one")] == [row.get("sample") for row in metrics("two")]
+    for key in ("attention/entropy", "attention/score_variance"):
+        assert metrics("one")[-1][key] == pytest.approx(metrics("two")[-1][key], abs=1e-5)
+    one, two = (load_checkpoint(workdir / f"runs/{name}/checkpoints/last.pt") for name in ("one", "two"))
+    assert_same_tensors(one, two, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_sharded_run_is_killed_and_resumes_on_other_numbers_of_processes_with_fsdp_and_ddp(train, workdir):
+    assert train("name=whole", "train.steps=24", *SINGLE) == 0
+    # four processes; rank 2 is killed after the first checkpoint
+    process = torchrun(4, "name=parts", "train.steps=100000", "eval.every=100000", *SHARDED)
+    last, deadline = workdir / "runs/parts/checkpoints/last.pt", time.time() + 600
+    while time.time() < deadline and not last.exists():
+        time.sleep(0.05)
+    workers = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
+    os.kill(int(workers[2]), signal.SIGKILL)
+    process.communicate(timeout=600)
+    assert process.returncode == 1
+    killed_at = load_checkpoint(last)["step"]
+    assert killed_at % 6 == 0
+
+    # the first checkpoint again, from scratch, so that the schedule is that of the uninterrupted run
+    finish(torchrun(4, "name=again", "train.steps=6", *SHARDED))
+    folder = workdir / "runs/again/checkpoints"
+    assert [path.name for path in folder.glob("shards-*")] == ["shards-000006-of-4"]
+    finish(torchrun(2, "name=again", "train.steps=12", *SHARDED))
+    finish(torchrun(2, "name=again", "train.steps=18", "parallel=ddp"))
+    assert not list(folder.glob("shards-*")), "no checkpoint uses them"
+    assert train("name=again", "train.steps=24", *SINGLE) == 0
+    assert_same_curve(metrics("whole"), metrics("again"))
+    whole, again = (load_checkpoint(workdir / f"runs/{name}/checkpoints/last.pt") for name in ("whole", "again"))
+    assert_same_tensors(whole, again, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_sharded_checkpoint_is_sampled_and_a_damaged_shard_is_refused(train, workdir):
+    finish(torchrun(2, "name=a", *SHARDED))
+    command = [sys.executable, str(ROOT / "sample.py"), "run=a", "max_new_tokens=5", "device=cpu"]
+    assert subprocess.run(command).returncode == 0
+    (shard,) = workdir.glob("runs/a/checkpoints/shards-*/rank-1.pt")
+    content = bytearray(shard.read_bytes())
+    content[len(content) // 2] ^= 1
+    shard.write_bytes(content)
+    refused = subprocess.run(command, capture_output=True, text=True)
+    assert refused.returncode == 2
+    assert "rank-1.pt is damaged" in refused.stderr
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("parallel", ["fsdp", "ddp"])
+def test_planned_memory_per_rank_is_within_20_percent_of_four_processes(workdir, parallel):
+    """The processes of torchrun run without wandb. So does the plan."""
+    settings = [
+        "model.n_layer=6", "model.n_head=4", "model.n_embd=384", "model.block_size=256", "train.batch_size=8",
+        "train.steps=2", "eval.every=2", "eval.batches=1", f"parallel={parallel}",
+    ]  # fmt: skip
+    code = (
+        "import json, sys; from configs.cli import parse_config; config = parse_config('train', '', sys.argv[1:]);"
+        "from training.device import resolve_runtime; from training.planning.plan import Plan;"
+        "runtime = resolve_runtime('cpu', 'float32', None, config.parallel, config.world_size);"
+        "print(json.dumps(Plan(config, runtime).total_bytes(config.attention.backend)))"
+    )
+    words = [*TINY, *SINGLE, *settings, "plan=true", "world_size=4", "flops_per_second=1e10"]
+    planned = subprocess.run(
+        [sys.executable, "-c", code, *words], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}
+    )
+    assert planned.returncode == 0, planned.stderr
+    finish(torchrun(4, "name=a", *settings))
+    assert summary("a")["peak_memory_bytes"] == pytest.approx(json.loads(planned.stdout), rel=0.2)
+
+
+def test_bytes_of_a_step_are_those_of_ring_collectives():
+    """100 parameters, 80 of them in blocks, in bfloat16, with three micro batches, on four processes."""
+    assert Dist(world_size=4).sent_bytes_per_step(100, 80, 2, 3) == 2 * 3 / 4 * 400
+    assert FSDP(world_size=4).sent_bytes_per_step(100, 80, 2, 3) == 3 / 4 * (3 * (2 * 160 + 80) + 400)
+    assert Dist(world_size=1).sent_bytes_per_step(100, 80, 2, 3) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "sentence"),
+    [
+        (["parallel=zero"], "parallel=zero is unknown; set ddp or fsdp"),
+        (["checkpoint.sharded=true"], "checkpoint.sharded=True needs parallel=fsdp"),
+        (["world_size=4"], "world_size=4 needs plan=true"),
+        (["train.activation_checkpointing=all"], "is unknown; set none, block or attention"),
+    ],
+)
+def test_invalid_settings_are_refused(workdir, capsys, words, sentence):
+    with pytest.raises(SystemExit):
+        parse_config("train", "", [*TINY, *words])
+    assert sentence in capsys.readouterr().err
