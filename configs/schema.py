@@ -81,11 +81,6 @@ class Train:
         init_run = init_from.removeprefix("run:")
         init_tokenizer = "gpt2" if init_from in GPT2_MODELS else f"run tokenizer.run={init_run}"
         rules = [
-            (
-                "checkpoint.sharded",
-                not self.checkpoint.sharded or self.parallel == "fsdp",
-                "needs parallel=fsdp; set it, or remove the key",
-            ),
             ("parallel", self.parallel in ("ddp", "fsdp"), "is unknown; set ddp or fsdp"),
             *(
                 (key, getattr(self, key) is None or self.plan, "needs plan=true; set it, or remove the key")
@@ -94,6 +89,8 @@ class Train:
             ("flops_per_second", flops is None or 0 < flops < inf, "must be greater than 0; set 1e14, for example"),
         ]
         check_settings("", self, rules)
+        has_shards = not self.checkpoint.sharded or self.parallel == "fsdp"
+        check_settings("checkpoint", self.checkpoint, [("sharded", has_shards, "needs parallel=fsdp; set both")])
         same_vocabulary = not init_from or self.tokenizer.name not in ("bpe", "char")
         tokenizer_of_run = f"needs the tokenizer of these weights; set tokenizer={init_tokenizer}"
         check_settings("train", self.train, [("init_from", same_vocabulary, tokenizer_of_run)])

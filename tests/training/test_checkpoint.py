@@ -8,7 +8,7 @@ from helpers import ADAMW, file_size_limit, tiny_model, train_step
 
 from common.checkpoint_file import load_checkpoint
 from common.errors import TrainingFailed, UserError
-from training.checkpoint import TrainState, check_identity
+from training.checkpoint import TrainState, check_identity, write_checkpoint
 from training.device import build_grad_scaler
 from training.optimizer import build_optimizers
 
@@ -100,6 +100,6 @@ def test_damaged_best_checkpoint_does_not_count(state, tmp_path):
 
 def test_checkpoint_without_optimizer_state_is_refused_when_resuming(state, tmp_path):
     path = tmp_path / "last.pt"
-    state.save(path, {"identity": {}, "config": {"seed": 1}}, with_optimizer=False)
+    write_checkpoint(path, {"identity": {}, "config": {"seed": 1}, "optimizer": None, "model": {}} | state.values())
     with pytest.raises(UserError, match=r"last.pt has no optimizer state, .* checkpoint.optimizer=false"):
         state.resume(path, {"identity": {}})

@@ -21,7 +21,7 @@ from training.planning.micro_batch import (
     resolve_micro_batch_size,
 )
 
-CPU = torch.device("cpu")
+CPU, ONE_PROCESS = torch.device("cpu"), Dist()
 AUTO = "train.micro_batch_size=auto"
 SMALL = ["model.n_layer=1", "train.batch_size=4", "optimizer=adamw"]
 
@@ -30,16 +30,16 @@ def make_config(*overrides):
     return parse_config("train", "", [*TINY, *SMALL, AUTO, *overrides])
 
 
-def make_step(config) -> StepSpec:
-    return StepSpec.from_config(config, 100, Runtime(Dist(), CPU, torch.float32, False))
+def make_step(config, dist: Dist = ONE_PROCESS) -> StepSpec:
+    return StepSpec.from_config(config, 100, Runtime(dist, CPU, torch.float32, False))
 
 
 def make_model(config) -> GPT:
     return GPT(config.model, 100, get_attention_fn(config.attention))
 
 
-def resolve(config, model, dist=None) -> tuple[int, int]:
-    return resolve_micro_batch_size(config.train, make_step(config), dist or Dist(), model)
+def resolve(config, model, dist: Dist = ONE_PROCESS) -> tuple[int, int]:
+    return resolve_micro_batch_size(config.train, make_step(config, dist), dist, model)
 
 
 def bytes_beyond_weights(config, micro_batch_size: int, accumulation: int) -> int:
