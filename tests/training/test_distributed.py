@@ -108,12 +108,12 @@ def test_run_resumes_on_another_number_of_processes(train, workdir):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("dtype", ["float32", "float16"])
-def test_two_gpus_train_like_one(train, workdir, dtype):
+@pytest.mark.parametrize(("dtype", "parallel"), [("float32", "ddp"), ("float16", "ddp"), ("float32", "fsdp")])
+def test_two_gpus_train_like_one(train, workdir, dtype, parallel):
     if torch.cuda.device_count() < 2:
         pytest.skip("NOT RUN: needs two CUDA devices")
     settings = ["device=cuda", f"dtype={dtype}", "train.steps=12"]
-    finish(torchrun(2, "name=two", *settings))
+    finish(torchrun(2, "name=two", f"parallel={parallel}", *settings))
     assert train("name=one", *SINGLE, *settings) == 0
     for one, two in zip(metrics("one"), metrics("two"), strict=True):
         assert one.get("train/loss") == pytest.approx(two.get("train/loss"), abs=1e-5 if dtype == "float32" else 1e-2)
