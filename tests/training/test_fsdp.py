@@ -1,6 +1,5 @@
 """FSDP2 with gloo: the losses, checkpoints and memory of sharded models."""
 
-import json
 import os
 import signal
 import subprocess
@@ -69,7 +68,7 @@ def test_killed_sharded_run_resumes_on_other_numbers_of_processes_and_with_ddp(t
     assert train("name=a", *SINGLE, f"train.steps={step + 24}", *settings) == 0
     assert train("name=b", *SINGLE, f"train.steps={step + 24}", *settings) == 0
     for a, b in zip(metrics("a"), metrics("b"), strict=True):
-        assert a["train/loss"] == pytest.approx(b["train/loss"], abs=1e-5), a["step"]
+        assert a.get("train/loss") == pytest.approx(b.get("train/loss"), abs=1e-5), a["step"]
     resumed, uninterrupted = (load_checkpoint(workdir / f"runs/{name}/checkpoints/last.pt") for name in "ab")
     assert_same_tensors(resumed, uninterrupted, atol=1e-4)
 
@@ -97,10 +96,10 @@ def test_planned_memory_per_rank_is_within_20_percent_of_four_processes(workdir,
         "train.steps=2", "eval.every=2", "eval.batches=1", f"parallel={parallel}",
     ]  # fmt: skip
     code = (
-        "import json, sys; from configs.cli import parse_config; config = parse_config('train', '', sys.argv[1:]);"
-        "from training.device import resolve_runtime; from training.planning.plan import Plan;"
+        "import sys; from configs.cli import parse_config; config = parse_config('train', '', sys.argv[1:]);"
+        "import train; from training.device import resolve_runtime; from training.planning.plan import Plan;"
         "runtime = resolve_runtime('cpu', 'float32', None, config.parallel, config.world_size);"
-        "print(json.dumps(Plan(config, runtime).total_bytes(config.attention.backend)))"
+        "print(Plan(config, runtime).total_bytes(config.attention.backend))"
     )
     words = [*TINY, *SINGLE, *settings, "plan=true", "world_size=4", "flops_per_second=1e10"]
     planned = subprocess.run(
@@ -108,7 +107,7 @@ def test_planned_memory_per_rank_is_within_20_percent_of_four_processes(workdir,
     )
     assert planned.returncode == 0, planned.stderr
     finish(torchrun(4, "name=a", *settings))
-    assert summary("a")["peak_memory_bytes"] == pytest.approx(json.loads(planned.stdout), rel=0.2)
+    assert summary("a")["peak_memory_bytes"] == pytest.approx(int(planned.stdout.split()[-1]), rel=0.2), planned.stdout
 
 
 def test_bytes_of_a_step_are_those_of_ring_collectives():
