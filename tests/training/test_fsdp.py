@@ -92,8 +92,8 @@ def test_sharded_checkpoint_is_sampled_and_a_damaged_shard_is_refused(train, wor
 def test_planned_memory_per_rank_is_within_20_percent_of_four_processes(workdir, parallel):
     """The processes of torchrun run without wandb. So does the plan."""
     settings = [
-        "model.n_layer=6", "model.n_head=4", "model.n_embd=384", "model.block_size=256", "train.batch_size=8",
-        "train.steps=2", "eval.every=2", "eval.batches=1", f"parallel={parallel}",
+        "model.n_layer=8", "model.n_head=8", "model.n_embd=512", "model.block_size=256", "train.batch_size=16",
+        "train.steps=2", "eval.every=2", "eval.batches=1", "optimizer=adamw", f"parallel={parallel}",
     ]  # fmt: skip
     code = (
         "import sys; from configs.cli import parse_config; config = parse_config('train', '', sys.argv[1:]);"
