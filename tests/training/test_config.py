@@ -8,7 +8,15 @@ from training.config import TrainConfig
 
 def test_batch_is_divided_into_micro_batches_or_refused_with_valid_sizes():
     def split(batch, micro, world):
-        settings = dict(steps=1, minutes=None, grad_clip=None, patience=None, profile=False, init_from=None)
+        settings = dict(
+            steps=1,
+            minutes=None,
+            grad_clip=None,
+            patience=None,
+            profile=False,
+            init_from=None,
+            activation_checkpointing="none",
+        )
         settings |= dict(on_nonfinite="stop", skip_grad_norm=None, max_skipped_steps=0)
         return TrainConfig(batch_size=batch, micro_batch_size=micro, **settings).split_batch(world)
 
