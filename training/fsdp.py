@@ -31,6 +31,9 @@ class FSDP(Dist):
     """
 
     def simulated(self, device: torch.device) -> "FSDP":
+        # fully_shard imports both, so a plan counts their memory
+        import torch._dynamo
+        import torch.distributed.fsdp  # noqa: F401
 
         make_mesh(device.type, self.world_size, True)  # before the tensors are fake
         return replace(self, is_simulated=True)
