@@ -132,7 +132,9 @@ class TrainState:
 
 
 class CheckpointWriter:
-    """Writes the checkpoints of a run, after its metrics are on the disk. Only rank 0 writes.
+    """Writes the checkpoints of a run, after its metrics are on the disk. All processes call `save`.
+
+    Rank 0 writes them. With checkpoint.sharded, the other processes write their part of the tensors.
 
     state: after it was resumed. metadata: see make_checkpoint_metadata.
     """
@@ -204,10 +206,7 @@ class CheckpointWriter:
 
 
 def write_checkpoint(path: Path, content: dict) -> None:
-    """Write a checkpoint file. Raises TrainingFailed if a weight is not finite.
-
-    A run cannot resume from a checkpoint without the optimizer state.
-    """
+    """Write a checkpoint file. Raises TrainingFailed if a weight is not finite."""
     if not nn.utils.get_total_norm(content.get("model", {}).values(), math.inf).isfinite():
         raise TrainingFailed(
             f"the weights are not finite after step {content['step']}, so {path} is not replaced; set a lower "

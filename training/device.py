@@ -39,10 +39,6 @@ class Runtime:
             config, model, B=B, dtype=self.dtype, device=self.device, grad=True, document_mask=document_mask
         )
 
-    def unshard(self, model: nn.Module, wrapped_model: nn.Module) -> tuple[nn.Module, nn.Module]:
-        """Both models with complete weights, so that each process can run them without the others."""
-        return self.dist.unshard(model, wrapped_model, self.dtype)
-
     def describe(self) -> dict:
         """Device, software and command, for summary.json."""
         return describe_environment(self.device) | {
@@ -66,17 +62,13 @@ def resolve_runtime(
     Raises UserError for a value that this machine cannot run.
     """
     dist = Dist.from_environment() if world_size is None else Dist(world_size=world_size)
-    dist = resolve_parallel(parallel, dist)
+    if parallel == "fsdp" and dist.world_size > 1:
+        dist = FSDP(**asdict(dist))
     resolved = resolve_device(device, dist.local_rank)
     resolved_dtype = resolve_dtype(dtype, resolved)
     if isinstance(dist, FSDP) and resolved_dtype == torch.float16:
         raise UserError("dtype=float16 cannot be combined with parallel=fsdp; set dtype=bfloat16, or parallel=ddp")
     return Runtime(dist, resolved, resolved_dtype, resolve_compile(compile, resolved))
-
-
-def resolve_parallel(name: str, dist: Dist) -> Dist:
-    """Resolve the setting parallel, which has no effect on a single process."""
-    return FSDP(**asdict(dist)) if name == "fsdp" and dist.world_size > 1 else dist
 
 
 def resolve_device(name: str, local_rank: int = 0) -> torch.device:

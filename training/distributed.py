@@ -41,6 +41,7 @@ class Dist:
     """This process among `world_size` processes. local_rank: its rank among the local_world_size on this machine.
 
     Each process has a copy of the model (DDP). training/fsdp.py has a subclass whose processes share one.
+    is_simulated: the other processes do not exist, because only the memory of this one is estimated.
     """
 
     rank: int = 0

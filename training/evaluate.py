@@ -65,7 +65,8 @@ class Evaluator:
         state.evaluation_interrupted = is_stopped
         if is_stopped:
             return {}, False
-        model, wrapped_model = self.runtime.unshard(self.model, self.wrapped_model)
+        dist, dtype = self.runtime.dist, self.runtime.dtype
+        model, wrapped_model = dist.unshard(self.model, self.wrapped_model, dtype)
         row: dict[str, Any] = self.compute_validation_loss(wrapped_model)
         if isfinite(row["val/loss"]) and self.runtime.dist.is_main:
             with self.runtime.autocast():

@@ -41,7 +41,7 @@ def shard_like(full: Tensor, param: Tensor) -> Tensor:
     if is_sharded(param) and full.shape == param.shape:
         from torch.distributed.tensor import distribute_tensor
 
-        # Each process takes its rows of its own copy, and releases the others.
+        # No communication: this process has the complete tensor. The clone of its rows lets that be freed.
         return distribute_tensor(full, param.device_mesh, param.placements, src_data_rank=None).clone()
     return full
 

@@ -124,8 +124,10 @@ class MemoryTracker(TorchDispatchMode):
             resize(storage, num_bytes)
 
         torch.UntypedStorage.resize_ = counted_resize
-        yield
-        torch.UntypedStorage.resize_ = resize
+        try:
+            yield
+        finally:
+            torch.UntypedStorage.resize_ = resize
 
     def _add(self, size: int, is_score: bool) -> None:
         self.current += size
