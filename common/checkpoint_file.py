@@ -37,22 +37,32 @@ def load_checkpoint(path: Path) -> dict:
     if not path.exists():
         raise UserError(f"{path} does not exist; train first, or set a run that has a checkpoint")
     while True:
-        version = _file_version(path)
-        content, damage = _read(path)
-        if _file_version(path) == version:  # not replaced while torch.load opened it several times
+        version, content, error = _file_version(path), {}, None
+        try:
+            content = _read(path)
+        except UserError as user_error:
+            error = user_error
+        if _file_version(path) == version:  # not replaced while torch.load opened it and its shards several times
             break
-    if damage is not None:
-        raise UserError(
-            f"{path} is damaged ({damage}); copy the run's other checkpoint over it, or remove both to start again"
-        )
-    found = content.get("format") if isinstance(content, dict) else None
-    if found != FORMAT or "step" not in content:
-        raise UserError(f"{path} has checkpoint format {found}, but this version reads {FORMAT}; set another run")
-    if "shards" in content:
-        folder = path.parent / content["shards"]
-        files = [folder / f"rank-{rank}.pt" for rank in range(content["world_size"])]
-        return {**JoinedShards([load_checkpoint(file) for file in files]), **content}
+    if error is not None:
+        raise error
     return content
+
+
+def _read(path: Path) -> dict:
+    """The content of a checkpoint file and its shards. Raises UserError."""
+    content = _read_file(path, "copy the run's other checkpoint over it, or remove both to start again")
+    if "shards" not in content:
+        return content
+    shards = []
+    for rank in range(content["world_size"]):
+        file = path.parent / content["shards"] / f"rank-{rank}.pt"
+        advice = f"copy it again from the machine that wrote it, or use another checkpoint than {path}"
+        shard = _read_file(file, advice)
+        if (shard["step"], shard.get("rank")) != (content["step"], rank):
+            raise UserError(f"{file} is not the shard of rank {rank} at step {content['step']}; {advice}")
+        shards.append(shard)
+    return {**JoinedShards(shards), **content}
 
 
 class JoinedShards(Mapping):
@@ -80,7 +90,7 @@ def remove_unused_shards(folder: Path) -> None:
     used = {_read_value(path, "shards") for path in folder.glob("*.pt")} if folders else set()
     for shards in folders:
         if shards.name not in used:
-            shutil.rmtree(shards)
+            shutil.rmtree(shards, ignore_errors=True)  # a file can be in use on another machine; the next save retries
 
 
 def read_step(path: Path) -> float:
@@ -97,15 +107,24 @@ def _read_value(path: Path, key: str) -> Any:
         return None
 
 
-def _read(path: Path) -> tuple[Any, str | None]:
-    """Returns (content, None), or (None, description of the damage)."""
+def _read_file(path: Path, advice: str) -> dict:
+    """The content of one file. Raises UserError with `advice` if it is missing or damaged."""
+    content = None
     try:
         with zipfile.ZipFile(path) as archive:
-            damaged = archive.testzip()  # torch.load does not detect a flipped bit
-        content = torch.load(path, map_location="cpu", weights_only=True, mmap=True) if damaged is None else None
+            damage = archive.testzip()  # torch.load does not detect a flipped bit
+        if damage is None:
+            content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except FileNotFoundError:
+        raise UserError(f"{path} is missing; {advice}") from None
     except Exception as error:  # a damaged file can raise anything in zipfile and torch
-        return None, type(error).__name__
-    return content, damaged
+        damage = type(error).__name__
+    if damage is not None:
+        raise UserError(f"{path} is damaged ({damage}); {advice}")
+    found = content.get("format") if isinstance(content, dict) else None
+    if found != FORMAT or "step" not in content:
+        raise UserError(f"{path} has checkpoint format {found}, but this version reads {FORMAT}; set another run")
+    return content
 
 
 def _file_version(path: Path) -> tuple[int, int, int]:

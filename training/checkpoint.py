@@ -29,7 +29,7 @@ from model.config import ADDED_SETTINGS
 from training.config import OVERFITTING_EVALS, CheckpointConfig, TrainConfig
 from training.distributed import Dist
 from training.optimizer import load_state_by_name, state_by_name
-from training.sharding import gather, is_sharded, load_weights, local_tensor
+from training.sharding import gather, load_weights, local_tensor
 
 if TYPE_CHECKING:
     from training.observers import Observers
@@ -150,7 +150,6 @@ class CheckpointWriter:
     ):
         self.run, self.state, self.metadata, self.observers, self.config = run, state, metadata, observers, config
         self.dist = dist
-        self.sharded = config.sharded and is_sharded(next(state.model.parameters()))
         self.last_step = state.step  # the step of last.pt, if it exists
 
     def save(self, *, best: bool, last: bool) -> None:
@@ -158,7 +157,9 @@ class CheckpointWriter:
         if self.run.is_main:
             self.observers.flush()
         content = (
-            self.metadata | self.state.values() | (self._save_shards() if self.sharded else self.state.tensors(gather))
+            self.metadata
+            | self.state.values()
+            | (self._save_shards() if self.config.sharded else self.state.tensors(gather))
         )
         if not self.run.is_main:
             return
@@ -179,8 +180,15 @@ class CheckpointWriter:
         shards = f"shards-{self.state.step:06d}-of-{dist.world_size}"
         folder = self.run.last.parent / shards
         folder.mkdir(exist_ok=True)
-        write_checkpoint(folder / f"rank-{dist.rank}.pt", {"step": self.state.step} | self.state.tensors(local_tensor))
+        content = {"step": self.state.step, "rank": dist.rank} | self.state.tensors(local_tensor)
+        write_checkpoint(folder / f"rank-{dist.rank}.pt", content)
         dist.barrier()
+        missing = [rank for rank in range(dist.world_size) if not (folder / f"rank-{rank}.pt").exists()]
+        if missing:
+            raise UserError(
+                f"{folder} has no shard of rank {missing[0]}, because its machine has another disk; share runs/ among "
+                "all machines, or set checkpoint.sharded=false"
+            )
         return {"shards": shards, "world_size": dist.world_size}
 
     @contextmanager
@@ -207,7 +215,8 @@ class CheckpointWriter:
 
 def write_checkpoint(path: Path, content: dict) -> None:
     """Write a checkpoint file. Raises TrainingFailed if a weight is not finite."""
-    if not nn.utils.get_total_norm(content.get("model", {}).values(), math.inf).isfinite():
+    weights = [weight for weight in content.get("model", {}).values() if weight.numel()]  # a shard can have no rows
+    if not nn.utils.get_total_norm(weights, math.inf).isfinite():
         raise TrainingFailed(
             f"the weights are not finite after step {content['step']}, so {path} is not replaced; set a lower "
             "optimizer.lr, and start the same run again"
