@@ -213,7 +213,7 @@ def report_finished_run(run: RunDir, run_info: dict, state: TrainState, patience
 def format_resume_command(name: str) -> str:
     """The command that resumes a run: that of this process, with the name of the run."""
     words = [word for word in sys.argv if not word.startswith(("name=", "resume="))]
-    return shlex.join(["python", *words, f"name={name}"])
+    return shlex.join([*system.launcher(), *words, f"name={name}"])
 
 
 if __name__ == "__main__":

@@ -145,7 +145,16 @@ def describe_environment(device: torch.device) -> dict:
 
 def command_line() -> str:
     """The command that started this process, without the folder of the script."""
-    return shlex.join(["python", Path(sys.argv[0]).name, *sys.argv[1:]])
+    return shlex.join([*launcher(), Path(sys.argv[0]).name, *sys.argv[1:]])
+
+
+def launcher() -> list[str]:
+    """The program that started this process, without torchrun's options for addresses and restarts."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return ["python"]
+    nodes = os.environ["GROUP_WORLD_SIZE"]
+    nnodes = [f"--nnodes={nodes}"] if nodes != "1" else []
+    return ["torchrun", *nnodes, f"--nproc_per_node={os.environ['LOCAL_WORLD_SIZE']}"]
 
 
 def device_name(device: torch.device) -> str:

@@ -92,7 +92,8 @@ class TrainConfig:
             divisors = [str(size) for size in range(1, share + 1) if share % size == 0]
             raise UserError(
                 f"train.micro_batch_size={micro} does not divide the {share} sequences per step of a device "
-                f"(train.batch_size={self.batch_size} over {world_size} devices); set one of {', '.join(divisors[-8:])}"
+                f"(train.batch_size={self.batch_size}, number of devices: {world_size}); "
+                f"set one of {', '.join(divisors[-8:])}"
             )
         return micro, share // micro
 
@@ -199,11 +200,10 @@ class EvalConfig:
 class CheckpointConfig:
     """Saving of checkpoints.
 
-    sharded: with parallel=fsdp, each process writes its part of the tensors. False: rank 0 writes all of them.
-
     every: steps between saves of last.pt, which is also saved after the last step. keep: number of older last.pt that
     are kept, as step-NNNNNN.pt. optimizer: whether best.pt contains the optimizer state. last.pt, from which a run
-    resumes, always contains it.
+    resumes, always contains it. sharded: with parallel=fsdp, each process writes its part of the tensors. False: rank 0
+    writes all of them.
     """
 
     every: int

@@ -62,7 +62,12 @@ def resolve_runtime(
     Raises UserError for a value that this machine cannot run.
     """
     dist = Dist.from_environment() if world_size is None else Dist(world_size=world_size)
-    if parallel == "fsdp" and dist.world_size > 1:
+    if parallel == "fsdp":
+        if dist.world_size == 1:
+            raise UserError(
+                "parallel=fsdp needs several processes; start them with torchrun --nproc_per_node=N, set world_size=N "
+                "with plan=true, or set parallel=ddp"
+            )
         dist = FSDP(**asdict(dist))
     resolved = resolve_device(device, dist.local_rank)
     resolved_dtype = resolve_dtype(dtype, resolved)

@@ -81,11 +81,12 @@ def format_banner(config: Any, folder: Path, summary: dict, meta: dict) -> str:
             summary["dtype"],
             summary["compile"] and "compiled",
             f"attention {kernel['requested']} -> {kernel['resolved']}",
-            summary["world_size"] > 1 and pluralize(summary["world_size"], "process"),
+            summary["world_size"] > 1 and f"{summary['world_size']} processes with {config.parallel}",
         ],
         "training for ": [
             f"{' or '.join(filter(None, limits))} of {size_of_step}",
             (summary["accumulation"] > 1 or is_auto) and micro_batches + " (the largest that fits)" * is_auto,
+            train.activation_checkpointing != "none" and f"activation checkpointing: {train.activation_checkpointing}",
             train.steps and format_epochs(train.steps * tokens_per_step / tokens["train"]),
             config.schedule.warmup_steps >= (train.steps or inf)
             and f"all of them warmup (schedule.warmup_steps={config.schedule.warmup_steps:,})",

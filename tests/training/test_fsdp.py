@@ -12,7 +12,9 @@ from distributed_helpers import SINGLE, assert_same_curve, finish, torchrun
 from helpers import ROOT, TINY, metrics, summary
 
 from common.checkpoint_file import load_checkpoint
+from common.errors import UserError
 from configs.cli import parse_config
+from training.device import resolve_runtime
 from training.distributed import Dist
 from training.fsdp import FSDP
 
@@ -99,7 +101,9 @@ def test_planned_memory_per_rank_is_within_20_percent_of_four_processes(workdir,
         "import sys; from configs.cli import parse_config; config = parse_config('train', '', sys.argv[1:]);"
         "import train; from training.device import resolve_runtime; from training.planning.plan import Plan;"
         "runtime = resolve_runtime('cpu', 'float32', None, config.parallel, config.world_size);"
-        "print(Plan(config, runtime).total_bytes(config.attention.backend))"
+        "plan, backend = Plan(config, runtime), config.attention.backend;"
+        "assert plan.memory[backend].activations > 0;"
+        "print(plan.total_bytes(backend))"
     )
     words = [*TINY, *SINGLE, *settings, "plan=true", "world_size=4", "flops_per_second=1e10"]
     planned = subprocess.run(
@@ -108,6 +112,22 @@ def test_planned_memory_per_rank_is_within_20_percent_of_four_processes(workdir,
     assert planned.returncode == 0, planned.stderr
     finish(torchrun(4, "name=a", *settings))
     assert summary("a")["peak_memory_bytes"] == pytest.approx(int(planned.stdout.split()[-1]), rel=0.2), planned.stdout
+
+
+@pytest.mark.slow
+def test_more_processes_than_rows_save_and_read_shards(train, workdir):
+    """Each of four processes has one or two rows of most tensors, and none of some."""
+    tiny = ["model.n_head=1", "model.n_embd=2", "eval.sample.max_new_tokens=0"]
+    finish(torchrun(4, "name=a", *SHARDED, *tiny))
+    shards = [torch.load(path)["model"] for path in sorted(workdir.glob("runs/a/checkpoints/shards-*/rank-*.pt"))]
+    assert any(weight.numel() == 0 for shard in shards for weight in shard.values())
+    assert train("name=b", *SINGLE, *tiny) == 0
+    assert_same_curve(metrics("a"), metrics("b"))
+
+
+def test_one_process_is_refused():
+    with pytest.raises(UserError, match="parallel=fsdp needs several processes; start them with torchrun"):
+        resolve_runtime("cpu", "float32", None, "fsdp")
 
 
 def test_bytes_of_a_step_are_those_of_ring_collectives():
