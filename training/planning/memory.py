@@ -75,9 +75,10 @@ class MemoryEstimate:
     """Memory of one process in bytes.
 
     weights: parameters and buffers. activations: tensors that exist after a forward pass, except weights, gradients
-    and optimizer state. scores: their part of shape (..., T, T), which attention saves for the backward pass. peak: the
-    largest sum of all tensors. reserved: what the allocator takes from the system. On a CPU with glibc, malloc keeps
-    freed blocks of up to MAX_SMALL_BLOCK_BYTES, so it reserves about the small activations in addition to the peak
+    and optimizer state; with FSDP, also the embeddings and the head, which are then still collected. scores: their part
+    of shape (..., T, T), which attention saves for the backward pass. peak: the largest sum of all tensors. reserved:
+    what the allocator takes from the system. On a CPU with glibc, malloc keeps freed blocks of up to
+    MAX_SMALL_BLOCK_BYTES, so it reserves about the small activations in addition to the peak
     (docs/experiments/memory-and-planning.md); elsewhere reserved is the peak.
     """
 
@@ -176,7 +177,7 @@ def simulate_memory(step: StepSpec, micro_batch_size: int, accumulation: int) ->
     with FakeTensorMode():
         model = step.dist.build_model(partial(GPT, step.model, step.vocab_size, tracked_attention), device, step.dtype)
         checkpoint_activations(model, step.activation_checkpointing)
-        model.register_forward_pre_hook(tracker.start_forward)
+        model.register_forward_pre_hook(tracker.start_forward, prepend=True)  # before FSDP collects weights
         model.register_forward_hook(tracker.end_forward)
         for tensor in (*model.parameters(), *model.buffers()):
             tracker.track(local_tensor(tensor))
