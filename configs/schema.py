@@ -74,9 +74,9 @@ class Train:
         self.data.check()
         check_path_component("model.name", self.model.name)
         check_seed(self.seed)
+        check_positive("", self, "bandwidth", world_size=10**6)
         if os.environ.get("WORLD_SIZE", "1") == "1":  # else train.py checks it with the number of processes
             self.train.split_batch(self.world_size or 1)
-        check_positive("", self, "bandwidth", world_size=10**6)
         lr_scale(self.schedule, self.schedule.warmup_steps, None, 0.0)
         flops, init_from = self.flops_per_second, self.train.init_from or ""
         init_run = init_from.removeprefix("run:")

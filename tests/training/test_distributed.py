@@ -286,10 +286,11 @@ runpy.run_path(os.environ["TRAIN"], run_name="__main__")
 
 
 @pytest.mark.slow
-def test_killed_rank_0_is_recorded_and_torchrun_restarts_the_run(train, workdir):
+@pytest.mark.parametrize("settings", [["parallel=ddp"], ["parallel=fsdp", "checkpoint.sharded=true"]])
+def test_killed_rank_0_is_recorded_and_torchrun_restarts_the_run(train, workdir, settings):
     (workdir / "kill.py").write_text(KILL_RANK_0)
-    out = finish(torchrun(2, "name=a", "train.steps=18", script=workdir / "kill.py", TRAIN=str(ROOT / "train.py"),
-                          PYTHONPATH=str(ROOT), **ONE_RESTART))  # fmt: skip
+    out = finish(torchrun(2, "name=a", "train.steps=18", *settings, script=workdir / "kill.py",
+                          TRAIN=str(ROOT / "train.py"), PYTHONPATH=str(ROOT), **ONE_RESTART))  # fmt: skip
     recorded = json.loads((workdir / "before_restart.json").read_text())
     assert (recorded["status"], recorded["error"].split(";")[0]) == ("failed", "rank 0 was killed")
     assert "resumed from step 6" in out
