@@ -59,7 +59,7 @@ def _read(path: Path) -> dict:
         file = path.parent / content["shards"] / f"rank-{rank}.pt"
         advice = f"copy it again from the machine that wrote it, or use another checkpoint than {path}"
         shard = _read_file(file, advice)
-        if (shard["step"], shard.get("rank")) != (content["step"], rank):
+        if (shard["step"], shard.get("rank", rank)) != (content["step"], rank):  # older shards have no rank
             raise UserError(f"{file} is not the shard of rank {rank} at step {content['step']}; {advice}")
         shards.append(shard)
     return {**JoinedShards(shards), **content}

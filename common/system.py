@@ -149,12 +149,12 @@ def command_line() -> str:
 
 
 def launcher() -> list[str]:
-    """The program that started this process, without torchrun's options for addresses and restarts."""
+    """The program that starts a process like this one. HOST:29500 stands for an address that torchrun does not tell."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return ["python"]
     nodes = os.environ["GROUP_WORLD_SIZE"]
-    nnodes = [f"--nnodes={nodes}"] if nodes != "1" else []
-    return ["torchrun", *nnodes, f"--nproc_per_node={os.environ['LOCAL_WORLD_SIZE']}"]
+    address = [f"--nnodes={nodes}", "--rdzv_backend=c10d", "--rdzv_endpoint=HOST:29500"] if nodes != "1" else []
+    return ["torchrun", *address, f"--nproc_per_node={os.environ['LOCAL_WORLD_SIZE']}"]
 
 
 def device_name(device: torch.device) -> str:

@@ -75,8 +75,6 @@ class Train:
         check_path_component("model.name", self.model.name)
         check_seed(self.seed)
         check_positive("", self, "bandwidth", world_size=10**6)
-        if os.environ.get("WORLD_SIZE", "1") == "1":  # else train.py checks it with the number of processes
-            self.train.split_batch(self.world_size or 1)
         lr_scale(self.schedule, self.schedule.warmup_steps, None, 0.0)
         flops, init_from = self.flops_per_second, self.train.init_from or ""
         init_run = init_from.removeprefix("run:")
@@ -90,8 +88,11 @@ class Train:
             ("flops_per_second", flops is None or 0 < flops < inf, "must be greater than 0; set 1e14, for example"),
         ]
         check_settings("", self, rules)
+        if os.environ.get("WORLD_SIZE", "1") == "1":  # else train.py checks it with the number of processes
+            self.train.split_batch(self.world_size or 1)
         has_shards = not self.checkpoint.sharded or self.parallel == "fsdp"
-        check_settings("checkpoint", self.checkpoint, [("sharded", has_shards, "needs parallel=fsdp; set both")])
+        needs_fsdp = "needs parallel=fsdp; set it and start with torchrun, or set checkpoint.sharded=false"
+        check_settings("checkpoint", self.checkpoint, [("sharded", has_shards, needs_fsdp)])
         same_vocabulary = not init_from or self.tokenizer.name not in ("bpe", "char")
         tokenizer_of_run = f"needs the tokenizer of these weights; set tokenizer={init_tokenizer}"
         check_settings("train", self.train, [("init_from", same_vocabulary, tokenizer_of_run)])

@@ -179,7 +179,7 @@ class CheckpointWriter:
         dist = self.dist
         shards = f"shards-{self.state.step:06d}-of-{dist.world_size}"
         folder = self.run.last.parent / shards
-        folder.mkdir(exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
         content = {"step": self.state.step, "rank": dist.rank} | self.state.tensors(local_tensor)
         write_checkpoint(folder / f"rank-{dist.rank}.pt", content)
         dist.barrier()

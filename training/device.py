@@ -66,7 +66,7 @@ def resolve_runtime(
         if dist.world_size == 1:
             raise UserError(
                 "parallel=fsdp needs several processes; start them with torchrun --nproc_per_node=N, set world_size=N "
-                "with plan=true, or set parallel=ddp"
+                "with plan=true, or set parallel=ddp and checkpoint.sharded=false"
             )
         dist = FSDP(**asdict(dist))
     resolved = resolve_device(device, dist.local_rank)

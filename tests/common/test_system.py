@@ -2,6 +2,7 @@
 
 import os
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -70,3 +71,21 @@ def test_commit_is_unknown_if_git_hangs(tmp_path, monkeypatch):
     monkeypatch.setattr(system, "PROJECT", tmp_path)
     monkeypatch.setattr(system, "GIT_TIMEOUT_S", 0.1)
     assert system.describe_environment(CPU)["commit"] is None
+
+
+@pytest.mark.parametrize(
+    ("machines", "command"),
+    [
+        (None, "python"),
+        ("1", "torchrun --nproc_per_node=4"),
+        ("2", "torchrun --nnodes=2 --rdzv_backend=c10d --rdzv_endpoint=HOST:29500 --nproc_per_node=4"),
+    ],
+)
+def test_command_starts_with_the_program_that_starts_the_processes(monkeypatch, machines, command):
+    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
+    if machines:
+        variables = {"TORCHELASTIC_RUN_ID": "none", "GROUP_WORLD_SIZE": machines, "LOCAL_WORLD_SIZE": "4"}
+        for name, value in variables.items():
+            monkeypatch.setenv(name, value)
+    monkeypatch.setattr(sys, "argv", ["/folder/train.py", "name=a"])
+    assert system.command_line() == f"{command} train.py name=a"

@@ -338,12 +338,8 @@ def _memory_table(plan: Plan) -> Table:
     if plan.process_bytes:  # unknown on some systems, and 0 on a GPU
         label = f"process ({format_memory(plan.process_bytes)} without a model)"
         table.add_row(label, *(format_memory(plan.total_bytes(backend)) for backend in estimates))
-    contexts: dict[MemoryEstimate, int | None] = {}
-    for backend, memory in estimates.items():
-        if memory not in contexts:  # the search takes long; backends with the same memory have the same limit
-            contexts[memory] = plan.longest_context(backend)
-    longest = [contexts[memory] for memory in estimates.values()]
-    table.add_row("longest context that fits", *("-" if T is None else f"{T:,}" for T in longest))
+    contexts = map(plan.longest_context, estimates)
+    table.add_row("longest context that fits", *("-" if T is None else f"{T:,}" for T in contexts))
     if plan.seconds_by_backend:
         seconds = [plan.seconds_by_backend.get(backend) for backend in estimates]
         table.add_row("time of the run", *("-" if s is None else format_duration(s) for s in seconds))
