@@ -4,6 +4,7 @@ import math
 import os
 import platform
 import re
+import signal
 import sys
 import time
 from collections.abc import Callable
@@ -17,6 +18,7 @@ from filelock import FileLock, Timeout
 
 from common.errors import TrainingFailed, UserError
 from common.files import atomic_write, read_json, write_json
+from common.interrupt import set_stop_handlers
 
 ROOT = Path("runs")  # in the folder where the command is run
 SWEEPS = ROOT / "sweeps"  # runs/sweeps/<sweep>/<job>: the runs of a sweep
@@ -226,6 +228,7 @@ class RunDir:
 
     def _record_lost_main(self) -> None:
         """Write the status of a run whose main process was killed: its lock is free, and the status is "running"."""
+        set_stop_handlers(signal.SIG_IGN)  # torchrun now ends this process
         with suppress(Timeout, OSError), FileLock(self.folder / ".lock", timeout=0):
             if (summary := read_summary(self.folder)).get("status") == "running":
                 error = "rank 0 was killed; start the same command again to resume from the last checkpoint"
