@@ -228,7 +228,7 @@ class RunDir:
 
     def _record_lost_main(self) -> None:
         """Write the status of a run whose main process was killed: its lock is free, and the status is "running"."""
-        set_stop_handlers(signal.SIG_IGN)  # torchrun now ends this process
+        set_stop_handlers(signal.SIG_IGN)  # torchrun stops this process while it writes
         with suppress(Timeout, OSError), FileLock(self.folder / ".lock", timeout=0):
             if (summary := read_summary(self.folder)).get("status") == "running":
                 error = "rank 0 was killed; start the same command again to resume from the last checkpoint"

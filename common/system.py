@@ -149,7 +149,7 @@ def command_line() -> str:
 
 
 def launcher() -> list[str]:
-    """The program that starts a process like this one. HOST:29500 stands for an address that torchrun does not tell."""
+    """The program that starts a process like this one. HOST:29500 stands for an address that it cannot know."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return ["python"]
     nodes = os.environ["GROUP_WORLD_SIZE"]

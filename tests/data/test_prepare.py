@@ -115,7 +115,7 @@ def test_killed_preparation_resumes_with_identical_output(documents):
     expected = hash_files(folder)
     assert len(expected) > 5 and "train-00003.bin" in expected
     folder.rename("expected")
-    # together at most 7 of 8 chunks, one per shard, whatever the other thread has finished
+    # together at most 7 of 8 chunks, one per shard, regardless of what the other thread has finished
     outputs = [read_output(start_preparation(dies_in_chunk=chunk)) for chunk in (0, 4, 2, 1)]
     assert not any("done" in output for output in outputs)
     assert [RESUMING in output for output in outputs] == [False, True, True, True]
