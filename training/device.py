@@ -16,7 +16,7 @@ from model.attention import ResolvedAttention, missing_compiler, pin_kernel_unde
 from training.distributed import Dist
 from training.fsdp import FSDP
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.int8}
 
 
 @dataclass(frozen=True)
@@ -99,7 +99,7 @@ def resolve_device(name: str, local_rank: int = 0) -> torch.device:
 def resolve_dtype(name: str, device: torch.device, trains: bool = True) -> torch.dtype:
     """Resolve the setting dtype. auto: bfloat16 on a GPU that supports it, else float32.
 
-    trains: whether the model is trained. Raises UserError for a dtype that cannot train on the device.
+    trains: whether the model is trained. Raises UserError for a dtype that the device does not support.
     """
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" and torch.cuda.is_bf16_supported() else torch.float32
@@ -107,6 +107,8 @@ def resolve_dtype(name: str, device: torch.device, trains: bool = True) -> torch
         raise UserError(f"dtype={name} is unknown; set auto, {', '.join(DTYPES)}")
     if name == "float16" and device.type != "cuda" and trains:
         raise UserError(f"dtype=float16 trains only on cuda, not on {device.type}; set dtype=bfloat16 or float32")
+    if name == "int8" and (device.type != "cpu" or trains):
+        raise UserError("dtype=int8 is only for sample.py on a CPU; set dtype=auto")
     return DTYPES[name]
 
 

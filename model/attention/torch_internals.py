@@ -4,6 +4,7 @@ Imports are local: torch._dynamo and torch._inductor take 1.5 s or more, and mos
 """
 
 import torch
+from torch import Tensor
 from torch.nn.attention import SDPBackend
 
 
@@ -40,6 +41,16 @@ def raise_recompile_limit(limit: int) -> None:
 def has_bf16_kernels() -> bool:
     """Whether oneDNN has bfloat16 kernels for this CPU. Missing: a public query in torch.backends.mkldnn."""
     return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
+def pack_weight(weight: Tensor, rows: int) -> Tensor:
+    """Copy a float32 weight (N, K) into oneDNN's layout for `rows` input rows. Missing: a public function."""
+    return torch.ops.mkldnn._reorder_linear_weight(weight, rows)
+
+
+def linear_packed(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
+    """F.linear with a weight from `pack_weight`. Missing: a public function."""
+    return torch.ops.mkldnn._linear_pointwise(x, packed, bias, "none", [], "")
 
 
 def is_triton_available() -> bool:

@@ -26,8 +26,13 @@ def test_devices_and_dtypes_are_resolved_or_refused(monkeypatch):
     assert resolve_dtype("bfloat16", CPU) == torch.bfloat16
     with pytest.raises(UserError, match="dtype=float16 trains only on cuda"):
         resolve_dtype("float16", CPU)
-    with pytest.raises(UserError, match="dtype=int8 is unknown"):
+    with pytest.raises(UserError, match="dtype=int4 is unknown"):
+        resolve_dtype("int4", CPU)
+    assert resolve_dtype("int8", CPU, trains=False) == torch.int8
+    with pytest.raises(UserError, match=r"only for sample.py on a CPU; set dtype=auto"):
         resolve_dtype("int8", CPU)
+    with pytest.raises(UserError, match=r"only for sample.py on a CPU; set dtype=auto"):
+        resolve_dtype("int8", torch.device("cuda"), trains=False)
     assert resolve_compile(None, CPU) is False
 
 

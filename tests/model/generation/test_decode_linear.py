@@ -1,5 +1,7 @@
 """Linear layers for decoding compute the same products as nn.Linear."""
 
+from functools import partial
+
 import pytest
 import torch
 from generation_helpers import greedy, make_random_model
@@ -7,40 +9,90 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_helpers import GPT2, GROUPED
 
-from model.generation.decode_linear import NUM_CHUNKS, convert_linears
+from model.generation import decode_linear
+from model.generation.decode_linear import (
+    Bf16CpuLinear,
+    Fp16Linear,
+    Int8Linear,
+    PackedLinear,
+    SplitLinear,
+    convert_linears,
+)
 
 HAS_FBGEMM = "fbgemm" in torch.backends.quantized.supported_engines
-TOLERANCE = {torch.float32: 1e-5, torch.float16: 4e-3, torch.bfloat16: 3e-2}
+needs_fbgemm = pytest.mark.skipif(not HAS_FBGEMM, reason="NOT RUN: float16 and int8 need an x86 CPU")
 
 
 @pytest.mark.parametrize(
-    "dtype",
+    ("build", "tolerance"),
     [
-        torch.float32,
-        torch.bfloat16,
-        pytest.param(
-            torch.float16, marks=pytest.mark.skipif(not HAS_FBGEMM, reason="NOT RUN: float16 needs an x86 CPU")
-        ),
+        (SplitLinear, 1e-5),
+        (partial(PackedLinear, rows=1), 1e-5),
+        (partial(PackedLinear, rows=32), 1e-5),
+        (partial(Bf16CpuLinear, dtype=torch.bfloat16), 3e-2),
+        pytest.param(Fp16Linear, 4e-3, marks=needs_fbgemm),
+        pytest.param(Int8Linear, 8e-2, marks=needs_fbgemm),
     ],
-    ids=str,
+    ids=["split", "packed-1", "packed-32", "bfloat16", "float16", "int8"],
 )
 @settings(max_examples=30, deadline=None)
-@given(rows=st.integers(1, 70), K=st.integers(1, 40), N=st.integers(1, 3 * NUM_CHUNKS + 2), bias=st.booleans())
-def test_converted_layers_compute_the_same_product(dtype, rows, K, N, bias):
+@given(rows=st.integers(1, 70), K=st.integers(1, 40), N=st.integers(1, 50), bias=st.booleans())
+def test_layers_compute_the_same_product(build, tolerance, rows, K, N, bias):
     torch.manual_seed(rows)
-    layer = torch.nn.Linear(K, N, bias=bias)
-    model = make_random_model(GPT2)
-    model.lm_head = layer
+    layer = torch.nn.Linear(K, N, bias=bias).requires_grad_(False)
     x = torch.randn(2, rows, K)
-    expected = layer(x).detach()
-    with torch.no_grad():
-        y = convert_linears(model, dtype).lm_head(x)
+    y = build(layer)(x)
     assert y.dtype == torch.float32
-    torch.testing.assert_close(y, expected, atol=TOLERANCE[dtype], rtol=TOLERANCE[dtype])
+    torch.testing.assert_close(y, layer(x), atol=tolerance, rtol=tolerance)
 
 
-def test_converted_model_generates_the_same_tokens():
-    plain, converted = make_random_model(GROUPED), convert_linears(make_random_model(GROUPED), torch.float32)
+@needs_fbgemm
+@pytest.mark.parametrize("sign", [1, -1])
+def test_int8_does_not_saturate(sign):
+    layer = torch.nn.Linear(769, 5, bias=False)
+    torch.nn.init.constant_(layer.weight, sign)
+    with torch.no_grad():
+        torch.testing.assert_close(Int8Linear(layer)(torch.ones(3, 769)), torch.full((3, 5), sign * 769.0))
+
+
+@needs_fbgemm
+def test_int8_result_of_a_row_does_not_depend_on_other_rows():
+    torch.manual_seed(0)
+    converted = Int8Linear(torch.nn.Linear(40, 30).requires_grad_(False))
+    x = torch.randn(3, 40) * torch.tensor([[1.0], [1000.0], [0.0]])
+    torch.testing.assert_close(torch.cat([converted(row[None]) for row in x]), converted(x), rtol=0, atol=0)
+
+
+@pytest.mark.parametrize("rows", [1, 4, 32])
+def test_converted_model_generates_the_same_tokens(rows):
+    plain, converted = make_random_model(GROUPED), convert_linears(make_random_model(GROUPED), torch.float32, rows)
     tokens = torch.arange(20).unsqueeze(0)
     torch.testing.assert_close(converted(tokens), plain(tokens), atol=1e-4, rtol=1e-4)
     assert greedy(converted, [1, 2], 40) == greedy(plain, [1, 2], 40)
+
+
+def test_fastest_implementation_of_each_shape_is_selected(monkeypatch):
+    """The layers advance the clock, so that the result does not depend on the machine."""
+    clock = 0.0
+
+    class Slow(SplitLinear):
+        def forward(self, x):
+            nonlocal clock
+            clock += 2.0 if len(self.weight) == 128 else 1.0
+            return super().forward(x)
+
+    class Fast(SplitLinear):
+        def forward(self, x):
+            nonlocal clock
+            clock += 1.0
+            return super().forward(x)
+
+    monkeypatch.setattr(decode_linear, "_candidates", lambda *_: [Slow, Fast])
+    monkeypatch.setattr(decode_linear.time, "perf_counter", lambda: clock)
+    model = make_random_model(GPT2)
+    wide = [module for module in model.modules() if isinstance(module, torch.nn.Linear) and len(module.weight) == 128]
+    assert wide
+    convert_linears(model, torch.float32, rows=1)
+    converted = [module for module in model.modules() if isinstance(module, SplitLinear)]
+    assert {type(module) for module in converted if len(module.weight) == 128} == {Fast}
+    assert {type(module) for module in converted if len(module.weight) != 128} == {Slow}  # equally fast: the first

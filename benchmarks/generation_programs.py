@@ -1,0 +1,313 @@
+"""The programs that generation_speed.py compares, each with the weights of the same random GPT-2 124M.
+
+Each program runs in its own process, because the idle threads of one library slow down the others. The process calls
+`start`, then `measure_difference` and `measure_speed`.
+"""
+
+import ctypes
+import importlib.util
+import statistics
+import sys
+import time
+from collections.abc import Callable
+from contextlib import redirect_stdout
+from dataclasses import asdict, dataclass, replace
+from io import StringIO
+from itertools import pairwise
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+ROOT = Path(__file__).resolve().parent.parent
+sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
+
+from nanogpt_parity import BLOCK_MODULES, OUTER_MODULES, import_model  # noqa: E402
+
+from configs.cli import config_from_python  # noqa: E402
+from data.config import TokenizerConfig  # noqa: E402
+from data.tokenizer import Corpus, byte, to_spec  # noqa: E402
+from model.attention import get_attention_fn  # noqa: E402
+from model.generation.decode_linear import convert_linears  # noqa: E402
+from model.generation.engine import Engine, Prompt  # noqa: E402
+from model.gpt import GPT  # noqa: E402
+
+VOCAB_SIZE = 50_257
+MAX_THREAD_SPIN_S = 0.5  # OpenMP threads wait actively for up to 0.2 s after their work
+
+
+@dataclass
+class Setup:
+    """What a program needs to start: weights of `dtype` on `device`. checkout: of nanoGPT. folder: for files."""
+
+    name: str
+    dtype: str
+    device: str
+    checkout: Path | None
+    folder: Path
+
+
+@dataclass
+class Program:
+    """A running program.
+
+    generate(prompt (B, T), new) -> tokens (B, T + new), and the time at which each new token of the first sample was
+    finished; decoding is greedy. logits(tokens (T)) -> (T, V). mlp: the activation of its MLP, a value of model.mlp.
+    """
+
+    generate: Callable[[Tensor, int], tuple[Tensor, list[float]]]
+    logits: Callable[[Tensor], Tensor]
+    mlp: str = "gelu_tanh"
+
+
+def build_model(mlp: str = "gelu_tanh", weights: dict[str, Tensor] | None = None) -> GPT:
+    """GPT-2 124M with `weights`, or with random ones, the same in every process."""
+    torch.manual_seed(1)
+    config = replace(config_from_python("train", model="gpt2").model, mlp=mlp)
+    attend = get_attention_fn(config_from_python("sample").attention)
+    model = GPT(config, VOCAB_SIZE, attend, weights=weights).eval().requires_grad_(False)
+    for name, weight in model.named_parameters():
+        if weights is None and name.endswith("bias"):  # at zero, a missing bias would not be noticed
+            nn.init.normal_(weight, std=0.02)
+    return model
+
+
+def trilgpt(setup: Setup) -> Program:
+    device, dtype = torch.device(setup.device), getattr(torch, setup.dtype)
+    models: dict[int, GPT] = {}  # by number of samples, because convert_linears depends on it
+
+    def model_for(samples: int) -> GPT:
+        if samples not in models:
+            models[samples] = convert_linears(build_model().to(device), dtype, samples)
+        return models[samples]
+
+    def generate(prompt: Tensor, new: int) -> tuple[Tensor, list[float]]:
+        settings = config_from_python("sample", temperature=0.0)
+        engine = Engine(model_for(len(prompt)), settings, len(prompt), prompt.shape[1] + new, cuda_graphs=True)
+        engine.add([Prompt(row, seed=0) for row in prompt.tolist()])
+        times = []
+        for _ in range(new):
+            engine.step()
+            times.append(time.perf_counter())
+        return torch.tensor([sequence.tokens for sequence in engine.sequences]), times
+
+    return Program(generate, lambda tokens: model_for(1)(tokens[None].to(device))[0])
+
+
+def transformers(setup: Setup) -> Program:
+    device = torch.device(setup.device)
+    theirs = build_transformers_model(build_model()).to(device, getattr(torch, setup.dtype))
+
+    def generate(prompt: Tensor, new: int) -> tuple[Tensor, list[float]]:
+        streamer = TimeRecorder()
+        tokens = theirs.generate(
+            prompt.to(device),
+            attention_mask=torch.ones_like(prompt, device=device),
+            max_new_tokens=new,
+            min_new_tokens=new,
+            do_sample=False,
+            streamer=streamer,
+        )
+        return tokens, streamer.times
+
+    return Program(generate, lambda tokens: theirs(tokens[None].to(device)).logits[0])
+
+
+class TimeRecorder:
+    """A transformers streamer, which records the time of each new token. It receives the prompt before the tokens."""
+
+    def __init__(self):
+        self.times = []
+
+    def put(self, tokens: Tensor) -> None:
+        self.times.append(time.perf_counter())
+
+    def end(self) -> None:
+        del self.times[0]  # the prompt
+
+
+def nanogpt(setup: Setup) -> Program:
+    """nanoGPT has no KV cache: each step processes all tokens. All steps are assumed to take the same time."""
+    assert setup.checkout is not None
+    device = torch.device(setup.device)
+    theirs = build_nanogpt_model(build_model(), setup.checkout).to(device, getattr(torch, setup.dtype))
+
+    def generate(prompt: Tensor, new: int) -> tuple[Tensor, list[float]]:
+        started = time.perf_counter()
+        tokens = theirs.generate(prompt.to(device), new, top_k=1)
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        token_s = (time.perf_counter() - started) / new
+        return tokens, [started + token_s * number for number in range(1, new + 1)]
+
+    def logits(tokens: Tensor) -> Tensor:  # without targets, nanoGPT returns only the logits of the last token
+        return theirs(tokens[None].to(device), torch.zeros_like(tokens[None], device=device))[0][0]
+
+    return Program(generate, logits, mlp="gelu")
+
+
+def ctranslate2(setup: Setup) -> Program:
+    """CTranslate2 reads the model from files."""
+    import ctranslate2 as ct2
+    from ctranslate2.converters.transformers import GPT2Loader
+
+    spec = GPT2Loader().get_model_spec(build_transformers_model(build_model()))
+    spec.register_vocabulary([f"<{token}>" for token in range(VOCAB_SIZE)])
+    for role in ("bos_token", "eos_token", "unk_token"):
+        setattr(spec.config, role, "<0>")
+    spec.validate()
+    spec.optimize()
+    folder = setup.folder / f"ctranslate2-{setup.dtype}"
+    folder.mkdir()
+    spec.save(str(folder))
+    threads = torch.get_num_threads()
+    generator = ct2.Generator(str(folder), compute_type=setup.dtype, inter_threads=1, intra_threads=threads)
+
+    def generate(prompt: Tensor, new: int) -> tuple[Tensor, list[float]]:
+        times = []
+
+        def record(result: ct2.GenerationStepResult) -> bool:
+            if result.batch_id == 0:
+                times.append(time.perf_counter())
+            return False
+
+        options = dict(max_length=new, min_length=new, include_prompt_in_result=False, callback=record)
+        prompts = [[f"<{token}>" for token in row] for row in prompt.tolist()]
+        results = generator.generate_batch(prompts, **options)
+        samples = torch.tensor([result.sequences_ids[0] for result in results])
+        return torch.cat((prompt, samples), dim=1), times
+
+    def logits(tokens: Tensor) -> Tensor:
+        view = generator.forward_batch([tokens.tolist()]).to(ct2.DataType.float32)
+        return torch.from_numpy(np.array(view))[0]
+
+    return Program(generate, logits)
+
+
+def llama_cpp(setup: Setup) -> Program:
+    """llama.cpp reads the model from a GGUF file. Its int8 format is Q8_0."""
+    import llama_cpp as llama
+
+    from model.huggingface.gguf import write_gguf
+
+    model, file = build_model(), setup.folder / f"{setup.dtype}.gguf"
+    spec = to_spec(byte(Corpus([], False), TokenizerConfig("byte", None, None)))
+    checkpoint = {"model": model.state_dict(), "vocab_size": VOCAB_SIZE, "tokenizer": spec}
+    write_gguf(file, checkpoint | {"model_config": asdict(model.config)}, "gpt2", "gpt2", torch.float32)
+    if setup.dtype == "int8":
+        source, file = file, setup.folder / "q8_0.gguf"
+        parameters = llama.llama_model_quantize_default_params()
+        parameters.ftype, parameters.nthread = llama.LLAMA_FTYPE_MOSTLY_Q8_0, torch.get_num_threads()
+        llama.llama_model_quantize(str(source).encode(), str(file).encode(), ctypes.byref(parameters))
+    threads = torch.get_num_threads()
+    settings = dict(n_ctx=model.config.block_size, n_threads=threads, n_threads_batch=threads, verbose=False)
+    settings |= dict(type_k=llama.GGML_TYPE_F32, type_v=llama.GGML_TYPE_F32)  # of the KV cache
+    theirs = llama.Llama(str(file), **settings)
+
+    def generate(prompt: Tensor, new: int) -> tuple[Tensor, list[float]]:
+        times, tokens = [], prompt[0].tolist()
+        theirs.reset()
+        theirs.eval(tokens)
+        for _ in range(new):
+            tokens.append(theirs.sample(temp=0.0))
+            times.append(time.perf_counter())
+            theirs.eval(tokens[-1:])
+        return torch.tensor([tokens]), times
+
+    def logits(tokens: Tensor) -> Tensor:
+        with_logits = llama.Llama(str(file), logits_all=True, **settings)
+        with_logits.eval(tokens.tolist())
+        return torch.from_numpy(with_logits.scores[: len(tokens)].copy())
+
+    return Program(generate, logits)
+
+
+BUILDERS = {
+    "trilGPT": trilgpt,
+    "transformers": transformers,
+    "nanoGPT": nanogpt,
+    "CTranslate2": ctranslate2,
+    "llama.cpp": llama_cpp,
+}
+PACKAGES = {"transformers": ["transformers"], "CTranslate2": ["ctranslate2", "transformers"]}
+PACKAGES |= {"llama.cpp": ["llama_cpp", "gguf"]}
+MAX_SAMPLES = {"nanoGPT": 1, "llama.cpp": 1}  # in a batch, of programs that these scripts do not run with more
+
+
+def missing_package(name: str) -> str | None:
+    """A package that a program needs and that is not installed."""
+    return next((package for package in PACKAGES.get(name, []) if importlib.util.find_spec(package) is None), None)
+
+
+_program: Program | None = None
+
+
+def start(setup: Setup) -> None:
+    """Start a program in this process."""
+    global _program
+    torch.set_grad_enabled(False)
+    _program = BUILDERS[setup.name](setup)
+
+
+def measure_difference(tokens: Tensor) -> float:
+    """Largest difference of the program's logits from those of trilGPT in float32, over all tokens."""
+    assert _program is not None
+    reference = build_model(_program.mlp, build_model().state_dict())(tokens[None])[0]
+    return (_program.logits(tokens)[:, :VOCAB_SIZE].float().cpu() - reference).abs().max().item()
+
+
+def measure_speed(prompt: Tensor, new: int) -> tuple[float, float]:
+    """Generate `new` tokens -> (seconds, ms of the median decode step)."""
+    assert _program is not None
+    time.sleep(MAX_THREAD_SPIN_S)
+    started = time.perf_counter()
+    tokens, times = _program.generate(prompt, new)
+    seconds = time.perf_counter() - started
+    assert tokens.shape == (len(prompt), prompt.shape[1] + new) and len(times) == new, "wrong number of tokens"
+    return seconds, 1e3 * statistics.median(after - before for before, after in pairwise(times))
+
+
+def build_transformers_model(model: GPT) -> nn.Module:
+    """transformers' GPT-2 with the weights of `model`."""
+    from transformers import GPT2Config, GPT2LMHeadModel
+
+    theirs = GPT2LMHeadModel(GPT2Config()).eval()
+    theirs.generation_config.eos_token_id, theirs.generation_config.pad_token_id = None, 0
+    names = {"wte": "wte", "wpe": "wpe", "norm": "ln_f"} | {
+        f"blocks.{i}.{ours}": f"h.{i}.{other}"
+        for i in range(model.config.n_layer)
+        for ours, other in BLOCK_MODULES.items()
+    }
+    source, target = model.state_dict(), theirs.transformer.state_dict()
+    remaining = set(target)
+    for ours, other in names.items():
+        for kind in ("weight", "bias"):
+            if f"{ours}.{kind}" in source:
+                value = source[f"{ours}.{kind}"]
+                is_transposed = ".c_" in other and kind == "weight"  # transformers stores inputs x outputs
+                target[f"{other}.{kind}"].copy_(value.T if is_transposed else value[: len(target[f"{other}.{kind}"])])
+                remaining.remove(f"{other}.{kind}")
+    assert not remaining, remaining
+    return theirs
+
+
+def build_nanogpt_model(model: GPT, checkout: Path) -> nn.Module:
+    """nanoGPT's GPT-2 with the weights of `model`."""
+    module = import_model(checkout / "model.py")
+    with redirect_stdout(StringIO()):
+        theirs = module.GPT(module.GPTConfig(vocab_size=model.vocab_size, dropout=0.0)).eval()
+    source, target = model.state_dict(), theirs.state_dict()
+    block_modules = {
+        f"blocks.{i}.{ours}": f"transformer.h.{i}.{other}"
+        for i in range(model.config.n_layer)
+        for ours, other in BLOCK_MODULES.items()
+    }
+    remaining = set(target)
+    for name, value in source.items():
+        ours, kind = name.rsplit(".", 1)
+        other = f"{({**OUTER_MODULES, **block_modules})[ours]}.{kind}"
+        target[other].copy_(value[: len(target[other])])
+        remaining.discard(other)
+    assert not remaining, remaining
+    return theirs
