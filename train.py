@@ -129,7 +129,7 @@ def main(config: Train) -> int:
         with observers:
             system.reset_peak_memory(device)
             started = time.perf_counter() - state.seconds
-            if state.step == 0 or state.evaluation_interrupted:
+            if (state.step == 0 and config.eval.initial) or state.evaluation_interrupted:
                 row, is_best = evaluator.evaluate(state)
                 progress = compute_progress(config.train, state.step, state.seconds, state.evals_since_best)
                 observers.log_step(row, progress, is_best and state.step > 0)

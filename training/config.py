@@ -180,13 +180,14 @@ class MuonConfig:
 class EvalConfig:
     """Evaluation during training.
 
-    every: steps between evaluations. batches: an evaluation uses batches * train.batch_size windows, spread evenly over
-    the validation split; None: all windows. sample: settings of the sample that each evaluation after step 0
-    generates; max_new_tokens=0: no sample. attention_stats: log statistics of each head's attention (see
-    model/attention/attention_maps.py).
+    every: steps between evaluations. initial: also evaluate before the first step. batches: an evaluation uses
+    batches * train.batch_size windows, spread evenly over the validation split; None: all windows. sample: settings of
+    the sample that each evaluation after step 0 generates; max_new_tokens=0: no sample. attention_stats: log statistics
+    of each head's attention (see model/attention/attention_maps.py).
     """
 
     every: int
+    initial: bool
     batches: int | None
     sample: SamplingConfig
     attention_stats: bool

@@ -1,0 +1,114 @@
+"""Run a track of the CPU speedrun, and print its row for the table of records in docs/speedrun.md.
+
+    python benchmarks/speedrun.py nanogpt-cpu tinyshakespeare.txt --change "smaller model"
+    python benchmarks/speedrun.py nanogpt-gpu tinyshakespeare.txt -- dtype=bfloat16
+    python benchmarks/speedrun.py five-minutes mybook.txt
+
+nanogpt-cpu: time to the loss of nanoGPT's CPU recipe on Tiny Shakespeare, 1.8982 nats per character.
+nanogpt-gpu: time to the loss of its GPU recipe, 2.1203 bits per byte (1.4697 nats per character).
+five-minutes: lowest validation loss on any text within five minutes, in bits per byte.
+
+Each seed is a run of train.py with an empty runs folder and prepared data. Its time is that of the complete process,
+until the validation loss is in metrics.jsonl. The exit code is 1 if the record does not count: p is 0.01 or more, or a
+run took more than five minutes. Arguments after `--` are overrides for train.py.
+"""
+
+import argparse
+import json
+import math
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+
+import numpy as np
+
+ROOT = Path(__file__).resolve().parent.parent
+MAX_P = 0.01
+
+
+@dataclass(frozen=True)
+class Track:
+    """overrides: of train.py. loss: its key in summary.json. max_loss, max_seconds: what each track must reach."""
+
+    overrides: list[str]
+    loss: str = "last_val_loss"
+    max_loss: float = math.inf
+    max_seconds: float = math.inf
+
+
+FIVE_MINUTES = ["data=text", "train.steps=null", "train.minutes=4.75", "eval.every=1000000", "eval.initial=false"]
+FIVE_MINUTES += ["eval.batches=null", "wandb.mode=disabled"]
+TRACKS = {
+    "nanogpt-cpu": Track(["experiment=shakespeare_char_cpu_fast"], max_loss=1.8982),
+    "nanogpt-gpu": Track(["experiment=shakespeare_cpu_fast"], loss="last_val_bpb", max_loss=2.1203),
+    "five-minutes": Track(FIVE_MINUTES, loss="last_val_bpb", max_seconds=300.0),
+}
+
+
+def main() -> int:
+    words = [*sys.argv[1:], "--"]
+    separator = words.index("--")
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("track", choices=TRACKS)
+    parser.add_argument("text", type=Path, help="a text file; Tiny Shakespeare, except for five-minutes")
+    parser.add_argument("--seeds", type=int, default=10, help="number of runs, at least 2; a record needs 10")
+    parser.add_argument("--change", default="", help="what is new, for the row")
+    arguments = parser.parse_args(words[:separator])
+    if not arguments.text.is_file():
+        parser.error(f"{arguments.text} does not exist; give a text file")
+    if arguments.seeds < 2:
+        parser.error(f"--seeds {arguments.seeds} is too small for a standard deviation; set 2 or more")
+    track = TRACKS[arguments.track]
+    overrides = [*track.overrides, f"data.path={arguments.text.resolve()}", *words[separator + 1 : -1]]
+
+    with tempfile.TemporaryDirectory() as folder:
+        train(Path(folder), [*overrides, "train.steps=1", "train.minutes=null", "name=prepare"])  # prepares the data
+        results = []
+        for seed in range(1, arguments.seeds + 1):
+            seconds, summary = train(Path(folder), [*overrides, f"seed={seed}", f"name=seed-{seed}"])
+            results.append((seconds, summary[track.loss]))
+            print(f"seed {seed:>2}   {seconds:8.2f} s   {track.loss} {summary[track.loss]:.4f}", flush=True)
+    seconds, losses = ([result[i] for result in results] for i in (0, 1))
+    p = p_value(losses, track.max_loss)
+    cells = [
+        str(date.today()),
+        arguments.change,
+        f"{statistics.mean(seconds):.2f} ± {statistics.stdev(seconds):.2f}",
+        str(len(results)),
+        f"{statistics.mean(losses):.4f} ± {statistics.stdev(losses):.4f}",
+        f"{p:.1g}" if track.max_loss < math.inf else "",
+    ]
+    print("\n| date | change | seconds | seeds | loss | p |\n|---|---|---|---|---|---|\n| " + " | ".join(cells) + " |")
+    return int(p >= MAX_P or max(seconds) > track.max_seconds)
+
+
+def train(folder: Path, overrides: list[str]) -> tuple[float, dict]:
+    """Run train.py -> (seconds until the last metrics are written, summary). Exits if it fails."""
+    started = time.time()
+    command = [sys.executable, str(ROOT / "train.py"), *overrides]
+    done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
+    if done.returncode:
+        sys.exit(f"{' '.join(command)} failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+    run = folder / "runs" / overrides[-1].removeprefix("name=")
+    return (run / "metrics.jsonl").stat().st_mtime - started, json.loads((run / "summary.json").read_text())
+
+
+def p_value(losses: list[float], max_loss: float) -> float:
+    """Probability of a mean this low if the true mean were max_loss: Student's t-test, one-sided."""
+    degrees = len(losses) - 1
+    t = (max_loss - statistics.mean(losses)) / (statistics.stdev(losses) / math.sqrt(len(losses)))
+    if math.isinf(t):
+        return 0.0
+    # the integral of Student's density from t to infinity, with x = sqrt(degrees) tan(angle)
+    angle = np.linspace(math.atan(t / math.sqrt(degrees)), math.pi / 2, 100_001)
+    density = math.exp(math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2)) / math.sqrt(math.pi)
+    return float(density * np.trapezoid(np.cos(angle) ** (degrees - 1), angle))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
