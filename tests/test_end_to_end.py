@@ -106,7 +106,7 @@ def test_run_folder_contains_the_documented_files_and_keys(train, workdir, capsy
     assert "attention sdpa -> flash" in out
 
 
-def test_initial_evaluation_can_be_skipped(train, metrics):
+def test_initial_evaluation_can_be_skipped(train):
     assert train("name=a", "train.steps=4", "eval.every=2", "eval.initial=false") == 0
     assert [row["step"] for row in metrics("a")] == [1, 2, 3, 4]
     assert [row["step"] for row in metrics("a") if "val/loss" in row] == [2, 4]
