@@ -34,12 +34,12 @@ from model.generation.engine import Engine, Prompt  # noqa: E402
 from model.gpt import GPT  # noqa: E402
 
 VOCAB_SIZE = 50_257
-MAX_THREAD_SPIN_S = 0.5  # OpenMP threads wait actively for up to 0.2 s after their work
+THREAD_IDLE_WAIT_S = 0.5  # OpenMP threads wait actively for up to 0.2 s after their work
 
 
 @dataclass
 class Setup:
-    """What a program needs to start: weights of `dtype` on `device`. checkout: of nanoGPT. folder: for files."""
+    """Arguments of a program. It has weights of `dtype` on `device`. checkout: nanoGPT's. It may write to `folder`."""
 
     name: str
     dtype: str
@@ -187,9 +187,9 @@ def ctranslate2(setup: Setup) -> Program:
 
 def llama_cpp(setup: Setup) -> Program:
     """llama.cpp reads the model from a GGUF file. Its int8 format is Q8_0."""
-    import llama_cpp as llama
-
     from model.huggingface.gguf import write_gguf
+
+    llama = importlib.import_module("llama_cpp")
 
     model, file = build_model(), setup.folder / f"{setup.dtype}.gguf"
     spec = to_spec(byte(Corpus([], False), TokenizerConfig("byte", None, None)))
@@ -260,7 +260,7 @@ def measure_difference(tokens: Tensor) -> float:
 def measure_speed(prompt: Tensor, new: int) -> tuple[float, float]:
     """Generate `new` tokens -> (seconds, ms of the median decode step)."""
     assert _program is not None
-    time.sleep(MAX_THREAD_SPIN_S)
+    time.sleep(THREAD_IDLE_WAIT_S)
     started = time.perf_counter()
     tokens, times = _program.generate(prompt, new)
     seconds = time.perf_counter() - started

@@ -8,9 +8,9 @@ nanogpt-cpu: time to the loss of nanoGPT's CPU recipe on Tiny Shakespeare, 1.898
 nanogpt-gpu: time to the loss of its GPU recipe, 2.1203 bits per byte (1.4697 nats per character).
 five-minutes: lowest validation loss on any text within five minutes, in bits per byte.
 
-Each seed is a run of train.py with an empty runs folder and prepared data. Its time is that of the complete process,
-until the validation loss is in metrics.jsonl. The exit code is 1 if the record does not count: p is 0.01 or more, or a
-run took more than five minutes. Arguments after `--` are overrides for train.py.
+Each seed is a run of train.py with prepared data. Its time is that of the complete process,
+until the validation loss is in metrics.jsonl. The exit code is 1 if the row is no record: it has fewer than ten seeds,
+p is 0.01 or more, or a run took more than five minutes. Arguments after `--` are overrides for train.py.
 """
 
 import argparse
@@ -29,6 +29,7 @@ import numpy as np
 
 ROOT = Path(__file__).resolve().parent.parent
 MAX_P = 0.01
+MIN_SEEDS = 10
 
 
 @dataclass(frozen=True)
@@ -57,7 +58,8 @@ def main() -> int:
     parser.add_argument("track", choices=TRACKS)
     parser.add_argument("text", type=Path, help="a text file; Tiny Shakespeare, except for five-minutes")
     parser.add_argument("--seeds", type=int, default=10, help="number of runs, at least 2; a record needs 10")
-    parser.add_argument("--change", default="", help="what is new, for the row")
+    parser.add_argument("--machine", default="", help="name of the machine, for the row")
+    parser.add_argument("--change", default="", help="description of the change, for the row")
     arguments = parser.parse_args(words[:separator])
     if not arguments.text.is_file():
         parser.error(f"{arguments.text} does not exist; give a text file")
@@ -67,43 +69,46 @@ def main() -> int:
     overrides = [*track.overrides, f"data.path={arguments.text.resolve()}", *words[separator + 1 : -1]]
 
     with tempfile.TemporaryDirectory() as folder:
-        train(Path(folder), [*overrides, "train.steps=1", "train.minutes=null", "name=prepare"])  # prepares the data
+        train(Path(folder), [*overrides, "train.steps=1", "train.minutes=null"], "prepare")  # prepares the data
         results = []
         for seed in range(1, arguments.seeds + 1):
-            seconds, summary = train(Path(folder), [*overrides, f"seed={seed}", f"name=seed-{seed}"])
+            seconds, summary = train(Path(folder), [*overrides, f"seed={seed}"], f"seed-{seed}")
             results.append((seconds, summary[track.loss]))
             print(f"seed {seed:>2}   {seconds:8.2f} s   {track.loss} {summary[track.loss]:.4f}", flush=True)
     seconds, losses = ([result[i] for result in results] for i in (0, 1))
-    p = p_value(losses, track.max_loss)
+    p = p_value(losses, track.max_loss) if track.max_loss < math.inf else 0.0
     cells = [
         str(date.today()),
+        arguments.machine,
         arguments.change,
         f"{statistics.mean(seconds):.2f} ± {statistics.stdev(seconds):.2f}",
         str(len(results)),
         f"{statistics.mean(losses):.4f} ± {statistics.stdev(losses):.4f}",
         f"{p:.1g}" if track.max_loss < math.inf else "",
     ]
-    print("\n| date | change | seconds | seeds | loss | p |\n|---|---|---|---|---|---|\n| " + " | ".join(cells) + " |")
-    return int(p >= MAX_P or max(seconds) > track.max_seconds)
+    print("\n| date | machine | change | seconds | seeds | loss | p |", "|---" * 7 + "|", sep="\n")
+    print(f"| {' | '.join(cells)} |")
+    return int(len(results) < MIN_SEEDS or p >= MAX_P or max(seconds) > track.max_seconds)
 
 
-def train(folder: Path, overrides: list[str]) -> tuple[float, dict]:
+def train(folder: Path, overrides: list[str], name: str) -> tuple[float, dict]:
     """Run train.py -> (seconds until the last metrics are written, summary). Exits if it fails."""
     started = time.time()
-    command = [sys.executable, str(ROOT / "train.py"), *overrides]
+    command = [sys.executable, str(ROOT / "train.py"), *overrides, f"name={name}"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)
     if done.returncode:
         sys.exit(f"{' '.join(command)} failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
-    run = folder / "runs" / overrides[-1].removeprefix("name=")
+    run = folder / "runs" / name
     return (run / "metrics.jsonl").stat().st_mtime - started, json.loads((run / "summary.json").read_text())
 
 
 def p_value(losses: list[float], max_loss: float) -> float:
-    """Probability of a mean this low if the true mean were max_loss: Student's t-test, one-sided."""
+    """Probability of a mean this low if the true mean were max_loss: Student's t-test, one-sided.
+
+    The losses must not all be equal.
+    """
     degrees = len(losses) - 1
     t = (max_loss - statistics.mean(losses)) / (statistics.stdev(losses) / math.sqrt(len(losses)))
-    if math.isinf(t):
-        return 0.0
     # the integral of Student's density from t to infinity, with x = sqrt(degrees) tan(angle)
     angle = np.linspace(math.atan(t / math.sqrt(degrees)), math.pi / 2, 100_001)
     density = math.exp(math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2)) / math.sqrt(math.pi)

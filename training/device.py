@@ -16,7 +16,7 @@ from model.attention import ResolvedAttention, missing_compiler, pin_kernel_unde
 from training.distributed import Dist
 from training.fsdp import FSDP
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16, "int8": torch.int8}
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclass(frozen=True)
@@ -103,13 +103,14 @@ def resolve_dtype(name: str, device: torch.device, trains: bool = True) -> torch
     """
     if name == "auto":
         return torch.bfloat16 if device.type == "cuda" and torch.cuda.is_bf16_supported() else torch.float32
-    if name not in DTYPES:
-        raise UserError(f"dtype={name} is unknown; set auto, {', '.join(DTYPES)}")
+    choices = DTYPES if trains else DTYPES | {"int8": torch.int8}
+    if name not in choices:
+        raise UserError(f"dtype={name} is unknown; set auto, {', '.join(choices)}")
     if name == "float16" and device.type != "cuda" and trains:
         raise UserError(f"dtype=float16 trains only on cuda, not on {device.type}; set dtype=bfloat16 or float32")
-    if name == "int8" and (device.type != "cpu" or trains):
-        raise UserError("dtype=int8 is only for sample.py on a CPU; set dtype=auto")
-    return DTYPES[name]
+    if name == "int8" and device.type != "cpu":
+        raise UserError(f"dtype=int8 needs device=cpu, not {device.type}; set dtype=auto")
+    return choices[name]
 
 
 def resolve_compile(requested: bool | None, device: torch.device) -> bool:

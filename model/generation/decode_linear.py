@@ -27,7 +27,7 @@ from model.gpt import GPT
 
 MAX_SPLIT_ROWS = 64  # SplitLinear uses F.linear for inputs with more rows, as in prefill
 MIN_PACKED_ROWS = 4  # with the layout for a single row, oneDNN is slower, also for that row
-MEASURED_BYTES = 2**28  # weights of one shape to measure: more than the caches hold
+MEASURED_BYTES = 2**28  # measure at most this many bytes of weights of a shape, which exceeds most caches
 MEASURED_ROUNDS = 3
 MIN_GAIN = 1.1  # an implementation replaces an earlier one of its list if it is this many times as fast
 
@@ -57,7 +57,7 @@ class SplitLinear(nn.Module):
         y = torch.bmm(self.parts, x.T.expand(len(self.parts), K, len(x))).flatten(0, 1)  # (N, M)
         if len(self.remainder):
             y = torch.cat((y, self.remainder @ x.T))
-        y = y.T.reshape(*batch_shape, -1)
+        y = y.T.reshape(*batch_shape, len(self.weight))
         return y if self.bias is None else y + self.bias
 
 
@@ -140,8 +140,8 @@ class Bf16CpuLinear(LowPrecisionLinear):
 def convert_linears(model: GPT, dtype: torch.dtype, rows: int) -> GPT:
     """Replace the model's linear layers, in place, by layers that are fast for decoding, with weights in `dtype`.
 
-    rows: number of sequences that are decoded together. The model can no longer be trained. Raises UserError if the
-    device does not support the dtype.
+    rows: number of sequences that are decoded together. The model then returns logits; it can neither be trained nor
+    called with targets. Raises UserError if the device does not support the dtype.
     """
     candidates = _candidates(dtype, model.wte.weight.device, rows)
     by_shape = defaultdict(list)
@@ -151,7 +151,8 @@ def convert_linears(model: GPT, dtype: torch.dtype, rows: int) -> GPT:
                 by_shape[child.weight.shape].append((module, name, child))
     for places in by_shape.values():
         build = _fastest(candidates, [linear for _, _, linear in places], rows)
-        for module, name, linear in places:
+        while places:  # each original layer is freed before the next one is built
+            module, name, linear = places.pop()
             setattr(module, name, build(linear))
     return model
 
@@ -163,8 +164,9 @@ def _candidates(dtype: torch.dtype, device: torch.device, rows: int) -> list[Bui
     if dtype in (torch.float16, torch.int8) and "fbgemm" not in torch.backends.quantized.supported_engines:
         name = str(dtype).removeprefix("torch.")
         raise UserError(f"dtype={name} needs an x86 CPU; set dtype=bfloat16 or float32")
+    packed = [partial(PackedLinear, rows=rows)] if torch.backends.mkldnn.is_available() else []
     return {
-        torch.float32: [partial(PackedLinear, rows=rows), SplitLinear, lambda linear: linear],
+        torch.float32: [*packed, SplitLinear, lambda linear: linear],
         torch.bfloat16: [partial(Bf16CpuLinear, dtype=dtype)],
         torch.float16: [Fp16Linear],
         torch.int8: [Int8Linear],

@@ -29,9 +29,9 @@ def test_devices_and_dtypes_are_resolved_or_refused(monkeypatch):
     with pytest.raises(UserError, match="dtype=int4 is unknown"):
         resolve_dtype("int4", CPU)
     assert resolve_dtype("int8", CPU, trains=False) == torch.int8
-    with pytest.raises(UserError, match=r"only for sample.py on a CPU; set dtype=auto"):
+    with pytest.raises(UserError, match=r"dtype=int8 is unknown; set auto, float32, bfloat16, float16$"):
         resolve_dtype("int8", CPU)
-    with pytest.raises(UserError, match=r"only for sample.py on a CPU; set dtype=auto"):
+    with pytest.raises(UserError, match="dtype=int8 needs device=cpu, not cuda; set dtype=auto"):
         resolve_dtype("int8", torch.device("cuda"), trains=False)
     assert resolve_compile(None, CPU) is False
 

@@ -46,6 +46,22 @@ def test_layers_compute_the_same_product(build, tolerance, rows, K, N, bias):
     torch.testing.assert_close(y, layer(x), atol=tolerance, rtol=tolerance)
 
 
+@settings(max_examples=30, deadline=None)
+@given(num_parts=st.integers(1, 16), rows=st.integers(0, 70), N=st.integers(1, 50))
+def test_split_layer_has_any_number_of_parts(num_parts, rows, N):
+    layer = torch.nn.Linear(7, N).requires_grad_(False)
+    x = torch.randn(rows, 7)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(decode_linear.torch, "get_num_threads", lambda: num_parts)
+        torch.testing.assert_close(SplitLinear(layer)(x), layer(x), atol=1e-5, rtol=1e-5)
+
+
+def test_cpu_without_onednn_uses_other_layers(monkeypatch):
+    monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: False)
+    model = convert_linears(make_random_model(GPT2), torch.float32, rows=1)
+    assert not any(isinstance(module, PackedLinear) for module in model.modules())
+
+
 @needs_fbgemm
 @pytest.mark.parametrize("sign", [1, -1])
 def test_int8_does_not_saturate(sign):
