@@ -1,6 +1,10 @@
 """Linear layers for decoding compute the same products as nn.Linear."""
 
+import os
+import subprocess
+import sys
 from functools import partial
+from pathlib import Path
 
 import pytest
 import torch
@@ -19,6 +23,7 @@ from model.generation.decode_linear import (
     convert_linears,
 )
 
+ROOT = Path(__file__).resolve().parents[3]
 HAS_FBGEMM = "fbgemm" in torch.backends.quantized.supported_engines
 needs_fbgemm = pytest.mark.skipif(not HAS_FBGEMM, reason="NOT RUN: float16 and int8 need an x86 CPU")
 
@@ -62,13 +67,20 @@ def test_cpu_without_onednn_uses_other_layers(monkeypatch):
     assert not any(isinstance(module, PackedLinear) for module in model.modules())
 
 
-@needs_fbgemm
-@pytest.mark.parametrize("sign", [1, -1])
-def test_int8_does_not_saturate(sign):
-    layer = torch.nn.Linear(769, 5, bias=False)
+SATURATION = """
+import torch
+from model.generation.decode_linear import Int8Linear
+for sign in (1, -1):
+    layer = torch.nn.Linear(769, 5, bias=False).requires_grad_(False)
     torch.nn.init.constant_(layer.weight, sign)
-    with torch.no_grad():
-        torch.testing.assert_close(Int8Linear(layer)(torch.ones(3, 769)), torch.full((3, 5), sign * 769.0))
+    torch.testing.assert_close(Int8Linear(layer)(torch.ones(3, 769)), torch.full((3, 5), sign * 769.0))
+"""
+
+
+@needs_fbgemm
+def test_int8_does_not_saturate_without_vnni():
+    environment = os.environ | {"FBGEMM_ENABLE_INSTRUCTIONS": "AVX2"}  # FBGEMM reads it once per process
+    subprocess.run([sys.executable, "-c", SATURATION], cwd=ROOT, env=environment, check=True)
 
 
 @needs_fbgemm
@@ -94,7 +106,7 @@ def test_fastest_implementation_of_each_shape_is_selected(monkeypatch):
     class Slow(SplitLinear):
         def forward(self, x):
             nonlocal clock
-            clock += 2.0 if len(self.weight) == 128 else 1.0
+            clock += 1.15 if len(self.weight) == 128 else 1.05
             return super().forward(x)
 
     class Fast(SplitLinear):
@@ -111,4 +123,4 @@ def test_fastest_implementation_of_each_shape_is_selected(monkeypatch):
     convert_linears(model, torch.float32, rows=1)
     converted = [module for module in model.modules() if isinstance(module, SplitLinear)]
     assert {type(module) for module in converted if len(module.weight) == 128} == {Fast}
-    assert {type(module) for module in converted if len(module.weight) != 128} == {Slow}  # equally fast: the first
+    assert {type(module) for module in converted if len(module.weight) != 128} == {Slow}  # a gain of 5% is too small
