@@ -43,6 +43,14 @@ def has_bf16_kernels() -> bool:
     return torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
+def has_bf16_instructions() -> bool:
+    """Whether this CPU multiplies bfloat16 in hardware (AVX512_BF16; all CPUs with AMX have it as well).
+
+    Missing: torch.cpu.get_capabilities, which not all supported versions have.
+    """
+    return torch.cpu._is_avx512_bf16_supported()
+
+
 def pack_weight(weight: Tensor, rows: int) -> Tensor:
     """Copy a float32 weight (N, K) into oneDNN's layout for `rows` input rows. Missing: a public function."""
     return torch.ops.mkldnn._reorder_linear_weight(weight, rows)

@@ -3,12 +3,15 @@
 import platform
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 import torch
 from helpers import ROOT
 
+import training.device
 from common.errors import UserError
+from model.attention.torch_internals import has_bf16_instructions
 from training.device import resolve_compile, resolve_device, resolve_dtype
 
 CPU = torch.device("cpu")
@@ -22,7 +25,6 @@ def test_devices_and_dtypes_are_resolved_or_refused(monkeypatch):
         resolve_device("cuda")
     with pytest.raises(UserError, match="device=tpu is unknown"):
         resolve_device("tpu")
-    assert resolve_dtype("auto", CPU) == torch.float32
     assert resolve_dtype("bfloat16", CPU) == torch.bfloat16
     with pytest.raises(UserError, match="dtype=float16 trains only on cuda"):
         resolve_dtype("float16", CPU)
@@ -34,6 +36,20 @@ def test_devices_and_dtypes_are_resolved_or_refused(monkeypatch):
     with pytest.raises(UserError, match="dtype=int8 needs device=cpu, not cuda; set dtype=auto"):
         resolve_dtype("int8", torch.device("cuda"), trains=False)
     assert resolve_compile(None, CPU) is False
+
+
+@pytest.mark.parametrize("has_bf16", [True, False])
+@pytest.mark.parametrize("trains", [True, False])
+def test_auto_trains_in_bfloat16_on_cpus_with_its_instructions(monkeypatch, has_bf16, trains):
+    monkeypatch.setattr(training.device, "has_bf16_instructions", lambda: has_bf16)
+    dtype = resolve_dtype("auto", CPU, trains=trains)
+    assert dtype == (torch.bfloat16 if has_bf16 and trains else torch.float32)
+    assert resolve_dtype("auto", torch.device("mps"), trains=trains) == torch.float32
+
+
+@pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="compares with Linux's list of instructions")
+def test_bfloat16_instructions_are_detected():
+    assert has_bf16_instructions() == (" avx512_bf16 " in Path("/proc/cpuinfo").read_text())
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="tests glibc's malloc")
