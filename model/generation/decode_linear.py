@@ -73,10 +73,15 @@ class PackedLinear(nn.Module):
 
 
 class Fp16Linear(nn.Module):
-    """Linear layer for x86 CPUs with weights in float16. Inputs, arithmetic and outputs are float32 (FBGEMM)."""
+    """Linear layer for x86 CPUs with weights in float16. Inputs, arithmetic and outputs are float32 (FBGEMM).
+
+    Raises UserError for weights that float16 cannot represent, because FBGEMM replaces these by finite values.
+    """
 
     def __init__(self, linear: nn.Linear):
         super().__init__()
+        if not linear.weight.abs().amax() <= torch.finfo(torch.float16).max:  # also with NaN
+            raise UserError("dtype=float16 cannot represent a weight of this model; set dtype=bfloat16 or float32")
         self.packed = torch.ops.quantized.linear_prepack_fp16(linear.weight, linear.bias)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -141,7 +146,8 @@ def convert_linears(model: GPT, dtype: torch.dtype, rows: int) -> GPT:
     """Replace the model's linear layers, in place, by layers that are fast for decoding, with weights in `dtype`.
 
     rows: number of sequences that are decoded together. The model then returns logits; it can neither be trained nor
-    called with targets. Raises UserError if the device does not support the dtype.
+    called with targets. A packed output layer is a second copy of the token table if the two were tied.
+    Raises UserError if the device does not support the dtype.
     """
     candidates = _candidates(dtype, model.wte.weight.device, rows)
     by_shape = defaultdict(list)

@@ -13,6 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_helpers import GPT2, GROUPED
 
+from common.errors import UserError
 from model.generation import decode_linear
 from model.generation.decode_linear import (
     Bf16CpuLinear,
@@ -81,6 +82,25 @@ for sign in (1, -1):
 def test_int8_does_not_saturate_without_vnni():
     environment = os.environ | {"FBGEMM_ENABLE_INSTRUCTIONS": "AVX2"}  # FBGEMM reads it once per process
     subprocess.run([sys.executable, "-c", SATURATION], cwd=ROOT, env=environment, check=True)
+
+
+@needs_fbgemm
+@pytest.mark.parametrize("value", [float("nan"), float("inf"), 70_000.0])
+def test_float16_refuses_weights_out_of_range(value):
+    layer = torch.nn.Linear(8, 5).requires_grad_(False)
+    layer.weight[1, 2] = value
+    with pytest.raises(UserError, match="dtype=float16 cannot represent a weight of this model; set dtype=bfloat16"):
+        Fp16Linear(layer)
+
+
+@pytest.mark.parametrize(
+    "build", [partial(PackedLinear, rows=1), SplitLinear, pytest.param(Int8Linear, marks=needs_fbgemm)]
+)
+def test_nan_is_never_hidden(build):
+    layer = torch.nn.Linear(8, 5).requires_grad_(False)
+    x = torch.randn(2, 8)
+    layer.weight[1, 2], x[1, 4] = float("nan"), float("nan")
+    torch.testing.assert_close(build(layer)(x).isnan(), layer(x).isnan())
 
 
 @needs_fbgemm
