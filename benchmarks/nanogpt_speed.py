@@ -63,7 +63,7 @@ class Recipe:
 RECIPES = {
     "shakespeare_char_cpu": Recipe(
         ["config/train_shakespeare_char.py", "--device=cpu", "--compile=False", "--lr_decay_iters=2000", *SMALL_MODEL],
-        ["experiment=shakespeare_char_cpu"],
+        ["experiment=shakespeare_char_cpu", "dtype=float32"],  # the dtype of nanoGPT on CPUs
         12 * 64,
     ),
     "gpt2_124m": Recipe(
