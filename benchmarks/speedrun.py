@@ -1,7 +1,7 @@
 """Run a track of the CPU speedrun, and print its row for the table of records in docs/speedrun.md.
 
     python benchmarks/speedrun.py nanogpt-cpu tinyshakespeare.txt --change "smaller model"
-    python benchmarks/speedrun.py nanogpt-gpu tinyshakespeare.txt -- dtype=bfloat16
+    python benchmarks/speedrun.py nanogpt-gpu tinyshakespeare.txt -- train.steps=440
     python benchmarks/speedrun.py five-minutes mybook.txt
 
 nanogpt-cpu: time to the loss of nanoGPT's CPU recipe on Tiny Shakespeare, 1.8982 nats per character.
