@@ -94,7 +94,8 @@ def main(config: Train) -> int:
         if config.train.init_from is not None and not has_checkpoint(config.name):
             load_init_weights(config.train.init_from, model, metadata)
     wrapped_model = runtime.wrap(model, config.attention)  # copies the weights of rank 0
-    optimizers, scaler = build_optimizers(model, config.optimizer), build_grad_scaler(device, dtype)
+    optimizers = build_optimizers(model, config.optimizer, dtype)
+    scaler = build_grad_scaler(device, dtype)
     state = TrainState(model, optimizers, scaler)
 
     # run folder; load the last checkpoint if there is one

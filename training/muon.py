@@ -1,7 +1,7 @@
 """Muon: momentum with orthogonalized updates (Jordan et al., 2024, https://kellerjordan.github.io/posts/muon/).
 
 torch.optim.Muon always computes in bfloat16, which is a thousand times slower than float32 on a CPU without bfloat16
-instructions, and it updates one matrix at a time. This class computes in float32 except on GPUs, and it updates
+instructions, and it updates one matrix at a time. This class computes in bfloat16 only if the run does, and it updates
 all matrices of one shape together.
 """
 
@@ -18,14 +18,14 @@ from training.sharding import map_matrices
 COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic polynomial; small singular values grow fast with them
 
 
-def orthogonalize(matrices: Tensor, steps: int) -> Tensor:
+def orthogonalize(matrices: Tensor, steps: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Approximate the nearest semi-orthogonal matrices (N, rows, columns): singular values between 0.7 and 1.2.
 
-    Newton-Schulz iteration X <- aX + (bA + cA^2)X with A = XX^T, where A has the size of the shorter side.
+    Newton-Schulz iteration X <- aX + (bA + cA^2)X with A = XX^T, where A has the size of the shorter side. dtype: of X.
     """
     a, b, c = COEFFICIENTS
     is_tall = matrices.shape[-2] > matrices.shape[-1]
-    X = matrices.bfloat16() if matrices.is_cuda else matrices.float()
+    X = matrices.to(dtype)
     X = X.mT if is_tall else X
     X = X / (X.norm(dim=(-2, -1), keepdim=True) + 1e-7)
     for _ in range(steps):
@@ -35,10 +35,22 @@ def orthogonalize(matrices: Tensor, steps: int) -> Tensor:
 
 
 class Muon(Uncompiled):
-    """Muon for parameters with two dimensions. Updates are scaled by sqrt(max(1, rows / columns))."""
+    """Muon for parameters with two dimensions. Updates are scaled by sqrt(max(1, rows / columns)).
 
-    def __init__(self, params, lr: float, momentum: float, weight_decay: float, ns_steps: int):
+    dtype: of the orthogonalization, float32 or bfloat16.
+    """
+
+    def __init__(
+        self,
+        params,
+        lr: float,
+        momentum: float,
+        weight_decay: float,
+        ns_steps: int,
+        dtype: torch.dtype = torch.float32,
+    ):
         super().__init__(params, dict(lr=lr, momentum=momentum, weight_decay=weight_decay, ns_steps=ns_steps))
+        self.dtype = dtype
 
     @torch.no_grad()
     def step(self, closure=None) -> None:
@@ -57,6 +69,7 @@ class Muon(Uncompiled):
         grads, buffers = [p.grad for p in params], [self.state[p]["momentum_buffer"] for p in params]
         torch._foreach_lerp_(buffers, grads, 1 - group["momentum"])
         nesterov = torch._foreach_lerp(grads, buffers, group["momentum"])
-        updates = map_matrices(partial(orthogonalize, steps=group["ns_steps"]), torch.stack(nesterov))
+        orthogonalize_all = partial(orthogonalize, steps=group["ns_steps"], dtype=self.dtype)
+        updates = map_matrices(orthogonalize_all, torch.stack(nesterov))
         torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
         torch._foreach_add_(params, list(updates.unbind()), alpha=-group["lr"] * scale)

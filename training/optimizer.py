@@ -23,7 +23,7 @@ def _group(params: list[nn.Parameter], lr: float, weight_decay: float) -> dict:
     return {"params": params, "lr": lr, "peak_lr": lr, "weight_decay": weight_decay}
 
 
-def adamw(model: nn.Module, config: AdamWConfig) -> list[Optimizer]:
+def adamw(model: nn.Module, config: AdamWConfig, dtype: torch.dtype) -> list[Optimizer]:
     """AdamW on all parameters. Biases and norms, which have fewer than two dimensions, have no weight decay."""
     params = list(model.parameters())
     groups = [
@@ -34,8 +34,9 @@ def adamw(model: nn.Module, config: AdamWConfig) -> list[Optimizer]:
     return [AdamW(groups, betas=tuple(config.betas), eps=config.eps, fused=True)]
 
 
-def muon(model: nn.Module, config: MuonConfig) -> list[Optimizer]:
+def muon(model: nn.Module, config: MuonConfig, dtype: torch.dtype) -> list[Optimizer]:
     """Muon on the matrices of the blocks. AdamW with three learning rates on embeddings, head, and norms and biases."""
+    muon_dtype = torch.float32 if dtype == torch.float32 else torch.bfloat16
     in_blocks = {id(p) for p in model.blocks.parameters() if p.ndim == 2}
     matrices = [p for p in model.parameters() if id(p) in in_blocks]
     ngram_table = [] if model.ngrams is None else [model.ngrams.table.weight]
@@ -51,7 +52,14 @@ def muon(model: nn.Module, config: MuonConfig) -> list[Optimizer]:
     ]
     groups = [group for group in groups if group["params"]]
     return [
-        Muon([_group(matrices, config.lr, config.weight_decay)], config.lr, config.momentum, 0.0, config.ns_steps),
+        Muon(
+            [_group(matrices, config.lr, config.weight_decay)],
+            config.lr,
+            config.momentum,
+            0.0,
+            config.ns_steps,
+            muon_dtype,
+        ),
         AdamW(groups, betas=tuple(config.betas), eps=config.eps, fused=True),
     ]
 
@@ -59,11 +67,13 @@ def muon(model: nn.Module, config: MuonConfig) -> list[Optimizer]:
 OPTIMIZERS: dict[str, Callable[..., list[Optimizer]]] = {f.__name__: f for f in (adamw, muon)}
 
 
-def build_optimizers(model: nn.Module, config: AdamWConfig | MuonConfig) -> list[Optimizer]:
-    """Build the configured optimizers over all parameters of the model. Raises UserError."""
+def build_optimizers(
+    model: nn.Module, config: AdamWConfig | MuonConfig, dtype: torch.dtype = torch.float32
+) -> list[Optimizer]:
+    """Build the configured optimizers over all parameters of the model, for a run in `dtype`. Raises UserError."""
     if config.name not in OPTIMIZERS:
         raise UserError(f"optimizer.name={config.name} is unknown; set one of {', '.join(OPTIMIZERS)}")
-    return OPTIMIZERS[config.name](model, config)
+    return OPTIMIZERS[config.name](model, config, dtype)
 
 
 def optimizer_step(

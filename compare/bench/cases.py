@@ -284,7 +284,7 @@ def _training_step(case: Case, config: BenchConfig) -> Callable[[], None]:
     if config.compile:
         pin_kernel_under_compile(case.attention)
         forward = torch.compile(model, dynamic=False)
-    optimizers = build_optimizers(model, config.optimizer)
+    optimizers = build_optimizers(model, config.optimizer, dtype)
     scaler = build_grad_scaler(device, dtype)
     shape = (8, 2, case.request.B, config.model.block_size)  # eight batches of x and y
     batches = itertools.cycle(torch.randint(config.vocab_size, shape, device=device))

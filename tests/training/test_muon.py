@@ -1,5 +1,6 @@
 """Muon: orthogonalization, and agreement with torch.optim.Muon."""
 
+import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -7,12 +8,21 @@ from hypothesis import strategies as st
 from training.muon import Muon, orthogonalize
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @settings(max_examples=20, deadline=None)
 @given(rows=st.integers(2, 24), columns=st.integers(2, 24), count=st.integers(1, 3), seed=st.integers(0, 99))
-def test_orthogonalized_matrices_have_singular_values_near_one(rows, columns, count, seed):
+def test_orthogonalized_matrices_have_singular_values_near_one(dtype, rows, columns, count, seed):
     matrices = torch.randn(count, rows, columns, generator=torch.Generator().manual_seed(seed))
-    values = torch.linalg.svdvals(orthogonalize(matrices, 12))
+    result = orthogonalize(matrices, 12, dtype)
+    assert result.dtype == torch.float32
+    values = torch.linalg.svdvals(result)
     assert ((values > 0.6) & (values < 1.3)).all()
+
+
+def test_bfloat16_rounds_the_result_of_float32():
+    matrices = torch.randn(2, 16, 40, generator=torch.Generator().manual_seed(0))
+    exact, rounded = orthogonalize(matrices, 5), orthogonalize(matrices, 5, torch.bfloat16)
+    assert 1e-3 < (exact - rounded).abs().max() < 0.05
 
 
 def test_muon_matches_torch_optim_muon_up_to_bfloat16_rounding():

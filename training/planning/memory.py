@@ -182,7 +182,7 @@ def simulate_memory(step: StepSpec, micro_batch_size: int, accumulation: int) ->
         for tensor in (*model.parameters(), *model.buffers()):
             tracker.track(local_tensor(tensor))
         weights = tracker.current
-        optimizers = build_optimizers(model, step.optimizer)
+        optimizers = build_optimizers(model, step.optimizer, step.dtype)
         # A signal must not raise in the tracker's finalizers, where Python ignores exceptions.
         with tracker.count_resizing(), tracker, StopRequest(ignore_repeats=True, silent=True) as stop:
             stop.enable()

@@ -138,7 +138,7 @@ def _run_steps_with_reserve(model: GPT, step: StepSpec, micro_batch_size: int, a
     """Run optimizer steps while GPU_RESERVE_FRACTION of the GPU's memory is occupied."""
     total = torch.cuda.mem_get_info(step.device)[1] if step.device.type == "cuda" else 0
     reserve = torch.empty(int(GPU_RESERVE_FRACTION * total), dtype=torch.uint8, device=step.device)
-    optimizers = build_optimizers(model, step.optimizer)
+    optimizers = build_optimizers(model, step.optimizer, step.dtype)
     allocate_optimizer_state(model, optimizers)
     run_steps(model, optimizers, replace(step, dist=Dist()), micro_batch_size, accumulation)
     del reserve

@@ -237,7 +237,7 @@ def _measure_process_bytes(step: StepSpec) -> int | None:
         step.model, n_embd=8 * step.model.n_head, window=None, mlp_width=None, block_size=8, ngram_table_size=64
     )
     model = GPT(tiny, 64, get_attention_fn(step.attention))
-    optimizers = build_optimizers(model, step.optimizer)
+    optimizers = build_optimizers(model, step.optimizer, step.dtype)
     allocate_optimizer_state(model, optimizers)
     run_steps(model, optimizers, replace(step, model=tiny, dist=Dist()), 1, 1)
     system.reset_peak_memory(step.device)
