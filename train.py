@@ -1,6 +1,6 @@
 """Train a GPT.
 
-    python train.py                                       train a small model of Python code, in about two minutes
+    python train.py                                       train a small model of Python code, in one to two minutes
     python train.py data=text data.path=mybook.txt        train on your own text file
     python train.py experiment=shakespeare_char_cpu       train a complete recipe
     python train.py name=mine train.steps=4000            resume runs/mine, up to step 4000
