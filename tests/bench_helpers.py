@@ -11,7 +11,9 @@ from model import AttentionConfig
 from model.attention import AttentionRequest
 
 CPU = torch.device("cpu")
-CONFIG = config_from_python("bench", seed=1, vocab_size=64, compile=False, rounds=1, seconds=0.001, time_limit=300.0)
+CONFIG = config_from_python(
+    "bench", seed=1, dtypes=["float32"], vocab_size=64, compile=False, rounds=1, seconds=0.001, time_limit=300.0
+)
 COLUMNS = (
     "backend,resolved,impl,status,reason,phase,mask,device,dtype,B,Tq,T,H,G,D,Dv,ms_median,ms_q1,ms_q3,tokens_per_second,"
     "flops_per_second,peak_share,bytes_per_second,bandwidth_share,pairs_per_second,mask_ms,attention_share,"

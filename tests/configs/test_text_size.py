@@ -64,8 +64,9 @@ def test_recipes_do_not_depend_on_the_amount_of_text(tmp_path):
         )
         assert short == long
         assert short.text_size is None
-    short, long = (compose("experiment=shakespeare_cpu_fast", write_text(tmp_path, size)) for size in (10**4, 10**9))
-    assert short == long  # it sets a preset
+    for recipe in ("shakespeare_cpu_fast", "five_minutes"):  # they set a preset
+        short, long = (compose(f"experiment={recipe}", write_text(tmp_path, size)) for size in (10**4, 10**9))
+        assert short == long
 
 
 def test_text_that_is_not_on_this_machine_counts_as_long_unless_its_size_is_set(tmp_path):
