@@ -71,6 +71,7 @@ def main(config: Train) -> int:
     if config.plan:
         return show_plan(config, runtime)
     dist.connect(device)
+    dist.check_same(f"dtype={str(dtype).removeprefix('torch.')}", "set dtype=float32 or dtype=bfloat16")
 
     # data
     with dist.main_first():

@@ -151,11 +151,12 @@ def test_seed_determines_the_run(train):
     assert metrics("a")[1]["train/loss"] != metrics("c")[1]["train/loss"]
 
 
-@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
-def test_extended_run_is_bit_identical_to_a_longer_run(train, capsys, optimizer):
+@pytest.mark.parametrize(("optimizer", "dtype"), [("adamw", "float32"), ("muon", "float32"), ("muon", "bfloat16")])
+def test_extended_run_is_bit_identical_to_a_longer_run(train, capsys, optimizer, dtype):
     """Dropout included. All steps are warmup, so the learning rates do not depend on train.steps."""
     settings = [
         f"optimizer={optimizer}",
+        f"dtype={dtype}",
         "model.dropout=0.1",
         "schedule.warmup_steps=100",
         "eval.sample.max_new_tokens=0",
@@ -224,7 +225,7 @@ def test_float16_trains_with_its_scaler_on_cuda(train, optimizer):
 @pytest.mark.gpu
 @pytest.mark.parametrize("backend", ["naive", "sdpa", "flash"])
 def test_run_on_cuda_is_compiled_and_resumes(train, sample, backend):
-    settings = ["device=cuda", f"attention={backend}", "model.n_embd=64", "schedule.warmup_steps=100"]
+    settings = ["device=cuda", "dtype=auto", f"attention={backend}", "model.n_embd=64", "schedule.warmup_steps=100"]
     assert train("name=a", *settings) == 0
     assert train("name=a", "train.steps=12", *settings) == 0
     recorded = summary("a")

@@ -8,7 +8,10 @@ from helpers import ROOT
 
 from benchmarks.speedrun import p_value
 
-COMMAND = [sys.executable, str(ROOT / "benchmarks/speedrun.py")]
+
+def run_speedrun(folder, *arguments: str) -> subprocess.CompletedProcess:
+    command = [sys.executable, str(ROOT / "benchmarks/speedrun.py"), *arguments]
+    return subprocess.run(command, cwd=folder, capture_output=True, text=True)
 
 
 @pytest.mark.parametrize(("n", "t"), [(3, 6.965), (10, 2.821), (31, 2.457)])  # from a table of Student's t, p = 0.01
@@ -26,28 +29,44 @@ def test_p_value_equals_the_table_of_students_t(n, t):
     [
         (["nanogpt-cpu", "none.txt"], "none.txt does not exist"),
         (["nanogpt-cpu", "text.txt", "--seeds", "1"], "--seeds 1 is too small"),
-        (["nanogpt-cpu", "text.txt", "--", "eval.batches=1"], "eval.batches=1 changes the goal of nanogpt-cpu"),
-        (["nanogpt-gpu", "text.txt", "--", "data.val_fraction=0.5"], "data.val_fraction=0.5 changes the goal"),
-        (["nanogpt-cpu", "text.txt", "--", "tokenizer=byte"], "tokenizer=byte changes the goal"),
-        (["five-minutes", "text.txt", "--", "+train.init_from=run:a"], "train.init_from=run:a changes the goal"),
+        (["nanogpt-gpu", "text.txt", "--record", "2.0"], "--record is for five-minutes"),
     ],
 )
-def test_arguments_against_the_rules_are_refused(workdir, arguments, message):
-    done = subprocess.run([*COMMAND, *arguments], cwd=workdir, capture_output=True, text=True)
+def test_invalid_arguments_are_refused(workdir, arguments, message):
+    done = run_speedrun(workdir, *arguments)
     assert done.returncode == 2
     assert message in done.stderr
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize(
+    ("track", "override", "message"),
+    [
+        ("nanogpt-cpu", "eval={batches: 1}", "eval.batches=1 changes the goal of the track; set eval.batches=null"),
+        ("nanogpt-cpu", "model.block_size=32", "model.block_size=32 changes the goal"),
+        ("five-minutes", "data.val_fraction=0.5", "data.val_fraction=0.5 changes the goal"),
+    ],
+)
+def test_settings_that_change_the_goal_are_refused(workdir, track, override, message):
+    done = run_speedrun(
+        workdir, track, "text.txt", "--", "model.n_layer=1", "model.n_embd=16", "model.n_head=1", override
+    )
+    assert done.returncode == 1
+    assert message in done.stderr
+
+
+@pytest.mark.slow
 def test_row_of_two_short_runs_is_no_record(workdir):
-    size = ["model.n_layer=1", "model.n_embd=16", "model.n_head=1", "train.minutes=0.02", "tokenizer=byte"]
-    command = [*COMMAND, "five-minutes", "text.txt", "--seeds", "2", "--change", "tiny", "--below", "100", "--", *size]
-    done = subprocess.run(command, cwd=workdir, capture_output=True, text=True)
+    settings = ["model.n_layer=1", "model.n_embd=16", "model.n_head=1", "tokenizer.vocab_size=300"]
+    settings += ["train.minutes=0.02", "train.steps=null"]
+    arguments = ["five-minutes", "text.txt", "--seeds", "2", "--change", "tiny", "--record", "0.001"]
+    done = run_speedrun(workdir, *arguments, "--", *settings)
     assert done.returncode == 1, done.stderr
-    cells = done.stdout.split("| tiny |")[1].splitlines()[0].split("|")
-    seconds, loss, p = float(cells[0].split()[0]), float(cells[2].split()[0]), float(cells[3])
-    assert cells[1].strip() == "2"
-    assert 1.2 < seconds < 300
-    assert 0 < loss < 8
-    assert p < 0.5
-    assert "no record: it has 2 of 3 seeds" in done.stdout
+    row = done.stdout.split("| tiny |")[1].splitlines()[0].split("|")
+    seconds, seeds, loss, p = row[0].split()[0], row[1].strip(), row[2].split()[0], row[3].strip()
+    printed = [line.split() for line in done.stdout.splitlines() if line.startswith("seed ")]
+    assert float(seconds) == pytest.approx(sum(float(words[2]) for words in printed) / 2, abs=0.02)
+    assert float(loss) == pytest.approx(sum(float(words[5]) for words in printed) / 2, abs=1e-3)
+    assert seeds == "2"
+    assert float(p) > 0.5
+    assert "no record: it has 2 of 3 seeds, p is not below 0.01" in done.stdout

@@ -13,7 +13,7 @@ from common.errors import UserError
 from common.system import describe_environment
 from model import AttentionConfig, GPTConfig
 from model.attention import ResolvedAttention, missing_compiler, pin_kernel_under_compile, resolve_model
-from model.attention.torch_internals import has_bf16_instructions
+from model.attention.torch_internals import has_avx512_bf16
 from training.distributed import Dist
 from training.fsdp import FSDP
 
@@ -98,14 +98,14 @@ def resolve_device(name: str, local_rank: int = 0) -> torch.device:
 
 
 def resolve_dtype(name: str, device: torch.device, trains: bool = True) -> torch.dtype:
-    """Resolve the setting dtype. auto: bfloat16 where the device multiplies it in hardware, else float32.
+    """Resolve the setting dtype. auto: bfloat16 on GPUs that support it and on x86 CPUs with AVX512_BF16, else float32.
 
-    trains: whether the model is trained. Generation on a CPU reads the weights of each layer for a few tokens only, so
-    bfloat16 does not make it faster. Raises UserError for a dtype that the device does not support.
+    trains: whether the model is trained. If not, auto on a CPU is float32, which is exact and generates a single sample
+    faster. Raises UserError for a dtype that the device does not support.
     """
     if name == "auto":
         is_cuda, is_cpu = device.type == "cuda", device.type == "cpu"
-        has_bf16 = (is_cuda and torch.cuda.is_bf16_supported()) or (is_cpu and trains and has_bf16_instructions())
+        has_bf16 = (is_cuda and torch.cuda.is_bf16_supported()) or (is_cpu and trains and has_avx512_bf16())
         return torch.bfloat16 if has_bf16 else torch.float32
     choices = DTYPES if trains else DTYPES | {"int8": torch.int8}
     if name not in choices:

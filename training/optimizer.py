@@ -36,7 +36,7 @@ def adamw(model: nn.Module, config: AdamWConfig, dtype: torch.dtype) -> list[Opt
 
 def muon(model: nn.Module, config: MuonConfig, dtype: torch.dtype) -> list[Optimizer]:
     """Muon on the matrices of the blocks. AdamW with three learning rates on embeddings, head, and norms and biases."""
-    muon_dtype = torch.float32 if dtype == torch.float32 else torch.bfloat16
+    muon_dtype = torch.float32 if dtype == torch.float32 else torch.bfloat16  # whose range is that of float32
     in_blocks = {id(p) for p in model.blocks.parameters() if p.ndim == 2}
     matrices = [p for p in model.parameters() if id(p) in in_blocks]
     ngram_table = [] if model.ngrams is None else [model.ngrams.table.weight]

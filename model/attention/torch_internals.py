@@ -43,8 +43,8 @@ def has_bf16_kernels() -> bool:
     return torch.ops.mkldnn._is_mkldnn_bf16_supported()
 
 
-def has_bf16_instructions() -> bool:
-    """Whether this CPU multiplies bfloat16 in hardware (AVX512_BF16; all CPUs with AMX have it as well).
+def has_avx512_bf16() -> bool:
+    """Whether this is an x86 CPU with instructions for products in bfloat16. CPUs with AMX have them as well.
 
     Missing: torch.cpu.get_capabilities, which not all supported versions have.
     """

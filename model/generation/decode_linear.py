@@ -75,13 +75,15 @@ class PackedLinear(nn.Module):
 class Fp16Linear(nn.Module):
     """Linear layer for x86 CPUs with weights in float16. Inputs, arithmetic and outputs are float32 (FBGEMM).
 
-    Raises UserError for weights that float16 cannot represent, because FBGEMM replaces these by finite values.
+    Raises UserError for weights that are not finite in float16, because FBGEMM replaces these by finite values.
     """
 
     def __init__(self, linear: nn.Linear):
         super().__init__()
         if not linear.weight.abs().amax() <= torch.finfo(torch.float16).max:  # also with NaN
-            raise UserError("dtype=float16 cannot represent a weight of this model; set dtype=bfloat16 or float32")
+            raise UserError(
+                "dtype=float16 needs weights from -65,504 to 65,504, which this model exceeds; set dtype=float32"
+            )
         self.packed = torch.ops.quantized.linear_prepack_fp16(linear.weight, linear.bias)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -147,7 +149,7 @@ def convert_linears(model: GPT, dtype: torch.dtype, rows: int) -> GPT:
 
     rows: number of sequences that are decoded together. The model then returns logits; it can neither be trained nor
     called with targets. A packed output layer is a second copy of the token table if the two were tied.
-    Raises UserError if the device does not support the dtype.
+    Raises UserError if the device does not support the dtype, or if float16 cannot represent a weight.
     """
     candidates = _candidates(dtype, model.wte.weight.device, rows)
     by_shape = defaultdict(list)

@@ -38,7 +38,7 @@ def error_message(capsys, *overrides, script="train") -> str:
 
 @pytest.mark.parametrize(("group", "choice"), ALL)
 def test_every_choice_composes(group, choice, workdir):
-    required = {"run": ["tokenizer.run=a"], "five_minutes": ["data.path=text.txt"]}.get(choice, [])
+    required = {"run": ["tokenizer.run=a"], "larger_model": ["data.path=text.txt"]}.get(choice, [])
     config = parse_config("train", "", [f"{group}={choice}", *required])
     if group != "experiment":
         assert choice in (getattr(getattr(config, group), key, None) for key in ("name", "backend"))
@@ -126,7 +126,7 @@ WRONG = [
         ["data.val_split=a"],
         r"data.val_split=a works only with data=hub; set that too, or set data.val_path=FILE to hold",
     ),
-    (["experiment=null"], r"experiment=null: there is no such choice; set finetune_gpt2, five_minutes, gpt2_124m"),
+    (["experiment=null"], r"experiment=null: there is no such choice; set finetune_gpt2, gpt2_124m, larger_model"),
     (["data.max_documents=9", "data.row_is_document=false"], r"data.max_documents=9 needs data.row"),
     (["data.val_fraction=null"], r"data.val_fraction=null must be between 0 and 1; set data.val_fraction=0.1"),
     (["data.val_fraction=1"], r"data.val_fraction=1.0 must be between 0 and 1"),

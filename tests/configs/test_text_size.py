@@ -64,7 +64,7 @@ def test_recipes_do_not_depend_on_the_amount_of_text(tmp_path):
         )
         assert short == long
         assert short.text_size is None
-    for recipe in ("shakespeare_cpu_fast", "five_minutes"):  # they set a preset
+    for recipe in ("shakespeare_cpu_fast", "larger_model"):  # they set a preset
         short, long = (compose(f"experiment={recipe}", write_text(tmp_path, size)) for size in (10**4, 10**9))
         assert short == long
 

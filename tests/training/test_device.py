@@ -11,7 +11,7 @@ from helpers import ROOT
 
 import training.device
 from common.errors import UserError
-from model.attention.torch_internals import has_bf16_instructions
+from model.attention.torch_internals import has_avx512_bf16
 from training.device import resolve_compile, resolve_device, resolve_dtype
 
 CPU = torch.device("cpu")
@@ -41,7 +41,7 @@ def test_devices_and_dtypes_are_resolved_or_refused(monkeypatch):
 @pytest.mark.parametrize("has_bf16", [True, False])
 @pytest.mark.parametrize("trains", [True, False])
 def test_auto_trains_in_bfloat16_on_cpus_with_its_instructions(monkeypatch, has_bf16, trains):
-    monkeypatch.setattr(training.device, "has_bf16_instructions", lambda: has_bf16)
+    monkeypatch.setattr(training.device, "has_avx512_bf16", lambda: has_bf16)
     dtype = resolve_dtype("auto", CPU, trains=trains)
     assert dtype == (torch.bfloat16 if has_bf16 and trains else torch.float32)
     assert resolve_dtype("auto", torch.device("mps"), trains=trains) == torch.float32
@@ -49,7 +49,7 @@ def test_auto_trains_in_bfloat16_on_cpus_with_its_instructions(monkeypatch, has_
 
 @pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="compares with Linux's list of instructions")
 def test_bfloat16_instructions_are_detected():
-    assert has_bf16_instructions() == (" avx512_bf16 " in Path("/proc/cpuinfo").read_text())
+    assert has_avx512_bf16() == ("avx512_bf16" in Path("/proc/cpuinfo").read_text().split())
 
 
 @pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="tests glibc's malloc")

@@ -49,7 +49,7 @@ def test_muon_updates_the_matrices_of_blocks_and_adamw_the_rest(tied):
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_muon_orthogonalizes_in_bfloat16_only_if_the_run_has_a_lower_precision(monkeypatch, dtype):
+def test_muon_orthogonalizes_in_float32_only_in_float32_runs(monkeypatch, dtype):
     dtypes = set()
 
     def record(matrices, steps, dtype):

@@ -26,6 +26,7 @@ TINY = [
     "time_limit=300",
     "wandb.mode=disabled",
     "block_sizes=[8,16]",
+    "dtypes=[float32]",
     "name=x",
 ]
 
