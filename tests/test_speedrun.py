@@ -48,9 +48,8 @@ def test_invalid_arguments_are_refused(workdir, arguments, message):
     ],
 )
 def test_settings_that_change_the_goal_are_refused(workdir, track, override, message):
-    done = run_speedrun(
-        workdir, track, "text.txt", "--", "model.n_layer=1", "model.n_embd=16", "model.n_head=1", override
-    )
+    small = ["model.n_layer=1", "model.n_embd=16", "model.n_head=1"]
+    done = run_speedrun(workdir, track, "text.txt", "--", *small, override)
     assert done.returncode == 1
     assert message in done.stderr
 

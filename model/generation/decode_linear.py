@@ -81,9 +81,7 @@ class Fp16Linear(nn.Module):
     def __init__(self, linear: nn.Linear):
         super().__init__()
         if not linear.weight.abs().amax() <= torch.finfo(torch.float16).max:  # also with NaN
-            raise UserError(
-                "dtype=float16 needs weights from -65,504 to 65,504, which this model exceeds; set dtype=float32"
-            )
+            raise UserError("dtype=float16 needs weights within ±65,504, which this model exceeds; set dtype=float32")
         self.packed = torch.ops.quantized.linear_prepack_fp16(linear.weight, linear.bias)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ from training.muon import Muon, orthogonalize
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@settings(max_examples=20, deadline=None)
+@settings(max_examples=20, deadline=None, derandomize=True)
 @given(rows=st.integers(2, 24), columns=st.integers(2, 24), count=st.integers(1, 3), seed=st.integers(0, 99))
 def test_orthogonalized_matrices_have_singular_values_near_one(dtype, rows, columns, count, seed):
     matrices = torch.randn(count, rows, columns, generator=torch.Generator().manual_seed(seed))
@@ -22,7 +22,9 @@ def test_orthogonalized_matrices_have_singular_values_near_one(dtype, rows, colu
 def test_bfloat16_rounds_the_result_of_float32():
     matrices = torch.randn(2, 16, 40, generator=torch.Generator().manual_seed(0))
     exact, rounded = orthogonalize(matrices, 5), orthogonalize(matrices, 5, torch.bfloat16)
-    assert 1e-3 < (exact - rounded).abs().max() < 0.05
+    assert torch.equal(rounded, rounded.bfloat16().float())
+    assert not torch.equal(exact, rounded)
+    torch.testing.assert_close(exact, rounded, atol=0.1, rtol=0)
 
 
 def test_muon_matches_torch_optim_muon_up_to_bfloat16_rounding():

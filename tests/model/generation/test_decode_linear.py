@@ -89,7 +89,7 @@ def test_int8_does_not_saturate_without_vnni():
 def test_float16_refuses_weights_out_of_range(value):
     layer = torch.nn.Linear(8, 5).requires_grad_(False)
     layer.weight[1, 2] = value
-    with pytest.raises(UserError, match="dtype=float16 needs weights from -65,504 to 65,504"):
+    with pytest.raises(UserError, match="dtype=float16 needs weights within ±65,504"):
         Fp16Linear(layer)
 
 
