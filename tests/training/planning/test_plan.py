@@ -74,12 +74,14 @@ print(json.dumps({name: (plan.total_bytes(name), memory.activations) for name, m
 
 @pytest.mark.slow
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="NOT RUN: only Linux reports a process's memory")
-def test_memory_is_within_20_percent_of_measured_runs(workdir):
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_memory_is_within_20_percent_of_measured_runs(workdir, dtype):
     """The plan and the runs are separate processes, as a user starts them."""
 
     def python(*arguments: object) -> str:
         environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONPATH": str(ROOT)}
-        command = [sys.executable, *arguments[:2], *TINY, *SEVERAL_HUNDRED_MIB, *arguments[2:]]
+        settings = [*TINY, *SEVERAL_HUNDRED_MIB, f"dtype={dtype}"]
+        command = [sys.executable, *arguments[:2], *settings, *arguments[2:]]
         return subprocess.run(command, env=environment, check=True, capture_output=True, text=True).stdout
 
     planned = json.loads(python("-c", MAKE_PLAN, *GIVEN_SPEED).splitlines()[-1])
@@ -87,7 +89,7 @@ def test_memory_is_within_20_percent_of_measured_runs(workdir):
         python(ROOT / "train.py", f"attention={attention}", f"name={attention}")
         measured = json.loads(Path(f"runs/{attention}/summary.json").read_text())["peak_memory_bytes"]
         total, activations = planned[attention]
-        assert activations > 80 * 2**20, "the model is too small for a meaningful test"
+        assert activations > 60 * 2**20, "the model is too small for a meaningful test"
         assert total == pytest.approx(measured, rel=0.2), attention
 
 
