@@ -22,7 +22,7 @@ most used keys:
   stop=TEXT             end the sample before this string, or before the first of several: stop='["a", "b"]'
   seed=N                the same seed gives the same sample
   checkpoint=last       instead of best
-  dtype=bfloat16        half the memory for weights; float16 and int8 are faster on x86 CPUs
+  dtype=bfloat16        half the memory for weights, and faster; int8 is the fastest on x86 CPUs
   attention_map=true    plot the attention weights of each head into runs/NAME/attention/
 
 In prompt, prompts and stop, \\n is a newline, \\t a tab and \\\\ a backslash.

@@ -100,8 +100,8 @@ def resolve_device(name: str, local_rank: int = 0) -> torch.device:
 def resolve_dtype(name: str, device: torch.device, trains: bool = True) -> torch.dtype:
     """Resolve the setting dtype. auto: bfloat16 on GPUs that support it and on x86 CPUs with AVX512_BF16, else float32.
 
-    trains: whether the model is trained. If not, auto on a CPU is float32, which is exact and generates a single sample
-    faster. Raises UserError for a dtype that the device does not support.
+    trains: whether the model is trained. If not, auto on a CPU is float32, for exact samples and losses.
+    Raises UserError for a dtype that the device does not support.
     """
     if name == "auto":
         is_cuda, is_cpu = device.type == "cuda", device.type == "cpu"

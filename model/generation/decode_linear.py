@@ -62,14 +62,19 @@ class SplitLinear(nn.Module):
 
 
 class PackedLinear(nn.Module):
-    """float32 linear layer for CPUs with the weight in oneDNN's layout for `rows` input rows."""
+    """Linear layer for CPUs with the weight in oneDNN's layout for `rows` input rows. Outputs are float32.
 
-    def __init__(self, linear: nn.Linear, rows: int):
+    dtype: of the weight and the products, float32 or bfloat16.
+    """
+
+    def __init__(self, linear: nn.Linear, rows: int, dtype: torch.dtype = torch.float32):
         super().__init__()
-        self.packed, self.bias = pack_weight(linear.weight, max(rows, MIN_PACKED_ROWS)), linear.bias
+        self.dtype = dtype
+        self.packed = pack_weight(linear.weight.to(dtype), max(rows, MIN_PACKED_ROWS))
+        self.bias = None if linear.bias is None else linear.bias.to(dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear_packed(x, self.packed, self.bias)
+        return linear_packed(x.to(self.dtype), self.packed, self.bias).float()
 
 
 class Fp16Linear(nn.Module):
@@ -129,14 +134,14 @@ class LowPrecisionLinear(nn.Module):
 
 
 class Bf16CpuLinear(LowPrecisionLinear):
-    """Linear layer for CPUs with weights in bfloat16 and outputs in float32.
+    """Linear layer with weights in bfloat16 and outputs in float32, for CPUs without bfloat16 kernels of oneDNN.
 
-    Where oneDNN has no bfloat16 kernels (x86 CPUs without AVX-512), products of several rows are faster in float32.
+    These are x86 CPUs without AVX-512. Products of several rows are faster in float32 there.
     """
 
     def forward(self, x: Tensor) -> Tensor:
         is_single_row = x.numel() == x.shape[-1]
-        if is_single_row or has_bf16_kernels():
+        if is_single_row:
             return super().forward(x).float()
         return F.linear(x, self.weight.float(), None if self.bias is None else self.bias.float())
 
@@ -170,10 +175,11 @@ def _candidates(dtype: torch.dtype, device: torch.device, rows: int) -> list[Bui
     if dtype in (torch.float16, torch.int8) and "fbgemm" not in torch.backends.quantized.supported_engines:
         name = str(dtype).removeprefix("torch.")
         raise UserError(f"dtype={name} needs an x86 CPU; set dtype=bfloat16 or float32")
-    packed = [partial(PackedLinear, rows=rows)] if torch.backends.mkldnn.is_available() else []
+    has_onednn = torch.backends.mkldnn.is_available()
+    packed = partial(PackedLinear, rows=rows, dtype=dtype)
     return {
-        torch.float32: [*packed, SplitLinear, lambda linear: linear],
-        torch.bfloat16: [partial(Bf16CpuLinear, dtype=dtype)],
+        torch.float32: [*[packed] * has_onednn, SplitLinear, lambda linear: linear],
+        torch.bfloat16: [packed if has_onednn and has_bf16_kernels() else partial(Bf16CpuLinear, dtype=dtype)],
         torch.float16: [Fp16Linear],
         torch.int8: [Int8Linear],
     }[dtype]

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from model_helpers import GPT2, GROUPED
 
 from common.errors import UserError
+from model.attention.torch_internals import has_bf16_kernels
 from model.generation import decode_linear
 from model.generation.decode_linear import (
     Bf16CpuLinear,
@@ -26,6 +27,7 @@ from model.generation.decode_linear import (
 
 ROOT = Path(__file__).resolve().parents[3]
 HAS_FBGEMM = "fbgemm" in torch.backends.quantized.supported_engines
+needs_bf16_kernels = pytest.mark.skipif(not has_bf16_kernels(), reason="NOT RUN: this CPU has no bfloat16 kernels")
 needs_fbgemm = pytest.mark.skipif(not HAS_FBGEMM, reason="NOT RUN: float16 and int8 need an x86 CPU")
 
 
@@ -35,11 +37,12 @@ needs_fbgemm = pytest.mark.skipif(not HAS_FBGEMM, reason="NOT RUN: float16 and i
         (SplitLinear, 1e-5),
         (partial(PackedLinear, rows=1), 1e-5),
         (partial(PackedLinear, rows=32), 1e-5),
+        pytest.param(partial(PackedLinear, rows=1, dtype=torch.bfloat16), 3e-2, marks=needs_bf16_kernels),
         (partial(Bf16CpuLinear, dtype=torch.bfloat16), 3e-2),
         pytest.param(Fp16Linear, 4e-3, marks=needs_fbgemm),
         pytest.param(Int8Linear, 8e-2, marks=needs_fbgemm),
     ],
-    ids=["split", "packed-1", "packed-32", "bfloat16", "float16", "int8"],
+    ids=["split", "packed-1", "packed-32", "packed-bfloat16", "bfloat16", "float16", "int8"],
 )
 @settings(max_examples=30, deadline=None)
 @given(rows=st.integers(1, 70), K=st.integers(1, 40), N=st.integers(1, 50), bias=st.booleans())
