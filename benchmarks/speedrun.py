@@ -90,7 +90,8 @@ def main() -> int:
 
     with tempfile.TemporaryDirectory() as folder:
         train(Path(folder), [*overrides, "train.steps=1", "train.minutes=null"], "prepare")  # prepares the data
-        check_config(yaml.safe_load(Path(folder, "runs/prepare/config.yaml").read_text()), track)
+        fixed = track.fixed | {"data.path": str(arguments.text.resolve())}
+        check_config(yaml.safe_load(Path(folder, "runs/prepare/config.yaml").read_text()), fixed)
         results = []
         for seed in range(1, num_seeds + 1):
             seconds, summary = train(Path(folder), [*overrides, f"seed={seed}"], f"seed-{seed}")
@@ -112,6 +113,8 @@ def main() -> int:
     reasons = []
     if num_seeds < track.min_seeds:
         reasons.append(f"it has {num_seeds} of {track.min_seeds} seeds")
+    if max_loss == math.inf:
+        reasons.append("it was compared with no record (set --record)")
     if p >= MAX_P:
         reasons.append(f"p is not below {MAX_P}")
     if max(seconds) > track.max_seconds:
@@ -123,9 +126,9 @@ def main() -> int:
     return int(bool(reasons))
 
 
-def check_config(config: dict, track: Track) -> None:
+def check_config(config: dict, fixed: dict[str, object]) -> None:
     """Exit with an error if a setting that defines the goal has another value."""
-    for key, expected in track.fixed.items():
+    for key, expected in fixed.items():
         value = config
         for part in key.split("."):
             value = value[part]

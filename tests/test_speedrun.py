@@ -45,6 +45,7 @@ def test_invalid_arguments_are_refused(workdir, arguments, message):
         ("nanogpt-cpu", "eval={batches: 1}", "eval.batches=1 changes the goal of the track; set eval.batches=null"),
         ("nanogpt-cpu", "model.block_size=32", "model.block_size=32 changes the goal"),
         ("five-minutes", "data.val_fraction=0.5", "data.val_fraction=0.5 changes the goal"),
+        ("five-minutes", f"data.path={ROOT / 'README.md'}", "README.md changes the goal"),
     ],
 )
 def test_settings_that_change_the_goal_are_refused(workdir, track, override, message):
