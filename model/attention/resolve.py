@@ -90,7 +90,8 @@ def resolve(config: AttentionConfig, request: AttentionRequest) -> ResolvedAtten
     chosen = _find_backend(config)
     check_support(chosen, request, config.impl)
     if chosen.needs_compiler and (compiler := missing_compiler(request.device)):
-        raise UserError(f"attention={chosen.name} needs {compiler}; install it, or {suggest_alternatives(request)}")
+        advice = suggest_alternatives(chosen, request)
+        raise UserError(f"attention={chosen.name} needs {compiler}; install it, or {advice}")
     _activate_impl(config.impl)
     if not chosen.uses_sdpa:
         return ResolvedAttention(chosen.name, chosen.name)
@@ -109,7 +110,7 @@ def resolve(config: AttentionConfig, request: AttentionRequest) -> ResolvedAtten
             attend(q, k, v, **mask, dropout_p=r.dropout_p, softcap=r.softcap)
         except RuntimeError as error:
             reason = _kernel_warnings(caught) or error
-            given, advice = f"attention={chosen.name}", suggest_alternatives(r)
+            given, advice = f"attention={chosen.name}", suggest_alternatives(chosen, r)
             if config.kernels:
                 given, advice = f"attention.kernels={format_value(config.kernels)}", "set attention.kernels=null"
             raise UserError(f"{given} cannot run on {r.device.type} ({reason}); {advice}") from None

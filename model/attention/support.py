@@ -178,18 +178,19 @@ def check_support(chosen: Backend, request: AttentionRequest, impl: str | None =
     implementation = f" with attention.impl={impl}" if impl else ""
     where = "" if problem.startswith("does not run") else f" on {request.device.type}"
     is_impl_at_fault = impl is not None and missing_feature(chosen, request) is None
-    advice = "set attention.impl=null" if is_impl_at_fault else suggest_alternatives(request, setting)
+    advice = "set attention.impl=null" if is_impl_at_fault else suggest_alternatives(chosen, request, setting)
     if chosen.mixer != "softmax":
         advice = f"set {setting}, or model.mixer=softmax" if setting else "set model.mixer=softmax"
     raise UserError(f"{chosen.setting}{implementation}{where} {problem}; {advice}")
 
 
-def suggest_alternatives(request: AttentionRequest, setting: str | None = None) -> str:
-    """Advice for a message: the setting, and the backends that can run the request.
+def suggest_alternatives(refused: Backend, request: AttentionRequest, setting: str | None = None) -> str:
+    """Advice for a message: the setting, and the other backends that support the request.
 
     For example, "set model.dropout=0, or attention=naive or sdpa".
     """
-    names = [name for name, other in BACKENDS.items() if missing_feature(other, request) is None]
+    others = [other for other in BACKENDS.values() if other is not refused]
+    names = [other.name for other in others if missing_feature(other, request) is None]
     listed = " or ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
     return "set " + ", or ".join(filter(None, [setting, listed and f"attention={listed}"]))
 
