@@ -104,8 +104,11 @@ def resolve_dtype(name: str, device: torch.device, trains: bool = True) -> torch
     Raises UserError for a dtype that the device does not support.
     """
     if name == "auto":
-        is_cuda, is_cpu = device.type == "cuda", device.type == "cpu"
-        has_bf16 = (is_cuda and torch.cuda.is_bf16_supported()) or (is_cpu and trains and has_avx512_bf16())
+        has_bf16 = False
+        if device.type == "cuda":  # GPUs before Ampere emulate bfloat16, and no fused attention kernel supports that
+            has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
+        elif device.type == "cpu":
+            has_bf16 = trains and has_avx512_bf16()
         return torch.bfloat16 if has_bf16 else torch.float32
     choices = DTYPES if trains else DTYPES | {"int8": torch.int8}
     if name not in choices:

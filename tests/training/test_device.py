@@ -47,6 +47,12 @@ def test_auto_trains_in_bfloat16_on_cpus_with_its_instructions(monkeypatch, has_
     assert resolve_dtype("auto", torch.device("mps"), trains=trains) == torch.float32
 
 
+def test_auto_is_float32_on_gpus_that_only_emulate_bfloat16(monkeypatch):
+    """As a T4 or a V100. No fused attention kernel runs in emulated bfloat16."""
+    monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
+    assert resolve_dtype("auto", torch.device("cuda")) == torch.float32
+
+
 @pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="compares with Linux's list of instructions")
 def test_bfloat16_instructions_are_detected():
     assert has_avx512_bf16() == ("avx512_bf16" in Path("/proc/cpuinfo").read_text().split())
