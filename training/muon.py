@@ -68,7 +68,8 @@ class Muon(Uncompiled):
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
         grads, buffers = [p.grad for p in params], [self.state[p]["momentum_buffer"] for p in params]
         torch._foreach_lerp_(buffers, grads, 1 - group["momentum"])
-        nesterov = torch._foreach_lerp(grads, buffers, group["momentum"])
+        nesterov = [grad.clone() for grad in grads]
+        torch._foreach_lerp_(nesterov, buffers, group["momentum"])  # FSDP2 has no out-of-place form in torch 2.12
         orthogonalize_all = partial(orthogonalize, steps=group["ns_steps"], dtype=self.dtype)
         updates = map_matrices(orthogonalize_all, torch.stack(nesterov))
         torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
