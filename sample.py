@@ -45,10 +45,10 @@ from dataclasses import fields, replace
 import tiktoken
 import torch
 
-from common.console import TABLE_WIDTH, make_console, pluralize, printable
+from common.console import TABLE_WIDTH, make_console, pluralize
 from common.errors import UserError
 from common.interrupt import Terminated
-from common.output import require_stdout
+from common.output import printable, require_stdout
 from configs.cli import config_from_python, run_process
 from configs.schema import Sample
 from data.readers import Document, read_documents
@@ -81,7 +81,7 @@ def main(config: Sample) -> int:
         samples = [] if config.loss or questions else list_samples(config, prompts)
         n_saved, saved_bytes = check_output(config.out, samples, hash_settings(config))
     model, tokenizer, description = load_model(config, min(config.batch_size, len(prompts) * config.num_samples))
-    print(f"{description}, seed {config.seed}", file=sys.stderr)
+    print(printable(f"{description}, seed {config.seed}"), file=sys.stderr)
     if config.loss:
         return score_documents(config, model, tokenizer, documents)
     if questions:
@@ -267,7 +267,7 @@ def run_interactive(config: Sample, model: GPT, tokenizer: tiktoken.Encoding) ->
         except KeyboardInterrupt:
             show("\n")
         except UserError as error:
-            print(f"sample.py: {error}", file=sys.stderr)
+            print(printable(f"sample.py: {error}"), file=sys.stderr)
         except EOFError:
             show("\n" if sys.stdin.isatty() else "")
             break

@@ -8,15 +8,25 @@ from rich import box
 from rich.console import Console
 from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
+from rich.text import Text
+
+from common.output import printable
 
 LINE_INTERVAL_S = 10.0  # between progress lines, which replace the bar if the output is not a terminal
 REFRESH_INTERVAL_S = 0.1  # between updates of the bar
 TABLE_WIDTH = 120  # characters per line of a table, if the output is not a terminal
 
 
+class PrintableConsole(Console):
+    """A rich console that prints no control characters: documents and other people's runs can contain them."""
+
+    def render_str(self, text: str, **options) -> Text:
+        return super().render_str(printable(text), **options)
+
+
 def make_console(stderr: bool = False, width: int | None = None) -> Console:
-    """A rich console without markup or highlighting. width: characters per line if the output is not a terminal."""
-    console = Console(stderr=stderr, highlight=False, emoji=False, markup=False)
+    """A console without markup or highlighting. width: characters per line if the output is not a terminal."""
+    console = PrintableConsole(stderr=stderr, highlight=False, emoji=False, markup=False)
     if width is not None and not console.is_terminal:
         console.width = width
     return console
@@ -144,8 +154,3 @@ def pluralize(count: int, noun: str) -> str:
     """1 layer, 2 layers, 2 processes."""
     ending = "es" if noun.endswith(("s", "ch")) else "s"
     return f"{count:,} {noun}" + ending * (count != 1)
-
-
-def printable(text: str) -> str:
-    """Replace control characters, except newlines and tabs, so that `text` cannot change the terminal's state."""
-    return "".join(c if c in "\n\t" or c.isprintable() else "\ufffd" for c in text)

@@ -19,6 +19,7 @@ from filelock import FileLock, Timeout
 from common.errors import TrainingFailed, UserError
 from common.files import atomic_write, read_json, write_json
 from common.interrupt import set_stop_handlers
+from common.output import printable
 
 ROOT = Path("runs")  # in the folder where the command is run
 SWEEPS = ROOT / "sweeps"  # runs/sweeps/<sweep>/<job>: the runs of a sweep
@@ -82,7 +83,7 @@ def find_checkpoint(run: str, kind: str) -> Path:
     folder = find_run(run)
     paths = {path.stem: path for path in sorted((folder / "checkpoints").glob("*.pt"))}
     if kind == "best" and kind not in paths and "last" in paths:
-        print(f"{folder} has no best.pt, because it was not evaluated; using last.pt", file=sys.stderr)
+        print(printable(f"{folder} has no best.pt, because it was not evaluated; using last.pt"), file=sys.stderr)
         kind = "last"
     if kind not in paths:
         raise UserError(f"{folder} has no checkpoint {kind}.pt; set checkpoint={' or '.join(paths)}, or another run")

@@ -20,8 +20,8 @@ import yaml
 from helpers import ROOT, TINY, file_size_limit, metrics, summary, untimed
 
 from common.checkpoint_file import load_checkpoint, save_checkpoint
-from common.console import printable
 from common.errors import UserError
+from common.output import printable
 from common.run_dir import RunDir, find_checkpoint
 from configs.cli import parse_config
 from data import tokenizer

@@ -5,7 +5,7 @@ from math import inf
 from pathlib import Path
 from typing import Any
 
-from common.console import ProgressBar, format_bytes, format_duration, pluralize, printable
+from common.console import ProgressBar, format_bytes, format_duration, pluralize
 from common.errors import format_value
 from model import GPTConfig
 from training.config import AUTO
@@ -26,7 +26,7 @@ class TrainingProgress(ProgressBar):
         """Print the validation loss and the sample of an evaluation."""
         line = f"step {row['step']}: validation loss {row['val/loss']:.4f}, {row['val/bpb']:.3f} bits per byte"
         self.print(line + (", the best so far" if is_best else ""), style="bold")
-        sample = printable(row.get("sample", "").strip("\n"))
+        sample = row.get("sample", "").strip("\n")
         if sample:
             self.print(textwrap.indent(sample, "  | ", lambda line: True), style="dim")
 

@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from rich.table import Table
 from torch import Tensor
 
-from common.console import make_table, printable
+from common.console import make_table
 from data.loader import IGNORE_INDEX
 from data.readers import Document
 from data.tokenizer import encode, end_of_text
@@ -87,7 +87,7 @@ def loss_table(documents: list[Document], losses: list[TextLoss]) -> Table:
     table = make_table("document", "begins with", "tokens", "loss", "perplexity", "bits/byte", left=2)
     if len(losses) > 1:
         for number, document in enumerate(documents[:MAX_TABLE_ROWS], start=1):
-            beginning = printable(" ".join("".join(document)[:80].split()))
+            beginning = " ".join("".join(document)[:80].split())
             beginning = beginning if len(beginning) <= 20 else beginning[:19] + "…"
             table.add_row(f"{number:,}", beginning, *_format_cells(losses[number - 1]))
         if len(losses) > MAX_TABLE_ROWS:

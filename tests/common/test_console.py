@@ -7,9 +7,11 @@ from common.console import (
     format_memory,
     format_number,
     format_si,
+    make_console,
+    make_table,
     pluralize,
-    printable,
 )
+from common.output import UNPRINTABLE
 
 
 def test_progress_lines_show_the_remaining_time_of_the_work_since_the_start(monkeypatch):
@@ -56,4 +58,12 @@ def test_durations_sizes_and_counts_are_formatted():
         "2 processes",
         "1,000 steps",
     ]
-    assert printable("a\x1b[31m\tb\n") == "a\ufffd[31m\tb\n"
+
+
+def test_console_prints_no_control_characters_of_names(capsys):
+    table = make_table("a\x1b[31m")
+    table.add_row("b\x9b31m")
+    console = make_console(width=80)
+    console.print("c\u202e", table, sep="\n")
+    output = capsys.readouterr().out
+    assert output.count("\ufffd") == 3 and not UNPRINTABLE.search(output)

@@ -6,6 +6,8 @@ import sys
 import pytest
 from helpers import ROOT
 
+from common.output import printable
+
 FULL = "/dev/full"  # every write fails, as on a full disk
 needs_full_device = pytest.mark.skipif(not sys.platform.startswith("linux"), reason=f"needs {FULL}")
 
@@ -15,6 +17,13 @@ def run(code: str, redirections: str = "", **environment: str):
     code = f"from common.output import configure_output, require_stdout; configure_output(); import os, sys; {code}"
     command = ["sh", "-c", f'"$0" -c "$1" {redirections}', sys.executable, code]
     return subprocess.run(command, env={"PYTHONPATH": str(ROOT), **environment}, capture_output=True, text=True)
+
+
+def test_only_characters_that_control_a_terminal_are_replaced():
+    written = "日本\u3000語, 12\u00a0km, नमस्\u200cते, 👩\u200d🚀, e\u0301\n\tx"  # spaces, joiners and accents stay
+    assert printable(written) == written
+    for control in ("\x1b", "\x9b", "\r", "\x07", "\x7f", "\u202e", "\u2066"):
+        assert printable(f"a{control}b") == "a\ufffdb"
 
 
 @pytest.mark.parametrize("encoding", ["ascii", "cp1252"])

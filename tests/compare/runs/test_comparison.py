@@ -18,7 +18,7 @@ from matplotlib.image import imread
 
 from common.errors import UserError
 from common.run_dir import RunDir
-from compare.runs.comparison import choose_out_folder, compare
+from compare.runs.comparison import choose_out_folder, compare, print_comparison
 from compare.runs.read import METRICS, Run, Setting, read_settings
 from compare.runs.report import write_report
 from compare.runs.statistics import compute_stats
@@ -462,12 +462,13 @@ def test_report_in_a_browser(tmp_path):
         assert all((np.abs(frame - image[5, 5]).max(axis=2) > 0.3).mean() > 0.02 for frame in np.split(image, [900], 1))
 
 
-def test_report_loads_nothing_and_escapes_values(tmp_path):
-    attack = "<script>alert(1)</script>"
+def test_report_loads_nothing_and_values_control_neither_page_nor_terminal(tmp_path, capsys):
+    attack = "<script>alert(1)</script>\x1b[2J"
     runs = [write_run(tmp_path / "a", command=attack, commit=attack, versions={"torch": attack})]
     runs += [write_run(tmp_path / name, changes={"model.name": attack + name}, dtype=attack) for name in "bc"]
     runs += [write_run(tmp_path / "d", status="refused", error=attack)]
-    compare(runs, tmp_path)
+    print_comparison(compare(runs, tmp_path), tmp_path)
+    assert "\x1b" not in capsys.readouterr().out
     page = (tmp_path / "report.html").read_text()
     assert "<script" not in page and page.count("&lt;script&gt;") > 10
     assert not re.search(r"https?://|\b(src|href)=\"(?!#)|url\((?!#)|@import", page)
@@ -569,7 +570,7 @@ def test_words_are_folders_or_settings(tmp_path, monkeypatch):
         (["a", "ouy=there"], "ouy: there is no such key (did you mean out?); see --help and --cfg job"),
         (["a", "difference=-1"], "difference=-1.0 must be a number greater than 0"),
         (["a", "out="], "out= is empty; set a folder"),
-        (["a", "--out", "there"], "--out is not a flag of this command; see --help"),
+        (["a", "--out", "there"], "--out is not a flag of this command; set out=VALUE"),
         ([], "folders=[] leaves nothing to compare; name runs or sweeps, as in runs/a runs/b"),
     ],
 )
