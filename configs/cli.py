@@ -26,7 +26,7 @@ import yaml
 
 from common.errors import TrainingFailed, UserError, is_out_of_memory
 from common.interrupt import WARNING_SIGNALS, raise_on_signals, set_stop_handlers
-from common.output import configure_output
+from common.output import configure_output, printable
 from common.run_dir import EXIT_CODES
 from common.system import torchrun_restarts
 
@@ -171,7 +171,7 @@ def report_error(message: object, code: int) -> int:
         time.sleep(RANK_0_PRINTS_FIRST_S)  # torchrun ends this process as soon as local rank 0 exits
     if rank == 0 or not is_interrupted:
         prefix = Path(sys.argv[0]).name + (f", rank {rank}" if rank > 0 else "")
-        print(f"{prefix}: {message}", file=sys.stderr)
+        print(printable(f"{prefix}: {message}"), file=sys.stderr)
     return 0 if is_interrupted and torchrun_restarts() else code
 
 
@@ -220,10 +220,12 @@ def _parse_flags(script: str, argv: list[str] | None) -> argparse.Namespace:
         is_folder = [not re.match(r"[+~-]|[\w.-]+=", word) or Path(word).exists() for word in flags.words]
         flags.folders = list(compress(flags.words, is_folder))
         flags.words = [word for word in flags.words if word not in flags.folders]
-    for word in flags.words:
+    for index, word in enumerate(flags.words):
         key = word.split("=", 1)[0]
         if word.startswith("-"):
-            raise UserError(f"{word} is not a flag of this command; see --help")
+            from configs.error_messages import explain_unknown_flag
+
+            raise UserError(explain_unknown_flag(script, *flags.words[index : index + 2]))
         if word.startswith(("+", "~")):
             raise UserError(f"{word}: keys cannot be added or removed; set {key.lstrip('+~')}=VALUE instead")
         if re.match(r"hydra\b", key):

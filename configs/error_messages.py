@@ -17,7 +17,7 @@ from omegaconf.errors import (
 from yaml import YAMLError
 
 from common.errors import format_value
-from configs.schema import OPTIMIZERS, list_types
+from configs.schema import OPTIMIZERS, list_keys, list_types
 
 TYPE_NAMES = {
     int: ["a whole number"],
@@ -27,6 +27,38 @@ TYPE_NAMES = {
     list: ["a list"],
     NoneType: ["null"],
 }
+# Keys of nanoGPT, transformers and litgpt, and the key or setting here; the first one that the script has is suggested.
+_SYNONYMS = """
+learning_rate                optimizer.lr
+min_lr                       schedule.final_fraction
+max_iters                    train.steps
+epochs                       train.steps
+num_train_epochs             train.steps
+lr_decay_iters               train.steps
+gradient_accumulation_steps  train.micro_batch_size
+per_device_train_batch_size  train.micro_batch_size
+eval_interval                eval.every
+log_interval                 eval.every
+save_every                   checkpoint.every
+save_steps                   checkpoint.every
+out_dir                      name run
+dataset                      data
+precision                    dtype
+gpu                          device
+flash                        attention=flash
+wandb_log                    wandb.mode
+hidden_size                  model.n_embd
+d_model                      model.n_embd
+seq_len                      model.block_size
+seq_length                   model.block_size
+context_length               model.block_size
+temp                         temperature eval.sample.temperature
+start                        prompt
+length                       max_new_tokens
+max_length                   max_new_tokens
+n                            num_samples
+"""
+SYNONYMS = {key: settings for key, *settings in map(str.split, _SYNONYMS.strip().splitlines())}
 LIST_OR_SECTION = "a list cannot replace a section, nor a section a list; see --cfg job"
 
 
@@ -35,13 +67,31 @@ def one_of(options: list[str]) -> str:
     return options[0] if len(options) == 1 else f"{', '.join(options[:-1])} or {options[-1]}"
 
 
-def did_you_mean(wrong: str, options: Iterable[str]) -> str:
-    """Suggest the most similar option. Options with the same last part come first: for steps, train.steps."""
+def find_similar(wrong: str, options: Iterable[str]) -> list[str]:
+    """The options that the user may have meant: with the same last part (for steps, train.steps), else the nearest."""
     options, leaf = list(options), wrong.split(".")[-1]
-    similar = [option for option in options if option.split(".")[-1] == leaf]
-    similar = similar or difflib.get_close_matches(wrong, options, n=1)
-    similar = similar or [o for o in options if difflib.get_close_matches(leaf, [o.split(".")[-1]])][:1]
+    return (
+        [option for option in options if option.split(".")[-1] == leaf]
+        or [setting for setting in SYNONYMS.get(leaf, []) if setting.split("=")[0] in options][:1]
+        or difflib.get_close_matches(wrong, options, n=1)
+        or [option for option in options if difflib.get_close_matches(leaf, [option.split(".")[-1]])][:1]
+        or [option for option in options if wrong.startswith(option)]  # attention=flashattention
+    )
+
+
+def did_you_mean(wrong: str, options: Iterable[str]) -> str:
+    """A suggestion for a message; empty if no option is similar."""
+    similar = find_similar(wrong, options)
     return f" (did you mean {one_of(similar)}?)" if similar else ""
+
+
+def explain_unknown_flag(script: str, word: str, next_word: str = "-") -> str:
+    """One sentence for --KEY=VALUE, or for --KEY VALUE, which other programs accept."""
+    flag, _, given = word.partition("=")
+    similar = find_similar(flag.lstrip("-").replace("-", "_"), list_keys(script))
+    value = given or ("VALUE" if "=" in next_word or next_word.startswith("-") else next_word)
+    advice = one_of([key if "=" in key else f"{key}={value}" for key in similar]) if similar else None
+    return f"{flag} is not a flag of this command; {f'set {advice}' if advice else 'see --help'}"
 
 
 def explain_error(error: Exception) -> str:
@@ -85,5 +135,6 @@ def explain_schema_error(error: OmegaConfBaseException, composed: DictConfig, ty
     elif names[0] == "a section":
         first_key = next((name for name in types if name.startswith(f"{key}.")), None)  # None: the sources of a mix
         in_yaml = "set it in a YAML file (docs/data.md, Mix sources)"
-        advice = f"; set its keys, such as {first_key}" if first_key else f"; {in_yaml}"
+        example = f"{first_key}={format_value(value)}" if isinstance(value, str | int) else first_key
+        advice = f"; set its keys, such as {example}" if first_key else f"; {in_yaml}"
     return f"{key}={format_value(value)} must be {one_of(names)}{advice}"

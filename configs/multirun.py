@@ -22,7 +22,7 @@ from compare.sweep.launch import run_sweep
 from compare.sweep.search import make_distribution, run_search
 from configs.compose import compose_config, hydra_initialized, list_groups, parse_word
 from configs.error_messages import did_you_mean, explain_error
-from configs.schema import OPTIMIZERS, Train, list_types
+from configs.schema import list_keys
 
 # Settings that keep Hydra from writing its own files into the folders of the runs.
 NO_HYDRA_FILES = [
@@ -72,9 +72,7 @@ def _run_search(flags: Namespace) -> int:
     if not swept or (seeds is not None and not seeds.is_discrete_sweep()):
         raise UserError("sweep.trials searches over ranges of keys other than seed; set optimizer.lr=log(1e-4,1e-2)")
     seed_words = [f"seed={seed}" for seed in seeds.sweep_string_iterator()] if seeds is not None else []
-    types = list_types(Train)
-    for optimizer in OPTIMIZERS.values():
-        types |= list_types(optimizer, "optimizer.")
+    types = list_keys("train")
     space = {}
     for key, word in swept.items():
         if key not in (*types, *list_groups("train")) and not key.startswith("data.mix."):

@@ -245,6 +245,14 @@ SCRIPTS = {
 OPTIMIZERS = {"adamw": AdamWConfig, "muon": MuonConfig}
 
 
+def list_keys(script: str) -> dict[str, Any]:
+    """The types of all keys of a script, with the keys of every optimizer."""
+    types = list_types(SCRIPTS[script])
+    if "optimizer" in types:
+        types |= {key: type_ for kind in OPTIMIZERS.values() for key, type_ in list_types(kind, "optimizer.").items()}
+    return types
+
+
 def list_types(kind: type, prefix: str = "") -> dict[str, Any]:
     """The types of all keys of a dataclass and its sections: {"model": GPTConfig, "model.n_layer": int, ...}."""
     types = {}

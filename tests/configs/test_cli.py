@@ -12,6 +12,8 @@ from omegaconf import OmegaConf
 
 from common.errors import format_value
 from configs.cli import RANK_0_PRINTS_FIRST_S, parse_config, report_error, run_main
+from configs.error_messages import SYNONYMS
+from configs.schema import SCRIPTS, list_keys
 
 
 def test_help_page_has_groups_keys_and_examples(capsys):
@@ -77,6 +79,54 @@ def test_invalid_command_prints_one_line_and_writes_nothing(words, message, tmp_
     assert done.stdout == ""
     assert done.stderr.count("\n") == 1
     assert not list(folder.iterdir())
+
+
+@pytest.mark.parametrize(
+    ("script", "words", "message"),
+    [
+        *(
+            ("train", [f"{key}=1"], f"{key}: there is no such key (did you mean {ours}?)")
+            for key, ours in {
+                "learning_rate": "optimizer.lr",
+                "max_iters": "train.steps",
+                "eval_interval": "eval.every",
+                "out_dir": "name",
+                "gradient_accumulation_steps": "train.micro_batch_size",
+                "precision": "dtype",
+                "train.hidden_size": "model.n_embd",
+                "save_every": "checkpoint.every",
+                "flash": "attention=flash",
+                "temp": "eval.sample.temperature",
+            }.items()
+        ),
+        *(
+            ("sample", [f"{key}=1"], f"(did you mean {ours}?)")
+            for key, ours in {
+                "out_dir": "run",
+                "start": "prompt",
+                "length": "max_new_tokens",
+                "n": "num_samples",
+            }.items()
+        ),
+        ("train", ["wandb=disabled"], "wandb=disabled must be a section; set its keys, such as wandb.mode=disabled"),
+        ("train", ["attention=flashattention"], "there is no such choice (did you mean flash?)"),
+        ("train", ["--steps", "100"], "--steps is not a flag of this command; set train.steps=100"),
+        ("train", ["--learning_rate=1e-3", "seed=1"], "set optimizer.lr=1e-3"),
+        ("train", ["--batch-size", "seed=1"], "set train.batch_size=VALUE"),
+        ("sample", ["--foo"], "--foo is not a flag of this command; see --help"),
+    ],
+    ids=lambda value: " ".join(value) if isinstance(value, list) else "",
+)
+def test_settings_of_other_programs_get_a_suggestion(script, words, message, capsys):
+    with pytest.raises(SystemExit) as exit:
+        parse_config(script, "", words)
+    assert exit.value.code == 2
+    assert message in capsys.readouterr().err
+
+
+def test_suggested_settings_exist():
+    keys = set().union(*(list_keys(script) for script in SCRIPTS))
+    assert {setting.split("=")[0] for settings in SYNONYMS.values() for setting in settings} <= keys
 
 
 def test_torchrun_prints_an_error_of_all_ranks_once(monkeypatch, capsys):
