@@ -51,7 +51,7 @@ def load_checkpoint(path: Path) -> dict:
 
 def _read(path: Path) -> dict:
     """The content of a checkpoint file and its shards. Raises UserError."""
-    content = _read_file(path, "copy the run's other checkpoint over it, or remove both to start again")
+    content = _read_file(path, "copy the run's other checkpoint over it, or set another name")
     if "shards" not in content:
         return content
     shards = []

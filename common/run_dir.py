@@ -148,7 +148,7 @@ class RunDir:
         """name: None: make one from the time and `label`. is_main: whether this process locks and writes the folder.
 
         broadcast: function that returns the main process's value in all processes. Raises UserError if another
-        process trains the run, or if the run exists and resume is False.
+        process trains the run, if the run exists and resume is False, or if it has lost its last checkpoint.
         """
         self.is_main = is_main
         self.summary: dict | None = None  # None before start(): summary.json is not changed
@@ -171,6 +171,12 @@ class RunDir:
         elif (ROOT / name / "config.yaml").exists() and not resume:
             raise UserError(f"{ROOT / name} exists; set another name, or resume=true to continue it")
         folder = ROOT / name
+        step = read_summary(folder).get("step")  # above 0 only after last.pt was written
+        if step and not has_checkpoint(name):
+            raise UserError(
+                f"{folder}/checkpoints/last.pt is missing, although the run has saved step {step}; restore it, remove "
+                f"{folder}, or set another name (with train.init_from=run:{name} to start from the weights of best.pt)"
+            )
         try:
             (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
         except (FileExistsError, NotADirectoryError):

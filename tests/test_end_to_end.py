@@ -352,6 +352,15 @@ def test_resuming_with_other_settings_is_refused_and_changes_no_file(trained, tr
     assert before == {p: p.read_bytes() for p in before}
 
 
+def test_run_that_has_lost_its_last_checkpoint_is_refused(trained, train, workdir, capsys):
+    (workdir / "runs/a/checkpoints/last.pt").unlink()
+    before = {p: p.read_bytes() for p in (workdir / "runs/a").rglob("*") if p.is_file()}
+    assert train("name=a") == 2
+    assert re.search(r"runs/a/checkpoints/last.pt is missing.* set another name", capsys.readouterr().err)
+    assert before == {p: p.read_bytes() for p in (workdir / "runs/a").rglob("*") if p.is_file()}
+    assert train("name=b", "train.init_from=run:a", "tokenizer=run", "tokenizer.run=a") == 0
+
+
 @pytest.mark.parametrize("status", ["running", "finished", None])
 def test_results_of_a_run_killed_at_its_end_are_those_of_its_last_checkpoint(trained, train, workdir, status):
     recorded, folder = summary("a"), workdir / "runs/a"

@@ -115,7 +115,7 @@ class TrainState:
         if saved["optimizer"] is None:
             raise UserError(
                 f"{path} has no optimizer state, because it was saved as best.pt with checkpoint.optimizer=false; "
-                f"use it with train.init_from, or remove {path} to start from step 0"
+                "set another name, and train.init_from to start from its weights"
             )
         load_weights(self.model, saved["model"])
         load_state_by_name(self.model, self.optimizers, saved["optimizer"])
