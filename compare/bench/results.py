@@ -17,7 +17,6 @@ FINISHED, TIME_LIMIT = "finished", "time limit"
 NO_ATTENTION = "none"  # the row of phase step whose layers compute no attention
 NOT_RANKED = {*MIXER_NAMES, NO_ATTENTION}  # rows that compute something else than the backends
 MAX_TIE_RATIO = 1.1  # of the medians of two backends that count as equally fast
-MAX_SPREAD = 1.5  # ratio of the quartiles; a larger one means that the machine was busy
 MIN_COMPARED_BYTES = 2**20  # a process on the CPU sometimes allocates this much for other purposes
 
 

@@ -3,9 +3,9 @@
 from pathlib import Path
 
 from common.console import format_number, make_console, make_table, pluralize
+from compare import MAX_SPREAD
 from compare.bench.config import BenchConfig
 from compare.bench.results import (
-    MAX_SPREAD,
     MAX_TIE_RATIO,
     NO_ATTENTION,
     NOT_RANKED,

@@ -85,11 +85,12 @@ def _describe(row: SettingStats, first: SettingStats) -> str:
     else:
         sentences.append("The other settings are compared with this one.")
     if row is not first and row.step_ms and first.step_ms and row.device_name == first.device_name:
-        overlap = row.step_ms_q1 <= first.step_ms_q3 and first.step_ms_q1 <= row.step_ms_q3
-        noise = "; the quartiles overlap" if overlap else ""
-        sentences.append(
-            f"Its steps take {row.step_ms / first.step_ms:.2f} times as long as those of setting 1{noise}."
-        )
+        if row.has_noisy_steps or first.has_noisy_steps:
+            sentences.append("Whether its steps are faster is unknown: the machine was busy.")
+        elif row.step_ms_q1 <= first.step_ms_q3 and first.step_ms_q1 <= row.step_ms_q3:
+            sentences.append("Its step times show no difference from setting 1: the quartiles overlap.")
+        else:
+            sentences.append(f"Its steps take {row.step_ms / first.step_ms:.2f} times as long as those of setting 1.")
     return f"<b>{escape(row.setting)}</b>: {escape(' '.join(sentences))}"
 
 

@@ -10,6 +10,7 @@ from functools import lru_cache, reduce
 
 import numpy as np
 
+from compare import MAX_SPREAD
 from compare.runs.read import Run, Setting
 
 WARMUP_STEPS = 5  # the first steps of a run, which speeds exclude
@@ -74,6 +75,11 @@ class SettingStats:
     score_variance: float | None  # of the attention, mean over layers and heads at the last evaluation, and over seeds
     attention_entropy: float | None
     attention_distance: float | None
+
+    @property
+    def has_noisy_steps(self) -> bool:
+        """Whether step times vary so much that they measure how busy the machine was."""
+        return self.step_ms is not None and self.step_ms_q3 > MAX_SPREAD * self.step_ms_q1
 
 
 def compute_stats(settings: list[Setting], target_difference: float | None = None) -> list[SettingStats]:

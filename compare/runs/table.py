@@ -9,6 +9,7 @@ from pathlib import Path
 from rich.table import Table
 
 from common.console import format_memory, format_number, make_table
+from compare import MAX_SPREAD
 from compare.runs.statistics import DIVERGENCE_STEPS, WARMUP_STEPS, SettingStats
 
 EN_DASH = "–"  # noqa: RUF001
@@ -92,6 +93,11 @@ def list_notes(rows: list[SettingStats], columns: Iterable[str] = COLUMNS) -> li
     device_names = list(dict.fromkeys(row.device_name for row in rows if row.device_name))
     if len(_list_devices(rows)) == 1:
         sentences.append(f"All runs used {', '.join([*device_names, *_list_devices(rows)])}.")
+    if noisy := [row.setting for row in rows if row.has_noisy_steps]:
+        sentences.append(
+            f"Step times are not reliable, because the machine was busy: the upper quartile is more than {MAX_SPREAD} "
+            f"times the lower one ({'; '.join(noisy)}). Close other programs, and train these runs again."
+        )
     if len(device_names) > 1:
         sentences.append(f"Times and memory are not comparable: the devices differ ({', '.join(device_names)}).")
     if _has_several_vocabularies(rows):

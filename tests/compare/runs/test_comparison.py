@@ -9,6 +9,7 @@ import runpy
 import shutil
 import subprocess
 import sys
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -460,6 +461,27 @@ def test_report_in_a_browser(tmp_path):
     assert pixels[light].mean() > 0.8 and pixels[dark].mean() < 0.3
     for image in pixels.values():  # text and plots in both frames
         assert all((np.abs(frame - image[5, 5]).max(axis=2) > 0.3).mean() > 0.02 for frame in np.split(image, [900], 1))
+
+
+@pytest.mark.parametrize(
+    ("quartiles", "sentence", "is_noisy"),
+    [
+        ((99, 100, 101), "Its steps take 0.50 times as long as those of setting 1.", False),
+        ((70, 100, 130), "Whether its steps are faster is unknown: the machine was busy.", True),
+        ((180, 190, 205), "Its step times show no difference from setting 1: the quartiles overlap.", False),
+    ],
+)
+def test_report_compares_speeds_only_if_the_quartiles_allow_it(quartiles, sentence, is_noisy, tmp_path):
+    settings = read_settings([write_run(tmp_path / "a"), write_run(tmp_path / "b", changes=KERNEL)])
+    first, second = compute_stats(settings)
+    keys = ("step_ms_q1", "step_ms", "step_ms_q3")
+    first = replace(first, **dict(zip(keys, (199, 200, 201), strict=True)))
+    second = replace(second, **dict(zip(keys, quartiles, strict=True)))
+    for rows in ([first, second], [second, first]):
+        write_report(settings, rows, tmp_path / "report.html")
+        page = (tmp_path / "report.html").read_text()
+        assert sentence.replace("0.50", "2.00" if rows[0] is second else "0.50") in page
+        assert any("times are not reliable" in note for note in list_notes(rows)) == is_noisy
 
 
 def test_report_loads_nothing_and_values_control_neither_page_nor_terminal(tmp_path, capsys):
