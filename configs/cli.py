@@ -41,6 +41,9 @@ OUT_OF_MEMORY_ADVICE = {  # by the config of the script
     "Prepare": "set data.path to a smaller text, or a smaller data.max_documents",
     "BenchConfig": "set a smaller batch_size, block_sizes or model",
 }
+# How long a thread of GNU's OpenMP polls for work before it sleeps; the library's default is 300,000. Threads that poll
+# on a busy machine take the cores from the threads that have work (docs/experiments/nanogpt-training-speed.md).
+SPIN_COUNT = "1000"
 RANK_0_PRINTS_FIRST_S = 5.0  # how long other ranks wait for local rank 0 to print an error that all ranks have
 FLAGS = """flags:
   --help            print this page and exit
@@ -56,7 +59,9 @@ MULTIRUN_FLAG = """\
 
 
 def start_process() -> None:
-    """Set up signals and output streams. Called before the slow imports, during which a signal ends the process."""
+    """Set up signals, output streams and OpenMP, before the slow imports, during which a signal ends the process."""
+    if "OMP_WAIT_POLICY" not in os.environ:
+        os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
     gc.disable()  # until run_process: collections take 0.3 s of the imports, and free nothing
     for kind in WARNING_SIGNALS:
         signal.signal(kind, _exit_at_once)  # even if it is ignored, as in docs/train.sbatch to protect torchrun

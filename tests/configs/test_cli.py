@@ -11,7 +11,7 @@ from helpers import ROOT, TINY
 from omegaconf import OmegaConf
 
 from common.errors import format_value
-from configs.cli import RANK_0_PRINTS_FIRST_S, parse_config, report_error, run_main
+from configs.cli import RANK_0_PRINTS_FIRST_S, SPIN_COUNT, parse_config, report_error, run_main
 from configs.error_messages import SYNONYMS
 from configs.schema import SCRIPTS, list_keys
 
@@ -127,6 +127,21 @@ def test_settings_of_other_programs_get_a_suggestion(script, words, message, cap
 def test_suggested_settings_exist():
     keys = set().union(*(list_keys(script) for script in SCRIPTS))
     assert {setting.split("=")[0] for settings in SYNONYMS.values() for setting in settings} <= keys
+
+
+@pytest.mark.skipif(not sys.platform.startswith("linux"), reason="torch's builds for Linux contain GNU's OpenMP")
+@pytest.mark.parametrize(
+    ("variables", "spin_count"),
+    [({}, SPIN_COUNT), ({"GOMP_SPINCOUNT": "7"}, "7"), ({"OMP_WAIT_POLICY": "ACTIVE"}, "30000000000")],
+)
+def test_idle_threads_soon_sleep_unless_the_user_sets_a_policy(variables, spin_count):
+    environment = {key: value for key, value in os.environ.items() if key not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
+    environment |= {"OMP_DISPLAY_ENV": "VERBOSE"} | variables  # the library prints its settings when it is loaded
+    code = "from configs.cli import start_process; start_process(); import torch"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
+    if "GOMP_SPINCOUNT" not in done.stderr:
+        pytest.skip("this build of torch has another OpenMP")
+    assert f"GOMP_SPINCOUNT = '{spin_count}'" in done.stderr
 
 
 def test_torchrun_prints_an_error_of_all_ranks_once(monkeypatch, capsys):
