@@ -48,7 +48,7 @@ import torch
 from common.console import TABLE_WIDTH, make_console, pluralize
 from common.errors import UserError
 from common.interrupt import Terminated
-from common.output import printable, require_stdout
+from common.output import printable
 from configs.cli import config_from_python, run_process
 from configs.schema import Sample
 from data.readers import Document, read_documents
@@ -70,8 +70,6 @@ from training.device import resolve_device, resolve_dtype
 
 def main(config: Sample) -> int:
     config = replace(config, stop=unescape(config.stop))
-    if config.out is None:
-        require_stdout()
     # read and check all inputs before the model is loaded
     documents = read_documents(resolve_sources(config.data)) if config.loss else []
     questions = read_questions(config.questions) if config.questions is not None else []

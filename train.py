@@ -32,6 +32,7 @@ import sys
 import time
 from dataclasses import asdict
 from functools import partial
+from math import inf
 
 import torch
 
@@ -50,7 +51,6 @@ from training.checkpoint import CheckpointWriter, TrainState, make_checkpoint_me
 from training.device import build_grad_scaler, configure_backends, resolve_runtime
 from training.evaluate import Evaluator
 from training.init_from import load_init_weights, load_run_tokenizer
-from training.metrics import recover_results
 from training.observers import WAITING, Observers
 from training.optimizer import build_optimizers, optimizer_step, set_lr
 from training.planning.memory import StepSpec
@@ -65,7 +65,7 @@ def main(config: Train) -> int:
     # runtime: anything that cannot run here is refused before a file is written
     runtime = resolve_runtime(config.device, config.dtype, config.compile, config.parallel, config.world_size)
     dist, device, dtype = runtime.dist, runtime.device, runtime.dtype
-    configure_backends(device, config.deterministic, config.tf32, dist.reuses_memory)
+    configure_backends(device, config.deterministic, config.tf32)
     min_micro_batch_size, _ = config.train.split_batch(dist.world_size)
     runtime.resolve_attention(config.attention, config.model, min_micro_batch_size, config.data.document_mask)
     if config.plan:
@@ -74,9 +74,8 @@ def main(config: Train) -> int:
     dist.check_same(f"dtype={str(dtype).removeprefix('torch.')}", "set dtype=float32 or dtype=bfloat16")
 
     # data
-    with dist.main_first():
-        spec = load_run_tokenizer(config.tokenizer.run, config.name)
-        prepared = prepare(config.data, config.tokenizer, config.model.block_size, spec=spec)
+    spec = load_run_tokenizer(config.tokenizer.run, config.name)
+    prepared = prepare(config.data, config.tokenizer, config.model.block_size, spec=spec)
     advice = "copy the text and data/prepared from rank 0's machine; data=python_stdlib also needs its Python version"
     dist.check_same(prepared.identity, advice)
     tokenizer = prepared.tokenizer
@@ -91,9 +90,8 @@ def main(config: Train) -> int:
     micro_batch_size, accumulation = resolve_micro_batch_size(config.train, step_spec, dist, model)
     attention = runtime.resolve_attention(config.attention, config.model, micro_batch_size, config.data.document_mask)
     metadata = make_checkpoint_metadata(config, prepared.meta)
-    with dist.main_first():
-        if config.train.init_from is not None and not has_checkpoint(config.name):
-            load_init_weights(config.train.init_from, model, metadata)
+    if config.train.init_from is not None and not has_checkpoint(config.name):
+        load_init_weights(config.train.init_from, model, metadata)
     wrapped_model = runtime.wrap(model, config.attention)  # copies the weights of rank 0
     optimizers = build_optimizers(model, config.optimizer, dtype)
     scaler = build_grad_scaler(device, dtype)
@@ -103,8 +101,7 @@ def main(config: Train) -> int:
     label = f"{config.data.label}-{config.model.name}-{config.attention.backend}"
     with (
         RunDir(config.name, label, config.resume, dist.is_main, dist.broadcast) as run,
-        StopRequest(ignore_repeats=dist.world_size > 1, silent=not dist.is_main) as stop,
-        dist.raise_on_lost_rank(),
+        StopRequest() as stop,
     ):
         if run.last.exists():
             state.resume(run.last, metadata)
@@ -115,17 +112,21 @@ def main(config: Train) -> int:
             "micro_batch_size": micro_batch_size, "accumulation": accumulation, "data": str(prepared.folder),
             "flops_per_token": flops_per_token(config.model, tokenizer.n_vocab, config.model.block_size),
         }  # fmt: skip
-        if progress >= 1 and not state.evaluation_interrupted:
-            return report_finished_run(run, run_info, state, config.train.patience)
+        is_done = progress >= 1 and not state.evaluation_interrupted
+        if is_done and read_summary(run.folder).get("status") == "finished":
+            limit = "train.patience" if state.evals_since_best >= (config.train.patience or inf) else "train.steps"
+            print(f"{run.folder} is finished at step {state.step}; set a larger {limit}, or another name")
+            return 0
         run.start(asdict(config), run_info | state.summary())
 
         # observers, evaluation, checkpoints
         observers = Observers(config, runtime, run, state, progress)
+        run.update(observers.summary())  # of a run that was killed after its last step
         state.wandb_id = observers.wandb.id
         evaluator = Evaluator(
             config, runtime, model, wrapped_model, loader, tokenizer, micro_batch_size, run.folder, stop
         )
-        checkpoints = CheckpointWriter(run, state, metadata, observers, config.checkpoint, dist)
+        checkpoints = CheckpointWriter(run, state, metadata, observers, config.checkpoint)
         observers.progress.print(format_banner(config, run.folder, run.summary, prepared.meta))
 
         with observers:
@@ -198,18 +199,6 @@ def main(config: Train) -> int:
         if dist.is_main:
             print(format_summary(run.summary, run.folder))
         return 0
-
-
-def report_finished_run(run: RunDir, run_info: dict, state: TrainState, patience: int | None) -> int:
-    """Write the results if the process was killed at the end of the run. Returns the exit code."""
-    summary = read_summary(run.folder)
-    is_recorded = (summary.get("status"), summary.get("step")) == ("finished", state.step)
-    if run.is_main and not is_recorded:
-        run.record_finished(run_info, state.summary() | recover_results(run.folder, state.step))
-        plot_run(run.folder)
-    limit = "train.patience" if patience is not None and state.evals_since_best >= patience else "train.steps"
-    print(f"{run.folder} is finished at step {state.step}; set a larger {limit}, or another name")
-    return 0
 
 
 def format_resume_command(name: str) -> str:

@@ -1,8 +1,7 @@
-"""Atomic writes, JSON files, small files of users, and errors that name their file."""
+"""Atomic writes, JSON files, and small files of users."""
 
 import json
 import os
-import stat
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -27,23 +26,24 @@ def atomic_writer(path: Path) -> Iterator[IO[bytes]]:
     """Context manager: a binary file that replaces `path` on success. After a crash, `path` is the old or the new file.
 
     The content is written to <path>.partial, which is fsynced and renamed, or removed if an error occurs. The folder is
-    also fsynced.
+    also fsynced. An OSError, such as from a full disk, names `path`.
     """
     partial = path.with_name(path.name + ".partial")
-    with name_file_in_errors(path):
-        try:
-            with open(partial, "wb") as file:
-                yield file
-                file.flush()
-                os.fsync(file.fileno())
-            os.replace(partial, path)
-        except BaseException:
-            partial.unlink(missing_ok=True)
-            raise
-        if os.name == "posix":  # Windows cannot open a folder
-            folder = os.open(path.parent, os.O_RDONLY)
-            os.fsync(folder)
-            os.close(folder)
+    try:
+        with open(partial, "wb") as file:
+            yield file
+            file.flush()
+            os.fsync(file.fileno())
+        os.replace(partial, path)
+    except BaseException as error:
+        partial.unlink(missing_ok=True)
+        if isinstance(error, OSError) and error.filename is None:
+            error.filename = str(path)
+        raise
+    if os.name == "posix":  # Windows cannot open a folder
+        folder = os.open(path.parent, os.O_RDONLY)
+        os.fsync(folder)
+        os.close(folder)
 
 
 def atomic_write(path: Path, content: bytes | str) -> None:
@@ -53,15 +53,8 @@ def atomic_write(path: Path, content: bytes | str) -> None:
 
 
 def read_small_file(path: Path | str, name: str, max_bytes: int) -> str:
-    """The exact text of a regular UTF-8 file. name: the file in messages, as in "prompt_file=x". Raises UserError.
-
-    A named pipe could block forever, and a device may have no end. Open pipes are read, as of prompt_file=<(COMMAND).
-    """
+    """The exact text of a UTF-8 file. name: the file in messages, as in "prompt_file=x". Raises UserError."""
     try:
-        mode = os.stat(path).st_mode
-        is_open_pipe = stat.S_ISFIFO(mode) and str(path).startswith("/dev/")
-        if not stat.S_ISREG(mode) and not is_open_pipe:
-            raise UserError(f"{name} is not a regular file; set a text file")
         with open(path, "rb") as file:
             content = file.read(max_bytes + 1)
         if len(content) > max_bytes:

@@ -16,59 +16,62 @@ class Terminated(KeyboardInterrupt):
     """A stop signal other than Ctrl-C. It is handled like Ctrl-C, but it also ends interactive sampling."""
 
 
-def raise_on_signals() -> None:
-    """From now on, Ctrl-C raises KeyboardInterrupt, and the other stop signals raise Terminated.
-
-    Ignored signals stay ignored, such as SIGHUP under nohup.
-    """
-    set_stop_handlers(raise_interrupt)
-
-
-def raise_interrupt(number, frame) -> None:
-    """Signal handler."""
-    if number == signal.SIGINT:
-        raise KeyboardInterrupt
-    for kind in set(STOP_SIGNALS) - {signal.SIGINT}:
-        signal.signal(kind, signal.SIG_IGN)  # a second one, from the shell or torchrun, must not stop the cleanup
-    raise Terminated
-
-
 def set_stop_handlers(handler) -> dict:
-    """Set the handler of all stop signals that are not ignored. Returns the previous handlers."""
-    kinds = [kind for kind in STOP_SIGNALS if signal.getsignal(kind) != signal.SIG_IGN]
-    return {kind: signal.signal(kind, handler) for kind in kinds}
+    """Set the handler of all stop signals that are not ignored, as SIGHUP is under nohup -> the previous handlers."""
+    signums = [signum for signum in STOP_SIGNALS if signal.getsignal(signum) != signal.SIG_IGN]
+    return {signum: signal.signal(signum, handler) for signum in signums}
+
+
+def raise_interrupt(signum: int, frame) -> None:
+    """Signal handler. A second signal other than Ctrl-C is ignored, so that it does not stop the cleanup."""
+    discard_output_of_closed_terminal()
+    if signum == signal.SIGINT:
+        raise KeyboardInterrupt
+    for other in set(STOP_SIGNALS) - {signal.SIGINT}:
+        signal.signal(other, signal.SIG_IGN)
+    raise Terminated
 
 
 class StopRequest:
     """Context manager: after `enable`, a signal sets `requested`, so that the training loop can save and stop.
 
-    Ctrl-C after another signal raises KeyboardInterrupt. A second signal other than Ctrl-C does nothing, because
-    schedulers send several. ignore_repeats: a second Ctrl-C does nothing either, because torchrun repeats it. silent:
-    print nothing.
+    A second Ctrl-C raises KeyboardInterrupt, except under torchrun, which repeats signals. Only rank 0 prints.
     """
 
-    def __init__(self, ignore_repeats: bool, silent: bool):
-        self.requested, self.ignore_repeats, self.silent = False, ignore_repeats, silent
-        self.previous: dict = {}
+    def __init__(self):
+        self.requested = False
+        self.previous_handlers: dict = {}
+        self.has_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+        self.is_silent = os.environ.get("RANK", "0") != "0"
 
     def __enter__(self) -> "StopRequest":
         return self
 
     def enable(self) -> None:
         """Call this after a step. Before the first step, there is nothing to save: a signal ends the run at once."""
-        if not self.previous:
-            self.previous = set_stop_handlers(self._handle)
+        if not self.previous_handlers:
+            self.previous_handlers = set_stop_handlers(self._handle)
 
-    def _handle(self, number, frame) -> None:
+    def _handle(self, signum: int, frame) -> None:
+        discard_output_of_closed_terminal()
         is_first, self.requested = not self.requested, True
-        if not is_first and number == signal.SIGINT and not self.ignore_repeats:
+        if not is_first and signum == signal.SIGINT and not self.has_torchrun:
             raise KeyboardInterrupt("stopped without saving; steps since the last checkpoint are lost")
-        if is_first and not self.silent:
-            hint = "" if self.ignore_repeats else " Press Ctrl-C again to quit without saving."
+        if is_first and not self.is_silent:
+            hint = "" if self.has_torchrun else " Press Ctrl-C again to quit without saving."
             message = f"\nStopping after this step, and saving a checkpoint.{hint}\n"
-            with suppress(OSError):  # for example, if `tee` was stopped by the same Ctrl-C
+            with suppress(OSError):  # Ctrl-C also stops `tee`
                 os.write(2, message.encode())  # print() is not safe in a signal handler
 
     def __exit__(self, *_) -> None:
-        for kind, handler in self.previous.items():
-            signal.signal(kind, handler)
+        for signum, handler in self.previous_handlers.items():
+            signal.signal(signum, handler)
+
+
+def discard_output_of_closed_terminal() -> None:
+    """After the SIGHUP of a closed terminal, writing to it would fail, also while a checkpoint is saved."""
+    for descriptor in (1, 2):
+        try:
+            os.write(descriptor, b"")
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)

@@ -1,14 +1,10 @@
 """Run folders: names, locks, summary.json and exit codes. docs/run-folder.md lists the files."""
 
 import math
-import os
-import platform
 import re
-import signal
 import sys
 import time
 from collections.abc import Callable
-from contextlib import nullcontext, suppress
 from itertools import count
 from pathlib import Path
 from typing import Any
@@ -18,7 +14,6 @@ from filelock import FileLock, Timeout
 
 from common.errors import TrainingFailed, UserError
 from common.files import atomic_write, read_json, write_json
-from common.interrupt import set_stop_handlers
 from common.output import printable
 
 ROOT = Path("runs")  # in the folder where the command is run
@@ -57,10 +52,6 @@ def find_run(name: str) -> Path:
     if "/" in name and any(Path(name).glob("checkpoints/*.pt")):
         return Path(name)
     name = name.removeprefix("./").removeprefix(f"{ROOT}/").rstrip("/")
-    if not re.fullmatch(r"[A-Za-z0-9._/=,+-]+", name) or ".." in name or name.startswith("/"):
-        raise UserError(
-            f"run={name!r} is not the name of a run; set the name of a run in {Path.cwd() / ROOT}, a path, or last"
-        )
     # "**" would not follow links to run folders
     paths = [path for depth in range(1, 4) for path in ROOT.glob("*/" * depth + "checkpoints/*.pt") if path.is_file()]
     newest_first = sorted(paths, key=lambda path: path.stat().st_mtime, reverse=True)
@@ -105,12 +96,6 @@ def make_new_folder(parent: Path, label: str) -> str:
         except FileExistsError:
             name = f"{stem}-{number}"
     return name
-
-
-def read_owner(folder: Path) -> str:
-    """Read which process trains the run, such as "process 4711 on laptop"."""
-    path = folder / ".owner"
-    return path.read_text() if path.exists() else "another process"
 
 
 def read_summary(folder: Path) -> dict:
@@ -185,15 +170,12 @@ class RunDir:
         try:
             self.lock.acquire(timeout=0)
         except Timeout:
-            raise UserError(
-                f"{folder} is being trained by {read_owner(folder)}; wait for it, or set another name"
-            ) from None
-        atomic_write(folder / ".owner", f"process {os.getpid()} on {platform.node()}")
+            raise UserError(f"{folder} is being trained by another process; wait for it, or set another name") from None
         return name
 
     def start(self, config: dict, summary: dict) -> None:
-        """Write config.yaml and the first summary.json."""
-        self.summary = {"name": self.name, "status": "running", "error": None}
+        """Write config.yaml and the first summary.json. Results of an earlier process stay until they are updated."""
+        self.summary = read_summary(self.folder) | {"name": self.name, "status": "running", "error": None}
         if self.is_main:
             write_config(self.folder, config)
         self.update(summary)
@@ -204,14 +186,6 @@ class RunDir:
         self.summary |= finite  # JSON has no infinity; the best loss is infinite before the first evaluation
         self._write()
 
-    def record_finished(self, run_info: dict, results: dict) -> None:
-        """Write the summary of a run that is finished, because a killed process has not written it.
-
-        run_info: used if there is no summary.json. results: replace those in summary.json.
-        """
-        self.summary = {"name": self.name, "status": "running"} | run_info | read_summary(self.folder)
-        self.update(results)
-
     def _write(self) -> None:
         if self.is_main:
             write_summary(self.folder, self.summary)
@@ -220,26 +194,13 @@ class RunDir:
         return self
 
     def __exit__(self, kind, error, traceback) -> None:
-        if isinstance(error, FileNotFoundError) and not self.last.parent.exists():
-            raise TrainingFailed(f"{self.folder} was removed while in use; run the same command again") from None
         if self.summary is not None:
             self.summary["status"] = status_of(error)
             is_message = isinstance(error, KeyboardInterrupt | UserError | TrainingFailed)
             self.summary["error"] = None if error is None else str(error) if is_message else f"{kind.__name__}: {error}"
-            with suppress(OSError) if error is not None else nullcontext():  # a full disk must not hide the error
-                self._write()
+            self._write()
         if self.is_main:
             self.lock.release()
-        elif self.summary is not None and error is not None:
-            self._record_lost_main()
-
-    def _record_lost_main(self) -> None:
-        """Write the status of a run whose main process was killed: its lock is free, and the status is "running"."""
-        set_stop_handlers(signal.SIG_IGN)  # torchrun stops this process while it writes
-        with suppress(Timeout, OSError), FileLock(self.folder / ".lock", timeout=0):
-            if (summary := read_summary(self.folder)).get("status") == "running":
-                error = "rank 0 was killed; start the same command again to resume from the last checkpoint"
-                write_summary(self.folder, summary | {"status": "failed", "error": error})
 
 
 def status_of(error: BaseException | None) -> str:

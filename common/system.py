@@ -27,11 +27,6 @@ PROJECT = Path(__file__).parents[1]
 GIT_TIMEOUT_S = 10.0
 
 
-def torchrun_restarts() -> bool:
-    """Whether torchrun restarts processes that fail (--max-restarts)."""
-    return os.environ.get("TORCHELASTIC_MAX_RESTARTS", "0") != "0"
-
-
 def reset_peak_memory(device: torch.device) -> None:
     """Start a new measurement of peak_memory_bytes."""
     import torch

@@ -25,10 +25,9 @@ from typing import Any, NoReturn
 import yaml
 
 from common.errors import TrainingFailed, UserError, is_out_of_memory
-from common.interrupt import WARNING_SIGNALS, raise_on_signals, set_stop_handlers
-from common.output import configure_output, printable
+from common.interrupt import WARNING_SIGNALS, raise_interrupt, set_stop_handlers
+from common.output import printable
 from common.run_dir import EXIT_CODES
-from common.system import torchrun_restarts
 
 DISK_FULL_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 # File errors that users can correct. Any other OSError is a bug and keeps its traceback.
@@ -66,7 +65,8 @@ def start_process() -> None:
     for kind in WARNING_SIGNALS:
         signal.signal(kind, _exit_at_once)  # even if it is ignored, as in docs/train.sbatch to protect torchrun
     set_stop_handlers(_exit_at_once)
-    configure_output()
+    for stream in (sys.stdout, sys.stderr):
+        stream.reconfigure(errors="backslashreplace")  # a character that the terminal cannot show is escaped
 
 
 def _exit_at_once(number: int, frame: Any) -> NoReturn:
@@ -130,7 +130,7 @@ def run_process(main: Callable[..., int], *config: Any) -> NoReturn:
     gc.enable()
 
     def main_with_signals(*config: Any) -> int:
-        raise_on_signals()
+        set_stop_handlers(raise_interrupt)
         try:
             return main(*config)
         finally:
@@ -165,10 +165,7 @@ def run_main(main: Callable[..., int], *config: Any) -> int:
 
 
 def report_error(message: object, code: int) -> int:
-    """Print the message. Returns the exit code. Under torchrun, local rank 0 prints errors that all ranks have.
-
-    The exit code is `code`, or 0 after an interruption under `torchrun --max-restarts`, so that it restarts nothing.
-    """
+    """Print the message. Returns `code`. Under torchrun, local rank 0 prints errors that all ranks have."""
     variable = os.environ.get("RANK", "")
     rank = int(variable) if variable.isdecimal() else 0
     is_interrupted = code == EXIT_CODES["interrupted"]
@@ -176,8 +173,9 @@ def report_error(message: object, code: int) -> int:
         time.sleep(RANK_0_PRINTS_FIRST_S)  # torchrun ends this process as soon as local rank 0 exits
     if rank == 0 or not is_interrupted:
         prefix = Path(sys.argv[0]).name + (f", rank {rank}" if rank > 0 else "")
-        print(printable(f"{prefix}: {message}"), file=sys.stderr)
-    return 0 if is_interrupted and torchrun_restarts() else code
+        with suppress(OSError):  # the terminal is closed, or Ctrl-C has also stopped `tee`
+            print(printable(f"{prefix}: {message}"), file=sys.stderr)
+    return code
 
 
 def exit_fast(code: int) -> NoReturn:

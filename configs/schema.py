@@ -11,7 +11,6 @@ from typing import Any
 
 from common.errors import UserError, check_positive, check_seed, check_settings
 from common.run_dir import check_name, check_path_component
-from common.system import torchrun_restarts
 from compare.bench.config import BenchConfig
 from data import DataConfig, TokenizerConfig
 from data.sources import resolve_sources
@@ -65,11 +64,6 @@ class Train:
         """Check the rules that span packages. Raises UserError."""
         if self.name is not None:
             check_name(self.name)
-        if torchrun_restarts() and (self.name is None or os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"):
-            raise UserError(
-                "torchrun --max-restarts needs name=NAME, so that restarted processes resume the run, and the "
-                "environment variable TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1, so that they do not use old addresses"
-            )
         check_path_component("data.name", self.data.name)
         self.data.check()
         check_path_component("model.name", self.model.name)
@@ -90,9 +84,6 @@ class Train:
         check_settings("", self, rules)
         if os.environ.get("WORLD_SIZE", "1") == "1":  # else train.py checks it with the number of processes
             self.train.split_batch(self.world_size or 1)
-        has_shards = not self.checkpoint.sharded or self.parallel == "fsdp"
-        needs_fsdp = "needs parallel=fsdp; set it and start with torchrun, or set checkpoint.sharded=false"
-        check_settings("checkpoint", self.checkpoint, [("sharded", has_shards, needs_fsdp)])
         same_vocabulary = not init_from or self.tokenizer.name not in ("bpe", "char")
         tokenizer_of_run = f"needs the tokenizer of these weights; set tokenizer={init_tokenizer}"
         check_settings("train", self.train, [("init_from", same_vocabulary, tokenizer_of_run)])

@@ -12,8 +12,6 @@ config         the complete run config, for readers; nothing is built from it
 
 import math
 import shutil
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,14 +20,12 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from common.checkpoint_file import load_checkpoint, read_step, remove_unused_shards, save_checkpoint
+from common.checkpoint_file import load_checkpoint, save_checkpoint
 from common.errors import TrainingFailed, UserError, format_value
 from common.run_dir import RunDir
-from model.config import ADDED_SETTINGS
 from training.config import OVERFITTING_EVALS, CheckpointConfig, TrainConfig
-from training.distributed import Dist
 from training.optimizer import load_state_by_name, state_by_name
-from training.sharding import gather, load_weights, local_tensor
+from training.sharding import gather, load_weights
 
 if TYPE_CHECKING:
     from training.observers import Observers
@@ -93,25 +89,19 @@ class TrainState:
         """The part of a checkpoint that is neither a tensor nor metadata."""
         return {key: getattr(self, key) for key in SAVED_FIELDS} | {"scaler": self.scaler.state_dict()}
 
-    def tensors(self, read: Callable[[Tensor], Tensor | None]) -> dict:
-        """Weights and optimizer state. read: function of a tensor that may be sharded (training/sharding.py)."""
-        weights = {p: read(p.detach()) for p in self.model.parameters()}
+    def tensors(self) -> dict:
+        """Weights and optimizer state, complete, on rank 0. All processes must call this method."""
+        weights = {p: gather(p.detach()) for p in self.model.parameters()}
         state = state_by_name(self.model, self.optimizers)
         return {
             "model": {name: weights[p] for name, p in self.model.state_dict(keep_vars=True).items()},
-            "optimizer": {name: {key: read(value) for key, value in state[name].items()} for name in state},
+            "optimizer": {name: {key: gather(value) for key, value in state[name].items()} for name in state},
         }
-
-    def save(self, path: Path, metadata: dict) -> None:
-        """Write a checkpoint of a model that is not sharded. metadata: see make_checkpoint_metadata."""
-        write_checkpoint(path, metadata | self.values() | self.tensors(gather))
 
     def resume(self, path: Path, metadata: dict) -> None:
         """Read a checkpoint of a run that has the same identity. Raises UserError."""
         saved = load_checkpoint(path)
-        added = {f"model.{key}": value for key, value in ADDED_SETTINGS.items()}
-        added["seed"] = saved["config"]["seed"]  # older checkpoints do not have these keys in their identity
-        check_identity(path.parent.parent, added | saved["identity"], metadata["identity"])
+        check_identity(path.parent.parent, saved["identity"], metadata["identity"])
         if saved["optimizer"] is None:
             raise UserError(
                 f"{path} has no optimizer state, because it was saved as best.pt with checkpoint.optimizer=false; "
@@ -122,101 +112,60 @@ class TrainState:
         if saved["scaler"]:  # empty if the run was not in float16 so far
             self.scaler.load_state_dict(saved["scaler"])
         for key in SAVED_FIELDS:
-            setattr(self, key, saved.get(key, getattr(self, key)))
-        if self.best_step is None and math.isfinite(self.best_val_loss):  # an older checkpoint, without this value
-            self.best_step = self.step
-        best = path.with_name("best.pt")
-        if best.exists() and read_step(best) > self.step:  # from a step that the run now repeats, or damaged
-            self.best_val_loss = self.best_val_bpb = math.inf
-            self.best_step, self.evals_since_best = None, 0
+            setattr(self, key, saved[key])
 
 
 class CheckpointWriter:
-    """Writes the checkpoints of a run, after its metrics are on the disk. All processes call `save`.
+    """Writes the checkpoints of a run, after its metrics are on the disk. Rank 0 writes; all processes call `save`.
 
-    Rank 0 writes them. With checkpoint.sharded, the other processes write their part of the tensors.
-
-    state: after it was resumed. metadata: see make_checkpoint_metadata.
+    state: already resumed. metadata: see make_checkpoint_metadata.
     """
 
     def __init__(
-        self,
-        run: RunDir,
-        state: TrainState,
-        metadata: dict,
-        observers: "Observers",
-        config: CheckpointConfig,
-        dist: Dist,
+        self, run: RunDir, state: TrainState, metadata: dict, observers: "Observers", config: CheckpointConfig
     ):
         self.run, self.state, self.metadata, self.observers, self.config = run, state, metadata, observers, config
-        self.dist = dist
         self.last_step = state.step  # the step of last.pt, if it exists
 
     def save(self, *, best: bool, last: bool) -> None:
-        """Write best.pt, last.pt or both, and update summary.json. Raises TrainingFailed if a loss is not finite."""
+        """Write best.pt, last.pt or both, and update summary.json. Raises TrainingFailed if a loss is not finite.
+
+        best.pt is written first: a run that is killed in between repeats the evaluation.
+        """
         if self.run.is_main:
             self.observers.flush()
-        content = (
-            self.metadata
-            | self.state.values()
-            | (self._save_shards() if self.config.sharded else self.state.tensors(gather))
-        )
+        content = self.metadata | self.state.values() | self.state.tensors()
         if not self.run.is_main:
             return
         if best:
             write_checkpoint(self.run.best, content if self.config.optimizer else content | {"optimizer": None})
         if last:
-            keeps = self.config.keep > 0 and self.run.last.exists() and self.last_step != self.state.step
-            with self._keep_last() if keeps else nullcontext():
-                write_checkpoint(self.run.last, content)
+            if self.config.keep > 0 and self.run.last.exists() and self.last_step != self.state.step:
+                self._keep_last()
+            write_checkpoint(self.run.last, content)
+            for path in self._kept_paths()[: -self.config.keep]:
+                path.unlink()
             self.last_step = self.state.step
-        remove_unused_shards(self.run.last.parent)
         self.run.update(self.state.summary() | self.observers.summary())
         self.observers.wandb.set_summary(self.run.summary)
 
-    def _save_shards(self) -> dict:
-        """Write this process's part of the tensors -> where they are."""
-        dist = self.dist
-        shards = f"shards-{self.state.step:06d}-of-{dist.world_size}"
-        folder = self.run.last.parent / shards
-        folder.mkdir(parents=True, exist_ok=True)
-        content = {"step": self.state.step, "rank": dist.rank} | self.state.tensors(local_tensor)
-        write_checkpoint(folder / f"rank-{dist.rank}.pt", content)
-        dist.barrier()
-        missing = [rank for rank in range(dist.world_size) if not (folder / f"rank-{rank}.pt").exists()]
-        if missing:
-            raise UserError(
-                f"{folder} has no shard of rank {missing[0]}, because its machine has another disk; share runs/ among "
-                "all machines, or set checkpoint.sharded=false"
-            )
-        return {"shards": shards, "world_size": dist.world_size}
-
-    @contextmanager
-    def _keep_last(self) -> Iterator[None]:
-        """Context manager: last.pt, which is replaced inside, is kept as step-NNNNNN.pt; the oldest is removed.
-
-        The name is a second name of the same file, so that nothing is written.
-        """
+    def _keep_last(self) -> None:
+        """Give last.pt, which is replaced next, the second name step-NNNNNN.pt. Nothing is copied."""
         kept = self.run.last.with_name(f"step-{self.last_step:06d}.pt")
         kept.unlink(missing_ok=True)
         try:
             kept.hardlink_to(self.run.last)
         except OSError:  # a file system without hard links
             shutil.copy2(self.run.last, kept)
-        try:
-            yield
-        except BaseException:
-            kept.unlink()  # last.pt was not replaced
-            raise
-        by_age = sorted(kept.parent.glob("step-*.pt"), key=lambda path: (path.stat().st_mtime_ns, path.name))
-        for path in by_age[: -self.config.keep]:
-            path.unlink()
+
+    def _kept_paths(self) -> list[Path]:
+        paths = self.run.last.parent.glob("step-[0-9]*.pt")
+        return sorted(paths, key=lambda path: int(path.stem.removeprefix("step-")))
 
 
 def write_checkpoint(path: Path, content: dict) -> None:
     """Write a checkpoint file. Raises TrainingFailed if a weight is not finite."""
-    weights = [weight for weight in content.get("model", {}).values() if weight.numel()]  # a shard can have no rows
-    if not nn.utils.get_total_norm(weights, math.inf).isfinite():
+    if not nn.utils.get_total_norm(content["model"].values(), math.inf).isfinite():
         raise TrainingFailed(
             f"the weights are not finite after step {content['step']}, so {path} is not replaced; set a lower "
             "optimizer.lr, and start the same run again"

@@ -203,14 +203,12 @@ class CheckpointConfig:
 
     every: steps between saves of last.pt, which is also saved after the last step. keep: number of older last.pt that
     are kept, as step-NNNNNN.pt. optimizer: whether best.pt contains the optimizer state. last.pt, from which a run
-    resumes, always contains it. sharded: with parallel=fsdp, each process writes its part of the tensors. False: rank 0
-    writes all of them.
+    resumes, always contains it.
     """
 
     every: int
     keep: int
     optimizer: bool
-    sharded: bool
 
     def __post_init__(self):
         check_positive("checkpoint", self, every=MAX_STEPS)

@@ -1,8 +1,6 @@
 """Runtime of a command: resolves processes, device, dtype and compilation, which the config can set to auto or null."""
 
-import ctypes
 import os
-import platform
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import asdict, dataclass
 
@@ -67,7 +65,7 @@ def resolve_runtime(
         if dist.world_size == 1:
             raise UserError(
                 "parallel=fsdp needs several processes; start them with torchrun --nproc_per_node=N, set world_size=N "
-                "with plan=true, or set parallel=ddp and checkpoint.sharded=false"
+                "with plan=true, or set parallel=ddp"
             )
         dist = FSDP(**asdict(dist))
     resolved = resolve_device(device, dist.local_rank)
@@ -132,8 +130,8 @@ def resolve_compile(requested: bool | None, device: torch.device) -> bool:
     return device.type == "cuda" and not missing if requested is None else requested
 
 
-def configure_backends(device: torch.device, deterministic: bool, tf32: bool, reuses_memory: bool = True) -> None:
-    """Set process-wide options of torch and malloc. Call this before the first tensor is on the device.
+def configure_backends(device: torch.device, deterministic: bool, tf32: bool) -> None:
+    """Set process-wide options of torch. Call this before the first tensor is on the device.
 
     float32 products are exact float32, unless tf32 is set: CUDA then rounds their factors to 10 bits of mantissa.
     """
@@ -143,20 +141,6 @@ def configure_backends(device: torch.device, deterministic: bool, tf32: bool, re
         torch.use_deterministic_algorithms(True)
     if device.type == "cuda":
         torch.cuda.set_device(device)
-    if platform.libc_ver()[0] == "glibc":
-        _tune_malloc(reuses_memory)
-
-
-def _tune_malloc(reuses_memory: bool) -> None:
-    """Make glibc reuse the memory that a step frees. New memory is slower: the system zeroes it page by page.
-
-    Blocks of up to 32 MiB, the largest threshold that malloc allows, come from a heap that never shrinks. Without
-    reuses_memory, they come from the system, and freed blocks do not occupy memory.
-    """
-    M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # from malloc.h
-    libc = ctypes.CDLL(None)
-    libc.mallopt(M_MMAP_THRESHOLD, 2**25 if reuses_memory else 2**17)
-    libc.mallopt(M_TRIM_THRESHOLD, -1)
 
 
 def autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager:

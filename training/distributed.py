@@ -6,12 +6,10 @@ processes; otherwise the processes would wait for each other forever.
 """
 
 import os
-import platform
 import sys
-import time
 import warnings
 from collections.abc import Callable, Iterator
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, replace
 from datetime import timedelta
 from itertools import count
@@ -23,17 +21,12 @@ import torch.distributed as torch_dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from common.errors import TrainingFailed, UserError
+from common.errors import UserError
 from common.system import cpu_count
 from model.gpt import GPT
 
-PREPARE_TIMEOUT = timedelta(days=365)
-# A rank that waits longer for the others ends. Rank 0 must save a checkpoint or sample in this time.
-COLLECTIVE_TIMEOUT_MINUTES = 10
-LOST_RANK_DELAY_S = 5.0
-CONNECTION_ERRORS = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "Socket closed", "NCCL")
-# Of gloo and the store. NCCL's own timeout kills the process.
-TIMEOUT_ERRORS = ("Timed out waiting", "Application timeout", "wait timeout")
+# A rank gives up after waiting this long for the others. Rank 0 must save a checkpoint or sample in this time.
+COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 
 
 @dataclass(frozen=True)
@@ -55,16 +48,14 @@ class Dist:
         """Read the variables that torchrun sets; a single process without WORLD_SIZE. Raises UserError."""
         if os.environ.get("WORLD_SIZE", "1") == "1":
             return cls()
-        values = {name: os.environ.get(name, "") for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")}
-        if all(map(str.isdecimal, values.values())) and {"MASTER_ADDR", "MASTER_PORT"} <= set(os.environ):
-            dist = cls(*map(int, values.values()))
-            if dist.rank < dist.world_size and dist.local_rank < dist.local_world_size <= dist.world_size:
-                return dist
-        found = " ".join(f"{name}={value}" for name, value in values.items())
-        raise UserError(
-            f"the environment variables {found}, MASTER_ADDR and MASTER_PORT are not complete or do not fit together; "
-            "start several processes with torchrun, or unset WORLD_SIZE to train with one process"
-        )
+        names = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+        try:
+            return cls(*(int(os.environ[name]) for name in names))
+        except (KeyError, ValueError) as error:
+            raise UserError(
+                f"WORLD_SIZE={os.environ['WORLD_SIZE']} is set, but not the other variables of torchrun ({error}); "
+                "start several processes with torchrun, or unset WORLD_SIZE to train with one process"
+            ) from None
 
     @property
     def is_main(self) -> bool:
@@ -74,7 +65,7 @@ class Dist:
     def connect(self, device: torch.device) -> None:
         """Start the process group: gloo on CPUs, NCCL on GPUs. All ranks except 0 stop printing, except errors.
 
-        Raises UserError for a device that several processes cannot use, TrainingFailed if a process does not start.
+        Raises UserError for a device that several processes cannot use.
         """
         if self.world_size == 1:
             return
@@ -84,62 +75,13 @@ class Dist:
         if not self.is_main:
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (open as long as the process)
         backends = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        timeout = timedelta(minutes=COLLECTIVE_TIMEOUT_MINUTES)
         device_id = device if device.type == "cuda" else None
-        with self.raise_on_lost_rank():
-            torch_dist.init_process_group(backends, timeout=timeout, device_id=device_id)
+        torch_dist.init_process_group(backends, timeout=COLLECTIVE_TIMEOUT, device_id=device_id)
 
     def share_cores(self) -> None:
         """Use this process's share of the machine's cores, unless OMP_NUM_THREADS is set to more than 1."""
         if self.world_size > 1 and os.environ.get("OMP_NUM_THREADS", "1") == "1":  # torchrun sets 1
             torch.set_num_threads(max(1, cpu_count() // self.local_world_size))
-
-    @contextmanager
-    def main_first(self) -> Iterator[None]:
-        """Context manager: rank 0 runs the block first, then local rank 0 of each other machine, then the other ranks.
-
-        So a machine finds the files that the block has written on a shared disk, or writes its own. The ranks wait for
-        each other without a timeout, but not for a lost process. Raises TrainingFailed, and UserError of the block.
-        """
-        if self.world_size == 1:
-            yield
-            return
-        group = torch_dist.new_group(backend="gloo", timeout=PREPARE_TIMEOUT)
-        own_turn = 0 if self.is_main else 1 if self.local_rank == 0 else 2
-        with self.raise_on_lost_rank():
-            for turn in range(3):
-                if turn == own_turn:
-                    try:
-                        yield
-                    except UserError as error:
-                        if self.is_main:
-                            raise
-                        advice = f"rank 0 had no such error; copy the files from its machine to {platform.node()}"
-                        raise UserError(f"{error} ({advice})") from None
-                torch_dist.all_reduce(torch.zeros(1), group=group)  # a barrier
-
-    @contextmanager
-    def raise_on_lost_rank(self) -> Iterator[None]:
-        """Context manager: if another process was lost or hangs, end this one.
-
-        Raises TrainingFailed. With gloo, only rank 0 reports a lost process.
-        """
-        try:
-            yield
-        except RuntimeError as error:
-            message = str(error)
-            is_timeout = any(words in message for words in TIMEOUT_ERRORS)
-            if self.world_size == 1 or not (is_timeout or any(words in message for words in CONNECTION_ERRORS)):
-                raise
-            time.sleep(LOST_RANK_DELAY_S)  # torchrun reports the process that ends first as the cause
-            if not self.is_main and not is_timeout and "NCCL" not in message:
-                raise SystemExit(1) from None
-            problem = f"waited {COLLECTIVE_TIMEOUT_MINUTES} minutes for" if is_timeout else "lost the connection to"
-            raise TrainingFailed(
-                f"rank {self.rank} {problem} another process ({message.splitlines()[0]}); "
-                "fix the error of that process, and start the same command with the run's name= again: "
-                "the run resumes from its last checkpoint"
-            ) from None
 
     def micro_batch_starts(self, step: int, batch_size: int, micro_batch_size: int) -> Iterator[int]:
         """Yield the first sequence of each micro batch of this process, beginning with `step`, without end."""
@@ -156,11 +98,6 @@ class Dist:
     def keeps_gradients(self) -> bool:
         """Whether gradients occupy memory throughout a step: DDP stores them in its buffers."""
         return self.world_size > 1
-
-    @property
-    def reuses_memory(self) -> bool:
-        """Whether a step on a CPU reuses the memory of the previous one (training/device.py)."""
-        return True
 
     def build_model(self, build: Callable[..., GPT], device: torch.device, dtype: torch.dtype) -> GPT:
         """Build a model with initial weights on `device`. Weights are drawn on the CPU: all devices get the same ones.
@@ -205,7 +142,7 @@ class Dist:
         return int(self._all_reduce((value,), torch_dist.ReduceOp.MIN)[0])
 
     def barrier(self) -> None:
-        """Wait until all processes are here. Without it, the others would treat a process that exits first as lost."""
+        """Wait until all processes are here."""
         self.all_reduce_sum(0.0)
 
     def check_same(self, value: str, advice: str) -> None:
@@ -213,13 +150,10 @@ class Dist:
         if self.world_size == 1:
             return
         values: list = [None] * self.world_size
-        torch_dist.all_gather_object(values, (value, platform.node()))
-        main_value, main_host = values[0]
-        for rank, (value, host) in enumerate(values):
-            if value != main_value:
-                raise UserError(
-                    f"rank {rank} on {host} has {value}, but rank 0 on {main_host} has {main_value}; {advice}"
-                )
+        torch_dist.all_gather_object(values, value)
+        for rank, other in enumerate(values):
+            if other != values[0]:
+                raise UserError(f"rank {rank} has {other}, but rank 0 has {values[0]}; {advice}")
 
     def sent_bytes_per_step(self, params: int, block_params: int, dtype_bytes: int, accumulation: int) -> float:
         """Bytes that each process sends per optimizer step: a ring all-reduce of the gradients in float32."""

@@ -42,10 +42,6 @@ class FSDP(Dist):
     def keeps_gradients(self) -> bool:
         return False
 
-    @property
-    def reuses_memory(self) -> bool:
-        return False  # collected weights and activations would fragment a heap, which doubled the memory of a test
-
     def build_model(self, build: Callable[..., GPT], device: torch.device, dtype: torch.dtype) -> GPT:
         """Build a model, and keep this process's part of its weights. One block at a time has complete weights."""
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard

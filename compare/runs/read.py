@@ -5,7 +5,6 @@ runs/sweeps/<sweep>/sweep.json  <job>/config.yaml ...
 """
 
 import json
-import platform
 import re
 from collections.abc import Callable
 from dataclasses import dataclass, field
@@ -19,7 +18,7 @@ from filelock import FileLock
 
 from common.errors import UserError, format_value
 from common.metrics_file import read_curves
-from common.run_dir import flatten_dict, read_owner
+from common.run_dir import flatten_dict
 
 NOT_STARTED, KILLED = "not started", "killed"
 IGNORED_SECTIONS = ("seed", "name", "resume", "wandb")  # runs of one setting may differ in these
@@ -127,8 +126,6 @@ def _is_locked(folder: Path) -> bool:
     """Whether a process trains the run. The system releases the lock of a process that is killed."""
     if not (folder / ".lock").exists():  # a copy of a run folder
         return False
-    if not read_owner(folder).endswith(f" on {platform.node()}"):  # locks may not be visible to other machines
-        return True
     try:
         with FileLock(folder / ".lock", timeout=0):
             return False

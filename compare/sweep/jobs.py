@@ -16,7 +16,7 @@ from filelock import FileLock, Timeout
 
 from common.errors import UserError, format_value
 from common.interrupt import Terminated, raise_interrupt
-from common.run_dir import EXIT_CODES, flatten_dict, read_owner, read_summary, write_config, write_summary
+from common.run_dir import EXIT_CODES, flatten_dict, read_summary, write_config, write_summary
 
 SCRIPT = Path(__file__).parents[2] / "train.py"
 TERMINATE_GRACE_S = 120.0  # for a job to finish its step and to save a checkpoint
@@ -145,7 +145,7 @@ def _record(job: Job, outcome: Outcome) -> Outcome:
 
 
 def _still_trained(job: Job) -> Outcome:
-    return Outcome("failed", f"still being trained by {read_owner(job.folder)}")
+    return Outcome("failed", "still being trained by another process")
 
 
 def read_new_outcome(job: Job, since: float) -> Outcome | None:

@@ -1,7 +1,6 @@
 """Checkpoint files: damage, unknown formats, and files that are replaced while they are read."""
 
 import io
-import shutil
 import signal
 import zipfile
 from contextlib import contextmanager
@@ -11,7 +10,7 @@ import pytest
 import torch
 from helpers import file_size_limit
 
-from common.checkpoint_file import FORMAT, load_checkpoint, remove_unused_shards, save_checkpoint
+from common.checkpoint_file import FORMAT, load_checkpoint, save_checkpoint
 from common.errors import UserError
 
 
@@ -79,62 +78,6 @@ def test_previous_checkpoint_stays_if_the_disk_is_full(tmp_path):
         save_checkpoint(tmp_path / "last.pt", {"step": 2, "weights": torch.randn(10_000)})
     assert load_checkpoint(tmp_path / "last.pt")["step"] == 1
     assert [path.name for path in tmp_path.iterdir()] == ["last.pt"]
-
-
-def save_shards(folder: Path, step: int, world_size: int = 2) -> Path:
-    """Save a checkpoint whose weights, all equal to `step`, are split into shards. Returns its path."""
-    shards = folder / f"shards-{step}"
-    shards.mkdir(exist_ok=True)
-    for rank in range(world_size):
-        weights = torch.full((3, 2), float(step))
-        save_checkpoint(shards / f"rank-{rank}.pt", {"step": step, "rank": rank, "model": {"w": weights}})
-    save_checkpoint(folder / "last.pt", {"step": step, "shards": shards.name, "world_size": world_size})
-    return folder / "last.pt"
-
-
-def test_shards_are_joined_by_rows_and_unused_ones_removed(tmp_path):
-    save_shards(tmp_path, step=1)
-    path = save_shards(tmp_path, step=2)
-    remove_unused_shards(tmp_path)
-    assert [folder.name for folder in tmp_path.glob("shards-*")] == ["shards-2"]
-    assert torch.equal(load_checkpoint(path)["model"]["w"], torch.full((6, 2), 2.0))
-
-
-@pytest.mark.parametrize(
-    ("problem", "sentence"),
-    [
-        ("missing", r"rank-1.pt is missing; copy it again from the machine that wrote it"),
-        ("of another rank", r"rank-1.pt is not the shard of rank 1 at step 2; copy it again"),
-        ("of another step", r"rank-1.pt is not the shard of rank 1 at step 2; copy it again"),
-    ],
-)
-def test_missing_and_wrong_shards_are_refused(tmp_path, problem, sentence):
-    save_shards(tmp_path, step=1)
-    path = save_shards(tmp_path, step=2)
-    other = {"of another rank": "shards-2/rank-0.pt", "of another step": "shards-1/rank-1.pt"}
-    if problem == "missing":
-        (tmp_path / "shards-2/rank-1.pt").unlink()
-    else:
-        shutil.copy(tmp_path / other[problem], tmp_path / "shards-2/rank-1.pt")
-    with pytest.raises(UserError, match=sentence):
-        load_checkpoint(path)
-
-
-def test_sharded_checkpoint_that_is_replaced_while_it_is_read_is_the_new_one(tmp_path, monkeypatch):
-    path, load = save_shards(tmp_path, step=1), torch.load
-    steps = [2]
-
-    def load_and_replace(file, **options):
-        content = load(file, **options)
-        if Path(file) == path and steps:  # the old checkpoint is read, and its shards are removed
-            save_shards(tmp_path, steps.pop())
-            remove_unused_shards(tmp_path)
-        return content
-
-    monkeypatch.setattr(torch, "load", load_and_replace)
-    content = load_checkpoint(path)
-    assert content["step"] == 2
-    assert torch.equal(content["model"]["w"], torch.full((6, 2), 2.0))
 
 
 def test_unknown_checkpoint_format_is_refused(tmp_path):

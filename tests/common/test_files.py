@@ -1,20 +1,9 @@
 """Small files."""
 
-import os
-
 import pytest
 
 from common.errors import UserError
 from common.files import read_small_file
-
-
-def test_open_pipes_are_read():
-    """A shell passes the output of a command as such a path: prompt_file=<(COMMAND)."""
-    reader, writer = os.pipe()
-    os.write(writer, "Grüße\r\n".encode())
-    os.close(writer)
-    assert read_small_file(f"/dev/fd/{reader}", "prompt_file", 100) == "Grüße\r\n"
-    os.close(reader)
 
 
 @pytest.mark.parametrize(

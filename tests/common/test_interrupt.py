@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from common.interrupt import STOP_SIGNALS, StopRequest, Terminated, raise_on_signals
+from common.interrupt import STOP_SIGNALS, StopRequest, Terminated, raise_interrupt, set_stop_handlers
 
 
 @pytest.fixture(autouse=True)
@@ -15,9 +15,12 @@ def previous_handlers():
         signal.signal(kind, handler)
 
 
-@pytest.mark.parametrize(("second", "ignore_repeats"), [("SIGTERM", False), ("SIGUSR1", False), ("SIGINT", True)])
-def test_second_signal_is_ignored(second, ignore_repeats):
-    with StopRequest(ignore_repeats, silent=True) as stop:
+@pytest.mark.parametrize(("second", "has_torchrun"), [("SIGTERM", False), ("SIGUSR1", False), ("SIGINT", True)])
+def test_second_signal_is_ignored(monkeypatch, second, has_torchrun):
+    """torchrun repeats Ctrl-C."""
+    if has_torchrun:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    with StopRequest() as stop:
         stop.enable()
         for kind in (signal.SIGINT, getattr(signal, second), getattr(signal, second)):
             signal.raise_signal(kind)
@@ -25,15 +28,15 @@ def test_second_signal_is_ignored(second, ignore_repeats):
 
 
 def test_second_ctrl_c_raises():
-    with pytest.raises(KeyboardInterrupt, match="stopped without saving"), StopRequest(False, silent=True) as stop:
+    with pytest.raises(KeyboardInterrupt, match="stopped without saving"), StopRequest() as stop:
         stop.enable()
         signal.raise_signal(signal.SIGTERM)
         signal.raise_signal(signal.SIGINT)
 
 
 def test_signals_raise_before_the_first_step_and_after_the_loop():
-    raise_on_signals()
-    with StopRequest(ignore_repeats=False, silent=True) as stop:
+    set_stop_handlers(raise_interrupt)
+    with StopRequest() as stop:
         with pytest.raises(KeyboardInterrupt):
             signal.raise_signal(signal.SIGINT)
         stop.enable()
@@ -46,8 +49,8 @@ def test_signals_raise_before_the_first_step_and_after_the_loop():
 
 def test_ignored_signal_stays_ignored():
     signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
-    raise_on_signals()
-    with StopRequest(ignore_repeats=False, silent=True) as stop:
+    set_stop_handlers(raise_interrupt)
+    with StopRequest() as stop:
         stop.enable()
         signal.raise_signal(signal.SIGHUP)
         assert not stop.requested

@@ -2,10 +2,8 @@
 
 import json
 import os
-import platform
 
 import pytest
-from helpers import file_size_limit
 
 from common.errors import TrainingFailed, UserError
 from common.run_dir import RunDir, find_checkpoint, find_run
@@ -13,7 +11,7 @@ from common.run_dir import RunDir, find_checkpoint, find_run
 
 def test_run_folder_is_locked_while_it_is_used(workdir):
     with RunDir("a", "", True) as run:
-        with pytest.raises(UserError, match=f"runs/a is being trained by process {os.getpid()} on {platform.node()}"):
+        with pytest.raises(UserError, match="runs/a is being trained by another process"):
             RunDir("a", "", True)
         run.start({"seed": 1}, {"device": "cpu"})
     summary = json.loads((workdir / "runs/a/summary.json").read_text())
@@ -42,17 +40,6 @@ def test_summary_records_how_a_run_ended(workdir, error, status, message):
         raise error
     summary = json.loads((workdir / "runs/a/summary.json").read_text())
     assert (summary["status"], summary["error"]) == (status, message)
-
-
-def test_full_disk_does_not_hide_the_error_of_a_run(workdir):
-    run = RunDir("a", "", True)
-    run.start({}, {})
-    with pytest.raises(TrainingFailed, match="nan"), file_size_limit(5), run:
-        raise TrainingFailed("nan")
-    assert json.loads((workdir / "runs/a/summary.json").read_text())["status"] == "running"
-    assert not list(workdir.rglob("*.partial"))
-    with RunDir("a", "", True):  # the lock is free
-        pass
 
 
 def test_newest_run_with_a_checkpoint_is_found_also_in_sweeps(workdir):

@@ -318,12 +318,10 @@ def wrong_words(script: str, folder: Path) -> Iterator[tuple[list[str], str]]:
         types |= list_types(OPTIMIZERS["muon"], "optimizer.")
     scalars = {key: options(kind) for key, kind in types.items() if options(kind) & {int, float, bool}}
     right = {"train": ["data.path=text.txt", "data=text", "seed=3"], "prepare": ["data=text", "data.path=text.txt"]}
-    os.mkfifo(folder / "pipe")
     (folder / "latin1.txt").write_bytes(b"caf\xe9 " * 400)
     (folder / "empty").mkdir()
     paths = [
         "missing.txt",
-        "pipe",
         "/dev/zero",
         "/proc/self/mem",
         "empty",

@@ -1,13 +1,9 @@
 """Device, dtype and compiler: what is resolved, and what is refused."""
 
-import platform
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import ROOT
 
 import training.device
 from common.errors import UserError
@@ -56,31 +52,6 @@ def test_auto_is_float32_on_gpus_that_only_emulate_bfloat16(monkeypatch):
 @pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="compares with Linux's list of instructions")
 def test_bfloat16_instructions_are_detected():
     assert has_avx512_bf16() == ("avx512_bf16" in Path("/proc/cpuinfo").read_text().split())
-
-
-@pytest.mark.skipif(platform.libc_ver()[0] != "glibc", reason="tests glibc's malloc")
-def test_memory_that_a_step_frees_is_reused_by_the_next():
-    script = """
-import ctypes, resource, torch
-from training.device import configure_backends
-
-libc = ctypes.CDLL(None)
-libc.malloc.restype, libc.malloc.argtypes, libc.free.argtypes = ctypes.c_void_p, [ctypes.c_size_t], [ctypes.c_void_p]
-
-def step():
-    blocks = [libc.malloc(24 * 2**20) for _ in range(4)]
-    for block in blocks:
-        ctypes.memset(block, 1, 24 * 2**20)
-    for block in blocks:
-        libc.free(block)
-    return resource.getrusage(resource.RUSAGE_SELF).ru_minflt
-
-configure_backends(torch.device("cpu"), False, False)
-first, second = step(), step()
-print(second - first)
-"""
-    output = subprocess.run([sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    assert int(output) < 1000  # page faults; without reuse, all 24,576 pages fault at every step
 
 
 def test_compile_without_a_compiler_is_refused(monkeypatch):

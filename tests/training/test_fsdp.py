@@ -1,7 +1,6 @@
 """FSDP2 with gloo: the losses, checkpoints and memory of sharded models."""
 
 import os
-import shutil
 import signal
 import subprocess
 import sys
@@ -9,7 +8,7 @@ import time
 
 import pytest
 import torch
-from distributed_helpers import SINGLE, assert_same_curve, finish, torchrun, torchrun_on_machines
+from distributed_helpers import SINGLE, assert_same_curve, finish, torchrun
 from helpers import ROOT, TINY, metrics, summary
 
 from common.checkpoint_file import load_checkpoint
@@ -18,8 +17,6 @@ from configs.cli import parse_config
 from training.device import resolve_runtime
 from training.distributed import Dist
 from training.fsdp import FSDP
-
-SHARDED = ["parallel=fsdp", "checkpoint.sharded=true"]
 
 
 def assert_same_tensors(a: dict, b: dict, **tolerance):
@@ -53,7 +50,7 @@ def test_two_sharded_processes_train_like_one(train, workdir):
 @pytest.mark.slow
 def test_killed_sharded_run_resumes_on_other_numbers_of_processes_and_with_ddp(train, workdir):
     warmup = "schedule.warmup_steps=1000000"  # the learning rate does not depend on the number of steps
-    process = torchrun(4, "name=a", "train.steps=1000000", "eval.every=1000000", warmup, *SHARDED)
+    process = torchrun(4, "name=a", "train.steps=1000000", "eval.every=1000000", warmup, "parallel=fsdp")
     last, deadline = workdir / "runs/a/checkpoints/last.pt", time.time() + 600
     while time.time() < deadline and not last.exists():
         time.sleep(0.05)
@@ -64,8 +61,7 @@ def test_killed_sharded_run_resumes_on_other_numbers_of_processes_and_with_ddp(t
 
     step = load_checkpoint(last)["step"]
     settings = ["eval.every=1000000", warmup]
-    finish(torchrun(2, "name=a", f"train.steps={step + 6}", *settings, *SHARDED))
-    assert list(last.parent.glob("shards-*")) == [last.parent / f"shards-{step + 6:06d}-of-2"]
+    finish(torchrun(2, "name=a", f"train.steps={step + 6}", *settings, "parallel=fsdp"))
     finish(torchrun(2, "name=a", f"train.steps={step + 12}", *settings, "parallel=ddp"))
     finish(torchrun(4, "name=a", f"train.steps={step + 18}", *settings, "parallel=fsdp"))
     assert train("name=a", *SINGLE, f"train.steps={step + 24}", *settings) == 0
@@ -74,20 +70,6 @@ def test_killed_sharded_run_resumes_on_other_numbers_of_processes_and_with_ddp(t
         assert a.get("train/loss") == pytest.approx(b.get("train/loss"), abs=1e-5), a["step"]
     resumed, uninterrupted = (load_checkpoint(workdir / f"runs/{name}/checkpoints/last.pt") for name in "ab")
     assert_same_tensors(resumed, uninterrupted, atol=1e-4)
-
-
-@pytest.mark.slow
-def test_sharded_checkpoint_is_sampled_and_a_damaged_shard_is_refused(train, workdir):
-    finish(torchrun(2, "name=a", *SHARDED))
-    command = [sys.executable, str(ROOT / "sample.py"), "run=a", "max_new_tokens=5", "device=cpu"]
-    assert subprocess.run(command).returncode == 0
-    (shard,) = workdir.glob("runs/a/checkpoints/shards-*/rank-1.pt")
-    content = bytearray(shard.read_bytes())
-    content[len(content) // 2] ^= 1
-    shard.write_bytes(content)
-    refused = subprocess.run(command, capture_output=True, text=True)
-    assert refused.returncode == 2
-    assert "rank-1.pt is damaged" in refused.stderr
 
 
 @pytest.mark.slow
@@ -130,26 +112,15 @@ def plan_four_processes(*settings: str) -> tuple[int, int]:
 
 
 @pytest.mark.slow
-def test_more_processes_than_rows_save_and_read_shards(train, workdir):
+def test_more_processes_than_rows_save_and_resume(train):
     """Each of four processes has one or two rows of most tensors, and none of some."""
     tiny = ["model.n_head=1", "model.n_embd=2", "eval.sample.max_new_tokens=0"]
-    finish(torchrun(4, "name=a", *SHARDED, *tiny))
-    shards = [torch.load(path)["model"] for path in sorted(workdir.glob("runs/a/checkpoints/shards-*/rank-*.pt"))]
-    assert any(weight.numel() == 0 for shard in shards for weight in shard.values())
-    assert train("name=b", *SINGLE, *tiny) == 0
-    assert_same_curve(metrics("a"), metrics("b"))
-
-
-@pytest.mark.slow
-def test_shards_need_a_shared_disk(workdir):
-    folders = [workdir / name for name in "ab"]
-    for folder in folders:
-        folder.mkdir()
-        shutil.copy(workdir / "text.txt", folder)
-    processes = torchrun_on_machines(folders, "name=a", *SHARDED)
-    errors = [process.communicate(timeout=600)[1] for process in processes]
-    assert all("share runs/ among all machines, or set checkpoint.sharded=false" in error for error in errors), errors
-    assert '"status": "refused"' in (folders[0] / "runs/a/summary.json").read_text()
+    warmup = "schedule.warmup_steps=1000000"  # the learning rate does not depend on the number of steps
+    finish(torchrun(4, "name=a", "parallel=fsdp", "train.steps=3", warmup, *tiny))
+    finish(torchrun(4, "name=a", "parallel=fsdp", warmup, *tiny))
+    assert train("name=b", *SINGLE, warmup, *tiny) == 0
+    losses_a, losses_b = ([row.get("train/loss") for row in metrics(name)] for name in "ab")
+    assert losses_a == pytest.approx(losses_b, abs=1e-5)
 
 
 def test_one_process_is_refused():
@@ -168,7 +139,6 @@ def test_bytes_of_a_step_are_those_of_ring_collectives():
     ("words", "sentence"),
     [
         (["parallel=zero"], "parallel=zero is unknown; set ddp or fsdp"),
-        (["checkpoint.sharded=true"], "checkpoint.sharded=true needs parallel=fsdp; set it and start with torchrun"),
         (["world_size=4"], "world_size=4 needs plan=true"),
         (["train.activation_checkpointing=all"], "is unknown; set none, block or attention"),
     ],

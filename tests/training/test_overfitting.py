@@ -5,7 +5,7 @@ from pathlib import Path
 import pytest
 from helpers import metrics, summary
 
-from common.checkpoint_file import load_checkpoint, save_checkpoint
+from common.checkpoint_file import load_checkpoint
 
 # A high learning rate on 300 characters: the model memorizes them within some steps.
 OVERFIT = ["data.path=short.txt", "eval.every=5", "eval.batches=null", "eval.sample.max_new_tokens=0"]
@@ -66,18 +66,6 @@ def test_resumed_run_counts_evaluations_from_its_checkpoint(short_text, train):
     assert summary("b")["step"] < stopped_at
     assert train("name=b", *words, "train.steps=60") == 0
     assert losses("b") == losses("a")
-
-
-def test_run_whose_checkpoint_lacks_the_best_step_resumes(train, capsys):
-    """Checkpoints of earlier versions. The run does not improve afterwards."""
-    assert train("name=a") == 0
-    path = Path("runs/a/checkpoints/last.pt")
-    saved = load_checkpoint(path)
-    old = {key: saved[key] for key in saved if key not in ("best_step", "best_val_bpb", "evals_since_best")}
-    save_checkpoint(path, old | {"best_val_loss": 0.1})
-    assert train("name=a", "train.steps=15") == 0
-    assert "overfitting: the validation loss has not fallen since step 6 (0.1000)" in capsys.readouterr().out
-    assert summary("a")["best_step"] == 6
 
 
 def test_patience_below_one_is_refused(train, capsys):

@@ -184,7 +184,7 @@ def simulate_memory(step: StepSpec, micro_batch_size: int, accumulation: int) ->
         weights = tracker.current
         optimizers = build_optimizers(model, step.optimizer, step.dtype)
         # A signal must not raise in the tracker's finalizers, where Python ignores exceptions.
-        with tracker.count_resizing(), tracker, StopRequest(ignore_repeats=True, silent=True) as stop:
+        with tracker.count_resizing(), tracker, StopRequest() as stop:
             stop.enable()
             allocate_optimizer_state(model, optimizers)
             tracker.peak = tracker.current  # without what sharded tensors allocate in the first call of an operation
@@ -194,7 +194,7 @@ def simulate_memory(step: StepSpec, micro_batch_size: int, accumulation: int) ->
             step.dist.unshard(model, model, step.dtype)  # for an evaluation
         if stop.requested:
             raise KeyboardInterrupt
-    keeps_small_blocks = device.type == "cpu" and platform.libc_ver()[0] == "glibc" and step.dist.reuses_memory
+    keeps_small_blocks = device.type == "cpu" and platform.libc_ver()[0] == "glibc"
     return MemoryEstimate(
         weights=weights,
         gradients=sum(local_tensor(p).nbytes for p in model.parameters()),
