@@ -1,7 +1,6 @@
 """Console output shared by all commands: progress bars, tables, and formatting of times, sizes and counts."""
 
 import time
-from collections.abc import Callable
 from typing import Self
 
 from rich import box
@@ -35,74 +34,64 @@ def make_console(stderr: bool = False, width: int | None = None) -> Console:
 def make_table(*columns: str, left: int = 1, header: bool = True) -> Table:
     """An empty table. left: number of left-aligned columns; the columns after them contain numbers, right-aligned."""
     table = Table(box=box.SIMPLE_HEAD if header else None, show_header=header, pad_edge=False, padding=(0, 2, 0, 0))
-    for index, column in enumerate(columns):
-        is_text = index < left
-        table.add_column(column, justify="left" if is_text else "right", no_wrap=not is_text, overflow="fold")
+    for column in columns[:left]:
+        table.add_column(column, overflow="fold")
+    for column in columns[left:]:
+        table.add_column(column, justify="right", no_wrap=True, overflow="fold")
     return table
 
 
 class ProgressBar:
     """Context manager: a progress bar on a terminal, otherwise a line every LINE_INTERVAL_S seconds.
 
-    total: amount of work in any unit; None: unknown. initial: work that is already done.
+    total: amount of work in any unit; None: unknown. initial: work that is already done. stderr: show it on stderr.
     write_line: function that prints the lines that replace the bar; None: print them to the console.
     """
 
-    def __init__(
-        self,
-        total: float | None = None,
-        *,
-        initial: float = 0.0,
-        stderr: bool = False,
-        write_line: Callable[[str], None] | None = None,
-    ):
+    def __init__(self, total: float | None = None, *, initial: float = 0.0, stderr: bool = False, write_line=None):
         self.console = make_console(stderr)
         self.write_line = write_line or self.print
         self._bar = Progress(
             TextColumn("{task.description}", markup=False),
             BarColumn(bar_width=None),
-            TextColumn("{task.fields[details]}", markup=False),
             TimeElapsedColumn(),
-            TextColumn("{task.fields[left]}"),
+            TextColumn("{task.fields[details]}", markup=False),
             console=self.console,
             disable=not self.console.is_terminal,
             transient=True,
             expand=True,
         )
-        self._task = self._bar.add_task("", total=total, details="", left="")
+        self._task = self._bar.add_task("", total=total, details="")
         self.restart(total, initial)
 
     def restart(self, total: float | None, initial: float = 0.0) -> None:
         """Reset the bar for the next task."""
         self.total, self.initial, self.done = total, initial, initial
-        self._started = self._last_line = time.perf_counter()
-        self._last_refresh = 0.0
-        self._bar.reset(self._task, total=total, completed=initial, description="", details="", left="")
+        self._started = time.perf_counter()
+        self._last_update = self._started if self._bar.disable else 0.0  # a bar is drawn at once
+        self._bar.reset(self._task, total=total, completed=initial, description="", details="")
 
     def update(self, done: float, label: str, details: str = "") -> None:
         """Set the finished amount of work. Calls are cheap: the bar is redrawn at most ten times a second."""
-        finished = self.total is not None and self.done < self.total <= done
+        is_finished = self.total is not None and self.done < self.total <= done
+        interval = LINE_INTERVAL_S if self._bar.disable else REFRESH_INTERVAL_S
         self.done, now = done, time.perf_counter()
+        if not is_finished and now - self._last_update < interval:
+            return
+        self._last_update = now
+        if self.total is not None and done > self.initial:  # estimated from the mean speed since the start
+            seconds = (now - self._started) / (done - self.initial) * (self.total - done)
+            details = "  ".join(filter(None, (details, f"{format_duration(seconds)} left")))
         if self._bar.disable:
-            if finished or now - self._last_line >= LINE_INTERVAL_S:
-                self._last_line = now
-                self.write_line("  ".join(filter(None, (label, details, self._remaining(now)))))
-        elif finished or now - self._last_refresh >= REFRESH_INTERVAL_S:
-            self._last_refresh = now
-            self._bar.update(self._task, completed=done, description=label, details=details, left=self._remaining(now))
+            self.write_line("  ".join(filter(None, (label, details))))
+        else:
+            self._bar.update(self._task, completed=done, description=label, details=details)
 
     def update_bytes(self, done: float, label: str) -> None:
         """Set the finished amount of work in bytes. The details are the size and the mean speed."""
         speed = (done - self.initial) / max(1e-9, time.perf_counter() - self._started)
         total = f" of {format_bytes(self.total)}" if self.total else ""
         self.update(done, label, f"{format_bytes(done)}{total}, {format_bytes(speed)}/s")
-
-    def _remaining(self, now: float) -> str:
-        """The remaining time, estimated from the mean speed since the start."""
-        if self.total is None or self.done <= self.initial:
-            return ""
-        seconds_per_unit = (now - self._started) / (self.done - self.initial)
-        return f"{format_duration(seconds_per_unit * (self.total - self.done))} left"
 
     def print(self, text: str, style: str | None = None) -> None:
         """Print a line above the bar."""
@@ -126,9 +115,8 @@ def format_duration(seconds: float) -> str:
 
 
 def format_bytes(size: float) -> str:
-    """Size of a file or a text in decimal units: "1.2 kB", "3.4 MB", "5.67 GB"."""
-    unit, name = next(((unit, name) for unit, name in ((1e9, "GB"), (1e6, "MB")) if size >= unit), (1e3, "kB"))
-    return f"{size / unit:,.2f} {name}" if unit == 1e9 else f"{size / unit:,.1f} {name}"
+    """Size of a file or a text in decimal units: "512 B", "1.23 kB", "3.4 MB"."""
+    return format_si(size, "B")
 
 
 def format_memory(size: int) -> str:
@@ -141,13 +129,13 @@ def format_number(number: float) -> str:
     return f"{number:,.0f}" if number >= 99.95 else f"{number:#.3g}"
 
 
-def format_si(number: float) -> str:
+def format_si(number: float, unit: str = "") -> str:
     """1234567 -> "1.23 M", with the SI prefixes k, M, G, T, P, E, Z and Y."""
     for prefix in ("", "k", "M", "G", "T", "P", "E", "Z"):
         if number < 999.5:
-            return f"{number:.3g} {prefix}".rstrip()
+            return f"{number:.3g} {prefix}{unit}".rstrip()
         number /= 1000
-    return f"{number:.3g} Y"
+    return f"{number:.3g} Y{unit}"
 
 
 def pluralize(count: int, noun: str) -> str:

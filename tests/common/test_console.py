@@ -1,4 +1,7 @@
-"""Formatting, and the remaining time that every progress display shows."""
+"""Formatting, and the progress bar and the lines that replace it."""
+
+import pytest
+from rich.console import Console
 
 from common.console import (
     ProgressBar,
@@ -14,9 +17,16 @@ from common.console import (
 from common.output import UNPRINTABLE
 
 
-def test_progress_lines_show_the_remaining_time_of_the_work_since_the_start(monkeypatch):
-    clock, lines = [100.0], []
+@pytest.fixture
+def clock(monkeypatch):
+    """The current time, which only the test changes."""
+    clock = [100.0]
     monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+    return clock
+
+
+def test_progress_lines_show_the_remaining_time_of_the_work_since_the_start(clock):
+    lines = []
     with ProgressBar(total=100, initial=40, write_line=lines.append) as bar:
         clock[0] += 5
         bar.update(45, "step 45")
@@ -25,39 +35,40 @@ def test_progress_lines_show_the_remaining_time_of_the_work_since_the_start(monk
         clock[0] += 1
         bar.update(100, "step 100")
         bar.update(110, "step 110")  # more than estimated: no line for each update
-    assert lines == ["step 60  loss 1.0  0:40 left", "step 100  0:00 left"]
-
-
-def test_progress_without_a_total_shows_no_remaining_time(monkeypatch):
-    clock, lines = [0.0], []
-    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
-    with ProgressBar(write_line=lines.append) as bar:
+        bar.restart(None)
         clock[0] += 11
-        bar.update(5, "reading")
-    assert lines == ["reading"]
-
-
-def test_progress_in_bytes_shows_size_and_speed(monkeypatch):
-    clock, lines = [0.0], []
-    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
-    with ProgressBar(write_line=lines.append) as bar:
+        bar.update(5, "reading")  # no total, so no remaining time
         bar.restart(100e6)
         clock[0] += 12
-        bar.update_bytes(30e6, "encoding train")
-    assert lines == ["encoding train  30.0 MB of 100.0 MB, 2.5 MB/s  0:28 left"]
+        bar.update_bytes(30e6, "encoding")
+    assert lines == [
+        "step 60  loss 1.0  0:40 left",
+        "step 100  0:00 left",
+        "reading",
+        "encoding  30 MB of 100 MB, 2.5 MB/s  0:28 left",
+    ]
+
+
+def test_progress_bar_fits_a_terminal_and_shows_the_same_values(clock, monkeypatch, capsys):
+    monkeypatch.setattr(Console, "is_terminal", True)
+    monkeypatch.setenv("COLUMNS", "80")
+    with ProgressBar(total=100) as bar:
+        clock[0] += 20
+        bar.update(50, "step 50", "loss [1.0]")
+        bar.print("[a line] above the bar")
+    printed = capsys.readouterr().out
+    assert "[a line] above the bar" in printed
+    assert "step 50" in printed and "loss [1.0]  0:20 left" in printed
 
 
 def test_durations_sizes_and_counts_are_formatted():
     assert [format_duration(s) for s in (0, 90.4, 3700, 3 * 86400)] == ["0:00", "1:30", "1:01:40", "3 days"]
-    assert [format_bytes(s) for s in (512, 3.42e6, 5.678e9)] == ["0.5 kB", "3.4 MB", "5.68 GB"]
+    assert [format_bytes(s) for s in (512, 3.42e6, 5.678e9)] == ["512 B", "3.42 MB", "5.68 GB"]
     assert [format_memory(s) for s in (2**29, 5 * 2**28)] == ["512 MiB", "1.25 GiB"]
     assert [format_si(n) for n in (12, 1_234_567, 7e24)] == ["12", "1.23 M", "7 Y"]
     assert [format_number(n) for n in (0.0123, 1, 99.96, 1234)] == ["0.0123", "1.00", "100", "1,234"]
-    assert [pluralize(1, "layer"), pluralize(2, "process"), pluralize(1000, "step")] == [
-        "1 layer",
-        "2 processes",
-        "1,000 steps",
-    ]
+    counts = [pluralize(1, "layer"), pluralize(2, "process"), pluralize(1000, "step")]
+    assert counts == ["1 layer", "2 processes", "1,000 steps"]
 
 
 def test_console_prints_no_control_characters_of_names(capsys):
