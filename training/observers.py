@@ -1,18 +1,19 @@
 """Observers of a training run, combined in one object that the loop notifies."""
 
+import textwrap
 import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
 from typing import Any
 
+from common.console import ProgressBar
 from common.run_dir import EXIT_CODES, RunDir, status_of
 from training.checkpoint import TrainState
 from training.config import OVERFITTING_EVALS
 from training.device import Runtime
-from training.metrics import SPEED_METRICS, MetricsLogger
+from training.metrics import MetricsLogger, summarize
 from training.profiler import StepProfiler
-from training.progress import TrainingProgress
 from training.speed import Speed, compile_seconds, peak_flops
 from training.wandb_logger import WandbRun
 
@@ -28,18 +29,22 @@ class Observers:
     """
 
     def __init__(self, config: Any, runtime: Runtime, run: RunDir, state: TrainState, progress: float):
-        self.state, self.is_compiled = state, runtime.compile
+        self.config, self.state, self.is_compiled = config.train, state, runtime.compile
         self._read_timing = dict  # no step yet
         self.tokens_per_step = config.train.batch_size * config.model.block_size
-        flops = run.summary["flops_per_token"]
+        flops = self.tokens_per_step * run.summary["flops_per_token"]
         peak = peak_flops(runtime.device, runtime.dtype) * runtime.dist.world_size
-        self.speed = Speed(runtime.device, self.tokens_per_step, self.tokens_per_step * flops, peak)
-        self.progress, self.patience = TrainingProgress(config.train.steps, progress), config.train.patience
+        self.speed = Speed(runtime.device, self.tokens_per_step, flops, peak)
+        self.progress = ProgressBar(1.0, initial=progress)
+        self.progress.update(progress, "evaluating")
         self.profiler = None
         if config.train.profile and run.is_main:
             trace = run.folder / "trace.json.gz"
-            self.profiler = StepProfiler(runtime.device, run.summary["accumulation"], trace, self.progress)
-        self.wandb = WandbRun(config.wandb, run, asdict(config), state.wandb_id)
+            self.profiler = StepProfiler(trace, run.summary["accumulation"], self.progress.print)
+        run_config = asdict(config) | {"attention": asdict(config.attention) | run.summary["attention"]}
+        self.wandb = WandbRun(
+            config.wandb, run.folder, run_config, state.wandb_id, name=run.name, group=config.wandb.group
+        )
         self.skips_steps = config.train.on_nonfinite == "skip"
         # the gradient scaler skips steps whose gradients overflow; without it, an overflow ends the run
         must_be_finite = ["val/loss"] if self.skips_steps else ["val/loss", "train/loss"]
@@ -56,8 +61,6 @@ class Observers:
                 self.speed.wait_seconds += time.perf_counter() - started
 
     def start_step(self) -> None:
-        if self.profiler:
-            self.profiler.start_step()
         self.speed.start_step()
 
     def end_step(self) -> None:
@@ -75,15 +78,31 @@ class Observers:
         if self.skips_steps:
             row["skipped_steps"] = self.state.skipped_steps
         if "val/loss" in row:
-            self.progress.print_evaluation(row, is_best)
-            if self.state.evals_since_best == OVERFITTING_EVALS:
-                self.progress.print_overfitting(self.state.best_step, self.state.best_val_loss)
-            if self.state.evals_since_best == self.patience:
-                self.progress.print(f"stopping: train.patience={self.patience} evaluations without a lower loss")
+            self._print_evaluation(row, is_best)
         self.metrics.log(row, self._read_timing)
         if progress >= 1:
             self.metrics.flush()
-        self.progress.show(step, progress, self.metrics.last)
+        label, last = f"step {step}" + f"/{self.config.steps}" * (self.config.steps is not None), self.metrics.last
+        has_loss = last.get("train/loss") is not None
+        details = f"loss {last['train/loss']:.3f}  {last['tokens_per_second']:,.0f} tokens/s" if has_loss else ""
+        self.progress.update(progress, label, details)
+
+    def _print_evaluation(self, row: dict, is_best: bool) -> None:
+        """Print the validation loss, the sample, and a warning if the validation loss no longer falls."""
+        line = f"step {row['step']}: validation loss {row['val/loss']:.4f}, {row['val/bpb']:.3f} bits per byte"
+        self.progress.print(line + ", the best so far" * is_best, style="bold")
+        if sample := row.get("sample", "").strip("\n"):
+            self.progress.print(textwrap.indent(sample, "  | ", lambda line: True), style="dim")
+        if self.state.evals_since_best == OVERFITTING_EVALS:
+            best = self.state.best_step  # 0: the weights of train.init_from are the best
+            self.progress.print(
+                f"overfitting: the validation loss has not fallen since step {best} ({self.state.best_val_loss:.4f}); "
+                f"for the next run, set {f'train.steps={best}, or ' if best else ''}a lower optimizer.lr or more "
+                "weight decay",
+                style="bold yellow",
+            )
+        if self.state.evals_since_best == self.config.patience:
+            self.progress.print(f"stopping: train.patience={self.config.patience} evaluations without a lower loss")
 
     def flush(self) -> None:
         """Write all metrics to the disk. Raises TrainingFailed if a loss is not finite."""
@@ -92,14 +111,11 @@ class Observers:
     def summary(self) -> dict:
         """Speed, losses and memory, under their names in summary.json."""
         compile_s = compile_seconds() if self.is_compiled else None
-        # without a step, only an evaluation was left to do
-        speed = self.speed.median() or {key: self.metrics.last.get(key) for key in SPEED_METRICS}
-        return speed | {"compile_s": compile_s} | self.metrics.summary()
+        return summarize(self.metrics.last) | self.speed.median() | {"compile_s": compile_s}
 
     def __enter__(self) -> "Observers":
         with ExitStack() as stack:  # if the exit of one observer raises, the others still exit
             stack.push(lambda kind, error, traceback: self.wandb.finish(EXIT_CODES[status_of(error)]))
-            stack.callback(self.metrics.close)
             stack.enter_context(self.progress)
             if self.profiler:
                 stack.enter_context(self.profiler)

@@ -1,51 +1,13 @@
-"""Progress of a training run on the console: the first lines, a progress bar, evaluations, and the last lines."""
+"""The first and the last lines that a training run prints."""
 
-import textwrap
 from math import inf
 from pathlib import Path
 from typing import Any
 
-from common.console import ProgressBar, format_bytes, format_duration, pluralize
+from common.console import format_bytes, format_duration, pluralize
 from common.errors import format_value
 from model import GPTConfig
 from training.config import AUTO
-
-
-class TrainingProgress(ProgressBar):
-    """A progress bar with step, loss, tokens/s and remaining time; lines are printed above it.
-
-    steps: train.steps. progress: the finished part of the run, 0 to 1.
-    """
-
-    def __init__(self, steps: int | None, progress: float):
-        super().__init__(1.0, initial=progress)
-        self.steps = steps
-        self.update(progress, "evaluating")
-
-    def print_evaluation(self, row: dict, is_best: bool) -> None:
-        """Print the validation loss and the sample of an evaluation."""
-        line = f"step {row['step']}: validation loss {row['val/loss']:.4f}, {row['val/bpb']:.3f} bits per byte"
-        self.print(line + (", the best so far" if is_best else ""), style="bold")
-        sample = row.get("sample", "").strip("\n")
-        if sample:
-            self.print(textwrap.indent(sample, "  | ", lambda line: True), style="dim")
-
-    def print_overfitting(self, best_step: int, best_loss: float) -> None:
-        """Print once that the validation loss no longer falls, and what to set."""
-        length = f"train.steps={best_step}, or " if best_step > 0 else ""  # 0: the weights of train.init_from are best
-        self.print(
-            f"overfitting: the validation loss has not fallen since step {best_step} ({best_loss:.4f}); "
-            f"for the next run, set {length}a lower optimizer.lr or more weight decay",
-            style="bold yellow",
-        )
-
-    def show(self, step: int, progress: float, last: dict) -> None:
-        """Update the bar. last: the newest value of each metric."""
-        label = f"step {step}" + (f"/{self.steps}" if self.steps is not None else "")
-        details = ""
-        if last.get("train/loss") is not None:
-            details = f"loss {last['train/loss']:.3f}  {last['tokens_per_second']:,.0f} tokens/s"
-        self.update(progress, label, details)
 
 
 def format_banner(config: Any, folder: Path, summary: dict, meta: dict) -> str:

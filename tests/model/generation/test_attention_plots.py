@@ -127,9 +127,7 @@ def test_attention_map_of_one_token_is_refused(trained, capsys):
 
 
 def start_wandb_run(folder) -> WandbRun:
-    run = SimpleNamespace(is_main=True, name="a", folder=folder, summary={"attention": {}})
-    config = WandbConfig(mode="offline", project="p", entity=None, group=None, tags=[])
-    return WandbRun(config, run, {"attention": {}}, run_id=None)
+    return WandbRun(WandbConfig(mode="offline", project="p", entity=None, group=None, tags=[]), folder, {})
 
 
 def test_wandb_receives_the_picture_and_may_fail(tmp_path, capsys, monkeypatch):
