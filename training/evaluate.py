@@ -30,58 +30,43 @@ class Evaluator:
     """Evaluates a model while it trains.
 
     config: the config of train.py. wrapped_model: the model as the loop calls it (Runtime.wrap). batch_size: windows
-    per forward pass. Attention maps are saved in `folder`. stop: a signal ends an evaluation after its forward pass.
+    per forward pass. folder: of the run. stop: a signal ends an evaluation after its forward pass.
     """
 
     def __init__(
-        self,
-        config: Any,
-        runtime: Runtime,
-        model: GPT,
-        wrapped_model: nn.Module,
-        loader: Loader,
-        tokenizer: tiktoken.Encoding,
-        batch_size: int,
-        folder: Path,
-        stop: StopRequest,
-    ):
-        self.runtime, self.model, self.wrapped_model, self.loader = runtime, model, wrapped_model, loader
-        self.tokenizer, self.batch_size, self.stop = tokenizer, batch_size, stop
-        self.seed, self.sampling = config.seed, config.eval.sample
-        self.starts_from_random = config.train.init_from is None
+        self, config: Any, runtime: Runtime, model: GPT, wrapped_model: nn.Module, loader: Loader,
+        tokenizer: tiktoken.Encoding, batch_size: int, folder: Path, stop: StopRequest,
+    ):  # fmt: skip
+        self.config, self.runtime, self.model, self.wrapped_model = config, runtime, model, wrapped_model
+        self.loader, self.tokenizer, self.batch_size, self.stop = loader, tokenizer, batch_size, stop
+        self.maps_folder = folder / "attention"
         self.windows = loader.val_windows
         if config.eval.batches is not None:
             self.windows = min(config.eval.batches * config.train.batch_size, loader.val_windows)
-        self.attention_stats = config.eval.attention_stats
-        self.maps_folder = folder / "attention" if config.wandb.attention_maps else None
 
     def evaluate(self, state: TrainState, is_stopped: bool = False) -> tuple[dict, bool]:
         """Evaluate the model, and record the loss in `state`.
 
-        Returns the metrics: validation loss and peak memory; on rank 0 also a sample, attention statistics and maps.
-        And whether the loss is the lowest so far. If a signal stops the evaluation, there are no metrics. is_stopped:
-        all processes know that the run stops, so there is no evaluation.
+        Returns the metrics (on rank 0 also a sample, attention statistics and maps), and whether the loss is the lowest
+        so far. Without metrics if a signal stops the evaluation. is_stopped: all processes know that the run stops.
         """
         state.evaluation_interrupted = is_stopped
         if is_stopped:
             return {}, False
-        dist, dtype = self.runtime.dist, self.runtime.dtype
-        model, wrapped_model = dist.unshard(self.model, self.wrapped_model, dtype)
+        dist = self.runtime.dist
+        model, wrapped_model = dist.unshard(self.model, self.wrapped_model, self.runtime.dtype)
         row: dict[str, Any] = self.compute_validation_loss(wrapped_model)
-        if isfinite(row["val/loss"]) and self.runtime.dist.is_main:
+        if isfinite(row["val/loss"]) and dist.is_main:
             with self.runtime.autocast():
                 if state.step > 0:  # an untrained model writes noise
                     row["sample"] = self.generate_sample(model, state.step)
-                if self.maps_folder is not None:
-                    row |= self.save_attention_maps(model, self.maps_folder / f"step-{state.step:06d}.png")
-                if self.attention_stats:
-                    row |= self.compute_attention_statistics(model)
+                row |= self.measure_attention(model, state.step)
         # a signal to any process may have cut the loss or the sample short
-        (signals,) = self.runtime.dist.all_reduce_sum(self.stop.requested)
+        (signals,) = dist.all_reduce_sum(self.stop.requested)
         state.evaluation_interrupted = signals > 0
         if signals:
             return {}, False
-        is_random = state.step == 0 and self.starts_from_random  # random weights are never the best
+        is_random = state.step == 0 and self.config.train.init_from is None  # random weights are never the best
         is_best = not is_random and state.record_evaluation(row["val/loss"], row["val/bpb"])
         return row | {"peak_memory_bytes": peak_memory_bytes(self.runtime.device)}, is_best
 
@@ -107,38 +92,36 @@ class Evaluator:
             num_tokens += targets.numel()
             num_bytes += bytes_of_token[targets].sum()
         model.train()
-        # The losses are read from the device only after the last window, and summed in float64.
+        # the losses are read from the device only after the last window, and summed in float64
         total = sum(loss.item() for loss in nats)
         total, num_tokens, num_bytes = dist.all_reduce_sum(total, num_tokens, int(num_bytes))
         if not num_tokens and not self.stop.requested:
             raise UserError(
-                f"the {self.windows} validation windows have only prompts, and no token of a completion; set a larger "
-                "eval.batches, or null"
+                f"the {self.windows} validation windows have only prompts; set a larger eval.batches, or null"
             )
         return {"val/loss": total / max(1, num_tokens), "val/bpb": total / log(2) / max(1, num_bytes)}
 
     def generate_sample(self, model: GPT, step: int) -> str:
         """Generate a sample without a prompt. A signal ends it."""
-        prompt = Prompt(initial_tokens(self.tokenizer), self.seed + step)
-        sampling = replace(self.sampling, stop=unescape(self.sampling.stop))
-        chunks = generate(model, self.tokenizer, [prompt], sampling, batch_size=1)
+        prompt = Prompt(initial_tokens(self.tokenizer), self.config.seed + step)
+        sampling = replace(self.config.eval.sample, stop=unescape(self.config.eval.sample.stop))
         sample = ""
-        for chunk in chunks:
+        for chunk in generate(model, self.tokenizer, [prompt], sampling, batch_size=1):
             if self.stop.requested:
                 break
             sample += chunk.text
         return sample
 
-    def save_attention_maps(self, model: GPT, picture: Path) -> dict:
-        """Plot each head's attention weights on the first validation tokens -> its path and layer entropies."""
-        x, _, doc_ids = self.loader.batch("val", 0, 1)
-        doc_ids = None if doc_ids is None else doc_ids[:, :MAP_TOKENS]
-        weights = attention_maps(model, x[:, :MAP_TOKENS], doc_ids)
-        plot_overview(weights.numpy(), entropy(weights).numpy(), picture)
-        return {"attention": picture} | layer_entropies(weights)
-
-    def compute_attention_statistics(self, model: GPT) -> dict[str, float]:
-        """Statistics of each head's attention on a few windows, which are spread over the validation split."""
-        windows = min(STATISTICS_WINDOWS, self.loader.val_windows)
-        x, _, doc_ids = self.loader.batch("val", 0, windows, self.loader.val_windows / windows)
-        return attention_statistics(model, x, doc_ids)
+    def measure_attention(self, model: GPT, step: int) -> dict:
+        """Attention maps of the first validation tokens, and statistics of each head on a few windows, if requested."""
+        loader, row = self.loader, {}
+        if self.config.wandb.attention_maps:
+            x, _, doc_ids = loader.batch("val", 0, 1)
+            weights = attention_maps(model, x[:, :MAP_TOKENS], None if doc_ids is None else doc_ids[:, :MAP_TOKENS])
+            row = {"attention": self.maps_folder / f"step-{step:06d}.png"} | layer_entropies(weights)
+            plot_overview(weights.numpy(), entropy(weights).numpy(), row["attention"])
+        if self.config.eval.attention_stats:
+            windows = min(STATISTICS_WINDOWS, loader.val_windows)
+            x, _, doc_ids = loader.batch("val", 0, windows, loader.val_windows / windows)
+            row |= attention_statistics(model, x, doc_ids)
+        return row

@@ -32,22 +32,18 @@ def summarize(last: dict) -> dict:
 
 def remove_later_rows(path: Path, step: int) -> dict:
     """Remove the rows after `step`, and a damaged end of the file. Returns the newest value of each metric."""
-    lines = path.read_bytes().splitlines(keepends=True)
-    while lines and _step_of(lines[-1]) > step:
-        lines.pop()
-    os.truncate(path, sum(map(len, lines)))
-    last = {}
-    for line in lines:
-        last |= json.loads(line)
+    size, last = 0, {}
+    for line in path.read_bytes().splitlines(keepends=True):
+        try:
+            row = json.loads(line)
+        except ValueError:  # the process or the machine was stopped while it wrote the row
+            break
+        if row["step"] > step:
+            break
+        last |= row
+        size += len(line)
+    os.truncate(path, size)
     return last
-
-
-def _step_of(line: bytes) -> float:
-    """The step of a row; infinite if the row is damaged because the process or the machine was stopped."""
-    try:
-        return json.loads(line)["step"]
-    except ValueError:
-        return math.inf
 
 
 class MetricsLogger:
@@ -67,10 +63,10 @@ class MetricsLogger:
             self.path.touch()
             self.last = remove_later_rows(self.path, step if step > 0 else -1)  # the row of step 0 is written again
 
-    def log(self, row: dict, deferred: Callable[[], dict] = dict) -> None:
-        """Collect a row. deferred: called when the row is written; returns more columns, such as device times."""
+    def log(self, row: dict, read: Callable[[], dict] = dict) -> None:
+        """Collect a row. read: called when the row is written; returns more columns, such as device times."""
         if self.path is not None:
-            self.rows.append((row, deferred))
+            self.rows.append((row, read))
             if time.perf_counter() - self.last_flush >= FLUSH_INTERVAL_S:
                 self.flush()
 
@@ -81,7 +77,7 @@ class MetricsLogger:
         """
         if self.path is None:
             return
-        rows, self.rows = [_to_json(row | deferred()) for row, deferred in self.rows], []
+        rows, self.rows = [_to_json(row | read()) for row, read in self.rows], []
         self.last_flush = time.perf_counter()
         with open(self.path, "a") as file:
             file.writelines(json.dumps(row, default=str) + "\n" for row in rows)  # str: a picture's path
@@ -91,13 +87,12 @@ class MetricsLogger:
         self.wandb.log(rows)
         for row in rows:
             self.last |= row
-            for key in self.must_be_finite:
-                if key in row and row[key] is None:
-                    raise TrainingFailed(
-                        f"{key} is not a finite number at step {row['step']}; set a lower optimizer.lr, and start the "
-                        "same run again: it resumes from its last checkpoint; if that fails at once, copy an older "
-                        "checkpoint over last.pt"
-                    )
+            if bad := [key for key in self.must_be_finite if key in row and row[key] is None]:
+                raise TrainingFailed(
+                    f"{bad[0]} is not a finite number at step {row['step']}; set a lower optimizer.lr, and start the "
+                    "same run again: it resumes from its last checkpoint; if that fails at once, copy an older "
+                    "checkpoint over last.pt"
+                )
 
 
 def _to_json(row: dict) -> dict:

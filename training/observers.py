@@ -5,7 +5,9 @@ import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
-from typing import Any
+from typing import Any, Self
+
+import torch
 
 from common.console import ProgressBar
 from common.run_dir import EXIT_CODES, RunDir, status_of
@@ -20,7 +22,7 @@ from training.wandb_logger import WandbRun
 WAITING = "waiting for data"  # the phase whose time is also a metric
 
 
-class Observers:
+class Observers(ExitStack):
     """Step timing, profiler, progress bar, metrics.jsonl and wandb. A context manager around the loop.
 
     For each step, the loop calls start_step, end_step and log_step, with phases in between. The row of a step includes
@@ -29,6 +31,7 @@ class Observers:
     """
 
     def __init__(self, config: Any, runtime: Runtime, run: RunDir, state: TrainState, progress: float):
+        super().__init__()
         self.config, self.state, self.is_compiled = config.train, state, runtime.compile
         self._read_timing = dict  # no step yet
         self.tokens_per_step = config.train.batch_size * config.model.block_size
@@ -40,21 +43,20 @@ class Observers:
         self.profiler = None
         if config.train.profile and run.is_main:
             trace = run.folder / "trace.json.gz"
-            self.profiler = StepProfiler(trace, run.summary["accumulation"], self.progress.print)
+            self.profiler = StepProfiler(runtime.device, run.summary["accumulation"], trace, self.progress.print)
         run_config = asdict(config) | {"attention": asdict(config.attention) | run.summary["attention"]}
         self.wandb = WandbRun(
             config.wandb, run.folder, run_config, state.wandb_id, name=run.name, group=config.wandb.group
         )
-        self.skips_steps = config.train.on_nonfinite == "skip"
-        # the gradient scaler skips steps whose gradients overflow; without it, an overflow ends the run
-        must_be_finite = ["val/loss"] if self.skips_steps else ["val/loss", "train/loss"]
-        must_be_finite += [] if self.skips_steps or state.scaler.is_enabled() else ["grad_norm"]
+        must_be_finite = ["val/loss"]
+        if config.train.on_nonfinite == "stop":  # the gradient scaler skips steps whose gradients overflow
+            must_be_finite += ["train/loss"] if state.scaler.is_enabled() else ["train/loss", "grad_norm"]
         self.metrics = MetricsLogger(run.folder if run.is_main else None, state.step, self.wandb, must_be_finite)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Context manager: a phase of the current step, for the profiler."""
-        with self.profiler.phase(name) if self.profiler else nullcontext():
+        with torch.profiler.record_function(name) if self.profiler else nullcontext():
             started = time.perf_counter()
             yield
             if name == WAITING:
@@ -75,7 +77,7 @@ class Observers:
         """
         step = self.state.step
         row = {"step": step, "tokens": step * self.tokens_per_step, "seconds": self.state.seconds} | row
-        if self.skips_steps:
+        if self.config.on_nonfinite == "skip":
             row["skipped_steps"] = self.state.skipped_steps
         if "val/loss" in row:
             self._print_evaluation(row, is_best)
@@ -113,14 +115,9 @@ class Observers:
         compile_s = compile_seconds() if self.is_compiled else None
         return summarize(self.metrics.last) | self.speed.median() | {"compile_s": compile_s}
 
-    def __enter__(self) -> "Observers":
-        with ExitStack() as stack:  # if the exit of one observer raises, the others still exit
-            stack.push(lambda kind, error, traceback: self.wandb.finish(EXIT_CODES[status_of(error)]))
-            stack.enter_context(self.progress)
-            if self.profiler:
-                stack.enter_context(self.profiler)
-            self._exit_stack = stack.pop_all()
+    def __enter__(self) -> Self:
+        self.push(lambda kind, error, traceback: self.wandb.finish(EXIT_CODES[status_of(error)]))
+        self.enter_context(self.progress)
+        if self.profiler:
+            self.enter_context(self.profiler)
         return self
-
-    def __exit__(self, kind, error, traceback) -> None:
-        self._exit_stack.__exit__(kind, error, traceback)

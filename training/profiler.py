@@ -2,7 +2,6 @@
 
 import os
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from pathlib import Path
 
 import torch
@@ -11,27 +10,23 @@ from training.speed import WARMUP_STEPS
 
 MAX_RECORDED_STEPS = 3
 MAX_MICRO_BATCHES = 24  # no step is recorded after this many micro batches, which limits the size of the trace
-MAX_ROWS = 20  # of the table
 
 
 class StepProfiler:
     """Context manager around the training loop. Records up to MAX_RECORDED_STEPS steps after the first WARMUP_STEPS.
 
-    trace: the file to write. accumulation: micro batches per step. print_line: prints the table.
+    accumulation: micro batches per step. trace: the file to write. print_line: prints the table.
     """
 
-    def __init__(self, trace: Path, accumulation: int, print_line: Callable[[str], None]):
+    def __init__(self, device: torch.device, accumulation: int, trace: Path, print_line: Callable[[str], None]):
         self.trace, self.print_line = trace, print_line
+        self.sort_by = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
         recorded = min(MAX_RECORDED_STEPS, -(-MAX_MICRO_BATCHES // accumulation))
         self.steps, self.last_step = 0, WARMUP_STEPS + recorded
-        if not torch.cuda.is_available():
+        if device.type == "cpu":
             os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise the profiler writes messages to stderr
         schedule = torch.profiler.schedule(wait=WARMUP_STEPS - 1, warmup=1, active=recorded, repeat=1)
         self._profiler = torch.profiler.profile(schedule=schedule, on_trace_ready=self._report)
-
-    def phase(self, name: str) -> AbstractContextManager:
-        """Context manager: label a phase of the current step."""
-        return torch.profiler.record_function(name)
 
     def end_step(self) -> None:
         self.steps += 1
@@ -42,8 +37,7 @@ class StepProfiler:
         if self.steps < self.last_step:
             return  # the run ends before the last recorded step
         profiler.export_chrome_trace(str(self.trace))
-        sort_by = "self_device_time_total" if torch.cuda.is_available() else "self_cpu_time_total"
-        table = profiler.key_averages().table(sort_by, row_limit=MAX_ROWS, max_name_column_width=40)
+        table = profiler.key_averages().table(self.sort_by, row_limit=20, max_name_column_width=40)
         self.print_line(f"steps {WARMUP_STEPS + 1} to {self.last_step}\n{table}")
         self.print_line(f"trace    {self.trace} (open it at ui.perfetto.dev or chrome://tracing)")
 

@@ -16,16 +16,16 @@ def format_banner(config: Any, folder: Path, summary: dict, meta: dict) -> str:
     config: the config of train.py. summary: as in summary.json. meta: the data's meta.json.
     """
     model, train, tokens, step = config.model, config.train, meta["tokens"], summary["step"]
-    kernel, is_auto = summary["attention"], train.micro_batch_size == AUTO
+    attention, warmup_steps = summary["attention"], config.schedule.warmup_steps
     tokens_per_step = train.batch_size * model.block_size
     limits = [train.steps and pluralize(train.steps, "step"), train.minutes and f"{train.minutes:g} minutes"]
-    size_of_step = f"{train.batch_size} x {model.block_size} = {tokens_per_step:,} tokens"
+    length, is_auto = " or ".join(filter(None, limits)), train.micro_batch_size == AUTO
     micro_batches = pluralize(summary["accumulation"], "micro batch")
     micro_batches += f" of {pluralize(summary['micro_batch_size'], 'sequence')}"
     lines = {
-        "run      ": [str(folder), step and f"resumed from step {step:,}"],
+        "run      ": [folder, step and f"resumed from step {step:,}"],
         "preset   ": [
-            config.text_size and f"text_size={config.text_size}, for {format_bytes(meta['bytes']['train'])} of text",
+            config.text_size and f"text_size={config.text_size}, for {format_bytes(meta['bytes']['train'])} of text"
         ],
         "data     ": [
             config.data.label,
@@ -42,32 +42,32 @@ def format_banner(config: Any, folder: Path, summary: dict, meta: dict) -> str:
             summary["device_name"],
             summary["dtype"],
             summary["compile"] and "compiled",
-            f"attention {kernel['requested']} -> {kernel['resolved']}",
+            f"attention {attention['requested']} -> {attention['resolved']}",
             summary["world_size"] > 1 and f"{summary['world_size']} processes with {config.parallel}",
         ],
         "training for ": [
-            f"{' or '.join(filter(None, limits))} of {size_of_step}",
+            f"{length} of {train.batch_size} x {model.block_size} = {tokens_per_step:,} tokens",
             (summary["accumulation"] > 1 or is_auto) and micro_batches + " (the largest that fits)" * is_auto,
             train.activation_checkpointing != "none" and f"activation checkpointing: {train.activation_checkpointing}",
             train.steps and format_epochs(train.steps * tokens_per_step / tokens["train"]),
-            config.schedule.warmup_steps >= (train.steps or inf)
-            and f"all of them warmup (schedule.warmup_steps={config.schedule.warmup_steps:,})",
+            warmup_steps >= (train.steps or inf) and f"all of them warmup (schedule.warmup_steps={warmup_steps:,})",
         ],
     }
-    return "\n".join(name + ", ".join(filter(None, parts)) for name, parts in lines.items() if any(parts))
+    return "\n".join(name + ", ".join(map(str, filter(None, parts))) for name, parts in lines.items() if any(parts))
 
 
 def describe_model(model: GPTConfig) -> str:
     """The size of a model: layers, heads, channels, context and windows."""
-    words = [pluralize(model.n_layer, "layer"), pluralize(model.n_head, "head")]
-    if model.kv_heads != model.n_head:
-        words.append(f"{model.kv_heads} key/value heads")
-    words += [f"{model.n_embd} channels", f"context {model.block_size}"]
-    if any(model.windows):
-        words.append(f"windows {format_value(model.window)}")
-    if "linear" in model.mixers:
-        words.append(f"mixer {format_value(model.mixer)}")
-    return ", ".join(words)
+    words = [
+        pluralize(model.n_layer, "layer"),
+        pluralize(model.n_head, "head"),
+        model.kv_heads != model.n_head and f"{model.kv_heads} key/value heads",
+        f"{model.n_embd} channels",
+        f"context {model.block_size}",
+        any(model.windows) and f"windows {format_value(model.window)}",
+        "linear" in model.mixers and f"mixer {format_value(model.mixer)}",
+    ]
+    return ", ".join(filter(None, words))
 
 
 def format_epochs(epochs: float) -> str:
@@ -76,15 +76,11 @@ def format_epochs(epochs: float) -> str:
 
 def format_summary(summary: dict, folder: Path) -> str:
     """The last lines of a run: its losses and speed, and the command for a sample. summary: as in summary.json."""
-    steps, duration = pluralize(summary["step"], "step"), format_duration(summary["wall_seconds"])
     last = f"last {summary['last_val_loss']:.4f}; " if summary["best_step"] != summary["step"] else ""
-    bpb = summary["best_val_bpb"]  # None: the run began before it was recorded
-    bpb = f"{bpb:.3f} bits per byte, " if bpb is not None else ""
-    speed = summary.get("tokens_per_second")  # None: only the last evaluation was left to do
-    speed = f" at {speed:,.0f} tokens/s" if speed is not None else ""
     return (
-        f"best validation loss {summary['best_val_loss']:.4f}, {bpb}"
-        f"at step {summary['best_step']}; {last}{steps} in {duration}{speed}\n"
+        f"best validation loss {summary['best_val_loss']:.4f}, {summary['best_val_bpb']:.3f} bits per byte, at step "
+        f"{summary['best_step']}; {last}{pluralize(summary['step'], 'step')} in "
+        f"{format_duration(summary['wall_seconds'])} at {summary['tokens_per_second']:,.0f} tokens/s\n"
         f"best     {folder / 'checkpoints' / 'best.pt'}, which sample.py uses\n"
         f"curve    {folder / 'loss.png'}\n"
         f"next     python sample.py run={summary['name']}"

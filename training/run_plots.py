@@ -5,7 +5,6 @@ from pathlib import Path
 
 import numpy as np
 
-from common.files import name_file_in_errors
 from common.metrics_file import read_curves
 from common.plots import make_figure, style_axes, thin_curve
 
@@ -27,27 +26,22 @@ def plot_run(folder: Path) -> None:
         plot_attention(rows, folder / "attention.png")
 
 
-def plot_loss(folder: Path) -> Path:
-    """Plot the losses in <folder>/metrics.jsonl over the steps -> <folder>/loss.png."""
+def plot_loss(folder: Path) -> None:
+    """Plot the losses in <folder>/metrics.jsonl over the steps, as <folder>/loss.png."""
     train, val = read_curves(folder / "metrics.jsonl", "train/loss", "val/loss").values()
-    has_train, has_val = len(train[0]) > 0, len(val[0]) > 0
-
     figure = make_figure(7.5, 4.2)
     axes = figure.subplots()
     style_axes(axes, folder.name)
-    if has_train:
+    if len(train[0]):
         axes.plot(*thin_curve(*train), color="#9db4d0", linewidth=0.8, label="training, each step's batch")
-    if has_val:
+    if len(val[0]):
         label = f"validation, best {val[1].min():.3f}"
         axes.plot(*thin_curve(*val), "o-", color="#c2410c", linewidth=1.8, markersize=4, label=label)
     axes.set(xlabel="optimizer step", ylabel="loss, nats per token")
     axes.locator_params(axis="x", integer=True)
-    if has_train or has_val:
+    if axes.lines:
         axes.legend(frameon=False)
-    path = folder / "loss.png"
-    with name_file_in_errors(path):
-        figure.savefig(path)
-    return path
+    figure.savefig(folder / "loss.png")
 
 
 def plot_attention(rows: list[dict], path: Path) -> None:
@@ -66,17 +60,17 @@ def plot_attention(rows: list[dict], path: Path) -> None:
         values = values.reshape(len(rows), n_layer, -1)  # one column per head
         style_axes(axes, title)
         for layer, color in enumerate(colors):
-            axes.plot(steps, values[:, layer], color=color, linewidth=0.5, alpha=min(0.5, 3 / n_layer))
-        for layer, color in enumerate(colors):
-            label = f"layer {layer + 1}"
-            axes.plot(steps, values[:, layer].mean(-1), color=color, linewidth=1.8, label=label)
+            axes.plot(steps, values[:, layer], color=color, linewidth=0.5, alpha=min(0.5, 3 / n_layer), zorder=1)
+            mean = values[:, layer].mean(-1)
+            axes.plot(steps, mean, color=color, linewidth=1.8, label=f"layer {layer + 1}")
         axes.set_xlabel("optimizer step")
         axes.locator_params(axis="x", integer=True)
     panels[0].set_yscale("log", nonpositive="clip")
     panels[0].yaxis.set_major_formatter("{x:g}")
     panels[0].yaxis.set_minor_formatter(LogFormatter())
     panels[-1].axis("off")
-    legend = {"frameon": False, "fontsize": 9, "title": f"{path.parent.name}\nthick: mean over heads, thin: heads"}
-    panels[-1].legend(*panels[0].get_legend_handles_labels(), loc="center", ncols=-(-n_layer // 12), **legend)
-    with name_file_in_errors(path):
-        figure.savefig(path)
+    panels[-1].legend(
+        *panels[0].get_legend_handles_labels(), loc="center", ncols=-(-n_layer // 12), frameon=False, fontsize=9,
+        title=f"{path.parent.name}\nthick: mean over heads, thin: heads",
+    )  # fmt: skip
+    figure.savefig(path)

@@ -1,6 +1,5 @@
 """Measures step times, throughput and the peak speed of matrix products. On CUDA, events measure the time."""
 
-import functools
 import statistics
 import time
 from collections.abc import Callable
@@ -12,52 +11,32 @@ from common.system import cache_bytes
 
 WARMUP_STEPS = 5  # first steps of a process, excluded from medians: caches fill, and kernels are selected
 
-# Peak FLOP/s of dense matrix products, from the data sheets. Keys are full names of GPUs: variants of the same family
-# (laptop, PCIe, partitioned) are slower, so their peak is measured.
-H100_PEAK = {torch.bfloat16: 989e12, torch.float16: 989e12, torch.float32: 67e12}
-A100_PEAK = {torch.bfloat16: 312e12, torch.float16: 312e12, torch.float32: 19.5e12}
+# Peak FLOP/s of dense matrix products in 16 bits and in float32, from the data sheets. Keys are full names of GPUs:
+# variants of the same family (laptop, PCIe, partitioned) are slower, so their peak is measured.
 GPU_PEAK = {
-    "NVIDIA H200": H100_PEAK,
-    "NVIDIA H100 80GB HBM3": H100_PEAK,
-    "NVIDIA A100-SXM4-80GB": A100_PEAK,
-    "NVIDIA A100-SXM4-40GB": A100_PEAK,
-    "NVIDIA L40S": {torch.bfloat16: 362e12, torch.float16: 362e12, torch.float32: 91.6e12},
-    "NVIDIA GeForce RTX 4090": {torch.bfloat16: 165e12, torch.float16: 165e12, torch.float32: 82.6e12},
+    "NVIDIA H200": (989e12, 67e12),
+    "NVIDIA H100 80GB HBM3": (989e12, 67e12),
+    "NVIDIA A100-SXM4-80GB": (312e12, 19.5e12),
+    "NVIDIA GeForce RTX 4090": (165e12, 82.6e12),
 }
-BANDWIDTH_BYTES = 2**27
-MAX_PEAK_SECONDS = 0.5  # a CPU without bfloat16 instructions takes seconds for one product
 
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     """Peak FLOP/s of matrix products on one device: from GPU_PEAK, else the fastest of a few large products."""
     if device.type == "cuda":
-        known = GPU_PEAK.get(torch.cuda.get_device_name(device), {})
+        known = GPU_PEAK.get(torch.cuda.get_device_name(device))
         is_tf32 = dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
-        if dtype in known and not is_tf32:
-            return known[dtype]
+        if known and not is_tf32:
+            return known[dtype == torch.float32]
     size = 8192 if device.type == "cuda" else 1024
     a = torch.randn(size, size, device=device).to(dtype)
-    fastest, started = float("inf"), time.perf_counter()
-    for _ in range(6):
-        start = _record_time(device)
-        a @ a
-        fastest = min(fastest, _elapsed_seconds(device, start, _record_time(device)))
-        if time.perf_counter() - started > MAX_PEAK_SECONDS:
-            break
-    return 2 * size**3 / fastest
+    return 2 * size**3 / min(_time_repeatedly(lambda: a @ a, device, 4))
 
 
 def memory_bandwidth(device: torch.device) -> float:
     """Bytes per second that a sum over a large tensor reads from memory, the faster of two."""
-    x = _large_tensor(device)
-    seconds = _time_repeatedly(x.sum, device, 2)
-    return x.nbytes / min(seconds)
-
-
-@functools.cache
-def _large_tensor(device: torch.device) -> torch.Tensor:
-    """A tensor that exceeds the caches. It is allocated once, because that takes longer than a measurement."""
-    return torch.ones(max(BANDWIDTH_BYTES, 4 * cache_bytes(device)) // 4, device=device)
+    x = torch.ones(max(2**27, 4 * cache_bytes(device)) // 4, device=device)
+    return x.nbytes / min(_time_repeatedly(x.sum, device, 2))
 
 
 def synchronize(device: torch.device) -> None:
@@ -83,10 +62,7 @@ class Speed:
         self._start, self.wait_seconds = _record_time(self.device), 0.0
 
     def end_step(self) -> Callable[[], dict]:
-        """Returns a function that waits for the step and returns its metrics.
-
-        The metrics are step_ms, data_wait_ms (the part of step_ms spent waiting for data), tokens_per_second and mfu.
-        """
+        """Returns a function that waits for the step and returns its metrics."""
         start, end, wait_seconds = self._start, _record_time(self.device), self.wait_seconds
 
         def read() -> dict:
@@ -103,7 +79,7 @@ class Speed:
     def _metrics(self, seconds: float, wait_seconds: float) -> dict:
         return {
             "step_ms": 1000 * seconds,
-            "data_wait_ms": 1000 * wait_seconds,
+            "data_wait_ms": 1000 * wait_seconds,  # the part of step_ms spent waiting for data
             "tokens_per_second": self.tokens / seconds,
             "mfu": self.flops / seconds / self.peak,
         }
@@ -118,12 +94,7 @@ def compile_seconds() -> float:
 
 
 def time_calls(
-    call: Callable[[], object],
-    device: torch.device,
-    min_calls: int,
-    seconds: float,
-    max_calls: int,
-    setup: Callable[[], object] = lambda: None,
+    call: Callable, device: torch.device, min_calls: int, seconds: float, max_calls: int, setup: Callable = lambda: None
 ) -> list[float]:
     """Time the calls that fit into about `seconds`, at least min_calls and at most max_calls -> seconds of each call.
 
@@ -136,9 +107,7 @@ def time_calls(
     return first + _time_repeatedly(call, device, max(min_calls, fitting) - 1, setup)
 
 
-def _time_repeatedly(
-    call: Callable[[], object], device: torch.device, count: int, setup: Callable[[], object] = lambda: None
-) -> list[float]:
+def _time_repeatedly(call: Callable, device: torch.device, count: int, setup: Callable = lambda: None) -> list[float]:
     times = []
     for _ in range(count):  # on CUDA, no call waits for the previous one
         setup()

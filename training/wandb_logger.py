@@ -56,17 +56,12 @@ class WandbRun:
     def _init(self) -> Any:
         import wandb
 
+        config = self.config
         run = wandb.init(
-            mode=self.config.mode,
-            project=self.config.project,
-            entity=self.config.entity,
-            tags=self.config.tags,
-            dir=self.folder.resolve(),
-            config=flatten_dict(self.run_config),
-            id=self.id,
+            mode=config.mode, project=config.project, entity=config.entity, tags=config.tags, dir=self.folder.resolve(),
+            config=flatten_dict(self.run_config), id=self.id, **self.arguments,
             settings=wandb.Settings(silent=True, console="off", init_timeout=60),
-            **self.arguments,
-        )
+        )  # fmt: skip
         run.define_metric("step")
         run.define_metric("*", step_metric="step")  # wandb drops rows if its own step decreases
         return run

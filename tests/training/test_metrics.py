@@ -29,7 +29,7 @@ def rows_of(path):
 
 def test_rows_are_written_several_at_a_time(tmp_path):
     path, metrics = tmp_path / "metrics.jsonl", logger(tmp_path)
-    metrics.log({"step": 1, "train/loss": torch.tensor(2.5)}, deferred=lambda: {"step_ms": 3.0})
+    metrics.log({"step": 1, "train/loss": torch.tensor(2.5)}, read=lambda: {"step_ms": 3.0})
     metrics.log({"step": 2, "train/loss": torch.tensor(2.0)})
     assert path.read_text() == ""
     metrics.flush(sync=True)
