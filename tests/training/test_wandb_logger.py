@@ -44,21 +44,15 @@ def start(calls, monkeypatch):
     return event
 
 
-def test_new_run_gets_an_id_all_rows_and_the_summary(tmp_path, calls):
-    run = WandbRun(CONFIG, tmp_path, {})
-    assert run.id and not calls
+@pytest.mark.parametrize(("run_id", "resume"), [(None, None), ("before", "allow")])
+def test_wandb_gets_the_id_all_rows_and_the_summary(tmp_path, calls, run_id, resume):
+    run = WandbRun(CONFIG, tmp_path, {}, run_id)
+    assert run.id and run_id in (None, run.id) and not calls
     run.log([{"step": 0}, {"step": 1}])
     run.set_summary({"status": "running", "best_val_loss": 2.0})
     run.finish(1)
-    start = {"id": run.id, "resume": None}
+    start = {"id": run.id, "resume": resume}
     assert calls == [start, {"step": 0}, {"step": 1}, {"best_val_loss": 2.0}, {"exit_code": 1}]
-
-
-def test_resumed_run_keeps_its_id(tmp_path, calls):
-    run = WandbRun(CONFIG, tmp_path, {}, "before")
-    run.log([{"step": 3}])
-    run.finish(0)
-    assert calls == [{"id": "before", "resume": "allow"}, {"step": 3}, {"exit_code": 0}]
 
 
 def test_training_does_not_wait_for_the_start_of_wandb(tmp_path, calls, start):
@@ -113,43 +107,24 @@ def test_folders_of_a_resumed_offline_run_have_the_same_id_and_all_steps_togethe
     assert (read_steps(first), read_steps(second)) == ([0, 1, 2, 3], [4, 5, 6])
 
 
-# Trains, and kills wandb's service process when wandb has started.
-KILL_SERVICE = """
-import os, signal, subprocess
-from pathlib import Path
+def test_run_does_not_need_the_service_process(train, monkeypatch, capfd):
+    services, popen, with_pictures = [], subprocess.Popen, wandb_logger._with_pictures
+    monkeypatch.setattr(
+        subprocess, "Popen", lambda *args, **options: services.append(popen(*args, **options)) or services[-1]
+    )
 
-class Popen(subprocess.Popen):
-    def __init__(self, command, **arguments):
-        super().__init__(command, **arguments)
-        if "wandb-core" in command[0]:
-            Path("service").write_text(str(self.pid))
+    def kill_service_and_log(row):
+        for process in services:
+            if "wandb-core" in process.args[0]:
+                process.kill()
+                process.wait()
+        return with_pictures(row)
 
-subprocess.Popen = Popen
-import train
-from configs import cli
-from training import wandb_logger
-
-log = wandb_logger._with_pictures
-
-def kill_service(row):
-    if (file := Path("service")).exists():
-        os.kill(int(file.read_text()), signal.SIGKILL)
-        file.rename("killed")
-    return log(row)
-
-wandb_logger._with_pictures = kill_service
-cli.run_process(train.main, cli.parse_config("train", ""))
-"""
-
-
-def test_run_does_not_need_the_service_process(workdir):
-    environment = os.environ | {"PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", KILL_SERVICE, *TINY, "name=a", "wandb.mode=offline", "eval.every=100"]
-    done = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
-    assert done.returncode == 0, done.stderr
-    assert Path("killed").exists()
-    assert "Traceback" not in done.stdout + done.stderr
-    assert done.stdout.count("continuing without wandb, runs/a has all results") == 1
+    monkeypatch.setattr(wandb_logger, "_with_pictures", kill_service_and_log)
+    assert train("name=a", "wandb.mode=offline") == 0
+    printed = capfd.readouterr()
+    assert printed.out.count("continuing without wandb, runs/a has all results") == 1
+    assert "Traceback" not in printed.out + printed.err
     assert [row["step"] for row in metrics("a")] == list(range(7))
     assert summary("a")["status"] == "finished"
 
