@@ -4,14 +4,13 @@ Each program runs in its own process, because the idle threads of one library sl
 `start`, then `measure_difference` and `measure_speed`.
 """
 
-import ctypes
 import importlib.util
 import statistics
 import sys
 import time
 from collections.abc import Callable
 from contextlib import redirect_stdout
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from io import StringIO
 from itertools import pairwise
 from pathlib import Path
@@ -26,8 +25,6 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 from nanogpt_parity import BLOCK_MODULES, OUTER_MODULES, import_model  # noqa: E402
 
 from configs.cli import config_from_python  # noqa: E402
-from data.config import TokenizerConfig  # noqa: E402
-from data.tokenizer import Corpus, byte, to_spec  # noqa: E402
 from model.attention import get_attention_fn  # noqa: E402
 from model.generation.decode_linear import convert_linears  # noqa: E402
 from model.generation.engine import Engine, Prompt  # noqa: E402
@@ -185,54 +182,14 @@ def ctranslate2(setup: Setup) -> Program:
     return Program(generate, logits)
 
 
-def llama_cpp(setup: Setup) -> Program:
-    """llama.cpp reads the model from a GGUF file. Its int8 format is Q8_0."""
-    from model.huggingface.gguf import write_gguf
-
-    llama = importlib.import_module("llama_cpp")
-
-    model, file = build_model(), setup.folder / f"{setup.dtype}.gguf"
-    spec = to_spec(byte(Corpus([], False), TokenizerConfig("byte", None, None)))
-    checkpoint = {"model": model.state_dict(), "vocab_size": VOCAB_SIZE, "tokenizer": spec}
-    write_gguf(file, checkpoint | {"model_config": asdict(model.config)}, "gpt2", "gpt2", torch.float32)
-    if setup.dtype == "int8":
-        source, file = file, setup.folder / "q8_0.gguf"
-        parameters = llama.llama_model_quantize_default_params()
-        parameters.ftype, parameters.nthread = llama.LLAMA_FTYPE_MOSTLY_Q8_0, torch.get_num_threads()
-        llama.llama_model_quantize(str(source).encode(), str(file).encode(), ctypes.byref(parameters))
-    threads = torch.get_num_threads()
-    settings = dict(n_ctx=model.config.block_size, n_threads=threads, n_threads_batch=threads, verbose=False)
-    settings |= dict(type_k=llama.GGML_TYPE_F32, type_v=llama.GGML_TYPE_F32)  # of the KV cache
-    theirs = llama.Llama(str(file), **settings)
-
-    def generate(prompt: Tensor, new: int) -> tuple[Tensor, list[float]]:
-        times, tokens = [], prompt[0].tolist()
-        theirs.reset()
-        theirs.eval(tokens)
-        for _ in range(new):
-            tokens.append(theirs.sample(temp=0.0))
-            times.append(time.perf_counter())
-            theirs.eval(tokens[-1:])
-        return torch.tensor([tokens]), times
-
-    def logits(tokens: Tensor) -> Tensor:
-        with_logits = llama.Llama(str(file), logits_all=True, **settings)
-        with_logits.eval(tokens.tolist())
-        return torch.from_numpy(with_logits.scores[: len(tokens)].copy())
-
-    return Program(generate, logits)
-
-
 BUILDERS = {
     "trilGPT": trilgpt,
     "transformers": transformers,
     "nanoGPT": nanogpt,
     "CTranslate2": ctranslate2,
-    "llama.cpp": llama_cpp,
 }
 PACKAGES = {"transformers": ["transformers"], "CTranslate2": ["ctranslate2", "transformers"]}
-PACKAGES |= {"llama.cpp": ["llama_cpp", "gguf"]}
-MAX_SAMPLES = {"nanoGPT": 1, "llama.cpp": 1}  # in a batch, of programs that these scripts do not run with more
+MAX_SAMPLES = {"nanoGPT": 1}  # in a batch, of programs that these scripts do not run with more
 
 
 def missing_package(name: str) -> str | None:

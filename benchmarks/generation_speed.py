@@ -1,6 +1,6 @@
 """Compare the generation speed of trilGPT and other programs: GPT-2 124M with the same random weights.
 
-    pip install transformers ctranslate2 gguf llama-cpp-python    # those that are missing are skipped
+    pip install transformers ctranslate2    # those that are missing are skipped
     git clone https://github.com/karpathy/nanoGPT
     python benchmarks/generation_speed.py nanoGPT
     python benchmarks/generation_speed.py nanoGPT --device cuda --dtype bfloat16
@@ -44,10 +44,8 @@ PYTORCH_DTYPES = ("float32", "bfloat16", "float16")
 CPU_DTYPES = {
     "trilGPT": (*PYTORCH_DTYPES, "int8"),
     "CTranslate2": ("float32", "int8"),
-    "llama.cpp": ("float32", "int8"),
 }  # programs that are not listed run with --dtype
 MAX_LOGIT_DIFFERENCE = {"float32": 1e-4, "bfloat16": 0.1, "float16": 0.02, "int8": 0.2}
-LLAMA_CPP_DIFFERENCE = 2e-3  # llama.cpp looks up the GELU in a table of float16 numbers
 WEIGHT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 CASES = {
     "64 -> 128": (64, 64, 1),
@@ -114,7 +112,7 @@ def start_programs(arguments: argparse.Namespace, folder: Path) -> list[Candidat
             print(f"{name} is skipped; it needs the package {package}", file=sys.stderr)
             continue
         on_cpu = arguments.device == "cpu"
-        if not on_cpu and name in ("CTranslate2", "llama.cpp"):
+        if not on_cpu and name == "CTranslate2":
             continue
         for dtype in CPU_DTYPES.get(name, [arguments.dtype]) if on_cpu else [arguments.dtype]:
             setup = Setup(name, dtype, arguments.device, arguments.nanogpt, folder)
@@ -128,8 +126,6 @@ def print_differences(candidates: list[Candidate], tokens: Tensor) -> bool:
     for candidate in candidates:
         difference = candidate.process.submit(measure_difference, tokens).result()
         allowed = MAX_LOGIT_DIFFERENCE[candidate.setup.dtype]
-        if candidate.setup.name == "llama.cpp":
-            allowed = max(allowed, LLAMA_CPP_DIFFERENCE)
         is_different |= not difference <= allowed
         print(f"largest difference of logits, {candidate.label}: {difference:.1e}, allowed {allowed:.0e}")
     return is_different

@@ -202,20 +202,13 @@ class Export:
     run: str
     checkpoint: str
     out: str | None
-    format: str
     dtype: str
 
     def check(self) -> None:
         """Raises UserError for invalid settings."""
         rules = [
             ("checkpoint", CHECKPOINT_NAME.fullmatch(self.checkpoint), UNKNOWN_CHECKPOINT),
-            ("format", self.format in ("huggingface", "gguf"), "is unknown; set huggingface or gguf"),
-            (
-                "out",
-                self.format == "gguf" or not (self.out or "").endswith(".gguf"),
-                "needs format=gguf; set it too, or set a folder",
-            ),
-            ("out", self.out != "", "is empty; set a folder, or with format=gguf a file"),
+            ("out", self.out != "", "is empty; set a folder"),
             (
                 "dtype",
                 self.dtype in ("float32", "bfloat16", "float16"),

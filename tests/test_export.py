@@ -6,14 +6,15 @@ import subprocess
 import sys
 from pathlib import Path
 
-import numpy as np
 import pytest
 import torch
 import transformers
 
 from common.checkpoint_file import load_checkpoint, save_checkpoint
+from common.errors import UserError
 from configs.cli import parse_config, run_main
 from data.tokenizer import END_OF_TEXT, end_of_text
+from model.pretrained import load_pretrained
 from sample import load
 
 PROMPT = "The 7th line"
@@ -169,13 +170,10 @@ def test_model_of_the_hub_is_read_from_its_cache(train, export, sample, workdir,
 
 WRONG = [
     ({}, ["run=none"], "run=none has no checkpoint"),
-    ({}, ["format=zip"], "format=zip is unknown; set huggingface or gguf"),
     ({}, ["dtype=int8"], "dtype=int8 is unknown; set float32, bfloat16 or float16"),
-    ({}, ["out=a.gguf"], "out=a.gguf needs format=gguf; set it too, or set a folder"),
     ({}, ["out=text.txt"], "text.txt exists; set another out, or remove it"),
     ({}, ["run=hf:somewhere/else/x"], "somewhere/else/x has no config.json; set hf:FOLDER"),
     ({}, ["run=hf:no/such"], "hf:no/such is not a folder, and could not be downloaded"),
-    ({}, ["format=gguf"], "has the tokenizer char, whose rule for splitting text into words llama.cpp does not have"),
     ({"model.safetensors": None}, ["run=hf:exported"], "exported has no model.safetensors; set hf:FOLDER"),
     ({"model.safetensors": "x" * 99}, ["run=hf:exported"], "model.safetensors is damaged"),
     ({"config.json": "{"}, ["run=hf:exported"], "config.json is damaged"),
@@ -184,7 +182,6 @@ WRONG = [
     ({"config.json": '{"model_type": "gpt2", "quantization_config": {}}'}, ["run=hf:exported"], "quantized weights"),
     ({"config.json": "no vocab_size"}, ["run=hf:exported"], "config.json has vocab_size=null, but tokenizer.json has"),
     ({"tokenizer.json": "{}"}, ["run=hf:exported"], "tokenizer.json is not a byte-level BPE tokenizer"),
-    ({}, ["run=hf:exported"], "exported is already a folder for transformers; set format=gguf"),
 ]
 
 
@@ -200,6 +197,11 @@ def test_wrong_input_is_one_sentence_and_leaves_nothing(train, export, workdir, 
         (workdir / "exported" / name).unlink()
         if content is not None:
             (workdir / "exported" / name).write_text(content)
+    if words and words[0].startswith("run=hf:"):
+        with pytest.raises(UserError) as error:
+            load_pretrained(words[0].removeprefix("run="))
+        assert message in str(error.value)
+        return
     before = sorted(workdir.rglob("*"))
     code, output = export(*words)
     assert code == 2 and message in output and output.count("\n") == 1
@@ -215,39 +217,6 @@ def test_default_architecture_is_refused_with_the_settings_to_change(train, expo
 
 
 # Programs that read exported models. They are installed with `pip install -e ".[interoperability]"`.
-
-
-@pytest.mark.parametrize("model", [["model=gpt2", "tokenizer=byte"], LLAMA, [*LLAMA, "model.mlp=relu2"]])
-def test_llama_cpp_has_the_same_ids_and_logits(train, export, model):
-    llama_cpp = pytest.importorskip("llama_cpp", reason="NOT RUN: needs llama-cpp-python")
-    assert train("name=a", *model) == 0
-    randomize("a")
-    assert export("run=a", "format=gguf", "out=a.gguf")[0] == 0
-    ours, tokenizer = load("a")
-    text = "après\r\n <|end|>"
-    tokens = tokenizer.encode(text)
-    theirs = llama_cpp.Llama("a.gguf", n_ctx=len(tokens), logits_all=True, type_k=0, type_v=0, verbose=False)
-    assert theirs.tokenize(text.encode(), add_bos=False, special=False) == tokens
-    theirs.eval(tokens)
-    expected = ours(torch.tensor([tokens]))[0]
-    # llama.cpp computes GELU with a table in float16
-    np.testing.assert_allclose(theirs.scores[: len(tokens)], expected, atol=5e-3 if "model=gpt2" in model else 1e-4)
-
-
-def test_gguf_file_has_all_tensors(train, export):
-    gguf = pytest.importorskip("gguf", reason="NOT RUN: needs gguf")
-    assert train("name=a", *LLAMA, "model.n_kv_head=1") == 0
-    assert export("run=a", "format=gguf", "dtype=float16", "out=a.gguf")[0] == 0
-    reader = gguf.GGUFReader("a.gguf")
-    weights = load_checkpoint(Path("runs/a/checkpoints/best.pt"))["model"]
-    assert sum(int(t.n_elements) for t in reader.tensors) == sum(w.numel() for w in weights.values())
-    names = {tensor.name: tensor for tensor in reader.tensors}
-    np.testing.assert_allclose(names["blk.1.ffn_down.weight"].data, weights["blocks.1.mlp.proj.weight"], atol=1e-3)
-    q, ours = names["blk.0.attn_q.weight"].data, weights["blocks.0.attn.qkv.weight"]
-    half = ours.shape[1] // 4 // 2  # of the channels of the first of four heads, whose rows are interleaved
-    np.testing.assert_allclose(q[0 : 2 * half : 2], ours[:half], atol=1e-3)
-    np.testing.assert_allclose(q[1 : 2 * half : 2], ours[half : 2 * half], atol=1e-3)
-    assert reader.fields["tokenizer.ggml.pre"].contents() == "gpt-2"
 
 
 @pytest.mark.slow

@@ -1,1 +1,1 @@
-"""Exchange of models with other programs: folders in the layout of Hugging Face transformers, and GGUF files."""
+"""Exchange of models with other programs: folders in the layout of Hugging Face transformers."""
