@@ -29,44 +29,31 @@ def load_init_weights(init_from: str, model: GPT, metadata: dict) -> None:
 
     metadata: see make_checkpoint_metadata, of the new run. Raises UserError if the tokenizer or the model is different.
     """
-    run = resolve_init_from(init_from)
+    run = f"hf:openai-community/{init_from}" if init_from in GPT2_MODELS else init_from.removeprefix("run:")
     path, saved = load_pretrained(run)
-    if _without_name(saved["tokenizer"]) != _without_name(metadata["tokenizer"]):
-        raise UserError(
-            f"{path} has another tokenizer ({saved['tokenizer']['name']} with {saved['vocab_size']:,} tokens) than "
-            f"this run ({metadata['tokenizer']['name']} with {metadata['vocab_size']:,}); "
-            f"set tokenizer=run tokenizer.run={run}"
-        )
-    saved_config, T = GPTConfig.from_checkpoint(saved["model_config"]), model.config.block_size
-    fits = model.config.position == "rotary" or saved_config.block_size >= T
-    may_differ = {"name", "dropout", "pad_vocab_multiple"} | ({"block_size"} if fits else set())
-    may_differ |= {"ngram_table_size"} if saved_config.max_ngram == 1 else set()
+    vocab_size, config = saved["vocab_size"], GPTConfig.from_checkpoint(saved["model_config"])
+    if saved["tokenizer"] | {"name": None} != metadata["tokenizer"] | {"name": None}:
+        raise UserError(f"{path} has another tokenizer than this run; set tokenizer=run tokenizer.run={run}")
+    may_differ = {"name", "dropout", "pad_vocab_multiple"}
+    if model.config.position == "rotary" or config.block_size >= model.config.block_size:
+        may_differ.add("block_size")
+    if config.max_ngram == 1:
+        may_differ.add("ngram_table_size")
+    theirs = asdict(config) | {"n_kv_head": config.kv_heads, "mlp_width": config.mlp_channels}
     # the values that null stands for, if all other settings are those of the saved model
-    settings = asdict(model.config) | {
-        "n_kv_head": model.config.n_kv_head or saved_config.n_head,
-        "mlp_width": model.config.mlp_width or replace(saved_config, mlp_width=None).mlp_channels,
-    }
-    saved_settings = asdict(saved_config) | {"n_kv_head": saved_config.kv_heads, "mlp_width": saved_config.mlp_channels}
+    defaults = {"n_kv_head": config.n_head, "mlp_width": replace(config, mlp_width=None).mlp_channels}
+    ours = asdict(model.config)
+    ours |= {key: value for key, value in defaults.items() if ours[key] is None}
     different = [
         f"model.{key}={format_value(value)}"
-        for key, value in saved_settings.items()
-        if value != settings[key] and key not in may_differ
+        for key, value in theirs.items()
+        if value != ours[key] and key not in may_differ
     ]
     if different:
         raise UserError(f"{path} has another model than this run; set {' '.join(different)}")
     weights = dict(saved["model"])
     if model.wpe is not None:
-        weights["wpe.weight"] = weights["wpe.weight"][:T]
-    for name in ("wte.weight", "lm_head.weight"):
-        V = saved["vocab_size"]
-        weights[name] = F.pad(weights[name][:V], (0, 0, 0, model.wte.num_embeddings - V))
+        weights["wpe.weight"] = weights["wpe.weight"][: model.config.block_size]
+    for name in ("wte.weight", "lm_head.weight"):  # this run can pad the vocabulary to another size
+        weights[name] = F.pad(weights[name][:vocab_size], (0, 0, 0, model.wte.num_embeddings - vocab_size))
     load_weights(model, weights)
-
-
-def resolve_init_from(init_from: str) -> str:
-    """The name of the model in train.init_from, for load_pretrained."""
-    return f"hf:openai-community/{init_from}" if init_from in GPT2_MODELS else init_from.removeprefix("run:")
-
-
-def _without_name(spec: dict) -> dict:
-    return {key: value for key, value in spec.items() if key != "name"}

@@ -59,7 +59,7 @@ def test_finetuning_resumes_without_the_initial_run(trained, train, other, workd
 
 
 UNSUITABLE = [
-    (["tokenizer=byte", "data.path=other.txt"], "this run (byte with 256); set tokenizer=run tokenizer.run=a"),
+    (["tokenizer=byte", "data.path=other.txt"], "set tokenizer=run tokenizer.run=a"),
     ([*FROM_A[1:4], "model.n_layer=1"], "has another model than this run; set model.n_layer=2"),
     ([*FROM_A[1:4], "train.init_from=run:none"], "run=none has no checkpoint"),
 ]

@@ -1,42 +1,23 @@
 """tokenizer.json: the same ids and texts as tiktoken, round trips, and tokenizers that cannot be imported."""
 
-import itertools
 import json
 import random
-import sysconfig
 from dataclasses import replace
-from pathlib import Path
 
-import numpy as np
 import pytest
 import tokenizers
 from data_helpers import GPT2S, GPT4, UNUSUAL_TEXTS, build
-from helpers import BPE, BYTE, CHAR, GPT2
+from helpers import BPE, BYTE, CHAR, TEXT
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from common.errors import UserError
-from data.tokenizer import BPE_PATTERN, END_OF_TEXT, encode, from_spec, needs_download, to_spec
+from data.tokenizer import BPE_PATTERN, END_OF_TEXT, encode, from_spec, to_spec
 from model.huggingface.tokenizer_json import from_tokenizer_json, to_tokenizer_json
 
 PATTERNS = {"ours": BPE_PATTERN, "gpt2": GPT2S, "cl100k_base": GPT4[0], "o200k_base": GPT4[1]}
-SCRIPTS = [(0x4E00, 0x9FFF), (0x3040, 0x30FF), (0xAC00, 0xD7A3), (0x1F300, 0x1FAFF), (0x400, 0x4FF), (0x600, 0x6FF),
-           (0xA0, 0x24F), (0x300, 0x36F), (0x2000, 0x206F)]  # fmt: skip
-SEPARATORS = [
-    " ",
-    "  ",
-    "\r\n",
-    "\n\n",
-    "\t",
-    END_OF_TEXT,
-    "'s",
-    "'LL",
-    "'\u017f",
-    " 12345 67",
-    "a" * 14,
-    " " * 7,
-    "!?!?",
-]
+SCRIPTS = [(0x4E00, 0x9FFF), (0xAC00, 0xD7A3), (0x1F300, 0x1FAFF), (0x400, 0x4FF), (0x600, 0x6FF), (0x300, 0x36F)]
+SEPARATORS = [" ", "  ", "\r\n", "\n\n", "\t", END_OF_TEXT, "'s", "'LL", "'\u017f", " 12345 67", "a" * 14, "!?!?"]
 
 
 def load(spec: dict) -> tokenizers.Tokenizer:
@@ -46,26 +27,23 @@ def load(spec: dict) -> tokenizers.Tokenizer:
     return tokenizer
 
 
-def mixed_text(characters: int) -> str:
-    """Python code with both kinds of line ends, and words of random characters of many scripts."""
-    rng, parts = random.Random(0), []
-    for path in itertools.cycle(sorted(Path(sysconfig.get_path("stdlib")).glob("*.py"))):
-        code = path.read_text(encoding="utf-8", errors="ignore")
-        words = ("".join(map(chr, (rng.randint(*scripts) for _ in range(rng.randint(1, 9)))))
-                 for scripts in rng.choices(SCRIPTS, k=len(code) // 20))  # fmt: skip
-        parts += [code, code[:5000].replace("\n", "\r\n"), *(word + rng.choice(SEPARATORS) for word in words)]
-        if sum(map(len, parts)) >= characters:
-            break
-    return "".join(parts)[:characters]
+def mixed_text() -> str:
+    """Lines of English and French, and words of random characters of many scripts."""
+    rng, parts = random.Random(0), [TEXT, *UNUSUAL_TEXTS]
+    for scripts in rng.choices(SCRIPTS, k=4000):
+        word = "".join(chr(rng.randint(*scripts)) for _ in range(rng.randint(1, 9)))
+        parts.append(word + rng.choice(SEPARATORS))
+    return "".join(parts)
 
 
 @pytest.fixture(scope="module")
 def specs() -> dict[str, dict]:
     """A tokenizer of each kind. OpenAI's patterns are combined with a small vocabulary."""
-    documents = [mixed_text(100_000), "".join(UNUSUAL_TEXTS)]
-    specs = {config.name: to_spec(build(documents, config)) for config in (CHAR, BYTE)}
+    documents = [mixed_text(), mixed_text()[::-1]]
     bpe = to_spec(build(documents, replace(BPE, vocab_size=2000)))
-    return specs | {name: bpe | {"pattern": pattern} for name, pattern in PATTERNS.items()}
+    return {config.name: to_spec(build(documents, config)) for config in (CHAR, BYTE)} | {
+        name: bpe | {"pattern": pattern} for name, pattern in PATTERNS.items()
+    }
 
 
 @pytest.mark.parametrize("name", ["byte", *PATTERNS])
@@ -74,25 +52,20 @@ def specs() -> dict[str, dict]:
 @example(text="aaaaa" * 9 + " " * 99)
 @example(text=END_OF_TEXT)
 def test_ids_equal_those_of_tiktoken(specs, name, text):
-    theirs = load(specs[name])
-    ids = encode(from_spec(specs[name]), text).tolist()
+    theirs, ids = load(specs[name]), encode(from_spec(specs[name]), text).tolist()
     assert theirs.encode(text).ids == ids
     assert theirs.decode(ids) == text
 
 
 @pytest.mark.parametrize("name", ["char", "byte", *PATTERNS])
-def test_ids_of_mixed_text_equal_those_of_tiktoken(specs, name):
-    text = mixed_text(100_000)  # the text that the vocabulary of characters was built from
-    assert load(specs[name]).encode(text).ids == encode(from_spec(specs[name]), text).tolist()
-
-
-@pytest.mark.slow
-def test_ids_of_ten_megabytes_equal_those_of_tiktoken(specs):
-    spec = specs["ours"] if needs_download(GPT2) else to_spec(build(["a"], GPT2))
-    text = mixed_text(10_000_000)
-    ours, parts = from_spec(spec), [text[i : i + 100_000] for i in range(0, len(text), 100_000)]
-    for part, theirs in zip(parts, load(spec).encode_batch(parts), strict=True):
-        assert np.array_equal(theirs.ids, encode(ours, part))
+def test_mixed_text_has_the_ids_of_tiktoken_also_when_imported(specs, name):
+    spec, text = specs[name], mixed_text()
+    ids = encode(from_spec(spec), text).tolist()
+    assert load(spec).encode(text).ids == ids
+    imported = from_tokenizer_json(json.loads(json.dumps(to_tokenizer_json(spec))), "tokenizer.json")
+    assert encode(from_spec(imported), text).tolist() == ids
+    if name in ("char", "byte", "ours", "gpt2"):
+        assert imported == spec
 
 
 def test_special_tokens_keep_their_ids(specs):
@@ -102,23 +75,9 @@ def test_special_tokens_keep_their_ids(specs):
     assert tokenizer.decode([2100, 65]) == tokenizer.decode([65])
 
 
-def test_unknown_character_is_an_error(specs):
-    with pytest.raises(Exception, match="Missing"):
-        load(specs["char"]).encode("\u4e00\u0000\ud7a3\U0010ffff")
-
-
-@pytest.mark.parametrize("name", ["char", "byte", *PATTERNS])
-def test_exported_tokenizer_is_imported_unchanged(specs, name):
-    imported = from_tokenizer_json(json.loads(json.dumps(to_tokenizer_json(specs[name]))), "tokenizer.json")
-    text = mixed_text(20_000)
-    assert encode(from_spec(imported), text).tolist() == encode(from_spec(specs[name]), text).tolist()
-    if name in ("char", "byte", "ours", "gpt2"):
-        assert imported == specs[name]
-
-
 def test_tokenizer_of_openai_is_imported(specs):
     """Their tokenizer.json has merges as strings, and a pre-tokenizer that implies GPT-2's pattern."""
-    content = to_tokenizer_json(specs["gpt2"])
+    content = to_tokenizer_json(specs["gpt2"]) | {"post_processor": {"type": "ByteLevel", "trim_offsets": False}}
     content["model"]["merges"] = [" ".join(pair) for pair in content["model"]["merges"]]
     content["pre_tokenizer"] = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True}
     assert from_tokenizer_json(content, "tokenizer.json") == specs["gpt2"]
@@ -133,14 +92,12 @@ def test_tokenizer_of_openai_is_imported(specs):
         lambda content: content["pre_tokenizer"]["pretokenizers"][0].update(behavior="Removed"),
         lambda content: content["model"]["merges"].reverse(),
         lambda content: content["model"]["vocab"].pop("a"),
-        lambda content: content["model"]["vocab"].clear(),
-        lambda content: content["pre_tokenizer"]["pretokenizers"][0]["pattern"].update(Regex="("),
         lambda content: content.update(post_processor={"type": "TemplateProcessing"}),
         lambda content: content.clear(),
     ],
 )
 def test_other_tokenizers_are_refused(specs, change):
-    content = to_tokenizer_json(specs["ours"])
+    content = json.loads(json.dumps(to_tokenizer_json(specs["ours"])))
     change(content)
-    with pytest.raises(UserError, match=r"t\.json is not a byte-level BPE tokenizer"):
+    with pytest.raises(UserError, match=r"t\.json"):
         from_tokenizer_json(content, "t.json")
