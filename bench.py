@@ -4,8 +4,6 @@
     python bench.py model=gpt2 phases=[forward,forward+backward] block_sizes=[256,1024,4096]
     python bench.py 'backends=[naive,sdpa:math,flash,flex]' phases=[forward,decode] block_sizes=[1024,4096]
     python bench.py device=cuda dtypes=[bfloat16] n_head=16 head_size=128 block_sizes=[1024,4096,16384]
-    python bench.py run=mine                              numerical errors on the activations of a trained run;
-                                                          or run=hf:FOLDER, a model in the format of transformers
 
 most used keys:
   backends=[A,B]        the first is the baseline; sdpa:KERNEL and flash:IMPL select a kernel
@@ -32,16 +30,13 @@ import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
 
-import torch
-
 from common import system
 from common.errors import UserError
 from common.run_dir import BENCHES, make_new_folder, write_config, write_summary
 from compare.bench.cases import build_groups
 from compare.bench.config import BenchConfig
-from compare.bench.errors import measure_errors, plot_errors, print_errors, record_inputs
 from compare.bench.plot import plot_results
-from compare.bench.results import Timing, append_row, recommend
+from compare.bench.results import Timing, recommend
 from compare.bench.runner import measure_groups
 from compare.bench.table import describe_bench, print_results
 from configs.cli import run_process
@@ -51,8 +46,6 @@ from training.wandb_logger import log_table_to_wandb
 
 def main(config: BenchConfig) -> int:
     device = resolve_device(config.device)
-    if config.run is not None:
-        return report_errors(config, device)
     groups = build_groups(config, device)
     resolved = replace(config, compile=resolve_compile(config.compile, device))
     folder = make_folder(config, f"{device.type}-{config.model.name}")
@@ -97,27 +90,6 @@ def make_folder(config: BenchConfig, label: str) -> Path:
     except FileExistsError:
         raise UserError(f"{folder} exists; set another name") from None
     return folder
-
-
-def report_errors(config: BenchConfig, device: torch.device) -> int:
-    """Measure numerical errors on the activations of a run. Returns the exit code."""
-    layers = record_inputs(config, device)
-    folder = make_folder(config, f"{device.type}-errors")
-    environment = system.describe_environment(device)
-    print(f"bench    {folder}: numerical errors on run={config.run}\nruns on  {environment['device_name']}", flush=True)
-    try:
-        rows, failures = measure_errors(config, layers)
-    except BaseException:
-        shutil.rmtree(folder)
-        raise
-    write_config(folder, asdict(config))
-    write_summary(folder, {"name": folder.name, "status": "finished"} | environment | {"rows": len(rows)})
-    for row in rows:
-        append_row(folder / "errors.csv", row)
-    if rows:
-        plot_errors(rows, folder / "errors.png", f"run={config.run}; {environment['device_name']}")
-    print_errors(rows, failures, folder)
-    return 1 if "failed" in {status for status, _ in failures.values()} else 0 if rows else 2
 
 
 if __name__ == "__main__":

@@ -24,7 +24,6 @@ from yaml import YAMLError
 
 from common.errors import UserError
 from common.files import read_small_file
-from compare.bench.config import RUN_KEYS
 from configs.error_messages import did_you_mean, explain_error, explain_schema_error, one_of
 from configs.schema import OPTIMIZERS, SCRIPTS, list_types
 from configs.text_size import AUTO, choose_preset, load_presets
@@ -52,11 +51,7 @@ def compose_config(
                 if parse_word(script, word).is_sweep_override():
                     raise UserError(f"{word!r} has several values for one run; set one value, or use train.py -m")
                 check_choice(script, word, config_dir)
-            keys = {word.split("=", 1)[0]: None for word in words}
-            unused = [key for key in keys if key not in RUN_KEYS]
             composed = compose(script, overrides=[to_hydra_word(script, word) for word in words] + search_path)
-            if script == "bench" and composed.run is not None and unused:
-                raise UserError(f"{unused[0]} has no effect with run=NAME, which measures numerical errors; remove it")
         for key, value in (settings or {}).items():
             OmegaConf.update(composed, key, escape_interpolation(value), force_add=True)
         return _apply_schema(script, composed, config_dir)

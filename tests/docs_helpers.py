@@ -211,8 +211,6 @@ def prepare_folder(folder: Path, run: Path, exported: Path, command: Command) ->
             shutil.rmtree(folder / "runs" / value / exported.name)
         elif key in ("run", "tokenizer.run", "train.init_from") and value != "last":
             copy_run(run, folder / "runs" / value.removeprefix("run:").removeprefix("runs/"))
-            if command.script == "bench":
-                copy_run(run.parents[1] / "data", folder / "data")
         elif word.startswith("runs/sweeps/") and command.script == "compare":
             jobs = ["seed=1", "seed=2"]
             for job in jobs:
@@ -279,8 +277,6 @@ def shrink(command: Command, data) -> list[str]:
     script, words = command.script, command.shortened_words()
     if script == "sample" and command.value("loss") != "true":
         data = None  # generation reads no document
-    if script == "bench" and command.value("run"):
-        return list(command.words)  # the model is that of the run
     if data is not None and data.path is None:
         if data.source in ("hub", "url"):
             words += ["data.path=text.txt", "data.stream=false", "data.max_documents=null"]

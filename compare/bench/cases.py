@@ -95,10 +95,7 @@ class Case:
 def select_variants(config: BenchConfig, device: torch.device) -> tuple[dict[str, AttentionConfig], list[torch.dtype]]:
     """The backends, by name, and the dtypes to measure. Raises UserError for unknown names."""
     variants, dtypes = all_variants(), DTYPES | {"auto": resolve_dtype("auto", device)}
-    if config.run is not None:  # its layers with linear attention are not measured
-        variants = {name: variant for name, variant in variants.items() if variant.backend in BACKENDS}
-    known = {name: backend for name, backend in (BACKENDS | MIXERS).items() if name in variants}
-    support = {name: backend.on.get(device.type) for name, backend in known.items()}
+    support = {name: backend.on.get(device.type) for name, backend in (BACKENDS | MIXERS).items()}
     backends = config.backends or [name for name, row in support.items() if row is not None and row.gradients]
     for key, names, choices in (("backends", backends, variants), ("dtypes", config.dtypes, dtypes)):
         for name in names:

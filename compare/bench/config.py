@@ -11,14 +11,12 @@ from training.config import WandbConfig
 
 PHASES = ("forward", "backward", "forward+backward", "prefill", "decode", "step")
 CAUSAL = "causal"
-RUN_KEYS = {"run", "checkpoint", "backends", "dtypes", "batch_size", "seed", "device", "tf32", "name"}  # used with run=
 
 
 @dataclass
 class BenchConfig:
     """A bench measures every combination of phases, masks, dtypes, block_sizes and backends.
 
-    run, checkpoint: measure numerical errors on the activations of this run instead; only RUN_KEYS apply.
     model, optimizer, vocab_size, compile: settings of phase step. text_size: preset for model and optimizer.
     backends: such as "naive", or "sdpa:math" for one kernel. The first is the baseline. None: all backends that can
         train on the device.
@@ -35,8 +33,6 @@ class BenchConfig:
     device: str
     compile: bool | None
     tf32: bool
-    run: str | None
-    checkpoint: str | None
     text_size: Any  # name of a preset; None: no value is from a preset
     model: GPTConfig
     optimizer: Any  # a dataclass of OPTIMIZERS
@@ -68,8 +64,7 @@ class BenchConfig:
         check_positive("", self, batch_size=10**6, n_head=10**4, n_kv_head=10**4, head_size=10**5, value_size=10**5,
                        vocab_size=10**7, rounds=10**6, repeats=10**9, seconds=10**7, time_limit=10**7,
                        chunk_size=10**8)  # fmt: skip
-        has_run = self.run is not None or self.checkpoint is None
-        rules = [("checkpoint", has_run, "needs run=NAME; set it, or remove checkpoint")]
+        rules = []
         for key, value in vars(self).items():
             if isinstance(value, list):
                 rules.append((key, len(value) > 0, "leaves nothing to measure; set one or more values"))
