@@ -7,8 +7,7 @@
 
 most used keys:
   backends=[A,B]        the first is the baseline; sdpa:KERNEL and flash:IMPL select a kernel
-  phases=[P,Q]          one or more of forward, backward, forward+backward, prefill (a chunk of queries on T keys),
-                        decode (one query on T keys), step (a training step)
+  phases=[P,Q]          one or more of forward, forward+backward, decode (one query on T keys), step (a training step)
   masks=[causal]        or window:256 (keys per query), documents:256 (tokens per document)
   block_sizes=[N,M]     context lengths in tokens
   batch_size=N          sequences per call
@@ -16,7 +15,7 @@ most used keys:
   model.n_layer=N       the model of phase step, with the other model keys
   dtypes=[float32]      or bfloat16, float16
   rounds=N              each backend has one turn per round; seconds=X is the duration of a turn
-  time_limit=SECONDS    for all turns of a row
+  time_limit=SECONDS    for a turn
 
 The results are in runs/bench/NAME: attention.csv, attention.png, summary.json and a wandb run.
 """
@@ -26,7 +25,6 @@ if __name__ == "__main__":  # before the slow imports below, so that a typo is r
 
     config = parse_config("bench", __doc__)
 
-import shutil
 from dataclasses import asdict, replace
 from pathlib import Path
 
@@ -45,45 +43,41 @@ from training.wandb_logger import log_table_to_wandb
 
 
 def main(config: BenchConfig) -> int:
+    """Run a bench. Returns the exit code: 1 if a row failed, 2 if all rows were refused."""
     device = resolve_device(config.device)
     groups = build_groups(config, device)
-    resolved = replace(config, compile=resolve_compile(config.compile, device))
-    folder = make_folder(config, f"{device.type}-{config.model.name}")
+    config = replace(config, compile=resolve_compile(config.compile, device))
+    folder = make_folder(config, device.type)
     environment = system.describe_environment(device)
-    summary = {"name": folder.name, "status": "running"} | environment
+    title = describe_bench(config, environment)
     write_config(folder, asdict(config))
-    write_summary(folder, summary)
-    backends = ", ".join(case.name for case in groups[0])
-    print(f"bench    {folder}: {backends}\nruns on  {environment['device_name']}", flush=True)
+    print(f"bench    {folder}: {', '.join(case.name for case in groups[0])}\nruns     {title}", flush=True)
     rows: list[Timing] = []
     status = "failed"
     try:
-        measure_groups(groups, resolved, folder / "attention.csv", rows)
+        measure_groups(groups, config, folder / "attention.csv", rows)
         status = "finished"
     except KeyboardInterrupt:
         status = "interrupted"
-        if not rows:
-            shutil.rmtree(folder)
-            raise KeyboardInterrupt("stopped before the first row") from None
-        print("stopped; plotting the finished rows", flush=True)
     finally:
-        if folder.exists():
-            write_summary(folder, summary | {"status": status, "rows": len(rows), "answer": recommend(rows)})
-    picture = folder / "attention.png"
-    plot_results(rows, picture, describe_bench(config, rows[0], environment))
-    run_config = asdict(config) | environment
-    log_table_to_wandb(config.wandb, "attention", folder.name, config.wandb.group, rows, picture, run_config)
-    print_results(rows, folder)
+        summary = {"name": folder.name, "status": status, "rows": len(rows), "answer": recommend(rows)}
+        write_summary(folder, summary | environment)
+    if rows:
+        picture = folder / "attention.png"
+        plot_results(rows, picture, title)
+        run_config = asdict(config) | environment
+        log_table_to_wandb(config.wandb, "attention", folder.name, config.wandb.group, rows, picture, run_config)
+        print_results(rows, folder)
     if status == "interrupted":
         raise KeyboardInterrupt(f"stopped after {len(rows)} rows, which are in {folder}")
     statuses = {row.status for row in rows}
     return 1 if "failed" in statuses else 2 if statuses == {"refused"} else 0
 
 
-def make_folder(config: BenchConfig, label: str) -> Path:
+def make_folder(config: BenchConfig, device: str) -> Path:
     """Make the folder of a bench. Raises UserError if it exists."""
     if config.name is None:
-        return BENCHES / make_new_folder(BENCHES, label)
+        return BENCHES / make_new_folder(BENCHES, f"{device}-{config.model.name}")
     folder = BENCHES / config.name
     try:
         folder.mkdir(parents=True)

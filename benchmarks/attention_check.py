@@ -11,6 +11,8 @@ import itertools
 import math
 import statistics
 import sys
+from concurrent.futures import ProcessPoolExecutor
+from multiprocessing import get_context
 from pathlib import Path
 
 import torch
@@ -21,7 +23,6 @@ from torch.utils.benchmark import Timer
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from compare.bench.cases import build_groups, measure
-from compare.bench.worker import Worker
 from configs.cli import config_from_python
 
 ROUNDS = 5
@@ -89,7 +90,8 @@ def time_with_bench(variant: str, phase: str, T: int) -> float:
         seconds=SECONDS_PER_ROUND,
     )
     ((case,),) = build_groups(config, torch.device("cpu"))
-    return statistics.median(measure(case, config, Path("no reference")).seconds)
+    _, seconds = measure(case, config, Path("no reference"))
+    return statistics.median(seconds)
 
 
 def measure_bandwidth() -> float:
@@ -100,13 +102,14 @@ def measure_bandwidth() -> float:
 
 
 def main(Ts: list[int]) -> None:
-    with Worker() as bench, Worker() as check:
-        print(f"memory bandwidth: {check.call(measure_bandwidth) / 1e9:.1f} GB/s")
+    context = get_context("spawn")
+    with ProcessPoolExecutor(1, context) as bench, ProcessPoolExecutor(1, context) as check:
+        print(f"memory bandwidth: {check.submit(measure_bandwidth).result() / 1e9:.1f} GB/s")
         print(f"{'phase':<17}{'T':>6}  {'attention':<10}{'bench, ms':>10}{'check, ms':>10}{'ratio':>7}")
         for phase, T, variant in itertools.product(PHASES, Ts, VARIANTS):
             arguments = variant, phase, T
             pairs = [
-                (bench.call(time_with_bench, *arguments), check.call(time_with_torch, *arguments))
+                (bench.submit(time_with_bench, *arguments).result(), check.submit(time_with_torch, *arguments).result())
                 for _ in range(ROUNDS)
             ]
             bench_s, check_s = (statistics.median(seconds) for seconds in zip(*pairs, strict=True))
@@ -119,6 +122,4 @@ def main(Ts: list[int]) -> None:
 
 
 if __name__ == "__main__":
-    import attention_check  # worker processes import the functions from there
-
-    attention_check.main([int(argument) for argument in sys.argv[1:]] or [1024, 4096])
+    main([int(argument) for argument in sys.argv[1:]] or [1024, 4096])

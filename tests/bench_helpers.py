@@ -15,9 +15,8 @@ CONFIG = config_from_python(
     "bench", seed=1, dtypes=["float32"], vocab_size=64, compile=False, rounds=1, seconds=0.001, time_limit=300.0
 )
 COLUMNS = (
-    "backend,resolved,impl,status,reason,phase,mask,device,dtype,B,Tq,T,H,G,D,Dv,ms_median,ms_q1,ms_q3,tokens_per_second,"
-    "flops_per_second,peak_share,bytes_per_second,bandwidth_share,pairs_per_second,mask_ms,attention_share,"
-    "predicted_ms,peak_memory_bytes,error_y,error_dq,error_dk,error_dv,compile_s"
+    "backend,resolved,status,reason,phase,mask,device,dtype,B,T,H,G,D,Dv,ms_median,ms_q1,ms_q3,flops_per_second,"
+    "peak_memory_bytes,error_y,error_gradients,compile_s"
 )
 
 
@@ -39,7 +38,6 @@ def make_row(backend, T, ms, spread=0.01, **changes):
         device="cpu",
         dtype="float32",
         B=1,
-        Tq=T,
         T=T,
         H=2,
         G=2,
@@ -54,8 +52,3 @@ def make_row(backend, T, ms, spread=0.01, **changes):
 def make_rows(**times):
     """Made-up rows from {backend: {T: ms}}."""
     return [make_row(backend, T, ms) for backend, line in times.items() for T, ms in line.items()]
-
-
-def reserve(size: int) -> int:
-    """Allocate `size` bytes without writing to them."""
-    return len(bytearray(size))

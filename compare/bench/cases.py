@@ -1,17 +1,16 @@
 """The cases of a bench, and their measurement in the current process: calls of attention alone, or training steps.
 
 B batch, T keys, H query heads, G key/value heads, D head dimension of queries and keys, Dv of values. There are T
-queries, except in phases decode and prefill, which have one query or a chunk of queries on a KV cache of T keys.
+queries, except in phase decode, which has one query on a KV cache of T keys.
 """
 
 import itertools
-import statistics
 import sys
-import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -19,34 +18,20 @@ from torch import Tensor
 from common import system
 from common.errors import UserError
 from compare.bench.config import CAUSAL, BenchConfig, parse_mask
-from compare.bench.results import NO_ATTENTION
-from model import AttentionConfig
-from model.attention import (
-    BACKENDS,
-    MIXERS,
-    AttentionRequest,
-    ResolvedAttention,
-    all_variants,
-    attention_mask,
-    get_attention_fn,
-    naive,
-    pin_kernel_under_compile,
-    resolve,
-    resolve_model,
-)
-from model.attention.backends import repeat_kv
+from compare.bench.results import FINISHED, NO_ATTENTION, Timing
+from model import AttentionConfig, GPTConfig
+from model.attention import BACKENDS, MIXERS, AttentionRequest, all_variants, get_attention_fn, resolve, resolve_model
+from model.attention.backends import naive, repeat_kv
 from model.attention.linear import linear_attention_state, linear_attention_step
-from model.flops import attention_flops, flops_per_token, visible_pairs, weight_flops_per_token
+from model.attention.resolve import pin_kernel_under_compile
+from model.flops import attention_flops, flops_per_token, weight_flops_per_token
 from model.gpt import GPT
 from training import speed
 from training.device import DTYPES, autocast, build_grad_scaler, configure_backends, resolve_dtype
 from training.optimizer import build_optimizers, optimizer_step
 
 MAX_CALLS = 10_000  # timed calls per round
-MASK_SECONDS = 0.02  # for timing how long a mask takes to build
-CACHE_PHASES = ("prefill", "decode")  # read keys and values in the memory layout of the KV cache
-GRAD_PHASES = ("backward", "forward+backward", "step")
-OUTPUT_NAMES = ("y", "dq", "dk", "dv")  # the output of attention and the gradients of its inputs
+GRAD_PHASES = ("forward+backward", "step")
 
 
 @dataclass(frozen=True)
@@ -75,25 +60,26 @@ class Case:
         """The value of model.mixer that the case measures."""
         return (BACKENDS | MIXERS)[self.attention.backend].mixer
 
-    @property
-    def tokens(self) -> int:
-        """Tokens that one call processes."""
-        return self.request.B * self.request.Tq
-
-    @property
-    def document_length(self) -> int | None:
-        return parse_mask(self.mask)[1]
-
     def doc_ids(self) -> Tensor | None:
         """The document of each key -> (B, Tk); None: one document."""
-        if self.document_length is None:
+        _, document_length = parse_mask(self.mask)
+        if document_length is None:
             return None
-        ids = torch.arange(self.request.Tk, device=self.request.device) // self.document_length
+        ids = torch.arange(self.request.Tk, device=self.request.device) // document_length
         return ids.expand(self.request.B, -1).contiguous()
 
+    def start_row(self) -> dict[str, Any]:
+        """The columns of the table that describe the case."""
+        r = self.request
+        row = {"backend": self.name, "phase": self.phase, "mask": self.mask, "device": r.device.type}
+        return row | {"dtype": self.dtype_name, "B": r.B, "T": r.Tk, "H": r.H, "G": r.G, "D": r.D, "Dv": r.Dv}
 
-def select_variants(config: BenchConfig, device: torch.device) -> tuple[dict[str, AttentionConfig], list[torch.dtype]]:
-    """The backends, by name, and the dtypes to measure. Raises UserError for unknown names."""
+
+def build_groups(config: BenchConfig, device: torch.device) -> list[list[Case]]:
+    """List all cases: one group per dtype, phase, mask and T, from short contexts to long ones.
+
+    Phase step has the mask of the model, and one more case, without attention. Raises UserError for unknown names.
+    """
     variants, dtypes = all_variants(), DTYPES | {"auto": resolve_dtype("auto", device)}
     support = {name: backend.on.get(device.type) for name, backend in (BACKENDS | MIXERS).items()}
     backends = config.backends or [name for name, row in support.items() if row is not None and row.gradients]
@@ -101,108 +87,62 @@ def select_variants(config: BenchConfig, device: torch.device) -> tuple[dict[str
         for name in names:
             if name not in choices:
                 raise UserError(f"{key}: {name} is unknown; set one or more of {', '.join(choices)}")
-    return {name: variants[name] for name in backends}, list(dict.fromkeys(dtypes[name] for name in config.dtypes))
-
-
-def build_groups(config: BenchConfig, device: torch.device) -> list[list[Case]]:
-    """List all cases: one group per dtype, phase, mask and T, from short contexts to long ones. Raises UserError.
-
-    Phase step comes last, because its prediction needs the other phases. It has the mask of the model.
-    """
-    variants, dtypes = select_variants(config, device)
-    groups, phases = [], sorted(config.phases, key=lambda phase: phase == "step")
-    lengths = sorted(config.block_sizes)
-    for dtype, phase, mask, T in itertools.product(dtypes, phases, config.masks, lengths):
+    groups, unique_dtypes = [], dict.fromkeys(dtypes[name] for name in config.dtypes)
+    for dtype, phase in itertools.product(unique_dtypes, config.phases):
         H, G, D, Dv = config.kernel_shape()
         if phase == "step":
-            if mask != config.masks[0]:
-                continue
-            H, G, D, Dv, mask = *config.model_shape(), CAUSAL
-        Tq = {"decode": 1, "prefill": min(config.chunk_size, T)}.get(phase, T)
-        shape = {"B": config.batch_size, "Tq": Tq, "Tk": T, "H": H, "G": G, "D": D, "Dv": Dv}
-        window, document_length = parse_mask(mask)
-        options = {"window": window, "document_mask": document_length is not None, "grad": phase in GRAD_PHASES}
-        request = AttentionRequest(**shape, **options, dtype=dtype, device=device)
-        group = [Case(name, attention, phase, mask, request) for name, attention in variants.items()]
-        if phase == "step":
-            group.append(replace(group[0], name=NO_ATTENTION, attention=next(iter(all_variants().values()))))
-        groups.append(group)
+            H, G, D, Dv = config.model.n_head, config.model.kv_heads, config.model.head_dim, config.model.head_dim
+        shape = {"B": config.batch_size, "H": H, "G": G, "D": D, "Dv": Dv, "grad": phase in GRAD_PHASES}
+        masks = [CAUSAL] if phase == "step" else config.masks
+        for mask, T in itertools.product(masks, sorted(config.block_sizes)):
+            window, document_length = parse_mask(mask)
+            shape |= {"Tq": 1 if phase == "decode" else T, "Tk": T}
+            options = {"window": window, "document_mask": document_length is not None}
+            request = AttentionRequest(**shape, **options, dtype=dtype, device=device)
+            group = [Case(name, variants[name], phase, mask, request) for name in backends]
+            if phase == "step":
+                group.append(replace(group[0], name=NO_ATTENTION, attention=next(iter(variants.values()))))
+            groups.append(group)
     return groups
 
 
-@dataclass(frozen=True)
-class BenchResult:
-    """The measurements of one round.
+class Workload(NamedTuple):
+    """A function to time. memory_before: bytes in use without the model; None: it has no model."""
 
-    seconds: duration of each timed call. wall_seconds: duration of the complete round. peak_memory_bytes: memory of a
-    call besides its inputs; phase step includes the model and the optimizer. compile_s: None if nothing was compiled.
-    errors: largest absolute differences of y, dq, dk and dv from the reference; empty without a reference, and for
-        linear attention, which computes something else.
-    mask_seconds: time to build the mask; None for causal masks, which many kernels do not need to read.
-    """
-
-    resolved: ResolvedAttention
-    seconds: list[float]
-    wall_seconds: float
-    peak_memory_bytes: int | None
-    compile_s: float | None
-    errors: dict[str, float]
-    mask_seconds: float | None
-
-
-@dataclass(frozen=True)
-class Workload:
-    """A function to time. memory_before: bytes in use before its model was built; None: it has no model.
-
-    setup: called before each call, untimed.
-    compute_outputs: returns y and its gradients for the inputs of the reference; None: there is no reference.
-    """
-
-    resolved: ResolvedAttention
-    call: Callable[[], object]
+    resolved: str
+    call: Callable[[], Any]
     is_compiled: bool
     memory_before: int | None = None
-    setup: Callable[[], object] = lambda: None
-    compute_outputs: Callable[[], tuple[Tensor, ...]] | None = None
 
 
-def measure(case: Case, config: BenchConfig, reference: Path) -> BenchResult:
-    """Measure one round of `case` in this process. Raises UserError if the case cannot run here.
+def measure(case: Case, config: BenchConfig, reference: Path) -> tuple[Timing, list[float]]:
+    """Measure one round of `case` in this process -> (a row without times, the seconds of each timed call).
 
-    reference: the file that write_reference has written. If the file does not exist, the errors stay unknown.
+    reference: the file that write_reference has written. If the file does not exist, the errors stay unknown. So do the
+    errors of linear attention, which computes something else. Raises UserError if the case cannot run here.
     """
-    started = time.perf_counter()
     device = case.request.device
     configure_backends(device, deterministic=False, tf32=config.tf32)
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()  # compile for the shapes of this case, as a new process does
     workload = (_training_workload if case.phase == "step" else _attention_workload)(case, config)
     compiled_before = speed.compile_seconds() if workload.is_compiled else 0.0
-    workload.setup()
-    workload.call()  # the first call compiles, and loads the libraries of the kernels
-    compile_s = speed.compile_seconds() - compiled_before if workload.is_compiled else None
-    peak_memory = _measure_peak_memory(workload, device)
-    seconds = speed.time_calls(workload.call, device, config.repeats, config.seconds, MAX_CALLS, workload.setup)
-    mask_seconds = None if case.mask == CAUSAL else _measure_mask_seconds(case)
-    errors = {}
-    if workload.compute_outputs is not None and case.mixer == "softmax" and reference.exists():
+    outputs = workload.call()  # the first call compiles, loads libraries, and has the inputs of the reference
+    row = Timing(**case.start_row(), status=FINISHED, resolved=workload.resolved)
+    if workload.is_compiled:
+        row.compile_s = speed.compile_seconds() - compiled_before
+    if case.phase != "step" and case.mixer == "softmax" and reference.exists():
         expected = torch.load(reference, weights_only=True)
-        for name, output in zip(OUTPUT_NAMES, workload.compute_outputs(), strict=False):
-            errors[name] = (output.detach().cpu().double() - expected[name]).abs().max().item()
-    wall_seconds = time.perf_counter() - started
-    return BenchResult(workload.resolved, seconds, wall_seconds, peak_memory, compile_s, errors, mask_seconds)
-
-
-def _measure_mask_seconds(case: Case) -> float:
-    build = BACKENDS[case.attention.backend].build_mask or attention_mask
-    r, doc_ids = case.request, case.doc_ids()
-    call = lambda: build(r.Tq, r.Tk, window=r.window, doc_ids=doc_ids, device=r.device)  # noqa: E731
-    return statistics.median(speed.time_calls(call, r.device, 2, MASK_SECONDS, MAX_CALLS))
+        errors = [(output.detach().cpu() - y).abs().max() for output, y in zip(outputs, expected, strict=True)]
+        row.error_y = errors[0].item()
+        row.error_gradients = torch.stack(errors[1:]).max().item() if case.request.grad else None
+    del outputs
+    row.peak_memory_bytes = _measure_peak_memory(workload, device)
+    return row, speed.time_calls(workload.call, device, config.repeats, config.seconds, MAX_CALLS)
 
 
 def _measure_peak_memory(workload: Workload, device: torch.device) -> int | None:
     system.return_freed_memory()
-    workload.setup()
     before = system.memory_in_use(device) if workload.memory_before is None else workload.memory_before
     system.reset_peak_memory(device)
     workload.call()
@@ -213,62 +153,49 @@ def _measure_peak_memory(workload: Workload, device: torch.device) -> int | None
 
 def _attention_workload(case: Case, config: BenchConfig) -> Workload:
     """Attention alone. Consecutive calls use different inputs, so that no CPU or GPU cache contains them."""
-    resolved, attend = resolve(case.attention, case.request), get_attention_fn(case.attention)
-    attend = partial(attend, window=case.request.window, doc_ids=case.doc_ids())
-
-    def attention(q, k, v, dy) -> tuple[Tensor, ...]:
-        y = attend(q, k, v)
-        return (y, *torch.autograd.grad(y, (q, k, v), dy)) if case.request.grad else (y,)
-
-    def forward() -> None:
-        nonlocal outputs
-        q, k, v, dy = next(next_inputs)
-        outputs = attend(q, k, v), (q, k, v), dy
-
-    def call() -> object:
-        return torch.autograd.grad(*outputs) if case.phase == "backward" else attention(*next(next_inputs))
-
+    resolved = resolve(case.attention, case.request).resolved
+    attend = partial(get_attention_fn(case.attention), window=case.request.window, doc_ids=case.doc_ids())
     inputs = make_inputs(case, config.seed)
     if case.mixer == "linear" and case.phase == "decode":  # with a state instead of the keys of all tokens
         state = linear_attention_state(*inputs[1:3], lengths=torch.tensor(case.request.Tk - 1))
         attend = lambda q, k, v: linear_attention_step(state, q, k[:, -1:], v[:, -1:])  # noqa: E731
-    size = sum(tensor.nbytes for tensor in inputs)
-    n_copies = min(MAX_CALLS, 2 * system.cache_bytes(case.request.device) // size + 1)
-    copies = [inputs, *(tuple(tensor.clone() for tensor in inputs) for _ in range(n_copies - 1))]
+    n_copies = 2 * system.cache_bytes(case.request.device) // sum(tensor.nbytes for tensor in inputs)
+    copies = [inputs, *([tensor.clone() for tensor in inputs] for _ in range(min(MAX_CALLS, n_copies)))]
     for q, k, v, _ in copies:
         for tensor in (q, k, v):
             tensor.requires_grad_(case.request.grad)
     next_inputs = itertools.cycle(copies)
-    outputs = ()
-    return Workload(
-        resolved,
-        call,
-        is_compiled=(BACKENDS | MIXERS)[case.attention.backend].needs_compiler,
-        setup=forward if case.phase == "backward" else lambda: None,
-        compute_outputs=lambda: attention(*inputs),
-    )
+
+    def call() -> tuple[Tensor, ...]:
+        q, k, v, dy = next(next_inputs)
+        y = attend(q, k, v)
+        return (y, *torch.autograd.grad(y, (q, k, v), dy)) if case.request.grad else (y,)
+
+    return Workload(resolved, call, (BACKENDS | MIXERS)[case.attention.backend].needs_compiler)
 
 
 def _training_workload(case: Case, config: BenchConfig) -> Workload:
     """One optimizer step of the complete model, as in train.py, on B sequences of T random tokens."""
     B, dtype, device = case.request.B, case.request.dtype, case.request.device
     resolve_dtype(case.dtype_name, device)  # raises for a dtype that only inference supports
+    model = configure_model(case, config)
     if case.mixer != "softmax":
-        config = replace(config, model=replace(config.model, mixer=case.mixer))
         case = replace(case, attention=next(iter(all_variants().values())))  # no layer uses it
-    model = replace(config.model, block_size=case.request.Tk)
-    resolved = resolve_model(case.attention, model, B=B, dtype=dtype, device=device, grad=True)
-    if case.name == NO_ATTENTION:
-        resolved = ResolvedAttention(NO_ATTENTION, NO_ATTENTION)
+    resolved = resolve_model(case.attention, model, B=B, dtype=dtype, device=device, grad=True).resolved
     # A step of a tiny model loads the libraries, which should not count as memory of the step.
-    tiny = replace(
-        model, n_layer=1, mixer=model.mixers[0], window=None, mlp_width=None, block_size=8, ngram_table_size=64
-    )
-    _training_step(case, replace(config, model=tiny, vocab_size=64, compile=False))()
+    tiny = {"n_layer": 1, "mixer": model.mixers[0], "window": None, "mlp_width": None, "ngram_table_size": 64}
+    tiny_config = replace(config, model=replace(model, block_size=8, **tiny), vocab_size=64, compile=False)
+    _training_step(case, tiny_config)()
     system.return_freed_memory()
     memory_before = system.memory_in_use(device)
     step = _training_step(case, replace(config, model=model))
-    return Workload(resolved, step, is_compiled=config.compile, memory_before=memory_before)
+    return Workload(NO_ATTENTION if case.name == NO_ATTENTION else resolved, step, config.compile, memory_before)
+
+
+def configure_model(case: Case, config: BenchConfig) -> GPTConfig:
+    """The model of phase step, with the context and the mixer of the case."""
+    model = replace(config.model, block_size=case.request.Tk)
+    return model if case.mixer == "softmax" else replace(model, mixer=case.mixer)
 
 
 def _training_step(case: Case, config: BenchConfig) -> Callable[[], None]:
@@ -303,87 +230,42 @@ def _no_attention(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
 
 def count_flops(case: Case, config: BenchConfig) -> int:
     """FLOPs of one call, as in model/flops.py. Those of a training step are counted as for train.py's mfu."""
+    B, T = case.request.B, case.request.Tk
     if case.name == NO_ATTENTION:
-        return case.tokens * weight_flops_per_token(config.model, config.vocab_size)
+        return B * T * weight_flops_per_token(config.model, config.vocab_size)
     if case.phase == "step":
-        T = case.request.Tk
-        model = config.model if case.mixer == "softmax" else replace(config.model, mixer=case.mixer)
-        return case.tokens * flops_per_token(replace(model, block_size=T), config.vocab_size, T)
-    passes = {"backward": 2, "forward+backward": 3}.get(case.phase, 1)  # a backward pass takes twice the FLOPs
-    return passes * attention_flops(case.request, case.mixer, case.document_length)
+        return B * T * flops_per_token(configure_model(case, config), config.vocab_size, T)
+    passes = 3 if case.request.grad else 1  # a backward pass takes twice the FLOPs
+    return passes * attention_flops(case.request, case.mixer, parse_mask(case.mask)[1])
 
 
-def count_bytes(case: Case) -> int | None:
-    """Bytes that a call of softmax attention alone has to read and write: its inputs and outputs, once. Else None.
-
-    Keys that no query attends to do not count. A backward pass reads q, k, v, y and dy, and writes dq, dk and dv.
-    """
-    if case.phase == "step" or case.mixer != "softmax":
-        return None
-    r = case.request
-    window, document_length = r.window or r.Tk, case.document_length or r.Tk
-    oldest_visible = (r.Tk - r.Tq) // document_length * document_length  # start of the first query's document
-    keys = r.Tk - max(oldest_visible, r.Tk - r.Tq + 1 - window, 0)
-    passes = {"backward": 2, "forward+backward": 3}.get(case.phase, 1)
-    return passes * r.B * (r.Tq * r.H + keys * r.G) * (r.D + r.Dv) * r.dtype.itemsize
-
-
-def count_pairs(case: Case) -> int | None:
-    """Visible pairs of a query and a key in a call of softmax attention alone, in all heads. Else None."""
-    if case.phase == "step" or case.mixer != "softmax":
-        return None
-    r = case.request
-    return r.B * r.H * visible_pairs(r.Tq, r.Tk, r.window, case.document_length)
-
-
-def make_inputs(case: Case, seed: int) -> tuple[Tensor, ...]:
+def make_inputs(case: Case, seed: int) -> list[Tensor]:
     """Return q, k, v and the gradient of y: standard normal numbers, the same for every backend."""
     generator = torch.Generator().manual_seed(seed)
     r = case.request
     shapes = (r.B, r.Tq, r.H, r.D), (r.B, r.Tk, r.G, r.D), (r.B, r.Tk, r.G, r.Dv), (r.B, r.Tq, r.H, r.Dv)
     inputs = [torch.randn(shape, generator=generator).to(r.device, r.dtype) for shape in shapes]
-    if case.phase in CACHE_PHASES:  # the memory layout of the KV cache: (B, H, T, D)
+    if case.phase == "decode":  # the memory layout of the KV cache: (B, H, T, D)
         inputs = [tensor.transpose(1, 2).contiguous().transpose(1, 2) for tensor in inputs]
-    return tuple(inputs)
+    return inputs
 
 
 def write_reference(case: Case, seed: int, path: Path) -> None:
-    """Write the reference of `case`: y, and dq, dk and dv if the phase has a backward pass."""
-    mask = {"window": case.request.window, "doc_ids": case.doc_ids()}
-    torch.save(compute_reference(make_inputs(case, seed), case.request.grad, **mask), path)
+    """Write the reference of `case`: y, and dq, dk and dv if the phase has a backward pass.
 
-
-def compute_reference(
-    inputs: Sequence[Tensor], grad: bool, doc_ids: Tensor | None = None, **options
-) -> dict[str, Tensor]:
-    """y, and with grad also dq, dk and dv, of inputs q, k, v, dy: computed by `naive` in float64, on the CPU.
-
-    Each key/value head is computed separately, to limit the memory. options: window and softcap.
+    It is computed by `naive` in float64. Each key/value head is computed separately, to limit the memory.
     """
-    device = torch.device("cpu") if inputs[0].device.type == "mps" else inputs[0].device  # MPS has no float64
-    q, k, v, dy = (tensor.to(device, torch.float64) for tensor in inputs)
-    doc_ids = None if doc_ids is None else doc_ids.to(device)
-    outputs = dict(zip(OUTPUT_NAMES, (torch.empty_like(like, device="cpu") for like in (dy, q, k, v)), strict=True))
-    B, G, queries_per_key = q.shape[0], k.shape[2], q.shape[2] // k.shape[2]
-    for b in range(B):
-        for g in range(G):
-            queries, keys = slice(g * queries_per_key, (g + 1) * queries_per_key), slice(g, g + 1)
-            qkv = [tensor[b : b + 1, :, heads] for tensor, heads in ((q, queries), (k, keys), (v, keys))]
-            for tensor in qkv:
-                tensor.requires_grad_(grad)
-            y = naive(*qkv, doc_ids=None if doc_ids is None else doc_ids[b : b + 1], **options)
-            gradients = torch.autograd.grad(y, qkv, dy[b : b + 1, :, queries]) if grad else ()
-            for name, output in zip(OUTPUT_NAMES, (y, *gradients), strict=False):
-                outputs[name][b, :, keys if name in ("dk", "dv") else queries] = output[0].detach().cpu()
-    return outputs if grad else {"y": outputs["y"]}
-
-
-def measure_peaks(device: torch.device, dtype: torch.dtype, tf32: bool) -> tuple[float, float]:
-    """Measure the FLOP/s of large matrix products in `dtype`, and the memory bandwidth in bytes per second.
-
-    On a CPU, the FLOP/s are those in float32 if they are higher: attention computes in float32 if the CPU lacks
-    instructions for `dtype`.
-    """
-    configure_backends(device, deterministic=False, tf32=tf32)
-    dtypes = {dtype, torch.float32} if device.type == "cpu" else {dtype}
-    return max(speed.peak_flops(device, dtype) for dtype in dtypes), speed.memory_bandwidth(device)
+    r, doc_ids = case.request, case.doc_ids()
+    device = torch.device("cpu") if r.device.type == "mps" else r.device  # MPS has no float64
+    inputs = [tensor.to(device, torch.float64) for tensor in make_inputs(case, seed)]
+    sequences = []
+    for b in range(r.B):
+        mask = {"window": r.window, "doc_ids": None if doc_ids is None else doc_ids[b : b + 1].to(device)}
+        heads = []
+        for *qkv, dy in zip(*(tensor[b : b + 1].chunk(r.G, dim=2) for tensor in inputs), strict=True):
+            qkv = [tensor.requires_grad_(r.grad) for tensor in qkv]
+            y = naive(*qkv, **mask)
+            gradients = torch.autograd.grad(y, qkv, dy) if r.grad else ()
+            heads.append([output.detach().cpu() for output in (y, *gradients)])
+        sequences.append([torch.cat(outputs, dim=2) for outputs in zip(*heads, strict=True)])
+    torch.save([torch.cat(outputs) for outputs in zip(*sequences, strict=True)], path)

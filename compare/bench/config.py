@@ -9,7 +9,7 @@ from common.run_dir import check_path_component
 from model import GPTConfig
 from training.config import WandbConfig
 
-PHASES = ("forward", "backward", "forward+backward", "prefill", "decode", "step")
+PHASES = ("forward", "forward+backward", "decode", "step")
 CAUSAL = "causal"
 
 
@@ -17,15 +17,7 @@ CAUSAL = "causal"
 class BenchConfig:
     """A bench measures every combination of phases, masks, dtypes, block_sizes and backends.
 
-    model, optimizer, vocab_size, compile: settings of phase step. text_size: preset for model and optimizer.
-    backends: such as "naive", or "sdpa:math" for one kernel. The first is the baseline. None: all backends that can
-        train on the device.
-    masks: of attention alone: "causal", "window:N" (N keys per query) or "documents:N" (documents of N tokens).
-    block_sizes: context lengths T. chunk_size: queries of phase prefill. batch_size: sequences per call.
-    n_head, n_kv_head, head_size, value_size: shapes of attention alone. None: those of the model.
-    rounds: number of rounds. Each backend has one turn per round.
-    repeats: minimum number of timed calls per turn. seconds: approximate duration of a turn.
-    time_limit: seconds for all turns of a row.
+    configs/bench.yaml describes the keys. model, optimizer, vocab_size, compile: settings of phase step.
     """
 
     name: str | None
@@ -41,7 +33,6 @@ class BenchConfig:
     masks: list[str]
     dtypes: list[str]
     block_sizes: list[int]
-    chunk_size: int
     batch_size: int
     n_head: int | None
     n_kv_head: int | None
@@ -62,29 +53,23 @@ class BenchConfig:
         check_seed(self.seed)
         self.wandb.check()
         check_positive("", self, batch_size=10**6, n_head=10**4, n_kv_head=10**4, head_size=10**5, value_size=10**5,
-                       vocab_size=10**7, rounds=10**6, repeats=10**9, seconds=10**7, time_limit=10**7,
-                       chunk_size=10**8)  # fmt: skip
-        rules = []
+                       vocab_size=10**7, rounds=10**6, repeats=10**9, seconds=10**7, time_limit=10**7)  # fmt: skip
+        if "softmax" not in self.model.mixers:
+            raise UserError("model.mixer=linear leaves no backend to compare; set backends=[sdpa,linear] instead")
+        H, G, _, _ = self.kernel_shape()
+        has_valid_sizes = all(0 < T <= 10**8 for T in self.block_sizes)
+        rules = [
+            ("phases", set(self.phases) <= set(PHASES), f"contains an unknown phase; set some of {', '.join(PHASES)}"),
+            ("n_kv_head", H % G == 0, f"does not divide the {H} heads; set a divisor, or null"),
+            ("block_sizes", has_valid_sizes, "must be positive numbers of tokens, at most 10^8; set [64,1024]"),
+        ]
         for key, value in vars(self).items():
             if isinstance(value, list):
                 rules.append((key, len(value) > 0, "leaves nothing to measure; set one or more values"))
                 rules.append((key, len(set(value)) == len(value), "contains a value twice; remove one"))
-        if "softmax" not in self.model.mixers:
-            raise UserError("model.mixer=linear leaves no backend to compare; set backends=[sdpa,linear] instead")
-        H, G, _, _ = self.kernel_shape()
-        rules.append(("n_kv_head", H % G == 0, f"does not divide the {H} heads; set a divisor, or null"))
-        is_valid = all(0 < T <= 10**8 for T in self.block_sizes)
-        rules.append(("block_sizes", is_valid, "must be positive numbers of tokens, at most 10^8; set [64,1024]"))
         check_settings("", self, rules)
-        unknown = [phase for phase in self.phases if phase not in PHASES]
-        if unknown:
-            raise UserError(f"phases: {unknown[0]} is unknown; set one or more of {', '.join(PHASES)}")
         for mask in self.masks:
             parse_mask(mask)
-
-    def model_shape(self) -> tuple[int, int, int, int]:
-        """Heads H, key/value heads G, head sizes D and Dv of the model."""
-        return self.model.n_head, self.model.kv_heads, self.model.head_dim, self.model.head_dim
 
     def kernel_shape(self) -> tuple[int, int, int, int]:
         """Heads H, key/value heads G, head size D and value size Dv of the attention kernels; default: the model's."""

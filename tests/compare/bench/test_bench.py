@@ -58,9 +58,8 @@ def test_bench_writes_a_table_a_picture_and_a_summary(bench):
     assert all(row["resolved"] == row["backend"] and float(row["ms_q1"]) <= float(row["ms_median"]) for row in finished)
     assert all(float(row["error_y"]) < 1e-5 for row in finished if row["phase"] != "step")
     assert {(row["phase"] == "step", row["H"], row["G"]) for row in rows} == {(False, "2", "1"), (True, "2", "2")}
-    for row in finished:
-        tokens = 1 if row["phase"] == "decode" else 8
-        assert float(row["tokens_per_second"]) == pytest.approx(tokens / float(row["ms_median"]) * 1000, rel=1e-4)
+    assert {row["error_gradients"] != "" for row in finished if row["phase"] == "forward+backward"} == {True}
+    assert all(float(row["flops_per_second"]) > 0 for row in finished)
     refused = [row for row in rows if row["backend"] == "cudnn"]
     assert {(row["status"], row["ms_median"]) for row in refused} == {("refused", "")}
     assert all("does not run on cpu" in row["reason"] for row in refused)
@@ -140,7 +139,8 @@ def test_ctrl_c_keeps_the_finished_rows(workdir):
         (["backends=[naiv]"], "backends: naiv is unknown; set one or more of naive, sdpa, sdpa:cudnn"),
         (["backends=[]"], "backends=[] leaves nothing to measure"),
         (["backends=[naive,naive]"], "backends=[naive,naive] contains a value twice"),
-        (["phases=[train]"], "phases: train is unknown; set one or more of forward, backward"),
+        (["phases=[train]"], "phases=[train] contains an unknown phase; set some of forward, forward+backward"),
+        (["masks=[window]"], "masks: window is unknown; set causal, window:256"),
         (["dtypes=[int8]"], "dtypes: int8 is unknown; set one or more of float32"),
         (["block_sizes=[0]"], "block_sizes=[0] must be positive numbers of tokens"),
         (["n_head=4", "n_kv_head=3"], "n_kv_head=3 does not divide the 4 heads"),
@@ -183,7 +183,6 @@ def test_rows_on_cuda(bench, phase):
     code, rows, printed = bench(*overrides, "compile=false", "model.n_embd=128")
     assert code == 0, printed
     assert {row["status"] for row in rows} == {"finished"}, printed
-    assert all(0 < float(row["peak_share"]) < 1 for row in rows)
 
 
 @pytest.mark.gpu

@@ -11,25 +11,10 @@ from hypothesis import strategies as st
 
 from common import system
 from compare.bench import cases
-from compare.bench.cases import (
-    _attention_workload,
-    build_groups,
-    count_bytes,
-    count_flops,
-    count_pairs,
-    make_inputs,
-    measure,
-    write_reference,
-)
+from compare.bench.cases import build_groups, count_flops, make_inputs, measure, write_reference
 from compare.bench.config import parse_mask
 from compare.bench.worker import Worker
-from model.attention import (
-    all_variants,
-    attention_mask,
-    get_attention_fn,
-    linear_attention_scores,
-    naive,
-)
+from model.attention import all_variants, attention_mask, get_attention_fn, linear_attention_scores, naive
 from model.flops import flops_per_token, weight_flops_per_token
 
 NO_REFERENCE = Path("missing.pt")
@@ -39,61 +24,15 @@ NO_REFERENCE = Path("missing.pt")
     Tq=st.integers(1, 40),
     more=st.integers(0, 40),
     mask=st.sampled_from(["causal", "window:1", "window:7", "documents:1", "documents:9"]),
-    phase=st.sampled_from(["forward", "backward", "forward+backward"]),
+    phase=st.sampled_from(["forward", "forward+backward"]),
 )
-def test_flops_and_bytes_count_the_visible_keys(Tq, more, mask, phase):
+def test_flops_count_the_visible_keys(Tq, more, mask, phase):
     window, _ = parse_mask(mask)
     case = replace(make_case(phase, Tq=Tq, Tk=Tq + more, window=window), mask=mask)
-    doc_ids = case.doc_ids()
     positions = torch.arange(more, more + Tq).expand(2, -1)
-    visible = attention_mask(Tq, Tq + more, window=window, positions=positions, doc_ids=doc_ids)[0]
-    passes = {"forward": 1, "backward": 2, "forward+backward": 3}[phase]
-    H, G, D, Dv = 4, 2, 8, 6
-    pairs = int(visible.sum())
-    assert count_pairs(case) == 2 * H * pairs
-    assert count_flops(case, CONFIG) == passes * 2 * H * pairs * (2 * D + 2 * Dv)
-    keys = int(visible.any(dim=-2).sum())
-    assert count_bytes(case) == passes * 2 * 4 * (Tq * H * (D + Dv) + keys * G * (D + Dv))
-
-
-@pytest.mark.parametrize("backend", ["naive", "sdpa"])
-@pytest.mark.parametrize("mask", ["causal", "window:5", "documents:3"])
-@pytest.mark.parametrize("phase", ["forward", "backward", "prefill", "decode"])
-def test_masks_and_phases_compute_the_reference(phase, mask, backend, tmp_path):
-    changes = {"phases": [phase], "masks": [mask], "block_sizes": [20], "chunk_size": 6, "backends": [backend]}
-    ((case,),) = build_groups(replace(CONFIG, **changes, seconds=0.001), CPU)
-    assert case.request.Tq == {"prefill": 6, "decode": 1}.get(phase, 20)
-    write_reference(case, CONFIG.seed, tmp_path / "r.pt")
-    result = measure(case, CONFIG, tmp_path / "r.pt")
-    assert len(result.errors) == (4 if phase == "backward" else 1) and max(result.errors.values()) < 5e-6
-    assert (result.mask_seconds is None) == (mask == "causal")
-    unmasked = replace(case, mask="causal", request=replace(case.request, window=None, document_mask=False))
-    write_reference(unmasked, CONFIG.seed, tmp_path / "r.pt")
-    assert (max(measure(case, CONFIG, tmp_path / "r.pt").errors.values()) > 1e-3) == (mask != "causal")
-
-
-def test_backward_alone_does_not_time_the_forward_pass(monkeypatch):
-    calls = []
-    attend = cases.get_attention_fn(make_case().attention)
-    monkeypatch.setattr(cases, "get_attention_fn", lambda config: lambda *a, **k: calls.append("forward") or attend(*a))
-    workload = _attention_workload(make_case("backward"), CONFIG)
-    workload.setup()
-    assert calls == ["forward"]
-    workload.call()
-    assert calls == ["forward"]
-
-
-def test_step_without_attention_keeps_the_gradients_of_all_weights():
-    changes = {"phases": ["step"], "backends": ["linear", "flash"], "block_sizes": [16]}
-    model = replace(CONFIG.model, n_head=4, n_kv_head=2, dropout=0.1)  # flash has no dropout
-    ((*_, case),) = build_groups(replace(CONFIG, **changes, model=model), CPU)
-    assert case.name == "none" and case.mixer == "softmax"
-    assert count_flops(case, CONFIG) == 16 * weight_flops_per_token(CONFIG.model, CONFIG.vocab_size)
-    q, k, v = (torch.randn(2, 5, heads, 8, requires_grad=True) for heads in (4, 2, 2))
-    y = cases._no_attention(q, k, v, window=None)
-    assert y.shape == q.shape
-    assert all(gradient.abs().min() > 0 for gradient in torch.autograd.grad(y.sum(), (q, k, v)))
-    assert measure(case, replace(CONFIG, model=model), NO_REFERENCE).resolved.resolved == "none"
+    visible = attention_mask(Tq, Tq + more, window=window, positions=positions, doc_ids=case.doc_ids())[0]
+    passes, H, D, Dv = {"forward": 1, "forward+backward": 3}[phase], 4, 8, 6
+    assert count_flops(case, CONFIG) == passes * 2 * H * int(visible.sum()) * (2 * D + 2 * Dv)
 
 
 def test_step_flops_use_the_context_of_the_case():
@@ -104,33 +43,64 @@ def test_step_flops_use_the_context_of_the_case():
     assert flops < 1024 * flops_per_token(replace(long, window=None), 64, 1024)
 
 
+@pytest.mark.parametrize("backend", ["naive", "sdpa"])
+@pytest.mark.parametrize("mask", ["causal", "window:5", "documents:3"])
+@pytest.mark.parametrize("phase", ["forward", "forward+backward", "decode"])
+def test_masks_and_phases_compute_the_reference(phase, mask, backend, tmp_path):
+    changes = {"phases": [phase], "masks": [mask], "block_sizes": [20], "backends": [backend]}
+    ((case,),) = build_groups(replace(CONFIG, **changes), CPU)
+    assert case.request.Tq == (1 if phase == "decode" else 20)
+    write_reference(case, CONFIG.seed, tmp_path / "r.pt")
+    row, _ = measure(case, CONFIG, tmp_path / "r.pt")
+    assert row.error_y < 5e-6 and row.mask == mask
+    assert row.error_gradients < 5e-6 if phase == "forward+backward" else row.error_gradients is None
+    unmasked = replace(case, mask="causal", request=replace(case.request, window=None, document_mask=False))
+    write_reference(unmasked, CONFIG.seed, tmp_path / "r.pt")
+    assert (measure(case, CONFIG, tmp_path / "r.pt")[0].error_y > 1e-3) == (mask != "causal")
+
+
 @pytest.mark.parametrize("phase", ["forward", "forward+backward", "decode"])
 def test_reference_is_naive_in_float64_on_the_same_inputs(phase, tmp_path):
     case = make_case(phase)
     write_reference(case, 7, tmp_path / "r.pt")
-    written = torch.load(tmp_path / "r.pt")
     q, k, v, dy = (tensor.double().requires_grad_(case.request.grad) for tensor in make_inputs(case, 7))
     assert q.shape[1] == (1 if phase == "decode" else 16)
     y = naive(q, k, v)
-    expected = {"y": y.detach()}
-    if case.request.grad:
-        expected |= dict(zip(("dq", "dk", "dv"), torch.autograd.grad(y, (q, k, v), dy), strict=True))
-    assert written.keys() == expected.keys()
-    for name in written:
-        torch.testing.assert_close(written[name], expected[name], atol=1e-12, rtol=0)
+    expected = [y.detach(), *(torch.autograd.grad(y, (q, k, v), dy) if case.request.grad else ())]
+    torch.testing.assert_close(torch.load(tmp_path / "r.pt"), expected, atol=1e-12, rtol=0)
 
 
 @pytest.mark.parametrize("dtype, lower, upper", [(torch.float32, 0.0, 5e-6), (torch.bfloat16, 1e-4, 0.1)])
 def test_errors_are_differences_from_the_reference(dtype, lower, upper, tmp_path):
     case = make_case("forward+backward", dtype=dtype)
     write_reference(case, CONFIG.seed, tmp_path / "r.pt")
-    errors = measure(case, CONFIG, tmp_path / "r.pt").errors
-    assert errors.keys() == {"y", "dq", "dk", "dv"} and all(lower < error < upper for error in errors.values())
-    wrong = torch.load(tmp_path / "r.pt")
-    wrong["dk"][0, 3, 1, 2] += 5.0
-    torch.save(wrong, tmp_path / "r.pt")
-    assert 4.5 < measure(case, CONFIG, tmp_path / "r.pt").errors["dk"] < 5.5
-    assert measure(case, CONFIG, NO_REFERENCE).errors == {}
+    row, seconds = measure(case, CONFIG, tmp_path / "r.pt")
+    assert lower < row.error_y < upper and lower < row.error_gradients < upper
+    assert len(seconds) >= CONFIG.repeats
+    y, dq, dk, dv = torch.load(tmp_path / "r.pt")
+    dk[0, 3, 1, 2] += 5.0
+    torch.save([y, dq, dk, dv], tmp_path / "r.pt")
+    assert 4.5 < measure(case, CONFIG, tmp_path / "r.pt")[0].error_gradients < 5.5
+    row, _ = measure(case, CONFIG, NO_REFERENCE)
+    assert row.error_y is None and row.error_gradients is None
+
+
+def test_step_without_attention_keeps_the_gradients_of_all_weights():
+    changes = {
+        "phases": ["step"],
+        "backends": ["linear", "flash"],
+        "block_sizes": [16],
+        "masks": ["window:5", "causal"],
+    }
+    model = replace(CONFIG.model, n_head=4, n_kv_head=2, dropout=0.1)  # flash has no dropout
+    ((*_, case),) = build_groups(replace(CONFIG, **changes, model=model), CPU)
+    assert case.name == "none" and case.mixer == "softmax"
+    assert count_flops(case, CONFIG) == 16 * weight_flops_per_token(CONFIG.model, CONFIG.vocab_size)
+    q, k, v = (torch.randn(2, 5, heads, 8, requires_grad=True) for heads in (4, 2, 2))
+    y = cases._no_attention(q, k, v, window=None)
+    assert y.shape == q.shape
+    assert all(gradient.abs().min() > 0 for gradient in torch.autograd.grad(y.sum(), (q, k, v)))
+    assert measure(case, replace(CONFIG, model=model), NO_REFERENCE)[0].resolved == "none"
 
 
 def test_calls_use_new_inputs_until_the_cpu_cache_is_full(monkeypatch):
@@ -157,42 +127,48 @@ def test_inputs_have_the_memory_layout_of_their_phase():
     assert make_inputs(make_case(), 1)[1].is_contiguous(), "as from a linear layer"
 
 
+def test_linear_attention_decodes_with_a_state():
+    case = make_case("decode", "linear", T=100, Dv=8)
+    q, k, v, _ = make_inputs(case, CONFIG.seed)
+    (y,) = cases._attention_workload(case, CONFIG).call()
+    v = v.repeat_interleave(2, dim=2).transpose(1, 2)
+    torch.testing.assert_close(y, (linear_attention_scores(q, k).softmax(-1) @ v).transpose(1, 2))
+
+
+@pytest.fixture
+def worker(tmp_path):
+    worker = Worker(tmp_path)
+    yield worker
+    worker.close()
+
+
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="peak memory is known on Linux only")
 @pytest.mark.slow
-def test_peak_memory_does_not_depend_on_earlier_cases_of_the_process():
+def test_peak_memory_does_not_depend_on_earlier_cases_of_the_process(worker):
+    def peak_memory(case):
+        _, (row, _) = worker.call(measure, case, CONFIG, NO_REFERENCE, time_limit=CONFIG.time_limit)
+        return row.peak_memory_bytes
+
     naive_case = make_case("forward+backward", T=2048, B=1, H=2, G=2, D=32, Dv=32)
     scores = 2 * 2048**2 * 4  # bytes
-    with Worker() as worker:
-
-        def peak_memory(case):
-            return worker.call(measure, case, CONFIG, NO_REFERENCE).peak_memory_bytes
-
-        # three matrices: the weights, their gradients, and the gradients of the scores
-        assert peak_memory(naive_case) == pytest.approx(3 * scores, rel=0.2)
-        shapes = dict(B=1, H=2, G=2, D=64, Dv=64)
-        flash = {T: peak_memory(make_case("forward", "flash", T=T, **shapes)) for T in (8192, 4096, 2048)}
-        output = 2 * 64 * 4  # bytes per token
-        assert flash[4096] - flash[2048] == pytest.approx(2048 * output, rel=0.35)
-        assert flash[8192] - flash[4096] == pytest.approx(4096 * output, rel=0.35)
-        assert peak_memory(naive_case) == pytest.approx(3 * scores, rel=0.2)
+    # three matrices: the weights, their gradients, and the gradients of the scores
+    assert peak_memory(naive_case) == pytest.approx(3 * scores, rel=0.2)
+    shapes = dict(B=1, H=2, G=2, D=64, Dv=64)
+    flash = {T: peak_memory(make_case("forward", "flash", T=T, **shapes)) for T in (8192, 4096, 2048)}
+    output = 2 * 64 * 4  # bytes per token
+    assert flash[4096] - flash[2048] == pytest.approx(2048 * output, rel=0.35)
+    assert flash[8192] - flash[4096] == pytest.approx(4096 * output, rel=0.35)
+    assert peak_memory(naive_case) == pytest.approx(3 * scores, rel=0.2)
 
 
 @pytest.mark.compiles
 @pytest.mark.slow
-def test_each_case_compiles_for_its_shapes():
+def test_each_case_compiles_for_its_shapes(worker):
     """Without a reset, torch.compile would switch to dynamic shapes at the second T of a process."""
-    with Worker() as worker:
-        for T in (16, 32, 48):
-            result = worker.call(measure, make_case("forward", "flex", T=T, G=4, D=16, Dv=16), CONFIG, NO_REFERENCE)
-            assert result.resolved.resolved == "flex" and result.compile_s > 0
-
-
-def test_linear_attention_decodes_with_a_state():
-    case = make_case("decode", "linear", T=100, Dv=8)
-    q, k, v, _ = make_inputs(case, CONFIG.seed)
-    (y,) = _attention_workload(case, CONFIG).compute_outputs()
-    v = v.repeat_interleave(2, dim=2).transpose(1, 2)
-    torch.testing.assert_close(y, (linear_attention_scores(q, k).softmax(-1) @ v).transpose(1, 2))
+    for T in (16, 32, 48):
+        case = make_case("forward", "flex", T=T, G=4, D=16, Dv=16)
+        _, (row, _) = worker.call(measure, case, CONFIG, NO_REFERENCE, time_limit=CONFIG.time_limit)
+        assert row.resolved == "flex" and row.compile_s > 0
 
 
 def test_all_variants_are_attention_functions():
