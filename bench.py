@@ -51,7 +51,8 @@ def main(config: BenchConfig) -> int:
     environment = system.describe_environment(device)
     title = describe_bench(config, environment)
     write_config(folder, asdict(config))
-    print(f"bench    {folder}: {', '.join(case.name for case in groups[0])}\nruns     {title}", flush=True)
+    backends = ", ".join(case.name for case in groups[0])
+    print(f"bench    {folder}: {backends}", *title.split("; "), sep="\n         ", flush=True)
     rows: list[Timing] = []
     status = "failed"
     try:

@@ -29,24 +29,11 @@ def make_case(phase="forward", backend="naive", *, T=16, **changes):
 
 def make_row(backend, T, ms, spread=0.01, **changes):
     """A made-up row. ms None: the case ran out of memory."""
-    row = Timing(
-        backend=backend,
-        resolved=backend,
-        status="finished",
-        phase="forward",
-        mask="causal",
-        device="cpu",
-        dtype="float32",
-        B=1,
-        T=T,
-        H=2,
-        G=2,
-        D=64,
-        Dv=64,
-    )
+    columns = make_case(backend=backend, T=T).start_row()
     if ms is None:
-        return replace(row, resolved=None, status="out of memory", reason="needed 8.0 GiB more", **changes)
-    return replace(row, ms_median=ms, ms_q1=ms * (1 - spread), ms_q3=ms * (1 + spread), **changes)
+        return replace(Timing(**columns, status="out of memory", reason="needed 8.0 GiB more"), **changes)
+    times = {"ms_median": ms, "ms_q1": ms * (1 - spread), "ms_q3": ms * (1 + spread)}
+    return replace(Timing(**columns, status="finished", resolved=backend, **times), **changes)
 
 
 def make_rows(**times):

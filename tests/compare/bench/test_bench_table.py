@@ -13,9 +13,6 @@ def test_results_begin_with_the_recommendation(capsys):
     printed = capsys.readouterr().out
     assert printed.index("a, 3.0 times as fast as b") < printed.index("MiB") < printed.index("attention.csv")
     assert "not reliable" not in printed
-
-
-def test_results_warn_about_a_busy_machine(capsys):
     print_results([make_row("a", T, 1.0, spread=0.5) for T in (8, 16)], Path("runs/bench/x"))
     assert "the upper quartile is typically 3.0 times the lower" in " ".join(capsys.readouterr().out.split())
 
@@ -30,8 +27,5 @@ def test_notes_explain_kernels_errors_and_failures():
     assert "sdpa ran flash." in notes
     assert "Largest error in float32, compared with float64: 3.0e-06, by sdpa." in notes
     assert "naive: out of memory (forward; T = 64, 128): needed 8.0 GiB more" in notes
-
-
-def test_nan_is_the_largest_error():
-    rows = [make_row(name, 64, 1.0, error_y=error) for name, error in (("a", 1.0), ("b", float("nan")), ("c", 2.0))]
-    assert "Largest error in float32, compared with float64: nan, by b." in list_notes(rows)
+    worst = make_row("b", 64, 1.0, error_y=float("nan"))
+    assert any("nan, by b" in note for note in list_notes([*rows, worst]))

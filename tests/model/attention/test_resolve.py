@@ -33,6 +33,7 @@ from model.attention import (
     BACKENDS,
     ResolvedAttention,
     Support,
+    all_variants,
     flash,
     get_attention_fn,
     naive,
@@ -106,6 +107,13 @@ def check_resolved_kernel(device, config, changed, resolved, compiled):
             attend = torch.compile(attend, fullgraph=True)
         run()
         assert kernels_run(run) == {resolved} & set(KERNEL_OPERATIONS)
+
+
+def test_all_variants_are_attention_functions():
+    variants = all_variants()
+    assert {"naive", "sdpa", "sdpa:math", "flash", "flash:FA3", "linear"} <= variants.keys()
+    assert all(callable(get_attention_fn(config)) for config in variants.values())
+    assert variants["sdpa:math"].kernels == ["math"] and variants["flash:FA3"].impl == "FA3"
 
 
 def test_kernels_are_passed_to_the_function():
