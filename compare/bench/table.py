@@ -90,6 +90,6 @@ def describe_bench(config: BenchConfig, environment: dict) -> str:
         key_heads = f", {pluralize(G, 'key/value head')}" if G != H else ""
         parts.append(f"attention: {sequences}, {pluralize(H, 'head')} of {D}{key_heads}")
     if "step" in config.phases:
-        parts.append(f"training step: {sequences}, model={config.model.name}, optimizer={config.optimizer.name}")
+        parts.append(f"training step: model={config.model.name}, optimizer={config.optimizer.name}, {sequences}")
     machine, torch_version = environment["device_name"], environment["versions"]["torch"]
     return "; ".join([*parts, f"{machine}, {environment['threads']} threads, torch {torch_version}"])

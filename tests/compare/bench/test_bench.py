@@ -10,7 +10,6 @@ import time
 from pathlib import Path
 
 import pytest
-import torch
 from bench_helpers import COLUMNS
 from helpers import ROOT
 
@@ -51,7 +50,6 @@ def test_bench_writes_a_table_a_picture_and_a_summary(bench):
     finished = [row for row in rows if row["status"] == "finished"]
     assert {row["backend"] for row in finished} == {"naive", "flash", "none"}
     assert all(row["resolved"] == row["backend"] and float(row["ms_q1"]) <= float(row["ms_median"]) for row in finished)
-    assert all(float(row["flops_per_second"]) > 0 for row in finished)
     assert all(float(row["error_y"]) < 1e-5 for row in finished if row["phase"] != "step")
     assert {(row["phase"] == "step", row["H"], row["G"]) for row in rows} == {(False, "2", "1"), (True, "2", "2")}
     refused = [row for row in rows if row["backend"] == "cudnn"]
@@ -61,7 +59,7 @@ def test_bench_writes_a_table_a_picture_and_a_summary(bench):
     assert (FOLDER / "attention.png").stat().st_size > 10_000 and (FOLDER / "config.yaml").exists()
     summary = json.loads((FOLDER / "summary.json").read_text())
     assert summary["status"] == "finished" and summary["rows"] == 13 and summary["answer"]
-    assert summary["device_name"] and summary["versions"]["torch"] and summary["threads"] >= 1
+    assert summary["device_name"] and summary["versions"]["torch"]
     (table,) = FOLDER.glob("wandb/offline-run-*/files/media/table/attention_*.table.json")
     logged = json.loads(table.read_text())
     assert logged["columns"] == COLUMNS.split(",") and len(logged["data"]) == 13
@@ -77,7 +75,7 @@ def test_memory_of_a_step_includes_the_model(bench):
 
 
 @pytest.mark.slow
-def test_out_of_memory_is_a_row_and_an_existing_bench_is_not_overwritten(bench):
+def test_failures_are_rows_and_an_existing_bench_is_not_overwritten(bench):
     overrides = "phases=[forward]", "backends=[naive]", "block_sizes=[8,1048576]", "n_head=1"
     code, rows, printed = bench(*overrides)
     assert code == 0
@@ -85,12 +83,8 @@ def test_out_of_memory_is_a_row_and_an_existing_bench_is_not_overwritten(bench):
     assert "allocate" in rows[1]["reason"] and "out of memory" in printed
     code, unchanged, printed = bench(*overrides)
     assert code == 2 and "runs/bench/x exists; set another name" in printed and unchanged == rows
-
-
-@pytest.mark.slow
-def test_exit_code_is_2_if_all_backends_are_refused(bench):
-    code, rows, printed = bench("backends=[cudnn]", "phases=[decode]")
-    assert code == 2 and {row["status"] for row in rows} == {"refused"} and "none" in printed
+    code, _, printed = bench("backends=[cudnn]", "phases=[decode]", "name=refused")
+    assert code == 2 and "none: cudnn refused" in printed
 
 
 @pytest.mark.slow
@@ -125,12 +119,10 @@ def test_ctrl_c_keeps_the_finished_rows(workdir):
         ("n_kv_head=3", "does not divide the 2 heads"),
         ("time_limit=0", "must be a number greater than 0"),
         ("name=a/b", "is not a folder name"),
-        ("device=cuda", "is not available"),
+        ("device=tpu", "is unknown; set"),
     ],
 )
 def test_invalid_settings_are_refused_before_anything_is_written(override, advice, workdir, capsys):
-    if override == "device=cuda" and torch.cuda.is_available():
-        pytest.skip("this machine has a GPU")
     try:
         code = run_main(main, parse_config("bench", "", [override]))
     except SystemExit as exit:

@@ -6,14 +6,12 @@ from bench_helpers import make_row, make_rows
 
 from compare.bench.plot import plot_results
 
-PHASES = [make_row("a", 64, 1.0, dtype=dtype, phase=phase) for dtype in ("x", "y") for phase in ("decode", "step")]
-
 
 @pytest.mark.parametrize(
     "rows",
     [
         [make_row("a", 64, None), make_row("b", 64, 1.0, peak_memory_bytes=2**20)],
-        PHASES,
+        [make_row("a", 64, 1.0, dtype=dtype, phase=phase) for dtype in "xy" for phase in ("decode", "step")],
         [make_row("a", 64, None), make_row("a", 128, None)],
         make_rows(**{f"b{i}": {2**k: 2**k * 1.2**i for k in range(4, 14)} for i in range(9)}),
     ],

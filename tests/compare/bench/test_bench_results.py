@@ -3,7 +3,7 @@
 import pytest
 from bench_helpers import COLUMNS, make_row, make_rows
 
-from compare.bench.results import append_row, compute_spread, rank_by_time, recommend
+from compare.bench.results import append_row, rank_by_time, recommend
 
 
 def test_append_row_writes_each_row_immediately(tmp_path):
@@ -24,9 +24,6 @@ def test_close_medians_and_overlapping_quartiles_are_ties():
     assert [row.backend for row in slower] == ["f", "a"]
 
 
-MIB = 2**20
-
-
 @pytest.mark.parametrize(
     "rows, sentence",
     [
@@ -37,7 +34,7 @@ MIB = 2**20
         (make_rows(b={8: 9.0}, a={8: 1.0}, c={8: 1.0}), "a or c (equal), 9.0 times as fast as b"),
         ([make_row("a", 8, None), make_row("b", 8, 20.0)], "b, a: out of memory"),
         (
-            [make_row("a", 8, 6.0, peak_memory_bytes=20 * MIB), make_row("b", 8, 3.0, peak_memory_bytes=4 * MIB)],
+            [make_row("a", 8, 6.0, peak_memory_bytes=20 * 2**20), make_row("b", 8, 3.0, peak_memory_bytes=4 * 2**20)],
             "b, 2.0 times as fast as a, with 20% of its memory",
         ),
         (make_rows(naive={8: 4.0}, flash={8: 2.0}, linear={8: 1.0}), "flash, 2.0 times as fast as naive"),
@@ -55,9 +52,3 @@ def test_recommendation_begins_with_the_training_step():
     rows = [make_row("a", T, 1.0, phase=phase) for phase in ("forward", "step") for T in (8, 2048)]
     step, forward = ("step, float32", "T = 2,048", "a"), ("forward, float32", "T = 8", "a")
     assert recommend(rows)[1:3] == [step, forward]
-
-
-def test_spread_is_the_ratio_of_quartiles():
-    assert compute_spread(make_rows(a={64: 1.0})) == pytest.approx(1.01 / 0.99)
-    assert compute_spread([make_row("a", T, 1.0, spread=0.5) for T in (8, 16)]) == pytest.approx(3.0)
-    assert compute_spread([make_row("a", 8, None)]) == 1.0
