@@ -26,7 +26,6 @@ if __name__ == "__main__":  # before the slow imports below, so that a typo is r
     config = parse_config("bench", __doc__)
 
 from dataclasses import asdict, replace
-from pathlib import Path
 
 from common import system
 from common.errors import UserError
@@ -47,7 +46,10 @@ def main(config: BenchConfig) -> int:
     device = resolve_device(config.device)
     groups = build_groups(config, device)
     config = replace(config, compile=resolve_compile(config.compile, device))
-    folder = make_folder(config, device.type)
+    folder = BENCHES / (config.name or make_new_folder(BENCHES, f"{device.type}-{config.model.name}"))
+    if config.name is not None and folder.exists():
+        raise UserError(f"{folder} exists; set another name")
+    folder.mkdir(parents=True, exist_ok=True)
     environment = system.describe_environment(device)
     title = describe_bench(config, environment)
     write_config(folder, asdict(config))
@@ -73,18 +75,6 @@ def main(config: BenchConfig) -> int:
         raise KeyboardInterrupt(f"stopped after {len(rows)} rows, which are in {folder}")
     statuses = {row.status for row in rows}
     return 1 if "failed" in statuses else 2 if statuses == {"refused"} else 0
-
-
-def make_folder(config: BenchConfig, device: str) -> Path:
-    """Make the folder of a bench. Raises UserError if it exists."""
-    if config.name is None:
-        return BENCHES / make_new_folder(BENCHES, f"{device}-{config.model.name}")
-    folder = BENCHES / config.name
-    try:
-        folder.mkdir(parents=True)
-    except FileExistsError:
-        raise UserError(f"{folder} exists; set another name") from None
-    return folder
 
 
 if __name__ == "__main__":
