@@ -53,8 +53,7 @@ from training.evaluate import Evaluator
 from training.init_from import load_init_weights, load_run_tokenizer
 from training.observers import WAITING, Observers
 from training.optimizer import build_optimizers, optimizer_step, set_lr
-from training.planning.memory import StepSpec
-from training.planning.micro_batch import resolve_micro_batch_size
+from training.planning.micro_batch import check_micro_batch_size, resolve_micro_batch_size
 from training.planning.plan import show_plan
 from training.progress import format_banner, format_summary
 from training.run_plots import plot_run
@@ -66,7 +65,7 @@ def main(config: Train) -> int:
     runtime = resolve_runtime(config.device, config.dtype, config.compile, config.parallel, config.world_size)
     dist, device, dtype = runtime.dist, runtime.device, runtime.dtype
     configure_backends(device, config.deterministic, config.tf32)
-    min_micro_batch_size, _ = config.train.split_batch(dist.world_size)
+    min_micro_batch_size = check_micro_batch_size(config, runtime)
     runtime.resolve_attention(config.attention, config.model, min_micro_batch_size, config.data.document_mask)
     if config.plan:
         return show_plan(config, runtime)
@@ -86,8 +85,7 @@ def main(config: Train) -> int:
     attend = get_attention_fn(config.attention)
     model = dist.build_model(partial(GPT, config.model, tokenizer.n_vocab, attend), device, dtype)
     checkpoint_activations(model, config.train.activation_checkpointing)
-    step_spec = StepSpec.from_config(config, tokenizer.n_vocab, runtime)
-    micro_batch_size, accumulation = resolve_micro_batch_size(config.train, step_spec, dist, model)
+    micro_batch_size, accumulation = resolve_micro_batch_size(config, runtime, model)
     attention = runtime.resolve_attention(config.attention, config.model, micro_batch_size, config.data.document_mask)
     metadata = make_checkpoint_metadata(config, prepared.meta)
     if config.train.init_from is not None and not has_checkpoint(config.name):

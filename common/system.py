@@ -1,8 +1,7 @@
 """Facts about the machine: memory, caches, device and software versions.
 
-Memory figures are read from /proc and are None on systems other than Linux. psutil could replace only two of these
-functions: it supports neither the memory limits of containers nor a peak that can be reset. torch is imported in the
-functions that use it.
+Memory figures are read from /proc and are None on systems other than Linux. psutil has no peak that can be reset.
+torch is imported in the functions that use it.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
     import torch
 
 PACKAGES = ("trilgpt", "torch", "hydra-core", "datasets", "tiktoken", "wandb", "numpy")
-CGROUP_ROOT = Path("/sys/fs/cgroup")
 PROJECT = Path(__file__).parents[1]
 GIT_TIMEOUT_S = 10.0
 
@@ -52,17 +50,6 @@ def memory_in_use(device: torch.device) -> int | None:
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else process_memory("VmRSS")
 
 
-def free_memory(device: torch.device) -> int | None:
-    """Bytes that this process can still allocate on the device without swapping. None: unknown."""
-    if device.type == "cuda":
-        import torch
-
-        cached = torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device)
-        return torch.cuda.mem_get_info(device)[0] + cached
-    available = available_memory() if device.type == "cpu" else None
-    return None if available is None else min([available, *_cgroup_headroom()])
-
-
 def available_memory() -> int | None:
     """MemAvailable of Linux in bytes; None on other systems."""
     return _read_proc_bytes("/proc/meminfo", "MemAvailable")
@@ -83,24 +70,6 @@ def _read_proc_bytes(file: str, key: str) -> int | None:
 def cpu_count() -> int:
     """CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
-
-
-def _cgroup_headroom() -> list[int]:
-    """Bytes left below each memory limit of this process's control groups (cgroups(7)), as in a container."""
-    headroom = []
-    for line in Path("/proc/self/cgroup").read_text().splitlines():
-        _, controllers, path = line.split(":", 2)  # controllers is empty in version 2
-        limit_file, usage_file, cache_key = "memory.max", "memory.current", "inactive_file"
-        if controllers:
-            limit_file, usage_file, cache_key = "memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file"
-        group = CGROUP_ROOT / controllers / path.strip("/")
-        for folder in (group, *group.parents):
-            limit = (folder / limit_file).read_text().strip() if (folder / limit_file).exists() else "max"
-            if limit != "max":
-                statistics = dict(line.split() for line in (folder / "memory.stat").read_text().splitlines())
-                used = int((folder / usage_file).read_text()) - int(statistics[cache_key])
-                headroom.append(int(limit) - used)
-    return headroom
 
 
 def return_freed_memory() -> None:

@@ -45,8 +45,6 @@ class Train:
     plan: bool
     flops_per_second: float | None
     world_size: int | None
-    bandwidth: float | None
-    attention_csv: str | None
     resume: bool
     text_size: Any  # name of a preset; None: no value is from a preset
     model: GPTConfig
@@ -68,7 +66,7 @@ class Train:
         self.data.check()
         check_path_component("model.name", self.model.name)
         check_seed(self.seed)
-        check_positive("", self, "bandwidth", world_size=10**6)
+        check_positive("", self, world_size=10**6)
         lr_scale(self.schedule, self.schedule.warmup_steps, None, 0.0)
         flops, init_from = self.flops_per_second, self.train.init_from or ""
         init_run = init_from.removeprefix("run:")
@@ -77,7 +75,7 @@ class Train:
             ("parallel", self.parallel in ("ddp", "fsdp"), "is unknown; set ddp or fsdp"),
             *(
                 (key, getattr(self, key) is None or self.plan, "needs plan=true; set it, or remove the key")
-                for key in ("flops_per_second", "world_size", "bandwidth", "attention_csv")
+                for key in ("flops_per_second", "world_size")
             ),
             ("flops_per_second", flops is None or 0 < flops < inf, "must be greater than 0; set 1e14, for example"),
         ]

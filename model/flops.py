@@ -1,11 +1,9 @@
 """Number of parameters and floating-point operations (FLOPs) of a model.
 
 Per sequence of T tokens, with C = n_embd, the linear layers take O(T C^2) FLOPs: each weight is multiplied once per
-token. Attention takes O(T^2 C), because each query has a score for each key. For long sequences, attention dominates:
-see `find_flops_crossover`. T tokens, C channels, H query heads, D head dimension of q and k, Dv head dimension of v.
+token. Attention takes O(T^2 C), because each query has a score for each key. For long sequences, attention dominates.
+T tokens, C channels, H query heads, D head dimension of q and k, Dv head dimension of v.
 """
-
-from bisect import bisect_left
 
 import numpy as np
 
@@ -75,14 +73,6 @@ def linear_attention_keys(D: int, T: int) -> int:
     The products with the state take 4 D Dv FLOPs per head and query; those within a chunk take 2 (D + Dv) per key.
     """
     return min(T, CHUNK) + D
-
-
-def find_flops_crossover(config: GPTConfig, vocab_size: int) -> int | None:
-    """Smallest T at which attention takes as many FLOPs as the weights; None if windows or linear mixers prevent it."""
-    linear = weight_flops_per_token(config, vocab_size)
-    largest = -(-linear // (12 * config.n_head * config.head_dim))  # the result if one layer has no window
-    T = bisect_left(range(largest), linear, key=lambda T: attention_flops_per_token(config, T))
-    return T if attention_flops_per_token(config, T) >= linear else None
 
 
 def visible_pairs(Tq: int, Tk: int, window: int | None, document_length: int | None = None) -> int:

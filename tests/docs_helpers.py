@@ -14,11 +14,8 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 from pathlib import Path
 
-import torch
 import yaml
 from helpers import ROOT, TEXT
-
-from training.device import resolve_dtype
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 ATTENTION_PAGES = sorted((ROOT / "docs/attention").glob("*.md"))  # test_attention_pages.py runs their Python blocks
@@ -190,12 +187,6 @@ def prepare_folder(folder: Path, run: Path, exported: Path, command: Command) ->
         key, _, value = word.partition("=")
         if key.endswith("path"):
             write_document(folder, value, column)
-        elif key == "attention_csv":
-            (folder / value).parent.mkdir(parents=True)
-            dtype = str(resolve_dtype("auto", torch.device("cpu"))).removeprefix("torch.")
-            row = {"backend": "sdpa", "phase": "forward+backward", "mask": "causal", "status": "finished"}
-            row |= {"device": "cpu", "dtype": dtype, "D": 8, "Dv": 8, "T": 16, "flops_per_second": 1e12}
-            (folder / value).write_text(f"{','.join(row)}\n{','.join(map(str, row.values()))}\n")
         elif key in ("prompts", "prompt_file"):
             lines = ["The 1", "The 2"]
             if value.endswith(".jsonl"):

@@ -23,7 +23,7 @@ class TrainConfig:
     minutes: a time limit, instead of steps or in addition.
     batch_size: sequences per optimizer step, over all devices.
     micro_batch_size: sequences per forward pass on one device. None: the device's share of the batch. "auto": as many
-        as fit into memory.
+        as fit into the memory of a GPU.
     grad_clip: largest gradient norm. None: no clipping.
     on_nonfinite: what to do if the gradients of a step are not finite. "stop": the run fails. "skip": the step does not
         change the weights.

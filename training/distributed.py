@@ -10,7 +10,7 @@ import sys
 import warnings
 from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
 from datetime import timedelta
 from itertools import count
 from typing import Any
@@ -34,14 +34,12 @@ class Dist:
     """This process among `world_size` processes. local_rank: its rank among the local_world_size on this machine.
 
     Each process has a copy of the model (DDP). training/fsdp.py has a subclass whose processes share one.
-    is_simulated: the other processes do not exist, because only the memory of this one is estimated.
     """
 
     rank: int = 0
     world_size: int = 1
     local_rank: int = 0
     local_world_size: int = 1
-    is_simulated: bool = False
 
     @classmethod
     def from_environment(cls) -> "Dist":
@@ -90,23 +88,12 @@ class Dist:
             first = current_step * batch_size + self.rank * share
             yield from range(first, first + share, micro_batch_size)
 
-    def simulated(self, device: torch.device) -> "Dist":
-        """The same processes for an estimate with fake tensors, in which only this process exists."""
-        return replace(self, is_simulated=True)
-
-    @property
-    def keeps_gradients(self) -> bool:
-        """Whether gradients occupy memory throughout a step: DDP stores them in its buffers."""
-        return self.world_size > 1
 
     def build_model(self, build: Callable[..., GPT], device: torch.device, dtype: torch.dtype) -> GPT:
         """Build a model with initial weights on `device`. Weights are drawn on the CPU: all devices get the same ones.
 
         build: function of the device on which the model's parameters are allocated. dtype: of matrix products.
         """
-        if self.is_simulated:
-            with device:
-                return build(device=device)
         return build(device="cpu").to(device)
 
     def wrap(self, model: nn.Module, compile: bool) -> nn.Module:
@@ -123,8 +110,7 @@ class Dist:
 
     def sync_gradients(self, wrapped_model: nn.Module, is_last: bool) -> AbstractContextManager:
         """Context manager around a micro batch: only the last one of a step averages gradients over the processes."""
-        is_alone = self.world_size == 1 or self.is_simulated
-        return nullcontext() if is_last or is_alone else wrapped_model.no_sync()
+        return nullcontext() if is_last or self.world_size == 1 else wrapped_model.no_sync()
 
     def all_reduce_mean(self, value: Tensor) -> Tensor:
         """Average a tensor over all processes, in place. Does not wait for the device."""
@@ -154,10 +140,6 @@ class Dist:
         for rank, other in enumerate(values):
             if other != values[0]:
                 raise UserError(f"rank {rank} has {other}, but rank 0 has {values[0]}; {advice}")
-
-    def sent_bytes_per_step(self, params: int, block_params: int, dtype_bytes: int, accumulation: int) -> float:
-        """Bytes that each process sends per optimizer step: a ring all-reduce of the gradients in float32."""
-        return 2 * (self.world_size - 1) / self.world_size * 4 * params
 
     def sync_stop_and_time(self, stop: bool, seconds: float) -> tuple[bool, float]:
         """Whether any process was asked to stop, and the training time of the slowest process."""

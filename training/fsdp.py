@@ -9,11 +9,9 @@ import logging
 import warnings
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass, replace
-from functools import cache
+from dataclasses import dataclass
 
 import torch
-import torch.distributed as torch_dist
 from torch import nn
 
 from common.startup import load_or_allocate
@@ -30,20 +28,10 @@ class FSDP(Dist):
     are float32.
     """
 
-    def simulated(self, device: torch.device) -> "FSDP":
-        # fully_shard imports both, so a plan counts their memory
-        import torch._dynamo
-        import torch.distributed.fsdp  # noqa: F401
-
-        make_mesh(device.type, self.world_size, True)  # before the tensors are fake
-        return replace(self, is_simulated=True)
-
-    @property
-    def keeps_gradients(self) -> bool:
-        return False
 
     def build_model(self, build: Callable[..., GPT], device: torch.device, dtype: torch.dtype) -> GPT:
         """Build a model, and keep this process's part of its weights. One block at a time has complete weights."""
+        from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         model = build(device="meta")
@@ -51,7 +39,7 @@ class FSDP(Dist):
         logging.getLogger("torch.distributed.tensor._collective_utils").setLevel(logging.ERROR)
         # A norm's input is float32 and its weight is not: the result is right, but the kernel is not the fastest.
         warnings.filterwarnings("ignore", "Mismatch dtype between input and weight")
-        mesh = make_mesh(device.type, self.world_size, self.is_simulated)
+        mesh = init_device_mesh(device.type, (self.world_size,))
         # The loop has autocast, which casts the inputs.
         policy = MixedPrecisionPolicy(param_dtype=dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
         for name, part in model.parts():
@@ -84,27 +72,3 @@ class FSDP(Dist):
         with by_name["wte.weight"].device:
             full = GPT(model.config, model.vocab_size, model.attend, weights=by_name)
         return full, full
-
-    def sent_bytes_per_step(self, params: int, block_params: int, dtype_bytes: int, accumulation: int) -> float:
-        """Bytes that each process sends per optimizer step, without those of Muon, which are fewer.
-
-        Each micro batch collects the weights of the blocks for the forward and for the backward pass, and the others
-        once. The gradients are split once per step.
-        """
-        collected = accumulation * (2 * dtype_bytes * block_params + 4 * (params - block_params))
-        return (self.world_size - 1) / self.world_size * (collected + 4 * params)
-
-
-@cache  # all processes must create a process group together
-def make_mesh(device_type: str, world_size: int, is_simulated: bool):
-    """The processes that share a model, as torch's DeviceMesh."""
-    from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-
-    if not is_simulated:
-        return init_device_mesh(device_type, (world_size,))
-    # Private: torch has no public store for processes that do not exist. Checked with torch 2.13.
-    from torch.testing._internal.distributed.fake_pg import FakeStore
-
-    if not torch_dist.is_initialized():
-        torch_dist.init_process_group("fake", store=FakeStore(), rank=0, world_size=world_size)
-    return DeviceMesh.from_group(torch_dist.new_group(backend="fake"), device_type)

@@ -1,21 +1,12 @@
 """Numbers of parameters and FLOPs."""
 
-from dataclasses import replace
-
 import pytest
 from model_helpers import GPT2, VARIANTS, make_model, random_tokens
 from torch.utils.flop_counter import FlopCounterMode
 
 from model import GPTConfig
 from model.attention import naive
-from model.flops import (
-    attention_flops_per_token,
-    find_flops_crossover,
-    flops_per_token,
-    n_params,
-    params_by_part,
-    weight_flops_per_token,
-)
+from model.flops import flops_per_token, n_params, params_by_part
 from model.gpt import GPT
 
 
@@ -36,10 +27,3 @@ def test_parameters_of_gpt2_124m_are_counted_as_published():
     parts = params_by_part(model)
     assert parts["token embedding"] == 50257 * 768 and parts["position embedding"] == 1024 * 768
     assert sum(parts.values()) == n_params(model) and parts["head"] == 0, "the head is tied"
-
-
-def test_crossover_is_the_first_length_at_which_attention_dominates():
-    config = GPTConfig(**GPT2 | dict(n_layer=12, n_head=12, n_embd=768, block_size=100_000))
-    linear, T = weight_flops_per_token(config, 50257), find_flops_crossover(config, 50257)
-    assert attention_flops_per_token(config, T - 1) < linear <= attention_flops_per_token(config, T)
-    assert find_flops_crossover(replace(config, window=64), 50257) is None

@@ -74,6 +74,7 @@ def test_run_resumes_on_another_number_of_processes(train, workdir):
     assert train("name=parts", "train.steps=6", *SINGLE) == 0
     out = finish(torchrun(4, "name=parts", "train.steps=12", "train.micro_batch_size=1"))
     assert "resumed from step 6" in out
+    assert "2 micro batches of 1 sequence" in out
     assert train("name=parts", "train.steps=18", *SINGLE) == 0
     assert_same_curve(metrics("whole"), metrics("parts"))
     whole, parts = (

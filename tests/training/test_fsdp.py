@@ -3,20 +3,17 @@
 import os
 import signal
 import subprocess
-import sys
 import time
 
 import pytest
 import torch
 from distributed_helpers import SINGLE, assert_same_curve, finish, torchrun
-from helpers import ROOT, TINY, metrics, summary
+from helpers import TINY, metrics
 
 from common.checkpoint_file import load_checkpoint
 from common.errors import UserError
 from configs.cli import parse_config
 from training.device import resolve_runtime
-from training.distributed import Dist
-from training.fsdp import FSDP
 
 
 def assert_same_tensors(a: dict, b: dict, **tolerance):
@@ -73,45 +70,6 @@ def test_killed_sharded_run_resumes_on_other_numbers_of_processes_and_with_ddp(t
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("parallel", ["fsdp", "ddp"])
-def test_planned_memory_per_rank_is_within_20_percent_of_four_processes(workdir, parallel):
-    """The processes of torchrun run without wandb. So does the plan."""
-    settings = [
-        f"parallel={parallel}",
-        "model.n_layer=8", "model.n_head=8", "model.n_embd=512", "model.block_size=256", "train.batch_size=16",
-        "train.steps=2", "eval.every=2", "eval.batches=1", "optimizer=adamw",
-    ]  # fmt: skip
-    planned, _ = plan_four_processes(*settings)
-    finish(torchrun(4, "name=a", *settings))
-    assert summary("a")["peak_memory_bytes"] == pytest.approx(planned, rel=0.2)
-
-
-@pytest.mark.slow
-def test_planned_activations_include_the_embeddings_that_are_collected(workdir):
-    table = ["model.max_ngram=2", "model.ngram_table_size=65536", "model.n_embd=32", "train.micro_batch_size=1"]
-    _, activations = plan_four_processes("parallel=fsdp", "train.activation_checkpointing=block", *table)
-    assert activations > 4 * 65536 * 32
-
-
-def plan_four_processes(*settings: str) -> tuple[int, int]:
-    """Planned memory of each process and of its activations. A new process, because a plan measures its memory."""
-    code = (
-        "import sys; from configs.cli import parse_config; config = parse_config('train', '', sys.argv[1:]);"
-        "import train; from training.device import resolve_runtime; from training.planning.plan import Plan;"
-        "runtime = resolve_runtime('cpu', 'float32', None, config.parallel, config.world_size);"
-        "plan, backend = Plan(config, runtime), config.attention.backend;"
-        "print(plan.total_bytes(backend), plan.memory[backend].activations)"
-    )
-    words = [*TINY, *SINGLE, *settings, "plan=true", "world_size=4", "flops_per_second=1e10"]
-    planned = subprocess.run(
-        [sys.executable, "-c", code, *words], capture_output=True, text=True, env=os.environ | {"PYTHONPATH": str(ROOT)}
-    )
-    assert planned.returncode == 0, planned.stderr
-    total, activations = planned.stdout.split()[-2:]
-    return int(total), int(activations)
-
-
-@pytest.mark.slow
 def test_more_processes_than_rows_save_and_resume(train):
     """Each of four processes has one or two rows of most tensors, and none of some."""
     tiny = ["model.n_head=1", "model.n_embd=2", "eval.sample.max_new_tokens=0"]
@@ -126,13 +84,6 @@ def test_more_processes_than_rows_save_and_resume(train):
 def test_one_process_is_refused():
     with pytest.raises(UserError, match="parallel=fsdp needs several processes; start them with torchrun"):
         resolve_runtime("cpu", "float32", None, "fsdp")
-
-
-def test_bytes_of_a_step_are_those_of_ring_collectives():
-    """100 parameters, 80 of them in blocks, in bfloat16, with three micro batches, on four processes."""
-    assert Dist(world_size=4).sent_bytes_per_step(100, 80, 2, 3) == 2 * 3 / 4 * 400
-    assert FSDP(world_size=4).sent_bytes_per_step(100, 80, 2, 3) == 3 / 4 * (3 * (2 * 160 + 80) + 400)
-    assert Dist(world_size=1).sent_bytes_per_step(100, 80, 2, 3) == 0
 
 
 @pytest.mark.parametrize(
