@@ -88,7 +88,6 @@ class Dist:
             first = current_step * batch_size + self.rank * share
             yield from range(first, first + share, micro_batch_size)
 
-
     def build_model(self, build: Callable[..., GPT], device: torch.device, dtype: torch.dtype) -> GPT:
         """Build a model with initial weights on `device`. Weights are drawn on the CPU: all devices get the same ones.
 

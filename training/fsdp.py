@@ -28,7 +28,6 @@ class FSDP(Dist):
     are float32.
     """
 
-
     def build_model(self, build: Callable[..., GPT], device: torch.device, dtype: torch.dtype) -> GPT:
         """Build a model, and keep this process's part of its weights. One block at a time has complete weights."""
         from torch.distributed.device_mesh import init_device_mesh

@@ -49,11 +49,11 @@ def resolve_micro_batch_size(config: Any, runtime: Runtime, model: GPT) -> tuple
 
 def fits(micro_batch_size: int, config: Any, runtime: Runtime, model: GPT) -> bool:
     """Whether two steps with learning rate 0 have enough memory, with GPU_RESERVE_FRACTION of the GPU's occupied."""
-    device, is_cuda = runtime.device, runtime.device.type == "cuda"
-    reserved = int(GPU_RESERVE_FRACTION * torch.cuda.mem_get_info(device)[1]) if is_cuda else 0
+    device = runtime.device
+    total = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else 0
     try:
-        with torch.random.fork_rng([device] if is_cuda else []):
-            reserve = torch.empty(reserved, dtype=torch.uint8, device=device)
+        with torch.random.fork_rng([device] if device.type == "cuda" else []):
+            reserve = torch.empty(int(GPU_RESERVE_FRACTION * total), dtype=torch.uint8, device=device)
             optimizers = build_optimizers(model, config.optimizer, runtime.dtype)
             set_lr(optimizers, 0.0)
             for _ in range(2):  # in the second step, the optimizer state also exists
@@ -68,8 +68,7 @@ def fits(micro_batch_size: int, config: Any, runtime: Runtime, model: GPT) -> bo
         return False
     finally:
         model.zero_grad(set_to_none=True)
-        if is_cuda:
-            torch.cuda.empty_cache()
+        torch.cuda.empty_cache()  # does nothing without CUDA
 
 
 def run_micro_batch(micro_batch_size: int, config: Any, runtime: Runtime, model: GPT) -> None:
