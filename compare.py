@@ -7,8 +7,6 @@
 keys:
   out=DIR               folder to write the files into
   difference=X          state how many seeds find a difference of X nats per token
-  wandb=view            save a view of the runs of a sweep in wandb; needs the package wandb-workspaces
-  verify=true           repeat the first verify_steps=N steps of each run here, and compare their losses with the record
 
 Prints a table, and writes report.html, comparison.md, comparison.png and comparison.csv. The files of a single sweep
 are written into its folder, all others into runs/comparison. Differences are relative to the first setting.
@@ -23,20 +21,14 @@ from pathlib import Path
 
 from common.run_dir import ROOT
 from compare.runs.comparison import choose_out_folder, compare, print_comparison
-from compare.runs.verify import verify_runs
-from compare.runs.wandb_view import save_view
 from configs.cli import run_process
 from configs.schema import Compare
 
 
 def main(config: Compare) -> int:
     folders = [ROOT / name if (ROOT / name).is_dir() else Path(name) for name in config.folders]
-    if config.verify:
-        return verify_runs(folders, config.verify_steps)
     out = Path(config.out or choose_out_folder(folders))
     print_comparison(compare(folders, out, config.difference), out)
-    if config.wandb == "view":
-        print(save_view(folders, out))
     return 0
 
 

@@ -174,21 +174,13 @@ class Compare:
     folders: list[str]
     out: str | None
     difference: float | None
-    verify: bool
-    verify_steps: int
-    wandb: str | None
 
     def check(self) -> None:
         """Raises UserError for invalid settings."""
-        check_positive("", self, "difference", verify_steps=10**6)
+        check_positive("", self, "difference")
         rules = [
-            ("wandb", self.wandb in (None, "view"), "is unknown; set view, or null"),
             ("folders", len(self.folders) > 0, "leaves nothing to compare; name runs or sweeps, as in runs/a runs/b"),
             ("out", self.out != "", "is empty; set a folder"),
-            *(
-                (key, getattr(self, key) is None or not self.verify, f"has no effect with verify=true; remove {key}")
-                for key in ("out", "difference", "wandb")
-            ),
         ]
         check_settings("", self, rules)
 

@@ -11,7 +11,6 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-from common.errors import UserError
 from common.run_dir import EXIT_CODES, flatten_dict
 from training.config import WandbConfig
 
@@ -93,17 +92,6 @@ class WandbRun:
             import wandb
 
             wandb.teardown()
-
-
-def find_entity(entity: str | None, project: str) -> str | None:
-    """The user or team that owns a project; entity: null in the config for the default. None without a login."""
-    try:
-        WandbConfig(mode="online", project=project, entity=entity, group=None, tags=[]).check()
-    except UserError:
-        return None
-    import wandb
-
-    return entity or wandb.Api().default_entity
 
 
 def log_table_to_wandb(

@@ -4,11 +4,9 @@ from pathlib import Path
 
 from common.console import TABLE_WIDTH, make_console
 from common.errors import UserError
-from common.files import read_json
 from compare.runs.plot import plot_comparison
 from compare.runs.read import is_sweep, read_settings
 from compare.runs.report import write_report
-from compare.runs.scaling import write_scaling
 from compare.runs.statistics import SettingStats, compute_stats
 from compare.runs.table import TERMINAL_COLUMNS, list_notes, make_terminal_table, write_csv, write_markdown
 
@@ -17,8 +15,7 @@ def compare(folders: list[Path], out: Path, difference: float | None = None) -> 
     """Compare the runs of run folders and sweep folders -> statistics per setting.
 
     difference: the table states how many seeds find it, in nats per token; None: no such column.
-    Writes comparison.csv, comparison.md, comparison.png, report.html and, for settings of several sizes, scaling.png
-    into `out`, which is created if needed. Prints the fit of scaling.png.
+    Writes comparison.csv, comparison.md, comparison.png and report.html into `out`, which is created if needed.
     Raises UserError for a folder that is not a run and for a damaged file, before anything is written.
     """
     settings = read_settings(folders)
@@ -33,9 +30,6 @@ def compare(folders: list[Path], out: Path, difference: float | None = None) -> 
     plot_comparison(settings, rows, out / "comparison.png")
     write_markdown(rows, out / "comparison.md", "comparison.png")
     write_report(settings, rows, out / "report.html")
-    is_search = any(read_json(folder / "sweep.json").get("trials") for folder in folders)
-    if not is_search and (sentence := write_scaling(settings, out / "scaling.png")):
-        print(f"scaling  {sentence}")
     return rows
 
 
@@ -45,7 +39,7 @@ def print_comparison(rows: list[SettingStats], out: Path) -> None:
     console.print(make_terminal_table(rows))
     for note in [*list_notes(rows, TERMINAL_COLUMNS), "comparison.md has more columns."]:
         console.print(note)
-    files = [out / name for name in ("report.html", "comparison.md", "comparison.png", "comparison.csv", "scaling.png")]
+    files = [out / name for name in ("report.html", "comparison.md", "comparison.png", "comparison.csv")]
     print(f"\nwritten  {'  '.join(str(file) for file in files if file.exists())}")
 
 

@@ -67,6 +67,7 @@ class SettingStats:
     step_ms_q1: float | None
     step_ms_q3: float | None
     tokens_per_second: float | None  # median
+    training_flops: float | None  # of all steps of a run, mean over runs
     device_seconds_per_million_tokens: float | None  # CPU: seconds x threads x processes; GPU: seconds x GPUs
     common_loss: float | None  # the lowest validation loss that all settings reach, in the mean over runs
     seconds_to_common_loss: float | None  # training time until then, without evaluations and checkpoints
@@ -137,6 +138,7 @@ def _compute_stats(
         step_ms_q1=step_ms_q1,
         step_ms_q3=step_ms_q3,
         tokens_per_second=speed,
+        training_flops=mean([flops for run in runs if (flops := _training_flops(run)) is not None]),
         device_seconds_per_million_tokens=1e6 * devices / speed if devices and speed else None,
         common_loss=common_loss,
         seconds_to_common_loss=time,
@@ -325,6 +327,14 @@ def _count_devices(summary: dict) -> int | None:
     """Cores or GPUs of a run. On a CPU, a process uses one core per thread."""
     per_process = summary.get("threads") if summary.get("device") == "cpu" else 1
     return None if per_process is None else per_process * summary.get("world_size", 1)
+
+
+def _training_flops(run: Run) -> float | None:
+    """FLOPs of all steps of a run. None: its summary does not have them."""
+    steps, flops = run.summary.get("step"), run.summary.get("flops_per_token")
+    if not steps or flops is None:
+        return None
+    return steps * run.config["train.batch_size"] * run.config["model.block_size"] * flops
 
 
 def _peak_memory(run: Run) -> int | None:
