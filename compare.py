@@ -8,8 +8,8 @@ keys:
   out=DIR               folder to write the files into
   difference=X          state how many seeds find a difference of X nats per token
 
-Prints a table, and writes report.html, comparison.md, comparison.png and comparison.csv. The files of a single sweep
-are written into its folder, all others into runs/comparison. Differences are relative to the first setting.
+Prints a table, and writes report.html, comparison.png and comparison.csv into the folder of a single sweep, otherwise
+into runs/comparison. Differences are relative to the first setting.
 """
 
 if __name__ == "__main__":  # before the slow imports below, so that a typo is reported immediately

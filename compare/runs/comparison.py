@@ -1,4 +1,4 @@
-"""Compares finished runs: reads their folders, and writes comparison.csv, .md, .png and report.html."""
+"""Compares finished runs: reads their folders, and writes comparison.csv, comparison.png and report.html."""
 
 from pathlib import Path
 
@@ -8,14 +8,16 @@ from compare.runs.plot import plot_comparison
 from compare.runs.read import is_sweep, read_settings
 from compare.runs.report import write_report
 from compare.runs.statistics import SettingStats, compute_stats
-from compare.runs.table import TERMINAL_COLUMNS, list_notes, make_terminal_table, write_csv, write_markdown
+from compare.runs.table import TERMINAL_COLUMNS, list_notes, make_terminal_table, write_csv
+
+FILES = ("report.html", "comparison.png", "comparison.csv")
 
 
 def compare(folders: list[Path], out: Path, difference: float | None = None) -> list[SettingStats]:
     """Compare the runs of run folders and sweep folders -> statistics per setting.
 
     difference: the table states how many seeds find it, in nats per token; None: no such column.
-    Writes comparison.csv, comparison.md, comparison.png and report.html into `out`, which is created if needed.
+    Writes FILES into `out`, which is created if needed.
     Raises UserError for a folder that is not a run and for a damaged file, before anything is written.
     """
     settings = read_settings(folders)
@@ -28,8 +30,7 @@ def compare(folders: list[Path], out: Path, difference: float | None = None) -> 
         raise UserError(f"out={out} cannot be created ({error.strerror}); set another folder") from None
     write_csv(rows, out / "comparison.csv")
     plot_comparison(settings, rows, out / "comparison.png")
-    write_markdown(rows, out / "comparison.md", "comparison.png")
-    write_report(settings, rows, out / "report.html")
+    write_report(settings, rows, out / "comparison.png", out / "report.html")
     return rows
 
 
@@ -37,10 +38,9 @@ def print_comparison(rows: list[SettingStats], out: Path) -> None:
     """Print the table, its notes, and the names of the files."""
     console = make_console(width=TABLE_WIDTH)
     console.print(make_terminal_table(rows))
-    for note in [*list_notes(rows, TERMINAL_COLUMNS), "comparison.md has more columns."]:
+    for note in [*list_notes(rows, TERMINAL_COLUMNS), "report.html has more columns."]:
         console.print(note)
-    files = [out / name for name in ("report.html", "comparison.md", "comparison.png", "comparison.csv")]
-    print(f"\nwritten  {'  '.join(str(file) for file in files if file.exists())}")
+    print(f"\nwritten  {'  '.join(str(out / name) for name in FILES)}")
 
 
 def choose_out_folder(folders: list[Path]) -> Path:

@@ -1,13 +1,14 @@
 """comparison.png: validation loss, divergence, step time and memory of settings, side by side."""
 
 import math
-from collections.abc import Callable, Iterable
+from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
 from common.console import format_memory, format_number
-from common.plots import COLORS, GREY, PLOTTED_BLOCKS, line_style, make_figure, style_axes, thin_curve
+from common.files import atomic_writer
+from common.plots import COLORS, GREY, line_style, make_figure, style_axes, thin_curve
 from compare.runs.read import Setting
 from compare.runs.statistics import SettingStats, divergence, evaluations
 
@@ -25,32 +26,16 @@ def plot_comparison(settings: list[Setting], rows: list[SettingStats], path: Pat
     columns = max(1, min(len(rows), 4, LEGEND_LINE_CHARS // (max(map(len, entries)) + 8)))
     legend_lines = math.ceil(len(entries) / columns)
     figure = make_figure(10, 6.2 + 0.19 * legend_lines)
-    handles = draw_panels(figure.subplots(2, 2).flat, settings, rows)
-    figure.legend(
-        handles, entries, loc="outside lower center", ncols=columns, frameon=False, fontsize=9, handlelength=3
-    )
-    figure.savefig(path)
-
-
-def draw_panels(axes: Iterable, settings: list[Setting], rows: list[SettingStats]) -> list:
-    """Plot losses, divergence, step time and memory into four axes -> legend handles."""
-    losses, distances, times, memory = axes
-    for axis in (losses, distances):
-        axis.locator_params(axis="x", integer=True)
+    losses, distances, times, memory = figure.subplots(2, 2).flat
     handles = _plot_losses(losses, settings)
     _plot_divergence(distances, settings)
     _plot_step_time(times, rows)
     _plot_memory(memory, rows)
-    for axis in (losses, distances):
-        axis.set_xlabel("optimizer step")
-    for axis in (times, memory):
-        axis.set_yticks(range(len(rows)), range(1, len(rows) + 1))
-    return handles
-
-
-def _count_blocks(settings: list[Setting]) -> int:
-    """Blocks of thin_curve, so that the report of many settings stays below 1 MB."""
-    return max(50, min(PLOTTED_BLOCKS, 6000 // len(settings)))
+    figure.legend(
+        handles, entries, loc="outside lower center", ncols=columns, frameon=False, fontsize=9, handlelength=3
+    )
+    with atomic_writer(path) as file:
+        figure.savefig(file)
 
 
 def _plot_losses(axes, settings: list[Setting]) -> list:
@@ -60,16 +45,15 @@ def _plot_losses(axes, settings: list[Setting]) -> list:
         style = line_style(index, len(settings), 5.0 if len(settings) > 1 else 1.8)
         steps, losses = evaluations(setting)
         low, high = losses.min(axis=0, initial=math.inf), losses.max(axis=0, initial=-math.inf)
-        curve = thin_curve(steps, losses.mean(axis=0) if len(losses) else steps, _count_blocks(settings))
+        curve = thin_curve(steps, losses.mean(axis=0) if len(losses) else steps)
         (handle,) = axes.plot(*curve, **style, marker="o" if len(steps) < 15 else None, markersize=4)
-        band = slice(None, None, len(steps) // _count_blocks(settings) + 1)
-        axes.fill_between(steps[band], low[band], high[band], color=style["color"], alpha=0.13)
+        axes.fill_between(steps, low, high, color=style["color"], alpha=0.13)
         handle.set_visible(len(steps) > 0)  # an invisible line has no symbol in the legend either
         handles.append(handle)
         lows += low.tolist()
         highs += high[len(high) > 3 :].tolist()  # the loss before training would flatten the rest of the curve
     has_bands = any(len(setting.finished) > 1 for setting in settings)
-    style_axes(axes, "validation loss, nats per token" + (" (band: all seeds)" if has_bands else ""))
+    _style_steps(axes, "validation loss, nats per token" + (" (band: all seeds)" if has_bands else ""))
     if lows:
         margin = 0.06 * ((max(highs) - min(lows)) or 1.0)
         axes.set_ylim(min(lows) - margin, max(highs) + margin)
@@ -80,11 +64,11 @@ def _plot_losses(axes, settings: list[Setting]) -> list:
 
 def _plot_divergence(axes, settings: list[Setting]) -> None:
     """Plot the running maximum of the distance between a setting's training loss and that of the first setting."""
-    style_axes(axes, "divergence of the training loss, running maximum")
+    _style_steps(axes, "divergence of the training loss, running maximum")
     largest = []
     for index, setting in enumerate(settings):
         steps, distances = divergence(setting, settings[0])
-        steps, maxima = thin_curve(steps, np.maximum.accumulate(distances), _count_blocks(settings))
+        steps, maxima = thin_curve(steps, np.maximum.accumulate(distances))
         maxima[maxima == 0] = math.nan  # a log axis has no zero
         axes.plot(steps, maxima, **line_style(index, len(settings), 4.0), drawstyle="steps-post")
         largest += maxima[-1:].tolist()
@@ -128,6 +112,13 @@ def _plot_bars(axes, rows: list[SettingStats], values: list[float | None], form:
             axes.barh(index, value, height=0.62, color=COLORS[index % len(COLORS)], alpha=0.75)
             axes.text(1.0, index, form(value), ha="right", **place)
     axes.set_ylim(max(len(rows), 3) - 0.4, -0.6)
+    axes.set_yticks(range(len(rows)), range(1, len(rows) + 1))
+
+
+def _style_steps(axes, title: str) -> None:
+    style_axes(axes, title)
+    axes.set_xlabel("optimizer step")
+    axes.locator_params(axis="x", integer=True)
 
 
 def _show_text(axes, text: str) -> None:

@@ -1,6 +1,7 @@
-"""Tables of a comparison: on the terminal, in comparison.md and in comparison.csv."""
+"""Tables of a comparison: on the terminal, in report.html and in comparison.csv."""
 
 import csv
+import io
 import re
 from collections.abc import Callable, Iterable
 from dataclasses import asdict, fields
@@ -9,6 +10,7 @@ from pathlib import Path
 from rich.table import Table
 
 from common.console import format_memory, format_number, make_table
+from common.files import atomic_write
 from compare import MAX_SPREAD
 from compare.runs.statistics import DIVERGENCE_STEPS, WARMUP_STEPS, SettingStats
 
@@ -20,7 +22,7 @@ COLUMNS: dict[str, Callable[[SettingStats], str]] = {
     "verdict": lambda row: row.verdict or UNKNOWN,
     "runs": lambda row: row.status,
     "device": lambda row: ", ".join(filter(None, (row.device, row.dtype))) or UNKNOWN,
-    "kernel": lambda row: f"{row.kernel or UNKNOWN} ({row.impl})" if row.impl else row.kernel or UNKNOWN,
+    "kernel": lambda row: row.kernel or UNKNOWN,
     "val loss": lambda row: _format_with_ci(row.val_loss, row.val_loss_ci95, ".4f"),
     "best": lambda row: _format(row.best_val_loss, ".4f"),
     "bits/byte": lambda row: _format(row.val_bpb, ".4f"),
@@ -31,23 +33,19 @@ COLUMNS: dict[str, Callable[[SettingStats], str]] = {
     "divergence": lambda row: _format_divergence(row),
     "step, ms": lambda row: _format_step_ms(row),
     "tokens/s": lambda row: _format(row.tokens_per_second, ",.0f"),
-    "cost per M tokens": lambda row: _format_cost(row),
-    "time to common loss": lambda row: _format_seconds(row.seconds_to_common_loss),
     "memory": lambda row: UNKNOWN if row.peak_memory_bytes is None else format_memory(row.peak_memory_bytes),
-    "compile": lambda row: UNKNOWN if row.compile_s is None else f"{row.compile_s:.1f} s",
     "score variance": lambda row: _format(row.score_variance, ".3g"),
     "entropy": lambda row: _format(row.attention_entropy, ".3f"),
     "distance": lambda row: _format(row.attention_distance, ".1f"),
 }
-TEXT_COLUMNS = ("setting", "verdict", "runs", "device", "kernel")  # the others are numbers
-# The columns on the terminal, which fit into 80 characters. comparison.md has all columns.
+# The columns on the terminal, which fit into 80 characters. The first two are text. report.html has all columns.
 TERMINAL_COLUMNS = ("setting", "kernel", "val loss", "bits/byte", "difference", "step, ms", "memory")
 
 
 def make_terminal_table(rows: list[SettingStats]) -> Table:
     """The table for a terminal. Below a value is its spread; below a setting, its runs and its verdict."""
     headers = [header for header in choose_headers(rows) if header in TERMINAL_COLUMNS]
-    table = make_table(*headers, left=sum(header in TEXT_COLUMNS for header in headers))
+    table = make_table(*headers, left=2 if "kernel" in headers else 1)
     table.leading = 1
     for row in rows:
         setting, *cells = [multiline(COLUMNS[header](row)) for header in headers]
@@ -57,52 +55,48 @@ def make_terminal_table(rows: list[SettingStats]) -> Table:
 
 def write_csv(rows: list[SettingStats], path: Path) -> None:
     """Write all statistics as plain numbers (bytes, ms, nats per token). Unknown values are empty."""
-    with open(path, "w", newline="", encoding="utf-8") as file:
-        writer = csv.DictWriter(file, [field.name for field in fields(SettingStats)])
-        writer.writeheader()
-        writer.writerows(asdict(row) for row in rows)
-
-
-def write_markdown(rows: list[SettingStats], path: Path, picture: str) -> None:
-    """Write the table, its notes, and a link to the picture in the same folder."""
-    headers = choose_headers(rows)
-    lines = [headers, ["---" if header in TEXT_COLUMNS else "---:" for header in headers]]
-    lines += [[_escape_cell(COLUMNS[header](row)) for header in headers] for row in rows]
-    text = ["# Comparison", "", *(f"| {' | '.join(line)} |" for line in lines), ""]
-    text += [*(f"- {_escape_cell(note)}" for note in list_notes(rows)), "", f"![comparison]({picture})", ""]
-    path.write_text("\n".join(text), encoding="utf-8")
+    file = io.StringIO(newline="")
+    writer = csv.DictWriter(file, [field.name for field in fields(SettingStats)])
+    writer.writeheader()
+    writer.writerows(asdict(row) for row in rows)
+    atomic_write(path, file.getvalue())
 
 
 def list_notes(rows: list[SettingStats], columns: Iterable[str] = COLUMNS) -> list[str]:
     """List the sentences that explain the columns of a table, and why runs did not finish."""
-    sentences = [
+    notes = [
         "Losses are in nats per token, from the last evaluation of each finished run.",
         "± is the 95 % confidence interval of the mean over seeds (Student's t).",
         f"Step times are medians (quartiles), without the first {WARMUP_STEPS} steps of each run.",
     ]
     if len(rows) > 1 and not rows[0].finished:
-        sentences.append(f"{rows[0].setting} has no finished run, so there are no differences.")
+        notes.append(f"{rows[0].setting} has no finished run, so there are no differences.")
     elif len(rows) > 1:
-        sentences.append("Difference: validation loss minus that of the first setting, for runs with the same seed.")
-        sentences += _list_detection_notes(rows, columns)
+        notes.append("Difference: validation loss minus that of the first setting, for runs with the same seed.")
+        variable = max((row for row in rows if row.detectable), key=lambda row: row.detectable, default=None)
+        if variable is not None and "detectable" in columns:
+            notes.append("Detectable: true difference that these seeds find with a probability of 80 %.")
+        if variable is not None and variable.seeds_needed is not None:
+            difference, needed = f"{variable.target_difference:.3g}", f"{variable.seeds_needed} seeds"
+            notes.append(f"A difference of {difference} needs {needed} in {variable.setting}.")
         if "divergence" in columns:
             steps = f"first {DIVERGENCE_STEPS} steps / all steps"
-            sentences.append(f"Divergence: largest distance of such runs' training losses ({steps}).")
+            notes.append(f"Divergence: largest distance of such runs' training losses ({steps}).")
     if "score variance" in columns and any(row.score_variance is not None for row in rows):
-        sentences.append("Score variance, entropy (nats) and distance (tokens): attention, mean over layers and heads.")
-    device_names = list(dict.fromkeys(row.device_name for row in rows if row.device_name))
-    if len(_list_devices(rows)) == 1:
-        sentences.append(f"All runs used {', '.join([*device_names, *_list_devices(rows)])}.")
+        notes.append("Score variance, entropy (nats) and distance (tokens): attention, mean over layers and heads.")
+    devices, device_names = _list_devices(rows), list(dict.fromkeys(row.device_name for row in rows if row.device_name))
+    if len(devices) == 1:
+        notes.append(f"All runs used {', '.join([*device_names, *devices])}.")
     if noisy := [row.setting for row in rows if row.has_noisy_steps]:
-        sentences.append(
+        notes.append(
             f"Step times are not reliable, because the machine was busy: the upper quartile is more than {MAX_SPREAD} "
             f"times the lower one ({'; '.join(noisy)}). Close other programs, and train these runs again."
         )
     if len(device_names) > 1:
-        sentences.append(f"Times and memory are not comparable: the devices differ ({', '.join(device_names)}).")
+        notes.append(f"Times and memory are not comparable: the devices differ ({', '.join(device_names)}).")
     if _has_several_vocabularies(rows):
-        sentences.append("Losses per token are not comparable: the vocabularies differ. Compare bits per byte.")
-    return sentences + [f"{row.setting}: {row.status}: {row.reason}" for row in rows if row.reason]
+        notes.append("Losses per token are not comparable: the vocabularies differ. Compare bits per byte.")
+    return notes + [f"{row.setting}: {row.status}: {row.reason}" for row in rows if row.reason]
 
 
 def choose_headers(rows: list[SettingStats]) -> list[str]:
@@ -115,19 +109,9 @@ def choose_headers(rows: list[SettingStats]) -> list[str]:
     return [header for header in COLUMNS if header not in hidden]
 
 
-def _list_detection_notes(rows: list[SettingStats], columns: Iterable[str]) -> list[str]:
-    """Explain what the seeds can detect, and how many are needed; then the common loss."""
-    notes = []
-    variable = max((row for row in rows if row.detectable), key=lambda row: row.detectable, default=None)
-    if variable is not None:
-        notes.append("Detectable: true difference that these seeds find with a probability of 80 %.")
-    if variable is not None and variable.seeds_needed is not None:
-        difference = f"{variable.target_difference:.3g}"
-        notes.append(f"A difference of {difference} needs {variable.seeds_needed} seeds in {variable.setting}.")
-    if "time to common loss" in columns and rows[0].common_loss is not None:
-        loss = f"{rows[0].common_loss:.4f}, the lowest loss that all settings reach"
-        notes.append(f"Time to common loss: training time until {loss}, without evaluations.")
-    return notes
+def multiline(cell: str) -> str:
+    """Break a cell into lines, for narrow columns: the value, and its spread below."""
+    return re.sub(r" (?=[±(])| / |[,;] ", "\n", cell).replace(": ", ":\n")
 
 
 def _list_devices(rows: list[SettingStats]) -> list[str]:
@@ -149,15 +133,6 @@ def _format(value: float | None, spec: str) -> str:
     return f"{value:{spec}}"
 
 
-def _format_cost(row: SettingStats) -> str:
-    cost = row.device_seconds_per_million_tokens
-    return UNKNOWN if cost is None else f"{format_number(cost)} {'core-s' if row.device == 'cpu' else 'GPU-s'}"
-
-
-def _format_seconds(seconds: float | None) -> str:
-    return UNKNOWN if seconds is None else f"{format_number(seconds)} s"
-
-
 def _format_with_ci(value: float | None, ci95: float | None, spec: str) -> str:
     return _format(value, spec) + ("" if ci95 is None else f" ± {_format(ci95, '.4f')}")
 
@@ -172,13 +147,3 @@ def _format_step_ms(row: SettingStats) -> str:
     if row.step_ms is None:
         return UNKNOWN
     return f"{format_number(row.step_ms)} ({format_number(row.step_ms_q1)}{EN_DASH}{format_number(row.step_ms_q3)})"
-
-
-def multiline(cell: str) -> str:
-    """Break a cell into lines, for narrow columns: the value, and its spread below."""
-    return re.sub(r" (?=[±(])| / |[,;] ", "\n", cell).replace(": ", ":\n")
-
-
-def _escape_cell(text: str) -> str:
-    """Text for a cell of a Markdown table."""
-    return " ".join(text.replace("|", "\\|").split())
