@@ -24,13 +24,7 @@ from configs.compose import compose_config, hydra_initialized, list_groups, pars
 from configs.error_messages import did_you_mean, explain_error
 from configs.schema import list_keys
 
-# Settings that keep Hydra from writing its own files into the folders of the runs.
-NO_HYDRA_FILES = [
-    "hydra.output_subdir=null",
-    "hydra.sweep.subdir=.",
-    "hydra/hydra_logging=none",
-    "hydra/job_logging=none",
-]
+LAUNCHERS = ("submitit_slurm", "submitit_local")
 
 
 def run_multirun(flags: Namespace) -> int:
@@ -94,7 +88,7 @@ def _run_search(flags: Namespace) -> int:
 
     common = ["--config-dir", flags.config_dir] if flags.config_dir else []
     common += [word for word in fixed if not word.startswith("name=")] + seed_words[:1]
-    return run_search(sweep, space, make_jobs, int(n_trials[1]), _compose_launcher([]), common)
+    return run_search(sweep, space, make_jobs, int(n_trials[1]), common)
 
 
 def _check_given_once(words: list[str], keys: Iterable[str]) -> None:
@@ -158,13 +152,18 @@ def _make_job(sweep: str, name: str, config: Any, words: list[str], flags: Names
 
 
 def _compose_launcher(words: list[str]) -> Any:
-    """Compose Hydra's own config, with the launcher that `words` set.
+    """Compose Hydra's own config, with the launcher that `words` set; None if they set none.
 
     Files of --config-dir are not part of it, because a launcher's config contains the code to run (_target_).
     """
+    if not words:
+        return None
     try:
-        overrides = [*words, *NO_HYDRA_FILES, "hydra.job.name=train", "++hydra.launcher._recursive_=false"]
-        return compose("train", overrides=overrides, return_hydra_config=True)
+        config = compose("train", overrides=[*words, "hydra.job.name=train"], return_hydra_config=True)
     except HydraException as error:
         sentence = f"{explain_error(error)}; hydra/launcher=NAME chooses a launcher that is installed"
         raise UserError(sentence) from None
+    launcher = config.hydra.runtime.choices["hydra/launcher"]
+    if launcher not in LAUNCHERS:
+        raise UserError(f"hydra/launcher={launcher} is not supported; set {' or '.join(LAUNCHERS)}, or remove it")
+    return config

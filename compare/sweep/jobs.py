@@ -1,9 +1,8 @@
-"""The jobs of a sweep. Each job is an ordinary run in a separate process, in runs/sweeps/<sweep>/<job>.
+"""The jobs of a sweep. Each job is an ordinary run in a child process, in runs/sweeps/<sweep>/<job>.
 
 In separate processes, a job that crashes does not affect the others, and each peak memory is that of one job.
 """
 
-import os
 import signal
 import subprocess
 import sys
@@ -15,7 +14,6 @@ import yaml
 from filelock import FileLock, Timeout
 
 from common.errors import UserError, format_value
-from common.interrupt import Terminated, raise_interrupt
 from common.run_dir import EXIT_CODES, flatten_dict, read_summary, write_config, write_summary
 
 SCRIPT = Path(__file__).parents[2] / "train.py"
@@ -64,102 +62,62 @@ class Outcome:
     status: str
     reason: str | None = None
 
-    @classmethod
-    def from_summary(cls, summary: dict) -> "Outcome":
-        """The outcome that a run wrote itself, without the advice, which is for resuming this run alone."""
-        status, error = summary["status"], summary.get("error")
-        return cls(status, error.split(";")[0] if error and status == "interrupted" else error)
-
 
 def train_job(job: Job) -> Outcome:
-    """Train one job in a child process."""
+    """Train one job in a child process, whose output is appended to train.log. Returns how it ended.
+
+    An exception such as KeyboardInterrupt stops the child, which saves a checkpoint.
+    """
     job.folder.mkdir(parents=True, exist_ok=True)
-    summary_before, log = read_summary(job.folder), job.folder / "train.log"
-    try:
-        with FileLock(job.folder / ".lock", timeout=0):  # released again: the child locks the folder itself
-            output = open(log, "wb")  # noqa: SIM115 (closed below)
-    except Timeout:  # do not overwrite the log of the process that trains the job
-        return _still_trained(job)
-    requeue = None
-    if "SUBMITIT_EXECUTOR" in os.environ:  # submitit's handler requeues the SLURM job; the child must end before
-        requeue = signal.signal(signal.SIGUSR2, raise_interrupt)
-    with output:
+    log, is_too_long = job.folder / "train.log", False
+    with open(log, "ab") as output:
         child = subprocess.Popen(
             [sys.executable, str(SCRIPT), *job.words],
             stdin=subprocess.DEVNULL,
             stdout=output,
             stderr=output,
-            start_new_session=True,  # the terminal's Ctrl-C does not reach the child; terminate() below stops it once
+            start_new_session=True,  # the terminal's Ctrl-C does not reach the child; _stop below stops it once
         )
-        try:
-            code = child.wait(None if job.timeout_minutes is None else 60 * job.timeout_minutes)
-        except subprocess.TimeoutExpired:
-            code = _stop(child)
-            if code != 0:  # 0: it finished in the meantime
-                reason = f"its time limit of {format_value(job.timeout_minutes)} minutes has passed"
-                return _record(job, Outcome("failed", reason))
-        except BaseException as error:
-            print(f"{job.name}: stopping after this step, and saving", flush=True)
-            _stop(child)
-            if requeue is not None and isinstance(error, Terminated):
-                requeue(signal.SIGUSR2, None)  # raises SystemExit
-            raise
-    status = next((status for status, known in EXIT_CODES.items() if known == code), "failed")
-    summary = read_summary(job.folder)
-    if status == "finished" or (summary != summary_before and summary.get("status") == status):
-        return Outcome.from_summary(summary)
-    if code < 0:
-        return _record(job, Outcome(status, f"its process was killed by {signal.Signals(-code).name}"))
-    lines = log.read_text(errors="replace").strip().splitlines() or [f"exit code {code}"]
-    return _record(job, Outcome(status, lines[-1].removeprefix(f"{SCRIPT.name}: ")))
+    try:
+        code = child.wait(None if job.timeout_minutes is None else 60 * job.timeout_minutes)
+    except subprocess.TimeoutExpired:
+        code, is_too_long = _stop(child), True
+    except BaseException:
+        print(f"{job.name}: stopping after this step, and saving", flush=True)
+        _stop(child)
+        raise
+    if code == EXIT_CODES["finished"]:
+        return Outcome("finished")
+    if is_too_long:
+        outcome = Outcome("failed", f"its time limit of {format_value(job.timeout_minutes)} minutes has passed")
+    elif code < 0:
+        outcome = Outcome("failed", f"its process was killed by {signal.Signals(-code).name}")
+    else:
+        status = next((status for status, known in EXIT_CODES.items() if known == code), "failed")
+        lines = log.read_text(errors="replace").strip().splitlines() or [f"exit code {code}"]
+        outcome = Outcome(status, lines[-1].removeprefix(f"{SCRIPT.name}: "))
+    return _record(job, outcome)
 
 
 def _stop(child: subprocess.Popen) -> int:
-    """End a job: SIGTERM asks it to save a checkpoint; SIGKILL follows if it hangs, or after a second Ctrl-C.
-
-    Returns its exit code.
-    """
+    """Ask a job to save and end; kill it if it hangs, or after a second Ctrl-C. Returns its exit code."""
     child.terminate()
     try:
         with suppress(subprocess.TimeoutExpired):
             child.wait(TERMINATE_GRACE_S)
     finally:
         child.kill()  # does nothing if the process has ended
-        child.wait()
-    return child.returncode
+    return child.wait()
 
 
 def _record(job: Job, outcome: Outcome) -> Outcome:
-    """Write an outcome that the job's process could not write, because it was killed or its run had not begun."""
+    """Write an outcome to the run's files: a process that was killed or refused has not written it."""
     try:
         with FileLock(job.folder / ".lock", timeout=0):
             if job.previous_config() is None:
                 write_config(job.folder, job.config)
-            elif outcome.status == "refused":
-                return Outcome("failed", outcome.reason)  # the earlier run's files stay as they are
             ended = {"name": job.config["name"], "status": outcome.status, "error": outcome.reason}
             write_summary(job.folder, read_summary(job.folder) | ended)
             return outcome
-    except Timeout:  # the process of an earlier sweep, or one on another machine
-        return _still_trained(job)
-
-
-def _still_trained(job: Job) -> Outcome:
-    return Outcome("failed", "still being trained by another process")
-
-
-def read_new_outcome(job: Job, since: float) -> Outcome | None:
-    """The outcome of a job that has ended since the time `since`; None for other jobs."""
-    path = job.folder / "summary.json"
-    if not path.exists() or path.stat().st_mtime < since:
-        return None
-    summary = read_summary(job.folder)
-    return Outcome.from_summary(summary) if summary.get("status") in EXIT_CODES else None
-
-
-def recover_outcome(job: Job, started: float, error: str) -> Outcome:
-    """Read the outcome of a job from its files, after its launcher raised `error`. started: when the sweep started."""
-    path = job.folder / "summary.json"
-    if not path.exists() or path.stat().st_mtime < started:
-        return Outcome("failed", f"not started: {error}")
-    return read_new_outcome(job, started) or _record(job, Outcome("failed", "its process was lost"))
+    except Timeout:  # the process of an earlier sweep, or one on another machine, trains this run
+        return Outcome("failed", outcome.reason)

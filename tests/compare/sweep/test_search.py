@@ -9,11 +9,11 @@ from pathlib import Path
 import pytest
 from helpers import ROOT, TINY
 
-from common.errors import TrainingFailed, UserError
+from common.errors import UserError
 from common.run_dir import SWEEPS, write_config, write_summary
 from compare.sweep import search
 from compare.sweep.jobs import Job, Outcome
-from compare.sweep.search import Trial, make_distribution, run_search, suggest
+from compare.sweep.search import make_distribution, run_search
 from configs.cli import parse_config
 from configs.compose import hydra_initialized, parse_word
 
@@ -78,48 +78,18 @@ def loss_of(values: dict[str, str]) -> float:
     return abs(math.log(float(values["optimizer.lr"]) / 1e-3)) + abs(int(values["model.n_layer"]) - 3)
 
 
-def suggest_values(space, trials, invalid=()) -> dict[str, str]:
-    def make_jobs(values):
-        if values in invalid:
-            raise UserError("invalid")
-        return []
-
-    suggestion = suggest(space, trials, make_jobs)
-    return suggestion and suggestion[0]
-
-
-def test_suggestions_are_new_in_range_and_better_than_random_ones():
-    trials: list[Trial] = []
-    for _ in range(50):
-        values = suggest_values(SPACE, trials)
-        assert values == suggest_values(SPACE, trials)
-        assert values not in [trial.values for trial in trials]
-        assert 1e-4 <= float(values["optimizer.lr"]) <= 1e-2
-        trials.append(Trial(values, loss_of(values)))
-    random, learned = ([trial.loss for trial in part] for part in (trials[:10], trials[20:]))
-    assert sum(learned) / len(learned) < 0.9 * sum(random) / len(random)
-
-
-def test_suggestions_end_when_all_choices_were_tried():
-    space, naive, sdpa = {"attention": SPACE["attention"]}, {"attention": "naive"}, {"attention": "sdpa"}
-    assert suggest_values(space, [Trial(naive, 1.0)]) == sdpa
-    assert suggest_values(space, [Trial(naive, 1.0)], [sdpa]) is None
-    with pytest.raises(UserError, match="2 combinations of values were tried, and all are invalid; the last: invalid"):
-        suggest_values(space, [], [naive, sdpa])
-
-
 @pytest.fixture
 def run_fake_search(workdir, monkeypatch):
-    """run_fake_search(name, n_trials, outcome) trains jobs by computing a loss -> the values of the trials."""
+    """run_fake_search(name, n_trials, outcome) trains jobs by computing a loss -> the values of the finished trials."""
 
-    def run(name, n_trials, outcome=lambda values: "finished"):
+    def run(name, n_trials, outcome=lambda values: "finished", space=SPACE, words=()):
         def make_jobs(values):
             if values["model.n_layer"] == "2":
                 raise UserError("two layers are invalid")
             jobs = [",".join([*map("=".join, values.items()), f"seed={seed}"]) for seed in (1, 2)]
             return [Job(job, SWEEPS / name / job, [], {"values": values, "seed": n}) for n, job in enumerate(jobs)]
 
-        def launch(todo, launcher_config, jobs):
+        def train_jobs(todo):
             for job in todo:
                 job.folder.joinpath("checkpoints").mkdir(parents=True, exist_ok=True)
                 (job.folder / "checkpoints/last.pt").touch()
@@ -131,17 +101,32 @@ def run_fake_search(workdir, monkeypatch):
                     raise KeyboardInterrupt
             return {job.name: Outcome(status, "why") for job in todo}
 
-        monkeypatch.setattr(search, "launch", launch)
+        monkeypatch.setattr(search, "train_jobs", train_jobs)
         monkeypatch.setattr(search, "finish_sweep", lambda folder, jobs, outcomes: 0)
-        run_search(name, SPACE, make_jobs, n_trials, None, [])
-        return json.loads((SWEEPS / name / "sweep.json").read_text())["trials"]
+        assert run_search(name, space, make_jobs, n_trials, list(words)) == 0
+        jobs = json.loads((SWEEPS / name / "sweep.json").read_text())["jobs"][::2]
+        return [dict(word.split("=") for word in job.split(",")[:-1]) for job in jobs]
 
     return run
 
 
-def test_interrupted_and_extended_search_suggests_the_same_trials(run_fake_search, capsys):
-    complete = run_fake_search("complete", 8)
-    assert len(complete) == 8 and all(values["model.n_layer"] != "2" for values in complete)
+def test_suggestions_are_new_in_range_and_better_than_random_ones(run_fake_search, capsys):
+    trials = run_fake_search("s", 40)
+    assert len(trials) == 40 and all(trial["model.n_layer"] != "2" for trial in trials)
+    assert all(1e-4 <= float(trial["optimizer.lr"]) <= 1e-2 for trial in trials)
+    assert all(len(trial["optimizer.lr"].strip("0.")) <= 4 for trial in trials if "e" not in trial["optimizer.lr"])
+    losses = [loss_of(trial) for trial in trials]
+    assert sum(losses[20:]) / 20 < 0.9 * sum(losses[:10]) / 10
+    best = min(trials, key=loss_of)
+    line = f"best     {' '.join(map('='.join, best.items()))}: {loss_of(best) + 0.5:.4f} nats per token"
+    out = capsys.readouterr().out
+    assert sorted(line.split()) == sorted(
+        next(x for x in out.splitlines() if x.startswith("best")).split(",")[0].split()
+    )
+    assert (SWEEPS / "s/search.png").stat().st_size > 10_000
+
+
+def test_interrupted_search_resumes_its_trial_and_is_extended(run_fake_search, capsys):
     started = []
 
     def interrupt_fifth(values):
@@ -150,28 +135,34 @@ def test_interrupted_and_extended_search_suggests_the_same_trials(run_fake_searc
 
     with pytest.raises(KeyboardInterrupt):
         run_fake_search("parts", 6, interrupt_fifth)
-    assert run_fake_search("parts", 6, lambda values: started.append(values) or "finished") == complete[:6]
-    assert started[10] == complete[4] and len(started) == 13, "only the missing runs are trained"
-    assert run_fake_search("parts", 8) == complete
-    best = min(complete, key=loss_of)
-    line = f"best     {' '.join(map('='.join, best.items()))}: {loss_of(best) + 0.5:.4f} nats per token"
-    assert line in capsys.readouterr().out
-    assert (SWEEPS / "parts/search.png").stat().st_size > 10_000
+    trials = run_fake_search("parts", 6, lambda values: started.append(values) or "finished")
+    assert started[10] == started[9] and len(started) == 13, "only the missing runs are trained"
+    assert run_fake_search("parts", 8)[:6] == trials
+    assert "8 trials, 6 of them finished before" in capsys.readouterr().out
 
 
-def test_failed_trials_do_not_stop_a_search_unless_they_are_the_first(run_fake_search, capsys):
+def test_failed_trials_are_tried_again(run_fake_search, capsys):
     trials = run_fake_search("some", 6, lambda values: "failed" if values["attention"] == "naive" else "finished")
     failed = [values for values in trials if values["attention"] == "naive"]
     assert len(failed) > 0 and f"the lowest of {6 - len(failed)} finished trials" in capsys.readouterr().out
-    with pytest.raises(TrainingFailed, match="the first 3 trials failed, so the search stops; the last: why"):
-        run_fake_search("all", 6, lambda values: "failed")
+    assert run_fake_search("some", 6) == trials
+    assert "the lowest of 6 finished trials" in capsys.readouterr().out
 
 
-def test_search_of_other_keys_is_refused(run_fake_search, monkeypatch):
-    run_fake_search("s", 1)
-    monkeypatch.delitem(SPACE, "attention")
-    with pytest.raises(UserError, match=r"is a search of optimizer\.lr, model\.n_layer, attention; search these keys"):
-        run_fake_search("s", 2)
+def test_search_ends_when_all_valid_choices_were_tried(run_fake_search, capsys):
+    space = {"attention": SPACE["attention"], "model.n_layer": INT(2, 3), "optimizer.lr": CHOICE(["1e-3"])}
+    assert len(run_fake_search("s", 5, space=space)) == 2
+    assert "ends after 2 trials" in capsys.readouterr().out
+    with pytest.raises(UserError, match="all are invalid; the last: two layers are invalid"):
+        run_fake_search("invalid", 5, space=space | {"model.n_layer": INT(2, 2)})
+
+
+def test_search_with_other_settings_is_refused(run_fake_search):
+    run_fake_search("s", 1, words=["train.steps=5"])
+    without_attention = {key: SPACE[key] for key in ("optimizer.lr", "model.n_layer")}
+    for space, words in ((without_attention, ["train.steps=5"]), (SPACE, ["train.steps=6"])):
+        with pytest.raises(UserError, match=r"is a search with train\.steps=5 optimizer.* restore these"):
+            run_fake_search("s", 2, space=space, words=words)
 
 
 @pytest.mark.slow
@@ -189,7 +180,7 @@ def test_search_trains_runs_and_continues(workdir, monkeypatch, capfd):
     folder = SWEEPS / "s"
     finished = {path: path.stat().st_mtime for path in folder.glob("*/*/*.pt")}
     out = run(3)
-    assert "3 trials, 2 of them started before" in out
+    assert "3 trials, 2 of them finished before" in out
     assert finished.items() <= {path: path.stat().st_mtime for path in folder.glob("*/*/*.pt")}.items()
     summaries = {path.parent.name: json.loads(path.read_text()) for path in folder.glob("*/summary.json")}
     assert [summary["status"] for summary in summaries.values()] == ["finished"] * 3
@@ -198,4 +189,4 @@ def test_search_trains_runs_and_continues(workdir, monkeypatch, capfd):
     assert ",".join(sorted(values.groups()[:2])) == best
     assert values[3] == f"{summaries[best]['best_val_loss']:.4f}"
     assert f"{values[1]} {values[2]}\n" in out and str(ROOT) not in out
-    assert {"comparison.png", "search.png", "sweep.json"} <= {path.name for path in folder.iterdir()}
+    assert {"comparison.png", "search.png", "search.journal", "sweep.json"} <= {path.name for path in folder.iterdir()}
