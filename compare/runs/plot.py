@@ -1,12 +1,11 @@
 """comparison.png: validation loss, divergence, step time and memory of settings, side by side."""
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 
 import numpy as np
 
-from common.console import format_memory, format_number
+from common.console import format_number
 from common.files import atomic_writer
 from common.plots import COLORS, GREY, line_style, make_figure, style_axes, thin_curve
 from compare.runs.read import Setting
@@ -20,20 +19,22 @@ def plot_comparison(settings: list[Setting], rows: list[SettingStats], path: Pat
 
     The numbers beside the bars are those of the legend. A setting without a value shows its status instead ("refused").
     """
-    statuses = ["" if row.finished == row.runs else f" ({row.status})" for row in rows]
-    labels = [f"{n} {row.setting}{status}" for n, (row, status) in enumerate(zip(rows, statuses, strict=True), 1)]
-    entries = [label if len(label) <= LEGEND_LINE_CHARS else f"{label[: LEGEND_LINE_CHARS - 3]}..." for label in labels]
-    columns = max(1, min(len(rows), 4, LEGEND_LINE_CHARS // (max(map(len, entries)) + 8)))
-    legend_lines = math.ceil(len(entries) / columns)
-    figure = make_figure(10, 6.2 + 0.19 * legend_lines)
+    labels = [
+        f"{n} {row.setting}" + f" ({row.status})" * (row.status != f"{row.finished} finished")
+        for n, row in enumerate(rows, 1)
+    ]
+    labels = [label if len(label) <= LEGEND_LINE_CHARS else f"{label[: LEGEND_LINE_CHARS - 3]}..." for label in labels]
+    columns = max(1, min(len(rows), 4, LEGEND_LINE_CHARS // (max(map(len, labels)) + 8)))
+    figure = make_figure(10, 6.2 + 0.19 * math.ceil(len(labels) / columns))
     losses, distances, times, memory = figure.subplots(2, 2).flat
     handles = _plot_losses(losses, settings)
     _plot_divergence(distances, settings)
-    _plot_step_time(times, rows)
-    _plot_memory(memory, rows)
-    figure.legend(
-        handles, entries, loc="outside lower center", ncols=columns, frameon=False, fontsize=9, handlelength=3
-    )
+    spreads = [row.step_ms and (row.step_ms - row.step_ms_q1, row.step_ms_q3 - row.step_ms) for row in rows]
+    title = "time of an optimizer step: median and quartiles"
+    _plot_bars(times, rows, title, "ms", [row.step_ms for row in rows], spreads)
+    peaks = [row.peak_memory_bytes and row.peak_memory_bytes / 2**20 for row in rows]
+    _plot_bars(memory, rows, "peak memory of the median run", "MiB", peaks)
+    figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=9, handlelength=3)
     with atomic_writer(path) as file:
         figure.savefig(file)
 
@@ -74,43 +75,27 @@ def _plot_divergence(axes, settings: list[Setting]) -> None:
         largest += maxima[-1:].tolist()
     if any(value > 0 for value in largest):
         axes.set_yscale("log")
-    elif largest:
-        _show_text(axes, "all training losses are exactly equal")
     else:
-        _show_text(axes, "only one setting" if len(settings) == 1 else "no pair of finished runs with the same seed")
+        _show_text(axes, "all training losses are equal" if largest else "no pair of finished runs with the same seed")
 
 
-def _plot_step_time(axes, rows: list[SettingStats]) -> None:
-    style_axes(axes, "step time: median and quartiles", grid="x")
-    axes.set_xlabel("ms per optimizer step")
-    _plot_bars(axes, rows, [row.step_ms for row in rows], lambda value: f"{format_number(value)} ms")
-    for index, row in enumerate(rows):
-        if row.step_ms is not None:
-            spread = [[row.step_ms - row.step_ms_q1], [row.step_ms_q3 - row.step_ms]]
-            axes.errorbar(row.step_ms, index, xerr=spread, color="black", alpha=0.7, capsize=3, linewidth=1.3)
-    axes.set_xlim(0, 1.25 * max((row.step_ms_q3 for row in rows if row.step_ms_q3), default=0.8))
+def _plot_bars(axes, rows: list[SettingStats], title: str, unit: str, values: list, errors: list | None = None) -> None:
+    """Plot horizontal bars, the first setting at the top, and their values at the right.
 
-
-def _plot_memory(axes, rows: list[SettingStats]) -> None:
-    sizes = [row.peak_memory_bytes for row in rows]
-    largest = max((size for size in sizes if size is not None), default=0)
-    unit, unit_bytes = ("GiB", 2**30) if largest >= 2**30 else ("MiB", 2**20)
-    style_axes(axes, "peak memory of the median run", grid="x")
+    errors: [distance to the lower end, distance to the upper end] of each bar.
+    """
+    style_axes(axes, title, grid="x")
     axes.set_xlabel(unit)
-    in_unit = [None if size is None else size / unit_bytes for size in sizes]
-    _plot_bars(axes, rows, in_unit, lambda value: format_memory(round(value * unit_bytes)))
-    axes.set_xlim(0, 1.25 * largest / unit_bytes or 1)
-
-
-def _plot_bars(axes, rows: list[SettingStats], values: list[float | None], form: Callable[[float], str]) -> None:
-    """Plot horizontal bars, the first setting at the top, and their values at the right."""
     for index, (row, value) in enumerate(zip(rows, values, strict=True)):
         place = {"va": "center", "fontsize": 9, "transform": axes.get_yaxis_transform()}
         if value is None:
             axes.text(0.01, index, "unknown" if row.finished else row.status, color=GREY, style="italic", **place)
         else:
             axes.barh(index, value, height=0.62, color=COLORS[index % len(COLORS)], alpha=0.75)
-            axes.text(1.0, index, form(value), ha="right", **place)
+            axes.text(1.0, index, f"{format_number(value)} {unit}", ha="right", **place)
+            if errors is not None:
+                axes.errorbar(value, index, xerr=np.transpose([errors[index]]), color="black", alpha=0.7, capsize=3)
+    axes.set_xlim(0, 1.25 * max(axes.dataLim.x1, 0) or 1)
     axes.set_ylim(max(len(rows), 3) - 0.4, -0.6)
     axes.set_yticks(range(len(rows)), range(1, len(rows) + 1))
 

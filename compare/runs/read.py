@@ -33,7 +33,7 @@ class Run:
     config: dict[str, Any]
     seed: int
     summary: dict[str, Any]
-    swept: list[str] | None = None  # in a sweep: key=value of the job's name, except the seed
+    swept: str | None = None  # in a sweep: key=value of the job's name, except the seed
 
     @property
     def status(self) -> str:
@@ -91,20 +91,20 @@ def is_sweep(folder: Path) -> bool:
 def _read_folder(folder: Path) -> list[Run]:
     if is_sweep(folder):
         jobs = _read(folder / "sweep.json", lambda file: list(json.load(file)["jobs"]))
-        # A swept list may contain commas: model.window=_16,null_,seed=1
-        swept = {job: [word for word in re.split(r",(?=[\w.]+=)", job) if not word.startswith("seed=")] for job in jobs}
-        return [_read_run(folder / job, swept[job]) for job in jobs if (folder / job / "summary.json").exists()]
+        return [_read_run(folder / job, job) for job in jobs if (folder / job / "summary.json").exists()]
     if not (folder / "summary.json").exists():
         reason = "is not a run: it has no summary.json" if folder.is_dir() else "does not exist"
         raise UserError(f"{folder} {reason}; set folders of runs, as in runs/NAME or runs/sweeps/NAME")
     return [_read_run(folder)]
 
 
-def _read_run(folder: Path, swept: list[str] | None = None) -> Run:
+def _read_run(folder: Path, job: str | None = None) -> Run:
     summary = _read(folder / "summary.json", json.load, "status")
     config = _read(folder / "config.yaml", yaml.safe_load, "seed")
     flat = {key: value for key, value in flatten_dict(config).items() if key.split(".")[0] not in IGNORED_SECTIONS}
     flat["world_size"] = summary.get("world_size", 1)  # set by torchrun and not in the config, but affects the speed
+    words = re.split(r",(?=[\w.]+=)", job or "")  # a value may be a list with commas: model.window=_16,null_,seed=1
+    swept = None if job is None else ", ".join(word for word in words if not word.startswith("seed="))
     return Run(folder, flat, config["seed"], summary, swept)
 
 
@@ -129,20 +129,14 @@ def _set_labels(settings: list[Setting]) -> None:
     for setting in settings:
         run, folder = setting.runs[0], setting.runs[0].folder.resolve()
         if run.swept is not None:
-            values = ", ".join(_restore_value(word, run.config) for word in run.swept)
-            setting.label = values if values and has_one_folder else f"{folder.parent.name}/{values}".rstrip("/")
+            sweep = folder.parent.name
+            setting.label = run.swept if run.swept and has_one_folder else f"{sweep}/{run.swept}".rstrip("/")
         else:
             words = _list_differences(run.config, configs)
             if len(words) > MAX_DIFFERENCES:
                 words[MAX_DIFFERENCES:] = [f"{len(words) - MAX_DIFFERENCES} more"]
             setting.label = folder.name + (f" and {len(setting.runs) - 1} more" if len(setting.runs) > 1 else "")
             setting.label += f": {', '.join(words)}" if words else ""
-
-
-def _restore_value(word: str, config: dict) -> str:
-    """key=value with the value in the config: a job's name has "_" for characters that folder names do not allow."""
-    key = word.partition("=")[0]
-    return f"{key}={format_value(config[key])}" if key in config else word
 
 
 def _list_differences(config: dict, configs: list[dict]) -> list[str]:

@@ -19,8 +19,7 @@ POWER = 0.8  # probability of finding a difference of the size `detectable`
 # Keys (or starts of keys) that select how losses are computed, but not what they are, beyond rounding errors.
 IMPLEMENTATION = (
     "attention.", "checkpoint.", "compile", "deterministic", "device", "dtype", "eval.attention_stats", "eval.every",
-    "eval.sample.",
-    "flops_per_second", "plan", "tf32", "train.micro_batch_size", "train.profile", "world_size",
+    "eval.sample.", "flops_per_second", "plan", "tf32", "train.micro_batch_size", "train.profile", "world_size",
 )  # fmt: skip
 # Rounding error of the training loss at step 1, relative to the loss. It may grow in proportion to the step until
 # ROUNDING_STEPS; later growth has no bound.
@@ -45,8 +44,7 @@ class SettingStats:
     """Statistics of a setting over its finished runs. Losses: nats per token; ci95: half the width of an interval."""
 
     setting: str
-    status: str
-    runs: int
+    status: str  # "2 finished, 1 failed"
     finished: int
     reason: str  # why runs did not finish
     kernel: str | None  # the attention kernel that ran, and its implementation: "flash (FA3)"
@@ -99,7 +97,7 @@ def _compute_stats(setting: Setting, first: Setting, target_difference: float | 
     detectable = None if deviation is None else detectable_difference(deviation, len(differences))
     steps, distances = divergence(setting, first)
     step_ms_q1, step_ms, step_ms_q3 = quartiles(_after_warmup(runs, "step_ms"))
-    peaks = [peak for run in runs if (peak := _peak_memory(run)) is not None]
+    peaks = [peak for run in runs if (peak := _peak_memory(run))]
     kernels = [summary.get("attention") or {} for summary in summaries]
     kernel, impl = (_join_distinct(kernel.get(key) for kernel in kernels) for key in ("resolved", "impl"))
     texts = {key: _join_distinct(summary.get(key) for summary in summaries) for key in TEXTS}
@@ -107,7 +105,6 @@ def _compute_stats(setting: Setting, first: Setting, target_difference: float | 
     return SettingStats(
         setting=setting.label,
         status=setting.status,
-        runs=len(setting.runs),
         finished=len(runs),
         reason=_join_distinct(run.summary.get("error") for run in setting.runs if run.status != "finished") or "",
         kernel=f"{kernel} ({impl})" if impl else kernel,
@@ -128,7 +125,7 @@ def _compute_stats(setting: Setting, first: Setting, target_difference: float | 
         step_ms_q1=step_ms_q1,
         step_ms_q3=step_ms_q3,
         tokens_per_second=quartiles(_after_warmup(runs, "tokens_per_second"))[1],
-        training_flops=mean([flops for run in runs if (flops := _training_flops(run)) is not None]),
+        training_flops=mean([_training_flops(run) for run in runs if run.summary.get("flops_per_token") is not None]),
         peak_memory_bytes=round(quartiles(peaks)[1]) if peaks else None,
         **texts,
         **means,
@@ -168,7 +165,9 @@ def _judge(setting: Setting, first: Setting, differences: list[float], detectabl
     difference, interval = abs(mean(differences)), ci95(differences)
     if _computes_same_function(setting, first):
         scale = max(run.curves["train/loss"][1][0] for run in first.finished if len(run.curves["train/loss"][1]))
-        tolerance = scale * max(_rounding_tolerance(run.summary) for run in (*setting.finished, *first.finished))
+        summaries = [run.summary for run in (*setting.finished, *first.finished)]
+        is_float32 = all(summary.get("dtype") == "float32" and not summary.get("tf32") for summary in summaries)
+        tolerance = scale * (FLOAT32_TOLERANCE if is_float32 else LOW_PRECISION_TOLERANCE)
         outside = steps[(steps <= ROUNDING_STEPS) & (distances > tolerance * steps)]
         if len(outside):
             return f"differs from step {outside[0]}"
@@ -182,12 +181,6 @@ def _judge(setting: Setting, first: Setting, differences: list[float], detectabl
     if difference > interval:
         return "higher loss" if mean(differences) > 0 else "lower loss"
     return f"no difference found; detectable: {detectable:.2g}"
-
-
-def _rounding_tolerance(summary: dict) -> float:
-    """Largest rounding error of a run's training loss at step 1, relative to the loss. It grows with the step."""
-    is_float32 = summary.get("dtype") == "float32" and not summary.get("tf32")
-    return FLOAT32_TOLERANCE if is_float32 else LOW_PRECISION_TOLERANCE
 
 
 def _computes_same_function(setting: Setting, first: Setting) -> bool:
@@ -269,18 +262,14 @@ def _after_warmup(runs: list[Run], key: str) -> np.ndarray:
     return np.concatenate([np.array([]), *(values[steps > WARMUP_STEPS] for steps, values in curves)])
 
 
-def _training_flops(run: Run) -> float | None:
-    """FLOPs of all steps of a run. None: its summary does not have them."""
-    if run.summary.get("flops_per_token") is None:
-        return None
+def _training_flops(run: Run) -> float:
     tokens = run.summary["step"] * run.config["train.batch_size"] * run.config["model.block_size"]
     return tokens * run.summary["flops_per_token"]
 
 
-def _peak_memory(run: Run) -> int | None:
+def _peak_memory(run: Run) -> float:
     """Peak memory in bytes. A resumed run measures from its restart, so earlier rows of metrics.jsonl also count."""
-    logged = run.curves["peak_memory_bytes"][1].tolist()
-    return round(max([*logged, run.summary.get("peak_memory_bytes") or 0])) or None
+    return max([*run.curves["peak_memory_bytes"][1].tolist(), run.summary.get("peak_memory_bytes") or 0])
 
 
 def _join_distinct(values: Iterable) -> str | None:

@@ -21,7 +21,7 @@ COLUMNS: dict[str, Callable[[SettingStats], str]] = {
     "setting": lambda row: row.setting,
     "verdict": lambda row: row.verdict or UNKNOWN,
     "runs": lambda row: row.status,
-    "device": lambda row: ", ".join(filter(None, (row.device, row.dtype))) or UNKNOWN,
+    "device": lambda row: ", ".join(filter(None, (row.device_name, row.device, row.dtype))) or UNKNOWN,
     "kernel": lambda row: row.kernel or UNKNOWN,
     "val loss": lambda row: _format_with_ci(row.val_loss, row.val_loss_ci95, ".4f"),
     "best": lambda row: _format(row.best_val_loss, ".4f"),
@@ -30,7 +30,8 @@ COLUMNS: dict[str, Callable[[SettingStats], str]] = {
     "detectable": lambda row: _format(row.detectable, ".4f"),
     "seeds needed": lambda row: _format(row.seeds_needed, ",d"),
     "divergence, step 1": lambda row: _format(row.first_divergence, ".1e"),
-    "divergence": lambda row: _format_divergence(row),
+    f"divergence, {DIVERGENCE_STEPS} steps": lambda row: _format(row.divergence_200, ".1e"),
+    "divergence": lambda row: _format(row.divergence, ".1e"),
     "step, ms": lambda row: _format_step_ms(row),
     "tokens/s": lambda row: _format(row.tokens_per_second, ",.0f"),
     "memory": lambda row: UNKNOWN if row.peak_memory_bytes is None else format_memory(row.peak_memory_bytes),
@@ -69,9 +70,7 @@ def list_notes(rows: list[SettingStats], columns: Iterable[str] = COLUMNS) -> li
         "± is the 95 % confidence interval of the mean over seeds (Student's t).",
         f"Step times are medians (quartiles), without the first {WARMUP_STEPS} steps of each run.",
     ]
-    if len(rows) > 1 and not rows[0].finished:
-        notes.append(f"{rows[0].setting} has no finished run, so there are no differences.")
-    elif len(rows) > 1:
+    if len(rows) > 1:
         notes.append("Difference: validation loss minus that of the first setting, for runs with the same seed.")
         variable = max((row for row in rows if row.detectable), key=lambda row: row.detectable, default=None)
         if variable is not None and "detectable" in columns:
@@ -80,13 +79,10 @@ def list_notes(rows: list[SettingStats], columns: Iterable[str] = COLUMNS) -> li
             difference, needed = f"{variable.target_difference:.3g}", f"{variable.seeds_needed} seeds"
             notes.append(f"A difference of {difference} needs {needed} in {variable.setting}.")
         if "divergence" in columns:
-            steps = f"first {DIVERGENCE_STEPS} steps / all steps"
-            notes.append(f"Divergence: largest distance of such runs' training losses ({steps}).")
+            notes.append("Divergence: largest distance of such runs' training losses, up to a step or of all steps.")
     if "score variance" in columns and any(row.score_variance is not None for row in rows):
         notes.append("Score variance, entropy (nats) and distance (tokens): attention, mean over layers and heads.")
-    devices, device_names = _list_devices(rows), list(dict.fromkeys(row.device_name for row in rows if row.device_name))
-    if len(devices) == 1:
-        notes.append(f"All runs used {', '.join([*device_names, *devices])}.")
+    device_names = list(dict.fromkeys(row.device_name for row in rows if row.device_name))
     if noisy := [row.setting for row in rows if row.has_noisy_steps]:
         notes.append(
             f"Step times are not reliable, because the machine was busy: the upper quartile is more than {MAX_SPREAD} "
@@ -102,8 +98,6 @@ def list_notes(rows: list[SettingStats], columns: Iterable[str] = COLUMNS) -> li
 def choose_headers(rows: list[SettingStats]) -> list[str]:
     """The columns that have a known value and are useful for these rows."""
     hidden = {header for header, cell in COLUMNS.items() if all(cell(row) == UNKNOWN for row in rows)}
-    if len(_list_devices(rows)) == 1:
-        hidden.add("device")
     if not _has_several_vocabularies(rows):
         hidden.add("bits/byte")
     return [header for header in COLUMNS if header not in hidden]
@@ -111,11 +105,7 @@ def choose_headers(rows: list[SettingStats]) -> list[str]:
 
 def multiline(cell: str) -> str:
     """Break a cell into lines, for narrow columns: the value, and its spread below."""
-    return re.sub(r" (?=[±(])| / |[,;] ", "\n", cell).replace(": ", ":\n")
-
-
-def _list_devices(rows: list[SettingStats]) -> list[str]:
-    return list(dict.fromkeys(cell for row in rows if (cell := COLUMNS["device"](row)) != UNKNOWN))
+    return re.sub(r" (?=[±(])|[,;] ", "\n", cell).replace(": ", ":\n")
 
 
 def _has_several_vocabularies(rows: list[SettingStats]) -> bool:
@@ -135,12 +125,6 @@ def _format(value: float | None, spec: str) -> str:
 
 def _format_with_ci(value: float | None, ci95: float | None, spec: str) -> str:
     return _format(value, spec) + ("" if ci95 is None else f" ± {_format(ci95, '.4f')}")
-
-
-def _format_divergence(row: SettingStats) -> str:
-    if row.divergence is None:
-        return UNKNOWN
-    return f"{_format(row.divergence_200, '.1e')} / {_format(row.divergence, '.1e')}"
 
 
 def _format_step_ms(row: SettingStats) -> str:

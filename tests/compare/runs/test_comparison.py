@@ -17,7 +17,7 @@ import yaml
 from helpers import ROOT
 
 from common.errors import UserError
-from compare.runs.comparison import FILES, choose_out_folder, compare, print_comparison
+from compare.runs.comparison import choose_out_folder, compare, print_comparison
 from compare.runs.read import read_settings
 from compare.runs.report import write_report
 from compare.runs.statistics import compute_stats
@@ -25,59 +25,31 @@ from compare.runs.table import list_notes, make_terminal_table
 from configs.cli import parse_config, run_main
 
 CONFIG = {
-    "name": None,
-    "seed": 1,
-    "device": "auto",
-    "resume": True,
-    "model": {"name": "small", "n_layer": 2, "dropout": 0.0},
-    "attention": {"backend": "naive", "impl": None},
-    "optimizer": {"name": "adamw", "lr": 0.001, "beta": 0.9},
-    "train": {"steps": 10},
-    "wandb": {"mode": "offline"},
-}
-
-
-def set_keys(config, changes):
-    for key, value in changes.items():
-        *sections, last = key.split(".")
-        inner = config
-        for section in sections:
-            inner = inner[section]
-        inner[last] = value
-    return config
+    "device": "auto", "resume": True, "model.name": "small", "model.n_layer": 2, "model.dropout": 0.0,
+    "attention.backend": "naive", "attention.impl": None, "optimizer.name": "adamw", "optimizer.lr": 0.001,
+    "optimizer.beta": 0.9, "train.steps": 10, "wandb.mode": "offline",
+}  # fmt: skip
 
 
 def write_run(folder, seed=1, losses=(3.0, 2.0, 1.0), val=1.0, status="finished", error=None, changes=(), **facts):
     """Write a run folder as train.py does. losses: training losses of steps 1, 2, ... facts: for summary.json."""
     folder.mkdir(parents=True)
-    config = set_keys(json.loads(json.dumps(CONFIG)), dict(changes) | {"seed": seed, "name": folder.name})
+    config = CONFIG | dict(changes) | {"seed": seed, "name": folder.name}
     (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
     summary = {"name": folder.name, "status": status, "error": error}
     if status != "refused":
         rows = [{"step": 0, "tokens": 0, "seconds": 0.0, "val/loss": 4.0}]
         rows += [
-            {
-                "step": step,
-                "train/loss": loss,
-                "step_ms": 100.0 if step <= 5 else 10.0 + step,
-                "tokens_per_second": 1000.0 + step,
-            }
-            for step, loss in enumerate(losses, 1)
+            {"step": n, "train/loss": loss, "step_ms": 100.0 if n <= 5 else 10.0 + n, "tokens_per_second": 1000.0 + n}
+            for n, loss in enumerate(losses, 1)
         ]
         rows[-1] |= {"val/loss": val, "peak_memory_bytes": 2**20}
         (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
         summary |= {
-            "step": len(losses),
-            "best_val_loss": val,
-            "last_val_loss": val,
-            "last_val_bpb": val / 2,
-            "peak_memory_bytes": 2**20,
-            "device": "cpu",
-            "device_name": "a chip",
-            "dtype": "float32",
-            "vocab_size": 65,
-            "attention": {"requested": "a", "resolved": config["attention"]["backend"], "impl": None},
-        } | facts
+            "step": len(losses), "best_val_loss": val, "last_val_loss": val, "last_val_bpb": val / 2,
+            "peak_memory_bytes": 2**20, "device": "cpu", "device_name": "a chip", "dtype": "float32", "vocab_size": 65,
+            "attention": {"requested": "a", "resolved": config["attention.backend"], "impl": None},
+        } | facts  # fmt: skip
     (folder / "summary.json").write_text(json.dumps(summary))
     return folder
 
@@ -96,16 +68,13 @@ def labels(folders):
 
 
 def test_no_difference_between_runs_on_different_data(tmp_path):
-    same, other = (
-        [
-            write_run(tmp_path / f"{name}{n}", changes={"attention.backend": f"b{n}"}, data=data)
-            for n, data in enumerate(folders)
+    for other, expected in (("x-1", (1, 0.0, 0.0)), ("y-2", (0, None, None))):
+        runs = [
+            write_run(tmp_path / other / "a", data="x-1"),
+            write_run(tmp_path / other / "b", changes=LR, data=other),
         ]
-        for name, folders in (("same", ("x-1", "x-1")), ("other", ("x-1", "y-2")))
-    )
-    (_, same_row), (_, other_row) = compare(same, tmp_path / "same"), compare(other, tmp_path / "other")
-    assert (same_row.pairs, same_row.difference, same_row.divergence) == (1, 0.0, 0.0)
-    assert (other_row.pairs, other_row.difference, other_row.divergence) == (0, None, None)
+        _, row = compare(runs, tmp_path / other)
+        assert (row.pairs, row.difference, row.divergence) == expected
 
 
 def test_world_size_is_part_of_a_setting(tmp_path):
@@ -119,14 +88,7 @@ def test_statistics_match_hand_calculations(tmp_path):
     folders = [write_run(tmp_path / f"a{seed}", seed, losses, val) for seed, val in base.items()]
     other_losses = [5.0] * 199 + [5.5, 5.0] + [5.0] * 48 + [3.0]
     folders += [
-        write_run(
-            tmp_path / f"b{seed}",
-            seed,
-            other_losses,
-            val,
-            changes={"attention.backend": "flex"},
-            peak_memory_bytes=seed * 2**20,
-        )
+        write_run(tmp_path / f"b{seed}", seed, other_losses, val, changes=KERNEL, peak_memory_bytes=seed * 2**20)
         for seed, val in other.items()
     ]
     first, second = compare(folders, tmp_path / "out")
@@ -239,15 +201,6 @@ def test_labels_have_names_and_differences(tmp_path):
     assert len(read_settings([runs[0], runs[0]])[0].runs) == 1
 
 
-def test_labels_of_unrelated_runs_are_short(tmp_path):
-    many = {f"train.option{n}": 0 for n in range(20)}
-    runs = [write_run(tmp_path / name, changes={key: name for key in many} | {"model.name": name}) for name in "ab"]
-    assert labels(runs) == [
-        "a: model=a, train.option0=a, train.option1=a, train.option2=a, 17 more",
-        "b: model=b, train.option0=b, train.option1=b, train.option2=b, 17 more",
-    ]
-
-
 def test_labels_of_a_sweep_are_its_swept_keys(tmp_path):
     jobs = [f"attention={name},seed={seed}" for name in ("flex", "naive") for seed in (1, 2)]
     sweep = write_sweep(tmp_path / "cmp", jobs)
@@ -255,6 +208,9 @@ def test_labels_of_a_sweep_are_its_swept_keys(tmp_path):
         name, seed = (word.split("=")[1] for word in job.split(","))
         write_run(sweep / job, int(seed), changes={"attention.backend": name})
     assert labels([sweep]) == ["attention=flex", "attention=naive"]
+    only_seeds = write_sweep(tmp_path / "seeds", ["seed=1"])
+    write_run(only_seeds / "seed=1")
+    assert labels([only_seeds]) == ["seeds"]
     alone = write_run(tmp_path / "alone", changes={"train.steps": 20})
     assert labels([sweep, alone]) == [
         "cmp/attention=flex",
@@ -279,17 +235,9 @@ def test_jobs_that_have_not_started_are_left_out(tmp_path):
 def test_csv_has_plain_numbers_and_the_table_fits_the_terminal(tmp_path):
     from rich.console import Console
 
-    names = ("naive", "flex")
     runs = [
-        write_run(
-            tmp_path / f"{name}{seed}",
-            seed,
-            [3.0] * 9,
-            1 + seed / 10,
-            changes={"attention.backend": name},
-            peak_memory_bytes=9 * 2**30,
-        )
-        for name in names
+        write_run(tmp_path / f"{n}{seed}", seed, val=1 + seed / 10, changes=changes, peak_memory_bytes=9 * 2**30)
+        for n, changes in (("naive", {}), ("flex", KERNEL))
         for seed in (1, 2, 3)
     ]
     rows = compare(runs, tmp_path / "out")
@@ -335,30 +283,6 @@ def test_plot_of_one_and_of_many_settings(tmp_path, count):
         assert width == 1500 and 900 <= height <= 1800
 
 
-def test_legend_shortens_long_labels(tmp_path, monkeypatch):
-    legends = []
-    monkeypatch.setattr("matplotlib.figure.Figure.legend", lambda *args, **_: legends.append(args[2]))
-    runs = [write_run(tmp_path / ("a" * 200)), write_run(tmp_path / "b", changes={"train.steps": 20})]
-    compare(runs, tmp_path / "out")
-    assert legends == [[f"1 {'a' * 125}...", "2 b: train.steps=20"]]
-
-
-def test_divergence_is_plotted_as_a_running_maximum(tmp_path):
-    from matplotlib import pyplot as plt
-
-    from compare.runs.plot import _plot_divergence
-
-    distances = [0.0, 1e-3, 1e-5, 1e-1, 1e-2]
-    runs = [write_run(tmp_path / "a", losses=[1.0] * 5)]
-    runs.append(write_run(tmp_path / "b", losses=[1.0 + d for d in distances], changes={"attention.backend": "flex"}))
-    _, axes = plt.subplots()
-    _plot_divergence(axes, read_settings(runs))
-    line = next(line for line in axes.get_lines() if len(line.get_xdata()))
-    assert list(line.get_xdata()) == [1, 2, 3, 4, 5]
-    assert line.get_ydata() == pytest.approx([math.nan, 1e-3, 1e-3, 1e-1, 1e-1], nan_ok=True)
-    assert axes.get_yscale() == "log"
-
-
 @pytest.mark.parametrize(
     ("quartiles", "sentence", "is_noisy"),
     [
@@ -397,47 +321,32 @@ def test_report_loads_nothing_and_values_control_neither_page_nor_terminal(tmp_p
 # Wrong input.
 
 
-def damage(folder, name, text):
-    (folder / name).write_text(text)
-    return folder
-
-
 @pytest.mark.parametrize(
-    ("make", "message"),
+    ("file", "text", "message"),
     [
-        (lambda folder: folder / "nowhere", "nowhere does not exist"),
-        (lambda folder: folder, "no summary.json"),
-        (lambda folder: damage(write_run(folder / "a"), "summary.json", '{"status": '), "summary.json is damaged"),
-        (lambda folder: damage(write_run(folder / "a"), "summary.json", "[]"), "summary.json is damaged"),
-        (lambda folder: damage(write_run(folder / "a"), "config.yaml", "a: [1"), "config.yaml is damaged"),
-        (lambda folder: damage(write_run(folder / "a"), "config.yaml", "a: 1"), "config.yaml is damaged"),
-        (
-            lambda folder: damage(write_run(folder / "a"), "metrics.jsonl", '{"step": 1}\n{"st'),
-            "metrics.jsonl is damaged",
-        ),
-        (lambda folder: damage(write_run(folder / "a"), "metrics.jsonl", "[1]\n"), "metrics.jsonl is damaged"),
-        (lambda folder: damage(write_sweep(folder / "s", []), "sweep.json", "{}"), "sweep.json is damaged"),
-        (lambda folder: write_sweep(folder / "s", []), "no run to compare"),
+        ("summary.json", '{"status": ', "summary.json is damaged"),
+        ("summary.json", "[]", "summary.json is damaged"),
+        ("config.yaml", "a: [1", "config.yaml is damaged"),
+        ("metrics.jsonl", '{"step": 1}\n{"st', "metrics.jsonl is damaged"),
+        ("sweep.json", "{}", "sweep.json is damaged"),
+        ("sweep.json", '{"jobs": []}', "no run to compare"),
     ],
 )
-def test_invalid_folders_are_refused_and_nothing_is_written(tmp_path, make, message):
+def test_damaged_files_are_refused_and_nothing_is_written(tmp_path, file, text, message):
+    folder = write_run(tmp_path / "a")
+    (folder / file).write_text(text)
     with pytest.raises(UserError, match=message) as refusal:
-        compare([make(tmp_path)], tmp_path / "out")
+        compare([folder], tmp_path / "out")
     assert "\n" not in str(refusal.value) and not (tmp_path / "out").exists()
 
 
-def script(*arguments, cwd):
-    return subprocess.run([sys.executable, ROOT / "compare.py", *arguments], cwd=cwd, capture_output=True, text=True)
-
-
-def test_compare_script(tmp_path):
-    write_run(tmp_path / "runs/a")
-    write_run(tmp_path / "runs/b", changes={"attention.backend": "flex"})
-    done = script("runs/a", "runs/b", cwd=tmp_path)
-    assert done.returncode == 0 and "attention=flex" in done.stdout, done.stderr
-    assert {path.name for path in (tmp_path / "runs/comparison").iterdir()} == set(FILES)
-    with pytest.raises(UserError, match=r"out=.*/runs/a/config.yaml cannot be created \(File exists\); set another"):
-        compare([tmp_path / "runs/a"], tmp_path / "runs/a/config.yaml")
+def test_folders_that_are_not_runs_are_refused(tmp_path):
+    for folder, message in ((tmp_path / "nowhere", "does not exist"), (tmp_path, "has no summary.json")):
+        with pytest.raises(UserError, match=message):
+            compare([folder], tmp_path / "out")
+    run = write_run(tmp_path / "a")
+    with pytest.raises(UserError, match=r"config.yaml cannot be created \(File exists\); set another"):
+        compare([run], run / "config.yaml")
 
 
 def compare_here(*words) -> int:

@@ -197,13 +197,6 @@ def test_job_that_exceeds_its_time_limit_is_killed_and_fails(hanging_script, wor
     assert read_summary(job.folder)["status"] == "failed"
 
 
-def test_job_that_finishes_while_it_is_stopped_is_finished(monkeypatch, workdir):
-    monkeypatch.setattr(jobs, "_stop", subprocess.Popen.wait)
-    words = [*TINY, "train.steps=1", "name=a"]
-    outcome = train_job(Job("a", workdir / "runs/a", words, {"name": "a"}, timeout_minutes=1e-9))
-    assert outcome.status == "finished"
-
-
 def test_interrupted_sweep_kills_a_job_that_hangs(hanging_script, workdir):
     job = Job("seed=1", workdir / "runs/sweeps/s/seed=1", [], {"name": "sweeps/s/seed=1"})
     log = job.folder / "train.log"
