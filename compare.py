@@ -20,14 +20,16 @@ if __name__ == "__main__":  # before the slow imports below, so that a typo is r
 from pathlib import Path
 
 from common.run_dir import ROOT
-from compare.runs.comparison import choose_out_folder, compare, print_comparison
+from compare.runs.comparison import compare, print_comparison
+from compare.runs.read import is_sweep
 from configs.cli import run_process
 from configs.schema import Compare
 
 
 def main(config: Compare) -> int:
     folders = [ROOT / name if (ROOT / name).is_dir() else Path(name) for name in config.folders]
-    out = Path(config.out or choose_out_folder(folders))
+    default = folders[0] if len(folders) == 1 and is_sweep(folders[0]) else ROOT / "comparison"
+    out = Path(config.out or default)
     print_comparison(compare(folders, out, config.difference), out)
     return 0
 

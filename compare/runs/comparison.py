@@ -5,7 +5,7 @@ from pathlib import Path
 from common.console import TABLE_WIDTH, make_console
 from common.errors import UserError
 from compare.runs.plot import plot_comparison
-from compare.runs.read import is_sweep, read_settings
+from compare.runs.read import read_settings
 from compare.runs.report import write_report
 from compare.runs.statistics import SettingStats, compute_stats
 from compare.runs.table import TERMINAL_COLUMNS, list_notes, make_terminal_table, write_csv
@@ -38,11 +38,5 @@ def print_comparison(rows: list[SettingStats], out: Path) -> None:
     """Print the table, its notes, and the names of the files."""
     console = make_console(width=TABLE_WIDTH)
     console.print(make_terminal_table(rows))
-    for note in [*list_notes(rows, TERMINAL_COLUMNS), "report.html has more columns."]:
-        console.print(note)
+    console.print("\n".join([*list_notes(rows, TERMINAL_COLUMNS), "report.html has more columns."]))
     print(f"\nwritten  {'  '.join(str(out / name) for name in FILES)}")
-
-
-def choose_out_folder(folders: list[Path]) -> Path:
-    """Default output folder of a comparison: the folder of a single sweep, otherwise runs/comparison."""
-    return folders[0] if len(folders) == 1 and is_sweep(folders[0]) else Path("runs/comparison")

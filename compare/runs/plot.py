@@ -23,7 +23,7 @@ def plot_comparison(settings: list[Setting], rows: list[SettingStats], path: Pat
         f"{n} {row.setting}" + f" ({row.status})" * (row.status != f"{row.finished} finished")
         for n, row in enumerate(rows, 1)
     ]
-    labels = [label if len(label) <= LEGEND_LINE_CHARS else f"{label[: LEGEND_LINE_CHARS - 3]}..." for label in labels]
+    labels = [label[:LEGEND_LINE_CHARS] for label in labels]
     columns = max(1, min(len(rows), 4, LEGEND_LINE_CHARS // (max(map(len, labels)) + 8)))
     figure = make_figure(10, 6.2 + 0.19 * math.ceil(len(labels) / columns))
     losses, distances, times, memory = figure.subplots(2, 2).flat

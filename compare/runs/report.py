@@ -77,14 +77,12 @@ def _describe(row: SettingStats, first: SettingStats) -> str:
 
 
 def _describe_configs(settings: list[Setting]) -> str:
-    """A table of the keys whose values differ, with a column per setting, and the config of the first setting."""
+    """A table of the keys whose values differ, with a column per setting."""
     configs = [setting.config for setting in settings]
     keys = dict.fromkeys(key for config in configs for key in config)
     changed = [key for key in keys if any(config.get(key) != configs[0].get(key) for config in configs)]
     lines = [[key, *(format_value(config[key]) if key in config else "" for config in configs)] for key in changed]
-    values = "\n".join(f"{key}={format_value(value)}" for key, value in configs[0].items())
-    table = _table([["key", *range(1, len(settings) + 1)], *lines])
-    return table + _details("complete config of the first setting", values)
+    return _table([["key", *range(1, len(settings) + 1)], *lines])
 
 
 def _describe_runs(runs: list[Run]) -> str:
@@ -93,12 +91,8 @@ def _describe_runs(runs: list[Run]) -> str:
     lines = [[run.folder, run.seed, *(run.summary.get(key) for key in keys)] for run in runs]
     versions = [", ".join(map(" ".join, run.summary.get("versions", {}).items())) for run in runs]
     commands = [run.summary["command"] for run in runs if run.summary.get("command")]
-    table = _table([["run", "seed", *keys.values()], *lines])
-    return table + _list([*dict.fromkeys(filter(None, versions))]) + _details("commands", "\n".join(commands))
-
-
-def _details(summary: str, text: str) -> str:
-    return f"<details><summary>{summary}</summary><pre>{escape(text)}</pre></details>"
+    table = _table([["run", "seed", *keys.values()], *lines]) + _list([*dict.fromkeys(filter(None, versions))])
+    return f"{table}<details><summary>commands</summary><pre>{escape(chr(10).join(commands))}</pre></details>"
 
 
 def _list(texts: list[str]) -> str:

@@ -14,7 +14,6 @@ from compare import MAX_SPREAD
 from compare.runs.read import Run, Setting
 
 WARMUP_STEPS = 5  # the first steps of a run, which speeds exclude
-DIVERGENCE_STEPS = 200  # after more steps, rounding errors alone can make two runs differ
 POWER = 0.8  # probability of finding a difference of the size `detectable`
 # Keys (or starts of keys) that select how losses are computed, but not what they are, beyond rounding errors.
 IMPLEMENTATION = (
@@ -62,10 +61,8 @@ class SettingStats:
     pairs: int
     verdict: str | None  # on the difference from the first setting
     detectable: float | None  # true difference that as many pairs find (ci95 excludes 0) with a probability of POWER
-    target_difference: float | None  # set by the user
-    seeds_needed: int | None  # pairs that find target_difference with a probability of POWER
+    seeds_needed: int | None  # pairs that find the difference that the user set with a probability of POWER
     first_divergence: float | None  # largest |train/loss - the first setting's| at step 1, with the same weights
-    divergence_200: float | None  # largest |train/loss - the first setting's| in the first DIVERGENCE_STEPS steps
     divergence: float | None  # over all steps
     step_ms: float | None  # median and quartiles, without the warm-up
     step_ms_q1: float | None
@@ -116,10 +113,8 @@ def _compute_stats(setting: Setting, first: Setting, target_difference: float | 
         pairs=len(differences),
         verdict=_judge(setting, first, differences, detectable),
         detectable=detectable,
-        target_difference=target_difference,
         seeds_needed=None if None in (deviation, target_difference) else seeds_needed(deviation, target_difference),
         first_divergence=max(distances[steps == 1].tolist(), default=None),
-        divergence_200=max(distances[steps <= DIVERGENCE_STEPS].tolist(), default=None),
         divergence=max(distances.tolist(), default=None),
         step_ms=step_ms,
         step_ms_q1=step_ms_q1,

@@ -12,7 +12,7 @@ from rich.table import Table
 from common.console import format_memory, format_number, make_table
 from common.files import atomic_write
 from compare import MAX_SPREAD
-from compare.runs.statistics import DIVERGENCE_STEPS, WARMUP_STEPS, SettingStats
+from compare.runs.statistics import WARMUP_STEPS, SettingStats
 
 EN_DASH = "–"  # noqa: RUF001
 UNKNOWN = EN_DASH
@@ -30,7 +30,6 @@ COLUMNS: dict[str, Callable[[SettingStats], str]] = {
     "detectable": lambda row: _format(row.detectable, ".4f"),
     "seeds needed": lambda row: _format(row.seeds_needed, ",d"),
     "divergence, step 1": lambda row: _format(row.first_divergence, ".1e"),
-    f"divergence, {DIVERGENCE_STEPS} steps": lambda row: _format(row.divergence_200, ".1e"),
     "divergence": lambda row: _format(row.divergence, ".1e"),
     "step, ms": lambda row: _format_step_ms(row),
     "tokens/s": lambda row: _format(row.tokens_per_second, ",.0f"),
@@ -40,7 +39,7 @@ COLUMNS: dict[str, Callable[[SettingStats], str]] = {
     "distance": lambda row: _format(row.attention_distance, ".1f"),
 }
 # The columns on the terminal, which fit into 80 characters. The first two are text. report.html has all columns.
-TERMINAL_COLUMNS = ("setting", "kernel", "val loss", "bits/byte", "difference", "step, ms", "memory")
+TERMINAL_COLUMNS = ("setting", "kernel", "val loss", "bits/byte", "difference", "seeds needed", "step, ms", "memory")
 
 
 def make_terminal_table(rows: list[SettingStats]) -> Table:
@@ -72,14 +71,9 @@ def list_notes(rows: list[SettingStats], columns: Iterable[str] = COLUMNS) -> li
     ]
     if len(rows) > 1:
         notes.append("Difference: validation loss minus that of the first setting, for runs with the same seed.")
-        variable = max((row for row in rows if row.detectable), key=lambda row: row.detectable, default=None)
-        if variable is not None and "detectable" in columns:
+        if "detectable" in columns:
             notes.append("Detectable: true difference that these seeds find with a probability of 80 %.")
-        if variable is not None and variable.seeds_needed is not None:
-            difference, needed = f"{variable.target_difference:.3g}", f"{variable.seeds_needed} seeds"
-            notes.append(f"A difference of {difference} needs {needed} in {variable.setting}.")
-        if "divergence" in columns:
-            notes.append("Divergence: largest distance of such runs' training losses, up to a step or of all steps.")
+            notes.append("Divergence: largest distance of such runs' training losses, at step 1 and at all steps.")
     if "score variance" in columns and any(row.score_variance is not None for row in rows):
         notes.append("Score variance, entropy (nats) and distance (tokens): attention, mean over layers and heads.")
     device_names = list(dict.fromkeys(row.device_name for row in rows if row.device_name))

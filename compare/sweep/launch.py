@@ -9,7 +9,7 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-from common.console import format_duration, format_number, make_console
+from common.console import format_duration, make_console
 from common.files import read_json, write_json
 from common.run_dir import EXIT_CODES, SWEEPS, read_summary
 from common.system import command_line
@@ -68,10 +68,8 @@ def _describe(job: Job, outcome: Outcome) -> str:
     if outcome.status != "finished":
         log = f" ({job.folder / 'train.log'})" if outcome.status == "failed" else ""
         return f"{outcome.status}: {outcome.reason}{log}"
-    summary = read_summary(job.folder)
-    val_loss, step_ms = (summary.get(key) or math.nan for key in ("last_val_loss", "step_ms"))
-    duration = format_duration(summary.get("wall_seconds") or 0)
-    return f"val loss {val_loss:.4f}  {format_number(step_ms)} ms/step  {duration}"
+    val_loss = read_summary(job.folder).get("last_val_loss")
+    return f"val loss {math.nan if val_loss is None else val_loss:.4f}"
 
 
 def finish_sweep(folder: Path, jobs: list[Job], outcomes: dict[str, Outcome]) -> int:
