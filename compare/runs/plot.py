@@ -30,8 +30,7 @@ def plot_comparison(settings: list[Setting], rows: list[SettingStats], path: Pat
     handles = _plot_losses(losses, settings)
     _plot_divergence(distances, settings)
     spreads = [row.step_ms and (row.step_ms - row.step_ms_q1, row.step_ms_q3 - row.step_ms) for row in rows]
-    title = "time of an optimizer step: median and quartiles"
-    _plot_bars(times, rows, title, "ms", [row.step_ms for row in rows], spreads)
+    _plot_bars(times, rows, "step time: median and quartiles", "ms", [row.step_ms for row in rows], spreads)
     peaks = [row.peak_memory_bytes and row.peak_memory_bytes / 2**20 for row in rows]
     _plot_bars(memory, rows, "peak memory of the median run", "MiB", peaks)
     figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=9, handlelength=3)
@@ -53,8 +52,7 @@ def _plot_losses(axes, settings: list[Setting]) -> list:
         handles.append(handle)
         lows += low.tolist()
         highs += high[len(high) > 3 :].tolist()  # the loss before training would flatten the rest of the curve
-    has_bands = any(len(setting.finished) > 1 for setting in settings)
-    _style_steps(axes, "validation loss, nats per token" + (" (band: all seeds)" if has_bands else ""))
+    _style_steps(axes, "validation loss, nats per token (band: all seeds)")
     if lows:
         margin = 0.06 * ((max(highs) - min(lows)) or 1.0)
         axes.set_ylim(min(lows) - margin, max(highs) + margin)

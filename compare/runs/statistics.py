@@ -34,8 +34,8 @@ DETECTABLE_T_SERIES = (2.80159, 2.69020, 3.57351, 3.43901)
 
 # Fields of SettingStats that are copied from summary.json, and {field: key} of those that are means over seeds.
 TEXTS = ("device", "device_name", "dtype", "vocab_size")
-MEANS = {"best_val_loss": "best_val_loss", "val_bpb": "last_val_bpb"}
-MEANS |= {key: key for key in ("score_variance", "attention_entropy", "attention_distance")}
+MEANS = {key: key for key in ("best_val_loss", "score_variance", "attention_entropy", "attention_distance")}
+MEANS |= {"val_bpb": "last_val_bpb"}
 
 
 @dataclass

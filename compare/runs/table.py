@@ -91,10 +91,8 @@ def list_notes(rows: list[SettingStats], columns: Iterable[str] = COLUMNS) -> li
 
 def choose_headers(rows: list[SettingStats]) -> list[str]:
     """The columns that have a known value and are useful for these rows."""
-    hidden = {header for header, cell in COLUMNS.items() if all(cell(row) == UNKNOWN for row in rows)}
-    if not _has_several_vocabularies(rows):
-        hidden.add("bits/byte")
-    return [header for header in COLUMNS if header not in hidden]
+    known = [header for header, cell in COLUMNS.items() if any(cell(row) != UNKNOWN for row in rows)]
+    return [header for header in known if header != "bits/byte" or _has_several_vocabularies(rows)]
 
 
 def multiline(cell: str) -> str:

@@ -9,6 +9,8 @@ import sys
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
+from subprocess import DEVNULL
+from typing import NamedTuple
 
 import yaml
 from filelock import FileLock, Timeout
@@ -55,8 +57,7 @@ class Job:
             raise UserError(f"{self.folder} was trained with {listed}; restore the old values, or set another name")
 
 
-@dataclass(frozen=True)
-class Outcome:
+class Outcome(NamedTuple):
     """How a job ended: a status of EXIT_CODES, and the reason if it did not finish."""
 
     status: str
@@ -71,13 +72,9 @@ def train_job(job: Job) -> Outcome:
     job.folder.mkdir(parents=True, exist_ok=True)
     log, is_too_long = job.folder / "train.log", False
     with open(log, "ab") as output:
-        child = subprocess.Popen(
-            [sys.executable, str(SCRIPT), *job.words],
-            stdin=subprocess.DEVNULL,
-            stdout=output,
-            stderr=output,
-            start_new_session=True,  # the terminal's Ctrl-C does not reach the child; _stop below stops it once
-        )
+        command = [sys.executable, str(SCRIPT), *job.words]
+        # In a new session, the terminal's Ctrl-C does not reach the child; _stop below stops it once.
+        child = subprocess.Popen(command, stdin=DEVNULL, stdout=output, stderr=output, start_new_session=True)
     try:
         code = child.wait(None if job.timeout_minutes is None else 60 * job.timeout_minutes)
     except subprocess.TimeoutExpired:

@@ -57,13 +57,7 @@ def make_distribution(word: str, override: Override, is_int: bool) -> Any:
     raise UserError(f"{word} is not a range; set log(A,B) with 0 < A < B, interval(A,B), range(A,B) or a list A,B")
 
 
-def run_search(
-    name: str,
-    space: dict[str, Any],
-    make_jobs: Callable[[dict[str, str]], list[Job]],
-    n_trials: int,
-    fixed_words: list[str],
-) -> int:
+def run_search(name: str, space: dict[str, Any], make_jobs: Callable, n_trials: int, fixed_words: list[str]) -> int:
     """Train trials until there are n_trials, and compare all runs. Returns the exit code. Raises UserError.
 
     space: distributions of the searched keys. make_jobs: composes the jobs of a trial {key: value as on the command
@@ -114,9 +108,8 @@ def run_search(
         with warnings.catch_warnings(action="ignore"):  # plot_slice is experimental
             axes = optuna.visualization.matplotlib.plot_slice(study, target_name=f"lowest validation loss, {unit}")
         np.ravel(axes)[0].figure.savefig(folder / "search.png")
-        print(f"picture  {folder / 'search.png'}")
         best = f"{study.best_value:.4f} {unit}, the lowest of {len(finished)} finished trials"
-        print(f"best     {' '.join(words)}: {best}")
+        print(f"picture  {folder / 'search.png'}\nbest     {' '.join(words)}: {best}")
         print(f"train    {shlex.join(['python', 'train.py', *fixed_words, *words])}", flush=True)
     return code
 
