@@ -6,6 +6,7 @@ runs/sweeps/<sweep>/sweep.json  <job>/config.yaml ...
 
 import json
 import re
+from collections import Counter
 from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
@@ -47,7 +48,7 @@ class Run:
 
 @dataclass
 class Setting:
-    """Runs with equal configs, up to the seed and the name. Statistics use the finished runs."""
+    """Runs with equal configs and different seeds. Statistics use the finished runs."""
 
     runs: list[Run]
     label: str = ""  # name and differences: "mine: model=gpt2, optimizer.lr=0.003"; in a sweep its swept values
@@ -77,9 +78,12 @@ def read_settings(folders: list[Path]) -> list[Setting]:
     # Skip the folder of an earlier comparison, which `runs/*` also matches.
     folders = [folder for folder in folders if is_sweep(folder) or not (folder / "comparison.csv").exists()]
     runs = {run.folder.resolve(): run for folder in folders for run in _read_folder(folder)}
-    settings: dict[str, Setting] = {}
+    settings: dict[Any, Setting] = {}
+    repeats: Counter = Counter()  # a run repeated with the same seed is compared, in a separate setting
     for run in runs.values():
-        settings.setdefault(json.dumps(run.config, sort_keys=True, default=str), Setting([])).runs.append(run)
+        config = json.dumps(run.config, sort_keys=True, default=str)
+        settings.setdefault((config, repeats[config, run.seed]), Setting([])).runs.append(run)
+        repeats[config, run.seed] += 1
     _set_labels(list(settings.values()))
     return list(settings.values())
 

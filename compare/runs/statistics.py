@@ -87,7 +87,7 @@ def compute_stats(settings: list[Setting], target_difference: float | None = Non
 
 def _compute_stats(setting: Setting, first: Setting, target_difference: float | None) -> SettingStats:
     runs, summaries = setting.finished, [run.summary for run in setting.runs]
-    losses, first_losses = average_by_seed(runs, "last_val_loss"), average_by_seed(first.finished, "last_val_loss")
+    losses, first_losses = get_by_seed(runs, "last_val_loss"), get_by_seed(first.finished, "last_val_loss")
     paired_seeds = {run.seed for run, _ in _find_pairs(setting, first)} & losses.keys() & first_losses.keys()
     differences = [losses[seed] - first_losses[seed] for seed in paired_seeds]
     deviation = float(np.std(differences, ddof=1)) if len(differences) > 1 else None
@@ -98,7 +98,7 @@ def _compute_stats(setting: Setting, first: Setting, target_difference: float | 
     kernels = [summary.get("attention") or {} for summary in summaries]
     kernel, impl = (_join_distinct(kernel.get(key) for kernel in kernels) for key in ("resolved", "impl"))
     texts = {key: _join_distinct(summary.get(key) for summary in summaries) for key in TEXTS}
-    means = {field: mean(average_by_seed(runs, key).values()) for field, key in MEANS.items()}
+    means = {field: mean(get_by_seed(runs, key).values()) for field, key in MEANS.items()}
     return SettingStats(
         setting=setting.label,
         status=setting.status,
@@ -127,13 +127,9 @@ def _compute_stats(setting: Setting, first: Setting, target_difference: float | 
     )
 
 
-def average_by_seed(runs: list[Run], key: str) -> dict[int, float]:
-    """{seed: value of `key` in summary.json}. Runs with the same seed are one sample, their mean."""
-    values: dict[int, list[float]] = {}
-    for run in runs:
-        if run.summary.get(key) is not None:
-            values.setdefault(run.seed, []).append(run.summary[key])
-    return {seed: mean(samples) for seed, samples in values.items()}
+def get_by_seed(runs: list[Run], key: str) -> dict[int, float]:
+    """{seed: value of `key` in summary.json}."""
+    return {run.seed: run.summary[key] for run in runs if run.summary.get(key) is not None}
 
 
 def divergence(setting: Setting, first: Setting) -> tuple[np.ndarray, np.ndarray]:

@@ -77,6 +77,13 @@ def test_no_difference_between_runs_on_different_data(tmp_path):
         assert (row.pairs, row.difference, row.divergence) == expected
 
 
+def test_repeated_run_is_compared_with_the_first(tmp_path):
+    runs = [write_run(tmp_path / name, seed) for name, seed in (("a", 1), ("a2", 2), ("again", 1))]
+    first, second = compare(runs, tmp_path / "out")
+    assert (first.setting, first.seeds) == ("a and 1 more", 2)
+    assert (second.setting, second.verdict) == ("again", "equal losses")
+
+
 def test_world_size_is_part_of_a_setting(tmp_path):
     runs = [write_run(tmp_path / f"run{n}", seed=n, world_size=n) for n in (1, 2)]
     assert [row.setting for row in compare(runs, tmp_path / "out")] == ["run1: world_size=1", "run2: world_size=2"]

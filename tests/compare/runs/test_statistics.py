@@ -7,9 +7,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from compare.runs.read import Run
 from compare.runs.statistics import (
-    average_by_seed,
     ci95,
     detectable_difference,
     mean,
@@ -69,8 +67,3 @@ def test_detectable_difference_matches_published_tables():
 def test_quartiles_are_ordered_and_within_the_values(values):
     q1, median, q3 = quartiles(values)
     assert min(values) <= q1 <= median <= q3 <= max(values)
-
-
-def test_runs_of_one_seed_are_one_sample(tmp_path):
-    runs = [Run(tmp_path, {}, seed, {"x": x}) for seed, x in ((1, 2.0), (1, 4.0), (2, 5.0), (3, None))]
-    assert average_by_seed(runs, "x") == {1: 3.0, 2: 5.0}
