@@ -188,7 +188,7 @@ def _computes_same_function(setting: Setting, first: Setting) -> bool:
 
 def detectable_difference(deviation: float, pairs: int) -> float:
     """The difference that a paired t-test finds with a probability of POWER. deviation: of the pairs' differences."""
-    return _look_up(pairs - 1, DETECTABLE_T, DETECTABLE_T_SERIES) * deviation / math.sqrt(pairs)
+    return look_up(pairs - 1, DETECTABLE_T, DETECTABLE_T_SERIES) * deviation / math.sqrt(pairs)
 
 
 def seeds_needed(deviation: float, difference: float) -> int:
@@ -227,15 +227,12 @@ def ci95(values: Iterable[float]) -> float | None:
     values = list(values)
     if len(values) < 2:
         return None
-    return student_t(len(values) - 1) * float(np.std(values, ddof=1)) / math.sqrt(len(values))
+    t = look_up(len(values) - 1, STUDENT_T, STUDENT_T_SERIES)
+    return t * float(np.std(values, ddof=1)) / math.sqrt(len(values))
 
 
-def student_t(df: int) -> float:
-    """Student's t for a two-sided 95 % interval with `df` degrees of freedom, to 4 digits."""
-    return _look_up(df, STUDENT_T, STUDENT_T_SERIES)
-
-
-def _look_up(df: int, table: tuple[float, ...], series: tuple[float, ...]) -> float:
+def look_up(df: int, table: tuple[float, ...], series: tuple[float, ...]) -> float:
+    """A quantile for `df` degrees of freedom: from the table, or from the series in 1/df."""
     return table[df - 1] if df <= len(table) else sum(factor / df**power for power, factor in enumerate(series))
 
 

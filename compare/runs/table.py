@@ -14,8 +14,7 @@ from common.files import atomic_write
 from compare import MAX_SPREAD
 from compare.runs.statistics import WARMUP_STEPS, SettingStats
 
-EN_DASH = "–"  # noqa: RUF001
-UNKNOWN = EN_DASH
+UNKNOWN = EN_DASH = "–"  # noqa: RUF001
 # {header: function that formats a cell}. Columns without any known value are hidden.
 COLUMNS: dict[str, Callable[[SettingStats], str]] = {
     "setting": lambda row: row.setting,
@@ -34,9 +33,9 @@ COLUMNS: dict[str, Callable[[SettingStats], str]] = {
     "step, ms": lambda row: _format_step_ms(row),
     "tokens/s": lambda row: _format(row.tokens_per_second, ",.0f"),
     "memory": lambda row: UNKNOWN if row.peak_memory_bytes is None else format_memory(row.peak_memory_bytes),
-    "score variance": lambda row: _format(row.score_variance, ".3g"),
-    "entropy": lambda row: _format(row.attention_entropy, ".3f"),
-    "distance": lambda row: _format(row.attention_distance, ".1f"),
+    "attention score variance": lambda row: _format(row.score_variance, ".3g"),
+    "attention entropy, nats": lambda row: _format(row.attention_entropy, ".3f"),
+    "attention distance, tokens": lambda row: _format(row.attention_distance, ".1f"),
 }
 # The columns on the terminal, which fit into 80 characters. The first two are text. report.html has all columns.
 TERMINAL_COLUMNS = ("setting", "kernel", "val loss", "bits/byte", "difference", "seeds needed", "step, ms", "memory")
@@ -74,8 +73,6 @@ def list_notes(rows: list[SettingStats], columns: Iterable[str] = COLUMNS) -> li
         if "detectable" in columns:
             notes.append("Detectable: true difference that these seeds find with a probability of 80 %.")
             notes.append("Divergence: largest distance of such runs' training losses, at step 1 and at all steps.")
-    if "score variance" in columns and any(row.score_variance is not None for row in rows):
-        notes.append("Score variance, entropy (nats) and distance (tokens): attention, mean over layers and heads.")
     device_names = list(dict.fromkeys(row.device_name for row in rows if row.device_name))
     if noisy := [row.setting for row in rows if row.has_noisy_steps]:
         notes.append(

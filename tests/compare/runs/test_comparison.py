@@ -265,13 +265,7 @@ def test_attention_statistics_are_columns_if_a_run_has_them(tmp_path):
     for folders, has_columns in (([run], False), ([run, other], True)):
         rows = compare(folders, tmp_path / "out")
         page = (tmp_path / "out/report.html").read_text()
-        for words in (
-            "<td>entropy</td>",
-            "<td>0.123</td>",
-            "<td>2.500</td>",
-            "<td>12.3</td>",
-            "Score variance, entropy",
-        ):
+        for words in ("<td>attention entropy, nats</td>", "<td>0.123</td>", "<td>2.500</td>", "<td>12.3</td>"):
             assert (words in page) == has_columns
     assert (rows[0].score_variance, rows[1].score_variance) == (None, 0.12345)
 
