@@ -29,7 +29,8 @@ from dataclasses import asdict, replace
 
 from common import system
 from common.errors import UserError
-from common.run_dir import BENCHES, make_new_folder, write_config, write_summary
+from common.files import write_json
+from common.run_dir import BENCHES, make_new_folder, write_config
 from compare.bench.cases import build_groups
 from compare.bench.config import BenchConfig
 from compare.bench.plot import plot_results
@@ -64,7 +65,7 @@ def main(config: BenchConfig) -> int:
         status = "interrupted"
     finally:
         summary = {"name": folder.name, "status": status, "rows": len(rows), "answer": recommend(rows)}
-        write_summary(folder, summary | environment)
+        write_json(folder / "summary.json", summary | environment)
     if rows:
         picture = folder / "attention.png"
         plot_results(rows, picture, title)

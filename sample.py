@@ -46,9 +46,8 @@ import tiktoken
 import torch
 
 from common.console import TABLE_WIDTH, make_console, pluralize
-from common.errors import UserError
+from common.errors import UserError, printable
 from common.interrupt import Terminated
-from common.output import printable
 from configs.cli import config_from_python, run_process
 from configs.schema import Sample
 from data.readers import Document, read_documents

@@ -9,7 +9,7 @@ from rich.progress import BarColumn, Progress, TextColumn, TimeElapsedColumn
 from rich.table import Table
 from rich.text import Text
 
-from common.output import printable
+from common.errors import printable
 
 LINE_INTERVAL_S = 10.0  # between progress lines, which replace the bar if the output is not a terminal
 REFRESH_INTERVAL_S = 0.1  # between updates of the bar

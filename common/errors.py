@@ -1,8 +1,12 @@
 """Errors that are not bugs: invalid input, a run that cannot continue, and too little memory."""
 
+import re
 from collections.abc import Iterable
 from math import inf
 from typing import Any
+
+# Control characters except newline and tab, and Unicode's bidirectional overrides and isolates.
+UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 
 
 class UserError(ValueError):
@@ -17,6 +21,11 @@ class TrainingFailed(RuntimeError):
 
     The message is also one sentence. The scripts exit with code 1.
     """
+
+
+def printable(text: str) -> str:
+    """Replace the characters with which `text` could control a terminal or reorder what it shows."""
+    return UNPRINTABLE.sub("\ufffd", text)
 
 
 def format_value(value: Any) -> str:
@@ -61,14 +70,8 @@ def check_seed(seed: int) -> None:
         raise UserError(f"seed={seed} must be at least 0 and below 2^32; set 1337, for example")
 
 
-OUT_OF_MEMORY_MESSAGES = ("allocate memory", "out of memory", "bad_alloc", "ALLOC_FAILED")
-
-
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether Python or PyTorch ran out of memory, on any device. Compares names, because torch is not imported."""
-    message = str(error)
-    return (
-        isinstance(error, MemoryError)
-        or type(error).__name__ == "OutOfMemoryError"
-        or (isinstance(error, RuntimeError) and any(part in message for part in OUT_OF_MEMORY_MESSAGES))
-    )
+    """Whether Python or PyTorch ran out of memory, on any device. Compares messages, because torch is not imported."""
+    messages = ("allocate memory", "out of memory", "bad_alloc", "ALLOC_FAILED")
+    is_from_torch = isinstance(error, RuntimeError) and any(message in str(error) for message in messages)
+    return isinstance(error, MemoryError) or is_from_torch

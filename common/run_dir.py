@@ -12,9 +12,8 @@ from typing import Any
 import yaml
 from filelock import FileLock, Timeout
 
-from common.errors import TrainingFailed, UserError
+from common.errors import TrainingFailed, UserError, printable
 from common.files import atomic_write, read_json, write_json
-from common.output import printable
 
 ROOT = Path("runs")  # in the folder where the command is run
 SWEEPS = ROOT / "sweeps"  # runs/sweeps/<sweep>/<job>: the runs of a sweep
@@ -51,19 +50,16 @@ def find_run(name: str) -> Path:
     """
     if "/" in name and any(Path(name).glob("checkpoints/*.pt")):
         return Path(name)
-    name = name.removeprefix("./").removeprefix(f"{ROOT}/").rstrip("/")
     # "**" would not follow links to run folders
-    paths = [path for depth in range(1, 4) for path in ROOT.glob("*/" * depth + "checkpoints/*.pt") if path.is_file()]
+    paths = [path for depth in range(1, 4) for path in ROOT.glob("*/" * depth + "checkpoints/*.pt")]
     newest_first = sorted(paths, key=lambda path: path.stat().st_mtime, reverse=True)
-    with_checkpoint = list(dict.fromkeys(path.parent.parent for path in newest_first))
-    if name == "last":
-        if not with_checkpoint:
-            raise UserError(f"there is no run with a checkpoint in {Path.cwd() / ROOT}; train one: python train.py")
-        return with_checkpoint[0]
-    if ROOT / name not in with_checkpoint:
-        newest_runs = ", ".join(str(folder.relative_to(ROOT)) for folder in with_checkpoint[:5]) or "none yet"
-        raise UserError(f"run={name} has no checkpoint in {Path.cwd() / ROOT}; set a run that has one: {newest_runs}")
-    return ROOT / name
+    runs = {str(path.parents[1].relative_to(ROOT)): path.parents[1] for path in newest_first}
+    if name == "last" and not runs:
+        raise UserError(f"there is no run with a checkpoint in {Path.cwd() / ROOT}; train one: python train.py")
+    if name != "last" and name not in runs:
+        newest = ", ".join(list(runs)[:5]) or "none yet"
+        raise UserError(f"run={name} has no checkpoint in {Path.cwd() / ROOT}; set a run that has one: {newest}")
+    return next(iter(runs.values())) if name == "last" else runs[name]
 
 
 def find_checkpoint(run: str, kind: str) -> Path:
@@ -101,10 +97,6 @@ def make_new_folder(parent: Path, label: str) -> str:
 def read_summary(folder: Path) -> dict:
     """summary.json of a run folder; empty if there is none. Raises UserError if it is damaged."""
     return read_json(folder / "summary.json")
-
-
-def write_summary(folder: Path, summary: dict) -> None:
-    write_json(folder / "summary.json", summary)
 
 
 def flatten_dict(config: dict, prefix: str = "") -> dict:
@@ -162,10 +154,7 @@ class RunDir:
                 f"{folder}/checkpoints/last.pt is missing, although the run has saved step {step}; restore it, remove "
                 f"{folder}, or set another name (with train.init_from=run:{name} to start from the weights of best.pt)"
             )
-        try:
-            (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-        except (FileExistsError, NotADirectoryError):
-            raise UserError(f"{folder} cannot be a folder, because a file has its name; set another name") from None
+        (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
         self.lock = FileLock(folder / ".lock")  # the kernel releases it, even after kill -9
         try:
             self.lock.acquire(timeout=0)
@@ -188,7 +177,7 @@ class RunDir:
 
     def _write(self) -> None:
         if self.is_main:
-            write_summary(self.folder, self.summary)
+            write_json(self.folder / "summary.json", self.summary)
 
     def __enter__(self) -> "RunDir":
         return self

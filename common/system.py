@@ -1,7 +1,6 @@
 """Facts about the machine: memory, caches, device and software versions.
 
-Memory figures are read from /proc and are None on systems other than Linux. psutil has no peak that can be reset.
-torch is imported in the functions that use it.
+torch is imported in the functions that use it. psutil has no peak memory that can be reset.
 """
 
 from __future__ import annotations
@@ -22,7 +21,6 @@ if TYPE_CHECKING:
 
 PACKAGES = ("trilgpt", "torch", "hydra-core", "datasets", "tiktoken", "wandb", "numpy")
 PROJECT = Path(__file__).parents[1]
-GIT_TIMEOUT_S = 10.0
 
 
 def reset_peak_memory(device: torch.device) -> None:
@@ -50,21 +48,11 @@ def memory_in_use(device: torch.device) -> int | None:
     return torch.cuda.memory_allocated(device) if device.type == "cuda" else process_memory("VmRSS")
 
 
-def available_memory() -> int | None:
-    """MemAvailable of Linux in bytes; None on other systems."""
-    return _read_proc_bytes("/proc/meminfo", "MemAvailable")
-
-
 def process_memory(key: str) -> int | None:
     """A figure of this process's memory in bytes, such as VmRSS (proc(5)); None on systems other than Linux."""
-    return _read_proc_bytes("/proc/self/status", key)
-
-
-def _read_proc_bytes(file: str, key: str) -> int | None:
-    if not Path(file).exists():
-        return None
-    line = next(line for line in Path(file).read_text().splitlines() if line.startswith(f"{key}:"))
-    return 1024 * int(line.split()[1])
+    status = Path("/proc/self/status")
+    lines = status.read_text().splitlines() if status.exists() else []
+    return next((1024 * int(line.split()[1]) for line in lines if line.startswith(f"{key}:")), None)
 
 
 def cpu_count() -> int:
@@ -135,10 +123,9 @@ def device_name(device: torch.device) -> str:
 
 def _git_commit() -> str | None:
     """The commit of this checkout, with a "+" if files have changed since. None outside a checkout or without git."""
-    command = ["git", "describe", "--always", "--abbrev=40", "--dirty=+"]
     if not (PROJECT / ".git").exists():  # git would describe a repository around this folder
         return None
-    with suppress(FileNotFoundError, subprocess.TimeoutExpired):  # no git, or a slow file system
-        done = subprocess.run(command, cwd=PROJECT, capture_output=True, text=True, timeout=GIT_TIMEOUT_S)
-        return done.stdout.strip() or None
+    command = ["git", "-C", str(PROJECT), "describe", "--always", "--abbrev=40", "--dirty=+"]
+    with suppress(FileNotFoundError):
+        return subprocess.run(command, capture_output=True, text=True).stdout.strip() or None
     return None

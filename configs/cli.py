@@ -24,9 +24,8 @@ from typing import Any, NoReturn
 
 import yaml
 
-from common.errors import TrainingFailed, UserError, is_out_of_memory
+from common.errors import TrainingFailed, UserError, is_out_of_memory, printable
 from common.interrupt import WARNING_SIGNALS, raise_interrupt, set_stop_handlers
-from common.output import printable
 from common.run_dir import EXIT_CODES
 
 DISK_FULL_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}

@@ -20,8 +20,7 @@ import yaml
 from helpers import ROOT, TINY, file_size_limit, metrics, summary, untimed
 
 from common.checkpoint_file import load_checkpoint
-from common.errors import UserError
-from common.output import printable
+from common.errors import UserError, printable
 from common.run_dir import RunDir, find_checkpoint
 from configs.cli import parse_config
 from data import tokenizer

@@ -167,9 +167,8 @@ class Dist:
         """
         seed = int(np.random.SeedSequence((*numbers, self.rank)).generate_state(1, np.uint64)[0])
         if device.type == "cuda":
-            generator = torch.cuda.default_generators[torch.cuda.current_device()]
+            torch.cuda.manual_seed(seed)
         elif device.type == "mps":
-            generator = torch.mps._get_default_mps_generator()  # there is no public function (torch 2.13)
+            torch.mps.manual_seed(seed)
         else:
-            generator = torch.default_generator
-        generator.manual_seed(seed)
+            torch.default_generator.manual_seed(seed)

@@ -7,8 +7,6 @@ from typing import Any
 
 import torch
 
-from common.system import cache_bytes
-
 WARMUP_STEPS = 5  # first steps of a process, excluded from medians: caches fill, and kernels are selected
 
 # Peak FLOP/s of dense matrix products in 16 bits and in float32, from the data sheets. Keys are full names of GPUs:
@@ -31,12 +29,6 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     size = 8192 if device.type == "cuda" else 1024
     a = torch.randn(size, size, device=device).to(dtype)
     return 2 * size**3 / min(_time_repeatedly(lambda: a @ a, device, 4))
-
-
-def memory_bandwidth(device: torch.device) -> float:
-    """Bytes per second that a sum over a large tensor reads from memory, the faster of two."""
-    x = torch.ones(max(2**27, 4 * cache_bytes(device)) // 4, device=device)
-    return x.nbytes / min(_time_repeatedly(x.sum, device, 2))
 
 
 def synchronize(device: torch.device) -> None:
@@ -93,24 +85,20 @@ def compile_seconds() -> float:
     return calculate_time_spent()["total_wall_time"]
 
 
-def time_calls(
-    call: Callable, device: torch.device, min_calls: int, seconds: float, max_calls: int, setup: Callable = lambda: None
-) -> list[float]:
+def time_calls(call: Callable, device: torch.device, min_calls: int, seconds: float, max_calls: int) -> list[float]:
     """Time the calls that fit into about `seconds`, at least min_calls and at most max_calls -> seconds of each call.
 
-    After the first call, a fifth of this number of calls runs untimed, as warmup. setup: called before each call,
-    untimed.
+    After the first call, a fifth of this number of calls runs untimed, as warmup.
     """
-    first = _time_repeatedly(call, device, 1, setup)
+    first = _time_repeatedly(call, device, 1)
     fitting = min(max_calls, int(seconds / first[0]))
-    _time_repeatedly(call, device, fitting // 5, setup)
-    return first + _time_repeatedly(call, device, max(min_calls, fitting) - 1, setup)
+    _time_repeatedly(call, device, fitting // 5)
+    return first + _time_repeatedly(call, device, max(min_calls, fitting) - 1)
 
 
-def _time_repeatedly(call: Callable, device: torch.device, count: int, setup: Callable = lambda: None) -> list[float]:
+def _time_repeatedly(call: Callable, device: torch.device, count: int) -> list[float]:
     times = []
     for _ in range(count):  # on CUDA, no call waits for the previous one
-        setup()
         start = _record_time(device)
         call()
         times.append((start, _record_time(device)))

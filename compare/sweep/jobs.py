@@ -16,7 +16,8 @@ import yaml
 from filelock import FileLock, Timeout
 
 from common.errors import UserError, format_value
-from common.run_dir import EXIT_CODES, flatten_dict, read_summary, write_config, write_summary
+from common.files import write_json
+from common.run_dir import EXIT_CODES, flatten_dict, read_summary, write_config
 
 SCRIPT = Path(__file__).parents[2] / "train.py"
 TERMINATE_GRACE_S = 120.0  # for a job to finish its step and to save a checkpoint
@@ -114,7 +115,7 @@ def _record(job: Job, outcome: Outcome) -> Outcome:
             if job.previous_config() is None:
                 write_config(job.folder, job.config)
             ended = {"name": job.config["name"], "status": outcome.status, "error": outcome.reason}
-            write_summary(job.folder, read_summary(job.folder) | ended)
+            write_json(job.folder / "summary.json", read_summary(job.folder) | ended)
             return outcome
     except Timeout:  # the process of an earlier sweep, or one on another machine, trains this run
         return Outcome("failed", outcome.reason)

@@ -14,7 +14,7 @@ from common.console import (
     make_table,
     pluralize,
 )
-from common.output import UNPRINTABLE
+from common.errors import UNPRINTABLE
 
 
 @pytest.fixture

@@ -70,10 +70,3 @@ def test_missing_checkpoint_is_refused_except_best_before_the_first_evaluation(w
     assert find_checkpoint("a", "best").name == "best.pt" and capsys.readouterr().err == ""
     assert find_checkpoint("b", "best").name == "last.pt"
     assert capsys.readouterr().err == "runs/b has no best.pt, because it was not evaluated; using last.pt\n"
-
-
-def test_file_with_the_name_of_a_run_is_refused(workdir):
-    (workdir / "runs").mkdir()
-    (workdir / "runs/a").touch()
-    with pytest.raises(UserError, match="runs/a cannot be a folder, because a file has its name; set another name"):
-        RunDir("a", "", True)

@@ -10,7 +10,8 @@ import pytest
 from helpers import ROOT, TINY
 
 from common.errors import UserError
-from common.run_dir import SWEEPS, write_config, write_summary
+from common.files import write_json
+from common.run_dir import SWEEPS, write_config
 from compare.sweep import search
 from compare.sweep.jobs import Job, Outcome
 from compare.sweep.search import make_distribution, run_search
@@ -96,7 +97,7 @@ def run_fake_search(workdir, monkeypatch):
                 values, seed = job.config["values"], job.config["seed"]
                 status = outcome(values)
                 write_config(job.folder, job.config)
-                write_summary(job.folder, {"status": status, "best_val_loss": loss_of(values) + seed})
+                write_json(job.folder / "summary.json", {"status": status, "best_val_loss": loss_of(values) + seed})
                 if status == "interrupted":
                     raise KeyboardInterrupt
             return {job.name: Outcome(status, "why") for job in todo}
