@@ -26,7 +26,7 @@ from nanogpt_parity import BLOCK_MODULES, OUTER_MODULES, import_model  # noqa: E
 
 from configs.cli import config_from_python  # noqa: E402
 from model.attention import get_attention_fn  # noqa: E402
-from model.generation.decode_linear import convert_linears  # noqa: E402
+from model.generation.cpu_linear import replace_linears  # noqa: E402
 from model.generation.engine import Engine, Prompt  # noqa: E402
 from model.gpt import GPT  # noqa: E402
 
@@ -72,11 +72,11 @@ def build_model(mlp: str = "gelu_tanh", weights: dict[str, Tensor] | None = None
 
 def trilgpt(setup: Setup) -> Program:
     device, dtype = torch.device(setup.device), getattr(torch, setup.dtype)
-    models: dict[int, GPT] = {}  # by number of samples, because convert_linears depends on it
+    models: dict[int, GPT] = {}  # by number of samples, because replace_linears depends on it
 
     def model_for(samples: int) -> GPT:
         if samples not in models:
-            models[samples] = convert_linears(build_model().to(device), dtype, samples)
+            models[samples] = replace_linears(build_model().to(device), dtype, samples)
         return models[samples]
 
     def generate(prompt: Tensor, new: int) -> tuple[Tensor, list[float]]:

@@ -42,7 +42,7 @@ from torch import Tensor, nn
 
 PYTORCH_DTYPES = ("float32", "bfloat16", "float16")
 CPU_DTYPES = {
-    "trilGPT": (*PYTORCH_DTYPES, "int8"),
+    "trilGPT": ("float32", "bfloat16", "int8"),
     "CTranslate2": ("float32", "int8"),
 }  # programs that are not listed run with --dtype
 MAX_LOGIT_DIFFERENCE = {"float32": 1e-4, "bfloat16": 0.1, "float16": 0.02, "int8": 0.2}

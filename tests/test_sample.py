@@ -119,8 +119,8 @@ def test_run_is_found_by_its_name_or_folder(trained, sample, workdir):
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int8"])
 def test_low_precision_weights_change_the_loss_only_slightly(train, sample, dtype):
-    if dtype in ("float16", "int8") and "fbgemm" not in torch.backends.quantized.supported_engines:
-        pytest.skip("NOT RUN: float16 and int8 need an x86 CPU")
+    if dtype == "int8" and "fbgemm" not in torch.backends.quantized.supported_engines:
+        pytest.skip("NOT RUN: int8 needs an x86 CPU")
     assert train("name=a", "train.steps=30") == 0
     losses, tolerance = {}, {"bfloat16": 1e-2, "float16": 1e-3, "int8": 3e-2}[dtype]
     for name in ("float32", dtype):

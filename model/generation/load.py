@@ -6,7 +6,7 @@ import torch
 from data.tokenizer import from_spec
 from model import AttentionConfig, GPTConfig
 from model.attention import get_attention_fn, resolve_model
-from model.generation.decode_linear import convert_linears
+from model.generation.cpu_linear import replace_linears
 from model.gpt import GPT
 from model.pretrained import load_pretrained
 
@@ -26,7 +26,7 @@ def load_for_sampling(
     kernel = resolve_model(attention, config, **request)
     resolve_model(attention, config, Tq=1, positions=batch_size > 1, **request)  # samples of a batch differ in length
     model = GPT(config, checkpoint["vocab_size"], get_attention_fn(attention), weights=checkpoint["model"])
-    model = convert_linears(model.requires_grad_(False).to(device).eval(), dtype, batch_size)
+    model = replace_linears(model.requires_grad_(False).to(device).eval(), dtype, batch_size)
     step = f"step {checkpoint['step']:,}, " if "step" in checkpoint else ""
     description = (
         f"{path}, {step}{device.type} {str(dtype).removeprefix('torch.')}, "

@@ -1,0 +1,101 @@
+"""Linear layers for decoding. A decode step multiplies few rows, so reading the weights takes most of the time.
+
+On a CPU, float32 and bfloat16 weights are stored in oneDNN's layout, and int8 weights in FBGEMM's. Elsewhere, a layer
+has its weights in the requested dtype. docs/experiments/generation.md has the measurements.
+
+N outputs; a weight is (N, inputs).
+"""
+
+import warnings
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from common.errors import UserError
+from model.attention.torch_internals import has_bf16_kernels, linear_packed, pack_weight
+from model.gpt import GPT
+
+MIN_PACKED_ROWS = 4  # with the layout for a single row, oneDNN is slower, also for that row
+
+
+class PackedLinear(nn.Module):
+    """Linear layer for CPUs with the weight in oneDNN's layout for `rows` input rows. Outputs are float32.
+
+    dtype: of the weight and the products, float32 or bfloat16.
+    """
+
+    def __init__(self, linear: nn.Linear, rows: int, dtype: torch.dtype = torch.float32):
+        super().__init__()
+        self.dtype = dtype
+        self.packed = pack_weight(linear.weight.to(dtype), max(rows, MIN_PACKED_ROWS))
+        self.bias = None if linear.bias is None else linear.bias.to(dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return linear_packed(x.to(self.dtype), self.packed, self.bias).float()
+
+
+class Int8Linear(nn.Module):
+    """Linear layer for x86 CPUs with weights and inputs in 8-bit integers, and outputs in float32 (FBGEMM).
+
+    Each output has a scale for its weights, and each input row has its own scale, so the result for a row does not
+    depend on the other rows. Inputs use 7 of the 8 bits, because on CPUs without VNNI instructions, FBGEMM adds two
+    products in 16 bits. Raises UserError on other CPUs.
+    """
+
+    LEVELS, ZERO_POINT = 63, 64  # inputs are from 1 to 127
+
+    def __init__(self, linear: nn.Linear):
+        super().__init__()
+        if "fbgemm" not in torch.backends.quantized.supported_engines:
+            raise UserError("dtype=int8 needs an x86 CPU; set dtype=bfloat16 or float32")
+        self.bias = linear.bias
+        scales = linear.weight.abs().amax(dim=1).clamp(min=1e-30) / 127  # (N,)
+        with warnings.catch_warnings():  # a future PyTorch will have no quantized tensors
+            warnings.filterwarnings("ignore", message=".*quantized tensor creation", category=UserWarning)
+            zero_points = torch.zeros(len(scales), dtype=torch.int64)
+            quantized = torch.quantize_per_channel(linear.weight, scales, zero_points, axis=0, dtype=torch.qint8)
+        self.packed = torch.ops.quantized.linear_prepack(quantized, None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        scale = (x.abs().amax(dim=-1, keepdim=True) / self.LEVELS).clamp(min=1e-30)
+        y = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(
+            x / scale, 1.0, self.ZERO_POINT, self.packed
+        )
+        y *= scale
+        return y if self.bias is None else y + self.bias
+
+
+class LowPrecisionLinear(nn.Module):
+    """Linear layer with weights and products in `dtype`. Outputs are float32 on a CPU, else `dtype` as in autocast."""
+
+    def __init__(self, linear: nn.Linear, dtype: torch.dtype):
+        super().__init__()
+        self.weight, self.bias = linear.weight.to(dtype), None if linear.bias is None else linear.bias.to(dtype)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = F.linear(x.to(self.weight.dtype), self.weight, self.bias)
+        return y.float() if y.device.type == "cpu" else y
+
+
+@torch.no_grad()
+def replace_linears(model: GPT, dtype: torch.dtype, rows: int) -> GPT:
+    """Replace the model's linear layers, in place, by layers that are fast for decoding, with weights in `dtype`.
+
+    rows: number of sequences that are decoded together. The model then returns logits; it can neither be trained nor
+    called with targets. A packed output layer is a second copy of the token table if the two were tied.
+    Raises UserError if the device does not support the dtype.
+    """
+    device = model.wte.weight.device.type
+    has_packed = dtype == torch.float32 or (dtype == torch.bfloat16 and has_bf16_kernels())
+    for parent in [module for module in model.modules() if not isinstance(module, nn.Linear)]:
+        for name, linear in list(parent.named_children()):
+            if not isinstance(linear, nn.Linear):
+                continue
+            if device == "cpu" and dtype == torch.int8:
+                setattr(parent, name, Int8Linear(linear))
+            elif device == "cpu" and has_packed and torch.backends.mkldnn.is_available():
+                setattr(parent, name, PackedLinear(linear, rows, dtype))
+            elif dtype != torch.float32:
+                setattr(parent, name, LowPrecisionLinear(linear, dtype))
+    return model
