@@ -36,6 +36,7 @@ EXIT_HANDLERS_TIMEOUT_S = 10.0
 OUT_OF_MEMORY_ADVICE = {  # by the config of the script
     "Train": "set a smaller train.micro_batch_size, model.block_size or model",
     "Sample": "set a smaller batch_size, or dtype=bfloat16",
+    "Eval": "set a smaller batch_size, or dtype=bfloat16",
     "Prepare": "set data.path to a smaller text, or a smaller data.max_documents",
     "BenchConfig": "set a smaller batch_size, block_sizes or model",
 }

@@ -32,7 +32,7 @@ from data import DataConfig
 CONFIGS = Path(__file__).parent
 MAX_YAML_BYTES = 2**20
 # Keys whose value is used exactly as typed. Hydra's grammar would read "a, b" as a sweep and "f(x)" as a function.
-FREE_TEXT_KEYS = {"prompt", "prompt_file", "prompts", "questions", "out", "name", "run", "tokenizer.run"}
+FREE_TEXT_KEYS = {"prompt", "prompt_file", "prompts", "tasks", "out", "name", "run", "tokenizer.run"}
 FREE_TEXT_KEYS |= {"train.init_from", "wandb.group", "data.repo", "data.text_column", "data.prompt_column"}
 FREE_TEXT_OR_LIST_KEYS = ("stop", "path")  # ends of keys that also accept a list: stop='["a", "b"]'
 QUOTED_LIST = re.compile(r"""\[\s*(["'].*)?\]""", re.DOTALL)
@@ -135,7 +135,7 @@ def list_choices(group: str, config_dir: str | None = None) -> list[str]:
 def check_choice(script: str, word: str, config_dir: str | None) -> None:
     """Raises UserError if `word` sets a group that the script does not have, or a choice that does not exist."""
     group, choice = word.split("=", 1)
-    if script == "sample" and group.split(".")[0] in ("model", "tokenizer"):
+    if script in ("sample", "eval") and group.split(".")[0] in ("model", "tokenizer"):
         raise UserError(f"{group}: a run's model and tokenizer come from its checkpoint; remove this key")
     if group.startswith("text_size."):
         raise UserError(f"{group} cannot be set; set a key that uses it, such as train.steps, or text_size=NAME")

@@ -103,7 +103,6 @@ class Sample(SamplingConfig):
     prompt: str | None
     prompt_file: str | None
     prompts: str | None
-    questions: str | None
     out: str | None
     interactive: bool
     num_samples: int
@@ -113,42 +112,57 @@ class Sample(SamplingConfig):
     dtype: str
     cuda_graphs: bool
     attention: AttentionConfig
-    data: DataConfig
-    loss: bool
     attention_map: bool
 
     def check(self, section: str = "") -> None:
         """Check the rules that span packages. Raises UserError."""
         super().check(section)
-        self.data.check()
         check_seed(self.seed)
         check_positive("", self, num_samples=10**6, batch_size=10**6)
-        modes = ["prompt", "prompt_file", "prompts", "interactive", "loss", "questions"]
+        modes = ["prompt", "prompt_file", "prompts", "interactive"]
         modes = [key for key in modes if getattr(self, key) not in (None, False)]
         if len(modes) > 1:
             raise UserError(f"{' and '.join(modes)} exclude each other; set one of them")
         mode = modes[0] if modes else None
-        generates = self.max_new_tokens > 0 or mode in ("loss", "questions") or self.attention_map
         has_one_prompt = mode in (None, "prompt", "prompt_file")
         rules = [
             ("checkpoint", CHECKPOINT_NAME.fullmatch(self.checkpoint), UNKNOWN_CHECKPOINT),
-            (
-                "out",
-                self.out is None or mode in ("loss", "prompts", "questions"),
-                "needs prompts=FILE, loss=true or questions=FILE; set one of them, or remove out",
-            ),
+            ("out", self.out is None or mode == "prompts", "needs prompts=FILE; set it, or remove out"),
             (
                 "num_samples",
-                self.num_samples == 1 or mode not in ("loss", "interactive", "questions"),
-                f"has no effect with {mode}; remove one of them",
+                self.num_samples == 1 or mode != "interactive",
+                "has no effect with interactive",
             ),
-            ("max_new_tokens", generates, "generates nothing; set 1 or more"),
+            ("max_new_tokens", self.max_new_tokens > 0 or self.attention_map, "generates nothing; set 1 or more"),
             ("attention_map", has_one_prompt or not self.attention_map, f"needs one prompt; remove {mode}"),
         ]
         check_settings("", self, rules)
-        for key in ("path", "mix"):
-            if getattr(self.data, key) and not self.loss:
-                raise UserError(f"data.{key} is read only with loss=true; set loss=true, or remove data.{key}")
+
+
+@dataclass
+class Eval:
+    """Config of eval.py."""
+
+    run: str
+    checkpoint: str
+    tasks: str | None
+    limit: int | None
+    out: str | None
+    batch_size: int
+    device: str
+    dtype: str
+    attention: AttentionConfig
+    data: DataConfig
+
+    def check(self) -> None:
+        """Check the rules that span packages. Raises UserError."""
+        self.data.check()
+        check_positive("", self, limit=10**9, batch_size=10**6)
+        rules = [
+            ("checkpoint", CHECKPOINT_NAME.fullmatch(self.checkpoint), UNKNOWN_CHECKPOINT),
+            ("limit", self.limit is None or self.tasks is not None, "needs tasks=NAME; set it, or remove limit"),
+        ]
+        check_settings("", self, rules)
 
 
 @dataclass
@@ -211,6 +225,7 @@ class Export:
 SCRIPTS = {
     "train": Train,
     "sample": Sample,
+    "eval": Eval,
     "prepare": Prepare,
     "bench": BenchConfig,
     "compare": Compare,

@@ -4,6 +4,7 @@ import os
 import shutil
 import signal
 from contextlib import chdir
+from importlib import import_module
 from pathlib import Path
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # `pytest &` in a script ignores Ctrl-C;
@@ -57,12 +58,19 @@ def trained(workdir, folder_with_a_run) -> None:
 @pytest.fixture
 def sample(workdir, capsys):
     """sample("run=a", ...) runs sample.py in this process -> its output."""
+    return lambda *overrides: run_script("sample", capsys, overrides)
+
+
+@pytest.fixture
+def evaluate(workdir, capsys):
+    """evaluate("run=a", ...) runs eval.py in this process -> its output."""
+    return lambda *overrides: run_script("eval", capsys, overrides)
+
+
+def run_script(script: str, capsys, overrides: tuple[str, ...]) -> str:
     from configs.cli import parse_config, run_main
-    from sample import main
 
-    def run_sample(*overrides: str) -> str:
-        capsys.readouterr()
-        assert run_main(main, parse_config("sample", "", list(overrides))) == 0, capsys.readouterr().err
-        return capsys.readouterr().out
-
-    return run_sample
+    capsys.readouterr()
+    config = parse_config(script, "", list(overrides))
+    assert run_main(import_module(script).main, config) == 0, capsys.readouterr().err
+    return capsys.readouterr().out

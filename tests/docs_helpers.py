@@ -19,7 +19,7 @@ from helpers import ROOT, TEXT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 ATTENTION_PAGES = sorted((ROOT / "docs/attention").glob("*.md"))  # test_attention_pages.py runs their Python blocks
-SCRIPTS = ("train", "sample", "prepare", "bench", "compare", "export")
+SCRIPTS = ("train", "sample", "eval", "prepare", "bench", "compare", "export")
 NEEDS = re.compile(r"\b(GPUs?|several machines|cluster|SLURM)\b")
 YAML_FILE = r"^# (\S+\.yaml)(?:\s+(python .*))?$"
 DOWNLOADED_VOCABULARY = r"\btokenizer=(gpt2|cl100k_base|o200k_base)\b"
@@ -30,6 +30,7 @@ SMALL_MODEL = {"model.n_layer": 2, "model.n_head": 2, "model.block_size": 16, "m
 SHRINK = {
     "train": SMALL_MODEL | {"train.batch_size": 4, "train.micro_batch_size": "null", "eval.batches": 1},
     "sample": {},
+    "eval": {},
     "prepare": {},
     "compare": {},
     "export": {},
@@ -45,6 +46,7 @@ SHRINK_ALWAYS = {
         "wandb.mode": "disabled",
     },
     "sample": {"max_new_tokens": 8},
+    "eval": {},
     "prepare": {},
     "compare": {},
     "export": {},
@@ -70,8 +72,8 @@ class Command:
 
     @property
     def needs_other_machine(self) -> bool:
-        """Whether the comment states that the command needs a GPU or several machines."""
-        return bool(NEEDS.search(self.comment))
+        """Whether the comment states that the command needs a GPU or several machines, or a download of tasks."""
+        return bool(NEEDS.search(self.comment)) or (self.script == "eval" and "network" in self.comment)
 
     @property
     def is_sweep(self) -> bool:
@@ -192,8 +194,8 @@ def prepare_folder(folder: Path, run: Path, exported: Path, command: Command) ->
             if value.endswith(".jsonl"):
                 lines = [json.dumps({"prompt": line}) for line in lines]
             (folder / value).write_text("\n".join(lines))
-        elif key == "questions":
-            (folder / value).write_text(json.dumps({"context": "The 1", "choices": ["st", "th"], "answer": 0}))
+        elif key == "tasks" and value.endswith(".yaml"):
+            (folder / "questions.jsonl").write_text('{"context": "The 1", "choices": ["st", "th"], "answer": 0}')
         elif value.startswith("hf:"):
             if not (folder / value.removeprefix("hf:")).exists():
                 shutil.copytree(exported, folder / value.removeprefix("hf:"))
@@ -266,8 +268,8 @@ def compress(plain: Path, path: Path) -> None:
 def shrink(command: Command, data) -> list[str]:
     """The command's words, with a tiny model and few steps. data: the DataConfig that they compose to."""
     script, words = command.script, command.shortened_words()
-    if script == "sample" and command.value("loss") != "true":
-        data = None  # generation reads no document
+    if command.value("tasks"):
+        data = None  # tasks read no document of data
     if data is not None and data.path is None:
         if data.source in ("hub", "url"):
             words += ["data.path=text.txt", "data.stream=false", "data.max_documents=null"]

@@ -128,6 +128,8 @@ def shows_refusal(command: Command) -> bool:
     [pytest.param(command, id=command.place, marks=pytest.mark.slow if command.is_slow else ()) for command in RUN],
 )
 def test_command_runs(command, prepared, monkeypatch, capsys):
+    if command.value("tasks"):
+        pytest.importorskip("lm_eval", reason="NOT RUN: needs lm-eval")
     prepared(command)
     monkeypatch.setattr(sys, "argv", [f"{command.script}.py", *command.words])
     monkeypatch.setattr(sys, "stdin", io.StringIO("The 1\n\n"))

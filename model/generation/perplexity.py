@@ -1,103 +1,117 @@
-"""Loss, perplexity and bits per byte of documents under a trained model."""
+"""Loss, perplexity and bits per byte of documents under a trained model.
+
+As in validation, long documents are scored in windows of block_size tokens. B windows in a batch, V vocabulary.
+"""
 
 from collections.abc import Iterator
-from dataclasses import dataclass
+from itertools import pairwise
 from math import exp, log
+from typing import Any
 
+import numpy as np
 import tiktoken
 import torch
 import torch.nn.functional as F
 from rich.table import Table
 from torch import Tensor
+from torch.nn.utils.rnn import pad_sequence
 
-from common.console import make_table
-from data.loader import IGNORE_INDEX
+from common.console import ProgressBar, make_table
 from data.readers import Document
-from data.tokenizer import encode, end_of_text
+from data.tokenizer import encode, end_of_text, token_bytes
 from model.gpt import GPT
 
-LOGITS_PER_FORWARD = 2**25  # 128 MiB in float32
 MAX_TABLE_ROWS = 20
 MAX_EXPONENT = 700.0  # exp of more than 709 overflows
+Scored = tuple[Tensor, int]  # token ids, and the number of tokens at their end that are scored
 
 
-@dataclass(frozen=True)
-class TextLoss:
-    """Cross entropy in nats, summed over `tokens` predicted tokens. bytes: UTF-8 length of these tokens."""
+def split_into_windows(tokens: Tensor, n: int, block_size: int) -> Iterator[Scored]:
+    """Yield windows of at most block_size + 1 tokens that score each of the last n tokens once.
 
-    nats: float = 0.0
-    tokens: int = 0
-    bytes: int = 0
-
-    def __add__(self, other: "TextLoss") -> "TextLoss":
-        return TextLoss(self.nats + other.nats, self.tokens + other.tokens, self.bytes + other.bytes)
-
-    def metrics(self) -> dict[str, float | int | None]:
-        """loss in nats per token, perplexity, and bits per byte; None if no token was predicted."""
-        loss = self.nats / self.tokens if self.tokens else None
-        return {
-            "tokens": self.tokens,
-            "bytes": self.bytes,
-            "loss": loss,
-            "perplexity": None if loss is None else exp(min(loss, MAX_EXPONENT)),
-            "bits_per_byte": self.nats / log(2) / self.bytes if self.bytes else None,
-        }
-
-
-def encode_document(tokenizer: tiktoken.Encoding, document: Document, name: str) -> Tensor:
-    """Token ids (n,) of a document, int64, after an end-of-text token if the tokenizer has one. ~id for its prompt.
-
-    Raises UserError, with the document's name, if a character has no token.
+    The last window ends with the tokens, and may overlap with the one before it.
     """
-    prompt, text = (torch.from_numpy(encode(tokenizer, part, name).astype("int64")) for part in document)
-    end = end_of_text(tokenizer)
-    return torch.cat((torch.tensor([] if end is None else [end], dtype=torch.int64), ~prompt, text))
+    last = len(tokens) - 1
+    for start, end in pairwise([*range(0, last, block_size), last]):
+        if end > last - n:
+            yield tokens[max(0, end - block_size) : end + 1], end - max(start, last - n)
 
 
 @torch.no_grad()
-def iter_losses(model: GPT, tokens: Tensor, token_bytes: Tensor) -> Iterator[TextLoss]:
-    """Yield the loss of tokens[1:], in parts, without a prompt's tokens. tokens (n,): see encode_document.
+def score_texts(model: GPT, texts: list[Scored], batch_size: int) -> list[tuple[float, bool]]:
+    """Cross entropy in nats of the scored tokens of each text, summed; and whether greedy decoding generates them."""
+    device, nats, is_greedy = model.wte.weight.device, [0.0] * len(texts), [True] * len(texts)
+    windows = [
+        (index, *window)
+        for index, (tokens, n) in enumerate(texts)
+        for window in split_into_windows(tokens, n, model.config.block_size)
+    ]
+    # windows of similar length need little padding; the longest ones show first whether memory suffices
+    windows.sort(key=lambda window: -len(window[1]))
+    with ProgressBar(len(windows), stderr=True) as bar:
+        for first in range(0, len(windows), batch_size):
+            batch = windows[first : first + batch_size]
+            inputs = pad_sequence([tokens[:-1] for _, tokens, _ in batch], batch_first=True)
+            hidden = model.backbone(inputs.to(device))  # (B, T, C); causal attention: padding at the end has no effect
+            for (index, tokens, n), x in zip(batch, hidden, strict=True):
+                end, targets = len(tokens) - 1, tokens[len(tokens) - n :].to(device)
+                logits = model.logits(x[end - n : end]).float()  # (n, V)
+                nats[index] += F.cross_entropy(logits, targets, reduction="sum").item()
+                is_greedy[index] &= bool((logits.argmax(-1) == targets).all())
+            bar.update(first + len(batch), f"{first + len(batch):,} of {len(windows):,} windows")
+    return list(zip(nats, is_greedy, strict=True))
 
-    token_bytes (V,): UTF-8 length of each token. Every token counts once. As in validation, windows of block_size
-    tokens follow each other. The last window ends with the document, and may overlap with the one before it.
+
+def score_documents(
+    model: GPT, tokenizer: tiktoken.Encoding, documents: list[Document], batch_size: int
+) -> list[dict[str, Any]]:
+    """Score each document after an end-of-text token, if the tokenizer has one -> a row per document (`summarize`).
+
+    The tokens of a prompt are inputs, but they are not scored. Raises UserError if a character has no token.
     """
-    device, n = model.wte.weight.device, len(tokens) - 1
-    width = min(model.config.block_size, n)
-    windows_per_forward = max(1, LOGITS_PER_FORWARD // (model.config.block_size * model.vocab_size))
-    window_starts = range(0, n, max(1, width))
-    for first in range(0, len(window_starts), windows_per_forward):
-        inputs, targets = [], []
-        for window_start in window_starts[first : first + windows_per_forward]:
-            start = min(window_start, n - width)
-            window = tokens[start : start + width]
-            inputs.append(window.maximum(~window))
-            target = tokens[start + 1 : start + 1 + width].clone()
-            target[: window_start - start] = IGNORE_INDEX  # these tokens count in the previous window
-            target[target < 0] = IGNORE_INDEX
-            targets.append(target)
-        y = torch.stack(targets).flatten()
-        logits = model(torch.stack(inputs).to(device)).float()
-        nats = F.cross_entropy(logits.flatten(0, 1), y.to(device), reduction="sum").item()
-        counted = y[y != IGNORE_INDEX]
-        yield TextLoss(nats, len(counted), int(token_bytes[counted].sum()))
+    end, bytes_of_token, texts, sizes = end_of_text(tokenizer), token_bytes(tokenizer), [], []
+    for number, document in enumerate(documents, start=1):
+        prompt, text = (encode(tokenizer, part, f"document {number}") for part in document)
+        tokens = np.concatenate(([] if end is None else [end], prompt, text)).astype(np.int64)
+        n = min(len(text), max(0, len(tokens) - 1))  # the very first token is not predicted
+        texts.append((torch.from_numpy(tokens), n))
+        sizes.append((n, int(bytes_of_token[tokens[len(tokens) - n :]].sum())))
+    scores = score_texts(model, texts, batch_size)
+    return [
+        {"document": number, **summarize(nats, *size)}
+        for number, ((nats, _), size) in enumerate(zip(scores, sizes, strict=True), start=1)
+    ]
 
 
-def loss_table(documents: list[Document], losses: list[TextLoss]) -> Table:
-    """A table with one row for each of the first MAX_TABLE_ROWS documents, and one row for all documents."""
+def summarize(nats: float, tokens: int, num_bytes: int) -> dict[str, Any]:
+    """Loss in nats per token, perplexity, and bits per byte of `tokens` predicted tokens; None if there are none."""
+    loss = nats / tokens if tokens else None
+    return {
+        "tokens": tokens,
+        "bytes": num_bytes,
+        "loss": loss,
+        "perplexity": None if loss is None else exp(min(loss, MAX_EXPONENT)),
+        "bits_per_byte": nats / log(2) / num_bytes if num_bytes else None,
+    }
+
+
+def loss_table(documents: list[Document], rows: list[dict[str, Any]]) -> Table:
+    """A table with one line for each of the first MAX_TABLE_ROWS documents, and one line for all documents."""
     table = make_table("document", "begins with", "tokens", "loss", "perplexity", "bits/byte", left=2)
-    if len(losses) > 1:
-        for number, document in enumerate(documents[:MAX_TABLE_ROWS], start=1):
+    nats = sum(row["tokens"] * (row["loss"] or 0.0) for row in rows)
+    total = summarize(nats, sum(row["tokens"] for row in rows), sum(row["bytes"] for row in rows))
+    if len(rows) > 1:
+        for document, row in zip(documents[:MAX_TABLE_ROWS], rows, strict=False):
             beginning = " ".join("".join(document)[:80].split())
             beginning = beginning if len(beginning) <= 20 else beginning[:19] + "…"
-            table.add_row(f"{number:,}", beginning, *_format_cells(losses[number - 1]))
-        if len(losses) > MAX_TABLE_ROWS:
-            table.add_row("...", f"{len(losses) - MAX_TABLE_ROWS:,} more")
+            table.add_row(f"{row['document']:,}", beginning, *_format_cells(row))
+        if len(rows) > MAX_TABLE_ROWS:
+            table.add_row("...", f"{len(rows) - MAX_TABLE_ROWS:,} more")
         table.add_section()
-    table.add_row("all", "", *_format_cells(sum(losses, TextLoss())))
+    table.add_row("all", "", *_format_cells(total))
     return table
 
 
-def _format_cells(loss: TextLoss) -> list[str]:
+def _format_cells(row: dict[str, Any]) -> list[str]:
     formats = {"tokens": ",", "loss": ".4f", "perplexity": ",.2f", "bits_per_byte": ".4f"}
-    metrics = loss.metrics()
-    return ["-" if (value := metrics[key]) is None else format(value, form) for key, form in formats.items()]
+    return ["-" if row[key] is None else format(row[key], form) for key, form in formats.items()]

@@ -187,7 +187,7 @@ WRONG_TYPES = [
     ("sample", ["num_samples=a"], "num_samples=a must be a whole number"),
     ("sample", ["stop=[]"], "stop=[] must be a string that is not empty, or a list of them"),
     ("sample", ['stop=["a", 1]'], "stop=[a,1] must be a string that is not empty, or a list of them"),
-    ("sample", ["loss=1"], "loss=1 must be true or false"),
+    ("sample", ["interactive=1"], "interactive=1 must be true or false"),
     ("prepare", ["verify=2"], "verify=2 must be true or false"),
     ("prepare", ["data.text_column="], "data.text_column= names no column; set data.text_column=text"),
     ("train", ["data.path=[]"], "data.path=[] is not a path"),

@@ -386,7 +386,7 @@ def misspell(key: str, types: dict) -> str:
 
 def soak_wrong_words(parent: Path, tries: int) -> Tally:
     """In forked processes, because importing the commands takes a second."""
-    tally, scripts = Tally(), ("train", "sample", "prepare", "bench")
+    tally, scripts = Tally(), ("train", "sample", "eval", "prepare", "bench")
     for script in scripts:
         module = import_module(script)
         folder = parent / f"wrong-{script}"

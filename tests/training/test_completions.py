@@ -103,11 +103,11 @@ def test_steps_without_a_target_have_loss_0_and_such_an_evaluation_is_refused(tr
     assert all(math.isfinite(row["train/loss"]) and math.isfinite(row["grad_norm"]) for row in rows)
 
 
-def test_loss_of_documents_counts_completions(train, sample):
+def test_loss_of_documents_counts_completions(train, evaluate):
     """Also of a prompt that is longer than the context."""
     assert train("name=a", "model.block_size=64", "tokenizer=byte", *PAIRS) == 0
     write_rows("scored.jsonl", [("What is 4? ", "It is 16."), ("Ask? ", ""), ("Ask " * 40, "1"), ("", "1?")])
-    sample("run=a", "loss=true", "data.path=scored.jsonl", *COLUMNS, "out=o.jsonl")
+    evaluate("run=a", "data.path=scored.jsonl", *COLUMNS, "out=o.jsonl")
     with open("o.jsonl") as file:
         results = [json.loads(line) for line in file]
     assert [result["tokens"] for result in results] == [result["bytes"] for result in results] == [9, 0, 1, 2]

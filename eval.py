@@ -1,0 +1,79 @@
+"""Evaluate a trained model on documents, or on tasks of lm-eval.
+
+    python eval.py run=mine data.path=FILE               loss, perplexity and bits per byte of documents
+    python eval.py run=mine tasks=hellaswag,arc_easy     accuracy on tasks of lm-eval: pip install 'lm-eval>=0.4.12'
+    python eval.py run=mine tasks=squares.yaml           a task of your own, see docs/interoperability.md
+
+most used keys:
+  run=NAME            a run in runs/; last is the newest; hf:FOLDER is a model in the format of transformers
+  data.path=FILE      a file, a folder or a pattern; data.text_column and other keys as for train.py
+  tasks=NAME,...      names of lm-eval's tasks, or YAML files; limit=N uses the first N questions of each task
+  out=FILE.jsonl      also save the results: one line per document, or per task and metric
+  batch_size=N        requests of a task that are scored together
+  checkpoint=last     instead of best
+  dtype=bfloat16      half the memory for weights, and faster
+"""
+
+if __name__ == "__main__":  # before the slow imports below, so that a typo is reported immediately
+    from configs.cli import parse_config
+
+    config = parse_config("eval", __doc__)
+
+import json
+import sys
+from pathlib import Path
+
+from rich.table import Table
+
+from common.console import TABLE_WIDTH, make_console, make_table
+from common.errors import UserError
+from common.files import atomic_write
+from common.output import printable
+from configs.cli import run_process
+from configs.schema import Eval
+from data.readers import read_documents
+from data.sources import resolve_sources
+from model.generation.load import load_for_sampling
+from model.generation.perplexity import loss_table, score_documents
+from model.generation.prompts import check_output
+from training.device import resolve_device, resolve_dtype
+
+
+def main(config: Eval) -> int:
+    check_output(config.out)
+    documents = read_documents(resolve_sources(config.data)) if config.tasks is None else []
+    device = resolve_device(config.device)
+    dtype = resolve_dtype(config.dtype, device, trains=False)
+    generated = 1 if config.tasks is None else config.batch_size  # tasks may generate samples together
+    model, tokenizer, description = load_for_sampling(
+        config.run, config.checkpoint, device, dtype, config.attention, generated
+    )
+    print(printable(description), file=sys.stderr)
+    if config.tasks is None:
+        rows = score_documents(model, tokenizer, documents, config.batch_size)
+        table = loss_table(documents, rows)
+    else:
+        try:
+            from model.generation.lm_eval_adapter import run_tasks
+        except ModuleNotFoundError as error:
+            raise UserError(f"tasks needs {error.name}; install it: pip install 'lm-eval>=0.4.12'") from None
+        rows = run_tasks(model, tokenizer, config.tasks.split(","), config.batch_size, config.limit)
+        table = task_table(rows)
+    make_console(width=TABLE_WIDTH).print(table)
+    if config.out is not None:
+        atomic_write(Path(config.out), "".join(json.dumps(row) + "\n" for row in rows))
+        print(f"written  {config.out}", file=sys.stderr)
+    return 0
+
+
+def task_table(rows: list[dict]) -> Table:
+    """A table with one line per task and metric."""
+    table = make_table("task", "metric", "value", "standard error", left=2)
+    for row in rows:
+        numbers = (f"{n:.4f}" if isinstance(n, float) else str(n) for n in (row["value"], row["stderr"]))
+        table.add_row(row["task"], row["metric"], *numbers)
+    return table
+
+
+if __name__ == "__main__":
+    run_process(main, config)

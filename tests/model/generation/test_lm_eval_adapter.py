@@ -1,0 +1,84 @@
+"""lm-eval's requests give the log-likelihoods of plain forward passes, and text up to a stop string."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from generation_helpers import BYTES, greedy, make_random_model
+from helpers import BPE
+from model_helpers import MODERN
+
+from data import tokenizer
+
+lm_eval = pytest.importorskip("lm_eval", reason="NOT RUN: needs lm-eval")
+WORDS = tokenizer.bpe(tokenizer.Corpus(["the cat and the hat and the bat sat\n" * 20], True), BPE)
+PAIRS = [
+    ("the cat sat", " on the mat"),
+    ("the ", "hat"),
+    ("", "the bat"),
+    (" ", "x"),
+    ("the hat and the bat " * 20, "é"),
+    ("the cat", " and the hat" * 10),
+]
+
+
+def make_adapter(encoding):
+    from model.generation.lm_eval_adapter import ModelAdapter
+
+    model = make_random_model(MODERN, dtype=torch.float64, V=encoding.n_vocab)
+    return model, ModelAdapter(model, encoding, batch_size=4)
+
+
+def requests(*args):
+    return [SimpleNamespace(args=arguments) for arguments in args]
+
+
+def log_prob(model, tokens, first):
+    """Sum of the log-probabilities of tokens[first:], and whether each is the most likely token."""
+    total, is_greedy = 0.0, True
+    for i in range(first, len(tokens)):
+        logits = model(torch.tensor([tokens[:i]]))[0, -1].double()
+        total += logits.log_softmax(0)[tokens[i]].item()
+        is_greedy &= logits.argmax().item() == tokens[i]
+    return total, is_greedy
+
+
+@pytest.mark.parametrize("encoding", [BYTES, WORDS], ids=["byte", "bpe"])
+def test_log_likelihoods_equal_those_of_plain_forward_passes(encoding):
+    """An end-of-text token is the start of each context. Without one, an empty context becomes a newline."""
+    model, adapter = make_adapter(encoding)
+    T, end = model.config.block_size, encoding._special_tokens.get("<|endoftext|>")
+    for (context, continuation), result in zip(PAIRS, adapter.loglikelihood(requests(*PAIRS)), strict=True):
+        start = [end] if end is not None else [] if context.strip() else encoding.encode("\n")
+        tokens, first = start + encoding.encode(context + continuation), len(start + encoding.encode(context.rstrip()))
+        n = len(tokens) - first
+        if n <= T:
+            tokens = tokens[-T - 1 :]
+            expected = log_prob(model, tokens, len(tokens) - n)
+            assert result == (pytest.approx(expected[0], rel=1e-5), expected[1]), context
+        else:
+            assert result[0] < 0, "a long continuation is scored in windows"
+
+
+def test_rolling_log_likelihood_counts_every_token_once():
+    model, adapter = make_adapter(BYTES)
+    short, long = "the cat", "the cat sat on the mat, and the hat " * 3
+    short_score, long_score, empty = adapter.loglikelihood_rolling(requests((short,), (long,), ("",)))
+    assert short_score == pytest.approx(log_prob(model, [10, *short.encode()], 1)[0], rel=1e-5)
+    tokens, T, expected = [10, *long.encode()], model.config.block_size, 0.0
+    for start in range(0, len(tokens) - 1, T):
+        end = min(start + T, len(tokens) - 1)
+        expected += log_prob(model, tokens[max(0, end - T) : end + 1], min(T, end) - (end - start) + 1)[0]
+    assert long_score == pytest.approx(expected, rel=1e-5)
+    assert empty == 0
+
+
+def test_generation_is_greedy_and_ends_at_a_stop_string():
+    model, adapter = make_adapter(BYTES)
+    contexts, settings = ["the cat", "a", ""], {"max_gen_toks": 12}
+    full = adapter.generate_until(requests(*((context, settings | {"until": []}) for context in contexts)))
+    stopped = adapter.generate_until(requests(*((context, settings | {"until": ["e"]}) for context in contexts)))
+    for context, text, before_stop in zip(contexts, full, stopped, strict=True):
+        tokens = greedy(model, list(context.encode()) or [10], 12)
+        assert bytes(tokens).decode(errors="replace").startswith(text)
+        assert before_stop == text.split("e")[0]

@@ -1,0 +1,158 @@
+"""eval.py: the loss of documents, and tasks of lm-eval."""
+
+import json
+import math
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import TEXT
+
+from configs.cli import parse_config, run_main
+from eval import main
+from sample import load
+
+TASK = """
+task: squares
+dataset_path: json
+dataset_kwargs: {data_files: {test: questions.jsonl}}
+test_split: test
+output_type: multiple_choice
+doc_to_text: "{{context}}"
+doc_to_choice: choices
+doc_to_target: answer
+target_delimiter: ""
+metric_list: [{metric: acc}, {metric: acc_norm}]
+"""
+
+
+def read_jsonl(file):
+    return [json.loads(line) for line in Path(file).read_text(encoding="utf-8").splitlines()]
+
+
+def refusal(capsys, *overrides):
+    """Run a command that must be refused -> its message."""
+    capsys.readouterr()
+    try:
+        code = run_main(main, parse_config("eval", "", list(overrides)))
+    except SystemExit as stopped:
+        code = stopped.code
+    assert code == 2
+    return capsys.readouterr().err
+
+
+# The loss of documents
+
+
+@pytest.mark.parametrize("batch_size", [1, 32])
+def test_loss_of_the_validation_text_equals_its_evaluation(train, evaluate, workdir, batch_size):
+    """The reference is the run's last evaluation, on the complete validation split."""
+    assert train("name=a", "eval.batches=null", "data.val_fraction=0.1") == 0
+    evaluated = [row for row in read_jsonl("runs/a/metrics.jsonl") if "val/loss" in row][-1]
+    (workdir / "val.txt").write_text(TEXT[len(TEXT) - round(len(TEXT) * 0.1) :], encoding="utf-8")
+    settings = ["run=a", "checkpoint=last", "data.path=val.txt", f"batch_size={batch_size}"]
+    out = evaluate(*settings, "out=o.jsonl")
+    (row,) = read_jsonl("o.jsonl")
+    assert row["tokens"] == len(TEXT) - round(len(TEXT) * 0.9) - 1
+    assert row["loss"] == pytest.approx(evaluated["val/loss"], abs=2e-5)
+    assert row["bits_per_byte"] == pytest.approx(evaluated["val/bpb"], abs=2e-5)
+    assert row["perplexity"] == pytest.approx(math.exp(row["loss"]))
+    assert f"{row['loss']:.4f}" in out and f"{row['bits_per_byte']:.4f}" in out
+
+
+def test_loss_is_reported_for_each_document_and_for_all(train, evaluate, workdir):
+    """The reference is one window per document, after an end-of-text token."""
+    documents = [f"line {i} says {i * i}" for i in range(30)] + [""]
+    (workdir / "t.jsonl").write_text("\n".join(json.dumps({"text": document}) for document in documents))
+    assert train("name=a", "data.path=t.jsonl", "model.block_size=32") == 0
+    out = evaluate("run=a", "data.path=t.jsonl", "out=o.jsonl")
+    rows = read_jsonl("o.jsonl")
+    assert [row["document"] for row in rows] == list(range(1, 32))
+    model, tokenizer = load("a")
+    nats = n_tokens = 0
+    for document, row in zip(documents, rows, strict=True):
+        tokens = [tokenizer.eot_token, *tokenizer.encode(document)]
+        assert row["tokens"] == len(tokens) - 1 and row["bytes"] == len(document)
+        if len(tokens) == 1:
+            assert row["loss"] is None
+            continue
+        logits = model(torch.tensor([tokens[:-1]]))[0]
+        loss = torch.nn.functional.cross_entropy(logits, torch.tensor(tokens[1:]))
+        assert row["loss"] == pytest.approx(loss.item(), abs=1e-5)
+        nats, n_tokens = nats + loss.item() * len(logits), n_tokens + len(logits)
+    assert f"{nats / n_tokens:.4f}" in out.splitlines()[-2] and "11 more" in out
+
+
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int8"])
+def test_low_precision_weights_change_the_loss_only_slightly(train, evaluate, dtype):
+    if dtype == "int8" and "fbgemm" not in torch.backends.quantized.supported_engines:
+        pytest.skip("NOT RUN: int8 needs an x86 CPU")
+    assert train("name=a", "train.steps=30") == 0
+    losses, tolerance = {}, {"bfloat16": 1e-2, "float16": 1e-3, "int8": 3e-2}[dtype]
+    for name in ("float32", dtype):
+        evaluate("run=a", "data.path=text.txt", f"dtype={name}", f"out={name}.jsonl")
+        losses[name] = read_jsonl(f"{name}.jsonl")[0]["loss"]
+    assert losses["float32"] != losses[dtype]
+    assert losses["float32"] == pytest.approx(losses[dtype], abs=tolerance)
+
+
+# Tasks of lm-eval
+
+
+def test_task_from_a_file_is_scored_on_a_model_with_ngrams(trained, evaluate, workdir):
+    """The context of the last question does not fit into block_size=16. Batches of 2 divide its three choices."""
+    pytest.importorskip("lm_eval", reason="NOT RUN: needs lm-eval")
+    contexts = {"The 1": ["st", "th line"], "no": [" more", "The", "."], "The 22nd line says ": ["no", "484", "s"]}
+    questions = [{"context": context, "choices": choices, "answer": 1} for context, choices in contexts.items()]
+    (workdir / "questions.jsonl").write_text("".join(json.dumps(question) + "\n" for question in questions))
+    (workdir / "squares.yaml").write_text(TASK)
+    out = evaluate("run=a", "tasks=squares.yaml", "out=o.jsonl", "batch_size=2")
+    model, tokenizer = load("a")
+    assert model.ngrams is not None
+    right = {"acc": 0, "acc_norm": 0}
+    for question in questions:
+        scores = []
+        for choice in question["choices"]:
+            tokens = torch.tensor(tokenizer.encode(question["context"] + choice)[-17:])
+            n = len(choice) + question["context"].endswith(" ")
+            log_probs = model(tokens[None, :-1])[0, -n:].log_softmax(1)
+            scores.append(log_probs.gather(1, tokens[-n:, None]).sum().item())
+        per_character = [score / len(choice) for score, choice in zip(scores, question["choices"], strict=True)]
+        right["acc"] += scores.index(max(scores)) == 1
+        right["acc_norm"] += per_character.index(max(per_character)) == 1
+    rows = read_jsonl("o.jsonl")
+    assert [(row["task"], row["metric"], row["value"]) for row in rows] == [
+        ("squares", key, pytest.approx(n / 3)) for key, n in right.items()
+    ]
+    for row in rows:
+        p = row["value"]
+        assert row["stderr"] == pytest.approx(math.sqrt(p * (1 - p) / 2))
+        assert f"{row['metric']} " in out and f"{p:.4f}" in out and f"{row['stderr']:.4f}" in out
+
+
+def test_missing_lm_eval_is_reported(trained, monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "lm_eval", None)
+    monkeypatch.delitem(sys.modules, "model.generation.lm_eval_adapter", raising=False)
+    assert "pip install 'lm-eval" in refusal(capsys, "run=a", "tasks=hellaswag")
+
+
+@pytest.mark.parametrize(
+    ("overrides", "message"),
+    [
+        (["run=no/where"], "run=no/where has no checkpoint"),
+        (["data.path=nothing.txt"], "data.path=nothing.txt does not exist"),
+        (["data.path=unknown.txt"], "document 1 has the character"),
+        (["data.path=text.txt", "out=text.txt"], "out=text.txt exists; set a new file"),
+        (["data.path=text.txt", "out=no/o.jsonl"], "out=no/o.jsonl is in a folder that does not exist"),
+        (["limit=3"], "limit=3 needs tasks"),
+        (["model.n_layer=3"], "from its checkpoint"),
+        (["dtype=int4"], "dtype=int4 is unknown; set auto, float32"),
+        (["tasks=nothing.yaml"], "tasks=nothing.yaml is neither a task of lm-eval"),
+    ],
+)
+def test_invalid_settings_are_refused(trained, workdir, capsys, overrides, message):
+    if overrides[0].startswith("tasks"):
+        pytest.importorskip("lm_eval", reason="NOT RUN: needs lm-eval")
+    (workdir / "unknown.txt").write_text("The\nÜ\n")
+    assert message in refusal(capsys, *overrides)
