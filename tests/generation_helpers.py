@@ -70,5 +70,5 @@ class EagerStep(CudaGraphStep):
     """CudaGraphStep for a CPU: computes the step instead of replaying it, and writes to the same tensor."""
 
     def capture(self, inputs, num_slots):
-        output = self.step(*inputs, num_slots)
-        return lambda: output.copy_(self.step(*inputs, num_slots)), output
+        output = self.step(inputs, num_slots, None)
+        return lambda: output.copy_(self.step(inputs, num_slots, None)), output

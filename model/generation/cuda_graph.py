@@ -1,55 +1,50 @@
 """CUDA graphs: capture a decode step once, and replay it with one launch instead of hundreds."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
 
+from model.attention import BACKENDS
+from model.gpt import GPT
+
 MIN_SLOTS = 256  # smallest number of cache slots that a graph reads
 
 
+def supports_cuda_graphs(model: GPT) -> bool:
+    """Whether decode steps can have fixed shapes. A capture runs a step twice, which changes linear attention twice."""
+    attend = getattr(model.attend, "func", model.attend)  # a partial if attention.kernels is set
+    (backend,) = [backend for backend in BACKENDS.values() if backend.attend is attend]
+    return set(model.config.mixers) == {"softmax"} and backend.on["cuda"].positions and not backend.needs_compiler
+
+
 class CudaGraphStep:
-    """Runs step(last_tokens, positions, uniform, num_slots) -> (B,), for B up to `batch_size`, as a CUDA graph.
+    """Runs Engine._decode with fixed shapes: for all rows of the batch, and for a power of two of slots."""
 
-    A graph has fixed shapes. Both B and num_slots are rounded up to powers of two, so that few graphs are captured.
-    num_slots is at least MIN_SLOTS. The additional rows of a batch compute values that are not used.
-    """
+    def __init__(self, step: Callable[..., Tensor], batch_size: int):
+        self.step, self.batch_size = step, batch_size
+        self.graphs: dict[int, tuple[list[Tensor], Callable[[], None], Tensor]] = {}
 
-    def __init__(self, step: Callable[..., Tensor], batch_size: int, device: torch.device):
-        self.step, self.batch_size, self.device = step, batch_size, device
-        self.graphs: dict[tuple[int, int], tuple[list[Tensor], Callable[[], None], Tensor]] = {}
-
-    def __call__(self, last_tokens: Tensor, positions: Tensor, uniform: Tensor, num_slots: int) -> Tensor:
-        values, B = (last_tokens, positions, uniform), len(positions)
-        key = min(_next_power_of_two(B), self.batch_size), max(MIN_SLOTS, _next_power_of_two(num_slots))
-        if key not in self.graphs:
-            rows, slots = key
-            inputs = [value.new_zeros((rows, *value.shape[1:]), device=self.device) for value in values]
-            _copy_rows(values, inputs)
-            self.graphs[key] = inputs, *self.capture(inputs, slots)
-        inputs, replay, output = self.graphs[key]
-        _copy_rows(values, inputs)
+    def __call__(self, values: list[Tensor], num_slots: int, shared_position: int | None) -> Tensor:
+        B, num_slots = len(values[0]), max(MIN_SLOTS, 1 << (num_slots - 1).bit_length())
+        if num_slots not in self.graphs:
+            inputs = [torch.cat((value, value.new_zeros(self.batch_size - B, *value.shape[1:]))) for value in values]
+            self.graphs[num_slots] = inputs, *self.capture(inputs, num_slots)
+        inputs, replay, output = self.graphs[num_slots]
+        for buffer, value in zip(inputs, values, strict=True):
+            buffer[:B] = value
         replay()
         return output[:B]
 
     def capture(self, inputs: list[Tensor], num_slots: int) -> tuple[Callable[[], None], Tensor]:
         """Capture the step on these tensors -> (function that replays it, tensor that receives its result)."""
-        stream = torch.cuda.Stream(self.device)
-        stream.wait_stream(torch.cuda.current_stream(self.device))
+        current, stream = torch.cuda.current_stream(inputs[0].device), torch.cuda.Stream(inputs[0].device)
+        stream.wait_stream(current)
         with torch.cuda.stream(stream):
-            self.step(*inputs, num_slots)  # warmup: the initialization of libraries cannot be captured
-        torch.cuda.current_stream(self.device).wait_stream(stream)
+            self.step(inputs, num_slots, None)  # warmup: the initialization of libraries cannot be captured
+        current.wait_stream(stream)
         graph = torch.cuda.CUDAGraph()
         # thread_local: other threads may pin memory during the capture
         with torch.cuda.graph(graph, capture_error_mode="thread_local"):
-            output = self.step(*inputs, num_slots)
+            output = self.step(inputs, num_slots, None)
         return graph.replay, output
-
-
-def _copy_rows(sources: Sequence[Tensor], targets: Sequence[Tensor]) -> None:
-    for source, target in zip(sources, targets, strict=True):
-        target[: len(source)].copy_(source)
-
-
-def _next_power_of_two(n: int) -> int:
-    return 1 << (n - 1).bit_length()

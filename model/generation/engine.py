@@ -19,9 +19,8 @@ from torch import Tensor
 
 from common.errors import UserError
 from data.tokenizer import end_of_text
-from model.attention import BACKENDS, MIXERS
 from model.generation.config import SamplingConfig
-from model.generation.cuda_graph import CudaGraphStep
+from model.generation.cuda_graph import CudaGraphStep, supports_cuda_graphs
 from model.generation.detokenizer import IncrementalDetokenizer
 from model.generation.kv_cache import KVCache
 from model.generation.sampling import sample_next_token
@@ -52,20 +51,17 @@ class Engine:
     many small kernels takes longer than running them. Raises UserError for sampling settings that are out of range.
     """
 
-    def __init__(
-        self, model: GPT, sampling: SamplingConfig, batch_size: int, max_length: int, cuda_graphs: bool = False
-    ):
+    def __init__(self, model: GPT, sampling: SamplingConfig, batch_size: int, max_length: int, cuda_graphs=False):
         sampling.check()
         self.model, self.sampling, self.block_size = model, sampling, model.config.block_size
-        self.cache = KVCache(model, batch_size, min(max_length, self.block_size))
-        self.device = self.cache.device
+        self.cache, self.device = KVCache(model, batch_size, min(max_length, self.block_size)), model.wte.weight.device
         self.sequences: list[Sequence] = []  # the sequence at index i has row i of the cache
         self.seen = None  # (batch_size, V): whether each token occurs in the sequence, for the repetition penalty
         if sampling.repetition_penalty != 1:
             self.seen = torch.zeros(batch_size, model.vocab_size, dtype=torch.bool, device=self.device)
         self.graph_step = None
-        if cuda_graphs and self.device.type == "cuda" and _supports_cuda_graphs(model):
-            self.graph_step = CudaGraphStep(self._decode, batch_size, self.device)
+        if cuda_graphs and self.device.type == "cuda" and supports_cuda_graphs(model):
+            self.graph_step = CudaGraphStep(self._decode, batch_size)
 
     @torch.inference_mode()
     def add(self, prompts: list[Prompt]) -> None:
@@ -88,20 +84,18 @@ class Engine:
     @torch.inference_mode()
     def step(self) -> list[int]:
         """Generate one token for each sequence -> the tokens. Raises UserError if the logits are NaN."""
-        if self.model.wpe is not None:
-            self._restart_full_sequences()
+        for row, sequence in enumerate(self.sequences):
+            if self.model.wpe is not None and sequence.cached == self.block_size:  # all learned positions are used
+                self._prefill(row, [sequence], max(1, self.block_size // 2))
         n = self.model.config.max_ngram
         last_tokens = torch.tensor([[-1] * (n - len(s.tokens)) + s.tokens[-n:] for s in self.sequences])
         positions = torch.tensor([s.cached for s in self.sequences])
         uniform = torch.cat([torch.rand(1, generator=s.generator) for s in self.sequences])
         longest = max(s.cached for s in self.sequences)
-        num_slots = min(longest + 1, self.block_size)
-        if self.graph_step is not None:
-            new = self.graph_step(last_tokens, positions, uniform, num_slots).tolist()
-        else:
-            shared_position = longest if all(s.cached == longest for s in self.sequences) else None
-            inputs = [tensor.to(self.device) for tensor in (last_tokens, positions, uniform)]
-            new = self._decode(*inputs, num_slots, shared_position).tolist()
+        inputs = [tensor.to(self.device) for tensor in (last_tokens, positions, uniform)]
+        shared_position = longest if all(s.cached == longest for s in self.sequences) else None
+        decode = self._decode if self.graph_step is None else self.graph_step
+        new = decode(inputs, min(longest + 1, self.block_size), shared_position).tolist()
         if max(new) >= self.model.vocab_size:  # see sample_next_token
             raise UserError("the model's logits are NaN, so its training has diverged; set another run or checkpoint")
         for sequence, token in zip(self.sequences, new, strict=True):
@@ -109,31 +103,14 @@ class Engine:
             sequence.cached += 1
         return new
 
-    def _restart_full_sequences(self) -> None:
-        """For sequences that have used all learned positions, read their last half again, from position 0."""
-        half = max(1, self.block_size // 2)
-        full = [row for row, sequence in enumerate(self.sequences) if sequence.cached == self.block_size]
-        if len(full) == len(self.sequences):
-            self._prefill(0, self.sequences, half)  # as one batch
-        else:
-            for row in full:
-                self._prefill(row, [self.sequences[row]], half)
-
-    def _decode(
-        self,
-        last_tokens: Tensor,
-        positions: Tensor,
-        uniform: Tensor,
-        num_slots: int,
-        shared_position: int | None = None,
-    ) -> Tensor:
-        """The next tokens (B). uniform (B): see sample_inverse_cdf. Other arguments: see KVCache.decode_step."""
+    def _decode(self, inputs: list[Tensor], num_slots: int, shared_position: int | None) -> Tensor:
+        """The next tokens (B). inputs: last_tokens and positions (see KVCache.decode_step), and random numbers (B)."""
+        last_tokens, positions, uniform = inputs
         x = self.cache.decode_step(last_tokens, positions, shared_position, num_slots)
-        logits = self.model.logits(x)  # (B, V)
         seen = None
         if self.seen is not None:
             seen = self.seen[: len(last_tokens)].scatter_(1, last_tokens[:, -1:], True)
-        return sample_next_token(logits, self.sampling, uniform, seen)
+        return sample_next_token(self.model.logits(x), self.sampling, uniform, seen)
 
     @torch.inference_mode()
     def remove(self, row: int) -> None:
@@ -145,17 +122,6 @@ class Engine:
                 self.seen[row] = self.seen[last]
             self.sequences[row] = self.sequences[last]
         self.sequences.pop()
-
-
-def _supports_cuda_graphs(model: GPT) -> bool:
-    """Whether decode steps can have fixed shapes, which needs query positions, and can be repeated.
-
-    Linear attention supports neither: the capture of a graph runs the step twice, and its state would change twice.
-    """
-    functions = [block.attn.attend for block in model.blocks]
-    functions = [getattr(attend, "func", attend) for attend in functions]  # a partial if attention.kernels is set
-    backends = [backend for backend in [*BACKENDS.values(), *MIXERS.values()] if backend.attend in functions]
-    return all(backend.on["cuda"].positions and not backend.needs_compiler for backend in backends)
 
 
 @dataclass(frozen=True)
@@ -189,10 +155,8 @@ def generate(
         return
     max_length = max((len(prompt.tokens) for prompt in prompts), default=0) + sampling.max_new_tokens
     engine = Engine(model, sampling, min(batch_size, len(prompts)), max_length, cuda_graphs)
-    end_token = end_of_text(tokenizer)
-    waiting = deque(enumerate(prompts))
+    end_token, was_training, waiting = end_of_text(tokenizer), model.training, deque(enumerate(prompts))
     running: list[tuple[int, IncrementalDetokenizer]] = []  # prompt index and detokenizer of each row of the engine
-    was_training = model.training
     model.eval()
     try:
         while waiting or running:
@@ -222,7 +186,5 @@ def in_prompt_order(chunks: Iterable[TextChunk]) -> Iterator[TextChunk]:
     for chunk in chunks:
         buffers[chunk.index].append(chunk)
         while buffers[current]:
-            next_chunk = buffers[current].popleft()
-            yield next_chunk
-            if next_chunk.finish_reason is not None:
-                current += 1
+            yield (oldest := buffers[current].popleft())
+            current += oldest.finish_reason is not None

@@ -11,6 +11,7 @@ B batch, T time, C channels, G key/value heads, D head dimension.
 
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -27,98 +28,75 @@ class LayerKVCache:
 
     def __init__(self, num_rows: int, G: int, size: int, D: int):
         self.shape, self.size = (num_rows, G, size, D), size
-        self.k = self.v = torch.empty(0)  # allocated by the first write, when dtype and device are known
+        self.k = self.v = torch.empty(0)  # allocated by the first prefill, when dtype and device are known
 
-    def _allocate(self, k: Tensor) -> None:
-        if self.k.numel() == 0:  # zeros, because NaN in a masked slot would spread: 0 x NaN is NaN
-            self.k, self.v = k.new_zeros(self.shape), k.new_zeros(self.shape)
-
-    def write_prompts(self, first_row: int, last_positions: Tensor, k: Tensor, v: Tensor) -> None:
-        """Store prompts in consecutive rows. k, v (B, T, G, D), padded on the right.
+    def prefill(self, first_row: int, last_positions: Tensor, attend: Attend, *qkv: Tensor) -> Tensor:
+        """Store prompts, padded on the right, in consecutive rows, and attend within each. qkv: each (B, T, heads, D).
 
         last_positions (B, 1): position of the last token of each prompt.
         """
-        self._allocate(k)
+        _, k, v = qkv
+        if self.k.numel() == 0:  # zeros, because NaN in a masked slot would spread: 0 x NaN is NaN
+            self.k, self.v = k.new_zeros(self.shape), k.new_zeros(self.shape)
         B, T = k.shape[:2]
         slots = torch.arange(min(T, self.size), device=k.device)
         # the last position that belongs in each slot; negative: the slot stays empty, and is masked
         positions = (last_positions - (last_positions - slots) % self.size).clamp(min=0)
-        batch = torch.arange(B, device=k.device).unsqueeze(1)
-        rows = slice(first_row, first_row + B)
+        rows, batch = slice(first_row, first_row + B), torch.arange(B, device=k.device).unsqueeze(1)
         self.k[rows, :, : len(slots)] = k[batch, positions].transpose(1, 2)  # (B, G, slots, D)
         self.v[rows, :, : len(slots)] = v[batch, positions].transpose(1, 2)
+        return attend(*qkv)
 
-    def attend_token(self, step: "DecodeStep", attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Store one token of each of the first B rows, and attend to all tokens of the rows: q (B, 1, H, D) -> y."""
-        self._allocate(k)
-        B, num_slots = len(step.positions), min(step.num_slots, self.size)
-        positions = None
-        if step.shared_position is not None:
-            self.k[:B, :, step.shared_position % self.size] = k[:, 0]
-            self.v[:B, :, step.shared_position % self.size] = v[:, 0]
-        else:
-            rows = torch.arange(B, device=k.device)
-            self.k[rows, :, step.positions % self.size] = k[:, 0]
-            self.v[rows, :, step.positions % self.size] = v[:, 0]
-            positions = step.positions.clamp(max=self.size - 1).unsqueeze(1)
-        k, v = self.k[:B, :, :num_slots].transpose(1, 2), self.v[:B, :, :num_slots].transpose(1, 2)
-        return attend(q, k, v, positions=positions)
+    def decode(self, positions: Tensor, shared_position: int | None, num_slots: int, attend: Attend, *qkv: Tensor):
+        """Store one token of each of the first B rows, and attend to all tokens of these rows."""
+        B, (q, k, v) = len(positions), qkv
+        rows, slots, query_positions = slice(B), shared_position, None
+        if shared_position is None:
+            rows, slots = torch.arange(B, device=k.device), positions
+            query_positions = positions.clamp(max=self.size - 1).unsqueeze(1)
+        self.k[rows, :, slots % self.size], self.v[rows, :, slots % self.size] = k[:, 0], v[:, 0]
+        k, v = (cache[:B, :, : min(num_slots, self.size)].transpose(1, 2) for cache in (self.k, self.v))
+        return attend(q, k, v, positions=query_positions)
 
     def copy_row(self, source: int, target: int) -> None:
-        if self.k.numel() > 0:
-            self.k[target], self.v[target] = self.k[source], self.v[source]
+        self.k[target], self.v[target] = self.k[source], self.v[source]
 
 
 class LinearAttentionState:
-    """State of one layer with linear attention, (num_rows, G, D, Dv + 1). One row per sequence."""
+    """State of one layer with linear attention, (num_rows, G, D, Dv + 1). One row per sequence. See LayerKVCache."""
 
     def __init__(self, num_rows: int, device: torch.device, G: int, D: int, dtype: torch.dtype):
         self.state = torch.zeros(num_rows, G, D, D + 1, device=device, dtype=torch.promote_types(dtype, torch.float32))
 
-    def write_prompts(self, first_row: int, last_positions: Tensor, k: Tensor, v: Tensor) -> None:
-        self.state[first_row : first_row + len(k)] = linear_attention_state(k, v, last_positions + 1)
+    def prefill(self, first_row: int, last_positions: Tensor, attend: Attend, *qkv: Tensor) -> Tensor:
+        self.state[first_row : first_row + len(last_positions)] = linear_attention_state(*qkv[1:], last_positions + 1)
+        return attend(*qkv)
 
-    def attend_token(self, step: "DecodeStep", attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return linear_attention_step(self.state[: len(q)], q, k, v)
+    def decode(self, positions: Tensor, shared_position: int | None, num_slots: int, attend: Attend, *qkv: Tensor):
+        return linear_attention_step(self.state[: len(positions)], *qkv)
 
     def copy_row(self, source: int, target: int) -> None:
         self.state[target] = self.state[source]
 
 
 @dataclass
-class PrefillStep:
-    """The model's `kv_cache` argument while it reads prompts: tokens attend to earlier tokens of their prompt."""
+class CacheStep:
+    """The model's `kv_cache` argument in one forward pass: calls `method` of each layer's cache with `arguments`."""
 
     layers: list[LayerKVCache | LinearAttentionState]
-    first_row: int
-    last_positions: Tensor
+    method: str  # "prefill" or "decode"
+    arguments: tuple[Any, ...]
     previous_tokens: Tensor | None = None
 
     def attend(self, layer: int, attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        self.layers[layer].write_prompts(self.first_row, self.last_positions, k, v)
-        return attend(q, k, v)
-
-
-@dataclass
-class DecodeStep:
-    """The model's `kv_cache` argument while it reads one token per sequence: the token attends to all cached tokens."""
-
-    layers: list[LayerKVCache | LinearAttentionState]
-    positions: Tensor
-    shared_position: int | None
-    num_slots: int
-    previous_tokens: Tensor | None
-
-    def attend(self, layer: int, attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return self.layers[layer].attend_token(self, attend, q, k, v)
+        return getattr(self.layers[layer], self.method)(*self.arguments, attend, q, k, v)
 
 
 class KVCache:
     """The caches of all layers, for up to `num_rows` sequences of at most `max_length` tokens."""
 
     def __init__(self, model: GPT, num_rows: int, max_length: int):
-        self.model, config = model, model.config
-        self.device = model.wte.weight.device
+        self.model, self.device, config = model, model.wte.weight.device, model.config
         G, D = config.kv_heads, config.head_dim
         self.layers = [
             LayerKVCache(num_rows, G, min(window or config.block_size, max_length), D)
@@ -136,7 +114,7 @@ class KVCache:
             # pad on the right: causal attention hides the padding
             tokens = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in batch], device=self.device)
             last_positions = torch.tensor([[len(prompt) - 1] for prompt in batch], device=self.device)
-            self.model.backbone(tokens, kv_cache=PrefillStep(self.layers, first_row + start, last_positions))
+            self.model.backbone(tokens, kv_cache=CacheStep(self.layers, "prefill", (first_row + start, last_positions)))
 
     def decode_step(
         self, last_tokens: Tensor, positions: Tensor, shared_position: int | None, num_slots: int
@@ -148,7 +126,7 @@ class KVCache:
         shared_position: the position, if it is the same for all sequences, so that no mask is needed; else None.
         num_slots: number of slots to read, at least as many as any sequence has filled, including the new token.
         """
-        step = DecodeStep(self.layers, positions, shared_position, num_slots, previous_tokens=last_tokens[:, :-1])
+        step = CacheStep(self.layers, "decode", (positions, shared_position, num_slots), last_tokens[:, :-1])
         return self.model.backbone(last_tokens[:, -1:], positions=positions.unsqueeze(1), kv_cache=step)[:, 0]
 
     def copy_row(self, source: int, target: int) -> None:

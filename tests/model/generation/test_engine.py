@@ -36,7 +36,7 @@ def test_repetition_penalty_applies_to_prompt_and_sample(fixed_shapes):
     model = make_random_model(MODERN)
     engine = Engine(model, sampling(temperature=0.0, repetition_penalty=1.5), batch_size=2, max_length=60)
     if fixed_shapes:
-        engine.graph_step = EagerStep(engine._decode, 2, torch.device("cpu"))
+        engine.graph_step = EagerStep(engine._decode, 2)
     prompts = [[3, 4, 5], [200, 7]]
     engine.add([Prompt(tokens, seed=0) for tokens in prompts])
     steps = [engine.step() for _ in range(40)]
