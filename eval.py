@@ -2,16 +2,14 @@
 
     python eval.py run=mine data.path=FILE               loss, perplexity and bits per byte of documents
     python eval.py run=mine tasks=hellaswag,arc_easy     accuracy on tasks of lm-eval: pip install 'lm-eval>=0.4.12'
-    python eval.py run=mine tasks=squares.yaml           a task of your own, see docs/interoperability.md
+    python eval.py run=mine tasks=FILE.yaml              a task of your own, see docs/interoperability.md
 
 most used keys:
   run=NAME            a run in runs/; last is the newest; hf:FOLDER is a model in the format of transformers
   data.path=FILE      a file, a folder or a pattern; data.text_column and other keys as for train.py
   tasks=NAME,...      names of lm-eval's tasks, or YAML files; limit=N uses the first N questions of each task
-  out=FILE.jsonl      also save the results: one line per document, or per task and metric
-  batch_size=N        requests of a task that are scored together
-  checkpoint=last     instead of best
-  dtype=bfloat16      half the memory for weights, and faster
+  out=FILE.jsonl      also save the table, one line per row; batch_size=N scores so many windows together
+  checkpoint=last     instead of best; dtype=bfloat16 needs half the memory for weights
 """
 
 if __name__ == "__main__":  # before the slow imports below, so that a typo is reported immediately
@@ -34,44 +32,42 @@ from configs.schema import Eval
 from data.readers import read_documents
 from data.sources import resolve_sources
 from model.generation.load import load_for_sampling
-from model.generation.perplexity import loss_table, score_documents
+from model.generation.perplexity import score_documents
 from model.generation.prompts import check_output
 from training.device import resolve_device, resolve_dtype
+
+MAX_TABLE_ROWS = 20  # documents in the printed table
 
 
 def main(config: Eval) -> int:
     check_output(config.out)
     documents = read_documents(resolve_sources(config.data)) if config.tasks is None else []
-    device = resolve_device(config.device)
+    device, rows = resolve_device(config.device), 1 if config.tasks is None else config.batch_size
     dtype = resolve_dtype(config.dtype, device, trains=False)
-    generated = 1 if config.tasks is None else config.batch_size  # tasks may generate samples together
-    model, tokenizer, description = load_for_sampling(
-        config.run, config.checkpoint, device, dtype, config.attention, generated
-    )
-    print(printable(description), file=sys.stderr)
+    model, tokenizer, summary = load_for_sampling(config.run, config.checkpoint, device, dtype, config.attention, rows)
+    print(printable(summary), file=sys.stderr)
     if config.tasks is None:
-        rows = score_documents(model, tokenizer, documents, config.batch_size)
-        table = loss_table(documents, rows)
+        results = score_documents(model, tokenizer, documents, config.batch_size)
     else:
         try:
             from model.generation.lm_eval_adapter import run_tasks
         except ModuleNotFoundError as error:
             raise UserError(f"tasks needs {error.name}; install it: pip install 'lm-eval>=0.4.12'") from None
-        rows = run_tasks(model, tokenizer, config.tasks.split(","), config.batch_size, config.limit)
-        table = task_table(rows)
-    make_console(width=TABLE_WIDTH).print(table)
+        results = run_tasks(model, tokenizer, config.tasks.split(","), config.batch_size, config.limit)
+    shown = results if config.tasks is not None else [*results[:-1][:MAX_TABLE_ROWS], results[-1]]
+    make_console(width=TABLE_WIDTH).print(results_table(shown))
     if config.out is not None:
-        atomic_write(Path(config.out), "".join(json.dumps(row) + "\n" for row in rows))
+        atomic_write(Path(config.out), "".join(json.dumps(result) + "\n" for result in results))
         print(f"written  {config.out}", file=sys.stderr)
     return 0
 
 
-def task_table(rows: list[dict]) -> Table:
-    """A table with one line per task and metric."""
-    table = make_table("task", "metric", "value", "standard error", left=2)
-    for row in rows:
-        numbers = (f"{n:.4f}" if isinstance(n, float) else str(n) for n in (row["value"], row["stderr"]))
-        table.add_row(row["task"], row["metric"], *numbers)
+def results_table(results: list[dict]) -> Table:
+    """A table with a column for each key."""
+    table = make_table(*results[0], left=2)
+    for result in results:
+        cells = (f"{value:.4f}" if isinstance(value, float) else str(value) for value in result.values())
+        table.add_row(*("-" if cell == "None" else cell for cell in cells))
     return table
 
 

@@ -15,7 +15,7 @@ from common.system import peak_memory_bytes
 from data.loader import Loader
 from data.tokenizer import initial_tokens, token_bytes
 from model.attention.attention_maps import attention_maps, attention_statistics, entropy, layer_entropies
-from model.generation.attention_plots import plot_overview
+from model.generation.attention_plots import plot_attention
 from model.generation.config import unescape
 from model.generation.engine import Prompt, generate
 from model.gpt import GPT
@@ -119,7 +119,7 @@ class Evaluator:
             x, _, doc_ids = loader.batch("val", 0, 1)
             weights = attention_maps(model, x[:, :MAP_TOKENS], None if doc_ids is None else doc_ids[:, :MAP_TOKENS])
             row = {"attention": self.maps_folder / f"step-{step:06d}.png"} | layer_entropies(weights)
-            plot_overview(weights.numpy(), entropy(weights).numpy(), row["attention"])
+            plot_attention(weights.numpy(), entropy(weights).numpy(), row["attention"])
         if self.config.eval.attention_stats:
             windows = min(STATISTICS_WINDOWS, loader.val_windows)
             x, _, doc_ids = loader.batch("val", 0, windows, loader.val_windows / windows)

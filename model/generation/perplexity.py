@@ -12,16 +12,14 @@ import numpy as np
 import tiktoken
 import torch
 import torch.nn.functional as F
-from rich.table import Table
 from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from common.console import ProgressBar, make_table
+from common.console import ProgressBar
 from data.readers import Document
 from data.tokenizer import encode, end_of_text, token_bytes
 from model.gpt import GPT
 
-MAX_TABLE_ROWS = 20
 MAX_EXPONENT = 700.0  # exp of more than 709 overflows
 Scored = tuple[Tensor, int]  # token ids, and the number of tokens at their end that are scored
 
@@ -65,9 +63,9 @@ def score_texts(model: GPT, texts: list[Scored], batch_size: int) -> list[tuple[
 def score_documents(
     model: GPT, tokenizer: tiktoken.Encoding, documents: list[Document], batch_size: int
 ) -> list[dict[str, Any]]:
-    """Score each document after an end-of-text token, if the tokenizer has one -> a row per document (`summarize`).
+    """Score each document after an end-of-text token, if the tokenizer has one. Prompts are inputs, and not scored.
 
-    The tokens of a prompt are inputs, but they are not scored. Raises UserError if a character has no token.
+    Returns a row of figures for each document, and one for all. Raises UserError if a character has no token.
     """
     end, bytes_of_token, texts, sizes = end_of_text(tokenizer), token_bytes(tokenizer), [], []
     for number, document in enumerate(documents, start=1):
@@ -76,42 +74,22 @@ def score_documents(
         n = min(len(text), max(0, len(tokens) - 1))  # the very first token is not predicted
         texts.append((torch.from_numpy(tokens), n))
         sizes.append((n, int(bytes_of_token[tokens[len(tokens) - n :]].sum())))
-    scores = score_texts(model, texts, batch_size)
-    return [
-        {"document": number, **summarize(nats, *size)}
-        for number, ((nats, _), size) in enumerate(zip(scores, sizes, strict=True), start=1)
-    ]
+    nats = [score for score, _ in score_texts(model, texts, batch_size)]
+    columns = zip(documents, nats, sizes, strict=True)
+    rows = [_make_row(number, "".join(text), score, *size) for number, (text, score, size) in enumerate(columns, 1)]
+    return [*rows, _make_row("all", "", sum(nats), *map(sum, zip(*sizes, strict=True)))]
 
 
-def summarize(nats: float, tokens: int, num_bytes: int) -> dict[str, Any]:
-    """Loss in nats per token, perplexity, and bits per byte of `tokens` predicted tokens; None if there are none."""
+def _make_row(document: int | str, text: str, nats: float, tokens: int, num_bytes: int) -> dict[str, Any]:
+    """The beginning of a document, loss in nats per token, perplexity and bits per byte; None without a token."""
+    beginning = " ".join(text[:80].split())
     loss = nats / tokens if tokens else None
     return {
+        "document": document,
+        "beginning": beginning if len(beginning) <= 20 else beginning[:19] + "…",
         "tokens": tokens,
         "bytes": num_bytes,
         "loss": loss,
         "perplexity": None if loss is None else exp(min(loss, MAX_EXPONENT)),
         "bits_per_byte": nats / log(2) / num_bytes if num_bytes else None,
     }
-
-
-def loss_table(documents: list[Document], rows: list[dict[str, Any]]) -> Table:
-    """A table with one line for each of the first MAX_TABLE_ROWS documents, and one line for all documents."""
-    table = make_table("document", "begins with", "tokens", "loss", "perplexity", "bits/byte", left=2)
-    nats = sum(row["tokens"] * (row["loss"] or 0.0) for row in rows)
-    total = summarize(nats, sum(row["tokens"] for row in rows), sum(row["bytes"] for row in rows))
-    if len(rows) > 1:
-        for document, row in zip(documents[:MAX_TABLE_ROWS], rows, strict=False):
-            beginning = " ".join("".join(document)[:80].split())
-            beginning = beginning if len(beginning) <= 20 else beginning[:19] + "…"
-            table.add_row(f"{row['document']:,}", beginning, *_format_cells(row))
-        if len(rows) > MAX_TABLE_ROWS:
-            table.add_row("...", f"{len(rows) - MAX_TABLE_ROWS:,} more")
-        table.add_section()
-    table.add_row("all", "", *_format_cells(total))
-    return table
-
-
-def _format_cells(row: dict[str, Any]) -> list[str]:
-    formats = {"tokens": ",", "loss": ".4f", "perplexity": ",.2f", "bits_per_byte": ".4f"}
-    return ["-" if row[key] is None else format(row[key], form) for key, form in formats.items()]

@@ -109,7 +109,7 @@ def test_loss_of_documents_counts_completions(train, evaluate):
     write_rows("scored.jsonl", [("What is 4? ", "It is 16."), ("Ask? ", ""), ("Ask " * 40, "1"), ("", "1?")])
     evaluate("run=a", "data.path=scored.jsonl", *COLUMNS, "out=o.jsonl")
     with open("o.jsonl") as file:
-        results = [json.loads(line) for line in file]
+        *results, _ = [json.loads(line) for line in file]
     assert [result["tokens"] for result in results] == [result["bytes"] for result in results] == [9, 0, 1, 2]
     model, tokenizer = load("a")
     for result, row in ((results[0], ("What is 4? ", "It is 16.")), (results[3], ("", "1?"))):
