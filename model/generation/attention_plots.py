@@ -50,10 +50,11 @@ def plot_attention(
 ) -> None:
     """Plot the weights of all heads in one picture.
 
-    weights (n_layer, H, T, T): row i has the weights of all keys for query i. entropies (n_layer, H), in nats.
-    words: the tokens, which label the axes; without them, there is one row of heads per layer. first: number of the
-    first layer.
+    weights (n_layer, H, T, T): row i has the weights of all keys for query i. entropies (n_layer, H), in nats. words:
+    tokens that label the axes; without them, each row of heads is a layer. first: number of the first layer.
     """
+    from matplotlib.colors import LinearSegmentedColormap, PowerNorm  # a slow import
+
     n_layer, H, T, _ = weights.shape
     words = None if words is None or T > MAX_LABELED_TOKENS else [format_label(word) for word in words]
     columns = H if words is None else min(H, 4)
@@ -69,17 +70,16 @@ def plot_attention(
         title = f"layer {first + layer}\nhead {head + 1}\n{entropies[layer, head]:.2f}"
         size = min(9, 5 * side)
         axes.text(x + 0.95 * T, y + 0.06 * T, title, ha="right", va="top", fontsize=size, color=GREY)
-    image = _draw_weights(axes, mosaic)
-    axes.set(xticks=[], yticks=[])
-    if words is not None:
-        style = dict(family="DejaVu Sans Mono", parse_math=False)
-        centers = np.arange(T) + 0.5
-        axes.set_xticks(
-            np.concatenate([column * step + centers for column in range(columns)]), words * columns, **style
-        )
-        axes.set_yticks(np.concatenate([row * step + centers for row in range(rows)]), words * rows, **style)
-        axes.tick_params(length=0, labelsize=7.5)
-        axes.tick_params(axis="x", rotation=90)
+    colors = LinearSegmentedColormap.from_list("weights", COLORS).with_extremes(bad=MASKED_COLOR)
+    extent = (0, columns * step, rows * step, 0)  # left, right, bottom, top
+    # a square-root color scale, because most weights are small
+    image = axes.imshow(mosaic, cmap=colors, norm=PowerNorm(0.5, 0, 1), extent=extent)
+    axes.spines[:].set_visible(False)
+    for axis, count in ((axes.xaxis, columns), (axes.yaxis, rows)):
+        ticks = [panel * step + token + 0.5 for panel in range(count) for token in range(T)] if words else []
+        axis.set_ticks(ticks, (words or []) * count, family="DejaVu Sans Mono", parse_math=False)
+    axes.tick_params(length=0, labelsize=7.5)
+    axes.tick_params(axis="x", rotation=90)
     axes.set_xlabel(f"{T} tokens\nrows: queries, columns: keys; numbers: entropy, nats", fontsize=9, color=GREY)
     bar = figure.colorbar(image, ax=axes, ticks=[0, 0.01, 0.05, 0.1, 0.25, 0.5, 1], format="{x:g}", aspect=40)
     bar.set_label("weight", fontsize=9)
@@ -95,13 +95,3 @@ def format_label(word: str) -> str:
     """A token as an axis label: visible whitespace, no control characters, at most MAX_LABEL_CHARS long."""
     shown = "".join(WHITESPACE_SYMBOLS.get(c, c if c.isprintable() else "�") for c in word)
     return shown if len(shown) <= MAX_LABEL_CHARS else shown[: MAX_LABEL_CHARS - 1] + "…"
-
-
-def _draw_weights(axes, weights: np.ndarray):
-    """Draw weights with a square-root color scale, because most weights are small. NaN is masked."""
-    from matplotlib.colors import LinearSegmentedColormap, PowerNorm
-
-    colors = LinearSegmentedColormap.from_list("weights", COLORS).with_extremes(bad=MASKED_COLOR)
-    axes.spines[:].set_visible(False)
-    extent = (0, weights.shape[1], weights.shape[0], 0)  # left, right, bottom, top
-    return axes.imshow(weights, cmap=colors, norm=PowerNorm(0.5, 0, 1), extent=extent)

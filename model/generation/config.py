@@ -1,7 +1,4 @@
-"""Sampling settings and their checks. Values are set in configs/sample.yaml and in configs/train.yaml (eval.sample).
-
-This module does not import torch, which takes seconds, so that invalid settings are reported immediately.
-"""
+"""Sampling settings and their checks. This module imports no torch, so that errors are reported immediately."""
 
 import re
 from dataclasses import dataclass
@@ -10,17 +7,14 @@ from typing import Any
 
 from common.errors import check_positive, check_settings
 
-ESCAPES = {"n": "\n", "t": "\t", "\\": "\\"}
+ESCAPES = {r"\n": "\n", r"\t": "\t", r"\\": "\\"}
 
 
 def unescape(value: Any) -> Any:
-    """Replace the escape sequences of the command line: \\n by a newline, \\t by a tab, \\\\ by a backslash.
-
-    value: a string or a list of strings. Other values are returned unchanged.
-    """
+    """Replace \\n, \\t and \\\\ in a string or a list of strings. Other values are returned unchanged."""
     if isinstance(value, list):
         return [unescape(item) for item in value]
-    return re.sub(r"\\([nt\\])", lambda match: ESCAPES[match[1]], value) if isinstance(value, str) else value
+    return re.sub(r"\\[nt\\]", lambda match: ESCAPES[match[0]], value) if isinstance(value, str) else value
 
 
 @dataclass
@@ -49,6 +43,7 @@ class SamplingConfig:
         """Raise UserError if a value is out of range. section: of the keys in messages, as in "eval.sample"."""
         check_positive(section, self, top_k=10**9)
         keep_all = "must be above 0 and at most 1; set null to keep all tokens"
+        has_stop_strings = self.stop != [] and all(isinstance(stop, str) and stop for stop in self.stop_strings)
         rules = [
             ("max_new_tokens", 0 <= self.max_new_tokens <= 10**9, "must be from 0 to 10^9; set 300, for example"),
             ("temperature", 0 <= self.temperature < inf, "must be finite and not negative; set 0 for greedy decoding"),
@@ -56,10 +51,6 @@ class SamplingConfig:
             ("top_p", self.top_p is None or 0 < self.top_p <= 1, keep_all),
             ("min_p", self.min_p is None or 0 < self.min_p <= 1, keep_all),
             ("repetition_penalty", 0 < self.repetition_penalty < inf, "must be positive; set 1 for no penalty"),
-            (
-                "stop",
-                self.stop != [] and all(isinstance(stop, str) and stop for stop in self.stop_strings),
-                "must be a string that is not empty, or a list of them; set null for none",
-            ),
+            ("stop", has_stop_strings, "must be a string that is not empty, or a list of them; set null for none"),
         ]
         check_settings(section, self, rules)

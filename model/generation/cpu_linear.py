@@ -1,9 +1,7 @@
 """Linear layers for decoding. A decode step multiplies few rows, so reading the weights takes most of the time.
 
-On a CPU, float32 and bfloat16 weights are stored in oneDNN's layout, and int8 weights in FBGEMM's. Elsewhere, a layer
-has its weights in the requested dtype. docs/experiments/generation.md has the measurements.
-
-N outputs; a weight is (N, inputs).
+On a CPU, weights are stored in the layout of oneDNN (float32, bfloat16) or FBGEMM (int8), with which
+docs/experiments/generation.md measures the fastest products. N outputs; a weight is (N, inputs).
 """
 
 import warnings
@@ -20,10 +18,7 @@ MIN_PACKED_ROWS = 4  # with the layout for a single row, oneDNN is slower, also 
 
 
 class PackedLinear(nn.Module):
-    """Linear layer for CPUs with the weight in oneDNN's layout for `rows` input rows. Outputs are float32.
-
-    dtype: of the weight and the products, float32 or bfloat16.
-    """
+    """Linear layer for CPUs, with a float32 or bfloat16 weight in oneDNN's layout for `rows` rows. Outputs: float32."""
 
     def __init__(self, linear: nn.Linear, rows: int, dtype: torch.dtype = torch.float32):
         super().__init__()
@@ -59,10 +54,8 @@ class Int8Linear(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         scale = (x.abs().amax(dim=-1, keepdim=True) / self.LEVELS).clamp(min=1e-30)
-        y = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32(
-            x / scale, 1.0, self.ZERO_POINT, self.packed
-        )
-        y *= scale
+        multiply = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32
+        y = multiply(x / scale, 1.0, self.ZERO_POINT, self.packed) * scale
         return y if self.bias is None else y + self.bias
 
 
@@ -82,9 +75,8 @@ class LowPrecisionLinear(nn.Module):
 def replace_linears(model: GPT, dtype: torch.dtype, rows: int) -> GPT:
     """Replace the model's linear layers, in place, by layers that are fast for decoding, with weights in `dtype`.
 
-    rows: number of sequences that are decoded together. The model then returns logits; it can neither be trained nor
-    called with targets. A packed output layer is a second copy of the token table if the two were tied.
-    Raises UserError if the device does not support the dtype.
+    rows: sequences that are decoded together. The model then returns logits; it can neither be trained nor called with
+    targets. A packed output layer is a second copy of a tied token table. Raises UserError for int8 on other CPUs.
     """
     device = model.wte.weight.device.type
     has_packed = dtype == torch.float32 or (dtype == torch.bfloat16 and has_bf16_kernels())

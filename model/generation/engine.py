@@ -47,8 +47,8 @@ class Sequence:
 class Engine:
     """Generates one token per step for each of up to `batch_size` sequences of at most `max_length` tokens.
 
-    The model must be in eval mode. cuda_graphs: on CUDA, capture decode steps and replay them, because launching their
-    many small kernels takes longer than running them. Raises UserError for sampling settings that are out of range.
+    The model must be in eval mode. cuda_graphs: on CUDA, replay captured decode steps, because launching their many
+    kernels takes longer than running them. Raises UserError for sampling settings that are out of range.
     """
 
     def __init__(self, model: GPT, sampling: SamplingConfig, batch_size: int, max_length: int, cuda_graphs=False):
@@ -117,7 +117,8 @@ class Engine:
         """Remove a sequence. The last sequence takes its row."""
         last = len(self.sequences) - 1
         if row != last:
-            self.cache.copy_row(last, row)
+            for layer in self.cache.layers:
+                layer.copy_row(last, row)
             if self.seen is not None:
                 self.seen[row] = self.seen[last]
             self.sequences[row] = self.sequences[last]

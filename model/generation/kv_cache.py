@@ -128,8 +128,3 @@ class KVCache:
         """
         step = CacheStep(self.layers, "decode", (positions, shared_position, num_slots), last_tokens[:, :-1])
         return self.model.backbone(last_tokens[:, -1:], positions=positions.unsqueeze(1), kv_cache=step)[:, 0]
-
-    def copy_row(self, source: int, target: int) -> None:
-        """Copy the sequence of row `source` to row `target`."""
-        for layer in self.layers:
-            layer.copy_row(source, target)

@@ -19,9 +19,9 @@ from model.gpt import GPT
 
 
 class ModelAdapter(LM):
-    """A model as lm-eval calls it. If its tokenizer has an end-of-text token, this token precedes each context.
+    """A model as lm-eval calls it. An end-of-text token precedes each context, if the tokenizer has one.
 
-    The end of a context that is too long is used. lm-eval's own models do the same with add_bos_token=True.
+    lm-eval's own models do the same with add_bos_token=True. Of a long context, the model reads the end.
     """
 
     def __init__(self, model: GPT, tokenizer: tiktoken.Encoding, batch_size: int):
@@ -53,10 +53,9 @@ class ModelAdapter(LM):
         texts = []
         for _, group in groupby((request.args for request in requests), key=lambda args: str(args[1])):
             contexts, (settings, *_) = zip(*group, strict=True)
-            filters = dict(top_k=None, top_p=None, min_p=None, repetition_penalty=1.0)
             temperature = settings.get("temperature", 1.0) if settings.get("do_sample") else 0.0
             stop, length = settings.get("until") or None, settings.get("max_gen_toks", 256)
-            sampling = SamplingConfig(max_new_tokens=length, temperature=temperature, stop=stop, **filters)
+            sampling = SamplingConfig(length, temperature, None, None, None, repetition_penalty=1.0, stop=stop)
             prompts = [Prompt(self.encode(text, not text), seed) for seed, text in enumerate(contexts)]
             samples = [""] * len(prompts)
             for chunk in generate(self.model, self.encoding, prompts, sampling, self.batch_size):

@@ -27,9 +27,6 @@ def load_for_sampling(
     resolve_model(attention, config, Tq=1, positions=batch_size > 1, **request)  # samples of a batch differ in length
     model = GPT(config, checkpoint["vocab_size"], get_attention_fn(attention), weights=checkpoint["model"])
     model = replace_linears(model.requires_grad_(False).to(device).eval(), dtype, batch_size)
-    step = f"step {checkpoint['step']:,}, " if "step" in checkpoint else ""
-    description = (
-        f"{path}, {step}{device.type} {str(dtype).removeprefix('torch.')}, "
-        f"attention {kernel.requested} -> {kernel.resolved}"
-    )
-    return model, from_spec(checkpoint["tokenizer"]), description
+    step = f", step {checkpoint['step']:,}" if "step" in checkpoint else ""
+    settings = f"{device.type} {str(dtype).removeprefix('torch.')}, attention {kernel.requested} -> {kernel.resolved}"
+    return model, from_spec(checkpoint["tokenizer"]), f"{path}{step}, {settings}"

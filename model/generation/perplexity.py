@@ -25,10 +25,7 @@ Scored = tuple[Tensor, int]  # token ids, and the number of tokens at their end 
 
 
 def split_into_windows(tokens: Tensor, n: int, block_size: int) -> Iterator[Scored]:
-    """Yield windows of at most block_size + 1 tokens that score each of the last n tokens once.
-
-    The last window ends with the tokens, and may overlap with the one before it.
-    """
+    """Yield windows of up to block_size + 1 tokens that score each of the last n tokens once. The last may overlap."""
     last = len(tokens) - 1
     for start, end in pairwise([*range(0, last, block_size), last]):
         if end > last - n:

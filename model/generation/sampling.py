@@ -1,7 +1,4 @@
-"""Sample the next tokens from logits: repetition penalty, temperature, top-k, top-p and min-p, then one draw.
-
-B batch, V vocabulary.
-"""
+"""Sample the next tokens from logits: penalty, temperature, top-k, top-p, min-p, one draw. B batch, V vocabulary."""
 
 import torch
 from torch import Tensor
@@ -10,18 +7,16 @@ from model.generation.config import SamplingConfig
 
 
 def apply_repetition_penalty(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
-    """Make tokens that already occur less likely (CTRL, Keskar et al., arXiv:1909.05858).
+    """Divide positive logits (B, V) of tokens that occur in the sequence by `penalty`, and multiply negative ones.
 
-    logits (B, V). seen (B, V) bool: tokens that occur in the sequence. Their positive logits are divided by `penalty`,
-    and their negative logits are multiplied by it.
+    seen (B, V) bool: tokens that occur. From CTRL (Keskar et al., arXiv:1909.05858).
     """
     return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
 def filtered_probs(logits: Tensor, sampling: SamplingConfig) -> Tensor:
-    """Next-token probabilities (B, V) from logits (B, V), after temperature, top-k, top-p and min-p in this order.
+    """Next-token probabilities (B, V) from logits (B, V), after temperature (not 0), top-k, top-p and min-p.
 
-    temperature: divides the logits. It must not be 0.
     top_k: keeps the k most likely tokens.
     top_p: keeps the smallest set whose probabilities sum to p (nucleus sampling, Holtzman et al., arXiv:1904.09751).
     min_p: keeps tokens whose probability is at least min_p times the largest one (Nguyen et al., arXiv:2407.01082).
