@@ -115,7 +115,7 @@ def generate_texts(config: Sample, model: GPT, tokenizer: tiktoken.Encoding, pro
         if len(tokens) > block_size and config.prompts is None:
             print(f"the model reads the last {block_size:,} of the prompt's {len(tokens):,} tokens", file=sys.stderr)
         requests += [Prompt(tokens, sample_seed(config, len(requests) + i)) for i in range(config.num_samples)]
-    return generate(model, tokenizer, requests, config, config.batch_size, config.cuda_graphs)
+    return generate(model, tokenizer, requests, config, config.batch_size)
 
 
 def sample_seed(config: Sample, index: int) -> int:

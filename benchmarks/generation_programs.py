@@ -81,7 +81,7 @@ def trilgpt(setup: Setup) -> Program:
 
     def generate(prompt: Tensor, new: int) -> tuple[Tensor, list[float]]:
         settings = config_from_python("sample", temperature=0.0)
-        engine = Engine(model_for(len(prompt)), settings, len(prompt), prompt.shape[1] + new, cuda_graphs=True)
+        engine = Engine(model_for(len(prompt)), settings, len(prompt), prompt.shape[1] + new)
         engine.add([Prompt(row, seed=0) for row in prompt.tolist()])
         times = []
         for _ in range(new):

@@ -110,7 +110,6 @@ class Sample(SamplingConfig):
     seed: int
     device: str
     dtype: str
-    cuda_graphs: bool
     attention: AttentionConfig
     attention_map: bool
 

@@ -9,7 +9,6 @@ from model_helpers import GPT2, GROUPED, MODERN, make_model
 from data import tokenizer
 from model import GPTConfig
 from model.attention import naive
-from model.generation.cuda_graph import CudaGraphStep
 from model.generation.engine import Engine, Prompt
 from model.gpt import GPT
 
@@ -64,11 +63,3 @@ def greedy(model, prompt, n):
     engine = Engine(model, sampling(temperature=0.0), batch_size=1, max_length=len(prompt) + n)
     engine.add([Prompt(prompt, seed=0)])
     return [engine.step()[0] for _ in range(n)]
-
-
-class EagerStep(CudaGraphStep):
-    """CudaGraphStep for a CPU: computes the step instead of replaying it, and writes to the same tensor."""
-
-    def capture(self, inputs, num_slots):
-        output = self.step(inputs, num_slots, None)
-        return lambda: output.copy_(self.step(inputs, num_slots, None)), output

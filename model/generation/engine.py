@@ -15,12 +15,10 @@ from dataclasses import dataclass
 
 import tiktoken
 import torch
-from torch import Tensor
 
 from common.errors import UserError
 from data.tokenizer import end_of_text
 from model.generation.config import SamplingConfig
-from model.generation.cuda_graph import CudaGraphStep, supports_cuda_graphs
 from model.generation.detokenizer import IncrementalDetokenizer
 from model.generation.kv_cache import KVCache
 from model.generation.sampling import sample_next_token
@@ -47,11 +45,10 @@ class Sequence:
 class Engine:
     """Generates one token per step for each of up to `batch_size` sequences of at most `max_length` tokens.
 
-    The model must be in eval mode. cuda_graphs: on CUDA, replay captured decode steps, because launching their many
-    kernels takes longer than running them. Raises UserError for sampling settings that are out of range.
+    The model must be in eval mode. Raises UserError for sampling settings that are out of range.
     """
 
-    def __init__(self, model: GPT, sampling: SamplingConfig, batch_size: int, max_length: int, cuda_graphs=False):
+    def __init__(self, model: GPT, sampling: SamplingConfig, batch_size: int, max_length: int):
         sampling.check()
         self.model, self.sampling, self.block_size = model, sampling, model.config.block_size
         self.cache, self.device = KVCache(model, batch_size, min(max_length, self.block_size)), model.wte.weight.device
@@ -59,9 +56,6 @@ class Engine:
         self.seen = None  # (batch_size, V): whether each token occurs in the sequence, for the repetition penalty
         if sampling.repetition_penalty != 1:
             self.seen = torch.zeros(batch_size, model.vocab_size, dtype=torch.bool, device=self.device)
-        self.graph_step = None
-        if cuda_graphs and self.device.type == "cuda" and supports_cuda_graphs(model):
-            self.graph_step = CudaGraphStep(self._decode, batch_size)
 
     @torch.inference_mode()
     def add(self, prompts: list[Prompt]) -> None:
@@ -92,25 +86,19 @@ class Engine:
         positions = torch.tensor([s.cached for s in self.sequences])
         uniform = torch.cat([torch.rand(1, generator=s.generator) for s in self.sequences])
         longest = max(s.cached for s in self.sequences)
-        inputs = [tensor.to(self.device) for tensor in (last_tokens, positions, uniform)]
+        last_tokens, positions = last_tokens.to(self.device), positions.to(self.device)
         shared_position = longest if all(s.cached == longest for s in self.sequences) else None
-        decode = self._decode if self.graph_step is None else self.graph_step
-        new = decode(inputs, min(longest + 1, self.block_size), shared_position).tolist()
+        x = self.cache.decode_step(last_tokens, positions, shared_position, min(longest + 1, self.block_size))
+        seen = None
+        if self.seen is not None:
+            seen = self.seen[: len(last_tokens)].scatter_(1, last_tokens[:, -1:], True)
+        new = sample_next_token(self.model.logits(x), self.sampling, uniform.to(self.device), seen).tolist()
         if max(new) >= self.model.vocab_size:  # see sample_next_token
             raise UserError("the model's logits are NaN, so its training has diverged; set another run or checkpoint")
         for sequence, token in zip(self.sequences, new, strict=True):
             sequence.tokens.append(token)
             sequence.cached += 1
         return new
-
-    def _decode(self, inputs: list[Tensor], num_slots: int, shared_position: int | None) -> Tensor:
-        """The next tokens (B). inputs: last_tokens and positions (see KVCache.decode_step), and random numbers (B)."""
-        last_tokens, positions, uniform = inputs
-        x = self.cache.decode_step(last_tokens, positions, shared_position, num_slots)
-        seen = None
-        if self.seen is not None:
-            seen = self.seen[: len(last_tokens)].scatter_(1, last_tokens[:, -1:], True)
-        return sample_next_token(self.model.logits(x), self.sampling, uniform, seen)
 
     @torch.inference_mode()
     def remove(self, row: int) -> None:
@@ -140,12 +128,7 @@ class TextChunk:
 
 
 def generate(
-    model: GPT,
-    tokenizer: tiktoken.Encoding,
-    prompts: list[Prompt],
-    sampling: SamplingConfig,
-    batch_size: int,
-    cuda_graphs: bool = False,
+    model: GPT, tokenizer: tiktoken.Encoding, prompts: list[Prompt], sampling: SamplingConfig, batch_size: int
 ) -> Generator[TextChunk]:
     """Generate a sample of each prompt, batch_size at a time, and yield text as it is generated.
 
@@ -155,7 +138,7 @@ def generate(
         yield from (TextChunk(index, "", 0, "length") for index in range(len(prompts)))
         return
     max_length = max((len(prompt.tokens) for prompt in prompts), default=0) + sampling.max_new_tokens
-    engine = Engine(model, sampling, min(batch_size, len(prompts)), max_length, cuda_graphs)
+    engine = Engine(model, sampling, min(batch_size, len(prompts)), max_length)
     end_token, was_training, waiting = end_of_text(tokenizer), model.training, deque(enumerate(prompts))
     running: list[tuple[int, IncrementalDetokenizer]] = []  # prompt index and detokenizer of each row of the engine
     model.eval()
@@ -176,7 +159,6 @@ def generate(
                 if text or finish_reason is not None:
                     yield TextChunk(index, text, detokenizer.n_tokens, finish_reason)
     finally:
-        engine.graph_step = None  # break a reference cycle, so that GPU memory is freed
         model.train(was_training)
 
 

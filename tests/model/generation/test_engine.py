@@ -4,7 +4,7 @@ from unittest.mock import patch
 
 import pytest
 import torch
-from generation_helpers import BYTES, VARIANTS, WINDOWED, EagerStep, greedy, logits_without_cache, make_random_model
+from generation_helpers import BYTES, VARIANTS, WINDOWED, greedy, logits_without_cache, make_random_model
 from helpers import sampling
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -30,13 +30,10 @@ def test_greedy_decoding_equals_decoding_without_cache(variant):
             tokens = [*tokens, token]
 
 
-@pytest.mark.parametrize("fixed_shapes", [False, True])
-def test_repetition_penalty_applies_to_prompt_and_sample(fixed_shapes):
+def test_repetition_penalty_applies_to_prompt_and_sample():
     """Greedy decoding, compared with a loop without a cache."""
     model = make_random_model(MODERN)
     engine = Engine(model, sampling(temperature=0.0, repetition_penalty=1.5), batch_size=2, max_length=60)
-    if fixed_shapes:
-        engine.graph_step = EagerStep(engine._decode, 2)
     prompts = [[3, 4, 5], [200, 7]]
     engine.add([Prompt(tokens, seed=0) for tokens in prompts])
     steps = [engine.step() for _ in range(40)]

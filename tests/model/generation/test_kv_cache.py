@@ -45,8 +45,9 @@ def record_logits(model):
     return recorded
 
 
-def test_prefill_in_several_forward_passes_gives_the_same_samples(monkeypatch):
-    model = make_random_model(MODERN)
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_prefill_in_several_forward_passes_gives_the_same_samples(monkeypatch, device):
+    model = make_random_model(MODERN, dtype=torch.float64).to(device)
     prompts = [list(range(i, i + n)) for i, n in enumerate((5, 9, 3, 12, 7))]
 
     def generate():
