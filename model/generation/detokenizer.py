@@ -43,8 +43,5 @@ class IncrementalDetokenizer:
 
     def _stop_prefix_length(self) -> int:
         """Length of the longest suffix of the pending text that is a prefix of a stop string."""
-        longest = max(map(len, self.stop_strings), default=1) - 1
-        for length in range(min(longest, len(self.pending)), 0, -1):
-            if any(stop.startswith(self.pending[-length:]) for stop in self.stop_strings):
-                return length
-        return 0
+        prefixes = [stop[:length] for stop in self.stop_strings for length in range(1, len(stop))]
+        return max((len(prefix) for prefix in prefixes if self.pending.endswith(prefix)), default=0)

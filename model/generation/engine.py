@@ -51,21 +51,15 @@ class Engine:
     def __init__(self, model: GPT, sampling: SamplingConfig, batch_size: int, max_length: int):
         sampling.check()
         self.model, self.sampling, self.block_size = model, sampling, model.config.block_size
-        self.cache, self.device = KVCache(model, batch_size, min(max_length, self.block_size)), model.wte.weight.device
+        self.cache = KVCache(model, batch_size, min(max_length, self.block_size))
         self.sequences: list[Sequence] = []  # the sequence at index i has row i of the cache
-        self.seen = None  # (batch_size, V): whether each token occurs in the sequence, for the repetition penalty
-        if sampling.repetition_penalty != 1:
-            self.seen = torch.zeros(batch_size, model.vocab_size, dtype=torch.bool, device=self.device)
 
     @torch.inference_mode()
     def add(self, prompts: list[Prompt]) -> None:
         """Start a sequence for each prompt. The model reads the last block_size tokens of a longer prompt."""
         first = len(self.sequences)
-        for row, prompt in enumerate(prompts, start=first):
+        for prompt in prompts:
             self.sequences.append(Sequence(list(prompt.tokens), torch.Generator().manual_seed(prompt.seed)))
-            if self.seen is not None:
-                self.seen[row] = False
-                self.seen[row, torch.tensor(prompt.tokens, device=self.device)] = True
         self._prefill(first, self.sequences[first:], self.block_size)
 
     def _prefill(self, first_row: int, sequences: list[Sequence], max_tokens: int) -> None:
@@ -81,19 +75,17 @@ class Engine:
         for row, sequence in enumerate(self.sequences):
             if self.model.wpe is not None and sequence.cached == self.block_size:  # all learned positions are used
                 self._prefill(row, [sequence], max(1, self.block_size // 2))
-        n = self.model.config.max_ngram
-        last_tokens = torch.tensor([[-1] * (n - len(s.tokens)) + s.tokens[-n:] for s in self.sequences])
-        positions = torch.tensor([s.cached for s in self.sequences])
-        uniform = torch.cat([torch.rand(1, generator=s.generator) for s in self.sequences])
-        longest = max(s.cached for s in self.sequences)
-        last_tokens, positions = last_tokens.to(self.device), positions.to(self.device)
-        shared_position = longest if all(s.cached == longest for s in self.sequences) else None
-        x = self.cache.decode_step(last_tokens, positions, shared_position, min(longest + 1, self.block_size))
+        n, V, device = self.model.config.max_ngram, self.model.vocab_size, self.cache.device
+        last_tokens = torch.tensor([[-1] * (n - len(s.tokens)) + s.tokens[-n:] for s in self.sequences], device=device)
+        x = self.cache.decode_step(last_tokens, [s.cached for s in self.sequences])
+        uniform = torch.cat([torch.rand(1, generator=s.generator) for s in self.sequences]).to(device)
         seen = None
-        if self.seen is not None:
-            seen = self.seen[: len(last_tokens)].scatter_(1, last_tokens[:, -1:], True)
-        new = sample_next_token(self.model.logits(x), self.sampling, uniform.to(self.device), seen).tolist()
-        if max(new) >= self.model.vocab_size:  # see sample_next_token
+        if self.sampling.repetition_penalty != 1:
+            seen = torch.zeros(len(self.sequences), V, dtype=torch.bool, device=device)
+            for row, sequence in zip(seen, self.sequences, strict=True):
+                row[sequence.tokens] = True
+        new = sample_next_token(self.model.logits(x), self.sampling, uniform, seen).tolist()
+        if max(new) >= V:  # see sample_next_token
             raise UserError("the model's logits are NaN, so its training has diverged; set another run or checkpoint")
         for sequence, token in zip(self.sequences, new, strict=True):
             sequence.tokens.append(token)
@@ -107,8 +99,6 @@ class Engine:
         if row != last:
             for layer in self.cache.layers:
                 layer.copy_row(last, row)
-            if self.seen is not None:
-                self.seen[row] = self.seen[last]
             self.sequences[row] = self.sequences[last]
         self.sequences.pop()
 

@@ -116,15 +116,13 @@ class KVCache:
             last_positions = torch.tensor([[len(prompt) - 1] for prompt in batch], device=self.device)
             self.model.backbone(tokens, kv_cache=CacheStep(self.layers, "prefill", (first_row + start, last_positions)))
 
-    def decode_step(
-        self, last_tokens: Tensor, positions: Tensor, shared_position: int | None, num_slots: int
-    ) -> Tensor:
+    def decode_step(self, last_tokens: Tensor, positions: list[int]) -> Tensor:
         """Read one new token of each of the first B rows -> hidden states (B, C).
 
         last_tokens (B, max_ngram): the last tokens of each sequence, including the new one; -1 where there is none.
-        positions (B): position of the new token.
-        shared_position: the position, if it is the same for all sequences, so that no mask is needed; else None.
-        num_slots: number of slots to read, at least as many as any sequence has filled, including the new token.
+        positions: of the B new tokens. If all are equal, attention needs no mask.
         """
-        step = CacheStep(self.layers, "decode", (positions, shared_position, num_slots), last_tokens[:, :-1])
-        return self.model.backbone(last_tokens[:, -1:], positions=positions.unsqueeze(1), kv_cache=step)[:, 0]
+        longest, index = max(positions), torch.tensor(positions, device=self.device)
+        shared_position = longest if min(positions) == longest else None
+        step = CacheStep(self.layers, "decode", (index, shared_position, longest + 1), last_tokens[:, :-1])
+        return self.model.backbone(last_tokens[:, -1:], positions=index.unsqueeze(1), kv_cache=step)[:, 0]

@@ -45,8 +45,8 @@ class ModelAdapter(LM):
     def loglikelihood_rolling(self, requests: list) -> list[float]:
         """Log-likelihood of each text, in windows of block_size tokens."""
         texts = [torch.tensor(self.encode(request.args[0], needs_start=True)) for request in requests]
-        scored = [(tokens, len(tokens) - 1) for tokens in texts]
-        return [-nats for nats, _ in score_texts(self.model, scored, self.batch_size)]
+        scores = score_texts(self.model, [(tokens, len(tokens) - 1) for tokens in texts], self.batch_size)
+        return [-nats for nats, _ in scores]
 
     def generate_until(self, requests: list) -> list[str]:
         """Text after each context, up to one of the strings `until`. Requests of a task have the same settings."""

@@ -5,7 +5,7 @@ import json
 import re
 import sys
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
@@ -37,13 +37,10 @@ def read_prompts(path: str) -> list[str]:
 
 
 def _parse_prompt(line: str, name: str) -> str:
-    try:
-        prompt = json.loads(line)["prompt"]
-    except (ValueError, LookupError, TypeError):
-        prompt = None
-    if not isinstance(prompt, str):
-        raise UserError(f'{name} has no string "prompt"; write it as {{"prompt": "..."}}')
-    return prompt
+    with suppress(ValueError, LookupError, TypeError):
+        if isinstance(prompt := json.loads(line)["prompt"], str):
+            return prompt
+    raise UserError(f'{name} has no string "prompt"; write it as {{"prompt": "..."}}')
 
 
 def check_output(out: str | None) -> None:
