@@ -109,12 +109,6 @@ def test_stop_of_training_samples_understands_escapes(train, workdir):
     assert stopped == full[: full.index("\n")]
 
 
-def test_run_is_found_by_its_name_or_folder(trained, sample, workdir):
-    by_name = sample("run=a", "max_new_tokens=5")
-    for path in ("runs/a", f"{workdir}/runs/a", "./runs/a/"):
-        assert sample(f"run={path}", "max_new_tokens=5") == by_name
-
-
 # Many prompts
 
 
@@ -253,13 +247,6 @@ def test_load_and_stream_give_the_same_sample_as_the_command(trained, sample):
     assert not set(text) & set("ae ")
     assert "${x}" not in "".join(stream(model, tokenizer, "The", stop="${x}"))
     assert model(torch.tensor([tokenizer.encode("The")])).shape == (1, 3, tokenizer.n_vocab)
-
-
-def test_stop_strings_in_python_are_exact(trained):
-    model, tokenizer = load("a")
-    sample = "".join(stream(model, tokenizer, "The", max_new_tokens=400))
-    assert "".join(stream(model, tokenizer, "The", max_new_tokens=400, stop="\n")) == sample[: sample.index("\n")]
-    assert "".join(stream(model, tokenizer, "The", max_new_tokens=400, stop=r"\n")) == sample, "not a newline"
 
 
 def test_python_functions_refuse_invalid_arguments(trained):

@@ -26,8 +26,7 @@ MASKED_COLOR = "#eceff3"  # keys after their query; white is weight 0
 def draw_attention_maps(model: GPT, tokenizer: tiktoken.Encoding, prompt: str, sample: str, folder: Path) -> None:
     """Plot the attention weights for the prompt, or for the sample if the prompt has fewer than two tokens.
 
-    overview.png shows all heads, and layer-01.png, ... the heads of one layer. Raises UserError if there are fewer than
-    two tokens.
+    overview.png shows all heads, and layer-01.png, ... one layer. Raises UserError if there are fewer than two tokens.
     """
     tokens = encode(tokenizer, prompt).tolist()
     if len(tokens) < 2:

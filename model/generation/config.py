@@ -22,8 +22,7 @@ class SamplingConfig:
     """How the next token is drawn from the model's logits, and when a sample ends. See model/generation/sampling.py.
 
     temperature: 0 is greedy decoding. top_k, top_p, min_p: None applies no filter. repetition_penalty: 1 is no penalty.
-    stop: None, a string or a list of strings. A sample ends before its first stop string. The commands apply `unescape`
-        to it; the functions in Python take exact strings.
+    stop: None, a string or a list of strings. A sample ends before its first stop string.
     """
 
     max_new_tokens: int

@@ -81,9 +81,7 @@ def replace_linears(model: GPT, dtype: torch.dtype, rows: int) -> GPT:
     device = model.wte.weight.device.type
     has_packed = dtype == torch.float32 or (dtype == torch.bfloat16 and has_bf16_kernels())
     for parent in [module for module in model.modules() if not isinstance(module, nn.Linear)]:
-        for name, linear in list(parent.named_children()):
-            if not isinstance(linear, nn.Linear):
-                continue
+        for name, linear in [child for child in parent.named_children() if isinstance(child[1], nn.Linear)]:
             if device == "cpu" and dtype == torch.int8:
                 setattr(parent, name, Int8Linear(linear))
             elif device == "cpu" and has_packed and torch.backends.mkldnn.is_available():

@@ -2,11 +2,9 @@
 
 Each sequence has a row of the KV cache. When a sequence ends, the next prompt gets its row, so the batch stays full.
 
-There are two ways to continue past block_size. With rotary positions, the cache is a sliding window: each token sees
-the last block_size tokens, or the layer's window. Learned positions end at block_size: when a sequence reaches it, the
-model reads the last half of its context again, from position 0.
-
-B sequences in a batch, V vocabulary.
+Past block_size, with rotary positions, the cache is a sliding window: each token sees the last block_size tokens, or
+the layer's window. Learned positions end at block_size: when a sequence reaches it, the model reads the last half of
+its context again, from position 0. V vocabulary.
 """
 
 from collections import defaultdict, deque

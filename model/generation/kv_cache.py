@@ -2,9 +2,7 @@
 
 A layer's cache is a ring buffer. Its size is the layer's window, or block_size. Position p is in slot p % size, so a
 new token replaces the token that leaves the window. Therefore decoding needs no window mask, and a sample with rotary
-positions can be longer than block_size.
-
-A layer with linear attention has a state of constant size instead (model/attention/linear.py).
+positions can be longer than block_size. A layer with linear attention has a state of constant size instead.
 
 B batch, T time, C channels, G key/value heads, D head dimension.
 """

@@ -19,10 +19,7 @@ from model.gpt import GPT
 
 
 class ModelAdapter(LM):
-    """A model as lm-eval calls it. An end-of-text token precedes each context, if the tokenizer has one.
-
-    lm-eval's own models do the same with add_bos_token=True. Of a long context, the model reads the end.
-    """
+    """A model as lm-eval calls it. An end-of-text token precedes each context, as with lm-eval's add_bos_token=True."""
 
     def __init__(self, model: GPT, tokenizer: tiktoken.Encoding, batch_size: int):
         super().__init__()
@@ -69,9 +66,8 @@ def run_tasks(model: GPT, tokenizer: tiktoken.Encoding, tasks: list[str], batch_
     manager = TaskManager(include_defaults=not all(task.endswith(".yaml") for task in tasks))  # reading all takes 10 s
     for task in tasks:
         if task not in manager.all_tasks and not Path(task).is_file():
-            close = get_close_matches(task, manager.all_tasks, 1)
-            hint = f" (did you mean {close[0]}?)" if close else ""
-            raise UserError(f"tasks={task} is neither a task of lm-eval{hint} nor a YAML file; see: lm-eval ls tasks")
+            close = "".join(f" (did you mean {name}?)" for name in get_close_matches(task, manager.all_tasks, 1))
+            raise UserError(f"tasks={task} is neither a task of lm-eval{close} nor a YAML file; see: lm-eval ls tasks")
     adapter = ModelAdapter(model, tokenizer, batch_size)
     evaluation = lm_eval.simple_evaluate(adapter, tasks=tasks, limit=limit, task_manager=manager, log_samples=False)
     rows = []

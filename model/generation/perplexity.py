@@ -1,7 +1,4 @@
-"""Loss, perplexity and bits per byte of documents under a trained model.
-
-As in validation, long documents are scored in windows of block_size tokens. B windows in a batch, V vocabulary.
-"""
+"""Loss, perplexity and bits per byte of texts. Long texts are scored in windows of block_size tokens (B of them)."""
 
 from collections.abc import Iterator
 from itertools import pairwise
@@ -36,11 +33,9 @@ def split_into_windows(tokens: Tensor, n: int, block_size: int) -> Iterator[Scor
 def score_texts(model: GPT, texts: list[Scored], batch_size: int) -> list[tuple[float, bool]]:
     """Cross entropy in nats of the scored tokens of each text, summed; and whether greedy decoding generates them."""
     device, nats, is_greedy = model.wte.weight.device, [0.0] * len(texts), [True] * len(texts)
-    windows = [
-        (index, *window)
-        for index, (tokens, n) in enumerate(texts)
-        for window in split_into_windows(tokens, n, model.config.block_size)
-    ]
+    windows, T = [], model.config.block_size
+    for index, text in enumerate(texts):
+        windows += [(index, *window) for window in split_into_windows(*text, T)]
     # windows of similar length need little padding; the longest ones show first whether memory suffices
     windows.sort(key=lambda window: -len(window[1]))
     with ProgressBar(len(windows), stderr=True) as bar:

@@ -39,10 +39,9 @@ def filtered_probs(logits: Tensor, sampling: SamplingConfig) -> Tensor:
 
 
 def sample_inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
-    """Draw a token from each row of probs (B, V) by inverse transform sampling -> (B).
+    """Draw a token from each row of probs (B, V) by inverse transform sampling, never one of probability 0 -> (B).
 
-    uniform (B): random numbers in [0, 1). Each draw uses one number, so a sample depends only on its seed, and not on
-    the device or the other sequences of the batch. Tokens of probability 0 are never drawn.
+    uniform (B): random numbers in [0, 1), one per draw, so a sample depends only on its seed.
     """
     cdf = probs.double().cumsum(-1)
     threshold = uniform.double().unsqueeze(1) * cdf[:, -1:]
