@@ -64,17 +64,6 @@ def test_model_with_replaced_layers_generates_the_same_tokens(rows):
     assert greedy(replaced, [1, 2], 40) == greedy(plain, [1, 2], 40)
 
 
-@pytest.mark.parametrize(
-    "build",
-    [pytest.param(partial(PackedLinear, rows=1), marks=needs_onednn), pytest.param(Int8Linear, marks=needs_fbgemm)],
-)
-def test_nan_in_a_weight_or_input_reaches_the_output(build):
-    layer = torch.nn.Linear(8, 5).requires_grad_(False)
-    x = torch.randn(2, 8)
-    layer.weight[1, 2], x[1, 4] = float("nan"), float("nan")
-    torch.testing.assert_close(build(layer)(x).isnan(), layer(x).isnan())
-
-
 SATURATION = """
 import torch
 from model.generation.cpu_linear import Int8Linear

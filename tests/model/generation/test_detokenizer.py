@@ -69,11 +69,6 @@ def test_sample_ends_before_the_stop_string_that_is_complete_first(text, stops, 
         assert shown + incremental.pending == expected
 
 
-def test_beginning_of_a_stop_string_is_held_back_until_it_differs():
-    incremental = detokenizer(stop="\n\nEnd", max_new_tokens=100)
-    assert [incremental.push(token)[0] for token in b"a\n\nEx"] == ["a", "", "", "", "\n\nEx"]
-
-
 def test_pending_text_is_shown_when_the_sample_ends():
     assert push_all(detokenizer(stop="xyz", max_new_tokens=3), b"axy") == ("axy", "length")
     assert push_all(detokenizer(stop="xyz", end_token=0), b"ax\0") == ("ax", "end")

@@ -8,7 +8,6 @@ from model_helpers import MODERN
 
 from model.attention import BACKENDS
 from model.generation.engine import Engine, Prompt
-from model.generation.kv_cache import KVCache
 
 BACKEND_NAMES = [
     pytest.param(name, marks=[pytest.mark.compiles, pytest.mark.slow] if BACKENDS[name].needs_compiler else [])
@@ -58,9 +57,3 @@ def test_prefill_in_several_forward_passes_gives_the_same_samples(monkeypatch, d
     in_one_pass = generate()
     monkeypatch.setattr("model.generation.kv_cache.PREFILL_TOKENS", 20)
     assert generate() == in_one_pass
-
-
-def test_layer_cache_has_the_size_of_the_window_or_the_sample():
-    model = make_random_model(MODERN | dict(window=[5, None]))
-    assert [layer.size for layer in KVCache(model, 2, 100).layers] == [5, 24]
-    assert [layer.size for layer in KVCache(model, 2, 10).layers] == [5, 10]

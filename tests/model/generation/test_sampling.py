@@ -68,22 +68,6 @@ def test_min_p_keeps_tokens_above_a_fraction_of_the_largest_probability(row, p):
 
 
 @EXACT
-@given(row=rows, k=st.integers(1, 12), p=st.floats(0.05, 1), min_p=st.floats(0.01, 1), t=st.floats(0.1, 5))
-def test_filters_are_applied_in_order(row, k, p, min_p, t):
-    """top_p applies to the result of top_k and temperature. The most likely token always remains."""
-    together = filtered_probs(torch.tensor([row]), sampling(top_k=k, top_p=p, min_p=min_p, temperature=t))[0]
-    assert_renormalized(together, row, t)
-    by_k = filtered_probs(torch.tensor([row]), sampling(top_k=k, temperature=t))
-    by_p = filtered_probs(by_k.log(), sampling(top_p=p))
-    one_by_one = filtered_probs(by_p.log(), sampling(min_p=min_p))[0]
-    differs = (together > 0) != (one_by_one > 0)  # rounding may move one token across a threshold
-    assert differs.sum() <= 1
-    if not differs.any():
-        torch.testing.assert_close(together, one_by_one, atol=1e-5, rtol=1e-3)
-    assert row[together.argmax()] == max(row)
-
-
-@EXACT
 @given(row=rows, penalty=st.floats(0.5, 3), data=st.data())
 def test_repetition_penalty_changes_only_tokens_that_occurred(row, penalty, data):
     seen = torch.tensor([data.draw(st.lists(st.booleans(), min_size=len(row), max_size=len(row)))])
@@ -98,14 +82,6 @@ def test_repetition_penalty_changes_only_tokens_that_occurred(row, penalty, data
 def test_top_k_is_applied_before_rounding():
     logits = torch.tensor([[0.0, 1.0, 1.4e-34]])
     assert (filtered_probs(logits, sampling(top_k=2)) > 0).tolist() == [[False, True, True]]
-
-
-def test_penalty_of_half_precision_logits_is_computed_in_float32():
-    logits = torch.tensor([[10.0, 9.99]]).bfloat16()
-    both = sample_next_token(
-        logits, sampling(temperature=0, repetition_penalty=1.001), torch.rand(1), torch.tensor([[True, False]])
-    )
-    assert logits[0, 0] == logits[0, 1] and both.tolist() == [1]
 
 
 def test_temperature_zero_is_greedy():
@@ -131,32 +107,17 @@ def test_extreme_random_numbers_never_draw_probability_zero():
     assert sample_inverse_cdf(probabilities, torch.tensor([0.0, largest])).tolist() == [1, 3]
 
 
-def test_frequencies_of_draws_match_the_probabilities():
-    probabilities = torch.tensor([0.5, 0.25, 0.125, 0.125])
-    n = 20_000
-    uniform = torch.rand(n, generator=torch.Generator().manual_seed(0))
-    drawn = sample_inverse_cdf(probabilities.expand(n, 4), uniform).bincount(minlength=4) / n
-    for share, p in zip(drawn.tolist(), probabilities.tolist(), strict=True):
-        assert abs(share - p) < 5 * math.sqrt(p * (1 - p) / n)
-
-
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
         (dict(temperature=-0.1), "temperature=-0.1 must be finite and not negative"),
-        (dict(temperature=math.nan), "temperature=nan must be finite"),
         (dict(temperature=1e-46), "temperature=1e-46 is too small; set 0"),
-        (dict(temperature=math.inf), "temperature=inf must be finite and not negative"),
         (dict(top_k=0), "top_k=0 must be a number greater than 0"),
-        (dict(top_p=0.0), "top_p=0.0 must be above 0"),
         (dict(top_p=1.1), "top_p=1.1 must be above 0 and at most 1"),
-        (dict(min_p=-0.1), "min_p=-0.1 must be above 0"),
         (dict(min_p=math.nan), "min_p=nan must be above 0"),
         (dict(repetition_penalty=0.0), "repetition_penalty=0.0 must be positive"),
-        (dict(repetition_penalty=math.inf), "repetition_penalty=inf must be positive"),
         (dict(stop=""), "stop= must be a string that is not empty"),
         (dict(stop=["a", 3]), r"stop=\[a,3\] must be a string"),
-        (dict(stop=[]), r"stop=\[\] must be a string that is not empty, or a list"),
         (dict(max_new_tokens=-1), "max_new_tokens=-1 must be from 0 to"),
     ],
 )
