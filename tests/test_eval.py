@@ -120,9 +120,9 @@ def test_task_from_a_file_is_scored_on_a_model_with_ngrams(trained, evaluate, wo
             n = len(choice) + question["context"].endswith(" ")
             log_probs = model(tokens[None, :-1])[0, -n:].log_softmax(1)
             scores.append(log_probs.gather(1, tokens[-n:, None]).sum().item())
-        per_character = [score / len(choice) for score, choice in zip(scores, question["choices"], strict=True)]
         right["acc"] += scores.index(max(scores)) == 1
-        right["acc_norm"] += per_character.index(max(per_character)) == 1
+        normalized = [score / len(choice) for score, choice in zip(scores, question["choices"], strict=True)]
+        right["acc_norm"] += normalized.index(max(normalized)) == 1
     rows = read_jsonl("o.jsonl")
     assert [(row["task"], row["metric"], row["value"]) for row in rows] == [
         ("squares", key, pytest.approx(n / 3)) for key, n in right.items()
