@@ -24,9 +24,8 @@ from pathlib import Path
 from rich.table import Table
 
 from common.console import TABLE_WIDTH, make_console, make_table
-from common.errors import UserError
+from common.errors import UserError, printable
 from common.files import atomic_write
-from common.output import printable
 from configs.cli import run_process
 from configs.schema import Eval
 from data.readers import read_documents
