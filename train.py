@@ -51,7 +51,7 @@ from training.checkpoint import CheckpointWriter, TrainState, make_checkpoint_me
 from training.device import build_grad_scaler, configure_backends, resolve_runtime
 from training.evaluate import Evaluator
 from training.init_from import load_init_weights, load_run_tokenizer
-from training.observers import WAITING, Observers
+from training.observers import Observers
 from training.optimizer import build_optimizers, optimizer_step, set_lr
 from training.planning.micro_batch import check_micro_batch_size, resolve_micro_batch_size
 from training.planning.plan import show_plan
@@ -151,7 +151,7 @@ def main(config: Train) -> int:
                 num_targets = loader.count_targets(state.step * config.train.batch_size, config.train.batch_size)
                 loss = torch.zeros((), device=device)
                 for micro_step in range(accumulation):
-                    with observers.phase(WAITING):
+                    with observers.phase("data"):
                         x, y, doc_ids = next(batches)
                     dist.seed(device, config.seed, state.step, micro_step)
                     with dist.sync_gradients(wrapped_model, is_last=micro_step == accumulation - 1):
@@ -164,11 +164,9 @@ def main(config: Train) -> int:
 
                 # clip the gradients and update the weights
                 with observers.phase("optimizer"):
-                    grad_norm = optimizer_step(
-                        model, optimizers, scaler, config.train.grad_clip, config.train.skip_above
-                    )
+                    grad_norm = optimizer_step(model, optimizers, scaler, config.train.grad_clip)
                 observers.end_step()
-                state.count_step(grad_norm, config.train)
+                state.step += 1
                 stop.enable()
 
                 # all processes agree on the time, and on whether to stop

@@ -87,7 +87,6 @@ def test_run_folder_contains_the_documented_files_and_keys(train, workdir, capsy
     assert [row["tokens"] for row in rows] == [64 * step for step in range(7)]
     for row in rows[1:]:
         assert {"train/loss", "grad_norm", "lr", "seconds", "step_ms", "tokens_per_second", "mfu"} <= set(row)
-        assert 0 < row["data_wait_ms"] <= row["step_ms"]
 
     recorded = summary("a")
     assert recorded["status"] == "finished"
@@ -95,7 +94,7 @@ def test_run_folder_contains_the_documented_files_and_keys(train, workdir, capsy
     assert recorded["attention"] == {"requested": "sdpa", "resolved": "flash", "impl": None}
     assert recorded["best_val_loss"] == min(row["val/loss"] for row in rows if "val/loss" in row and row["step"] > 0)
     assert recorded["last_val_loss"] == rows[-1]["val/loss"]
-    for key in ("wall_seconds", "step_ms", "data_wait_ms", "tokens_per_second", "n_params", "device", "dtype",
+    for key in ("wall_seconds", "step_ms", "tokens_per_second", "n_params", "device", "dtype",
                 "versions", "threads", "command", "commit", "error"):  # fmt: skip
         assert key in recorded
     assert f"best validation loss {recorded['best_val_loss']:.4f}" in out
@@ -354,7 +353,7 @@ def test_results_of_a_run_killed_at_its_end_are_those_of_its_last_checkpoint(tra
         results = {key: 9 for key in recorded if re.search("step|loss|bpb|wall_seconds|mfu|peak|tokens_per", key)}
         (folder / "summary.json").write_text(json.dumps(recorded | results | {"status": status}))
     assert train("name=a") == 0
-    last = {key: metrics("a")[-1][key] for key in ("step_ms", "data_wait_ms", "tokens_per_second", "mfu")}
+    last = {key: metrics("a")[-1][key] for key in ("step_ms", "tokens_per_second", "mfu")}
     command = {"command": summary("a")["command"]}
     assert {"compile_s": None} | summary("a") == recorded | last | command  # the speed is not a median
     assert (folder / "loss.png").exists()
@@ -406,23 +405,7 @@ def test_run_returns_to_an_older_checkpoint_after_it_has_diverged(train, sample,
         find_checkpoint("a", "step-000002")
 
 
-def test_steps_with_large_gradients_are_skipped_also_by_a_resumed_run(train, capsys):
-    settings = ["schedule.warmup_steps=100", "train.on_nonfinite=skip", "train.steps=9"]
-    assert train("name=free", *settings) == 0
-    assert summary("free")["skipped_steps"] == metrics("free")[-1]["skipped_steps"] == 0
-    settings.append(f"train.skip_grad_norm={sorted(row['grad_norm'] for row in metrics('free')[1:])[4]}")
-    assert train("name=whole", *settings) == 0
-    norms = [row["grad_norm"] for row in metrics("whole")[1:]]
-    assert 0 < summary("whole")["skipped_steps"] == sum(norm >= float(settings[-1].split("=")[1]) for norm in norms) < 9
-    assert train("name=parts", *settings, "train.steps=6") == 0
-    assert train("name=parts", *settings) == 0
-    assert_same_run("whole", "parts")
-    limit = summary("whole")["skipped_steps"] - 1
-    assert train("name=limited", *settings, f"train.max_skipped_steps={limit}") == 1
-    assert f"more than train.max_skipped_steps={limit}" in capsys.readouterr().err
-
-
-def test_steps_that_are_not_finite_are_skipped(train, monkeypatch):
+def test_step_that_is_not_finite_ends_the_run(train, monkeypatch):
     forward = GPT.forward
 
     def nan_at_third_step(model, *args, **kwargs):
@@ -432,11 +415,8 @@ def test_steps_that_are_not_finite_are_skipped(train, monkeypatch):
 
     counter: list[bool] = []
     monkeypatch.setattr(GPT, "forward", nan_at_third_step)
-    assert train("name=a", "train.on_nonfinite=skip") == 0
-    assert [row["train/loss"] is None for row in metrics("a")[1:]] == [False, False, True, False, False, False]
-    assert (summary("a")["skipped_steps"], summary("a")["status"]) == (1, "finished")
-    counter.clear()
-    assert train("name=b") == 1
+    assert train("name=a") == 1
+    assert summary("a")["status"] == "failed"
 
 
 @pytest.mark.parametrize("keep", [0, 2])

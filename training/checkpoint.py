@@ -1,6 +1,6 @@
 """Training state and its checkpoints: files of tensors and plain values (see common/checkpoint_file.py).
 
-format, step, skipped_steps, seconds, best_val_loss, best_val_bpb, best_step, evals_since_best, evaluation_interrupted,
+format, step, seconds, best_val_loss, best_val_bpb, best_step, evals_since_best, evaluation_interrupted,
 wandb_id
 model          {name: tensor}             the same names for eager and compiled runs, on one device or many
 optimizer      {name: {state}}            of all optimizers; None in a best.pt saved with checkpoint.optimizer=false
@@ -17,13 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 from torch.optim import Optimizer
 
 from common.checkpoint_file import load_checkpoint, save_checkpoint
 from common.errors import TrainingFailed, UserError, format_value
 from common.run_dir import RunDir
-from training.config import OVERFITTING_EVALS, CheckpointConfig, TrainConfig
+from training.config import OVERFITTING_EVALS, CheckpointConfig
 from training.optimizer import load_state_by_name, state_by_name
 from training.sharding import gather, load_weights
 
@@ -31,7 +31,7 @@ if TYPE_CHECKING:
     from training.observers import Observers
 
 SAVED_FIELDS = (
-    "step", "skipped_steps", "seconds", "best_val_loss", "best_val_bpb", "best_step", "evals_since_best",
+    "step", "seconds", "best_val_loss", "best_val_bpb", "best_step", "evals_since_best",
     "evaluation_interrupted", "wandb_id",
 )  # fmt: skip
 
@@ -44,7 +44,6 @@ class TrainState:
     optimizers: list[Optimizer]
     scaler: torch.amp.GradScaler
     step: int = 0  # finished optimizer steps
-    skipped_steps: int = 0  # steps that did not change the weights
     seconds: float = 0.0  # training time
     best_val_loss: float = math.inf
     best_val_bpb: float = math.inf
@@ -52,18 +51,6 @@ class TrainState:
     evals_since_best: int = 0  # evaluations since best_step
     evaluation_interrupted: bool = False  # by a signal; the evaluation at `step` is repeated when the run resumes
     wandb_id: str | None = None
-
-    def count_step(self, grad_norm: Tensor, train: TrainConfig) -> None:
-        """Count a finished step, and whether optimizer_step has skipped it. Raises TrainingFailed at the limit."""
-        self.step += 1
-        if train.skip_above is not None and not grad_norm < train.skip_above:
-            self.skipped_steps += 1
-            if self.skipped_steps > train.max_skipped_steps:
-                raise TrainingFailed(
-                    f"the run has skipped more than train.max_skipped_steps={train.max_skipped_steps} steps, the last "
-                    f"at step {self.step} with a gradient norm of {grad_norm:.3g}; set a lower optimizer.lr, or a "
-                    "larger train.max_skipped_steps, and start the same run again"
-                )
 
     def record_evaluation(self, val_loss: float, val_bpb: float) -> bool:
         """Update the best validation loss. Returns whether this one is the best."""
@@ -77,7 +64,6 @@ class TrainState:
         """Step, best evaluation and training time, under their names in summary.json."""
         return {
             "step": self.step,
-            "skipped_steps": self.skipped_steps,
             "best_step": self.best_step,
             "best_val_loss": self.best_val_loss,
             "best_val_bpb": self.best_val_bpb,

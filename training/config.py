@@ -25,10 +25,6 @@ class TrainConfig:
     micro_batch_size: sequences per forward pass on one device. None: the device's share of the batch. "auto": as many
         as fit into the memory of a GPU.
     grad_clip: largest gradient norm. None: no clipping.
-    on_nonfinite: what to do if the gradients of a step are not finite. "stop": the run fails. "skip": the step does not
-        change the weights.
-    skip_grad_norm: also skip steps whose gradient norm is not below this number. None: do not.
-    max_skipped_steps: the run fails if it skips more steps.
     patience: stop after this many evaluations in a row without a lower validation loss. None: never.
     profile: record where the time of a few steps goes.
     activation_checkpointing: what the backward pass computes again instead of keeping it in memory. "none",
@@ -42,19 +38,13 @@ class TrainConfig:
     batch_size: int
     micro_batch_size: Any  # int, None, or "auto"
     grad_clip: float | None
-    on_nonfinite: str
-    skip_grad_norm: float | None
-    max_skipped_steps: int
     patience: int | None
     profile: bool
     activation_checkpointing: str
     init_from: str | None
 
     def __post_init__(self):
-        check_positive(
-            "train", self, "minutes", "grad_clip", "skip_grad_norm",
-            steps=MAX_STEPS, batch_size=10**6, patience=MAX_STEPS,
-        )  # fmt: skip
+        check_positive("train", self, "minutes", "grad_clip", steps=MAX_STEPS, batch_size=10**6, patience=MAX_STEPS)
         run, size = self.init_from, self.micro_batch_size
         check_settings("train", self, [
             ("init_from", run is None or run in GPT2_MODELS or re.fullmatch("(run|hf):.+", run),
@@ -63,18 +53,9 @@ class TrainConfig:
              f"must be a number of sequences, {AUTO} (as many as fit), or null (all of a device's share)"),
             ("activation_checkpointing", self.activation_checkpointing in ("none", "block", "attention"),
              "is unknown; set none, block or attention"),
-            ("on_nonfinite", self.on_nonfinite in ("stop", "skip"), "is unknown; set stop or skip"),
-            ("skip_grad_norm", self.skip_grad_norm is None or self.on_nonfinite == "skip",
-             "needs train.on_nonfinite=skip; set it, or remove the key"),
-            ("max_skipped_steps", 0 <= self.max_skipped_steps <= MAX_STEPS, "must be from 0 to 10^12; set 100"),
         ])  # fmt: skip
         if self.steps is None and self.minutes is None:
             raise UserError("set train.steps or train.minutes: the run has no end")
-
-    @property
-    def skip_above(self) -> float | None:
-        """Steps are skipped unless their gradient norm is below this number. None: no step is skipped."""
-        return None if self.on_nonfinite == "stop" else self.skip_grad_norm or inf
 
     def split_batch(self, world_size: int) -> tuple[int, int]:
         """(sequences per forward pass on one device, forward passes per optimizer step). Raises UserError.

@@ -21,7 +21,7 @@ SUMMARY_NAMES = {
     "last_val_loss": "val/loss", "last_val_bpb": "val/bpb", "last_train_loss": "train/loss",
     "peak_memory_bytes": "peak_memory_bytes", "score_variance": "attention/score_variance",
     "attention_entropy": "attention/entropy", "attention_distance": "attention/mean_distance",
-    "step_ms": "step_ms", "data_wait_ms": "data_wait_ms", "tokens_per_second": "tokens_per_second", "mfu": "mfu",
+    "step_ms": "step_ms", "tokens_per_second": "tokens_per_second", "mfu": "mfu",
 }  # fmt: skip
 
 

@@ -1,7 +1,6 @@
 """Observers of a training run, combined in one object that the loop notifies."""
 
 import textwrap
-import time
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
@@ -18,8 +17,6 @@ from training.metrics import MetricsLogger, summarize
 from training.profiler import StepProfiler
 from training.speed import Speed, compile_seconds, peak_flops
 from training.wandb_logger import WandbRun
-
-WAITING = "waiting for data"  # the phase whose time is also a metric
 
 
 class Observers(ExitStack):
@@ -48,19 +45,15 @@ class Observers(ExitStack):
         self.wandb = WandbRun(
             config.wandb, run.folder, run_config, state.wandb_id, name=run.name, group=config.wandb.group
         )
-        must_be_finite = ["val/loss"]
-        if config.train.on_nonfinite == "stop":  # the gradient scaler skips steps whose gradients overflow
-            must_be_finite += ["train/loss"] if state.scaler.is_enabled() else ["train/loss", "grad_norm"]
+        # the gradient scaler skips steps whose gradients overflow
+        must_be_finite = ["val/loss", "train/loss"] + ["grad_norm"] * (not state.scaler.is_enabled())
         self.metrics = MetricsLogger(run.folder if run.is_main else None, state.step, self.wandb, must_be_finite)
 
     @contextmanager
     def phase(self, name: str) -> Iterator[None]:
         """Context manager: a phase of the current step, for the profiler."""
         with torch.profiler.record_function(name) if self.profiler else nullcontext():
-            started = time.perf_counter()
             yield
-            if name == WAITING:
-                self.speed.wait_seconds += time.perf_counter() - started
 
     def start_step(self) -> None:
         self.speed.start_step()
@@ -77,8 +70,6 @@ class Observers(ExitStack):
         """
         step = self.state.step
         row = {"step": step, "tokens": step * self.tokens_per_step, "seconds": self.state.seconds} | row
-        if self.config.on_nonfinite == "skip":
-            row["skipped_steps"] = self.state.skipped_steps
         if "val/loss" in row:
             self._print_evaluation(row, is_best)
         self.metrics.log(row, self._read_timing)

@@ -77,24 +77,17 @@ def build_optimizers(
 
 
 def optimizer_step(
-    model: nn.Module,
-    optimizers: list[Optimizer],
-    scaler: torch.amp.GradScaler,
-    max_grad_norm: float | None,
-    skip_above: float | None = None,
+    model: nn.Module, optimizers: list[Optimizer], scaler: torch.amp.GradScaler, max_grad_norm: float | None
 ) -> Tensor:
     """Clip the gradients, step all optimizers, and clear the gradients -> the gradient norm before clipping.
 
-    max_grad_norm None: no clipping. skip_above: the optimizers step only if the norm is below this number, which waits
-    for the device. After a float16 overflow the scaler also skips the step. The overflow can be in the parameters of
-    one optimizer only, so the norm over all parameters decides for all optimizers.
+    max_grad_norm None: no clipping. After a float16 overflow, the scaler skips the step. The overflow can be in the
+    parameters of one optimizer only, so the norm over all parameters decides for all optimizers.
     """
     for optimizer in optimizers:
         scaler.unscale_(optimizer)
     grad_norm = full_tensor(nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm or math.inf))
-    if scaler.is_enabled() and skip_above is None:
-        skip_above = math.inf
-    if skip_above is None or grad_norm < skip_above:  # false for nan
+    if not scaler.is_enabled() or grad_norm.isfinite():
         for optimizer in optimizers:
             scaler.step(optimizer)
     scaler.update()

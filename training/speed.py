@@ -47,31 +47,29 @@ class Speed:
 
     def __init__(self, device: torch.device, tokens: int, flops: float, peak: float):
         self.device, self.tokens, self.flops, self.peak = device, tokens, flops, peak
-        self.wait_seconds = 0.0  # of the current step: time that the host waits for data
-        self.steps: list[tuple[float, float]] = []  # seconds of each step, and wait_seconds
+        self.steps: list[float] = []  # seconds of each step
 
     def start_step(self) -> None:
-        self._start, self.wait_seconds = _record_time(self.device), 0.0
+        self._start = _record_time(self.device)
 
     def end_step(self) -> Callable[[], dict]:
         """Returns a function that waits for the step and returns its metrics."""
-        start, end, wait_seconds = self._start, _record_time(self.device), self.wait_seconds
+        start, end = self._start, _record_time(self.device)
 
         def read() -> dict:
-            self.steps.append((_elapsed_seconds(self.device, start, end), wait_seconds))
-            return self._metrics(*self.steps[-1])
+            self.steps.append(_elapsed_seconds(self.device, start, end))
+            return self._metrics(self.steps[-1])
 
         return read
 
     def median(self) -> dict:
         """The metrics of the median step; {} before the first. The first WARMUP_STEPS count if there are no others."""
         steps = self.steps[WARMUP_STEPS:] or self.steps
-        return self._metrics(*map(statistics.median, zip(*steps, strict=True))) if steps else {}
+        return self._metrics(statistics.median(steps)) if steps else {}
 
-    def _metrics(self, seconds: float, wait_seconds: float) -> dict:
+    def _metrics(self, seconds: float) -> dict:
         return {
             "step_ms": 1000 * seconds,
-            "data_wait_ms": 1000 * wait_seconds,  # the part of step_ms spent waiting for data
             "tokens_per_second": self.tokens / seconds,
             "mfu": self.flops / seconds / self.peak,
         }

@@ -17,7 +17,6 @@ def test_batch_is_divided_into_micro_batches_or_refused_with_valid_sizes():
             init_from=None,
             activation_checkpointing="none",
         )
-        settings |= dict(on_nonfinite="stop", skip_grad_norm=None, max_skipped_steps=0)
         return TrainConfig(batch_size=batch, micro_batch_size=micro, **settings).split_batch(world)
 
     assert split(12, None, 1) == (12, 1)

@@ -119,18 +119,6 @@ def test_optimizer_step_clips_the_norm_over_all_optimizers(max_grad_norm, expect
     assert all(p.grad is None for p in model)
 
 
-@pytest.mark.parametrize(
-    ("gradients", "skip_above", "is_applied"),
-    [((3, 4), 4.9, False), ((3, 4), 5.1, True), ((3, 4), math.inf, True), ((3, math.nan), math.inf, False),
-     ((3, math.inf), math.inf, False), ((3, math.inf), None, True)],
-)  # fmt: skip
-def test_optimizer_step_skips_gradients_above_a_norm(gradients, skip_above, is_applied):
-    model, optimizers = model_with_gradients(*map(float, gradients))
-    optimizer_step(model, optimizers, torch.amp.GradScaler("cpu", enabled=False), None, skip_above)
-    assert (model[0].item() != 0) == is_applied
-    assert all(p.grad is None for p in model)
-
-
 def test_optimizer_step_unscales_gradients_before_clipping():
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     scaler.scale(torch.zeros(()))  # the first call creates the scale

@@ -45,7 +45,7 @@ def test_schedules_stay_between_final_fraction_and_peak(name, warmup, steps, fin
 
 
 def length(steps=None, minutes=None, patience=None) -> TrainConfig:
-    return TrainConfig(steps, minutes, 4, None, None, "stop", None, 0, patience, False, "none", None)
+    return TrainConfig(steps, minutes, 4, None, None, patience, False, "none", None)
 
 
 def test_progress_is_the_larger_of_steps_and_time():

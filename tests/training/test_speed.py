@@ -17,17 +17,14 @@ def clock(monkeypatch) -> list[float]:
     return clock
 
 
-def test_step_metrics_include_waiting_for_data_and_exclude_time_between_steps(clock):
+def test_step_metrics_exclude_time_between_steps(clock):
     speed = Speed(CPU, tokens=100, flops=2e9, peak=1e10)
     for _ in range(2):
         speed.start_step()
-        for _ in range(2):
-            speed.wait_seconds += 0.125
-            clock[0] += 0.375
+        clock[0] += 0.75
         read = speed.end_step()
         clock[0] += 10  # an evaluation
-        expected = {"step_ms": 750, "data_wait_ms": 250, "tokens_per_second": 100 / 0.75, "mfu": 0.2 / 0.75}
-        assert read() == pytest.approx(expected)
+        assert read() == pytest.approx({"step_ms": 750, "tokens_per_second": 100 / 0.75, "mfu": 0.2 / 0.75})
 
 
 def test_median_excludes_warmup_steps_if_there_are_others(clock):
@@ -39,7 +36,7 @@ def test_median_excludes_warmup_steps_if_there_are_others(clock):
         speed.end_step()()
         if len(speed.steps) == 1:
             assert speed.median()["step_ms"] == 9000.0
-    assert speed.median() == {"step_ms": 1000.0, "data_wait_ms": 0.0, "tokens_per_second": 100.0, "mfu": 0.2}
+    assert speed.median() == {"step_ms": 1000.0, "tokens_per_second": 100.0, "mfu": 0.2}
 
 
 def test_time_calls_fills_the_time_within_min_and_max_calls(clock):
