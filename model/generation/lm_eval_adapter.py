@@ -1,7 +1,5 @@
 """Adapter for lm-eval (github.com/EleutherAI/lm-evaluation-harness), whose tasks call any object of its class LM."""
 
-from difflib import get_close_matches
-from itertools import groupby
 from pathlib import Path
 
 import lm_eval
@@ -46,18 +44,14 @@ class ModelAdapter(LM):
         return [-nats for nats, _ in scores]
 
     def generate_until(self, requests: list) -> list[str]:
-        """Text after each context, up to one of the strings `until`. Requests of a task have the same settings."""
+        """Text after each context, up to one of the strings `until`."""
         texts = []
-        for _, group in groupby((request.args for request in requests), key=lambda args: str(args[1])):
-            contexts, (settings, *_) = zip(*group, strict=True)
+        for context, settings in (request.args for request in requests):
             temperature = settings.get("temperature", 1.0) if settings.get("do_sample") else 0.0
-            stop, length = settings.get("until") or None, settings.get("max_gen_toks", 256)
-            sampling = SamplingConfig(length, temperature, None, None, None, repetition_penalty=1.0, stop=stop)
-            prompts = [Prompt(self.encode(text, not text), seed) for seed, text in enumerate(contexts)]
-            samples = [""] * len(prompts)
-            for chunk in generate(self.model, self.encoding, prompts, sampling, self.batch_size):
-                samples[chunk.index] += chunk.text
-            texts += samples
+            length, stop = settings.get("max_gen_toks", 256), settings.get("until")
+            sampling = SamplingConfig(length, temperature, None, None, None, repetition_penalty=1.0, stop=stop or None)
+            prompt = Prompt(self.encode(context, needs_start=not context), seed=len(texts))
+            texts.append("".join(chunk.text for chunk in generate(self.model, self.encoding, [prompt], sampling, 1)))
         return texts
 
 
@@ -66,8 +60,7 @@ def run_tasks(model: GPT, tokenizer: tiktoken.Encoding, tasks: list[str], batch_
     manager = TaskManager(include_defaults=not all(task.endswith(".yaml") for task in tasks))  # reading all takes 10 s
     for task in tasks:
         if task not in manager.all_tasks and not Path(task).is_file():
-            close = "".join(f" (did you mean {name}?)" for name in get_close_matches(task, manager.all_tasks, 1))
-            raise UserError(f"tasks={task} is neither a task of lm-eval{close} nor a YAML file; see: lm-eval ls tasks")
+            raise UserError(f"tasks={task} is neither a task of lm-eval nor a YAML file; see: lm-eval ls tasks")
     adapter = ModelAdapter(model, tokenizer, batch_size)
     evaluation = lm_eval.simple_evaluate(adapter, tasks=tasks, limit=limit, task_manager=manager, log_samples=False)
     rows = []
