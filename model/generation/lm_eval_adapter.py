@@ -40,8 +40,7 @@ class ModelAdapter(LM):
     def loglikelihood_rolling(self, requests: list) -> list[float]:
         """Log-likelihood of each text, in windows of block_size tokens."""
         texts = [torch.tensor(self.encode(request.args[0], needs_start=True)) for request in requests]
-        scores = score_texts(self.model, [(tokens, len(tokens) - 1) for tokens in texts], self.batch_size)
-        return [-nats for nats, _ in scores]
+        return [-nats for nats, _ in score_texts(self.model, [(t, len(t) - 1) for t in texts], self.batch_size)]
 
     def generate_until(self, requests: list) -> list[str]:
         """Text after each context, up to one of the strings `until`."""
