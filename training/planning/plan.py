@@ -87,7 +87,7 @@ def estimate_memory(config: Any, runtime: Runtime, vocab_size: int) -> dict[str,
     processes = runtime.dist.world_size if isinstance(runtime.dist, FSDP) else 1  # that share one copy of the model
     micro_batch_size, accumulation = config.train.split_batch(runtime.dist.world_size)
     with FakeTensorMode(), runtime.device:
-        model = GPT(config.model, vocab_size, get_attention_fn(config.attention))
+        model = GPT(config.model, vocab_size, get_attention_fn(config.attention), device=str(runtime.device))
         checkpoint_activations(model, config.train.activation_checkpointing)
         optimizers = build_optimizers(model, config.optimizer, runtime.dtype)
         for p in model.parameters():

@@ -46,9 +46,10 @@ def test_planning_does_not_allocate_the_model(plan):
     assert system.peak_memory_bytes(device) - before < 2**30
 
 
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize(("optimizer", "bytes_per_parameter"), [("adamw", 8), ("muon", 4)])
-def test_weights_gradients_and_optimizer_state_are_exact(plan, optimizer, bytes_per_parameter):
-    planned = plan(f"optimizer={optimizer}")
+def test_weights_gradients_and_optimizer_state_are_exact(plan, optimizer, bytes_per_parameter, device):
+    planned = plan(f"optimizer={optimizer}", f"device={device}", "compile=false")
     n = sum(planned.parameters.values())
     assert planned.memory["weights"] == planned.memory["gradients"] == 4 * n
     assert bytes_per_parameter * n <= planned.memory["optimizer state"] <= 8 * n + 1000
