@@ -114,13 +114,6 @@ def test_last_progress_line_shows_the_last_step(train, capsys):
     assert line == f"{metrics('a')[-1]['train/loss']:.3f}"
 
 
-def test_training_reduces_the_loss(train):
-    assert train("name=a", "train.steps=150", "train.batch_size=16", "eval.every=150", "optimizer.lr=0.02") == 0
-    rows = metrics("a")
-    assert rows[0]["val/loss"] == pytest.approx(math.log(summary("a")["vocab_size"]), abs=0.1)
-    assert rows[-1]["val/loss"] < 1.5
-
-
 def test_validation_loss_counts_each_target_once(train, workdir):
     """The reference computes each target with the complete context of its window."""
     assert train("name=a", "eval.batches=null", "train.batch_size=7") == 0
@@ -289,14 +282,6 @@ def test_best_checkpoint_can_omit_the_optimizer_state(train, sample, workdir, ca
     shutil.copy(workdir / "runs/a/checkpoints/best.pt", workdir / "runs/a/checkpoints/last.pt")
     assert train("name=a", "train.steps=12") == 2
     assert "last.pt has no optimizer state" in capsys.readouterr().err
-
-
-def test_first_lines_show_the_parameters_of_the_ngram_table(train, capsys):
-    assert train("name=a") == 0
-    total = summary("a")["n_params"]
-    assert f"{total:,} parameters, {64 * 16:,} of them in the n-gram table" in capsys.readouterr().out
-    assert train("name=b", "model.max_ngram=1") == 0
-    assert "n-gram" not in capsys.readouterr().out
 
 
 def test_tf32_is_off_by_default(train):
@@ -528,18 +513,6 @@ def test_run_leaves_no_temporary_files_and_imports_no_compiler(train, resumed, t
     assert not imported & {"torch._dynamo", "sympy"}  # importing them takes two seconds
 
 
-def test_exit_fast_does_not_wait_for_child_processes(workdir):
-    (workdir / "script.py").write_text("""
-import multiprocessing, time
-from configs.cli import exit_fast
-
-multiprocessing.get_context("fork").Process(target=time.sleep, args=(3600,)).start()
-exit_fast(3)
-""")
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    assert subprocess.run([sys.executable, "script.py"], env=environment, timeout=600).returncode == 3
-
-
 @pytest.mark.parametrize("kind", ["SIGINT", "SIGTERM", "SIGHUP"])
 def test_signal_during_imports_is_reported(workdir, kind):
     """C code of numpy and torch ignores exceptions that are raised while it imports a module."""
@@ -644,48 +617,6 @@ def test_second_process_on_the_same_run_is_refused(train, capsys):
 
 
 # Sampling
-
-
-def test_sampling_needs_only_the_checkpoint(trained, sample, workdir):
-    shutil.rmtree(workdir / "data/prepared")
-    (workdir / "text.txt").unlink()
-    settings = ["run=a", "prompt=The 1", "max_new_tokens=40"]
-    first = sample(*settings, "seed=1")
-    assert first.startswith("The 1")
-    assert len(first) == len("The 1") + 40 + 1
-    assert sample(*settings, "seed=1") == first != sample(*settings, "seed=2")
-    assert sample("seed=1", *settings[1:]) == first  # run=last is the default
-    assert sample(*settings, "attention=naive", "seed=1") == first
-    assert sample(*settings, "top_k=1") == sample(*settings, "temperature=0")
-    three = sample(*settings, "num_samples=3", "seed=1")
-    assert three.startswith(first)
-    assert three.count("The 1") >= 3
-
-
-def test_prompt_is_read_from_a_file(trained, sample, workdir):
-    (workdir / "prompt.txt").write_text("The 2nd\nline")
-    assert sample("prompt_file=prompt.txt", "max_new_tokens=3").startswith("The 2nd\nline")
-
-
-@pytest.mark.parametrize(
-    ("overrides", "message"),
-    [
-        (["prompt=Ünknown"], "the prompt has the character 'Ü' at position 0"),
-        (["run=nothing"], "run=nothing has no checkpoint"),
-        (["prompt_file=nothing.txt"], "prompt_file=nothing.txt cannot be read"),
-        (["attention=falsh"], "did you mean flash"),
-    ],
-)
-def test_sampling_refuses_invalid_input(trained, workdir, capsys, overrides, message):
-    from configs.cli import run_main
-    from sample import main
-
-    try:
-        code = run_main(main, parse_config("sample", "", overrides))
-    except SystemExit as stopped:
-        code = stopped.code
-    assert code == 2
-    assert message in capsys.readouterr().err
 
 
 def test_tiny_text_trains_with_the_default_tokenizer(train, workdir):

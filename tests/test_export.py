@@ -11,7 +11,6 @@ import transformers
 from common.checkpoint_file import load_checkpoint
 from common.errors import UserError
 from configs.cli import parse_config, run_main
-from data.tokenizer import END_OF_TEXT, end_of_text
 from model.pretrained import load_pretrained
 from sample import load
 
@@ -96,17 +95,6 @@ def test_model_saved_by_transformers_is_imported_with_its_biases(train, export):
     tokens, (ours, _) = torch.arange(10)[None], load("hf:finetuned")
     with torch.no_grad():
         torch.testing.assert_close(ours(tokens), model(tokens).logits, atol=1e-4, rtol=1e-4)
-
-
-def test_end_of_text_token_of_another_name_ends_samples(train, export, workdir):
-    (workdir / "docs").mkdir()
-    for name in "ab":  # two documents: the tokenizer has an end-of-text token
-        shutil.copy("text.txt", f"docs/{name}.txt")
-    assert train("name=a", *LLAMA, "data.path=docs") == 0
-    assert export("run=a", "out=exported")[0] == 0
-    path = Path("exported/tokenizer.json")
-    path.write_text(path.read_text().replace(END_OF_TEXT, "</s>"))
-    assert end_of_text(load("hf:exported")[1]) == end_of_text(load("a")[1]) == 256
 
 
 def test_gpt2_is_read_from_the_cache_of_the_hub(train, export, sample, workdir, monkeypatch, offline):

@@ -1,7 +1,6 @@
 """Formatting, and the progress bar and the lines that replace it."""
 
 import pytest
-from rich.console import Console
 
 from common.console import (
     ProgressBar,
@@ -47,18 +46,6 @@ def test_progress_lines_show_the_remaining_time_of_the_work_since_the_start(cloc
         "reading",
         "encoding  30 MB of 100 MB, 2.5 MB/s  0:28 left",
     ]
-
-
-def test_progress_bar_fits_a_terminal_and_shows_the_same_values(clock, monkeypatch, capsys):
-    monkeypatch.setattr(Console, "is_terminal", True)
-    monkeypatch.setenv("COLUMNS", "80")
-    with ProgressBar(total=100) as bar:
-        clock[0] += 20
-        bar.update(50, "step 50", "loss [1.0]")
-        bar.print("[a line] above the bar")
-    printed = capsys.readouterr().out
-    assert "[a line] above the bar" in printed
-    assert "step 50" in printed and "loss [1.0]  0:20 left" in printed
 
 
 def test_durations_sizes_and_counts_are_formatted():

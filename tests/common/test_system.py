@@ -1,6 +1,5 @@
 """Facts about the machine: memory, commit and command."""
 
-import subprocess
 import sys
 from pathlib import Path
 
@@ -32,17 +31,6 @@ def test_environment_names_the_device_and_the_commit_of_the_checkout():
     assert environment["versions"]["torch"].split("+")[0] == torch.__version__.split("+")[0]  # packages omit "+cu130"
     commit = environment["commit"]
     assert commit is None or len(commit.removesuffix("+")) == 40
-
-
-def test_commit_is_not_that_of_a_repository_around_the_project(tmp_path, monkeypatch):
-    git = ["git", "-c", "user.name=a", "-c", "user.email=a@b.c"]
-    for command in (["init"], ["commit", "--allow-empty", "--message=a"]):
-        subprocess.run([*git, *command], cwd=tmp_path, check=True, capture_output=True)
-    (tmp_path / "project").mkdir()
-    monkeypatch.setattr(system, "PROJECT", tmp_path / "project")
-    assert system.describe_environment(CPU)["commit"] is None
-    monkeypatch.setattr(system, "PROJECT", tmp_path)
-    assert len(system.describe_environment(CPU)["commit"]) == 40
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from helpers import ROOT, TINY
 from omegaconf import OmegaConf
 
 from common.errors import format_value
-from configs.cli import RANK_0_PRINTS_FIRST_S, SPIN_COUNT, parse_config, report_error, run_main
+from configs.cli import RANK_0_PRINTS_FIRST_S, SPIN_COUNT, parse_config, report_error
 from configs.error_messages import SYNONYMS
 from configs.schema import SCRIPTS, list_keys
 
@@ -155,17 +155,6 @@ def test_torchrun_prints_an_error_of_all_ranks_once(monkeypatch, capsys):
     assert capsys.readouterr().err == "train.py, rank 3: wrong\n"
     assert report_error("failed", 1) == 1 and len(waits) == 1  # only this rank may have failed
     assert report_error("interrupted", 75) == 75 and capsys.readouterr().err == "train.py, rank 3: failed\n"
-
-
-@pytest.mark.parametrize(
-    ("script", "advice"), [("train", "a smaller train.micro_batch_size"), ("sample", "a smaller batch_size, or dtype")]
-)
-def test_advice_against_little_memory_names_keys_of_the_script(script, advice, workdir, capsys):
-    def main(config):
-        raise MemoryError
-
-    assert run_main(main, parse_config(script, "", [])) == 1
-    assert f"out of memory; set {advice}" in capsys.readouterr().err
 
 
 def test_every_override_of_the_tiny_run_sets_its_key():

@@ -8,11 +8,10 @@ from operator import attrgetter
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from omegaconf import OmegaConf
 
 from common.errors import UserError
 from configs.cli import parse_config
-from configs.compose import CONFIGS, list_choices
+from configs.compose import list_choices
 from configs.schema import SCRIPTS, list_types
 
 ALL = [
@@ -247,26 +246,6 @@ def test_invalid_words_are_refused_and_leave_no_files(overrides, message, workdi
     assert sorted(workdir.rglob("*")) == before
 
 
-@pytest.mark.parametrize(
-    ("content", "message"),
-    [
-        (
-            b"a short text",
-            r"the training text has 10 tokens, but a window needs .* = 17; set model.block_size=9, or use",
-        ),
-        (b"caf\xe9 " * 100, r"wrong.txt is not UTF-8: byte 3 is 0xe9; save it as UTF-8 \(iconv -f latin1 -t utf-8\)"),
-        (b"", r"there is no text in .*wrong.txt"),
-    ],
-)
-def test_unusable_texts_are_refused_by_train(content, message, train, workdir, capsys):
-    (workdir / "wrong.txt").write_bytes(content)
-    assert train("name=a", "data.path=wrong.txt") == 2
-    err = capsys.readouterr().err
-    assert re.search(message, err)
-    assert err.count("\n") == 1
-    assert not (workdir / "runs/a").exists()
-
-
 WRONG_YAML = [
     (
         "train: {stesp: 3}",
@@ -314,16 +293,6 @@ def test_unreadable_yaml_files_are_refused(workdir, capsys):
         assert message in error_message(capsys, "--config-dir", "own", "experiment=mine")
         file.unlink()
     assert "--config-dir= is not a folder" in error_message(capsys, "--config-dir", "")
-
-
-def test_launchers_of_the_user_are_refused(workdir, capsys):
-    (workdir / "own/hydra/launcher").mkdir(parents=True)
-    target = "hydra._internal.core_plugins.basic_launcher.BasicLauncher"
-    code = "{_target_: os.mkdir, _args_: [executed]}"
-    (workdir / "own/hydra/launcher/mine.yaml").write_text(f"_target_: {target}\nx: {code}\n")
-    words = ["--config-dir", "own", "-m", "seed=1,2", "hydra/launcher=mine", "data.path=text.txt"]
-    assert "Could not find 'hydra/launcher/mine'" in error_message(capsys, *words)
-    assert not (workdir / "executed").exists()
 
 
 WRONG_MIX = [
@@ -437,16 +406,3 @@ def test_no_dataclass_has_a_default():
                 assert field.default_factory is MISSING, f"{node.__name__}.{field.name}"
                 todo.append(field.type)
     assert len(seen) > 10
-
-
-def test_an_experiment_can_extend_another(workdir):
-    (workdir / "own/experiment").mkdir(parents=True)
-    content = "defaults: [shakespeare_char_cpu, {override /model: modern}, _self_]\ntrain: {steps: 7}\n"
-    (workdir / "own/experiment/mine.yaml").write_text(content)
-    config = parse_config("train", "", ["--config-dir", "own", "experiment=mine", "data.path=text.txt"])
-    assert (config.train.steps, config.train.batch_size, config.model.name) == (7, 12, "modern")
-
-
-def test_no_yaml_file_of_the_project_sets_hydra():
-    for file in CONFIGS.rglob("*.yaml"):
-        assert "hydra" not in OmegaConf.load(file), file

@@ -1,6 +1,5 @@
 """text_size: presets for the amount of training text."""
 
-import gzip
 from dataclasses import replace
 
 import pytest
@@ -76,52 +75,9 @@ def test_text_that_is_not_on_this_machine_counts_as_long_unless_its_size_is_set(
     assert compose("data=shakespeare_char", "tokenizer=char").text_size == "1MB"
 
 
-def test_compressed_text_counts_as_longer_than_its_file(tmp_path):
-    path = tmp_path / "a.txt.gz"
-    path.write_bytes(gzip.compress(bytes(100_000)) + bytes(40_000))
-    plain = write_text(tmp_path, path.stat().st_size)
-    assert compose("data=text", plain).text_size == "20kB"
-    assert compose("data=text", f"data.path={path}").text_size == "100kB"
-
-
 def test_prepare_uses_the_vocabulary_of_train(tmp_path):
     words = ["data=text", write_text(tmp_path, 100_000)]
     assert compose(*words, script="prepare").tokenizer == compose(*words).tokenizer
-
-
-def test_presets_of_the_user_are_candidates(tmp_path):
-    (tmp_path / "own/text_size").mkdir(parents=True)
-    preset = OmegaConf.to_container(PRESETS["20kB"]) | {"name": "tiny", "text_bytes": 1000}
-    OmegaConf.save(preset, tmp_path / "own/text_size/tiny.yaml")
-    words = ["data=text", write_text(tmp_path, 900), "--config-dir", str(tmp_path / "own")]
-    assert compose(*words).text_size == "tiny"
-
-
-def test_invalid_presets_are_refused_with_their_file(tmp_path, capsys):
-    folder = tmp_path / "own/text_size"
-    folder.mkdir(parents=True)
-    words = ["data=text", write_text(tmp_path, 900), "--config-dir", str(tmp_path / "own")]
-    for change in ({"text_bytes": "90k"}, {"stepz": 3}, {"steps": "???"}):
-        OmegaConf.save(OmegaConf.to_container(PRESETS["1MB"]) | change, folder / "broken.yaml")
-        with pytest.raises(SystemExit):
-            compose(*words)
-        assert "own/text_size/broken.yaml: " in capsys.readouterr().err
-
-
-def test_preset_of_the_user_replaces_that_with_the_same_name(tmp_path):
-    (tmp_path / "own/text_size").mkdir(parents=True)
-    OmegaConf.save(OmegaConf.to_container(PRESETS["20kB"]) | {"steps": 7}, tmp_path / "own/text_size/20kB.yaml")
-    words = ["data=text", write_text(tmp_path, 20_000), "--config-dir", str(tmp_path / "own")]
-    assert compose(*words).train.steps == 7
-
-
-def test_preset_as_a_value_of_a_recipe_is_refused(tmp_path, capsys):
-    (tmp_path / "own/experiment").mkdir(parents=True)
-    for value in ("100kB", "{steps: 9}"):
-        (tmp_path / "own/experiment/mine.yaml").write_text(f"text_size: {value}")
-        with pytest.raises(SystemExit):
-            compose("experiment=mine", "--config-dir", str(tmp_path / "own"))
-        assert "list `override /text_size: 1MB` in its defaults" in capsys.readouterr().err
 
 
 def test_finetuning_does_not_decay_the_weights_of_the_first_run(tmp_path):
@@ -135,18 +91,3 @@ def test_bench_has_no_text_to_measure(capsys):
     with pytest.raises(SystemExit):
         compose("text_size=auto", script="bench")
     assert "text_size=auto needs data" in capsys.readouterr().err
-
-
-@pytest.mark.parametrize(
-    ("word", "message"),
-    [
-        ("text_size=2MB", r"text_size=2MB: there is no such choice"),
-        ("text_size.steps=3", r"text_size.steps cannot be set; set a key that uses it, such as train.steps"),
-        ("data.text_bytes=0", r"data.text_bytes=0 must be at least 1"),
-    ],
-)
-def test_invalid_sizes_are_refused(word, message, capsys, workdir):
-    with pytest.raises(SystemExit) as stopped:
-        compose("data=text", "data.path=text.txt", word)
-    assert stopped.value.code == 2
-    assert message in capsys.readouterr().err

@@ -1,12 +1,9 @@
 """Batches: every token once per epoch, pure functions of the sequence number, and prefetching."""
 
-import itertools
 import os
-import queue
 import resource
 import subprocess
 import sys
-import threading
 from dataclasses import replace
 from pathlib import Path
 
@@ -18,7 +15,6 @@ from helpers import ROOT, TEXT_SOURCE
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from common.errors import UserError
 from data.loader import IGNORE_INDEX, MIX_BLOCK, Loader, prefetch
 
 
@@ -115,46 +111,6 @@ def test_sources_are_mixed_by_weight_in_separate_epochs(sizes, T, seed, data):
             assert set(targets.flatten().tolist()) == set(range(first, first + size))
     again = Loader(FakePrepared(sum(sizes), 9, parts, weights), T, seed).batch("train", MIX_BLOCK - 5, 20)[0]
     assert torch.equal(again[:5], x[-5:])
-
-
-def test_tiny_weight_is_rejected():
-    with pytest.raises(UserError, match="less than 1/10,000 of all weights"):
-        Loader(FakePrepared(20, 9, [(0, 10), (10, 10)], (1.0, 1e-5)), 4, seed=0)
-
-
-class RecordingLoader:
-    """Records its calls and fails at sequence 6."""
-
-    device = torch.device("cuda")
-
-    def __init__(self):
-        self.calls = queue.Queue()
-
-    def batch(self, split, first, count):
-        self.calls.put((split, first, count, threading.current_thread() is threading.main_thread()))
-        if first == 6:
-            raise OSError("the disk is gone")
-        return first
-
-
-def test_prefetch_makes_one_batch_in_advance():
-    loader = RecordingLoader()
-    batches = prefetch(loader, itertools.count(0, 2), 2)
-    assert next(batches) == 0
-    assert [loader.calls.get(timeout=300) for _ in range(2)] == [("train", 0, 2, False), ("train", 2, 2, False)]
-    assert next(batches) == 2
-    batches.close()
-    assert loader.calls.get(timeout=300)[1] == 4
-    assert loader.calls.empty()
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("batches")]
-
-
-def test_prefetch_raises_errors_at_their_batch():
-    batches = prefetch(RecordingLoader(), itertools.count(0, 2), 2)
-    assert [next(batches) for _ in range(3)] == [0, 2, 4]
-    with pytest.raises(OSError, match="the disk is gone"):
-        next(batches)
-    assert not [thread for thread in threading.enumerate() if thread.name.startswith("batches")]
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])

@@ -1,24 +1,19 @@
 """Preparation that is killed, interrupted or disturbed gives identical files or an error of one sentence."""
 
 import hashlib
-import itertools
 import json
 import os
 import resource
-import shutil
 import subprocess
 import sys
-import time
 from dataclasses import replace
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 from data_helpers import prepare_text, prepared_folders
 from helpers import BPE, BYTE, CHAR, ROOT, TEXT_SOURCE
 
 from common.errors import UserError
-from data import encode
 from data import prepare as data_prepare
 
 RESUMING = "resuming an interrupted preparation after its last finished file"
@@ -75,12 +70,6 @@ def documents(workdir) -> Path:
     return workdir
 
 
-@pytest.fixture
-def small_shards(monkeypatch):
-    monkeypatch.setattr(encode, "CHUNK_CHARS", 1000)
-    monkeypatch.setattr(encode, "SHARD_TOKENS", 5000)
-
-
 def hash_files(folder: Path) -> dict[str, str]:
     return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
 
@@ -127,35 +116,6 @@ def test_killed_preparation_resumes_with_identical_output(documents):
     assert prepared_folders() == [folder]
 
 
-def test_interrupted_preparation_resumes_with_identical_output(documents, monkeypatch, small_shards, capsys):
-    encode_chunk, numbers = encode.encode_chunk, itertools.count()
-
-    def interrupt(*arguments):
-        if next(numbers) == 8:
-            raise KeyboardInterrupt
-        return encode_chunk(*arguments)
-
-    monkeypatch.setattr(encode, "encode_chunk", interrupt)
-    config = replace(TEXT_SOURCE, path="a")
-    with pytest.raises(KeyboardInterrupt, match="the same command resumes after the last finished file"):
-        prepare_text(config, BYTE)
-    monkeypatch.setattr(encode, "encode_chunk", encode_chunk)
-    folder = prepare_text(config, BYTE).folder
-    assert RESUMING in capsys.readouterr().out
-    resumed = hash_files(folder)
-    shutil.rmtree(folder)
-    assert hash_files(prepare_text(config, BYTE).folder) == resumed
-
-
-def test_interruption_while_text_is_read_promises_nothing(documents, monkeypatch):
-    def interrupt(*arguments):
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr("data.prepare.plan_splits", interrupt)
-    with pytest.raises(KeyboardInterrupt, match=r"^$"):
-        prepare_text(replace(TEXT_SOURCE, path="a"), BYTE)
-
-
 def test_second_process_waits_for_the_first(documents):
     (documents / "wait").touch()
     first = start_preparation()
@@ -193,31 +153,6 @@ def test_full_disk_is_reported_and_leaves_no_folder(documents):
     assert not prepared_folders()
 
 
-def test_partial_folder_without_journal_is_replaced(workdir):
-    prepared = prepare_text(TEXT_SOURCE, CHAR)
-    content = (prepared.folder / "train.bin").read_bytes()
-    partial = prepared.folder.rename(f"{prepared.folder}.partial")
-    (partial / "train.bin").write_bytes(b"half")
-    assert (prepare_text(TEXT_SOURCE, CHAR).folder / "train.bin").read_bytes() == content
-
-
-def test_unfinished_folders_of_other_texts_are_removed_after_a_week(workdir):
-    for name in ("old", "new"):
-        Path(f"data/prepared/{name}.partial").mkdir(parents=True)
-    week_ago = time.time() - 7 * 24 * 3600 - 60
-    os.utime("data/prepared/old.partial", (week_ago, week_ago))
-    folder = prepare_text(TEXT_SOURCE, CHAR).folder
-    assert set(prepared_folders()) == {folder, Path("data/prepared/new.partial")}
-
-
-def test_no_lock_file_is_left(workdir):
-    prepare_text(TEXT_SOURCE, CHAR)
-    (workdir / "empty.txt").touch()
-    with pytest.raises(UserError, match="there is no text"):
-        prepare_text(replace(TEXT_SOURCE, path="empty.txt"), CHAR)
-    assert not list(Path("data/prepared/.locks").iterdir())
-
-
 def test_text_that_changes_while_it_is_read_is_rejected(workdir, monkeypatch):
     plan_splits = data_prepare.plan_splits
 
@@ -244,77 +179,3 @@ def test_memory_does_not_grow_with_the_text(workdir, tokenizer):
         (workdir / "big.txt").write_text(line * (megabytes * 10**6 // len(line)))
         peak[megabytes] = int(read_output(start_python(script)).split()[-1]) / 2**20
     assert peak[128] - peak[32] < 40, peak
-
-
-def test_many_small_documents_are_several_chunks():
-    pieces = (("", True, False, "") for _ in range(200_000))
-    assert max(map(len, encode.split_into_chunks(pieces))) < 50_000
-
-
-def test_finished_files_of_a_remote_text_survive_an_error(workdir, monkeypatch, small_shards, capsys):
-    reads = itertools.count()
-
-    def iter_text(source, files):
-        fails = next(reads) == 3  # reads 0 to 2: split plan, and both splits for the vocabulary
-        for n in range(400):
-            if fails and n == 300:
-                raise UserError("the network is gone")
-            yield f"document {n} " * 30, True, False
-
-    monkeypatch.setattr("data.splits.iter_text", iter_text)
-    config = replace(TEXT_SOURCE, source="url", path=None, url="https://example.com/a.txt", val_fraction=0.05)
-    with pytest.raises(UserError, match="the network is gone"):
-        prepare_text(config, CHAR)
-    prepared = prepare_text(config, CHAR)
-    assert RESUMING in capsys.readouterr().out
-    documents = prepared.tokenizer.decode(prepared.tokens("train")[:].tolist()).split("<|endoftext|>")
-    assert documents[:-1] == [f"document {n} " * 30 for n in range(len(documents) - 1)]
-    assert len(documents) > 350
-
-
-def test_hub_data_set_resumes_only_at_the_same_commit(workdir, monkeypatch, small_shards, capsys):
-    network, reads = {"fails_at_read": 4}, itertools.count(1)
-
-    def iter_text(source, files):
-        read = next(reads)
-        for n in range(400):
-            if not network["is_up"] or (read == network["fails_at_read"] and n == 300):
-                raise UserError("the network is gone")
-            yield f"document {n} of the {source.revision} " * 30, True, False
-
-    class FakeHub:
-        def dataset_info(self, repo, revision, timeout):
-            if network["commit"] is None:
-                raise ConnectionError
-            return SimpleNamespace(sha=network["commit"])
-
-    def attempt(commit, is_up=True):
-        network.update(commit=commit, is_up=is_up)
-        return prepare_text(config, CHAR)
-
-    monkeypatch.setattr("huggingface_hub.HfApi", FakeHub)
-    monkeypatch.setattr("data.splits.iter_text", iter_text)
-    config = replace(TEXT_SOURCE, source="hub", path=None, repo="a/b", split="train", val_fraction=0.05)
-    with pytest.raises(UserError, match="the network is gone"):
-        attempt("first")
-    with pytest.raises(UserError, match="the network is gone"):
-        attempt(None, is_up=False)
-    prepared = attempt(None)  # the commit is unknown, the files are in the cache
-    assert capsys.readouterr().out.count(RESUMING) == 2
-    assert prepared.meta["source"]["commits"] == {"text": "first"}
-    assert prepared.tokenizer.decode(prepared.tokens("train")[:].tolist()).count("of the first") > 350 * 30
-    prepared.folder.rename("first")
-    network["fails_at_read"] = next(reads) + 4
-    with pytest.raises(UserError, match="the network is gone"):
-        attempt("first")
-    prepared = attempt("second")
-    assert RESUMING not in capsys.readouterr().out
-    assert "first" not in prepared.tokenizer.decode(prepared.tokens("train")[:].tolist())
-
-
-def test_short_remote_text_leaves_no_folder(workdir, monkeypatch):
-    monkeypatch.setattr("data.splits.iter_text", lambda source, files: iter([("short", True, False)]))
-    config = replace(TEXT_SOURCE, source="url", path=None, url="https://example.com/a.txt")
-    with pytest.raises(UserError, match="a window needs"):
-        prepare_text(config, CHAR)
-    assert not prepared_folders()

@@ -1,7 +1,6 @@
 """Prompts and completions (data.prompt_column): prompts are inputs, but never targets."""
 
 import csv
-import hashlib
 import json
 from dataclasses import replace
 from pathlib import Path
@@ -11,13 +10,11 @@ import pyarrow.parquet as pq
 import pytest
 import torch
 from data_helpers import make_mix, prepare_text
-from helpers import BYTE, CHAR, TEXT_SOURCE
+from helpers import BYTE, TEXT_SOURCE
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from common.errors import UserError
-from data import encode
-from data.inspect import inspect
 from data.loader import IGNORE_INDEX, Loader
 from data.readers import read_documents
 from data.sources import resolve_sources
@@ -87,40 +84,6 @@ def test_training_batches_of_one_source_and_of_a_mix(workdir, T, first, count, m
     if not mixed:
         assert torch.equal(~is_counted, torch.isin(following, torch.tensor(list(b"abcdef"))))
     assert loader.count_targets(first, count) == max(1, int((y != IGNORE_INDEX).sum()))
-
-
-def test_data_without_prompts_keeps_its_files_and_fingerprint(workdir):
-    folder = prepare_text(TEXT_SOURCE, CHAR).folder
-    assert folder.name == "text-193b6ebc1f8c"
-    content = b"".join((folder / name).read_bytes() for name in ("train.bin", "val.bin"))
-    assert hashlib.sha256(content).hexdigest()[:12] == "0623d114bbae"
-
-
-def test_interrupted_preparation_of_prompts_resumes_with_identical_output(workdir, monkeypatch):
-    monkeypatch.setattr(encode, "CHUNK_CHARS", 300)
-    monkeypatch.setattr(encode, "SHARD_TOKENS", 200)
-    write_rows("rows.jsonl", ROWS)
-    whole = prepare_text(PAIRS)
-    expected = {path.name: path.read_bytes() for path in whole.folder.iterdir()}
-    assert len(expected) > 4
-    whole.folder.rename("expected")
-    write, writes = encode.ShardWriter.write, iter(range(99))
-
-    def interrupt(*arguments):
-        if next(writes) == 3:
-            raise KeyboardInterrupt
-        write(*arguments)
-
-    monkeypatch.setattr(encode.ShardWriter, "write", interrupt)
-    with pytest.raises(KeyboardInterrupt):
-        prepare_text(PAIRS)
-    folder = prepare_text(PAIRS).folder
-    assert {path.name: path.read_bytes() for path in folder.iterdir()} == expected
-
-
-def test_inspect_shows_the_text_of_prompts(workdir):
-    write_rows("rows.jsonl", ROWS)
-    assert "q│u│e│s│t│i│o│n" in inspect(prepare_text(PAIRS))
 
 
 def test_documents_are_read_with_their_prompts(workdir):

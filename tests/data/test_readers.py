@@ -7,9 +7,8 @@ import http.server
 import json
 import lzma
 import re
-import socket
 import threading
-from contextlib import chdir, suppress
+from contextlib import chdir
 from dataclasses import replace
 from pathlib import Path
 from tempfile import TemporaryDirectory
@@ -41,7 +40,7 @@ from common.errors import UserError
 from configs.cli import parse_config
 from data import readers
 from data.config import TokenizerConfig
-from data.readers import chunk_document, slice_documents
+from data.readers import chunk_document
 from data.tokenizer import encode, end_of_text, needs_download
 
 DOCUMENTS = [f"Document {n} of the web says {n * n}, and après tout no more.\n" * 3 for n in range(60)]
@@ -180,21 +179,6 @@ def test_table_rows_are_documents_and_the_last_are_held_out(tables, name):
     assert prepared.meta["source"]["documents"] == 60
 
 
-@pytest.mark.slow
-def test_long_lines_and_long_runs_round_trip(workdir):
-    """Long runs without words and long runs of spaces overflow the stack of a tokenizer's regex."""
-    line = "".join(f"word{n} " for n in range(900_000))
-    assert len(line) > 9e6
-    text = line + "\n" + "x" * 1_100_000 + " " * 1_100_000 + "日本語" * 100_000 + "\n" * 100_000
-    (workdir / "long.txt").write_text(text, encoding="utf-8")
-    for kind in (BYTE, BPE):
-        prepared = prepare_text(replace(TEXT_SOURCE, path="long.txt"), kind)
-        ids = np.concatenate([prepared.tokens(split)[:] for split in ("train", "val")])
-        # Byte ids are the text itself; decoding a list of ten million ids would need half a gigabyte.
-        back = ids.astype(np.uint8).tobytes() if kind is BYTE else prepared.tokenizer.decode_bytes(ids.tolist())
-        assert back == text.encode()
-
-
 @pytest.mark.parametrize("kind", [BPE, GPT2], ids=lambda kind: kind.name)
 def test_document_in_pieces_has_the_same_tokens(workdir, monkeypatch, kind):
     if needs_download(kind):
@@ -209,29 +193,6 @@ def test_document_in_pieces_has_the_same_tokens(workdir, monkeypatch, kind):
         assert [ends for _, ends, _ in pieces] == [False] * (len(pieces) - 1) + [True]
         assert max(len(piece) for piece, *_ in pieces) <= size
         assert np.array_equal(np.concatenate([encode(tokenizer, piece) for piece, *_ in pieces]), whole)
-
-
-pieces_of = st.lists(st.lists(st.text("ab", max_size=4), min_size=1, max_size=3), min_size=1, max_size=5).map(
-    lambda documents: [(text, n == len(texts) - 1, False) for texts in documents for n, text in enumerate(texts)]
-)
-
-
-@settings(max_examples=200)
-@given(pieces=pieces_of, data=st.data())
-def test_slice_documents_divides_at_any_position(pieces, data):
-    lengths, length = [], 0
-    for text, ends, _ in pieces:
-        length += len(text)
-        if ends:
-            lengths.append(length)
-            length = 0
-    document = data.draw(st.integers(0, len(lengths) - 1))
-    cut = (document, data.draw(st.integers(0, lengths[document] - 1)) if lengths[document] else 0)
-    first, second = list(slice_documents(pieces, (0, 0), cut)), list(slice_documents(pieces, cut, None))
-    assert "".join(text for text, *_ in first + second) == "".join(text for text, *_ in pieces)
-    assert sum(len(text) for text, *_ in first) == sum(lengths[:document]) + cut[1]
-    assert sum(ends for _, ends, _ in first) == document
-    assert sum(ends for _, ends, _ in second) == len(lengths) - document
 
 
 UNREADABLE = [
@@ -351,14 +312,6 @@ def test_unreadable_tables_give_one_sentence_and_leave_no_folder(tables, capfd, 
     assert out.startswith("preparing text") and out.count("\n") == 1 and err == ""
 
 
-def test_damaged_parquet_page_is_detected(tables):
-    content = bytearray((tables / "web.parquet").read_bytes())
-    content[40:400] = b"\xff" * 360
-    (tables / "damaged.parquet").write_bytes(content)
-    with pytest.raises(UserError, match=r"damaged.parquet cannot be read as .parquet \(OSError: "):
-        prepare_text(replace(TEXT_SOURCE, path="damaged.parquet"))
-
-
 def test_url_is_downloaded(workdir):
     """As for data=shakespeare_char, but from a server on this machine."""
     handler = type("Quiet", (http.server.SimpleHTTPRequestHandler,), {"log_message": lambda *a: None})
@@ -371,41 +324,6 @@ def test_url_is_downloaded(workdir):
         with pytest.raises(UserError, match=r"could not be downloaded .* data.path=FILE"):
             prepare_text(replace(config, url=f"{address}/missing.txt"), CHAR)
         server.shutdown()
-
-
-@pytest.mark.parametrize(
-    "answer", [b"", b"HTTP/1.1 200 OK\r\nContent-Length: 99\r\n\r\nThe first"], ids=["none", "half"]
-)
-def test_stalled_download_ends_with_one_sentence(workdir, monkeypatch, answer):
-    monkeypatch.setattr(readers, "DOWNLOAD_TIMEOUT_S", 0.2)
-    connections = []  # keeps them open
-    with socket.create_server(("127.0.0.1", 0)) as server:
-
-        def answer_in_part():
-            with suppress(OSError):
-                while True:
-                    connections.append(server.accept()[0])
-                    connections[-1].sendall(answer)
-
-        threading.Thread(target=answer_in_part, daemon=True).start()
-        config = replace(TEXT_SOURCE, source="url", path=None, url=f"http://127.0.0.1:{server.getsockname()[1]}/a.txt")
-        with pytest.raises(UserError, match=r"could not be downloaded \(.*[Tt]imeout.*\); .* data.path=FILE") as error:
-            prepare_text(config, CHAR)
-        assert "\n" not in str(error.value)
-        server.shutdown(socket.SHUT_RDWR)
-
-
-@pytest.mark.parametrize("stream", [False, True])
-def test_hub_data_set_is_read_at_the_commit_of_its_revision(hub, stream):
-    prepared = prepare_text(replace(HUB, stream=stream, val_documents=6))
-    commit = "the commit of refs/convert/parquet"
-    arguments = {"name": None, "split": "train", "revision": commit, "streaming": stream}
-    assert hub and all(call == ("some/texts", arguments) for call in hub)
-    assert prepared.meta["source"]["commits"] == {"text": commit}
-    assert sorted(decode_documents(prepared)) == sorted(DOCUMENTS)
-    hub.clear()
-    assert prepare_text(replace(HUB, stream=stream, val_documents=6)).folder == prepared.folder
-    assert not hub  # prepared data needs no hub
 
 
 @pytest.mark.parametrize(
@@ -425,15 +343,6 @@ def test_hub_data_set_is_read_at_the_commit_of_its_revision(hub, stream):
 def test_missing_hub_column_split_or_config_is_reported(hub, change, message):
     with pytest.raises(UserError, match=message):
         prepare_text(replace(HUB, **change))
-
-
-def test_unreachable_hub_is_reported(workdir, monkeypatch):
-    def unreachable(*args, **kwargs):
-        raise ConnectionError("Couldn't reach 'some/texts' on the Hub")
-
-    monkeypatch.setattr(datasets, "load_dataset", unreachable)
-    with pytest.raises(UserError, match=r"ConnectionError: .*check the network, or download the files .*=FILES$"):
-        prepare_text(HUB)
 
 
 def write_repository(folder: Path, configs: str, files: dict[str, list[dict]]) -> str:
@@ -526,22 +435,3 @@ def test_presets_read_data_sets_shaped_like_the_real_ones(workdir, monkeypatch, 
     else:
         assert not set(text.split("page")[1:]) & set(val.split("page")[1:])  # no document is in both
         assert prepared.tokens("train")[:].tolist().count(256) == documents[0]
-
-
-def test_changed_local_repository_is_read_again(workdir):
-    configs, files, _, _ = PRESETS["tinystories"]
-    repo = write_repository(workdir / "repository", configs, files)
-    config = replace(TEXT_SOURCE, source="hub", path=None, repo=repo, split="train")
-    first = prepare_text(config)
-    write_repository(workdir / "repository", configs, {name: rows[::-1] for name, rows in files.items()})
-    second = prepare_text(config)
-    assert second.folder != first.folder
-    assert second.tokenizer.decode(second.tokens("train")[:9].tolist()) == "Story 49,"
-
-
-def test_missing_split_of_a_local_repository_is_reported(workdir):
-    configs, files, _, _ = PRESETS["tinystories"]
-    repo = write_repository(workdir / "repository", configs, files)
-    config = replace(TEXT_SOURCE, source="hub", path=None, repo=repo, split="trian")
-    with pytest.raises(UserError, match=r"could not be read from the hub .*trian.* correct data.repo"):
-        prepare_text(config)

@@ -1,18 +1,14 @@
 """Prepared folders: token files, meta.json, verify and inspect."""
 
-import json
-import os
-import shutil
-import time
 from dataclasses import replace
 
 import pytest
 from data_helpers import prepare_text, write_jsonl
 from helpers import CHAR, TEXT_SOURCE
 
-from common.errors import TrainingFailed, UserError
+from common.errors import UserError
 from data import encode
-from data.shards import check_length, read_meta, verify
+from data.shards import check_length, verify
 
 
 def test_several_shards_read_like_one_file(workdir, monkeypatch):
@@ -55,73 +51,9 @@ def test_changed_and_short_files_are_detected(workdir):
         prepare_text(TEXT_SOURCE, CHAR, 16)
 
 
-def test_unchanged_large_files_are_hashed_once(workdir, monkeypatch):
-    monkeypatch.setattr("data.sources.MIN_CACHED_BYTES", 1)
-    folder = prepare_text(TEXT_SOURCE, CHAR, 16).folder
-    old = time.time() - 60
-    for path in ("text.txt", *folder.iterdir()):
-        os.utime(path, (old, old))
-    prepare_text(TEXT_SOURCE, CHAR, 16)
-    with monkeypatch.context() as without_hashing:
-        without_hashing.setattr("hashlib.file_digest", None)
-        prepare_text(TEXT_SOURCE, CHAR, 16)
-    content = (folder / "train.bin").read_bytes()
-    (folder / "train.bin").write_bytes(b"xx" + content[2:])
-    os.utime(folder / "train.bin", (old, old))  # same size and modification time
-    with pytest.raises(UserError, match=r"train.bin was changed"):
-        prepare_text(TEXT_SOURCE, CHAR, 16)
-
-
-def test_files_changed_while_in_use_are_one_sentence(workdir):
-    prepared = prepare_text(TEXT_SOURCE, CHAR, 16)
-    tokens = prepared.tokens("train")
-    path, invalid_id = prepared.folder / "train.bin", prepared.meta["vocab_size"].to_bytes(2, "little")
-    content = path.read_bytes()
-    changes = [
-        lambda: path.write_bytes(invalid_id + content[2:]),
-        lambda: path.write_bytes(content[:2]),
-        lambda: shutil.rmtree(prepared.folder),
-    ]
-    for change in changes:
-        change()
-        with pytest.raises(TrainingFailed, match=r"train.bin was changed or removed while in use; run the same comm"):
-            tokens[:9]
-
-
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [
-        (lambda meta: meta | {"format": 99}, "has format 99, but this version reads"),
-        (lambda meta: meta | {"format": 1}, "has format 1, but this version reads"),
-        (lambda meta: [], "meta.json is missing or damaged"),
-    ],
-)
-def test_meta_of_another_format_is_rejected(workdir, change, message):
-    folder = prepare_text(TEXT_SOURCE, CHAR, 16).folder
-    (folder / "meta.json").write_text(json.dumps(change(read_meta(folder))))
-    with pytest.raises(UserError, match=message):
-        prepare_text(TEXT_SOURCE, CHAR, 16)
-
-
 def test_check_length_suggests_a_block_size():
     with pytest.raises(UserError, match=r"set model.block_size=99"):
         check_length({"train": 100, "val": 10}, 100)
     with pytest.raises(UserError, match=r"data.val_fraction"):
         check_length({"train": 101, "val": 1}, 100)
     check_length({"train": 101, "val": 2}, 100)
-
-
-def test_inspect_shows_sizes_and_tokenized_text(workdir, capsys):
-    from configs.cli import parse_config, run_main
-    from prepare import main
-
-    words = ["data=text", "data.path=text.txt", "tokenizer=bpe", "tokenizer.vocab_size=300"]
-    assert run_main(main, parse_config("prepare", "", [*words, "inspect=true", "verify=true"])) == 0
-    out = capsys.readouterr().out
-    meta = json.loads(next(workdir.glob("data/prepared/*/meta.json")).read_text())
-    size = len((workdir / "text.txt").read_bytes())
-    assert sum(meta["bytes"].values()) == size
-    assert f"bpe of 300, {size / sum(meta['tokens'].values()):.2f} bytes per token" in out
-    assert "documents   1\n" in out
-    assert "  The 0th line" in out.replace("│", "")
-    assert "\\n" in out  # line ends are escaped

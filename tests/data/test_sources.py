@@ -1,25 +1,14 @@
 """Finding the files of paths and configs, and the fingerprint of their content."""
 
-import os
 import shutil
-import time
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
-from data_helpers import HUB, load_documents, prepare_text, write_csv, write_parquet
-from helpers import BYTE, CHAR, TEXT_SOURCE
+from data_helpers import HUB, load_documents, write_csv, write_parquet
+from helpers import BYTE, TEXT_SOURCE
 
 from data.prepare import Task
-from data.sources import hash_cache
-
-
-def test_interrupted_hashing_keeps_the_hashes_so_far(tmp_path):
-    with pytest.raises(KeyboardInterrupt), hash_cache(tmp_path / "hashes.json") as known:
-        known["a"] = "1"
-        raise KeyboardInterrupt
-    with hash_cache(tmp_path / "hashes.json") as known:
-        assert known == {"a": "1"}
 
 
 @pytest.mark.parametrize("name", ["a[b].txt", "it's.txt", "é, x=1.txt", "st*r ?.txt", "{a}.txt"])
@@ -104,32 +93,3 @@ def test_fingerprint_covers_everything_that_decides_the_tokens(workdir):
     shutil.copy("0.parquet", "same.parquet")
     assert fingerprint(replace(parquet, path="same.parquet")) == fingerprint(parquet)
     assert fingerprint(replace(parquet, document_mask=True, weight=3.0)) == fingerprint(parquet)
-
-
-def test_hash_of_a_large_file_is_cached_until_the_file_changes(workdir, monkeypatch):
-    monkeypatch.setattr("data.sources.MIN_CACHED_BYTES", 1)
-    old = time.time() - 60
-    os.utime("text.txt", (old, old))
-    first = Task.from_config(TEXT_SOURCE, CHAR, None).folder
-    assert "text.txt" in Path("data/prepared/.hashes").read_text()
-    monkeypatch.setattr("hashlib.file_digest", None)
-    assert Task.from_config(TEXT_SOURCE, CHAR, None).folder == first
-    monkeypatch.undo()
-    monkeypatch.chdir(workdir)
-    text = Path("text.txt").read_text()
-    Path("text.txt").write_text(text.replace("0th", "1th"))
-    os.utime("text.txt", (old, old))  # same size and modification time
-    assert Task.from_config(TEXT_SOURCE, CHAR, None).folder != first
-
-
-def test_renamed_files_of_a_local_hub_repository_change_the_fingerprint(workdir):
-    Path("set").mkdir()
-    for name in ("train", "validation"):
-        write_parquet(workdir / f"set/{name}.parquet", [f"{name} {n} " for n in range(30)])
-    config = replace(TEXT_SOURCE, source="hub", path=None, repo="set", split="train")
-    first = prepare_text(config)
-    Path("set/train.parquet").rename("set/test.parquet")
-    Path("set/validation.parquet").rename("set/train.parquet")  # the order of the contents stays the same
-    second = prepare_text(config)
-    assert first.folder != second.folder
-    assert second.tokenizer.decode(second.tokens("train")[:5].tolist()) == "valid"

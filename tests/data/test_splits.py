@@ -61,22 +61,6 @@ def test_validation_can_be_separate_files_or_the_first_documents(workdir):
         texts(val_documents=30)
 
 
-def test_larger_held_out_share_than_requested_is_reported(workdir, capsys):
-    (workdir / "long.txt").write_text("a longer text " * 3000)
-    prepare_text(replace(TEXT_SOURCE, path=["text.txt", "long.txt"]), BYTE, 4)
-    message = "62% of text is held out instead of data.val_fraction=0.1, because documents"
-    assert message in capsys.readouterr().out
-
-
-@pytest.mark.parametrize(("split", "val_split"), [("train+test", "test"), ("train[:90%]", "train[50%:]")])
-def test_hub_split_cannot_be_held_out_from_itself(workdir, split, val_split):
-    write_parquet(workdir / "train.parquet", [f"train {n} " for n in range(30)])
-    write_parquet(workdir / "test.parquet", [f"test {n} " for n in range(30)])
-    config = replace(TEXT_SOURCE, source="hub", path=None, repo=".", split=split, val_split=val_split)
-    with pytest.raises(UserError, match=r", split (test|train) would be used for both training and validation"):
-        prepare_text(config)
-
-
 def test_file_cannot_be_trained_on_and_held_out(workdir):
     (workdir / "folder").mkdir()
     (workdir / "folder/text.txt").write_text("a text " * 50)
@@ -100,22 +84,6 @@ def test_mix_cannot_train_on_files_that_another_source_holds_out(workdir):
         prepare_text(make_mix(mix={"all": all_of_them, "one": held_out}))
     both = {"all": replace(TEXT_SOURCE, path=["1.txt", "2.txt"], val_path="0.txt"), "one": held_out}
     assert prepare_text(make_mix(mix=both)).meta["documents"] == {"train": 3, "val": 2}
-
-
-def test_mix_of_one_source_equals_the_source(workdir, capsys):
-    prepared = prepare_text(make_mix(mix={"only": TEXT_SOURCE}), CHAR, 4)
-    assert capsys.readouterr().out.startswith("preparing mix: text.txt -> ")
-    assert prepared.meta["tokens"] == prepare_text(TEXT_SOURCE, CHAR, 4).meta["tokens"]
-
-
-def test_mix_source_without_training_text_is_reported(workdir):
-    (workdir / "tiny.txt").write_text("x")
-    mix = {"one": TEXT_SOURCE, "two": replace(TEXT_SOURCE, path="tiny.txt")}
-    with pytest.raises(UserError, match=r"data.mix.two has no training text"):
-        prepare_text(make_mix(mix=mix))
-    mix["two"] = replace(TEXT_SOURCE, path="no.txt")
-    with pytest.raises(UserError, match=r"data.mix.two: data.path=no.txt does not exist"):
-        prepare_text(make_mix(mix=mix))
 
 
 def test_mix_keeps_sources_separate_with_one_vocabulary(workdir):

@@ -11,15 +11,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import UserError
-from data.config import TokenizerConfig
 from data.prepare import prepare
 from data.tokenizer import (
-    _cached_name,
-    _missing_files,
     encode,
     end_of_text,
     from_spec,
-    needs_download,
     to_spec,
     token_bytes,
 )
@@ -70,50 +66,6 @@ def test_gpt2_tokenizer_matches_gpt2():
     assert (tokenizer.n_vocab, end_of_text(tokenizer)) == (50257, 50256)
     again = from_spec(to_spec(tokenizer))
     assert again.encode("Hello, world") == [15496, 11, 995]
-
-
-@pytest.mark.parametrize(
-    ("name", "file"),
-    [
-        ("gpt2", "vocab.bpe as 6d1cbeee0f20b3d9449abfede4726ed8212e3aee"),
-        ("cl100k_base", "cl100k_base.tiktoken as 9b5ad71b2ce5302211f9c61530b329a4922fc6a4"),
-        ("o200k_base", "o200k_base.tiktoken as fb374d419588a4632f3f557e76b4b70aebbca790"),
-    ],
-)
-def test_missing_vocabulary_error_names_files_and_folder(monkeypatch, tmp_path, name, file):
-    import tiktoken
-
-    def unreachable(name):
-        raise ConnectionError("no network")
-
-    monkeypatch.setattr(tiktoken, "get_encoding", unreachable)
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
-    with pytest.raises(UserError) as refused:
-        build(["x"], TokenizerConfig(name, None, None))
-    assert f"{file}" in str(refused.value)
-    assert f"into {tmp_path}" in str(refused.value)
-    assert needs_download(TokenizerConfig(name, None, None))
-    with (
-        monkeypatch.context() as without_cache,
-        pytest.raises(UserError, match="into the folder TIKTOKEN_CACHE_DIR=FO"),
-    ):
-        without_cache.setenv("TIKTOKEN_CACHE_DIR", "")
-        build(["x"], TokenizerConfig(name, None, None))
-    for missing in _missing_files(name):
-        (tmp_path / _cached_name(missing)).touch()
-    assert not needs_download(TokenizerConfig(name, None, None))
-
-
-def test_download_of_a_vocabulary_has_a_time_limit(monkeypatch, tmp_path):
-    def stall(session, method, url, timeout=None, **options):
-        assert timeout is not None
-        raise TimeoutError
-
-    monkeypatch.setattr("requests.Session.request", stall)
-    monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path))
-    monkeypatch.setattr("tiktoken.registry.ENCODINGS", {})
-    with pytest.raises(UserError, match=r"could not be downloaded \(TimeoutError\)"):
-        build(["x"], GPT2)
 
 
 def test_tokenizer_without_end_of_text_prints_a_warning(workdir, capsys):

@@ -61,16 +61,6 @@ def test_every_backend_gives_the_same_losses_with_windows_and_document_masks(tra
     assert plain[1]["train/loss"] != first["naive"][1], "the mask has no effect in training"
 
 
-def test_resuming_with_another_mask_or_window_is_refused(train, workdir, capsys):
-    path = write_table([f"the {n}th document says {n * n} and ends" for n in range(60)])
-    settings = [f"data.path={path}", "tokenizer=byte", "name=a"]
-    assert train(*settings) == 0
-    assert train(*settings, "data.document_mask=true", "train.steps=8") == 2
-    assert "data.document_mask=false (now true)" in capsys.readouterr().err
-    assert train(*settings, "model.window=4", "train.steps=8") == 2
-    assert "model.window=null (now 4)" in capsys.readouterr().err
-
-
 def test_sampling_uses_the_windows_of_the_checkpoint(train, sample, workdir):
     assert train("model.window=[4,null]", "name=a") == 0
     texts = {sample("run=a", f"attention={name}", "temperature=0", "max_new_tokens=20") for name in TRAINS_ON_CPU}

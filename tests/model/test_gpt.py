@@ -6,13 +6,11 @@ from itertools import pairwise
 import pytest
 import torch
 from helpers import TRAINS_ON_CPU
-from hypothesis import given
-from hypothesis import strategies as st
 from model_helpers import GPT2, GROUPED, LLAMA, MODERN, VARIANTS, make_model, random_tokens
 
 from common.errors import UserError
 from model.attention import BACKENDS
-from model.gpt import apply_rotary, positions_in_document, rotary_cos_sin
+from model.gpt import apply_rotary, rotary_cos_sin
 
 
 def test_logits_loss_and_gradients_equal_those_of_transformers_gpt2():
@@ -181,13 +179,6 @@ def test_sequences_longer_than_block_size_are_refused():
 
 
 # Windows and document masks
-
-
-@given(lengths=st.lists(st.integers(1, 5), min_size=1, max_size=6))
-def test_positions_start_at_0_in_each_document(lengths):
-    doc_ids = torch.cat([torch.full((n,), i) for i, n in enumerate(lengths)])
-    expected = torch.cat([torch.arange(n) for n in lengths])
-    assert torch.equal(positions_in_document(torch.stack((doc_ids, doc_ids + 7))), torch.stack((expected, expected)))
 
 
 @VARIANTS

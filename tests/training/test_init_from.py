@@ -1,15 +1,12 @@
 """Finetuning: runs that start from the weights and the tokenizer of another run."""
 
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-from helpers import CHAR, TEXT_SOURCE, TINY, metrics
+from helpers import TINY, metrics
 
 from common.checkpoint_file import load_checkpoint
-from data.prepare import prepare
-from training.init_from import load_run_tokenizer
 
 FROM_A = ["train.init_from=run:a", "tokenizer=run", "tokenizer.run=a", "data.path=other.txt", "name=b"]
 
@@ -102,26 +99,6 @@ def test_advice_for_a_short_text_works(train, workdir, capsys, position):
     assert train(*FROM_A, model, "model.block_size=9") == 0
     before, after = (load(name, "best")["model"] for name in "ab")
     assert {name for name in before if before[name].shape != after[name].shape} <= {"wpe.weight"}
-
-
-def test_tokenizer_of_a_run_prepares_another_text(trained, other):
-    spec = load_run_tokenizer("a")
-    config = replace(TEXT_SOURCE, path="other.txt")
-    prepared = prepare(config, replace(CHAR, name="run", run="a"), 16, spec=spec)
-    assert prepared.meta["tokenizer"] == spec
-    assert prepared.tokenizer.decode(prepared.tokens("train")[:5].tolist()) == "The 7"
-    separate = prepare(config, CHAR, 16)
-    assert separate.folder != prepared.folder and separate.meta["vocab_size"] < prepared.meta["vocab_size"]
-
-
-def test_unknown_character_is_reported(trained, train, workdir, capsys):
-    (workdir / "other.txt").write_text("a ☃ in a line.\n" * 60)
-    assert train(*FROM_A) == 2
-    message = (
-        "has the character '☃' at position 2, which is not in this vocabulary of 33 characters; remove it, or train "
-    )
-    assert message + "a new model with tokenizer=byte or bpe" in capsys.readouterr().err
-    assert not [path for path in Path("data/prepared").glob("[!.]*/") if path.suffix]
 
 
 def test_mix_trains_and_a_changed_weight_is_refused(train, workdir, capsys):

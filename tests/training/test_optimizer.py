@@ -9,7 +9,6 @@ import torch
 from helpers import ADAMW, MUON, tiny_model, train_step
 from torch import nn
 
-from training.muon import orthogonalize
 from training.optimizer import build_optimizers, load_state_by_name, optimizer_step, set_lr, state_by_name
 
 
@@ -46,20 +45,6 @@ def test_muon_updates_the_matrices_of_blocks_and_adamw_the_rest(tied):
     assert in_muon == {p for name, p in model.named_parameters() if name.startswith("blocks") and p.ndim == 2}
     assert rates[model.wte.weight] == MUON.embedding_lr
     assert rates[model.lm_head.weight] == (MUON.embedding_lr if tied else MUON.head_lr)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_muon_orthogonalizes_in_float32_only_in_float32_runs(monkeypatch, dtype):
-    dtypes = set()
-
-    def record(matrices, steps, dtype):
-        dtypes.add(dtype)
-        return orthogonalize(matrices, steps, dtype)
-
-    monkeypatch.setattr("training.muon.orthogonalize", record)
-    model = tiny_model()
-    train_step(model, build_optimizers(model, MUON, dtype))
-    assert dtypes == {torch.float32 if dtype == torch.float32 else torch.bfloat16}
 
 
 @pytest.mark.parametrize("config", [ADAMW, MUON], ids=["adamw", "muon"])

@@ -36,13 +36,6 @@ def test_overfitting_is_reported_once_and_recorded(short_text, train, capsys):
     assert load_checkpoint(Path("runs/a/checkpoints/best.pt"))["step"] == best_step
 
 
-def test_run_that_improves_until_its_end_is_not_overfitting(train, capsys):
-    assert train("name=a") == 0
-    assert "overfitting" not in capsys.readouterr().out
-    assert summary("a")["overfitting"] is False
-    assert summary("a")["best_step"] == 6
-
-
 def test_patience_ends_the_run_and_a_larger_one_resumes_it(short_text, train, capsys):
     assert train("name=a", *OVERFIT, "train.steps=60", "train.patience=2") == 0
     recorded = losses("a")

@@ -116,6 +116,17 @@ def test_run_does_not_need_the_service_process(train, monkeypatch, capfd):
     assert summary("a")["status"] == "finished"
 
 
+def test_table_is_logged_with_a_picture_and_a_report(tmp_path, calls):
+    picture, report = tmp_path / "a.png", tmp_path / "report.html"
+    Figure().savefig(picture)
+    report.write_text("<p>a report</p>")
+    log_table_to_wandb(CONFIG, "table", "a", None, [CONFIG], picture, {}, report)
+    _, row, end = calls
+    assert sorted(row) == ["table", "table_picture", "table_report"]
+    assert row["table_report"].html == "<p>a report</p>"
+    assert end == {"exit_code": 0}
+
+
 def test_missing_api_key_is_refused_without_a_question(workdir):
     """With a terminal, wandb would ask for a key."""
     terminal, of_process = pty.openpty()
@@ -128,14 +139,3 @@ def test_missing_api_key_is_refused_without_a_question(workdir):
     assert done.returncode == 2
     assert printed.startswith("train.py: wandb.mode=online needs an API key; run `wandb login`, or set WANDB_API_KEY")
     assert not Path("runs").exists()
-
-
-def test_table_is_logged_with_a_picture_and_a_report(tmp_path, calls):
-    picture, report = tmp_path / "a.png", tmp_path / "report.html"
-    Figure().savefig(picture)
-    report.write_text("<p>a report</p>")
-    log_table_to_wandb(CONFIG, "table", "a", None, [CONFIG], picture, {}, report)
-    _, row, end = calls
-    assert sorted(row) == ["table", "table_picture", "table_report"]
-    assert row["table_report"].html == "<p>a report</p>"
-    assert end == {"exit_code": 0}

@@ -14,7 +14,7 @@ from bench_helpers import COLUMNS
 from helpers import ROOT
 
 from bench import main
-from configs.cli import config_from_python, parse_config, run_main
+from configs.cli import parse_config, run_main
 
 TINY = "model.n_layer=1 model.n_embd=16 model.n_head=2 optimizer=adamw vocab_size=64 rounds=1 repeats=1 seconds=0.001 "
 TINY += "time_limit=300 wandb.mode=disabled block_sizes=[8] dtypes=[float32] name=x"
@@ -130,15 +130,6 @@ def test_invalid_settings_are_refused_before_anything_is_written(override, advic
     printed = capsys.readouterr().err
     assert code == 2 and override.split("=")[0] in printed and advice in printed and printed.count("\n") == 1
     assert not (workdir / "runs").exists()
-
-
-def test_kernel_shape_is_the_models_unless_set():
-    def shape(**settings):
-        return config_from_python("bench", model="gpt2", **settings).kernel_shape()
-
-    assert shape() == (12, 12, 64, 64)
-    assert shape(n_head=8) == (8, 8, 64, 64)
-    assert shape(n_head=8, n_kv_head=2, head_size=16, value_size=32) == (8, 2, 16, 32)
 
 
 @pytest.mark.gpu

@@ -12,7 +12,7 @@ from model_helpers import GPT2, GROUPED, VARIANTS, make_model, random_tokens
 
 from common.errors import UserError
 from model.attention import BACKENDS
-from model.attention.attention_maps import attention_maps, entropy, layer_entropies, uniform_entropy
+from model.attention.attention_maps import attention_maps, entropy, uniform_entropy
 from model.gpt import apply_rotary
 
 
@@ -104,12 +104,3 @@ def test_entropy_is_largest_for_uniform_weights_and_0_for_single_keys(T):
     assert uniform_entropy(T) == pytest.approx(np.log(np.arange(1, T + 1)).mean(), abs=1e-12)
     assert entropy(torch.full((2, 3, T, T), 1 / T, dtype=torch.float64)).numpy() == pytest.approx(math.log(T))
     assert f"{entropy(torch.eye(T)).item():.2f}" == "0.00"
-
-
-def test_layer_entropy_is_the_mean_over_heads():
-    weights = attention_maps(make_peaked_model(GPT2), random_tokens(1, 9))
-    by_layer = layer_entropies(weights)
-    assert list(by_layer) == ["entropy/layer-1", "entropy/layer-2"]
-    w = weights.double().numpy()
-    expected = -(w * np.log(np.where(w > 0, w, 1))).sum(-1).mean((1, 2))
-    assert list(by_layer.values()) == pytest.approx(expected, abs=1e-6)

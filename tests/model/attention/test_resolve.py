@@ -1,6 +1,5 @@
 """The resolved kernel is the kernel that runs: eager, compiled, and with the compile cache of another process."""
 
-import importlib
 import json
 import os
 import subprocess
@@ -170,13 +169,6 @@ def test_model_is_refused_if_one_of_its_layers_is_refused():
         resolve_model(choose("flex"), replace(model, dropout=0.0), grad=True, **cpu)
     assert resolve_model(choose("flex"), model, grad=False, **cpu).resolved == "flex", "dropout is only for training"
     assert resolve_model(choose("sdpa"), model, grad=True, **cpu).resolved == "math"
-
-
-def test_kernels_of_different_layers_are_all_named(monkeypatch):
-    names = {32: "efficient", None: "flash"}
-    module = importlib.import_module("model.attention.resolve")  # not the function of the same name
-    monkeypatch.setattr(module, "resolve", lambda config, request: ResolvedAttention("sdpa", names[request.window]))
-    assert resolve_windows(choose("sdpa"), CPU) == ResolvedAttention("sdpa", "efficient+flash")
 
 
 @pytest.mark.parametrize(

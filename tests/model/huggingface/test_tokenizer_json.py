@@ -68,13 +68,6 @@ def test_mixed_text_has_the_ids_of_tiktoken_also_when_imported(specs, name):
         assert imported == spec
 
 
-def test_special_tokens_keep_their_ids(specs):
-    spec = specs["ours"] | {"special": {END_OF_TEXT: 2100, "<|fim|>": 2050}}  # with unused ids, as in cl100k_base
-    tokenizer = tokenizers.Tokenizer.from_str(json.dumps(to_tokenizer_json(spec)))
-    assert tokenizer.encode("<|fim|>" + END_OF_TEXT).ids == [2050, 2100]
-    assert tokenizer.decode([2100, 65]) == tokenizer.decode([65])
-
-
 def test_tokenizer_of_openai_is_imported(specs):
     """Their tokenizer.json has merges as strings, and a pre-tokenizer that implies GPT-2's pattern."""
     content = to_tokenizer_json(specs["gpt2"]) | {"post_processor": {"type": "ByteLevel", "trim_offsets": False}}
