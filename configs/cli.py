@@ -53,7 +53,6 @@ MULTIRUN_FLAG = """\
   -m                train each combination of several values, as in -m attention=sdpa,flash seed=1,2,3, and compare
                     the runs in runs/sweeps/NAME; hydra/launcher=NAME and hydra.launcher.KEY=VALUE choose where they run
                     sweep.trials=20 'optimizer.lr=log(1e-4,1e-2)' searches the best values in 20 runs
-  --job-timeout M   with -m: end a run that takes longer than M minutes; the other runs continue
 """
 
 
@@ -208,14 +207,11 @@ def _parse_flags(script: str, argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--config-dir")
     if script == "train":
         parser.add_argument("-m", "--multirun", action="store_true")
-        parser.add_argument("--job-timeout", type=float)
-    parser.set_defaults(multirun=False, launcher_words=[], folders=[], job_timeout=None)
+    parser.set_defaults(multirun=False, launcher_words=[], folders=[])
     try:
         flags, flags.words = parser.parse_known_args(argv)
     except argparse.ArgumentError as error:
         raise UserError(f"{error}; see --help") from None
-    if flags.job_timeout is not None and not (flags.multirun and flags.job_timeout > 0):
-        raise UserError("--job-timeout is the time limit of each run of -m; set a number of minutes above 0")
     if flags.multirun:
         flags.launcher_words = [word for word in flags.words if _is_launcher_word(word)]
         flags.words = [word for word in flags.words if not _is_launcher_word(word)]

@@ -148,7 +148,7 @@ def _make_job(sweep: str, name: str, config: Any, words: list[str], flags: Names
     words = [word for word in words if not word.startswith(("name=", "wandb.group="))]
     words += [f"name={values['name']}", f"wandb.group={values['wandb']['group']}"]
     words = ["--config-dir", flags.config_dir, *words] if flags.config_dir else words
-    return Job(name, SWEEPS / sweep / name, words, values, flags.job_timeout)
+    return Job(name, SWEEPS / sweep / name, words, values)
 
 
 def _compose_launcher(words: list[str]) -> Any:

@@ -1,11 +1,7 @@
-"""Runs the jobs of a sweep, one after another here or on a cluster, and compares them.
-
-A sweep that is started again under the same name runs only the jobs that are not finished.
-"""
+"""Runs the jobs of a sweep that are not finished, one after another here or on a cluster, and compares them all."""
 
 import math
 import time
-from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +11,7 @@ from common.run_dir import EXIT_CODES, SWEEPS, read_summary
 from common.system import command_line
 from compare.runs.comparison import compare, print_comparison
 from compare.sweep.jobs import Job, Outcome, train_job
-from compare.sweep.submit import submit_jobs
-from training.config import WandbConfig
+from training.config import TrainWandbConfig
 from training.wandb_logger import log_table_to_wandb
 
 
@@ -27,49 +22,48 @@ def run_sweep(name: str, jobs: list[Job], launcher: Any = None) -> int:
     Returns the exit code: 1 if any job failed, 75 if one was interrupted, 2 if all were refused. Raises UserError.
     """
     folder = SWEEPS / name
-    for job in jobs:
-        job.check_folder()
-    write_sweep_file(folder, jobs)
-    todo = [job for job in jobs if not job.is_done()]
-    finished = f", {len(jobs) - len(todo)} of them finished before" if len(todo) < len(jobs) else ""
-    print(f"sweep    {folder}, {len(jobs)} runs{finished}", flush=True)
+    todo = find_missing_jobs(folder, jobs)
+    print(f"sweep    {folder}, {len(jobs)} runs, {len(jobs) - len(todo)} of them finished before", flush=True)
     return finish_sweep(folder, jobs, train_jobs(todo, launcher))
 
 
-def write_sweep_file(folder: Path, jobs: list[Job]) -> None:
-    """Write sweep.json: the command, and the names of all jobs that the sweep has ever had."""
+def find_missing_jobs(folder: Path, jobs: list[Job]) -> list[Job]:
+    """Find the jobs that are not finished, and add all to sweep.json. Raises UserError if their settings changed."""
+    for job in jobs:
+        job.check_folder()
     folder.mkdir(parents=True, exist_ok=True)
     names = dict.fromkeys([*read_json(folder / "sweep.json").get("jobs", []), *(job.name for job in jobs)])
     write_json(folder / "sweep.json", {"command": command_line(), "jobs": list(names)})
+    return [job for job in jobs if not job.is_done()]
 
 
 def train_jobs(todo: list[Job], launcher: Any = None) -> dict[str, Outcome]:
     """Train jobs, and print a line for each that ends -> the outcomes by name. Raises KeyboardInterrupt."""
     outcomes: dict[str, Outcome] = {}
-    console, started = make_console(), time.monotonic()
-    width = max((len(job.name) for job in todo), default=0)
-    # pairs of a job and its outcome, as jobs end
-    pairs = submit_jobs(todo, launcher) if todo and launcher is not None else ((job, train_job(job)) for job in todo)
+    console, started, elsewhere = make_console(), time.monotonic(), ""
+    pairs = ((job, train_job(job)) for job in todo)
+    if todo and launcher is not None:
+        from compare.sweep.submit import submit_jobs  # needs submitit
+
+        pairs, elsewhere = submit_jobs(todo, launcher), " (submitted jobs continue)"
     try:
-        for job, outcome in pairs:
+        for job, outcome in pairs:  # as jobs end
             outcomes[job.name] = outcome
             missing = len(todo) - len(outcomes)
             left = format_duration((time.monotonic() - started) / len(outcomes) * missing)
             progress = f"  ({missing} to go, {left} left)" if missing else ""
-            console.print(f"{job.name:<{width}}  {_describe(job, outcome)}{progress}", soft_wrap=True)
+            console.print(f"{job.name}  {_describe(job, outcome)}{progress}", soft_wrap=True)
     except KeyboardInterrupt:
-        elsewhere = "" if launcher is None else " (submitted jobs continue)"
-        name = todo[0].folder.parent.name
-        raise KeyboardInterrupt(f"stopped{elsewhere}; resume with the same command and name={name}") from None
+        advice = f"resume with the same command and name={todo[0].folder.parent.name}"
+        raise KeyboardInterrupt(f"stopped{elsewhere}; {advice}") from None
     return outcomes
 
 
 def _describe(job: Job, outcome: Outcome) -> str:
-    if outcome.status != "finished":
-        log = f" ({job.folder / 'train.log'})" if outcome.status == "failed" else ""
-        return f"{outcome.status}: {outcome.reason}{log}"
-    val_loss = read_summary(job.folder).get("last_val_loss")
-    return f"val loss {math.nan if val_loss is None else val_loss:.4f}"
+    if outcome.status == "finished":
+        return f"val loss {read_summary(job.folder).get('last_val_loss') or math.nan:.4f}"
+    log = f" ({job.folder / 'train.log'})" if outcome.status == "failed" else ""
+    return f"{outcome.status}: {outcome.reason}{log}"
 
 
 def finish_sweep(folder: Path, jobs: list[Job], outcomes: dict[str, Outcome]) -> int:
@@ -77,12 +71,10 @@ def finish_sweep(folder: Path, jobs: list[Job], outcomes: dict[str, Outcome]) ->
     rows = compare([folder], folder)
     print_comparison(rows, folder)
     if outcomes:
-        wandb = WandbConfig(**{field.name: jobs[0].config["wandb"][field.name] for field in fields(WandbConfig)})
+        wandb = TrainWandbConfig(**jobs[0].config["wandb"])
         picture, report, title = folder / "comparison.png", folder / "report.html", f"{folder.name}-comparison"
         log_table_to_wandb(wandb, "comparison", title, wandb.group, rows, picture, {}, report)
     statuses = {outcome.status for outcome in outcomes.values()}
-    if "failed" in statuses:
-        print(f"try the failed jobs again with the same command and name={folder.name}", flush=True)
     if statuses == {"refused"} and len(outcomes) == len(jobs):
         return EXIT_CODES["refused"]
     return EXIT_CODES[next((status for status in ("failed", "interrupted") if status in statuses), "finished")]

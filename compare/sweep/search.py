@@ -6,20 +6,17 @@ job per seed. Optuna stores the trials in search.journal, so that the same comma
 
 import math
 import shlex
-import warnings
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import numpy as np
 from hydra.core.override_parser.types import Override, RangeSweep
 
 from common.errors import UserError
 from common.run_dir import SWEEPS, read_summary
 from compare.sweep.jobs import Job, Outcome
-from compare.sweep.launch import finish_sweep, train_jobs, write_sweep_file
+from compare.sweep.launch import find_missing_jobs, finish_sweep, train_jobs
 
-DIGITS = 4  # of suggested numbers
 MAX_DRAWS = 50  # suggestions in a row that are invalid or were tried before, until the search ends
 # Losses per token cannot be compared if these sections or their keys are searched.
 CHANGES_TOKENS = ("tokenizer", "data", "text_size", "experiment")
@@ -63,8 +60,7 @@ def run_search(name: str, space: dict[str, Any], make_jobs: Callable, n_trials: 
     space: distributions of the searched keys. make_jobs: composes the jobs of a trial {key: value as on the command
     line}, one for each seed; it raises UserError for invalid combinations. fixed_words: the settings of all trials.
     """
-    optuna, folder = import_optuna(), SWEEPS / name
-    states = optuna.trial.TrialState
+    states, folder = import_optuna().trial.TrialState, SWEEPS / name
     loss_key = "best_val_bpb" if any(key.startswith(CHANGES_TOKENS) for key in space) else "best_val_loss"
     study = _open_study(folder, space, fixed_words)
     tried = [_format_params(trial) for trial in study.get_trials(states=[states.COMPLETE])]
@@ -75,8 +71,7 @@ def run_search(name: str, space: dict[str, Any], make_jobs: Callable, n_trials: 
     outcomes: dict[str, Outcome] = {}
     n_draws, reason = 0, None
     while len(tried) < n_trials and n_draws < MAX_DRAWS:
-        interrupted = study.get_trials(states=[states.RUNNING])
-        trial = interrupted[0] if interrupted else study.ask(space)
+        trial = next(iter(study.get_trials(states=[states.RUNNING])), None) or study.ask(space)  # resume or start
         values, jobs = _format_params(trial), []
         if values not in tried and values.keys() == space.keys():
             try:
@@ -88,12 +83,9 @@ def run_search(name: str, space: dict[str, Any], make_jobs: Callable, n_trials: 
             n_draws += 1
             continue
         n_draws = 0
-        for job in jobs:
-            job.check_folder()
         tried.append(values)
         all_jobs += jobs
-        write_sweep_file(folder, jobs)
-        outcomes |= train_jobs([job for job in jobs if not job.is_done()])
+        outcomes |= train_jobs(find_missing_jobs(folder, jobs))
         losses = [read_summary(job.folder).get(loss_key) if job.is_done() else None for job in jobs]
         loss = None if None in losses else math.fsum(losses) / len(losses)
         study.tell(trial.number, loss, state=states.FAIL if loss is None else states.COMPLETE)
@@ -105,11 +97,9 @@ def run_search(name: str, space: dict[str, Any], make_jobs: Callable, n_trials: 
     if finished := study.get_trials(states=[states.COMPLETE]):
         unit = "bits per byte" if loss_key == "best_val_bpb" else "nats per token"
         words = [f"{key}={value}" for key, value in _format_params(study.best_trial).items()]
-        with warnings.catch_warnings(action="ignore"):  # plot_slice is experimental
-            axes = optuna.visualization.matplotlib.plot_slice(study, target_name=f"lowest validation loss, {unit}")
-        np.ravel(axes)[0].figure.savefig(folder / "search.png")
-        best = f"{study.best_value:.4f} {unit}, the lowest of {len(finished)} finished trials"
-        print(f"picture  {folder / 'search.png'}\nbest     {' '.join(words)}: {best}")
+        print(
+            f"best     {' '.join(words)}: {study.best_value:.4f} {unit}, the lowest of {len(finished)} finished trials"
+        )
         print(f"train    {shlex.join(['python', 'train.py', *fixed_words, *words])}", flush=True)
     return code
 
@@ -131,6 +121,6 @@ def _open_study(folder: Path, space: dict[str, Any], fixed_words: list[str]) -> 
 
 
 def _format_params(trial: Any) -> dict[str, str]:
-    """The suggested values as on the command line. Numbers are rounded to DIGITS."""
-    rounded = {key: float(f"{n:.{DIGITS}g}") for key, n in trial.params.items() if isinstance(n, float)}
+    """The suggested values as on the command line. Numbers are rounded to four digits."""
+    rounded = {key: float(f"{n:.4g}") for key, n in trial.params.items() if isinstance(n, float)}
     return {key: str(value) for key, value in (trial.params | rounded).items()}

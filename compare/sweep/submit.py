@@ -7,45 +7,31 @@ from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
+from hydra_plugins.hydra_submitit_launcher.config import BaseQueueConf
 from omegaconf import OmegaConf
+from submitit import AutoExecutor
+from submitit.helpers import Checkpointable, as_completed
 
 from compare.sweep.jobs import Job, Outcome, train_job
 
-PROJECT = Path(__file__).parents[2]
-POLL_INTERVAL_S = 1.0
 
-
-class RequeuedJob:
+class RequeuedJob(Checkpointable):
     """The function that submitit calls on the machine of a job.
 
     SLURM sends SIGUSR2 before a time limit. The run then saves a checkpoint, and submitit requeues the SLURM job.
     """
 
     def __call__(self, job: Job) -> Outcome:
-        requeue = signal.signal(signal.SIGUSR2, _raise_interrupt)  # submitit's handler
+        requeue = signal.signal(signal.SIGUSR2, signal.default_int_handler)  # submitit's handler
         try:
             return train_job(job)
         except KeyboardInterrupt:
             requeue(signal.SIGUSR2, None)  # raises SystemExit
             raise
 
-    def checkpoint(self, job: Job) -> Any:
-        """What submitit runs after a time limit: the same job, which resumes from its checkpoint."""
-        from submitit.helpers import DelayedSubmission
-
-        return DelayedSubmission(self, job)
-
-
-def _raise_interrupt(number, frame) -> None:
-    signal.signal(number, signal.SIG_IGN)  # a second signal must not stop the cleanup
-    raise KeyboardInterrupt
-
 
 def submit_jobs(jobs: list[Job], config: Any) -> Iterator[tuple[Job, Outcome]]:
     """Submit all jobs -> each job and its outcome, as soon as it ends. config: Hydra's own, with hydra.launcher."""
-    import submitit
-    from hydra_plugins.hydra_submitit_launcher.config import BaseQueueConf
-
     cluster = config.hydra.runtime.choices["hydra/launcher"].removeprefix("submitit_")
     config.hydra.sweep.dir = str(jobs[0].folder.parent)  # contains .submitit/
     params = OmegaConf.to_container(config.hydra.launcher, resolve=True)
@@ -53,12 +39,14 @@ def submit_jobs(jobs: list[Job], config: Any) -> Iterator[tuple[Job, Outcome]]:
     common_keys = {field.name for field in fields(BaseQueueConf)}
     params = {key if key in common_keys else f"{cluster}_{key}": value for key, value in params.items()}
     init = {key: params.pop(key) for key in ("slurm_max_num_timeout",) if key in params}
-    executor = submitit.AutoExecutor(params.pop("submitit_folder"), cluster=cluster, **init)
+    executor = AutoExecutor(params.pop("submitit_folder"), cluster=cluster, **init)
     executor.update_parameters(**params)
     # The processes of submitit import this module by its name.
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, [str(PROJECT), os.environ.get("PYTHONPATH")]))
+    os.environ["PYTHONPATH"] = os.pathsep.join(
+        filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")])
+    )
     submitted = dict(zip(executor.map_array(RequeuedJob(), jobs), jobs, strict=True))
-    for result in submitit.helpers.as_completed(list(submitted), poll_frequency=POLL_INTERVAL_S):
+    for result in as_completed(list(submitted), poll_frequency=1):  # seconds
         try:
             outcome = result.result()
         except Exception as error:  # submitit lost the job
