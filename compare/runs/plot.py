@@ -20,7 +20,7 @@ def plot_comparison(settings: list[Setting], rows: list[SettingStats], path: Pat
     The numbers beside the bars are those of the legend. A setting without a value shows its status instead ("refused").
     """
     labels = [
-        f"{n} {row.setting}" + f" ({row.status})" * (row.status != f"{row.finished} finished")
+        f"{n} {row.setting}{f' ({row.status})' * (row.status != f'{row.finished} finished')}"[:LEGEND_LINE_CHARS]
         for n, row in enumerate(rows, 1)
     ]
     columns = max(1, min(len(rows), 4, LEGEND_LINE_CHARS // (max(map(len, labels)) + 8)))
@@ -32,7 +32,6 @@ def plot_comparison(settings: list[Setting], rows: list[SettingStats], path: Pat
     _plot_bars(times, rows, "step time: median and quartiles", "ms", [row.step_ms for row in rows], spreads)
     peaks = [row.peak_memory_bytes and row.peak_memory_bytes / 2**20 for row in rows]
     _plot_bars(memory, rows, "peak memory of the median run", "MiB", peaks)
-    labels = [label[:LEGEND_LINE_CHARS] for label in labels]
     figure.legend(handles, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=9, handlelength=3)
     with atomic_writer(path) as file:
         figure.savefig(file)

@@ -42,7 +42,7 @@ def write_report(settings: list[Setting], rows: list[SettingStats], picture: Pat
     title = f"Comparison of {pluralize(len(runs), 'run')} in {pluralize(len(rows), 'setting')}"
     columns = [[header, *(multiline(COLUMNS[header](row)) for row in rows)] for header in choose_headers(rows)]
     png = b64encode(picture.read_bytes()).decode()
-    parts = [  # the table has a column per setting: on a phone, a few settings fit
+    parts = [
         f'<!DOCTYPE html><html lang="en"><meta charset="utf-8"><title>{title}</title>',
         f'<meta name="viewport" content="width=device-width"><style>{STYLE}</style><h1>{title}</h1>',
         f"<ol>{''.join(_describe(row, rows[0]) for row in rows)}</ol>",

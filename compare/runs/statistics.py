@@ -93,7 +93,7 @@ def _compute_stats(setting: Setting, first: Setting, target_difference: float | 
     deviation = float(np.std(differences, ddof=1)) if len(differences) > 1 else None
     detectable = None if deviation is None else detectable_difference(deviation, len(differences))
     steps, distances = divergence(setting, first)
-    step_ms_q1, step_ms, step_ms_q3 = quartiles(_after_warmup(runs, "step_ms"))
+    times = zip(("step_ms_q1", "step_ms", "step_ms_q3"), quartiles(_after_warmup(runs, "step_ms")), strict=True)
     peaks = [peak for run in runs if (peak := _peak_memory(run))]
     kernels = [summary.get("attention") or {} for summary in summaries]
     kernel, impl = (_join_distinct(kernel.get(key) for kernel in kernels) for key in ("resolved", "impl"))
@@ -116,14 +116,12 @@ def _compute_stats(setting: Setting, first: Setting, target_difference: float | 
         seeds_needed=None if None in (deviation, target_difference) else seeds_needed(deviation, target_difference),
         first_divergence=max(distances[steps == 1].tolist(), default=None),
         divergence=max(distances.tolist(), default=None),
-        step_ms=step_ms,
-        step_ms_q1=step_ms_q1,
-        step_ms_q3=step_ms_q3,
         tokens_per_second=quartiles(_after_warmup(runs, "tokens_per_second"))[1],
         training_flops=mean([_training_flops(run) for run in runs if run.summary.get("flops_per_token") is not None]),
         peak_memory_bytes=round(quartiles(peaks)[1]) if peaks else None,
         **texts,
         **means,
+        **dict(times),
     )
 
 
@@ -193,9 +191,7 @@ def detectable_difference(deviation: float, pairs: int) -> float:
 
 def seeds_needed(deviation: float, difference: float) -> int:
     """The number of pairs that find `difference` with a probability of POWER."""
-    pairs = max(
-        2, math.floor((DETECTABLE_T_SERIES[0] * deviation / difference) ** 2)
-    )  # as with the normal distribution
+    pairs = max(2, math.floor((DETECTABLE_T_SERIES[0] * deviation / difference) ** 2))  # of the normal distribution
     while detectable_difference(deviation, pairs) > difference:
         pairs += 1
     return pairs

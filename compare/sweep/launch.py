@@ -40,12 +40,12 @@ def find_missing_jobs(folder: Path, jobs: list[Job]) -> list[Job]:
 def train_jobs(todo: list[Job], launcher: Any = None) -> dict[str, Outcome]:
     """Train jobs, and print a line for each that ends -> the outcomes by name. Raises KeyboardInterrupt."""
     outcomes: dict[str, Outcome] = {}
-    console, started, elsewhere = make_console(), time.monotonic(), ""
+    console, started = make_console(), time.monotonic()
     pairs = ((job, train_job(job)) for job in todo)
     if todo and launcher is not None:
         from compare.sweep.submit import submit_jobs  # needs submitit
 
-        pairs, elsewhere = submit_jobs(todo, launcher), " (submitted jobs continue)"
+        pairs = submit_jobs(todo, launcher)
     try:
         for job, outcome in pairs:  # as jobs end
             outcomes[job.name] = outcome
@@ -54,8 +54,7 @@ def train_jobs(todo: list[Job], launcher: Any = None) -> dict[str, Outcome]:
             progress = f"  ({missing} to go, {left} left)" if missing else ""
             console.print(f"{job.name}  {_describe(job, outcome)}{progress}", soft_wrap=True)
     except KeyboardInterrupt:
-        advice = f"resume with the same command and name={todo[0].folder.parent.name}"
-        raise KeyboardInterrupt(f"stopped{elsewhere}; {advice}") from None
+        raise KeyboardInterrupt(f"stopped; resume with the same command and name={todo[0].folder.parts[-2]}") from None
     return outcomes
 
 

@@ -1,7 +1,7 @@
 """train.micro_batch_size=auto: halves the micro batch until training fits into the memory of a GPU.
 
-A CPU process that uses too much memory is swapped or killed without an error, so `auto` needs CUDA. With FSDP, a
-process that lacks memory would leave the others waiting. Steps run without torch.compile, which needs less memory.
+It needs CUDA: a CPU process that uses too much memory is swapped or killed without an error. With FSDP, a process that
+lacks memory would leave the others waiting. Steps run without torch.compile, which needs less memory.
 """
 
 from typing import Any

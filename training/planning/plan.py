@@ -29,9 +29,7 @@ from training.planning.micro_batch import run_micro_batch
 from training.progress import describe_model, format_epochs
 from training.speed import peak_flops, time_calls
 
-WIDTH = 80  # columns where the output is not a terminal
-MEASURED_SECONDS = 2.0  # time for measuring the speed
-MAX_MEASURED_PASSES = 50
+MEASURED_SECONDS, MAX_MEASURED_PASSES = 2.0, 50  # for measuring the speed
 ACTIVATIONS = ("Activation", "Temp", "Other")  # categories of MemTracker
 
 
@@ -46,14 +44,10 @@ class Plan:
         self.config, self.runtime, dist, T = config, runtime, runtime.dist, config.model.block_size
         dist.share_cores()
         self.micro_batch_size, self.accumulation = config.train.split_batch(dist.world_size)
-
-        # vocabulary
         spec = load_run_tokenizer(config.tokenizer.run, config.name)
         prepared = prepare_offline(config.data, config.tokenizer, T, spec)
         known = prepared.meta["tokenizer"] if prepared is not None else spec
         self.vocab_size = _find_vocab_size(config.data, config.tokenizer, known)
-
-        # parameters, FLOPs per token, memory
         attend = get_attention_fn(config.attention)
         self.parameters = params_by_part(GPT(config.model, self.vocab_size, attend, device="meta"))
         self.flops_per_token = {
@@ -62,8 +56,7 @@ class Plan:
         }
         flops = sum(self.flops_per_token.values())
         self.memory = estimate_memory(config, runtime, self.vocab_size)
-
-        # the run: train.steps, or as many as fit into train.minutes
+        # train.steps, or as many as fit into train.minutes
         self.flops_per_second = config.flops_per_second or dist.world_size * _measure_flops_per_second(self, flops)
         tokens_per_step, self.steps = config.train.batch_size * T, config.train.steps
         if config.train.minutes is not None:
@@ -81,8 +74,7 @@ def estimate_memory(config: Any, runtime: Runtime, vocab_size: int) -> dict[str,
     Weights, gradients and optimizer state are exact. Activations include temporary tensors at the peak of a forward and
     backward pass. They are missing if attention is compiled, which fake tensors do not support.
     """
-    # Private: torch has no public tool that finds the peak of fake tensors. Checked with torch 2.13.
-    from torch.distributed._tools.mem_tracker import MemTracker
+    from torch.distributed._tools.mem_tracker import MemTracker  # private, and slow to import
 
     processes = runtime.dist.world_size if isinstance(runtime.dist, FSDP) else 1  # that share one copy of the model
     micro_batch_size, accumulation = config.train.split_batch(runtime.dist.world_size)
@@ -173,5 +165,5 @@ def show_plan(config: Any, runtime: Runtime) -> int:
     source = "given" if config.flops_per_second else "measured"
     table.add_row("FLOPs", f"{format_si(plan.flops)} at {format_si(plan.flops_per_second)} FLOP/s ({source})")
     table.add_row("time", f"{format_duration(plan.seconds)}, without evaluations and optimizer")
-    make_console(width=WIDTH).print(table)
+    make_console(width=80).print(table)
     return 0

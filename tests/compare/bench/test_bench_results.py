@@ -46,9 +46,3 @@ def test_close_medians_and_overlapping_quartiles_are_ties():
 )
 def test_recommendation_names_the_fastest_backend_and_its_advantage(rows, sentence):
     assert [line[2] for line in recommend(rows)] == [sentence]
-
-
-def test_recommendation_begins_with_the_training_step():
-    rows = [make_row("a", T, 1.0, phase=phase) for phase in ("forward", "step") for T in (8, 2048)]
-    step, forward = ("step, float32", "T = 2,048", "a"), ("forward, float32", "T = 8", "a")
-    assert recommend(rows)[1:3] == [step, forward]

@@ -42,12 +42,6 @@ def test_backends_take_turns_and_each_round_begins_with_another_one():
     assert order == [REFERENCE, "naive", "flash", "flash", "naive", "naive", "flash"]
 
 
-def test_failed_backend_has_no_further_turns():
-    (slow, fast), order = run_group(naive=[TIMED_OUT], flash=[answer(1.0)] * 3)
-    assert fast.is_finished and order == [REFERENCE, "naive", "flash", "flash", "flash"]
-    assert (slow.status, slow.reason, slow.T) == (*TIMED_OUT, 16)
-
-
 @pytest.mark.parametrize(
     "turns, status, ms",
     [
