@@ -1,17 +1,13 @@
 """Batches: every token once per epoch, pure functions of the sequence number, and prefetching."""
 
 import os
-import resource
 import subprocess
 import sys
-from dataclasses import replace
-from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from data_helpers import prepare_text
-from helpers import ROOT, TEXT_SOURCE
+from helpers import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -148,21 +144,3 @@ def test_interrupted_process_ends_without_errors_of_the_prefetch_thread(tmp_path
     assert done.stderr.splitlines()[-1] == "KeyboardInterrupt"
     assert done.stderr.count("Traceback") == 1
     assert "thread" not in done.stderr
-
-
-def test_reading_many_batches_does_not_grow_memory(workdir):
-    """Reading windows all over a file of 100 MB does not add its pages to the memory of this process."""
-
-    def resident() -> float:
-        return int(Path("/proc/self/statm").read_text().split()[1]) * resource.getpagesize() / 2**20
-
-    prepared = prepare_text(replace(TEXT_SOURCE, val_fraction=0.5))
-    with open(prepared.folder / "train.bin", "wb") as f:
-        f.truncate(10**8)
-    prepared.meta["files"]["train.bin"]["tokens"] = prepared.meta["mix"][0]["train"] = 5 * 10**7
-    loader = Loader(prepared, 64, seed=0)
-    loader.batch("train", 0, 16)
-    before = resident()
-    for first in range(0, 16 * 3000, 16):
-        loader.batch("train", first, 16)
-    assert resident() - before < 10

@@ -125,16 +125,3 @@ def test_rows_without_prompt_or_completion_are_refused(workdir, path, rows, chan
         write_rows(path, rows)
     with pytest.raises(UserError, match=message):
         prepare_text(replace(PAIRS, path=path, **changes), BYTE)
-
-
-@pytest.mark.parametrize(
-    ("changes", "message"),
-    [
-        ({"prompt_column": "answer"}, "data.prompt_column=answer must name a column other than data.text_column"),
-        ({"prompt_column": ""}, "data.prompt_column= must name a column"),
-        ({"row_is_document": False}, "data.prompt_column=question needs data.row_is_document=true"),
-    ],
-)
-def test_invalid_prompt_column_is_refused(changes, message):
-    with pytest.raises(UserError, match=message):
-        replace(PAIRS, **changes).check()

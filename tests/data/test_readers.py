@@ -1,7 +1,6 @@
 """Documents are read exactly, from every kind of file, and errors name their position."""
 
 import csv
-import errno
 import gzip
 import http.server
 import json
@@ -249,21 +248,6 @@ def test_unreadable_input_gives_one_sentence_and_leaves_no_folder(workdir, name,
     assert re.search(message, str(error.value)), error.value
     assert "\n" not in str(error.value)
     assert not prepared_folders()
-
-
-@pytest.mark.skipif(not Path("/proc/self/mem").exists(), reason="a file of Linux")
-def test_regular_files_that_cannot_be_read_are_refused(workdir, monkeypatch):
-    """As on a damaged disk. The files of /proc have no size, and reading them fails or blocks."""
-
-    def fail(*arguments):
-        raise OSError(errno.EIO, "Input/output error")
-
-    monkeypatch.setattr("data.sources.open", fail, raising=False)
-    with pytest.raises(UserError, match=r"^text.txt cannot be read \(Input/output error\); set another file$"):
-        prepare_text(TEXT_SOURCE)
-    monkeypatch.undo()
-    with chdir(workdir), pytest.raises(UserError, match="there is no text in /proc/self/mem"):
-        prepare_text(replace(TEXT_SOURCE, path="/proc/self/mem"))
 
 
 @pytest.mark.parametrize(

@@ -17,7 +17,6 @@ from distributed_helpers import SINGLE, assert_same_curve, finish, torchrun, tor
 from helpers import ROOT, TEXT, TINY, metrics
 
 from common.checkpoint_file import load_checkpoint
-from common.errors import UserError
 from common.run_dir import RunDir
 from training.distributed import Dist
 
@@ -243,13 +242,6 @@ def set_environment(monkeypatch, **changed: str | None):
     variables = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
     for name, value in (variables | changed).items():
         monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
-
-
-@pytest.mark.parametrize("wrong", [{"RANK": "abc"}, {"LOCAL_RANK": None}])
-def test_environment_that_is_not_torchruns_is_refused(monkeypatch, wrong):
-    set_environment(monkeypatch, **wrong)
-    with pytest.raises(UserError, match="start several processes with torchrun"):
-        Dist.from_environment()
 
 
 def test_world_has_one_process_without_torchrun(monkeypatch):

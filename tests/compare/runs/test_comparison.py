@@ -6,7 +6,6 @@ import json
 import math
 import re
 import runpy
-import shutil
 from dataclasses import replace
 
 import numpy as np
@@ -315,22 +314,6 @@ def compare_here(*words) -> int:
     return run_main(main, parse_config("compare", "", list(words)))
 
 
-def test_words_are_folders_or_settings(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    jobs = ["attention=naive,seed=1", "attention=naive,seed=2"]
-    sweep = write_sweep(tmp_path / "runs/sweeps/cmp", jobs)
-    for folder in (tmp_path / "runs/a", *(sweep / job for job in jobs)):
-        write_run(folder)
-    for words in ([str(sweep)], ["runs/sweeps/cmp"], ["sweeps/cmp", "a"], ["sweeps/cmp/attention=naive,seed=1"]):
-        assert compare_here(*words, f"out={tmp_path}/there") == 0
-        assert (tmp_path / "there/comparison.csv").exists()
-        shutil.rmtree(tmp_path / "there")
-    for words, out in ((["sweeps/cmp"], sweep), (["sweeps/cmp", "a"], tmp_path / "runs/comparison")):
-        assert compare_here(*words) == 0 and (out / "comparison.csv").exists()
-    monkeypatch.chdir(sweep)
-    assert compare_here(*jobs, "out=there") == 0
-
-
 @pytest.mark.parametrize(
     ("words", "message"),
     [
@@ -355,3 +338,10 @@ def test_comparison_of_real_runs(train, tmp_path):
     assert [row.setting for row in rows] == ["naive: attention=naive", "sdpa: attention=sdpa"]
     assert rows[1].pairs == 1 and rows[1].divergence < 1e-4 and abs(rows[1].difference) < 1e-4
     assert all(row.step_ms > 0 and row.peak_memory_bytes > 0 and row.val_bpb > 0 for row in rows)
+
+
+def test_repeated_run_is_compared_with_the_first(tmp_path):
+    runs = [write_run(tmp_path / name, seed) for name, seed in (("a", 1), ("a2", 2), ("again", 1))]
+    first, second = compare(runs, tmp_path / "out")
+    assert (first.setting, first.seeds) == ("a and 1 more", 2)
+    assert (second.setting, second.verdict) == ("again", "equal losses")

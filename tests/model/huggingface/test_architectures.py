@@ -104,23 +104,3 @@ def test_other_architectures_are_refused_with_the_settings_to_change(settings, a
     with pytest.raises(UserError, match="runs/a") as error:
         find_architecture(GPTConfig(**settings), "runs/a")
     assert str(error.value).endswith(advice)
-
-
-@pytest.mark.parametrize(
-    ("changed", "message"),
-    [
-        ({"model_type": "mistral"}, "model_type=mistral"),
-        ({"rms_norm_eps": 1e-6}, "rms_norm_eps=1e-06, but only 1e-05"),
-        ({"rope_theta": 5e5}, "rope_theta=500000.0, but only 10000.0"),
-        ({"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 1e4}}, "rope_type=linear"),
-        ({"rope_scaling": {"type": "dynamic", "factor": 2.0}}, "type=dynamic"),
-        ({"hidden_act": "gelu"}, "hidden_act=gelu, but only silu"),
-        ({"mlp_bias": True}, "mlp_bias=true, but only false"),
-        ({"quantization_config": {"bits": 4}}, "quantization_config={bits:4}, but only null"),
-        ({"num_attention_heads": 5}, "model.n_embd=32 must be a multiple"),
-    ],
-)
-def test_other_models_are_not_imported(changed, message):
-    with pytest.raises(UserError) as error:
-        from_config_json(to_config_json(GPTConfig(**LLAMA), "llama") | changed, "config.json")
-    assert message in str(error.value)
