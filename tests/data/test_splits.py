@@ -101,3 +101,12 @@ def test_mix_keeps_sources_separate_with_one_vocabulary(workdir):
     assert len(tokens) == sum(count for _, count in prepared.train_ranges)
     again = prepare_text(replace(config, mix=mix | {"one": TEXT_SOURCE}), CHAR, 16)
     assert again.folder == prepared.folder and again.weights == (1.0, 1.0)  # weights do not change the tokens
+
+
+@pytest.mark.parametrize(("split", "val_split"), [("train+test", "test"), ("train[:90%]", "train[50%:]")])
+def test_hub_split_cannot_be_held_out_from_itself(workdir, split, val_split):
+    write_parquet(workdir / "train.parquet", [f"train {n} " for n in range(30)])
+    write_parquet(workdir / "test.parquet", [f"test {n} " for n in range(30)])
+    config = replace(TEXT_SOURCE, source="hub", path=None, repo=".", split=split, val_split=val_split)
+    with pytest.raises(UserError, match=r", split (test|train) would be used for both training and validation"):
+        prepare_text(config)
