@@ -14,6 +14,7 @@ from common.errors import UserError
 from model.attention.torch_internals import has_bf16_kernels, linear_packed, pack_weight
 from model.gpt import GPT
 
+MIN_PACKED_SIZE = 2**19  # weights x rows (up to 8); smaller products are faster without the packed layout
 MIN_PACKED_ROWS = 4  # with the layout for a single row, oneDNN is slower, also for that row
 
 
@@ -80,11 +81,12 @@ def replace_linears(model: GPT, dtype: torch.dtype, rows: int) -> GPT:
     """
     device = model.wte.weight.device.type
     has_packed = dtype == torch.float32 or (dtype == torch.bfloat16 and has_bf16_kernels())
+    has_packed = has_packed and torch.backends.mkldnn.is_available()
     for parent in [module for module in model.modules() if not isinstance(module, nn.Linear)]:
         for name, linear in [child for child in parent.named_children() if isinstance(child[1], nn.Linear)]:
             if device == "cpu" and dtype == torch.int8:
                 setattr(parent, name, Int8Linear(linear))
-            elif device == "cpu" and has_packed and torch.backends.mkldnn.is_available():
+            elif device == "cpu" and has_packed and linear.weight.numel() * min(rows, 8) >= MIN_PACKED_SIZE:
                 setattr(parent, name, PackedLinear(linear, rows, dtype))
             elif dtype != torch.float32:
                 setattr(parent, name, LowPrecisionLinear(linear, dtype))

@@ -50,6 +50,8 @@ def test_packed_layers_are_used_where_onednn_is_available(monkeypatch, has_onedn
     if has_onednn and not torch.backends.mkldnn.is_available():
         pytest.skip("NOT RUN: torch has no oneDNN")
     monkeypatch.setattr(torch.backends.mkldnn, "is_available", lambda: has_onednn)
+    assert type(replace_linears(make_random_model(GROUPED), torch.float32, 1).lm_head) is torch.nn.Linear, "small"
+    monkeypatch.setattr("model.generation.cpu_linear.MIN_PACKED_SIZE", 1)
     for rows in (1, 32):
         model = replace_linears(make_random_model(GROUPED), torch.float32, rows)
         assert {type(part) for block in model.blocks for part in (block.attn.qkv, block.mlp.fc)} == {layer}
@@ -57,7 +59,8 @@ def test_packed_layers_are_used_where_onednn_is_available(monkeypatch, has_onedn
 
 
 @pytest.mark.parametrize("rows", [1, 4, 32])
-def test_model_with_replaced_layers_generates_the_same_tokens(rows):
+def test_model_with_replaced_layers_generates_the_same_tokens(monkeypatch, rows):
+    monkeypatch.setattr("model.generation.cpu_linear.MIN_PACKED_SIZE", 1)
     plain, replaced = make_random_model(GROUPED), replace_linears(make_random_model(GROUPED), torch.float32, rows)
     tokens = torch.arange(20).unsqueeze(0)
     torch.testing.assert_close(replaced(tokens), plain(tokens), atol=1e-4, rtol=1e-4)
