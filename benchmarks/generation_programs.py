@@ -11,6 +11,7 @@ import time
 from collections.abc import Callable
 from contextlib import redirect_stdout
 from dataclasses import dataclass, replace
+from importlib import import_module
 from io import StringIO
 from itertools import pairwise
 from pathlib import Path
@@ -146,8 +147,8 @@ def nanogpt(setup: Setup) -> Program:
 
 def ctranslate2(setup: Setup) -> Program:
     """CTranslate2 reads the model from files."""
-    import ctranslate2 as ct2
-    from ctranslate2.converters.transformers import GPT2Loader
+    ct2 = import_module("ctranslate2")  # not a dependency, so the type checker may not find it
+    GPT2Loader = import_module("ctranslate2.converters.transformers").GPT2Loader
 
     spec = GPT2Loader().get_model_spec(build_transformers_model(build_model()))
     spec.register_vocabulary([f"<{token}>" for token in range(VOCAB_SIZE)])
