@@ -198,7 +198,7 @@ runpy.run_path(os.environ["TRAIN"], run_name="__main__")
 SRUN = """#!/bin/bash
 export SLURM_STEP_ID=$PWD
 "$@" & first=$!
-"$@" & wait $! && wait $first
+"$@" & wait $!; wait $first  # as srun does, also if one has failed
 """
 SCONTROL = """#!/bin/bash
 if [ $1 = show ]; then echo localhost; echo localhost; else echo "$*" >> requeued; fi
