@@ -30,15 +30,13 @@ def atomic_writer(path: Path) -> Iterator[IO[bytes]]:
     """
     partial = path.with_name(path.name + ".partial")
     try:
-        with open(partial, "wb") as file:
+        with name_file_in_errors(path), open(partial, "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)
-    except BaseException as error:
+    except BaseException:
         partial.unlink(missing_ok=True)
-        if isinstance(error, OSError) and error.filename is None:
-            error.filename = str(path)
         raise
     if os.name == "posix":  # Windows cannot open a folder
         folder = os.open(path.parent, os.O_RDONLY)

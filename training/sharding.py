@@ -18,11 +18,6 @@ def is_sharded(tensor: Tensor) -> TypeGuard["DTensor"]:
     return hasattr(tensor, "full_tensor")
 
 
-def local_tensor(tensor: Tensor) -> Tensor:
-    """This process's part."""
-    return tensor.to_local() if is_sharded(tensor) else tensor
-
-
 def full_tensor(tensor: Tensor) -> Tensor:
     """The complete tensor, in all processes. All of them must call this function."""
     return tensor.full_tensor() if is_sharded(tensor) else tensor

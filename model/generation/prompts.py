@@ -16,9 +16,9 @@ from model.generation.config import unescape
 MAX_PROMPT_FILE_BYTES = 2**26
 
 
-def read_prompt(path: str, key: str = "prompt_file") -> str:
-    """Read the exact text of a file. key: config key for error messages. Raises UserError if it cannot be read."""
-    return read_small_file(path, f"{key}={path}", MAX_PROMPT_FILE_BYTES)
+def read_prompt(path: str) -> str:
+    """Read the exact text of the file in `prompt_file`. Raises UserError if it cannot be read."""
+    return read_small_file(path, f"prompt_file={path}", MAX_PROMPT_FILE_BYTES)
 
 
 def read_prompts(path: str) -> list[str]:
@@ -26,7 +26,7 @@ def read_prompts(path: str) -> list[str]:
 
     Raises UserError if the file cannot be read or a line has no prompt.
     """
-    text = read_prompt(path, "prompts").removeprefix("\ufeff")  # byte order mark
+    text = read_small_file(path, f"prompts={path}", MAX_PROMPT_FILE_BYTES).removeprefix("\ufeff")  # byte order mark
     # str.splitlines would also split at form feeds and U+2028, which may be part of a prompt.
     lines = [(number, line) for number, line in enumerate(re.split(r"\r\n|\r|\n", text), 1) if line.strip()]
     if not lines:
