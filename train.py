@@ -1,16 +1,16 @@
 """Train a GPT.
 
     python train.py                                       train a small model of Python code, in one to two minutes
-    python train.py data=text data.path=mybook.txt        train on your own text file
+    python train.py data.path=mybook.txt                  train on your own text file
     python train.py experiment=shakespeare_char_cpu       train a complete recipe
-    python train.py name=mine train.steps=4000            resume runs/mine, up to step 4000
+    python train.py data.path=mybook.txt name=mine        the same command again resumes an interrupted run
     python train.py -m attention=sdpa,flash seed=1,2,3    train six models, and compare them
     torchrun --nproc_per_node=8 train.py                  train one model on eight GPUs
 
 most used keys:
   name=NAME             run folder in runs/; the same name again resumes the run
   experiment=NAME       a complete recipe from configs/experiment/
-  data.path=FILE        the text to train on (with data=text)
+  data.path=FILE        the text to train on
   train.steps=N         optimizer steps; train.minutes=M sets a time limit
   train.batch_size=N    sequences per step; train.micro_batch_size=N, or auto, splits a step to fit into memory
   model.n_layer=N       size of the model, with model.n_head, model.n_embd and model.block_size

@@ -70,7 +70,7 @@ def find_checkpoint(run: str, kind: str) -> Path:
     folder = find_run(run)
     paths = {path.stem: path for path in sorted((folder / "checkpoints").glob("*.pt"))}
     if kind == "best" and kind not in paths and "last" in paths:
-        print(printable(f"{folder} has no best.pt, because it was not evaluated; using last.pt"), file=sys.stderr)
+        print(printable(f"{folder} has no best.pt yet; using last.pt"), file=sys.stderr)
         kind = "last"
     if kind not in paths:
         raise UserError(f"{folder} has no checkpoint {kind}.pt; set checkpoint={' or '.join(paths)}, or another run")

@@ -70,7 +70,7 @@ class GPTConfig:
         ])  # fmt: skip
 
         divisors = ", ".join(str(G) for G in range(1, self.n_head + 1) if self.n_head % G == 0)
-        n_embd = max(1, round(self.n_embd / self.n_head)) * self.n_head
+        n_embd = max(1, round(self.n_embd / self.n_head / 2)) * 2 * self.n_head  # rotary needs an even head_dim
         half = max(1, self.block_size // 2)
         windows, mixers = self.window_pattern, self.mixer_pattern
         check_settings("model", self, [

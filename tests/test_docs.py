@@ -157,7 +157,7 @@ def test_command_runs(command, prepared, monkeypatch, capsys):
 @pytest.mark.parametrize("code", PYTHON)
 def test_python_example_runs(code, workdir, trained_run, exported_folder):
     docs.copy_run(trained_run, workdir / "runs/mine")
-    shutil.copytree(exported_folder, workdir / "mine")  # of docs/interoperability.md
+    shutil.copytree(exported_folder, workdir / "llama")  # of docs/interoperability.md
     (workdir / "runs/sweeps/sizes").mkdir(parents=True)  # of docs/sweeps.md
     (workdir / "runs/sweeps/sizes/comparison.csv").write_text("training_flops,val_loss\n1e12,4\n1e14,3\n")
     exec(compile(code, "example", "exec"), {})

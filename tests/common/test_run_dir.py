@@ -69,4 +69,4 @@ def test_missing_checkpoint_is_refused_except_best_before_the_first_evaluation(w
         find_checkpoint("a", "last")
     assert find_checkpoint("a", "best").name == "best.pt" and capsys.readouterr().err == ""
     assert find_checkpoint("b", "best").name == "last.pt"
-    assert capsys.readouterr().err == "runs/b has no best.pt, because it was not evaluated; using last.pt\n"
+    assert capsys.readouterr().err == "runs/b has no best.pt yet; using last.pt\n"

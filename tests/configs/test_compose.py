@@ -97,7 +97,7 @@ WRONG = [
     (["steps"], r"'steps' is not of the form key=value"),
     (
         ["model.n_embd=100", "model.n_head=6"],
-        r"model.n_embd=100 must be a multiple of model.n_head=6; .*=102",
+        r"model.n_embd=100 must be a multiple of model.n_head=6; .*=96",
     ),
     (
         ["model.n_head=6", "model.n_embd=96", "model.n_kv_head=4"],

@@ -29,7 +29,7 @@ def test_window_rejects_invalid_values(window):
     ({"dropout": -0.1}, r"^model.dropout=-0.1 must be a probability"),
     ({"dropout": float("nan")}, r"^model.dropout=nan must be a probability"),
     ({"n_head": 5}, r"^model.n_embd=32 must be a multiple of model.n_head=5; set model.n_embd=30, for example$"),
-    ({"n_embd": 1}, r"^model.n_embd=1 must be a multiple of model.n_head=4; set model.n_embd=4, for example$"),
+    ({"n_embd": 1}, r"^model.n_embd=1 must be a multiple of model.n_head=4; set model.n_embd=8, for example$"),
     ({"n_kv_head": 3}, r"^model.n_kv_head=3 must divide model.n_head=4; set one of 1, 2, 4, or null$"),
     ({"n_kv_head": 0}, r"^model.n_kv_head=0 must divide model.n_head=4"),
     ({"n_embd": 4}, r"^model.position=rotary needs an even number of channels per head .* set model.n_embd=8, or"),
