@@ -161,8 +161,8 @@ def test_interrupted_processes_stop_at_the_same_step_and_rank_0_saves(train, wor
     (workdir / "slow.py").write_text(SLOW_SAVE)
     process = torchrun(2, "name=a", "train.steps=100000", "eval.every=100000", "checkpoint.every=100000",
                        script=workdir / "slow.py", TRAIN=str(ROOT / "train.py"), PYTHONPATH=str(ROOT))  # fmt: skip
-    path, deadline = workdir / "runs/a/metrics.jsonl", time.time() + 600
-    while time.time() < deadline and not (path.exists() and path.read_text().count("\n") > 20):
+    path = workdir / "runs/a/metrics.jsonl"
+    while process.poll() is None and not (path.exists() and path.read_text().count("\n") > 20):
         time.sleep(0.05)
     process.send_signal(signal.SIGTERM)  # torchrun forwards it to its workers
     _, err = process.communicate(timeout=600)

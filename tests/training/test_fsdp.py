@@ -48,9 +48,10 @@ def test_two_sharded_processes_train_like_one(train, workdir):
 def test_killed_sharded_run_resumes_on_other_numbers_of_processes_and_with_ddp(train, workdir):
     warmup = "schedule.warmup_steps=1000000"  # the learning rate does not depend on the number of steps
     process = torchrun(4, "name=a", "train.steps=1000000", "eval.every=1000000", warmup, "parallel=fsdp")
-    last, deadline = workdir / "runs/a/checkpoints/last.pt", time.time() + 600
-    while time.time() < deadline and not last.exists():
+    last = workdir / "runs/a/checkpoints/last.pt"
+    while process.poll() is None and not last.exists():
         time.sleep(0.05)
+    assert process.poll() is None, process.communicate()[1]
     workers = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
     os.kill(int(workers[2]), signal.SIGKILL)
     process.communicate(timeout=600)
