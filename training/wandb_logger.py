@@ -11,10 +11,11 @@ from pathlib import Path
 from threading import Thread
 from typing import Any
 
-from common.run_dir import flatten_dict
+from common.run_dir import EXIT_CODES, flatten_dict
 from training.config import WandbConfig
 
-TIMEOUT_S = 60  # of the start, and of the last uploads
+FINISH_TIMEOUT_S = 60  # uploads of the last rows and pictures
+INTERRUPTED_FINISH_TIMEOUT_S = 10  # schedulers kill a process about 30 s after SIGTERM
 
 
 class WandbRun:
@@ -58,7 +59,7 @@ class WandbRun:
         run = wandb.init(
             mode=config.mode, project=config.project, entity=config.entity, tags=config.tags, dir=self.folder.resolve(),
             config=flatten_dict(self.run_config), id=self.id, **self.arguments,
-            settings=wandb.Settings(silent=True, console="off", init_timeout=TIMEOUT_S, finish_timeout=TIMEOUT_S),
+            settings=wandb.Settings(silent=True, console="off", init_timeout=60),
         )  # fmt: skip
         run.define_metric("step")
         run.define_metric("*", step_metric="step")  # wandb drops rows if its own step decreases
@@ -74,9 +75,17 @@ class WandbRun:
         self.call(lambda run: run.summary.update(values))
 
     def finish(self, exit_code: int) -> None:
-        """Finish the run, if it has started."""
+        """Finish the run, if it has started. Wait at most for the timeout, and print a line then."""
         if self._starter.ident is None:
             return
+        timeout_s = INTERRUPTED_FINISH_TIMEOUT_S if exit_code == EXIT_CODES["interrupted"] else FINISH_TIMEOUT_S
+        finisher = Thread(target=self._finish, args=(exit_code,), daemon=True)
+        finisher.start()
+        finisher.join(timeout_s)
+        if finisher.is_alive():
+            print(f"wandb did not finish within {timeout_s} s; {self.folder} has all results")
+
+    def _finish(self, exit_code: int) -> None:
         self._starter.join()
         self.call(lambda run: run.finish(exit_code))
         with suppress(Exception):  # if its service was killed, wandb would print a traceback at exit
