@@ -1,4 +1,4 @@
-"""The jobs of a sweep: runs in runs/sweeps/<sweep>/<job>. In separate processes, crashes and memory do not mix."""
+"""The jobs of a sweep: runs in runs/sweeps/<sweep>/<job>, in separate processes, so that a crash ends one run only."""
 
 import signal
 import subprocess

@@ -74,7 +74,7 @@ def estimate_memory(config: Any, runtime: Runtime, vocab_size: int) -> dict[str,
     Weights, gradients and optimizer state are exact. Activations include temporary tensors at the peak of a forward and
     backward pass. They are missing if attention is compiled, which fake tensors do not support.
     """
-    from torch.distributed._tools.mem_tracker import MemTracker  # private, and slow to import
+    from torch.distributed._tools.mem_tracker import MemTracker  # private; no public one; slow; torch 2.13
 
     processes = runtime.dist.world_size if isinstance(runtime.dist, FSDP) else 1  # that share one copy of the model
     micro_batch_size, accumulation = config.train.split_batch(runtime.dist.world_size)
