@@ -23,10 +23,10 @@ from common.run_dir import ROOT
 from compare.runs.comparison import compare, print_comparison
 from compare.runs.read import is_sweep
 from configs.cli import run_process
-from configs.schema import Compare
+from configs.schema import CompareConfig
 
 
-def main(config: Compare) -> int:
+def main(config: CompareConfig) -> int:
     folders = [ROOT / name if (ROOT / name).is_dir() else Path(name) for name in config.folders]
     default = folders[0] if len(folders) == 1 and is_sweep(folders[0]) else ROOT / "comparison"
     out = Path(config.out or default)

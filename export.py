@@ -25,14 +25,14 @@ from common.checkpoint_file import load_checkpoint
 from common.errors import UserError
 from common.run_dir import find_checkpoint, find_run
 from configs.cli import run_process
-from configs.schema import Export
+from configs.schema import ExportConfig
 from model import GPTConfig
 from model.huggingface.architectures import find_architecture
 from model.huggingface.folder import write_folder
 from training.device import DTYPES
 
 
-def main(config: Export) -> int:
+def main(config: ExportConfig) -> int:
     run, path = find_run(config.run), find_checkpoint(config.run, config.checkpoint)
     out = Path(config.out or run / "huggingface")
     if out.exists():

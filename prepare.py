@@ -21,13 +21,13 @@ if __name__ == "__main__":  # before the slow imports below, so that a typo is r
 
 
 from configs.cli import run_process
-from configs.schema import Prepare
+from configs.schema import PrepareConfig
 from data.inspect import inspect, summary_line
 from data.prepare import prepare
 from data.shards import verify
 
 
-def main(config: Prepare) -> int:
+def main(config: PrepareConfig) -> int:
     spec = None
     if config.tokenizer.run is not None:  # imports torch
         from training.init_from import load_run_tokenizer

@@ -43,7 +43,7 @@ from common.console import ProgressBar
 from common.errors import UserError, printable
 from common.interrupt import Terminated
 from configs.cli import config_from_python, run_process
-from configs.schema import Sample
+from configs.schema import SampleConfig
 from data.tokenizer import encode, initial_tokens
 from model.generation.attention_plots import draw_attention_maps
 from model.generation.config import unescape
@@ -55,7 +55,7 @@ from model.pretrained import find_pretrained_folder
 from training.device import resolve_device, resolve_dtype
 
 
-def main(config: Sample) -> int:
+def main(config: SampleConfig) -> int:
     config = replace(config, stop=unescape(config.stop))
     prompts = load_prompts(config)
     check_output(config.out)
@@ -91,7 +91,7 @@ def stream(model: GPT, tokenizer: tiktoken.Encoding, prompt: str = "", **setting
         yield chunk.text
 
 
-def load_prompts(config: Sample) -> list[str]:
+def load_prompts(config: SampleConfig) -> list[str]:
     if config.prompts is not None:
         return read_prompts(config.prompts)
     if config.prompt_file is not None:
@@ -99,14 +99,16 @@ def load_prompts(config: Sample) -> list[str]:
     return [unescape(config.prompt) or ""]
 
 
-def load_model(config: Sample, batch_size: int) -> tuple[GPT, tiktoken.Encoding, str]:
+def load_model(config: SampleConfig, batch_size: int) -> tuple[GPT, tiktoken.Encoding, str]:
     """Load model, tokenizer and a one-line description of a run: see model/generation/load.py."""
     device = resolve_device(config.device)
     dtype = resolve_dtype(config.dtype, device, trains=False)
     return load_for_sampling(config.run, config.checkpoint, device, dtype, config.attention, batch_size)
 
 
-def generate_texts(config: Sample, model: GPT, tokenizer: tiktoken.Encoding, prompts: list[str]) -> Iterator[TextChunk]:
+def generate_texts(
+    config: SampleConfig, model: GPT, tokenizer: tiktoken.Encoding, prompts: list[str]
+) -> Iterator[TextChunk]:
     """Generate num_samples samples of each prompt, in chunks. Raises UserError if a prompt cannot be encoded."""
     block_size, requests = model.config.block_size, []
     for number, prompt in enumerate(prompts, start=1):
@@ -118,11 +120,11 @@ def generate_texts(config: Sample, model: GPT, tokenizer: tiktoken.Encoding, pro
     return generate(model, tokenizer, requests, config, config.batch_size)
 
 
-def sample_seed(config: Sample, index: int) -> int:
+def sample_seed(config: SampleConfig, index: int) -> int:
     return (config.seed + index) % 2**32
 
 
-def run_prompt(config: Sample, model: GPT, tokenizer: tiktoken.Encoding, prompt: str) -> None:
+def run_prompt(config: SampleConfig, model: GPT, tokenizer: tiktoken.Encoding, prompt: str) -> None:
     """Generate num_samples samples of one prompt in batches, and print them one after another."""
     first_sample, tokens, started = prompt, 0, time.perf_counter()
     chunks = in_prompt_order(generate_texts(config, model, tokenizer, [prompt]))
@@ -145,7 +147,7 @@ def run_prompt(config: Sample, model: GPT, tokenizer: tiktoken.Encoding, prompt:
         draw_attention_maps(model, tokenizer, prompt, first_sample, find_pretrained_folder(config.run) / "attention")
 
 
-def run_batch(config: Sample, model: GPT, tokenizer: tiktoken.Encoding, prompts: list[str]) -> None:
+def run_batch(config: SampleConfig, model: GPT, tokenizer: tiktoken.Encoding, prompts: list[str]) -> None:
     """Generate num_samples samples of each prompt. Write one JSON object per sample to `out` or stdout, in order."""
     inputs = [prompt for prompt in prompts for _ in range(config.num_samples)]
     text, tokens, started = "", 0, time.perf_counter()
@@ -165,7 +167,7 @@ def run_batch(config: Sample, model: GPT, tokenizer: tiktoken.Encoding, prompts:
         print(f"written  {config.out}", file=sys.stderr)
 
 
-def run_interactive(config: Sample, model: GPT, tokenizer: tiktoken.Encoding) -> None:
+def run_interactive(config: SampleConfig, model: GPT, tokenizer: tiktoken.Encoding) -> None:
     """Continue each line that is typed; an empty line continues the last sample."""
     if sys.stdin.isatty():
         with suppress(ImportError):

@@ -40,14 +40,14 @@ from common import system
 from common.interrupt import StopRequest
 from common.run_dir import RunDir, has_checkpoint, read_summary
 from configs.cli import run_process
-from configs.schema import Train
 from data.loader import Loader, prefetch
 from data.prepare import prepare
 from model.attention import get_attention_fn
 from model.flops import flops_per_token, n_params
 from model.gpt import GPT
 from training.activation_checkpointing import checkpoint_activations
-from training.checkpoint import CheckpointWriter, TrainState, make_checkpoint_metadata
+from training.checkpoint import CheckpointWriter, TrainState, compute_progress, make_checkpoint_metadata
+from training.config import RunConfig
 from training.device import build_grad_scaler, configure_backends, resolve_runtime
 from training.evaluate import Evaluator
 from training.init_from import load_init_weights, load_run_tokenizer
@@ -57,10 +57,10 @@ from training.planning.micro_batch import check_micro_batch_size, resolve_micro_
 from training.planning.plan import show_plan
 from training.progress import format_banner, format_summary
 from training.run_plots import plot_run
-from training.schedule import compute_progress, lr_scale
+from training.schedule import lr_scale
 
 
-def main(config: Train) -> int:
+def main(config: RunConfig) -> int:
     # runtime: anything that cannot run here is refused before a file is written
     runtime = resolve_runtime(config.device, config.dtype, config.compile, config.parallel, config.world_size)
     dist, device, dtype = runtime.dist, runtime.device, runtime.dtype

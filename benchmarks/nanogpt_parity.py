@@ -22,10 +22,10 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from configs.cli import parse_config  # noqa: E402
-from configs.schema import Train  # noqa: E402
 from data.tokenizer import Corpus, build_tokenizer, encode  # noqa: E402
 from model.attention import get_attention_fn  # noqa: E402
 from model.gpt import GPT  # noqa: E402
+from training.config import RunConfig  # noqa: E402
 from training.optimizer import build_optimizers, set_lr  # noqa: E402
 from training.schedule import lr_scale  # noqa: E402
 
@@ -63,7 +63,7 @@ def import_model(file: Path) -> ModuleType:
 
 def compare_losses(theirs: ModuleType, text: Path, steps: int, bias: bool) -> float:
     """Train both models, and print one row per step -> the largest difference of their losses, in nats."""
-    config: Train = parse_config("train", "", [
+    config: RunConfig = parse_config("train", "", [
         "experiment=shakespeare_char_cpu", f"data.path={text}", f"model.bias={str(bias).lower()}",
     ])  # fmt: skip
     document = text.read_text(encoding="utf-8")

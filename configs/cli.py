@@ -34,10 +34,10 @@ USER_ERRNOS = DISK_FULL_ERRNOS | {errno.EACCES, errno.EPERM, errno.EROFS, errno.
 USER_ERRNOS |= {errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP}
 EXIT_HANDLERS_TIMEOUT_S = 10.0
 OUT_OF_MEMORY_ADVICE = {  # by the config of the script
-    "Train": "set a smaller train.micro_batch_size, model.block_size or model",
-    "Sample": "set a smaller batch_size, or dtype=bfloat16",
-    "Eval": "set a smaller batch_size, or dtype=bfloat16",
-    "Prepare": "set data.path to a smaller text, or a smaller data.max_documents",
+    "RunConfig": "set a smaller train.micro_batch_size, model.block_size or model",
+    "SampleConfig": "set a smaller batch_size, or dtype=bfloat16",
+    "EvalConfig": "set a smaller batch_size, or dtype=bfloat16",
+    "PrepareConfig": "set data.path to a smaller text, or a smaller data.max_documents",
     "BenchConfig": "set a smaller batch_size, block_sizes or model",
 }
 # How long a thread of GNU's OpenMP polls for work before it sleeps; the library's default is 300,000. Threads that poll

@@ -3,99 +3,22 @@
 The dataclasses have types and no values: each value is in one YAML file of this folder. Nothing here imports torch.
 """
 
-import os
 import re
 from dataclasses import dataclass, fields, is_dataclass
-from math import inf
 from typing import Any
 
 from common.errors import UserError, check_positive, check_seed, check_settings
-from common.run_dir import check_name, check_path_component
+from common.run_dir import check_path_component
 from compare.bench.config import BenchConfig
 from data import DataConfig, TokenizerConfig
-from data.sources import resolve_sources
-from model import AttentionConfig, GPTConfig, SamplingConfig
-from training.config import (
-    GPT2_MODELS,
-    AdamWConfig,
-    CheckpointConfig,
-    EvalConfig,
-    MuonConfig,
-    ScheduleConfig,
-    TrainConfig,
-    TrainWandbConfig,
-)
-from training.schedule import lr_scale
+from model import AttentionConfig, SamplingConfig
+from training.config import AdamWConfig, MuonConfig, RunConfig
 
 CHECKPOINT_NAME, UNKNOWN_CHECKPOINT = re.compile(r"best|last|step-\d+"), "is unknown; set best, last or step-NNNNNN"
 
 
 @dataclass
-class Train:
-    """Config of train.py."""
-
-    name: str | None
-    seed: int
-    device: str
-    dtype: str
-    compile: bool | None
-    deterministic: bool
-    tf32: bool
-    parallel: str
-    plan: bool
-    flops_per_second: float | None
-    world_size: int | None
-    resume: bool
-    text_size: Any  # name of a preset; None: no value is from a preset
-    model: GPTConfig
-    attention: AttentionConfig
-    data: DataConfig
-    tokenizer: TokenizerConfig
-    optimizer: Any  # a dataclass of OPTIMIZERS
-    schedule: ScheduleConfig
-    train: TrainConfig
-    eval: EvalConfig
-    checkpoint: CheckpointConfig
-    wandb: TrainWandbConfig
-
-    def check(self) -> None:
-        """Check the rules that span packages. Raises UserError."""
-        if self.name is not None:
-            check_name(self.name)
-        check_path_component("data.name", self.data.name)
-        self.data.check()
-        check_path_component("model.name", self.model.name)
-        check_seed(self.seed)
-        check_positive("", self, world_size=10**6)
-        lr_scale(self.schedule, self.schedule.warmup_steps, None, 0.0)
-        flops, init_from = self.flops_per_second, self.train.init_from or ""
-        init_run = init_from.removeprefix("run:")
-        init_tokenizer = "gpt2" if init_from in GPT2_MODELS else f"run tokenizer.run={init_run}"
-        rules = [
-            ("parallel", self.parallel in ("ddp", "fsdp"), "is unknown; set ddp or fsdp"),
-            *(
-                (key, getattr(self, key) is None or self.plan, "needs plan=true; set it, or remove the key")
-                for key in ("flops_per_second", "world_size")
-            ),
-            ("flops_per_second", flops is None or 0 < flops < inf, "must be greater than 0; set 1e14, for example"),
-        ]
-        check_settings("", self, rules)
-        if os.environ.get("WORLD_SIZE", "1") == "1":  # else train.py checks it with the number of processes
-            self.train.split_batch(self.world_size or 1)
-        same_vocabulary = not init_from or self.tokenizer.name not in ("bpe", "char")
-        tokenizer_of_run = f"needs the tokenizer of these weights; set tokenizer={init_tokenizer}"
-        check_settings("train", self.train, [("init_from", same_vocabulary, tokenizer_of_run)])
-        if "last" in (self.tokenizer.run, init_run):
-            raise UserError(
-                "train.init_from=run:last and tokenizer.run=last may mean another run when this run is resumed; "
-                "set the name of a run"
-            )
-        resolve_sources(self.data)  # a missing file is reported before torch is imported
-        self.wandb.check()
-
-
-@dataclass
-class Sample(SamplingConfig):
+class SampleConfig(SamplingConfig):
     """Config of sample.py."""
 
     run: str
@@ -139,7 +62,7 @@ class Sample(SamplingConfig):
 
 
 @dataclass
-class Eval:
+class EvalConfig:
     """Config of eval.py."""
 
     run: str
@@ -165,7 +88,7 @@ class Eval:
 
 
 @dataclass
-class Prepare:
+class PrepareConfig:
     """Config of prepare.py."""
 
     text_size: Any  # name of a preset; None: no value is from a preset
@@ -181,7 +104,7 @@ class Prepare:
 
 
 @dataclass
-class Compare:
+class CompareConfig:
     """Config of compare.py."""
 
     folders: list[str]
@@ -199,7 +122,7 @@ class Compare:
 
 
 @dataclass
-class Export:
+class ExportConfig:
     """Config of export.py."""
 
     run: str
@@ -222,13 +145,13 @@ class Export:
 
 
 SCRIPTS = {
-    "train": Train,
-    "sample": Sample,
-    "eval": Eval,
-    "prepare": Prepare,
+    "train": RunConfig,
+    "sample": SampleConfig,
+    "eval": EvalConfig,
+    "prepare": PrepareConfig,
     "bench": BenchConfig,
-    "compare": Compare,
-    "export": Export,
+    "compare": CompareConfig,
+    "export": ExportConfig,
 }
 OPTIMIZERS = {"adamw": AdamWConfig, "muon": MuonConfig}
 

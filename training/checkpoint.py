@@ -14,7 +14,7 @@ import math
 import shutil
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -23,7 +23,7 @@ from torch.optim import Optimizer
 from common.checkpoint_file import load_checkpoint, save_checkpoint
 from common.errors import TrainingFailed, UserError, format_value
 from common.run_dir import RunDir
-from training.config import OVERFITTING_EVALS, CheckpointConfig
+from training.config import OVERFITTING_EVALS, CheckpointConfig, RunConfig, TrainConfig
 from training.optimizer import load_state_by_name, state_by_name
 from training.sharding import gather, load_weights
 
@@ -101,6 +101,18 @@ class TrainState:
             setattr(self, key, saved[key])
 
 
+def compute_progress(config: TrainConfig, step: int, seconds: float, evals_since_best: int) -> float:
+    """The finished part of the run, 0 to 1: the larger of step / train.steps and elapsed time / train.minutes.
+
+    It is 1 if the last train.patience evaluations found no lower validation loss.
+    """
+    if config.patience is not None and evals_since_best >= config.patience:
+        return 1.0
+    by_steps = step / config.steps if config.steps is not None else 0.0
+    by_time = seconds / (60 * config.minutes) if config.minutes is not None else 0.0
+    return min(1.0, max(by_steps, by_time))
+
+
 class CheckpointWriter:
     """Writes the checkpoints of a run, after its metrics are on the disk. Rank 0 writes; all processes call `save`.
 
@@ -159,7 +171,7 @@ def write_checkpoint(path: Path, content: dict) -> None:
     save_checkpoint(path, content)
 
 
-def make_checkpoint_metadata(config: Any, meta: dict) -> dict:
+def make_checkpoint_metadata(config: RunConfig, meta: dict) -> dict:
     """The part of a checkpoint that is constant in a run. config: of train.py. meta: the data's meta.json."""
     model = asdict(config.model)
     identity = {f"model.{key}": value for key, value in model.items() if key not in ("name", "dropout")}

@@ -6,12 +6,15 @@ from dataclasses import dataclass
 from math import inf
 from typing import Any
 
-from common.errors import UserError, check_positive, check_settings
-from model.generation.config import SamplingConfig
+from common.errors import UserError, check_positive, check_seed, check_settings
+from common.run_dir import check_name, check_path_component
+from data import DataConfig, TokenizerConfig
+from data.sources import resolve_sources
+from model import AttentionConfig, GPTConfig, SamplingConfig
+from training.schedule import MAX_STEPS, ScheduleConfig, lr_scale
 
 AUTO = "auto"
 GPT2_MODELS = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")  # of OpenAI, on the Hugging Face hub
-MAX_STEPS = 10**12
 OVERFITTING_EVALS = 3  # a run overfits if this many evaluations in a row found no lower validation loss
 
 
@@ -77,27 +80,6 @@ class TrainConfig:
                 f"set one of {', '.join(divisors[-8:])}"
             )
         return micro, share // micro
-
-
-@dataclass
-class ScheduleConfig:
-    """Learning-rate schedule: linear warmup over warmup_steps, then decay to final_fraction of the peak.
-
-    name: a function in training/schedule.py. decay_fraction: the part of the run in which wsd decays.
-    """
-
-    name: str
-    warmup_steps: int
-    final_fraction: float
-    decay_fraction: float | None
-
-    def __post_init__(self):
-        is_fraction = [value is None or 0 <= value <= 1 for value in (self.final_fraction, self.decay_fraction)]
-        check_settings("schedule", self, [
-            ("warmup_steps", 0 <= self.warmup_steps <= MAX_STEPS, f"must not be negative, and at most {MAX_STEPS:,}"),
-            ("final_fraction", is_fraction[0], "must be a number from 0 to 1"),
-            ("decay_fraction", is_fraction[1], "must be a number from 0 to 1, or null"),
-        ])  # fmt: skip
 
 
 def _check_betas_and_weight_decay(config: "AdamWConfig | MuonConfig") -> None:
@@ -233,3 +215,67 @@ class TrainWandbConfig(WandbConfig):
     """WandbConfig of train.py. attention_maps: plot attention maps at each evaluation, even if wandb is disabled."""
 
     attention_maps: bool
+
+
+@dataclass
+class RunConfig:
+    """Config of train.py."""
+
+    name: str | None
+    seed: int
+    device: str
+    dtype: str
+    compile: bool | None
+    deterministic: bool
+    tf32: bool
+    parallel: str
+    plan: bool
+    flops_per_second: float | None
+    world_size: int | None
+    resume: bool
+    text_size: Any  # name of a preset; None: no value is from a preset
+    model: GPTConfig
+    attention: AttentionConfig
+    data: DataConfig
+    tokenizer: TokenizerConfig
+    optimizer: Any  # a dataclass of OPTIMIZERS
+    schedule: ScheduleConfig
+    train: TrainConfig
+    eval: EvalConfig
+    checkpoint: CheckpointConfig
+    wandb: TrainWandbConfig
+
+    def check(self) -> None:
+        """Check the rules that span packages. Raises UserError."""
+        if self.name is not None:
+            check_name(self.name)
+        check_path_component("data.name", self.data.name)
+        self.data.check()
+        check_path_component("model.name", self.model.name)
+        check_seed(self.seed)
+        check_positive("", self, world_size=10**6)
+        lr_scale(self.schedule, self.schedule.warmup_steps, None, 0.0)
+        flops, init_from = self.flops_per_second, self.train.init_from or ""
+        init_run = init_from.removeprefix("run:")
+        init_tokenizer = "gpt2" if init_from in GPT2_MODELS else f"run tokenizer.run={init_run}"
+        rules = [
+            ("parallel", self.parallel in ("ddp", "fsdp"), "is unknown; set ddp or fsdp"),
+            *(
+                (key, getattr(self, key) is None or self.plan, "needs plan=true; set it, or remove the key")
+                for key in ("flops_per_second", "world_size")
+            ),
+            ("flops_per_second", flops is None or 0 < flops < inf, "must be greater than 0; set 1e14, for example"),
+        ]
+        check_settings("", self, rules)
+        if os.environ.get("WORLD_SIZE", "1") == "1":  # else train.py checks it with the number of processes
+            self.train.split_batch(self.world_size or 1)
+        same_vocabulary = not init_from or self.tokenizer.name not in ("bpe", "char")
+        tokenizer_of_run = f"needs the tokenizer of these weights; set tokenizer={init_tokenizer}"
+        check_settings("train", self.train, [("init_from", same_vocabulary, tokenizer_of_run)])
+        if "last" in (self.tokenizer.run, init_run):
+            raise UserError(
+                "train.init_from=run:last and tokenizer.run=last may mean another run when this run is resumed; "
+                "set the name of a run"
+            )
+        resolve_sources(self.data)  # a missing file is reported before torch is imported
+        self.wandb.check()

@@ -20,6 +20,7 @@ from model.generation.config import unescape
 from model.generation.engine import Prompt, generate
 from model.gpt import GPT
 from training.checkpoint import TrainState
+from training.config import RunConfig
 from training.device import Runtime
 
 MAP_TOKENS = 64  # tokens in an attention map; the picture has one map per head
@@ -34,7 +35,7 @@ class Evaluator:
     """
 
     def __init__(
-        self, config: Any, runtime: Runtime, model: GPT, wrapped_model: nn.Module, loader: Loader,
+        self, config: RunConfig, runtime: Runtime, model: GPT, wrapped_model: nn.Module, loader: Loader,
         tokenizer: tiktoken.Encoding, batch_size: int, folder: Path, stop: StopRequest,
     ):  # fmt: skip
         self.config, self.runtime, self.model, self.wrapped_model = config, runtime, model, wrapped_model

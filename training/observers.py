@@ -4,14 +4,14 @@ import textwrap
 from collections.abc import Iterator
 from contextlib import ExitStack, contextmanager, nullcontext
 from dataclasses import asdict
-from typing import Any, Self
+from typing import Self
 
 import torch
 
 from common.console import ProgressBar
 from common.run_dir import EXIT_CODES, RunDir, status_of
 from training.checkpoint import TrainState
-from training.config import OVERFITTING_EVALS
+from training.config import OVERFITTING_EVALS, RunConfig
 from training.device import Runtime
 from training.metrics import MetricsLogger, summarize
 from training.profiler import StepProfiler
@@ -27,7 +27,7 @@ class Observers(ExitStack):
     to 1.
     """
 
-    def __init__(self, config: Any, runtime: Runtime, run: RunDir, state: TrainState, progress: float):
+    def __init__(self, config: RunConfig, runtime: Runtime, run: RunDir, state: TrainState, progress: float):
         super().__init__()
         self.config, self.state, self.is_compiled = config.train, state, runtime.compile
         self._read_timing = dict  # no step yet

@@ -2,15 +2,14 @@
 
 from math import inf
 from pathlib import Path
-from typing import Any
 
 from common.console import format_bytes, format_duration, pluralize
 from common.errors import format_value
 from model import GPTConfig
-from training.config import AUTO
+from training.config import AUTO, RunConfig
 
 
-def format_banner(config: Any, folder: Path, summary: dict, meta: dict) -> str:
+def format_banner(config: RunConfig, folder: Path, summary: dict, meta: dict) -> str:
     """The first lines of a run: what is trained, on which data and device.
 
     config: the config of train.py. summary: as in summary.json. meta: the data's meta.json.

@@ -4,9 +4,32 @@ To add a schedule, write a function here, list it in SCHEDULES, and add a YAML f
 """
 
 import math
+from dataclasses import dataclass
 
-from common.errors import UserError
-from training.config import ScheduleConfig, TrainConfig
+from common.errors import UserError, check_settings
+
+MAX_STEPS = 10**12
+
+
+@dataclass
+class ScheduleConfig:
+    """Learning-rate schedule: linear warmup over warmup_steps, then decay to final_fraction of the peak.
+
+    name: a function in training/schedule.py. decay_fraction: the part of the run in which wsd decays.
+    """
+
+    name: str
+    warmup_steps: int
+    final_fraction: float
+    decay_fraction: float | None
+
+    def __post_init__(self):
+        is_fraction = [value is None or 0 <= value <= 1 for value in (self.final_fraction, self.decay_fraction)]
+        check_settings("schedule", self, [
+            ("warmup_steps", 0 <= self.warmup_steps <= MAX_STEPS, f"must not be negative, and at most {MAX_STEPS:,}"),
+            ("final_fraction", is_fraction[0], "must be a number from 0 to 1"),
+            ("decay_fraction", is_fraction[1], "must be a number from 0 to 1, or null"),
+        ])  # fmt: skip
 
 
 def cosine(progress: float, config: ScheduleConfig) -> float:
@@ -28,18 +51,6 @@ def wsd(progress: float, config: ScheduleConfig) -> float:
 
 
 SCHEDULES = {f.__name__: f for f in (cosine, linear, wsd)}
-
-
-def compute_progress(config: TrainConfig, step: int, seconds: float, evals_since_best: int) -> float:
-    """The finished part of the run, 0 to 1: the larger of step / train.steps and elapsed time / train.minutes.
-
-    It is 1 if the last train.patience evaluations found no lower validation loss.
-    """
-    if config.patience is not None and evals_since_best >= config.patience:
-        return 1.0
-    by_steps = step / config.steps if config.steps is not None else 0.0
-    by_time = seconds / (60 * config.minutes) if config.minutes is not None else 0.0
-    return min(1.0, max(by_steps, by_time))
 
 
 def lr_scale(config: ScheduleConfig, step: int, steps: int | None, progress: float) -> float:

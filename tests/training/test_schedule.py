@@ -6,8 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from training.config import ScheduleConfig, TrainConfig
-from training.schedule import compute_progress, lr_scale
+from training.checkpoint import compute_progress
+from training.config import TrainConfig
+from training.schedule import ScheduleConfig, lr_scale
 
 
 def nanogpt_lr(iteration, warmup=100, decay=2000, peak=1e-3, floor=1e-4):

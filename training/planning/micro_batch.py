@@ -4,13 +4,11 @@ It needs CUDA: a CPU process that uses too much memory is swapped or killed with
 lacks memory would leave the others waiting. Steps run without torch.compile, which needs less memory.
 """
 
-from typing import Any
-
 import torch
 
 from common.errors import UserError, is_out_of_memory
 from model.gpt import GPT
-from training.config import AUTO
+from training.config import AUTO, RunConfig
 from training.device import Runtime
 from training.fsdp import FSDP
 from training.optimizer import build_optimizers, optimizer_step, set_lr
@@ -18,7 +16,7 @@ from training.optimizer import build_optimizers, optimizer_step, set_lr
 GPU_RESERVE_FRACTION = 0.05  # of a GPU's memory, left free for NCCL, fragmentation and other processes
 
 
-def check_micro_batch_size(config: Any, runtime: Runtime) -> int:
+def check_micro_batch_size(config: RunConfig, runtime: Runtime) -> int:
     """The smallest micro-batch size that a run can have. config: of train.py. Raises UserError for a wrong setting."""
     can_train = runtime.device.type == "cuda" and not isinstance(runtime.dist, FSDP) and not config.plan
     if config.train.micro_batch_size == AUTO and not can_train:
@@ -28,7 +26,7 @@ def check_micro_batch_size(config: Any, runtime: Runtime) -> int:
     return config.train.split_batch(runtime.dist.world_size)[0]
 
 
-def resolve_micro_batch_size(config: Any, runtime: Runtime, model: GPT) -> tuple[int, int]:
+def resolve_micro_batch_size(config: RunConfig, runtime: Runtime, model: GPT) -> tuple[int, int]:
     """(micro-batch size, accumulation steps), the same on all processes. Weights and random state do not change.
 
     Raises UserError if not even one sequence fits.
@@ -47,7 +45,7 @@ def resolve_micro_batch_size(config: Any, runtime: Runtime, model: GPT) -> tuple
     return size, share // size
 
 
-def fits(micro_batch_size: int, config: Any, runtime: Runtime, model: GPT) -> bool:
+def fits(micro_batch_size: int, config: RunConfig, runtime: Runtime, model: GPT) -> bool:
     """Whether two steps with learning rate 0 have enough memory, with GPU_RESERVE_FRACTION of the GPU's occupied."""
     device = runtime.device
     total = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else 0
@@ -71,7 +69,7 @@ def fits(micro_batch_size: int, config: Any, runtime: Runtime, model: GPT) -> bo
         torch.cuda.empty_cache()  # does nothing without CUDA
 
 
-def run_micro_batch(micro_batch_size: int, config: Any, runtime: Runtime, model: GPT) -> None:
+def run_micro_batch(micro_batch_size: int, config: RunConfig, runtime: Runtime, model: GPT) -> None:
     """Forward and backward pass on random tokens."""
     tokens = torch.randint(model.vocab_size, (micro_batch_size, config.model.block_size), device=runtime.device)
     doc_ids = torch.zeros_like(tokens) if config.data.document_mask else None

@@ -2,7 +2,6 @@
 
 import statistics
 from math import inf
-from typing import Any
 
 import torch
 from torch import nn
@@ -21,6 +20,7 @@ from model.attention import BACKENDS, get_attention_fn
 from model.flops import attention_flops_per_token, params_by_part, weight_flops_per_token
 from model.gpt import GPT
 from training.activation_checkpointing import checkpoint_activations
+from training.config import RunConfig
 from training.device import Runtime
 from training.fsdp import FSDP
 from training.init_from import load_run_tokenizer
@@ -39,7 +39,7 @@ class Plan:
     Counts, FLOPs and speeds are for all processes together. memory: bytes of one process.
     """
 
-    def __init__(self, config: Any, runtime: Runtime):
+    def __init__(self, config: RunConfig, runtime: Runtime):
         """config: the config of train.py. Raises UserError if the vocabulary needs a download."""
         self.config, self.runtime, dist, T = config, runtime, runtime.dist, config.model.block_size
         dist.share_cores()
@@ -68,7 +68,7 @@ class Plan:
         self.seconds = self.flops / self.flops_per_second
 
 
-def estimate_memory(config: Any, runtime: Runtime, vocab_size: int) -> dict[str, int]:
+def estimate_memory(config: RunConfig, runtime: Runtime, vocab_size: int) -> dict[str, int]:
     """Bytes of the tensors of one process. The model is made of fake tensors, which have no data.
 
     Weights, gradients and optimizer state are exact. Activations include temporary tensors at the peak of a forward and
@@ -136,7 +136,7 @@ def _measure_flops_per_second(plan: "Plan", flops: int) -> float:
     return batch_size * T * flops / statistics.median(seconds[1:] or seconds)
 
 
-def show_plan(config: Any, runtime: Runtime) -> int:
+def show_plan(config: RunConfig, runtime: Runtime) -> int:
     """Print the plan for a config of train.py -> exit code. With several processes, only rank 0 prints."""
     if not runtime.dist.is_main:
         return 0
