@@ -27,7 +27,7 @@ from common.console import TABLE_WIDTH, make_console, make_table
 from common.errors import UserError, printable
 from common.files import atomic_write
 from configs.cli import run_process
-from configs.schema import EvalConfig
+from configs.schema import EvalScriptConfig
 from data.readers import read_documents
 from data.sources import resolve_sources
 from model.generation.load import load_for_sampling
@@ -38,7 +38,7 @@ from training.device import resolve_device, resolve_dtype
 MAX_TABLE_ROWS = 20  # documents in the printed table
 
 
-def main(config: EvalConfig) -> int:
+def main(config: EvalScriptConfig) -> int:
     check_output(config.out)
     documents = read_documents(resolve_sources(config.data)) if config.tasks is None else []
     device, rows = resolve_device(config.device), 1 if config.tasks is None else config.batch_size

@@ -42,7 +42,8 @@ import tiktoken
 from common.console import ProgressBar
 from common.errors import UserError, printable
 from common.interrupt import Terminated
-from configs.cli import config_from_python, run_process
+from common.settings import check
+from configs.cli import run_process
 from configs.schema import SampleConfig
 from data.tokenizer import encode, initial_tokens
 from model.generation.attention_plots import draw_attention_maps
@@ -76,7 +77,7 @@ def load(run: str = "last", **settings) -> tuple[GPT, tiktoken.Encoding]:
     The model is in eval mode. It returns logits, but it cannot be trained. settings: checkpoint, device, dtype and
     attention, as on the command line. Raises UserError, for example if the run does not exist.
     """
-    model, tokenizer, _ = load_model(config_from_python("sample", run=run, **settings), batch_size=1)
+    model, tokenizer, _ = load_model(_python_config(run=run, **settings), batch_size=1)
     return model, tokenizer
 
 
@@ -86,9 +87,15 @@ def stream(model: GPT, tokenizer: tiktoken.Encoding, prompt: str = "", **setting
     settings: seed, temperature, max_new_tokens, stop and so on, as on the command line. `prompt` and `stop` are exact
     strings, without escape sequences. Raises UserError.
     """
-    config = config_from_python("sample", num_samples=1, **settings)
+    config = _python_config(**settings)
     for chunk in generate_texts(config, model, tokenizer, [prompt]):
         yield chunk.text
+
+
+def _python_config(**settings) -> SampleConfig:
+    config = SampleConfig(**settings)
+    check(config)
+    return config
 
 
 def load_prompts(config: SampleConfig) -> list[str]:

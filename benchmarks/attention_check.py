@@ -23,7 +23,7 @@ from torch.utils.benchmark import Timer
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
 from compare.bench.cases import build_groups, measure
-from configs.cli import config_from_python
+from compare.bench.config import BenchConfig
 
 ROUNDS = 5
 SECONDS_PER_ROUND = 0.5
@@ -78,8 +78,7 @@ def time_with_torch(variant: str, phase: str, T: int) -> float:
 
 def time_with_bench(variant: str, phase: str, T: int) -> float:
     """Measure the seconds of a call with the code of bench.py."""
-    config = config_from_python(
-        "bench",
+    config = BenchConfig(
         device="cpu",
         dtypes=["float32"],
         backends=[variant],

@@ -25,7 +25,8 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 
 from nanogpt_parity import BLOCK_MODULES, OUTER_MODULES, import_model  # noqa: E402
 
-from configs.cli import config_from_python  # noqa: E402
+from configs.compose import compose_config  # noqa: E402
+from model import AttentionConfig, SamplingConfig  # noqa: E402
 from model.attention import get_attention_fn  # noqa: E402
 from model.generation.cpu_linear import replace_linears  # noqa: E402
 from model.generation.engine import Engine, Prompt  # noqa: E402
@@ -62,8 +63,8 @@ class Program:
 def build_model(mlp: str = "gelu_tanh", weights: dict[str, Tensor] | None = None) -> GPT:
     """GPT-2 124M with `weights`, or with random ones, the same in every process."""
     torch.manual_seed(1)
-    config = replace(config_from_python("train", model="gpt2").model, mlp=mlp)
-    attend = get_attention_fn(config_from_python("sample").attention)
+    config = replace(compose_config("train", ["model=gpt2"]).model, mlp=mlp)
+    attend = get_attention_fn(AttentionConfig())
     model = GPT(config, VOCAB_SIZE, attend, weights=weights).eval().requires_grad_(False)
     for name, weight in model.named_parameters():
         if weights is None and name.endswith("bias"):  # at zero, a missing bias would not be noticed
@@ -81,7 +82,7 @@ def trilgpt(setup: Setup) -> Program:
         return models[samples]
 
     def generate(prompt: Tensor, new: int) -> tuple[Tensor, list[float]]:
-        settings = config_from_python("sample", temperature=0.0)
+        settings = SamplingConfig(temperature=0.0)
         engine = Engine(model_for(len(prompt)), settings, len(prompt), prompt.shape[1] + new)
         engine.add([Prompt(row, seed=0) for row in prompt.tolist()])
         times = []

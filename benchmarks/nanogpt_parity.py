@@ -25,7 +25,7 @@ from configs.cli import parse_config  # noqa: E402
 from data.tokenizer import Corpus, build_tokenizer, encode  # noqa: E402
 from model.attention import get_attention_fn  # noqa: E402
 from model.gpt import GPT  # noqa: E402
-from training.config import RunConfig  # noqa: E402
+from training.config import AdamWConfig, RunConfig  # noqa: E402
 from training.optimizer import build_optimizers, set_lr  # noqa: E402
 from training.schedule import lr_scale  # noqa: E402
 
@@ -79,6 +79,7 @@ def compare_losses(theirs: ModuleType, text: Path, steps: int, bias: bool) -> fl
     our_model = GPT(config.model, tokenizer.n_vocab, get_attention_fn(config.attention))
     copy_weights(their_model, our_model)
     adamw = config.optimizer
+    assert isinstance(adamw, AdamWConfig)
     their_optimizer = their_model.configure_optimizers(adamw.weight_decay, adamw.lr, tuple(adamw.betas), "cpu")
     our_optimizers = build_optimizers(our_model, adamw)
 

@@ -4,7 +4,7 @@
     python benchmarks/text_sizes.py nanoGPT short.txt long.txt
     python benchmarks/text_sizes.py nanoGPT short.txt --seeds 1 2 3 --no-search
 
-default: python train.py data=text data.path=FILE, whose sizes depend on the amount of text (text_size=auto).
+default: python train.py data=text data.path=FILE, whose sizes depend on the amount of text (preset=auto).
 search: the same with the next smaller or larger preset, or with one other value of steps, vocabulary, n-grams, layers,
     channels or dropout. A run of the search ends after --seconds.
 nanoGPT: its recipe for a CPU with characters as tokens, 2,000 steps.
@@ -79,7 +79,7 @@ def compare(work: Path, text: Path, arguments: argparse.Namespace) -> bool:
     default = statistics.mean(defaults)
     found["the default"] = defaults[0]
     best = min(found, key=found.__getitem__)
-    print(f"  default  {default:.4f}  text_size={config['text_size']}, seeds: {' '.join(f'{x:.4f}' for x in defaults)}")
+    print(f"  default  {default:.4f}  preset={config['preset']}, seeds: {' '.join(f'{x:.4f}' for x in defaults)}")
     if search:
         print(f"  search   {found[best]:.4f}  {best}; default / search {defaults[0] / found[best]:.3f}")
     print(f"  nanoGPT  {nanogpt:.4f}  nanoGPT / default {nanogpt / default:.3f}", flush=True)
@@ -92,11 +92,10 @@ def compare(work: Path, text: Path, arguments: argparse.Namespace) -> bool:
 def list_search(config: dict) -> list[str]:
     """The overrides of all runs of the search. config: of the default run."""
     model, steps, vocab_size = config["model"], config["train"]["steps"], config["tokenizer"]["vocab_size"]
-    presets = [yaml.safe_load(file.read_text()) for file in (ROOT / "configs/text_size").glob("*B.yaml")]
-    presets = [preset["name"] for preset in sorted(presets, key=lambda preset: preset["text_bytes"])]
-    index = presets.index(config["text_size"])
+    presets = ["20kB", "100kB", "300kB", "1MB", "3MB", "10MB"]
+    index = presets.index(config["preset"])
     values = {
-        "text_size": presets[max(0, index - 1) : index] + presets[index + 1 : index + 2],
+        "preset": presets[max(0, index - 1) : index] + presets[index + 1 : index + 2],
         "train.steps": [steps // 2, steps * 2],
         "tokenizer.vocab_size": [max(257, vocab_size // 2), vocab_size * 2],
         "model.max_ngram": [n for n in (1, 2, 3, 4) if n != model["max_ngram"]],

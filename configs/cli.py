@@ -18,7 +18,6 @@ import time
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import asdict
-from itertools import compress
 from pathlib import Path
 from typing import Any, NoReturn
 
@@ -27,19 +26,13 @@ import yaml
 from common.errors import TrainingFailed, UserError, is_out_of_memory, printable
 from common.interrupt import WARNING_SIGNALS, raise_interrupt, set_stop_handlers
 from common.run_dir import EXIT_CODES
+from common.settings import check
 
 DISK_FULL_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 # File errors that users can correct. Any other OSError is a bug and keeps its traceback.
 USER_ERRNOS = DISK_FULL_ERRNOS | {errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST}
 USER_ERRNOS |= {errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP}
 EXIT_HANDLERS_TIMEOUT_S = 10.0
-OUT_OF_MEMORY_ADVICE = {  # by the config of the script
-    "RunConfig": "set a smaller train.micro_batch_size, model.block_size or model",
-    "SampleConfig": "set a smaller batch_size, or dtype=bfloat16",
-    "EvalConfig": "set a smaller batch_size, or dtype=bfloat16",
-    "PrepareConfig": "set data.path to a smaller text, or a smaller data.max_documents",
-    "BenchConfig": "set a smaller batch_size, block_sizes or model",
-}
 # How long a thread of GNU's OpenMP polls for work before it sleeps; the library's default is 300,000. Threads that poll
 # on a busy machine take the cores from the threads that have work (docs/experiments/nanogpt-training-speed.md).
 SPIN_COUNT = "1000"
@@ -61,8 +54,8 @@ def start_process() -> None:
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
     gc.disable()  # until run_process: collections take 0.3 s of the imports, and free nothing
-    for kind in WARNING_SIGNALS:
-        signal.signal(kind, _exit_at_once)  # even if it is ignored, as in docs/train.sbatch to protect torchrun
+    for signum in WARNING_SIGNALS:
+        signal.signal(signum, _exit_at_once)  # even if it is ignored, as in docs/train.sbatch to protect torchrun
     set_stop_handlers(_exit_at_once)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")  # a character that the terminal cannot show is escaped
@@ -78,9 +71,12 @@ def _exit_at_once(number: int, frame: Any) -> NoReturn:
 
 
 def parse_config(script: str, doc: str, argv: list[str] | None = None) -> Any:
-    """Parse a command line. Returns the script's checked config; exits the process if a word is invalid.
+    """Parse a command line.
 
-    argv: None: that of the process, whose signals and output streams are also set up.
+    script: its name without .py.
+    doc: its docstring, for --help.
+    argv: defaults to sys.argv, and also sets up the process's signals and output streams.
+    Returns the script's checked config. Exits the process if a word is invalid.
     """
     if argv is None:
         start_process()
@@ -97,12 +93,13 @@ def parse_config(script: str, doc: str, argv: list[str] | None = None) -> Any:
             if argv is None:
                 run_process(run_multirun, flags)
             raise SystemExit(run_main(run_multirun, flags))
-        settings = {"folders": flags.folders} if flags.folders else None
-        config = compose_config(script, flags.words, flags.config_dir, settings)
+        config = compose_config(script, flags.words, flags.config_dir)
+        if script == "compare":
+            config.folders += flags.folders
         if flags.cfg:
             print(yaml.safe_dump(asdict(config), sort_keys=False, allow_unicode=True), end="")
             raise SystemExit(0)
-        config.check()
+        check(config)
         return config
     except UserError as error:
         raise SystemExit(report_error(error, EXIT_CODES["refused"])) from None
@@ -110,17 +107,6 @@ def parse_config(script: str, doc: str, argv: list[str] | None = None) -> Any:
         if error.errno not in USER_ERRNOS:
             raise
         raise SystemExit(report_error(_describe_os_error(error), EXIT_CODES["refused"])) from None
-
-
-def config_from_python(script: str, **settings: Any) -> Any:
-    """The checked config of `script` for callers in Python: the defaults, changed by `settings`. Raises UserError."""
-    from configs.compose import compose_config, list_groups
-
-    words = [f"{key}={value}" for key, value in settings.items() if key in list_groups(script)]
-    settings = {key: value for key, value in settings.items() if key not in list_groups(script)}
-    config = compose_config(script, words, settings=settings)
-    config.check()
-    return config
 
 
 def run_process(main: Callable[..., int], *config: Any) -> NoReturn:
@@ -159,8 +145,7 @@ def run_main(main: Callable[..., int], *config: Any) -> int:
     except (RuntimeError, MemoryError) as error:
         if not is_out_of_memory(error):
             raise
-        advice = OUT_OF_MEMORY_ADVICE.get(type(config[0]).__name__, "close other programs")
-        return report_error(f"out of memory; {advice}", EXIT_CODES["failed"])
+        return report_error("out of memory; set a smaller batch, context or model", EXIT_CODES["failed"])
 
 
 def report_error(message: object, code: int) -> int:
@@ -216,8 +201,7 @@ def _parse_flags(script: str, argv: list[str] | None) -> argparse.Namespace:
         flags.launcher_words = [word for word in flags.words if _is_launcher_word(word)]
         flags.words = [word for word in flags.words if not _is_launcher_word(word)]
     if script == "compare":
-        is_folder = [not re.match(r"[+~-]|[\w.-]+=", word) or Path(word).exists() for word in flags.words]
-        flags.folders = list(compress(flags.words, is_folder))
+        flags.folders = [word for word in flags.words if not re.match(r"[+~-]|[\w.-]+=", word) or Path(word).exists()]
         flags.words = [word for word in flags.words if word not in flags.folders]
     for index, word in enumerate(flags.words):
         key = word.split("=", 1)[0]

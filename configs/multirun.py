@@ -17,12 +17,13 @@ from hydra.errors import HydraException
 
 from common.errors import UserError
 from common.run_dir import JOB, SWEEPS, make_new_folder
+from common.settings import check
 from compare.sweep.jobs import Job
 from compare.sweep.launch import run_sweep
 from compare.sweep.search import make_distribution, run_search
 from configs.compose import compose_config, hydra_initialized, list_groups, parse_word
 from configs.error_messages import did_you_mean, explain_error
-from configs.schema import list_keys
+from configs.schema import key_types
 
 LAUNCHERS = ("submitit_slurm", "submitit_local")
 
@@ -66,7 +67,7 @@ def _run_search(flags: Namespace) -> int:
     if not swept or (seeds is not None and not seeds.is_discrete_sweep()):
         raise UserError("sweep.trials searches over ranges of keys other than seed; set optimizer.lr=log(1e-4,1e-2)")
     seed_words = [f"seed={seed}" for seed in seeds.sweep_string_iterator()] if seeds is not None else []
-    types = list_keys("train")
+    types = key_types("train")
     space = {}
     for key, word in swept.items():
         if key not in (*types, *list_groups("train")) and not key.startswith("data.mix."):
@@ -133,7 +134,7 @@ def name_jobs(combinations: list[dict[str, str]]) -> list[str]:
 
 def _compose_job(words: list[str], config_dir: str | None) -> Any:
     config = compose_config("train", words, config_dir)
-    config.check()
+    check(config)
     if config.plan:
         raise UserError("plan=true describes one run; remove -m, and set one value for each key")
     if config.name is not None and "/" in config.name:
@@ -161,7 +162,7 @@ def _compose_launcher(words: list[str]) -> Any:
     try:
         config = compose("train", overrides=[*words, "hydra.job.name=train"], return_hydra_config=True)
     except HydraException as error:
-        sentence = f"{explain_error(error)}; hydra/launcher=NAME chooses a launcher that is installed"
+        sentence = f"{explain_error('train', error)}; hydra/launcher=NAME chooses a launcher that is installed"
         raise UserError(sentence) from None
     launcher = config.hydra.runtime.choices["hydra/launcher"]
     if launcher not in LAUNCHERS:

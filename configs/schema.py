@@ -1,174 +1,140 @@
-"""The config of each script: dataclasses assembled from those of the packages, and rules that span packages.
+"""The configs of all scripts. RunConfig of train.py is in training/config.py, BenchConfig in compare/bench/config.py.
 
-The dataclasses have types and no values: each value is in one YAML file of this folder. Nothing here imports torch.
+Each line has a key, its type, default, limits and meaning. Nothing here imports torch.
 """
 
 import re
-from dataclasses import dataclass, fields, is_dataclass
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 from typing import Any
 
-from common.errors import UserError, check_positive, check_seed, check_settings
+from common.errors import UserError
 from common.run_dir import check_path_component
+from common.settings import Rule, list_keys, setting
 from compare.bench.config import BenchConfig
 from data import DataConfig, TokenizerConfig
 from model import AttentionConfig, SamplingConfig
-from training.config import AdamWConfig, MuonConfig, RunConfig
-
-CHECKPOINT_NAME, UNKNOWN_CHECKPOINT = re.compile(r"best|last|step-\d+"), "is unknown; set best, last or step-NNNNNN"
+from training.config import OPTIMIZER_CONFIGS, RunConfig
 
 
 @dataclass
-class SampleConfig(SamplingConfig):
+class CheckpointChoice:
+    """The checkpoint that a script reads."""
+
+    run: str = "last"  # name or path of a run; last: the newest run with a checkpoint
+    checkpoint: str = "best"  # best, last or step-NNNNNN
+
+    def rules(self, section: str) -> Iterator[Rule]:
+        is_known = re.fullmatch(r"best|last|step-\d+", self.checkpoint) is not None
+        yield "checkpoint", is_known, "is unknown; set best, last or step-NNNNNN"
+
+
+@dataclass
+class SampleConfig(SamplingConfig, CheckpointChoice):
     """Config of sample.py."""
 
-    run: str
-    checkpoint: str
-    prompt: str | None
-    prompt_file: str | None
-    prompts: str | None
-    out: str | None
-    interactive: bool
-    num_samples: int
-    batch_size: int
-    seed: int
-    device: str
-    dtype: str
-    attention: AttentionConfig
-    attention_map: bool
+    prompt: str | None = None  # may contain the escapes \\n, \\t and \\\\; None: <|endoftext|>, or a newline without it
+    prompt_file: str | None = None  # file whose exact text is the prompt
+    prompts: str | None = None  # file with one prompt per line, or .jsonl with {"prompt": ...}
+    out: str | None = None  # FILE.jsonl for the samples of prompts; None: stdout
+    interactive: bool = False  # continue the lines that are typed
+    num_samples: int = setting(1, 1, 10**6)  # per prompt
+    batch_size: int = setting(32, 1, 10**6)  # samples that are generated together
+    seed: int = setting(1337, 0, 2**32 - 1)  # of the first sample; the next sample has seed + 1, and so on
+    device: str = "auto"  # auto, cpu, cuda or mps
+    dtype: str = "auto"  # of the weights; auto: bfloat16 on GPUs, float32 on CPUs; int8 on CPUs only
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
+    attention_map: bool = False  # plot the attention weights for the prompt; without a prompt, for the sample
 
-    def check(self, section: str = "") -> None:
-        """Check the rules that span packages. Raises UserError."""
-        super().check(section)
-        check_seed(self.seed)
-        check_positive("", self, num_samples=10**6, batch_size=10**6)
+    def rules(self, section: str) -> Iterator[Rule]:
+        yield from CheckpointChoice.rules(self, section)
+        yield from SamplingConfig.rules(self, section)
         modes = ["prompt", "prompt_file", "prompts", "interactive"]
         modes = [key for key in modes if getattr(self, key) not in (None, False)]
         if len(modes) > 1:
             raise UserError(f"{' and '.join(modes)} exclude each other; set one of them")
         mode = modes[0] if modes else None
+        yield "out", self.out is None or mode == "prompts", "needs prompts=FILE; set it, or remove out"
+        yield "num_samples", self.num_samples == 1 or mode != "interactive", "has no effect with interactive"
+        yield "max_new_tokens", self.max_new_tokens > 0 or self.attention_map, "generates nothing; set 1 or more"
         has_one_prompt = mode in (None, "prompt", "prompt_file")
-        rules = [
-            ("checkpoint", CHECKPOINT_NAME.fullmatch(self.checkpoint), UNKNOWN_CHECKPOINT),
-            ("out", self.out is None or mode == "prompts", "needs prompts=FILE; set it, or remove out"),
-            (
-                "num_samples",
-                self.num_samples == 1 or mode != "interactive",
-                "has no effect with interactive",
-            ),
-            ("max_new_tokens", self.max_new_tokens > 0 or self.attention_map, "generates nothing; set 1 or more"),
-            ("attention_map", has_one_prompt or not self.attention_map, f"needs one prompt; remove {mode}"),
-        ]
-        check_settings("", self, rules)
+        yield "attention_map", has_one_prompt or not self.attention_map, f"needs one prompt; remove {mode}"
 
 
 @dataclass
-class EvalConfig:
+class EvalScriptConfig(CheckpointChoice):
     """Config of eval.py."""
 
-    run: str
-    checkpoint: str
-    tasks: str | None
-    limit: int | None
-    out: str | None
-    batch_size: int
-    device: str
-    dtype: str
-    attention: AttentionConfig
-    data: DataConfig
+    tasks: str | None = None  # tasks of lm-eval or YAML files, separated by commas; None: the loss of documents
+    limit: int | None = setting(None, 1, 10**9)  # questions per task; None: all
+    out: str | None = None  # FILE.jsonl for the results; None: only a table
+    batch_size: int = setting(32, 1, 10**6)  # windows of documents, or requests of a task, that are scored together
+    device: str = "auto"  # auto, cpu, cuda or mps
+    dtype: str = "auto"  # of the weights; auto: bfloat16 on GPUs, float32 on CPUs; int8 on CPUs only
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
+    data: DataConfig = field(default_factory=DataConfig)  # the documents, if tasks is None
 
-    def check(self) -> None:
-        """Check the rules that span packages. Raises UserError."""
-        self.data.check()
-        check_positive("", self, limit=10**9, batch_size=10**6)
-        rules = [
-            ("checkpoint", CHECKPOINT_NAME.fullmatch(self.checkpoint), UNKNOWN_CHECKPOINT),
-            ("limit", self.limit is None or self.tasks is not None, "needs tasks=NAME; set it, or remove limit"),
-        ]
-        check_settings("", self, rules)
+    def rules(self, section: str) -> Iterator[Rule]:
+        yield from super().rules(section)
+        has_tasks = self.limit is None or self.tasks is not None
+        yield "limit", has_tasks, "needs tasks=NAME; set it, or remove limit"
 
 
 @dataclass
 class PrepareConfig:
     """Config of prepare.py."""
 
-    text_size: Any  # name of a preset; None: no value is from a preset
-    data: DataConfig
-    tokenizer: TokenizerConfig
-    inspect: bool
-    verify: bool
+    preset: str | None = None  # the preset that has set the size of the vocabulary (configs/preset.py)
+    data: DataConfig = field(default_factory=DataConfig)
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    inspect: bool = False  # print sizes and samples of tokenized text
+    verify: bool = False  # compare all token files with their SHA-256
 
-    def check(self) -> None:
-        """Check the rules that span packages. Raises UserError."""
+    def rules(self, section: str) -> list[Rule]:
         check_path_component("data.name", self.data.name)
-        self.data.check()
+        return []
 
 
 @dataclass
 class CompareConfig:
     """Config of compare.py."""
 
-    folders: list[str]
-    out: str | None
-    difference: float | None
+    folders: list[str] = field(default_factory=list)  # runs and sweeps; on the command line, without a key
+    out: str | None = None  # folder to write the files into; None: the folder of a single sweep, or runs/comparison
+    difference: float | None = setting(None, above=0)  # nats per token: how many seeds find a difference of this size
 
-    def check(self) -> None:
-        """Raises UserError for invalid settings."""
-        check_positive("", self, "difference")
-        rules = [
-            ("folders", len(self.folders) > 0, "leaves nothing to compare; name runs or sweeps, as in runs/a runs/b"),
-            ("out", self.out != "", "is empty; set a folder"),
-        ]
-        check_settings("", self, rules)
+    def rules(self, section: str) -> Iterator[Rule]:
+        yield "folders", len(self.folders) > 0, "leaves nothing to compare; name runs or sweeps, as in runs/a runs/b"
+        yield "out", self.out != "", "is empty; set a folder"
 
 
 @dataclass
-class ExportConfig:
+class ExportConfig(CheckpointChoice):
     """Config of export.py."""
 
-    run: str
-    checkpoint: str
-    out: str | None
-    dtype: str
+    out: str | None = None  # the folder to write; None: huggingface in the folder of the run
+    dtype: str = setting("float32", choices=("float32", "bfloat16", "float16"))  # of the weights
 
-    def check(self) -> None:
-        """Raises UserError for invalid settings."""
-        rules = [
-            ("checkpoint", CHECKPOINT_NAME.fullmatch(self.checkpoint), UNKNOWN_CHECKPOINT),
-            ("out", self.out != "", "is empty; set a folder"),
-            (
-                "dtype",
-                self.dtype in ("float32", "bfloat16", "float16"),
-                "is unknown; set float32, bfloat16 or float16",
-            ),
-        ]
-        check_settings("", self, rules)
+    def rules(self, section: str) -> Iterator[Rule]:
+        yield from super().rules(section)
+        yield "out", self.out != "", "is empty; set a folder"
 
 
 SCRIPTS = {
     "train": RunConfig,
     "sample": SampleConfig,
-    "eval": EvalConfig,
+    "eval": EvalScriptConfig,
     "prepare": PrepareConfig,
     "bench": BenchConfig,
     "compare": CompareConfig,
     "export": ExportConfig,
 }
-OPTIMIZERS = {"adamw": AdamWConfig, "muon": MuonConfig}
 
 
-def list_keys(script: str) -> dict[str, Any]:
+def key_types(script: str) -> dict[str, Any]:
     """The types of all keys of a script, with the keys of every optimizer."""
-    types = list_types(SCRIPTS[script])
+    types = dict(list_keys(SCRIPTS[script]))
     if "optimizer" in types:
-        types |= {key: type_ for kind in OPTIMIZERS.values() for key, type_ in list_types(kind, "optimizer.").items()}
-    return types
-
-
-def list_types(kind: type, prefix: str = "") -> dict[str, Any]:
-    """The types of all keys of a dataclass and its sections: {"model": GPTConfig, "model.n_layer": int, ...}."""
-    types = {}
-    for field in fields(kind):
-        types[prefix + field.name] = field.type
-        if is_dataclass(field.type):
-            types |= list_types(field.type, f"{prefix}{field.name}.")
+        for config_type in OPTIMIZER_CONFIGS.values():
+            types |= dict(list_keys(config_type, "optimizer."))
     return types

@@ -5,14 +5,14 @@ from dataclasses import replace
 import torch
 
 from compare.bench.cases import GRAD_PHASES, Case
+from compare.bench.config import BenchConfig
 from compare.bench.results import Timing
-from configs.cli import config_from_python
 from model import AttentionConfig
 from model.attention import AttentionRequest
 
 CPU = torch.device("cpu")
-CONFIG = config_from_python(
-    "bench", seed=1, dtypes=["float32"], vocab_size=64, compile=False, rounds=1, seconds=0.001, time_limit=300.0
+CONFIG = BenchConfig(
+    seed=1, dtypes=["float32"], vocab_size=64, compile=False, rounds=1, seconds=0.001, time_limit=300.0
 )
 COLUMNS = (
     "backend,resolved,status,reason,phase,mask,device,dtype,B,T,H,G,D,Dv,ms_median,ms_q1,ms_q3,flops_per_second,"

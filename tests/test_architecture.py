@@ -63,6 +63,6 @@ def test_config_checks_import_no_torch():
 
 def test_backends_are_named_in_the_attention_package_only():
     for path in FILES:
-        if path.parent.name != "attention":
+        if path.parent.name != "attention" and path != ROOT / "model/config.py":  # which has the default
             strings = {node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)}
             assert not strings & {"naive", "sdpa", "flash", "cudnn", "flex"}, path

@@ -21,8 +21,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from common.checkpoint_file import load_checkpoint, save_checkpoint
-from common.errors import TrainingFailed, UserError, format_value
+from common.errors import TrainingFailed, UserError
 from common.run_dir import RunDir
+from common.settings import format_value
 from training.config import OVERFITTING_EVALS, CheckpointConfig, RunConfig, TrainConfig
 from training.optimizer import load_state_by_name, state_by_name
 from training.sharding import gather, load_weights

@@ -1,69 +1,64 @@
-"""Config of training: types and checks. The values are in configs/. This module must not import torch."""
+"""Config of train.py: RunConfig and its sections. Each line has a key, its type, default, limits and meaning.
+
+This module does not import torch, so that wrong settings are reported immediately. docs/configuration.md describes
+how the command line and YAML files set these values.
+"""
 
 import os
 import re
-from dataclasses import dataclass
-from math import inf
+from dataclasses import dataclass, field
 from typing import Any
 
-from common.errors import UserError, check_positive, check_seed, check_settings
+from common.errors import UserError
 from common.run_dir import check_name, check_path_component
+from common.settings import Rule, setting
 from data import DataConfig, TokenizerConfig
 from data.sources import resolve_sources
 from model import AttentionConfig, GPTConfig, SamplingConfig
-from training.schedule import MAX_STEPS, ScheduleConfig, lr_scale
+from training.schedule import ScheduleConfig
 
 AUTO = "auto"
 GPT2_MODELS = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")  # of OpenAI, on the Hugging Face hub
+MAX_STEPS = 10**12
 OVERFITTING_EVALS = 3  # a run overfits if this many evaluations in a row found no lower validation loss
 
 
 @dataclass
 class TrainConfig:
-    """Length of the run, and size of a step.
+    """Length of the run, and size of a step."""
 
-    steps: optimizer steps.
-    minutes: a time limit, instead of steps or in addition.
-    batch_size: sequences per optimizer step, over all devices.
-    micro_batch_size: sequences per forward pass on one device. None: the device's share of the batch. "auto": as many
-        as fit into the memory of a GPU.
-    grad_clip: largest gradient norm. None: no clipping.
-    patience: stop after this many evaluations in a row without a lower validation loss. None: never.
-    profile: record where the time of a few steps goes.
-    activation_checkpointing: what the backward pass computes again instead of keeping it in memory. "none",
-        "block": all of each block, "attention": only its attention.
-    init_from: the initial weights. "run:NAME": those of a run. "hf:NAME": a folder in the format of transformers, or a
-        model of the Hugging Face hub. "gpt2", "gpt2-medium", ...: OpenAI's GPT-2. None: random weights.
-    """
+    steps: int | None = setting(1000, 1, MAX_STEPS)  # optimizer steps
+    minutes: float | None = setting(None, above=0)  # time limit; the run ends at steps or minutes
+    batch_size: int = setting(16, 1, 10**6)  # sequences per optimizer step, over all devices
+    # sequences per forward pass on one device; None: the device's share of the batch; auto: what fits into a GPU
+    micro_batch_size: Any = setting(None, 1, 10**6)
+    grad_clip: float | None = setting(1.0, above=0)  # largest gradient norm; None: no clipping
+    patience: int | None = setting(None, 1, MAX_STEPS)  # stop after this many evaluations without a lower loss
+    profile: bool = False  # record steps 6 to 8, and print where their time goes
+    # what the backward pass computes again instead of keeping it in memory: all of each block, or only its attention
+    activation_checkpointing: str = setting("none", choices=("none", "block", "attention"))
+    init_from: str | None = None  # initial weights: run:NAME, hf:FOLDER (of transformers), gpt2, gpt2-medium, ...
 
-    steps: int | None
-    minutes: float | None
-    batch_size: int
-    micro_batch_size: Any  # int, None, or "auto"
-    grad_clip: float | None
-    patience: int | None
-    profile: bool
-    activation_checkpointing: str
-    init_from: str | None
-
-    def __post_init__(self):
-        check_positive("train", self, "minutes", "grad_clip", steps=MAX_STEPS, batch_size=10**6, patience=MAX_STEPS)
-        run, size = self.init_from, self.micro_batch_size
-        check_settings("train", self, [
-            ("init_from", run is None or run in GPT2_MODELS or re.fullmatch("(run|hf):.+", run),
-             f"is unknown; set run:NAME, hf:FOLDER, {', '.join(GPT2_MODELS)}, or null"),
-            ("micro_batch_size", size in (None, AUTO) or (type(size) is int and size > 0),
-             f"must be a number of sequences, {AUTO} (as many as fit), or null (all of a device's share)"),
-            ("activation_checkpointing", self.activation_checkpointing in ("none", "block", "attention"),
-             "is unknown; set none, block or attention"),
-        ])  # fmt: skip
-        if self.steps is None and self.minutes is None:
-            raise UserError("set train.steps or train.minutes: the run has no end")
+    def rules(self, section: str) -> list[Rule]:
+        is_known = self.init_from in (None, *GPT2_MODELS) or re.fullmatch("(run|hf):.+", self.init_from)
+        is_size = self.micro_batch_size in (None, AUTO) or type(self.micro_batch_size) is int
+        return [
+            ("init_from", bool(is_known), f"is unknown; set run:NAME, hf:FOLDER, {', '.join(GPT2_MODELS)}, or null"),
+            ("micro_batch_size", is_size, f"must be a number of sequences, {AUTO} (what fits), or null (all)"),
+            (
+                "steps",
+                self.steps is not None or self.minutes is not None,
+                "needs train.minutes, because the run has no end; set one of them",
+            ),
+        ]
 
     def split_batch(self, world_size: int) -> tuple[int, int]:
-        """(sequences per forward pass on one device, forward passes per optimizer step). Raises UserError.
+        """Split an optimizer step into micro batches.
 
-        With micro_batch_size=auto, the size is 1, because the size that fits is known only when the model exists.
+        world_size: number of devices.
+        Returns the sequences per forward pass on one device, and the forward passes per optimizer step. With
+        micro_batch_size=auto, the size is 1, because the size that fits is known only when the model exists.
+        Raises UserError if the batch cannot be split evenly.
         """
         share, remainder = divmod(self.batch_size, world_size)
         if remainder:
@@ -82,200 +77,164 @@ class TrainConfig:
         return micro, share // micro
 
 
-def _check_betas_and_weight_decay(config: "AdamWConfig | MuonConfig") -> None:
-    valid_betas = len(config.betas) == 2 and all(0 <= beta < 1 for beta in config.betas)
-    check_settings("optimizer", config, [
-        ("betas", valid_betas, "must be two numbers, at least 0 and below 1; set [0.9,0.95], for example"),
-        ("weight_decay", 0 <= config.weight_decay < inf, "must not be negative"),
-    ])  # fmt: skip
+@dataclass
+class OptimizerConfig:
+    """Base class of all optimizers' configs. To add an optimizer, see training/optimizer.py."""
+
+    name: str = "none"
+    lr: float = setting(1e-3, above=0)  # peak learning rate
+
+    def rules(self, section: str) -> list[Rule]:
+        names = ", ".join(OPTIMIZER_CONFIGS)
+        return [("name", OPTIMIZER_CONFIGS.get(self.name) is type(self), f"is no optimizer; set optimizer to {names}")]
 
 
 @dataclass
-class AdamWConfig:
-    """AdamW (Loshchilov & Hutter, arXiv:1711.05101). weight_decay applies to matrices and embeddings only."""
+class AdamWConfig(OptimizerConfig):
+    """AdamW (Loshchilov & Hutter, arXiv:1711.05101) for all parameters."""
 
-    name: str
-    lr: float
-    betas: list[float]
-    eps: float
-    weight_decay: float
+    name: str = "adamw"
+    lr: float = setting(1e-3, above=0)  # peak learning rate
+    betas: list[float] = setting([0.9, 0.99], 0, below=1)
+    eps: float = setting(1e-8, above=0)
+    weight_decay: float = setting(0.1, 0)  # of matrices and embeddings only
 
-    def __post_init__(self):
-        check_positive("optimizer", self, "lr", "eps")
-        _check_betas_and_weight_decay(self)
+    def rules(self, section: str) -> list[Rule]:
+        betas = ("betas", len(self.betas) == 2, "must be two numbers; set [0.9,0.95], for example")
+        return [*super().rules(section), betas]
 
 
 @dataclass
-class MuonConfig:
-    """Muon (Jordan et al., 2024) for the matrices of the blocks, AdamW for all other parameters.
+class MuonConfig(OptimizerConfig):
+    """Muon (Jordan et al., 2024) for the matrices of the blocks, AdamW for all other parameters."""
 
-    lr, momentum, ns_steps (Newton-Schulz iterations) and weight_decay belong to Muon, the others to AdamW.
-    ngram_weight_decay: each step multiplies the n-gram table by 1 - learning rate x ngram_weight_decay, so that the
-        embeddings of rare n-grams stay small. The learning rate is that of the embeddings.
-    """
+    name: str = "muon"
+    lr: float = setting(0.01, above=0)  # Muon: peak learning rate
+    momentum: float = setting(0.9, 0, below=1)  # Muon
+    ns_steps: int = setting(5, 1, 100)  # Muon: Newton-Schulz iterations
+    weight_decay: float = setting(0.1, 0)  # Muon
+    embedding_lr: float = setting(0.01, above=0)  # AdamW: peak learning rate of the embeddings
+    # AdamW: each step multiplies the n-gram table by 1 - lr x ngram_weight_decay, so that rare n-grams stay small
+    ngram_weight_decay: float = setting(0.7, 0)
+    head_lr: float = setting(0.005, above=0)  # AdamW: peak learning rate of the output layer
+    norm_lr: float = setting(0.01, above=0)  # AdamW: peak learning rate of the norms and biases
+    betas: list[float] = setting([0.8, 0.95], 0, below=1)  # AdamW
+    eps: float = setting(1e-8, above=0)  # AdamW
 
-    name: str
-    lr: float
-    momentum: float
-    ns_steps: int
-    weight_decay: float
-    embedding_lr: float
-    ngram_weight_decay: float
-    head_lr: float
-    norm_lr: float
-    betas: list[float]
-    eps: float
+    def rules(self, section: str) -> list[Rule]:
+        limit = "times optimizer.{} must be below 1, because it would reverse the sign of weights; set a smaller one"
+        return [
+            *super().rules(section),
+            ("betas", len(self.betas) == 2, "must be two numbers; set [0.8,0.95], for example"),
+            ("weight_decay", self.weight_decay * self.lr < 1, limit.format("lr")),
+            ("ngram_weight_decay", self.ngram_weight_decay * self.embedding_lr < 1, limit.format("embedding_lr")),
+        ]
 
-    def __post_init__(self):
-        check_positive("optimizer", self, "lr", "embedding_lr", "head_lr", "norm_lr", "eps", ns_steps=100)
-        for key, lr_key in (("weight_decay", "lr"), ("ngram_weight_decay", "embedding_lr")):
-            lr = getattr(self, lr_key)
-            advice = (
-                f"must be at least 0 and below 1 / optimizer.{lr_key} = {1 / lr:g}; set a smaller one of the two keys"
-            )
-            check_settings("optimizer", self, [(key, 0 <= getattr(self, key) * lr < 1, advice)])
-        valid_momentum = 0 <= self.momentum < 1
-        check_settings("optimizer", self, [("momentum", valid_momentum, "must be at least 0 and below 1")])
-        _check_betas_and_weight_decay(self)
+
+OPTIMIZER_CONFIGS: dict[str, type[OptimizerConfig]] = {"adamw": AdamWConfig, "muon": MuonConfig}
 
 
 @dataclass
 class EvalConfig:
-    """Evaluation during training.
+    """Evaluation during training."""
 
-    every: steps between evaluations. initial: also evaluate before the first step. batches: an evaluation uses
-    batches * train.batch_size windows, spread evenly over the validation split; None: all windows. sample: settings of
-    the sample that each evaluation after step 0 generates; max_new_tokens=0: no sample. attention_stats: log statistics
-    of each head's attention (see model/attention/attention_maps.py).
-    """
-
-    every: int
-    initial: bool
-    batches: int | None
-    sample: SamplingConfig
-    attention_stats: bool
-
-    def __post_init__(self):
-        check_positive("eval", self, every=MAX_STEPS, batches=10**9)
-        self.sample.check("eval.sample")
+    every: int = setting(100, 1, MAX_STEPS)  # steps between evaluations
+    initial: bool = True  # also evaluate before the first step
+    batches: int | None = setting(20, 1, 10**9)
+    sample: SamplingConfig = field(default_factory=lambda: SamplingConfig(max_new_tokens=100))  # max_new_tokens=0: none
+    attention_stats: bool = False  # log statistics of each attention head
 
 
 @dataclass
 class CheckpointConfig:
-    """Saving of checkpoints.
+    """Saving of checkpoints."""
 
-    every: steps between saves of last.pt, which is also saved after the last step. keep: number of older last.pt that
-    are kept, as step-NNNNNN.pt. optimizer: whether best.pt contains the optimizer state. last.pt, from which a run
-    resumes, always contains it.
-    """
-
-    every: int
-    keep: int
-    optimizer: bool
-
-    def __post_init__(self):
-        check_positive("checkpoint", self, every=MAX_STEPS)
-        check_settings(
-            "checkpoint", self, [("keep", 0 <= self.keep <= 10**6, "must be from 0 to 10^6; set 2, for example")]
-        )
+    every: int = setting(200, 1, MAX_STEPS)  # steps between saves of last.pt, which is also saved after the last step
+    keep: int = setting(0, 0, 10**6)  # older last.pt to keep, as step-NNNNNN.pt
+    optimizer: bool = True  # best.pt contains the optimizer state, which only resuming needs; last.pt always does
 
 
 @dataclass
 class WandbConfig:
-    """Arguments of wandb.init. mode: offline, online or disabled."""
+    """Arguments of wandb.init."""
 
-    mode: str
-    project: str
-    entity: str | None
-    group: str | None
-    tags: list[str]
+    mode: str = setting("offline", choices=("offline", "online", "disabled"))
+    project: str = "trilgpt"
+    entity: str | None = None
+    group: str | None = None
+    tags: list[str] = field(default_factory=list)
 
-    def __post_init__(self):
-        is_known = self.mode in ("offline", "online", "disabled")
-        check_settings("wandb", self, [("mode", is_known, "is unknown; set offline, online or disabled")])
-
-    def check(self) -> None:
+    def rules(self, section: str) -> list[Rule]:
         """Raises UserError if wandb would ask for an API key. Only rank 0 uses wandb."""
-        if self.mode != "online" or os.environ.get("RANK", "0") != "0":
-            return
-        os.environ["WANDB_SILENT"] = "true"  # wandb raises an error instead of asking
-        import wandb
+        if self.mode == "online" and os.environ.get("RANK", "0") == "0":
+            os.environ["WANDB_SILENT"] = "true"  # wandb raises an error instead of asking
+            import wandb
 
-        try:
-            wandb.login(verify=False)
-        except wandb.Error as error:
-            raise UserError(
-                f"wandb.mode=online needs an API key; run `wandb login`, or set WANDB_API_KEY or wandb.mode=offline "
-                f"({error})"
-            ) from None
+            try:
+                wandb.login(verify=False)
+            except wandb.Error as error:
+                advice = "run `wandb login`, or set WANDB_API_KEY or wandb.mode=offline"
+                raise UserError(f"wandb.mode=online needs an API key; {advice} ({error})") from None
+        return []
 
 
 @dataclass
 class TrainWandbConfig(WandbConfig):
-    """WandbConfig of train.py. attention_maps: plot attention maps at each evaluation, even if wandb is disabled."""
+    """WandbConfig of train.py."""
 
-    attention_maps: bool
+    attention_maps: bool = False  # plot attention maps and log entropies at each evaluation, even if wandb is disabled
 
 
 @dataclass
 class RunConfig:
-    """Config of train.py."""
+    """Config of train.py. RunConfig() is the default run."""
 
-    name: str | None
-    seed: int
-    device: str
-    dtype: str
-    compile: bool | None
-    deterministic: bool
-    tf32: bool
-    parallel: str
-    plan: bool
-    flops_per_second: float | None
-    world_size: int | None
-    resume: bool
-    text_size: Any  # name of a preset; None: no value is from a preset
-    model: GPTConfig
-    attention: AttentionConfig
-    data: DataConfig
-    tokenizer: TokenizerConfig
-    optimizer: Any  # a dataclass of OPTIMIZERS
-    schedule: ScheduleConfig
-    train: TrainConfig
-    eval: EvalConfig
-    checkpoint: CheckpointConfig
-    wandb: TrainWandbConfig
+    name: str | None = None  # run folder in runs/; None: <time>-<data>-<model>-<attention>
+    seed: int = setting(1337, 0, 2**32 - 1)  # of the initial weights and the batches
+    device: str = "auto"  # auto, cpu, cuda or mps
+    dtype: str = "auto"  # auto, float32, bfloat16 or float16; auto: bfloat16 where the hardware computes with it
+    compile: bool | None = None  # None: on CUDA, if Triton is installed
+    deterministic: bool = False  # only deterministic algorithms, which can be slower
+    tf32: bool = False  # CUDA computes float32 matrix products in TF32, which is faster and less precise
+    # several processes: ddp (each process has all weights) or fsdp (each process has a part of the weights)
+    parallel: str = setting("ddp", choices=("ddp", "fsdp"))
+    plan: bool = False  # print parameters, FLOPs, memory and time of the run, without training
+    flops_per_second: float | None = setting(None, above=0)  # with plan: assumed speed; None: measured
+    world_size: int | None = setting(None, 1, 10**6)  # with plan: number of processes; None: as started by torchrun
+    resume: bool = True  # resume runs/<name> if it exists; False: refuse to change an existing run
+    preset: str | None = None  # the preset that has set values for the amount of text (configs/preset.py)
+    model: GPTConfig = field(default_factory=GPTConfig)
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
+    data: DataConfig = field(default_factory=DataConfig)
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    optimizer: OptimizerConfig = field(default_factory=MuonConfig)
+    schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
+    train: TrainConfig = field(default_factory=TrainConfig)
+    eval: EvalConfig = field(default_factory=EvalConfig)
+    checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
+    wandb: TrainWandbConfig = field(default_factory=TrainWandbConfig)
 
-    def check(self) -> None:
-        """Check the rules that span packages. Raises UserError."""
+    def rules(self, section: str) -> list[Rule]:
+        """Rules that span sections."""
         if self.name is not None:
             check_name(self.name)
         check_path_component("data.name", self.data.name)
-        self.data.check()
         check_path_component("model.name", self.model.name)
-        check_seed(self.seed)
-        check_positive("", self, world_size=10**6)
-        lr_scale(self.schedule, self.schedule.warmup_steps, None, 0.0)
-        flops, init_from = self.flops_per_second, self.train.init_from or ""
-        init_run = init_from.removeprefix("run:")
-        init_tokenizer = "gpt2" if init_from in GPT2_MODELS else f"run tokenizer.run={init_run}"
-        rules = [
-            ("parallel", self.parallel in ("ddp", "fsdp"), "is unknown; set ddp or fsdp"),
-            *(
-                (key, getattr(self, key) is None or self.plan, "needs plan=true; set it, or remove the key")
-                for key in ("flops_per_second", "world_size")
-            ),
-            ("flops_per_second", flops is None or 0 < flops < inf, "must be greater than 0; set 1e14, for example"),
-        ]
-        check_settings("", self, rules)
         if os.environ.get("WORLD_SIZE", "1") == "1":  # else train.py checks it with the number of processes
             self.train.split_batch(self.world_size or 1)
-        same_vocabulary = not init_from or self.tokenizer.name not in ("bpe", "char")
-        tokenizer_of_run = f"needs the tokenizer of these weights; set tokenizer={init_tokenizer}"
-        check_settings("train", self.train, [("init_from", same_vocabulary, tokenizer_of_run)])
+        init_from = self.train.init_from or ""
+        init_run = init_from.removeprefix("run:")
+        if init_from and self.tokenizer.name in ("bpe", "char"):
+            tokenizer = "gpt2" if init_from in GPT2_MODELS else f"run tokenizer.run={init_run}"
+            raise UserError(
+                f"train.init_from={init_from} needs the tokenizer of these weights; set tokenizer={tokenizer}"
+            )
         if "last" in (self.tokenizer.run, init_run):
             raise UserError(
                 "train.init_from=run:last and tokenizer.run=last may mean another run when this run is resumed; "
                 "set the name of a run"
             )
         resolve_sources(self.data)  # a missing file is reported before torch is imported
-        self.wandb.check()
+        needs_plan = "needs plan=true; set it, or remove the key"
+        plan_keys = ("flops_per_second", "world_size")
+        return [(key, self.plan or getattr(self, key) is None, needs_plan) for key in plan_keys]

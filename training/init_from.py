@@ -4,8 +4,9 @@ from dataclasses import asdict, replace
 
 import torch.nn.functional as F
 
-from common.errors import UserError, format_value
+from common.errors import UserError
 from common.run_dir import has_checkpoint
+from common.settings import format_value
 from model.config import GPTConfig
 from model.gpt import GPT
 from model.pretrained import load_pretrained
@@ -31,7 +32,7 @@ def load_init_weights(init_from: str, model: GPT, metadata: dict) -> None:
     """
     run = f"hf:openai-community/{init_from}" if init_from in GPT2_MODELS else init_from.removeprefix("run:")
     path, saved = load_pretrained(run)
-    vocab_size, config = saved["vocab_size"], GPTConfig.from_checkpoint(saved["model_config"])
+    vocab_size, config = saved["vocab_size"], GPTConfig(**saved["model_config"])
     if saved["tokenizer"] | {"name": None} != metadata["tokenizer"] | {"name": None}:
         raise UserError(f"{path} has another tokenizer than this run; set tokenizer=run tokenizer.run={run}")
     may_differ = {"name", "dropout", "pad_vocab_multiple"}

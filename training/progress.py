@@ -4,7 +4,7 @@ from math import inf
 from pathlib import Path
 
 from common.console import format_bytes, format_duration, pluralize
-from common.errors import format_value
+from common.settings import format_value
 from model import GPTConfig
 from training.config import AUTO, RunConfig
 
@@ -23,9 +23,7 @@ def format_banner(config: RunConfig, folder: Path, summary: dict, meta: dict) ->
     micro_batches += f" of {pluralize(summary['micro_batch_size'], 'sequence')}"
     lines = {
         "run      ": [folder, step and f"resumed from step {step:,}"],
-        "preset   ": [
-            config.text_size and f"text_size={config.text_size}, for {format_bytes(meta['bytes']['train'])} of text"
-        ],
+        "preset   ": [config.preset and f"{config.preset}, for {format_bytes(meta['bytes']['train'])} of text"],
         "data     ": [
             config.data.label,
             f"{tokens['train']:,} training tokens and {tokens['val']:,} validation tokens",

@@ -1,13 +1,14 @@
 """The config of bench.py: types and checks. This module must not import torch."""
 
 import re
-from dataclasses import dataclass
-from typing import Any
+from collections.abc import Iterator
+from dataclasses import dataclass, field
 
-from common.errors import UserError, check_positive, check_seed, check_settings
+from common.errors import UserError
 from common.run_dir import check_path_component
+from common.settings import Rule, setting
 from model import GPTConfig
-from training.config import WandbConfig
+from training.config import MuonConfig, OptimizerConfig, WandbConfig
 
 PHASES = ("forward", "forward+backward", "decode", "step")
 CAUSAL = "causal"
@@ -15,59 +16,45 @@ CAUSAL = "causal"
 
 @dataclass
 class BenchConfig:
-    """A bench measures every combination of phases, masks, dtypes, block_sizes and backends.
+    """Config of bench.py, which measures every combination of phases, masks, dtypes, block_sizes and backends."""
 
-    configs/bench.yaml describes the keys. model, optimizer, vocab_size, compile: settings of phase step.
-    """
+    name: str | None = None  # folder below runs/bench/; None: <time>-<device>-<model>
+    seed: int = setting(1337, 0, 2**32 - 1)
+    device: str = "auto"  # auto, cpu, cuda or mps
+    compile: bool | None = None  # compile the model of phase step; None: as in train.py
+    tf32: bool = False
+    model: GPTConfig = field(default_factory=GPTConfig)  # of phase step; its head shapes are those of attention alone
+    optimizer: OptimizerConfig = field(default_factory=MuonConfig)
+    backends: list[str] | None = None  # such as [naive,sdpa:math]; the first is the baseline; None: all
+    phases: list[str] = setting(list(PHASES), choices=PHASES)  # decode: one query on T keys; step: a training step
+    masks: list[str] = setting([CAUSAL])  # window:256: 256 keys per query; documents:256: documents of 256 tokens
+    dtypes: list[str] = setting(["auto"])  # auto, float32, bfloat16, float16; auto: as in train.py
+    block_sizes: list[int] = setting([128, 512, 2048], 1, 10**8)  # context lengths T, in tokens
+    batch_size: int = setting(1, 1, 10**6)  # sequences
+    n_head: int | None = setting(None, 1, 10**4)  # of attention alone; None: as in the model
+    n_kv_head: int | None = setting(None, 1, 10**4)
+    head_size: int | None = setting(None, 1, 10**5)
+    value_size: int | None = setting(None, 1, 10**5)  # None: head_size
+    vocab_size: int = setting(1024, 1, 10**7)  # of the model of phase step
+    rounds: int = setting(3, 1, 10**6)  # how often the backends take turns
+    repeats: int = setting(2, 1, 10**9)  # minimum number of timed calls per turn
+    seconds: float = setting(0.1, above=0, high=1e7)  # approximate duration of a turn
+    time_limit: float = setting(60.0, above=0, high=1e7)  # seconds for a turn, including compilation
+    wandb: WandbConfig = field(default_factory=WandbConfig)
 
-    name: str | None
-    seed: int
-    device: str
-    compile: bool | None
-    tf32: bool
-    text_size: Any  # name of a preset; None: no value is from a preset
-    model: GPTConfig
-    optimizer: Any  # a dataclass of OPTIMIZERS
-    backends: list[str] | None
-    phases: list[str]
-    masks: list[str]
-    dtypes: list[str]
-    block_sizes: list[int]
-    batch_size: int
-    n_head: int | None
-    n_kv_head: int | None
-    head_size: int | None
-    value_size: int | None
-    vocab_size: int
-    rounds: int
-    repeats: int
-    seconds: float
-    time_limit: float
-    wandb: WandbConfig
-
-    def check(self) -> None:
-        """Raises UserError for invalid settings."""
-        if self.name is not None:
-            check_path_component("name", self.name)
-        check_path_component("model.name", self.model.name)
-        check_seed(self.seed)
-        self.wandb.check()
-        check_positive("", self, batch_size=10**6, n_head=10**4, n_kv_head=10**4, head_size=10**5, value_size=10**5,
-                       vocab_size=10**7, rounds=10**6, repeats=10**9, seconds=10**7, time_limit=10**7)  # fmt: skip
+    def rules(self, section: str) -> Iterator[Rule]:
+        for key in ("name", "model.name"):
+            value = self.name if key == "name" else self.model.name
+            if value is not None:
+                check_path_component(key, value)
         if "softmax" not in self.model.mixers:
             raise UserError("model.mixer=linear leaves no backend to compare; set backends=[sdpa,linear] instead")
         H, G, _, _ = self.kernel_shape()
-        has_valid_sizes = all(0 < T <= 10**8 for T in self.block_sizes)
-        rules = [
-            ("phases", set(self.phases) <= set(PHASES), f"contains an unknown phase; set some of {', '.join(PHASES)}"),
-            ("n_kv_head", H % G == 0, f"does not divide the {H} heads; set a divisor, or null"),
-            ("block_sizes", has_valid_sizes, "must be positive numbers of tokens, at most 10^8; set [64,1024]"),
-        ]
+        yield "n_kv_head", H % G == 0, f"does not divide the {H} heads; set a divisor, or null"
         for key, value in vars(self).items():
             if isinstance(value, list):
-                rules.append((key, len(value) > 0, "leaves nothing to measure; set one or more values"))
-                rules.append((key, len(set(value)) == len(value), "contains a value twice; remove one"))
-        check_settings("", self, rules)
+                yield key, len(value) > 0, "leaves nothing to measure; set one or more values"
+                yield key, len(set(value)) == len(value), "contains a value twice; remove one"
         for mask in self.masks:
             parse_mask(mask)
 

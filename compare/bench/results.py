@@ -9,11 +9,11 @@ from dataclasses import asdict, dataclass
 from pathlib import Path
 
 from compare.bench.config import CAUSAL
-from model.config import MIXER_NAMES
+from model.config import ATTENTION_TYPES
 
 FINISHED, TIME_LIMIT = "finished", "time limit"
 NO_ATTENTION = "none"  # the row of phase step whose layers compute no attention
-NOT_RANKED = {*MIXER_NAMES, NO_ATTENTION}  # rows that compute something else than the backends
+NOT_RANKED = {*ATTENTION_TYPES, NO_ATTENTION}  # rows that compute something else than the backends
 MAX_TIE_RATIO = 1.1  # of the medians of two backends that count as equally fast
 MIN_COMPARED_BYTES = 2**20  # a process on the CPU sometimes allocates this much for other purposes
 

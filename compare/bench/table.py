@@ -7,7 +7,7 @@ from common.console import format_number, make_console, make_table, pluralize
 from compare import MAX_SPREAD
 from compare.bench.config import BenchConfig
 from compare.bench.results import MAX_TIE_RATIO, NO_ATTENTION, Timing, compute_spread, group_rows, recommend
-from model.config import MIXER_NAMES
+from model.config import ATTENTION_TYPES
 
 
 def print_results(rows: list[Timing], folder: Path) -> None:
@@ -62,7 +62,7 @@ def list_notes(rows: list[Timing]) -> list[str]:
         notes.append(f"equal: the quartiles overlap, or the medians differ by less than {MAX_TIE_RATIO - 1:.0%}.")
     if any(row.backend == NO_ATTENTION for row in finished):
         notes.append(f"{NO_ATTENTION}: a training step whose layers add q, k and v instead of attending.")
-    mixers = " and ".join(dict.fromkeys(row.backend for row in finished if row.backend in MIXER_NAMES))
+    mixers = " and ".join(dict.fromkeys(row.backend for row in finished if row.backend in ATTENTION_TYPES))
     if mixers:
         notes.append(f"{mixers}: model.mixer={mixers}, which changes the results, and is not among the fastest above.")
     kernels = dict.fromkeys(f"{row.backend} ran {row.resolved}" for row in finished if row.resolved != row.backend)

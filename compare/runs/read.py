@@ -16,9 +16,10 @@ from typing import IO, Any
 import numpy as np
 import yaml
 
-from common.errors import UserError, format_value
+from common.errors import UserError
 from common.metrics_file import read_curves
 from common.run_dir import flatten_dict
+from common.settings import format_value
 
 IGNORED_SECTIONS = ("seed", "name", "resume", "wandb")  # runs of one setting may differ in these
 CHOICES = (".name", ".backend")  # ends of the keys that choose a section's values, as in model.name

@@ -5,8 +5,8 @@ from html import escape
 from pathlib import Path
 
 from common.console import pluralize
-from common.errors import format_value
 from common.files import atomic_write
+from common.settings import format_value
 from compare.runs.read import Run, Setting
 from compare.runs.statistics import ROUNDING_STEPS, SettingStats
 from compare.runs.table import COLUMNS, choose_headers, list_notes, multiline

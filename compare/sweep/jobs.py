@@ -10,9 +10,10 @@ from typing import NamedTuple
 
 import yaml
 
-from common.errors import UserError, format_value
+from common.errors import UserError
 from common.files import write_json
 from common.run_dir import EXIT_CODES, flatten_dict, read_summary, write_config
+from common.settings import format_value
 
 SCRIPT = Path(__file__).parents[2] / "train.py"
 # Keys that may change when a sweep is started again. Any other change would make it a different run.

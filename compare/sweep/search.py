@@ -18,7 +18,7 @@ from compare.sweep.launch import find_missing_jobs, finish_sweep, train_jobs
 
 MAX_DRAWS = 50  # suggestions in a row that are invalid or were tried before, until the search ends
 # Losses per token cannot be compared if these sections or their keys are searched.
-CHANGES_TOKENS = ("tokenizer", "data", "text_size", "experiment")
+CHANGES_TOKENS = ("tokenizer", "data", "preset", "experiment")
 
 
 def import_optuna() -> Any:

@@ -14,7 +14,8 @@ from torch import Tensor
 from torch.nn.attention import SDPBackend
 from torch.overrides import TorchFunctionMode
 
-from common.errors import UserError, format_value
+from common.errors import UserError
+from common.settings import format_value
 from model.attention.backends import KERNELS
 from model.attention.support import BACKENDS, MIXERS, AttentionRequest, Backend, check_support, suggest_alternatives
 from model.attention.torch_internals import disable_attention_fusion, is_triton_available, select_sdpa_kernel

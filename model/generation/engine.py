@@ -15,6 +15,7 @@ import tiktoken
 import torch
 
 from common.errors import UserError
+from common.settings import check
 from data.tokenizer import end_of_text
 from model.generation.config import SamplingConfig
 from model.generation.detokenizer import IncrementalDetokenizer
@@ -47,7 +48,7 @@ class Engine:
     """
 
     def __init__(self, model: GPT, sampling: SamplingConfig, batch_size: int, max_length: int):
-        sampling.check()
+        check(sampling)
         self.model, self.sampling, self.block_size = model, sampling, model.config.block_size
         self.cache = KVCache(model, batch_size, min(max_length, self.block_size))
         self.sequences: list[Sequence] = []  # the sequence at index i has row i of the cache

@@ -20,7 +20,7 @@ def load_for_sampling(
     attention backend cannot run on this device.
     """
     path, checkpoint = load_pretrained(run, kind)
-    config = GPTConfig.from_checkpoint(checkpoint["model_config"])
+    config = GPTConfig(**checkpoint["model_config"])
     activation_dtype = torch.float32 if device.type == "cpu" else dtype
     request = {"B": batch_size, "dtype": activation_dtype, "device": device, "grad": False}
     kernel = resolve_model(attention, config, **request)

@@ -13,7 +13,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.errors import UserError, format_value
+from common.errors import UserError
+from common.settings import format_value
 from model.config import GPTConfig
 from model.gpt import GPT
 

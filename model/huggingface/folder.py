@@ -25,7 +25,7 @@ def write_folder(out: Path, checkpoint: dict, model_type: str, dtype: torch.dtyp
 
     checkpoint: its content. model_type: see find_architecture. dtype: of the weights. run: the folder of the run.
     """
-    config = GPTConfig.from_checkpoint(checkpoint["model_config"])
+    config = GPTConfig(**checkpoint["model_config"])
     vocab_size, spec = checkpoint["vocab_size"], checkpoint["tokenizer"]
     end = spec["special"].get(END_OF_TEXT)
     token_ids = {"bos_token_id": end, "eos_token_id": end}

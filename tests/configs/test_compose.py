@@ -10,9 +10,11 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import UserError
+from common.settings import check, list_keys
 from configs.cli import parse_config
 from configs.compose import list_choices
-from configs.schema import SCRIPTS, list_types
+from configs.schema import SCRIPTS, CompareConfig
+from training.config import OPTIMIZER_CONFIGS
 
 ALL = [
     (group, choice)
@@ -58,7 +60,7 @@ WRONG = [
     (["n_layer=3"], r"did you mean model.n_layer\?"),
     (["modle=gpt2"], r"modle: there is no such key \(did you mean model\?\)"),
     (["optimizer.learning_rate=1"], r"optimizer.learning_rate: there is no such key"),
-    (["optimizer=adamw", "optimizer.momentum=0.9"], r"optimizer.momentum is a key of optimizer=muon; set that"),
+    (["optimizer=adamw", "optimizer.momentum=0.9"], r"optimizer.momentum is a key of another optimizer"),
     (
         ["model=gpt3"],
         r"model=gpt3: there is no such choice \(did you mean gpt2\?\); set gpt2, llama, modern or nano",
@@ -81,7 +83,7 @@ WRONG = [
     (["-m", "seed=1,2", "name=sweeps/a/seed=1"], r"name=sweeps/a/seed=1 is one run of a sweep; remove -m"),
     (
         ["-m", "seed=1,2", "hydra/launcher=nowhere"],
-        r"Could not find 'hydra/launcher/nowhere' Available options in 'hydra/launcher': basic",
+        r"hydra/launcher=nowhere: there is no such choice; set basic",
     ),
     (["-m", "seed=1,2", "hydra.launcher._target_=os.system"], r"is a setting of Hydra"),
     (["-m", "seed=1,2", "hydra.launcher.x={_target_:os.system}"], r"is a setting of Hydra"),
@@ -89,7 +91,7 @@ WRONG = [
     (["-m", "seed=1,2", "seed=3,4"], r"seed is given twice; list all of its values at once"),
     (
         ["-m", "seed=1,2", "hydra.launcher.partition=gpu"],
-        r"Could not override 'hydra.launcher.partition'",
+        r"hydra.launcher.partition: there is no such key;",
     ),
     (["-m", "seed=1,2,1"], r"seed=1 would be trained twice; list each value once"),
     (["-m", "seed=1,2", f"model.name={'a' * 99},{'b' * 99}", f"data.name={'a' * 99},{'b' * 99}"], r"too long for"),
@@ -103,23 +105,23 @@ WRONG = [
         ["model.n_head=6", "model.n_embd=96", "model.n_kv_head=4"],
         r"model.n_kv_head=4 must divide model.n_head=6; set one of 1, 2, 3, 6",
     ),
-    (["model.n_layer=0"], r"model.n_layer=0 must be a number greater than 0 and at most 10,000"),
+    (["model.n_layer=0"], r"model.n_layer=0 must be at least 1 and at most 10,000"),
     (["train.batch_size=10", "train.micro_batch_size=4"], r"does not divide the 10 .* set one of 1, 2, 5, 10"),
     (
         ["train.micro_batch_size=large"],
         r"train.micro_batch_size=large must be a number .* auto .* null",
     ),
-    (["train.steps=null"], r"set train.steps or train.minutes"),
+    (["train.steps=null"], r"train.steps=null needs train.minutes"),
     (["data=text"], r"set data.path=FILE"),
     (["data=text", "data.path=nowhere.txt"], r"data.path=nowhere.txt does not exist"),
     (["data.repo=a/b", "data.stream=true"], r"data.repo=a/b works only with data=hub; set that too, or remove"),
     (["experiment=null"], r"experiment=null: there is no such choice; set finetune_gpt2, gpt2_124m, larger_model"),
-    (["data.val_fraction=1"], r"data.val_fraction=1.0 must be between 0 and 1"),
+    (["data.val_fraction=1"], r"data.val_fraction=1.0 must be above 0 and below 1"),
     (["name=a/b"], r"name='a/b' is not a folder name"),
     (["name=sweeps"], r"name=sweeps is reserved"),
     (["seed=-1"], r"seed=-1 must be at least 0"),
     (["optimizer.betas=[0.9]"], r"optimizer.betas=\[0.9\] must be two numbers"),
-    (["optimizer.lr=nan"], r"optimizer.lr=nan must be a number greater than 0"),
+    (["optimizer.lr=nan"], r"optimizer.lr=nan must be above 0"),
     (["data=shakespeare_char", "data.url=null"], r"data.url=null is not a URL"),
     (["name=" + 300 * "a"], r"is not a folder name"),
     (["tokenizer=char", "tokenizer.vocab_size=500"], r"remove tokenizer.vocab_size"),
@@ -132,17 +134,17 @@ WRONG_TYPES = [
     ("train", ["model.n_layer=null"], "model.n_layer=null must be a whole number"),
     ("train", ["compile=perhaps"], "compile=perhaps must be true, false or null"),
     ("train", ["optimizer=adamw", "optimizer.lr=fast"], "optimizer.lr=fast must be a number"),
-    ("train", ["optimizer.betas=0.9"], "optimizer.betas=0.9 must be a list; set optimizer.betas=[0.9]"),
+    ("train", ["optimizer.betas=0.9"], "optimizer.betas=0.9 must be a list such as optimizer.betas=[1]"),
     ("train", ["train=5"], "train=5 must be a section; set its keys, such as train.steps"),
-    ("train", ["data.mix=5"], "data.mix=5 must be a section; set it in a YAML file (docs/data.md, Mix sources)"),
-    ("train", ["data.mix=[a]"], "train.py: data.mix=[a]: a list cannot replace a section, nor a section a list; see"),
-    ("bench", ["block_sizes=64"], "block_sizes=64 must be a list; set block_sizes=[64]"),
-    ("bench", ["block_sizes=[64,a]"], "block_sizes[1]=a must be a whole number"),
+    ("train", ["data.mix=5"], "data.mix=5 must be a section of a YAML file"),
+    ("train", ["data.mix=[a]"], "data.mix=[a] must be a section of a YAML file"),
+    ("bench", ["block_sizes=64"], "block_sizes=64 must be a list such as block_sizes=[1]"),
+    ("bench", ["block_sizes=[64,a]"], "block_sizes=[64,a] must be a whole number"),
     ("sample", ["stop=[]"], "stop=[] must be a string that is not empty, or a list of them"),
     ("sample", ['stop=["a", 1]'], "stop=[a,1] must be a string that is not empty, or a list of them"),
     ("prepare", ["data.text_column="], "data.text_column= names no column; set data.text_column=text"),
     ("train", ["data.path=[]"], "data.path=[] is not a path"),
-    ("bench", ["block_sizes=[1000000000]"], "block_sizes=[1000000000] must be positive numbers of tokens, at most"),
+    ("bench", ["block_sizes=[1000000000]"], "block_sizes=1000000000 must be at least 1 and at most"),
 ]
 
 
@@ -165,22 +167,22 @@ def test_every_number_has_limits(script, workdir):
     """Otherwise a huge value hangs, or fails with an error of PyTorch's C++ code."""
     words = {"train": ["data.path=text.txt"], "prepare": ["data.path=text.txt"], "compare": ["a"]}
     config = parse_config(script, "", words.get(script, []))
-    types = list_types(type(config))
+    types = dict(list_keys(type(config)))
     if "optimizer" in types:
-        types |= list_types(type(config.optimizer), "optimizer.")
-    for key, kind in types.items():
-        for value in [10**30] * (kind in (int, int | None)) + [nan] * (kind in (float, float | None)):
+        types |= dict(list_keys(type(config.optimizer), "optimizer."))
+    for key, annotation in types.items():
+        for value in [10**30] * (annotation in (int, int | None)) + [nan] * (annotation in (float, float | None)):
             with pytest.raises(UserError, match=f"{key}={value}"):
-                with_value(config, key, value).check()
+                check(with_value(config, key, value))
 
 
 @pytest.mark.parametrize(
     ("script", "word", "message"),
     [
-        ("bench", "attention=flash", "attention: bench.py has no such key; see --help"),
-        ("sample", "model=gpt2", "model: a run's model and tokenizer come from its checkpoint; remove this key"),
-        ("sample", "model.n_layer=2", "model.n_layer: a run's model and tokenizer come from its checkpoint; remove"),
-        ("prepare", "experiment=gpt2_124m", "experiment: prepare.py has no such key; see --help"),
+        ("bench", "attention=flash", "attention: there is no such key"),
+        ("sample", "model=gpt2", "model: there is no such key"),
+        ("sample", "model.n_layer=2", "there is no such key"),
+        ("prepare", "experiment=gpt2_124m", "experiment: there is no such key"),
     ],
 )
 def test_group_of_another_script_is_refused(script, word, message, capsys):
@@ -197,13 +199,9 @@ def test_invalid_words_are_refused_and_leave_no_files(overrides, message, workdi
 WRONG_YAML = [
     (
         "train: {stesp: 3}",
-        r"train.stesp: .* \(did you mean train.steps\?.* \(set in the command or in a YAML file of own\)",
+        r"experiment/mine.yaml: train.stesp: .* \(did you mean train.steps\?",
     ),
     ("trian: {steps: 3}", r"trian: there is no such key \(did you mean train\?\)"),
-    ("hydra: {callbacks: {x: {_target_: os.system}}}", r"changes Hydra's own settings"),
-    ('? "hydra"\n: {run: {dir: x}}', r"changes Hydra's own settings"),
-    ("# @package hydra.launcher\nx: 1", r"changes Hydra's own settings"),
-    ("defaults: [{override /hydra/launcher: basic}]", r"changes Hydra's own settings"),
     ("model: {_target_: os.system}", r"model._target_: there is no such key"),
     ("model: {window: {_target_: os.system}}", r"model.window={_target_:os.system} must be a number"),
     ("train: [", r"a YAML file cannot be read: .*mine.yaml.*line"),
@@ -231,11 +229,11 @@ def test_words_win_over_an_experiment_of_the_user(header, workdir):
 @pytest.mark.parametrize(
     ("overrides", "message"),
     [
-        (["temperature=nan"], "temperature=nan must be finite"),
-        (["temperature=-1"], "temperature=-1.0 must be finite and not negative"),
-        (["top_k=0"], "top_k=0 must be a number greater than 0"),
-        (["top_p=1.5"], "top_p=1.5 must be above 0"),
-        (["num_samples=0"], "num_samples=0 must be a number greater than 0"),
+        (["temperature=nan"], "temperature=nan must be at least 0"),
+        (["temperature=-1"], "temperature=-1.0 must be at least 0"),
+        (["top_k=0"], "top_k=0 must be at least 1"),
+        (["top_p=1.5"], "top_p=1.5 must be above 0 and at most 1"),
+        (["num_samples=0"], "num_samples=0 must be at least 1"),
         (["checkpoint=first"], "set best, last or step-NNNNNN"),
         (["prompt=a", "prompt_file=b"], "set one of them"),
         (["promt=a"], r"promt: there is no such key \(did you mean prompt\?\)"),
@@ -292,18 +290,9 @@ def test_names_and_paths_are_used_as_typed_except_null(workdir):
     assert parse_config("train", "", ["name=null"]).name is None
 
 
-def test_no_dataclass_has_a_default():
-    from dataclasses import MISSING, fields, is_dataclass
-
-    from configs.schema import OPTIMIZERS, SCRIPTS
-
-    todo, seen = [*SCRIPTS.values(), *OPTIMIZERS.values()], set()
-    while todo:
-        node = todo.pop()
-        if is_dataclass(node) and node not in seen:
-            seen.add(node)
-            for field in fields(node):
-                assert field.default is MISSING, f"{node.__name__}.{field.name}"
-                assert field.default_factory is MISSING, f"{node.__name__}.{field.name}"
-                todo.append(field.type)
-    assert len(seen) > 10
+@pytest.mark.parametrize("config_type", [*SCRIPTS.values(), *OPTIMIZER_CONFIGS.values()])
+def test_every_config_has_defaults_that_are_valid(config_type, workdir):
+    config = config_type()
+    if config_type is CompareConfig:
+        config.folders = ["runs/a"]
+    check(config)

@@ -9,29 +9,29 @@ from model import GPTConfig
 
 @pytest.mark.parametrize("window", [0, -1, True, 2.5, "short", [], [4, 0], [4, "all"]], ids=str)
 def test_window_rejects_invalid_values(window):
-    with pytest.raises(UserError, match=r"model\.window=.* or a list of these; set 12, for example, or \[12,null\]$"):
+    with pytest.raises(UserError, match=r"model\.window=.* must "):
         GPTConfig(**MODERN | dict(window=window))
 
 
 @pytest.mark.parametrize(("changed", "message"), [
-    ({"n_layer": 0}, r"^model.n_layer=0 must be a number greater than 0 and at most [0-9,]+$"),
-    ({"max_ngram": 0}, r"^model.max_ngram=0 must be a number greater than 0 and at most [0-9,]+$"),
-    ({"ngram_table_size": 0}, r"^model.ngram_table_size=0 must be a number greater than 0 and at most [0-9,]+$"),
+    ({"n_layer": 0}, r"^model.n_layer=0 must be at least 1 and at most [0-9,]+$"),
+    ({"max_ngram": 0}, r"^model.max_ngram=0 must be at least 1 and at most [0-9,]+$"),
+    ({"ngram_table_size": 0}, r"^model.ngram_table_size=0 must be at least 1 and at most [0-9,]+$"),
     ({"norm": "batchnorm"}, r"^model.norm=batchnorm is unknown; set one of layernorm, rmsnorm$"),
     ({"mlp": "swish"}, r"^model.mlp=swish is unknown; set one of gelu, gelu_tanh, relu2, swiglu$"),
     ({"position": "alibi"}, r"^model.position=alibi is unknown; set one of learned, rotary$"),
-    ({"mixer": [["a"]]}, r"^model.mixer=\[\[a\]\] is unknown; set one of softmax, linear, or a list of these$"),
-    ({"mixer": []}, r"^model.mixer=\[\] is unknown; set one of softmax"),
-    ({"mixer": ["linear"] * 3}, r"^model.mixer=\[linear,linear,linear\] lists 3 layers, but model.n_layer=2"),
+    ({"mixer": ["a"]}, r"^model.mixer=a is unknown; set one of softmax, linear$"),
+    ({"mixer": []}, r"^model.mixer=\[\] must list 1 to 2 layers"),
+    ({"mixer": ["linear"] * 3}, r"^model.mixer=\[linear,linear,linear\] must list 1 to 2 layers"),
     ({"mixer": "linear", "attention_softcap": 9.0}, r"^model.attention_softcap=9.0 has no effect without softmax att"),
-    ({"attention_softcap": 0.0}, r"^model.attention_softcap=0.0 must be a number greater than 0"),
-    ({"dropout": 1.0}, r"^model.dropout=1.0 must be a probability below 1; set 0.1, or 0 for no dropout$"),
-    ({"dropout": -0.1}, r"^model.dropout=-0.1 must be a probability"),
-    ({"dropout": float("nan")}, r"^model.dropout=nan must be a probability"),
+    ({"attention_softcap": 0.0}, r"^model.attention_softcap=0.0 must be above 0"),
+    ({"dropout": 1.0}, r"^model.dropout=1.0 must be at least 0 and below 1$"),
+    ({"dropout": -0.1}, r"^model.dropout=-0.1 must be at least 0"),
+    ({"dropout": float("nan")}, r"^model.dropout=nan must be at least 0"),
     ({"n_head": 5}, r"^model.n_embd=32 must be a multiple of model.n_head=5; set model.n_embd=30, for example$"),
     ({"n_embd": 1}, r"^model.n_embd=1 must be a multiple of model.n_head=4; set model.n_embd=8, for example$"),
     ({"n_kv_head": 3}, r"^model.n_kv_head=3 must divide model.n_head=4; set one of 1, 2, 4, or null$"),
-    ({"n_kv_head": 0}, r"^model.n_kv_head=0 must divide model.n_head=4"),
+    ({"n_kv_head": 0}, r"^model.n_kv_head=0 must be at least 1"),
     ({"n_embd": 4}, r"^model.position=rotary needs an even number of channels per head .* set model.n_embd=8, or"),
 ])  # fmt: skip
 def test_invalid_settings_are_refused_with_a_value_that_fits(changed, message):

@@ -241,11 +241,9 @@ def soak_signals(parent: Path, tries: int) -> Tally:
 def wrong_words(script: str, folder: Path) -> Iterator[tuple[list[str], str]]:
     """Yield random wrong command lines of a script, with the part that its error must name."""
     from configs.compose import list_groups
-    from configs.schema import OPTIMIZERS, SCRIPTS, list_types
+    from configs.schema import key_types
 
-    types = list_types(SCRIPTS[script])
-    if script == "train":
-        types |= list_types(OPTIMIZERS["muon"], "optimizer.")
+    types = key_types(script)
     scalars = {key: options(kind) for key, kind in types.items() if options(kind) & {int, float, bool}}
     right = {"train": ["data.path=text.txt", "data=text", "seed=3"], "prepare": ["data=text", "data.path=text.txt"]}
     (folder / "latin1.txt").write_bytes(b"caf\xe9 " * 400)

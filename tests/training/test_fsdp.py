@@ -90,9 +90,9 @@ def test_one_process_is_refused():
 @pytest.mark.parametrize(
     ("words", "sentence"),
     [
-        (["parallel=zero"], "parallel=zero is unknown; set ddp or fsdp"),
+        (["parallel=zero"], "parallel=zero is unknown; set one of ddp, fsdp"),
         (["world_size=4"], "world_size=4 needs plan=true"),
-        (["train.activation_checkpointing=all"], "is unknown; set none, block or attention"),
+        (["train.activation_checkpointing=all"], "is unknown; set one of none, block, attention"),
     ],
 )
 def test_invalid_settings_are_refused(workdir, capsys, words, sentence):

@@ -318,7 +318,7 @@ def compare_here(*words) -> int:
     ("words", "message"),
     [
         (["a", "ouy=there"], "ouy: there is no such key (did you mean out?); see --help and --cfg job"),
-        (["a", "difference=-1"], "difference=-1.0 must be a number greater than 0"),
+        (["a", "difference=-1"], "difference=-1.0 must be above 0"),
         (["a", "out="], "out= is empty; set a folder"),
         (["a", "--out", "there"], "--out is not a flag of this command; set out=VALUE"),
         ([], "folders=[] leaves nothing to compare; name runs or sweeps, as in runs/a runs/b"),

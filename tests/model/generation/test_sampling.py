@@ -10,6 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from common.errors import UserError
+from common.settings import check
 from model.generation.sampling import apply_repetition_penalty, filtered_probs, sample_inverse_cdf, sample_next_token
 
 # Logits on a grid: float32 would round close values to equal ones, and the order of equal values is undefined.
@@ -99,19 +100,19 @@ def test_draw_inverts_the_cumulative_distribution(row, k, number):
 @pytest.mark.parametrize(
     ("setting", "message"),
     [
-        (dict(temperature=-0.1), "temperature=-0.1 must be finite and not negative"),
+        (dict(temperature=-0.1), "temperature=-0.1 must be at least 0"),
         (dict(temperature=1e-46), "temperature=1e-46 is too small; set 0"),
-        (dict(top_k=0), "top_k=0 must be a number greater than 0"),
+        (dict(top_k=0), "top_k=0 must be at least 1"),
         (dict(top_p=1.1), "top_p=1.1 must be above 0 and at most 1"),
         (dict(min_p=math.nan), "min_p=nan must be above 0"),
-        (dict(repetition_penalty=0.0), "repetition_penalty=0.0 must be positive"),
+        (dict(repetition_penalty=0.0), "repetition_penalty=0.0 must be above 0"),
         (dict(stop=""), "stop= must be a string that is not empty"),
         (dict(stop=["a", 3]), r"stop=\[a,3\] must be a string"),
-        (dict(max_new_tokens=-1), "max_new_tokens=-1 must be from 0 to"),
+        (dict(max_new_tokens=-1), "max_new_tokens=-1 must be at least 0"),
     ],
 )
 def test_settings_out_of_range_are_refused_with_their_key(setting, message):
     with pytest.raises(UserError, match=message):
-        sampling(**setting).check()
+        check(sampling(**setting))
     with pytest.raises(UserError, match=re.escape("eval.sample.")):
-        sampling(**setting).check("eval.sample")
+        check(sampling(**setting), "eval.sample")

@@ -118,7 +118,7 @@ def test_gpt2_124m_is_planned_without_network(workdir, monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("overrides", "expected"),
     [
-        (["plan=true", "flops_per_second=-1e9"], "flops_per_second=-1000000000.0 must be greater than 0"),
+        (["plan=true", "flops_per_second=-1e9"], "flops_per_second=-1000000000.0 must be above 0"),
         (["flops_per_second=1e12"], "plan=true"),
         (["-m", "plan=true", "seed=1,2"], "-m"),
     ],

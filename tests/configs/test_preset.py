@@ -1,16 +1,10 @@
-"""text_size: presets for the amount of training text."""
-
-from dataclasses import replace
+"""Presets: values for the amount of training text."""
 
 import pytest
-from helpers import TEXT_SOURCE
-from omegaconf import OmegaConf
 
 from configs.cli import parse_config
-from configs.compose import CONFIGS
-from configs.text_size import choose_preset
-
-PRESETS = {file.stem: OmegaConf.load(file) for file in (CONFIGS / "text_size").glob("*.yaml") if file.stem != "auto"}
+from configs.preset import PRESETS, SIZES
+from training.config import RunConfig
 
 
 def compose(*words, script="train"):
@@ -33,26 +27,30 @@ def test_auto_selects_the_preset_that_the_documentation_lists(name, largest, tmp
     names = list(BOUNDARIES)
     following = names[min(names.index(name) + 1, len(names) - 1)]
     for size, expected in ((largest, name), (largest * 1.02, following)):
-        source = replace(TEXT_SOURCE, path=write_text(tmp_path, int(size)).removeprefix("data.path="))
-        assert choose_preset(list(PRESETS.values()), source).name == expected
+        assert compose("data=text", write_text(tmp_path, int(size))).preset == expected
 
 
 @pytest.mark.parametrize("size", [1, 20_000, 300_000, 3_000_000, 10**9])
-def test_values_of_the_preset_replace_those_of_several_groups(size, tmp_path):
+def test_preset_sets_keys_of_several_sections(size, tmp_path):
     config = compose("data=text", write_text(tmp_path, size))
-    preset = PRESETS[config.text_size]
-    assert config.train.steps == preset.steps
-    assert config.tokenizer.vocab_size == preset.vocab_size
-    assert config.optimizer.ngram_weight_decay == preset.ngram_weight_decay
+    column = list(SIZES).index(config.preset)
+    assert config.train.steps == PRESETS["train.steps"][column]
+    assert config.tokenizer.vocab_size == PRESETS["tokenizer.vocab_size"][column]
+    assert config.optimizer.ngram_weight_decay == PRESETS["muon.ngram_weight_decay"][column]
+
+
+def test_default_run_has_the_defaults_of_the_dataclasses(tmp_path):
+    config = compose("data=text", write_text(tmp_path, 10**8), "preset=10MB")
+    assert config == RunConfig(preset="10MB", data=config.data)
 
 
 def test_settings_of_the_user_and_of_recipes_replace_those_of_the_preset(tmp_path):
     text = write_text(tmp_path, 1_000_000)
     config = compose("data=text", text, "train.steps=7", "model.n_layer=5", "tokenizer.vocab_size=300")
     assert (config.train.steps, config.model.n_layer, config.tokenizer.vocab_size) == (7, 5, 300)
-    assert config.text_size == "1MB"
+    assert config.preset == "1MB"
     assert compose("data=text", text, "model=gpt2").model.n_layer == 12
-    assert compose("data=text", text, "text_size=20kB").tokenizer.vocab_size == PRESETS["20kB"].vocab_size
+    assert compose("data=text", text, "preset=20kB").tokenizer.vocab_size == 288
     assert compose("data=text", text, "experiment=shakespeare_char_cpu").train.steps == 2000
 
 
@@ -62,7 +60,7 @@ def test_recipes_do_not_depend_on_the_amount_of_text(tmp_path):
             compose(f"experiment={recipe}", write_text(tmp_path, size), "tokenizer=char") for size in (10**4, 10**9)
         )
         assert short == long
-        assert short.text_size is None
+        assert short.preset is None
     for recipe in ("shakespeare_cpu_fast", "larger_model"):  # they set a preset
         short, long = (compose(f"experiment={recipe}", write_text(tmp_path, size)) for size in (10**4, 10**9))
         assert short == long
@@ -70,9 +68,9 @@ def test_recipes_do_not_depend_on_the_amount_of_text(tmp_path):
 
 def test_text_that_is_not_on_this_machine_counts_as_long_unless_its_size_is_set(tmp_path):
     remote = ["data=hub", "data.repo=owner/name"]
-    assert compose(*remote).text_size == "10MB"
-    assert compose(*remote, "data.text_bytes=90000").text_size == "100kB"
-    assert compose("data=shakespeare_char", "tokenizer=char").text_size == "1MB"
+    assert compose(*remote).preset == "10MB"
+    assert compose(*remote, "data.text_bytes=90000").preset == "100kB"
+    assert compose("data=shakespeare_char", "tokenizer=char").preset == "1MB"
 
 
 def test_prepare_uses_the_vocabulary_of_train(tmp_path):
@@ -87,7 +85,7 @@ def test_finetuning_does_not_decay_the_weights_of_the_first_run(tmp_path):
     assert compose(*words, "optimizer.weight_decay=1").optimizer.weight_decay == 1
 
 
-def test_bench_has_no_text_to_measure(capsys):
+def test_unknown_preset_is_refused(capsys):
     with pytest.raises(SystemExit):
-        compose("text_size=auto", script="bench")
-    assert "text_size=auto needs data" in capsys.readouterr().err
+        compose("preset=2MB")
+    assert "preset=2MB is unknown; set auto, 20kB" in capsys.readouterr().err
