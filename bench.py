@@ -30,6 +30,7 @@ from dataclasses import asdict, replace
 from common import system
 from common.errors import UserError
 from common.files import write_json
+from common.process import run_process
 from common.run_dir import BENCHES, make_new_folder, write_config
 from compare.bench.cases import build_groups
 from compare.bench.config import BenchConfig
@@ -37,7 +38,6 @@ from compare.bench.plot import plot_results
 from compare.bench.results import Timing, recommend
 from compare.bench.runner import measure_groups
 from compare.bench.table import describe_bench, print_results
-from configs.cli import run_process
 from training.device import resolve_compile, resolve_device
 from training.wandb_logger import log_table_to_wandb
 

@@ -19,10 +19,10 @@ if __name__ == "__main__":  # before the slow imports below, so that a typo is r
 
 from pathlib import Path
 
+from common.process import run_process
 from common.run_dir import ROOT
 from compare.runs.comparison import compare, print_comparison
 from compare.runs.read import is_sweep
-from configs.cli import run_process
 from configs.schema import CompareConfig
 
 

@@ -26,7 +26,7 @@ from rich.table import Table
 from common.console import TABLE_WIDTH, make_console, make_table
 from common.errors import UserError, printable
 from common.files import atomic_write
-from configs.cli import run_process
+from common.process import run_process
 from configs.schema import EvalScriptConfig
 from data.readers import read_documents
 from data.sources import resolve_sources

@@ -23,8 +23,8 @@ from pathlib import Path
 
 from common.checkpoint_file import load_checkpoint
 from common.errors import UserError
+from common.process import run_process
 from common.run_dir import find_checkpoint, find_run
-from configs.cli import run_process
 from configs.schema import ExportConfig
 from model import GPTConfig
 from model.huggingface.architectures import find_architecture

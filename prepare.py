@@ -20,8 +20,8 @@ if __name__ == "__main__":  # before the slow imports below, so that a typo is r
     config = parse_config("prepare", __doc__)
 
 
-from configs.cli import run_process
-from configs.schema import PrepareConfig
+from common.process import run_process
+from data.config import PrepareConfig
 from data.inspect import inspect, summary_line
 from data.prepare import prepare
 from data.shards import verify

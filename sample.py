@@ -42,8 +42,8 @@ import tiktoken
 from common.console import ProgressBar
 from common.errors import UserError, printable
 from common.interrupt import Terminated
+from common.process import run_process
 from common.settings import check
-from configs.cli import run_process
 from configs.schema import SampleConfig
 from data.tokenizer import encode, initial_tokens
 from model.generation.attention_plots import draw_attention_maps

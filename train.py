@@ -38,8 +38,8 @@ import torch
 
 from common import system
 from common.interrupt import StopRequest
+from common.process import run_process
 from common.run_dir import RunDir, has_checkpoint, read_summary
-from configs.cli import run_process
 from data.loader import Loader, prefetch
 from data.prepare import prepare
 from model.attention import get_attention_fn

@@ -13,20 +13,19 @@ from yaml import YAMLError
 from configs.schema import key_types
 
 TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true, false", str: "text", NoneType: "null"}
+TYPE_NAMES |= {list: "a list such as [1]", dict: "a section of a YAML file"}
 # Our keys and settings, and the keys of nanoGPT, transformers and litgpt for which they are suggested.
 SYNONYMS = {
     "optimizer.lr": "learning_rate",
-    "schedule.final_fraction": "min_lr",
     "train.steps": "max_iters epochs num_train_epochs lr_decay_iters",
     "train.micro_batch_size": "gradient_accumulation_steps per_device_train_batch_size",
     "eval.every": "eval_interval log_interval",
     "checkpoint.every": "save_every save_steps",
     "name": "out_dir",
+    "run": "out_dir",
     "data": "dataset",
     "dtype": "precision",
-    "device": "gpu",
     "attention=flash": "flash flash_attention",
-    "wandb.mode": "wandb_log",
     "model.n_embd": "hidden_size d_model",
     "model.block_size": "seq_len seq_length context_length",
     "temperature": "temp",
@@ -34,7 +33,6 @@ SYNONYMS = {
     "prompt": "start",
     "max_new_tokens": "length max_length",
     "num_samples": "n",
-    "run": "out_dir",
 }
 
 
@@ -61,13 +59,10 @@ def did_you_mean(wrong: str, options: Iterable[str]) -> str:
     return f" (did you mean {one_of(similar)}?)" if similar else ""
 
 
-def explain_unknown_flag(script: str, word: str, next_word: str = "-") -> str:
-    """One sentence for --KEY=VALUE, or for --KEY VALUE, which other programs accept."""
-    flag, _, given = word.partition("=")
+def explain_unknown_flag(script: str, flag: str) -> str:
+    """One sentence for --KEY, which other programs accept."""
     similar = find_similar(flag.lstrip("-").replace("-", "_"), key_types(script))
-    value = given or ("VALUE" if "=" in next_word or next_word.startswith("-") else next_word)
-    advice = one_of([key if "=" in key else f"{key}={value}" for key in similar]) if similar else None
-    return f"{flag} is not a flag of this command; {f'set {advice}' if advice else 'see --help'}"
+    return f"{flag} is not a flag of this command; {f'set {one_of(similar)}=VALUE' if similar else 'see --help'}"
 
 
 def explain_error(script: str, error: BaseException) -> str:
@@ -82,14 +77,14 @@ def explain_error(script: str, error: BaseException) -> str:
         return f"a YAML file cannot be read: {sentence}; correct that file"
     # Hydra names the file or the word, and OmegaConf the key: in the cause, or in the message itself
     text = str(error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error)
-    key, types = (re.findall(r"(?:full_key: |Could not override ')([\w.\[\]]+)", text) or [""])[-1], key_types(script)
+    keys = re.findall(r"(?:full_key: |Could not override ')([\w.\[\]]+)", text)
+    key, types = keys[-1] if keys else "", key_types(script)
     file = re.match(r"In '(.*?)': ", sentence)
     place = f"{file[1]}.yaml: " if file else ""
-    if key in types and "Key '" in text:
-        return f"{place}{key} is a key of another optimizer; set that optimizer, or remove this key"
     if "Key '" in text or sentence.startswith("Could not override"):
-        suggestion = "" if key.startswith("hydra.") else did_you_mean(key, types)
-        return f"{place}{key}: there is no such key{suggestion}; see --help and --cfg job"
+        if key in types:
+            return f"{place}{key} is a key of another optimizer; set that optimizer, or remove this key"
+        return f"{place}{key}: there is no such key{did_you_mean(key, types)}; see --help and --cfg job"
     if sentence.startswith("Error merging override ") and key.split("[")[0] in types:
         return f"{sentence.removeprefix('Error merging override ')} must be {describe_type(key, types)}"
     return f"{place}{key}: {' '.join(text.split('full_key:')[0].split())}" if key else sentence
@@ -97,18 +92,17 @@ def explain_error(script: str, error: BaseException) -> str:
 
 def no_such_choice(choice: str, options: Iterable[str]) -> str:
     """Advice for a choice of a group that does not exist."""
-    options = sorted(options)
-    return f"there is no such choice{did_you_mean(choice, options)}; set {one_of(options)}"
+    return f"there is no such choice{did_you_mean(choice, options)}; set {one_of(sorted(options))}"
 
 
 def describe_type(key: str, types: dict[str, Any]) -> str:
     """The type of a key in words: int | None is "a whole number or null". A key may name an item: sizes[1]."""
+    for name in types:
+        if name.startswith(f"{key}."):
+            return f"a section; set its keys, such as {name}"
     annotation = types[key.split("[")[0]]
-    inner = [name for name in types if name.startswith(f"{key}.")]
-    if inner:
-        return f"a section; set its keys, such as {inner[0]}"
     options = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
     if "[" in key:
         options = get_args(options[0])
-    names = TYPE_NAMES | {list: f"a list such as {key}=[1]", dict: "a section of a YAML file"}
-    return one_of(", ".join(names.get(get_origin(option) or option, "another type") for option in options).split(", "))
+    names = [TYPE_NAMES.get(get_origin(option) or option, "of another type") for option in options]
+    return one_of(", ".join(names).split(", "))

@@ -1,4 +1,4 @@
-"""The configs of all scripts. RunConfig of train.py is in training/config.py, BenchConfig in compare/bench/config.py.
+"""The configs of the scripts, except for those of train.py (training/config.py), bench.py and prepare.py.
 
 Each line has a key, its type, default, limits and meaning. Nothing here imports torch.
 """
@@ -9,10 +9,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from common.errors import UserError
-from common.run_dir import check_path_component
 from common.settings import Rule, list_keys, setting
 from compare.bench.config import BenchConfig
-from data import DataConfig, TokenizerConfig
+from data import DataConfig
+from data.config import PrepareConfig
 from model import AttentionConfig, SamplingConfig
 from training.config import OPTIMIZER_CONFIGS, RunConfig
 
@@ -81,21 +81,6 @@ class EvalScriptConfig(CheckpointChoice):
 
 
 @dataclass
-class PrepareConfig:
-    """Config of prepare.py."""
-
-    preset: str | None = None  # the preset that has set the size of the vocabulary (configs/preset.py)
-    data: DataConfig = field(default_factory=DataConfig)
-    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
-    inspect: bool = False  # print sizes and samples of tokenized text
-    verify: bool = False  # compare all token files with their SHA-256
-
-    def rules(self, section: str) -> list[Rule]:
-        check_path_component("data.name", self.data.name)
-        return []
-
-
-@dataclass
 class CompareConfig:
     """Config of compare.py."""
 
@@ -105,7 +90,6 @@ class CompareConfig:
 
     def rules(self, section: str) -> Iterator[Rule]:
         yield "folders", len(self.folders) > 0, "leaves nothing to compare; name runs or sweeps, as in runs/a runs/b"
-        yield "out", self.out != "", "is empty; set a folder"
 
 
 @dataclass
@@ -114,10 +98,6 @@ class ExportConfig(CheckpointChoice):
 
     out: str | None = None  # the folder to write; None: huggingface in the folder of the run
     dtype: str = setting("float32", choices=("float32", "bfloat16", "float16"))  # of the weights
-
-    def rules(self, section: str) -> Iterator[Rule]:
-        yield from super().rules(section)
-        yield "out", self.out != "", "is empty; set a folder"
 
 
 SCRIPTS = {

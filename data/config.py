@@ -5,6 +5,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from common.errors import UserError
+from common.run_dir import check_path_component
 from common.settings import Rule, setting
 
 # These keys are set for each source of a mix, never for the mix.
@@ -134,3 +135,18 @@ class TokenizerConfig:
             has_run,
             f"does not fit tokenizer={self.name}; set tokenizer=run and tokenizer.run=NAME, or neither",
         )
+
+
+@dataclass
+class PrepareConfig:
+    """Config of prepare.py."""
+
+    preset: str | None = None  # the preset that has set the size of the vocabulary (configs/preset.py)
+    data: DataConfig = field(default_factory=DataConfig)
+    tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
+    inspect: bool = False  # print sizes and samples of tokenized text
+    verify: bool = False  # compare all token files with their SHA-256
+
+    def rules(self, section: str) -> list[Rule]:
+        check_path_component("data.name", self.data.name)
+        return []

@@ -68,7 +68,8 @@ def evaluate(workdir, capsys):
 
 
 def run_script(script: str, capsys, overrides: tuple[str, ...]) -> str:
-    from configs.cli import parse_config, run_main
+    from common.process import run_main
+    from configs.cli import parse_config
 
     capsys.readouterr()
     config = parse_config(script, "", list(overrides))

@@ -71,7 +71,8 @@ def sampling(**changed):
 
 def train_here(*overrides: str) -> int:
     """Train a tiny model in this process and in the current folder -> exit code."""
-    from configs.cli import parse_config, run_main
+    from common.process import run_main
+    from configs.cli import parse_config
     from train import main
 
     return run_main(main, parse_config("train", "", [*TINY, *overrides]))

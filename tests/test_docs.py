@@ -55,7 +55,8 @@ def exported_folder(trained_run):
 
 def run_script(script: str, words: list[str]) -> int:
     """Run a command in this process -> its exit code."""
-    from configs.cli import parse_config, run_main
+    from common.process import run_main
+    from configs.cli import parse_config
 
     module = runpy.run_path(str(ROOT / f"{script}.py"))
     try:

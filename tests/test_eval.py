@@ -9,7 +9,8 @@ import pytest
 import torch
 from helpers import TEXT
 
-from configs.cli import parse_config, run_main
+from common.process import run_main
+from configs.cli import parse_config
 from eval import main
 from sample import load
 

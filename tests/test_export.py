@@ -10,7 +10,8 @@ import transformers
 
 from common.checkpoint_file import load_checkpoint
 from common.errors import UserError
-from configs.cli import parse_config, run_main
+from common.process import run_main
+from configs.cli import parse_config
 from model.pretrained import load_pretrained
 from sample import load
 

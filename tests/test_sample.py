@@ -18,7 +18,8 @@ from helpers import ROOT, TEXT
 
 import sample as script
 from common.errors import UserError
-from configs.cli import parse_config, run_main
+from common.process import run_main
+from configs.cli import parse_config
 from model import AttentionConfig
 from model.generation.prompts import read_prompt
 from sample import load, main, stream

@@ -10,8 +10,9 @@ import pytest
 from helpers import ROOT, TINY
 from omegaconf import OmegaConf
 
+from common.process import RANK_0_PRINTS_FIRST_S, SPIN_COUNT, report_error
 from common.settings import format_value
-from configs.cli import RANK_0_PRINTS_FIRST_S, SPIN_COUNT, parse_config, report_error
+from configs.cli import parse_config
 from configs.error_messages import SYNONYMS
 from configs.schema import SCRIPTS, key_types
 
@@ -110,8 +111,8 @@ def test_invalid_command_prints_one_line_and_writes_nothing(words, message, tmp_
         ),
         ("train", ["wandb=disabled"], "wandb=disabled must be a section; set its keys, such as wandb.mode"),
         ("train", ["attention=flashattention"], "there is no such choice (did you mean flash?)"),
-        ("train", ["--steps", "100"], "--steps is not a flag of this command; set train.steps=100"),
-        ("train", ["--learning_rate=1e-3", "seed=1"], "set optimizer.lr=1e-3"),
+        ("train", ["--steps", "100"], "--steps is not a flag of this command; set train.steps=VALUE"),
+        ("train", ["--learning_rate=1e-3", "seed=1"], "set optimizer.lr=VALUE"),
         ("train", ["--batch-size", "seed=1"], "set train.batch_size=VALUE"),
         ("sample", ["--foo"], "--foo is not a flag of this command; see --help"),
     ],
@@ -137,7 +138,7 @@ def test_suggested_settings_exist():
 def test_idle_threads_soon_sleep_unless_the_user_sets_a_policy(variables, spin_count):
     environment = {key: value for key, value in os.environ.items() if key not in ("GOMP_SPINCOUNT", "OMP_WAIT_POLICY")}
     environment |= {"OMP_DISPLAY_ENV": "VERBOSE"} | variables  # the library prints its settings when it is loaded
-    code = "from configs.cli import start_process; start_process(); import torch"
+    code = "from common.process import start_process; start_process(); import torch"
     done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, env=environment, capture_output=True, text=True)
     if "GOMP_SPINCOUNT" not in done.stderr:
         pytest.skip("this build of torch has another OpenMP")
@@ -146,15 +147,17 @@ def test_idle_threads_soon_sleep_unless_the_user_sets_a_policy(variables, spin_c
 
 def test_torchrun_prints_an_error_of_all_ranks_once(monkeypatch, capsys):
     waits = []
-    monkeypatch.setattr("configs.cli.time.sleep", waits.append)
+    monkeypatch.setattr("common.process.time.sleep", waits.append)
     monkeypatch.setattr(sys, "argv", ["train.py"])
     monkeypatch.setenv("RANK", "0")
-    assert report_error("wrong", 2) == 2 and capsys.readouterr().err == "train.py: wrong\n" and not waits
+    assert report_error("wrong", "refused") == 2 and capsys.readouterr().err == "train.py: wrong\n" and not waits
     monkeypatch.setenv("RANK", "3")
-    assert report_error("wrong", 2) == 2 and waits == [RANK_0_PRINTS_FIRST_S]  # torchrun ends the rank while it waits
+    assert report_error("wrong", "refused") == 2 and waits == [
+        RANK_0_PRINTS_FIRST_S
+    ]  # torchrun ends the rank while it waits
     assert capsys.readouterr().err == "train.py, rank 3: wrong\n"
-    assert report_error("failed", 1) == 1 and len(waits) == 1  # only this rank may have failed
-    assert report_error("interrupted", 75) == 75 and capsys.readouterr().err == "train.py, rank 3: failed\n"
+    assert report_error("failed", "failed") == 1 and len(waits) == 1  # only this rank may have failed
+    assert report_error("interrupted", "interrupted") == 75 and capsys.readouterr().err == "train.py, rank 3: failed\n"
 
 
 def test_every_override_of_the_tiny_run_sets_its_key():

@@ -2,7 +2,7 @@
 
 import pytest
 
-from configs.compose import hydra_initialized
+from configs.compose import hydra_initialized, parse_word
 from configs.multirun import list_combinations
 
 
@@ -27,4 +27,6 @@ from configs.multirun import list_combinations
 )
 def test_combinations_of_swept_values(words, expected):
     with hydra_initialized(None):
-        assert [list(combination.values()) for combination in list_combinations(words)] == expected
+        parsed = {word: parse_word("train", word) for word in words}
+        swept = {word: override for word, override in parsed.items() if override.is_sweep_override()}
+        assert [list(combination.values()) for combination in list_combinations(swept)] == expected

@@ -6,7 +6,8 @@ import math
 from data_helpers import write_parquet
 from helpers import GPT2
 
-from configs.cli import parse_config, run_main
+from common.process import run_main
+from configs.cli import parse_config
 from data.tokenizer import needs_download
 from train import main
 

@@ -343,7 +343,8 @@ def read_names(folder: Path) -> list[str]:
 
 def run_in_child(module: Any, script: str, words: list[str], folder: Path) -> NoReturn:
     """Run a command in a forked process, with its output in two files, and exit."""
-    from configs.cli import parse_config, run_main
+    from common.process import run_main
+    from configs.cli import parse_config
 
     os.chdir(folder)
     for name, number in (("out", 1), ("log", 2)):

@@ -109,7 +109,8 @@ def test_mix_trains_and_a_changed_weight_is_refused(train, workdir, capsys):
         "mix: {one: {path: text.txt, weight: 3}, two: {path: other.txt}}\n"
     )
     (workdir / "other.txt").write_text("Something else entirely.\n" * 60)
-    from configs.cli import parse_config, run_main
+    from common.process import run_main
+    from configs.cli import parse_config
     from train import main
 
     overrides = ["--config-dir", "own", *TINY[:-2], "data=both", "name=m"]

@@ -14,7 +14,8 @@ from bench_helpers import COLUMNS
 from helpers import ROOT
 
 from bench import main
-from configs.cli import parse_config, run_main
+from common.process import run_main
+from configs.cli import parse_config
 
 TINY = "model.n_layer=1 model.n_embd=16 model.n_head=2 optimizer=adamw vocab_size=64 rounds=1 repeats=1 seconds=0.001 "
 TINY += "time_limit=300 wandb.mode=disabled block_sizes=[8] dtypes=[float32] name=x"

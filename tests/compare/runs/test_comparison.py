@@ -14,12 +14,13 @@ import yaml
 from helpers import ROOT
 
 from common.errors import UserError
+from common.process import run_main
 from compare.runs.comparison import compare, print_comparison
 from compare.runs.read import read_settings
 from compare.runs.report import write_report
 from compare.runs.statistics import compute_stats
 from compare.runs.table import list_notes, make_terminal_table
-from configs.cli import parse_config, run_main
+from configs.cli import parse_config
 
 CONFIG = {
     "device": "auto", "resume": True, "model.name": "small", "model.n_layer": 2, "model.dropout": 0.0,
@@ -319,7 +320,6 @@ def compare_here(*words) -> int:
     [
         (["a", "ouy=there"], "ouy: there is no such key (did you mean out?); see --help and --cfg job"),
         (["a", "difference=-1"], "difference=-1.0 must be above 0"),
-        (["a", "out="], "out= is empty; set a folder"),
         (["a", "--out", "there"], "--out is not a flag of this command; set out=VALUE"),
         ([], "folders=[] leaves nothing to compare; name runs or sweeps, as in runs/a runs/b"),
     ],

@@ -9,7 +9,8 @@ from helpers import BYTE, metrics
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from configs.cli import parse_config, run_main
+from common.process import run_main
+from configs.cli import parse_config
 from data import tokenizer
 from model.attention.attention_maps import uniform_entropy
 from model.generation.attention_plots import format_label, plot_attention

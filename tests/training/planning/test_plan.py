@@ -11,7 +11,8 @@ from helpers import TINY
 
 from common import system
 from common.errors import UserError
-from configs.cli import parse_config, run_main
+from common.process import run_main
+from configs.cli import parse_config
 from training.device import resolve_runtime
 from training.distributed import Dist
 from training.fsdp import FSDP
