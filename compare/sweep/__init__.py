@@ -1,1 +1,1 @@
-"""Runs many trainings as child processes and collects their outcomes."""
+"""Runs sweeps and searches: each job is a child process of train.py."""

@@ -1,4 +1,4 @@
-"""The jobs of a sweep: runs in runs/sweeps/<sweep>/<job>, in separate processes, so that a crash ends one run only."""
+"""Jobs of a sweep. Each job trains one run in a child process, so that a crash ends only this run."""
 
 import signal
 import subprocess
@@ -16,32 +16,30 @@ from common.run_dir import EXIT_CODES, flatten_dict, read_summary, write_config
 from common.settings import format_value
 
 SCRIPT = Path(__file__).parents[2] / "train.py"
-# Keys that may change when a sweep is started again. Any other change would make it a different run.
+# Keys that may change when a sweep is started again. Any other change would make a different run.
 CHANGEABLE_KEYS = ("name", "resume", "train.steps", "train.minutes", "checkpoint.", "wandb.")
 
 
 @dataclass(frozen=True)
 class Job:
-    """One run of a sweep. words: the arguments of train.py. config: the composed config, as nested dicts."""
+    """One run of a sweep."""
 
     name: str  # the swept values, as in attention=flash,seed=1
-    folder: Path
-    words: list[str]
-    config: dict
+    folder: Path  # runs/sweeps/<sweep>/<name>
+    arguments: list[str]  # of train.py
+    config: dict  # the composed config, as nested dicts
 
     def previous_config(self) -> dict | None:
-        """The config of an earlier run in this folder; None if nothing was trained there."""
-        config = self.folder / "config.yaml"
-        if not config.exists() or not any(self.folder.glob("checkpoints/*.pt")):
-            return None
-        return yaml.safe_load(config.read_text())
+        """Read the config of an earlier run in this folder. Returns None if nothing was trained there."""
+        has_checkpoint = any(self.folder.glob("checkpoints/*.pt"))
+        return yaml.safe_load((self.folder / "config.yaml").read_text()) if has_checkpoint else None
 
     def is_done(self) -> bool:
         """Whether a run with exactly this config has finished."""
         return self.previous_config() == self.config and read_summary(self.folder).get("status") == "finished"
 
     def check_folder(self) -> None:
-        """Raises UserError if the folder contains a run with a different config."""
+        """Raise UserError if the folder contains a run with a different config."""
         old, new = flatten_dict(self.previous_config() or {}), flatten_dict(self.config)
         changed = [key for key in new if key in old and old[key] != new[key] and not key.startswith(CHANGEABLE_KEYS)]
         if changed:
@@ -50,22 +48,22 @@ class Job:
 
 
 class Outcome(NamedTuple):
-    """How a job ended: a status of EXIT_CODES, and the reason if it did not finish."""
+    """How a job ended."""
 
-    status: str
-    reason: str | None = None
+    status: str  # a key of EXIT_CODES
+    reason: str | None = None  # why it did not finish
 
 
 def train_job(job: Job) -> Outcome:
-    """Train one job in a child process, whose output is appended to train.log. Returns how it ended.
+    """Train one job in a child process, and append its output to train.log.
 
-    An exception such as KeyboardInterrupt stops the child, which saves a checkpoint; a second one kills it.
+    KeyboardInterrupt stops the child, which saves a checkpoint. A second KeyboardInterrupt kills it.
     """
     job.folder.mkdir(parents=True, exist_ok=True)
     log = job.folder / "train.log"
     with open(log, "ab") as output:
-        command = [sys.executable, str(SCRIPT), *job.words]
-        # In a new session, the terminal's Ctrl-C does not reach the child; terminate() below stops it once.
+        command = [sys.executable, str(SCRIPT), *job.arguments]
+        # In its own session, the child does not get the terminal's Ctrl-C. terminate() below stops it once.
         child = subprocess.Popen(command, stdin=DEVNULL, stdout=output, stderr=output, start_new_session=True)
     try:
         code = child.wait()
@@ -79,12 +77,12 @@ def train_job(job: Job) -> Outcome:
         raise
     if code == EXIT_CODES["finished"]:
         return Outcome("finished")
-    status = next((status for status, known in EXIT_CODES.items() if known == code), "failed")
+    status = next((status for status, exit_code in EXIT_CODES.items() if exit_code == code), "failed")
     lines = log.read_text(errors="replace").strip().splitlines() or [f"exit code {code}"]
     reason = f"killed by {signal.Signals(-code).name}" if code < 0 else lines[-1].removeprefix(f"{SCRIPT.name}: ")
     if read_summary(job.folder).get("status") in (None, "refused"):  # the run has not started
         write_config(job.folder, job.config)
         write_json(job.folder / "summary.json", {"name": job.config["name"], "status": status, "error": reason})
-    elif status == "refused":  # for example, another process trains this run
+    elif status == "refused":  # the run exists, but could not continue: another process trains it, for example
         status = "failed"
     return Outcome(status, reason)

@@ -1,4 +1,4 @@
-"""Runs the jobs of a sweep that are not finished, one after another here or on a cluster, and compares them all."""
+"""Trains the unfinished jobs of a sweep, here or on a cluster (submit.py), and compares all of its runs."""
 
 import math
 import time
@@ -16,10 +16,10 @@ from training.wandb_logger import log_table_to_wandb
 
 
 def run_sweep(name: str, jobs: list[Job], launcher: Any = None) -> int:
-    """Train the jobs that are not finished, and compare all runs of the sweep.
+    """Train the unfinished jobs of a sweep, and compare all of its runs.
 
-    launcher: config for submit_jobs; None: train the jobs here, one after another.
-    Returns the exit code: 1 if any job failed, 75 if one was interrupted, 2 if all were refused. Raises UserError.
+    launcher: Hydra's own config for submit_jobs. By default, jobs run on this machine.
+    Returns the exit code of finish_sweep. Raises UserError if a job was trained with other settings.
     """
     folder = SWEEPS / name
     todo = find_missing_jobs(folder, jobs)
@@ -28,7 +28,7 @@ def run_sweep(name: str, jobs: list[Job], launcher: Any = None) -> int:
 
 
 def find_missing_jobs(folder: Path, jobs: list[Job]) -> list[Job]:
-    """Find the jobs that are not finished, and add all to sweep.json. Raises UserError if their settings changed."""
+    """Return the unfinished jobs, and list all in sweep.json. Raises UserError if the settings of a job changed."""
     for job in jobs:
         job.check_folder()
     folder.mkdir(parents=True, exist_ok=True)
@@ -38,20 +38,20 @@ def find_missing_jobs(folder: Path, jobs: list[Job]) -> list[Job]:
 
 
 def train_jobs(todo: list[Job], launcher: Any = None) -> dict[str, Outcome]:
-    """Train jobs, and print a line for each that ends -> the outcomes by name. Raises KeyboardInterrupt."""
+    """Train jobs, and print a line when a job ends. Returns the outcomes by job name."""
     outcomes: dict[str, Outcome] = {}
     console, started = make_console(), time.monotonic()
-    pairs = ((job, train_job(job)) for job in todo)
+    results = ((job, train_job(job)) for job in todo)
     if todo and launcher is not None:
         from compare.sweep.submit import submit_jobs  # needs submitit
 
-        pairs = submit_jobs(todo, launcher)
+        results = submit_jobs(todo, launcher)
     try:
-        for job, outcome in pairs:  # as jobs end
+        for job, outcome in results:
             outcomes[job.name] = outcome
             missing = len(todo) - len(outcomes)
-            left = format_duration((time.monotonic() - started) / len(outcomes) * missing)
-            progress = f"  ({missing} to go, {left} left)" if missing else ""
+            seconds_left = (time.monotonic() - started) / len(outcomes) * missing
+            progress = f"  ({missing} to go, {format_duration(seconds_left)} left)" if missing else ""
             console.print(f"{job.name}  {_describe(job, outcome)}{progress}", soft_wrap=True)
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"stopped; resume with the same command and name={todo[0].folder.parts[-2]}") from None
@@ -66,7 +66,11 @@ def _describe(job: Job, outcome: Outcome) -> str:
 
 
 def finish_sweep(folder: Path, jobs: list[Job], outcomes: dict[str, Outcome]) -> int:
-    """Compare all runs of a sweep. outcomes: of the jobs that ran now. Returns the exit code."""
+    """Compare all runs of a sweep, and log the comparison to wandb.
+
+    outcomes: outcomes by name of the jobs that ran now.
+    Returns the exit code: 1 if any job failed, 75 if one was interrupted, 2 if all were refused.
+    """
     rows = compare([folder], folder)
     print_comparison(rows, folder)
     if outcomes:

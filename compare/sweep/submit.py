@@ -1,4 +1,4 @@
-"""Runs jobs through submitit: hydra/launcher=submitit_slurm on a cluster, submitit_local as local processes."""
+"""Trains jobs through submitit: on a cluster (hydra/launcher=submitit_slurm) or as local processes (submitit_local)."""
 
 import os
 import signal
@@ -31,7 +31,7 @@ class RequeuedJob(Checkpointable):
 
 
 def submit_jobs(jobs: list[Job], config: Any) -> Iterator[tuple[Job, Outcome]]:
-    """Submit all jobs -> each job and its outcome, as soon as it ends. config: Hydra's own, with hydra.launcher."""
+    """Submit all jobs with the settings in Hydra's own config, and yield (job, outcome) when a job ends."""
     cluster = config.hydra.runtime.choices["hydra/launcher"].removeprefix("submitit_")
     config.hydra.sweep.dir = str(jobs[0].folder.parent)  # contains .submitit/
     params = OmegaConf.to_container(config.hydra.launcher, resolve=True)
@@ -42,13 +42,12 @@ def submit_jobs(jobs: list[Job], config: Any) -> Iterator[tuple[Job, Outcome]]:
     executor = AutoExecutor(params.pop("submitit_folder"), cluster=cluster, **init)
     executor.update_parameters(**params)
     # The processes of submitit import this module by its name.
-    os.environ["PYTHONPATH"] = os.pathsep.join(
-        filter(None, [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")])
-    )
+    paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]
+    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
     submitted = dict(zip(executor.map_array(RequeuedJob(), jobs), jobs, strict=True))
-    for result in as_completed(list(submitted), poll_frequency=1):  # seconds
+    for cluster_job in as_completed(list(submitted), poll_frequency=1):  # seconds
         try:
-            outcome = result.result()
+            outcome = cluster_job.result()
         except Exception as error:  # submitit lost the job
             outcome = Outcome("failed", f"{type(error).__name__}: {str(error).partition(chr(10))[0]}")
-        yield submitted[result], outcome
+        yield submitted[cluster_job], outcome
