@@ -1,4 +1,7 @@
-"""Compares finished runs: reads their folders, and writes comparison.csv, comparison.png and report.html."""
+"""Compares finished runs, and writes comparison.csv, comparison.png and report.html.
+
+read.py groups runs into settings, statistics.py computes a row per setting, and the other files show the rows.
+"""
 
 from pathlib import Path
 
@@ -14,11 +17,11 @@ FILES = ("report.html", "comparison.png", "comparison.csv")
 
 
 def compare(folders: list[Path], out: Path, difference: float | None = None) -> list[SettingStats]:
-    """Compare the runs of run folders and sweep folders -> statistics per setting.
+    """Compare runs, and write FILES.
 
-    difference: the table states how many seeds find it, in nats per token; None: no such column.
-    Writes FILES into `out`, which is created if needed.
-    Raises UserError for a folder that is not a run and for a damaged file, before anything is written.
+    out: folder for the files, which is created if needed.
+    difference: nats per token. The table then has a column with the number of seeds that find this difference.
+    Returns statistics per setting. Raises UserError for a folder that is not a run and for a damaged file.
     """
     settings = read_settings(folders)
     if not settings:

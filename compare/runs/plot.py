@@ -1,4 +1,4 @@
-"""comparison.png: validation loss, divergence, step time and memory of settings, side by side."""
+"""Plots comparison.png: validation loss, divergence, step time and memory of settings, side by side."""
 
 import math
 from pathlib import Path
@@ -15,14 +15,14 @@ LEGEND_LINE_CHARS = 130
 
 
 def plot_comparison(settings: list[Setting], rows: list[SettingStats], path: Path) -> None:
-    """Plot into a PNG file, 1500 pixels wide. rows: statistics of the settings.
+    """Plot settings into a PNG file, 1500 pixels wide.
 
-    The numbers beside the bars are those of the legend. A setting without a value shows its status instead ("refused").
+    rows: statistics of the settings.
+    The legend numbers the settings, and the bars have these numbers. A bar without a value shows the setting's status.
     """
-    labels = [
-        f"{n} {row.setting}{f' ({row.status})' * (row.status != f'{row.finished} finished')}"[:LEGEND_LINE_CHARS]
-        for n, row in enumerate(rows, 1)
-    ]
+    statuses = ["" if row.status == f"{row.finished} finished" else f" ({row.status})" for row in rows]
+    labels = [f"{n} {row.setting}{status}" for n, (row, status) in enumerate(zip(rows, statuses, strict=True), 1)]
+    labels = [label[:LEGEND_LINE_CHARS] for label in labels]
     columns = max(1, min(len(rows), 4, LEGEND_LINE_CHARS // (max(map(len, labels)) + 8)))
     figure = make_figure(10, 6.2 + 0.19 * math.ceil(len(labels) / columns))
     losses, distances, times, memory = figure.subplots(2, 2).flat
@@ -38,7 +38,7 @@ def plot_comparison(settings: list[Setting], rows: list[SettingStats], path: Pat
 
 
 def _plot_losses(axes, settings: list[Setting]) -> list:
-    """Plot the mean validation loss over steps, and a band from the lowest to the highest seed -> legend handles."""
+    """Plot the mean validation loss and a band from the lowest to the highest seed. Returns the legend's handles."""
     handles, highs, lows = [], [], []
     for index, setting in enumerate(settings):
         style = line_style(index, len(settings), 5.0 if len(settings) > 1 else 1.8)
@@ -61,7 +61,7 @@ def _plot_losses(axes, settings: list[Setting]) -> list:
 
 
 def _plot_divergence(axes, settings: list[Setting]) -> None:
-    """Plot the running maximum of the distance between a setting's training loss and that of the first setting."""
+    """Plot the running maximum of the distance between the training losses of each setting and the first one."""
     _style_steps(axes, "divergence of the training loss, running maximum")
     largest = []
     for index, setting in enumerate(settings):
@@ -79,7 +79,7 @@ def _plot_divergence(axes, settings: list[Setting]) -> None:
 def _plot_bars(axes, rows: list[SettingStats], title: str, unit: str, values: list, errors: list | None = None) -> None:
     """Plot horizontal bars, the first setting at the top, and their values at the right.
 
-    errors: [distance to the lower end, distance to the upper end] of each bar.
+    errors: lengths of the error bar below and above each value.
     """
     style_axes(axes, title, grid="x")
     axes.set_xlabel(unit)

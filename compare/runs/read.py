@@ -1,4 +1,4 @@
-"""Reads the folders of runs and sweeps, and groups runs of the same config into settings.
+"""Reads the folders of runs and sweeps, and groups runs with equal configs into settings.
 
 runs/<name>/config.yaml  metrics.jsonl  summary.json
 runs/sweeps/<sweep>/sweep.json  <job>/config.yaml ...
@@ -22,20 +22,20 @@ from common.run_dir import flatten_dict
 from common.settings import format_value
 
 IGNORED_SECTIONS = ("seed", "name", "resume", "wandb")  # runs of one setting may differ in these
-CHOICES = (".name", ".backend")  # ends of the keys that choose a section's values, as in model.name
+CHOICES = (".name", ".backend")  # suffixes of the keys that select a section's values, as in model.name
 MAX_DIFFERENCES = 4  # in a label
-METRICS = ("train/loss", "val/loss", "step_ms", "tokens_per_second", "peak_memory_bytes")  # that are compared
+METRICS = ("train/loss", "val/loss", "step_ms", "tokens_per_second")
 
 
 @dataclass
 class Run:
-    """The folder of a run. config is flat: {"model.n_layer": 2}."""
+    """A run that train.py has written."""
 
     folder: Path
-    config: dict[str, Any]
+    config: dict[str, Any]  # flat: {"model.n_layer": 2}
     seed: int
     summary: dict[str, Any]
-    swept: str | None = None  # in a sweep: key=value of the job's name, except the seed
+    swept: str | None = None  # key=value pairs of a sweep's job, without the seed
 
     @property
     def status(self) -> str:
@@ -43,16 +43,16 @@ class Run:
 
     @cached_property
     def curves(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        """{key: (steps, values)} of METRICS. Raises UserError if metrics.jsonl is missing or damaged."""
+        """(steps, values) of each key of METRICS. Raises UserError if metrics.jsonl is missing or damaged."""
         return _read(self.folder / "metrics.jsonl", lambda file: read_curves(file, *METRICS))
 
 
 @dataclass
 class Setting:
-    """Runs with equal configs and different seeds. Statistics use the finished runs."""
+    """Runs with equal configs and different seeds."""
 
     runs: list[Run]
-    label: str = ""  # name and differences: "mine: model=gpt2, optimizer.lr=0.003"; in a sweep its swept values
+    label: str = ""  # "mine: model=gpt2, optimizer.lr=0.003"; in a sweep "model=gpt2"
 
     @property
     def config(self) -> dict[str, Any]:
@@ -67,14 +67,13 @@ class Setting:
         """How the runs ended: "2 finished, 1 failed"; "refused" if all were refused."""
         statuses = [run.status for run in self.runs]
         counts = {status: statuses.count(status) for status in ("finished", *statuses) if status in statuses}
-        return "refused" if [*counts] == ["refused"] else ", ".join(f"{n} {status}" for status, n in counts.items())
+        return "refused" if set(counts) == {"refused"} else ", ".join(f"{n} {status}" for status, n in counts.items())
 
 
 def read_settings(folders: list[Path]) -> list[Setting]:
-    """Read run folders and sweep folders -> their settings, in the order of their first runs.
+    """Read the settings of run folders and sweep folders, in the order of their first runs.
 
-    Jobs of a sweep that have not started are left out.
-    Raises UserError for a folder that is neither a run nor a sweep, and for a damaged file.
+    Skips jobs of a sweep that have not started. Raises UserError for a folder that is not a run and for a damaged file.
     """
     # Skip the folder of an earlier comparison, which `runs/*` also matches.
     folders = [folder for folder in folders if is_sweep(folder) or not (folder / "comparison.csv").exists()]
@@ -108,13 +107,13 @@ def _read_run(folder: Path, job: str | None = None) -> Run:
     config = _read(folder / "config.yaml", yaml.safe_load, "seed")
     flat = {key: value for key, value in flatten_dict(config).items() if key.split(".")[0] not in IGNORED_SECTIONS}
     flat["world_size"] = summary.get("world_size", 1)  # set by torchrun and not in the config, but affects the speed
-    words = re.split(r",(?=[\w.]+=)", job or "")  # a value may be a list with commas: model.window=_16,null_,seed=1
-    swept = None if job is None else ", ".join(word for word in words if not word.startswith("seed="))
+    pairs = re.split(r",(?=[\w.]+=)", job or "")  # a value may be a list with commas: model.window=_16,null_,seed=1
+    swept = None if job is None else ", ".join(pair for pair in pairs if not pair.startswith("seed="))
     return Run(folder, flat, config["seed"], summary, swept)
 
 
 def _read(path: Path, parse: Callable[[IO[bytes]], Any], *required_keys: str) -> Any:
-    """Parse a file. Raises UserError if the file is missing or damaged, or lacks a required key."""
+    """Parse a file. Raises UserError if it is missing or damaged, or lacks a required key."""
     try:
         with open(path, "rb") as file:
             content = parse(file)
@@ -128,7 +127,7 @@ def _read(path: Path, parse: Callable[[IO[bytes]], Any], *required_keys: str) ->
 
 
 def _set_labels(settings: list[Setting]) -> None:
-    """Label each setting with its name and its differences from the others; in a sweep, with the swept values."""
+    """Label each setting with the values that its sweep sets, or with its name and its differences from the others."""
     configs = [setting.config for setting in settings]
     has_one_folder = len({setting.runs[0].folder.resolve().parent for setting in settings}) == 1
     for setting in settings:
@@ -137,22 +136,22 @@ def _set_labels(settings: list[Setting]) -> None:
             sweep = folder.parent.name
             setting.label = run.swept if run.swept and has_one_folder else f"{sweep}/{run.swept}".rstrip("/")
         else:
-            words = _list_differences(run.config, configs)
-            if len(words) > MAX_DIFFERENCES:
-                words[MAX_DIFFERENCES:] = [f"{len(words) - MAX_DIFFERENCES} more"]
+            differences = _list_differences(run.config, configs)
+            if len(differences) > MAX_DIFFERENCES:
+                differences[MAX_DIFFERENCES:] = [f"{len(differences) - MAX_DIFFERENCES} more"]
             setting.label = folder.name + (f" and {len(setting.runs) - 1} more" if len(setting.runs) > 1 else "")
-            setting.label += f": {', '.join(words)}" if words else ""
+            setting.label += f": {', '.join(differences)}" if differences else ""
 
 
 def _list_differences(config: dict, configs: list[dict]) -> list[str]:
-    """key=value of the keys in which `config` differs from others, choices first.
+    """List key=value of the keys in which `config` differs from others, choices first.
 
-    The other keys of a section, such as optimizer.lr, count only among configs with the same choice.
+    Keys of a section, such as optimizer.lr, are compared only with configs that have the same choice.
     """
-    words = []
+    differences = []
     for key in sorted(config, key=lambda key: not key.endswith(CHOICES)):
-        choices = [] if key.endswith(CHOICES) else [key.split(".")[0] + end for end in CHOICES]
+        choices = [] if key.endswith(CHOICES) else [key.split(".")[0] + suffix for suffix in CHOICES]
         others = [other for other in configs if all(other.get(choice) == config.get(choice) for choice in choices)]
         if any(other.get(key) != config[key] for other in others):
-            words.append(f"{key.removesuffix('.name').removesuffix('.backend')}={format_value(config[key])}")
-    return words
+            differences.append(f"{key.removesuffix('.name').removesuffix('.backend')}={format_value(config[key])}")
+    return differences

@@ -1,4 +1,4 @@
-"""report.html: a comparison as one page that loads nothing else: verdicts, table, picture, configs and commands."""
+"""Writes report.html: verdicts, table, picture, configs and commands, on one page that loads no other file."""
 
 from base64 import b64encode
 from html import escape
@@ -20,24 +20,28 @@ th, td { padding: .3rem .7rem; border-bottom: 1px solid #ddd; text-align: left; 
 img { width: 100%; max-width: 1000px } h1 ~ ul, summary { color: #666; font-size: .9rem }
 """
 VERDICT_SENTENCES = {
-    "equal losses": "All losses equal those of setting 1, bit by bit.",
+    "equal losses": "All losses equal the losses of setting 1, bit by bit.",
     "same up to rounding": "The first {steps} steps have the losses of setting 1, up to rounding error, and the "
     "validation losses show no difference ({difference} nats per token).",
     "same for": "The first {steps} steps have the losses of setting 1, up to rounding error. Whether the validation "
     "losses differ ({difference} nats per token) needs three or more seeds.",
-    "differs": "The training losses differ from those of setting 1 within the first {steps} steps, by more than "
-    "rounding error: the settings do not compute the same function.",
-    "lower loss": "The validation loss is lower than that of setting 1: {difference} nats per token.",
-    "higher loss": "The validation loss is higher than that of setting 1: {difference} nats per token.",
+    "differs": "The training losses differ from setting 1 within the first {steps} steps, by more than rounding error: "
+    "the settings do not compute the same function.",
+    "lower loss": "The validation loss is lower than in setting 1: {difference} nats per token.",
+    "higher loss": "The validation loss is higher than in setting 1: {difference} nats per token.",
     "no difference found": "These seeds show no difference from setting 1 ({difference} nats per token). They find a "
     "true difference of {detectable} with a probability of 80 %.",
-    "not tested": "One pair of runs cannot show whether its loss differs from that of setting 1 ({difference} nats per "
-    "token): train a second seed.",
+    "not tested": "One pair of runs cannot show whether the loss differs from setting 1 ({difference} nats per token): "
+    "train a second seed.",
 }
 
 
 def write_report(settings: list[Setting], rows: list[SettingStats], picture: Path, path: Path) -> None:
-    """Write the page. rows: statistics of the settings. picture: a PNG file to embed. All text is escaped."""
+    """Write the page. All text is escaped.
+
+    rows: statistics of the settings.
+    picture: PNG file to embed.
+    """
     runs = [run for setting in settings for run in setting.runs]
     title = f"Comparison of {pluralize(len(runs), 'run')} in {pluralize(len(rows), 'setting')}"
     columns = [[header, *(multiline(COLUMNS[header](row)) for row in rows)] for header in choose_headers(rows)]
@@ -55,7 +59,7 @@ def write_report(settings: list[Setting], rows: list[SettingStats], picture: Pat
 
 
 def _describe(row: SettingStats, first: SettingStats) -> str:
-    """The verdict on a setting in sentences, as an item of a list."""
+    """Describe the verdict on a setting in sentences, as an item of a list."""
     if row.verdict is not None:
         template = next(text for verdict, text in VERDICT_SENTENCES.items() if row.verdict.startswith(verdict))
         difference, detectable = (COLUMNS[header](row) for header in ("difference", "detectable"))
@@ -72,12 +76,12 @@ def _describe(row: SettingStats, first: SettingStats) -> str:
         elif row.step_ms_q1 <= first.step_ms_q3 and first.step_ms_q1 <= row.step_ms_q3:
             text += " Its step times show no difference from setting 1: the quartiles overlap."
         else:
-            text += f" Its steps take {row.step_ms / first.step_ms:.2f} times as long as those of setting 1."
+            text += f" Its steps take {row.step_ms / first.step_ms:.2f} times as long as in setting 1."
     return f"<li><b>{escape(row.setting)}</b>: {escape(text)}</li>"
 
 
 def _describe_configs(settings: list[Setting]) -> str:
-    """A table of the keys whose values differ, with a column per setting."""
+    """Make a table of the keys whose values differ, with a column per setting."""
     configs = [setting.config for setting in settings]
     keys = dict.fromkeys(key for config in configs for key in config)
     changed = [key for key in keys if any(config.get(key) != configs[0].get(key) for config in configs)]
@@ -86,7 +90,7 @@ def _describe_configs(settings: list[Setting]) -> str:
 
 
 def _describe_runs(runs: list[Run]) -> str:
-    """A table of all runs, the versions of their software, and their commands."""
+    """Make a table of all runs, and list the versions of their software and their commands."""
     keys = {"status": "status", "last_val_loss": "val loss", "step": "steps", "commit": "commit"}
     lines = [[run.folder, run.seed, *(run.summary.get(key) for key in keys)] for run in runs]
     versions = [", ".join(map(" ".join, run.summary.get("versions", {}).items())) for run in runs]
@@ -100,7 +104,7 @@ def _list(texts: list[str]) -> str:
 
 
 def _table(lines: list[list]) -> str:
-    """A table that scrolls within its box if it is wider than the page. The first line has the headers."""
+    """Make a table that scrolls within its box if it is wider than the page. The first line has the headers."""
     html = ""
     for index, line in enumerate(lines):
         tag = "td" if index else "th"

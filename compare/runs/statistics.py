@@ -1,6 +1,7 @@
 """Statistics of settings: means with confidence intervals over seeds, paired differences, divergence, speed, memory.
 
-A value is None if the runs do not provide it. docs/sweeps.md explains the verdicts.
+Runs with the same seed form pairs, so that initial weights and batches cancel in differences. A value is None if the
+runs do not provide it. docs/sweeps.md explains the verdicts.
 """
 
 import math
@@ -13,40 +14,38 @@ import numpy as np
 from compare import MAX_SPREAD
 from compare.runs.read import Run, Setting
 
-WARMUP_STEPS = 5  # the first steps of a run, which speeds exclude
-POWER = 0.8  # probability of finding a difference of the size `detectable`
-# Keys (or starts of keys) that select how losses are computed, but not what they are, beyond rounding errors.
+WARMUP_STEPS = 5  # step times exclude the first steps of a run
+POWER = 0.8  # probability that a test finds a true difference of the size `detectable`
+# Prefixes of keys that select an implementation. They change the losses only by rounding errors.
 IMPLEMENTATION = (
     "attention.", "checkpoint.", "compile", "deterministic", "device", "dtype", "eval.attention_stats", "eval.every",
     "eval.sample.", "flops_per_second", "plan", "tf32", "train.micro_batch_size", "train.profile", "world_size",
 )  # fmt: skip
-# Rounding error of the training loss at step 1, relative to the loss. It may grow in proportion to the step until
-# ROUNDING_STEPS; later growth has no bound.
+# Largest rounding error of the training loss at step 1, relative to the loss. It may grow in proportion to the step
+# until ROUNDING_STEPS. Later growth has no bound.
 FLOAT32_TOLERANCE, LOW_PRECISION_TOLERANCE = 1e-5, 1e-3
 ROUNDING_STEPS = 10
 MIN_PAIRS = 3  # with two pairs, three times the interval is 27 standard deviations wide
-# Student's t for two-sided 95 % intervals: for 1, 2, ..., 10 degrees of freedom, and the coefficients of 1, 1/df, ...
-# for more. DETECTABLE_T is the true mean, in standard errors, that such intervals find with a probability of POWER.
+# Student's t of two-sided 95 % intervals, for df = 1 to 10. For larger df, the series has the coefficients of 1/df^0,
+# 1/df^1, ... DETECTABLE_T is the true mean, in standard errors, that such intervals find with a probability of POWER.
 STUDENT_T = (12.7062, 4.3027, 3.1824, 2.7764, 2.5706, 2.4469, 2.3646, 2.3060, 2.2622, 2.2281)
 STUDENT_T_SERIES = (1.95996, 2.37227, 2.82250, 2.55585)
 DETECTABLE_T = (16.3485, 5.6536, 4.2558, 3.7610, 3.5139, 3.3669, 3.2697, 3.2009, 3.1497, 3.1099)
 DETECTABLE_T_SERIES = (2.80159, 2.69020, 3.57351, 3.43901)
-
-# Fields of SettingStats that are copied from summary.json, and {field: key} of those that are means over seeds.
+# Fields of SettingStats that have the name of their key in summary.json: texts, and numbers to average over seeds.
 TEXTS = ("device", "device_name", "dtype", "vocab_size")
-MEANS = {key: key for key in ("best_val_loss", "score_variance", "attention_entropy", "attention_distance")}
-MEANS |= {"val_bpb": "last_val_bpb"}
+MEANS = ("best_val_loss", "score_variance", "attention_entropy", "attention_distance")
 
 
 @dataclass
 class SettingStats:
-    """Statistics of a setting over its finished runs. Losses: nats per token; ci95: half the width of an interval."""
+    """Statistics of a setting's finished runs. *_ci95 is half the width of a 95 % interval. Losses: nats per token."""
 
     setting: str
     status: str  # "2 finished, 1 failed"
     finished: int
     reason: str  # why runs did not finish
-    kernel: str | None  # the attention kernel that ran, and its implementation: "flash (FA3)"
+    kernel: str | None  # the attention kernel that ran: "flash (FA3)"
     device: str | None
     device_name: str | None
     dtype: str | None
@@ -60,17 +59,17 @@ class SettingStats:
     difference_ci95: float | None
     pairs: int
     verdict: str | None  # on the difference from the first setting
-    detectable: float | None  # true difference that as many pairs find (ci95 excludes 0) with a probability of POWER
-    seeds_needed: int | None  # pairs that find the difference that the user set with a probability of POWER
-    first_divergence: float | None  # largest |train/loss - the first setting's| at step 1, with the same weights
-    divergence: float | None  # over all steps
-    step_ms: float | None  # median and quartiles, without the warm-up
+    detectable: float | None  # true difference that this number of pairs finds with a probability of POWER
+    seeds_needed: int | None  # number of pairs that find the user's difference with a probability of POWER
+    first_divergence: float | None  # largest |train/loss - the first setting's train/loss| at step 1
+    divergence: float | None  # the same, over all steps
+    step_ms: float | None  # median, without the warm-up
     step_ms_q1: float | None
     step_ms_q3: float | None
     tokens_per_second: float | None  # median
     training_flops: float | None  # of all steps of a run, mean over runs
     peak_memory_bytes: int | None  # median over runs
-    score_variance: float | None  # of the attention, mean over layers and heads at the last evaluation, and over seeds
+    score_variance: float | None  # of attention at the last evaluation, mean over layers, heads and seeds
     attention_entropy: float | None
     attention_distance: float | None
 
@@ -81,7 +80,7 @@ class SettingStats:
 
 
 def compute_stats(settings: list[Setting], target_difference: float | None = None) -> list[SettingStats]:
-    """Statistics of each setting. Differences and divergences are relative to the first setting."""
+    """Compute the statistics of each setting, with differences and divergences from the first setting."""
     return [_compute_stats(setting, settings[0], target_difference) for setting in settings]
 
 
@@ -90,15 +89,15 @@ def _compute_stats(setting: Setting, first: Setting, target_difference: float | 
     losses, first_losses = get_by_seed(runs, "last_val_loss"), get_by_seed(first.finished, "last_val_loss")
     paired_seeds = {run.seed for run, _ in _find_pairs(setting, first)} & losses.keys() & first_losses.keys()
     differences = [losses[seed] - first_losses[seed] for seed in paired_seeds]
-    deviation = float(np.std(differences, ddof=1)) if len(differences) > 1 else None
-    detectable = None if deviation is None else detectable_difference(deviation, len(differences))
+    std = float(np.std(differences, ddof=1)) if len(differences) > 1 else None
+    detectable = None if std is None else detectable_difference(std, len(differences))
     steps, distances = divergence(setting, first)
-    times = zip(("step_ms_q1", "step_ms", "step_ms_q3"), quartiles(_after_warmup(runs, "step_ms")), strict=True)
-    peaks = [peak for run in runs if (peak := _peak_memory(run))]
+    step_ms_q1, step_ms, step_ms_q3 = quartiles(_after_warmup(runs, "step_ms"))
+    peaks = [*get_by_seed(runs, "peak_memory_bytes").values()]
     kernels = [summary.get("attention") or {} for summary in summaries]
     kernel, impl = (_join_distinct(kernel.get(key) for kernel in kernels) for key in ("resolved", "impl"))
     texts = {key: _join_distinct(summary.get(key) for summary in summaries) for key in TEXTS}
-    means = {field: mean(get_by_seed(runs, key).values()) for field, key in MEANS.items()}
+    means = {key: mean(get_by_seed(runs, key).values()) for key in MEANS}
     return SettingStats(
         setting=setting.label,
         status=setting.status,
@@ -108,44 +107,47 @@ def _compute_stats(setting: Setting, first: Setting, target_difference: float | 
         val_loss=mean(losses.values()),
         val_loss_ci95=ci95(losses.values()),
         seeds=len(losses),
+        val_bpb=mean(get_by_seed(runs, "last_val_bpb").values()),
         difference=mean(differences),
         difference_ci95=ci95(differences),
         pairs=len(differences),
         verdict=_judge(setting, first, differences, detectable),
         detectable=detectable,
-        seeds_needed=None if None in (deviation, target_difference) else seeds_needed(deviation, target_difference),
+        seeds_needed=None if None in (std, target_difference) else seeds_needed(std, target_difference),
         first_divergence=max(distances[steps == 1].tolist(), default=None),
         divergence=max(distances.tolist(), default=None),
+        step_ms=step_ms,
+        step_ms_q1=step_ms_q1,
+        step_ms_q3=step_ms_q3,
         tokens_per_second=quartiles(_after_warmup(runs, "tokens_per_second"))[1],
         training_flops=mean([_training_flops(run) for run in runs if run.summary.get("flops_per_token") is not None]),
         peak_memory_bytes=round(quartiles(peaks)[1]) if peaks else None,
         **texts,
         **means,
-        **dict(times),
     )
 
 
 def get_by_seed(runs: list[Run], key: str) -> dict[int, float]:
-    """{seed: value of `key` in summary.json}."""
+    """Get a value of summary.json by seed, from the runs that have it."""
     return {run.seed: run.summary[key] for run in runs if run.summary.get(key) is not None}
 
 
 def divergence(setting: Setting, first: Setting) -> tuple[np.ndarray, np.ndarray]:
-    """(steps, largest |difference of training losses| over pairs of runs). Empty for `first`."""
+    """Compute the largest |difference of training losses| over pairs of runs. Returns (steps, distances)."""
     all_steps, all_distances = [np.array([], int)], [np.array([])]
     for run, other in _find_pairs(setting, first):
         (steps, losses), (other_steps, other_losses) = run.curves["train/loss"], other.curves["train/loss"]
-        common_steps, places, other_places = np.intersect1d(steps, other_steps, return_indices=True)
+        common_steps, indices, other_indices = np.intersect1d(steps, other_steps, return_indices=True)
         all_steps.append(common_steps)
-        all_distances.append(np.abs(losses[places] - other_losses[other_places]))
-    steps, places = np.unique(np.concatenate(all_steps), return_inverse=True)
+        all_distances.append(np.abs(losses[indices] - other_losses[other_indices]))
+    steps, indices = np.unique(np.concatenate(all_steps), return_inverse=True)
     distances = np.zeros(len(steps))
-    np.maximum.at(distances, places, np.concatenate(all_distances))
+    np.maximum.at(distances, indices, np.concatenate(all_distances))
     return steps, distances
 
 
 def _judge(setting: Setting, first: Setting, differences: list[float], detectable: float | None) -> str | None:
-    """Verdict: whether the validation losses of pairs differ, or only by rounding errors. None without a pair."""
+    """Return the verdict: whether the losses of pairs differ by more than rounding errors. None without a pair."""
     steps, distances = divergence(setting, first)
     if not differences or not len(steps):
         return None
@@ -175,7 +177,7 @@ def _judge(setting: Setting, first: Setting, differences: list[float], detectabl
 def _computes_same_function(setting: Setting, first: Setting) -> bool:
     """Whether the configs differ only in the implementation.
 
-    Dropout differs between implementations, and with train.minutes the learning rate depends on their speed.
+    Implementations draw different dropout masks, and with train.minutes the learning rate depends on their speed.
     """
     config, other = setting.config, first.config
     changed = [key for key in config.keys() | other.keys() if config.get(key) != other.get(key)]
@@ -184,29 +186,29 @@ def _computes_same_function(setting: Setting, first: Setting) -> bool:
     return all(key.startswith(IMPLEMENTATION) for key in changed)
 
 
-def detectable_difference(deviation: float, pairs: int) -> float:
-    """The difference that a paired t-test finds with a probability of POWER. deviation: of the pairs' differences."""
-    return look_up(pairs - 1, DETECTABLE_T, DETECTABLE_T_SERIES) * deviation / math.sqrt(pairs)
+def detectable_difference(std: float, pairs: int) -> float:
+    """Compute the true difference that a paired t-test finds with a probability of POWER."""
+    return look_up(pairs - 1, DETECTABLE_T, DETECTABLE_T_SERIES) * std / math.sqrt(pairs)
 
 
-def seeds_needed(deviation: float, difference: float) -> int:
-    """The number of pairs that find `difference` with a probability of POWER."""
-    pairs = max(2, math.floor((DETECTABLE_T_SERIES[0] * deviation / difference) ** 2))  # of the normal distribution
-    while detectable_difference(deviation, pairs) > difference:
+def seeds_needed(std: float, difference: float) -> int:
+    """Compute the number of pairs that find `difference` with a probability of POWER."""
+    pairs = max(2, math.floor((DETECTABLE_T_SERIES[0] * std / difference) ** 2))  # too few: for df = infinity
+    while detectable_difference(std, pairs) > difference:
         pairs += 1
     return pairs
 
 
 def evaluations(setting: Setting) -> tuple[np.ndarray, np.ndarray]:
-    """(steps, validation losses (runs, steps)) at the steps that all finished runs evaluated."""
+    """Collect validation losses at the S steps that all finished runs evaluated. Returns (S,) and (runs, S)."""
     curves = [run.curves["val/loss"] for run in setting.finished]
-    steps = reduce(np.intersect1d, [steps for steps, _ in curves]) if curves else np.array([], int)
-    losses = [losses[np.searchsorted(known, steps)] for known, losses in curves]
-    return steps, np.array(losses).reshape(len(curves), len(steps))
+    common_steps = reduce(np.intersect1d, [steps for steps, _ in curves]) if curves else np.array([], int)
+    losses = [losses[np.searchsorted(steps, common_steps)] for steps, losses in curves]
+    return common_steps, np.array(losses).reshape(len(curves), len(common_steps))
 
 
 def _find_pairs(setting: Setting, first: Setting) -> list[tuple[Run, Run]]:
-    """Finished runs of both settings with the same seed, trained on the same tokens. None for `first` itself."""
+    """Pair finished runs with the same seed that trained on the same tokens. `first` itself has no pairs."""
     if setting is first:
         return []
     pairs = [(run, other) for run in setting.finished for other in first.finished if run.seed == other.seed]
@@ -219,7 +221,7 @@ def mean(values: Iterable[float]) -> float | None:
 
 
 def ci95(values: Iterable[float]) -> float | None:
-    """Half the width of the 95 % confidence interval of a mean (Student's t); None for fewer than two values."""
+    """Half the width of the 95 % confidence interval of a mean (Student's t). None for fewer than two values."""
     values = list(values)
     if len(values) < 2:
         return None
@@ -228,16 +230,13 @@ def ci95(values: Iterable[float]) -> float | None:
 
 
 def look_up(df: int, table: tuple[float, ...], series: tuple[float, ...]) -> float:
-    """A quantile for `df` degrees of freedom: from the table, or from the series in 1/df."""
+    """Look up a quantile for `df` degrees of freedom, in the table or from the series in 1/df."""
     return table[df - 1] if df <= len(table) else sum(factor / df**power for power, factor in enumerate(series))
 
 
-def quartiles(values: Sequence[float] | np.ndarray) -> tuple[float | None, float | None, float | None]:
-    """Lower quartile, median, upper quartile, with linear interpolation; None if there are no values."""
-    if len(values) == 0:
-        return None, None, None
-    q1, median, q3 = np.percentile(values, [25, 50, 75]).tolist()
-    return q1, median, q3
+def quartiles(values: Sequence[float] | np.ndarray) -> tuple[float | None, ...]:
+    """Lower quartile, median and upper quartile, with linear interpolation. All are None if there are no values."""
+    return tuple(np.percentile(values, [25, 50, 75]).tolist()) if len(values) else (None, None, None)
 
 
 def _after_warmup(runs: list[Run], key: str) -> np.ndarray:
@@ -251,11 +250,6 @@ def _training_flops(run: Run) -> float:
     return tokens * run.summary["flops_per_token"]
 
 
-def _peak_memory(run: Run) -> float:
-    """Peak memory in bytes. A resumed run measures from its restart, so earlier rows of metrics.jsonl also count."""
-    return max([*run.curves["peak_memory_bytes"][1].tolist(), run.summary.get("peak_memory_bytes") or 0])
-
-
 def _join_distinct(values: Iterable) -> str | None:
-    """The distinct known values, in order of appearance: "a, b"; None if there are none."""
+    """Join the distinct known values, in order of appearance: "a, b". None if there are none."""
     return ", ".join(dict.fromkeys(str(value) for value in values if value is not None)) or None

@@ -15,7 +15,7 @@ from compare import MAX_SPREAD
 from compare.runs.statistics import WARMUP_STEPS, SettingStats
 
 UNKNOWN = EN_DASH = "–"  # noqa: RUF001
-# {header: function that formats a cell}. Columns without any known value are hidden.
+# Header of each column, and the function that formats its cells. Columns without any known value are hidden.
 COLUMNS: dict[str, Callable[[SettingStats], str]] = {
     "setting": lambda row: row.setting,
     "verdict": lambda row: row.verdict or UNKNOWN,
@@ -42,7 +42,7 @@ TERMINAL_COLUMNS = ("setting", "kernel", "val loss", "bits/byte", "difference", 
 
 
 def make_terminal_table(rows: list[SettingStats]) -> Table:
-    """The table for a terminal. Below a value is its spread; below a setting, its runs and its verdict."""
+    """Make the table for a terminal. Spreads are below values, and verdicts are below settings."""
     headers = [header for header in choose_headers(rows) if header in TERMINAL_COLUMNS]
     table = make_table(*headers, left=2 if "kernel" in headers else 1)
     table.leading = 1
@@ -69,10 +69,10 @@ def list_notes(rows: list[SettingStats], columns: Iterable[str] = COLUMNS) -> li
         f"Step times are medians (quartiles), without the first {WARMUP_STEPS} steps of each run.",
     ]
     if len(rows) > 1:
-        notes.append("Difference: validation loss minus that of the first setting, for runs with the same seed.")
+        notes.append("Difference: validation loss minus the first setting's loss, for runs with the same seed.")
         if "detectable" in columns:
             notes.append("Detectable: true difference that these seeds find with a probability of 80 %.")
-            notes.append("Divergence: largest distance of such runs' training losses, at step 1 and at all steps.")
+            notes.append("Divergence: largest distance between the training losses, at step 1 and at any step.")
     device_names = list(dict.fromkeys(row.device_name for row in rows if row.device_name))
     if noisy := [row.setting for row in rows if row.has_noisy_steps]:
         notes.append(
@@ -87,13 +87,13 @@ def list_notes(rows: list[SettingStats], columns: Iterable[str] = COLUMNS) -> li
 
 
 def choose_headers(rows: list[SettingStats]) -> list[str]:
-    """The columns that have a known value and are useful for these rows."""
+    """List the columns that have a known value and are useful for these rows."""
     known = [header for header, cell in COLUMNS.items() if any(cell(row) != UNKNOWN for row in rows)]
     return [header for header in known if header != "bits/byte" or _has_several_vocabularies(rows)]
 
 
 def multiline(cell: str) -> str:
-    """Break a cell into lines, for narrow columns: the value, and its spread below."""
+    """Break a cell into lines, with the spread below the value, so that columns are narrow."""
     return re.sub(r" (?=[±(])|[,;] ", "\n", cell).replace(": ", ":\n")
 
 
@@ -102,7 +102,7 @@ def _has_several_vocabularies(rows: list[SettingStats]) -> bool:
 
 
 def _format(value: float | None, spec: str) -> str:
-    """A number; small numbers that 4 decimals would round away are shown as 1.2e-05."""
+    """Format a number. Numbers that 4 decimals would round to 0 are formatted as 1.2e-05."""
     if value is None:
         return UNKNOWN
     if value == 0:  # exactly

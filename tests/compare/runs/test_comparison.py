@@ -246,7 +246,7 @@ def test_plot_of_one_and_of_many_settings(tmp_path, count):
 @pytest.mark.parametrize(
     ("quartiles", "sentence", "is_noisy"),
     [
-        ((99, 100, 101), "Its steps take 0.50 times as long as those of setting 1.", False),
+        ((99, 100, 101), "Its steps take 0.50 times as long as in setting 1.", False),
         ((70, 100, 130), "Whether its steps are faster is unknown: the machine was busy.", True),
         ((180, 190, 205), "Its step times show no difference from setting 1: the quartiles overlap.", False),
     ],
