@@ -43,7 +43,7 @@ from training.wandb_logger import log_table_to_wandb
 
 
 def main(config: BenchConfig) -> int:
-    """Run a bench. Returns the exit code: 1 if a row failed, 2 if all rows were refused."""
+    """Run a bench. Returns exit code 1 if a row failed, and 2 if all rows were refused."""
     device = resolve_device(config.device)
     groups = build_groups(config, device)
     config = replace(config, compile=resolve_compile(config.compile, device))

@@ -1,4 +1,4 @@
-"""Atomic writes, JSON files, and small files of users."""
+"""Atomic writes, JSON files, and small text files of users."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from common.errors import UserError
 
 @contextmanager
 def name_file_in_errors(path: Path) -> Iterator[None]:
-    """Context manager: an OSError without a file name, as from a full disk, gets `path` as its file name."""
+    """Context manager: an OSError without a file name, as from a full disk, gets the name `path`."""
     try:
         yield
     except OSError as error:
@@ -25,8 +25,7 @@ def name_file_in_errors(path: Path) -> Iterator[None]:
 def atomic_writer(path: Path) -> Iterator[IO[bytes]]:
     """Context manager: a binary file that replaces `path` on success. After a crash, `path` is the old or the new file.
 
-    The content is written to <path>.partial, which is fsynced and renamed, or removed if an error occurs. The folder is
-    also fsynced. An OSError, such as from a full disk, names `path`.
+    Writes to <path>.partial, syncs it to disk, and renames it. An error removes <path>.partial.
     """
     partial = path.with_name(path.name + ".partial")
     try:
@@ -45,13 +44,17 @@ def atomic_writer(path: Path) -> Iterator[IO[bytes]]:
 
 
 def atomic_write(path: Path, content: bytes | str) -> None:
-    """Write a complete file or none; see atomic_writer."""
+    """Write a complete file or none. Text is encoded as UTF-8."""
     with atomic_writer(path) as file:
         file.write(content.encode() if isinstance(content, str) else content)
 
 
 def read_small_file(path: Path | str, name: str, max_bytes: int) -> str:
-    """The exact text of a UTF-8 file. name: the file in messages, as in "prompt_file=x". Raises UserError."""
+    """Read a UTF-8 file without changing its line ends.
+
+    name: setting and path for error messages, as in "prompt_file=x".
+    Raises UserError if the file cannot be read, is not UTF-8, or is larger than max_bytes.
+    """
     try:
         with open(path, "rb") as file:
             content = file.read(max_bytes + 1)
@@ -65,7 +68,7 @@ def read_small_file(path: Path | str, name: str, max_bytes: int) -> str:
 
 
 def read_json(path: Path) -> dict:
-    """Read the object in a JSON file; {} if the file does not exist. Raises UserError if the file is damaged."""
+    """Read an object from a JSON file, or {} if the file does not exist. Raises UserError if the file is damaged."""
     try:
         return json.loads(path.read_text()) if path.exists() else {}
     except ValueError as error:

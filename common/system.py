@@ -1,6 +1,6 @@
-"""Facts about the machine: memory, caches, device and software versions.
+"""Facts about the machine: memory, caches, cores, device and software versions.
 
-torch is imported in the functions that use it. psutil has no peak memory that can be reset.
+Functions import torch when they need it, so that prepare.py starts without torch.
 """
 
 from __future__ import annotations
@@ -8,6 +8,7 @@ from __future__ import annotations
 import ctypes
 import os
 import platform
+import re
 import shlex
 import subprocess
 import sys
@@ -24,35 +25,28 @@ PROJECT = Path(__file__).parents[1]
 
 
 def reset_peak_memory(device: torch.device) -> None:
-    """Start a new measurement of peak_memory_bytes."""
+    """Start a new measurement of peak_memory_bytes, from the memory in use."""
     import torch
 
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
     elif Path("/proc/self/clear_refs").exists():
-        with suppress(OSError):  # some containers forbid this; then the peak counts from the start of the process
+        with suppress(OSError):  # in containers that forbid this, the peak counts from the start of the process
             Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM (proc(5))
 
 
 def peak_memory_bytes(device: torch.device) -> int | None:
-    """Peak memory since the reset: of CUDA's allocator, or of this process. None: unknown."""
+    """Peak memory of CUDA's allocator or this process since the reset. None on a CPU without Linux."""
     import torch
 
     return torch.cuda.max_memory_allocated(device) if device.type == "cuda" else process_memory("VmHWM")
 
 
-def memory_in_use(device: torch.device) -> int | None:
-    """Current memory in bytes, of the same kind as peak_memory_bytes."""
-    import torch
-
-    return torch.cuda.memory_allocated(device) if device.type == "cuda" else process_memory("VmRSS")
-
-
 def process_memory(key: str) -> int | None:
-    """A figure of this process's memory in bytes, such as VmRSS (proc(5)); None on systems other than Linux."""
+    """Memory of this process in bytes. key: a line of /proc/self/status, such as VmHWM. None without Linux."""
     status = Path("/proc/self/status")
-    lines = status.read_text().splitlines() if status.exists() else []
-    return next((1024 * int(line.split()[1]) for line in lines if line.startswith(f"{key}:")), None)
+    kilobytes = re.search(rf"^{key}:\s+(\d+)", status.read_text(), re.MULTILINE) if status.exists() else None
+    return None if kilobytes is None else 1024 * int(kilobytes[1])
 
 
 def cpu_count() -> int:
@@ -61,13 +55,13 @@ def cpu_count() -> int:
 
 
 def return_freed_memory() -> None:
-    """Return freed blocks from glibc's malloc to the system. Reused blocks would not count in the next measurement."""
+    """Return freed blocks of glibc's malloc to the system. If they were reused, the next peak would not count them."""
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def cache_bytes(device: torch.device) -> int:
-    """Bytes of the device's largest cache; 0: unknown."""
+    """Size of the device's largest cache. 0 if unknown."""
     import torch
 
     if device.type == "cuda":
@@ -77,7 +71,7 @@ def cache_bytes(device: torch.device) -> int:
 
 
 def describe_environment(device: torch.device) -> dict:
-    """The machine, the software and the command, for summary.json."""
+    """Describe the machine, the software and the command, for summary.json."""
     import torch
 
     versions = {"python": platform.python_version()}
@@ -101,7 +95,7 @@ def command_line() -> str:
 
 
 def launcher() -> list[str]:
-    """The program that starts a process like this one. HOST:29500 stands for an address that it cannot know."""
+    """The program that starts processes like this one: python or torchrun. HOST:29500 is a placeholder."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return ["python"]
     nodes = os.environ["GROUP_WORLD_SIZE"]
@@ -110,22 +104,19 @@ def launcher() -> list[str]:
 
 
 def device_name(device: torch.device) -> str:
-    """The GPU's name, or the processor's with its number of cores."""
+    """The name of the GPU, or the name of the processor and its number of cores."""
     import torch
 
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
     cpuinfo = Path("/proc/cpuinfo")
-    lines = cpuinfo.read_text().splitlines() if cpuinfo.exists() else []
-    names = [line.split(":")[1].strip() for line in lines if line.startswith("model name")]
+    names = re.findall(r"model name\s*: (.+)", cpuinfo.read_text()) if cpuinfo.exists() else []
     return f"{names[0] if names else platform.processor() or platform.machine()}, {os.cpu_count()} cores"
 
 
 def _git_commit() -> str | None:
     """The commit of this checkout, with a "+" if files have changed since. None outside a checkout or without git."""
-    if not (PROJECT / ".git").exists():  # git would describe a repository around this folder
-        return None
-    command = ["git", "-C", str(PROJECT), "describe", "--always", "--abbrev=40", "--dirty=+"]
+    # With --git-dir, git does not look for a repository in the folders above.
+    command = ["git", "-C", str(PROJECT), "--git-dir=.git", "describe", "--always", "--abbrev=40", "--dirty=+"]
     with suppress(FileNotFoundError):
         return subprocess.run(command, capture_output=True, text=True).stdout.strip() or None
-    return None

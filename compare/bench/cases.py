@@ -1,5 +1,6 @@
 """The cases of a bench, and their measurement in the current process: calls of attention alone, or training steps.
 
+build_groups lists the cases, and measure runs one of them. worker.py calls measure in a separate process.
 B batch, T keys, H query heads, G key/value heads, D head dimension of queries and keys, Dv of values. There are T
 queries, except in phase decode, which has one query on a KV cache of T keys.
 """
@@ -36,16 +37,13 @@ GRAD_PHASES = ("forward+backward", "step")
 
 @dataclass(frozen=True)
 class Case:
-    """One backend, phase, mask and shape to measure: a row of the table.
+    """One backend, phase, mask and shape to measure: a row of the table."""
 
-    name: the backend as requested, such as "sdpa:math". attention: its config. request: shapes, dtype and device.
-    """
-
-    name: str
+    name: str  # the backend as requested, such as "sdpa:math"
     attention: AttentionConfig
     phase: str
     mask: str
-    request: AttentionRequest
+    request: AttentionRequest  # shapes, dtype and device
 
     def __str__(self) -> str:
         mask = "" if self.mask == CAUSAL else f"{self.mask}, "
@@ -61,7 +59,7 @@ class Case:
         return (BACKENDS | MIXERS)[self.attention.backend].mixer
 
     def doc_ids(self) -> Tensor | None:
-        """The document of each key -> (B, Tk); None: one document."""
+        """Document ids of the keys (B, Tk). None if the mask has no documents."""
         _, document_length = parse_mask(self.mask)
         if document_length is None:
             return None
@@ -76,9 +74,9 @@ class Case:
 
 
 def build_groups(config: BenchConfig, device: torch.device) -> list[list[Case]]:
-    """List all cases: one group per dtype, phase, mask and T, from short contexts to long ones.
+    """List all cases, in one group per dtype, phase, mask and T, from short to long contexts.
 
-    Phase step has the mask of the model, and one more case, without attention. Raises UserError for unknown names.
+    Phase step has the mask of the model, and one more case without attention. Raises UserError for unknown names.
     """
     variants, dtypes = all_variants(), DTYPES | {"auto": resolve_dtype("auto", device)}
     support = {name: backend.on.get(device.type) for name, backend in (BACKENDS | MIXERS).items()}
@@ -107,19 +105,19 @@ def build_groups(config: BenchConfig, device: torch.device) -> list[list[Case]]:
 
 
 class Workload(NamedTuple):
-    """A function to time. memory_before: bytes in use without the model; None: it has no model."""
+    """A function to time."""
 
-    resolved: str
+    resolved: str  # the kernel that runs
     call: Callable[[], Any]
     is_compiled: bool
-    memory_before: int | None = None
+    memory_before: int | None = None  # bytes in use before the model was built, in phase step
 
 
 def measure(case: Case, config: BenchConfig, reference: Path) -> tuple[Timing, list[float]]:
-    """Measure one round of `case` in this process -> (a row without times, the seconds of each timed call).
+    """Measure one round of a case in this process.
 
-    reference: the file that write_reference has written. If the file does not exist, the errors stay unknown. So do the
-    errors of linear attention, which computes something else. Raises UserError if the case cannot run here.
+    reference: file of write_reference. Without the file, errors stay unknown, as always for linear attention.
+    Returns a row without times, and the seconds of each timed call. Raises UserError if the case cannot run here.
     """
     device = case.request.device
     configure_backends(device, deterministic=False, tf32=config.tf32)
@@ -142,21 +140,28 @@ def measure(case: Case, config: BenchConfig, reference: Path) -> tuple[Timing, l
 
 
 def _measure_peak_memory(workload: Workload, device: torch.device) -> int | None:
-    system.return_freed_memory()
-    before = system.memory_in_use(device) if workload.memory_before is None else workload.memory_before
-    system.reset_peak_memory(device)
+    before = _reset_memory(device)
+    if workload.memory_before is not None:
+        before = workload.memory_before
     workload.call()
     speed.synchronize(device)
     peak = system.peak_memory_bytes(device)
     return None if peak is None or before is None else max(0, peak - before)
 
 
+def _reset_memory(device: torch.device) -> int | None:
+    """Release freed memory, and start a new measurement of the peak. Returns the bytes in use."""
+    system.return_freed_memory()
+    system.reset_peak_memory(device)
+    return system.peak_memory_bytes(device)
+
+
 def _attention_workload(case: Case, config: BenchConfig) -> Workload:
-    """Attention alone. Consecutive calls use different inputs, so that no CPU or GPU cache contains them."""
+    """Calls of attention alone. Consecutive calls use different inputs, which are not in a cache of the device."""
     resolved = resolve(case.attention, case.request).resolved
     attend = partial(get_attention_fn(case.attention), window=case.request.window, doc_ids=case.doc_ids())
     inputs = make_inputs(case, config.seed)
-    if case.mixer == "linear" and case.phase == "decode":  # with a state instead of the keys of all tokens
+    if case.mixer == "linear" and case.phase == "decode":  # decodes from a state instead of a KV cache
         state = linear_attention_state(*inputs[1:3], lengths=torch.tensor(case.request.Tk - 1))
         attend = lambda q, k, v: linear_attention_step(state, q, k[:, -1:], v[:, -1:])  # noqa: E731
     n_copies = 2 * system.cache_bytes(case.request.device) // sum(tensor.nbytes for tensor in inputs)
@@ -175,25 +180,24 @@ def _attention_workload(case: Case, config: BenchConfig) -> Workload:
 
 
 def _training_workload(case: Case, config: BenchConfig) -> Workload:
-    """One optimizer step of the complete model, as in train.py, on B sequences of T random tokens."""
+    """Optimizer steps of the complete model, as in train.py, on B sequences of T random tokens."""
     B, dtype, device = case.request.B, case.request.dtype, case.request.device
     resolve_dtype(case.dtype_name, device)  # raises for a dtype that only inference supports
     model = configure_model(case, config)
     if case.mixer != "softmax":
         case = replace(case, attention=next(iter(all_variants().values())))  # no layer uses it
     resolved = resolve_model(case.attention, model, B=B, dtype=dtype, device=device, grad=True).resolved
-    # A step of a tiny model loads the libraries, which should not count as memory of the step.
+    # A step of a tiny model loads libraries, whose memory does not belong to the step.
     tiny = {"n_layer": 1, "mixer": model.mixers[0], "window": None, "mlp_width": None, "ngram_table_size": 64}
     tiny_config = replace(config, model=replace(model, block_size=8, **tiny), vocab_size=64, compile=False)
     _training_step(case, tiny_config)()
-    system.return_freed_memory()
-    memory_before = system.memory_in_use(device)
+    memory_before = _reset_memory(device)
     step = _training_step(case, replace(config, model=model))
     return Workload(NO_ATTENTION if case.name == NO_ATTENTION else resolved, step, config.compile, memory_before)
 
 
 def configure_model(case: Case, config: BenchConfig) -> GPTConfig:
-    """The model of phase step, with the context and the mixer of the case."""
+    """Return the model of phase step, with the context and the mixer of the case."""
     model = replace(config.model, block_size=case.request.Tk)
     return model if case.mixer == "softmax" else replace(model, mixer=case.mixer)
 
@@ -224,12 +228,12 @@ def _training_step(case: Case, config: BenchConfig) -> Callable[[], None]:
 
 
 def _no_attention(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
-    """Adds q, k and v, so that each has a gradient and the rest of the step stays the same -> (B, T, H, D)."""
+    """Add q, k and v. Returns y (B, T, H, D). All weights have gradients, so the rest of the step stays the same."""
     return q + repeat_kv(k + v, q.shape[2])
 
 
 def count_flops(case: Case, config: BenchConfig) -> int:
-    """FLOPs of one call, as in model/flops.py. Those of a training step are counted as for train.py's mfu."""
+    """Count the FLOPs of one call. A training step has the FLOPs that train.py uses for mfu."""
     B, T = case.request.B, case.request.Tk
     if case.name == NO_ATTENTION:
         return B * T * weight_flops_per_token(config.model, config.vocab_size)
@@ -240,7 +244,7 @@ def count_flops(case: Case, config: BenchConfig) -> int:
 
 
 def make_inputs(case: Case, seed: int) -> list[Tensor]:
-    """Return q, k, v and the gradient of y: standard normal numbers, the same for every backend."""
+    """Draw q, k, v and the gradient of y: standard normal numbers, the same for every backend."""
     generator = torch.Generator().manual_seed(seed)
     r = case.request
     shapes = (r.B, r.Tq, r.H, r.D), (r.B, r.Tk, r.G, r.D), (r.B, r.Tk, r.G, r.Dv), (r.B, r.Tq, r.H, r.Dv)
@@ -251,21 +255,18 @@ def make_inputs(case: Case, seed: int) -> list[Tensor]:
 
 
 def write_reference(case: Case, seed: int, path: Path) -> None:
-    """Write the reference of `case`: y, and dq, dk and dv if the phase has a backward pass.
+    """Write the reference of a case: y, and dq, dk and dv if the phase has a backward pass.
 
-    It is computed by `naive` in float64. Each key/value head is computed separately, to limit the memory.
+    It is computed by `naive` in float64, separately for each sequence and key/value head to limit the memory.
     """
     r, doc_ids = case.request, case.doc_ids()
     device = torch.device("cpu") if r.device.type == "mps" else r.device  # MPS has no float64
     inputs = [tensor.to(device, torch.float64) for tensor in make_inputs(case, seed)]
-    sequences = []
-    for b in range(r.B):
-        mask = {"window": r.window, "doc_ids": None if doc_ids is None else doc_ids[b : b + 1].to(device)}
-        heads = []
-        for *qkv, dy in zip(*(tensor[b : b + 1].chunk(r.G, dim=2) for tensor in inputs), strict=True):
-            qkv = [tensor.requires_grad_(r.grad) for tensor in qkv]
-            y = naive(*qkv, **mask)
-            gradients = torch.autograd.grad(y, qkv, dy) if r.grad else ()
-            heads.append([output.detach().cpu() for output in (y, *gradients)])
-        sequences.append([torch.cat(outputs, dim=2) for outputs in zip(*heads, strict=True)])
-    torch.save([torch.cat(outputs) for outputs in zip(*sequences, strict=True)], path)
+    outputs = [torch.empty_like(inputs[i]) for i in (3, 0, 1, 2)]  # y, dq, dk, dv
+    for b, g in itertools.product(range(r.B), range(r.G)):
+        q, k, v, dy = (tensor[b : b + 1].chunk(r.G, dim=2)[g].requires_grad_(r.grad) for tensor in inputs)
+        y = naive(q, k, v, window=r.window, doc_ids=None if doc_ids is None else doc_ids[b : b + 1].to(device))
+        gradients = torch.autograd.grad(y, (q, k, v), dy) if r.grad else ()
+        for output, value in zip(outputs, (y, *gradients), strict=False):
+            output[b : b + 1].chunk(r.G, dim=2)[g].copy_(value.detach())
+    torch.save([output.cpu() for output in outputs[: 4 if r.grad else 1]], path)

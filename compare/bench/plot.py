@@ -1,4 +1,4 @@
-"""attention.png: time and memory over T, one column per phase."""
+"""Plots attention.png: time and memory over T, with one column per phase."""
 
 import textwrap
 from pathlib import Path
@@ -7,11 +7,11 @@ from common.plots import DASHES, GREY, line_style, make_figure, style_axes
 from compare.bench.results import Timing, group_rows
 
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")
-MEMORY_RESOLUTION_BYTES = 2**16  # of Linux's counters; the plot omits smaller values
+MEMORY_RESOLUTION_BYTES = 2**16  # of Linux's counters. The plot omits smaller values.
 
 
 def plot_results(rows: list[Timing], path: Path, title: str) -> None:
-    """Plot `rows` into a PNG file, 450 pixels wide per phase and at least 750."""
+    """Plot rows into a PNG file. It is 450 pixels wide per phase, and at least 750."""
     phases = group_rows(rows, "title")
     width, Ts, styles = max(5.0, 3.0 * len(phases)), sorted({row.T for row in rows}), _line_styles(rows)
     figure = make_figure(width, 6.4)
@@ -39,7 +39,7 @@ def plot_results(rows: list[Timing], path: Path, title: str) -> None:
 
 
 def _line_styles(rows: list[Timing]) -> dict[tuple[str, str], dict]:
-    """The style and label of each line, by backend and dtype: a color and a marker per backend, dashes per dtype.
+    """Choose style and label of each line, by backend and dtype: a color and marker per backend, dashes per dtype.
 
     The label has the kernels that ran, and why rows are missing: "sdpa → flash", "naive → naive, out of memory".
     """

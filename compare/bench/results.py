@@ -1,6 +1,6 @@
-"""Rows of attention.csv, and their evaluation: the fastest backends and a recommendation.
+"""Rows of attention.csv, their ranking, and the recommendation of the fastest backends.
 
-The first backend of the rows is the baseline, with which the others are compared.
+The first backend of the rows is the baseline. The other backends are compared with it.
 """
 
 import csv
@@ -13,43 +13,36 @@ from model.config import ATTENTION_TYPES
 
 FINISHED, TIME_LIMIT = "finished", "time limit"
 NO_ATTENTION = "none"  # the row of phase step whose layers compute no attention
-NOT_RANKED = {*ATTENTION_TYPES, NO_ATTENTION}  # rows that compute something else than the backends
-MAX_TIE_RATIO = 1.1  # of the medians of two backends that count as equally fast
+NOT_RANKED = {*ATTENTION_TYPES, NO_ATTENTION}  # rows that do not compute softmax attention
+MAX_TIE_RATIO = 1.1  # two backends count as equally fast up to this ratio of their medians
 MIN_COMPARED_BYTES = 2**20  # a process on the CPU sometimes allocates this much for other purposes
 
 
 @dataclass(kw_only=True)
 class Timing:
-    """A row of attention.csv: the measurements of one backend, phase, mask, dtype and T. Unknown values are None.
+    """A row of attention.csv: the measurements of one backend, phase, mask, dtype and T. Unknown values are None."""
 
-    backend: as requested; resolved: the kernel that ran. status: finished, refused, out of memory, time limit, failed.
-    reason: why a row is not finished. T: number of keys. ms_*: milliseconds of a call, median and quartiles.
-    peak_memory_bytes: memory of a call besides its inputs; phase step includes the model and the optimizer.
-    error_*: largest absolute difference of y, and of dq, dk and dv, from the float64 reference.
-    compile_s: seconds, which ms_* does not include.
-    """
-
-    backend: str
-    resolved: str | None = None
-    status: str
-    reason: str | None = None
+    backend: str  # as requested
+    resolved: str | None = None  # the kernel that ran
+    status: str  # finished, refused, out of memory, time limit or failed
+    reason: str | None = None  # why the row is not finished
     phase: str
     mask: str
     device: str
     dtype: str
     B: int
-    T: int
+    T: int  # number of keys
     H: int
     G: int
     D: int
     Dv: int
-    ms_median: float | None = None
+    ms_median: float | None = None  # milliseconds of a call, without compilation
     ms_q1: float | None = None
     ms_q3: float | None = None
     flops_per_second: float | None = None
-    peak_memory_bytes: int | None = None
-    error_y: float | None = None
-    error_gradients: float | None = None
+    peak_memory_bytes: int | None = None  # of a call besides its inputs; in phase step, with model and optimizer
+    error_y: float | None = None  # largest absolute difference from the float64 reference
+    error_gradients: float | None = None  # the same, of dq, dk and dv
     compile_s: float | None = None
 
     @property
@@ -62,7 +55,7 @@ class Timing:
 
 
 def append_row(path: Path, row: Timing) -> None:
-    """Append `row` to the CSV file immediately, so that no interruption loses it."""
+    """Append a row to the CSV file immediately, so that an interruption does not lose it."""
     values = {key: f"{value:.6g}" if isinstance(value, float) else value for key, value in asdict(row).items()}
     has_header = path.exists()
     with open(path, "a", newline="", encoding="utf-8") as file:
@@ -73,7 +66,7 @@ def append_row(path: Path, row: Timing) -> None:
 
 
 def group_rows(rows: list[Timing], *columns: str) -> dict[tuple, list[Timing]]:
-    """Group rows by the values of some columns -> {values: rows}, in order of appearance."""
+    """Group rows by the values of some columns, in order of appearance."""
     groups: dict[tuple, list[Timing]] = {}
     for row in rows:
         groups.setdefault(tuple(getattr(row, column) for column in columns), []).append(row)
@@ -81,7 +74,7 @@ def group_rows(rows: list[Timing], *columns: str) -> dict[tuple, list[Timing]]:
 
 
 def rank_by_time(rows: list[Timing]) -> tuple[list[Timing], list[Timing]]:
-    """Sort finished rows of one phase, dtype and T by time -> (the fastest row and those equally fast, slower rows).
+    """Sort the finished rows of one phase, dtype and T by time. Returns (fastest rows, slower rows).
 
     Two rows are equally fast if their quartiles overlap, or if the ratio of their medians is at most MAX_TIE_RATIO.
     """
@@ -92,10 +85,10 @@ def rank_by_time(rows: list[Timing]) -> tuple[list[Timing], list[Timing]]:
 
 
 def recommend(rows: list[Timing]) -> list[tuple[str, str, str]]:
-    """Recommend the fastest backends -> lines of (phase and dtype, T, backends and their advantage).
+    """Recommend the fastest backends. Returns lines of (phase and dtype, T, backends and their advantage).
 
-    The phases are in reverse order, so that the training step comes first. Its lines end with the largest possible gain
-    of any backend: a step without attention (Amdahl's law). Linear attention, which changes the results, is left out.
+    Phases are in reverse order: training steps come first. Their lines end with the largest possible gain of any
+    backend (Amdahl's law), measured by a step without attention. Linear attention is omitted: it changes the results.
     """
     lines = []
     for (phase, dtype), phase_rows in reversed(group_rows(rows, "title", "dtype").items()):
@@ -110,7 +103,8 @@ def recommend(rows: list[Timing]) -> list[tuple[str, str, str]]:
 def _describe_fastest(rows: list[Timing], bound: float | None) -> str:
     """ "flash or sdpa (equal), 2.7 times as fast as naive, with 59% of its memory".
 
-    rows: of all backends at one T. bound: milliseconds of a step without attention.
+    rows: rows of all backends at one T.
+    bound: milliseconds of a step without attention.
     """
     fastest, slower = rank_by_time(rows)
     if not fastest:

@@ -1,6 +1,6 @@
 """Runs a bench: each backend has a worker process, and the backends take turns in several rounds.
 
-A machine that becomes slower or faster during the bench therefore affects all backends equally.
+If the machine becomes slower or faster during the bench, all backends are therefore affected equally.
 """
 
 import tempfile
@@ -17,13 +17,15 @@ from compare.bench.results import FINISHED, TIME_LIMIT, Timing, append_row
 from compare.bench.worker import Worker
 
 REFERENCE = "reference"  # name of the worker that computes references in float64
-ASSUMED_FLOPS_PER_SECOND = 4e10  # for the estimate of the remaining time
 
 
 def measure_groups(groups: list[list[Case]], config: BenchConfig, table: Path, rows: list[Timing]) -> None:
-    """Measure all groups, with a progress bar. Append each row to `rows` and to the CSV file `table`."""
+    """Measure all groups, with a progress bar.
+
+    table: CSV file to which rows are appended.
+    rows: list to which rows are appended, so that the caller has them after an interruption.
+    """
     names = dict.fromkeys(case.name for group in groups for case in group)
-    estimates = [estimate_seconds(group, config) for group in groups]
     width = max(len(str(group[0])) for group in groups)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
@@ -31,10 +33,10 @@ def measure_groups(groups: list[list[Case]], config: BenchConfig, table: Path, r
         workers = {name: Worker(folder / "compile_cache") for name in [*names, REFERENCE]}
         for worker in workers.values():
             stack.callback(worker.close)
-        progress = stack.enter_context(ProgressBar(sum(estimates)))
+        progress = stack.enter_context(ProgressBar(len(groups)))
         for index, group in enumerate(groups):
             label, times = f"{group[0]!s:<{width}}", []
-            progress.update(sum(estimates[:index]), label)
+            progress.update(index, label)
             for row in measure_group(group, config, workers, folder / "reference.pt"):
                 append_row(table, row)
                 rows.append(row)
@@ -42,16 +44,11 @@ def measure_groups(groups: list[list[Case]], config: BenchConfig, table: Path, r
             progress.print(f"{label}  ms: {', '.join(times)}")
 
 
-def estimate_seconds(group: list[Case], config: BenchConfig) -> float:
-    """Estimate the duration of a group: per round, turns of many short calls, and four long calls of each backend."""
-    call_seconds = sum(4 * count_flops(case, config) / ASSUMED_FLOPS_PER_SECOND for case in group)
-    return config.rounds * (len(group) * (0.05 + 1.3 * config.seconds) + call_seconds)
-
-
 def measure_group(group: list[Case], config: BenchConfig, workers: dict[str, Worker], reference: Path) -> list[Timing]:
-    """Measure one phase, mask, dtype and T -> a row per case.
+    """Measure the cases of one phase, mask, dtype and T. Returns a row per case.
 
-    workers: the process of each backend, and of the reference. reference: path of its file.
+    workers: processes by name of the backend, and the process REFERENCE.
+    reference: path for the file of write_reference.
     """
     reference.unlink(missing_ok=True)
     if group[0].phase != "step":
@@ -69,16 +66,16 @@ def measure_group(group: list[Case], config: BenchConfig, workers: dict[str, Wor
             status, result = workers[case.name].call(measure, *arguments, time_limit=config.time_limit)
             if status == FINISHED:
                 rounds[case.name].append(result)
-            elif status != TIME_LIMIT or not rounds[case.name]:  # else the row has the results of the other rounds
+            elif status != TIME_LIMIT or not rounds[case.name]:  # otherwise, the other rounds count
                 failures[case.name] = Timing(**case.start_row(), status=status, reason=result)
     return [failures.get(case.name) or summarize(rounds[case.name], count_flops(case, config)) for case in group]
 
 
 def summarize(rounds: list[tuple[Timing, list[float]]], flops: int) -> Timing:
-    """The row of a case, from the results of measure(). Each round has the same weight, regardless of its calls."""
+    """Summarize the results of `measure` as one row. Each round has the same weight, however many calls it has."""
     rows, seconds = zip(*rounds, strict=True)
-    seconds = [np.quantile(calls, np.arange(0.05, 1, 0.05)) for calls in seconds]
-    q1, median, q3 = np.quantile(seconds, [0.25, 0.5, 0.75]).tolist()
+    quantiles = [np.quantile(call_seconds, np.arange(0.05, 1, 0.05)) for call_seconds in seconds]
+    q1, median, q3 = np.quantile(quantiles, [0.25, 0.5, 0.75]).tolist()
     memory = [row.peak_memory_bytes for row in rows]
     return replace(
         rows[0],  # later rounds use the compile cache

@@ -11,7 +11,7 @@ from model.config import ATTENTION_TYPES
 
 
 def print_results(rows: list[Timing], folder: Path) -> None:
-    """Print the results. folder: contains the files of the bench."""
+    """Print the recommendation, the tables and the notes. folder: the bench's folder."""
     console = make_console(width=120)
     console.print(f"\nfastest here ({rows[0].device})", style="bold")
     recommendation, previous_phase = make_table("", "", "", left=3, header=False), None
@@ -36,7 +36,7 @@ def print_results(rows: list[Timing], folder: Path) -> None:
 
 
 def _phase_table(rows: list[Timing]):
-    """A row per T. Backends that finished at no T are only in the notes."""
+    """Make a table with a row per T. Backends that finished at no T are only in the notes."""
     lines = [line for line in group_rows(rows, "backend").values() if any(row.is_finished for row in line)]
     headers = [header for line in lines for header in (f"{line[0].backend}\nms", "\nMiB")]
     table = make_table("\nT", *headers, left=0)
@@ -46,7 +46,7 @@ def _phase_table(rows: list[Timing]):
 
 
 def _format_cells(row: Timing) -> tuple[str, str]:
-    """Milliseconds and MiB."""
+    """Format milliseconds and MiB."""
     if not row.is_finished:
         return row.status, ""
     MiB = None if row.peak_memory_bytes is None else row.peak_memory_bytes / 2**20
@@ -83,7 +83,7 @@ def list_notes(rows: list[Timing]) -> list[str]:
 
 
 def describe_bench(config: BenchConfig, environment: dict) -> str:
-    """Shapes, model and machine: the title of the plot."""
+    """Describe shapes, model and machine, as the title of the plot."""
     parts, sequences = [], pluralize(config.batch_size, "sequence")
     if set(config.phases) != {"step"}:
         H, G, D, _ = config.kernel_shape()

@@ -19,21 +19,20 @@ from common.system import return_freed_memory
 
 
 class Worker:
-    """A process that calls functions one after another. After a failed call, a new one starts.
-
-    compile_cache: folder of torch.compile's cache.
-    """
+    """A process that calls functions one after another. After a failed call, a new process starts."""
 
     _pool: ProcessPoolExecutor | None = None
     _pid: int | None = None
 
     def __init__(self, compile_cache: Path):
+        """compile_cache: folder of torch.compile's cache."""
         self.compile_cache = compile_cache
 
     def call(self, function: Callable, *arguments: Any, time_limit: float) -> tuple[str, Any]:
-        """Call a function of a module -> ("finished", its result), or (status, reason).
+        """Call a function of a module in the process.
 
-        status: refused, out of memory, time limit or failed. time_limit: seconds, without the start of the process.
+        time_limit: seconds, without the start of the process.
+        Returns ("finished", result) or (status, reason). status: refused, out of memory, time limit or failed.
         """
         try:
             if self._pool is None:
@@ -49,7 +48,9 @@ class Worker:
 
     def _start(self) -> None:
         self._pool = ProcessPoolExecutor(1, get_context("spawn"), _set_up, (str(self.compile_cache),))
-        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # the worker inherits this: it ignores Ctrl-C
+        mask = signal.pthread_sigmask(
+            signal.SIG_BLOCK, {signal.SIGINT}
+        )  # the worker inherits the mask, and ignores Ctrl-C
         pid = self._pool.submit(os.getpid)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         self._pid = pid.result()
@@ -65,7 +66,7 @@ class Worker:
 
 
 def _set_up(compile_cache: str) -> None:
-    """Set up the worker process. It ends with its parent, even if the parent is killed."""
+    """Set up the worker process, which ends with its parent even if the parent is killed."""
     os.environ["TORCHINDUCTOR_CACHE_DIR"] = compile_cache
     for stream in (1, 2):  # warnings of libraries would break the progress bar
         os.dup2(os.open(os.devnull, os.O_WRONLY), stream)
@@ -78,7 +79,7 @@ def _end_with_parent() -> None:
 
 
 def _try_call(function: Callable, *arguments: Any) -> tuple[str, Any]:
-    """Call the function -> (status, result or reason)."""
+    """Call the function. Returns (status, result or reason)."""
     try:
         return "finished", function(*arguments)
     except UserError as error:
