@@ -27,30 +27,11 @@ def test_gpt2_124m_is_nanogpts_recipe_for_any_number_of_devices(workdir):
 
 def test_shrunken_gpt2_124m_trains_on_a_local_parquet(workdir):
     write_parquet(workdir / "web.parquet", [f"Document {n} says {n * n}.\n" * 9 for n in range(60)])
-    kind = "byte" if needs_download(GPT2) else "gpt2"
-    code = run_main(
-        main,
-        parse_config(
-            "train",
-            "",
-            [
-                "experiment=gpt2_124m",
-                "data.path=web.parquet",
-                f"tokenizer={kind}",
-                "name=a",
-                "model.n_layer=2",
-                "model.n_head=2",
-                "model.n_embd=16",
-                "model.block_size=32",
-                "train.steps=2",
-                "train.batch_size=4",
-                "train.micro_batch_size=2",
-                "eval.sample.max_new_tokens=4",
-                "wandb.mode=disabled",
-                "device=cpu",
-            ],
-        ),
-    )
+    tokenizer = "byte" if needs_download(GPT2) else "gpt2"
+    words = ["experiment=gpt2_124m", "data.path=web.parquet", f"tokenizer={tokenizer}", "name=a", "device=cpu"]
+    words += ["model.n_layer=2", "model.n_head=2", "model.n_embd=16", "model.block_size=32", "train.steps=2"]
+    words += ["train.batch_size=4", "train.micro_batch_size=2", "eval.sample.max_new_tokens=4", "wandb.mode=disabled"]
+    code = run_main(main, parse_config("train", "", words))
     assert code == 0
     rows = [json.loads(line) for line in (workdir / "runs/a/metrics.jsonl").read_text().splitlines()]
     losses = [row[key] for row in rows for key in ("train/loss", "val/loss") if key in row]

@@ -18,10 +18,10 @@ from data import prepare as data_prepare
 
 RESUMING = "resuming an interrupted preparation after its last finished file"
 
-# Prepares data.path=a in several shards. The process waits while the file "wait" exists, and dies in the chunk whose
-# number is the first argument. With one thread, it does not matter how fast the machine is.
+# Prepares data.path=a in several shards. The process dies in the chunk whose number is the first argument. With one
+# thread, it does not matter how fast the machine is.
 PREPARE = f"""
-import itertools, os, sys, time
+import itertools, os, sys
 from data import DataConfig, TokenizerConfig, encode
 from data.prepare import prepare
 
@@ -29,14 +29,11 @@ encode.CHUNK_CHARS, encode.SHARD_TOKENS, encode.cpu_count = 20_000, 3_000, lambd
 numbers, encode_chunk = itertools.count(), encode.encode_chunk
 
 def encode_or_die(*arguments):
-    while os.path.exists("wait"):
-        time.sleep(0.01)
     if next(numbers) == int(sys.argv[1]):
         os._exit(9)
     return encode_chunk(*arguments)
 
 encode.encode_chunk = encode_or_die
-print("ready", flush=True)
 prepare({replace(TEXT_SOURCE, path="a")}, {BPE}, 16)
 print("done", flush=True)
 """
@@ -114,19 +111,6 @@ def test_killed_preparation_resumes_with_identical_output(documents):
     assert RESUMING in output and "done" in output
     assert hash_files(folder) == expected
     assert prepared_folders() == [folder]
-
-
-def test_second_process_waits_for_the_first(documents):
-    (documents / "wait").touch()
-    first = start_preparation()
-    assert first.stdout.readline() == "ready\n"
-    assert first.stdout.readline().startswith("preparing text")
-    second = start_preparation()
-    assert second.stdout.readline() == "ready\n"
-    line = second.stdout.readline()
-    assert line.startswith("waiting for another process that is preparing data/prepared/text-")
-    (documents / "wait").unlink()
-    assert [read_output(process).splitlines()[-1] for process in (first, second)] == ["done", "done"]
 
 
 def test_two_commands_at_once_prepare_once(workdir):

@@ -1,11 +1,9 @@
-"""Documents are read exactly, from every kind of file, and errors name their position."""
+"""Documents are read exactly, from all types of files, and errors name their position."""
 
 import csv
 import gzip
 import http.server
 import json
-import lzma
-import re
 import threading
 from contextlib import chdir
 from dataclasses import replace
@@ -47,7 +45,7 @@ DOCUMENTS = [f"Document {n} of the web says {n * n}, and après tout no more.\n"
 
 @pytest.fixture
 def tables(workdir):
-    """The same documents in each kind of table. The parquet file has several row groups, like OpenWebText's."""
+    """The same documents in each type of table. The parquet file has several row groups, like OpenWebText's."""
     columns = {"text": DOCUMENTS, "id": list(range(60)), "title": ["a"] * 60}
     pq.write_table(pa.table(columns), "web.parquet", row_group_size=13)
     table = datasets.Dataset.from_dict(columns)
@@ -75,45 +73,37 @@ def hub(tables, monkeypatch):
     return calls
 
 
-def assert_documents_round_trip(table: str, kind: TokenizerConfig, documents: list[str]) -> None:
+def assert_documents_round_trip(table: str, tokenizer_config: TokenizerConfig, documents: list[str]) -> None:
     with TemporaryDirectory() as folder, chdir(folder):
         TABLE_WRITERS[table](Path(f"texts.{table}"), documents)
         config = replace(TEXT_SOURCE, path=f"texts.{table}", val_fraction=0.4)
-        assert decode_documents(prepare_text(config, kind, 2)) == documents
+        assert decode_documents(prepare_text(config, tokenizer_config, 2)) == documents
 
 
-def assert_file_round_trips(kind: TokenizerConfig, text: str) -> None:
+def assert_file_round_trips(tokenizer_config: TokenizerConfig, text: str) -> None:
     with TemporaryDirectory() as folder, chdir(folder):
         Path("text.md").write_text(text, encoding="utf-8", newline="")
-        prepared = prepare_text(replace(TEXT_SOURCE, path="text.md", val_fraction=0.4), kind, 1)
+        prepared = prepare_text(replace(TEXT_SOURCE, path="text.md", val_fraction=0.4), tokenizer_config, 1)
         ids = np.concatenate([prepared.tokens(split)[:] for split in ("train", "val")]).tolist()
         assert prepared.tokenizer.decode([i for i in ids if i != end_of_text(prepared.tokenizer)]) == text
 
 
 @pytest.mark.parametrize("table", TABLE_WRITERS)
 @settings(max_examples=16, deadline=None)
-@example(kind=CHAR, documents=[*UNUSUAL_TEXTS, "the last text"])
-@example(kind=BYTE, documents=[*UNUSUAL_TEXTS, "the last text"])
-@example(kind=BPE, documents=[*UNUSUAL_TEXTS, "the last text"])
-@given(kind=st.sampled_from([CHAR, BYTE, BPE]), documents=some_documents)
-def test_tables_round_trip_exactly(table, kind, documents):
-    assert_documents_round_trip(table, kind, documents)
+@example(tokenizer_config=CHAR, documents=[*UNUSUAL_TEXTS, "the last text"])
+@example(tokenizer_config=BYTE, documents=[*UNUSUAL_TEXTS, "the last text"])
+@example(tokenizer_config=BPE, documents=[*UNUSUAL_TEXTS, "the last text"])
+@given(tokenizer_config=st.sampled_from([CHAR, BYTE, BPE]), documents=some_documents)
+def test_tables_round_trip_exactly(table, tokenizer_config, documents):
+    assert_documents_round_trip(table, tokenizer_config, documents)
 
 
-@pytest.mark.parametrize("kind", [CHAR, BYTE, BPE], ids=lambda kind: kind.name)
+@pytest.mark.parametrize("tokenizer_config", [CHAR, BYTE, BPE], ids=lambda tokenizer_config: tokenizer_config.name)
 @settings(max_examples=25, deadline=None)
 @example(text="".join(UNUSUAL_TEXTS) + "the last text")
 @given(text=some_documents.map("".join))
-def test_text_files_round_trip_exactly(kind, text):
-    assert_file_round_trips(kind, text)
-
-
-def test_gpt2_tokens_round_trip_exactly():
-    if needs_download(GPT2):
-        pytest.skip("NOT RUN: needs GPT-2's vocabulary")
-    for table in TABLE_WRITERS:
-        assert_documents_round_trip(table, GPT2, [*UNUSUAL_TEXTS, "the last text"])
-    assert_file_round_trips(GPT2, "".join(UNUSUAL_TEXTS) + "the last text")
+def test_text_files_round_trip_exactly(tokenizer_config, text):
+    assert_file_round_trips(tokenizer_config, text)
 
 
 @pytest.mark.parametrize("table", TABLE_WRITERS)
@@ -178,12 +168,12 @@ def test_table_rows_are_documents_and_the_last_are_held_out(tables, name):
     assert prepared.meta["source"]["documents"] == 60
 
 
-@pytest.mark.parametrize("kind", [BPE, GPT2], ids=lambda kind: kind.name)
-def test_document_in_pieces_has_the_same_tokens(workdir, monkeypatch, kind):
-    if needs_download(kind):
+@pytest.mark.parametrize("tokenizer_config", [BPE, GPT2], ids=lambda tokenizer_config: tokenizer_config.name)
+def test_document_in_pieces_has_the_same_tokens(workdir, monkeypatch, tokenizer_config):
+    if needs_download(tokenizer_config):
         pytest.skip("NOT RUN: needs GPT-2's vocabulary")
     text = (workdir / "text.txt").read_text() * 3 + "   ...\n\n  x\t y  \n z" * 300
-    tokenizer = build([text], kind)
+    tokenizer = build([text], tokenizer_config)
     whole = encode(tokenizer, text)
     for size in (100, 301, 1000):
         monkeypatch.setattr(readers, "MAX_PIECE_CHARS", size)
@@ -200,100 +190,48 @@ UNREADABLE = [
     ("folder", None, r"contains no .txt, .md, .parquet, .jsonl, .csv file \(also with .gz or .zst\); .* set a pattern"),
     ("[a.txt,b.txt]", None, r"a list of files needs quotes: data.path="),
     ("empty.txt", b"", "there is no text in .*empty.txt"),
-    ("latin.txt", b"caf\xe9 " * 100, r"latin.txt is not UTF-8: byte 3 is 0xe9; save it as UTF-8 \(iconv -f latin1"),
-    ("late.txt", b"a" * 3_000_000 + b"\xff", r"byte 3000000 is 0xff"),
+    ("late.txt", b"a" * 3_000_000 + b"\xff", r"late.txt is not UTF-8: byte 3000000 is 0xff; save it as UTF-8"),
     ("half.txt", b"a" * 100 + "é".encode()[:1], r"byte 100 is 0xc3"),
     ("wide.txt", "wide".encode("utf-16"), r"wide.txt is not UTF-8: byte 0 is 0xff; .*iconv -f utf-16"),
-    (
-        "picture.png",
-        b"\x89PNG\r\n\x1a\n",
-        r"picture.png is not UTF-8: byte 0 is 0x89; .* if it is text, or set another",
-    ),
-    ("surrogate.txt", b"abc \xed\xa0\x80 def", r"byte 4 is 0xed"),
     ("short.txt", b"too short", r"training text has 8 tokens, .* set model.block_size=7"),
+    ("/dev/zero", None, r"data.path=/dev/zero is a pipe or a device"),
+    ("torn.txt.gz", gzip.compress(b"text " * 1000)[:-20], r"torn.txt.gz cannot be decompressed"),
+    ("torn.csv.zst", zstandard.compress(b"n,text\n" + b"1,a\n" * 1000)[:-1], r"torn.csv.zst cannot be decompressed"),
     ("surrogate.jsonl", b'{"text": "fine"}\n{"text": "\\ud83d"}\n', r"line 2 of surrogate.jsonl has a lone surrogate"),
     ("broken.jsonl", b'{"text": "fine"}\n{"text": oops}\n', r"line 2 of broken.jsonl is not valid JSON"),
     ("latin.jsonl", b'{"text": "caf\xe9"}\n', r"latin.jsonl is not UTF-8: byte 13 is 0xe9"),
-    ("corrupt.parquet", b"PAR1 and nothing else of it PAR1", r"corrupt.parquet cannot be read as .parquet"),
     (
         "column.jsonl",
         b'{"words": "a"}\n',
-        r"line 1 of column.jsonl has no column text; set data.text_column to one of words",
+        r"line 1 of column.jsonl has no column text; set data.text_column to one of w",
     ),
     ("numbers.jsonl", b'{"text": 1}\n', r"column text in line 1 of numbers.jsonl has type int"),
-    ("nulls.jsonl", b'{"text": null}\n', r"there is no text in .*nulls.jsonl"),
-    ("none.jsonl", b"", r"there is no text in .*none.jsonl"),
-    ("torn.txt.gz", gzip.compress(b"text " * 1000)[:-20], r"torn.txt.gz cannot be decompressed"),
-    ("torn.txt.zst", zstandard.compress(b"text " * 1000)[:-1], r"torn.txt.zst cannot be decompressed"),
-    ("torn.csv.zst", zstandard.compress(b"n,text\n" + b"1,a\n" * 1000)[:-1], r"torn.csv.zst cannot be decompressed"),
-    ("torn.jsonl.zst", zstandard.compress(b'{"text": "a"}\n' * 1000)[:-1], r"torn.jsonl.zst cannot be decompressed"),
-    ("empty.jsonl.gz", gzip.compress(b""), r"there is no text in .*empty.jsonl.gz"),
     ("array.jsonl", b'[{"text": "a"}]', r"line 1 of array.jsonl is not a JSON object"),
-    ("~nosuch/x.txt", None, r"does not exist"),
-    ("no.txt.gz", b"this is no gzip", r"no.txt.gz cannot be decompressed"),
-    ("no.txt.zst", b"this is no zstd", r"no.txt.zst cannot be decompressed"),
-    ("x" * 5000, None, r"data.path=x+ cannot be read \(File name too long\); set another file"),
-    ("/dev/zero", None, r"data.path=/dev/zero is a pipe or a device"),
+    ("nulls.jsonl", b'{"text": null}\n', r"there is no text in .*nulls.jsonl"),
+    ("half.parquet", b"PAR1 and nothing else", r"half.parquet cannot be read as .parquet \(ArrowInvalid: .*\); repair"),
+    (
+        "long.csv",
+        b"text,n\nhello, world,1\n",
+        r"line 2 of long.csv has 3 fields, but the first line names 2 columns; put",
+    ),
+    ("open.csv", b'text,id\n"a,1\nb,2\n', r"line 4 of open.csv is not valid CSV \(unexpected end of data\); correct"),
+    ("latin.csv", b"text,id\ncaf\xe9,1\n", r"latin.csv is not UTF-8: byte 11 is 0xe9"),
+    ("head.csv", b"text,id\n", r"there is no text in .*head.csv"),
+    ("BODY.CSV", b"body,id\na,1\nb,2\n", r"BODY.CSV has no column text; set data.text_column to one of body, id$"),
 ]
 
 
-@pytest.mark.parametrize(("name", "content", "message"), UNREADABLE, ids=[name[:40] for name, _, _ in UNREADABLE])
-def test_unreadable_input_gives_one_sentence_and_leaves_no_folder(workdir, name, content, message):
+@pytest.mark.parametrize(("name", "content", "message"), UNREADABLE, ids=[name for name, *_ in UNREADABLE])
+def test_unreadable_input_gives_one_sentence_and_leaves_no_folder(workdir, capfd, name, content, message):
     (workdir / "folder").mkdir()
     (workdir / "folder/code.py").write_text("x = 1")
     if content is not None:
         (workdir / name).write_bytes(content)
-    with pytest.raises(UserError) as error:
+    with pytest.raises(UserError, match=message) as error:
         prepare_text(replace(TEXT_SOURCE, path=name))
-    assert re.search(message, str(error.value)), error.value
     assert "\n" not in str(error.value)
     assert not prepared_folders()
-
-
-@pytest.mark.parametrize(
-    ("name", "content", "message"),
-    [
-        ("half.parquet", None, r"half.parquet cannot be read as .parquet \(ArrowInvalid: .*\); repair"),
-        ("none.parquet", b"", r"none.parquet cannot be read as .parquet"),
-        ("text.parquet", b"a text " * 100, r"text.parquet cannot be read as .parquet \(ArrowInvalid: "),
-        ("bad.jsonl", b'{"text": "a"}\nnonsense\n', r"line 2 of bad.jsonl is not valid JSON"),
-        (
-            "bad.csv",
-            b"text,id\na,1\nb,2,3,4\n",
-            r"line 3 of bad.csv has 4 fields, but the first line names 2 columns; put",
-        ),
-        (
-            "long.csv",
-            b"text,label\nhello, world,1\nb,2\n",
-            r"line 2 of long.csv has 3 fields, but the first line names 2",
-        ),
-        ("short.csv", b'text,id\n"a\nb",1\nb\n', r"line 4 of short.csv has 1 fields, but the first line names 2"),
-        (
-            "open.csv",
-            b'text,id\n"a,1\nb,2\n',
-            r"line 4 of open.csv is not valid CSV \(unexpected end of data\); correct",
-        ),
-        ("semi.csv", b"text;label\na;1\n", r"has no column text; .* one of text;label$"),
-        ("head.csv.gz", gzip.compress(b"", mtime=0), r"there is no text in .*head.csv.gz"),
-        (
-            "twice.parquet.gz",
-            gzip.compress(b"PAR1", mtime=0),
-            r"twice.parquet.gz cannot be read as .parquet",
-        ),
-        ("text.txt.xz", lzma.compress(b"a text"), r"text.txt.xz is not UTF-8: byte 0 is 0xfd"),
-        ("latin.csv", b"text,id\ncaf\xe9,1\n", r"latin.csv is not UTF-8: byte 11 is 0xe9"),
-        ("head.csv", b"text,id\n", r"there is no text in .*head.csv"),
-        ("BODY.CSV", b"body,id\na,1\nb,2\n", r"BODY.CSV has no column text; set data.text_column to one of body, id$"),
-    ],
-)
-def test_unreadable_tables_give_one_sentence_and_leave_no_folder(tables, capfd, name, content, message):
-    whole = (tables / "web.parquet").read_bytes()
-    (tables / name).write_bytes(whole[: len(whole) // 2] if content is None else content)
-    with pytest.raises(UserError, match=message):
-        prepare_text(replace(TEXT_SOURCE, path=name))
-    assert not prepared_folders()
-    out, err = capfd.readouterr()
-    assert out.startswith("preparing text") and out.count("\n") == 1 and err == ""
+    assert capfd.readouterr().err == ""
 
 
 def test_url_is_downloaded(workdir):
@@ -318,10 +256,7 @@ def test_url_is_downloaded(workdir):
             {"split": "test"},
             r"some/texts could not be read from the hub \(ValueError: Unknown split \"test\".*; correct",
         ),
-        (
-            {"config": "nope"},
-            r"some/texts could not be read from the hub \(ValueError: .*nope.*; correct data.repo, data.c",
-        ),
+        ({"config": "nope"}, r"some/texts could not be read from the hub \(ValueError: .*nope.*; correct data.repo, d"),
     ],
 )
 def test_missing_hub_column_split_or_config_is_reported(hub, change, message):
@@ -337,61 +272,44 @@ def write_repository(folder: Path, configs: str, files: dict[str, list[dict]]) -
     return str(folder)
 
 
+def declare_splits(config: str, **paths: str) -> str:
+    """A configuration in the README of a data set."""
+    files = "".join(f"  - split: {split}\n    path: {path}\n" for split, path in paths.items())
+    return f"- config_name: {config}\n  data_files:\n{files}"
+
+
+PAGES = [{"text": f"page {n} " * 9, "score": 3.1} for n in range(60)]
+LINES = {split: [{"text": text} for text in ["", f" = {split} = \n", "", " A line of it . \n"] * 9] for split in
+         ("train", "validation", "test")}  # fmt: skip
+# The configurations and files of each repository, settings, and the numbers of documents to train on and to hold out.
 PRESETS = {
     "openwebtext": (
-        "- config_name: plain_text\n  data_files:\n  - split: train\n    path: plain_text/train-*\n",
-        {
-            f"plain_text/train-0000{k}-of-00003.parquet": [{"text": f"page {k}.{n} " * 9} for n in range(40)]
-            for k in range(3)
-        },
+        declare_splits("plain_text", train="plain_text/train-*"),
+        {f"plain_text/train-0000{k}-of-00003.parquet": [{"text": f"page {k}.{n} " * 9} for n in range(40)]
+         for k in range(3)},
         ["data.val_fraction=0.1"],
         (108, 12),
     ),
     "fineweb_edu": (
-        "- config_name: default\n  data_files:\n  - split: train\n    path: data/*/*\n"
-        "- config_name: sample-10BT\n  data_files:\n  - split: train\n    path: sample/10BT/*\n",
-        {
-            "data/CC/000.parquet": [{"text": "another config", "score": 1.0}],
-            "sample/10BT/000_00000.parquet": [
-                {
-                    "text": f"page {n} " * 9,
-                    "id": f"<{n}>",
-                    "url": "u",
-                    "language_score": 0.9,
-                    "token_count": 9,
-                    "score": 3.1,
-                    "int_score": 3,
-                }
-                for n in range(60)
-            ],
-        },
+        declare_splits("default", train="data/*/*") + declare_splits("sample-10BT", train="sample/10BT/*"),
+        {"data/CC/000.parquet": [{"text": "another config"}], "sample/10BT/000_00000.parquet": PAGES},
         ["data.val_documents=20"],
         (40, 20),
     ),
     "tinystories": (
-        "- config_name: default\n  data_files:\n  - split: train\n    path: data/train-*\n"
-        "  - split: validation\n    path: data/validation-*\n",
-        {
-            "data/train-00000-of-00001.parquet": [{"text": f"Story {n}, once upon a time. "} for n in range(50)],
-            "data/validation-00000-of-00001.parquet": [{"text": f"Another {n}, once. "} for n in range(7)],
-        },
+        declare_splits("default", train="data/train-*", validation="data/validation-*"),
+        {"data/train-00000-of-00001.parquet": [{"text": f"Story {n}, once upon a time. "} for n in range(50)],
+         "data/validation-00000-of-00001.parquet": [{"text": f"Another {n}, once. "} for n in range(7)]},
         [],
         (50, 7),
     ),
     "wikitext": (
-        "- config_name: wikitext-103-raw-v1\n  data_files:\n  - split: test\n    path: wikitext-103-raw-v1/test-*\n"
-        "  - split: train\n    path: wikitext-103-raw-v1/train-*\n  - split: validation\n"
-        "    path: wikitext-103-raw-v1/validation-*\n",
-        {
-            f"wikitext-103-raw-v1/{split}-00000-of-00001.parquet": [
-                {"text": line} for line in ["", f" = {split} = \n", "", " A line of it . \n"] * 9
-            ]
-            for split in ("train", "validation", "test")
-        },
+        declare_splits("wikitext-103-raw-v1", **{split: f"wikitext-103-raw-v1/{split}-*" for split in LINES}),
+        {f"wikitext-103-raw-v1/{split}-00000-of-00001.parquet": lines for split, lines in LINES.items()},
         [],
         (1, 1),
     ),
-}
+}  # fmt: skip
 
 
 @pytest.mark.parametrize("stream", [False, True])

@@ -65,30 +65,13 @@ def test_fingerprint_covers_everything_that_decides_the_tokens(workdir):
         return Task.from_config(config, BYTE, None).fingerprint
 
     parquet = replace(TEXT_SOURCE, path="0.parquet")
-    changes = {
-        "repo": "x",
-        "config": "x",
-        "split": "x",
-        "revision": "x",
-        "text_column": "x",
-        "prompt_column": "x",
-        "stream": True,
-        "row_is_document": False,
-        "max_documents": 9,
-        "val_documents": 3,
-        "val_split": "x",
-        "val_path": "text.txt",
-    }
+    texts = ("repo", "config", "split", "revision", "text_column", "prompt_column", "val_split")
+    changes = dict.fromkeys(texts, "x") | {"val_path": "text.txt", "val_documents": 3, "max_documents": 9}
+    changes |= {"stream": True, "row_is_document": False}
     first = replace(HUB, val_documents=2)
     configs = [first, *(replace(first, **{key: value}) for key, value in changes.items())]
-    configs += [
-        parquet,
-        TEXT_SOURCE,
-        replace(parquet, text_column="title"),
-        replace(parquet, path="1.parquet"),
-        replace(parquet, path="0.csv"),
-        replace(TEXT_SOURCE, val_fraction=0.2),
-    ]
+    configs += [parquet, replace(parquet, text_column="title"), replace(parquet, path="1.parquet")]
+    configs += [replace(parquet, path="0.csv"), TEXT_SOURCE, replace(TEXT_SOURCE, val_fraction=0.2)]
     assert len({fingerprint(config) for config in configs}) == len(configs)
     shutil.copy("0.parquet", "same.parquet")
     assert fingerprint(replace(parquet, path="same.parquet")) == fingerprint(parquet)

@@ -12,28 +12,22 @@ from hypothesis import strategies as st
 
 from common.errors import UserError
 from data.prepare import prepare
-from data.tokenizer import (
-    encode,
-    end_of_text,
-    from_spec,
-    to_spec,
-    token_bytes,
-)
+from data.tokenizer import encode, end_of_text, from_spec, to_spec, token_bytes
 
 any_text = st.text(st.characters(exclude_categories=["Cs"]), min_size=1, max_size=200)
 
 
 @settings(max_examples=50, deadline=None)
-@given(documents=st.lists(any_text, min_size=1, max_size=3), kind=st.sampled_from([CHAR, BYTE, BPE]))
-def test_decoding_inverts_encoding(documents, kind):
-    tokenizer = build(documents, kind)
+@given(documents=st.lists(any_text, min_size=1, max_size=3), config=st.sampled_from([CHAR, BYTE, BPE]))
+def test_decoding_inverts_encoding(documents, config):
+    tokenizer = build(documents, config)
     for text in documents:
         ids = encode(tokenizer, text)
         assert tokenizer.decode(ids.tolist()) == text
         assert token_bytes(tokenizer)[ids].sum() == len(text.encode())
-        if kind is CHAR:
+        if config is CHAR:
             assert len(ids) == len(text)
-        if kind is BYTE:
+        if config is BYTE:
             assert ids.tolist() == list(text.encode())
     again = from_spec(json.loads(json.dumps(to_spec(tokenizer))))
     assert again.encode(documents[0], disallowed_special=()) == encode(tokenizer, documents[0]).tolist()
