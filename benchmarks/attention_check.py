@@ -7,6 +7,7 @@ The table shows medians over ROUNDS, and their ratio. In phase decode, its last 
 values that a call reads, and the bytes per second. The first line shows the memory bandwidth for comparison.
 """
 
+import argparse
 import itertools
 import math
 import statistics
@@ -121,4 +122,6 @@ def main(Ts: list[int]) -> None:
 
 
 if __name__ == "__main__":
-    main([int(argument) for argument in sys.argv[1:]] or [1024, 4096])
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("T", type=int, nargs="*", default=[1024, 4096], help="context lengths")
+    main(parser.parse_args().T)

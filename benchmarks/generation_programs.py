@@ -210,14 +210,14 @@ def start(setup: Setup) -> None:
 
 
 def measure_difference(tokens: Tensor) -> float:
-    """Largest difference of the program's logits from those of trilGPT in float32, over all tokens."""
+    """Largest difference between the logits of the program and of trilGPT in float32, over all tokens."""
     assert _program is not None
     reference = build_model(_program.mlp, build_model().state_dict())(tokens[None])[0]
     return (_program.logits(tokens)[:, :VOCAB_SIZE].float().cpu() - reference).abs().max().item()
 
 
 def measure_speed(prompt: Tensor, new: int) -> tuple[float, float]:
-    """Generate `new` tokens -> (seconds, ms of the median decode step)."""
+    """Generate `new` tokens. Returns (seconds, ms of the median decode step)."""
     assert _program is not None
     time.sleep(THREAD_IDLE_WAIT_S)
     started = time.perf_counter()
@@ -241,12 +241,14 @@ def build_transformers_model(model: GPT) -> nn.Module:
     source, target = model.state_dict(), theirs.transformer.state_dict()
     remaining = set(target)
     for ours, other in names.items():
-        for kind in ("weight", "bias"):
-            if f"{ours}.{kind}" in source:
-                value = source[f"{ours}.{kind}"]
-                is_transposed = ".c_" in other and kind == "weight"  # transformers stores inputs x outputs
-                target[f"{other}.{kind}"].copy_(value.T if is_transposed else value[: len(target[f"{other}.{kind}"])])
-                remaining.remove(f"{other}.{kind}")
+        for parameter in ("weight", "bias"):
+            if f"{ours}.{parameter}" in source:
+                value = source[f"{ours}.{parameter}"]
+                is_transposed = ".c_" in other and parameter == "weight"  # transformers stores inputs x outputs
+                target[f"{other}.{parameter}"].copy_(
+                    value.T if is_transposed else value[: len(target[f"{other}.{parameter}"])]
+                )
+                remaining.remove(f"{other}.{parameter}")
     assert not remaining, remaining
     return theirs
 
@@ -264,8 +266,8 @@ def build_nanogpt_model(model: GPT, checkout: Path) -> nn.Module:
     }
     remaining = set(target)
     for name, value in source.items():
-        ours, kind = name.rsplit(".", 1)
-        other = f"{({**OUTER_MODULES, **block_modules})[ours]}.{kind}"
+        ours, parameter = name.rsplit(".", 1)
+        other = f"{({**OUTER_MODULES, **block_modules})[ours]}.{parameter}"
         target[other].copy_(value[: len(target[other])])
         remaining.discard(other)
     assert not remaining, remaining

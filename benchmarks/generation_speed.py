@@ -1,13 +1,13 @@
 """Compare the generation speed of trilGPT and other programs: GPT-2 124M with the same random weights.
 
-    pip install transformers ctranslate2    # those that are missing are skipped
+    pip install transformers ctranslate2    # programs that are not installed are skipped
     git clone https://github.com/karpathy/nanoGPT
     python benchmarks/generation_speed.py nanoGPT
     python benchmarks/generation_speed.py nanoGPT --device cuda --dtype bfloat16
 
 Cases: one sample from 64 to 128 tokens, one from 1000 to 1024 tokens (all of block_size), and 4 and 32 samples from 64
 to 128 tokens. Decoding is greedy, and all programs generate the same number of tokens, in turns. First, the logits of
-each program are compared with those of trilGPT in float32. The exit code is 1 if they differ.
+each program are compared with the logits of trilGPT in float32. The exit code is 1 if they differ.
 
 "tokens/s" includes the prefill. "ms per token" is the median decode step. "speed-up" is how many times as fast trilGPT
 is with weights of the same dtype, by the figure to its left. "of the bound" is the time to read all weights once, at
@@ -121,7 +121,7 @@ def start_programs(arguments: argparse.Namespace, folder: Path) -> list[Candidat
 
 
 def print_differences(candidates: list[Candidate], tokens: Tensor) -> bool:
-    """Print how far the logits of each program are from those of trilGPT -> whether they differ."""
+    """Print the differences between the logits of each program and of trilGPT. Returns whether any is too large."""
     is_different = False
     for candidate in candidates:
         difference = candidate.process.submit(measure_difference, tokens).result()
@@ -134,7 +134,7 @@ def print_differences(candidates: list[Candidate], tokens: Tensor) -> bool:
 def measure_programs(
     candidates: list[Candidate], prompts: dict[str, Tensor], rounds: int, device: torch.device
 ) -> list[float]:
-    """Measure the programs in turns, and store their times -> memory speed of each round, in bytes per second."""
+    """Measure the programs in turns, and store their times. Returns the memory speed of each round, in bytes/s."""
     memory = torch.ones(count_weights(), device=device)
     memory_speed = []
     for candidate in candidates:  # warmup

@@ -3,7 +3,7 @@
     git clone https://github.com/karpathy/nanoGPT
     python benchmarks/nanogpt_parity.py nanoGPT tinyshakespeare.txt
 
-The model and the learning rates are those of experiment=shakespeare_char_cpu, in float32 on the CPU. The comparison
+Model and learning rates come from experiment=shakespeare_char_cpu, in float32 on the CPU. The comparison
 runs twice, without and with biases. Each project builds its optimizer, and trains for 20 steps. Gradients are clipped
 at 1.0. Both use trilGPT's schedule, because nanoGPT's is part of its train.py. Prints both losses before each update.
 The exit code is 1 if they differ by more than 1e-4.
@@ -30,7 +30,7 @@ from training.optimizer import build_optimizers, set_lr  # noqa: E402
 from training.schedule import lr_scale  # noqa: E402
 
 MAX_DIFFERENCE_NATS = 1e-4  # float32 rounding over 20 steps stays below it
-# Our module names -> nanoGPT's. Both store linear weights as outputs x inputs, and q, k and v in this order.
+# Our module names, and nanoGPT's names. Both store linear weights as outputs x inputs, and q, k and v in this order.
 OUTER_MODULES = {"wte": "transformer.wte", "wpe": "transformer.wpe", "norm": "transformer.ln_f", "lm_head": "lm_head"}
 BLOCK_MODULES = {
     "norm_attn": "ln_1", "attn.qkv": "attn.c_attn", "attn.proj": "attn.c_proj",
@@ -62,7 +62,7 @@ def import_model(file: Path) -> ModuleType:
 
 
 def compare_losses(theirs: ModuleType, text: Path, steps: int, bias: bool) -> float:
-    """Train both models, and print one row per step -> the largest difference of their losses, in nats."""
+    """Train both models, and print one row per step. Returns the largest difference of their losses, in nats."""
     config: RunConfig = parse_config("train", "", [
         "experiment=shakespeare_char_cpu", f"data.path={text}", f"model.bias={str(bias).lower()}",
     ])  # fmt: skip
@@ -104,12 +104,12 @@ def copy_weights(their_model: nn.Module, our_model: nn.Module) -> None:
     source, remaining = their_model.state_dict(), set(their_model.state_dict())
     with torch.no_grad():
         for name, weight in our_model.state_dict(keep_vars=True).items():
-            module, kind = name.rsplit(".", 1)
+            module, parameter = name.rsplit(".", 1)
             if module in OUTER_MODULES:
-                theirs = f"{OUTER_MODULES[module]}.{kind}"
+                theirs = f"{OUTER_MODULES[module]}.{parameter}"
             else:
                 _, layer, inner = module.split(".", 2)
-                theirs = f"transformer.h.{layer}.{BLOCK_MODULES[inner]}.{kind}"
+                theirs = f"transformer.h.{layer}.{BLOCK_MODULES[inner]}.{parameter}"
             if weight.shape != source[theirs].shape:
                 raise ValueError(
                     f"{name} has shape {tuple(weight.shape)}, and nanoGPT's {theirs} {tuple(source[theirs].shape)}"
@@ -128,7 +128,7 @@ def random_windows(tokens: Tensor, B: int, T: int, random: torch.Generator) -> t
 
 
 def train_step(model: nn.Module, loss: Tensor, optimizers: list[torch.optim.Optimizer], grad_clip: float) -> float:
-    """Backward pass, gradient clipping and one optimizer step -> the loss before the step, in nats."""
+    """Run backward, gradient clipping and one optimizer step. Returns the loss before the step, in nats."""
     model.zero_grad(set_to_none=True)
     loss.backward()
     nn.utils.clip_grad_norm_(model.parameters(), grad_clip)

@@ -89,7 +89,7 @@ def main() -> int:
 
 
 def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
-    """The arguments of this script, and the overrides after `--`."""
+    """Parse the arguments of this script, and the overrides after `--`."""
     words = [*sys.argv[1:], "--"]
     separator = words.index("--")
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
@@ -124,7 +124,7 @@ def share_tokens(work: Path, nanogpt: Path, arguments: argparse.Namespace) -> Pr
 
 
 def run_python(folder: Path, *command: object) -> tuple[str, float]:
-    """Run a script in `folder` -> its output, and the seconds of the complete process. Exits if it fails."""
+    """Run a script in `folder`. Returns its output and the seconds of the process. Exits if it fails."""
     start = time.perf_counter()
     done = subprocess.run([sys.executable, *map(str, command)], cwd=folder, capture_output=True, text=True)
     seconds = time.perf_counter() - start
@@ -136,7 +136,7 @@ def run_python(folder: Path, *command: object) -> tuple[str, float]:
 def compare_time_to_loss(
     work: Path, nanogpt: Path, prepared: PreparedData, recipe: Recipe, overrides: list[str], rounds: int
 ) -> int:
-    """Print the seconds and the validation loss of both programs, per round -> exit code."""
+    """Print the seconds and the validation loss of both programs, per round. Returns the exit code."""
     print(f"{'round':>5} {'nanoGPT':>20} {'trilGPT':>20} {'ratio':>6}   seconds of the complete process, val loss")
     ratios, is_worse = [], False
     for round_number in range(1, rounds + 1):
@@ -184,7 +184,7 @@ def import_file(name: str, path: Path) -> ModuleType:
 
 
 def compare_step_time(work: Path, nanogpt: Path, recipe: Recipe, overrides: list[str], rounds: int) -> int:
-    """Print the tokens/s of both programs, per round -> exit code."""
+    """Print the tokens/s of both programs, per round. Returns the exit code."""
     print(f"{'round':>5} {'nanoGPT':>26} {'trilGPT':>26} {'ratio':>6}   tokens/s of the median step (ms, quartiles)")
     ratios = []
     for round_number in range(1, rounds + 1):

@@ -3,9 +3,9 @@
     python benchmarks/preparation_speed.py                        gpt2 and a trained BPE, 100 MB, three rounds
     python benchmarks/preparation_speed.py --megabytes 2000 --rounds 1 --tokenizers gpt2
 
-trilGPT's time is that of the complete process: hashing, reading, BPE training, encoding, writing and fsync. The plain
+trilGPT's time covers the complete process: hashing, reading, BPE training, encoding, writing and fsync. The plain
 script gets the trained vocabulary, reads all documents, encodes them one by one, and writes arrays. Its complete time
-and the time of its encoding loop are reported. The programs run in alternation. Peak memory is that of one process.
+and the time of its encoding loop are reported. The programs run in alternation. Peak memory is of one process.
 """
 
 import argparse
@@ -108,7 +108,7 @@ def count_text_bytes(path: Path) -> int:
 
 
 def run_timed(arguments: list) -> tuple[float, float, str]:
-    """(seconds, peak MiB, output) of a Python process."""
+    """Run a Python process. Returns (seconds, peak MiB, output)."""
     start = time.perf_counter()
     process = subprocess.Popen([sys.executable, *map(str, arguments)], stdout=subprocess.PIPE, text=True)
     out = process.stdout.read()

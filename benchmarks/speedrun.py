@@ -8,7 +8,7 @@ nanogpt-cpu: time to the loss of nanoGPT's CPU recipe on Tiny Shakespeare, 1.898
 nanogpt-gpu: time to the loss of its GPU recipe, 2.1203 bits per byte (1.4697 nats per character).
 five-minutes: lowest validation loss on any text within five minutes, in bits per byte.
 
-Each seed is a run of train.py with prepared data. Its time is that of the complete process,
+Each seed is a run of train.py with prepared data. Its time is the time of the complete process,
 until the validation loss is in metrics.jsonl. Arguments after `--` are overrides for train.py.
 The exit code is 1 if the row is no record: too few seeds, p of 0.01 or more, too much time, or more than two threads.
 """
@@ -138,7 +138,7 @@ def check_config(config: dict, fixed: dict[str, object]) -> None:
 
 
 def train(folder: Path, overrides: list[str], name: str) -> tuple[float, dict]:
-    """Run train.py -> (seconds until the last metrics are written, summary). Exits if it fails."""
+    """Run train.py. Returns (seconds until the last metrics are written, summary). Exits if it fails."""
     started = time.time()
     command = [sys.executable, str(ROOT / "train.py"), *overrides, f"name={name}"]
     done = subprocess.run(command, cwd=folder, capture_output=True, text=True)

@@ -36,7 +36,7 @@ from nanogpt_speed import RECIPES, compute_checkpoint_loss, run_python, share_to
 from data.loader import Loader  # noqa: E402
 from data.tokenizer import token_bytes  # noqa: E402
 
-TOLERANCE = 1.02  # of the best run of the search
+MAX_LOSS_RATIO = 1.02  # loss of the default / loss of the best run of the search
 NANOGPT_STEPS = ["--max_iters=2000", "--eval_iters=20"]
 
 
@@ -62,7 +62,7 @@ def main() -> int:
 
 
 def compare(work: Path, text: Path, arguments: argparse.Namespace) -> bool:
-    """Print the results of one text -> whether the default is good enough."""
+    """Print the results of one text. Returns whether the default is good enough."""
     (work / "char").mkdir(parents=True)  # nanoGPT's tokens are prepared here
     print(f"\n{text.name}, {text.stat().st_size:,} bytes", flush=True)
     seeds = [f"seed={seed}" for seed in arguments.seeds]
@@ -86,11 +86,11 @@ def compare(work: Path, text: Path, arguments: argparse.Namespace) -> bool:
     result = {"text": text.name, "default": defaults, "nanogpt": nanogpt, "search": found, "config": config}
     with open("text_sizes.jsonl", "a") as file:
         file.write(json.dumps(result) + "\n")
-    return defaults[0] <= TOLERANCE * found[best] and default <= nanogpt
+    return defaults[0] <= MAX_LOSS_RATIO * found[best] and default <= nanogpt
 
 
 def list_search(config: dict) -> list[str]:
-    """The overrides of all runs of the search. config: of the default run."""
+    """List the overrides of all runs of the search. config: config of the default run."""
     model, steps, vocab_size = config["model"], config["train"]["steps"], config["tokenizer"]["vocab_size"]
     presets = ["20kB", "100kB", "300kB", "1MB", "3MB", "10MB"]
     index = presets.index(config["preset"])
@@ -107,7 +107,7 @@ def list_search(config: dict) -> list[str]:
 
 
 def train(work: Path, text: Path, words: list[str]) -> dict:
-    """Train a run -> its summary and its config."""
+    """Train a run. Returns its summary and its config."""
     name = f"{text.stem}-{time.time_ns()}"
     settings = ["eval.batches=40", "eval.sample.max_new_tokens=0", "wandb.mode=disabled", f"name={name}", *words]
     run_python(work, ROOT / "train.py", "data=text", f"data.path={text}", *settings)
@@ -119,7 +119,7 @@ def train(work: Path, text: Path, words: list[str]) -> dict:
 
 
 def train_nanogpt(work: Path, text: Path, arguments: argparse.Namespace) -> float:
-    """Train nanoGPT on the characters of the text -> the loss of its best checkpoint in bits per byte."""
+    """Train nanoGPT on the characters of the text. Returns the loss of its best checkpoint in bits per byte."""
     nanogpt = work / "nanoGPT"
     shutil.copytree(arguments.nanogpt, nanogpt, ignore=shutil.ignore_patterns(".git"))
     prepared = share_tokens(work / "char", nanogpt, argparse.Namespace(recipe="shakespeare_char_cpu", text=text))

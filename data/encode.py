@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tiktoken
@@ -29,7 +29,15 @@ from data.tokenizer import encode, end_of_text, from_spec
 CHUNK_CHARS = 2**20  # characters that a thread encodes at a time
 SHARD_TOKENS = 2**26  # tokens per file; two cores encode them in half a minute
 PIECE_OVERHEAD_CHARS = 32  # added to each piece's length, so that a chunk has a bounded number of empty documents
-NamedPiece = tuple[str, bool, bool, str]  # a Piece and its name for error messages
+
+
+class NamedPiece(NamedTuple):
+    """A Piece, and its name for error messages."""
+
+    text: str
+    ends_document: bool
+    is_prompt: bool
+    name: str
 
 
 @dataclass
@@ -67,7 +75,7 @@ class Journal:
 
     @classmethod
     def load(cls, folder: Path) -> "Journal | None":
-        """Read journal.json; None: it is missing or damaged."""
+        """Read journal.json. Returns None if it is missing or damaged."""
         try:
             journal = cls(**json.loads((folder / "journal.json").read_text()))
             journal.ranges = [SplitRange.from_json(fields) for fields in journal.ranges]
@@ -155,7 +163,8 @@ def name_pieces(part: SplitRange, source: TextSource) -> Iterator[NamedPiece]:
     document, character = part.start
     for text, ends_document, is_prompt in part.iter_text(source):
         name = f"document {document + 1} of {source.name}"
-        yield text, ends_document, is_prompt, f"{name}, after character {character}," if character else name
+        name += f", after character {character}," if character else ""
+        yield NamedPiece(text, ends_document, is_prompt, name)
         document, character = (document + 1, 0) if ends_document else (document, character + len(text))
 
 
@@ -164,7 +173,7 @@ def split_into_chunks(pieces: Iterable[NamedPiece]) -> Iterator[list[NamedPiece]
     chunk, size = [], 0
     for piece in pieces:
         chunk.append(piece)
-        size += len(piece[0]) + PIECE_OVERHEAD_CHARS
+        size += len(piece.text) + PIECE_OVERHEAD_CHARS
         if size >= CHUNK_CHARS:
             yield chunk
             chunk, size = [], 0

@@ -18,7 +18,7 @@ OTHER_SPACES = re.compile("[\x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\
 
 
 def remove_lookahead(pattern: str) -> str | None:
-    """Remove lookahead and possessive quantifiers from a pattern. None: FastBPE does not support the pattern.
+    """Remove lookahead and possessive quantifiers from a pattern. None for a pattern that is not supported.
 
     Supported patterns end in \\s+(?!\\S)|\\s or \\s+(?!\\S)|\\s+, as do GPT-2's, GPT-4's and ours.
     """

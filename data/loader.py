@@ -69,11 +69,10 @@ class Loader:
             )
 
     def batch(self, split: str, first: int, count: int, stride: float = 1) -> Batch:
-        """Inputs, targets and document ids, (count, T) int64 each.
+        """Read inputs, targets and document ids, (count, T) int64 each. Without document_mask, document ids are None.
 
-        They are those of the sequences int(i * stride) for i = first, ..., first + count - 1.
-        Training has no end. Validation has `val_windows` sequences; those after the last one are omitted.
-        The document ids are None without document_mask.
+        Row j holds sequence int((first + j) * stride). Training has no last sequence. Validation has `val_windows`
+        sequences, and a batch omits rows after the last one.
         """
         sequences = [int(i * stride) for i in range(first, first + count)]
         x, y = self._train_batch(sequences) if split == "train" else self._val_batch(sequences)

@@ -19,18 +19,25 @@ import sys
 from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from common.errors import UserError
 from data.sources import DOWNLOAD_TIMEOUT_S, InputFile, Position, TextSource, open_input, report_unreadable
 
-Piece = tuple[str, bool, bool]
 Document = tuple[str, str]  # prompt ('' without data.prompt_column), text
 MAX_PIECE_CHARS = 2**20
 MAX_LINE_CHARS = 2**30  # of .csv and .jsonl files
 BLOCK_BYTES = 2**20  # bytes of a file that are read at a time
 UTF_16_MARKS = (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE)
 BATCH_ROWS = 200  # rows of a parquet file or a hub data set that are read at a time
+
+
+class Piece(NamedTuple):
+    """Part of a document, or of its prompt."""
+
+    text: str
+    ends_document: bool
+    is_prompt: bool
 
 
 def iter_text(source: TextSource, files: list[InputFile]) -> Iterator[Piece]:
@@ -61,7 +68,7 @@ def iter_text(source: TextSource, files: list[InputFile]) -> Iterator[Piece]:
 
 
 def read_documents(sources: list[TextSource]) -> list[Document]:
-    """Read all documents of the sources into memory, including those that training would hold out. Raises UserError."""
+    """Read all documents of the sources into memory, including documents to hold out. Raises UserError."""
     documents, prompt, parts = [], [], []
     for source in sources:
         for text, ends_document, is_prompt in slice_documents(iter_text(source, source.files), (0, 0), source.end):
@@ -80,7 +87,7 @@ def no_text_error(files: list[InputFile]) -> UserError:
 
 
 def slice_documents(pieces: Iterable[Piece], start: Position, stop: Position | None) -> Iterator[Piece]:
-    """Yield the pieces from `start` to `stop` (None: to the end). If `stop` cuts a document, no piece ends it."""
+    """Yield the pieces from `start` to `stop`, or to the end. If `stop` cuts a document, no piece ends it."""
     document = character = 0
     for text, ends_document, is_prompt in pieces:
         first, last = (document, character), (document, character + len(text))
@@ -89,7 +96,8 @@ def slice_documents(pieces: Iterable[Piece], start: Position, stop: Position | N
         if stop is not None and stop < last:
             text, ends_document = text[: stop[1] - character], False
         if last >= start and (last > start or ends_document):
-            yield (text[start[1] - character :] if first < start else text), ends_document, is_prompt
+            text = text[start[1] - character :] if first < start else text
+            yield Piece(text, ends_document, is_prompt)
         document, character = (document + 1, 0) if ends_document else last
 
 
@@ -101,10 +109,10 @@ def chunk_document(texts: Iterable[str], is_prompt: bool = False) -> Iterator[Pi
         while len(pending) - start > MAX_PIECE_CHARS:
             window = pending[start : start + MAX_PIECE_CHARS]
             cut = _find_cut(window)
-            yield window[:cut], False, is_prompt
+            yield Piece(window[:cut], False, is_prompt)
             start += cut
         pending = pending[start:]
-    yield pending, not is_prompt, is_prompt
+    yield Piece(pending, not is_prompt, is_prompt)
 
 
 def _find_cut(text: str) -> int:
@@ -172,10 +180,10 @@ def read_utf8(path: str, file: InputFile) -> Iterator[str]:
 
 def _read_rows(file: InputFile, source: TextSource) -> Iterator[Sequence[str]]:
     """Yield [text], or [prompt, text] with data.prompt_column, of each row of a table. Raises UserError."""
-    path = _download(file.address) if file.is_remote and file.kind != "hub" else file.address
-    if file.kind == "json":
+    path = _download(file.address) if file.is_remote and file.file_type != "hub" else file.address
+    if file.file_type == "json":
         yield from read_jsonl(path, file, source.columns)
-    elif file.kind == "csv":
+    elif file.file_type == "csv":
         yield from read_csv(path, file, source.columns)
     else:
         try:
@@ -315,7 +323,7 @@ def _download(address: str) -> str:
 def _iter_batches(file: InputFile, path: str, source: TextSource) -> Iterator[Any]:
     """Yield Arrow tables of BATCH_ROWS rows, with the needed columns. Raises UserError and errors of `datasets`."""
     datasets, columns = _import_datasets(), list(source.columns.values())
-    if file.kind == "hub":
+    if file.file_type == "hub":
         if sys.stderr.isatty():
             datasets.enable_progress_bars()  # downloads of gigabytes
         rows = datasets.load_dataset(
@@ -340,9 +348,9 @@ def _iter_batches(file: InputFile, path: str, source: TextSource) -> Iterator[An
 
 def _read_columns(table: Any, file: InputFile, columns: dict[str, str]) -> Iterator[Sequence[str]]:
     for key, column in columns.items():
-        kind = table.schema.field(column).type
-        if str(kind) not in ("string", "large_string", "string_view", "null"):
-            raise UserError(f"column {column} of {file.address} has type {kind}; set {key} to a column of text")
+        column_type = table.schema.field(column).type
+        if str(column_type) not in ("string", "large_string", "string_view", "null"):
+            raise UserError(f"column {column} of {file.address} has type {column_type}; set {key} to a column of text")
     for texts in zip(*(table[column].to_pylist() for column in columns.values()), strict=True):
         if None not in texts:
             yield texts
@@ -353,7 +361,7 @@ def _read_columns(table: Any, file: InputFile, columns: dict[str, str]) -> Itera
 def _explain_read_error(file: InputFile, error: BaseException) -> str:
     """The error message for an exception of `datasets`."""
     reason = _summarize(error, file.address)
-    if file.kind != "hub":
+    if file.file_type != "hub":
         return f"{file.address} cannot be read as .parquet ({reason}); repair the file, or set another data.path"
     is_offline = any(word in f"{type(error).__name__} {error}" for word in ("Connect", "Offline", "resolve host"))
     fix = "check the network" if is_offline else "correct data.repo, data.config, data.split or data.revision"

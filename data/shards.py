@@ -118,7 +118,7 @@ class PreparedData:
 
 
 def read_meta(folder: Path) -> dict | None:
-    """Read meta.json of a prepared folder; None: the folder does not exist. Raises UserError if a file is damaged."""
+    """Read meta.json of a prepared folder. None if the folder is missing. Raises UserError if a file is damaged."""
     if not folder.exists():
         return None
     fix = f"remove the folder {folder}, and the next command prepares it again"
@@ -141,7 +141,7 @@ def read_meta(folder: Path) -> dict | None:
 def verify(prepared: PreparedData, known: dict[str, str] | None = None) -> str:
     """Compare every token file with its SHA-256. Returns a line to print. Raises UserError for a changed file.
 
-    known: see hash_file; None: hash all files.
+    known: hashes of unchanged files, see hash_file. By default, all files are hashed.
     """
     for name, file in prepared.meta["files"].items():
         if hash_file(prepared.folder / name, {} if known is None else known) != file["sha256"]:

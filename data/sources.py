@@ -22,8 +22,8 @@ from common.errors import UserError
 from common.files import atomic_write
 from data.config import DataConfig
 
-# File kinds that are read from a folder, by suffix. A file that data.path names directly may have any suffix.
-KINDS = {".txt": "text", ".md": "text", ".parquet": "parquet", ".jsonl": "json", ".csv": "csv"}
+# Types of the files that are read from a folder, by suffix. A file that data.path names directly may have any suffix.
+FILE_TYPES = {".txt": "text", ".md": "text", ".parquet": "parquet", ".jsonl": "json", ".csv": "csv"}
 COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
 OUTPUT_FOLDERS = ("runs", "data/prepared")  # below the current folder; never read as input
 TYPICAL_COMPRESSION = 3  # bytes of text per byte of a compressed file or a .parquet file
@@ -40,21 +40,21 @@ STDLIB_EXCLUDED = {"test", "tests", "idle_test", "idlelib", "lib2to3", "encoding
 class InputFile:
     """A local file, a file at a URL, or a split of a hub data set.
 
-    kind: "text", or the kind of a table: "parquet", "json", "csv" or "hub".
+    file_type: "text", or a type of table: "parquet", "json", "csv" or "hub".
     """
 
     address: str
-    kind: str
+    file_type: str
     split: str | None = None
 
     @classmethod
     def from_address(cls, address: str) -> "InputFile":
-        """The file at a path or URL. Its suffix decides the kind."""
-        return cls(address, KINDS.get(_suffix(address), "text"))
+        """The file at a path or URL. Its suffix decides its type."""
+        return cls(address, FILE_TYPES.get(_suffix(address), "text"))
 
     @property
     def is_table(self) -> bool:
-        return self.kind != "text"
+        return self.file_type != "text"
 
     @property
     def compression(self) -> str | None:
@@ -62,7 +62,7 @@ class InputFile:
 
     @property
     def is_remote(self) -> bool:
-        if self.kind == "hub":
+        if self.file_type == "hub":
             return not os.path.isdir(self.address)  # data.repo may be a local copy of a repository
         return self.address.startswith(("http://", "https://"))
 
@@ -79,7 +79,8 @@ class InputFile:
 class TextSource:
     """A source of text, alone or in a mix, with all settings for reading and splitting it.
 
-    files: input for training. val_files: separate input for validation; None: hold out a part of `files`.
+    files: input for training.
+    val_files: separate input for validation. If None, a part of `files` is held out.
     hub_config, revision: of a hub data set; `pin_commits` replaces a branch by its commit.
     The other fields are keys of DataConfig (SOURCE_SETTINGS).
     """
@@ -101,7 +102,7 @@ class TextSource:
 
     @property
     def end(self) -> Position | None:
-        """Where reading `files` stops; None: at their end."""
+        """Position where reading `files` stops. None for the end."""
         return None if self.max_documents is None else (self.max_documents, 0)
 
     @property
@@ -112,7 +113,7 @@ class TextSource:
 
     @property
     def is_streamed(self) -> bool:
-        return self.stream and any(file.kind == "hub" for file in self.files)
+        return self.stream and any(file.file_type == "hub" for file in self.files)
 
 
 def resolve_sources(config: DataConfig) -> list[TextSource]:
@@ -146,7 +147,7 @@ def _estimate_file_bytes(file: InputFile) -> int:
     path = Path(file.address)
     parts = path.rglob("*.*") if path.is_dir() else [path]  # a local copy of a hub data set
     size = sum(part.stat().st_size for part in parts if part.is_file())
-    is_compressed = file.compression or file.kind in ("parquet", "hub")
+    is_compressed = file.compression or file.file_type in ("parquet", "hub")
     return size * TYPICAL_COMPRESSION if is_compressed else size
 
 
@@ -205,8 +206,8 @@ def _list_val_files(config: DataConfig) -> list[InputFile] | None:
 
 
 def find_commits(sources: list[TextSource]) -> dict[str, str | None]:
-    """Find the current commit of each hub data set: {source: commit}. None: the hub cannot be reached."""
-    on_hub = [source for source in sources if source.files[0].kind == "hub" and source.files[0].is_remote]
+    """Find the current commit of each hub data set, by source. A commit is None if the hub cannot be reached."""
+    on_hub = [source for source in sources if source.files[0].file_type == "hub" and source.files[0].is_remote]
     return {source.name: _find_commit(source.files[0].address, source.revision) for source in on_hub}
 
 
@@ -291,10 +292,10 @@ def _find_in_folder(folder: Path, key: str) -> list[str]:
         subfolders[:] = sorted(name for name in subfolders if is_new and not name.startswith("."))
         files += [Path(parent, name) for name in names if not name.startswith(".")]
     files = [path for path in files if path.is_file() and not _is_output(path)]
-    readable = [str(path) for path in files if _suffix(path.name) in KINDS]
+    readable = [str(path) for path in files if _suffix(path.name) in FILE_TYPES]
     if not readable:
         raise UserError(
-            f"{key}={folder} contains no {', '.join(KINDS)} file (also with {' or '.join(COMPRESSED)}); "
+            f"{key}={folder} contains no {', '.join(FILE_TYPES)} file (also with {' or '.join(COMPRESSED)}); "
             f"for other text files, set a pattern such as {key}='{folder}/**/*.py'"
         )
     return sorted(readable, key=_natural_order)
@@ -326,7 +327,7 @@ def hash_content(files: list[InputFile], cache: Path) -> str:
     total = hashlib.sha256()
     with hash_cache(cache) as known:
         for file in files:
-            total.update(json.dumps([file.kind, file.split]).encode())
+            total.update(json.dumps([file.file_type, file.split]).encode())
             if file.is_remote:
                 total.update(file.address.encode())
                 continue

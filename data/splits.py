@@ -45,7 +45,7 @@ class SplitRange:
 
 @dataclass
 class SplitPlan:
-    """The ranges of all sources, in order, and the size of their text; None: unknown, because a source is streamed."""
+    """The ranges of all sources, in order, and the size of their text. Sizes are None if a source is streamed."""
 
     ranges: list[SplitRange]
     documents: int | None
@@ -162,7 +162,7 @@ def _split_files(source: TextSource, stats: TextStats | None, bar: ProgressBar) 
 def _read_stats(
     source: TextSource, files: list[InputFile], stop: Position | None, bar: ProgressBar
 ) -> TextStats | None:
-    """Read the files to measure their text; None: they are streamed. Raises UserError if there is no text."""
+    """Read the files to measure their text. None for streams. Raises UserError if there is no text."""
     if source.is_streamed:
         return None
     bar.restart(None)
@@ -178,7 +178,7 @@ def show_progress(pieces: Iterable[Piece], bar: ProgressBar, label: str) -> Iter
     done, next_update = 0, PROGRESS_CHARS
     for piece in pieces:
         yield piece
-        done += len(piece[0])
-        if done >= next_update:  # not for each of many small documents
+        done += len(piece.text)
+        if done >= next_update:  # updates cost time if documents are small
             bar.update_bytes(done, label)
             next_update = done + PROGRESS_CHARS

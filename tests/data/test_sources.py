@@ -8,7 +8,7 @@ import pytest
 from data_helpers import HUB, load_documents, write_csv, write_parquet
 from helpers import BYTE, TEXT_SOURCE
 
-from data.prepare import Task
+from data.prepare import Preparation
 
 
 @pytest.mark.parametrize("name", ["a[b].txt", "it's.txt", "é, x=1.txt", "st*r ?.txt", "{a}.txt"])
@@ -62,7 +62,7 @@ def test_fingerprint_covers_everything_that_decides_the_tokens(workdir):
     write_csv(workdir / "0.csv", ["document 0"])
 
     def fingerprint(config):
-        return Task.from_config(config, BYTE, None).fingerprint
+        return Preparation.from_config(config, BYTE, None).fingerprint
 
     parquet = replace(TEXT_SOURCE, path="0.parquet")
     texts = ("repo", "config", "split", "revision", "text_column", "prompt_column", "val_split")

@@ -29,7 +29,7 @@ def override_tiny(*overrides: str) -> list[str]:
 
 @pytest.fixture
 def bench(workdir, capsys):
-    """bench("phases=[step]", ...) -> (exit code, the rows of attention.csv, the output)."""
+    """bench("phases=[step]", ...) returns (exit code, the rows of attention.csv, the output)."""
 
     def run(*overrides: str) -> tuple[int, list[dict], str]:
         code = run_main(main, parse_config("bench", "", override_tiny(*overrides)))

@@ -30,7 +30,7 @@ class FakeWorker:
 
 
 def run_group(reference=Path("missing.pt"), references=(TIMED_OUT,), **turns):
-    """Measure a group with a backend for each keyword argument -> (rows, order of turns)."""
+    """Measure a group with a backend for each keyword argument. Returns (rows, order of turns)."""
     order = []
     workers = {name: FakeWorker(name, values, order) for name, values in (turns | {REFERENCE: references}).items()}
     config = replace(CONFIG, rounds=max(len(values) for values in turns.values()))

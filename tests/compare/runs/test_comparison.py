@@ -286,7 +286,7 @@ def test_folders_that_are_not_runs_are_refused(tmp_path):
 
 
 def compare_here(*words) -> int:
-    """compare.py in this process and in the current folder -> its exit code."""
+    """Run compare.py in this process and in the current folder. Returns its exit code."""
     main = runpy.run_path(str(ROOT / "compare.py"))["main"]  # `import compare` finds the package
     return run_main(main, parse_config("compare", "", list(words)))
 

@@ -18,7 +18,7 @@ SEEDS = (1, 2, 3)
 
 
 def shifted(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
-    """Attention with a wrong mask: that of the first head is shifted by one position, so it sees the next token."""
+    """Attention with a wrong mask: the first head is shifted by one position, so it sees the next token."""
     B, T = q.shape[:2]
     positions = torch.arange(1, T + 1).clamp(max=T - 1).expand(B, T)
     first = naive(q[:, :, :1], k[:, :, :1], v[:, :, :1], positions=positions)

@@ -80,7 +80,7 @@ def loss_of(values: dict[str, str]) -> float:
 
 @pytest.fixture
 def run_fake_search(workdir, monkeypatch):
-    """run_fake_search(name, n_trials, outcome) trains jobs by computing a loss -> the values of the finished trials."""
+    """run_fake_search(name, n_trials, outcome) trains jobs by computing a loss. Returns the trials' values."""
 
     def run(name, n_trials, outcome=lambda values: "finished", space=SPACE, words=()):
         def make_jobs(values):
