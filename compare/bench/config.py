@@ -23,7 +23,7 @@ class BenchConfig:
     device: str = "auto"  # auto, cpu, cuda or mps
     compile: bool | None = None  # compile the model of phase step; None: as in train.py
     tf32: bool = False
-    model: GPTConfig = field(default_factory=GPTConfig)  # of phase step; its head shapes are those of attention alone
+    model: GPTConfig = field(default_factory=GPTConfig)  # of phase step; attention alone has its head shapes
     optimizer: OptimizerConfig = field(default_factory=MuonConfig)
     backends: list[str] | None = None  # such as [naive,sdpa:math]; the first is the baseline; None: all
     phases: list[str] = setting(list(PHASES), choices=PHASES)  # decode: one query on T keys; step: a training step

@@ -39,7 +39,6 @@ VERDICT_SENTENCES = {
 def write_report(settings: list[Setting], rows: list[SettingStats], picture: Path, path: Path) -> None:
     """Write the page. All text is escaped.
 
-    rows: statistics of the settings.
     picture: PNG file to embed.
     """
     runs = [run for setting in settings for run in setting.runs]

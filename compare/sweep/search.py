@@ -1,7 +1,6 @@
 """Hyperparameter search: python train.py -m sweep.trials=20 'optimizer.lr=log(1e-4,1e-2)' name=lr
 
-A trial is a job of a sweep, or one job per seed. Optuna stores the trials in search.journal, so that the same command
-continues a search.
+A trial is a job of a sweep, or one job per seed. Optuna stores the trials in search.journal, to resume the search.
 """
 
 import math
