@@ -139,11 +139,6 @@ def test_nulls_in_parquet_are_skipped(workdir):
     assert load_documents(replace(TEXT_SOURCE, path="holes.parquet")) == ["one", "two", "", "three"]
 
 
-def test_csv_words_such_as_null_are_text(workdir):
-    (workdir / "words.csv").write_text("text,id\nNA,1\nnull,2\nNone,3\nfour,4\n")
-    assert load_documents(replace(TEXT_SOURCE, path="words.csv")) == ["NA", "null", "None", "four"]
-
-
 @pytest.mark.parametrize("suffix", ["", ".gz", ".zst"])
 @pytest.mark.parametrize("name", ["a.txt", "a.jsonl", "a.csv"])
 def test_compressed_files_are_read_as_their_content(workdir, name, suffix):

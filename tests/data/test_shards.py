@@ -8,7 +8,7 @@ from helpers import CHAR, TEXT_SOURCE
 
 from common.errors import UserError
 from data import encode
-from data.shards import check_length, verify
+from data.shards import verify
 
 
 def test_several_shards_read_like_one_file(workdir, monkeypatch):
@@ -49,11 +49,3 @@ def test_changed_and_short_files_are_detected(workdir):
     path.write_bytes(content[:-2])
     with pytest.raises(UserError, match=r"val.bin has [\d,]+ bytes instead of [\d,]+; remove the folder"):
         prepare_text(TEXT_SOURCE, CHAR, 16)
-
-
-def test_check_length_suggests_a_block_size():
-    with pytest.raises(UserError, match=r"set model.block_size=99"):
-        check_length({"train": 100, "val": 10}, 100)
-    with pytest.raises(UserError, match=r"data.val_fraction"):
-        check_length({"train": 101, "val": 1}, 100)
-    check_length({"train": 101, "val": 2}, 100)
