@@ -132,7 +132,7 @@ def resolve_sources(config: DataConfig) -> list[TextSource]:
 def estimate_text_bytes(sources: list[TextSource]) -> int | None:
     """Approximate number of bytes of text in `files` of all sources, from the sizes of the files.
 
-    If a file is not on this machine, text_bytes of its source counts instead. None: that is not set either.
+    If a file is not on this machine, text_bytes of its source counts instead. Returns None if text_bytes is not set.
     """
     sizes = []
     for source in sources:

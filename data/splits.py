@@ -20,7 +20,8 @@ class SplitRange:
     """A range of a source's text that belongs to one split.
 
     source: its name. uses_val_files: whether the range is in the source's val_files instead of its files.
-    start, stop: positions (document, character); stop None: the end. bytes: estimated size; None: unknown (streamed).
+    start, stop: positions (document, character). Without `stop`, the range ends with the source.
+    bytes: estimated size. None for streams.
     """
 
     source: str

@@ -47,7 +47,8 @@ OPENAI_SIZES = {"gpt2": 50_257, "cl100k_base": 100_277, "o200k_base": 200_019}  
 class Corpus:
     """The text that a tokenizer is built from. texts: pieces of documents; iterable several times.
 
-    has_several_documents: whether there is more than one. characters: length of all texts; None: unknown.
+    has_several_documents: whether there is more than one document.
+    characters: length of all texts, if known.
     """
 
     texts: Iterable[str]
@@ -151,7 +152,7 @@ TOKENIZERS: dict[str, Callable[[Corpus, TokenizerConfig], tiktoken.Encoding]] = 
 
 
 def size_without_text(config: TokenizerConfig, has_several_documents: bool) -> int | None:
-    """Vocabulary size that is known before reading text (for bpe: the maximum); None: it depends on the text."""
+    """Vocabulary size that is known before reading text (for bpe: the maximum). None if it depends on the text."""
     if config.name == "bpe":
         return config.vocab_size
     return 256 + has_several_documents if config.name == "byte" else OPENAI_SIZES.get(config.name)
@@ -184,7 +185,7 @@ def from_spec(spec: dict) -> tiktoken.Encoding:
 
 
 def end_of_text(tokenizer: tiktoken.Encoding) -> int | None:
-    """The id of the end-of-text token; None if the tokenizer has none."""
+    """The id of the end-of-text token. None if the tokenizer has none."""
     return tokenizer._special_tokens.get(END_OF_TEXT)
 
 

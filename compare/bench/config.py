@@ -67,7 +67,7 @@ class BenchConfig:
 
 
 def parse_mask(mask: str) -> tuple[int | None, int | None]:
-    """The window and the document length of a mask of BenchConfig.masks; None: unlimited. Raises UserError."""
+    """Parse a mask of BenchConfig.masks. Returns (window, document length); None is unlimited. Raises UserError."""
     match = re.fullmatch(r"(window|documents):([1-9]\d{0,8})", mask)
     if match is None and mask != CAUSAL:
         raise UserError(f"masks: {mask} is unknown; set {CAUSAL}, window:256 or documents:256, for example")
