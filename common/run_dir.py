@@ -15,9 +15,9 @@ from filelock import FileLock, Timeout
 from common.errors import TrainingFailed, UserError, printable
 from common.files import atomic_write, read_json, write_json
 
-ROOT = Path("runs")  # in the folder where the command is run
-SWEEPS = ROOT / "sweeps"  # runs/sweeps/<sweep>/<job>: the runs of a sweep
-BENCHES = ROOT / "bench"  # runs/bench/<name>: results of bench.py
+RUNS = Path("runs")  # in the folder where the command is run
+SWEEPS = RUNS / "sweeps"  # runs/sweeps/<sweep>/<job>: the runs of a sweep
+BENCHES = RUNS / "bench"  # runs/bench/<name>: results of bench.py
 RESERVED = ("sweeps", "bench", "comparison", "last")  # cannot be names of runs
 # The name of a sweep's job, which consists of its values: attention=flash,seed=1
 JOB = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=,+-]{0,200}")
@@ -51,14 +51,14 @@ def find_run(name: str) -> Path:
     if "/" in name and any(Path(name).glob("checkpoints/*.pt")):
         return Path(name)
     # "**" would not follow links to run folders
-    paths = [path for depth in range(1, 4) for path in ROOT.glob("*/" * depth + "checkpoints/*.pt")]
+    paths = [path for depth in range(1, 4) for path in RUNS.glob("*/" * depth + "checkpoints/*.pt")]
     newest_first = sorted(paths, key=lambda path: path.stat().st_mtime, reverse=True)
-    runs = {str(path.parents[1].relative_to(ROOT)): path.parents[1] for path in newest_first}
+    runs = {str(path.parents[1].relative_to(RUNS)): path.parents[1] for path in newest_first}
     if name == "last" and not runs:
-        raise UserError(f"there is no run with a checkpoint in {Path.cwd() / ROOT}; train one: python train.py")
+        raise UserError(f"there is no run with a checkpoint in {Path.cwd() / RUNS}; train one: python train.py")
     if name != "last" and name not in runs:
         newest = ", ".join(list(runs)[:5]) or "none yet"
-        raise UserError(f"run={name} has no checkpoint in {Path.cwd() / ROOT}; set a run that has one: {newest}")
+        raise UserError(f"run={name} has no checkpoint in {Path.cwd() / RUNS}; set a run that has one: {newest}")
     return next(iter(runs.values())) if name == "last" else runs[name]
 
 
@@ -79,7 +79,7 @@ def find_checkpoint(run: str, kind: str) -> Path:
 
 def has_checkpoint(name: str | None) -> bool:
     """Whether the run has a checkpoint to resume from."""
-    return name is not None and (ROOT / name / "checkpoints" / "last.pt").exists()
+    return name is not None and (RUNS / name / "checkpoints" / "last.pt").exists()
 
 
 def make_new_folder(parent: Path, label: str) -> str:
@@ -138,16 +138,16 @@ class RunDir:
         self.name, error = broadcast((name, error))
         if error is not None:
             raise UserError(error)
-        self.folder = ROOT / self.name
+        self.folder = RUNS / self.name
         self.best, self.last = (self.folder / "checkpoints" / file for file in ("best.pt", "last.pt"))
 
     def _open(self, name: str | None, label: str, resume: bool) -> str:
         """Make and lock the folder. Returns its name."""
         if name is None:
-            name = make_new_folder(ROOT, label)
-        elif (ROOT / name / "config.yaml").exists() and not resume:
-            raise UserError(f"{ROOT / name} exists; set another name, or resume=true to continue it")
-        folder = ROOT / name
+            name = make_new_folder(RUNS, label)
+        elif (RUNS / name / "config.yaml").exists() and not resume:
+            raise UserError(f"{RUNS / name} exists; set another name, or resume=true to continue it")
+        folder = RUNS / name
         step = read_summary(folder).get("step")  # above 0 only after last.pt was written
         if step and not has_checkpoint(name):
             raise UserError(
