@@ -84,16 +84,6 @@ def test_prepared_files_split_the_text_like_nanogpt(workdir):
     assert {path.name for path in prepared.folder.iterdir()} == {"train.bin", "val.bin", "meta.json"}
 
 
-def test_changed_settings_or_text_get_another_folder(workdir):
-    first = prepare_text(TEXT_SOURCE, CHAR).folder
-    assert prepare_text(TEXT_SOURCE, CHAR).folder == first
-    configs = [(TEXT_SOURCE, BYTE), (TEXT_SOURCE, BPE), (replace(TEXT_SOURCE, val_fraction=0.2), CHAR)]
-    others = {prepare_text(config, tokenizer).folder for config, tokenizer in configs}
-    (workdir / "text.txt").write_text("another text, as long as it needs to be. " * 20)
-    others.add(prepare_text(TEXT_SOURCE, CHAR).folder)
-    assert len(others | {first}) == 5
-
-
 @pytest.mark.slow
 def test_killed_preparation_resumes_with_identical_output(documents):
     assert "done" in read_output(start_preparation())

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 from data_helpers import HUB, load_documents, write_csv, write_parquet
-from helpers import BYTE, TEXT_SOURCE
+from helpers import BPE, BYTE, CHAR, TEXT_SOURCE
 
 from data.prepare import Preparation
 
@@ -61,8 +61,8 @@ def test_fingerprint_covers_everything_that_decides_the_tokens(workdir):
         write_parquet(workdir / f"{number}.parquet", [f"document {number}"])
     write_csv(workdir / "0.csv", ["document 0"])
 
-    def fingerprint(config):
-        return Preparation.from_config(config, BYTE, None).fingerprint
+    def fingerprint(config, tokenizer=BYTE):
+        return Preparation.from_config(config, tokenizer, None).fingerprint
 
     parquet = replace(TEXT_SOURCE, path="0.parquet")
     texts = ("repo", "config", "split", "revision", "text_column", "prompt_column", "val_split")
@@ -72,7 +72,8 @@ def test_fingerprint_covers_everything_that_decides_the_tokens(workdir):
     configs = [first, *(replace(first, **{key: value}) for key, value in changes.items())]
     configs += [parquet, replace(parquet, text_column="title"), replace(parquet, path="1.parquet")]
     configs += [replace(parquet, path="0.csv"), TEXT_SOURCE, replace(TEXT_SOURCE, val_fraction=0.2)]
-    assert len({fingerprint(config) for config in configs}) == len(configs)
+    fingerprints = {fingerprint(config) for config in configs} | {fingerprint(parquet, CHAR), fingerprint(parquet, BPE)}
+    assert len(fingerprints) == len(configs) + 2
     shutil.copy("0.parquet", "same.parquet")
     assert fingerprint(replace(parquet, path="same.parquet")) == fingerprint(parquet)
     assert fingerprint(replace(parquet, document_mask=True, weight=3.0)) == fingerprint(parquet)
