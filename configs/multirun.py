@@ -24,7 +24,6 @@ from compare.sweep.search import make_distribution, run_search
 from configs.compose import compose_config, hydra_initialized, list_groups, parse_word
 from configs.error_messages import did_you_mean, explain_error
 from configs.schema import key_types
-from training.config import RunConfig
 
 LAUNCHERS = ("submitit_slurm", "submitit_local")
 
@@ -33,8 +32,8 @@ def run_multirun(flags: Namespace) -> int:
     """Train every combination of the values in flags.words. Returns the exit code of compare.sweep.launch.run_sweep."""
     if os.environ.get("WORLD_SIZE", "1") != "1":
         raise UserError("-m starts one process per run and does not work under torchrun; use one of the two")
-    if flags.cfg:
-        raise UserError("--cfg shows the config of one run; remove -m, and set one value for each key")
+    if flags.cfg or "plan=true" in flags.words:
+        raise UserError("--cfg and plan=true describe one run; remove -m, and set one value for each key")
     trials = [word for word in flags.words if word.startswith("sweep.")]
     with hydra_initialized(flags.config_dir):
         overrides = {word: parse_word("train", word) for word in flags.words if word not in trials}
@@ -46,13 +45,8 @@ def run_multirun(flags: Namespace) -> int:
                 raise UserError(f"{key} is given twice; list all of its values at once, as in {key}=A,B")
         if trials:
             return _run_search(" ".join(trials), swept, fixed, flags)
-        combinations = list_combinations(swept)
-        names = name_jobs(combinations)
-        words = [[*fixed, *combination.values()] for combination in combinations]
-        configs = [_compose_job(job_words, flags.config_dir) for job_words in words]
         launcher = _compose_launcher(flags.launcher_words)
-        sweep = configs[0].name or make_new_folder(SWEEPS, f"{configs[0].data.label}-{configs[0].model.name}")
-        jobs = [_make_job(sweep, *job, flags) for job in zip(names, configs, words, strict=True)]
+        sweep, jobs = make_jobs(None, list_combinations(swept), fixed, flags.config_dir)
         return run_sweep(sweep, jobs, launcher)
 
 
@@ -63,8 +57,8 @@ def _run_search(trials: str, swept: dict[str, Override], fixed: list[str], flags
         raise UserError(f"{trials}: set sweep.trials=N once, with N of 1 or more")
     if flags.launcher_words:
         raise UserError(f"{flags.launcher_words[0]}: a search trains one run after another; remove this setting")
-    seeds = next((word for word, override in swept.items() if override.key_or_group == "seed"), None)
-    seed_words = [] if seeds is None else [c["seed"] for c in list_combinations({seeds: swept.pop(seeds)})]
+    seed = next((word for word, override in swept.items() if override.key_or_group == "seed"), None)
+    seeds = [] if seed is None else list_combinations({seed: swept.pop(seed)})
     if not swept:
         raise UserError("sweep.trials searches over ranges of keys other than seed; set optimizer.lr=log(1e-4,1e-2)")
     types, space = key_types("train"), {}
@@ -73,21 +67,15 @@ def _run_search(trials: str, swept: dict[str, Override], fixed: list[str], flags
         if key not in (*types, *list_groups("train")):
             raise UserError(f"{key}: there is no such key{did_you_mean(key, types)}; see --help and --cfg job")
         space[key] = make_distribution(word, override, types.get(key) in (int, int | None))
-    first = compose_config("train", fixed, flags.config_dir)  # refuses invalid words
-    sweep = first.name or make_new_folder(SWEEPS, "search")
+    sweep = compose_config("train", fixed, flags.config_dir).name or make_new_folder(SWEEPS, "search")
 
-    def make_jobs(values: dict[str, str]) -> list[Job]:
+    def make_trial(values: dict[str, str]) -> list[Job]:
         words = {key: f"{key}={value}" for key, value in values.items()}
-        combinations = [words | {"seed": word} for word in seed_words] or [words]
-        jobs = []
-        for name, combination in zip(name_jobs(combinations), combinations, strict=True):
-            job_words = [*fixed, *combination.values()]
-            jobs.append(_make_job(sweep, name, _compose_job(job_words, flags.config_dir), job_words, flags))
-        return jobs
+        return make_jobs(sweep, [words | seed for seed in seeds or [{}]], fixed, flags.config_dir)[1]
 
     common = ["--config-dir", flags.config_dir] if flags.config_dir else []
-    common += [word for word in fixed if not word.startswith("name=")] + seed_words[:1]
-    return run_search(sweep, space, make_jobs, int(n_trials[1]), common)
+    common += [word for word in fixed if not word.startswith("name=")] + [seed["seed"] for seed in seeds[:1]]
+    return run_search(sweep, space, make_trial, int(n_trials[1]), common)
 
 
 def list_combinations(swept: dict[str, Override]) -> list[dict[str, str]]:
@@ -108,34 +96,35 @@ def list_combinations(swept: dict[str, Override]) -> list[dict[str, str]]:
     return [dict(zip(values, words, strict=True)) for words in itertools.product(*values.values())]
 
 
-def name_jobs(combinations: list[dict[str, str]]) -> list[str]:
-    """Name the jobs after their values, sorted by key, so that the order of the words does not matter."""
-    names = [",".join(values[key] for key in sorted(values)) for values in combinations]
+def make_jobs(
+    sweep: str | None, combinations: list[dict[str, str]], fixed: list[str], config_dir: str | None
+) -> tuple[str, list[Job]]:
+    """Compose and check the jobs of a sweep, each with its command line.
+
+    sweep: its name. None: from the config, or a new one.
+    combinations: words of each job, {key: "key=value"}; the job's name lists them, sorted by key.
+    fixed: words of all jobs.
+    Returns the name of the sweep and the jobs. Raises UserError.
+    """
+    names = [",".join(words[key] for key in sorted(words)) for words in combinations]
     names = [re.sub(r"[^A-Za-z0-9._=,+-]", "_", name.replace("'", "")) for name in names]
     for name in names:
-        if not JOB.fullmatch(name):
-            raise UserError(f"{name[:60]}... is too long for the name of a folder; sweep over fewer keys at once")
-        if names.count(name) > 1:
-            raise UserError(f"{name} would be trained twice; list each value once")
-    return names
-
-
-def _compose_job(words: list[str], config_dir: str | None) -> RunConfig:
-    config = compose_config("train", words, config_dir)
-    check(config)
-    if config.plan:
-        raise UserError("plan=true describes one run; remove -m, and set one value for each key")
-    return config
-
-
-def _make_job(sweep: str, name: str, config: RunConfig, words: list[str], flags: Namespace) -> Job:
-    """Make a job with its command line. The sweep sets two keys: the run's name and its wandb group."""
-    values = asdict(config)
-    values["name"], values["wandb"]["group"] = f"sweeps/{sweep}/{name}", config.wandb.group or sweep
-    words = [word for word in words if not word.startswith(("name=", "wandb.group="))]
-    words += [f"name={values['name']}", f"wandb.group={values['wandb']['group']}"]
-    words = ["--config-dir", flags.config_dir, *words] if flags.config_dir else words
-    return Job(name, SWEEPS / sweep / name, words, values)
+        if not JOB.fullmatch(name) or names.count(name) > 1:
+            raise UserError(f"{name[:60]} would be trained twice or is too long; list each value once, and fewer keys")
+    all_words = [[*fixed, *words.values()] for words in combinations]
+    configs = [compose_config("train", words, config_dir) for words in all_words]
+    for config in configs:
+        check(config)
+    sweep = sweep or configs[0].name or make_new_folder(SWEEPS, f"{configs[0].data.label}-{configs[0].model.name}")
+    jobs = []
+    for name, words, config in zip(names, all_words, configs, strict=True):
+        values = asdict(config)  # the sweep sets two keys: the run's name and its wandb group
+        values["name"], values["wandb"]["group"] = f"sweeps/{sweep}/{name}", config.wandb.group or sweep
+        arguments = ["--config-dir", config_dir] if config_dir else []
+        arguments += [word for word in words if not word.startswith(("name=", "wandb.group="))]
+        arguments += [f"name={values['name']}", f"wandb.group={values['wandb']['group']}"]
+        jobs.append(Job(name, SWEEPS / sweep / name, arguments, values))
+    return sweep, jobs
 
 
 def _compose_launcher(words: list[str]) -> Any:

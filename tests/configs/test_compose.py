@@ -92,9 +92,9 @@ WRONG = [
         ["-m", "seed=1,2", "hydra.launcher.partition=gpu"],
         r"hydra.launcher.partition: there is no such key",
     ),
-    (["-m", "seed=1,2,1"], r"seed=1 would be trained twice; list each value once"),
-    (["-m", "seed=1,2", f"model.name={'a' * 99},{'b' * 99}", f"data.name={'a' * 99},{'b' * 99}"], r"too long for"),
-    (["-m", "seed=1,2", "--cfg", "job"], r"--cfg shows the config of one run; remove -m"),
+    (["-m", "seed=1,2,1"], r"seed=1 would be trained twice or is too long; list each value once"),
+    (["-m", "seed=1,2", f"model.name={'a' * 99},{'b' * 99}", f"data.name={'a' * 99},{'b' * 99}"], r"is too long; list"),
+    (["-m", "seed=1,2", "--cfg", "job"], r"--cfg and plan=true describe one run; remove -m"),
     (["steps"], r"is not a setting of the form key=value"),
     (
         ["model.n_embd=100", "model.n_head=6"],
