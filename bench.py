@@ -70,7 +70,7 @@ def main(config: BenchConfig) -> int:
         picture = folder / "attention.png"
         plot_results(rows, picture, title)
         run_config = asdict(config) | environment
-        log_table_to_wandb(config.wandb, "attention", folder.name, config.wandb.group, rows, picture, run_config)
+        log_table_to_wandb(config.wandb, "attention", folder.name, rows, picture, run_config)
         print_results(rows, folder)
     if status == "interrupted":
         raise KeyboardInterrupt(f"stopped after {len(rows)} rows, which are in {folder}")

@@ -42,9 +42,7 @@ class Observers(ExitStack):
             trace = run.folder / "trace.json.gz"
             self.profiler = StepProfiler(runtime.device, run.summary["accumulation"], trace, self.progress.print)
         run_config = asdict(config) | {"attention": asdict(config.attention) | run.summary["attention"]}
-        self.wandb = WandbRun(
-            config.wandb, run.folder, run_config, state.wandb_id, name=run.name, group=config.wandb.group
-        )
+        self.wandb = WandbRun(config.wandb, run.folder, run_config, state.wandb_id, name=run.name)
         # the gradient scaler skips steps whose gradients overflow
         must_be_finite = ["val/loss", "train/loss"] + ["grad_norm"] * (not state.scaler.is_enabled())
         self.metrics = MetricsLogger(run.folder if run.is_main else None, state.step, self.wandb, must_be_finite)

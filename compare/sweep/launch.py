@@ -76,7 +76,7 @@ def finish_sweep(folder: Path, jobs: list[Job], outcomes: dict[str, Outcome]) ->
     if outcomes:
         wandb = TrainWandbConfig(**jobs[0].config["wandb"])
         picture, report, title = folder / "comparison.png", folder / "report.html", f"{folder.name}-comparison"
-        log_table_to_wandb(wandb, "comparison", title, wandb.group, rows, picture, {}, report)
+        log_table_to_wandb(wandb, "comparison", title, rows, picture, {}, report)
     statuses = {outcome.status for outcome in outcomes.values()}
     if statuses == {"refused"} and len(outcomes) == len(jobs):
         return EXIT_CODES["refused"]
