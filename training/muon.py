@@ -1,21 +1,22 @@
 """Muon: momentum with orthogonalized updates (Jordan et al., 2024, https://kellerjordan.github.io/posts/muon/).
 
 torch.optim.Muon always computes in bfloat16, which is a thousand times slower than float32 on a CPU without bfloat16
-instructions, and it updates one matrix at a time. This class computes in bfloat16 only if the run does, and it updates
-all matrices of one shape together.
+instructions, and it updates one matrix at a time. This class computes in either dtype, and updates all matrices of one
+shape together.
 """
 
 import math
 from collections import defaultdict
+from collections.abc import Iterable
 from functools import partial
 
 import torch
 from torch import Tensor
 
-from common.startup import Uncompiled
+from common.startup import OptimizerWithoutDynamo
 from training.sharding import map_matrices
 
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic polynomial; small singular values grow fast with them
+COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic polynomial, chosen so that small singular values grow fast
 
 
 def orthogonalize(matrices: Tensor, steps: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -34,26 +35,24 @@ def orthogonalize(matrices: Tensor, steps: int, dtype: torch.dtype = torch.float
     return (X.mT if is_tall else X).type_as(matrices)
 
 
-class Muon(Uncompiled):
-    """Muon for parameters with two dimensions. Updates are scaled by sqrt(max(1, rows / columns)).
+class Muon(OptimizerWithoutDynamo):
+    """Muon for the matrices of hidden layers. Use AdamW for embeddings, the output layer, and norms and biases.
 
-    dtype: of the orthogonalization, float32 or bfloat16.
+    params: parameters with two dimensions, or parameter groups.
+    lr: learning rate. Updates are also scaled by sqrt(max(1, rows / columns)).
+    ns_steps: Newton-Schulz iterations.
+    dtype: dtype of the orthogonalization. torch.bfloat16 is faster on GPUs.
     """
 
     def __init__(
-        self,
-        params,
-        lr: float,
-        momentum: float,
-        weight_decay: float,
-        ns_steps: int,
+        self, params: Iterable, lr: float = 0.02, momentum: float = 0.95, weight_decay: float = 0.0, ns_steps: int = 5,
         dtype: torch.dtype = torch.float32,
-    ):
+    ):  # fmt: skip
         super().__init__(params, dict(lr=lr, momentum=momentum, weight_decay=weight_decay, ns_steps=ns_steps))
         self.dtype = dtype
 
     @torch.no_grad()
-    def step(self, closure=None) -> None:
+    def step(self, closure: None = None) -> None:
         for group in self.param_groups:
             by_shape = defaultdict(list)
             for p in group["params"]:
