@@ -3,6 +3,7 @@
 import os
 from collections.abc import Callable
 from pathlib import Path
+from typing import Self
 
 import torch
 
@@ -13,14 +14,15 @@ MAX_MICRO_BATCHES = 24  # no step is recorded after this many micro batches, whi
 
 
 class StepProfiler:
-    """Context manager around the training loop. Records up to MAX_RECORDED_STEPS steps after the first WARMUP_STEPS.
+    """Context manager around the training loop. Records a few steps after the warmup steps.
 
-    accumulation: micro batches per step. trace: the file to write. print_line: prints the table.
+    accumulation: micro batches per step.
+    trace: path of the trace that it writes.
     """
 
     def __init__(self, device: torch.device, accumulation: int, trace: Path, print_line: Callable[[str], None]):
         self.trace, self.print_line = trace, print_line
-        self.sort_by = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
+        self.sort_by = f"self_{'device' if device.type == 'cuda' else 'cpu'}_time_total"
         recorded = min(MAX_RECORDED_STEPS, -(-MAX_MICRO_BATCHES // accumulation))
         self.steps, self.last_step = 0, WARMUP_STEPS + recorded
         if device.type == "cpu":
@@ -34,18 +36,17 @@ class StepProfiler:
             self._profiler.step()  # after the last recorded step, it calls _report
 
     def _report(self, profiler: torch.profiler.profile) -> None:
-        if self.steps < self.last_step:
-            return  # the run ends before the last recorded step
-        profiler.export_chrome_trace(str(self.trace))
-        table = profiler.key_averages().table(self.sort_by, row_limit=20, max_name_column_width=40)
-        self.print_line(f"steps {WARMUP_STEPS + 1} to {self.last_step}\n{table}")
-        self.print_line(f"trace    {self.trace} (open it at ui.perfetto.dev or chrome://tracing)")
+        if self.steps == self.last_step:  # otherwise the run ends early
+            profiler.export_chrome_trace(str(self.trace))
+            table = profiler.key_averages().table(self.sort_by, row_limit=20, max_name_column_width=40)
+            self.print_line(f"steps {WARMUP_STEPS + 1} to {self.last_step}\n{table}")
+            self.print_line(f"trace    {self.trace} (open it at ui.perfetto.dev or chrome://tracing)")
 
-    def __enter__(self) -> "StepProfiler":
+    def __enter__(self) -> Self:
         self._profiler.start()
         return self
 
-    def __exit__(self, *error) -> None:
+    def __exit__(self, *_) -> None:
         self._profiler.stop()
         if self.steps < self.last_step:
             self.print_line(f"nothing was profiled: train.profile=true needs a run of {self.last_step} steps or more")
