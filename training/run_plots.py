@@ -18,16 +18,7 @@ ATTENTION_PANELS = {
 
 
 def plot_run(folder: Path) -> None:
-    """Plot the metrics in <folder>/metrics.jsonl over the steps."""
-    plot_loss(folder)
-    with open(folder / "metrics.jsonl", "rb") as file:
-        rows = [json.loads(line) for line in file if b'"attention/entropy"' in line]
-    if rows:
-        plot_attention(rows, folder / "attention.png")
-
-
-def plot_loss(folder: Path) -> None:
-    """Plot the losses in <folder>/metrics.jsonl over the steps, as <folder>/loss.png."""
+    """Plot the losses, and the attention statistics if there are any, in <folder>/metrics.jsonl over the steps."""
     train, val = read_curves(folder / "metrics.jsonl", "train/loss", "val/loss").values()
     figure = make_figure(7.5, 4.2)
     axes = figure.subplots()
@@ -42,9 +33,13 @@ def plot_loss(folder: Path) -> None:
     if axes.lines:
         axes.legend(frameon=False)
     figure.savefig(folder / "loss.png")
+    with open(folder / "metrics.jsonl", "rb") as file:
+        rows = [json.loads(line) for line in file if b'"attention/entropy"' in line]
+    if rows:
+        _plot_attention(rows, folder / "attention.png")
 
 
-def plot_attention(rows: list[dict], path: Path) -> None:
+def _plot_attention(rows: list[dict], path: Path) -> None:
     """Plot the attention statistics of evaluations. Thick lines are layers (mean over heads), thin lines heads."""
     from matplotlib import colormaps
 

@@ -65,9 +65,9 @@ class WandbRun:
             wandb.teardown()
 
     def log(self, rows: list[dict]) -> None:
-        """Log rows of metrics. A Path is a picture."""
+        """Log rows of metrics. A Path is a picture or an HTML page, and a list of dataclasses is a table."""
         for row in rows:
-            self.call(lambda run, row=row: run.log(_load_pictures(row)))
+            self.call(lambda run, row=row: run.log({key: _to_media(value) for key, value in row.items()}))
 
     def set_summary(self, summary: dict) -> None:
         """Set all values except the status, because wandb itself records how the run ends."""
@@ -86,24 +86,12 @@ class WandbRun:
             print(f"wandb did not finish within {timeout_s} s; {self.folder} has all results")
 
 
-def log_table_to_wandb(
-    config: WandbConfig, key: str, name: str, rows: list[Any], picture: Path, run_config: dict, page: Path | None = None
-) -> None:
-    """Log dataclasses as a table, a picture and an HTML page. The wandb run `name` has the job type `key`."""
-
-    def log(run: Any) -> None:
-        import wandb
-
-        table = wandb.Table(columns=list(asdict(rows[0])), data=[list(asdict(row).values()) for row in rows])
-        row = {key: table, f"{key}_picture": wandb.Image(str(picture))}
-        run.log(row | ({} if page is None else {f"{key}_report": wandb.Html(str(page), inject=False)}))
-
-    run = WandbRun(config, picture.parent, run_config, name=name, job_type=key)
-    run.call(log)
-    run.finish(0)
-
-
-def _load_pictures(row: dict) -> dict:
+def _to_media(value: Any) -> Any:
+    """Pictures, HTML pages and tables of wandb. Other values are returned unchanged."""
     import wandb
 
-    return {key: wandb.Image(str(value)) if isinstance(value, Path) else value for key, value in row.items()}
+    if isinstance(value, Path):
+        return wandb.Html(str(value), inject=False) if value.suffix == ".html" else wandb.Image(str(value))
+    if isinstance(value, list):
+        return wandb.Table(columns=list(asdict(value[0])), data=[list(asdict(row).values()) for row in value])
+    return value

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from common.run_dir import EXIT_CODES
 from training import wandb_logger
 from training.config import WandbConfig
-from training.wandb_logger import WandbRun, log_table_to_wandb
+from training.wandb_logger import WandbRun
 
 CONFIG = WandbConfig(mode="online", project="p", entity=None, group=None, tags=[])
 
@@ -99,19 +99,19 @@ def test_folders_of_a_resumed_offline_run_have_the_same_id_and_all_steps_togethe
 
 
 def test_run_does_not_need_the_service_process(train, monkeypatch, capfd):
-    services, popen, load_pictures = [], subprocess.Popen, wandb_logger._load_pictures
+    services, popen, to_media = [], subprocess.Popen, wandb_logger._to_media
     monkeypatch.setattr(
         subprocess, "Popen", lambda *args, **options: services.append(popen(*args, **options)) or services[-1]
     )
 
-    def kill_service_and_log(row):
+    def kill_service_and_convert(value):
         for process in services:
             if "wandb-core" in process.args[0]:
                 process.kill()
                 process.wait()
-        return load_pictures(row)
+        return to_media(value)
 
-    monkeypatch.setattr(wandb_logger, "_load_pictures", kill_service_and_log)
+    monkeypatch.setattr(wandb_logger, "_to_media", kill_service_and_convert)
     assert train("name=a", "wandb.mode=offline") == 0
     printed = capfd.readouterr()
     assert printed.out.count("continuing without wandb, runs/a has all results") == 1
@@ -120,15 +120,17 @@ def test_run_does_not_need_the_service_process(train, monkeypatch, capfd):
     assert summary("a")["status"] == "finished"
 
 
-def test_table_is_logged_with_a_picture_and_a_report(tmp_path, calls):
+def test_table_a_picture_and_a_page_are_logged(tmp_path, calls):
     picture, report = tmp_path / "a.png", tmp_path / "report.html"
     Figure().savefig(picture)
     report.write_text("<p>a report</p>")
-    log_table_to_wandb(CONFIG, "table", "a", [CONFIG], picture, {}, report)
-    _, row, end = calls
-    assert sorted(row) == ["table", "table_picture", "table_report"]
-    assert row["table_report"].html == "<p>a report</p>"
-    assert end == {"exit_code": 0}
+    run = WandbRun(CONFIG, tmp_path, {})
+    run.log([{"table": [CONFIG, CONFIG], "picture": picture, "report": report}])
+    run.finish(0)
+    _, row, _ = calls
+    assert row["table"].columns[:2] == ["mode", "project"] and len(row["table"].data) == 2
+    assert isinstance(row["picture"], wandb.Image)
+    assert row["report"].html == "<p>a report</p>"
 
 
 def test_missing_api_key_is_refused_without_a_question(workdir):
