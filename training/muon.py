@@ -8,7 +8,6 @@ shape together.
 import math
 from collections import defaultdict
 from collections.abc import Iterable
-from functools import partial
 
 import torch
 from torch import Tensor
@@ -16,15 +15,13 @@ from torch import Tensor
 from common.startup import OptimizerWithoutDynamo
 from training.sharding import map_matrices
 
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic polynomial, chosen so that small singular values grow fast
-
 
 def orthogonalize(matrices: Tensor, steps: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Approximate the nearest semi-orthogonal matrices (N, rows, columns): singular values between 0.7 and 1.2.
 
     Newton-Schulz iteration X <- aX + (bA + cA^2)X with A = XX^T, where A has the size of the shorter side. dtype: of X.
     """
-    a, b, c = COEFFICIENTS
+    a, b, c = 3.4445, -4.7750, 2.0315  # chosen so that small singular values grow fast
     is_tall = matrices.shape[-2] > matrices.shape[-1]
     X = matrices.to(dtype)
     X = X.mT if is_tall else X
@@ -69,7 +66,6 @@ class Muon(OptimizerWithoutDynamo):
         torch._foreach_lerp_(buffers, grads, 1 - group["momentum"])
         nesterov = [grad.clone() for grad in grads]
         torch._foreach_lerp_(nesterov, buffers, group["momentum"])  # FSDP2 has no out-of-place form in torch 2.12
-        orthogonalize_all = partial(orthogonalize, steps=group["ns_steps"], dtype=self.dtype)
-        updates = map_matrices(orthogonalize_all, torch.stack(nesterov))
+        updates = map_matrices(lambda X: orthogonalize(X, group["ns_steps"], self.dtype), torch.stack(nesterov))
         torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
         torch._foreach_add_(params, list(updates.unbind()), alpha=-group["lr"] * scale)

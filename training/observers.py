@@ -59,7 +59,7 @@ class Observers(ExitStack):
     def end_step(self) -> None:
         self._read_timing = self.speed.end_step()
         if self.profiler:
-            self.profiler.end_step()
+            self.profiler.step()
 
     def log_step(self, row: dict, progress: float, is_best: bool = False) -> None:
         """Log a step's metrics, and those of an evaluation if there was one. progress: part of the run, 0 to 1.

@@ -5,16 +5,13 @@ shard import it, and is_sharded recognizes a DTensor by a method. Other tensors 
 """
 
 from collections.abc import Callable, Mapping
-from typing import TYPE_CHECKING, TypeGuard
+from typing import Any, TypeGuard
 
 import torch.distributed as torch_dist
 from torch import Tensor, nn
 
-if TYPE_CHECKING:
-    from torch.distributed.tensor import DTensor
 
-
-def is_sharded(tensor: Tensor) -> TypeGuard["DTensor"]:
+def is_sharded(tensor: Tensor) -> TypeGuard[Any]:
     return hasattr(tensor, "full_tensor")
 
 

@@ -20,7 +20,7 @@ def run_steps(folder, num_steps, accumulation=1, error=None) -> list[str]:
             with torch.profiler.record_function("forward"):
                 for _ in range(accumulation):
                     torch.ones(2, 2) @ torch.ones(2, 2)
-            profiler.end_step()
+            profiler.step()
         torch.ones(1).erfinv()  # an evaluation after the last step
         if error is not None:
             raise error
