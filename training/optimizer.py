@@ -13,7 +13,7 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 from common.startup import AdamW
-from training.config import AdamWConfig, MuonConfig
+from training.config import AdamWConfig, MuonConfig, OptimizerConfig
 from training.muon import Muon
 from training.sharding import full_tensor, shard_like
 
@@ -46,9 +46,7 @@ def build_muon(model: nn.Module, config: MuonConfig, dtype: torch.dtype) -> list
 OPTIMIZERS: dict[str, Callable[..., list[Optimizer]]] = {"adamw": build_adamw, "muon": build_muon}
 
 
-def build_optimizers(
-    model: nn.Module, config: AdamWConfig | MuonConfig, dtype: torch.dtype = torch.float32
-) -> list[Optimizer]:
+def build_optimizers(model: nn.Module, config: OptimizerConfig, dtype: torch.dtype = torch.float32) -> list[Optimizer]:
     """Build the configured optimizers over all parameters of the model. dtype: of the forward and backward pass."""
     optimizers = OPTIMIZERS[config.name](model, config, dtype)
     for optimizer in optimizers:
