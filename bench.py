@@ -39,7 +39,7 @@ from compare.bench.results import Timing, recommend
 from compare.bench.runner import measure_groups
 from compare.bench.table import describe_bench, print_results
 from training.device import resolve_compile, resolve_device
-from training.wandb_logger import log_table_to_wandb
+from training.wandb_logger import WandbRun
 
 
 def main(config: BenchConfig) -> int:
@@ -70,7 +70,9 @@ def main(config: BenchConfig) -> int:
         picture = folder / "attention.png"
         plot_results(rows, picture, title)
         run_config = asdict(config) | environment
-        log_table_to_wandb(config.wandb, "attention", folder.name, config.wandb.group, rows, picture, run_config)
+        wandb = WandbRun(config.wandb, folder, run_config, name=folder.name, job_type="attention")
+        wandb.log([{"attention": rows, "attention_picture": picture}])
+        wandb.finish(0)
         print_results(rows, folder)
     if status == "interrupted":
         raise KeyboardInterrupt(f"stopped after {len(rows)} rows, which are in {folder}")

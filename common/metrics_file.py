@@ -1,4 +1,4 @@
-"""Reads metrics.jsonl, which has one JSON object per optimizer step. A long run has hundreds of thousands of rows."""
+"""Reads curves from metrics.jsonl, which has one JSON object per optimizer step: hundreds of thousands in long runs."""
 
 from pathlib import Path
 from typing import IO
@@ -9,7 +9,7 @@ from common.errors import UserError
 
 
 def read_curves(file: Path | IO[bytes], *keys: str) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """{key: (steps, values)} of metrics, for the steps that logged a finite value. Raises UserError."""
+    """Read metrics as {key: (steps, values)}, without missing values and NaN. Raises UserError for a damaged row."""
     import pyarrow
     from pyarrow import json  # several times as fast as Python's; it comes with datasets
 

@@ -10,7 +10,7 @@ PLOTTED_BLOCKS = 2000  # more than the pixels of a plot's width
 
 
 def make_figure(width: float, height: float):
-    """Make an empty figure. width, height: in inches. Does not use pyplot, which keeps all figures in memory."""
+    """Make an empty figure of a size in inches, without pyplot, which would keep all figures in memory."""
     from matplotlib.figure import Figure
     from matplotlib.layout_engine import ConstrainedLayoutEngine
 
@@ -18,7 +18,7 @@ def make_figure(width: float, height: float):
 
 
 def thin_curve(steps: np.ndarray, values: np.ndarray, n_blocks: int = PLOTTED_BLOCKS) -> tuple[np.ndarray, np.ndarray]:
-    """The lowest and the highest point of each of about n_blocks blocks, and all points of a shorter curve."""
+    """Reduce a curve to the lowest and highest point of about n_blocks blocks. Shorter curves keep all points."""
     size = max(1, len(values) // n_blocks)
     blocks = values[: len(values) // size * size].reshape(-1, size)
     extremes = np.stack([blocks.argmin(axis=1), blocks.argmax(axis=1)]) + size * np.arange(len(blocks))
@@ -34,8 +34,8 @@ def style_axes(axes, title: str, grid: str = "both") -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
-def line_style(index: int, count: int, thickest: float) -> dict:
-    """Style of line `index` of `count`. The first lines are the thickest, so that covered lines stay visible."""
-    width = thickest + (1.4 - thickest) * index / max(1, count - 1)
+def line_style(index: int, count: int, max_width: float) -> dict:
+    """Style of line `index` of `count`. Earlier lines are thicker, so that they stay visible below later ones."""
+    width = max_width + (1.4 - max_width) * index / max(1, count - 1)
     dash = DASHES[index // len(COLORS) % len(DASHES)]
     return {"color": COLORS[index % len(COLORS)], "linewidth": width, "linestyle": dash}

@@ -11,29 +11,29 @@ from torch import Tensor, nn
 from torch.optim import Optimizer
 
 
-class Uncompiled(Optimizer):
-    """Base class of optimizers without the `torch._dynamo.disable` wrappers, which import torch._dynamo when called."""
+class OptimizerWithoutDynamo(Optimizer):
+    """Optimizer whose methods are not wrapped by torch._dynamo.disable: the wrappers import torch._dynamo."""
 
     add_param_group = unwrap(Optimizer.add_param_group)
     state_dict = unwrap(Optimizer.state_dict)
     load_state_dict = unwrap(Optimizer.load_state_dict)
 
 
-class AdamW(Uncompiled, torch.optim.AdamW):
-    """torch.optim.AdamW without `torch._dynamo.disable` wrappers."""
+class AdamW(OptimizerWithoutDynamo, torch.optim.AdamW):
+    """torch.optim.AdamW that does not import torch._dynamo."""
 
     step = torch.no_grad()(unwrap(torch.optim.AdamW.step))
 
 
 def empty_embedding(rows: int, width: int) -> nn.Embedding:
-    """An embedding without initial values: initializing one on the meta device would import torch._dynamo."""
+    """Build an uninitialized embedding. Initializing one on the meta device would import torch._dynamo."""
     return nn.Embedding.from_pretrained(torch.empty(rows, width), freeze=False)
 
 
-def load_or_allocate(module: nn.Module, weights: dict[str, Tensor] | None, device: str) -> None:
-    """Load `weights` into a module that was built on the meta device. weights None: allocate uninitialized memory.
+def materialize(module: nn.Module, weights: dict[str, Tensor] | None, device: str) -> None:
+    """Give a module on the meta device real tensors. module.to_empty would import sympy to compute strides.
 
-    module.to_empty would import sympy to compute strides.
+    weights: complete state_dict, whose tensors become the parameters, or None for uninitialized memory on `device`.
     """
     if weights is None:
         weights = {name: torch.empty(weight.shape, device=device) for name, weight in module.state_dict().items()}

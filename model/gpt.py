@@ -37,7 +37,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.errors import UserError
-from common.startup import empty_embedding, load_or_allocate
+from common.startup import empty_embedding, materialize
 from model.attention import MIXERS
 from model.config import GPTConfig
 from model.loss import linear_cross_entropy
@@ -206,7 +206,7 @@ class GPT(nn.Module):
             self.blocks = nn.ModuleList(Block(config, attend, layer) for layer in range(config.n_layer))
             self.norm = make_norm(config, config.n_embd)
             self.lm_head = nn.Linear(config.n_embd, padded_vocab_size, bias=False)
-        load_or_allocate(self, weights, device)
+        materialize(self, weights, device)
         if config.tie_embeddings:
             self.lm_head.weight = self.wte.weight
         if weights is None and device != "meta":

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 import torch
 from torch import nn
 
-from common.startup import load_or_allocate
+from common.startup import materialize
 from model.gpt import GPT, Block
 from training.distributed import Dist
 from training.sharding import full_tensor
@@ -45,7 +45,7 @@ class FSDP(Dist):
             if part is model.lm_head and model.config.tie_embeddings:
                 model.lm_head.weight = model.wte.weight
                 continue
-            load_or_allocate(part, None, "cpu")
+            materialize(part, None, "cpu")
             model.init_weights(part, f"{name}.")
             if isinstance(part, Block):
                 fully_shard(part, mesh=mesh, mp_policy=policy)

@@ -1,6 +1,6 @@
 """Finetuning: start a run from the weights and the tokenizer of another run, or of a model for transformers."""
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 
 import torch.nn.functional as F
 
@@ -15,8 +15,9 @@ from training.sharding import load_weights
 
 
 def load_run_tokenizer(run: str | None, name: str | None = None) -> dict | None:
-    """Load the tokenizer spec of `run` (the setting tokenizer.run); None if `run` is None. Raises UserError.
+    """Load the tokenizer spec of a run. Raises UserError.
 
+    run: the setting tokenizer.run. If it is None, there is no spec.
     name: the run to train. If it has a checkpoint, its spec is used, so that `run` can be removed.
     """
     if run is None:
@@ -26,31 +27,16 @@ def load_run_tokenizer(run: str | None, name: str | None = None) -> dict | None:
 
 
 def load_init_weights(init_from: str, model: GPT, metadata: dict) -> None:
-    """Load the weights that train.init_from names into `model`: the best ones of a run, or a model for transformers.
+    """Load the weights that the setting train.init_from names. Raises UserError for another tokenizer or model.
 
-    metadata: see make_checkpoint_metadata, of the new run. Raises UserError if the tokenizer or the model is different.
+    metadata: of the new run, from make_checkpoint_metadata.
     """
     run = f"hf:openai-community/{init_from}" if init_from in GPT2_MODELS else init_from.removeprefix("run:")
     path, saved = load_pretrained(run)
-    vocab_size, config = saved["vocab_size"], GPTConfig(**saved["model_config"])
     if saved["tokenizer"] | {"name": None} != metadata["tokenizer"] | {"name": None}:
         raise UserError(f"{path} has another tokenizer than this run; set tokenizer=run tokenizer.run={run}")
-    may_differ = {"name", "dropout", "pad_vocab_multiple"}
-    if model.config.position == "rotary" or config.block_size >= model.config.block_size:
-        may_differ.add("block_size")
-    if config.max_ngram == 1:
-        may_differ.add("ngram_table_size")
-    theirs = asdict(config) | {"n_kv_head": config.kv_heads, "mlp_width": config.mlp_channels}
-    # the values that null stands for, if all other settings are those of the saved model
-    defaults = {"n_kv_head": config.n_head, "mlp_width": replace(config, mlp_width=None).mlp_channels}
-    ours = asdict(model.config)
-    ours |= {key: value for key, value in defaults.items() if ours[key] is None}
-    different = [
-        f"model.{key}={format_value(value)}"
-        for key, value in theirs.items()
-        if value != ours[key] and key not in may_differ
-    ]
-    if different:
+    vocab_size, config = saved["vocab_size"], GPTConfig(**saved["model_config"])
+    if different := _different_settings(config, model.config):
         raise UserError(f"{path} has another model than this run; set {' '.join(different)}")
     weights = dict(saved["model"])
     if model.wpe is not None:
@@ -58,3 +44,16 @@ def load_init_weights(init_from: str, model: GPT, metadata: dict) -> None:
     for name in ("wte.weight", "lm_head.weight"):  # this run can pad the vocabulary to another size
         weights[name] = F.pad(weights[name][:vocab_size], (0, 0, 0, model.wte.num_embeddings - vocab_size))
     load_weights(model, weights)
+
+
+def _different_settings(saved: GPTConfig, config: GPTConfig) -> list[str]:
+    """Overrides of `config` that give the saved model, such as model.n_layer=2."""
+    may_differ = {"name", "dropout", "pad_vocab_multiple"}
+    if config.position == "rotary" or saved.block_size >= config.block_size:
+        may_differ.add("block_size")
+    if saved.max_ngram == 1:
+        may_differ.add("ngram_table_size")
+    # a setting can be null in one config, and have the value that null stands for in the other
+    old, new = (asdict(c) | {"n_kv_head": c.kv_heads, "mlp_width": c.mlp_channels} for c in (saved, config))
+    different = [key for key in old if old[key] != new[key] and getattr(saved, key) != getattr(config, key)]
+    return [f"model.{key}={format_value(old[key])}" for key in different if key not in may_differ]

@@ -1,21 +1,19 @@
 """Muon: momentum with orthogonalized updates (Jordan et al., 2024, https://kellerjordan.github.io/posts/muon/).
 
 torch.optim.Muon always computes in bfloat16, which is a thousand times slower than float32 on a CPU without bfloat16
-instructions, and it updates one matrix at a time. This class computes in bfloat16 only if the run does, and it updates
-all matrices of one shape together.
+instructions, and it updates one matrix at a time. This class computes in either dtype, and updates all matrices of one
+shape together.
 """
 
 import math
 from collections import defaultdict
-from functools import partial
+from collections.abc import Iterable
 
 import torch
 from torch import Tensor
 
-from common.startup import Uncompiled
+from common.startup import OptimizerWithoutDynamo
 from training.sharding import map_matrices
-
-COEFFICIENTS = (3.4445, -4.7750, 2.0315)  # of the quintic polynomial; small singular values grow fast with them
 
 
 def orthogonalize(matrices: Tensor, steps: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -23,7 +21,7 @@ def orthogonalize(matrices: Tensor, steps: int, dtype: torch.dtype = torch.float
 
     Newton-Schulz iteration X <- aX + (bA + cA^2)X with A = XX^T, where A has the size of the shorter side. dtype: of X.
     """
-    a, b, c = COEFFICIENTS
+    a, b, c = 3.4445, -4.7750, 2.0315  # chosen so that small singular values grow fast
     is_tall = matrices.shape[-2] > matrices.shape[-1]
     X = matrices.to(dtype)
     X = X.mT if is_tall else X
@@ -34,26 +32,24 @@ def orthogonalize(matrices: Tensor, steps: int, dtype: torch.dtype = torch.float
     return (X.mT if is_tall else X).type_as(matrices)
 
 
-class Muon(Uncompiled):
-    """Muon for parameters with two dimensions. Updates are scaled by sqrt(max(1, rows / columns)).
+class Muon(OptimizerWithoutDynamo):
+    """Muon for the matrices of hidden layers. Use AdamW for embeddings, the output layer, and norms and biases.
 
-    dtype: of the orthogonalization, float32 or bfloat16.
+    params: parameters with two dimensions, or parameter groups.
+    lr: learning rate. Updates are also scaled by sqrt(max(1, rows / columns)).
+    ns_steps: Newton-Schulz iterations.
+    dtype: dtype of the orthogonalization. torch.bfloat16 is faster on GPUs.
     """
 
     def __init__(
-        self,
-        params,
-        lr: float,
-        momentum: float,
-        weight_decay: float,
-        ns_steps: int,
+        self, params: Iterable, lr: float = 0.02, momentum: float = 0.95, weight_decay: float = 0.0, ns_steps: int = 5,
         dtype: torch.dtype = torch.float32,
-    ):
+    ):  # fmt: skip
         super().__init__(params, dict(lr=lr, momentum=momentum, weight_decay=weight_decay, ns_steps=ns_steps))
         self.dtype = dtype
 
     @torch.no_grad()
-    def step(self, closure=None) -> None:
+    def step(self, closure: None = None) -> None:
         for group in self.param_groups:
             by_shape = defaultdict(list)
             for p in group["params"]:
@@ -70,7 +66,6 @@ class Muon(Uncompiled):
         torch._foreach_lerp_(buffers, grads, 1 - group["momentum"])
         nesterov = [grad.clone() for grad in grads]
         torch._foreach_lerp_(nesterov, buffers, group["momentum"])  # FSDP2 has no out-of-place form in torch 2.12
-        orthogonalize_all = partial(orthogonalize, steps=group["ns_steps"], dtype=self.dtype)
-        updates = map_matrices(orthogonalize_all, torch.stack(nesterov))
+        updates = map_matrices(lambda X: orthogonalize(X, group["ns_steps"], self.dtype), torch.stack(nesterov))
         torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
         torch._foreach_add_(params, list(updates.unbind()), alpha=-group["lr"] * scale)

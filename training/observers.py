@@ -42,9 +42,7 @@ class Observers(ExitStack):
             trace = run.folder / "trace.json.gz"
             self.profiler = StepProfiler(runtime.device, run.summary["accumulation"], trace, self.progress.print)
         run_config = asdict(config) | {"attention": asdict(config.attention) | run.summary["attention"]}
-        self.wandb = WandbRun(
-            config.wandb, run.folder, run_config, state.wandb_id, name=run.name, group=config.wandb.group
-        )
+        self.wandb = WandbRun(config.wandb, run.folder, run_config, state.wandb_id, name=run.name)
         # the gradient scaler skips steps whose gradients overflow
         must_be_finite = ["val/loss", "train/loss"] + ["grad_norm"] * (not state.scaler.is_enabled())
         self.metrics = MetricsLogger(run.folder if run.is_main else None, state.step, self.wandb, must_be_finite)
@@ -61,7 +59,7 @@ class Observers(ExitStack):
     def end_step(self) -> None:
         self._read_timing = self.speed.end_step()
         if self.profiler:
-            self.profiler.end_step()
+            self.profiler.step()
 
     def log_step(self, row: dict, progress: float, is_best: bool = False) -> None:
         """Log a step's metrics, and those of an evaluation if there was one. progress: part of the run, 0 to 1.

@@ -1,88 +1,73 @@
-"""Optimizers: parameter groups, the optimizer step, and state by parameter name.
+"""Optimizers: how a model's parameters are updated, and optimizer state by parameter name.
 
-To add an optimizer, write a function here and list it in OPTIMIZERS, add its dataclass to training/config.py and
-configs/schema.py, and a YAML file to configs/optimizer/. The function returns a list of optimizers. Each parameter
-group has a `peak_lr`, which the schedule scales.
+To add an optimizer, write its config as a dataclass in training/config.py and list it there in OPTIMIZER_CONFIGS. Then
+write a function here that returns torch optimizers over all parameters, and list it in OPTIMIZERS.
 """
 
 import math
+from collections import defaultdict
 from collections.abc import Callable
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from common.errors import UserError
 from common.startup import AdamW
-from training.config import AdamWConfig, MuonConfig
+from training.config import AdamWConfig, MuonConfig, OptimizerConfig
 from training.muon import Muon
 from training.sharding import full_tensor, shard_like
 
 
-def _group(params: list[nn.Parameter], lr: float, weight_decay: float) -> dict:
-    return {"params": params, "lr": lr, "peak_lr": lr, "weight_decay": weight_decay}
-
-
-def adamw(model: nn.Module, config: AdamWConfig, dtype: torch.dtype) -> list[Optimizer]:
+def build_adamw(model: nn.Module, config: AdamWConfig, dtype: torch.dtype) -> list[Optimizer]:
     """AdamW on all parameters. Biases and norms, which have fewer than two dimensions, have no weight decay."""
-    params = list(model.parameters())
     groups = [
-        _group([p for p in params if p.ndim >= 2], config.lr, config.weight_decay),
-        _group([p for p in params if p.ndim < 2], config.lr, 0.0),
+        {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": config.weight_decay},
+        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
     ]
-    groups = [group for group in groups if group["params"]]
-    return [AdamW(groups, betas=tuple(config.betas), eps=config.eps, fused=True)]
+    return [AdamW(groups, config.lr, tuple(config.betas), config.eps, fused=True)]
 
 
-def muon(model: nn.Module, config: MuonConfig, dtype: torch.dtype) -> list[Optimizer]:
+def build_muon(model: nn.Module, config: MuonConfig, dtype: torch.dtype) -> list[Optimizer]:
     """Muon on the matrices of the blocks. AdamW with three learning rates on embeddings, head, and norms and biases."""
-    muon_dtype = torch.float32 if dtype == torch.float32 else torch.bfloat16  # whose range is that of float32
-    in_blocks = {id(p) for p in model.blocks.parameters() if p.ndim == 2}
-    matrices = [p for p in model.parameters() if id(p) in in_blocks]
-    ngram_table = [] if model.ngrams is None else [model.ngrams.table.weight]
-    head = [] if model.lm_head.weight is model.wte.weight else [model.lm_head.weight]
-    others = in_blocks | {id(p) for p in ngram_table + head}
-    embeddings = [p for p in model.parameters() if p.ndim == 2 and id(p) not in others]
-    vectors = [p for p in model.parameters() if p.ndim < 2]
+    params = defaultdict(list)
+    for name, p in model.named_parameters():  # a tied head is part of the embeddings
+        params["vectors" if p.ndim < 2 else name.partition(".")[0]].append(p)
+    muon_dtype = torch.float32 if dtype == torch.float32 else torch.bfloat16  # with the range of float32
+    muon = Muon(params.pop("blocks"), config.lr, config.momentum, config.weight_decay, config.ns_steps, muon_dtype)
+    lr = {"lm_head": config.head_lr, "vectors": config.norm_lr}
+    weight_decay = {"ngrams": config.ngram_weight_decay}
     groups = [
-        _group(embeddings, config.embedding_lr, 0.0),
-        _group(ngram_table, config.embedding_lr, config.ngram_weight_decay),
-        _group(head, config.head_lr, 0.0),
-        _group(vectors, config.norm_lr, 0.0),
+        {"params": group, "lr": lr.get(part, config.embedding_lr), "weight_decay": weight_decay.get(part, 0.0)}
+        for part, group in params.items()
     ]
-    groups = [group for group in groups if group["params"]]
-    return [
-        Muon(
-            [_group(matrices, config.lr, config.weight_decay)],
-            config.lr,
-            config.momentum,
-            0.0,
-            config.ns_steps,
-            muon_dtype,
-        ),
-        AdamW(groups, betas=tuple(config.betas), eps=config.eps, fused=True),
-    ]
+    return [muon, AdamW(groups, betas=tuple(config.betas), eps=config.eps, fused=True)]
 
 
-OPTIMIZERS: dict[str, Callable[..., list[Optimizer]]] = {f.__name__: f for f in (adamw, muon)}
+OPTIMIZERS: dict[str, Callable[..., list[Optimizer]]] = {"adamw": build_adamw, "muon": build_muon}
 
 
-def build_optimizers(
-    model: nn.Module, config: AdamWConfig | MuonConfig, dtype: torch.dtype = torch.float32
-) -> list[Optimizer]:
-    """Build the configured optimizers over all parameters of the model, for a run in `dtype`. Raises UserError."""
-    if config.name not in OPTIMIZERS:
-        raise UserError(f"optimizer.name={config.name} is unknown; set one of {', '.join(OPTIMIZERS)}")
-    return OPTIMIZERS[config.name](model, config, dtype)
+def build_optimizers(model: nn.Module, config: OptimizerConfig, dtype: torch.dtype = torch.float32) -> list[Optimizer]:
+    """Build the configured optimizers over all parameters of the model. dtype: of the forward and backward pass."""
+    optimizers = OPTIMIZERS[config.name](model, config, dtype)
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["peak_lr"] = group["lr"]
+    return optimizers
+
+
+def set_lr(optimizers: list[Optimizer], scale: float) -> None:
+    """Set all learning rates to `scale` times their peak."""
+    for optimizer in optimizers:
+        for group in optimizer.param_groups:
+            group["lr"] = group["peak_lr"] * scale
 
 
 def optimizer_step(
     model: nn.Module, optimizers: list[Optimizer], scaler: torch.amp.GradScaler, max_grad_norm: float | None
 ) -> Tensor:
-    """Clip the gradients, step all optimizers, and clear the gradients -> the gradient norm before clipping.
+    """Clip the gradients, step all optimizers, and clear the gradients. Returns the gradient norm before clipping.
 
-    max_grad_norm None: no clipping. After a float16 overflow, the scaler skips the step. The overflow can be in the
-    parameters of one optimizer only, so the norm over all parameters decides for all optimizers.
+    After a float16 overflow, all optimizers skip the step, even if only the gradients of one are not finite.
     """
     for optimizer in optimizers:
         scaler.unscale_(optimizer)
@@ -95,13 +80,6 @@ def optimizer_step(
     return grad_norm
 
 
-def set_lr(optimizers: list[Optimizer], scale: float) -> None:
-    """Set all learning rates to `scale` times their peak."""
-    for optimizer in optimizers:
-        for group in optimizer.param_groups:
-            group["lr"] = group["peak_lr"] * scale
-
-
 def state_by_name(model: nn.Module, optimizers: list[Optimizer]) -> dict[str, dict]:
     """The state of all optimizers by parameter name: {name: {"exp_avg": tensor, ...}}."""
     state = {p: s for optimizer in optimizers for p, s in optimizer.state.items()}
@@ -109,7 +87,7 @@ def state_by_name(model: nn.Module, optimizers: list[Optimizer]) -> dict[str, di
 
 
 def load_state_by_name(model: nn.Module, optimizers: list[Optimizer], state: dict[str, dict]) -> None:
-    """Load what state_by_name returned. Learning rates, betas and weight decay stay those of the config."""
+    """Load what state_by_name returned. Learning rates, betas and weight decay do not change."""
     names = {p: name for name, p in model.named_parameters()}
     for optimizer in optimizers:
         params = [p for group in optimizer.param_groups for p in group["params"]]

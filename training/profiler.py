@@ -12,40 +12,30 @@ MAX_RECORDED_STEPS = 3
 MAX_MICRO_BATCHES = 24  # no step is recorded after this many micro batches, which limits the size of the trace
 
 
-class StepProfiler:
-    """Context manager around the training loop. Records up to MAX_RECORDED_STEPS steps after the first WARMUP_STEPS.
+class StepProfiler(torch.profiler.profile):
+    """Context manager around the training loop, which calls step() after each step. Records steps after the warmup.
 
-    accumulation: micro batches per step. trace: the file to write. print_line: prints the table.
+    accumulation: micro batches per step.
+    trace: path of the trace that it writes.
     """
 
     def __init__(self, device: torch.device, accumulation: int, trace: Path, print_line: Callable[[str], None]):
-        self.trace, self.print_line = trace, print_line
-        self.sort_by = "self_device_time_total" if device.type == "cuda" else "self_cpu_time_total"
         recorded = min(MAX_RECORDED_STEPS, -(-MAX_MICRO_BATCHES // accumulation))
-        self.steps, self.last_step = 0, WARMUP_STEPS + recorded
+        schedule = torch.profiler.schedule(wait=WARMUP_STEPS - 1, warmup=1, active=recorded, repeat=1)
+        self.last_step, self.trace, self.print_line = WARMUP_STEPS + recorded, trace, print_line
+        self.sort_by = f"self_{'device' if device.type == 'cuda' else 'cpu'}_time_total"
         if device.type == "cpu":
             os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise the profiler writes messages to stderr
-        schedule = torch.profiler.schedule(wait=WARMUP_STEPS - 1, warmup=1, active=recorded, repeat=1)
-        self._profiler = torch.profiler.profile(schedule=schedule, on_trace_ready=self._report)
+        super().__init__(schedule=schedule, on_trace_ready=StepProfiler._report)
 
-    def end_step(self) -> None:
-        self.steps += 1
-        if self.steps <= self.last_step:
-            self._profiler.step()  # after the last recorded step, it calls _report
+    def _report(self) -> None:
+        if self.step_num == self.last_step:  # otherwise the run ends early
+            self.export_chrome_trace(str(self.trace))
+            table = self.key_averages().table(self.sort_by, row_limit=20, max_name_column_width=40)
+            self.print_line(f"steps {WARMUP_STEPS + 1} to {self.last_step}\n{table}")
+            self.print_line(f"trace    {self.trace} (open it at ui.perfetto.dev or chrome://tracing)")
 
-    def _report(self, profiler: torch.profiler.profile) -> None:
-        if self.steps < self.last_step:
-            return  # the run ends before the last recorded step
-        profiler.export_chrome_trace(str(self.trace))
-        table = profiler.key_averages().table(self.sort_by, row_limit=20, max_name_column_width=40)
-        self.print_line(f"steps {WARMUP_STEPS + 1} to {self.last_step}\n{table}")
-        self.print_line(f"trace    {self.trace} (open it at ui.perfetto.dev or chrome://tracing)")
-
-    def __enter__(self) -> "StepProfiler":
-        self._profiler.start()
-        return self
-
-    def __exit__(self, *error) -> None:
-        self._profiler.stop()
-        if self.steps < self.last_step:
+    def stop(self) -> None:
+        super().stop()
+        if self.step_num < self.last_step:
             self.print_line(f"nothing was profiled: train.profile=true needs a run of {self.last_step} steps or more")

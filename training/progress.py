@@ -12,21 +12,20 @@ from training.config import AUTO, RunConfig
 def format_banner(config: RunConfig, folder: Path, summary: dict, meta: dict) -> str:
     """The first lines of a run: what is trained, on which data and device.
 
-    config: the config of train.py. summary: as in summary.json. meta: the data's meta.json.
+    summary: content of the run's summary.json.
+    meta: content of the data's meta.json.
     """
     model, train, tokens, step = config.model, config.train, meta["tokens"], summary["step"]
-    attention, warmup_steps = summary["attention"], config.schedule.warmup_steps
-    tokens_per_step = train.batch_size * model.block_size
+    size, attention, accumulation = meta["bytes"]["train"], summary["attention"], summary["accumulation"]
+    tokens_per_step, warmup_steps = train.batch_size * model.block_size, config.schedule.warmup_steps
     limits = [train.steps and pluralize(train.steps, "step"), train.minutes and f"{train.minutes:g} minutes"]
-    length, is_auto = " or ".join(filter(None, limits)), train.micro_batch_size == AUTO
-    micro_batches = pluralize(summary["accumulation"], "micro batch")
-    micro_batches += f" of {pluralize(summary['micro_batch_size'], 'sequence')}"
+    micro_batches = f"{pluralize(accumulation, 'micro batch')} of {pluralize(summary['micro_batch_size'], 'sequence')}"
+    is_auto = train.micro_batch_size == AUTO
     lines = {
         "run      ": [folder, step and f"resumed from step {step:,}"],
-        "preset   ": [config.preset and f"{config.preset}, for {format_bytes(meta['bytes']['train'])} of text"],
+        "preset   ": [config.preset and f"{config.preset}, for {format_bytes(size)} of text"],
         "data     ": [
-            config.data.label,
-            f"{tokens['train']:,} training tokens and {tokens['val']:,} validation tokens",
+            f"{config.data.label}, {tokens['train']:,} training tokens and {tokens['val']:,} validation tokens",
             f"{meta['tokenizer']['name']} vocabulary of {meta['vocab_size']:,}",
             config.data.document_mask and "attention within documents only",
         ],
@@ -36,15 +35,15 @@ def format_banner(config: RunConfig, folder: Path, summary: dict, meta: dict) ->
             train.init_from and not step and f"starting from {train.init_from}",
         ],
         "device   ": [
-            summary["device_name"],
-            summary["dtype"],
+            f"{summary['device_name']}, {summary['dtype']}",
             summary["compile"] and "compiled",
             f"attention {attention['requested']} -> {attention['resolved']}",
             summary["world_size"] > 1 and f"{summary['world_size']} processes with {config.parallel}",
         ],
         "training for ": [
-            f"{length} of {train.batch_size} x {model.block_size} = {tokens_per_step:,} tokens",
-            (summary["accumulation"] > 1 or is_auto) and micro_batches + " (the largest that fits)" * is_auto,
+            " or ".join(filter(None, limits))
+            + f" of {train.batch_size} x {model.block_size} = {tokens_per_step:,} tokens",
+            (accumulation > 1 or is_auto) and micro_batches + " (the largest that fits)" * is_auto,
             train.activation_checkpointing != "none" and f"activation checkpointing: {train.activation_checkpointing}",
             train.steps and format_epochs(train.steps * tokens_per_step / tokens["train"]),
             warmup_steps >= (train.steps or inf) and f"all of them warmup (schedule.warmup_steps={warmup_steps:,})",
@@ -56,11 +55,9 @@ def format_banner(config: RunConfig, folder: Path, summary: dict, meta: dict) ->
 def describe_model(model: GPTConfig) -> str:
     """The size of a model: layers, heads, channels, context and windows."""
     words = [
-        pluralize(model.n_layer, "layer"),
-        pluralize(model.n_head, "head"),
+        f"{pluralize(model.n_layer, 'layer')}, {pluralize(model.n_head, 'head')}",
         model.kv_heads != model.n_head and f"{model.kv_heads} key/value heads",
-        f"{model.n_embd} channels",
-        f"context {model.block_size}",
+        f"{model.n_embd} channels, context {model.block_size}",
         any(model.windows) and f"windows {format_value(model.window)}",
         "linear" in model.mixers and f"mixer {format_value(model.mixer)}",
     ]
@@ -72,7 +69,7 @@ def format_epochs(epochs: float) -> str:
 
 
 def format_summary(summary: dict, folder: Path) -> str:
-    """The last lines of a run: its losses and speed, and the command for a sample. summary: as in summary.json."""
+    """The last lines of a run: its losses and speed, and the command that generates a sample."""
     last = f"last {summary['last_val_loss']:.4f}; " if summary["best_step"] != summary["step"] else ""
     return (
         f"best validation loss {summary['best_val_loss']:.4f}, {summary['best_val_bpb']:.3f} bits per byte, at step "

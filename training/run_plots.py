@@ -18,16 +18,7 @@ ATTENTION_PANELS = {
 
 
 def plot_run(folder: Path) -> None:
-    """Plot the metrics in <folder>/metrics.jsonl over the steps."""
-    plot_loss(folder)
-    with open(folder / "metrics.jsonl", "rb") as file:
-        rows = [json.loads(line) for line in file if b'"attention/entropy"' in line]
-    if rows:
-        plot_attention(rows, folder / "attention.png")
-
-
-def plot_loss(folder: Path) -> None:
-    """Plot the losses in <folder>/metrics.jsonl over the steps, as <folder>/loss.png."""
+    """Plot the losses, and the attention statistics if there are any, in <folder>/metrics.jsonl over the steps."""
     train, val = read_curves(folder / "metrics.jsonl", "train/loss", "val/loss").values()
     figure = make_figure(7.5, 4.2)
     axes = figure.subplots()
@@ -42,35 +33,34 @@ def plot_loss(folder: Path) -> None:
     if axes.lines:
         axes.legend(frameon=False)
     figure.savefig(folder / "loss.png")
+    with open(folder / "metrics.jsonl", "rb") as file:
+        rows = [json.loads(line) for line in file if b'"attention/entropy"' in line]
+    if rows:
+        _plot_attention(rows, folder / "attention.png")
 
 
-def plot_attention(rows: list[dict], path: Path) -> None:
-    """Plot the attention statistics of evaluations: thick lines are layers (mean over heads), thin lines heads."""
+def _plot_attention(rows: list[dict], path: Path) -> None:
+    """Plot the attention statistics of evaluations. Thick lines are layers (mean over heads), thin lines heads."""
     from matplotlib import colormaps
-    from matplotlib.ticker import LogFormatter
 
     steps = [row["step"] for row in rows]
     n_layer = len({key.split("/")[2] for key in rows[0] if key.startswith("attention/entropy/")})
     colors = colormaps["viridis"](np.linspace(0, 0.9, n_layer))  # without yellow, which is hard to see on white
     figure = make_figure(10, 5.6)
-    panels = figure.subplots(2, 3).flatten()
-    for axes, (name, title) in zip(panels, ATTENTION_PANELS.items(), strict=False):
+    *panels, legend = figure.subplots(2, 3).flatten()
+    for axes, (name, title) in zip(panels, ATTENTION_PANELS.items(), strict=True):
         keys = [key for key in rows[0] if key.startswith(f"attention/{name}/")]
         values = np.array([[row[key] for key in keys] for row in rows], dtype=float)  # None becomes NaN
         values = values.reshape(len(rows), n_layer, -1)  # one column per head
         style_axes(axes, title)
         for layer, color in enumerate(colors):
             axes.plot(steps, values[:, layer], color=color, linewidth=0.5, alpha=min(0.5, 3 / n_layer), zorder=1)
-            mean = values[:, layer].mean(-1)
-            axes.plot(steps, mean, color=color, linewidth=1.8, label=f"layer {layer + 1}")
+            axes.plot(steps, values[:, layer].mean(-1), color=color, linewidth=1.8, label=f"layer {layer + 1}")
         axes.set_xlabel("optimizer step")
         axes.locator_params(axis="x", integer=True)
     panels[0].set_yscale("log", nonpositive="clip")
-    panels[0].yaxis.set_major_formatter("{x:g}")
-    panels[0].yaxis.set_minor_formatter(LogFormatter())
-    panels[-1].axis("off")
-    panels[-1].legend(
-        *panels[0].get_legend_handles_labels(), loc="center", ncols=-(-n_layer // 12), frameon=False, fontsize=9,
-        title=f"{path.parent.name}\nthick: mean over heads, thin: heads",
-    )  # fmt: skip
+    legend.axis("off")
+    title = f"{path.parent.name}\nthick: mean over heads, thin: heads"
+    lines = panels[0].get_legend_handles_labels()
+    legend.legend(*lines, loc="center", ncols=-(-n_layer // 12), frameon=False, fontsize=9, title=title)
     figure.savefig(path)

@@ -21,28 +21,27 @@ GPU_PEAK = {
 
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     """Peak FLOP/s of matrix products on one device: from GPU_PEAK, else the fastest of a few large products."""
-    if device.type == "cuda":
-        known = GPU_PEAK.get(torch.cuda.get_device_name(device))
-        is_tf32 = dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
-        if known and not is_tf32:
-            return known[dtype == torch.float32]
-    size = 8192 if device.type == "cuda" else 1024
+    is_cuda = device.type == "cuda"
+    is_tf32 = dtype == torch.float32 and torch.get_float32_matmul_precision() != "highest"
+    if is_cuda and not is_tf32 and (known := GPU_PEAK.get(torch.cuda.get_device_name(device))):
+        return known[dtype == torch.float32]
+    size = 8192 if is_cuda else 1024
     a = torch.randn(size, size, device=device).to(dtype)
     return 2 * size**3 / min(_time_repeatedly(lambda: a @ a, device, 4))
 
 
 def synchronize(device: torch.device) -> None:
     """Wait until the device has finished its work."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)
-    elif device.type == "mps":
-        torch.mps.synchronize()
+    if device.type != "cpu":
+        torch.accelerator.synchronize(device)
 
 
 class Speed:
     """Step times, throughput and MFU of a run. On CUDA, no step waits for the GPU.
 
-    tokens, flops: per optimizer step, over all devices. peak: peak FLOP/s of all devices.
+    tokens: per optimizer step, over all devices.
+    flops: FLOPs of an optimizer step, over all devices.
+    peak: peak FLOP/s of all devices.
     """
 
     def __init__(self, device: torch.device, tokens: int, flops: float, peak: float):
@@ -57,22 +56,19 @@ class Speed:
         start, end = self._start, _record_time(self.device)
 
         def read() -> dict:
-            self.steps.append(_elapsed_seconds(self.device, start, end))
+            self.steps.append(_elapsed_seconds(start, end))
             return self._metrics(self.steps[-1])
 
         return read
 
     def median(self) -> dict:
-        """The metrics of the median step; {} before the first. The first WARMUP_STEPS count if there are no others."""
+        """Metrics of the median step, without warmup steps if there are others. Empty before the first step."""
         steps = self.steps[WARMUP_STEPS:] or self.steps
         return self._metrics(statistics.median(steps)) if steps else {}
 
     def _metrics(self, seconds: float) -> dict:
-        return {
-            "step_ms": 1000 * seconds,
-            "tokens_per_second": self.tokens / seconds,
-            "mfu": self.flops / seconds / self.peak,
-        }
+        speed = {"tokens_per_second": self.tokens / seconds, "mfu": self.flops / seconds / self.peak}
+        return {"step_ms": 1000 * seconds} | speed
 
 
 def compile_seconds() -> float:
@@ -84,7 +80,7 @@ def compile_seconds() -> float:
 
 
 def time_calls(call: Callable, device: torch.device, min_calls: int, seconds: float, max_calls: int) -> list[float]:
-    """Time the calls that fit into about `seconds`, at least min_calls and at most max_calls -> seconds of each call.
+    """Time as many calls as fit into about `seconds`, within the limits. Returns the seconds of each call.
 
     After the first call, a fifth of this number of calls runs untimed, as warmup.
     """
@@ -100,7 +96,7 @@ def _time_repeatedly(call: Callable, device: torch.device, count: int) -> list[f
         start = _record_time(device)
         call()
         times.append((start, _record_time(device)))
-    return [_elapsed_seconds(device, start, end) for start, end in times]
+    return [_elapsed_seconds(start, end) for start, end in times]
 
 
 def _record_time(device: torch.device) -> Any:
@@ -113,8 +109,8 @@ def _record_time(device: torch.device) -> Any:
     return event
 
 
-def _elapsed_seconds(device: torch.device, start: Any, end: Any) -> float:
-    if device.type != "cuda":
+def _elapsed_seconds(start: Any, end: Any) -> float:
+    if isinstance(end, float):
         return end - start
     end.synchronize()
     return start.elapsed_time(end) / 1000

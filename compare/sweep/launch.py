@@ -12,7 +12,7 @@ from common.system import command_line
 from compare.runs.comparison import compare, print_comparison
 from compare.sweep.jobs import Job, Outcome, train_job
 from training.config import TrainWandbConfig
-from training.wandb_logger import log_table_to_wandb
+from training.wandb_logger import WandbRun
 
 
 def run_sweep(name: str, jobs: list[Job], launcher: Any = None) -> int:
@@ -74,9 +74,11 @@ def finish_sweep(folder: Path, jobs: list[Job], outcomes: dict[str, Outcome]) ->
     rows = compare([folder], folder)
     print_comparison(rows, folder)
     if outcomes:
-        wandb = TrainWandbConfig(**jobs[0].config["wandb"])
-        picture, report, title = folder / "comparison.png", folder / "report.html", f"{folder.name}-comparison"
-        log_table_to_wandb(wandb, "comparison", title, wandb.group, rows, picture, {}, report)
+        config = TrainWandbConfig(**jobs[0].config["wandb"])
+        wandb = WandbRun(config, folder, {}, name=f"{folder.name}-comparison", job_type="comparison")
+        files = {"comparison_picture": folder / "comparison.png", "comparison_report": folder / "report.html"}
+        wandb.log([{"comparison": rows} | files])
+        wandb.finish(0)
     statuses = {outcome.status for outcome in outcomes.values()}
     if statuses == {"refused"} and len(outcomes) == len(jobs):
         return EXIT_CODES["refused"]

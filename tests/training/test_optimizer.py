@@ -9,7 +9,14 @@ import torch
 from helpers import ADAMW, MUON, tiny_model, train_step
 from torch import nn
 
-from training.optimizer import build_optimizers, load_state_by_name, optimizer_step, set_lr, state_by_name
+from training.optimizer import (
+    OPTIMIZERS,
+    build_optimizers,
+    load_state_by_name,
+    optimizer_step,
+    set_lr,
+    state_by_name,
+)
 
 
 def test_adamw_decays_only_matrices_and_updates_each_parameter_once():
@@ -45,6 +52,13 @@ def test_muon_updates_the_matrices_of_blocks_and_adamw_the_rest(tied):
     assert in_muon == {p for name, p in model.named_parameters() if name.startswith("blocks") and p.ndim == 2}
     assert rates[model.wte.weight] == MUON.embedding_lr
     assert rates[model.lm_head.weight] == (MUON.embedding_lr if tied else MUON.head_lr)
+
+
+def test_any_torch_optimizer_can_be_added_with_one_function(monkeypatch):
+    monkeypatch.setitem(OPTIMIZERS, "sgd", lambda model, config, _: [torch.optim.SGD(model.parameters(), config.lr)])
+    (sgd,) = build_optimizers(tiny_model(), replace(ADAMW, name="sgd"))
+    set_lr([sgd], 0.5)
+    assert [group["lr"] for group in sgd.param_groups] == [0.5 * ADAMW.lr]
 
 
 @pytest.mark.parametrize("config", [ADAMW, MUON], ids=["adamw", "muon"])

@@ -12,7 +12,7 @@ from training.speed import WARMUP_STEPS
 
 
 def run_steps(folder, num_steps, accumulation=1, error=None) -> list[str]:
-    """Run steps of one matrix product in each micro batch -> what the profiler prints."""
+    """Run steps with one matrix product per micro batch. Returns what the profiler prints."""
     printed = []
     profiler = StepProfiler(torch.device("cpu"), accumulation, folder / "trace.json.gz", printed.append)
     with suppress(ZeroDivisionError), profiler:
@@ -20,7 +20,7 @@ def run_steps(folder, num_steps, accumulation=1, error=None) -> list[str]:
             with torch.profiler.record_function("forward"):
                 for _ in range(accumulation):
                     torch.ones(2, 2) @ torch.ones(2, 2)
-            profiler.end_step()
+            profiler.step()
         torch.ones(1).erfinv()  # an evaluation after the last step
         if error is not None:
             raise error

@@ -17,7 +17,7 @@ from matplotlib.figure import Figure
 from common.run_dir import EXIT_CODES
 from training import wandb_logger
 from training.config import WandbConfig
-from training.wandb_logger import WandbRun, log_table_to_wandb
+from training.wandb_logger import WandbRun
 
 CONFIG = WandbConfig(mode="online", project="p", entity=None, group=None, tags=[])
 
@@ -55,12 +55,16 @@ def test_wandb_gets_the_id_all_rows_and_the_summary(tmp_path, calls, run_id, res
     assert calls == [start, {"step": 0}, {"step": 1}, {"best_val_loss": 2.0}, {"exit_code": 1}]
 
 
-def test_training_does_not_wait_for_the_start_of_wandb(tmp_path, calls, start):
+def test_training_does_not_wait_for_the_start_of_wandb_or_a_call_that_hangs(tmp_path, calls, start):
+    service = threading.Event()
     run = WandbRun(CONFIG, tmp_path, {})
+    run.call(lambda _: service.wait())
     run.log([{"step": 0}])
-    run.log([{"step": 1}])
     assert not calls
     start.set()
+    run.log([{"step": 1}])
+    assert len(calls) <= 1
+    service.set()
     run.finish(0)
     assert calls[1:] == [{"step": 0}, {"step": 1}, {"exit_code": 0}]
 
@@ -74,7 +78,7 @@ def test_end_of_a_run_waits_for_wandb_only_for_a_limited_time(tmp_path, start, m
     run.finish(EXIT_CODES[status])
     assert "wandb did not finish within 0.01 s" in capsys.readouterr().out
     start.set()  # ends the thread, which would call the wandb.init of the next test
-    run._starter.join()
+    run._thread.join()
 
 
 def read_steps(folder) -> list[int]:
@@ -95,19 +99,19 @@ def test_folders_of_a_resumed_offline_run_have_the_same_id_and_all_steps_togethe
 
 
 def test_run_does_not_need_the_service_process(train, monkeypatch, capfd):
-    services, popen, with_pictures = [], subprocess.Popen, wandb_logger._with_pictures
+    services, popen, to_media = [], subprocess.Popen, wandb_logger._to_media
     monkeypatch.setattr(
         subprocess, "Popen", lambda *args, **options: services.append(popen(*args, **options)) or services[-1]
     )
 
-    def kill_service_and_log(row):
+    def kill_service_and_convert(value):
         for process in services:
             if "wandb-core" in process.args[0]:
                 process.kill()
                 process.wait()
-        return with_pictures(row)
+        return to_media(value)
 
-    monkeypatch.setattr(wandb_logger, "_with_pictures", kill_service_and_log)
+    monkeypatch.setattr(wandb_logger, "_to_media", kill_service_and_convert)
     assert train("name=a", "wandb.mode=offline") == 0
     printed = capfd.readouterr()
     assert printed.out.count("continuing without wandb, runs/a has all results") == 1
@@ -116,15 +120,17 @@ def test_run_does_not_need_the_service_process(train, monkeypatch, capfd):
     assert summary("a")["status"] == "finished"
 
 
-def test_table_is_logged_with_a_picture_and_a_report(tmp_path, calls):
+def test_table_a_picture_and_a_page_are_logged(tmp_path, calls):
     picture, report = tmp_path / "a.png", tmp_path / "report.html"
     Figure().savefig(picture)
     report.write_text("<p>a report</p>")
-    log_table_to_wandb(CONFIG, "table", "a", None, [CONFIG], picture, {}, report)
-    _, row, end = calls
-    assert sorted(row) == ["table", "table_picture", "table_report"]
-    assert row["table_report"].html == "<p>a report</p>"
-    assert end == {"exit_code": 0}
+    run = WandbRun(CONFIG, tmp_path, {})
+    run.log([{"table": [CONFIG, CONFIG], "picture": picture, "report": report}])
+    run.finish(0)
+    _, row, _ = calls
+    assert row["table"].columns[:2] == ["mode", "project"] and len(row["table"].data) == 2
+    assert isinstance(row["picture"], wandb.Image)
+    assert row["report"].html == "<p>a report</p>"
 
 
 def test_missing_api_key_is_refused_without_a_question(workdir):

@@ -1,7 +1,8 @@
 """train.micro_batch_size=auto: halves the micro batch until training fits into the memory of a GPU.
 
-It needs CUDA: a CPU process that uses too much memory is swapped or killed without an error. With FSDP, a process that
-lacks memory would leave the others waiting. Steps run without torch.compile, which needs less memory.
+It needs CUDA, because a CPU process that uses too much memory is swapped or killed without an error. It needs DDP,
+because an FSDP process that lacks memory would leave the others waiting. The tried steps are not compiled. Compiled
+steps need less memory.
 """
 
 import torch
@@ -17,7 +18,7 @@ GPU_RESERVE_FRACTION = 0.05  # of a GPU's memory, left free for NCCL, fragmentat
 
 
 def check_micro_batch_size(config: RunConfig, runtime: Runtime) -> int:
-    """The smallest micro-batch size that a run can have. config: of train.py. Raises UserError for a wrong setting."""
+    """The smallest micro-batch size that the run can have. Raises UserError if train.micro_batch_size is invalid."""
     can_train = runtime.device.type == "cuda" and not isinstance(runtime.dist, FSDP) and not config.plan
     if config.train.micro_batch_size == AUTO and not can_train:
         raise UserError(
@@ -27,9 +28,9 @@ def check_micro_batch_size(config: RunConfig, runtime: Runtime) -> int:
 
 
 def resolve_micro_batch_size(config: RunConfig, runtime: Runtime, model: GPT) -> tuple[int, int]:
-    """(micro-batch size, accumulation steps), the same on all processes. Weights and random state do not change.
+    """Find the micro-batch size of all processes. Returns (micro-batch size, accumulation steps).
 
-    Raises UserError if not even one sequence fits.
+    Weights and random state do not change. Raises UserError if one sequence does not fit.
     """
     if config.train.micro_batch_size != AUTO:
         return config.train.split_batch(runtime.dist.world_size)
@@ -46,7 +47,7 @@ def resolve_micro_batch_size(config: RunConfig, runtime: Runtime, model: GPT) ->
 
 
 def fits(micro_batch_size: int, config: RunConfig, runtime: Runtime, model: GPT) -> bool:
-    """Whether two steps with learning rate 0 have enough memory, with GPU_RESERVE_FRACTION of the GPU's occupied."""
+    """Try two steps with learning rate 0 while GPU_RESERVE_FRACTION of the memory is occupied."""
     device = runtime.device
     total = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else 0
     try:
@@ -70,7 +71,7 @@ def fits(micro_batch_size: int, config: RunConfig, runtime: Runtime, model: GPT)
 
 
 def run_micro_batch(micro_batch_size: int, config: RunConfig, runtime: Runtime, model: GPT) -> None:
-    """Forward and backward pass on random tokens."""
+    """Run a forward and backward pass on random tokens."""
     tokens = torch.randint(model.vocab_size, (micro_batch_size, config.model.block_size), device=runtime.device)
     doc_ids = torch.zeros_like(tokens) if config.data.document_mask else None
     with runtime.autocast():

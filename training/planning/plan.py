@@ -1,4 +1,4 @@
-"""plan=true: prints the parameters, FLOPs, memory, steps and time of a run. Nothing is trained or downloaded."""
+"""plan=true: prints the parameters, FLOPs, memory, steps and time of a run, without training or downloading."""
 
 import statistics
 from math import inf
@@ -34,13 +34,13 @@ ACTIVATIONS = ("Activation", "Temp", "Other")  # categories of MemTracker
 
 
 class Plan:
-    """What a run needs. FLOPs are those of matrix products (model/flops.py), forward and backward.
+    """Estimated parameters, FLOPs, memory and time of a run.
 
-    Counts, FLOPs and speeds are for all processes together. memory: bytes of one process.
+    FLOPs count matrix products, forward and backward (model/flops.py). Memory is in bytes of one process. All other
+    numbers are for all processes together. Raises UserError if the vocabulary needs a download.
     """
 
     def __init__(self, config: RunConfig, runtime: Runtime):
-        """config: the config of train.py. Raises UserError if the vocabulary needs a download."""
         self.config, self.runtime, dist, T = config, runtime, runtime.dist, config.model.block_size
         dist.share_cores()
         self.micro_batch_size, self.accumulation = config.train.split_batch(dist.world_size)
@@ -56,7 +56,7 @@ class Plan:
         }
         flops = sum(self.flops_per_token.values())
         self.memory = estimate_memory(config, runtime, self.vocab_size)
-        # train.steps, or as many as fit into train.minutes
+        # the run ends at train.steps or train.minutes, whichever comes first
         self.flops_per_second = config.flops_per_second or dist.world_size * _measure_flops_per_second(self, flops)
         tokens_per_step, self.steps = config.train.batch_size * T, config.train.steps
         if config.train.minutes is not None:
@@ -69,14 +69,14 @@ class Plan:
 
 
 def estimate_memory(config: RunConfig, runtime: Runtime, vocab_size: int) -> dict[str, int]:
-    """Bytes of the tensors of one process. The model is made of fake tensors, which have no data.
+    """Estimate the bytes of one process's tensors with a model of fake tensors, which have no data.
 
     Weights, gradients and optimizer state are exact. Activations include temporary tensors at the peak of a forward and
-    backward pass. They are missing if attention is compiled, which fake tensors do not support.
+    backward pass. They are missing if attention is compiled, because fake tensors do not support compilation.
     """
-    from torch.distributed._tools.mem_tracker import MemTracker  # private; no public one; slow; torch 2.13
+    from torch.distributed._tools.mem_tracker import MemTracker  # private, checked with torch 2.13
 
-    processes = runtime.dist.world_size if isinstance(runtime.dist, FSDP) else 1  # that share one copy of the model
+    processes = runtime.dist.world_size if isinstance(runtime.dist, FSDP) else 1  # processes per copy of the model
     micro_batch_size, accumulation = config.train.split_batch(runtime.dist.world_size)
     with FakeTensorMode(), runtime.device:
         model = GPT(config.model, vocab_size, get_attention_fn(config.attention), device=str(runtime.device))
@@ -88,7 +88,7 @@ def estimate_memory(config: RunConfig, runtime: Runtime, vocab_size: int) -> dic
             optimizer.step()  # allocates its state
         states = tree_leaves([list(optimizer.state.values()) for optimizer in optimizers])
         weights, state = (sum(tensor.nbytes for tensor in tensors) for tensors in (model.parameters(), states))
-        # while a step accumulates, FSDP also keeps the gradients of all weights
+        # FSDP also stores complete gradients while a step accumulates
         gradients = weights // processes + (weights if processes > 1 and accumulation > 1 else 0)
         memory = {"weights": weights // processes, "gradients": gradients, "optimizer state": state // processes}
         if BACKENDS[config.attention.backend].needs_compiler and runtime.device.type == "cuda":
@@ -105,7 +105,7 @@ def estimate_memory(config: RunConfig, runtime: Runtime, vocab_size: int) -> dic
 
 
 def _find_vocab_size(data: DataConfig, config: TokenizerConfig, spec: dict | None) -> int:
-    """Vocabulary size; the largest possible one of tokenizer=bpe. Raises UserError if it needs a download."""
+    """The vocabulary size, or the largest possible size of tokenizer=bpe. Raises UserError if it needs a download."""
     if spec is not None:
         return tokenizer.from_spec(spec).n_vocab
     files = all_files(resolve_sources(data))
@@ -119,9 +119,9 @@ def _find_vocab_size(data: DataConfig, config: TokenizerConfig, spec: dict | Non
 
 
 def _measure_flops_per_second(plan: "Plan", flops: int) -> float:
-    """Median FLOP/s of forward and backward passes. The first pass, which loads kernels, counts only if no other fits.
+    """Measure the median FLOP/s of forward and backward passes that take about a second each.
 
-    flops: per token. The batch size is chosen so that a pass takes about a second.
+    flops: FLOPs per token. The first pass loads kernels, so it counts only if the time is over after it.
     """
     T, device = plan.config.model.block_size, plan.runtime.device
     one_second = int(0.5 * peak_flops(device, plan.runtime.dtype) / (flops * T))
@@ -137,7 +137,7 @@ def _measure_flops_per_second(plan: "Plan", flops: int) -> float:
 
 
 def show_plan(config: RunConfig, runtime: Runtime) -> int:
-    """Print the plan for a config of train.py -> exit code. With several processes, only rank 0 prints."""
+    """Print the plan of a run on rank 0. Returns the exit code."""
     if not runtime.dist.is_main:
         return 0
     plan, train, model = Plan(config, runtime), config.train, config.model
@@ -156,7 +156,7 @@ def show_plan(config: RunConfig, runtime: Runtime) -> int:
             if count:
                 table.add_row(f"  {name}", f"{format_count(count)} ({count / total:.1%})")
     if "activations" not in plan.memory:
-        table.add_row("  activations", "unknown, because this attention backend is compiled")
+        table.add_row("  activations", "unknown: this attention backend is compiled")
     processes = pluralize(runtime.dist.world_size, "process")
     sequences = f"{processes} x {plan.accumulation} x {plan.micro_batch_size} = {train.batch_size:,} sequences"
     table.add_row("step", f"{sequences} x {model.block_size:,} tokens")

@@ -104,9 +104,9 @@ def test_wandb_receives_the_picture(tmp_path, monkeypatch):
     plot_attention(np.ones((1, 1, 2, 2)), np.zeros((1, 1)), picture)
     backend = SimpleNamespace(log=logged.append, define_metric=lambda *_, **__: None, summary={}, finish=lambda _: None)
     monkeypatch.setattr(wandb, "init", lambda **_: backend)
-    sink = WandbRun(WandbConfig(mode="offline", project="p", entity=None, group=None, tags=[]), tmp_path, {})
-    sink.log([{"step": 5, "attention": picture, "entropy/layer-1": 0.5}])
-    sink.finish(0)
+    run = WandbRun(WandbConfig(mode="offline", project="p", entity=None, group=None, tags=[]), tmp_path, {})
+    run.log([{"step": 5, "attention": picture, "entropy/layer-1": 0.5}])
+    run.finish(0)
     (row,) = logged
     assert isinstance(row.pop("attention"), wandb.Image)
     assert row == {"step": 5, "entropy/layer-1": 0.5}
