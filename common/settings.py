@@ -6,6 +6,7 @@
 Rules between several keys are a method `rules` of the dataclass.
 """
 
+import re
 from collections.abc import Iterator, Sequence
 from dataclasses import field, fields, is_dataclass
 from math import inf
@@ -24,6 +25,7 @@ def setting(
     above: float = -inf,
     below: float = inf,
     choices: Sequence[str] = (),
+    pattern: str = ".*",
 ) -> Any:
     """A field of a config dataclass. None is always allowed, if the type allows it. Limits of a list are its items'.
 
@@ -31,8 +33,9 @@ def setting(
     low, high: smallest and largest value.
     above, below: limits that the value must not reach.
     choices: all valid values.
+    pattern: regular expression of the valid values.
     """
-    metadata = {"low": low, "high": high, "above": above, "below": below, "choices": choices}
+    metadata = {"low": low, "high": high, "above": above, "below": below, "choices": choices, "pattern": pattern}
     if isinstance(default, list | dict):
         return field(default_factory=lambda: default.copy(), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -67,6 +70,8 @@ def _check_value(name: str, value: Any, limits: Any) -> None:
     if limits["choices"]:
         if value not in limits["choices"]:
             raise UserError(f"{name}={format_value(value)} is unknown; set one of {', '.join(limits['choices'])}")
+    elif isinstance(value, str) and not re.fullmatch(limits["pattern"], value, re.DOTALL):
+        raise UserError(f"{name}={value} is unknown; set {limits['pattern']}")
     elif isinstance(value, int | float):
         low, high, above, below = (limits[key] for key in ("low", "high", "above", "below"))
         if not (low <= value <= high and above < value < below):

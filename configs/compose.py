@@ -32,7 +32,6 @@ CONFIGS = Path(__file__).parent
 # Keys whose value is used exactly as typed. Hydra's grammar would read "a, b" as a sweep and "f(x)" as a function.
 FREE_TEXT = re.compile(r"prompt|prompt_file|prompts|tasks|out|name|run|.*\.(run|init_from|group|repo|\w+_column)")
 FREE_TEXT_OR_LIST = re.compile(r"(.*\.)?(stop|path|val_path)")  # also accept a list: stop='["a", "b"]'
-QUOTED_LIST = re.compile(r"""\[\s*(["'].*)?\]""", re.DOTALL)
 
 
 def compose_config(script: str, words: list[str], config_dir: str | None = None) -> Any:
@@ -104,7 +103,7 @@ def to_hydra_word(script: str, word: str) -> str:
     key, value = word.split("=", 1)
     if key == "experiment" and key in list_groups(script):
         return f"experiment@_global_={value}"
-    is_list = FREE_TEXT_OR_LIST.fullmatch(key) and QUOTED_LIST.fullmatch(value)
+    is_list = value.startswith("[") and value.endswith("]")
     is_free_text = FREE_TEXT.fullmatch(key) or (FREE_TEXT_OR_LIST.fullmatch(key) and not is_list)
     if is_free_text and (value != "null" or key == "prompt"):
         value = re.sub(r"(\\*)\$\{", r"\1\1\\${", value)  # OmegaConf would replace ${...} by another value

@@ -23,16 +23,11 @@ SYNONYMS = {
     "checkpoint.every": "save_every save_steps",
     "name": "out_dir",
     "run": "out_dir",
-    "data": "dataset",
     "dtype": "precision",
-    "attention=flash": "flash flash_attention",
     "model.n_embd": "hidden_size d_model",
     "model.block_size": "seq_len seq_length context_length",
-    "temperature": "temp",
-    "eval.sample.temperature": "temp",
     "prompt": "start",
     "max_new_tokens": "length max_length",
-    "num_samples": "n",
 }
 
 
@@ -45,7 +40,7 @@ def find_similar(wrong: str, options: Iterable[str]) -> list[str]:
     """The option that the user probably meant, or several with the same last part. Empty if none is similar."""
     options, leaf = list(options), wrong.split(".")[-1]
     return (
-        [ours for ours, theirs in SYNONYMS.items() if leaf in theirs.split() and ours.split("=")[0] in options]
+        [ours for ours, theirs in SYNONYMS.items() if leaf in theirs.split() and ours in options]
         or [option for option in options if option.split(".")[-1] == leaf and option != wrong]
         or difflib.get_close_matches(wrong, options, n=1)
         or [option for option in options if difflib.get_close_matches(leaf, [option.split(".")[-1]])][:1]

@@ -3,7 +3,6 @@
 Each line has a key, its type, default, limits and meaning. Nothing here imports torch.
 """
 
-import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -22,15 +21,21 @@ class CheckpointChoice:
     """The checkpoint that a script reads."""
 
     run: str = "last"  # name or path of a run; last: the newest run with a checkpoint
-    checkpoint: str = "best"  # best, last or step-NNNNNN
-
-    def rules(self, section: str) -> Iterator[Rule]:
-        is_known = re.fullmatch(r"best|last|step-\d+", self.checkpoint) is not None
-        yield "checkpoint", is_known, "is unknown; set best, last or step-NNNNNN"
+    checkpoint: str = setting("best", pattern=r"best|last|step-\d+")
 
 
 @dataclass
-class SampleConfig(SamplingConfig, CheckpointChoice):
+class LoadConfig(CheckpointChoice):
+    """The checkpoint, where it runs, and how."""
+
+    batch_size: int = setting(32, 1, 10**6)  # samples, windows of documents or requests that are computed together
+    device: str = "auto"  # auto, cpu, cuda or mps
+    dtype: str = "auto"  # of the weights; auto: bfloat16 on GPUs, float32 on CPUs; int8 on CPUs only
+    attention: AttentionConfig = field(default_factory=AttentionConfig)
+
+
+@dataclass
+class SampleConfig(SamplingConfig, LoadConfig):
     """Config of sample.py."""
 
     prompt: str | None = None  # may contain the escapes \\n, \\t and \\\\; None: <|endoftext|>, or a newline without it
@@ -39,18 +44,13 @@ class SampleConfig(SamplingConfig, CheckpointChoice):
     out: str | None = None  # FILE.jsonl for the samples of prompts; None: stdout
     interactive: bool = False  # continue the lines that are typed
     num_samples: int = setting(1, 1, 10**6)  # per prompt
-    batch_size: int = setting(32, 1, 10**6)  # samples that are generated together
     seed: int = setting(1337, 0, 2**32 - 1)  # of the first sample; the next sample has seed + 1, and so on
-    device: str = "auto"  # auto, cpu, cuda or mps
-    dtype: str = "auto"  # of the weights; auto: bfloat16 on GPUs, float32 on CPUs; int8 on CPUs only
-    attention: AttentionConfig = field(default_factory=AttentionConfig)
     attention_map: bool = False  # plot the attention weights for the prompt; without a prompt, for the sample
 
     def rules(self, section: str) -> Iterator[Rule]:
-        yield from CheckpointChoice.rules(self, section)
-        yield from SamplingConfig.rules(self, section)
-        modes = ["prompt", "prompt_file", "prompts", "interactive"]
-        modes = [key for key in modes if getattr(self, key) not in (None, False)]
+        yield from super().rules(section)
+        keys = ("prompt", "prompt_file", "prompts", "interactive")
+        modes = [key for key in keys if getattr(self, key) not in (None, False)]
         if len(modes) > 1:
             raise UserError(f"{' and '.join(modes)} exclude each other; set one of them")
         mode = modes[0] if modes else None
@@ -62,22 +62,16 @@ class SampleConfig(SamplingConfig, CheckpointChoice):
 
 
 @dataclass
-class EvalScriptConfig(CheckpointChoice):
+class EvalScriptConfig(LoadConfig):
     """Config of eval.py."""
 
     tasks: str | None = None  # tasks of lm-eval or YAML files, separated by commas; None: the loss of documents
     limit: int | None = setting(None, 1, 10**9)  # questions per task; None: all
     out: str | None = None  # FILE.jsonl for the results; None: only a table
-    batch_size: int = setting(32, 1, 10**6)  # windows of documents, or requests of a task, that are scored together
-    device: str = "auto"  # auto, cpu, cuda or mps
-    dtype: str = "auto"  # of the weights; auto: bfloat16 on GPUs, float32 on CPUs; int8 on CPUs only
-    attention: AttentionConfig = field(default_factory=AttentionConfig)
     data: DataConfig = field(default_factory=DataConfig)  # the documents, if tasks is None
 
     def rules(self, section: str) -> Iterator[Rule]:
-        yield from super().rules(section)
-        has_tasks = self.limit is None or self.tasks is not None
-        yield "limit", has_tasks, "needs tasks=NAME; set it, or remove limit"
+        yield "limit", self.limit is None or self.tasks is not None, "needs tasks=NAME; set it, or remove limit"
 
 
 @dataclass
@@ -100,21 +94,13 @@ class ExportConfig(CheckpointChoice):
     dtype: str = setting("float32", choices=("float32", "bfloat16", "float16"))  # of the weights
 
 
-SCRIPTS = {
-    "train": RunConfig,
-    "sample": SampleConfig,
-    "eval": EvalScriptConfig,
-    "prepare": PrepareConfig,
-    "bench": BenchConfig,
-    "compare": CompareConfig,
-    "export": ExportConfig,
-}
+SCRIPTS = dict(train=RunConfig, sample=SampleConfig, eval=EvalScriptConfig, prepare=PrepareConfig)
+SCRIPTS |= dict(bench=BenchConfig, compare=CompareConfig, export=ExportConfig)
 
 
 def key_types(script: str) -> dict[str, Any]:
     """The types of all keys of a script, with the keys of every optimizer."""
     types = dict(list_keys(SCRIPTS[script]))
-    if "optimizer" in types:
-        for config_type in OPTIMIZER_CONFIGS.values():
-            types |= dict(list_keys(config_type, "optimizer."))
+    for config_type in OPTIMIZER_CONFIGS.values() if "optimizer" in types else ():
+        types |= dict(list_keys(config_type, "optimizer."))
     return types

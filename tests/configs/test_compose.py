@@ -233,7 +233,7 @@ def test_words_win_over_an_experiment_of_the_user(header, workdir):
         (["top_k=0"], "top_k=0 must be at least 1"),
         (["top_p=1.5"], "top_p=1.5 must be above 0 and at most 1"),
         (["num_samples=0"], "num_samples=0 must be at least 1"),
-        (["checkpoint=first"], "set best, last or step-NNNNNN"),
+        (["checkpoint=first"], r"checkpoint=first is unknown; set best\|last\|step"),
         (["prompt=a", "prompt_file=b"], "set one of them"),
         (["promt=a"], r"promt: there is no such key \(did you mean prompt\?\)"),
     ],
