@@ -50,9 +50,9 @@ from model.generation.attention_plots import draw_attention_maps
 from model.generation.config import unescape
 from model.generation.engine import Prompt, TextChunk, generate, in_prompt_order
 from model.generation.load import load_for_sampling
+from model.generation.pretrained import find_pretrained_folder
 from model.generation.prompts import check_output, open_output, read_prompt, read_prompts
 from model.gpt import GPT
-from model.pretrained import find_pretrained_folder
 from training.device import resolve_device, resolve_dtype
 
 

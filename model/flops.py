@@ -61,8 +61,8 @@ def attention_flops_per_token(config: GPTConfig, T: int) -> int:
     For layers with linear attention, see linear_attention_keys.
     """
     keys = sum(
-        min(T, window or T) if mixer == "softmax" else linear_attention_keys(config.head_dim, T)
-        for mixer, window in zip(config.mixers, config.windows, strict=True)
+        min(T, window or T) if attention_type == "softmax" else linear_attention_keys(config.head_dim, T)
+        for attention_type, window in zip(config.attention_types, config.windows, strict=True)
     )
     return 12 * config.n_head * config.head_dim * keys
 
@@ -81,13 +81,15 @@ def visible_pairs(Tq: int, Tk: int, window: int | None, document_length: int | N
     return int(np.minimum(keys, window or Tk).sum())
 
 
-def attention_flops(request: AttentionRequest, mixer: str = "softmax", document_length: int | None = None) -> int:
+def attention_flops(
+    request: AttentionRequest, attention_type: str = "softmax", document_length: int | None = None
+) -> int:
     """FLOPs of a forward pass of one causal attention call: 2 (D + Dv) per head and visible pair of query and key.
 
     A backward pass takes twice as many: the two products have four gradients (of Q, K, V and the weights), and each
     takes as many FLOPs as its product. For linear attention, see linear_attention_keys.
     """
     pairs = visible_pairs(request.Tq, request.Tk, request.window, document_length)
-    if mixer == "linear":
+    if attention_type == "linear":
         pairs = request.Tq * linear_attention_keys(request.D, request.Tq)
     return 2 * request.B * request.H * pairs * (request.D + request.Dv)

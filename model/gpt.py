@@ -10,7 +10,7 @@ Each block computes x + attention(norm(x)), then x + mlp(norm(x)). A final norm 
   Henry et al., arXiv:2010.04245), a sliding window per layer (Longformer, Beltagy et al., arXiv:2004.05150), and a
   document mask
 - linear attention (Katharopoulos et al., arXiv:2006.16236) instead of softmax attention, for all layers or some
-- softcaps of attention scores and logits (model/softcap.py)
+- softcaps of attention scores and logits (model/attention/softcap.py)
 - hashed n-gram embeddings (model/ngram.py)
 
 The model does not select a kernel: the caller passes the function `attend`, one of the backends in model/attention/.
@@ -38,11 +38,11 @@ from torch import Tensor, nn
 
 from common.errors import UserError
 from common.startup import empty_embedding, materialize
-from model.attention import MIXERS
+from model.attention import NON_SOFTMAX
+from model.attention.softcap import apply_softcap
 from model.config import GPTConfig
 from model.loss import linear_cross_entropy
 from model.ngram import NgramEmbedding
-from model.softcap import apply_softcap
 
 
 def make_norm(config: GPTConfig, size: int) -> nn.Module:
@@ -71,7 +71,7 @@ def positions_in_document(doc_ids: Tensor) -> Tensor:
     return index - torch.where(is_first, index, 0).cummax(dim=1).values
 
 
-class CacheLike(Protocol):
+class KVCacheProtocol(Protocol):
     """Interface between the model and a KV cache. model/generation/kv_cache.py implements it."""
 
     previous_tokens: Tensor | None  # (B, max_ngram - 1): the tokens before the first input, -1 where there is none
@@ -95,11 +95,11 @@ class CausalSelfAttention(nn.Module):
         self.n_head, self.n_kv_head, self.head_dim = config.n_head, config.kv_heads, config.head_dim
         self.qkv = nn.Linear(config.n_embd, (self.n_head + 2 * self.n_kv_head) * self.head_dim, bias=config.bias)
         self.proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
-        self.mixer, self.layer = config.mixers[layer], layer
-        self.attend = attend if self.mixer == "softmax" else MIXERS[self.mixer].attend
+        self.attention_type, self.layer = config.attention_types[layer], layer
+        self.attend = attend if self.attention_type == "softmax" else NON_SOFTMAX[self.attention_type].attend
         self.window = config.windows[layer]
         self.qk_norm = config.qk_norm
-        self.softcap = config.attention_softcap if self.mixer == "softmax" else None
+        self.softcap = config.attention_softcap if self.attention_type == "softmax" else None
         self.dropout = config.dropout
 
     def forward(
@@ -107,7 +107,7 @@ class CausalSelfAttention(nn.Module):
         x: Tensor,
         rotary: tuple[Tensor, Tensor] | None,
         doc_ids: Tensor | None = None,
-        kv_cache: CacheLike | None = None,
+        kv_cache: KVCacheProtocol | None = None,
     ) -> Tensor:
         B, T, C = x.shape
         heads = self.qkv(x).view(B, T, -1, self.head_dim)
@@ -172,7 +172,7 @@ class Block(nn.Module):
         x: Tensor,
         rotary: tuple[Tensor, Tensor] | None,
         doc_ids: Tensor | None = None,
-        kv_cache: CacheLike | None = None,
+        kv_cache: KVCacheProtocol | None = None,
     ) -> Tensor:
         x = x + self.attn(self.norm_attn(x), rotary, doc_ids, kv_cache)
         return x + self.mlp(self.norm_mlp(x))
@@ -243,7 +243,7 @@ class GPT(nn.Module):
         *,
         doc_ids: Tensor | None = None,
         positions: Tensor | None = None,
-        kv_cache: CacheLike | None = None,
+        kv_cache: KVCacheProtocol | None = None,
         reduction: str = "mean",
     ) -> Tensor:
         """Return next-token logits (B, T, V), or the cross entropy if targets (B, T) are given.
@@ -274,13 +274,13 @@ class GPT(nn.Module):
         *,
         doc_ids: Tensor | None = None,
         positions: Tensor | None = None,
-        kv_cache: CacheLike | None = None,
+        kv_cache: KVCacheProtocol | None = None,
     ) -> Tensor:
         """Hidden states after the final norm: tokens (B, T) -> (B, T, C).
 
         doc_ids (B, T): document of each token. Attention stays within a document, and positions start at 0 in each.
         positions (B, T): position of each token; None: counted from 0. Rotary positions may exceed block_size.
-        kv_cache: stores keys and values, and returns those of earlier tokens (see CacheLike).
+        kv_cache: stores keys and values, and returns those of earlier tokens (see KVCacheProtocol).
         Raises UserError if positions is None and T exceeds block_size.
         """
         T = tokens.shape[1]

@@ -12,7 +12,7 @@ from common.checkpoint_file import load_checkpoint
 from common.errors import UserError
 from common.process import run_main
 from configs.cli import parse_config
-from model.pretrained import load_pretrained
+from model.generation.pretrained import load_pretrained
 from sample import load
 
 PROMPT = "The 7th line"

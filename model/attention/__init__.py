@@ -10,10 +10,10 @@ Every backend is a function with this signature:
         (Tq == Tk in training, Tq < Tk when decoding with a KV cache).
     window: number of keys that a query attends to, including its own; None: all.
     doc_ids (B, Tk): document of each key; None: one document.
-    softcap: bound of the scores before the mask (model/softcap.py); None: no bound.
+    softcap: bound of the scores before the mask (model/attention/softcap.py); None: no bound.
     A query at index p attends to key j if p - window < j <= p, and if keys p and j are in the same document.
 
-linear_attention computes something else (model/attention/linear.py), and is selected by model.mixer.
+linear_attention computes something else (model/attention/linear.py), and is selected by model.attention_type.
 
 `naive` is the reference: softmax(mask(QK^T / sqrt(D))) V ("Attention Is All You Need", eq. 1). Tests compare all other
 backends with `naive`. A backend that does not support a request raises an error. It never falls back to another one.
@@ -41,11 +41,11 @@ from model.attention.resolve import (
     resolve,
     resolve_model,
 )
-from model.attention.support import BACKENDS, MIXERS, AttentionRequest, Support, backend, support_table
+from model.attention.support import BACKENDS, NON_SOFTMAX, AttentionRequest, Support, backend, support_table
 
 __all__ = [
     "BACKENDS",
-    "MIXERS",
+    "NON_SOFTMAX",
     "AttentionRequest",
     "ResolvedAttention",
     "Support",

@@ -98,9 +98,9 @@ class KVCache:
         G, D = config.kv_heads, config.head_dim
         self.layers = [
             LayerKVCache(num_rows, G, min(window or config.block_size, max_length), D)
-            if mixer == "softmax"
+            if attention_type == "softmax"
             else LinearAttentionState(num_rows, self.device, G, D, model.wte.weight.dtype)
-            for mixer, window in zip(config.mixers, config.windows, strict=True)
+            for attention_type, window in zip(config.attention_types, config.windows, strict=True)
         ]
 
     def prefill(self, first_row: int, prompts: Sequence[Sequence[int]]) -> None:

@@ -7,8 +7,8 @@ from data.tokenizer import from_spec
 from model import AttentionConfig, GPTConfig
 from model.attention import get_attention_fn, resolve_model
 from model.generation.cpu_linear import replace_linears
+from model.generation.pretrained import load_pretrained
 from model.gpt import GPT
-from model.pretrained import load_pretrained
 
 
 def load_for_sampling(

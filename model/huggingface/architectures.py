@@ -20,7 +20,8 @@ from model.gpt import GPT
 
 CLASSES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM"}
 # Values of GPTConfig that all architectures need, and that one needs.
-PLAIN = dict(mixer="softmax", window=None, qk_norm=False, attention_softcap=None, logit_softcap=None, max_ngram=1)
+PLAIN = {"attention_type": "softmax", "window": None, "qk_norm": False, "max_ngram": 1}
+PLAIN |= {"attention_softcap": None, "logit_softcap": None}
 SETTINGS = {
     "gpt2": {"norm": "layernorm", "position": "learned"},
     "llama": {"norm": "rmsnorm", "position": "rotary", "bias": False},

@@ -112,7 +112,7 @@ def test_all_variants_are_attention_functions():
     variants = all_variants()
     assert {"naive", "sdpa", "sdpa:math", "flash", "flash:FA3", "linear"} <= variants.keys()
     assert all(callable(get_attention_fn(config)) for config in variants.values())
-    assert variants["sdpa:math"].kernels == ["math"] and variants["flash:FA3"].impl == "FA3"
+    assert variants["sdpa:math"].kernels == ["math"] and variants["flash:FA3"].flash_package == "FA3"
 
 
 def test_kernels_are_passed_to_the_function():
@@ -128,8 +128,8 @@ def test_kernels_are_passed_to_the_function():
     (choose("sdpa", kernels=["mth"]), r"kernels=\[mth\] must list one or more of cudnn, flash, efficient, math; set"),
     (choose("sdpa", kernels=[]), r"kernels=\[\] must list one or more of cudnn, flash, efficient, math; set null"),
     (choose("sdpa", kernels=["cudnn"]), r"kernels=\[cudnn\] cannot run on cpu \(.+\); set attention.kernels=null$"),
-    (choose("sdpa", impl="FA3"), "attention=sdpa has no attention.impl=FA3; set null$"),
-    (choose("flash", impl="FA9"), "attention=flash has no attention.impl=FA9; set null or FA3 or FA4$"),
+    (choose("sdpa", flash_package="FA3"), "attention=sdpa has no attention.flash_package=FA3; set null$"),
+    (choose("flash", flash_package="FA9"), "no attention.flash_package=FA9; set null or FA3 or FA4$"),
 ])  # fmt: skip
 def test_invalid_attention_settings_are_refused(config, message):
     with pytest.raises(UserError, match=message):
@@ -161,7 +161,7 @@ def test_model_is_refused_if_one_of_its_layers_is_refused():
         ({"window": 24}, "not support dropout"),
     ):
         with pytest.raises(UserError, match=message):
-            resolve_model(choose("flash", impl="FA3"), replace(model, **changed), grad=True, **cuda)
+            resolve_model(choose("flash", flash_package="FA3"), replace(model, **changed), grad=True, **cuda)
     with pytest.raises(UserError, match="document masks"):
         resolve_model(choose("flash"), replace(model, window=None), grad=False, document_mask=True, **cuda)
     cpu = dict(B=2, dtype=torch.float32, device=CPU)

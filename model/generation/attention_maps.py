@@ -19,7 +19,7 @@ from model.attention.backends import attention_scores, repeat_kv
 from model.attention.linear import linear_attention_scores
 from model.gpt import GPT
 
-SCORES = {"softmax": attention_scores, "linear": linear_attention_scores}  # by model.mixer
+SCORES = {"softmax": attention_scores, "linear": linear_attention_scores}  # by model.attention_type
 # Metrics of each layer and head, in the order of `head_statistics`.
 STATISTICS = ("score_variance", "entropy", "first_token_weight", "previous_token_weight", "mean_distance")
 
@@ -46,7 +46,7 @@ def record_attention(model: GPT, tokens: Tensor, doc_ids: Tensor | None, measure
     model.eval()
     try:
         for layer in layers:
-            layer.attend = partial(record, SCORES[layer.mixer])
+            layer.attend = partial(record, SCORES[layer.attention_type])
         model.backbone(tokens, doc_ids=doc_ids)
     finally:
         for layer, attend in zip(layers, functions, strict=True):
