@@ -38,9 +38,9 @@ from torch import Tensor, nn
 
 from common.errors import UserError
 from common.startup import empty_embedding, materialize
-from model.attention import NON_SOFTMAX
+from model.attention import NON_SOFTMAX, get_attention_fn
 from model.attention.softcap import apply_softcap
-from model.config import GPTConfig
+from model.config import AttentionConfig, GPTConfig
 from model.loss import linear_cross_entropy
 from model.ngram import NgramEmbedding
 
@@ -179,22 +179,23 @@ class Block(nn.Module):
 
 
 class GPT(nn.Module):
-    """The model: tokens (B, T) -> logits (B, T, V).
+    """The model: model(tokens) -> logits, or model(tokens, targets) -> loss.
 
-    attend: the attention function of all layers (model/attention/).
+    attend: attention function of all layers (model/attention/). None: the default of AttentionConfig.
     device: where parameters are allocated. On "meta", they have shapes only.
-    weights: a state_dict whose tensors become the parameters. None: draw them from torch's global generator.
+    weights: a state_dict whose tensors become the parameters. None: initialize from torch's global generator.
     """
 
     def __init__(
         self,
         config: GPTConfig,
         vocab_size: int,
-        attend: Callable[..., Tensor],
+        attend: Callable[..., Tensor] | None = None,
         device: str = "cpu",
         weights: dict[str, Tensor] | None = None,
     ):
         super().__init__()
+        attend = attend or get_attention_fn(AttentionConfig())
         self.config, self.vocab_size, self.attend = config, vocab_size, attend
         with torch.device("meta"):  # shapes only: PyTorch's default initialization would be overwritten
             padded_vocab_size = -(-vocab_size // config.pad_vocab_multiple) * config.pad_vocab_multiple

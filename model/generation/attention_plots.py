@@ -12,7 +12,8 @@ import torch
 from common.errors import UserError
 from common.plots import GREY, make_figure
 from data.tokenizer import encode, initial_tokens, token_strings
-from model.generation.attention_maps import attention_maps, entropy, uniform_entropy
+from model.attention.head_statistics import entropy, uniform_entropy
+from model.generation.attention_maps import attention_maps
 from model.gpt import GPT
 
 MAX_MAP_TOKENS = 256  # with more, a weight is smaller than a pixel

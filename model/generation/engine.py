@@ -10,13 +10,14 @@ its context again, from position 0. V vocabulary.
 from collections import defaultdict, deque
 from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import tiktoken
 import torch
 
 from common.errors import UserError
 from common.settings import check
-from data.tokenizer import end_of_text
+from data.tokenizer import encode, end_of_text, initial_tokens
 from model.generation.config import SamplingConfig
 from model.generation.detokenizer import IncrementalDetokenizer
 from model.generation.kv_cache import KVCache
@@ -149,6 +150,15 @@ def generate(
                     yield TextChunk(index, text, detokenizer.n_tokens, finish_reason)
     finally:
         model.train(was_training)
+
+
+def stream(
+    model: GPT, tokenizer: tiktoken.Encoding, prompt: str = "", seed: int = 1337, **settings: Any
+) -> Iterator[str]:
+    """Generate one sample, and yield its text, without the prompt, as it is generated. settings: of SamplingConfig."""
+    tokens = encode(tokenizer, prompt).tolist() if prompt else initial_tokens(tokenizer)
+    for chunk in generate(model, tokenizer, [Prompt(tokens, seed)], SamplingConfig(**settings), batch_size=1):
+        yield chunk.text
 
 
 def in_prompt_order(chunks: Iterable[TextChunk]) -> Iterator[TextChunk]:

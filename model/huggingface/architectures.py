@@ -143,7 +143,7 @@ def import_weights(tensors: dict[str, Tensor], config: GPTConfig, vocab_size: in
     if "wte.weight" in tensors:  # OpenAI's own files lack the prefix
         tensors = {f"transformer.{name}": tensor for name, tensor in tensors.items()}
     weights = {}
-    for name in GPT(config, vocab_size, attend=None, device="meta").state_dict():
+    for name in GPT(config, vocab_size, device="meta").state_dict():
         source = "wte.weight" if name == "lm_head.weight" and config.tie_embeddings else name
         parts = [tensors[their_name] for their_name in list_names(source, config.name)]
         weight = torch.cat([part.T if _is_conv1d(name, part, config.name) else part for part in parts]).float()

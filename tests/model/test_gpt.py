@@ -9,8 +9,9 @@ from helpers import TRAINS_ON_CPU
 from model_helpers import GPT2, GROUPED, LLAMA, MODERN, VARIANTS, make_model, random_tokens
 
 from common.errors import UserError
+from model import AttentionConfig, GPTConfig
 from model.attention import BACKENDS
-from model.gpt import apply_rotary, rotary_cos_sin
+from model.gpt import GPT, apply_rotary, rotary_cos_sin
 
 
 def test_logits_loss_and_gradients_equal_those_of_transformers_gpt2():
@@ -220,3 +221,11 @@ def test_window_as_long_as_the_context_has_no_effect(name):
 def test_layers_get_the_windows_of_the_repeated_pattern():
     model = make_model(MODERN | dict(n_layer=3, window=[4, None]))
     assert [block.attn.window for block in model.blocks] == [4, None, 4]
+
+
+def test_model_without_an_attention_function_uses_the_default_backend():
+    torch.manual_seed(0)
+    model, tokens = GPT(GPTConfig(**MODERN), 50), random_tokens(T=24)
+    loss = model(tokens[:, :-1], tokens[:, 1:])
+    expected = make_model(MODERN, attend=BACKENDS[AttentionConfig().backend].attend)
+    assert torch.equal(loss, expected(tokens[:, :-1], tokens[:, 1:]))
