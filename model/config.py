@@ -10,6 +10,8 @@ from typing import Any
 from common.settings import Rule, check, setting
 
 ATTENTION_TYPES = ("softmax", "linear")
+MLPS = ("gelu", "gelu_tanh", "relu2", "swiglu")
+GATED_MLPS = ("swiglu",)  # these multiply one half of their input by a function of the other half
 
 
 @dataclass
@@ -28,8 +30,8 @@ class GPTConfig:
     dropout: float = setting(0.0, 0, below=1)  # of the embeddings, the attention weights, and attention and MLP outputs
     bias: bool = False  # in linear layers and LayerNorms
     norm: str = setting("rmsnorm", choices=("layernorm", "rmsnorm"))
-    mlp: str = setting("relu2", choices=("gelu", "gelu_tanh", "relu2", "swiglu"))
-    mlp_width: int | None = setting(None, 1, 10**7)  # channels of the MLP; None: 4 n_embd, or 8/3 n_embd with swiglu
+    mlp: str = setting("relu2", choices=MLPS)
+    mlp_width: int | None = setting(None, 1, 10**7)  # channels of the MLP; None: 4 n_embd, or 8/3 n_embd if gated
     position: str = setting("rotary", choices=("learned", "rotary"))
     attention_type: Any = setting("softmax", choices=ATTENTION_TYPES)  # a list repeats over the layers
     window: Any = setting(None, 1, 10**9)  # keys per query with its own; None: all; a list repeats over the layers
@@ -94,10 +96,10 @@ class GPTConfig:
 
     @property
     def mlp_channels(self) -> int:
-        """Channels between the linear layers of the MLP. swiglu: 8/3 n_embd, rounded up to a multiple of 32."""
+        """Channels between the linear layers of the MLP. If gated, 8/3 n_embd is rounded up to a multiple of 32."""
         if self.mlp_width is not None:
             return self.mlp_width
-        return -(-8 * self.n_embd // 96) * 32 if self.mlp == "swiglu" else 4 * self.n_embd
+        return -(-8 * self.n_embd // 96) * 32 if self.mlp in GATED_MLPS else 4 * self.n_embd
 
 
 @dataclass

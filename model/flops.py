@@ -9,7 +9,7 @@ import numpy as np
 
 from model.attention import AttentionRequest
 from model.attention.linear import CHUNK
-from model.config import GPTConfig
+from model.config import GATED_MLPS, GPTConfig
 from model.gpt import GPT
 
 PARTS = {  # substring of a parameter's name -> part of the model
@@ -50,7 +50,7 @@ def weight_flops_per_token(config: GPTConfig, vocab_size: int) -> int:
     """FLOPs of the projections, the MLPs and the head: 6 per weight, without padded rows of the vocabulary."""
     C, D = config.n_embd, config.head_dim
     qkv = C * (config.n_head + 2 * config.kv_heads) * D
-    mlp = (3 if config.mlp == "swiglu" else 2) * C * config.mlp_channels
+    mlp = (3 if config.mlp in GATED_MLPS else 2) * C * config.mlp_channels
     return 6 * (config.n_layer * (qkv + C * C + mlp) + vocab_size * C)
 
 

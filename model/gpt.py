@@ -40,7 +40,7 @@ from common.errors import UserError
 from common.startup import empty_embedding, materialize
 from model.attention import NON_SOFTMAX, get_attention_fn
 from model.attention.softcap import apply_softcap
-from model.config import AttentionConfig, GPTConfig
+from model.config import GATED_MLPS, AttentionConfig, GPTConfig
 from model.loss import linear_cross_entropy
 from model.ngram import NgramEmbedding
 
@@ -133,7 +133,7 @@ def swiglu(x: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-ACTIVATIONS = {
+ACTIVATIONS = {  # to add one, also add its name to MLPS in model/config.py, and to GATED_MLPS if it halves the channels
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "relu2": lambda x: F.relu(x).square(),
@@ -142,12 +142,12 @@ ACTIVATIONS = {
 
 
 class MLP(nn.Module):
-    """Two linear layers with an activation between them: C -> W -> C, or C -> 2W -> C with SwiGLU."""
+    """Two linear layers with an activation between them: C -> W -> C, or C -> 2W -> C if the activation is gated."""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
         W = config.mlp_channels
-        self.fc = nn.Linear(config.n_embd, 2 * W if config.mlp == "swiglu" else W, bias=config.bias)
+        self.fc = nn.Linear(config.n_embd, 2 * W if config.mlp in GATED_MLPS else W, bias=config.bias)
         self.proj = nn.Linear(W, config.n_embd, bias=config.bias)
         self.activation = ACTIVATIONS[config.mlp]
         self.dropout = config.dropout

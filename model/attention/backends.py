@@ -163,9 +163,6 @@ def cudnn(q, k, v, *, window=None, positions=None, doc_ids=None, dropout_p=0.0, 
         "cuda": Support(dtypes=("float32", *HALF_DTYPES), dropout=False, head_dims=(16, inf)),
     },
     needs_compiler=True,
-    build_mask=lambda Tq, Tk, *, window, doc_ids, device: _block_mask(
-        None if doc_ids is None else len(doc_ids), Tq, Tk, Tk - Tq, window, None, doc_ids, device
-    ),
 )
 def flex(q, k, v, *, window=None, positions=None, doc_ids=None, dropout_p=0.0, softcap=None) -> Tensor:
     """FlexAttention (Dong et al., arXiv:2412.05496): a kernel that is compiled for the mask and skips masked blocks.

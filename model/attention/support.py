@@ -108,7 +108,6 @@ class Backend:
     uses_sdpa: whether the backend calls scaled_dot_product_attention, which selects a kernel.
     kernels: allowed values of attention.kernels; empty: none. needs_compiler: whether torch.compile must work.
     attention_type: value of model.attention_type that computes the same as this backend.
-    build_mask: has the arguments of attention_mask, and builds the mask that the kernel reads; None: attention_mask.
     """
 
     name: str
@@ -118,7 +117,6 @@ class Backend:
     kernels: tuple[str, ...] = ()
     needs_compiler: bool = False
     attention_type: str = "softmax"
-    build_mask: Callable[..., object] | None = None
 
     @property
     def setting(self) -> str:

@@ -11,6 +11,7 @@ from model_helpers import GPT2, GROUPED, LLAMA, MODERN, VARIANTS, make_model, ra
 from common.errors import UserError
 from model import AttentionConfig, GPTConfig
 from model.attention import BACKENDS
+from model.config import MLPS
 from model.gpt import GPT, apply_rotary, rotary_cos_sin
 
 
@@ -229,3 +230,10 @@ def test_model_without_an_attention_function_uses_the_default_backend():
     loss = model(tokens[:, :-1], tokens[:, 1:])
     expected = make_model(MODERN, attend=BACKENDS[AttentionConfig().backend].attend)
     assert torch.equal(loss, expected(tokens[:, :-1], tokens[:, 1:]))
+
+
+@pytest.mark.parametrize("mlp", MLPS)
+def test_every_mlp_of_the_config_can_be_trained(mlp):
+    model, tokens = make_model(MODERN | dict(mlp=mlp)), random_tokens(T=24)
+    model(tokens[:, :-1], tokens[:, 1:]).backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
