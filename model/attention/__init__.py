@@ -42,29 +42,3 @@ from model.attention.resolve import (
     resolve_model,
 )
 from model.attention.support import BACKENDS, NON_SOFTMAX, AttentionRequest, Support, backend, support_table
-
-__all__ = [
-    "BACKENDS",
-    "NON_SOFTMAX",
-    "AttentionRequest",
-    "ResolvedAttention",
-    "Support",
-    "all_variants",
-    "attention_mask",
-    "attention_scores",
-    "attention_weights",
-    "backend",
-    "cudnn",
-    "flash",
-    "flex",
-    "get_attention_fn",
-    "linear_attention",
-    "linear_attention_scores",
-    "missing_compiler",
-    "naive",
-    "pin_kernel_under_compile",
-    "resolve",
-    "resolve_model",
-    "sdpa",
-    "support_table",
-]

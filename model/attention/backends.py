@@ -2,6 +2,8 @@
 
 To add a backend, write a function here, decorate it with @backend(...) to state what it supports, and add
 configs/attention/<name>.yaml. The tests then compare it with `naive`.
+To add attention that computes something else, decorate its function with @backend(..., attention_type="<name>"), and
+add the name to ATTENTION_TYPES in model/config.py.
 """
 
 import functools

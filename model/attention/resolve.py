@@ -17,14 +17,7 @@ from torch.overrides import TorchFunctionMode
 from common.errors import UserError
 from common.settings import format_value
 from model.attention.backends import KERNELS
-from model.attention.support import (
-    BACKENDS,
-    NON_SOFTMAX,
-    AttentionRequest,
-    Backend,
-    check_support,
-    suggest_alternatives,
-)
+from model.attention.support import BACKENDS, NON_SOFTMAX, AttentionRequest, Backend, check_support, suggest_backends
 from model.attention.torch_internals import disable_attention_fusion, is_triton_available, select_sdpa_kernel
 from model.config import AttentionConfig, GPTConfig
 
@@ -96,7 +89,7 @@ def resolve(config: AttentionConfig, request: AttentionRequest) -> ResolvedAtten
     chosen = _find_backend(config)
     check_support(chosen, request, config.flash_package)
     if chosen.needs_compiler and (compiler := missing_compiler(request.device)):
-        advice = suggest_alternatives(chosen, request)
+        advice = suggest_backends(chosen, request)
         raise UserError(f"attention={chosen.name} needs {compiler}; install it, or {advice}")
     _activate_flash_package(config.flash_package)
     if not chosen.uses_sdpa:
@@ -116,7 +109,7 @@ def resolve(config: AttentionConfig, request: AttentionRequest) -> ResolvedAtten
             attend(q, k, v, **mask, dropout_p=r.dropout_p, softcap=r.softcap)
         except RuntimeError as error:
             reason = _kernel_warnings(caught) or error
-            given, advice = f"attention={chosen.name}", suggest_alternatives(chosen, r)
+            given, advice = f"attention={chosen.name}", suggest_backends(chosen, r)
             if config.kernels:
                 given, advice = f"attention.kernels={format_value(config.kernels)}", "set attention.kernels=null"
             raise UserError(f"{given} cannot run on {r.device.type} ({reason}); {advice}") from None
@@ -145,9 +138,10 @@ def resolve_model(
     kernels = {}
     for attention_type, window in dict.fromkeys(zip(model.attention_types, model.windows, strict=True)):
         layer_config, layer_request = config, replace(request, window=window)
-        if attention_type != "softmax":  # decodes with a state, which needs no positions
-            layer_config = AttentionConfig(attention_type)
-            layer_request = replace(layer_request, Tq=T, positions=False, softcap=None)
+        if attention_type != "softmax":
+            layer_config, layer_request = AttentionConfig(attention_type), replace(layer_request, softcap=None)
+        if attention_type == "linear":  # decodes with a state, which needs no positions
+            layer_request = replace(layer_request, Tq=T, positions=False)
         kernels[resolve(layer_config, layer_request).resolved] = None
     return ResolvedAttention(_find_backend(config).name, "+".join(kernels), config.flash_package)
 

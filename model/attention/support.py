@@ -176,7 +176,7 @@ def check_support(chosen: Backend, request: AttentionRequest, package: str | Non
     implementation = f" with attention.flash_package={package}" if package else ""
     where = "" if problem.startswith("does not run") else f" on {request.device.type}"
     is_package_at_fault = package is not None and missing_feature(chosen, request) is None
-    advice = suggest_alternatives(chosen, request, setting)
+    advice = suggest_backends(chosen, request, setting)
     if is_package_at_fault:
         advice = "set attention.flash_package=null"
     if chosen.attention_type != "softmax":
@@ -184,7 +184,7 @@ def check_support(chosen: Backend, request: AttentionRequest, package: str | Non
     raise UserError(f"{chosen.setting}{implementation}{where} {problem}; {advice}")
 
 
-def suggest_alternatives(refused: Backend, request: AttentionRequest, setting: str | None = None) -> str:
+def suggest_backends(refused: Backend, request: AttentionRequest, setting: str | None = None) -> str:
     """Advice for a message: the setting, and the other backends that support the request.
 
     For example, "set model.dropout=0, or attention=naive or sdpa".

@@ -97,9 +97,9 @@ class KVCache:
         self.model, self.device, config = model, model.wte.weight.device, model.config
         G, D = config.kv_heads, config.head_dim
         self.layers = [
-            LayerKVCache(num_rows, G, min(window or config.block_size, max_length), D)
-            if attention_type == "softmax"
-            else LinearAttentionState(num_rows, self.device, G, D, model.wte.weight.dtype)
+            LinearAttentionState(num_rows, self.device, G, D, model.wte.weight.dtype)
+            if attention_type == "linear"
+            else LayerKVCache(num_rows, G, min(window or config.block_size, max_length), D)
             for attention_type, window in zip(config.attention_types, config.windows, strict=True)
         ]
 
