@@ -55,7 +55,7 @@ def weight_flops_per_token(config: GPTConfig, vocab_size: int) -> int:
 
 
 def attention_flops_per_token(config: GPTConfig, T: int) -> int:
-    """FLOPs of QK^T and the product with V: 12 H D per layer and key. A layer has T keys, or those of its window.
+    """FLOPs of QK^T and the product with V: 12 H D per layer and key. A layer has T keys, or at most its window.
 
     Kernels may do less or more: causal kernels can skip the masked half, and many compute keys outside the window.
     For layers with linear attention, see linear_attention_keys.
@@ -68,9 +68,9 @@ def attention_flops_per_token(config: GPTConfig, T: int) -> int:
 
 
 def linear_attention_keys(D: int, T: int) -> int:
-    """Number of keys with which softmax attention takes as many FLOPs as linear attention: those of a chunk, and D.
+    """Number of keys with which softmax attention takes as many FLOPs as linear attention: a chunk's keys, plus D.
 
-    The products with the state take 4 D Dv FLOPs per head and query; those within a chunk take 2 (D + Dv) per key.
+    Products with the state take 4 D Dv FLOPs per head and query. Products within a chunk take 2 (D + Dv) per key.
     """
     return min(T, CHUNK) + D
 

@@ -52,7 +52,7 @@ def make_norm(config: GPTConfig, size: int) -> nn.Module:
 
 
 def rotary_cos_sin(positions: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of position x 10000^(-2i/D), i < D/2 (RoPE, eq. 15): positions (...) -> each (..., 1, D/2)."""
+    """Cosine and sine of position x 10000^(-2i/D), i < D/2 (RoPE, eq. 15): positions (...) -> 2 x (..., 1, D/2)."""
     frequency = 10_000.0 ** (-torch.arange(0, head_dim, 2, device=positions.device).float() / head_dim)
     angle = positions.float().unsqueeze(-1) * frequency
     return angle.cos().unsqueeze(-2), angle.sin().unsqueeze(-2)
@@ -87,7 +87,7 @@ class KVCacheProtocol(Protocol):
 class CausalSelfAttention(nn.Module):
     """Causal multi-head attention: project to heads, attend, concatenate, project back.
 
-    rotary: the result of `rotary_cos_sin`; None with learned positions.
+    rotary: the result of `rotary_cos_sin`, or None with learned positions.
     """
 
     def __init__(self, config: GPTConfig, attend: Callable[..., Tensor], layer: int):
@@ -227,7 +227,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, part: nn.Module | None = None, prefix: str = "") -> None:
-        """Initialize all weights, following the table at the top of this file. part: only those of a module."""
+        """Initialize all weights, following the table at the top of this file. part: initialize only this module."""
         for name, p in (part or self).named_parameters(prefix):
             if p.ndim < 2:
                 nn.init.zeros_(p) if name.endswith("bias") else nn.init.ones_(p)
@@ -279,9 +279,9 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Hidden states after the final norm: tokens (B, T) -> (B, T, C).
 
-        doc_ids (B, T): document of each token. Attention stays within a document, and positions start at 0 in each.
-        positions (B, T): position of each token; None: counted from 0. Rotary positions may exceed block_size.
-        kv_cache: stores keys and values, and returns those of earlier tokens (see KVCacheProtocol).
+        doc_ids (B, T): document of each token. Attention stays within a document, and its positions start at 0.
+        positions (B, T): position of each token, by default counted from 0. Rotary positions may exceed block_size.
+        kv_cache: stores the keys and values of earlier tokens (see KVCacheProtocol).
         Raises UserError if positions is None and T exceeds block_size.
         """
         T = tokens.shape[1]

@@ -27,7 +27,7 @@ def linear_cross_entropy(
     """Cross entropy in nats of the logits x weight^T: x (N, C), weight (rows, C), targets (N) -> float32 scalar.
 
     Rows of `weight` from vocab_size on are padding. reduction: mean or sum over the targets that are not IGNORE_INDEX.
-    softcap: see model/attention/softcap.py; it applies to the logits.
+    softcap: bound of the logits (model/attention/softcap.py).
 
     More than chunk_logits logits are computed in chunks, together with their gradient, so that only one chunk is in
     memory at a time. float16 logits are never chunked: GradScaler must scale their gradients before they are rounded.

@@ -256,7 +256,7 @@ def test_run_loaded_in_python_can_be_trained_and_shows_its_attention(trained):
         (["interactive=true", "num_samples=3"], "num_samples=3"),
         (["out=o.jsonl"], "out=o.jsonl"),
         (["prompts=text.txt", "interactive=true"], "prompts and interactive"),
-        (["model.n_layer=3"], "from its checkpoint"),
+        (["model.n_layer=3"], "there is no such key"),
     ],
 )
 def test_invalid_settings_are_refused_in_one_sentence(trained, workdir, capsys, overrides, message):

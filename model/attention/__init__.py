@@ -6,11 +6,11 @@ Every backend is a function with this signature:
 
     q (B, Tq, H, D), k (B, Tk, G, D), v (B, Tk, G, Dv) -> y (B, Tq, H, Dv); H is a multiple of G.
 
-    positions (B, Tq): index of each query among the keys; None: query i has index Tk - Tq + i
+    positions (B, Tq): index of each query among the keys. By default, query i has index Tk - Tq + i
         (Tq == Tk in training, Tq < Tk when decoding with a KV cache).
-    window: number of keys that a query attends to, including its own; None: all.
-    doc_ids (B, Tk): document of each key; None: one document.
-    softcap: bound of the scores before the mask (model/attention/softcap.py); None: no bound.
+    window: number of keys that a query attends to, including its own. None is all keys.
+    doc_ids (B, Tk): document of each key. None is one document.
+    softcap: bound of the scores before the mask (model/attention/softcap.py). None is no bound.
     A query at index p attends to key j if p - window < j <= p, and if keys p and j are in the same document.
 
 linear_attention computes something else (model/attention/linear.py), and is selected by model.attention_type.

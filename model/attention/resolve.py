@@ -124,8 +124,9 @@ def resolve_model(
 ) -> ResolvedAttention:
     """Resolve the attention of all layers of a model, for B sequences of block_size tokens.
 
-    Tq: number of queries, which are the last tokens; None: all tokens. grad: whether the model is trained, with its
-    dropout. options: dtype, device and the kind of mask (fields of AttentionRequest).
+    Tq: number of queries, which are the last tokens. By default all tokens.
+    grad: whether the model is trained, with its dropout.
+    options: dtype, device and mask (fields of AttentionRequest).
     """
     if config.backend in NON_SOFTMAX:
         raise UserError(
@@ -182,7 +183,7 @@ def _kernel_warnings(caught: list[warnings.WarningMessage]) -> str:
 
 
 def missing_compiler(device: torch.device) -> str | None:
-    """Name of the compiler that torch.compile needs on this device, if it is not installed; else None."""
+    """Name of the compiler that torch.compile needs on this device, if it is not installed."""
     if device.type == "cuda":
         return None if is_triton_available() else "Triton"
     compilers = (os.environ.get("CXX", "c++"), "g++", "clang++")

@@ -62,8 +62,10 @@ class AttentionRequest:
 class Feature:
     """A feature that not every backend supports, such as dropout.
 
-    title: column title in the support table. is_requested: whether a request needs the feature. problem: the message if
-    a backend lacks the feature. setting: the setting that turns the feature off, if any.
+    title: column title in the support table.
+    is_requested: whether a request needs the feature.
+    problem: the message if a backend lacks the feature.
+    setting: the setting that turns the feature off, if any.
     """
 
     title: str
@@ -147,7 +149,7 @@ def backend(on: dict[str, Support], attention_type: str = "softmax", **options):
 def missing_feature(
     chosen: Backend, request: AttentionRequest, package: str | None = None
 ) -> tuple[str, str | None] | None:
-    """Why a backend cannot run a request, and the setting that avoids the problem; None if there is no problem."""
+    """Find why a backend cannot run a request, and the setting that avoids the problem. None if it can run."""
     device, dtype = request.device.type, str(request.dtype).removeprefix("torch.")
     support = chosen.on.get(f"{device} {package}" if package else device)
     if support is None:

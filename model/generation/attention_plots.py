@@ -50,8 +50,10 @@ def plot_attention(
 ) -> None:
     """Plot the weights of all heads in one picture.
 
-    weights (n_layer, H, T, T): row i has the weights of all keys for query i. entropies (n_layer, H), in nats. words:
-    tokens that label the axes; without them, each row of heads is a layer. first: number of the first layer.
+    weights (n_layer, H, T, T): row i has the weights of all keys for query i.
+    entropies (n_layer, H): shown with each head, in nats.
+    words: tokens that label the axes. Without them, a row of heads is a layer.
+    first: number of the first layer.
     """
     from matplotlib.colors import LinearSegmentedColormap, PowerNorm  # a slow import
 

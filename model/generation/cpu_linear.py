@@ -77,8 +77,9 @@ class LowPrecisionLinear(nn.Module):
 def replace_linears(model: GPT, dtype: torch.dtype, rows: int) -> GPT:
     """Replace the model's linear layers, in place, by layers that are fast for decoding, with weights in `dtype`.
 
-    rows: sequences that are decoded together. The model then returns logits; it can neither be trained nor called with
-    targets. A packed output layer is a second copy of a tied token table. Raises UserError for int8 on other CPUs.
+    rows: number of sequences that are decoded together.
+    The model still returns logits, but cannot be trained or called with targets. With a tied head, the packed weights
+    are a second copy of the token table. Raises UserError for int8 on a CPU that is not x86.
     """
     device = model.wte.weight.device.type
     has_packed = dtype == torch.float32 or (dtype == torch.bfloat16 and has_bf16_kernels())

@@ -43,7 +43,7 @@ class Sequence:
 
 
 class Engine:
-    """Generates one token per step for each of up to `batch_size` sequences of at most `max_length` tokens.
+    """Generates one token per step for up to `batch_size` sequences of at most `max_length` tokens.
 
     The model must be in eval mode. Raises UserError for sampling settings that are out of range.
     """
@@ -107,8 +107,8 @@ class Engine:
 class TextChunk:
     """New text of the sample of prompt `index`. n_tokens: number of tokens of this sample so far.
 
-    finish_reason: None until the last chunk of a sample; then "stop" (a stop string), "end" (an end-of-text token) or
-    "length" (max_new_tokens).
+    finish_reason: "stop" (a stop string), "end" (an end-of-text token) or "length" (max_new_tokens) in the last chunk
+        of a sample, else None.
     """
 
     index: int
@@ -162,7 +162,7 @@ def stream(
 
 
 def in_prompt_order(chunks: Iterable[TextChunk]) -> Iterator[TextChunk]:
-    """Yield the chunks of the first sample as they arrive, then those of the second, and so on."""
+    """Yield the chunks of the first sample as they arrive, then the chunks of the second sample, and so on."""
     buffers: defaultdict[int, deque[TextChunk]] = defaultdict(deque)
     current = 0
     for chunk in chunks:

@@ -26,8 +26,6 @@ SETTINGS = {
     "gpt2": {"norm": "layernorm", "position": "learned"},
     "llama": {"norm": "rmsnorm", "position": "rotary", "bias": False},
 }
-# Other values of GPTConfig that config.json does not determine.
-DEFAULTS = dict(n_kv_head=None, bias=True, dropout=0.0, pad_vocab_multiple=1, ngram_table_size=1)
 # {value of model.mlp: activation in config.json}
 MLPS = {"gpt2": {"gelu_tanh": "gelu_new", "gelu": "gelu", "relu2": "relu2"}, "llama": {"swiglu": "silu"}}
 # {setting of GPTConfig: key of config.json}
@@ -109,19 +107,19 @@ def from_config_json(content: dict[str, Any], path: str) -> GPTConfig:
             raise UserError(f"{path} has {key}={format_value(content[key])}, but only {only} can be imported")
     settings = {ours: content.get(theirs) for ours, theirs in keys.items()}
     settings["mlp"] = mlps[settings["mlp"]]
-    return GPTConfig(**PLAIN | DEFAULTS | SETTINGS[model_type] | settings, name=model_type)
+    return GPTConfig(**{"bias": True} | PLAIN | SETTINGS[model_type] | settings, name=model_type)
 
 
 def list_names(name: str, model_type: str) -> list[str]:
-    """The weights that form one of ours: blocks.0.attn.proj.bias -> transformer.h.0.attn.c_proj.bias."""
-    _, layer, module, kind = re.fullmatch(r"(blocks\.(\d+)\.)?(.+)\.(\w+)", name).groups()
-    return [f"{theirs.format(layer)}.{kind}" for theirs in MODULES[model_type][module]]
+    """List the names in transformers: blocks.0.attn.proj.bias is [transformer.h.0.attn.c_proj.bias]."""
+    _, layer, module, parameter = re.fullmatch(r"(blocks\.(\d+)\.)?(.+)\.(\w+)", name).groups()
+    return [f"{theirs.format(layer)}.{parameter}" for theirs in MODULES[model_type][module]]
 
 
 def export_weights(
     weights: dict[str, Tensor], config: GPTConfig, model_type: str, vocab_size: int
 ) -> dict[str, Tensor]:
-    """The weights of a GPT with the names and shapes of transformers, without the rows that pad the vocabulary."""
+    """Convert a GPT's weights to the names and shapes of transformers, without padding rows."""
     exported = {}
     for name, weight in weights.items():
         if name == "lm_head.weight" and config.tie_embeddings:
@@ -139,7 +137,7 @@ def export_weights(
 
 
 def import_weights(tensors: dict[str, Tensor], config: GPTConfig, vocab_size: int) -> dict[str, Tensor]:
-    """The state dict of a GPT, in float32, from the weights of transformers. config: from from_config_json."""
+    """Convert weights of transformers to the state_dict of a GPT, in float32. config: from from_config_json."""
     if "wte.weight" in tensors:  # OpenAI's own files lack the prefix
         tensors = {f"transformer.{name}": tensor for name, tensor in tensors.items()}
     weights = {}
