@@ -22,7 +22,7 @@ most used keys:
   attention_map=true    plot the attention weights of each head into runs/NAME/attention/
 
 In prompt, prompts and stop, \\n is a newline, \\t a tab and \\\\ a backslash.
-In Python: from sample import load, stream
+In Python: load_run in model/generation/load.py, and stream in model/generation/engine.py.
 """
 
 if __name__ == "__main__":  # before the slow imports below, so that a typo is reported immediately
@@ -36,23 +36,23 @@ import time
 from collections.abc import Iterator
 from contextlib import suppress
 from dataclasses import replace
+from pathlib import Path
 
 import tiktoken
 
 from common.console import ProgressBar
 from common.errors import UserError, printable
+from common.files import atomic_write
 from common.interrupt import Terminated
 from common.process import run_process
-from common.settings import check
 from configs.schema import SampleConfig
 from data.tokenizer import encode, initial_tokens
 from model.generation.attention_plots import draw_attention_maps
 from model.generation.config import unescape
 from model.generation.engine import Prompt, TextChunk, generate, in_prompt_order
-from model.generation.load import load_for_sampling
-from model.generation.prompts import check_output, open_output, read_prompt, read_prompts
+from model.generation.load import find_pretrained_folder, load_for_sampling
+from model.generation.prompts import check_output, read_prompt, read_prompts
 from model.gpt import GPT
-from model.pretrained import find_pretrained_folder
 from training.device import resolve_device, resolve_dtype
 
 
@@ -69,33 +69,6 @@ def main(config: SampleConfig) -> int:
     else:
         run_prompt(config, model, tokenizer, prompts[0])
     return 0
-
-
-def load(run: str = "last", **settings) -> tuple[GPT, tiktoken.Encoding]:
-    """Load the model and the tokenizer of a run, for generation in Python.
-
-    The model is in eval mode. It returns logits, but it cannot be trained. settings: checkpoint, device, dtype and
-    attention, as on the command line. Raises UserError, for example if the run does not exist.
-    """
-    model, tokenizer, _ = load_model(_python_config(run=run, **settings), batch_size=1)
-    return model, tokenizer
-
-
-def stream(model: GPT, tokenizer: tiktoken.Encoding, prompt: str = "", **settings) -> Iterator[str]:
-    """Generate one sample and yield its text, without the prompt, as it is generated.
-
-    settings: seed, temperature, max_new_tokens, stop and so on, as on the command line. `prompt` and `stop` are exact
-    strings, without escape sequences. Raises UserError.
-    """
-    config = _python_config(**settings)
-    for chunk in generate_texts(config, model, tokenizer, [prompt]):
-        yield chunk.text
-
-
-def _python_config(**settings) -> SampleConfig:
-    config = SampleConfig(**settings)
-    check(config)
-    return config
 
 
 def load_prompts(config: SampleConfig) -> list[str]:
@@ -156,21 +129,23 @@ def run_prompt(config: SampleConfig, model: GPT, tokenizer: tiktoken.Encoding, p
 
 def run_batch(config: SampleConfig, model: GPT, tokenizer: tiktoken.Encoding, prompts: list[str]) -> None:
     """Generate num_samples samples of each prompt. Write one JSON object per sample to `out` or stdout, in order."""
-    inputs = [prompt for prompt in prompts for _ in range(config.num_samples)]
+    inputs, lines = [prompt for prompt in prompts for _ in range(config.num_samples)], []
     text, tokens, started = "", 0, time.perf_counter()
-    with open_output(config.out) as file, ProgressBar(len(inputs), stderr=True) as bar:
+    with ProgressBar(len(inputs), stderr=True) as bar:
         for chunk in in_prompt_order(generate_texts(config, model, tokenizer, prompts)):
             text += chunk.text
             progress = chunk.n_tokens / max(1, config.max_new_tokens)  # of this sample
             if chunk.finish_reason is not None:
                 sample = {"prompt": inputs[chunk.index], "text": text, "seed": sample_seed(config, chunk.index)}
                 sample |= {"tokens": chunk.n_tokens, "ended": chunk.finish_reason}
-                line = json.dumps(sample, ensure_ascii=False) + "\n"
-                file.write(printable(line) if file.isatty() else line)
+                lines.append(json.dumps(sample, ensure_ascii=False) + "\n")
+                if config.out is None:
+                    show(lines[-1])
                 text, tokens, progress = "", tokens + chunk.n_tokens, 1
             bar.update(chunk.index + progress, f"sample {chunk.index + 1:,} of {len(inputs):,}")
     print(format_speed(tokens, started), file=sys.stderr)
     if config.out is not None:
+        atomic_write(Path(config.out), "".join(lines))
         print(f"written  {config.out}", file=sys.stderr)
 
 

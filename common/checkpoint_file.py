@@ -8,7 +8,7 @@ import torch
 from common.errors import UserError
 from common.files import atomic_writer
 
-FORMAT = 4  # of the content; increased when old checkpoints can no longer be read
+FORMAT = 5  # increased when old checkpoints can no longer be read
 
 
 def save_checkpoint(path: Path, content: dict) -> None:

@@ -54,6 +54,26 @@ def cpu_count() -> int:
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
+def has_avx512_bf16() -> bool:
+    """Whether this x86 CPU multiplies bfloat16 numbers. CPUs with AMX do, too.
+
+    Private; torch.cpu.get_capabilities replaces it when torch 2.13 is the oldest version. Checked with torch 2.13.
+    """
+    import torch
+
+    return torch.cpu._is_avx512_bf16_supported()
+
+
+def has_bf16_kernels() -> bool:
+    """Whether oneDNN has bfloat16 kernels for this CPU.
+
+    Private, without a public replacement in torch.backends.mkldnn. Checked with torch 2.13.
+    """
+    import torch
+
+    return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
 def return_freed_memory() -> None:
     """Return freed blocks of glibc's malloc to the system. If they were reused, the next peak would not count them."""
     if platform.libc_ver()[0] == "glibc":

@@ -2,5 +2,3 @@
 
 from model.config import AttentionConfig, GPTConfig
 from model.generation.config import SamplingConfig
-
-__all__ = ["AttentionConfig", "GPTConfig", "SamplingConfig"]

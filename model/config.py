@@ -10,6 +10,8 @@ from typing import Any
 from common.settings import Rule, check, setting
 
 ATTENTION_TYPES = ("softmax", "linear")
+MLPS = ("gelu", "gelu_tanh", "relu2", "swiglu")
+GATED_MLPS = ("swiglu",)  # these multiply one half of their input by a function of the other half
 
 
 @dataclass
@@ -28,10 +30,10 @@ class GPTConfig:
     dropout: float = setting(0.0, 0, below=1)  # of the embeddings, the attention weights, and attention and MLP outputs
     bias: bool = False  # in linear layers and LayerNorms
     norm: str = setting("rmsnorm", choices=("layernorm", "rmsnorm"))
-    mlp: str = setting("relu2", choices=("gelu", "gelu_tanh", "relu2", "swiglu"))
-    mlp_width: int | None = setting(None, 1, 10**7)  # channels of the MLP; None: 4 n_embd, or 8/3 n_embd with swiglu
+    mlp: str = setting("relu2", choices=MLPS)
+    mlp_width: int | None = setting(None, 1, 10**7)  # channels of the MLP; None: 4 n_embd, or 8/3 n_embd if gated
     position: str = setting("rotary", choices=("learned", "rotary"))
-    mixer: Any = setting("softmax", choices=ATTENTION_TYPES)  # of attention; a list repeats over the layers
+    attention_type: Any = setting("softmax", choices=ATTENTION_TYPES)  # a list repeats over the layers
     window: Any = setting(None, 1, 10**9)  # keys per query with its own; None: all; a list repeats over the layers
     qk_norm: bool = True  # normalize queries and keys
     attention_softcap: float | None = setting(None, above=0, high=1e6)  # bound of the attention scores (Gemma 2: 50)
@@ -48,8 +50,8 @@ class GPTConfig:
         divisors = ", ".join(str(G) for G in range(1, self.n_head + 1) if self.n_head % G == 0)
         n_embd = max(1, round(self.n_embd / self.n_head / 2)) * 2 * self.n_head  # rotary needs an even head_dim
         is_window = [w is None or type(w) is int for w in self.window_pattern]
-        n_attention, n_window = len(self.mixer_pattern), len(self.window_pattern)
-        has_types = 0 < n_attention <= self.n_layer and all(self.mixer_pattern)
+        n_attention, n_window = len(self.attention_type_pattern), len(self.window_pattern)
+        has_types = 0 < n_attention <= self.n_layer and all(self.attention_type_pattern)
         return [
             ("n_embd", self.n_embd % self.n_head == 0,
              f"must be a multiple of model.n_head={self.n_head}; set model.n_embd={n_embd}, for example"),
@@ -57,9 +59,9 @@ class GPTConfig:
              f"must divide model.n_head={self.n_head}; set one of {divisors}, or null"),
             ("window", all(is_window), "must be a number of tokens, null, or a list of these; set [64,null]"),
             ("window", 0 < n_window <= self.n_layer, f"must list 1 to {self.n_layer} layers (model.n_layer)"),
-            ("mixer", has_types, f"must list 1 to {self.n_layer} layers of {', '.join(ATTENTION_TYPES)}"),
-            ("attention_softcap", self.attention_softcap is None or "softmax" in self.mixers,
-             "has no effect without softmax attention; set null, or model.mixer=softmax"),
+            ("attention_type", has_types, f"must list 1 to {self.n_layer} layers of {', '.join(ATTENTION_TYPES)}"),
+            ("attention_softcap", self.attention_softcap is None or "softmax" in self.attention_types,
+             "has no effect without softmax attention; set null, or model.attention_type=softmax"),
             ("position", self.position == "learned" or self.head_dim % 2 == 0,
              f"needs an even number of channels per head (model.n_embd / model.n_head), not {self.head_dim}; "
              f"set model.n_embd={2 * self.n_embd}, or model.position=learned"),
@@ -80,13 +82,13 @@ class GPTConfig:
         return tuple(None if window is None or window >= self.block_size else window for window in repeated)
 
     @property
-    def mixer_pattern(self) -> list[str]:
-        return self.mixer if isinstance(self.mixer, list) else [self.mixer]
+    def attention_type_pattern(self) -> list[str]:
+        return self.attention_type if isinstance(self.attention_type, list) else [self.attention_type]
 
     @property
-    def mixers(self) -> tuple[str, ...]:
+    def attention_types(self) -> tuple[str, ...]:
         """Attention type of each layer."""
-        return tuple(islice(cycle(self.mixer_pattern), self.n_layer))
+        return tuple(islice(cycle(self.attention_type_pattern), self.n_layer))
 
     @property
     def head_dim(self) -> int:
@@ -94,10 +96,10 @@ class GPTConfig:
 
     @property
     def mlp_channels(self) -> int:
-        """Channels between the linear layers of the MLP. swiglu: 8/3 n_embd, rounded up to a multiple of 32."""
+        """Channels between the linear layers of the MLP. If gated, 8/3 n_embd is rounded up to a multiple of 32."""
         if self.mlp_width is not None:
             return self.mlp_width
-        return -(-8 * self.n_embd // 96) * 32 if self.mlp == "swiglu" else 4 * self.n_embd
+        return -(-8 * self.n_embd // 96) * 32 if self.mlp in GATED_MLPS else 4 * self.n_embd
 
 
 @dataclass
@@ -106,4 +108,4 @@ class AttentionConfig:
 
     backend: str = "sdpa"  # function in model/attention/backends.py
     kernels: list[str] | None = None  # PyTorch kernels that sdpa may use, in order of preference; None: all
-    impl: str | None = None  # FA3 or FA4: package that replaces PyTorch's FlashAttention kernel; None: PyTorch's own
+    flash_package: str | None = None  # FA3 or FA4 replace PyTorch's FlashAttention kernel; None: PyTorch's own

@@ -9,7 +9,7 @@ import numpy as np
 
 from model.attention import AttentionRequest
 from model.attention.linear import CHUNK
-from model.config import GPTConfig
+from model.config import GATED_MLPS, GPTConfig
 from model.gpt import GPT
 
 PARTS = {  # substring of a parameter's name -> part of the model
@@ -50,27 +50,27 @@ def weight_flops_per_token(config: GPTConfig, vocab_size: int) -> int:
     """FLOPs of the projections, the MLPs and the head: 6 per weight, without padded rows of the vocabulary."""
     C, D = config.n_embd, config.head_dim
     qkv = C * (config.n_head + 2 * config.kv_heads) * D
-    mlp = (3 if config.mlp == "swiglu" else 2) * C * config.mlp_channels
+    mlp = (3 if config.mlp in GATED_MLPS else 2) * C * config.mlp_channels
     return 6 * (config.n_layer * (qkv + C * C + mlp) + vocab_size * C)
 
 
 def attention_flops_per_token(config: GPTConfig, T: int) -> int:
-    """FLOPs of QK^T and the product with V: 12 H D per layer and key. A layer has T keys, or those of its window.
+    """FLOPs of QK^T and the product with V: 12 H D per layer and key. A layer has T keys, or at most its window.
 
     Kernels may do less or more: causal kernels can skip the masked half, and many compute keys outside the window.
     For layers with linear attention, see linear_attention_keys.
     """
     keys = sum(
-        min(T, window or T) if mixer == "softmax" else linear_attention_keys(config.head_dim, T)
-        for mixer, window in zip(config.mixers, config.windows, strict=True)
+        linear_attention_keys(config.head_dim, T) if attention_type == "linear" else min(T, window or T)
+        for attention_type, window in zip(config.attention_types, config.windows, strict=True)
     )
     return 12 * config.n_head * config.head_dim * keys
 
 
 def linear_attention_keys(D: int, T: int) -> int:
-    """Number of keys with which softmax attention takes as many FLOPs as linear attention: those of a chunk, and D.
+    """Number of keys with which softmax attention takes as many FLOPs as linear attention: a chunk's keys, plus D.
 
-    The products with the state take 4 D Dv FLOPs per head and query; those within a chunk take 2 (D + Dv) per key.
+    Products with the state take 4 D Dv FLOPs per head and query. Products within a chunk take 2 (D + Dv) per key.
     """
     return min(T, CHUNK) + D
 
@@ -81,13 +81,15 @@ def visible_pairs(Tq: int, Tk: int, window: int | None, document_length: int | N
     return int(np.minimum(keys, window or Tk).sum())
 
 
-def attention_flops(request: AttentionRequest, mixer: str = "softmax", document_length: int | None = None) -> int:
+def attention_flops(
+    request: AttentionRequest, attention_type: str = "softmax", document_length: int | None = None
+) -> int:
     """FLOPs of a forward pass of one causal attention call: 2 (D + Dv) per head and visible pair of query and key.
 
     A backward pass takes twice as many: the two products have four gradients (of Q, K, V and the weights), and each
     takes as many FLOPs as its product. For linear attention, see linear_attention_keys.
     """
     pairs = visible_pairs(request.Tq, request.Tk, request.window, document_length)
-    if mixer == "linear":
+    if attention_type == "linear":
         pairs = request.Tq * linear_attention_keys(request.D, request.Tq)
     return 2 * request.B * request.H * pairs * (request.D + request.Dv)

@@ -10,7 +10,7 @@ Each block computes x + attention(norm(x)), then x + mlp(norm(x)). A final norm 
   Henry et al., arXiv:2010.04245), a sliding window per layer (Longformer, Beltagy et al., arXiv:2004.05150), and a
   document mask
 - linear attention (Katharopoulos et al., arXiv:2006.16236) instead of softmax attention, for all layers or some
-- softcaps of attention scores and logits (model/softcap.py)
+- softcaps of attention scores and logits (model/attention/softcap.py)
 - hashed n-gram embeddings (model/ngram.py)
 
 The model does not select a kernel: the caller passes the function `attend`, one of the backends in model/attention/.
@@ -38,11 +38,11 @@ from torch import Tensor, nn
 
 from common.errors import UserError
 from common.startup import empty_embedding, materialize
-from model.attention import MIXERS
-from model.config import GPTConfig
+from model.attention import NON_SOFTMAX, get_attention_fn
+from model.attention.softcap import apply_softcap
+from model.config import GATED_MLPS, AttentionConfig, GPTConfig
 from model.loss import linear_cross_entropy
 from model.ngram import NgramEmbedding
-from model.softcap import apply_softcap
 
 
 def make_norm(config: GPTConfig, size: int) -> nn.Module:
@@ -52,7 +52,7 @@ def make_norm(config: GPTConfig, size: int) -> nn.Module:
 
 
 def rotary_cos_sin(positions: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of position x 10000^(-2i/D), i < D/2 (RoPE, eq. 15): positions (...) -> each (..., 1, D/2)."""
+    """Cosine and sine of position x 10000^(-2i/D), i < D/2 (RoPE, eq. 15): positions (...) -> 2 x (..., 1, D/2)."""
     frequency = 10_000.0 ** (-torch.arange(0, head_dim, 2, device=positions.device).float() / head_dim)
     angle = positions.float().unsqueeze(-1) * frequency
     return angle.cos().unsqueeze(-2), angle.sin().unsqueeze(-2)
@@ -71,7 +71,7 @@ def positions_in_document(doc_ids: Tensor) -> Tensor:
     return index - torch.where(is_first, index, 0).cummax(dim=1).values
 
 
-class CacheLike(Protocol):
+class KVCacheProtocol(Protocol):
     """Interface between the model and a KV cache. model/generation/kv_cache.py implements it."""
 
     previous_tokens: Tensor | None  # (B, max_ngram - 1): the tokens before the first input, -1 where there is none
@@ -87,7 +87,7 @@ class CacheLike(Protocol):
 class CausalSelfAttention(nn.Module):
     """Causal multi-head attention: project to heads, attend, concatenate, project back.
 
-    rotary: the result of `rotary_cos_sin`; None with learned positions.
+    rotary: the result of `rotary_cos_sin`, or None with learned positions.
     """
 
     def __init__(self, config: GPTConfig, attend: Callable[..., Tensor], layer: int):
@@ -95,11 +95,11 @@ class CausalSelfAttention(nn.Module):
         self.n_head, self.n_kv_head, self.head_dim = config.n_head, config.kv_heads, config.head_dim
         self.qkv = nn.Linear(config.n_embd, (self.n_head + 2 * self.n_kv_head) * self.head_dim, bias=config.bias)
         self.proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
-        self.mixer, self.layer = config.mixers[layer], layer
-        self.attend = attend if self.mixer == "softmax" else MIXERS[self.mixer].attend
+        self.attention_type, self.layer = config.attention_types[layer], layer
+        self.attend = attend if self.attention_type == "softmax" else NON_SOFTMAX[self.attention_type].attend
         self.window = config.windows[layer]
         self.qk_norm = config.qk_norm
-        self.softcap = config.attention_softcap if self.mixer == "softmax" else None
+        self.softcap = config.attention_softcap if self.attention_type == "softmax" else None
         self.dropout = config.dropout
 
     def forward(
@@ -107,7 +107,7 @@ class CausalSelfAttention(nn.Module):
         x: Tensor,
         rotary: tuple[Tensor, Tensor] | None,
         doc_ids: Tensor | None = None,
-        kv_cache: CacheLike | None = None,
+        kv_cache: KVCacheProtocol | None = None,
     ) -> Tensor:
         B, T, C = x.shape
         heads = self.qkv(x).view(B, T, -1, self.head_dim)
@@ -133,7 +133,7 @@ def swiglu(x: Tensor) -> Tensor:
     return F.silu(gate) * up
 
 
-ACTIVATIONS = {
+ACTIVATIONS = {  # to add one, also add its name to MLPS in model/config.py, and to GATED_MLPS if it halves the channels
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "relu2": lambda x: F.relu(x).square(),
@@ -142,12 +142,12 @@ ACTIVATIONS = {
 
 
 class MLP(nn.Module):
-    """Two linear layers with an activation between them: C -> W -> C, or C -> 2W -> C with SwiGLU."""
+    """Two linear layers with an activation between them: C -> W -> C, or C -> 2W -> C if the activation is gated."""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
         W = config.mlp_channels
-        self.fc = nn.Linear(config.n_embd, 2 * W if config.mlp == "swiglu" else W, bias=config.bias)
+        self.fc = nn.Linear(config.n_embd, 2 * W if config.mlp in GATED_MLPS else W, bias=config.bias)
         self.proj = nn.Linear(W, config.n_embd, bias=config.bias)
         self.activation = ACTIVATIONS[config.mlp]
         self.dropout = config.dropout
@@ -172,29 +172,30 @@ class Block(nn.Module):
         x: Tensor,
         rotary: tuple[Tensor, Tensor] | None,
         doc_ids: Tensor | None = None,
-        kv_cache: CacheLike | None = None,
+        kv_cache: KVCacheProtocol | None = None,
     ) -> Tensor:
         x = x + self.attn(self.norm_attn(x), rotary, doc_ids, kv_cache)
         return x + self.mlp(self.norm_mlp(x))
 
 
 class GPT(nn.Module):
-    """The model: tokens (B, T) -> logits (B, T, V).
+    """The model: model(tokens) -> logits, or model(tokens, targets) -> loss.
 
-    attend: the attention function of all layers (model/attention/).
+    attend: attention function of all layers (model/attention/). None: the default of AttentionConfig.
     device: where parameters are allocated. On "meta", they have shapes only.
-    weights: a state_dict whose tensors become the parameters. None: draw them from torch's global generator.
+    weights: a state_dict whose tensors become the parameters. None: initialize from torch's global generator.
     """
 
     def __init__(
         self,
         config: GPTConfig,
         vocab_size: int,
-        attend: Callable[..., Tensor],
+        attend: Callable[..., Tensor] | None = None,
         device: str = "cpu",
         weights: dict[str, Tensor] | None = None,
     ):
         super().__init__()
+        attend = attend or get_attention_fn(AttentionConfig())
         self.config, self.vocab_size, self.attend = config, vocab_size, attend
         with torch.device("meta"):  # shapes only: PyTorch's default initialization would be overwritten
             padded_vocab_size = -(-vocab_size // config.pad_vocab_multiple) * config.pad_vocab_multiple
@@ -226,7 +227,7 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, part: nn.Module | None = None, prefix: str = "") -> None:
-        """Initialize all weights, following the table at the top of this file. part: only those of a module."""
+        """Initialize all weights, following the table at the top of this file. part: initialize only this module."""
         for name, p in (part or self).named_parameters(prefix):
             if p.ndim < 2:
                 nn.init.zeros_(p) if name.endswith("bias") else nn.init.ones_(p)
@@ -243,7 +244,7 @@ class GPT(nn.Module):
         *,
         doc_ids: Tensor | None = None,
         positions: Tensor | None = None,
-        kv_cache: CacheLike | None = None,
+        kv_cache: KVCacheProtocol | None = None,
         reduction: str = "mean",
     ) -> Tensor:
         """Return next-token logits (B, T, V), or the cross entropy if targets (B, T) are given.
@@ -274,13 +275,13 @@ class GPT(nn.Module):
         *,
         doc_ids: Tensor | None = None,
         positions: Tensor | None = None,
-        kv_cache: CacheLike | None = None,
+        kv_cache: KVCacheProtocol | None = None,
     ) -> Tensor:
         """Hidden states after the final norm: tokens (B, T) -> (B, T, C).
 
-        doc_ids (B, T): document of each token. Attention stays within a document, and positions start at 0 in each.
-        positions (B, T): position of each token; None: counted from 0. Rotary positions may exceed block_size.
-        kv_cache: stores keys and values, and returns those of earlier tokens (see CacheLike).
+        doc_ids (B, T): document of each token. Attention stays within a document, and its positions start at 0.
+        positions (B, T): position of each token, by default counted from 0. Rotary positions may exceed block_size.
+        kv_cache: stores the keys and values of earlier tokens (see KVCacheProtocol).
         Raises UserError if positions is None and T exceeds block_size.
         """
         T = tokens.shape[1]

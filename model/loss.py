@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from data.loader import IGNORE_INDEX
-from model.softcap import apply_softcap
+from model.attention.softcap import apply_softcap
 
 CHUNK_LOGITS = 2**26  # 256 MiB in float32; 1,335 tokens with GPT-2's vocabulary
 MAX_COMPILED_CHUNKS = 16  # torch.compile unrolls the loop over chunks
@@ -27,7 +27,7 @@ def linear_cross_entropy(
     """Cross entropy in nats of the logits x weight^T: x (N, C), weight (rows, C), targets (N) -> float32 scalar.
 
     Rows of `weight` from vocab_size on are padding. reduction: mean or sum over the targets that are not IGNORE_INDEX.
-    softcap: see model/softcap.py; it applies to the logits.
+    softcap: bound of the logits (model/attention/softcap.py).
 
     More than chunk_logits logits are computed in chunks, together with their gradient, so that only one chunk is in
     memory at a time. float16 logits are never chunked: GradScaler must scale their gradients before they are rounded.

@@ -1,7 +1,7 @@
 """Hashed n-gram embeddings: each token also gets the embeddings of the 2-gram, 3-gram, ... that end at it.
 
-fastText (Bojanowski et al., arXiv:1607.04606) hashes n-grams of characters in this way, and BLT (Pagnoni et al.,
-arXiv:2412.09871) those of bytes. B batch, T time, C channels = n_embd.
+fastText (Bojanowski et al., arXiv:1607.04606) hashes n-grams of characters in this way. BLT (Pagnoni et al.,
+arXiv:2412.09871) hashes n-grams of bytes. B batch, T time, C channels = n_embd.
 """
 
 import torch

@@ -34,9 +34,9 @@ def backends_on(device: str) -> list[str]:
     return [name for name, backend in BACKENDS.items() if device in backend.on]
 
 
-def choose(name, kernels=None, impl=None) -> AttentionConfig:
+def choose(name, kernels=None, flash_package=None) -> AttentionConfig:
     """The settings that choose a backend."""
-    return AttentionConfig(name, kernels, impl)
+    return AttentionConfig(name, kernels, flash_package)
 
 
 def random_qkv(request: AttentionRequest, seed=0):

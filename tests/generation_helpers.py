@@ -14,9 +14,9 @@ from model.gpt import GPT
 
 BYTES = tokenizer.byte(tokenizer.Corpus([""], has_several_documents=False), BYTE)
 WINDOWED = GROUPED | dict(window=[5, None])
-MIXED = GROUPED | dict(mixer=["linear", "softmax"])
+MIXED = GROUPED | dict(attention_type=["linear", "softmax"])
 VARIANTS = {"gpt2": GPT2, "modern": MODERN, "grouped": GROUPED, "windowed": WINDOWED, "one": GPT2 | dict(block_size=1)}
-VARIANTS |= {"linear": GPT2 | dict(mixer="linear"), "mixed": MIXED}
+VARIANTS |= {"linear": GPT2 | dict(attention_type="linear"), "mixed": MIXED}
 
 
 def make_random_model(variant, attend=naive, dtype=torch.float32, V=256):
@@ -46,8 +46,8 @@ def logits_without_cache(model, tokens):
     """
     T = model.config.block_size
     if model.wpe is None:
-        windows = zip(model.config.windows, model.config.mixers, strict=True)
-        windows = [window or T if mixer == "softmax" else None for window, mixer in windows]
+        windows = zip(model.config.windows, model.config.attention_types, strict=True)
+        windows = [window or T if attention_type == "softmax" else None for window, attention_type in windows]
         config = replace(model.config, block_size=4 * T, window=windows)
         longer = GPT(config, model.vocab_size, naive, weights=model.state_dict())
         return longer(torch.tensor([tokens]))[0, -1]

@@ -45,8 +45,8 @@ def tiny_model(**changed) -> GPT:
     torch.manual_seed(0)
     settings = dict(
         name="", n_layer=2, n_head=2, n_kv_head=None, n_embd=16, block_size=8, dropout=0.0, bias=True,
-        norm="layernorm", mlp="gelu", mlp_width=None, position="learned", mixer="softmax", window=None, qk_norm=False,
-        attention_softcap=None, logit_softcap=None, tie_embeddings=True,
+        norm="layernorm", mlp="gelu", mlp_width=None, position="learned", attention_type="softmax", window=None,
+        qk_norm=False, attention_softcap=None, logit_softcap=None, tie_embeddings=True,
         pad_vocab_multiple=1, max_ngram=1, ngram_table_size=64,
     )  # fmt: skip
     return GPT(GPTConfig(**settings | changed), 20, naive)

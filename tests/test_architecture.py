@@ -66,3 +66,36 @@ def test_backends_are_named_in_the_attention_package_only():
         if path.parent.name != "attention" and path != ROOT / "model/config.py":  # which has the default
             strings = {node.value for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.Constant)}
             assert not strings & {"naive", "sdpa", "flash", "cudnn", "flex"}, path
+
+
+def imported_modules(path: Path) -> set[str]:
+    """Names of the modules of this project that a file imports, also inside functions."""
+    nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
+    names = {node.module for node in nodes} | {f"{node.module}.{alias.name}" for node in nodes for alias in node.names}
+    return {
+        name for name in names if (file := ROOT.joinpath(*name.split("."))).is_dir() or file.with_suffix(".py").exists()
+    }
+
+
+def module_name(path: Path) -> str:
+    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
+
+
+def test_folders_of_the_model_import_only_folders_before_them():
+    """The order: settings, attention, the model and the files beside it, huggingface, generation."""
+    order = ["model.config", "model.generation.config", "model.attention", "model", "model.huggingface"]
+    order.append("model.generation")
+
+    def position(module: str) -> int:
+        return order.index(max((name for name in order if f"{module}.".startswith(f"{name}.")), key=len))
+
+    for path in set((ROOT / "model").rglob("*.py")) - {ROOT / "model/__init__.py"}:
+        for module in imported_modules(path):
+            if module.startswith("model"):
+                assert position(module) <= position(module_name(path)), f"{path} imports {module}"
+
+
+def test_no_two_files_of_the_model_import_each_other():
+    files = (ROOT / "model").rglob("*.py")
+    imports = {(module_name(path), module) for path in files for module in imported_modules(path)}
+    assert not {(a, b) for a, b in imports if (b, a) in imports and a != b}

@@ -91,7 +91,7 @@ def test_run_folder_contains_the_documented_files_and_keys(train, workdir, capsy
     recorded = summary("a")
     assert recorded["status"] == "finished"
     assert recorded["step"] == 6
-    assert recorded["attention"] == {"requested": "sdpa", "resolved": "flash", "impl": None}
+    assert recorded["attention"] == {"requested": "sdpa", "resolved": "flash", "flash_package": None}
     assert recorded["best_val_loss"] == min(row["val/loss"] for row in rows if "val/loss" in row and row["step"] > 0)
     assert recorded["last_val_loss"] == rows[-1]["val/loss"]
     for key in ("wall_seconds", "step_ms", "tokens_per_second", "n_params", "device", "dtype",
@@ -183,7 +183,7 @@ def test_backends_and_compilation_do_not_change_the_loss_curve(train):
     for name in ("flash", "compiled"):
         for a, b in zip(metrics("naive"), metrics(name), strict=True):
             assert a.get("train/loss") == pytest.approx(b.get("train/loss"), abs=1e-5)
-    assert torch.compiler.config.cache_key_tag == "AttentionConfig(backend='naive', kernels=None, impl=None)"
+    assert torch.compiler.config.cache_key_tag == "AttentionConfig(backend='naive', kernels=None, flash_package=None)"
     assert set(load("compiled", "last")["model"]) == set(load("naive", "last")["model"])
 
 

@@ -12,7 +12,7 @@ from helpers import TEXT
 from common.process import run_main
 from configs.cli import parse_config
 from eval import main
-from sample import load
+from model.generation.load import load_run
 
 TASK = """
 task: squares
@@ -71,7 +71,7 @@ def test_loss_is_reported_for_each_document_and_for_all(train, evaluate, workdir
     out = evaluate("run=a", "data.path=t.jsonl", "out=o.jsonl")
     *rows, total = read_jsonl("o.jsonl")
     assert [row["document"] for row in rows] == list(range(1, 32))
-    model, tokenizer = load("a")
+    model, tokenizer = load_run("a")
     nats = n_tokens = 0
     for document, row in zip(documents, rows, strict=True):
         tokens = [tokenizer.eot_token, *tokenizer.encode(document)]
@@ -111,7 +111,7 @@ def test_task_from_a_file_is_scored_on_a_model_with_ngrams(trained, evaluate, wo
     (workdir / "questions.jsonl").write_text("".join(json.dumps(question) + "\n" for question in questions))
     (workdir / "squares.yaml").write_text(TASK)
     out = evaluate("run=a", "tasks=squares.yaml", "out=o.jsonl", "batch_size=2")
-    model, tokenizer = load("a")
+    model, tokenizer = load_run("a")
     assert model.ngrams is not None
     right = {"acc": 0, "acc_norm": 0}
     for question in questions:

@@ -12,8 +12,7 @@ from common.checkpoint_file import load_checkpoint
 from common.errors import UserError
 from common.process import run_main
 from configs.cli import parse_config
-from model.pretrained import load_pretrained
-from sample import load
+from model.generation.load import load_pretrained, load_run
 
 PROMPT = "The 7th line"
 LLAMA = ["model=llama", "model.n_head=4", "model.block_size=64", "tokenizer=byte"]
@@ -55,12 +54,12 @@ def test_trained_model_is_the_same_in_transformers_and_when_imported(train, samp
     assert generate(PROMPT)[0]["generated_text"].startswith(PROMPT)  # with the settings in generation_config.json
     greedy = ["temperature=0", f"prompt={PROMPT}", "max_new_tokens=20"]
     assert sample("run=a", *greedy) == sample("run=hf:exported", *greedy) == text + "\n"
-    ours, our_tokenizer = load("a")
+    ours, our_tokenizer = load_run("a")
     tokens = torch.tensor([our_tokenizer.encode(text)])
     assert tokenizer(text)["input_ids"] == tokens[0].tolist()
     with torch.no_grad():
         torch.testing.assert_close(theirs(tokens).logits, ours(tokens), atol=1e-4, rtol=0)
-    imported, _ = load("hf:exported")
+    imported, _ = load_run("hf:exported")
     for (name, weight), other in zip(ours.state_dict().items(), imported.state_dict().values(), strict=True):
         assert torch.equal(weight, other), name
     assert "50 steps" in Path("exported/README.md").read_text()
@@ -93,7 +92,7 @@ def test_model_saved_by_transformers_is_imported_with_its_biases(train, export):
             p.add_(0.1)
     model.save_pretrained("finetuned")
     shutil.copy("exported/tokenizer.json", "finetuned")
-    tokens, (ours, _) = torch.arange(10)[None], load("hf:finetuned")
+    tokens, (ours, _) = torch.arange(10)[None], load_run("hf:finetuned")
     with torch.no_grad():
         torch.testing.assert_close(ours(tokens), model(tokens).logits, atol=1e-4, rtol=1e-4)
 

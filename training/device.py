@@ -10,10 +10,9 @@ import torch
 from torch import nn
 
 from common.errors import UserError
-from common.system import describe_environment
+from common.system import describe_environment, has_avx512_bf16
 from model import AttentionConfig, GPTConfig
 from model.attention import ResolvedAttention, missing_compiler, pin_kernel_under_compile, resolve_model
-from model.attention.torch_internals import has_avx512_bf16
 from training.distributed import Dist
 from training.fsdp import FSDP
 

@@ -14,7 +14,8 @@ from common.interrupt import StopRequest
 from common.system import peak_memory_bytes
 from data.loader import Loader
 from data.tokenizer import initial_tokens, token_bytes
-from model.attention.attention_maps import attention_maps, attention_statistics, entropy, layer_entropies
+from model.attention.head_statistics import entropy
+from model.generation.attention_maps import attention_maps, attention_statistics, layer_entropies
 from model.generation.attention_plots import plot_attention
 from model.generation.config import unescape
 from model.generation.engine import Prompt, generate

@@ -8,8 +8,8 @@ from common.errors import UserError
 from common.run_dir import has_checkpoint
 from common.settings import format_value
 from model.config import GPTConfig
+from model.generation.load import load_pretrained
 from model.gpt import GPT
-from model.pretrained import load_pretrained
 from training.config import GPT2_MODELS
 from training.sharding import load_weights
 

@@ -59,7 +59,7 @@ def describe_model(model: GPTConfig) -> str:
         model.kv_heads != model.n_head and f"{model.kv_heads} key/value heads",
         f"{model.n_embd} channels, context {model.block_size}",
         any(model.windows) and f"windows {format_value(model.window)}",
-        "linear" in model.mixers and f"mixer {format_value(model.mixer)}",
+        "linear" in model.attention_types and f"attention {format_value(model.attention_type)}",
     ]
     return ", ".join(filter(None, words))
 

@@ -21,10 +21,10 @@ from common.errors import UserError
 from compare.bench.config import CAUSAL, BenchConfig, parse_mask
 from compare.bench.results import FINISHED, NO_ATTENTION, Timing
 from model import AttentionConfig, GPTConfig
-from model.attention import BACKENDS, MIXERS, AttentionRequest, all_variants, get_attention_fn, resolve, resolve_model
+from model.attention import BACKENDS, NON_SOFTMAX, AttentionRequest, all_variants, get_attention_fn
 from model.attention.backends import naive, repeat_kv
 from model.attention.linear import linear_attention_state, linear_attention_step
-from model.attention.resolve import pin_kernel_under_compile
+from model.attention.resolve import pin_kernel_under_compile, resolve, resolve_model
 from model.flops import attention_flops, flops_per_token, weight_flops_per_token
 from model.gpt import GPT
 from training import speed
@@ -54,9 +54,9 @@ class Case:
         return str(self.request.dtype).removeprefix("torch.")
 
     @property
-    def mixer(self) -> str:
-        """The value of model.mixer that the case measures."""
-        return (BACKENDS | MIXERS)[self.attention.backend].mixer
+    def attention_type(self) -> str:
+        """The value of model.attention_type that the case measures."""
+        return (BACKENDS | NON_SOFTMAX)[self.attention.backend].attention_type
 
     def doc_ids(self) -> Tensor | None:
         """Document ids of the keys (B, Tk). None if the mask has no documents."""
@@ -79,7 +79,7 @@ def build_groups(config: BenchConfig, device: torch.device) -> list[list[Case]]:
     Phase step has the mask of the model, and one more case without attention. Raises UserError for unknown names.
     """
     variants, dtypes = all_variants(), DTYPES | {"auto": resolve_dtype("auto", device)}
-    support = {name: backend.on.get(device.type) for name, backend in (BACKENDS | MIXERS).items()}
+    support = {name: backend.on.get(device.type) for name, backend in (BACKENDS | NON_SOFTMAX).items()}
     backends = config.backends or [name for name, row in support.items() if row is not None and row.gradients]
     for key, names, choices in (("backends", backends, variants), ("dtypes", config.dtypes, dtypes)):
         for name in names:
@@ -129,7 +129,7 @@ def measure(case: Case, config: BenchConfig, reference: Path) -> tuple[Timing, l
     row = Timing(**case.start_row(), status=FINISHED, resolved=workload.resolved)
     if workload.is_compiled:
         row.compile_s = speed.compile_seconds() - compiled_before
-    if case.phase != "step" and case.mixer == "softmax" and reference.exists():
+    if case.phase != "step" and case.attention_type == "softmax" and reference.exists():
         expected = torch.load(reference, weights_only=True)
         errors = [(output.detach().cpu() - y).abs().max() for output, y in zip(outputs, expected, strict=True)]
         row.error_y = errors[0].item()
@@ -161,7 +161,7 @@ def _attention_workload(case: Case, config: BenchConfig) -> Workload:
     resolved = resolve(case.attention, case.request).resolved
     attend = partial(get_attention_fn(case.attention), window=case.request.window, doc_ids=case.doc_ids())
     inputs = make_inputs(case, config.seed)
-    if case.mixer == "linear" and case.phase == "decode":  # decodes from a state instead of a KV cache
+    if case.attention_type == "linear" and case.phase == "decode":  # decodes from a state instead of a KV cache
         state = linear_attention_state(*inputs[1:3], lengths=torch.tensor(case.request.Tk - 1))
         attend = lambda q, k, v: linear_attention_step(state, q, k[:, -1:], v[:, -1:])  # noqa: E731
     n_copies = 2 * system.cache_bytes(case.request.device) // sum(tensor.nbytes for tensor in inputs)
@@ -176,7 +176,7 @@ def _attention_workload(case: Case, config: BenchConfig) -> Workload:
         y = attend(q, k, v)
         return (y, *torch.autograd.grad(y, (q, k, v), dy)) if case.request.grad else (y,)
 
-    return Workload(resolved, call, (BACKENDS | MIXERS)[case.attention.backend].needs_compiler)
+    return Workload(resolved, call, (BACKENDS | NON_SOFTMAX)[case.attention.backend].needs_compiler)
 
 
 def _training_workload(case: Case, config: BenchConfig) -> Workload:
@@ -184,11 +184,12 @@ def _training_workload(case: Case, config: BenchConfig) -> Workload:
     B, dtype, device = case.request.B, case.request.dtype, case.request.device
     resolve_dtype(case.dtype_name, device)  # raises for a dtype that only inference supports
     model = configure_model(case, config)
-    if case.mixer != "softmax":
+    if case.attention_type != "softmax":
         case = replace(case, attention=next(iter(all_variants().values())))  # no layer uses it
     resolved = resolve_model(case.attention, model, B=B, dtype=dtype, device=device, grad=True).resolved
     # A step of a tiny model loads libraries, whose memory does not belong to the step.
-    tiny = {"n_layer": 1, "mixer": model.mixers[0], "window": None, "mlp_width": None, "ngram_table_size": 64}
+    tiny = {"n_layer": 1, "attention_type": model.attention_types[0], "window": None, "mlp_width": None}
+    tiny |= {"ngram_table_size": 64}
     tiny_config = replace(config, model=replace(model, block_size=8, **tiny), vocab_size=64, compile=False)
     _training_step(case, tiny_config)()
     memory_before = _reset_memory(device)
@@ -197,9 +198,9 @@ def _training_workload(case: Case, config: BenchConfig) -> Workload:
 
 
 def configure_model(case: Case, config: BenchConfig) -> GPTConfig:
-    """Return the model of phase step, with the context and the mixer of the case."""
+    """Return the model of phase step, with the context and the attention type of the case."""
     model = replace(config.model, block_size=case.request.Tk)
-    return model if case.mixer == "softmax" else replace(model, mixer=case.mixer)
+    return model if case.attention_type == "softmax" else replace(model, attention_type=case.attention_type)
 
 
 def _training_step(case: Case, config: BenchConfig) -> Callable[[], None]:
@@ -240,7 +241,7 @@ def count_flops(case: Case, config: BenchConfig) -> int:
     if case.phase == "step":
         return B * T * flops_per_token(configure_model(case, config), config.vocab_size, T)
     passes = 3 if case.request.grad else 1  # a backward pass takes twice the FLOPs
-    return passes * attention_flops(case.request, case.mixer, parse_mask(case.mask)[1])
+    return passes * attention_flops(case.request, case.attention_type, parse_mask(case.mask)[1])
 
 
 def make_inputs(case: Case, seed: int) -> list[Tensor]:

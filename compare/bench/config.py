@@ -47,8 +47,8 @@ class BenchConfig:
             value = self.name if key == "name" else self.model.name
             if value is not None:
                 check_path_component(key, value)
-        if "softmax" not in self.model.mixers:
-            raise UserError("model.mixer=linear leaves no backend to compare; set backends=[sdpa,linear] instead")
+        if "softmax" not in self.model.attention_types:
+            raise UserError("model.attention_type=linear leaves no backend to compare; set backends=[sdpa,linear]")
         H, G, _, _ = self.kernel_shape()
         yield "n_kv_head", H % G == 0, f"does not divide the {H} heads; set a divisor, or null"
         for key, value in vars(self).items():

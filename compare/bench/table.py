@@ -62,9 +62,9 @@ def list_notes(rows: list[Timing]) -> list[str]:
         notes.append(f"equal: the quartiles overlap, or the medians differ by less than {MAX_TIE_RATIO - 1:.0%}.")
     if any(row.backend == NO_ATTENTION for row in finished):
         notes.append(f"{NO_ATTENTION}: a training step whose layers add q, k and v instead of attending.")
-    mixers = " and ".join(dict.fromkeys(row.backend for row in finished if row.backend in ATTENTION_TYPES))
-    if mixers:
-        notes.append(f"{mixers}: model.mixer={mixers}, which changes the results, and is not among the fastest above.")
+    types = " and ".join(dict.fromkeys(row.backend for row in finished if row.backend in ATTENTION_TYPES))
+    if types:
+        notes.append(f"{types}: model.attention_type={types} changes the results, and is not among the fastest above.")
     kernels = dict.fromkeys(f"{row.backend} ran {row.resolved}" for row in finished if row.resolved != row.backend)
     if kernels:
         notes.append(f"{'; '.join(kernels)}.")

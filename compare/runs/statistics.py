@@ -95,7 +95,7 @@ def _compute_stats(setting: Setting, first: Setting, target_difference: float | 
     step_ms_q1, step_ms, step_ms_q3 = quartiles(_after_warmup(runs, "step_ms"))
     peaks = [*get_by_seed(runs, "peak_memory_bytes").values()]
     kernels = [summary.get("attention") or {} for summary in summaries]
-    kernel, impl = (_join_distinct(kernel.get(key) for kernel in kernels) for key in ("resolved", "impl"))
+    kernel, package = (_join_distinct(kernel.get(key) for kernel in kernels) for key in ("resolved", "flash_package"))
     texts = {key: _join_distinct(summary.get(key) for summary in summaries) for key in TEXTS}
     means = {key: mean(get_by_seed(runs, key).values()) for key in MEANS}
     return SettingStats(
@@ -103,7 +103,7 @@ def _compute_stats(setting: Setting, first: Setting, target_difference: float | 
         status=setting.status,
         finished=len(runs),
         reason=_join_distinct(run.summary.get("error") for run in setting.runs if run.status != "finished") or "",
-        kernel=f"{kernel} ({impl})" if impl else kernel,
+        kernel=f"{kernel} ({package})" if package else kernel,
         val_loss=mean(losses.values()),
         val_loss_ci95=ci95(losses.values()),
         seeds=len(losses),

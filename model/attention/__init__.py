@@ -6,14 +6,14 @@ Every backend is a function with this signature:
 
     q (B, Tq, H, D), k (B, Tk, G, D), v (B, Tk, G, Dv) -> y (B, Tq, H, Dv); H is a multiple of G.
 
-    positions (B, Tq): index of each query among the keys; None: query i has index Tk - Tq + i
+    positions (B, Tq): index of each query among the keys. By default, query i has index Tk - Tq + i
         (Tq == Tk in training, Tq < Tk when decoding with a KV cache).
-    window: number of keys that a query attends to, including its own; None: all.
-    doc_ids (B, Tk): document of each key; None: one document.
-    softcap: bound of the scores before the mask (model/softcap.py); None: no bound.
+    window: number of keys that a query attends to, including its own. None is all keys.
+    doc_ids (B, Tk): document of each key. None is one document.
+    softcap: bound of the scores before the mask (model/attention/softcap.py). None is no bound.
     A query at index p attends to key j if p - window < j <= p, and if keys p and j are in the same document.
 
-linear_attention computes something else (model/attention/linear.py), and is selected by model.mixer.
+linear_attention computes something else (model/attention/linear.py), and is selected by model.attention_type.
 
 `naive` is the reference: softmax(mask(QK^T / sqrt(D))) V ("Attention Is All You Need", eq. 1). Tests compare all other
 backends with `naive`. A backend that does not support a request raises an error. It never falls back to another one.
@@ -41,30 +41,4 @@ from model.attention.resolve import (
     resolve,
     resolve_model,
 )
-from model.attention.support import BACKENDS, MIXERS, AttentionRequest, Support, backend, support_table
-
-__all__ = [
-    "BACKENDS",
-    "MIXERS",
-    "AttentionRequest",
-    "ResolvedAttention",
-    "Support",
-    "all_variants",
-    "attention_mask",
-    "attention_scores",
-    "attention_weights",
-    "backend",
-    "cudnn",
-    "flash",
-    "flex",
-    "get_attention_fn",
-    "linear_attention",
-    "linear_attention_scores",
-    "missing_compiler",
-    "naive",
-    "pin_kernel_under_compile",
-    "resolve",
-    "resolve_model",
-    "sdpa",
-    "support_table",
-]
+from model.attention.support import BACKENDS, NON_SOFTMAX, AttentionRequest, Support, backend, support_table

@@ -2,6 +2,8 @@
 
 To add a backend, write a function here, decorate it with @backend(...) to state what it supports, and add
 configs/attention/<name>.yaml. The tests then compare it with `naive`.
+To add attention that computes something else, decorate its function with @backend(..., attention_type="<name>"), and
+add the name to ATTENTION_TYPES in model/config.py.
 """
 
 import functools
@@ -16,9 +18,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
+from model.attention.softcap import apply_softcap
 from model.attention.support import Support, backend
 from model.attention.torch_internals import raise_recompile_limit
-from model.softcap import apply_softcap
 
 KERNELS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,
@@ -163,9 +165,6 @@ def cudnn(q, k, v, *, window=None, positions=None, doc_ids=None, dropout_p=0.0, 
         "cuda": Support(dtypes=("float32", *HALF_DTYPES), dropout=False, head_dims=(16, inf)),
     },
     needs_compiler=True,
-    build_mask=lambda Tq, Tk, *, window, doc_ids, device: _block_mask(
-        None if doc_ids is None else len(doc_ids), Tq, Tk, Tk - Tq, window, None, doc_ids, device
-    ),
 )
 def flex(q, k, v, *, window=None, positions=None, doc_ids=None, dropout_p=0.0, softcap=None) -> Tensor:
     """FlexAttention (Dong et al., arXiv:2412.05496): a kernel that is compiled for the mask and skips masked blocks.

@@ -39,7 +39,7 @@ def linear_attention_scores(q: Tensor, k: Tensor, *, window=None, positions=None
     return scores.log().masked_fill(~visible, -torch.inf)
 
 
-@backend(on={device: replace(support, **NO_MASKS) for device, support in ALL_DEVICES.items()}, mixer="linear")
+@backend(on={device: replace(support, **NO_MASKS) for device, support in ALL_DEVICES.items()}, attention_type="linear")
 def linear_attention(q, k, v, *, window=None, positions=None, doc_ids=None, dropout_p=0.0, softcap=None) -> Tensor:
     """Linear attention in chunks; T queries and T keys. Raises ValueError for masks and dropout."""
     if not (window is positions is doc_ids is softcap is None) or dropout_p > 0:

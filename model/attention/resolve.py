@@ -17,7 +17,7 @@ from torch.overrides import TorchFunctionMode
 from common.errors import UserError
 from common.settings import format_value
 from model.attention.backends import KERNELS
-from model.attention.support import BACKENDS, MIXERS, AttentionRequest, Backend, check_support, suggest_alternatives
+from model.attention.support import BACKENDS, NON_SOFTMAX, AttentionRequest, Backend, check_support, suggest_backends
 from model.attention.torch_internals import disable_attention_fusion, is_triton_available, select_sdpa_kernel
 from model.config import AttentionConfig, GPTConfig
 
@@ -28,14 +28,14 @@ class ResolvedAttention:
 
     requested: str
     resolved: str  # naive, math, flash, efficient, cudnn, flex or linear; joined with "+" if layers differ
-    impl: str | None = None
+    flash_package: str | None = None
 
 
 def _find_backend(config: AttentionConfig) -> Backend:
     """The backend of `config`. Raises UserError for unknown settings, and for settings of other backends."""
-    if config.backend not in BACKENDS | MIXERS:
+    if config.backend not in BACKENDS | NON_SOFTMAX:
         raise UserError(f"attention.backend={config.backend} is unknown; set one of {', '.join(BACKENDS)}")
-    chosen = (BACKENDS | MIXERS)[config.backend]
+    chosen = (BACKENDS | NON_SOFTMAX)[config.backend]
     if config.kernels is not None:
         given = f"attention.kernels={format_value(config.kernels)}"
         if not chosen.kernels:
@@ -46,22 +46,20 @@ def _find_backend(config: AttentionConfig) -> Backend:
             )
         if not config.kernels or not set(config.kernels) <= set(chosen.kernels):
             raise UserError(f"{given} must list one or more of {', '.join(chosen.kernels)}; set null for all")
-    if config.impl is not None and config.impl not in chosen.impls:
-        choices = " or ".join(["null", *chosen.impls])
-        raise UserError(f"attention={chosen.name} has no attention.impl={config.impl}; set {choices}")
+    if config.flash_package is not None and config.flash_package not in chosen.packages:
+        choices = " or ".join(["null", *chosen.packages])
+        raise UserError(f"attention={chosen.name} has no attention.flash_package={config.flash_package}; set {choices}")
     return chosen
 
 
 def all_variants() -> dict[str, AttentionConfig]:
-    """Settings of all variants, by name: "naive", "sdpa:math" (a kernel), "flash:FA3" (an impl), "linear" (a mixer)."""
+    """The settings of all variants, by name: "naive", "sdpa:math" (kernel), "flash:FA3" (package), "linear" (type)."""
     variants = {}
     for name, chosen in BACKENDS.items():
-        variants[name] = AttentionConfig(name, kernels=None, impl=None)
-        for kernel in chosen.kernels:
-            variants[f"{name}:{kernel}"] = AttentionConfig(name, kernels=[kernel], impl=None)
-        for impl in chosen.impls:
-            variants[f"{name}:{impl}"] = AttentionConfig(name, kernels=None, impl=impl)
-    return variants | {name: AttentionConfig(name, kernels=None, impl=None) for name in MIXERS}
+        variants[name] = AttentionConfig(name)
+        variants |= {f"{name}:{kernel}": AttentionConfig(name, kernels=[kernel]) for kernel in chosen.kernels}
+        variants |= {f"{name}:{package}": AttentionConfig(name, flash_package=package) for package in chosen.packages}
+    return variants | {name: AttentionConfig(name) for name in NON_SOFTMAX}
 
 
 def get_attention_fn(config: AttentionConfig) -> Callable[..., Tensor]:
@@ -89,11 +87,11 @@ def resolve(config: AttentionConfig, request: AttentionRequest) -> ResolvedAtten
     PyTorch's reasons.
     """
     chosen = _find_backend(config)
-    check_support(chosen, request, config.impl)
+    check_support(chosen, request, config.flash_package)
     if chosen.needs_compiler and (compiler := missing_compiler(request.device)):
-        advice = suggest_alternatives(chosen, request)
+        advice = suggest_backends(chosen, request)
         raise UserError(f"attention={chosen.name} needs {compiler}; install it, or {advice}")
-    _activate_impl(config.impl)
+    _activate_flash_package(config.flash_package)
     if not chosen.uses_sdpa:
         return ResolvedAttention(chosen.name, chosen.name)
 
@@ -111,14 +109,14 @@ def resolve(config: AttentionConfig, request: AttentionRequest) -> ResolvedAtten
             attend(q, k, v, **mask, dropout_p=r.dropout_p, softcap=r.softcap)
         except RuntimeError as error:
             reason = _kernel_warnings(caught) or error
-            given, advice = f"attention={chosen.name}", suggest_alternatives(chosen, r)
+            given, advice = f"attention={chosen.name}", suggest_backends(chosen, r)
             if config.kernels:
                 given, advice = f"attention.kernels={format_value(config.kernels)}", "set attention.kernels=null"
             raise UserError(f"{given} cannot run on {r.device.type} ({reason}); {advice}") from None
     if probe.kernel is None:  # the backend called no PyTorch kernel
-        return ResolvedAttention(chosen.name, chosen.name, config.impl)
+        return ResolvedAttention(chosen.name, chosen.name, config.flash_package)
     kernel = next(name for name, kernel in KERNELS.items() if kernel == probe.kernel)
-    return ResolvedAttention(chosen.name, kernel, config.impl)
+    return ResolvedAttention(chosen.name, kernel, config.flash_package)
 
 
 def resolve_model(
@@ -126,26 +124,27 @@ def resolve_model(
 ) -> ResolvedAttention:
     """Resolve the attention of all layers of a model, for B sequences of block_size tokens.
 
-    Tq: number of queries, which are the last tokens; None: all tokens. grad: whether the model is trained, with its
-    dropout. options: dtype, device and the kind of mask (fields of AttentionRequest).
+    Tq: number of queries, which are the last tokens. By default all tokens.
+    grad: whether the model is trained, with its dropout.
+    options: dtype, device and mask (fields of AttentionRequest).
     """
-    if config.backend in MIXERS:
+    if config.backend in NON_SOFTMAX:
         raise UserError(
-            f"attention.backend={config.backend} changes the model; set model.mixer={config.backend} instead"
+            f"attention.backend={config.backend} changes the model; set model.attention_type={config.backend} instead"
         )
     T, D = model.block_size, model.head_dim
     shape = {"B": B, "Tq": Tq or T, "Tk": T, "H": model.n_head, "G": model.kv_heads, "D": D, "Dv": D}
     shape["softcap"] = model.attention_softcap
     request = AttentionRequest(**shape, grad=grad, dropout_p=model.dropout if grad else 0.0, **options)
     kernels = {}
-    for mixer, window in dict.fromkeys(zip(model.mixers, model.windows, strict=True)):
-        if mixer == "softmax":
-            layer = resolve(config, replace(request, window=window))
-        else:  # decodes with a state, which needs no positions
-            layer_request = replace(request, Tq=T, positions=False, softcap=None)
-            layer = resolve(AttentionConfig(mixer, kernels=None, impl=None), replace(layer_request, window=window))
-        kernels[layer.resolved] = None
-    return ResolvedAttention(_find_backend(config).name, "+".join(kernels), config.impl)
+    for attention_type, window in dict.fromkeys(zip(model.attention_types, model.windows, strict=True)):
+        layer_config, layer_request = config, replace(request, window=window)
+        if attention_type != "softmax":
+            layer_config, layer_request = AttentionConfig(attention_type), replace(layer_request, softcap=None)
+        if attention_type == "linear":  # decodes with a state, which needs no positions
+            layer_request = replace(layer_request, Tq=T, positions=False)
+        kernels[resolve(layer_config, layer_request).resolved] = None
+    return ResolvedAttention(_find_backend(config).name, "+".join(kernels), config.flash_package)
 
 
 def pin_kernel_under_compile(config: AttentionConfig) -> None:
@@ -158,24 +157,23 @@ def pin_kernel_under_compile(config: AttentionConfig) -> None:
     torch.compiler.config.cache_key_tag = str(config)
 
 
-_active_impl: str | None = None
+_active_package: str | None = None
 
 
-def _activate_impl(impl: str | None) -> None:
+def _activate_flash_package(package: str | None) -> None:
     """Replace PyTorch's flash kernel with another package's, in this process; None: restore it. Raises UserError."""
-    global _active_impl
-    if impl == _active_impl:
+    global _active_package
+    if package == _active_package:
         return
     try:
-        if impl is None:
+        if package is None:
             torch.nn.attention.restore_flash_attention_impl()
         else:
-            torch.nn.attention.activate_flash_attention_impl(impl)
-        _active_impl = impl
+            torch.nn.attention.activate_flash_attention_impl(package)
+        _active_package = package
     except Exception as error:  # a third-party package may raise anything
-        raise UserError(
-            f"attention.impl={impl} cannot be used ({error}); install its package, or set attention.impl=null"
-        ) from None
+        setting = "attention.flash_package"
+        raise UserError(f"{setting}={package} cannot be used ({error}); install it, or set {setting}=null") from None
 
 
 def _kernel_warnings(caught: list[warnings.WarningMessage]) -> str:
@@ -185,7 +183,7 @@ def _kernel_warnings(caught: list[warnings.WarningMessage]) -> str:
 
 
 def missing_compiler(device: torch.device) -> str | None:
-    """Name of the compiler that torch.compile needs on this device, if it is not installed; else None."""
+    """Name of the compiler that torch.compile needs on this device, if it is not installed."""
     if device.type == "cuda":
         return None if is_triton_available() else "Triton"
     compilers = (os.environ.get("CXX", "c++"), "g++", "clang++")

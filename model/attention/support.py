@@ -62,8 +62,10 @@ class AttentionRequest:
 class Feature:
     """A feature that not every backend supports, such as dropout.
 
-    title: column title in the support table. is_requested: whether a request needs the feature. problem: the message if
-    a backend lacks the feature. setting: the setting that turns the feature off, if any.
+    title: column title in the support table.
+    is_requested: whether a request needs the feature.
+    problem: the message if a backend lacks the feature.
+    setting: the setting that turns the feature off, if any.
     """
 
     title: str
@@ -104,11 +106,10 @@ FEATURES = {
 class Backend:
     """A registered attention backend.
 
-    on: support by device type, or by device type and attention.impl, as in "cuda FA3".
+    on: support by device type, or by device type and attention.flash_package, as in "cuda FA3".
     uses_sdpa: whether the backend calls scaled_dot_product_attention, which selects a kernel.
     kernels: allowed values of attention.kernels; empty: none. needs_compiler: whether torch.compile must work.
-    mixer: value of model.mixer that computes the same as this backend.
-    build_mask: has the arguments of attention_mask, and builds the mask that the kernel reads; None: attention_mask.
+    attention_type: value of model.attention_type that computes the same as this backend.
     """
 
     name: str
@@ -117,43 +118,42 @@ class Backend:
     uses_sdpa: bool = False
     kernels: tuple[str, ...] = ()
     needs_compiler: bool = False
-    mixer: str = "softmax"
-    build_mask: Callable[..., object] | None = None
+    attention_type: str = "softmax"
 
     @property
     def setting(self) -> str:
         """The setting that selects this function."""
-        return f"attention={self.name}" if self.mixer == "softmax" else f"model.mixer={self.mixer}"
+        return f"attention={self.name}" if self.attention_type == "softmax" else f"model.attention_type={self.name}"
 
     @property
-    def impls(self) -> list[str]:
-        """Allowed values of attention.impl."""
+    def packages(self) -> list[str]:
+        """Allowed values of attention.flash_package."""
         return [device.split()[1] for device in self.on if " " in device]
 
 
 BACKENDS: dict[str, Backend] = {}  # of softmax attention, by name
-MIXERS: dict[str, Backend] = {}  # functions that compute something else, by the value of model.mixer
+NON_SOFTMAX: dict[str, Backend] = {}  # functions that compute something else, by the value of model.attention_type
 
 
-def backend(on: dict[str, Support], mixer: str = "softmax", **options):
-    """Decorator: register a function as `attention=<its name>`, or as a model.mixer. Arguments: fields of Backend."""
+def backend(on: dict[str, Support], attention_type: str = "softmax", **options):
+    """Decorator: register a function as `attention=NAME`, or as a type of attention. options: fields of Backend."""
 
     def register(attend: FunctionType) -> FunctionType:
-        name, registry = (attend.__name__, BACKENDS) if mixer == "softmax" else (mixer, MIXERS)
-        registry[name] = Backend(name, attend, on, mixer=mixer, **options)
+        name, registry = (attend.__name__, BACKENDS) if attention_type == "softmax" else (attention_type, NON_SOFTMAX)
+        registry[name] = Backend(name, attend, on, attention_type=attention_type, **options)
         return attend
 
     return register
 
 
 def missing_feature(
-    chosen: Backend, request: AttentionRequest, impl: str | None = None
+    chosen: Backend, request: AttentionRequest, package: str | None = None
 ) -> tuple[str, str | None] | None:
-    """Why a backend cannot run a request, and the setting that avoids the problem; None if there is no problem."""
+    """Find why a backend cannot run a request, and the setting that avoids the problem. None if it can run."""
     device, dtype = request.device.type, str(request.dtype).removeprefix("torch.")
-    support = chosen.on.get(f"{device} {impl}" if impl else device)
+    support = chosen.on.get(f"{device} {package}" if package else device)
     if support is None:
-        devices = dict.fromkeys(key.split()[0] for key in chosen.on if impl is None or key.endswith(impl))
+        devices = dict.fromkeys(key.split()[0] for key in chosen.on if key.endswith(package or ""))
         return f"does not run on {device}", f"device={' or '.join(devices)}"
     for key, feature in FEATURES.items():
         if feature.is_requested(request) and not getattr(support, key):
@@ -169,22 +169,24 @@ def missing_feature(
     return None
 
 
-def check_support(chosen: Backend, request: AttentionRequest, impl: str | None = None) -> None:
+def check_support(chosen: Backend, request: AttentionRequest, package: str | None = None) -> None:
     """Raise UserError, with the settings to change, if the backend cannot run the request."""
-    missing = missing_feature(chosen, request, impl)
+    missing = missing_feature(chosen, request, package)
     if missing is None:
         return
     problem, setting = missing
-    implementation = f" with attention.impl={impl}" if impl else ""
+    implementation = f" with attention.flash_package={package}" if package else ""
     where = "" if problem.startswith("does not run") else f" on {request.device.type}"
-    is_impl_at_fault = impl is not None and missing_feature(chosen, request) is None
-    advice = "set attention.impl=null" if is_impl_at_fault else suggest_alternatives(chosen, request, setting)
-    if chosen.mixer != "softmax":
-        advice = f"set {setting}, or model.mixer=softmax" if setting else "set model.mixer=softmax"
+    is_package_at_fault = package is not None and missing_feature(chosen, request) is None
+    advice = suggest_backends(chosen, request, setting)
+    if is_package_at_fault:
+        advice = "set attention.flash_package=null"
+    if chosen.attention_type != "softmax":
+        advice = f"set {setting}, or model.attention_type=softmax" if setting else "set model.attention_type=softmax"
     raise UserError(f"{chosen.setting}{implementation}{where} {problem}; {advice}")
 
 
-def suggest_alternatives(refused: Backend, request: AttentionRequest, setting: str | None = None) -> str:
+def suggest_backends(refused: Backend, request: AttentionRequest, setting: str | None = None) -> str:
     """Advice for a message: the setting, and the other backends that support the request.
 
     For example, "set model.dropout=0, or attention=naive or sdpa".
@@ -199,7 +201,7 @@ def support_table() -> str:
     """The table as Markdown. Devices on which a backend supports the same features share a row."""
     titles = ["`attention=`", "device", "dtypes", *(feature.title for feature in FEATURES.values()), "head dim"]
     rows = [titles, ["---"] * 3 + [":-:"] * (len(FEATURES) + 1)]
-    for chosen in [*BACKENDS.values(), *MIXERS.values()]:
+    for chosen in [*BACKENDS.values(), *NON_SOFTMAX.values()]:
         devices_by_support: dict[Support, list[str]] = {}
         for device, support in chosen.on.items():
             devices_by_support.setdefault(support, []).append(device)
@@ -208,6 +210,6 @@ def support_table() -> str:
             smallest, largest = support.head_dims
             head_dim = f"up to {largest}" if largest < inf else f"from {smallest}" if smallest > 1 else "any"
             marks = ["yes" if getattr(support, key) else "no" for key in FEATURES]
-            label = chosen.name if chosen.mixer == "softmax" else chosen.setting
+            label = chosen.name if chosen.attention_type == "softmax" else chosen.setting
             rows.append([f"`{label}`", ", ".join(devices), dtypes, *marks, head_dim])
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)

@@ -38,19 +38,6 @@ def raise_recompile_limit(limit: int) -> None:
     torch._dynamo.config.recompile_limit = max(limit, torch._dynamo.config.recompile_limit)
 
 
-def has_bf16_kernels() -> bool:
-    """Whether oneDNN has bfloat16 kernels for this CPU. Missing: a public query in torch.backends.mkldnn."""
-    return torch.ops.mkldnn._is_mkldnn_bf16_supported()
-
-
-def has_avx512_bf16() -> bool:
-    """Whether this is an x86 CPU with instructions for products in bfloat16. CPUs with AMX have them as well.
-
-    Missing: torch.cpu.get_capabilities, which not all supported versions have.
-    """
-    return torch.cpu._is_avx512_bf16_supported()
-
-
 def pack_weight(weight: Tensor, rows: int) -> Tensor:
     """Copy a float32 weight (N, K) into oneDNN's layout for `rows` input rows. Missing: a public function."""
     return torch.ops.mkldnn._reorder_linear_weight(weight, rows)

@@ -12,7 +12,8 @@ import torch
 from common.errors import UserError
 from common.plots import GREY, make_figure
 from data.tokenizer import encode, initial_tokens, token_strings
-from model.attention.attention_maps import attention_maps, entropy, uniform_entropy
+from model.attention.head_statistics import entropy, uniform_entropy
+from model.generation.attention_maps import attention_maps
 from model.gpt import GPT
 
 MAX_MAP_TOKENS = 256  # with more, a weight is smaller than a pixel
@@ -49,8 +50,10 @@ def plot_attention(
 ) -> None:
     """Plot the weights of all heads in one picture.
 
-    weights (n_layer, H, T, T): row i has the weights of all keys for query i. entropies (n_layer, H), in nats. words:
-    tokens that label the axes; without them, each row of heads is a layer. first: number of the first layer.
+    weights (n_layer, H, T, T): row i has the weights of all keys for query i.
+    entropies (n_layer, H): shown with each head, in nats.
+    words: tokens that label the axes. Without them, a row of heads is a layer.
+    first: number of the first layer.
     """
     from matplotlib.colors import LinearSegmentedColormap, PowerNorm  # a slow import
 

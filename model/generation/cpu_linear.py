@@ -11,7 +11,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.errors import UserError
-from model.attention.torch_internals import has_bf16_kernels, linear_packed, pack_weight
+from common.system import has_bf16_kernels
+from model.attention.torch_internals import linear_packed, pack_weight
 from model.gpt import GPT
 
 MIN_PACKED_SIZE = 2**19  # weights x rows (up to 8); smaller products are faster without the packed layout
@@ -76,8 +77,9 @@ class LowPrecisionLinear(nn.Module):
 def replace_linears(model: GPT, dtype: torch.dtype, rows: int) -> GPT:
     """Replace the model's linear layers, in place, by layers that are fast for decoding, with weights in `dtype`.
 
-    rows: sequences that are decoded together. The model then returns logits; it can neither be trained nor called with
-    targets. A packed output layer is a second copy of a tied token table. Raises UserError for int8 on other CPUs.
+    rows: number of sequences that are decoded together.
+    The model still returns logits, but cannot be trained or called with targets. With a tied head, the packed weights
+    are a second copy of the token table. Raises UserError for int8 on a CPU that is not x86.
     """
     device = model.wte.weight.device.type
     has_packed = dtype == torch.float32 or (dtype == torch.bfloat16 and has_bf16_kernels())

@@ -10,13 +10,14 @@ its context again, from position 0. V vocabulary.
 from collections import defaultdict, deque
 from collections.abc import Generator, Iterable, Iterator
 from dataclasses import dataclass
+from typing import Any
 
 import tiktoken
 import torch
 
 from common.errors import UserError
 from common.settings import check
-from data.tokenizer import end_of_text
+from data.tokenizer import encode, end_of_text, initial_tokens
 from model.generation.config import SamplingConfig
 from model.generation.detokenizer import IncrementalDetokenizer
 from model.generation.kv_cache import KVCache
@@ -42,7 +43,7 @@ class Sequence:
 
 
 class Engine:
-    """Generates one token per step for each of up to `batch_size` sequences of at most `max_length` tokens.
+    """Generates one token per step for up to `batch_size` sequences of at most `max_length` tokens.
 
     The model must be in eval mode. Raises UserError for sampling settings that are out of range.
     """
@@ -106,8 +107,8 @@ class Engine:
 class TextChunk:
     """New text of the sample of prompt `index`. n_tokens: number of tokens of this sample so far.
 
-    finish_reason: None until the last chunk of a sample; then "stop" (a stop string), "end" (an end-of-text token) or
-    "length" (max_new_tokens).
+    finish_reason: "stop" (a stop string), "end" (an end-of-text token) or "length" (max_new_tokens) in the last chunk
+        of a sample, else None.
     """
 
     index: int
@@ -151,8 +152,17 @@ def generate(
         model.train(was_training)
 
 
+def stream(
+    model: GPT, tokenizer: tiktoken.Encoding, prompt: str = "", seed: int = 1337, **settings: Any
+) -> Iterator[str]:
+    """Generate one sample, and yield its text, without the prompt, as it is generated. settings: of SamplingConfig."""
+    tokens = encode(tokenizer, prompt).tolist() if prompt else initial_tokens(tokenizer)
+    for chunk in generate(model, tokenizer, [Prompt(tokens, seed)], SamplingConfig(**settings), batch_size=1):
+        yield chunk.text
+
+
 def in_prompt_order(chunks: Iterable[TextChunk]) -> Iterator[TextChunk]:
-    """Yield the chunks of the first sample as they arrive, then those of the second, and so on."""
+    """Yield the chunks of the first sample as they arrive, then the chunks of the second sample, and so on."""
     buffers: defaultdict[int, deque[TextChunk]] = defaultdict(deque)
     current = 0
     for chunk in chunks:

@@ -29,7 +29,7 @@ class LayerKVCache:
         self.k = self.v = torch.empty(0)  # allocated by the first prefill, when dtype and device are known
 
     def prefill(self, first_row: int, last_positions: Tensor, attend: Attend, *qkv: Tensor) -> Tensor:
-        """Store prompts, padded on the right, in consecutive rows, and attend within each. qkv: each (B, T, heads, D).
+        """Store prompts, padded on the right, in consecutive rows, and attend within each prompt. qkv (B, T, heads, D).
 
         last_positions (B, 1): position of the last token of each prompt.
         """
@@ -97,10 +97,10 @@ class KVCache:
         self.model, self.device, config = model, model.wte.weight.device, model.config
         G, D = config.kv_heads, config.head_dim
         self.layers = [
-            LayerKVCache(num_rows, G, min(window or config.block_size, max_length), D)
-            if mixer == "softmax"
-            else LinearAttentionState(num_rows, self.device, G, D, model.wte.weight.dtype)
-            for mixer, window in zip(config.mixers, config.windows, strict=True)
+            LinearAttentionState(num_rows, self.device, G, D, model.wte.weight.dtype)
+            if attention_type == "linear"
+            else LayerKVCache(num_rows, G, min(window or config.block_size, max_length), D)
+            for attention_type, window in zip(config.attention_types, config.windows, strict=True)
         ]
 
     def prefill(self, first_row: int, prompts: Sequence[Sequence[int]]) -> None:
@@ -117,7 +117,7 @@ class KVCache:
     def decode_step(self, last_tokens: Tensor, positions: list[int]) -> Tensor:
         """Read one new token of each of the first B rows -> hidden states (B, C).
 
-        last_tokens (B, max_ngram): the last tokens of each sequence, including the new one; -1 where there is none.
+        last_tokens (B, max_ngram): the last tokens of each sequence, with the new token at the end, padded with -1.
         positions: of the B new tokens. If all are equal, attention needs no mask.
         """
         longest, index = max(positions), torch.tensor(positions, device=self.device)

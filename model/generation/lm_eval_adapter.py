@@ -48,7 +48,7 @@ class ModelAdapter(LM):
         for context, settings in (request.args for request in requests):
             temperature = settings.get("temperature", 1.0) if settings.get("do_sample") else 0.0
             length, stop = settings.get("max_gen_toks", 256), settings.get("until")
-            sampling = SamplingConfig(length, temperature, None, None, None, repetition_penalty=1.0, stop=stop or None)
+            sampling = SamplingConfig(length, temperature, stop=stop or None)
             prompt = Prompt(self.encode(context, needs_start=not context), seed=len(texts))
             texts.append("".join(chunk.text for chunk in generate(self.model, self.encoding, [prompt], sampling, 1)))
         return texts

@@ -1,32 +1,76 @@
-"""Load a trained run for generation or scoring."""
+"""Load a trained model: a run, or a model in the format of Hugging Face transformers.
+
+run: name or path of a run, "last" for the newest, or hf:NAME, a folder or a model of the Hugging Face hub.
+checkpoint: "best", "last" or "step-NNNNNN", for runs.
+All functions raise UserError if the model does not exist or cannot be read.
+"""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
 
 import tiktoken
 import torch
+from torch import Tensor
 
+from common.checkpoint_file import load_checkpoint
+from common.run_dir import find_checkpoint, find_run
 from data.tokenizer import from_spec
 from model import AttentionConfig, GPTConfig
 from model.attention import get_attention_fn, resolve_model
 from model.generation.cpu_linear import replace_linears
 from model.gpt import GPT
-from model.pretrained import load_pretrained
+from model.huggingface.folder import find_folder, read_folder
+
+HF = "hf:"
+
+
+def find_pretrained_folder(run: str) -> Path:
+    """Find the folder of a run or of a transformers model."""
+    return find_folder(run.removeprefix(HF)) if run.startswith(HF) else find_run(run)
+
+
+def load_pretrained(run: str, checkpoint: str = "best") -> tuple[Path, dict[str, Any]]:
+    """Read a model's weights file -> (path, content of a checkpoint).
+
+    The content of a transformers model is model_config, vocab_size, tokenizer and model.
+    """
+    if run.startswith(HF):
+        folder = find_pretrained_folder(run)
+        return folder / "model.safetensors", read_folder(folder)
+    path = find_checkpoint(run, checkpoint)
+    return path, load_checkpoint(path)
+
+
+def load_run(
+    run: str = "last", checkpoint: str = "best", device: str = "cpu", attend: Callable[..., Tensor] | None = None
+) -> tuple[GPT, tiktoken.Encoding]:
+    """Load a model and its tokenizer for use in Python. The model is in eval mode, in float32, and can be trained.
+
+    attend: attention function (model/attention/); None: the default backend.
+    """
+    _, saved = load_pretrained(run, checkpoint)
+    model = GPT(GPTConfig(**saved["model_config"]), saved["vocab_size"], attend, weights=saved["model"])
+    return model.to(device).eval(), from_spec(saved["tokenizer"])
 
 
 def load_for_sampling(
-    run: str, kind: str, device: torch.device, dtype: torch.dtype, attention: AttentionConfig, batch_size: int
+    run: str, checkpoint: str, device: torch.device, dtype: torch.dtype, attention: AttentionConfig, batch_size: int
 ) -> tuple[GPT, tiktoken.Encoding, str]:
-    """Load a model -> (model in eval mode, tokenizer, one-line description). The model cannot be trained.
+    """Load a model that decodes fast and cannot be trained -> (model in eval mode, tokenizer, one-line description).
 
-    run, kind: see load_pretrained. dtype: of the weights. Raises UserError if the run does not exist, or if the
-    attention backend cannot run on this device.
+    dtype: data type of the weights.
+    batch_size: number of sequences that are decoded together.
+    Raises UserError if the attention backend cannot run on this device.
     """
-    path, checkpoint = load_pretrained(run, kind)
-    config = GPTConfig(**checkpoint["model_config"])
+    path, saved = load_pretrained(run, checkpoint)
+    config = GPTConfig(**saved["model_config"])
     activation_dtype = torch.float32 if device.type == "cpu" else dtype
     request = {"B": batch_size, "dtype": activation_dtype, "device": device, "grad": False}
     kernel = resolve_model(attention, config, **request)
     resolve_model(attention, config, Tq=1, positions=batch_size > 1, **request)  # samples of a batch differ in length
-    model = GPT(config, checkpoint["vocab_size"], get_attention_fn(attention), weights=checkpoint["model"])
+    model = GPT(config, saved["vocab_size"], get_attention_fn(attention), weights=saved["model"])
     model = replace_linears(model.requires_grad_(False).to(device).eval(), dtype, batch_size)
-    step = f", step {checkpoint['step']:,}" if "step" in checkpoint else ""
+    step = f", step {saved['step']:,}" if "step" in saved else ""
     settings = f"{device.type} {str(dtype).removeprefix('torch.')}, attention {kernel.requested} -> {kernel.resolved}"
-    return model, from_spec(checkpoint["tokenizer"]), f"{path}{step}, {settings}"
+    return model, from_spec(saved["tokenizer"]), f"{path}{step}, {settings}"

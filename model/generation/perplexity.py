@@ -31,18 +31,18 @@ def split_into_windows(tokens: Tensor, n: int, block_size: int) -> Iterator[Scor
 
 @torch.no_grad()
 def score_texts(model: GPT, texts: list[Scored], batch_size: int) -> list[tuple[float, bool]]:
-    """Cross entropy in nats of the scored tokens of each text, summed; and whether greedy decoding generates them."""
+    """Summed cross entropy in nats of each text's scored tokens, and whether greedy decoding generates them."""
     device, nats, is_greedy = model.wte.weight.device, [0.0] * len(texts), [True] * len(texts)
     windows, T = [], model.config.block_size
     for index, text in enumerate(texts):
         windows += [(index, *window) for window in split_into_windows(*text, T)]
-    # windows of similar length need little padding; the longest ones show first whether memory suffices
+    # Windows of similar length need little padding. The longest windows show first whether memory suffices.
     windows.sort(key=lambda window: -len(window[1]))
     with ProgressBar(len(windows), stderr=True) as bar:
         for first in range(0, len(windows), batch_size):
             batch = windows[first : first + batch_size]
             inputs = pad_sequence([tokens[:-1] for _, tokens, _ in batch], batch_first=True)
-            hidden = model.backbone(inputs.to(device))  # (B, T, C); causal attention: padding at the end has no effect
+            hidden = model.backbone(inputs.to(device))  # (B, T, C); padding at the end has no effect
             for (index, tokens, n), x in zip(batch, hidden, strict=True):
                 end, targets = len(tokens) - 1, tokens[len(tokens) - n :].to(device)
                 logits = model.logits(x[end - n : end]).float()  # (n, V)
@@ -73,7 +73,7 @@ def score_documents(
 
 
 def _make_row(document: int | str, text: str, nats: float, tokens: int, num_bytes: int) -> dict[str, Any]:
-    """The beginning of a document, loss in nats per token, perplexity and bits per byte; None without a token."""
+    """A row of the table. Loss is in nats per token. Loss, perplexity and bits per byte are None without a token."""
     beginning = " ".join(text[:80].split())
     loss = nats / tokens if tokens else None
     return {

@@ -1,23 +1,19 @@
 """Prompt files, and the output file of a command."""
 
-import codecs
 import json
 import re
-import sys
-from collections.abc import Iterator
-from contextlib import contextmanager, suppress
+from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
 from common.errors import UserError
-from common.files import atomic_writer, read_small_file
+from common.files import read_small_file
 from model.generation.config import unescape
 
 MAX_PROMPT_FILE_BYTES = 2**26
 
 
 def read_prompt(path: str) -> str:
-    """Read the exact text of the file in `prompt_file`. Raises UserError if it cannot be read."""
+    """Read the exact text of a prompt_file. Raises UserError."""
     return read_small_file(path, f"prompt_file={path}", MAX_PROMPT_FILE_BYTES)
 
 
@@ -49,13 +45,3 @@ def check_output(out: str | None) -> None:
         raise UserError(f"out={out} exists; set a new file")
     if out is not None and not Path(out).parent.is_dir():
         raise UserError(f"out={out} is in a folder that does not exist; create it, or set another file")
-
-
-@contextmanager
-def open_output(out: str | None) -> Iterator[Any]:
-    """Context manager: a text file that appears as `out` when it is complete, or stdout if `out` is None."""
-    if out is None:
-        yield sys.stdout
-        return
-    with atomic_writer(Path(out)) as file:
-        yield codecs.getwriter("utf-8")(file)

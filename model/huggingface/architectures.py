@@ -20,13 +20,12 @@ from model.gpt import GPT
 
 CLASSES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM"}
 # Values of GPTConfig that all architectures need, and that one needs.
-PLAIN = dict(mixer="softmax", window=None, qk_norm=False, attention_softcap=None, logit_softcap=None, max_ngram=1)
+PLAIN = {"attention_type": "softmax", "window": None, "qk_norm": False, "max_ngram": 1}
+PLAIN |= {"attention_softcap": None, "logit_softcap": None}
 SETTINGS = {
     "gpt2": {"norm": "layernorm", "position": "learned"},
     "llama": {"norm": "rmsnorm", "position": "rotary", "bias": False},
 }
-# Other values of GPTConfig that config.json does not determine.
-DEFAULTS = dict(n_kv_head=None, bias=True, dropout=0.0, pad_vocab_multiple=1, ngram_table_size=1)
 # {value of model.mlp: activation in config.json}
 MLPS = {"gpt2": {"gelu_tanh": "gelu_new", "gelu": "gelu", "relu2": "relu2"}, "llama": {"swiglu": "silu"}}
 # {setting of GPTConfig: key of config.json}
@@ -108,19 +107,19 @@ def from_config_json(content: dict[str, Any], path: str) -> GPTConfig:
             raise UserError(f"{path} has {key}={format_value(content[key])}, but only {only} can be imported")
     settings = {ours: content.get(theirs) for ours, theirs in keys.items()}
     settings["mlp"] = mlps[settings["mlp"]]
-    return GPTConfig(**PLAIN | DEFAULTS | SETTINGS[model_type] | settings, name=model_type)
+    return GPTConfig(**{"bias": True} | PLAIN | SETTINGS[model_type] | settings, name=model_type)
 
 
 def list_names(name: str, model_type: str) -> list[str]:
-    """The weights that form one of ours: blocks.0.attn.proj.bias -> transformer.h.0.attn.c_proj.bias."""
-    _, layer, module, kind = re.fullmatch(r"(blocks\.(\d+)\.)?(.+)\.(\w+)", name).groups()
-    return [f"{theirs.format(layer)}.{kind}" for theirs in MODULES[model_type][module]]
+    """List the names in transformers: blocks.0.attn.proj.bias is [transformer.h.0.attn.c_proj.bias]."""
+    _, layer, module, parameter = re.fullmatch(r"(blocks\.(\d+)\.)?(.+)\.(\w+)", name).groups()
+    return [f"{theirs.format(layer)}.{parameter}" for theirs in MODULES[model_type][module]]
 
 
 def export_weights(
     weights: dict[str, Tensor], config: GPTConfig, model_type: str, vocab_size: int
 ) -> dict[str, Tensor]:
-    """The weights of a GPT with the names and shapes of transformers, without the rows that pad the vocabulary."""
+    """Convert a GPT's weights to the names and shapes of transformers, without padding rows."""
     exported = {}
     for name, weight in weights.items():
         if name == "lm_head.weight" and config.tie_embeddings:
@@ -138,11 +137,11 @@ def export_weights(
 
 
 def import_weights(tensors: dict[str, Tensor], config: GPTConfig, vocab_size: int) -> dict[str, Tensor]:
-    """The state dict of a GPT, in float32, from the weights of transformers. config: from from_config_json."""
+    """Convert weights of transformers to the state_dict of a GPT, in float32. config: from from_config_json."""
     if "wte.weight" in tensors:  # OpenAI's own files lack the prefix
         tensors = {f"transformer.{name}": tensor for name, tensor in tensors.items()}
     weights = {}
-    for name in GPT(config, vocab_size, attend=None, device="meta").state_dict():
+    for name in GPT(config, vocab_size, device="meta").state_dict():
         source = "wte.weight" if name == "lm_head.weight" and config.tie_embeddings else name
         parts = [tensors[their_name] for their_name in list_names(source, config.name)]
         weight = torch.cat([part.T if _is_conv1d(name, part, config.name) else part for part in parts]).float()

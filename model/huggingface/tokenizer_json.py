@@ -17,7 +17,7 @@ from data.tokenizer import BPE_PATTERN, CHARACTER_PATTERN
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 BYTE_LEVEL = {"type": "ByteLevel", "add_prefix_space": False, "trim_offsets": True, "use_regex": False}
 GPT2_STEP = BYTE_LEVEL | {"use_regex": True}  # also splits by GPT2_PATTERN
-# Byte-level BPE writes each byte as a printable character: bytes that are none as the characters from U+0100 on.
+# Byte-level BPE writes each byte as a printable character, and unprintable bytes as the characters from U+0100.
 UNPRINTABLE = [*range(33), *range(127, 161), 173]
 TO_PRINTABLE = {byte: 256 + i for i, byte in enumerate(UNPRINTABLE)}
 FROM_PRINTABLE = {character: byte for byte, character in TO_PRINTABLE.items()}
@@ -71,7 +71,7 @@ def to_tokenizer_json(spec: dict) -> dict[str, Any]:
 
 
 def from_tokenizer_json(content: dict[str, Any], path: str) -> dict:
-    """The spec of the tokenizer in a tokenizer.json. Raises UserError for other kinds; path: of the file."""
+    """Convert a tokenizer.json to a tokenizer spec. Raises UserError for unsupported tokenizers. path: for messages."""
     try:
         model, special = content["model"], {token["content"]: token["id"] for token in content["added_tokens"]}
         is_char = model["type"] == "WordLevel"
@@ -94,11 +94,11 @@ def from_tokenizer_json(content: dict[str, Any], path: str) -> dict:
             and [ids[token] for token in strings] == list(range(len(ids)))
             and (is_char or set(all_bytes) <= set(tokens))
         )
-    except (KeyError, TypeError, ValueError, AttributeError):  # other kinds of tokenizers have other keys
+    except (KeyError, TypeError, ValueError, AttributeError):  # other tokenizers have other keys
         is_supported = False
     if not is_supported:
         only = "byte-level BPE with one pattern, without a normalizer and added tokens, can be imported"
-        raise UserError(f"{path} has another kind of tokenizer: only {only}; set another folder")
+        raise UserError(f"{path} has an unsupported tokenizer: only {only}; set another folder")
     name = "char" if is_char else "byte" if tokens == all_bytes and pattern == CHARACTER_PATTERN else "bpe"
     encoded = [base64.b64encode(token).decode() for token in tokens]
     return {"name": name, "pattern": pattern, "tokens": encoded, "special": special}

@@ -73,7 +73,7 @@ def test_reading_a_checkpoint_executes_no_code(tmp_path):
 
 def test_unknown_checkpoint_format_is_refused(tmp_path):
     torch.save({"format": 99}, tmp_path / "last.pt")
-    with pytest.raises(UserError, match="checkpoint format 99, but this version reads 4"):
+    with pytest.raises(UserError, match=f"checkpoint format 99, but this version reads {FORMAT}"):
         load_checkpoint(tmp_path / "last.pt")
 
 

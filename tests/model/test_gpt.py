@@ -9,8 +9,10 @@ from helpers import TRAINS_ON_CPU
 from model_helpers import GPT2, GROUPED, LLAMA, MODERN, VARIANTS, make_model, random_tokens
 
 from common.errors import UserError
+from model import AttentionConfig, GPTConfig
 from model.attention import BACKENDS
-from model.gpt import apply_rotary, rotary_cos_sin
+from model.config import MLPS
+from model.gpt import GPT, apply_rotary, rotary_cos_sin
 
 
 def test_logits_loss_and_gradients_equal_those_of_transformers_gpt2():
@@ -220,3 +222,19 @@ def test_window_as_long_as_the_context_has_no_effect(name):
 def test_layers_get_the_windows_of_the_repeated_pattern():
     model = make_model(MODERN | dict(n_layer=3, window=[4, None]))
     assert [block.attn.window for block in model.blocks] == [4, None, 4]
+
+
+def test_model_without_an_attention_function_uses_the_default_backend():
+    torch.manual_seed(0)
+    model, tokens = GPT(GPTConfig(), 50), random_tokens(T=24)
+    loss = model(tokens[:, :-1], tokens[:, 1:])
+    torch.manual_seed(0)
+    expected = GPT(GPTConfig(), 50, BACKENDS[AttentionConfig().backend].attend)
+    assert torch.equal(loss, expected(tokens[:, :-1], tokens[:, 1:]))
+
+
+@pytest.mark.parametrize("mlp", MLPS)
+def test_every_mlp_of_the_config_can_be_trained(mlp):
+    model, tokens = make_model(MODERN | dict(mlp=mlp)), random_tokens(T=24)
+    model(tokens[:, :-1], tokens[:, 1:]).backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters())

@@ -12,7 +12,7 @@ from helpers import metrics, summary
 from common.checkpoint_file import load_checkpoint
 from data.loader import Loader
 from data.shards import PreparedData, read_meta
-from sample import load
+from model.generation.load import load_run
 
 ROWS = [("Ask " * (n % 7) + f"{n}? ", f"It is {n * n}." * (n % 3)) for n in range(40)]
 COLUMNS = ["data.prompt_column=question", "data.text_column=answer"]
@@ -46,7 +46,7 @@ def test_validation_loss_is_that_of_the_completions(train):
     write_rows("val.jsonl", rows)
     settings = ["model.block_size=64", "data.val_path=val.jsonl", "data.document_mask=true", "eval.batches=null"]
     assert train("name=a", *PAIRS, *settings) == 0
-    model, tokenizer = load("a", checkpoint="last")
+    model, tokenizer = load_run("a", checkpoint="last")
     nats = [loss for i, row in enumerate(rows) for loss in completion_losses(model, tokenizer, *row, is_first=i == 0)]
     n_bytes = sum(len(completion) for _, completion in rows)
     assert metrics("a")[-1]["val/loss"] == pytest.approx(sum(nats) / len(nats), abs=1e-5)
@@ -58,7 +58,7 @@ def test_training_loss_is_the_mean_over_all_targets_of_a_step(train, workdir):
     for size in (4, 2, 1):
         assert train(f"name=frozen{size}", f"train.micro_batch_size={size}", *PAIRS, *FROZEN) == 0
         assert train(f"name=a{size}", f"train.micro_batch_size={size}", *PAIRS) == 0
-    model, _ = load("frozen4", checkpoint="last")
+    model, _ = load_run("frozen4", checkpoint="last")
     folder = Path(summary("frozen4")["data"])
     loader = Loader(PreparedData(folder, read_meta(folder)), 16, seed=load_checkpoint_seed("frozen4"))
     counts = set()
@@ -111,7 +111,7 @@ def test_loss_of_documents_counts_completions(train, evaluate):
     with open("o.jsonl") as file:
         *results, _ = [json.loads(line) for line in file]
     assert [result["tokens"] for result in results] == [result["bytes"] for result in results] == [9, 0, 1, 2]
-    model, tokenizer = load("a")
+    model, tokenizer = load_run("a")
     for result, row in ((results[0], ("What is 4? ", "It is 16.")), (results[3], ("", "1?"))):
         losses = completion_losses(model, tokenizer, *row)[:-1]
         assert result["loss"] == pytest.approx(sum(losses) / len(losses), abs=1e-5)

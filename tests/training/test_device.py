@@ -7,7 +7,7 @@ import torch
 
 import training.device
 from common.errors import UserError
-from model.attention.torch_internals import has_avx512_bf16
+from common.system import has_avx512_bf16
 from training.device import resolve_compile, resolve_device, resolve_dtype
 
 CPU = torch.device("cpu")

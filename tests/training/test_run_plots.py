@@ -3,7 +3,7 @@
 import pytest
 from helpers import metrics, summary, untimed
 
-from model.attention.attention_maps import STATISTICS
+from model.attention.head_statistics import STATISTICS
 
 HEADS = [f"/layer-{layer}/head-{head}" for layer in (1, 2) for head in (1, 2)]
 

@@ -70,7 +70,7 @@ def test_step_without_attention_keeps_the_gradients_of_all_weights():
     model = replace(CONFIG.model, n_head=4, n_kv_head=2, dropout=0.1)  # flash has no dropout
     changes = {"phases": ["step"], "backends": ["linear", "flash"], "block_sizes": [16], "model": model}
     ((*_, case),) = build_groups(replace(CONFIG, **changes, masks=["window:5", "causal"]), CPU)
-    assert case.name == "none" and case.mixer == "softmax"
+    assert case.name == "none" and case.attention_type == "softmax"
     assert count_flops(case, CONFIG) == 16 * weight_flops_per_token(CONFIG.model, CONFIG.vocab_size)
     q, k, v = (torch.randn(2, 5, heads, 8, requires_grad=True) for heads in (4, 2, 2))
     y = cases._no_attention(q, k, v, window=None)

@@ -25,7 +25,7 @@ from configs.cli import parse_config
 
 CONFIG = {
     "device": "auto", "resume": True, "model.name": "small", "model.n_layer": 2, "model.dropout": 0.0,
-    "attention.backend": "naive", "attention.impl": None, "optimizer.name": "adamw", "optimizer.lr": 0.001,
+    "attention.backend": "naive", "attention.flash_package": None, "optimizer.name": "adamw", "optimizer.lr": 0.001,
     "optimizer.beta": 0.9, "train.steps": 10, "wandb.mode": "offline",
 }  # fmt: skip
 
@@ -47,7 +47,7 @@ def write_run(folder, seed=1, losses=(3.0, 2.0, 1.0), val=1.0, status="finished"
         summary |= {
             "step": len(losses), "best_val_loss": val, "last_val_loss": val, "last_val_bpb": val / 2,
             "peak_memory_bytes": 2**20, "device": "cpu", "device_name": "a chip", "dtype": "float32", "vocab_size": 65,
-            "attention": {"requested": "a", "resolved": config["attention.backend"], "impl": None},
+            "attention": {"requested": "a", "resolved": config["attention.backend"], "flash_package": None},
         } | facts  # fmt: skip
     (folder / "summary.json").write_text(json.dumps(summary))
     return folder

@@ -14,10 +14,10 @@ from model_helpers import GROUPED, MODERN, random_tokens
 from common.errors import UserError
 from model import AttentionConfig, GPTConfig
 from model.attention import linear_attention, linear_attention_scores, naive, resolve_model, sdpa
-from model.attention.attention_maps import attention_maps
 from model.attention.linear import CHUNK, feature_map, linear_attention_state, linear_attention_step
+from model.generation.attention_maps import attention_maps
 
-LINEAR = GROUPED | dict(mixer="linear")
+LINEAR = GROUPED | dict(attention_type="linear")
 
 
 def draw(B, Tq, Tk, H=4, G=2, D=8, Dv=8, dtype=torch.float64, grad=False, seed=0):
@@ -131,15 +131,15 @@ def test_features_are_positive_for_very_negative_inputs():
 @pytest.mark.parametrize(
     ("changed", "message"),
     [
-        ({"window": 5}, "windows; set model.window=null, or model.mixer=softmax"),
-        ({"dropout": 0.1}, "dropout; set model.dropout=0, or model.mixer=softmax"),
+        ({"window": 5}, "windows; set model.window=null, or model.attention_type=softmax"),
+        ({"dropout": 0.1}, "dropout; set model.dropout=0, or model.attention_type=softmax"),
     ],
 )
 def test_masks_and_dropout_are_refused(changed, message):
     config = GPTConfig(**MIXED | changed)
     with pytest.raises(UserError) as refused:
         resolve(config)
-    assert str(refused.value) == f"model.mixer=linear on cpu does not support {message}"
+    assert str(refused.value) == f"model.attention_type=linear on cpu does not support {message}"
 
 
 def resolve(config, backend="sdpa", **options):
@@ -148,22 +148,22 @@ def resolve(config, backend="sdpa", **options):
     return resolve_model(attention, config, B=2, **options)
 
 
-def test_mixer_is_resolved_for_each_layer():
+def test_attention_type_is_resolved_for_each_layer():
     assert resolve(GPTConfig(**LINEAR)).resolved == "linear"
     assert resolve(GPTConfig(**MIXED), "flash").resolved == "linear+flash"
     assert resolve(GPTConfig(**MIXED | dict(window=[None, 5]))).resolved == "linear+flash"
     assert resolve(GPTConfig(**MIXED), grad=False, Tq=1, positions=True).resolved == "linear+flash", "decoding"
-    with pytest.raises(UserError, match=r"does not support document masks; set data.document_mask=false, or model.m"):
+    with pytest.raises(UserError, match=r"document masks; set data.document_mask=false, or model.attention_type"):
         resolve(GPTConfig(**LINEAR), document_mask=True)
-    with pytest.raises(UserError, match=r"attention.backend=linear changes the model; set model.mixer=linear"):
+    with pytest.raises(UserError, match=r"attention.backend=linear changes the model; set model.attention_type=linear"):
         resolve(GPTConfig(**MIXED), "linear")
 
 
-def test_each_layer_uses_its_mixer():
+def test_each_layer_uses_its_attention_type():
     tokens = random_tokens()
     models = [
-        make_random_model(MODERN | dict(mixer=mixer), attend=sdpa)
-        for mixer in ("softmax", "linear", ["linear", "softmax"])
+        make_random_model(MODERN | dict(attention_type=attention_type), attend=sdpa)
+        for attention_type in ("softmax", "linear", ["linear", "softmax"])
     ]
     softmax, linear, mixed = [[block.attn.attend for block in model.blocks] for model in models]
     assert (softmax, linear, mixed) == ([sdpa] * 2, [linear_attention] * 2, [linear_attention, sdpa])

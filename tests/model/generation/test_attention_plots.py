@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from common.process import run_main
 from configs.cli import parse_config
 from data import tokenizer
-from model.attention.attention_maps import uniform_entropy
+from model.attention.head_statistics import uniform_entropy
 from model.generation.attention_plots import format_label, plot_attention
 from training.config import WandbConfig
 from training.wandb_logger import WandbRun

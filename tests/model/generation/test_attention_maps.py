@@ -12,7 +12,8 @@ from model_helpers import GPT2, GROUPED, VARIANTS, make_model, random_tokens
 
 from common.errors import UserError
 from model.attention import BACKENDS
-from model.attention.attention_maps import attention_maps, entropy, uniform_entropy
+from model.attention.head_statistics import entropy, uniform_entropy
+from model.generation.attention_maps import attention_maps
 from model.gpt import apply_rotary
 
 

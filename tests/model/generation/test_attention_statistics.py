@@ -8,7 +8,8 @@ from generation_helpers import make_peaked_model
 from model_helpers import GPT2, random_tokens
 
 from model.attention import attention_scores
-from model.attention.attention_maps import STATISTICS, attention_statistics, head_statistics, record_attention
+from model.attention.head_statistics import STATISTICS, head_statistics
+from model.generation.attention_maps import attention_statistics, record_attention
 
 DOCUMENTS = torch.tensor([[0] * 3 + [1] * 4 + [2] * 2])
 MASKS = {
