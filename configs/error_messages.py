@@ -3,8 +3,7 @@
 import difflib
 import re
 from collections.abc import Iterable
-from types import NoneType, UnionType
-from typing import Any, get_args, get_origin
+from typing import Any
 
 from hydra.errors import MissingConfigException
 from omegaconf.errors import OmegaConfBaseException
@@ -12,8 +11,8 @@ from yaml import YAMLError
 
 from configs.schema import key_types
 
-TYPE_NAMES = {int: "a whole number", float: "a number", bool: "true, false", str: "text", NoneType: "null"}
-TYPE_NAMES |= {list: "a list such as [1]", dict: "a section of a YAML file"}
+TYPE_NAMES = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text", "None": "null"}
+TYPE_NAMES |= {"list": "a list such as [1]", "dict": "a section of a YAML file", "|": "or"}
 # Our keys and settings, and the keys of nanoGPT, transformers and litgpt for which they are suggested.
 SYNONYMS = {
     "optimizer.lr": "learning_rate",
@@ -44,7 +43,6 @@ def find_similar(wrong: str, options: Iterable[str]) -> list[str]:
         or [option for option in options if option.split(".")[-1] == leaf and option != wrong]
         or difflib.get_close_matches(wrong, options, n=1)
         or [option for option in options if difflib.get_close_matches(leaf, [option.split(".")[-1]])][:1]
-        or [option for option in options if wrong.startswith(option)]  # attention=flashattention
     )
 
 
@@ -96,8 +94,6 @@ def describe_type(key: str, types: dict[str, Any]) -> str:
         if name.startswith(f"{key}."):
             return f"a section; set its keys, such as {name}"
     annotation = types[key.split("[")[0]]
-    options = get_args(annotation) if isinstance(annotation, UnionType) else (annotation,)
-    if "[" in key:
-        options = get_args(options[0])
-    names = [TYPE_NAMES.get(get_origin(option) or option, "of another type") for option in options]
-    return one_of(", ".join(names).split(", "))
+    name = str(annotation) if "[" in key else getattr(annotation, "__name__", str(annotation))
+    name = re.sub(r".*\[(.*?)\].*", r"\1", name) if "[" in key else re.sub(r"\[.*?\]", "", name)
+    return re.sub(r"\w+|\|", lambda word: TYPE_NAMES.get(word[0], word[0]), name)

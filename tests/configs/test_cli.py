@@ -107,7 +107,6 @@ def test_invalid_command_prints_one_line_and_writes_nothing(words, message, tmp_
             }.items()
         ),
         ("train", ["wandb=disabled"], "wandb=disabled must be a section; set its keys, such as wandb.mode"),
-        ("train", ["attention=flashattention"], "there is no such choice (did you mean flash?)"),
         ("train", ["--steps", "100"], "--steps is not a flag of this command; set train.steps=VALUE"),
         ("train", ["--learning_rate=1e-3", "seed=1"], "set optimizer.lr=VALUE"),
         ("train", ["--batch-size", "seed=1"], "set train.batch_size=VALUE"),

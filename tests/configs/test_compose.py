@@ -131,7 +131,7 @@ WRONG = [
 WRONG_TYPES = [
     ("train", ["train.steps=many"], "train.steps=many must be a whole number or null"),
     ("train", ["model.n_layer=null"], "model.n_layer=null must be a whole number"),
-    ("train", ["compile=perhaps"], "compile=perhaps must be true, false or null"),
+    ("train", ["compile=perhaps"], "compile=perhaps must be true or false or null"),
     ("train", ["optimizer=adamw", "optimizer.lr=fast"], "optimizer.lr=fast must be a number"),
     ("train", ["optimizer.betas=0.9"], "optimizer.betas=0.9 must be a list such as [1]"),
     ("train", ["train=5"], "train=5 must be a section; set its keys, such as train.steps"),
