@@ -27,180 +27,112 @@ if __name__ == "__main__":  # before the slow imports below, so that a typo is r
 
     config = parse_config("train", __doc__)
 
-import shlex
-import sys
-import time
-from dataclasses import asdict
+from contextlib import ExitStack
 from functools import partial
-from math import inf
 
 import torch
 
-from common import system
-from common.interrupt import StopRequest
 from common.process import run_process
-from common.run_dir import RunDir, has_checkpoint, read_summary
-from data.loader import Loader, prefetch
+from data.loader import Loader, micro_batch_starts, prefetch
 from data.prepare import prepare
 from model.attention import get_attention_fn
-from model.flops import flops_per_token, n_params
 from model.gpt import GPT
 from training.activation_checkpointing import checkpoint_activations
-from training.checkpoint import CheckpointWriter, TrainState, compute_progress, make_checkpoint_metadata
+from training.checkpoint import CheckpointWriter, TrainState, make_checkpoint_header
 from training.config import RunConfig
-from training.device import build_grad_scaler, configure_backends, resolve_runtime
+from training.device import build_grad_scaler, resolve_runtime, seed_device
 from training.evaluate import Evaluator
 from training.init_from import load_init_weights, load_run_tokenizer
 from training.observers import Observers
 from training.optimizer import build_optimizers, optimizer_step, set_lr
-from training.planning.micro_batch import check_micro_batch_size, resolve_micro_batch_size
+from training.planning.micro_batch import resolve_micro_batches
 from training.planning.plan import show_plan
-from training.progress import format_banner, format_summary
-from training.run_plots import plot_run
+from training.run import open_run
 from training.schedule import lr_scale
+
+SAME_DATA = "copy the text and data/prepared from rank 0's machine; data=python_stdlib also needs its Python version"
 
 
 def main(config: RunConfig) -> int:
-    # runtime: anything that cannot run here is refused before a file is written
-    runtime = resolve_runtime(config.device, config.dtype, config.compile, config.parallel, config.world_size)
-    dist, device, dtype = runtime.dist, runtime.device, runtime.dtype
-    configure_backends(device, config.deterministic, config.tf32)
-    min_micro_batch_size = check_micro_batch_size(config, runtime)
-    runtime.resolve_attention(config.attention, config.model, min_micro_batch_size, config.data.document_mask)
+    runtime = resolve_runtime(config)  # refuses anything that cannot run here, before a file is written
     if config.plan:
         return show_plan(config, runtime)
-    dist.connect(device)
-    dist.check_same(f"dtype={str(dtype).removeprefix('torch.')}", "set dtype=float32 or dtype=bfloat16")
+    dist, parallel, device, dtype = runtime.dist, runtime.parallel, runtime.device, runtime.dtype
+    dist.connect(device, dtype)
 
     # data
-    spec = load_run_tokenizer(config.tokenizer.run, config.name)
-    prepared = prepare(config.data, config.tokenizer, config.model.block_size, spec=spec)
-    advice = "copy the text and data/prepared from rank 0's machine; data=python_stdlib also needs its Python version"
-    dist.check_same(prepared.identity, advice)
-    tokenizer = prepared.tokenizer
-    loader = Loader(prepared, config.model.block_size, config.seed, device, config.data.document_mask)
+    tokenizer_spec = load_run_tokenizer(config.tokenizer.run, config.name)
+    data = prepare(config.data, config.tokenizer, config.model.block_size, tokenizer_spec)
+    dist.require_equal(data.identity, SAME_DATA)
+    tokenizer = data.tokenizer
+    loader = Loader(data, config.model.block_size, config.seed, device, config.data.document_mask)
 
-    # model, micro-batch size, attention kernel, optimizers
+    # model and optimizers
     torch.manual_seed(config.seed)
-    attend = get_attention_fn(config.attention)
-    model = dist.build_model(partial(GPT, config.model, tokenizer.n_vocab, attend), device, dtype)
+    model = parallel.build(partial(GPT, config.model, tokenizer.n_vocab, get_attention_fn(config.attention)))
     checkpoint_activations(model, config.train.activation_checkpointing)
-    micro_batch_size, accumulation = resolve_micro_batch_size(config, runtime, model)
-    attention = runtime.resolve_attention(config.attention, config.model, micro_batch_size, config.data.document_mask)
-    metadata = make_checkpoint_metadata(config, prepared.meta)
-    if config.train.init_from is not None and not has_checkpoint(config.name):
-        load_init_weights(config.train.init_from, model, metadata)
-    wrapped_model = runtime.wrap(model, config.attention)  # copies the weights of rank 0
+    micro = resolve_micro_batches(config, runtime, model)  # size, number per step, attention kernel
+    load_init_weights(config.train.init_from, config.name, model, data.meta["tokenizer"])
+    wrapped_model = runtime.wrap(model, config.attention)
     optimizers = build_optimizers(model, config.optimizer, dtype)
     scaler = build_grad_scaler(device, dtype)
-    state = TrainState(model, optimizers, scaler)
+    state = TrainState(config.train, model, optimizers, scaler)
+    header = make_checkpoint_header(config, data.meta)
 
-    # run folder; load the last checkpoint if there is one
-    label = f"{config.data.label}-{config.model.name}-{config.attention.backend}"
-    with (
-        RunDir(config.name, label, config.resume, dist.is_main, dist.broadcast) as run,
-        StopRequest() as stop,
-    ):
-        if run.last.exists():
-            state.resume(run.last, metadata)
-        dist.check_same(f"{run.folder} at step {state.step}", f"copy the newest {run.folder} to all machines")
-        progress = compute_progress(config.train, state.step, state.seconds, state.evals_since_best)
-        run_info = runtime.describe() | {
-            "attention": asdict(attention), "n_params": n_params(model), "vocab_size": tokenizer.n_vocab,
-            "micro_batch_size": micro_batch_size, "accumulation": accumulation, "data": str(prepared.folder),
-            "flops_per_token": flops_per_token(config.model, tokenizer.n_vocab, config.model.block_size),
-        }  # fmt: skip
-        is_done = progress >= 1 and not state.evaluation_interrupted
-        if is_done and read_summary(run.folder).get("status") == "finished":
-            limit = "train.patience" if state.evals_since_best >= (config.train.patience or inf) else "train.steps"
-            print(f"{run.folder} is finished at step {state.step}; set a larger {limit}, or another name")
+    with ExitStack() as stack:
+        # run folder: loads the last checkpoint if there is one, and reports the results when the loop has ended
+        run, stop = stack.enter_context(open_run(config, runtime, state, data, micro, header))
+        if run.summary is None:  # finished by an earlier process
             return 0
-        run.start(asdict(config), run_info | state.summary())
+        observers = stack.enter_context(Observers(config, runtime, run, state))
+        evaluator = Evaluator(config, runtime, model, wrapped_model, loader, tokenizer, micro.size, run.folder, stop)
+        checkpoints = CheckpointWriter(config.checkpoint, run, state, header, observers.flush, state.step)
+        starts = micro_batch_starts(state.step, config.train.batch_size, micro.size, dist.rank, dist.world_size)
+        batches = prefetch(loader, starts, micro.size)
 
-        # observers, evaluation, checkpoints
-        observers = Observers(config, runtime, run, state, progress)
-        run.update(observers.summary())  # of a run that was killed after its last step
-        state.wandb_id = observers.wandb.id
-        evaluator = Evaluator(
-            config, runtime, model, wrapped_model, loader, tokenizer, micro_batch_size, run.folder, stop
-        )
-        checkpoints = CheckpointWriter(run, state, metadata, observers, config.checkpoint)
-        observers.progress.print(format_banner(config, run.folder, run.summary, prepared.meta))
+        # evaluate the initial weights, or repeat the evaluation that a signal has stopped
+        state.start_clock()
+        if state.evaluation_interrupted or (state.step == 0 and config.eval.initial):
+            observers.log_step(evaluator.evaluate(state))
+            checkpoints.save()
 
-        with observers:
-            system.reset_peak_memory(device)
-            started = time.perf_counter() - state.seconds
-            if (state.step == 0 and config.eval.initial) or state.evaluation_interrupted:
-                row, is_best = evaluator.evaluate(state)
-                progress = compute_progress(config.train, state.step, state.seconds, state.evals_since_best)
-                observers.log_step(row, progress, is_best and state.step > 0)
-                if is_best or state.step > 0:
-                    checkpoints.save(best=is_best, last=state.step > 0)
+        while not state.is_done:
+            observers.start_step()
+            # set the learning rate of this step
+            scale = lr_scale(config.schedule, state.step, config.train.steps, state.progress)
+            set_lr(optimizers, scale)
 
-            starts = dist.micro_batch_starts(state.step, config.train.batch_size, micro_batch_size)
-            batches = prefetch(loader, starts, micro_batch_size)
-            stopped = False
-            while progress < 1 and not stopped:
-                observers.start_step()
-                # set the learning rate of this step
-                scale = lr_scale(config.schedule, state.step, config.train.steps, progress)
-                set_lr(optimizers, scale)
+            # forward and backward, accumulating gradients over micro batches
+            # divide by the targets of the whole step: micro batches may contain different numbers of them
+            num_targets = loader.count_targets(state.step * config.train.batch_size, config.train.batch_size)
+            loss = torch.zeros((), device=device)
+            for i in range(micro.count):
+                with observers.phase("data"):
+                    x, y, doc_ids = next(batches)
+                seed_device(device, config.seed, state.step, i, dist.rank)  # dropout
+                parallel.sync_gradients(wrapped_model, enabled=i == micro.count - 1)
+                with observers.phase("forward"), runtime.autocast():
+                    micro_loss = wrapped_model(x, y, doc_ids=doc_ids, reduction="sum")
+                    micro_loss = micro_loss / (num_targets / dist.world_size)  # DDP averages over processes
+                with observers.phase("backward"):
+                    scaler.scale(micro_loss).backward()
+                loss += micro_loss.detach()
 
-                # forward and backward, accumulating gradients over micro batches
-                # the loss is the mean over all targets of the step, also if the micro batches have different numbers
-                num_targets = loader.count_targets(state.step * config.train.batch_size, config.train.batch_size)
-                loss = torch.zeros((), device=device)
-                for micro_step in range(accumulation):
-                    with observers.phase("data"):
-                        x, y, doc_ids = next(batches)
-                    dist.seed(device, config.seed, state.step, micro_step)
-                    with dist.sync_gradients(wrapped_model, is_last=micro_step == accumulation - 1):
-                        with observers.phase("forward"), runtime.autocast():
-                            micro_loss = wrapped_model(x, y, doc_ids=doc_ids, reduction="sum")
-                            micro_loss = micro_loss / (num_targets / dist.world_size)  # the processes are averaged
-                        with observers.phase("backward"):
-                            scaler.scale(micro_loss).backward()
-                    loss += micro_loss.detach()
+            # clip the gradients and update the weights
+            with observers.phase("optimizer"):
+                grad_norm = optimizer_step(model, optimizers, scaler, config.train.grad_clip)
+            observers.end_step()
+            state.finish_step(dist, stop)
 
-                # clip the gradients and update the weights
-                with observers.phase("optimizer"):
-                    grad_norm = optimizer_step(model, optimizers, scaler, config.train.grad_clip)
-                observers.end_step()
-                state.step += 1
-                stop.enable()
-
-                # all processes agree on the time, and on whether to stop
-                stopped, state.seconds = dist.sync_stop_and_time(stop.requested, time.perf_counter() - started)
-                progress = compute_progress(config.train, state.step, state.seconds, state.evals_since_best)
-
-                # evaluate and log
-                lr = config.optimizer.lr * scale
-                row = {"train/loss": dist.all_reduce_mean(loss), "grad_norm": grad_norm, "lr": lr}
-                is_best = False
-                if state.step % config.eval.every == 0 or progress >= 1:
-                    evaluation, is_best = evaluator.evaluate(state, stopped)
-                    row, stopped = row | evaluation, stopped or state.evaluation_interrupted
-                    progress = compute_progress(config.train, state.step, state.seconds, state.evals_since_best)
-                observers.log_step(row, progress, is_best)
-
-                # save checkpoints
-                if is_best or state.step % config.checkpoint.every == 0 or progress >= 1 or stopped:
-                    checkpoints.save(best=is_best, last=True)
-
-            dist.barrier()
-            if dist.is_main:
-                plot_run(run.folder)
-            if progress < 1 or state.evaluation_interrupted:  # stopped by a signal
-                raise KeyboardInterrupt(f"saved at step {state.step}; resume with: {format_resume_command(run.name)}")
-        if dist.is_main:
-            print(format_summary(run.summary, run.folder))
-        return 0
-
-
-def format_resume_command(name: str) -> str:
-    """The command that resumes a run: that of this process, with the name of the run."""
-    words = [word for word in sys.argv if not word.startswith(("name=", "resume="))]
-    return shlex.join([*system.launcher(), *words, f"name={name}"])
+            # evaluate, log and save
+            lr = config.optimizer.lr * scale
+            metrics = {"train/loss": dist.all_reduce_mean(loss), "grad_norm": grad_norm, "lr": lr}
+            if state.step % config.eval.every == 0 or state.progress >= 1:
+                metrics |= evaluator.evaluate(state)
+            observers.log_step(metrics)
+            if checkpoints.is_due():
+                checkpoints.save()
+    return 0
 
 
 if __name__ == "__main__":

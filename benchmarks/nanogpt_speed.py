@@ -194,7 +194,7 @@ def compare_step_time(work: Path, nanogpt: Path, recipe: Recipe, overrides: list
         nanogpt_ms = [float(ms) for ms in times][WARMUP_STEPS:]
 
         name = f"step-{round_number}"
-        steps = ["train.steps=200", "eval.every=200", "eval.batches=1", "eval.sample.max_new_tokens=0"]
+        steps = ["train.steps=200", "eval.every=200", "eval.windows=12", "eval.sample.max_new_tokens=0"]
         run_python(work, ROOT / "train.py", *recipe.trilgpt, *overrides, *steps, f"name={name}")
         rows = map(json.loads, (work / "runs" / name / "metrics.jsonl").read_text().splitlines())
         trilgpt_ms = [row["step_ms"] for row in rows if "step_ms" in row][WARMUP_STEPS:]

@@ -33,7 +33,7 @@ MAX_P = 0.01
 MAX_THREADS = 2
 
 
-FIXED = {"device": "cpu", "train.init_from": None, "eval.batches": None}
+FIXED = {"device": "cpu", "train.init_from": None, "eval.windows": None}
 FIXED |= {"data.val_fraction": 0.1, "data.val_path": None, "data.val_documents": None, "data.max_documents": None}
 
 
@@ -53,7 +53,7 @@ class Track:
 
 
 FIVE_MINUTES = ["experiment=larger_model", "device=cpu", "train.minutes=4.6", "wandb.mode=disabled"]
-FIVE_MINUTES += ["eval.every=1000000", "eval.initial=false", "eval.batches=null"]
+FIVE_MINUTES += ["eval.every=1000000", "eval.initial=false", "eval.windows=null"]
 TRACKS = {
     "nanogpt-cpu": Track(
         ["experiment=shakespeare_char_cpu_fast"],

@@ -109,7 +109,7 @@ def list_search(config: dict) -> list[str]:
 def train(work: Path, text: Path, words: list[str]) -> dict:
     """Train a run. Returns its summary and its config."""
     name = f"{text.stem}-{time.time_ns()}"
-    settings = ["eval.batches=40", "eval.sample.max_new_tokens=0", "wandb.mode=disabled", f"name={name}", *words]
+    settings = ["eval.windows=640", "eval.sample.max_new_tokens=0", "wandb.mode=disabled", f"name={name}", *words]
     run_python(work, ROOT / "train.py", "data=text", f"data.path={text}", *settings)
     folder = work / "runs" / name
     summary = json.loads((folder / "summary.json").read_text())

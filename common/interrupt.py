@@ -17,7 +17,7 @@ class Terminated(KeyboardInterrupt):
 
 
 def set_stop_handlers(handler) -> dict:
-    """Set the handler of all stop signals that are not ignored, as SIGHUP is under nohup -> the previous handlers."""
+    """Handle all stop signals, except ignored ones, such as SIGHUP under nohup. Returns the previous handlers."""
     signums = [signum for signum in STOP_SIGNALS if signal.getsignal(signum) != signal.SIG_IGN]
     return {signum: signal.signal(signum, handler) for signum in signums}
 
@@ -35,14 +35,12 @@ def raise_interrupt(signum: int, frame) -> None:
 class StopRequest:
     """Context manager: after `enable`, a signal sets `requested`, so that the training loop can save and stop.
 
-    A second Ctrl-C raises KeyboardInterrupt, except under torchrun, which repeats signals. Only rank 0 prints.
+    A second Ctrl-C raises KeyboardInterrupt, except under torchrun, which repeats signals.
     """
 
     def __init__(self):
         self.requested = False
         self.previous_handlers: dict = {}
-        self.has_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
-        self.is_silent = os.environ.get("RANK", "0") != "0"
 
     def __enter__(self) -> "StopRequest":
         return self
@@ -55,15 +53,16 @@ class StopRequest:
     def _handle(self, signum: int, frame) -> None:
         discard_output_of_closed_terminal()
         is_first, self.requested = not self.requested, True
-        if not is_first and signum == signal.SIGINT and not self.has_torchrun:
+        has_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+        if not is_first and signum == signal.SIGINT and not has_torchrun:
             raise KeyboardInterrupt("stopped without saving; steps since the last checkpoint are lost")
-        if is_first and not self.is_silent:
-            hint = "" if self.has_torchrun else " Press Ctrl-C again to quit without saving."
+        if is_first and os.environ.get("RANK", "0") == "0":
+            hint = "" if has_torchrun else " Press Ctrl-C again to quit without saving."
             message = f"\nStopping after this step, and saving a checkpoint.{hint}\n"
             with suppress(OSError):  # Ctrl-C also stops `tee`
                 os.write(2, message.encode())  # print() is not safe in a signal handler
 
-    def __exit__(self, *_) -> None:
+    def __exit__(self, *error) -> None:
         for signum, handler in self.previous_handlers.items():
             signal.signal(signum, handler)
 

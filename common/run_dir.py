@@ -4,10 +4,8 @@ import math
 import re
 import sys
 import time
-from collections.abc import Callable
 from itertools import count
 from pathlib import Path
-from typing import Any
 
 import yaml
 from filelock import FileLock, Timeout
@@ -19,10 +17,8 @@ RUNS = Path("runs")  # in the folder where the command is run
 SWEEPS = RUNS / "sweeps"  # runs/sweeps/<sweep>/<job>: the runs of a sweep
 BENCHES = RUNS / "bench"  # runs/bench/<name>: results of bench.py
 RESERVED = ("sweeps", "bench", "comparison", "last")  # cannot be names of runs
-# The name of a sweep's job, which consists of its values: attention=flash,seed=1
-JOB = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=,+-]{0,200}")
-# Exit codes of the scripts by the status of a run.
-EXIT_CODES = {"finished": 0, "failed": 1, "refused": 2, "interrupted": 75}
+JOB = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=,+-]{0,200}")  # name of a sweep's job: attention=flash,seed=1
+EXIT_CODES = {"finished": 0, "failed": 1, "refused": 2, "interrupted": 75}  # of the scripts, by status of the run
 
 
 def check_path_component(key: str, word: str) -> None:
@@ -44,9 +40,10 @@ def check_name(name: str) -> None:
 
 
 def find_run(name: str) -> Path:
-    """Find the folder of a run with a checkpoint. name: its name in runs/, its path, or "last" for the newest run.
+    """Find the folder of a run with a checkpoint.
 
-    Raises UserError if there is no such run, with a list of the newest runs.
+    name: name in runs/, path of the folder, or "last" for the newest run.
+    Raises UserError with a list of the newest runs if there is no such run.
     """
     if "/" in name and any(Path(name).glob("checkpoints/*.pt")):
         return Path(name)
@@ -54,27 +51,28 @@ def find_run(name: str) -> Path:
     paths = [path for depth in range(1, 4) for path in RUNS.glob("*/" * depth + "checkpoints/*.pt")]
     newest_first = sorted(paths, key=lambda path: path.stat().st_mtime, reverse=True)
     runs = {str(path.parents[1].relative_to(RUNS)): path.parents[1] for path in newest_first}
-    if name == "last" and not runs:
+    if not runs:
         raise UserError(f"there is no run with a checkpoint in {Path.cwd() / RUNS}; train one: python train.py")
     if name != "last" and name not in runs:
-        newest = ", ".join(list(runs)[:5]) or "none yet"
+        newest = ", ".join(list(runs)[:5])
         raise UserError(f"run={name} has no checkpoint in {Path.cwd() / RUNS}; set a run that has one: {newest}")
     return next(iter(runs.values())) if name == "last" else runs[name]
 
 
-def find_checkpoint(run: str, kind: str) -> Path:
-    """Path of a run's checkpoint. kind: "best", "last" or "step-NNNNNN". Raises UserError.
+def find_checkpoint(run: str, checkpoint: str) -> Path:
+    """Path of a run's checkpoint: "best", "last" or "step-NNNNNN". Raises UserError.
 
     A run that was interrupted before its first evaluation has no best.pt; last.pt replaces it.
     """
     folder = find_run(run)
     paths = {path.stem: path for path in sorted((folder / "checkpoints").glob("*.pt"))}
-    if kind == "best" and kind not in paths and "last" in paths:
+    if checkpoint == "best" and "best" not in paths and "last" in paths:
         print(printable(f"{folder} has no best.pt yet; using last.pt"), file=sys.stderr)
-        kind = "last"
-    if kind not in paths:
-        raise UserError(f"{folder} has no checkpoint {kind}.pt; set checkpoint={' or '.join(paths)}, or another run")
-    return paths[kind]
+        checkpoint = "last"
+    if checkpoint not in paths:
+        available = " or ".join(paths)
+        raise UserError(f"{folder} has no checkpoint {checkpoint}.pt; set checkpoint={available}, or another run")
+    return paths[checkpoint]
 
 
 def has_checkpoint(name: str | None) -> bool:
@@ -114,18 +112,13 @@ def write_config(folder: Path, config: dict) -> None:
 class RunDir:
     """Context manager: a locked folder in runs/. On exit, the status is written to summary.json."""
 
-    def __init__(
-        self,
-        name: str | None,
-        label: str,
-        resume: bool,
-        is_main: bool = True,
-        broadcast: Callable[[Any], Any] = lambda value: value,
-    ):
-        """name: None: make one from the time and `label`. is_main: whether this process locks and writes the folder.
+    def __init__(self, name: str | None, label: str, resume: bool, is_main: bool = True, broadcast=lambda value: value):
+        """name: None: make one from the time and `label`.
 
-        broadcast: function that returns the main process's value in all processes. Raises UserError if another
-        process trains the run, if the run exists and resume is False, or if it has lost its last checkpoint.
+        is_main: whether this process locks and writes the folder.
+        broadcast: function that returns the main process's value in all processes.
+        Raises UserError if another process trains the run, if the run exists and resume is False, or if it has lost
+        its last checkpoint.
         """
         self.is_main = is_main
         self.summary: dict | None = None  # None before start(): summary.json is not changed
@@ -173,21 +166,17 @@ class RunDir:
         """Add values to summary.json. After a kill, summary.json contains the values of the last update."""
         finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in summary.items()}
         self.summary |= finite  # JSON has no infinity; the best loss is infinite before the first evaluation
-        self._write()
-
-    def _write(self) -> None:
         if self.is_main:
             write_json(self.folder / "summary.json", self.summary)
 
     def __enter__(self) -> "RunDir":
         return self
 
-    def __exit__(self, kind, error, traceback) -> None:
+    def __exit__(self, error_type, error, traceback) -> None:
         if self.summary is not None:
-            self.summary["status"] = status_of(error)
             is_message = isinstance(error, KeyboardInterrupt | UserError | TrainingFailed)
-            self.summary["error"] = None if error is None else str(error) if is_message else f"{kind.__name__}: {error}"
-            self._write()
+            message = str(error) if is_message else f"{type(error).__name__}: {error}"
+            self.update({"status": status_of(error), "error": None if error is None else message})
         if self.is_main:
             self.lock.release()
 

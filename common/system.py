@@ -114,6 +114,12 @@ def command_line() -> str:
     return shlex.join([*launcher(), Path(sys.argv[0]).name, *sys.argv[1:]])
 
 
+def resume_command(name: str) -> str:
+    """This process's command line with name= set, which resumes the run."""
+    words = [word for word in sys.argv if not word.startswith(("name=", "resume="))]
+    return shlex.join([*launcher(), *words, f"name={name}"])
+
+
 def launcher() -> list[str]:
     """The program that starts processes like this one: python or torchrun. HOST:29500 is a placeholder."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:

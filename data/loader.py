@@ -19,6 +19,7 @@ Prompts (data.prompt_column): their tokens are inputs, but their targets are IGN
 B sequences, T = block_size.
 """
 
+import itertools
 from collections.abc import Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import lru_cache
@@ -164,6 +165,16 @@ def _divide_by_weight(total: int, weights: Sequence[float]) -> list[int]:
             f"weight={min(weights):g} in data.mix is less than 1/{total:,} of all weights together; set a larger one"
         )
     return shares
+
+
+def micro_batch_starts(
+    step: int, batch_size: int, micro_batch_size: int, rank: int = 0, world_size: int = 1
+) -> Iterator[int]:
+    """Yield the first sequence of each micro batch of a process, beginning with `step`, without end."""
+    share = batch_size // world_size  # sequences of a step that this process trains on
+    for current_step in itertools.count(step):
+        first = current_step * batch_size + rank * share
+        yield from range(first, first + share, micro_batch_size)
 
 
 def prefetch(loader: Loader, starts: Iterable[int], count: int) -> Iterator[Batch]:

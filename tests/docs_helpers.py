@@ -28,7 +28,7 @@ FOREIGN = ("git", "pip", "source", "cd", "pytest", "ruff", "ty", "pre-commit", "
 FOREIGN += ("ct2-transformers-converter", "lm_eval", "llama.cpp/convert_hf_to_gguf.py")
 SMALL_MODEL = {"model.n_layer": 2, "model.n_head": 2, "model.block_size": 16, "model.ngram_table_size": 64}
 SHRINK = {
-    "train": SMALL_MODEL | {"train.batch_size": 4, "train.micro_batch_size": "null", "eval.batches": 1},
+    "train": SMALL_MODEL | {"train.batch_size": 4, "train.micro_batch_size": "null", "eval.windows": 4},
     "sample": {},
     "eval": {},
     "prepare": {},

@@ -28,7 +28,7 @@ BPE, GPT2 = TokenizerConfig("bpe", 300, None), TokenizerConfig("gpt2", None, Non
 TINY = [
     "model.n_layer=2", "model.n_head=2", "model.n_embd=16", "model.block_size=16", "model.ngram_table_size=64",
     "train.batch_size=4",
-    "train.steps=6", "eval.every=3", "eval.batches=2", "eval.sample.max_new_tokens=4", "checkpoint.every=3",
+    "train.steps=6", "eval.every=3", "eval.windows=8", "eval.sample.max_new_tokens=4", "checkpoint.every=3",
     "dtype=float32",  # auto is bfloat16 on some CPUs
     "wandb.mode=disabled", "tokenizer=char", "data=text", "data.path=text.txt",
 ]  # fmt: skip

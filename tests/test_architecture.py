@@ -3,6 +3,7 @@
 import ast
 import subprocess
 import sys
+from graphlib import TopologicalSorter
 from pathlib import Path
 
 import pytest
@@ -19,17 +20,23 @@ FORBIDDEN = {
     "compare/runs": {"hydra", "omegaconf", "torch", "wandb", "datasets"},
     "compare/bench": {"hydra", "omegaconf", "datasets"},
 }
+MAX_MAIN_LINES, MAX_MAIN_INDENT = 90, 5 * 4  # of main in train.py
 FILES = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))] + sorted(ROOT.glob("*.py"))
 
 
-def imported_packages(path: Path) -> set[str]:
+def imported_modules(path: Path) -> set[str]:
+    """Modules that a file imports anywhere, and the names that it imports from them, which can be modules."""
     found = set()
     for node in ast.walk(ast.parse(path.read_text())):
         if isinstance(node, ast.Import):
-            found |= {alias.name.split(".")[0] for alias in node.names}
+            found |= {alias.name for alias in node.names}
         if isinstance(node, ast.ImportFrom):
-            found.add((node.module or "").split(".")[0])
+            found |= {str(node.module)} | {f"{node.module}.{alias.name}" for alias in node.names}
     return found
+
+
+def imported_packages(path: Path) -> set[str]:
+    return {module.split(".")[0] for module in imported_modules(path)}
 
 
 @pytest.mark.parametrize("package", PACKAGES)
@@ -51,6 +58,22 @@ def test_every_package_is_in_the_import_order():
     assert folders == set(PACKAGES)
 
 
+def test_no_two_files_import_each_other():
+    """Also not through other files, in functions, or for type checking."""
+    files = [path for path in FILES if path.parent != ROOT and path.name != "__init__.py"]
+    modules = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in files}
+    imports = {name: imported_modules(path) & set(modules) for name, path in modules.items()}
+    assert len(list(TopologicalSorter(imports).static_order())) == len(files)  # raises CycleError for a circle
+
+
+def test_training_loop_is_short_and_flat():
+    """Move setup and bookkeeping out of main, not the loop itself."""
+    functions = [node for node in ast.parse((ROOT / "train.py").read_text()).body if isinstance(node, ast.FunctionDef)]
+    (main,) = [function for function in functions if function.name == "main"]
+    assert main.end_lineno - main.lineno + 1 <= MAX_MAIN_LINES
+    assert max(node.col_offset for node in ast.walk(main) if isinstance(node, ast.stmt)) <= MAX_MAIN_INDENT
+
+
 def test_datasets_is_imported_by_one_module():
     assert [path.name for path in FILES if "datasets" in imported_packages(path)] == ["readers.py"]
 
@@ -68,13 +91,10 @@ def test_backends_are_named_in_the_attention_package_only():
             assert not strings & {"naive", "sdpa", "flash", "cudnn", "flex"}, path
 
 
-def imported_modules(path: Path) -> set[str]:
+def imported_files(path: Path) -> set[str]:
     """Names of the modules of this project that a file imports, also inside functions."""
-    nodes = [node for node in ast.walk(ast.parse(path.read_text())) if isinstance(node, ast.ImportFrom)]
-    names = {node.module for node in nodes} | {f"{node.module}.{alias.name}" for node in nodes for alias in node.names}
-    return {
-        name for name in names if (file := ROOT.joinpath(*name.split("."))).is_dir() or file.with_suffix(".py").exists()
-    }
+    files = {name: ROOT.joinpath(*name.split(".")) for name in imported_modules(path)}
+    return {name for name, file in files.items() if file.is_dir() or file.with_suffix(".py").exists()}
 
 
 def module_name(path: Path) -> str:
@@ -90,12 +110,6 @@ def test_folders_of_the_model_import_only_folders_before_them():
         return order.index(max((name for name in order if f"{module}.".startswith(f"{name}.")), key=len))
 
     for path in set((ROOT / "model").rglob("*.py")) - {ROOT / "model/__init__.py"}:
-        for module in imported_modules(path):
+        for module in imported_files(path):
             if module.startswith("model"):
                 assert position(module) <= position(module_name(path)), f"{path} imports {module}"
-
-
-def test_no_two_files_of_the_model_import_each_other():
-    files = (ROOT / "model").rglob("*.py")
-    imports = {(module_name(path), module) for path in files for module in imported_modules(path)}
-    assert not {(a, b) for a, b in imports if (b, a) in imports and a != b}

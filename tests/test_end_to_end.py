@@ -36,8 +36,8 @@ def assert_same_run(a, b):
 
 
 def assert_same_checkpoints(a, b):
-    for kind in ("last", "best"):
-        one, two = (load(n, kind) for n in (a, b))
+    for checkpoint in ("last", "best"):
+        one, two = (load(run, checkpoint) for run in (a, b))
         assert one["step"] == two["step"]
         assert one["best_val_loss"] == two["best_val_loss"]
         for name, tensor in one["model"].items():
@@ -48,8 +48,8 @@ def assert_same_checkpoints(a, b):
                 assert torch.equal(torch.as_tensor(value), torch.as_tensor(two["optimizer"][name][key])), (name, key)
 
 
-def load(run: str, kind: str) -> dict:
-    return load_checkpoint(Path(f"runs/{run}/checkpoints/{kind}.pt"))
+def load(run: str, checkpoint: str) -> dict:
+    return load_checkpoint(Path(f"runs/{run}/checkpoints/{checkpoint}.pt"))
 
 
 @pytest.fixture
@@ -116,7 +116,7 @@ def test_last_progress_line_shows_the_last_step(train, capsys):
 
 def test_validation_loss_counts_each_target_once(train, workdir):
     """The reference computes each target with the complete context of its window."""
-    assert train("name=a", "eval.batches=null", "train.batch_size=7") == 0
+    assert train("name=a", "eval.windows=null", "train.batch_size=7") == 0
     saved = load("a", "last")
     model = GPT(GPTConfig(**saved["model_config"]), saved["vocab_size"], naive)
     model.load_state_dict(saved["model"])
@@ -188,7 +188,7 @@ def test_backends_and_compilation_do_not_change_the_loss_curve(train):
 
 
 def test_bfloat16_trains_close_to_float32(train):
-    settings = ["train.steps=60", "eval.every=60", "eval.batches=null"]
+    settings = ["train.steps=60", "eval.every=60", "eval.windows=null"]
     assert train("name=a", *settings) == 0
     assert train("name=b", "dtype=bfloat16", *settings) == 0
     assert summary("b")["dtype"] == "bfloat16"
@@ -271,14 +271,14 @@ def test_evaluations_after_step_0_log_and_print_a_sample(train, capsys):
 
 
 def test_best_checkpoint_can_omit_the_optimizer_state(train, sample, workdir, capsys):
-    assert train("name=a", "checkpoint.optimizer=false") == 0
+    assert train("name=a", "checkpoint.optimizer_in_best=false") == 0
     best, last = load("a", "best"), load("a", "last")
     assert best["optimizer"] is None and last["optimizer"]
     assert (workdir / "runs/a/checkpoints/best.pt").stat().st_size < (
         0.8 * (workdir / "runs/a/checkpoints/last.pt").stat().st_size
     )
     assert sample("run=a", "prompt=The", "max_new_tokens=3").startswith("The")
-    assert train("name=a", "train.steps=9", "checkpoint.optimizer=false") == 0
+    assert train("name=a", "train.steps=9", "checkpoint.optimizer_in_best=false") == 0
     shutil.copy(workdir / "runs/a/checkpoints/best.pt", workdir / "runs/a/checkpoints/last.pt")
     assert train("name=a", "train.steps=12") == 2
     assert "last.pt has no optimizer state" in capsys.readouterr().err
@@ -513,10 +513,10 @@ def test_run_leaves_no_temporary_files_and_imports_no_compiler(train, resumed, t
     assert not imported & {"torch._dynamo", "sympy"}  # importing them takes two seconds
 
 
-@pytest.mark.parametrize("kind", ["SIGINT", "SIGTERM", "SIGHUP"])
-def test_signal_during_imports_is_reported(workdir, kind):
+@pytest.mark.parametrize("signal_name", ["SIGINT", "SIGTERM", "SIGHUP"])
+def test_signal_during_imports_is_reported(workdir, signal_name):
     """C code of numpy and torch ignores exceptions that are raised while it imports a module."""
-    code = f"import os, signal\ntry:\n    os.kill(os.getpid(), signal.{kind})\nexcept BaseException:\n    pass"
+    code = f"import os, signal\ntry:\n    os.kill(os.getpid(), signal.{signal_name})\nexcept BaseException:\n    pass"
     (workdir / "torch.py").write_text(code)
     done = subprocess.run(
         [sys.executable, ROOT / "train.py", *TINY], env=os.environ | {"PYTHONPATH": "."}, text=True, capture_output=True
@@ -583,14 +583,14 @@ def is_validation(loader, split, *args) -> bool:
     ],
 )
 def test_evaluation_that_a_signal_stops_is_repeated_on_resume(train, capsys, step, target, call, condition):
-    assert train("name=whole", "eval.batches=4") == 0
+    assert train("name=whole", "eval.windows=16") == 0
     with pytest.MonkeyPatch.context() as monkeypatch:
         raise_in_call(monkeypatch, call, target, condition)
-        assert train("name=a", "eval.batches=4") == 75
+        assert train("name=a", "eval.windows=16") == 75
     assert f"saved at step {step}" in capsys.readouterr().err
     assert summary("a")["status"] == "interrupted"
     assert "val/loss" not in metrics("a")[-1]
-    assert train("name=a", "eval.batches=4") == 0
+    assert train("name=a", "eval.windows=16") == 0
     assert summary("a")["status"] == "finished"
     assert summary("a")["step_ms"] > 0, "also if only an evaluation was left to do"
     assert_same_checkpoints("whole", "a")

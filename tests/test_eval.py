@@ -49,7 +49,7 @@ def refusal(capsys, *overrides):
 @pytest.mark.parametrize("batch_size", [1, 32])
 def test_loss_of_the_validation_text_equals_its_evaluation(train, evaluate, workdir, batch_size):
     """The reference is the run's last evaluation, on the complete validation split."""
-    assert train("name=a", "eval.batches=null", "data.val_fraction=0.1") == 0
+    assert train("name=a", "eval.windows=null", "data.val_fraction=0.1") == 0
     evaluated = [row for row in read_jsonl("runs/a/metrics.jsonl") if "val/loss" in row][-1]
     (workdir / "val.txt").write_text(TEXT[len(TEXT) - round(len(TEXT) * 0.1) :], encoding="utf-8")
     settings = ["run=a", "checkpoint=last", "data.path=val.txt", f"batch_size={batch_size}"]

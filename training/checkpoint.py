@@ -1,9 +1,8 @@
 """Training state and its checkpoints: files of tensors and plain values (see common/checkpoint_file.py).
 
-format, step, seconds, best_val_loss, best_val_bpb, best_step, evals_since_best, evaluation_interrupted,
-wandb_id
+format, and the fields of TrainState in SAVED_FIELDS
 model          {name: tensor}             the same names for eager and compiled runs, on one device or many
-optimizer      {name: {state}}            of all optimizers; None in a best.pt saved with checkpoint.optimizer=false
+optimizer      {name: {state}}            of all optimizers; None in best.pt with optimizer_in_best=false
 scaler         state of the gradient scaler; empty if it is disabled
 vocab_size, tokenizer, model_config       everything that sampling needs
 identity       settings that must not change when the run resumes
@@ -11,10 +10,10 @@ config         the complete run config, for readers; nothing is built from it
 """
 
 import math
-import shutil
+import time
+from collections.abc import Callable
 from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING
 
 import torch
 from torch import nn
@@ -22,14 +21,13 @@ from torch.optim import Optimizer
 
 from common.checkpoint_file import load_checkpoint, save_checkpoint
 from common.errors import TrainingFailed, UserError
+from common.interrupt import StopRequest
 from common.run_dir import RunDir
 from common.settings import format_value
 from training.config import OVERFITTING_EVALS, CheckpointConfig, RunConfig, TrainConfig
+from training.distributed import Dist
 from training.optimizer import load_state_by_name, state_by_name
 from training.sharding import gather, load_weights
-
-if TYPE_CHECKING:
-    from training.observers import Observers
 
 SAVED_FIELDS = (
     "step", "seconds", "best_val_loss", "best_val_bpb", "best_step", "evals_since_best",
@@ -39,8 +37,9 @@ SAVED_FIELDS = (
 
 @dataclass
 class TrainState:
-    """Everything that an optimizer step changes."""
+    """Everything that training changes: model, optimizers, counters, and the best evaluation."""
 
+    config: TrainConfig
     model: nn.Module
     optimizers: list[Optimizer]
     scaler: torch.amp.GradScaler
@@ -50,50 +49,77 @@ class TrainState:
     best_val_bpb: float = math.inf
     best_step: int | None = None  # None: not evaluated yet
     evals_since_best: int = 0  # evaluations since best_step
+    stopped: bool = False  # a process got a signal, and all processes know
     evaluation_interrupted: bool = False  # by a signal; the evaluation at `step` is repeated when the run resumes
     wandb_id: str | None = None
+    started: float = 0.0  # value of time.perf_counter() at which `seconds` would be 0
 
-    def record_evaluation(self, val_loss: float, val_bpb: float) -> bool:
-        """Update the best validation loss. Returns whether this one is the best."""
-        is_best = val_loss < self.best_val_loss
-        if is_best:
+    @property
+    def progress(self) -> float:
+        """The finished part of the run, 0 to 1: the larger of step / train.steps and elapsed time / train.minutes."""
+        config = self.config
+        if config.patience is not None and self.evals_since_best >= config.patience:
+            return 1.0  # the last evaluations found no lower validation loss
+        by_steps = self.step / config.steps if config.steps is not None else 0.0
+        by_time = self.seconds / (60 * config.minutes) if config.minutes is not None else 0.0
+        return min(1.0, max(by_steps, by_time))
+
+    @property
+    def is_done(self) -> bool:
+        """Whether the training loop ends: no step is left, or a signal stopped the run."""
+        return self.progress >= 1 or self.stopped
+
+    @property
+    def is_complete(self) -> bool:
+        """Whether no step and no evaluation is left."""
+        return self.progress >= 1 and not self.evaluation_interrupted
+
+    @property
+    def is_best(self) -> bool:
+        """Whether the evaluation at the current step found the lowest validation loss."""
+        return self.best_step == self.step
+
+    def start_clock(self) -> None:
+        """Continue to measure the training time."""
+        self.started = time.perf_counter() - self.seconds
+
+    def finish_step(self, dist: Dist, stop: StopRequest) -> None:
+        """Count a step. All processes agree on the time of the slowest one, and on whether a signal stops them."""
+        self.step += 1
+        stop.enable()
+        stopped, self.seconds = dist.all_reduce(stop.requested, time.perf_counter() - self.started, op="max")
+        self.stopped = bool(stopped)
+
+    def record_evaluation(self, val_loss: float, val_bpb: float) -> None:
+        """Update the best validation loss."""
+        self.evals_since_best += 1
+        if val_loss < self.best_val_loss:
             self.best_val_loss, self.best_val_bpb, self.best_step = val_loss, val_bpb, self.step
-        self.evals_since_best = 0 if is_best else self.evals_since_best + 1
-        return is_best
+            self.evals_since_best = 0
 
     def summary(self) -> dict:
         """Step, best evaluation and training time, under their names in summary.json."""
-        return {
-            "step": self.step,
-            "best_step": self.best_step,
-            "best_val_loss": self.best_val_loss,
-            "best_val_bpb": self.best_val_bpb,
-            "overfitting": self.evals_since_best >= OVERFITTING_EVALS,
-            "wall_seconds": self.seconds,
-        }
+        best = {key: getattr(self, key) for key in ("best_step", "best_val_loss", "best_val_bpb")}
+        is_overfitting = self.evals_since_best >= OVERFITTING_EVALS
+        return {"step": self.step} | best | {"overfitting": is_overfitting, "wall_seconds": self.seconds}
 
-    def values(self) -> dict:
-        """The part of a checkpoint that is neither a tensor nor metadata."""
-        return {key: getattr(self, key) for key in SAVED_FIELDS} | {"scaler": self.scaler.state_dict()}
-
-    def tensors(self) -> dict:
-        """Weights and optimizer state, complete, on rank 0. All processes must call this method."""
+    def state_dict(self) -> dict:
+        """The part of a checkpoint that changes. All processes must call this method; rank 0 gets complete tensors."""
         weights = {p: gather(p.detach()) for p in self.model.parameters()}
         state = state_by_name(self.model, self.optimizers)
-        return {
+        return {key: getattr(self, key) for key in SAVED_FIELDS} | {
+            "scaler": self.scaler.state_dict(),
             "model": {name: weights[p] for name, p in self.model.state_dict(keep_vars=True).items()},
             "optimizer": {name: {key: gather(value) for key, value in state[name].items()} for name in state},
         }
 
-    def resume(self, path: Path, metadata: dict) -> None:
-        """Read a checkpoint of a run that has the same identity. Raises UserError."""
+    def resume(self, path: Path, header: dict) -> None:
+        """Load a checkpoint of a run that has the same identity. Raises UserError."""
         saved = load_checkpoint(path)
-        check_identity(path.parent.parent, saved["identity"], metadata["identity"])
+        check_identity(path.parent.parent, saved["identity"], header["identity"])
         if saved["optimizer"] is None:
-            raise UserError(
-                f"{path} has no optimizer state, because it was saved as best.pt with checkpoint.optimizer=false; "
-                "set another name, and train.init_from to start from its weights"
-            )
+            advice = "set another name, and train.init_from to start from its weights"
+            raise UserError(f"{path} has no optimizer state (checkpoint.optimizer_in_best=false); {advice}")
         load_weights(self.model, saved["model"])
         load_state_by_name(self.model, self.optimizers, saved["optimizer"])
         if saved["scaler"]:  # empty if the run was not in float16 so far
@@ -102,78 +128,56 @@ class TrainState:
             setattr(self, key, saved[key])
 
 
-def compute_progress(config: TrainConfig, step: int, seconds: float, evals_since_best: int) -> float:
-    """The finished part of the run, 0 to 1: the larger of step / train.steps and elapsed time / train.minutes.
-
-    It is 1 if the last train.patience evaluations found no lower validation loss.
-    """
-    if config.patience is not None and evals_since_best >= config.patience:
-        return 1.0
-    by_steps = step / config.steps if config.steps is not None else 0.0
-    by_time = seconds / (60 * config.minutes) if config.minutes is not None else 0.0
-    return min(1.0, max(by_steps, by_time))
-
-
+@dataclass
 class CheckpointWriter:
-    """Writes the checkpoints of a run, after its metrics are on the disk. Rank 0 writes; all processes call `save`.
+    """Writes the checkpoints of a run. Rank 0 writes; all processes call `save`."""
 
-    state: already resumed. metadata: see make_checkpoint_metadata.
-    """
+    config: CheckpointConfig
+    run: RunDir
+    state: TrainState
+    header: dict  # returned by make_checkpoint_header
+    before_save: Callable[[], dict]  # writes the metrics to the disk, and returns the results for summary.json
+    last_step: int  # step of last.pt, if it exists
 
-    def __init__(
-        self, run: RunDir, state: TrainState, metadata: dict, observers: "Observers", config: CheckpointConfig
-    ):
-        self.run, self.state, self.metadata, self.observers, self.config = run, state, metadata, observers, config
-        self.last_step = state.step  # the step of last.pt, if it exists
+    def is_due(self) -> bool:
+        """Whether to save after the current step."""
+        return self.state.is_best or self.state.is_done or self.state.step % self.config.every == 0
 
-    def save(self, *, best: bool, last: bool) -> None:
-        """Write best.pt, last.pt or both, and update summary.json. Raises TrainingFailed if a loss is not finite.
+    def save(self) -> None:
+        """Write last.pt, and best.pt after the best evaluation. Initial weights are saved only as best.pt.
 
         best.pt is written first: a run that is killed in between repeats the evaluation.
+        Raises TrainingFailed if a loss or a weight is not finite.
         """
-        if self.run.is_main:
-            self.observers.flush()
-        content = self.metadata | self.state.values() | self.state.tensors()
-        if not self.run.is_main:
+        run, state = self.run, self.state
+        if state.step == 0 and not state.is_best:
             return
-        if best:
-            write_checkpoint(self.run.best, content if self.config.optimizer else content | {"optimizer": None})
-        if last:
-            if self.config.keep > 0 and self.run.last.exists() and self.last_step != self.state.step:
-                self._keep_last()
-            write_checkpoint(self.run.last, content)
-            for path in self._kept_paths()[: -self.config.keep]:
+        results = self.before_save() if run.is_main else {}
+        content = self.header | state.state_dict()
+        if not run.is_main:
+            return
+        if not nn.utils.get_total_norm(content["model"].values(), math.inf).isfinite():
+            raise TrainingFailed(
+                f"the weights are not finite after step {state.step}, so no checkpoint is written. Lower optimizer.lr, "
+                "then run the command again: it resumes from the last checkpoint"
+            )
+        if state.is_best:
+            save_checkpoint(run.best, content | ({} if self.config.optimizer_in_best else {"optimizer": None}))
+        if state.step > 0:
+            if self.config.keep > 0 and run.last.exists() and self.last_step != state.step:
+                previous = run.last.with_name(f"step-{self.last_step:06d}.pt")
+                previous.unlink(missing_ok=True)
+                previous.hardlink_to(run.last)  # last.pt is replaced next; nothing is copied
+            save_checkpoint(run.last, content)
+            kept = sorted(run.last.parent.glob("step-[0-9]*.pt"), key=lambda path: int(path.stem.removeprefix("step-")))
+            for path in kept[: -self.config.keep]:
                 path.unlink()
-            self.last_step = self.state.step
-        self.run.update(self.state.summary() | self.observers.summary())
-        self.observers.wandb.set_summary(self.run.summary)
-
-    def _keep_last(self) -> None:
-        """Give last.pt, which is replaced next, the second name step-NNNNNN.pt. Nothing is copied."""
-        kept = self.run.last.with_name(f"step-{self.last_step:06d}.pt")
-        kept.unlink(missing_ok=True)
-        try:
-            kept.hardlink_to(self.run.last)
-        except OSError:  # a file system without hard links
-            shutil.copy2(self.run.last, kept)
-
-    def _kept_paths(self) -> list[Path]:
-        paths = self.run.last.parent.glob("step-[0-9]*.pt")
-        return sorted(paths, key=lambda path: int(path.stem.removeprefix("step-")))
+            self.last_step = state.step
+        run.update(results)
 
 
-def write_checkpoint(path: Path, content: dict) -> None:
-    """Write a checkpoint file. Raises TrainingFailed if a weight is not finite."""
-    if not nn.utils.get_total_norm(content["model"].values(), math.inf).isfinite():
-        raise TrainingFailed(
-            f"the weights are not finite after step {content['step']}, so {path} is not replaced; set a lower "
-            "optimizer.lr, and start the same run again"
-        )
-    save_checkpoint(path, content)
-
-
-def make_checkpoint_metadata(config: RunConfig, meta: dict) -> dict:
-    """The part of a checkpoint that is constant in a run. config: of train.py. meta: the data's meta.json."""
+def make_checkpoint_header(config: RunConfig, meta: dict) -> dict:
+    """The part of a checkpoint that is constant in a run. meta: meta.json of the data."""
     model = asdict(config.model)
     identity = {f"model.{key}": value for key, value in model.items() if key not in ("name", "dropout")}
     identity |= {"data.name": meta["source"]["name"], "data": meta["fingerprint"]}
@@ -182,21 +186,13 @@ def make_checkpoint_metadata(config: RunConfig, meta: dict) -> dict:
     identity |= {"tokenizer.name": config.tokenizer.name, "vocabulary": meta["vocab_size"]}
     identity |= {"seed": config.seed, "train.init_from": config.train.init_from}
     identity |= {"optimizer.name": config.optimizer.name, "train.batch_size": config.train.batch_size}
-    return {
-        "model_config": model,
-        "vocab_size": meta["vocab_size"],
-        "tokenizer": meta["tokenizer"],
-        "identity": identity,
-        "config": asdict(config),
-    }
+    vocabulary = {"vocab_size": meta["vocab_size"], "tokenizer": meta["tokenizer"]}
+    return {"model_config": model, **vocabulary, "identity": identity, "config": asdict(config)}
 
 
 def check_identity(folder: Path, saved: dict, identity: dict) -> None:
     """Raises UserError if a run would resume with another model, data, tokenizer, optimizer, batch size or seed."""
-    different = ", ".join(
-        f"{key}={format_value(saved.get(key))} (now {format_value(value)})"
-        for key, value in identity.items()
-        if saved.get(key) != value
-    )
-    if different:
+    keys = [key for key, value in identity.items() if saved.get(key) != value]
+    different = ", ".join(f"{k}={format_value(saved.get(k))} (now {format_value(identity[k])})" for k in keys)
+    if keys:
         raise UserError(f"{folder} was trained with {different}; restore the old values, or set another name")

@@ -140,7 +140,7 @@ class EvalConfig:
 
     every: int = setting(100, 1, MAX_STEPS)  # steps between evaluations
     initial: bool = True  # also evaluate before the first step
-    batches: int | None = setting(20, 1, 10**9)
+    windows: int | None = setting(320, 1, 10**12)  # windows of the validation split, spread evenly; None: all
     sample: SamplingConfig = field(default_factory=lambda: SamplingConfig(max_new_tokens=100))  # max_new_tokens=0: none
     attention_stats: bool = False  # log statistics of each attention head
 
@@ -151,7 +151,7 @@ class CheckpointConfig:
 
     every: int = setting(200, 1, MAX_STEPS)  # steps between saves of last.pt, which is also saved after the last step
     keep: int = setting(0, 0, 10**6)  # older last.pt to keep, as step-NNNNNN.pt
-    optimizer: bool = True  # best.pt contains the optimizer state, which only resuming needs; last.pt always does
+    optimizer_in_best: bool = True  # best.pt contains the optimizer state, as last.pt always does
 
 
 @dataclass

@@ -4,17 +4,19 @@ import ctypes
 import os
 import platform
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 
+import numpy as np
 import torch
 from torch import nn
 
 from common.errors import UserError
-from common.system import describe_environment, has_avx512_bf16
-from model import AttentionConfig, GPTConfig
+from common.system import cpu_count, has_avx512_bf16
+from model import AttentionConfig
 from model.attention import ResolvedAttention, missing_compiler, pin_kernel_under_compile, resolve_model
+from training.config import AUTO, RunConfig
 from training.distributed import Dist
-from training.fsdp import FSDP
+from training.parallel import DDP, FSDP2
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
@@ -24,6 +26,7 @@ class Runtime:
     """Where and how a run computes."""
 
     dist: Dist
+    parallel: DDP | FSDP2
     device: torch.device
     dtype: torch.dtype
     compile: bool
@@ -31,83 +34,72 @@ class Runtime:
     def autocast(self) -> AbstractContextManager:
         return autocast(self.device, self.dtype)
 
-    def resolve_attention(
-        self, config: AttentionConfig, model: GPTConfig, B: int, document_mask: bool
-    ) -> ResolvedAttention:
-        """The attention kernel that trains on micro batches of B sequences. Raises UserError."""
-        return resolve_model(
-            config, model, B=B, dtype=self.dtype, device=self.device, grad=True, document_mask=document_mask
-        )
-
-    def describe(self) -> dict:
-        """Device, software and command, for summary.json."""
-        return describe_environment(self.device) | {
-            "dtype": str(self.dtype).removeprefix("torch."),
-            "compile": self.compile,
-            "world_size": self.dist.world_size,
-        }
+    def resolve_attention(self, config: RunConfig, micro_batch_size: int) -> ResolvedAttention:
+        """Resolve the attention kernel that trains on micro batches of this size. Raises UserError."""
+        options = {"dtype": self.dtype, "device": self.device, "document_mask": config.data.document_mask}
+        return resolve_model(config.attention, config.model, B=micro_batch_size, grad=True, **options)
 
     def wrap(self, model: nn.Module, attention: AttentionConfig) -> nn.Module:
         """Wrap the model for the training loop: for several processes, and with torch.compile if requested."""
         if self.compile:
             pin_kernel_under_compile(attention)
-        return self.dist.wrap(model, self.compile)
+        return self.parallel.wrap(model, self.compile)
 
 
-def resolve_runtime(
-    device: str, dtype: str, compile: bool | None, parallel: str = "ddp", world_size: int | None = None
-) -> Runtime:
-    """Resolve the settings device, dtype, compile and parallel. world_size: of a plan; None: the number of processes.
-
-    Raises UserError for a value that this machine cannot run.
-    """
-    dist = Dist.from_environment() if world_size is None else Dist(world_size=world_size)
-    if parallel == "fsdp":
-        if dist.world_size == 1:
-            raise UserError(
-                "parallel=fsdp needs several processes; start them with torchrun --nproc_per_node=N, set world_size=N "
-                "with plan=true, or set parallel=ddp"
-            )
-        dist = FSDP(**asdict(dist))
-    resolved = resolve_device(device, dist.local_rank)
-    resolved_dtype = resolve_dtype(dtype, resolved)
-    if isinstance(dist, FSDP) and resolved_dtype == torch.float16:
+def resolve_runtime(config: RunConfig) -> Runtime:
+    """Resolve where and how a run computes, and configure torch. Raises UserError for what cannot run here."""
+    dist = Dist.from_environment() if config.world_size is None else Dist(world_size=config.world_size)
+    device = resolve_device(config.device, dist.local_rank)
+    dtype = resolve_dtype(config.dtype, device)
+    is_fsdp = config.parallel == "fsdp"
+    if is_fsdp and dist.world_size == 1:
+        raise UserError(
+            "parallel=fsdp needs several processes; start them with torchrun --nproc_per_node=N, set world_size=N "
+            "with plan=true, or set parallel=ddp"
+        )
+    if is_fsdp and dtype == torch.float16:
         raise UserError("dtype=float16 cannot be combined with parallel=fsdp; set dtype=bfloat16, or parallel=ddp")
-    return Runtime(dist, resolved, resolved_dtype, resolve_compile(compile, resolved))
+    if config.train.micro_batch_size == AUTO and (device.type != "cuda" or is_fsdp or config.plan):
+        raise UserError(
+            f"train.micro_batch_size={AUTO} needs device=cuda, parallel=ddp and plan=false; set a number of sequences"
+        )
+    parallel = (FSDP2 if is_fsdp else DDP)(dist.world_size, device, dtype)
+    runtime = Runtime(dist, parallel, device, dtype, resolve_compile(config.compile, device))
+    configure_backends(device, config.deterministic, config.tf32)
+    if dist.world_size > 1 and os.environ.get("OMP_NUM_THREADS", "1") == "1":  # torchrun sets 1
+        torch.set_num_threads(max(1, cpu_count() // dist.local_world_size))
+    min_micro_batch_size, _ = config.train.split_batch(dist.world_size)
+    runtime.resolve_attention(config, min_micro_batch_size)
+    return runtime
 
 
 def resolve_device(name: str, local_rank: int = 0) -> torch.device:
-    """Resolve the setting device. auto: the GPU if there is one, else the CPU. CUDA: the GPU of the local rank.
+    """Resolve the setting device. auto: the GPU if there is one, else the CPU. local_rank: index of the GPU.
 
     Raises UserError for a device that is not available.
     """
-    is_available = {"cpu": True, "cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available()}
-    if name == "auto":
-        name = "cuda" if is_available["cuda"] else "mps" if is_available["mps"] else "cpu"
-    if not is_available.get(name):
-        problem = "is not available on this machine with this build of torch" if name in is_available else "is unknown"
-        available = ", ".join(device for device in is_available if is_available[device])
-        raise UserError(f"device={name} {problem}; set device=auto or one of the available devices: {available}")
+    works = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
+    available = [device for device in works if works[device]]
+    name = available[0] if name == "auto" else name
+    if name not in available:
+        raise UserError(f"device={name} is not available on this machine; set device={' or '.join(available)}")
     if name == "cuda" and local_rank >= torch.cuda.device_count():
-        raise UserError(
-            f"local rank {local_rank} has no GPU, because this machine has {torch.cuda.device_count()}; "
-            f"set torchrun --nproc_per_node={torch.cuda.device_count()}"
-        )
+        gpus = torch.cuda.device_count()
+        raise UserError(f"local rank {local_rank} has no GPU; set torchrun --nproc_per_node={gpus}, one for each GPU")
     return torch.device(name, local_rank) if name == "cuda" else torch.device(name)
 
 
 def resolve_dtype(name: str, device: torch.device, trains: bool = True) -> torch.dtype:
     """Resolve the setting dtype. auto: bfloat16 on GPUs that support it and on x86 CPUs with AVX512_BF16, else float32.
 
-    trains: whether the model is trained. If not, auto on a CPU is float32, for exact samples and losses.
+    trains: whether the model is trained. Otherwise auto on a CPU is float32, for exact samples and losses.
     Raises UserError for a dtype that the device does not support.
     """
     if name == "auto":
-        has_bf16 = False
         if device.type == "cuda":  # GPUs before Ampere emulate bfloat16, and no fused attention kernel supports that
             has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
-        elif device.type == "cpu":
-            has_bf16 = trains and has_avx512_bf16()
+        else:
+            has_bf16 = device.type == "cpu" and trains and has_avx512_bf16()
         return torch.bfloat16 if has_bf16 else torch.float32
     choices = DTYPES if trains else DTYPES | {"int8": torch.int8}
     if name not in choices:
@@ -120,9 +112,8 @@ def resolve_dtype(name: str, device: torch.device, trains: bool = True) -> torch
 
 
 def resolve_compile(requested: bool | None, device: torch.device) -> bool:
-    """Resolve the setting compile. None: compile on CUDA if Triton is installed; not on a CPU.
+    """Resolve the setting compile. None: compile on CUDA if Triton is installed, because it pays only there.
 
-    On a CPU, compiling a small model takes more time than it saves.
     Raises UserError if compilation is requested and no compiler is installed.
     """
     missing = missing_compiler(device)
@@ -132,10 +123,7 @@ def resolve_compile(requested: bool | None, device: torch.device) -> bool:
 
 
 def configure_backends(device: torch.device, deterministic: bool, tf32: bool) -> None:
-    """Set process-wide options of torch and malloc. Call this before the first tensor is on the device.
-
-    float32 products are exact float32, unless tf32 is set: CUDA then rounds their factors to 10 bits of mantissa.
-    """
+    """Set process-wide options of torch and malloc. Call this before the first tensor is on the device."""
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -158,3 +146,10 @@ def autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager
 def build_grad_scaler(device: torch.device, dtype: torch.dtype) -> torch.amp.GradScaler:
     """Loss scaling for float16 gradients (Micikevicius et al., arXiv:1710.03740); disabled for other dtypes."""
     return torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
+
+
+def seed_device(device: torch.device, *numbers: int) -> None:
+    """Seed the device's random generator from `numbers`. torch.manual_seed seeds all devices, which is slower."""
+    seed = int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0])
+    modules = {"cuda": torch.cuda, "mps": torch.mps}
+    modules.get(device.type, torch.default_generator).manual_seed(seed)

@@ -26,14 +26,17 @@ def load_run_tokenizer(run: str | None, name: str | None = None) -> dict | None:
     return saved["tokenizer"]
 
 
-def load_init_weights(init_from: str, model: GPT, metadata: dict) -> None:
-    """Load the weights that the setting train.init_from names. Raises UserError for another tokenizer or model.
+def load_init_weights(init_from: str | None, name: str | None, model: GPT, tokenizer_spec: dict) -> None:
+    """Load the weights that train.init_from names: the best ones of a run, or a model for transformers.
 
-    metadata: of the new run, from make_checkpoint_metadata.
+    Does nothing without init_from, or if the run `name` resumes from its own checkpoint.
+    Raises UserError if the tokenizer or the model is different.
     """
+    if init_from is None or has_checkpoint(name):
+        return
     run = f"hf:openai-community/{init_from}" if init_from in GPT2_MODELS else init_from.removeprefix("run:")
     path, saved = load_pretrained(run)
-    if saved["tokenizer"] | {"name": None} != metadata["tokenizer"] | {"name": None}:
+    if saved["tokenizer"] | {"name": None} != tokenizer_spec | {"name": None}:
         raise UserError(f"{path} has another tokenizer than this run; set tokenizer=run tokenizer.run={run}")
     vocab_size, config = saved["vocab_size"], GPTConfig(**saved["model_config"])
     if different := _different_settings(config, model.config):

@@ -47,38 +47,35 @@ def remove_later_rows(path: Path, step: int) -> dict:
 
 
 class MetricsLogger:
-    """Collects rows, and writes several at a time to metrics.jsonl and wandb.
+    """Collects rows, and writes several at a time to metrics.jsonl and wandb. A run resumes after `step`.
 
-    folder: the run folder; None on all ranks except 0, which log nothing. step: the run resumes after this step, so
-    later rows are removed. must_be_finite: these metrics end the run if they are not finite.
+    folder: run folder. None on all ranks except 0, which log nothing.
+    must_be_finite: metrics that end the run if they are not finite.
     """
 
     def __init__(self, folder: Path | None, step: int, wandb: WandbRun, must_be_finite: Sequence[str]):
         self.path = None if folder is None else folder / "metrics.jsonl"
         self.wandb, self.must_be_finite = wandb, must_be_finite
         self.rows: list[tuple[dict, Callable[[], dict]]] = []
-        self.last_flush = time.perf_counter()
+        self.flushed = time.perf_counter()
         self.last: dict = {}  # the newest value of each metric, also from before a resume
         if self.path is not None:
             self.path.touch()
             self.last = remove_later_rows(self.path, step if step > 0 else -1)  # the row of step 0 is written again
 
     def log(self, row: dict, read: Callable[[], dict] = dict) -> None:
-        """Collect a row. read: called when the row is written; returns more columns, such as device times."""
+        """Collect a row. read: called when the row is written. Returns more columns, such as device times."""
         if self.path is not None:
             self.rows.append((row, read))
-            if time.perf_counter() - self.last_flush >= FLUSH_INTERVAL_S:
+            if time.perf_counter() - self.flushed >= FLUSH_INTERVAL_S:
                 self.flush()
 
     def flush(self, sync: bool = False) -> None:
-        """Write the collected rows. sync: make sure that they are on the disk.
-
-        Raises TrainingFailed if a metric is not a finite number.
-        """
+        """Write the collected rows. sync: also to the disk. Raises TrainingFailed if a metric is not finite."""
         if self.path is None:
             return
-        rows, self.rows = [_to_json(row | read()) for row, read in self.rows], []
-        self.last_flush = time.perf_counter()
+        rows, self.rows = [_to_numbers(row | read()) for row, read in self.rows], []
+        self.flushed = time.perf_counter()
         with open(self.path, "a") as file:
             file.writelines(json.dumps(row, default=str) + "\n" for row in rows)  # str: a picture's path
             file.flush()
@@ -89,13 +86,12 @@ class MetricsLogger:
             self.last |= row
             if bad := [key for key in self.must_be_finite if key in row and row[key] is None]:
                 raise TrainingFailed(
-                    f"{bad[0]} is not a finite number at step {row['step']}; set a lower optimizer.lr, and start the "
-                    "same run again: it resumes from its last checkpoint; if that fails at once, copy an older "
-                    "checkpoint over last.pt"
+                    f"{bad[0]} is not a finite number at step {row['step']}. Lower optimizer.lr, then run the command "
+                    "again: it resumes from the last checkpoint. If that fails, copy an older checkpoint over last.pt"
                 )
 
 
-def _to_json(row: dict) -> dict:
-    """Tensors become numbers, and numbers that are not finite become None."""
+def _to_numbers(row: dict) -> dict:
+    """Read tensors from the device. Numbers that are not finite become None."""
     numbers = {key: value.item() if isinstance(value, torch.Tensor) else value for key, value in row.items()}
     return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in numbers.items()}

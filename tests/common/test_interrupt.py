@@ -9,10 +9,10 @@ from common.interrupt import STOP_SIGNALS, StopRequest, Terminated, raise_interr
 
 @pytest.fixture(autouse=True)
 def previous_handlers():
-    previous = {kind: signal.getsignal(kind) for kind in STOP_SIGNALS}
+    previous = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
     yield
-    for kind, handler in previous.items():
-        signal.signal(kind, handler)
+    for signum, handler in previous.items():
+        signal.signal(signum, handler)
 
 
 @pytest.mark.parametrize(("second", "has_torchrun"), [("SIGTERM", False), ("SIGUSR1", False), ("SIGINT", True)])
@@ -22,8 +22,8 @@ def test_second_signal_is_ignored(monkeypatch, second, has_torchrun):
         monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
     with StopRequest() as stop:
         stop.enable()
-        for kind in (signal.SIGINT, getattr(signal, second), getattr(signal, second)):
-            signal.raise_signal(kind)
+        for signum in (signal.SIGINT, getattr(signal, second), getattr(signal, second)):
+            signal.raise_signal(signum)
         assert stop.requested
 
 

@@ -3,6 +3,7 @@
 import os
 import subprocess
 import sys
+from itertools import islice
 
 import numpy as np
 import pytest
@@ -11,7 +12,7 @@ from helpers import ROOT
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from data.loader import IGNORE_INDEX, MIX_BLOCK, Loader, prefetch
+from data.loader import IGNORE_INDEX, MIX_BLOCK, Loader, micro_batch_starts, prefetch
 
 
 class FakePrepared:
@@ -134,6 +135,12 @@ batches = prefetch(OnGPU(), itertools.count(), 1)
 next(batches)
 raise KeyboardInterrupt
 """
+
+
+def test_processes_share_the_micro_batches_of_each_step():
+    assert list(islice(micro_batch_starts(2, 6, 3), 5)) == [12, 15, 18, 21, 24]
+    assert list(islice(micro_batch_starts(2, 8, 2, rank=1, world_size=2), 4)) == [20, 22, 28, 30]
+    assert [next(micro_batch_starts(2, 8, 2, rank, world_size=4)) for rank in range(4)] == [16, 18, 20, 22]
 
 
 def test_interrupted_process_ends_without_errors_of_the_prefetch_thread(tmp_path):

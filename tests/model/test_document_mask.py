@@ -46,7 +46,7 @@ def test_document_mask_of_a_single_document_is_refused(train, capsys):
 def test_every_backend_gives_the_same_losses_with_windows_and_document_masks(train, workdir, position):
     path = write_table([f"the {n}th document says {n * n} and ends" for n in range(60)])
     settings = [f"data.path={path}", "data.document_mask=true", "model.window=[5,null]", "tokenizer=byte",
-                "eval.batches=null", f"model.position={position}", "model.n_kv_head=1"]  # fmt: skip
+                "eval.windows=null", f"model.position={position}", "model.n_kv_head=1"]  # fmt: skip
     losses, first = {}, {}
     for name in TRAINS_ON_CPU:
         assert train(*settings, f"attention={name}", f"name={name}") == 0

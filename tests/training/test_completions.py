@@ -44,7 +44,7 @@ def completion_losses(model, tokenizer, prompt: str, completion: str, is_first: 
 def test_validation_loss_is_that_of_the_completions(train):
     rows = [("What is 4? ", "It is 16."), ("Ask? ", ""), ("", "It is 1.")]
     write_rows("val.jsonl", rows)
-    settings = ["model.block_size=64", "data.val_path=val.jsonl", "data.document_mask=true", "eval.batches=null"]
+    settings = ["model.block_size=64", "data.val_path=val.jsonl", "data.document_mask=true", "eval.windows=null"]
     assert train("name=a", *PAIRS, *settings) == 0
     model, tokenizer = load_run("a", checkpoint="last")
     nats = [loss for i, row in enumerate(rows) for loss in completion_losses(model, tokenizer, *row, is_first=i == 0)]
@@ -93,9 +93,9 @@ def test_resumed_run_is_bit_identical(train):
 def test_steps_without_a_target_have_loss_0_and_such_an_evaluation_is_refused(train, capsys):
     write_rows("rows.jsonl", [("a long prompt " * 5, "x")] * 30)
     settings = ["train.batch_size=1", "train.steps=12", *PAIRS]
-    assert train("name=b", "eval.batches=1", *settings) == 2
+    assert train("name=b", "eval.windows=1", *settings) == 2
     assert "the 1 validation windows have only prompts" in capsys.readouterr().err
-    assert train("name=a", "eval.batches=null", *settings) == 0
+    assert train("name=a", "eval.windows=null", *settings) == 0
     rows = metrics("a")[1:]
     empty = [row for row in rows if row["train/loss"] == 0]
     assert 0 < len(empty) < len(rows)

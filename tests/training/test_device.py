@@ -17,9 +17,9 @@ def test_devices_and_dtypes_are_resolved_or_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     assert resolve_device("auto") == CPU
-    with pytest.raises(UserError, match=r"device=cuda is not available on this machine.*device=auto"):
+    with pytest.raises(UserError, match=r"device=cuda is not available .*device=cpu"):
         resolve_device("cuda")
-    with pytest.raises(UserError, match="device=tpu is unknown"):
+    with pytest.raises(UserError, match="device=tpu is not available"):
         resolve_device("tpu")
     assert resolve_dtype("bfloat16", CPU) == torch.bfloat16
     with pytest.raises(UserError, match="dtype=float16 trains only on cuda"):

@@ -8,7 +8,7 @@ from helpers import metrics, summary
 from common.checkpoint_file import load_checkpoint
 
 # A high learning rate on 300 characters: the model memorizes them within some steps.
-OVERFIT = ["data.path=short.txt", "eval.every=5", "eval.batches=null", "eval.sample.max_new_tokens=0"]
+OVERFIT = ["data.path=short.txt", "eval.every=5", "eval.windows=null", "eval.sample.max_new_tokens=0"]
 OVERFIT += ["optimizer.ngram_weight_decay=0", "optimizer.weight_decay=0", "optimizer.lr=0.05", "schedule=wsd"]
 
 

@@ -1,4 +1,4 @@
-"""Learning-rate schedules, and the progress of a run."""
+"""Learning-rate schedules."""
 
 import math
 
@@ -6,8 +6,6 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from training.checkpoint import compute_progress
-from training.config import TrainConfig
 from training.schedule import ScheduleConfig, lr_scale
 
 
@@ -43,22 +41,6 @@ def test_schedules_stay_between_final_fraction_and_peak(name, warmup, steps, fin
     for i in range(steps or 100):
         fraction = lr_scale(config, i, steps, i / (steps or 100))
         assert (0 if i < warmup else final) - 1e-9 <= fraction <= 1 + 1e-9
-
-
-def length(steps=None, minutes=None, patience=None) -> TrainConfig:
-    return TrainConfig(steps, minutes, 4, None, None, patience, False, "none", None)
-
-
-def test_progress_is_the_larger_of_steps_and_time():
-    assert compute_progress(length(steps=100), 10, 30.0, 0) == 0.1
-    assert compute_progress(length(steps=100, minutes=1.0), 10, 30.0, 0) == 0.5
-    assert compute_progress(length(minutes=1.0), 10, 90.0, 0) == 1.0
-
-
-def test_progress_is_complete_after_patience_evaluations_without_a_lower_loss():
-    assert compute_progress(length(steps=100, patience=3), 10, 30.0, 2) == 0.1
-    assert compute_progress(length(steps=100, patience=3), 10, 30.0, 3) == 1.0
-    assert compute_progress(length(steps=100), 10, 30.0, 50) == 0.1
 
 
 def test_linear_schedule_decays_from_the_end_of_the_warmup_to_final_fraction():

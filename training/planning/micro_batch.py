@@ -5,45 +5,46 @@ because an FSDP process that lacks memory would leave the others waiting. The tr
 steps need less memory.
 """
 
+from typing import NamedTuple
+
 import torch
 
 from common.errors import UserError, is_out_of_memory
+from model.attention import ResolvedAttention
 from model.gpt import GPT
 from training.config import AUTO, RunConfig
 from training.device import Runtime
-from training.fsdp import FSDP
 from training.optimizer import build_optimizers, optimizer_step, set_lr
 
 GPU_RESERVE_FRACTION = 0.05  # of a GPU's memory, left free for NCCL, fragmentation and other processes
 
 
-def check_micro_batch_size(config: RunConfig, runtime: Runtime) -> int:
-    """The smallest micro-batch size that the run can have. Raises UserError if train.micro_batch_size is invalid."""
-    can_train = runtime.device.type == "cuda" and not isinstance(runtime.dist, FSDP) and not config.plan
-    if config.train.micro_batch_size == AUTO and not can_train:
-        raise UserError(
-            f"train.micro_batch_size={AUTO} needs device=cuda, parallel=ddp and plan=false; set a number of sequences"
-        )
-    return config.train.split_batch(runtime.dist.world_size)[0]
+class MicroBatches(NamedTuple):
+    """The micro batches of an optimizer step on one device."""
+
+    size: int  # sequences per forward pass
+    count: int  # forward passes per step
+    attention: ResolvedAttention
 
 
-def resolve_micro_batch_size(config: RunConfig, runtime: Runtime, model: GPT) -> tuple[int, int]:
-    """Find the micro-batch size of all processes. Returns (micro-batch size, accumulation steps).
+def resolve_micro_batches(config: RunConfig, runtime: Runtime, model: GPT) -> MicroBatches:
+    """Resolve the micro batches, which are equal on all processes.
 
     Weights and random state do not change. Raises UserError if one sequence does not fit.
     """
-    if config.train.micro_batch_size != AUTO:
-        return config.train.split_batch(runtime.dist.world_size)
-    size = share = config.train.batch_size // runtime.dist.world_size
-    while size and not fits(size, config, runtime, model):
-        size = next((smaller for smaller in range(size // 2, 0, -1) if share % smaller == 0), 0)
-    size = runtime.dist.all_reduce_min(size)
-    if size == 0:
-        raise UserError(
-            f"train.micro_batch_size={AUTO}: one sequence of model.block_size={config.model.block_size} tokens does "
-            "not fit into memory; set a smaller model.block_size, model.n_layer or model.n_embd"
-        )
-    return size, share // size
+    size, count = config.train.split_batch(runtime.dist.world_size)
+    if config.train.micro_batch_size == AUTO:
+        size = share = config.train.batch_size // runtime.dist.world_size
+        while size and not fits(size, config, runtime, model):
+            size = next((smaller for smaller in range(size // 2, 0, -1) if share % smaller == 0), 0)
+        size = int(runtime.dist.all_reduce(size, op="min")[0])
+        if size == 0:
+            raise UserError(
+                f"train.micro_batch_size={AUTO}: one sequence of model.block_size={config.model.block_size} tokens "
+                "does not fit into memory; set a smaller model.block_size, model.n_layer or model.n_embd"
+            )
+        count = share // size
+    return MicroBatches(size, count, runtime.resolve_attention(config, size))
 
 
 def fits(micro_batch_size: int, config: RunConfig, runtime: Runtime, model: GPT) -> bool:

@@ -22,9 +22,9 @@ from model.gpt import GPT
 from training.activation_checkpointing import checkpoint_activations
 from training.config import RunConfig
 from training.device import Runtime
-from training.fsdp import FSDP
 from training.init_from import load_run_tokenizer
 from training.optimizer import build_optimizers
+from training.parallel import FSDP2
 from training.planning.micro_batch import run_micro_batch
 from training.progress import describe_model, format_epochs
 from training.speed import peak_flops, time_calls
@@ -42,7 +42,6 @@ class Plan:
 
     def __init__(self, config: RunConfig, runtime: Runtime):
         self.config, self.runtime, dist, T = config, runtime, runtime.dist, config.model.block_size
-        dist.share_cores()
         self.micro_batch_size, self.accumulation = config.train.split_batch(dist.world_size)
         spec = load_run_tokenizer(config.tokenizer.run, config.name)
         prepared = prepare_offline(config.data, config.tokenizer, T, spec)
@@ -76,7 +75,8 @@ def estimate_memory(config: RunConfig, runtime: Runtime, vocab_size: int) -> dic
     """
     from torch.distributed._tools.mem_tracker import MemTracker  # private, checked with torch 2.13
 
-    processes = runtime.dist.world_size if isinstance(runtime.dist, FSDP) else 1  # processes per copy of the model
+    # processes that share one copy of the model
+    processes = runtime.dist.world_size if isinstance(runtime.parallel, FSDP2) else 1
     micro_batch_size, accumulation = config.train.split_batch(runtime.dist.world_size)
     with FakeTensorMode(), runtime.device:
         model = GPT(config.model, vocab_size, get_attention_fn(config.attention), device=str(runtime.device))

@@ -13,11 +13,13 @@ from model.attention import get_attention_fn
 from model.gpt import GPT
 from training.device import Runtime
 from training.distributed import Dist
+from training.parallel import DDP
 from training.planning import micro_batch
-from training.planning.micro_batch import GPU_RESERVE_FRACTION, fits, resolve_micro_batch_size
+from training.planning.micro_batch import GPU_RESERVE_FRACTION, fits, resolve_micro_batches
 
 AUTO = "train.micro_batch_size=auto"
-CPU = Runtime(Dist(), torch.device("cpu"), torch.float32, False)
+DEVICE = torch.device("cpu")
+CPU = Runtime(Dist(), DDP(1, DEVICE, torch.float32), DEVICE, torch.float32, False)
 
 
 def make(*overrides):
@@ -29,12 +31,12 @@ def make(*overrides):
 def test_auto_is_the_first_half_that_fits(workdir, monkeypatch, share, largest, size):
     config, model = make(f"train.batch_size={share}")
     monkeypatch.setattr(micro_batch, "fits", lambda size, *_: size <= largest)
-    assert resolve_micro_batch_size(config, CPU, model) == (size, share // size)
-    monkeypatch.setattr(Dist, "all_reduce_min", lambda self, value: 1)  # another process has less memory
-    assert resolve_micro_batch_size(config, CPU, model) == (1, share)
-    monkeypatch.setattr(Dist, "all_reduce_min", lambda self, value: 0)
+    assert resolve_micro_batches(config, CPU, model)[:2] == (size, share // size)
+    monkeypatch.setattr(Dist, "all_reduce", lambda self, value, op: [1])  # another process has less memory
+    assert resolve_micro_batches(config, CPU, model)[:2] == (1, share)
+    monkeypatch.setattr(Dist, "all_reduce", lambda self, value, op: [0])
     with pytest.raises(UserError, match=r"one sequence of model.block_size=16 .* set a smaller model.block_size"):
-        resolve_micro_batch_size(config, CPU, model)
+        resolve_micro_batches(config, CPU, model)
 
 
 @pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="NOT RUN: only Linux has this memory limit")
@@ -70,7 +72,7 @@ def test_auto_on_cuda_fits_and_trains(train):
     """The limit is 1 GiB. The scores of 64 sequences need more than half of that in each layer."""
     settings = [
         *("device=cuda", "dtype=float32", "compile=false", "attention=naive", "model.block_size=512"),
-        *("model.n_layer=4", "train.batch_size=64", "eval.batches=1", "train.steps=3"),
+        *("model.n_layer=4", "train.batch_size=64", "eval.windows=64", "train.steps=3"),
     ]
     total = torch.cuda.mem_get_info()[1]
     torch.cuda.set_per_process_memory_fraction(GPU_RESERVE_FRACTION + 2**30 / total)

@@ -2,7 +2,6 @@
 
 import json
 import socket
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -14,8 +13,6 @@ from common.errors import UserError
 from common.process import run_main
 from configs.cli import parse_config
 from training.device import resolve_runtime
-from training.distributed import Dist
-from training.fsdp import FSDP
 from training.planning.plan import Plan
 
 GIVEN_SPEED = ["plan=true", "flops_per_second=1e9"]
@@ -25,16 +22,15 @@ GIVEN_SPEED = ["plan=true", "flops_per_second=1e9"]
 def plan(workdir):
     """plan("model.n_layer=4", ...) -> the Plan of a tiny model, for a speed of 1 GFLOP/s."""
 
-    def make_plan(*overrides, dist=None):
-        return plan_config(*TINY, "model.n_layer=1", "optimizer=adamw", *GIVEN_SPEED, *overrides, dist=dist)
+    def make_plan(*overrides):
+        return plan_config(*TINY, "model.n_layer=1", "optimizer=adamw", *GIVEN_SPEED, *overrides)
 
     return make_plan
 
 
-def plan_config(*words, dist=None) -> Plan:
+def plan_config(*words) -> Plan:
     config = parse_config("train", "", list(words))
-    runtime = resolve_runtime(config.device, config.dtype, config.compile, config.parallel, config.world_size)
-    return Plan(config, replace(runtime, dist=dist or runtime.dist))
+    return Plan(config, resolve_runtime(config))
 
 
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="NOT RUN: only Linux reports a process's memory")
@@ -70,15 +66,15 @@ def test_activations_grow_with_the_attention_scores_that_a_backend_saves(plan):
 
 def test_fsdp_divides_the_bytes_among_processes(plan):
     alone = plan("train.batch_size=8").memory
-    split = plan("train.batch_size=8", dist=FSDP(world_size=4)).memory
+    split = plan("train.batch_size=8", "parallel=fsdp", "world_size=4").memory
     for key in ("weights", "gradients", "optimizer state"):
         assert split[key] == alone[key] // 4
-    accumulating = plan("train.batch_size=8", "train.micro_batch_size=1", dist=FSDP(world_size=4)).memory
+    accumulating = plan("train.batch_size=8", "train.micro_batch_size=1", "parallel=fsdp", "world_size=4").memory
     assert accumulating["gradients"] == alone["gradients"] // 4 + alone["gradients"]
 
 
 def test_steps_and_flops_follow_from_the_config(plan):
-    planned = plan("train.batch_size=8", "train.micro_batch_size=2", "train.steps=7", dist=Dist(0, 2, 0, 2))
+    planned = plan("train.batch_size=8", "train.micro_batch_size=2", "train.steps=7", "world_size=2")
     assert (planned.accumulation, planned.micro_batch_size) == (2, 2)
     assert planned.tokens == 7 * 128
     assert planned.flops == 7 * 128 * sum(planned.flops_per_token.values())

@@ -82,9 +82,9 @@ def test_more_processes_than_rows_save_and_resume(train):
     assert losses_a == pytest.approx(losses_b, abs=1e-5)
 
 
-def test_one_process_is_refused():
+def test_one_process_is_refused(workdir):
     with pytest.raises(UserError, match="parallel=fsdp needs several processes; start them with torchrun"):
-        resolve_runtime("cpu", "float32", None, "fsdp")
+        resolve_runtime(parse_config("train", "", [*TINY, "parallel=fsdp"]))
 
 
 @pytest.mark.parametrize(

@@ -1,0 +1,108 @@
+"""Data parallel training: how the processes divide the model, its gradients and its optimizer state.
+
+DDP     each process has a complete copy; a single process is the trivial case
+FSDP2   each process stores its rows of every tensor
+
+The classes have the same methods. To add another one, write it here and select it in resolve_runtime.
+"""
+
+import logging
+import warnings
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import torch
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+
+from common.startup import materialize
+from model.gpt import GPT, Block
+from training.sharding import full_tensor
+
+
+@dataclass(frozen=True)
+class DDP:
+    """Distributed data parallel: each process has a copy of the model, and gradients are averaged over processes."""
+
+    world_size: int
+    device: torch.device
+    dtype: torch.dtype  # of matrix products
+
+    def build(self, make_model: Callable[..., GPT]) -> GPT:
+        """Build a model with initial weights. They are drawn on the CPU, so that all devices get the same weights."""
+        return make_model(device="cpu").to(self.device)
+
+    def wrap(self, model: nn.Module, compile: bool) -> nn.Module:
+        """Wrap the model for the training loop. Copies the weights of rank 0 to all processes."""
+        if self.world_size > 1:
+            with warnings.catch_warnings():  # torch 2.13 renamed an option
+                warnings.simplefilter("ignore", FutureWarning)
+                model = DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True)
+        return torch.compile(model, dynamic=False) if compile else model
+
+    def sync_gradients(self, wrapped_model: nn.Module, enabled: bool) -> None:
+        """Choose whether the next micro batch averages the accumulated gradients over all processes."""
+        if self.world_size > 1:
+            wrapped_model.require_backward_grad_sync = enabled  # as no_sync() does
+
+    def unshard(self, model: GPT, wrapped_model: nn.Module) -> tuple[GPT, nn.Module]:
+        """Both models with complete weights, so that each process can run them without the others."""
+        return model, wrapped_model
+
+
+@dataclass(frozen=True)
+class FSDP2:
+    """Fully sharded data parallel: PyTorch's fully_shard.
+
+    Each process stores its rows of weights, gradients and optimizer state (ZeRO stage 3, Rajbhandari et al.,
+    arXiv:1910.02054; Zhao et al., arXiv:2304.11277). A block's weights are collected in the dtype of matrix products
+    before it computes, and released after it. Embeddings, head and the sums of gradients are float32.
+    """
+
+    world_size: int
+    device: torch.device
+    dtype: torch.dtype
+
+    def build(self, make_model: Callable[..., GPT]) -> GPT:
+        """Build a model, and keep this process's rows of its weights. One block at a time has complete weights."""
+        from torch.distributed.device_mesh import init_device_mesh
+        from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
+
+        model = make_model(device="meta")
+        # On CPUs, torch warns that it emulates a collective operation.
+        logging.getLogger("torch.distributed.tensor._collective_utils").setLevel(logging.ERROR)
+        # Norms mix float32 inputs with low-precision weights, for which PyTorch has only a slower kernel.
+        warnings.filterwarnings("ignore", "Mismatch dtype between input and weight")
+        mesh = init_device_mesh(self.device.type, (self.world_size,))
+        # The loop has autocast, which casts the inputs.
+        policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
+        for name, part in model.parts():
+            if part is model.lm_head and model.config.tie_embeddings:
+                model.lm_head.weight = model.wte.weight
+                continue
+            materialize(part, None, "cpu")
+            model.init_weights(part, f"{name}.")
+            if isinstance(part, Block):
+                fully_shard(part, mesh=mesh, mp_policy=policy)
+        return fully_shard(model, mesh=mesh)
+
+    def wrap(self, model: GPT, compile: bool) -> nn.Module:
+        """Compile the blocks without the collective operations around them, which cannot be compiled."""
+        if compile:
+            for block in model.blocks:
+                block.forward = torch.compile(block.forward, dynamic=False)
+        return model
+
+    def sync_gradients(self, wrapped_model: nn.Module, enabled: bool) -> None:
+        wrapped_model.set_requires_gradient_sync(enabled)
+
+    def unshard(self, model: GPT, wrapped_model: nn.Module) -> tuple[GPT, nn.Module]:
+        """A second model with complete weights. The weights of its blocks have the dtype of matrix products."""
+        weights = {
+            p: full_tensor(p.detach().to(self.dtype) if name.startswith("blocks.") else p.detach())
+            for name, p in model.named_parameters()
+        }
+        by_name = {name: weights[p] for name, p in model.state_dict(keep_vars=True).items()}
+        with by_name["wte.weight"].device:
+            full = GPT(model.config, model.vocab_size, model.attend, weights=by_name)
+        return full, full

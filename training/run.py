@@ -1,0 +1,58 @@
+"""The run around the training loop: its folder, resuming, the signals that stop it, and its last lines."""
+
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import asdict
+from math import inf
+
+from common.console import make_console
+from common.interrupt import StopRequest
+from common.run_dir import RunDir, read_summary
+from common.system import describe_environment, resume_command
+from data.shards import PreparedData
+from model.flops import flops_per_token, n_params
+from training.checkpoint import TrainState
+from training.config import RunConfig
+from training.device import Runtime
+from training.planning.micro_batch import MicroBatches
+from training.progress import format_banner, format_summary
+from training.run_plots import plot_run
+
+
+@contextmanager
+def open_run(
+    config: RunConfig, runtime: Runtime, state: TrainState, data: PreparedData, micro: MicroBatches, header: dict
+) -> Iterator[tuple[RunDir, StopRequest]]:
+    """Context manager around the training loop: locks the run folder, and loads the last checkpoint into `state`.
+
+    If an earlier process has finished the run, its summary is None, and the loop must not start. After the loop, the
+    metrics are plotted. A run that a signal has stopped raises KeyboardInterrupt with the command that resumes it.
+    """
+    dist = runtime.dist
+    label = f"{config.data.label}-{config.model.name}-{config.attention.backend}"
+    with RunDir(config.name, label, config.resume, dist.is_main, dist.broadcast) as run, StopRequest() as stop:
+        if run.last.exists():
+            state.resume(run.last, header)
+        dist.require_equal(f"{run.folder} at step {state.step}", f"copy the newest {run.folder} to all machines")
+        if state.is_complete and read_summary(run.folder).get("status") == "finished":
+            limit = "train.patience" if state.evals_since_best >= (config.train.patience or inf) else "train.steps"
+            print(f"{run.folder} is finished at step {state.step}; set a larger {limit}, or another name")
+            yield run, stop
+            return
+        model, vocab_size = config.model, data.meta["vocab_size"]
+        facts = describe_environment(runtime.device) | {
+            "dtype": str(runtime.dtype).removeprefix("torch."), "compile": runtime.compile,
+            "world_size": dist.world_size, "attention": asdict(micro.attention), "vocab_size": vocab_size,
+            "micro_batch_size": micro.size, "accumulation": micro.count, "data": str(data.folder),
+            "n_params": n_params(state.model), "flops_per_token": flops_per_token(model, vocab_size, model.block_size),
+        }  # fmt: skip
+        run.start(asdict(config), facts | state.summary())
+        make_console().print(format_banner(config, run.folder, run.summary, data.meta), soft_wrap=True)
+        yield run, stop
+        dist.barrier()
+        if dist.is_main:
+            plot_run(run.folder)
+        if not state.is_complete:
+            raise KeyboardInterrupt(f"saved at step {state.step}; resume with: {resume_command(run.name)}")
+    if dist.is_main:
+        print(format_summary(run.summary, run.folder))
