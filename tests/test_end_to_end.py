@@ -569,6 +569,16 @@ def raise_in_call(monkeypatch, number: int, target: str, condition=lambda *args:
     monkeypatch.setattr(target, signal_and_call)
 
 
+def test_wandb_records_that_a_signal_stopped_the_run(train, monkeypatch):
+    codes = []
+    monkeypatch.setattr("training.wandb_logger.WandbRun.finish", lambda self, exit_code: codes.append(exit_code))
+    with pytest.MonkeyPatch.context() as context:
+        raise_in_call(context, 2, "training.checkpoint.CheckpointWriter.is_due")
+        assert train("name=a") == 75
+    assert train("name=a") == 0
+    assert codes == [75, 0]
+
+
 def is_validation(loader, split, *args) -> bool:
     return split == "val"
 

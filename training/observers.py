@@ -47,13 +47,17 @@ class Observers(ExitStack):
         self.metrics = MetricsLogger(run.folder if run.is_main else None, state.step, self.wandb, must_be_finite)
 
     def __enter__(self) -> Self:
-        self.push(lambda kind, error, traceback: self.wandb.finish(EXIT_CODES[status_of(error)]))
+        self.push(self._finish_wandb)
         self.enter_context(self.bar)
         if self.profiler:
             self.enter_context(self.profiler)
         self.run.update(self.results())  # no step may be left
         reset_peak_memory(self.runtime.device)
         return self
+
+    def _finish_wandb(self, error_type, error, traceback) -> None:
+        is_interrupted = error is None and not self.state.is_complete  # a signal has ended the loop
+        self.wandb.finish(EXIT_CODES["interrupted" if is_interrupted else status_of(error)])
 
     def phase(self, name: str) -> AbstractContextManager:
         """Context manager: a phase of the current step, for the profiler."""
