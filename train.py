@@ -4,7 +4,8 @@
     python train.py data.path=mybook.txt                  train on your own text file
     python train.py experiment=shakespeare_char_cpu       train a complete recipe
     python train.py data.path=mybook.txt name=mine        the same command again resumes an interrupted run
-    python train.py -m attention=sdpa,flash seed=1,2,3    train six models, and compare them
+    python train.py -m attention=sdpa,flash seed=1,2,3    train six models, and compare them in runs/sweeps/NAME
+    python train.py -m sweep.trials=20 'optimizer.lr=log(1e-4,1e-2)'    search the best value in 20 runs
     torchrun --nproc_per_node=8 train.py                  train one model on eight GPUs
 
 most used keys:

@@ -15,24 +15,18 @@ from common.errors import UserError
 from common.process import run_main, run_process, start_process
 from common.settings import check
 
+LAUNCHER = re.compile(r"hydra/launcher=submitit_\w+|hydra\.launcher\.(?!.*_target_).+")  # a _target_ could run any code
 FLAGS = """flags:
   --help            print this page and exit
   --cfg job         print the composed config and exit
-  --config-dir DIR  also search DIR for YAML files (DIR/experiment/mine.yaml: experiment=mine)
-"""
-MULTIRUN_FLAG = """\
-  -m                train each combination of several values, as in -m attention=sdpa,flash seed=1,2,3, and compare
-                    the runs in runs/sweeps/NAME; hydra/launcher=NAME and hydra.launcher.KEY=VALUE choose where they run
-                    sweep.trials=20 'optimizer.lr=log(1e-4,1e-2)' searches the best values in 20 runs
-"""
+  --config-dir DIR  also search DIR for YAML files (DIR/experiment/mine.yaml: experiment=mine)"""
 
 
 def parse_config(script: str, doc: str, argv: list[str] | None = None) -> Any:
     """Parse a command line.
 
-    script: its name without .py.
-    doc: its docstring, for --help.
-    argv: defaults to sys.argv, and also sets up the process's signals and output streams.
+    script, doc: its name without .py, and its docstring for --help.
+    argv: defaults to sys.argv, and then also sets up the process's signals and output streams.
     Returns the script's checked config. Exits the process for flags that print something, and for invalid words.
     """
     if argv is None:
@@ -67,10 +61,9 @@ def parse_config(script: str, doc: str, argv: list[str] | None = None) -> Any:
 
 
 def _parse_flags(script: str, argv: list[str] | None) -> argparse.Namespace:
-    """Parse the flags. Raises UserError for words that are not key=value.
+    """Parse the flags; .words and .launcher_words are key=value. Raises UserError for other words.
 
-    Returns the flags, the key=value words in .words and .launcher_words, and the other words of compare.py, which name
-    runs and sweeps (also as in attention=flash,seed=1), in .folders.
+    .folders: the words of compare.py that name runs and sweeps, even if they look like attention=flash,seed=1.
     """
     parser = argparse.ArgumentParser(add_help=False, exit_on_error=False, allow_abbrev=False)
     parser.add_argument("-h", "--help", action="store_true")
@@ -78,23 +71,17 @@ def _parse_flags(script: str, argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--config-dir")
     if script == "train":
         parser.add_argument("-m", "--multirun", action="store_true")
-    parser.set_defaults(multirun=False, launcher_words=[], folders=[])
+    parser.set_defaults(multirun=False, words=[], launcher_words=[], folders=[])
     try:
         flags, words = parser.parse_known_args(argv)
     except argparse.ArgumentError as error:
         raise UserError(f"{error}; see --help") from None
-    flags.words = []
     for word in words:
         is_setting = re.match(r"[A-Za-z][\w./-]*=", word)
-        # a launcher's _target_ could run any code
-        if flags.multirun and re.match(r"hydra[/.]launcher", word) and "_target_" not in word:
+        if flags.multirun and LAUNCHER.fullmatch(word):
             flags.launcher_words.append(word)
         elif script == "compare" and not word.startswith("-") and (not is_setting or Path(word).exists()):
             flags.folders.append(word)
-        elif word.startswith("-"):
-            from configs.error_messages import explain_unknown_flag
-
-            raise UserError(explain_unknown_flag(script, word.split("=")[0]))
         elif not is_setting or re.match(r"hydra\b", word):
             raise UserError(f"{word!r} is not a setting of the form key=value; see --help")
         else:
@@ -107,5 +94,4 @@ def _help_page(script: str, doc: str) -> str:
 
     lines = [f"  {group + '=':14}{' | '.join(list_choices(group))}" for group in list_groups(script)]
     lines = ["groups and their choices:", *lines, ""] if lines else []
-    flags = FLAGS + (MULTIRUN_FLAG if script == "train" else "")
-    return "\n".join([doc.strip(), "", *lines, flags.rstrip()])
+    return "\n".join([doc.strip(), "", *lines, FLAGS])

@@ -2,12 +2,11 @@
 
 The dataclasses of schema.py are Hydra's schema (its ConfigStore), so Hydra itself refuses unknown keys and wrong types.
 @hydra.main is not used, because it writes a folder and a log file before anything is checked.
-All errors are UserErrors of one sentence (error_messages.py).
 """
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -47,9 +46,8 @@ def compose_config(script: str, words: list[str], config_dir: str | None = None)
                 override = parse_word(script, word)
                 if override.is_sweep_override():
                     raise UserError(f"{word!r} has several values for one run; set one value, or use train.py -m")
-                group = word.split("=")[0]
-                if group in list_groups(script) and not isinstance(override.value(), str):
-                    raise UserError(f"{word}: {no_such_choice(word, list_choices(group))}")
+                if override.key_or_group in list_groups(script) and not isinstance(override.value(), str):
+                    raise UserError(f"{word}: {no_such_choice(word, list_choices(override.key_or_group))}")
             config = compose(script, overrides=[to_hydra_word(script, word) for word in words] + search_path)
         if "preset" in config:
             config.preset = select_preset(config)
@@ -58,21 +56,6 @@ def compose_config(script: str, words: list[str], config_dir: str | None = None)
         raise
     except (HydraException, OmegaConfBaseException, YAMLError, TypeError, ValueError, RecursionError) as error:
         raise UserError(explain_error(script, error)) from None
-
-
-@cache
-def register_schema(script: str) -> None:
-    """Store the dataclasses of a script in Hydra, as SCRIPT_schema and as the choices of the group optimizer."""
-    store = ConfigStore.instance().store
-    schema = OmegaConf.structured(SCRIPTS[script])
-    add_preset_values(schema)
-    if "optimizer" in schema:  # optimizer=NAME sets one of its subclasses
-        schema.optimizer = OmegaConf.structured(OptimizerConfig)
-        for name, config_type in OPTIMIZER_CONFIGS.items():
-            optimizer = OmegaConf.structured(config_type)
-            add_preset_values(optimizer, f"{name}.")
-            store(name, optimizer, group="optimizer")
-    store(f"{script}_schema", schema)
 
 
 @cache  # reading the file takes 15 ms, and each word of the command line needs the list several times
@@ -84,8 +67,8 @@ def list_groups(script: str) -> list[str]:
 
 def list_choices(group: str) -> list[str]:
     """List the choices of a group, as in model=gpt2."""
-    optimizers = OPTIMIZER_CONFIGS if group == "optimizer" else {}
-    return sorted({*(file.stem for file in (CONFIGS / group).glob("*.yaml")), *optimizers})
+    files = [file.stem for file in (CONFIGS / group).glob("*.yaml")]
+    return sorted(OPTIMIZER_CONFIGS if group == "optimizer" else files)
 
 
 def parse_word(script: str, word: str) -> Override:
@@ -94,8 +77,8 @@ def parse_word(script: str, word: str) -> Override:
         config_loader = GlobalHydra.instance().config_loader()  # lists the choices for glob(*)
         return OverridesParser.create(config_loader).parse_overrides([to_hydra_word(script, word)])[0]
     except HydraException:
-        quoted = f"""'{word.split("=", 1)[0]}="VALUE"'"""
-        raise UserError(f"{word!r} cannot be parsed; put its value in two pairs of quotes: {quoted}") from None
+        advice = f"""put its value in two pairs of quotes: '{word.split("=", 1)[0]}="VALUE"'"""
+        raise UserError(f"{word!r} cannot be parsed; {advice}") from None
 
 
 def to_hydra_word(script: str, word: str) -> str:
@@ -122,10 +105,23 @@ def hydra_initialized(config_dir: str | None) -> Iterator[list[str]]:
             raise UserError(f"--config-dir={config_dir} is not a folder; set a folder of YAML files")
         folder = QuotedString(f"file://{Path(config_dir).resolve()}", Quote.single).with_quotes()
         search_path = [f"hydra.searchpath=[{folder}]"]
-    for script in SCRIPTS:
-        register_schema(script)
-    if GlobalHydra.instance().is_initialized():  # by a sweep, which composes the config of each job
+    is_nested = GlobalHydra.instance().is_initialized()  # in a sweep, which composes the config of each job
+    with nullcontext() if is_nested else initialize_config_dir(str(CONFIGS), version_base="1.3"):
         yield search_path
-        return
-    with initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        yield search_path
+
+
+def register_schemas() -> None:
+    """Store the dataclasses in Hydra, as SCRIPT_schema and as the choices of the group optimizer."""
+    for script, config_type in SCRIPTS.items():
+        schema = OmegaConf.structured(config_type)
+        add_preset_values(schema)
+        if "optimizer" in schema:
+            schema.optimizer = OmegaConf.structured(OptimizerConfig)  # optimizer=NAME sets one of its subclasses
+        ConfigStore.instance().store(f"{script}_schema", schema)
+    for name, optimizer_type in OPTIMIZER_CONFIGS.items():
+        optimizer = OmegaConf.structured(optimizer_type)
+        add_preset_values(optimizer, f"{name}.")
+        ConfigStore.instance().store(name, optimizer, group="optimizer")
+
+
+register_schemas()

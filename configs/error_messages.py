@@ -19,20 +19,11 @@ SYNONYMS = {
     "train.steps": "max_iters epochs num_train_epochs lr_decay_iters",
     "train.micro_batch_size": "gradient_accumulation_steps per_device_train_batch_size",
     "eval.every": "eval_interval log_interval",
-    "checkpoint.every": "save_every save_steps",
     "name": "out_dir",
-    "run": "out_dir",
-    "dtype": "precision",
     "model.n_embd": "hidden_size d_model",
     "model.block_size": "seq_len seq_length context_length",
     "prompt": "start",
-    "max_new_tokens": "length max_length",
 }
-
-
-def one_of(options: list[str]) -> str:
-    """List options in a sentence: a, b or c."""
-    return " or ".join([", ".join(options[:-1]), options[-1]] if len(options) > 1 else options)
 
 
 def find_similar(wrong: str, options: Iterable[str]) -> list[str]:
@@ -42,20 +33,13 @@ def find_similar(wrong: str, options: Iterable[str]) -> list[str]:
         [ours for ours, theirs in SYNONYMS.items() if leaf in theirs.split() and ours in options]
         or [option for option in options if option.split(".")[-1] == leaf and option != wrong]
         or difflib.get_close_matches(wrong, options, n=1)
-        or [option for option in options if difflib.get_close_matches(leaf, [option.split(".")[-1]])][:1]
     )
 
 
 def did_you_mean(wrong: str, options: Iterable[str]) -> str:
     """A suggestion for a message; empty if no option is similar."""
     similar = find_similar(wrong, options)
-    return f" (did you mean {one_of(similar)}?)" if similar else ""
-
-
-def explain_unknown_flag(script: str, flag: str) -> str:
-    """One sentence for --KEY, which other programs accept."""
-    similar = find_similar(flag.lstrip("-").replace("-", "_"), key_types(script))
-    return f"{flag} is not a flag of this command; {f'set {one_of(similar)}=VALUE' if similar else 'see --help'}"
+    return f" (did you mean {' or '.join(similar)}?)" if similar else ""
 
 
 def explain_error(script: str, error: BaseException) -> str:
@@ -72,8 +56,7 @@ def explain_error(script: str, error: BaseException) -> str:
     text = str(error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error)
     keys = re.findall(r"(?:full_key: |Could not override ')([\w.\[\]]+)", text)
     key, types = keys[-1] if keys else "", key_types(script)
-    file = re.match(r"In '(.*?)': ", sentence)
-    place = f"{file[1]}.yaml: " if file else ""
+    place = f"{file[1]}.yaml: " if (file := re.match(r"In '(.*?)': ", sentence)) else ""
     if "Key '" in text or sentence.startswith("Could not override"):
         if key in types:
             return f"{place}{key} is a key of another optimizer; set that optimizer, or remove this key"
@@ -85,7 +68,7 @@ def explain_error(script: str, error: BaseException) -> str:
 
 def no_such_choice(choice: str, options: Iterable[str]) -> str:
     """Advice for a choice of a group that does not exist."""
-    return f"there is no such choice{did_you_mean(choice, options)}; set {one_of(sorted(options))}"
+    return f"there is no such choice{did_you_mean(choice, options)}; set {', '.join(sorted(options))}"
 
 
 def describe_type(key: str, types: dict[str, Any]) -> str:

@@ -1,7 +1,6 @@
 """Sweeps: python train.py -m attention=naive,sdpa,flash seed=1,2,3 trains each combination of the values.
 
-All jobs are composed and checked before the first job starts. compare/sweep then launches them. With sweep.trials=N,
-compare/sweep/search.py suggests the values instead.
+All jobs are composed and checked before compare/sweep starts the first one. sweep.trials=N suggests the values instead.
 """
 
 import itertools
@@ -24,8 +23,6 @@ from compare.sweep.search import make_distribution, run_search
 from configs.compose import compose_config, hydra_initialized, list_groups, parse_word
 from configs.error_messages import did_you_mean, explain_error
 from configs.schema import key_types
-
-LAUNCHERS = ("submitit_slurm", "submitit_local")
 
 
 def run_multirun(flags: Namespace) -> int:
@@ -53,10 +50,8 @@ def run_multirun(flags: Namespace) -> int:
 def _run_search(trials: str, swept: dict[str, Override], fixed: list[str], flags: Namespace) -> int:
     """Search over the keys that have several values; each trial is trained with all values of seed."""
     n_trials = re.fullmatch(r"sweep\.trials=([1-9]\d{0,5})", trials)
-    if n_trials is None:
-        raise UserError(f"{trials}: set sweep.trials=N once, with N of 1 or more")
-    if flags.launcher_words:
-        raise UserError(f"{flags.launcher_words[0]}: a search trains one run after another; remove this setting")
+    if n_trials is None or flags.launcher_words:
+        raise UserError(f"{trials}: set sweep.trials=N once, with N of 1 or more, and no launcher")
     seed = next((word for word, override in swept.items() if override.key_or_group == "seed"), None)
     seeds = [] if seed is None else list_combinations({seed: swept.pop(seed)})
     if not swept:
@@ -79,11 +74,9 @@ def _run_search(trials: str, swept: dict[str, Override], fixed: list[str], flags
 
 
 def list_combinations(swept: dict[str, Override]) -> list[dict[str, str]]:
-    """List every combination of the keys that have several values: [{key: "key=value"}, ...].
+    """List every combination of the values of the swept words: [{key: "key=value"}, ...]. Raises UserError.
 
-    swept: the words with several values, parsed.
-    The last key changes fastest and the seed slowest, so that changes in the machine's speed affect all settings
-    equally. Raises UserError if no key has several values.
+    The seed changes slowest, so that changes in the machine's speed affect all settings equally.
     """
     values: dict[str, list[str]] = {}
     for word, override in sorted(swept.items(), key=lambda item: item[1].key_or_group != "seed"):
@@ -99,12 +92,11 @@ def list_combinations(swept: dict[str, Override]) -> list[dict[str, str]]:
 def make_jobs(
     sweep: str | None, combinations: list[dict[str, str]], fixed: list[str], config_dir: str | None
 ) -> tuple[str, list[Job]]:
-    """Compose and check the jobs of a sweep, each with its command line.
+    """Compose and check the jobs of a sweep. Returns its name and the jobs. Raises UserError.
 
     sweep: its name. None: from the config, or a new one.
     combinations: words of each job, {key: "key=value"}; the job's name lists them, sorted by key.
     fixed: words of all jobs.
-    Returns the name of the sweep and the jobs. Raises UserError.
     """
     names = [",".join(words[key] for key in sorted(words)) for words in combinations]
     names = [re.sub(r"[^A-Za-z0-9._=,+-]", "_", name.replace("'", "")) for name in names]
@@ -135,10 +127,6 @@ def _compose_launcher(words: list[str]) -> Any:
     if not words:
         return None
     try:
-        config = compose("train", overrides=[*words, "hydra.job.name=train"], return_hydra_config=True)
+        return compose("train", overrides=[*words, "hydra.job.name=train"], return_hydra_config=True)
     except HydraException as error:
         raise UserError(explain_error("train", error)) from None
-    launcher = config.hydra.runtime.choices["hydra/launcher"]
-    if launcher not in LAUNCHERS:
-        raise UserError(f"hydra/launcher={launcher} is not supported; set {' or '.join(LAUNCHERS)}, or remove it")
-    return config

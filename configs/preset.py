@@ -28,9 +28,8 @@ PRESETS = {
 def add_preset_values(schema: DictConfig, prefix: str = "") -> None:
     """Let keys of a schema take their values from the preset that a run will select. prefix: part before the key."""
     for key in PRESETS:
-        name = key.removeprefix(prefix)
-        if key.startswith(prefix) and OmegaConf.select(schema, name) is not None:
-            OmegaConf.update(schema, name, f"${{preset:{key}}}")
+        if key.startswith(prefix) and OmegaConf.select(schema, key.removeprefix(prefix)) is not None:
+            OmegaConf.update(schema, key.removeprefix(prefix), f"${{preset:{key}}}")
 
 
 def preset_value(key: str, *, _root_: Any) -> Any:
@@ -47,10 +46,9 @@ def select_preset(config: DictConfig) -> str | None:
     """
     if config.preset not in ("auto", *SIZES):
         raise UserError(f"preset={config.preset} is unknown; set auto, {', '.join(SIZES)}")
-    if "${preset:" not in OmegaConf.to_yaml(config):
-        return None
-    if config.preset != "auto":
-        return config.preset
+    is_used = "${preset:" in OmegaConf.to_yaml(config)
+    if config.preset != "auto" or not is_used:
+        return config.preset if is_used else None
     try:
         data: Any = OmegaConf.to_object(config.data)
         check(data, "data")

@@ -10,8 +10,7 @@ from typing import Any
 from common.errors import UserError
 from common.settings import Rule, list_keys, setting
 from compare.bench.config import BenchConfig
-from data import DataConfig
-from data.config import PrepareConfig
+from data.config import DataConfig, PrepareConfig
 from model import AttentionConfig, SamplingConfig
 from training.config import OPTIMIZER_CONFIGS, RunConfig
 
@@ -55,10 +54,8 @@ class SampleConfig(SamplingConfig, LoadConfig):
             raise UserError(f"{' and '.join(modes)} exclude each other; set one of them")
         mode = modes[0] if modes else None
         yield "out", self.out is None or mode == "prompts", "needs prompts=FILE; set it, or remove out"
-        yield "num_samples", self.num_samples == 1 or mode != "interactive", "has no effect with interactive"
-        yield "max_new_tokens", self.max_new_tokens > 0 or self.attention_map, "generates nothing; set 1 or more"
-        has_one_prompt = mode in (None, "prompt", "prompt_file")
-        yield "attention_map", has_one_prompt or not self.attention_map, f"needs one prompt; remove {mode}"
+        is_map_of_several = self.attention_map and mode in ("prompts", "interactive")
+        yield "attention_map", not is_map_of_several, f"needs one prompt; remove {mode}"
 
 
 @dataclass
@@ -81,9 +78,6 @@ class CompareConfig:
     folders: list[str] = field(default_factory=list)  # runs and sweeps; on the command line, without a key
     out: str | None = None  # folder to write the files into; None: the folder of a single sweep, or runs/comparison
     difference: float | None = setting(None, above=0)  # nats per token: how many seeds find a difference of this size
-
-    def rules(self, section: str) -> Iterator[Rule]:
-        yield "folders", len(self.folders) > 0, "leaves nothing to compare; name runs or sweeps, as in runs/a runs/b"
 
 
 @dataclass

@@ -253,7 +253,6 @@ def test_run_loaded_in_python_can_be_trained_and_shows_its_attention(trained):
         (["prompts=unknown.txt", "num_samples=3"], "prompt 2 of unknown.txt has the character 'Ü' at position 0"),
         (["prompts=text.txt", "out=no/o.jsonl"], "out=no/o.jsonl is in a folder that does not exist"),
         (["prompt_file=."], "prompt_file=. cannot be read"),
-        (["interactive=true", "num_samples=3"], "num_samples=3"),
         (["out=o.jsonl"], "out=o.jsonl"),
         (["prompts=text.txt", "interactive=true"], "prompts and interactive"),
         (["model.n_layer=3"], "there is no such key"),

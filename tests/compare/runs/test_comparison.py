@@ -295,8 +295,7 @@ def compare_here(*words) -> int:
     ("words", "message"),
     [
         (["a", "ouy=there"], "ouy: there is no such key (did you mean out?); see --help and --cfg job"),
-        (["a", "--out", "there"], "--out is not a flag of this command; set out=VALUE"),
-        ([], "folders=[] leaves nothing to compare; name runs or sweeps, as in runs/a runs/b"),
+        (["a", "--out", "there"], "'--out' is not a setting of the form key=value; see --help"),
     ],
 )
 def test_invalid_words_are_refused(words, message, capsys):

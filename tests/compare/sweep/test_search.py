@@ -68,7 +68,7 @@ def test_invalid_search_is_refused_before_anything_is_written(workdir, capsys, m
     assert "is a range without steps; set sweep.trials=N to search it" in refusal(capsys, lr)
     assert "ranges of keys other than seed" in refusal(capsys, "sweep.trials=2", "seed=1,2")
     assert "did you mean optimizer.lr?" in refusal(capsys, "sweep.trials=2", "optimizer.lx=1,2")
-    assert "one run after another" in refusal(capsys, "sweep.trials=2", lr, "hydra/launcher=joblib")
+    assert "no launcher" in refusal(capsys, "sweep.trials=2", lr, "hydra/launcher=submitit_local")
     monkeypatch.setitem(sys.modules, "optuna", None)
     assert "sweep.trials needs Optuna; install it: pip install 'optuna>=5,<6'" in refusal(capsys, "sweep.trials=2", lr)
     assert not Path("runs").exists()
