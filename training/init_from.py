@@ -1,6 +1,6 @@
 """Finetuning: start a run from the weights and the tokenizer of another run, or of a model for transformers."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 
 import torch.nn.functional as F
 
@@ -56,7 +56,9 @@ def _different_settings(saved: GPTConfig, config: GPTConfig) -> list[str]:
         may_differ.add("block_size")
     if saved.max_ngram == 1:
         may_differ.add("ngram_table_size")
-    # a setting can be null in one config, and have the value that null stands for in the other
-    old, new = (asdict(c) | {"n_kv_head": c.kv_heads, "mlp_width": c.mlp_channels} for c in (saved, config))
-    different = [key for key in old if old[key] != new[key] and getattr(saved, key) != getattr(config, key)]
+    old = asdict(saved) | {"n_kv_head": saved.kv_heads, "mlp_width": saved.mlp_channels}
+    # the values that null stands for, if all other settings are those of the saved model
+    null_values = {"n_kv_head": saved.n_head, "mlp_width": replace(saved, mlp_width=None).mlp_channels}
+    new = {key: null_values.get(key) if value is None else value for key, value in asdict(config).items()}
+    different = [key for key in old if old[key] != new[key]]
     return [f"model.{key}={format_value(old[key])}" for key in different if key not in may_differ]
