@@ -48,16 +48,16 @@ def check(config: Any, section: str = "") -> None:
     section: key of the config in messages, such as "eval.sample"; empty for the complete config of a command.
     Raises UserError for the first setting that is invalid.
     """
-    for key in fields(config):
-        value, name = getattr(config, key.name), f"{section}.{key.name}".removeprefix(".")
+    for entry in fields(config):
+        value, name = getattr(config, entry.name), f"{section}.{entry.name}".removeprefix(".")
         if is_dataclass(value):
             check(value, name)
         elif isinstance(value, dict) and all(map(is_dataclass, value.values())):
             for item_name, item in value.items():
                 check(item, f"{name}.{item_name}")
-        elif key.metadata:
+        elif entry.metadata:
             for item in value if isinstance(value, list) else [value]:
-                _check_value(name, item, key.metadata)
+                _check_value(name, item, entry.metadata)
     for name, is_valid, advice in config.rules(section) if hasattr(config, "rules") else ():
         if not is_valid:
             prefix = f"{section}.{name}".removeprefix(".")
@@ -93,7 +93,7 @@ def format_value(value: Any) -> str:
 
 def list_keys(config_type: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
     """Yield all keys of a config dataclass with their types: ("model", GPTConfig), ("model.n_layer", int), ..."""
-    for key in fields(config_type):
-        yield prefix + key.name, key.type
-        if is_dataclass(key.type):
-            yield from list_keys(key.type, f"{prefix}{key.name}.")
+    for entry in fields(config_type):
+        yield prefix + entry.name, entry.type
+        if is_dataclass(entry.type):
+            yield from list_keys(entry.type, f"{prefix}{entry.name}.")

@@ -101,7 +101,7 @@ def hydra_initialized(config_dir: str | None) -> Iterator[list[str]]:
     """Context manager: prepare Hydra for compose(). Yields the words that add the user's folder. Raises UserError."""
     search_path = []
     if config_dir is not None:
-        if not Path(config_dir).is_dir():
+        if not config_dir or not Path(config_dir).is_dir():
             raise UserError(f"--config-dir={config_dir} is not a folder; set a folder of YAML files")
         folder = QuotedString(f"file://{Path(config_dir).resolve()}", Quote.single).with_quotes()
         search_path = [f"hydra.searchpath=[{folder}]"]
