@@ -6,7 +6,7 @@
     python bench.py device=cuda dtypes=[bfloat16] n_head=16 head_size=128 block_sizes=[1024,4096,16384]
 
 most used keys:
-  backends=[A,B]        the first is the baseline; sdpa:KERNEL and flash:IMPL select a kernel
+  backends=[A,B]        the first is the baseline; sdpa:KERNEL selects a kernel, flash:PACKAGE a package
   phases=[P,Q]          one or more of forward, forward+backward, decode (one query on T keys), step (a training step)
   masks=[causal]        or window:256 (keys per query), documents:256 (tokens per document)
   block_sizes=[N,M]     context lengths in tokens

@@ -2,13 +2,13 @@
 
     python eval.py run=mine data.path=FILE               loss, perplexity and bits per byte of documents
     python eval.py run=mine tasks=hellaswag,arc_easy     accuracy on tasks of lm-eval: pip install 'lm-eval>=0.4.12'
-    python eval.py run=mine tasks=FILE.yaml              a task of your own, see docs/interoperability.md
+    python eval.py run=mine tasks=FILE.yaml              your own task: see docs/interoperability.md
 
 most used keys:
   run=NAME            a run in runs/; last is the newest; hf:FOLDER is a model in the format of transformers
   data.path=FILE      a file, a folder or a pattern; data.text_column and other keys as for train.py
   tasks=NAME,...      names of lm-eval's tasks, or YAML files; limit=N uses the first N questions of each task
-  out=FILE.jsonl      also save the table, one line per row; batch_size=N scores so many windows together
+  out=FILE.jsonl      also save the table, one line per row; batch_size=N scores N windows at a time
   checkpoint=last     instead of best; dtype=bfloat16 needs half the memory for weights
 """
 

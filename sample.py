@@ -15,7 +15,7 @@ most used keys:
   temperature=X         0 is greedy decoding, 1 samples from the model's distribution
   top_k=N, top_p=X, min_p=X   sample only from the most likely tokens
   repetition_penalty=X  above 1: tokens that already occur become less likely
-  stop=TEXT             end the sample before this string, or before the first of several: stop='["a", "b"]'
+  stop=TEXT             end the sample before this string; several: stop='["a", "b"]'
   seed=N                the same seed gives the same sample
   checkpoint=last       instead of best
   dtype=bfloat16        half the memory for weights, and faster; int8 is the fastest on x86 CPUs
