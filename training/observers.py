@@ -56,7 +56,7 @@ class Observers(ExitStack):
         return self
 
     def _finish_wandb(self, error_type, error, traceback) -> None:
-        is_interrupted = error is None and not self.state.is_complete  # a signal has ended the loop
+        is_interrupted = error is None and self.state.stopped
         self.wandb.finish(EXIT_CODES["interrupted" if is_interrupted else status_of(error)])
 
     def phase(self, name: str) -> AbstractContextManager:

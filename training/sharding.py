@@ -1,4 +1,4 @@
-"""Functions for tensors that may be sharded: split by rows over processes (training/fsdp.py).
+"""Functions for tensors that may be sharded: split by rows over processes (training/parallel.py).
 
 A sharded tensor is a DTensor of torch.distributed.tensor. Importing that module takes two seconds, so only runs that
 shard import it, and is_sharded recognizes a DTensor by a method. Other tensors are returned unchanged.
