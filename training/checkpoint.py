@@ -2,7 +2,7 @@
 
 format, and the fields of TrainState in SAVED_FIELDS
 model          {name: tensor}, with the same names for eager and compiled runs, on one device or many
-optimizer      {name: {state}} of all optimizers; None in best.pt with optimizer_in_best=false
+optimizer      {name: {state}} of all optimizers
 scaler         state of the gradient scaler; empty if it is disabled
 vocab_size, tokenizer and model_config: everything that sampling needs
 identity       settings that must not change when the run resumes
@@ -56,13 +56,12 @@ class TrainState:
 
     @property
     def progress(self) -> float:
-        """The finished part of the run, 0 to 1: the larger of step / train.steps and elapsed time / train.minutes."""
+        """The finished part of the run, 0 to 1, by the first of train.steps, minutes and patience that ends it."""
         config = self.config
-        if config.patience is not None and self.evals_since_best >= config.patience:
-            return 1.0  # the last evaluations found no lower validation loss
-        by_steps = self.step / config.steps if config.steps is not None else 0.0
-        by_time = self.seconds / (60 * config.minutes) if config.minutes is not None else 0.0
-        return min(1.0, max(by_steps, by_time))
+        if self.evals_since_best >= (config.patience or math.inf):
+            return 1.0
+        by_time = self.seconds / (60 * (config.minutes or math.inf))
+        return min(1.0, max(self.step / (config.steps or math.inf), by_time))
 
     @property
     def is_done(self) -> bool:
@@ -71,7 +70,7 @@ class TrainState:
 
     @property
     def is_best(self) -> bool:
-        """Whether the evaluation at the current step found the lowest validation loss."""
+        """Whether the last evaluation, at this step, found the lowest validation loss."""
         return self.best_step == self.step
 
     def start_clock(self) -> None:
@@ -89,14 +88,13 @@ class TrainState:
         """Update the best validation loss."""
         self.evals_since_best += 1
         if val_loss < self.best_val_loss:
-            self.best_val_loss, self.best_val_bpb, self.best_step = val_loss, val_bpb, self.step
-            self.evals_since_best = 0
+            self.best_val_loss, self.best_val_bpb = val_loss, val_bpb
+            self.best_step, self.evals_since_best = self.step, 0
 
     def summary(self) -> dict:
         """Step, best evaluation and training time, under their names in summary.json."""
-        best = {key: getattr(self, key) for key in ("best_step", "best_val_loss", "best_val_bpb")}
-        is_overfitting = self.evals_since_best >= OVERFITTING_EVALS
-        return best | {"step": self.step, "overfitting": is_overfitting, "wall_seconds": self.seconds}
+        summary = {key: getattr(self, key) for key in ("step", "best_step", "best_val_loss", "best_val_bpb")}
+        return summary | {"overfitting": self.evals_since_best >= OVERFITTING_EVALS, "wall_seconds": self.seconds}
 
     def state_dict(self) -> dict:
         """The part of a checkpoint that changes. All processes must call this method; rank 0 gets complete tensors."""
@@ -117,8 +115,6 @@ class TrainState:
             different = ", ".join(f"{k}={format_value(old.get(k))} (now {format_value(new[k])})" for k in keys)
             advice = "restore the old values, or set another name"
             raise UserError(f"{path.parents[1]} was trained with {different}; {advice}")
-        if saved["optimizer"] is None:
-            raise UserError(f"{path} has no optimizer state; set another name, and train.init_from to use its weights")
         load_weights(self.model, saved["model"])
         load_state_by_name(self.model, self.optimizers, saved["optimizer"])
         if saved["scaler"]:  # empty if the run was not in float16 so far
@@ -159,7 +155,7 @@ class CheckpointWriter:
             advice = "Lower optimizer.lr, then run the command again: it resumes from the last checkpoint"
             raise TrainingFailed(f"the weights are not finite after step {state.step}. {advice}")
         if state.is_best:
-            save_checkpoint(run.best, content | ({} if self.config.optimizer_in_best else {"optimizer": None}))
+            save_checkpoint(run.best, content)
         if state.step > 0:
             if self.config.keep > 0 and run.last.exists() and self.last_step != state.step:
                 previous = run.last.with_name(f"step-{self.last_step:06d}.pt")

@@ -131,7 +131,6 @@ class CheckpointConfig:
 
     every: int = setting(200, 1, MAX_STEPS)  # steps between saves of last.pt, which is also saved after the last step
     keep: int = setting(0, 0, 10**6)  # older last.pt to keep, as step-NNNNNN.pt
-    optimizer_in_best: bool = True  # best.pt contains the optimizer state, as last.pt always does
 
 
 @dataclass

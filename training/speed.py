@@ -49,11 +49,11 @@ class Speed:
         self.steps: list[float] = []  # seconds of each step
 
     def start_step(self) -> None:
-        self._start = _record_time(self.device)
+        self.start = _record_time(self.device)
 
     def end_step(self) -> Callable[[], dict]:
         """Returns a function that waits for the step and returns its metrics."""
-        start, end = self._start, _record_time(self.device)
+        start, end = self.start, _record_time(self.device)
 
         def read() -> dict:
             self.steps.append(_elapsed_seconds(start, end))

@@ -37,7 +37,7 @@ def state():
 def checkpoints(workdir, state):
     with RunDir("a", "", True) as run:
         run.start({}, {})
-        yield CheckpointWriter(CheckpointConfig(1, 0, True), run, state, HEADER, state.summary, state.step)
+        yield CheckpointWriter(CheckpointConfig(1, 0), run, state, HEADER, state.summary, state.step)
 
 
 def test_checkpoint_restores_the_state_under_plain_names(state, checkpoints):
@@ -91,13 +91,6 @@ def test_resuming_with_other_settings_lists_the_differences(state, tmp_path):
     save_checkpoint(path, HEADER | state.state_dict() | {"identity": identity})
     with pytest.raises(UserError, match=r"model.n_layer=4 \(now 6\), data.name=a \(now b\); restore the old values"):
         state.resume(path, {"identity": identity | {"model.n_layer": 6, "data.name": "b"}})
-
-
-def test_checkpoint_without_optimizer_state_is_refused_when_resuming(state, tmp_path):
-    path = tmp_path / "last.pt"
-    save_checkpoint(path, HEADER | state.state_dict() | {"optimizer": None})
-    with pytest.raises(UserError, match=r"last.pt has no optimizer state; set another name"):
-        state.resume(path, HEADER)
 
 
 def progress(config: TrainConfig, evals_since_best: int = 0, seconds: float = 30.0) -> float:
