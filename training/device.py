@@ -69,11 +69,7 @@ def resolve_runtime(config: RunConfig) -> Runtime:
 
 
 def resolve_device(name: str, local_rank: int = 0) -> torch.device:
-    """Resolve the setting device. auto: the GPU if there is one, else the CPU.
-
-    local_rank: index of the GPU.
-    Raises UserError for a device that is not available.
-    """
+    """Resolve the setting device: the GPU `local_rank` or the CPU. Raises UserError if the device is not available."""
     works = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     available = [device for device in works if works[device]]
     name = available[0] if name == "auto" else name
@@ -103,10 +99,7 @@ def resolve_dtype(name: str, device: torch.device, trains: bool = True) -> torch
 
 
 def resolve_compile(requested: bool | None, device: torch.device) -> bool:
-    """Resolve the setting compile. None: compile on CUDA if Triton is installed, because it pays only there.
-
-    Raises UserError if compilation is requested and no compiler is installed.
-    """
+    """Resolve the setting compile. None: on CUDA, if Triton is installed. Raises UserError without a compiler."""
     missing = missing_compiler(device)
     if requested and missing:
         raise UserError(f"compile=true needs {missing}, which is not installed; install it, or set compile=false")

@@ -16,7 +16,7 @@ class StepProfiler(torch.profiler.profile):
     """Context manager around the training loop, which calls step() after each step. Records steps after the warmup.
 
     accumulation: micro batches per step.
-    folder: run folder, in which it writes the trace.
+    folder: where it writes trace.json.gz.
     """
 
     def __init__(self, device: torch.device, accumulation: int, folder: Path, print_line: Callable[[str], None]):

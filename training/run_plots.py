@@ -60,7 +60,6 @@ def _plot_attention(rows: list[dict], path: Path) -> None:
         axes.locator_params(axis="x", integer=True)
     panels[0].set_yscale("log", nonpositive="clip")
     legend.axis("off")
-    title = f"{path.parent.name}\nthick: mean over heads, thin: heads"
-    lines = panels[0].get_legend_handles_labels()
+    lines, title = panels[0].get_legend_handles_labels(), "thick: mean over heads, thin: heads"
     legend.legend(*lines, loc="center", ncols=-(-n_layer // 12), frameon=False, fontsize=9, title=title)
     figure.savefig(path)
