@@ -139,9 +139,8 @@ class CheckpointWriter:
         return self.state.is_best or self.state.is_done or self.state.step % self.config.every == 0
 
     def save(self) -> None:
-        """Write last.pt, and best.pt after the best evaluation. Initial weights are saved only as best.pt.
+        """Write best.pt after the best evaluation, then last.pt. Initial weights are saved only as best.pt.
 
-        best.pt is written first: a run that is killed in between repeats the evaluation.
         Raises TrainingFailed if a loss or a weight is not finite.
         """
         run, state = self.run, self.state

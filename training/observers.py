@@ -39,6 +39,7 @@ class Observers(ExitStack):
         flops = self.tokens_per_step * run.summary["flops_per_token"]
         peak = peak_flops(runtime.device, runtime.dtype) * runtime.dist.world_size
         self.speed = Speed(runtime.device, self.tokens_per_step, flops, peak)
+        self.start_step = self.speed.start_step
         self.read_timing = dict  # no step yet
         self.bar = ProgressBar(1.0, initial=state.progress)
         self.bar.update(state.progress, "evaluating")
@@ -66,9 +67,6 @@ class Observers(ExitStack):
     def phase(self, name: str) -> AbstractContextManager:
         """Context manager: a phase of the current step, for the profiler."""
         return torch.profiler.record_function(name) if self.profiler else nullcontext()
-
-    def start_step(self) -> None:
-        self.speed.start_step()
 
     def end_step(self) -> None:
         self.read_timing = self.speed.end_step()

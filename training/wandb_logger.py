@@ -1,7 +1,6 @@
 """Logs metrics, tables and pictures to wandb. If wandb fails or hangs, training continues.
 
-One thread makes all calls to wandb, in order. The training loop never waits for them, and the end of a run waits for a
-limited time.
+One thread makes all calls, in order. The loop never waits for them, and the end of a run waits for a limited time.
 """
 
 import secrets
