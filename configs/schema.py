@@ -29,7 +29,7 @@ class LoadConfig(CheckpointChoice):
 
     batch_size: int = setting(32, 1, 10**6)  # samples, windows of documents or requests that are computed together
     device: str = "auto"  # auto, cpu, cuda or mps
-    dtype: str = "auto"  # of the weights; auto: bfloat16 on GPUs, float32 on CPUs; int8 on CPUs only
+    dtype: str = setting("auto", choices=("auto", "float32", "bfloat16", "float16", "int8"))  # int8: on CPUs only
     attention: AttentionConfig = field(default_factory=AttentionConfig)
 
 

@@ -270,20 +270,6 @@ def test_evaluations_after_step_0_log_and_print_a_sample(train, capsys):
     assert not any(row.get("sample") for row in metrics("b"))
 
 
-def test_best_checkpoint_can_omit_the_optimizer_state(train, sample, workdir, capsys):
-    assert train("name=a", "checkpoint.optimizer_in_best=false") == 0
-    best, last = load("a", "best"), load("a", "last")
-    assert best["optimizer"] is None and last["optimizer"]
-    assert (workdir / "runs/a/checkpoints/best.pt").stat().st_size < (
-        0.8 * (workdir / "runs/a/checkpoints/last.pt").stat().st_size
-    )
-    assert sample("run=a", "prompt=The", "max_new_tokens=3").startswith("The")
-    assert train("name=a", "train.steps=9", "checkpoint.optimizer_in_best=false") == 0
-    shutil.copy(workdir / "runs/a/checkpoints/best.pt", workdir / "runs/a/checkpoints/last.pt")
-    assert train("name=a", "train.steps=12") == 2
-    assert "last.pt has no optimizer state" in capsys.readouterr().err
-
-
 def test_tf32_is_off_by_default(train):
     for name, overrides, tf32 in (("a", [], False), ("b", ["tf32=true"], True), ("c", [], False)):
         assert train(f"name={name}", "train.steps=1", *overrides) == 0

@@ -150,7 +150,7 @@ def test_missing_lm_eval_is_reported(trained, monkeypatch, capsys):
         (["data.path=text.txt", "out=no/o.jsonl"], "out=no/o.jsonl is in a folder that does not exist"),
         (["limit=3"], "limit=3 needs tasks"),
         (["model.n_layer=3"], "there is no such key"),
-        (["dtype=int4"], "dtype=int4 is unknown; set auto, float32"),
+        (["dtype=int4"], "dtype=int4 is unknown; set one of auto, float32"),
         (["tasks=nothing.yaml"], "tasks=nothing.yaml is neither a task of lm-eval"),
     ],
 )

@@ -1,10 +1,10 @@
 """Training state and its checkpoints: files of tensors and plain values (see common/checkpoint_file.py).
 
 format, and the fields of TrainState in SAVED_FIELDS
-model          {name: tensor}             the same names for eager and compiled runs, on one device or many
-optimizer      {name: {state}}            of all optimizers; None in best.pt with optimizer_in_best=false
+model          {name: tensor}, with the same names for eager and compiled runs, on one device or many
+optimizer      {name: {state}} of all optimizers
 scaler         state of the gradient scaler; empty if it is disabled
-vocab_size, tokenizer, model_config       everything that sampling needs
+vocab_size, tokenizer and model_config: everything that sampling needs
 identity       settings that must not change when the run resumes
 config         the complete run config, for readers; nothing is built from it
 """
@@ -56,13 +56,12 @@ class TrainState:
 
     @property
     def progress(self) -> float:
-        """The finished part of the run, 0 to 1: the larger of step / train.steps and elapsed time / train.minutes."""
+        """The finished part of the run, 0 to 1, by the first of train.steps, minutes and patience that ends it."""
         config = self.config
-        if config.patience is not None and self.evals_since_best >= config.patience:
-            return 1.0  # the last evaluations found no lower validation loss
-        by_steps = self.step / config.steps if config.steps is not None else 0.0
-        by_time = self.seconds / (60 * config.minutes) if config.minutes is not None else 0.0
-        return min(1.0, max(by_steps, by_time))
+        if self.evals_since_best >= (config.patience or math.inf):
+            return 1.0
+        by_time = self.seconds / (60 * (config.minutes or math.inf))
+        return min(1.0, max(self.step / (config.steps or math.inf), by_time))
 
     @property
     def is_done(self) -> bool:
@@ -70,13 +69,8 @@ class TrainState:
         return self.progress >= 1 or self.stopped
 
     @property
-    def is_complete(self) -> bool:
-        """Whether no step and no evaluation is left."""
-        return self.progress >= 1 and not self.evaluation_interrupted
-
-    @property
     def is_best(self) -> bool:
-        """Whether the evaluation at the current step found the lowest validation loss."""
+        """Whether the last evaluation, at this step, found the lowest validation loss."""
         return self.best_step == self.step
 
     def start_clock(self) -> None:
@@ -94,14 +88,13 @@ class TrainState:
         """Update the best validation loss."""
         self.evals_since_best += 1
         if val_loss < self.best_val_loss:
-            self.best_val_loss, self.best_val_bpb, self.best_step = val_loss, val_bpb, self.step
-            self.evals_since_best = 0
+            self.best_val_loss, self.best_val_bpb = val_loss, val_bpb
+            self.best_step, self.evals_since_best = self.step, 0
 
     def summary(self) -> dict:
         """Step, best evaluation and training time, under their names in summary.json."""
-        best = {key: getattr(self, key) for key in ("best_step", "best_val_loss", "best_val_bpb")}
-        is_overfitting = self.evals_since_best >= OVERFITTING_EVALS
-        return {"step": self.step} | best | {"overfitting": is_overfitting, "wall_seconds": self.seconds}
+        summary = {key: getattr(self, key) for key in ("step", "best_step", "best_val_loss", "best_val_bpb")}
+        return summary | {"overfitting": self.evals_since_best >= OVERFITTING_EVALS, "wall_seconds": self.seconds}
 
     def state_dict(self) -> dict:
         """The part of a checkpoint that changes. All processes must call this method; rank 0 gets complete tensors."""
@@ -114,12 +107,14 @@ class TrainState:
         }
 
     def resume(self, path: Path, header: dict) -> None:
-        """Load a checkpoint of a run that has the same identity. Raises UserError."""
+        """Load a checkpoint. Raises UserError if the model, data or another part of the identity has changed."""
         saved = load_checkpoint(path)
-        check_identity(path.parent.parent, saved["identity"], header["identity"])
-        if saved["optimizer"] is None:
-            advice = "set another name, and train.init_from to start from its weights"
-            raise UserError(f"{path} has no optimizer state (checkpoint.optimizer_in_best=false); {advice}")
+        old, new = saved["identity"], header["identity"]
+        keys = [key for key in new if old.get(key) != new[key]]
+        if keys:
+            different = ", ".join(f"{k}={format_value(old.get(k))} (now {format_value(new[k])})" for k in keys)
+            advice = "restore the old values, or set another name"
+            raise UserError(f"{path.parents[1]} was trained with {different}; {advice}")
         load_weights(self.model, saved["model"])
         load_state_by_name(self.model, self.optimizers, saved["optimizer"])
         if saved["scaler"]:  # empty if the run was not in float16 so far
@@ -144,9 +139,8 @@ class CheckpointWriter:
         return self.state.is_best or self.state.is_done or self.state.step % self.config.every == 0
 
     def save(self) -> None:
-        """Write last.pt, and best.pt after the best evaluation. Initial weights are saved only as best.pt.
+        """Write best.pt after the best evaluation, then last.pt. Initial weights are saved only as best.pt.
 
-        best.pt is written first: a run that is killed in between repeats the evaluation.
         Raises TrainingFailed if a loss or a weight is not finite.
         """
         run, state = self.run, self.state
@@ -157,12 +151,10 @@ class CheckpointWriter:
         if not run.is_main:
             return
         if not nn.utils.get_total_norm(content["model"].values(), math.inf).isfinite():
-            raise TrainingFailed(
-                f"the weights are not finite after step {state.step}, so no checkpoint is written. Lower optimizer.lr, "
-                "then run the command again: it resumes from the last checkpoint"
-            )
+            advice = "Lower optimizer.lr, then run the command again: it resumes from the last checkpoint"
+            raise TrainingFailed(f"the weights are not finite after step {state.step}. {advice}")
         if state.is_best:
-            save_checkpoint(run.best, content | ({} if self.config.optimizer_in_best else {"optimizer": None}))
+            save_checkpoint(run.best, content)
         if state.step > 0:
             if self.config.keep > 0 and run.last.exists() and self.last_step != state.step:
                 previous = run.last.with_name(f"step-{self.last_step:06d}.pt")
@@ -179,20 +171,13 @@ class CheckpointWriter:
 def make_checkpoint_header(config: RunConfig, meta: dict) -> dict:
     """The part of a checkpoint that is constant in a run. meta: meta.json of the data."""
     model = asdict(config.model)
-    identity = {f"model.{key}": value for key, value in model.items() if key not in ("name", "dropout")}
-    identity |= {"data.name": meta["source"]["name"], "data": meta["fingerprint"]}
-    identity |= {"data.document_mask": config.data.document_mask}
-    identity |= {f"data.mix.{name}.weight": part.weight for name, part in config.data.mix.items()}
-    identity |= {"tokenizer.name": config.tokenizer.name, "vocabulary": meta["vocab_size"]}
-    identity |= {"seed": config.seed, "train.init_from": config.train.init_from}
-    identity |= {"optimizer.name": config.optimizer.name, "train.batch_size": config.train.batch_size}
+    identity = {f"model.{key}": value for key, value in model.items() if key not in ("name", "dropout")} | {
+        "data.name": meta["source"]["name"], "data": meta["fingerprint"],
+        "data.document_mask": config.data.document_mask,
+        **{f"data.mix.{name}.weight": part.weight for name, part in config.data.mix.items()},
+        "tokenizer.name": config.tokenizer.name, "vocabulary": meta["vocab_size"],
+        "seed": config.seed, "train.init_from": config.train.init_from,
+        "optimizer.name": config.optimizer.name, "train.batch_size": config.train.batch_size,
+    }  # fmt: skip
     vocabulary = {"vocab_size": meta["vocab_size"], "tokenizer": meta["tokenizer"]}
     return {"model_config": model, **vocabulary, "identity": identity, "config": asdict(config)}
-
-
-def check_identity(folder: Path, saved: dict, identity: dict) -> None:
-    """Raises UserError if a run would resume with another model, data, tokenizer, optimizer, batch size or seed."""
-    keys = [key for key, value in identity.items() if saved.get(key) != value]
-    different = ", ".join(f"{k}={format_value(saved.get(k))} (now {format_value(identity[k])})" for k in keys)
-    if keys:
-        raise UserError(f"{folder} was trained with {different}; restore the old values, or set another name")

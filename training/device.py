@@ -47,51 +47,41 @@ class Runtime:
 
 
 def resolve_runtime(config: RunConfig) -> Runtime:
-    """Resolve where and how a run computes, and configure torch. Raises UserError for what cannot run here."""
+    """Resolve where and how a run computes, and configure torch. Raises UserError if it cannot run here."""
     dist = Dist.from_environment() if config.world_size is None else Dist(world_size=config.world_size)
     device = resolve_device(config.device, dist.local_rank)
     dtype = resolve_dtype(config.dtype, device)
     is_fsdp = config.parallel == "fsdp"
     if is_fsdp and dist.world_size == 1:
-        raise UserError(
-            "parallel=fsdp needs several processes; start them with torchrun --nproc_per_node=N, set world_size=N "
-            "with plan=true, or set parallel=ddp"
-        )
+        raise UserError("parallel=fsdp needs several processes; start them with torchrun, or set parallel=ddp")
     if is_fsdp and dtype == torch.float16:
         raise UserError("dtype=float16 cannot be combined with parallel=fsdp; set dtype=bfloat16, or parallel=ddp")
     if config.train.micro_batch_size == AUTO and (device.type != "cuda" or is_fsdp or config.plan):
-        raise UserError(
-            f"train.micro_batch_size={AUTO} needs device=cuda, parallel=ddp and plan=false; set a number of sequences"
-        )
+        setting = f"train.micro_batch_size={AUTO}"
+        raise UserError(f"{setting} needs device=cuda, parallel=ddp and plan=false; set a number of sequences")
     parallel = (FSDP2 if is_fsdp else DDP)(dist.world_size, device, dtype)
     runtime = Runtime(dist, parallel, device, dtype, resolve_compile(config.compile, device))
     configure_backends(device, config.deterministic, config.tf32)
     if dist.world_size > 1 and os.environ.get("OMP_NUM_THREADS", "1") == "1":  # torchrun sets 1
         torch.set_num_threads(max(1, cpu_count() // dist.local_world_size))
-    min_micro_batch_size, _ = config.train.split_batch(dist.world_size)
-    runtime.resolve_attention(config, min_micro_batch_size)
+    runtime.resolve_attention(config, config.train.split_batch(dist.world_size)[0])
     return runtime
 
 
 def resolve_device(name: str, local_rank: int = 0) -> torch.device:
-    """Resolve the setting device. auto: the GPU if there is one, else the CPU. local_rank: index of the GPU.
-
-    Raises UserError for a device that is not available.
-    """
+    """Resolve the setting device: the GPU `local_rank` or the CPU. Raises UserError if the device is not available."""
     works = {"cuda": torch.cuda.is_available(), "mps": torch.backends.mps.is_available(), "cpu": True}
     available = [device for device in works if works[device]]
     name = available[0] if name == "auto" else name
     if name not in available:
         raise UserError(f"device={name} is not available on this machine; set device={' or '.join(available)}")
-    if name == "cuda" and local_rank >= torch.cuda.device_count():
-        gpus = torch.cuda.device_count()
-        raise UserError(f"local rank {local_rank} has no GPU; set torchrun --nproc_per_node={gpus}, one for each GPU")
     return torch.device(name, local_rank) if name == "cuda" else torch.device(name)
 
 
 def resolve_dtype(name: str, device: torch.device, trains: bool = True) -> torch.dtype:
     """Resolve the setting dtype. auto: bfloat16 on GPUs that support it and on x86 CPUs with AVX512_BF16, else float32.
 
+    name: auto, int8 or a key of DTYPES.
     trains: whether the model is trained. Otherwise auto on a CPU is float32, for exact samples and losses.
     Raises UserError for a dtype that the device does not support.
     """
@@ -101,21 +91,15 @@ def resolve_dtype(name: str, device: torch.device, trains: bool = True) -> torch
         else:
             has_bf16 = device.type == "cpu" and trains and has_avx512_bf16()
         return torch.bfloat16 if has_bf16 else torch.float32
-    choices = DTYPES if trains else DTYPES | {"int8": torch.int8}
-    if name not in choices:
-        raise UserError(f"dtype={name} is unknown; set auto, {', '.join(choices)}")
     if name == "float16" and device.type != "cuda" and trains:
         raise UserError(f"dtype=float16 trains only on cuda, not on {device.type}; set dtype=bfloat16 or float32")
     if name == "int8" and device.type != "cpu":
         raise UserError(f"dtype=int8 needs device=cpu, not {device.type}; set dtype=auto")
-    return choices[name]
+    return (DTYPES | {"int8": torch.int8})[name]
 
 
 def resolve_compile(requested: bool | None, device: torch.device) -> bool:
-    """Resolve the setting compile. None: compile on CUDA if Triton is installed, because it pays only there.
-
-    Raises UserError if compilation is requested and no compiler is installed.
-    """
+    """Resolve the setting compile. None: on CUDA, if Triton is installed. Raises UserError without a compiler."""
     missing = missing_compiler(device)
     if requested and missing:
         raise UserError(f"compile=true needs {missing}, which is not installed; install it, or set compile=false")
@@ -132,10 +116,9 @@ def configure_backends(device: torch.device, deterministic: bool, tf32: bool) ->
         torch.cuda.set_device(device)
     if platform.libc_ver()[0] == "glibc":
         # Reuse the memory that a step frees: the system zeroes new memory page by page, a quarter of the default step.
-        M_TRIM_THRESHOLD, M_MMAP_THRESHOLD = -1, -3  # from malloc.h
         libc = ctypes.CDLL(None)
-        libc.mallopt(M_MMAP_THRESHOLD, 2**25)  # the largest possible; larger blocks are always new
-        libc.mallopt(M_TRIM_THRESHOLD, -1)
+        libc.mallopt(-3, 2**25)  # M_MMAP_THRESHOLD: the largest possible; larger blocks are always new
+        libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: never
 
 
 def autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager:
@@ -151,5 +134,5 @@ def build_grad_scaler(device: torch.device, dtype: torch.dtype) -> torch.amp.Gra
 def seed_device(device: torch.device, *numbers: int) -> None:
     """Seed the device's random generator from `numbers`. torch.manual_seed seeds all devices, which is slower."""
     seed = int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0])
-    modules = {"cuda": torch.cuda, "mps": torch.mps}
-    modules.get(device.type, torch.default_generator).manual_seed(seed)
+    generators = {"cuda": torch.cuda, "mps": torch.mps, "cpu": torch.default_generator}
+    generators[device.type].manual_seed(seed)

@@ -1,8 +1,7 @@
 """Communication between the processes of a run: one process per device, started by torchrun.
 
-Without torchrun there is one process, and all methods of Dist do nothing or return their argument. So the training loop
-is the same for one process and for many. Values that control the loop, such as when to stop, are reduced over all
-processes. Otherwise the processes would wait for each other forever.
+Without torchrun there is one process, and all methods of Dist do nothing or return their argument. Values that control
+the training loop are reduced over all processes. Otherwise the processes would wait for each other forever.
 """
 
 import os
@@ -43,19 +42,13 @@ class Dist:
         return self.rank == 0
 
     def connect(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Start the process group: gloo on CPUs, NCCL on GPUs. All ranks except 0 stop printing, except errors.
-
-        Raises UserError for a device that several processes cannot use, and if their dtypes differ.
-        """
+        """Start the process group: gloo or NCCL. Only rank 0 prints. Raises UserError if the dtypes differ."""
         if self.world_size == 1:
             return
-        if device.type not in ("cpu", "cuda"):
-            raise UserError(f"several processes cannot share {device.type}; set device=cpu, or run without torchrun")
         if not self.is_main:
             sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (open as long as the process)
-        backends = "cpu:gloo,cuda:nccl" if device.type == "cuda" else "gloo"
-        device_id = device if device.type == "cuda" else None
-        torch_dist.init_process_group(backends, timeout=COLLECTIVE_TIMEOUT, device_id=device_id)
+        backend, device_id = ("cpu:gloo,cuda:nccl", device) if device.type == "cuda" else ("gloo", None)
+        torch_dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, device_id=device_id)
         self.require_equal(f"dtype={str(dtype).removeprefix('torch.')}", "set dtype=float32 or dtype=bfloat16")
 
     def all_reduce(self, *values: float, op: str = "sum") -> list[float]:

@@ -44,10 +44,7 @@ class Evaluator:
     stop: StopRequest  # a signal ends an evaluation after its current forward pass
 
     def evaluate(self, state: TrainState) -> dict[str, Any]:
-        """Evaluate the model, and record the loss in `state`.
-
-        Returns the metrics, on rank 0 also a sample, attention statistics and maps. {} if a signal stops it.
-        """
+        """Evaluate the model, and record the loss in `state`. Returns the metrics; {} if a signal stops it."""
         state.evaluation_interrupted = state.stopped
         if state.stopped:
             return {}
@@ -70,9 +67,8 @@ class Evaluator:
 
     @torch.no_grad()
     def compute_validation_loss(self, model: nn.Module) -> dict[str, float]:
-        """Mean loss over validation windows: val/loss in nats per token, val/bpb in bits per byte.
+        """Mean loss over evenly spread validation windows: val/loss in nats per token, val/bpb in bits per byte.
 
-        The windows are spread evenly over the validation split. The processes share them. A signal ends the loop.
         Tokens of prompts do not count. Raises UserError if the windows have no other tokens.
         """
         loader, B, dist = self.loader, self.batch_size, self.runtime.dist

@@ -15,9 +15,8 @@ from training.sharding import load_weights
 
 
 def load_run_tokenizer(run: str | None, name: str | None = None) -> dict | None:
-    """Load the tokenizer spec of a run. Raises UserError.
+    """Load the tokenizer spec of tokenizer.run, if that is set. Raises UserError.
 
-    run: the setting tokenizer.run. If it is None, there is no spec.
     name: the run to train. If it has a checkpoint, its spec is used, so that `run` can be removed.
     """
     if run is None:
@@ -27,9 +26,8 @@ def load_run_tokenizer(run: str | None, name: str | None = None) -> dict | None:
 
 
 def load_init_weights(init_from: str | None, name: str | None, model: GPT, tokenizer_spec: dict) -> None:
-    """Load the weights that train.init_from names: the best ones of a run, or a model for transformers.
+    """Load the weights that train.init_from names, unless the run `name` resumes from its own checkpoint.
 
-    Does nothing without init_from, or if the run `name` resumes from its own checkpoint.
     Raises UserError if the tokenizer or the model is different.
     """
     if init_from is None or has_checkpoint(name):
@@ -39,7 +37,7 @@ def load_init_weights(init_from: str | None, name: str | None, model: GPT, token
     if saved["tokenizer"] | {"name": None} != tokenizer_spec | {"name": None}:
         raise UserError(f"{path} has another tokenizer than this run; set tokenizer=run tokenizer.run={run}")
     vocab_size, config = saved["vocab_size"], GPTConfig(**saved["model_config"])
-    if different := _different_settings(config, model.config):
+    if different := _find_different_settings(config, model.config):
         raise UserError(f"{path} has another model than this run; set {' '.join(different)}")
     weights = dict(saved["model"])
     if model.wpe is not None:
@@ -49,7 +47,7 @@ def load_init_weights(init_from: str | None, name: str | None, model: GPT, token
     load_weights(model, weights)
 
 
-def _different_settings(saved: GPTConfig, config: GPTConfig) -> list[str]:
+def _find_different_settings(saved: GPTConfig, config: GPTConfig) -> list[str]:
     """Overrides of `config` that give the saved model, such as model.n_layer=2."""
     may_differ = {"name", "dropout", "pad_vocab_multiple"}
     if config.position == "rotary" or saved.block_size >= config.block_size:

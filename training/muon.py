@@ -1,8 +1,7 @@
 """Muon: momentum with orthogonalized updates (Jordan et al., 2024, https://kellerjordan.github.io/posts/muon/).
 
 torch.optim.Muon always computes in bfloat16, which is a thousand times slower than float32 on a CPU without bfloat16
-instructions, and it updates one matrix at a time. This class computes in either dtype, and updates all matrices of one
-shape together.
+instructions. This class computes in either dtype, and updates all matrices of one shape together.
 """
 
 import math
@@ -19,7 +18,8 @@ from training.sharding import map_matrices
 def orthogonalize(matrices: Tensor, steps: int, dtype: torch.dtype = torch.float32) -> Tensor:
     """Approximate the nearest semi-orthogonal matrices (N, rows, columns): singular values between 0.7 and 1.2.
 
-    Newton-Schulz iteration X <- aX + (bA + cA^2)X with A = XX^T, where A has the size of the shorter side. dtype: of X.
+    Newton-Schulz iteration X <- aX + (bA + cA^2)X with A = XX^T, where A has the size of the shorter side.
+    dtype: dtype of X.
     """
     a, b, c = 3.4445, -4.7750, 2.0315  # chosen so that small singular values grow fast
     is_tall = matrices.shape[-2] > matrices.shape[-1]

@@ -13,38 +13,43 @@ from common.system import reset_peak_memory
 from training.checkpoint import TrainState
 from training.config import OVERFITTING_EVALS, RunConfig
 from training.device import Runtime
-from training.metrics import MetricsLogger, summarize
+from training.metrics import MetricsLogger
 from training.profiler import StepProfiler
 from training.speed import Speed, compile_seconds, peak_flops
 from training.wandb_logger import WandbRun
+
+SUMMARY_NAMES = {
+    "last_val_loss": "val/loss", "last_val_bpb": "val/bpb", "last_train_loss": "train/loss",
+    "peak_memory_bytes": "peak_memory_bytes", "score_variance": "attention/score_variance",
+    "attention_entropy": "attention/entropy", "attention_distance": "attention/mean_distance",
+    "step_ms": "step_ms", "tokens_per_second": "tokens_per_second", "mfu": "mfu",
+}  # fmt: skip
 
 
 class Observers(ExitStack):
     """Step timing, profiler, progress bar, metrics.jsonl and wandb. A context manager around the loop.
 
-    For each step, the loop calls start_step, end_step and log_step, with phases in between.
+    For each step, the loop calls start_step, end_step and log_step, with phases in between. Only rank 0 logs.
     """
 
     def __init__(self, config: RunConfig, runtime: Runtime, run: RunDir, state: TrainState):
         super().__init__()
         self.config, self.runtime, self.run, self.state = config.train, runtime, run, state
-        self._read_timing = dict  # no step yet
         self.tokens_per_step = config.train.batch_size * config.model.block_size
         flops = self.tokens_per_step * run.summary["flops_per_token"]
         peak = peak_flops(runtime.device, runtime.dtype) * runtime.dist.world_size
         self.speed = Speed(runtime.device, self.tokens_per_step, flops, peak)
+        self.start_step = self.speed.start_step
+        self.read_timing = dict  # no step yet
         self.bar = ProgressBar(1.0, initial=state.progress)
         self.bar.update(state.progress, "evaluating")
         self.profiler = None
         if config.train.profile and run.is_main:
-            trace = run.folder / "trace.json.gz"
-            self.profiler = StepProfiler(runtime.device, run.summary["accumulation"], trace, self.bar.print)
+            self.profiler = StepProfiler(runtime.device, run.summary["accumulation"], run.folder, self.bar.print)
         run_config = asdict(config) | {"attention": asdict(config.attention) | run.summary["attention"]}
         self.wandb = WandbRun(config.wandb, run.folder, run_config, state.wandb_id, name=run.name)
         state.wandb_id = self.wandb.id
-        # the gradient scaler skips steps whose gradients overflow
-        must_be_finite = ["val/loss", "train/loss"] + ["grad_norm"] * (not state.scaler.is_enabled())
-        self.metrics = MetricsLogger(run.folder if run.is_main else None, state.step, self.wandb, must_be_finite)
+        self.metrics = MetricsLogger(run.folder, state.step, self.wandb) if run.is_main else None
 
     def __enter__(self) -> Self:
         self.push(self._finish_wandb)
@@ -56,35 +61,32 @@ class Observers(ExitStack):
         return self
 
     def _finish_wandb(self, error_type, error, traceback) -> None:
-        is_interrupted = error is None and not self.state.is_complete  # a signal has ended the loop
+        is_interrupted = error is None and self.state.stopped
         self.wandb.finish(EXIT_CODES["interrupted" if is_interrupted else status_of(error)])
 
     def phase(self, name: str) -> AbstractContextManager:
         """Context manager: a phase of the current step, for the profiler."""
         return torch.profiler.record_function(name) if self.profiler else nullcontext()
 
-    def start_step(self) -> None:
-        self.speed.start_step()
-
     def end_step(self) -> None:
-        self._read_timing = self.speed.end_step()
+        self.read_timing = self.speed.end_step()
         if self.profiler:
             self.profiler.step()
 
     def log_step(self, metrics: dict[str, Any]) -> None:
         """Log the metrics of a step and of its evaluation, if any. Raises TrainingFailed if a loss is not finite."""
-        state, steps = self.state, self.config.steps
+        if self.metrics is None:
+            return
+        state = self.state
         if "val/loss" in metrics:
             self._print_evaluation(metrics)
         counters = {"step": state.step, "tokens": state.step * self.tokens_per_step, "seconds": state.seconds}
-        self.metrics.log(counters | metrics, self._read_timing)
+        self.metrics.log(counters | metrics, self.read_timing)
         if state.progress >= 1:
             self.metrics.flush()
-        label = f"step {state.step}" + (f"/{steps}" if steps is not None else "")
-        last = self.metrics.last
-        has_loss = last.get("train/loss") is not None
-        details = f"loss {last['train/loss']:.3f}  {last['tokens_per_second']:,.0f} tokens/s" if has_loss else ""
-        self.bar.update(state.progress, label, details)
+        label = f"step {state.step}" + (f"/{self.config.steps}" if self.config.steps is not None else "")
+        loss, speed = (self.metrics.last.get(key) for key in ("train/loss", "tokens_per_second"))
+        self.bar.update(state.progress, label, "" if loss is None else f"loss {loss:.3f}  {speed:,.0f} tokens/s")
 
     def _print_evaluation(self, metrics: dict[str, Any]) -> None:
         """Print the validation loss, the sample, and a warning if the validation loss no longer falls."""
@@ -94,13 +96,11 @@ class Observers(ExitStack):
         if sample := metrics.get("sample", "").strip("\n"):
             self.bar.print(textwrap.indent(sample, "  | ", lambda line: True), style="dim")
         if state.evals_since_best == OVERFITTING_EVALS:
-            best = state.best_step  # 0: the weights of train.init_from are the best
-            advice = f"train.steps={best}, or a lower optimizer.lr" if best else "a lower optimizer.lr"
-            self.bar.print(
-                f"overfitting: the validation loss has not fallen since step {best} ({state.best_val_loss:.4f}); for "
-                f"the next run, set {advice} or more weight decay",
-                style="bold yellow",
-            )
+            best = state.best_step
+            line = f"overfitting: the validation loss has not fallen since step {best} ({state.best_val_loss:.4f}); "
+            steps = f"train.steps={best}, " if best else ""  # 0: the weights of train.init_from are the best
+            advice = f"for the next run, set {steps}a lower optimizer.lr or more weight decay"
+            self.bar.print(line + advice, style="bold yellow")
         if state.evals_since_best == patience:
             self.bar.print(f"stopping: train.patience={patience} evaluations without a lower loss")
 
@@ -113,5 +113,7 @@ class Observers(ExitStack):
 
     def results(self) -> dict:
         """Losses, speed and memory, under their names in summary.json."""
+        last = self.metrics.last if self.metrics else {}
+        newest = {name: last.get(metric) for name, metric in SUMMARY_NAMES.items()}
         speed = self.speed.median() | {"compile_s": compile_seconds() if self.runtime.compile else None}
-        return self.state.summary() | summarize(self.metrics.last) | speed
+        return self.state.summary() | newest | speed

@@ -20,11 +20,9 @@ from training.sharding import full_tensor, shard_like
 
 def build_adamw(model: nn.Module, config: AdamWConfig, dtype: torch.dtype) -> list[Optimizer]:
     """AdamW on all parameters. Biases and norms, which have fewer than two dimensions, have no weight decay."""
-    groups = [
-        {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": config.weight_decay},
-        {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0},
-    ]
-    return [AdamW(groups, config.lr, tuple(config.betas), config.eps, fused=True)]
+    matrices = {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": config.weight_decay}
+    vectors = {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0}
+    return [AdamW([matrices, vectors], config.lr, tuple(config.betas), config.eps, fused=True)]
 
 
 def build_muon(model: nn.Module, config: MuonConfig, dtype: torch.dtype) -> list[Optimizer]:
@@ -65,14 +63,11 @@ def set_lr(optimizers: list[Optimizer], scale: float) -> None:
 def optimizer_step(
     model: nn.Module, optimizers: list[Optimizer], scaler: torch.amp.GradScaler, max_grad_norm: float | None
 ) -> Tensor:
-    """Clip the gradients, step all optimizers, and clear the gradients. Returns the gradient norm before clipping.
-
-    After a float16 overflow, all optimizers skip the step, even if only the gradients of one are not finite.
-    """
+    """Clip the gradients, step all optimizers, and clear the gradients. Returns the gradient norm before clipping."""
     for optimizer in optimizers:
         scaler.unscale_(optimizer)
     grad_norm = full_tensor(nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm or math.inf))
-    if not scaler.is_enabled() or grad_norm.isfinite():
+    if not scaler.is_enabled() or grad_norm.isfinite():  # after a float16 overflow, all optimizers skip the step
         for optimizer in optimizers:
             scaler.step(optimizer)
     scaler.update()
@@ -88,12 +83,9 @@ def state_by_name(model: nn.Module, optimizers: list[Optimizer]) -> dict[str, di
 
 def load_state_by_name(model: nn.Module, optimizers: list[Optimizer], state: dict[str, dict]) -> None:
     """Load what state_by_name returned. Learning rates, betas and weight decay do not change."""
-    names = {p: name for name, p in model.named_parameters()}
+    by_param = {p: state[name] for name, p in model.named_parameters() if name in state}
     for optimizer in optimizers:
         params = [p for group in optimizer.param_groups for p in group["params"]]
-        by_index = {
-            i: {key: shard_like(value, p) for key, value in state[names[p]].items()}
-            for i, p in enumerate(params)
-            if names[p] in state
-        }
+        saved = {i: (p, by_param[p]) for i, p in enumerate(params) if p in by_param}
+        by_index = {i: {key: shard_like(s[key], p) for key in s} for i, (p, s) in saved.items()}
         optimizer.load_state_dict({"state": by_index, "param_groups": optimizer.state_dict()["param_groups"]})

@@ -1,12 +1,8 @@
 """Data parallel training: how the processes divide the model, its gradients and its optimizer state.
 
-DDP     each process has a complete copy; a single process is the trivial case
-FSDP2   each process stores its rows of every tensor
-
-The classes have the same methods. To add another one, write it here and select it in resolve_runtime.
+DDP and FSDP2 have the same methods. To add another class, write it here and select it in resolve_runtime.
 """
 
-import logging
 import warnings
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -52,11 +48,10 @@ class DDP:
 
 @dataclass(frozen=True)
 class FSDP2:
-    """Fully sharded data parallel: PyTorch's fully_shard.
+    """Fully sharded data parallel (Zhao et al., arXiv:2304.11277): PyTorch's fully_shard.
 
-    Each process stores its rows of weights, gradients and optimizer state (ZeRO stage 3, Rajbhandari et al.,
-    arXiv:1910.02054; Zhao et al., arXiv:2304.11277). A block's weights are collected in the dtype of matrix products
-    before it computes, and released after it. Embeddings, head and the sums of gradients are float32.
+    Each process stores its rows of weights, gradients and optimizer state. A block's weights are collected in the dtype
+    of matrix products before it computes, and released after it. All other sums and weights are float32.
     """
 
     world_size: int
@@ -69,8 +64,6 @@ class FSDP2:
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         model = make_model(device="meta")
-        # On CPUs, torch warns that it emulates a collective operation.
-        logging.getLogger("torch.distributed.tensor._collective_utils").setLevel(logging.ERROR)
         # Norms mix float32 inputs with low-precision weights, for which PyTorch has only a slower kernel.
         warnings.filterwarnings("ignore", "Mismatch dtype between input and weight")
         mesh = init_device_mesh(self.device.type, (self.world_size,))
@@ -98,10 +91,9 @@ class FSDP2:
 
     def unshard(self, model: GPT, wrapped_model: nn.Module) -> tuple[GPT, nn.Module]:
         """A second model with complete weights. The weights of its blocks have the dtype of matrix products."""
-        weights = {
-            p: full_tensor(p.detach().to(self.dtype) if name.startswith("blocks.") else p.detach())
-            for name, p in model.named_parameters()
-        }
+        weights = {}
+        for name, p in model.named_parameters():
+            weights[p] = full_tensor(p.detach().to(self.dtype) if name.startswith("blocks.") else p.detach())
         by_name = {name: weights[p] for name, p in model.state_dict(keep_vars=True).items()}
         with by_name["wte.weight"].device:
             full = GPT(model.config, model.vocab_size, model.attend, weights=by_name)

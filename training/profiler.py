@@ -16,13 +16,13 @@ class StepProfiler(torch.profiler.profile):
     """Context manager around the training loop, which calls step() after each step. Records steps after the warmup.
 
     accumulation: micro batches per step.
-    trace: path of the trace that it writes.
+    folder: where it writes trace.json.gz.
     """
 
-    def __init__(self, device: torch.device, accumulation: int, trace: Path, print_line: Callable[[str], None]):
+    def __init__(self, device: torch.device, accumulation: int, folder: Path, print_line: Callable[[str], None]):
         recorded = min(MAX_RECORDED_STEPS, -(-MAX_MICRO_BATCHES // accumulation))
         schedule = torch.profiler.schedule(wait=WARMUP_STEPS - 1, warmup=1, active=recorded, repeat=1)
-        self.last_step, self.trace, self.print_line = WARMUP_STEPS + recorded, trace, print_line
+        self.last_step, self.trace, self.print_line = WARMUP_STEPS + recorded, folder / "trace.json.gz", print_line
         self.sort_by = f"self_{'device' if device.type == 'cuda' else 'cpu'}_time_total"
         if device.type == "cpu":
             os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise the profiler writes messages to stderr

@@ -4,30 +4,24 @@ from math import inf
 from pathlib import Path
 
 from common.console import format_bytes, format_duration, pluralize
-from common.settings import format_value
 from model import GPTConfig
 from training.config import AUTO, RunConfig
 
 
 def format_banner(config: RunConfig, folder: Path, summary: dict, meta: dict) -> str:
-    """The first lines of a run: what is trained, on which data and device.
-
-    summary: content of the run's summary.json.
-    meta: content of the data's meta.json.
-    """
+    """The first lines of a run: what is trained, on which data and device. summary, meta: content of the JSON files."""
     model, train, tokens, step = config.model, config.train, meta["tokens"], summary["step"]
-    size, attention, accumulation = meta["bytes"]["train"], summary["attention"], summary["accumulation"]
+    attention, accumulation = summary["attention"], summary["accumulation"]
     tokens_per_step, warmup_steps = train.batch_size * model.block_size, config.schedule.warmup_steps
-    limits = [train.steps and pluralize(train.steps, "step"), train.minutes and f"{train.minutes:g} minutes"]
+    steps, minutes = train.steps and pluralize(train.steps, "step"), train.minutes and f"{train.minutes:g} minutes"
+    limits = " or ".join(filter(None, [steps, minutes]))
     micro_batches = f"{pluralize(accumulation, 'micro batch')} of {pluralize(summary['micro_batch_size'], 'sequence')}"
-    is_auto = train.micro_batch_size == AUTO
     lines = {
         "run      ": [folder, step and f"resumed from step {step:,}"],
-        "preset   ": [config.preset and f"{config.preset}, for {format_bytes(size)} of text"],
+        "preset   ": [config.preset and f"{config.preset}, for {format_bytes(meta['bytes']['train'])} of text"],
         "data     ": [
             f"{config.data.label}, {tokens['train']:,} training tokens and {tokens['val']:,} validation tokens",
             f"{meta['tokenizer']['name']} vocabulary of {meta['vocab_size']:,}",
-            config.data.document_mask and "attention within documents only",
         ],
         "model    ": [
             f"{model.name}, {describe_model(model)}: {summary['n_params']:,} parameters",
@@ -35,16 +29,13 @@ def format_banner(config: RunConfig, folder: Path, summary: dict, meta: dict) ->
             train.init_from and not step and f"starting from {train.init_from}",
         ],
         "device   ": [
-            f"{summary['device_name']}, {summary['dtype']}",
-            summary["compile"] and "compiled",
+            f"{summary['device_name']}, {summary['dtype']}{', compiled' * summary['compile']}",
             f"attention {attention['requested']} -> {attention['resolved']}",
             summary["world_size"] > 1 and f"{summary['world_size']} processes with {config.parallel}",
         ],
         "training for ": [
-            " or ".join(filter(None, limits))
-            + f" of {train.batch_size} x {model.block_size} = {tokens_per_step:,} tokens",
-            (accumulation > 1 or is_auto) and micro_batches + " (the largest that fits)" * is_auto,
-            train.activation_checkpointing != "none" and f"activation checkpointing: {train.activation_checkpointing}",
+            f"{limits} of {train.batch_size} x {model.block_size} = {tokens_per_step:,} tokens",
+            (accumulation > 1 or train.micro_batch_size == AUTO) and micro_batches,
             train.steps and format_epochs(train.steps * tokens_per_step / tokens["train"]),
             warmup_steps >= (train.steps or inf) and f"all of them warmup (schedule.warmup_steps={warmup_steps:,})",
         ],
@@ -53,15 +44,10 @@ def format_banner(config: RunConfig, folder: Path, summary: dict, meta: dict) ->
 
 
 def describe_model(model: GPTConfig) -> str:
-    """The size of a model: layers, heads, channels, context and windows."""
-    words = [
-        f"{pluralize(model.n_layer, 'layer')}, {pluralize(model.n_head, 'head')}",
-        model.kv_heads != model.n_head and f"{model.kv_heads} key/value heads",
-        f"{model.n_embd} channels, context {model.block_size}",
-        any(model.windows) and f"windows {format_value(model.window)}",
-        "linear" in model.attention_types and f"attention {format_value(model.attention_type)}",
-    ]
-    return ", ".join(filter(None, words))
+    """The size of a model: layers, heads, channels and context."""
+    layers, heads = pluralize(model.n_layer, "layer"), pluralize(model.n_head, "head")
+    kv_heads = f" ({model.kv_heads} key/value)" if model.kv_heads != model.n_head else ""
+    return f"{layers}, {heads}{kv_heads}, {model.n_embd} channels, context {model.block_size}"
 
 
 def format_epochs(epochs: float) -> str:

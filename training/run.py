@@ -34,7 +34,7 @@ def open_run(
         if run.last.exists():
             state.resume(run.last, header)
         dist.require_equal(f"{run.folder} at step {state.step}", f"copy the newest {run.folder} to all machines")
-        if state.is_complete and read_summary(run.folder).get("status") == "finished":
+        if state.progress >= 1 and read_summary(run.folder).get("status") == "finished":
             limit = "train.patience" if state.evals_since_best >= (config.train.patience or inf) else "train.steps"
             print(f"{run.folder} is finished at step {state.step}; set a larger {limit}, or another name")
             yield run, stop
@@ -52,7 +52,7 @@ def open_run(
         dist.barrier()
         if dist.is_main:
             plot_run(run.folder)
-        if not state.is_complete:
+        if state.stopped:
             raise KeyboardInterrupt(f"saved at step {state.step}; resume with: {resume_command(run.name)}")
     if dist.is_main:
         print(format_summary(run.summary, run.folder))

@@ -29,7 +29,6 @@ def plot_run(folder: Path) -> None:
         label = f"validation, best {val[1].min():.3f}"
         axes.plot(*thin_curve(*val), "o-", color="#c2410c", linewidth=1.8, markersize=4, label=label)
     axes.set(xlabel="optimizer step", ylabel="loss, nats per token")
-    axes.locator_params(axis="x", integer=True)
     if axes.lines:
         axes.legend(frameon=False)
     figure.savefig(folder / "loss.png")
@@ -57,10 +56,8 @@ def _plot_attention(rows: list[dict], path: Path) -> None:
             axes.plot(steps, values[:, layer], color=color, linewidth=0.5, alpha=min(0.5, 3 / n_layer), zorder=1)
             axes.plot(steps, values[:, layer].mean(-1), color=color, linewidth=1.8, label=f"layer {layer + 1}")
         axes.set_xlabel("optimizer step")
-        axes.locator_params(axis="x", integer=True)
     panels[0].set_yscale("log", nonpositive="clip")
     legend.axis("off")
-    title = f"{path.parent.name}\nthick: mean over heads, thin: heads"
-    lines = panels[0].get_legend_handles_labels()
+    lines, title = panels[0].get_legend_handles_labels(), "thick: mean over heads, thin: heads"
     legend.legend(*lines, loc="center", ncols=-(-n_layer // 12), frameon=False, fontsize=9, title=title)
     figure.savefig(path)

@@ -42,9 +42,7 @@ SCHEDULES = {function.__name__: function for function in (cosine, linear, wsd)}
 
 
 def lr_scale(config: ScheduleConfig, step: int, steps: int | None, progress: float) -> float:
-    """The learning rate of the next step as a fraction of its peak.
-
-    It increases linearly during warmup, as (step + 1) / (warmup_steps + 1), and then follows the schedule.
+    """The learning rate of the next step as a fraction of its peak: linear warmup, then the schedule.
 
     step: finished steps.
     steps: length of the run; None: limited by time only.

@@ -1,7 +1,7 @@
-"""Functions for tensors that may be sharded: split by rows over processes (training/fsdp.py).
+"""Functions for tensors that may be sharded: split by rows over processes (training/parallel.py).
 
-A sharded tensor is a DTensor of torch.distributed.tensor. Importing that module takes two seconds, so only runs that
-shard import it, and is_sharded recognizes a DTensor by a method. Other tensors are returned unchanged.
+A sharded tensor is a DTensor. Importing its module takes two seconds, so only runs that shard tensors import it. Other
+tensors are returned unchanged.
 """
 
 from collections.abc import Callable, Mapping
@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 
 def is_sharded(tensor: Tensor) -> TypeGuard[Any]:
+    """Whether a tensor is a DTensor."""
     return hasattr(tensor, "full_tensor")
 
 
@@ -50,7 +51,7 @@ def map_matrices(function: Callable[[Tensor], Tensor], stack: Tensor) -> Tensor:
         return function(stack)
     from torch.distributed.tensor import DTensor, Shard
 
-    mesh, split = stack.device_mesh, [Shard(0)]
-    matrices = stack.redistribute(placements=split).to_local()
-    result = DTensor.from_local(function(matrices), mesh, split, shape=stack.shape, stride=stack.stride())
+    split = [Shard(0)]
+    result = function(stack.redistribute(placements=split).to_local())
+    result = DTensor.from_local(result, stack.device_mesh, split, shape=stack.shape, stride=stack.stride())
     return result.redistribute(placements=stack.placements)

@@ -3,6 +3,7 @@
 import statistics
 import time
 from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -49,17 +50,15 @@ class Speed:
         self.steps: list[float] = []  # seconds of each step
 
     def start_step(self) -> None:
-        self._start = _record_time(self.device)
+        self.start = _record_time(self.device)
 
     def end_step(self) -> Callable[[], dict]:
         """Returns a function that waits for the step and returns its metrics."""
-        start, end = self._start, _record_time(self.device)
+        return partial(self._read, self.start, _record_time(self.device))
 
-        def read() -> dict:
-            self.steps.append(_elapsed_seconds(start, end))
-            return self._metrics(self.steps[-1])
-
-        return read
+    def _read(self, start: Any, end: Any) -> dict:
+        self.steps.append(_elapsed_seconds(start, end))
+        return self._metrics(self.steps[-1])
 
     def median(self) -> dict:
         """Metrics of the median step, without warmup steps if there are others. Empty before the first step."""
@@ -67,8 +66,8 @@ class Speed:
         return self._metrics(statistics.median(steps)) if steps else {}
 
     def _metrics(self, seconds: float) -> dict:
-        speed = {"tokens_per_second": self.tokens / seconds, "mfu": self.flops / seconds / self.peak}
-        return {"step_ms": 1000 * seconds} | speed
+        mfu = self.flops / seconds / self.peak
+        return {"step_ms": 1000 * seconds, "tokens_per_second": self.tokens / seconds, "mfu": mfu}
 
 
 def compile_seconds() -> float:

@@ -1,7 +1,6 @@
 """Logs metrics, tables and pictures to wandb. If wandb fails or hangs, training continues.
 
-One thread makes all calls to wandb, in order. The training loop never waits for them, and the end of a run waits for a
-limited time.
+One thread makes all calls, in order. The loop never waits for them, and the end of a run waits for a limited time.
 """
 
 import secrets
@@ -13,12 +12,10 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import Any
 
-from common.run_dir import EXIT_CODES, flatten_dict
+from common.run_dir import flatten_dict
 from training.config import WandbConfig
 
-FINISH_TIMEOUT_S = 60  # for uploading the last rows and pictures
-INTERRUPTED_FINISH_TIMEOUT_S = 10  # schedulers kill a process about 30 s after SIGTERM
-INIT_KEYS = ("mode", "project", "entity", "group", "tags")  # of WandbConfig, which are arguments of wandb.init
+FINISH_TIMEOUT_S = 15  # for uploading the last rows; schedulers kill a process about 30 s after SIGTERM
 
 
 class WandbRun:
@@ -34,8 +31,9 @@ class WandbRun:
         self.is_enabled, self.folder = config.mode != "disabled", folder
         self.id = run_id or (secrets.token_hex(4) if self.is_enabled else None)
         resume = "allow" if run_id and config.mode == "online" else None
+        arguments |= {key: value for key, value in asdict(config).items() if key != "attention_maps"}
         arguments |= dict(id=self.id, resume=resume, dir=folder.resolve(), config=flatten_dict(run_config))
-        self._arguments = arguments | {key: getattr(config, key) for key in INIT_KEYS}
+        self._arguments = arguments
         self._calls: SimpleQueue[Callable[[Any], object] | None] = SimpleQueue()
         self._thread = Thread(target=self._make_calls, daemon=True)
 
@@ -48,9 +46,9 @@ class WandbRun:
 
     def _make_calls(self) -> None:
         """Start wandb and make the calls, until a call is None."""
-        try:
-            import wandb
+        import wandb
 
+        try:
             run = wandb.init(**self._arguments, settings=wandb.Settings(silent=True, console="off", init_timeout=60))
             run.define_metric("step")
             run.define_metric("*", step_metric="step")  # wandb drops rows if its own step decreases
@@ -60,8 +58,6 @@ class WandbRun:
             self.is_enabled, message = False, str(error).partition("\n")[0]
             print(f"wandb: {type(error).__name__}: {message}; continuing without wandb, {self.folder} has all results")
         with suppress(Exception):  # if its service was killed, wandb would print a traceback at exit
-            import wandb
-
             wandb.teardown()
 
     def log(self, rows: list[dict]) -> None:
@@ -80,10 +76,9 @@ class WandbRun:
             return
         self.call(lambda run: run.finish(exit_code))
         self._calls.put(None)
-        timeout_s = INTERRUPTED_FINISH_TIMEOUT_S if exit_code == EXIT_CODES["interrupted"] else FINISH_TIMEOUT_S
-        self._thread.join(timeout_s)
+        self._thread.join(FINISH_TIMEOUT_S)
         if self._thread.is_alive():  # wandb's service hangs, or the network is slow
-            print(f"wandb did not finish within {timeout_s} s; {self.folder} has all results")
+            print(f"wandb did not finish within {FINISH_TIMEOUT_S} s; {self.folder} has all results")
 
 
 def _to_media(value: Any) -> Any:

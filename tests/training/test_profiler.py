@@ -14,7 +14,7 @@ from training.speed import WARMUP_STEPS
 def run_steps(folder, num_steps, accumulation=1, error=None) -> list[str]:
     """Run steps with one matrix product per micro batch. Returns what the profiler prints."""
     printed = []
-    profiler = StepProfiler(torch.device("cpu"), accumulation, folder / "trace.json.gz", printed.append)
+    profiler = StepProfiler(torch.device("cpu"), accumulation, folder, printed.append)
     with suppress(ZeroDivisionError), profiler:
         for _ in range(num_steps):
             with torch.profiler.record_function("forward"):
