@@ -79,7 +79,7 @@ class TrainConfig:
 
 @dataclass
 class OptimizerConfig:
-    """Base class of all optimizers' configs. To add an optimizer, see training/optimizer.py."""
+    """Base class of all optimizers' configs. To add an optimizer, see docs/hacking.md."""
 
     name: str = "none"
     lr: float = setting(1e-3, above=0)  # peak learning rate
@@ -131,7 +131,10 @@ class MuonConfig(OptimizerConfig):
         ]
 
 
-OPTIMIZER_CONFIGS: dict[str, type[OptimizerConfig]] = {"adamw": AdamWConfig, "muon": MuonConfig}
+OPTIMIZER_CONFIGS: dict[str, type[OptimizerConfig]] = {
+    "adamw": AdamWConfig,
+    "muon": MuonConfig,
+}
 
 
 @dataclass
