@@ -1,8 +1,8 @@
 """Tokenizers, which convert text to token ids. A tokenizer is always a tiktoken.Encoding.
 
-Each function in TOKENIZERS builds a tokenizer from a corpus. A new tokenizer is one function here and a YAML file in
-configs/tokenizer/ that sets its name (docs/data.md). The tokenizer's spec is plain data (name, pattern, tokens, special
-tokens). It is saved in prepared data and in every checkpoint, so that sampling uses the tokenizer of the run.
+Each function in TOKENIZERS builds a tokenizer from a corpus. To add a tokenizer, write a function here and list it
+there. tokenizer.name=NAME then selects it (docs/hacking.md). The tokenizer's spec is plain data (name, pattern, tokens,
+special tokens). It is saved in prepared data and in every checkpoint, so that sampling uses the tokenizer of the run.
 """
 
 import base64

@@ -18,6 +18,7 @@ import yaml
 from helpers import ROOT, TEXT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
+HACKING = ROOT / "docs/hacking.md"  # test_hacking.py runs its blocks
 ATTENTION_PAGES = sorted((ROOT / "docs/attention").glob("*.md"))  # test_attention_pages.py runs their Python blocks
 SCRIPTS = ("train", "sample", "eval", "prepare", "bench", "compare", "export")
 NEEDS = re.compile(r"\b(GPUs?|several machines|cluster|SLURM)\b")

@@ -16,15 +16,22 @@ from contextlib import chdir
 
 import docs_helpers as docs
 import pytest
-from docs_helpers import ATTENTION_PAGES, PAGES, Command
+from docs_helpers import ATTENTION_PAGES, HACKING, PAGES, Command
 from helpers import ROOT, TEXT
 
 WITH_COMMANDS = [*PAGES, *ATTENTION_PAGES]
-COMMANDS = [command for page in WITH_COMMANDS for command in docs.read_commands(page) if command.script is not None]
+COMMANDS = [
+    command
+    for page in WITH_COMMANDS
+    if page != HACKING  # its commands need its changes
+    for command in docs.read_commands(page)
+    if command.script is not None
+]
 RUN = docs.distinct([command for command in COMMANDS if not command.needs_other_machine])
 PYTHON = [
     pytest.param("\n".join(lines), id=f"{page.name}:{first}")
     for page in PAGES
+    if page != HACKING
     for first, language, lines in docs.blocks(page)
     if language == "python"
 ]

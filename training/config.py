@@ -69,7 +69,7 @@ class TrainConfig:
 
 @dataclass
 class OptimizerConfig:
-    """Base class of all optimizers' configs. To add an optimizer, see training/optimizer.py."""
+    """Base class of all optimizers' configs. To add an optimizer, see docs/hacking.md."""
 
     name: str = "none"
     lr: float = setting(1e-3, above=0)  # peak learning rate
@@ -111,7 +111,10 @@ class MuonConfig(AdamWConfig):
     betas: list[float] = setting([0.8, 0.95], 0, below=1)  # AdamW
 
 
-OPTIMIZER_CONFIGS: dict[str, type[OptimizerConfig]] = {"adamw": AdamWConfig, "muon": MuonConfig}
+OPTIMIZER_CONFIGS: dict[str, type[OptimizerConfig]] = {
+    "adamw": AdamWConfig,
+    "muon": MuonConfig,
+}
 
 
 @dataclass

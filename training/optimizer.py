@@ -1,7 +1,7 @@
 """Optimizers: how a model's parameters are updated, and optimizer state by parameter name.
 
 To add an optimizer, write its config as a dataclass in training/config.py and list it there in OPTIMIZER_CONFIGS. Then
-write a function here that returns torch optimizers over all parameters, and list it in OPTIMIZERS.
+write a function here that returns torch optimizers over all parameters, and list it in OPTIMIZERS (docs/hacking.md).
 """
 
 import math
@@ -41,7 +41,10 @@ def build_muon(model: nn.Module, config: MuonConfig, dtype: torch.dtype) -> list
     return [muon, AdamW(groups, betas=tuple(config.betas), eps=config.eps, fused=True)]
 
 
-OPTIMIZERS: dict[str, Callable[..., list[Optimizer]]] = {"adamw": build_adamw, "muon": build_muon}
+OPTIMIZERS: dict[str, Callable[..., list[Optimizer]]] = {
+    "adamw": build_adamw,
+    "muon": build_muon,
+}
 
 
 def build_optimizers(model: nn.Module, config: OptimizerConfig, dtype: torch.dtype = torch.float32) -> list[Optimizer]:

@@ -1,6 +1,6 @@
 """The learning rate over a run, as a fraction of its peak.
 
-To add a schedule, write a function here, list it in SCHEDULES, and add a YAML file to configs/schedule/.
+To add a schedule, write a function here and list it in SCHEDULES. schedule.name=NAME then selects it (docs/hacking.md).
 """
 
 import math

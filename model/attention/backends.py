@@ -1,7 +1,7 @@
 """The attention backends: one function per backend. model/attention/__init__.py has their signature and notation.
 
-To add a backend, write a function here, decorate it with @backend(...) to state what it supports, and add
-configs/attention/<name>.yaml. The tests then compare it with `naive`.
+To add a backend, write a function here, and decorate it with @backend(...) to state what it supports.
+attention.backend=NAME then selects it (docs/hacking.md), and the tests compare it with `naive`.
 To add attention that computes something else, decorate its function with @backend(..., attention_type="<name>"), and
 add the name to ATTENTION_TYPES in model/config.py.
 """

@@ -22,7 +22,7 @@ from configs.multirun import list_combinations
             ["train.steps=5", "optimizer.betas=[0.9,0.95],[0.9,0.99]"],
             [["optimizer.betas=[0.9,0.95]"], ["optimizer.betas=[0.9,0.99]"]],
         ),
-        (["optimizer=glob(*)", "data.path=a,b.txt"], [["optimizer=adamw"], ["optimizer=muon"]]),
+        (["optimizer=glob(*, exclude=s*)", "data.path=a,b.txt"], [["optimizer=adamw"], ["optimizer=muon"]]),
     ],
 )
 def test_combinations_of_swept_values(words, expected):
