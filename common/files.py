@@ -12,7 +12,7 @@ from common.errors import UserError
 
 @contextmanager
 def name_file_in_errors(path: Path) -> Iterator[None]:
-    """Context manager: an OSError without a file name, as from a full disk, gets the name `path`."""
+    """Context manager: add the name `path` to an OSError without a file name, such as a full disk."""
     try:
         yield
     except OSError as error:
