@@ -51,7 +51,7 @@ from model.generation.attention_plots import draw_attention_maps
 from model.generation.config import unescape
 from model.generation.engine import Prompt, TextChunk, generate, in_prompt_order
 from model.generation.load import find_pretrained_folder, load_for_sampling
-from model.generation.prompts import check_output, read_prompt, read_prompts
+from model.generation.prompts import check_output, read_prompts, read_text
 from model.gpt import GPT
 from training.device import resolve_device, resolve_dtype
 
@@ -75,7 +75,7 @@ def load_prompts(config: SampleConfig) -> list[str]:
     if config.prompts is not None:
         return read_prompts(config.prompts)
     if config.prompt_file is not None:
-        return [read_prompt(config.prompt_file)]
+        return [read_text(config.prompt_file, f"prompt_file={config.prompt_file}")]
     return [unescape(config.prompt) or ""]
 
 

@@ -1,4 +1,4 @@
-"""Atomic writes, JSON files, and small text files of users."""
+"""Atomic writes and JSON files."""
 
 import json
 import os
@@ -12,7 +12,7 @@ from common.errors import UserError
 
 @contextmanager
 def name_file_in_errors(path: Path) -> Iterator[None]:
-    """Context manager: an OSError without a file name, as from a full disk, gets the name `path`."""
+    """Context manager: add the name `path` to an OSError without a file name, such as a full disk."""
     try:
         yield
     except OSError as error:
@@ -47,24 +47,6 @@ def atomic_write(path: Path, content: bytes | str) -> None:
     """Write a complete file or none. Text is encoded as UTF-8."""
     with atomic_writer(path) as file:
         file.write(content.encode() if isinstance(content, str) else content)
-
-
-def read_small_file(path: Path | str, name: str, max_bytes: int) -> str:
-    """Read a UTF-8 file without changing its line ends.
-
-    name: setting and path for error messages, as in "prompt_file=x".
-    Raises UserError if the file cannot be read, is not UTF-8, or is larger than max_bytes.
-    """
-    try:
-        with open(path, "rb") as file:
-            content = file.read(max_bytes + 1)
-        if len(content) > max_bytes:
-            raise UserError(f"{name} is larger than {max_bytes:,} bytes; set a smaller file")
-        return content.decode()
-    except OSError as error:
-        raise UserError(f"{name} cannot be read ({error.strerror}); set a text file") from None
-    except UnicodeDecodeError as error:
-        raise UserError(f"{name} is not UTF-8 (byte {error.start}); save it as UTF-8") from None
 
 
 def read_json(path: Path) -> dict:

@@ -23,7 +23,7 @@ def set_stop_handlers(handler) -> dict:
 
 
 def raise_interrupt(signum: int, frame) -> None:
-    """Signal handler. A second signal other than Ctrl-C is ignored, so that it does not stop the cleanup."""
+    """Signal handler that raises KeyboardInterrupt. Later signals except Ctrl-C are ignored during the cleanup."""
     discard_output_of_closed_terminal()
     if signum == signal.SIGINT:
         raise KeyboardInterrupt
@@ -68,7 +68,7 @@ class StopRequest:
 
 
 def discard_output_of_closed_terminal() -> None:
-    """After the SIGHUP of a closed terminal, writing to it would fail, also while a checkpoint is saved."""
+    """Discard output if the terminal is closed. Otherwise, a print would fail while a checkpoint is saved."""
     for descriptor in (1, 2):
         try:
             os.write(descriptor, b"")

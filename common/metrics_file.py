@@ -9,7 +9,12 @@ from common.errors import UserError
 
 
 def read_curves(file: Path | IO[bytes], *keys: str) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Read metrics as {key: (steps, values)}, without missing values and NaN. Raises UserError for a damaged row."""
+    """Read curves. Returns {key: (steps, values)}, without missing values and NaN.
+
+    file: metrics.jsonl, or an open file.
+    keys: names of metrics, such as "train/loss".
+    Raises UserError for a damaged row.
+    """
     import pyarrow
     from pyarrow import json  # several times as fast as Python's; it comes with datasets
 

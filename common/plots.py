@@ -18,7 +18,7 @@ def make_figure(width: float, height: float):
 
 
 def thin_curve(steps: np.ndarray, values: np.ndarray, n_blocks: int = PLOTTED_BLOCKS) -> tuple[np.ndarray, np.ndarray]:
-    """Reduce a curve to the lowest and highest point of about n_blocks blocks. Shorter curves keep all points."""
+    """Downsample a curve: keep the lowest and the highest point of about n_blocks blocks, for plots."""
     size = max(1, len(values) // n_blocks)
     blocks = values[: len(values) // size * size].reshape(-1, size)
     extremes = np.stack([blocks.argmin(axis=1), blocks.argmax(axis=1)]) + size * np.arange(len(blocks))

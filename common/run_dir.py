@@ -22,7 +22,7 @@ EXIT_CODES = {"finished": 0, "failed": 1, "refused": 2, "interrupted": 75}  # of
 
 
 def check_path_component(key: str, word: str) -> None:
-    """Raises UserError for a word that cannot be part of a folder name."""
+    """Raise UserError for a word that cannot be part of a folder name."""
     if not re.fullmatch(r"[A-Za-z0-9._-]{1,100}", word) or ".." in word or word.startswith((".", "-")):
         raise UserError(
             f"{key}={word!r} is not a folder name; use at most 100 letters, digits, '.', '_' and '-', as in {key}=my-1"
@@ -30,7 +30,7 @@ def check_path_component(key: str, word: str) -> None:
 
 
 def check_name(name: str) -> None:
-    """Raises UserError for a run name that cannot be a folder in runs/ or runs/sweeps/<sweep>/."""
+    """Raise UserError for a run name that cannot be a folder in runs/ or runs/sweeps/<sweep>/."""
     sweep, slash, job = name.removeprefix("sweeps/").partition("/")
     if name.startswith("sweeps/") and slash and JOB.fullmatch(job):
         return check_path_component("name", sweep)
@@ -93,12 +93,12 @@ def make_new_folder(parent: Path, label: str) -> str:
 
 
 def read_summary(folder: Path) -> dict:
-    """summary.json of a run folder; empty if there is none. Raises UserError if it is damaged."""
+    """Read summary.json of a run folder, or {} if it does not exist. Raises UserError if it is damaged."""
     return read_json(folder / "summary.json")
 
 
 def flatten_dict(config: dict, prefix: str = "") -> dict:
-    """{"model": {"n_layer": 2}} -> {"model.n_layer": 2}."""
+    """Join nested keys with dots: {"model": {"n_layer": 2}} becomes {"model.n_layer": 2}."""
     flat = {}
     for key, value in config.items():
         flat |= flatten_dict(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
@@ -113,12 +113,14 @@ class RunDir:
     """Context manager: a locked folder in runs/. On exit, the status is written to summary.json."""
 
     def __init__(self, name: str | None, label: str, resume: bool, is_main: bool = True, broadcast=lambda value: value):
-        """name: None: make one from the time and `label`.
+        """Make and lock the folder.
 
+        name: name of the run, or None to make one from the time and `label`.
+        resume: whether the run may exist already.
         is_main: whether this process locks and writes the folder.
         broadcast: function that returns the main process's value in all processes.
-        Raises UserError if another process trains the run, if the run exists and resume is False, or if it has lost
-        its last checkpoint.
+        Raises UserError if another process trains the run, if the run exists and resume is False, or if last.pt is
+        missing although the run has saved a step.
         """
         self.is_main = is_main
         self.summary: dict | None = None  # None before start(): summary.json is not changed
@@ -182,7 +184,7 @@ class RunDir:
 
 
 def status_of(error: BaseException | None) -> str:
-    """The status of a run that ended with `error`: a key of EXIT_CODES."""
+    """Status of a run that ended with `error`, or finished if it is None: a key of EXIT_CODES."""
     if error is None:
         return "finished"
     if isinstance(error, KeyboardInterrupt):

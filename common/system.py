@@ -75,13 +75,13 @@ def has_bf16_kernels() -> bool:
 
 
 def return_freed_memory() -> None:
-    """Return freed blocks of glibc's malloc to the system. If they were reused, the next peak would not count them."""
+    """Return freed blocks of glibc's malloc to the system. The next peak would not count blocks that are reused."""
     if platform.libc_ver()[0] == "glibc":
         ctypes.CDLL(None).malloc_trim(0)
 
 
 def cache_bytes(device: torch.device) -> int:
-    """Size of the device's largest cache. 0 if unknown."""
+    """Size of the device's largest cache, or 0 if it is unknown."""
     import torch
 
     if device.type == "cuda":
@@ -121,7 +121,7 @@ def resume_command(name: str) -> str:
 
 
 def launcher() -> list[str]:
-    """The program that starts processes like this one: python or torchrun. HOST:29500 is a placeholder."""
+    """Program and arguments that started this process: python, or torchrun. HOST:29500 is a placeholder."""
     if "TORCHELASTIC_RUN_ID" not in os.environ:
         return ["python"]
     nodes = os.environ["GROUP_WORLD_SIZE"]

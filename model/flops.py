@@ -68,7 +68,7 @@ def attention_flops_per_token(config: GPTConfig, T: int) -> int:
 
 
 def linear_attention_keys(D: int, T: int) -> int:
-    """Number of keys with which softmax attention takes as many FLOPs as linear attention: a chunk's keys, plus D.
+    """Keys per query with which softmax attention takes as many FLOPs as linear attention: a chunk's keys, plus D.
 
     Products with the state take 4 D Dv FLOPs per head and query. Products within a chunk take 2 (D + Dv) per key.
     """
@@ -76,7 +76,10 @@ def linear_attention_keys(D: int, T: int) -> int:
 
 
 def visible_pairs(Tq: int, Tk: int, window: int | None, document_length: int | None = None) -> int:
-    """Pairs of a query and a key that it attends to, in one sequence and head. document_length: None: one document."""
+    """Number of unmasked query-key pairs of one sequence and head.
+
+    document_length: length of all documents; by default, the sequence is one document.
+    """
     keys = np.arange(Tk - Tq, Tk) % (document_length or Tk) + 1  # up to the query, in its document
     return int(np.minimum(keys, window or Tk).sum())
 
@@ -84,7 +87,7 @@ def visible_pairs(Tq: int, Tk: int, window: int | None, document_length: int | N
 def attention_flops(
     request: AttentionRequest, attention_type: str = "softmax", document_length: int | None = None
 ) -> int:
-    """FLOPs of a forward pass of one causal attention call: 2 (D + Dv) per head and visible pair of query and key.
+    """FLOPs of a forward pass of one causal attention call: 2 (D + Dv) per head and unmasked query-key pair.
 
     A backward pass takes twice as many: the two products have four gradients (of Q, K, V and the weights), and each
     takes as many FLOPs as its product. For linear attention, see linear_attention_keys.

@@ -44,6 +44,8 @@ from model.config import GATED_MLPS, AttentionConfig, GPTConfig
 from model.loss import linear_cross_entropy
 from model.ngram import NgramEmbedding
 
+Rotary = tuple[Tensor, Tensor] | None  # from rotary_cos_sin; None with learned positions
+
 
 def make_norm(config: GPTConfig, size: int) -> nn.Module:
     if config.norm == "rmsnorm":
@@ -52,20 +54,23 @@ def make_norm(config: GPTConfig, size: int) -> nn.Module:
 
 
 def rotary_cos_sin(positions: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of position x 10000^(-2i/D), i < D/2 (RoPE, eq. 15): positions (...) -> 2 x (..., 1, D/2)."""
+    """Cosine and sine of the angles position x 10000^(-2i/D), i < D/2 (RoPE, eq. 15).
+
+    positions (...) -> cosine (..., 1, D/2), sine (..., 1, D/2)
+    """
     frequency = 10_000.0 ** (-torch.arange(0, head_dim, 2, device=positions.device).float() / head_dim)
     angle = positions.float().unsqueeze(-1) * frequency
     return angle.cos().unsqueeze(-2), angle.sin().unsqueeze(-2)
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the channel pairs (i, i + D/2) of x (B, T, H or G, D) by the angles of `rotary_cos_sin`."""
+    """Rotate the channel pairs (i, i + D/2) of queries or keys x (B, T, heads, D)."""
     a, b = x.chunk(2, dim=-1)
     return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).type_as(x)
 
 
 def positions_in_document(doc_ids: Tensor) -> Tensor:
-    """Position of each token in its document, counted from 0: doc_ids (B, T), one id per token -> (B, T)."""
+    """Position of each token in its document, counted from 0: doc_ids (B, T) -> (B, T)."""
     index = torch.arange(doc_ids.shape[1], device=doc_ids.device)
     is_first = F.pad(doc_ids[:, 1:] != doc_ids[:, :-1], (1, 0), value=True)
     return index - torch.where(is_first, index, 0).cummax(dim=1).values
@@ -77,41 +82,35 @@ class KVCacheProtocol(Protocol):
     previous_tokens: Tensor | None  # (B, max_ngram - 1): the tokens before the first input, -1 where there is none
 
     def attend(self, layer: int, attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        """Store k, v (B, T, G, D) of new tokens, and attend to them and to earlier tokens: q (B, T, H, D) -> y.
+        """Store the keys and values of new tokens, and attend to these and to all stored ones.
 
-        attend: the layer's function of q, k, v and positions.
+        layer: index of the layer.
+        attend: attention function of the layer, called with q, k, v and positions.
+        q (B, T, H, D), k and v (B, T, G, D) -> y (B, T, H, D)
         """
         ...
 
 
 class CausalSelfAttention(nn.Module):
-    """Causal multi-head attention: project to heads, attend, concatenate, project back.
-
-    rotary: the result of `rotary_cos_sin`, or None with learned positions.
-    """
+    """Causal multi-head attention: project to heads, attend, concatenate, project back."""
 
     def __init__(self, config: GPTConfig, attend: Callable[..., Tensor], layer: int):
         super().__init__()
         self.n_head, self.n_kv_head, self.head_dim = config.n_head, config.kv_heads, config.head_dim
         self.qkv = nn.Linear(config.n_embd, (self.n_head + 2 * self.n_kv_head) * self.head_dim, bias=config.bias)
         self.proj = nn.Linear(config.n_embd, config.n_embd, bias=config.bias)
-        self.attention_type, self.layer = config.attention_types[layer], layer
-        self.attend = attend if self.attention_type == "softmax" else NON_SOFTMAX[self.attention_type].attend
-        self.window = config.windows[layer]
-        self.qk_norm = config.qk_norm
-        self.softcap = config.attention_softcap if self.attention_type == "softmax" else None
-        self.dropout = config.dropout
+        self.layer, self.attention_type, self.window = layer, config.attention_types[layer], config.windows[layer]
+        self.attend, self.softcap = attend, config.attention_softcap
+        if self.attention_type != "softmax":
+            self.attend, self.softcap = NON_SOFTMAX[self.attention_type].attend, None
+        self.qk_norm, self.dropout = config.qk_norm, config.dropout
 
     def forward(
-        self,
-        x: Tensor,
-        rotary: tuple[Tensor, Tensor] | None,
-        doc_ids: Tensor | None = None,
-        kv_cache: KVCacheProtocol | None = None,
+        self, x: Tensor, rotary: Rotary, doc_ids: Tensor | None = None, kv_cache: KVCacheProtocol | None = None
     ) -> Tensor:
         B, T, C = x.shape
-        heads = self.qkv(x).view(B, T, -1, self.head_dim)
-        q, k, v = heads.split((self.n_head, self.n_kv_head, self.n_kv_head), dim=2)  # (B, T, H or G, D)
+        heads = self.qkv(x).view(B, T, -1, self.head_dim)  # (B, T, H + 2G, D)
+        q, k, v = heads.split((self.n_head, self.n_kv_head, self.n_kv_head), dim=2)  # (B, T, H, D), 2 x (B, T, G, D)
         if self.qk_norm:
             q = F.rms_norm(q, (self.head_dim,)).type_as(v)  # under autocast the norm may return float32
             k = F.rms_norm(k, (self.head_dim,)).type_as(v)
@@ -123,17 +122,18 @@ class CausalSelfAttention(nn.Module):
             y = self.attend(q, k, v, **options)  # (B, T, H, D)
         else:
             y = kv_cache.attend(self.layer, partial(self.attend, **options), q, k, v)
-        y = self.proj(y.reshape(B, T, C))
+        y = self.proj(y.reshape(B, T, C))  # (B, T, C)
         return F.dropout(y, self.dropout, self.training) if self.dropout else y
 
 
 def swiglu(x: Tensor) -> Tensor:
-    """SiLU of the first half of the channels, times the second half: (..., 2W) -> (..., W)."""
+    """The first half of the channels, after SiLU, gates the second half: (..., 2W) -> (..., W)."""
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate) * up
 
 
-ACTIVATIONS = {  # to add one, also add its name to MLPS in model/config.py, and to GATED_MLPS if it halves the channels
+# To add an activation, add its name to MLPS in model/config.py too, and to GATED_MLPS if it halves the channels.
+ACTIVATIONS = {
     "gelu": F.gelu,
     "gelu_tanh": partial(F.gelu, approximate="tanh"),
     "relu2": lambda x: F.relu(x).square(),
@@ -142,7 +142,7 @@ ACTIVATIONS = {  # to add one, also add its name to MLPS in model/config.py, and
 
 
 class MLP(nn.Module):
-    """Two linear layers with an activation between them: C -> W -> C, or C -> 2W -> C if the activation is gated."""
+    """Feed-forward layer: linear (C -> W, or 2W if the activation is gated), activation, linear (W -> C)."""
 
     def __init__(self, config: GPTConfig):
         super().__init__()
@@ -158,7 +158,7 @@ class MLP(nn.Module):
 
 
 class Block(nn.Module):
-    """Transformer block: attention, then the MLP. Both read a norm of the residual stream, and add to the stream."""
+    """Pre-norm transformer block: attention and MLP each add their output to the residual stream x (B, T, C)."""
 
     def __init__(self, config: GPTConfig, attend: Callable[..., Tensor], layer: int):
         super().__init__()
@@ -167,23 +167,17 @@ class Block(nn.Module):
         self.norm_mlp = make_norm(config, config.n_embd)
         self.mlp = MLP(config)
 
-    def forward(
-        self,
-        x: Tensor,
-        rotary: tuple[Tensor, Tensor] | None,
-        doc_ids: Tensor | None = None,
-        kv_cache: KVCacheProtocol | None = None,
-    ) -> Tensor:
+    def forward(self, x: Tensor, rotary: Rotary, doc_ids: Tensor | None, kv_cache: KVCacheProtocol | None) -> Tensor:
         x = x + self.attn(self.norm_attn(x), rotary, doc_ids, kv_cache)
         return x + self.mlp(self.norm_mlp(x))
 
 
 class GPT(nn.Module):
-    """The model: model(tokens) -> logits, or model(tokens, targets) -> loss.
+    """The model: model(tokens) returns logits, model(tokens, targets) returns the loss.
 
-    attend: attention function of all layers (model/attention/). None: the default of AttentionConfig.
-    device: where parameters are allocated. On "meta", they have shapes only.
-    weights: a state_dict whose tensors become the parameters. None: initialize from torch's global generator.
+    attend: attention function of all layers (model/attention/); defaults to AttentionConfig's backend.
+    device: where parameters are allocated; on "meta" they have no values.
+    weights: state_dict whose tensors become the parameters; by default, they are initialized randomly.
     """
 
     def __init__(
@@ -197,7 +191,7 @@ class GPT(nn.Module):
         super().__init__()
         attend = attend or get_attention_fn(AttentionConfig())
         self.config, self.vocab_size, self.attend = config, vocab_size, attend
-        with torch.device("meta"):  # shapes only: PyTorch's default initialization would be overwritten
+        with torch.device("meta"):  # without values, because PyTorch's default initialization would be overwritten
             padded_vocab_size = -(-vocab_size // config.pad_vocab_multiple) * config.pad_vocab_multiple
             self.wte = empty_embedding(padded_vocab_size, config.n_embd)
             self.wpe = empty_embedding(config.block_size, config.n_embd) if config.position == "learned" else None
@@ -218,7 +212,7 @@ class GPT(nn.Module):
             self.register_buffer("rotary_sin", sin, persistent=False)
 
     def parts(self) -> Iterator[tuple[str, nn.Module]]:
-        """Yield the name and the module of all parts: embeddings, each block, norm and head."""
+        """Yield name and module of the embeddings, the blocks, the final norm and the head, for FSDP."""
         for name, part in self.named_children():
             if part is self.blocks:
                 yield from ((f"{name}.{layer}", block) for layer, block in enumerate(self.blocks))
@@ -227,7 +221,10 @@ class GPT(nn.Module):
 
     @torch.no_grad()
     def init_weights(self, part: nn.Module | None = None, prefix: str = "") -> None:
-        """Initialize all weights, following the table at the top of this file. part: initialize only this module."""
+        """Initialize weights by the table at the top of this file.
+
+        part: initializes only this module, whose name begins with `prefix`.
+        """
         for name, p in (part or self).named_parameters(prefix):
             if p.ndim < 2:
                 nn.init.zeros_(p) if name.endswith("bias") else nn.init.ones_(p)
@@ -247,27 +244,22 @@ class GPT(nn.Module):
         kv_cache: KVCacheProtocol | None = None,
         reduction: str = "mean",
     ) -> Tensor:
-        """Return next-token logits (B, T, V), or the cross entropy if targets (B, T) are given.
+        """Next-token logits (B, T, V), or the cross entropy in nats, as a float32 scalar, if targets are given.
 
-        The loss is in nats and in float32, also under autocast. Targets of -100 are ignored. reduction: mean or sum.
-        For doc_ids, positions and kv_cache see `backbone`.
+        targets (B, T): next tokens; -100 is ignored.
+        doc_ids, positions, kv_cache: see backbone.
+        reduction: "mean" or "sum" over the targets.
         """
         x = self.backbone(tokens, doc_ids=doc_ids, positions=positions, kv_cache=kv_cache)
         if targets is None:
             return self.logits(x)
-        return linear_cross_entropy(
-            x.flatten(0, 1),
-            self.lm_head.weight,
-            targets.flatten(),
-            self.vocab_size,
-            reduction,
-            softcap=self.config.logit_softcap,
-        )
+        x, targets, softcap = x.flatten(0, 1), targets.flatten(), self.config.logit_softcap
+        return linear_cross_entropy(x, self.lm_head.weight, targets, self.vocab_size, reduction, softcap=softcap)
 
     def logits(self, x: Tensor) -> Tensor:
         """Next-token logits of hidden states: (..., C) -> (..., V)."""
         logits, softcap = self.lm_head(x)[..., : self.vocab_size], self.config.logit_softcap
-        return logits if softcap is None else apply_softcap(logits.float(), softcap)  # as in the loss
+        return logits if softcap is None else apply_softcap(logits.float(), softcap)  # float32 as in the loss
 
     def backbone(
         self,
@@ -279,9 +271,9 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Hidden states after the final norm: tokens (B, T) -> (B, T, C).
 
-        doc_ids (B, T): document of each token. Attention stays within a document, and its positions start at 0.
-        positions (B, T): position of each token, by default counted from 0. Rotary positions may exceed block_size.
-        kv_cache: stores the keys and values of earlier tokens (see KVCacheProtocol).
+        doc_ids (B, T): document of each token. Tokens attend within their document, and its positions start at 0.
+        positions (B, T): position of each token; by default counted from 0. Rotary positions may exceed block_size.
+        kv_cache: stores the keys and values of earlier tokens.
         Raises UserError if positions is None and T exceeds block_size.
         """
         T = tokens.shape[1]

@@ -24,13 +24,16 @@ def linear_cross_entropy(
     chunk_logits: int = CHUNK_LOGITS,
     softcap: float | None = None,
 ) -> Tensor:
-    """Cross entropy in nats of the logits x weight^T: x (N, C), weight (rows, C), targets (N) -> float32 scalar.
+    """Cross entropy of the logits x weight^T in nats, as a float32 scalar.
 
-    Rows of `weight` from vocab_size on are padding. reduction: mean or sum over the targets that are not IGNORE_INDEX.
+    x (N, C): hidden states.
+    weight (rows, C): rows from vocab_size on are padding.
+    targets (N): token ids; IGNORE_INDEX is not counted.
+    reduction: "mean" or "sum" over the counted targets.
+    chunk_logits: more logits than this are computed in chunks, each with its gradient, to save memory.
     softcap: bound of the logits (model/attention/softcap.py).
 
-    More than chunk_logits logits are computed in chunks, together with their gradient, so that only one chunk is in
-    memory at a time. float16 logits are never chunked: GradScaler must scale their gradients before they are rounded.
+    float16 logits are never chunked: GradScaler must scale their gradients before they are rounded.
     """
     if reduction not in ("mean", "sum"):
         raise ValueError(f"reduction={reduction!r} must be mean or sum")

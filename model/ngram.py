@@ -14,8 +14,8 @@ from common.startup import empty_embedding
 class NgramEmbedding(nn.Module):
     """Sum of the embeddings of the 2-gram, ..., max_ngram-gram that end at each token: tokens (B, T) -> (B, T, C).
 
-    All n-grams are hashed into one table of table_size rows, so two n-grams may share a row. Where an n-gram reaches
-    beyond the first token or into another document, it contains a padding id.
+    All n-grams are hashed into one table of table_size rows, so n-grams may collide. A padding id replaces tokens
+    before the first one and tokens of other documents.
     """
 
     PRIME, FACTOR = 2**31 - 1, 1_566_083_941  # a hash is below PRIME, so hash x FACTOR fits into int64
@@ -26,9 +26,10 @@ class NgramEmbedding(nn.Module):
         self.table = empty_embedding(table_size, C)
 
     def ngram_hashes(self, tokens: Tensor, doc_ids: Tensor | None, previous_tokens: Tensor | None = None) -> Tensor:
-        """Table row of each n-gram that ends at each token -> (B, T, max_ngram - 1).
+        """Table rows of the n-grams that end at each token: tokens (B, T) -> (B, T, max_ngram - 1).
 
-        previous_tokens (B, max_ngram - 1): the tokens before the first one, -1 where there is none. None: all are -1.
+        doc_ids (B, T): document of each token; by default, all tokens belong to one.
+        previous_tokens (B, max_ngram - 1): tokens before the first one, -1 where there is none; by default all -1.
         """
         T, offset = tokens.shape[1], self.max_ngram - 1
         if previous_tokens is None:

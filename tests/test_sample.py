@@ -23,7 +23,7 @@ from configs.cli import parse_config
 from model.generation.attention_maps import attention_maps
 from model.generation.engine import stream
 from model.generation.load import load_run
-from model.generation.prompts import read_prompt
+from model.generation.prompts import read_text
 from sample import main
 
 RUN = ["run=a", "max_new_tokens=30"]
@@ -128,7 +128,7 @@ def test_prompt_files_are_split_at_line_ends_only(train, sample, workdir):
     sample(*RUN, "prompts=p.txt", "out=o.jsonl")
     assert [line["prompt"] for line in read_jsonl("o.jsonl")] == ["The", "says\x0c1\u20282"]
     (workdir / "crlf.txt").write_bytes(b"The\r\n")
-    assert read_prompt("crlf.txt") == "The\r\n", "prompt_file is exact"
+    assert read_text("crlf.txt", "prompt_file") == "The\r\n", "prompt_file is exact"
 
 
 def test_output_file_is_complete_or_absent_and_never_overwritten(trained, workdir, monkeypatch, capsys):

@@ -164,7 +164,7 @@ class WandbConfig:
 class TrainWandbConfig(WandbConfig):
     """WandbConfig of train.py."""
 
-    attention_maps: bool = False  # plot attention maps and log entropies at each evaluation, even if wandb is disabled
+    attention_maps: bool = False  # plot attention maps at each evaluation, even if wandb is disabled
 
 
 @dataclass

@@ -15,8 +15,7 @@ from common.interrupt import StopRequest
 from common.system import peak_memory_bytes
 from data.loader import Loader
 from data.tokenizer import initial_tokens, token_bytes
-from model.attention.head_statistics import entropy
-from model.generation.attention_maps import attention_maps, attention_statistics, layer_entropies
+from model.generation.attention_maps import attention_maps, attention_statistics
 from model.generation.attention_plots import plot_attention
 from model.generation.config import unescape
 from model.generation.engine import Prompt, generate
@@ -108,8 +107,8 @@ class Evaluator:
             x, _, doc_ids = loader.batch("val", 0, 1)
             weights = attention_maps(model, x[:, :MAP_TOKENS], None if doc_ids is None else doc_ids[:, :MAP_TOKENS])
             path = self.folder / "attention" / f"step-{step:06d}.png"
-            plot_attention(weights.numpy(), entropy(weights).numpy(), path)
-            metrics = {"attention": path} | layer_entropies(weights)
+            plot_attention(weights, path)
+            metrics = {"attention": path}
         if self.config.eval.attention_stats:
             windows = min(STATISTICS_WINDOWS, loader.val_windows)
             x, _, doc_ids = loader.batch("val", 0, windows, loader.val_windows / windows)

@@ -116,7 +116,7 @@ def _sdpa(q, k, v, window, positions, doc_ids, dropout_p, softcap, kernels: list
 def sdpa(q, k, v, *, window=None, positions=None, doc_ids=None, dropout_p=0.0, softcap=None, kernels=None) -> Tensor:
     """PyTorch's scaled_dot_product_attention, which chooses the kernel.
 
-    kernels: names of the kernels that it may use, in order of preference (only CUDA respects the order); None: all.
+    kernels: names of the kernels that it may use, by default all. CUDA tries them in this order.
     """
     allowed = [KERNELS[name] for name in kernels] if kernels is not None else None
     return _sdpa(q, k, v, window, positions, doc_ids, dropout_p, softcap, allowed)
@@ -206,7 +206,7 @@ def _softcap_score_mod(softcap: float | None) -> Callable[..., Tensor] | None:
 def _compiled_flex():
     from torch.nn.attention.flex_attention import flex_attention
 
-    # PyTorch compiles once per kind of mask, with and without gradients, for the first length and for dynamic lengths.
+    # PyTorch compiles once per type of mask, with and without gradients, for the first length and for dynamic lengths.
     # Beyond the limit, fullgraph raises an error. Without fullgraph, PyTorch would compute and store all scores.
     raise_recompile_limit(64)
     return torch.compile(flex_attention, fullgraph=True)

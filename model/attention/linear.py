@@ -50,8 +50,8 @@ def linear_attention(q, k, v, *, window=None, positions=None, doc_ids=None, drop
         q, k, v = (
             _split_chunks(x, chunk) for x in (_features(q), repeat_kv(_features(k), H), repeat_kv(_append_one(v), H))
         )
-        states = k.mT @ v  # of each chunk, (B, H, T / chunk, D, Dv + 1)
-        # of all earlier chunks; cumsum() - states would round with later tokens
+        states = k.mT @ v  # one per chunk, (B, H, T / chunk, D, Dv + 1)
+        # Sum over all earlier chunks. cumsum() - states would round with later tokens.
         states = F.pad(states.cumsum(2)[:, :, :-1], (0, 0, 0, 0, 1, 0))
         y = (q @ k.mT).tril() @ v + q @ states  # (B, H, T / chunk, chunk, Dv + 1)
         y = y.flatten(2, 3)[:, :, :T].transpose(1, 2)
@@ -59,7 +59,10 @@ def linear_attention(q, k, v, *, window=None, positions=None, doc_ids=None, drop
 
 
 def linear_attention_state(k: Tensor, v: Tensor, lengths: Tensor) -> Tensor:
-    """State after the first `lengths` (B, 1) tokens of k (B, T, G, D), v (B, T, G, Dv) -> (B, G, D, Dv + 1)."""
+    """State phi(K)^T [V, 1] of the first `lengths` (B, 1) tokens.
+
+    k (B, T, G, D), v (B, T, G, Dv) -> (B, G, D, Dv + 1)
+    """
     with torch.autocast(k.device.type, enabled=False):
         is_read = torch.arange(k.shape[1], device=k.device) < lengths  # (B, T)
         k = _features(k) * is_read[..., None, None]

@@ -161,7 +161,7 @@ _active_package: str | None = None
 
 
 def _activate_flash_package(package: str | None) -> None:
-    """Replace PyTorch's flash kernel with another package's, in this process; None: restore it. Raises UserError."""
+    """Use a package's flash kernel instead of PyTorch's in this process. None restores it. Raises UserError."""
     global _active_package
     if package == _active_package:
         return

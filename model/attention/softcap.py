@@ -4,5 +4,5 @@ from torch import Tensor
 
 
 def apply_softcap(x: Tensor, cap: float | None) -> Tensor:
-    """cap tanh(x / cap), element by element; or x if cap is None."""
+    """Elementwise cap tanh(x / cap). Returns x if cap is None."""
     return x if cap is None else cap * (x / cap).tanh()

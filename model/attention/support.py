@@ -38,7 +38,9 @@ class Support:
 class AttentionRequest:
     """Shapes and options of an attention call.
 
-    document_mask, positions: whether the call has doc_ids and positions. grad: whether gradients are computed.
+    grad: whether gradients are computed.
+    document_mask: whether the call has doc_ids.
+    positions: whether the call has positions.
     """
 
     B: int
@@ -108,7 +110,8 @@ class Backend:
 
     on: support by device type, or by device type and attention.flash_package, as in "cuda FA3".
     uses_sdpa: whether the backend calls scaled_dot_product_attention, which selects a kernel.
-    kernels: allowed values of attention.kernels; empty: none. needs_compiler: whether torch.compile must work.
+    kernels: allowed values of attention.kernels.
+    needs_compiler: whether the backend needs torch.compile's compiler.
     attention_type: value of model.attention_type that computes the same as this backend.
     """
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from model.attention.backends import attention_scores, repeat_kv
-from model.attention.head_statistics import STATISTICS, entropy, head_statistics
+from model.attention.head_statistics import STATISTICS, head_statistics
 from model.attention.linear import linear_attention_scores
 from model.gpt import GPT
 
@@ -21,15 +21,16 @@ SCORES = {"softmax": attention_scores, "linear": linear_attention_scores}  # by 
 
 @torch.no_grad()
 def record_attention(model: GPT, tokens: Tensor, doc_ids: Tensor | None, measure: Callable[[Tensor], Tensor]) -> Tensor:
-    """Call measure(scores) for each layer, with the scores (H, T, T) for tokens (1, T) -> the results, stacked.
+    """Measure each layer's attention scores, without dropout. Returns the results of all layers, stacked.
 
-    The reference formula computes the scores, because kernels do not store them. They are float32, also under autocast.
-    There is no dropout.
+    tokens (1, T): one sequence.
     doc_ids (1, T): document of each token, as for GPT.backbone.
+    measure: called with the scores (H, T, T) of a layer, in float32, also under autocast.
     Raises UserError if T exceeds block_size.
     """
     results = []
 
+    # Kernels do not store the scores, so the reference formula computes them.
     def record(compute_scores, q, k, v, *, dropout_p=0.0, **options) -> Tensor:  # window, positions, doc_ids, softcap
         dtype = torch.promote_types(q.dtype, torch.float32)
         with torch.autocast(q.device.type, enabled=False):
@@ -61,13 +62,13 @@ def attention_maps(model: GPT, tokens: Tensor, doc_ids: Tensor | None = None) ->
 
 
 def attention_statistics(model: GPT, tokens: Tensor, doc_ids: Tensor | None = None) -> dict[str, float]:
-    """Statistics of each head as metrics, means over sequences: tokens (B, T) -> {"attention/entropy/layer-1/head-1"}.
+    """Statistics of each head as metrics: tokens (B, T) -> {"attention/entropy/layer-1/head-1": 2.3, ...}.
 
-    "attention/entropy" and so on are the means over layers and heads. One sequence at a time is in memory. A value is
-    NaN, and not part of a mean, if no query sees an earlier key.
+    Values are means over the B sequences. "attention/entropy" and so on are the means over layers and heads. A value
+    is NaN if no query sees an earlier key; means ignore it.
     """
     documents = [None] * len(tokens) if doc_ids is None else doc_ids.split(1)
-    sequences = zip(tokens.split(1), documents, strict=True)
+    sequences = zip(tokens.split(1), documents, strict=True)  # one at a time, to save memory
     values = [record_attention(model, x, ids, head_statistics) for x, ids in sequences]
     values = torch.stack(values).nanmean(0)  # (n_layer, 5, H)
     metrics = {}
@@ -77,8 +78,3 @@ def attention_statistics(model: GPT, tokens: Tensor, doc_ids: Tensor | None = No
             for head, value in enumerate(heads, start=1):
                 metrics[f"attention/{name}/layer-{layer}/head-{head}"] = value
     return metrics
-
-
-def layer_entropies(weights: Tensor) -> dict[str, float]:
-    """Mean entropy of each layer's heads, as metrics: (n_layer, H, T, T) -> {"entropy/layer-1": nats, ...}."""
-    return {f"entropy/layer-{i}": value for i, value in enumerate(entropy(weights).mean(-1).tolist(), start=1)}

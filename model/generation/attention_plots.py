@@ -8,6 +8,7 @@ from pathlib import Path
 import numpy as np
 import tiktoken
 import torch
+from torch import Tensor
 
 from common.errors import UserError
 from common.plots import GREY, make_figure
@@ -20,14 +21,13 @@ MAX_MAP_TOKENS = 256  # with more, a weight is smaller than a pixel
 MAX_LABELED_TOKENS = 40  # with more, the axes show no tokens
 MAX_LABEL_CHARS = 12
 WHITESPACE_SYMBOLS = {" ": "·", "\n": "⏎", "\r": "↵", "\t": "⇥"}
-COLORS = ("#ffffff", "#cfe1f2", "#6aaed6", "#1764ab", "#08264d")
-MASKED_COLOR = "#eceff3"  # keys after their query; white is weight 0
+MASKED_COLOR = "#e0e0e0"  # keys after their query; white is weight 0
 
 
 def draw_attention_maps(model: GPT, tokenizer: tiktoken.Encoding, prompt: str, sample: str, folder: Path) -> None:
     """Plot the attention weights for the prompt, or for the sample if the prompt has fewer than two tokens.
 
-    overview.png shows all heads, and layer-01.png, ... one layer. Raises UserError if there are fewer than two tokens.
+    overview.png shows all heads; layer-01.png, ... show one layer. Raises UserError if both have fewer than two tokens.
     """
     tokens = encode(tokenizer, prompt).tolist()
     if len(tokens) < 2:
@@ -36,57 +36,50 @@ def draw_attention_maps(model: GPT, tokenizer: tiktoken.Encoding, prompt: str, s
         raise UserError("attention_map=true needs at least two tokens; set a longer prompt or a larger max_new_tokens")
     T = min(len(tokens), model.config.block_size, MAX_MAP_TOKENS)
     weights = attention_maps(model, torch.tensor([tokens[-T:]], device=model.wte.weight.device))
-    entropies = entropy(weights).numpy()
-    plot_attention(weights.numpy(), entropies, folder / "overview.png")
-    for layer in range(len(weights)):
-        path, words = folder / f"layer-{layer + 1:02d}.png", token_strings(tokenizer, tokens[-T:])
-        plot_attention(weights[layer : layer + 1].numpy(), entropies[layer : layer + 1], path, words, first=layer + 1)
+    plot_attention(weights, folder / "overview.png")
+    words = token_strings(tokenizer, tokens[-T:])
+    for layer in range(1, len(weights) + 1):
+        plot_attention(weights[layer - 1 : layer], folder / f"layer-{layer:02d}.png", words, first=layer)
     print(f"written  {folder}/layer-*.png, overview.png of the last {T} tokens", file=sys.stderr)
     print(f"entropy of uniform attention: {uniform_entropy(T):.2f} nats", file=sys.stderr)
 
 
-def plot_attention(
-    weights: np.ndarray, entropies: np.ndarray, path: Path, words: list[str] | None = None, first: int = 1
-) -> None:
-    """Plot the weights of all heads in one picture.
+def plot_attention(weights: Tensor, path: Path, words: list[str] | None = None, first: int = 1) -> None:
+    """Plot the attention weights of all heads in one picture, with the entropy of each head.
 
     weights (n_layer, H, T, T): row i has the weights of all keys for query i.
-    entropies (n_layer, H): shown with each head, in nats.
-    words: tokens that label the axes. Without them, a row of heads is a layer.
+    path: picture to write.
+    words: tokens that label the axes. Without them, each layer is a row of heads.
     first: number of the first layer.
     """
-    from matplotlib.colors import LinearSegmentedColormap, PowerNorm  # a slow import
+    from matplotlib import colormaps  # a slow import
+    from matplotlib.colors import PowerNorm
 
     n_layer, H, T, _ = weights.shape
-    words = None if words is None or T > MAX_LABELED_TOKENS else [format_label(word) for word in words]
-    columns = H if words is None else min(H, 4)
+    labels = [format_label(word) for word in words] if words is not None and T <= MAX_LABELED_TOKENS else []
+    columns = min(H, 4) if labels else H
     rows, step = ceil(n_layer * H / columns), T + max(1, round(0.08 * T))
-    side = min(2.0, max(0.5, 11 / columns)) if words is None else max(2.6, 0.125 * T)  # inches per head
+    side = max(2.6, 0.125 * T) if labels else min(2.0, max(0.5, 11 / columns))  # inches per head
     figure = make_figure(side * columns + 1.6, side * rows + 0.9)
     axes = figure.subplots()
     # One image for all heads: with one panel per head, matplotlib takes twice as long (3.5 s for 12 x 12 heads).
-    mosaic = np.zeros((rows * step, columns * step))
+    mosaic, entropies = np.zeros((rows * step, columns * step)), entropy(weights)
     for index, (layer, head) in enumerate(np.ndindex(n_layer, H)):
         y, x = index // columns * step, index % columns * step
         mosaic[y : y + T, x : x + T] = np.where(np.tri(T), weights[layer, head], np.nan)
         title = f"layer {first + layer}\nhead {head + 1}\n{entropies[layer, head]:.2f}"
-        size = min(9, 5 * side)
-        axes.text(x + 0.95 * T, y + 0.06 * T, title, ha="right", va="top", fontsize=size, color=GREY)
-    colors = LinearSegmentedColormap.from_list("weights", COLORS).with_extremes(bad=MASKED_COLOR)
-    extent = (0, columns * step, rows * step, 0)  # left, right, bottom, top
+        axes.text(x + 0.95 * T, y + 0.06 * T, title, ha="right", va="top", fontsize=min(9, 5 * side), color=GREY)
     # a square-root color scale, because most weights are small
+    colors, extent = colormaps["Blues"].with_extremes(bad=MASKED_COLOR), (0, columns * step, rows * step, 0)
     image = axes.imshow(mosaic, cmap=colors, norm=PowerNorm(0.5, 0, 1), extent=extent)
     axes.spines[:].set_visible(False)
     for axis, count in ((axes.xaxis, columns), (axes.yaxis, rows)):
-        ticks = [panel * step + token + 0.5 for panel in range(count) for token in range(T)] if words else []
-        axis.set_ticks(ticks, (words or []) * count, family="DejaVu Sans Mono", parse_math=False)
+        ticks = [panel * step + token + 0.5 for panel in range(count) for token in range(len(labels))]
+        axis.set_ticks(ticks, labels * count, family="DejaVu Sans Mono", parse_math=False)
     axes.tick_params(length=0, labelsize=7.5)
     axes.tick_params(axis="x", rotation=90)
     axes.set_xlabel(f"{T} tokens\nrows: queries, columns: keys; numbers: entropy, nats", fontsize=9, color=GREY)
-    bar = figure.colorbar(image, ax=axes, ticks=[0, 0.01, 0.05, 0.1, 0.25, 0.5, 1], format="{x:g}", aspect=40)
-    bar.set_label("weight", fontsize=9)
-    bar.ax.tick_params(labelsize=8)
-    bar.outline.set_visible(False)
+    figure.colorbar(image, ax=axes, ticks=[0, 0.01, 0.1, 0.25, 0.5, 1], format="{x:g}", aspect=40, label="weight")
     path.parent.mkdir(parents=True, exist_ok=True)
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph")  # characters that the font lacks become boxes

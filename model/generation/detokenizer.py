@@ -11,7 +11,8 @@ from model.generation.config import SamplingConfig
 class IncrementalDetokenizer:
     """Converts tokens to complete characters, one token at a time. Holds back text that may begin a stop string.
 
-    end_token: id of the end-of-text token, or None. n_tokens: number of tokens so far, without the end-of-text token.
+    end_token: id of the end-of-text token, or None.
+    n_tokens: number of tokens so far, without the end-of-text token.
     """
 
     def __init__(self, tokenizer: tiktoken.Encoding, sampling: SamplingConfig, end_token: int | None):
@@ -22,7 +23,7 @@ class IncrementalDetokenizer:
         self.n_tokens = 0
 
     def push(self, token: int) -> tuple[str, str | None]:
-        """Add a token -> (text that can be shown now, finish reason as in TextChunk).
+        """Add a token. Returns the text that can be shown now, and the finish reason as in TextChunk.
 
         An incomplete character at the end of a sample is dropped.
         """

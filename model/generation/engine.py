@@ -71,7 +71,7 @@ class Engine:
 
     @torch.inference_mode()
     def step(self) -> list[int]:
-        """Generate one token for each sequence -> the tokens. Raises UserError if the logits are NaN."""
+        """Generate one token for each sequence, and return them. Raises UserError if the logits are NaN."""
         for row, sequence in enumerate(self.sequences):
             if self.model.wpe is not None and sequence.cached == self.block_size:  # all learned positions are used
                 self._prefill(row, [sequence], max(1, self.block_size // 2))
@@ -155,7 +155,10 @@ def generate(
 def stream(
     model: GPT, tokenizer: tiktoken.Encoding, prompt: str = "", seed: int = 1337, **settings: Any
 ) -> Iterator[str]:
-    """Generate one sample, and yield its text, without the prompt, as it is generated. settings: of SamplingConfig."""
+    """Generate one sample, and yield its text, without the prompt, as it is generated.
+
+    settings: fields of SamplingConfig, such as temperature=0.8.
+    """
     tokens = encode(tokenizer, prompt).tolist() if prompt else initial_tokens(tokenizer)
     for chunk in generate(model, tokenizer, [Prompt(tokens, seed)], SamplingConfig(**settings), batch_size=1):
         yield chunk.text

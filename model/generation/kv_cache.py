@@ -46,7 +46,12 @@ class LayerKVCache:
         return attend(*qkv)
 
     def decode(self, positions: Tensor, shared_position: int | None, num_slots: int, attend: Attend, *qkv: Tensor):
-        """Store one token of each of the first B rows, and attend to all tokens of these rows."""
+        """Store one token of each of the first B rows, and attend to all tokens of these rows.
+
+        positions (B): position of each token.
+        shared_position: the position, if it is the same in all rows. Attention then needs no mask.
+        num_slots: number of slots in use, which may exceed the size of the buffer.
+        """
         B, (q, k, v) = len(positions), qkv
         rows, slots, query_positions = slice(B), shared_position, None
         if shared_position is None:
@@ -79,7 +84,7 @@ class LinearAttentionState:
 
 @dataclass
 class CacheStep:
-    """The model's `kv_cache` argument in one forward pass: calls `method` of each layer's cache with `arguments`."""
+    """The model's `kv_cache` argument in one forward pass. Calls `method` of each layer's cache with `arguments`."""
 
     layers: list[LayerKVCache | LinearAttentionState]
     method: str  # "prefill" or "decode"
@@ -115,10 +120,10 @@ class KVCache:
             self.model.backbone(tokens, kv_cache=CacheStep(self.layers, "prefill", (first_row + start, last_positions)))
 
     def decode_step(self, last_tokens: Tensor, positions: list[int]) -> Tensor:
-        """Read one new token of each of the first B rows -> hidden states (B, C).
+        """Read one new token of each of the first B rows. Returns hidden states (B, C).
 
-        last_tokens (B, max_ngram): the last tokens of each sequence, with the new token at the end, padded with -1.
-        positions: of the B new tokens. If all are equal, attention needs no mask.
+        last_tokens (B, max_ngram): last tokens of each sequence; the new token is last. -1 is padding.
+        positions: position of each new token.
         """
         longest, index = max(positions), torch.tensor(positions, device=self.device)
         shared_position = longest if min(positions) == longest else None

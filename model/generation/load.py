@@ -31,9 +31,9 @@ def find_pretrained_folder(run: str) -> Path:
 
 
 def load_pretrained(run: str, checkpoint: str = "best") -> tuple[Path, dict[str, Any]]:
-    """Read a model's weights file -> (path, content of a checkpoint).
+    """Read a model. Returns the path of its weights and the content of a checkpoint.
 
-    The content of a transformers model is model_config, vocab_size, tokenizer and model.
+    A transformers model has only the keys model_config, vocab_size, tokenizer and model.
     """
     if run.startswith(HF):
         folder = find_pretrained_folder(run)
@@ -47,7 +47,7 @@ def load_run(
 ) -> tuple[GPT, tiktoken.Encoding]:
     """Load a model and its tokenizer for use in Python. The model is in eval mode, in float32, and can be trained.
 
-    attend: attention function (model/attention/); None: the default backend.
+    attend: attention function (model/attention/); defaults to AttentionConfig's backend.
     """
     _, saved = load_pretrained(run, checkpoint)
     model = GPT(GPTConfig(**saved["model_config"]), saved["vocab_size"], attend, weights=saved["model"])
@@ -57,7 +57,7 @@ def load_run(
 def load_for_sampling(
     run: str, checkpoint: str, device: torch.device, dtype: torch.dtype, attention: AttentionConfig, batch_size: int
 ) -> tuple[GPT, tiktoken.Encoding, str]:
-    """Load a model that decodes fast and cannot be trained -> (model in eval mode, tokenizer, one-line description).
+    """Load a model that decodes fast and cannot be trained. Returns (model in eval mode, tokenizer, description).
 
     dtype: data type of the weights.
     batch_size: number of sequences that are decoded together.

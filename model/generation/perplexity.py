@@ -1,4 +1,4 @@
-"""Loss, perplexity and bits per byte of texts. Long texts are scored in windows of block_size tokens (B of them)."""
+"""Loss, perplexity and bits per byte of documents. Long documents are scored in windows of block_size tokens."""
 
 from collections.abc import Iterator
 from itertools import pairwise
@@ -17,7 +17,6 @@ from data.readers import Document
 from data.tokenizer import encode, end_of_text, token_bytes
 from model.gpt import GPT
 
-MAX_EXPONENT = 700.0  # exp of more than 709 overflows
 Scored = tuple[Tensor, int]  # token ids, and the number of tokens at their end that are scored
 
 
@@ -31,7 +30,7 @@ def split_into_windows(tokens: Tensor, n: int, block_size: int) -> Iterator[Scor
 
 @torch.no_grad()
 def score_texts(model: GPT, texts: list[Scored], batch_size: int) -> list[tuple[float, bool]]:
-    """Summed cross entropy in nats of each text's scored tokens, and whether greedy decoding generates them."""
+    """For each text: summed cross entropy of its scored tokens in nats, and whether greedy decoding generates them."""
     device, nats, is_greedy = model.wte.weight.device, [0.0] * len(texts), [True] * len(texts)
     windows, T = [], model.config.block_size
     for index, text in enumerate(texts):
@@ -55,9 +54,10 @@ def score_texts(model: GPT, texts: list[Scored], batch_size: int) -> list[tuple[
 def score_documents(
     model: GPT, tokenizer: tiktoken.Encoding, documents: list[Document], batch_size: int
 ) -> list[dict[str, Any]]:
-    """Score each document after an end-of-text token, if the tokenizer has one. Prompts are inputs, and not scored.
+    """Score documents. Returns a row of figures for each document, and one for all.
 
-    Returns a row of figures for each document, and one for all. Raises UserError if a character has no token.
+    An end-of-text token precedes each document, if the tokenizer has one. Prompts are inputs, and not scored.
+    Raises UserError if a character has no token.
     """
     end, bytes_of_token, texts, sizes = end_of_text(tokenizer), token_bytes(tokenizer), [], []
     for number, document in enumerate(documents, start=1):
@@ -74,14 +74,13 @@ def score_documents(
 
 def _make_row(document: int | str, text: str, nats: float, tokens: int, num_bytes: int) -> dict[str, Any]:
     """A row of the table. Loss is in nats per token. Loss, perplexity and bits per byte are None without a token."""
-    beginning = " ".join(text[:80].split())
-    loss = nats / tokens if tokens else None
+    beginning, loss = " ".join(text[:80].split()), nats / tokens if tokens else None
     return {
         "document": document,
         "beginning": beginning if len(beginning) <= 20 else beginning[:19] + "…",
         "tokens": tokens,
         "bytes": num_bytes,
         "loss": loss,
-        "perplexity": None if loss is None else exp(min(loss, MAX_EXPONENT)),
+        "perplexity": None if loss is None else exp(min(loss, 700.0)),  # exp of more than 709 overflows
         "bits_per_byte": nats / log(2) / num_bytes if num_bytes else None,
     }

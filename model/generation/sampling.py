@@ -51,7 +51,8 @@ def sample_inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
 def sample_next_token(logits: Tensor, sampling: SamplingConfig, uniform: Tensor, seen: Tensor | None) -> Tensor:
     """Sample the next tokens (B) from logits (B, V). Temperature 0 is greedy decoding. NaN logits give the token V.
 
-    uniform (B): see sample_inverse_cdf. seen (B, V): see apply_repetition_penalty; None: no penalty.
+    uniform (B): random numbers, see sample_inverse_cdf.
+    seen (B, V): tokens that occur, see apply_repetition_penalty. None: no penalty.
     """
     logits = logits.float()
     if logits.device.type == "mps" or torch.are_deterministic_algorithms_enabled():

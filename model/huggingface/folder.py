@@ -23,7 +23,8 @@ FILES = ("config.json", "model.safetensors", "tokenizer.json")
 def write_folder(out: Path, checkpoint: dict, model_type: str, dtype: torch.dtype, run: Path) -> None:
     """Write a model as a folder for transformers.
 
-    checkpoint: its content. model_type: see find_architecture. dtype: of the weights. run: the folder of the run.
+    checkpoint: content of a checkpoint.
+    model_type: result of find_architecture.
     """
     config = GPTConfig(**checkpoint["model_config"])
     vocab_size, spec = checkpoint["vocab_size"], checkpoint["tokenizer"]
