@@ -36,9 +36,9 @@ import torch
 from common.process import run_process
 from data.loader import Loader, micro_batch_starts, prefetch
 from data.prepare import prepare
+from model.activation_checkpointing import checkpoint_activations
 from model.attention import get_attention_fn
 from model.gpt import GPT
-from training.activation_checkpointing import checkpoint_activations
 from training.checkpoint import CheckpointWriter, TrainState, make_checkpoint_header
 from training.config import RunConfig
 from training.device import build_grad_scaler, resolve_runtime, seed_device

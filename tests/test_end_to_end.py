@@ -220,7 +220,6 @@ def test_run_on_cuda_is_compiled_and_resumes(train, sample, backend):
     recorded = summary("a")
     expected = {"device": "cuda", "dtype": "bfloat16", "compile": True, "tf32": False}
     assert expected.items() <= recorded.items()
-    assert recorded["compile_s"] > 0
     assert [row["step"] for row in metrics("a")] == list(range(13))
     assert sample("run=a", "device=cuda", "prompt=The 1", "max_new_tokens=5").startswith("The 1")
 
@@ -326,7 +325,7 @@ def test_results_of_a_run_killed_at_its_end_are_those_of_its_last_checkpoint(tra
     assert train("name=a") == 0
     last = {key: metrics("a")[-1][key] for key in ("step_ms", "tokens_per_second", "mfu")}
     command = {"command": summary("a")["command"]}
-    assert {"compile_s": None} | summary("a") == recorded | last | command  # the speed is not a median
+    assert summary("a") == recorded | last | command  # the speed is not a median
     assert (folder / "loss.png").exists()
 
 

@@ -1,12 +1,10 @@
 """Training state and its checkpoints: files of tensors and plain values (see common/checkpoint_file.py).
 
 format, and the fields of TrainState in SAVED_FIELDS
-model          {name: tensor}, with the same names for eager and compiled runs, on one device or many
-optimizer      {name: {state}} of all optimizers
-scaler         state of the gradient scaler; empty if it is disabled
-vocab_size, tokenizer and model_config: everything that sampling needs
-identity       settings that must not change when the run resumes
-config         the complete run config, for readers; nothing is built from it
+model, optimizer, scaler: state by parameter name, the same for eager and compiled runs, on one device or many
+vocab_size, tokenizer, model_config: everything that sampling needs
+identity: settings that must not change when the run resumes
+config: the complete run config, for readers; nothing is built from it
 """
 
 import math
@@ -27,7 +25,7 @@ from common.settings import format_value
 from training.config import OVERFITTING_EVALS, CheckpointConfig, RunConfig, TrainConfig
 from training.distributed import Dist
 from training.optimizer import load_state_by_name, state_by_name
-from training.sharding import gather, load_weights
+from training.parallel import gather, load_weights
 
 SAVED_FIELDS = (
     "step", "seconds", "best_val_loss", "best_val_bpb", "best_step", "evals_since_best",

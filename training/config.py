@@ -29,22 +29,19 @@ class TrainConfig:
     steps: int | None = setting(1000, 1, MAX_STEPS)  # optimizer steps
     minutes: float | None = setting(None, above=0)  # time limit; the run ends at steps or minutes
     batch_size: int = setting(16, 1, 10**6)  # sequences per optimizer step, over all devices
-    # sequences per forward pass on one device; None: the device's share of the batch; auto: what fits into a GPU
-    micro_batch_size: Any = setting(None, 1, 10**6)
+    micro_batch_size: Any = setting(None, 1, 10**6)  # sequences per forward pass; None: all; auto: what fits
     grad_clip: float | None = setting(1.0, above=0)  # largest gradient norm; None: no clipping
     patience: int | None = setting(None, 1, MAX_STEPS)  # stop after this many evaluations without a lower loss
     profile: bool = False  # record steps 6 to 8, and print where their time goes
-    # what the backward pass computes again instead of keeping it in memory: all of each block, or only its attention
-    activation_checkpointing: str = setting("none", choices=("none", "block", "attention"))
+    activation_checkpointing: str = setting("none", choices=("none", "block", "attention"))  # recomputed in backward
     # initial weights: of another run, of a folder or repository in the format of transformers, or of OpenAI
     init_from: str | None = setting(None, pattern=f"run:.+|hf:.+|{'|'.join(GPT2_MODELS)}")
 
     def rules(self, section: str) -> list[Rule]:
         is_size = self.micro_batch_size in (None, AUTO) or type(self.micro_batch_size) is int
-        has_end = self.steps is not None or self.minutes is not None
         return [
             ("micro_batch_size", is_size, f"must be a number of sequences, {AUTO} (what fits), or null (all)"),
-            ("steps", has_end, "needs train.minutes; set one of them"),
+            ("steps", (self.steps, self.minutes) != (None, None), "needs train.minutes; set one of them"),
         ]
 
     def split_batch(self, world_size: int) -> tuple[int, int]:
@@ -125,6 +122,7 @@ class EvalConfig:
     initial: bool = True  # also evaluate before the first step
     windows: int | None = setting(320, 1, 10**12)  # windows of the validation split, spread evenly; None: all
     sample: SamplingConfig = field(default_factory=lambda: SamplingConfig(max_new_tokens=100))  # max_new_tokens=0: none
+    attention_maps: bool = False  # plot attention maps at each evaluation
     attention_stats: bool = False  # log statistics of each attention head
 
 
@@ -161,13 +159,6 @@ class WandbConfig:
 
 
 @dataclass
-class TrainWandbConfig(WandbConfig):
-    """WandbConfig of train.py."""
-
-    attention_maps: bool = False  # plot attention maps at each evaluation, even if wandb is disabled
-
-
-@dataclass
 class RunConfig:
     """Config of train.py. RunConfig() is the default run."""
 
@@ -178,8 +169,7 @@ class RunConfig:
     compile: bool | None = None  # None: on CUDA, if Triton is installed
     deterministic: bool = False  # only deterministic algorithms, which can be slower
     tf32: bool = False  # CUDA computes float32 matrix products in TF32, which is faster and less precise
-    # several processes: ddp (each process has all weights) or fsdp (each process has a part of the weights)
-    parallel: str = setting("ddp", choices=("ddp", "fsdp"))
+    parallel: str = setting("ddp", choices=("ddp", "fsdp"))  # each process has all weights (ddp) or a part (fsdp)
     plan: bool = False  # print parameters, FLOPs, memory and time of the run, without training
     flops_per_second: float | None = setting(None, above=0)  # with plan: assumed speed; None: measured
     world_size: int | None = setting(None, 1, 10**6)  # with plan: number of processes; None: as started by torchrun
@@ -194,7 +184,7 @@ class RunConfig:
     train: TrainConfig = field(default_factory=TrainConfig)
     eval: EvalConfig = field(default_factory=EvalConfig)
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
-    wandb: TrainWandbConfig = field(default_factory=TrainWandbConfig)
+    wandb: WandbConfig = field(default_factory=WandbConfig)
 
     def rules(self, section: str) -> list[Rule]:
         if self.name is not None:
@@ -204,13 +194,9 @@ class RunConfig:
         if os.environ.get("WORLD_SIZE", "1") == "1":  # else train.py checks it with the number of processes
             self.train.split_batch(self.world_size or 1)
         init_from = self.train.init_from or ""
-        init_run = init_from.removeprefix("run:")
         if init_from and self.tokenizer.name in ("bpe", "char"):
-            choice = "gpt2" if init_from in GPT2_MODELS else f"run tokenizer.run={init_run}"
+            choice = "gpt2" if init_from in GPT2_MODELS else f"run tokenizer.run={init_from.removeprefix('run:')}"
             raise UserError(f"train.init_from={init_from} needs the tokenizer of these weights; set tokenizer={choice}")
-        if "last" in (self.tokenizer.run, init_run):
-            name = "train.init_from=run:last" if init_run == "last" else "tokenizer.run=last"
-            raise UserError(f"{name} may be another run when this run resumes; set the name of a run")
         resolve_sources(self.data)  # a missing file is reported before torch is imported
         plan_keys = ("flops_per_second", "world_size")
         return [(key, self.plan or getattr(self, key) is None, "needs plan=true") for key in plan_keys]

@@ -103,7 +103,7 @@ class Evaluator:
     def measure_attention(self, model: GPT, step: int) -> dict[str, Any]:
         """Attention maps of the first validation tokens, and statistics of each head on a few windows, if requested."""
         loader, metrics = self.loader, {}
-        if self.config.wandb.attention_maps:
+        if self.config.eval.attention_maps:
             x, _, doc_ids = loader.batch("val", 0, 1)
             weights = attention_maps(model, x[:, :MAP_TOKENS], None if doc_ids is None else doc_ids[:, :MAP_TOKENS])
             path = self.folder / "attention" / f"step-{step:06d}.png"

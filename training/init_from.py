@@ -11,7 +11,7 @@ from model.config import GPTConfig
 from model.generation.load import load_pretrained
 from model.gpt import GPT
 from training.config import GPT2_MODELS
-from training.sharding import load_weights
+from training.parallel import load_weights
 
 
 def load_run_tokenizer(run: str | None, name: str | None = None) -> dict | None:

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from common.startup import OptimizerWithoutDynamo
-from training.sharding import map_matrices
+from training.parallel import map_matrices
 
 
 def orthogonalize(matrices: Tensor, steps: int, dtype: torch.dtype = torch.float32) -> Tensor:

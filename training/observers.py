@@ -1,23 +1,33 @@
-"""Observers of a training run, combined in one object that the loop notifies."""
+"""Observers of a training run: speed, profiler, progress bar, metrics.jsonl and wandb.
 
+metrics.jsonl is the source of truth, and wandb gets the same rows. A row may contain tensors. They stay on the device
+until the rows are written, about once a second, so that no step waits for the device. A Path in a row is a picture.
+"""
+
+import json
+import math
+import os
 import textwrap
+import time
+from collections.abc import Callable
 from contextlib import AbstractContextManager, ExitStack, nullcontext
 from dataclasses import asdict
+from pathlib import Path
 from typing import Any, Self
 
 import torch
 
 from common.console import ProgressBar
+from common.errors import TrainingFailed
 from common.run_dir import EXIT_CODES, RunDir, status_of
 from common.system import reset_peak_memory
 from training.checkpoint import TrainState
 from training.config import OVERFITTING_EVALS, RunConfig
 from training.device import Runtime
-from training.metrics import MetricsLogger
-from training.profiler import StepProfiler
-from training.speed import Speed, compile_seconds, peak_flops
+from training.speed import Speed, StepProfiler, peak_flops
 from training.wandb_logger import WandbRun
 
+FLUSH_INTERVAL_S = 1.0
 SUMMARY_NAMES = {
     "last_val_loss": "val/loss", "last_val_bpb": "val/bpb", "last_train_loss": "train/loss",
     "peak_memory_bytes": "peak_memory_bytes", "score_variance": "attention/score_variance",
@@ -96,11 +106,9 @@ class Observers(ExitStack):
         if sample := metrics.get("sample", "").strip("\n"):
             self.bar.print(textwrap.indent(sample, "  | ", lambda line: True), style="dim")
         if state.evals_since_best == OVERFITTING_EVALS:
-            best = state.best_step
-            line = f"overfitting: the validation loss has not fallen since step {best} ({state.best_val_loss:.4f}); "
-            steps = f"train.steps={best}, " if best else ""  # 0: the weights of train.init_from are the best
-            advice = f"for the next run, set {steps}a lower optimizer.lr or more weight decay"
-            self.bar.print(line + advice, style="bold yellow")
+            advice = f"train.steps={state.best_step}, a lower optimizer.lr or more weight decay"
+            line = f"overfitting: the validation loss has not fallen since step {state.best_step}; set {advice}"
+            self.bar.print(line, style="bold yellow")
         if state.evals_since_best == patience:
             self.bar.print(f"stopping: train.patience={patience} evaluations without a lower loss")
 
@@ -115,5 +123,64 @@ class Observers(ExitStack):
         """Losses, speed and memory, under their names in summary.json."""
         last = self.metrics.last if self.metrics else {}
         newest = {name: last.get(metric) for name, metric in SUMMARY_NAMES.items()}
-        speed = self.speed.median() | {"compile_s": compile_seconds() if self.runtime.compile else None}
-        return self.state.summary() | newest | speed
+        return self.state.summary() | newest | self.speed.median()
+
+
+class MetricsLogger:
+    """Collects rows, and writes several at a time to metrics.jsonl and wandb. Rows after `step` are removed.
+
+    last: newest value of each metric, also from before a resume.
+    """
+
+    def __init__(self, folder: Path, step: int, wandb: WandbRun):
+        self.path, self.wandb = folder / "metrics.jsonl", wandb
+        self.rows: list[tuple[dict, Callable[[], dict]]] = []
+        self.flushed = time.perf_counter()
+        self.path.touch()
+        self.last = remove_later_rows(self.path, step if step > 0 else -1)  # the row of step 0 is written again
+
+    def log(self, row: dict, read: Callable[[], dict] = dict) -> None:
+        """Collect a row. read: called when the row is written. Returns more columns, such as device times."""
+        self.rows.append((row, read))
+        if time.perf_counter() - self.flushed >= FLUSH_INTERVAL_S:
+            self.flush()
+
+    def flush(self, sync: bool = False) -> None:
+        """Write the collected rows. sync: also to the disk. Raises TrainingFailed if a loss is not finite."""
+        rows, self.rows = [_to_numbers(row | read()) for row, read in self.rows], []
+        self.flushed = time.perf_counter()
+        with open(self.path, "a") as file:
+            file.writelines(json.dumps(row, default=str) + "\n" for row in rows)  # str: a picture's path
+            file.flush()
+            if sync:
+                os.fsync(file.fileno())
+        self.wandb.log(rows)
+        for row in rows:
+            self.last |= row
+            if bad := [key for key in ("val/loss", "train/loss") if row.get(key, 0.0) is None]:
+                raise TrainingFailed(
+                    f"{bad[0]} is not a finite number at step {row['step']}. Lower optimizer.lr, then run the command "
+                    "again: it resumes from the last checkpoint. If that fails, copy an older checkpoint over last.pt"
+                )
+
+
+def remove_later_rows(path: Path, step: int) -> dict:
+    """Remove the rows after `step`, and a damaged end of the file. Returns the newest value of each metric."""
+    size, last = 0, {}
+    for line in path.read_bytes().splitlines(keepends=True):
+        try:
+            row = json.loads(line)
+        except ValueError:  # the process or the machine was stopped while it wrote the row
+            break
+        if row["step"] > step:
+            break
+        last |= row
+        size += len(line)
+    os.truncate(path, size)
+    return last
+
+
+def _to_numbers(row: dict) -> dict:
+    """Read tensors from the device. Numbers that are not finite become None."""
+    numbers = {key: value.item() if isinstance(value, torch.Tensor) else value for key, value in row.items()}
+    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in numbers.items()}

@@ -15,7 +15,7 @@ from torch.optim import Optimizer
 from common.startup import AdamW
 from training.config import AdamWConfig, MuonConfig, OptimizerConfig
 from training.muon import Muon
-from training.sharding import full_tensor, shard_like
+from training.parallel import full_tensor, shard_like
 
 
 def build_adamw(model: nn.Module, config: AdamWConfig, dtype: torch.dtype) -> list[Optimizer]:

@@ -4,16 +4,17 @@ DDP and FSDP2 have the same methods. To add another class, write it here and sel
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import torch
-from torch import nn
+import torch.distributed as torch_dist
+from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from common.startup import materialize
 from model.gpt import GPT, Block
-from training.sharding import full_tensor
 
 
 @dataclass(frozen=True)
@@ -98,3 +99,44 @@ class FSDP2:
         with by_name["wte.weight"].device:
             full = GPT(model.config, model.vocab_size, model.attend, weights=by_name)
         return full, full
+
+
+def full_tensor(tensor: Tensor) -> Tensor:
+    """All-gather a tensor, if it is a DTensor. All processes must call this function."""
+    return tensor.full_tensor() if hasattr(tensor, "full_tensor") else tensor
+
+
+def gather(tensor: Tensor) -> Tensor | None:
+    """Gather a tensor on the CPU of rank 0. Returns None on other ranks, which must also call this function."""
+    if not hasattr(tensor, "full_tensor"):
+        return tensor
+    full = tensor.full_tensor()
+    return full.cpu() if torch_dist.get_rank() == 0 else None
+
+
+def shard_like(full: Tensor, param: Any) -> Tensor:
+    """Shard a complete tensor as `param`, if both have the same shape."""
+    if not hasattr(param, "full_tensor") or full.shape != param.shape:
+        return full
+    from torch.distributed.tensor import distribute_tensor
+
+    # src_data_rank=None: no communication, because this process has the complete tensor. The clone lets it be freed.
+    return distribute_tensor(full, param.device_mesh, param.placements, src_data_rank=None).clone()
+
+
+def load_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
+    """Load complete weights into a model that may be sharded."""
+    state = model.state_dict()
+    model.load_state_dict({name: shard_like(weight, state[name]) for name, weight in weights.items()})
+
+
+def map_matrices(function: Callable[[Tensor], Tensor], stack: Any) -> Tensor:
+    """Apply `function` to matrices (N, rows, columns). If they are sharded, each process computes its share of N."""
+    if not hasattr(stack, "full_tensor"):
+        return function(stack)
+    from torch.distributed.tensor import DTensor, Shard
+
+    split = [Shard(0)]
+    result = function(stack.redistribute(placements=split).to_local())
+    result = DTensor.from_local(result, stack.device_mesh, split, shape=stack.shape, stride=stack.stride())
+    return result.redistribute(placements=stack.placements)

@@ -3,7 +3,6 @@
 from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
-from math import inf
 
 from common.console import make_console
 from common.interrupt import StopRequest
@@ -35,8 +34,8 @@ def open_run(
             state.resume(run.last, header)
         dist.require_equal(f"{run.folder} at step {state.step}", f"copy the newest {run.folder} to all machines")
         if state.progress >= 1 and read_summary(run.folder).get("status") == "finished":
-            limit = "train.patience" if state.evals_since_best >= (config.train.patience or inf) else "train.steps"
-            print(f"{run.folder} is finished at step {state.step}; set a larger {limit}, or another name")
+            advice = "set a larger train.steps (or train.patience), or another name"
+            print(f"{run.folder} is finished at step {state.step}; {advice}")
             yield run, stop
             return
         model, vocab_size = config.model, data.meta["vocab_size"]

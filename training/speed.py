@@ -1,14 +1,18 @@
-"""Measures step times, throughput and the peak speed of matrix products. On CUDA, events measure the time."""
+"""Measures step times, throughput and the peak speed of matrix products, and profiles steps with torch.profiler."""
 
+import os
 import statistics
 import time
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
 
 WARMUP_STEPS = 5  # first steps of a process, excluded from medians: caches fill, and kernels are selected
+MAX_RECORDED_STEPS = 3
+MAX_MICRO_BATCHES = 24  # no step is recorded after this many micro batches, which limits the size of the trace
 
 # Peak FLOP/s of dense matrix products in 16 bits and in float32, from the data sheets. Keys are full names of GPUs:
 # variants of the same family (laptop, PCIe, partitioned) are slower, so their peak is measured.
@@ -70,14 +74,6 @@ class Speed:
         return {"step_ms": 1000 * seconds, "tokens_per_second": self.tokens / seconds, "mfu": mfu}
 
 
-def compile_seconds() -> float:
-    """Time that torch.compile has used in this process, for forward and backward graphs."""
-    # Private: torch.compile has no public API for its own time. Checked with torch 2.13.
-    from torch._dynamo.utils import calculate_time_spent
-
-    return calculate_time_spent()["total_wall_time"]
-
-
 def time_calls(call: Callable, device: torch.device, min_calls: int, seconds: float, max_calls: int) -> list[float]:
     """Time as many calls as fit into about `seconds`, within the limits. Returns the seconds of each call.
 
@@ -113,3 +109,26 @@ def _elapsed_seconds(start: Any, end: Any) -> float:
         return end - start
     end.synchronize()
     return start.elapsed_time(end) / 1000
+
+
+class StepProfiler(torch.profiler.profile):
+    """train.profile: records steps after the warmup, prints a table, and writes trace.json.gz. The loop calls step().
+
+    accumulation: micro batches per step.
+    """
+
+    def __init__(self, device: torch.device, accumulation: int, folder: Path, print_line: Callable[[str], None]):
+        recorded = min(MAX_RECORDED_STEPS, -(-MAX_MICRO_BATCHES // accumulation))
+        schedule = torch.profiler.schedule(wait=WARMUP_STEPS - 1, warmup=1, active=recorded, repeat=1)
+        self.last_step, self.trace, self.print_line = WARMUP_STEPS + recorded, folder / "trace.json.gz", print_line
+        self.sort_by = f"self_{'device' if device.type == 'cuda' else 'cpu'}_time_total"
+        if device.type == "cpu":
+            os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise the profiler writes messages to stderr
+        super().__init__(schedule=schedule, on_trace_ready=StepProfiler._report)
+
+    def _report(self) -> None:
+        if self.step_num == self.last_step:  # otherwise the run ends early
+            self.export_chrome_trace(str(self.trace))
+            table = self.key_averages().table(self.sort_by, row_limit=20, max_name_column_width=40)
+            self.print_line(f"steps {WARMUP_STEPS + 1} to {self.last_step}\n{table}")
+            self.print_line(f"trace    {self.trace} (open it at ui.perfetto.dev or chrome://tracing)")

@@ -31,9 +31,8 @@ class WandbRun:
         self.is_enabled, self.folder = config.mode != "disabled", folder
         self.id = run_id or (secrets.token_hex(4) if self.is_enabled else None)
         resume = "allow" if run_id and config.mode == "online" else None
-        arguments |= {key: value for key, value in asdict(config).items() if key != "attention_maps"}
         arguments |= dict(id=self.id, resume=resume, dir=folder.resolve(), config=flatten_dict(run_config))
-        self._arguments = arguments
+        self._arguments = asdict(config) | arguments
         self._calls: SimpleQueue[Callable[[Any], object] | None] = SimpleQueue()
         self._thread = Thread(target=self._make_calls, daemon=True)
 
@@ -46,9 +45,9 @@ class WandbRun:
 
     def _make_calls(self) -> None:
         """Start wandb and make the calls, until a call is None."""
-        import wandb
-
         try:
+            import wandb
+
             run = wandb.init(**self._arguments, settings=wandb.Settings(silent=True, console="off", init_timeout=60))
             run.define_metric("step")
             run.define_metric("*", step_metric="step")  # wandb drops rows if its own step decreases

@@ -11,7 +11,7 @@ from common.run_dir import EXIT_CODES, SWEEPS, read_summary
 from common.system import command_line
 from compare.runs.comparison import compare, print_comparison
 from compare.sweep.jobs import Job, Outcome, train_job
-from training.config import TrainWandbConfig
+from training.config import WandbConfig
 from training.wandb_logger import WandbRun
 
 
@@ -74,7 +74,7 @@ def finish_sweep(folder: Path, jobs: list[Job], outcomes: dict[str, Outcome]) ->
     rows = compare([folder], folder)
     print_comparison(rows, folder)
     if outcomes:
-        config = TrainWandbConfig(**jobs[0].config["wandb"])
+        config = WandbConfig(**jobs[0].config["wandb"])
         wandb = WandbRun(config, folder, {}, name=f"{folder.name}-comparison", job_type="comparison")
         files = {"comparison_picture": folder / "comparison.png", "comparison_report": folder / "report.html"}
         wandb.log([{"comparison": rows} | files])

@@ -8,13 +8,13 @@ import pytest
 import torch
 
 from common.errors import TrainingFailed
-from training import metrics as metrics_module
-from training.metrics import MetricsLogger
+from training import observers
+from training.observers import MetricsLogger
 
 
 @pytest.fixture(autouse=True)
 def no_timed_flush(monkeypatch):
-    monkeypatch.setattr(metrics_module, "FLUSH_INTERVAL_S", math.inf)
+    monkeypatch.setattr(observers, "FLUSH_INTERVAL_S", math.inf)
 
 
 def logger(folder, step=0):

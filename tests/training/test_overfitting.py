@@ -27,7 +27,7 @@ def test_overfitting_is_reported_once_and_recorded(short_text, train, capsys):
     out, recorded = capsys.readouterr().out, losses("a")
     best_step = min(recorded, key=recorded.__getitem__)
     assert best_step < 60 - 3 * 5, recorded
-    assert out.count(f"overfitting: the validation loss has not fallen since step {best_step} ") == 1
+    assert out.count(f"overfitting: the validation loss has not fallen since step {best_step};") == 1
     assert f"set train.steps={best_step}" in out
     assert summary("a")["overfitting"]
     assert summary("a")["best_step"] == best_step
@@ -46,7 +46,10 @@ def test_patience_ends_the_run_and_a_larger_one_resumes_it(short_text, train, ca
     assert (Path("runs/a") / "loss.png").exists()
 
     assert train("name=a", *OVERFIT, "train.steps=60", "train.patience=2") == 0
-    assert f"runs/a is finished at step {max(recorded)}; set a larger train.patience" in capsys.readouterr().out
+    assert (
+        f"runs/a is finished at step {max(recorded)}; set a larger train.steps (or train.patience)"
+        in capsys.readouterr().out
+    )
     assert train("name=a", *OVERFIT, "train.steps=60", "train.patience=4") == 0
     assert summary("a")["step"] == best_step + 4 * 5
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from training import speed as speed_module
-from training.speed import GPU_PEAK, WARMUP_STEPS, Speed, compile_seconds, peak_flops, time_calls
+from training.speed import GPU_PEAK, WARMUP_STEPS, Speed, peak_flops, time_calls
 
 CPU = torch.device("cpu")
 
@@ -54,9 +54,8 @@ def test_time_calls_fills_the_time_within_min_and_max_calls(clock):
         assert len(calls) == timed + warmup
 
 
-def test_measured_peak_and_time_of_compilation_are_available():
+def test_peak_of_an_unknown_device_is_measured():
     assert peak_flops(CPU, torch.float32) > 0
-    assert compile_seconds() >= 0
 
 
 def test_known_gpu_has_its_data_sheet_peak_except_for_tf32(monkeypatch):

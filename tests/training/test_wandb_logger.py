@@ -89,7 +89,7 @@ def read_steps(folder) -> list[int]:
 def test_folders_of_a_resumed_offline_run_have_the_same_id_and_all_steps_together(train):
     assert train("name=a", "wandb.mode=offline", "train.steps=3") == 0
     (first,) = Path("runs/a/wandb").glob("offline-run-*")
-    assert train("name=a", "wandb.mode=offline", "wandb.attention_maps=true") == 0
+    assert train("name=a", "wandb.mode=offline", "eval.attention_maps=true") == 0
     (second,) = {*Path("runs/a/wandb").glob("offline-run-*")} - {first}
     assert first.name.split("-")[3] == second.name.split("-")[3]
     assert (read_steps(first), read_steps(second)) == ([0, 1, 2, 3], [4, 5, 6])

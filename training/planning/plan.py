@@ -16,10 +16,10 @@ from common.errors import UserError
 from data import DataConfig, TokenizerConfig, tokenizer
 from data.prepare import prepare_offline
 from data.sources import all_files, resolve_sources
+from model.activation_checkpointing import checkpoint_activations
 from model.attention import BACKENDS, get_attention_fn
 from model.flops import attention_flops_per_token, params_by_part, weight_flops_per_token
 from model.gpt import GPT
-from training.activation_checkpointing import checkpoint_activations
 from training.config import RunConfig
 from training.device import Runtime
 from training.init_from import load_run_tokenizer

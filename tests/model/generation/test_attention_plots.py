@@ -51,7 +51,7 @@ def test_token_strings_show_incomplete_characters_as_bytes():
 
 def test_training_logs_attention_maps_at_evaluations(train, workdir):
     settings = ["train.steps=4", "eval.every=4"]
-    assert train("name=a", "wandb.attention_maps=true", *settings) == 0
+    assert train("name=a", "eval.attention_maps=true", *settings) == 0
     assert train("name=b", *settings) == 0
     pictures = sorted((workdir / "runs/a/attention").iterdir())
     assert [path.name for path in pictures] == ["step-000000.png", "step-000004.png"]

@@ -4,7 +4,7 @@ import pytest
 import torch
 from helpers import tiny_model, train_step
 
-from training.activation_checkpointing import checkpoint_activations
+from model.activation_checkpointing import checkpoint_activations
 
 
 def gradients(part: str, dropout: float) -> dict[str, torch.Tensor]:
