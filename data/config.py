@@ -125,7 +125,7 @@ class TokenizerConfig:
 
     def rules(self, section: str) -> Iterator[Rule]:
         is_trained = self.name == "bpe"
-        unused = f"does not apply to tokenizer={self.name}; remove tokenizer.vocab_size, or set tokenizer=bpe"
+        unused = f"does not apply to tokenizer={self.name}; set tokenizer.vocab_size=null, or tokenizer=bpe"
         yield "vocab_size", is_trained or self.vocab_size is None, unused
         has_bytes = not is_trained or (self.vocab_size or 0) > 256
         yield "vocab_size", has_bytes, "has no room for the 256 byte tokens; set 512 or more, or tokenizer=byte"

@@ -84,6 +84,18 @@ def test_config_checks_import_no_torch():
     assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
 
 
+def test_every_name_that_a_config_accepts_has_a_function():
+    from model.config import MLPS
+    from model.gpt import ACTIVATIONS
+    from training.config import OPTIMIZER_CONFIGS
+    from training.optimizer import OPTIMIZERS
+
+    assert set(MLPS) == set(ACTIVATIONS), "list an activation in model/config.py and in model/gpt.py"
+    assert set(OPTIMIZER_CONFIGS) == set(OPTIMIZERS), (
+        "list an optimizer in training/config.py and training/optimizer.py"
+    )
+
+
 def test_backends_are_named_in_the_attention_package_only():
     for path in FILES:
         if path.parent.name != "attention" and path != ROOT / "model/config.py":  # which has the default

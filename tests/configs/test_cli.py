@@ -24,7 +24,7 @@ def test_help_page_has_groups_keys_and_examples(capsys):
         parse_config("train", train.__doc__, ["--help"])
     page = capsys.readouterr().out
     assert stopped.value.code == 0
-    choices = "cudnn | flash | flex | naive | sdpa"
+    choices = "cosine | linear | wsd"
     for part in ("python train.py data.path=", "train.steps=N", "attention=", choices, "--config-dir"):
         assert part in page
     assert page.count("\n") < 60
