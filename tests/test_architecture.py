@@ -91,9 +91,7 @@ def test_every_name_that_a_config_accepts_has_a_function():
     from training.optimizer import OPTIMIZERS
 
     assert set(MLPS) == set(ACTIVATIONS), "list an activation in model/config.py and in model/gpt.py"
-    assert set(OPTIMIZER_CONFIGS) == set(OPTIMIZERS), (
-        "list an optimizer in training/config.py and training/optimizer.py"
-    )
+    assert set(OPTIMIZER_CONFIGS) == set(OPTIMIZERS), "list an optimizer in config.py and in optimizer.py"
 
 
 def test_backends_are_named_in_the_attention_package_only():
