@@ -1,5 +1,6 @@
 """Output head and cross entropy in one function. Logits that would need too much memory are computed in chunks.
 
+A change of the loss, such as label smoothing, belongs in both ways to compute it. Validation uses the same function.
 N tokens, C channels. The weight has one row per token of the vocabulary, and then rows of padding.
 """
 

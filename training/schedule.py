@@ -46,7 +46,7 @@ def lr_scale(config: ScheduleConfig, step: int, steps: int | None, progress: flo
 
     step: finished steps.
     steps: length of the run; None: limited by time only.
-    progress: finished part of the run, 0 to 1.
+    progress: finished part of the run, 0 to 1, by steps or minutes (TrainState.progress).
     """
     if step < config.warmup_steps:
         return (step + 1) / (config.warmup_steps + 1)
