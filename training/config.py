@@ -197,6 +197,8 @@ class RunConfig:
         if init_from and self.tokenizer.name in ("bpe", "char"):
             choice = "gpt2" if init_from in GPT2_MODELS else f"run tokenizer.run={init_from.removeprefix('run:')}"
             raise UserError(f"train.init_from={init_from} needs the tokenizer of these weights; set tokenizer={choice}")
+        if "last" in (self.tokenizer.run, init_from.removeprefix("run:")):  # each job of a sweep would find another run
+            raise UserError("train.init_from=run:last and tokenizer.run=last can change; set the name of a run")
         resolve_sources(self.data)  # a missing file is reported before torch is imported
         plan_keys = ("flops_per_second", "world_size")
         return [(key, self.plan or getattr(self, key) is None, "needs plan=true") for key in plan_keys]

@@ -69,10 +69,14 @@ def test_unsuitable_initial_weights_are_refused(trained, train, other, capsys, s
     assert not Path("runs/b").exists()
 
 
-def test_init_from_requires_the_tokenizer_of_the_weights(train, capsys):
+def test_init_from_requires_the_tokenizer_and_the_name_of_a_run(train, capsys):
     with pytest.raises(SystemExit):
         train("train.init_from=run:a", "tokenizer=char")
     assert "needs the tokenizer of these weights; set tokenizer=run tokenizer.run=a" in capsys.readouterr().err
+    for words in (["train.init_from=run:last", "tokenizer=byte"], ["tokenizer=run", "tokenizer.run=last"]):
+        with pytest.raises(SystemExit):
+            train(*words)
+        assert "set the name of a run" in capsys.readouterr().err
 
 
 def test_resuming_with_other_initial_weights_is_refused(trained, train, other, capsys):
