@@ -25,17 +25,15 @@ def setting(
     above: float = -inf,
     below: float = inf,
     choices: Sequence[str] = (),
-    pattern: str = ".*",
 ) -> Any:
     """A field of a config dataclass. None is always allowed, if the type allows it. Limits of a list are its items'.
 
     default: a list or dict is copied for each instance.
     low, high: smallest and largest value.
     above, below: limits that the value must not reach.
-    choices: all valid values.
-    pattern: regular expression of the valid values.
+    choices: all valid values. NAME in a choice stands for any text, and N for digits.
     """
-    metadata = {"low": low, "high": high, "above": above, "below": below, "choices": choices, "pattern": pattern}
+    metadata = {"low": low, "high": high, "above": above, "below": below, "choices": choices}
     if isinstance(default, list | dict):
         return field(default_factory=lambda: default.copy(), metadata=metadata)
     return field(default=default, metadata=metadata)
@@ -68,16 +66,16 @@ def _check_value(name: str, value: Any, limits: Any) -> None:
     if value is None:
         return
     if limits["choices"]:
-        if value not in limits["choices"]:
+        patterns = re.sub(r"\bNAME\b", ".+", "|".join(map(re.escape, limits["choices"])))
+        if not re.fullmatch(re.sub(r"\bN\b", "[0-9]+", patterns), str(value)):
             raise UserError(f"{name}={format_value(value)} is unknown; set one of {', '.join(limits['choices'])}")
-    elif isinstance(value, str) and not re.fullmatch(limits["pattern"], value, re.DOTALL):
-        raise UserError(f"{name}={value} is unknown; set {limits['pattern']}")
     elif isinstance(value, int | float):
         low, high, above, below = (limits[key] for key in ("low", "high", "above", "below"))
         if not (low <= value <= high and above < value < below):
             bounds = {"at least": low, "above": above, "at most": high, "below": below}
             words = [f"{word} {bound:,.15g}" for word, bound in bounds.items() if abs(bound) != inf]
-            raise UserError(f"{name}={format_value(value)} must be {' and '.join(words) or 'finite'}")
+            words += ["finite"] * (not abs(value) < inf)
+            raise UserError(f"{name}={format_value(value)} must be {' and '.join(words)}")
 
 
 def format_value(value: Any) -> str:

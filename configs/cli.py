@@ -83,7 +83,10 @@ def _parse_flags(script: str, argv: list[str] | None) -> argparse.Namespace:
         elif script == "compare" and not word.startswith("-") and (not is_setting or Path(word).exists()):
             flags.folders.append(word)
         elif not is_setting or re.match(r"hydra\b", word):
-            raise UserError(f"{word!r} is not a setting of the form key=value; see --help")
+            from configs.error_messages import did_you_mean, key_types
+
+            suggestion = did_you_mean(word.strip("-+~").partition("=")[0], key_types(script))
+            raise UserError(f"{word!r} is not a setting of the form key=value{suggestion}; see --help")
         else:
             flags.words.append(word)
     return flags

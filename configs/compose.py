@@ -6,31 +6,34 @@ The dataclasses of schema.py are Hydra's schema (its ConfigStore), so Hydra itse
 
 import re
 from collections.abc import Iterator
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 from hydra import compose, initialize_config_dir
+from hydra._internal.core_plugins.file_config_source import FileConfigSource
 from hydra.core.config_store import ConfigStore
 from hydra.core.global_hydra import GlobalHydra
 from hydra.core.override_parser.overrides_parser import OverridesParser
 from hydra.core.override_parser.types import Override, Quote, QuotedString
+from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
-from omegaconf import OmegaConf
+from hydra.plugins.config_source import ConfigResult
+from omegaconf import MISSING, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from common.errors import UserError
-from configs.error_messages import explain_error, no_such_choice
+from configs.error_messages import explain_error
 from configs.preset import add_preset_values, select_preset
 from configs.schema import SCRIPTS
 from training.config import OPTIMIZER_CONFIGS, OptimizerConfig
 
 CONFIGS = Path(__file__).parent
 # Keys whose value is used exactly as typed. Hydra's grammar would read "a, b" as a sweep and "f(x)" as a function.
-FREE_TEXT = re.compile(r"prompt|prompt_file|prompts|tasks|out|name|run|.*\.(run|init_from|group|repo|\w+_column)")
-FREE_TEXT_OR_LIST = re.compile(r"(.*\.)?(stop|path|val_path)")  # also accept a list: stop='["a", "b"]'
+# A list is a list, as in stop='["a", "b"]', except in a prompt.
+FREE_TEXT = r"prompt(s|_file)?|tasks|out|name|(.*\.)?(run|stop|path|val_path)|.*\.(init_from|group|repo|\w+_column)"
 
 
 def compose_config(script: str, words: list[str], config_dir: str | None = None) -> Any:
@@ -40,22 +43,15 @@ def compose_config(script: str, words: list[str], config_dir: str | None = None)
     config_dir: the user's folder of YAML files.
     Returns the script's dataclass; common.settings.check must check its values. Raises UserError.
     """
-    try:
-        with hydra_initialized(config_dir) as search_path:
-            for word in words:
-                override = parse_word(script, word)
-                if override.is_sweep_override():
-                    raise UserError(f"{word!r} has several values for one run; set one value, or use train.py -m")
-                if override.key_or_group in list_groups(script) and not isinstance(override.value(), str):
-                    raise UserError(f"{word}: {no_such_choice(word, list_choices(override.key_or_group))}")
-            config = compose(script, overrides=[to_hydra_word(script, word) for word in words] + search_path)
+    with hydra_initialized(script, config_dir) as search_path:
+        for word in words:
+            override = parse_word(script, word)
+            if override.is_sweep_override() or (override.value() == "" and word != "prompt="):
+                raise UserError(f"{word!r} must have one value; set it, or use train.py -m for several values")
+        config = compose(script, overrides=[to_hydra_word(script, word) for word in words] + search_path)
         if "preset" in config:
             config.preset = select_preset(config)
         return OmegaConf.to_object(config)
-    except UserError:
-        raise
-    except (HydraException, OmegaConfBaseException, YAMLError, TypeError, ValueError, RecursionError) as error:
-        raise UserError(explain_error(script, error)) from None
 
 
 @cache  # reading the file takes 15 ms, and each word of the command line needs the list several times
@@ -67,61 +63,75 @@ def list_groups(script: str) -> list[str]:
 
 def list_choices(group: str) -> list[str]:
     """List the choices of a group, as in model=gpt2."""
-    files = [file.stem for file in (CONFIGS / group).glob("*.yaml")]
-    return sorted(OPTIMIZER_CONFIGS if group == "optimizer" else files)
+    return sorted(OPTIMIZER_CONFIGS if group == "optimizer" else (f.stem for f in (CONFIGS / group).glob("*.yaml")))
 
 
 def parse_word(script: str, word: str) -> Override:
-    """Parse key=value with Hydra's grammar, inside hydra_initialized(). Raises UserError."""
-    try:
-        config_loader = GlobalHydra.instance().config_loader()  # lists the choices for glob(*)
-        return OverridesParser.create(config_loader).parse_overrides([to_hydra_word(script, word)])[0]
-    except HydraException:
-        advice = f"""put its value in two pairs of quotes: '{word.split("=", 1)[0]}="VALUE"'"""
-        raise UserError(f"{word!r} cannot be parsed; {advice}") from None
+    """Parse key=value with Hydra's grammar, inside hydra_initialized()."""
+    config_loader = GlobalHydra.instance().config_loader()  # lists the choices for glob(*)
+    return OverridesParser.create(config_loader).parse_overrides([to_hydra_word(script, word)])[0]
 
 
 def to_hydra_word(script: str, word: str) -> str:
-    """Convert a word to Hydra's grammar: quote free text."""
+    """Convert a word to Hydra's grammar: quote free text and names of choices."""
     key, value = word.split("=", 1)
-    if key == "experiment" and key in list_groups(script):
-        return f"experiment@_global_={value}"
-    is_list = value.startswith("[") and value.endswith("]")
-    is_free_text = FREE_TEXT.fullmatch(key) or (FREE_TEXT_OR_LIST.fullmatch(key) and not is_list)
-    if is_free_text and (value != "null" or key == "prompt"):
+    is_free_text = re.fullmatch(FREE_TEXT, key) and (key == "prompt" or not re.fullmatch(r"null|\[.*\]", value))
+    is_group = key in list_groups(script)
+    if is_free_text or (is_group and re.match(r"[^,(]*$|\[|{", value)):  # not a sweep
         value = re.sub(r"(\\*)\$\{", r"\1\1\\${", value)  # OmegaConf would replace ${...} by another value
         value = QuotedString(value, Quote.single).with_quotes()
     elif script == "train":
         value = re.sub(r"^log(\(.*\))$", r"tag(log,interval\1)", value)  # a range of a search
-    return f"{key}={value}"
+    return f"{key}@_global_={value}" if is_group and key == "experiment" else f"{key}={value}"
 
 
 @contextmanager
-def hydra_initialized(config_dir: str | None) -> Iterator[list[str]]:
-    """Context manager: prepare Hydra for compose(). Yields the words that add the user's folder. Raises UserError."""
+def hydra_initialized(script: str, config_dir: str | None) -> Iterator[list[str]]:
+    """Context manager: prepare Hydra, explain its errors, yield words that add the user's folder. Raises UserError."""
+    register_schema(script)
     search_path = []
     if config_dir is not None:
         if not config_dir or not Path(config_dir).is_dir():
             raise UserError(f"--config-dir={config_dir} is not a folder; set a folder of YAML files")
-        folder = QuotedString(f"file://{Path(config_dir).resolve()}", Quote.single).with_quotes()
+        Plugins.instance().register(UserFolder)
+        folder = QuotedString(f"user://{Path(config_dir).resolve()}", Quote.single).with_quotes()
         search_path = [f"hydra.searchpath=[{folder}]"]
-    is_nested = GlobalHydra.instance().is_initialized()  # in a sweep, which composes the config of each job
-    with nullcontext() if is_nested else initialize_config_dir(str(CONFIGS), version_base="1.3"):
-        yield search_path
+    try:
+        with initialize_config_dir(str(CONFIGS), version_base="1.3"):
+            yield search_path
+    except UserError:
+        raise
+    except (HydraException, OmegaConfBaseException, TypeError, ValueError, RecursionError) as error:
+        raise UserError(explain_error(script, error)) from None
 
 
-def register_schemas() -> None:
-    """Store the dataclasses in Hydra, as SCRIPT_schema and as the choices of the group optimizer."""
-    for script, config_type in SCRIPTS.items():
-        schema = OmegaConf.structured(config_type)
-        add_preset_values(schema)
-        if "optimizer" in schema:
-            schema.optimizer = OmegaConf.structured(OptimizerConfig)  # optimizer=NAME sets one of its subclasses
-        ConfigStore.instance().store(f"{script}_schema", schema)
+class UserFolder(FileConfigSource):
+    """The folder of --config-dir. Its files cannot change Hydra's own settings, which could run code."""
+
+    scheme = staticmethod(lambda: "user")
+
+    def load_config(self, config_path: str) -> ConfigResult:
+        try:
+            result = super().load_config(config_path)
+        except (OSError, UnicodeError, YAMLError) as error:
+            raise UserError(f"{config_path}.yaml: {' '.join(str(error).split())}; write YAML in UTF-8") from None
+        text = f"{result.header}\n{OmegaConf.to_yaml(result.config)}"
+        if re.search(r"'package': 'hydra|^hydra[.:]|^- (override )?/?hydra/.*: ", text, re.MULTILINE):
+            raise UserError(f"{config_path}.yaml sets hydra, which would have no effect; remove it")
+        return result
+
+
+@cache  # takes up to 30 ms, and a sweep composes many configs
+def register_schema(script: str) -> None:
+    """Store the script's dataclass in Hydra, as SCRIPT_schema, and the choices of the group optimizer."""
+    schema = OmegaConf.structured(SCRIPTS[script])
+    add_preset_values(schema)
+    if "attention" in schema:
+        schema.attention.backend = MISSING  # a YAML file that sets no backend is refused
+    if "optimizer" in schema:
+        schema.optimizer = OmegaConf.structured(OptimizerConfig)  # optimizer=NAME sets one of its subclasses
+    ConfigStore.instance().store(f"{script}_schema", schema)
     for name, optimizer_type in OPTIMIZER_CONFIGS.items():
         optimizer = OmegaConf.structured(optimizer_type)
         add_preset_values(optimizer, f"{name}.")
         ConfigStore.instance().store(name, optimizer, group="optimizer")
-
-
-register_schemas()

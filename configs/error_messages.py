@@ -5,9 +5,8 @@ import re
 from collections.abc import Iterable
 from typing import Any
 
-from hydra.errors import MissingConfigException
+from hydra.errors import MissingConfigException, OverrideParseException
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from configs.schema import key_types
 
@@ -19,56 +18,60 @@ SYNONYMS = {
     "train.steps": "max_iters epochs num_train_epochs lr_decay_iters",
     "train.micro_batch_size": "gradient_accumulation_steps per_device_train_batch_size",
     "eval.every": "eval_interval log_interval",
+    "checkpoint.every": "save_every save_interval save_steps",
     "name": "out_dir",
-    "model.n_embd": "hidden_size d_model",
-    "model.block_size": "seq_len seq_length context_length",
+    "model.n_embd": "hidden_size d_model width dim",
+    "model.n_layer": "num_hidden_layers depth",
+    "model.block_size": "seq_len seq_length context_length context",
     "prompt": "start",
 }
 
 
-def find_similar(wrong: str, options: Iterable[str]) -> list[str]:
-    """The option that the user probably meant, or several with the same last part. Empty if none is similar."""
-    options, leaf = list(options), wrong.split(".")[-1]
-    return (
-        [ours for ours, theirs in SYNONYMS.items() if leaf in theirs.split() and ours in options]
-        or [option for option in options if option.split(".")[-1] == leaf and option != wrong]
-        or difflib.get_close_matches(wrong, options, n=1)
-    )
-
-
 def did_you_mean(wrong: str, options: Iterable[str]) -> str:
-    """A suggestion for a message; empty if no option is similar."""
-    similar = find_similar(wrong, options)
-    return f" (did you mean {' or '.join(similar)}?)" if similar else ""
+    """Suggest up to three options with the same or a similar last part. Empty if none is similar."""
+    leaf, leaves = wrong.split(".")[-1], {option: option.split(".")[-1] for option in options if option != wrong}
+    close = difflib.get_close_matches(leaf, leaves.values(), n=1)
+    similar = (
+        [ours for ours, theirs in SYNONYMS.items() if leaf in theirs.split() and ours in leaves]
+        or [option for option in leaves if leaves[option] == leaf]
+        or [option for option in leaves if len(leaf) > 2 and leaf in leaves[option]]
+        or difflib.get_close_matches(wrong, leaves, n=1)
+        or [option for option in leaves if leaves[option] in close]
+    )
+    return f" (did you mean {' or '.join(similar[:3])}?)" if similar else ""
 
 
 def explain_error(script: str, error: BaseException) -> str:
-    """One sentence for an exception of Hydra, OmegaConf or PyYAML while a config is composed."""
+    """One sentence for an exception of Hydra or OmegaConf while a config is composed."""
     sentence = " ".join(re.split("Config search path|full_key:", str(error))[0].split())
     if isinstance(error, RecursionError):
         return "a YAML file contains itself, through its defaults or an alias (*name); remove that entry"
     if isinstance(error, MissingConfigException):
         group, _, choice = (error.missing_cfg_file or "").rpartition("/")
-        return f"{group}={choice}: {no_such_choice(choice, error.options or [])}"
-    if isinstance(error, YAMLError):
-        return f"a YAML file cannot be read: {sentence}; correct that file"
-    # Hydra names the file or the word, and OmegaConf the key: in the cause, or in the message itself
+        advice = f"{did_you_mean(choice, error.options or [])}; set {', '.join(sorted(error.options or []))}"
+        return f"{group}={choice}: there is no such choice{advice}"
+    if isinstance(error, OverrideParseException):
+        advice = f"""put its value in two pairs of quotes: '{error.override.split("=", 1)[0]}="VALUE"'"""
+        return f"{error.override!r} cannot be parsed; {advice}"
+    # Hydra names the file or the word, and OmegaConf the key or a dataclass: in the cause, or in the message itself
     text = str(error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error)
-    keys = re.findall(r"(?:full_key: |Could not override ')([\w.\[\]]+)", text)
-    key, types = keys[-1] if keys else "", key_types(script)
-    place = f"{file[1]}.yaml: " if (file := re.match(r"In '(.*?)': ", sentence)) else ""
+    keys, types = re.findall(r"(?:full_key: |Could not override ')([\w.\[\]]+)", text), key_types(script)
+    if not keys and (section := re.search(r"not a subclass of (\w+)", text)):
+        keys = [next((key for key, kind in types.items() if section[1] in str(kind)), "optimizer")]
+    file = re.match(r"In '(.*?)': \w+ raised while composing config:", text)
+    key, place = keys[-1] if keys else "its content", f"{file[1]}.yaml: " if file else ""
     if "Key '" in text or sentence.startswith("Could not override"):
+        if "." in key and f"Key '{key}'" in text:
+            return f"{place}{key}: write {key.replace('.', ': {')}: VALUE{'}' * key.count('.')}"
         if key in types:
             return f"{place}{key} is a key of another optimizer; set that optimizer, or remove this key"
         return f"{place}{key}: there is no such key{did_you_mean(key, types)}; see --help and --cfg job"
-    if sentence.startswith("Error merging override ") and key.split("[")[0] in types:
-        return f"{sentence.removeprefix('Error merging override ')} must be {describe_type(key, types)}"
-    return f"{place}{key}: {' '.join(text.split('full_key:')[0].split())}" if key else sentence
-
-
-def no_such_choice(choice: str, options: Iterable[str]) -> str:
-    """Advice for a choice of a group that does not exist."""
-    return f"there is no such choice{did_you_mean(choice, options)}; set {', '.join(sorted(options))}"
+    if "mandatory value" in text:
+        return f"{key} is missing; set it in the YAML file"
+    if file or sentence.startswith("Error merging override "):
+        word = place + key if file else sentence.removeprefix("Error merging override ")
+        return f"{word} must be {describe_type(key, types)}"
+    return f"{key}: {' '.join(text.split('full_key:')[0].split())}" if keys else sentence
 
 
 def describe_type(key: str, types: dict[str, Any]) -> str:
@@ -76,7 +79,6 @@ def describe_type(key: str, types: dict[str, Any]) -> str:
     for name in types:
         if name.startswith(f"{key}."):
             return f"a section; set its keys, such as {name}"
-    annotation = types[key.split("[")[0]]
-    name = str(annotation) if "[" in key else getattr(annotation, "__name__", str(annotation))
-    name = re.sub(r".*\[(.*?)\].*", r"\1", name) if "[" in key else re.sub(r"\[.*?\]", "", name)
+    name = str(types.get(key.split("[")[0], dict)).removeprefix("<class '")  # dict: a source of data.mix
+    name = re.sub(r".*\[(.*?)\].*", r"\1", name) if "[" in key else re.sub(r"\[.*?\]|'>", "", name)
     return re.sub(r"\w+|\|", lambda word: TYPE_NAMES.get(word[0], word[0]), name)

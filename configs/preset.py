@@ -10,7 +10,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from common.errors import UserError
-from common.settings import check
+from common.settings import check, format_value
 from data.sources import estimate_text_bytes, resolve_sources
 
 SIZES = {"20kB": 2e4, "100kB": 1e5, "300kB": 3e5, "1MB": 1e6, "3MB": 3e6, "10MB": 1e7}  # bytes of training text
@@ -45,7 +45,7 @@ def select_preset(config: DictConfig) -> str | None:
     A text that is not on this machine counts as long, unless data.text_bytes is set. Raises UserError.
     """
     if config.preset not in ("auto", *SIZES):
-        raise UserError(f"preset={config.preset} is unknown; set auto, {', '.join(SIZES)}")
+        raise UserError(f"preset={format_value(config.preset)} is unknown; set auto, {', '.join(SIZES)}")
     is_used = "${preset:" in OmegaConf.to_yaml(config)
     if config.preset != "auto" or not is_used:
         return config.preset if is_used else None

@@ -35,7 +35,7 @@ class TrainConfig:
     profile: bool = False  # record steps 6 to 8, and print where their time goes
     activation_checkpointing: str = setting("none", choices=("none", "block", "attention"))  # recomputed in backward
     # initial weights: of another run, of a folder or repository in the format of transformers, or of OpenAI
-    init_from: str | None = setting(None, pattern=f"run:.+|hf:.+|{'|'.join(GPT2_MODELS)}")
+    init_from: str | None = setting(None, choices=("run:NAME", "hf:NAME", *GPT2_MODELS))
 
     def rules(self, section: str) -> list[Rule]:
         is_size = self.micro_batch_size in (None, AUTO) or type(self.micro_batch_size) is int
@@ -72,8 +72,8 @@ class OptimizerConfig:
     lr: float = setting(1e-3, above=0)  # peak learning rate
 
     def rules(self, section: str) -> list[Rule]:
-        names = ", ".join(OPTIMIZER_CONFIGS)
-        return [("name", OPTIMIZER_CONFIGS.get(self.name) is type(self), f"is no optimizer; set optimizer to {names}")]
+        names = " or ".join(f"optimizer={name}" for name in OPTIMIZER_CONFIGS)
+        return [("name", OPTIMIZER_CONFIGS.get(self.name) is type(self), f"selects no optimizer; set {names}")]
 
 
 @dataclass

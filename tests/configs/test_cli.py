@@ -94,14 +94,19 @@ def test_invalid_command_prints_one_line_and_writes_nothing(words, message, tmp_
                 "out_dir": "name",
                 "gradient_accumulation_steps": "train.micro_batch_size",
                 "train.hidden_size": "model.n_embd",
+                "stepss": "train.steps",
+                "layers": "model.n_layer",
+                "lrr": "optimizer.lr",
+                "batch": "train.batch_size or train.micro_batch_size",
+                "context": "model.block_size",
+                "embd": "model.n_embd",
+                "save_every": "checkpoint.every",
+                "checkpoint_every": "checkpoint.every",
+                "temp": "eval.sample.temperature",
             }.items()
         ),
-        *(
-            ("sample", [f"{key}=1"], f"(did you mean {ours}?)")
-            for key, ours in {
-                "start": "prompt",
-            }.items()
-        ),
+        ("sample", ["start=1"], "(did you mean prompt?)"),
+        ("sample", ["temp=1"], "(did you mean temperature?)"),
         ("train", ["wandb=disabled"], "wandb=disabled must be a section; set its keys, such as wandb.mode"),
         ("sample", ["--foo"], "'--foo' is not a setting of the form key=value; see --help"),
     ],

@@ -66,7 +66,7 @@ WRONG = [
         r"model=gpt3: there is no such choice \(did you mean gpt2\?\); set gpt2, llama, modern, nano",
     ),
     (["attention=falsh"], r"did you mean flash\?\); set cudnn, "),
-    (["seed=1,2"], r"'seed=1,2' has several values for one run"),
+    (["seed=1,2"], r"'seed=1,2' must have one value; set it, or use train.py -m"),
     (["train.steps=f("], r"'train.steps=f\(' cannot be parsed; put .* quotes: 'train.steps=\"VALUE\"'$"),
     (["seed='1\n"], r"cannot be parsed; put its value in two pairs of quotes: 'seed=\"VALUE\"'$"),
     (["+train.foo=1"], r"is not a setting of the form key=value"),
@@ -141,7 +141,15 @@ WRONG_TYPES = [
     ("bench", ["block_sizes=[64,a]"], "block_sizes=[64,a] must be a whole number"),
     ("sample", ["stop=[]"], "stop=[] must be a string that is not empty, or a list of them"),
     ("sample", ['stop=["a", 1]'], "stop=[a,1] must be a string that is not empty, or a list of them"),
-    ("prepare", ["data.text_column="], "data.text_column= names no column; set data.text_column=text"),
+    ("prepare", ["data.text_column="], "'data.text_column=' must have one value; set it"),
+    ("compare", ["out=", "a"], "'out=' must have one value; set it"),
+    ("sample", ["interactive=true", "num_samples=5"], "num_samples=5 needs interactive=false; set one of them"),
+    ("sample", ["max_new_tokens=0"], "max_new_tokens=0 must be at least 1"),
+    ("train", ["optimizer.lr=inf"], "optimizer.lr=inf must be above 0 and finite"),
+    ("train", ["optimizer.name=adamw"], "optimizer.name=adamw selects no optimizer; set optimizer=adamw or"),
+    ("train", ["preset=null"], "preset=null is unknown; set auto, 20kB"),
+    ("train", ["train.init_from=a"], "train.init_from=a is unknown; set one of run:NAME, hf:NAME, gpt2, "),
+    ("train", ["--learning_rate=1"], "is not a setting of the form key=value (did you mean optimizer.lr?)"),
     ("train", ["data.path=[]"], "data.path=[] is not a path"),
     ("bench", ["block_sizes=[1000000000]"], "block_sizes=1000000000 must be at least 1 and at most"),
 ]
@@ -203,8 +211,19 @@ WRONG_YAML = [
     ("trian: {steps: 3}", r"trian: there is no such key \(did you mean train\?\)"),
     ("model: {_target_: os.system}", r"model._target_: there is no such key"),
     ("model: {window: {_target_: os.system}}", r"model.window={_target_:os.system} must be a number"),
-    ("train: [", r"a YAML file cannot be read: .*mine.yaml.*line"),
+    ("train: [", r"experiment/mine.yaml: .*mine.yaml.*line .*; write YAML in UTF-8"),
     ("train: {steps: '${'}", r"train.steps: .* '\${'"),
+    ("train: 5", r"experiment/mine.yaml: train must be a section; set its keys, such as train.steps"),
+    ("eval: {sample: [1]}", r"experiment/mine.yaml: eval.sample must be a section; set its keys"),
+    ("optimizer: {betas: [a]}", r"experiment/mine.yaml: optimizer.betas\[0\] must be a number"),
+    ("train: {steps: many}", r"experiment/mine.yaml: train.steps must be a whole number or null"),
+    ("train.steps: 5", r"experiment/mine.yaml: train.steps: write train: {steps: VALUE}"),
+    ("# \udce9t\udce9", r"experiment/mine.yaml: 'utf-8' codec can't decode .*; write YAML in UTF-8"),
+    ("5", r"experiment/mine.yaml: .* int; write YAML"),
+    ("[1]", r"experiment/mine.yaml: its content must be a section"),
+    ("hydra: {launcher: {_target_: os.system}}", r"experiment/mine.yaml sets hydra, .*; remove it"),
+    ("# @package hydra.launcher\n_target_: os.system", r"experiment/mine.yaml sets hydra, .*; remove it"),
+    ("defaults: [{override /hydra/launcher: basic}]", r"experiment/mine.yaml sets hydra, .*; remove it"),
     ("defaults: [mine]", r"a YAML file contains itself"),
     ("train: &a {steps: *a}", r"a YAML file contains itself"),
 ]
@@ -213,8 +232,15 @@ WRONG_YAML = [
 @pytest.mark.parametrize(("content", "message"), WRONG_YAML, ids=[w[0] for w in WRONG_YAML])
 def test_invalid_yaml_files_are_refused(content, message, workdir, capsys):
     (workdir / "own/experiment").mkdir(parents=True)
-    (workdir / "own/experiment/mine.yaml").write_text(f"{content}\n")
+    (workdir / "own/experiment/mine.yaml").write_text(f"{content}\n", errors="surrogateescape")
     assert re.search(message, error_message(capsys, "--config-dir", "own", "experiment=mine"))
+
+
+def test_attention_file_without_a_backend_is_refused(workdir, capsys):
+    (workdir / "own/attention").mkdir(parents=True)
+    (workdir / "own/attention/mine.yaml").write_text("kernels: [math]\n")
+    message = "attention.backend is missing; set it in the YAML file"
+    assert message in error_message(capsys, "--config-dir", "own", "attention=mine")
 
 
 @pytest.mark.parametrize("header", ["", "# @package _global_\n", "# mine\n# @package _global_\n", "\n# mine\n"])
@@ -233,7 +259,7 @@ def test_words_win_over_an_experiment_of_the_user(header, workdir):
         (["top_k=0"], "top_k=0 must be at least 1"),
         (["top_p=1.5"], "top_p=1.5 must be above 0 and at most 1"),
         (["num_samples=0"], "num_samples=0 must be at least 1"),
-        (["checkpoint=first"], r"checkpoint=first is unknown; set best\|last\|step"),
+        (["checkpoint=first"], r"checkpoint=first is unknown; set one of best, last, step-N"),
         (["prompt=a", "prompt_file=b"], "set one of them"),
         (["promt=a"], r"promt: there is no such key \(did you mean prompt\?\)"),
     ],

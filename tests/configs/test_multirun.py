@@ -26,7 +26,7 @@ from configs.multirun import list_combinations
     ],
 )
 def test_combinations_of_swept_values(words, expected):
-    with hydra_initialized(None):
+    with hydra_initialized("train", None):
         parsed = {word: parse_word("train", word) for word in words}
         swept = {word: override for word, override in parsed.items() if override.is_sweep_override()}
         assert [list(combination.values()) for combination in list_combinations(swept)] == expected
