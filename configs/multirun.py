@@ -8,20 +8,16 @@ import os
 import re
 from argparse import Namespace
 from dataclasses import asdict
-from typing import Any
 
 from hydra import compose
 from hydra.core.override_parser.types import Override
-from hydra.errors import HydraException
 
 from common.errors import UserError
 from common.run_dir import JOB, SWEEPS, make_new_folder
 from common.settings import check
 from compare.sweep.jobs import Job
 from compare.sweep.launch import run_sweep
-from compare.sweep.search import make_distribution, run_search
-from configs.compose import compose_config, hydra_initialized, list_groups, parse_word
-from configs.error_messages import did_you_mean, explain_error
+from configs.compose import compose_config, hydra_initialized, parse_word
 from configs.schema import key_types
 
 
@@ -32,19 +28,19 @@ def run_multirun(flags: Namespace) -> int:
     if flags.cfg or "plan=true" in flags.words:
         raise UserError("--cfg and plan=true describe one run; remove -m, and set one value for each key")
     trials = [word for word in flags.words if word.startswith("sweep.")]
-    with hydra_initialized(flags.config_dir):
+    with hydra_initialized("train", flags.config_dir):
         overrides = {word: parse_word("train", word) for word in flags.words if word not in trials}
-        swept = {word: override for word, override in overrides.items() if override.is_sweep_override()}
-        fixed = [word for word in overrides if word not in swept]
-        for override in swept.values():
-            key = override.key_or_group
-            if sum(word.startswith(f"{key}=") for word in overrides) > 1:
-                raise UserError(f"{key} is given twice; list all of its values at once, as in {key}=A,B")
-        if trials:
-            return _run_search(" ".join(trials), swept, fixed, flags)
-        launcher = _compose_launcher(flags.launcher_words)
-        sweep, jobs = make_jobs(None, list_combinations(swept), fixed, flags.config_dir)
-        return run_sweep(sweep, jobs, launcher)
+        words = [*flags.launcher_words, "hydra.job.name=train"]  # no file of --config-dir may set the launcher's code
+        launcher = compose("train", overrides=words, return_hydra_config=True) if flags.launcher_words else None
+    swept = {word: override for word, override in overrides.items() if override.is_sweep_override()}
+    fixed = [word for word in overrides if word not in swept]
+    for override in swept.values():
+        key = override.key_or_group
+        if sum(word.startswith(f"{key}=") for word in overrides) > 1:
+            raise UserError(f"{key} is given twice; list all of its values at once, as in {key}=A,B")
+    if trials:
+        return _run_search(" ".join(trials), swept, fixed, flags)
+    return run_sweep(*make_jobs(None, list_combinations(swept), fixed, flags.config_dir), launcher)
 
 
 def _run_search(trials: str, swept: dict[str, Override], fixed: list[str], flags: Namespace) -> int:
@@ -56,21 +52,22 @@ def _run_search(trials: str, swept: dict[str, Override], fixed: list[str], flags
     seeds = [] if seed is None else list_combinations({seed: swept.pop(seed)})
     if not swept:
         raise UserError("sweep.trials searches over ranges of keys other than seed; set optimizer.lr=log(1e-4,1e-2)")
-    types, space = key_types("train"), {}
+    try:
+        from compare.sweep.search import make_distribution, run_search
+    except ImportError:
+        raise UserError("sweep.trials needs Optuna; install it: pip install 'optuna>=5,<6'") from None
+    space = {}
     for word, override in swept.items():
-        key = override.key_or_group
-        if key not in (*types, *list_groups("train")):
-            raise UserError(f"{key}: there is no such key{did_you_mean(key, types)}; see --help and --cfg job")
-        space[key] = make_distribution(word, override, types.get(key) in (int, int | None))
-    sweep = compose_config("train", fixed, flags.config_dir).name or make_new_folder(SWEEPS, "search")
+        is_int = key_types("train").get(override.key_or_group) in (int, int | None)
+        space[override.key_or_group] = make_distribution(word, override, is_int)
 
-    def make_trial(values: dict[str, str]) -> list[Job]:
+    def make_trial(sweep: str | None, values: dict[str, str]) -> tuple[str, list[Job]]:
         words = {key: f"{key}={value}" for key, value in values.items()}
-        return make_jobs(sweep, [words | seed for seed in seeds or [{}]], fixed, flags.config_dir)[1]
+        return make_jobs(sweep, [words | seed for seed in seeds or [{}]], fixed, flags.config_dir)
 
     common = ["--config-dir", flags.config_dir] if flags.config_dir else []
     common += [word for word in fixed if not word.startswith("name=")] + [seed["seed"] for seed in seeds[:1]]
-    return run_search(sweep, space, make_trial, int(n_trials[1]), common)
+    return run_search(space, make_trial, int(n_trials[1]), common)
 
 
 def list_combinations(swept: dict[str, Override]) -> list[dict[str, str]]:
@@ -117,16 +114,3 @@ def make_jobs(
         arguments += [f"name={values['name']}", f"wandb.group={values['wandb']['group']}"]
         jobs.append(Job(name, SWEEPS / sweep / name, arguments, values))
     return sweep, jobs
-
-
-def _compose_launcher(words: list[str]) -> Any:
-    """Compose Hydra's own config, with the launcher that `words` set; None if they set none.
-
-    Files of --config-dir are not part of it, because a launcher's config contains the code to run (_target_).
-    """
-    if not words:
-        return None
-    try:
-        return compose("train", overrides=[*words, "hydra.job.name=train"], return_hydra_config=True)
-    except HydraException as error:
-        raise UserError(explain_error("train", error)) from None

@@ -6,10 +6,13 @@ A trial is a job of a sweep, or one job per seed. Optuna stores the trials in se
 import math
 import shlex
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import Any
 
+import optuna
 from hydra.core.override_parser.types import Override, RangeSweep
+from optuna.trial import TrialState
 
 from common.errors import UserError
 from common.run_dir import SWEEPS, read_summary
@@ -17,18 +20,9 @@ from compare.sweep.jobs import Job, Outcome
 from compare.sweep.launch import find_missing_jobs, finish_sweep, train_jobs
 
 MAX_REJECTED = 50  # consecutive suggestions that are invalid or were tried before, until the search ends
+optuna.logging.set_verbosity(optuna.logging.WARNING)
 # Losses per token cannot be compared if these sections or their keys are searched.
 CHANGES_TOKENS = ("tokenizer", "data", "preset", "experiment")
-
-
-def import_optuna() -> Any:
-    """Import Optuna. Raises UserError if it is not installed."""
-    try:
-        import optuna
-    except ImportError:
-        raise UserError("sweep.trials needs Optuna; install it: pip install 'optuna>=5,<6'") from None
-    optuna.logging.set_verbosity(optuna.logging.WARNING)
-    return optuna
 
 
 def make_distribution(word: str, override: Override, is_int: bool) -> Any:
@@ -38,7 +32,7 @@ def make_distribution(word: str, override: Override, is_int: bool) -> Any:
     is_int: whether the key's values are integers.
     Raises UserError if the range is invalid.
     """
-    distributions, sweep = import_optuna().distributions, override.value()
+    distributions, sweep = optuna.distributions, override.value()
     try:
         if isinstance(sweep, RangeSweep) and isinstance(sweep.start + sweep.stop + sweep.step, int):
             numbers = range(sweep.start, sweep.stop, sweep.step)
@@ -55,49 +49,39 @@ def make_distribution(word: str, override: Override, is_int: bool) -> Any:
     raise UserError(f"{word} is not a range; set log(A,B) with 0 < A < B, interval(A,B), range(A,B) or a list A,B")
 
 
-def run_search(name: str, space: dict[str, Any], make_jobs: Callable, n_trials: int, fixed_words: list[str]) -> int:
+def run_search(space: dict[str, Any], make_jobs: Callable, n_trials: int, fixed_words: list[str]) -> int:
     """Train trials until n_trials are finished, and compare all runs.
 
     space: distribution of each searched key.
-    make_jobs: composes one job per seed from {key: value as on the command line}. Raises UserError for invalid values.
+    make_jobs: composes one job per seed from the name of the search (None: from the config, or a new one) and
+        {key: value as on the command line}. Returns the name and the jobs. Raises UserError for invalid values.
     fixed_words: the settings of all trials, as on the command line.
-    Returns the exit code of finish_sweep. Raises UserError if no trial is valid.
+    Returns the exit code of finish_sweep. Raises UserError if no trial is valid, before anything is written.
     """
-    states, folder = import_optuna().trial.TrialState, SWEEPS / name
+    _, _, (name, _) = _suggest_trial(optuna.create_study(), space, partial(make_jobs, None), [])
+    folder = SWEEPS / name
     loss_key = "best_val_bpb" if any(key.startswith(CHANGES_TOKENS) for key in space) else "best_val_loss"
     study = _open_study(folder, space, fixed_words)
-    tried = [_format_params(trial) for trial in study.get_trials(states=[states.COMPLETE])]
-    for failed_trial in study.get_trials(states=[states.FAIL]):
-        study.enqueue_trial(failed_trial.params)  # try again
+    tried = [_format_params(trial) for trial in study.get_trials(states=[TrialState.COMPLETE])]
+    for trial in study.get_trials(states=[TrialState.FAIL, TrialState.RUNNING]):  # running: interrupted
+        study.enqueue_trial(trial.params)  # try again
     print(f"search   {folder}, {n_trials} trials, {len(tried)} of them finished before", flush=True)
     all_jobs: list[Job] = []
     outcomes: dict[str, Outcome] = {}
-    n_rejected, reason = 0, None
-    while len(tried) < n_trials and n_rejected < MAX_REJECTED:
-        interrupted_trials = study.get_trials(states=[states.RUNNING])
-        trial = interrupted_trials[0] if interrupted_trials else study.ask(space)
-        values, jobs = _format_params(trial), []
-        if values not in tried and values.keys() == space.keys():
-            try:
-                jobs = make_jobs(values)
-            except UserError as error:
-                reason = error
-        n_rejected = 0 if jobs else n_rejected + 1
-        if not jobs:
-            study.tell(trial.number, state=states.PRUNED)
-            continue
+    while len(tried) < n_trials:
+        try:
+            trial, values, (_, jobs) = _suggest_trial(study, space, partial(make_jobs, name), tried)
+        except UserError:
+            print(f"search   ends after {len(tried)} trials: no other valid combination of values was found")
+            break
         tried.append(values)
         all_jobs += jobs
         outcomes |= train_jobs(find_missing_jobs(folder, jobs))
         losses = [read_summary(job.folder).get(loss_key) if job.is_done() else None for job in jobs]
         loss = None if None in losses else math.fsum(losses) / len(losses)
-        study.tell(trial.number, loss, state=states.FAIL if loss is None else states.COMPLETE)
-    if not tried:
-        raise UserError(f"all {MAX_REJECTED} combinations of values that were tried are invalid; the last: {reason}")
-    if len(tried) < n_trials:
-        print(f"search   ends after {len(tried)} trials: no other valid combination of values was found")
+        study.tell(trial.number, loss, state=TrialState.FAIL if loss is None else TrialState.COMPLETE)
     code = finish_sweep(folder, all_jobs, outcomes)
-    if n_finished := len(study.get_trials(states=[states.COMPLETE])):
+    if n_finished := len(study.get_trials(states=[TrialState.COMPLETE])):
         unit = "bits per byte" if loss_key == "best_val_bpb" else "nats per token"
         best = [f"{key}={value}" for key, value in _format_params(study.best_trial).items()]
         print(f"best     {' '.join(best)}: {study.best_value:.4f} {unit}, the lowest of {n_finished} finished trials")
@@ -105,9 +89,23 @@ def run_search(name: str, space: dict[str, Any], make_jobs: Callable, n_trials: 
     return code
 
 
+def _suggest_trial(study: Any, space: dict[str, Any], make_jobs: Callable, tried: list[dict]) -> tuple:
+    """Suggest a trial with new values: (trial, values, make_jobs(values)). Raises UserError if none is valid."""
+    reason = None
+    for _ in range(MAX_REJECTED):
+        trial = study.ask(space)
+        values = _format_params(trial)
+        try:
+            if values not in tried:
+                return trial, values, make_jobs(values)
+        except UserError as error:
+            reason = error
+        study.tell(trial.number, state=TrialState.PRUNED)
+    raise UserError(f"all {MAX_REJECTED} combinations of values that were tried are invalid; the last: {reason}")
+
+
 def _open_study(folder: Path, space: dict[str, Any], fixed_words: list[str]) -> Any:
     """Create or load Optuna's study. Raises UserError if the stored search has other settings, keys or choices."""
-    optuna = import_optuna()
     folder.mkdir(parents=True, exist_ok=True)
     journal = optuna.storages.journal.JournalFileBackend(str(folder / "search.journal"))
     study = optuna.create_study(storage=optuna.storages.JournalStorage(journal), study_name="", load_if_exists=True)

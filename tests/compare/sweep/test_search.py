@@ -29,7 +29,7 @@ SPACE = {
 
 
 def distribution(word: str, is_int: bool = False):
-    with hydra_initialized(None):
+    with hydra_initialized("train", None):
         return make_distribution(word, parse_word("train", word), is_int)
 
 
@@ -68,8 +68,10 @@ def test_invalid_search_is_refused_before_anything_is_written(workdir, capsys, m
     assert "is a range without steps; set sweep.trials=N to search it" in refusal(capsys, lr)
     assert "ranges of keys other than seed" in refusal(capsys, "sweep.trials=2", "seed=1,2")
     assert "did you mean optimizer.lr?" in refusal(capsys, "sweep.trials=2", "optimizer.lx=1,2")
+    assert "the last: train.steps=0 must be at least 1" in refusal(capsys, "sweep.trials=2", lr, "train.steps=0")
     assert "no launcher" in refusal(capsys, "sweep.trials=2", lr, "hydra/launcher=submitit_local")
     monkeypatch.setitem(sys.modules, "optuna", None)
+    monkeypatch.delitem(sys.modules, "compare.sweep.search")
     assert "sweep.trials needs Optuna; install it: pip install 'optuna>=5,<6'" in refusal(capsys, "sweep.trials=2", lr)
     assert not Path("runs").exists()
 
@@ -83,11 +85,13 @@ def run_fake_search(workdir, monkeypatch):
     """run_fake_search(name, n_trials, outcome) trains jobs by computing a loss. Returns the trials' values."""
 
     def run(name, n_trials, outcome=lambda values: "finished", space=SPACE, words=()):
-        def make_jobs(values):
+        def make_jobs(search, values):
             if values["model.n_layer"] == "2":
                 raise UserError("two layers are invalid")
             jobs = [",".join([*map("=".join, values.items()), f"seed={seed}"]) for seed in (1, 2)]
-            return [Job(job, SWEEPS / name / job, [], {"values": values, "seed": n}) for n, job in enumerate(jobs)]
+            return name, [
+                Job(job, SWEEPS / name / job, [], {"values": values, "seed": n}) for n, job in enumerate(jobs)
+            ]
 
         def train_jobs(todo):
             for job in todo:
@@ -103,7 +107,7 @@ def run_fake_search(workdir, monkeypatch):
 
         monkeypatch.setattr(search, "train_jobs", train_jobs)
         monkeypatch.setattr(search, "finish_sweep", lambda folder, jobs, outcomes: 0)
-        assert run_search(name, space, make_jobs, n_trials, list(words)) == 0
+        assert run_search(space, make_jobs, n_trials, list(words)) == 0
         jobs = json.loads((SWEEPS / name / "sweep.json").read_text())["jobs"][::2]
         return [dict(word.split("=") for word in job.split(",")[:-1]) for job in jobs]
 
