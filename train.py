@@ -92,9 +92,8 @@ def main(config: RunConfig) -> int:
         batches = prefetch(loader, starts, micro.size)
 
         # evaluate the initial weights, or repeat the evaluation that a signal has stopped
-        state.start_clock()
-        if state.evaluation_interrupted or (state.step == 0 and config.eval.initial):
-            observers.log_step(evaluator.evaluate(state))
+        if state.unlogged or (state.step == 0 and config.eval.initial):
+            observers.log_step(evaluator.evaluate(state, state.unlogged))
             checkpoints.save()
 
         while not state.is_done:
@@ -129,7 +128,7 @@ def main(config: RunConfig) -> int:
             lr = config.optimizer.lr * scale
             metrics = {"train/loss": dist.all_reduce_mean(loss), "grad_norm": grad_norm, "lr": lr}
             if state.step % config.eval.every == 0 or state.progress >= 1:
-                metrics |= evaluator.evaluate(state)
+                metrics = evaluator.evaluate(state, metrics)
             observers.log_step(metrics)
             if checkpoints.is_due():
                 checkpoints.save()

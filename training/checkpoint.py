@@ -8,9 +8,10 @@ config: the complete run config, for readers; nothing is built from it
 """
 
 import math
+import shutil
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
 
 import torch
@@ -19,6 +20,7 @@ from torch.optim import Optimizer
 
 from common.checkpoint_file import load_checkpoint, save_checkpoint
 from common.errors import TrainingFailed, UserError
+from common.files import atomic_writer
 from common.interrupt import StopRequest
 from common.run_dir import RunDir
 from common.settings import format_value
@@ -28,8 +30,7 @@ from training.optimizer import load_state_by_name, state_by_name
 from training.parallel import gather, load_weights
 
 SAVED_FIELDS = (
-    "step", "seconds", "best_val_loss", "best_val_bpb", "best_step", "evals_since_best",
-    "evaluation_interrupted", "wandb_id",
+    "step", "seconds", "best_val_loss", "best_val_bpb", "best_step", "evals_since_best", "unlogged", "wandb_id",
 )  # fmt: skip
 
 
@@ -48,7 +49,7 @@ class TrainState:
     best_step: int | None = None  # None: not evaluated yet
     evals_since_best: int = 0  # evaluations since best_step
     stopped: bool = False  # a process got a signal, and all processes know
-    evaluation_interrupted: bool = False  # by a signal; the evaluation at `step` is repeated when the run resumes
+    unlogged: dict = field(default_factory=dict)  # metrics of this step, while its evaluation is not complete
     wandb_id: str | None = None
     started: float = 0.0  # value of time.perf_counter() at which `seconds` would be 0
 
@@ -70,10 +71,6 @@ class TrainState:
     def is_best(self) -> bool:
         """Whether the last evaluation, at this step, found the lowest validation loss."""
         return self.best_step == self.step
-
-    def start_clock(self) -> None:
-        """Continue to measure the training time."""
-        self.started = time.perf_counter() - self.seconds
 
     def finish_step(self, dist: Dist, stop: StopRequest) -> None:
         """Count a step. All processes agree on the time of the slowest one, and on whether a signal stops them."""
@@ -110,15 +107,14 @@ class TrainState:
         old, new = saved["identity"], header["identity"]
         keys = [key for key in new if old.get(key) != new[key]]
         if keys:
-            different = ", ".join(f"{k}={format_value(old.get(k))} (now {format_value(new[k])})" for k in keys)
-            advice = "restore the old values, or set another name"
-            raise UserError(f"{path.parents[1]} was trained with {different}; {advice}")
+            listed = ", ".join(f"{k}={format_value(old.get(k))} (now {format_value(new[k])})" for k in keys)
+            raise UserError(f"{path.parents[1]} was trained with {listed}; restore the old values, or set another name")
         load_weights(self.model, saved["model"])
         load_state_by_name(self.model, self.optimizers, saved["optimizer"])
         if saved["scaler"]:  # empty if the run was not in float16 so far
             self.scaler.load_state_dict(saved["scaler"])
         for key in SAVED_FIELDS:
-            setattr(self, key, saved[key])
+            setattr(self, key, saved.get(key, getattr(self, key)))  # earlier versions had fewer fields
 
 
 @dataclass
@@ -156,8 +152,8 @@ class CheckpointWriter:
         if state.step > 0:
             if self.config.keep > 0 and run.last.exists() and self.last_step != state.step:
                 previous = run.last.with_name(f"step-{self.last_step:06d}.pt")
-                previous.unlink(missing_ok=True)
-                previous.hardlink_to(run.last)  # last.pt is replaced next; nothing is copied
+                with open(run.last, "rb") as last, atomic_writer(previous) as file:  # some disks have no hard links
+                    shutil.copyfileobj(last, file)
             save_checkpoint(run.last, content)
             kept = sorted(run.last.parent.glob("step-[0-9]*.pt"), key=lambda path: int(path.stem.removeprefix("step-")))
             for path in kept[: -self.config.keep]:

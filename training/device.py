@@ -57,8 +57,7 @@ def resolve_runtime(config: RunConfig) -> Runtime:
     if is_fsdp and dtype == torch.float16:
         raise UserError("dtype=float16 cannot be combined with parallel=fsdp; set dtype=bfloat16, or parallel=ddp")
     if config.train.micro_batch_size == AUTO and (device.type != "cuda" or is_fsdp or config.plan):
-        setting = f"train.micro_batch_size={AUTO}"
-        raise UserError(f"{setting} needs device=cuda, parallel=ddp and plan=false; set a number of sequences")
+        raise UserError(f"train.micro_batch_size={AUTO} needs device=cuda, parallel=ddp and plan=false; set a number")
     parallel = (FSDP2 if is_fsdp else DDP)(dist.world_size, device, dtype)
     runtime = Runtime(dist, parallel, device, dtype, resolve_compile(config.compile, device))
     configure_backends(device, config.deterministic, config.tf32)

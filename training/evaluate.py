@@ -42,9 +42,9 @@ class Evaluator:
     folder: Path  # run folder
     stop: StopRequest  # a signal ends an evaluation after its current forward pass
 
-    def evaluate(self, state: TrainState) -> dict[str, Any]:
-        """Evaluate the model, and record the loss in `state`. Returns the metrics; {} if a signal stops it."""
-        state.evaluation_interrupted = state.stopped
+    def evaluate(self, state: TrainState, step_metrics: dict[str, Any]) -> dict[str, Any]:
+        """Evaluate the model, and record the loss. Returns all metrics of the step, or {} if a signal stops it."""
+        state.unlogged = step_metrics
         if state.stopped:
             return {}
         dist = self.runtime.dist
@@ -57,12 +57,13 @@ class Evaluator:
                 metrics |= self.measure_attention(model, state.step)
         # a signal to any process may have cut the loss or the sample short
         (signals,) = dist.all_reduce(self.stop.requested)
-        state.stopped = state.evaluation_interrupted = signals > 0
+        state.stopped = signals > 0
         if state.stopped:
             return {}
+        state.unlogged = {}
         if state.step > 0 or self.config.train.init_from is not None:  # random weights are never the best
             state.record_evaluation(metrics["val/loss"], metrics["val/bpb"])
-        return metrics | {"peak_memory_bytes": peak_memory_bytes(self.runtime.device)}
+        return step_metrics | metrics | {"peak_memory_bytes": peak_memory_bytes(self.runtime.device)}
 
     @torch.no_grad()
     def compute_validation_loss(self, model: nn.Module) -> dict[str, float]:
@@ -87,8 +88,7 @@ class Evaluator:
             num_bytes += bytes_of_token[targets].sum()
         model.train()
         # the losses are read from the device only after the last window, and summed in float64
-        total = sum(loss.item() for loss in nats)
-        total, num_tokens, num_bytes = dist.all_reduce(total, num_tokens, int(num_bytes))
+        total, num_tokens, num_bytes = dist.all_reduce(sum(loss.item() for loss in nats), num_tokens, int(num_bytes))
         if not num_tokens and not self.stop.requested:
             raise UserError(f"the {windows} validation windows have only prompts; set a larger eval.windows, or null")
         return {"val/loss": total / max(1, num_tokens), "val/bpb": total / log(2) / max(1, num_bytes)}

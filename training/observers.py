@@ -59,7 +59,8 @@ class Observers(ExitStack):
         run_config = asdict(config) | {"attention": asdict(config.attention) | run.summary["attention"]}
         self.wandb = WandbRun(config.wandb, run.folder, run_config, state.wandb_id, name=run.name)
         state.wandb_id = self.wandb.id
-        self.metrics = MetricsLogger(run.folder, state.step, self.wandb) if run.is_main else None
+        step = state.step - (state.step == 0 or bool(state.unlogged))  # the row of this step is written again
+        self.metrics = MetricsLogger(run.folder, step, self.wandb) if run.is_main else None
 
     def __enter__(self) -> Self:
         self.push(self._finish_wandb)
@@ -68,6 +69,7 @@ class Observers(ExitStack):
             self.enter_context(self.profiler)
         self.run.update(self.results())  # no step may be left
         reset_peak_memory(self.runtime.device)
+        self.state.started = time.perf_counter() - self.state.seconds
         return self
 
     def _finish_wandb(self, error_type, error, traceback) -> None:
@@ -85,7 +87,7 @@ class Observers(ExitStack):
 
     def log_step(self, metrics: dict[str, Any]) -> None:
         """Log the metrics of a step and of its evaluation, if any. Raises TrainingFailed if a loss is not finite."""
-        if self.metrics is None:
+        if self.metrics is None or not metrics:
             return
         state = self.state
         if "val/loss" in metrics:
@@ -137,7 +139,7 @@ class MetricsLogger:
         self.rows: list[tuple[dict, Callable[[], dict]]] = []
         self.flushed = time.perf_counter()
         self.path.touch()
-        self.last = remove_later_rows(self.path, step if step > 0 else -1)  # the row of step 0 is written again
+        self.last = remove_later_rows(self.path, step)
 
     def log(self, row: dict, read: Callable[[], dict] = dict) -> None:
         """Collect a row. read: called when the row is written. Returns more columns, such as device times."""

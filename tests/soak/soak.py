@@ -75,10 +75,8 @@ class Tally:
 
 
 def run_result(run: Path) -> Any:
-    """Tensors of both checkpoints, and the metrics that do not depend on time; an evaluation may have its own row."""
-    rows: dict[int, dict] = {}
-    for row in untimed([json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()]):
-        rows[row["step"]] = rows.get(row["step"], {}) | row
+    """Tensors of both checkpoints, and the metrics that do not depend on time."""
+    rows = untimed([json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()])
     summary = json.loads((run / "summary.json").read_text())
     tensors = {}
     for kind in ("last", "best"):

@@ -17,7 +17,7 @@ def no_timed_flush(monkeypatch):
     monkeypatch.setattr(observers, "FLUSH_INTERVAL_S", math.inf)
 
 
-def logger(folder, step=0):
+def logger(folder, step=-1):
     return MetricsLogger(folder, step, SimpleNamespace(log=lambda rows: None))
 
 
