@@ -130,6 +130,17 @@ def test_table_a_picture_and_a_page_are_logged(tmp_path, calls):
     assert row["report"].html == "<p>a report</p>"
 
 
+@pytest.mark.parametrize("attribute", ["wandb", "wandb.login"])
+def test_wandb_that_cannot_start_does_not_stop_the_run(train, monkeypatch, capsys, attribute):
+    if attribute == "wandb":
+        monkeypatch.setitem(sys.modules, "wandb", None)  # raises ImportError
+    else:
+        monkeypatch.setattr(wandb, "login", lambda verify: 1 / 0)
+        monkeypatch.setattr(wandb, "init", lambda **given: 1 / 0)
+    assert train("name=a", "wandb.mode=online", "train.steps=2") == 0
+    assert "continuing without wandb, runs/a has all results" in capsys.readouterr().out
+
+
 def test_missing_api_key_is_refused_without_a_question(workdir):
     """With a terminal, wandb would ask for a key."""
     terminal, of_process = pty.openpty()
