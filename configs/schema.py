@@ -42,7 +42,6 @@ class SampleConfig(SamplingConfig, LoadConfig):
     prompts: str | None = None  # file with one prompt per line, or .jsonl with {"prompt": ...}
     out: str | None = None  # FILE.jsonl for the samples of prompts; None: stdout
     interactive: bool = False  # continue the lines that are typed
-    max_new_tokens: int = setting(300, 1, 10**9)
     num_samples: int = setting(1, 1, 10**6)  # per prompt
     seed: int = setting(1337, 0, 2**32 - 1)  # of the first sample; the next sample has seed + 1, and so on
     attention_map: bool = False  # plot the attention weights for the prompt; without a prompt, for the sample
@@ -54,6 +53,7 @@ class SampleConfig(SamplingConfig, LoadConfig):
         if len(modes) > 1:
             raise UserError(f"{' and '.join(modes)} exclude each other; set one of them")
         yield "num_samples", self.num_samples == 1 or not self.interactive, "needs interactive=false; set one of them"
+        yield "max_new_tokens", self.max_new_tokens > 0 or self.attention_map, "generates nothing; set a larger number"
         yield "out", self.out is None or self.prompts is not None, "needs prompts=FILE; set it, or remove out"
         has_one_prompt = self.prompts is None and not self.interactive
         yield "attention_map", has_one_prompt or not self.attention_map, f"needs one prompt; remove {''.join(modes)}"

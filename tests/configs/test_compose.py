@@ -147,7 +147,7 @@ WRONG_TYPES = [
     ("prepare", ["data.text_column="], "'data.text_column=' must have one value; set it"),
     ("compare", ["out=", "a"], "'out=' must have one value; set it"),
     ("sample", ["interactive=true", "num_samples=5"], "num_samples=5 needs interactive=false; set one of them"),
-    ("sample", ["max_new_tokens=0"], "max_new_tokens=0 must be at least 1"),
+    ("sample", ["max_new_tokens=0"], "max_new_tokens=0 generates nothing; set a larger number"),
     ("train", ["optimizer.lr=inf"], "optimizer.lr=inf must be above 0 and finite"),
     ("train", ["optimizer.name=adamw"], "optimizer.name=adamw selects no optimizer; set optimizer=adamw or"),
     ("train", ["preset=null"], "preset=null is unknown; set auto, 20kB"),
