@@ -5,11 +5,9 @@ A training run saves a checkpoint first. Cluster schedulers send SIGUSR1 or SIGU
 
 import os
 import signal
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 
-WARNING_SIGNALS = [getattr(signal, name) for name in ("SIGUSR1", "SIGUSR2") if hasattr(signal, name)]
-STOP_SIGNALS = [getattr(signal, name) for name in ("SIGINT", "SIGTERM", "SIGHUP") if hasattr(signal, name)]
-STOP_SIGNALS += WARNING_SIGNALS
+STOP_SIGNALS = [s for s in signal.Signals if s.name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")]
 
 
 class Terminated(KeyboardInterrupt):
@@ -17,8 +15,11 @@ class Terminated(KeyboardInterrupt):
 
 
 def set_stop_handlers(handler) -> dict:
-    """Handle all stop signals, except ignored ones, such as SIGHUP under nohup. Returns the previous handlers."""
-    signums = [signum for signum in STOP_SIGNALS if signal.getsignal(signum) != signal.SIG_IGN]
+    """Handle the stop signals. Ignored signals stay ignored, such as SIGHUP under nohup. Returns previous handlers.
+
+    SIGUSR1 and SIGUSR2 are always handled: docs/train.sbatch ignores them only to protect torchrun.
+    """
+    signums = [s for s in STOP_SIGNALS if "USR" in s.name or signal.getsignal(s) != signal.SIG_IGN]
     return {signum: signal.signal(signum, handler) for signum in signums}
 
 
@@ -32,7 +33,7 @@ def raise_interrupt(signum: int, frame) -> None:
     raise Terminated
 
 
-class StopRequest:
+class StopRequest(AbstractContextManager):
     """Context manager: after `enable`, a signal sets `requested`, so that the training loop can save and stop.
 
     A second Ctrl-C raises KeyboardInterrupt, except under torchrun, which repeats signals.
@@ -41,9 +42,6 @@ class StopRequest:
     def __init__(self):
         self.requested = False
         self.previous_handlers: dict = {}
-
-    def __enter__(self) -> "StopRequest":
-        return self
 
     def enable(self) -> None:
         """Call this after a step. Before the first step, there is nothing to save: a signal ends the run at once."""
@@ -54,13 +52,12 @@ class StopRequest:
         discard_output_of_closed_terminal()
         is_first, self.requested = not self.requested, True
         has_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
-        if not is_first and signum == signal.SIGINT and not has_torchrun:
-            raise KeyboardInterrupt("stopped without saving; steps since the last checkpoint are lost")
         if is_first and os.environ.get("RANK", "0") == "0":
             hint = "" if has_torchrun else " Press Ctrl-C again to quit without saving."
-            message = f"\nStopping after this step, and saving a checkpoint.{hint}\n"
-            with suppress(OSError):  # Ctrl-C also stops `tee`
-                os.write(2, message.encode())  # print() is not safe in a signal handler
+            with suppress(OSError):  # Ctrl-C also stops `tee`. print() is not safe in a signal handler
+                os.write(2, f"\nStopping after this step, and saving a checkpoint.{hint}\n".encode())
+        elif signum == signal.SIGINT and not has_torchrun:
+            raise KeyboardInterrupt("stopped without saving; steps since the last checkpoint are lost")
 
     def __exit__(self, *error) -> None:
         for signum, handler in self.previous_handlers.items():

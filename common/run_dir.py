@@ -4,13 +4,14 @@ import math
 import re
 import sys
 import time
-from itertools import count
+from contextlib import AbstractContextManager, suppress
+from itertools import chain, count
 from pathlib import Path
 
 import yaml
 from filelock import FileLock, Timeout
 
-from common.errors import TrainingFailed, UserError, printable
+from common.errors import UserError, error_message, printable
 from common.files import atomic_write, read_json, write_json
 
 RUNS = Path("runs")  # in the folder where the command is run
@@ -45,18 +46,16 @@ def find_run(name: str) -> Path:
     name: name in runs/, path of the folder, or "last" for the newest run.
     Raises UserError with a list of the newest runs if there is no such run.
     """
-    if "/" in name and any(Path(name).glob("checkpoints/*.pt")):
-        return Path(name)
     # "**" would not follow links to run folders
-    paths = [path for depth in range(1, 4) for path in RUNS.glob("*/" * depth + "checkpoints/*.pt")]
-    newest_first = sorted(paths, key=lambda path: path.stat().st_mtime, reverse=True)
-    runs = {str(path.parents[1].relative_to(RUNS)): path.parents[1] for path in newest_first}
-    if not runs:
-        raise UserError(f"there is no run with a checkpoint in {Path.cwd() / RUNS}; train one: python train.py")
-    if name != "last" and name not in runs:
-        newest = ", ".join(list(runs)[:5])
-        raise UserError(f"run={name} has no checkpoint in {Path.cwd() / RUNS}; set a run that has one: {newest}")
-    return next(iter(runs.values())) if name == "last" else runs[name]
+    checkpoints = [path for depth in range(1, 4) for path in RUNS.glob("*/" * depth + "checkpoints/*.pt")]
+    checkpoints.sort(key=lambda path: path.stat().st_mtime, reverse=True)
+    newest = list(dict.fromkeys(path.parents[1] for path in checkpoints))
+    for folder in newest[:1] if name == "last" else (RUNS / name, Path(name)):
+        if any(folder.glob("checkpoints/*.pt")):
+            return folder
+    names = ", ".join(str(folder.relative_to(RUNS)) for folder in newest[:5])
+    advice = f"set a run that has one: {names}" if names else "train one: python train.py"
+    raise UserError(f"run={name} has no checkpoint in {Path.cwd() / RUNS}; {advice}")
 
 
 def find_checkpoint(run: str, checkpoint: str) -> Path:
@@ -82,13 +81,11 @@ def has_checkpoint(name: str | None) -> bool:
 
 def make_new_folder(parent: Path, label: str) -> str:
     """Make the folder <parent>/<time>-<label>, with -2, -3, ... appended if it exists. Returns its name."""
-    stem = name = f"{time.strftime('%Y%m%d-%H%M%S')}-{label}"
-    for number in count(2):
-        try:
+    stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{label}"
+    for name in chain([stem], (f"{stem}-{number}" for number in count(2))):
+        with suppress(FileExistsError):
             (parent / name).mkdir(parents=True)
             break
-        except FileExistsError:
-            name = f"{stem}-{number}"
     return name
 
 
@@ -109,30 +106,21 @@ def write_config(folder: Path, config: dict) -> None:
     atomic_write(folder / "config.yaml", yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
 
 
-class RunDir:
-    """Context manager: a locked folder in runs/. On exit, the status is written to summary.json."""
+class RunDir(AbstractContextManager):
+    """Context manager: a locked folder in runs/. On exit, the status is written to summary.json.
+
+    name: name of the run, or None to make one from the time and `label`.
+    resume: whether the run may exist already.
+    is_main: whether this process locks and writes the folder.
+    broadcast: function that returns the main process's value in all processes.
+    Raises UserError if another process trains the run, if the run exists and resume is False, or if last.pt is missing
+    although the run has saved a step.
+    """
 
     def __init__(self, name: str | None, label: str, resume: bool, is_main: bool = True, broadcast=lambda value: value):
-        """Make and lock the folder.
-
-        name: name of the run, or None to make one from the time and `label`.
-        resume: whether the run may exist already.
-        is_main: whether this process locks and writes the folder.
-        broadcast: function that returns the main process's value in all processes.
-        Raises UserError if another process trains the run, if the run exists and resume is False, or if last.pt is
-        missing although the run has saved a step.
-        """
         self.is_main = is_main
         self.summary: dict | None = None  # None before start(): summary.json is not changed
-        error = None
-        if is_main:
-            try:
-                name = self._open(name, label, resume)
-            except UserError as user_error:
-                error = str(user_error)
-        self.name, error = broadcast((name, error))
-        if error is not None:
-            raise UserError(error)
+        self.name = broadcast(self._open(name, label, resume) if is_main else "")
         self.folder = RUNS / self.name
         self.best, self.last = (self.folder / "checkpoints" / file for file in ("best.pt", "last.pt"))
 
@@ -155,6 +143,8 @@ class RunDir:
             self.lock.acquire(timeout=0)
         except Timeout:
             raise UserError(f"{folder} is being trained by another process; wait for it, or set another name") from None
+        for file in folder.rglob("*.partial"):  # of a process that was killed while it wrote a file
+            file.unlink()
         return name
 
     def start(self, config: dict, summary: dict) -> None:
@@ -171,14 +161,10 @@ class RunDir:
         if self.is_main:
             write_json(self.folder / "summary.json", self.summary)
 
-    def __enter__(self) -> "RunDir":
-        return self
-
     def __exit__(self, error_type, error, traceback) -> None:
         if self.summary is not None:
-            is_message = isinstance(error, KeyboardInterrupt | UserError | TrainingFailed)
-            message = str(error) if is_message else f"{type(error).__name__}: {error}"
-            self.update({"status": status_of(error), "error": None if error is None else message})
+            message = None if error is None else error_message(error) or f"{type(error).__name__}: {error}"
+            self.update({"status": status_of(error), "error": message})
         if self.is_main:
             self.lock.release()
 

@@ -55,7 +55,7 @@ def test_newest_run_with_a_checkpoint_is_found_also_in_sweeps(workdir):
     assert str(find_run("old")) == "runs/old"
     (workdir / "runs/linked").symlink_to("old")
     assert str(find_run("linked")) == "runs/linked"
-    for wrong in ("empty", "nothing", "../runs/old", "/etc"):
+    for wrong in ("empty", "nothing", "/etc"):
         with pytest.raises(UserError, match="run="):
             find_run(wrong)
 
