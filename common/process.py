@@ -1,4 +1,4 @@
-"""The process of a command: signals, exit codes, and errors as one sentence.
+"""The process of a command: signals, exit codes, errors as one sentence, and its words.
 
 run_process(main, config) runs main(config) and exits. Exit codes: common/run_dir.py.
 """
@@ -6,6 +6,7 @@ run_process(main, config) runs main(config) and exits. Exit codes: common/run_di
 import gc
 import multiprocessing
 import os
+import shlex
 import sys
 import time
 from collections.abc import Callable
@@ -91,3 +92,27 @@ def report_error(error: BaseException) -> int:
         with suppress(OSError):  # the terminal is closed, or Ctrl-C has also stopped `tee`
             print(printable(f"{prefix}: {message}"), file=sys.stderr)
     return EXIT_CODES[status]
+
+
+def cpu_count() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def command_line() -> str:
+    """The command that started this process, without the folder of the script."""
+    return shlex.join([*_launcher(), Path(sys.argv[0]).name, *sys.argv[1:]])
+
+
+def resume_command(name: str) -> str:
+    """This process's command line with name= set, which resumes the run."""
+    words = [word for word in sys.argv if not word.startswith(("name=", "resume="))]
+    return shlex.join([*_launcher(), *words, f"name={name}"])
+
+
+def _launcher() -> list[str]:
+    """Program and arguments that started this process: python, or torchrun, without the address of other machines."""
+    if "TORCHELASTIC_RUN_ID" not in os.environ:
+        return ["python"]
+    nodes, processes = os.environ["GROUP_WORLD_SIZE"], os.environ["LOCAL_WORLD_SIZE"]
+    return ["torchrun", f"--nnodes={nodes}", f"--nproc_per_node={processes}"]

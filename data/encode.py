@@ -19,7 +19,7 @@ import tiktoken
 
 from common.console import ProgressBar
 from common.files import write_json
-from common.system import cpu_count
+from common.process import cpu_count
 from data.fast_bpe import FastBPE
 from data.shards import ShardWriter, shard_name
 from data.sources import TextSource

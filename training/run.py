@@ -6,8 +6,9 @@ from dataclasses import asdict
 
 from common.console import make_console
 from common.interrupt import StopRequest
+from common.process import resume_command
 from common.run_dir import RunDir, read_summary
-from common.system import describe_environment, resume_command
+from common.system import describe_environment
 from data.shards import PreparedData
 from model.flops import flops_per_token, n_params
 from training.checkpoint import TrainState

@@ -11,8 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.errors import UserError
-from common.system import has_bf16_kernels
-from model.attention.torch_internals import linear_packed, pack_weight
+from model.attention.torch_internals import has_bf16_kernels, linear_packed, pack_weight
 from model.gpt import GPT
 
 MIN_PACKED_SIZE = 2**19  # weights x rows (up to 8); smaller products are faster without the packed layout

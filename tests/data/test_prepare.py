@@ -38,11 +38,12 @@ prepare({replace(TEXT_SOURCE, path="a")}, {BPE}, 16)
 print("done", flush=True)
 """
 PRINT_PEAK_MEMORY = """
-from common.system import process_memory
+import re
+from pathlib import Path
 from data import DataConfig, TokenizerConfig
 from data.prepare import prepare
 prepare({data}, {tokenizer}, 16)
-print(process_memory("VmHWM"))
+print(1024 * int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]))
 """
 
 

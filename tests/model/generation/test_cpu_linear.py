@@ -13,7 +13,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_helpers import GROUPED
 
-from common.system import has_bf16_kernels
+from model.attention.torch_internals import has_bf16_kernels
 from model.generation.cpu_linear import Int8Linear, LowPrecisionLinear, PackedLinear, replace_linears
 
 HAS_FBGEMM = "fbgemm" in torch.backends.quantized.supported_engines
