@@ -43,8 +43,7 @@ import tiktoken
 from common.console import ProgressBar
 from common.errors import UserError, printable
 from common.files import atomic_write
-from common.interrupt import Terminated
-from common.process import run_process
+from common.process import Terminated, run_process
 from configs.schema import SampleConfig
 from data.tokenizer import encode, initial_tokens
 from model.generation.attention_plots import draw_attention_maps

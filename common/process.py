@@ -1,23 +1,26 @@
-"""The process of a command: signals, exit codes, errors as one sentence, and its words.
+"""The process of a command: signals, exit codes, and errors as one sentence.
 
-run_process(main, config) runs main(config) and exits. Exit codes: common/run_dir.py.
+run_process(main, config) runs main(config) and exits. Exit codes: common/run_dir.py. Ctrl-C, SIGTERM, SIGHUP, SIGUSR1
+and SIGUSR2 end every command with exit code 75. A training run saves a checkpoint first. Schedulers of clusters send
+SIGUSR1 or SIGUSR2 before a time limit.
 """
 
 import gc
 import multiprocessing
 import os
 import shlex
+import signal
 import sys
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
 from common.errors import DISK_FULL_ERRNOS, error_message, printable
-from common.interrupt import raise_interrupt, set_stop_handlers
 from common.run_dir import EXIT_CODES, status_of
 
+STOP_SIGNALS = [s for s in signal.Signals if s.name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")]
 # How long a thread of GNU's OpenMP polls for work before it sleeps; the library's default is 300,000. Threads that poll
 # on a busy machine take the cores from the threads that have work (docs/experiments/nanogpt-training-speed.md).
 SPIN_COUNT = "1000"
@@ -32,14 +35,6 @@ def start_process() -> None:
     set_stop_handlers(_exit_at_once)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")  # a character that the terminal cannot show is escaped
-
-
-def _exit_at_once(signum: int, frame: Any) -> NoReturn:
-    """Signal handler that raises nothing: an import may ignore an exception or turn it into another one."""
-    try:
-        report_error(KeyboardInterrupt())
-    finally:
-        os._exit(EXIT_CODES["interrupted"])
 
 
 def run_process(main: Callable[..., int], *config: Any) -> NoReturn:
@@ -94,25 +89,83 @@ def report_error(error: BaseException) -> int:
     return EXIT_CODES[status]
 
 
+class Terminated(KeyboardInterrupt):
+    """A stop signal other than Ctrl-C. It is handled like Ctrl-C, but it also ends interactive sampling."""
+
+
+def set_stop_handlers(handler) -> dict:
+    """Handle the stop signals. Ignored signals stay ignored, such as SIGHUP under nohup. Returns previous handlers.
+
+    SIGUSR1 and SIGUSR2 are always handled: docs/train.sbatch ignores them only to protect torchrun.
+    """
+    signums = [s for s in STOP_SIGNALS if "USR" in s.name or signal.getsignal(s) != signal.SIG_IGN]
+    return {signum: signal.signal(signum, handler) for signum in signums}
+
+
+def _exit_at_once(signum: int, frame: Any) -> NoReturn:
+    """Signal handler that raises nothing: an import may ignore an exception or turn it into another one."""
+    try:
+        report_error(KeyboardInterrupt())
+    finally:
+        os._exit(EXIT_CODES["interrupted"])
+
+
+def raise_interrupt(signum: int, frame: Any) -> NoReturn:
+    """Signal handler that raises KeyboardInterrupt. Later signals except Ctrl-C are ignored during the cleanup."""
+    _discard_output_of_closed_terminal()
+    if signum == signal.SIGINT:
+        raise KeyboardInterrupt
+    for other in set(STOP_SIGNALS) - {signal.SIGINT}:
+        signal.signal(other, signal.SIG_IGN)
+    raise Terminated
+
+
+class StopRequest(AbstractContextManager):
+    """Context manager: after `enable`, a signal sets `requested`, so that the training loop can save and stop.
+
+    A second Ctrl-C raises KeyboardInterrupt, except under torchrun, which repeats signals.
+    """
+
+    def __init__(self):
+        self.requested = False
+        self.previous_handlers: dict = {}
+
+    def enable(self) -> None:
+        """Call this after a step. Before the first step, there is nothing to save: a signal ends the run at once."""
+        if not self.previous_handlers:
+            self.previous_handlers = set_stop_handlers(self._handle)
+
+    def _handle(self, signum: int, frame: Any) -> None:
+        _discard_output_of_closed_terminal()
+        is_first, self.requested = not self.requested, True
+        has_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+        if is_first and os.environ.get("RANK", "0") == "0":
+            hint = "" if has_torchrun else " Press Ctrl-C again to quit without saving."
+            with suppress(OSError):  # Ctrl-C also stops `tee`. print() is not safe in a signal handler
+                os.write(2, f"\nStopping after this step, and saving a checkpoint.{hint}\n".encode())
+        if not is_first and signum == signal.SIGINT and not has_torchrun:
+            raise KeyboardInterrupt("stopped without saving; steps since the last checkpoint are lost")
+
+    def __exit__(self, *error) -> None:
+        for signum, handler in self.previous_handlers.items():
+            signal.signal(signum, handler)
+
+
+def _discard_output_of_closed_terminal() -> None:
+    """Otherwise, a print would fail while a checkpoint is saved."""
+    for descriptor in (1, 2):
+        try:
+            os.write(descriptor, b"")
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+
+
 def cpu_count() -> int:
     """CPU cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
 def command_line() -> str:
-    """The command that started this process, without the folder of the script."""
-    return shlex.join([*_launcher(), Path(sys.argv[0]).name, *sys.argv[1:]])
-
-
-def resume_command(name: str) -> str:
-    """This process's command line with name= set, which resumes the run."""
-    words = [word for word in sys.argv if not word.startswith(("name=", "resume="))]
-    return shlex.join([*_launcher(), *words, f"name={name}"])
-
-
-def _launcher() -> list[str]:
-    """Program and arguments that started this process: python, or torchrun, without the address of other machines."""
-    if "TORCHELASTIC_RUN_ID" not in os.environ:
-        return ["python"]
-    nodes, processes = os.environ["GROUP_WORLD_SIZE"], os.environ["LOCAL_WORLD_SIZE"]
-    return ["torchrun", f"--nnodes={nodes}", f"--nproc_per_node={processes}"]
+    """The command that started this process, without the folder of the script and the options of torchrun."""
+    launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in os.environ else "python"
+    return shlex.join([launcher, Path(sys.argv[0]).name, *sys.argv[1:]])

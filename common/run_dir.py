@@ -2,7 +2,6 @@
 
 import math
 import re
-import sys
 import time
 from contextlib import AbstractContextManager, suppress
 from itertools import chain, count
@@ -11,7 +10,7 @@ from pathlib import Path
 import yaml
 from filelock import FileLock, Timeout
 
-from common.errors import UserError, error_message, printable
+from common.errors import UserError, error_message
 from common.files import atomic_write, read_json, write_json
 
 RUNS = Path("runs")  # in the folder where the command is run
@@ -59,15 +58,9 @@ def find_run(name: str) -> Path:
 
 
 def find_checkpoint(run: str, checkpoint: str) -> Path:
-    """Path of a run's checkpoint: "best", "last" or "step-NNNNNN". Raises UserError.
-
-    A run that was interrupted before its first evaluation has no best.pt; last.pt replaces it.
-    """
+    """Path of a run's checkpoint: "best", "last" or "step-NNNNNN". Raises UserError if it does not exist."""
     folder = find_run(run)
     paths = {path.stem: path for path in sorted((folder / "checkpoints").glob("*.pt"))}
-    if checkpoint == "best" and "best" not in paths and "last" in paths:
-        print(printable(f"{folder} has no best.pt yet; using last.pt"), file=sys.stderr)
-        checkpoint = "last"
     if checkpoint not in paths:
         available = " or ".join(paths)
         raise UserError(f"{folder} has no checkpoint {checkpoint}.pt; set checkpoint={available}, or another run")
@@ -113,24 +106,23 @@ class RunDir(AbstractContextManager):
     resume: whether the run may exist already.
     is_main: whether this process locks and writes the folder.
     broadcast: function that returns the main process's value in all processes.
-    Raises UserError if another process trains the run, if the run exists and resume is False, or if last.pt is missing
-    although the run has saved a step.
+    Raises UserError if the run is in use, if it exists and resume is False, or if its last.pt is missing.
     """
 
     def __init__(self, name: str | None, label: str, resume: bool, is_main: bool = True, broadcast=lambda value: value):
         self.is_main = is_main
         self.summary: dict | None = None  # None before start(): summary.json is not changed
-        self.name = broadcast(self._open(name, label, resume) if is_main else "")
+        if is_main:
+            name = self._open(name or make_new_folder(RUNS, label), resume)
+        self.name = broadcast(name)
         self.folder = RUNS / self.name
         self.best, self.last = (self.folder / "checkpoints" / file for file in ("best.pt", "last.pt"))
 
-    def _open(self, name: str | None, label: str, resume: bool) -> str:
-        """Make and lock the folder. Returns its name."""
-        if name is None:
-            name = make_new_folder(RUNS, label)
-        elif (RUNS / name / "config.yaml").exists() and not resume:
-            raise UserError(f"{RUNS / name} exists; set another name, or resume=true to continue it")
+    def _open(self, name: str, resume: bool) -> str:
+        """Make and lock the folder, and remove temporary files of a process that was killed. Returns the name."""
         folder = RUNS / name
+        if (folder / "config.yaml").exists() and not resume:
+            raise UserError(f"{folder} exists; set another name, or resume=true to continue it")
         step = read_summary(folder).get("step")  # above 0 only after last.pt was written
         if step and not has_checkpoint(name):
             raise UserError(
@@ -143,7 +135,7 @@ class RunDir(AbstractContextManager):
             self.lock.acquire(timeout=0)
         except Timeout:
             raise UserError(f"{folder} is being trained by another process; wait for it, or set another name") from None
-        for file in folder.rglob("*.partial"):  # of a process that was killed while it wrote a file
+        for file in folder.rglob("*.partial"):
             file.unlink()
         return name
 

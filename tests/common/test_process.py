@@ -1,15 +1,57 @@
-"""The command line of this process."""
+"""Signals that stop a run."""
 
-import sys
+import signal
 
-from common.process import command_line, resume_command
+import pytest
+
+from common.process import STOP_SIGNALS, StopRequest, Terminated, raise_interrupt, set_stop_handlers
 
 
-def test_command_starts_with_the_program_that_starts_the_processes(monkeypatch):
-    monkeypatch.delenv("TORCHELASTIC_RUN_ID", raising=False)
-    monkeypatch.setattr(sys, "argv", ["/folder/train.py", "name=a", "seed=1"])
-    assert command_line() == "python train.py name=a seed=1"
-    assert resume_command("b") == "python /folder/train.py seed=1 name=b"
-    for name, value in {"TORCHELASTIC_RUN_ID": "none", "GROUP_WORLD_SIZE": "2", "LOCAL_WORLD_SIZE": "4"}.items():
-        monkeypatch.setenv(name, value)
-    assert command_line() == "torchrun --nnodes=2 --nproc_per_node=4 train.py name=a seed=1"
+@pytest.fixture(autouse=True)
+def previous_handlers():
+    previous = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
+    yield
+    for signum, handler in previous.items():
+        signal.signal(signum, handler)
+
+
+@pytest.mark.parametrize(("second", "has_torchrun"), [("SIGTERM", False), ("SIGUSR1", False), ("SIGINT", True)])
+def test_second_signal_is_ignored(monkeypatch, second, has_torchrun):
+    """torchrun repeats Ctrl-C."""
+    if has_torchrun:
+        monkeypatch.setenv("TORCHELASTIC_RUN_ID", "none")
+    with StopRequest() as stop:
+        stop.enable()
+        for signum in (signal.SIGINT, getattr(signal, second), getattr(signal, second)):
+            signal.raise_signal(signum)
+        assert stop.requested
+
+
+def test_second_ctrl_c_raises():
+    with pytest.raises(KeyboardInterrupt, match="stopped without saving"), StopRequest() as stop:
+        stop.enable()
+        signal.raise_signal(signal.SIGTERM)
+        signal.raise_signal(signal.SIGINT)
+
+
+def test_signals_raise_before_the_first_step_and_after_the_loop():
+    set_stop_handlers(raise_interrupt)
+    with StopRequest() as stop:
+        with pytest.raises(KeyboardInterrupt):
+            signal.raise_signal(signal.SIGINT)
+        stop.enable()
+        signal.raise_signal(signal.SIGHUP)
+        assert stop.requested
+    with pytest.raises(Terminated):
+        signal.raise_signal(signal.SIGHUP)
+    signal.raise_signal(signal.SIGTERM)  # a second one does not interrupt the cleanup
+
+
+def test_ignored_signal_stays_ignored():
+    signal.signal(signal.SIGHUP, signal.SIG_IGN)  # as nohup does
+    set_stop_handlers(raise_interrupt)
+    with StopRequest() as stop:
+        stop.enable()
+        signal.raise_signal(signal.SIGHUP)
+        assert not stop.requested
+    signal.raise_signal(signal.SIGHUP)
