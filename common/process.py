@@ -104,10 +104,7 @@ def set_stop_handlers(handler) -> dict:
 
 def _exit_at_once(signum: int, frame: Any) -> NoReturn:
     """Signal handler that raises nothing: an import may ignore an exception or turn it into another one."""
-    try:
-        report_error(KeyboardInterrupt())
-    finally:
-        os._exit(EXIT_CODES["interrupted"])
+    os._exit(report_error(KeyboardInterrupt()))
 
 
 def raise_interrupt(signum: int, frame: Any) -> NoReturn:

@@ -21,8 +21,8 @@ def reset_peak_memory(device: torch.device) -> None:
     """Start a new measurement of peak_memory_bytes, from the memory in use."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
-    elif Path("/proc/self/clear_refs").exists():
-        with suppress(OSError):  # in containers that forbid this, the peak counts from the start of the process
+    else:
+        with suppress(OSError):  # without Linux, and in containers that forbid this, the peak counts from the start
             Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM (proc(5))
 
 
@@ -30,8 +30,7 @@ def peak_memory_bytes(device: torch.device) -> int | None:
     """Peak memory of CUDA's allocator or this process since the reset. None on a CPU without Linux."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    status = Path("/proc/self/status")
-    kilobytes = re.search(r"VmHWM:\s+(\d+)", status.read_text()) if status.exists() else None
+    kilobytes = re.search(r"VmHWM:\s+(\d+)", _read("/proc/self/status"))
     return None if kilobytes is None else 1024 * int(kilobytes[1])
 
 
@@ -42,11 +41,8 @@ def return_freed_memory() -> None:
 
 
 def has_avx512_bf16() -> bool:
-    """Whether this x86 CPU multiplies bfloat16 numbers. CPUs with AMX do, too.
-
-    Private; torch.cpu.get_capabilities replaces it when torch 2.13 is the oldest version. Checked with torch 2.13.
-    """
-    return torch.cpu._is_avx512_bf16_supported()
+    """Whether this x86 CPU multiplies bfloat16 numbers. CPUs with AMX do, too. False without Linux."""
+    return "avx512_bf16" in _read("/proc/cpuinfo")
 
 
 def describe_environment(device: torch.device) -> dict:
@@ -66,9 +62,8 @@ def device_name(device: torch.device) -> str:
     """The name of the GPU, or the name of the processor and its number of cores."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    cpuinfo = Path("/proc/cpuinfo")
-    names = re.findall(r"model name\s*: (.+)", cpuinfo.read_text()) if cpuinfo.exists() else []
-    return f"{names[0] if names else platform.processor() or platform.machine()}, {os.cpu_count()} cores"
+    model = re.search(r"model name\s*: (.+)", _read("/proc/cpuinfo"))
+    return f"{model[1] if model else platform.processor() or platform.machine()}, {os.cpu_count()} cores"
 
 
 def _git_commit() -> str | None:
@@ -77,3 +72,7 @@ def _git_commit() -> str | None:
     command = ["git", "-C", str(PROJECT), "--git-dir=.git", "describe", "--always", "--abbrev=40", "--dirty=+"]
     with suppress(FileNotFoundError):
         return subprocess.run(command, capture_output=True, text=True).stdout.strip() or None
+
+
+def _read(path: str) -> str:
+    return Path(path).read_text() if Path(path).exists() else ""
