@@ -24,9 +24,7 @@ EXIT_CODES = {"finished": 0, "failed": 1, "refused": 2, "interrupted": 75}  # of
 def check_path_component(key: str, word: str) -> None:
     """Raise UserError for a word that cannot be part of a folder name."""
     if not re.fullmatch(r"[A-Za-z0-9._-]{1,100}", word) or ".." in word or word.startswith((".", "-")):
-        raise UserError(
-            f"{key}={word!r} is not a folder name; use at most 100 letters, digits, '.', '_' and '-', as in {key}=my-1"
-        )
+        raise UserError(f"{key}={word!r} is not a folder name; use up to 100 letters, digits, '.', '_' and '-'")
 
 
 def check_name(name: str) -> None:
@@ -40,11 +38,7 @@ def check_name(name: str) -> None:
 
 
 def find_run(name: str) -> Path:
-    """Find the folder of a run with a checkpoint.
-
-    name: name in runs/, path of the folder, or "last" for the newest run.
-    Raises UserError with a list of the newest runs if there is no such run.
-    """
+    """Find a run with a checkpoint by its name in runs/, its path, or "last" for the newest. Raises UserError."""
     # "**" would not follow links to run folders
     checkpoints = [path for depth in range(1, 4) for path in RUNS.glob("*/" * depth + "checkpoints/*.pt")]
     checkpoints.sort(key=lambda path: path.stat().st_mtime, reverse=True)
@@ -125,10 +119,8 @@ class RunDir(AbstractContextManager):
             raise UserError(f"{folder} exists; set another name, or resume=true to continue it")
         step = read_summary(folder).get("step")  # above 0 only after last.pt was written
         if step and not has_checkpoint(name):
-            raise UserError(
-                f"{folder}/checkpoints/last.pt is missing, although the run has saved step {step}; restore it, remove "
-                f"{folder}, or set another name (with train.init_from=run:{name} to start from the weights of best.pt)"
-            )
+            advice = f"restore it, remove {folder}, or set another name (and train.init_from=run:{name})"
+            raise UserError(f"{folder}/checkpoints/last.pt is missing, but the run has saved step {step}; {advice}")
         (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
         self.lock = FileLock(folder / ".lock")  # the kernel releases it, even after kill -9
         try:
