@@ -12,17 +12,6 @@ from common.errors import UserError
 
 
 @contextmanager
-def name_file_in_errors(path: Path) -> Iterator[None]:
-    """Context manager: add the name `path` to an OSError without a file name, such as a full disk."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno is not None and error.filename is None:
-            error.filename = str(path)
-        raise
-
-
-@contextmanager
 def atomic_writer(path: Path) -> Iterator[IO[bytes]]:
     """Context manager: a binary file that replaces `path` on success. After a crash, `path` is the old or the new file.
 

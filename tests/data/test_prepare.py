@@ -124,7 +124,7 @@ def test_full_disk_is_reported_and_leaves_no_folder(documents):
     done = subprocess.run(command, capture_output=True, text=True, timeout=300, preexec_fn=limit_file_size)
     assert done.returncode == 1
     assert done.stderr.count("\n") == 1, done.stderr
-    assert "train.bin: File too large; " in done.stderr
+    assert "File too large; " in done.stderr
     assert not prepared_folders()
 
 
