@@ -14,7 +14,6 @@ most used keys:
   max_new_tokens=N      maximum length of a sample
   temperature=X         0 is greedy decoding, 1 samples from the model's distribution
   top_k=N, top_p=X, min_p=X   sample only from the most likely tokens
-  repetition_penalty=X  above 1: tokens that already occur become less likely
   stop=TEXT             end the sample before this string; several: stop='["a", "b"]'
   seed=N                the same seed gives the same sample
   checkpoint=last       instead of best
@@ -22,7 +21,7 @@ most used keys:
   attention_map=true    plot the attention weights of each head into runs/NAME/attention/
 
 In prompt, prompts and stop, \\n is a newline, \\t a tab and \\\\ a backslash.
-In Python: load_run in model/generation/load.py, and stream in model/generation/engine.py.
+In Python: load_run in model/generation/load.py, and generate in model/generation/engine.py.
 """
 
 if __name__ == "__main__":  # before the slow imports below, so that a typo is reported immediately
@@ -33,7 +32,8 @@ if __name__ == "__main__":  # before the slow imports below, so that a typo is r
 import json
 import sys
 import time
-from collections.abc import Iterator
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator
 from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
@@ -43,13 +43,12 @@ import tiktoken
 from common.console import ProgressBar
 from common.errors import UserError, printable
 from common.files import atomic_write
-from common.interrupt import Terminated
-from common.process import run_process
+from common.process import Terminated, run_process
 from configs.schema import SampleConfig
 from data.tokenizer import encode, initial_tokens
 from model.generation.attention_plots import draw_attention_maps
 from model.generation.config import unescape
-from model.generation.engine import Prompt, TextChunk, generate, in_prompt_order
+from model.generation.engine import Prompt, TextChunk, generate
 from model.generation.load import find_pretrained_folder, load_for_sampling
 from model.generation.prompts import check_output, read_prompts, read_text
 from model.gpt import GPT
@@ -89,7 +88,7 @@ def load_model(config: SampleConfig, batch_size: int) -> tuple[GPT, tiktoken.Enc
 def generate_texts(
     config: SampleConfig, model: GPT, tokenizer: tiktoken.Encoding, prompts: list[str]
 ) -> Iterator[TextChunk]:
-    """Generate num_samples samples of each prompt, in chunks. Raises UserError if a prompt cannot be encoded."""
+    """Generate num_samples samples of each prompt, in chunks, in order. Raises UserError for an invalid prompt."""
     block_size, requests = model.config.block_size, []
     for number, prompt in enumerate(prompts, start=1):
         name = "the prompt" if config.prompts is None else f"prompt {number} of {config.prompts}"
@@ -97,7 +96,18 @@ def generate_texts(
         if len(tokens) > block_size and config.prompts is None:
             print(f"the model reads the last {block_size:,} of the prompt's {len(tokens):,} tokens", file=sys.stderr)
         requests += [Prompt(tokens, sample_seed(config, len(requests) + i)) for i in range(config.num_samples)]
-    return generate(model, tokenizer, requests, config, config.batch_size)
+    return in_prompt_order(generate(model, tokenizer, requests, config, config.batch_size))
+
+
+def in_prompt_order(chunks: Iterable[TextChunk]) -> Iterator[TextChunk]:
+    """Yield the chunks of the first sample as they arrive, then the chunks of the second sample, and so on."""
+    buffers: defaultdict[int, deque[TextChunk]] = defaultdict(deque)
+    current = 0
+    for chunk in chunks:
+        buffers[chunk.index].append(chunk)
+        while buffers[current]:
+            yield (oldest := buffers[current].popleft())
+            current += oldest.finish_reason is not None
 
 
 def sample_seed(config: SampleConfig, index: int) -> int:
@@ -106,8 +116,8 @@ def sample_seed(config: SampleConfig, index: int) -> int:
 
 def run_prompt(config: SampleConfig, model: GPT, tokenizer: tiktoken.Encoding, prompt: str) -> None:
     """Generate num_samples samples of one prompt in batches, and print them one after another."""
-    first_sample, tokens, started = prompt, 0, time.perf_counter()
-    chunks = in_prompt_order(generate_texts(config, model, tokenizer, [prompt]))
+    first_sample, tokens, started = "", 0, time.perf_counter()
+    chunks = generate_texts(config, model, tokenizer, [prompt])
     for number in range(1, config.num_samples + 1):
         if config.num_samples > 1:
             print(f"--- {number} ---", file=sys.stderr)
@@ -124,7 +134,7 @@ def run_prompt(config: SampleConfig, model: GPT, tokenizer: tiktoken.Encoding, p
             show("\n")
     print(format_speed(tokens, started), file=sys.stderr)
     if config.attention_map:
-        draw_attention_maps(model, tokenizer, prompt, first_sample, find_pretrained_folder(config.run) / "attention")
+        draw_attention_maps(model, tokenizer, prompt or first_sample, find_pretrained_folder(config.run) / "attention")
 
 
 def run_batch(config: SampleConfig, model: GPT, tokenizer: tiktoken.Encoding, prompts: list[str]) -> None:
@@ -132,7 +142,7 @@ def run_batch(config: SampleConfig, model: GPT, tokenizer: tiktoken.Encoding, pr
     inputs, lines = [prompt for prompt in prompts for _ in range(config.num_samples)], []
     text, tokens, started = "", 0, time.perf_counter()
     with ProgressBar(len(inputs), stderr=True) as bar:
-        for chunk in in_prompt_order(generate_texts(config, model, tokenizer, prompts)):
+        for chunk in generate_texts(config, model, tokenizer, prompts):
             text += chunk.text
             progress = chunk.n_tokens / max(1, config.max_new_tokens)  # of this sample
             if chunk.finish_reason is not None:

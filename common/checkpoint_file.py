@@ -17,8 +17,7 @@ def save_checkpoint(path: Path, content: dict) -> None:
         try:
             torch.save(content | {"format": FORMAT}, file)
         except RuntimeError as error:  # torch cannot complete the file, and hides the cause: a full disk, or a signal
-            cause = error.__context__
-            raise (cause if isinstance(cause, OSError | KeyboardInterrupt) else error) from None
+            raise (error.__context__ or error) from None
 
 
 def load_checkpoint(path: Path) -> dict:
@@ -26,24 +25,21 @@ def load_checkpoint(path: Path) -> dict:
 
     Raises UserError if it is missing, damaged or of an unknown format.
     """
-    content = None
+    if not path.exists():
+        raise UserError(f"{path} does not exist; train first, or set a run that has a checkpoint")
+    content, modified = None, path.stat().st_mtime_ns
     try:
-        modified = path.stat().st_mtime_ns
         with zipfile.ZipFile(path) as archive:
             damage = archive.testzip()  # torch.load does not detect a flipped bit
         if damage is None:
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
-    except FileNotFoundError:
-        raise UserError(f"{path} does not exist; train first, or set a run that has a checkpoint") from None
     except Exception as error:  # a damaged file can raise anything in zipfile and torch
         damage = type(error).__name__
     if path.stat().st_mtime_ns != modified:  # replaced by a training process; torch.load opens the file several times
         return load_checkpoint(path)
     if damage is not None:
-        raise UserError(
-            f"{path} is damaged ({damage}); copy the run's other checkpoint over it, or set another name"
-        ) from None
+        raise UserError(f"{path} is damaged ({damage}); copy the run's other checkpoint over it, or set another name")
     found = content.get("format") if isinstance(content, dict) else None
-    if found != FORMAT or "step" not in content:
+    if found != FORMAT:
         raise UserError(f"{path} has checkpoint format {found}, but this version reads {FORMAT}; set another run")
     return content

@@ -22,10 +22,10 @@ class PrintableConsole(Console):
         return super().render_str(printable(text), **options)
 
 
-def make_console(stderr: bool = False, width: int | None = None) -> Console:
+def make_console(stderr: bool = False, width: int = TABLE_WIDTH) -> Console:
     """A console without markup and highlighting. width: characters per line if the output is not a terminal."""
     console = PrintableConsole(stderr=stderr, highlight=False, emoji=False, markup=False)
-    if width is not None and not console.is_terminal:
+    if not console.is_terminal:
         console.width = width
     return console
 
@@ -44,24 +44,17 @@ class ProgressBar:
     total: amount of work in any unit, or None if it is unknown.
     initial: work that is already done.
     stderr: whether to print to stderr.
-    write_line: function that prints the lines.
     """
 
-    def __init__(self, total: float | None = None, *, initial: float = 0.0, stderr: bool = False, write_line=None):
+    def __init__(self, total: float | None = None, *, initial: float = 0.0, stderr: bool = False):
+        self.total, self.initial, self.done = total, initial, initial
         self.console = make_console(stderr)
-        self.write_line = write_line or self.print
+        self._started = self._last_line = time.perf_counter()
         text, details = (TextColumn(f"{{task.{name}}}", markup=False) for name in ("description", "fields[details]"))
         columns = (text, BarColumn(bar_width=None), TimeElapsedColumn(), details)
         hidden = not self.console.is_terminal
         self._bar = Progress(*columns, console=self.console, disable=hidden, transient=True, expand=True)
-        self._task = self._bar.add_task("")
-        self.restart(total, initial)
-
-    def restart(self, total: float | None, initial: float = 0.0) -> None:
-        """Reset the bar for the next task."""
-        self.total, self.initial, self.done = total, initial, initial
-        self._started = self._last_line = time.perf_counter()
-        self._bar.reset(self._task, total=total, completed=initial, description="", details="")
+        self._task = self._bar.add_task("", total=total, completed=initial, details="")
 
     def update(self, done: float, label: str, details: str = "") -> None:
         """Set the finished amount of work."""
@@ -73,16 +66,10 @@ class ProgressBar:
             seconds = (now - self._started) / (done - self.initial) * (self.total - done)
             details = f"{details}  {format_duration(seconds)} left".lstrip()
         if self._bar.disable:
-            self.write_line(f"{label}  {details}".rstrip())
+            self.print(f"{label}  {details}".rstrip())
             self._last_line = now
         else:
             self._bar.update(self._task, completed=done, description=label, details=details)
-
-    def update_bytes(self, done: float, label: str) -> None:
-        """Set the finished amount of work in bytes. The details are the size and the mean speed."""
-        speed = (done - self.initial) / max(1e-9, time.perf_counter() - self._started)
-        total = f" of {format_bytes(self.total)}" if self.total else ""
-        self.update(done, label, f"{format_bytes(done)}{total}, {format_bytes(speed)}/s")
 
     def print(self, text: str, style: str | None = None) -> None:
         """Print a line above the bar."""
@@ -103,11 +90,6 @@ def format_duration(seconds: float) -> str:
     minutes, seconds = divmod(round(max(0, seconds)), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
-
-
-def format_bytes(size: float) -> str:
-    """Size of a file or a text in decimal units: "512 B", "1.23 kB", "3.4 MB"."""
-    return format_si(size, "B")
 
 
 def format_memory(size: int) -> str:

@@ -6,36 +6,28 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import IO
+from uuid import uuid4
 
 from common.errors import UserError
-
-
-@contextmanager
-def name_file_in_errors(path: Path) -> Iterator[None]:
-    """Context manager: add the name `path` to an OSError without a file name, such as a full disk."""
-    try:
-        yield
-    except OSError as error:
-        if error.errno is not None and error.filename is None:
-            error.filename = str(path)
-        raise
 
 
 @contextmanager
 def atomic_writer(path: Path) -> Iterator[IO[bytes]]:
     """Context manager: a binary file that replaces `path` on success. After a crash, `path` is the old or the new file.
 
-    Writes to <path>.partial, syncs it to disk, and renames it. An error removes <path>.partial.
+    The temporary file has a unique name, because two processes may write `path`. An error removes it.
     """
-    partial = path.with_name(path.name + ".partial")
+    partial = path.with_name(f"{path.name}.{uuid4().hex}.partial")
     try:
-        with name_file_in_errors(path), open(partial, "wb") as file:
+        with open(partial, "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)
-    except BaseException:
+    except BaseException as error:
         partial.unlink(missing_ok=True)
+        if isinstance(error, OSError):  # of a full disk, it is None
+            error.filename = str(path)
         raise
     if os.name == "posix":  # Windows cannot open a folder
         folder = os.open(path.parent, os.O_RDONLY)

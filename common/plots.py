@@ -1,4 +1,8 @@
-"""Style of the plots. Functions that need matplotlib import it, because this takes seconds."""
+"""Curves from metrics.jsonl, and the style of plots. matplotlib is imported when it is needed, which takes seconds."""
+
+import json
+import math
+from collections.abc import Iterable
 
 import numpy as np
 
@@ -6,7 +10,6 @@ import numpy as np
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (6, 1.5, 1.5, 1.5)))
 GREY = "#666666"
-PLOTTED_BLOCKS = 2000  # more than the pixels of a plot's width
 
 
 def make_figure(width: float, height: float):
@@ -17,13 +20,19 @@ def make_figure(width: float, height: float):
     return Figure(figsize=(width, height), dpi=150, layout=ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.06))
 
 
-def thin_curve(steps: np.ndarray, values: np.ndarray, n_blocks: int = PLOTTED_BLOCKS) -> tuple[np.ndarray, np.ndarray]:
-    """Downsample a curve: keep the lowest and the highest point of about n_blocks blocks, for plots."""
-    size = max(1, len(values) // n_blocks)
-    blocks = values[: len(values) // size * size].reshape(-1, size)
-    extremes = np.stack([blocks.argmin(axis=1), blocks.argmax(axis=1)]) + size * np.arange(len(blocks))
-    points = np.union1d(extremes, np.arange(blocks.size, len(values)))
-    return steps[points], values[points]
+def read_curves(lines: Iterable[bytes], *keys: str) -> dict[str, tuple[np.ndarray, np.ndarray]]:
+    """Read curves. Returns {key: (steps, values)}, without missing values and NaN.
+
+    lines: lines of metrics.jsonl.
+    keys: names of metrics, such as "train/loss".
+    """
+    curves: dict[str, tuple[list, list]] = {key: ([], []) for key in keys}
+    for row in map(json.loads, lines):
+        for key, (steps, values) in curves.items():
+            if row.get(key) is not None and not math.isnan(row[key]):
+                steps.append(row["step"])
+                values.append(row[key])
+    return {key: (np.array(steps, dtype=int), np.array(values, dtype=float)) for key, (steps, values) in curves.items()}
 
 
 def style_axes(axes, title: str, grid: str = "both") -> None:

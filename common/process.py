@@ -1,35 +1,30 @@
 """The process of a command: signals, exit codes, and errors as one sentence.
 
-run_process(main, config) runs main(config) and exits. Exit codes: common/run_dir.py.
+run_process(main, config) runs main(config) and exits. Exit codes: common/run_dir.py. Ctrl-C, SIGTERM, SIGHUP, SIGUSR1
+and SIGUSR2 end every command with exit code 75. A training run saves a checkpoint first. Schedulers of clusters send
+SIGUSR1 or SIGUSR2 before a time limit.
 """
 
-import atexit
-import errno
 import gc
 import multiprocessing
 import os
+import shlex
 import signal
 import sys
-import threading
 import time
 from collections.abc import Callable
-from contextlib import suppress
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import Any, NoReturn
 
-from common.errors import TrainingFailed, UserError, is_out_of_memory, printable
-from common.interrupt import WARNING_SIGNALS, raise_interrupt, set_stop_handlers
-from common.run_dir import EXIT_CODES
+from common.errors import DISK_FULL_ERRNOS, error_message, printable
+from common.run_dir import EXIT_CODES, status_of
 
-# File errors that users can correct. Any other OSError is a bug and keeps its traceback.
-DISK_FULL_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-USER_ERRNOS = DISK_FULL_ERRNOS | {errno.EACCES, errno.EPERM, errno.EROFS, errno.EEXIST}
-USER_ERRNOS |= {errno.ENOTDIR, errno.EISDIR, errno.ENAMETOOLONG, errno.ELOOP}
-EXIT_HANDLERS_TIMEOUT_S = 10.0
+STOP_SIGNALS = [s for s in signal.Signals if s.name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")]
 # How long a thread of GNU's OpenMP polls for work before it sleeps; the library's default is 300,000. Threads that poll
 # on a busy machine take the cores from the threads that have work (docs/experiments/nanogpt-training-speed.md).
 SPIN_COUNT = "1000"
-RANK_0_PRINTS_FIRST_S = 5.0  # how long other ranks wait for local rank 0 to print an error that all ranks have
+RANK_0_REPORTS_FIRST_S = 5.0  # how long other ranks wait before they report an error
 
 
 def start_process() -> None:
@@ -37,19 +32,9 @@ def start_process() -> None:
     if "OMP_WAIT_POLICY" not in os.environ:
         os.environ.setdefault("GOMP_SPINCOUNT", SPIN_COUNT)
     gc.disable()  # until run_process: collections take 0.3 s of the imports, and free nothing
-    for signum in WARNING_SIGNALS:
-        signal.signal(signum, _exit_at_once)  # even if it is ignored, as in docs/train.sbatch to protect torchrun
     set_stop_handlers(_exit_at_once)
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")  # a character that the terminal cannot show is escaped
-
-
-def _exit_at_once(signum: int, frame: Any) -> NoReturn:
-    """Signal handler that raises nothing: an import may ignore an exception or turn it into another one."""
-    try:
-        report_error("interrupted", "interrupted")
-    finally:
-        os._exit(EXIT_CODES["interrupted"])
 
 
 def run_process(main: Callable[..., int], *config: Any) -> NoReturn:
@@ -57,14 +42,20 @@ def run_process(main: Callable[..., int], *config: Any) -> NoReturn:
     gc.freeze()  # modules are not searched for garbage
     gc.enable()
 
-    def main_with_signals(*config: Any) -> int:
+    def main_with_signals() -> int:
         set_stop_handlers(raise_interrupt)
         try:
             return main(*config)
         finally:
             set_stop_handlers(_exit_at_once)
 
-    exit_fast(run_main(main_with_signals, *config))
+    code = run_main(main_with_signals)
+    for child in multiprocessing.active_children():
+        child.kill()
+    with suppress(OSError):
+        sys.stdout.flush()
+        sys.stderr.flush()
+    os._exit(code)  # unloading torch's modules would take 0.5 s, and exit handlers of libraries can hang
 
 
 def run_main(main: Callable[..., int], *config: Any) -> int:
@@ -73,33 +64,24 @@ def run_main(main: Callable[..., int], *config: Any) -> int:
         code = main(*config)
         sys.stdout.flush()
         return code
-    except UserError as error:
-        return report_error(error, "refused")
-    except TrainingFailed as error:
-        return report_error(error, "failed")
-    except KeyboardInterrupt as error:
-        return report_error(str(error) or "interrupted", "interrupted")
     except BrokenPipeError:  # the reader of stdout has exited, as in `python sample.py | head`
         return 1
-    except OSError as error:
-        if error.errno not in USER_ERRNOS:
-            raise
-        is_full = error.errno in DISK_FULL_ERRNOS
-        advice = "free some disk space" if is_full else "set another file, folder or name"
-        message = f"{error.filename or 'writing a file'}: {error.strerror}; {advice}"
-        return report_error(message, "failed" if is_full else "refused")
-    except (RuntimeError, MemoryError) as error:
-        if not is_out_of_memory(error):
-            raise
-        return report_error("out of memory; set a smaller batch, context or model", "failed")
+    except (Exception, KeyboardInterrupt) as error:
+        return report_error(error)
 
 
-def report_error(message: object, status: str) -> int:
-    """Print the message. Returns the exit code. Under torchrun, local rank 0 prints errors that all ranks have."""
-    variable = os.environ.get("RANK", "")
-    rank = int(variable) if variable.isdecimal() else 0
-    if rank > 0 and status == "refused" and os.environ.get("LOCAL_RANK") != "0":
-        time.sleep(RANK_0_PRINTS_FIRST_S)  # torchrun ends this process as soon as local rank 0 exits
+def report_error(error: BaseException) -> int:
+    """Print one sentence about an error, and return the exit code. An error that is a bug is raised again.
+
+    Under torchrun, rank 0 reports an error that all ranks have: torchrun ends the others as soon as rank 0 exits.
+    """
+    rank, message = int(os.environ.get("RANK", "0")), error_message(error)
+    is_wrong_path = isinstance(error, OSError) and error.errno not in DISK_FULL_ERRNOS
+    status = "refused" if is_wrong_path else status_of(error)
+    if rank > 0 and status != "interrupted":
+        time.sleep(RANK_0_REPORTS_FIRST_S)
+    if message is None:
+        raise error
     if rank == 0 or status != "interrupted":
         prefix = Path(sys.argv[0]).name + (f", rank {rank}" if rank > 0 else "")
         with suppress(OSError):  # the terminal is closed, or Ctrl-C has also stopped `tee`
@@ -107,14 +89,80 @@ def report_error(message: object, status: str) -> int:
     return EXIT_CODES[status]
 
 
-def exit_fast(code: int) -> NoReturn:
-    """Exit without unloading torch's modules, which takes most of a second. Exit handlers run for a limited time."""
-    for child in multiprocessing.active_children():  # an exit handler would wait for them
-        child.kill()
-    exit_handlers = threading.Thread(target=atexit._run_exitfuncs, daemon=True)
-    exit_handlers.start()
-    exit_handlers.join(EXIT_HANDLERS_TIMEOUT_S)  # wandb's handler waits for its service process, which may be stalled
-    with suppress(OSError):
-        sys.stdout.flush()
-        sys.stderr.flush()
-    os._exit(code)
+class Terminated(KeyboardInterrupt):
+    """A stop signal other than Ctrl-C. It is handled like Ctrl-C, but it also ends interactive sampling."""
+
+
+def set_stop_handlers(handler) -> dict:
+    """Handle the stop signals. Ignored signals stay ignored, such as SIGHUP under nohup. Returns previous handlers.
+
+    SIGUSR1 and SIGUSR2 are always handled: docs/train.sbatch ignores them only to protect torchrun.
+    """
+    signums = [s for s in STOP_SIGNALS if "USR" in s.name or signal.getsignal(s) != signal.SIG_IGN]
+    return {signum: signal.signal(signum, handler) for signum in signums}
+
+
+def _exit_at_once(signum: int, frame: Any) -> NoReturn:
+    """Signal handler that raises nothing: an import may ignore an exception or turn it into another one."""
+    os._exit(report_error(KeyboardInterrupt()))
+
+
+def raise_interrupt(signum: int, frame: Any) -> NoReturn:
+    """Signal handler that raises KeyboardInterrupt. Later signals except Ctrl-C are ignored during the cleanup."""
+    _discard_output_of_closed_terminal()
+    if signum == signal.SIGINT:
+        raise KeyboardInterrupt
+    for other in set(STOP_SIGNALS) - {signal.SIGINT}:
+        signal.signal(other, signal.SIG_IGN)
+    raise Terminated
+
+
+class StopRequest(AbstractContextManager):
+    """Context manager: after `enable`, a signal sets `requested`, so that the training loop can save and stop.
+
+    A second Ctrl-C raises KeyboardInterrupt, except under torchrun, which repeats signals.
+    """
+
+    def __init__(self):
+        self.requested = False
+        self.previous_handlers: dict = {}
+
+    def enable(self) -> None:
+        """Call this after a step. Before the first step, there is nothing to save: a signal ends the run at once."""
+        if not self.previous_handlers:
+            self.previous_handlers = set_stop_handlers(self._handle)
+
+    def _handle(self, signum: int, frame: Any) -> None:
+        _discard_output_of_closed_terminal()
+        is_first, self.requested = not self.requested, True
+        has_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+        if is_first and os.environ.get("RANK", "0") == "0":
+            hint = "" if has_torchrun else " Press Ctrl-C again to quit without saving."
+            with suppress(OSError):  # Ctrl-C also stops `tee`. print() is not safe in a signal handler
+                os.write(2, f"\nStopping after this step, and saving a checkpoint.{hint}\n".encode())
+        if not is_first and signum == signal.SIGINT and not has_torchrun:
+            raise KeyboardInterrupt("stopped without saving; steps since the last checkpoint are lost")
+
+    def __exit__(self, *error) -> None:
+        for signum, handler in self.previous_handlers.items():
+            signal.signal(signum, handler)
+
+
+def _discard_output_of_closed_terminal() -> None:
+    """Otherwise, a print would fail while a checkpoint is saved."""
+    for descriptor in (1, 2):
+        try:
+            os.write(descriptor, b"")
+        except OSError:
+            os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
+
+
+def cpu_count() -> int:
+    """CPU cores that this process may use."""
+    return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+def command_line() -> str:
+    """The command that started this process, without the folder of the script and the options of torchrun."""
+    launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in os.environ else "python"
+    return shlex.join([launcher, Path(sys.argv[0]).name, *sys.argv[1:]])

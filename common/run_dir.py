@@ -2,15 +2,15 @@
 
 import math
 import re
-import sys
 import time
-from itertools import count
+from contextlib import AbstractContextManager, suppress
+from itertools import chain, count
 from pathlib import Path
 
 import yaml
 from filelock import FileLock, Timeout
 
-from common.errors import TrainingFailed, UserError, printable
+from common.errors import UserError, error_message
 from common.files import atomic_write, read_json, write_json
 
 RUNS = Path("runs")  # in the folder where the command is run
@@ -24,9 +24,7 @@ EXIT_CODES = {"finished": 0, "failed": 1, "refused": 2, "interrupted": 75}  # of
 def check_path_component(key: str, word: str) -> None:
     """Raise UserError for a word that cannot be part of a folder name."""
     if not re.fullmatch(r"[A-Za-z0-9._-]{1,100}", word) or ".." in word or word.startswith((".", "-")):
-        raise UserError(
-            f"{key}={word!r} is not a folder name; use at most 100 letters, digits, '.', '_' and '-', as in {key}=my-1"
-        )
+        raise UserError(f"{key}={word!r} is not a folder name; use up to 100 letters, digits, '.', '_' and '-'")
 
 
 def check_name(name: str) -> None:
@@ -40,35 +38,23 @@ def check_name(name: str) -> None:
 
 
 def find_run(name: str) -> Path:
-    """Find the folder of a run with a checkpoint.
-
-    name: name in runs/, path of the folder, or "last" for the newest run.
-    Raises UserError with a list of the newest runs if there is no such run.
-    """
-    if "/" in name and any(Path(name).glob("checkpoints/*.pt")):
-        return Path(name)
+    """Find a run with a checkpoint by its name in runs/, its path, or "last" for the newest. Raises UserError."""
     # "**" would not follow links to run folders
-    paths = [path for depth in range(1, 4) for path in RUNS.glob("*/" * depth + "checkpoints/*.pt")]
-    newest_first = sorted(paths, key=lambda path: path.stat().st_mtime, reverse=True)
-    runs = {str(path.parents[1].relative_to(RUNS)): path.parents[1] for path in newest_first}
-    if not runs:
-        raise UserError(f"there is no run with a checkpoint in {Path.cwd() / RUNS}; train one: python train.py")
-    if name != "last" and name not in runs:
-        newest = ", ".join(list(runs)[:5])
-        raise UserError(f"run={name} has no checkpoint in {Path.cwd() / RUNS}; set a run that has one: {newest}")
-    return next(iter(runs.values())) if name == "last" else runs[name]
+    checkpoints = [path for depth in range(1, 4) for path in RUNS.glob("*/" * depth + "checkpoints/*.pt")]
+    checkpoints.sort(key=lambda path: path.stat().st_mtime, reverse=True)
+    newest = list(dict.fromkeys(path.parents[1] for path in checkpoints))
+    for folder in newest[:1] if name == "last" else (RUNS / name, Path(name)):
+        if any(folder.glob("checkpoints/*.pt")):
+            return folder
+    names = ", ".join(str(folder.relative_to(RUNS)) for folder in newest[:5])
+    advice = f"set a run that has one: {names}" if names else "train one: python train.py"
+    raise UserError(f"run={name} has no checkpoint in {Path.cwd() / RUNS}; {advice}")
 
 
 def find_checkpoint(run: str, checkpoint: str) -> Path:
-    """Path of a run's checkpoint: "best", "last" or "step-NNNNNN". Raises UserError.
-
-    A run that was interrupted before its first evaluation has no best.pt; last.pt replaces it.
-    """
+    """Path of a run's checkpoint: "best", "last" or "step-NNNNNN". Raises UserError if it does not exist."""
     folder = find_run(run)
     paths = {path.stem: path for path in sorted((folder / "checkpoints").glob("*.pt"))}
-    if checkpoint == "best" and "best" not in paths and "last" in paths:
-        print(printable(f"{folder} has no best.pt yet; using last.pt"), file=sys.stderr)
-        checkpoint = "last"
     if checkpoint not in paths:
         available = " or ".join(paths)
         raise UserError(f"{folder} has no checkpoint {checkpoint}.pt; set checkpoint={available}, or another run")
@@ -82,13 +68,11 @@ def has_checkpoint(name: str | None) -> bool:
 
 def make_new_folder(parent: Path, label: str) -> str:
     """Make the folder <parent>/<time>-<label>, with -2, -3, ... appended if it exists. Returns its name."""
-    stem = name = f"{time.strftime('%Y%m%d-%H%M%S')}-{label}"
-    for number in count(2):
-        try:
+    stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{label}"
+    for name in chain([stem], (f"{stem}-{number}" for number in count(2))):
+        with suppress(FileExistsError):
             (parent / name).mkdir(parents=True)
             break
-        except FileExistsError:
-            name = f"{stem}-{number}"
     return name
 
 
@@ -109,52 +93,42 @@ def write_config(folder: Path, config: dict) -> None:
     atomic_write(folder / "config.yaml", yaml.safe_dump(config, sort_keys=False, allow_unicode=True))
 
 
-class RunDir:
-    """Context manager: a locked folder in runs/. On exit, the status is written to summary.json."""
+class RunDir(AbstractContextManager):
+    """Context manager: a locked folder in runs/. On exit, the status is written to summary.json.
+
+    name: name of the run, or None to make one from the time and `label`.
+    resume: whether the run may exist already.
+    is_main: whether this process locks and writes the folder.
+    broadcast: function that returns the main process's value in all processes.
+    Raises UserError if the run is in use, if it exists and resume is False, or if its last.pt is missing.
+    """
 
     def __init__(self, name: str | None, label: str, resume: bool, is_main: bool = True, broadcast=lambda value: value):
-        """Make and lock the folder.
-
-        name: name of the run, or None to make one from the time and `label`.
-        resume: whether the run may exist already.
-        is_main: whether this process locks and writes the folder.
-        broadcast: function that returns the main process's value in all processes.
-        Raises UserError if another process trains the run, if the run exists and resume is False, or if last.pt is
-        missing although the run has saved a step.
-        """
         self.is_main = is_main
         self.summary: dict | None = None  # None before start(): summary.json is not changed
-        error = None
         if is_main:
-            try:
-                name = self._open(name, label, resume)
-            except UserError as user_error:
-                error = str(user_error)
-        self.name, error = broadcast((name, error))
-        if error is not None:
-            raise UserError(error)
+            name = self._open(name or make_new_folder(RUNS, label), resume)
+        self.name = broadcast(name)
         self.folder = RUNS / self.name
         self.best, self.last = (self.folder / "checkpoints" / file for file in ("best.pt", "last.pt"))
 
-    def _open(self, name: str | None, label: str, resume: bool) -> str:
-        """Make and lock the folder. Returns its name."""
-        if name is None:
-            name = make_new_folder(RUNS, label)
-        elif (RUNS / name / "config.yaml").exists() and not resume:
-            raise UserError(f"{RUNS / name} exists; set another name, or resume=true to continue it")
+    def _open(self, name: str, resume: bool) -> str:
+        """Make and lock the folder, and remove temporary files of a process that was killed. Returns the name."""
         folder = RUNS / name
+        if (folder / "config.yaml").exists() and not resume:
+            raise UserError(f"{folder} exists; set another name, or resume=true to continue it")
         step = read_summary(folder).get("step")  # above 0 only after last.pt was written
         if step and not has_checkpoint(name):
-            raise UserError(
-                f"{folder}/checkpoints/last.pt is missing, although the run has saved step {step}; restore it, remove "
-                f"{folder}, or set another name (with train.init_from=run:{name} to start from the weights of best.pt)"
-            )
+            advice = f"restore it, remove {folder}, or set another name (and train.init_from=run:{name})"
+            raise UserError(f"{folder}/checkpoints/last.pt is missing, but the run has saved step {step}; {advice}")
         (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
         self.lock = FileLock(folder / ".lock")  # the kernel releases it, even after kill -9
         try:
             self.lock.acquire(timeout=0)
         except Timeout:
             raise UserError(f"{folder} is being trained by another process; wait for it, or set another name") from None
+        for file in folder.rglob("*.partial"):
+            file.unlink()
         return name
 
     def start(self, config: dict, summary: dict) -> None:
@@ -171,14 +145,10 @@ class RunDir:
         if self.is_main:
             write_json(self.folder / "summary.json", self.summary)
 
-    def __enter__(self) -> "RunDir":
-        return self
-
     def __exit__(self, error_type, error, traceback) -> None:
         if self.summary is not None:
-            is_message = isinstance(error, KeyboardInterrupt | UserError | TrainingFailed)
-            message = str(error) if is_message else f"{type(error).__name__}: {error}"
-            self.update({"status": status_of(error), "error": None if error is None else message})
+            message = None if error is None else error_message(error) or f"{type(error).__name__}: {error}"
+            self.update({"status": status_of(error), "error": message})
         if self.is_main:
             self.lock.release()
 

@@ -17,9 +17,9 @@ from typing import Any, NamedTuple
 import numpy as np
 import tiktoken
 
-from common.console import ProgressBar
+from common.console import ProgressBar, format_si
 from common.files import write_json
-from common.system import cpu_count
+from common.process import cpu_count
 from data.fast_bpe import FastBPE
 from data.shards import ShardWriter, shard_name
 from data.sources import TextSource
@@ -112,15 +112,13 @@ def encode_split(folder: Path, split: str, sources: list[TextSource], journal: J
     dtype, fast = token_dtype(tokenizer, sources), FastBPE.from_tokenizer(tokenizer)
     by_name = {source.name: source for source in sources}
     progress, ranges = journal.splits[split], [part for part in journal.ranges if part.split == split]
-    total = None if any(part.bytes is None for part in ranges) else sum(part.bytes for part in ranges)
-    bar.restart(total, progress.bytes)
     writer = None
     for part in ranges[progress.range_index :]:
         progress.tokens.setdefault(part.source, 0)
         chunks = split_into_chunks(name_pieces(part, by_name[part.source]))
         remaining = itertools.islice(chunks, progress.chunks, None)
         for chunk in parallel_map(lambda chunk: encode_chunk(tokenizer, fast, chunk, dtype), remaining):
-            bar.update_bytes(progress.bytes, f"encoding {split}")
+            bar.update(progress.bytes, f"encoding {split}", format_si(progress.bytes, "B"))
             writer = writer or ShardWriter(folder / shard_name(split, len(progress.files)), dtype)
             writer.write(chunk.ids)
             progress.chunks += 1

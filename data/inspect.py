@@ -2,7 +2,7 @@
 
 import numpy as np
 
-from common.console import format_bytes, pluralize
+from common.console import format_si, pluralize
 from data.shards import PreparedData
 from data.tokenizer import end_of_text, token_strings
 
@@ -32,7 +32,7 @@ def inspect(prepared: PreparedData) -> str:
     for split in ("train", "val"):
         files = sum(name.startswith(split) for name in meta["files"])
         lines.append(
-            f"{split:<11} {meta['tokens'][split]:,} tokens, {format_bytes(meta['bytes'][split])} of text, "
+            f"{split:<11} {meta['tokens'][split]:,} tokens, {format_si(meta['bytes'][split], 'B')} of text, "
             f"{pluralize(meta['documents'][split], 'document')}, {pluralize(files, 'file')}"
         )
     if len(meta["mix"]) > 1:

@@ -150,7 +150,7 @@ def _write_folder(prep: Preparation, block_size: int) -> None:
     _remove_old_partial_folders(partial)
     keeps_files = False  # whether finished files are kept after an error
     try:
-        with ProgressBar(write_line=print_line) as bar:
+        with ProgressBar() as bar:
             sources, journal = _load_or_start_journal(prep, partial, bar)
             keeps_files = prep.is_remote  # the network may work again later
             try:
@@ -192,7 +192,6 @@ def _build_tokenizer(
 ) -> tiktoken.Encoding:
     def iter_texts() -> Iterator[str]:
         by_name = {source.name: source for source in sources}
-        bar.restart(plan.characters)
         pieces = (piece for part in plan.ranges for piece in part.iter_text(by_name[part.source]))
         yield from (text for text, *_ in show_progress(pieces, bar, "reading for the vocabulary"))
 
@@ -200,7 +199,7 @@ def _build_tokenizer(
     corpus = tokenizers.Corpus(iter_texts(), has_several_documents, plan.characters)
     tokenizer = tokenizers.build_tokenizer(corpus, prep.tokenizer_config, prep.spec)
     if has_several_documents and tokenizers.end_of_text(tokenizer) is None:
-        bar.write_line(
+        bar.print(
             f"the tokenizer of run {prep.tokenizer_config.run} has no {tokenizers.END_OF_TEXT} token, so documents are "
             "joined without a separator"
         )

@@ -18,7 +18,6 @@ import numpy as np
 import tiktoken
 
 from common.errors import TrainingFailed, UserError
-from common.files import name_file_in_errors
 from data.sources import hash_file
 from data.tokenizer import from_spec
 
@@ -68,14 +67,13 @@ class ShardWriter:
 
     def write(self, ids: np.ndarray) -> None:
         raw = np.ascontiguousarray(ids, dtype=self.dtype)
-        with name_file_in_errors(self.path):
-            self._file.write(raw)
+        self._file.write(raw)
         self._sha256.update(raw)
         self.tokens += len(ids)
 
     def finish(self) -> dict:
         """Flush the file to the disk. Returns its entry in meta.json: number of tokens and SHA-256."""
-        with name_file_in_errors(self.path), self._file:
+        with self._file:
             self._file.flush()
             os.fsync(self._file.fileno())
         return {"tokens": self.tokens, "sha256": self._sha256.hexdigest()}

@@ -6,7 +6,7 @@ from dataclasses import dataclass, field
 
 import numpy as np
 
-from common.console import ProgressBar
+from common.console import ProgressBar, format_si
 from common.errors import UserError
 from data.readers import Piece, iter_text, no_text_error, slice_documents
 from data.sources import InputFile, Position, TextSource
@@ -150,7 +150,7 @@ def _split_files(source: TextSource, stats: TextStats | None, bar: ProgressBar) 
         train, val = (START, cut), (cut, source.end)
         val_share = 1 - train_share
         if val_share > max(2 * fraction, 0.05):
-            bar.write_line(
+            bar.print(
                 f"{val_share:.0%} of {source.name} is held out instead of data.val_fraction={fraction:g}, because "
                 "documents are not divided; data.val_path holds out separate files"
             )
@@ -166,7 +166,6 @@ def _read_stats(
     """Read the files to measure their text. None for streams. Raises UserError if there is no text."""
     if source.is_streamed:
         return None
-    bar.restart(None)
     pieces = slice_documents(iter_text(source, files), START, stop)
     stats = TextStats().add(show_progress(pieces, bar, f"reading {source.name}"))
     if not stats.characters:
@@ -181,5 +180,5 @@ def show_progress(pieces: Iterable[Piece], bar: ProgressBar, label: str) -> Iter
         yield piece
         done += len(piece.text)
         if done >= next_update:  # updates cost time if documents are small
-            bar.update_bytes(done, label)
+            bar.update(done, label, format_si(done, "B"))
             next_update = done + PROGRESS_CHARS

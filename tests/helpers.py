@@ -65,7 +65,7 @@ def train_step(model, optimizers, seed=0) -> float:
 
 def sampling(**changed):
     """A SamplingConfig whose filters are off, with changes."""
-    plain = dict(max_new_tokens=20, temperature=1.0, top_k=None, top_p=None, min_p=None, repetition_penalty=1.0)
+    plain = dict(max_new_tokens=20, temperature=1.0, top_k=None, top_p=None, min_p=None)
     return SamplingConfig(**plain | dict(stop=None) | changed)
 
 

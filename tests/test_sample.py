@@ -20,11 +20,12 @@ import sample as script
 from common.errors import UserError
 from common.process import run_main
 from configs.cli import parse_config
+from model import SamplingConfig
 from model.generation.attention_maps import attention_maps
-from model.generation.engine import stream
+from model.generation.engine import Prompt, TextChunk, generate
 from model.generation.load import load_run
 from model.generation.prompts import read_text
-from sample import main
+from sample import in_prompt_order, main
 
 RUN = ["run=a", "max_new_tokens=30"]
 SAFETY_TIMEOUT_S = 600
@@ -94,11 +95,20 @@ def test_prompt_and_stop_understand_the_same_escapes(train, sample, workdir):
     assert read_jsonl("o2.jsonl")[0]["prompt"] == r"a\nb"
     assert sample(*RUN, "prompt_file=p.txt").startswith("a\\nb\n")
     model, tokenizer = load_run("a")
-    exact = "".join(stream(model, tokenizer, r"a\nb", max_new_tokens=30))
+    exact = "".join(generate_text(model, tokenizer, r"a\nb", seed=1337, max_new_tokens=30))
     assert sample(*RUN, r"prompt=a\\nb") == r"a\nb" + exact + "\n"
 
 
 # Many prompts
+
+
+def test_chunks_of_the_current_sample_are_shown_as_they_arrive():
+    texts, ends = [(1, "c"), (0, "a"), (1, "d"), (0, "b"), (2, "e")], {"b": "length", "d": "length", "e": "length"}
+    arriving = iter([TextChunk(index, text, 1, ends.get(text)) for index, text in texts])
+    ordered = in_prompt_order(arriving)
+    assert next(ordered).text == "a" and len(list(arriving)) == 3, "two chunks were read"
+    ordered = in_prompt_order(TextChunk(index, text, 1, ends.get(text)) for index, text in texts)
+    assert "".join(chunk.text for chunk in ordered) == "abcde"
 
 
 def test_samples_of_many_prompts_are_written_in_order(trained, sample, workdir, capsys):
@@ -146,7 +156,7 @@ def test_output_file_is_complete_or_absent_and_never_overwritten(trained, workdi
     monkeypatch.setattr(script, "generate", generate)
     assert run(*settings, "out=o.jsonl") == 0
     content = Path("o.jsonl").read_bytes()
-    assert "out=o.jsonl exists; set a new file" in refusal(capsys, *settings, "out=o.jsonl")
+    assert "out=o.jsonl exists, or" in refusal(capsys, *settings, "out=o.jsonl")
     assert Path("o.jsonl").read_bytes() == content
 
 
@@ -217,15 +227,21 @@ def test_ctrl_c_stops_the_sample_and_ctrl_d_quits(trained):
 # In Python
 
 
+def generate_text(model, tokenizer, prompt: str, seed: int = 1, **settings) -> list[str]:
+    """The parts of a sample."""
+    prompts = [Prompt(tokenizer.encode(prompt), seed)]
+    return [chunk.text for chunk in generate(model, tokenizer, prompts, SamplingConfig(**settings), batch_size=1)]
+
+
 def test_run_loaded_in_python_generates_the_same_sample_as_the_command(trained, sample):
     model, tokenizer = load_run("a")
-    chunks = list(stream(model, tokenizer, "The 1", seed=3, max_new_tokens=30))
+    chunks = generate_text(model, tokenizer, "The 1", seed=3, max_new_tokens=30)
     assert len(chunks) == 30
     assert "The 1" + "".join(chunks) + "\n" == sample(*RUN, "prompt=The 1", "seed=3")
-    text = "".join(stream(model, tokenizer, "The 1", stop=["a", "e", " "], temperature=0.0))
+    text = "".join(generate_text(model, tokenizer, "The 1", stop=["a", "e", " "], temperature=0.0))
     assert not set(text) & set("ae ")
     with pytest.raises(UserError, match=r"top_p=3\.0 must be above 0"):
-        next(stream(model, tokenizer, top_p=3.0))
+        generate_text(model, tokenizer, "The 1", top_p=3.0)
     with pytest.raises(UserError, match="run=b has no checkpoint"):
         load_run("b")
 
@@ -248,11 +264,11 @@ def test_run_loaded_in_python_can_be_trained_and_shows_its_attention(trained):
     ("overrides", "message"),
     [
         (["prompts=empty.txt"], "prompts=empty.txt contains no prompts"),
-        (["prompts=wrong.jsonl"], 'line 2 of prompts=wrong.jsonl has no string "prompt"'),
+        (["prompts=wrong.jsonl"], "a line of prompts=wrong.jsonl is not of the form"),
         (["prompts=latin.txt"], "prompts=latin.txt is not UTF-8 (byte 1)"),
         (["prompts=unknown.txt", "num_samples=3"], "prompt 2 of unknown.txt has the character 'Ü' at position 0"),
-        (["prompts=text.txt", "out=no/o.jsonl"], "out=no/o.jsonl is in a folder that does not exist"),
-        (["prompt_file=."], "prompt_file=. cannot be read"),
+        (["prompts=text.txt", "out=no/o.jsonl"], "out=no/o.jsonl exists, or its folder does not"),
+        (["prompt_file=."], ".: Is a directory"),
         (["out=o.jsonl"], "out=o.jsonl"),
         (["prompts=text.txt", "interactive=true"], "prompts and interactive"),
         (["model.n_layer=3"], "there is no such key"),

@@ -21,7 +21,7 @@ from torch.optim import Optimizer
 from common.checkpoint_file import load_checkpoint, save_checkpoint
 from common.errors import TrainingFailed, UserError
 from common.files import atomic_writer
-from common.interrupt import StopRequest
+from common.process import StopRequest
 from common.run_dir import RunDir
 from common.settings import format_value
 from training.config import OVERFITTING_EVALS, CheckpointConfig, RunConfig, TrainConfig

@@ -11,7 +11,8 @@ import torch
 from torch import nn
 
 from common.errors import UserError
-from common.system import cpu_count, has_avx512_bf16
+from common.process import cpu_count
+from common.system import has_avx512_bf16
 from model import AttentionConfig
 from model.attention import ResolvedAttention, missing_compiler, pin_kernel_under_compile, resolve_model
 from training.config import AUTO, RunConfig

@@ -11,7 +11,7 @@ import torch
 from torch import nn
 
 from common.errors import UserError
-from common.interrupt import StopRequest
+from common.process import StopRequest
 from common.system import peak_memory_bytes
 from data.loader import Loader
 from data.tokenizer import initial_tokens, token_bytes

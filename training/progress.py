@@ -3,7 +3,7 @@
 from math import inf
 from pathlib import Path
 
-from common.console import format_bytes, format_duration, pluralize
+from common.console import format_duration, format_si, pluralize
 from model import GPTConfig
 from training.config import AUTO, RunConfig
 
@@ -18,7 +18,7 @@ def format_banner(config: RunConfig, folder: Path, summary: dict, meta: dict) ->
     micro_batches = f"{pluralize(accumulation, 'micro batch')} of {pluralize(summary['micro_batch_size'], 'sequence')}"
     lines = {
         "run      ": [folder, step and f"resumed from step {step:,}"],
-        "preset   ": [config.preset and f"{config.preset}, for {format_bytes(meta['bytes']['train'])} of text"],
+        "preset   ": [config.preset and f"{config.preset}, for {format_si(meta['bytes']['train'], 'B')} of text"],
         "data     ": [
             f"{config.data.label}, {tokens['train']:,} training tokens and {tokens['val']:,} validation tokens",
             f"{meta['tokenizer']['name']} vocabulary of {meta['vocab_size']:,}",

@@ -5,9 +5,9 @@ from contextlib import contextmanager
 from dataclasses import asdict
 
 from common.console import make_console
-from common.interrupt import StopRequest
+from common.process import StopRequest
 from common.run_dir import RunDir, read_summary
-from common.system import describe_environment, resume_command
+from common.system import describe_environment
 from data.shards import PreparedData
 from model.flops import flops_per_token, n_params
 from training.checkpoint import TrainState
@@ -25,7 +25,7 @@ def open_run(
     """Context manager around the training loop: locks the run folder, and loads the last checkpoint into `state`.
 
     If an earlier process has finished the run, its summary is None, and the loop must not start. After the loop, the
-    metrics are plotted. A run that a signal has stopped raises KeyboardInterrupt with the command that resumes it.
+    metrics are plotted. A run that a signal has stopped raises KeyboardInterrupt with advice to resume it.
     """
     dist = runtime.dist
     label = f"{config.data.label}-{config.model.name}-{config.attention.backend}"
@@ -52,6 +52,6 @@ def open_run(
         if dist.is_main:
             plot_run(run.folder)
         if state.stopped:
-            raise KeyboardInterrupt(f"saved at step {state.step}; resume with: {resume_command(run.name)}")
+            raise KeyboardInterrupt(f"saved at step {state.step}; resume with the same command and name={run.name}")
     if dist.is_main:
         print(format_summary(run.summary, run.folder))

@@ -5,8 +5,7 @@ from pathlib import Path
 
 import numpy as np
 
-from common.metrics_file import read_curves
-from common.plots import make_figure, style_axes, thin_curve
+from common.plots import make_figure, read_curves, style_axes
 
 ATTENTION_PANELS = {
     "score_variance": "variance of the scores",
@@ -19,22 +18,21 @@ ATTENTION_PANELS = {
 
 def plot_run(folder: Path) -> None:
     """Plot the losses, and the attention statistics if there are any, in <folder>/metrics.jsonl over the steps."""
-    train, val = read_curves(folder / "metrics.jsonl", "train/loss", "val/loss").values()
+    lines = (folder / "metrics.jsonl").read_bytes().splitlines()
+    train, val = read_curves(lines, "train/loss", "val/loss").values()
     figure = make_figure(7.5, 4.2)
     axes = figure.subplots()
     style_axes(axes, folder.name)
     if len(train[0]):
-        axes.plot(*thin_curve(*train), color="#9db4d0", linewidth=0.8, label="training, each step's batch")
+        axes.plot(*train, color="#9db4d0", linewidth=0.8, label="training, each step's batch")
     if len(val[0]):
         label = f"validation, best {val[1].min():.3f}"
-        axes.plot(*thin_curve(*val), "o-", color="#c2410c", linewidth=1.8, markersize=4, label=label)
+        axes.plot(*val, "o-", color="#c2410c", linewidth=1.8, markersize=4, label=label)
     axes.set(xlabel="optimizer step", ylabel="loss, nats per token")
     if axes.lines:
         axes.legend(frameon=False)
     figure.savefig(folder / "loss.png")
-    with open(folder / "metrics.jsonl", "rb") as file:
-        rows = [json.loads(line) for line in file if b'"attention/entropy"' in line]
-    if rows:
+    if rows := [json.loads(line) for line in lines if b'"attention/entropy"' in line]:
         _plot_attention(rows, folder / "attention.png")
 
 

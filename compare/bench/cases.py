@@ -32,6 +32,7 @@ from training.device import DTYPES, autocast, build_grad_scaler, configure_backe
 from training.optimizer import build_optimizers, optimizer_step
 
 MAX_CALLS = 10_000  # timed calls per round
+INPUT_BYTES = 2**28  # of the inputs of consecutive calls: more than the caches of CPUs and GPUs
 GRAD_PHASES = ("forward+backward", "step")
 
 
@@ -164,7 +165,7 @@ def _attention_workload(case: Case, config: BenchConfig) -> Workload:
     if case.attention_type == "linear" and case.phase == "decode":  # decodes from a state instead of a KV cache
         state = linear_attention_state(*inputs[1:3], lengths=torch.tensor(case.request.Tk - 1))
         attend = lambda q, k, v: linear_attention_step(state, q, k[:, -1:], v[:, -1:])  # noqa: E731
-    n_copies = 2 * system.cache_bytes(case.request.device) // sum(tensor.nbytes for tensor in inputs)
+    n_copies = INPUT_BYTES // sum(tensor.nbytes for tensor in inputs)
     copies = [inputs, *([tensor.clone() for tensor in inputs] for _ in range(min(MAX_CALLS, n_copies)))]
     for q, k, v, _ in copies:
         for tensor in (q, k, v):

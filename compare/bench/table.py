@@ -12,7 +12,7 @@ from model.config import ATTENTION_TYPES
 
 def print_results(rows: list[Timing], folder: Path) -> None:
     """Print the recommendation, the tables and the notes. folder: the bench's folder."""
-    console = make_console(width=120)
+    console = make_console()
     console.print(f"\nfastest here ({rows[0].device})", style="bold")
     recommendation, previous_phase = make_table("", "", "", left=3, header=False), None
     for phase, Ts, sentence in recommend(rows):

@@ -7,7 +7,7 @@ import numpy as np
 
 from common.console import format_number
 from common.files import atomic_writer
-from common.plots import COLORS, GREY, line_style, make_figure, style_axes, thin_curve
+from common.plots import COLORS, GREY, line_style, make_figure, style_axes
 from compare.runs.read import Setting
 from compare.runs.statistics import SettingStats, divergence, evaluations
 
@@ -44,8 +44,8 @@ def _plot_losses(axes, settings: list[Setting]) -> list:
         style = line_style(index, len(settings), 5.0 if len(settings) > 1 else 1.8)
         steps, losses = evaluations(setting)
         low, high = losses.min(axis=0, initial=math.inf), losses.max(axis=0, initial=-math.inf)
-        curve = thin_curve(steps, losses.mean(axis=0) if len(losses) else steps)
-        (handle,) = axes.plot(*curve, **style, marker="o" if len(steps) < 15 else None, markersize=4)
+        means = losses.mean(axis=0) if len(losses) else steps
+        (handle,) = axes.plot(steps, means, **style, marker="o" if len(steps) < 15 else None, markersize=4)
         axes.fill_between(steps, low, high, color=style["color"], alpha=0.13)
         handle.set_visible(len(steps) > 0)  # an invisible line has no symbol in the legend either
         handles.append(handle)
@@ -66,7 +66,7 @@ def _plot_divergence(axes, settings: list[Setting]) -> None:
     largest = []
     for index, setting in enumerate(settings):
         steps, distances = divergence(setting, settings[0])
-        steps, maxima = thin_curve(steps, np.maximum.accumulate(distances))
+        maxima = np.maximum.accumulate(distances)
         maxima[maxima == 0] = math.nan  # a log axis has no zero
         axes.plot(steps, maxima, **line_style(index, len(settings), 4.0), drawstyle="steps-post")
         largest += maxima[-1:].tolist()

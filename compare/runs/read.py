@@ -17,7 +17,7 @@ import numpy as np
 import yaml
 
 from common.errors import UserError
-from common.metrics_file import read_curves
+from common.plots import read_curves
 from common.run_dir import flatten_dict
 from common.settings import format_value
 

@@ -7,8 +7,8 @@ from typing import Any
 
 from common.console import format_duration, make_console
 from common.files import read_json, write_json
+from common.process import command_line
 from common.run_dir import EXIT_CODES, SWEEPS, read_summary
-from common.system import command_line
 from compare.runs.comparison import compare, print_comparison
 from compare.sweep.jobs import Job, Outcome, train_job
 from training.config import WandbConfig

@@ -38,6 +38,11 @@ def raise_recompile_limit(limit: int) -> None:
     torch._dynamo.config.recompile_limit = max(limit, torch._dynamo.config.recompile_limit)
 
 
+def has_bf16_kernels() -> bool:
+    """Whether oneDNN has bfloat16 kernels for this CPU. Missing: a query in torch.backends.mkldnn."""
+    return torch.ops.mkldnn._is_mkldnn_bf16_supported()
+
+
 def pack_weight(weight: Tensor, rows: int) -> Tensor:
     """Copy a float32 weight (N, K) into oneDNN's layout for `rows` input rows. Missing: a public function."""
     return torch.ops.mkldnn._reorder_linear_weight(weight, rows)

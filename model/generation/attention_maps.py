@@ -1,9 +1,4 @@
-"""Attention weights of a model for given tokens, and statistics of each head. T tokens, H query heads.
-
-model, tokenizer = load_run("mine")  # model/generation/load.py
-weights = attention_maps(model, torch.tensor([tokenizer.encode("def main(x):")]))
-weights[2, 0]  # third layer, first head: (T, T), rows are queries and columns are keys
-"""
+"""Attention weights of a model for given tokens, and statistics of each head. T tokens, H query heads."""
 
 from collections.abc import Callable
 from functools import partial

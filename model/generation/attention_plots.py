@@ -12,36 +12,31 @@ from torch import Tensor
 
 from common.errors import UserError
 from common.plots import GREY, make_figure
-from data.tokenizer import encode, initial_tokens, token_strings
+from data.tokenizer import encode, token_strings
 from model.attention.head_statistics import entropy, uniform_entropy
 from model.generation.attention_maps import attention_maps
 from model.gpt import GPT
 
 MAX_MAP_TOKENS = 256  # with more, a weight is smaller than a pixel
 MAX_LABELED_TOKENS = 40  # with more, the axes show no tokens
-MAX_LABEL_CHARS = 12
-WHITESPACE_SYMBOLS = {" ": "·", "\n": "⏎", "\r": "↵", "\t": "⇥"}
-MASKED_COLOR = "#e0e0e0"  # keys after their query; white is weight 0
+MAX_LABEL_CHARS = 14
 
 
-def draw_attention_maps(model: GPT, tokenizer: tiktoken.Encoding, prompt: str, sample: str, folder: Path) -> None:
-    """Plot the attention weights for the prompt, or for the sample if the prompt has fewer than two tokens.
+def draw_attention_maps(model: GPT, tokenizer: tiktoken.Encoding, text: str, folder: Path) -> None:
+    """Plot the attention weights for the last tokens of a text. Raises UserError if it has fewer than two tokens.
 
-    overview.png shows all heads; layer-01.png, ... show one layer. Raises UserError if both have fewer than two tokens.
+    overview.png shows all heads; layer-01.png, ... show one layer.
     """
-    tokens = encode(tokenizer, prompt).tolist()
+    tokens = encode(tokenizer, text)[-min(model.config.block_size, MAX_MAP_TOKENS) :].tolist()
     if len(tokens) < 2:
-        tokens = ([] if prompt else initial_tokens(tokenizer)) + encode(tokenizer, sample).tolist()
-    if len(tokens) < 2:
-        raise UserError("attention_map=true needs at least two tokens; set a longer prompt or a larger max_new_tokens")
-    T = min(len(tokens), model.config.block_size, MAX_MAP_TOKENS)
-    weights = attention_maps(model, torch.tensor([tokens[-T:]], device=model.wte.weight.device))
+        raise UserError("attention_map=true needs at least two tokens; set a longer prompt, or none")
+    weights = attention_maps(model, torch.tensor([tokens], device=model.wte.weight.device))
     plot_attention(weights, folder / "overview.png")
-    words = token_strings(tokenizer, tokens[-T:])
+    words = token_strings(tokenizer, tokens)
     for layer in range(1, len(weights) + 1):
         plot_attention(weights[layer - 1 : layer], folder / f"layer-{layer:02d}.png", words, first=layer)
-    print(f"written  {folder}/layer-*.png, overview.png of the last {T} tokens", file=sys.stderr)
-    print(f"entropy of uniform attention: {uniform_entropy(T):.2f} nats", file=sys.stderr)
+    written = f"written  {folder}/layer-*.png, overview.png of the last {len(tokens)} tokens"
+    print(f"{written}; entropy of uniform attention: {uniform_entropy(len(tokens)):.2f} nats", file=sys.stderr)
 
 
 def plot_attention(weights: Tensor, path: Path, words: list[str] | None = None, first: int = 1) -> None:
@@ -56,7 +51,7 @@ def plot_attention(weights: Tensor, path: Path, words: list[str] | None = None, 
     from matplotlib.colors import PowerNorm
 
     n_layer, H, T, _ = weights.shape
-    labels = [format_label(word) for word in words] if words is not None and T <= MAX_LABELED_TOKENS else []
+    labels = [repr(word)[:MAX_LABEL_CHARS] for word in words] if words is not None and T <= MAX_LABELED_TOKENS else []
     columns = min(H, 4) if labels else H
     rows, step = ceil(n_layer * H / columns), T + max(1, round(0.08 * T))
     side = max(2.6, 0.125 * T) if labels else min(2.0, max(0.5, 11 / columns))  # inches per head
@@ -69,8 +64,8 @@ def plot_attention(weights: Tensor, path: Path, words: list[str] | None = None, 
         mosaic[y : y + T, x : x + T] = np.where(np.tri(T), weights[layer, head], np.nan)
         title = f"layer {first + layer}\nhead {head + 1}\n{entropies[layer, head]:.2f}"
         axes.text(x + 0.95 * T, y + 0.06 * T, title, ha="right", va="top", fontsize=min(9, 5 * side), color=GREY)
-    # a square-root color scale, because most weights are small
-    colors, extent = colormaps["Blues"].with_extremes(bad=MASKED_COLOR), (0, columns * step, rows * step, 0)
+    # a square-root color scale, because most weights are small; keys after their query are grey
+    colors, extent = colormaps["Blues"].with_extremes(bad="#e0e0e0"), (0, columns * step, rows * step, 0)
     image = axes.imshow(mosaic, cmap=colors, norm=PowerNorm(0.5, 0, 1), extent=extent)
     axes.spines[:].set_visible(False)
     for axis, count in ((axes.xaxis, columns), (axes.yaxis, rows)):
@@ -84,9 +79,3 @@ def plot_attention(weights: Tensor, path: Path, words: list[str] | None = None, 
     with warnings.catch_warnings():
         warnings.filterwarnings("ignore", message="Glyph")  # characters that the font lacks become boxes
         figure.savefig(path)
-
-
-def format_label(word: str) -> str:
-    """A token as an axis label: visible whitespace, no control characters, at most MAX_LABEL_CHARS long."""
-    shown = "".join(WHITESPACE_SYMBOLS.get(c, c if c.isprintable() else "�") for c in word)
-    return shown if len(shown) <= MAX_LABEL_CHARS else shown[: MAX_LABEL_CHARS - 1] + "…"

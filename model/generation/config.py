@@ -25,7 +25,6 @@ class SamplingConfig:
     top_k: int | None = setting(None, 1, 10**9)  # None: all tokens
     top_p: float | None = setting(None, above=0, high=1)  # None: all tokens
     min_p: float | None = setting(None, above=0, high=1)  # None: all tokens
-    repetition_penalty: float = setting(1.0, above=0, high=1e30)  # 1: no penalty
     stop: Any = None  # a string or a list of strings; a sample ends before the first of them
 
     @property

@@ -11,33 +11,36 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.errors import UserError
-from common.system import has_bf16_kernels
-from model.attention.torch_internals import linear_packed, pack_weight
+from model.attention.torch_internals import has_bf16_kernels, linear_packed, pack_weight
 from model.gpt import GPT
 
 MIN_PACKED_SIZE = 2**19  # weights x rows (up to 8); smaller products are faster without the packed layout
 MIN_PACKED_ROWS = 4  # with the layout for a single row, oneDNN is slower, also for that row
 
 
-class PackedLinear(nn.Module):
-    """Linear layer for CPUs, with a float32 or bfloat16 weight in oneDNN's layout for `rows` rows. Outputs: float32."""
+class InferenceLinear(nn.Module):
+    """Linear layer with weights and products in `dtype`. Outputs are float32 on a CPU, else `dtype` as in autocast.
 
-    def __init__(self, linear: nn.Linear, rows: int, dtype: torch.dtype = torch.float32):
+    rows: number of input rows. The weight is stored in oneDNN's layout for them; None: in the ordinary layout.
+    """
+
+    def __init__(self, linear: nn.Linear, dtype: torch.dtype, rows: int | None = None):
         super().__init__()
-        self.dtype = dtype
-        self.packed = pack_weight(linear.weight.to(dtype), max(rows, MIN_PACKED_ROWS))
+        weight = linear.weight.to(dtype)
+        self.weight = weight if rows is None else pack_weight(weight, max(rows, MIN_PACKED_ROWS))
+        self.dtype, self.multiply = dtype, F.linear if rows is None else linear_packed
         self.bias = None if linear.bias is None else linear.bias.to(dtype)
 
     def forward(self, x: Tensor) -> Tensor:
-        return linear_packed(x.to(self.dtype), self.packed, self.bias).float()
+        y = self.multiply(x.to(self.dtype), self.weight, self.bias)
+        return y.float() if y.device.type == "cpu" else y
 
 
 class Int8Linear(nn.Module):
     """Linear layer for x86 CPUs with weights and inputs in 8-bit integers, and outputs in float32 (FBGEMM).
 
-    Each output has a scale for its weights, and each input row has its own scale, so the result for a row does not
-    depend on the other rows. Inputs use 7 of the 8 bits, because on CPUs without VNNI instructions, FBGEMM adds two
-    products in 16 bits. Raises UserError on other CPUs.
+    Each output and each input row has its own scale, so the result for a row does not depend on the other rows. Inputs
+    use 7 of the 8 bits, because on CPUs without VNNI, FBGEMM adds two products in 16 bits. Raises UserError elsewhere.
     """
 
     LEVELS, ZERO_POINT = 63, 64  # inputs are from 1 to 127
@@ -61,18 +64,6 @@ class Int8Linear(nn.Module):
         return y if self.bias is None else y + self.bias
 
 
-class LowPrecisionLinear(nn.Module):
-    """Linear layer with weights and products in `dtype`. Outputs are float32 on a CPU, else `dtype` as in autocast."""
-
-    def __init__(self, linear: nn.Linear, dtype: torch.dtype):
-        super().__init__()
-        self.weight, self.bias = linear.weight.to(dtype), None if linear.bias is None else linear.bias.to(dtype)
-
-    def forward(self, x: Tensor) -> Tensor:
-        y = F.linear(x.to(self.weight.dtype), self.weight, self.bias)
-        return y.float() if y.device.type == "cpu" else y
-
-
 @torch.no_grad()
 def replace_linears(model: GPT, dtype: torch.dtype, rows: int) -> GPT:
     """Replace the model's linear layers, in place, by layers that are fast for decoding, with weights in `dtype`.
@@ -81,15 +72,15 @@ def replace_linears(model: GPT, dtype: torch.dtype, rows: int) -> GPT:
     The model still returns logits, but cannot be trained or called with targets. With a tied head, the packed weights
     are a second copy of the token table. Raises UserError for int8 on a CPU that is not x86.
     """
-    device = model.wte.weight.device.type
-    has_packed = dtype == torch.float32 or (dtype == torch.bfloat16 and has_bf16_kernels())
-    has_packed = has_packed and torch.backends.mkldnn.is_available()
+    is_cpu = model.wte.weight.device.type == "cpu"
+    has_kernels = dtype == torch.float32 or (dtype == torch.bfloat16 and has_bf16_kernels())
+    can_pack = is_cpu and has_kernels and torch.backends.mkldnn.is_available()
     for parent in [module for module in model.modules() if not isinstance(module, nn.Linear)]:
         for name, linear in [child for child in parent.named_children() if isinstance(child[1], nn.Linear)]:
-            if device == "cpu" and dtype == torch.int8:
+            if is_cpu and dtype == torch.int8:
                 setattr(parent, name, Int8Linear(linear))
-            elif device == "cpu" and has_packed and linear.weight.numel() * min(rows, 8) >= MIN_PACKED_SIZE:
-                setattr(parent, name, PackedLinear(linear, rows, dtype))
+            elif can_pack and linear.weight.numel() * min(rows, 8) >= MIN_PACKED_SIZE:
+                setattr(parent, name, InferenceLinear(linear, dtype, rows))
             elif dtype != torch.float32:
-                setattr(parent, name, LowPrecisionLinear(linear, dtype))
+                setattr(parent, name, InferenceLinear(linear, dtype))
     return model

@@ -9,18 +9,14 @@ from model.generation.config import SamplingConfig
 
 
 class IncrementalDetokenizer:
-    """Converts tokens to complete characters, one token at a time. Holds back text that may begin a stop string.
-
-    end_token: id of the end-of-text token, or None.
-    n_tokens: number of tokens so far, without the end-of-text token.
-    """
+    """Converts tokens to complete characters, one token at a time. Holds back text that may begin a stop string."""
 
     def __init__(self, tokenizer: tiktoken.Encoding, sampling: SamplingConfig, end_token: int | None):
         self.tokenizer, self.end_token = tokenizer, end_token
         self.stop_strings, self.max_new_tokens = sampling.stop_strings, sampling.max_new_tokens
         self.utf8_decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self.pending = ""  # may be the beginning of a stop string
-        self.n_tokens = 0
+        self.n_tokens = 0  # so far, without the end-of-text token
 
     def push(self, token: int) -> tuple[str, str | None]:
         """Add a token. Returns the text that can be shown now, and the finish reason as in TextChunk.
@@ -38,11 +34,8 @@ class IncrementalDetokenizer:
             return self.pending[:start], "stop"
         if self.n_tokens == self.max_new_tokens:
             return self.pending, "length"
-        shown = len(self.pending) - self._stop_prefix_length()
+        prefixes = [stop[:length] for stop in self.stop_strings for length in range(1, len(stop))]
+        held_back = max((len(prefix) for prefix in prefixes if self.pending.endswith(prefix)), default=0)
+        shown = len(self.pending) - held_back
         text, self.pending = self.pending[:shown], self.pending[shown:]
         return text, None
-
-    def _stop_prefix_length(self) -> int:
-        """Length of the longest suffix of the pending text that is a prefix of a stop string."""
-        prefixes = [stop[:length] for stop in self.stop_strings for length in range(1, len(stop))]
-        return max((len(prefix) for prefix in prefixes if self.pending.endswith(prefix)), default=0)

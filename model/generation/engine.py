@@ -2,22 +2,20 @@
 
 Each sequence has a row of the KV cache. When a sequence ends, the next prompt gets its row, so the batch stays full.
 
-Past block_size, with rotary positions, the cache is a sliding window: each token sees the last block_size tokens, or
-the layer's window. Learned positions end at block_size: when a sequence reaches it, the model reads the last half of
-its context again, from position 0. V vocabulary.
+Past block_size, the cache is a sliding window. Learned positions end there: when a sequence reaches block_size, the
+model reads the last half of its context again, from position 0.
 """
 
-from collections import defaultdict, deque
-from collections.abc import Generator, Iterable, Iterator
+from collections import deque
+from collections.abc import Generator
 from dataclasses import dataclass
-from typing import Any
 
 import tiktoken
 import torch
 
 from common.errors import UserError
 from common.settings import check
-from data.tokenizer import encode, end_of_text, initial_tokens
+from data.tokenizer import end_of_text
 from model.generation.config import SamplingConfig
 from model.generation.detokenizer import IncrementalDetokenizer
 from model.generation.kv_cache import KVCache
@@ -58,8 +56,7 @@ class Engine:
     def add(self, prompts: list[Prompt]) -> None:
         """Start a sequence for each prompt. The model reads the last block_size tokens of a longer prompt."""
         first = len(self.sequences)
-        for prompt in prompts:
-            self.sequences.append(Sequence(list(prompt.tokens), torch.Generator().manual_seed(prompt.seed)))
+        self.sequences += [Sequence(list(p.tokens), torch.Generator().manual_seed(p.seed)) for p in prompts]
         self._prefill(first, self.sequences[first:], self.block_size)
 
     def _prefill(self, first_row: int, sequences: list[Sequence], max_tokens: int) -> None:
@@ -79,12 +76,7 @@ class Engine:
         last_tokens = torch.tensor([[-1] * (n - len(s.tokens)) + s.tokens[-n:] for s in self.sequences], device=device)
         x = self.cache.decode_step(last_tokens, [s.cached for s in self.sequences])
         uniform = torch.cat([torch.rand(1, generator=s.generator) for s in self.sequences]).to(device)
-        seen = None
-        if self.sampling.repetition_penalty != 1:
-            seen = torch.zeros(len(self.sequences), V, dtype=torch.bool, device=device)
-            for row, sequence in zip(seen, self.sequences, strict=True):
-                row[sequence.tokens] = True
-        new = sample_next_token(self.model.logits(x), self.sampling, uniform, seen).tolist()
+        new = sample_next_token(self.model.logits(x), self.sampling, uniform).tolist()
         if max(new) >= V:  # see sample_next_token
             raise UserError("the model's logits are NaN, so its training has diverged; set another run or checkpoint")
         for sequence, token in zip(self.sequences, new, strict=True):
@@ -95,11 +87,9 @@ class Engine:
     @torch.inference_mode()
     def remove(self, row: int) -> None:
         """Remove a sequence. The last sequence takes its row."""
-        last = len(self.sequences) - 1
-        if row != last:
-            for layer in self.cache.layers:
-                layer.copy_row(last, row)
-            self.sequences[row] = self.sequences[last]
+        for layer in self.cache.layers:
+            layer.copy_row(len(self.sequences) - 1, row)
+        self.sequences[row] = self.sequences[-1]
         self.sequences.pop()
 
 
@@ -107,8 +97,7 @@ class Engine:
 class TextChunk:
     """New text of the sample of prompt `index`. n_tokens: number of tokens of this sample so far.
 
-    finish_reason: "stop" (a stop string), "end" (an end-of-text token) or "length" (max_new_tokens) in the last chunk
-        of a sample, else None.
+    finish_reason: "stop" (a stop string), "end" (an end-of-text token) or "length"; None if the sample is not finished
     """
 
     index: int
@@ -150,26 +139,3 @@ def generate(
                     yield TextChunk(index, text, detokenizer.n_tokens, finish_reason)
     finally:
         model.train(was_training)
-
-
-def stream(
-    model: GPT, tokenizer: tiktoken.Encoding, prompt: str = "", seed: int = 1337, **settings: Any
-) -> Iterator[str]:
-    """Generate one sample, and yield its text, without the prompt, as it is generated.
-
-    settings: fields of SamplingConfig, such as temperature=0.8.
-    """
-    tokens = encode(tokenizer, prompt).tolist() if prompt else initial_tokens(tokenizer)
-    for chunk in generate(model, tokenizer, [Prompt(tokens, seed)], SamplingConfig(**settings), batch_size=1):
-        yield chunk.text
-
-
-def in_prompt_order(chunks: Iterable[TextChunk]) -> Iterator[TextChunk]:
-    """Yield the chunks of the first sample as they arrive, then the chunks of the second sample, and so on."""
-    buffers: defaultdict[int, deque[TextChunk]] = defaultdict(deque)
-    current = 0
-    for chunk in chunks:
-        buffers[chunk.index].append(chunk)
-        while buffers[current]:
-            yield (oldest := buffers[current].popleft())
-            current += oldest.finish_reason is not None

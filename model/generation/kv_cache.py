@@ -8,7 +8,6 @@ B batch, T time, C channels, G key/value heads, D head dimension.
 """
 
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,9 +15,6 @@ from torch import Tensor
 
 from model.attention.linear import linear_attention_state, linear_attention_step
 from model.gpt import GPT
-
-Attend = Callable[..., Tensor]  # of q, k, v and positions
-PREFILL_TOKENS = 4096  # tokens per forward pass, at most, to limit the memory for activations
 
 
 class LayerKVCache:
@@ -28,7 +24,7 @@ class LayerKVCache:
         self.shape, self.size = (num_rows, G, size, D), size
         self.k = self.v = torch.empty(0)  # allocated by the first prefill, when dtype and device are known
 
-    def prefill(self, first_row: int, last_positions: Tensor, attend: Attend, *qkv: Tensor) -> Tensor:
+    def prefill(self, first_row: int, last_positions: Tensor, attend: Callable, *qkv: Tensor) -> Tensor:
         """Store prompts, padded on the right, in consecutive rows, and attend within each prompt. qkv (B, T, heads, D).
 
         last_positions (B, 1): position of the last token of each prompt.
@@ -45,7 +41,7 @@ class LayerKVCache:
         self.v[rows, :, : len(slots)] = v[batch, positions].transpose(1, 2)
         return attend(*qkv)
 
-    def decode(self, positions: Tensor, shared_position: int | None, num_slots: int, attend: Attend, *qkv: Tensor):
+    def decode(self, positions: Tensor, shared_position: int | None, num_slots: int, attend: Callable, *qkv: Tensor):
         """Store one token of each of the first B rows, and attend to all tokens of these rows.
 
         positions (B): position of each token.
@@ -71,32 +67,26 @@ class LinearAttentionState:
     def __init__(self, num_rows: int, device: torch.device, G: int, D: int, dtype: torch.dtype):
         self.state = torch.zeros(num_rows, G, D, D + 1, device=device, dtype=torch.promote_types(dtype, torch.float32))
 
-    def prefill(self, first_row: int, last_positions: Tensor, attend: Attend, *qkv: Tensor) -> Tensor:
+    def prefill(self, first_row: int, last_positions: Tensor, attend: Callable, *qkv: Tensor) -> Tensor:
         self.state[first_row : first_row + len(last_positions)] = linear_attention_state(*qkv[1:], last_positions + 1)
         return attend(*qkv)
 
-    def decode(self, positions: Tensor, shared_position: int | None, num_slots: int, attend: Attend, *qkv: Tensor):
+    def decode(self, positions: Tensor, shared_position: int | None, num_slots: int, attend: Callable, *qkv: Tensor):
         return linear_attention_step(self.state[: len(positions)], *qkv)
 
     def copy_row(self, source: int, target: int) -> None:
         self.state[target] = self.state[source]
 
 
-@dataclass
-class CacheStep:
-    """The model's `kv_cache` argument in one forward pass. Calls `method` of each layer's cache with `arguments`."""
+class KVCache:
+    """The caches of all layers, for up to `num_rows` sequences of at most `max_length` tokens.
 
-    layers: list[LayerKVCache | LinearAttentionState]
+    It is the model's `kv_cache` argument. method, arguments: what `attend` calls in the current forward pass.
+    """
+
     method: str  # "prefill" or "decode"
     arguments: tuple[Any, ...]
-    previous_tokens: Tensor | None = None
-
-    def attend(self, layer: int, attend: Attend, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return getattr(self.layers[layer], self.method)(*self.arguments, attend, q, k, v)
-
-
-class KVCache:
-    """The caches of all layers, for up to `num_rows` sequences of at most `max_length` tokens."""
+    previous_tokens: Tensor | None
 
     def __init__(self, model: GPT, num_rows: int, max_length: int):
         self.model, self.device, config = model, model.wte.weight.device, model.config
@@ -108,16 +98,17 @@ class KVCache:
             for attention_type, window in zip(config.attention_types, config.windows, strict=True)
         ]
 
+    def attend(self, layer: int, attend: Callable, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+        return getattr(self.layers[layer], self.method)(*self.arguments, attend, q, k, v)
+
     def prefill(self, first_row: int, prompts: Sequence[Sequence[int]]) -> None:
         """Read prompts of at most block_size tokens, and store them in the rows from `first_row` on."""
-        prompts_per_forward = max(1, PREFILL_TOKENS // max(1, *map(len, prompts)))
-        for start in range(0, len(prompts), prompts_per_forward):
-            batch = prompts[start : start + prompts_per_forward]
-            longest = max(1, *map(len, batch))
-            # pad on the right: causal attention hides the padding
-            tokens = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in batch], device=self.device)
-            last_positions = torch.tensor([[len(prompt) - 1] for prompt in batch], device=self.device)
-            self.model.backbone(tokens, kv_cache=CacheStep(self.layers, "prefill", (first_row + start, last_positions)))
+        longest = max(1, *map(len, prompts))
+        # pad on the right: causal attention hides the padding
+        tokens = torch.tensor([[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts], device=self.device)
+        last_positions = torch.tensor([[len(prompt) - 1] for prompt in prompts], device=self.device)
+        self.method, self.arguments, self.previous_tokens = "prefill", (first_row, last_positions), None
+        self.model.backbone(tokens, kv_cache=self)
 
     def decode_step(self, last_tokens: Tensor, positions: list[int]) -> Tensor:
         """Read one new token of each of the first B rows. Returns hidden states (B, C).
@@ -127,5 +118,6 @@ class KVCache:
         """
         longest, index = max(positions), torch.tensor(positions, device=self.device)
         shared_position = longest if min(positions) == longest else None
-        step = CacheStep(self.layers, "decode", (index, shared_position, longest + 1), last_tokens[:, :-1])
-        return self.model.backbone(last_tokens[:, -1:], positions=index.unsqueeze(1), kv_cache=step)[:, 0]
+        self.method, self.arguments = "decode", (index, shared_position, longest + 1)
+        self.previous_tokens = last_tokens[:, :-1]
+        return self.model.backbone(last_tokens[:, -1:], positions=index.unsqueeze(1), kv_cache=self)[:, 0]

@@ -22,12 +22,10 @@ from model.generation.cpu_linear import replace_linears
 from model.gpt import GPT
 from model.huggingface.folder import find_folder, read_folder
 
-HF = "hf:"
-
 
 def find_pretrained_folder(run: str) -> Path:
     """Find the folder of a run or of a transformers model."""
-    return find_folder(run.removeprefix(HF)) if run.startswith(HF) else find_run(run)
+    return find_folder(run.removeprefix("hf:")) if run.startswith("hf:") else find_run(run)
 
 
 def load_pretrained(run: str, checkpoint: str = "best") -> tuple[Path, dict[str, Any]]:
@@ -35,7 +33,7 @@ def load_pretrained(run: str, checkpoint: str = "best") -> tuple[Path, dict[str,
 
     A transformers model has only the keys model_config, vocab_size, tokenizer and model.
     """
-    if run.startswith(HF):
+    if run.startswith("hf:"):
         folder = find_pretrained_folder(run)
         return folder / "model.safetensors", read_folder(folder)
     path = find_checkpoint(run, checkpoint)
@@ -57,11 +55,9 @@ def load_run(
 def load_for_sampling(
     run: str, checkpoint: str, device: torch.device, dtype: torch.dtype, attention: AttentionConfig, batch_size: int
 ) -> tuple[GPT, tiktoken.Encoding, str]:
-    """Load a model that decodes fast and cannot be trained. Returns (model in eval mode, tokenizer, description).
+    """Load a model that decodes batch_size sequences fast, with weights in `dtype`, and cannot be trained.
 
-    dtype: data type of the weights.
-    batch_size: number of sequences that are decoded together.
-    Raises UserError if the attention backend cannot run on this device.
+    Returns (model, tokenizer, description). Raises UserError if the attention backend cannot run on this device.
     """
     path, saved = load_pretrained(run, checkpoint)
     config = GPTConfig(**saved["model_config"])

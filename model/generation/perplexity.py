@@ -17,10 +17,8 @@ from data.readers import Document
 from data.tokenizer import encode, end_of_text, token_bytes
 from model.gpt import GPT
 
-Scored = tuple[Tensor, int]  # token ids, and the number of tokens at their end that are scored
 
-
-def split_into_windows(tokens: Tensor, n: int, block_size: int) -> Iterator[Scored]:
+def split_into_windows(tokens: Tensor, n: int, block_size: int) -> Iterator[tuple[Tensor, int]]:
     """Yield windows of up to block_size + 1 tokens that score each of the last n tokens once. The last may overlap."""
     last = len(tokens) - 1
     for start, end in pairwise([*range(0, last, block_size), last]):
@@ -29,8 +27,11 @@ def split_into_windows(tokens: Tensor, n: int, block_size: int) -> Iterator[Scor
 
 
 @torch.no_grad()
-def score_texts(model: GPT, texts: list[Scored], batch_size: int) -> list[tuple[float, bool]]:
-    """For each text: summed cross entropy of its scored tokens in nats, and whether greedy decoding generates them."""
+def score_texts(model: GPT, texts: list[tuple[Tensor, int]], batch_size: int) -> list[tuple[float, bool]]:
+    """For each text: summed cross entropy of its scored tokens in nats, and whether greedy decoding generates them.
+
+    texts: token ids, and the number of tokens at their end that are scored.
+    """
     device, nats, is_greedy = model.wte.weight.device, [0.0] * len(texts), [True] * len(texts)
     windows, T = [], model.config.block_size
     for index, text in enumerate(texts):
@@ -54,33 +55,26 @@ def score_texts(model: GPT, texts: list[Scored], batch_size: int) -> list[tuple[
 def score_documents(
     model: GPT, tokenizer: tiktoken.Encoding, documents: list[Document], batch_size: int
 ) -> list[dict[str, Any]]:
-    """Score documents. Returns a row of figures for each document, and one for all.
+    """Score documents. Returns a row of figures for each document, and one for all. The loss is in nats per token.
 
     An end-of-text token precedes each document, if the tokenizer has one. Prompts are inputs, and not scored.
     Raises UserError if a character has no token.
     """
-    end, bytes_of_token, texts, sizes = end_of_text(tokenizer), token_bytes(tokenizer), [], []
+    end, bytes_of_token, texts, rows = end_of_text(tokenizer), token_bytes(tokenizer), [], []
     for number, document in enumerate(documents, start=1):
         prompt, text = (encode(tokenizer, part, f"document {number}") for part in document)
         tokens = np.concatenate(([] if end is None else [end], prompt, text)).astype(np.int64)
         n = min(len(text), max(0, len(tokens) - 1))  # the very first token is not predicted
         texts.append((torch.from_numpy(tokens), n))
-        sizes.append((n, int(bytes_of_token[tokens[len(tokens) - n :]].sum())))
+        beginning = " ".join("".join(document)[:80].split())
+        beginning = beginning if len(beginning) <= 20 else beginning[:19] + "…"
+        num_bytes = int(bytes_of_token[tokens[len(tokens) - n :]].sum())
+        rows.append({"document": number, "beginning": beginning, "tokens": n, "bytes": num_bytes})
     nats = [score for score, _ in score_texts(model, texts, batch_size)]
-    columns = zip(documents, nats, sizes, strict=True)
-    rows = [_make_row(number, "".join(text), score, *size) for number, (text, score, size) in enumerate(columns, 1)]
-    return [*rows, _make_row("all", "", sum(nats), *map(sum, zip(*sizes, strict=True)))]
-
-
-def _make_row(document: int | str, text: str, nats: float, tokens: int, num_bytes: int) -> dict[str, Any]:
-    """A row of the table. Loss is in nats per token. Loss, perplexity and bits per byte are None without a token."""
-    beginning, loss = " ".join(text[:80].split()), nats / tokens if tokens else None
-    return {
-        "document": document,
-        "beginning": beginning if len(beginning) <= 20 else beginning[:19] + "…",
-        "tokens": tokens,
-        "bytes": num_bytes,
-        "loss": loss,
-        "perplexity": None if loss is None else exp(min(loss, 700.0)),  # exp of more than 709 overflows
-        "bits_per_byte": nats / log(2) / num_bytes if num_bytes else None,
-    }
+    total = {key: sum(row[key] for row in rows) for key in ("tokens", "bytes")}
+    rows.append({"document": "all", "beginning": ""} | total)
+    for row, score in zip(rows, [*nats, sum(nats)], strict=True):
+        row["loss"] = score / row["tokens"] if row["tokens"] else None
+        row["perplexity"] = exp(min(row["loss"], 700.0)) if row["tokens"] else None  # exp of more than 709 overflows
+        row["bits_per_byte"] = score / log(2) / row["bytes"] if row["bytes"] else None
+    return rows

@@ -14,41 +14,26 @@ def read_text(path: str, name: str) -> str:
         raise UserError(f"{name} is a device; set a text file")
     try:
         return Path(path).read_bytes().decode()
-    except OSError as error:
-        raise UserError(f"{name} cannot be read ({error.strerror}); set a text file") from None
     except UnicodeDecodeError as error:
         raise UserError(f"{name} is not UTF-8 (byte {error.start}); save it as UTF-8") from None
 
 
 def read_prompts(path: str) -> list[str]:
-    """Read one prompt per non-empty line, replacing escape sequences. In a .jsonl file: the "prompt" of each object.
-
-    Raises UserError if the file cannot be read or a line has no prompt.
-    """
-    text, prompts = read_text(path, f"prompts={path}").removeprefix("\ufeff"), []  # byte order mark
+    """Read the prompts of a file: its lines, with escape sequences, or the "prompt" of each object in a .jsonl."""
+    text = read_text(path, f"prompts={path}").removeprefix("\ufeff")  # byte order mark
     # str.splitlines would also split at form feeds and U+2028, which may be part of a prompt.
-    for number, line in enumerate(re.split(r"\r\n|\r|\n", text), start=1):
-        if line.strip():
-            is_json = path.lower().endswith(".jsonl")
-            prompts.append(_parse_prompt(line, f"line {number} of prompts={path}") if is_json else unescape(line))
-    if not prompts:
+    lines = [line for line in re.split(r"\r\n|\r|\n", text) if line.strip()]
+    if not lines:
         raise UserError(f"prompts={path} contains no prompts; set a file with one prompt per line")
-    return prompts
-
-
-def _parse_prompt(line: str, name: str) -> str:
+    if not path.lower().endswith(".jsonl"):
+        return unescape(lines)
     try:
-        prompt = json.loads(line)["prompt"]
+        return [str(json.loads(line)["prompt"]) for line in lines]
     except (ValueError, LookupError, TypeError):
-        prompt = None
-    if not isinstance(prompt, str):
-        raise UserError(f'{name} has no string "prompt"; write it as {{"prompt": "..."}}')
-    return prompt
+        raise UserError(f'a line of prompts={path} is not of the form {{"prompt": "..."}}; correct it') from None
 
 
 def check_output(out: str | None) -> None:
     """Raise UserError if the file `out` exists, or if its folder does not exist."""
-    if out is not None and Path(out).exists():
-        raise UserError(f"out={out} exists; set a new file")
-    if out is not None and not Path(out).parent.is_dir():
-        raise UserError(f"out={out} is in a folder that does not exist; create it, or set another file")
+    if out is not None and (Path(out).exists() or not Path(out).parent.is_dir()):
+        raise UserError(f"out={out} exists, or its folder does not; set a new file in a folder that exists")

@@ -1,17 +1,9 @@
-"""Sample the next tokens from logits: penalty, temperature, top-k, top-p, min-p, one draw. B batch, V vocabulary."""
+"""Sample the next tokens from logits: temperature, top-k, top-p, min-p, one draw. B batch, V vocabulary."""
 
 import torch
 from torch import Tensor
 
 from model.generation.config import SamplingConfig
-
-
-def apply_repetition_penalty(logits: Tensor, seen: Tensor, penalty: float) -> Tensor:
-    """Divide positive logits (B, V) of tokens that occur in the sequence by `penalty`, and multiply negative ones.
-
-    seen (B, V) bool: tokens that occur. From CTRL (Keskar et al., arXiv:1909.05858).
-    """
-    return torch.where(seen, torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
 
 def filtered_probs(logits: Tensor, sampling: SamplingConfig) -> Tensor:
@@ -48,18 +40,11 @@ def sample_inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
     return torch.searchsorted(cdf, threshold, right=True)[:, 0]
 
 
-def sample_next_token(logits: Tensor, sampling: SamplingConfig, uniform: Tensor, seen: Tensor | None) -> Tensor:
-    """Sample the next tokens (B) from logits (B, V). Temperature 0 is greedy decoding. NaN logits give the token V.
-
-    uniform (B): random numbers, see sample_inverse_cdf.
-    seen (B, V): tokens that occur, see apply_repetition_penalty. None: no penalty.
-    """
+def sample_next_token(logits: Tensor, sampling: SamplingConfig, uniform: Tensor) -> Tensor:
+    """Sample the next tokens (B) from logits (B, V), with one number of `uniform` (B) each. NaN gives the token V."""
     logits = logits.float()
-    if logits.device.type == "mps" or torch.are_deterministic_algorithms_enabled():
-        # MPS has no float64, and cumsum on CUDA is not deterministic.
-        logits, uniform, seen = logits.cpu(), uniform.cpu(), None if seen is None else seen.cpu()
-    if seen is not None:
-        logits = apply_repetition_penalty(logits, seen, sampling.repetition_penalty)
     if sampling.temperature == 0:
         return logits.argmax(-1).masked_fill(logits.isnan().any(-1), logits.shape[-1])
+    if logits.device.type == "mps" or torch.are_deterministic_algorithms_enabled():
+        logits, uniform = logits.cpu(), uniform.cpu()  # MPS has no float64, and cumsum on CUDA is not deterministic
     return sample_inverse_cdf(filtered_probs(logits, sampling), uniform)

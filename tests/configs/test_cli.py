@@ -10,7 +10,8 @@ import pytest
 from helpers import ROOT, TINY
 from omegaconf import OmegaConf
 
-from common.process import RANK_0_PRINTS_FIRST_S, SPIN_COUNT, report_error
+from common.errors import UserError
+from common.process import SPIN_COUNT, report_error
 from common.settings import format_value
 from configs.cli import parse_config
 from configs.error_messages import SYNONYMS
@@ -139,19 +140,19 @@ def test_idle_threads_soon_sleep_unless_the_user_sets_a_policy(variables, spin_c
     assert f"GOMP_SPINCOUNT = '{spin_count}'" in done.stderr
 
 
-def test_torchrun_prints_an_error_of_all_ranks_once(monkeypatch, capsys):
+def test_rank_0_reports_errors_first(monkeypatch, capsys):
     waits = []
     monkeypatch.setattr("common.process.time.sleep", waits.append)
     monkeypatch.setattr(sys, "argv", ["train.py"])
     monkeypatch.setenv("RANK", "0")
-    assert report_error("wrong", "refused") == 2 and capsys.readouterr().err == "train.py: wrong\n" and not waits
+    assert report_error(UserError("wrong")) == 2 and capsys.readouterr().err == "train.py: wrong\n" and not waits
     monkeypatch.setenv("RANK", "3")
-    assert report_error("wrong", "refused") == 2 and waits == [
-        RANK_0_PRINTS_FIRST_S
-    ]  # torchrun ends the rank while it waits
+    assert report_error(KeyboardInterrupt()) == 75 and capsys.readouterr().err == "" and not waits
+    assert report_error(UserError("wrong")) == 2 and len(waits) == 1  # torchrun ends the rank while it waits
     assert capsys.readouterr().err == "train.py, rank 3: wrong\n"
-    assert report_error("failed", "failed") == 1 and len(waits) == 1  # only this rank may have failed
-    assert report_error("interrupted", "interrupted") == 75 and capsys.readouterr().err == "train.py, rank 3: failed\n"
+    with pytest.raises(KeyError):  # a bug
+        report_error(KeyError("wrong"))
+    assert len(waits) == 2
 
 
 def test_every_override_of_the_tiny_run_sets_its_key():

@@ -1,14 +1,11 @@
 """Device, dtype and compiler: what is resolved, and what is refused."""
 
-from pathlib import Path
-
 import pytest
 import torch
 
 import training.device
 from common.errors import UserError
 from common.settings import check
-from common.system import has_avx512_bf16
 from training.config import RunConfig
 from training.device import resolve_compile, resolve_device, resolve_dtype
 
@@ -47,11 +44,6 @@ def test_auto_is_float32_on_gpus_that_only_emulate_bfloat16(monkeypatch):
     """As a T4 or a V100. No fused attention kernel runs in emulated bfloat16."""
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
     assert resolve_dtype("auto", torch.device("cuda")) == torch.float32
-
-
-@pytest.mark.skipif(not Path("/proc/cpuinfo").exists(), reason="compares with Linux's list of instructions")
-def test_bfloat16_instructions_are_detected():
-    assert has_avx512_bf16() == ("avx512_bf16" in Path("/proc/cpuinfo").read_text().split())
 
 
 def test_compile_without_a_compiler_is_refused(monkeypatch):

@@ -9,7 +9,6 @@ from bench_helpers import CONFIG, CPU, make_case
 from hypothesis import given
 from hypothesis import strategies as st
 
-from common import system
 from compare.bench import cases
 from compare.bench.cases import build_groups, count_flops, make_inputs, measure, write_reference
 from compare.bench.config import parse_mask
@@ -79,15 +78,15 @@ def test_step_without_attention_keeps_the_gradients_of_all_weights():
     assert measure(case, replace(CONFIG, model=model), NO_REFERENCE)[0].resolved == "none"
 
 
-def test_calls_use_new_inputs_until_the_cpu_cache_is_full(monkeypatch):
-    case, cache_bytes = make_case(), 100_000
-    monkeypatch.setattr(system, "cache_bytes", lambda device: cache_bytes)
+def test_calls_use_new_inputs_until_the_caches_are_full(monkeypatch):
+    case, input_bytes = make_case(), 100_000
+    monkeypatch.setattr(cases, "INPUT_BYTES", input_bytes)
     monkeypatch.setattr(cases, "get_attention_fn", lambda config: lambda q, k, v, **options: q)
     workload = cases._attention_workload(case, CONFIG)
     pointers = [workload.call()[0].data_ptr() for _ in range(50)]
     period = pointers.index(pointers[0], 1)  # calls until the first inputs are used again
     assert len(set(pointers)) == period
-    assert period * sum(tensor.nbytes for tensor in make_inputs(case, CONFIG.seed)) > cache_bytes
+    assert period * sum(tensor.nbytes for tensor in make_inputs(case, CONFIG.seed)) > input_bytes
 
 
 def test_linear_attention_decodes_with_a_state():

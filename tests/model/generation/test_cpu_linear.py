@@ -13,8 +13,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_helpers import GROUPED
 
-from common.system import has_bf16_kernels
-from model.generation.cpu_linear import Int8Linear, LowPrecisionLinear, PackedLinear, replace_linears
+from model.attention.torch_internals import has_bf16_kernels
+from model.generation.cpu_linear import InferenceLinear, Int8Linear, replace_linears
 
 HAS_FBGEMM = "fbgemm" in torch.backends.quantized.supported_engines
 needs_onednn = pytest.mark.skipif(not torch.backends.mkldnn.is_available(), reason="NOT RUN: torch has no oneDNN")
@@ -25,11 +25,11 @@ needs_fbgemm = pytest.mark.skipif(not HAS_FBGEMM, reason="NOT RUN: int8 needs an
 @pytest.mark.parametrize(
     ("build", "tolerance"),
     [
-        pytest.param(partial(PackedLinear, rows=1), 1e-5, marks=needs_onednn),
-        pytest.param(partial(PackedLinear, rows=32), 1e-5, marks=needs_onednn),
-        pytest.param(partial(PackedLinear, rows=1, dtype=torch.bfloat16), 3e-2, marks=needs_bf16_kernels),
-        (partial(LowPrecisionLinear, dtype=torch.bfloat16), 3e-2),
-        (partial(LowPrecisionLinear, dtype=torch.float16), 4e-3),
+        pytest.param(partial(InferenceLinear, dtype=torch.float32, rows=1), 1e-5, marks=needs_onednn),
+        pytest.param(partial(InferenceLinear, dtype=torch.float32, rows=32), 1e-5, marks=needs_onednn),
+        pytest.param(partial(InferenceLinear, dtype=torch.bfloat16, rows=1), 3e-2, marks=needs_bf16_kernels),
+        (partial(InferenceLinear, dtype=torch.bfloat16), 3e-2),
+        (partial(InferenceLinear, dtype=torch.float16), 4e-3),
         pytest.param(Int8Linear, 8e-2, marks=needs_fbgemm),
     ],
     ids=["packed-1", "packed-32", "packed-bfloat16", "bfloat16", "float16", "int8"],
@@ -45,7 +45,7 @@ def test_layers_compute_the_same_product(build, tolerance, rows, K, N, bias):
     torch.testing.assert_close(y, layer(x), atol=tolerance, rtol=tolerance)
 
 
-@pytest.mark.parametrize(("has_onednn", "layer"), [(True, PackedLinear), (False, torch.nn.Linear)])
+@pytest.mark.parametrize(("has_onednn", "layer"), [(True, InferenceLinear), (False, torch.nn.Linear)])
 def test_packed_layers_are_used_where_onednn_is_available(monkeypatch, has_onednn, layer):
     if has_onednn and not torch.backends.mkldnn.is_available():
         pytest.skip("NOT RUN: torch has no oneDNN")

@@ -4,7 +4,6 @@ import pytest
 import torch
 from generation_helpers import VARIANTS, WINDOWED, logits_without_cache, make_random_model
 from helpers import ON_CPU, sampling
-from model_helpers import MODERN
 
 from model.attention import BACKENDS
 from model.generation.engine import Engine, Prompt
@@ -42,18 +41,3 @@ def record_logits(model):
     recorded = []
     model.lm_head.register_forward_hook(lambda module, inputs, logits: recorded.append(logits))
     return recorded
-
-
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_prefill_in_several_forward_passes_gives_the_same_samples(monkeypatch, device):
-    model = make_random_model(MODERN, dtype=torch.float64).to(device)
-    prompts = [list(range(i, i + n)) for i, n in enumerate((5, 9, 3, 12, 7))]
-
-    def generate():
-        engine = Engine(model, sampling(temperature=0.0), batch_size=5, max_length=40)
-        engine.add([Prompt(tokens, seed=0) for tokens in prompts])
-        return [engine.step() for _ in range(10)]
-
-    in_one_pass = generate()
-    monkeypatch.setattr("model.generation.kv_cache.PREFILL_TOKENS", 20)
-    assert generate() == in_one_pass

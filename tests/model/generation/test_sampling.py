@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from common.errors import UserError
 from common.settings import check
-from model.generation.sampling import apply_repetition_penalty, filtered_probs, sample_inverse_cdf, sample_next_token
+from model.generation.sampling import filtered_probs, sample_inverse_cdf, sample_next_token
 
 # Logits on a grid: float32 would round close values to equal ones, and the order of equal values is undefined.
 rows = st.lists(st.integers(-800, 800).map(lambda i: i / 100), min_size=2, max_size=12)
@@ -68,21 +68,9 @@ def test_min_p_keeps_tokens_above_a_fraction_of_the_largest_probability(row, p):
     assert (share[kept == 0] <= p * (1 + 1e-4)).all()
 
 
-@EXACT
-@given(row=rows, penalty=st.floats(0.5, 3), data=st.data())
-def test_repetition_penalty_changes_only_tokens_that_occurred(row, penalty, data):
-    seen = torch.tensor([data.draw(st.lists(st.booleans(), min_size=len(row), max_size=len(row)))])
-    logits = torch.tensor([row])
-    new = apply_repetition_penalty(logits, seen, penalty)
-    assert torch.equal(new[~seen], logits[~seen])
-    for before, after in zip(logits[seen].tolist(), new[seen].tolist(), strict=True):
-        assert after == pytest.approx(before / penalty if before > 0 else before * penalty, rel=1e-5)
-        assert after <= before or penalty < 1
-
-
 def test_temperature_zero_is_greedy():
     logits = torch.tensor([[1.0, 3.0, 2.0]])
-    assert sample_next_token(logits, sampling(temperature=0, top_k=2), torch.tensor([0.999]), None).tolist() == [1]
+    assert sample_next_token(logits, sampling(temperature=0, top_k=2), torch.tensor([0.999])).tolist() == [1]
     assert filtered_probs(logits, sampling(temperature=1e-30)).tolist() == [[0, 1, 0]]
 
 
@@ -105,7 +93,6 @@ def test_draw_inverts_the_cumulative_distribution(row, k, number):
         (dict(top_k=0), "top_k=0 must be at least 1"),
         (dict(top_p=1.1), "top_p=1.1 must be above 0 and at most 1"),
         (dict(min_p=math.nan), "min_p=nan must be above 0"),
-        (dict(repetition_penalty=0.0), "repetition_penalty=0.0 must be above 0"),
         (dict(stop=""), "stop= must be a string that is not empty"),
         (dict(stop=["a", 3]), r"stop=\[a,3\] must be a string"),
         (dict(max_new_tokens=-1), "max_new_tokens=-1 must be at least 0"),

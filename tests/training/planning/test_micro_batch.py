@@ -1,12 +1,12 @@
 """train.micro_batch_size=auto: halves the micro batch until training fits. The run equals one with that number set."""
 
+import re
 from pathlib import Path
 
 import pytest
 import torch
 from helpers import TINY, metrics, summary
 
-from common import system
 from common.errors import UserError
 from configs.cli import parse_config
 from model.attention import get_attention_fn
@@ -49,7 +49,8 @@ def test_trial_stops_at_the_memory_limit_and_changes_nothing(workdir, optimizer)
     config, model = make(*large)
     random_state, weights = torch.get_rng_state(), {k: w.clone() for k, w in model.state_dict().items()}
     limits = resource.getrlimit(resource.RLIMIT_DATA)
-    resource.setrlimit(resource.RLIMIT_DATA, (system.process_memory("VmData") + 200 * 2**20, limits[1]))
+    kilobytes = int(re.search(r"VmData:\s+(\d+)", Path("/proc/self/status").read_text())[1])
+    resource.setrlimit(resource.RLIMIT_DATA, (1024 * kilobytes + 200 * 2**20, limits[1]))
     try:
         assert not fits(128, config, CPU, model)
         assert fits(1, config, CPU, model)

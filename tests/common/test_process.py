@@ -4,7 +4,7 @@ import signal
 
 import pytest
 
-from common.interrupt import STOP_SIGNALS, StopRequest, Terminated, raise_interrupt, set_stop_handlers
+from common.process import STOP_SIGNALS, StopRequest, Terminated, raise_interrupt, set_stop_handlers
 
 
 @pytest.fixture(autouse=True)
