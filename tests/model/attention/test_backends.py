@@ -7,7 +7,6 @@ import pytest
 import torch
 import torch.nn.functional as F
 from attention_helpers import (
-    BOUNDS,
     CPU,
     DEVICES,
     DTYPES,
@@ -139,15 +138,6 @@ def test_each_feature_works_or_is_refused(name, feature):
         compare_with_naive(name, request, seed=1)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ON_CPU)
-def test_backend_is_close_to_float64_but_not_equal(name, dtype):
-    request = replace(REQUEST, Tq=257, Tk=257, G=4, D=64, Dv=64, dtype=DTYPES[dtype], grad=False)
-    q, k, v = random_qkv(request)
-    error = (BACKENDS[name].attend(q, k, v).double() - naive(q.double(), k.double(), v.double())).abs().max()
-    assert 0 < error < BOUNDS["cpu"][dtype][0]
-
-
 @pytest.mark.parametrize("name", [name for name in ON_CPU if BACKENDS[name].on["cpu"].gradients])
 def test_backend_is_causal_by_gradient(name):
     """Output i depends on every key and value up to i, and on no later one."""
@@ -160,16 +150,6 @@ def test_backend_is_causal_by_gradient(name):
             first = 1 if i == 0 and gradient is dk else 0  # a single key always has weight one
             assert reached[first : i + 1].all()
             assert not reached[i + 1 :].any()
-
-
-@pytest.mark.parametrize("name", ON_CPU)
-def test_backend_is_causal_by_changing_future_values(name):
-    q, k, v = random_qkv(replace(REQUEST, B=1, Tq=6, Tk=6, G=4, grad=False))
-    y = BACKENDS[name].attend(q, k, v)
-    for i in range(5):
-        other = torch.cat((v[:, : i + 1], v[:, i + 1 :] + 1), dim=1)
-        changed = (BACKENDS[name].attend(q, k, other) != y).any(dim=-1).any(dim=-1)[0]
-        assert not changed[: i + 1].any() and changed[i + 1 :].all()
 
 
 @pytest.mark.parametrize(
@@ -259,6 +239,7 @@ def test_masks_of_flex_are_right_for_positions_and_documents(window, document_ma
         torch.testing.assert_close(flex(*qkv, **masks), naive(*qkv, **masks), atol=2e-6, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.compiles
 def test_compiled_flex_agrees_with_naive_and_is_the_kernel_that_runs():
     request = replace(REQUEST, Tq=140, Tk=140, G=1, D=16, Dv=32, grad=False, window=20)
