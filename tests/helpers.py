@@ -1,6 +1,8 @@
 """A small document, configs, a small model, and readers of run folders, for several test files."""
 
 import json
+import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -8,6 +10,7 @@ from pathlib import Path
 import pytest
 import torch
 
+from common.checkpoint_file import load_checkpoint
 from data import DataConfig, TokenizerConfig
 from model import GPTConfig, SamplingConfig
 from model.attention import BACKENDS, naive
@@ -106,3 +109,14 @@ def untimed(rows):
 def summary(name):
     with open(f"runs/{name}/summary.json") as f:
         return json.load(f)
+
+
+def load(run: str, checkpoint: str = "last") -> dict:
+    return load_checkpoint(Path(f"runs/{run}/checkpoints/{checkpoint}.pt"))
+
+
+def wait_for_step(name: str, step: int, process: subprocess.Popen) -> None:
+    """Wait until the metrics of a run have the step, or the process has ended."""
+    file = Path(f"runs/{name}/metrics.jsonl")
+    while process.poll() is None and not (file.exists() and file.read_text().count("\n") > step):
+        time.sleep(0.02)
