@@ -7,8 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from helpers import load
 
-from common.checkpoint_file import load_checkpoint
 from common.errors import UserError
 from common.process import run_main
 from configs.cli import parse_config
@@ -75,7 +75,7 @@ def test_training_starts_from_an_exported_folder(train, export, capsys):
     assert train("name=c", "model.block_size=64", *words, *advice) == 0
     unchanged = ["model.pad_vocab_multiple=64", "optimizer=adamw", "optimizer.lr=1e-12"]
     assert train("name=b", *LLAMA[:-1], *words, *unchanged) == 0
-    before, after = (load_checkpoint(Path(f"runs/{run}/checkpoints/best.pt")) for run in "ab")
+    before, after = (load(run, "best") for run in "ab")
     assert before["tokenizer"] == after["tokenizer"]
     for name, weight in before["model"].items():
         assert torch.allclose(weight, after["model"][name][: len(weight)], atol=1e-6), name

@@ -4,9 +4,11 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import TINY, metrics
+from helpers import TINY, load, metrics
 
-from common.checkpoint_file import load_checkpoint
+from common.process import run_main
+from configs.cli import parse_config
+from train import main
 
 FROM_A = ["train.init_from=run:a", "tokenizer=run", "tokenizer.run=a", "data.path=other.txt", "name=b"]
 
@@ -15,10 +17,6 @@ FROM_A = ["train.init_from=run:a", "tokenizer=run", "tokenizer.run=a", "data.pat
 def other(workdir):
     """A document with fewer distinct characters than text.txt. Built from it, the vocabulary would be smaller."""
     (workdir / "other.txt").write_text("The 7th line says no more.\n" * 60)
-
-
-def load(name: str, kind: str = "last") -> dict:
-    return load_checkpoint(Path(f"runs/{name}/checkpoints/{kind}.pt"))
 
 
 def test_finetuning_starts_from_the_best_weights_with_a_new_optimizer(train, other, sample, capsys):
@@ -110,10 +108,6 @@ def test_mix_trains_and_a_changed_weight_is_refused(train, workdir, capsys):
         "mix: {one: {path: text.txt, weight: 3}, two: {path: other.txt}}\n"
     )
     (workdir / "other.txt").write_text("Something else entirely.\n" * 60)
-    from common.process import run_main
-    from configs.cli import parse_config
-    from train import main
-
     overrides = ["--config-dir", "own", *TINY[:-2], "data=both", "name=m"]
     assert run_main(main, parse_config("train", "", overrides)) == 0
     assert "both" in capsys.readouterr().out

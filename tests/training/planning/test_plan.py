@@ -117,6 +117,7 @@ def test_gpt2_124m_is_planned_without_network(workdir, monkeypatch, tmp_path):
     [
         (["plan=true", "flops_per_second=-1e9"], "flops_per_second=-1000000000.0 must be above 0"),
         (["flops_per_second=1e12"], "plan=true"),
+        (["world_size=4"], "plan=true"),
         (["-m", "plan=true", "seed=1,2"], "-m"),
     ],
 )
