@@ -1,6 +1,7 @@
 """A small document, configs, a small model, and readers of run folders, for several test files."""
 
 import json
+import runpy
 import subprocess
 import time
 from collections.abc import Iterator
@@ -11,6 +12,8 @@ import pytest
 import torch
 
 from common.checkpoint_file import load_checkpoint
+from common.process import run_main
+from configs.cli import parse_config
 from data import DataConfig, TokenizerConfig
 from model import GPTConfig, SamplingConfig
 from model.attention import BACKENDS, naive
@@ -74,11 +77,19 @@ def sampling(**changed):
 
 def train_here(*overrides: str) -> int:
     """Train a tiny model in this process and in the current folder -> exit code."""
-    from common.process import run_main
-    from configs.cli import parse_config
     from train import main
 
     return run_main(main, parse_config("train", "", [*TINY, *overrides]))
+
+
+def run_command(script: str, *words: str) -> int:
+    """Run a command in this process and in the current folder -> exit code."""
+    module = runpy.run_path(str(ROOT / f"{script}.py"))  # `import compare` finds the package
+    try:
+        config = parse_config(script, module["__doc__"], list(words))
+    except SystemExit as end:  # refused, or --help
+        return int(end.code or 0)
+    return run_main(module["main"], config)
 
 
 @contextmanager

@@ -7,11 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from helpers import load
+from helpers import load, run_command
 
 from common.errors import UserError
-from common.process import run_main
-from configs.cli import parse_config
 from model.generation.load import load_pretrained, load_run
 
 PROMPT = "The 7th line"
@@ -21,15 +19,10 @@ LLAMA = ["model=llama", "model.n_head=4", "model.block_size=64", "tokenizer=byte
 @pytest.fixture
 def export(workdir, capsys):
     """export("run=a", ...) -> (exit code, output)."""
-    from export import main
 
     def run(*overrides: str) -> tuple[int, str]:
         capsys.readouterr()
-        try:
-            code = run_main(main, parse_config("export", "", list(overrides)))
-        except SystemExit as exit:  # refused before torch is imported
-            code = exit.code
-        return code, "".join(capsys.readouterr())
+        return run_command("export", *overrides), "".join(capsys.readouterr())
 
     return run
 

@@ -6,11 +6,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import TINY
+from helpers import TINY, run_command
 
 from common import system
 from common.errors import UserError
-from common.process import run_main
 from configs.cli import parse_config
 from training.device import resolve_runtime
 from training.planning.plan import Plan
@@ -89,11 +88,8 @@ def test_minutes_become_the_steps_that_fit(plan):
     assert plan("train.steps=3", "train.minutes=1").steps == 3
 
 
-def test_printed_plan_is_80_columns_wide_and_leaves_no_run(workdir, capsys):
-    from train import main
-
-    settings = [*TINY, "plan=true", "wandb.mode=offline", "compile=true"]
-    assert run_main(main, parse_config("train", "", settings)) == 0
+def test_printed_plan_is_80_columns_wide_and_leaves_no_run(train, workdir, capsys):
+    assert train("plan=true", "wandb.mode=offline", "compile=true") == 0
     out = capsys.readouterr().out
     assert max(map(len, out.splitlines())) <= 80
     for word in ("parameters", "optimizer state", "activations", "measured", "epochs", "time"):
@@ -122,8 +118,6 @@ def test_gpt2_124m_is_planned_without_network(workdir, monkeypatch, tmp_path):
     ],
 )
 def test_invalid_settings_are_refused(workdir, capsys, overrides, expected):
-    with pytest.raises(SystemExit) as exit_info:
-        parse_config("train", "", [*TINY, *overrides])
-    assert exit_info.value.code == 2
+    assert run_command("train", *TINY, *overrides) == 2
     assert expected in capsys.readouterr().err
     assert not Path("runs").exists()
