@@ -46,8 +46,10 @@ def test_initial_weights_stay_the_best_if_training_makes_them_worse(trained, tra
     assert f"at step 0; last {losses[-1]:.4f}" in out
 
 
-def test_finetuning_resumes_without_the_initial_run(trained, train, other, workdir):
+def test_finetuning_resumes_without_the_initial_run_but_with_no_other(trained, train, other, workdir, capsys):
     assert train(*FROM_A) == 0
+    assert train("train.init_from=run:b", *FROM_A[1:], "train.steps=9") == 2
+    assert "train.init_from=run:a (now run:b)" in capsys.readouterr().err
     (workdir / "runs/a").rename(workdir / "runs/z")
     assert train(*FROM_A, "train.steps=9") == 0
     assert [row["step"] for row in metrics("b")] == list(range(10))
@@ -75,12 +77,6 @@ def test_init_from_requires_the_tokenizer_and_the_name_of_a_run(train, capsys):
         with pytest.raises(SystemExit):
             train(*words)
         assert "set the name of a run" in capsys.readouterr().err
-
-
-def test_resuming_with_other_initial_weights_is_refused(trained, train, other, capsys):
-    assert train(*FROM_A) == 0
-    assert train("train.init_from=run:b", *FROM_A[1:], "train.steps=9") == 2
-    assert "train.init_from=run:a (now run:b)" in capsys.readouterr().err
 
 
 def test_rotary_models_can_start_with_a_longer_context(trained, train, other):

@@ -282,15 +282,10 @@ def test_folders_that_are_not_runs_are_refused(tmp_path):
         compare([run], run / "config.yaml")
 
 
-@pytest.mark.parametrize(
-    ("words", "message"),
-    [
-        (["a", "ouy=there"], "ouy: there is no such key (did you mean out?); see --help and --cfg job"),
-        (["a", "--out", "there"], "'--out' is not a setting of the form key=value; see --help"),
-    ],
-)
-def test_invalid_words_are_refused(words, message, capsys):
-    assert run_command("compare", *words) == 2 and capsys.readouterr().err.endswith(f": {message}\n")
+@pytest.mark.parametrize("word", ["ouy=there", "--out"])
+def test_invalid_words_are_refused(word, capsys):
+    assert run_command("compare", "a", word) == 2
+    assert word.split("=")[0] in capsys.readouterr().err
 
 
 def test_comparison_of_real_runs(train, tmp_path):
