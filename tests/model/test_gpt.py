@@ -12,7 +12,7 @@ from common.errors import UserError
 from model import AttentionConfig, GPTConfig
 from model.attention import BACKENDS
 from model.config import MLPS
-from model.gpt import GPT, apply_rotary, rotary_cos_sin
+from model.gpt import GPT
 
 
 def test_softcap_bounds_the_logits():
@@ -91,24 +91,6 @@ def test_dropout_acts_only_in_training_and_where_gpt2_has_it():
         patch.setattr("torch.nn.functional.dropout", lambda x, p, training: calls.append(p) or real(x, p, training))
         model.train()(tokens)
     assert calls == [0.5] * (1 + 3 * 2)  # embeddings; weights, attention branch and MLP branch of each block
-
-
-def test_targets_of_minus_100_are_ignored():
-    model = make_model(GPT2)
-    x, y = random_tokens(), random_tokens(seed=1)
-    y[:, 12:] = -100
-    torch.testing.assert_close(model(x, y), model(x[:, :12], y[:, :12]))
-
-
-def test_rotary_embedding_keeps_lengths_and_depends_only_on_distance():
-    cos, sin = rotary_cos_sin(torch.arange(32), 8)
-    q, k = torch.randn(8), torch.randn(8)
-
-    def rotate(x, position):
-        return apply_rotary(x.view(1, 1, 1, 8), cos[position : position + 1], sin[position : position + 1]).flatten()
-
-    assert rotate(q, 5).norm() == pytest.approx(q.norm().item(), rel=1e-5)
-    torch.testing.assert_close(rotate(q, 9) @ rotate(k, 4), rotate(q, 25) @ rotate(k, 20), atol=1e-4, rtol=1e-4)
 
 
 def test_sequences_longer_than_block_size_are_refused():
