@@ -64,7 +64,7 @@ class Command:
 
     @property
     def is_sweep(self) -> bool:
-        return bool({"-m", "--multirun"} & set(self.words))
+        return "-m" in self.words
 
     @property
     def is_slow(self) -> bool:
@@ -79,7 +79,7 @@ class Command:
 
     def shortened_words(self) -> list[str]:
         """The words, with two values of each swept key, and without the values that SHRINK_ALWAYS replaces."""
-        words = [first_two_values(word) for word in self.words] if self.is_sweep else self.words
+        words = [first_values(word, 2) for word in self.words] if self.is_sweep else self.words
         return [word for word in words if word.split("=", 1)[0] not in SHRINK_ALWAYS.get(self.script, {})]
 
     def value(self, key: str) -> str | None:
@@ -89,17 +89,9 @@ class Command:
 
 def blocks(page: Path) -> Iterator[tuple[int, str, list[str]]]:
     """The fenced blocks of a page: number of the first line, language, lines."""
-    language, lines, first = None, [], 0
-    for number, line in enumerate(page.read_text().splitlines(), start=1):
-        if line.startswith("```"):
-            if language is None:
-                language, lines, first = line[3:].strip(), [], number + 1
-            else:
-                yield first, language, lines
-                language = None
-        elif language is not None:
-            lines.append(line)
-    assert language is None, f"{page}: the block that begins before line {first} has no end"
+    text = page.read_text()
+    for match in re.finditer(r"^```(.*)\n((?s:.*?))^```$", text, re.MULTILINE):
+        yield text[: match.start(2)].count("\n") + 1, match[1].strip(), match[2].splitlines()
 
 
 def read_commands(page: Path) -> list[Command]:
@@ -113,13 +105,11 @@ def read_commands(page: Path) -> list[Command]:
         if language == "yaml" and (match := re.search(YAML_FILE, "\n".join(lines), re.MULTILINE)) and match[2]:
             commands += parse_line(f"{page.name}:{first}", match[2])
         if language == "":
-            for offset, line in enumerate(lines):
-                if line.startswith("$ "):
-                    following = lines[offset + 1 :]
-                    ends = [i for i, other in enumerate(following) if other.startswith("$ ")]
-                    (command,) = parse_line(f"{page.name}:{first + offset}", line[2:])
-                    command.output = following[: ends[0] if ends else None]
-                    commands.append(command)
+            for shown in re.split(r"^\$ ", "\n".join(lines), flags=re.MULTILINE)[1:]:
+                line, *output = shown.splitlines()
+                (command,) = parse_line(f"{page.name}:{first}", line)
+                command.output = output
+                commands.append(command)
     return commands
 
 
@@ -184,12 +174,11 @@ def prepare_folder(folder: Path, run: Path, exported: Path, command: Command) ->
         elif key == "tasks" and value.endswith(".yaml"):
             (folder / "questions.jsonl").write_text('{"context": "The 1", "choices": ["st", "th"], "answer": 0}')
         elif value.startswith("hf:"):
-            if not (folder / value.removeprefix("hf:")).exists():
-                shutil.copytree(exported, folder / value.removeprefix("hf:"))
+            copy_run(exported, folder / value.removeprefix("hf:"))
         elif command.script == "export" and key == "run":
             copy_run(exported.parent, folder / "runs" / value)
             shutil.rmtree(folder / "runs" / value / exported.name)
-        elif key in ("run", "tokenizer.run", "train.init_from") and value != "last":
+        elif key in ("run", "tokenizer.run", "train.init_from"):
             copy_run(run, folder / "runs" / value.removeprefix("run:").removeprefix("runs/"))
         elif word.startswith("runs/sweeps/") and command.script == "compare":
             jobs = ["seed=1", "seed=2"]
@@ -212,8 +201,6 @@ def write_document(folder: Path, value: str, column: str) -> None:
     if value.startswith("["):
         for item in json.loads(value):
             write_document(folder, item, column)
-        return
-    if value == "null" or "://" in value:
         return
     path = folder / value.replace("**", "inner").replace("*", "a")
     rows = [{column: TEXT[i : i + 1000], "number": i, "prompt": TEXT[i : i + 50]} for i in range(0, 20_000, 1000)]
@@ -272,13 +259,9 @@ def replace_vocabulary(words: list[str]) -> list[str]:
     return [re.sub(DOWNLOADED_VOCABULARY, "tokenizer=byte", word) for word in words]
 
 
-def first_two_values(word: str) -> str:
-    """attention=naive,sdpa,flash -> attention=naive,sdpa"""
+def first_values(word: str, count: int) -> str:
+    """attention=naive,sdpa,flash -> attention=naive,sdpa if count is 2. The range of a search is one value."""
     key, equals, value = word.partition("=")
-    return word if "[" in value else key + equals + ",".join(value.split(",")[:2])
-
-
-def first_value(word: str) -> str:
-    key, equals, value = word.partition("=")
-    value = re.sub(r"^(log|interval)\(", "", value)  # the range of a search
-    return word if "[" in value else key + equals + value.split(",")[0]
+    if count == 1:
+        value = re.sub(r"^(log|interval)\(", "", value)
+    return word if "[" in value else key + equals + ",".join(value.split(",")[:count])

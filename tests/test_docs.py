@@ -67,8 +67,8 @@ def compose(command: Command):
     """Compose and check the config of a command; of a sweep, the config of its first job."""
     words = docs.replace_vocabulary(command.words)
     if command.is_sweep:
-        not_of_one_run = ("-m", "--multirun", "hydra", "sweep.trials=")
-        words = [docs.first_value(word) for word in words if not word.startswith(not_of_one_run)]
+        not_of_one_run = ("-m", "hydra", "sweep.trials=")
+        words = [docs.first_values(word, 1) for word in words if not word.startswith(not_of_one_run)]
     return parse_config(command.script, "", words)
 
 
