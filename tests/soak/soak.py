@@ -25,7 +25,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from types import UnionType
@@ -59,21 +59,6 @@ class Command:
     words: list[str]
     result: Callable[[Path], Any]
     needs: "Command | None" = None
-
-
-@dataclass
-class Tally:
-    """Tries of a part, and a sentence for each failure."""
-
-    tried: int = 0
-    failures: list[str] = field(default_factory=list)
-
-    def check(self, passed: bool, failure: str) -> bool:
-        self.tried += 1
-        if not passed:
-            self.failures.append(failure)
-            print(f"FAILED {failure}", flush=True)
-        return passed
 
 
 def run_result(run: Path) -> Any:
@@ -137,15 +122,14 @@ class Workspace:
         shutil.rmtree(self.folder, ignore_errors=True)
         shutil.copytree(self.inputs, self.folder)
 
-    def check_result(self, tally: Tally, disturbance: str) -> None:
+    def find_failure(self) -> str:
         """Run the command until it ends by itself, and compare its result."""
-        name = f"{self.command.name}: {disturbance}"
         try:
             if not (self.folder / "o.jsonl").exists():  # sample.py replaces no file; this one is complete
                 finish(self.command, self.folder)
-            tally.check(self.expected == self.command.result(self.folder), f"{name}: another result")
+            return "" if self.expected == self.command.result(self.folder) else "another result"
         except Exception as error:
-            tally.check(False, f"{name}: {type(error).__name__}: {error}")
+            return f"{type(error).__name__}: {error}"
 
 
 def start(command: Command, folder: Path, **environment: str) -> subprocess.Popen:
@@ -184,8 +168,7 @@ def kill_all(process: subprocess.Popen) -> None:
     process.wait()
 
 
-def soak_kills(parent: Path, tries: int) -> Tally:
-    tally = Tally()
+def soak_kills(parent: Path, tries: int) -> Iterator[tuple[str, str]]:
     for command, share in zip(COMMANDS, (0.5, 0.15, 0.15, 0.2), strict=True):
         place = Workspace(command, parent)
         for _ in range(max(1, round(share * tries))):
@@ -196,31 +179,25 @@ def soak_kills(parent: Path, tries: int) -> Tally:
                 time.sleep(random.uniform(0, place.seconds))
                 kills += process.poll() is None
                 kill_all(process)
-            place.check_result(tally, f"after {kills} kills")
-    return tally
+            yield f"{command.name} after {kills} kills", place.find_failure()
 
 
-def soak_signals(parent: Path, tries: int) -> Tally:
-    tally, commands = Tally(), [*COMMANDS, BENCH]
+def soak_signals(parent: Path, tries: int) -> Iterator[tuple[str, str]]:
+    commands = [*COMMANDS, BENCH]
     for command in commands:
         place = Workspace(command, parent)
-        for kind in SIGNALS:
-            for _ in range(max(1, tries // (len(commands) * len(SIGNALS)))):
-                place.reset()
-                before, moment = set(place.folder.rglob("*")), random.uniform(0, place.seconds)
-                process = start(command, place.folder)
-                time.sleep(moment)
-                process.send_signal(kind)
-                code = process.wait(LIMIT_S)
-                log = read_log(place.folder)
-                is_early = code == -kind and len(set(place.folder.rglob("*")) - before) <= 1  # while Python started
-                name = f"{signal.Signals(kind).name} after {moment:.2f} s"
-                if tally.check(
-                    is_early or (code in (0, 75) and "Traceback" not in log),
-                    f"{command.name}: {name}: exit code {code}: {log[-300:]}",
-                ):
-                    place.check_result(tally, name)
-    return tally
+        for kind in SIGNALS * max(1, tries // (len(commands) * len(SIGNALS))):
+            place.reset()
+            before, moment = set(place.folder.rglob("*")), random.uniform(0, place.seconds)
+            process = start(command, place.folder)
+            time.sleep(moment)
+            process.send_signal(kind)
+            code = process.wait(LIMIT_S)
+            log = read_log(place.folder)
+            is_early = code == -kind and len(set(place.folder.rglob("*")) - before) <= 1  # while Python started
+            is_right = is_early or (code in (0, 75) and "Traceback" not in log)
+            failure = place.find_failure() if is_right else f"exit code {code}: {log[-300:]}"
+            yield f"{command.name}, {signal.Signals(kind).name} after {moment:.2f} s", failure
 
 
 def wrong_words(script: str, folder: Path) -> Iterator[tuple[list[str], str]]:
@@ -280,9 +257,9 @@ def misspell(key: str, types: dict) -> str:
     return key
 
 
-def soak_wrong_words(parent: Path, tries: int) -> Tally:
+def soak_wrong_words(parent: Path, tries: int) -> Iterator[tuple[str, str]]:
     """In forked processes, because importing the commands takes a second."""
-    tally, scripts = Tally(), ("train", "sample", "eval", "prepare", "bench")
+    scripts = ("train", "sample", "eval", "prepare", "bench")
     for script in scripts:
         import_module(script)  # once, before the forks
         folder = parent / f"wrong-{script}"
@@ -301,8 +278,7 @@ def soak_wrong_words(parent: Path, tries: int) -> Tally:
             new = set(read_files(folder)) - before - {"out", "log"}
             is_right = code == 2 and log.count("\n") == 1 and name in log and not new
             is_right &= not out or out.startswith("preparing")  # a file is known to be wrong after it was read
-            tally.check(is_right, f"{script} {words}: exit code {code}, {out + log!r:.300}, new files {new}")
-    return tally
+            yield f"{script} {words}", "" if is_right else f"exit code {code}, {out + log!r:.300}, new files {new}"
 
 
 def run_in_child(script: str, words: list[str], folder: Path) -> NoReturn:
@@ -322,6 +298,7 @@ def run_in_child(script: str, words: list[str], folder: Path) -> NoReturn:
     os._exit(code)
 
 
+# Functions that yield (what was tried, how it failed or ""), with a number of tries.
 PARTS = {"kill": (soak_kills, 50), "signal": (soak_signals, 60), "wrong": (soak_wrong_words, 300)}
 
 
@@ -333,19 +310,23 @@ def main(arguments: list[str] | None = None) -> int:
     flags = parser.parse_args(arguments)
     seed = random.randrange(10**6) if flags.seed is None else flags.seed
     os.environ["OMP_NUM_THREADS"] = "1"
-    table, failed = make_table("part", "tried", "passed", "lost", "minutes"), 0
+    table, lost = make_table("part", "tried", "lost", "minutes"), 0
     for name in flags.parts or PARTS:
         random.seed(seed)
         part, tries = PARTS[name]
         started = time.perf_counter()
         print(f"{name} (seed {seed})", flush=True)
         with tempfile.TemporaryDirectory() as folder:
-            tally = part(Path(folder), max(1, round(tries * flags.scale)))
-        lost, minutes = len(tally.failures), (time.perf_counter() - started) / 60
-        table.add_row(name, f"{tally.tried:,}", f"{tally.tried - lost:,}", str(lost), f"{minutes:.1f}")
-        failed += lost
+            results = []
+            for name_of_try, failure in part(Path(folder), max(1, round(tries * flags.scale))):
+                results.append(failure)
+                if failure:
+                    print(f"FAILED {name_of_try}: {failure}", flush=True)
+        failures, minutes = [failure for failure in results if failure], (time.perf_counter() - started) / 60
+        table.add_row(name, f"{len(results):,}", str(len(failures)), f"{minutes:.1f}")
+        lost += len(failures)
     make_console(width=80).print(table)
-    return int(failed > 0)
+    return int(lost > 0)
 
 
 if __name__ == "__main__":
