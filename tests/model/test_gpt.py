@@ -9,10 +9,8 @@ from helpers import TRAINS_ON_CPU
 from model_helpers import GPT2, GROUPED, MODERN, VARIANTS, make_model, random_tokens
 
 from common.errors import UserError
-from model import AttentionConfig, GPTConfig
 from model.attention import BACKENDS
 from model.config import MLPS
-from model.gpt import GPT
 
 
 def test_softcap_bounds_the_logits():
@@ -129,15 +127,6 @@ def test_receptive_field_is_the_sum_of_the_windows(variant):
     model(tokens)[0, -1].pow(2).sum().backward()
     reached = found[0].grad[0].abs().sum(-1) > 0
     assert reached.tolist() == [False] * 8 + [True] * 4
-
-
-def test_model_without_an_attention_function_uses_the_default_backend():
-    torch.manual_seed(0)
-    model, tokens = GPT(GPTConfig(), 50), random_tokens(T=24)
-    loss = model(tokens[:, :-1], tokens[:, 1:])
-    torch.manual_seed(0)
-    expected = GPT(GPTConfig(), 50, BACKENDS[AttentionConfig().backend].attend)
-    assert torch.equal(loss, expected(tokens[:, :-1], tokens[:, 1:]))
 
 
 @pytest.mark.parametrize("mlp", MLPS)

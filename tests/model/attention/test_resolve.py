@@ -240,13 +240,7 @@ def test_resolved_kernel_runs_when_compiled_with_any_compile_cache(tmp_path):
 
 def test_attention_settings_are_part_of_the_compile_cache_key():
     before, tags = torch.compiler.config.cache_key_tag, set()
-    variants = [
-        choose("naive"),
-        choose("flash"),
-        choose("sdpa"),
-        choose("sdpa", ["math"]),
-        choose("flash", None, "FA3"),
-    ]
+    variants = all_variants().values()
     with restored_compile_settings():
         for config in variants:
             pin_kernel_under_compile(config)
