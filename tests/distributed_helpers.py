@@ -31,6 +31,16 @@ def torchrun_on_machines(folders: list[Path], *overrides: str) -> list[subproces
     return [torchrun(1, *overrides, flags=flags, cwd=folder) for folder in folders]
 
 
+def write_train_script(changes: str) -> Path:
+    """Write patched.py, which changes functions of the project and then runs train.py."""
+    path = Path("patched.py").absolute()
+    path.write_text(
+        f"import os, runpy, sys, time\nfrom pathlib import Path\nsys.path.insert(0, {str(ROOT)!r})\n"
+        f"{changes}\nrunpy.run_path({str(ROOT / 'train.py')!r}, run_name='__main__')\n"
+    )
+    return path
+
+
 def finish(process: subprocess.Popen) -> str:
     out, err = process.communicate(timeout=600)
     assert process.returncode == 0, err

@@ -5,7 +5,6 @@ A bash block has one command per line. A comment after the command may state wha
 It may be followed by a command that uses the file.
 """
 
-import csv
 import json
 import re
 import shlex
@@ -15,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import yaml
+import zstandard
 from helpers import ROOT, TEXT
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -30,27 +30,13 @@ FOREIGN += ("ct2-transformers-converter", "lm_eval", "llama.cpp/convert_hf_to_gg
 SMALL_MODEL = {"model.n_layer": 2, "model.n_head": 2, "model.block_size": 16, "model.ngram_table_size": 64}
 SHRINK = {
     "train": SMALL_MODEL | {"train.batch_size": 4, "train.micro_batch_size": "null", "eval.windows": 4},
-    "sample": {},
-    "eval": {},
-    "prepare": {},
-    "compare": {},
-    "export": {},
     "bench": SMALL_MODEL | {"vocab_size": 64, "batch_size": 16},  # larger inputs have fewer copies
 }
 # These replace the values of the command, because they determine only how long it takes.
 SHRINK_ALWAYS = {
-    "train": {
-        "train.steps": 2,
-        "eval.every": 2,
-        "checkpoint.every": 2,
-        "eval.sample.max_new_tokens": 2,
-        "wandb.mode": "disabled",
-    },
+    "train": {"train.steps": 2, "eval.every": 2, "checkpoint.every": 2, "eval.sample.max_new_tokens": 2}
+    | {"wandb.mode": "disabled"},
     "sample": {"max_new_tokens": 8},
-    "eval": {},
-    "prepare": {},
-    "compare": {},
-    "export": {},
     "bench": {"block_sizes": "[16]", "rounds": 1, "repeats": 1, "seconds": 0.001, "wandb.mode": "disabled"},
 }
 
@@ -78,7 +64,7 @@ class Command:
 
     @property
     def is_sweep(self) -> bool:
-        return bool({"-m", "--multirun"} & set(self.words))
+        return "-m" in self.words
 
     @property
     def is_slow(self) -> bool:
@@ -93,8 +79,8 @@ class Command:
 
     def shortened_words(self) -> list[str]:
         """The words, with two values of each swept key, and without the values that SHRINK_ALWAYS replaces."""
-        words = [first_two_values(word) for word in self.words] if self.is_sweep else self.words
-        return [word for word in words if word.split("=", 1)[0] not in SHRINK_ALWAYS[self.script]]
+        words = [first_values(word, 2) for word in self.words] if self.is_sweep else self.words
+        return [word for word in words if word.split("=", 1)[0] not in SHRINK_ALWAYS.get(self.script, {})]
 
     def value(self, key: str) -> str | None:
         values = [word.split("=", 1)[1] for word in self.words if word.startswith(f"{key}=")]
@@ -103,17 +89,9 @@ class Command:
 
 def blocks(page: Path) -> Iterator[tuple[int, str, list[str]]]:
     """The fenced blocks of a page: number of the first line, language, lines."""
-    language, lines, first = None, [], 0
-    for number, line in enumerate(page.read_text().splitlines(), start=1):
-        if line.startswith("```"):
-            if language is None:
-                language, lines, first = line[3:].strip(), [], number + 1
-            else:
-                yield first, language, lines
-                language = None
-        elif language is not None:
-            lines.append(line)
-    assert language is None, f"{page}: the block that begins before line {first} has no end"
+    text = page.read_text()
+    for match in re.finditer(r"^```(.*)\n((?s:.*?))^```$", text, re.MULTILINE):
+        yield text[: match.start(2)].count("\n") + 1, match[1].strip(), match[2].splitlines()
 
 
 def read_commands(page: Path) -> list[Command]:
@@ -127,13 +105,11 @@ def read_commands(page: Path) -> list[Command]:
         if language == "yaml" and (match := re.search(YAML_FILE, "\n".join(lines), re.MULTILINE)) and match[2]:
             commands += parse_line(f"{page.name}:{first}", match[2])
         if language == "":
-            for offset, line in enumerate(lines):
-                if line.startswith("$ "):
-                    following = lines[offset + 1 :]
-                    ends = [i for i, other in enumerate(following) if other.startswith("$ ")]
-                    (command,) = parse_line(f"{page.name}:{first + offset}", line[2:])
-                    command.output = following[: ends[0] if ends else None]
-                    commands.append(command)
+            for shown in re.split(r"^\$ ", "\n".join(lines), flags=re.MULTILINE)[1:]:
+                line, *output = shown.splitlines()
+                (command,) = parse_line(f"{page.name}:{first}", line)
+                command.output = output
+                commands.append(command)
     return commands
 
 
@@ -198,12 +174,11 @@ def prepare_folder(folder: Path, run: Path, exported: Path, command: Command) ->
         elif key == "tasks" and value.endswith(".yaml"):
             (folder / "questions.jsonl").write_text('{"context": "The 1", "choices": ["st", "th"], "answer": 0}')
         elif value.startswith("hf:"):
-            if not (folder / value.removeprefix("hf:")).exists():
-                shutil.copytree(exported, folder / value.removeprefix("hf:"))
+            copy_run(exported, folder / value.removeprefix("hf:"))
         elif command.script == "export" and key == "run":
             copy_run(exported.parent, folder / "runs" / value)
             shutil.rmtree(folder / "runs" / value / exported.name)
-        elif key in ("run", "tokenizer.run", "train.init_from") and value != "last":
+        elif key in ("run", "tokenizer.run", "train.init_from"):
             copy_run(run, folder / "runs" / value.removeprefix("run:").removeprefix("runs/"))
         elif word.startswith("runs/sweeps/") and command.script == "compare":
             jobs = ["seed=1", "seed=2"]
@@ -227,43 +202,19 @@ def write_document(folder: Path, value: str, column: str) -> None:
         for item in json.loads(value):
             write_document(folder, item, column)
         return
-    if value == "null" or "://" in value:
-        return
     path = folder / value.replace("**", "inner").replace("*", "a")
+    rows = [{column: TEXT[i : i + 1000], "number": i, "prompt": TEXT[i : i + 50]} for i in range(0, 20_000, 1000)]
+    lines = "".join(json.dumps(row) + "\n" for row in rows)
     if path.suffix == "":
         path.mkdir(parents=True, exist_ok=True)
         (path / "a.txt").write_text(TEXT)
         (path / "b.md").write_text(TEXT[:2000])
         return
     path.parent.mkdir(parents=True, exist_ok=True)
-    rows = [{column: TEXT[i : i + 1000], "number": i, "prompt": TEXT[i : i + 50]} for i in range(0, 20_000, 1000)]
-    plain = path.with_suffix("") if path.suffix in (".gz", ".zst") else path
-    if plain.suffix == ".parquet":
-        from datasets import Dataset
-
-        Dataset.from_list(rows).to_parquet(path)
-    elif plain.suffix == ".csv":
-        with plain.open("w", newline="") as file:
-            writer = csv.DictWriter(file, fieldnames=list(rows[0]))
-            writer.writeheader()
-            writer.writerows(rows)
-    elif plain.suffix == ".jsonl":
-        plain.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    if path.name.endswith(".jsonl.zst"):
+        path.write_bytes(zstandard.compress(lines.encode()))
     else:
-        plain.write_text(TEXT)
-    if path != plain:
-        compress(plain, path)
-
-
-def compress(plain: Path, path: Path) -> None:
-    import gzip
-
-    import zstandard
-
-    content = plain.read_bytes()
-    packed = gzip.compress(content) if path.suffix == ".gz" else zstandard.ZstdCompressor().compress(content)
-    path.write_bytes(packed)
-    plain.unlink()
+        path.write_text(lines if path.suffix == ".jsonl" else TEXT)
 
 
 def shrink(command: Command, data) -> list[str]:
@@ -285,12 +236,12 @@ def shrink(command: Command, data) -> list[str]:
             words.append("tokenizer.vocab_size=300")
     words = ["sweep.trials=2" if word.startswith("sweep.trials=") else word for word in words]
     keys = {word.split("=", 1)[0] for word in words}
-    small = {key: value for key, value in SHRINK[script].items() if key not in keys}
-    if "model.n_layer" in SHRINK[script] and "model.n_embd" not in keys:
+    small = {key: value for key, value in SHRINK.get(script, {}).items() if key not in keys}
+    if script in SHRINK and "model.n_embd" not in keys:
         small["model.n_embd"] = 8 * int(command.value("model.n_head") or 2)
     if script == "bench" and words and "backends" not in keys:  # bench.py alone runs all backends
         small["backends"] = "[naive,flash]"
-    small |= SHRINK_ALWAYS[script]
+    small |= SHRINK_ALWAYS.get(script, {})
     return words + [f"{key}={value}" for key, value in small.items()]
 
 
@@ -308,13 +259,9 @@ def replace_vocabulary(words: list[str]) -> list[str]:
     return [re.sub(DOWNLOADED_VOCABULARY, "tokenizer=byte", word) for word in words]
 
 
-def first_two_values(word: str) -> str:
-    """attention=naive,sdpa,flash -> attention=naive,sdpa"""
+def first_values(word: str, count: int) -> str:
+    """attention=naive,sdpa,flash -> attention=naive,sdpa if count is 2. The range of a search is one value."""
     key, equals, value = word.partition("=")
-    return word if "[" in value else key + equals + ",".join(value.split(",")[:2])
-
-
-def first_value(word: str) -> str:
-    key, equals, value = word.partition("=")
-    value = re.sub(r"^(log|interval)\(", "", value)  # the range of a search
-    return word if "[" in value else key + equals + value.split(",")[0]
+    if count == 1:
+        value = re.sub(r"^(log|interval)\(", "", value)
+    return word if "[" in value else key + equals + ",".join(value.split(",")[:count])

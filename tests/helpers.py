@@ -1,6 +1,9 @@
 """A small document, configs, a small model, and readers of run folders, for several test files."""
 
 import json
+import runpy
+import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -8,6 +11,9 @@ from pathlib import Path
 import pytest
 import torch
 
+from common.checkpoint_file import load_checkpoint
+from common.process import run_main
+from configs.cli import parse_config
 from data import DataConfig, TokenizerConfig
 from model import GPTConfig, SamplingConfig
 from model.attention import BACKENDS, naive
@@ -18,11 +24,7 @@ ROOT = Path(__file__).parent.parent
 ON_CPU = [name for name, backend in BACKENDS.items() if "cpu" in backend.on]
 TRAINS_ON_CPU = [name for name in ON_CPU if BACKENDS[name].on["cpu"].gradients]
 TEXT = "".join(f"The {n}th line says {n * n} and no more; après tout, it's a line.\n" for n in range(400))
-TEXT_SOURCE = DataConfig(
-    name="text", source="text", path="text.txt", url=None, repo=None, config=None, split=None, revision=None,
-    stream=False, text_column="text", prompt_column=None, row_is_document=True, max_documents=None, val_path=None,
-    val_split=None, val_documents=None, val_fraction=0.1, text_bytes=None, mix={}, weight=1.0, document_mask=False,
-)  # fmt: skip
+TEXT_SOURCE = DataConfig(path="text.txt")
 CHAR, BYTE = TokenizerConfig("char", None, None), TokenizerConfig("byte", None, None)
 BPE, GPT2 = TokenizerConfig("bpe", 300, None), TokenizerConfig("gpt2", None, None)
 TINY = [
@@ -44,10 +46,8 @@ def tiny_model(**changed) -> GPT:
     """A GPT-2 with 20 tokens and a context of 8."""
     torch.manual_seed(0)
     settings = dict(
-        name="", n_layer=2, n_head=2, n_kv_head=None, n_embd=16, block_size=8, dropout=0.0, bias=True,
-        norm="layernorm", mlp="gelu", mlp_width=None, position="learned", attention_type="softmax", window=None,
-        qk_norm=False, attention_softcap=None, logit_softcap=None, tie_embeddings=True,
-        pad_vocab_multiple=1, max_ngram=1, ngram_table_size=64,
+        n_layer=2, n_head=2, n_embd=16, block_size=8, bias=True, norm="layernorm", mlp="gelu", position="learned",
+        qk_norm=False, tie_embeddings=True, max_ngram=1, ngram_table_size=64,
     )  # fmt: skip
     return GPT(GPTConfig(**settings | changed), 20, naive)
 
@@ -65,17 +65,24 @@ def train_step(model, optimizers, seed=0) -> float:
 
 def sampling(**changed):
     """A SamplingConfig whose filters are off, with changes."""
-    plain = dict(max_new_tokens=20, temperature=1.0, top_k=None, top_p=None, min_p=None)
-    return SamplingConfig(**plain | dict(stop=None) | changed)
+    return SamplingConfig(**dict(max_new_tokens=20, temperature=1.0) | changed)
 
 
 def train_here(*overrides: str) -> int:
     """Train a tiny model in this process and in the current folder -> exit code."""
-    from common.process import run_main
-    from configs.cli import parse_config
     from train import main
 
     return run_main(main, parse_config("train", "", [*TINY, *overrides]))
+
+
+def run_command(script: str, *words: str) -> int:
+    """Run a command in this process and in the current folder -> exit code."""
+    module = runpy.run_path(str(ROOT / f"{script}.py"))  # `import compare` finds the package
+    try:
+        config = parse_config(script, module["__doc__"], list(words))
+    except SystemExit as end:  # refused, or --help
+        return int(end.code or 0)
+    return run_main(module["main"], config)
 
 
 @contextmanager
@@ -94,9 +101,12 @@ def file_size_limit(size: int) -> Iterator[None]:
 TIMED = {"seconds", "step_ms", "tokens_per_second", "mfu", "peak_memory_bytes"}
 
 
+def read_jsonl(file):
+    return [json.loads(line) for line in Path(file).read_text(encoding="utf-8").split("\n")[:-1]]
+
+
 def metrics(name):
-    with open(f"runs/{name}/metrics.jsonl") as f:
-        return [json.loads(line) for line in f]
+    return read_jsonl(f"runs/{name}/metrics.jsonl")
 
 
 def untimed(rows):
@@ -106,3 +116,14 @@ def untimed(rows):
 def summary(name):
     with open(f"runs/{name}/summary.json") as f:
         return json.load(f)
+
+
+def load(run: str, checkpoint: str = "last") -> dict:
+    return load_checkpoint(Path(f"runs/{run}/checkpoints/{checkpoint}.pt"))
+
+
+def wait_for_step(name: str, step: int, process: subprocess.Popen) -> None:
+    """Wait until the metrics of a run have the step, or the process has ended."""
+    file = Path(f"runs/{name}/metrics.jsonl")
+    while process.poll() is None and not (file.exists() and file.read_text().count("\n") > step):
+        time.sleep(0.02)

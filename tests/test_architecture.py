@@ -101,16 +101,6 @@ def test_backends_are_named_in_the_attention_package_only():
             assert not strings & {"naive", "sdpa", "flash", "cudnn", "flex"}, path
 
 
-def imported_files(path: Path) -> set[str]:
-    """Names of the modules of this project that a file imports, also inside functions."""
-    files = {name: ROOT.joinpath(*name.split(".")) for name in imported_modules(path)}
-    return {name for name, file in files.items() if file.is_dir() or file.with_suffix(".py").exists()}
-
-
-def module_name(path: Path) -> str:
-    return ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-
-
 def test_folders_of_the_model_import_only_folders_before_them():
     """The order: settings, attention, the model and the files beside it, huggingface, generation."""
     order = ["model.config", "model.generation.config", "model.attention", "model", "model.huggingface"]
@@ -120,6 +110,7 @@ def test_folders_of_the_model_import_only_folders_before_them():
         return order.index(max((name for name in order if f"{module}.".startswith(f"{name}.")), key=len))
 
     for path in set((ROOT / "model").rglob("*.py")) - {ROOT / "model/__init__.py"}:
-        for module in imported_files(path):
-            if module.startswith("model"):
-                assert position(module) <= position(module_name(path)), f"{path} imports {module}"
+        folder = position(".".join(path.relative_to(ROOT).with_suffix("").parts))
+        for module in imported_modules(path):
+            if module.split(".")[0] == "model":
+                assert position(module) <= folder, f"{path} imports {module}"

@@ -69,15 +69,3 @@ def test_page_prints_what_it_shows(page, workdir, precise_tensors, monkeypatch, 
     outputs = "\n".join(line for _, language, lines in docs.blocks(page) if language == "text" for line in lines)
     prose = re.sub(r"^```.*?^```", "", text, flags=re.DOTALL | re.MULTILINE)
     assert set(re.findall(WITH_COMMA, prose)) <= set(re.findall(WITH_COMMA, outputs)), "a number that no block prints"
-
-
-def test_comparison_notices_every_changed_digit():
-    printed = "tensor([[0.33741234, -1.64004153e-01], [2.66311234e-02, -inf]]) 4,299,161,600 x 12 [1., 0.]"
-    shown = "tensor([[ 0.3374, -1.6400e-01],\n        [2.6631e-02,     -inf]]) 4,299,161,600 x 12 [1., 0.]"
-    assert is_same_output(printed, shown)
-    for i, character in enumerate(shown):
-        if character.isdigit():
-            for digit in {*"0123456789"} - {character}:
-                assert not is_same_output(printed, shown[:i] + digit + shown[i + 1 :]), (i, digit)
-    assert not is_same_output(printed, shown.replace("-1.6", "1.6"))
-    assert not is_same_output(printed, shown.replace("x", "y"))

@@ -8,7 +8,6 @@ would be downloaded is replaced.
 import io
 import os
 import re
-import runpy
 import shutil
 import subprocess
 import sys
@@ -17,7 +16,9 @@ from contextlib import chdir
 import docs_helpers as docs
 import pytest
 from docs_helpers import ATTENTION_PAGES, HACKING, PAGES, Command
-from helpers import ROOT, TEXT
+from helpers import ROOT, TEXT, run_command
+
+from configs.cli import parse_config
 
 WITH_COMMANDS = [*PAGES, *ATTENTION_PAGES]
 COMMANDS = [
@@ -42,45 +43,32 @@ def trained_run(tmp_path_factory):
     """A run with the tiny model of shortened commands and a byte vocabulary."""
     folder = tmp_path_factory.mktemp("docs")
     (folder / "text.txt").write_text(TEXT)
+    return train_tiny(folder, "name=mine")
+
+
+def train_tiny(folder, *words: str):
     settings = docs.SHRINK["train"] | docs.SHRINK_ALWAYS["train"] | {"model.n_embd": 16}
     with chdir(folder):
-        words = ["name=mine", "data=text", "data.path=text.txt", "tokenizer=byte"]
-        assert run_script("train", [*words, *(f"{key}={value}" for key, value in settings.items())]) == 0
-    return folder / "runs/mine"
+        words = (*words, "data=text", "data.path=text.txt", "tokenizer=byte")
+        assert run_command("train", *words, *(f"{key}={value}" for key, value in settings.items())) == 0
+    return folder / "runs" / words[0].removeprefix("name=")
 
 
 @pytest.fixture(scope="session")
 def exported_folder(trained_run):
     """A run that can be exported, as a folder in the format of transformers."""
-    settings = docs.SHRINK["train"] | docs.SHRINK_ALWAYS["train"] | {"model.n_embd": 16}
+    run = train_tiny(trained_run.parents[1], "name=llama", "model=llama")
     with chdir(trained_run.parents[1]):
-        words = ["name=llama", "model=llama", "data=text", "data.path=text.txt", "tokenizer=byte"]
-        assert run_script("train", [*words, *(f"{key}={value}" for key, value in settings.items())]) == 0
-        assert run_script("export", ["run=llama"]) == 0
-    return trained_run.parent / "llama/huggingface"
-
-
-def run_script(script: str, words: list[str]) -> int:
-    """Run a command in this process -> its exit code."""
-    from common.process import run_main
-    from configs.cli import parse_config
-
-    module = runpy.run_path(str(ROOT / f"{script}.py"))
-    try:
-        config = parse_config(script, module["__doc__"], words)
-    except SystemExit as end:
-        return int(end.code or 0)
-    return run_main(module["main"], config)
+        assert run_command("export", "run=llama") == 0
+    return run / "huggingface"
 
 
 def compose(command: Command):
     """Compose and check the config of a command; of a sweep, the config of its first job."""
-    from configs.cli import parse_config
-
     words = docs.replace_vocabulary(command.words)
     if command.is_sweep:
-        not_of_one_run = ("-m", "--multirun", "hydra", "sweep.trials=")
-        words = [docs.first_value(word) for word in words if not word.startswith(not_of_one_run)]
+        not_of_one_run = ("-m", "hydra", "sweep.trials=")
+        words = [docs.first_values(word, 1) for word in words if not word.startswith(not_of_one_run)]
     return parse_config(command.script, "", words)
 
 
@@ -110,23 +98,6 @@ def test_command_composes(command, prepared, capsys):
         assert end.code == (2 if shows_refusal(command) else 0), message
 
 
-@pytest.mark.parametrize(
-    "command", [c for c in COMMANDS if c.script in ("train", "prepare")], ids=lambda command: command.place
-)
-def test_commands_that_download_are_marked(command, prepared):
-    prepared(command)
-    try:
-        config = compose(command)
-    except SystemExit:
-        return
-    parts = [part for part in config.data.mixed.values() if part.path is None]
-    downloads = any(part.source in ("hub", "url") for part in parts)
-    downloads |= bool(re.search(docs.DOWNLOADED_VOCABULARY, " ".join(command.words)))
-    is_plan = command.script == "train" and config.plan
-    if downloads and not is_plan:
-        assert re.search("network|download", command.comment), f"mark {command.text!r} with a comment: # network"
-
-
 def shows_refusal(command: Command) -> bool:
     return bool(command.output) and command.output[0].startswith(f"{command.script}.py: ")
 
@@ -142,7 +113,7 @@ def test_command_runs(command, prepared, monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", [f"{command.script}.py", *command.words])
     monkeypatch.setattr(sys, "stdin", io.StringIO("The 1\n\n"))
     if {"--help", "--cfg"} & set(command.words):
-        assert run_script(command.script, command.words) == 0
+        assert run_command(command.script, *command.words) == 0
         return
     try:
         words = docs.shrink(command, getattr(compose(command), "data", None))
@@ -155,7 +126,7 @@ def test_command_runs(command, prepared, monkeypatch, capsys):
         done = subprocess.run(launch, capture_output=True, text=True, timeout=600, env=environment)
         assert done.returncode == 0, done.stderr
         return
-    code = run_script(command.script, words)
+    code = run_command(command.script, *words)
     message = capsys.readouterr().err
     assert code == (2 if shows_refusal(command) else 0), message
     if shows_refusal(command):

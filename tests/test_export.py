@@ -7,11 +7,9 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
+from helpers import load, run_command
 
-from common.checkpoint_file import load_checkpoint
 from common.errors import UserError
-from common.process import run_main
-from configs.cli import parse_config
 from model.generation.load import load_pretrained, load_run
 
 PROMPT = "The 7th line"
@@ -21,15 +19,10 @@ LLAMA = ["model=llama", "model.n_head=4", "model.block_size=64", "tokenizer=byte
 @pytest.fixture
 def export(workdir, capsys):
     """export("run=a", ...) -> (exit code, output)."""
-    from export import main
 
     def run(*overrides: str) -> tuple[int, str]:
         capsys.readouterr()
-        try:
-            code = run_main(main, parse_config("export", "", list(overrides)))
-        except SystemExit as exit:  # refused before torch is imported
-            code = exit.code
-        return code, "".join(capsys.readouterr())
+        return run_command("export", *overrides), "".join(capsys.readouterr())
 
     return run
 
@@ -63,6 +56,8 @@ def test_trained_model_is_the_same_in_transformers_and_when_imported(train, samp
     for (name, weight), other in zip(ours.state_dict().items(), imported.state_dict().values(), strict=True):
         assert torch.equal(weight, other), name
     assert "50 steps" in Path("exported/README.md").read_text()
+    assert export("run=a", "out=half", "dtype=bfloat16")[0] == 0
+    assert transformers.AutoModelForCausalLM.from_pretrained("half").dtype == torch.bfloat16
 
 
 def test_training_starts_from_an_exported_folder(train, export, capsys):
@@ -75,26 +70,10 @@ def test_training_starts_from_an_exported_folder(train, export, capsys):
     assert train("name=c", "model.block_size=64", *words, *advice) == 0
     unchanged = ["model.pad_vocab_multiple=64", "optimizer=adamw", "optimizer.lr=1e-12"]
     assert train("name=b", *LLAMA[:-1], *words, *unchanged) == 0
-    before, after = (load_checkpoint(Path(f"runs/{run}/checkpoints/best.pt")) for run in "ab")
+    before, after = (load(run, "best") for run in "ab")
     assert before["tokenizer"] == after["tokenizer"]
     for name, weight in before["model"].items():
         assert torch.allclose(weight, after["model"][name][: len(weight)], atol=1e-6), name
-
-
-def test_model_saved_by_transformers_is_imported_with_its_biases(train, export):
-    assert train("name=a", "model=nanogpt", "tokenizer=byte") == 0  # without biases
-    assert export("run=a", "out=exported", "dtype=bfloat16")[0] == 0
-    model = transformers.AutoModelForCausalLM.from_pretrained("exported")
-    assert model.dtype == torch.bfloat16
-    model = model.float()
-    with torch.no_grad():
-        for p in model.parameters():
-            p.add_(0.1)
-    model.save_pretrained("finetuned")
-    shutil.copy("exported/tokenizer.json", "finetuned")
-    tokens, (ours, _) = torch.arange(10)[None], load_run("hf:finetuned")
-    with torch.no_grad():
-        torch.testing.assert_close(ours(tokens), model(tokens).logits, atol=1e-4, rtol=1e-4)
 
 
 def test_gpt2_is_read_from_the_cache_of_the_hub(train, export, sample, workdir, monkeypatch, offline):

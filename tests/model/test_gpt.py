@@ -1,4 +1,4 @@
-"""The model: equality with transformers' GPT-2, initialisation, causality, document masks and windows."""
+"""The model: initialisation, causality, document masks and windows. test_architectures.py compares it with GPT-2."""
 
 import math
 from itertools import pairwise
@@ -6,77 +6,11 @@ from itertools import pairwise
 import pytest
 import torch
 from helpers import TRAINS_ON_CPU
-from model_helpers import GPT2, GROUPED, LLAMA, MODERN, VARIANTS, make_model, random_tokens
+from model_helpers import GPT2, GROUPED, MODERN, VARIANTS, make_model, random_tokens
 
 from common.errors import UserError
-from model import AttentionConfig, GPTConfig
 from model.attention import BACKENDS
 from model.config import MLPS
-from model.gpt import GPT, apply_rotary, rotary_cos_sin
-
-
-def test_logits_loss_and_gradients_equal_those_of_transformers_gpt2():
-    transformers = pytest.importorskip("transformers", reason="NOT RUN: pip install transformers for this test")
-    model = make_model(GPT2)
-    for p in model.parameters():  # large weights, so that errors are visible
-        torch.nn.init.normal_(p, std=0.2)
-    theirs = transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(
-            vocab_size=50, n_positions=24, n_embd=32, n_layer=2, n_head=4, resid_pdrop=0, embd_pdrop=0, attn_pdrop=0
-        )
-    )
-    names = {"wte": "wte", "wpe": "wpe", "norm": "ln_f"}
-    for i in range(2):
-        ours = {"norm_attn": "ln_1", "norm_mlp": "ln_2", "attn.qkv": "attn.c_attn", "attn.proj": "attn.c_proj"}
-        ours |= {"mlp.fc": "mlp.c_fc", "mlp.proj": "mlp.c_proj"}
-        names |= {f"blocks.{i}.{a}": f"h.{i}.{b}" for a, b in ours.items()}
-    their_params = dict(theirs.transformer.named_parameters())
-    pairs = []
-    for name, p in model.named_parameters():
-        module, kind = name.rsplit(".", 1)
-        other = their_params[f"{names[module]}.{kind}"]
-        is_transposed = ".c_" in names[module] and kind == "weight"  # theirs are inputs x outputs
-        with torch.no_grad():
-            other.copy_(p.T if is_transposed else p)
-        pairs.append((p, other, is_transposed))
-    tokens = random_tokens(T=24)
-    expected = theirs(tokens, labels=tokens)
-    torch.testing.assert_close(model(tokens), expected.logits, atol=1e-4, rtol=1e-4)
-    loss = model(tokens[:, :-1], tokens[:, 1:])
-    torch.testing.assert_close(loss, expected.loss, atol=1e-5, rtol=1e-5)
-    loss.backward()
-    expected.loss.backward()
-    for p, other, is_transposed in pairs:
-        torch.testing.assert_close(p.grad, other.grad.T if is_transposed else other.grad, atol=1e-4, rtol=1e-3)
-
-
-def test_logits_equal_those_of_transformers_llama():
-    transformers = pytest.importorskip("transformers", reason="NOT RUN: pip install transformers for this test")
-    model = make_model(LLAMA)
-    for p in model.parameters():
-        torch.nn.init.normal_(p, std=0.2)
-    theirs = transformers.LlamaForCausalLM(
-        transformers.LlamaConfig(
-            vocab_size=50, max_position_embeddings=24, hidden_size=32, num_hidden_layers=2, num_attention_heads=4,
-            num_key_value_heads=2, intermediate_size=model.config.mlp_channels, rms_norm_eps=1e-5, rope_theta=10_000,
-            attn_implementation="eager",
-        )
-    ).eval()  # fmt: skip
-    weights = {"model.embed_tokens": model.wte, "model.norm": model.norm, "lm_head": model.lm_head}
-    weights = {f"{name}.weight": module.weight for name, module in weights.items()}
-    for i, block in enumerate(model.blocks):
-        q, k, v = block.attn.qkv.weight.split([32, 16, 16])
-        gate, up = block.mlp.fc.weight.chunk(2)
-        layer = {
-            "self_attn.q_proj": q, "self_attn.k_proj": k, "self_attn.v_proj": v,
-            "self_attn.o_proj": block.attn.proj.weight,
-            "mlp.gate_proj": gate, "mlp.up_proj": up, "mlp.down_proj": block.mlp.proj.weight,
-            "input_layernorm": block.norm_attn.weight, "post_attention_layernorm": block.norm_mlp.weight,
-        }  # fmt: skip
-        weights |= {f"model.layers.{i}.{name}.weight": weight for name, weight in layer.items()}
-    theirs.load_state_dict(weights)
-    tokens = random_tokens(T=24)
-    torch.testing.assert_close(model(tokens), theirs(tokens).logits, atol=1e-4, rtol=1e-4)
 
 
 def test_softcap_bounds_the_logits():
@@ -157,24 +91,6 @@ def test_dropout_acts_only_in_training_and_where_gpt2_has_it():
     assert calls == [0.5] * (1 + 3 * 2)  # embeddings; weights, attention branch and MLP branch of each block
 
 
-def test_targets_of_minus_100_are_ignored():
-    model = make_model(GPT2)
-    x, y = random_tokens(), random_tokens(seed=1)
-    y[:, 12:] = -100
-    torch.testing.assert_close(model(x, y), model(x[:, :12], y[:, :12]))
-
-
-def test_rotary_embedding_keeps_lengths_and_depends_only_on_distance():
-    cos, sin = rotary_cos_sin(torch.arange(32), 8)
-    q, k = torch.randn(8), torch.randn(8)
-
-    def rotate(x, position):
-        return apply_rotary(x.view(1, 1, 1, 8), cos[position : position + 1], sin[position : position + 1]).flatten()
-
-    assert rotate(q, 5).norm() == pytest.approx(q.norm().item(), rel=1e-5)
-    torch.testing.assert_close(rotate(q, 9) @ rotate(k, 4), rotate(q, 25) @ rotate(k, 20), atol=1e-4, rtol=1e-4)
-
-
 def test_sequences_longer_than_block_size_are_refused():
     with pytest.raises(UserError, match=r"25 tokens do not fit into model.block_size=24"):
         make_model(GPT2)(random_tokens(T=25))
@@ -211,26 +127,6 @@ def test_receptive_field_is_the_sum_of_the_windows(variant):
     model(tokens)[0, -1].pow(2).sum().backward()
     reached = found[0].grad[0].abs().sum(-1) > 0
     assert reached.tolist() == [False] * 8 + [True] * 4
-
-
-@pytest.mark.parametrize("name", TRAINS_ON_CPU)
-def test_window_as_long_as_the_context_has_no_effect(name):
-    plain, windowed = (make_model(MODERN | dict(window=w), attend=BACKENDS[name].attend) for w in (None, [24, 100]))
-    assert torch.equal(plain(random_tokens()), windowed(random_tokens()))
-
-
-def test_layers_get_the_windows_of_the_repeated_pattern():
-    model = make_model(MODERN | dict(n_layer=3, window=[4, None]))
-    assert [block.attn.window for block in model.blocks] == [4, None, 4]
-
-
-def test_model_without_an_attention_function_uses_the_default_backend():
-    torch.manual_seed(0)
-    model, tokens = GPT(GPTConfig(), 50), random_tokens(T=24)
-    loss = model(tokens[:, :-1], tokens[:, 1:])
-    torch.manual_seed(0)
-    expected = GPT(GPTConfig(), 50, BACKENDS[AttentionConfig().backend].attend)
-    assert torch.equal(loss, expected(tokens[:, :-1], tokens[:, 1:]))
 
 
 @pytest.mark.parametrize("mlp", MLPS)

@@ -57,7 +57,3 @@ def test_masked_documents_are_embedded_like_single_documents():
     torch.testing.assert_close(masked[:, :5], ngrams(tokens[:, :5], None))
     torch.testing.assert_close(masked[:, 5:], ngrams(tokens[:, 5:], None))
     assert not torch.allclose(masked[:, 5:8], ngrams(tokens, None)[:, 5:8])
-
-
-def test_max_ngram_1_has_no_table():
-    assert make_model(MODERN | dict(max_ngram=1)).ngrams is None

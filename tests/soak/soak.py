@@ -25,7 +25,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from types import UnionType
@@ -35,12 +35,14 @@ ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 
 import torch  # noqa: E402
-from helpers import TEXT, TINY, untimed  # noqa: E402
+from helpers import TEXT, TINY, run_command, untimed  # noqa: E402
 
 from common.checkpoint_file import load_checkpoint  # noqa: E402
-from common.console import make_console, make_table  # noqa: E402
+from common.console import PlainConsole, make_table  # noqa: E402
+from configs.compose import list_groups  # noqa: E402
+from configs.schema import key_types  # noqa: E402
 
-LIMIT_S = 600  # of a command, for the slowest machines; it is killed then, which is a failure
+LIMIT_S = 600  # of a command, for the slowest machines
 WRONG_LIMIT_S = 60  # of a wrong command line
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 TRAINING = [*TINY, "train.steps=120", "eval.every=20", "checkpoint.every=7", "checkpoint.keep=2", "model.dropout=0.1"]
@@ -59,44 +61,17 @@ class Command:
     needs: "Command | None" = None
 
 
-@dataclass
-class Tally:
-    """Tries of a part, and a sentence for each failure."""
-
-    tried: int = 0
-    failures: list[str] = field(default_factory=list)
-
-    def check(self, passed: bool, failure: str) -> bool:
-        self.tried += 1
-        if not passed:
-            self.failures.append(failure)
-            print(f"FAILED {failure}", flush=True)
-        return passed
-
-
 def run_result(run: Path) -> Any:
-    """Tensors of both checkpoints, and the metrics that do not depend on time."""
+    """Bytes of the tensors in both checkpoints, and metrics without times."""
     rows = untimed([json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()])
     summary = json.loads((run / "summary.json").read_text())
-    tensors = {}
+    weights = {}
     for kind in ("last", "best"):
         saved = load_checkpoint(run / f"checkpoints/{kind}.pt")
-        tensors |= {(kind, name): tensor.clone() for name, tensor in saved["model"].items()}
-        for name, state in saved["optimizer"].items():
-            tensors |= {(kind, name, key): torch.as_tensor(value).clone() for key, value in state.items()}
+        for name, state in {"model": saved["model"], **saved["optimizer"]}.items():
+            weights |= {(kind, name, key): torch.as_tensor(value).numpy().tobytes() for key, value in state.items()}
     results = [summary[key] for key in ("status", "step", "best_step", "best_val_loss", "last_val_loss")]
-    return tensors, rows, results, len(list(run.glob("checkpoints/*")))
-
-
-def is_same(one: Any, two: Any) -> bool:
-    """Equality of nested values with tensors, bit by bit."""
-    if isinstance(one, torch.Tensor):
-        return torch.equal(one, two)
-    if isinstance(one, dict):
-        return one.keys() == two.keys() and all(is_same(value, two[key]) for key, value in one.items())
-    if isinstance(one, list | tuple):
-        return len(one) == len(two) and all(map(is_same, one, two))
-    return one == two
+    return weights, rows, results, len(list(run.glob("checkpoints/*")))
 
 
 def read_files(folder: Path) -> dict[str, bytes]:
@@ -145,15 +120,14 @@ class Workspace:
         shutil.rmtree(self.folder, ignore_errors=True)
         shutil.copytree(self.inputs, self.folder)
 
-    def check_result(self, tally: Tally, disturbance: str) -> None:
+    def find_failure(self) -> str:
         """Run the command until it ends by itself, and compare its result."""
-        name = f"{self.command.name}: {disturbance}"
         try:
             if not (self.folder / "o.jsonl").exists():  # sample.py replaces no file; this one is complete
                 finish(self.command, self.folder)
-            tally.check(is_same(self.expected, self.command.result(self.folder)), f"{name}: another result")
+            return "" if self.expected == self.command.result(self.folder) else "another result"
         except Exception as error:
-            tally.check(False, f"{name}: {type(error).__name__}: {error}")
+            return f"{type(error).__name__}: {error}"
 
 
 def start(command: Command, folder: Path, **environment: str) -> subprocess.Popen:
@@ -192,107 +166,80 @@ def kill_all(process: subprocess.Popen) -> None:
     process.wait()
 
 
-def soak_kills(parent: Path, tries: int) -> Tally:
-    tally = Tally()
+def soak_kills(parent: Path, tries: int) -> Iterator[tuple[str, str]]:
     for command, share in zip(COMMANDS, (0.5, 0.15, 0.15, 0.2), strict=True):
-        place, kills = Workspace(command, parent), 0
-        while kills < max(1, round(share * tries)):
+        place = Workspace(command, parent)
+        for _ in range(max(1, round(share * tries))):
             place.reset()
-            before = kills
+            kills = 0
             for _ in range(random.randint(1, 3)):
                 process = start(command, place.folder)
                 time.sleep(random.uniform(0, place.seconds))
                 kills += process.poll() is None
                 kill_all(process)
-            place.check_result(tally, f"after {kills - before} kills")
-            tally.tried += max(0, kills - before - 1)
-    return tally
+            yield f"{command.name} after {kills} kills", place.find_failure()
 
 
-def soak_signals(parent: Path, tries: int) -> Tally:
-    tally, commands = Tally(), [*COMMANDS, BENCH]
+def soak_signals(parent: Path, tries: int) -> Iterator[tuple[str, str]]:
+    commands = [*COMMANDS, BENCH]
     for command in commands:
         place = Workspace(command, parent)
-        for kind in SIGNALS:
-            for _ in range(max(1, tries // (len(commands) * len(SIGNALS)))):
-                place.reset()
-                before, moment = set(place.folder.rglob("*")), random.uniform(0, place.seconds)
-                process = start(command, place.folder)
-                time.sleep(moment)
-                process.send_signal(kind)
-                try:
-                    code = process.wait(LIMIT_S)
-                except subprocess.TimeoutExpired:
-                    kill_all(process)
-                    code = None
-                log = read_log(place.folder)
-                is_early = code == -kind and len(set(place.folder.rglob("*")) - before) <= 1  # while Python started
-                name = f"{signal.Signals(kind).name} after {moment:.2f} s"
-                if tally.check(
-                    is_early or (code in (0, 75) and "Traceback" not in log),
-                    f"{command.name}: {name}: exit code {code}: {log[-300:]}",
-                ):
-                    place.check_result(tally, name)
-    return tally
+        for kind in SIGNALS * max(1, tries // (len(commands) * len(SIGNALS))):
+            place.reset()
+            before, moment = set(place.folder.rglob("*")), random.uniform(0, place.seconds)
+            process = start(command, place.folder)
+            time.sleep(moment)
+            process.send_signal(kind)
+            code = process.wait(LIMIT_S)
+            log = read_log(place.folder)
+            is_early = code == -kind and len(set(place.folder.rglob("*")) - before) <= 1  # while Python started
+            is_right = is_early or (code in (0, 75) and "Traceback" not in log)
+            failure = place.find_failure() if is_right else f"exit code {code}: {log[-300:]}"
+            yield f"{command.name}, {signal.Signals(kind).name} after {moment:.2f} s", failure
 
 
 def wrong_words(script: str, folder: Path) -> Iterator[tuple[list[str], str]]:
     """Yield random wrong command lines of a script, with the part that its error must name."""
-    from configs.compose import list_groups
-    from configs.schema import key_types
-
     types = key_types(script)
     scalars = {key: options(kind) for key, kind in types.items() if options(kind) & {int, float, bool}}
-    right = {"train": ["data.path=text.txt", "data=text", "seed=3"], "prepare": ["data=text", "data.path=text.txt"]}
+    numbers = {key: allowed for key, allowed in scalars.items() if allowed & {int, float}}
+    right = ["data=text", "data.path=text.txt"] if script in ("train", "prepare") else []
     (folder / "latin1.txt").write_bytes(b"caf\xe9 " * 400)
     (folder / "empty").mkdir()
-    paths = [
-        "missing.txt",
-        "/dev/zero",
-        "/proc/self/mem",
-        "empty",
-        "latin1.txt",
-        "x" * 5000,
-        "~nobody/x",
-        "*.none",
-    ]
+    paths = ["missing.txt", "/dev/zero", "/proc/self/mem", "empty", "latin1.txt", "*.none"]
     while True:
         key = random.choice(list(types))
-        kind = random.choice(["typo", "type", "range", "choice", "form", "path", "flag", "encoding"])
-        if kind == "typo":
-            word = misspell(key, types)
-            yield [*right.get(script, []), f"{word}=1"], word.split(".")[0]
-        elif kind == "type":
-            key = random.choice(list(scalars))
-            values = ["abc", "[1,2]", "{a:1}", "é", "1e", "--", "2020-01-01"]
-            yield [*right.get(script, []), f"{key}={random.choice(values)}"], key
-        elif kind == "range":
-            key, allowed = random.choice([item for item in scalars.items() if item[1] & {int, float}])
-            values = ["nan", "-inf", "-1e30"] if float in allowed else ["-" + "9" * 25, "9" * 25, "1e300"]
-            yield [*right.get(script, []), f"{key}={random.choice(values)}"], key
-        elif kind == "choice":
-            group = random.choice(list_groups(script))
-            yield (
-                [*right.get(script, []), f"{group}={random.choice(['nothing', '../x', 'a/b', '[a,b]', '1', ' '])}"],
-                group,
-            )
-        elif kind == "form":
-            word = random.choice(
-                [f"+{key}=1", f"~{key}", f"{key}", "=1", f"hydra.{key}=1", "hydra.run.dir=x", f"++{key}=2"]
-            )
-            yield [*right.get(script, []), word], key if key in word else word.split("=")[0].split(".")[0]
-        elif kind == "path" and script in ("train", "prepare"):
-            path = random.choice(paths)
-            yield ["data=text", f"data.path={path}"], path[:100]
-        elif kind == "path" and script == "sample":
-            name, path = random.choice(["run", "prompt_file", "prompts"]), random.choice(paths[:6])
-            yield [f"{name}={path}", "max_new_tokens=1"], name
-        elif kind == "flag":
-            word = random.choice(["--verbose", "-x", "--config-dir=none", "--cfg=all", "--help=1", "--config-dir="])
-            yield [word], word.split("=")[0]
-        elif kind == "encoding":
-            word = random.choice(["ключ", "名前", "seed\u200b", "a b", "é.ü", "\x1b[31m", "seed\udcff"])
-            yield [*right.get(script, []), f"{word}=1"], ""
+        match random.choice(["typo", "type", "range", "choice", "form", "path", "flag", "encoding"]):
+            case "typo":
+                word = misspell(key, types)
+                yield [*right, f"{word}=1"], word.split(".")[0]
+            case "type":
+                key = random.choice(list(scalars))
+                values = ["abc", "[1,2]", "{a:1}", "é", "1e", "--", "2020-01-01"]
+                yield [*right, f"{key}={random.choice(values)}"], key
+            case "range":
+                key, allowed = random.choice(list(numbers.items()))
+                values = ["nan", "-inf", "-1e30"] if float in allowed else ["-" + "9" * 25, "9" * 25, "1e300"]
+                yield [*right, f"{key}={random.choice(values)}"], key
+            case "choice":
+                group, value = random.choice(list_groups(script)), random.choice(["nothing", "../x", "[a,b]", "1", " "])
+                yield [*right, f"{group}={value}"], group
+            case "form":
+                forms = [f"+{key}=1", f"~{key}", f"{key}", "=1", f"hydra.{key}=1", "hydra.run.dir=x", f"++{key}=2"]
+                word = random.choice(forms)
+                yield [*right, word], key if key in word else word.split("=")[0].split(".")[0]
+            case "path" if right:
+                path = random.choice([*paths, "x" * 5000, "~nobody/x"])
+                yield [*right, f"data.path={path}"], path[:100]
+            case "path" if script == "sample":
+                name, path = random.choice(["run", "prompt_file", "prompts"]), random.choice(paths)
+                yield [f"{name}={path}", "max_new_tokens=1"], name
+            case "flag":
+                word = random.choice(["--verbose", "-x", "--config-dir=none", "--cfg=all", "--help=1", "--config-dir="])
+                yield [word], word.split("=")[0]
+            case "encoding":
+                word = random.choice(["ключ", "名前", "seed\u200b", "a b", "é.ü", "\x1b[31m", "seed\udcff"])
+                yield [*right, f"{word}=1"], ""
 
 
 def options(kind: Any) -> set:
@@ -308,40 +255,32 @@ def misspell(key: str, types: dict) -> str:
     return key
 
 
-def soak_wrong_words(parent: Path, tries: int) -> Tally:
+def soak_wrong_words(parent: Path, tries: int) -> Iterator[tuple[str, str]]:
     """In forked processes, because importing the commands takes a second."""
-    tally, scripts = Tally(), ("train", "sample", "eval", "prepare", "bench")
+    scripts = ("train", "sample", "eval", "prepare", "bench")
     for script in scripts:
-        module = import_module(script)
+        import_module(script)  # once, before the forks
         folder = parent / f"wrong-{script}"
         folder.mkdir()
         (folder / "text.txt").write_text(TEXT, encoding="utf-8")
         lines = wrong_words(script, folder)
         for _ in range(max(1, tries // len(scripts))):
             words, name = next(lines)
-            before = set(read_names(folder))
+            before = set(read_files(folder))
             sys.stdout.flush()
             child = os.fork()
             if child == 0:
-                run_in_child(module, script, words, folder)
+                run_in_child(script, words, folder)
             code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
             log, out = ((folder / name).read_text(errors="replace") for name in ("log", "out"))
-            new = set(read_names(folder)) - before - {"out", "log"}
+            new = set(read_files(folder)) - before - {"out", "log"}
             is_right = code == 2 and log.count("\n") == 1 and name in log and not new
             is_right &= not out or out.startswith("preparing")  # a file is known to be wrong after it was read
-            tally.check(is_right, f"{script} {words}: exit code {code}, {out + log!r:.300}, new files {new}")
-    return tally
+            yield f"{script} {words}", "" if is_right else f"exit code {code}, {out + log!r:.300}, new files {new}"
 
 
-def read_names(folder: Path) -> list[str]:
-    return [str(file.relative_to(folder)) for file in folder.rglob("*") if file.is_file()]
-
-
-def run_in_child(module: Any, script: str, words: list[str], folder: Path) -> NoReturn:
+def run_in_child(script: str, words: list[str], folder: Path) -> NoReturn:
     """Run a command in a forked process, with its output in two files, and exit."""
-    from common.process import run_main
-    from configs.cli import parse_config
-
     os.chdir(folder)
     for name, number in (("out", 1), ("log", 2)):
         os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
@@ -349,9 +288,7 @@ def run_in_child(module: Any, script: str, words: list[str], folder: Path) -> No
     signal.alarm(WRONG_LIMIT_S)
     code = 99
     try:
-        code = run_main(module.main, parse_config(script, "", words))
-    except SystemExit as error:
-        code = error.code
+        code = run_command(script, *words)
     except BaseException:
         traceback.print_exc()
     sys.stdout.flush()
@@ -359,7 +296,8 @@ def run_in_child(module: Any, script: str, words: list[str], folder: Path) -> No
     os._exit(code)
 
 
-PARTS = {"kill": (soak_kills, 100), "signal": (soak_signals, 60), "wrong": (soak_wrong_words, 300)}
+# Functions that yield (what was tried, how it failed or ""), with a number of tries.
+PARTS = {"kill": (soak_kills, 50), "signal": (soak_signals, 60), "wrong": (soak_wrong_words, 300)}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -370,19 +308,23 @@ def main(arguments: list[str] | None = None) -> int:
     flags = parser.parse_args(arguments)
     seed = random.randrange(10**6) if flags.seed is None else flags.seed
     os.environ["OMP_NUM_THREADS"] = "1"
-    table, failed = make_table("part", "tried", "passed", "lost", "minutes"), 0
+    table, lost = make_table("part", "tried", "lost", "minutes"), 0
     for name in flags.parts or PARTS:
         random.seed(seed)
         part, tries = PARTS[name]
         started = time.perf_counter()
         print(f"{name} (seed {seed})", flush=True)
         with tempfile.TemporaryDirectory() as folder:
-            tally = part(Path(folder), max(1, round(tries * flags.scale)))
-        lost, minutes = len(tally.failures), (time.perf_counter() - started) / 60
-        table.add_row(name, f"{tally.tried:,}", f"{tally.tried - lost:,}", str(lost), f"{minutes:.1f}")
-        failed += lost
-    make_console(width=80).print(table)
-    return int(failed > 0)
+            results = []
+            for name_of_try, failure in part(Path(folder), max(1, round(tries * flags.scale))):
+                results.append(failure)
+                if failure:
+                    print(f"FAILED {name_of_try}: {failure}", flush=True)
+        failures, minutes = [failure for failure in results if failure], (time.perf_counter() - started) / 60
+        table.add_row(name, f"{len(results):,}", str(len(failures)), f"{minutes:.1f}")
+        lost += len(failures)
+    PlainConsole().print(table)
+    return int(lost > 0)
 
 
 if __name__ == "__main__":

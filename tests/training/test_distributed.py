@@ -12,12 +12,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from distributed_helpers import SINGLE, assert_same_curve, finish, torchrun, torchrun_on_machines
-from helpers import ROOT, TEXT, TINY, metrics
+from distributed_helpers import SINGLE, assert_same_curve, finish, torchrun, torchrun_on_machines, write_train_script
+from helpers import ROOT, TEXT, TINY, load, metrics, summary, wait_for_step
 
-from common.checkpoint_file import load_checkpoint
 from common.run_dir import RunDir
-from training.distributed import Dist
 
 
 @pytest.mark.slow
@@ -45,12 +43,11 @@ def test_two_processes_train_like_one(train, workdir):
     with chdir(main):
         assert train("name=one", *SINGLE, *settings) == 0
         assert_same_curve(metrics("one"), metrics("two"))
-    one, two = (load_checkpoint(main / f"runs/{name}/checkpoints/last.pt") for name in ("one", "two"))
-    assert list(one["model"]) == list(two["model"])
-    assert list(one["optimizer"]) == list(two["optimizer"])
-    assert one["identity"] == two["identity"]
-    recorded = json.loads((main / "runs/two/summary.json").read_text())
-    assert (recorded["world_size"], recorded["accumulation"]) == (2, 2)
+        one, two = load("one"), load("two")
+        assert list(one["model"]) == list(two["model"])
+        assert list(one["optimizer"]) == list(two["optimizer"])
+        assert one["identity"] == two["identity"]
+        assert (summary("two")["world_size"], summary("two")["accumulation"]) == (2, 2)
 
 
 @pytest.mark.slow
@@ -63,23 +60,6 @@ def test_machines_with_different_data_are_refused_with_one_message(workdir):
     refusal = r"rank 1 has data/prepared/text-\w+ with .*, but rank 0 has data/prepared/text-\w+ with .*; copy the text"
     assert max(len(re.findall(refusal, error)) for error in errors) == 1, errors
     assert not any((machine / "runs").exists() for machine in machines)
-
-
-@pytest.mark.slow
-def test_run_resumes_on_another_number_of_processes(train, workdir):
-    """One, then four, then one process."""
-    assert train("name=whole", "train.steps=18", *SINGLE) == 0
-    assert train("name=parts", "train.steps=6", *SINGLE) == 0
-    out = finish(torchrun(4, "name=parts", "train.steps=12", "train.micro_batch_size=1"))
-    assert "resumed from step 6" in out
-    assert "2 micro batches of 1 sequence" in out
-    assert train("name=parts", "train.steps=18", *SINGLE) == 0
-    assert_same_curve(metrics("whole"), metrics("parts"))
-    whole, parts = (
-        load_checkpoint(workdir / f"runs/{name}/checkpoints/last.pt")["model"] for name in ("whole", "parts")
-    )
-    for name, weight in whole.items():
-        assert torch.allclose(weight, parts[name], atol=1e-4), name
 
 
 @pytest.mark.gpu
@@ -104,7 +84,6 @@ def test_run_in_use_by_another_process_is_refused_with_one_message(workdir):
 
 
 CRASH_ON_RANK_1 = """
-import os, runpy
 from training import speed
 start, steps = speed.Speed.start_step, []
 def crash(self):
@@ -113,32 +92,20 @@ def crash(self):
         raise ZeroDivisionError("what went wrong on this rank")
     start(self)
 speed.Speed.start_step = crash
-runpy.run_path(os.environ["TRAIN"], run_name="__main__")
 """
 
 
 @pytest.mark.slow
 def test_failing_rank_ends_the_others_and_its_error_is_shown(workdir):
-    (workdir / "crash.py").write_text(CRASH_ON_RANK_1)
-    process = torchrun(
-        2,
-        "name=a",
-        "train.steps=100000",
-        script=workdir / "crash.py",
-        TRAIN=str(ROOT / "train.py"),
-        PYTHONPATH=str(ROOT),
-    )
+    process = torchrun(2, "name=a", "train.steps=100000", script=write_train_script(CRASH_ON_RANK_1))
     _, err = process.communicate(timeout=600)
     assert process.returncode == 1
     assert "ZeroDivisionError: what went wrong on this rank" in err
     assert re.search(r"Root Cause.*\n.*\n.*\n.*\n +rank +: 1 ", err)
-    recorded = json.loads((workdir / "runs/a/summary.json").read_text())
-    assert recorded["status"] == "failed"
+    assert summary("a")["status"] == "failed"
 
 
 SLOW_SAVE = """
-import os, runpy, time
-from pathlib import Path
 from training import checkpoint
 leave = os._exit
 def record_and_leave(code):
@@ -150,35 +117,28 @@ def slow_save(path, content):
     time.sleep(1.5)
     save(path, content)
 checkpoint.save_checkpoint = slow_save
-runpy.run_path(os.environ["TRAIN"], run_name="__main__")
 """
 
 
 @pytest.mark.slow
 def test_interrupted_processes_stop_at_the_same_step_and_rank_0_saves(train, workdir):
     """Also if saving is slow."""
-    (workdir / "slow.py").write_text(SLOW_SAVE)
-    process = torchrun(2, "name=a", "train.steps=100000", "eval.every=100000", "checkpoint.every=100000",
-                       script=workdir / "slow.py", TRAIN=str(ROOT / "train.py"), PYTHONPATH=str(ROOT))  # fmt: skip
-    path = workdir / "runs/a/metrics.jsonl"
-    while process.poll() is None and not (path.exists() and path.read_text().count("\n") > 20):
-        time.sleep(0.05)
+    settings = ["train.steps=100000", "eval.every=100000", "checkpoint.every=100000"]
+    process = torchrun(2, "name=a", *settings, script=write_train_script(SLOW_SAVE))
+    wait_for_step("a", 20, process)
     process.send_signal(signal.SIGTERM)  # torchrun forwards it to its workers
     _, err = process.communicate(timeout=600)
-    recorded = json.loads((workdir / "runs/a/summary.json").read_text())
+    recorded = summary("a")
     assert recorded["status"] == "interrupted", err
     cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count()
     assert recorded["threads"] == max(1, cores // 2)
     assert err.count("saved at step") == 1
     # If rank 1 ended first, torchrun would kill rank 0 half a minute later, while it might still be saving.
     assert (workdir / "rank1_left").stat().st_mtime >= (workdir / "runs/a/checkpoints/last.pt").stat().st_mtime
-    saved = load_checkpoint(workdir / "runs/a/checkpoints/last.pt")
-    assert saved["step"] == recorded["step"] == metrics("a")[-1]["step"] > 20
+    assert load("a")["step"] == recorded["step"] == metrics("a")[-1]["step"] > 20
 
 
 PAUSE_AT_STEP_10 = """
-import os, runpy, time
-from pathlib import Path
 from training import speed
 cores = sorted(os.sched_getaffinity(0))  # each "node" has one
 os.sched_setaffinity(0, {cores[int(os.environ["RANK"]) % len(cores)]})
@@ -191,7 +151,6 @@ def pause(self):
             time.sleep(0.01)
     start(self)
 speed.Speed.start_step = pause
-runpy.run_path(os.environ["TRAIN"], run_name="__main__")
 """
 # Stand-ins for the commands of SLURM. Both "nodes" are this machine.
 SRUN = """#!/bin/bash
@@ -207,7 +166,8 @@ if [ $1 = show ]; then echo localhost; echo localhost; else echo "$*" >> requeue
 @pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_slurm_job_is_requeued_after_its_warning_signal_and_continues(train, workdir):
-    for name, content in (("srun", SRUN), ("scontrol", SCONTROL), ("train.py", PAUSE_AT_STEP_10)):
+    write_train_script(PAUSE_AT_STEP_10).rename(workdir / "train.py")
+    for name, content in (("srun", SRUN), ("scontrol", SCONTROL)):
         (workdir / name).write_text(content)
         (workdir / name).chmod(0o755)
     words = [*TINY, *SINGLE, "train.steps=18", "eval.every=100", "checkpoint.every=100"]
@@ -215,7 +175,7 @@ def test_slurm_job_is_requeued_after_its_warning_signal_and_continues(train, wor
     slurm = {"SLURM_JOB_NODELIST": "n[1-2]", "SLURM_NNODES": "2", "SLURM_GPUS_ON_NODE": "1"}
     slurm |= {"SLURM_JOB_ID": str(os.getpid())}
     path = os.pathsep.join([str(workdir), str(Path(sys.executable).parent), os.environ["PATH"]])
-    environment = os.environ | slurm | {"PATH": path, "PYTHONPATH": str(ROOT), "TRAIN": str(ROOT / "train.py")}
+    environment = os.environ | slurm | {"PATH": path}
     job = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
     while job.poll() is None and not all((workdir / f"rank{rank}_waits").exists() for rank in (0, 1)):
         time.sleep(0.05)
@@ -225,8 +185,7 @@ def test_slurm_job_is_requeued_after_its_warning_signal_and_continues(train, wor
                 os.kill(int(variables.parent.name), signal.SIGUSR1)
     (workdir / "signaled").touch()
     _, err = job.communicate(timeout=600)
-    recorded = json.loads((workdir / "runs/a/summary.json").read_text())
-    assert (recorded["status"], recorded["step"]) == ("interrupted", 10), err
+    assert (summary("a")["status"], summary("a")["step"]) == ("interrupted", 10), err
     assert (workdir / "requeued").read_text() == f"requeue {os.getpid()}\n"
 
     again = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
@@ -235,21 +194,3 @@ def test_slurm_job_is_requeued_after_its_warning_signal_and_continues(train, wor
     assert (workdir / "requeued").read_text().count("requeue") == 1
     assert train(*words[len(TINY) :], "name=b") == 0
     assert_same_curve(metrics("a"), metrics("b"))
-
-
-def set_environment(monkeypatch, **changed: str | None):
-    variables = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
-    for name, value in (variables | changed).items():
-        monkeypatch.delenv(name, raising=False) if value is None else monkeypatch.setenv(name, value)
-
-
-def test_world_has_one_process_without_torchrun(monkeypatch):
-    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE"):
-        monkeypatch.delenv(name, raising=False)
-    single = Dist.from_environment()
-    assert single == Dist(0, 1, 0, 1)
-    assert single.all_reduce(True, 1.5, op="max") == [True, 1.5]
-    set_environment(monkeypatch)
-    fourth = Dist.from_environment()
-    assert fourth == Dist(3, 4, 1, 2)
-    assert not fourth.is_main

@@ -4,9 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from helpers import TINY, metrics
-
-from common.checkpoint_file import load_checkpoint
+from helpers import TINY, load, metrics, run_command
 
 FROM_A = ["train.init_from=run:a", "tokenizer=run", "tokenizer.run=a", "data.path=other.txt", "name=b"]
 
@@ -15,10 +13,6 @@ FROM_A = ["train.init_from=run:a", "tokenizer=run", "tokenizer.run=a", "data.pat
 def other(workdir):
     """A document with fewer distinct characters than text.txt. Built from it, the vocabulary would be smaller."""
     (workdir / "other.txt").write_text("The 7th line says no more.\n" * 60)
-
-
-def load(name: str, kind: str = "last") -> dict:
-    return load_checkpoint(Path(f"runs/{name}/checkpoints/{kind}.pt"))
 
 
 def test_finetuning_starts_from_the_best_weights_with_a_new_optimizer(train, other, sample, capsys):
@@ -48,8 +42,10 @@ def test_initial_weights_stay_the_best_if_training_makes_them_worse(trained, tra
     assert f"at step 0; last {losses[-1]:.4f}" in out
 
 
-def test_finetuning_resumes_without_the_initial_run(trained, train, other, workdir):
+def test_finetuning_resumes_without_the_initial_run_but_with_no_other(trained, train, other, workdir, capsys):
     assert train(*FROM_A) == 0
+    assert train("train.init_from=run:b", *FROM_A[1:], "train.steps=9") == 2
+    assert "train.init_from=run:a (now run:b)" in capsys.readouterr().err
     (workdir / "runs/a").rename(workdir / "runs/z")
     assert train(*FROM_A, "train.steps=9") == 0
     assert [row["step"] for row in metrics("b")] == list(range(10))
@@ -59,30 +55,17 @@ UNSUITABLE = [
     (["tokenizer=byte", "data.path=other.txt"], "set tokenizer=run tokenizer.run=a"),
     ([*FROM_A[1:4], "model.n_layer=1"], "has another model than this run; set model.n_layer=2"),
     ([*FROM_A[1:4], "train.init_from=run:none"], "run=none has no checkpoint"),
+    (["tokenizer=char"], "needs the tokenizer of these weights; set tokenizer=run tokenizer.run=a"),
+    (["tokenizer=byte", "train.init_from=run:last"], "set the name of a run"),
+    (["tokenizer=run", "tokenizer.run=last"], "set the name of a run"),
 ]
 
 
-@pytest.mark.parametrize(("settings", "message"), UNSUITABLE, ids=[message for _, message in UNSUITABLE])
-def test_unsuitable_initial_weights_are_refused(trained, train, other, capsys, settings, message):
-    assert train("train.init_from=run:a", "name=b", *settings) == 2
+@pytest.mark.parametrize(("settings", "message"), UNSUITABLE)
+def test_unsuitable_initial_weights_are_refused(trained, other, capsys, settings, message):
+    assert run_command("train", *TINY, "train.init_from=run:a", "name=b", *settings) == 2
     assert message in capsys.readouterr().err
     assert not Path("runs/b").exists()
-
-
-def test_init_from_requires_the_tokenizer_and_the_name_of_a_run(train, capsys):
-    with pytest.raises(SystemExit):
-        train("train.init_from=run:a", "tokenizer=char")
-    assert "needs the tokenizer of these weights; set tokenizer=run tokenizer.run=a" in capsys.readouterr().err
-    for words in (["train.init_from=run:last", "tokenizer=byte"], ["tokenizer=run", "tokenizer.run=last"]):
-        with pytest.raises(SystemExit):
-            train(*words)
-        assert "set the name of a run" in capsys.readouterr().err
-
-
-def test_resuming_with_other_initial_weights_is_refused(trained, train, other, capsys):
-    assert train(*FROM_A) == 0
-    assert train("train.init_from=run:b", *FROM_A[1:], "train.steps=9") == 2
-    assert "train.init_from=run:a (now run:b)" in capsys.readouterr().err
 
 
 def test_rotary_models_can_start_with_a_longer_context(trained, train, other):
@@ -102,7 +85,7 @@ def test_advice_for_a_short_text_works(train, workdir, capsys, position):
     assert {name for name in before if before[name].shape != after[name].shape} <= {"wpe.weight"}
 
 
-def test_mix_trains_and_a_changed_weight_is_refused(train, workdir, capsys):
+def test_mix_trains_and_a_changed_weight_is_refused(workdir, capsys):
     folder = workdir / "own/data"
     folder.mkdir(parents=True)
     (folder / "both.yaml").write_text(
@@ -110,15 +93,10 @@ def test_mix_trains_and_a_changed_weight_is_refused(train, workdir, capsys):
         "mix: {one: {path: text.txt, weight: 3}, two: {path: other.txt}}\n"
     )
     (workdir / "other.txt").write_text("Something else entirely.\n" * 60)
-    from common.process import run_main
-    from configs.cli import parse_config
-    from train import main
-
-    overrides = ["--config-dir", "own", *TINY[:-2], "data=both", "name=m"]
-    assert run_main(main, parse_config("train", "", overrides)) == 0
+    words = ["--config-dir", "own", *TINY[:-2], "data=both", "name=m"]
+    assert run_command("train", *words) == 0
     assert "both" in capsys.readouterr().out
-    with pytest.raises(SystemExit):
-        parse_config("train", "", [*overrides, "data.mix.two.pth=x"])
+    assert run_command("train", *words, "data.mix.two.pth=x") == 2
     assert "data.mix.two.pth: there is no such key" in capsys.readouterr().err
-    assert run_main(main, parse_config("train", "", [*overrides, "data.mix.two.weight=2", "train.steps=9"])) == 2
+    assert run_command("train", *words, "data.mix.two.weight=2", "train.steps=9") == 2
     assert "data.mix.two.weight=1.0 (now 2.0)" in capsys.readouterr().err

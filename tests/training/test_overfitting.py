@@ -3,9 +3,7 @@
 from pathlib import Path
 
 import pytest
-from helpers import metrics, summary
-
-from common.checkpoint_file import load_checkpoint
+from helpers import load, metrics, summary
 
 # A high learning rate on 300 characters: the model memorizes them within some steps.
 OVERFIT = ["data.path=short.txt", "eval.every=5", "eval.windows=null", "eval.sample.max_new_tokens=0"]
@@ -33,7 +31,7 @@ def test_overfitting_is_reported_once_and_recorded(short_text, train, capsys):
     assert summary("a")["best_step"] == best_step
     assert summary("a")["best_val_loss"] == recorded[best_step]
     assert f"best validation loss {recorded[best_step]:.4f}" in out
-    assert load_checkpoint(Path("runs/a/checkpoints/best.pt"))["step"] == best_step
+    assert load("a", "best")["step"] == best_step
 
 
 def test_patience_ends_the_run_and_a_larger_one_resumes_it(short_text, train, capsys):

@@ -1,6 +1,5 @@
 """Attention statistics of a training run: metrics, picture, and no effect on training."""
 
-import pytest
 from helpers import metrics, summary, untimed
 
 from model.attention.head_statistics import STATISTICS
@@ -8,9 +7,8 @@ from model.attention.head_statistics import STATISTICS
 HEADS = [f"/layer-{layer}/head-{head}" for layer in (1, 2) for head in (1, 2)]
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-def test_attention_statistics_do_not_change_training(train, workdir, dtype):
-    settings = [f"dtype={dtype}", "model.dropout=0.2", "optimizer=adamw"]
+def test_attention_statistics_do_not_change_training(train, workdir):
+    settings = ["dtype=bfloat16", "model.dropout=0.2", "optimizer=adamw"]
     assert train("name=a", "eval.attention_stats=true", *settings) == 0
     assert train("name=b", *settings) == 0
     rows, rows_without = untimed(metrics("a")), untimed(metrics("b"))

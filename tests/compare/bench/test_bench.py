@@ -11,11 +11,7 @@ from pathlib import Path
 
 import pytest
 from bench_helpers import COLUMNS
-from helpers import ROOT
-
-from bench import main
-from common.process import run_main
-from configs.cli import parse_config
+from helpers import ROOT, run_command
 
 TINY = "model.n_layer=1 model.n_embd=16 model.n_head=2 optimizer=adamw vocab_size=64 rounds=1 repeats=1 seconds=0.001 "
 TINY += "time_limit=300 wandb.mode=disabled block_sizes=[8] dtypes=[float32] name=x"
@@ -32,7 +28,7 @@ def bench(workdir, capsys):
     """bench("phases=[step]", ...) returns (exit code, the rows of attention.csv, the output)."""
 
     def run(*overrides: str) -> tuple[int, list[dict], str]:
-        code = run_main(main, parse_config("bench", "", override_tiny(*overrides)))
+        code = run_command("bench", *override_tiny(*overrides))
         return code, read_rows(), "".join(capsys.readouterr())
 
     return run
@@ -112,12 +108,9 @@ def test_ctrl_c_keeps_the_finished_rows(workdir):
     ],
 )
 def test_invalid_settings_are_refused_before_anything_is_written(override, advice, workdir, capsys):
-    try:
-        code = run_main(main, parse_config("bench", "", [override]))
-    except SystemExit as exit:
-        code = exit.code
+    assert run_command("bench", override) == 2
     printed = capsys.readouterr().err
-    assert code == 2 and override.split("=")[0] in printed and advice in printed and printed.count("\n") == 1
+    assert override.split("=")[0] in printed and advice in printed and printed.count("\n") == 1
     assert not (workdir / "runs").exists()
 
 

@@ -1,7 +1,6 @@
 """Sweeps with real processes: killed, refused and interrupted jobs, a failing launcher, and the files that remain."""
 
 import csv
-import json
 import os
 import re
 import signal
@@ -11,7 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
-from helpers import ROOT, TINY, metrics, untimed
+from helpers import ROOT, TINY, metrics, summary, untimed
 
 from common.run_dir import RunDir, read_summary
 from compare.sweep import jobs
@@ -60,10 +59,6 @@ def sweep(*overrides: str, **environment: str) -> subprocess.Popen:
     )
 
 
-def summary(job: str) -> dict:
-    return json.loads(Path(f"runs/sweeps/s/{job}/summary.json").read_text())
-
-
 def comparison() -> list[dict]:
     with open("runs/sweeps/s/comparison.csv") as f:
         return list(csv.DictReader(f))
@@ -79,7 +74,7 @@ def test_killed_interrupted_and_extended_sweep_runs_only_missing_jobs(train, wor
     assert process.returncode == 1, err
     assert "seed=1  failed: killed by SIGKILL (runs/sweeps/s/seed=1/train.log)  (1 to go" in out
     assert re.search(r"seed=2 +val loss", out)
-    assert (summary("seed=1")["status"], summary("seed=2")["status"]) == ("running", "finished")
+    assert (summary("sweeps/s/seed=1")["status"], summary("sweeps/s/seed=2")["status"]) == ("running", "finished")
     untouched = {path: path.stat().st_mtime for path in Path("runs/sweeps/s/seed=2").rglob("*")}
 
     process = sweep(*LONG, "seed=1,2,3", PYTHONPATH=site, SIGNAL_JOB="seed=3", SIGNAL="SIGINT")
@@ -87,8 +82,8 @@ def test_killed_interrupted_and_extended_sweep_runs_only_missing_jobs(train, wor
     assert process.returncode == 75, err
     assert "1 of them finished before" in out and "seed=3: stopping after this step, and saving" in out
     assert "resume with the same command and name=s" in err
-    assert (summary("seed=1")["status"], summary("seed=3")["status"]) == ("finished", "interrupted")
-    stopped = summary("seed=3")["step"]
+    assert (summary("sweeps/s/seed=1")["status"], summary("sweeps/s/seed=3")["status"]) == ("finished", "interrupted")
+    stopped = summary("sweeps/s/seed=3")["step"]
     assert 40 <= stopped < 60
 
     process = sweep(*LONG, "seed=1,2,3")
@@ -98,7 +93,8 @@ def test_killed_interrupted_and_extended_sweep_runs_only_missing_jobs(train, wor
     assert untouched == {path: path.stat().st_mtime for path in Path("runs/sweeps/s/seed=2").rglob("*")}
     assert {path.name for path in workdir.iterdir()} == {"text.txt", "data", "runs", "site"}
     (row,) = comparison()
-    assert float(row["val_loss"]) == pytest.approx(sum(summary(f"seed={n}")["last_val_loss"] for n in (1, 2, 3)) / 3)
+    losses = [summary(f"sweeps/s/seed={n}")["last_val_loss"] for n in (1, 2, 3)]
+    assert float(row["val_loss"]) == pytest.approx(sum(losses) / 3)
 
     assert train(*LONG, "name=alone", "seed=1") == 0  # the killed and resumed job has the losses of this separate run
     assert untimed(metrics("alone"))[-1] == pytest.approx(untimed(metrics("sweeps/s/seed=1"))[-1], abs=1e-4)
@@ -139,7 +135,8 @@ def test_refused_backend_is_a_row_and_wandb_has_the_group(workdir):
     assert list(rows) == ["attention=sdpa", "attention=flash"]
     assert refusal in rows["attention=flash"]["reason"]
     assert rows["attention=flash"]["val_loss"] == ""
-    assert float(rows["attention=sdpa"]["val_loss"]) == pytest.approx(summary("attention=sdpa")["last_val_loss"])
+    loss = summary("sweeps/s/attention=sdpa")["last_val_loss"]
+    assert float(rows["attention=sdpa"]["val_loss"]) == pytest.approx(loss)
     for name in ("comparison.png", "report.html", "sweep.json"):
         assert Path(f"runs/sweeps/s/{name}").exists()
 
@@ -159,7 +156,7 @@ def test_refused_backend_is_a_row_and_wandb_has_the_group(workdir):
     out, err = process.communicate(timeout=TIMEOUT_S)
     assert (process.returncode, out) == (2, "")
     assert "attention=sdpa was trained with optimizer.lr=0.01 (now 0.03); restore the old values, or set another" in err
-    assert summary("attention=sdpa")["status"] == "finished"
+    assert summary("sweeps/s/attention=sdpa")["status"] == "finished"
 
 
 @pytest.mark.slow

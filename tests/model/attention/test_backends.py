@@ -7,9 +7,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from attention_helpers import (
-    BOUNDS,
     CPU,
-    DEVICES,
     DTYPES,
     REQUEST,
     REQUEST_CUDA,
@@ -28,8 +26,6 @@ from torch.nn.attention import SDPBackend
 from model.attention import (
     BACKENDS,
     AttentionRequest,
-    attention_mask,
-    attention_weights,
     backends,
     cudnn,
     flash,
@@ -78,15 +74,6 @@ def test_naive_follows_the_definition(Tk, missing, heads, window, document_mask,
     )  # fmt: skip
     qkv, masks = random_qkv(request, seed), random_masks(request, seed)
     torch.testing.assert_close(naive(*qkv, **masks).double(), attention_by_loops(*qkv, **masks), atol=2e-6, rtol=1e-5)
-
-
-def test_weights_are_lower_triangular_and_rows_sum_to_one():
-    q, k, _ = random_qkv(replace(REQUEST, Tq=10, Tk=10, grad=False))
-    weights = attention_weights(q, k)
-    assert weights.shape == (2, 4, 10, 10)
-    assert (weights.triu(1) == 0).all()
-    torch.testing.assert_close(weights.sum(-1), torch.ones(2, 4, 10))
-    assert attention_mask(3, 5).tolist() == [[True] * 3 + [False] * 2, [True] * 4 + [False], [True] * 5]
 
 
 # Comparison with naive
@@ -139,15 +126,6 @@ def test_each_feature_works_or_is_refused(name, feature):
         compare_with_naive(name, request, seed=1)
 
 
-@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
-@pytest.mark.parametrize("name", ON_CPU)
-def test_backend_is_close_to_float64_but_not_equal(name, dtype):
-    request = replace(REQUEST, Tq=257, Tk=257, G=4, D=64, Dv=64, dtype=DTYPES[dtype], grad=False)
-    q, k, v = random_qkv(request)
-    error = (BACKENDS[name].attend(q, k, v).double() - naive(q.double(), k.double(), v.double())).abs().max()
-    assert 0 < error < BOUNDS["cpu"][dtype][0]
-
-
 @pytest.mark.parametrize("name", [name for name in ON_CPU if BACKENDS[name].on["cpu"].gradients])
 def test_backend_is_causal_by_gradient(name):
     """Output i depends on every key and value up to i, and on no later one."""
@@ -160,16 +138,6 @@ def test_backend_is_causal_by_gradient(name):
             first = 1 if i == 0 and gradient is dk else 0  # a single key always has weight one
             assert reached[first : i + 1].all()
             assert not reached[i + 1 :].any()
-
-
-@pytest.mark.parametrize("name", ON_CPU)
-def test_backend_is_causal_by_changing_future_values(name):
-    q, k, v = random_qkv(replace(REQUEST, B=1, Tq=6, Tk=6, G=4, grad=False))
-    y = BACKENDS[name].attend(q, k, v)
-    for i in range(5):
-        other = torch.cat((v[:, : i + 1], v[:, i + 1 :] + 1), dim=1)
-        changed = (BACKENDS[name].attend(q, k, other) != y).any(dim=-1).any(dim=-1)[0]
-        assert not changed[: i + 1].any() and changed[i + 1 :].all()
 
 
 @pytest.mark.parametrize(
@@ -188,20 +156,6 @@ def test_dropout_keeps_the_mean(device, config):
     outputs = torch.stack([attend(q, k, torch.ones_like(v), dropout_p=0.25).float() for _ in range(50)])
     assert abs(outputs.mean() - 1) < 0.03
     assert outputs.std() > 0.01, "nothing was dropped"
-
-
-@pytest.mark.parametrize("device", DEVICES)
-def test_activation_memory_grows_linearly_with_flash_and_quadratically_with_naive(device):
-    def saved_elements(name: str, T: int) -> int:
-        """Elements that the forward pass stores for the backward pass."""
-        sizes = []
-        q, k, v = random_qkv(replace(REQUEST_CUDA, B=1, Tq=T, Tk=T, D=16, Dv=16, device=device))
-        with torch.autograd.graph.saved_tensors_hooks(lambda x: sizes.append(x.numel()) or x, lambda x: x):
-            BACKENDS[name].attend(q, k, v).sum().backward()
-        return sum(sizes)
-
-    growth = {name: saved_elements(name, 1024) / saved_elements(name, 256) for name in ("naive", "flash")}
-    assert 3 < growth["flash"] < 6 and 12 < growth["naive"] < 20
 
 
 # Single backends
@@ -259,6 +213,7 @@ def test_masks_of_flex_are_right_for_positions_and_documents(window, document_ma
         torch.testing.assert_close(flex(*qkv, **masks), naive(*qkv, **masks), atol=2e-6, rtol=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.compiles
 def test_compiled_flex_agrees_with_naive_and_is_the_kernel_that_runs():
     request = replace(REQUEST, Tq=140, Tk=140, G=1, D=16, Dv=32, grad=False, window=20)

@@ -5,7 +5,6 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
-from functools import partial
 from pathlib import Path
 
 import pytest
@@ -115,13 +114,6 @@ def test_all_variants_are_attention_functions():
     assert variants["sdpa:math"].kernels == ["math"] and variants["flash:FA3"].flash_package == "FA3"
 
 
-def test_kernels_are_passed_to_the_function():
-    q, k, v = random_qkv(REQUEST)
-    attend = get_attention_fn(choose("sdpa", kernels=["math"]))
-    torch.testing.assert_close(attend(q, k, v), sdpa(q, k, v), atol=2e-6, rtol=1e-5)
-    assert isinstance(attend, partial) and attend.keywords == {"kernels": ("math",)}
-
-
 @pytest.mark.parametrize(("config", "message"), [
     (choose("nave"), "attention.backend=nave is unknown; set one of naive, sdpa"),
     (choose("naive", kernels=["math"]), r"kernels=\[math\] does not apply to attention=naive; .* or attention=sdpa$"),
@@ -176,12 +168,9 @@ def test_model_is_refused_if_one_of_its_layers_is_refused():
 )
 def test_model_with_windows_resolves_to_the_kernels_of_its_layers(device, case):
     kernels, resolved = case
-    assert resolve_windows(choose("sdpa", kernels), device).resolved == resolved
-
-
-def resolve_windows(config, device) -> ResolvedAttention:
     model = GPTConfig(**GROUPED | dict(n_kv_head=None, n_embd=256, block_size=128, window=[32, None]))
-    return resolve_model(config, model, B=2, dtype=torch.bfloat16, device=device, grad=True)
+    options = dict(B=2, dtype=torch.bfloat16, device=device, grad=True)
+    assert resolve_model(choose("sdpa", kernels), model, **options).resolved == resolved
 
 
 @pytest.mark.slow
@@ -251,13 +240,7 @@ def test_resolved_kernel_runs_when_compiled_with_any_compile_cache(tmp_path):
 
 def test_attention_settings_are_part_of_the_compile_cache_key():
     before, tags = torch.compiler.config.cache_key_tag, set()
-    variants = [
-        choose("naive"),
-        choose("flash"),
-        choose("sdpa"),
-        choose("sdpa", ["math"]),
-        choose("flash", None, "FA3"),
-    ]
+    variants = all_variants().values()
     with restored_compile_settings():
         for config in variants:
             pin_kernel_under_compile(config)

@@ -37,23 +37,27 @@ def load_in_transformers(content: dict, tensors: dict[str, torch.Tensor]) -> tor
     return model.eval()
 
 
-def load_here(config: transformers.PretrainedConfig, tensors: dict[str, torch.Tensor]) -> GPT:
-    ours = from_config_json(config.to_dict(), "config.json")
-    return GPT(ours, V, naive, weights=import_weights(tensors, ours, V)).eval()
-
-
-@torch.no_grad()
 @pytest.mark.parametrize("settings", EXPORTABLE)
-def test_exported_model_has_the_same_logits_in_transformers_and_returns_unchanged(settings):
-    model = make_model(settings, V).eval()
+def test_exported_model_computes_the_same_in_transformers_and_returns_unchanged(settings):
+    """Compares logits, loss and gradients."""
+    model = make_model(settings, V)
     for p in model.parameters():  # also biases and norms
         torch.nn.init.normal_(p, std=0.3)
     model_type = find_architecture(model.config, "run")
     content = to_config_json(model.config, model_type)
     tensors = export_weights(model.state_dict(), model.config, model_type, V)
-    exported = load_in_transformers(content, tensors)
+    exported, tokens = load_in_transformers(content, tensors), random_tokens()
     assert [type(exported).__name__] == content["architectures"]
-    torch.testing.assert_close(exported(random_tokens()).logits, model(random_tokens()), atol=1e-5, rtol=1e-5)
+    expected = exported(tokens, labels=tokens)
+    torch.testing.assert_close(model(tokens), expected.logits, atol=1e-5, rtol=1e-5)
+    loss = model(tokens[:, :-1], tokens[:, 1:])
+    torch.testing.assert_close(loss, expected.loss, atol=1e-5, rtol=1e-5)
+    loss.backward()
+    expected.loss.backward()
+    gradients = export_weights({name: p.grad for name, p in model.named_parameters()}, model.config, model_type, V)
+    for name, p in exported.named_parameters():
+        if model.config.bias or not name.endswith("bias"):  # GPT-2 of transformers always has biases
+            torch.testing.assert_close(gradients[name], p.grad, atol=1e-5, rtol=1e-3)
 
     config = from_config_json(content, "config.json")
     weights = import_weights(tensors, config, V)
@@ -63,31 +67,24 @@ def test_exported_model_has_the_same_logits_in_transformers_and_returns_unchange
     assert [getattr(config, key) for key in same] == [getattr(model.config, key) for key in same]
 
 
+THEIR_GPT2 = transformers.GPT2Config(n_layer=2, n_head=4, n_embd=32, n_positions=24, vocab_size=V)
+THEIR_LLAMA = transformers.LlamaConfig(
+    num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, hidden_size=32, intermediate_size=40,
+    max_position_embeddings=24, vocab_size=V, rms_norm_eps=1e-5,
+)  # fmt: skip
+
+
 @torch.no_grad()
-@pytest.mark.parametrize("prefix", ["transformer.", ""])  # OpenAI's files have no prefix, and contain the causal mask
-def test_gpt2_of_transformers_has_the_same_logits_here(prefix):
-    theirs = transformers.GPT2LMHeadModel(
-        transformers.GPT2Config(n_layer=2, n_head=4, n_embd=32, n_positions=24, vocab_size=V)
-    ).eval()
+@pytest.mark.parametrize(("config", "prefix"), [(THEIR_GPT2, "transformer."), (THEIR_GPT2, ""), (THEIR_LLAMA, "")])
+def test_model_of_transformers_has_the_same_logits_here(config, prefix):
+    theirs = transformers.AutoModelForCausalLM.from_config(config).eval()
     for p in theirs.parameters():
         torch.nn.init.normal_(p, std=0.3)
     tensors = {name.replace("transformer.", prefix): tensor for name, tensor in theirs.state_dict().items()}
-    tensors[f"{prefix}h.0.attn.bias"] = torch.ones(1, 1, 24, 24)
-    logits = load_here(theirs.config, tensors)(random_tokens())
-    torch.testing.assert_close(logits, theirs(random_tokens()).logits, atol=1e-5, rtol=1e-5)
-
-
-@torch.no_grad()
-def test_llama_of_transformers_has_the_same_logits_here():
-    config = transformers.LlamaConfig(
-        num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, hidden_size=32, intermediate_size=40,
-        max_position_embeddings=24, vocab_size=V, rms_norm_eps=1e-5,
-    )  # fmt: skip
-    theirs = transformers.LlamaForCausalLM(config).eval()
-    for p in theirs.parameters():
-        torch.nn.init.normal_(p, std=0.3)
-    logits = load_here(config, theirs.state_dict())(random_tokens())
-    torch.testing.assert_close(logits, theirs(random_tokens()).logits, atol=1e-5, rtol=1e-5)
+    tensors[f"{prefix}h.0.attn.bias"] = torch.ones(1, 1, 24, 24)  # OpenAI's files have the causal mask, and no prefix
+    ours = from_config_json(config.to_dict(), "config.json")
+    model = GPT(ours, V, naive, weights=import_weights(tensors, ours, V)).eval()
+    torch.testing.assert_close(model(random_tokens()), theirs(random_tokens()).logits, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
