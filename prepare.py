@@ -2,7 +2,7 @@
 
     python prepare.py                                     the default: Python's standard library
     python prepare.py data=text data.path=mybook.txt tokenizer=char
-    python prepare.py data=text data.path=articles/ tokenizer.vocab_size=8192 inspect=true
+    python prepare.py data=text data.path=articles/ tokenizer.vocab_size=8192
     python prepare.py data=hub data.repo=roneneldan/TinyStories tokenizer=gpt2
 
 most used keys:
@@ -10,8 +10,6 @@ most used keys:
   data.text_column=NAME     the column of a table that contains the text
   data.val_fraction=X       the fraction to hold out; or data.val_documents=N or data.val_path=PATH
   tokenizer.vocab_size=N    maximum number of tokens of a trained vocabulary
-  inspect=true              print sizes and samples of tokenized text
-  verify=true               compare all token files with their SHA-256
 """
 
 if __name__ == "__main__":  # before the slow imports below, so that a typo is reported immediately
@@ -20,11 +18,13 @@ if __name__ == "__main__":  # before the slow imports below, so that a typo is r
     config = parse_config("prepare", __doc__)
 
 
+from common.console import format_si, pluralize
 from common.process import run_process
 from data.config import PrepareConfig
-from data.inspect import inspect, summary_line
-from data.prepare import prepare
-from data.shards import verify
+from data.prepare import PreparedData, prepare
+from data.tokenizer import token_strings
+
+SAMPLE_TOKENS = 20
 
 
 def main(config: PrepareConfig) -> int:
@@ -34,10 +34,20 @@ def main(config: PrepareConfig) -> int:
 
         spec = load_run_tokenizer(config.tokenizer.run)
     prepared = prepare(config.data, config.tokenizer, block_size=1, spec=spec)
-    if config.verify:
-        print(verify(prepared))
-    print(inspect(prepared) if config.inspect else summary_line(prepared))
+    print(describe(prepared))
     return 0
+
+
+def describe(prepared: PreparedData) -> str:
+    """The folder, and the size and the first tokens of each split."""
+    meta, tokenizer = prepared.meta, prepared.tokenizer
+    lines = [f"{prepared.folder}: {meta['tokenizer']['name']} vocabulary of {meta['vocab_size']:,}"]
+    for split, tokens in (("train", prepared.train[0]), ("val", prepared.val)):
+        ids = [max(i, ~i) for i in tokens[:SAMPLE_TOKENS].tolist()]  # ~i: a token of a prompt
+        sample = "│".join(repr(string)[1:-1] for string in token_strings(tokenizer, ids))
+        counts = f"{meta['tokens'][split]:,} tokens, {pluralize(meta['documents'][split], 'document')}"
+        lines.append(f"{split:5} {counts}, {format_si(meta['bytes'][split], 'B')} of text: {sample}")
+    return "\n".join(lines)
 
 
 if __name__ == "__main__":

@@ -34,7 +34,7 @@ from functools import partial
 import torch
 
 from common.process import run_process
-from data.loader import Loader, micro_batch_starts, prefetch
+from data.loader import Loader
 from data.prepare import prepare
 from model.activation_checkpointing import checkpoint_activations
 from model.attention import get_attention_fn
@@ -64,7 +64,7 @@ def main(config: RunConfig) -> int:
     # data
     tokenizer_spec = load_run_tokenizer(config.tokenizer.run, config.name)
     data = prepare(config.data, config.tokenizer, config.model.block_size, tokenizer_spec)
-    dist.require_equal(data.identity, SAME_DATA)
+    dist.require_equal(str(data.folder), SAME_DATA)
     tokenizer = data.tokenizer
     loader = Loader(data, config.model.block_size, config.seed, device, config.data.document_mask)
 
@@ -88,8 +88,6 @@ def main(config: RunConfig) -> int:
         observers = stack.enter_context(Observers(config, runtime, run, state))
         evaluator = Evaluator(config, runtime, model, wrapped_model, loader, tokenizer, micro.size, run.folder, stop)
         checkpoints = CheckpointWriter(config.checkpoint, run, state, header, observers.flush, state.step)
-        starts = micro_batch_starts(state.step, config.train.batch_size, micro.size, dist.rank, dist.world_size)
-        batches = prefetch(loader, starts, micro.size)
 
         # evaluate the initial weights, or repeat the evaluation that a signal has stopped
         if state.unlogged or (state.step == 0 and config.eval.initial):
@@ -104,11 +102,13 @@ def main(config: RunConfig) -> int:
 
             # forward and backward, accumulating gradients over micro batches
             # divide by the targets of the whole step: micro batches may contain different numbers of them
-            num_targets = loader.count_targets(state.step * config.train.batch_size, config.train.batch_size)
+            first = state.step * config.train.batch_size  # sequence of this step
+            num_targets = loader.count_targets(first, config.train.batch_size)
+            first += dist.rank * micro.size * micro.count  # first sequence of this process
             loss = torch.zeros((), device=device)
             for i in range(micro.count):
                 with observers.phase("data"):
-                    x, y, doc_ids = next(batches)
+                    x, y, doc_ids = loader.batch("train", first + i * micro.size, micro.size)
                 seed_device(device, config.seed, state.step, i, dist.rank)  # dropout
                 parallel.sync_gradients(wrapped_model, enabled=i == micro.count - 1)
                 with observers.phase("forward"), runtime.autocast():

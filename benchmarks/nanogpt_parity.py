@@ -22,7 +22,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from configs.cli import parse_config  # noqa: E402
-from data.tokenizer import Corpus, build_tokenizer, encode  # noqa: E402
+from data.tokenizer import build_tokenizer, encode  # noqa: E402
 from model.attention import get_attention_fn  # noqa: E402
 from model.gpt import GPT  # noqa: E402
 from training.config import AdamWConfig, RunConfig  # noqa: E402
@@ -67,7 +67,7 @@ def compare_losses(theirs: ModuleType, text: Path, steps: int, bias: bool) -> fl
         "experiment=shakespeare_char_cpu", f"data.path={text}", f"model.bias={str(bias).lower()}",
     ])  # fmt: skip
     document = text.read_text(encoding="utf-8")
-    tokenizer = build_tokenizer(Corpus([document], has_several_documents=False), config.tokenizer)
+    tokenizer = build_tokenizer(config.tokenizer, [document], has_several_documents=False)
     tokens = torch.from_numpy(encode(tokenizer, document).astype("int64"))
     shape = {
         key: getattr(config.model, key) for key in ("n_layer", "n_head", "n_embd", "block_size", "dropout", "bias")

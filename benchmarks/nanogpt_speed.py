@@ -40,7 +40,7 @@ ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT))
 
 from data.loader import Loader  # noqa: E402
-from data.shards import PreparedData  # noqa: E402
+from data.prepare import PreparedData  # noqa: E402
 
 SMALL_MODEL = ["--block_size=64", "--batch_size=12", "--n_layer=4", "--n_head=4", "--n_embd=128", "--dropout=0.0"]
 WARMUP_STEPS = 10  # excluded from step times
@@ -117,7 +117,9 @@ def share_tokens(work: Path, nanogpt: Path, arguments: argparse.Namespace) -> Pr
     prepared = PreparedData(meta.parent, json.loads(meta.read_text()))
     for dataset in ("shakespeare_char", "openwebtext"):
         folder = nanogpt / "data" / dataset
-        shutil.copytree(meta.parent, folder, dirs_exist_ok=True)
+        folder.mkdir(parents=True, exist_ok=True)
+        for split, tokens in (("train", prepared.train[0]), ("val", prepared.val)):
+            tokens[:].tofile(folder / f"{split}.bin")
         if tokenizer == "char":
             (folder / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": prepared.tokenizer.n_vocab}))
     return prepared

@@ -125,7 +125,7 @@ def train_nanogpt(work: Path, text: Path, arguments: argparse.Namespace) -> floa
     prepared = share_tokens(work / "char", nanogpt, argparse.Namespace(recipe="shakespeare_char_cpu", text=text))
     run_python(nanogpt, "train.py", *RECIPES["shakespeare_char_cpu"].nanogpt, *NANOGPT_STEPS)
     loss, loader = compute_checkpoint_loss(nanogpt, prepared), Loader(prepared, 64, seed=0)
-    targets = loader.tokens["val"][1:].astype(int)
+    targets = loader.val[1:].astype(int)
     return loss * len(targets) / token_bytes(prepared.tokenizer)[targets].sum() / log(2)
 
 

@@ -11,7 +11,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from common.errors import UserError
 from common.settings import check, format_value
-from data.sources import estimate_text_bytes, resolve_sources
+from data.sources import resolve_sources
 
 SIZES = {"20kB": 2e4, "100kB": 1e5, "300kB": 3e5, "1MB": 1e6, "3MB": 3e6, "10MB": 1e7}  # bytes of training text
 PRESETS = {
@@ -52,10 +52,10 @@ def select_preset(config: DictConfig) -> str | None:
     try:
         data: Any = OmegaConf.to_object(config.data)
         check(data, "data")
-        size = estimate_text_bytes(resolve_sources(data)) or max(SIZES.values())
+        sizes = [source.text_bytes or max(SIZES.values()) for source in resolve_sources(data)]
     except UserError:  # check() reports it later, after all errors of keys and types
         return "10MB"
-    return min(SIZES, key=lambda name: abs(log(SIZES[name] / max(1, size))))
+    return min(SIZES, key=lambda name: abs(log(SIZES[name] / max(1, sum(sizes)))))
 
 
 OmegaConf.register_new_resolver("preset", preset_value, replace=True)

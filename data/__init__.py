@@ -1,5 +1,3 @@
 """Data: prepare.py converts text to token files, loader.py reads batches from them."""
 
-from data.config import DataConfig, TokenizerConfig
-
-__all__ = ["DataConfig", "TokenizerConfig"]
+from data.config import DataConfig, TokenizerConfig, python_stdlib

@@ -11,10 +11,8 @@ import numpy as np
 import tiktoken
 
 MARK = "\x1e"  # a control character: one byte, so that marked text stays compact
-ASCII_SPACES = b"\t\n\v\f\r "
-IS_SPACE = np.isin(np.arange(256), list(ASCII_SPACES))  # by UTF-8 byte
-# All other characters that \s matches in Rust.
-OTHER_SPACES = re.compile("[\x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]")
+SPACES = b"\t\n\v\f\r "
+OTHER_SPACES = re.compile("[\x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]")  # also matched by Rust's \s
 
 
 def remove_lookahead(pattern: str) -> str | None:
@@ -24,41 +22,36 @@ def remove_lookahead(pattern: str) -> str | None:
     """
     head, lookahead, tail = pattern.rpartition(r"\s+(?!\S)|")
     head = re.sub(r"([+*?]|\{\d+,?\d*\})\+", r"\1", head.replace(r"\s++$|", ""))
-    if not lookahead or tail not in (r"\s", r"\s+") or re.search(r"\(\?[=!<>]", head):
-        return None
-    return head + r"\s+"
+    is_supported = lookahead and tail in (r"\s", r"\s+") and not re.search(r"\(\?[=!<>]", head)
+    return head + r"\s+" if is_supported else None
 
 
 class FastBPE:
-    """Encodes text as `tokenizer` does, but faster. pattern: the tokenizer's pattern after remove_lookahead."""
+    """Encodes text as a tokenizer does, but faster. pattern: the tokenizer's pattern after remove_lookahead."""
 
     @classmethod
     def from_tokenizer(cls, tokenizer: tiktoken.Encoding) -> "FastBPE | None":
-        """Returns None if the tokenizer's pattern is not supported."""
         pattern = remove_lookahead(tokenizer._pat_str)
         return None if pattern is None else cls(tokenizer, pattern)
 
     def __init__(self, tokenizer: tiktoken.Encoding, pattern: str):
-        self.tokenizer, self.mark_id = tokenizer, tokenizer.n_vocab
+        self.tokenizer, self.mark_id, ranks = tokenizer, tokenizer.n_vocab, tokenizer._mergeable_ranks
         self.fast = tiktoken.Encoding(
-            f"{tokenizer.name} without lookahead",
-            pat_str=pattern,
-            mergeable_ranks=tokenizer._mergeable_ranks,
-            special_tokens={MARK: self.mark_id},
+            "fast", pat_str=pattern, mergeable_ranks=ranks, special_tokens={MARK: self.mark_id}
         )
+        self.is_space = np.isin(np.arange(256), list(SPACES))  # by UTF-8 byte
         # If the pattern matches spaces up to a line end as one piece, a line end is never part of the next word.
-        joins_word = ASCII_SPACES.translate(None, b"\r\n") if r"\s*[\r\n]" in pattern else ASCII_SPACES
-        self.joins_word = np.isin(np.arange(256), list(joins_word))
+        self.joins_word = self.is_space & ~(np.isin(np.arange(256), list(b"\r\n")) & (r"\s*[\r\n]" in pattern))
 
     def encode(self, text: str) -> np.ndarray:
-        """The ids of `text`, (n,) uint32. Raises the exceptions of tiktoken."""
+        """The ids of a text, (n,) uint32. Raises the exceptions of tiktoken."""
         trailing = text[len(text.rstrip()) :]
         # Without its \s++$, the pattern would divide spaces at the end of the text after a line end.
         splits_trailing = ("\n" in trailing or "\r" in trailing) and trailing[-1] not in "\r\n"
-        if MARK in text or splits_trailing or (not text.isascii() and OTHER_SPACES.search(text)):
+        if len(text) < 1000 or MARK in text or splits_trailing or (not text.isascii() and OTHER_SPACES.search(text)):
             return self.tokenizer.encode_to_numpy(text, disallowed_special=())
         raw = np.frombuffer(text.encode(), dtype=np.uint8)
-        is_space = IS_SPACE[raw]
+        is_space = self.is_space[raw]
         # positions before the last of several spaces, if a word follows
         marks = np.flatnonzero(is_space[:-2] & self.joins_word[raw[1:-1]] & ~is_space[2:]) + 1
         marked = np.insert(raw, marks, ord(MARK)).tobytes().decode()

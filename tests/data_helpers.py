@@ -1,9 +1,9 @@
-"""Configs, table writers and readers of prepared data for the tests of data/."""
+"""Configs, writers of input files, and readers of prepared data, for the tests of data/."""
 
 import csv
 import gzip
+import io
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -11,18 +11,15 @@ import pyarrow as pa
 import pyarrow.parquet as pq
 import tiktoken
 import zstandard
-from helpers import BYTE, TEXT_SOURCE
+from helpers import BYTE
 from hypothesis import strategies as st
 
 from data.config import DataConfig, TokenizerConfig
-from data.prepare import prepare
+from data.prepare import PreparedData, prepare
 from data.readers import read_documents
-from data.shards import PreparedData
 from data.sources import resolve_sources
-from data.tokenizer import Corpus, build_tokenizer, end_of_text
+from data.tokenizer import build_tokenizer, end_of_text
 
-STDLIB = replace(TEXT_SOURCE, name="python_stdlib", source="python_stdlib", path=None)
-HUB = replace(TEXT_SOURCE, source="hub", path=None, repo="some/texts", split="train", revision="refs/convert/parquet")
 GPT4 = (  # the patterns of cl100k_base and o200k_base in tiktoken 0.14
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]"
     r"|\s+(?!\S)|\s",
@@ -32,56 +29,36 @@ GPT4 = (  # the patterns of cl100k_base and o200k_base in tiktoken 0.14
 )
 GPT2S = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 UNUSUAL_TEXTS = [
-    "",
-    "emoji 😀 and 👩‍👩‍👧",
-    "Windows\r\nlines\rand old Macs",
-    "NUL \x00 bytes \x00\x00",
-    "NA",
-    "null",
-    "007",
-    '"quoted", text',
-    " spaces ",
-    "\n",
-    "<|endoftext|> is text",
-    "\u2028\x85\x0c\x1a",
-    "e\u0301",
-    "\ufeff in between",
-]
+    "", "emoji 😀, 👩\u200d👧", "Windows\r\nlines\rand old Macs", "NUL \x00 bytes \x00\x00", "NA", "null", "2024-01-01",
+    " spaces ", '"quoted", text', "\n", "<|endoftext|> is text", "\u2028\x85\x0c\x1a", "e\u0301", "\ufeff in between",
+]  # fmt: skip
 any_text = st.one_of(st.text(st.characters(exclude_categories=["Cs"]), max_size=60), st.sampled_from(UNUSUAL_TEXTS))
-some_documents = st.lists(any_text, max_size=8).map(lambda texts: ["the first text", *texts, "the last text"])
 
 
-def prepare_text(config: DataConfig, tokenizer: TokenizerConfig = BYTE, block_size: int = 16) -> PreparedData:
+def mix(**sources: DataConfig) -> DataConfig:
+    return DataConfig(name="mix", source="mix", mix=sources)
+
+
+def prepare_data(config: DataConfig, tokenizer: TokenizerConfig = BYTE, block_size: int = 16) -> PreparedData:
     return prepare(config, tokenizer, block_size)
 
 
-def load_documents(config: DataConfig) -> list[str]:
-    return ["".join(document) for document in read_documents(resolve_sources(config))]
+def load_documents(path: str | list[str], **settings) -> list[str]:
+    return [text for _, text in read_documents(resolve_sources(DataConfig(path=path, **settings)))]
 
 
 def build(documents: list[str], config: TokenizerConfig) -> tiktoken.Encoding:
-    """A tokenizer built from the documents."""
-    return build_tokenizer(Corpus(documents, has_several_documents=len(documents) > 1), config)
+    return build_tokenizer(config, documents, has_several_documents=len(documents) > 1)
 
 
-def make_mix(**changed) -> DataConfig:
-    """The values of configs/data/mix.yaml, with changes."""
-    mix = {"name": "mix", "path": None, "source": "mix", "text_column": None, "val_fraction": None}
-    return replace(TEXT_SOURCE, **mix | changed)
-
-
-def decode_documents(prepared: PreparedData) -> list[str]:
-    """Decode the documents of both splits. Every document must end with an end-of-text token."""
-    ids = np.concatenate([prepared.tokens(split)[:] for split in ("train", "val")])
-    ends = np.flatnonzero(ids == end_of_text(prepared.tokenizer))
-    assert ends[-1] == len(ids) - 1
-    return [prepared.tokenizer.decode(part[:-1].tolist()) for part in np.split(ids, ends + 1)[:-1]]
+def read_ids(prepared: PreparedData, split: str) -> list[int]:
+    return np.concatenate([t[:] for t in (prepared.train if split == "train" else [prepared.val])]).tolist()
 
 
 def decode_split(prepared: PreparedData, split: str) -> str:
     """The text of a split without end-of-text tokens."""
     end = end_of_text(prepared.tokenizer)
-    return prepared.tokenizer.decode([i for i in prepared.tokens(split)[:].tolist() if i != end])
+    return prepared.tokenizer.decode([i for i in read_ids(prepared, split) if i != end])
 
 
 def prepared_folders() -> list[Path]:
@@ -89,25 +66,33 @@ def prepared_folders() -> list[Path]:
     return list(Path("data/prepared").glob("[!.]*/"))
 
 
-def write_parquet(path: Path, documents: list[str]) -> None:
-    pq.write_table(pa.table({"id": range(len(documents)), "text": documents}), path)
+def write_file(path: str, content: str | bytes) -> str:
+    """Write a file, compressed if its name says so. Returns its path."""
+    content = content.encode() if isinstance(content, str) else content
+    compress = {".gz": gzip.compress, ".zst": zstandard.compress}.get(Path(path).suffix, bytes)
+    Path(path).parent.mkdir(parents=True, exist_ok=True)
+    Path(path).write_bytes(compress(content))
+    return path
 
 
-def write_jsonl(path: Path, documents: list[str]) -> None:
-    lines = [json.dumps({"text": text, "n": n}, ensure_ascii=n % 2 == 0) + "\n" for n, text in enumerate(documents)]
-    path.write_text("".join(lines), encoding="utf-8", newline="")
+def write_table(path: str, **columns: list) -> str:
+    """Write a .parquet, .csv or .jsonl file. Returns its path."""
+    out, rows = io.StringIO(newline=""), list(zip(*columns.values(), strict=True))
+    if path.endswith(".parquet"):
+        pq.write_table(pa.table(columns), write_file(path, ""), row_group_size=13)
+        return path
+    if ".csv" in path:
+        csv.writer(out).writerows([list(columns), *rows])
+    else:
+        for n, row in enumerate(rows):
+            out.write(json.dumps(dict(zip(columns, row, strict=True)), ensure_ascii=n % 2 == 0) + "\n")
+    return write_file(path, out.getvalue())
 
 
-def write_csv(path: Path, documents: list[str]) -> None:
-    with open(path, "w", encoding="utf-8", newline="") as file:
-        csv.writer(file).writerows([["n", "text"], *enumerate(documents)])
-
-
-def write_compressed(path: Path) -> None:
-    """Add <path>.gz and <path>.zst."""
-    raw = path.read_bytes()
-    Path(f"{path}.gz").write_bytes(gzip.compress(raw))
-    Path(f"{path}.zst").write_bytes(zstandard.compress(raw))
-
-
-TABLE_WRITERS = {"parquet": write_parquet, "jsonl": write_jsonl, "csv": write_csv}
+def write_documents(path: str, documents: list[str]) -> str:
+    """Write a table, or one text file per document if path has an asterisk. Returns the path."""
+    if "*" not in path:
+        return write_table(path, n=list(range(len(documents))), text=documents)
+    for n, text in enumerate(documents):
+        write_file(path.replace("*", str(n)), text)
+    return path

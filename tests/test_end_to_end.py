@@ -22,7 +22,6 @@ from helpers import ROOT, TINY, file_size_limit, load, metrics, summary, untimed
 from common.errors import UserError, printable
 from common.run_dir import find_checkpoint
 from data import tokenizer
-from data.prepare import PreparedData, read_meta
 from model import GPTConfig
 from model.attention import naive
 from model.gpt import GPT
@@ -78,6 +77,7 @@ def test_run_folder_contains_the_documented_files_and_keys(train, workdir, capsy
     assert f"best validation loss {recorded['best_val_loss']:.4f}" in out
     assert "python sample.py run=a" in out
     assert "attention sdpa -> flash" in out
+    assert f"step 6/6  loss {rows[-1]['train/loss']:.3f}" in out
 
 
 def test_initial_evaluation_can_be_skipped(train):
@@ -92,8 +92,7 @@ def test_validation_loss_counts_each_target_once(train, workdir):
     saved = load("a", "last")
     model = GPT(GPTConfig(**saved["model_config"]), saved["vocab_size"], naive)
     model.load_state_dict(saved["model"])
-    folder = Path(summary("a")["data"])
-    tokens = PreparedData(folder, read_meta(folder)).val[:].astype(np.int64)
+    tokens = np.fromfile(next(workdir.glob("data/prepared/*/val.bin")), dtype=np.uint16).astype(np.int64)
     T, nats = 16, []
     for start_of_window in range(0, len(tokens) - 1, T):
         begin = min(start_of_window, len(tokens) - 1 - T)

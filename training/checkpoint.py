@@ -166,7 +166,7 @@ def make_checkpoint_header(config: RunConfig, meta: dict) -> dict:
     """The part of a checkpoint that is constant in a run. meta: meta.json of the data."""
     model = asdict(config.model)
     identity = {f"model.{key}": value for key, value in model.items() if key not in ("name", "dropout")} | {
-        "data.name": meta["source"]["name"], "data": meta["fingerprint"],
+        "data.name": meta["name"], "data": meta["fingerprint"],
         "data.document_mask": config.data.document_mask,
         **{f"data.mix.{name}.weight": part.weight for name, part in config.data.mix.items()},
         "tokenizer.name": config.tokenizer.name, "vocabulary": meta["vocab_size"],

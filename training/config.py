@@ -11,7 +11,7 @@ from typing import Any
 from common.errors import UserError
 from common.run_dir import check_name, check_path_component
 from common.settings import Rule, setting
-from data import DataConfig, TokenizerConfig
+from data import DataConfig, TokenizerConfig, python_stdlib
 from data.sources import resolve_sources
 from model import AttentionConfig, GPTConfig, SamplingConfig
 from training.schedule import ScheduleConfig
@@ -180,7 +180,7 @@ class RunConfig:
     preset: str | None = None  # the preset that has set values for the amount of text (configs/preset.py)
     model: GPTConfig = field(default_factory=GPTConfig)
     attention: AttentionConfig = field(default_factory=AttentionConfig)
-    data: DataConfig = field(default_factory=DataConfig)
+    data: DataConfig = field(default_factory=python_stdlib)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)
     optimizer: OptimizerConfig = field(default_factory=MuonConfig)
     schedule: ScheduleConfig = field(default_factory=ScheduleConfig)
@@ -192,7 +192,6 @@ class RunConfig:
     def rules(self, section: str) -> list[Rule]:
         if self.name is not None:
             check_name(self.name)
-        check_path_component("data.name", self.data.name)
         check_path_component("model.name", self.model.name)
         if os.environ.get("WORLD_SIZE", "1") == "1":  # else train.py checks it with the number of processes
             self.train.split_batch(self.world_size or 1)

@@ -8,7 +8,7 @@ from common.console import make_console
 from common.process import StopRequest
 from common.run_dir import RunDir, read_summary
 from common.system import describe_environment
-from data.shards import PreparedData
+from data.prepare import PreparedData
 from model.flops import flops_per_token, n_params
 from training.checkpoint import TrainState
 from training.config import RunConfig

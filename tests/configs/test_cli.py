@@ -48,7 +48,7 @@ def test_cfg_job_prints_the_composed_config(capsys):
         (["train.steps=many"], "train.steps=many must be a whole number or null"),
         (["attention=falsh"], "did you mean flash?"),
         (["model.n_head=5"], "model.n_embd=128 must be a multiple of model.n_head=5"),
-        (["data=text", "data.path=missing.txt"], "data.path=missing.txt does not exist"),
+        (["data=text", "data.path=missing.txt"], "data.path=missing.txt has no file to read"),
         (["train.micro_batch_size=3"], "set one of 1, 2, 4, 8, 16"),
         (["device=cuda"], "device=cuda is not available on this machine"),
         (["attention=flash", "model.dropout=0.1"], "set model.dropout=0, or attention=naive or sdpa"),

@@ -1,68 +1,81 @@
-"""Batches: every token once per epoch, pure functions of the sequence number, and prefetching."""
+"""Batches: every token once per epoch, pure functions of the sequence number, mixes by weight, and prompts."""
 
-import os
-import subprocess
-import sys
-from itertools import islice
+from dataclasses import replace
+from itertools import pairwise
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
 import torch
-from helpers import ROOT
-from hypothesis import given, settings
+from data_helpers import mix, prepare_data, write_table
+from helpers import TEXT_SOURCE
+from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from data.loader import IGNORE_INDEX, MIX_BLOCK, Loader, micro_batch_starts, prefetch
+from common.errors import UserError
+from data import DataConfig
+from data.loader import IGNORE_INDEX, Loader
+from data.prepare import Tokens
+from data.readers import read_documents
+from data.sources import resolve_sources
+
+SOME = settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+seeds = st.integers(0, 5)
+END = 256  # the end-of-text token of the byte tokenizer
+PAIRS = DataConfig(path="rows.jsonl", prompt_column="question", text_column="answer")
+texts = st.text("ab é", max_size=9)
 
 
-class FakePrepared:
-    """Prepared data in memory. Each token is its position, so that a batch shows where it was read."""
+class Positions(Tokens):
+    """Tokens in memory. Each token is its position, so that a batch shows where it was read."""
 
-    tokenizer = None
+    def __init__(self, start: int, stop: int):
+        self.ids, self.starts, self.dtype = np.arange(start, stop, dtype=np.uint32), [0, stop - start], np.dtype("u4")
 
-    def __init__(self, train: int, val: int, ranges: list | None = None, weights: tuple = (1.0,)):
-        self.lengths = {"train": train, "val": val}
-        self.train_ranges, self.weights = ranges or [(0, train)], weights
-
-    def tokens(self, split):
-        return np.arange(self.lengths[split], dtype=np.uint32)
+    def __getitem__(self, index):
+        return self.ids[index]
 
 
-@settings(max_examples=60, deadline=None)
-@given(n=st.integers(9, 200), T=st.integers(1, 8), seed=st.integers(0, 5), epoch=st.integers(0, 3))
+def make_loader(train: list[int], val: int, T: int, seed: int, weights=(1.0,)) -> Loader:
+    """A loader of sources with these numbers of tokens, which are numbered across the sources."""
+    sources = [Positions(*ends) for ends in pairwise(np.cumsum([0, *train]).tolist())]
+    return Loader(SimpleNamespace(train=sources, val=Positions(0, val), weights=weights, tokenizer=None), T, seed)
+
+
+def read_epoch(n: int, T: int, seed: int, epoch: int):
+    loader = make_loader([n], 9, T, seed)
+    return loader.batch("train", epoch * loader.epoch_windows, loader.epoch_windows)
+
+
+@SOME
+@given(n=st.integers(9, 200), T=st.integers(1, 8), seed=seeds, epoch=st.integers(0, 3))
 def test_each_token_is_a_target_once_per_epoch(n, T, seed, epoch):
-    loader = Loader(FakePrepared(n, 9), T, seed)
-    x, y, _ = loader.batch("train", epoch * loader.epoch_windows, loader.epoch_windows)
+    x, y, _ = read_epoch(n, T, seed, epoch)
     assert x.shape == y.shape == (-(-n // T), T)
     assert torch.equal((x + 1) % n, y)
     assert set(y.flatten().tolist()) == set(range(n))
 
 
-@settings(max_examples=60, deadline=None)
-@given(first=st.integers(0, 500), counts=st.lists(st.integers(1, 9), min_size=1, max_size=5), seed=st.integers(0, 5))
-def test_batches_do_not_depend_on_batch_size(first, counts, seed):
-    whole = Loader(FakePrepared(50, 9), 4, seed).batch("train", first, sum(counts))[0]
-    loader, start, parts = Loader(FakePrepared(50, 9), 4, seed), first, []
-    for count in counts:
-        parts.append(loader.batch("train", start, count)[0])
-        start += count
-    assert torch.equal(torch.cat(parts), whole)
-
-
 def test_epochs_differ_in_order_and_phase_by_seed():
-    def starts(seed, epoch):
-        loader = Loader(FakePrepared(1000, 9), 10, seed)
-        return loader.batch("train", epoch * loader.epoch_windows, loader.epoch_windows)[0][:, 0].tolist()
-
-    assert starts(1, 0) == starts(1, 0)
-    assert len({tuple(starts(seed, epoch)) for seed in (1, 2) for epoch in (0, 1)}) == 4
-    assert len({starts(1, epoch)[0] % 10 for epoch in range(40)}) > 7
+    epochs = [(seed, epoch) for seed in (1, 2) for epoch in range(40)]
+    starts = [tuple(read_epoch(1000, 10, *epoch)[0][:, 0].tolist()) for epoch in epochs]
+    assert len(set(starts)) == 80
+    assert len({first % 10 for first, *_ in starts[:40]}) > 7
 
 
-@settings(max_examples=60, deadline=None)
+@SOME
+@given(first=st.integers(0, 500), counts=st.lists(st.integers(1, 9), min_size=1, max_size=5), seed=seeds)
+def test_batches_do_not_depend_on_batch_size(first, counts, seed):
+    loaders = [make_loader([30, 20], 9, 4, seed, (1.0, 2.0)) for _ in range(2)]
+    starts = np.cumsum([first, *counts]).tolist()
+    parts = [loaders[0].batch("train", start, count)[0] for start, count in zip(starts, counts, strict=False)]
+    assert torch.equal(torch.cat(parts), loaders[1].batch("train", first, sum(counts))[0])
+
+
+@SOME
 @given(n=st.integers(2, 120), T=st.integers(1, 16), size=st.integers(1, 5))
 def test_validation_counts_every_target_exactly_once(n, T, size):
-    loader = Loader(FakePrepared(20, n), T, seed=0)
+    loader = make_loader([20], n, T, seed=0)
     counted = []
     for first in range(0, loader.val_windows, size):
         x, y, _ = loader.batch("val", first, size)
@@ -71,83 +84,85 @@ def test_validation_counts_every_target_exactly_once(n, T, size):
     assert counted == list(range(1, n))
 
 
-@settings(max_examples=60, deadline=None)
+@SOME
 @given(windows=st.integers(1, 40), data=st.data())
 def test_some_validation_windows_are_spread_over_the_complete_text(windows, data):
-    loader = Loader(FakePrepared(20, 1 + 8 * windows), 8, seed=0)
+    loader = make_loader([20], 1 + 8 * windows, 8, seed=0)
     count = data.draw(st.integers(1, windows))
     stride = loader.val_windows / count
     starts = [int(loader.batch("val", i, 1, stride)[0][0, 0]) // 8 for i in range(count)]
     assert len(set(starts)) == count
-    gaps = np.diff([*starts, windows])
-    assert gaps.max() <= stride + 1
+    assert np.diff([*starts, windows]).max() <= stride + 1
 
 
-@settings(max_examples=15, deadline=None)
-@given(
-    sizes=st.lists(st.integers(2, 40), min_size=2, max_size=4),
-    T=st.integers(1, 8),
-    seed=st.integers(0, 5),
-    data=st.data(),
-)
-def test_sources_are_mixed_by_weight_in_separate_epochs(sizes, T, seed, data):
-    weights = tuple(data.draw(st.floats(0.1, 10)) for _ in sizes)
-    firsts = np.cumsum([0, *sizes])
-    parts = [(int(first), size) for first, size in zip(firsts, sizes, strict=False)]
-    loader = Loader(FakePrepared(sum(sizes), 9, parts, weights), T, seed)
-    x, y, _ = loader.batch("train", 0, MIX_BLOCK)
-    source = torch.searchsorted(torch.tensor(firsts[1:]), x, right=True)
-    assert torch.equal(source, source[:, :1].expand_as(source))  # no window spans two sources
-    for index, (first, size) in enumerate(parts):
-        rows = source[:, 0] == index
-        assert abs(rows.sum().item() - MIX_BLOCK * weights[index] / sum(weights)) < 1
-        assert torch.equal(y[rows] - first, (x[rows] - first + 1) % size)
-        epoch = -(-size // T)
-        for number in range(min(3, int(rows.sum()) // epoch)):
-            targets = y[rows][number * epoch : (number + 1) * epoch]
-            assert set(targets.flatten().tolist()) == set(range(first, first + size))
-    again = Loader(FakePrepared(sum(sizes), 9, parts, weights), T, seed).batch("train", MIX_BLOCK - 5, 20)[0]
-    assert torch.equal(again[:5], x[-5:])
+@SOME
+@given(parts=st.lists(st.tuples(st.integers(2, 40), st.floats(0.1, 10)), min_size=2, max_size=4), T=st.integers(1, 8))
+def test_sources_of_a_mix_take_turns_by_weight_each_with_its_own_epochs(parts, T):
+    sizes, weights = zip(*parts, strict=True)
+    x, y, _ = make_loader(list(sizes), 9, T, 1, weights).batch("train", 0, 300)
+    source = np.searchsorted(np.cumsum(sizes), x.numpy(), side="right")
+    assert (source == source[:, :1]).all()  # no window spans two sources
+    for index, (size, weight) in enumerate(parts):
+        is_here, first, epoch = source[:, 0] == index, sum(sizes[:index]), -(-size // T)
+        difference = np.cumsum(is_here) - np.arange(1, 301) * weight / sum(weights)  # in each prefix
+        assert np.abs(difference).max() < len(parts) - 1 + 1e-9
+        assert torch.equal(y[is_here] - first, (x[is_here] - first + 1) % size)
+        for start in range(0, int(is_here.sum()) - epoch + 1, epoch):
+            assert set(y[is_here][start : start + epoch].flatten().tolist()) == set(range(first, first + size))
 
 
-@pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_prefetched_batches_equal_those_of_the_loader(device):
-    loader = Loader(FakePrepared(50, 9), 4, seed=1)
-    loader.batch = Loader(FakePrepared(50, 9), 4, seed=1).batch  # on the CPU for both devices
-    loader.device = torch.device(device)
-    batches = prefetch(loader, range(3, 30, 3), 3)
-    for first, (x, y, _) in zip(range(3, 30, 3), batches, strict=True):
-        expected = Loader(FakePrepared(50, 9), 4, seed=1).batch("train", first, 3)
-        assert torch.equal(x, expected[0]) and torch.equal(y, expected[1])
+def write_rows(path: str, rows: list[tuple]) -> None:
+    write_table(path, answer=[answer for _, answer in rows], question=[question for question, _ in rows])
 
 
-INTERRUPTED = """
-import itertools
-import torch
-from data.loader import prefetch
+@pytest.mark.parametrize("path", ["rows.jsonl", "rows.csv", "rows.parquet"])
+@SOME
+@given(rows=st.lists(st.tuples(texts, texts), min_size=1, max_size=9), T=st.integers(1, 9))
+def test_validation_targets_are_the_tokens_of_completions(workdir, monkeypatch, path, rows, T):
+    """The reference is the bytes of each row. Long prompts are read in several pieces."""
+    monkeypatch.setattr("data.readers.MAX_PIECE_CHARS", 4)
+    rows = [*rows, ("ab", "a")]
+    write_rows(path, rows)
+    write_rows("train.jsonl", [(f"question {n}: ", f"answer {n * n}") for n in range(9)])
+    loader = Loader(prepare_data(replace(PAIRS, path="train.jsonl", val_path=path), block_size=T), T, seed=1)
+    x, y, _ = loader.batch("val", 0, loader.val_windows)
+    ids, targets = [], []
+    for question, answer in rows:
+        ids += [*question.encode(), *answer.encode(), END]
+        targets += [IGNORE_INDEX] * len(question.encode()) + [*answer.encode(), END]
+    starts = [min(i, len(ids) - 1 - loader.val_T) for i in range(0, len(ids) - 1, loader.val_T)]
+    assert x.tolist() == [ids[start : start + loader.val_T] for start in starts]
+    assert y[y != IGNORE_INDEX].tolist() == [target for target in targets[1:] if target != IGNORE_INDEX]
+    assert y[:-1].flatten().tolist() == targets[1:][: y[:-1].numel()]
 
-class OnGPU:
-    device = torch.device("cuda")
-    def batch(self, split, first, count):
-        return first
 
-batches = prefetch(OnGPU(), itertools.count(), 1)
-next(batches)
-raise KeyboardInterrupt
-"""
+@SOME
+@given(T=st.integers(2, 40), first=st.integers(0, 200), count=st.integers(1, 9), mixed=st.booleans())
+def test_training_batches_of_one_source_and_of_a_mix(workdir, T, first, count, mixed):
+    """Prompts and completions use different characters, so that each target shows where it is from."""
+    write_rows("rows.jsonl", [("abcdef" * (n % 5), "xyz" * (n % 3)) for n in range(40)])
+    config = mix(pairs=PAIRS, plain=TEXT_SOURCE) if mixed else PAIRS
+    loader = Loader(prepare_data(config), T, seed=0, document_mask=True)
+    x, y, doc_ids = loader.batch("train", first, count)
+    assert torch.equal(doc_ids, (x == END).cumsum(1))
+    is_target = y[:, :-1] != IGNORE_INDEX
+    assert torch.equal(y[:, :-1][is_target], x[:, 1:][is_target])
+    if not mixed:
+        assert torch.equal(~is_target, torch.isin(x[:, 1:], torch.tensor(list(b"abcdef"))))
+    assert loader.count_targets(first, count) == max(1, int((y != IGNORE_INDEX).sum()))
 
 
-def test_processes_share_the_micro_batches_of_each_step():
-    assert list(islice(micro_batch_starts(2, 6, 3), 5)) == [12, 15, 18, 21, 24]
-    assert list(islice(micro_batch_starts(2, 8, 2, rank=1, world_size=2), 4)) == [20, 22, 28, 30]
-    assert [next(micro_batch_starts(2, 8, 2, rank, world_size=4)) for rank in range(4)] == [16, 18, 20, 22]
+@pytest.mark.parametrize("path", ["rows.jsonl", "rows.parquet"])
+def test_null_prompts_are_empty_and_rows_without_completion_are_skipped(workdir, path):
+    write_rows(path, [("Q: ", "yes"), (None, "no"), ("Q: x", ""), ("Q", None), (None, None)])
+    assert read_documents(resolve_sources(replace(PAIRS, path=path))) == [("Q: ", "yes"), ("", "no"), ("Q: x", "")]
 
 
-def test_interrupted_process_ends_without_errors_of_the_prefetch_thread(tmp_path):
-    environment = os.environ | {"PYTHONPATH": str(ROOT)}
-    done = subprocess.run(
-        [sys.executable, "-c", INTERRUPTED], env=environment, capture_output=True, text=True, timeout=300
-    )
-    assert done.stderr.splitlines()[-1] == "KeyboardInterrupt"
-    assert done.stderr.count("Traceback") == 1
-    assert "thread" not in done.stderr
+def test_prompts_that_cannot_be_used_are_refused(workdir):
+    write_rows("rows.csv", [("a" * 30, "b" * 30)])
+    with pytest.raises(UserError, match=r"text.txt has no columns; .*data.prompt_column=null"):
+        prepare_data(replace(PAIRS, path="text.txt"))
+    with pytest.raises(UserError, match=r"rows.csv cannot be read .*'q'"):
+        prepare_data(replace(PAIRS, path="rows.csv", prompt_column="q"))
+    with pytest.raises(UserError, match=r"only one prompt and completion; .*data.val_path"):
+        prepare_data(replace(PAIRS, path="rows.csv"))

@@ -1,156 +1,200 @@
-"""Preparation that is killed, interrupted or disturbed gives identical files or an error of one sentence."""
+"""Prepared data: the tokens of a plain loop, complete splits, and preparations that are killed or disturbed."""
 
-import hashlib
-import json
 import os
-import resource
+import signal
 import subprocess
 import sys
+from contextlib import chdir
 from dataclasses import replace
 from pathlib import Path
+from tempfile import TemporaryDirectory
 
+import data_helpers as helpers
+import numpy as np
 import pytest
-from data_helpers import prepare_text, prepared_folders
-from helpers import BPE, BYTE, CHAR, ROOT, TEXT_SOURCE
+from data_helpers import decode_split, mix, prepare_data, prepared_folders, read_ids
+from helpers import BPE, BYTE, CHAR, ROOT, TEXT_SOURCE, file_size_limit
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 
-from common.errors import UserError
-from data import prepare as data_prepare
+from common.errors import TrainingFailed, UserError
+from common.process import run_main
+from configs.cli import parse_config
+from data import DataConfig, encode, python_stdlib, readers
+from data.sources import resolve_sources
+from data.tokenizer import end_of_text
 
-RESUMING = "resuming an interrupted preparation after its last finished file"
+FILES = ["a/*.txt", "a/*.md.gz", "a.jsonl", "a.jsonl.gz", "a.csv", "a.csv.zst", "a.parquet"]
+EXAMPLE = {"texts": helpers.UNUSUAL_TEXTS, "limit": None, "fraction": 0.4, "chunk": 2**20}
 
-# Prepares data.path=a in several shards. The process dies in the chunk whose number is the first argument. With one
-# thread, it does not matter how fast the machine is.
+
+@pytest.mark.parametrize("path", FILES)
+@settings(max_examples=20, deadline=None)
+@example(tokenizer=BYTE, held_out=None, **EXAMPLE)
+@example(tokenizer=BPE, held_out=helpers.UNUSUAL_TEXTS, **EXAMPLE)
+@given(
+    tokenizer=st.sampled_from([CHAR, BYTE, BPE]),
+    texts=st.lists(helpers.any_text, max_size=8),
+    held_out=st.one_of(st.none(), st.integers(1, 3), st.lists(helpers.any_text, max_size=3)),  # number, or documents
+    limit=st.one_of(st.none(), st.integers(4, 9)),
+    fraction=st.floats(0.05, 0.9),
+    chunk=st.sampled_from([1, 2**20]),
+)
+def test_tokens_of_both_splits_are_those_of_a_plain_loop(path, tokenizer, texts, held_out, limit, fraction, chunk):
+    texts = ["the first text", *texts, "two", "three", "the last text"]
+    config = DataConfig(path=path, max_documents=limit, val_fraction=fraction)
+    with TemporaryDirectory() as folder, chdir(folder), pytest.MonkeyPatch.context() as patch:
+        patch.setattr(encode, "CHUNK_CHARS", chunk)
+        patch.setattr(readers, "MAX_PIECE_CHARS", 2**20 if tokenizer is BPE else 7)  # long words are cut
+        helpers.write_documents(path, texts)
+        if "*" in path:  # a byte order mark at the start of a text file is no text
+            texts = [text.removeprefix("\ufeff") for text in texts]
+        if isinstance(held_out, list):
+            held_out = [f"{text} of another text" for text in held_out] + ["another text"] * 9
+            config = replace(config, val_path=helpers.write_documents(f"val_{path}", held_out))
+            train, val = texts[:limit], [text.removeprefix("\ufeff" * ("*" in path)) for text in held_out]
+        elif held_out is not None:
+            config = replace(config, val_documents=held_out)
+            train, val = texts[held_out:limit], texts[:held_out]
+        prepared = prepare_data(config, tokenizer, 1)
+        meta, (file,) = prepared.meta, prepared.folder.glob("*.bin")
+        if held_out is None:
+            train, val = texts[: meta["documents"]["train"]], texts[meta["documents"]["train"] : limit]
+            wanted = fraction * len("".join(train + val).encode())
+            assert len("".join(val).encode()) >= wanted - 1e-6 or len(train) == 1
+            assert len("".join(val[1:]).encode()) < max(1, wanted) + 1e-6  # not more than necessary
+        for split, documents in (("train", train), ("val", val)):
+            ids = [prepared.tokenizer.encode(text, disallowed_special=()) for text in documents]
+            assert read_ids(prepared, split) == [i for part in ids for i in (*part, end_of_text(prepared.tokenizer))]
+            counts = [sum(map(len, ids)) + len(ids), len("".join(documents).encode()), len(documents)]
+            assert counts == [meta[key][split] for key in ("tokens", "bytes", "documents")]
+        first, last = sorted((part["start"], part["start"] + part["tokens"]) for part in meta["train"] + meta["val"])
+        assert (first[0], first[1], last[1] * 2) == (0, last[0], file.stat().st_size)
+
+
+@pytest.mark.parametrize(("tokenizer", "path"), [(CHAR, "wide.txt"), (BPE, "text.txt"), (BPE, "one.parquet")])
+def test_single_document_is_cut_at_the_fraction(workdir, tokenizer, path):
+    text = (workdir / "text.txt").read_text()
+    helpers.write_table("one.parquet", text=[text])
+    if path == "wide.txt":  # more than 65,536 tokens
+        helpers.write_file(path, text := "".join(map(chr, range(0x10000, 0x10000 + 70_000))) * 2)
+    prepared = prepare_data(DataConfig(path=path, val_fraction=0.2), tokenizer)
+    assert prepared.meta["dtype"] == ("uint32" if path == "wide.txt" else "uint16")
+    ids = prepared.tokenizer.encode(text) + [end_of_text(prepared.tokenizer)] * (path == "one.parquet")
+    cut = int(len(ids) * 0.8)
+    assert (read_ids(prepared, "train"), read_ids(prepared, "val")) == (ids[:cut], ids[cut:])
+
+
+def test_mix_keeps_sources_separate_with_one_vocabulary(workdir):
+    rows = DataConfig(path=helpers.write_table("a.csv", text=[f"train {n} " for n in range(30)]), val_documents=2)
+    prepared = prepare_data(mix(one=replace(TEXT_SOURCE, weight=3.0), two=rows), CHAR)
+    texts = [prepared.tokenizer.decode(tokens[:].tolist()) for tokens in prepared.train]
+    assert texts[0] == (workdir / "text.txt").read_text()[: len(texts[0])]
+    assert texts[1].split("<|endoftext|>")[:-1] == [f"train {n} " for n in range(2, 30)]
+    assert decode_split(prepared, "val").endswith("no more; après tout, it's a line.\ntrain 0 train 1 ")
+    again = prepare_data(mix(one=TEXT_SOURCE, two=rows), CHAR)
+    assert (again.folder, again.weights, prepared.weights) == (prepared.folder, (1.0, 1.0), (3.0, 1.0))
+    assert prepare_data(mix(one=TEXT_SOURCE, two=rows), BYTE).folder != prepared.folder
+
+
+def test_standard_library_files_are_complete_documents(workdir):
+    files = resolve_sources(python_stdlib())[0].files
+    assert len(files) > 200 and not any("/test/" in file or "site-packages" in file for file in files)
+    prepared = prepare_data(python_stdlib())
+    held_out = files[-prepared.meta["documents"]["val"] :]
+    assert decode_split(prepared, "val").encode() == b"".join(Path(file).read_bytes() for file in held_out)
+
+
+# Prepares a file and prints the memory that this needed. The process dies in the chunk with a number, or in none.
 PREPARE = f"""
-import itertools, os, sys
+import itertools, os, resource, sys
+import pyarrow.json, rustbpe
 from data import DataConfig, TokenizerConfig, encode
 from data.prepare import prepare
 
-encode.CHUNK_CHARS, encode.SHARD_TOKENS, encode.cpu_count = 20_000, 3_000, lambda: 1
-numbers, encode_chunk = itertools.count(), encode.encode_chunk
-
+numbers, encode_chunk = itertools.count(), encode.TokenFile.encode_chunk
 def encode_or_die(*arguments):
-    if next(numbers) == int(sys.argv[1]):
-        os._exit(9)
-    return encode_chunk(*arguments)
-
-encode.encode_chunk = encode_or_die
-prepare({replace(TEXT_SOURCE, path="a")}, {BPE}, 16)
-print("done", flush=True)
-"""
-PRINT_PEAK_MEMORY = """
-import re
-from pathlib import Path
-from data import DataConfig, TokenizerConfig
-from data.prepare import prepare
-prepare({data}, {tokenizer}, 16)
-print(1024 * int(re.search(r"VmHWM:\\s+(\\d+)", Path("/proc/self/status").read_text())[1]))
+    return os._exit(9) if next(numbers) == int(sys.argv[2]) else encode_chunk(*arguments)
+encode.TokenFile.encode_chunk = encode_or_die
+peak = lambda: 1024 * resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+before = peak()
+prepare(DataConfig(path=sys.argv[1]), {BPE}, 16)
+print("finished", peak() - before)
 """
 
 
-def start_python(script: str, *arguments: str) -> subprocess.Popen:
-    command, environment = [sys.executable, "-c", script, *arguments], os.environ | {"PYTHONPATH": str(ROOT)}
-    return subprocess.Popen(command, text=True, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE)
+def run_preparations(path: str, *dies_in_chunk: int) -> list[str]:
+    """Run preparations at the same time, in other processes. Returns what they print."""
+    environment, options = os.environ | {"PYTHONPATH": str(ROOT)}, {"text": True, "stdout": subprocess.PIPE}
+    command = [sys.executable, "-c", PREPARE, path]
+    processes = [subprocess.Popen([*command, str(chunk)], env=environment, **options) for chunk in dies_in_chunk]
+    return [process.communicate(timeout=300)[0] for process in processes]
 
 
-def start_preparation(dies_in_chunk: int = -1) -> subprocess.Popen:
-    return start_python(PREPARE, str(dies_in_chunk))
-
-
-def read_output(process: subprocess.Popen) -> str:
-    return process.communicate(timeout=300)[0]
-
-
-@pytest.fixture
-def documents(workdir) -> Path:
-    (workdir / "a").mkdir()
-    for n in range(12):
-        (workdir / f"a/{n}.txt").write_text(f"document {n} says {n * n}; " * (100 + 300 * n))
-    return workdir
-
-
-def hash_files(folder: Path) -> dict[str, str]:
-    return {path.name: hashlib.sha256(path.read_bytes()).hexdigest() for path in folder.iterdir()}
-
-
-def test_prepared_files_split_the_text_like_nanogpt(workdir):
-    text = (workdir / "text.txt").read_text()
-    prepared = prepare_text(TEXT_SOURCE, CHAR)
-    cut = int(len(text) * 0.9)
-    decoded = {split: prepared.tokenizer.decode(prepared.tokens(split)[:].tolist()) for split in ("train", "val")}
-    assert decoded == {"train": text[:cut], "val": text[cut:]}
-    meta = json.loads((prepared.folder / "meta.json").read_text())
-    assert meta["dtype"] == "uint16"
-    assert meta["vocab_size"] == len(set(text))
-    assert meta["tokens"] == {"train": cut, "val": len(text) - cut}
-    assert {path.name for path in prepared.folder.iterdir()} == {"train.bin", "val.bin", "meta.json"}
-
-
-@pytest.mark.slow
-def test_killed_preparation_resumes_with_identical_output(documents):
-    assert "done" in read_output(start_preparation())
+def test_killed_preparation_is_repeated_with_identical_files_also_by_two_processes(workdir):
+    helpers.write_documents("a/*.txt", [f"document {n} says {n * n}; " * 10**5 for n in range(3)])
+    assert "finished" in run_preparations("a", -1)[0]
     (folder,) = prepared_folders()
-    expected = hash_files(folder)
-    assert len(expected) > 5 and "train-00003.bin" in expected
     folder.rename("expected")
-    # together at most 7 of 8 chunks, one per shard, regardless of what the other thread has finished
-    outputs = [read_output(start_preparation(dies_in_chunk=chunk)) for chunk in (0, 4, 2, 1)]
-    assert not any("done" in output for output in outputs)
-    assert [RESUMING in output for output in outputs] == [False, True, True, True]
-    finished = json.loads(Path(f"{folder}.partial/journal.json").read_text())["splits"]["train"]["files"]
-    assert 0 < len(finished) < len(expected) - 2
-    output = read_output(start_preparation())
-    assert RESUMING in output and "done" in output
-    assert hash_files(folder) == expected
-    assert prepared_folders() == [folder]
+    for chunk in (0, 3):
+        assert "finished" not in run_preparations("a", chunk)[0]
+        assert not list(Path("data/prepared").glob("*/meta.json"))
+    outputs = run_preparations("a", -1, -1)
+    assert ["".join(outputs).count(word) for word in ("preparing text", "finished")] == [1, 2]
+    assert prepared_folders() == [folder] and sorted(os.listdir(folder)) == ["meta.json", "text.bin"]
+    assert all(path.read_bytes() == Path("expected", path.name).read_bytes() for path in folder.iterdir())
 
 
-def test_two_commands_at_once_prepare_once(workdir):
-    command = [sys.executable, str(ROOT / "prepare.py"), "data=text", "data.path=text.txt", "tokenizer=char"]
-    both = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(2)]
-    output = "".join(read_output(process) for process in both)
-    assert [process.returncode for process in both] == [0, 0]
-    assert output.count("preparing text") == 1
-    assert output.count("tokens to train on") == 2
-    assert len(list(Path("data/prepared").glob("text-*/meta.json"))) == 1
-
-
-def test_full_disk_is_reported_and_leaves_no_folder(documents):
+def test_full_disk_is_reported_and_leaves_no_folder(workdir, capsys):
     """A limit on the file size makes the system refuse to write, as on a full disk."""
-    command = [sys.executable, str(ROOT / "prepare.py"), "data=text", "data.path=a", "tokenizer=byte"]
+    from prepare import main
 
-    def limit_file_size():
-        resource.setrlimit(resource.RLIMIT_FSIZE, (40_000, 40_000))
-
-    done = subprocess.run(command, capture_output=True, text=True, timeout=300, preexec_fn=limit_file_size)
-    assert done.returncode == 1
-    assert done.stderr.count("\n") == 1, done.stderr
-    assert "File too large; " in done.stderr
+    with file_size_limit(10_000):
+        code = run_main(main, parse_config("prepare", "", ["data=text", "data.path=text.txt", "tokenizer=byte"]))
+    message = capsys.readouterr().err
+    assert code == 1 and message.count("\n") == 1 and "text.bin: File too large; " in message
     assert not prepared_folders()
 
 
-def test_text_that_changes_while_it_is_read_is_rejected(workdir, monkeypatch):
-    plan_splits = data_prepare.plan_splits
-
-    def plan_and_change_the_text(*arguments):
-        plan = plan_splits(*arguments)
-        (workdir / "text.txt").write_text((workdir / "text.txt").read_text().replace("line", "verse"))
-        return plan
-
-    monkeypatch.setattr(data_prepare, "plan_splits", plan_and_change_the_text)
-    with pytest.raises(UserError, match="changed while it was read; run the same command again"):
-        prepare_text(TEXT_SOURCE, BYTE)
+def test_interrupted_preparation_leaves_no_folder(workdir, monkeypatch):
+    monkeypatch.setattr(encode.TokenFile, "encode_chunk", lambda *_: signal.raise_signal(signal.SIGINT))
+    with pytest.raises(KeyboardInterrupt):
+        prepare_data(TEXT_SOURCE)
     assert not prepared_folders()
+
+
+@pytest.mark.parametrize(
+    ("file", "content"),
+    [("text.bin", None), ("text.bin", b"short"), ("meta.json", None), ("meta.json", b'{"a": '), ("meta.json", b"{}")],
+)
+def test_damaged_folder_is_reported(workdir, file, content):
+    path = prepare_data(TEXT_SOURCE).folder / file
+    path.unlink() if content is None else path.write_bytes(content)
+    with pytest.raises(UserError, match=rf"{path.parent} .*remove the folder"):
+        prepare_data(TEXT_SOURCE)
+
+
+def test_token_outside_of_the_vocabulary_is_noticed_when_it_is_read(workdir):
+    prepared = prepare_data(TEXT_SOURCE, CHAR)
+    content = np.fromfile(prepared.folder / "text.bin", np.uint16)
+    content[20] = prepared.meta["vocab_size"]
+    content.tofile(prepared.folder / "text.bin")
+    assert len(prepared.train[0][:20]) == 20
+    with pytest.raises(TrainingFailed, match=r"text.bin is damaged; remove its folder"):
+        prepared.train[0][10:30]
 
 
 @pytest.mark.slow
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="peak memory is read from Linux's proc files")
-@pytest.mark.parametrize("tokenizer", [BYTE, CHAR], ids=lambda tokenizer: tokenizer.name)
-def test_memory_does_not_grow_with_the_text(workdir, tokenizer):
-    """Four times as much text, 96 MB more, needs at most 40 MiB more memory."""
-    script = PRINT_PEAK_MEMORY.format(data=replace(TEXT_SOURCE, path="big.txt"), tokenizer=tokenizer)
-    peak = {}
-    for megabytes in (32, 128):
-        line = "a line of a text that is much longer than the part that is in memory\n"
-        (workdir / "big.txt").write_text(line * (megabytes * 10**6 // len(line)))
-        peak[megabytes] = int(read_output(start_python(script)).split()[-1]) / 2**20
-    assert peak[128] - peak[32] < 40, peak
+@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="NOT RUN: only Linux reports a process's memory")
+@pytest.mark.parametrize(("name", "row_bytes"), [("big.txt", 10**6), ("short.jsonl", 300), ("long.jsonl", 8 * 10**6)])
+def test_memory_is_below_300_megabytes_and_does_not_grow_with_the_text(workdir, name, row_bytes):
+    """Above the memory of the imports."""
+    words = "".join(f"the word {n} of a long text, and {n * n % 1009}; " for n in range(row_bytes // 20))
+    row = words[:row_bytes] if name == "big.txt" else f'{{"text": "{words[:row_bytes]}"}}\n'
+    memory = {}
+    for megabytes in (50, 100, 200):
+        with open(name, "w") as file:
+            file.writelines(row for _ in range(megabytes * 10**6 // len(row)))
+        memory[megabytes] = int(run_preparations(name, -1)[0].split()[-1]) // 10**6
+    print(name, memory)
+    assert memory[100] < 300 and memory[200] < memory[50] + 50, memory

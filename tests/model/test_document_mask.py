@@ -39,7 +39,7 @@ def test_doc_ids_change_after_each_end_of_text(workdir):
 
 def test_document_mask_of_a_single_document_is_refused(train, capsys):
     assert train("data.document_mask=true") == 2
-    assert "which the tokenizer of a single document lacks; set data.document_mask=false" in capsys.readouterr().err
+    assert "data.document_mask=true needs the <|endoftext|> token" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("position", ["rotary", "learned"])

@@ -11,7 +11,7 @@ from helpers import metrics, summary
 
 from common.checkpoint_file import load_checkpoint
 from data.loader import Loader
-from data.shards import PreparedData, read_meta
+from data.prepare import PreparedData, read_meta
 from model.generation.load import load_run
 
 ROWS = [("Ask " * (n % 7) + f"{n}? ", f"It is {n * n}." * (n % 3)) for n in range(40)]

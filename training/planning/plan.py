@@ -13,9 +13,9 @@ from torch.utils._pytree import tree_leaves
 from common import system
 from common.console import format_duration, format_memory, format_si, make_console, make_table, pluralize
 from common.errors import UserError
-from data import DataConfig, TokenizerConfig, tokenizer
-from data.prepare import prepare_offline
-from data.sources import all_files, resolve_sources
+from data import TokenizerConfig
+from data.prepare import prepare
+from data.tokenizer import OPENAI_SIZES
 from model.activation_checkpointing import checkpoint_activations
 from model.attention import BACKENDS, get_attention_fn
 from model.flops import attention_flops_per_token, params_by_part, weight_flops_per_token
@@ -44,9 +44,9 @@ class Plan:
         self.config, self.runtime, dist, T = config, runtime, runtime.dist, config.model.block_size
         self.micro_batch_size, self.accumulation = config.train.split_batch(dist.world_size)
         spec = load_run_tokenizer(config.tokenizer.run, config.name)
-        prepared = prepare_offline(config.data, config.tokenizer, T, spec)
-        known = prepared.meta["tokenizer"] if prepared is not None else spec
-        self.vocab_size = _find_vocab_size(config.data, config.tokenizer, known)
+        prepared = prepare(config.data, config.tokenizer, T, spec, offline=True)
+        is_known = prepared is not None
+        self.vocab_size = prepared.meta["vocab_size"] if is_known else _largest_vocab_size(config.tokenizer, spec)
         attend = get_attention_fn(config.attention)
         self.parameters = params_by_part(GPT(config.model, self.vocab_size, attend, device="meta"))
         self.flops_per_token = {
@@ -104,18 +104,17 @@ def estimate_memory(config: RunConfig, runtime: Runtime, vocab_size: int) -> dic
     return memory | {"activations": sum(peak[category] for peak in peaks for category in ACTIVATIONS)}
 
 
-def _find_vocab_size(data: DataConfig, config: TokenizerConfig, spec: dict | None) -> int:
-    """The vocabulary size, or the largest possible size of tokenizer=bpe. Raises UserError if it needs a download."""
+def _largest_vocab_size(config: TokenizerConfig, spec: dict | None) -> int:
+    """The vocabulary size of data that is not prepared. For tokenizer=bpe, it is the largest possible size."""
+    sizes = OPENAI_SIZES | {"bpe": config.vocab_size, "byte": 257}
     if spec is not None:
-        return tokenizer.from_spec(spec).n_vocab
-    files = all_files(resolve_sources(data))
-    size = tokenizer.size_without_text(config, has_several_documents=len(files) > 1 or files[0].is_table)
-    if size is None:
+        return len(spec["tokens"]) + len(spec["special"])
+    if config.name not in sizes:
+        advice = "run python prepare.py with the same data and tokenizer first"
         raise UserError(
-            f"the vocabulary of tokenizer={config.name} depends on the data, which plan=true does not download; run "
-            f"python prepare.py data={data.name} tokenizer={config.name} first, or set data.path=FILE"
+            f"the vocabulary of tokenizer={config.name} depends on text that is not on this machine; {advice}"
         )
-    return size
+    return sizes[config.name]
 
 
 def _measure_flops_per_second(plan: "Plan", flops: int) -> float:
@@ -165,5 +164,5 @@ def show_plan(config: RunConfig, runtime: Runtime) -> int:
     source = "given" if config.flops_per_second else "measured"
     table.add_row("FLOPs", f"{format_si(plan.flops)} at {format_si(plan.flops_per_second)} FLOP/s ({source})")
     table.add_row("time", f"{format_duration(plan.seconds)}, without evaluations and optimizer")
-    make_console(width=80).print(table)
+    make_console().print(table)
     return 0

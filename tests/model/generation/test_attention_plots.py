@@ -35,7 +35,7 @@ def test_heads_and_tokens_are_drawn_without_a_warning(tmp_path, H, words):
 
 
 def test_token_strings_show_incomplete_characters_as_bytes():
-    byte = tokenizer.build_tokenizer(tokenizer.Corpus(["é", "b"], has_several_documents=True), BYTE)
+    byte = tokenizer.build_tokenizer(BYTE, [], has_several_documents=True)
     assert tokenizer.token_strings(byte, [97, 195, 169, 256]) == ["a", "\\xc3", "\\xa9", tokenizer.END_OF_TEXT]
 
 

@@ -11,7 +11,7 @@ from model_helpers import MODERN
 from data import tokenizer
 
 lm_eval = pytest.importorskip("lm_eval", reason="NOT RUN: needs lm-eval")
-WORDS = tokenizer.bpe(tokenizer.Corpus(["the cat and the hat and the bat sat\n" * 20], True), BPE)
+WORDS = tokenizer.build_tokenizer(BPE, ["the cat and the hat and the bat sat\n" * 20], True)
 PAIRS = [
     ("the cat sat", " on the mat"),
     ("the ", "hat"),

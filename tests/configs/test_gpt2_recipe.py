@@ -1,14 +1,12 @@
 """experiment=gpt2_124m: nanoGPT's recipe, and a small run of it."""
 
-import json
 import math
 
-from data_helpers import write_parquet
-from helpers import GPT2
+from data_helpers import write_table
+from helpers import metrics, summary
 
 from common.process import run_main
 from configs.cli import parse_config
-from data.tokenizer import needs_download
 from train import main
 
 
@@ -26,15 +24,11 @@ def test_gpt2_124m_is_nanogpts_recipe_for_any_number_of_devices(workdir):
 
 
 def test_shrunken_gpt2_124m_trains_on_a_local_parquet(workdir):
-    write_parquet(workdir / "web.parquet", [f"Document {n} says {n * n}.\n" * 9 for n in range(60)])
-    tokenizer = "byte" if needs_download(GPT2) else "gpt2"
-    words = ["experiment=gpt2_124m", "data.path=web.parquet", f"tokenizer={tokenizer}", "name=a", "device=cpu"]
+    write_table("web.parquet", text=[f"Document {n} says {n * n}.\n" * 9 for n in range(60)])
+    words = ["experiment=gpt2_124m", "data.path=web.parquet", "tokenizer=byte", "name=a", "device=cpu"]
     words += ["model.n_layer=2", "model.n_head=2", "model.n_embd=16", "model.block_size=32", "train.steps=2"]
     words += ["train.batch_size=4", "train.micro_batch_size=2", "eval.sample.max_new_tokens=4", "wandb.mode=disabled"]
-    code = run_main(main, parse_config("train", "", words))
-    assert code == 0
-    rows = [json.loads(line) for line in (workdir / "runs/a/metrics.jsonl").read_text().splitlines()]
-    losses = [row[key] for row in rows for key in ("train/loss", "val/loss") if key in row]
+    assert run_main(main, parse_config("train", "", words)) == 0
+    losses = [row[key] for row in metrics("a") for key in ("train/loss", "val/loss") if key in row]
     assert len(losses) == 4
-    vocabulary = json.loads((workdir / "runs/a/summary.json").read_text())["vocab_size"]
-    assert all(math.isfinite(loss) and abs(loss - math.log(vocabulary)) < 0.5 for loss in losses)
+    assert all(abs(loss - math.log(summary("a")["vocab_size"])) < 0.5 for loss in losses)
