@@ -152,7 +152,7 @@ def run_batch(config: SampleConfig, model: GPT, tokenizer: tiktoken.Encoding, pr
                 if config.out is None:
                     show(lines[-1])
                 text, tokens, progress = "", tokens + chunk.n_tokens, 1
-            bar.update(chunk.index + progress, f"sample {chunk.index + 1:,} of {len(inputs):,}")
+            bar.show(chunk.index + progress, f"sample {chunk.index + 1:,} of {len(inputs):,}")
     print(format_speed(tokens, started), file=sys.stderr)
     if config.out is not None:
         atomic_write(Path(config.out), "".join(lines))

@@ -1,7 +1,8 @@
 """Console output shared by all commands: progress bars, tables, and formatting of times, sizes and counts."""
 
 import time
-from typing import Self
+from datetime import timedelta
+from functools import partial
 
 from rich import box
 from rich.console import Console
@@ -22,11 +23,11 @@ class PrintableConsole(Console):
         return super().render_str(printable(text), **options)
 
 
-def make_console(stderr: bool = False, width: int = TABLE_WIDTH) -> Console:
-    """A console without markup and highlighting. width: characters per line if the output is not a terminal."""
+def make_console(stderr: bool = False) -> Console:
+    """A console without markup and highlighting."""
     console = PrintableConsole(stderr=stderr, highlight=False, emoji=False, markup=False)
     if not console.is_terminal:
-        console.width = width
+        console.width = TABLE_WIDTH
     return console
 
 
@@ -38,58 +39,37 @@ def make_table(*columns: str, left: int = 1, header: bool = True) -> Table:
     return table
 
 
-class ProgressBar:
+class ProgressBar(Progress):
     """Context manager: a progress bar on a terminal, otherwise a line every LINE_INTERVAL_S seconds.
 
-    total: amount of work in any unit, or None if it is unknown.
-    initial: work that is already done.
-    stderr: whether to print to stderr.
+    total: amount of work in any unit, or None if it is unknown. initial: work that is already done.
     """
 
     def __init__(self, total: float | None = None, *, initial: float = 0.0, stderr: bool = False):
-        self.total, self.initial, self.done = total, initial, initial
-        self.console = make_console(stderr)
-        self._started = self._last_line = time.perf_counter()
-        text, details = (TextColumn(f"{{task.{name}}}", markup=False) for name in ("description", "fields[details]"))
-        columns = (text, BarColumn(bar_width=None), TimeElapsedColumn(), details)
-        hidden = not self.console.is_terminal
-        self._bar = Progress(*columns, console=self.console, disable=hidden, transient=True, expand=True)
-        self._task = self._bar.add_task("", total=total, completed=initial, details="")
+        console = make_console(stderr)
+        columns = BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False)
+        super().__init__(*columns, console=console, disable=not console.is_terminal, transient=True)
+        self.print = partial(console.print, soft_wrap=True)  # prints above the bar
+        self.total, self.initial, self.task_id = total, initial, self.add_task("", total=total, completed=initial)
+        self.started = self.last_line = time.perf_counter()
 
-    def update(self, done: float, label: str, details: str = "") -> None:
-        """Set the finished amount of work."""
-        is_finished = self.total is not None and self.done < self.total <= done
-        self.done, now = done, time.perf_counter()
-        if self._bar.disable and not is_finished and now - self._last_line < LINE_INTERVAL_S:
+    def show(self, done: float, label: str, details: str = "") -> None:
+        """Show the finished amount of work."""
+        now = time.perf_counter()
+        if self.disable and now - self.last_line < LINE_INTERVAL_S:
             return
+        self.last_line, line = now, f"{label}  {details}".rstrip()
         if self.total is not None and done > self.initial:  # estimated from the mean speed since the start
-            seconds = (now - self._started) / (done - self.initial) * (self.total - done)
-            details = f"{details}  {format_duration(seconds)} left".lstrip()
-        if self._bar.disable:
-            self.print(f"{label}  {details}".rstrip())
-            self._last_line = now
-        else:
-            self._bar.update(self._task, completed=done, description=label, details=details)
-
-    def print(self, text: str, style: str | None = None) -> None:
-        """Print a line above the bar."""
-        self.console.print(text, style=style, soft_wrap=True)
-
-    def __enter__(self) -> Self:
-        self._bar.start()
-        return self
-
-    def __exit__(self, *_) -> None:
-        self._bar.stop()
+            seconds = (now - self.started) / (done - self.initial) * (self.total - done)
+            line += f"  {format_duration(seconds)} left"
+        self.update(self.task_id, completed=done, description=line)
+        if self.disable:
+            self.print(line)
 
 
 def format_duration(seconds: float) -> str:
-    """Format a duration as "1:30", "1:01:40", or "3 days" if it is not shorter."""
-    if seconds >= 72 * 3600:
-        return f"{seconds / 86400:,.0f} days"
-    minutes, seconds = divmod(round(max(0, seconds)), 60)
-    hours, minutes = divmod(minutes, 60)
-    return f"{hours}:{minutes:02d}:{seconds:02d}" if hours else f"{minutes}:{seconds:02d}"
+    """Format a duration as "0:01:30" or "3 days, 2:00:00"."""
+    return str(timedelta(seconds=round(max(0, seconds))))
 
 
 def format_memory(size: int) -> str:
@@ -104,14 +84,13 @@ def format_number(number: float) -> str:
 
 def format_si(number: float, unit: str = "") -> str:
     """Format a number with an SI prefix: "12", "1.23 M", "3.4 GB"."""
-    for prefix in ("", "k", "M", "G", "T", "P", "E", "Z"):
-        if number < 999.5:
-            return f"{number:.3g} {prefix}{unit}".rstrip()
+    prefixes = ["", *"kMGTPEZY"]
+    while number >= 999.5:
         number /= 1000
-    return f"{number:.3g} Y{unit}"
+        del prefixes[0]
+    return f"{number:.3g} {prefixes[0]}{unit}".rstrip()
 
 
 def pluralize(count: int, noun: str) -> str:
     """Format a count of things as "1 layer", "2 layers", "2 processes"."""
-    ending = "es" if noun.endswith(("s", "ch")) else "s"
-    return f"{count:,} {noun}" + ending * (count != 1)
+    return f"{count:,} {noun}" + ("" if count == 1 else "es" if noun.endswith(("s", "ch")) else "s")

@@ -64,7 +64,7 @@ def iter_chunks(source: Source, is_validation: bool, verb: str) -> Iterator[list
             if size >= CHUNK_CHARS:
                 yield chunk
                 done += sum(len(piece.text) for piece in chunk)
-                bar.update(done, f"{verb} {source.name}", f"{format_si(done)} characters")
+                bar.show(done, f"{verb} {source.name}", f"{format_si(done)} characters")
                 chunk, size = [], 0
     if chunk:
         yield chunk

@@ -52,7 +52,7 @@ class Observers(ExitStack):
         self.start_step = self.speed.start_step
         self.read_timing = dict  # no step yet
         self.bar = ProgressBar(1.0, initial=state.progress)
-        self.bar.update(state.progress, "evaluating")
+        self.bar.show(state.progress, "evaluating")
         self.profiler = None
         if config.train.profile and run.is_main:
             self.profiler = StepProfiler(runtime.device, run.summary["accumulation"], run.folder, self.bar.print)
@@ -98,7 +98,7 @@ class Observers(ExitStack):
             self.metrics.flush()
         label = f"step {state.step}" + (f"/{self.config.steps}" if self.config.steps is not None else "")
         loss, speed = (self.metrics.last.get(key) for key in ("train/loss", "tokens_per_second"))
-        self.bar.update(state.progress, label, "" if loss is None else f"loss {loss:.3f}  {speed:,.0f} tokens/s")
+        self.bar.show(state.progress, label, "" if loss is None else f"loss {loss:.3f}  {speed:,.0f} tokens/s")
 
     def _print_evaluation(self, metrics: dict[str, Any]) -> None:
         """Print the validation loss, the sample, and a warning if the validation loss no longer falls."""

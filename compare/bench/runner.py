@@ -36,7 +36,7 @@ def measure_groups(groups: list[list[Case]], config: BenchConfig, table: Path, r
         progress = stack.enter_context(ProgressBar(len(groups)))
         for index, group in enumerate(groups):
             label, times = f"{group[0]!s:<{width}}", []
-            progress.update(index, label)
+            progress.show(index, label)
             for row in measure_group(group, config, workers, folder / "reference.pt"):
                 append_row(table, row)
                 rows.append(row)

@@ -48,7 +48,7 @@ def score_texts(model: GPT, texts: list[tuple[Tensor, int]], batch_size: int) ->
                 logits = model.logits(x[end - n : end]).float()  # (n, V)
                 nats[index] += F.cross_entropy(logits, targets, reduction="sum").item()
                 is_greedy[index] &= bool((logits.argmax(-1) == targets).all())
-            bar.update(first + len(batch), f"{first + len(batch):,} of {len(windows):,} windows")
+            bar.show(first + len(batch), f"{first + len(batch):,} of {len(windows):,} windows")
     return list(zip(nats, is_greedy, strict=True))
 
 
