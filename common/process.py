@@ -1,12 +1,10 @@
-"""The process of a command: signals, exit codes, and errors as one sentence.
+"""The process of a command: signals, exit codes (common/run_dir.py), and errors as one sentence.
 
-run_process(main, config) runs main(config) and exits. Exit codes: common/run_dir.py. Ctrl-C, SIGTERM, SIGHUP, SIGUSR1
-and SIGUSR2 end every command with exit code 75. A training run saves a checkpoint first. Schedulers of clusters send
-SIGUSR1 or SIGUSR2 before a time limit.
+Ctrl-C, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 end every command with exit code 75. A training run saves a checkpoint
+first. Schedulers of clusters send SIGUSR1 or SIGUSR2 before a time limit.
 """
 
 import gc
-import multiprocessing
 import os
 import shlex
 import signal
@@ -24,7 +22,6 @@ STOP_SIGNALS = [s for s in signal.Signals if s.name in ("SIGINT", "SIGTERM", "SI
 # How long a thread of GNU's OpenMP polls for work before it sleeps; the library's default is 300,000. Threads that poll
 # on a busy machine take the cores from the threads that have work (docs/experiments/nanogpt-training-speed.md).
 SPIN_COUNT = "1000"
-RANK_0_REPORTS_FIRST_S = 5.0  # how long other ranks wait before they report an error
 
 
 def start_process() -> None:
@@ -50,16 +47,13 @@ def run_process(main: Callable[..., int], *config: Any) -> NoReturn:
             set_stop_handlers(_exit_at_once)
 
     code = run_main(main_with_signals)
-    for child in multiprocessing.active_children():
-        child.kill()
     with suppress(OSError):
         sys.stdout.flush()
-        sys.stderr.flush()
     os._exit(code)  # unloading torch's modules would take 0.5 s, and exit handlers of libraries can hang
 
 
 def run_main(main: Callable[..., int], *config: Any) -> int:
-    """Run main(config). Returns the exit code. Errors that users can correct are printed as one sentence."""
+    """Run main(config). Returns the exit code. An error that is not a bug is printed as one sentence."""
     try:
         code = main(*config)
         sys.stdout.flush()
@@ -67,26 +61,18 @@ def run_main(main: Callable[..., int], *config: Any) -> int:
     except BrokenPipeError:  # the reader of stdout has exited, as in `python sample.py | head`
         return 1
     except (Exception, KeyboardInterrupt) as error:
-        return report_error(error)
-
-
-def report_error(error: BaseException) -> int:
-    """Print one sentence about an error, and return the exit code. An error that is a bug is raised again.
-
-    Under torchrun, rank 0 reports an error that all ranks have: torchrun ends the others as soon as rank 0 exits.
-    """
-    rank, message = int(os.environ.get("RANK", "0")), error_message(error)
-    is_wrong_path = isinstance(error, OSError) and error.errno not in DISK_FULL_ERRNOS
-    status = "refused" if is_wrong_path else status_of(error)
-    if rank > 0 and status != "interrupted":
-        time.sleep(RANK_0_REPORTS_FIRST_S)
-    if message is None:
-        raise error
-    if rank == 0 or status != "interrupted":
-        prefix = Path(sys.argv[0]).name + (f", rank {rank}" if rank > 0 else "")
-        with suppress(OSError):  # the terminal is closed, or Ctrl-C has also stopped `tee`
-            print(printable(f"{prefix}: {message}"), file=sys.stderr)
-    return EXIT_CODES[status]
+        is_wrong_path = isinstance(error, OSError) and error.errno not in DISK_FULL_ERRNOS
+        status, message = "refused" if is_wrong_path else status_of(error), error_message(error)
+        rank = int(os.environ.get("RANK", "0"))
+        if rank > 0 and status != "interrupted":
+            time.sleep(5)  # rank 0 reports an error that all ranks have; torchrun ends the others when rank 0 exits
+        if message is None:
+            raise
+        if rank == 0 or status != "interrupted":
+            with suppress(OSError):  # the terminal is closed, or Ctrl-C has also stopped `tee`
+                rank_name = f", rank {rank}" if rank > 0 else ""
+                print(printable(f"{Path(sys.argv[0]).name}{rank_name}: {message}"), file=sys.stderr)
+        return EXIT_CODES[status]
 
 
 class Terminated(KeyboardInterrupt):
@@ -94,17 +80,15 @@ class Terminated(KeyboardInterrupt):
 
 
 def set_stop_handlers(handler) -> dict:
-    """Handle the stop signals. Ignored signals stay ignored, such as SIGHUP under nohup. Returns previous handlers.
-
-    SIGUSR1 and SIGUSR2 are always handled: docs/train.sbatch ignores them only to protect torchrun.
-    """
+    """Handle the stop signals, except ignored ones, such as SIGHUP under nohup. Returns the previous handlers."""
+    # docs/train.sbatch ignores SIGUSR1 and SIGUSR2, but only to protect torchrun
     signums = [s for s in STOP_SIGNALS if "USR" in s.name or signal.getsignal(s) != signal.SIG_IGN]
     return {signum: signal.signal(signum, handler) for signum in signums}
 
 
 def _exit_at_once(signum: int, frame: Any) -> NoReturn:
     """Signal handler that raises nothing: an import may ignore an exception or turn it into another one."""
-    os._exit(report_error(KeyboardInterrupt()))
+    os._exit(run_main(raise_interrupt, signum, frame))
 
 
 def raise_interrupt(signum: int, frame: Any) -> NoReturn:
@@ -118,10 +102,7 @@ def raise_interrupt(signum: int, frame: Any) -> NoReturn:
 
 
 class StopRequest(AbstractContextManager):
-    """Context manager: after `enable`, a signal sets `requested`, so that the training loop can save and stop.
-
-    A second Ctrl-C raises KeyboardInterrupt, except under torchrun, which repeats signals.
-    """
+    """Context manager: after `enable`, a signal sets `requested`, so that the training loop can save and stop."""
 
     def __init__(self):
         self.requested = False
@@ -129,18 +110,17 @@ class StopRequest(AbstractContextManager):
 
     def enable(self) -> None:
         """Call this after a step. Before the first step, there is nothing to save: a signal ends the run at once."""
-        if not self.previous_handlers:
-            self.previous_handlers = set_stop_handlers(self._handle)
+        self.previous_handlers = self.previous_handlers or set_stop_handlers(self._handle)
 
     def _handle(self, signum: int, frame: Any) -> None:
         _discard_output_of_closed_terminal()
         is_first, self.requested = not self.requested, True
-        has_torchrun = "TORCHELASTIC_RUN_ID" in os.environ
+        has_torchrun = "TORCHELASTIC_RUN_ID" in os.environ  # which repeats signals
         if is_first and os.environ.get("RANK", "0") == "0":
-            hint = "" if has_torchrun else " Press Ctrl-C again to quit without saving."
+            hint = " Press Ctrl-C again to quit without saving." * (not has_torchrun)
             with suppress(OSError):  # Ctrl-C also stops `tee`. print() is not safe in a signal handler
                 os.write(2, f"\nStopping after this step, and saving a checkpoint.{hint}\n".encode())
-        if not is_first and signum == signal.SIGINT and not has_torchrun:
+        elif not is_first and signum == signal.SIGINT and not has_torchrun:
             raise KeyboardInterrupt("stopped without saving; steps since the last checkpoint are lost")
 
     def __exit__(self, *error) -> None:
@@ -164,5 +144,4 @@ def cpu_count() -> int:
 
 def command_line() -> str:
     """The command that started this process, without the folder of the script and the options of torchrun."""
-    launcher = "torchrun" if "TORCHELASTIC_RUN_ID" in os.environ else "python"
-    return shlex.join([launcher, Path(sys.argv[0]).name, *sys.argv[1:]])
+    return shlex.join(["python", Path(sys.argv[0]).name, *sys.argv[1:]])

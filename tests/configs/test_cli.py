@@ -11,7 +11,7 @@ from helpers import ROOT, TINY
 from omegaconf import OmegaConf
 
 from common.errors import UserError
-from common.process import SPIN_COUNT, report_error
+from common.process import SPIN_COUNT, run_main
 from common.settings import format_value
 from configs.cli import parse_config
 from configs.error_messages import SYNONYMS
@@ -140,18 +140,22 @@ def test_idle_threads_soon_sleep_unless_the_user_sets_a_policy(variables, spin_c
     assert f"GOMP_SPINCOUNT = '{spin_count}'" in done.stderr
 
 
+def fail(error):
+    raise error
+
+
 def test_rank_0_reports_errors_first(monkeypatch, capsys):
     waits = []
     monkeypatch.setattr("common.process.time.sleep", waits.append)
     monkeypatch.setattr(sys, "argv", ["train.py"])
     monkeypatch.setenv("RANK", "0")
-    assert report_error(UserError("wrong")) == 2 and capsys.readouterr().err == "train.py: wrong\n" and not waits
+    assert run_main(fail, UserError("wrong")) == 2 and capsys.readouterr().err == "train.py: wrong\n" and not waits
     monkeypatch.setenv("RANK", "3")
-    assert report_error(KeyboardInterrupt()) == 75 and capsys.readouterr().err == "" and not waits
-    assert report_error(UserError("wrong")) == 2 and len(waits) == 1  # torchrun ends the rank while it waits
+    assert run_main(fail, KeyboardInterrupt()) == 75 and capsys.readouterr().err == "" and not waits
+    assert run_main(fail, UserError("wrong")) == 2 and len(waits) == 1  # torchrun ends the rank while it waits
     assert capsys.readouterr().err == "train.py, rank 3: wrong\n"
     with pytest.raises(KeyError):  # a bug
-        report_error(KeyError("wrong"))
+        run_main(fail, KeyError("wrong"))
     assert len(waits) == 2
 
 
