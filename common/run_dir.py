@@ -29,25 +29,21 @@ def check_path_component(key: str, word: str) -> None:
 
 def check_name(name: str) -> None:
     """Raise UserError for a run name that cannot be a folder in runs/ or runs/sweeps/<sweep>/."""
-    sweep, slash, job = name.removeprefix("sweeps/").partition("/")
-    if name.startswith("sweeps/") and slash and JOB.fullmatch(job):
-        return check_path_component("name", sweep)
-    check_path_component("name", name)
+    job = re.fullmatch(rf"sweeps/([^/]*)/{JOB.pattern}", name)
+    check_path_component("name", job[1] if job else name)
     if name in RESERVED:
         raise UserError(f"name={name} is reserved; set another name")
 
 
 def find_run(name: str) -> Path:
     """Find a run with a checkpoint by its name in runs/, its path, or "last" for the newest. Raises UserError."""
-    # "**" would not follow links to run folders
-    checkpoints = [path for depth in range(1, 4) for path in RUNS.glob("*/" * depth + "checkpoints/*.pt")]
+    checkpoints = [*RUNS.glob("*/checkpoints/*.pt"), *SWEEPS.glob("*/*/checkpoints/*.pt")]
     checkpoints.sort(key=lambda path: path.stat().st_mtime, reverse=True)
     newest = list(dict.fromkeys(path.parents[1] for path in checkpoints))
     for folder in newest[:1] if name == "last" else (RUNS / name, Path(name)):
         if any(folder.glob("checkpoints/*.pt")):
             return folder
-    names = ", ".join(str(folder.relative_to(RUNS)) for folder in newest[:5])
-    advice = f"set a run that has one: {names}" if names else "train one: python train.py"
+    advice = f"set run={newest[0].relative_to(RUNS)}, for example" if newest else "train one: python train.py"
     raise UserError(f"run={name} has no checkpoint in {Path.cwd() / RUNS}; {advice}")
 
 
@@ -56,8 +52,7 @@ def find_checkpoint(run: str, checkpoint: str) -> Path:
     folder = find_run(run)
     paths = {path.stem: path for path in sorted((folder / "checkpoints").glob("*.pt"))}
     if checkpoint not in paths:
-        available = " or ".join(paths)
-        raise UserError(f"{folder} has no checkpoint {checkpoint}.pt; set checkpoint={available}, or another run")
+        raise UserError(f"{folder} has no checkpoint {checkpoint}.pt; set checkpoint={' or '.join(paths)}")
     return paths[checkpoint]
 
 
@@ -77,7 +72,7 @@ def make_new_folder(parent: Path, label: str) -> str:
 
 
 def read_summary(folder: Path) -> dict:
-    """Read summary.json of a run folder, or {} if it does not exist. Raises UserError if it is damaged."""
+    """Read summary.json of a run folder, or {} if it does not exist."""
     return read_json(folder / "summary.json")
 
 
@@ -96,40 +91,38 @@ def write_config(folder: Path, config: dict) -> None:
 class RunDir(AbstractContextManager):
     """Context manager: a locked folder in runs/. On exit, the status is written to summary.json.
 
-    name: name of the run, or None to make one from the time and `label`.
-    resume: whether the run may exist already.
-    is_main: whether this process locks and writes the folder.
-    broadcast: function that returns the main process's value in all processes.
+    name: None to make one from the time and `label`. resume: whether the run may exist already.
+    is_main: whether this process locks and writes the folder. broadcast: returns the main process's value.
     Raises UserError if the run is in use, if it exists and resume is False, or if its last.pt is missing.
     """
 
     def __init__(self, name: str | None, label: str, resume: bool, is_main: bool = True, broadcast=lambda value: value):
         self.is_main = is_main
         self.summary: dict | None = None  # None before start(): summary.json is not changed
-        if is_main:
-            name = self._open(name or make_new_folder(RUNS, label), resume)
-        self.name = broadcast(name)
+        self.name = broadcast(name or make_new_folder(RUNS, label) if is_main else None)
         self.folder = RUNS / self.name
         self.best, self.last = (self.folder / "checkpoints" / file for file in ("best.pt", "last.pt"))
+        if is_main:
+            self._lock(resume)
 
-    def _open(self, name: str, resume: bool) -> str:
-        """Make and lock the folder, and remove temporary files of a process that was killed. Returns the name."""
-        folder = RUNS / name
-        if (folder / "config.yaml").exists() and not resume:
-            raise UserError(f"{folder} exists; set another name, or resume=true to continue it")
-        step = read_summary(folder).get("step")  # above 0 only after last.pt was written
-        if step and not has_checkpoint(name):
-            advice = f"restore it, remove {folder}, or set another name (and train.init_from=run:{name})"
-            raise UserError(f"{folder}/checkpoints/last.pt is missing, but the run has saved step {step}; {advice}")
-        (folder / "checkpoints").mkdir(parents=True, exist_ok=True)
-        self.lock = FileLock(folder / ".lock")  # the kernel releases it, even after kill -9
+    def _lock(self, resume: bool) -> None:
+        """Make and lock the folder, and remove temporary files of a process that was killed."""
+        if (self.folder / "config.yaml").exists() and not resume:
+            raise UserError(f"{self.folder} exists; set another name, or resume=true to continue it")
+        step = read_summary(self.folder).get("step")  # above 0 only after last.pt was written
+        if step and not self.last.exists():
+            raise UserError(
+                f"{self.last} is missing, but the run has saved step {step}; restore it, or set another name"
+            )
+        self.last.parent.mkdir(parents=True, exist_ok=True)
+        self.lock = FileLock(self.folder / ".lock")  # the kernel releases it, even after kill -9
         try:
             self.lock.acquire(timeout=0)
         except Timeout:
-            raise UserError(f"{folder} is being trained by another process; wait for it, or set another name") from None
-        for file in folder.rglob("*.partial"):
+            advice = "wait for it, or set another name"
+            raise UserError(f"{self.folder} is being trained by another process; {advice}") from None
+        for file in self.folder.rglob("*.partial"):
             file.unlink()
-        return name
 
     def start(self, config: dict, summary: dict) -> None:
         """Write config.yaml and the first summary.json. Results of an earlier process stay until they are updated."""
@@ -154,9 +147,7 @@ class RunDir(AbstractContextManager):
 
 
 def status_of(error: BaseException | None) -> str:
-    """Status of a run that ended with `error`, or finished if it is None: a key of EXIT_CODES."""
-    if error is None:
-        return "finished"
-    if isinstance(error, KeyboardInterrupt):
-        return "interrupted"
-    return "refused" if isinstance(error, UserError) else "failed"
+    """Status of a run that ended with `error`, or None: a key of EXIT_CODES."""
+    if isinstance(error, UserError | KeyboardInterrupt):
+        return "refused" if isinstance(error, UserError) else "interrupted"
+    return "finished" if error is None else "failed"
