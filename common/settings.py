@@ -6,8 +6,9 @@
 Rules between several keys are a method `rules` of the dataclass.
 """
 
+import json
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator
 from dataclasses import field, fields, is_dataclass
 from math import inf
 from typing import Any
@@ -18,36 +19,27 @@ Rule = tuple[str, bool, str]  # key, whether its value is valid, what is require
 
 
 def setting(
-    default: Any,
-    low: float = -inf,
-    high: float = inf,
-    *,
-    above: float = -inf,
-    below: float = inf,
-    choices: Sequence[str] = (),
+    default: Any, low: float = -inf, high: float = inf, *, above: float = -inf, below: float = inf, choices: tuple = ()
 ) -> Any:
     """A field of a config dataclass. None is always allowed, if the type allows it. Limits of a list are its items'.
 
-    default: a list or dict is copied for each instance.
-    low, high: smallest and largest value.
-    above, below: limits that the value must not reach.
+    low, high: smallest and largest value. above, below: limits that the value must not reach.
     choices: all valid values. NAME in a choice stands for any text, and N for digits.
     """
     metadata = {"low": low, "high": high, "above": above, "below": below, "choices": choices}
     if isinstance(default, list | dict):
-        return field(default_factory=lambda: default.copy(), metadata=metadata)
+        return field(default_factory=default.copy, metadata=metadata)
     return field(default=default, metadata=metadata)
 
 
 def check(config: Any, section: str = "") -> None:
-    """Check all settings of a config dataclass, of its sections, and the rules between them.
+    """Check all settings of a config dataclass and of its sections, and their rules. Raises UserError for the first.
 
-    config: dataclass. Its method rules(section), if there is one, yields Rules.
     section: key of the config in messages, such as "eval.sample"; empty for the complete config of a command.
-    Raises UserError for the first setting that is invalid.
     """
+    prefix = f"{section}." if section else ""
     for entry in fields(config):
-        value, name = getattr(config, entry.name), f"{section}.{entry.name}".removeprefix(".")
+        value, name = getattr(config, entry.name), prefix + entry.name
         if is_dataclass(value):
             check(value, name)
         elif isinstance(value, dict) and all(map(is_dataclass, value.values())):
@@ -58,35 +50,27 @@ def check(config: Any, section: str = "") -> None:
                 _check_value(name, item, entry.metadata)
     for name, is_valid, advice in config.rules(section) if hasattr(config, "rules") else ():
         if not is_valid:
-            prefix = f"{section}.{name}".removeprefix(".")
-            raise UserError(f"{prefix}={format_value(getattr(config, name))} {advice}")
+            raise UserError(f"{prefix}{name}={format_value(getattr(config, name))} {advice}")
 
 
 def _check_value(name: str, value: Any, limits: Any) -> None:
-    if value is None:
-        return
-    if limits["choices"]:
-        patterns = re.sub(r"\bNAME\b", ".+", "|".join(map(re.escape, limits["choices"])))
+    low, high, above, below, choices = limits.values()
+    if choices and value is not None:
+        patterns = re.sub(r"\bNAME\b", ".+", "|".join(map(re.escape, choices)))
         if not re.fullmatch(re.sub(r"\bN\b", "[0-9]+", patterns), str(value)):
-            raise UserError(f"{name}={format_value(value)} is unknown; set one of {', '.join(limits['choices'])}")
-    elif isinstance(value, int | float):
-        low, high, above, below = (limits[key] for key in ("low", "high", "above", "below"))
-        if not (low <= value <= high and above < value < below):
-            bounds = {"at least": low, "above": above, "at most": high, "below": below}
-            words = [f"{word} {bound:,.15g}" for word, bound in bounds.items() if abs(bound) != inf]
-            words += ["finite"] * (not abs(value) < inf)
-            raise UserError(f"{name}={format_value(value)} must be {' and '.join(words)}")
+            raise UserError(f"{name}={format_value(value)} is unknown; set one of {', '.join(choices)}")
+    elif isinstance(value, int | float) and not (low <= value <= high and above < value < below):
+        bounds = {"at least": low, "above": above, "at most": high, "below": below}
+        words = [f"{word} {bound:,.15g}" for word, bound in bounds.items() if abs(bound) != inf]
+        words += ["finite"] * (not abs(value) < inf)
+        raise UserError(f"{name}={format_value(value)} must be {' and '.join(words)}")
 
 
 def format_value(value: Any) -> str:
     """A setting's value as typed on the command line: null, true, 0.1, [64,null], {a:1}."""
-    if value is None or isinstance(value, bool):
-        return "null" if value is None else str(value).lower()
-    if isinstance(value, list | tuple):
-        return f"[{','.join(map(format_value, value))}]"
-    if isinstance(value, dict):
-        return f"{{{','.join(f'{key}:{format_value(inner)}' for key, inner in value.items())}}}"
-    return str(value)
+    if isinstance(value, str | float):
+        return str(value)
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False, default=str).replace('"', "")
 
 
 def list_keys(config_type: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
