@@ -21,12 +21,7 @@ def save_checkpoint(path: Path, content: dict) -> None:
 
 
 def load_checkpoint(path: Path) -> dict:
-    """Read a checkpoint, with tensors on the CPU. No code in the file is executed.
-
-    Raises UserError if it is missing, damaged or of an unknown format.
-    """
-    if not path.exists():
-        raise UserError(f"{path} does not exist; train first, or set a run that has a checkpoint")
+    """Read a checkpoint to the CPU, without executing code in it. Raises UserError if it is damaged or too old."""
     content, modified = None, path.stat().st_mtime_ns
     try:
         with zipfile.ZipFile(path) as archive:

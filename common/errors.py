@@ -9,14 +9,11 @@ DISK_FULL_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
 
 class UserError(ValueError):
-    """Wrong input. Its message is one sentence: what is wrong, where, and what to set instead.
-
-    The scripts print the sentence without a traceback and exit with code 2.
-    """
+    """Wrong input. The message is one sentence: what is wrong, where, and what to set instead. Exit code 2."""
 
 
 class TrainingFailed(RuntimeError):
-    """A run cannot continue, but not because of a bug: its loss is NaN, for example. The scripts exit with code 1."""
+    """A run cannot continue, but not because of a bug: its loss is NaN, for example. Exit code 1."""
 
 
 def printable(text: str) -> str:
@@ -26,17 +23,15 @@ def printable(text: str) -> str:
 
 def is_out_of_memory(error: BaseException) -> bool:
     """Whether Python or PyTorch ran out of memory, on any device. Compares messages, because torch is not imported."""
-    messages = ("allocate memory", "out of memory", "bad_alloc", "ALLOC_FAILED")
-    is_from_torch = isinstance(error, RuntimeError) and any(message in str(error) for message in messages)
-    return isinstance(error, MemoryError) or is_from_torch
+    has_message = re.search("allocate memory|out of memory|bad_alloc|ALLOC_FAILED", str(error)) is not None
+    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and has_message)
 
 
 def error_message(error: BaseException) -> str | None:
     """One sentence about an error that is not a bug. None for a bug, which needs its traceback."""
     if isinstance(error, UserError | TrainingFailed | KeyboardInterrupt):
         return str(error) or "interrupted"
-    if isinstance(error, OSError) and error.errno in DISK_FULL_ERRNOS:
-        return f"{error.filename or 'writing a file'}: {error.strerror}; free some disk space"
-    if isinstance(error, OSError) and error.filename is not None:
-        return f"{error.filename}: {error.strerror}; set another file, folder or name"
+    if isinstance(error, OSError) and (error.errno in DISK_FULL_ERRNOS or error.filename is not None):
+        advice = "free some disk space" if error.errno in DISK_FULL_ERRNOS else "set another file, folder or name"
+        return f"{error.filename or 'writing a file'}: {error.strerror}; {advice}"
     return "out of memory; set a smaller batch, context or model" if is_out_of_memory(error) else None

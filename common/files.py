@@ -8,27 +8,22 @@ from pathlib import Path
 from typing import IO
 from uuid import uuid4
 
-from common.errors import UserError
-
 
 @contextmanager
 def atomic_writer(path: Path) -> Iterator[IO[bytes]]:
-    """Context manager: a binary file that replaces `path` on success. After a crash, `path` is the old or the new file.
-
-    The temporary file has a unique name, because two processes may write `path`. An error removes it.
-    """
-    partial = path.with_name(f"{path.name}.{uuid4().hex}.partial")
+    """Context manager: a binary file that replaces `path` on success. After a crash, `path` is the old or new file."""
+    partial = path.with_name(f"{path.name}.{uuid4().hex}.partial")  # unique: two processes may write `path`
     try:
         with open(partial, "wb") as file:
             yield file
             file.flush()
             os.fsync(file.fileno())
         os.replace(partial, path)
-    except BaseException as error:
-        partial.unlink(missing_ok=True)
-        if isinstance(error, OSError):  # of a full disk, it is None
-            error.filename = str(path)
+    except OSError as error:
+        error.filename = str(path)  # of a full disk, it is None
         raise
+    finally:
+        partial.unlink(missing_ok=True)
     if os.name == "posix":  # Windows cannot open a folder
         folder = os.open(path.parent, os.O_RDONLY)
         os.fsync(folder)
@@ -42,11 +37,8 @@ def atomic_write(path: Path, content: bytes | str) -> None:
 
 
 def read_json(path: Path) -> dict:
-    """Read an object from a JSON file, or {} if the file does not exist. Raises UserError if the file is damaged."""
-    try:
-        return json.loads(path.read_text()) if path.exists() else {}
-    except ValueError as error:
-        raise UserError(f"{path} is damaged ({error}); remove it, and run the same command again") from None
+    """Read an object from a JSON file, or {} if the file does not exist."""
+    return json.loads(path.read_text()) if path.exists() else {}
 
 
 def write_json(path: Path, content: dict) -> None:

@@ -1,7 +1,6 @@
 """Curves from metrics.jsonl, and the style of plots. matplotlib is imported when it is needed, which takes seconds."""
 
 import json
-import math
 from collections.abc import Iterable
 
 import numpy as np
@@ -15,21 +14,16 @@ GREY = "#666666"
 def make_figure(width: float, height: float):
     """Make an empty figure of a size in inches, without pyplot, which would keep all figures in memory."""
     from matplotlib.figure import Figure
-    from matplotlib.layout_engine import ConstrainedLayoutEngine
 
-    return Figure(figsize=(width, height), dpi=150, layout=ConstrainedLayoutEngine(w_pad=0.08, h_pad=0.06))
+    return Figure(figsize=(width, height), dpi=150, layout="constrained")
 
 
 def read_curves(lines: Iterable[bytes], *keys: str) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Read curves. Returns {key: (steps, values)}, without missing values and NaN.
-
-    lines: lines of metrics.jsonl.
-    keys: names of metrics, such as "train/loss".
-    """
+    """Read metrics, such as "train/loss", from lines of metrics.jsonl. Returns {key: (steps, values)}."""
     curves: dict[str, tuple[list, list]] = {key: ([], []) for key in keys}
     for row in map(json.loads, lines):
         for key, (steps, values) in curves.items():
-            if row.get(key) is not None and not math.isnan(row[key]):
+            if row.get(key) is not None:
                 steps.append(row["step"])
                 values.append(row[key])
     return {key: (np.array(steps, dtype=int), np.array(values, dtype=float)) for key, (steps, values) in curves.items()}

@@ -1,7 +1,6 @@
 """Start-up optimizations: avoid PyTorch features that import its compiler, which saves 2 to 2.5 s per command.
 
 Importing torch._dynamo takes 1.4 to 1.9 s and sympy 0.5 s on two cores (docs/experiments/nanogpt-training-speed.md).
-A test checks that a run without torch.compile imports neither.
 """
 
 from inspect import unwrap
@@ -31,10 +30,7 @@ def empty_embedding(rows: int, width: int) -> nn.Embedding:
 
 
 def materialize(module: nn.Module, weights: dict[str, Tensor] | None, device: str) -> None:
-    """Give a module on the meta device real tensors. module.to_empty would import sympy to compute strides.
-
-    weights: complete state_dict, whose tensors become the parameters, or None for uninitialized memory on `device`.
-    """
+    """Give a module on the meta device the tensors of a state_dict, or uninitialized ones. to_empty imports sympy."""
     if weights is None:
         weights = {name: torch.empty(weight.shape, device=device) for name, weight in module.state_dict().items()}
     module.load_state_dict(weights, assign=True)

@@ -15,6 +15,8 @@ from common.process import command_line
 
 PACKAGES = ("torch", "hydra-core", "datasets", "tiktoken", "wandb", "numpy")
 PROJECT = Path(__file__).parents[1]
+# The commit, and "+" if files have changed since. With --git-dir, git does not search the folders above.
+DESCRIBE_COMMIT = "git --git-dir=.git describe --always --abbrev=40 --dirty=+"
 
 
 def reset_peak_memory(device: torch.device) -> None:
@@ -46,14 +48,15 @@ def has_avx512_bf16() -> bool:
 
 
 def describe_environment(device: torch.device) -> dict:
-    """Describe the machine, the software and the command, for summary.json."""
+    """Describe the machine, the software and the command, for summary.json. commit: None without git or a checkout."""
+    git = subprocess.run(DESCRIBE_COMMIT, shell=True, cwd=PROJECT, capture_output=True, text=True)
     return {
         "device": device.type,
         "device_name": device_name(device),
         "threads": torch.get_num_threads(),
         "tf32": torch.backends.cuda.matmul.allow_tf32,
         "versions": {"python": platform.python_version()} | {name: version(name) for name in PACKAGES},
-        "commit": _git_commit(),
+        "commit": git.stdout.strip() or None,
         "command": command_line(),
     }
 
@@ -64,14 +67,6 @@ def device_name(device: torch.device) -> str:
         return torch.cuda.get_device_name(device)
     model = re.search(r"model name\s*: (.+)", _read("/proc/cpuinfo"))
     return f"{model[1] if model else platform.processor() or platform.machine()}, {os.cpu_count()} cores"
-
-
-def _git_commit() -> str | None:
-    """The commit of this checkout, with a "+" if files have changed since. None outside a checkout or without git."""
-    # With --git-dir, git does not look for a repository in the folders above.
-    command = ["git", "-C", str(PROJECT), "--git-dir=.git", "describe", "--always", "--abbrev=40", "--dirty=+"]
-    with suppress(FileNotFoundError):
-        return subprocess.run(command, capture_output=True, text=True).stdout.strip() or None
 
 
 def _read(path: str) -> str:
