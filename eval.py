@@ -23,7 +23,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from common.console import make_console, make_table
+from common.console import PlainConsole, make_table
 from common.errors import UserError, printable
 from common.files import atomic_write
 from common.process import run_process
@@ -54,7 +54,7 @@ def main(config: EvalScriptConfig) -> int:
             raise UserError(f"tasks needs {error.name}; install it: pip install 'lm-eval>=0.4.12'") from None
         results = run_tasks(model, tokenizer, config.tasks.split(","), config.batch_size, config.limit)
     shown = results if config.tasks is not None else [*results[:-1][:MAX_TABLE_ROWS], results[-1]]
-    make_console().print(results_table(shown))
+    PlainConsole().print(results_table(shown))
     if config.out is not None:
         atomic_write(Path(config.out), "".join(json.dumps(result) + "\n" for result in results))
         print(f"written  {config.out}", file=sys.stderr)

@@ -16,19 +16,16 @@ LINE_INTERVAL_S = 10.0  # between progress lines, which replace the bar if the o
 TABLE_WIDTH = 120  # characters per line of a table, if the output is not a terminal
 
 
-class PrintableConsole(Console):
-    """A rich console that prints no control characters, which documents and names of runs can contain."""
+class PlainConsole(Console):
+    """A rich console without markup. Control characters, which documents and names can contain, are replaced."""
+
+    def __init__(self, stderr: bool = False):
+        super().__init__(stderr=stderr, highlight=False, emoji=False, markup=False)
+        if not self.is_terminal:
+            self.width = TABLE_WIDTH
 
     def render_str(self, text: str, **options) -> Text:
         return super().render_str(printable(text), **options)
-
-
-def make_console(stderr: bool = False) -> Console:
-    """A console without markup and highlighting."""
-    console = PrintableConsole(stderr=stderr, highlight=False, emoji=False, markup=False)
-    if not console.is_terminal:
-        console.width = TABLE_WIDTH
-    return console
 
 
 def make_table(*columns: str, left: int = 1, header: bool = True) -> Table:
@@ -46,7 +43,7 @@ class ProgressBar(Progress):
     """
 
     def __init__(self, total: float | None = None, *, initial: float = 0.0, stderr: bool = False):
-        console = make_console(stderr)
+        console = PlainConsole(stderr)
         columns = BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False)
         super().__init__(*columns, console=console, disable=not console.is_terminal, transient=True)
         self.print = partial(console.print, soft_wrap=True)  # prints above the bar
@@ -84,11 +81,8 @@ def format_number(number: float) -> str:
 
 def format_si(number: float, unit: str = "") -> str:
     """Format a number with an SI prefix: "12", "1.23 M", "3.4 GB"."""
-    prefixes = ["", *"kMGTPEZY"]
-    while number >= 999.5:
-        number /= 1000
-        del prefixes[0]
-    return f"{number:.3g} {prefixes[0]}{unit}".rstrip()
+    power = max(0, int(f"{number:.2e}".partition("e")[2]) // 3)  # of 1000, when rounded to three digits
+    return f"{number / 1000**power:.3g} {('', *'kMGTPEZY')[power]}{unit}".rstrip()
 
 
 def pluralize(count: int, noun: str) -> str:

@@ -14,7 +14,6 @@ import torch
 from common.process import command_line
 
 PACKAGES = ("torch", "hydra-core", "datasets", "tiktoken", "wandb", "numpy")
-PROJECT = Path(__file__).parents[1]
 # The commit, and "+" if files have changed since. With --git-dir, git does not search the folders above.
 DESCRIBE_COMMIT = "git --git-dir=.git describe --always --abbrev=40 --dirty=+"
 
@@ -49,7 +48,7 @@ def has_avx512_bf16() -> bool:
 
 def describe_environment(device: torch.device) -> dict:
     """Describe the machine, the software and the command, for summary.json. commit: None without git or a checkout."""
-    git = subprocess.run(DESCRIBE_COMMIT, shell=True, cwd=PROJECT, capture_output=True, text=True)
+    git = subprocess.run(DESCRIBE_COMMIT, shell=True, cwd=Path(__file__).parents[1], capture_output=True, text=True)
     return {
         "device": device.type,
         "device_name": device_name(device),

@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 
-from common.console import make_console
+from common.console import PlainConsole
 from common.process import StopRequest
 from common.run_dir import RunDir, read_summary
 from common.system import describe_environment
@@ -46,7 +46,7 @@ def open_run(
             "n_params": n_params(state.model), "flops_per_token": flops_per_token(model, vocab_size, model.block_size),
         }  # fmt: skip
         run.start(asdict(config), facts | state.summary())
-        make_console().print(format_banner(config, run.folder, run.summary, data.meta), soft_wrap=True)
+        PlainConsole().print(format_banner(config, run.folder, run.summary, data.meta), soft_wrap=True)
         yield run, stop
         dist.barrier()
         if dist.is_main:

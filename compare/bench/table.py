@@ -3,7 +3,7 @@
 import math
 from pathlib import Path
 
-from common.console import format_number, make_console, make_table, pluralize
+from common.console import PlainConsole, format_number, make_table, pluralize
 from compare import MAX_SPREAD
 from compare.bench.config import BenchConfig
 from compare.bench.results import MAX_TIE_RATIO, NO_ATTENTION, Timing, compute_spread, group_rows, recommend
@@ -12,7 +12,7 @@ from model.config import ATTENTION_TYPES
 
 def print_results(rows: list[Timing], folder: Path) -> None:
     """Print the recommendation, the tables and the notes. folder: the bench's folder."""
-    console = make_console()
+    console = PlainConsole()
     console.print(f"\nfastest here ({rows[0].device})", style="bold")
     recommendation, previous_phase = make_table("", "", "", left=3, header=False), None
     for phase, Ts, sentence in recommend(rows):

@@ -5,7 +5,7 @@ read.py groups runs into settings, statistics.py computes a row per setting, and
 
 from pathlib import Path
 
-from common.console import make_console
+from common.console import PlainConsole
 from common.errors import UserError
 from compare.runs.plot import plot_comparison
 from compare.runs.read import read_settings
@@ -39,7 +39,7 @@ def compare(folders: list[Path], out: Path, difference: float | None = None) -> 
 
 def print_comparison(rows: list[SettingStats], out: Path) -> None:
     """Print the table, its notes, and the names of the files."""
-    console = make_console()
+    console = PlainConsole()
     console.print(make_terminal_table(rows))
     console.print("\n".join([*list_notes(rows, TERMINAL_COLUMNS), "report.html has more columns."]))
     print(f"\nwritten  {'  '.join(str(out / name) for name in FILES)}")

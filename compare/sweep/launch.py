@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common.console import format_duration, make_console
+from common.console import PlainConsole, format_duration
 from common.files import read_json, write_json
 from common.process import command_line
 from common.run_dir import EXIT_CODES, SWEEPS, read_summary
@@ -40,7 +40,7 @@ def find_missing_jobs(folder: Path, jobs: list[Job]) -> list[Job]:
 def train_jobs(todo: list[Job], launcher: Any = None) -> dict[str, Outcome]:
     """Train jobs, and print a line when a job ends. Returns the outcomes by job name."""
     outcomes: dict[str, Outcome] = {}
-    console, started = make_console(), time.monotonic()
+    console, started = PlainConsole(), time.monotonic()
     results = ((job, train_job(job)) for job in todo)
     if todo and launcher is not None:
         from compare.sweep.submit import submit_jobs  # needs submitit

@@ -3,12 +3,12 @@
 import pytest
 
 from common.console import (
+    PlainConsole,
     ProgressBar,
     format_duration,
     format_memory,
     format_number,
     format_si,
-    make_console,
     make_table,
     pluralize,
 )
@@ -61,7 +61,7 @@ def test_durations_sizes_and_counts_are_formatted():
 def test_console_prints_no_control_characters_of_names(capsys):
     table = make_table("a\x1b[31m")
     table.add_row("b\x9b31m")
-    console = make_console()
+    console = PlainConsole()
     console.print("c\u202e", table, sep="\n")
     output = capsys.readouterr().out
     assert output.count("\ufffd") == 3 and not UNPRINTABLE.search(output)

@@ -38,7 +38,7 @@ import torch  # noqa: E402
 from helpers import TEXT, TINY, run_command, untimed  # noqa: E402
 
 from common.checkpoint_file import load_checkpoint  # noqa: E402
-from common.console import make_console, make_table  # noqa: E402
+from common.console import PlainConsole, make_table  # noqa: E402
 from configs.compose import list_groups  # noqa: E402
 from configs.schema import key_types  # noqa: E402
 
@@ -323,7 +323,7 @@ def main(arguments: list[str] | None = None) -> int:
         failures, minutes = [failure for failure in results if failure], (time.perf_counter() - started) / 60
         table.add_row(name, f"{len(results):,}", str(len(failures)), f"{minutes:.1f}")
         lost += len(failures)
-    make_console().print(table)
+    PlainConsole().print(table)
     return int(lost > 0)
 
 

@@ -11,7 +11,7 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from common import system
-from common.console import format_duration, format_memory, format_si, make_console, make_table, pluralize
+from common.console import PlainConsole, format_duration, format_memory, format_si, make_table, pluralize
 from common.errors import UserError
 from data import TokenizerConfig
 from data.prepare import prepare
@@ -164,5 +164,5 @@ def show_plan(config: RunConfig, runtime: Runtime) -> int:
     source = "given" if config.flops_per_second else "measured"
     table.add_row("FLOPs", f"{format_si(plan.flops)} at {format_si(plan.flops_per_second)} FLOP/s ({source})")
     table.add_row("time", f"{format_duration(plan.seconds)}, without evaluations and optimizer")
-    make_console().print(table)
+    PlainConsole().print(table)
     return 0
