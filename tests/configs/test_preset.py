@@ -23,20 +23,16 @@ BOUNDARIES = {"20kB": 44_000, "100kB": 173_000, "300kB": 547_000, "1MB": 1_730_0
 
 
 @pytest.mark.parametrize(("name", "largest"), BOUNDARIES.items())
-def test_auto_selects_the_preset_that_the_documentation_lists(name, largest, tmp_path):
+def test_auto_selects_and_applies_the_preset_that_the_documentation_lists(name, largest, tmp_path):
     names = list(BOUNDARIES)
     following = names[min(names.index(name) + 1, len(names) - 1)]
     for size, expected in ((largest, name), (largest * 1.02, following)):
-        assert compose("data=text", write_text(tmp_path, int(size))).preset == expected
-
-
-@pytest.mark.parametrize("size", [1, 20_000, 300_000, 3_000_000, 10**9])
-def test_preset_sets_keys_of_several_sections(size, tmp_path):
-    config = compose("data=text", write_text(tmp_path, size))
-    column = list(SIZES).index(config.preset)
-    assert config.train.steps == PRESETS["train.steps"][column]
-    assert config.tokenizer.vocab_size == PRESETS["tokenizer.vocab_size"][column]
-    assert config.optimizer.ngram_weight_decay == PRESETS["muon.ngram_weight_decay"][column]
+        config = compose("data=text", write_text(tmp_path, int(size)))
+        column = list(SIZES).index(expected)
+        assert config.preset == expected
+        assert config.train.steps == PRESETS["train.steps"][column]
+        assert config.tokenizer.vocab_size == PRESETS["tokenizer.vocab_size"][column]
+        assert config.optimizer.ngram_weight_decay == PRESETS["muon.ngram_weight_decay"][column]
 
 
 def test_default_run_has_the_defaults_of_the_dataclasses(tmp_path):
@@ -83,9 +79,3 @@ def test_finetuning_does_not_decay_the_weights_of_the_first_run(tmp_path):
     optimizer = compose(*words).optimizer
     assert (optimizer.weight_decay, optimizer.ngram_weight_decay) == (0, 0)
     assert compose(*words, "optimizer.weight_decay=1").optimizer.weight_decay == 1
-
-
-def test_unknown_preset_is_refused(capsys):
-    with pytest.raises(SystemExit):
-        compose("preset=2MB")
-    assert "preset=2MB is unknown; set auto, 20kB" in capsys.readouterr().err
