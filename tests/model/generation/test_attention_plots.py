@@ -1,7 +1,6 @@
 """Plots of attention weights, of a run and of a sample."""
 
 import warnings
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,8 +11,6 @@ from configs.cli import parse_config
 from data import tokenizer
 from model.attention.head_statistics import uniform_entropy
 from model.generation.attention_plots import plot_attention
-from training.config import WandbConfig
-from training.wandb_logger import WandbRun
 
 MATH, WHITESPACE, OTHER = ["$x$", r"$\frac{", "{}", "_^%#"], ["\n    ", "\t\r", ""], ["\x00", "\ud800", "a" * 99]
 DIFFICULT_TOKENS = [*MATH, *WHITESPACE, *OTHER, "日本語", "مرحبا"]
@@ -81,18 +78,3 @@ def test_attention_map_without_a_prompt_shows_the_sample(trained, monkeypatch):
 def test_attention_map_of_one_token_is_refused(trained, capsys):
     assert run_sample("prompt=T") == 2
     assert "set a longer prompt, or none" in capsys.readouterr().err
-
-
-def test_wandb_receives_the_picture(tmp_path, monkeypatch):
-    import wandb
-
-    picture, logged = tmp_path / "a.png", []
-    plot_attention(torch.ones(1, 1, 2, 2), picture)
-    backend = SimpleNamespace(log=logged.append, define_metric=lambda *_, **__: None, summary={}, finish=lambda _: None)
-    monkeypatch.setattr(wandb, "init", lambda **_: backend)
-    run = WandbRun(WandbConfig(mode="offline", project="p", entity=None, group=None, tags=[]), tmp_path, {})
-    run.log([{"step": 5, "attention": picture, "val/loss": 0.5}])
-    run.finish(0)
-    (row,) = logged
-    assert isinstance(row.pop("attention"), wandb.Image)
-    assert row == {"step": 5, "val/loss": 0.5}

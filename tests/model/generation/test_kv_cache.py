@@ -23,7 +23,8 @@ def test_logits_with_cache_equal_logits_without(name, variant):
     model = make_random_model(variant, attend=BACKENDS[name].attend)
     T = model.config.block_size
     engine = Engine(model, sampling(temperature=0.0), batch_size=4, max_length=100)
-    recorded = record_logits(model)
+    recorded = []  # the logits (B, V) of each step
+    model.lm_head.register_forward_hook(lambda module, inputs, logits: recorded.append(logits))
     prompts = [[7], list(range(3, 3 + T // 2 + 1)), list(range(40, 40 + T)), [9, 8]]
     if not BACKENDS[name].on["cpu"].positions:
         prompts = prompts[1:2]
@@ -31,13 +32,5 @@ def test_logits_with_cache_equal_logits_without(name, variant):
     for _ in range(T + 5 if T > 1 else 6):
         before = [list(sequence.tokens) for sequence in engine.sequences]
         engine.step()
-        logits = recorded[-1]
-        for row, tokens in enumerate(before):
-            torch.testing.assert_close(logits[row], logits_without_cache(model, tokens), atol=2e-4, rtol=1e-4)
-
-
-def record_logits(model):
-    """A list to which each step appends its logits (B, V)."""
-    recorded = []
-    model.lm_head.register_forward_hook(lambda module, inputs, logits: recorded.append(logits))
-    return recorded
+        for logits, tokens in zip(recorded[-1], before, strict=True):
+            torch.testing.assert_close(logits, logits_without_cache(model, tokens), atol=2e-4, rtol=1e-4)
