@@ -7,9 +7,8 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import metrics, summary
+from helpers import load, metrics, summary
 
-from common.checkpoint_file import load_checkpoint
 from data.loader import Loader
 from data.prepare import PreparedData, read_meta
 from model.generation.load import load_run
@@ -60,7 +59,7 @@ def test_training_loss_is_the_mean_over_all_targets_of_a_step(train, workdir):
         assert train(f"name=a{size}", f"train.micro_batch_size={size}", *PAIRS) == 0
     model, _ = load_run("frozen4", checkpoint="last")
     folder = Path(summary("frozen4")["data"])
-    loader = Loader(PreparedData(folder, read_meta(folder)), 16, seed=load_checkpoint_seed("frozen4"))
+    loader = Loader(PreparedData(folder, read_meta(folder)), 16, seed=load("frozen4")["config"]["seed"])
     counts = set()
     for step in range(6):
         x, y, _ = loader.batch("train", 4 * step, 4)
@@ -76,16 +75,12 @@ def test_training_loss_is_the_mean_over_all_targets_of_a_step(train, workdir):
             assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
 
 
-def load_checkpoint_seed(name: str) -> int:
-    return load_checkpoint(Path(f"runs/{name}/checkpoints/last.pt"))["config"]["seed"]
-
-
 def test_resumed_run_is_bit_identical(train):
     settings = [*PAIRS, "schedule.warmup_steps=100", "train.micro_batch_size=2", "data.document_mask=true"]
     assert train("name=whole", "train.steps=6", *settings) == 0
     assert train("name=parts", "train.steps=3", *settings) == 0
     assert train("name=parts", "train.steps=6", *settings) == 0
-    whole, parts = (load_checkpoint(Path(f"runs/{name}/checkpoints/last.pt"))["model"] for name in ("whole", "parts"))
+    whole, parts = (load(name)["model"] for name in ("whole", "parts"))
     assert all(torch.equal(weight, parts[name]) for name, weight in whole.items())
     assert [row.get("train/loss") for row in metrics("whole")] == [row.get("train/loss") for row in metrics("parts")]
 

@@ -8,16 +8,7 @@ from training.config import TrainConfig
 
 def test_batch_is_divided_into_micro_batches_or_refused_with_valid_sizes():
     def split(batch, micro, world):
-        settings = dict(
-            steps=1,
-            minutes=None,
-            grad_clip=None,
-            patience=None,
-            profile=False,
-            init_from=None,
-            activation_checkpointing="none",
-        )
-        return TrainConfig(batch_size=batch, micro_batch_size=micro, **settings).split_batch(world)
+        return TrainConfig(batch_size=batch, micro_batch_size=micro).split_batch(world)
 
     assert split(12, None, 1) == (12, 1)
     assert split(12, 3, 1) == (3, 4)

@@ -50,13 +50,3 @@ def test_patience_ends_the_run_and_a_larger_one_resumes_it(short_text, train, ca
     )
     assert train("name=a", *OVERFIT, "train.steps=60", "train.patience=4") == 0
     assert summary("a")["step"] == best_step + 4 * 5
-
-
-def test_resumed_run_counts_evaluations_from_its_checkpoint(short_text, train):
-    words = [*OVERFIT, "checkpoint.every=5", "train.patience=3"]
-    assert train("name=a", *words, "train.steps=60") == 0
-    stopped_at = summary("a")["step"]
-    assert train("name=b", *words, "train.steps=60", "train.patience=1") == 0
-    assert summary("b")["step"] < stopped_at
-    assert train("name=b", *words, "train.steps=60") == 0
-    assert losses("b") == losses("a")

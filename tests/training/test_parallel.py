@@ -8,7 +8,7 @@ import time
 import pytest
 import torch
 from distributed_helpers import SINGLE, assert_same_curve, finish, torchrun
-from helpers import TINY, load, metrics, run_command
+from helpers import TINY, load, metrics
 
 from common.errors import UserError
 from configs.cli import parse_config
@@ -84,8 +84,3 @@ def test_more_processes_than_rows_save_and_resume(train):
 def test_one_process_is_refused(workdir):
     with pytest.raises(UserError, match="parallel=fsdp needs several processes; start them with torchrun"):
         resolve_runtime(parse_config("train", "", [*TINY, "parallel=fsdp"]))
-
-
-@pytest.mark.parametrize("word", ["parallel=zero", "train.activation_checkpointing=all"])
-def test_unknown_choices_are_refused(workdir, word):
-    assert run_command("train", *TINY, word) == 2
