@@ -101,9 +101,12 @@ def file_size_limit(size: int) -> Iterator[None]:
 TIMED = {"seconds", "step_ms", "tokens_per_second", "mfu", "peak_memory_bytes"}
 
 
+def read_jsonl(file):
+    return [json.loads(line) for line in Path(file).read_text(encoding="utf-8").split("\n")[:-1]]
+
+
 def metrics(name):
-    with open(f"runs/{name}/metrics.jsonl") as f:
-        return [json.loads(line) for line in f]
+    return read_jsonl(f"runs/{name}/metrics.jsonl")
 
 
 def untimed(rows):

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import load, metrics, summary
+from helpers import load, metrics, read_jsonl, summary
 
 from data.loader import Loader
 from data.prepare import PreparedData, read_meta
@@ -103,8 +103,7 @@ def test_loss_of_documents_counts_completions(train, evaluate):
     assert train("name=a", "model.block_size=64", "tokenizer=byte", *PAIRS) == 0
     write_rows("scored.jsonl", [("What is 4? ", "It is 16."), ("Ask? ", ""), ("Ask " * 40, "1"), ("", "1?")])
     evaluate("run=a", "data.path=scored.jsonl", *COLUMNS, "out=o.jsonl")
-    with open("o.jsonl") as file:
-        *results, _ = [json.loads(line) for line in file]
+    *results, _ = read_jsonl("o.jsonl")
     assert [result["tokens"] for result in results] == [result["bytes"] for result in results] == [9, 0, 1, 2]
     model, tokenizer = load_run("a")
     for result, row in ((results[0], ("What is 4? ", "It is 16.")), (results[3], ("", "1?"))):

@@ -1,11 +1,11 @@
 """metrics.jsonl: when rows are written, resuming, and values that are not finite."""
 
-import json
 import math
 from types import SimpleNamespace
 
 import pytest
 import torch
+from helpers import read_jsonl
 
 from common.errors import TrainingFailed
 from training import observers
@@ -21,17 +21,13 @@ def logger(folder, step=-1):
     return MetricsLogger(folder, step, SimpleNamespace(log=lambda rows: None))
 
 
-def rows_of(path):
-    return [json.loads(line) for line in path.read_text().splitlines()]
-
-
 def test_rows_are_written_several_at_a_time(tmp_path):
     path, metrics = tmp_path / "metrics.jsonl", logger(tmp_path)
     metrics.log({"step": 1, "train/loss": torch.tensor(2.5)}, read=lambda: {"step_ms": 3.0})
     metrics.log({"step": 2, "train/loss": torch.tensor(2.0)})
     assert path.read_text() == ""
     metrics.flush(sync=True)
-    assert rows_of(path) == [{"step": 1, "train/loss": 2.5, "step_ms": 3.0}, {"step": 2, "train/loss": 2.0}]
+    assert read_jsonl(path) == [{"step": 1, "train/loss": 2.5, "step_ms": 3.0}, {"step": 2, "train/loss": 2.0}]
     assert metrics.last == {"step": 2, "train/loss": 2.0, "step_ms": 3.0}
 
 
@@ -41,7 +37,7 @@ def test_resuming_removes_later_rows_and_incomplete_lines(tmp_path):
     metrics = logger(tmp_path, step=2)
     metrics.log({"step": 3, "again": True})
     metrics.flush()
-    assert rows_of(path) == [{"step": 0}, {"step": 1}, {"step": 2}, {"step": 3, "again": True}]
+    assert read_jsonl(path) == [{"step": 0}, {"step": 1}, {"step": 2}, {"step": 3, "again": True}]
     logger(tmp_path)
     assert path.read_text() == ""
 
@@ -57,7 +53,7 @@ def test_loss_that_is_not_finite_is_written_and_ends_the_run(tmp_path, key):
     metrics.log({"step": 3, key: torch.tensor(math.nan)})
     with pytest.raises(TrainingFailed, match=f"{key} is not a finite number at step 3. Lower optimizer.lr"):
         metrics.flush()
-    assert rows_of(tmp_path / "metrics.jsonl") == [{"step": 3, key: None}]
+    assert read_jsonl(tmp_path / "metrics.jsonl") == [{"step": 3, key: None}]
 
 
 def test_step_with_infinite_gradients_does_not_end_a_run_because_a_scaler_can_skip_it(tmp_path):

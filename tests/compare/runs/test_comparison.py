@@ -10,7 +10,6 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import yaml
-from helpers import run_command
 from rich.console import Console
 
 from common.errors import UserError
@@ -280,12 +279,6 @@ def test_folders_that_are_not_runs_are_refused(tmp_path):
     run = write_run(tmp_path / "a")
     with pytest.raises(UserError, match=r"config.yaml cannot be created \(File exists\); set another"):
         compare([run], run / "config.yaml")
-
-
-@pytest.mark.parametrize("word", ["ouy=there", "--out"])
-def test_invalid_words_are_refused(word, capsys):
-    assert run_command("compare", "a", word) == 2
-    assert word.split("=")[0] in capsys.readouterr().err
 
 
 def test_comparison_of_real_runs(train, tmp_path):
