@@ -84,6 +84,7 @@ INVALID = [
     (["-m", "seed=1,2,1"], "seed=1 would be trained twice or is too long; list each value once"),
     ([*SWEEP, *TWO_LONG_NAMES], "is too long; list"),
     ([*SWEEP, "--cfg", "job"], "--cfg and plan=true describe one run; remove -m"),
+    ([*SWEEP, "plan=true"], "--cfg and plan=true describe one run; remove -m"),
     # types
     (["train.steps=many"], "train.steps=many must be a whole number or null"),
     (["model.n_layer=null"], "model.n_layer=null must be a whole number"),
@@ -110,6 +111,9 @@ INVALID = [
     (["seed=-1"], "seed=-1 must be at least 0"),
     (["optimizer.weight_decay=100"], "set less than 1 / optimizer.lr"),
     (["optimizer.ngram_weight_decay=2", "optimizer.embedding_lr=0.5"], "set less than 1 / optimizer.embedding_lr"),
+    (["plan=true", "flops_per_second=-1e9"], "flops_per_second=-1000000000.0 must be above 0"),
+    (["flops_per_second=1e12"], "flops_per_second=1000000000000.0 needs plan=true"),
+    (["world_size=4"], "world_size=4 needs plan=true"),
     (["optimizer.betas=[0.9]"], "optimizer.betas=[0.9] must be two numbers"),
     (["optimizer.lr=inf"], "optimizer.lr=inf must be above 0 and finite"),
 ]
