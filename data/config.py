@@ -55,20 +55,14 @@ class DataConfig:
         yield "prompt_column", has_column, "needs another column as text_column, and row_is_document=true; or set null"
         required = {"text": "path", "hub": "repo"}.get(self.source)
         if self.path is None and required is not None:
-            yield (
-                required,
-                bool(getattr(self, required)),
-                f"is missing; set {section}.{required}=..., or {section}.path=FILE",
-            )
+            yield required, bool(getattr(self, required)), f"is missing; set {section}.{required} or {section}.path"
 
     @property
-    def label(self) -> str:
-        """Name of the data in runs and folders; "text" if data.path replaces the default source."""
+    def label(self) -> str:  # name of the data in runs and folders; "text" if data.path replaces the default source
         return "text" if self.path is not None and self.name == "python_stdlib" else self.name
 
     @property
-    def mixed(self) -> dict[str, "DataConfig"]:
-        """The sources of the mix by name; without a mix, this config alone."""
+    def mixed(self) -> dict[str, "DataConfig"]:  # the sources by name; without a mix, this config alone
         return self.mix or {self.label: self}
 
 
@@ -87,9 +81,9 @@ class TokenizerConfig:
 
     def rules(self, section: str) -> Iterator[Rule]:
         is_valid = (self.vocab_size or 0) > 256 if self.name == "bpe" else self.vocab_size is None
-        yield "vocab_size", is_valid, "must be above 256, the number of bytes, for tokenizer=bpe; set null for others"
-        needs_both = f"does not fit tokenizer={self.name}; set tokenizer=run and tokenizer.run=NAME, or neither"
-        yield "run", (self.name == "run") == (self.run is not None), needs_both
+        advice = "must be above 256, the number of bytes" if self.name == "bpe" else f"is not for {self.name}; set null"
+        yield "vocab_size", is_valid, advice
+        yield "run", (self.name == "run") == (self.run is not None), "and tokenizer=run need each other; set both"
 
 
 @dataclass

@@ -1,10 +1,9 @@
 """Encode sources: each source becomes one token file, and its split is an index into that file.
 
-The file has the documents of a source in their order, then its separate validation text, if there is any. An
-end-of-text token follows each document, if the tokenizer has one. All cores encode chunks of a million characters.
+The file has the documents of a source, each with an end-of-text token after it if the tokenizer has one, then those of
+its separate validation text. All cores encode, in chunks of a million characters.
 """
 
-import itertools
 from array import array
 from bisect import bisect_right
 from collections import deque
@@ -31,14 +30,12 @@ PIECE_OVERHEAD_CHARS = 32  # added to each piece's length, so that a chunk has a
 
 
 def encode_sources(folder: Path, sources: list[Source], config: TokenizerConfig, spec: dict | None) -> dict:
-    """Write the token files of all sources into a folder. Returns the content of meta.json. Raises UserError.
-
-    spec: tokenizer of another run. None: the tokenizer that `config` names is built from the text.
-    """
-    readings = ((source, is_validation) for source in sources for is_validation in (False, True))
-    chunks = itertools.chain.from_iterable(iter_chunks(*reading, "reading") for reading in readings)
+    """Write the token files of all sources into a folder. Returns the content of meta.json. Raises UserError."""
+    chunks = (
+        chunk for source in sources for is_val in (False, True) for chunk in iter_chunks(source, is_val, "reading")
+    )
     texts = (piece.text for chunk in chunks for piece in chunk)
-    tokenizer = build_tokenizer(config, texts, sources[0].has_several_documents, spec)
+    tokenizer = build_tokenizer(config, texts, len(sources) > 1 or sources[0].has_several_documents, spec)
     has_prompts = any(source.config.prompt_column is not None for source in sources)
     dtype = "int32" if has_prompts else "uint16" if tokenizer.n_vocab <= 2**16 else "uint32"
     parts: dict[str, list[dict]] = {"train": [], "val": []}
@@ -83,7 +80,8 @@ class TokenFile:
         """Write all documents. Raises UserError."""
         tokens = size = 0
         for is_validation in (False, True):
-            self.train_documents = len(self.ends)
+            if is_validation:
+                self.train_documents = len(self.ends)
             for ids, lengths in parallel_map(self.encode_chunk, iter_chunks(self.source, is_validation, "encoding")):
                 out.write(ids)
                 for num_tokens, num_bytes, ends_document in lengths:
@@ -101,7 +99,7 @@ class TokenFile:
             parts += [~ids if is_prompt else ids, self.separator[:ends_document]]
             num_bytes = 0 if is_prompt else len(text.encode())
             lengths.append((len(ids) + len(parts[-1]), num_bytes, ends_document))
-        return np.concatenate(parts).view(np.int32).astype(self.dtype), lengths
+        return np.concatenate(parts).view(np.int32).astype(self.dtype), lengths  # ~id in uint32 has the bits of -1 - id
 
     def choose_validation(self) -> tuple[int, int]:
         """First and last + 1 of the documents to hold out. A single document is cut in two. Raises UserError."""
@@ -117,7 +115,10 @@ class TokenFile:
             self.ends.insert(0, int(self.ends[0] * (1 - config.val_fraction)))
             self.sizes.insert(0, int(size * (1 - config.val_fraction)))
             return 1, 2
-        return max(1, bisect_right(self.sizes, size - max(1, size * config.val_fraction))), documents
+        first = max(1, bisect_right(self.sizes, size - max(1, size * config.val_fraction)))
+        if (share := 1 - self.sizes[first - 1] / size) > max(0.5, 2 * config.val_fraction):
+            print(f"{share:.0%} of {self.source.name} is held out: documents are not divided; set data.val_path")
+        return first, documents
 
     def describe(self, first: int, stop: int) -> dict:
         """The part of the file with documents first to stop - 1, as in meta.json."""

@@ -45,10 +45,9 @@ class Loader:
             raise UserError(f"data.document_mask=true needs the {END_OF_TEXT} token, which the tokenizer lacks; {fix}")
 
     def batch(self, split: str, first: int, count: int, stride: float = 1) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Read inputs, targets and document ids, (count, T) int64 each. Without document_mask, document ids are None.
+        """Read inputs, targets and document ids (None without document_mask), (count, T) int64 each.
 
-        Row j holds sequence int((first + j) * stride). Training has no last sequence. Validation has `val_windows`
-        sequences, and a batch omits rows after the last one.
+        Row j holds sequence int((first + j) * stride). Validation has `val_windows` sequences; later rows are omitted.
         """
         sequences = [int(i * stride) for i in range(first, first + count)]
         x, y = self._train_batch(sequences) if split == "train" else self._val_batch(sequences)
@@ -70,13 +69,11 @@ class Loader:
         return int(rng.integers(self.T)), rng.permutation(self.windows[source])
 
     def _find_source(self, sequence: int) -> tuple[int, int]:
-        """The source of a training sequence, and the number of earlier sequences of this source.
-
-        Of n sequences, int(n x weight / total weight) are from the first source. The others are divided likewise.
-        """
+        """The source of a training sequence, and the number of earlier sequences of this source."""
+        # Of n sequences, n x weight / total weight are from the first source, rounded. The others are divided likewise.
         remaining_weight = sum(self.weights)
         for source, weight in enumerate(self.weights[:-1]):
-            earlier, following = (int(n * weight / remaining_weight) for n in (sequence, sequence + 1))
+            earlier, following = (int(n * weight / remaining_weight + 0.5) for n in (sequence, sequence + 1))
             if following > earlier:
                 return source, earlier
             sequence, remaining_weight = sequence - earlier, remaining_weight - weight

@@ -2,7 +2,7 @@
 
 The fingerprint is a hash of everything that determines the tokens, so a changed text gets a new folder. SOURCE.bin has
 the token ids of a source: little-endian uint16, or uint32 for a vocabulary of more than 65,536 tokens, or int32 with
-prompts, whose tokens are stored as ~id. meta.json lists the part of each file that belongs to each split.
+prompts, whose tokens are stored as ~id. meta.json has the range of each split in each file.
 """
 
 import hashlib
@@ -44,7 +44,8 @@ class Tokens:
         start, stop, _ = index.indices(len(self))
         pieces = [np.empty(0, self.dtype)]
         for first, part in zip(self.starts, self.parts, strict=False):
-            skipped, count = max(0, start - first), min(stop - first, part["tokens"]) - max(0, start - first)
+            skipped = max(0, start - first)
+            count = min(stop - first, part["tokens"]) - skipped
             if count > 0:
                 path, offset = self.folder / part["file"], (part["start"] + skipped) * self.dtype.itemsize
                 ids = np.fromfile(path, self.dtype, count, offset=offset)
@@ -109,6 +110,8 @@ def prepare(
                 try:
                     meta = {"name": config.label, "fingerprint": fingerprint}
                     meta |= encode_sources(partial, sources, tokenizer, spec)
+                    if hash_sources(sources) != content[-1]:
+                        raise UserError(f"the text of {config.label} changed while it was read; run the command again")
                     write_json(partial / "meta.json", meta)
                     os.replace(partial, folder)
                 finally:
@@ -119,10 +122,8 @@ def prepare(
     train, val = prepared.meta["tokens"]["train"], prepared.meta["tokens"]["val"]
     if train < block_size + 1 or val < 2 or not all(map(len, prepared.train)):
         shorter = f"set model.block_size={train - 1}, or " if 2 < train <= block_size else ""
-        needed = f"a window needs model.block_size + 1 = {block_size + 1}, and validation 2"
-        raise UserError(
-            f"{train} training and {val} validation tokens are too few: {needed}; {shorter}use a longer text"
-        )
+        needed = f"model.block_size + 1 = {block_size + 1} and 2"
+        raise UserError(f"{train} training and {val} validation tokens are below {needed}; {shorter}use a longer text")
     return prepared
 
 

@@ -1,8 +1,7 @@
 """Read documents from files, without any change to their text and in bounded memory.
 
-A text file is one document. Each row of a table is a document, unless data.row_is_document=false. Documents are read in
-pieces of at most MAX_PIECE_CHARS characters. Tables are read with pyarrow, always as strings, so that no value is
-converted ("NA" stays "NA"). URLs and hub data sets are read through `datasets`, which only this file imports.
+A text file is one document, and so is each row of a table. Documents are read in pieces of at most MAX_PIECE_CHARS
+characters. pyarrow reads all columns of tables as strings: "NA" stays "NA". Only this file imports `datasets`.
 """
 
 import io
@@ -21,8 +20,7 @@ from data.sources import COMPRESSED, Source, is_remote, is_table, suffix
 
 Document = tuple[str, str]  # prompt ('' without data.prompt_column), text
 MAX_PIECE_CHARS = 2**20
-BLOCK_BYTES = 2**20  # of a .jsonl file that are read at a time
-CSV_BLOCK_BYTES = 2**24  # of a .csv file that are read at a time; a row must be smaller
+BLOCK_BYTES = {".jsonl": 2**20, ".csv": 2**22}  # that are read at a time; a row of a .csv file must be smaller
 BATCH_ROWS = 200  # rows of a parquet file or a hub data set that are read at a time
 
 
@@ -36,19 +34,16 @@ class Piece(NamedTuple):
 
 def iter_pieces(source: Source, is_validation: bool = False) -> Iterator[Piece]:
     """Yield the documents of a source, or of its val_files, in pieces. Raises UserError if there is no text to read."""
-    config, documents, has_text = source.config, 0, False
-    files = source.val_files if is_validation else source.files
+    config, files, has_text = source.config, source.val_files if is_validation else source.files, False
+    limit = itertools.count() if is_validation or config.max_documents is None else iter(range(config.max_documents))
     for file in files:
         try:
-            for prompt, texts in _iter_documents(file, config):
+            for (prompt, texts), _ in zip(_iter_documents(file, config), limit, strict=False):
                 if config.prompt_column is not None:
                     yield from cut_into_pieces([prompt], is_prompt=True)
                 for piece in cut_into_pieces(texts):
                     has_text = has_text or piece.text != ""
                     yield piece
-                documents += 1
-                if documents == config.max_documents and not is_validation:
-                    return
         except UserError:
             raise
         except Exception as error:  # pyarrow, datasets and the network have exceptions of many types
@@ -64,26 +59,26 @@ def iter_pieces(source: Source, is_validation: bool = False) -> Iterator[Piece]:
 
 def read_documents(sources: list[Source]) -> list[Document]:
     """Read all documents of the sources into memory, including documents to hold out. Raises UserError."""
-    documents = [["", ""]]  # prompt and text
+    documents = [([], [])]  # pieces of the prompt and of the text
     for piece in itertools.chain.from_iterable(map(iter_pieces, sources)):
-        documents[-1][0 if piece.is_prompt else 1] += piece.text
+        documents[-1][0 if piece.is_prompt else 1].append(piece.text)
         if piece.ends_document:
-            documents.append(["", ""])
-    return [(prompt, text) for prompt, text in documents[:-1]]
+            documents.append(([], []))
+    return [("".join(prompt), "".join(text)) for prompt, text in documents[:-1]]
 
 
 def cut_into_pieces(texts: Iterable[str], is_prompt: bool = False) -> Iterator[Piece]:
-    """Join the texts into one document, or its prompt, and cut it into pieces.
+    """Join the texts into one document, or its prompt, and cut it into pieces: before a space that follows a word.
 
-    A cut before a space that follows a word does not change the tokens: no BPE pattern used here (GPT-2's, GPT-4's,
-    ours) has a match that continues from a word into a space. Text without spaces, as in some scripts, is cut anywhere.
+    This does not change the tokens: no BPE pattern used here (GPT-2's, GPT-4's, ours) has a match that continues from a
+    word into a space. Text without spaces, as in some scripts, is cut anywhere.
     """
-    pending, tail = "", max(0, MAX_PIECE_CHARS - 1000)
+    pending, search_from = "", max(0, MAX_PIECE_CHARS - 1000)
     for part in (text[i : i + MAX_PIECE_CHARS] for text in texts for i in range(0, len(text), MAX_PIECE_CHARS)):
         pending += part
         while len(pending) > MAX_PIECE_CHARS:
-            word_ends = [match.end() for match in re.finditer(r"\S(?= )", pending[tail:MAX_PIECE_CHARS])]
-            stop = tail + word_ends[-1] if word_ends else MAX_PIECE_CHARS
+            word_ends = [match.end() for match in re.finditer(r"\S(?= )", pending[search_from:MAX_PIECE_CHARS])]
+            stop = search_from + word_ends[-1] if word_ends else MAX_PIECE_CHARS
             yield Piece(pending[:stop], False, is_prompt)
             pending = pending[stop:]
     yield Piece(pending, not is_prompt, is_prompt)
@@ -117,7 +112,7 @@ def _iter_batches(file: str, columns: list[str], config: DataConfig) -> Iterator
     if suffix(file) == ".parquet":
         return parquet.ParquetFile(_download(file)).iter_batches(BATCH_ROWS, columns=columns)
     if suffix(file) == ".csv":
-        read = csv.ReadOptions(block_size=CSV_BLOCK_BYTES, use_threads=False)
+        read = csv.ReadOptions(block_size=BLOCK_BYTES[".csv"], use_threads=False)
         convert = csv.ConvertOptions(column_types=dict.fromkeys(columns, pa.string()), include_columns=columns)
         return csv.open_csv(_open(file), read, csv.ParseOptions(newlines_in_values=True), convert)
     return _iter_jsonl(file, pa.schema([(name, pa.string()) for name in columns]))
@@ -129,26 +124,24 @@ def _iter_jsonl(file: str, schema: Any) -> Iterator[Any]:
 
     parse, line = json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore"), 1
     with io.BufferedReader(_open(file)) as stream:
-        while chunk := stream.read(BLOCK_BYTES) + stream.readline():  # complete lines
+        while chunk := stream.read(BLOCK_BYTES[".jsonl"]) + stream.readline():  # complete lines
             try:
                 if not chunk.isspace():
                     yield json.read_json(pa.BufferReader(chunk), json.ReadOptions(block_size=len(chunk) + 1), parse)
             except pa.ArrowInvalid as error:
                 message, _, row = str(error).partition(" in row ")
-                raise ValueError(f"{message} in line {line + int(row or 0)}") from None
+                raise ValueError(f"{message} near line {line + int(row or 0)}") from None
             line += chunk.count(b"\n")
 
 
 @cache
 def _import_datasets() -> Any:
-    """The `datasets` library, imported on first use (1 s), without its log messages and download counts."""
+    """The `datasets` library, imported on first use (1 s)."""
     os.environ.setdefault("USE_TORCH", "0")  # otherwise `datasets` imports torch, which takes 2 s more
     import datasets
 
-    datasets.config.HF_UPDATE_DOWNLOAD_COUNTS = False  # otherwise each read, also of a local file, contacts a server
     if not sys.stderr.isatty():
         datasets.disable_progress_bars()
-    datasets.logging.set_verbosity(datasets.logging.CRITICAL)
     return datasets
 
 
@@ -167,4 +160,4 @@ def _open(file: str) -> Any:
     """A binary stream that is decompressed while it is read. Arrow notices a truncated file."""
     import pyarrow
 
-    return pyarrow.input_stream(_download(file), compression=COMPRESSED.get(Path(file.lower()).suffix))
+    return pyarrow.input_stream(open(_download(file), "rb"), compression=COMPRESSED.get(Path(file.lower()).suffix))

@@ -13,10 +13,7 @@ import re
 import sysconfig
 from collections.abc import Callable
 from dataclasses import dataclass
-from operator import mul
 from pathlib import Path
-
-import numpy as np
 
 from common.errors import UserError
 from data.config import DataConfig
@@ -38,8 +35,8 @@ def is_remote(file: str) -> bool:
 
 
 def suffix(file: str) -> str:
-    """The lower-case suffix without compression: .jsonl for a.jsonl, a.jsonl.gz and a.JSONL."""
-    return Path(re.sub(r"\.(gz|zst)$", "", file.lower())).suffix
+    """The lower-case suffix without compression: .jsonl for a.jsonl, a.JSONL.gz and https://b.c/a.jsonl?download."""
+    return Path(re.sub(r"(\.gz|\.zst)?(\?.*)?$", "", file.lower())).suffix
 
 
 def is_table(file: str) -> bool:
@@ -54,22 +51,24 @@ class Source:
     config: DataConfig
     files: list[str]
     val_files: list[str]  # separate input for validation; empty: a part of `files` is held out
-    has_several_documents: bool  # or can have several; a text file is one document
+    has_several_documents: bool  # whether it can have several; a text file is one document
     text_bytes: int | None  # approximate size of the text in `files`; None: unknown, not on this machine
 
 
 def python_stdlib(config: DataConfig) -> list[str]:
     """Source code of the interpreter's standard library, sorted by a hash: the last files are a fair sample."""
     root = Path(sysconfig.get_paths()["stdlib"])
-    names = [path.relative_to(root) for path in root.rglob("*.py")]
-    names = [name for name in names if not STDLIB_EXCLUDED.intersection(name.parts)]
+    names = []
+    for parent, folders, files in os.walk(root):
+        folders[:] = set(folders) - STDLIB_EXCLUDED
+        names += [Path(parent, file).relative_to(root) for file in files if file.endswith(".py")]
     return [str(root / name) for name in sorted(names, key=lambda name: hashlib.sha256(str(name).encode()).digest())]
 
 
 SOURCES: dict[str, Callable[[DataConfig], list[str]]] = {
     "python_stdlib": python_stdlib,
     "text": lambda config: find_files(config.path, "data.path"),
-    "hub": lambda config: [f"hub:{config.repo}:{config.split}"],
+    "hub": lambda config: [f"hub:{config.repo}:{part}" for part in str(config.split).split("+")],
 }
 
 
@@ -77,23 +76,31 @@ def resolve_sources(config: DataConfig) -> list[Source]:
     """List the sources of a config with their files. Raises UserError if one is missing or in both splits."""
     sources = []
     for name, part in config.mixed.items():
+        key, val_files = f"data.mix.{name}" if config.mix else "data", []
         if part.source not in SOURCES:
-            raise UserError(f"data.source={part.source} is unknown; set one of {', '.join(SOURCES)}")
-        files = SOURCES["text" if part.path is not None else part.source](part)
-        val_files = [f"hub:{part.repo}:{part.val_split}"] if part.val_split and part.path is None else []
-        val_files = find_files(part.val_path, "data.val_path") if part.val_path is not None else val_files
-        several = len(files + val_files) > 1 or (is_table(files[0]) and part.row_is_document)
-        factors = [TYPICAL_COMPRESSION if file.endswith((*COMPRESSED, ".parquet")) else 1 for file in files]
-        is_local = not any(map(is_remote, files))
-        size = sum(map(mul, factors, map(os.path.getsize, files))) if is_local else part.text_bytes
-        sources.append(Source(name, part, files, val_files, several or len(config.mixed) > 1, size))
+            raise UserError(f"{key}.source={part.source} is unknown; set one of {', '.join(SOURCES)}")
+        files = find_files(part.path, f"{key}.path") if part.path is not None else SOURCES[part.source](part)
+        if part.val_path is not None:
+            val_files = find_files(part.val_path, f"{key}.val_path")
+        elif part.val_split and part.path is None:
+            val_files = [f"hub:{part.repo}:{split}" for split in part.val_split.split("+")]
+        has_several = len(files + val_files) > 1 or (is_table(files[0]) and part.row_is_document)
+        size = part.text_bytes
+        if not any(map(is_remote, files)):
+            packed = sum(os.path.getsize(file) for file in files if file.lower().endswith((*COMPRESSED, ".parquet")))
+            size = sum(map(os.path.getsize, files)) + packed * (TYPICAL_COMPRESSION - 1)
+        sources.append(Source(name, part, files, val_files, has_several, size))
     for source, other in itertools.product(sources, repeat=2):
         held_out = other.val_files or (other.files if other is not source else [])
-        # real paths, because a file can have several names
-        if shared := set(map(os.path.realpath, source.files)) & set(map(os.path.realpath, held_out)):
+        if shared := set(map(_identity, source.files)) & set(map(_identity, held_out)):
             fix = "remove it from one of them, or hold out a part of it with val_fraction or val_documents"
             raise UserError(f"{min(shared)} would be used for both training and validation; {fix}")
     return sources
+
+
+def _identity(file: str) -> str:
+    """The real path of a file, or the hub's split that a slice is from: equal for files with common text."""
+    return file.split("[")[0] if is_remote(file) else os.path.realpath(file)
 
 
 def find_files(paths: str | list[str], key: str) -> list[str]:
@@ -101,14 +108,14 @@ def find_files(paths: str | list[str], key: str) -> list[str]:
     unique: dict[str, str] = {}  # by real path
     outputs = tuple(f"{os.path.realpath(folder)}/" for folder in OUTPUT_FOLDERS)
     for name in map(str, paths if isinstance(paths, list) and paths else [paths]):
-        path = os.path.expanduser(name)
+        path = os.path.expanduser(name).rstrip("/")
         if os.path.isdir(path):
             found = [os.path.join(parent, file) for parent, _, files in os.walk(path) for file in files]
             found = [file for file in found if suffix(file) in SUFFIXES and "/." not in file[len(path) :]]
         else:
-            found = [path] if os.path.exists(path) else glob.glob(path, recursive=True)
+            found = glob.glob(path, recursive=True)
         found = [file for file in found if os.path.isfile(file) and not os.path.realpath(file).startswith(outputs)]
-        found = [name] if is_remote(name) else found
+        found = [name] if is_remote(name) else [path] if os.path.isfile(path) else found
         if not found:
             advice = f"set a file, a folder with {', '.join(SUFFIXES)} files, or a pattern such as texts/*.py"
             raise UserError(f"{key}={name} has no file to read in {Path.cwd()}; {advice}")
@@ -130,6 +137,8 @@ def hash_sources(sources: list[Source]) -> str:
             size = os.path.getsize(file)
             count = size if size <= HASHED_BYTES else 2**20
             total.update(f"{suffix(file)} {size}".encode())
-            for start in sorted({0, (size - count) // 2, size - count}):
-                total.update(np.fromfile(file, np.uint8, count, offset=start))
+            with open(file, "rb") as stream:
+                for start in sorted({0, (size - count) // 2, size - count}):
+                    stream.seek(start)
+                    total.update(stream.read(count))
     return total.hexdigest()

@@ -1,8 +1,7 @@
-"""Tokenizers, which convert text to token ids. A tokenizer is always a tiktoken.Encoding.
+"""Tokenizers convert text to token ids. A tokenizer is always a tiktoken.Encoding.
 
 Each function in TOKENIZERS makes a vocabulary from texts: the pattern that splits text, and the tokens in the order of
-their ids. To add a tokenizer, write a function and list it there; tokenizer.name=NAME selects it (docs/hacking.md). A
-tokenizer's spec is plain data, which prepared data and every checkpoint contain: sampling uses the run's tokenizer.
+their ids (docs/hacking.md). Prepared data and checkpoints contain the tokenizer's spec, which is plain data.
 """
 
 import base64
@@ -51,19 +50,18 @@ def bpe(texts: Iterable[str], vocab_size: int | None) -> tuple[str, list[bytes]]
 
     trainer = rustbpe.Tokenizer()  # ty: ignore[missing-attribute] (compiled, without type stubs)
     trainer.train_from_iterator(iter(sample_texts(texts)), vocab_size, pattern=BPE_PATTERN)
-    ranks = sorted(trainer.get_mergeable_ranks(), key=lambda pair: pair[1])
-    return BPE_PATTERN, [bytes(token) for token, _ in ranks]
+    return BPE_PATTERN, [bytes(token) for token, _ in sorted(trainer.get_mergeable_ranks(), key=lambda pair: pair[1])]
 
 
 def sample_texts(texts: Iterable[str]) -> list[str]:
-    """Up to MAX_TRAIN_CHARS characters, spread evenly over the texts: every text, every second, every fourth, ..."""
+    """Up to MAX_TRAIN_CHARS characters, spread evenly over the texts: every text, every third, every ninth, ..."""
     sample, size, stride = [], 0, 1
     for number, text in enumerate(texts):
         if number % stride == 0:
             sample.append(re.sub(r"(\s{1000})\s+", r"\1", text))  # longer runs overflow the stack of rustbpe's regex
             size += len(text) + TEXT_OVERHEAD_CHARS
         if size > MAX_TRAIN_CHARS:
-            sample, stride, size = sample[::2], 2 * stride, size // 2
+            sample, stride, size = sample[::3], 3 * stride, size // 3  # odd: prompts and completions alternate
     return sample
 
 
@@ -77,18 +75,17 @@ def build_tokenizer(
 ) -> tiktoken.Encoding:
     """Build the tokenizer that `config` names from texts, or from the spec of another run. Raises UserError.
 
-    has_several_documents: whether it needs an end-of-text token, which separates documents.
+    has_several_documents: whether it needs an end-of-text token.
     """
     if spec is not None:
         return from_spec(spec)
     if config.name in TOKENIZERS:
-        vocab_size = config.vocab_size and config.vocab_size - has_several_documents
+        vocab_size = config.vocab_size and config.vocab_size - has_several_documents  # without the end-of-text token
         pattern, tokens = TOKENIZERS[config.name](texts, vocab_size)
         special = {END_OF_TEXT: len(tokens)} if has_several_documents else {}
         return _make_tokenizer(config.name, pattern, tokens, special)
     if config.name not in OPENAI_SIZES:
-        names = ", ".join([*TOKENIZERS, *OPENAI_SIZES, "run"])
-        raise UserError(f"tokenizer.name={config.name} is unknown; set one of {names}")
+        raise UserError(f"tokenizer.name={config.name} is unknown; set {', '.join([*TOKENIZERS, *OPENAI_SIZES])}")
     try:
         return tiktoken.get_encoding(config.name)
     except Exception as error:  # network and cache raise exceptions of many types
@@ -126,18 +123,19 @@ def initial_tokens(tokenizer: tiktoken.Encoding) -> list[int]:
 def encode(tokenizer: tiktoken.Encoding, text: str, where: str = "the text", fast: FastBPE | None = None) -> np.ndarray:
     """Token ids of `text`, (n,) uint32. Special tokens in the text are encoded as ordinary text.
 
-    where: name of the text for error messages. fast: FastBPE of the tokenizer, for long texts.
-    Raises UserError for a character that has no token; tiktoken would end the process.
+    where: name of the text, for UserErrors about characters without a token. fast: FastBPE of the tokenizer.
     """
-    if tokenizer.name == "char" and (unknown := set(text).difference(map(bytes.decode, tokenizer._mergeable_ranks))):
-        problem = f"{where} has characters that are not in the vocabulary: {sorted(unknown)[:9]}"
-        raise UserError(f"{problem}; remove them, or train a new model with tokenizer=byte or bpe")
     try:
+        if tokenizer.name == "char" and (
+            unknown := {c for c in set(text) if c.encode() not in tokenizer._mergeable_ranks}
+        ):
+            problem = f"{where} has characters that are not in the vocabulary: {sorted(unknown)[:9]}"
+            raise UserError(f"{problem}; remove them, or train a new model with tokenizer=byte or bpe")
         if tokenizer.name == "byte":
             return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.uint32)
         return tokenizer.encode_to_numpy(text, disallowed_special=()) if fast is None else fast.encode(text)
-    except UnicodeEncodeError as error:  # for example from a terminal with another encoding
-        raise UserError(f"{where} has half a character (a surrogate) at position {error.start}; remove it") from None
+    except ValueError as error:  # half a character from a terminal with another encoding; a million spaces
+        raise UserError(f"{where} cannot be encoded ({error}); correct the text") from None
 
 
 def token_strings(tokenizer: tiktoken.Encoding, ids: Sequence[int]) -> list[str]:

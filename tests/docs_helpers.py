@@ -17,6 +17,8 @@ import yaml
 import zstandard
 from helpers import ROOT, TEXT
 
+from data.sources import is_remote
+
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 HACKING = ROOT / "docs/hacking.md"  # test_hacking.py runs its blocks
 ATTENTION_PAGES = sorted((ROOT / "docs/attention").glob("*.md"))  # test_attention_pages.py runs their Python blocks
@@ -222,11 +224,11 @@ def shrink(command: Command, data) -> list[str]:
     script, words = command.script, command.shortened_words()
     if command.value("tasks"):
         data = None  # tasks read no document of data
-    if data is not None and data.path is None:
-        if data.source in ("hub", "url"):
+    if data is not None:
+        if (data.source == "hub" and data.path is None) or is_remote(str(data.path)):
             words += ["data.path=text.txt", "data.stream=false", "data.max_documents=null"]
             words += ["data.val_split=null", "data.val_documents=null", "data.val_fraction=0.1"]
-        elif data.source == "python_stdlib":
+        elif data.source == "python_stdlib" and data.path is None:
             words += ["data.max_documents=20"]
     if script in ("train", "prepare"):
         words = replace_vocabulary(words)

@@ -124,7 +124,9 @@ def test_validation_targets_are_the_tokens_of_completions(workdir, monkeypatch, 
     rows = [*rows, ("ab", "a")]
     write_rows(path, rows)
     write_rows("train.jsonl", [(f"question {n}: ", f"answer {n * n}") for n in range(9)])
-    loader = Loader(prepare_data(replace(PAIRS, path="train.jsonl", val_path=path), block_size=T), T, seed=1)
+    prepared = prepare_data(replace(PAIRS, path="train.jsonl", val_path=path), block_size=T)
+    assert prepared.meta["bytes"]["val"] == sum(len(answer.encode()) for _, answer in rows)
+    loader = Loader(prepared, T, seed=1)
     x, y, _ = loader.batch("val", 0, loader.val_windows)
     ids, targets = [], []
     for question, answer in rows:
@@ -164,5 +166,5 @@ def test_prompts_that_cannot_be_used_are_refused(workdir):
         prepare_data(replace(PAIRS, path="text.txt"))
     with pytest.raises(UserError, match=r"rows.csv cannot be read .*'q'"):
         prepare_data(replace(PAIRS, path="rows.csv", prompt_column="q"))
-    with pytest.raises(UserError, match=r"only one prompt and completion; .*data.val_path"):
+    with pytest.raises(UserError, match=r"too few documents .*data.val_path"):
         prepare_data(replace(PAIRS, path="rows.csv"))

@@ -35,7 +35,7 @@ def test_local_tables_are_read_without_network_access(workdir, monkeypatch, path
         ("types.jsonl", b'{"text": "2024-01-01", "n": 1}\n\n{"n": "x", "text": "3", "m": [1]}', ["2024-01-01", "3"]),
         ("null.jsonl", b'{"text": null}\r\n{"text": "a"}\r\n{}\r\n{"text": ""}\r\n', ["a", ""]),
         ("mark.jsonl", b'\xef\xbb\xbf{"text": "a"}\n', ["a"]),
-        ("two.txt.gz", gzip.compress(b"one\r\n") + gzip.compress(b"two"), ["one\r\ntwo"]),
+        ("two.txt.gz", gzip.compress(b"one\r\n", mtime=0) + gzip.compress(b"two", mtime=0), ["one\r\ntwo"]),
         ("NAME.TXT", b"\xef\xbb\xbfone\r\n\r", ["one\r\n\r"]),
     ],
 )
@@ -79,9 +79,9 @@ UNREADABLE = [
     ("late.txt", b"a" * 3_000_000 + b"\xff", r"late.txt .*not UTF-8: byte 0xff after b'aaa"),
     ("latin.jsonl", b'{"text": "caf\xe9"}\n' * 30, r"latin.jsonl .*not UTF-8: byte 0xe9 after b'caf'"),
     ("latin.csv", b"text,id\na,1\ncaf\xe9,1\n", r"latin.csv .*#3.*UTF8"),
-    ("torn.txt.gz", gzip.compress(b"text " * 1000)[:-4], r"torn.txt.gz .*Truncated"),
+    ("torn.txt.gz", gzip.compress(b"text " * 1000, mtime=0)[:-4], r"torn.txt.gz .*Truncated"),
     ("torn.txt.zst", zstandard.compress(b"text " * 1000)[:-1], r"torn.txt.zst .*Truncated"),
-    ("torn.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 1000)[:-4], r"torn.jsonl.gz .*Truncated"),
+    ("torn.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 1000, mtime=0)[:-4], r"torn.jsonl.gz .*Truncated"),
     ("torn.csv.zst", zstandard.compress(b"n,text\n" + b"1,a\n" * 1000)[:-1], r"torn.csv.zst .*Truncated"),
     ("broken.jsonl", b'{"text": "fine"}\n' * 200_000 + b'{"text": oops}\n', r"broken.jsonl .*200001"),
     ("numbers.jsonl", b'{"text": "a"}\n{"text": 1}\n', r"numbers.jsonl .*string to number.* 2"),
@@ -106,7 +106,7 @@ def test_unreadable_input_gives_one_sentence_and_leaves_no_folder(workdir, capfd
 def test_rows_that_are_too_few_or_no_text_are_refused(workdir):
     with pytest.raises(UserError, match=r"9 training .*model.block_size"):
         prepare_data(DataConfig(path=helpers.write_table("a.csv", text=["too short"])))
-    with pytest.raises(UserError, match=r"data.val_documents=9 .* data.val_fraction"):
+    with pytest.raises(UserError, match=r"too few documents \(9\) .* data.val_documents"):
         prepare_data(DataConfig(path=helpers.write_table("a.csv", text=["a document"] * 9), val_documents=9))
     with pytest.raises(UserError, match=r"a.parquet cannot be read"):
         prepare_data(DataConfig(path=helpers.write_table("a.parquet", text=[1, 2, 3])))

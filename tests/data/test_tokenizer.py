@@ -14,7 +14,16 @@ from common.errors import UserError
 from data import DataConfig
 from data.fast_bpe import FastBPE, remove_lookahead
 from data.prepare import prepare
-from data.tokenizer import BPE_PATTERN, _make_tokenizer, encode, end_of_text, from_spec, to_spec, token_bytes
+from data.tokenizer import (
+    BPE_PATTERN,
+    _make_tokenizer,
+    encode,
+    end_of_text,
+    from_spec,
+    sample_texts,
+    to_spec,
+    token_bytes,
+)
 
 OLD_GPT2S = r"'s|'t|'re|'ve|'m|'ll|'d| ?[\p{L}]+| ?[\p{N}]+| ?[^\s\p{L}\p{N}]+|\s+(?!\S)|\s+"
 
@@ -39,6 +48,12 @@ def test_bpe_respects_vocab_size_and_encodes_special_tokens_as_text():
     ids = encode(tokenizer, documents[0])
     assert tokenizer.n_vocab == 270 and len(ids) < len(documents[0]) / 2 and end_of_text(tokenizer) not in ids
     assert build(["abab"], replace(BPE, vocab_size=5000)).n_vocab < 300  # there are no more pairs to merge
+
+
+def test_vocabulary_of_long_text_is_trained_on_prompts_and_completions(monkeypatch):
+    monkeypatch.setattr("data.tokenizer.MAX_TRAIN_CHARS", 10_000)
+    sample = sample_texts(["a prompt", "completion"] * 500)
+    assert len(sample) > 30 and abs(sample.count("a prompt") - len(sample) / 2) <= 1
 
 
 def test_gpt2_tokenizer_matches_gpt2():
@@ -66,7 +81,7 @@ def merges() -> list[bytes]:
     """Tokens of a text with many spaces, so that another division into words gives other ids."""
     text = "".join(f" {word}\n  {word}'s\t\t{word} \r\n\n{word}.\n\n" for word in ("ab", "abc", "9", "99 ")) * 20
     tokenizer = build([text], replace(BPE, vocab_size=400))
-    return [tokenizer.decode_single_token_bytes(i) for i in range(tokenizer.n_vocab)]
+    return [*(tokenizer.decode_single_token_bytes(i) for i in range(tokenizer.n_vocab)), b"\n ", b"\n  "]
 
 
 @pytest.mark.parametrize("pattern", [BPE_PATTERN, GPT2S, OLD_GPT2S, *GPT4], ids=["ours", "gpt2", "older", "cl", "o2"])
