@@ -69,8 +69,7 @@ def main(config: BenchConfig) -> int:
     if rows:
         picture = folder / "attention.png"
         plot_results(rows, picture, title)
-        run_config = asdict(config) | environment
-        wandb = WandbRun(config.wandb, folder, run_config, name=folder.name, job_type="attention")
+        wandb = WandbRun(config.wandb, folder, asdict(config) | environment, name=folder.name, job_type="attention")
         wandb.log([{"attention": rows, "attention_picture": picture}])
         wandb.finish(0)
         print_results(rows, folder)

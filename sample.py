@@ -59,7 +59,10 @@ def main(config: SampleConfig) -> int:
     config = replace(config, stop=unescape(config.stop))
     prompts = load_prompts(config)
     check_output(config.out)
-    model, tokenizer, description = load_model(config, min(config.batch_size, len(prompts) * config.num_samples))
+    device, batch_size = resolve_device(config.device), min(config.batch_size, len(prompts) * config.num_samples)
+    dtype = resolve_dtype(config.dtype, device, trains=False)
+    loaded = load_for_sampling(config.run, config.checkpoint, device, dtype, config.attention, batch_size)
+    model, tokenizer, description = loaded
     print(printable(f"{description}, seed {config.seed}"), file=sys.stderr)
     if config.interactive:
         run_interactive(config, model, tokenizer)
@@ -76,13 +79,6 @@ def load_prompts(config: SampleConfig) -> list[str]:
     if config.prompt_file is not None:
         return [read_text(config.prompt_file, f"prompt_file={config.prompt_file}")]
     return [unescape(config.prompt) or ""]
-
-
-def load_model(config: SampleConfig, batch_size: int) -> tuple[GPT, tiktoken.Encoding, str]:
-    """Load model, tokenizer and a one-line description of a run: see model/generation/load.py."""
-    device = resolve_device(config.device)
-    dtype = resolve_dtype(config.dtype, device, trains=False)
-    return load_for_sampling(config.run, config.checkpoint, device, dtype, config.attention, batch_size)
 
 
 def generate_texts(

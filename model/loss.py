@@ -55,16 +55,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     """Cross entropy summed over tokens. The forward pass also computes the logits' gradient, softmax minus one-hot."""
 
     @staticmethod
-    def forward(
-        ctx,
-        x: Tensor,
-        weight: Tensor,
-        targets: Tensor,
-        vocab_size: int,
-        chunk: int,
-        needs_grad: bool,
-        softcap: float | None,
-    ) -> Tensor:
+    def forward(ctx, x, weight, targets, vocab_size, chunk, needs_grad, softcap) -> Tensor:
         total = torch.zeros((), device=x.device)
         grad_x = torch.empty_like(x) if needs_grad else None
         grad_weight = torch.zeros_like(weight) if needs_grad else None  # summed in the dtype of the parameter

@@ -22,6 +22,7 @@ from helpers import ROOT, TINY, file_size_limit, load, metrics, summary, untimed
 from common.errors import UserError, printable
 from common.run_dir import find_checkpoint
 from data import tokenizer
+from data.prepare import PreparedData, read_meta
 from model import GPTConfig
 from model.attention import naive
 from model.gpt import GPT
@@ -91,7 +92,8 @@ def test_validation_loss_counts_each_target_once(train, workdir):
     saved = load("a", "last")
     model = GPT(GPTConfig(**saved["model_config"]), saved["vocab_size"], naive)
     model.load_state_dict(saved["model"])
-    tokens = np.fromfile(next(workdir.glob("data/prepared/*/val.bin")), dtype=np.uint16).astype(np.int64)
+    folder = Path(summary("a")["data"])
+    tokens = PreparedData(folder, read_meta(folder)).val[:].astype(np.int64)
     T, nats = 16, []
     for start_of_window in range(0, len(tokens) - 1, T):
         begin = min(start_of_window, len(tokens) - 1 - T)

@@ -136,18 +136,12 @@ def measure(case: Case, config: BenchConfig, reference: Path) -> tuple[Timing, l
         row.error_y = errors[0].item()
         row.error_gradients = torch.stack(errors[1:]).max().item() if case.request.grad else None
     del outputs
-    row.peak_memory_bytes = _measure_peak_memory(workload, device)
-    return row, speed.time_calls(workload.call, device, config.repeats, config.seconds, MAX_CALLS)
-
-
-def _measure_peak_memory(workload: Workload, device: torch.device) -> int | None:
     before = _reset_memory(device)
-    if workload.memory_before is not None:
-        before = workload.memory_before
     workload.call()
     speed.synchronize(device)
-    peak = system.peak_memory_bytes(device)
-    return None if peak is None or before is None else max(0, peak - before)
+    if (peak := system.peak_memory_bytes(device)) is not None:
+        row.peak_memory_bytes = max(0, peak - (before if workload.memory_before is None else workload.memory_before))
+    return row, speed.time_calls(workload.call, device, config.repeats, config.seconds, MAX_CALLS)
 
 
 def _reset_memory(device: torch.device) -> int | None:
@@ -189,10 +183,9 @@ def _training_workload(case: Case, config: BenchConfig) -> Workload:
         case = replace(case, attention=next(iter(all_variants().values())))  # no layer uses it
     resolved = resolve_model(case.attention, model, B=B, dtype=dtype, device=device, grad=True).resolved
     # A step of a tiny model loads libraries, whose memory does not belong to the step.
-    tiny = {"n_layer": 1, "attention_type": model.attention_types[0], "window": None, "mlp_width": None}
-    tiny |= {"ngram_table_size": 64}
-    tiny_config = replace(config, model=replace(model, block_size=8, **tiny), vocab_size=64, compile=False)
-    _training_step(case, tiny_config)()
+    tiny = {"n_layer": 1, "block_size": 8, "window": None, "mlp_width": None, "ngram_table_size": 64}
+    tiny_model = replace(model, attention_type=model.attention_types[0], **tiny)
+    _training_step(case, replace(config, model=tiny_model, vocab_size=64, compile=False))()
     memory_before = _reset_memory(device)
     step = _training_step(case, replace(config, model=model))
     return Workload(NO_ATTENTION if case.name == NO_ATTENTION else resolved, step, config.compile, memory_before)

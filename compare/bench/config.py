@@ -43,10 +43,9 @@ class BenchConfig:
     wandb: WandbConfig = field(default_factory=WandbConfig)
 
     def rules(self, section: str) -> Iterator[Rule]:
-        for key in ("name", "model.name"):
-            value = self.name if key == "name" else self.model.name
-            if value is not None:
-                check_path_component(key, value)
+        if self.name is not None:
+            check_path_component("name", self.name)
+        check_path_component("model.name", self.model.name)
         if "softmax" not in self.model.attention_types:
             raise UserError("model.attention_type=linear leaves no backend to compare; set backends=[sdpa,linear]")
         H, G, _, _ = self.kernel_shape()

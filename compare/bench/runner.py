@@ -76,12 +76,7 @@ def summarize(rounds: list[tuple[Timing, list[float]]], flops: int) -> Timing:
     rows, seconds = zip(*rounds, strict=True)
     quantiles = [np.quantile(call_seconds, np.arange(0.05, 1, 0.05)) for call_seconds in seconds]
     q1, median, q3 = np.quantile(quantiles, [0.25, 0.5, 0.75]).tolist()
+    times = {"ms_median": 1000 * median, "ms_q1": 1000 * q1, "ms_q3": 1000 * q3, "flops_per_second": flops / median}
     memory = [row.peak_memory_bytes for row in rows]
-    return replace(
-        rows[0],  # later rounds use the compile cache
-        ms_median=1000 * median,
-        ms_q1=1000 * q1,
-        ms_q3=1000 * q3,
-        flops_per_second=flops / median,
-        peak_memory_bytes=None if None in memory else max(memory),
-    )
+    peak = None if None in memory else max(memory)
+    return replace(rows[0], **times, peak_memory_bytes=peak)  # the first round, as later ones use the compile cache

@@ -48,9 +48,7 @@ class Worker:
 
     def _start(self) -> None:
         self._pool = ProcessPoolExecutor(1, get_context("spawn"), _set_up, (str(self.compile_cache),))
-        mask = signal.pthread_sigmask(
-            signal.SIG_BLOCK, {signal.SIGINT}
-        )  # the worker inherits the mask, and ignores Ctrl-C
+        mask = signal.pthread_sigmask(signal.SIG_BLOCK, {signal.SIGINT})  # the worker inherits it: Ctrl-C is ignored
         pid = self._pool.submit(os.getpid)
         signal.pthread_sigmask(signal.SIG_SETMASK, mask)
         self._pid = pid.result()

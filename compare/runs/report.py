@@ -37,10 +37,7 @@ VERDICT_SENTENCES = {
 
 
 def write_report(settings: list[Setting], rows: list[SettingStats], picture: Path, path: Path) -> None:
-    """Write the page. All text is escaped.
-
-    picture: PNG file to embed.
-    """
+    """Write the page. All text is escaped. picture: PNG file to embed."""
     runs = [run for setting in settings for run in setting.runs]
     title = f"Comparison of {pluralize(len(runs), 'run')} in {pluralize(len(rows), 'setting')}"
     columns = [[header, *(multiline(COLUMNS[header](row)) for row in rows)] for header in choose_headers(rows)]

@@ -80,10 +80,7 @@ FEATURES = {
     "gradients": Feature("training", lambda r: r.grad, "cannot train: it has no gradients"),
     "dropout": Feature("dropout", lambda r: r.dropout_p > 0, "does not support dropout", "model.dropout=0"),
     "softcap": Feature(
-        "softcap",
-        lambda r: r.softcap is not None,
-        "does not support softcaps",
-        "model.attention_softcap=null",
+        "softcap", lambda r: r.softcap is not None, "does not support softcaps", "model.attention_softcap=null"
     ),
     "gqa": Feature("GQA", lambda r: r.G != r.H, "does not support shared key/value heads", "model.n_kv_head=null"),
     "window": Feature("window", lambda r: r.window is not None, "does not support windows", "model.window=null"),
@@ -174,15 +171,13 @@ def missing_feature(
 
 def check_support(chosen: Backend, request: AttentionRequest, package: str | None = None) -> None:
     """Raise UserError, with the settings to change, if the backend cannot run the request."""
-    missing = missing_feature(chosen, request, package)
-    if missing is None:
+    if (missing := missing_feature(chosen, request, package)) is None:
         return
     problem, setting = missing
     implementation = f" with attention.flash_package={package}" if package else ""
     where = "" if problem.startswith("does not run") else f" on {request.device.type}"
-    is_package_at_fault = package is not None and missing_feature(chosen, request) is None
     advice = suggest_backends(chosen, request, setting)
-    if is_package_at_fault:
+    if package is not None and missing_feature(chosen, request) is None:
         advice = "set attention.flash_package=null"
     if chosen.attention_type != "softmax":
         advice = f"set {setting}, or model.attention_type=softmax" if setting else "set model.attention_type=softmax"

@@ -9,7 +9,7 @@ from helpers import ROOT
 from omegaconf import OmegaConf
 
 from common.errors import UserError
-from common.process import SPIN_COUNT, report_error
+from common.process import SPIN_COUNT, run_main
 from configs.cli import parse_config
 from configs.error_messages import SYNONYMS
 from configs.schema import SCRIPTS, key_types

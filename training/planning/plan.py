@@ -45,10 +45,8 @@ class Plan:
         self.micro_batch_size, self.accumulation = config.train.split_batch(dist.world_size)
         spec = load_run_tokenizer(config.tokenizer.run, config.name)
         prepared = prepare(config.data, config.tokenizer, T, spec, offline=True)
-        is_known = prepared is not None
-        self.vocab_size = prepared.meta["vocab_size"] if is_known else _largest_vocab_size(config.tokenizer, spec)
-        attend = get_attention_fn(config.attention)
-        self.parameters = params_by_part(GPT(config.model, self.vocab_size, attend, device="meta"))
+        self.vocab_size = prepared.meta["vocab_size"] if prepared else _largest_vocab_size(config.tokenizer, spec)
+        self.parameters = params_by_part(GPT(config.model, self.vocab_size, device="meta"))
         self.flops_per_token = {
             "weights": weight_flops_per_token(config.model, self.vocab_size),
             "attention": attention_flops_per_token(config.model, T),
@@ -110,10 +108,8 @@ def _largest_vocab_size(config: TokenizerConfig, spec: dict | None) -> int:
     if spec is not None:
         return len(spec["tokens"]) + len(spec["special"])
     if config.name not in sizes:
-        advice = "run python prepare.py with the same data and tokenizer first"
-        raise UserError(
-            f"the vocabulary of tokenizer={config.name} depends on text that is not on this machine; {advice}"
-        )
+        reason = f"the vocabulary of tokenizer={config.name} depends on text that is not on this machine"
+        raise UserError(f"{reason}; run python prepare.py with the same data and tokenizer first")
     return sizes[config.name]
 
 
@@ -164,5 +160,5 @@ def show_plan(config: RunConfig, runtime: Runtime) -> int:
     source = "given" if config.flops_per_second else "measured"
     table.add_row("FLOPs", f"{format_si(plan.flops)} at {format_si(plan.flops_per_second)} FLOP/s ({source})")
     table.add_row("time", f"{format_duration(plan.seconds)}, without evaluations and optimizer")
-    PlainConsole().print(table)
+    PlainConsole().print(table, width=80)
     return 0

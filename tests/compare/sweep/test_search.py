@@ -60,7 +60,7 @@ def refusal(capsys, *words: str) -> str:
 
 
 def test_invalid_search_is_refused_before_anything_is_written(workdir, capsys, monkeypatch):
-    lr = "optimizer.lr=log(1e-4,1e-2)"
+    lr, _ = "optimizer.lr=log(1e-4,1e-2)", monkeypatch.setattr("compare.sweep.search.MAX_REJECTED", 2)
     assert "set sweep.trials=N once" in refusal(capsys, "sweep.trials=0", lr)
     assert "is a range without steps; set sweep.trials=N to search it" in refusal(capsys, lr)
     assert "ranges of keys other than seed" in refusal(capsys, "sweep.trials=2", "seed=1,2")

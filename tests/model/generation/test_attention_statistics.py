@@ -7,7 +7,7 @@ import torch
 from generation_helpers import make_peaked_model
 from model_helpers import GPT2, random_tokens
 
-from model.attention import attention_scores
+from model.attention.backends import attention_scores
 from model.attention.head_statistics import STATISTICS, head_statistics
 from model.generation.attention_maps import attention_statistics, record_attention
 
