@@ -4,6 +4,7 @@ The file has the documents of a source, each with an end-of-text token after it 
 its separate validation text. All cores encode, in chunks of a million characters.
 """
 
+import itertools
 from array import array
 from bisect import bisect_right
 from collections import deque
@@ -31,11 +32,10 @@ PIECE_OVERHEAD_CHARS = 32  # added to each piece's length, so that a chunk has a
 
 def encode_sources(folder: Path, sources: list[Source], config: TokenizerConfig, spec: dict | None) -> dict:
     """Write the token files of all sources into a folder. Returns the content of meta.json. Raises UserError."""
-    chunks = (
-        chunk for source in sources for is_val in (False, True) for chunk in iter_chunks(source, is_val, "reading")
-    )
-    texts = (piece.text for chunk in chunks for piece in chunk)
+    readings = itertools.starmap(iter_chunks, itertools.product(sources, (False, True), ["reading"]))
+    texts = (piece.text for chunks in readings for chunk in chunks for piece in chunk)
     tokenizer = build_tokenizer(config, texts, len(sources) > 1 or sources[0].has_several_documents, spec)
+    spec = to_spec(tokenizer)
     has_prompts = any(source.config.prompt_column is not None for source in sources)
     dtype = "int32" if has_prompts else "uint16" if tokenizer.n_vocab <= 2**16 else "uint32"
     parts: dict[str, list[dict]] = {"train": [], "val": []}
@@ -48,7 +48,7 @@ def encode_sources(folder: Path, sources: list[Source], config: TokenizerConfig,
         parts["train"].append(file.describe(0, first) if first else file.describe(stop, len(file.ends)))
     counts = ("tokens", "bytes", "documents")
     totals = {key: {split: sum(part[key] for part in parts[split]) for split in parts} for key in counts}
-    return {"dtype": dtype, "vocab_size": tokenizer.n_vocab, **totals, **parts, "tokenizer": to_spec(tokenizer)}
+    return {"dtype": dtype, "vocab_size": tokenizer.n_vocab, **totals, **parts, "tokenizer": spec}
 
 
 def iter_chunks(source: Source, is_validation: bool, verb: str) -> Iterator[list[Piece]]:

@@ -11,6 +11,7 @@ import os
 import shutil
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import partial
 from itertools import accumulate
 from pathlib import Path
 
@@ -92,7 +93,8 @@ def prepare(
     Raises UserError if the text cannot be read or encoded, is shorter than a window, or if prepared files are damaged.
     """
     sources = resolve_sources(config)
-    content = [FORMAT, tokenizer.name, tokenizer.vocab_size, spec, hash_sources(sources)]
+    hash_text = partial(hash_sources, sources)
+    content = [FORMAT, tokenizer.name, tokenizer.vocab_size, spec, hash_text()]
     fingerprint = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:12]
     folder = PREPARED / f"{config.label}-{fingerprint}"
     if not folder.exists():
@@ -100,22 +102,22 @@ def prepare(
         if offline and (tokenizer.name in OPENAI_SIZES or any(map(is_remote, files))):
             return None
         PREPARED.mkdir(parents=True, exist_ok=True)
-        partial = Path(f"{folder}.partial")
+        unfinished = Path(f"{folder}.partial")
         with FileLock(PREPARED / f".{folder.name}.lock") as lock:  # the kernel releases it, even after kill -9
             if not folder.exists():  # another process can have finished it in the meantime
                 text = f"{len(files):,} files" if len(files) > 1 else files[0]
                 print(printable(f"preparing {config.label}: {text} -> {folder}"), flush=True)
-                shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
-                partial.mkdir()
+                shutil.rmtree(unfinished, ignore_errors=True)  # of a process that was killed
+                unfinished.mkdir()
                 try:
                     meta = {"name": config.label, "fingerprint": fingerprint}
-                    meta |= encode_sources(partial, sources, tokenizer, spec)
-                    if hash_sources(sources) != content[-1]:
+                    meta |= encode_sources(unfinished, sources, tokenizer, spec)
+                    if hash_text() != content[-1]:
                         raise UserError(f"the text of {config.label} changed while it was read; run the command again")
-                    write_json(partial / "meta.json", meta)
-                    os.replace(partial, folder)
+                    write_json(unfinished / "meta.json", meta)
+                    os.replace(unfinished, folder)
                 finally:
-                    shutil.rmtree(partial, ignore_errors=True)
+                    shutil.rmtree(unfinished, ignore_errors=True)
                     with suppress(OSError):  # Windows does not remove an open file
                         os.unlink(lock.lock_file)
     prepared = PreparedData(folder, read_meta(folder), tuple(source.config.weight for source in sources))
