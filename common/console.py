@@ -65,8 +65,8 @@ class ProgressBar(Progress):
 
 
 def format_duration(seconds: float) -> str:
-    """Format a duration as "0:01:30" or "3 days, 2:00:00"."""
-    return str(timedelta(seconds=round(max(0, seconds))))
+    """Format a duration as "0:01:30", or "3 days" if it is not shorter."""
+    return str(timedelta(seconds=round(max(0, seconds)))) if seconds < 3 * 86400 else f"{seconds / 86400:,.0f} days"
 
 
 def format_memory(size: int) -> str:

@@ -4,11 +4,13 @@ Ctrl-C, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 end every command with exit code 75
 first. Schedulers of clusters send SIGUSR1 or SIGUSR2 before a time limit.
 """
 
+import atexit
 import gc
 import os
 import shlex
 import signal
 import sys
+import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, suppress
@@ -22,6 +24,7 @@ STOP_SIGNALS = [s for s in signal.Signals if s.name in ("SIGINT", "SIGTERM", "SI
 # How long a thread of GNU's OpenMP polls for work before it sleeps; the library's default is 300,000. Threads that poll
 # on a busy machine take the cores from the threads that have work (docs/experiments/nanogpt-training-speed.md).
 SPIN_COUNT = "1000"
+EXIT_HANDLERS_TIMEOUT_S = 10.0
 
 
 def start_process() -> None:
@@ -47,9 +50,12 @@ def run_process(main: Callable[..., int], *config: Any) -> NoReturn:
             set_stop_handlers(_exit_at_once)
 
     code = run_main(main_with_signals)
+    exit_handlers = threading.Thread(target=atexit._run_exitfuncs, daemon=True)  # wandb removes its temporary files
+    exit_handlers.start()
+    exit_handlers.join(EXIT_HANDLERS_TIMEOUT_S)  # its service process may hang
     with suppress(OSError):
         sys.stdout.flush()
-    os._exit(code)  # unloading torch's modules would take 0.5 s, and exit handlers of libraries can hang
+    os._exit(code)  # unloading torch's modules would take 0.5 s
 
 
 def run_main(main: Callable[..., int], *config: Any) -> int:

@@ -55,7 +55,7 @@ class DataConfig:
         yield "prompt_column", has_column, "needs another column as text_column, and row_is_document=true; or set null"
         required = {"text": "path", "hub": "repo"}.get(self.source)
         if self.path is None and required is not None:
-            yield required, bool(getattr(self, required)), f"is missing; set {section}.{required} or {section}.path"
+            yield required, bool(getattr(self, required)), f"is missing; set {section}.{required}"
 
     @property
     def label(self) -> str:  # name of the data in runs and folders; "text" if data.path replaces the default source

@@ -109,7 +109,7 @@ class TokenFile:
         if config.val_documents is not None and config.val_documents < documents:
             return 0, config.val_documents
         if config.val_documents is not None or (documents == 1 and config.prompt_column is not None):
-            advice = "use more, a smaller data.val_documents, or data.val_path"
+            advice = "set a smaller data.val_documents, or data.val_fraction or data.val_path instead"
             raise UserError(f"{self.source.name} has too few documents ({documents}) to hold some out; {advice}")
         if documents == 1:
             self.ends.insert(0, int(self.ends[0] * (1 - config.val_fraction)))

@@ -34,15 +34,15 @@ class Piece(NamedTuple):
 
 def iter_pieces(source: Source, is_validation: bool = False) -> Iterator[Piece]:
     """Yield the documents of a source, or of its val_files, in pieces. Raises UserError if there is no text to read."""
-    config, files, has_text = source.config, source.val_files if is_validation else source.files, False
+    config, files = source.config, source.val_files if is_validation else source.files
+    empty = {"text"} if config.prompt_column is None else {"prompt", "text"}  # columns without text so far
     limit = itertools.count() if is_validation or config.max_documents is None else iter(range(config.max_documents))
     for file in files:
         try:
             for (prompt, texts), _ in zip(_iter_documents(file, config), limit, strict=False):
-                if config.prompt_column is not None:
-                    yield from cut_into_pieces([prompt], is_prompt=True)
-                for piece in cut_into_pieces(texts):
-                    has_text = has_text or piece.text != ""
+                prompts = () if config.prompt_column is None else cut_into_pieces([prompt], is_prompt=True)
+                for piece in itertools.chain(prompts, cut_into_pieces(texts)):
+                    empty -= {"prompt" if piece.is_prompt else "text"} if piece.text else set()
                     yield piece
         except UserError:
             raise
@@ -51,10 +51,11 @@ def iter_pieces(source: Source, is_validation: bool = False) -> Iterator[Piece]:
             if isinstance(error, UnicodeDecodeError):
                 before = error.object[max(0, error.start - 20) : error.start]
                 reason = f"not UTF-8: byte 0x{error.object[error.start]:02x} after {before!r}; convert it with iconv"
-            advice = "correct the file, or set another data.path, data.text_column or data.repo"
-            raise UserError(f"{file} cannot be read ({reason}); {advice}") from error
-    if files and not has_text:
-        raise UserError(f"there is no text in {', '.join(files[:3])}; set another data.path or data.text_column")
+            advice = "check the network, or set data.path to a local copy" if is_remote(file) else "correct the file"
+            raise UserError(f"{file} cannot be read ({reason}); {advice}, or data.text_column") from error
+    if files and empty:
+        names = f"{min(empty)} in {', '.join(files[:3])}"
+        raise UserError(f"there is no {names}; set another data.path or data.{min(empty)}_column")
 
 
 def read_documents(sources: list[Source]) -> list[Document]:
