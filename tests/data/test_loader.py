@@ -165,7 +165,7 @@ def test_prompts_that_cannot_be_used_are_refused(workdir):
     with pytest.raises(UserError, match=r"text.txt has no columns; .*data.prompt_column=null"):
         prepare_data(replace(PAIRS, path="text.txt"))
     write_rows("rows.jsonl", [("a" * 30, "b" * 30)] * 3)
-    with pytest.raises(UserError, match="there is no prompt in rows.jsonl; .*data.prompt_column"):
+    with pytest.raises(UserError, match=r"there is no prompt in rows.jsonl; .*data.prompt_column"):
         prepare_data(replace(PAIRS, path="rows.jsonl", prompt_column="q"))
     with pytest.raises(UserError, match=r"rows.csv cannot be read .*'q'"):
         prepare_data(replace(PAIRS, path="rows.csv", prompt_column="q"))
