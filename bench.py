@@ -1,17 +1,17 @@
 """Time attention backends side by side: attention alone, and complete training steps.
 
-    python bench.py                                       the default model's attention, in one to two minutes
+    python bench.py                        the default model's attention, in one to two minutes
     python bench.py model=gpt2 phases=[forward,forward+backward] block_sizes=[256,1024,4096]
-    python bench.py 'backends=[naive,sdpa:math,flash,flex]' phases=[forward,decode] block_sizes=[1024,4096]
-    python bench.py device=cuda dtypes=[bfloat16] n_head=16 head_size=128 block_sizes=[1024,4096,16384]
+    python bench.py 'backends=[naive,sdpa:math,flash,flex]' phases=[decode] block_sizes=[1024,4096]
+    python bench.py device=cuda dtypes=[bfloat16] n_head=16 head_size=128 block_sizes=[1024,16384]
 
 most used keys:
-  backends=[A,B]        the first is the baseline; sdpa:KERNEL selects a kernel, flash:PACKAGE a package
-  phases=[P,Q]          one or more of forward, forward+backward, decode (one query on T keys), step (a training step)
+  backends=[A,B]        the first is the baseline; sdpa:KERNEL and flash:PACKAGE are more specific
+  phases=[P,Q]          of forward, forward+backward, decode (one query), step (a training step)
   masks=[causal]        or window:256 (keys per query), documents:256 (tokens per document)
   block_sizes=[N,M]     context lengths in tokens
   batch_size=N          sequences per call
-  n_head=N              heads of attention alone; also n_kv_head, head_size and value_size; default: the model's
+  n_head=N              heads of attention alone; also n_kv_head, head_size and value_size
   model.n_layer=N       the model of phase step, with the other model keys
   dtypes=[float32]      or bfloat16, float16
   rounds=N              each backend has one turn per round; seconds=X is the duration of a turn

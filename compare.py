@@ -1,15 +1,16 @@
 """Compare finished runs: losses with confidence intervals over seeds, divergence, step time, memory.
 
-    python compare.py runs/a runs/b                       any runs. Runs that differ only in the seed are one row.
-    python compare.py runs/sweeps/cmp                     all runs of a sweep
-    python compare.py sweeps/cmp c out=figs               both. The folder runs/ may be omitted.
+    python compare.py runs/a runs/b             runs; those that differ only in the seed are one row
+    python compare.py runs/sweeps/cmp           all runs of a sweep
+    python compare.py sweeps/cmp c out=figs     both; the folder runs/ may be omitted
 
 keys:
   out=DIR               folder to write the files into
   difference=X          show how many seeds are needed to find a difference of X nats per token
 
-Prints a table, and writes report.html, comparison.png and comparison.csv. The default folder is the folder of a single
-sweep, otherwise runs/comparison. Differences are relative to the first setting.
+Prints a table, and writes report.html, comparison.png and comparison.csv. The default folder is
+the folder of a single sweep, otherwise runs/comparison. Differences are relative to the first
+setting.
 """
 
 if __name__ == "__main__":  # before the slow imports below, so that a typo is reported immediately

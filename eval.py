@@ -1,13 +1,13 @@
 """Evaluate a trained model on documents, or on tasks of lm-eval.
 
-    python eval.py run=mine data.path=FILE               loss, perplexity and bits per byte of documents
-    python eval.py run=mine tasks=hellaswag,arc_easy     accuracy on tasks of lm-eval: pip install 'lm-eval>=0.4.12'
-    python eval.py run=mine tasks=FILE.yaml              your own task: see docs/interoperability.md
+    python eval.py run=mine data.path=FILE        loss, perplexity and bits per byte of documents
+    python eval.py run=mine tasks=hellaswag       tasks of lm-eval: pip install 'lm-eval>=0.4.12'
+    python eval.py run=mine tasks=FILE.yaml       your own task: see docs/interoperability.md
 
 most used keys:
-  run=NAME            a run in runs/; last is the newest; hf:FOLDER is a model in the format of transformers
+  run=NAME            a run in runs/; last is the newest; hf:FOLDER is a transformers model
   data.path=FILE      a file, a folder or a pattern; data.text_column and other keys as for train.py
-  tasks=NAME,...      names of lm-eval's tasks, or YAML files; limit=N uses the first N questions of each task
+  tasks=NAME,...      lm-eval's tasks, or YAML files; limit=N uses N questions of each task
   out=FILE.jsonl      also save the table, one line per row; batch_size=N scores N windows at a time
   checkpoint=last     instead of best; dtype=bfloat16 needs half the memory for weights
 """
@@ -23,7 +23,7 @@ from pathlib import Path
 
 from rich.table import Table
 
-from common.console import PlainConsole, make_table
+from common.console import PlainConsole, make_table, pluralize
 from common.errors import UserError, printable
 from common.files import atomic_write
 from common.process import run_process
@@ -44,6 +44,8 @@ def main(config: EvalScriptConfig) -> int:
     device, rows = resolve_device(config.device), 1 if config.tasks is None else config.batch_size
     dtype = resolve_dtype(config.dtype, device, trains=False)
     model, tokenizer, summary = load_for_sampling(config.run, config.checkpoint, device, dtype, config.attention, rows)
+    if config.tasks is None:
+        summary += f"\n{pluralize(len(documents), 'document')} of {config.data.path or config.data.name}"
     print(printable(summary), file=sys.stderr)
     if config.tasks is None:
         results = score_documents(model, tokenizer, documents, config.batch_size)
@@ -53,8 +55,12 @@ def main(config: EvalScriptConfig) -> int:
         except ModuleNotFoundError as error:
             raise UserError(f"tasks needs {error.name}; install it: pip install 'lm-eval>=0.4.12'") from None
         results = run_tasks(model, tokenizer, config.tasks.split(","), config.batch_size, config.limit)
-    shown = results if config.tasks is not None else [*results[:-1][:MAX_TABLE_ROWS], results[-1]]
+    shown = results
+    if config.tasks is None:  # the last row is for all documents
+        shown = results[:1] if len(documents) == 1 else [*results[:-1][:MAX_TABLE_ROWS], results[-1]]
     PlainConsole().print(results_table(shown))
+    if len(documents) > MAX_TABLE_ROWS:
+        print(f"the first {MAX_TABLE_ROWS} documents; out=FILE.jsonl saves all", file=sys.stderr)
     if config.out is not None:
         atomic_write(Path(config.out), "".join(json.dumps(result) + "\n" for result in results))
         print(f"written  {config.out}", file=sys.stderr)

@@ -38,13 +38,13 @@ def main(config: ExportConfig) -> int:
     if out.exists():
         raise UserError(f"{out} exists; set another out, or remove it")
     checkpoint = load_checkpoint(path)
-    model_type = find_architecture(GPTConfig(**checkpoint["model_config"]), run.name)
+    model_type = find_architecture(GPTConfig.from_saved(checkpoint["model_config"]), run.name)
 
     out.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=out.parent) as folder:  # so that `out` is complete or missing
         write_folder(Path(folder, "export"), checkpoint, model_type, DTYPES[config.dtype], run)
         os.replace(Path(folder, "export"), out)
-    print(f"{path} -> {out}")
+    print(f"{path} -> {out}\nnext     python sample.py run=hf:{out}")
     return 0
 
 

@@ -17,7 +17,6 @@ if __name__ == "__main__":  # before the slow imports below, so that a typo is r
 
     config = parse_config("prepare", __doc__)
 
-
 from common.console import format_si, pluralize
 from common.process import run_process
 from data.config import PrepareConfig

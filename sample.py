@@ -6,9 +6,9 @@
     python sample.py prompts=FILE out=FILE.jsonl          a sample for each line of a file
 
 most used keys:
-  run=NAME              a run in runs/; last is the newest; hf:FOLDER is a model in the format of transformers
+  run=NAME              a run in runs/; last is the newest; hf:FOLDER is a transformers model
   prompt=TEXT           the beginning of the sample; prompt_file=FILE reads it from a file
-  prompts=FILE          many prompts: one per line, or .jsonl with {"prompt": ...}; out=FILE.jsonl saves the samples
+  prompts=FILE          one prompt per line, or .jsonl with {"prompt": ...}; out=FILE.jsonl saves
   interactive=true      continue each line that you type
   num_samples=N         samples per prompt, generated in batches of batch_size=N
   max_new_tokens=N      maximum length of a sample
@@ -18,7 +18,7 @@ most used keys:
   seed=N                the same seed gives the same sample
   checkpoint=last       instead of best
   dtype=bfloat16        half the memory for weights, and faster; int8 is the fastest on x86 CPUs
-  attention_map=true    plot the attention weights of each head into runs/NAME/attention/
+  attention_map=true    plot the attention weights for the prompt, or for a sample without a prompt
 
 In prompt, prompts and stop, \\n is a newline, \\t a tab and \\\\ a backslash.
 In Python: load_run in model/generation/load.py, and generate in model/generation/engine.py.
@@ -68,6 +68,9 @@ def main(config: SampleConfig) -> int:
         run_interactive(config, model, tokenizer)
     elif config.prompts is not None:
         run_batch(config, model, tokenizer, prompts)
+    elif config.attention_map:
+        text = prompts[0] or run_prompt(config, model, tokenizer, "")
+        draw_attention_maps(model, tokenizer, text, find_pretrained_folder(config.run) / "attention")
     else:
         run_prompt(config, model, tokenizer, prompts[0])
     return 0
@@ -85,13 +88,15 @@ def generate_texts(
     config: SampleConfig, model: GPT, tokenizer: tiktoken.Encoding, prompts: list[str]
 ) -> Iterator[TextChunk]:
     """Generate num_samples samples of each prompt, in chunks, in order. Raises UserError for an invalid prompt."""
-    block_size, requests = model.config.block_size, []
+    block_size, longest, requests = model.config.block_size, 0, []
     for number, prompt in enumerate(prompts, start=1):
         name = "the prompt" if config.prompts is None else f"prompt {number} of {config.prompts}"
         tokens = encode(tokenizer, prompt, name).tolist() if prompt else initial_tokens(tokenizer)
-        if len(tokens) > block_size and config.prompts is None:
-            print(f"the model reads the last {block_size:,} of the prompt's {len(tokens):,} tokens", file=sys.stderr)
+        longest = max(longest, len(tokens))
         requests += [Prompt(tokens, sample_seed(config, len(requests) + i)) for i in range(config.num_samples)]
+    if longest > block_size:
+        advice = f"the model reads the last {block_size:,} tokens of a prompt"
+        print(f"{advice}; the longest prompt has {longest:,}", file=sys.stderr)
     return in_prompt_order(generate(model, tokenizer, requests, config, config.batch_size))
 
 
@@ -110,8 +115,8 @@ def sample_seed(config: SampleConfig, index: int) -> int:
     return (config.seed + index) % 2**32
 
 
-def run_prompt(config: SampleConfig, model: GPT, tokenizer: tiktoken.Encoding, prompt: str) -> None:
-    """Generate num_samples samples of one prompt in batches, and print them one after another."""
+def run_prompt(config: SampleConfig, model: GPT, tokenizer: tiktoken.Encoding, prompt: str) -> str:
+    """Generate num_samples samples of one prompt in batches, and print them one after another. Returns the first."""
     first_sample, tokens, started = "", 0, time.perf_counter()
     chunks = generate_texts(config, model, tokenizer, [prompt])
     for number in range(1, config.num_samples + 1):
@@ -129,8 +134,7 @@ def run_prompt(config: SampleConfig, model: GPT, tokenizer: tiktoken.Encoding, p
         finally:
             show("\n")
     print(format_speed(tokens, started), file=sys.stderr)
-    if config.attention_map:
-        draw_attention_maps(model, tokenizer, prompt or first_sample, find_pretrained_folder(config.run) / "attention")
+    return first_sample
 
 
 def run_batch(config: SampleConfig, model: GPT, tokenizer: tiktoken.Encoding, prompts: list[str]) -> None:

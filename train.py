@@ -1,19 +1,20 @@
 """Train a GPT.
 
-    python train.py                                       train a small model of Python code, in one to two minutes
-    python train.py data.path=mybook.txt                  train on your own text file
-    python train.py experiment=shakespeare_char_cpu       train a complete recipe
-    python train.py data.path=mybook.txt name=mine        the same command again resumes an interrupted run
-    python train.py -m attention=sdpa,flash seed=1,2,3    train six models, and compare them in runs/sweeps/NAME
-    python train.py -m sweep.trials=20 'optimizer.lr=log(1e-4,1e-2)'    search the best value in 20 runs
-    torchrun --nproc_per_node=8 train.py                  train one model on eight GPUs
+    python train.py                                     train a small model of Python code
+    python train.py data.path=mybook.txt                train on your own text file
+    python train.py experiment=shakespeare_char_cpu     train a complete recipe
+    python train.py data.path=mybook.txt name=mine      again: resume an interrupted run
+    python train.py -m attention=sdpa,flash seed=1,2    train four models, and compare them
+    python train.py -m sweep.trials=20 'optimizer.lr=log(1e-4,1e-2)'    search the best value
+    torchrun --nproc_per_node=8 train.py                train one model on eight GPUs
 
 most used keys:
   name=NAME             run folder in runs/; the same name again resumes the run
   experiment=NAME       a complete recipe from configs/experiment/
   data.path=FILE        the text to train on
+  preset=1MB            for this amount of text: 20kB, 100kB, 300kB, 1MB, 3MB or 10MB; or auto
   train.steps=N         optimizer steps; train.minutes=M sets a time limit
-  train.batch_size=N    sequences per step; train.micro_batch_size=N, or auto, splits a step to fit into memory
+  train.batch_size=N    sequences per step; train.micro_batch_size=N splits it to fit into memory
   model.n_layer=N       size of the model, with model.n_head, model.n_embd and model.block_size
   optimizer.lr=X        peak learning rate
   eval.every=N          steps between evaluations

@@ -2,7 +2,6 @@
 
 import time
 from datetime import timedelta
-from functools import partial
 
 from rich import box
 from rich.console import Console
@@ -27,6 +26,12 @@ class PlainConsole(Console):
     def render_str(self, text: str, **options) -> Text:
         return super().render_str(printable(text), **options)
 
+    def print_text(self, text: str, indent: str = " " * 9, style: str | None = None) -> None:
+        """Print lines of text. On a terminal, long lines are broken between words, and continue after `indent`."""
+        for line in self.render_str(text).split("\n"):
+            lines = line.wrap(self, self.width - len(indent)) if self.is_terminal else [line]
+            self.print(Text(f"\n{indent}").join(lines), style=style, soft_wrap=True)
+
 
 def make_table(*columns: str, left: int = 1, header: bool = True) -> Table:
     """An empty table. left: number of left-aligned columns before the right-aligned columns of numbers."""
@@ -46,7 +51,7 @@ class ProgressBar(Progress):
         console = PlainConsole(stderr)
         columns = BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False)
         super().__init__(*columns, console=console, disable=not console.is_terminal, transient=True)
-        self.print = partial(console.print, soft_wrap=True)  # prints above the bar
+        self.print_text = console.print_text  # above the bar
         self.total, self.initial, self.task_id = total, initial, self.add_task("", total=total, completed=initial)
         self.started = self.last_line = time.perf_counter()
 
@@ -61,7 +66,7 @@ class ProgressBar(Progress):
             line += f"  {format_duration(seconds)} left"
         self.update(self.task_id, completed=done, description=line)
         if self.disable:
-            self.print(line)
+            self.print_text(line)
 
 
 def format_duration(seconds: float) -> str:

@@ -36,11 +36,12 @@ def check_name(name: str) -> None:
 
 
 def find_run(name: str) -> Path:
-    """Find a run with a checkpoint by its name in runs/, its path, or "last" for the newest. Raises UserError."""
+    """Find a run with a checkpoint: its name in runs/, its path or a checkpoint's path; "last" is the newest run."""
     checkpoints = [*RUNS.glob("*/checkpoints/*.pt"), *SWEEPS.glob("*/*/checkpoints/*.pt")]
     checkpoints.sort(key=lambda path: path.stat().st_mtime, reverse=True)
     newest = list(dict.fromkeys(path.parents[1] for path in checkpoints))
-    for folder in newest[:1] if name == "last" else (RUNS / name, Path(name)):
+    path = Path(name).parent.parent if name.endswith(".pt") else Path(name)
+    for folder in newest[:1] if name == "last" else (RUNS / path, path):
         if any(folder.glob("checkpoints/*.pt")):
             return folder
     advice = f"set run={newest[0].relative_to(RUNS)}, for example" if newest else "train one: python train.py"
@@ -48,8 +49,8 @@ def find_run(name: str) -> Path:
 
 
 def find_checkpoint(run: str, checkpoint: str) -> Path:
-    """Path of a run's checkpoint: "best", "last" or "step-NNNNNN". Raises UserError if it does not exist."""
-    folder = find_run(run)
+    """Path of a run's checkpoint: "best", "last" or "step-NNNNNN", unless `run` is its path. Raises UserError."""
+    folder, checkpoint = find_run(run), Path(run).stem if run.endswith(".pt") else checkpoint
     paths = {path.stem: path for path in sorted((folder / "checkpoints").glob("*.pt"))}
     if checkpoint not in paths:
         raise UserError(f"{folder} has no checkpoint {checkpoint}.pt; set checkpoint={' or '.join(paths)}")

@@ -5,6 +5,7 @@ config = parse_config("train", __doc__)     exits with code 2 and one sentence i
 
 import argparse
 import re
+import textwrap
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -96,5 +97,6 @@ def _help_page(script: str, doc: str) -> str:
     from configs.compose import list_choices, list_groups
 
     lines = [f"  {group + '=':14}{' | '.join(list_choices(group))}" for group in list_groups(script)]
+    lines = [textwrap.fill(line, 100, subsequent_indent=" " * 16) for line in lines]
     lines = ["groups and their choices:", *lines, ""] if lines else []
     return "\n".join([doc.strip(), "", *lines, FLAGS])

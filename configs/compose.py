@@ -49,6 +49,8 @@ def compose_config(script: str, words: list[str], config_dir: str | None = None)
             if override.is_sweep_override() or (override.value() == "" and word != "prompt="):
                 raise UserError(f"{word!r} must have one value; set it, or use train.py -m for several values")
         config = compose(script, overrides=[to_hydra_word(script, word) for word in words] + search_path)
+        if "data" in config and config.data.path is not None and config.data.name == "python_stdlib":
+            config.data.name = config.data.source = "text"  # data.path replaces the default data
         if "preset" in config:
             config.preset = select_preset(config)
         return OmegaConf.to_object(config)

@@ -104,7 +104,7 @@ def make_jobs(
     configs = [compose_config("train", words, config_dir) for words in all_words]
     for config in configs:
         check(config)
-    sweep = sweep or configs[0].name or make_new_folder(SWEEPS, f"{configs[0].data.label}-{configs[0].model.name}")
+    sweep = sweep or configs[0].name or make_new_folder(SWEEPS, f"{configs[0].data.name}-{configs[0].model.name}")
     jobs = []
     for name, words, config in zip(names, all_words, configs, strict=True):
         values = asdict(config)  # the sweep sets two keys: the run's name and its wandb group

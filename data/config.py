@@ -58,12 +58,8 @@ class DataConfig:
             yield required, bool(getattr(self, required)), f"is missing; set {section}.{required}"
 
     @property
-    def label(self) -> str:  # name of the data in runs and folders; "text" if data.path replaces the default source
-        return "text" if self.path is not None and self.name == "python_stdlib" else self.name
-
-    @property
     def mixed(self) -> dict[str, "DataConfig"]:  # the sources by name; without a mix, this config alone
-        return self.mix or {self.label: self}
+        return self.mix or {self.name: self}
 
 
 def python_stdlib() -> DataConfig:

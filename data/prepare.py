@@ -96,7 +96,7 @@ def prepare(
     hash_text = partial(hash_sources, sources)
     content = [FORMAT, tokenizer.name, tokenizer.vocab_size, spec, hash_text()]
     fingerprint = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:12]
-    folder = PREPARED / f"{config.label}-{fingerprint}"
+    folder = PREPARED / f"{config.name}-{fingerprint}"
     if not folder.exists():
         files = [file for source in sources for file in source.files + source.val_files]
         if offline and (tokenizer.name in OPENAI_SIZES or any(map(is_remote, files))):
@@ -106,14 +106,14 @@ def prepare(
         with FileLock(PREPARED / f".{folder.name}.lock") as lock:  # the kernel releases it, even after kill -9
             if not folder.exists():  # another process can have finished it in the meantime
                 text = f"{len(files):,} files" if len(files) > 1 else files[0]
-                print(printable(f"preparing {config.label}: {text} -> {folder}"), flush=True)
+                print(printable(f"preparing {config.name}: {text} -> {folder}"), flush=True)
                 shutil.rmtree(unfinished, ignore_errors=True)  # of a process that was killed
                 unfinished.mkdir()
                 try:
-                    meta = {"name": config.label, "fingerprint": fingerprint}
+                    meta = {"name": config.name, "fingerprint": fingerprint}
                     meta |= encode_sources(unfinished, sources, tokenizer, spec)
                     if hash_text() != content[-1]:
-                        raise UserError(f"the text of {config.label} changed while it was read; run the command again")
+                        raise UserError(f"the text of {config.name} changed while it was read; run the command again")
                     write_json(unfinished / "meta.json", meta)
                     os.replace(unfinished, folder)
                 finally:

@@ -3,10 +3,11 @@
 To add an activation or a norm, add its name to the choices here, and its function in model/gpt.py.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from itertools import cycle, islice
 from typing import Any
 
+from common.errors import UserError
 from common.settings import Rule, check, setting
 
 ATTENTION_TYPES = ("softmax", "linear")
@@ -45,6 +46,13 @@ class GPTConfig:
 
     def __post_init__(self):
         check(self, "model")
+
+    @classmethod
+    def from_saved(cls, values: dict[str, Any]) -> "GPTConfig":
+        """The config of a saved model. Keys that a newer version has added have their defaults. Raises UserError."""
+        if unknown := values.keys() - {entry.name for entry in fields(cls)}:
+            raise UserError(f"the model has {', '.join(sorted(unknown))}; use the version of the code that trained it")
+        return cls(**values)
 
     def rules(self, section: str) -> list[Rule]:
         divisors = ", ".join(str(G) for G in range(1, self.n_head + 1) if self.n_head % G == 0)

@@ -17,7 +17,7 @@ import numpy as np
 import pytest
 import torch
 import yaml
-from helpers import ROOT, TINY, file_size_limit, load, metrics, summary, untimed, wait_for_step
+from helpers import ROOT, TEXT, TINY, file_size_limit, load, metrics, summary, untimed, wait_for_step
 
 from common.errors import UserError, printable
 from common.run_dir import find_checkpoint
@@ -40,7 +40,7 @@ def assert_same_checkpoints(a, b):
         one, two = (
             {key: load(run, kind)[key] for key in ("step", "best_val_loss", "model", "optimizer")} for run in (a, b)
         )
-        assert one["optimizer"]
+        assert bool(one["optimizer"]) == (kind == "last")
         torch.testing.assert_close(one, two, atol=0, rtol=0)
 
 
@@ -145,13 +145,14 @@ def test_accumulation_does_not_change_the_loss(train):
 
 
 @pytest.mark.slow
-def test_backends_and_compilation_do_not_change_the_loss_curve(train):
+def test_backends_and_compilation_do_not_change_the_loss_curve(train, capsys):
     runs = {"naive": ["attention=naive"], "flash": ["attention=flash"], "compiled": ["attention=naive", "compile=true"]}
     for name, overrides in runs.items():
         with torch.profiler.profile() as profiler:
             assert train(f"name={name}", *overrides, "model.n_layer=1", "train.steps=3") == 0
         ran_flash = any("_flash_attention_for_cpu" in event.key for event in profiler.key_averages())
         assert ran_flash == (name == "flash")  # the compiler must not replace naive by flash
+        assert ("compiling the model" in capsys.readouterr().out) == (name == "compiled")
         assert summary(name)["attention"]["resolved"] == overrides[0].split("=")[1]
     for name in ("flash", "compiled"):
         for a, b in zip(metrics("naive"), metrics(name), strict=True):
@@ -249,7 +250,7 @@ def test_resuming_with_other_settings_is_refused_and_changes_no_file(trained, tr
     for overrides, message in (
         (["model.n_layer=1", "train.steps=9"], r"model.n_layer=2 \(now 1\)"),
         (["tokenizer=byte", "train.steps=9"], r"tokenizer.name=char \(now byte\)"),
-        (["data.val_fraction=0.2", "train.steps=9"], r"data=\w+ \(now \w+\)"),
+        (["data.val_fraction=0.2", "train.steps=9"], r"with data.val_fraction=0.1 \(now 0.2\);"),
         (["optimizer=adamw", "train.steps=9"], r"optimizer.name=muon \(now adamw\)"),
         (["train.batch_size=8", "train.steps=9"], r"train.batch_size=4 \(now 8\)"),
         (["seed=2", "train.steps=9"], r"seed=1337 \(now 2\)"),
@@ -257,6 +258,9 @@ def test_resuming_with_other_settings_is_refused_and_changes_no_file(trained, tr
     ):
         assert train("name=a", *overrides) == 2
         assert re.search(message, capsys.readouterr().err)
+    (workdir / "text.txt").write_text(TEXT + "the end")
+    assert train("name=a", "train.steps=9") == 2
+    assert "was trained with another text than text.txt has now" in capsys.readouterr().err
     assert before == {p: p.read_bytes() for p in before}
 
 
@@ -267,6 +271,9 @@ def test_run_that_has_lost_its_last_checkpoint_is_refused(trained, train, workdi
     assert re.search(r"runs/a/checkpoints/last.pt is missing.* set another name", capsys.readouterr().err)
     assert before == {p: p.read_bytes() for p in (workdir / "runs/a").rglob("*") if p.is_file()}
     assert train("name=b", "train.init_from=run:a", "tokenizer=run", "tokenizer.run=a") == 0
+    shutil.copy("runs/a/checkpoints/best.pt", "runs/a/checkpoints/last.pt")
+    assert train("name=a", "train.steps=9") == 0
+    assert "has no optimizer state" in capsys.readouterr().out
 
 
 @pytest.mark.parametrize("status", ["running", None])

@@ -35,6 +35,7 @@ def test_loss_of_the_validation_text_equals_its_evaluation(train, evaluate, work
     (workdir / "val.txt").write_text(TEXT[len(TEXT) - round(len(TEXT) * 0.1) :], encoding="utf-8")
     settings = ["run=a", "checkpoint=last", "data.path=val.txt", f"batch_size={batch_size}"]
     out = evaluate(*settings, "out=o.jsonl")
+    assert "all" not in out, "one document needs no second row"
     row, total = read_jsonl("o.jsonl")
     assert total == row | {"document": "all", "beginning": ""}
     assert row["tokens"] == len(TEXT) - round(len(TEXT) * 0.9) - 1

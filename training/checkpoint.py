@@ -1,7 +1,8 @@
 """Training state and its checkpoints: files of tensors and plain values (see common/checkpoint_file.py).
 
 format, and the fields of TrainState in SAVED_FIELDS
-model, optimizer, scaler: state by parameter name, the same for eager and compiled runs, on one device or many
+model, optimizer, scaler: state by parameter name, the same for eager and compiled runs, on one device or many.
+    best.pt has no optimizer state, which is up to twice as large as the weights.
 vocab_size, tokenizer, model_config: everything that sampling needs
 identity: settings that must not change when the run resumes
 config: the complete run config, for readers; nothing is built from it
@@ -22,7 +23,7 @@ from common.checkpoint_file import load_checkpoint, save_checkpoint
 from common.errors import TrainingFailed, UserError
 from common.files import atomic_writer
 from common.process import StopRequest
-from common.run_dir import RunDir
+from common.run_dir import RunDir, flatten_dict
 from common.settings import format_value
 from training.config import OVERFITTING_EVALS, CheckpointConfig, RunConfig, TrainConfig
 from training.distributed import Dist
@@ -107,10 +108,17 @@ class TrainState:
         old, new = saved["identity"], header["identity"]
         keys = [key for key in new if old.get(key) != new[key]]
         if keys:
+            if "data" in keys:  # a hash of the text and of these settings
+                settings = (flatten_dict({k: c["config"][k] for k in ("data", "tokenizer")}) for c in (saved, header))
+                old, new = old | next(settings), new | next(settings)
+                keys = [key for key in new if old.get(key) != new[key] and key != "data"]
             listed = ", ".join(f"{k}={format_value(old.get(k))} (now {format_value(new[k])})" for k in keys)
+            listed = listed or f"another text than {new['data.path'] or new['data.name']} has now"
             raise UserError(f"{path.parents[1]} was trained with {listed}; restore the old values, or set another name")
         load_weights(self.model, saved["model"])
         load_state_by_name(self.model, self.optimizers, saved["optimizer"])
+        if saved["step"] > 0 and not saved["optimizer"]:
+            print(f"{path} is a copy of best.pt, which has no optimizer state: its averages start again")
         if saved["scaler"]:  # empty if the run was not in float16 so far
             self.scaler.load_state_dict(saved["scaler"])
         for key in SAVED_FIELDS:
@@ -133,7 +141,7 @@ class CheckpointWriter:
         return self.state.is_best or self.state.is_done or self.state.step % self.config.every == 0
 
     def save(self) -> None:
-        """Write best.pt after the best evaluation, then last.pt. Initial weights are saved only as best.pt.
+        """Write best.pt, without optimizer state, after the best evaluation, then last.pt, except for initial weights.
 
         Raises TrainingFailed if a loss or a weight is not finite.
         """
@@ -148,7 +156,7 @@ class CheckpointWriter:
             advice = "Lower optimizer.lr, then run the command again: it resumes from the last checkpoint"
             raise TrainingFailed(f"the weights are not finite after step {state.step}. {advice}")
         if state.is_best:
-            save_checkpoint(run.best, content)
+            save_checkpoint(run.best, content | {"optimizer": {}})
         if state.step > 0:
             if self.config.keep > 0 and run.last.exists() and self.last_step != state.step:
                 previous = run.last.with_name(f"step-{self.last_step:06d}.pt")

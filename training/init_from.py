@@ -36,7 +36,7 @@ def load_init_weights(init_from: str | None, name: str | None, model: GPT, token
     path, saved = load_pretrained(run)
     if saved["tokenizer"] | {"name": None} != tokenizer_spec | {"name": None}:
         raise UserError(f"{path} has another tokenizer than this run; set tokenizer=run tokenizer.run={run}")
-    vocab_size, config = saved["vocab_size"], GPTConfig(**saved["model_config"])
+    vocab_size, config = saved["vocab_size"], GPTConfig.from_saved(saved["model_config"])
     if different := _find_different_settings(config, model.config):
         raise UserError(f"{path} has another model than this run; set {' '.join(different)}")
     weights = dict(saved["model"])

@@ -45,6 +45,7 @@ class Observers(ExitStack):
     def __init__(self, config: RunConfig, runtime: Runtime, run: RunDir, state: TrainState):
         super().__init__()
         self.config, self.runtime, self.run, self.state = config.train, runtime, run, state
+        self.decay_keys = [f"optimizer.{key}" for key in vars(config.optimizer) if key.endswith("weight_decay")]
         self.tokens_per_step = config.train.batch_size * config.model.block_size
         flops = self.tokens_per_step * run.summary["flops_per_token"]
         peak = peak_flops(runtime.device, runtime.dtype) * runtime.dist.world_size
@@ -52,10 +53,12 @@ class Observers(ExitStack):
         self.start_step = self.speed.start_step
         self.read_timing = dict  # no step yet
         self.bar = ProgressBar(1.0, initial=state.progress)
+        if runtime.compile:
+            self.bar.print_text("compiling the model, which takes up to a minute")
         self.bar.show(state.progress, "evaluating")
         self.profiler = None
         if config.train.profile and run.is_main:
-            self.profiler = StepProfiler(runtime.device, run.summary["accumulation"], run.folder, self.bar.print)
+            self.profiler = StepProfiler(runtime.device, run.folder, self.bar.console.out)
         run_config = asdict(config) | {"attention": asdict(config.attention) | run.summary["attention"]}
         self.wandb = WandbRun(config.wandb, run.folder, run_config, state.wandb_id, name=run.name)
         state.wandb_id = self.wandb.id
@@ -104,15 +107,15 @@ class Observers(ExitStack):
         """Print the validation loss, the sample, and a warning if the validation loss no longer falls."""
         state, patience = self.state, self.config.patience
         line = f"step {state.step}: validation loss {metrics['val/loss']:.4f}, {metrics['val/bpb']:.3f} bits per byte"
-        self.bar.print(line + (", the best so far" if state.is_best and state.step > 0 else ""), style="bold")
+        self.bar.print_text(line + (", the best so far" if state.is_best and state.step > 0 else ""), style="bold")
         if sample := metrics.get("sample", "").strip("\n"):
-            self.bar.print(textwrap.indent(sample, "  | ", lambda line: True), style="dim")
+            self.bar.print_text(textwrap.indent(sample, "  | ", lambda line: True), "  | ", style="dim")
         if state.evals_since_best == OVERFITTING_EVALS:
-            advice = f"train.steps={state.best_step}, a lower optimizer.lr or more weight decay"
-            line = f"overfitting: the validation loss has not fallen since step {state.best_step}; set {advice}"
-            self.bar.print(line, style="bold yellow")
+            line = f"overfitting: the validation loss has not fallen since step {state.best_step}; set "
+            line += f"train.steps={state.best_step}, or a larger {' and '.join(self.decay_keys)}"
+            self.bar.print_text(line, style="bold yellow")
         if state.evals_since_best == patience:
-            self.bar.print(f"stopping: train.patience={patience} evaluations without a lower loss")
+            self.bar.print_text(f"stopping: train.patience={patience} evaluations without a lower loss")
 
     def flush(self) -> dict:
         """Write all metrics to the disk. Returns results. Raises TrainingFailed if a loss is not finite."""

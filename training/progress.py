@@ -20,7 +20,7 @@ def format_banner(config: RunConfig, folder: Path, summary: dict, meta: dict) ->
         "run      ": [folder, step and f"resumed from step {step:,}"],
         "preset   ": [config.preset and f"{config.preset}, for {format_si(meta['bytes']['train'], 'B')} of text"],
         "data     ": [
-            f"{config.data.label}, {tokens['train']:,} training tokens and {tokens['val']:,} validation tokens",
+            f"{config.data.name}, {tokens['train']:,} training tokens and {tokens['val']:,} validation tokens",
             f"{meta['tokenizer']['name']} vocabulary of {meta['vocab_size']:,}",
         ],
         "model    ": [

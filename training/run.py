@@ -28,7 +28,7 @@ def open_run(
     metrics are plotted. A run that a signal has stopped raises KeyboardInterrupt with advice to resume it.
     """
     dist = runtime.dist
-    label = f"{config.data.label}-{config.model.name}-{config.attention.backend}"
+    label = f"{config.data.name}-{config.model.name}-{config.attention.backend}"
     with RunDir(config.name, label, config.resume, dist.is_main, dist.broadcast) as run, StopRequest() as stop:
         if run.last.exists():
             state.resume(run.last, header)
@@ -46,7 +46,7 @@ def open_run(
             "n_params": n_params(state.model), "flops_per_token": flops_per_token(model, vocab_size, model.block_size),
         }  # fmt: skip
         run.start(asdict(config), facts | state.summary())
-        PlainConsole().print(format_banner(config, run.folder, run.summary, data.meta), soft_wrap=True)
+        PlainConsole().print_text(format_banner(config, run.folder, run.summary, data.meta))
         yield run, stop
         dist.barrier()
         if dist.is_main:
@@ -54,4 +54,4 @@ def open_run(
         if state.stopped:
             raise KeyboardInterrupt(f"saved at step {state.step}; resume with the same command and name={run.name}")
     if dist.is_main:
-        print(format_summary(run.summary, run.folder))
+        PlainConsole().print_text(format_summary(run.summary, run.folder))

@@ -11,8 +11,7 @@ from typing import Any
 import torch
 
 WARMUP_STEPS = 5  # first steps of a process, excluded from medians: caches fill, and kernels are selected
-MAX_RECORDED_STEPS = 3
-MAX_MICRO_BATCHES = 24  # no step is recorded after this many micro batches, which limits the size of the trace
+RECORDED_STEPS = 3
 
 # Peak FLOP/s of dense matrix products in 16 bits and in float32, from the data sheets. Keys are full names of GPUs:
 # variants of the same family (laptop, PCIe, partitioned) are slower, so their peak is measured.
@@ -112,23 +111,20 @@ def _elapsed_seconds(start: Any, end: Any) -> float:
 
 
 class StepProfiler(torch.profiler.profile):
-    """train.profile: records steps after the warmup, prints a table, and writes trace.json.gz. The loop calls step().
+    """train.profile: records steps after the warmup, prints a table, writes trace.json.gz. The loop calls step()."""
 
-    accumulation: micro batches per step.
-    """
-
-    def __init__(self, device: torch.device, accumulation: int, folder: Path, print_line: Callable[[str], None]):
-        recorded = min(MAX_RECORDED_STEPS, -(-MAX_MICRO_BATCHES // accumulation))
-        schedule = torch.profiler.schedule(wait=WARMUP_STEPS - 1, warmup=1, active=recorded, repeat=1)
-        self.last_step, self.trace, self.print_line = WARMUP_STEPS + recorded, folder / "trace.json.gz", print_line
+    def __init__(self, device: torch.device, folder: Path, print_line: Callable[[str], None]):
+        schedule = torch.profiler.schedule(wait=WARMUP_STEPS - 1, warmup=1, active=RECORDED_STEPS, repeat=1)
+        self.trace, self.print_line = folder / "trace.json.gz", print_line
         self.sort_by = f"self_{'device' if device.type == 'cuda' else 'cpu'}_time_total"
         if device.type == "cpu":
             os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # otherwise the profiler writes messages to stderr
         super().__init__(schedule=schedule, on_trace_ready=StepProfiler._report)
 
     def _report(self) -> None:
-        if self.step_num == self.last_step:  # otherwise the run ends early
+        last_step = WARMUP_STEPS + RECORDED_STEPS
+        if self.step_num == last_step:  # otherwise the run ends early
             self.export_chrome_trace(str(self.trace))
             table = self.key_averages().table(self.sort_by, row_limit=20, max_name_column_width=40)
-            self.print_line(f"steps {WARMUP_STEPS + 1} to {self.last_step}\n{table}")
+            self.print_line(f"steps {WARMUP_STEPS + 1} to {last_step}\n{table}")
             self.print_line(f"trace    {self.trace} (open it at ui.perfetto.dev or chrome://tracing)")

@@ -41,7 +41,7 @@ def measure_groups(groups: list[list[Case]], config: BenchConfig, table: Path, r
                 append_row(table, row)
                 rows.append(row)
                 times.append(f"{row.backend} {format_number(row.ms_median) if row.is_finished else row.status}")
-            progress.print(f"{label}  ms: {', '.join(times)}")
+            progress.print_text(f"{label}  ms: {', '.join(times)}")
 
 
 def measure_group(group: list[Case], config: BenchConfig, workers: dict[str, Worker], reference: Path) -> list[Timing]:

@@ -39,11 +39,18 @@ COLUMNS: dict[str, Callable[[SettingStats], str]] = {
 }
 # The columns on the terminal, which fit into 80 characters. The first two are text. report.html has all columns.
 TERMINAL_COLUMNS = ("setting", "kernel", "val loss", "bits/byte", "difference", "seeds needed", "step, ms", "memory")
+COLUMN_NOTES = {
+    "val loss": "Losses are in nats per token, from the last evaluation of each finished run.",
+    "difference": "Difference: validation loss minus the first setting's loss, for runs with the same seed.",
+    "detectable": "Detectable: true difference that these seeds find with a probability of 80 %.",
+    "divergence": "Divergence: largest distance between the training losses, at step 1 and at any step.",
+    "step, ms": f"Step times are medians (quartiles), without the first {WARMUP_STEPS} steps of each run.",
+}
 
 
 def make_terminal_table(rows: list[SettingStats]) -> Table:
     """Make the table for a terminal. Spreads are below values, and verdicts are below settings."""
-    headers = [header for header in choose_headers(rows) if header in TERMINAL_COLUMNS]
+    headers = choose_headers(rows, TERMINAL_COLUMNS)
     table = make_table(*headers, left=2 if "kernel" in headers else 1)
     table.leading = 1
     for row in rows:
@@ -63,16 +70,9 @@ def write_csv(rows: list[SettingStats], path: Path) -> None:
 
 def list_notes(rows: list[SettingStats], columns: Iterable[str] = COLUMNS) -> list[str]:
     """List the sentences that explain the columns of a table, and why runs did not finish."""
-    notes = [
-        "Losses are in nats per token, from the last evaluation of each finished run.",
-        "± is the 95 % confidence interval of the mean over seeds (Student's t).",
-        f"Step times are medians (quartiles), without the first {WARMUP_STEPS} steps of each run.",
-    ]
-    if len(rows) > 1:
-        notes.append("Difference: validation loss minus the first setting's loss, for runs with the same seed.")
-        if "detectable" in columns:
-            notes.append("Detectable: true difference that these seeds find with a probability of 80 %.")
-            notes.append("Divergence: largest distance between the training losses, at step 1 and at any step.")
+    notes = [COLUMN_NOTES[header] for header in choose_headers(rows, columns) if header in COLUMN_NOTES]
+    if any(row.val_loss_ci95 is not None for row in rows):
+        notes.append("± is the 95 % confidence interval of the mean over seeds (Student's t).")
     device_names = list(dict.fromkeys(row.device_name for row in rows if row.device_name))
     if noisy := [row.setting for row in rows if row.has_noisy_steps]:
         notes.append(
@@ -86,9 +86,9 @@ def list_notes(rows: list[SettingStats], columns: Iterable[str] = COLUMNS) -> li
     return notes + [f"{row.setting}: {row.status}: {row.reason}" for row in rows if row.reason]
 
 
-def choose_headers(rows: list[SettingStats]) -> list[str]:
+def choose_headers(rows: list[SettingStats], columns: Iterable[str] = COLUMNS) -> list[str]:
     """List the columns that have a known value and are useful for these rows."""
-    known = [header for header, cell in COLUMNS.items() if any(cell(row) != UNKNOWN for row in rows)]
+    known = [header for header in columns if any(COLUMNS[header](row) != UNKNOWN for row in rows)]
     return [header for header in known if header != "bits/byte" or _has_several_vocabularies(rows)]
 
 

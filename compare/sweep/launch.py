@@ -5,7 +5,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from common.console import PlainConsole, format_duration
+from common.console import PlainConsole, format_duration, format_si
 from common.files import read_json, write_json
 from common.process import command_line
 from common.run_dir import EXIT_CODES, SWEEPS, read_summary
@@ -24,7 +24,19 @@ def run_sweep(name: str, jobs: list[Job], launcher: Any = None) -> int:
     folder = SWEEPS / name
     todo = find_missing_jobs(folder, jobs)
     print(f"sweep    {folder}, {len(jobs)} runs, {len(jobs) - len(todo)} of them finished before", flush=True)
+    if todo:
+        print(f"disk     about {format_si(sum(map(estimate_checkpoint_bytes, todo)), 'B')} for checkpoints", flush=True)
     return finish_sweep(folder, jobs, train_jobs(todo, launcher))
+
+
+def estimate_checkpoint_bytes(job: Job) -> int:
+    """Size of a run's checkpoints: best.pt has the weights in float32, and last.pt also up to two averages of them."""
+    from data.tokenizer import OPENAI_SIZES
+    from model.gpt import GPT, GPTConfig  # imports torch, which takes a second
+
+    tokenizer, sizes = job.config["tokenizer"], OPENAI_SIZES | {"run": OPENAI_SIZES["gpt2"]}
+    vocab_size = tokenizer["vocab_size"] or sizes.get(tokenizer["name"], 257)
+    return 16 * sum(p.numel() for p in GPT(GPTConfig(**job.config["model"]), vocab_size, device="meta").parameters())
 
 
 def find_missing_jobs(folder: Path, jobs: list[Job]) -> list[Job]:
@@ -52,7 +64,7 @@ def train_jobs(todo: list[Job], launcher: Any = None) -> dict[str, Outcome]:
             missing = len(todo) - len(outcomes)
             seconds_left = (time.monotonic() - started) / len(outcomes) * missing
             progress = f"  ({missing} to go, {format_duration(seconds_left)} left)" if missing else ""
-            console.print(f"{job.name}  {_describe(job, outcome)}{progress}", soft_wrap=True)
+            console.print_text(f"{job.name}  {_describe(job, outcome)}{progress}")
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"stopped; resume with the same command and name={todo[0].folder.parts[-2]}") from None
     return outcomes

@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any
 
 import optuna
-from hydra.core.override_parser.types import Override, RangeSweep
+from hydra.core.override_parser.types import Override
 from optuna.trial import TrialState
 
 from common.errors import UserError
@@ -21,8 +21,6 @@ from compare.sweep.launch import find_missing_jobs, finish_sweep, train_jobs
 
 MAX_REJECTED = 50  # consecutive suggestions that are invalid or were tried before, until the search ends
 optuna.logging.set_verbosity(optuna.logging.WARNING)
-# Losses per token cannot be compared if these sections or their keys are searched.
-CHANGES_TOKENS = ("tokenizer", "data", "preset", "experiment")
 
 
 def make_distribution(word: str, override: Override, is_int: bool) -> Any:
@@ -34,9 +32,6 @@ def make_distribution(word: str, override: Override, is_int: bool) -> Any:
     """
     distributions, sweep = optuna.distributions, override.value()
     try:
-        if isinstance(sweep, RangeSweep) and isinstance(sweep.start + sweep.stop + sweep.step, int):
-            numbers = range(sweep.start, sweep.stop, sweep.step)
-            return distributions.IntDistribution(numbers[0], numbers[-1], step=sweep.step)
         if override.is_discrete_sweep():
             return distributions.CategoricalDistribution(list(override.sweep_string_iterator()))
         is_log = "log" in sweep.tags
@@ -60,7 +55,6 @@ def run_search(space: dict[str, Any], make_jobs: Callable, n_trials: int, fixed_
     """
     _, _, (name, _) = _suggest_trial(optuna.create_study(), space, partial(make_jobs, None), [])
     folder = SWEEPS / name
-    loss_key = "best_val_bpb" if any(key.startswith(CHANGES_TOKENS) for key in space) else "best_val_loss"
     study = _open_study(folder, space, fixed_words)
     tried = [_format_params(trial) for trial in study.get_trials(states=[TrialState.COMPLETE])]
     for trial in study.get_trials(states=[TrialState.FAIL, TrialState.RUNNING]):  # running: interrupted
@@ -77,14 +71,13 @@ def run_search(space: dict[str, Any], make_jobs: Callable, n_trials: int, fixed_
         tried.append(values)
         all_jobs += jobs
         outcomes |= train_jobs(find_missing_jobs(folder, jobs))
-        losses = [read_summary(job.folder).get(loss_key) if job.is_done() else None for job in jobs]
+        losses = [read_summary(job.folder).get("best_val_bpb") if job.is_done() else None for job in jobs]
         loss = None if None in losses else math.fsum(losses) / len(losses)
         study.tell(trial.number, loss, state=TrialState.FAIL if loss is None else TrialState.COMPLETE)
     code = finish_sweep(folder, all_jobs, outcomes)
     if n_finished := len(study.get_trials(states=[TrialState.COMPLETE])):
-        unit = "bits per byte" if loss_key == "best_val_bpb" else "nats per token"
-        best = [f"{key}={value}" for key, value in _format_params(study.best_trial).items()]
-        print(f"best     {' '.join(best)}: {study.best_value:.4f} {unit}, the lowest of {n_finished} finished trials")
+        best, loss = [f"{k}={v}" for k, v in _format_params(study.best_trial).items()], study.best_value
+        print(f"best     {' '.join(best)}: {loss:.4f} bits per byte, the lowest of {n_finished} finished trials")
         print(f"train    {shlex.join(['python', 'train.py', *fixed_words, *best])}", flush=True)
     return code
 

@@ -36,16 +36,10 @@ def _find_backend(config: AttentionConfig) -> Backend:
     if config.backend not in BACKENDS | NON_SOFTMAX:
         raise UserError(f"attention.backend={config.backend} is unknown; set one of {', '.join(BACKENDS)}")
     chosen = (BACKENDS | NON_SOFTMAX)[config.backend]
-    if config.kernels is not None:
+    if config.kernels is not None and (not config.kernels or not set(config.kernels) <= set(chosen.kernels)):
         given = f"attention.kernels={format_value(config.kernels)}"
-        if not chosen.kernels:
-            names = [name for name, other in BACKENDS.items() if other.kernels]
-            raise UserError(
-                f"{given} does not apply to attention={chosen.name}; set attention.kernels=null, "
-                f"or attention={' or '.join(names)}"
-            )
-        if not config.kernels or not set(config.kernels) <= set(chosen.kernels):
-            raise UserError(f"{given} must list one or more of {', '.join(chosen.kernels)}; set null for all")
+        choices = f"null, or a list of {', '.join(chosen.kernels)}" if chosen.kernels else "null"
+        raise UserError(f"attention={chosen.name} has no {given}; set {choices}")
     if config.flash_package is not None and config.flash_package not in chosen.packages:
         choices = " or ".join(["null", *chosen.packages])
         raise UserError(f"attention={chosen.name} has no attention.flash_package={config.flash_package}; set {choices}")

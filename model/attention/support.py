@@ -36,12 +36,7 @@ class Support:
 
 @dataclass(frozen=True)
 class AttentionRequest:
-    """Shapes and options of an attention call.
-
-    grad: whether gradients are computed.
-    document_mask: whether the call has doc_ids.
-    positions: whether the call has positions.
-    """
+    """Shapes and options of an attention call."""
 
     B: int
     Tq: int
@@ -52,28 +47,22 @@ class AttentionRequest:
     Dv: int
     dtype: torch.dtype
     device: torch.device
-    grad: bool
+    grad: bool  # whether gradients are computed
     dropout_p: float = 0.0
     softcap: float | None = None
     window: int | None = None
-    document_mask: bool = False
-    positions: bool = False
+    document_mask: bool = False  # whether the call has doc_ids
+    positions: bool = False  # whether the call has positions
 
 
 @dataclass(frozen=True)
 class Feature:
-    """A feature that not every backend supports, such as dropout.
+    """A feature that not every backend supports, such as dropout."""
 
-    title: column title in the support table.
-    is_requested: whether a request needs the feature.
-    problem: the message if a backend lacks the feature.
-    setting: the setting that turns the feature off, if any.
-    """
-
-    title: str
+    title: str  # of the column in the support table
     is_requested: Callable[[AttentionRequest], bool]
-    problem: str
-    setting: str | None = None
+    problem: str  # the message if a backend lacks the feature
+    setting: str | None = None  # the setting that turns the feature off
 
 
 FEATURES = {
@@ -103,22 +92,15 @@ FEATURES = {
 
 @dataclass(frozen=True)
 class Backend:
-    """A registered attention backend.
-
-    on: support by device type, or by device type and attention.flash_package, as in "cuda FA3".
-    uses_sdpa: whether the backend calls scaled_dot_product_attention, which selects a kernel.
-    kernels: allowed values of attention.kernels.
-    needs_compiler: whether the backend needs torch.compile's compiler.
-    attention_type: value of model.attention_type that computes the same as this backend.
-    """
+    """A registered attention backend."""
 
     name: str
     attend: Callable[..., Tensor]
-    on: dict[str, Support]
-    uses_sdpa: bool = False
-    kernels: tuple[str, ...] = ()
-    needs_compiler: bool = False
-    attention_type: str = "softmax"
+    on: dict[str, Support]  # by device type, or by device type and attention.flash_package, as in "cuda FA3"
+    uses_sdpa: bool = False  # whether it calls scaled_dot_product_attention, which selects a kernel
+    kernels: tuple[str, ...] = ()  # allowed values of attention.kernels
+    needs_compiler: bool = False  # whether it needs torch.compile's compiler
+    attention_type: str = "softmax"  # value of model.attention_type that computes the same as this backend
 
     @property
     def setting(self) -> str:

@@ -48,7 +48,7 @@ def load_run(
     attend: attention function (model/attention/); defaults to AttentionConfig's backend.
     """
     _, saved = load_pretrained(run, checkpoint)
-    model = GPT(GPTConfig(**saved["model_config"]), saved["vocab_size"], attend, weights=saved["model"])
+    model = GPT(GPTConfig.from_saved(saved["model_config"]), saved["vocab_size"], attend, weights=saved["model"])
     return model.to(device).eval(), from_spec(saved["tokenizer"])
 
 
@@ -60,7 +60,7 @@ def load_for_sampling(
     Returns (model, tokenizer, description). Raises UserError if the attention backend cannot run on this device.
     """
     path, saved = load_pretrained(run, checkpoint)
-    config = GPTConfig(**saved["model_config"])
+    config = GPTConfig.from_saved(saved["model_config"])
     activation_dtype = torch.float32 if device.type == "cpu" else dtype
     request = {"B": batch_size, "dtype": activation_dtype, "device": device, "grad": False}
     kernel = resolve_model(attention, config, **request)

@@ -26,7 +26,7 @@ def write_folder(out: Path, checkpoint: dict, model_type: str, dtype: torch.dtyp
     checkpoint: content of a checkpoint.
     model_type: result of find_architecture.
     """
-    config = GPTConfig(**checkpoint["model_config"])
+    config = GPTConfig.from_saved(checkpoint["model_config"])
     vocab_size, spec = checkpoint["vocab_size"], checkpoint["tokenizer"]
     end = spec["special"].get(END_OF_TEXT)
     token_ids = {"bos_token_id": end, "eos_token_id": end}

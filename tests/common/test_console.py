@@ -1,5 +1,7 @@
 """Formatting, and the progress bar and the lines that replace it."""
 
+import re
+
 import pytest
 
 from common.console import (
@@ -48,6 +50,15 @@ def test_durations_sizes_and_counts_are_formatted():
     assert [format_number(n) for n in (0.0123, 1, 99.96, 1234)] == ["0.0123", "1.00", "100", "1,234"]
     counts = [pluralize(1, "layer"), pluralize(2, "process"), pluralize(1000, "step")]
     assert counts == ["1 layer", "2 processes", "1,000 steps"]
+
+
+def test_long_lines_are_broken_between_words_on_a_terminal_only(monkeypatch, capsys):
+    for is_terminal, expected in ((True, "  | one two\n  | three\n"), (False, "  | one two three\n")):
+        monkeypatch.setattr(PlainConsole, "is_terminal", is_terminal)
+        console = PlainConsole()
+        console.width = 15
+        console.print_text("  | one two three", "  | ")
+        assert re.sub(r"\x1b\[\d*m| +$", "", capsys.readouterr().out, flags=re.MULTILINE) == expected
 
 
 def test_console_prints_no_control_characters_of_names(capsys):

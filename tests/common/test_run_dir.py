@@ -67,4 +67,4 @@ def test_missing_checkpoint_is_refused_with_those_that_exist(workdir):
         path.touch()
     with pytest.raises(UserError, match=r"runs/a has no checkpoint last.pt; set checkpoint=best or other"):
         find_checkpoint("a", "last")
-    assert find_checkpoint("a", "best").name == "best.pt"
+    assert find_checkpoint("a", "best").name == find_checkpoint("runs/a/checkpoints/best.pt", "last").name == "best.pt"

@@ -5,7 +5,7 @@ import subprocess
 import sys
 
 import pytest
-from helpers import ROOT
+from helpers import ROOT, run_command
 from omegaconf import OmegaConf
 
 from common.errors import UserError
@@ -26,6 +26,9 @@ def test_help_page_has_groups_keys_and_examples(capsys):
     for part in ("python train.py data.path=", "train.steps=N", "attention=", choices, "--config-dir"):
         assert part in page
     assert page.count("\n") < 60
+    for script in SCRIPTS:
+        run_command(script, "--help")
+        assert max(map(len, capsys.readouterr().out.splitlines())) <= 100
 
 
 def test_cfg_job_prints_the_composed_config(capsys):

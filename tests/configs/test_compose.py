@@ -14,6 +14,7 @@ from common.settings import check, list_keys
 from configs.cli import parse_config
 from configs.compose import list_choices
 from configs.schema import SCRIPTS
+from data import DataConfig
 
 ALL = [
     (group, choice)
@@ -39,10 +40,14 @@ def error_message(capsys, *overrides, script="train") -> str:
 @pytest.mark.parametrize(("group", "choice"), ALL)
 def test_every_choice_composes(group, choice, workdir):
     required = {"run": ["tokenizer.run=a"], "larger_model": ["data.path=text.txt"]}.get(choice, [])
-    required += ["data.path=text.txt"] * (group == "data")
+    required += ["data.path=text.txt"] * (group == "data" and choice != "python_stdlib")
     config = parse_config("train", "", [f"{group}={choice}", *required])
     if group != "experiment":
         assert choice in (getattr(getattr(config, group), key, None) for key in ("name", "backend"))
+
+
+def test_data_path_replaces_the_name_of_the_default_data(workdir):
+    assert parse_config("train", "", ["data.path=text.txt"]).data == DataConfig(path="text.txt")
 
 
 NO_SETTINGS = ["+train.foo=1", "++seed=1", "~seed", "steps", "hydra.run.dir=x", "hydra/launcher=x"]
@@ -57,6 +62,7 @@ TWO_LONG_NAMES = [f"{key}={'a' * 99},{'b' * 99}" for key in ("model.name", "data
 INVALID = [
     *(([word], "is not a setting of the form key=value") for word in NO_SETTINGS),
     *(([*SWEEP, word], "is not a setting of the form key=value") for word in NO_LAUNCHERS),
+    (["--data.path=text.txt"], "is not a setting of the form key=value (did you mean data.path?)"),
     (["--learning_rate=1"], "is not a setting of the form key=value (did you mean optimizer.lr?)"),
     # keys and choices
     (["steps=3"], "steps: there is no such key (did you mean train.steps?)"),

@@ -13,6 +13,12 @@ def test_window_rejects_invalid_values(window):
         GPTConfig(**MODERN | dict(window=window))
 
 
+def test_saved_config_with_an_unknown_key_is_refused():
+    assert GPTConfig.from_saved({"n_layer": 3}) == GPTConfig(n_layer=3)
+    with pytest.raises(UserError, match="the model has n_expert; use the version"):
+        GPTConfig.from_saved({"n_layer": 3, "n_expert": 8})
+
+
 @pytest.mark.parametrize(("changed", "message"), [
     ({"n_layer": 0}, r"^model.n_layer=0 must be at least 1 and at most [0-9,]+$"),
     ({"max_ngram": 0}, r"^model.max_ngram=0 must be at least 1 and at most [0-9,]+$"),

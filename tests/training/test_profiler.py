@@ -4,21 +4,19 @@ import gzip
 import json
 from contextlib import suppress
 
-import pytest
 import torch
 
-from training.speed import MAX_MICRO_BATCHES, MAX_RECORDED_STEPS, WARMUP_STEPS, StepProfiler
+from training.speed import RECORDED_STEPS, WARMUP_STEPS, StepProfiler
 
 
-def run_steps(folder, num_steps, accumulation=1, error=None) -> list[str]:
-    """Run steps with one matrix product per micro batch. Returns what the profiler prints."""
+def run_steps(folder, num_steps, error=None) -> list[str]:
+    """Run steps with one matrix product. Returns what the profiler prints."""
     printed = []
-    profiler = StepProfiler(torch.device("cpu"), accumulation, folder, printed.append)
+    profiler = StepProfiler(torch.device("cpu"), folder, printed.append)
     with suppress(ZeroDivisionError), profiler:
         for _ in range(num_steps):
             with torch.profiler.record_function("forward"):
-                for _ in range(accumulation):
-                    torch.ones(2, 2) @ torch.ones(2, 2)
+                torch.ones(2, 2) @ torch.ones(2, 2)
             profiler.step()
         torch.ones(1).erfinv()  # an evaluation after the last step
         if error is not None:
@@ -26,16 +24,16 @@ def run_steps(folder, num_steps, accumulation=1, error=None) -> list[str]:
     return printed
 
 
-@pytest.mark.parametrize(("accumulation", "recorded"), [(1, MAX_RECORDED_STEPS), (MAX_MICRO_BATCHES, 1)])
-def test_table_and_trace_contain_the_recorded_steps(tmp_path, accumulation, recorded):
-    table, trace = run_steps(tmp_path, WARMUP_STEPS + recorded, accumulation)
+def test_table_and_trace_contain_the_recorded_steps(tmp_path):
+    table, trace = run_steps(tmp_path, WARMUP_STEPS + RECORDED_STEPS)
     calls = {line.split()[0]: int(line.split()[-1]) for line in table.splitlines() if " aten::m" in f" {line.strip()}"}
-    assert calls["aten::mm"] == recorded * accumulation
+    assert calls["aten::mm"] == RECORDED_STEPS
     assert "forward" in table and "erfinv" not in table
     assert "trace.json.gz" in trace
     with gzip.open(tmp_path / "trace.json.gz") as file:
         events = json.load(file)["traceEvents"]
-    assert [event.get("name") for event in events if event.get("cat") == "user_annotation"].count("forward") == recorded
+    annotations = [event.get("name") for event in events if event.get("cat") == "user_annotation"]
+    assert annotations.count("forward") == RECORDED_STEPS
 
 
 def test_short_run_and_error_write_no_profile(tmp_path):

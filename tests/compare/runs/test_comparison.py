@@ -17,7 +17,7 @@ from compare.runs.comparison import compare, print_comparison
 from compare.runs.read import read_settings
 from compare.runs.report import write_report
 from compare.runs.statistics import compute_stats
-from compare.runs.table import list_notes, make_terminal_table
+from compare.runs.table import TERMINAL_COLUMNS, list_notes, make_terminal_table
 
 CONFIG = {
     "device": "auto", "resume": True, "model.name": "small", "model.n_layer": 2, "model.dropout": 0.0,
@@ -197,6 +197,8 @@ def test_csv_has_plain_numbers_and_the_table_fits_the_terminal(tmp_path):
     rows = compare(runs, tmp_path / "out")
     written = list(csv.DictReader((tmp_path / "out/comparison.csv").open(newline="")))
     assert float(written[1]["val_loss"]) == rows[1].val_loss and written[0]["difference"] == ""
+    one, several = ("\n".join(list_notes(settings, TERMINAL_COLUMNS)) for settings in (rows[:1], rows))
+    assert "Difference" not in one and "Difference" in several and "Divergence" not in several
     assert int(written[0]["peak_memory_bytes"]) == 9 * 2**30 and float(written[1]["divergence"]) == 0
     for width in (80, 120):
         output = io.StringIO()

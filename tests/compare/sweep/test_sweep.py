@@ -72,6 +72,7 @@ def test_killed_interrupted_and_extended_sweep_runs_only_missing_jobs(train, wor
     process = sweep(*LONG, "seed=1,2", PYTHONPATH=site, SIGNAL_JOB="seed=1", SIGNAL="SIGKILL")
     out, err = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 1, err
+    assert re.search(r"^disk     about \d+ kB for checkpoints$", out, re.MULTILINE)
     assert "seed=1  failed: killed by SIGKILL (runs/sweeps/s/seed=1/train.log)  (1 to go" in out
     assert re.search(r"seed=2 +val loss", out)
     assert (summary("sweeps/s/seed=1")["status"], summary("sweeps/s/seed=2")["status"]) == ("running", "finished")

@@ -67,12 +67,15 @@ def test_attention_map_of_a_long_sample_shows_its_end(trained, workdir, capsys):
     assert names == {"layer-01.png", "layer-02.png", "overview.png"}
 
 
-def test_attention_map_without_a_prompt_shows_the_sample(trained, monkeypatch):
+def test_attention_map_without_a_prompt_shows_the_sample(trained, monkeypatch, capsys):
     shown = []
     monkeypatch.setattr("model.generation.attention_plots.plot_attention", lambda *args, **_: shown.append(args[2:]))
     assert run_sample("max_new_tokens=3") == 0
     _, (words,), _ = shown
     assert len(words) == 3
+    capsys.readouterr()
+    assert run_sample("prompt=The 7") == 0 and len(shown) == 6
+    assert capsys.readouterr().out == "", "no sample"
 
 
 def test_attention_map_of_one_token_is_refused(trained, capsys):
