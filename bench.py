@@ -14,8 +14,7 @@ most used keys:
   n_head=N              heads of attention alone; also n_kv_head, head_size and value_size
   model.n_layer=N       the model of phase step, with the other model keys
   dtypes=[float32]      or bfloat16, float16
-  rounds=N              each backend has one turn per round; seconds=X is the duration of a turn
-  time_limit=SECONDS    for a turn
+  rounds=N              each backend has one turn per round, of seconds=X; time_limit=X for a turn
 
 The results are in runs/bench/NAME: attention.csv, attention.png, summary.json and a wandb run.
 """

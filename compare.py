@@ -9,8 +9,7 @@ keys:
   difference=X          show how many seeds are needed to find a difference of X nats per token
 
 Prints a table, and writes report.html, comparison.png and comparison.csv. The default folder is
-the folder of a single sweep, otherwise runs/comparison. Differences are relative to the first
-setting.
+that of a single sweep, else runs/comparison. Differences are relative to the first setting.
 """
 
 if __name__ == "__main__":  # before the slow imports below, so that a typo is reported immediately

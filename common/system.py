@@ -1,6 +1,5 @@
 """Facts about the machine: memory, device, software versions and commit."""
 
-import ctypes
 import os
 import platform
 import re
@@ -33,12 +32,6 @@ def peak_memory_bytes(device: torch.device) -> int | None:
         return torch.cuda.max_memory_allocated(device)
     kilobytes = re.search(r"VmHWM:\s+(\d+)", _read("/proc/self/status"))
     return None if kilobytes is None else 1024 * int(kilobytes[1])
-
-
-def return_freed_memory() -> None:
-    """Return freed blocks of glibc's malloc to the system. The next peak would not count blocks that are reused."""
-    if platform.libc_ver()[0] == "glibc":
-        ctypes.CDLL(None).malloc_trim(0)
 
 
 def has_avx512_bf16() -> bool:

@@ -39,8 +39,7 @@ FREE_TEXT = r"prompt(s|_file)?|tasks|out|name|(.*\.)?(run|stop|path|val_path)|.*
 def compose_config(script: str, words: list[str], config_dir: str | None = None) -> Any:
     """Compose the config of a script.
 
-    words: key=value.
-    config_dir: the user's folder of YAML files.
+    words: key=value. config_dir: the user's folder of YAML files.
     Returns the script's dataclass; common.settings.check must check its values. Raises UserError.
     """
     with hydra_initialized(script, config_dir) as search_path:
@@ -49,8 +48,6 @@ def compose_config(script: str, words: list[str], config_dir: str | None = None)
             if override.is_sweep_override() or (override.value() == "" and word != "prompt="):
                 raise UserError(f"{word!r} must have one value; set it, or use train.py -m for several values")
         config = compose(script, overrides=[to_hydra_word(script, word) for word in words] + search_path)
-        if "data" in config and config.data.path is not None and config.data.name == "python_stdlib":
-            config.data.name = config.data.source = "text"  # data.path replaces the default data
         if "preset" in config:
             config.preset = select_preset(config)
         return OmegaConf.to_object(config)

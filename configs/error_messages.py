@@ -32,8 +32,7 @@ def did_you_mean(wrong: str, options: Iterable[str]) -> str:
     leaf, leaves = wrong.split(".")[-1], {option: option.split(".")[-1] for option in options}
     close = difflib.get_close_matches(leaf, leaves.values(), n=1)
     similar = (
-        [option for option in leaves if option == wrong]
-        or [ours for ours, theirs in SYNONYMS.items() if leaf in theirs.split() and ours in leaves]
+        [ours for ours, theirs in SYNONYMS.items() if leaf in theirs.split() and ours in leaves]
         or [option for option in leaves if leaves[option] == leaf]
         or [option for option in leaves if len(leaf) > 2 and leaf in leaves[option]]
         or difflib.get_close_matches(wrong, leaves, n=1)

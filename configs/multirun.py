@@ -91,9 +91,8 @@ def make_jobs(
 ) -> tuple[str, list[Job]]:
     """Compose and check the jobs of a sweep. Returns its name and the jobs. Raises UserError.
 
-    sweep: its name. None: from the config, or a new one.
+    sweep: its name. None: from the config, or a new one. fixed: words of all jobs.
     combinations: words of each job, {key: "key=value"}; the job's name lists them, sorted by key.
-    fixed: words of all jobs.
     """
     names = [",".join(words[key] for key in sorted(words)) for words in combinations]
     names = [re.sub(r"[^A-Za-z0-9._=,+-]", "_", name.replace("'", "")) for name in names]

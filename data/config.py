@@ -38,6 +38,10 @@ class DataConfig:
     weight: float = setting(1.0, above=0)  # in a mix: share of the training windows, relative to the other sources
     document_mask: bool = False  # tokens attend only to their own document, and positions restart with it
 
+    def __post_init__(self):
+        if self.path is not None and self.name == "python_stdlib":  # the path replaces the default data
+            self.name = self.source = "text"
+
     def rules(self, section: str) -> Iterator[Rule]:
         check_path_component(f"{section}.name", self.name)
         if self.source == "mix" or self.mix:

@@ -27,7 +27,7 @@ NEEDS = re.compile(r"\b(GPUs?|several machines|cluster|SLURM)\b")
 YAML_FILE = r"^# (\S+\.yaml)(?:\s+(python .*))?$"
 DOWNLOADED_VOCABULARY = r"\btokenizer=(gpt2|cl100k_base|o200k_base)\b"
 # Other programs, which the tests do not run.
-FOREIGN = ("git", "pip", "source", "cd", "pytest", "ruff", "ty", "pre-commit", "wandb", "export", "ls", "cat")
+FOREIGN = ("git", "uv", "pip", "source", "cd", "pytest", "ruff", "ty", "pre-commit", "wandb", "export", "ls", "cat")
 FOREIGN += ("ct2-transformers-converter", "lm_eval", "llama.cpp/convert_hf_to_gguf.py")
 SMALL_MODEL = {"model.n_layer": 2, "model.n_head": 2, "model.block_size": 16, "model.ngram_table_size": 64}
 SHRINK = {
@@ -71,13 +71,8 @@ class Command:
     @property
     def is_slow(self) -> bool:
         """Whether the command runs in the slow suite: it starts processes, measures, or is not on the first page."""
-        return (
-            not self.place.startswith("README")
-            or self.is_sweep
-            or bool(self.launcher)
-            or self.script == "bench"
-            or "train.profile=true" in self.words
-        )
+        is_slow = self.is_sweep or self.launcher or self.script == "bench" or "train.profile=true" in self.words
+        return bool(is_slow) or not self.place.startswith("README")
 
     def shortened_words(self) -> list[str]:
         """The words, with two values of each swept key, and without the values that SHRINK_ALWAYS replaces."""
@@ -124,6 +119,8 @@ def parse_line(place: str, line: str) -> list[Command]:
         words = words[: words.index("|")] if "|" in words else words
         while words and re.fullmatch(r"[A-Z_]+=.*", words[0]):  # environment variables
             words = words[1:]
+        if words[:2] == ["uv", "run"]:  # the commands of .venv, without `python`
+            words = ["python"] * words[2].endswith(".py") + words[2:]
         if not words:
             continue
         if words[0] == "sbatch":  # a batch script that passes its arguments to train.py

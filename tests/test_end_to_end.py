@@ -48,13 +48,8 @@ def test_run_folder_contains_the_documented_files_and_keys(train, workdir, capsy
     assert train("name=a") == 0
     out = capsys.readouterr().out
     folder = workdir / "runs/a"
-    assert {p.name for p in folder.iterdir()} >= {
-        "config.yaml",
-        "metrics.jsonl",
-        "summary.json",
-        "loss.png",
-        "checkpoints",
-    }
+    files = {"config.yaml", "metrics.jsonl", "summary.json", "loss.png", "checkpoints"}
+    assert files <= {p.name for p in folder.iterdir()}
     assert {p.name for p in (folder / "checkpoints").iterdir()} == {"last.pt", "best.pt"}
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
     assert yaml.safe_load((folder / "config.yaml").read_text())["train"]["steps"] == 6
@@ -116,13 +111,7 @@ def test_seed_determines_the_run(train):
 @pytest.mark.parametrize(("optimizer", "dtype"), [("adamw", "float32"), ("muon", "float32"), ("muon", "bfloat16")])
 def test_extended_run_is_bit_identical_to_a_longer_run(train, capsys, optimizer, dtype):
     """Dropout included. All steps are warmup, so the learning rates do not depend on train.steps."""
-    settings = [
-        f"optimizer={optimizer}",
-        f"dtype={dtype}",
-        "model.dropout=0.1",
-        "schedule.warmup_steps=100",
-        "eval.sample.max_new_tokens=0",
-    ]
+    settings = [f"optimizer={optimizer}", f"dtype={dtype}", "model.dropout=0.1", "schedule.warmup_steps=100"]
     assert train("name=whole", "train.steps=9", *settings) == 0
     assert train("name=parts", *settings) == 0
     assert "all of them warmup (schedule.warmup_steps=100)" in capsys.readouterr().out
@@ -152,7 +141,7 @@ def test_backends_and_compilation_do_not_change_the_loss_curve(train, capsys):
             assert train(f"name={name}", *overrides, "model.n_layer=1", "train.steps=3") == 0
         ran_flash = any("_flash_attention_for_cpu" in event.key for event in profiler.key_averages())
         assert ran_flash == (name == "flash")  # the compiler must not replace naive by flash
-        assert ("compiling the model" in capsys.readouterr().out) == (name == "compiled")
+        assert ("compiled (takes up to a minute)" in capsys.readouterr().out) == (name == "compiled")
         assert summary(name)["attention"]["resolved"] == overrides[0].split("=")[1]
     for name in ("flash", "compiled"):
         for a, b in zip(metrics("naive"), metrics(name), strict=True):

@@ -169,9 +169,7 @@ def test_ctrl_c_stops_the_sample_and_ctrl_d_quits(trained):
     master, slave = pty.openpty()
     process = subprocess.Popen(
         [sys.executable, ROOT / "sample.py", "run=a", "interactive=true", "max_new_tokens=100000", "seed=1"],
-        stdin=slave,
-        stdout=slave,
-        stderr=slave,
+        **dict.fromkeys(("stdin", "stdout", "stderr"), slave),
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         start_new_session=True,
     )

@@ -1,8 +1,7 @@
 """Training state and its checkpoints: files of tensors and plain values (see common/checkpoint_file.py).
 
 format, and the fields of TrainState in SAVED_FIELDS
-model, optimizer, scaler: state by parameter name, the same for eager and compiled runs, on one device or many.
-    best.pt has no optimizer state, which is up to twice as large as the weights.
+model, optimizer, scaler: state by parameter name, the same for eager and compiled runs, on one device or many
 vocab_size, tokenizer, model_config: everything that sampling needs
 identity: settings that must not change when the run resumes
 config: the complete run config, for readers; nothing is built from it
@@ -116,8 +115,8 @@ class TrainState:
             listed = listed or f"another text than {new['data.path'] or new['data.name']} has now"
             raise UserError(f"{path.parents[1]} was trained with {listed}; restore the old values, or set another name")
         load_weights(self.model, saved["model"])
-        load_state_by_name(self.model, self.optimizers, saved["optimizer"])
-        if saved["step"] > 0 and not saved["optimizer"]:
+        load_state_by_name(self.model, self.optimizers, saved["optimizer"] or {})
+        if saved["optimizer"] is None:
             print(f"{path} is a copy of best.pt, which has no optimizer state: its averages start again")
         if saved["scaler"]:  # empty if the run was not in float16 so far
             self.scaler.load_state_dict(saved["scaler"])
@@ -156,7 +155,7 @@ class CheckpointWriter:
             advice = "Lower optimizer.lr, then run the command again: it resumes from the last checkpoint"
             raise TrainingFailed(f"the weights are not finite after step {state.step}. {advice}")
         if state.is_best:
-            save_checkpoint(run.best, content | {"optimizer": {}})
+            save_checkpoint(run.best, content | {"optimizer": None})
         if state.step > 0:
             if self.config.keep > 0 and run.last.exists() and self.last_step != state.step:
                 previous = run.last.with_name(f"step-{self.last_step:06d}.pt")

@@ -53,12 +53,9 @@ class Observers(ExitStack):
         self.start_step = self.speed.start_step
         self.read_timing = dict  # no step yet
         self.bar = ProgressBar(1.0, initial=state.progress)
-        if runtime.compile:
-            self.bar.print_text("compiling the model, which takes up to a minute")
-        self.bar.show(state.progress, "evaluating")
-        self.profiler = None
-        if config.train.profile and run.is_main:
-            self.profiler = StepProfiler(runtime.device, run.folder, self.bar.console.out)
+        self.bar.show(state.progress, "compiling" if runtime.compile else "evaluating")
+        profiles = config.train.profile and run.is_main
+        self.profiler = StepProfiler(runtime.device, run.folder, self.bar.console.out) if profiles else None
         run_config = asdict(config) | {"attention": asdict(config.attention) | run.summary["attention"]}
         self.wandb = WandbRun(config.wandb, run.folder, run_config, state.wandb_id, name=run.name)
         state.wandb_id = self.wandb.id
@@ -111,8 +108,8 @@ class Observers(ExitStack):
         if sample := metrics.get("sample", "").strip("\n"):
             self.bar.print_text(textwrap.indent(sample, "  | ", lambda line: True), "  | ", style="dim")
         if state.evals_since_best == OVERFITTING_EVALS:
-            line = f"overfitting: the validation loss has not fallen since step {state.best_step}; set "
-            line += f"train.steps={state.best_step}, or a larger {' and '.join(self.decay_keys)}"
+            advice = f"set train.steps={state.best_step}, or a larger {' and '.join(self.decay_keys)}"
+            line = f"overfitting: the validation loss has not fallen since step {state.best_step}; {advice}"
             self.bar.print_text(line, style="bold yellow")
         if state.evals_since_best == patience:
             self.bar.print_text(f"stopping: train.patience={patience} evaluations without a lower loss")

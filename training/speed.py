@@ -122,9 +122,8 @@ class StepProfiler(torch.profiler.profile):
         super().__init__(schedule=schedule, on_trace_ready=StepProfiler._report)
 
     def _report(self) -> None:
-        last_step = WARMUP_STEPS + RECORDED_STEPS
-        if self.step_num == last_step:  # otherwise the run ends early
+        if self.step_num == WARMUP_STEPS + RECORDED_STEPS:  # otherwise the run ends early
             self.export_chrome_trace(str(self.trace))
             table = self.key_averages().table(self.sort_by, row_limit=20, max_name_column_width=40)
-            self.print_line(f"steps {WARMUP_STEPS + 1} to {last_step}\n{table}")
+            self.print_line(f"steps {WARMUP_STEPS + 1} to {self.step_num}\n{table}")
             self.print_line(f"trace    {self.trace} (open it at ui.perfetto.dev or chrome://tracing)")

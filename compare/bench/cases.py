@@ -20,6 +20,7 @@ from common import system
 from common.errors import UserError
 from compare.bench.config import CAUSAL, BenchConfig, parse_mask
 from compare.bench.results import FINISHED, NO_ATTENTION, Timing
+from compare.bench.worker import return_freed_memory
 from model import AttentionConfig, GPTConfig
 from model.attention import BACKENDS, NON_SOFTMAX, AttentionRequest, all_variants, get_attention_fn
 from model.attention.backends import naive, repeat_kv
@@ -146,7 +147,7 @@ def measure(case: Case, config: BenchConfig, reference: Path) -> tuple[Timing, l
 
 def _reset_memory(device: torch.device) -> int | None:
     """Release freed memory, and start a new measurement of the peak. Returns the bytes in use."""
-    system.return_freed_memory()
+    return_freed_memory()
     system.reset_peak_memory(device)
     return system.peak_memory_bytes(device)
 

@@ -1,7 +1,9 @@
 """Calls functions in a separate process, so that a crash, a time limit or a lack of memory ends only that call."""
 
+import ctypes
 import gc
 import os
+import platform
 import signal
 import threading
 from collections.abc import Callable
@@ -15,7 +17,6 @@ from typing import Any
 import torch
 
 from common.errors import UserError, is_out_of_memory
-from common.system import return_freed_memory
 
 
 class Worker:
@@ -89,3 +90,9 @@ def _try_call(function: Callable, *arguments: Any) -> tuple[str, Any]:
         gc.collect()
         torch.cuda.empty_cache()  # the workers of other backends need the memory
         return_freed_memory()
+
+
+def return_freed_memory() -> None:
+    """Return freed blocks of glibc's malloc to the system. The next peak would not count blocks that are reused."""
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).malloc_trim(0)

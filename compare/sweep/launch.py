@@ -23,9 +23,8 @@ def run_sweep(name: str, jobs: list[Job], launcher: Any = None) -> int:
     """
     folder = SWEEPS / name
     todo = find_missing_jobs(folder, jobs)
-    print(f"sweep    {folder}, {len(jobs)} runs, {len(jobs) - len(todo)} of them finished before", flush=True)
-    if todo:
-        print(f"disk     about {format_si(sum(map(estimate_checkpoint_bytes, todo)), 'B')} for checkpoints", flush=True)
+    finished, size = len(jobs) - len(todo), format_si(sum(map(estimate_checkpoint_bytes, todo)), "B")
+    print(f"sweep    {folder}, {len(jobs)} runs, {finished} of them finished before, {size} of checkpoints", flush=True)
     return finish_sweep(folder, jobs, train_jobs(todo, launcher))
 
 

@@ -6,6 +6,7 @@ A trial is a job of a sweep, or one job per seed. Optuna stores the trials in se
 import math
 import shlex
 from collections.abc import Callable
+from contextlib import suppress
 from functools import partial
 from pathlib import Path
 from typing import Any
@@ -24,14 +25,12 @@ optuna.logging.set_verbosity(optuna.logging.WARNING)
 
 
 def make_distribution(word: str, override: Override, is_int: bool) -> Any:
-    """Make Optuna's distribution of a searched key.
+    """Make Optuna's distribution of a searched key. Raises UserError if the range is invalid.
 
-    word, override: the range as on the command line, and parsed by Hydra.
-    is_int: whether the key's values are integers.
-    Raises UserError if the range is invalid.
+    word, override: the range as on the command line, and parsed by Hydra. is_int: whether its values are integers.
     """
     distributions, sweep = optuna.distributions, override.value()
-    try:
+    with suppress(ValueError, OverflowError, TypeError):  # TypeError: Hydra's range(4)
         if override.is_discrete_sweep():
             return distributions.CategoricalDistribution(list(override.sweep_string_iterator()))
         is_log = "log" in sweep.tags
@@ -39,18 +38,15 @@ def make_distribution(word: str, override: Override, is_int: bool) -> Any:
             return distributions.IntDistribution(math.ceil(sweep.start), math.floor(sweep.end), log=is_log)
         if math.isfinite(sweep.start) and math.isfinite(sweep.end):
             return distributions.FloatDistribution(sweep.start, sweep.end, log=is_log)
-    except (ValueError, OverflowError, IndexError, TypeError):  # TypeError: Hydra's range(4)
-        pass
     raise UserError(f"{word} is not a range; set log(A,B) with 0 < A < B, interval(A,B), range(A,B) or a list A,B")
 
 
 def run_search(space: dict[str, Any], make_jobs: Callable, n_trials: int, fixed_words: list[str]) -> int:
     """Train trials until n_trials are finished, and compare all runs.
 
-    space: distribution of each searched key.
+    space: distribution of each searched key. fixed_words: the settings of all trials, as on the command line.
     make_jobs: composes one job per seed from the name of the search (None: from the config, or a new one) and
         {key: value as on the command line}. Returns the name and the jobs. Raises UserError for invalid values.
-    fixed_words: the settings of all trials, as on the command line.
     Returns the exit code of finish_sweep. Raises UserError if no trial is valid, before anything is written.
     """
     _, _, (name, _) = _suggest_trial(optuna.create_study(), space, partial(make_jobs, None), [])

@@ -6,6 +6,7 @@ import pytest
 import torch
 
 from common import system
+from compare.bench.worker import return_freed_memory
 
 CPU = torch.device("cpu")
 
@@ -13,13 +14,13 @@ CPU = torch.device("cpu")
 @pytest.mark.skipif(not Path("/proc/self/clear_refs").exists(), reason="NOT RUN: only Linux can reset the peak")
 def test_peak_memory_counts_from_the_reset():
     size = 64 * 2**20
-    system.return_freed_memory()  # of earlier tests, which the block could reuse
+    return_freed_memory()  # of earlier tests, which the block could reuse
     system.reset_peak_memory(CPU)
     before = system.peak_memory_bytes(CPU)
     block = torch.ones(size, dtype=torch.uint8)
     assert system.peak_memory_bytes(CPU) - before > size // 2
     del block
-    system.return_freed_memory()
+    return_freed_memory()
     system.reset_peak_memory(CPU)
     assert system.peak_memory_bytes(CPU) - before < size // 2
 

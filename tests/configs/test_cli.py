@@ -66,14 +66,8 @@ def test_invalid_command_prints_one_line_and_writes_nothing(words, message, tmp_
     needs_torch = any(word.startswith(("device", "dtype", "attention=flash")) for word in words)
     environment = {} if needs_torch else {"PYTHONPATH": str(without_torch)}
     device = [] if "device=cuda" in words else ["device=cpu"]
-    done = subprocess.run(
-        [sys.executable, str(ROOT / "train.py"), *words, *device],
-        cwd=folder,
-        env=os.environ | environment,
-        capture_output=True,
-        text=True,
-        timeout=300,
-    )
+    command, options = [sys.executable, str(ROOT / "train.py"), *words, *device], {"cwd": folder, "timeout": 300}
+    done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, **options)
     assert done.returncode == 2, done.stderr
     assert message in done.stderr
     assert done.stdout == ""

@@ -51,12 +51,8 @@ def test_data_path_replaces_the_name_of_the_default_data(workdir):
 
 
 NO_SETTINGS = ["+train.foo=1", "++seed=1", "~seed", "steps", "hydra.run.dir=x", "hydra/launcher=x"]
-NO_LAUNCHERS = [
-    "hydra/launcher=nowhere",
-    "hydra.launcher._target_=os.system",
-    "hydra.launcher.x={_target_:os.system}",
-    "hydra.sweeper.params=x",
-]
+NO_LAUNCHERS = ["hydra/launcher=nowhere", "hydra.launcher._target_=os.system", "hydra.sweeper.params=x"]
+NO_LAUNCHERS += ["hydra.launcher.x={_target_:os.system}"]
 SWEEP = ["-m", "seed=1,2"]
 TWO_LONG_NAMES = [f"{key}={'a' * 99},{'b' * 99}" for key in ("model.name", "data.name")]
 INVALID = [

@@ -11,12 +11,7 @@ from configs.multirun import list_combinations
     [
         (
             ["attention=naive,sdpa", "seed=range(1,3)"],
-            [
-                ["seed=1", "attention=naive"],
-                ["seed=1", "attention=sdpa"],
-                ["seed=2", "attention=naive"],
-                ["seed=2", "attention=sdpa"],
-            ],
+            [[f"seed={n}", f"attention={name}"] for n in (1, 2) for name in ("naive", "sdpa")],
         ),
         (
             ["train.steps=5", "optimizer.betas=[0.9,0.95],[0.9,0.99]"],

@@ -72,13 +72,8 @@ def test_file_cannot_be_trained_on_and_held_out(workdir):
     every, one = DataConfig(path="folder"), DataConfig(path="link/1.txt")
     held_out = replace(one, val_path="folder/0.txt")
     both = [replace(every, val_path="link/1.txt"), mix(one=every, two=one), mix(one=every, two=held_out)]
-    for config in [
-        *both,
-        mix(one=one, two=one),
-        hub("test", "test"),
-        hub("a[:9]+b", "b[9:]"),
-        mix(a=hub("a"), b=hub("a")),
-    ]:
+    both += [mix(one=one, two=one), hub("test", "test"), hub("a[:9]+b", "b[9:]"), mix(a=hub("a"), b=hub("a"))]
+    for config in both:
         with pytest.raises(UserError, match="would be used for both training and validation; remove it"):
             prepare_data(config)
     both = mix(all=DataConfig(path=["folder/1.txt", "folder/2.txt"], val_path="folder/0.txt"), one=held_out)

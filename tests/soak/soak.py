@@ -68,7 +68,7 @@ def run_result(run: Path) -> Any:
     weights = {}
     for kind in ("last", "best"):
         saved = load_checkpoint(run / f"checkpoints/{kind}.pt")
-        for name, state in {"model": saved["model"], **saved["optimizer"]}.items():
+        for name, state in {"model": saved["model"], **(saved["optimizer"] or {})}.items():
             weights |= {(kind, name, key): torch.as_tensor(value).numpy().tobytes() for key, value in state.items()}
     results = [summary[key] for key in ("status", "step", "best_step", "best_val_loss", "last_val_loss")]
     return weights, rows, results, len(list(run.glob("checkpoints/*")))

@@ -49,14 +49,9 @@ if f"name=sweeps/s/{os.environ.get('SIGNAL_JOB')}" in sys.orig_argv:
 
 
 def sweep(*overrides: str, **environment: str) -> subprocess.Popen:
-    return subprocess.Popen(
-        [sys.executable, str(ROOT / "train.py"), "-m", *TINY, *overrides],
-        text=True,
-        env=os.environ | {"OMP_NUM_THREADS": "1"} | environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        start_new_session=True,
-    )
+    command, pipe = [sys.executable, str(ROOT / "train.py"), "-m", *TINY, *overrides], subprocess.PIPE
+    options = {"env": os.environ | {"OMP_NUM_THREADS": "1"} | environment, "start_new_session": True}
+    return subprocess.Popen(command, text=True, stdout=pipe, stderr=pipe, **options)
 
 
 def comparison() -> list[dict]:
@@ -72,7 +67,7 @@ def test_killed_interrupted_and_extended_sweep_runs_only_missing_jobs(train, wor
     process = sweep(*LONG, "seed=1,2", PYTHONPATH=site, SIGNAL_JOB="seed=1", SIGNAL="SIGKILL")
     out, err = process.communicate(timeout=TIMEOUT_S)
     assert process.returncode == 1, err
-    assert re.search(r"^disk     about \d+ kB for checkpoints$", out, re.MULTILINE)
+    assert re.search(r"^sweep    .*, 0 of them finished before, \d+ kB of checkpoints$", out, re.MULTILINE)
     assert "seed=1  failed: killed by SIGKILL (runs/sweeps/s/seed=1/train.log)  (1 to go" in out
     assert re.search(r"seed=2 +val loss", out)
     assert (summary("sweeps/s/seed=1")["status"], summary("sweeps/s/seed=2")["status"]) == ("running", "finished")
