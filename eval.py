@@ -27,6 +27,7 @@ from common.console import PlainConsole, make_table, pluralize
 from common.errors import UserError, printable
 from common.files import atomic_write
 from common.process import run_process
+from common.settings import format_value
 from configs.schema import EvalScriptConfig
 from data.readers import read_documents
 from data.sources import resolve_sources
@@ -45,7 +46,7 @@ def main(config: EvalScriptConfig) -> int:
     dtype = resolve_dtype(config.dtype, device, trains=False)
     model, tokenizer, summary = load_for_sampling(config.run, config.checkpoint, device, dtype, config.attention, rows)
     if config.tasks is None:
-        summary += f"\n{pluralize(len(documents), 'document')} of {config.data.path or config.data.name}"
+        summary += f"\n{pluralize(len(documents), 'document')} of {format_value(config.data.path or config.data.name)}"
     print(printable(summary), file=sys.stderr)
     if config.tasks is None:
         results = score_documents(model, tokenizer, documents, config.batch_size)
@@ -59,7 +60,7 @@ def main(config: EvalScriptConfig) -> int:
     if config.tasks is None:  # the last row is for all documents
         shown = results[:1] if len(documents) == 1 else [*results[:-1][:MAX_TABLE_ROWS], results[-1]]
     PlainConsole().print(results_table(shown))
-    if len(documents) > MAX_TABLE_ROWS:
+    if len(documents) > MAX_TABLE_ROWS and config.out is None:
         print(f"the first {MAX_TABLE_ROWS} documents; out=FILE.jsonl saves all", file=sys.stderr)
     if config.out is not None:
         atomic_write(Path(config.out), "".join(json.dumps(result) + "\n" for result in results))

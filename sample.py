@@ -95,8 +95,7 @@ def generate_texts(
         longest = max(longest, len(tokens))
         requests += [Prompt(tokens, sample_seed(config, len(requests) + i)) for i in range(config.num_samples)]
     if longest > block_size:
-        advice = f"the model reads the last {block_size:,} tokens of a prompt"
-        print(f"{advice}; the longest prompt has {longest:,}", file=sys.stderr)
+        print(f"the model reads the last {block_size:,} of up to {longest:,} tokens of a prompt", file=sys.stderr)
     return in_prompt_order(generate(model, tokenizer, requests, config, config.batch_size))
 
 

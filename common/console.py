@@ -29,7 +29,8 @@ class PlainConsole(Console):
     def print_text(self, text: str, indent: str = " " * 9, style: str | None = None) -> None:
         """Print lines of text. On a terminal, long lines are broken between words, and continue after `indent`."""
         for line in self.render_str(text).split("\n"):
-            lines = line.wrap(self, self.width - len(indent)) if self.is_terminal else [line]
+            is_long = self.is_terminal and line.cell_len > self.width
+            lines = line.wrap(self, max(20, self.width - len(indent))) if is_long else [line]
             self.print(Text(f"\n{indent}").join(lines), style=style, soft_wrap=True)
 
 

@@ -40,7 +40,7 @@ def find_run(name: str) -> Path:
     checkpoints = [*RUNS.glob("*/checkpoints/*.pt"), *SWEEPS.glob("*/*/checkpoints/*.pt")]
     checkpoints.sort(key=lambda path: path.stat().st_mtime, reverse=True)
     newest = list(dict.fromkeys(path.parents[1] for path in checkpoints))
-    path = Path(name).parent.parent if name.endswith(".pt") else Path(name)
+    path = Path(name).parents[1] if Path(name).parent.name == "checkpoints" else Path(name)
     for folder in newest[:1] if name == "last" else (RUNS / path, path):
         if any(folder.glob("checkpoints/*.pt")):
             return folder
@@ -50,10 +50,10 @@ def find_run(name: str) -> Path:
 
 def find_checkpoint(run: str, checkpoint: str) -> Path:
     """Path of a run's checkpoint: "best", "last" or "step-NNNNNN", unless `run` is its path. Raises UserError."""
-    folder, checkpoint = find_run(run), Path(run).stem if run.endswith(".pt") else checkpoint
+    folder, checkpoint = find_run(run), Path(run).stem if Path(run).parent.name == "checkpoints" else checkpoint
     paths = {path.stem: path for path in sorted((folder / "checkpoints").glob("*.pt"))}
     if checkpoint not in paths:
-        raise UserError(f"{folder} has no checkpoint {checkpoint}.pt; set checkpoint={' or '.join(paths)}")
+        raise UserError(f"{folder} has no checkpoint {checkpoint}.pt; set run={folder} checkpoint={' or '.join(paths)}")
     return paths[checkpoint]
 
 

@@ -113,7 +113,7 @@ class UserFolder(FileConfigSource):
         try:
             result = super().load_config(config_path)
         except (OSError, UnicodeError, YAMLError) as error:
-            raise UserError(f"{config_path}.yaml: {' '.join(str(error).split())}; write YAML in UTF-8") from None
+            raise UserError(f"{config_path}.yaml: {' '.join(str(error).split())}; write valid YAML in UTF-8") from None
         text = f"{result.header}\n{OmegaConf.to_yaml(result.config)}"
         if re.search(r"'package': 'hydra|^hydra[.:]|^- (override )?/?hydra/.*: ", text, re.MULTILINE):
             raise UserError(f"{config_path}.yaml sets hydra, which would have no effect; remove it")

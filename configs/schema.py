@@ -53,7 +53,7 @@ class SampleConfig(SamplingConfig, LoadConfig):
         if len(modes) > 1:
             raise UserError(f"{' and '.join(modes)} exclude each other; set one of them")
         yield "num_samples", self.num_samples == 1 or not self.interactive, "needs interactive=false; set one of them"
-        yield "max_new_tokens", self.max_new_tokens > 0, "generates nothing; set a larger number"
+        yield "max_new_tokens", self.max_new_tokens > 0 or self.attention_map, "generates nothing; set a larger number"
         yield "out", self.out is None or self.prompts is not None, "needs prompts=FILE; set it, or remove out"
         has_one_prompt = self.prompts is None and not self.interactive
         yield "attention_map", has_one_prompt or not self.attention_map, f"needs one prompt; remove {''.join(modes)}"

@@ -29,9 +29,8 @@ from training.distributed import Dist
 from training.optimizer import load_state_by_name, state_by_name
 from training.parallel import gather, load_weights
 
-SAVED_FIELDS = (
-    "step", "seconds", "best_val_loss", "best_val_bpb", "best_step", "evals_since_best", "unlogged", "wandb_id",
-)  # fmt: skip
+SAVED_FIELDS = ("step", "seconds", "best_val_loss", "best_val_bpb", "best_step", "evals_since_best")
+SAVED_FIELDS += ("unlogged", "wandb_id")
 
 
 @dataclass
@@ -110,14 +109,16 @@ class TrainState:
             if "data" in keys:  # a hash of the text and of these settings
                 settings = (flatten_dict({k: c["config"][k] for k in ("data", "tokenizer")}) for c in (saved, header))
                 old, new = old | next(settings), new | next(settings)
-                keys = [key for key in new if old.get(key) != new[key] and key != "data"]
-            listed = ", ".join(f"{k}={format_value(old.get(k))} (now {format_value(new[k])})" for k in keys)
-            listed = listed or f"another text than {new['data.path'] or new['data.name']} has now"
+                keys = [key for key in new if old.get(key) != new[key]]
+            listed = [f"{k}={format_value(old.get(k))} (now {format_value(new[k])})" for k in keys if k != "data"]
+            if "data" in keys and not any(key.startswith(("data.", "tokenizer.")) for key in keys):
+                listed.append(f"another text than {format_value(new['data.path'] or new['data.name'])} has now")
+            listed = ", ".join(listed)
             raise UserError(f"{path.parents[1]} was trained with {listed}; restore the old values, or set another name")
         load_weights(self.model, saved["model"])
         load_state_by_name(self.model, self.optimizers, saved["optimizer"] or {})
         if saved["optimizer"] is None:
-            print(f"{path} is a copy of best.pt, which has no optimizer state: its averages start again")
+            print(f"{path} is a copy of best.pt, which has no optimizer state: the optimizer starts again")
         if saved["scaler"]:  # empty if the run was not in float16 so far
             self.scaler.load_state_dict(saved["scaler"])
         for key in SAVED_FIELDS:
@@ -140,7 +141,7 @@ class CheckpointWriter:
         return self.state.is_best or self.state.is_done or self.state.step % self.config.every == 0
 
     def save(self) -> None:
-        """Write best.pt, without optimizer state, after the best evaluation, then last.pt, except for initial weights.
+        """Write best.pt, without optimizer state, after the best evaluation. Then write last.pt, except at step 0.
 
         Raises TrainingFailed if a loss or a weight is not finite.
         """

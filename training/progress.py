@@ -29,7 +29,7 @@ def format_banner(config: RunConfig, folder: Path, summary: dict, meta: dict) ->
             train.init_from and not step and f"starting from {train.init_from}",
         ],
         "device   ": [
-            f"{summary['device_name']}, {summary['dtype']}{', compiled (takes up to a minute)' * summary['compile']}",
+            f"{summary['device_name']}, {summary['dtype']}{', compiled (can take a minute)' * summary['compile']}",
             f"attention {attention['requested']} -> {attention['resolved']}",
             summary["world_size"] > 1 and f"{summary['world_size']} processes with {config.parallel}",
         ],

@@ -21,9 +21,8 @@ FINISH_TIMEOUT_S = 15  # for uploading the last rows; schedulers kill a process 
 class WandbRun:
     """A wandb run, which starts with the first call.
 
-    folder: wandb writes its files to <folder>/wandb.
+    folder: wandb writes its files to <folder>/wandb. run_id: the run that is resumed, or None for a new run.
     run_config: shown by wandb with flat keys, so that it can group runs by them.
-    run_id: id of the run that is resumed, or None for a new run.
     arguments: other arguments of wandb.init, such as name.
     """
 

@@ -11,6 +11,7 @@ from common.process import command_line
 from common.run_dir import EXIT_CODES, SWEEPS, read_summary
 from compare.runs.comparison import compare, print_comparison
 from compare.sweep.jobs import Job, Outcome, train_job
+from data.tokenizer import OPENAI_SIZES
 from training.config import WandbConfig
 from training.wandb_logger import WandbRun
 
@@ -23,19 +24,19 @@ def run_sweep(name: str, jobs: list[Job], launcher: Any = None) -> int:
     """
     folder = SWEEPS / name
     todo = find_missing_jobs(folder, jobs)
-    finished, size = len(jobs) - len(todo), format_si(sum(map(estimate_checkpoint_bytes, todo)), "B")
-    print(f"sweep    {folder}, {len(jobs)} runs, {finished} of them finished before, {size} of checkpoints", flush=True)
+    done, size = len(jobs) - len(todo), format_si(sum(map(estimate_checkpoint_bytes, todo)), "B")
+    print(f"sweep    {folder}, {len(jobs)} runs, {done} of them finished before, {size} of checkpoints", flush=True)
     return finish_sweep(folder, jobs, train_jobs(todo, launcher))
 
 
 def estimate_checkpoint_bytes(job: Job) -> int:
-    """Size of a run's checkpoints: best.pt has the weights in float32, and last.pt also up to two averages of them."""
-    from data.tokenizer import OPENAI_SIZES
+    """Size of a run's checkpoints: best.pt has the weights in float32, and the others also up to two averages."""
     from model.gpt import GPT, GPTConfig  # imports torch, which takes a second
 
-    tokenizer, sizes = job.config["tokenizer"], OPENAI_SIZES | {"run": OPENAI_SIZES["gpt2"]}
-    vocab_size = tokenizer["vocab_size"] or sizes.get(tokenizer["name"], 257)
-    return 16 * sum(p.numel() for p in GPT(GPTConfig(**job.config["model"]), vocab_size, device="meta").parameters())
+    tokenizer, keep = job.config["tokenizer"], job.config["checkpoint"]["keep"]
+    vocab_size = tokenizer["vocab_size"] or OPENAI_SIZES.get(tokenizer["name"], 2048)
+    model = GPT(GPTConfig(**job.config["model"]), vocab_size, device="meta")
+    return (4 + 12 * (1 + keep)) * sum(p.numel() for p in model.parameters())
 
 
 def find_missing_jobs(folder: Path, jobs: list[Job]) -> list[Job]:

@@ -17,7 +17,6 @@ from optuna.trial import TrialState
 
 from common.errors import UserError
 from common.run_dir import SWEEPS, read_summary
-from compare.sweep.jobs import Job, Outcome
 from compare.sweep.launch import find_missing_jobs, finish_sweep, train_jobs
 
 MAX_REJECTED = 50  # consecutive suggestions that are invalid or were tried before, until the search ends
@@ -56,8 +55,7 @@ def run_search(space: dict[str, Any], make_jobs: Callable, n_trials: int, fixed_
     for trial in study.get_trials(states=[TrialState.FAIL, TrialState.RUNNING]):  # running: interrupted
         study.enqueue_trial(trial.params)  # try again
     print(f"search   {folder}, {n_trials} trials, {len(tried)} of them finished before", flush=True)
-    all_jobs: list[Job] = []
-    outcomes: dict[str, Outcome] = {}
+    all_jobs, outcomes = [], {}
     while len(tried) < n_trials:
         try:
             trial, values, (_, jobs) = _suggest_trial(study, space, partial(make_jobs, name), tried)
@@ -97,7 +95,7 @@ def _open_study(folder: Path, space: dict[str, Any], fixed_words: list[str]) -> 
     """Create or load Optuna's study. Raises UserError if the stored search has other settings, keys or choices."""
     folder.mkdir(parents=True, exist_ok=True)
     journal = optuna.storages.journal.JournalFileBackend(str(folder / "search.journal"))
-    study = optuna.create_study(storage=optuna.storages.JournalStorage(journal), study_name="", load_if_exists=True)
+    study = optuna.create_study(storage=optuna.storages.JournalStorage(journal), study_name="bpb", load_if_exists=True)
     study.sampler = optuna.samplers.TPESampler(seed=len(study.trials))
     words = fixed_words + [f"{key}={','.join(getattr(space[key], 'choices', ['...']))}" for key in space]
     stored_words = study.user_attrs.get("words", words)

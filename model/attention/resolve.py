@@ -38,8 +38,8 @@ def _find_backend(config: AttentionConfig) -> Backend:
     chosen = (BACKENDS | NON_SOFTMAX)[config.backend]
     if config.kernels is not None and (not config.kernels or not set(config.kernels) <= set(chosen.kernels)):
         given = f"attention.kernels={format_value(config.kernels)}"
-        choices = f"null, or a list of {', '.join(chosen.kernels)}" if chosen.kernels else "null"
-        raise UserError(f"attention={chosen.name} has no {given}; set {choices}")
+        choices = f"null or a list of {', '.join(chosen.kernels)}" if chosen.kernels else "null"
+        raise UserError(f"attention={chosen.name} has no {given}; set attention.kernels={choices}")
     if config.flash_package is not None and config.flash_package not in chosen.packages:
         choices = " or ".join(["null", *chosen.packages])
         raise UserError(f"attention={chosen.name} has no attention.flash_package={config.flash_package}; set {choices}")

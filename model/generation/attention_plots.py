@@ -27,7 +27,7 @@ def draw_attention_maps(model: GPT, tokenizer: tiktoken.Encoding, text: str, fol
 
     overview.png shows all heads; layer-01.png, ... show one layer.
     """
-    tokens = encode(tokenizer, text)[-min(model.config.block_size, MAX_MAP_TOKENS) :].tolist()
+    tokens = encode(tokenizer, text, "the prompt")[-min(model.config.block_size, MAX_MAP_TOKENS) :].tolist()
     if len(tokens) < 2:
         raise UserError("attention_map=true needs at least two tokens; set a longer prompt, or none")
     weights = attention_maps(model, torch.tensor([tokens], device=model.wte.weight.device))

@@ -53,12 +53,13 @@ def test_durations_sizes_and_counts_are_formatted():
 
 
 def test_long_lines_are_broken_between_words_on_a_terminal_only(monkeypatch, capsys):
-    for is_terminal, expected in ((True, "  | one two\n  | three\n"), (False, "  | one two three\n")):
+    for is_terminal, line_break in ((True, "\n  | "), (False, " ")):
         monkeypatch.setattr(PlainConsole, "is_terminal", is_terminal)
         console = PlainConsole()
-        console.width = 15
-        console.print_text("  | one two three", "  | ")
-        assert re.sub(r"\x1b\[\d*m| +$", "", capsys.readouterr().out, flags=re.MULTILINE) == expected
+        console.width = 24
+        console.print_text("  | one two three four five", "  | ")
+        output = re.sub(r"\x1b\[\d*m| +$", "", capsys.readouterr().out, flags=re.MULTILINE)
+        assert output == f"  | one two three{line_break}four five\n"
 
 
 def test_console_prints_no_control_characters_of_names(capsys):

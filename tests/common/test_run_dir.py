@@ -65,6 +65,6 @@ def test_missing_checkpoint_is_refused_with_those_that_exist(workdir):
         path = workdir / f"runs/a/checkpoints/{name}.pt"
         path.parent.mkdir(parents=True, exist_ok=True)
         path.touch()
-    with pytest.raises(UserError, match=r"runs/a has no checkpoint last.pt; set checkpoint=best or other"):
+    with pytest.raises(UserError, match=r"runs/a has no checkpoint last.pt; set run=runs/a checkpoint=best or other"):
         find_checkpoint("a", "last")
     assert find_checkpoint("a", "best").name == find_checkpoint("runs/a/checkpoints/best.pt", "last").name == "best.pt"

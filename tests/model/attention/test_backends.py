@@ -23,17 +23,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch.nn.attention import SDPBackend
 
-from model.attention import (
-    BACKENDS,
-    AttentionRequest,
-    backends,
-    cudnn,
-    flash,
-    flex,
-    get_attention_fn,
-    naive,
-    resolve,
-)
+from model.attention import BACKENDS, AttentionRequest, backends, cudnn, flash, flex, get_attention_fn, naive, resolve
 from model.attention.backends import KERNELS
 from model.attention.support import FEATURES, missing_feature
 
