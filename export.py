@@ -23,7 +23,7 @@ from pathlib import Path
 
 from common.checkpoint_file import load_checkpoint
 from common.errors import UserError
-from common.process import run_process
+from common.process import PYTHON, run_process
 from common.run_dir import find_checkpoint, find_run
 from configs.schema import ExportConfig
 from model import GPTConfig
@@ -44,7 +44,7 @@ def main(config: ExportConfig) -> int:
     with tempfile.TemporaryDirectory(dir=out.parent) as folder:  # so that `out` is complete or missing
         write_folder(Path(folder, "export"), checkpoint, model_type, DTYPES[config.dtype], run)
         os.replace(Path(folder, "export"), out)
-    print(f"{path} -> {out}\nnext     python sample.py run=hf:{out}")
+    print(f"{path} -> {out}\nnext     {PYTHON} sample.py run=hf:{out}")
     return 0
 
 

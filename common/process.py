@@ -25,6 +25,7 @@ STOP_SIGNALS = [s for s in signal.Signals if s.name in ("SIGINT", "SIGTERM", "SI
 # on a busy machine take the cores from the threads that have work (docs/experiments/nanogpt-training-speed.md).
 SPIN_COUNT = "1000"
 EXIT_HANDLERS_TIMEOUT_S = 10.0
+PYTHON = "uv run" if "UV" in os.environ else "python"  # how the user calls the commands; uv sets UV
 
 
 def start_process() -> None:
@@ -125,7 +126,7 @@ class StopRequest(AbstractContextManager):
         if is_first and os.environ.get("RANK", "0") == "0":
             hint = " Press Ctrl-C again to quit without saving." * (not has_torchrun)
             with suppress(OSError):  # Ctrl-C also stops `tee`. print() is not safe in a signal handler
-                os.write(2, f"\nStopping after this step, and saving a checkpoint.{hint}\n".encode())
+                os.write(2, f"\nStopping and saving after this step.{hint}\n".encode())
         elif not is_first and signum == signal.SIGINT and not has_torchrun:
             raise KeyboardInterrupt("stopped without saving; steps since the last checkpoint are lost")
 

@@ -46,7 +46,7 @@ def compose_config(script: str, words: list[str], config_dir: str | None = None)
         for word in words:
             override = parse_word(script, word)
             if override.is_sweep_override() or (override.value() == "" and word != "prompt="):
-                raise UserError(f"{word!r} must have one value; set it, or use train.py -m for several values")
+                raise UserError(f"{word!r} must have one value; set it, or a list as in [A,B]; train.py -m takes more")
         config = compose(script, overrides=[to_hydra_word(script, word) for word in words] + search_path)
         if "preset" in config:
             config.preset = select_preset(config)

@@ -19,10 +19,11 @@ SYNONYMS = {
     "train.micro_batch_size": "gradient_accumulation_steps per_device_train_batch_size",
     "eval.every": "eval_interval log_interval",
     "checkpoint.every": "save_every save_interval save_steps",
-    "name": "out_dir",
+    "name": "out_dir output_dir run_name",
+    "model.n_head": "num_attention_heads num_heads",
     "model.n_embd": "hidden_size d_model width dim",
     "model.n_layer": "num_hidden_layers depth",
-    "model.block_size": "seq_len seq_length context_length context",
+    "model.block_size": "seq_len seq_length context_length context max_seq_length",
     "prompt": "start",
 }
 
@@ -34,8 +35,8 @@ def did_you_mean(wrong: str, options: Iterable[str]) -> str:
     similar = (
         [ours for ours, theirs in SYNONYMS.items() if leaf in theirs.split() and ours in leaves]
         or [option for option in leaves if leaves[option] == leaf]
-        or [option for option in leaves if len(leaf) > 2 and leaf in leaves[option]]
         or difflib.get_close_matches(wrong, leaves, n=1)
+        or [option for option in leaves if len(leaf) > 2 and leaf in leaves[option]]
         or [option for option in leaves if leaves[option] in close]
     )
     return f" (did you mean {' or '.join(similar[:3])}?)" if similar else ""
@@ -49,6 +50,8 @@ def explain_error(script: str, error: BaseException) -> str:
     if isinstance(error, MissingConfigException):
         group, _, choice = (error.missing_cfg_file or "").rpartition("/")
         advice = f"{did_you_mean(choice, error.options or [])}; set {', '.join(sorted(error.options or []))}"
+        if not error.options:  # in a recipe, Hydra looks below its folder
+            advice = f"; write - override /{group.split('/')[-1]}: {choice}"
         return f"{group}={choice}: there is no such choice{advice}"
     if isinstance(error, OverrideParseException):
         advice = f"""put its value in two pairs of quotes: '{error.override.split("=", 1)[0]}="VALUE"'"""

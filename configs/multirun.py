@@ -34,10 +34,6 @@ def run_multirun(flags: Namespace) -> int:
         launcher = compose("train", overrides=words, return_hydra_config=True) if flags.launcher_words else None
     swept = {word: override for word, override in overrides.items() if override.is_sweep_override()}
     fixed = [word for word in overrides if word not in swept]
-    for override in swept.values():
-        key = override.key_or_group
-        if sum(word.startswith(f"{key}=") for word in overrides) > 1:
-            raise UserError(f"{key} is given twice; list all of its values at once, as in {key}=A,B")
     if trials:
         return _run_search(" ".join(trials), swept, fixed, flags)
     return run_sweep(*make_jobs(None, list_combinations(swept), fixed, flags.config_dir), launcher)

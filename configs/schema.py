@@ -10,7 +10,7 @@ from typing import Any
 from common.errors import UserError
 from common.settings import Rule, list_keys, setting
 from compare.bench.config import BenchConfig
-from data.config import DataConfig, PrepareConfig, python_stdlib
+from data.config import DataConfig, PrepareConfig
 from model import AttentionConfig, SamplingConfig
 from training.config import OPTIMIZER_CONFIGS, RunConfig
 
@@ -66,10 +66,11 @@ class EvalScriptConfig(LoadConfig):
     tasks: str | None = None  # tasks of lm-eval or YAML files, separated by commas; None: the loss of documents
     limit: int | None = setting(None, 1, 10**9)  # questions per task; None: all
     out: str | None = None  # FILE.jsonl for the results; None: only a table
-    data: DataConfig = field(default_factory=python_stdlib)  # the documents, if tasks is None
+    data: DataConfig = field(default_factory=lambda: DataConfig(source="none"))  # the documents, if tasks is None
 
     def rules(self, section: str) -> Iterator[Rule]:
         yield "limit", self.limit is None or self.tasks is not None, "needs tasks=NAME; set it, or remove limit"
+        yield "tasks", self.tasks is not None or self.data.source != "none", "needs documents; set data.path, or tasks"
 
 
 @dataclass

@@ -39,8 +39,8 @@ class DataConfig:
     document_mask: bool = False  # tokens attend only to their own document, and positions restart with it
 
     def __post_init__(self):
-        if self.path is not None and self.name == "python_stdlib":  # the path replaces the default data
-            self.name = self.source = "text"
+        if self.path is not None and self.source in ("none", "python_stdlib"):  # the path replaces the default data
+            self.name, self.source = self.name.replace("python_stdlib", "text"), "text"
 
     def rules(self, section: str) -> Iterator[Rule]:
         check_path_component(f"{section}.name", self.name)

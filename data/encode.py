@@ -116,7 +116,7 @@ class TokenFile:
             self.sizes.insert(0, int(size * (1 - config.val_fraction)))
             return 1, 2
         first = max(1, bisect_right(self.sizes, size - max(1, size * config.val_fraction)))
-        if (share := 1 - self.sizes[first - 1] / size) > max(0.5, 2 * config.val_fraction):
+        if (share := 1 - self.sizes[first - 1] / size) > 2 * config.val_fraction:
             print(f"{share:.0%} of {self.source.name} is held out: documents are not divided; set data.val_path")
         return first, documents
 

@@ -103,7 +103,7 @@ def prepare(
             return None
         PREPARED.mkdir(parents=True, exist_ok=True)
         unfinished = Path(f"{folder}.partial")
-        with FileLock(PREPARED / f".{folder.name}.lock") as lock:  # the kernel releases it, even after kill -9
+        with FileLock(PREPARED / f".{folder.name}.lock"):  # the kernel releases it, even after kill -9
             if not folder.exists():  # another process can have finished it in the meantime
                 text = f"{len(files):,} files" if len(files) > 1 else files[0]
                 print(printable(f"preparing {config.name}: {text} -> {folder}"), flush=True)
@@ -118,8 +118,6 @@ def prepare(
                     os.replace(unfinished, folder)
                 finally:
                     shutil.rmtree(unfinished, ignore_errors=True)
-                    with suppress(OSError):  # Windows does not remove an open file
-                        os.unlink(lock.lock_file)
     prepared = PreparedData(folder, read_meta(folder), tuple(source.config.weight for source in sources))
     train, val = prepared.meta["tokens"]["train"], prepared.meta["tokens"]["val"]
     if train < block_size + 1 or val < 2 or not all(map(len, prepared.train)):

@@ -8,7 +8,6 @@ import io
 import itertools
 import os
 import re
-import sys
 from collections.abc import Iterable, Iterator
 from functools import cache, partial
 from pathlib import Path
@@ -52,10 +51,18 @@ def iter_pieces(source: Source, is_validation: bool = False) -> Iterator[Piece]:
                 before = error.object[max(0, error.start - 20) : error.start]
                 reason = f"not UTF-8: byte 0x{error.object[error.start]:02x} after {before!r}; convert it with iconv"
             advice = "check the network, or set data.path to a local copy" if is_remote(file) else "correct the file"
-            raise UserError(f"{file} cannot be read ({reason}); {advice}, or data.text_column") from error
+            advice += f", or set data.text_column{_first_line(file)}" if is_table(file) else ""
+            raise UserError(f"{file} cannot be read ({reason}); {advice}") from error
     if files and empty:
-        names = f"{min(empty)} in {', '.join(files[:3])}"
-        raise UserError(f"there is no {names}; set another data.path or data.{min(empty)}_column")
+        advice = f"set another data.path or data.{max(empty)}_column{_first_line(files[0])}"
+        raise UserError(f"there is no {max(empty)} in {', '.join(files[:3])}; {advice}")
+
+
+def _first_line(file: str) -> str:
+    """The first line of a .csv or .jsonl file, which shows the columns, as the end of a message."""
+    is_text = file.lower().endswith((".csv", ".jsonl")) and not is_remote(file)
+    line = _open(file).read(100).decode(errors="replace").partition("\n")[0] if is_text else ""
+    return f" (the file begins with {line!r})" * is_text
 
 
 def read_documents(sources: list[Source]) -> list[Document]:
@@ -141,8 +148,6 @@ def _import_datasets() -> Any:
     os.environ.setdefault("USE_TORCH", "0")  # otherwise `datasets` imports torch, which takes 2 s more
     import datasets
 
-    if not sys.stderr.isatty():
-        datasets.disable_progress_bars()
     return datasets
 
 

@@ -89,11 +89,8 @@ def build_tokenizer(
     try:
         return tiktoken.get_encoding(config.name)
     except Exception as error:  # network and cache raise exceptions of many types
-        script = f"import tiktoken; tiktoken.get_encoding('{config.name}')"
-        raise UserError(
-            f"tokenizer={config.name} could not be downloaded ({type(error).__name__}); set tokenizer=bpe, or set the "
-            f'variable TIKTOKEN_CACHE_DIR to a folder that python -c "{script}" has filled on another machine'
-        ) from error
+        advice = "set tokenizer=bpe, or TIKTOKEN_CACHE_DIR to a folder that tiktoken has filled on another machine"
+        raise UserError(f"tokenizer={config.name} cannot be downloaded ({type(error).__name__}); {advice}") from error
 
 
 def to_spec(tokenizer: tiktoken.Encoding) -> dict:

@@ -263,6 +263,7 @@ def test_run_that_has_lost_its_last_checkpoint_is_refused(trained, train, workdi
     shutil.copy("runs/a/checkpoints/best.pt", "runs/a/checkpoints/last.pt")
     assert train("name=a", "train.steps=9") == 0
     assert "has no optimizer state" in capsys.readouterr().out
+    assert train("name=a", "train.steps=8") == 2 and "set train.steps=9 or more" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize("status", ["running", None])

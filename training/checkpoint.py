@@ -115,6 +115,8 @@ class TrainState:
                 listed.append(f"another text than {format_value(new['data.path'] or new['data.name'])} has now")
             listed = ", ".join(listed)
             raise UserError(f"{path.parents[1]} was trained with {listed}; restore the old values, or set another name")
+        if saved["step"] > (self.config.steps or math.inf):
+            raise UserError(f"{path} has finished step {saved['step']}; set train.steps={saved['step']} or more")
         load_weights(self.model, saved["model"])
         load_state_by_name(self.model, self.optimizers, saved["optimizer"] or {})
         if saved["optimizer"] is None:

@@ -4,6 +4,7 @@ from math import inf
 from pathlib import Path
 
 from common.console import format_duration, format_si, pluralize
+from common.process import PYTHON
 from model import GPTConfig
 from training.config import AUTO, RunConfig
 
@@ -61,7 +62,7 @@ def format_summary(summary: dict, folder: Path) -> str:
         f"best validation loss {summary['best_val_loss']:.4f}, {summary['best_val_bpb']:.3f} bits per byte, at step "
         f"{summary['best_step']}; {last}{pluralize(summary['step'], 'step')} in "
         f"{format_duration(summary['wall_seconds'])} at {summary['tokens_per_second']:,.0f} tokens/s\n"
-        f"best     {folder / 'checkpoints' / 'best.pt'}, which sample.py uses\n"
+        f"best     {folder / 'checkpoints' / 'best.pt'}\n"
         f"curve    {folder / 'loss.png'}\n"
-        f"next     python sample.py run={summary['name']}"
+        f"next     {PYTHON} sample.py run={summary['name']}"
     )

@@ -44,8 +44,7 @@ SCHEDULES = {function.__name__: function for function in (cosine, linear, wsd)}
 def lr_scale(config: ScheduleConfig, step: int, steps: int | None, progress: float) -> float:
     """The learning rate of the next step as a fraction of its peak: linear warmup, then the schedule.
 
-    step: finished steps.
-    steps: length of the run; None: limited by time only.
+    step: finished steps. steps: length of the run; None: limited by time only.
     progress: finished part of the run, 0 to 1, by steps or minutes (TrainState.progress).
     """
     if step < config.warmup_steps:

@@ -43,9 +43,7 @@ def synchronize(device: torch.device) -> None:
 class Speed:
     """Step times, throughput and MFU of a run. On CUDA, no step waits for the GPU.
 
-    tokens: per optimizer step, over all devices.
-    flops: FLOPs of an optimizer step, over all devices.
-    peak: peak FLOP/s of all devices.
+    tokens, flops: of an optimizer step, over all devices. peak: peak FLOP/s of all devices.
     """
 
     def __init__(self, device: torch.device, tokens: int, flops: float, peak: float):

@@ -3,7 +3,7 @@
 import math
 from pathlib import Path
 
-from common.console import PlainConsole, format_number, make_table, pluralize
+from common.console import TABLE_WIDTH, PlainConsole, format_number, make_table, pluralize
 from compare import MAX_SPREAD
 from compare.bench.config import BenchConfig
 from compare.bench.results import MAX_TIE_RATIO, NO_ATTENTION, Timing, compute_spread, group_rows, recommend
@@ -20,15 +20,13 @@ def print_results(rows: list[Timing], folder: Path) -> None:
         previous_phase = phase
     console.print(recommendation)
     if (spread := compute_spread(rows)) > MAX_SPREAD:
-        console.print(
-            f"These times are not reliable: the upper quartile is typically {spread:.1f} times the lower quartile. "
-            "Close other programs, and run the bench again with more rounds or seconds.",
-            style="bold",
-        )
+        advice = "Close other programs, and run the bench again with more rounds or seconds."
+        reason = f"the upper quartile is typically {spread:.1f} times the lower quartile"
+        console.print(f"These times are not reliable: {reason}. {advice}", style="bold")
     for (phase, dtype), phase_rows in group_rows(rows, "title", "dtype").items():
         if any(row.is_finished for row in phase_rows):
             console.print(f"\n{phase}, {dtype}", style="bold")
-            console.print(_phase_table(phase_rows))
+            console.print(_phase_table(phase_rows), width=max(TABLE_WIDTH, console.width), crop=False)
     console.print()
     for note in list_notes(rows):
         console.print(note)

@@ -79,10 +79,12 @@ def read_settings(folders: list[Path]) -> list[Setting]:
     folders = [folder for folder in folders if is_sweep(folder) or not (folder / "comparison.csv").exists()]
     runs = {run.folder.resolve(): run for folder in folders for run in _read_folder(folder)}
     settings: dict[Any, Setting] = {}
+    texts: dict[str, str | None] = {}  # prepared data of the last run with a config: its text may have changed
     repeats: Counter = Counter()  # a run repeated with the same seed is compared, in a separate setting
     for run in runs.values():
         config = json.dumps(run.config, sort_keys=True, default=str)
-        settings.setdefault((config, repeats[config, run.seed]), Setting([])).runs.append(run)
+        texts[config] = text = run.summary.get("data", texts.get(config))  # unknown if the run was refused
+        settings.setdefault((config, text, repeats[config, run.seed]), Setting([])).runs.append(run)
         repeats[config, run.seed] += 1
     _set_labels(list(settings.values()))
     return list(settings.values())

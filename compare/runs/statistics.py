@@ -33,7 +33,7 @@ STUDENT_T_SERIES = (1.95996, 2.37227, 2.82250, 2.55585)
 DETECTABLE_T = (16.3485, 5.6536, 4.2558, 3.7610, 3.5139, 3.3669, 3.2697, 3.2009, 3.1497, 3.1099)
 DETECTABLE_T_SERIES = (2.80159, 2.69020, 3.57351, 3.43901)
 # Fields of SettingStats that have the name of their key in summary.json: texts, and numbers to average over seeds.
-TEXTS = ("device", "device_name", "dtype", "vocab_size")
+TEXTS = ("device", "device_name", "dtype", "data", "vocab_size")
 MEANS = ("best_val_loss", "score_variance", "attention_entropy", "attention_distance")
 
 
@@ -49,6 +49,7 @@ class SettingStats:
     device: str | None
     device_name: str | None
     dtype: str | None
+    data: str | None  # folder of the prepared data
     vocab_size: str | None
     val_loss: float | None  # of the last evaluation, mean over seeds
     val_loss_ci95: float | None

@@ -75,14 +75,14 @@ def list_notes(rows: list[SettingStats], columns: Iterable[str] = COLUMNS) -> li
         notes.append("± is the 95 % confidence interval of the mean over seeds (Student's t).")
     device_names = list(dict.fromkeys(row.device_name for row in rows if row.device_name))
     if noisy := [row.setting for row in rows if row.has_noisy_steps]:
-        notes.append(
-            f"Step times are not reliable, because the machine was busy: the upper quartile is more than {MAX_SPREAD} "
-            f"times the lower one ({'; '.join(noisy)}). Close other programs, and train these runs again."
-        )
+        reason = f"the upper quartile is more than {MAX_SPREAD} times the lower one ({'; '.join(noisy)})"
+        notes.append(f"Step times are not reliable: {reason}. Close other programs, and train these runs again.")
     if len(device_names) > 1:
         notes.append(f"Times and memory are not comparable: the devices differ ({', '.join(device_names)}).")
     if _has_several_vocabularies(rows):
-        notes.append("Losses per token are not comparable: the vocabularies differ. Compare bits per byte.")
+        notes.append("The vocabularies differ: if the texts are equal, compare bits per byte, not losses per token.")
+    elif len({row.data for row in rows if row.data is not None}) > 1:
+        notes.append("Losses are not comparable: the texts differ.")
     return notes + [f"{row.setting}: {row.status}: {row.reason}" for row in rows if row.reason]
 
 

@@ -25,7 +25,8 @@ def run_sweep(name: str, jobs: list[Job], launcher: Any = None) -> int:
     folder = SWEEPS / name
     todo = find_missing_jobs(folder, jobs)
     done, size = len(jobs) - len(todo), format_si(sum(map(estimate_checkpoint_bytes, todo)), "B")
-    print(f"sweep    {folder}, {len(jobs)} runs, {done} of them finished before, {size} of checkpoints", flush=True)
+    text = f"sweep    {folder}, {len(jobs)} runs, {done} of them finished before, {size} of checkpoints"
+    PlainConsole().print_text(text)
     return finish_sweep(folder, jobs, train_jobs(todo, launcher))
 
 

@@ -96,15 +96,9 @@ def _sdpa(q, k, v, window, positions, doc_ids, dropout_p, softcap, kernels: list
     # Select the kernel here, and not around the model: a kernel that is selected outside a compiled function is not
     # part of the compile cache key, so a second process could silently get the kernel of the first.
     with sdpa_kernel(kernels, set_priority=True) if kernels else nullcontext():
-        y = F.scaled_dot_product_attention(
-            q.transpose(1, 2),
-            k.transpose(1, 2),
-            v.transpose(1, 2),
-            attn_mask=mask,
-            dropout_p=dropout_p,
-            is_causal=is_plain and Tq == Tk,
-            enable_gqa=q.shape[2] != k.shape[2],
-        )
+        options = {"is_causal": is_plain and Tq == Tk, "enable_gqa": q.shape[2] != k.shape[2]}
+        q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
+        y = F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout_p, **options)
     return y.transpose(1, 2)
 
 
@@ -122,15 +116,8 @@ def sdpa(q, k, v, *, window=None, positions=None, doc_ids=None, dropout_p=0.0, s
     return _sdpa(q, k, v, window, positions, doc_ids, dropout_p, softcap, allowed)
 
 
-FLASH_CUDA = dict(
-    dtypes=HALF_DTYPES,
-    softcap=False,
-    window=False,
-    document_mask=False,
-    positions=False,
-    different_value_dim=False,
-    head_dims=(1, 256),
-)
+UNSUPPORTED = ("softcap", "window", "document_mask", "positions", "different_value_dim")
+FLASH_CUDA = {"dtypes": HALF_DTYPES, "head_dims": (1, 256)} | dict.fromkeys(UNSUPPORTED, False)
 
 
 @backend(

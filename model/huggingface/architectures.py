@@ -76,7 +76,7 @@ def find_architecture(config: GPTConfig, run: str) -> str:
     if missing[closest]:
         settings = " ".join(f"model.{key}={format_value(value)}" for key, value in missing[closest])
         reason = f"{run} has an architecture that transformers does not have"
-        raise UserError(f"{reason}; train with model=llama or model=gpt2, or set {settings}")
+        raise UserError(f"{reason}; train with model=llama or model=gpt2, or with {settings}")
     return closest
 
 

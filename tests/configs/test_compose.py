@@ -74,14 +74,13 @@ INVALID = [
     (["train.init_from=a"], "train.init_from=a is unknown; set one of run:NAME, hf:NAME, gpt2, "),
     (["optimizer.name=adamw"], "optimizer.name=adamw selects no optimizer; set optimizer=adamw or"),
     # words that cannot be parsed, and several values
-    (["seed=1,2"], "'seed=1,2' must have one value; set it, or use train.py -m"),
+    (["seed=1,2"], "'seed=1,2' must have one value; set it, or a list as in [A,B]; train.py -m takes"),
     (["train.steps=f("], "put its value in two pairs of quotes: 'train.steps=\"VALUE\"'"),
     (["seed='1\n"], "cannot be parsed; put its value in two pairs of quotes: 'seed=\"VALUE\"'"),
     (["-m", "seed=1"], "-m needs several values for at least one key; set seed=1,2,3, for example"),
     (["-m", "attention=naive,falsh"], "attention=falsh: there is no such choice (did you mean flash"),
     ([*SWEEP, "model.n_embd=96,97"], "model.n_embd=97 must be a multiple of model.n_head=2"),
     ([*SWEEP, "name=a/b"], "name='a/b' is not a folder name"),
-    ([*SWEEP, "seed=3,4"], "seed is given twice; list all of its values at once"),
     ([*SWEEP, "hydra.launcher.partition=gpu"], "hydra.launcher.partition: there is no such key"),
     (["-m", "seed=1,2,1"], "seed=1 would be trained twice or is too long; list each value once"),
     ([*SWEEP, *TWO_LONG_NAMES], "is too long; list"),
@@ -161,7 +160,7 @@ def with_value(config, key, value):
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_every_number_has_limits(script, workdir):
     """Otherwise a huge value hangs, or fails with an error of PyTorch's C++ code."""
-    words = {"train": ["data.path=text.txt"], "prepare": ["data.path=text.txt"], "compare": ["a"]}
+    words = {key: ["data.path=text.txt"] for key in ("train", "prepare", "eval")} | {"compare": ["a"]}
     config = parse_config(script, "", words.get(script, []))
     types = dict(list_keys(type(config)))
     if "optimizer" in types:

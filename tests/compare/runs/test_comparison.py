@@ -68,6 +68,8 @@ def test_no_difference_between_runs_on_different_data(tmp_path):
     for data, expected in (("x-1", (1, 0.0, 0.0)), ("y-2", (0, None, None))):
         folder = tmp_path / data
         runs = [write_run(folder / "a", data="x-1"), write_run(folder / "b", changes=LR, data=data)]
+        same = read_settings([runs[0], write_run(folder / "c", seed=2, data=data)])
+        assert len(same) == (1 if data == "x-1" else 2), "a changed text is another setting"
         _, row = compare_rows(runs)
         assert (row.pairs, row.difference, row.divergence) == expected
 

@@ -10,7 +10,7 @@ from attention_helpers import CUDA, REQUEST, choose
 from helpers import ROOT
 
 from common.errors import UserError
-from model.attention import BACKENDS, resolve, support_table
+from model.attention import BACKENDS, backends, resolve, support_table
 
 DOCS = ROOT / "docs/attention-backends.md"
 REQUEST_CUDA = replace(REQUEST, device=CUDA, dtype=torch.bfloat16)
@@ -59,7 +59,7 @@ def test_example_backend_of_the_docs_trains_and_is_checked(train, workdir, capsy
     file.parent.mkdir(parents=True)
     file.write_text(settings)
     try:
-        exec(function, {})
+        exec(function, dict(vars(backends)))
         assert train("--config-dir", "own", f"attention={name}", "name=new") == 0
         assert train("attention=naive", "name=naive") == 0
         new, naive = (json.loads((workdir / f"runs/{run}/summary.json").read_text()) for run in ("new", "naive"))

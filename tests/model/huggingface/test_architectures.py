@@ -90,7 +90,7 @@ def test_model_of_transformers_has_the_same_logits_here(config, prefix):
 @pytest.mark.parametrize(
     ("settings", "advice"),
     [
-        (MODERN, "model=llama or model=gpt2, or set model.qk_norm=false model.max_ngram=1 model.mlp=swiglu"),
+        (MODERN, "model=llama or model=gpt2, or with model.qk_norm=false model.max_ngram=1 model.mlp=swiglu"),
         (LLAMA | {"window": [4, None]}, "model.window=null"),
         (LLAMA | {"bias": True}, "model.bias=false"),
         (GPT2 | {"n_kv_head": 2}, "model.n_kv_head=null"),
