@@ -34,7 +34,6 @@ class Loader:
         self.train, self.val, self.weights = data.train, data.val, data.weights
         self.T, self.seed, self.device = block_size, seed, torch.device(device)
         self.windows = [-(-len(tokens) // self.T) for tokens in self.train]  # per epoch of each source
-        self.epoch_windows = sum(self.windows)
         self.val_T = min(self.T, len(self.val) - 1)
         self.val_windows = -(-(len(self.val) - 1) // self.val_T)
         self.has_prompts = self.val.dtype == np.int32

@@ -11,7 +11,6 @@ import os
 import shutil
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
 from itertools import accumulate
 from pathlib import Path
 
@@ -93,8 +92,7 @@ def prepare(
     Raises UserError if the text cannot be read or encoded, is shorter than a window, or if prepared files are damaged.
     """
     sources = resolve_sources(config)
-    hash_text = partial(hash_sources, sources)
-    content = [FORMAT, tokenizer.name, tokenizer.vocab_size, spec, hash_text()]
+    content = [FORMAT, tokenizer.name, tokenizer.vocab_size, spec, hash_sources(sources)]
     fingerprint = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:12]
     folder = PREPARED / f"{config.name}-{fingerprint}"
     if not folder.exists():
@@ -103,7 +101,7 @@ def prepare(
             return None
         PREPARED.mkdir(parents=True, exist_ok=True)
         unfinished = Path(f"{folder}.partial")
-        with FileLock(PREPARED / f".{folder.name}.lock"):  # the kernel releases it, even after kill -9
+        with FileLock(PREPARED / f".{folder.name}.lock") as lock:  # the kernel releases it, even after kill -9
             if not folder.exists():  # another process can have finished it in the meantime
                 text = f"{len(files):,} files" if len(files) > 1 else files[0]
                 print(printable(f"preparing {config.name}: {text} -> {folder}"), flush=True)
@@ -112,12 +110,14 @@ def prepare(
                 try:
                     meta = {"name": config.name, "fingerprint": fingerprint}
                     meta |= encode_sources(unfinished, sources, tokenizer, spec)
-                    if hash_text() != content[-1]:
+                    if hash_sources(sources) != content[-1]:
                         raise UserError(f"the text of {config.name} changed while it was read; run the command again")
                     write_json(unfinished / "meta.json", meta)
                     os.replace(unfinished, folder)
                 finally:
                     shutil.rmtree(unfinished, ignore_errors=True)
+                    with suppress(OSError):  # Windows does not remove an open file
+                        os.unlink(lock.lock_file)
     prepared = PreparedData(folder, read_meta(folder), tuple(source.config.weight for source in sources))
     train, val = prepared.meta["tokens"]["train"], prepared.meta["tokens"]["val"]
     if train < block_size + 1 or val < 2 or not all(map(len, prepared.train)):

@@ -10,8 +10,8 @@ from model.generation.config import unescape
 
 def read_text(path: str, name: str) -> str:
     """Read a UTF-8 file without changing its line ends. Raises UserError, with `name` in its message."""
-    if Path(path).is_char_device():  # such as /dev/zero, which has no end
-        raise UserError(f"{name} is a device; set a text file")
+    if not Path(path).exists() or Path(path).is_char_device():  # such as /dev/zero, which has no end
+        raise UserError(f"{name} does not exist or is a device; set a text file")
     try:
         return Path(path).read_bytes().decode()
     except UnicodeDecodeError as error:

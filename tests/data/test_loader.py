@@ -44,7 +44,7 @@ def make_loader(train: list[int], val: int, T: int, seed: int, weights=(1.0,)) -
 
 def read_epoch(n: int, T: int, seed: int, epoch: int):
     loader = make_loader([n], 9, T, seed)
-    return loader.batch("train", epoch * loader.epoch_windows, loader.epoch_windows)
+    return loader.batch("train", epoch * sum(loader.windows), sum(loader.windows))
 
 
 @SOME

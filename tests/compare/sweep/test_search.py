@@ -176,6 +176,6 @@ def test_search_trains_runs_and_continues(workdir, monkeypatch, capfd):
     assert finished.items() <= {path: path.stat().st_mtime for path in folder.glob("*/*/*.pt")}.items()
     summaries = {path.parent.name: json.loads(path.read_text()) for path in folder.glob("*/summary.json")}
     assert [summary["status"] for summary in summaries.values()] == ["finished"] * 3
-    best_loss = min(summary["best_val_loss"] for summary in summaries.values())
-    assert f": {best_loss:.4f} nats per token" in out
+    best_loss = min(summary["best_val_bpb"] for summary in summaries.values())
+    assert f": {best_loss:.4f} bits per byte" in out
     assert {"comparison.png", "search.journal", "sweep.json"} <= {path.name for path in folder.iterdir()}
