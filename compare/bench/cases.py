@@ -20,7 +20,7 @@ from common import system
 from common.errors import UserError
 from compare.bench.config import CAUSAL, BenchConfig, parse_mask
 from compare.bench.results import FINISHED, NO_ATTENTION, Timing
-from compare.bench.worker import return_freed_memory
+from compare.bench.worker import return_blocks_when_freed, return_freed_memory
 from model import AttentionConfig, GPTConfig
 from model.attention import BACKENDS, NON_SOFTMAX, AttentionRequest, all_variants, get_attention_fn
 from model.attention.backends import naive, repeat_kv
@@ -123,6 +123,7 @@ def measure(case: Case, config: BenchConfig, reference: Path) -> tuple[Timing, l
     """
     device = case.request.device
     configure_backends(device, deterministic=False, tf32=config.tf32)
+    return_blocks_when_freed(2**16)  # otherwise the peak would contain freed blocks, by chance
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()  # compile for the shapes of this case, as a new process does
     workload = (_training_workload if case.phase == "step" else _attention_workload)(case, config)
@@ -142,6 +143,7 @@ def measure(case: Case, config: BenchConfig, reference: Path) -> tuple[Timing, l
     speed.synchronize(device)
     if (peak := system.peak_memory_bytes(device)) is not None:
         row.peak_memory_bytes = max(0, peak - (before if workload.memory_before is None else workload.memory_before))
+    configure_backends(device, deterministic=False, tf32=config.tf32)  # for the times, malloc works as in train.py
     return row, speed.time_calls(workload.call, device, config.repeats, config.seconds, MAX_CALLS)
 
 

@@ -92,6 +92,12 @@ def _try_call(function: Callable, *arguments: Any) -> tuple[str, Any]:
         return_freed_memory()
 
 
+def return_blocks_when_freed(min_bytes: int) -> None:
+    """Make glibc's malloc return blocks of this size to the system when they are freed, in this process."""
+    if platform.libc_ver()[0] == "glibc":
+        ctypes.CDLL(None).mallopt(-3, min_bytes)  # M_MMAP_THRESHOLD
+
+
 def return_freed_memory() -> None:
     """Return freed blocks of glibc's malloc to the system. The next peak would not count blocks that are reused."""
     if platform.libc_ver()[0] == "glibc":
