@@ -106,7 +106,7 @@ def main(config: RunConfig) -> int:
             first = state.step * config.train.batch_size  # sequence of this step
             num_targets = loader.count_targets(first, config.train.batch_size)
             first += dist.rank * micro.size * micro.count  # first sequence of this process
-            loss = torch.zeros((), device=device)
+            loss = 0.0
             for i in range(micro.count):
                 with observers.phase("data"):
                     x, y, doc_ids = loader.batch("train", first + i * micro.size, micro.size)

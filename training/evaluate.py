@@ -75,7 +75,7 @@ class Evaluator:
         windows = min(self.config.eval.windows or loader.val_windows, loader.val_windows)
         stride = loader.val_windows / windows
         bytes_of_token = torch.from_numpy(token_bytes(self.tokenizer)).to(loader.device)
-        nats, num_tokens, num_bytes = [], 0, torch.zeros((), dtype=torch.int64, device=loader.device)
+        nats, counts = [], torch.zeros(2, dtype=torch.int64, device=loader.device)  # of tokens and bytes
         model.eval()
         for first in range(dist.rank * B, windows, dist.world_size * B):
             if self.stop.requested:
@@ -83,12 +83,10 @@ class Evaluator:
             x, y, doc_ids = loader.batch("val", first, min(B, windows - first), stride)
             with self.runtime.autocast():
                 nats.append(model(x, y, doc_ids=doc_ids, reduction="sum"))
-            targets = y[y >= 0]
-            num_tokens += targets.numel()
-            num_bytes += bytes_of_token[targets].sum()
+            counts += torch.stack([y >= 0, bytes_of_token[y.clamp(min=0)] * (y >= 0)]).sum(dim=(1, 2))
         model.train()
         # the losses are read from the device only after the last window, and summed in float64
-        total, num_tokens, num_bytes = dist.all_reduce(sum(loss.item() for loss in nats), num_tokens, int(num_bytes))
+        total, num_tokens, num_bytes = dist.all_reduce(sum(loss.item() for loss in nats), *counts.tolist())
         if not num_tokens and not self.stop.requested:
             raise UserError(f"the {windows} validation windows have only prompts; set a larger eval.windows, or null")
         return {"val/loss": total / max(1, num_tokens), "val/bpb": total / log(2) / max(1, num_bytes)}

@@ -20,6 +20,7 @@ GPU_PEAK = {
     "NVIDIA H100 80GB HBM3": (989e12, 67e12),
     "NVIDIA A100-SXM4-80GB": (312e12, 19.5e12),
     "NVIDIA GeForce RTX 4090": (165e12, 82.6e12),
+    "Tesla T4": (65e12, 8.1e12),
 }
 
 
