@@ -22,7 +22,7 @@ def linear_cross_entropy(
     targets: Tensor,
     vocab_size: int,
     reduction: str = "mean",
-    chunk_logits: int = CHUNK_LOGITS,
+    chunk_logits: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
     """Cross entropy of the logits x weight^T in nats, as a float32 scalar.
@@ -31,7 +31,7 @@ def linear_cross_entropy(
     weight (rows, C): rows from vocab_size on are padding.
     targets (N): token ids; IGNORE_INDEX is not counted.
     reduction: "mean" or "sum" over the counted targets.
-    chunk_logits: more logits than this are computed in chunks, each with its gradient, to save memory.
+    chunk_logits: more logits are computed in chunks, to save memory. None: 1/16 of a GPU's memory, or CHUNK_LOGITS.
     softcap: bound of the logits (model/attention/softcap.py).
 
     float16 logits are never chunked: GradScaler must scale their gradients before they are rounded.
@@ -39,6 +39,9 @@ def linear_cross_entropy(
     if reduction not in ("mean", "sum"):
         raise ValueError(f"reduction={reduction!r} must be mean or sum")
     device = x.device.type
+    if chunk_logits is None:
+        is_cuda = device == "cuda"
+        chunk_logits = torch.cuda.get_device_properties(x.device).total_memory // 64 if is_cuda else CHUNK_LOGITS
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
     if x.shape[0] * weight.shape[0] <= chunk_logits or dtype == torch.float16:
         logits = apply_softcap(F.linear(x, weight)[:, :vocab_size].float(), softcap)
