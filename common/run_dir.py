@@ -112,9 +112,7 @@ class RunDir(AbstractContextManager):
             raise UserError(f"{self.folder} exists; set another name, or resume=true to continue it")
         step = read_summary(self.folder).get("step")  # above 0 only after last.pt was written
         if step and not self.last.exists():
-            raise UserError(
-                f"{self.last} is missing, but the run has saved step {step}; restore it, or set another name"
-            )
+            raise UserError(f"{self.last} is missing, but step {step} was saved; restore it, or set another name")
         self.last.parent.mkdir(parents=True, exist_ok=True)
         self.lock = FileLock(self.folder / ".lock")  # the kernel releases it, even after kill -9
         try:

@@ -110,8 +110,14 @@ def _sdpa(q, k, v, window, positions, doc_ids, dropout_p, softcap, kernels: list
 def sdpa(q, k, v, *, window=None, positions=None, doc_ids=None, dropout_p=0.0, softcap=None, kernels=None) -> Tensor:
     """PyTorch's scaled_dot_product_attention, which chooses the kernel.
 
-    kernels: names of the kernels that it may use, by default all. CUDA tries them in this order.
+    kernels: names of the kernels that it may use, by default all; cuDNN's not for one query. CUDA tries them in order.
     """
+    if q.is_cuda:
+        if kernels is None and q.shape[1] == 1:  # cuDNN builds a plan for each number of keys, which is slow to decode
+            kernels = ["flash", "efficient", "math"]
+        # The efficient kernel refuses grouped queries. It is the only fused one for float32, and often for masks.
+        if q.dtype == torch.float32 or (window, positions, doc_ids) != (None, None, None):
+            k, v = repeat_kv(k, q.shape[2]), repeat_kv(v, q.shape[2])
     allowed = [KERNELS[name] for name in kernels] if kernels is not None else None
     return _sdpa(q, k, v, window, positions, doc_ids, dropout_p, softcap, allowed)
 
@@ -137,10 +143,11 @@ def flash(q, k, v, *, window=None, positions=None, doc_ids=None, dropout_p=0.0, 
 @backend(on={"cuda": Support(dtypes=HALF_DTYPES, softcap=False, head_dims=(1, 256))}, uses_sdpa=True)
 def cudnn(q, k, v, *, window=None, positions=None, doc_ids=None, dropout_p=0.0, softcap=None) -> Tensor:
     """cuDNN's fused attention kernel, or an error."""
-    if k.shape[1] == 1:  # the kernel rejects a single key: add a second one that no query attends to
-        positions = torch.zeros(q.shape[:2], dtype=torch.int64, device=q.device)
-        k, v = F.pad(k, (0, 0, 0, 0, 0, 1)), F.pad(v, (0, 0, 0, 0, 0, 1))
-        doc_ids = None
+    if q.shape[1] == 1:  # cuDNN rejects a single key, and builds a plan for each number of keys: add masked ones
+        Tk, padding = k.shape[1], -k.shape[1] % 128
+        positions = torch.full(q.shape[:2], Tk - 1, device=q.device) if positions is None else positions
+        k, v = (F.pad(x, (0, 0, 0, 0, 0, padding)) for x in (k, v))
+        doc_ids = None if doc_ids is None else F.pad(doc_ids, (0, padding))
     return _sdpa(q, k, v, window, positions, doc_ids, dropout_p, softcap, [KERNELS["cudnn"]])
 
 

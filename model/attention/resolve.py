@@ -86,10 +86,13 @@ def resolve(config: AttentionConfig, request: AttentionRequest) -> ResolvedAtten
         advice = suggest_backends(chosen, request)
         raise UserError(f"attention={chosen.name} needs {compiler}; install it, or {advice}")
     _activate_flash_package(config.flash_package)
-    if not chosen.uses_sdpa:
-        return ResolvedAttention(chosen.name, chosen.name)
-
     r = request
+    if not chosen.uses_sdpa:
+        # A kernel that is compiled for large heads may need more shared memory than the GPU has: compile it here.
+        if not chosen.needs_compiler or r.device.type != "cuda" or r.D * r.dtype.itemsize <= 128:
+            return ResolvedAttention(chosen.name, chosen.name)
+        r = replace(r, B=1)
+
     options = {"dtype": r.dtype, "device": r.device, "requires_grad": r.grad}
     q = torch.empty(r.B, r.Tq, r.H, r.D, **options)
     k, v = torch.empty(r.B, r.Tk, r.G, r.D, **options), torch.empty(r.B, r.Tk, r.G, r.Dv, **options)
@@ -102,15 +105,13 @@ def resolve(config: AttentionConfig, request: AttentionRequest) -> ResolvedAtten
             mask = {"window": r.window, "positions": positions, "doc_ids": doc_ids}
             attend(q, k, v, **mask, dropout_p=r.dropout_p, softcap=r.softcap)
         except RuntimeError as error:
-            reason = _kernel_warnings(caught) or error
+            reason = _kernel_warnings(caught) or str(error).partition("\n")[0].strip()
             given, advice = f"attention={chosen.name}", suggest_backends(chosen, r)
             if config.kernels:
                 given, advice = f"attention.kernels={format_value(config.kernels)}", "set attention.kernels=null"
             raise UserError(f"{given} cannot run on {r.device.type} ({reason}); {advice}") from None
-    if probe.kernel is None:  # the backend called no PyTorch kernel
-        return ResolvedAttention(chosen.name, chosen.name, config.flash_package)
-    kernel = next(name for name, kernel in KERNELS.items() if kernel == probe.kernel)
-    return ResolvedAttention(chosen.name, kernel, config.flash_package)
+    names = {kernel: name for name, kernel in KERNELS.items()} | {None: chosen.name}  # it may call no PyTorch kernel
+    return ResolvedAttention(chosen.name, names[probe.kernel], config.flash_package)
 
 
 def resolve_model(
