@@ -28,7 +28,7 @@ YAML_FILE = r"^# (\S+\.yaml)(?:\s+(python .*))?$"
 DOWNLOADED_VOCABULARY = r"\btokenizer=(gpt2|cl100k_base|o200k_base)\b"
 # Other programs, which the tests do not run.
 FOREIGN = ("git", "uv", "pip", "source", "cd", "pytest", "ruff", "ty", "pre-commit", "wandb", "export", "ls", "cat")
-FOREIGN += ("ct2-transformers-converter", "lm_eval", "llama.cpp/convert_hf_to_gguf.py")
+FOREIGN += ("ct2-transformers-converter", "lm_eval", "llama.cpp/convert_hf_to_gguf.py", "benchmarks/gpu_check.sh")
 SMALL_MODEL = {"model.n_layer": 2, "model.n_head": 2, "model.block_size": 16, "model.ngram_table_size": 64}
 SHRINK = {
     "train": SMALL_MODEL | {"train.batch_size": 4, "train.micro_batch_size": "null", "eval.windows": 4},

@@ -17,15 +17,19 @@ import numpy as np
 import pytest
 import torch
 import yaml
+from attention_helpers import IS_OLD_GPU, REQUEST_CUDA, choose, resolve_or_skip
 from helpers import ROOT, TEXT, TINY, file_size_limit, load, metrics, summary, untimed, wait_for_step
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.errors import UserError, printable
 from common.run_dir import find_checkpoint
 from data import tokenizer
+from data.loader import Loader
 from data.prepare import PreparedData, read_meta
 from model import GPTConfig
 from model.attention import naive
 from model.gpt import GPT
+from training.optimizer import OPTIMIZERS
 from training.speed import Speed
 
 
@@ -175,16 +179,50 @@ def test_float16_trains_with_its_scaler_on_cuda(train, optimizer):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("words", [["compile=false"], pytest.param([], marks=pytest.mark.compiles)])
 @pytest.mark.parametrize("backend", ["naive", "sdpa", "flash"])
-def test_run_on_cuda_is_compiled_and_resumes(train, sample, backend):
-    settings = ["device=cuda", "dtype=auto", f"attention={backend}", "model.n_embd=64", "schedule.warmup_steps=100"]
-    assert train("name=a", *settings) == 0
-    assert train("name=a", "train.steps=12", *settings) == 0
+def test_run_on_cuda_resumes_and_is_compiled_by_default(train, sample, backend, words):
+    resolve_or_skip(choose(backend), REQUEST_CUDA)
+    settings = ["device=cuda", f"attention={backend}", "model.n_embd=64", "schedule.warmup_steps=100", *words]
+    assert train("name=a", "dtype=auto", *settings) == 0
+    assert train("name=a", "dtype=auto", "train.steps=12", *settings) == 0
     recorded = summary("a")
-    expected = {"device": "cuda", "dtype": "bfloat16", "compile": True, "tf32": False}
-    assert expected.items() <= recorded.items()
+    expected = {"device": "cuda", "dtype": "float32" if IS_OLD_GPU else "bfloat16", "compile": not words, "tf32": False}
+    assert {key: recorded[key] for key in expected} == expected
     assert [row["step"] for row in metrics("a")] == list(range(13))
     assert sample("run=a", "device=cuda", "prompt=The 1", "max_new_tokens=5").startswith("The 1")
+
+
+class WaitIsAnError(TorchDispatchMode):
+    """If `active`, operations raise whose result the host needs. On CUDA, PyTorch finds all of them."""
+
+    active = False
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        indices = args[1] if function.name() == "aten::index.Tensor" else []
+        waits = any(i is not None and i.dtype == torch.bool for i in indices)
+        waits |= function.name() in ("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select")
+        assert not (waits and self.active), f"{function.name()} waits for the GPU"
+        return function(*args, **(kwargs or {}))
+
+    def set_active(self, active: bool) -> None:
+        self.active = active
+        if torch.cuda.is_available():
+            torch.cuda.set_sync_debug_mode("error" if active else "default")
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_no_step_and_no_validation_window_waits_for_the_gpu(train, monkeypatch, device, optimizer):
+    mode, read_batch, end_step, set_training = WaitIsAnError(), Loader.batch, Speed.end_step, GPT.train
+    monkeypatch.setattr(Loader, "batch", lambda *a: (read_batch(*a), mode.set_active(True))[0])
+    monkeypatch.setattr(Speed, "end_step", lambda self: (mode.set_active(False), end_step(self))[1])
+    # the validation calls this before the first window and after the last one
+    monkeypatch.setattr(GPT, "train", lambda *a: (mode.set_active(False), set_training(*a))[1])
+    settings = [f"device={device}", f"optimizer={optimizer}", "compile=false", "train.micro_batch_size=2"]
+    with mode:
+        assert train("name=a", "model.window=8", *settings) == 0
+    assert not mode.active
 
 
 def test_gradients_are_clipped_and_their_norm_before_clipping_is_logged(train):

@@ -63,9 +63,8 @@ def list_notes(rows: list[Timing]) -> list[str]:
     types = " and ".join(dict.fromkeys(row.backend for row in finished if row.backend in ATTENTION_TYPES))
     if types:
         notes.append(f"{types}: model.attention_type={types} changes the results, and is not among the fastest above.")
-    kernels = dict.fromkeys(f"{row.backend} ran {row.resolved}" for row in finished if row.resolved != row.backend)
-    if kernels:
-        notes.append(f"{'; '.join(kernels)}.")
+    for kernel, ran in group_rows([r for r in finished if r.resolved != r.backend], "backend", "resolved").items():
+        notes.append("{} ran {} ({}).".format(*kernel, ", ".join(dict.fromkeys(row.phase for row in ran))))
     for (dtype,), dtype_rows in group_rows(finished, "dtype").items():
         errors = [(error, row.backend) for row in dtype_rows for error in (row.error_y, row.error_gradients)]
         errors = [error for error in errors if error[0] is not None]

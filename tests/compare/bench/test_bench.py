@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import pytest
+from attention_helpers import HALF, REQUEST_CUDA, backends_on, choose, per_device, resolve_or_skip
 from bench_helpers import COLUMNS
 from helpers import ROOT, run_command
 
@@ -114,9 +115,9 @@ def test_invalid_settings_are_refused_before_anything_is_written(override, advic
     assert not (workdir / "runs").exists()
 
 
-@pytest.mark.gpu
-@pytest.mark.parametrize("phase", ["forward", "forward+backward", "decode", "step"])
-def test_rows_on_cuda(bench, phase):
-    overrides = [f"phases=[{phase}]", "device=cuda", "dtypes=[bfloat16]", "block_sizes=[128,1024]", "head_size=64"]
-    code, rows, printed = bench(*overrides, "compile=false", "model.n_embd=128")
+@pytest.mark.parametrize(("device", "name"), per_device(cpu=[], cuda=[*backends_on("cuda"), "linear"]))
+def test_rows_on_cuda(bench, device, name):
+    resolve_or_skip(choose(name), REQUEST_CUDA)
+    overrides = ["device=cuda", f"dtypes=[{str(HALF)[6:]}]", "block_sizes=[128,1024]", "head_size=64"]
+    code, rows, printed = bench(f"backends=[{name}]", *overrides, "compile=false", "model.n_embd=128")
     assert code == 0 and {row["status"] for row in rows} == {"finished"}, printed

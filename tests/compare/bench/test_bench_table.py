@@ -24,7 +24,7 @@ def test_notes_explain_kernels_errors_and_failures():
         make_row("naive", 128, None),
     ]
     notes = list_notes(rows)
-    assert "sdpa ran flash." in notes
+    assert "sdpa ran flash (forward)." in notes
     assert "Largest error in float32, compared with float64: 3.0e-06, by sdpa." in notes
     assert "naive: out of memory (forward; T = 64, 128): needed 8.0 GiB more" in notes
     worst = make_row("b", 64, 1.0, error_y=float("nan"))

@@ -8,6 +8,7 @@ import torch
 import torch.nn.functional as F
 from attention_helpers import (
     CPU,
+    CUDA,
     DTYPES,
     REQUEST,
     REQUEST_CUDA,
@@ -17,10 +18,12 @@ from attention_helpers import (
     per_device,
     random_masks,
     random_qkv,
+    resolve_or_skip,
 )
 from helpers import ON_CPU
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend
 
 from model.attention import BACKENDS, AttentionRequest, backends, cudnn, flash, flex, get_attention_fn, naive, resolve
@@ -140,7 +143,7 @@ def test_backend_is_causal_by_gradient(name):
 def test_dropout_keeps_the_mean(device, config):
     request = replace(REQUEST_CUDA if device.type == "cuda" else REQUEST, Tq=64, Tk=64, grad=False, dropout_p=0.25)
     q, k, v = random_qkv(request)
-    resolve(config, request)
+    resolve_or_skip(config, request)
     attend = get_attention_fn(config)
     torch.manual_seed(0)
     outputs = torch.stack([attend(q, k, torch.ones_like(v), dropout_p=0.25).float() for _ in range(50)])
@@ -151,7 +154,7 @@ def test_dropout_keeps_the_mean(device, config):
 # Single backends
 
 
-def test_cudnn_gets_a_second_key_if_there_is_only_one(monkeypatch):
+def test_cudnn_decodes_with_a_multiple_of_128_keys(monkeypatch):
     """Runs on a CPU: the math kernel replaces cuDNN's kernel."""
     monkeypatch.setitem(KERNELS, "cudnn", SDPBackend.MATH)
     key_counts, attend = [], F.scaled_dot_product_attention
@@ -161,11 +164,27 @@ def test_cudnn_gets_a_second_key_if_there_is_only_one(monkeypatch):
         lambda *a, **options: key_counts.append(a[1].shape[2]) or attend(*a, **options),
     )
     for changed in ({}, {"window": 3}, {"document_mask": True}, {"positions": True}):
-        for T in (1, 5):
+        for T in (1, 5, 129):
             request = replace(REQUEST, Tq=1, Tk=T, **changed)
             qkv, masks = random_qkv(request), random_masks(request)
             torch.testing.assert_close(cudnn(*qkv, **masks), naive(*qkv, **masks), atol=2e-6, rtol=1e-5)
-    assert set(key_counts) == {2, 5}
+    assert set(key_counts) == {128, 256}
+
+
+def test_sdpa_on_cuda_decodes_without_cudnn_and_repeats_heads_for_the_efficient_kernel(monkeypatch):
+    """Fake tensors need no GPU."""
+    calls = []
+    monkeypatch.setattr(backends, "_sdpa", lambda q, k, v, *options: calls.append((k.shape[2], options[-1])) or q)
+    with FakeTensorMode():
+        for dtype, Tq, kernels, masks in (
+            (torch.bfloat16, 9, None, {}), (torch.bfloat16, 9, None, {"window": 3}), (torch.float32, 9, None, {}),
+            (torch.bfloat16, 1, None, {}), (torch.bfloat16, 1, ["cudnn"], {}),
+        ):  # fmt: skip
+            q, k = (torch.empty(1, T, heads, 8, dtype=dtype, device=CUDA) for T, heads in ((Tq, 4), (9, 2)))
+            backends.sdpa(q, k, k, kernels=kernels, **masks)
+    heads, (*_, decoding, chosen) = zip(*calls, strict=True)
+    assert heads == (2, 4, 4, 2, 2)
+    assert decoding == [KERNELS[name] for name in ("flash", "efficient", "math")] and chosen == [KERNELS["cudnn"]]
 
 
 def test_flash_and_flex_raise_errors_and_do_not_fall_back():

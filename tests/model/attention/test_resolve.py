@@ -12,6 +12,7 @@ import torch
 from attention_helpers import (
     CPU,
     CUDA,
+    HALF,
     REQUEST,
     REQUEST_CUDA,
     backends_on,
@@ -19,11 +20,13 @@ from attention_helpers import (
     per_device,
     random_masks,
     random_qkv,
+    resolve_or_skip,
     restored_compile_settings,
 )
 from helpers import ROOT, TRAINS_ON_CPU
 from kernel_profiler import KERNEL_OPERATIONS, kernels_run
 from model_helpers import GROUPED
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from common.errors import UserError
 from model import GPTConfig
@@ -91,7 +94,7 @@ def test_resolved_kernel_runs_when_compiled(device, case):
 
 def check_resolved_kernel(device, config, changed, resolved, compiled):
     request = replace(REQUEST_CUDA if device.type == "cuda" else REQUEST, **changed)
-    assert resolve(config, request) == ResolvedAttention(config.backend, resolved, None)
+    assert resolve_or_skip(config, request) == ResolvedAttention(config.backend, resolved, None)
     attend, qkv, masks = get_attention_fn(config), random_qkv(request), random_masks(request)
 
     def run():
@@ -141,6 +144,21 @@ def test_flex_without_a_compiler_is_refused(monkeypatch):
         resolve(choose("flex"), replace(REQUEST, grad=False))
 
 
+def test_flex_with_too_large_heads_for_the_gpu_is_refused(monkeypatch):
+    """Fake tensors need no GPU. The error is Inductor's."""
+    error = "No valid triton configs. OutOfMemoryError: out of resource: Required: 262144 Hardware limit:232448"
+
+    def attend(*qkv, **options):
+        raise RuntimeError(f"{error}\n\nSet TORCHDYNAMO_VERBOSE=1")
+
+    monkeypatch.setattr("torch.utils._triton.has_triton", lambda: True)
+    monkeypatch.setitem(BACKENDS, "flex", replace(BACKENDS["flex"], attend=attend))
+    large = replace(REQUEST_CUDA, D=512, Dv=512, grad=False)
+    with FakeTensorMode(), pytest.raises(UserError, match=rf"flex cannot run on cuda \({error}\); set attention=naive"):
+        resolve(choose("flex"), large)
+    assert resolve(choose("flex"), replace(large, D=64, Dv=64)).resolved == "flex", "compiling takes seconds"
+
+
 # Models
 
 
@@ -169,14 +187,18 @@ def test_model_is_refused_if_one_of_its_layers_is_refused():
 def test_model_with_windows_resolves_to_the_kernels_of_its_layers(device, case):
     kernels, resolved = case
     model = GPTConfig(**GROUPED | dict(n_kv_head=None, n_embd=256, block_size=128, window=[32, None]))
-    options = dict(B=2, dtype=torch.bfloat16, device=device, grad=True)
+    options = dict(B=2, dtype=HALF, device=device, grad=True)
+    if device.type == "cuda":
+        resolve_or_skip(choose("flash"), REQUEST_CUDA)
     assert resolve_model(choose("sdpa", kernels), model, **options).resolved == resolved
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("compiled", ["true", "false"])
+@pytest.mark.parametrize("compiled", [pytest.param("true", marks=pytest.mark.compiles), "false"])
 @pytest.mark.parametrize(("device", "name"), per_device(cpu=TRAINS_ON_CPU, cuda=backends_on("cuda")))
 def test_model_trains_generates_and_is_planned_with_each_backend(train, sample, device, name, compiled):
+    if device.type == "cuda":
+        resolve_or_skip(choose(name), REQUEST_CUDA)
     settings = [f"attention={name}", f"device={device}", "dtype=bfloat16", f"compile={compiled}", "name=a"]
     assert train(*settings, "model.n_embd=64") == 0
     attention = json.loads(Path("runs/a/summary.json").read_text())["attention"]

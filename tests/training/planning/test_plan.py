@@ -63,12 +63,13 @@ def test_activations_grow_with_the_attention_scores_that_a_backend_saves(plan):
     assert activations("flash", 64, deep, "train.activation_checkpointing=block") < activations("flash", 64, deep) / 2
 
 
-def test_fsdp_divides_the_bytes_among_processes(plan):
-    alone = plan("train.batch_size=8").memory
-    split = plan("train.batch_size=8", "parallel=fsdp", "world_size=4").memory
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+def test_fsdp_divides_the_bytes_among_processes(plan, device):
+    settings = ["train.batch_size=8", f"device={device}", "compile=false"]
+    alone, split = plan(*settings).memory, plan(*settings, "parallel=fsdp", "world_size=4").memory
     for key in ("weights", "gradients", "optimizer state"):
         assert split[key] == alone[key] // 4
-    accumulating = plan("train.batch_size=8", "train.micro_batch_size=1", "parallel=fsdp", "world_size=4").memory
+    accumulating = plan(*settings, "train.micro_batch_size=1", "parallel=fsdp", "world_size=4").memory
     assert accumulating["gradients"] == alone["gradients"] // 4 + alone["gradients"]
 
 
