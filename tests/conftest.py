@@ -4,7 +4,6 @@ import os
 import shutil
 import signal
 from contextlib import chdir
-from importlib import import_module
 from pathlib import Path
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # `pytest &` in a script ignores Ctrl-C;
@@ -16,7 +15,7 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 import pytest
 import torch
-from helpers import TEXT, train_here
+from helpers import TEXT, run_command, train_here
 
 
 def pytest_collection_modifyitems(items):
@@ -32,6 +31,14 @@ def workdir(tmp_path, monkeypatch) -> Path:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "text.txt").write_text(TEXT, encoding="utf-8")
     return tmp_path
+
+
+@pytest.fixture
+def clock(monkeypatch) -> list[float]:
+    """The current time, which only the test changes."""
+    clock = [100.0]
+    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
+    return clock
 
 
 @pytest.fixture
@@ -68,10 +75,6 @@ def evaluate(workdir, capsys):
 
 
 def run_script(script: str, capsys, overrides: tuple[str, ...]) -> str:
-    from common.process import run_main
-    from configs.cli import parse_config
-
     capsys.readouterr()
-    config = parse_config(script, "", list(overrides))
-    assert run_main(import_module(script).main, config) == 0, capsys.readouterr().err
+    assert run_command(script, *overrides) == 0, capsys.readouterr().err
     return capsys.readouterr().out

@@ -84,11 +84,7 @@ def prepared(workdir, trained_run, exported_folder):
     return prepare
 
 
-@pytest.mark.parametrize(
-    "command",
-    [c for c in COMMANDS if c.is_slow or c not in RUN],
-    ids=lambda command: command.place,
-)
+@pytest.mark.parametrize("command", [c for c in COMMANDS if c.is_slow or c not in RUN], ids=lambda c: c.place)
 def test_command_composes(command, prepared, capsys):
     prepared(command)
     try:

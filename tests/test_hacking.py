@@ -90,15 +90,6 @@ def test_page_shows_every_change():
     assert {change.id for change in CHANGES} == {*CHECKS, "An activation", "An attention backend"}
 
 
-def copy_code(folder: Path) -> None:
-    """Copy all files that git tracks."""
-    names = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    for name in names.splitlines():
-        if (ROOT / name).is_file():
-            (folder / name).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(ROOT / name, folder / name)
-
-
 @pytest.mark.parametrize(("name", "diff", "commands"), CHANGES)
 def test_change_has_its_effect(name, diff, commands, workdir):
     changed_lines = re.findall(r"^(?:\+(?!\+\+ )|-(?!-- )).*", diff, re.MULTILINE)
@@ -106,7 +97,11 @@ def test_change_has_its_effect(name, diff, commands, workdir):
     assert len(re.findall(r"^\+\+\+ ", diff, re.MULTILINE)) <= MAX_FILES
 
     code = workdir / "code"
-    copy_code(code)
+    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for file in tracked.splitlines():
+        if (ROOT / file).is_file():
+            (code / file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(ROOT / file, code / file)
     (workdir / "change.diff").write_text(diff)
     environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(workdir), "OMP_NUM_THREADS": "1"}
     options = {"capture_output": True, "text": True, "env": environment}

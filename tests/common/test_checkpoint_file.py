@@ -13,31 +13,22 @@ from common.checkpoint_file import FORMAT, load_checkpoint, save_checkpoint
 from common.errors import UserError
 
 
-@pytest.mark.parametrize("moment", ["before torch.load", "before the weights"])
-def test_checkpoint_that_is_replaced_while_it_is_read_is_old_or_new(trained, workdir, monkeypatch, moment):
-    """torch.load opens a file more than once. At `moment`, another checkpoint takes its place."""
+@pytest.mark.parametrize(("owner", "name"), [(torch, "load"), (torch.UntypedStorage, "from_file")])
+def test_checkpoint_that_is_replaced_while_it_is_read_is_old_or_new(trained, workdir, monkeypatch, owner, name):
+    """torch.load opens a file more than once. Before torch.load, or before the weights, another one takes its place."""
     path = Path("runs/a/checkpoints/last.pt")
     old = load_checkpoint(path)
     new = {**old, "step": old["step"] + 1, "model": {name: weight + 1 for name, weight in old["model"].items()}}
     new["padding"] = torch.zeros(1000)  # changes the offsets in the file
     save_checkpoint(path, old)
-    replacements = [new]
+    replacements, function = [new], getattr(owner, name)
 
-    def replace_once():
+    def replace_and_call(*args, **kwargs):
         if replacements:
             save_checkpoint(path, replacements.pop())
+        return function(*args, **kwargs)
 
-    def replacing(function):
-        def call(*args, **kwargs):
-            replace_once()
-            return function(*args, **kwargs)
-
-        return call
-
-    if moment == "before torch.load":
-        monkeypatch.setattr(torch, "load", replacing(torch.load))
-    else:
-        monkeypatch.setattr(torch.UntypedStorage, "from_file", replacing(torch.UntypedStorage.from_file))
+    monkeypatch.setattr(owner, name, replace_and_call)
     content = load_checkpoint(path)
     assert not replacements, "it was never replaced"
     expected = old if content["step"] == old["step"] else new

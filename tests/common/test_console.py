@@ -1,8 +1,6 @@
-"""Formatting, and the progress bar and the lines that replace it."""
+"""Formatting, the progress bar and the lines that replace it, and text that is safe to print."""
 
 import re
-
-import pytest
 
 from common.console import (
     PlainConsole,
@@ -14,15 +12,7 @@ from common.console import (
     make_table,
     pluralize,
 )
-from common.errors import UNPRINTABLE
-
-
-@pytest.fixture
-def clock(monkeypatch):
-    """The current time, which only the test changes."""
-    clock = [100.0]
-    monkeypatch.setattr("time.perf_counter", lambda: clock[0])
-    return clock
+from common.errors import UNPRINTABLE, printable
 
 
 def test_progress_lines_show_the_remaining_time_of_the_work_since_the_start(clock, capsys):
@@ -60,6 +50,13 @@ def test_long_lines_are_broken_between_words_on_a_terminal_only(monkeypatch, cap
         console.print_text("  | one two three four five", "  | ")
         output = re.sub(r"\x1b\[\d*m| +$", "", capsys.readouterr().out, flags=re.MULTILINE)
         assert output == f"  | one two three{line_break}four five\n"
+
+
+def test_only_characters_that_control_a_terminal_are_replaced():
+    written = "日本\u3000語, 12\u00a0km, नमस्\u200cते, 👩\u200d🚀, e\u0301\n\tx"  # spaces, joiners and accents stay
+    assert printable(written) == written
+    for control in ("\x1b", "\x9b", "\r", "\x07", "\x7f", "\u202e", "\u2066"):
+        assert printable(f"a{control}b") == "a\ufffdb"
 
 
 def test_console_prints_no_control_characters_of_names(capsys):

@@ -4,6 +4,7 @@ import json
 import os
 
 import pytest
+from data_helpers import write_file
 
 from common.errors import TrainingFailed, UserError
 from common.run_dir import RunDir, find_checkpoint, find_run
@@ -46,10 +47,7 @@ def test_newest_run_with_a_checkpoint_is_found_also_in_sweeps(workdir):
     with pytest.raises(UserError, match=r"train one: python train.py"):
         find_run("last")
     for age, name in ((30, "old"), (10, "sweeps/s/seed=1"), (20, "middle")):
-        folder = workdir / "runs" / name / "checkpoints"
-        folder.mkdir(parents=True)
-        (folder / "last.pt").touch()
-        os.utime(folder / "last.pt", (1e9 - age, 1e9 - age))
+        os.utime(write_file(f"runs/{name}/checkpoints/last.pt", ""), (1e9 - age, 1e9 - age))
     (workdir / "runs/empty/checkpoints").mkdir(parents=True)
     assert str(find_run("last")) == "runs/sweeps/s/seed=1"
     assert str(find_run("old")) == "runs/old"
@@ -62,9 +60,7 @@ def test_newest_run_with_a_checkpoint_is_found_also_in_sweeps(workdir):
 
 def test_missing_checkpoint_is_refused_with_those_that_exist(workdir):
     for name in ("best", "other"):
-        path = workdir / f"runs/a/checkpoints/{name}.pt"
-        path.parent.mkdir(parents=True, exist_ok=True)
-        path.touch()
+        write_file(f"runs/a/checkpoints/{name}.pt", "")
     with pytest.raises(UserError, match=r"runs/a has no checkpoint last.pt; set run=runs/a checkpoint=best or other"):
         find_checkpoint("a", "last")
     assert find_checkpoint("a", "best").name == find_checkpoint("runs/a/checkpoints/best.pt", "last").name == "best.pt"

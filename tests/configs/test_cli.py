@@ -5,6 +5,7 @@ import subprocess
 import sys
 
 import pytest
+from data_helpers import write_file
 from helpers import ROOT, run_command
 from omegaconf import OmegaConf
 
@@ -61,8 +62,7 @@ def test_invalid_command_prints_one_line_and_writes_nothing(words, message, tmp_
         pytest.skip("this machine has CUDA")
     folder, without_torch = tmp_path / "folder", tmp_path / "without_torch"
     folder.mkdir()
-    without_torch.mkdir()
-    (without_torch / "torch.py").write_text("raise SystemExit('torch is imported before the command line is checked')")
+    write_file(f"{without_torch}/torch.py", "raise SystemExit('torch is imported before the command line is checked')")
     needs_torch = any(word.startswith(("device", "dtype", "attention=flash")) for word in words)
     environment = {} if needs_torch else {"PYTHONPATH": str(without_torch)}
     device = [] if "device=cuda" in words else ["device=cpu"]
@@ -75,29 +75,19 @@ def test_invalid_command_prints_one_line_and_writes_nothing(words, message, tmp_
     assert not list(folder.iterdir())
 
 
+OURS = {
+    "learning_rate": "optimizer.lr", "max_iters": "train.steps", "eval_interval": "eval.every", "out_dir": "name",
+    "gradient_accumulation_steps": "train.micro_batch_size", "train.hidden_size": "model.n_embd",
+    "stepss": "train.steps", "layers": "model.n_layer", "lrr": "optimizer.lr", "context": "model.block_size",
+    "batch": "train.batch_size or train.micro_batch_size", "embd": "model.n_embd", "save_every": "checkpoint.every",
+    "checkpoint_every": "checkpoint.every", "temp": "eval.sample.temperature",
+}  # fmt: skip
+
+
 @pytest.mark.parametrize(
     ("script", "words", "message"),
     [
-        *(
-            ("train", [f"{key}=1"], f"{key}: there is no such key (did you mean {ours}?)")
-            for key, ours in {
-                "learning_rate": "optimizer.lr",
-                "max_iters": "train.steps",
-                "eval_interval": "eval.every",
-                "out_dir": "name",
-                "gradient_accumulation_steps": "train.micro_batch_size",
-                "train.hidden_size": "model.n_embd",
-                "stepss": "train.steps",
-                "layers": "model.n_layer",
-                "lrr": "optimizer.lr",
-                "batch": "train.batch_size or train.micro_batch_size",
-                "context": "model.block_size",
-                "embd": "model.n_embd",
-                "save_every": "checkpoint.every",
-                "checkpoint_every": "checkpoint.every",
-                "temp": "eval.sample.temperature",
-            }.items()
-        ),
+        *(("train", [f"{key}=1"], f"{key}: there is no such key (did you mean {ours}?)") for key, ours in OURS.items()),
         ("sample", ["start=1"], "(did you mean prompt?)"),
         ("sample", ["temp=1"], "(did you mean temperature?)"),
         ("train", ["wandb=disabled"], "wandb=disabled must be a section; set its keys, such as wandb.mode"),

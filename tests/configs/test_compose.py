@@ -6,6 +6,7 @@ from math import nan
 from operator import attrgetter
 
 import pytest
+from data_helpers import write_file
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
@@ -196,22 +197,19 @@ WRONG_YAML = [
 
 @pytest.mark.parametrize(("content", "message"), WRONG_YAML, ids=[w[0] for w in WRONG_YAML])
 def test_invalid_yaml_files_are_refused(content, message, workdir, capsys):
-    (workdir / "own/experiment").mkdir(parents=True)
-    (workdir / "own/experiment/mine.yaml").write_text(f"{content}\n", errors="surrogateescape")
+    write_file("own/experiment/mine.yaml", f"{content}\n".encode(errors="surrogateescape"))
     assert re.search(message, error_message(capsys, "--config-dir", "own", "experiment=mine"))
 
 
 def test_attention_file_without_a_backend_is_refused(workdir, capsys):
-    (workdir / "own/attention").mkdir(parents=True)
-    (workdir / "own/attention/mine.yaml").write_text("kernels: [math]\n")
+    write_file("own/attention/mine.yaml", "kernels: [math]\n")
     message = "attention.backend is missing; set it in the YAML file"
     assert message in error_message(capsys, "--config-dir", "own", "attention=mine")
 
 
 @pytest.mark.parametrize("header", ["", "# @package _global_\n", "# mine\n# @package _global_\n", "\n# mine\n"])
 def test_words_win_over_an_experiment_of_the_user(header, workdir):
-    (workdir / "own/experiment").mkdir(parents=True)
-    (workdir / "own/experiment/mine.yaml").write_text(f"{header}train: {{steps: 7, batch_size: 3}}\n")
+    write_file("own/experiment/mine.yaml", f"{header}train: {{steps: 7, batch_size: 3}}\n")
     config = parse_config("train", "", ["--config-dir", "own", "experiment=mine", "train.batch_size=5"])
     assert (config.train.steps, config.train.batch_size) == (7, 5)
 

@@ -3,11 +3,9 @@
 import math
 
 from data_helpers import write_table
-from helpers import metrics, summary
+from helpers import metrics, run_command, summary
 
-from common.process import run_main
 from configs.cli import parse_config
-from train import main
 
 
 def test_gpt2_124m_is_nanogpts_recipe_for_any_number_of_devices(workdir):
@@ -28,7 +26,7 @@ def test_shrunken_gpt2_124m_trains_on_a_local_parquet(workdir):
     words = ["experiment=gpt2_124m", "data.path=web.parquet", "tokenizer=byte", "name=a", "device=cpu"]
     words += ["model.n_layer=2", "model.n_head=2", "model.n_embd=16", "model.block_size=32", "train.steps=2"]
     words += ["train.batch_size=4", "train.micro_batch_size=2", "eval.sample.max_new_tokens=4", "wandb.mode=disabled"]
-    assert run_main(main, parse_config("train", "", words)) == 0
+    assert run_command("train", *words) == 0
     losses = [row[key] for row in metrics("a") for key in ("train/loss", "val/loss") if key in row]
     assert len(losses) == 4
     assert all(abs(loss - math.log(summary("a")["vocab_size"])) < 0.5 for loss in losses)

@@ -13,13 +13,11 @@ import data_helpers as helpers
 import numpy as np
 import pytest
 from data_helpers import decode_split, mix, prepare_data, prepared_folders, read_ids
-from helpers import BPE, BYTE, CHAR, ROOT, TEXT_SOURCE, file_size_limit
+from helpers import BPE, BYTE, CHAR, ROOT, TEXT_SOURCE, file_size_limit, run_command
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from common.errors import TrainingFailed, UserError
-from common.process import run_main
-from configs.cli import parse_config
 from data import DataConfig, encode, python_stdlib, readers
 from data.sources import resolve_sources
 from data.tokenizer import end_of_text
@@ -149,10 +147,8 @@ def test_killed_preparation_is_repeated_with_identical_files_also_by_two_process
 
 def test_full_disk_is_reported_and_leaves_no_folder(workdir, capsys):
     """A limit on the file size makes the system refuse to write, as on a full disk."""
-    from prepare import main
-
     with file_size_limit(10_000):
-        code = run_main(main, parse_config("prepare", "", ["data=text", "data.path=text.txt", "tokenizer=byte"]))
+        code = run_command("prepare", "data=text", "data.path=text.txt", "tokenizer=byte")
     message = capsys.readouterr().err
     assert code == 1 and message.count("\n") == 1 and "text.bin: File too large; " in message
     assert not prepared_folders()

@@ -127,14 +127,11 @@ def test_url_is_downloaded(workdir):
 LINES, PAGES = ["", " = A title = \n", "", " A line of it . \n"] * 9, [f"page {n} " * 9 for n in range(100, 220)]
 # The files of each repository by configuration and split, settings, and the numbers of documents of both splits.
 WIKITEXT = {("wikitext-103-raw-v1", split): {f"wiki/{split}-0": LINES} for split in ("train", "validation", "test")}
+OPENWEBTEXT = {("plain_text", "train"): {"0": PAGES[:40], "1": PAGES[40:]}}
 FINEWEB = {("default", "train"): {"data/0": ["another config"]}, ("sample-10BT", "train"): {"sample/0": PAGES}}
 STORIES = {("default", "train"): {"data/train-0": PAGES[7:]}, ("default", "validation"): {"data/val-0": PAGES[:7]}}
 PRESETS = {
-    "openwebtext": (
-        {("plain_text", "train"): {"0": PAGES[:40], "1": PAGES[40:]}},
-        ["data.val_fraction=0.1"],
-        (108, 12),
-    ),
+    "openwebtext": (OPENWEBTEXT, ["data.val_fraction=0.1"], (108, 12)),
     "fineweb_edu": (FINEWEB, ["data.val_documents=20"], (100, 20)),
     "tinystories": (STORIES, [], (113, 7)),
     "wikitext": (WIKITEXT, [], (1, 1)),

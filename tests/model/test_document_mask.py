@@ -1,33 +1,21 @@
 """Document masks and windows in complete runs: data, training, resuming and sampling."""
 
-import json
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 import torch
-from helpers import BYTE, TEXT_SOURCE, TRAINS_ON_CPU
+from data_helpers import write_table
+from helpers import BYTE, TEXT_SOURCE, TRAINS_ON_CPU, metrics
 
 from data.loader import Loader
 from data.prepare import prepare
 
 
-def write_table(documents: list[str]) -> Path:
-    with open("table.jsonl", "w") as f:
-        f.writelines(json.dumps({"text": text}) + "\n" for text in documents)
-    return Path("table.jsonl")
-
-
-def build_loader(path: Path, T: int, document_mask: bool) -> Loader:
-    config = replace(TEXT_SOURCE, path=str(path), val_fraction=0.3, document_mask=document_mask)
-    prepared = prepare(config, BYTE, T)
-    return Loader(prepared, T, seed=0, document_mask=document_mask)
-
-
 def test_doc_ids_change_after_each_end_of_text(workdir):
     """Token 256 is the end-of-text token."""
-    path = write_table([f"document {n}" * (1 + n % 3) for n in range(30)])
-    loader, plain = build_loader(path, 40, True), build_loader(path, 40, False)
+    path = write_table("table.jsonl", text=[f"document {n}" * (1 + n % 3) for n in range(30)])
+    configs = [replace(TEXT_SOURCE, path=path, val_fraction=0.3, document_mask=mask) for mask in (True, False)]
+    loader, plain = (Loader(prepare(c, BYTE, 40), 40, seed=0, document_mask=c.document_mask) for c in configs)
     for split, count in (("train", sum(loader.windows)), ("val", loader.val_windows)):
         x, y, doc_ids = loader.batch(split, 0, count)
         assert doc_ids.shape == x.shape
@@ -44,19 +32,19 @@ def test_document_mask_of_a_single_document_is_refused(train, capsys):
 
 @pytest.mark.parametrize("position", ["rotary", "learned"])
 def test_every_backend_gives_the_same_losses_with_windows_and_document_masks(train, workdir, position):
-    path = write_table([f"the {n}th document says {n * n} and ends" for n in range(60)])
+    path = write_table("table.jsonl", text=[f"the {n}th document says {n * n} and ends" for n in range(60)])
     settings = [f"data.path={path}", "data.document_mask=true", "model.window=[5,null]", "tokenizer=byte",
                 "eval.windows=null", f"model.position={position}", "model.n_kv_head=1"]  # fmt: skip
     losses, first = {}, {}
     for name in TRAINS_ON_CPU:
         assert train(*settings, f"attention={name}", f"name={name}") == 0
-        rows = [json.loads(line) for line in (workdir / f"runs/{name}/metrics.jsonl").read_text().splitlines()]
+        rows = metrics(name)
         losses[name] = [row[key] for row in rows for key in ("train/loss", "val/loss") if key in row]
         first[name] = rows[0]["val/loss"], rows[1]["train/loss"]
     for name in TRAINS_ON_CPU:
         assert losses[name] == pytest.approx(losses["naive"], abs=1e-5)
     assert train(*settings, "data.document_mask=false", "name=plain") == 0
-    plain = [json.loads(line) for line in (workdir / "runs/plain/metrics.jsonl").read_text().splitlines()[:2]]
+    plain = metrics("plain")
     assert plain[0]["val/loss"] != first["naive"][0], "the mask has no effect in validation"
     assert plain[1]["train/loss"] != first["naive"][1], "the mask has no effect in training"
 

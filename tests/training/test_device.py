@@ -12,7 +12,7 @@ from training.device import resolve_compile, resolve_device, resolve_dtype
 CPU = torch.device("cpu")
 
 
-def test_devices_and_dtypes_are_resolved_or_refused(monkeypatch):
+def test_devices_dtypes_and_the_compiler_are_resolved_or_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     assert resolve_device("auto") == CPU
@@ -29,6 +29,9 @@ def test_devices_and_dtypes_are_resolved_or_refused(monkeypatch):
     with pytest.raises(UserError, match="dtype=int8 needs device=cpu, not cuda; set dtype=auto"):
         resolve_dtype("int8", torch.device("cuda"), trains=False)
     assert resolve_compile(None, CPU) is False
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    with pytest.raises(UserError, match=r"compile=true needs a C\+\+ compiler"):
+        resolve_compile(True, CPU)
 
 
 @pytest.mark.parametrize("has_bf16", [True, False])
@@ -44,9 +47,3 @@ def test_auto_is_float32_on_gpus_that_only_emulate_bfloat16(monkeypatch):
     """As a T4 or a V100. No fused attention kernel runs in emulated bfloat16."""
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation)
     assert resolve_dtype("auto", torch.device("cuda")) == torch.float32
-
-
-def test_compile_without_a_compiler_is_refused(monkeypatch):
-    monkeypatch.setattr("shutil.which", lambda name: None)
-    with pytest.raises(UserError, match=r"compile=true needs a C\+\+ compiler"):
-        resolve_compile(True, CPU)

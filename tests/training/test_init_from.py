@@ -4,6 +4,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from data_helpers import write_file
 from helpers import TINY, load, metrics, run_command
 
 FROM_A = ["train.init_from=run:a", "tokenizer=run", "tokenizer.run=a", "data.path=other.txt", "name=b"]
@@ -86,13 +87,10 @@ def test_advice_for_a_short_text_works(train, workdir, capsys, position):
 
 
 def test_mix_trains_and_a_changed_weight_is_refused(workdir, capsys):
-    folder = workdir / "own/data"
-    folder.mkdir(parents=True)
-    (folder / "both.yaml").write_text(
-        "defaults: [mix, text@mix.one, text@mix.two, _self_]\nname: both\n"
-        "mix: {one: {path: text.txt, weight: 3}, two: {path: other.txt}}\n"
-    )
-    (workdir / "other.txt").write_text("Something else entirely.\n" * 60)
+    sources = "mix: {one: {path: text.txt, weight: 3}, two: {path: other.txt}}\n"
+    defaults = "defaults: [mix, text@mix.one, text@mix.two, _self_]\nname: both\n"
+    write_file("own/data/both.yaml", defaults + sources)
+    write_file("other.txt", "Something else entirely.\n" * 60)
     words = ["--config-dir", "own", *TINY[:-2], "data=both", "name=m"]
     assert run_command("train", *words) == 0
     assert "both" in capsys.readouterr().out

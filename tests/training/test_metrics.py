@@ -33,18 +33,15 @@ def test_rows_are_written_several_at_a_time(tmp_path):
 
 def test_resuming_removes_later_rows_and_incomplete_lines(tmp_path):
     path = tmp_path / "metrics.jsonl"
-    path.write_text('{"step": 0}\n{"step": 1}\n{"step": 2}\n{"step": 3}\n\0\0\n{"step": 4, "tr')
+    rows = '{"step": 0}\n{"step": 1, "val/loss": 3}\n{"step": 2}\n{"step": 3, "val/loss": 2}\n'
+    path.write_text(rows + '\0\0\n{"step": 4, "tr')
     metrics = logger(tmp_path, step=2)
+    assert metrics.last == {"step": 2, "val/loss": 3}, "the newest values until step 2"
     metrics.log({"step": 3, "again": True})
     metrics.flush()
-    assert read_jsonl(path) == [{"step": 0}, {"step": 1}, {"step": 2}, {"step": 3, "again": True}]
+    assert read_jsonl(path) == [{"step": 0}, {"step": 1, "val/loss": 3}, {"step": 2}, {"step": 3, "again": True}]
     logger(tmp_path)
     assert path.read_text() == ""
-
-
-def test_newest_values_of_a_resumed_run_are_from_earlier_steps(tmp_path):
-    (tmp_path / "metrics.jsonl").write_text('{"step": 1, "val/loss": 3}\n{"step": 2}\n{"step": 3, "val/loss": 2}\n')
-    assert logger(tmp_path, step=2).last == {"step": 2, "val/loss": 3}
 
 
 @pytest.mark.parametrize("key", ["train/loss", "val/loss"])

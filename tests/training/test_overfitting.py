@@ -45,9 +45,7 @@ def test_patience_ends_the_run_and_a_larger_one_resumes_it(short_text, train, ca
     assert (Path("runs/a") / "loss.png").exists()
 
     assert train("name=a", *OVERFIT, "train.steps=60", "train.patience=2") == 0
-    assert (
-        f"runs/a is finished at step {max(recorded)}; set a larger train.steps (or train.patience)"
-        in capsys.readouterr().out
-    )
+    advice = "set a larger train.steps (or train.patience)"
+    assert f"runs/a is finished at step {max(recorded)}; {advice}" in capsys.readouterr().out
     assert train("name=a", *OVERFIT, "train.steps=60", "train.patience=4") == 0
     assert summary("a")["step"] == best_step + 4 * 5

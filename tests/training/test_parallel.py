@@ -14,6 +14,8 @@ from common.errors import UserError
 from configs.cli import parse_config
 from training.device import resolve_runtime
 
+WARMUP = "schedule.warmup_steps=1000000"  # the learning rate does not depend on the number of steps
+
 
 def assert_same_tensors(a: dict, b: dict, **tolerance):
     for name, tensor in a["model"].items():
@@ -26,14 +28,9 @@ def assert_same_tensors(a: dict, b: dict, **tolerance):
 @pytest.mark.slow
 def test_two_sharded_processes_train_like_one(train, workdir):
     """With Muon, accumulation, activation checkpointing, tied embeddings, and everything that an evaluation does."""
-    settings = [
-        "model=gpt2",
-        *(f"model.{key}={value}" for key, value in {"n_layer": 2, "n_head": 2, "n_embd": 16, "block_size": 16}.items()),
-        "optimizer=muon",
-        "eval.attention_stats=true",
-    ]
-    finish(torchrun(2, "name=two", "parallel=fsdp", "train.micro_batch_size=2", *settings,
-                    "train.activation_checkpointing=block"))  # fmt: skip
+    settings = ["model=gpt2", "optimizer=muon", "eval.attention_stats=true"]
+    sharded = ["parallel=fsdp", "train.micro_batch_size=2", "train.activation_checkpointing=block"]
+    finish(torchrun(2, "name=two", *sharded, *settings))
     assert train("name=one", *SINGLE, *settings) == 0
     assert_same_curve(metrics("one"), metrics("two"))
     assert [row.get("sample") for row in metrics("one")] == [row.get("sample") for row in metrics("two")]
@@ -45,8 +42,7 @@ def test_two_sharded_processes_train_like_one(train, workdir):
 
 @pytest.mark.slow
 def test_killed_sharded_run_resumes_on_other_numbers_of_processes_and_with_ddp(train, workdir):
-    warmup = "schedule.warmup_steps=1000000"  # the learning rate does not depend on the number of steps
-    process = torchrun(4, "name=a", "train.steps=1000000", "eval.every=1000000", warmup, "parallel=fsdp")
+    process = torchrun(4, "name=a", "train.steps=1000000", "eval.every=1000000", WARMUP, "parallel=fsdp")
     last = workdir / "runs/a/checkpoints/last.pt"
     while process.poll() is None and not last.exists():
         time.sleep(0.05)
@@ -57,7 +53,7 @@ def test_killed_sharded_run_resumes_on_other_numbers_of_processes_and_with_ddp(t
     assert process.returncode == 1
 
     step = load("a")["step"]
-    settings = ["eval.every=1000000", warmup]
+    settings = ["eval.every=1000000", WARMUP]
     finish(torchrun(2, "name=a", f"train.steps={step + 6}", *settings, "parallel=fsdp"))
     finish(torchrun(2, "name=a", f"train.steps={step + 12}", *settings, "parallel=ddp"))
     finish(torchrun(4, "name=a", f"train.steps={step + 18}", *settings, "parallel=fsdp"))
@@ -73,10 +69,9 @@ def test_killed_sharded_run_resumes_on_other_numbers_of_processes_and_with_ddp(t
 def test_more_processes_than_rows_save_and_resume(train):
     """Each of four processes has one or two rows of most tensors, and none of some."""
     tiny = ["model.n_head=1", "model.n_embd=2", "eval.sample.max_new_tokens=0"]
-    warmup = "schedule.warmup_steps=1000000"  # the learning rate does not depend on the number of steps
-    finish(torchrun(4, "name=a", "parallel=fsdp", "train.steps=3", warmup, *tiny))
-    finish(torchrun(4, "name=a", "parallel=fsdp", warmup, *tiny))
-    assert train("name=b", *SINGLE, warmup, *tiny) == 0
+    finish(torchrun(4, "name=a", "parallel=fsdp", "train.steps=3", WARMUP, *tiny))
+    finish(torchrun(4, "name=a", "parallel=fsdp", WARMUP, *tiny))
+    assert train("name=b", *SINGLE, WARMUP, *tiny) == 0
     losses_a, losses_b = ([row.get("train/loss") for row in metrics(name)] for name in "ab")
     assert losses_a == pytest.approx(losses_b, abs=1e-5)
 

@@ -23,12 +23,13 @@ def test_cosine_equals_the_schedule_of_nanogpt(iteration):
     assert 1e-3 * fraction == pytest.approx(nanogpt_lr(iteration))
 
 
-def test_wsd_warms_up_stays_constant_and_decays_linearly():
-    config = ScheduleConfig("wsd", warmup_steps=10, final_fraction=0.0, decay_fraction=0.5)
-    fractions = [lr_scale(config, i, 110, i / 110) for i in range(110)]
-    assert fractions[:10] == pytest.approx([(i + 1) / 11 for i in range(10)])
-    assert fractions[10:60] == pytest.approx([1.0] * 50)
-    assert fractions[60:] == pytest.approx([1 - i / 50 for i in range(50)])
+def test_linear_schedule_decays_after_the_warmup_and_wsd_first_stays_constant():
+    linear = ScheduleConfig("linear", warmup_steps=10, final_fraction=0.2, decay_fraction=None)
+    wsd = ScheduleConfig("wsd", warmup_steps=10, final_fraction=0.0, decay_fraction=0.5)
+    constant_then_linear = [1.0] * 50 + [1 - i / 50 for i in range(50)]
+    for config, expected in ((linear, [1 - 0.8 * i / 100 for i in range(100)]), (wsd, constant_then_linear)):
+        fractions = [lr_scale(config, i, 110, i / 110) for i in range(110)]
+        assert fractions == pytest.approx([(i + 1) / 11 for i in range(10)] + expected), config.name
 
 
 @settings(max_examples=50)
@@ -41,10 +42,3 @@ def test_schedules_stay_between_final_fraction_and_peak(name, warmup, steps, fin
     for i in range(steps or 100):
         fraction = lr_scale(config, i, steps, i / (steps or 100))
         assert (0 if i < warmup else final) - 1e-9 <= fraction <= 1 + 1e-9
-
-
-def test_linear_schedule_decays_from_the_end_of_the_warmup_to_final_fraction():
-    config = ScheduleConfig("linear", warmup_steps=10, final_fraction=0.2, decay_fraction=None)
-    fractions = [lr_scale(config, i, 110, i / 110) for i in range(110)]
-    assert fractions[:10] == pytest.approx([(i + 1) / 11 for i in range(10)])
-    assert fractions[10:] == pytest.approx([1 - 0.8 * i / 100 for i in range(100)])

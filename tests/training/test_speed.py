@@ -3,18 +3,9 @@
 import pytest
 import torch
 
-from training import speed as speed_module
 from training.speed import GPU_PEAK, WARMUP_STEPS, Speed, peak_flops, time_calls
 
 CPU = torch.device("cpu")
-
-
-@pytest.fixture
-def clock(monkeypatch) -> list[float]:
-    """The current time, which only the test changes."""
-    clock = [0.0]
-    monkeypatch.setattr(speed_module.time, "perf_counter", lambda: clock[0])
-    return clock
 
 
 def test_step_metrics_exclude_time_between_steps(clock):

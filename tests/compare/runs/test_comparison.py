@@ -74,11 +74,6 @@ def test_no_difference_between_runs_on_different_data(tmp_path):
         assert (row.pairs, row.difference, row.divergence) == expected
 
 
-def test_world_size_is_part_of_a_setting(tmp_path):
-    runs = [write_run(tmp_path / f"run{n}", seed=n, world_size=n) for n in (1, 2)]
-    assert labels(runs) == ["run1: world_size=1", "run2: world_size=2"]
-
-
 def test_statistics_match_hand_calculations(tmp_path):
     base, other = {1: 1.0, 2: 1.2, 3: 1.4}, {1: 1.1, 2: 1.2, 4: 9.0}
     losses = [5.0] * 250
@@ -173,6 +168,8 @@ def test_labels_have_names_and_differences(tmp_path):
     assert labels(runs[:1]) == ["a"] and labels(runs[:2]) == ["a and 1 more"]
     assert labels([runs[0], runs[2]]) == ["a: optimizer.lr=0.001", "c: optimizer.lr=0.003"]
     assert len(read_settings([runs[0], runs[0]])[0].runs) == 1
+    runs = [write_run(tmp_path / f"run{n}", seed=n, world_size=n) for n in (1, 2)]
+    assert labels(runs) == ["run1: world_size=1", "run2: world_size=2"]
 
 
 def test_labels_of_a_sweep_are_its_swept_keys(tmp_path):

@@ -51,10 +51,13 @@ if f"name=sweeps/s/{os.environ.get('SIGNAL_JOB')}" in sys.orig_argv:
 """
 
 
-def sweep(*overrides: str, **environment: str) -> subprocess.Popen:
-    command, pipe = [sys.executable, str(ROOT / "train.py"), "-m", *TINY, *overrides], subprocess.PIPE
-    options = {"env": os.environ | {"OMP_NUM_THREADS": "1"} | environment, "start_new_session": True}
-    return subprocess.Popen(command, text=True, stdout=pipe, stderr=pipe, **options)
+def sweep(*overrides: str, code: int = 0, **environment: str) -> tuple[str, str]:
+    """Run a sweep that ends with this exit code -> stdout, stderr."""
+    command, environment = [sys.executable, ROOT / "train.py", "-m", *TINY, *overrides], os.environ | environment
+    options = {"env": environment | {"OMP_NUM_THREADS": "1"}, "start_new_session": True, "timeout": TIMEOUT_S}
+    done = subprocess.run(command, capture_output=True, text=True, **options)
+    assert done.returncode == code, done.stderr
+    return done.stdout, done.stderr
 
 
 def comparison() -> list[dict]:
@@ -72,26 +75,20 @@ def test_killed_interrupted_and_extended_sweep_runs_only_missing_jobs(train, wor
     (workdir / "site").mkdir()
     (workdir / "site/sitecustomize.py").write_text(SITECUSTOMIZE)
     site = str(workdir / "site")
-    process = sweep(*LONG, "seed=1,2", PYTHONPATH=site, SIGNAL_JOB="seed=1", SIGNAL="SIGKILL")
-    out, err = process.communicate(timeout=TIMEOUT_S)
-    assert process.returncode == 1, err
+    out, _ = sweep(*LONG, "seed=1,2", code=1, PYTHONPATH=site, SIGNAL_JOB="seed=1", SIGNAL="SIGKILL")
     assert "seed=1  failed: killed by SIGKILL (runs/sweeps/s/seed=1/train.log)  (1 to go" in out
     assert re.search(r"seed=2 +val loss", out)
     assert (summary("sweeps/s/seed=1")["status"], summary("sweeps/s/seed=2")["status"]) == ("running", "finished")
     untouched = {path: path.stat().st_mtime for path in Path("runs/sweeps/s/seed=2").rglob("*")}
 
-    process = sweep(*LONG, "seed=1,2,3", PYTHONPATH=site, SIGNAL_JOB="seed=3", SIGNAL="SIGINT")
-    out, err = process.communicate(timeout=TIMEOUT_S)
-    assert process.returncode == 75, err
+    out, err = sweep(*LONG, "seed=1,2,3", code=75, PYTHONPATH=site, SIGNAL_JOB="seed=3", SIGNAL="SIGINT")
     assert "1 of them finished before" in out and "seed=3: stopping after this step, and saving" in out
     assert "resume with the same command and name=s" in err
     assert (summary("sweeps/s/seed=1")["status"], summary("sweeps/s/seed=3")["status"]) == ("finished", "interrupted")
     stopped = summary("sweeps/s/seed=3")["step"]
     assert 40 <= stopped < 60
 
-    process = sweep(*LONG, "seed=1,2,3")
-    out, err = process.communicate(timeout=TIMEOUT_S)
-    assert process.returncode == 0, err
+    sweep(*LONG, "seed=1,2,3")
     assert f"resumed from step {stopped}" in Path("runs/sweeps/s/seed=3/train.log").read_text()
     assert untouched == {path: path.stat().st_mtime for path in Path("runs/sweeps/s/seed=2").rglob("*")}
     assert {path.name for path in workdir.iterdir()} == {"text.txt", "data", "runs", "site"}
@@ -129,9 +126,7 @@ def test_job_saves_a_checkpoint_before_submitit_requeues_it(train, workdir, monk
 @pytest.mark.slow
 def test_refused_backend_is_a_row_and_wandb_gets_the_group_and_the_comparison(workdir):
     settings = ["name=s", "model.dropout=0.1", "wandb.mode=offline", "train.steps=3"]
-    process = sweep(*settings, "attention=sdpa,flash")
-    out, err = process.communicate(timeout=TIMEOUT_S)
-    assert process.returncode == 0, err
+    out, _ = sweep(*settings, "attention=sdpa,flash")
     refusal = "attention=flash on cpu does not support dropout; set model.dropout=0, or attention=naive or sdpa"
     assert f"refused: {refusal}" in out
     rows = {row["setting"]: row for row in comparison()}
@@ -149,9 +144,8 @@ def test_refused_backend_is_a_row_and_wandb_gets_the_group_and_the_comparison(wo
     assert all(key in logged for key in ("comparison", "comparison_picture", "comparison_report")), logged
 
     # A sweep with the same name and other settings is refused.
-    process = sweep(*settings, "attention=sdpa,flash", "optimizer.lr=0.03", "train.steps=5")
-    out, err = process.communicate(timeout=TIMEOUT_S)
-    assert (process.returncode, out) == (2, "")
+    out, err = sweep(*settings, "attention=sdpa,flash", "optimizer.lr=0.03", "train.steps=5", code=2)
+    assert out == ""
     assert "attention=sdpa was trained with optimizer.lr=0.01 (now 0.03); restore the old values, or set another" in err
     assert summary("sweeps/s/attention=sdpa")["status"] == "finished"
 
@@ -159,9 +153,7 @@ def test_refused_backend_is_a_row_and_wandb_gets_the_group_and_the_comparison(wo
 @pytest.mark.slow
 def test_submitit_trains_jobs(workdir):
     pytest.importorskip("submitit")
-    process = sweep("name=s", "seed=1,2", "model.dropout=0.1", "attention=sdpa,flash", "hydra/launcher=submitit_local")
-    out, err = process.communicate(timeout=TIMEOUT_S)
-    assert process.returncode == 0, err
+    out, _ = sweep("name=s", "seed=1,2", "model.dropout=0.1", "attention=sdpa,flash", "hydra/launcher=submitit_local")
     assert re.search(r"^attention=sdpa,seed=2 +val loss", out, re.MULTILINE), out
     assert [row["status"] for row in comparison()] == ["2 finished", "refused"]
 
@@ -197,8 +189,6 @@ def test_second_ctrl_c_kills_a_job_that_hangs(workdir, monkeypatch):
 
 
 def test_sweep_under_torchrun_is_refused(workdir):
-    process = sweep("seed=1,2", RANK="0", WORLD_SIZE="2")
-    _, err = process.communicate(timeout=TIMEOUT_S)
-    assert process.returncode == 2
+    _, err = sweep("seed=1,2", code=2, RANK="0", WORLD_SIZE="2")
     assert "-m starts one process per run and does not work under torchrun" in err
     assert not Path("runs").exists()

@@ -4,15 +4,14 @@ import warnings
 
 import pytest
 import torch
-from helpers import BYTE, metrics
+from helpers import BYTE, metrics, run_command
 
-from common.process import run_main
-from configs.cli import parse_config
 from data import tokenizer
 from model.attention.head_statistics import uniform_entropy
 from model.generation.attention_plots import plot_attention
 
 MATH, WHITESPACE, OTHER = ["$x$", r"$\frac{", "{}", "_^%#"], ["\n    ", "\t\r", ""], ["\x00", "\ud800", "a" * 99]
+MAP = ["run=a", "attention_map=true"]
 DIFFICULT_TOKENS = [*MATH, *WHITESPACE, *OTHER, "日本語", "مرحبا"]
 
 
@@ -52,14 +51,8 @@ def test_training_logs_attention_maps_at_evaluations(train, workdir):
     assert not (workdir / "runs/b/attention").exists()
 
 
-def run_sample(*overrides):
-    from sample import main
-
-    return run_main(main, parse_config("sample", "", ["run=a", "attention_map=true", *overrides]))
-
-
 def test_attention_map_of_a_long_sample_shows_its_end(trained, workdir, capsys):
-    assert run_sample("max_new_tokens=40") == 0
+    assert run_command("sample", *MAP, "max_new_tokens=40") == 0
     err = capsys.readouterr().err
     assert "written  runs/a/attention/layer-*.png, overview.png of the last 16 tokens" in err
     assert f"entropy of uniform attention: {uniform_entropy(16):.2f} nats" in err
@@ -67,17 +60,14 @@ def test_attention_map_of_a_long_sample_shows_its_end(trained, workdir, capsys):
     assert names == {"layer-01.png", "layer-02.png", "overview.png"}
 
 
-def test_attention_map_without_a_prompt_shows_the_sample(trained, monkeypatch, capsys):
+def test_attention_map_shows_the_sample_or_a_prompt_of_several_tokens(trained, monkeypatch, capsys):
     shown = []
     monkeypatch.setattr("model.generation.attention_plots.plot_attention", lambda *args, **_: shown.append(args[2:]))
-    assert run_sample("max_new_tokens=3") == 0
+    assert run_command("sample", *MAP, "max_new_tokens=3") == 0
     _, (words,), _ = shown
     assert len(words) == 3
     capsys.readouterr()
-    assert run_sample("prompt=The 7") == 0 and len(shown) == 6
+    assert run_command("sample", *MAP, "prompt=The 7") == 0 and len(shown) == 6
     assert capsys.readouterr().out == "", "no sample"
-
-
-def test_attention_map_of_one_token_is_refused(trained, capsys):
-    assert run_sample("prompt=T") == 2
+    assert run_command("sample", *MAP, "prompt=T") == 2
     assert "set a longer prompt, or none" in capsys.readouterr().err

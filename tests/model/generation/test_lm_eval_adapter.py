@@ -12,14 +12,8 @@ from data import tokenizer
 
 lm_eval = pytest.importorskip("lm_eval", reason="NOT RUN: needs lm-eval")
 WORDS = tokenizer.build_tokenizer(BPE, ["the cat and the hat and the bat sat\n" * 20], True)
-PAIRS = [
-    ("the cat sat", " on the mat"),
-    ("the ", "hat"),
-    ("", "the bat"),
-    (" ", "x"),
-    ("the hat and the bat " * 20, "é"),
-    ("the cat", " and the hat" * 10),
-]
+PAIRS = [("the cat sat", " on the mat"), ("the ", "hat"), ("", "the bat"), (" ", "x")]
+PAIRS += [("the hat and the bat " * 20, "é"), ("the cat", " and the hat" * 10)]
 
 
 def make_adapter(encoding):
