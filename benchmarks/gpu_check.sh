@@ -5,9 +5,12 @@
 #     benchmarks/gpu_check.sh                         all parts: about ten minutes on an H100
 #     benchmarks/gpu_check.sh tests backends bench    without a network; the other parts are nanogpt and generation
 #
-# It writes runs/gpu-check.md, a page that can be pasted into an issue. nanogpt and generation clone nanoGPT, or use the
-# checkout NANOGPT; nanogpt downloads GPT-2's vocabulary. PYTEST, TRAIN and BENCH are more words for these commands, as
-# in TRAIN="train.steps=20" benchmarks/gpu_check.sh backends. The exit code is 1 if a part fails.
+# It writes runs/gpu-check.md, a page that can be pasted into an issue. The exit code is 1 if a part fails. nanogpt and
+# generation clone nanoGPT, and nanogpt downloads GPT-2's vocabulary. Environment variables:
+#
+#     NANOGPT                the absolute path of a checkout of nanoGPT, instead of a clone
+#     PYTEST, TRAIN, BENCH   more words for these commands: TRAIN="train.steps=20" benchmarks/gpu_check.sh backends
+#     SLOWER                 factor of all time limits, 1 by default: set SLOWER=3 for a smaller GPU
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
 python=${PYTHON:-python} page=runs/gpu-check.md name=gpu-check-$(date +%H%M%S) failed=0
@@ -48,7 +51,7 @@ fi
 if has backends; then
   model="model.n_layer=6 model.n_head=6 model.n_embd=384 model.block_size=1024 train.batch_size=16"
   for backend in naive sdpa flash cudnn flex; do
-    check "attention=$backend" 25 0 $python train.py device=cuda attention=$backend name="$name-$backend" $model \
+    check "attention=$backend" 25 0 $python train.py device=cuda attention="$backend" name="$name-$backend" $model \
       train.steps=100 eval.every=100 compile=false ${TRAIN:-}
   done
   check "comparison" 15 45 $python compare.py runs/"$name"-*

@@ -1,14 +1,18 @@
 """The loss: chunks, padded vocabularies, and one step of each model preset with its golden values."""
 
+from types import SimpleNamespace
+
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_helpers import VARIANTS, make_model, random_tokens
+from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from configs.cli import parse_config
 from data.loader import IGNORE_INDEX
+from model import loss as loss_module
 from model.attention import get_attention_fn
 from model.gpt import GPT
 from model.loss import linear_cross_entropy
@@ -95,6 +99,17 @@ def test_at_most_one_chunk_of_logits_is_in_memory():
         with OperationRecorder() as recorder:
             linear_cross_entropy(x, weight, targets, 1000, chunk_logits=chunk).backward()
         assert recorder.elements == largest
+
+
+def test_chunks_on_cuda_have_up_to_a_sixteenth_of_its_memory(monkeypatch):
+    """Fake tensors need no GPU. One of 8,192 bytes stores 128 float32 logits in a sixteenth: two rows of 64."""
+    calls = []
+    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=8192))
+    monkeypatch.setattr(loss_module, "_ChunkedCrossEntropy", SimpleNamespace(apply=lambda *a: calls.append(a) or 0.0))
+    with FakeTensorMode():
+        x, weight = torch.empty(9, 4, device="cuda"), torch.empty(64, 4, device="cuda")
+        linear_cross_entropy(x, weight, torch.empty(9, dtype=torch.int64, device="cuda"), 64, "sum")
+    assert [chunk for *_, chunk, _, _ in calls] == [2]
 
 
 @pytest.mark.parametrize("chunk", [1, 10**9])
