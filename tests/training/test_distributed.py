@@ -99,8 +99,7 @@ def test_failing_rank_ends_the_others_and_its_error_is_shown(workdir):
     process = torchrun(2, "name=a", "train.steps=100000", script=write_train_script(CRASH_ON_RANK_1))
     _, err = process.communicate(timeout=600)
     assert process.returncode == 1
-    assert "ZeroDivisionError: what went wrong on this rank" in err
-    assert re.search(r"Root Cause.*\n.*\n.*\n.*\n +rank +: 1 ", err)
+    assert re.findall(r"\w+Error: .*", err)[0] == "ZeroDivisionError: what went wrong on this rank"
     assert summary("a")["status"] == "failed"
 
 
