@@ -1,8 +1,8 @@
 #!/usr/bin/env bash
 # Check trilGPT on an NVIDIA GPU: tests, a run with each attention backend, and its speed beside other programs.
 #
-#     pip install -e ".[dev]" transformers
-#     benchmarks/gpu_check.sh                         all parts: about ten minutes on an H100
+#     pip install -e ".[dev]"
+#     benchmarks/gpu_check.sh                         all parts, in ten minutes at most
 #     benchmarks/gpu_check.sh tests backends bench    without a network; the other parts are nanogpt and generation
 #
 # It writes runs/gpu-check.md, a page that can be pasted into an issue. The exit code is 1 if a part fails. nanogpt and
@@ -10,21 +10,29 @@
 #
 #     NANOGPT                the absolute path of a checkout of nanoGPT, instead of a clone
 #     PYTEST, TRAIN, BENCH   more words for these commands: TRAIN="train.steps=20" benchmarks/gpu_check.sh backends
-#     SLOWER                 factor of all time limits, 1 by default: set SLOWER=3 for a smaller GPU
+#     MINUTES                time limit of all parts together, 10 by default: set more for a slower GPU
+#     PYTHON                 the interpreter, python by default
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
 python=${PYTHON:-python} page=runs/gpu-check.md name=gpu-check-$(date +%H%M%S) failed=0
-parts=" ${*:-tests backends bench nanogpt generation} "
+parts="${*:-tests backends bench nanogpt generation}"
+for part in $parts; do
+  case $part in tests | backends | bench | nanogpt | generation) ;; *)
+    echo "gpu_check.sh: there is no part $part; use tests, backends, bench, nanogpt or generation" >&2
+    exit 2 ;;
+  esac
+done
 work=$(mktemp -d)
 trap 'rm -rf "$work"' EXIT
+trap 'exit 130' INT
 mkdir -p runs
 
-# check TITLE SECONDS LINES COMMAND...: runs a command, and adds its last lines to the page, or 45 if it fails
+# check TITLE LINES COMMAND...: runs a command, and adds its last lines to the page, or 45 if it fails
 check() {
-  local title=$1 limit=$2 lines=$3 started=$SECONDS code=0 result=ok
-  shift 3
+  local title=$1 lines=$2 started=$SECONDS code=0 result=ok limit=$((${MINUTES:-10} * 60 - SECONDS))
+  shift 2
   printf '%s ... ' "$title" >&2
-  timeout $((limit * ${SLOWER:-1})) "$@" >"$work/output" 2>&1 || code=$?
+  timeout --foreground -k 10 $((limit > 0 ? limit : 1)) "$@" >"$work/output" 2>&1 || code=$?
   if [ $code = 124 ]; then result="stopped by the time limit"; elif [ $code != 0 ]; then result="exit code $code"; fi
   [ $code = 0 ] || { failed=1; lines=45; }
   echo "$result, $((SECONDS - started)) s" >&2
@@ -33,7 +41,7 @@ check() {
   printf '```\n' >>"$page"
 }
 
-has() { [[ $parts == *" $1 "* ]]; }
+has() { [[ " $parts " == *" $1 "* ]]; }
 
 describe="import sys, torch; d = torch.cuda.get_device_properties(0)
 print(f'{d.name}, {d.total_memory / 2**30:.0f} GiB, compute capability {d.major}.{d.minor}, number of GPUs: {torch.cuda.device_count()}')
@@ -46,30 +54,31 @@ driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null
 printf '# GPU check\n\n%s\n\ndriver %s, commit %s, %s\n' "$gpu" "${driver:-unknown}" "$(git rev-parse --short HEAD)" "$(date -I)" >"$page"
 
 if has tests; then
-  check "tests" 170 20 $python -m pytest -m gpu -n auto ${PYTEST:-}
+  check "tests" 20 $python -m pytest -m gpu -n auto ${PYTEST:-}
 fi
 if has backends; then
   model="model.n_layer=6 model.n_head=6 model.n_embd=384 model.block_size=1024 train.batch_size=16"
   for backend in naive sdpa flash cudnn flex; do
-    check "attention=$backend" 25 0 $python train.py device=cuda attention="$backend" name="$name-$backend" $model \
+    check "attention=$backend" 0 $python train.py device=cuda attention="$backend" name="$name-$backend" $model \
       train.steps=100 eval.every=100 compile=false ${TRAIN:-}
   done
-  check "comparison" 15 45 $python compare.py runs/"$name"-*
+  check "comparison" 45 $python compare.py runs/"$name"-*
 fi
 if has bench; then
-  check "bench" 70 99 $python bench.py device=cuda name="$name" "dtypes=[bfloat16]" "block_sizes=[256,1024,4096]" rounds=3 ${BENCH:-}
+  check "bench" 99 $python bench.py device=cuda name="$name" "dtypes=[bfloat16]" \
+    "block_sizes=[1024,4096]" compile=false rounds=3 seconds=0.1 ${BENCH:-}
 fi
 if has nanogpt || has generation; then
   nanogpt=${NANOGPT:-$work/nanoGPT}
-  [ -d "$nanogpt" ] || check "nanoGPT" 60 0 git clone -q --depth 1 https://github.com/karpathy/nanoGPT "$nanogpt"
+  [ -d "$nanogpt" ] || check "nanoGPT" 0 git clone -q --depth 1 https://github.com/karpathy/nanoGPT "$nanogpt"
 fi
 if has nanogpt; then
   cat "$($python -c 'import os; print(os.path.dirname(os.__file__))')"/*.py >"$work/text.txt"
-  check "training step of GPT-2 124M" 160 9 $python benchmarks/nanogpt_speed.py step "$nanogpt" "$work/text.txt" \
+  check "training step of GPT-2 124M" 9 $python benchmarks/nanogpt_speed.py step "$nanogpt" "$work/text.txt" \
     --recipe gpt2_124m --rounds 1
 fi
 if has generation; then
-  check "generation" 60 45 $python benchmarks/generation_speed.py "$nanogpt" --device cuda --dtype bfloat16 --rounds 3
+  check "generation" 45 $python benchmarks/generation_speed.py "$nanogpt" --device cuda --dtype bfloat16 --rounds 3
 fi
 echo "written $page" >&2
 exit $failed

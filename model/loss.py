@@ -31,7 +31,7 @@ def linear_cross_entropy(
     weight (rows, C): rows from vocab_size on are padding.
     targets (N): token ids; IGNORE_INDEX is not counted.
     reduction: "mean" or "sum" over the counted targets.
-    chunk_logits: more logits are computed in chunks, to save memory. None: 1/16 of a GPU's memory, or CHUNK_LOGITS.
+    chunk_logits: more logits are computed in chunks, to save memory. None: CHUNK_LOGITS, or 1/16 of a GPU's memory.
     softcap: bound of the logits (model/attention/softcap.py).
 
     float16 logits are never chunked: GradScaler must scale their gradients before they are rounded.

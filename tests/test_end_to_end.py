@@ -213,13 +213,14 @@ class WaitIsAnError(TorchDispatchMode):
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 @pytest.mark.parametrize("optimizer", OPTIMIZERS)
-def test_no_step_and_no_validation_window_waits_for_the_gpu(train, monkeypatch, device, optimizer):
+def test_no_step_and_no_validation_window_waits_for_the_gpu(train, monkeypatch, request, device, optimizer):
     mode, read_batch, end_step, set_training = WaitIsAnError(), Loader.batch, Speed.end_step, GPT.train
     monkeypatch.setattr(Loader, "batch", lambda *a: (read_batch(*a), mode.set_active(True))[0])
     monkeypatch.setattr(Speed, "end_step", lambda self: (mode.set_active(False), end_step(self))[1])
     # the validation calls this before the first window and after the last one
     monkeypatch.setattr(GPT, "train", lambda *a: (mode.set_active(False), set_training(*a))[1])
     settings = [f"device={device}", f"optimizer={optimizer}", "compile=false", "train.micro_batch_size=2"]
+    request.addfinalizer(lambda: mode.set_active(False))
     with mode:
         assert train("name=a", "model.window=8", *settings) == 0
     assert not mode.active

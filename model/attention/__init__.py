@@ -32,4 +32,4 @@ from model.attention.resolve import (
     resolve,
     resolve_model,
 )
-from model.attention.support import BACKENDS, NON_SOFTMAX, AttentionRequest, Support, backend, support_table
+from model.attention.support import BACKENDS, NON_SOFTMAX, AttentionRequest, Support, backend

@@ -116,7 +116,7 @@ def sdpa(q, k, v, *, window=None, positions=None, doc_ids=None, dropout_p=0.0, s
         if kernels is None and q.shape[1] == 1:  # cuDNN builds a plan for each number of keys, which is slow to decode
             kernels = ["flash", "efficient", "math"]
         # The efficient kernel refuses grouped queries. It is the only fused one for float32, and often for masks.
-        if q.dtype == torch.float32 or (window, positions, doc_ids) != (None, None, None):
+        if q.dtype == torch.float32 or positions is not None or doc_ids is not None or (window or inf) < k.shape[1]:
             k, v = repeat_kv(k, q.shape[2]), repeat_kv(v, q.shape[2])
     allowed = [KERNELS[name] for name in kernels] if kernels is not None else None
     return _sdpa(q, k, v, window, positions, doc_ids, dropout_p, softcap, allowed)

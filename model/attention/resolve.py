@@ -4,6 +4,7 @@ import os
 import shutil
 import warnings
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
@@ -87,11 +88,10 @@ def resolve(config: AttentionConfig, request: AttentionRequest) -> ResolvedAtten
         raise UserError(f"attention={chosen.name} needs {compiler}; install it, or {advice}")
     _activate_flash_package(config.flash_package)
     r = request
-    if not chosen.uses_sdpa:
-        # A kernel that is compiled for large heads may need more shared memory than the GPU has: compile it here.
-        if not chosen.needs_compiler or r.device.type != "cuda" or r.D * r.dtype.itemsize <= 128:
-            return ResolvedAttention(chosen.name, chosen.name)
-        r = replace(r, B=1)
+    # A kernel that is compiled for large heads may need more shared memory than the GPU has: compile it here.
+    is_large = chosen.needs_compiler and r.device.type == "cuda" and r.D * r.dtype.itemsize > 128
+    if not (chosen.uses_sdpa or is_large):
+        return ResolvedAttention(chosen.name, chosen.name)
 
     options = {"dtype": r.dtype, "device": r.device, "requires_grad": r.grad}
     q = torch.empty(r.B, r.Tq, r.H, r.D, **options)
@@ -99,13 +99,16 @@ def resolve(config: AttentionConfig, request: AttentionRequest) -> ResolvedAtten
     positions = torch.zeros(r.B, r.Tq, dtype=torch.int64, device=r.device) if r.positions else None
     doc_ids = torch.zeros(r.B, r.Tk, dtype=torch.int64, device=r.device) if r.document_mask else None
     attend = get_attention_fn(config)
-    with warnings.catch_warnings(record=True) as caught, _KernelProbe() as probe:
+    probe = _KernelProbe()
+    with warnings.catch_warnings(record=True) as caught, probe if chosen.uses_sdpa else nullcontext():
         warnings.simplefilter("always")
         try:
             mask = {"window": r.window, "positions": positions, "doc_ids": doc_ids}
-            attend(q, k, v, **mask, dropout_p=r.dropout_p, softcap=r.softcap)
+            y = attend(q, k, v, **mask, dropout_p=r.dropout_p, softcap=r.softcap)
+            if is_large and r.grad:
+                y.sum().backward()
         except RuntimeError as error:
-            reason = _kernel_warnings(caught) or str(error).partition("\n")[0].strip()
+            reason = (chosen.uses_sdpa and _kernel_warnings(caught)) or str(error).partition("\n")[0].strip()
             given, advice = f"attention={chosen.name}", suggest_backends(chosen, r)
             if config.kernels:
                 given, advice = f"attention.kernels={format_value(config.kernels)}", "set attention.kernels=null"

@@ -175,21 +175,3 @@ def suggest_backends(refused: Backend, request: AttentionRequest, setting: str |
     names = [other.name for other in others if missing_feature(other, request) is None]
     listed = " or ".join(filter(None, [", ".join(names[:-1]), *names[-1:]]))
     return "set " + ", or ".join(filter(None, [setting, listed and f"attention={listed}"]))
-
-
-def support_table() -> str:
-    """The table as Markdown. Devices on which a backend supports the same features share a row."""
-    titles = ["`attention=`", "device", "dtypes", *(feature.title for feature in FEATURES.values()), "head dim"]
-    rows = [titles, ["---"] * 3 + [":-:"] * (len(FEATURES) + 1)]
-    for chosen in [*BACKENDS.values(), *NON_SOFTMAX.values()]:
-        devices_by_support: dict[Support, list[str]] = {}
-        for device, support in chosen.on.items():
-            devices_by_support.setdefault(support, []).append(device)
-        for support, devices in devices_by_support.items():
-            dtypes = "any" if support.dtypes == ALL_DTYPES else ", ".join(support.dtypes)
-            smallest, largest = support.head_dims
-            head_dim = f"up to {largest}" if largest < inf else f"from {smallest}" if smallest > 1 else "any"
-            marks = ["yes" if getattr(support, key) else "no" for key in FEATURES]
-            label = chosen.name if chosen.attention_type == "softmax" else chosen.setting
-            rows.append([f"`{label}`", ", ".join(devices), dtypes, *marks, head_dim])
-    return "\n".join(f"| {' | '.join(row)} |" for row in rows)

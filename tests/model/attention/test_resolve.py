@@ -4,6 +4,7 @@ import json
 import os
 import subprocess
 import sys
+import warnings
 from dataclasses import replace
 from pathlib import Path
 
@@ -149,6 +150,7 @@ def test_flex_with_too_large_heads_for_the_gpu_is_refused(monkeypatch):
     error = "No valid triton configs. OutOfMemoryError: out of resource: Required: 262144 Hardware limit:232448"
 
     def attend(*qkv, **options):
+        warnings.warn("of a module that Inductor imports", stacklevel=1)
         raise RuntimeError(f"{error}\n\nSet TORCHDYNAMO_VERBOSE=1")
 
     monkeypatch.setattr("torch.utils._triton.has_triton", lambda: True)

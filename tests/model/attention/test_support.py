@@ -10,7 +10,8 @@ from attention_helpers import CUDA, REQUEST, choose
 from helpers import ROOT
 
 from common.errors import UserError
-from model.attention import BACKENDS, backends, resolve, support_table
+from model.attention import BACKENDS, NON_SOFTMAX, backends, resolve
+from model.attention.support import ALL_DTYPES, FEATURES, Support
 
 DOCS = ROOT / "docs/attention-backends.md"
 REQUEST_CUDA = replace(REQUEST, device=CUDA, dtype=torch.bfloat16)
@@ -47,9 +48,26 @@ def test_refusal_on_cuda_needs_no_gpu(config, changed, message):
         resolve(config, replace(REQUEST_CUDA, **changed))
 
 
+def support_table() -> str:
+    """The support table as Markdown. Devices on which a backend supports the same features share a row."""
+    titles = ["`attention=`", "device", "dtypes", *(feature.title for feature in FEATURES.values()), "head dim"]
+    rows = [titles, ["---"] * 3 + [":-:"] * (len(FEATURES) + 1)]
+    for chosen in [*BACKENDS.values(), *NON_SOFTMAX.values()]:
+        devices_by_support: dict[Support, list[str]] = {}
+        for device, support in chosen.on.items():
+            devices_by_support.setdefault(support, []).append(device)
+        for support, devices in devices_by_support.items():
+            dtypes = "any" if support.dtypes == ALL_DTYPES else ", ".join(support.dtypes)
+            smallest, largest = support.head_dims
+            head_dim = f"up to {largest}" if largest < torch.inf else f"from {smallest}" if smallest > 1 else "any"
+            marks = ["yes" if getattr(support, key) else "no" for key in FEATURES]
+            label = chosen.name if chosen.attention_type == "softmax" else chosen.setting
+            rows.append([f"`{label}`", ", ".join(devices), dtypes, *marks, head_dim])
+    return "\n".join(f"| {' | '.join(row)} |" for row in rows)
+
+
 def test_docs_contain_the_support_table():
-    is_current = support_table() in DOCS.read_text()
-    assert is_current, f"replace the support table in {DOCS} by\n{support_table()}"
+    assert support_table() in DOCS.read_text(), f"replace the support table in {DOCS} by\n{support_table()}"
 
 
 def test_example_backend_of_the_docs_trains_and_is_checked(train, workdir, capsys):
