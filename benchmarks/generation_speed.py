@@ -148,11 +148,14 @@ def measure_programs(
             for candidate in candidates:
                 if not candidate.runs(case):
                     continue
-                print(f"\r\033[Kround {number + 1}/{rounds}  {case}  {candidate.label} ...", end="", file=sys.stderr)
+                label = f"round {number + 1}/{rounds}  {case}  {candidate.label}"
+                if sys.stderr.isatty():
+                    print(f"\r\033[K{label} ...", end="", file=sys.stderr)
                 seconds, token_ms = candidate.process.submit(measure_speed, prompts[case], new).result()
                 candidate.seconds.setdefault(case, []).append(seconds)
                 candidate.token_ms.setdefault(case, []).append(token_ms)
-    print("\r\033[K", end="", file=sys.stderr)
+    if sys.stderr.isatty():
+        print("\r\033[K", end="", file=sys.stderr)
     return memory_speed
 
 
