@@ -5,7 +5,7 @@
 #     benchmarks/gpu_check.sh                         all parts, in ten minutes at most
 #     benchmarks/gpu_check.sh tests backends bench    without a network; the other parts are nanogpt and generation
 #
-# It writes runs/gpu-check.md, a page that can be pasted into an issue. The exit code is 1 if a part fails. nanogpt and
+# It writes runs/gpu-check-<time>.md, a page that can be pasted into an issue. The exit code is 1 if a part fails. nanogpt and
 # generation clone nanoGPT, and nanogpt downloads GPT-2's vocabulary. Environment variables:
 #
 #     NANOGPT                the absolute path of a checkout of nanoGPT, instead of a clone
@@ -14,7 +14,8 @@
 #     PYTHON                 the interpreter, python by default
 set -uo pipefail
 cd "$(dirname "$0")/.." || exit
-python=${PYTHON:-python} page=runs/gpu-check.md name=gpu-check-$(date +%H%M%S) failed=0
+python=${PYTHON:-python} name=gpu-check-$(date +%Y%m%d-%H%M%S) failed=0
+page=runs/$name.md
 parts="${*:-tests backends bench nanogpt generation}"
 for part in $parts; do
   case $part in tests | backends | bench | nanogpt | generation) ;; *)
@@ -39,22 +40,22 @@ check() {
   printf '\n## %s: %s, %d s\n\n```\n$ %s\n' "$title" "$result" $((SECONDS - started)) "$*" >>"$page"
   tail -n "$lines" "$work/output" >>"$page"
   printf '```\n' >>"$page"
+  return $code
 }
 
 has() { [[ " $parts " == *" $1 "* ]]; }
 
-describe="import sys, torch; d = torch.cuda.get_device_properties(0)
+describe="import sys, torch
+torch.cuda.is_available() or sys.exit('gpu_check.sh: PyTorch finds no CUDA GPU; install the build of torch for your CUDA version')
+d = torch.cuda.get_device_properties(0)
 print(f'{d.name}, {d.total_memory / 2**30:.0f} GiB, compute capability {d.major}.{d.minor}, number of GPUs: {torch.cuda.device_count()}')
 print(f'torch {torch.__version__}, CUDA {torch.version.cuda}, Python {sys.version.split()[0]}')"
-if ! gpu=$($python -c "$describe"); then
-  echo "gpu_check.sh: PyTorch finds no CUDA GPU; install the build of torch for your CUDA version" >&2
-  exit 2
-fi
+gpu=$($python -c "$describe") || exit 2
 driver=$(nvidia-smi --query-gpu=driver_version --format=csv,noheader 2>/dev/null | head -n 1)
 printf '# GPU check\n\n%s\n\ndriver %s, commit %s, %s\n' "$gpu" "${driver:-unknown}" "$(git rev-parse --short HEAD)" "$(date -I)" >"$page"
 
 if has tests; then
-  check "tests" 20 $python -m pytest -m gpu -n auto ${PYTEST:-}
+  check "tests" 20 $python -m pytest -m gpu -n 4 ${PYTEST:-}
 fi
 if has backends; then
   model="model.n_layer=6 model.n_head=6 model.n_embd=384 model.block_size=1024 train.batch_size=16"
@@ -70,7 +71,7 @@ if has bench; then
 fi
 if has nanogpt || has generation; then
   nanogpt=${NANOGPT:-$work/nanoGPT}
-  [ -d "$nanogpt" ] || check "nanoGPT" 0 git clone -q --depth 1 https://github.com/karpathy/nanoGPT "$nanogpt"
+  [ -d "$nanogpt" ] || check "nanoGPT" 0 git clone -q --depth 1 https://github.com/karpathy/nanoGPT "$nanogpt" || parts=
 fi
 if has nanogpt; then
   cat "$($python -c 'import os; print(os.path.dirname(os.__file__))')"/*.py >"$work/text.txt"

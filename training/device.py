@@ -74,7 +74,7 @@ def resolve_device(name: str, local_rank: int = 0) -> torch.device:
     available = [device for device in works if works[device]]
     name = available[0] if name == "auto" else name
     if name not in available:
-        raise UserError(f"device={name} is not available on this machine; set device={' or '.join(available)}")
+        raise UserError(f"torch {torch.__version__} finds no {name} device; set device={' or '.join(available)}")
     return torch.device(name, local_rank) if name == "cuda" else torch.device(name)
 
 

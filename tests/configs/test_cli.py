@@ -49,7 +49,7 @@ def test_cfg_job_prints_the_composed_config(capsys):
         (["model.n_head=5"], "model.n_embd=128 must be a multiple of model.n_head=5"),
         (["data=text", "data.path=missing.txt"], "data.path=missing.txt has no file to read"),
         (["train.micro_batch_size=3"], "set one of 1, 2, 4, 8, 16"),
-        (["device=cuda"], "device=cuda is not available on this machine"),
+        (["device=cuda"], " finds no cuda device; set device=cpu"),
         (["attention=flash", "model.dropout=0.1"], "set model.dropout=0, or attention=naive or sdpa"),
         (["dtype=float16"], "set dtype=bfloat16 or float32"),
     ],

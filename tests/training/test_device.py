@@ -16,9 +16,9 @@ def test_devices_dtypes_and_the_compiler_are_resolved_or_refused(monkeypatch):
     monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
     monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
     assert resolve_device("auto") == CPU
-    with pytest.raises(UserError, match=r"device=cuda is not available .*device=cpu"):
+    with pytest.raises(UserError, match=r"finds no cuda device; set device=cpu"):
         resolve_device("cuda")
-    with pytest.raises(UserError, match="device=tpu is not available"):
+    with pytest.raises(UserError, match="finds no tpu device"):
         resolve_device("tpu")
     assert resolve_dtype("bfloat16", CPU) == torch.bfloat16
     with pytest.raises(UserError, match="dtype=float16 trains only on cuda"):
