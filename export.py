@@ -21,12 +21,12 @@ import os
 import tempfile
 from pathlib import Path
 
-from common.checkpoint_file import load_checkpoint
 from common.errors import UserError
 from common.process import PYTHON, run_process
 from common.run_dir import find_checkpoint, find_run
 from configs.schema import ExportConfig
 from model import GPTConfig
+from model.checkpoint_file import load_checkpoint
 from model.huggingface.architectures import find_architecture
 from model.huggingface.folder import write_folder
 from training.device import DTYPES

@@ -80,11 +80,6 @@ def format_memory(size: int) -> str:
     return f"{size / 2**20:.0f} MiB" if size < 2**30 else f"{size / 2**30:.2f} GiB"
 
 
-def format_number(number: float) -> str:
-    """Format a number with at least three significant digits: "0.0123", "1.23", "46.0", "123", "1,234"."""
-    return f"{number:,.0f}" if number >= 99.95 else f"{number:#.3g}"
-
-
 def format_si(number: float, unit: str = "") -> str:
     """Format a number with an SI prefix: "12", "1.23 M", "3.4 GB"."""
     power = max(0, int(f"{number:.2e}".partition("e")[2]) // 3)  # of 1000, when rounded to three digits

@@ -5,9 +5,6 @@ from collections.abc import Iterable
 
 import numpy as np
 
-# The palette of Okabe and Ito for color-blind readers, without yellow, which is hard to see on white.
-COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
-DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (6, 1.5, 1.5, 1.5)))
 GREY = "#666666"
 
 
@@ -35,10 +32,3 @@ def style_axes(axes, title: str, grid: str = "both") -> None:
     axes.grid(alpha=0.25, axis=grid)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
-
-
-def line_style(index: int, count: int, max_width: float) -> dict:
-    """Style of line `index` of `count`. Earlier lines are thicker, so that they stay visible below later ones."""
-    width = max_width + (1.4 - max_width) * index / max(1, count - 1)
-    dash = DASHES[index // len(COLORS) % len(DASHES)]
-    return {"color": COLORS[index % len(COLORS)], "linewidth": width, "linestyle": dash}

@@ -1,7 +1,6 @@
 """The process of a command: signals, exit codes (common/run_dir.py), and errors as one sentence.
 
-Ctrl-C, SIGTERM, SIGHUP, SIGUSR1 and SIGUSR2 end every command with exit code 75. A training run saves a checkpoint
-first. Schedulers of clusters send SIGUSR1 or SIGUSR2 before a time limit.
+Ctrl-C, SIGTERM, SIGHUP, and the SIGUSR1 and SIGUSR2 of cluster schedulers end every command with exit code 75.
 """
 
 import atexit
@@ -21,10 +20,8 @@ from common.errors import DISK_FULL_ERRNOS, error_message, printable
 from common.run_dir import EXIT_CODES, status_of
 
 STOP_SIGNALS = [s for s in signal.Signals if s.name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")]
-# How long a thread of GNU's OpenMP polls for work before it sleeps; the library's default is 300,000. Threads that poll
-# on a busy machine take the cores from the threads that have work (docs/experiments/nanogpt-training-speed.md).
+# Threads of GNU's OpenMP that poll for work take cores from other threads (docs/experiments/nanogpt-training-speed.md).
 SPIN_COUNT = "1000"
-EXIT_HANDLERS_TIMEOUT_S = 10.0
 PYTHON = "uv run" if "UV" in os.environ else "python"  # how the user calls the commands; uv sets UV
 
 
@@ -53,9 +50,7 @@ def run_process(main: Callable[..., int], *config: Any) -> NoReturn:
     code = run_main(main_with_signals)
     exit_handlers = threading.Thread(target=atexit._run_exitfuncs, daemon=True)  # wandb removes its temporary files
     exit_handlers.start()
-    exit_handlers.join(EXIT_HANDLERS_TIMEOUT_S)  # its service process may hang
-    with suppress(OSError):
-        sys.stdout.flush()
+    exit_handlers.join(10)  # seconds: its service process may hang
     os._exit(code)  # unloading torch's modules would take 0.5 s
 
 
@@ -77,6 +72,7 @@ def run_main(main: Callable[..., int], *config: Any) -> int:
             raise
         if rank == 0 or status != "interrupted":
             with suppress(OSError):  # the terminal is closed, or Ctrl-C has also stopped `tee`
+                sys.stdout.flush()
                 rank_name = f", rank {rank}" if rank > 0 else ""
                 print(printable(f"{Path(sys.argv[0]).name}{rank_name}: {message}"), file=sys.stderr)
         return EXIT_CODES[status]
@@ -86,11 +82,11 @@ class Terminated(KeyboardInterrupt):
     """A stop signal other than Ctrl-C. It is handled like Ctrl-C, but it also ends interactive sampling."""
 
 
-def set_stop_handlers(handler) -> dict:
-    """Handle the stop signals, except ignored ones, such as SIGHUP under nohup. Returns the previous handlers."""
-    # docs/train.sbatch ignores SIGUSR1 and SIGUSR2, but only to protect torchrun
-    signums = [s for s in STOP_SIGNALS if "USR" in s.name or signal.getsignal(s) != signal.SIG_IGN]
-    return {signum: signal.signal(signum, handler) for signum in signums}
+def set_stop_handlers(handler) -> None:
+    """Handle the stop signals, except ignored ones, such as SIGHUP under nohup."""
+    for signum in STOP_SIGNALS:  # docs/train.sbatch ignores SIGUSR1 and SIGUSR2, but only to protect torchrun
+        if "USR" in signum.name or signal.getsignal(signum) != signal.SIG_IGN:
+            signal.signal(signum, handler)
 
 
 def _exit_at_once(signum: int, frame: Any) -> NoReturn:
@@ -111,13 +107,11 @@ def raise_interrupt(signum: int, frame: Any) -> NoReturn:
 class StopRequest(AbstractContextManager):
     """Context manager: after `enable`, a signal sets `requested`, so that the training loop can save and stop."""
 
-    def __init__(self):
-        self.requested = False
-        self.previous_handlers: dict = {}
+    requested = False
 
     def enable(self) -> None:
         """Call this after a step. Before the first step, there is nothing to save: a signal ends the run at once."""
-        self.previous_handlers = self.previous_handlers or set_stop_handlers(self._handle)
+        set_stop_handlers(self._handle)
 
     def _handle(self, signum: int, frame: Any) -> None:
         _discard_output_of_closed_terminal()
@@ -131,8 +125,8 @@ class StopRequest(AbstractContextManager):
             raise KeyboardInterrupt("stopped without saving; steps since the last checkpoint are lost")
 
     def __exit__(self, *error) -> None:
-        for signum, handler in self.previous_handlers.items():
-            signal.signal(signum, handler)
+        if signal.getsignal(signal.SIGINT) == self._handle:
+            set_stop_handlers(raise_interrupt)
 
 
 def _discard_output_of_closed_terminal() -> None:

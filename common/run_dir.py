@@ -18,7 +18,7 @@ SWEEPS = RUNS / "sweeps"  # runs/sweeps/<sweep>/<job>: the runs of a sweep
 BENCHES = RUNS / "bench"  # runs/bench/<name>: results of bench.py
 RESERVED = ("sweeps", "bench", "comparison", "last")  # cannot be names of runs
 JOB = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=,+-]{0,200}")  # name of a sweep's job: attention=flash,seed=1
-EXIT_CODES = {"finished": 0, "failed": 1, "refused": 2, "interrupted": 75}  # of the scripts, by status of the run
+EXIT_CODES = {"finished": 0, "failed": 1, "refused": 2, "interrupted": 75}  # by status of the run
 
 
 def check_path_component(key: str, word: str) -> None:
@@ -37,8 +37,7 @@ def check_name(name: str) -> None:
 
 def find_run(name: str) -> Path:
     """Find a run with a checkpoint: its name in runs/, its path or a checkpoint's path; "last" is the newest run."""
-    checkpoints = [*RUNS.glob("*/checkpoints/*.pt"), *SWEEPS.glob("*/*/checkpoints/*.pt")]
-    checkpoints.sort(key=lambda path: path.stat().st_mtime, reverse=True)
+    checkpoints = sorted(RUNS.rglob("checkpoints/*.pt"), key=lambda path: path.stat().st_mtime, reverse=True)
     newest = list(dict.fromkeys(path.parents[1] for path in checkpoints))
     path = Path(name).parents[1] if Path(name).parent.name == "checkpoints" else Path(name)
     for folder in newest[:1] if name == "last" else (RUNS / path, path):
@@ -103,11 +102,8 @@ class RunDir(AbstractContextManager):
         self.name = broadcast(name or make_new_folder(RUNS, label) if is_main else None)
         self.folder = RUNS / self.name
         self.best, self.last = (self.folder / "checkpoints" / file for file in ("best.pt", "last.pt"))
-        if is_main:
-            self._lock(resume)
-
-    def _lock(self, resume: bool) -> None:
-        """Make and lock the folder, and remove temporary files of a process that was killed."""
+        if not is_main:
+            return
         if (self.folder / "config.yaml").exists() and not resume:
             raise UserError(f"{self.folder} exists; set another name, or resume=true to continue it")
         step = read_summary(self.folder).get("step")  # above 0 only after last.pt was written
@@ -120,7 +116,7 @@ class RunDir(AbstractContextManager):
         except Timeout:
             advice = "wait for it, or set another name"
             raise UserError(f"{self.folder} is being trained by another process; {advice}") from None
-        for file in self.folder.rglob("*.partial"):
+        for file in self.folder.rglob("*.partial"):  # of a process that was killed
             file.unlink()
 
     def start(self, config: dict, summary: dict) -> None:
@@ -131,9 +127,8 @@ class RunDir(AbstractContextManager):
         self.update(summary)
 
     def update(self, summary: dict) -> None:
-        """Add values to summary.json. After a kill, summary.json contains the values of the last update."""
-        finite = {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in summary.items()}
-        self.summary |= finite  # JSON has no infinity; the best loss is infinite before the first evaluation
+        """Add values to summary.json, where they survive a kill. Infinite values become null: JSON has no infinity."""
+        self.summary |= {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in summary.items()}
         if self.is_main:
             write_json(self.folder / "summary.json", self.summary)
 

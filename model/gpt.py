@@ -37,12 +37,13 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.errors import UserError
-from common.startup import empty_embedding, materialize
 from model.attention import NON_SOFTMAX, get_attention_fn
+from model.attention.positions import apply_rotary, positions_in_document, rotary_cos_sin
 from model.attention.softcap import apply_softcap
 from model.config import GATED_MLPS, AttentionConfig, GPTConfig
 from model.loss import linear_cross_entropy
 from model.ngram import NgramEmbedding
+from model.startup import empty_embedding, materialize
 
 Rotary = tuple[Tensor, Tensor] | None  # from rotary_cos_sin; None with learned positions
 
@@ -51,29 +52,6 @@ def make_norm(config: GPTConfig, size: int) -> nn.Module:
     if config.norm == "rmsnorm":
         return nn.RMSNorm(size, eps=1e-5)
     return nn.LayerNorm(size, eps=1e-5, bias=config.bias)
-
-
-def rotary_cos_sin(positions: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
-    """Cosine and sine of the angles position x 10000^(-2i/D), i < D/2 (RoPE, eq. 15).
-
-    positions (...) -> cosine (..., 1, D/2), sine (..., 1, D/2)
-    """
-    frequency = 10_000.0 ** (-torch.arange(0, head_dim, 2, device=positions.device).float() / head_dim)
-    angle = positions.float().unsqueeze(-1) * frequency
-    return angle.cos().unsqueeze(-2), angle.sin().unsqueeze(-2)
-
-
-def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the channel pairs (i, i + D/2) of queries or keys x (B, T, heads, D)."""
-    a, b = x.chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).type_as(x)
-
-
-def positions_in_document(doc_ids: Tensor) -> Tensor:
-    """Position of each token in its document, counted from 0: doc_ids (B, T) -> (B, T)."""
-    index = torch.arange(doc_ids.shape[1], device=doc_ids.device)
-    is_first = F.pad(doc_ids[:, 1:] != doc_ids[:, :-1], (1, 0), value=True)
-    return index - torch.where(is_first, index, 0).cummax(dim=1).values
 
 
 class KVCacheProtocol(Protocol):

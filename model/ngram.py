@@ -8,7 +8,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from common.startup import empty_embedding
+from model.startup import empty_embedding
 
 
 class NgramEmbedding(nn.Module):

@@ -11,12 +11,12 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.checkpoint_file import load_checkpoint
 from common.process import run_main
 from configs.cli import parse_config
 from data import DataConfig, TokenizerConfig
 from model import GPTConfig, SamplingConfig
 from model.attention import BACKENDS, naive
+from model.checkpoint_file import load_checkpoint
 from model.gpt import GPT
 from training.config import AdamWConfig, MuonConfig
 

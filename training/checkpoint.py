@@ -1,4 +1,4 @@
-"""Training state and its checkpoints: files of tensors and plain values (see common/checkpoint_file.py).
+"""Training state and its checkpoints: files of tensors and plain values (see model/checkpoint_file.py).
 
 format, and the fields of TrainState in SAVED_FIELDS
 model, optimizer, scaler: state by parameter name, the same for eager and compiled runs, on one device or many
@@ -18,12 +18,12 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
-from common.checkpoint_file import load_checkpoint, save_checkpoint
 from common.errors import TrainingFailed, UserError
 from common.files import atomic_writer
 from common.process import StopRequest
 from common.run_dir import RunDir, flatten_dict
 from common.settings import format_value
+from model.checkpoint_file import load_checkpoint, save_checkpoint
 from training.config import OVERFITTING_EVALS, CheckpointConfig, RunConfig, TrainConfig
 from training.distributed import Dist
 from training.optimizer import load_state_by_name, state_by_name

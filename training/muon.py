@@ -11,7 +11,7 @@ from collections.abc import Iterable
 import torch
 from torch import Tensor
 
-from common.startup import OptimizerWithoutDynamo
+from model.startup import OptimizerWithoutDynamo
 from training.parallel import map_matrices
 
 

@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from common.startup import AdamW
+from model.startup import AdamW
 from training.config import AdamWConfig, MuonConfig, OptimizerConfig
 from training.muon import Muon
 from training.parallel import full_tensor, shard_like

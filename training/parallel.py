@@ -13,8 +13,8 @@ import torch.distributed as torch_dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from common.startup import materialize
 from model.gpt import GPT, Block
+from model.startup import materialize
 
 
 @dataclass(frozen=True)

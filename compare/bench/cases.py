@@ -24,9 +24,10 @@ from compare.bench.worker import return_blocks_when_freed, return_freed_memory
 from model import AttentionConfig, GPTConfig
 from model.attention import BACKENDS, NON_SOFTMAX, AttentionRequest, all_variants, get_attention_fn
 from model.attention.backends import naive, repeat_kv
+from model.attention.flops import attention_flops
 from model.attention.linear import linear_attention_state, linear_attention_step
 from model.attention.resolve import pin_kernel_under_compile, resolve, resolve_model
-from model.flops import attention_flops, flops_per_token, weight_flops_per_token
+from model.flops import flops_per_token, weight_flops_per_token
 from model.gpt import GPT
 from training import speed
 from training.device import DTYPES, autocast, build_grad_scaler, configure_backends, resolve_dtype

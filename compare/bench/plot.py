@@ -3,7 +3,8 @@
 import textwrap
 from pathlib import Path
 
-from common.plots import DASHES, GREY, line_style, make_figure, style_axes
+from common.plots import GREY, make_figure, style_axes
+from compare import DASHES, line_style
 from compare.bench.results import Timing, group_rows
 
 MARKERS = ("o", "s", "^", "D", "v", "P", "X")

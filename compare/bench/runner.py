@@ -10,7 +10,8 @@ from pathlib import Path
 
 import numpy as np
 
-from common.console import ProgressBar, format_number
+from common.console import ProgressBar
+from compare import format_number
 from compare.bench.cases import Case, count_flops, measure, write_reference
 from compare.bench.config import BenchConfig
 from compare.bench.results import FINISHED, TIME_LIMIT, Timing, append_row

@@ -3,8 +3,8 @@
 import math
 from pathlib import Path
 
-from common.console import TABLE_WIDTH, PlainConsole, format_number, make_table, pluralize
-from compare import MAX_SPREAD
+from common.console import TABLE_WIDTH, PlainConsole, make_table, pluralize
+from compare import MAX_SPREAD, format_number
 from compare.bench.config import BenchConfig
 from compare.bench.results import MAX_TIE_RATIO, NO_ATTENTION, Timing, compute_spread, group_rows, recommend
 from model.config import ATTENTION_TYPES

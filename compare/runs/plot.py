@@ -5,9 +5,9 @@ from pathlib import Path
 
 import numpy as np
 
-from common.console import format_number
 from common.files import atomic_writer
-from common.plots import COLORS, GREY, line_style, make_figure, style_axes
+from common.plots import GREY, make_figure, style_axes
+from compare import COLORS, format_number, line_style
 from compare.runs.read import Setting
 from compare.runs.statistics import SettingStats, divergence, evaluations
 

@@ -9,9 +9,9 @@ from pathlib import Path
 
 from rich.table import Table
 
-from common.console import format_memory, format_number, make_table
+from common.console import format_memory, make_table
 from common.files import atomic_write
-from compare import MAX_SPREAD
+from compare import MAX_SPREAD, format_number
 from compare.runs.statistics import WARMUP_STEPS, SettingStats
 
 UNKNOWN = EN_DASH = "–"  # noqa: RUF001

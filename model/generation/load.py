@@ -13,11 +13,11 @@ import tiktoken
 import torch
 from torch import Tensor
 
-from common.checkpoint_file import load_checkpoint
 from common.run_dir import find_checkpoint, find_run
 from data.tokenizer import from_spec
 from model import AttentionConfig, GPTConfig
 from model.attention import get_attention_fn, resolve_model
+from model.checkpoint_file import load_checkpoint
 from model.generation.cpu_linear import replace_linears
 from model.gpt import GPT
 from model.huggingface.folder import find_folder, read_folder

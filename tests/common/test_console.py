@@ -2,17 +2,9 @@
 
 import re
 
-from common.console import (
-    PlainConsole,
-    ProgressBar,
-    format_duration,
-    format_memory,
-    format_number,
-    format_si,
-    make_table,
-    pluralize,
-)
+from common.console import PlainConsole, ProgressBar, format_duration, format_memory, format_si, make_table, pluralize
 from common.errors import UNPRINTABLE, printable
+from compare import format_number
 
 
 def test_progress_lines_show_the_remaining_time_of_the_work_since_the_start(clock, capsys):

@@ -37,10 +37,10 @@ sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
 import torch  # noqa: E402
 from helpers import TEXT, TINY, run_command, untimed  # noqa: E402
 
-from common.checkpoint_file import load_checkpoint  # noqa: E402
 from common.console import PlainConsole, make_table  # noqa: E402
 from configs.compose import list_groups  # noqa: E402
 from configs.schema import key_types  # noqa: E402
+from model.checkpoint_file import load_checkpoint  # noqa: E402
 
 LIMIT_S = 600  # of a command, for the slowest machines
 WRONG_LIMIT_S = 60  # of a wrong command line

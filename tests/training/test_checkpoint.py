@@ -6,9 +6,9 @@ import pytest
 import torch
 from helpers import ADAMW, file_size_limit, tiny_model, train_step
 
-from common.checkpoint_file import load_checkpoint
 from common.errors import TrainingFailed
 from common.run_dir import RunDir
+from model.checkpoint_file import load_checkpoint
 from training.checkpoint import CheckpointWriter, TrainState
 from training.config import CheckpointConfig, TrainConfig
 from training.device import build_grad_scaler

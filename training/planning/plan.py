@@ -18,7 +18,8 @@ from data.prepare import prepare
 from data.tokenizer import OPENAI_SIZES
 from model.activation_checkpointing import checkpoint_activations
 from model.attention import BACKENDS, get_attention_fn
-from model.flops import attention_flops_per_token, params_by_part, weight_flops_per_token
+from model.attention.flops import attention_flops_per_token
+from model.flops import params_by_part, weight_flops_per_token
 from model.gpt import GPT
 from training.config import RunConfig
 from training.device import Runtime

@@ -13,8 +13,8 @@ from model_helpers import GPT2, VARIANTS, random_tokens
 from common.errors import UserError
 from model.attention import BACKENDS
 from model.attention.head_statistics import entropy, uniform_entropy
+from model.attention.positions import apply_rotary
 from model.generation.attention_maps import attention_maps
-from model.gpt import apply_rotary
 
 
 @VARIANTS

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.checkpoint_file import FORMAT, load_checkpoint, save_checkpoint
 from common.errors import UserError
+from model.checkpoint_file import FORMAT, load_checkpoint, save_checkpoint
 
 
 @pytest.mark.parametrize(("owner", "name"), [(torch, "load"), (torch.UntypedStorage, "from_file")])
@@ -85,7 +85,7 @@ def test_signal_while_a_checkpoint_is_written_raises_only_keyboard_interrupt(tmp
     def open_interrupted(path):
         yield Interrupted()
 
-    monkeypatch.setattr("common.checkpoint_file.atomic_writer", open_interrupted)
+    monkeypatch.setattr("model.checkpoint_file.atomic_writer", open_interrupted)
     with pytest.raises(KeyboardInterrupt):
         save_checkpoint(path, {"step": 2, "weights": torch.zeros(100_000)})
     assert load_checkpoint(path)["step"] == 1

@@ -1,7 +1,4 @@
-"""Start-up optimizations: avoid PyTorch features that import its compiler, which saves 2 to 2.5 s per command.
-
-Importing torch._dynamo takes 1.4 to 1.9 s and sympy 0.5 s on two cores (docs/experiments/nanogpt-training-speed.md).
-"""
+"""Avoid features of PyTorch that import its compiler: this takes 2 s (docs/experiments/nanogpt-training-speed.md)."""
 
 from inspect import unwrap
 
