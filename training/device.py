@@ -62,7 +62,7 @@ def resolve_runtime(config: RunConfig) -> Runtime:
     parallel = (FSDP2 if is_fsdp else DDP)(dist.world_size, device, dtype)
     runtime = Runtime(dist, parallel, device, dtype, resolve_compile(config.compile, device))
     configure_backends(device, config.deterministic, config.tf32)
-    if dist.world_size > 1 and os.environ.get("OMP_NUM_THREADS", "1") == "1":  # torchrun sets 1
+    if dist.local_world_size > 1 and os.environ.get("OMP_NUM_THREADS", "1") == "1":  # torchrun sets 1
         torch.set_num_threads(max(1, cpu_count() // dist.local_world_size))
     runtime.resolve_attention(config, config.train.split_batch(dist.world_size)[0])
     return runtime
