@@ -34,7 +34,7 @@ check() {
   shift 2
   printf '%s ... ' "$title" >&2
   timeout --foreground -k 10 $((limit > 0 ? limit : 1)) "$@" >"$work/output" 2>&1 || code=$?
-  if [ $code = 124 ]; then result="stopped by the time limit"; elif [ $code != 0 ]; then result="exit code $code"; fi
+  if [ $code = 124 ] || [ $code = 137 ]; then result="stopped by the time limit"; elif [ $code != 0 ]; then result="exit code $code"; fi
   [ $code = 0 ] || { failed=1; lines=45; }
   echo "$result, $((SECONDS - started)) s" >&2
   printf '\n## %s: %s, %d s\n\n```\n$ %s\n' "$title" "$result" $((SECONDS - started)) "$*" >>"$page"

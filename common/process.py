@@ -20,8 +20,7 @@ from common.errors import DISK_FULL_ERRNOS, error_message, printable
 from common.run_dir import EXIT_CODES, status_of
 
 STOP_SIGNALS = [s for s in signal.Signals if s.name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")]
-# Threads of GNU's OpenMP that poll for work take cores from other threads (docs/experiments/nanogpt-training-speed.md).
-SPIN_COUNT = "1000"
+SPIN_COUNT = "1000"  # of GNU's OpenMP: how long idle threads poll (docs/experiments/nanogpt-training-speed.md)
 PYTHON = "uv run" if "UV" in os.environ else "python"  # how the user calls the commands; uv sets UV
 
 
@@ -48,9 +47,11 @@ def run_process(main: Callable[..., int], *config: Any) -> NoReturn:
             set_stop_handlers(_exit_at_once)
 
     code = run_main(main_with_signals)
-    exit_handlers = threading.Thread(target=atexit._run_exitfuncs, daemon=True)  # wandb removes its temporary files
+    exit_handlers = threading.Thread(target=atexit._run_exitfuncs, daemon=True)
     exit_handlers.start()
-    exit_handlers.join(10)  # seconds: its service process may hang
+    exit_handlers.join(10)  # seconds: wandb removes its temporary files, and its service process may hang
+    with suppress(OSError):
+        sys.stdout.flush()
     os._exit(code)  # unloading torch's modules would take 0.5 s
 
 
@@ -72,8 +73,7 @@ def run_main(main: Callable[..., int], *config: Any) -> int:
             raise
         if rank == 0 or status != "interrupted":
             with suppress(OSError):  # the terminal is closed, or Ctrl-C has also stopped `tee`
-                sys.stdout.flush()
-                rank_name = f", rank {rank}" if rank > 0 else ""
+                rank_name = f", rank {rank}" * (rank > 0)
                 print(printable(f"{Path(sys.argv[0]).name}{rank_name}: {message}"), file=sys.stderr)
         return EXIT_CODES[status]
 
@@ -125,7 +125,7 @@ class StopRequest(AbstractContextManager):
             raise KeyboardInterrupt("stopped without saving; steps since the last checkpoint are lost")
 
     def __exit__(self, *error) -> None:
-        if signal.getsignal(signal.SIGINT) == self._handle:
+        if any(signal.getsignal(signum) == self._handle for signum in STOP_SIGNALS):
             set_stop_handlers(raise_interrupt)
 
 

@@ -37,8 +37,8 @@ def check_name(name: str) -> None:
 
 def find_run(name: str) -> Path:
     """Find a run with a checkpoint: its name in runs/, its path or a checkpoint's path; "last" is the newest run."""
-    checkpoints = sorted(RUNS.rglob("checkpoints/*.pt"), key=lambda path: path.stat().st_mtime, reverse=True)
-    newest = list(dict.fromkeys(path.parents[1] for path in checkpoints))
+    files = [*RUNS.glob("*/checkpoints/*.pt"), *SWEEPS.glob("*/*/checkpoints/*.pt")]
+    newest = list(dict.fromkeys(path.parents[1] for path in sorted(files, key=lambda path: -path.stat().st_mtime)))
     path = Path(name).parents[1] if Path(name).parent.name == "checkpoints" else Path(name)
     for folder in newest[:1] if name == "last" else (RUNS / path, path):
         if any(folder.glob("checkpoints/*.pt")):

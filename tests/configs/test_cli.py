@@ -139,3 +139,11 @@ def test_rank_0_reports_errors_first(monkeypatch, capsys):
     with pytest.raises(KeyError):  # a bug
         run_main(fail, KeyError("wrong"))
     assert len(waits) == 2
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /dev/full")
+def test_full_disk_at_the_last_flush_is_reported():
+    code = "from common.process import run_process; run_process(lambda: print('result') or 0)"
+    command = f"cd '{ROOT}'; env -u PYTHONUNBUFFERED '{sys.executable}' -c \"{code}\" 2>&1 >/dev/full"
+    status, output = subprocess.getstatusoutput(command)
+    assert status == 1 and "free some disk space" in output
