@@ -5,8 +5,8 @@
 #     benchmarks/gpu_check.sh                         all parts, in ten minutes at most
 #     benchmarks/gpu_check.sh tests backends bench    without a network; the other parts are nanogpt and generation
 #
-# It writes runs/gpu-check-<time>.md, a page that can be pasted into an issue. The exit code is 1 if a part fails. nanogpt and
-# generation clone nanoGPT, and nanogpt downloads GPT-2's vocabulary. Environment variables:
+# It writes runs/gpu-check-<time>.md, a page that can be pasted into an issue. The exit code is 1 if a part fails.
+# nanogpt and generation clone nanoGPT, and nanogpt downloads GPT-2's vocabulary. Environment variables:
 #
 #     NANOGPT                the absolute path of a checkout of nanoGPT, instead of a clone
 #     PYTEST, TRAIN, BENCH   more words for these commands: TRAIN="train.steps=20" benchmarks/gpu_check.sh backends

@@ -20,7 +20,7 @@ from common.errors import DISK_FULL_ERRNOS, error_message, printable
 from common.run_dir import EXIT_CODES, status_of
 
 STOP_SIGNALS = [s for s in signal.Signals if s.name in ("SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2")]
-SPIN_COUNT = "1000"  # of GNU's OpenMP: how long idle threads poll (docs/experiments/nanogpt-training-speed.md)
+SPIN_COUNT = "1000"  # idle threads of GNU's OpenMP poll less, and leave a busy machine's cores to others
 PYTHON = "uv run" if "UV" in os.environ else "python"  # how the user calls the commands; uv sets UV
 
 
