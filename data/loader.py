@@ -3,15 +3,13 @@
 Training: the n tokens of a source form a ring. An epoch cuts the ring at a random phase into ceil(n / T) windows and
 shuffles them, so that each token is a target once (a few twice, where the last window overlaps the first). Sequence i
 depends only on the seed and i: resuming needs only its number, and any number of processes sees the same batches. The
-sources of a mix take turns by weight, each with its own epochs.
+sources of a mix take turns by weight, each with its own epochs. T is block_size.
 
 Validation: windows are consecutive. The last one ends with the text; its targets that the previous window also has are
 masked, so that every target counts once.
 
 Document ids increase at each end-of-text token, which belongs to the next document: the first token of a document is
 predicted from the end-of-text token alone, as in unconditional sampling. Prompts are inputs, but no targets.
-
-B sequences, T = block_size.
 """
 
 from functools import lru_cache

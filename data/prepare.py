@@ -93,8 +93,7 @@ def prepare(
     """
     sources = resolve_sources(config)
     content = [FORMAT, tokenizer.name, tokenizer.vocab_size, spec, hash_sources(sources)]
-    fingerprint = hashlib.sha256(json.dumps(content).encode()).hexdigest()[:12]
-    folder = PREPARED / f"{config.name}-{fingerprint}"
+    folder = PREPARED / f"{config.name}-{hash_json(content)}"
     if not folder.exists():
         files = [file for source in sources for file in source.files + source.val_files]
         if offline and (tokenizer.name in OPENAI_SIZES or any(map(is_remote, files))):
@@ -108,11 +107,11 @@ def prepare(
                 shutil.rmtree(unfinished, ignore_errors=True)  # of a process that was killed
                 unfinished.mkdir()
                 try:
-                    meta = {"name": config.name, "fingerprint": fingerprint}
+                    meta = {"name": config.name, "fingerprint": hash_json(content)}
                     meta |= encode_sources(unfinished, sources, tokenizer, spec)
                     if hash_sources(sources) != content[-1]:
                         raise UserError(f"the text of {config.name} changed while it was read; run the command again")
-                    write_json(unfinished / "meta.json", meta)
+                    write_json(unfinished / "meta.json", meta | {"sha256": hash_json(meta)})
                     os.replace(unfinished, folder)
                 finally:
                     shutil.rmtree(unfinished, ignore_errors=True)
@@ -127,12 +126,16 @@ def prepare(
     return prepared
 
 
+def hash_json(content: list | dict) -> str:
+    return hashlib.sha256(json.dumps(content).encode()).hexdigest()[:12]
+
+
 def read_meta(folder: Path) -> dict:
     """Read meta.json of a prepared folder, and check the sizes of its files. Raises UserError if one is damaged."""
-    with suppress(OSError, ValueError, LookupError, TypeError, AttributeError):
+    with suppress(Exception):  # a damaged file can raise anything
         meta = json.loads((folder / "meta.json").read_text())
-        parts = meta["train"] + meta["val"]
-        sizes = {part["file"]: (folder / part["file"]).stat().st_size for part in parts}
-        if sum(sizes.values()) == sum(part["tokens"] for part in parts) * np.dtype(meta["dtype"]).itemsize:
+        checksum, files = meta.pop("sha256", None), {part["file"] for part in meta["train"] + meta["val"]}
+        size = sum((folder / file).stat().st_size for file in files) / np.dtype(meta["dtype"]).itemsize
+        if checksum in (None, hash_json(meta)) and size == sum(meta["tokens"].values()):  # None: an earlier version
             return meta
     raise UserError(f"{folder} has damaged or missing files; remove the folder, and run the same command again")

@@ -169,11 +169,14 @@ def test_text_that_changes_while_it_is_read_is_refused(workdir, monkeypatch):
 
 @pytest.mark.parametrize(
     ("file", "content"),
-    [("text.bin", None), ("text.bin", b"short"), ("meta.json", None), ("meta.json", b'{"a": '), ("meta.json", b"{}")],
-)
+    [
+        ("text.bin", None), ("text.bin", b"short"), ("meta.json", None), ("meta.json", b'{"a": '), ("meta.json", b"{}"),
+        ("meta.json", lambda content: content.replace(b'"AA==",', b"")),  # the first token of the vocabulary
+    ],
+)  # fmt: skip
 def test_damaged_folder_is_reported(workdir, file, content):
     path = prepare_data(TEXT_SOURCE).folder / file
-    path.unlink() if content is None else path.write_bytes(content)
+    path.unlink() if content is None else path.write_bytes(content(path.read_bytes()) if callable(content) else content)
     with pytest.raises(UserError, match=rf"{path.parent} .*remove the folder"):
         prepare_data(TEXT_SOURCE)
 
