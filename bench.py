@@ -34,7 +34,7 @@ from common.run_dir import BENCHES, make_new_folder, write_config
 from compare.bench.cases import build_groups
 from compare.bench.config import BenchConfig
 from compare.bench.plot import plot_results
-from compare.bench.results import Timing, recommend
+from compare.bench.results import recommend
 from compare.bench.runner import measure_groups
 from compare.bench.table import describe_bench, print_results
 from training.device import resolve_compile, resolve_device
@@ -55,8 +55,7 @@ def main(config: BenchConfig) -> int:
     write_config(folder, asdict(config))
     backends = ", ".join(case.name for case in groups[0])
     print(f"bench    {folder}: {backends}", *title.split("; "), sep="\n         ", flush=True)
-    rows: list[Timing] = []
-    status = "failed"
+    rows, status = [], "failed"
     try:
         measure_groups(groups, config, folder / "attention.csv", rows)
         status = "finished"

@@ -49,16 +49,14 @@ def main(config: EvalScriptConfig) -> int:
         summary += f"\n{pluralize(len(documents), 'document')} of {format_value(config.data.path or config.data.name)}"
     print(printable(summary), file=sys.stderr)
     if config.tasks is None:
-        results = score_documents(model, tokenizer, documents, config.batch_size)
+        results = score_documents(model, tokenizer, documents, config.batch_size)  # the last row is for all documents
+        shown = results[:1] if len(documents) == 1 else [*results[:-1][:MAX_TABLE_ROWS], results[-1]]
     else:
         try:
             from model.generation.lm_eval_adapter import run_tasks
         except ModuleNotFoundError as error:
             raise UserError(f"tasks needs {error.name}; install it: pip install 'lm-eval>=0.4.12'") from None
-        results = run_tasks(model, tokenizer, config.tasks.split(","), config.batch_size, config.limit)
-    shown = results
-    if config.tasks is None:  # the last row is for all documents
-        shown = results[:1] if len(documents) == 1 else [*results[:-1][:MAX_TABLE_ROWS], results[-1]]
+        shown = results = run_tasks(model, tokenizer, config.tasks.split(","), config.batch_size, config.limit)
     PlainConsole().print(results_table(shown))
     if len(documents) > MAX_TABLE_ROWS and config.out is None:
         print(f"the first {MAX_TABLE_ROWS} documents; out=FILE.jsonl saves all", file=sys.stderr)

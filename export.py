@@ -18,7 +18,7 @@ if __name__ == "__main__":  # before the slow imports below, so that a typo is r
     config = parse_config("export", __doc__)
 
 import os
-import tempfile
+import shutil
 from pathlib import Path
 
 from common.errors import UserError
@@ -41,9 +41,13 @@ def main(config: ExportConfig) -> int:
     model_type = find_architecture(GPTConfig.from_saved(checkpoint["model_config"]), run.name)
 
     out.parent.mkdir(parents=True, exist_ok=True)
-    with tempfile.TemporaryDirectory(dir=out.parent) as folder:  # so that `out` is complete or missing
-        write_folder(Path(folder, "export"), checkpoint, model_type, DTYPES[config.dtype], run)
-        os.replace(Path(folder, "export"), out)
+    partial = out.with_name(f"{out.name}.partial")  # so that `out` is complete or missing
+    shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
+    try:
+        write_folder(partial, checkpoint, model_type, DTYPES[config.dtype], run)
+        os.replace(partial, out)
+    finally:
+        shutil.rmtree(partial, ignore_errors=True)
     print(f"{path} -> {out}\nnext     {PYTHON} sample.py run=hf:{out}")
     return 0
 

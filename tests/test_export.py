@@ -1,16 +1,16 @@
 """export.py: the complete path from training to transformers and back, and folders that cannot be read."""
 
-import json
-import shutil
 from pathlib import Path
 
 import pytest
 import torch
 import transformers
-from helpers import load, run_command
+from helpers import file_size_limit, load, run_command
 
 from common.errors import UserError
+from common.files import write_json
 from model.generation.load import load_pretrained, load_run
+from model.huggingface.folder import format_model_card
 
 PROMPT = "The 7th line"
 LLAMA = ["model=llama", "model.n_head=4", "model.block_size=64", "tokenizer=byte"]
@@ -87,9 +87,10 @@ def test_gpt2_is_read_from_the_cache_of_the_hub(train, export, sample, workdir, 
     assert train("name=b", "model=gpt2", "train.init_from=gpt2", "tokenizer=byte") == 0
 
 
-def test_refused_and_failed_exports_leave_nothing(trained, train, export, workdir, monkeypatch):
+def test_refused_and_failed_exports_leave_nothing(trained, train, export, workdir):
     assert train("name=b", "model=gpt2") == 0
     before = sorted(workdir.rglob("*"))
+    (workdir / "mine.partial/old").mkdir(parents=True)  # of an export that was killed
     refused = [
         (["run=none"], "run=none"),
         (["dtype=int8"], "dtype=int8"),
@@ -99,24 +100,36 @@ def test_refused_and_failed_exports_leave_nothing(trained, train, export, workdi
     for words, message in refused:
         code, output = export(*words)
         assert code == 2 and message in output and output.count("\n") == 1
-    monkeypatch.setattr("model.huggingface.folder.save", lambda *_: 1 / 0)
-    with pytest.raises(ZeroDivisionError):
-        export("run=b", "out=mine")
+    with file_size_limit(10_000):  # as on a full disk
+        code, output = export("run=b", "out=mine")
+    assert code == 1 and output.endswith("model.safetensors: File too large; free some disk space\n")
     assert sorted(workdir.rglob("*")) == before
+
+
+def test_values_in_the_readme_are_code(tmp_path):
+    write_json(tmp_path / "summary.json", {"command": "<script>\n\n![](http://a.b/c)"})
+    assert format_model_card(tmp_path, 1).endswith('steps.\n\n    command: "<script>\\n\\n![](http://a.b/c)"\n')
 
 
 def test_folders_that_cannot_be_read_are_reported(train, export, workdir, offline):
     assert train("name=a", "model=gpt2") == 0
-    for file, content in [("model.safetensors", None), ("model.safetensors", "x" * 99), ("config.json", "{"),
-                          ("config.json", json.dumps({"model_type": "bert"})), ("tokenizer.json", "{}")]:  # fmt: skip
-        shutil.rmtree(workdir / "exported", ignore_errors=True)
-        assert export("run=a", "out=exported")[0] == 0
-        path = workdir / "exported" / file
-        path.unlink()
-        if content is not None:
-            path.write_text(content)
-        with pytest.raises(UserError, match=file):
+    assert export("run=a", "out=exported")[0] == 0
+    for file, old, new in [
+        ("model.safetensors", b"{", b""), ("config.json", b"}", b""), ("config.json", b"gpt2", b"bert"),
+        ("config.json", b'"n_layer": 2', b'"n_layer": 9999'), ("config.json", b'"n_embd": 16', b'"n_embd": 32'),
+        ("tokenizer.json", rb"[\\s\\S]", b""), ("tokenizer.json", rb"[\\s\\S]", b"("), ("tokenizer.json", b"}", b""),
+        ("tokenizer.json", b'"added_tokens": [', b'"added_tokens": [{"id": -1, "content": "x"}'),
+        ("tokenizer.json", b'"added_tokens": [', b'"added_tokens": [{"id": 4294967296, "content": "x"}'),
+    ]:  # fmt: skip
+        content = (workdir / "exported" / file).read_bytes()
+        assert old in content
+        (workdir / "exported" / file).write_bytes(content.replace(old, new))
+        with pytest.raises(UserError, match="model.safetensors" if b"n_" in old else file):
             load_pretrained("hf:exported")
+        (workdir / "exported" / file).write_bytes(content)
+    Path("exported/config.json").unlink()
+    with pytest.raises(UserError, match=r"config.json cannot be read"):
+        load_pretrained("hf:exported")
     for name in ("no/such", "some/where/else"):
         with pytest.raises(UserError, match=f"{name} is not a folder"):
             load_pretrained(f"hf:{name}")

@@ -140,12 +140,14 @@ def import_weights(tensors: dict[str, Tensor], config: GPTConfig, vocab_size: in
     """Convert weights of transformers to the state_dict of a GPT, in float32. config: from from_config_json."""
     if "wte.weight" in tensors:  # OpenAI's own files lack the prefix
         tensors = {f"transformer.{name}": tensor for name, tensor in tensors.items()}
+    if config.n_layer > len(tensors):  # building a model of 9,999 layers takes minutes
+        raise ValueError(f"it has {len(tensors)} tensors, too few for {config.n_layer:,} layers")
     weights = {}
-    for name in GPT(config, vocab_size, device="meta").state_dict():
+    for name, expected in GPT(config, vocab_size, device="meta").state_dict().items():
         source = "wte.weight" if name == "lm_head.weight" and config.tie_embeddings else name
         parts = [tensors[their_name] for their_name in list_names(source, config.name)]
         weight = torch.cat([part.T if _is_conv1d(name, part, config.name) else part for part in parts]).float()
-        weights[name] = weight[:vocab_size] if name in VOCAB_WEIGHTS else weight
+        weights[name] = (weight[:vocab_size] if name in VOCAB_WEIGHTS else weight).expand(expected.shape)
     return weights
 
 

@@ -6,13 +6,11 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from safetensors import SafetensorError
 from safetensors.torch import load_file, save
 
 from common.errors import UserError
-from common.files import atomic_write, write_json
-from common.run_dir import read_summary
-from data.tokenizer import END_OF_TEXT
+from common.files import atomic_write, read_json, write_json
+from data.tokenizer import END_OF_TEXT, from_spec
 from model.config import GPTConfig
 from model.huggingface.architectures import export_weights, from_config_json, import_weights, to_config_json
 from model.huggingface.tokenizer_json import from_tokenizer_json, to_tokenizer_json
@@ -50,10 +48,10 @@ def write_folder(out: Path, checkpoint: dict, model_type: str, dtype: torch.dtyp
 
 
 def format_model_card(run: Path, step: int) -> str:
-    """README.md of an exported folder: the facts of the training."""
-    summary, keys = read_summary(run), ("command", "best_val_loss", "device_name", "commit")
+    """README.md of an exported folder: facts of the training, as code, in which HTML and Markdown have no effect."""
+    summary, keys = read_json(run / "summary.json"), ("command", "best_val_loss", "device_name", "commit")
     intro = f"# {run.name}\n\nA language model that continues text, trained with trilGPT for {step:,} steps.\n\n"
-    return intro + "".join(f"- {key}: {summary[key]}\n" for key in keys if key in summary)
+    return intro + "".join(f"    {key}: {json.dumps(summary[key])}\n" for key in keys if key in summary)
 
 
 def find_folder(name: str) -> Path:
@@ -77,15 +75,14 @@ def read_folder(folder: Path) -> dict[str, Any]:
     """
     try:
         content = json.loads((path := folder / "config.json").read_text())
-        tokenizer = json.loads((path := folder / "tokenizer.json").read_text())
-        tensors = load_file(path := folder / "model.safetensors")
-    except (ValueError, OSError, SafetensorError) as error:
-        raise UserError(f"{path} cannot be read ({error}); set hf:FOLDER with {', '.join(FILES)}") from None
-    config = from_config_json(content, str(folder / "config.json"))
-    spec = from_tokenizer_json(tokenizer, str(folder / "tokenizer.json"))
-    if END_OF_TEXT not in spec["special"]:  # the end-of-text token can have another name, such as </s>
-        end = content.get("eos_token_id")
-        spec["special"] = {END_OF_TEXT if i == end else name: i for name, i in spec["special"].items()}
-    vocab_size = 1 + max([len(spec["tokens"]) - 1, *spec["special"].values()])
-    weights = import_weights(tensors, config, vocab_size)
+        config = from_config_json(content, str(path))
+        spec = from_tokenizer_json(json.loads((path := folder / "tokenizer.json").read_text()), str(path))
+        if END_OF_TEXT not in spec["special"]:  # the end-of-text token can have another name, such as </s>
+            end = content.get("eos_token_id")
+            spec["special"] = {END_OF_TEXT if i == end else name: i for name, i in spec["special"].items()}
+        vocab_size = from_spec(spec).n_vocab
+        weights = import_weights(load_file(path := folder / "model.safetensors"), config, vocab_size)
+    except Exception as error:  # a damaged file can raise anything
+        message = f"{path} cannot be read ({type(error).__name__}: {error}); set hf:FOLDER with {', '.join(FILES)}"
+        raise UserError(error if isinstance(error, UserError) else message) from None
     return {"model_config": asdict(config), "vocab_size": vocab_size, "tokenizer": spec, "model": weights}

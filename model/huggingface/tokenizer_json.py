@@ -92,6 +92,7 @@ def from_tokenizer_json(content: dict[str, Any], path: str) -> dict:
             and steps == list_steps(regex, is_char)
             and merged_ids == sorted(merged_ids)  # tiktoken merges the lowest id first
             and [ids[token] for token in strings] == list(range(len(ids)))
+            and (regex and all(i >= len(ids) for i in special.values()))  # an empty regex would match everywhere
             and (is_char or set(all_bytes) <= set(tokens))
         )
     except (KeyError, TypeError, ValueError, AttributeError):  # other tokenizers have other keys
