@@ -43,7 +43,7 @@ import tiktoken
 from common.console import ProgressBar
 from common.errors import UserError, printable
 from common.files import atomic_write
-from common.process import Terminated, run_process
+from common.process import run_process
 from configs.schema import SampleConfig
 from data.tokenizer import encode, initial_tokens
 from model.generation.attention_plots import draw_attention_maps
@@ -59,11 +59,10 @@ def main(config: SampleConfig) -> int:
     config = replace(config, stop=unescape(config.stop))
     prompts = load_prompts(config)
     check_output(config.out)
-    device, batch_size = resolve_device(config.device), min(config.batch_size, len(prompts) * config.num_samples)
+    device, rows = resolve_device(config.device), min(config.batch_size, len(prompts) * config.num_samples)
     dtype = resolve_dtype(config.dtype, device, trains=False)
-    loaded = load_for_sampling(config.run, config.checkpoint, device, dtype, config.attention, batch_size)
-    model, tokenizer, description = loaded
-    print(printable(f"{description}, seed {config.seed}"), file=sys.stderr)
+    model, tokenizer, summary = load_for_sampling(config.run, config.checkpoint, device, dtype, config.attention, rows)
+    print(printable(f"{summary}, seed {config.seed}"), file=sys.stderr)
     if config.interactive:
         run_interactive(config, model, tokenizer)
     elif config.prompts is not None:
@@ -179,9 +178,9 @@ def run_interactive(config: SampleConfig, model: GPT, tokenizer: tiktoken.Encodi
                 text += chunk.text
                 show(chunk.text)
             show("\n")
-        except Terminated:
-            raise
-        except KeyboardInterrupt:
+        except KeyboardInterrupt as interrupt:
+            if interrupt.args:  # another signal than Ctrl-C
+                raise
             show("\n")
         except UserError as error:
             print(printable(f"sample.py: {error}"), file=sys.stderr)

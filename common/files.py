@@ -1,12 +1,16 @@
-"""Atomic writes and JSON files."""
+"""Atomic writes, and files that can be damaged: JSON and YAML."""
 
 import json
 import os
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
-from typing import IO
+from typing import IO, Any
 from uuid import uuid4
+
+import yaml
+
+from common.errors import UserError
 
 
 @contextmanager
@@ -31,14 +35,30 @@ def atomic_writer(path: Path) -> Iterator[IO[bytes]]:
 
 
 def atomic_write(path: Path, content: bytes | str) -> None:
-    """Write a complete file or none. Text is encoded as UTF-8."""
+    """Write a complete file or none. Text is encoded as UTF-8; bytes of a file name that are not UTF-8 are escaped."""
     with atomic_writer(path) as file:
-        file.write(content.encode() if isinstance(content, str) else content)
+        file.write(content.encode(errors="backslashreplace") if isinstance(content, str) else content)
+
+
+def read_file(path: Path, parse: Callable[[bytes], Any], advice: str = "restore it, or remove it") -> Any:
+    """Read and parse a file. Raises UserError if it is missing or damaged: a parser can raise anything."""
+    try:
+        return parse(path.read_bytes())
+    except Exception as error:
+        reason = " ".join(f"{type(error).__name__}: {error}".split())
+        raise UserError(f"{path} cannot be read ({reason}); {advice}") from None
 
 
 def read_json(path: Path) -> dict:
-    """Read an object from a JSON file, or {} if the file does not exist."""
-    return json.loads(path.read_text()) if path.exists() else {}
+    """Read an object from a JSON file, or {} if the file does not exist. Raises UserError if it is damaged."""
+    return read_file(path, lambda content: {**json.loads(content)}) if path.exists() else {}
+
+
+def parse_yaml(content: bytes) -> Any:
+    """Parse YAML without aliases (*name): a few of them can stand for billions of values."""
+    if any(isinstance(event, yaml.AliasEvent) for event in yaml.parse(content, yaml.SafeLoader)):
+        raise yaml.YAMLError("an alias (*name) is not supported")
+    return yaml.safe_load(content)
 
 
 def write_json(path: Path, content: dict) -> None:

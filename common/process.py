@@ -78,10 +78,6 @@ def run_main(main: Callable[..., int], *config: Any) -> int:
         return EXIT_CODES[status]
 
 
-class Terminated(KeyboardInterrupt):
-    """A stop signal other than Ctrl-C. It is handled like Ctrl-C, but it also ends interactive sampling."""
-
-
 def set_stop_handlers(handler) -> None:
     """Handle the stop signals, except ignored ones, such as SIGHUP under nohup."""
     for signum in STOP_SIGNALS:  # docs/train.sbatch ignores SIGUSR1 and SIGUSR2, but only to protect torchrun
@@ -101,7 +97,7 @@ def raise_interrupt(signum: int, frame: Any) -> NoReturn:
         raise KeyboardInterrupt
     for other in set(STOP_SIGNALS) - {signal.SIGINT}:
         signal.signal(other, signal.SIG_IGN)
-    raise Terminated
+    raise KeyboardInterrupt("interrupted")  # with a message, it also ends interactive sampling
 
 
 class StopRequest(AbstractContextManager):
@@ -125,8 +121,7 @@ class StopRequest(AbstractContextManager):
             raise KeyboardInterrupt("stopped without saving; steps since the last checkpoint are lost")
 
     def __exit__(self, *error) -> None:
-        if any(signal.getsignal(signum) == self._handle for signum in STOP_SIGNALS):
-            set_stop_handlers(raise_interrupt)
+        set_stop_handlers(raise_interrupt)
 
 
 def _discard_output_of_closed_terminal() -> None:

@@ -71,11 +71,6 @@ def make_new_folder(parent: Path, label: str) -> str:
     return name
 
 
-def read_summary(folder: Path) -> dict:
-    """Read summary.json of a run folder, or {} if it does not exist."""
-    return read_json(folder / "summary.json")
-
-
 def flatten_dict(config: dict, prefix: str = "") -> dict:
     """Join nested keys with dots: {"model": {"n_layer": 2}} becomes {"model.n_layer": 2}."""
     flat = {}
@@ -99,6 +94,7 @@ class RunDir(AbstractContextManager):
     def __init__(self, name: str | None, label: str, resume: bool, is_main: bool = True, broadcast=lambda value: value):
         self.is_main = is_main
         self.summary: dict | None = None  # None before start(): summary.json is not changed
+        self.previous: dict = {}  # content of summary.json, from an earlier process
         self.name = broadcast(name or make_new_folder(RUNS, label) if is_main else None)
         self.folder = RUNS / self.name
         self.best, self.last = (self.folder / "checkpoints" / file for file in ("best.pt", "last.pt"))
@@ -106,22 +102,22 @@ class RunDir(AbstractContextManager):
             return
         if (self.folder / "config.yaml").exists() and not resume:
             raise UserError(f"{self.folder} exists; set another name, or resume=true to continue it")
-        step = read_summary(self.folder).get("step")  # above 0 only after last.pt was written
-        if step and not self.last.exists():
-            raise UserError(f"{self.last} is missing, but step {step} was saved; restore it, or set another name")
         self.last.parent.mkdir(parents=True, exist_ok=True)
         self.lock = FileLock(self.folder / ".lock")  # the kernel releases it, even after kill -9
         try:
             self.lock.acquire(timeout=0)
         except Timeout:
-            advice = "wait for it, or set another name"
-            raise UserError(f"{self.folder} is being trained by another process; {advice}") from None
+            raise UserError(f"{self.folder} is being trained by another process; wait, or set another name") from None
+        self.previous = read_json(self.folder / "summary.json")
+        step = self.previous.get("step")  # above 0 only after last.pt was written
+        if step and not self.last.exists():
+            raise UserError(f"{self.last} is missing, but step {step} was saved; restore it, or set another name")
         for file in self.folder.rglob("*.partial"):  # of a process that was killed
             file.unlink()
 
     def start(self, config: dict, summary: dict) -> None:
         """Write config.yaml and the first summary.json. Results of an earlier process stay until they are updated."""
-        self.summary = read_summary(self.folder) | {"name": self.name, "status": "running", "error": None}
+        self.summary = self.previous | {"name": self.name, "status": "running", "error": None}
         if self.is_main:
             write_config(self.folder, config)
         self.update(summary)

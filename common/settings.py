@@ -1,9 +1,6 @@
 """Config dataclasses: a field's default and limits are one line, and check() finds values that violate them.
 
-    steps: int | None = setting(1000, 1, 10**12)                  from 1 to 10^12, or None
-    norm: str = setting("rmsnorm", choices=("layernorm", "rmsnorm"))
-
-Rules between several keys are a method `rules` of the dataclass.
+`steps: int | None = setting(1000, 1, 10**12)` is a number from 1 to 10^12, or None.
 """
 
 import json
@@ -15,7 +12,7 @@ from typing import Any
 
 from common.errors import UserError
 
-Rule = tuple[str, bool, str]  # key, whether its value is valid, what is required and what to set instead
+Rule = tuple[str, bool, str]  # from a method `rules`: key, whether its value is valid, what to set instead
 
 
 def setting(

@@ -30,13 +30,9 @@ def peak_memory_bytes(device: torch.device) -> int | None:
     """Peak memory of CUDA's allocator or this process since the reset. None on a CPU without Linux."""
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
-    kilobytes = re.search(r"VmHWM:\s+(\d+)", _read("/proc/self/status"))
+    status = Path("/proc/self/status")
+    kilobytes = re.search(r"VmHWM:\s+(\d+)", status.read_text()) if status.exists() else None
     return None if kilobytes is None else 1024 * int(kilobytes[1])
-
-
-def has_avx512_bf16() -> bool:
-    """Whether this x86 CPU multiplies bfloat16 numbers. CPUs with AMX do, too. False without Linux."""
-    return "avx512_bf16" in _read("/proc/cpuinfo")
 
 
 def describe_environment(device: torch.device) -> dict:
@@ -57,9 +53,4 @@ def device_name(device: torch.device) -> str:
     """The name of the GPU, or the name of the processor and its number of cores."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    model = re.search(r"model name\s*: (.+)", _read("/proc/cpuinfo"))
-    return f"{model[1] if model else platform.processor() or platform.machine()}, {os.cpu_count()} cores"
-
-
-def _read(path: str) -> str:
-    return Path(path).read_text() if Path(path).exists() else ""
+    return f"{torch.cpu.get_capabilities()['cpu_name']}, {os.cpu_count()} cores"

@@ -1,7 +1,4 @@
-"""The command line of every script: sys.argv becomes a checked dataclass.
-
-config = parse_config("train", __doc__)     exits with code 2 and one sentence if a word is invalid
-"""
+"""The command line of every script: sys.argv becomes a checked dataclass."""
 
 import argparse
 import re

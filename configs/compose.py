@@ -25,6 +25,7 @@ from omegaconf.errors import OmegaConfBaseException
 from yaml import YAMLError
 
 from common.errors import UserError
+from common.files import parse_yaml, read_file
 from configs.error_messages import explain_error
 from configs.preset import add_preset_values, select_preset
 from configs.schema import SCRIPTS
@@ -39,8 +40,7 @@ FREE_TEXT = r"prompt(s|_file)?|tasks|out|name|(.*\.)?(run|stop|path|val_path)|.*
 def compose_config(script: str, words: list[str], config_dir: str | None = None) -> Any:
     """Compose the config of a script.
 
-    words: key=value. config_dir: the user's folder of YAML files.
-    Returns the script's dataclass; common.settings.check must check its values. Raises UserError.
+    words: key=value. config_dir: the user's YAML files. Returns a dataclass with unchecked values. Raises UserError.
     """
     with hydra_initialized(script, config_dir) as search_path:
         for word in words:
@@ -110,9 +110,10 @@ class UserFolder(FileConfigSource):
     scheme = staticmethod(lambda: "user")
 
     def load_config(self, config_path: str) -> ConfigResult:
+        read_file(Path(self.path, f"{config_path}.yaml"), parse_yaml, "write valid YAML in UTF-8")
         try:
             result = super().load_config(config_path)
-        except (OSError, UnicodeError, YAMLError) as error:
+        except (OSError, YAMLError) as error:  # it is a number, or has a key twice
             raise UserError(f"{config_path}.yaml: {' '.join(str(error).split())}; write valid YAML in UTF-8") from None
         text = f"{result.header}\n{OmegaConf.to_yaml(result.config)}"
         if re.search(r"'package': 'hydra|^hydra[.:]|^- (override )?/?hydra/.*: ", text, re.MULTILINE):

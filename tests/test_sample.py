@@ -234,13 +234,14 @@ def test_run_loaded_in_python_generates_the_same_sample_as_the_command_and_can_b
     [
         (["prompts=empty.txt"], "prompts=empty.txt contains no prompts"),
         (["prompts=wrong.jsonl"], "a line of prompts=wrong.jsonl is not of the form"),
-        (["prompts=latin.txt"], "prompts=latin.txt is not UTF-8 (byte 1)"),
+        (["prompts=deep.jsonl"], "a line of prompts=deep.jsonl is not of the form"),
+        (["prompts=latin.txt"], "latin.txt cannot be read (UnicodeDecodeError: 'utf-8' codec can't decode byte 0xe9"),
         (
             ["prompts=unknown.txt", "num_samples=3"],
             "prompt 2 of unknown.txt has characters that are not in the vocabulary: ['Ü']",
         ),
         (["prompts=text.txt", "out=no/o.jsonl"], "out=no/o.jsonl exists, or its folder does not"),
-        (["prompt_file=."], ".: Is a directory"),
+        (["prompt_file=."], ". cannot be read (IsADirectoryError"),
         (["out=o.jsonl"], "out=o.jsonl"),
         (["prompts=text.txt", "interactive=true"], "prompts and interactive"),
     ],
@@ -248,6 +249,7 @@ def test_run_loaded_in_python_generates_the_same_sample_as_the_command_and_can_b
 def test_invalid_settings_are_refused_in_one_sentence(trained, workdir, capsys, overrides, message):
     (workdir / "empty.txt").write_text("\n \n")
     (workdir / "wrong.jsonl").write_text('{"prompt": "a"}\n{"text": "b"}\n')
+    (workdir / "deep.jsonl").write_text("[" * 10**5)
     (workdir / "latin.txt").write_bytes("aé".encode("latin-1"))
     (workdir / "unknown.txt").write_text("The\nÜ\n")
     assert message in refusal(capsys, *overrides)

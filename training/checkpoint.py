@@ -50,6 +50,7 @@ class TrainState:
     stopped: bool = False  # a process got a signal, and all processes know
     unlogged: dict = field(default_factory=dict)  # metrics of this step, while its evaluation is not complete
     wandb_id: str | None = None
+    metrics: dict = field(default_factory=dict)  # newest value of each metric, when the run starts or resumes
     started: float = 0.0  # value of time.perf_counter() at which `seconds` would be 0
 
     @property

@@ -12,7 +12,6 @@ from torch import nn
 
 from common.errors import UserError
 from common.process import cpu_count
-from common.system import has_avx512_bf16
 from model import AttentionConfig
 from model.attention import ResolvedAttention, missing_compiler, pin_kernel_under_compile, resolve_model
 from training.config import AUTO, RunConfig
@@ -89,7 +88,7 @@ def resolve_dtype(name: str, device: torch.device, trains: bool = True) -> torch
         if device.type == "cuda":  # GPUs before Ampere emulate bfloat16, and no fused attention kernel supports that
             has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
         else:
-            has_bf16 = device.type == "cpu" and trains and has_avx512_bf16()
+            has_bf16 = device.type == "cpu" and trains and torch.cpu.get_capabilities().get("avx512_bf16", False)
         return torch.bfloat16 if has_bf16 else torch.float32
     if name == "float16" and device.type != "cuda" and trains:
         raise UserError(f"dtype=float16 trains only on cuda, not on {device.type}; set dtype=bfloat16 or float32")

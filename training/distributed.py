@@ -74,10 +74,6 @@ class Dist:
         torch_dist.broadcast_object_list(values, src=0, device=torch.device("cpu"))
         return values[0]
 
-    def barrier(self) -> None:
-        """Wait until all processes have called this method."""
-        self.all_reduce(0.0)
-
     def require_equal(self, value: str, advice: str) -> None:
         """Raises UserError in all processes if one of them has another value. advice: how to get the same one."""
         if self.world_size == 1:

@@ -10,7 +10,7 @@ import os
 import textwrap
 import time
 from collections.abc import Callable
-from contextlib import AbstractContextManager, ExitStack, nullcontext
+from contextlib import AbstractContextManager, ExitStack, nullcontext, suppress
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any, Self
@@ -18,7 +18,7 @@ from typing import Any, Self
 import torch
 
 from common.console import ProgressBar
-from common.errors import TrainingFailed
+from common.errors import TrainingFailed, UserError
 from common.run_dir import EXIT_CODES, RunDir, status_of
 from common.system import reset_peak_memory
 from training.checkpoint import TrainState
@@ -59,8 +59,7 @@ class Observers(ExitStack):
         run_config = asdict(config) | {"attention": asdict(config.attention) | run.summary["attention"]}
         self.wandb = WandbRun(config.wandb, run.folder, run_config, state.wandb_id, name=run.name)
         state.wandb_id = self.wandb.id
-        step = state.step - (state.step == 0 or bool(state.unlogged))  # the row of this step is written again
-        self.metrics = MetricsLogger(run.folder, step, self.wandb) if run.is_main else None
+        self.metrics = MetricsLogger(run.folder, state.metrics, self.wandb) if run.is_main else None
 
     def __enter__(self) -> Self:
         self.push(self._finish_wandb)
@@ -129,17 +128,17 @@ class Observers(ExitStack):
 
 
 class MetricsLogger:
-    """Collects rows, and writes several at a time to metrics.jsonl and wandb. Rows after `step` are removed.
+    """Collects rows, and writes several at a time to metrics.jsonl and wandb.
 
     last: newest value of each metric, also from before a resume.
     """
 
-    def __init__(self, folder: Path, step: int, wandb: WandbRun):
-        self.path, self.wandb = folder / "metrics.jsonl", wandb
+    def __init__(self, folder: Path, last: dict, wandb: WandbRun):
+        self.path, self.last, self.wandb = folder / "metrics.jsonl", last, wandb
         self.rows: list[tuple[dict, Callable[[], dict]]] = []
         self.flushed = time.perf_counter()
-        self.path.touch()
-        self.last = remove_later_rows(self.path, step)
+        if wandb.is_enabled and not (folder / "wandb").exists():  # it was off, or killed before it has started
+            wandb.log([json.loads(line) for line in self.path.read_bytes().splitlines()])
 
     def log(self, row: dict, read: Callable[[], dict] = dict) -> None:
         """Collect a row. read: called when the row is written. Returns more columns, such as device times."""
@@ -167,17 +166,18 @@ class MetricsLogger:
 
 
 def remove_later_rows(path: Path, step: int) -> dict:
-    """Remove the rows after `step`, and a damaged end of the file. Returns the newest value of each metric."""
-    size, last = 0, {}
-    for line in path.read_bytes().splitlines(keepends=True):
-        try:
+    """Remove the rows after `step`. Returns the newest value of each metric. Raises UserError if a row is missing."""
+    path.touch()
+    size, last = 0, {"step": -1}
+    with suppress(ValueError, TypeError, LookupError):  # a damaged row, or one that a killed process did not finish
+        for line in path.read_bytes().splitlines(keepends=True):
             row = json.loads(line)
-        except ValueError:  # the process or the machine was stopped while it wrote the row
-            break
-        if row["step"] > step:
-            break
-        last |= row
-        size += len(line)
+            if last["step"] == step or row["step"] not in ((last["step"] + 1,) if size else (0, 1)):
+                break
+            last |= row
+            size += len(line)
+    if 0 < step != last["step"]:
+        raise UserError(f"{path} has no row of step {last['step'] + 1}; restore the file, or set another name")
     os.truncate(path, size)
     return last
 

@@ -6,13 +6,14 @@ from dataclasses import asdict
 
 from common.console import PlainConsole
 from common.process import StopRequest
-from common.run_dir import RunDir, read_summary
+from common.run_dir import RunDir
 from common.system import describe_environment
 from data.prepare import PreparedData
 from model.flops import flops_per_token, n_params
 from training.checkpoint import TrainState
 from training.config import RunConfig
 from training.device import Runtime
+from training.observers import remove_later_rows
 from training.planning.micro_batch import MicroBatches
 from training.progress import format_banner, format_summary
 from training.run_plots import plot_run
@@ -32,8 +33,11 @@ def open_run(
     with RunDir(config.name, label, config.resume, dist.is_main, dist.broadcast) as run, StopRequest() as stop:
         if run.last.exists():
             state.resume(run.last, header)
+        if run.is_main:  # the row of this step may be written again
+            step = state.step - (state.step == 0 or bool(state.unlogged))
+            state.metrics = remove_later_rows(run.folder / "metrics.jsonl", step)
         dist.require_equal(f"{run.folder} at step {state.step}", f"copy the newest {run.folder} to all machines")
-        if state.progress >= 1 and read_summary(run.folder).get("status") == "finished":
+        if state.progress >= 1 and run.previous.get("status") == "finished":
             advice = "set a larger train.steps (or train.patience), or another name"
             print(f"{run.folder} is finished at step {state.step}; {advice}")
             yield run, stop
@@ -48,7 +52,7 @@ def open_run(
         run.start(asdict(config), facts | state.summary())
         PlainConsole().print_text(format_banner(config, run.folder, run.summary, data.meta))
         yield run, stop
-        dist.barrier()
+        dist.all_reduce(0.0)  # a barrier: rank 0 may still save a checkpoint
         if dist.is_main:
             plot_run(run.folder)
         if state.stopped:

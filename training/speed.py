@@ -3,6 +3,7 @@
 import os
 import statistics
 import time
+from collections import deque
 from collections.abc import Callable
 from functools import partial
 from pathlib import Path
@@ -49,7 +50,7 @@ class Speed:
 
     def __init__(self, device: torch.device, tokens: int, flops: float, peak: float):
         self.device, self.tokens, self.flops, self.peak = device, tokens, flops, peak
-        self.steps: list[float] = []  # seconds of each step
+        self.steps: deque[float] = deque(maxlen=1000)  # seconds of the last steps, for medians
 
     def start_step(self) -> None:
         self.start = _record_time(self.device)
@@ -64,7 +65,7 @@ class Speed:
 
     def median(self) -> dict:
         """Metrics of the median step, without warmup steps if there are others. Empty before the first step."""
-        steps = self.steps[WARMUP_STEPS:] or self.steps
+        steps = [*self.steps][WARMUP_STEPS:] or self.steps
         return self._metrics(statistics.median(steps)) if steps else {}
 
     def _metrics(self, seconds: float) -> dict:

@@ -22,7 +22,8 @@ def plot_comparison(settings: list[Setting], rows: list[SettingStats], path: Pat
     """
     statuses = ["" if row.status == f"{row.finished} finished" else f" ({row.status})" for row in rows]
     labels = [f"{n} {row.setting}{status}" for n, (row, status) in enumerate(zip(rows, statuses, strict=True), 1)]
-    labels = [label[:LEGEND_LINE_CHARS] for label in labels]
+    labels = [label[:LEGEND_LINE_CHARS].encode(errors="backslashreplace").decode() for label in labels]
+    labels = [label.replace("$", r"\$") for label in labels]  # otherwise, two would enclose math
     columns = max(1, min(len(rows), 4, LEGEND_LINE_CHARS // (max(map(len, labels)) + 8)))
     figure = make_figure(10, 6.2 + 0.19 * math.ceil(len(labels) / columns))
     losses, distances, times, memory = figure.subplots(2, 2).flat

@@ -7,16 +7,15 @@ runs/sweeps/<sweep>/sweep.json  <job>/config.yaml ...
 import json
 import re
 from collections import Counter
-from collections.abc import Callable
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import IO, Any
+from typing import Any
 
 import numpy as np
-import yaml
 
 from common.errors import UserError
+from common.files import parse_yaml, read_file
 from common.plots import read_curves
 from common.run_dir import flatten_dict
 from common.settings import format_value
@@ -25,6 +24,12 @@ IGNORED_SECTIONS = ("seed", "name", "resume", "wandb")  # runs of one setting ma
 CHOICES = (".name", ".backend")  # suffixes of the keys that select a section's values, as in model.name
 MAX_DIFFERENCES = 4  # in a label
 METRICS = ("train/loss", "val/loss", "step_ms", "tokens_per_second")
+# Types of the values that a comparison reads, in summary.json and in the flat config.
+NUMBERS = ("step", "best_val_loss", "last_val_loss", "last_val_bpb", "peak_memory_bytes", "flops_per_token")
+NUMBERS += ("score_variance", "attention_entropy", "attention_distance", "train.batch_size", "model.block_size")
+TYPES = {"status": str, "seed": int, "data": str | None, "command": str | None, "attention": dict | None}
+TYPES |= {"versions": dict | None} | dict.fromkeys(NUMBERS, int | float | None)
+ADVICE = "train that run again, or leave it out"
 
 
 @dataclass
@@ -44,7 +49,7 @@ class Run:
     @cached_property
     def curves(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
         """(steps, values) of each key of METRICS. Raises UserError if metrics.jsonl is missing or damaged."""
-        return _read(self.folder / "metrics.jsonl", lambda file: read_curves(file, *METRICS))
+        return read_file(self.folder / "metrics.jsonl", lambda rows: read_curves(rows.splitlines(), *METRICS), ADVICE)
 
 
 @dataclass
@@ -96,7 +101,7 @@ def is_sweep(folder: Path) -> bool:
 
 def _read_folder(folder: Path) -> list[Run]:
     if is_sweep(folder):
-        jobs = _read(folder / "sweep.json", lambda file: list(json.load(file)["jobs"]))
+        jobs = read_file(folder / "sweep.json", lambda content: list(map(str, json.loads(content)["jobs"])), ADVICE)
         return [_read_run(folder / job, job) for job in jobs if (folder / job / "summary.json").exists()]
     if not (folder / "summary.json").exists():
         reason = "is not a run: it has no summary.json" if folder.is_dir() else "does not exist"
@@ -105,27 +110,16 @@ def _read_folder(folder: Path) -> list[Run]:
 
 
 def _read_run(folder: Path, job: str | None = None) -> Run:
-    summary = _read(folder / "summary.json", json.load, "status")
-    config = _read(folder / "config.yaml", yaml.safe_load, "seed")
-    flat = {key: value for key, value in flatten_dict(config).items() if key.split(".")[0] not in IGNORED_SECTIONS}
+    summary = read_file(folder / "summary.json", lambda content: json.loads(content) | {}, ADVICE)
+    config = read_file(folder / "config.yaml", lambda content: flatten_dict(parse_yaml(content)), ADVICE)
+    for key, value_type in TYPES.items():
+        if not isinstance(value := (config | summary).get(key), value_type):
+            raise UserError(f"{folder} has {key}={format_value(value)}, of a wrong type; {ADVICE}")
+    flat = {key: value for key, value in config.items() if key.split(".")[0] not in IGNORED_SECTIONS}
     flat["world_size"] = summary.get("world_size", 1)  # set by torchrun and not in the config, but affects the speed
     pairs = re.split(r",(?=[\w.]+=)", job or "")  # a value may be a list with commas: model.window=_16,null_,seed=1
     swept = None if job is None else ", ".join(pair for pair in pairs if not pair.startswith("seed="))
     return Run(folder, flat, config["seed"], summary, swept)
-
-
-def _read(path: Path, parse: Callable[[IO[bytes]], Any], *required_keys: str) -> Any:
-    """Parse a file. Raises UserError if it is missing or damaged, or lacks a required key."""
-    try:
-        with open(path, "rb") as file:
-            content = parse(file)
-        if all(key in content for key in required_keys):
-            return content
-    except FileNotFoundError:
-        raise UserError(f"{path} is missing; train that run again, or leave it out") from None
-    except (ValueError, KeyError, TypeError, yaml.YAMLError):  # ValueError: bad JSON or UTF-8
-        pass
-    raise UserError(f"{path} is damaged; train that run again, or leave it out")
 
 
 def _set_labels(settings: list[Setting]) -> None:

@@ -121,7 +121,7 @@ def _compute_stats(setting: Setting, first: Setting, target_difference: float | 
         step_ms_q1=step_ms_q1,
         step_ms_q3=step_ms_q3,
         tokens_per_second=quartiles(_after_warmup(runs, "tokens_per_second"))[1],
-        training_flops=mean([_training_flops(run) for run in runs if run.summary.get("flops_per_token") is not None]),
+        training_flops=mean(filter(None, map(_training_flops, runs))),
         peak_memory_bytes=round(quartiles(peaks)[1]) if peaks else None,
         **texts,
         **means,
@@ -246,9 +246,10 @@ def _after_warmup(runs: list[Run], key: str) -> np.ndarray:
     return np.concatenate([np.array([]), *(values[steps > WARMUP_STEPS] for steps, values in curves)])
 
 
-def _training_flops(run: Run) -> float:
-    tokens = run.summary["step"] * run.config["train.batch_size"] * run.config["model.block_size"]
-    return tokens * run.summary["flops_per_token"]
+def _training_flops(run: Run) -> float | None:
+    keys = ("step", "train.batch_size", "model.block_size", "flops_per_token")
+    factors = [(run.config | run.summary).get(key) for key in keys]
+    return None if None in factors else math.prod(factors)
 
 
 def _join_distinct(values: Iterable) -> str | None:

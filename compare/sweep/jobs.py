@@ -8,11 +8,9 @@ from pathlib import Path
 from subprocess import DEVNULL
 from typing import NamedTuple
 
-import yaml
-
 from common.errors import UserError
-from common.files import write_json
-from common.run_dir import EXIT_CODES, flatten_dict, read_summary, write_config
+from common.files import parse_yaml, read_file, read_json, write_json
+from common.run_dir import EXIT_CODES, flatten_dict, write_config
 from common.settings import format_value
 
 SCRIPT = Path(__file__).parents[2] / "train.py"
@@ -31,12 +29,13 @@ class Job:
 
     def previous_config(self) -> dict | None:
         """Read the config of an earlier run in this folder. Returns None if nothing was trained there."""
-        has_checkpoint = any(self.folder.glob("checkpoints/*.pt"))
-        return yaml.safe_load((self.folder / "config.yaml").read_text()) if has_checkpoint else None
+        exists = any(self.folder.glob("checkpoints/*.pt"))
+        return read_file(self.folder / "config.yaml", lambda content: {**parse_yaml(content)}) if exists else None
 
     def is_done(self) -> bool:
         """Whether a run with exactly this config has finished."""
-        return self.previous_config() == self.config and read_summary(self.folder).get("status") == "finished"
+        status = read_json(self.folder / "summary.json").get("status")
+        return status == "finished" and self.previous_config() == self.config
 
     def check_folder(self) -> None:
         """Raise UserError if the folder contains a run with a different config."""
@@ -60,8 +59,7 @@ def train_job(job: Job) -> Outcome:
     KeyboardInterrupt stops the child, which saves a checkpoint. A second KeyboardInterrupt kills it.
     """
     job.folder.mkdir(parents=True, exist_ok=True)
-    log = job.folder / "train.log"
-    with open(log, "ab") as output:
+    with open(log := job.folder / "train.log", "ab") as output:
         command = [sys.executable, str(SCRIPT), *job.arguments]
         # In its own session, the child does not get the terminal's Ctrl-C. terminate() below stops it once.
         child = subprocess.Popen(command, stdin=DEVNULL, stdout=output, stderr=output, start_new_session=True)
@@ -80,7 +78,7 @@ def train_job(job: Job) -> Outcome:
     status = next((status for status, exit_code in EXIT_CODES.items() if exit_code == code), "failed")
     lines = log.read_text(errors="replace").strip().splitlines() or [f"exit code {code}"]
     reason = f"killed by {signal.Signals(-code).name}" if code < 0 else lines[-1].removeprefix(f"{SCRIPT.name}: ")
-    if read_summary(job.folder).get("status") in (None, "refused"):  # the run has not started
+    if read_json(job.folder / "summary.json").get("status") in (None, "refused"):  # the run has not started
         write_config(job.folder, job.config)
         write_json(job.folder / "summary.json", {"name": job.config["name"], "status": status, "error": reason})
     elif status == "refused":  # the run exists, but could not continue: another process trains it, for example

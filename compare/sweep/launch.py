@@ -5,10 +5,12 @@ import time
 from pathlib import Path
 from typing import Any
 
+from filelock import FileLock
+
 from common.console import PlainConsole, format_duration, format_si
 from common.files import read_json, write_json
 from common.process import command_line
-from common.run_dir import EXIT_CODES, SWEEPS, read_summary
+from common.run_dir import EXIT_CODES, SWEEPS
 from compare.runs.comparison import compare, print_comparison
 from compare.sweep.jobs import Job, Outcome, train_job
 from data.tokenizer import OPENAI_SIZES
@@ -25,8 +27,8 @@ def run_sweep(name: str, jobs: list[Job], launcher: Any = None) -> int:
     folder = SWEEPS / name
     todo = find_missing_jobs(folder, jobs)
     done, size = len(jobs) - len(todo), format_si(sum(map(estimate_checkpoint_bytes, todo)), "B")
-    text = f"sweep    {folder}, {len(jobs)} runs, {done} of them finished before, {size} of checkpoints"
-    PlainConsole().print_text(text)
+    runs = f"{len(jobs)} runs, {done} of them finished before"
+    PlainConsole().print_text(f"sweep    {folder}, {runs}, {size} of checkpoints")
     return finish_sweep(folder, jobs, train_jobs(todo, launcher))
 
 
@@ -45,8 +47,9 @@ def find_missing_jobs(folder: Path, jobs: list[Job]) -> list[Job]:
     for job in jobs:
         job.check_folder()
     folder.mkdir(parents=True, exist_ok=True)
-    names = dict.fromkeys([*read_json(folder / "sweep.json").get("jobs", []), *(job.name for job in jobs)])
-    write_json(folder / "sweep.json", {"command": command_line(), "jobs": list(names)})
+    with FileLock(folder / ".lock"):  # another process can add jobs to the same sweep
+        names = dict.fromkeys([*read_json(folder / "sweep.json").get("jobs", []), *(job.name for job in jobs)])
+        write_json(folder / "sweep.json", {"command": command_line(), "jobs": list(names)})
     return [job for job in jobs if not job.is_done()]
 
 
@@ -73,7 +76,7 @@ def train_jobs(todo: list[Job], launcher: Any = None) -> dict[str, Outcome]:
 
 def _describe(job: Job, outcome: Outcome) -> str:
     if outcome.status == "finished":
-        return f"val loss {read_summary(job.folder).get('last_val_loss') or math.nan:.4f}"
+        return f"val loss {read_json(job.folder / 'summary.json').get('last_val_loss') or math.nan:.4f}"
     log = f" ({job.folder / 'train.log'})" if outcome.status == "failed" else ""
     return f"{outcome.status}: {outcome.reason}{log}"
 

@@ -16,7 +16,8 @@ from hydra.core.override_parser.types import Override
 from optuna.trial import TrialState
 
 from common.errors import UserError
-from common.run_dir import SWEEPS, read_summary
+from common.files import read_json
+from common.run_dir import SWEEPS
 from compare.sweep.launch import find_missing_jobs, finish_sweep, train_jobs
 
 MAX_REJECTED = 50  # consecutive suggestions that are invalid or were tried before, until the search ends
@@ -32,11 +33,10 @@ def make_distribution(word: str, override: Override, is_int: bool) -> Any:
     with suppress(ValueError, OverflowError, TypeError):  # TypeError: Hydra's range(4)
         if override.is_discrete_sweep():
             return distributions.CategoricalDistribution(list(override.sweep_string_iterator()))
-        is_log = "log" in sweep.tags
         if is_int:
-            return distributions.IntDistribution(math.ceil(sweep.start), math.floor(sweep.end), log=is_log)
+            return distributions.IntDistribution(math.ceil(sweep.start), math.floor(sweep.end), log="log" in sweep.tags)
         if math.isfinite(sweep.start) and math.isfinite(sweep.end):
-            return distributions.FloatDistribution(sweep.start, sweep.end, log=is_log)
+            return distributions.FloatDistribution(sweep.start, sweep.end, log="log" in sweep.tags)
     raise UserError(f"{word} is not a range; set log(A,B) with 0 < A < B, interval(A,B), range(A,B) or a list A,B")
 
 
@@ -49,8 +49,7 @@ def run_search(space: dict[str, Any], make_jobs: Callable, n_trials: int, fixed_
     Returns the exit code of finish_sweep. Raises UserError if no trial is valid, before anything is written.
     """
     _, _, (name, _) = _suggest_trial(optuna.create_study(), space, partial(make_jobs, None), [])
-    folder = SWEEPS / name
-    study = _open_study(folder, space, fixed_words)
+    study = _open_study(folder := SWEEPS / name, space, fixed_words)
     tried = [_format_params(trial) for trial in study.get_trials(states=[TrialState.COMPLETE])]
     for trial in study.get_trials(states=[TrialState.FAIL, TrialState.RUNNING]):  # running: interrupted
         study.enqueue_trial(trial.params)  # try again
@@ -65,7 +64,7 @@ def run_search(space: dict[str, Any], make_jobs: Callable, n_trials: int, fixed_
         tried.append(values)
         all_jobs += jobs
         outcomes |= train_jobs(find_missing_jobs(folder, jobs))
-        losses = [read_summary(job.folder).get("best_val_bpb") if job.is_done() else None for job in jobs]
+        losses = [read_json(job.folder / "summary.json")["best_val_bpb"] if job.is_done() else None for job in jobs]
         loss = None if None in losses else math.fsum(losses) / len(losses)
         study.tell(trial.number, loss, state=TrialState.FAIL if loss is None else TrialState.COMPLETE)
     code = finish_sweep(folder, all_jobs, outcomes)

@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 from common.errors import UserError
+from common.files import read_file
 from model.generation.config import unescape
 
 
@@ -12,10 +13,7 @@ def read_text(path: str, name: str) -> str:
     """Read a UTF-8 file without changing its line ends. Raises UserError, with `name` in its message."""
     if not Path(path).exists() or Path(path).is_char_device():  # such as /dev/zero, which has no end
         raise UserError(f"{name} does not exist or is a device; set a text file")
-    try:
-        return Path(path).read_bytes().decode()
-    except UnicodeDecodeError as error:
-        raise UserError(f"{name} is not UTF-8 (byte {error.start}); save it as UTF-8") from None
+    return read_file(Path(path), bytes.decode, "set a text file in UTF-8")
 
 
 def read_prompts(path: str) -> list[str]:
@@ -29,7 +27,7 @@ def read_prompts(path: str) -> list[str]:
         return unescape(lines)
     try:
         return [str(json.loads(line)["prompt"]) for line in lines]
-    except (ValueError, LookupError, TypeError):
+    except (ValueError, LookupError, TypeError, RecursionError):
         raise UserError(f'a line of prompts={path} is not of the form {{"prompt": "..."}}; correct it') from None
 
 

@@ -19,6 +19,10 @@ def test_run_folder_is_locked_while_it_is_used(workdir):
     assert (summary["status"], summary["error"], summary["device"]) == ("finished", None, "cpu")
     with pytest.raises(UserError, match="runs/a exists"):
         RunDir("a", "", False)
+    for content in ("null", "[1]", '{"sta'):
+        write_file("runs/a/summary.json", content)
+        with pytest.raises(UserError, match=r"runs/a/summary.json cannot be read .*; restore it, or remove it"):
+            RunDir("a", "", True)
 
 
 def test_unnamed_runs_of_the_same_second_get_different_folders(workdir):

@@ -3,7 +3,6 @@
 import pytest
 import torch
 
-import training.device
 from common.errors import UserError
 from common.settings import check
 from training.config import RunConfig
@@ -37,7 +36,7 @@ def test_devices_dtypes_and_the_compiler_are_resolved_or_refused(monkeypatch):
 @pytest.mark.parametrize("has_bf16", [True, False])
 @pytest.mark.parametrize("trains", [True, False])
 def test_auto_trains_in_bfloat16_on_cpus_with_its_instructions(monkeypatch, has_bf16, trains):
-    monkeypatch.setattr(training.device, "has_avx512_bf16", lambda: has_bf16)
+    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": has_bf16})
     dtype = resolve_dtype("auto", CPU, trains=trains)
     assert dtype == (torch.bfloat16 if has_bf16 and trains else torch.float32)
     assert resolve_dtype("auto", torch.device("mps"), trains=trains) == torch.float32

@@ -77,7 +77,7 @@ def test_two_gpus_train_like_one(train, workdir, dtype, parallel):
 def test_run_in_use_by_another_process_is_refused_with_one_message(workdir):
     with RunDir("a", "", True):
         _, err = torchrun(2, "name=a").communicate(timeout=600)
-    refusal = "runs/a is being trained by another process; wait for it, or set another name"
+    refusal = "runs/a is being trained by another process; wait, or set another name"
     assert err.count(refusal) == 1
     assert err.count("Traceback") == 1  # of torchrun
 

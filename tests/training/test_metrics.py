@@ -7,9 +7,9 @@ import pytest
 import torch
 from helpers import read_jsonl
 
-from common.errors import TrainingFailed
+from common.errors import TrainingFailed, UserError
 from training import observers
-from training.observers import MetricsLogger
+from training.observers import MetricsLogger, remove_later_rows
 
 
 @pytest.fixture(autouse=True)
@@ -18,7 +18,8 @@ def no_timed_flush(monkeypatch):
 
 
 def logger(folder, step=-1):
-    return MetricsLogger(folder, step, SimpleNamespace(log=lambda rows: None))
+    last = remove_later_rows(folder / "metrics.jsonl", step)
+    return MetricsLogger(folder, last, SimpleNamespace(log=lambda rows: None, is_enabled=False))
 
 
 def test_rows_are_written_several_at_a_time(tmp_path):
@@ -42,6 +43,20 @@ def test_resuming_removes_later_rows_and_incomplete_lines(tmp_path):
     assert read_jsonl(path) == [{"step": 0}, {"step": 1, "val/loss": 3}, {"step": 2}, {"step": 3, "again": True}]
     logger(tmp_path)
     assert path.read_text() == ""
+
+
+@pytest.mark.parametrize(
+    ("rows", "missing"),
+    [("", 0), ('{"step": 0}\n{"step": 2}\n', 1), ('{"step": 1}\n{"step"', 2), ('{"step": 1}\n{"step": "2"}\n', 2),
+     ('{"step": 1}\n{"step": null}\n', 2), ('{"step": 1}\n[]\n', 2), ('{"step": 1}\n{"step": 1}\n', 2)],
+)  # fmt: skip
+def test_missing_row_is_refused(tmp_path, rows, missing):
+    (tmp_path / "metrics.jsonl").write_text(rows)
+    with pytest.raises(
+        UserError, match=f"metrics.jsonl has no row of step {missing}; restore the file, or set another"
+    ):
+        logger(tmp_path, step=2)
+    assert (tmp_path / "metrics.jsonl").read_text() == rows
 
 
 @pytest.mark.parametrize("key", ["train/loss", "val/loss"])

@@ -10,6 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import yaml
+from helpers import YAML_BOMB
 from rich.console import Console
 
 from common.errors import UserError
@@ -210,7 +211,7 @@ def test_csv_has_plain_numbers_and_the_table_fits_the_terminal(tmp_path):
 
 @pytest.mark.parametrize("count", [1, 12])
 def test_plot_of_one_and_of_many_settings(tmp_path, count):
-    long = "a-very-long-name-of-a-model-that-fits-nowhere-" * 3
+    long = "a-very-long-name-of-a-model-that-fits-nowhere-$^$-\udce9" * 3  # math; not UTF-8
     runs = [write_run(tmp_path / str(i), changes={"model.name": f"{long}{i}"}) for i in range(count)]
     refused = write_run(tmp_path / "no", status="refused", error="no", changes={"model.name": "no"})
     for folders in (runs, [*runs, refused], [refused]):
@@ -258,10 +259,15 @@ def test_report_loads_nothing_and_values_control_neither_page_nor_terminal(tmp_p
 @pytest.mark.parametrize(
     ("file", "text", "message"),
     [
-        ("summary.json", '{"status": ', "summary.json is damaged"),
-        ("config.yaml", "a: [1", "config.yaml is damaged"),
-        ("metrics.jsonl", '{"step": 1}\n{"st', "metrics.jsonl is damaged"),
-        ("sweep.json", "{}", "sweep.json is damaged"),
+        ("summary.json", '{"status": ', "summary.json cannot be read"),
+        ("summary.json", "[]", "summary.json cannot be read"),
+        ("summary.json", "null", "summary.json cannot be read"),
+        ("summary.json", "{}", "a has status=null, of a wrong type"),
+        ("summary.json", '{"status": "finished", "last_val_loss": "low"}', "a has last_val_loss=low, of a wrong type"),
+        ("config.yaml", "a: [1", "config.yaml cannot be read"),
+        ("config.yaml", YAML_BOMB, "config.yaml cannot be read"),
+        ("metrics.jsonl", '{"step": 1}\n{"st', "metrics.jsonl cannot be read"),
+        ("sweep.json", "{}", "sweep.json cannot be read"),
         ("sweep.json", '{"jobs": []}', "no run to compare"),
     ],
 )

@@ -7,16 +7,19 @@ import signal
 import subprocess
 import sys
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
 
 import pytest
 from helpers import ROOT, TINY, metrics, summary, untimed
 
-from common.run_dir import RunDir, read_summary
+from common.errors import UserError
+from common.files import read_json
+from common.run_dir import RunDir
 from compare.sweep import jobs
 from compare.sweep.jobs import Job, Outcome, train_job
-from compare.sweep.launch import estimate_checkpoint_bytes
+from compare.sweep.launch import estimate_checkpoint_bytes, find_missing_jobs
 from training.config import CheckpointConfig, RunConfig
 
 LONG = ["name=s", "train.steps=60", "eval.every=60", "checkpoint.every=20", "train.batch_size=2"]
@@ -158,6 +161,12 @@ def test_submitit_trains_jobs(workdir):
     assert [row["status"] for row in comparison()] == ["2 finished", "refused"]
 
 
+def test_job_whose_config_is_damaged_is_refused(trained):
+    Path("runs/a/config.yaml").write_text("a: [1")
+    with pytest.raises(UserError, match=r"runs/a/config.yaml cannot be read .*; restore it, or remove it"):
+        Job("a", Path("runs/a"), [], {}).check_folder()
+
+
 def test_job_that_another_process_trains_fails(workdir):
     folder = workdir / "runs/sweeps/s/seed=1"
     words = [*TINY, "seed=1", "name=sweeps/s/seed=1"]
@@ -165,7 +174,7 @@ def test_job_that_another_process_trains_fails(workdir):
         run.start({"name": "sweeps/s/seed=1"}, {})
         outcome = train_job(Job("seed=1", folder, words, {"name": "sweeps/s/seed=1"}))
         assert outcome.status == "failed" and "is being trained by" in outcome.reason
-        assert read_summary(folder)["status"] == "running"
+        assert summary("sweeps/s/seed=1")["status"] == "running"
 
 
 def test_second_ctrl_c_kills_a_job_that_hangs(workdir, monkeypatch):
@@ -186,6 +195,14 @@ def test_second_ctrl_c_kills_a_job_that_hangs(workdir, monkeypatch):
     with pytest.raises(KeyboardInterrupt):
         train_job(job)
     assert wait(children[-1]) == -signal.SIGKILL and len(children) == 2
+
+
+def test_sweeps_that_are_started_together_list_all_jobs(workdir):
+    sweep = Path("runs/sweeps/s")
+    jobs = [[Job(f"seed={n}", sweep / f"seed={n}", [], {})] for n in range(40)]
+    with ThreadPoolExecutor(8) as pool:
+        list(pool.map(find_missing_jobs, [sweep] * 40, jobs))
+    assert len(read_json(sweep / "sweep.json")["jobs"]) == 40
 
 
 def test_sweep_under_torchrun_is_refused(workdir):
