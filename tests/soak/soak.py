@@ -1,6 +1,6 @@
 """Soak test: kill and signal the commands and type wrong words, all at random, and check that nothing is lost.
 
-    python tests/soak/soak.py                    everything; Linux, about a quarter of an hour on two cores
+    python tests/soak/soak.py                    everything; Linux, about half an hour on two cores
     python tests/soak/soak.py kill wrong         two of the parts
     python tests/soak/soak.py --scale 0.01       one try of each kind
 
@@ -9,13 +9,17 @@ same result: weights, losses, tokens and samples are compared bit by bit. Prints
 
 kill       SIGKILL at random moments of training, preparation, a sweep, and sampling to a file
 signal     Ctrl-C, SIGTERM and SIGHUP at random moments of every command
+pair       the same command twice at the same time: at least one of the two finishes
 wrong      random wrong command lines: exit code 2, one line that names the wrong word, and no new file
+damage     random damage to a file of a sweep or its data: each command prints one line or finishes; if a checkpoint or
+           the vocabulary is damaged, training finishes only with the same weights
 """
 
 import argparse
 import json
 import os
 import random
+import re
 import shutil
 import signal
 import subprocess
@@ -33,6 +37,7 @@ from typing import Any, NoReturn, get_args
 
 ROOT = Path(__file__).resolve().parents[2]
 sys.path[:0] = [str(ROOT), str(ROOT / "tests")]
+os.environ["OMP_NUM_THREADS"] = "1"
 
 import torch  # noqa: E402
 from helpers import TEXT, TINY, run_command, untimed  # noqa: E402
@@ -43,7 +48,6 @@ from configs.schema import key_types  # noqa: E402
 from model.checkpoint_file import load_checkpoint  # noqa: E402
 
 LIMIT_S = 600  # of a command, for the slowest machines
-WRONG_LIMIT_S = 60  # of a wrong command line
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
 TRAINING = [*TINY, "train.steps=120", "eval.every=20", "checkpoint.every=7", "checkpoint.keep=2", "model.dropout=0.1"]
 
@@ -80,14 +84,15 @@ def read_files(folder: Path) -> dict[str, bytes]:
 
 PREPARE = ["data=text", "data.path=long.txt", "tokenizer.vocab_size=400"]
 TRAIN = Command("train", ["train.py", *TRAINING, "name=a"], lambda folder: run_result(folder / "runs/a"))
+SWEEP = Command(
+    "sweep",
+    ["train.py", "-m", *TRAINING, "seed=1,2", "name=s"],
+    lambda folder: [run_result(folder / f"runs/sweeps/s/seed={seed}") for seed in (1, 2)],
+)
 COMMANDS = [
     TRAIN,
     Command("prepare", ["prepare.py", *PREPARE], lambda folder: read_files(folder / "data/prepared")),
-    Command(
-        "sweep",
-        ["train.py", "-m", *TRAINING, "seed=1,2", "name=s"],
-        lambda folder: [run_result(folder / f"runs/sweeps/s/seed={seed}") for seed in (1, 2)],
-    ),
+    SWEEP,
     Command(
         "sample",
         ["sample.py", "run=a", "prompts=prompts.txt", "out=o.jsonl", "num_samples=40", "max_new_tokens=30"],
@@ -130,12 +135,10 @@ class Workspace:
             return f"{type(error).__name__}: {error}"
 
 
-def start(command: Command, folder: Path, **environment: str) -> subprocess.Popen:
-    with open(folder / "log", "w") as log:
-        return subprocess.Popen(
-            [sys.executable, str(ROOT / command.words[0]), *command.words[1:]],
-            cwd=folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log, env=os.environ | environment,
-        )  # fmt: skip
+def start(command: Command, folder: Path) -> subprocess.Popen:
+    words = [sys.executable, str(ROOT / command.words[0]), *command.words[1:]]
+    with open(folder / "log", "a") as log:
+        return subprocess.Popen(words, cwd=folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
 
 
 def read_log(folder: Path) -> str:
@@ -198,48 +201,69 @@ def soak_signals(parent: Path, tries: int) -> Iterator[tuple[str, str]]:
             yield f"{command.name}, {signal.Signals(kind).name} after {moment:.2f} s", failure
 
 
+def soak_pairs(parent: Path, tries: int) -> Iterator[tuple[str, str]]:
+    for command in COMMANDS:
+        place = Workspace(command, parent)
+        for _ in range(max(1, tries // len(COMMANDS))):
+            place.reset()
+            pair = [start(command, place.folder) for _ in range(2)]
+            codes = [process.wait(LIMIT_S) for process in pair]
+            is_right = 0 in codes and set(codes) <= {0, 1, 2} and "Traceback" not in read_log(place.folder)
+            yield command.name, place.find_failure() if is_right else f"{codes}: {read_log(place.folder)[-300:]}"
+
+
+def soak_damaged_files(parent: Path, tries: int) -> Iterator[tuple[str, str]]:
+    place, run = Workspace(SWEEP, parent), "sweeps/s/seed=1"
+    shutil.copytree(place.folder, place.inputs, dirs_exist_ok=True)
+    longer = [*TRAINING, "train.steps=125", "seed=1", f"name={run}"]
+    commands = [("sample", [f"run={run}", "max_new_tokens=3"]), ("compare", ["sweeps/s"]), ("train", SWEEP.words[1:])]
+    run_forked("train", longer, place.folder)
+    expected, *_ = run_result(place.folder / "runs" / run)
+    files = [f for f in place.inputs.rglob("*.*") if re.search("(json|jsonl|yaml|bin|best.pt|last.pt)$", f.name)]
+    for _ in range(tries):
+        place.reset()
+        path = place.folder / (file := random.choice(files)).relative_to(place.inputs)
+        content = bytearray(path.read_bytes())
+        kind, position = random.choice(["flip", "cut", "noise", "null", "[1]", "gone"]), random.randrange(len(content))
+        content[position] ^= 1 << random.randrange(8)
+        damaged = {"flip": content, "cut": content[:position], "noise": random.randbytes(len(content))}
+        path.write_bytes(damaged.get(kind, kind.encode())) if kind != "gone" else path.unlink()
+        failure = ""
+        for script, words in [*commands, ("train", longer)]:
+            code, out, log = run_forked(script, words, place.folder)
+            logs = out + log + "".join(file.read_text() for file in place.folder.glob("runs/sweeps/s/*/train.log"))
+            if code not in (0, 1, 2) or "Traceback" in logs or (code > 0 and log.count("\n") > 1):
+                failure = failure or f"{script}: exit code {code}, {logs[-300:]}"
+        if not failure and code == 0 and (file.suffix == ".pt" or file.name == "meta.json"):
+            failure = "" if run_result(place.folder / "runs" / run)[0] == expected else "other weights"
+        yield f"{kind} {path.relative_to(place.folder)}", failure
+
+
 def wrong_words(script: str, folder: Path) -> Iterator[tuple[list[str], str]]:
     """Yield random wrong command lines of a script, with the part that its error must name."""
-    types = key_types(script)
-    scalars = {key: options(kind) for key, kind in types.items() if options(kind) & {int, float, bool}}
-    numbers = {key: allowed for key, allowed in scalars.items() if allowed & {int, float}}
+    types, pick = key_types(script), random.choice
+    scalars = [key for key, kind in types.items() if options(kind) & {int, float, bool}]
+    integers, floats = ([key for key in scalars if kind in options(types[key])] for kind in (int, float))
     right = ["data=text", "data.path=text.txt"] if script in ("train", "prepare") else []
     (folder / "latin1.txt").write_bytes(b"caf\xe9 " * 400)
     (folder / "empty").mkdir()
-    paths = ["missing.txt", "/dev/zero", "/proc/self/mem", "empty", "latin1.txt", "*.none"]
     while True:
-        key = random.choice(list(types))
-        match random.choice(["typo", "type", "range", "choice", "form", "path", "flag", "encoding"]):
-            case "typo":
-                word = misspell(key, types)
-                yield [*right, f"{word}=1"], word.split(".")[0]
-            case "type":
-                key = random.choice(list(scalars))
-                values = ["abc", "[1,2]", "{a:1}", "é", "1e", "--", "2020-01-01"]
-                yield [*right, f"{key}={random.choice(values)}"], key
-            case "range":
-                key, allowed = random.choice(list(numbers.items()))
-                values = ["nan", "-inf", "-1e30"] if float in allowed else ["-" + "9" * 25, "9" * 25, "1e300"]
-                yield [*right, f"{key}={random.choice(values)}"], key
-            case "choice":
-                group, value = random.choice(list_groups(script)), random.choice(["nothing", "../x", "[a,b]", "1", " "])
-                yield [*right, f"{group}={value}"], group
-            case "form":
-                forms = [f"+{key}=1", f"~{key}", f"{key}", "=1", f"hydra.{key}=1", "hydra.run.dir=x", f"++{key}=2"]
-                word = random.choice(forms)
-                yield [*right, word], key if key in word else word.split("=")[0].split(".")[0]
-            case "path" if right:
-                path = random.choice([*paths, "x" * 5000, "~nobody/x"])
-                yield [*right, f"data.path={path}"], path[:100]
-            case "path" if script == "sample":
-                name, path = random.choice(["run", "prompt_file", "prompts"]), random.choice(paths)
-                yield [f"{name}={path}", "max_new_tokens=1"], name
-            case "flag":
-                word = random.choice(["--verbose", "-x", "--config-dir=none", "--cfg=all", "--help=1", "--config-dir="])
-                yield [word], word.split("=")[0]
-            case "encoding":
-                word = random.choice(["ключ", "名前", "seed\u200b", "a b", "é.ü", "\x1b[31m", "seed\udcff"])
-                yield [*right, f"{word}=1"], ""
+        key, scalar, group = pick([*types]), pick(scalars), pick(list_groups(script))
+        typo, source = misspell(key, types), pick(["run", "prompts", "prompt_file"])
+        form = pick([f"+{key}=1", f"~{key}", key, "=1", f"hydra.{key}=1", "hydra.run.dir=x", f"++{key}=2"])
+        flag = pick(["--verbose", "-x", "--config-dir=none", "--cfg=all", "--help=1", "--config-dir="])
+        path = pick(["missing.txt", "/dev/zero", "/proc/self/mem", "empty", "latin1.txt", "*.none", "x" * 999])
+        cases = [
+            (f"{typo}=1", typo.split(".")[0]), (f"{pick(['ключ', 'a b', chr(27), chr(0xDCFF)])}=1", ""),
+            (f"{scalar}={pick(['abc', '[1,2]', '{a:1}', 'é', '1e', '--', '2020-01-01'])}", scalar),
+            (f"{group}={pick(['no', '../x', '[a,b]', '1'])}", group), (flag, flag.split("=")[0]),
+            (form, key if key in form else form.split("=")[0].split(".")[0]),
+        ]  # fmt: skip
+        cases += [(f"{i}={pick(['-' + '9' * 25, '9' * 25, '1e300'])}", i) for i in [pick(integers)]]
+        cases += [(f"{i}={pick(['nan', '-inf', '-1e30'])}", i) for i in [pick(floats)] if floats]
+        cases += [(f"data.path={path}", path)] * bool(right) + [(f"{source}={path}", path)] * (script == "sample")
+        word, name = pick(cases)
+        yield [*right, word], name
 
 
 def options(kind: Any) -> set:
@@ -256,10 +280,8 @@ def misspell(key: str, types: dict) -> str:
 
 
 def soak_wrong_words(parent: Path, tries: int) -> Iterator[tuple[str, str]]:
-    """In forked processes, because importing the commands takes a second."""
     scripts = ("train", "sample", "eval", "prepare", "bench")
     for script in scripts:
-        import_module(script)  # once, before the forks
         folder = parent / f"wrong-{script}"
         folder.mkdir()
         (folder / "text.txt").write_text(TEXT, encoding="utf-8")
@@ -267,16 +289,23 @@ def soak_wrong_words(parent: Path, tries: int) -> Iterator[tuple[str, str]]:
         for _ in range(max(1, tries // len(scripts))):
             words, name = next(lines)
             before = set(read_files(folder))
-            sys.stdout.flush()
-            child = os.fork()
-            if child == 0:
-                run_in_child(script, words, folder)
-            code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-            log, out = ((folder / name).read_text(errors="replace") for name in ("log", "out"))
+            code, out, log = run_forked(script, words, folder)
             new = set(read_files(folder)) - before - {"out", "log"}
             is_right = code == 2 and log.count("\n") == 1 and name in log and not new
             is_right &= not out or out.startswith("preparing")  # a file is known to be wrong after it was read
             yield f"{script} {words}", "" if is_right else f"exit code {code}, {out + log!r:.300}, new files {new}"
+
+
+def run_forked(script: str, words: list[str], folder: Path) -> tuple[int, str, str]:
+    """Run a command in a forked process, because importing it takes a second -> exit code, stdout, stderr."""
+    import_module(script)  # once, before the forks
+    sys.stdout.flush()
+    child = os.fork()
+    if child == 0:
+        run_in_child(script, words, folder)
+    code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+    out, log = ((folder / name).read_text(errors="replace") for name in ("out", "log"))
+    return code, out, log
 
 
 def run_in_child(script: str, words: list[str], folder: Path) -> NoReturn:
@@ -285,7 +314,7 @@ def run_in_child(script: str, words: list[str], folder: Path) -> NoReturn:
     for name, number in (("out", 1), ("log", 2)):
         os.dup2(os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC), number)
     sys.argv = [f"{script}.py", *words]
-    signal.alarm(WRONG_LIMIT_S)
+    signal.alarm(LIMIT_S)
     code = 99
     try:
         code = run_command(script, *words)
@@ -297,7 +326,8 @@ def run_in_child(script: str, words: list[str], folder: Path) -> NoReturn:
 
 
 # Functions that yield (what was tried, how it failed or ""), with a number of tries.
-PARTS = {"kill": (soak_kills, 50), "signal": (soak_signals, 60), "wrong": (soak_wrong_words, 300)}
+PARTS = {"kill": (soak_kills, 50), "signal": (soak_signals, 60), "pair": (soak_pairs, 20)}
+PARTS |= {"wrong": (soak_wrong_words, 300), "damage": (soak_damaged_files, 100)}
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -307,7 +337,6 @@ def main(arguments: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=None, help="of the random moments and words")
     flags = parser.parse_args(arguments)
     seed = random.randrange(10**6) if flags.seed is None else flags.seed
-    os.environ["OMP_NUM_THREADS"] = "1"
     table, lost = make_table("part", "tried", "lost", "minutes"), 0
     for name in flags.parts or PARTS:
         random.seed(seed)
