@@ -15,7 +15,7 @@ import pytest
 from helpers import ROOT, TINY, metrics, summary, untimed
 
 from common.errors import UserError
-from common.files import read_json
+from common.files import read_json, write_json
 from common.run_dir import RunDir
 from compare.sweep import jobs
 from compare.sweep.jobs import Job, Outcome, train_job
@@ -202,6 +202,7 @@ def test_sweeps_that_are_started_together_list_all_jobs(workdir):
     jobs = [[Job(f"seed={n}", sweep / f"seed={n}", [], {})] for n in range(40)]
     with ThreadPoolExecutor(8) as pool:
         list(pool.map(find_missing_jobs, [sweep] * 40, jobs))
+        list(pool.map(write_json, [sweep / "summary.json"] * 40, [{}] * 40))
     assert len(read_json(sweep / "sweep.json")["jobs"]) == 40
 
 
