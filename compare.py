@@ -28,8 +28,7 @@ from configs.schema import CompareConfig
 
 def main(config: CompareConfig) -> int:
     folders = [RUNS / name if (RUNS / name).is_dir() else Path(name) for name in config.folders]
-    default = folders[0] if len(folders) == 1 and is_sweep(folders[0]) else RUNS / "comparison"
-    out = Path(config.out or default)
+    out = Path(config.out or (folders[0] if len(folders) == 1 and is_sweep(folders[0]) else RUNS / "comparison"))
     print_comparison(compare(folders, out, config.difference), out)
     return 0
 

@@ -21,6 +21,8 @@ import os
 import shutil
 from pathlib import Path
 
+from filelock import FileLock
+
 from common.errors import UserError
 from common.process import PYTHON, run_process
 from common.run_dir import find_checkpoint, find_run
@@ -41,13 +43,15 @@ def main(config: ExportConfig) -> int:
     model_type = find_architecture(GPTConfig.from_saved(checkpoint["model_config"]), run.name)
 
     out.parent.mkdir(parents=True, exist_ok=True)
-    partial = out.with_name(f"{out.name}.partial")  # so that `out` is complete or missing
-    shutil.rmtree(partial, ignore_errors=True)  # of a process that was killed
-    try:
-        write_folder(partial, checkpoint, model_type, DTYPES[config.dtype], run)
-        os.replace(partial, out)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+    unfinished = out.with_name(f".{out.name}.unfinished")  # so that `out` is complete or missing
+    with FileLock(f"{unfinished}.lock") as lock:
+        shutil.rmtree(unfinished, ignore_errors=True)  # of a process that was killed
+        try:
+            write_folder(unfinished, checkpoint, model_type, DTYPES[config.dtype], run)
+            os.replace(unfinished, out)
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            os.unlink(lock.lock_file)
     print(f"{path} -> {out}\nnext     {PYTHON} sample.py run=hf:{out}")
     return 0
 

@@ -23,8 +23,6 @@ from data.config import PrepareConfig
 from data.prepare import PreparedData, prepare
 from data.tokenizer import token_strings
 
-SAMPLE_TOKENS = 20
-
 
 def main(config: PrepareConfig) -> int:
     spec = None
@@ -32,8 +30,7 @@ def main(config: PrepareConfig) -> int:
         from training.init_from import load_run_tokenizer
 
         spec = load_run_tokenizer(config.tokenizer.run)
-    prepared = prepare(config.data, config.tokenizer, block_size=1, spec=spec)
-    print(describe(prepared))
+    print(describe(prepare(config.data, config.tokenizer, block_size=1, spec=spec)))
     return 0
 
 
@@ -42,7 +39,7 @@ def describe(prepared: PreparedData) -> str:
     meta, tokenizer = prepared.meta, prepared.tokenizer
     lines = [f"{prepared.folder}: {meta['tokenizer']['name']} vocabulary of {meta['vocab_size']:,}"]
     for split, tokens in (("train", prepared.train[0]), ("val", prepared.val)):
-        ids = [max(i, ~i) for i in tokens[:SAMPLE_TOKENS].tolist()]  # ~i: a token of a prompt
+        ids = [max(i, ~i) for i in tokens[:20].tolist()]  # ~i: a token of a prompt
         sample = "│".join(repr(string)[1:-1] for string in token_strings(tokenizer, ids))
         counts = f"{meta['tokens'][split]:,} tokens, {pluralize(meta['documents'][split], 'document')}"
         lines.append(f"{split:5} {counts}, {format_si(meta['bytes'][split], 'B')} of text: {sample}")

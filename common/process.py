@@ -121,7 +121,8 @@ class StopRequest(AbstractContextManager):
             raise KeyboardInterrupt("stopped without saving; steps since the last checkpoint are lost")
 
     def __exit__(self, *error) -> None:
-        set_stop_handlers(raise_interrupt)
+        if any(signal.getsignal(signum) == self._handle for signum in STOP_SIGNALS):
+            set_stop_handlers(raise_interrupt)
 
 
 def _discard_output_of_closed_terminal() -> None:

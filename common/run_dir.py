@@ -75,7 +75,7 @@ def flatten_dict(config: dict, prefix: str = "") -> dict:
     """Join nested keys with dots: {"model": {"n_layer": 2}} becomes {"model.n_layer": 2}."""
     flat = {}
     for key, value in config.items():
-        flat |= flatten_dict(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+        flat |= flatten_dict(value, f"{prefix}{key}.") if isinstance(value, dict) else {f"{prefix}{key}": value}
     return flat
 
 
@@ -102,6 +102,9 @@ class RunDir(AbstractContextManager):
             return
         if (self.folder / "config.yaml").exists() and not resume:
             raise UserError(f"{self.folder} exists; set another name, or resume=true to continue it")
+        step = read_json(self.folder / "summary.json").get("step")  # above 0 only after last.pt was written
+        if step and not self.last.exists():
+            raise UserError(f"{self.last} is missing, but step {step} was saved; restore it, or set another name")
         self.last.parent.mkdir(parents=True, exist_ok=True)
         self.lock = FileLock(self.folder / ".lock")  # the kernel releases it, even after kill -9
         try:
@@ -109,10 +112,7 @@ class RunDir(AbstractContextManager):
         except Timeout:
             raise UserError(f"{self.folder} is being trained by another process; wait, or set another name") from None
         self.previous = read_json(self.folder / "summary.json")
-        step = self.previous.get("step")  # above 0 only after last.pt was written
-        if step and not self.last.exists():
-            raise UserError(f"{self.last} is missing, but step {step} was saved; restore it, or set another name")
-        for file in self.folder.rglob("*.partial"):  # of a process that was killed
+        for file in (*self.folder.glob("*.partial"), *self.last.parent.glob("*.partial")):  # of a killed process
             file.unlink()
 
     def start(self, config: dict, summary: dict) -> None:

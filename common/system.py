@@ -53,4 +53,4 @@ def device_name(device: torch.device) -> str:
     """The name of the GPU, or the name of the processor and its number of cores."""
     if device.type == "cuda":
         return torch.cuda.get_device_name(device)
-    return f"{torch.cpu.get_capabilities()['cpu_name']}, {os.cpu_count()} cores"
+    return f"{torch.cpu.get_capabilities().get('cpu_name', platform.machine())}, {os.cpu_count()} cores"

@@ -110,7 +110,7 @@ class UserFolder(FileConfigSource):
     scheme = staticmethod(lambda: "user")
 
     def load_config(self, config_path: str) -> ConfigResult:
-        read_file(Path(self.path, f"{config_path}.yaml"), parse_yaml, "write valid YAML in UTF-8")
+        read_file(Path(self.path, f"{config_path.removesuffix('.yaml')}.yaml"), parse_yaml, "write valid YAML in UTF-8")
         try:
             result = super().load_config(config_path)
         except (OSError, YAMLError) as error:  # it is a number, or has a key twice

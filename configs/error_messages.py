@@ -46,7 +46,7 @@ def explain_error(script: str, error: BaseException) -> str:
     """One sentence for an exception of Hydra or OmegaConf while a config is composed."""
     sentence = " ".join(re.split("Config search path|full_key:", str(error))[0].split())
     if isinstance(error, RecursionError):
-        return "a YAML file contains itself, through its defaults; remove that entry"
+        return "a YAML file contains itself, through its defaults or an alias (*name); remove that entry"
     if isinstance(error, MissingConfigException):
         group, _, choice = (error.missing_cfg_file or "").rpartition("/")
         advice = f"{did_you_mean(choice, error.options or [])}; set {', '.join(sorted(error.options or []))}"

@@ -111,7 +111,7 @@ def prepare(
                     meta |= encode_sources(unfinished, sources, tokenizer, spec)
                     if hash_sources(sources) != content[-1]:
                         raise UserError(f"the text of {config.name} changed while it was read; run the command again")
-                    write_json(unfinished / "meta.json", meta | {"sha256": hash_json(meta)})
+                    write_json(unfinished / "meta.json", meta | {"checksum": hash_json(meta)})
                     os.replace(unfinished, folder)
                 finally:
                     shutil.rmtree(unfinished, ignore_errors=True)
@@ -134,7 +134,7 @@ def read_meta(folder: Path) -> dict:
     """Read meta.json of a prepared folder, and check the sizes of its files. Raises UserError if one is damaged."""
     with suppress(Exception):  # a damaged file can raise anything
         meta = json.loads((folder / "meta.json").read_text())
-        checksum, files = meta.pop("sha256", None), {part["file"] for part in meta["train"] + meta["val"]}
+        checksum, files = meta.pop("checksum", None), {part["file"] for part in meta["train"] + meta["val"]}
         size = sum((folder / file).stat().st_size for file in files) / np.dtype(meta["dtype"]).itemsize
         if checksum in (None, hash_json(meta)) and size == sum(meta["tokens"].values()):  # None: an earlier version
             return meta

@@ -478,30 +478,30 @@ def is_validation(loader, split, *args) -> bool:
     return split == "val"
 
 
-# evaluations after step 3 and after the last step, and the sample of that after step 3
+# evaluations after the first and after the last step, and the sample of that after the first step
 @pytest.mark.parametrize(
     ("step", "target", "call", "condition"),
     [
-        (3, "data.loader.Loader.batch", 6, is_validation),
-        (6, "data.loader.Loader.batch", 10, is_validation),
-        (3, "model.generation.engine.sample_next_token", 2, lambda *args: True),
+        (1, "data.loader.Loader.batch", 6, is_validation),
+        (6, "data.loader.Loader.batch", 26, is_validation),
+        (1, "model.generation.engine.sample_next_token", 2, lambda *args: True),
     ],
 )
 def test_evaluation_that_a_signal_stops_is_repeated_on_resume(train, capsys, step, target, call, condition):
-    assert train("name=whole", "eval.windows=16") == 0
+    assert train("name=whole", "eval.windows=16", "eval.every=1") == 0
     codes = []
     with pytest.MonkeyPatch.context() as monkeypatch:
         monkeypatch.setattr("training.wandb_logger.WandbRun.finish", lambda self, exit_code: codes.append(exit_code))
         raise_in_call(monkeypatch, call, target, condition)
-        assert train("name=a", "eval.windows=16") == 75
+        assert train("name=a", "eval.windows=16", "eval.every=1") == 75
     assert codes == [75], "wandb gets the exit code"
     assert f"saved at step {step}" in capsys.readouterr().err
     assert summary("a")["status"] == "interrupted"
     assert metrics("a")[-1]["step"] == step - 1, "the row of the step waits for its evaluation"
     with pytest.MonkeyPatch.context() as monkeypatch, pytest.raises(ZeroDivisionError):
         monkeypatch.setattr("training.checkpoint.save_checkpoint", lambda path, content: 1 / 0)  # a crash after the row
-        train("name=a", "eval.windows=16")
-    assert train("name=a", "eval.windows=16") == 0
+        train("name=a", "eval.windows=16", "eval.every=1")
+    assert train("name=a", "eval.windows=16", "eval.every=1") == 0
     assert summary("a")["status"] == "finished"
     assert summary("a")["step_ms"] > 0, "also if only an evaluation was left to do"
     assert_same_checkpoints("whole", "a")

@@ -90,7 +90,7 @@ def test_gpt2_is_read_from_the_cache_of_the_hub(train, export, sample, workdir, 
 def test_refused_and_failed_exports_leave_nothing(trained, train, export, workdir):
     assert train("name=b", "model=gpt2") == 0
     before = sorted(workdir.rglob("*"))
-    (workdir / "mine.partial/old").mkdir(parents=True)  # of an export that was killed
+    (workdir / ".mine.unfinished/old").mkdir(parents=True)  # of an export that was killed
     refused = [
         (["run=none"], "run=none"),
         (["dtype=int8"], "dtype=int8"),

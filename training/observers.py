@@ -97,7 +97,7 @@ class Observers(ExitStack):
             self.metrics.flush()
         label = f"step {state.step}" + (f"/{self.config.steps}" if self.config.steps is not None else "")
         loss, speed = (self.metrics.last.get(key) for key in ("train/loss", "tokens_per_second"))
-        self.bar.show(state.progress, label, "" if loss is None else f"loss {loss:.3f}  {speed:,.0f} tokens/s")
+        self.bar.show(state.progress, label, "" if None in (loss, speed) else f"loss {loss:.3f}  {speed:,.0f} tokens/s")
 
     def _print_evaluation(self, metrics: dict[str, Any]) -> None:
         """Print the validation loss, the sample, and a warning if the validation loss no longer falls."""
@@ -167,17 +167,17 @@ class MetricsLogger:
 
 def remove_later_rows(path: Path, step: int) -> dict:
     """Remove the rows after `step`. Returns the newest value of each metric. Raises UserError if a row is missing."""
-    path.touch()
     size, last = 0, {"step": -1}
-    with suppress(ValueError, TypeError, LookupError):  # a damaged row, or one that a killed process did not finish
+    with suppress(FileNotFoundError, ValueError, TypeError, LookupError):  # a damaged row, or the process was killed
         for line in path.read_bytes().splitlines(keepends=True):
             row = json.loads(line)
-            if last["step"] == step or row["step"] not in ((last["step"] + 1,) if size else (0, 1)):
+            if row["step"] > step or row["step"] not in ((last["step"] + 1,) if size else (0, 1)):
                 break
             last |= row
             size += len(line)
     if 0 < step != last["step"]:
         raise UserError(f"{path} has no row of step {last['step'] + 1}; restore the file, or set another name")
+    path.touch()
     os.truncate(path, size)
     return last
 

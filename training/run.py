@@ -33,15 +33,15 @@ def open_run(
     with RunDir(config.name, label, config.resume, dist.is_main, dist.broadcast) as run, StopRequest() as stop:
         if run.last.exists():
             state.resume(run.last, header)
-        if run.is_main:  # the row of this step may be written again
-            step = state.step - (state.step == 0 or bool(state.unlogged))
-            state.metrics = remove_later_rows(run.folder / "metrics.jsonl", step)
         dist.require_equal(f"{run.folder} at step {state.step}", f"copy the newest {run.folder} to all machines")
-        if state.progress >= 1 and run.previous.get("status") == "finished":
+        if dist.broadcast(state.progress >= 1 and run.previous.get("status") == "finished"):
             advice = "set a larger train.steps (or train.patience), or another name"
             print(f"{run.folder} is finished at step {state.step}; {advice}")
             yield run, stop
             return
+        if run.is_main:  # the row of this step may be written again
+            step = state.step - (state.step == 0 or bool(state.unlogged))
+            state.metrics = remove_later_rows(run.folder / "metrics.jsonl", step)
         model, vocab_size = config.model, data.meta["vocab_size"]
         facts = describe_environment(runtime.device) | {
             "dtype": str(runtime.dtype).removeprefix("torch."), "compile": runtime.compile,

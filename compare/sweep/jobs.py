@@ -28,18 +28,18 @@ class Job:
     config: dict  # the composed config, as nested dicts
 
     def previous_config(self) -> dict | None:
-        """Read the config of an earlier run in this folder. Returns None if nothing was trained there."""
+        """Read the flat config of an earlier run in this folder. Returns None if nothing was trained there."""
         exists = any(self.folder.glob("checkpoints/*.pt"))
-        return read_file(self.folder / "config.yaml", lambda content: {**parse_yaml(content)}) if exists else None
+        return read_file(self.folder / "config.yaml", lambda text: flatten_dict(parse_yaml(text))) if exists else None
 
     def is_done(self) -> bool:
         """Whether a run with exactly this config has finished."""
         status = read_json(self.folder / "summary.json").get("status")
-        return status == "finished" and self.previous_config() == self.config
+        return status == "finished" and self.previous_config() == flatten_dict(self.config)
 
     def check_folder(self) -> None:
         """Raise UserError if the folder contains a run with a different config."""
-        old, new = flatten_dict(self.previous_config() or {}), flatten_dict(self.config)
+        old, new = self.previous_config() or {}, flatten_dict(self.config)
         changed = [key for key in new if key in old and old[key] != new[key] and not key.startswith(CHANGEABLE_KEYS)]
         if changed:
             listed = ", ".join(f"{key}={format_value(old[key])} (now {format_value(new[key])})" for key in changed)

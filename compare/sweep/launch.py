@@ -48,8 +48,8 @@ def find_missing_jobs(folder: Path, jobs: list[Job]) -> list[Job]:
         job.check_folder()
     folder.mkdir(parents=True, exist_ok=True)
     with FileLock(folder / ".lock"):  # another process can add jobs to the same sweep
-        names = dict.fromkeys([*read_json(folder / "sweep.json").get("jobs", []), *(job.name for job in jobs)])
-        write_json(folder / "sweep.json", {"command": command_line(), "jobs": list(names)})
+        names = [*(read_json(folder / "sweep.json").get("jobs") or []), *(job.name for job in jobs)]
+        write_json(folder / "sweep.json", {"command": command_line(), "jobs": [*dict.fromkeys(map(str, names))]})
     return [job for job in jobs if not job.is_done()]
 
 

@@ -64,7 +64,7 @@ def run_search(space: dict[str, Any], make_jobs: Callable, n_trials: int, fixed_
         tried.append(values)
         all_jobs += jobs
         outcomes |= train_jobs(find_missing_jobs(folder, jobs))
-        losses = [read_json(job.folder / "summary.json")["best_val_bpb"] if job.is_done() else None for job in jobs]
+        losses = [read_json(job.folder / "summary.json").get("best_val_bpb") if job.is_done() else None for job in jobs]
         loss = None if None in losses else math.fsum(losses) / len(losses)
         study.tell(trial.number, loss, state=TrialState.FAIL if loss is None else TrialState.COMPLETE)
     code = finish_sweep(folder, all_jobs, outcomes)

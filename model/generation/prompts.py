@@ -10,7 +10,7 @@ from model.generation.config import unescape
 
 
 def read_text(path: str, name: str) -> str:
-    """Read a UTF-8 file without changing its line ends. Raises UserError, with `name` in its message."""
+    """Read a UTF-8 file without changing its line ends. Raises UserError. name: of the setting, for the message."""
     if not Path(path).exists() or Path(path).is_char_device():  # such as /dev/zero, which has no end
         raise UserError(f"{name} does not exist or is a device; set a text file")
     return read_file(Path(path), bytes.decode, "set a text file in UTF-8")

@@ -147,7 +147,9 @@ def import_weights(tensors: dict[str, Tensor], config: GPTConfig, vocab_size: in
         source = "wte.weight" if name == "lm_head.weight" and config.tie_embeddings else name
         parts = [tensors[their_name] for their_name in list_names(source, config.name)]
         weight = torch.cat([part.T if _is_conv1d(name, part, config.name) else part for part in parts]).float()
-        weights[name] = (weight[:vocab_size] if name in VOCAB_WEIGHTS else weight).expand(expected.shape)
+        weights[name] = weight[:vocab_size] if name in VOCAB_WEIGHTS else weight
+        if weights[name].shape != expected.shape:
+            raise ValueError(f"{name} has the shape {tuple(weight.shape)} instead of {tuple(expected.shape)}")
     return weights
 
 

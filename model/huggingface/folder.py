@@ -49,8 +49,8 @@ def write_folder(out: Path, checkpoint: dict, model_type: str, dtype: torch.dtyp
 
 def format_model_card(run: Path, step: int) -> str:
     """README.md of an exported folder: facts of the training, as code, in which HTML and Markdown have no effect."""
-    summary, keys = read_json(run / "summary.json"), ("command", "best_val_loss", "device_name", "commit")
-    intro = f"# {run.name}\n\nA language model that continues text, trained with trilGPT for {step:,} steps.\n\n"
+    summary, keys = read_json(run / "summary.json"), ("name", "command", "best_val_loss", "device_name", "commit")
+    intro = f"# Language model\n\nIt continues text. trilGPT has trained it for {step:,} steps.\n\n"
     return intro + "".join(f"    {key}: {json.dumps(summary[key])}\n" for key in keys if key in summary)
 
 
@@ -69,10 +69,7 @@ def find_folder(name: str) -> Path:
 
 
 def read_folder(folder: Path) -> dict[str, Any]:
-    """Read a folder of transformers as the content of a checkpoint: model_config, vocab_size, tokenizer and model.
-
-    Raises UserError if it is damaged, or if the architecture or the tokenizer cannot be imported.
-    """
+    """Read a folder of transformers as a checkpoint: model_config, vocab_size, tokenizer, model. Raises UserError."""
     try:
         content = json.loads((path := folder / "config.json").read_text())
         config = from_config_json(content, str(path))

@@ -195,7 +195,8 @@ WRONG_YAML = [
     ("# @package hydra.launcher\n_target_: os.system", r"experiment/mine.yaml sets hydra, .*; remove it"),
     ("defaults: [{override /hydra/launcher: basic}]", r"experiment/mine.yaml sets hydra, .*; remove it"),
     ("defaults: [mine]", r"a YAML file contains itself"),
-    (YAML_BOMB, r"experiment/mine.yaml cannot be read .*an alias \(\*name\) is not supported\); write valid YAML in"),
+    ("train: &a {steps: *a}", r"a YAML file contains itself"),
+    (YAML_BOMB, r"experiment/mine.yaml cannot be read .*it has more than 20 aliases \(\*name\)\); write valid YAML in"),
 ]
 
 

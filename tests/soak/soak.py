@@ -9,7 +9,7 @@ same result: weights, losses, tokens and samples are compared bit by bit. Prints
 
 kill       SIGKILL at random moments of training, preparation, a sweep, and sampling to a file
 signal     Ctrl-C, SIGTERM and SIGHUP at random moments of every command
-pair       the same command twice at the same time: at least one of the two finishes
+pair       the same command twice at the same time
 wrong      random wrong command lines: exit code 2, one line that names the wrong word, and no new file
 damage     random damage to a file of a sweep or its data: each command prints one line or finishes; if a checkpoint or
            the vocabulary is damaged, training finishes only with the same weights
@@ -91,7 +91,7 @@ SWEEP = Command(
 )
 COMMANDS = [
     TRAIN,
-    Command("prepare", ["prepare.py", *PREPARE], lambda folder: read_files(folder / "data/prepared")),
+    Command("prepare", ["prepare.py", *PREPARE], lambda folder: [*map(read_files, folder.glob("data/prepared/[!.]*"))]),
     SWEEP,
     Command(
         "sample",
@@ -208,7 +208,7 @@ def soak_pairs(parent: Path, tries: int) -> Iterator[tuple[str, str]]:
             place.reset()
             pair = [start(command, place.folder) for _ in range(2)]
             codes = [process.wait(LIMIT_S) for process in pair]
-            is_right = 0 in codes and set(codes) <= {0, 1, 2} and "Traceback" not in read_log(place.folder)
+            is_right = set(codes) <= {0, 1, 2} and "Traceback" not in read_log(place.folder)
             yield command.name, place.find_failure() if is_right else f"{codes}: {read_log(place.folder)[-300:]}"
 
 
@@ -326,7 +326,7 @@ def run_in_child(script: str, words: list[str], folder: Path) -> NoReturn:
 
 
 # Functions that yield (what was tried, how it failed or ""), with a number of tries.
-PARTS = {"kill": (soak_kills, 50), "signal": (soak_signals, 60), "pair": (soak_pairs, 20)}
+PARTS = {"kill": (soak_kills, 100), "signal": (soak_signals, 60), "pair": (soak_pairs, 20)}
 PARTS |= {"wrong": (soak_wrong_words, 300), "damage": (soak_damaged_files, 100)}
 
 

@@ -71,6 +71,7 @@ def test_more_processes_than_rows_save_and_resume(train):
     tiny = ["model.n_head=1", "model.n_embd=2", "eval.sample.max_new_tokens=0"]
     finish(torchrun(4, "name=a", "parallel=fsdp", "train.steps=3", WARMUP, *tiny))
     finish(torchrun(4, "name=a", "parallel=fsdp", WARMUP, *tiny))
+    assert "runs/a is finished at step" in finish(torchrun(4, "name=a", "parallel=fsdp", WARMUP, *tiny))
     assert train("name=b", *SINGLE, WARMUP, *tiny) == 0
     losses_a, losses_b = ([row.get("train/loss") for row in metrics(name)] for name in "ab")
     assert losses_a == pytest.approx(losses_b, abs=1e-5)
