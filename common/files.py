@@ -40,7 +40,7 @@ def atomic_write(path: Path, content: bytes | str) -> None:
         file.write(content.encode(errors="backslashreplace") if isinstance(content, str) else content)
 
 
-def read_file(path: Path, parse: Callable[[bytes], Any], advice: str = "restore it, or remove it") -> Any:
+def read_file(path: Path, parse: Callable[[bytes], Any], advice: str = "restore it, or set another name") -> Any:
     """Read and parse a file. Raises UserError if it is missing or damaged: a parser can raise anything."""
     try:
         return parse(path.read_bytes())
@@ -51,7 +51,7 @@ def read_file(path: Path, parse: Callable[[bytes], Any], advice: str = "restore 
 
 def read_json(path: Path) -> dict:
     """Read an object from a JSON file, or {} if the file does not exist. Raises UserError if it is damaged."""
-    return read_file(path, lambda content: {**json.loads(content)}) if path.exists() else {}
+    return read_file(path, lambda text: {**json.loads(text)}, "restore it, or remove it") if path.exists() else {}
 
 
 def parse_yaml(content: bytes) -> Any:

@@ -29,7 +29,7 @@ NUMBERS = ("step", "best_val_loss", "last_val_loss", "last_val_bpb", "peak_memor
 NUMBERS += ("score_variance", "attention_entropy", "attention_distance", "train.batch_size", "model.block_size")
 TYPES = {"status": str, "seed": int, "data": str | None, "command": str | None, "attention": dict | None}
 TYPES |= {"versions": dict | None} | dict.fromkeys(NUMBERS, int | float | None)
-ADVICE = "train that run again, or leave it out"
+ADVICE = "restore it, or leave that run out"
 
 
 @dataclass

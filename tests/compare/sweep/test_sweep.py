@@ -163,7 +163,7 @@ def test_submitit_trains_jobs(workdir):
 
 def test_job_whose_config_is_damaged_is_refused(trained):
     Path("runs/a/config.yaml").write_text("a: [1")
-    with pytest.raises(UserError, match=r"runs/a/config.yaml cannot be read .*; restore it, or remove it"):
+    with pytest.raises(UserError, match=r"runs/a/config.yaml cannot be read .*; restore it, or set another name"):
         Job("a", Path("runs/a"), [], {}).check_folder()
 
 
