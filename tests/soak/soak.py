@@ -195,7 +195,8 @@ def soak_signals(parent: Path, tries: int) -> Iterator[tuple[str, str]]:
             process.send_signal(kind)
             code = process.wait(LIMIT_S)
             log = read_log(place.folder)
-            is_early = code == -kind and len(set(place.folder.rglob("*")) - before) <= 1  # while Python started
+            is_early = code == -kind or (code == 1 and str(ROOT) not in log)  # while Python started
+            is_early &= len(set(place.folder.rglob("*")) - before) <= 1
             is_right = is_early or (code in (0, 75) and "Traceback" not in log)
             failure = place.find_failure() if is_right else f"exit code {code}: {log[-300:]}"
             yield f"{command.name}, {signal.Signals(kind).name} after {moment:.2f} s", failure
