@@ -50,8 +50,7 @@ def main(config: BenchConfig) -> int:
     if config.name is not None and folder.exists():
         raise UserError(f"{folder} exists; set another name")
     folder.mkdir(parents=True, exist_ok=True)
-    environment = system.describe_environment(device)
-    title = describe_bench(config, environment)
+    title = describe_bench(config, environment := system.describe_environment(device))
     write_config(folder, asdict(config))
     backends = ", ".join(case.name for case in groups[0])
     print(f"bench    {folder}: {backends}", *title.split("; "), sep="\n         ", flush=True)

@@ -19,6 +19,7 @@ if __name__ == "__main__":  # before the slow imports below, so that a typo is r
 
 import os
 import shutil
+from contextlib import suppress
 from pathlib import Path
 
 from filelock import FileLock
@@ -37,21 +38,21 @@ from training.device import DTYPES
 def main(config: ExportConfig) -> int:
     run, path = find_run(config.run), find_checkpoint(config.run, config.checkpoint)
     out = Path(config.out or run / "huggingface")
-    if out.exists():
-        raise UserError(f"{out} exists; set another out, or remove it")
     checkpoint = load_checkpoint(path)
     model_type = find_architecture(GPTConfig.from_saved(checkpoint["model_config"]), run.name)
 
-    out.parent.mkdir(parents=True, exist_ok=True)
     unfinished = out.with_name(f".{out.name}.unfinished")  # so that `out` is complete or missing
-    with FileLock(f"{unfinished}.lock") as lock:
+    with FileLock(f"{unfinished}.lock") as lock:  # makes the folder of `out`
         shutil.rmtree(unfinished, ignore_errors=True)  # of a process that was killed
         try:
+            if out.exists():
+                raise UserError(f"{out} exists; set another out, or remove it")
             write_folder(unfinished, checkpoint, model_type, DTYPES[config.dtype], run)
             os.replace(unfinished, out)
         finally:
             shutil.rmtree(unfinished, ignore_errors=True)
-            os.unlink(lock.lock_file)
+            with suppress(OSError):  # Windows does not remove an open file
+                os.unlink(lock.lock_file)
     print(f"{path} -> {out}\nnext     {PYTHON} sample.py run=hf:{out}")
     return 0
 

@@ -108,7 +108,7 @@ def test_refused_and_failed_exports_leave_nothing(trained, train, export, workdi
 
 def test_values_in_the_readme_are_code(tmp_path):
     write_json(tmp_path / "summary.json", {"command": "<script>\n\n![](http://a.b/c)"})
-    assert format_model_card(tmp_path, 1).endswith('steps.\n\n    command: "<script>\\n\\n![](http://a.b/c)"\n')
+    assert format_model_card(tmp_path, 1).endswith('for 1 step.\n\n    command: "<script>\\n\\n![](http://a.b/c)"\n')
 
 
 def test_folders_that_cannot_be_read_are_reported(train, export, workdir, offline):

@@ -8,6 +8,7 @@ from typing import Any
 import torch
 from safetensors.torch import load_file, save
 
+from common.console import pluralize
 from common.errors import UserError
 from common.files import atomic_write, read_json, write_json
 from data.tokenizer import END_OF_TEXT, from_spec
@@ -50,7 +51,7 @@ def write_folder(out: Path, checkpoint: dict, model_type: str, dtype: torch.dtyp
 def format_model_card(run: Path, step: int) -> str:
     """README.md of an exported folder: facts of the training, as code, in which HTML and Markdown have no effect."""
     summary, keys = read_json(run / "summary.json"), ("name", "command", "best_val_loss", "device_name", "commit")
-    intro = f"# Language model\n\nIt continues text. trilGPT has trained it for {step:,} steps.\n\n"
+    intro = f"# Language model\n\nIt continues text. trilGPT has trained it for {pluralize(step, 'step')}.\n\n"
     return intro + "".join(f"    {key}: {json.dumps(summary[key])}\n" for key in keys if key in summary)
 
 
