@@ -13,7 +13,6 @@ from model.attention import BACKENDS, AttentionRequest, ResolvedAttention, naive
 from model.attention.support import missing_feature
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-DEVICES = [pytest.param(CPU, id="cpu"), pytest.param(CUDA, id="cuda", marks=pytest.mark.gpu)]
 DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 REQUEST = AttentionRequest(B=2, Tq=16, Tk=16, H=4, G=2, D=8, Dv=8, dtype=torch.float32, device=CPU, grad=True)
 IS_OLD_GPU = torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0)  # before Ampere

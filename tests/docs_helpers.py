@@ -14,7 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import yaml
-import zstandard
+from data_helpers import write_file
 from helpers import ROOT, TEXT
 
 from data.sources import is_remote
@@ -147,9 +147,7 @@ def write_yaml_files(page: Path, folder: Path) -> None:
             content = yaml.safe_load(text)
             match = re.search(YAML_FILE, text, re.MULTILINE)
             assert match, f"{page.name}:{first}: name the file of this YAML block in a comment, as in # own/data/a.yaml"
-            file = folder / match[1]
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.write_text(text)
+            write_file(f"{folder}/{match[1]}", text)
             for section in [content, *content.get("mix", {}).values()]:
                 if isinstance(section, dict) and "path" in section:
                     write_document(folder, section["path"], "text")
@@ -166,10 +164,8 @@ def prepare_folder(folder: Path, run: Path, exported: Path, command: Command) ->
         if key.endswith("path"):
             write_document(folder, value, column)
         elif key in ("prompts", "prompt_file"):
-            lines = ["The 1", "The 2"]
-            if value.endswith(".jsonl"):
-                lines = [json.dumps({"prompt": line}) for line in lines]
-            (folder / value).write_text("\n".join(lines))
+            lines = '{"prompt": "The 1"}\n{"prompt": "The 2"}' if value.endswith(".jsonl") else "The 1\nThe 2"
+            (folder / value).write_text(lines)
         elif key == "tasks" and value.endswith(".yaml"):
             (folder / "questions.jsonl").write_text('{"context": "The 1", "choices": ["st", "th"], "answer": 0}')
         elif value.startswith("hf:"):
@@ -205,23 +201,16 @@ def write_document(folder: Path, value: str, column: str) -> None:
     rows = [{column: TEXT[i : i + 1000], "number": i, "prompt": TEXT[i : i + 50]} for i in range(0, 20_000, 1000)]
     lines = "".join(json.dumps(row) + "\n" for row in rows)
     if path.suffix == "":
-        path.mkdir(parents=True, exist_ok=True)
-        (path / "a.txt").write_text(TEXT)
-        (path / "b.md").write_text(TEXT[:2000])
-        return
-    path.parent.mkdir(parents=True, exist_ok=True)
-    if path.name.endswith(".jsonl.zst"):
-        path.write_bytes(zstandard.compress(lines.encode()))
+        write_file(f"{path}/a.txt", TEXT)
+        write_file(f"{path}/b.md", TEXT[:2000])
     else:
-        path.write_text(lines if path.suffix == ".jsonl" else TEXT)
+        write_file(str(path), lines if ".jsonl" in path.name else TEXT)
 
 
 def shrink(command: Command, data) -> list[str]:
     """The command's words, with a tiny model and few steps. data: the DataConfig that they compose to."""
     script, words = command.script, command.shortened_words()
-    if command.value("tasks"):
-        data = None  # tasks read no document of data
-    if data is not None:
+    if data is not None and not command.value("tasks"):  # tasks read no document of data
         if (data.source == "hub" and data.path is None) or is_remote(str(data.path)):
             words += ["data.path=text.txt", "data.stream=false", "data.max_documents=null"]
             words += ["data.val_split=null", "data.val_documents=null", "data.val_fraction=0.1"]

@@ -51,15 +51,11 @@ def test_settings_of_the_user_and_of_recipes_replace_those_of_the_preset(tmp_pat
 
 
 def test_recipes_do_not_depend_on_the_amount_of_text(tmp_path):
-    for recipe in ("shakespeare_char", "shakespeare_char_cpu", "shakespeare_char_cpu_fast", "gpt2_124m"):
-        short, long = (
-            compose(f"experiment={recipe}", write_text(tmp_path, size), "tokenizer=char") for size in (10**4, 10**9)
-        )
-        assert short == long
-        assert short.preset is None
-    for recipe in ("shakespeare_cpu_fast", "larger_model"):  # they set a preset
-        short, long = (compose(f"experiment={recipe}", write_text(tmp_path, size)) for size in (10**4, 10**9))
-        assert short == long
+    with_preset = ("shakespeare_cpu_fast", "larger_model")
+    for recipe in ("shakespeare_char", "shakespeare_char_cpu", "shakespeare_char_cpu_fast", "gpt2_124m", *with_preset):
+        words = [f"experiment={recipe}", *([] if recipe in with_preset else ["tokenizer=char"])]
+        short, long = (compose(*words, write_text(tmp_path, size)) for size in (10**4, 10**9))
+        assert short == long and (short.preset is not None) == (recipe in with_preset)
 
 
 def test_text_that_is_not_on_this_machine_counts_as_long_unless_its_size_is_set(tmp_path):

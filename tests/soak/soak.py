@@ -84,21 +84,14 @@ def read_files(folder: Path) -> dict[str, bytes]:
 
 PREPARE = ["data=text", "data.path=long.txt", "tokenizer.vocab_size=400"]
 TRAIN = Command("train", ["train.py", *TRAINING, "name=a"], lambda folder: run_result(folder / "runs/a"))
-SWEEP = Command(
-    "sweep",
-    ["train.py", "-m", *TRAINING, "seed=1,2", "name=s"],
-    lambda folder: [run_result(folder / f"runs/sweeps/s/seed={seed}") for seed in (1, 2)],
-)
+SWEEPING = ["train.py", "-m", *TRAINING, "seed=1,2", "name=s"]
+SWEEP = Command("sweep", SWEEPING, lambda folder: [run_result(folder / f"runs/sweeps/s/seed={n}") for n in (1, 2)])
+SAMPLING = ["sample.py", "run=a", "prompts=prompts.txt", "out=o.jsonl", "num_samples=40", "max_new_tokens=30"]
 COMMANDS = [
     TRAIN,
     Command("prepare", ["prepare.py", *PREPARE], lambda folder: [*map(read_files, folder.glob("data/prepared/[!.]*"))]),
     SWEEP,
-    Command(
-        "sample",
-        ["sample.py", "run=a", "prompts=prompts.txt", "out=o.jsonl", "num_samples=40", "max_new_tokens=30"],
-        lambda folder: (folder / "o.jsonl").read_bytes(),
-        needs=TRAIN,
-    ),
+    Command("sample", SAMPLING, lambda folder: (folder / "o.jsonl").read_bytes(), needs=TRAIN),
 ]
 BENCH = Command("bench", ["bench.py", "block_sizes=[64]", "rounds=2", "wandb.mode=disabled"], lambda folder: None)
 
@@ -242,9 +235,10 @@ def soak_damaged_files(parent: Path, tries: int) -> Iterator[tuple[str, str]]:
 
 def wrong_words(script: str, folder: Path) -> Iterator[tuple[list[str], str]]:
     """Yield random wrong command lines of a script, with the part that its error must name."""
-    types, pick = key_types(script), random.choice
-    scalars = [key for key, kind in types.items() if options(kind) & {int, float, bool}]
-    integers, floats = ([key for key in scalars if kind in options(types[key])] for kind in (int, float))
+    pick, key_kinds = random.choice, key_types(script).items()
+    types = {key: set(get_args(kind)) if isinstance(kind, UnionType) else {kind} for key, kind in key_kinds}
+    scalars = [key for key, kinds in types.items() if kinds & {int, float, bool}]
+    integers, floats = ([key for key in scalars if kind in types[key]] for kind in (int, float))
     right = ["data=text", "data.path=text.txt"] if script in ("train", "prepare") else []
     (folder / "latin1.txt").write_bytes(b"caf\xe9 " * 400)
     (folder / "empty").mkdir()
@@ -265,11 +259,6 @@ def wrong_words(script: str, folder: Path) -> Iterator[tuple[list[str], str]]:
         cases += [(f"data.path={path}", path)] * bool(right) + [(f"{source}={path}", path)] * (script == "sample")
         word, name = pick(cases)
         yield [*right, word], name
-
-
-def options(kind: Any) -> set:
-    """The types of a key: {int, NoneType}."""
-    return set(get_args(kind)) if isinstance(kind, UnionType) else {kind}
 
 
 def misspell(key: str, types: dict) -> str:
@@ -341,18 +330,16 @@ def main(arguments: list[str] | None = None) -> int:
     table, lost = make_table("part", "tried", "lost", "minutes"), 0
     for name in flags.parts or PARTS:
         random.seed(seed)
-        part, tries = PARTS[name]
-        started = time.perf_counter()
+        (part, tries), started = PARTS[name], time.perf_counter()
         print(f"{name} (seed {seed})", flush=True)
         with tempfile.TemporaryDirectory() as folder:
-            results = []
+            failed = []  # of each try
             for name_of_try, failure in part(Path(folder), max(1, round(tries * flags.scale))):
-                results.append(failure)
+                failed.append(failure != "")
                 if failure:
                     print(f"FAILED {name_of_try}: {failure}", flush=True)
-        failures, minutes = [failure for failure in results if failure], (time.perf_counter() - started) / 60
-        table.add_row(name, f"{len(results):,}", str(len(failures)), f"{minutes:.1f}")
-        lost += len(failures)
+        table.add_row(name, f"{len(failed):,}", str(sum(failed)), f"{(time.perf_counter() - started) / 60:.1f}")
+        lost += sum(failed)
     PlainConsole().print(table)
     return int(lost > 0)
 

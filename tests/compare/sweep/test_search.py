@@ -20,11 +20,8 @@ from configs.compose import hydra_initialized, parse_word
 optuna = pytest.importorskip("optuna")
 FLOAT, INT = optuna.distributions.FloatDistribution, optuna.distributions.IntDistribution
 CHOICE = optuna.distributions.CategoricalDistribution
-SPACE = {
-    "optimizer.lr": FLOAT(1e-4, 1e-2, log=True),
-    "model.n_layer": INT(1, 4),
-    "attention": CHOICE(["naive", "sdpa"]),
-}
+SPACE = {"optimizer.lr": FLOAT(1e-4, 1e-2, log=True), "model.n_layer": INT(1, 4)}
+SPACE |= {"attention": CHOICE(["naive", "sdpa"])}
 
 
 def distribution(word: str, is_int: bool = False):
@@ -82,13 +79,13 @@ def run_fake_search(workdir, monkeypatch):
     """run_fake_search(name, n_trials, outcome) trains jobs by computing a loss. Returns the trials' values."""
 
     def run(name, n_trials, outcome=lambda values: "finished", space=SPACE, words=()):
+        folder = SWEEPS / name
+
         def make_jobs(search, values):
             if values["model.n_layer"] == "2":
                 raise UserError("two layers are invalid")
             jobs = [",".join([*map("=".join, values.items()), f"seed={seed}"]) for seed in (1, 2)]
-            return name, [
-                Job(job, SWEEPS / name / job, [], {"values": values, "seed": n}) for n, job in enumerate(jobs)
-            ]
+            return name, [Job(job, folder / job, [], {"values": values, "seed": n}) for n, job in enumerate(jobs)]
 
         def train_jobs(todo):
             for job in todo:
@@ -105,7 +102,7 @@ def run_fake_search(workdir, monkeypatch):
         monkeypatch.setattr(search, "train_jobs", train_jobs)
         monkeypatch.setattr(search, "finish_sweep", lambda folder, jobs, outcomes: 0)
         assert run_search(space, make_jobs, n_trials, list(words)) == 0
-        jobs = json.loads((SWEEPS / name / "sweep.json").read_text())["jobs"][::2]
+        jobs = json.loads((folder / "sweep.json").read_text())["jobs"][::2]
         return [dict(word.split("=") for word in job.split(",")[:-1]) for job in jobs]
 
     return run

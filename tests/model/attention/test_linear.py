@@ -5,14 +5,14 @@ from dataclasses import replace
 import pytest
 import torch
 import torch.nn.functional as F
-from attention_helpers import REQUEST, random_qkv
+from attention_helpers import REQUEST, choose, random_qkv
 from generation_helpers import MIXED, make_random_model
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_helpers import GROUPED, MODERN, random_tokens
 
 from common.errors import UserError
-from model import AttentionConfig, GPTConfig
+from model import GPTConfig
 from model.attention import linear_attention, linear_attention_scores, naive, resolve_model, sdpa
 from model.attention.linear import CHUNK, linear_attention_state, linear_attention_step
 from model.generation.attention_maps import attention_maps
@@ -21,8 +21,7 @@ LINEAR = GROUPED | dict(attention_type="linear")
 
 
 def draw(B, Tq, Tk, H=4, G=2, D=8, Dv=8, dtype=torch.float64, grad=False, seed=0):
-    request = replace(REQUEST, B=B, Tq=Tq, Tk=Tk, H=H, G=G, D=D, Dv=Dv, dtype=dtype, grad=grad)
-    return random_qkv(request, seed)
+    return random_qkv(replace(REQUEST, B=B, Tq=Tq, Tk=Tk, H=H, G=G, D=D, Dv=Dv, dtype=dtype, grad=grad), seed)
 
 
 def by_weights(q, k, v):
@@ -118,9 +117,8 @@ def test_sums_are_in_float32_under_bfloat16(autocast):
 
 
 def resolve(config, backend="sdpa", **options):
-    attention = AttentionConfig(backend, None, None)
     options = {"dtype": torch.float32, "device": torch.device("cpu"), "grad": True} | options
-    return resolve_model(attention, config, B=2, **options)
+    return resolve_model(choose(backend), config, B=2, **options)
 
 
 def test_attention_type_is_resolved_for_each_layer():
@@ -139,10 +137,8 @@ def test_attention_type_is_resolved_for_each_layer():
 
 def test_each_layer_uses_its_attention_type():
     tokens = random_tokens()
-    models = [
-        make_random_model(MODERN | dict(attention_type=attention_type), attend=sdpa)
-        for attention_type in ("softmax", "linear", ["linear", "softmax"])
-    ]
+    types = ("softmax", "linear", ["linear", "softmax"])
+    models = [make_random_model(MODERN | dict(attention_type=chosen), attend=sdpa) for chosen in types]
     softmax, linear, mixed = [[block.attn.attend for block in model.blocks] for model in models]
     assert (softmax, linear, mixed) == ([sdpa] * 2, [linear_attention] * 2, [linear_attention, sdpa])
     softmax, linear, mixed = [model(tokens) for model in models]

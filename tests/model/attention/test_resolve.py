@@ -1,49 +1,23 @@
 """The resolved kernel is the kernel that runs: eager, compiled, and with the compile cache of another process."""
 
-import json
 import os
 import subprocess
 import sys
 import warnings
 from dataclasses import replace
-from pathlib import Path
 
+import attention_helpers as helpers
 import pytest
 import torch
-from attention_helpers import (
-    CPU,
-    CUDA,
-    HALF,
-    REQUEST,
-    REQUEST_CUDA,
-    backends_on,
-    choose,
-    per_device,
-    random_masks,
-    random_qkv,
-    resolve_or_skip,
-    restored_compile_settings,
-)
-from helpers import ROOT, TRAINS_ON_CPU
+from attention_helpers import REQUEST, REQUEST_CUDA, choose, per_device, random_masks, random_qkv, resolve_or_skip
+from helpers import ROOT, TRAINS_ON_CPU, summary
 from kernel_profiler import KERNEL_OPERATIONS, kernels_run
 from model_helpers import GROUPED
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from common.errors import UserError
-from model import GPTConfig
-from model.attention import (
-    BACKENDS,
-    ResolvedAttention,
-    Support,
-    all_variants,
-    flash,
-    get_attention_fn,
-    naive,
-    pin_kernel_under_compile,
-    resolve,
-    resolve_model,
-    sdpa,
-)
+from model import GPTConfig, attention
+from model.attention import BACKENDS, Support, flash, get_attention_fn, naive, resolve, resolve_model, sdpa
 
 
 def graph_nodes(y) -> set[str]:
@@ -86,16 +60,14 @@ def test_resolved_kernel_runs(device, case):
 
 @pytest.mark.slow
 @pytest.mark.compiles
-@pytest.mark.parametrize(
-    ("device", "case"), per_device(cpu=[(choose("naive"), {}, "naive"), *CASES_CPU[5:6]], cuda=CASES_CUDA)
-)
+@pytest.mark.parametrize(("device", "case"), per_device(cpu=[CASES_CPU[0], CASES_CPU[5]], cuda=CASES_CUDA))
 def test_resolved_kernel_runs_when_compiled(device, case):
     check_resolved_kernel(device, *case, compiled=True)
 
 
 def check_resolved_kernel(device, config, changed, resolved, compiled):
     request = replace(REQUEST_CUDA if device.type == "cuda" else REQUEST, **changed)
-    assert resolve_or_skip(config, request) == ResolvedAttention(config.backend, resolved, None)
+    assert resolve_or_skip(config, request) == attention.ResolvedAttention(config.backend, resolved, None)
     attend, qkv, masks = get_attention_fn(config), random_qkv(request), random_masks(request)
 
     def run():
@@ -103,16 +75,16 @@ def check_resolved_kernel(device, config, changed, resolved, compiled):
         if request.grad:
             y.sum().backward()
 
-    with restored_compile_settings():
+    with helpers.restored_compile_settings():
         if compiled:
-            pin_kernel_under_compile(config)
+            attention.pin_kernel_under_compile(config)
             attend = torch.compile(attend, fullgraph=True)
         run()
         assert kernels_run(run) == {resolved} & set(KERNEL_OPERATIONS)
 
 
 def test_all_variants_are_attention_functions():
-    variants = all_variants()
+    variants = attention.all_variants()
     assert {"naive", "sdpa", "sdpa:math", "flash", "flash:FA3", "linear"} <= variants.keys()
     assert all(callable(get_attention_fn(config)) for config in variants.values())
     assert variants["sdpa:math"].kernels == ["math"] and variants["flash:FA3"].flash_package == "FA3"
@@ -166,7 +138,7 @@ def test_flex_with_too_large_heads_for_the_gpu_is_refused(monkeypatch):
 
 def test_model_is_refused_if_one_of_its_layers_is_refused():
     model = GPTConfig(**GROUPED | dict(window=[4, None], dropout=0.1))
-    cuda = dict(B=2, dtype=torch.bfloat16, device=CUDA)  # refusals by the table need no GPU
+    cuda = dict(B=2, dtype=torch.bfloat16, device=REQUEST_CUDA.device)  # refusals by the table need no GPU
     for changed, message in (
         ({"window": None, "dropout": 0.0}, "FA3 cannot be used"),
         ({"dropout": 0.0}, "not support windows"),
@@ -176,7 +148,7 @@ def test_model_is_refused_if_one_of_its_layers_is_refused():
             resolve_model(choose("flash", flash_package="FA3"), replace(model, **changed), grad=True, **cuda)
     with pytest.raises(UserError, match="document masks"):
         resolve_model(choose("flash"), replace(model, window=None), grad=False, document_mask=True, **cuda)
-    cpu = dict(B=2, dtype=torch.float32, device=CPU)
+    cpu = dict(B=2, dtype=torch.float32, device=REQUEST.device)
     with pytest.raises(UserError, match="cannot train"):
         resolve_model(choose("flex"), replace(model, dropout=0.0), grad=True, **cpu)
     assert resolve_model(choose("flex"), model, grad=False, **cpu).resolved == "flex", "dropout is only for training"
@@ -189,7 +161,7 @@ def test_model_is_refused_if_one_of_its_layers_is_refused():
 def test_model_with_windows_resolves_to_the_kernels_of_its_layers(device, case):
     kernels, resolved = case
     model = GPTConfig(**GROUPED | dict(n_kv_head=None, n_embd=256, block_size=128, window=[32, None]))
-    options = dict(B=2, dtype=HALF, device=device, grad=True)
+    options = dict(B=2, dtype=helpers.HALF, device=device, grad=True)
     if device.type == "cuda":
         resolve_or_skip(choose("flash"), REQUEST_CUDA)
     assert resolve_model(choose("sdpa", kernels), model, **options).resolved == resolved
@@ -197,14 +169,13 @@ def test_model_with_windows_resolves_to_the_kernels_of_its_layers(device, case):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("compiled", [pytest.param("true", marks=pytest.mark.compiles), "false"])
-@pytest.mark.parametrize(("device", "name"), per_device(cpu=TRAINS_ON_CPU, cuda=backends_on("cuda")))
+@pytest.mark.parametrize(("device", "name"), per_device(cpu=TRAINS_ON_CPU, cuda=helpers.backends_on("cuda")))
 def test_model_trains_generates_and_is_planned_with_each_backend(train, sample, device, name, compiled):
     if device.type == "cuda":
         resolve_or_skip(choose(name), REQUEST_CUDA)
     settings = [f"attention={name}", f"device={device}", "dtype=bfloat16", f"compile={compiled}", "name=a"]
     assert train(*settings, "model.n_embd=64") == 0
-    attention = json.loads(Path("runs/a/summary.json").read_text())["attention"]
-    assert attention["resolved"] == name or BACKENDS[name].kernels
+    assert summary("a")["attention"]["resolved"] == name or BACKENDS[name].kernels
     assert sample("run=a", f"attention={name}", f"device={device}", "dtype=bfloat16", "max_new_tokens=5")
     if compiled == "false":  # a plan does not compile
         assert train(*settings, "model.n_embd=64", "plan=true") == 0
@@ -264,10 +235,10 @@ def test_resolved_kernel_runs_when_compiled_with_any_compile_cache(tmp_path):
 
 def test_attention_settings_are_part_of_the_compile_cache_key():
     before, tags = torch.compiler.config.cache_key_tag, set()
-    variants = all_variants().values()
-    with restored_compile_settings():
+    variants = attention.all_variants().values()
+    with helpers.restored_compile_settings():
         for config in variants:
-            pin_kernel_under_compile(config)
+            attention.pin_kernel_under_compile(config)
             tags.add(torch.compiler.config.cache_key_tag)
     assert len(tags) == len(variants)
     assert torch.compiler.config.cache_key_tag == before

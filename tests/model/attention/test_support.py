@@ -1,13 +1,14 @@
 """The support table: refusals, documentation, and how a new backend is added."""
 
-import json
 import re
 from dataclasses import replace
+from unittest.mock import patch
 
 import pytest
 import torch
 from attention_helpers import CUDA, REQUEST, choose
-from helpers import ROOT
+from data_helpers import write_file
+from helpers import ROOT, summary
 
 from common.errors import UserError
 from model.attention import BACKENDS, NON_SOFTMAX, backends, resolve
@@ -70,22 +71,18 @@ def test_docs_contain_the_support_table():
     assert support_table() in DOCS.read_text(), f"replace the support table in {DOCS} by\n{support_table()}"
 
 
-def test_example_backend_of_the_docs_trains_and_is_checked(train, workdir, capsys):
+def test_example_backend_of_the_docs_trains_and_is_checked(train, capsys):
     function, settings = re.search(r"```py\n(.*?)```.*?```\n(.*?)```", DOCS.read_text(), re.DOTALL).groups()
     name = "reversed_heads"
-    file = workdir / f"own/attention/{name}.yaml"
-    file.parent.mkdir(parents=True)
-    file.write_text(settings)
-    try:
+    write_file(f"own/attention/{name}.yaml", settings)
+    with patch.dict(BACKENDS):  # afterwards, the table is as before
         exec(function, dict(vars(backends)))
         assert train("--config-dir", "own", f"attention={name}", "name=new") == 0
         assert train("attention=naive", "name=naive") == 0
-        new, naive = (json.loads((workdir / f"runs/{run}/summary.json").read_text()) for run in ("new", "naive"))
+        new, naive = summary("new"), summary("naive")
         assert new["attention"] == {"requested": name, "resolved": name, "flash_package": None}
         assert new["last_val_loss"] == pytest.approx(naive["last_val_loss"], abs=1e-5)
         assert train("--config-dir", "own", f"attention={name}", "name=b", "model.dropout=0.1") == 2
         refusal = f"attention={name} on cpu does not support dropout; set model.dropout=0, or attention=naive"
         assert refusal in capsys.readouterr().err
         assert f"| `{name}` | cpu | any | yes | no |" in support_table()
-    finally:
-        BACKENDS.pop(name, None)

@@ -21,12 +21,10 @@ from model.generation.attention_maps import attention_maps
 def test_weights_equal_the_formula(variant):
     """The expected weights are computed from each layer's input, head by head and query by query, in float64."""
     model, T, D = make_peaked_model(variant).double().eval(), 17, 8
-    inputs = []
-    hooks = [block.attn.register_forward_pre_hook(lambda _, given: inputs.append(given)) for block in model.blocks]
-    tokens = random_tokens(1, T)
+    inputs, tokens = [], random_tokens(1, T)
+    for block in model.blocks:
+        block.attn.register_forward_pre_hook(lambda _, given: inputs.append(given))
     model(tokens)
-    for hook in hooks:
-        hook.remove()
     expected = torch.zeros(2, 4, T, T, dtype=torch.float64)
     for layer, (x, rotary, *_) in enumerate(inputs):
         attn = model.blocks[layer].attn
@@ -51,8 +49,7 @@ def project(attn, x, head, D):
 def test_windows_and_documents_are_masked():
     model, doc_ids = make_peaked_model(GPT2 | dict(window=[None, 3])), torch.tensor([[0] * 5 + [1] * 4])
     full, windowed = attention_maps(model, random_tokens(1, 9))
-    assert (windowed.tril(-3) == 0).all()
-    assert (full.tril(-3) > 0).any()
+    assert (windowed.tril(-3) == 0).all() and (full.tril(-3) > 0).any()
     masked = attention_maps(model, random_tokens(1, 9), doc_ids)
     assert (masked[:, :, 5:, :5] == 0).all()
     torch.testing.assert_close(masked[:, :, :5], torch.stack((full, windowed))[:, :, :5])
@@ -69,8 +66,7 @@ def test_attention_maps_and_their_errors_do_not_change_the_model(variant):
         model.train(training)
         weights = attention_maps(model, tokens)
         assert all(module.training is training for module in model.modules())
-    assert not weights.requires_grad
-    assert all(p.grad is None for p in model.parameters())
+    assert not weights.requires_grad and all(p.grad is None for p in model.parameters())
     assert torch.equal(torch.get_rng_state(), state)
     assert [block.attn.attend for block in model.blocks] == functions
     assert torch.equal(model(tokens), before)

@@ -11,12 +11,8 @@ from model.attention.head_statistics import uniform_entropy
 from model.generation.attention_plots import plot_attention
 
 MATH, WHITESPACE, OTHER = ["$x$", r"$\frac{", "{}", "_^%#"], ["\n    ", "\t\r", ""], ["\x00", "\ud800", "a" * 99]
-MAP = ["run=a", "attention_map=true"]
+MAP, PNG = ["run=a", "attention_map=true"], b"\x89PNG"
 DIFFICULT_TOKENS = [*MATH, *WHITESPACE, *OTHER, "日本語", "مرحبا"]
-
-
-def is_png(path) -> bool:
-    return path.read_bytes().startswith(b"\x89PNG")
 
 
 @pytest.mark.parametrize("words", [None, DIFFICULT_TOKENS], ids=["overview", "words"])
@@ -27,7 +23,7 @@ def test_heads_and_tokens_are_drawn_without_a_warning(tmp_path, H, words):
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         plot_attention(weights, tmp_path / "new/a.png", words)
-    assert is_png(tmp_path / "new/a.png")
+    assert (tmp_path / "new/a.png").read_bytes().startswith(PNG)
 
 
 def test_token_strings_show_incomplete_characters_as_bytes():
@@ -36,12 +32,11 @@ def test_token_strings_show_incomplete_characters_as_bytes():
 
 
 def test_training_logs_attention_maps_at_evaluations(train, workdir):
-    settings = ["train.steps=4", "eval.every=4"]
-    assert train("name=a", "eval.attention_maps=true", *settings) == 0
-    assert train("name=b", *settings) == 0
+    for words in (["name=a", "eval.attention_maps=true"], ["name=b"]):
+        assert train(*words, "train.steps=4", "eval.every=4") == 0
     pictures = sorted((workdir / "runs/a/attention").iterdir())
     assert [path.name for path in pictures] == ["step-000000.png", "step-000004.png"]
-    assert all(is_png(path) for path in pictures)
+    assert all(path.read_bytes().startswith(PNG) for path in pictures)
     rows, rows_without_maps = (metrics(name) for name in "ab")
     for row, row_without_maps in zip(rows, rows_without_maps, strict=True):
         assert row.get("train/loss") == row_without_maps.get("train/loss")

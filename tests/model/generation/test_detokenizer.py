@@ -43,12 +43,9 @@ def test_incomplete_characters_are_never_shown(text):
 )
 def test_sample_ends_before_the_stop_string_that_is_complete_first(text, stops, cuts):
     """Tests any division of the text into tokens. The beginning of a stop string is never shown."""
-    expected, is_stopped = text, False
-    for size in range(len(text) + 1):
-        ends = [size - len(stop) for stop in stops if text[:size].endswith(stop)]
-        if ends:
-            expected, is_stopped = text[: min(ends)], True
-            break
+    ends = ([size - len(stop) for stop in stops if text[:size].endswith(stop)] for size in range(len(text) + 1))
+    end = next((min(found) for found in ends if found), None)
+    expected = text[:end]
     pieces, rest = [], text
     for cut in cuts:
         pieces, rest = [*pieces, rest[:cut]], rest[cut:]
@@ -63,10 +60,10 @@ def test_sample_ends_before_the_stop_string_that_is_complete_first(text, stops, 
         assert expected.startswith(shown), "the beginning of a stop string was shown"
         if finish_reason:
             break
-    if is_stopped:
-        assert (shown, finish_reason) == (expected, "stop")
-    else:
+    if end is None:
         assert shown + incremental.pending == expected
+    else:
+        assert (shown, finish_reason) == (expected, "stop")
 
 
 def test_pending_text_is_shown_when_the_sample_ends():

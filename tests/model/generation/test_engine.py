@@ -14,11 +14,6 @@ from common.errors import UserError
 from model.generation.engine import Prompt, TextChunk, generate
 
 
-def end_token(token):
-    """Patch: the tokenizer has this end-of-text token."""
-    return patch("model.generation.engine.end_of_text", return_value=token)
-
-
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
 def test_nan_logits_are_refused(temperature):
     model = make_random_model(MODERN)
@@ -43,7 +38,7 @@ def test_sample_is_the_same_alone_and_in_a_batch(lengths, batch_size, variant, t
 
     def sample(prompts, batch_size):
         texts, ends = [""] * len(prompts), {}
-        with end_token(end):
+        with patch("model.generation.engine.end_of_text", return_value=end):
             for chunk in generate(model, BYTES, prompts, settings, batch_size):
                 assert chunk.index not in ends
                 texts[chunk.index] += chunk.text
@@ -70,7 +65,7 @@ def test_sample_depends_only_on_its_seed():
 
 def test_end_of_text_token_ends_the_sample_without_text():
     model = make_random_model(MODERN)
-    with end_token(greedy(model, [1], 1)[0]):
+    with patch("model.generation.engine.end_of_text", return_value=greedy(model, [1], 1)[0]):
         chunks = list(generate(model, BYTES, [Prompt([1], 0)], sampling(temperature=0.0), batch_size=1))
     assert chunks == [TextChunk(0, "", 0, "end")]
 

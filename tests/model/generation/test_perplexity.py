@@ -5,7 +5,7 @@ import torch
 from generation_helpers import GPT2, WINDOWED, make_random_model
 from hypothesis import given
 from hypothesis import strategies as st
-from model_helpers import MODERN
+from model_helpers import MODERN, random_tokens
 
 from model.generation.perplexity import score_texts, split_into_windows
 
@@ -24,10 +24,7 @@ def test_windows_score_each_token_once_with_context(length, block_size, data):
 def test_scores_in_a_batch_equal_those_of_one_forward_pass_per_token(variant):
     model = make_random_model(variant, dtype=torch.float64)
     sizes = [(2, 1), (9, 4), (25, 24), (5, 0), (25, 3), (1, 0)]  # block_size is 24
-    texts = [
-        (torch.randint(256, (length,), generator=torch.Generator().manual_seed(i)), n)
-        for i, (length, n) in enumerate(sizes)
-    ]
+    texts = [(random_tokens(1, length, 256, seed=i)[0], n) for i, (length, n) in enumerate(sizes)]
     for (tokens, n), (nats, is_greedy) in zip(texts, score_texts(model, texts, batch_size=4), strict=True):
         logits = [model(tokens[None, :i])[0, -1].double() for i in range(len(tokens) - n, len(tokens))]
         targets = tokens[len(tokens) - n :].tolist()
