@@ -48,7 +48,8 @@ def assert_same_checkpoints(a, b):
         torch.testing.assert_close(one, two, atol=0, rtol=0)
 
 
-def test_run_folder_contains_the_documented_files_and_keys(train, workdir, capsys):
+def test_run_folder_contains_the_documented_files_and_keys(train, workdir, capsys, monkeypatch):
+    monkeypatch.setattr("training.observers.peak_flops", lambda *args: 1e9)
     assert train("name=a") == 0
     out = capsys.readouterr().out
     folder = workdir / "runs/a"
@@ -62,10 +63,12 @@ def test_run_folder_contains_the_documented_files_and_keys(train, workdir, capsy
     assert [row["step"] for row in rows] == list(range(7))
     assert [row["step"] for row in rows if "val/loss" in row] == [0, 3, 6]
     assert [row["tokens"] for row in rows] == [64 * step for step in range(7)]
+    recorded = summary("a")
     for row in rows[1:]:
         assert {"train/loss", "grad_norm", "lr", "seconds", "step_ms", "tokens_per_second", "mfu"} <= set(row)
+        assert row["tokens_per_second"] == pytest.approx(1000 * 64 / row["step_ms"])
+        assert row["mfu"] == pytest.approx(recorded["flops_per_token"] * row["tokens_per_second"] / 1e9)
 
-    recorded = summary("a")
     assert recorded["status"] == "finished"
     assert recorded["step"] == 6
     assert recorded["attention"] == {"requested": "sdpa", "resolved": "flash", "flash_package": None}
@@ -85,9 +88,10 @@ def test_initial_evaluation_can_be_skipped(train):
     assert [row["step"] for row in metrics("a") if "val/loss" in row] == [2, 4]
 
 
-def test_validation_loss_counts_each_target_once(train, workdir):
+def test_validation_loss_counts_each_target_of_its_windows_once_without_dropout(train, workdir):
     """The reference computes each target with the complete context of its window."""
-    assert train("name=a", "eval.windows=null", "train.batch_size=7") == 0
+    settings = ["train.batch_size=7", "model.dropout=0.5"]
+    assert train("name=a", "eval.windows=null", *settings) == 0
     saved = load("a", "last")
     model = GPT(GPTConfig(**saved["model_config"]), saved["vocab_size"], naive)
     model.load_state_dict(saved["model"])
@@ -103,6 +107,22 @@ def test_validation_loss_counts_each_target_once(train, workdir):
     assert metrics("a")[-1]["val/loss"] == pytest.approx(np.mean(nats), abs=1e-5)
     text = tokenizer.from_spec(saved["tokenizer"]).decode(tokens[1:].tolist())
     assert metrics("a")[-1]["val/bpb"] == pytest.approx(sum(nats) / math.log(2) / len(text.encode()), abs=1e-5)
+    assert train("name=b", "eval.windows=9", *settings) == 0  # evenly spread over the split
+    starts = [int(i * math.ceil(len(nats) / T) / 9) * T for i in range(9)]
+    expected = np.mean([nat for start in starts for nat in nats[start : start + T]])
+    assert metrics("b")[-1]["val/loss"] == pytest.approx(expected, abs=1e-5)
+
+
+def test_each_forward_pass_of_training_draws_another_dropout_mask(train, monkeypatch):
+    forward, states = GPT.forward, []
+
+    def record_and_forward(model, *args, **options):
+        states.extend([torch.get_rng_state().numpy().tobytes()] * model.training)
+        return forward(model, *args, **options)
+
+    monkeypatch.setattr(GPT, "forward", record_and_forward)
+    assert train("name=a", "model.dropout=0.1", "train.micro_batch_size=2") == 0
+    assert len(set(states)) == len(states) == 12
 
 
 def test_seed_determines_the_run(train):
@@ -244,6 +264,19 @@ def test_deterministic_selects_deterministic_algorithms(train, monkeypatch):
         torch.use_deterministic_algorithms(False)
 
 
+@pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
+def test_rows_and_files_are_on_the_disk_before_a_checkpoint_replaces_the_previous_one(train, monkeypatch):
+    calls, fsync, replace = [], os.fsync, os.replace
+    monkeypatch.setattr(os, "fsync", lambda fd: (calls.append(os.readlink(f"/proc/self/fd/{fd}")), fsync(fd)))
+    monkeypatch.setattr(os, "replace", lambda source, path: (calls.append(f"{path} replaced"), replace(source, path)))
+    assert train("name=a", "train.steps=1", "eval.every=9") == 0
+    names = [re.sub(r"\.\w{32}\.partial", "", call.rpartition("/")[2]) for call in calls]
+    saved = ["metrics.jsonl"]
+    for file in ("best.pt", "last.pt"):
+        saved += [file, f"{file} replaced", "checkpoints"]
+    assert any(names[i : i + len(saved)] == saved for i in range(len(names))), names
+
+
 def test_evaluations_after_step_0_log_and_print_a_sample(train, capsys):
     assert train("name=a", "eval.sample.max_new_tokens=9") == 0
     rows = [row for row in metrics("a") if "val/loss" in row]
@@ -252,6 +285,8 @@ def test_evaluations_after_step_0_log_and_print_a_sample(train, capsys):
     assert f"  | {printable(rows[1]['sample'].strip(chr(10))).splitlines()[0]}" in capsys.readouterr().out
     assert train("name=b", "eval.sample.max_new_tokens=0") == 0
     assert not any(row.get("sample") for row in metrics("b"))
+    assert train("name=c", "optimizer=adamw", "optimizer.lr=1e-9") == 0  # the weights hardly change
+    assert metrics("c")[3]["sample"] != metrics("c")[6]["sample"]
 
 
 def test_tf32_is_off_by_default(train):

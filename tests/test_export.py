@@ -5,10 +5,13 @@ from pathlib import Path
 import pytest
 import torch
 import transformers
-from helpers import file_size_limit, load, run_command
+from data_helpers import write_file
+from helpers import TEXT, file_size_limit, load, run_command
+from safetensors.torch import load_file, save_file
 
 from common.errors import UserError
 from common.files import write_json
+from data.tokenizer import END_OF_TEXT
 from model.generation.load import load_pretrained, load_run
 from model.huggingface.folder import format_model_card
 
@@ -37,6 +40,9 @@ def offline(monkeypatch):
     [["model=gpt2", "model.block_size=64", "tokenizer=char"], [*LLAMA, "tokenizer=bpe", "tokenizer.vocab_size=300"]],
 )
 def test_trained_model_is_the_same_in_transformers_and_when_imported(train, sample, export, model):
+    for file in "ab":  # two documents, so there is an end-of-text token
+        write_file(f"texts/{file}.txt", TEXT + END_OF_TEXT)
+    model = [*model, "data.path=texts"]
     assert train("name=a", "train.steps=50", "eval.every=25", *model) == 0
     assert export("run=a", "out=exported")[0] == 0
 
@@ -50,6 +56,7 @@ def test_trained_model_is_the_same_in_transformers_and_when_imported(train, samp
     ours, our_tokenizer = load_run("a")
     tokens = torch.tensor([our_tokenizer.encode(text)])
     assert tokenizer(text)["input_ids"] == tokens[0].tolist()
+    assert tokenizer(END_OF_TEXT)["input_ids"] == our_tokenizer.encode(END_OF_TEXT, disallowed_special=())
     with torch.no_grad():
         torch.testing.assert_close(theirs(tokens).logits, ours(tokens), atol=1e-4, rtol=0)
     imported, _ = load_run("hf:exported")
@@ -58,6 +65,7 @@ def test_trained_model_is_the_same_in_transformers_and_when_imported(train, samp
     assert "50 steps" in Path("exported/README.md").read_text()
     assert export("run=a", "out=half", "dtype=bfloat16")[0] == 0
     assert transformers.AutoModelForCausalLM.from_pretrained("half").dtype == torch.bfloat16
+    assert {weight.dtype for weight in load_file("half/model.safetensors").values()} == {torch.bfloat16}
 
 
 def test_training_starts_from_an_exported_folder(train, export, capsys):
@@ -127,6 +135,10 @@ def test_folders_that_cannot_be_read_are_reported(train, export, workdir, offlin
         with pytest.raises(UserError, match="model.safetensors" if b"n_" in old else file):
             load_pretrained("hf:exported")
         (workdir / "exported" / file).write_bytes(content)
+    weights = load_file("exported/model.safetensors")
+    save_file(weights | {"transformer.ln_f.weight": torch.ones(1)}, "exported/model.safetensors")
+    with pytest.raises(UserError, match=r"norm.weight has the shape \(1,\) instead of \(16,\)"):
+        load_pretrained("hf:exported")
     Path("exported/config.json").unlink()
     with pytest.raises(UserError, match=r"config.json cannot be read"):
         load_pretrained("hf:exported")

@@ -2,6 +2,7 @@
 
 import json
 import os
+from pathlib import Path
 
 import pytest
 from data_helpers import write_file
@@ -11,7 +12,10 @@ from common.run_dir import RunDir, find_checkpoint, find_run
 
 
 def test_run_folder_is_locked_while_it_is_used(workdir):
+    for file in ("config.yaml", "checkpoints/last.pt"):
+        write_file(f"runs/a/{file}.1.partial", "")  # of a process that was killed
     with RunDir("a", "", True) as run:
+        assert not [*Path().rglob("*.partial")]
         with pytest.raises(UserError, match="runs/a is being trained by another process"):
             RunDir("a", "", True)
         run.start({"seed": 1}, {"device": "cpu"})

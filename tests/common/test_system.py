@@ -1,5 +1,6 @@
 """Facts about the machine: memory and commit."""
 
+import os
 from pathlib import Path
 
 import pytest
@@ -17,6 +18,8 @@ def test_peak_memory_counts_from_the_reset():
     return_freed_memory()  # of earlier tests, which the block could reuse
     system.reset_peak_memory(CPU)
     before = system.peak_memory_bytes(CPU)
+    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    assert before == pytest.approx(pages * os.sysconf("SC_PAGE_SIZE"), rel=0.01)
     block = torch.ones(size, dtype=torch.uint8)
     assert system.peak_memory_bytes(CPU) - before > size // 2
     del block

@@ -22,11 +22,9 @@ def test_help_page_has_groups_keys_and_examples(capsys):
     with pytest.raises(SystemExit) as stopped:
         parse_config("train", train.__doc__, ["--help"])
     page = capsys.readouterr().out
-    assert stopped.value.code == 0
-    choices = "cosine | linear | wsd"
-    for part in ("python train.py data.path=", "train.steps=N", "attention=", choices, "--config-dir"):
+    for part in ("python train.py data.path=", "train.steps=N", "attention=", "cosine | linear | wsd", "--config-dir"):
         assert part in page
-    assert page.count("\n") < 60
+    assert stopped.value.code == 0 and page.count("\n") < 60
     for script in SCRIPTS:
         run_command(script, "--help")
         assert max(map(len, capsys.readouterr().out.splitlines())) <= 100
@@ -68,10 +66,8 @@ def test_invalid_command_prints_one_line_and_writes_nothing(words, message, tmp_
     device = [] if "device=cuda" in words else ["device=cpu"]
     command, options = [sys.executable, str(ROOT / "train.py"), *words, *device], {"cwd": folder, "timeout": 300}
     done = subprocess.run(command, env=os.environ | environment, capture_output=True, text=True, **options)
-    assert done.returncode == 2, done.stderr
     assert message in done.stderr
-    assert done.stdout == ""
-    assert done.stderr.count("\n") == 1
+    assert (done.returncode, done.stdout, done.stderr.count("\n")) == (2, "", 1), done.stderr
     assert not list(folder.iterdir())
 
 
@@ -81,6 +77,7 @@ OURS = {
     "stepss": "train.steps", "layers": "model.n_layer", "lrr": "optimizer.lr", "context": "model.block_size",
     "batch": "train.batch_size or train.micro_batch_size", "embd": "model.n_embd", "save_every": "checkpoint.every",
     "checkpoint_every": "checkpoint.every", "temp": "eval.sample.temperature",
+    "every": "eval.every or checkpoint.every",
 }  # fmt: skip
 
 

@@ -50,10 +50,11 @@ def test_bpe_respects_vocab_size_and_encodes_special_tokens_as_text():
     assert build(["abab"], replace(BPE, vocab_size=5000)).n_vocab < 300  # there are no more pairs to merge
 
 
-def test_vocabulary_of_long_text_is_trained_on_prompts_and_completions(monkeypatch):
+def test_vocabulary_of_long_text_is_trained_on_all_parts_and_on_prompts_and_completions(monkeypatch):
     monkeypatch.setattr("data.tokenizer.MAX_TRAIN_CHARS", 10_000)
-    sample = sample_texts(["a prompt", "completion"] * 500)
-    assert len(sample) > 30 and abs(sample.count("a prompt") - len(sample) / 2) <= 1
+    sample = sample_texts(map(str, range(1000)))
+    stride = int(sample[1])
+    assert 3 <= stride < 30 and stride % 2 == 1 and sample == [str(n) for n in range(0, 1000, stride)]
 
 
 def test_gpt2_tokenizer_matches_gpt2():

@@ -12,9 +12,10 @@ CPU = torch.device("cpu")
 
 
 def test_devices_dtypes_and_the_compiler_are_resolved_or_refused(monkeypatch):
-    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
-    monkeypatch.setattr(torch.backends.mps, "is_available", lambda: False)
-    assert resolve_device("auto") == CPU
+    for cuda, mps, expected in ((True, True, "cuda:0"), (False, True, "mps"), (False, False, "cpu")):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda cuda=cuda: cuda)
+        monkeypatch.setattr(torch.backends.mps, "is_available", lambda mps=mps: mps)
+        assert resolve_device("auto") == torch.device(expected)
     with pytest.raises(UserError, match=r"finds no cuda device; set device=cpu"):
         resolve_device("cuda")
     with pytest.raises(UserError, match="finds no tpu device"):

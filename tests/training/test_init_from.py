@@ -18,6 +18,8 @@ def other(workdir):
 
 def test_finetuning_starts_from_the_best_weights_with_a_new_optimizer(train, other, sample, capsys):
     assert train("name=a", "train.steps=30") == 0
+    assert train("name=a", "train.steps=33", "optimizer.lr=5", "optimizer.weight_decay=0") == 0
+    assert load("a")["best_step"] < 33, "the last weights are not the best"
     assert train(*FROM_A) == 0
     assert "starting from run:a" in capsys.readouterr().out
     assert load("b")["tokenizer"] == load("a")["tokenizer"]

@@ -45,6 +45,7 @@ def test_muon_updates_the_matrices_of_blocks_and_adamw_the_rest(tied):
     assert in_muon == {p for name, p in model.named_parameters() if name.startswith("blocks") and p.ndim == 2}
     assert rates[model.wte.weight] == MUON.embedding_lr
     assert rates[model.lm_head.weight] == (MUON.embedding_lr if tied else MUON.head_lr)
+    assert [group["weight_decay"] for group in adamw.param_groups] == [0.0] * len(adamw.param_groups)
 
 
 def test_any_torch_optimizer_can_be_added_with_one_function(monkeypatch):

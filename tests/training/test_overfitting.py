@@ -39,7 +39,7 @@ def test_patience_ends_the_run_and_a_larger_one_resumes_it(short_text, train, ca
     assert train("name=a", *OVERFIT, "train.steps=60", "train.patience=2") == 0
     recorded = losses("a")
     best_step = min(recorded, key=recorded.__getitem__)
-    assert summary("a")["status"] == "finished"
+    assert summary("a")["status"] == "finished" and not summary("a")["overfitting"]
     assert summary("a")["step"] == max(recorded) == best_step + 2 * 5
     assert "train.patience=2 evaluations without a lower loss" in capsys.readouterr().out
     assert (Path("runs/a") / "loss.png").exists()
@@ -47,5 +47,5 @@ def test_patience_ends_the_run_and_a_larger_one_resumes_it(short_text, train, ca
     assert train("name=a", *OVERFIT, "train.steps=60", "train.patience=2") == 0
     advice = "set a larger train.steps (or train.patience)"
     assert f"runs/a is finished at step {max(recorded)}; {advice}" in capsys.readouterr().out
-    assert train("name=a", *OVERFIT, "train.steps=60", "train.patience=4") == 0
-    assert summary("a")["step"] == best_step + 4 * 5
+    assert train("name=a", *OVERFIT, "train.steps=60", "train.patience=3") == 0
+    assert summary("a")["step"] == best_step + 3 * 5 and summary("a")["overfitting"]

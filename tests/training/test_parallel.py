@@ -7,8 +7,8 @@ import time
 
 import pytest
 import torch
-from distributed_helpers import SINGLE, assert_same_curve, finish, torchrun
-from helpers import TINY, load, metrics
+from distributed_helpers import SINGLE, assert_same_curve, finish, torchrun, write_train_script
+from helpers import TINY, load, metrics, summary
 
 from common.errors import UserError
 from configs.cli import parse_config
@@ -30,9 +30,12 @@ def test_two_sharded_processes_train_like_one(train, workdir):
     """With Muon, accumulation, activation checkpointing, tied embeddings, and everything that an evaluation does."""
     settings = ["model=gpt2", "optimizer=muon", "eval.attention_stats=true"]
     sharded = ["parallel=fsdp", "train.micro_batch_size=2", "train.activation_checkpointing=block"]
-    finish(torchrun(2, "name=two", *sharded, *settings))
+    script = write_train_script("from training import observers\nobservers.peak_flops = lambda *args: 1e9")
+    finish(torchrun(2, "name=two", *sharded, *settings, script=script))
     assert train("name=one", *SINGLE, *settings) == 0
     assert_same_curve(metrics("one"), metrics("two"))
+    flops_per_second = summary("two")["flops_per_token"] * metrics("two")[-1]["tokens_per_second"]
+    assert metrics("two")[-1]["mfu"] == pytest.approx(flops_per_second / 2e9)
     assert [row.get("sample") for row in metrics("one")] == [row.get("sample") for row in metrics("two")]
     for key in ("attention/entropy", "attention/score_variance"):
         assert metrics("one")[-1][key] == pytest.approx(metrics("two")[-1][key], abs=1e-5)
@@ -75,6 +78,14 @@ def test_more_processes_than_rows_save_and_resume(train):
     assert train("name=b", *SINGLE, WARMUP, *tiny) == 0
     losses_a, losses_b = ([row.get("train/loss") for row in metrics(name)] for name in "ab")
     assert losses_a == pytest.approx(losses_b, abs=1e-5)
+
+
+@pytest.mark.slow
+def test_gradients_in_bfloat16_are_summed_in_float32(workdir):
+    settings = ["optimizer=adamw", "train.grad_clip=null", "train.steps=1", "dtype=bfloat16"]
+    finish(torchrun(2, "name=a", "parallel=fsdp", *settings))
+    gradient = 10 * load("a")["optimizer"]["blocks.0.mlp.fc.weight"]["exp_avg"]  # beta1 is 0.9
+    assert ((gradient - gradient.bfloat16()).abs() > 1e-5 * gradient.abs()).float().mean() > 0.1
 
 
 def test_one_process_is_refused(workdir):

@@ -70,33 +70,35 @@ def test_training_does_not_wait_for_the_start_of_wandb_or_a_call_that_hangs(tmp_
 
 
 def test_end_of_a_run_waits_for_wandb_only_for_a_limited_time(tmp_path, start, monkeypatch, capsys):
-    monkeypatch.setattr(wandb_logger, "FINISH_TIMEOUT_S", 0.01)
-    run = WandbRun(CONFIG, tmp_path, {})
+    run, waits = WandbRun(CONFIG, tmp_path, {}), []
+    monkeypatch.setattr(run._thread, "join", waits.append)
     run.log([{"step": 0}])
     run.finish(0)
-    assert "wandb did not finish within 0.01 s" in capsys.readouterr().out
+    assert waits == [15] and "wandb did not finish within 15 s" in capsys.readouterr().out
     start.set()  # ends the thread, which would call the wandb.init of the next test
-    run._thread.join()
+    threading.Thread.join(run._thread)
 
 
 def read_steps(folder) -> list[int]:
-    """The steps in the wandb file of a run's folder, in order."""
+    """The steps in the wandb file of a run of group g, in order."""
     (file,) = folder.glob("run-*.wandb")
     command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(file)]
-    lines = subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines()
-    return [row["history"]["item"]["step"] for row in map(json.loads, lines) if row["type"] == "history"]
+    rows = [*map(json.loads, subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines())]
+    assert [row["run"]["run_group"] for row in rows if row["type"] == "run"] == ["g"]
+    return [row["history"]["item"]["step"] for row in rows if row["type"] == "history"]
 
 
 def test_folders_of_a_resumed_offline_run_have_the_same_id_and_all_steps_together(train):
-    assert train("name=a", "wandb.mode=offline", "train.steps=3") == 0
+    settings = ["name=a", "wandb.mode=offline", "wandb.group=g"]
+    assert train(*settings, "train.steps=3") == 0
     (first,) = Path("runs/a/wandb").glob("offline-run-*")
-    assert train("name=a", "wandb.mode=offline", "eval.attention_maps=true") == 0
+    assert train(*settings, "eval.attention_maps=true") == 0
     (second,) = {*Path("runs/a/wandb").glob("offline-run-*")} - {first}
     assert first.name.split("-")[3] == second.name.split("-")[3]
     assert (read_steps(first), read_steps(second)) == ([0, 1, 2, 3], [4, 5, 6])
     shutil.rmtree("runs/a/wandb")  # as if the run was killed after its last checkpoint, before wandb has started
     Path("runs/a/summary.json").unlink()
-    assert train("name=a", "wandb.mode=offline") == 0
+    assert train(*settings) == 0
     (third,) = Path("runs/a/wandb").glob("offline-run-*")
     assert third.name.split("-")[3] == first.name.split("-")[3] and read_steps(third) == [*range(7)]
 
@@ -145,6 +147,9 @@ def test_wandb_that_cannot_start_does_not_stop_the_run(train, monkeypatch, capsy
     assert given["dir"].is_absolute()  # wandb's service may run in another folder
     flat = {"attention.requested": "sdpa", "attention.resolved": "flash", "seed": 1337, "model.n_layer": 2}
     assert flat.items() <= given["config"].items()
+    monkeypatch.setitem(sys.modules, "wandb", None)  # the package is damaged or missing
+    assert train("name=b", "wandb.mode=offline", "train.steps=2") == 0
+    assert "continuing without wandb, runs/b has all results" in capsys.readouterr().out
 
 
 def test_missing_api_key_is_refused_without_a_question(workdir):

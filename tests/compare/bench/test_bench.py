@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 from attention_helpers import HALF, REQUEST_CUDA, backends_on, choose, per_device, resolve_or_skip
-from bench_helpers import COLUMNS
+from bench_helpers import COLUMNS, make_row
 from helpers import ROOT, run_command
 
 TINY = "model.n_layer=1 model.n_embd=16 model.n_head=2 optimizer=adamw vocab_size=64 rounds=1 repeats=1 seconds=0.001 "
@@ -65,7 +65,7 @@ def test_bench_writes_a_table_a_picture_and_a_summary(bench):
 
 
 @pytest.mark.slow
-def test_failures_are_rows_and_an_existing_bench_is_not_overwritten(bench):
+def test_failures_are_rows_and_an_existing_bench_is_not_overwritten(bench, monkeypatch):
     overrides = "phases=[forward]", "backends=[naive]", "block_sizes=[8,1048576]", "n_head=1"
     code, rows, printed = bench(*overrides)
     assert code == 0
@@ -75,6 +75,9 @@ def test_failures_are_rows_and_an_existing_bench_is_not_overwritten(bench):
     assert code == 2 and "runs/bench/x exists; set another name" in printed and unchanged == rows
     code, _, printed = bench("backends=[cudnn]", "phases=[decode]", "name=refused")
     assert code == 2 and "none: cudnn refused" in printed
+    row = make_row("naive", 8, None, status="failed")
+    monkeypatch.setattr("compare.bench.runner.measure_groups", lambda *args: args[-1].append(row))
+    assert bench("name=failed", *overrides)[0] == 1
 
 
 @pytest.mark.slow

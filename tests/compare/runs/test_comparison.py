@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import yaml
-from helpers import YAML_BOMB
+from helpers import YAML_BOMB, run_command
 from rich.console import Console
 
 from common.errors import UserError
@@ -65,6 +65,14 @@ def compare_rows(folders):
     return compute_stats(read_settings(folders))
 
 
+def test_files_of_a_single_sweep_are_in_its_folder(workdir):
+    write_run(write_sweep(workdir / "runs/sweeps/s", ["seed=1"]) / "seed=1")
+    write_run(workdir / "runs/b", changes=LR)
+    assert run_command("compare", "sweeps/s", "b") == 0
+    assert (workdir / "runs/comparison/report.html").exists() and not [*workdir.glob("runs/sweeps/s/*.html")]
+    assert run_command("compare", "sweeps/s") == 0 and (workdir / "runs/sweeps/s/report.html").exists()
+
+
 def test_no_difference_between_runs_on_different_data(tmp_path):
     for data, expected in (("x-1", (1, 0.0, 0.0)), ("y-2", (0, None, None))):
         folder = tmp_path / data
@@ -77,13 +85,12 @@ def test_no_difference_between_runs_on_different_data(tmp_path):
 
 def test_statistics_match_hand_calculations(tmp_path):
     base, other = {1: 1.0, 2: 1.2, 3: 1.4}, {1: 1.1, 2: 1.2, 4: 9.0}
-    losses = [5.0] * 250
-    folders = [write_run(tmp_path / f"a{seed}", seed, losses, val) for seed, val in base.items()]
-    other_losses = [5.0] * 199 + [5.5, 5.0] + [5.0] * 48 + [3.0]
-    folders += [
-        write_run(tmp_path / f"b{seed}", seed, other_losses, val, changes=KERNEL, peak_memory_bytes=seed * 2**20)
-        for seed, val in other.items()
-    ]
+    losses = np.array([5.0] * 250)
+    folders = [write_run(tmp_path / f"a{seed}", seed, (losses + seed).tolist(), val) for seed, val in base.items()]
+    losses[[199, 249]] = 5.5, 3.0
+    for seed, val in other.items():
+        facts = {"changes": KERNEL, "peak_memory_bytes": seed * 2**20}
+        folders.append(write_run(tmp_path / f"b{seed}", seed, (losses + seed).tolist(), val, **facts))
     first, second = compare_rows(folders)
     assert (first.setting, first.status, first.seeds) == ("a1 and 2 more: attention=naive", "3 finished", 3)
     assert first.val_loss == pytest.approx(1.2)
@@ -131,6 +138,7 @@ NOISE = (0.010, -0.011, 0.0005)
         (KERNEL, [1e-3, 2e-3, 0], NOISE, {"dtype": "bfloat16"}, "same up to rounding"),
         (KERNEL | {"model.dropout": 0.1}, [1e-3, 0, 0], NOISE, {}, "no difference found; detectable: 0.034"),
         (LR, [0, 1e-7, 0.3], NOISE, {}, "no difference found; detectable: 0.034"),
+        (LR, [0, 2e-3, 0], [0.009, 0.003, 0.005], {}, "no difference found; detectable: 0.01"),  # interval 0.0076
         (LR, [0, 2e-3, 0], [-0.010, -0.011, -0.0105], {}, "lower loss"),
         (LR, [0, 2e-3, 0], [-0.010], {}, "not tested: one pair"),
         (LR | {"train.minutes": 1.0}, [0, 2e-3, 0], NOISE, {}, "no difference found; detectable: 0.034"),

@@ -15,7 +15,7 @@ import pytest
 from helpers import ROOT, TINY, metrics, summary, untimed
 
 from common.errors import UserError
-from common.files import read_json, write_json
+from common.files import parse_yaml, read_json, write_json
 from common.run_dir import RunDir
 from compare.sweep import jobs
 from compare.sweep.jobs import Job, Outcome, train_job
@@ -161,7 +161,10 @@ def test_submitit_trains_jobs(workdir):
     assert [row["status"] for row in comparison()] == ["2 finished", "refused"]
 
 
-def test_job_whose_config_is_damaged_is_refused(trained):
+def test_job_is_done_after_it_has_finished_with_its_config_and_a_damaged_one_is_refused(trained):
+    config = parse_yaml(Path("runs/a/config.yaml").read_bytes())
+    assert Job("a", Path("runs/a"), [], config).is_done()
+    assert not Job("a", Path("runs/a"), [], config | {"train": config["train"] | {"steps": 9}}).is_done()
     Path("runs/a/config.yaml").write_text("a: [1")
     with pytest.raises(UserError, match=r"runs/a/config.yaml cannot be read .*; restore it, or set another name"):
         Job("a", Path("runs/a"), [], {}).check_folder()

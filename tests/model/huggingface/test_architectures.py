@@ -87,6 +87,12 @@ def test_model_of_transformers_has_the_same_logits_here(config, prefix):
     torch.testing.assert_close(model(random_tokens()), theirs(random_tokens()).logits, atol=1e-5, rtol=1e-5)
 
 
+def test_llama_without_rms_norm_eps_has_the_default_of_transformers_and_is_refused():
+    content = {key: value for key, value in THEIR_LLAMA.to_dict().items() if key != "rms_norm_eps"}
+    with pytest.raises(UserError, match=r"config.json has rms_norm_eps=1e-06, but only 1e-05 can be imported"):
+        from_config_json(content, "config.json")
+
+
 @pytest.mark.parametrize(
     ("settings", "advice"),
     [

@@ -73,7 +73,9 @@ def test_fsdp_divides_the_bytes_among_processes(plan, device):
     assert accumulating["gradients"] == alone["gradients"] // 4 + alone["gradients"]
 
 
-def test_steps_and_flops_follow_from_the_config(plan):
+def test_steps_and_flops_follow_from_the_config(plan, monkeypatch):
+    monkeypatch.setattr("training.planning.plan._measure_flops_per_second", lambda *args: 2e9)  # of one process
+    assert plan("flops_per_second=null", "world_size=2").flops_per_second == 4e9
     planned = plan("train.batch_size=8", "train.micro_batch_size=2", "train.steps=7", "world_size=2")
     assert (planned.accumulation, planned.micro_batch_size) == (2, 2)
     assert planned.tokens == 7 * 128
