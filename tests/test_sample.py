@@ -216,7 +216,7 @@ def test_run_loaded_in_python_generates_the_same_sample_as_the_command_and_can_b
     model, tokenizer = load_run("a")
     assert not model.training
     chunks = generate_text(model, tokenizer, "The 1", seed=3, max_new_tokens=30)
-    assert len(chunks) == 30
+    assert len(chunks) == 30 and not model.training
     assert "The 1" + "".join(chunks) + "\n" == sample(*RUN, "prompt=The 1", "seed=3")
     with pytest.raises(UserError, match=r"top_p=3\.0 must be above 0"):
         generate_text(model, tokenizer, "The 1", top_p=3.0)

@@ -1,6 +1,7 @@
 """Run folders: locks, names, status and search."""
 
 import json
+import math
 import os
 from pathlib import Path
 
@@ -18,9 +19,10 @@ def test_run_folder_is_locked_while_it_is_used(workdir):
         assert not [*Path().rglob("*.partial")]
         with pytest.raises(UserError, match="runs/a is being trained by another process"):
             RunDir("a", "", True)
-        run.start({"seed": 1}, {"device": "cpu"})
+        run.start({"seed": 1}, {"device": "cpu", "best_val_loss": math.inf})
     summary = json.loads((workdir / "runs/a/summary.json").read_text())
     assert (summary["status"], summary["error"], summary["device"]) == ("finished", None, "cpu")
+    assert summary["best_val_loss"] is None, "JSON has no infinity"
     with pytest.raises(UserError, match="runs/a exists"):
         RunDir("a", "", False)
     for content in ("null", "[1]", '{"sta'):

@@ -30,7 +30,7 @@ def test_bfloat16_rounds_the_result_of_float32():
 def test_muon_matches_torch_optim_muon_up_to_bfloat16_rounding():
     """Three steps on matrices of two shapes."""
     torch.manual_seed(0)
-    ours = [torch.nn.Parameter(torch.randn(12, 8)), torch.nn.Parameter(torch.randn(6, 10))]
+    ours = [torch.nn.Parameter(torch.randn(64, 8)), torch.nn.Parameter(torch.randn(6, 10))]
     theirs = [torch.nn.Parameter(p.detach().clone()) for p in ours]
     a = Muon(ours, lr=0.1, momentum=0.9, weight_decay=0.1, ns_steps=5)
     b = torch.optim.Muon(theirs, lr=0.1, momentum=0.9, weight_decay=0.1, ns_steps=5, adjust_lr_fn="original")

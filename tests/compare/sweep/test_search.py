@@ -163,7 +163,7 @@ def test_search_with_other_settings_is_refused(run_fake_search):
 @pytest.mark.slow
 def test_search_trains_runs_and_continues(workdir, monkeypatch, capfd):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
-    words = ["-m", *TINY[1:], "name=s", "optimizer.lr=log(1e-3,1e-1)", "model.n_layer=range(1,4)"]
+    words = ["-m", *TINY[1:], "name=s", "optimizer.lr=log(1e-3,1e-1)", "model.n_layer=interval(1,3)"]
     assert run_command("train", *words, "sweep.trials=2") == 0
     folder = SWEEPS / "s"
     finished = {path: path.stat().st_mtime for path in folder.glob("*/*/*.pt")}
