@@ -113,16 +113,17 @@ def test_validation_loss_counts_each_target_of_its_windows_once_without_dropout(
     assert metrics("b")[-1]["val/loss"] == pytest.approx(expected, abs=1e-5)
 
 
-def test_each_forward_pass_of_training_draws_another_dropout_mask(train, monkeypatch):
-    forward, states = GPT.forward, []
+def test_each_forward_pass_of_training_has_another_dropout_mask(train, monkeypatch):
+    dropout, masks = torch.nn.functional.dropout, []
 
-    def record_and_forward(model, *args, **options):
-        states.extend([torch.get_rng_state().numpy().tobytes()] * model.training)
-        return forward(model, *args, **options)
+    def record_and_drop(x, p, training):
+        y = dropout(x, p, training)
+        masks.extend([(y == 0).numpy().tobytes()] * training)
+        return y
 
-    monkeypatch.setattr(GPT, "forward", record_and_forward)
-    assert train("name=a", "model.dropout=0.1", "train.micro_batch_size=2") == 0
-    assert len(set(states)) == len(states) == 12
+    monkeypatch.setattr(torch.nn.functional, "dropout", record_and_drop)
+    assert train("name=a", "device=cpu", "model.dropout=0.1", "train.micro_batch_size=2") == 0
+    assert len(set(masks)) == len(masks) == 12 * 5, "of embeddings, attention and MLP, but not of the evaluation"
 
 
 def test_seed_determines_the_run(train):
@@ -270,11 +271,11 @@ def test_rows_and_files_are_on_the_disk_before_a_checkpoint_replaces_the_previou
     monkeypatch.setattr(os, "fsync", lambda fd: (calls.append(os.readlink(f"/proc/self/fd/{fd}")), fsync(fd)))
     monkeypatch.setattr(os, "replace", lambda source, path: (calls.append(f"{path} replaced"), replace(source, path)))
     assert train("name=a", "train.steps=1", "eval.every=9") == 0
-    names = [re.sub(r"\.\w{32}\.partial", "", call.rpartition("/")[2]) for call in calls]
-    saved = ["metrics.jsonl"]
-    for file in ("best.pt", "last.pt"):
-        saved += [file, f"{file} replaced", "checkpoints"]
-    assert any(names[i : i + len(saved)] == saved for i in range(len(names))), names
+    names = [Path(call).name for call in calls]
+    (written,) = [i for i, name in enumerate(names) if name.startswith("last.pt.")]
+    replaced = names.index("last.pt replaced")
+    assert names.index("metrics.jsonl") < names.index("best.pt replaced") < written < replaced, names
+    assert "checkpoints" in names[replaced:], "the folder, too"
 
 
 def test_evaluations_after_step_0_log_and_print_a_sample(train, capsys):

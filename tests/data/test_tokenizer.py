@@ -16,6 +16,7 @@ from data.fast_bpe import FastBPE, remove_lookahead
 from data.prepare import prepare
 from data.tokenizer import (
     BPE_PATTERN,
+    TEXT_OVERHEAD_CHARS,
     _make_tokenizer,
     encode,
     end_of_text,
@@ -52,9 +53,11 @@ def test_bpe_respects_vocab_size_and_encodes_special_tokens_as_text():
 
 def test_vocabulary_of_long_text_is_trained_on_all_parts_and_on_prompts_and_completions(monkeypatch):
     monkeypatch.setattr("data.tokenizer.MAX_TRAIN_CHARS", 10_000)
-    sample = sample_texts(map(str, range(1000)))
-    stride = int(sample[1])
-    assert 3 <= stride < 30 and stride % 2 == 1 and sample == [str(n) for n in range(0, 1000, stride)]
+    for count in (280, 1000):
+        sample = sample_texts(map(str, range(count)))
+        stride = int(sample[1])
+        assert stride % 2 == 1 and sample == [str(n) for n in range(0, count, stride)]
+        assert 3_000 < sum(len(text) + TEXT_OVERHEAD_CHARS for text in sample) <= 10_000
 
 
 def test_gpt2_tokenizer_matches_gpt2():

@@ -22,7 +22,7 @@ def test_flops_equal_those_that_torch_counts_with_naive(variant):
     assert flops_per_token(model.config, 300, 32) * 128 == pytest.approx(counter.get_total_flops(), rel=0.02)
 
 
-def test_parameters_and_window_of_gpt2_124m_are_counted():
+def test_parameters_and_flops_of_gpt2_124m_are_counted():
     config = GPTConfig(**GPT2 | dict(n_layer=12, n_head=12, n_embd=768, block_size=1024))
     full, windowed = (flops_per_token(c, 50257, 1024) for c in (config, replace(config, window=256)))
     assert full - windowed == 12 * 12 * 768 * (1024 - 256)

@@ -335,7 +335,7 @@ def main(arguments: list[str] | None = None) -> int:
         with tempfile.TemporaryDirectory() as folder:
             failed = []  # of each try
             for name_of_try, failure in part(Path(folder), max(1, round(tries * flags.scale))):
-                failed.append(failure != "")
+                failed.append(bool(failure))
                 if failure:
                     print(f"FAILED {name_of_try}: {failure}", flush=True)
         table.add_row(name, f"{len(failed):,}", str(sum(failed)), f"{(time.perf_counter() - started) / 60:.1f}")

@@ -70,13 +70,13 @@ def test_training_does_not_wait_for_the_start_of_wandb_or_a_call_that_hangs(tmp_
 
 
 def test_end_of_a_run_waits_for_wandb_only_for_a_limited_time(tmp_path, start, monkeypatch, capsys):
-    run, waits = WandbRun(CONFIG, tmp_path, {}), []
-    monkeypatch.setattr(run._thread, "join", waits.append)
+    run, waits, join = WandbRun(CONFIG, tmp_path, {}), [], threading.Thread.join
+    monkeypatch.setattr(run._thread, "join", lambda timeout: waits.append(timeout) or join(run._thread, 0.01))
     run.log([{"step": 0}])
     run.finish(0)
     assert waits == [15] and "wandb did not finish within 15 s" in capsys.readouterr().out
     start.set()  # ends the thread, which would call the wandb.init of the next test
-    threading.Thread.join(run._thread)
+    join(run._thread)
 
 
 def read_steps(folder) -> list[int]:
