@@ -1,7 +1,10 @@
 """Checkpoint files: damage, unknown formats, and files that are replaced while they are read."""
 
 import zipfile
+from contextlib import nullcontext
+from io import BytesIO
 from pathlib import Path
+from unittest.mock import Mock
 
 import pytest
 import torch
@@ -54,6 +57,14 @@ def test_full_disk_leaves_the_previous_checkpoint_and_no_other_file(tmp_path):
     with pytest.raises(OSError, match=r"File too large: '.*last\.pt'"), file_size_limit(5_000):
         save_checkpoint(path, {"step": 2, "weights": torch.zeros(20_000)})  # torch itself raises a RuntimeError
     assert load_checkpoint(path)["step"] == 1 and list(tmp_path.iterdir()) == [path]
+
+
+def test_signal_while_torch_writes_is_not_hidden(tmp_path, monkeypatch):
+    writes = iter([BytesIO().write, Mock(side_effect=KeyboardInterrupt("stopped"))])
+    file = Mock(write=lambda data: next(writes)(data))
+    monkeypatch.setattr("model.checkpoint_file.atomic_writer", lambda path: nullcontext(file))
+    with pytest.raises(KeyboardInterrupt, match="stopped"):
+        save_checkpoint(tmp_path / "last.pt", {"step": 1})
 
 
 def test_reading_a_checkpoint_executes_no_code(tmp_path):
