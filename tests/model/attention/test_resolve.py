@@ -6,7 +6,7 @@ import sys
 import warnings
 from dataclasses import replace
 
-import attention_helpers as helpers
+import attention_helpers
 import pytest
 import torch
 from attention_helpers import REQUEST, REQUEST_CUDA, choose, per_device, random_masks, random_qkv, resolve_or_skip
@@ -75,7 +75,7 @@ def check_resolved_kernel(device, config, changed, resolved, compiled):
         if request.grad:
             y.sum().backward()
 
-    with helpers.restored_compile_settings():
+    with attention_helpers.restored_compile_settings():
         if compiled:
             attention.pin_kernel_under_compile(config)
             attend = torch.compile(attend, fullgraph=True)
@@ -161,7 +161,7 @@ def test_model_is_refused_if_one_of_its_layers_is_refused():
 def test_model_with_windows_resolves_to_the_kernels_of_its_layers(device, case):
     kernels, resolved = case
     model = GPTConfig(**GROUPED | dict(n_kv_head=None, n_embd=256, block_size=128, window=[32, None]))
-    options = dict(B=2, dtype=helpers.HALF, device=device, grad=True)
+    options = dict(B=2, dtype=attention_helpers.HALF, device=device, grad=True)
     if device.type == "cuda":
         resolve_or_skip(choose("flash"), REQUEST_CUDA)
     assert resolve_model(choose("sdpa", kernels), model, **options).resolved == resolved
@@ -169,7 +169,7 @@ def test_model_with_windows_resolves_to_the_kernels_of_its_layers(device, case):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("compiled", [pytest.param("true", marks=pytest.mark.compiles), "false"])
-@pytest.mark.parametrize(("device", "name"), per_device(cpu=TRAINS_ON_CPU, cuda=helpers.backends_on("cuda")))
+@pytest.mark.parametrize(("device", "name"), per_device(cpu=TRAINS_ON_CPU, cuda=attention_helpers.backends_on("cuda")))
 def test_model_trains_generates_and_is_planned_with_each_backend(train, sample, device, name, compiled):
     if device.type == "cuda":
         resolve_or_skip(choose(name), REQUEST_CUDA)
@@ -236,7 +236,7 @@ def test_resolved_kernel_runs_when_compiled_with_any_compile_cache(tmp_path):
 def test_attention_settings_are_part_of_the_compile_cache_key():
     before, tags = torch.compiler.config.cache_key_tag, set()
     variants = attention.all_variants().values()
-    with helpers.restored_compile_settings():
+    with attention_helpers.restored_compile_settings():
         for config in variants:
             attention.pin_kernel_under_compile(config)
             tags.add(torch.compiler.config.cache_key_tag)
