@@ -23,13 +23,13 @@ from pathlib import Path
 
 from rich.table import Table
 
-from common.console import PlainConsole, make_table, pluralize
+from common.console import PlainConsole, make_table
 from common.errors import UserError, printable
 from common.files import atomic_write
 from common.process import run_process
 from common.settings import format_value
 from configs.schema import EvalScriptConfig
-from data.readers import read_documents
+from data.readers import iter_documents
 from data.sources import resolve_sources
 from model.generation.load import load_for_sampling
 from model.generation.perplexity import score_documents
@@ -41,16 +41,19 @@ MAX_TABLE_ROWS = 20  # documents in the printed table
 
 def main(config: EvalScriptConfig) -> int:
     check_output(config.out)
-    documents = read_documents(resolve_sources(config.data)) if config.tasks is None else []
+    sources = resolve_sources(config.data) if config.tasks is None else []
     device, rows = resolve_device(config.device), 1 if config.tasks is None else config.batch_size
     dtype = resolve_dtype(config.dtype, device, trains=False)
     model, tokenizer, summary = load_for_sampling(config.run, config.checkpoint, device, dtype, config.attention, rows)
     if config.tasks is None:
-        summary += f"\n{pluralize(len(documents), 'document')} of {format_value(config.data.path or config.data.name)}"
+        summary += f"\ndocuments of {format_value(config.data.path or config.data.name)}"
     print(printable(summary), file=sys.stderr)
     if config.tasks is None:
-        results = score_documents(model, tokenizer, documents, config.batch_size)  # the last row is for all documents
-        shown = results[:1] if len(documents) == 1 else [*results[:-1][:MAX_TABLE_ROWS], results[-1]]
+        sizes = [source.text_bytes for source in sources]
+        total_bytes = None if None in sizes else sum(sizes)
+        results = score_documents(model, tokenizer, iter_documents(sources), config.batch_size, total_bytes)
+        *rows, all_documents = results
+        shown = rows if len(rows) == 1 else [*rows[:MAX_TABLE_ROWS], all_documents]
     else:
         try:
             from model.generation.lm_eval_adapter import run_tasks
@@ -58,7 +61,7 @@ def main(config: EvalScriptConfig) -> int:
             raise UserError(f"tasks needs {error.name}; install it: pip install 'lm-eval>=0.4.12'") from None
         shown = results = run_tasks(model, tokenizer, config.tasks.split(","), config.batch_size, config.limit)
     PlainConsole().print(results_table(shown))
-    if len(documents) > MAX_TABLE_ROWS and config.out is None:
+    if len(results) > len(shown) > MAX_TABLE_ROWS and config.out is None:
         print(f"the first {MAX_TABLE_ROWS} documents; out=FILE.jsonl saves all", file=sys.stderr)
     if config.out is not None:
         atomic_write(Path(config.out), "".join(json.dumps(result) + "\n" for result in results))

@@ -38,16 +38,14 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-import tiktoken
-
 from common.console import ProgressBar
 from common.errors import UserError, printable
 from common.files import atomic_write
 from common.process import run_process
+from common.settings import unescape
 from configs.schema import SampleConfig
-from data.tokenizer import encode, initial_tokens
+from data.tokenizer import Tokenizer, encode
 from model.generation.attention_plots import draw_attention_maps
-from model.generation.config import unescape
 from model.generation.engine import Prompt, TextChunk, generate
 from model.generation.load import find_pretrained_folder, load_for_sampling
 from model.generation.prompts import check_output, read_prompts, read_text
@@ -83,14 +81,12 @@ def load_prompts(config: SampleConfig) -> list[str]:
     return [unescape(config.prompt) or ""]
 
 
-def generate_texts(
-    config: SampleConfig, model: GPT, tokenizer: tiktoken.Encoding, prompts: list[str]
-) -> Iterator[TextChunk]:
+def generate_texts(config: SampleConfig, model: GPT, tokenizer: Tokenizer, prompts: list[str]) -> Iterator[TextChunk]:
     """Generate num_samples samples of each prompt, in chunks, in order. Raises UserError for an invalid prompt."""
     block_size, longest, requests = model.config.block_size, 0, []
     for number, prompt in enumerate(prompts, start=1):
         name = "the prompt" if config.prompts is None else f"prompt {number} of {config.prompts}"
-        tokens = encode(tokenizer, prompt, name).tolist() if prompt else initial_tokens(tokenizer)
+        tokens = encode(tokenizer, prompt, name).tolist() if prompt else [tokenizer.start_token]
         longest = max(longest, len(tokens))
         requests += [Prompt(tokens, sample_seed(config, len(requests) + i)) for i in range(config.num_samples)]
     if longest > block_size:
@@ -113,7 +109,7 @@ def sample_seed(config: SampleConfig, index: int) -> int:
     return (config.seed + index) % 2**32
 
 
-def run_prompt(config: SampleConfig, model: GPT, tokenizer: tiktoken.Encoding, prompt: str) -> str:
+def run_prompt(config: SampleConfig, model: GPT, tokenizer: Tokenizer, prompt: str) -> str:
     """Generate num_samples samples of one prompt in batches, and print them one after another. Returns the first."""
     first_sample, tokens, started = "", 0, time.perf_counter()
     chunks = generate_texts(config, model, tokenizer, [prompt])
@@ -135,7 +131,7 @@ def run_prompt(config: SampleConfig, model: GPT, tokenizer: tiktoken.Encoding, p
     return first_sample
 
 
-def run_batch(config: SampleConfig, model: GPT, tokenizer: tiktoken.Encoding, prompts: list[str]) -> None:
+def run_batch(config: SampleConfig, model: GPT, tokenizer: Tokenizer, prompts: list[str]) -> None:
     """Generate num_samples samples of each prompt. Write one JSON object per sample to `out` or stdout, in order."""
     inputs, lines = [prompt for prompt in prompts for _ in range(config.num_samples)], []
     text, tokens, started = "", 0, time.perf_counter()
@@ -157,7 +153,7 @@ def run_batch(config: SampleConfig, model: GPT, tokenizer: tiktoken.Encoding, pr
         print(f"written  {config.out}", file=sys.stderr)
 
 
-def run_interactive(config: SampleConfig, model: GPT, tokenizer: tiktoken.Encoding) -> None:
+def run_interactive(config: SampleConfig, model: GPT, tokenizer: Tokenizer) -> None:
     """Continue each line that is typed; an empty line continues the last sample."""
     if sys.stdin.isatty():
         with suppress(ImportError):

@@ -2,6 +2,7 @@
 
 import json
 import os
+import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -11,6 +12,10 @@ from uuid import uuid4
 import yaml
 
 from common.errors import UserError
+
+MARKS = {b"\xff\xfe\0\0": "UTF-32", b"\0\0\xfe\xff": "UTF-32", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
+MAX_NUL_SHARE = 0.05  # UTF-16 has more NULs in every language that writes spaces
+MIN_NUL_SAMPLE = 256  # bytes; shorter samples prove nothing
 
 
 @contextmanager
@@ -52,6 +57,21 @@ def read_file(path: Path, parse: Callable[[bytes], Any], advice: str = "restore 
 def read_json(path: Path) -> dict:
     """Read an object from a JSON file, or {} if the file does not exist. Raises UserError if it is damaged."""
     return read_file(path, lambda text: {**json.loads(text)}, "restore it, or remove it") if path.exists() else {}
+
+
+def refuse_utf16(start: bytes, name: str) -> None:
+    """Raise UserError if a file starts like UTF-16 or UTF-32: with their mark, or with many NULs between the letters.
+
+    start: the first bytes. name: of the file, for the message.
+    """
+    nul_share = start.count(0) / len(start) if len(start) >= MIN_NUL_SAMPLE else 0.0
+    encoding = next((encoding for mark, encoding in MARKS.items() if start.startswith(mark)), None)
+    if encoding is None and nul_share > MAX_NUL_SHARE:
+        encoding = "UTF-32" if nul_share > 0.6 else "UTF-16"
+    if encoding is not None:
+        raise UserError(
+            f"{name} is {encoding}, not UTF-8; convert it: iconv -f {encoding} -t UTF-8 {shlex.quote(name)} > NEW"
+        )
 
 
 def parse_yaml(content: bytes) -> Any:

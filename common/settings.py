@@ -12,6 +12,7 @@ from typing import Any
 
 from common.errors import UserError
 
+ESCAPES = {r"\n": "\n", r"\t": "\t", r"\\": "\\"}
 Rule = tuple[str, bool, str]  # from a method `rules`: key, whether its value is valid, what to set instead
 
 
@@ -68,6 +69,13 @@ def format_value(value: Any) -> str:
     if isinstance(value, str | float):
         return str(value)
     return json.dumps(value, separators=(",", ":"), ensure_ascii=False, default=str).replace('"', "")
+
+
+def unescape(value: Any) -> Any:
+    """Replace \\n, \\t and \\\\ in a string or a list of strings. Other values are returned unchanged."""
+    if isinstance(value, list):
+        return [unescape(item) for item in value]
+    return re.sub(r"\\[nt\\]", lambda match: ESCAPES[match[0]], value) if isinstance(value, str) else value
 
 
 def list_keys(config_type: type, prefix: str = "") -> Iterator[tuple[str, Any]]:

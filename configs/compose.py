@@ -34,7 +34,9 @@ from training.config import OPTIMIZER_CONFIGS, OptimizerConfig
 CONFIGS = Path(__file__).parent
 # Keys whose value is used exactly as typed. Hydra's grammar would read "a, b" as a sweep and "f(x)" as a function.
 # A list is a list, as in stop='["a", "b"]', except in a prompt.
-FREE_TEXT = r"prompt(s|_file)?|tasks|out|name|(.*\.)?(run|stop|path|val_path)|.*\.(init_from|group|repo|\w+_column)"
+FREE_TEXT = (
+    r"prompt(s|_file)?|tasks|out|name|(.*\.)?(run|stop|path|val_path|separator)|.*\.(init_from|group|repo|\w+_column)"
+)
 
 
 def compose_config(script: str, words: list[str], config_dir: str | None = None) -> Any:

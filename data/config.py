@@ -24,9 +24,10 @@ class DataConfig:
     split: str | None = None  # source=hub
     revision: str | None = None  # source=hub; None: the main branch
     stream: bool = False  # source=hub: read from the network on demand, without a copy on the disk
-    text_column: str = "text"  # column of a table (hub data set, .parquet, .jsonl, .csv)
+    text_column: str = "text"  # column of a table (hub data set, .parquet, .jsonl, .csv, .tsv)
     prompt_column: str | None = None  # column of prompts, which text_column completes; prompts are never targets
     row_is_document: bool = True  # each row of a table is a document; False: a table is one document
+    separator: str | None = None  # string between the documents of a text file, such as \\n; None: one document
     max_documents: int | None = setting(None, 1, MAX_COUNT)  # None: all
     # Held out for validation, by the first of these keys that is set:
     val_path: Any = None  # separate files
@@ -57,6 +58,7 @@ class DataConfig:
             yield key, self.source == "hub" or not getattr(self, key), "works only with data=hub; set both or neither"
         has_column = self.prompt_column != self.text_column and (self.row_is_document or self.prompt_column is None)
         yield "prompt_column", has_column, "needs another column as text_column, and row_is_document=true; or set null"
+        yield "separator", self.separator != "", "must not be empty; set a string, or null"
         required = {"text": "path", "hub": "repo"}.get(self.source)
         if self.path is None and required is not None:
             yield required, bool(getattr(self, required)), f"is missing; set {section}.{required}"

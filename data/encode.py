@@ -4,41 +4,42 @@ The file has the documents of a source, each with an end-of-text token after it 
 its separate validation text. All cores encode, in chunks of a million characters.
 """
 
-import itertools
 from array import array
 from bisect import bisect_right
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import tiktoken
 
-from common.console import ProgressBar, format_si
+from common.console import ProgressBar, format_si, pluralize
 from common.errors import UserError
 from common.files import atomic_writer
 from common.process import cpu_count
+from common.settings import format_value
 from data.config import TokenizerConfig
 from data.fast_bpe import FastBPE
 from data.readers import Piece, iter_pieces
-from data.sources import Source
-from data.tokenizer import build_tokenizer, encode, end_of_text, to_spec
+from data.sources import Source, is_table
+from data.tokenizer import END_OF_TEXT, build_tokenizer, encode, end_of_text, to_spec
 
 CHUNK_CHARS = 2**20  # characters that a thread encodes at a time
 PIECE_OVERHEAD_CHARS = 32  # added to each piece's length, so that a chunk has a bounded number of empty documents
+EMPTY_HASH = hash((0, hash(b"")))  # of a document without text
 
 
 def encode_sources(folder: Path, sources: list[Source], config: TokenizerConfig, spec: dict | None) -> dict:
     """Write the token files of all sources into a folder. Returns the content of meta.json. Raises UserError."""
-    readings = itertools.starmap(iter_chunks, itertools.product(sources, (False, True), ["reading"]))
-    texts = (piece.text for chunks in readings for chunk in chunks for piece in chunk)
-    tokenizer = build_tokenizer(config, texts, len(sources) > 1 or sources[0].has_several_documents, spec)
+    has_several_documents = len(sources) > 1 or sources[0].has_several_documents
+    tokenizer = build_tokenizer(config, iter_texts(sources), has_several_documents, spec)
     spec = to_spec(tokenizer)
     has_prompts = any(source.config.prompt_column is not None for source in sources)
     dtype = "int32" if has_prompts else "uint16" if tokenizer.n_vocab <= 2**16 else "uint32"
     parts: dict[str, list[dict]] = {"train": [], "val": []}
+    hashes: dict[str, list[np.ndarray]] = {"train": [], "val": []}
     for source in sources:
         file = TokenFile(source, tokenizer, dtype)
         with atomic_writer(folder / f"{source.name}.bin") as out:
@@ -46,9 +47,28 @@ def encode_sources(folder: Path, sources: list[Source], config: TokenizerConfig,
         first, stop = file.choose_validation()
         parts["val"].append(file.describe(first, stop))
         parts["train"].append(file.describe(0, first) if first else file.describe(stop, len(file.ends)))
+        hashes["val"].append(file.hashes[first:stop])
+        hashes["train"].append(np.delete(file.hashes, slice(first, stop)))
+    _report_copies(np.concatenate(hashes["train"]), np.concatenate(hashes["val"]))
     counts = ("tokens", "bytes", "documents")
     totals = {key: {split: sum(part[key] for part in parts[split]) for split in parts} for key in counts}
     return {"dtype": dtype, "vocab_size": tokenizer.n_vocab, **totals, **parts, "tokenizer": spec}
+
+
+def _report_copies(train_hashes: np.ndarray, val_hashes: np.ndarray) -> None:
+    """Print a line if validation documents that are not empty are also in the training text."""
+    copies = int((np.isin(val_hashes, train_hashes) & (val_hashes != EMPTY_HASH)).sum())
+    if copies:
+        held_out = pluralize(len(val_hashes), "validation document")
+        print(f"{copies:,} of {held_out} also in the training text: remove the copies, or set data.val_path")
+
+
+def iter_texts(sources: list[Source]) -> Iterator[str]:
+    """Yield all text of the sources, including separate validation text, to train a vocabulary."""
+    for source in sources:
+        for is_validation in (False, True):
+            for chunk in iter_chunks(source, is_validation, "reading"):
+                yield from (piece.text for piece in chunk)
 
 
 def iter_chunks(source: Source, is_validation: bool, verb: str) -> Iterator[list[Piece]]:
@@ -67,43 +87,81 @@ def iter_chunks(source: Source, is_validation: bool, verb: str) -> Iterator[list
         yield chunk
 
 
+class EncodedPiece(NamedTuple):
+    """Facts about an encoded piece of a document."""
+
+    num_tokens: int
+    num_bytes: int  # of text that is not a prompt
+    num_markers: int  # occurrences of <|endoftext|> as text
+    content_hash: int
+    ends_document: bool
+
+
 class TokenFile:
-    """Writer of a source's token file."""
+    """Writer of a source's token file.
+
+    ends, sizes: tokens, and bytes of text, up to the end of each document. hashes: a hash of each document's tokens.
+    """
 
     def __init__(self, source: Source, tokenizer: tiktoken.Encoding, dtype: str):
-        self.source, self.tokenizer, self.dtype = source, tokenizer, dtype
-        self.fast, end = FastBPE.from_tokenizer(tokenizer), end_of_text(tokenizer)
+        self.source = source
+        self.tokenizer = tokenizer
+        self.dtype = dtype
+        self.fast = FastBPE.from_tokenizer(tokenizer)
+        end = end_of_text(tokenizer)
         self.separator = np.array([] if end is None else [end], np.uint32)
-        self.ends, self.sizes = array("q"), array("q")  # tokens, and bytes of text, up to the end of each document
+        self.ends = array("q")
+        self.sizes = array("q")
+        self.hashes = np.empty(0, np.int64)
 
     def write(self, out: Any) -> None:
         """Write all documents. Raises UserError."""
-        tokens = size = 0
+        hashes = array("q")
+        tokens = size = markers = content_hash = 0
         for is_validation in (False, True):
             if is_validation:
                 self.train_documents = len(self.ends)
-            for ids, lengths in parallel_map(self.encode_chunk, iter_chunks(self.source, is_validation, "encoding")):
+            for ids, pieces in parallel_map(self.encode_chunk, iter_chunks(self.source, is_validation, "encoding")):
                 out.write(ids)
-                for num_tokens, num_bytes, ends_document in lengths:
-                    tokens, size = tokens + num_tokens, size + num_bytes
-                    if ends_document:
+                for piece in pieces:
+                    tokens += piece.num_tokens
+                    size += piece.num_bytes
+                    markers += piece.num_markers
+                    content_hash = hash((content_hash, piece.content_hash))
+                    if piece.ends_document:
                         self.ends.append(tokens)
                         self.sizes.append(size)
+                        hashes.append(content_hash)
+                        content_hash = 0
+        self.hashes = np.array(hashes)
+        if markers > 1 and self.source.config.separator is None and not all(map(is_table, self.source.files)):
+            advice = f"set data.separator='{END_OF_TEXT}' to divide a text file into documents there"
+            print(f"{self.source.name} has {END_OF_TEXT} {markers:,} times, which is ordinary text; {advice}")
 
-    def encode_chunk(self, chunk: list[Piece]) -> tuple[np.ndarray, list[tuple[int, int, bool]]]:
-        """Encode a chunk. Returns all token ids, and for each piece: tokens, bytes, whether its document ends."""
-        parts, lengths = [], []
+    def encode_chunk(self, chunk: list[Piece]) -> tuple[np.ndarray, list[EncodedPiece]]:
+        """Encode a chunk. Returns all token ids, and the facts about each piece."""
+        parts: list[np.ndarray] = []
+        pieces = []
         for text, ends_document, is_prompt in chunk:
             ids = encode(self.tokenizer, text, self.source.name, self.fast)
-            # a prompt's tokens, which are never targets, are stored as ~id = -1 - id
-            parts += [~ids if is_prompt else ids, self.separator[:ends_document]]
+            num_tokens = len(ids)
+            parts.append(~ids if is_prompt else ids)  # a prompt's tokens, which are never targets, are stored as ~id
+            if ends_document:
+                parts.append(self.separator)
+                num_tokens += len(self.separator)
             num_bytes = 0 if is_prompt else len(text.encode())
-            lengths.append((len(ids) + len(parts[-1]), num_bytes, ends_document))
-        return np.concatenate(parts).view(np.int32).astype(self.dtype), lengths  # ~id in uint32 has the bits of -1 - id
+            content_hash = hash(ids.tobytes())
+            pieces.append(EncodedPiece(num_tokens, num_bytes, text.count(END_OF_TEXT), content_hash, ends_document))
+        return np.concatenate(parts).view(np.int32).astype(self.dtype), pieces  # ~id in uint32 has the bits of -1 - id
 
     def choose_validation(self) -> tuple[int, int]:
         """First and last + 1 of the documents to hold out. A single document is cut in two. Raises UserError."""
-        config, documents, size = self.source.config, len(self.ends), self.sizes[-1]
+        config = self.source.config
+        documents = len(self.ends)
+        size = self.sizes[-1]
+        if documents == 1 and config.separator is not None:
+            problem = f"data.separator={format_value(config.separator)} does not occur in {self.source.files[0]}"
+            raise UserError(f"{problem}; set the string between its documents, or remove data.separator")
         if self.source.val_files:
             return self.train_documents, documents
         if config.val_documents is not None and config.val_documents < documents:
@@ -114,10 +172,13 @@ class TokenFile:
         if documents == 1:
             self.ends.insert(0, int(self.ends[0] * (1 - config.val_fraction)))
             self.sizes.insert(0, int(size * (1 - config.val_fraction)))
+            self.hashes = np.array([0, 1])  # the two parts
             return 1, 2
         first = max(1, bisect_right(self.sizes, size - max(1, size * config.val_fraction)))
-        if (share := 1 - self.sizes[first - 1] / size) > 2 * config.val_fraction:
-            print(f"{share:.0%} of {self.source.name} is held out: documents are not divided; set data.val_path")
+        share = 1 - self.sizes[first - 1] / size
+        if not config.val_fraction / 2 <= share <= 2 * config.val_fraction:
+            reason = f"data.val_fraction={config.val_fraction:g}, but documents are not divided; set data.val_path"
+            print(f"{share:.1%} of {self.source.name} is held out: {reason}")
         return first, documents
 
     def describe(self, first: int, stop: int) -> dict:

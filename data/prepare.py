@@ -15,7 +15,6 @@ from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
-import tiktoken
 from filelock import FileLock
 
 from common.errors import TrainingFailed, UserError, printable
@@ -23,9 +22,10 @@ from common.files import write_json
 from data.config import DataConfig, TokenizerConfig
 from data.encode import encode_sources
 from data.sources import hash_sources, is_remote, resolve_sources
-from data.tokenizer import OPENAI_SIZES, from_spec
+from data.tokenizer import END_OF_TEXT, OPENAI_SIZES, Tokenizer, find_start_token, from_spec
 
 FORMAT = 5  # of prepared folders; a part of the fingerprint
+START_TOKENS = 2**20  # of the training text, in which the token before a document is searched
 PREPARED = Path("data/prepared")  # below the current folder
 
 
@@ -71,7 +71,7 @@ class PreparedData:
     weights: tuple[float, ...] = (1.0,)
 
     @property
-    def tokenizer(self) -> tiktoken.Encoding:
+    def tokenizer(self) -> Tokenizer:
         return from_spec(self.meta["tokenizer"])
 
     @property
@@ -92,6 +92,8 @@ def prepare(
     Raises UserError if the text cannot be read or encoded, is shorter than a window, or if prepared files are damaged.
     """
     sources = resolve_sources(config)
+    if spec is not None:  # of another run; the start is chosen for this text
+        spec = {key: value for key, value in spec.items() if key != "start"}
     content = [FORMAT, tokenizer.name, tokenizer.vocab_size, spec, hash_sources(sources)]
     folder = PREPARED / f"{config.name}-{hash_json(content)}"
     if not folder.exists():
@@ -122,7 +124,12 @@ def prepare(
     if train < block_size + 1 or val < 2 or not all(map(len, prepared.train)):
         shorter = f"set model.block_size={train - 1}, or " if 2 < train <= block_size else ""
         needed = f"model.block_size + 1 = {block_size + 1} and 2"
-        raise UserError(f"{train} training and {val} validation tokens are below {needed}; {shorter}use a longer text")
+        longer = "use a longer text, a smaller tokenizer.vocab_size, or tokenizer=char"
+        raise UserError(f"{train} training and {val} validation tokens are below {needed}; {shorter}{longer}")
+    spec = prepared.meta["tokenizer"]
+    if END_OF_TEXT not in spec["special"]:
+        ids = prepared.train[0][:START_TOKENS].astype(np.int64)
+        spec["start"] = find_start_token(spec, np.maximum(ids, ~ids))  # ~id: a token of a prompt
     return prepared
 
 

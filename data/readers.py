@@ -1,26 +1,33 @@
 """Read documents from files, without any change to their text and in bounded memory.
 
-A text file is one document, and so is each row of a table. Documents are read in pieces of at most MAX_PIECE_CHARS
-characters. pyarrow reads all columns of tables as strings: "NA" stays "NA". Only this file imports `datasets`.
+A text file is one document, unless data.separator divides it. Each row of a table is a document. Documents are read in
+pieces of at most MAX_PIECE_CHARS characters. All columns of tables are read as strings: "NA" stays "NA". Only this file
+imports `datasets`.
 """
 
+import csv
 import io
 import itertools
 import os
 import re
+import shlex
+import sys
 from collections.abc import Iterable, Iterator
 from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from common.errors import UserError
+from common.files import refuse_utf16
+from common.settings import unescape
 from data.config import DataConfig
-from data.sources import COMPRESSED, Source, is_remote, is_table, suffix
+from data.sources import COMPRESSED, CSV_DELIMITERS, Source, is_remote, is_table, suffix
 
 Document = tuple[str, str]  # prompt ('' without data.prompt_column), text
 MAX_PIECE_CHARS = 2**20
-BLOCK_BYTES = {".jsonl": 2**20, ".csv": 2**22}  # that are read at a time; a row of a .csv file must be smaller
+JSON_BLOCK_BYTES = 2**20  # that are read at a time, and the rest of the last row
 BATCH_ROWS = 200  # rows of a parquet file or a hub data set that are read at a time
+CONVERT_JSON = "import json, sys; [print(json.dumps(row)) for row in json.load(sys.stdin)]"
 
 
 class Piece(NamedTuple):
@@ -33,46 +40,77 @@ class Piece(NamedTuple):
 
 def iter_pieces(source: Source, is_validation: bool = False) -> Iterator[Piece]:
     """Yield the documents of a source, or of its val_files, in pieces. Raises UserError if there is no text to read."""
-    config, files = source.config, source.val_files if is_validation else source.files
-    empty = {"text"} if config.prompt_column is None else {"prompt", "text"}  # columns without text so far
-    limit = itertools.count() if is_validation or config.max_documents is None else iter(range(config.max_documents))
+    config = source.config
+    files = source.val_files if is_validation else source.files
+    missing = {"text"} if config.prompt_column is None else {"prompt", "text"}  # columns without text so far
+    for piece in _iter_files(files, config, None if is_validation else config.max_documents):
+        if piece.text:
+            missing.discard("prompt" if piece.is_prompt else "text")
+        yield piece
+    if files and missing:
+        name = max(missing)
+        advice = "set another data.path"
+        if is_table(files[0]):
+            advice += f" or data.{name}_column{_first_line(files[0])}"
+        raise UserError(f"there is no {name} in {', '.join(files[:3])}; {advice}")
+
+
+def _iter_files(files: list[str], config: DataConfig, max_documents: int | None) -> Iterator[Piece]:
+    """Yield the pieces of the first `max_documents` documents. No further file is opened."""
+    num_documents = 0
     for file in files:
-        try:
-            for (prompt, texts), _ in zip(_iter_documents(file, config), limit, strict=False):
-                prompts = () if config.prompt_column is None else cut_into_pieces([prompt], is_prompt=True)
-                for piece in itertools.chain(prompts, cut_into_pieces(texts)):
-                    empty -= {"prompt" if piece.is_prompt else "text"} if piece.text else set()
-                    yield piece
-        except UserError:
-            raise
-        except Exception as error:  # pyarrow, datasets and the network have exceptions of many types
-            reason = f"{type(error).__name__}: {error}".splitlines()[0][:300]
-            if isinstance(error, UnicodeDecodeError):
-                before = error.object[max(0, error.start - 20) : error.start]
-                reason = f"not UTF-8: byte 0x{error.object[error.start]:02x} after {before!r}; convert it with iconv"
-            advice = "check the network, or set data.path to a local copy" if is_remote(file) else "correct the file"
-            advice += f", or set data.text_column{_first_line(file)}" if is_table(file) else ""
-            raise UserError(f"{file} cannot be read ({reason}); {advice}") from error
-    if files and empty:
-        advice = f"set another data.path or data.{max(empty)}_column{_first_line(files[0])}"
-        raise UserError(f"there is no {max(empty)} in {', '.join(files[:3])}; {advice}")
+        for piece in _iter_file(file, config):
+            yield piece
+            num_documents += piece.ends_document
+            if num_documents == max_documents:
+                return
+
+
+def _iter_file(file: str, config: DataConfig) -> Iterator[Piece]:
+    """Yield the pieces of a file. Raises UserError if it cannot be read."""
+    try:
+        for prompt, texts in _iter_documents(file, config):
+            if config.prompt_column is not None:
+                yield from cut_into_pieces([prompt], is_prompt=True)
+            yield from cut_into_pieces(texts)
+    except UserError:
+        raise
+    except Exception as error:  # pyarrow, datasets and the network have exceptions of many types
+        reason = f"{type(error).__name__}: {error}".splitlines()[0][:300]
+        if isinstance(error, UnicodeDecodeError):
+            before = error.object[max(0, error.start - 20) : error.start]
+            place = f" after {before!r}" if before else ""
+            reason = f"not UTF-8: byte 0x{error.object[error.start]:02x}{place}; convert it with iconv"
+        advice = "check the network, or set data.path to a local copy" if is_remote(file) else "correct the file"
+        if file.startswith("hub:"):
+            advice += ", or set data.text_column"
+        raise UserError(f"{file} cannot be read ({reason}); {advice}") from error
 
 
 def _first_line(file: str) -> str:
-    """The first line of a .csv or .jsonl file, which shows the columns, as the end of a message."""
-    is_text = file.lower().endswith((".csv", ".jsonl")) and not is_remote(file)
-    line = _open(file).read(100).decode(errors="replace").partition("\n")[0] if is_text else ""
-    return f" (the file begins with {line!r})" * is_text
+    """The first line of a local .csv or .jsonl file, which shows the columns, as the end of a message."""
+    if is_remote(file) or suffix(file) == ".parquet":
+        return ""
+    line = _open(file).read(100).decode(errors="replace").partition("\n")[0]
+    return f" (the file begins with {line!r})"
 
 
-def read_documents(sources: list[Source]) -> list[Document]:
-    """Read all documents of the sources into memory, including documents to hold out. Raises UserError."""
-    documents = [([], [])]  # pieces of the prompt and of the text
-    for piece in itertools.chain.from_iterable(map(iter_pieces, sources)):
-        documents[-1][0 if piece.is_prompt else 1].append(piece.text)
+def iter_documents(sources: Iterable[Source]) -> Iterator[Iterator[Piece]]:
+    """Yield each document of the sources as an iterator of its pieces, which must be read before the next document.
+
+    The documents include those to hold out. Raises UserError.
+    """
+    pieces = itertools.chain.from_iterable(map(iter_pieces, sources))
+    for first in pieces:
+        yield _take_document(itertools.chain([first], pieces))
+
+
+def _take_document(pieces: Iterator[Piece]) -> Iterator[Piece]:
+    """Yield pieces up to the end of the first document."""
+    for piece in pieces:
+        yield piece
         if piece.ends_document:
-            documents.append(([], []))
-    return [("".join(prompt), "".join(text)) for prompt, text in documents[:-1]]
+            return
 
 
 def cut_into_pieces(texts: Iterable[str], is_prompt: bool = False) -> Iterator[Piece]:
@@ -93,24 +131,96 @@ def cut_into_pieces(texts: Iterable[str], is_prompt: bool = False) -> Iterator[P
 
 
 def _iter_documents(file: str, config: DataConfig) -> Iterator[tuple[str, Iterable[str]]]:
-    """Yield the prompt and the text, in parts, of each document in a file. Rows without text (null) are skipped."""
+    """Yield the prompt and the text, in parts, of each document in a file."""
     if is_table(file):
-        columns = [column for column in (config.prompt_column, config.text_column) if column is not None]
-        batches = _iter_batches(file, columns, config)
-        rows = (row for batch in batches for row in zip(*map(batch.column, columns), strict=True) if row[-1].is_valid)
-        documents = ((row[0].as_py() or "", [row[-1].as_py()]) for row in rows)  # row[0] is the prompt, if there is one
-        yield from documents if config.row_is_document else [("", (text for _, (text,) in documents))]
+        rows = _iter_rows(file, config)
+        if config.row_is_document:
+            for prompt, text in rows:
+                yield prompt, [text]
+        else:
+            yield "", (text for _, text in rows)
     elif config.prompt_column is not None:
         raise UserError(f"{file} has no columns; set data.path to .jsonl, .csv or .parquet, or data.prompt_column=null")
     else:
-        with io.TextIOWrapper(_open(file), "utf-8-sig", newline="") as stream:
-            yield "", iter(partial(stream.read, MAX_PIECE_CHARS), "")
+        with _open_text(file) as stream:
+            parts = iter(partial(stream.read, MAX_PIECE_CHARS), "")
+            if config.separator is None:
+                yield "", parts
+            else:
+                for text in _split_documents(parts, unescape(config.separator)):
+                    yield "", [text]
+
+
+def _split_documents(parts: Iterable[str], separator: str) -> Iterator[str]:
+    """Yield the documents between separators, except empty ones. A \\n also matches \\r\\n."""
+    pattern = re.compile(re.escape(separator).replace("\\\n", "\r?\n"))
+    pending = ""
+    for part in parts:
+        *documents, pending = pattern.split(pending + part)
+        yield from filter(None, documents)
+    if pending:
+        yield pending
+
+
+def _iter_rows(file: str, config: DataConfig) -> Iterator[tuple[str, str]]:
+    """Yield the prompt ('' without data.prompt_column) and the text of each row, except rows without text (null)."""
+    columns = [config.text_column]
+    if config.prompt_column is not None:
+        columns.append(config.prompt_column)
+    rows = _iter_csv(file, columns) if suffix(file) in CSV_DELIMITERS else _iter_arrow(file, columns, config)
+    for text, *prompts in rows:
+        if text is None:
+            continue
+        if not isinstance(text, str):
+            raise ValueError(f"the column {config.text_column} contains {type(text).__name__}, not text")
+        yield (prompts[0] or "") if prompts else "", text
+
+
+def _iter_csv(file: str, columns: list[str]) -> Iterator[list[str]]:
+    """Yield the columns of each row of a .csv or .tsv file. Raises UserError for a wrong header or row."""
+    csv.field_size_limit(sys.maxsize)
+    with _open_text(file) as stream:
+        reader = csv.reader(stream, delimiter=CSV_DELIMITERS[suffix(file)], strict=True)
+        names, first_line = [], 1
+        try:
+            names = next(reader, [])
+            _check_columns(file, names, columns)
+            positions = [names.index(column) for column in columns]
+            first_line = reader.line_num + 1
+            for row in reader:
+                if row and len(row) != len(names):
+                    raise csv.Error(f"{len(row)} values instead of {len(names)}")
+                if row:
+                    yield [row[position] for position in positions]
+                first_line = reader.line_num + 1
+        except csv.Error as error:
+            reason = f"the row at line {first_line} has {error}"
+            if "unexpected end" in str(error):
+                reason = f"the row at line {first_line} opens a quote that is never closed"
+            raise UserError(f"{file} cannot be read ({reason}); correct the file") from None
+
+
+def _check_columns(file: str, names: list[str], columns: list[str]) -> None:
+    """Raise UserError unless each of the columns is one of the names in the header of a table, and only once."""
+    for column in columns:
+        if names.count(column) > 1:
+            raise UserError(f"{file} has {names.count(column)} columns named {column!r}; rename them")
+        if column not in names:
+            problem = f"{file} has no column {column!r}: the columns are {', '.join(names)[:200] or 'missing'}"
+            advice = "set data.text_column or data.prompt_column, or write names in the first line"
+            raise UserError(f"{problem}; {advice}")
+
+
+def _iter_arrow(file: str, columns: list[str], config: DataConfig) -> Iterator[tuple[Any, ...]]:
+    """Yield the columns of each row of another table. Raises errors of pyarrow and `datasets`."""
+    for batch in _iter_batches(file, columns, config):
+        yield from zip(*(batch.column(column).to_pylist() for column in columns), strict=True)
 
 
 def _iter_batches(file: str, columns: list[str], config: DataConfig) -> Iterator[Any]:
-    """Yield the columns of a table as Arrow batches. Raises errors of pyarrow and `datasets`."""
+    """Yield the columns of a table as Arrow batches."""
     import pyarrow as pa
-    from pyarrow import csv, parquet
+    from pyarrow import parquet
 
     if file.startswith("hub:"):
         _, repo, split = file.split(":", 2)
@@ -118,21 +228,23 @@ def _iter_batches(file: str, columns: list[str], config: DataConfig) -> Iterator
         rows = _import_datasets().load_dataset(repo, config.config, split=split, **stream)
         return rows.select_columns(columns).with_format("arrow").iter(batch_size=BATCH_ROWS)
     if suffix(file) == ".parquet":
-        return parquet.ParquetFile(_download(file)).iter_batches(BATCH_ROWS, columns=columns)
-    if suffix(file) == ".csv":
-        read = csv.ReadOptions(block_size=BLOCK_BYTES[".csv"], use_threads=False)
-        convert = csv.ConvertOptions(column_types=dict.fromkeys(columns, pa.string()), include_columns=columns)
-        return csv.open_csv(_open(file), read, csv.ParseOptions(newlines_in_values=True), convert)
+        table = parquet.ParquetFile(_download(file))
+        _check_columns(file, table.schema_arrow.names, columns)
+        return table.iter_batches(BATCH_ROWS, columns=columns)
     return _iter_jsonl(file, pa.schema([(name, pa.string()) for name in columns]))
 
 
 def _iter_jsonl(file: str, schema: Any) -> Iterator[Any]:
+    """Yield the rows of a file with one JSON object per line, as Arrow tables."""
     import pyarrow as pa
     from pyarrow import json
 
     parse, line = json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore"), 1
-    with io.BufferedReader(_open(file)) as stream:
-        while chunk := stream.read(BLOCK_BYTES[".jsonl"]) + stream.readline():  # complete lines
+    with _open_bytes(file) as stream:
+        if stream.peek(100).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
+            convert = f"python -c '{CONVERT_JSON}' < {shlex.quote(file)} > new.jsonl"
+            raise UserError(f"{file} is a JSON array instead of one object per line; convert it: {convert}")
+        while chunk := stream.read(JSON_BLOCK_BYTES) + stream.readline():  # complete lines
             try:
                 if not chunk.isspace():
                     yield json.read_json(pa.BufferReader(chunk), json.ReadOptions(block_size=len(chunk) + 1), parse)
@@ -167,3 +279,15 @@ def _open(file: str) -> Any:
     import pyarrow
 
     return pyarrow.input_stream(open(_download(file), "rb"), compression=COMPRESSED.get(Path(file.lower()).suffix))
+
+
+def _open_bytes(file: str) -> io.BufferedReader:
+    """A buffered binary stream of text in UTF-8. Raises UserError for UTF-16 and UTF-32."""
+    stream = io.BufferedReader(_open(file), 2**16)
+    refuse_utf16(stream.peek(2**16), file)
+    return stream
+
+
+def _open_text(file: str) -> io.TextIOWrapper:
+    """A text stream without the byte order mark, whose line ends are unchanged."""
+    return io.TextIOWrapper(_open_bytes(file), "utf-8-sig", newline="")

@@ -16,10 +16,13 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from common.errors import UserError
+from common.settings import format_value
 from data.config import DataConfig
 
-TABLES = (".parquet", ".jsonl", ".csv")
-SUFFIXES = (".txt", ".md", *TABLES)  # that are read from a folder; a file that data.path names may have any suffix
+CSV_DELIMITERS = {".csv": ",", ".tsv": "\t"}
+FOLDER_TABLES = (".parquet", ".jsonl", ".ndjson", ".jsonlines", *CSV_DELIMITERS)
+TABLES = (*FOLDER_TABLES, ".json")  # .json: JSON lines; other files of this name are common in folders
+SUFFIXES = (".txt", ".md", *FOLDER_TABLES)  # read from a folder; a file that data.path names may have any suffix
 COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
 TYPICAL_COMPRESSION = 3  # bytes of text per byte of a compressed or .parquet file
 OUTPUT_FOLDERS = ("runs", "data/prepared")  # below the current folder; never read as input
@@ -27,6 +30,7 @@ HASHED_BYTES = 2**26  # of a larger file, one megabyte at its start, middle and 
 # Keys that determine which documents are read from the files, and which are held out.
 READING_KEYS = ("config", "revision", "text_column", "prompt_column", "row_is_document", "max_documents")
 READING_KEYS += ("val_documents", "val_fraction")
+TABLE_KEYS = ("prompt_column", "text_column", "row_is_document")  # have no effect on files without columns
 STDLIB_EXCLUDED = {"test", "tests", "idle_test", "idlelib", "lib2to3", "encodings", "site-packages", "dist-packages"}
 
 
@@ -84,7 +88,9 @@ def resolve_sources(config: DataConfig) -> list[Source]:
             val_files = find_files(part.val_path, f"{key}.val_path")
         elif part.val_split and part.path is None:
             val_files = [f"hub:{part.repo}:{split}" for split in part.val_split.split("+")]
+        _check_keys(part, files + val_files, key)
         has_several = len(files + val_files) > 1 or (is_table(files[0]) and part.row_is_document)
+        has_several |= part.separator is not None
         size = part.text_bytes
         if not any(map(is_remote, files)):
             packed = sum(os.path.getsize(file) for file in files if file.lower().endswith((*COMPRESSED, ".parquet")))
@@ -96,6 +102,19 @@ def resolve_sources(config: DataConfig) -> list[Source]:
             fix = "remove it from one of them, or hold out a part of it with val_fraction or val_documents"
             raise UserError(f"{min(shared)} would be used for both training and validation; {fix}")
     return sources
+
+
+def _check_keys(config: DataConfig, files: list[str], section: str) -> None:
+    """Raise UserError for a key of tables without a table, or a separator without a text file."""
+    tables = sum(map(is_table, files))
+    for key in TABLE_KEYS:
+        value = getattr(config, key)
+        if tables == 0 and value != getattr(DataConfig, key):
+            problem = f"{section}.{key}={format_value(value)} has no effect, because {files[0]} has no columns"
+            raise UserError(f"{problem}; set {section}.path to .jsonl, .csv or .parquet, or remove the key")
+    if config.separator is not None and tables == len(files):
+        advice = f"each row is a document; remove {section}.separator"
+        raise UserError(f"{section}.separator has no effect, because {files[0]} is a table: {advice}")
 
 
 def _identity(file: str) -> str:
@@ -118,6 +137,8 @@ def find_files(paths: str | list[str], key: str) -> list[str]:
         found = [name] if is_remote(name) else [path] if os.path.isfile(path) else found
         if not found:
             advice = f"set a file, a folder with {', '.join(SUFFIXES)} files, or a pattern such as texts/*.py"
+            if "[" in name:
+                advice += "; in a pattern, write [[] for the character ["
             raise UserError(f"{key}={name} has no file to read in {Path.cwd()}; {advice}")
         # part-9 is before part-10
         found.sort(key=lambda file: [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", file)])
@@ -129,7 +150,10 @@ def hash_sources(sources: list[Source]) -> str:
     """SHA-256 of the content of all local files, of the names of all others, and of how they are read and split."""
     total = hashlib.sha256()
     for source in sources:
-        total.update(json.dumps([source.name, *(getattr(source.config, key) for key in READING_KEYS)]).encode())
+        values = [source.name, *(getattr(source.config, key) for key in READING_KEYS)]
+        if source.config.separator is not None:  # otherwise, the hash is that of earlier versions
+            values.append(source.config.separator)
+        total.update(json.dumps(values).encode())
         for file in [*source.files, "validation", *source.val_files]:
             if not os.path.isfile(file):
                 total.update(file.encode())

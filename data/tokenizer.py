@@ -6,8 +6,13 @@ their ids (docs/hacking.md). Prepared data and checkpoints contain the tokenizer
 
 import base64
 import itertools
+import json
 import re
+import subprocess
+import sys
+import unicodedata
 from collections.abc import Callable, Iterable, Sequence
+from pathlib import Path
 
 import numpy as np
 import tiktoken
@@ -24,14 +29,27 @@ BPE_PATTERN = (
     r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,2}+"
     r"| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s"
 )
+TRAIN_BPE = Path(__file__).with_name("train_bpe.py")
 MAX_TRAIN_CHARS = 2**25  # characters that a vocabulary is trained on, at most
 TEXT_OVERHEAD_CHARS = 64  # added to each text's length, so that a sample of short texts has bounded memory
+MAX_LISTED_CHARACTERS = 9  # in a message
 OPENAI_SIZES = {"gpt2": 50_257, "cl100k_base": 100_277, "o200k_base": 200_019}  # vocabularies that tiktoken downloads
 
 
-def _make_tokenizer(name: str, pattern: str, tokens: Sequence[bytes], special: dict[str, int]) -> tiktoken.Encoding:
+class Tokenizer(tiktoken.Encoding):
+    """A tiktoken.Encoding that knows the token before a document.
+
+    start_token: the end-of-text token. Without one, a token that ends a line in the text (find_start_token).
+    """
+
+    start_token: int
+
+
+def _make_tokenizer(name: str, pattern: str, tokens: Sequence[bytes], special: dict[str, int]) -> Tokenizer:
     ranks = {token: rank for rank, token in enumerate(tokens)}
-    return tiktoken.Encoding(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
+    tokenizer = Tokenizer(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
+    tokenizer.start_token = special.get(END_OF_TEXT, ranks.get(b"\n", 0))
+    return tokenizer
 
 
 def char(texts: Iterable[str], vocab_size: int | None) -> tuple[str, list[bytes]]:
@@ -46,11 +64,11 @@ def byte(texts: Iterable[str], vocab_size: int | None) -> tuple[str, list[bytes]
 
 def bpe(texts: Iterable[str], vocab_size: int | None) -> tuple[str, list[bytes]]:
     """Byte-pair encoding (Sennrich et al., arXiv:1508.07909) over bytes, trained on the text or a sample of it."""
-    import rustbpe
-
-    trainer = rustbpe.Tokenizer()  # ty: ignore[missing-attribute] (compiled, without type stubs)
-    trainer.train_from_iterator(iter(sample_texts(texts)), vocab_size, pattern=BPE_PATTERN)
-    return BPE_PATTERN, [bytes(token) for token, _ in sorted(trainer.get_mergeable_ranks(), key=lambda pair: pair[1])]
+    request = json.dumps({"texts": sample_texts(texts), "vocab_size": vocab_size, "pattern": BPE_PATTERN})
+    command = [sys.executable, str(TRAIN_BPE)]
+    # A signal to this process ends `run`, which then kills the child. In its own session, it gets no Ctrl-C itself.
+    done = subprocess.run(command, input=request.encode(), stdout=subprocess.PIPE, start_new_session=True, check=True)
+    return BPE_PATTERN, [base64.b64decode(token) for token in json.loads(done.stdout)]
 
 
 def sample_texts(texts: Iterable[str]) -> list[str]:
@@ -94,17 +112,22 @@ def build_tokenizer(
 
 
 def to_spec(tokenizer: tiktoken.Encoding) -> dict:
-    """Convert a tokenizer to plain data: {name, pattern, tokens (base64, in the order of their ids), special}."""
+    """Convert a tokenizer to plain data: {name, pattern, tokens (base64, in the order of their ids), special}.
+
+    Prepared data and checkpoints add `start`, the token before a document.
+    """
     ranks = tokenizer._mergeable_ranks
     tokens = [base64.b64encode(token).decode() for token in sorted(ranks, key=ranks.__getitem__)]
     special = dict(tokenizer._special_tokens)
     return {"name": tokenizer.name, "pattern": tokenizer._pat_str, "tokens": tokens, "special": special}
 
 
-def from_spec(spec: dict) -> tiktoken.Encoding:
+def from_spec(spec: dict) -> Tokenizer:
     """Build the tokenizer that to_spec converted."""
     tokens = [base64.b64decode(token) for token in spec["tokens"]]
-    return _make_tokenizer(spec["name"], spec["pattern"], tokens, spec["special"])
+    tokenizer = _make_tokenizer(spec["name"], spec["pattern"], tokens, spec["special"])
+    tokenizer.start_token = spec.get("start", tokenizer.start_token)
+    return tokenizer
 
 
 def end_of_text(tokenizer: tiktoken.Encoding) -> int | None:
@@ -112,9 +135,20 @@ def end_of_text(tokenizer: tiktoken.Encoding) -> int | None:
     return tokenizer._special_tokens.get(END_OF_TEXT)
 
 
-def initial_tokens(tokenizer: tiktoken.Encoding) -> list[int]:
-    """The start of an unconditional sample: the end-of-text token, else a newline, else the first token."""
-    return [tokenizer._special_tokens.get(END_OF_TEXT, tokenizer._mergeable_ranks.get(b"\n", 0))]
+def find_start_token(spec: dict, ids: np.ndarray) -> int:
+    """The token before a document, for a vocabulary without an end-of-text token: the one that most often ends a line.
+
+    spec: of the tokenizer. ids: tokens of the text. Without a line end, it is the first token of the text.
+    An unconditional sample must start from a token that the model has seen. In a text of sentences, one per line,
+    ".\\n" is a token, and "\\n" alone never occurs.
+    """
+    counts = np.bincount(ids, minlength=len(spec["tokens"]))
+    tokens = [base64.b64decode(token) for token in spec["tokens"]]
+    for line_end in (b"\n", b"\r"):
+        line_ends = counts * [token.endswith(line_end) for token in tokens]
+        if line_ends.any():
+            return int(line_ends.argmax())
+    return int(ids[0])
 
 
 def encode(tokenizer: tiktoken.Encoding, text: str, where: str = "the text", fast: FastBPE | None = None) -> np.ndarray:
@@ -122,17 +156,30 @@ def encode(tokenizer: tiktoken.Encoding, text: str, where: str = "the text", fas
 
     where: name of the text, for UserErrors about characters without a token. fast: FastBPE of the tokenizer.
     """
+    if tokenizer.name == "char":
+        _check_characters(tokenizer, text, where)
     try:
-        if tokenizer.name == "char" and (
-            unknown := {c for c in set(text) if c.encode() not in tokenizer._mergeable_ranks}
-        ):
-            problem = f"{where} has characters that are not in the vocabulary: {sorted(unknown)[:9]}"
-            raise UserError(f"{problem}; remove them, or train a new model with tokenizer=byte or bpe")
         if tokenizer.name == "byte":
             return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.uint32)
         return tokenizer.encode_to_numpy(text, disallowed_special=()) if fast is None else fast.encode(text)
     except ValueError as error:  # half a character from a terminal with another encoding; a million spaces
         raise UserError(f"{where} cannot be encoded ({error}); correct the text") from None
+
+
+def _check_characters(tokenizer: tiktoken.Encoding, text: str, where: str) -> None:
+    """Raise UserError if a character of the text has no token. Combining marks are shown as U+0301."""
+    ranks = tokenizer._mergeable_ranks
+    unknown = sorted(c for c in set(text) if c.encode(errors="surrogatepass") not in ranks)
+    if not unknown:
+        return
+    has_marks = any(map(unicodedata.combining, unknown))
+    names = [repr(c) if c.isprintable() and not unicodedata.combining(c) else f"U+{ord(c):04X}" for c in unknown]
+    listed = ", ".join(names[:MAX_LISTED_CHARACTERS])
+    if len(names) > MAX_LISTED_CHARACTERS:
+        listed += f" and {len(names) - MAX_LISTED_CHARACTERS} more"
+    advice = "normalize the text to NFC, " if has_marks else ""
+    advice += "remove them, or train a new model with tokenizer=byte or bpe"
+    raise UserError(f"{where} has characters that are not in the vocabulary: {listed}; {advice}")
 
 
 def token_strings(tokenizer: tiktoken.Encoding, ids: Sequence[int]) -> list[str]:

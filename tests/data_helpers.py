@@ -16,7 +16,7 @@ from hypothesis import strategies as st
 
 from data.config import DataConfig, TokenizerConfig
 from data.prepare import PreparedData, prepare
-from data.readers import read_documents
+from data.readers import iter_documents
 from data.sources import resolve_sources
 from data.tokenizer import build_tokenizer, end_of_text
 
@@ -43,8 +43,15 @@ def prepare_data(config: DataConfig, tokenizer: TokenizerConfig = BYTE, block_si
     return prepare(config, tokenizer, block_size)
 
 
+def read_documents(config: DataConfig) -> list[tuple[str, str]]:
+    """Prompt and text of all documents."""
+    documents = [list(document) for document in iter_documents(resolve_sources(config))]
+    join = "".join
+    return [(join(p.text for p in d if p.is_prompt), join(p.text for p in d if not p.is_prompt)) for d in documents]
+
+
 def load_documents(path: str | list[str], **settings) -> list[str]:
-    return [text for _, text in read_documents(resolve_sources(DataConfig(path=path, **settings)))]
+    return [text for _, text in read_documents(DataConfig(path=path, **settings))]
 
 
 def build(documents: list[str], config: TokenizerConfig) -> tiktoken.Encoding:

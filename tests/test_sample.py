@@ -235,7 +235,7 @@ def test_run_loaded_in_python_generates_the_same_sample_as_the_command_and_can_b
         ("prompts=wrong.jsonl", "a line of prompts=wrong.jsonl is not of the form"),
         ("prompts=deep.jsonl", "a line of prompts=deep.jsonl is not of the form"),
         ("prompts=latin.txt", "latin.txt cannot be read (UnicodeDecodeError: 'utf-8' codec can't decode byte 0xe9"),
-        ("prompts=new.txt num_samples=3", "prompt 2 of new.txt has characters that are not in the vocabulary: ['Ü']"),
+        ("prompts=new.txt num_samples=3", "prompt 2 of new.txt has characters that are not in the vocabulary: 'Ü'"),
         ("prompts=text.txt out=no/o.jsonl", "out=no/o.jsonl exists, or its folder does not"),
         ("prompt_file=.", ". cannot be read (IsADirectoryError"),
         ("out=o.jsonl", "out=o.jsonl"),

@@ -6,18 +6,17 @@ from math import isfinite, log
 from pathlib import Path
 from typing import Any
 
-import tiktoken
 import torch
 from torch import nn
 
 from common.errors import UserError
 from common.process import StopRequest
+from common.settings import unescape
 from common.system import peak_memory_bytes
 from data.loader import Loader
-from data.tokenizer import initial_tokens, token_bytes
+from data.tokenizer import Tokenizer, token_bytes
 from model.generation.attention_maps import attention_maps, attention_statistics
 from model.generation.attention_plots import plot_attention
-from model.generation.config import unescape
 from model.generation.engine import Prompt, generate
 from model.gpt import GPT
 from training.checkpoint import TrainState
@@ -37,7 +36,7 @@ class Evaluator:
     model: GPT
     wrapped_model: nn.Module  # the model as the loop calls it
     loader: Loader
-    tokenizer: tiktoken.Encoding
+    tokenizer: Tokenizer
     batch_size: int  # windows per forward pass
     folder: Path  # run folder
     stop: StopRequest  # a signal ends an evaluation after its current forward pass
@@ -93,7 +92,7 @@ class Evaluator:
 
     def generate_sample(self, model: GPT, step: int) -> str:
         """Generate a sample without a prompt. A signal ends it."""
-        prompt = Prompt(initial_tokens(self.tokenizer), self.config.seed + step)
+        prompt = Prompt([self.tokenizer.start_token], self.config.seed + step)
         sampling = replace(self.config.eval.sample, stop=unescape(self.config.eval.sample.stop))
         chunks = generate(model, self.tokenizer, [prompt], sampling, batch_size=1)
         return "".join(chunk.text for chunk in takewhile(lambda _: not self.stop.requested, chunks))

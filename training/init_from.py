@@ -34,7 +34,8 @@ def load_init_weights(init_from: str | None, name: str | None, model: GPT, token
         return
     run = f"hf:openai-community/{init_from}" if init_from in GPT2_MODELS else init_from.removeprefix("run:")
     path, saved = load_pretrained(run)
-    if saved["tokenizer"] | {"name": None} != tokenizer_spec | {"name": None}:
+    may_differ = {"name": None, "start": None}
+    if saved["tokenizer"] | may_differ != tokenizer_spec | may_differ:
         raise UserError(f"{path} has another tokenizer than this run; set tokenizer=run tokenizer.run={run}")
     vocab_size, config = saved["vocab_size"], GPTConfig.from_saved(saved["model_config"])
     if different := _find_different_settings(config, model.config):

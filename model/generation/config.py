@@ -1,19 +1,9 @@
 """Sampling settings and their limits. This module does not import torch, so that errors are reported immediately."""
 
-import re
 from dataclasses import dataclass
 from typing import Any
 
 from common.settings import Rule, setting
-
-ESCAPES = {r"\n": "\n", r"\t": "\t", r"\\": "\\"}
-
-
-def unescape(value: Any) -> Any:
-    """Replace \\n, \\t and \\\\ in a string or a list of strings. Other values are returned unchanged."""
-    if isinstance(value, list):
-        return [unescape(item) for item in value]
-    return re.sub(r"\\[nt\\]", lambda match: ESCAPES[match[0]], value) if isinstance(value, str) else value
 
 
 @dataclass

@@ -9,12 +9,11 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import tiktoken
 import torch
 from torch import Tensor
 
 from common.run_dir import find_checkpoint, find_run
-from data.tokenizer import from_spec
+from data.tokenizer import Tokenizer, from_spec
 from model import AttentionConfig, GPTConfig
 from model.attention import get_attention_fn, resolve_model
 from model.checkpoint_file import load_checkpoint
@@ -42,7 +41,7 @@ def load_pretrained(run: str, checkpoint: str = "best") -> tuple[Path, dict[str,
 
 def load_run(
     run: str = "last", checkpoint: str = "best", device: str = "cpu", attend: Callable[..., Tensor] | None = None
-) -> tuple[GPT, tiktoken.Encoding]:
+) -> tuple[GPT, Tokenizer]:
     """Load a model and its tokenizer for use in Python. The model is in eval mode, in float32, and can be trained.
 
     attend: attention function (model/attention/); defaults to AttentionConfig's backend.
@@ -54,7 +53,7 @@ def load_run(
 
 def load_for_sampling(
     run: str, checkpoint: str, device: torch.device, dtype: torch.dtype, attention: AttentionConfig, batch_size: int
-) -> tuple[GPT, tiktoken.Encoding, str]:
+) -> tuple[GPT, Tokenizer, str]:
     """Load a model that decodes batch_size sequences fast, with weights in `dtype`, and cannot be trained.
 
     Returns (model, tokenizer, description). Raises UserError if the attention backend cannot run on this device.

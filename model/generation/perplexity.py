@@ -1,80 +1,174 @@
-"""Loss, perplexity and bits per byte of documents. Long documents are scored in windows of block_size tokens."""
+"""Loss, perplexity and bits per byte of documents, in bounded memory.
 
-from collections.abc import Iterator
-from itertools import pairwise
+Long documents are scored in windows of block_size tokens. Each document is scored after the token with which samples
+begin (Tokenizer.start_token), so that all of its tokens count.
+"""
+
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
+from itertools import islice
 from math import exp, log
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
-import tiktoken
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 from torch.nn.utils.rnn import pad_sequence
 
-from common.console import ProgressBar
-from data.readers import Document
-from data.tokenizer import encode, end_of_text, token_bytes
+from common.console import ProgressBar, pluralize
+from data.readers import Piece
+from data.tokenizer import Tokenizer, encode, token_bytes
 from model.gpt import GPT
 
+SORTED_BATCHES = 64  # the windows of this number of batches are in memory, sorted by length
+BEGINNING_CHARS = 20  # of a document, in the table
 
-def split_into_windows(tokens: Tensor, n: int, block_size: int) -> Iterator[tuple[Tensor, int]]:
-    """Yield windows of up to block_size + 1 tokens that score each of the last n tokens once. The last may overlap."""
-    last = len(tokens) - 1
-    for start, end in pairwise([*range(0, last, block_size), last]):
-        if end > last - n:
-            yield tokens[max(0, end - block_size) : end + 1], end - max(start, last - n)
+
+class Window(NamedTuple):
+    """Tokens of the text with the number `text`. The last `num_targets` of them are scored."""
+
+    text: int
+    tokens: np.ndarray
+    num_targets: int
+
+
+class Score(NamedTuple):
+    """Summed cross entropy of scored tokens in nats, and whether greedy decoding generates them."""
+
+    nats: float
+    is_greedy: bool
+
+
+def cut_into_windows(text: int, parts: Iterable[tuple[np.ndarray, bool]], block_size: int) -> Iterator[Window]:
+    """Yield windows of up to block_size + 1 tokens that score each target of a text once. The last may overlap.
+
+    text: its number.
+    parts: its token ids, and whether these are targets. Parts that are not come first, with at least one token.
+    """
+    tokens = np.empty(0, np.int64)
+    first_target = 0  # index in `tokens`
+    start = 0  # index in `tokens` of the first token of the next window
+    for ids, is_target in parts:
+        tokens = np.concatenate([tokens, ids])
+        if not is_target:
+            first_target += len(ids)
+        while len(tokens) > start + block_size:
+            end = start + block_size
+            num_targets = end - max(start, first_target - 1)
+            if num_targets > 0:
+                yield Window(text, tokens[start : end + 1], num_targets)
+            start = end
+        num_read = max(0, start - block_size)  # the last window may need the tokens after these
+        tokens = tokens[num_read:]
+        start -= num_read
+        first_target -= num_read
+    end = len(tokens) - 1
+    num_targets = end - max(start, first_target - 1)
+    if num_targets > 0:
+        yield Window(text, tokens[max(0, end - block_size) :], num_targets)
 
 
 @torch.no_grad()
-def score_texts(model: GPT, texts: list[tuple[Tensor, int]], batch_size: int) -> list[tuple[float, bool]]:
-    """For each text: summed cross entropy of its scored tokens in nats, and whether greedy decoding generates them.
-
-    texts: token ids, and the number of tokens at their end that are scored.
-    """
-    device, nats, is_greedy = model.wte.weight.device, [0.0] * len(texts), [True] * len(texts)
-    windows, T = [], model.config.block_size
-    for index, text in enumerate(texts):
-        windows += [(index, *window) for window in split_into_windows(*text, T)]
-    # Windows of similar length need little padding. The longest windows show first whether memory suffices.
-    windows.sort(key=lambda window: -len(window[1]))
-    with ProgressBar(len(windows), stderr=True) as bar:
-        for first in range(0, len(windows), batch_size):
-            batch = windows[first : first + batch_size]
-            inputs = pad_sequence([tokens[:-1] for _, tokens, _ in batch], batch_first=True)
+def score_windows(model: GPT, windows: Iterable[Window], batch_size: int) -> Iterator[tuple[Window, Score]]:
+    """Yield windows with their scores. Windows of similar length are scored together, which needs little padding."""
+    device = model.wte.weight.device
+    windows = iter(windows)
+    while pool := list(islice(windows, SORTED_BATCHES * batch_size)):
+        pool.sort(key=lambda window: -len(window.tokens))  # the longest show first whether memory suffices
+        for first in range(0, len(pool), batch_size):
+            batch = pool[first : first + batch_size]
+            inputs = pad_sequence([torch.from_numpy(window.tokens[:-1]) for window in batch], batch_first=True)
             hidden = model.backbone(inputs.to(device))  # (B, T, C); padding at the end has no effect
-            for (index, tokens, n), x in zip(batch, hidden, strict=True):
-                end, targets = len(tokens) - 1, tokens[len(tokens) - n :].to(device)
-                logits = model.logits(x[end - n : end]).float()  # (n, V)
-                nats[index] += F.cross_entropy(logits, targets, reduction="sum").item()
-                is_greedy[index] &= bool((logits.argmax(-1) == targets).all())
-            bar.show(first + len(batch), f"{first + len(batch):,} of {len(windows):,} windows")
-    return list(zip(nats, is_greedy, strict=True))
+            for window, x in zip(batch, hidden, strict=True):
+                end = len(window.tokens) - 1
+                targets = torch.from_numpy(window.tokens[-window.num_targets :]).to(device)
+                logits = model.logits(x[end - window.num_targets : end]).float()  # (targets, V)
+                nats = F.cross_entropy(logits, targets, reduction="sum").item()
+                yield window, Score(nats, bool((logits.argmax(-1) == targets).all()))
+
+
+def score_texts(model: GPT, texts: list[tuple[list[int], int]], batch_size: int) -> list[Score]:
+    """Score texts. texts: the token ids of each, and the index of its first target, which is 1 or more."""
+    windows: list[Window] = []
+    for number, (tokens, first_target) in enumerate(texts):
+        ids = np.array(tokens, np.int64)
+        parts = [(ids[:first_target], False), (ids[first_target:], True)]
+        windows += cut_into_windows(number, parts, model.config.block_size)
+    scores = [Score(0.0, True)] * len(texts)
+    with ProgressBar(len(windows), stderr=True) as bar:
+        for done, (window, score) in enumerate(score_windows(model, windows, batch_size), start=1):
+            nats, is_greedy = scores[window.text]
+            scores[window.text] = Score(nats + score.nats, is_greedy and score.is_greedy)
+            bar.show(done, f"{done:,} of {len(windows):,} windows")
+    return scores
+
+
+@dataclass
+class DocumentScore:
+    """Figures of a document. beginning: of its text, as a label."""
+
+    beginning: str = ""
+    tokens: int = 0
+    bytes: int = 0
+    nats: float = 0.0
+
+    def row(self, document: int | str) -> dict[str, Any]:
+        """A row of the table. The loss is in nats per token."""
+        label = " ".join(self.beginning.split())
+        if len(label) > BEGINNING_CHARS:
+            label = label[: BEGINNING_CHARS - 1] + "…"
+        loss = self.nats / self.tokens if self.tokens else None
+        return {
+            "document": document,
+            "beginning": label,
+            "tokens": self.tokens,
+            "bytes": self.bytes,
+            "loss": loss,
+            "perplexity": None if loss is None else exp(min(loss, 700.0)),  # exp of more than 709 overflows
+            "bits_per_byte": self.nats / log(2) / self.bytes if self.bytes else None,
+        }
 
 
 def score_documents(
-    model: GPT, tokenizer: tiktoken.Encoding, documents: list[Document], batch_size: int
+    model: GPT, tokenizer: Tokenizer, documents: Iterable[Iterable[Piece]], batch_size: int, text_bytes: int | None
 ) -> list[dict[str, Any]]:
-    """Score documents. Returns a row of figures for each document, and one for all. The loss is in nats per token.
+    """Score documents. Returns a row of figures for each document, and one for all.
 
-    An end-of-text token precedes each document, if the tokenizer has one. Prompts are inputs, and not scored.
+    documents: the pieces of each document. Prompts are inputs, and not scored.
+    text_bytes: approximate size of all documents, for the progress bar.
     Raises UserError if a character has no token.
     """
-    end, bytes_of_token, texts, rows = end_of_text(tokenizer), token_bytes(tokenizer), [], []
-    for number, document in enumerate(documents, start=1):
-        prompt, text = (encode(tokenizer, part, f"document {number}") for part in document)
-        tokens = np.concatenate(([] if end is None else [end], prompt, text)).astype(np.int64)
-        n = min(len(text), max(0, len(tokens) - 1))  # the very first token is not predicted
-        texts.append((torch.from_numpy(tokens), n))
-        beginning = " ".join("".join(document)[:80].split())
-        beginning = beginning if len(beginning) <= 20 else beginning[:19] + "…"
-        num_bytes = int(bytes_of_token[tokens[len(tokens) - n :]].sum())
-        rows.append({"document": number, "beginning": beginning, "tokens": n, "bytes": num_bytes})
-    nats = [score for score, _ in score_texts(model, texts, batch_size)]
-    total = {key: sum(row[key] for row in rows) for key in ("tokens", "bytes")}
-    rows.append({"document": "all", "beginning": ""} | total)
-    for row, score in zip(rows, [*nats, sum(nats)], strict=True):
-        row["loss"] = score / row["tokens"] if row["tokens"] else None
-        row["perplexity"] = exp(min(row["loss"], 700.0)) if row["tokens"] else None  # exp of more than 709 overflows
-        row["bits_per_byte"] = score / log(2) / row["bytes"] if row["bytes"] else None
-    return rows
+    scores: list[DocumentScore] = []
+    total = DocumentScore()
+    bytes_of_token = token_bytes(tokenizer)
+    windows = _iter_windows(documents, scores, tokenizer, model.config.block_size)
+    with ProgressBar(text_bytes, stderr=True) as bar:
+        for window, score in score_windows(model, windows, batch_size):
+            num_bytes = int(bytes_of_token[window.tokens[-window.num_targets :]].sum())
+            for sums in (scores[window.text], total):
+                sums.tokens += window.num_targets
+                sums.bytes += num_bytes
+                sums.nats += score.nats
+            bar.show(total.bytes, f"{total.bytes:,} bytes of {pluralize(len(scores), 'document')}")
+    return [*(score.row(number) for number, score in enumerate(scores, start=1)), total.row("all")]
+
+
+def _iter_windows(
+    documents: Iterable[Iterable[Piece]], scores: list[DocumentScore], tokenizer: Tokenizer, block_size: int
+) -> Iterator[Window]:
+    """Yield the windows of all documents, and append a score for each document."""
+    for number, document in enumerate(documents):
+        score = DocumentScore()
+        scores.append(score)
+        yield from cut_into_windows(number, _encode_document(number, document, score, tokenizer), block_size)
+
+
+def _encode_document(
+    number: int, document: Iterable[Piece], score: DocumentScore, tokenizer: Tokenizer
+) -> Iterator[tuple[np.ndarray, bool]]:
+    """Yield the start token and the tokens of a document, and whether they are targets."""
+    yield np.array([tokenizer.start_token]), False
+    for piece in document:
+        if len(score.beginning) < 80:
+            score.beginning += piece.text[:80]
+        yield encode(tokenizer, piece.text, f"document {number + 1}"), not piece.is_prompt

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from common.errors import UserError
 from common.files import read_file
-from model.generation.config import unescape
+from common.settings import unescape
 
 
 def read_text(path: str, name: str) -> str:

@@ -7,7 +7,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 import torch
-from data_helpers import mix, prepare_data, write_table
+from data_helpers import mix, prepare_data, read_documents, write_table
 from helpers import TEXT_SOURCE
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -16,8 +16,6 @@ from common.errors import UserError
 from data import DataConfig
 from data.loader import IGNORE_INDEX, Loader
 from data.prepare import Tokens
-from data.readers import read_documents
-from data.sources import resolve_sources
 
 SOME = settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 seeds = st.integers(0, 5)
@@ -157,17 +155,17 @@ def test_training_batches_of_one_source_and_of_a_mix(workdir, T, first, count, m
 @pytest.mark.parametrize("path", ["rows.jsonl", "rows.parquet"])
 def test_null_prompts_are_empty_and_rows_without_completion_are_skipped(workdir, path):
     write_rows(path, [("Q: ", "yes"), (None, "no"), ("Q: x", ""), ("Q", None), (None, None)])
-    assert read_documents(resolve_sources(replace(PAIRS, path=path))) == [("Q: ", "yes"), ("", "no"), ("Q: x", "")]
+    assert read_documents(replace(PAIRS, path=path)) == [("Q: ", "yes"), ("", "no"), ("Q: x", "")]
 
 
 def test_prompts_that_cannot_be_used_are_refused(workdir):
     write_rows("rows.csv", [("a" * 30, "b" * 30)])
-    with pytest.raises(UserError, match=r"text.txt has no columns; .*data.prompt_column=null"):
+    with pytest.raises(UserError, match=r"data.prompt_column=question has no effect, because text.txt has no columns"):
         prepare_data(replace(PAIRS, path="text.txt"))
     write_rows("rows.jsonl", [("a" * 30, "b" * 30)] * 3)
     with pytest.raises(UserError, match=r"there is no prompt in rows.jsonl; .*data.prompt_column"):
         prepare_data(replace(PAIRS, path="rows.jsonl", prompt_column="q"))
-    with pytest.raises(UserError, match=r"rows.csv cannot be read .*'q'"):
+    with pytest.raises(UserError, match=r"rows.csv has no column 'q'"):
         prepare_data(replace(PAIRS, path="rows.csv", prompt_column="q"))
     with pytest.raises(UserError, match=r"too few documents .*data.val_path"):
         prepare_data(replace(PAIRS, path="rows.csv"))

@@ -19,6 +19,7 @@ from hypothesis import strategies as st
 
 from common.errors import TrainingFailed, UserError
 from data import DataConfig, encode, python_stdlib, readers
+from data.prepare import prepare
 from data.sources import resolve_sources
 from data.tokenizer import end_of_text
 
@@ -102,6 +103,93 @@ def test_standard_library_files_are_complete_documents(workdir):
     prepared = prepare_data(python_stdlib())
     held_out = files[-prepared.meta["documents"]["val"] :]
     assert decode_split(prepared, "val").encode() == b"".join(Path(file).read_bytes() for file in held_out)
+
+
+def book(line_end: str) -> str:
+    """Sentences, one per line, so that BPE joins their last character and the line end."""
+    return "".join(f"Sentence {n} of {n * n % 97} is short.{line_end}" for n in range(3000))
+
+
+@pytest.mark.parametrize(
+    ("tokenizer", "text", "start"),
+    [
+        (BPE, book("\n"), ".\n"),
+        (BPE, book("\r\n"), ".\r\n"),
+        (BPE, book("\r"), ".\r"),
+        (BPE, book(" "), "Sentence"),  # no line ends: the first token of the text
+        (CHAR, book("\n"), "\n"),
+        (CHAR, book("\r\n"), "\n"),
+        (BYTE, book(" "), "S"),
+    ],
+)
+def test_samples_start_from_a_token_of_the_text(workdir, tokenizer, text, start):
+    (workdir / "book.txt").write_bytes(text.encode())
+    prepared = prepare_data(DataConfig(path="book.txt"), tokenizer)
+    token = prepared.tokenizer.start_token
+    assert prepared.tokenizer.decode([token]) == start
+    assert token in read_ids(prepared, "train")
+
+
+def test_samples_start_from_the_end_of_text_token_if_there_is_one(workdir):
+    prepared = prepare_data(DataConfig(path=helpers.write_table("a.csv", text=["a document\n"] * 99)))
+    assert prepared.tokenizer.start_token == end_of_text(prepared.tokenizer)
+
+
+def test_start_of_samples_is_chosen_for_the_text_and_not_for_that_of_the_vocabulary(workdir):
+    (workdir / "one.txt").write_text(book("\n"))
+    (workdir / "two.txt").write_text("".join(f"Is {n} a number?\n" for n in range(900)))
+    first = prepare_data(DataConfig(path="one.txt"), BYTE)
+    spec = first.meta["tokenizer"] | {"start": 7}
+    second = prepare(DataConfig(path="two.txt"), replace(BYTE, name="run", run="one"), 16, spec)
+    assert second.tokenizer.start_token == 10
+    again = prepare(DataConfig(path="two.txt"), replace(BYTE, name="run", run="one"), 16, spec | {"start": 8})
+    assert again.folder == second.folder
+
+
+def prepare_and_read(capsys, *arguments, **settings) -> str:
+    """Prepare data. Returns what that prints."""
+    capsys.readouterr()
+    prepare_data(DataConfig(**settings), *arguments)
+    return capsys.readouterr().out
+
+
+def test_copies_of_training_documents_in_the_validation_split_are_reported(workdir, capsys):
+    for number in range(20):
+        helpers.write_file(f"folder/{number}.txt", f"document {number} " * 9)
+    assert "also in the training text" not in prepare_and_read(capsys, path="folder")
+    helpers.write_file("folder/19.txt", "document 3 " * 9)
+    helpers.write_file("folder/0.txt", "")
+    helpers.write_file("folder/18.txt", "")  # empty documents are no copies
+    assert "1 of 3 validation documents also in the training text" in prepare_and_read(capsys, path="folder")
+    rows = helpers.write_table("rows.csv", text=["a row", "another row"] * 50)
+    assert "10 of 10 validation documents also in" in prepare_and_read(capsys, path=rows)
+
+
+@pytest.mark.parametrize(
+    ("sizes", "share"), [([90, 1], "1.1%"), ([1, 90], "98.9%"), ([5, 5], "50.0%"), ([9, 1], None), ([85, 15], None)]
+)
+def test_share_that_is_held_out_is_reported_if_it_is_far_from_the_fraction(workdir, capsys, sizes, share):
+    for number, size in enumerate(sizes):
+        helpers.write_file(f"folder/{number}.txt", f"{number}" * size * 100)
+    out = prepare_and_read(capsys, path="folder", val_fraction=0.1)
+    assert ("is held out" in out) == (share is not None)
+    assert f"{share or ''}" in out
+
+
+def test_text_with_end_of_text_markers_gets_a_hint(workdir, capsys):
+    text = "A document.<|endoftext|>Another one." * 50
+    helpers.write_file("marked.txt", text)
+    helpers.write_table("marked.csv", text=[text] * 20)
+    assert "<|endoftext|> 50 times" in (out := prepare_and_read(capsys, path="marked.txt"))
+    assert "set data.separator='<|endoftext|>'" in out
+    assert "times" not in prepare_and_read(capsys, path="marked.txt", separator="<|endoftext|>")
+    assert "times" not in prepare_and_read(capsys, path="marked.csv")
+
+
+def test_advice_for_a_text_whose_tokens_are_too_few_is_a_smaller_vocabulary(workdir):
+    (workdir / "ones.txt").write_text("1" * 3000)
+    with pytest.raises(UserError, match=r"a smaller tokenizer.vocab_size, or tokenizer=char"):
+        prepare_data(DataConfig(path="ones.txt"), replace(BPE, vocab_size=10_000), 3000)
 
 
 # Prepares a file and prints the memory that this needed. The process dies in the chunk with a number, or in none.

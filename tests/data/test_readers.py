@@ -2,6 +2,9 @@
 
 import gzip
 import http.server
+import json
+import subprocess
+import sys
 import threading
 
 import data_helpers as helpers
@@ -37,6 +40,12 @@ def test_local_tables_are_read_without_network_access(workdir, monkeypatch, path
         ("mark.jsonl", b'\xef\xbb\xbf{"text": "a"}\n', ["a"]),
         ("two.txt.gz", gzip.compress(b"one\r\n", mtime=0) + gzip.compress(b"two", mtime=0), ["one\r\ntwo"]),
         ("NAME.TXT", b"\xef\xbb\xbfone\r\n\r", ["one\r\n\r"]),
+        ("some.txt", b"a few \0 NULs\0 in " + b"text " * 100, ["a few \0 NULs\0 in " + "text " * 100]),
+        ("rows.ndjson", b'{"text": "a"}\n{"text": "b"}\n', ["a", "b"]),
+        ("rows.jsonlines.gz", gzip.compress(b'{"text": "a"}\n{"text": "b"}\n', mtime=0), ["a", "b"]),
+        ("rows.json", b'{"text": "a"}\n{"text": "b"}\n', ["a", "b"]),
+        ("rows.tsv", b'id\ttext\n1\ta, b\n2\t"two\nlines"\n', ["a, b", "two\nlines"]),
+        ("wide.csv", b"text\n" + b"x" * 5_000_000 + b"\n", ["x" * 5_000_000]),
     ],
 )
 def test_unusual_files_are_read_exactly(workdir, path, content, documents):
@@ -77,16 +86,34 @@ UNREADABLE = [
     ("head.csv", b"text,id\n", r"no text in head.csv"),
     ("BODY.CSV", b"body,id\na,1\nb,2\n", r"BODY.CSV .*'text'"),
     ("late.txt", b"a" * 3_000_000 + b"\xff", r"late.txt .*not UTF-8: byte 0xff after b'aaa"),
+    ("first.txt", b"\xe9t\xe9 " * 99, r"first.txt .*not UTF-8: byte 0xe9;"),
     ("latin.jsonl", b'{"text": "caf\xe9"}\n' * 30, r"latin.jsonl .*not UTF-8: byte 0xe9 after b'caf'"),
-    ("latin.csv", b"text,id\na,1\ncaf\xe9,1\n", r"latin.csv .*#3.*UTF8"),
+    ("latin.csv", b"text,id\na,1\ncaf\xe9,1\n", r"latin.csv .*not UTF-8: byte 0xe9 after .*caf"),
     ("torn.txt.gz", gzip.compress(b"text " * 1000, mtime=0)[:-4], r"torn.txt.gz .*Truncated"),
     ("torn.txt.zst", zstandard.compress(b"text " * 1000)[:-1], r"torn.txt.zst .*Truncated"),
     ("torn.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 1000, mtime=0)[:-4], r"torn.jsonl.gz .*Truncated"),
     ("torn.csv.zst", zstandard.compress(b"n,text\n" + b"1,a\n" * 1000)[:-1], r"torn.csv.zst .*Truncated"),
     ("broken.jsonl", b'{"text": "fine"}\n' * 200_000 + b'{"text": oops}\n', r"broken.jsonl .*200001"),
     ("numbers.jsonl", b'{"text": "a"}\n{"text": 1}\n', r"numbers.jsonl .*string to number.* 2"),
-    ("long.csv", b"text,n\nhello, world,1\n", r"long.csv .*#2: Expected 2 columns, got 3"),
+    ("long.csv", b"text,n\nhello, world,1\n", r"long.csv .*the row at line 2 has 3 values instead of 2"),
     ("half.parquet", b"PAR1 and nothing else", r"half.parquet .*Parquet"),
+    ("little.txt", ("Sentences. " * 99).encode("utf-16-le"), r"little.txt is UTF-16, .*iconv -f UTF-16"),
+    ("big.txt", ("Sentences. " * 99).encode("utf-16-be"), r"big.txt is UTF-16, .*iconv -f UTF-16"),
+    ("russian.txt", ("Это простой текст. " * 99).encode("utf-16-le"), r"russian.txt is UTF-16"),
+    ("wide.txt", ("Sentences. " * 99).encode("utf-32-le"), r"wide.txt is UTF-32, .*iconv -f UTF-32"),
+    ("mark.txt", "Sentences. ".encode("utf-16"), r"mark.txt is UTF-16, .*iconv"),
+    ("table.csv", ("text\nA sentence.\n" * 99).encode("utf-16"), r"table.csv is UTF-16"),
+    ("rows.jsonl", ('{"text": "A sentence."}\n' * 99).encode("utf-16-le"), r"rows.jsonl is UTF-16"),
+    ("array.json", b'\n [{"text": "a"},\n {"text": "b"}]', r"array.json is a JSON array.*python -c .* < array.json"),
+    ("array.jsonl", b'[{"text": "a"}]\n', r"array.jsonl is a JSON array"),
+    ("open.csv", b'text,n\na,1\n"b\n,2\n' + b"c,3\n" * 99, r"open.csv .*row at line 3 opens a quote that is never"),
+    ("twice.csv", b"text,n,text\na,1,b\n", r"twice.csv has 2 columns named 'text'; rename them"),
+    ("twice.jsonl", b'{"text": "a", "text": "b"}\n', r"twice.jsonl .*twice"),
+    (
+        "nameless.csv",
+        b"The first sentence.,1\nThe second one.,2\n",
+        r"The first sentence., 1; .* names in the first line",
+    ),
 ]
 
 
@@ -101,6 +128,78 @@ def test_unreadable_input_gives_one_sentence_and_leaves_no_folder(workdir, capfd
         assert "\n" not in str(error.value)
     assert not prepared_folders()
     assert capfd.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    ("name", "content"), [("a.csv", b"text,n\na,1,2\n"), ("b.csv", b'text\n"a\n'), ("c.jsonl", b'{"text": oops}\n')]
+)
+def test_advice_for_a_broken_row_is_not_another_column(workdir, name, content):
+    (workdir / name).write_bytes(content)
+    with pytest.raises(UserError, match="correct the file") as error:
+        load_documents(name)
+    assert "text_column" not in str(error.value)
+
+
+def test_converted_json_array_is_read(workdir):
+    """The command that the message shows converts it."""
+    (workdir / "it's an array.json").write_text(json.dumps([{"text": "été\n"}, {"text": "b"}]), encoding="utf-8")
+    with pytest.raises(UserError) as error:
+        load_documents("it's an array.json")
+    command = str(error.value).partition("convert it: python ")[2]
+    subprocess.run(f"{sys.executable} {command}", shell=True, check=True)
+    assert load_documents("new.jsonl") == ["été\n", "b"]
+
+
+@pytest.mark.parametrize(("key", "value"), [("text_column", "body"), ("row_is_document", False)])
+def test_keys_of_tables_are_refused_for_files_without_columns(workdir, key, value):
+    message = rf"data.{key}=.* has no effect, because text.txt has no columns; .* or remove the key"
+    with pytest.raises(UserError, match=message):
+        prepare_data(DataConfig(path="text.txt", **{key: value}))
+
+
+def test_no_file_is_opened_after_max_documents(workdir):
+    for number in range(3):
+        helpers.write_file(f"folder/{number}.txt", f"document {number}")
+    helpers.write_file("folder/3.txt", b"\xff")
+    assert load_documents("folder", max_documents=3) == ["document 0", "document 1", "document 2"]
+    with pytest.raises(UserError, match=r"folder/3.txt cannot be read"):
+        load_documents("folder", max_documents=4)
+
+
+@pytest.mark.parametrize(
+    ("separator", "content"),
+    [
+        ("\n", "one\n two\n\nthree"),
+        ("\\n", "one\r\n two\r\n\r\nthree\r\n"),
+        ("<|endoftext|>", "one<|endoftext|> two<|endoftext|>three"),
+        (r"\n\n", "\n\none\r\n\r\n two\n\nthree\n\n"),
+    ],
+)
+@pytest.mark.parametrize("piece_chars", [1, 3, 2**20])
+def test_separator_divides_a_text_file_into_documents(workdir, monkeypatch, separator, content, piece_chars):
+    monkeypatch.setattr(readers, "MAX_PIECE_CHARS", piece_chars)
+    (workdir / "items.txt").write_bytes(content.encode())
+    assert load_documents("items.txt", separator=separator) == ["one", " two", "three"]
+
+
+def test_separated_documents_get_an_end_of_text_token(workdir):
+    prepared = prepare_data(DataConfig(path="text.txt", separator="\n"))
+    lines = (workdir / "text.txt").read_text(encoding="utf-8").splitlines()
+    assert sum(prepared.meta["documents"].values()) == len(lines)
+    assert decode_split(prepared, "train") + decode_split(prepared, "val") == "".join(lines)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"path": "text.txt", "separator": "#"}, r"data.separator=# does not occur in text.txt"),
+        ({"path": "rows.csv", "separator": "#"}, r"data.separator has no effect, because rows.csv is a table"),
+    ],
+)
+def test_separator_without_effect_is_refused(workdir, settings, message):
+    helpers.write_table("rows.csv", text=["a#b", "c#d"])
+    with pytest.raises(UserError, match=message):
+        prepare_data(DataConfig(**settings))
 
 
 def test_rows_that_are_too_few_or_no_text_are_refused(workdir):

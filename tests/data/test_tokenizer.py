@@ -1,6 +1,10 @@
 """Tokenizers: text to ids and back. FastBPE (data/fast_bpe.py) gives the same ids as tiktoken."""
 
 import json
+import os
+import signal
+import threading
+import time
 from dataclasses import replace
 
 import numpy as np
@@ -58,6 +62,42 @@ def test_vocabulary_of_long_text_is_trained_on_all_parts_and_on_prompts_and_comp
         stride = int(sample[1])
         assert stride % 2 == 1 and sample == [str(n) for n in range(0, count, stride)]
         assert 3_000 < sum(len(text) + TEXT_OVERHEAD_CHARS for text in sample) <= 10_000
+
+
+def test_interrupt_ends_the_training_of_a_vocabulary_at_once(workdir, monkeypatch):
+    """The process that trains the vocabulary would run forever."""
+    (workdir / "forever.py").write_text(
+        "import os, time\nopen('started', 'w').write(str(os.getpid()))\ntime.sleep(10**6)"
+    )
+    monkeypatch.setattr("data.tokenizer.TRAIN_BPE", workdir / "forever.py")
+
+    def interrupt():
+        while not (workdir / "started").exists() or not (workdir / "started").read_text():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    threading.Thread(target=interrupt).start()
+    with pytest.raises(KeyboardInterrupt):
+        build(["a text"], BPE)
+    _, status = os.waitpid(int((workdir / "started").read_text()), 0)
+    assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL
+
+
+@pytest.mark.parametrize(
+    ("text", "listed"),
+    [
+        ("Ü", "'Ü'; remove them"),
+        ("e\u0301", r"U\+0301; normalize the text to NFC, remove them"),
+        ("\x1b\u2028", r"U\+001B, U\+2028; remove"),
+        ("\udce9", r"U\+DCE9; remove"),
+        ("0123456789áéíóú", r"'0', .*'8' and 6 more; remove"),
+    ],
+)
+def test_characters_without_a_token_are_listed(text, listed):
+    tokenizer = build(["abcde"], CHAR)
+    with pytest.raises(UserError, match=f"the prompt has characters that are not in the vocabulary: {listed}") as error:
+        encode(tokenizer, text, "the prompt")
+    assert "cannot be encoded" not in str(error.value)
 
 
 def test_gpt2_tokenizer_matches_gpt2():

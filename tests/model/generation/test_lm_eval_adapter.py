@@ -11,7 +11,9 @@ from model_helpers import MODERN
 from data import tokenizer
 
 lm_eval = pytest.importorskip("lm_eval", reason="NOT RUN: needs lm-eval")
-WORDS = tokenizer.build_tokenizer(BPE, ["the cat and the hat and the bat sat\n" * 20], True)
+WORDS = tokenizer.from_spec(
+    tokenizer.to_spec(tokenizer.build_tokenizer(BPE, ["the cat and the hat and the bat sat\n" * 20], True))
+)
 PAIRS = [("the cat sat", " on the mat"), ("the ", "hat"), ("", "the bat"), (" ", "x")]
 PAIRS += [("the hat and the bat " * 20, "é"), ("the cat", " and the hat" * 10)]
 
@@ -39,12 +41,11 @@ def log_prob(model, tokens, first):
 
 @pytest.mark.parametrize("encoding", [BYTES, WORDS], ids=["byte", "bpe"])
 def test_log_likelihoods_equal_those_of_plain_forward_passes(encoding):
-    """An end-of-text token is the start of each context. Without one, an empty context becomes a newline."""
+    """The token before a document precedes each context."""
     model, adapter = make_adapter(encoding)
-    T, end = model.config.block_size, encoding._special_tokens.get("<|endoftext|>")
+    T, start = model.config.block_size, encoding.start_token
     for (context, continuation), result in zip(PAIRS, adapter.loglikelihood(requests(*PAIRS)), strict=True):
-        start = [end] if end is not None else [] if context.strip() else encoding.encode("\n")
-        tokens, first = start + encoding.encode(context + continuation), len(start + encoding.encode(context.rstrip()))
+        tokens, first = [start, *encoding.encode(context + continuation)], 1 + len(encoding.encode(context.rstrip()))
         n = len(tokens) - first
         if n <= T:
             tokens = tokens[-T - 1 :]
@@ -73,6 +74,30 @@ def test_generation_is_greedy_and_ends_at_a_stop_string():
     full = adapter.generate_until(requests(*((context, settings | {"until": []}) for context in contexts)))
     stopped = adapter.generate_until(requests(*((context, settings | {"until": ["e"]}) for context in contexts)))
     for context, text, before_stop in zip(contexts, full, stopped, strict=True):
-        tokens = greedy(model, list(context.encode()) or [10], 12)
+        tokens = greedy(model, [10, *context.encode()], 12)
         assert bytes(tokens).decode(errors="replace").startswith(text)
         assert before_stop == text.split("e")[0]
+
+
+SPANNING = [("the h", "at"), ("the c", "at and"), ("the hat", "s"), ("the b", "at"), ("the cat", "s and the hat")]
+
+
+@pytest.mark.parametrize(("context", "continuation"), SPANNING)
+def test_continuation_within_a_token_of_its_context_is_scored(context, continuation):
+    """The reference: the log-probability of the complete tokens after those that both texts begin with."""
+    model, adapter = make_adapter(WORDS)
+    ((score, is_greedy),) = adapter.loglikelihood(requests((context, continuation)))
+    tokens = WORDS.encode(context + continuation)
+    common = [a == b for a, b in zip(tokens, WORDS.encode(context), strict=False)]
+    first = common.index(False) if False in common else len(common)
+    expected, is_expected_greedy = log_prob(model, [WORDS.start_token, *tokens], 1 + first)
+    assert score == pytest.approx(expected, rel=1e-5)
+    assert score < 0
+    assert is_greedy == is_expected_greedy
+
+
+@pytest.mark.parametrize("key", ["max_gen_toks", "max_new_tokens", "max_tokens"])
+def test_generated_text_has_the_length_of_any_of_its_names(key):
+    _, adapter = make_adapter(BYTES)
+    (text,) = adapter.generate_until(requests(("the cat", {key: 5, "until": [""]})))
+    assert 0 < len(text) <= 5

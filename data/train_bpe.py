@@ -1,0 +1,23 @@
+"""Train a byte-pair vocabulary in a separate process, which a signal can end: rustbpe itself cannot be interrupted.
+
+Reads {"texts": [...], "vocab_size": N, "pattern": "..."} as JSON from stdin. Writes the tokens to stdout as a JSON list
+of base64 strings, in the order of their ids. data/tokenizer.py starts this process.
+"""
+
+import base64
+import json
+import sys
+
+import rustbpe
+
+
+def main() -> None:
+    request = json.loads(sys.stdin.buffer.read())
+    trainer = rustbpe.Tokenizer()  # ty: ignore[missing-attribute] (compiled, without type stubs)
+    trainer.train_from_iterator(iter(request["texts"]), request["vocab_size"], pattern=request["pattern"])
+    ranks = sorted(trainer.get_mergeable_ranks(), key=lambda pair: pair[1])
+    print(json.dumps([base64.b64encode(bytes(token)).decode() for token, _ in ranks]))
+
+
+if __name__ == "__main__":
+    main()
