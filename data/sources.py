@@ -109,12 +109,14 @@ def _check_keys(config: DataConfig, files: list[str], section: str) -> None:
     tables = sum(map(is_table, files))
     for key in TABLE_KEYS:
         value = getattr(config, key)
-        if tables == 0 and value != getattr(DataConfig, key):
+        default = getattr(DataConfig, key)
+        if tables == 0 and value != default:
             problem = f"{section}.{key}={format_value(value)} has no effect, because {files[0]} has no columns"
-            raise UserError(f"{problem}; set {section}.path to .jsonl, .csv or .parquet, or remove the key")
+            advice = f"set {section}.path to .jsonl, .csv or .parquet, or {section}.{key}={format_value(default)}"
+            raise UserError(f"{problem}; {advice}")
     if config.separator is not None and tables == len(files):
-        advice = f"each row is a document; remove {section}.separator"
-        raise UserError(f"{section}.separator has no effect, because {files[0]} is a table: {advice}")
+        problem = f"{section}.separator has no effect, because each row of {files[0]} is a document"
+        raise UserError(f"{problem}; set {section}.separator=null")
 
 
 def _identity(file: str) -> str:

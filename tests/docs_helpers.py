@@ -17,6 +17,7 @@ import yaml
 from data_helpers import write_file
 from helpers import ROOT, TEXT
 
+from common.settings import unescape
 from data.sources import is_remote
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
@@ -163,6 +164,8 @@ def prepare_folder(folder: Path, run: Path, exported: Path, command: Command) ->
         key, _, value = word.partition("=")
         if key.endswith("path"):
             write_document(folder, value, column)
+            if separator := unescape(command.value("data.separator")):
+                (folder / value).write_text(TEXT.replace("\n", separator))
         elif key in ("prompts", "prompt_file"):
             lines = '{"prompt": "The 1"}\n{"prompt": "The 2"}' if value.endswith(".jsonl") else "The 1\nThe 2"
             (folder / value).write_text(lines)
@@ -212,7 +215,7 @@ def shrink(command: Command, data) -> list[str]:
     script, words = command.script, command.shortened_words()
     if data is not None and not command.value("tasks"):  # tasks read no document of data
         if (data.source == "hub" and data.path is None) or is_remote(str(data.path)):
-            words += ["data.path=text.txt", "data.stream=false", "data.max_documents=null"]
+            words += ["data.path=text.txt", "data.stream=false", "data.max_documents=null", "data.row_is_document=true"]
             words += ["data.val_split=null", "data.val_documents=null", "data.val_fraction=0.1"]
         elif data.source == "python_stdlib" and data.path is None:
             words += ["data.max_documents=20"]

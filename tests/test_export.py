@@ -1,6 +1,7 @@
 """export.py: the complete path from training to transformers and back, and folders that cannot be read."""
 
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -66,6 +67,46 @@ def test_trained_model_is_the_same_in_transformers_and_when_imported(train, samp
     assert export("run=a", "out=half", "dtype=bfloat16")[0] == 0
     assert transformers.AutoModelForCausalLM.from_pretrained("half").dtype == torch.bfloat16
     assert {weight.dtype for weight in load_file("half/model.safetensors").values()} == {torch.bfloat16}
+
+
+QUESTIONS = [("The 1st", " line"), ("The 1st", " more."), ("The ", "7th"), ("", "The"), ("The 7th line:\n", "says")]
+
+
+def test_exported_run_has_the_same_log_likelihoods_in_lm_eval(train, export, workdir):
+    """The reference divides a question into tokens by lm-eval's own rule, and has the logits of transformers."""
+    lm_eval = pytest.importorskip("lm_eval.api.model", reason="NOT RUN: needs lm-eval")
+    from model.generation.lm_eval_adapter import ModelAdapter
+
+    settings = ["data.separator=\\n", "tokenizer=bpe", "tokenizer.vocab_size=300"]
+    assert train("name=a", *LLAMA[:-1], *settings) == 0
+    assert export("run=a", "out=exported")[0] == 0
+    theirs = transformers.AutoModelForCausalLM.from_pretrained("exported")
+    tokenizer = transformers.AutoTokenizer.from_pretrained("exported")
+
+    class Reference(lm_eval.TemplateLM):
+        eot_token_id = tokenizer.eos_token_id
+        generate_until = loglikelihood_rolling = None
+
+        def tok_encode(self, string, add_special_tokens=None, **options):
+            start = [] if add_special_tokens is False else [tokenizer.bos_token_id]  # as with add_bos_token=True
+            return start + tokenizer.encode(string)
+
+        def _loglikelihood_tokens(self, requests, **options):
+            return [self.score(context, continuation) for _, context, continuation in requests]
+
+        def score(self, context, continuation):
+            with torch.no_grad():
+                logits = theirs(torch.tensor([context + continuation])).logits[0, len(context) - 1 : -1]
+            tokens = torch.tensor(continuation)
+            return logits.log_softmax(-1).gather(1, tokens[:, None]).sum().item(), bool(
+                (logits.argmax(-1) == tokens).all()
+            )
+
+    requests = [SimpleNamespace(args=question) for question in QUESTIONS]
+    ours = ModelAdapter(*load_run("a"), batch_size=4).loglikelihood(requests)
+    for (score, is_greedy), expected in zip(ours, Reference().loglikelihood(requests, disable_tqdm=True), strict=True):
+        assert score == pytest.approx(expected[0], abs=1e-4)
+        assert is_greedy == expected[1]
 
 
 def test_training_starts_from_an_exported_folder(train, export, capsys):

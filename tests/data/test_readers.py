@@ -152,7 +152,7 @@ def test_converted_json_array_is_read(workdir):
 
 @pytest.mark.parametrize(("key", "value"), [("text_column", "body"), ("row_is_document", False)])
 def test_keys_of_tables_are_refused_for_files_without_columns(workdir, key, value):
-    message = rf"data.{key}=.* has no effect, because text.txt has no columns; .* or remove the key"
+    message = rf"data.{key}=.* has no effect, because text.txt has no columns; .* or data.{key}=(text|true)$"
     with pytest.raises(UserError, match=message):
         prepare_data(DataConfig(path="text.txt", **{key: value}))
 
@@ -193,7 +193,10 @@ def test_separated_documents_get_an_end_of_text_token(workdir):
     ("settings", "message"),
     [
         ({"path": "text.txt", "separator": "#"}, r"data.separator=# does not occur in text.txt"),
-        ({"path": "rows.csv", "separator": "#"}, r"data.separator has no effect, because rows.csv is a table"),
+        (
+            {"path": "rows.csv", "separator": "#"},
+            r"data.separator has no effect, because each row of rows.csv is a document",
+        ),
     ],
 )
 def test_separator_without_effect_is_refused(workdir, settings, message):

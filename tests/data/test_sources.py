@@ -59,6 +59,13 @@ def test_folders_patterns_and_lists_give_each_file_once_in_order(workdir):
     assert load_documents("b/t.parquet", max_documents=2) == ["row 1", "row 2"]
 
 
+def test_pattern_with_a_bracket_that_finds_nothing_gets_advice(workdir):
+    write_file("notes [1]/a.txt", "a")
+    with pytest.raises(UserError, match=r"no file to read .* write \[\[\] for the character \["):
+        load_documents("notes [1]/*.txt")
+    assert load_documents("notes [[]1]/*.txt") == ["a"]
+
+
 def hub(split: str, val_split: str | None = None) -> DataConfig:
     return DataConfig(source="hub", repo="a/b", split=split, val_split=val_split)
 

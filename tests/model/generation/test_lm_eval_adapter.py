@@ -1,5 +1,6 @@
 """lm-eval's requests give the log-likelihoods of plain forward passes, and text up to a stop string."""
 
+import math
 from types import SimpleNamespace
 
 import pytest
@@ -9,6 +10,8 @@ from helpers import BPE
 from model_helpers import MODERN
 
 from data import tokenizer
+from data.readers import Piece
+from model.generation.perplexity import score_documents
 
 lm_eval = pytest.importorskip("lm_eval", reason="NOT RUN: needs lm-eval")
 WORDS = tokenizer.from_spec(
@@ -66,6 +69,17 @@ def test_rolling_log_likelihood_counts_every_token_once():
         expected += log_prob(model, tokens[max(0, end - T) : end + 1], min(T, end) - (end - start) + 1)[0]
     assert long_score == pytest.approx(expected, rel=1e-5)
     assert empty == 0
+
+
+def test_documents_have_the_same_loss_in_eval_and_in_lm_eval():
+    """Also without an end-of-text token."""
+    model, adapter = make_adapter(BYTES)
+    texts = ["the cat", "the cat sat on the mat, and the hat " * 3]
+    documents = [[Piece(text, ends_document=True, is_prompt=False)] for text in texts]
+    *rows, _ = score_documents(model, BYTES, documents, batch_size=4, text_bytes=None)
+    for text, row in zip(texts, rows, strict=True):
+        (log_likelihood,) = adapter.loglikelihood_rolling(requests((text,)))
+        assert -log_likelihood / math.log(2) / len(text) == pytest.approx(row["bits_per_byte"], rel=1e-5)
 
 
 def test_generation_is_greedy_and_ends_at_a_stop_string():
