@@ -40,7 +40,7 @@ def describe(prepared: PreparedData) -> str:
     lines = [f"{prepared.folder}: {meta['tokenizer']['name']} vocabulary of {meta['vocab_size']:,}"]
     for split, tokens in (("train", prepared.train[0]), ("val", prepared.val)):
         ids = [max(i, ~i) for i in tokens[:20].tolist()]  # ~i: a token of a prompt
-        sample = "│".join(repr(string)[1:-1] for string in token_strings(tokenizer, ids))
+        sample = "│".join(token_strings(tokenizer, ids))
         counts = f"{meta['tokens'][split]:,} tokens, {pluralize(meta['documents'][split], 'document')}"
         lines.append(f"{split:5} {counts}, {format_si(meta['bytes'][split], 'B')} of text: {sample}")
     return "\n".join(lines)

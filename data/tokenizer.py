@@ -183,8 +183,9 @@ def _check_characters(tokenizer: tiktoken.Encoding, text: str, where: str) -> No
 
 
 def token_strings(tokenizer: tiktoken.Encoding, ids: Sequence[int]) -> list[str]:
-    """Each token decoded separately; bytes that are not a complete character become \\xNN."""
-    return [token_to_bytes(tokenizer, i).decode(errors="backslashreplace") for i in ids]
+    """Each token as a label in one line: \\n for a newline, \\xNN for a byte that is not a complete character."""
+    strings = [token_to_bytes(tokenizer, i).decode(errors="surrogateescape") for i in ids]
+    return [re.sub(r"(?<!\\)\\udc", r"\\x", repr(string)[1:-1]) for string in strings]  # byte 0xc3 is "\udcc3"
 
 
 def token_to_bytes(tokenizer: tiktoken.Encoding, token: int) -> bytes:

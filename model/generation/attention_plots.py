@@ -44,14 +44,14 @@ def plot_attention(weights: Tensor, path: Path, words: list[str] | None = None, 
 
     weights (n_layer, H, T, T): row i has the weights of all keys for query i.
     path: picture to write.
-    words: tokens that label the axes. Without them, each layer is a row of heads.
+    words: tokens that label the axes, from token_strings. Without them, each layer is a row of heads.
     first: number of the first layer.
     """
     from matplotlib import colormaps  # a slow import
     from matplotlib.colors import PowerNorm
 
     n_layer, H, T, _ = weights.shape
-    labels = [repr(word)[:MAX_LABEL_CHARS] for word in words] if words is not None and T <= MAX_LABELED_TOKENS else []
+    labels = [f"'{word}'"[:MAX_LABEL_CHARS] for word in words] if words is not None and T <= MAX_LABELED_TOKENS else []
     columns = min(H, 4) if labels else H
     rows, step = ceil(n_layer * H / columns), T + max(1, round(0.08 * T))
     side = max(2.6, 0.125 * T) if labels else min(2.0, max(0.5, 11 / columns))  # inches per head

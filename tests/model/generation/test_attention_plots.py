@@ -4,15 +4,19 @@ import warnings
 
 import pytest
 import torch
+from generation_helpers import BYTES
 from helpers import BYTE, metrics, run_command
+from model_helpers import GPT2, make_model
 
+from common.plots import make_figure
 from data import tokenizer
 from model.attention.head_statistics import uniform_entropy
-from model.generation.attention_plots import plot_attention
+from model.generation import attention_plots
+from model.generation.attention_plots import draw_attention_maps, plot_attention
 
-MATH, WHITESPACE, OTHER = ["$x$", r"$\frac{", "{}", "_^%#"], ["\n    ", "\t\r", ""], ["\x00", "\ud800", "a" * 99]
+MATH, ESCAPED, OTHER = ["$x$", r"$\frac{", "{}", "_^%#"], [r"\n    ", r"\x00", ""], ["\\", "a" * 99]
 MAP, PNG = ["run=a", "attention_map=true"], b"\x89PNG"
-DIFFICULT_TOKENS = [*MATH, *WHITESPACE, *OTHER, "日本語", "مرحبا"]
+DIFFICULT_TOKENS = [*MATH, *ESCAPED, *OTHER, "日本語", "مرحبا"]
 
 
 @pytest.mark.parametrize("words", [None, DIFFICULT_TOKENS], ids=["overview", "words"])
@@ -28,7 +32,22 @@ def test_heads_and_tokens_are_drawn_without_a_warning(tmp_path, H, words):
 
 def test_token_strings_show_incomplete_characters_as_bytes():
     byte = tokenizer.build_tokenizer(BYTE, [], has_several_documents=True)
-    assert tokenizer.token_strings(byte, [97, 195, 169, 256]) == ["a", "\\xc3", "\\xa9", tokenizer.END_OF_TEXT]
+    assert tokenizer.token_strings(byte, [97, 195, 169, 256]) == ["a", r"\xc3", r"\xa9", tokenizer.END_OF_TEXT]
+
+
+def test_token_strings_are_one_line_without_control_characters():
+    tokens = ["\n ", "\x1b[", "\\", r"\udc4d", "'s", "é"]
+    encoding = tokenizer._make_tokenizer("words", r"(?s).", [token.encode() for token in tokens], {})
+    assert tokenizer.token_strings(encoding, range(6)) == [r"\n ", r"\x1b[", r"\\", r"\\udc4d", "'s", "é"]
+
+
+def test_labels_of_a_plot_escape_bytes_once(tmp_path, monkeypatch):
+    """é is two tokens of one byte each."""
+    figures = []
+    monkeypatch.setattr(attention_plots, "make_figure", lambda *size: figures.append(make_figure(*size)) or figures[-1])
+    draw_attention_maps(make_model(GPT2, 256), BYTES, "é\n", tmp_path)
+    labels = [label.get_text() for label in figures[-1].axes[0].get_yticklabels()]
+    assert labels == [r"'\xc3'", r"'\xa9'", r"'\n'"]
 
 
 def test_training_logs_attention_maps_at_evaluations(train, workdir):
