@@ -109,6 +109,21 @@ def test_exported_run_has_the_same_log_likelihoods_in_lm_eval(train, export, wor
         assert is_greedy == expected[1]
 
 
+@pytest.mark.parametrize("words", [["model=gpt2"], [*LLAMA, "data.path=texts"]], ids=["gpt2", "llama with documents"])
+def test_folder_that_transformers_has_saved_again_is_the_same_when_imported(train, export, words):
+    for file in "ab":  # two documents, so there is an end-of-text token
+        write_file(f"texts/{file}.txt", TEXT)
+    assert train("name=a", "train.steps=1", *words) == 0
+    assert export("run=a", "out=exported")[0] == 0
+    transformers.AutoModelForCausalLM.from_pretrained("exported").save_pretrained("again")
+    transformers.AutoTokenizer.from_pretrained("exported").save_pretrained("again")
+    (_, before), (_, after) = load_pretrained("hf:exported"), load_pretrained("hf:again")
+    assert after["tokenizer"] == before["tokenizer"]
+    assert after["model_config"] == before["model_config"]
+    for name, weight in before["model"].items():
+        assert torch.equal(weight, after["model"][name]), name
+
+
 def test_training_starts_from_an_exported_folder(train, export, capsys):
     assert train("name=a", *LLAMA) == 0
     assert "next     python sample.py run=hf:runs/a/huggingface" in export("run=a")[1]

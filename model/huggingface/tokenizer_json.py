@@ -72,34 +72,41 @@ def to_tokenizer_json(spec: dict) -> dict[str, Any]:
 
 def from_tokenizer_json(content: dict[str, Any], path: str) -> dict:
     """Convert a tokenizer.json to a tokenizer spec. Raises UserError for unsupported tokenizers. path: for messages."""
+    only = "but only byte-level BPE with one pattern can be imported; set another folder"
     try:
-        model, special = content["model"], {token["content"]: token["id"] for token in content["added_tokens"]}
+        model, normalizer = content["model"], content["normalizer"]
+        special = {token["content"]: token["id"] for token in content["added_tokens"]}
         is_char = model["type"] == "WordLevel"
         ids = {token: i for token, i in model["vocab"].items() if token not in special}
         strings = sorted(ids, key=ids.__getitem__)
         tokens = [t.encode() if is_char else t.translate(FROM_PRINTABLE).encode("latin-1") for t in strings]
         merges = [merge.split(" ") if isinstance(merge, str) else merge for merge in model.get("merges", [])]
         merged_ids = [ids[left + right] for left, right in merges]
+        has_low_special = any(i < len(ids) for i in special.values())
         steps = content["pre_tokenizer"].get("pretokenizers", [content["pre_tokenizer"]])
         if GPT2_STEP | steps[0] == GPT2_STEP:
             steps = list_steps(to_onig(GPT2_PATTERN), is_char) + steps[1:]
-        regex, all_bytes = steps[0]["pattern"]["Regex"], [bytes([byte]) for byte in range(256)]
-        known = {to_onig(pattern): pattern for pattern in (CHARACTER_PATTERN, BPE_PATTERN, GPT2_PATTERN)}
-        pattern = known.get(regex, regex)
-        is_supported = (
-            content["normalizer"] is None
-            and (content["post_processor"] or BYTE_LEVEL)["type"] == "ByteLevel"  # others add tokens
-            and steps == list_steps(regex, is_char)
-            and merged_ids == sorted(merged_ids)  # tiktoken merges the lowest id first
-            and [ids[token] for token in strings] == list(range(len(ids)))
-            and (regex and all(i >= len(ids) for i in special.values()))  # an empty regex would match everywhere
-            and (is_char or set(all_bytes) <= set(tokens))
-        )
+        regex = steps[0]["pattern"]["Regex"]
+        post_processor = content["post_processor"] or BYTE_LEVEL
+        post_processors = post_processor.get("processors", [post_processor])
+        adds_tokens = any(step["type"] != "ByteLevel" and step.get("special_tokens") != {} for step in post_processors)
     except (KeyError, TypeError, ValueError, AttributeError):  # other tokenizers have other keys
-        is_supported = False
-    if not is_supported:
-        only = "byte-level BPE with one pattern, without a normalizer and added tokens, can be imported"
-        raise UserError(f"{path} has an unsupported tokenizer: only {only}; set another folder")
+        raise UserError(f"{path} has another kind of tokenizer, {only}") from None
+    if normalizer is not None:
+        raise UserError(f"{path} has a normalizer, which changes the text, {only}")
+    if adds_tokens:
+        raise UserError(f"{path} has a post_processor that adds tokens to each text, {only}")
+    if not regex or steps != list_steps(regex, is_char):  # an empty regex would match everywhere
+        raise UserError(f"{path} has a pre_tokenizer with other steps, {only}")
+    if merged_ids != sorted(merged_ids):  # tiktoken merges the lowest id first
+        raise UserError(f"{path} has merges in another order than the token ids, {only}")
+    if has_low_special or [ids[token] for token in strings] != list(range(len(ids))):
+        raise UserError(f"{path} has token ids with gaps, or special tokens before others, {only}")
+    all_bytes = [bytes([byte]) for byte in range(256)]
+    if not is_char and not set(all_bytes) <= set(tokens):
+        raise UserError(f"{path} has no token for some bytes, {only}")
+    known = {to_onig(pattern): pattern for pattern in (CHARACTER_PATTERN, BPE_PATTERN, GPT2_PATTERN)}
+    pattern = known.get(regex, regex)
     name = "char" if is_char else "byte" if tokens == all_bytes and pattern == CHARACTER_PATTERN else "bpe"
     encoded = [base64.b64encode(token).decode() for token in tokens]
     return {"name": name, "pattern": pattern, "tokens": encoded, "special": special}

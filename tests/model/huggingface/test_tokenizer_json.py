@@ -84,21 +84,48 @@ def test_tokenizer_of_openai_is_imported(specs):
     assert from_tokenizer_json(content, "tokenizer.json") == specs["gpt2"]
 
 
+START = [{"SpecialToken": {"id": END_OF_TEXT, "type_id": 0}}]
+TEXT_A = [{"Sequence": {"id": "A", "type_id": 0}}]
+TEMPLATE = {"type": "TemplateProcessing", "single": TEXT_A, "pair": TEXT_A, "special_tokens": {}}
+ADDS_START = TEMPLATE | {"single": START + TEXT_A, "special_tokens": {END_OF_TEXT: {"id": END_OF_TEXT, "ids": [0]}}}
+
+
 @pytest.mark.parametrize(
-    "change",
+    "post_processor", [TEMPLATE, {"type": "Sequence", "processors": [{"type": "ByteLevel"}, TEMPLATE]}]
+)
+def test_post_processor_that_adds_no_token_is_imported(specs, post_processor):
+    content = to_tokenizer_json(specs["ours"]) | {"post_processor": post_processor}
+    assert from_tokenizer_json(content, "t.json") == specs["ours"]
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
     [
-        lambda content: content["model"].update(type="Unigram", vocab=[["a", 0.5]]),
-        lambda content: content.update(normalizer={"type": "NFC"}),
-        lambda content: content.update(pre_tokenizer={"type": "Metaspace"}),
-        lambda content: content["pre_tokenizer"]["pretokenizers"][0].update(behavior="Removed"),
-        lambda content: content["model"]["merges"].reverse(),
-        lambda content: content["model"]["vocab"].pop("a"),
-        lambda content: content.update(post_processor={"type": "TemplateProcessing"}),
-        lambda content: content.clear(),
+        (lambda content: content["model"].update(type="Unigram", vocab=[["a", 0.5]]), "kind of tokenizer"),
+        (lambda content: content.update(normalizer={"type": "NFC"}), "normalizer"),
+        (lambda content: content.update(pre_tokenizer={"type": "Metaspace"}), "kind of tokenizer"),
+        (lambda content: content["pre_tokenizer"]["pretokenizers"][0].update(behavior="Removed"), "pre_tokenizer"),
+        (lambda content: content["model"]["merges"].reverse(), "merges"),
+        (lambda content: content["model"]["vocab"].pop("!"), "ids with gaps"),
+        (lambda content: content["added_tokens"][0].update(id=0), "special tokens before others"),
+        (lambda content: content.update(post_processor=ADDS_START), "post_processor"),
+        (lambda content: content.update(post_processor={"type": "BertProcessing"}), "post_processor"),
+        (
+            lambda content: content.update(post_processor={"type": "Sequence", "processors": [ADDS_START]}),
+            "adds tokens",
+        ),
+        (lambda content: content.clear(), "kind of tokenizer"),
     ],
 )
-def test_other_tokenizers_are_refused(specs, change):
+def test_other_tokenizers_are_refused_with_the_reason(specs, change, reason):
     content = json.loads(json.dumps(to_tokenizer_json(specs["ours"])))
     change(content)
-    with pytest.raises(UserError, match=r"t\.json"):
+    with pytest.raises(UserError, match=rf"t\.json has .*{reason}"):
+        from_tokenizer_json(content, "t.json")
+
+
+def test_tokenizer_without_a_token_for_a_byte_is_refused(specs):
+    content = to_tokenizer_json(specs["byte"])
+    del content["model"]["vocab"]["ÿ"], content["model"]["vocab"][END_OF_TEXT], content["added_tokens"][0]
+    with pytest.raises(UserError, match="no token for some bytes"):
         from_tokenizer_json(content, "t.json")
