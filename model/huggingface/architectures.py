@@ -59,7 +59,9 @@ MODULES = {
         "mlp.proj": ["model.layers.{}.mlp.down_proj"],
     },
 }  # fmt: skip
-VOCAB_WEIGHTS = ("wte.weight", "lm_head.weight")  # have one row per token, and rows that pad the vocabulary
+HEAD = "lm_head.weight"  # has the same name in transformers
+VOCAB_WEIGHTS = ("wte.weight", HEAD)  # have one row per token, and rows that pad the vocabulary
+BUFFER = re.compile(r"\.attn\.(masked_)?bias$|\.rotary_emb\.inv_freq$")  # of older files: not a weight
 
 
 def find_architecture(config: GPTConfig, run: str) -> str:
@@ -122,7 +124,7 @@ def export_weights(
     """Convert a GPT's weights to the names and shapes of transformers, without padding rows."""
     exported = {}
     for name, weight in weights.items():
-        if name == "lm_head.weight" and config.tie_embeddings:
+        if name == HEAD and config.tie_embeddings:
             continue
         weight = weight[:vocab_size] if name in VOCAB_WEIGHTS else weight
         theirs = list_names(name, model_type)
@@ -136,15 +138,27 @@ def export_weights(
     return exported
 
 
-def import_weights(tensors: dict[str, Tensor], config: GPTConfig, vocab_size: int) -> dict[str, Tensor]:
-    """Convert weights of transformers to the state_dict of a GPT, in float32. config: from from_config_json."""
+def import_weights(tensors: dict[str, Tensor], config: GPTConfig, vocab_size: int, path: str) -> dict[str, Tensor]:
+    """Convert weights of transformers to the state_dict of a GPT, in float32. config: from from_config_json.
+
+    Raises an error if weights are missing, or if the GPT would not use all of them. path: of the file, for messages.
+    """
     if "wte.weight" in tensors:  # OpenAI's own files lack the prefix
-        tensors = {f"transformer.{name}": tensor for name, tensor in tensors.items()}
+        tensors = {name if name == HEAD else f"transformer.{name}": tensor for name, tensor in tensors.items()}
     if config.n_layer > len(tensors):  # building a model of 9,999 layers takes minutes
         raise ValueError(f"it has {len(tensors)} tensors, too few for {config.n_layer:,} layers")
+    state = GPT(config, vocab_size, device="meta").state_dict()
+    used = {their_name for name in state for their_name in list_names(name, config.name)}
+    unused = [name for name in tensors if name not in used and not BUFFER.search(name)]
+    if unused:
+        raise UserError(f"{path} has weights that the model does not use: {', '.join(unused[:3])}; set another folder")
+    embedding = tensors[list_names("wte.weight", config.name)[0]]
+    if config.tie_embeddings and not torch.equal(tensors.get(HEAD, embedding), embedding):
+        reason = f"{path} has an {HEAD} that differs from the embedding, but config.json ties them"
+        raise UserError(f"{reason}; set tie_word_embeddings to false in config.json")
     weights = {}
-    for name, expected in GPT(config, vocab_size, device="meta").state_dict().items():
-        source = "wte.weight" if name == "lm_head.weight" and config.tie_embeddings else name
+    for name, expected in state.items():
+        source = "wte.weight" if name == HEAD and config.tie_embeddings else name
         parts = [tensors[their_name] for their_name in list_names(source, config.name)]
         weight = torch.cat([part.T if _is_conv1d(name, part, config.name) else part for part in parts]).float()
         weights[name] = weight[:vocab_size] if name in VOCAB_WEIGHTS else weight

@@ -79,7 +79,7 @@ def read_folder(folder: Path) -> dict[str, Any]:
             end = content.get("eos_token_id")
             spec["special"] = {END_OF_TEXT if i == end else name: i for name, i in spec["special"].items()}
         vocab_size = from_spec(spec).n_vocab
-        weights = import_weights(load_file(path := folder / "model.safetensors"), config, vocab_size)
+        weights = import_weights(load_file(path := folder / "model.safetensors"), config, vocab_size, str(path))
     except Exception as error:  # a damaged file can raise anything
         message = f"{path} cannot be read ({type(error).__name__}: {error}); set hf:FOLDER with {', '.join(FILES)}"
         raise UserError(error if isinstance(error, UserError) else message) from None

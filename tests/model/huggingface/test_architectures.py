@@ -6,6 +6,7 @@ import pytest
 import torch
 import transformers
 from model_helpers import GPT2, LLAMA, MODERN, make_model, random_tokens
+from safetensors.torch import save_file
 
 from common.errors import UserError
 from model import GPTConfig
@@ -60,7 +61,7 @@ def test_exported_model_computes_the_same_in_transformers_and_returns_unchanged(
             torch.testing.assert_close(gradients[name], p.grad, atol=1e-5, rtol=1e-3)
 
     config = from_config_json(content, "config.json")
-    weights = import_weights(tensors, config, V)
+    weights = import_weights(tensors, config, V, "file")
     for name, weight in model.state_dict().items():
         assert torch.equal(weight[:V] if "wte" in name or "lm_head" in name else weight, weights[name]), name
     same = ("mlp", "mlp_channels", "kv_heads", "tie_embeddings", "norm", "position", "block_size")
@@ -81,10 +82,44 @@ def test_model_of_transformers_has_the_same_logits_here(config, prefix):
     for p in theirs.parameters():
         torch.nn.init.normal_(p, std=0.3)
     tensors = {name.replace("transformer.", prefix): tensor for name, tensor in theirs.state_dict().items()}
-    tensors[f"{prefix}h.0.attn.bias"] = torch.ones(1, 1, 24, 24)  # OpenAI's files have the causal mask, and no prefix
+    # Buffers of older files, such as the causal mask. OpenAI's files have no prefix.
+    tensors[f"{prefix}h.0.attn.bias"] = torch.ones(1, 1, 24, 24)
+    tensors[f"{prefix}h.0.attn.masked_bias"] = torch.tensor(-1e4)
+    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
     ours = from_config_json(config.to_dict(), "config.json")
-    model = GPT(ours, V, naive, weights=import_weights(tensors, ours, V)).eval()
+    model = GPT(ours, V, naive, weights=import_weights(tensors, ours, V, "file")).eval()
     torch.testing.assert_close(model(random_tokens()), theirs(random_tokens()).logits, atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_head_that_differs_from_the_embedding_is_refused_or_imported_untied(tmp_path):
+    """transformers unties such a head. The message names the setting that gives its logits."""
+    tied = transformers.AutoModelForCausalLM.from_config(THEIR_GPT2)
+    tensors = tied.state_dict() | {"lm_head.weight": torch.randn(V, 32)}
+    content = THEIR_GPT2.to_dict()
+    ours = from_config_json(content, "config.json")
+    with pytest.raises(UserError, match=r"a/file has .*lm_head.weight.*set tie_word_embeddings to false"):
+        import_weights(tensors, ours, V, "a/file")
+    untied = from_config_json(content | {"tie_word_embeddings": False}, "config.json")
+    model = GPT(untied, V, naive, weights=import_weights(tensors, untied, V, "a/file")).eval()
+    THEIR_GPT2.save_pretrained(tmp_path)
+    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
+    torch.testing.assert_close(model(random_tokens()), theirs(random_tokens()).logits, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        (THEIR_LLAMA, "model.layers.1.self_attn.q_proj.bias"),
+        (THEIR_LLAMA, "model.layers.2.mlp.up_proj.weight"),  # a third layer
+        (THEIR_GPT2, "transformer.h.0.attn.c_attn.lora_A.weight"),
+    ],
+)
+def test_weights_that_the_model_does_not_use_are_refused(config, name):
+    tensors = transformers.AutoModelForCausalLM.from_config(config).state_dict() | {name: torch.ones(32)}
+    with pytest.raises(UserError, match=f"a/file has .*: {name}; set"):
+        import_weights(tensors, from_config_json(config.to_dict(), "config.json"), V, "a/file")
 
 
 def test_llama_without_rms_norm_eps_has_the_default_of_transformers_and_is_refused():
