@@ -114,7 +114,7 @@ def share_tokens(work: Path, nanogpt: Path, arguments: argparse.Namespace) -> Pr
     path = f"data.path={arguments.text.resolve()}"
     run_python(work, ROOT / "prepare.py", f"data={data}", f"tokenizer={tokenizer}", path)
     (meta,) = (work / "data/prepared").glob("*/meta.json")
-    prepared = PreparedData(meta.parent, json.loads(meta.read_text()))
+    prepared = PreparedData(meta.parent, json.loads(meta.read_text(encoding="utf-8")))
     for dataset in ("shakespeare_char", "openwebtext"):
         folder = nanogpt / "data" / dataset
         folder.mkdir(parents=True, exist_ok=True)
@@ -148,7 +148,7 @@ def compare_time_to_loss(
         name = f"loss-{round_number}"
         settings = ["experiment=shakespeare_char_cpu_fast", *overrides, f"seed={round_number}", f"name={name}"]
         _, trilgpt_seconds = run_python(work, ROOT / "train.py", *settings)
-        trilgpt_loss = json.loads((work / "runs" / name / "summary.json").read_text())["last_val_loss"]
+        trilgpt_loss = json.loads((work / "runs" / name / "summary.json").read_text(encoding="utf-8"))["last_val_loss"]
         ratios.append(nanogpt_seconds / trilgpt_seconds)
         is_worse |= trilgpt_loss > nanogpt_loss
         nanogpt_cell = f"{nanogpt_seconds:>9.1f} s   {nanogpt_loss:.4f}"
@@ -198,7 +198,7 @@ def compare_step_time(work: Path, nanogpt: Path, recipe: Recipe, overrides: list
         name = f"step-{round_number}"
         steps = ["train.steps=200", "eval.every=200", "eval.windows=12", "eval.sample.max_new_tokens=0"]
         run_python(work, ROOT / "train.py", *recipe.trilgpt, *overrides, *steps, f"name={name}")
-        rows = map(json.loads, (work / "runs" / name / "metrics.jsonl").read_text().splitlines())
+        rows = map(json.loads, (work / "runs" / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
         trilgpt_ms = [row["step_ms"] for row in rows if "step_ms" in row][WARMUP_STEPS:]
 
         ratios.append(statistics.median(nanogpt_ms) / statistics.median(trilgpt_ms))

@@ -91,7 +91,7 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as folder:
         train(Path(folder), [*overrides, "train.steps=1", "train.minutes=null"], "prepare")  # prepares the data
         fixed = track.fixed | {"data.path": str(arguments.text.resolve())}
-        check_config(yaml.safe_load(Path(folder, "runs/prepare/config.yaml").read_text()), fixed)
+        check_config(yaml.safe_load(Path(folder, "runs/prepare/config.yaml").read_text(encoding="utf-8")), fixed)
         results = []
         for seed in range(1, num_seeds + 1):
             seconds, summary = train(Path(folder), [*overrides, f"seed={seed}"], f"seed-{seed}")
@@ -145,7 +145,8 @@ def train(folder: Path, overrides: list[str], name: str) -> tuple[float, dict]:
     if done.returncode:
         sys.exit(f"{' '.join(command)} failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
     run = folder / "runs" / name
-    return (run / "metrics.jsonl").stat().st_mtime - started, json.loads((run / "summary.json").read_text())
+    summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
+    return (run / "metrics.jsonl").stat().st_mtime - started, summary
 
 
 def p_value(losses: list[float], max_loss: float) -> float:

@@ -84,7 +84,7 @@ def compare(work: Path, text: Path, arguments: argparse.Namespace) -> bool:
         print(f"  search   {found[best]:.4f}  {best}; default / search {defaults[0] / found[best]:.3f}")
     print(f"  nanoGPT  {nanogpt:.4f}  nanoGPT / default {nanogpt / default:.3f}", flush=True)
     result = {"text": text.name, "default": defaults, "nanogpt": nanogpt, "search": found, "config": config}
-    with open("text_sizes.jsonl", "a") as file:
+    with open("text_sizes.jsonl", "a", encoding="utf-8") as file:
         file.write(json.dumps(result) + "\n")
     return defaults[0] <= MAX_LOSS_RATIO * found[best] and default <= nanogpt
 
@@ -112,8 +112,8 @@ def train(work: Path, text: Path, words: list[str]) -> dict:
     settings = ["eval.windows=640", "eval.sample.max_new_tokens=0", "wandb.mode=disabled", f"name={name}", *words]
     run_python(work, ROOT / "train.py", "data=text", f"data.path={text}", *settings)
     folder = work / "runs" / name
-    summary = json.loads((folder / "summary.json").read_text())
-    config = yaml.safe_load((folder / "config.yaml").read_text())
+    summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
+    config = yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))
     shutil.rmtree(folder)
     return summary | {"config": config}
 

@@ -23,7 +23,7 @@ def reset_peak_memory(device: torch.device) -> None:
         torch.cuda.reset_peak_memory_stats(device)
     else:
         with suppress(OSError):  # without Linux, and in containers that forbid this, the peak counts from the start
-            Path("/proc/self/clear_refs").write_text("5")  # resets VmHWM (proc(5))
+            Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")  # resets VmHWM (proc(5))
 
 
 def peak_memory_bytes(device: torch.device) -> int | None:
@@ -31,20 +31,20 @@ def peak_memory_bytes(device: torch.device) -> int | None:
     if device.type == "cuda":
         return torch.cuda.max_memory_allocated(device)
     status = Path("/proc/self/status")
-    kilobytes = re.search(r"VmHWM:\s+(\d+)", status.read_text()) if status.exists() else None
+    kilobytes = re.search(r"VmHWM:\s+(\d+)", status.read_text(encoding="utf-8")) if status.exists() else None
     return None if kilobytes is None else 1024 * int(kilobytes[1])
 
 
 def describe_environment(device: torch.device) -> dict:
     """Describe the machine, the software and the command, for summary.json. commit: None without git or a checkout."""
-    git = subprocess.run(DESCRIBE_COMMIT, shell=True, cwd=Path(__file__).parents[1], capture_output=True, text=True)
+    git = subprocess.run(DESCRIBE_COMMIT, shell=True, cwd=Path(__file__).parents[1], capture_output=True)
     return {
         "device": device.type,
         "device_name": device_name(device),
         "threads": torch.get_num_threads(),
         "tf32": torch.backends.cuda.matmul.allow_tf32,
         "versions": {"python": platform.python_version()} | {name: version(name) for name in PACKAGES},
-        "commit": git.stdout.strip() or None,
+        "commit": git.stdout.decode(errors="replace").strip() or None,
         "command": command_line(),
     }
 

@@ -140,7 +140,7 @@ def hash_json(content: list | dict) -> str:
 def read_meta(folder: Path) -> dict:
     """Read meta.json of a prepared folder, and check the sizes of its files. Raises UserError if one is damaged."""
     with suppress(Exception):  # a damaged file can raise anything
-        meta = json.loads((folder / "meta.json").read_text())
+        meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
         checksum, files = meta.pop("checksum", None), {part["file"] for part in meta["train"] + meta["val"]}
         size = sum((folder / file).stat().st_size for file in files) / np.dtype(meta["dtype"]).itemsize
         if checksum in (None, hash_json(meta)) and size == sum(meta["tokens"].values()):  # None: an earlier version

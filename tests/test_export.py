@@ -1,5 +1,6 @@
 """export.py: the complete path from training to transformers and back, and folders that cannot be read."""
 
+import json
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -122,6 +123,17 @@ def test_folder_that_transformers_has_saved_again_is_the_same_when_imported(trai
     assert after["model_config"] == before["model_config"]
     for name, weight in before["model"].items():
         assert torch.equal(weight, after["model"][name]), name
+
+
+def test_folder_is_read_as_utf_8_in_any_locale(train, export, workdir, monkeypatch):
+    """transformers writes characters of a vocabulary as UTF-8."""
+    assert train("name=a", "model=gpt2", "train.steps=1") == 0
+    assert export("run=a", "out=exported")[0] == 0
+    path = workdir / "exported/tokenizer.json"
+    path.write_text(json.dumps(json.loads(path.read_bytes()), ensure_ascii=False), encoding="utf-8")
+    assert not path.read_bytes().isascii()
+    monkeypatch.setattr("io.text_encoding", lambda encoding, stacklevel=2: encoding or "ascii")  # LC_ALL=C
+    assert load_pretrained("hf:exported")[1]["tokenizer"] == load("a")["tokenizer"]
 
 
 def test_training_starts_from_an_exported_folder(train, export, capsys):

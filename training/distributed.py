@@ -46,7 +46,7 @@ class Dist:
         if self.world_size == 1:
             return
         if not self.is_main:
-            sys.stdout = open(os.devnull, "w")  # noqa: SIM115 (open as long as the process)
+            sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (open as long as the process)
         backend, device_id = ("cpu:gloo,cuda:nccl", device) if device.type == "cuda" else ("gloo", None)
         torch_dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, device_id=device_id)
         self.require_equal(f"dtype={str(dtype).removeprefix('torch.')}", "set dtype=float32 or dtype=bfloat16")

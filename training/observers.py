@@ -150,7 +150,7 @@ class MetricsLogger:
         """Write the collected rows. sync: also to the disk. Raises TrainingFailed if a loss is not finite."""
         rows, self.rows = [_to_numbers(row | read()) for row, read in self.rows], []
         self.flushed = time.perf_counter()
-        with open(self.path, "a") as file:
+        with open(self.path, "a", encoding="utf-8") as file:
             file.writelines(json.dumps(row, default=str) + "\n" for row in rows)  # str: a picture's path
             file.flush()
             if sync:

@@ -76,7 +76,7 @@ def train_job(job: Job) -> Outcome:
     if code == EXIT_CODES["finished"]:
         return Outcome("finished")
     status = next((status for status, exit_code in EXIT_CODES.items() if exit_code == code), "failed")
-    lines = log.read_text(errors="replace").strip().splitlines() or [f"exit code {code}"]
+    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or [f"exit code {code}"]
     reason = f"killed by {signal.Signals(-code).name}" if code < 0 else lines[-1].removeprefix(f"{SCRIPT.name}: ")
     if read_json(job.folder / "summary.json").get("status") in (None, "refused"):  # the run has not started
         write_config(job.folder, job.config)

@@ -72,9 +72,9 @@ def find_folder(name: str) -> Path:
 def read_folder(folder: Path) -> dict[str, Any]:
     """Read a folder of transformers as a checkpoint: model_config, vocab_size, tokenizer, model. Raises UserError."""
     try:
-        content = json.loads((path := folder / "config.json").read_text())
+        content = json.loads((path := folder / "config.json").read_bytes())
         config = from_config_json(content, str(path))
-        spec = from_tokenizer_json(json.loads((path := folder / "tokenizer.json").read_text()), str(path))
+        spec = from_tokenizer_json(json.loads((path := folder / "tokenizer.json").read_bytes()), str(path))
         if END_OF_TEXT not in spec["special"]:  # the end-of-text token can have another name, such as </s>
             end = content.get("eos_token_id")
             spec["special"] = {END_OF_TEXT if i == end else name: i for name, i in spec["special"].items()}
