@@ -20,7 +20,7 @@ most used keys:
   dtype=bfloat16        half the memory for weights, and faster; int8 is the fastest on x86 CPUs
   attention_map=true    plot the attention weights for the prompt, or for a sample without a prompt
 
-In prompt, prompts and stop, \\n is a newline, \\t a tab and \\\\ a backslash.
+In prompt, prompts and stop, \\n is a newline, \\r a carriage return, \\t a tab and \\\\ a backslash.
 In Python: load_run in model/generation/load.py, and generate in model/generation/engine.py.
 """
 
@@ -29,6 +29,7 @@ if __name__ == "__main__":  # before the slow imports below, so that a typo is r
 
     config = parse_config("sample", __doc__)
 
+import codecs
 import json
 import sys
 import time
@@ -40,7 +41,7 @@ from pathlib import Path
 
 from common.console import ProgressBar
 from common.errors import UserError, printable
-from common.files import atomic_write
+from common.files import atomic_write, decode_text, read_text
 from common.process import run_process
 from common.settings import unescape
 from configs.schema import SampleConfig
@@ -48,7 +49,7 @@ from data.tokenizer import Tokenizer, encode
 from model.generation.attention_plots import draw_attention_maps
 from model.generation.engine import Prompt, TextChunk, generate
 from model.generation.load import find_pretrained_folder, load_for_sampling
-from model.generation.prompts import check_output, read_prompts, read_text
+from model.generation.prompts import check_output, read_prompts
 from model.gpt import GPT
 from training.device import resolve_device, resolve_dtype
 
@@ -135,6 +136,8 @@ def run_batch(config: SampleConfig, model: GPT, tokenizer: Tokenizer, prompts: l
     """Generate num_samples samples of each prompt. Write one JSON object per sample to `out` or stdout, in order."""
     inputs, lines = [prompt for prompt in prompts for _ in range(config.num_samples)], []
     text, tokens, started = "", 0, time.perf_counter()
+    # Other encodings than UTF-8 lack characters, so the JSON has ASCII escapes.
+    needs_ascii = config.out is None and codecs.lookup(sys.stdout.encoding).name != "utf-8"
     with ProgressBar(len(inputs), stderr=True) as bar:
         for chunk in generate_texts(config, model, tokenizer, prompts):
             text += chunk.text
@@ -142,7 +145,7 @@ def run_batch(config: SampleConfig, model: GPT, tokenizer: Tokenizer, prompts: l
             if chunk.finish_reason is not None:
                 sample = {"prompt": inputs[chunk.index], "text": text, "seed": sample_seed(config, chunk.index)}
                 sample |= {"tokens": chunk.n_tokens, "ended": chunk.finish_reason}
-                lines.append(json.dumps(sample, ensure_ascii=False) + "\n")
+                lines.append(json.dumps(sample, ensure_ascii=needs_ascii) + "\n")
                 if config.out is None:
                     show(lines[-1])
                 text, tokens, progress = "", tokens + chunk.n_tokens, 1
@@ -159,13 +162,14 @@ def run_interactive(config: SampleConfig, model: GPT, tokenizer: Tokenizer) -> N
         with suppress(ImportError):
             import readline  # noqa: F401 (line editing with the arrow keys)
     if hasattr(sys.stdin, "reconfigure"):
-        sys.stdin.reconfigure(errors="surrogateescape")  # invalid UTF-8 is then refused as an invalid prompt
+        sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape", newline=None)  # a line can end with \r\n
     print("type the beginning of a sample; an empty line continues the last sample", file=sys.stderr)
     print("Ctrl-C stops the sample, Ctrl-D quits", file=sys.stderr)
     text = ""
     for index in range(2**32):
         try:
             line = input("> " if sys.stdin.isatty() else "")
+            line = decode_text(line.encode(errors="surrogateescape"), "the prompt")
             settings = replace(config, seed=sample_seed(config, index))
             chunks = generate_texts(settings, model, tokenizer, [line or text])
             text = line or text

@@ -1,4 +1,4 @@
-"""Atomic writes, and files that can be damaged: JSON and YAML."""
+"""Atomic writes, text of users, and files that can be damaged: JSON and YAML."""
 
 import json
 import os
@@ -54,9 +54,13 @@ def read_file(path: Path, parse: Callable[[bytes], Any], advice: str = "restore 
         raise UserError(f"{path} cannot be read ({reason}); {advice}") from None
 
 
-def read_json(path: Path) -> dict:
-    """Read an object from a JSON file, or {} if the file does not exist. Raises UserError if it is damaged."""
-    return read_file(path, lambda text: {**json.loads(text)}, "restore it, or remove it") if path.exists() else {}
+def read_text(path: str, name: str) -> str:
+    """Read a text file in UTF-8. See decode_text. name: of the setting, for messages. Raises UserError."""
+    if not Path(path).exists() or Path(path).is_char_device():  # such as /dev/zero, which has no end
+        raise UserError(f"{name} does not exist or is a device; set a text file")
+    content = read_file(Path(path), bytes, "set a text file")
+    refuse_utf16(content[: 2**16], path)
+    return decode_text(content, name)
 
 
 def refuse_utf16(start: bytes, name: str) -> None:
@@ -72,6 +76,26 @@ def refuse_utf16(start: bytes, name: str) -> None:
         raise UserError(
             f"{name} is {encoding}, not UTF-8; convert it: iconv -f {encoding} -t UTF-8 {shlex.quote(name)} > NEW"
         )
+
+
+def decode_text(content: bytes, name: str) -> str:
+    """Decode UTF-8 without its byte order mark. Line ends do not change. Raises UserError. name: for the message."""
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{name} is {describe_decode_error(error)}") from None
+
+
+def describe_decode_error(error: UnicodeDecodeError) -> str:
+    """Where a text stops being UTF-8, with up to 20 bytes before that place, and what to do."""
+    before = error.object[max(0, error.start - 20) : error.start]
+    place = f"after {before!r}" if before else "at the start of the text"
+    return f"not UTF-8: byte 0x{error.object[error.start]:02x} {place}; convert it with iconv"
+
+
+def read_json(path: Path) -> dict:
+    """Read an object from a JSON file, or {} if the file does not exist. Raises UserError if it is damaged."""
+    return read_file(path, lambda text: {**json.loads(text)}, "restore it, or remove it") if path.exists() else {}
 
 
 def parse_yaml(content: bytes) -> Any:

@@ -12,7 +12,7 @@ from typing import Any
 
 from common.errors import UserError
 
-ESCAPES = {r"\n": "\n", r"\t": "\t", r"\\": "\\"}
+ESCAPES = {r"\n": "\n", r"\r": "\r", r"\t": "\t", r"\\": "\\"}
 Rule = tuple[str, bool, str]  # from a method `rules`: key, whether its value is valid, what to set instead
 
 
@@ -72,10 +72,10 @@ def format_value(value: Any) -> str:
 
 
 def unescape(value: Any) -> Any:
-    """Replace \\n, \\t and \\\\ in a string or a list of strings. Other values are returned unchanged."""
+    """Replace \\n, \\r, \\t and \\\\ in a string or a list of strings. Other values are returned unchanged."""
     if isinstance(value, list):
         return [unescape(item) for item in value]
-    return re.sub(r"\\[nt\\]", lambda match: ESCAPES[match[0]], value) if isinstance(value, str) else value
+    return re.sub(r"\\[nrt\\]", lambda match: ESCAPES[match[0]], value) if isinstance(value, str) else value
 
 
 def list_keys(config_type: type, prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -37,7 +37,7 @@ class LoadConfig(CheckpointChoice):
 class SampleConfig(SamplingConfig, LoadConfig):
     """Config of sample.py."""
 
-    prompt: str | None = None  # may contain the escapes \\n, \\t and \\\\; None: the sample begins a document
+    prompt: str | None = None  # may contain \\n, \\r, \\t and \\\\; None: the sample begins a document
     prompt_file: str | None = None  # file whose exact text is the prompt
     prompts: str | None = None  # file with one prompt per line, or .jsonl with {"prompt": ...}
     out: str | None = None  # FILE.jsonl for the samples of prompts; None: stdout

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from common.errors import UserError
-from common.files import refuse_utf16
+from common.files import describe_decode_error, refuse_utf16
 from common.settings import unescape
 from data.config import DataConfig
 from data.sources import COMPRESSED, CSV_DELIMITERS, Source, is_remote, is_table, suffix
@@ -78,9 +78,7 @@ def _iter_file(file: str, config: DataConfig) -> Iterator[Piece]:
     except Exception as error:  # pyarrow, datasets and the network have exceptions of many types
         reason = f"{type(error).__name__}: {error}".splitlines()[0][:300]
         if isinstance(error, UnicodeDecodeError):
-            before = error.object[max(0, error.start - 20) : error.start]
-            place = f" after {before!r}" if before else ""
-            reason = f"not UTF-8: byte 0x{error.object[error.start]:02x}{place}; convert it with iconv"
+            reason = describe_decode_error(error)
         advice = "check the network, or set data.path to a local copy" if is_remote(file) else "correct the file"
         if file.startswith("hub:"):
             advice += ", or set data.text_column"

@@ -64,7 +64,7 @@ def test_trained_model_is_the_same_in_transformers_and_when_imported(train, samp
     imported, _ = load_run("hf:exported")
     for (name, weight), other in zip(ours.state_dict().items(), imported.state_dict().values(), strict=True):
         assert torch.equal(weight, other), name
-    assert "50 steps" in Path("exported/README.md").read_text()
+    assert "50 steps" in Path("exported/README.md").read_text(encoding="utf-8")
     assert export("run=a", "out=half", "dtype=bfloat16")[0] == 0
     assert transformers.AutoModelForCausalLM.from_pretrained("half").dtype == torch.bfloat16
     assert {weight.dtype for weight in load_file("half/model.safetensors").values()} == {torch.bfloat16}
@@ -157,7 +157,7 @@ def test_gpt2_is_read_from_the_cache_of_the_hub(train, export, sample, workdir, 
     snapshot = workdir / "hub/models--openai-community--gpt2/snapshots/0123"
     assert export("run=a", f"out={snapshot}")[0] == 0
     (snapshot.parents[1] / "refs").mkdir()
-    (snapshot.parents[1] / "refs/main").write_text("0123")
+    (snapshot.parents[1] / "refs/main").write_text("0123", encoding="utf-8")
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(workdir / "hub"))
     assert sample("run=hf:openai-community/gpt2", "max_new_tokens=3", "prompt=a").startswith("a")
     assert train("name=b", "model=gpt2", "train.init_from=gpt2", "tokenizer=byte") == 0

@@ -18,12 +18,12 @@ from helpers import ROOT, TEXT, read_jsonl, run_command
 
 import sample as script
 from common.errors import UserError
+from common.files import read_text
 from common.process import run_main
 from configs.cli import parse_config
 from model import SamplingConfig
 from model.generation.engine import Prompt, TextChunk, generate
 from model.generation.load import load_run
-from model.generation.prompts import read_text
 from sample import in_prompt_order, main
 
 RUN = ["run=a", "max_new_tokens=30"]
@@ -73,10 +73,10 @@ def test_prompt_and_stop_understand_the_same_escapes(train, sample, workdir):
     """Escapes work on the command line and in lines of a file. prompt_file, JSON and Python strings are exact."""
     assert train("name=a", "tokenizer=byte") == 0
     assert sample(*RUN, r"prompt=a\nb\\n\t").startswith("a\nb\\n\t")
-    (workdir / "p.txt").write_text("a\\nb\n")
+    (workdir / "p.txt").write_text("a\\nb\n", encoding="utf-8")
     sample(*RUN, "prompts=p.txt", "out=o.jsonl")
     assert read_jsonl("o.jsonl")[0]["prompt"] == "a\nb"
-    (workdir / "p.jsonl").write_text(json.dumps({"prompt": r"a\nb"}))
+    (workdir / "p.jsonl").write_text(json.dumps({"prompt": r"a\nb"}), encoding="utf-8")
     sample(*RUN, "prompts=p.jsonl", "out=o2.jsonl")
     assert read_jsonl("o2.jsonl")[0]["prompt"] == r"a\nb"
     assert sample(*RUN, "prompt_file=p.txt").startswith("a\\nb\n")
@@ -95,13 +95,15 @@ def test_chunks_of_the_current_sample_are_shown_as_they_arrive():
 
 def test_samples_of_many_prompts_are_written_in_order(trained, sample, workdir, capsys):
     prompts = ["The 1", "T", "The 22nd line says", "line", "says 1"]
-    (workdir / "p.txt").write_text("\n\n".join(prompts) + "\n")
-    (workdir / "p.jsonl").write_text("\n".join(json.dumps({"prompt": prompt, "id": 1}) for prompt in prompts))
+    (workdir / "p.txt").write_text("\n\n".join(prompts) + "\n", encoding="utf-8")
+    (workdir / "p.jsonl").write_text(
+        "\n".join(json.dumps({"prompt": prompt, "id": 1}) for prompt in prompts), encoding="utf-8"
+    )
     settings = [*RUN, "stop=.", "num_samples=2", "batch_size=3", "seed=4"]
     for file in ("p.txt", "p.jsonl"):
         sample(*settings, f"prompts={file}", f"out={file}.out")
     on_stdout = sample(*settings, "prompts=p.txt")
-    assert Path("p.txt.out").read_text() == Path("p.jsonl.out").read_text() == on_stdout
+    assert Path("p.txt.out").read_text(encoding="utf-8") == Path("p.jsonl.out").read_text(encoding="utf-8") == on_stdout
     lines = read_jsonl("p.txt.out")
     assert [line["prompt"] for line in lines] == [prompt for prompt in prompts for _ in range(2)]
     assert [line["seed"] for line in lines] == list(range(4, 14))
@@ -123,8 +125,22 @@ def test_prompt_files_are_split_at_line_ends_only(train, sample, workdir):
     assert read_text("crlf.txt", "prompt_file") == "The\r\n", "prompt_file is exact"
 
 
+def test_prompt_file_has_no_byte_order_mark(workdir):
+    (workdir / "mark.txt").write_bytes(b"\xef\xbb\xbfThe\r\n\xef\xbb\xbf")
+    assert read_text("mark.txt", "prompt_file") == "The\r\n\ufeff", "only the first one is a mark"
+
+
+def test_lines_of_json_on_a_stdout_without_utf_8_have_escapes(trained, workdir, monkeypatch):
+    (workdir / "p.txt").write_text("après", encoding="utf-8")
+    stdout = io.TextIOWrapper(io.BytesIO(), "ascii", "backslashreplace")  # LC_ALL=C
+    monkeypatch.setattr("sys.stdout", stdout)
+    assert run("run=a", "max_new_tokens=1", "prompts=p.txt") == 0
+    line = stdout.detach().getvalue()
+    assert line.isascii() and json.loads(line)["prompt"] == "après"
+
+
 def test_output_file_is_complete_or_absent_and_never_overwritten(trained, workdir, monkeypatch, capsys):
-    (workdir / "p.txt").write_text("The\nThe 1\n")
+    (workdir / "p.txt").write_text("The\nThe 1\n", encoding="utf-8")
     settings = [*RUN, "prompts=p.txt"]
 
     def interrupted(*args):
@@ -143,7 +159,7 @@ def test_output_file_is_complete_or_absent_and_never_overwritten(trained, workdi
 
 def test_samples_on_a_terminal_contain_no_control_characters(train, sample, workdir, monkeypatch):
     assert train("name=a", "tokenizer=byte") == 0
-    (workdir / "p.jsonl").write_text(json.dumps({"prompt": "\x1b[31m\x9b\u202e"}))
+    (workdir / "p.jsonl").write_text(json.dumps({"prompt": "\x1b[31m\x9b\u202e"}), encoding="utf-8")
     assert "\x9b" in sample(*RUN, "prompts=p.jsonl"), "in a pipe, the text is exact"
     monkeypatch.setattr("sys.stdout.isatty", lambda: True, raising=False)
     for source in ("prompts=p.jsonl", "prompt=\x1b[31m\x9b\u202e"):
@@ -161,6 +177,27 @@ def test_typed_lines_are_continued(trained, sample, monkeypatch):
     second = sample(*RUN, f"prompt={first[:-1]}", "seed=4")
     assert out.startswith(first + second.removeprefix(first[:-1])), "an empty line continues the sample"
     assert "line" + out.rpartition("\nline")[2] == sample(*RUN, "prompt=line", "seed=6")
+
+
+def test_lines_from_a_pipe_have_no_byte_order_mark_and_no_carriage_return(trained, sample, monkeypatch):
+    """The vocabulary has neither, so they would be refused."""
+    stdin = io.TextIOWrapper(io.BytesIO(b"\xef\xbb\xbfThe 1\r\n\r\n"), "utf-8", newline="\n")
+    monkeypatch.setattr("sys.stdin", stdin)
+    first, second = sample("run=a", "max_new_tokens=1", "interactive=true").splitlines()
+    assert first.startswith("The 1") and len(second) == 1, "the second line is empty, and continues the first"
+
+
+def test_lines_from_a_pipe_are_utf_8_in_any_locale(trained, sample, monkeypatch):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO("après".encode()), "latin-1"))
+    assert sample("run=a", "max_new_tokens=1", "interactive=true").startswith("après")
+
+
+def test_line_that_is_not_utf_8_is_refused_and_the_next_line_is_continued(trained, workdir, monkeypatch, capsys):
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"The 1\nT\xe9\nThe 2\n"), "utf-8"))
+    assert run("run=a", "max_new_tokens=1", "interactive=true") == 0
+    out, err = capsys.readouterr()
+    assert "sample.py: the prompt is not UTF-8: byte 0xe9 after b'T'" in err
+    assert "The 1" in out and "The 2" in out
 
 
 def test_ctrl_c_stops_the_sample_and_ctrl_d_quits(trained):
@@ -234,7 +271,9 @@ def test_run_loaded_in_python_generates_the_same_sample_as_the_command_and_can_b
         ("prompts=empty.txt", "prompts=empty.txt contains no prompts"),
         ("prompts=wrong.jsonl", "a line of prompts=wrong.jsonl is not of the form"),
         ("prompts=deep.jsonl", "a line of prompts=deep.jsonl is not of the form"),
-        ("prompts=latin.txt", "latin.txt cannot be read (UnicodeDecodeError: 'utf-8' codec can't decode byte 0xe9"),
+        ("prompts=latin.txt", "prompts=latin.txt is not UTF-8: byte 0xe9 after b'a'"),
+        ("prompt_file=wrong.txt", "prompt_file=wrong.txt is not UTF-8: byte 0xe9 at the start of the text"),
+        ("prompt_file=utf16.txt", "utf16.txt is UTF-16, not UTF-8; convert it: iconv"),
         ("prompts=new.txt num_samples=3", "prompt 2 of new.txt has characters that are not in the vocabulary: 'Ü'"),
         ("prompts=text.txt out=no/o.jsonl", "out=no/o.jsonl exists, or its folder does not"),
         ("prompt_file=.", ". cannot be read (IsADirectoryError"),
@@ -243,10 +282,12 @@ def test_run_loaded_in_python_generates_the_same_sample_as_the_command_and_can_b
     ],
 )
 def test_invalid_settings_are_refused_in_one_sentence(trained, workdir, capsys, overrides, message):
-    (workdir / "empty.txt").write_text("\n \n")
-    (workdir / "wrong.jsonl").write_text('{"prompt": "a"}\n{"text": "b"}\n')
-    (workdir / "deep.jsonl").write_text("[" * 10**5)
+    (workdir / "empty.txt").write_text("\n \n", encoding="utf-8")
+    (workdir / "wrong.jsonl").write_text('{"prompt": "a"}\n{"text": "b"}\n', encoding="utf-8")
+    (workdir / "deep.jsonl").write_text("[" * 10**5, encoding="utf-8")
     (workdir / "latin.txt").write_bytes("aé".encode("latin-1"))
-    (workdir / "new.txt").write_text("The\nÜ\n")
+    (workdir / "wrong.txt").write_bytes(b"\xe9")
+    (workdir / "utf16.txt").write_text("The 1", encoding="utf-16")
+    (workdir / "new.txt").write_text("The\nÜ\n", encoding="utf-8")
     assert message in refusal(capsys, *overrides.split())
     assert not Path("o.jsonl").exists()

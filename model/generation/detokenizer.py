@@ -13,7 +13,9 @@ class IncrementalDetokenizer:
 
     def __init__(self, tokenizer: tiktoken.Encoding, sampling: SamplingConfig, end_token: int | None):
         self.tokenizer, self.end_token = tokenizer, end_token
-        self.stop_strings, self.max_new_tokens = sampling.stop_strings, sampling.max_new_tokens
+        # A model of documents with Windows line ends writes \r\n, and its sample must not end with \r.
+        self.stop_strings = sampling.stop_strings + [stop.replace("\n", "\r\n") for stop in sampling.stop_strings]
+        self.max_new_tokens = sampling.max_new_tokens
         self.utf8_decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self.pending = ""  # may be the beginning of a stop string
         self.n_tokens = 0  # so far, without the end-of-text token

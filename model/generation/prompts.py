@@ -5,20 +5,13 @@ import re
 from pathlib import Path
 
 from common.errors import UserError
-from common.files import read_file
+from common.files import read_text
 from common.settings import unescape
-
-
-def read_text(path: str, name: str) -> str:
-    """Read a UTF-8 file without changing its line ends. Raises UserError. name: of the setting, for the message."""
-    if not Path(path).exists() or Path(path).is_char_device():  # such as /dev/zero, which has no end
-        raise UserError(f"{name} does not exist or is a device; set a text file")
-    return read_file(Path(path), bytes.decode, "set a text file in UTF-8")
 
 
 def read_prompts(path: str) -> list[str]:
     """Read the prompts of a file: its lines, with escape sequences, or the "prompt" of each object in a .jsonl."""
-    text = read_text(path, f"prompts={path}").removeprefix("\ufeff")  # byte order mark
+    text = read_text(path, f"prompts={path}")
     # str.splitlines would also split at form feeds and U+2028, which may be part of a prompt.
     lines = [line for line in re.split(r"\r\n|\r|\n", text) if line.strip()]
     if not lines:

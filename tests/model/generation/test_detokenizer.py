@@ -1,10 +1,12 @@
 """The incremental detokenizer, compared with decoding all tokens at once."""
 
+import pytest
 from generation_helpers import BYTES
 from helpers import sampling
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from common.settings import unescape
 from data import tokenizer
 from model.generation.detokenizer import IncrementalDetokenizer
 
@@ -64,6 +66,23 @@ def test_sample_ends_before_the_stop_string_that_is_complete_first(text, stops, 
         assert shown + incremental.pending == expected
     else:
         assert (shown, finish_reason) == (expected, "stop")
+
+
+@pytest.mark.parametrize("stop", ["\n", "\n\n", "x\ny", ["z", "\n"]])
+def test_stop_string_matches_both_kinds_of_line_ends(stop):
+    """The text before a Windows line end has no carriage return at its end."""
+    stop_string = stop if isinstance(stop, str) else stop[-1]
+    for line_end in ("\n", "\r\n"):
+        text = "a\rb" + stop_string.replace("\n", line_end) + "c"
+        assert push_all(detokenizer(stop=stop, max_new_tokens=99), text.encode()) == ("a\rb", "stop")
+
+
+def test_stop_string_can_be_a_carriage_return():
+    assert push_all(detokenizer(stop=unescape(r"\r\n"), max_new_tokens=99), b"a\rb\nc\r\nd") == ("a\rb\nc", "stop")
+
+
+def test_escapes_are_replaced_once():
+    assert unescape([r"\r\n\t", r"\\n", r"\x", 1]) == ["\r\n\t", r"\n", r"\x", 1]
 
 
 def test_pending_text_is_shown_when_the_sample_ends():
