@@ -36,7 +36,8 @@ def write_train_script(changes: str) -> Path:
     path = Path("patched.py").absolute()
     path.write_text(
         f"import os, runpy, sys, time\nfrom pathlib import Path\nsys.path.insert(0, {str(ROOT)!r})\n"
-        f"{changes}\nrunpy.run_path({str(ROOT / 'train.py')!r}, run_name='__main__')\n"
+        f"{changes}\nrunpy.run_path({str(ROOT / 'train.py')!r}, run_name='__main__')\n",
+        encoding="utf-8",
     )
     return path
 

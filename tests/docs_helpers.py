@@ -87,7 +87,7 @@ class Command:
 
 def blocks(page: Path) -> Iterator[tuple[int, str, list[str]]]:
     """The fenced blocks of a page: number of the first line, language, lines."""
-    text = page.read_text()
+    text = page.read_text(encoding="utf-8")
     for match in re.finditer(r"^```(.*)\n((?s:.*?))^```$", text, re.MULTILINE):
         yield text[: match.start(2)].count("\n") + 1, match[1].strip(), match[2].splitlines()
 
@@ -168,9 +168,11 @@ def prepare_folder(folder: Path, run: Path, exported: Path, command: Command) ->
                 (folder / value).write_text(TEXT.replace("\n", separator))
         elif key in ("prompts", "prompt_file"):
             lines = '{"prompt": "The 1"}\n{"prompt": "The 2"}' if value.endswith(".jsonl") else "The 1\nThe 2"
-            (folder / value).write_text(lines)
+            (folder / value).write_text(lines, encoding="utf-8")
         elif key == "tasks" and value.endswith(".yaml"):
-            (folder / "questions.jsonl").write_text('{"context": "The 1", "choices": ["st", "th"], "answer": 0}')
+            (folder / "questions.jsonl").write_text(
+                '{"context": "The 1", "choices": ["st", "th"], "answer": 0}', encoding="utf-8"
+            )
         elif value.startswith("hf:"):
             copy_run(exported, folder / value.removeprefix("hf:"))
         elif command.script == "export" and key == "run":
@@ -182,7 +184,9 @@ def prepare_folder(folder: Path, run: Path, exported: Path, command: Command) ->
             jobs = ["seed=1", "seed=2"]
             for job in jobs:
                 copy_run(run, folder / word / job)
-            (folder / word / "sweep.json").write_text(json.dumps({"command": "python train.py -m", "jobs": jobs}))
+            (folder / word / "sweep.json").write_text(
+                json.dumps({"command": "python train.py -m", "jobs": jobs}), encoding="utf-8"
+            )
         elif word.startswith("runs/"):
             copy_run(run, folder / word)
     if command.script == "train" and (name := command.value("name")):

@@ -115,7 +115,7 @@ def untimed(rows):
 
 
 def summary(name):
-    with open(f"runs/{name}/summary.json") as f:
+    with open(f"runs/{name}/summary.json", encoding="utf-8") as f:
         return json.load(f)
 
 
@@ -126,5 +126,5 @@ def load(run: str, checkpoint: str = "last") -> dict:
 def wait_for_step(name: str, step: int, process: subprocess.Popen) -> None:
     """Wait until the metrics of a run have the step, or the process has ended."""
     file = Path(f"runs/{name}/metrics.jsonl")
-    while process.poll() is None and not (file.exists() and file.read_text().count("\n") > step):
+    while process.poll() is None and not (file.exists() and file.read_text(encoding="utf-8").count("\n") > step):
         time.sleep(0.02)

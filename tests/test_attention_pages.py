@@ -67,7 +67,7 @@ def test_page_prints_what_it_shows(page, workdir, precise_tensors, monkeypatch, 
         shown = "\n".join(next_lines) if next_language == "text" else ""
         assert is_same_output(printed, shown), f"{page.name}:{first} prints\n{printed}"
 
-    text = page.read_text()
+    text = page.read_text(encoding="utf-8")
     for picture in re.findall(r'src="([^"]+)"', text):
         assert (workdir / picture).is_file(), f"no block of {page.name} saves {picture}"
         assert (page.parent / picture).stat().st_size < MAX_PICTURE_BYTES

@@ -42,7 +42,7 @@ PYTHON = [
 def trained_run(tmp_path_factory):
     """A run with the tiny model of shortened commands and a byte vocabulary."""
     folder = tmp_path_factory.mktemp("docs")
-    (folder / "text.txt").write_text(TEXT)
+    (folder / "text.txt").write_text(TEXT, encoding="utf-8")
     return train_tiny(folder, "name=mine")
 
 
@@ -134,7 +134,9 @@ def test_python_example_runs(code, workdir, trained_run, exported_folder):
     docs.copy_run(trained_run, workdir / "runs/mine")
     shutil.copytree(exported_folder, workdir / "llama")  # of docs/interoperability.md
     (workdir / "runs/sweeps/sizes").mkdir(parents=True)  # of docs/sweeps.md
-    (workdir / "runs/sweeps/sizes/comparison.csv").write_text("training_flops,val_loss\n1e12,4\n1e14,3\n")
+    (workdir / "runs/sweeps/sizes/comparison.csv").write_text(
+        "training_flops,val_loss\n1e12,4\n1e14,3\n", encoding="utf-8"
+    )
     exec(compile(code, "example", "exec"), {})
 
 
@@ -142,7 +144,7 @@ def test_python_example_runs(code, workdir, trained_run, exported_folder):
     "page", [*WITH_COMMANDS, *sorted((ROOT / "docs/experiments").glob("*.md"))], ids=lambda page: page.name
 )
 def test_links_and_pictures_exist(page):
-    text = page.read_text()
+    text = page.read_text(encoding="utf-8")
     links = re.findall(r"\]\(([^)\s]+)\)", text) + re.findall(r'(?:src|href)="([^"]+)"', text)
     for link in links:
         if "://" in link:
@@ -151,7 +153,9 @@ def test_links_and_pictures_exist(page):
         file = (page.parent / target).resolve() if target else page
         assert file.exists(), f"{page.name} links to {link}, which does not exist"
         if anchor and file.suffix == ".md":
-            assert anchor in anchors(file.read_text()), f"{page.name} links to {link}, which has no such heading"
+            assert anchor in anchors(file.read_text(encoding="utf-8")), (
+                f"{page.name} links to {link}, which has no such heading"
+            )
 
 
 def anchors(markdown: str) -> set[str]:
@@ -161,13 +165,13 @@ def anchors(markdown: str) -> set[str]:
 
 
 def test_every_page_is_linked_from_the_readme():
-    readme = (ROOT / "README.md").read_text()
+    readme = (ROOT / "README.md").read_text(encoding="utf-8")
     for page in PAGES[1:]:
         assert f"docs/{page.name}" in readme, page.name
     index, *pages = ATTENTION_PAGES
     assert "docs/attention/README.md" in readme
-    assert all(f"({page.name})" in index.read_text() for page in pages)
+    assert all(f"({page.name})" in index.read_text(encoding="utf-8") for page in pages)
 
 
 def test_readme_is_short():
-    assert len((ROOT / "README.md").read_text().splitlines()) <= 160
+    assert len((ROOT / "README.md").read_text(encoding="utf-8").splitlines()) <= 160

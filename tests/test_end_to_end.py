@@ -57,7 +57,7 @@ def test_run_folder_contains_the_documented_files_and_keys(train, workdir, capsy
     assert files <= {p.name for p in folder.iterdir()}
     assert {p.name for p in (folder / "checkpoints").iterdir()} == {"last.pt", "best.pt"}
     assert (folder / "loss.png").read_bytes().startswith(b"\x89PNG")
-    assert yaml.safe_load((folder / "config.yaml").read_text())["train"]["steps"] == 6
+    assert yaml.safe_load((folder / "config.yaml").read_text(encoding="utf-8"))["train"]["steps"] == 6
 
     rows = metrics("a")
     assert [row["step"] for row in rows] == list(range(7))
@@ -322,7 +322,7 @@ def test_resuming_with_other_settings_is_refused_and_changes_no_file(trained, tr
     ):
         assert train("name=a", *overrides) == 2
         assert re.search(message, capsys.readouterr().err)
-    (workdir / "text.txt").write_text(TEXT + "the end")
+    (workdir / "text.txt").write_text(TEXT + "the end", encoding="utf-8")
     assert train("name=a", "train.steps=9") == 2
     assert "was trained with another text than text.txt has now" in capsys.readouterr().err
     (workdir / "text.txt").write_text(TEXT, encoding="utf-8")
@@ -354,7 +354,7 @@ def test_results_of_a_run_killed_at_its_end_are_those_of_its_last_checkpoint(tra
     (folder / "loss.png").unlink()
     if status is not None:  # the summary of an earlier checkpoint
         results = {key: 9 for key in recorded if re.search("step|loss|bpb|wall_seconds|mfu|peak|tokens_per", key)}
-        (folder / "summary.json").write_text(json.dumps(recorded | results | {"status": status}))
+        (folder / "summary.json").write_text(json.dumps(recorded | results | {"status": status}), encoding="utf-8")
     assert train("name=a") == 0
     last = {key: metrics("a")[-1][key] for key in ("step_ms", "tokens_per_second", "mfu")}
     command = {"command": summary("a")["command"]}
@@ -458,7 +458,7 @@ def test_run_leaves_no_temporary_files_and_imports_no_compiler(train, resumed, t
 def test_signal_during_imports_is_reported(workdir, signal_name):
     """C code of numpy and torch ignores exceptions that are raised while it imports a module."""
     code = f"import os, signal\ntry:\n    os.kill(os.getpid(), signal.{signal_name})\nexcept BaseException:\n    pass"
-    (workdir / "torch.py").write_text(code)
+    (workdir / "torch.py").write_text(code, encoding="utf-8")
     done = subprocess.run(
         [sys.executable, ROOT / "train.py", *TINY], env=os.environ | {"PYTHONPATH": "."}, text=True, capture_output=True
     )
@@ -556,6 +556,7 @@ def test_signal_before_the_first_step_ends_the_run_at_once(train):
 
 def test_tiny_text_trains_with_the_default_tokenizer(train, workdir):
     (workdir / "poem.txt").write_text(
-        "\n".join(f"{a} {b}" for a in ("roses", "are", "red", "violets", "blue") for b in "abcdefgh")
+        "\n".join(f"{a} {b}" for a in ("roses", "are", "red", "violets", "blue") for b in "abcdefgh"),
+        encoding="utf-8",
     )
     assert train("name=a", "data.path=poem.txt", "tokenizer=bpe", "model.block_size=8") == 0

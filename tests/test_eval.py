@@ -52,7 +52,9 @@ def test_loss_of_the_validation_text_equals_its_evaluation(train, evaluate, work
 def test_loss_is_reported_for_each_document_and_for_all(train, evaluate, workdir):
     """The reference is one window per document, after an end-of-text token."""
     documents = [f"line {i} says {i * i}" for i in range(30)] + [""]
-    (workdir / "t.jsonl").write_text("\n".join(json.dumps({"text": document}) for document in documents))
+    (workdir / "t.jsonl").write_text(
+        "\n".join(json.dumps({"text": document}) for document in documents), encoding="utf-8"
+    )
     assert train("name=a", "data.path=t.jsonl", "model.block_size=32") == 0
     out = evaluate("run=a", "data.path=t.jsonl", "out=o.jsonl")
     *rows, total = read_jsonl("o.jsonl")
@@ -94,8 +96,10 @@ def test_task_from_a_file_is_scored_on_a_model_with_ngrams(trained, evaluate, wo
     pytest.importorskip("lm_eval", reason="NOT RUN: needs lm-eval")
     contexts = {"The 1": ["st", "th line"], "no": [" more", "The", "."], "The 22nd line says ": ["no", "484", "s"]}
     questions = [{"context": context, "choices": choices, "answer": 1} for context, choices in contexts.items()]
-    (workdir / "questions.jsonl").write_text("".join(json.dumps(question) + "\n" for question in questions))
-    (workdir / "squares.yaml").write_text(TASK)
+    (workdir / "questions.jsonl").write_text(
+        "".join(json.dumps(question) + "\n" for question in questions), encoding="utf-8"
+    )
+    (workdir / "squares.yaml").write_text(TASK, encoding="utf-8")
     out = evaluate("run=a", "tasks=squares.yaml", "out=o.jsonl", "batch_size=2")
     model, tokenizer = load_run("a")
     assert model.ngrams is not None
@@ -144,6 +148,6 @@ def test_missing_lm_eval_is_reported(trained, monkeypatch, capsys):
 def test_invalid_settings_are_refused(trained, workdir, capsys, overrides, message):
     if "tasks=nothing.yaml" in overrides:
         pytest.importorskip("lm_eval", reason="NOT RUN: needs lm-eval")
-    (workdir / "unknown.txt").write_text("The\nÜ\n")
+    (workdir / "unknown.txt").write_text("The\nÜ\n", encoding="utf-8")
     assert run_command("eval", *overrides) == 2
     assert message in capsys.readouterr().err

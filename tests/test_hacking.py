@@ -24,7 +24,9 @@ NOTEBOOK, PARTS, ATTENTION = ["\n".join(lines) for _, language, lines in docs.bl
 CHANGES = [
     pytest.param(*match.groups(), id=match[1])
     for match in re.finditer(
-        r"^### (.+?)\n+```diff\n(.+?)```\n+```bash\n(.+?)```", HACKING.read_text(), re.DOTALL | re.MULTILINE
+        r"^### (.+?)\n+```diff\n(.+?)```\n+```bash\n(.+?)```",
+        HACKING.read_text(encoding="utf-8"),
+        re.DOTALL | re.MULTILINE,
     )
 ]
 
@@ -37,7 +39,7 @@ def run_block(code: str) -> dict:
 
 @pytest.mark.parametrize("code", [NOTEBOOK, PARTS], ids=["PyTorch loop", "project's parts"])
 def test_loss_falls_in_a_notebook(code, workdir, capsys):
-    (workdir / "mybook.txt").write_text(TEXT)
+    (workdir / "mybook.txt").write_text(TEXT, encoding="utf-8")
     run_block(code)
     losses = [float(loss) for loss in re.findall(r"loss (\d+\.\d+)", capsys.readouterr().out)]
     assert losses[-1] < 0.6 * losses[0]
@@ -102,7 +104,7 @@ def test_change_has_its_effect(name, diff, commands, workdir):
         if (ROOT / file).is_file():
             (code / file).parent.mkdir(parents=True, exist_ok=True)
             shutil.copyfile(ROOT / file, code / file)
-    (workdir / "change.diff").write_text(diff)
+    (workdir / "change.diff").write_text(diff, encoding="utf-8")
     environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(workdir), "OMP_NUM_THREADS": "1"}
     options = {"capture_output": True, "text": True, "env": environment}
     applied = subprocess.run(["git", "apply", "../change.diff"], cwd=code, **options)
@@ -123,4 +125,4 @@ def test_change_has_its_effect(name, diff, commands, workdir):
     assert checkpoint["step"] == STEPS
     assert math.isfinite(summary("a")["last_val_loss"])
     if name in CHECKS:
-        CHECKS[name](yaml.safe_load(Path("runs/a/config.yaml").read_text()), checkpoint)
+        CHECKS[name](yaml.safe_load(Path("runs/a/config.yaml").read_text(encoding="utf-8")), checkpoint)

@@ -20,7 +20,7 @@ def test_run_folder_is_locked_while_it_is_used(workdir):
         with pytest.raises(UserError, match="runs/a is being trained by another process"):
             RunDir("a", "", True)
         run.start({"seed": 1}, {"device": "cpu", "best_val_loss": math.inf})
-    summary = json.loads((workdir / "runs/a/summary.json").read_text())
+    summary = json.loads((workdir / "runs/a/summary.json").read_text(encoding="utf-8"))
     assert (summary["status"], summary["error"], summary["device"]) == ("finished", None, "cpu")
     assert summary["best_val_loss"] is None, "JSON has no infinity"
     with pytest.raises(UserError, match="runs/a exists"):
@@ -49,7 +49,7 @@ def test_summary_records_how_a_run_ended(workdir, error, status, message):
     with pytest.raises(type(error)), RunDir("a", "", True) as run:
         run.start({}, {})
         raise error
-    summary = json.loads((workdir / "runs/a/summary.json").read_text())
+    summary = json.loads((workdir / "runs/a/summary.json").read_text(encoding="utf-8"))
     assert (summary["status"], summary["error"]) == (status, message)
 
 

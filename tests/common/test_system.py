@@ -18,7 +18,7 @@ def test_peak_memory_counts_from_the_reset():
     return_freed_memory()  # of earlier tests, which the block could reuse
     system.reset_peak_memory(CPU)
     before = system.peak_memory_bytes(CPU)
-    pages = int(Path("/proc/self/statm").read_text().split()[1])
+    pages = int(Path("/proc/self/statm").read_text(encoding="utf-8").split()[1])
     assert before == pytest.approx(pages * os.sysconf("SC_PAGE_SIZE"), rel=0.02)  # not 1,000 bytes per kB
     block = torch.ones(size, dtype=torch.uint8)
     assert system.peak_memory_bytes(CPU) - before > size // 2

@@ -230,7 +230,7 @@ def test_random_prompt_is_used_as_typed(text):
 
 
 def test_names_and_paths_are_used_as_typed_except_null(workdir):
-    (workdir / "a, (b)=1e5.txt").write_text("text " * 300)
+    (workdir / "a, (b)=1e5.txt").write_text("text " * 300, encoding="utf-8")
     config = parse_config("train", "", ["name=1e5", "data=text", "data.path=a, (b)=1e5.txt"])
     assert (config.name, config.data.path) == ("1e5", "a, (b)=1e5.txt")
     assert parse_config("train", "", ["name=null"]).name is None

@@ -73,7 +73,7 @@ def test_tokens_of_both_splits_are_those_of_a_plain_loop(path, tokenizer, texts,
 
 @pytest.mark.parametrize(("tokenizer", "path"), [(CHAR, "wide.txt"), (BPE, "text.txt"), (BPE, "one.parquet")])
 def test_single_document_is_cut_at_the_fraction(workdir, tokenizer, path):
-    text = (workdir / "text.txt").read_text()
+    text = (workdir / "text.txt").read_text(encoding="utf-8")
     helpers.write_table("one.parquet", text=[text])
     if path == "wide.txt":  # more than 65,536 tokens
         helpers.write_file(path, text := "".join(map(chr, range(0x10000, 0x10000 + 70_000))) * 2)
@@ -88,7 +88,7 @@ def test_mix_keeps_sources_separate_with_one_vocabulary(workdir):
     rows = DataConfig(path=helpers.write_table("a.csv", text=[f"train {n} " for n in range(30)]), val_documents=2)
     prepared = prepare_data(mix(one=replace(TEXT_SOURCE, weight=3.0), two=rows), CHAR)
     texts = [prepared.tokenizer.decode(tokens[:].tolist()) for tokens in prepared.train]
-    assert texts[0] == (workdir / "text.txt").read_text()[: len(texts[0])]
+    assert texts[0] == (workdir / "text.txt").read_text(encoding="utf-8")[: len(texts[0])]
     assert texts[1].split("<|endoftext|>")[:-1] == [f"train {n} " for n in range(2, 30)]
     assert decode_split(prepared, "val").endswith("no more; après tout, it's a line.\ntrain 0 train 1 ")
     again = prepare_data(mix(one=TEXT_SOURCE, two=rows), CHAR)
@@ -251,7 +251,9 @@ def test_interrupted_preparation_leaves_no_folder(workdir, monkeypatch):
 
 
 def test_text_that_changes_while_it_is_read_is_refused(workdir, monkeypatch):
-    monkeypatch.setattr("data.encode.to_spec", lambda tokenizer: Path("text.txt").write_text("changed " * 99))
+    monkeypatch.setattr(
+        "data.encode.to_spec", lambda tokenizer: Path("text.txt").write_text("changed " * 99, encoding="utf-8")
+    )
     with pytest.raises(UserError, match="changed while it was read"):
         prepare_data(TEXT_SOURCE)
 
@@ -289,7 +291,7 @@ def test_memory_is_below_300_megabytes_and_does_not_grow_with_the_text(workdir, 
     row = words[:row_bytes] if name == "big.txt" else f'{{"text": "{words[:row_bytes]}"}}\n'
     memory = {}
     for megabytes in (50, 100, 200):
-        with open(name, "w") as file:
+        with open(name, "w", encoding="utf-8") as file:
             file.writelines(row for _ in range(megabytes * 10**6 // len(row)))
         memory[megabytes] = int(run_preparations(name, -1)[0].split()[-1]) // 10**6
     print(name, memory)

@@ -67,8 +67,8 @@ class Command:
 
 def run_result(run: Path) -> Any:
     """Bytes of the tensors in both checkpoints, and metrics without times."""
-    rows = untimed([json.loads(line) for line in (run / "metrics.jsonl").read_text().splitlines()])
-    summary = json.loads((run / "summary.json").read_text())
+    rows = untimed([json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()])
+    summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
     weights = {}
     for kind in ("last", "best"):
         saved = load_checkpoint(run / f"checkpoints/{kind}.pt")
@@ -104,7 +104,7 @@ class Workspace:
         self.inputs.mkdir()
         (self.inputs / "text.txt").write_text(TEXT, encoding="utf-8")
         (self.inputs / "long.txt").write_text(TEXT * 100, encoding="utf-8")
-        (self.inputs / "prompts.txt").write_text("The 1\nThe 2\n")
+        (self.inputs / "prompts.txt").write_text("The 1\nThe 2\n", encoding="utf-8")
         if command.needs is not None:
             finish(command.needs, self.inputs)
         self.folder = parent / command.name
@@ -130,12 +130,12 @@ class Workspace:
 
 def start(command: Command, folder: Path) -> subprocess.Popen:
     words = [sys.executable, str(ROOT / command.words[0]), *command.words[1:]]
-    with open(folder / "log", "a") as log:
+    with open(folder / "log", "a", encoding="utf-8") as log:
         return subprocess.Popen(words, cwd=folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log)
 
 
 def read_log(folder: Path) -> str:
-    return (folder / "log").read_text(errors="replace")
+    return (folder / "log").read_text(encoding="utf-8", errors="replace")
 
 
 def finish(command: Command, folder: Path) -> None:
@@ -149,7 +149,7 @@ def descendants(process: int) -> list[int]:
     """Process ids of the children, their children and so on (Linux)."""
     tasks = Path(f"/proc/{process}/task")
     with suppress(OSError):
-        ids = [int(word) for file in tasks.glob("*/children") for word in file.read_text().split()]
+        ids = [int(word) for file in tasks.glob("*/children") for word in file.read_text(encoding="utf-8").split()]
         return [*ids, *(inner for child in ids for inner in descendants(child))]
     return []
 
@@ -225,7 +225,8 @@ def soak_damaged_files(parent: Path, tries: int) -> Iterator[tuple[str, str]]:
         failure = ""
         for script, words in [*commands, ("train", longer)]:
             code, out, log = run_forked(script, words, place.folder)
-            logs = out + log + "".join(file.read_text() for file in place.folder.glob("runs/sweeps/s/*/train.log"))
+            files = place.folder.glob("runs/sweeps/s/*/train.log")
+            logs = out + log + "".join(file.read_text(encoding="utf-8") for file in files)
             if code not in (0, 1, 2) or "Traceback" in logs or (code > 0 and log.count("\n") > 1):
                 failure = failure or f"{script}: exit code {code}, {logs[-300:]}"
         if not failure and code == 0 and (file.suffix == ".pt" or file.name == "meta.json"):
@@ -294,7 +295,7 @@ def run_forked(script: str, words: list[str], folder: Path) -> tuple[int, str, s
     if child == 0:
         run_in_child(script, words, folder)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    out, log = ((folder / name).read_text(errors="replace") for name in ("out", "log"))
+    out, log = ((folder / name).read_text(encoding="utf-8", errors="replace") for name in ("out", "log"))
     return code, out, log
 
 

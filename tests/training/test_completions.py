@@ -20,7 +20,7 @@ FROZEN = ["optimizer=adamw", "optimizer.lr=1e-30"]  # the weights stay the initi
 
 
 def write_rows(path: str, rows: list[tuple[str, str]]) -> None:
-    Path(path).write_text("".join(json.dumps({"question": a, "answer": b}) + "\n" for a, b in rows))
+    Path(path).write_text("".join(json.dumps({"question": a, "answer": b}) + "\n" for a, b in rows), encoding="utf-8")
 
 
 @pytest.fixture(autouse=True)

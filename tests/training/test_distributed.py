@@ -29,7 +29,7 @@ def test_two_processes_train_like_one(train, workdir):
     machines = [workdir / "a", workdir / "b"]
     for seed, machine in enumerate(machines):
         machine.mkdir()
-        (machine / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)))
+        (machine / "rows.jsonl").write_text("\n".join(map(json.dumps, rows)), encoding="utf-8")
         with chdir(machine):
             assert train("name=pretrained", f"seed={seed}", *settings) == 0
     settings += ["tokenizer=run", "tokenizer.run=pretrained", "train.init_from=run:pretrained"]
@@ -166,7 +166,7 @@ if [ $1 = show ]; then echo localhost; echo localhost; else echo "$*" >> requeue
 def test_slurm_job_is_requeued_after_its_warning_signal_and_continues(train, workdir):
     write_train_script(PAUSE_AT_STEP_10).rename(workdir / "train.py")
     for name, content in (("srun", SRUN), ("scontrol", SCONTROL)):
-        (workdir / name).write_text(content)
+        (workdir / name).write_text(content, encoding="utf-8")
         (workdir / name).chmod(0o755)
     words = [*TINY, *SINGLE, "train.steps=18", "eval.every=100", "checkpoint.every=100"]
     command = ["bash", str(ROOT / "docs/train.sbatch"), *words, "name=a"]
@@ -184,11 +184,11 @@ def test_slurm_job_is_requeued_after_its_warning_signal_and_continues(train, wor
     (workdir / "signaled").touch()
     _, err = job.communicate(timeout=600)
     assert (summary("a")["status"], summary("a")["step"]) == ("interrupted", 10), err
-    assert (workdir / "requeued").read_text() == f"requeue {os.getpid()}\n"
+    assert (workdir / "requeued").read_text(encoding="utf-8") == f"requeue {os.getpid()}\n"
 
     again = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=600)
     assert again.returncode == 0, again.stderr
     assert "resumed from step 10" in again.stdout
-    assert (workdir / "requeued").read_text().count("requeue") == 1
+    assert (workdir / "requeued").read_text(encoding="utf-8").count("requeue") == 1
     assert train(*words[len(TINY) :], "name=b") == 0
     assert_same_curve(metrics("a"), metrics("b"))

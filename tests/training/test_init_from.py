@@ -13,7 +13,7 @@ FROM_A = ["train.init_from=run:a", "tokenizer=run", "tokenizer.run=a", "data.pat
 @pytest.fixture
 def other(workdir):
     """A document with fewer distinct characters than text.txt. Built from it, the vocabulary would be smaller."""
-    (workdir / "other.txt").write_text("The 7th line says no more.\n" * 60)
+    (workdir / "other.txt").write_text("The 7th line says no more.\n" * 60, encoding="utf-8")
 
 
 def test_finetuning_starts_from_the_best_weights_with_a_new_optimizer(train, other, sample, capsys):
@@ -79,7 +79,7 @@ def test_rotary_models_can_start_with_a_longer_context(trained, train, other):
 def test_advice_for_a_short_text_works(train, workdir, capsys, position):
     model = f"model.position={position}"
     assert train("name=a", model) == 0
-    (workdir / "other.txt").write_text("The 7th line")
+    (workdir / "other.txt").write_text("The 7th line", encoding="utf-8")
     assert train(*FROM_A, model) == 2
     advice = capsys.readouterr().err.partition("; ")[2]
     assert advice == "set model.block_size=9, or use a longer text\n"

@@ -26,7 +26,7 @@ def test_rows_are_written_several_at_a_time(tmp_path):
     path, metrics = tmp_path / "metrics.jsonl", logger(tmp_path)
     metrics.log({"step": 1, "train/loss": torch.tensor(2.5)}, read=lambda: {"step_ms": 3.0})
     metrics.log({"step": 2, "train/loss": torch.tensor(2.0)})
-    assert path.read_text() == ""
+    assert path.read_text(encoding="utf-8") == ""
     metrics.flush(sync=True)
     assert read_jsonl(path) == [{"step": 1, "train/loss": 2.5, "step_ms": 3.0}, {"step": 2, "train/loss": 2.0}]
     assert metrics.last == {"step": 2, "train/loss": 2.0, "step_ms": 3.0}
@@ -35,16 +35,16 @@ def test_rows_are_written_several_at_a_time(tmp_path):
 def test_resuming_removes_later_rows_and_incomplete_lines(tmp_path):
     path = tmp_path / "metrics.jsonl"
     rows = '{"step": 0}\n{"step": 1, "val/loss": 3}\n{"step": 2}\n{"step": 3, "val/loss": 2}\n'
-    path.write_text(rows + '\0\0\n{"step": 4, "tr')
+    path.write_text(rows + '\0\0\n{"step": 4, "tr', encoding="utf-8")
     metrics = logger(tmp_path, step=2)
     assert metrics.last == {"step": 2, "val/loss": 3}, "the newest values until step 2"
     metrics.log({"step": 3, "again": True})
     metrics.flush()
     assert read_jsonl(path) == [{"step": 0}, {"step": 1, "val/loss": 3}, {"step": 2}, {"step": 3, "again": True}]
     for step in (0, -1):  # 0: the first row is that of step 1, if there was no initial evaluation
-        path.write_text('{"step": 1}\n')
+        path.write_text('{"step": 1}\n', encoding="utf-8")
         logger(tmp_path, step)
-        assert path.read_text() == ""
+        assert path.read_text(encoding="utf-8") == ""
 
 
 @pytest.mark.parametrize(
@@ -53,12 +53,12 @@ def test_resuming_removes_later_rows_and_incomplete_lines(tmp_path):
      ('{"step": 1}\n{"step": null}\n', 2), ('{"step": 1}\n[]\n', 2), ('{"step": 1}\n{"step": 1}\n', 2)],
 )  # fmt: skip
 def test_missing_row_is_refused(tmp_path, rows, missing):
-    (tmp_path / "metrics.jsonl").write_text(rows)
+    (tmp_path / "metrics.jsonl").write_text(rows, encoding="utf-8")
     with pytest.raises(
         UserError, match=f"metrics.jsonl has no row of step {missing}; restore the file, or set another"
     ):
         logger(tmp_path, step=2)
-    assert (tmp_path / "metrics.jsonl").read_text() == rows
+    assert (tmp_path / "metrics.jsonl").read_text(encoding="utf-8") == rows
 
 
 @pytest.mark.parametrize("key", ["train/loss", "val/loss"])

@@ -12,8 +12,8 @@ OVERFIT += ["optimizer.ngram_weight_decay=0", "optimizer.weight_decay=0", "optim
 
 @pytest.fixture
 def short_text(workdir) -> None:
-    text = (workdir / "text.txt").read_text()
-    (workdir / "short.txt").write_text(text[:270] + "0123456789 is quite another text: HERE.")
+    text = (workdir / "text.txt").read_text(encoding="utf-8")
+    (workdir / "short.txt").write_text(text[:270] + "0123456789 is quite another text: HERE.", encoding="utf-8")
 
 
 def losses(name: str) -> dict[int, float]:

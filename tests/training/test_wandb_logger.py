@@ -128,7 +128,7 @@ def test_run_does_not_need_the_service_process(train, monkeypatch, capfd):
 def test_table_a_picture_and_a_page_are_logged(tmp_path, calls):
     picture, report = tmp_path / "a.png", tmp_path / "report.html"
     Figure().savefig(picture)
-    report.write_text("<p>a report</p>")
+    report.write_text("<p>a report</p>", encoding="utf-8")
     run = WandbRun(CONFIG, tmp_path, {})
     run.log([{"table": [CONFIG, CONFIG], "picture": picture, "report": report}])
     run.finish(0)

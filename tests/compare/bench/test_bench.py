@@ -36,7 +36,7 @@ def bench(workdir, capsys):
 
 
 def read_rows() -> list[dict]:
-    with open(FOLDER / "attention.csv", newline="") as file:
+    with open(FOLDER / "attention.csv", newline="", encoding="utf-8") as file:
         return list(csv.DictReader(file))
 
 
@@ -55,11 +55,11 @@ def test_bench_writes_a_table_a_picture_and_a_summary(bench):
     assert all("does not run on cpu" in row["reason"] for row in refused)
     assert printed.index("fastest here") < printed.index("MiB") and "cudnn: refused" in printed
     assert (FOLDER / "attention.png").stat().st_size > 10_000 and (FOLDER / "config.yaml").exists()
-    summary = json.loads((FOLDER / "summary.json").read_text())
+    summary = json.loads((FOLDER / "summary.json").read_text(encoding="utf-8"))
     assert summary["status"] == "finished" and summary["rows"] == 13 and summary["answer"]
     assert summary["device_name"] and summary["versions"]["torch"]
     (table,) = FOLDER.glob("wandb/offline-run-*/files/media/table/attention_*.table.json")
-    logged = json.loads(table.read_text())
+    logged = json.loads(table.read_text(encoding="utf-8"))
     assert logged["columns"] == COLUMNS.split(",") and len(logged["data"]) == 13
     assert list(FOLDER.glob("wandb/offline-run-*/files/media/images/attention_picture_*.png"))
 
@@ -87,7 +87,7 @@ def test_ctrl_c_keeps_the_finished_rows(workdir):
     bench = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True)
     table = FOLDER / "attention.csv"
     deadline = time.monotonic() + 300
-    while time.monotonic() < deadline and not (table.exists() and table.read_text().count("\n") > 4):
+    while time.monotonic() < deadline and not (table.exists() and table.read_text(encoding="utf-8").count("\n") > 4):
         time.sleep(0.1)
     os.killpg(bench.pid, signal.SIGINT)  # as a terminal does: to the complete process group
     out, err = bench.communicate(timeout=300)
@@ -96,7 +96,7 @@ def test_ctrl_c_keeps_the_finished_rows(workdir):
     assert len(rows) >= 3 and {row["status"] for row in rows} == {"finished"}
     assert f"stopped after {len(rows)} rows" in err and "Traceback" not in err + out
     assert "fastest here" in out and (FOLDER / "attention.png").exists()
-    assert json.loads((FOLDER / "summary.json").read_text())["status"] == "interrupted"
+    assert json.loads((FOLDER / "summary.json").read_text(encoding="utf-8"))["status"] == "interrupted"
 
 
 @pytest.mark.parametrize(

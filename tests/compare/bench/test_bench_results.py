@@ -9,9 +9,9 @@ from compare.bench.results import append_row, rank_by_time, recommend
 def test_append_row_writes_each_row_immediately(tmp_path):
     path = tmp_path / "attention.csv"
     append_row(path, make_row("a", 64, 1.23456789, peak_memory_bytes=5))
-    assert len(path.read_text().splitlines()) == 2
+    assert len(path.read_text(encoding="utf-8").splitlines()) == 2
     append_row(path, make_row("b", 64, None))
-    header, first, second = path.read_text().splitlines()
+    header, first, second = path.read_text(encoding="utf-8").splitlines()
     assert header == COLUMNS
     assert first == "a,a,finished,,forward,causal,cpu,float32,2,64,4,2,8,6,1.23457,1.22222,1.24691,,5,,,"
     assert second.startswith("b,,out of memory,needed 8.0 GiB more,forward,causal,cpu")

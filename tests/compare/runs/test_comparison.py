@@ -31,7 +31,7 @@ def write_run(folder, seed=1, losses=(3.0, 2.0, 1.0), val=1.0, status="finished"
     """Write a run folder as train.py does. losses: training losses of steps 1, 2, ... facts: for summary.json."""
     folder.mkdir(parents=True)
     config = CONFIG | dict(changes) | {"seed": seed, "name": folder.name}
-    (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False))
+    (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
     summary = {"name": folder.name, "status": status, "error": error}
     if status != "refused":
         rows = [{"step": 0, "tokens": 0, "seconds": 0.0, "val/loss": 4.0}]
@@ -40,19 +40,21 @@ def write_run(folder, seed=1, losses=(3.0, 2.0, 1.0), val=1.0, status="finished"
             for n, loss in enumerate(losses, 1)
         ]
         rows[-1] |= {"val/loss": val, "peak_memory_bytes": 2**20}
-        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+        (folder / "metrics.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
         summary |= {
             "step": len(losses), "best_val_loss": val, "last_val_loss": val, "last_val_bpb": val / 2,
             "peak_memory_bytes": 2**20, "device": "cpu", "device_name": "a chip", "dtype": "float32", "vocab_size": 65,
             "attention": {"requested": "a", "resolved": config["attention.backend"], "flash_package": None},
         } | facts  # fmt: skip
-    (folder / "summary.json").write_text(json.dumps(summary))
+    (folder / "summary.json").write_text(json.dumps(summary), encoding="utf-8")
     return folder
 
 
 def write_sweep(folder, jobs):
     folder.mkdir(parents=True)
-    (folder / "sweep.json").write_text(json.dumps({"command": "python train.py -m ...", "jobs": jobs}))
+    (folder / "sweep.json").write_text(
+        json.dumps({"command": "python train.py -m ...", "jobs": jobs}), encoding="utf-8"
+    )
     return folder
 
 
@@ -110,7 +112,7 @@ def test_statistics_match_hand_calculations(tmp_path):
 def test_only_finished_runs_count(tmp_path):
     good = write_run(tmp_path / "good", 1, val=2.0)
     bad = write_run(tmp_path / "bad", 2, val=99.0, status="failed", error="TrainingFailed: not finite")
-    with open(bad / "metrics.jsonl", "a") as f:
+    with open(bad / "metrics.jsonl", "a", encoding="utf-8") as f:
         f.write('{"step": 4, "trai')  # killed in the middle of a line
     refused = write_run(tmp_path / "no", status="refused", error="needs a GPU", changes={"attention.backend": "flex"})
     first, second = compare([good, bad, refused], tmp_path / "out")
@@ -118,7 +120,7 @@ def test_only_finished_runs_count(tmp_path):
     assert (first.val_loss, first.seeds, first.val_loss_ci95) == (2.0, 1, None)
     assert (second.status, second.reason, second.val_loss, second.step_ms) == ("refused", "needs a GPU", None, None)
     assert any("needs a GPU" in note for note in list_notes([first, second]))
-    assert "No run finished (refused)" in (tmp_path / "out/report.html").read_text()
+    assert "No run finished (refused)" in (tmp_path / "out/report.html").read_text(encoding="utf-8")
 
 
 LOSSES = [4.0 - step / 10 for step in range(12)]
@@ -247,7 +249,7 @@ def test_report_compares_speeds_only_if_the_quartiles_allow_it(quartiles, senten
     picture.touch()
     for rows in ([first, second], [second, first]):
         write_report(settings, rows, picture, path)
-        assert sentence.replace("0.50", "2.00" if rows[0] is second else "0.50") in path.read_text()
+        assert sentence.replace("0.50", "2.00" if rows[0] is second else "0.50") in path.read_text(encoding="utf-8")
         assert any("times are not reliable" in note for note in list_notes(rows)) == is_noisy
 
 
@@ -258,7 +260,7 @@ def test_report_loads_nothing_and_values_control_neither_page_nor_terminal(tmp_p
     runs += [write_run(tmp_path / "d", status="refused", error=attack)]
     print_comparison(compare(runs, tmp_path), tmp_path)
     assert "\x1b" not in capsys.readouterr().out
-    page = (tmp_path / "report.html").read_text()
+    page = (tmp_path / "report.html").read_text(encoding="utf-8")
     assert "<script" not in page and page.count("&lt;script&gt;") > 10
     assert not re.search(r"https?://|\b(src|href)=\"(?!data:image/png;base64,)|url\(|@import", page)
     assert page.count("data:image/png;base64,") == 1 and len(page) < 1_000_000
@@ -281,7 +283,7 @@ def test_report_loads_nothing_and_values_control_neither_page_nor_terminal(tmp_p
 )
 def test_damaged_files_are_refused_and_nothing_is_written(tmp_path, file, text, message):
     folder = write_run(tmp_path / "a")
-    (folder / file).write_text(text)
+    (folder / file).write_text(text, encoding="utf-8")
     with pytest.raises(UserError, match=message) as refusal:
         compare([folder], tmp_path / "out")
     assert "\n" not in str(refusal.value) and not (tmp_path / "out").exists()

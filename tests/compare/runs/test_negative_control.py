@@ -36,7 +36,7 @@ def rows(tmp_path_factory) -> dict[str, SettingStats]:
     backends = ("naive", "flash", "rounded", "shifted")
     with pytest.MonkeyPatch.context() as patch:
         patch.chdir(tmp_path_factory.mktemp("control"))
-        Path("text.txt").write_text("".join(f"{n * n} is the square of {n}.\n" for n in range(2000)))
+        Path("text.txt").write_text("".join(f"{n * n} is the square of {n}.\n" for n in range(2000)), encoding="utf-8")
         for attend in (rounded, shifted):
             patch.setitem(BACKENDS, attend.__name__, Backend(attend.__name__, attend, ALL_DEVICES))
         for seed in SEEDS:

@@ -102,7 +102,7 @@ def run_fake_search(workdir, monkeypatch):
         monkeypatch.setattr(search, "train_jobs", train_jobs)
         monkeypatch.setattr(search, "finish_sweep", lambda folder, jobs, outcomes: 0)
         assert run_search(space, make_jobs, n_trials, list(words)) == 0
-        jobs = json.loads((folder / "sweep.json").read_text())["jobs"][::2]
+        jobs = json.loads((folder / "sweep.json").read_text(encoding="utf-8"))["jobs"][::2]
         return [dict(word.split("=") for word in job.split(",")[:-1]) for job in jobs]
 
     return run
@@ -171,7 +171,9 @@ def test_search_trains_runs_and_continues(workdir, monkeypatch, capfd):
     out = capfd.readouterr().out
     assert "3 trials, 2 of them finished before" in out
     assert finished.items() <= {path: path.stat().st_mtime for path in folder.glob("*/*/*.pt")}.items()
-    summaries = {path.parent.name: json.loads(path.read_text()) for path in folder.glob("*/summary.json")}
+    summaries = {
+        path.parent.name: json.loads(path.read_text(encoding="utf-8")) for path in folder.glob("*/summary.json")
+    }
     assert [summary["status"] for summary in summaries.values()] == ["finished"] * 3
     best_loss = min(summary["best_val_bpb"] for summary in summaries.values())
     assert f": {best_loss:.4f} bits per byte" in out

@@ -64,7 +64,7 @@ def sweep(*overrides: str, code: int = 0, **environment: str) -> tuple[str, str]
 
 
 def comparison() -> list[dict]:
-    with open("runs/sweeps/s/comparison.csv") as f:
+    with open("runs/sweeps/s/comparison.csv", encoding="utf-8") as f:
         return list(csv.DictReader(f))
 
 
@@ -76,7 +76,7 @@ def test_size_of_checkpoints_is_estimated():
 @pytest.mark.slow
 def test_killed_interrupted_and_extended_sweep_runs_only_missing_jobs(train, workdir):
     (workdir / "site").mkdir()
-    (workdir / "site/sitecustomize.py").write_text(SITECUSTOMIZE)
+    (workdir / "site/sitecustomize.py").write_text(SITECUSTOMIZE, encoding="utf-8")
     site = str(workdir / "site")
     out, _ = sweep(*LONG, "seed=1,2", code=1, PYTHONPATH=site, SIGNAL_JOB="seed=1", SIGNAL="SIGKILL")
     assert "seed=1  failed: killed by SIGKILL (runs/sweeps/s/seed=1/train.log)  (1 to go" in out
@@ -92,7 +92,7 @@ def test_killed_interrupted_and_extended_sweep_runs_only_missing_jobs(train, wor
     assert 40 <= stopped < 60
 
     sweep(*LONG, "seed=1,2,3")
-    assert f"resumed from step {stopped}" in Path("runs/sweeps/s/seed=3/train.log").read_text()
+    assert f"resumed from step {stopped}" in Path("runs/sweeps/s/seed=3/train.log").read_text(encoding="utf-8")
     assert untouched == {path: path.stat().st_mtime for path in Path("runs/sweeps/s/seed=2").rglob("*")}
     assert {path.name for path in workdir.iterdir()} == {"text.txt", "data", "runs", "site"}
     (row,) = comparison()
@@ -109,7 +109,7 @@ def test_job_saves_a_checkpoint_before_submitit_requeues_it(train, workdir, monk
     from compare.sweep.submit import RequeuedJob
 
     (workdir / "site").mkdir()
-    (workdir / "site/sitecustomize.py").write_text(SITECUSTOMIZE)
+    (workdir / "site/sitecustomize.py").write_text(SITECUSTOMIZE, encoding="utf-8")
     monkeypatch.setenv("PYTHONPATH", os.pathsep.join([str(workdir / "site"), str(ROOT)]))
     monkeypatch.setenv("SIGNAL_JOB", "seed=1")
     monkeypatch.setenv("SIGNAL", "SIGUSR2")
@@ -118,10 +118,10 @@ def test_job_saves_a_checkpoint_before_submitit_requeues_it(train, workdir, monk
     name, folder = "sweeps/s/seed=1", workdir / "runs/sweeps/s/seed=1"
     words = [*TINY, *LONG[1:], f"name={name}"]
     job = executor.submit(RequeuedJob(), Job("seed=1", folder, words, {"name": name}))
-    assert job.result() == Outcome("finished"), (job.stderr(), (folder / "train.log").read_text())
+    assert job.result() == Outcome("finished"), (job.stderr(), (folder / "train.log").read_text(encoding="utf-8"))
     log = job.stdout()
     assert log.index("stopping after this step, and saving") < log.index("Requeued job"), log
-    assert re.search(r"resumed from step (4\d|5\d)", (folder / "train.log").read_text())
+    assert re.search(r"resumed from step (4\d|5\d)", (folder / "train.log").read_text(encoding="utf-8"))
     assert train(*LONG[1:], "name=alone") == 0
     assert untimed(metrics("alone")) == untimed(metrics(name))
 
@@ -140,7 +140,7 @@ def test_refused_backend_is_a_row_and_wandb_gets_the_group_and_the_comparison(wo
     assert float(rows["attention=sdpa"]["val_loss"]) == pytest.approx(loss)
     for name in ("comparison.png", "report.html", "sweep.json"):
         assert Path(f"runs/sweeps/s/{name}").exists()
-    assert "group: s\n" in Path("runs/sweeps/s/attention=sdpa/config.yaml").read_text()
+    assert "group: s\n" in Path("runs/sweeps/s/attention=sdpa/config.yaml").read_text(encoding="utf-8")
     (file,) = Path("runs/sweeps/s").glob("wandb/offline-run-*/*.wandb")
     command = [sys.executable, "-m", "wandb", "leet", "inspect", "--summary", str(file)]
     logged = subprocess.run(command, capture_output=True, text=True).stdout
@@ -165,7 +165,7 @@ def test_job_is_done_after_it_has_finished_with_its_config_and_a_damaged_one_is_
     config = parse_yaml(Path("runs/a/config.yaml").read_bytes())
     assert Job("a", Path("runs/a"), [], config).is_done()
     assert not Job("a", Path("runs/a"), [], config | {"train": config["train"] | {"steps": 9}}).is_done()
-    Path("runs/a/config.yaml").write_text("a: [1")
+    Path("runs/a/config.yaml").write_text("a: [1", encoding="utf-8")
     with pytest.raises(UserError, match=r"runs/a/config.yaml cannot be read .*; restore it, or set another name"):
         Job("a", Path("runs/a"), [], {}).check_folder()
 
@@ -182,12 +182,12 @@ def test_job_that_another_process_trains_fails(workdir):
 
 def test_second_ctrl_c_kills_a_job_that_hangs(workdir, monkeypatch):
     hanging = "import os, signal, time\nsignal.signal(signal.SIGTERM, signal.SIG_IGN)\nprint(os.getpid(), flush=True)\n"
-    (workdir / "hanging.py").write_text(f"{hanging}time.sleep({TIMEOUT_S})\n")
+    (workdir / "hanging.py").write_text(f"{hanging}time.sleep({TIMEOUT_S})\n", encoding="utf-8")
     monkeypatch.setattr(jobs, "SCRIPT", workdir / "hanging.py")
     wait = subprocess.Popen.wait
 
     def wait_until_interrupted(child, timeout=None):  # Ctrl-C arrives in each wait
-        while not log.read_text().endswith("\n"):
+        while not log.read_text(encoding="utf-8").endswith("\n"):
             time.sleep(0.01)
         raise KeyboardInterrupt
 

@@ -68,11 +68,15 @@ def support_table() -> str:
 
 
 def test_docs_contain_the_support_table():
-    assert support_table() in DOCS.read_text(), f"replace the support table in {DOCS} by\n{support_table()}"
+    assert support_table() in DOCS.read_text(encoding="utf-8"), (
+        f"replace the support table in {DOCS} by\n{support_table()}"
+    )
 
 
 def test_example_backend_of_the_docs_trains_and_is_checked(train, capsys):
-    function, settings = re.search(r"```py\n(.*?)```.*?```\n(.*?)```", DOCS.read_text(), re.DOTALL).groups()
+    function, settings = re.search(
+        r"```py\n(.*?)```.*?```\n(.*?)```", DOCS.read_text(encoding="utf-8"), re.DOTALL
+    ).groups()
     name = "reversed_heads"
     write_file(f"own/attention/{name}.yaml", settings)
     with patch.dict(BACKENDS):  # afterwards, the table is as before

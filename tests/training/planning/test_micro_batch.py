@@ -49,7 +49,7 @@ def test_trial_stops_at_the_memory_limit_and_changes_nothing(workdir, optimizer)
     config, model = make(*large)
     random_state, weights = torch.get_rng_state(), {k: w.clone() for k, w in model.state_dict().items()}
     limits = resource.getrlimit(resource.RLIMIT_DATA)
-    kilobytes = int(re.search(r"VmData:\s+(\d+)", Path("/proc/self/status").read_text())[1])
+    kilobytes = int(re.search(r"VmData:\s+(\d+)", Path("/proc/self/status").read_text(encoding="utf-8"))[1])
     resource.setrlimit(resource.RLIMIT_DATA, (1024 * kilobytes + 200 * 2**20, limits[1]))
     try:
         assert not fits(128, config, CPU, model)

@@ -82,7 +82,9 @@ def test_steps_and_flops_follow_from_the_config(plan, monkeypatch):
     assert planned.flops == 7 * 128 * sum(planned.flops_per_token.values())
     assert planned.seconds == pytest.approx(planned.flops / 1e9)
     (prepared,) = Path("data/prepared").glob("text-*")
-    assert planned.epochs == 7 * 128 / json.loads((prepared / "meta.json").read_text())["tokens"]["train"]
+    assert (
+        planned.epochs == 7 * 128 / json.loads((prepared / "meta.json").read_text(encoding="utf-8"))["tokens"]["train"]
+    )
 
 
 def test_minutes_become_the_steps_that_fit(plan):
