@@ -41,7 +41,7 @@ from pathlib import Path
 
 from common.console import ProgressBar
 from common.errors import UserError, printable
-from common.files import atomic_write, decode_text, read_text
+from common.files import atomic_write, read_text
 from common.process import run_process
 from common.settings import unescape
 from configs.schema import SampleConfig
@@ -49,7 +49,7 @@ from data.tokenizer import Tokenizer, encode
 from model.generation.attention_plots import draw_attention_maps
 from model.generation.engine import Prompt, TextChunk, generate
 from model.generation.load import find_pretrained_folder, load_for_sampling
-from model.generation.prompts import check_output, read_prompts
+from model.generation.prompts import check_output, decode_typed, read_prompts
 from model.gpt import GPT
 from training.device import resolve_device, resolve_dtype
 
@@ -79,7 +79,7 @@ def load_prompts(config: SampleConfig) -> list[str]:
         return read_prompts(config.prompts)
     if config.prompt_file is not None:
         return [read_text(config.prompt_file, f"prompt_file={config.prompt_file}")]
-    return [unescape(config.prompt) or ""]
+    return [decode_typed(unescape(config.prompt) or "")]
 
 
 def generate_texts(config: SampleConfig, model: GPT, tokenizer: Tokenizer, prompts: list[str]) -> Iterator[TextChunk]:
@@ -168,8 +168,7 @@ def run_interactive(config: SampleConfig, model: GPT, tokenizer: Tokenizer) -> N
     text = ""
     for index in range(2**32):
         try:
-            line = input("> " if sys.stdin.isatty() else "")
-            line = decode_text(line.encode(errors="surrogateescape"), "the prompt")
+            line = decode_typed(input("> " if sys.stdin.isatty() else ""))
             settings = replace(config, seed=sample_seed(config, index))
             chunks = generate_texts(settings, model, tokenizer, [line or text])
             text = line or text

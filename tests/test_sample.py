@@ -192,6 +192,12 @@ def test_lines_from_a_pipe_are_utf_8_in_any_locale(trained, sample, monkeypatch)
     assert sample("run=a", "max_new_tokens=1", "interactive=true").startswith("après")
 
 
+def test_prompt_on_the_command_line_is_utf_8_in_any_locale(trained, sample):
+    """Under LC_ALL=C, Python escapes all bytes of an argument that are not ASCII."""
+    escaped = "après".encode().decode("ascii", errors="surrogateescape")
+    assert sample("run=a", "max_new_tokens=1", f"prompt={escaped}").startswith("après")
+
+
 def test_line_that_is_not_utf_8_is_refused_and_the_next_line_is_continued(trained, workdir, monkeypatch, capsys):
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"The 1\nT\xe9\nThe 2\n"), "utf-8"))
     assert run("run=a", "max_new_tokens=1", "interactive=true") == 0
@@ -272,6 +278,7 @@ def test_run_loaded_in_python_generates_the_same_sample_as_the_command_and_can_b
         ("prompts=wrong.jsonl", "a line of prompts=wrong.jsonl is not of the form"),
         ("prompts=deep.jsonl", "a line of prompts=deep.jsonl is not of the form"),
         ("prompts=latin.txt", "prompts=latin.txt is not UTF-8: byte 0xe9 after b'a'"),
+        ("prompt=T\udce9", "prompt is not UTF-8: byte 0xe9 after b'T'"),
         ("prompt_file=wrong.txt", "prompt_file=wrong.txt is not UTF-8: byte 0xe9 at the start of the text"),
         ("prompt_file=utf16.txt", "utf16.txt is UTF-16, not UTF-8; convert it: iconv"),
         ("prompts=new.txt num_samples=3", "prompt 2 of new.txt has characters that are not in the vocabulary: 'Ü'"),

@@ -5,8 +5,13 @@ import re
 from pathlib import Path
 
 from common.errors import UserError
-from common.files import read_text
+from common.files import decode_text, read_text
 from common.settings import unescape
+
+
+def decode_typed(text: str) -> str:
+    """Decode a prompt of the command line or the terminal, in which Python escapes bytes that it cannot decode."""
+    return decode_text(text.encode(errors="surrogateescape"), "the prompt")
 
 
 def read_prompts(path: str) -> list[str]:
