@@ -165,7 +165,7 @@ def prepare_folder(folder: Path, run: Path, exported: Path, command: Command) ->
         if key.endswith("path"):
             write_document(folder, value, column)
             if separator := unescape(command.value("data.separator")):
-                (folder / value).write_text(TEXT.replace("\n", separator))
+                (folder / value).write_text(TEXT.replace("\n", separator), encoding="utf-8")
         elif key in ("prompts", "prompt_file"):
             lines = '{"prompt": "The 1"}\n{"prompt": "The 2"}' if value.endswith(".jsonl") else "The 1\nThe 2"
             (folder / value).write_text(lines, encoding="utf-8")

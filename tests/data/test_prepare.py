@@ -136,8 +136,8 @@ def test_samples_start_from_the_end_of_text_token_if_there_is_one(workdir):
 
 
 def test_start_of_samples_is_chosen_for_the_text_and_not_for_that_of_the_vocabulary(workdir):
-    (workdir / "one.txt").write_text(book("\n"))
-    (workdir / "two.txt").write_text("".join(f"Is {n} a number?\n" for n in range(900)))
+    (workdir / "one.txt").write_text(book("\n"), encoding="utf-8")
+    (workdir / "two.txt").write_text("".join(f"Is {n} a number?\n" for n in range(900)), encoding="utf-8")
     first = prepare_data(DataConfig(path="one.txt"), BYTE)
     spec = first.meta["tokenizer"] | {"start": 7}
     second = prepare(DataConfig(path="two.txt"), replace(BYTE, name="run", run="one"), 16, spec)
@@ -187,7 +187,7 @@ def test_text_with_end_of_text_markers_gets_a_hint(workdir, capsys):
 
 
 def test_advice_for_a_text_whose_tokens_are_too_few_is_a_smaller_vocabulary(workdir):
-    (workdir / "ones.txt").write_text("1" * 3000)
+    (workdir / "ones.txt").write_text("1" * 3000, encoding="utf-8")
     with pytest.raises(UserError, match=r"a smaller tokenizer.vocab_size, or tokenizer=char"):
         prepare_data(DataConfig(path="ones.txt"), replace(BPE, vocab_size=10_000), 3000)
 

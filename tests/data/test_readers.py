@@ -61,7 +61,7 @@ def test_null_rows_of_parquet_are_skipped_and_rows_can_be_one_document(workdir):
 
 @pytest.mark.parametrize("config", [BPE, GPT2], ids=lambda config: config.name)
 def test_document_in_pieces_has_the_same_tokens(workdir, monkeypatch, config):
-    text = (workdir / "text.txt").read_text() * 3 + "   ...\n\n  x\t y  \n z" * 300
+    text = (workdir / "text.txt").read_text(encoding="utf-8") * 3 + "   ...\n\n  x\t y  \n z" * 300
     try:
         tokenizer = build([text], config)
     except UserError as error:
@@ -220,7 +220,7 @@ def test_url_is_downloaded(workdir):
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{server.server_port}"
-        assert load_documents(f"{address}/text.txt") == [(workdir / "text.txt").read_text()]
+        assert load_documents(f"{address}/text.txt") == [(workdir / "text.txt").read_text(encoding="utf-8")]
         with pytest.raises(UserError, match=rf"{address}/no.txt cannot be read .* data.path"):
             load_documents(f"{address}/no.txt")
         server.shutdown()

@@ -67,19 +67,20 @@ def test_vocabulary_of_long_text_is_trained_on_all_parts_and_on_prompts_and_comp
 def test_interrupt_ends_the_training_of_a_vocabulary_at_once(workdir, monkeypatch):
     """The process that trains the vocabulary would run forever."""
     (workdir / "forever.py").write_text(
-        "import os, time\nopen('started', 'w').write(str(os.getpid()))\ntime.sleep(10**6)"
+        "import os, time\nopen('started', 'w').write(str(os.getpid()))\ntime.sleep(10**6)",
+        encoding="utf-8",
     )
     monkeypatch.setattr("data.tokenizer.TRAIN_BPE", workdir / "forever.py")
 
     def interrupt():
-        while not (workdir / "started").exists() or not (workdir / "started").read_text():
+        while not (workdir / "started").exists() or not (workdir / "started").read_text(encoding="utf-8"):
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGINT)
 
     threading.Thread(target=interrupt).start()
     with pytest.raises(KeyboardInterrupt):
         build(["a text"], BPE)
-    _, status = os.waitpid(int((workdir / "started").read_text()), 0)
+    _, status = os.waitpid(int((workdir / "started").read_text(encoding="utf-8")), 0)
     assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL
 
 
