@@ -89,8 +89,8 @@ def decode_text(content: bytes, name: str) -> str:
 def describe_decode_error(error: UnicodeDecodeError) -> str:
     """Where a text stops being UTF-8, with up to 20 bytes before that place, and what to do."""
     before = error.object[max(0, error.start - 20) : error.start]
-    place = f"after {before!r}" if before else "at the start of the text"
-    return f"not UTF-8: byte 0x{error.object[error.start]:02x} {place}; convert it with iconv"
+    place = f" after {before!r}" if before else ""
+    return f"not UTF-8: byte 0x{error.object[error.start]:02x}{place}; convert it with iconv"
 
 
 def read_json(path: Path) -> dict:

@@ -14,7 +14,8 @@ class IncrementalDetokenizer:
     def __init__(self, tokenizer: tiktoken.Encoding, sampling: SamplingConfig, end_token: int | None):
         self.tokenizer, self.end_token = tokenizer, end_token
         # A model of documents with Windows line ends writes \r\n, and its sample must not end with \r.
-        self.stop_strings = sampling.stop_strings + [stop.replace("\n", "\r\n") for stop in sampling.stop_strings]
+        windows_stops = [stop.replace("\n", "\r\n") for stop in sampling.stop_strings if "\n" in stop]
+        self.stop_strings = sampling.stop_strings + windows_stops
         self.max_new_tokens = sampling.max_new_tokens
         self.utf8_decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self.pending = ""  # may be the beginning of a stop string

@@ -39,7 +39,9 @@ def error_message(capsys, *overrides, script="train") -> str:
 
 @pytest.mark.parametrize(("group", "choice"), ALL)
 def test_every_choice_composes(group, choice, workdir):
-    required = {"run": ["tokenizer.run=a"], "larger_model": ["data.path=text.txt"]}.get(choice, [])
+    needed = {"run": ["tokenizer.run=a"], "larger_model": ["data.path=text.txt"]}
+    needed |= {"wikitext": ["data.row_is_document=true"]}  # of tables only
+    required = needed.get(choice, [])
     required += ["data.path=text.txt"] * (group == "data" and choice != "python_stdlib")
     config = parse_config("train", "", [f"{group}={choice}", *required])
     if group != "experiment":

@@ -86,7 +86,7 @@ UNREADABLE = [
     ("head.csv", b"text,id\n", r"no text in head.csv"),
     ("BODY.CSV", b"body,id\na,1\nb,2\n", r"BODY.CSV .*'text'"),
     ("late.txt", b"a" * 3_000_000 + b"\xff", r"late.txt .*not UTF-8: byte 0xff after b'aaa"),
-    ("first.txt", b"\xe9t\xe9 " * 99, r"first.txt .*not UTF-8: byte 0xe9 at the start of the text"),
+    ("first.txt", b"\xe9t\xe9 " * 99, r"first.txt .*not UTF-8: byte 0xe9;"),
     ("latin.jsonl", b'{"text": "caf\xe9"}\n' * 30, r"latin.jsonl .*not UTF-8: byte 0xe9 after b'caf'"),
     ("latin.csv", b"text,id\na,1\ncaf\xe9,1\n", r"latin.csv .*not UTF-8: byte 0xe9 after .*caf"),
     ("torn.txt.gz", gzip.compress(b"text " * 1000, mtime=0)[:-4], r"torn.txt.gz .*Truncated"),
