@@ -392,6 +392,22 @@ def test_run_returns_to_an_older_checkpoint_after_it_has_diverged(train, sample,
         find_checkpoint("a", "step-000002")
 
 
+def test_return_to_an_older_checkpoint_removes_the_files_of_later_steps(trained, train, capsys):
+    settings = ["name=a", "checkpoint.every=1", "eval.attention_maps=true"]
+    assert train(*settings, "train.steps=9", "checkpoint.keep=9") == 0
+    folder = Path("runs/a/checkpoints")
+    assert summary("a")["best_step"] == 9
+    shutil.copy(folder / "step-000006.pt", folder / "last.pt")
+    (folder / "step-9-mine.pt").touch()
+    worse = ["optimizer.lr=9", "optimizer.weight_decay=0"]
+    assert train(*settings, *worse, "train.steps=8", "checkpoint.keep=2") == 0
+    assert {path.stem for path in folder.glob("step-*.pt")} == {"step-000006", "step-000007", "step-9-mine"}
+    assert [path.stem for path in Path("runs/a/attention").iterdir()] == ["step-000008"]
+    assert load("a", "best")["step"] == summary("a")["best_step"] == 6
+    assert load("a", "best")["best_val_loss"] == summary("a")["best_val_loss"] == metrics("a")[6]["val/loss"]
+    assert "at step 6;" in capsys.readouterr().out.splitlines()[-4]
+
+
 @pytest.mark.parametrize("keep", [0, 2])
 def test_full_disk_ends_a_run_and_keeps_the_last_checkpoint(trained, train, capsys, keep):
     with file_size_limit(70_000):

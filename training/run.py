@@ -10,7 +10,7 @@ from common.run_dir import RunDir
 from common.system import describe_environment
 from data.prepare import PreparedData
 from model.flops import flops_per_token, n_params
-from training.checkpoint import TrainState
+from training.checkpoint import TrainState, restore_best
 from training.config import RunConfig
 from training.device import Runtime
 from training.observers import remove_later_rows
@@ -33,15 +33,17 @@ def open_run(
     with RunDir(config.name, label, config.resume, dist.is_main, dist.broadcast) as run, StopRequest() as stop:
         if run.last.exists():
             state.resume(run.last, header)
-        dist.require_equal(f"{run.folder} at step {state.step}", f"copy the newest {run.folder} to all machines")
+        checkpoint = f"{run.folder} at step {state.step} with the best evaluation at step {state.best_step}"
+        dist.require_equal(checkpoint, f"copy the newest {run.folder} to all machines")
         if dist.broadcast(state.progress >= 1 and run.previous.get("status") == "finished"):
-            advice = "set a larger train.steps (or train.patience), or another name"
+            advice = f"set a larger {' and '.join(state.ended_by)}, or another name"
             print(f"{run.folder} is finished at step {state.step}; {advice}")
             yield run, stop
             return
         if run.is_main:  # the row of this step may be written again
             step = state.step - (state.step == 0 or bool(state.unlogged))
             state.metrics = remove_later_rows(run.folder / "metrics.jsonl", step)
+        restore_best(run, state, header, dist)
         model, vocab_size = config.model, data.meta["vocab_size"]
         facts = describe_environment(runtime.device) | {
             "dtype": str(runtime.dtype).removeprefix("torch."), "compile": runtime.compile,

@@ -1,6 +1,8 @@
-"""Checkpoints: which files are saved, failures while saving, and the progress of a run."""
+"""Checkpoints: which files are saved, failures while saving, older checkpoints, and the progress of a run."""
 
+import json
 import math
+import shutil
 
 import pytest
 import torch
@@ -8,10 +10,12 @@ from helpers import ADAMW, tiny_model, train_step
 
 from common.errors import TrainingFailed
 from common.run_dir import RunDir
-from model.checkpoint_file import load_checkpoint
-from training.checkpoint import CheckpointWriter, TrainState
+from model.checkpoint_file import load_checkpoint, save_checkpoint
+from training import checkpoint
+from training.checkpoint import CheckpointWriter, TrainState, restore_best
 from training.config import CheckpointConfig, TrainConfig
 from training.device import build_grad_scaler
+from training.distributed import Dist
 from training.optimizer import build_optimizers
 
 HEADER = {"vocab_size": 20, "identity": {}, "config": {"seed": 1}}
@@ -51,6 +55,102 @@ def test_weights_that_are_not_finite_do_not_replace_a_checkpoint(state, checkpoi
     with pytest.raises(TrainingFailed, match=r"not finite after step 2.* Lower optimizer.lr"):
         checkpoints.save()
     assert load_checkpoint(checkpoints.run.last)["step"] == 1
+
+
+def save_evaluations(state, checkpoints, losses: dict[int, float]) -> None:
+    """Save the checkpoints of steps with these validation losses."""
+    for state.step, loss in losses.items():
+        state.record_evaluation(loss, loss)
+        checkpoints.save()
+
+
+def return_to(step: int, state) -> None:
+    """Copy an older checkpoint over last.pt, resume from it, and start the run as open_run does."""
+    with RunDir("a", "", True) as run:
+        if step:
+            shutil.copy(run.last.with_name(f"step-{step:06d}.pt"), run.last)
+        state.resume(run.last, HEADER)
+        restore_best(run, state, HEADER, Dist())
+        run.start({}, state.summary())
+
+
+def save_only_best(path, content) -> None:
+    """Save best.pt, and crash before last.pt."""
+    assert path.stem == "best" or 1 / 0
+    save_checkpoint(path, content)
+
+
+def read_best(run: RunDir) -> tuple:
+    """Step and loss of the best evaluation in best.pt and in summary.json, which must agree."""
+    saved, recorded = load_checkpoint(run.best), json.loads((run.folder / "summary.json").read_text())
+    assert saved["optimizer"] is None and saved["step"] == saved["best_step"] == recorded["best_step"]
+    assert saved["best_val_loss"] == recorded["best_val_loss"]
+    return saved["step"], saved["best_val_loss"]
+
+
+@pytest.fixture
+def older(state, checkpoints):
+    """A run whose older checkpoints are of step 1, and of step 2 without a lower loss."""
+    checkpoints.config = CheckpointConfig(1, 9)
+    save_evaluations(state, checkpoints, {1: 5.0, 2: 6.0, 3: 4.0})
+    checkpoints.run.lock.release()
+    return checkpoints
+
+
+def test_return_to_the_best_of_the_older_checkpoints_writes_best_again(state, older):
+    return_to(1, state)
+    assert read_best(older.run) == (1, 5.0)
+    assert state.evals_since_best == 0
+
+
+def test_return_to_a_checkpoint_whose_best_is_overwritten_forgets_the_best_evaluation(state, older):
+    return_to(2, state)
+    assert not older.run.best.exists()
+    assert (state.best_step, state.best_val_loss, state.evals_since_best) == (None, math.inf, 0)
+    save_evaluations(state, older, {3: 7.0})
+    assert read_best(older.run) == (3, 7.0)
+
+
+def test_checkpoint_of_the_best_evaluation_is_not_touched_by_a_return_to_a_later_step(state, older):
+    save_evaluations(state, older, {4: 8.0, 5: 2.0, 6: 9.0, 7: 9.0})
+    content = older.run.best.read_bytes()
+    return_to(6, state)
+    assert (state.best_step, state.evals_since_best) == (5, 1)
+    assert older.run.best.read_bytes() == content
+
+
+def test_best_of_a_run_that_was_killed_before_last_was_written_is_not_touched(state, older, monkeypatch):
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(checkpoint, "save_checkpoint", save_only_best)
+        save_evaluations(state, older, {4: 3.0})
+    return_to(0, state)
+    assert (state.step, state.best_step) == (3, 3)
+    assert load_checkpoint(older.run.best)["step"] == 4
+
+
+@pytest.mark.parametrize("target", ["training.checkpoint.save_checkpoint", "common.run_dir.RunDir.start"])
+@pytest.mark.parametrize(("step", "best"), [(1, (1, 5.0)), (2, (3, 7.0))])
+def test_return_to_an_older_checkpoint_can_be_killed(state, older, monkeypatch, target, step, best):
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(target, lambda *args: 1 / 0)
+        return_to(step, state)
+    return_to(0, state)
+    with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
+        patch.setattr(checkpoint, "save_checkpoint", save_only_best)
+        save_evaluations(state, older, {3: 7.0})
+    return_to(0, state)
+    save_evaluations(state, older, {3: 7.0})
+    assert read_best(older.run) == best
+
+
+@pytest.mark.parametrize(
+    ("config", "ended_by"),
+    [(TrainConfig(steps=9), ["train.steps"]), (TrainConfig(steps=None, minutes=1), ["train.minutes"]),
+     (TrainConfig(steps=99, patience=2), ["train.patience"]),
+     (TrainConfig(steps=9, minutes=1, patience=3), ["train.steps", "train.minutes"])],
+)  # fmt: skip
+def test_setting_that_has_ended_a_run_is_known(config, ended_by):
+    assert TrainState(config, None, [], None, step=9, seconds=60.0, evals_since_best=2).ended_by == ended_by
 
 
 def test_progress_is_the_larger_of_steps_and_time():
