@@ -29,8 +29,7 @@ class Job:
 
     def previous_config(self) -> dict | None:
         """Read the flat config of an earlier run in this folder. Returns None if nothing was trained there."""
-        exists = any(self.folder.glob("checkpoints/*.pt"))
-        return read_file(self.folder / "config.yaml", lambda text: flatten_dict(parse_yaml(text))) if exists else None
+        return read_job_config(self.folder) if any(self.folder.glob("checkpoints/*.pt")) else None
 
     def is_done(self) -> bool:
         """Whether a run with exactly this config has finished."""
@@ -40,10 +39,39 @@ class Job:
     def check_folder(self) -> None:
         """Raise UserError if the folder contains a run with a different config."""
         old, new = self.previous_config() or {}, flatten_dict(self.config)
-        changed = [key for key in new if key in old and old[key] != new[key] and not key.startswith(CHANGEABLE_KEYS)]
-        if changed:
+        if changed := list_changed_keys(old, new, self.name):
             listed = ", ".join(f"{key}={format_value(old[key])} (now {format_value(new[key])})" for key in changed)
             raise UserError(f"{self.folder} was trained with {listed}; restore the old values, or set another name")
+
+
+def read_job_config(folder: Path) -> dict:
+    """Read the flat config of a job."""
+    return read_file(folder / "config.yaml", lambda text: flatten_dict(parse_yaml(text)))
+
+
+def list_changed_keys(old: dict, new: dict, swept: str) -> list[str]:
+    """Keys in which two flat configs describe different runs. swept: key=value pairs of the jobs."""
+    changed = [key for key in new if key in old and old[key] != new[key]]
+    return [key for key in changed if f",{key}=" in f",{swept}" or not key.startswith(CHANGEABLE_KEYS)]
+
+
+def read_earlier_jobs(sweep: Path) -> dict[str, dict]:
+    """Read the flat configs of the jobs that earlier commands have started, by name."""
+    names = [str(name) for name in read_json(sweep / "sweep.json").get("jobs") or []]
+    return {name: read_job_config(sweep / name) for name in names if (sweep / name / "config.yaml").exists()}
+
+
+def find_job_name(name: str, config: dict, earlier: dict[str, dict]) -> str:
+    """The name of the earlier job with this config, or `name`. The same job has other names in `seed=1` and `seed=1,2`.
+
+    earlier: result of read_earlier_jobs.
+    """
+    new = flatten_dict(config)
+    for earlier_name, old in earlier.items():
+        is_same = old.keys() == new.keys() and not list_changed_keys(old, new, f"{earlier_name},{name}")
+        if is_same and name not in earlier:
+            return earlier_name
+    return name
 
 
 class Outcome(NamedTuple):

@@ -1,9 +1,12 @@
-"""Combinations of swept values."""
+"""Combinations of swept values, and the names of the jobs."""
 
 import pytest
+from helpers import TINY
 
+from common.run_dir import write_config
+from compare.sweep.launch import find_missing_jobs
 from configs.compose import hydra_initialized, parse_word
-from configs.multirun import list_combinations
+from configs.multirun import list_combinations, make_jobs
 
 
 @pytest.mark.parametrize(
@@ -21,7 +24,37 @@ from configs.multirun import list_combinations
     ],
 )
 def test_combinations_of_swept_values(words, expected):
+    assert [list(combination.values()) for combination in combine(words)] == expected
+
+
+def combine(words: list[str]) -> list[dict[str, str]]:
     with hydra_initialized("train", None):
         parsed = {word: parse_word("train", word) for word in words}
-        swept = {word: override for word, override in parsed.items() if override.is_sweep_override()}
-        assert [list(combination.values()) for combination in list_combinations(swept)] == expected
+        return list_combinations({word: parsed[word] for word in words if parsed[word].is_sweep_override()})
+
+
+def start_sweep(*words: str) -> list[str]:
+    """Names of the jobs that a sweep starts. Each writes its config, as a run does."""
+    sweep, jobs = make_jobs(None, combine(words), [*TINY, "name=s", *[word for word in words if "," not in word]], None)
+    for job in find_missing_jobs(jobs[0].folder.parent, jobs):
+        job.folder.mkdir(exist_ok=True)
+        write_config(job.folder, job.config)
+    assert [job.config["name"] for job in jobs] == [f"sweeps/s/{job.name}" for job in jobs]
+    assert all(f"name=sweeps/s/{job.name}" in job.arguments for job in jobs)
+    return [job.name for job in jobs]
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "names"),
+    [
+        (["attention=naive,sdpa", "seed=1"], ["attention=naive,sdpa", "seed=1,2"],
+         ["attention=naive", "attention=sdpa", "attention=naive,seed=2", "attention=sdpa,seed=2"]),
+        (["attention=naive,sdpa"], ["attention=naive", "seed=1337,2", "train.steps=9"], ["attention=naive", "seed=2"]),
+        (["train.steps=6,9"], ["train.steps=6,12"], ["train.steps=6", "train.steps=12"]),
+        (["train.steps=9,6", "seed=1"], ["seed=1,2"], ["train.steps=6", "seed=2"]),
+    ],
+    ids=["one value", "default value", "changeable key", "changeable key with its default"],
+)  # fmt: skip
+def test_job_of_an_extended_sweep_has_the_name_of_an_earlier_job_with_its_config(workdir, before, after, names):
+    start_sweep(*before)
+    assert start_sweep(*after) == names
