@@ -18,13 +18,12 @@ if __name__ == "__main__":  # before the slow imports below, so that a typo is r
     config = parse_config("eval", __doc__)
 
 import json
-import sys
 from pathlib import Path
 
 from rich.table import Table
 
-from common.console import PlainConsole, make_table
-from common.errors import UserError, printable
+from common.console import PlainConsole, make_table, print_text
+from common.errors import UserError
 from common.files import atomic_write
 from common.process import run_process
 from common.settings import format_value
@@ -47,7 +46,7 @@ def main(config: EvalScriptConfig) -> int:
     model, tokenizer, summary = load_for_sampling(config.run, config.checkpoint, device, dtype, config.attention, rows)
     if config.tasks is None:
         summary += f"\ndocuments of {format_value(config.data.path or config.data.name)}"
-    print(printable(summary), file=sys.stderr)
+    print_text(summary, stderr=True)
     if config.tasks is None:
         sizes = [source.text_bytes for source in sources]
         total_bytes = None if None in sizes else sum(sizes)
@@ -62,10 +61,10 @@ def main(config: EvalScriptConfig) -> int:
         shown = results = run_tasks(model, tokenizer, config.tasks.split(","), config.batch_size, config.limit)
     PlainConsole().print(results_table(shown))
     if len(results) > len(shown) > MAX_TABLE_ROWS and config.out is None:
-        print(f"the first {MAX_TABLE_ROWS} documents; out=FILE.jsonl saves all", file=sys.stderr)
+        print_text(f"the first {MAX_TABLE_ROWS} documents; out=FILE.jsonl saves all", stderr=True)
     if config.out is not None:
         atomic_write(Path(config.out), "".join(json.dumps(result) + "\n" for result in results))
-        print(f"written  {config.out}", file=sys.stderr)
+        print_text(f"written  {config.out}", stderr=True)
     return 0
 
 

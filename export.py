@@ -24,6 +24,7 @@ from pathlib import Path
 
 from filelock import FileLock
 
+from common.console import print_text
 from common.errors import UserError
 from common.process import PYTHON, run_process
 from common.run_dir import find_checkpoint, find_run
@@ -53,7 +54,7 @@ def main(config: ExportConfig) -> int:
             shutil.rmtree(unfinished, ignore_errors=True)
             with suppress(OSError):  # Windows does not remove an open file
                 os.unlink(lock.lock_file)
-    print(f"{path} -> {out}\nnext     {PYTHON} sample.py run=hf:{out}")
+    print_text(f"{path} -> {out}\nnext     {PYTHON} sample.py run=hf:{out}")
     return 0
 
 

@@ -39,7 +39,7 @@ from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
-from common.console import ProgressBar
+from common.console import ProgressBar, print_text
 from common.errors import UserError, printable
 from common.files import atomic_write, read_text
 from common.process import run_process
@@ -61,7 +61,7 @@ def main(config: SampleConfig) -> int:
     device, rows = resolve_device(config.device), min(config.batch_size, len(prompts) * config.num_samples)
     dtype = resolve_dtype(config.dtype, device, trains=False)
     model, tokenizer, summary = load_for_sampling(config.run, config.checkpoint, device, dtype, config.attention, rows)
-    print(printable(f"{summary}, seed {config.seed}"), file=sys.stderr)
+    print_text(f"{summary}, seed {config.seed}", stderr=True)
     if config.interactive:
         run_interactive(config, model, tokenizer)
     elif config.prompts is not None:
@@ -91,7 +91,7 @@ def generate_texts(config: SampleConfig, model: GPT, tokenizer: Tokenizer, promp
         longest = max(longest, len(tokens))
         requests += [Prompt(tokens, sample_seed(config, len(requests) + i)) for i in range(config.num_samples)]
     if longest > block_size:
-        print(f"the model reads the last {block_size:,} of up to {longest:,} tokens of a prompt", file=sys.stderr)
+        print_text(f"the model reads the last {block_size:,} of up to {longest:,} tokens of a prompt", stderr=True)
     return in_prompt_order(generate(model, tokenizer, requests, config, config.batch_size))
 
 
@@ -128,7 +128,7 @@ def run_prompt(config: SampleConfig, model: GPT, tokenizer: Tokenizer, prompt: s
                     break
         finally:
             show("\n")
-    print(format_speed(tokens, started), file=sys.stderr)
+    print_text(format_speed(tokens, started), stderr=True)
     return first_sample
 
 
@@ -150,10 +150,10 @@ def run_batch(config: SampleConfig, model: GPT, tokenizer: Tokenizer, prompts: l
                     show(lines[-1])
                 text, tokens, progress = "", tokens + chunk.n_tokens, 1
             bar.show(chunk.index + progress, f"sample {chunk.index + 1:,} of {len(inputs):,}")
-    print(format_speed(tokens, started), file=sys.stderr)
+    print_text(format_speed(tokens, started), stderr=True)
     if config.out is not None:
         atomic_write(Path(config.out), "".join(lines))
-        print(f"written  {config.out}", file=sys.stderr)
+        print_text(f"written  {config.out}", stderr=True)
 
 
 def run_interactive(config: SampleConfig, model: GPT, tokenizer: Tokenizer) -> None:
@@ -163,8 +163,8 @@ def run_interactive(config: SampleConfig, model: GPT, tokenizer: Tokenizer) -> N
             import readline  # noqa: F401 (line editing with the arrow keys)
     if hasattr(sys.stdin, "reconfigure"):
         sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape", newline=None)  # a line can end with \r\n
-    print("type the beginning of a sample; an empty line continues the last sample", file=sys.stderr)
-    print("Ctrl-C stops the sample, Ctrl-D quits", file=sys.stderr)
+    print_text("type the beginning of a sample; an empty line continues the last sample", stderr=True)
+    print_text("Ctrl-C stops the sample, Ctrl-D quits", stderr=True)
     text = ""
     for index in range(2**32):
         try:
@@ -182,7 +182,7 @@ def run_interactive(config: SampleConfig, model: GPT, tokenizer: Tokenizer) -> N
                 raise
             show("\n")
         except UserError as error:
-            print(printable(f"sample.py: {error}"), file=sys.stderr)
+            print_text(f"sample.py: {error}", stderr=True)
         except EOFError:
             show("\n" if sys.stdin.isatty() else "")
             break

@@ -1,6 +1,11 @@
 """Console output shared by all commands: progress bars, tables, and formatting of times, sizes and counts."""
 
+import os
+import re
+import signal
+import sys
 import time
+from contextlib import suppress
 from datetime import timedelta
 
 from rich import box
@@ -13,6 +18,7 @@ from common.errors import printable
 
 LINE_INTERVAL_S = 10.0  # between progress lines, which replace the bar if the output is not a terminal
 TABLE_WIDTH = 120  # characters per line of a table, if the output is not a terminal
+NO_BREAK = "\ue000"  # replaces a space while lines are broken: rich breaks lines at no-break spaces, too
 
 
 class PlainConsole(Console):
@@ -29,9 +35,27 @@ class PlainConsole(Console):
     def print_text(self, text: str, indent: str = " " * 9, style: str | None = None) -> None:
         """Print lines of text. On a terminal, long lines are broken between words, and continue after `indent`."""
         for line in self.render_str(text).split("\n"):
-            is_long = self.is_terminal and line.cell_len > self.width
-            lines = line.wrap(self, max(20, self.width - len(indent))) if is_long else [line]
-            self.print(Text(f"\n{indent}").join(lines), style=style, soft_wrap=True)
+            if self.is_terminal and line.cell_len > self.width:
+                line = self._wrap(line.plain, indent)
+            self.print(line, style=style, soft_wrap=True)
+
+    def _wrap(self, line: str, indent: str) -> Text:
+        """Break a line between words, but not between a number and its noun."""
+        text = Text(re.sub(r"(?<=\d) (?=[^\W\d])", NO_BREAK, line))
+        lines = text.wrap(self, max(20, self.width - len(indent)))
+        return Text(f"\n{indent}".join(part.plain for part in lines).replace(NO_BREAK, " "))
+
+    def on_broken_pipe(self) -> None:
+        """Stop as after SIGTERM: a run is saved. The reader of the output has exited, as in `train.py | head`."""
+        os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
+        with suppress(OSError):
+            print("the output is no longer read; stopping", file=sys.stderr)
+        signal.raise_signal(signal.SIGTERM)
+
+
+def print_text(text: str, stderr: bool = False) -> None:
+    """Print lines of text. On a terminal, long lines are broken between words."""
+    PlainConsole(stderr).print_text(text)
 
 
 def make_table(*columns: str, left: int = 1, header: bool = True) -> Table:

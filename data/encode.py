@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 import numpy as np
 import tiktoken
 
-from common.console import ProgressBar, format_si, pluralize
+from common.console import ProgressBar, format_si, pluralize, print_text
 from common.errors import UserError
 from common.files import atomic_writer
 from common.process import cpu_count
@@ -60,7 +60,7 @@ def _report_copies(train_hashes: np.ndarray, val_hashes: np.ndarray) -> None:
     copies = int((np.isin(val_hashes, train_hashes) & (val_hashes != EMPTY_HASH)).sum())
     if copies:
         held_out = pluralize(len(val_hashes), "validation document")
-        print(f"{copies:,} of {held_out} also in the training text: remove the copies, or set data.val_path")
+        print_text(f"{copies:,} of {held_out} also in the training text: remove the copies, or set data.val_path")
 
 
 def iter_texts(sources: list[Source]) -> Iterator[str]:
@@ -136,7 +136,7 @@ class TokenFile:
         self.hashes = np.array(hashes)
         if markers > 1 and self.source.config.separator is None and not all(map(is_table, self.source.files)):
             advice = f"set data.separator='{END_OF_TEXT}' to divide a text file into documents there"
-            print(f"{self.source.name} has {END_OF_TEXT} {markers:,} times, which is ordinary text; {advice}")
+            print_text(f"{self.source.name} has {END_OF_TEXT} {markers:,} times, which is ordinary text; {advice}")
 
     def encode_chunk(self, chunk: list[Piece]) -> tuple[np.ndarray, list[EncodedPiece]]:
         """Encode a chunk. Returns all token ids, and the facts about each piece."""
@@ -178,7 +178,7 @@ class TokenFile:
         share = 1 - self.sizes[first - 1] / size
         if not config.val_fraction / 2 <= share <= 2 * config.val_fraction:
             reason = f"data.val_fraction={config.val_fraction:g}, but documents are not divided; set data.val_path"
-            print(f"{share:.1%} of {self.source.name} is held out: {reason}")
+            print_text(f"{share:.1%} of {self.source.name} is held out: {reason}")
         return first, documents
 
     def describe(self, first: int, stop: int) -> dict:

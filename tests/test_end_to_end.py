@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from contextlib import suppress
+from contextlib import redirect_stdout, suppress
 from pathlib import Path
 from pkgutil import resolve_name
 
@@ -22,6 +22,7 @@ from helpers import ROOT, TEXT, TINY, file_size_limit, load, metrics, summary, u
 from torch.utils._python_dispatch import TorchDispatchMode
 
 from common.errors import UserError, printable
+from common.process import raise_interrupt
 from common.run_dir import find_checkpoint
 from data import tokenizer
 from data.loader import Loader
@@ -29,6 +30,7 @@ from data.prepare import PreparedData, read_meta
 from model import GPTConfig
 from model.attention import naive
 from model.gpt import GPT
+from training.evaluate import Evaluator
 from training.optimizer import OPTIMIZERS
 from training.speed import Speed
 
@@ -568,6 +570,29 @@ def test_signal_before_the_first_step_ends_the_run_at_once(train):
         signal.signal(signal.SIGTERM, handler)
     assert summary("a")["status"] == "interrupted"
     assert train("name=a") == 0
+
+
+@pytest.mark.parametrize("step", [0, 3])
+def test_run_whose_output_is_no_longer_read_ends_as_after_a_signal(train, monkeypatch, capfd, step):
+    reader, writer = os.pipe()
+    evaluate = Evaluator.evaluate
+
+    def close_reader_and_evaluate(evaluator, state, metrics):
+        if state.step == step:
+            os.close(reader)  # as in train.py | head
+        return evaluate(evaluator, state, metrics)
+
+    monkeypatch.setattr(Evaluator, "evaluate", close_reader_and_evaluate)
+    handler = signal.signal(signal.SIGTERM, raise_interrupt)  # as in a process of train.py
+    with open(writer, "w", encoding="utf-8") as output, redirect_stdout(output):
+        assert train("name=a") == 75
+    signal.signal(signal.SIGTERM, handler)
+    assert summary("a")["status"] == "interrupted"
+    error = capfd.readouterr().err
+    assert "the output is no longer read" in error
+    if step:
+        assert "saved at step 4; resume with the same command and name=a" in error
+        assert load("a")["step"] == metrics("a")[-1]["step"] == 4
 
 
 def test_tiny_text_trains_with_the_default_tokenizer(train, workdir):

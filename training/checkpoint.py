@@ -18,6 +18,7 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from common.console import print_text
 from common.errors import TrainingFailed, UserError
 from common.files import atomic_writer
 from common.process import StopRequest
@@ -136,7 +137,7 @@ class TrainState:
         load_weights(self.model, saved["model"])
         load_state_by_name(self.model, self.optimizers, saved["optimizer"] or {})
         if saved["optimizer"] is None:
-            print(f"{path} is a copy of best.pt, which has no optimizer state: the optimizer starts again")
+            print_text(f"{path} is a copy of best.pt, which has no optimizer state: the optimizer starts again")
         if saved["scaler"]:  # empty if the run was not in float16 so far
             self.scaler.load_state_dict(saved["scaler"])
         for key in SAVED_FIELDS:

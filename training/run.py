@@ -4,7 +4,7 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import asdict
 
-from common.console import PlainConsole
+from common.console import print_text
 from common.process import StopRequest
 from common.run_dir import RunDir
 from common.system import describe_environment
@@ -37,7 +37,7 @@ def open_run(
         dist.require_equal(checkpoint, f"copy the newest {run.folder} to all machines")
         if dist.broadcast(state.progress >= 1 and run.previous.get("status") == "finished"):
             advice = f"set a larger {' and '.join(state.ended_by)}, or another name"
-            print(f"{run.folder} is finished at step {state.step}; {advice}")
+            print_text(f"{run.folder} is finished at step {state.step}; {advice}")
             yield run, stop
             return
         if run.is_main:  # the row of this step may be written again
@@ -52,7 +52,7 @@ def open_run(
             "n_params": n_params(state.model), "flops_per_token": flops_per_token(model, vocab_size, model.block_size),
         }  # fmt: skip
         run.start(asdict(config), facts | state.summary())
-        PlainConsole().print_text(format_banner(config, run.folder, run.summary, data.meta))
+        print_text(format_banner(config, run.folder, run.summary, data.meta))
         yield run, stop
         dist.all_reduce(0.0)  # a barrier: rank 0 may still save a checkpoint
         if dist.is_main:
@@ -60,4 +60,4 @@ def open_run(
         if state.stopped:
             raise KeyboardInterrupt(f"saved at step {state.step}; resume with the same command and name={run.name}")
     if dist.is_main:
-        PlainConsole().print_text(format_summary(run.summary, run.folder))
+        print_text(format_summary(run.summary, run.folder))

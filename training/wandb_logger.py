@@ -12,9 +12,11 @@ from queue import SimpleQueue
 from threading import Thread
 from typing import Any
 
+from common.console import print_text
 from common.run_dir import flatten_dict
 from training.config import WandbConfig
 
+FINISH_NOTICE_S = 1  # until a line says that the end of a run waits
 FINISH_TIMEOUT_S = 15  # for uploading the last rows; schedulers kill a process about 30 s after SIGTERM
 
 
@@ -53,8 +55,10 @@ class WandbRun:
             for function in iter(self._calls.get, None):
                 function(run)
         except Exception as error:  # wandb can raise anything
-            self.is_enabled, message = False, str(error).partition("\n")[0]
-            print(f"wandb: {type(error).__name__}: {message}; continuing without wandb, {self.folder} has all results")
+            reason = ": ".join(filter(None, [type(error).__name__, str(error).partition("\n")[0]]))
+            if self.is_enabled:
+                print_text(f"wandb: {reason}; continuing without wandb, {self.folder} has all results")
+            self.is_enabled = False
         with suppress(Exception):  # if its service was killed, wandb would print a traceback at exit
             wandb.teardown()
 
@@ -69,14 +73,19 @@ class WandbRun:
         self.call(lambda run: run.summary.update(values))
 
     def finish(self, exit_code: int) -> None:
-        """Finish the run, if it has started. Prints a line if that takes longer than the time limit."""
+        """Finish the run, if it has started. Prints a line before it waits, and if the time limit has passed."""
         if self._thread.ident is None:
             return
         self.call(lambda run: run.finish(exit_code))
         self._calls.put(None)
-        self._thread.join(FINISH_TIMEOUT_S)
+        self._thread.join(FINISH_NOTICE_S)
         if self._thread.is_alive():  # wandb's service hangs, or the network is slow
-            print(f"wandb did not finish within {FINISH_TIMEOUT_S} s; {self.folder} has all results")
+            seconds = FINISH_TIMEOUT_S - FINISH_NOTICE_S
+            print_text(f"wandb: waiting up to {seconds} s for its last uploads, then ending without them")
+            self._thread.join(seconds)
+        if self._thread.is_alive():
+            self.is_enabled = False  # prints no errors from now on
+            print_text(f"wandb did not finish within {FINISH_TIMEOUT_S} s; {self.folder} has all results")
 
 
 def _to_media(value: Any) -> Any:

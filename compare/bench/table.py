@@ -30,7 +30,7 @@ def print_results(rows: list[Timing], folder: Path) -> None:
     console.print()
     for note in list_notes(rows):
         console.print(note)
-    print(f"\nwritten  {folder / 'attention.csv'}  {folder / 'attention.png'}")
+    console.print_text(f"\nwritten  {folder / 'attention.csv'}  {folder / 'attention.png'}")
 
 
 def _phase_table(rows: list[Timing]):

@@ -42,4 +42,4 @@ def print_comparison(rows: list[SettingStats], out: Path) -> None:
     console = PlainConsole()
     console.print(make_terminal_table(rows))
     console.print("\n".join([*list_notes(rows, TERMINAL_COLUMNS), "report.html has more columns."]))
-    print(f"\nwritten  {'  '.join(str(out / name) for name in FILES)}")
+    console.print_text(f"\nwritten  {'  '.join(str(out / name) for name in FILES)}")

@@ -3,6 +3,7 @@
 import signal
 import subprocess
 import sys
+from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from subprocess import DEVNULL
@@ -94,8 +95,9 @@ def train_job(job: Job) -> Outcome:
     try:
         code = child.wait()
     except BaseException:
-        print(f"{job.name}: stopping after this step, and saving", flush=True)
         child.terminate()
+        with suppress(OSError):  # Ctrl-C has also stopped `tee`
+            print(f"{job.name}: stopping after this step, and saving", flush=True)
         try:
             child.wait()
         finally:

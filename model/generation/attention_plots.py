@@ -1,6 +1,5 @@
 """Plots of attention weights. T tokens, H query heads. Layers, heads and tokens are numbered from 1."""
 
-import sys
 import warnings
 from math import ceil
 from pathlib import Path
@@ -10,6 +9,7 @@ import tiktoken
 import torch
 from torch import Tensor
 
+from common.console import print_text
 from common.errors import UserError
 from common.plots import GREY, make_figure
 from data.tokenizer import encode, token_strings
@@ -36,7 +36,7 @@ def draw_attention_maps(model: GPT, tokenizer: tiktoken.Encoding, text: str, fol
     for layer in range(1, len(weights) + 1):
         plot_attention(weights[layer - 1 : layer], folder / f"layer-{layer:02d}.png", words, first=layer)
     written = f"written  {folder}/layer-*.png, overview.png of the last {len(tokens)} tokens"
-    print(f"{written}; entropy of uniform attention: {uniform_entropy(len(tokens)):.2f} nats", file=sys.stderr)
+    print_text(f"{written}; entropy of uniform attention: {uniform_entropy(len(tokens)):.2f} nats", stderr=True)
 
 
 def plot_attention(weights: Tensor, path: Path, words: list[str] | None = None, first: int = 1) -> None:

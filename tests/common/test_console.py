@@ -44,6 +44,15 @@ def test_long_lines_are_broken_between_words_on_a_terminal_only(monkeypatch, cap
         assert output == f"  | one two three{line_break}four five\n"
 
 
+def test_number_and_its_noun_stay_on_one_line(monkeypatch, capsys):
+    monkeypatch.setattr(PlainConsole, "is_terminal", True)
+    console = PlainConsole()
+    console.width = 24
+    console.print_text("trained in seconds, 350 steps of 12 x 64 = 768 tokens", "")
+    lines = [line.rstrip() for line in capsys.readouterr().out.splitlines()]
+    assert lines == ["trained in seconds,", "350 steps of 12 x 64 =", "768 tokens"]
+
+
 def test_only_characters_that_control_a_terminal_are_replaced():
     written = "日本\u3000語, 12\u00a0km, नमस्\u200cते, 👩\u200d🚀, e\u0301\n\tx"  # spaces, joiners and accents stay
     assert printable(written) == written

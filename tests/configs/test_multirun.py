@@ -35,7 +35,7 @@ def combine(words: list[str]) -> list[dict[str, str]]:
 
 def start_sweep(*words: str) -> list[str]:
     """Names of the jobs that a sweep starts. Each writes its config, as a run does."""
-    sweep, jobs = make_jobs(None, combine(words), [*TINY, "name=s", *[word for word in words if "," not in word]], None)
+    _, jobs = make_jobs(None, combine(words), [*TINY, "name=s", *[word for word in words if "," not in word]], None)
     for job in find_missing_jobs(jobs[0].folder.parent, jobs):
         job.folder.mkdir(exist_ok=True)
         write_config(job.folder, job.config)

@@ -74,9 +74,32 @@ def test_end_of_a_run_waits_for_wandb_only_for_a_limited_time(tmp_path, start, m
     monkeypatch.setattr(run._thread, "join", lambda timeout: waits.append(timeout) or join(run._thread, 0.01))
     run.log([{"step": 0}])
     run.finish(0)
-    assert waits == [15] and "wandb did not finish within 15 s" in capsys.readouterr().out
+    lines = capsys.readouterr().out.splitlines()
+    assert lines[0].startswith("wandb: waiting up to 14 s for its last uploads")
+    assert waits == [1, 14] and "wandb did not finish within 15 s" in lines[1]
     start.set()  # ends the thread, which would call the wandb.init of the next test
     join(run._thread)
+
+
+def test_wandb_that_fails_after_the_end_of_the_run_prints_nothing(tmp_path, start, monkeypatch, capsys):
+    run, join = WandbRun(CONFIG, tmp_path, {}), threading.Thread.join
+    monkeypatch.setattr(run._thread, "join", lambda timeout: join(run._thread, 0.01))
+    run.call(lambda _: 1 / 0)
+    run.finish(0)
+    capsys.readouterr()
+    start.set()
+    join(run._thread)
+    assert capsys.readouterr().out == ""
+
+
+def test_error_of_wandb_without_a_message_is_named(tmp_path, calls, capsys):
+    def fail(_):
+        raise TimeoutError
+
+    run = WandbRun(CONFIG, tmp_path, {})
+    run.call(fail)
+    run.finish(0)
+    assert capsys.readouterr().out.startswith("wandb: TimeoutError; continuing without wandb")
 
 
 def read_steps(folder) -> list[int]:
