@@ -27,7 +27,6 @@ if __name__ == "__main__":  # before the slow imports below, so that a typo is r
 from dataclasses import asdict, replace
 
 from common import system
-from common.console import print_text
 from common.errors import UserError
 from common.files import write_json
 from common.process import run_process
@@ -54,7 +53,7 @@ def main(config: BenchConfig) -> int:
     title = describe_bench(config, environment := system.describe_environment(device))
     write_config(folder, asdict(config))
     backends = ", ".join(case.name for case in groups[0])
-    print_text("\n         ".join([f"bench    {folder}: {backends}", *title.split("; ")]))
+    print(f"bench    {folder}: {backends}", *title.split("; "), sep="\n         ", flush=True)
     rows, status = [], "failed"
     try:
         measure_groups(groups, config, folder / "attention.csv", rows)

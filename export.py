@@ -24,7 +24,6 @@ from pathlib import Path
 
 from filelock import FileLock
 
-from common.console import print_text
 from common.errors import UserError
 from common.process import PYTHON, run_process
 from common.run_dir import find_checkpoint, find_run
@@ -54,7 +53,7 @@ def main(config: ExportConfig) -> int:
             shutil.rmtree(unfinished, ignore_errors=True)
             with suppress(OSError):  # Windows does not remove an open file
                 os.unlink(lock.lock_file)
-    print_text(f"{path} -> {out}\nnext     {PYTHON} sample.py run=hf:{out}")
+    print(f"{path} -> {out}\nnext     {PYTHON} sample.py run=hf:{out}")
     return 0
 
 

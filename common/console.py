@@ -3,9 +3,7 @@
 import os
 import re
 import signal
-import sys
 import time
-from contextlib import suppress
 from datetime import timedelta
 
 from rich import box
@@ -36,20 +34,15 @@ class PlainConsole(Console):
         """Print lines of text. On a terminal, long lines are broken between words, and continue after `indent`."""
         for line in self.render_str(text).split("\n"):
             if self.is_terminal and line.cell_len > self.width:
-                line = self._wrap(line.plain, indent)
+                unbroken = Text(re.sub(r"(?<=\d) (?=[^\W\d])", NO_BREAK, line.plain))  # a number and its noun
+                lines = unbroken.wrap(self, max(20, self.width - len(indent)))
+                line = Text(f"\n{indent}".join(map(str, lines)).replace(NO_BREAK, " "))
             self.print(line, style=style, soft_wrap=True)
-
-    def _wrap(self, line: str, indent: str) -> Text:
-        """Break a line between words, but not between a number and its noun."""
-        text = Text(re.sub(r"(?<=\d) (?=[^\W\d])", NO_BREAK, line))
-        lines = text.wrap(self, max(20, self.width - len(indent)))
-        return Text(f"\n{indent}".join(part.plain for part in lines).replace(NO_BREAK, " "))
 
     def on_broken_pipe(self) -> None:
         """Stop as after SIGTERM: a run is saved. The reader of the output has exited, as in `train.py | head`."""
         os.dup2(os.open(os.devnull, os.O_WRONLY), self.file.fileno())
-        with suppress(OSError):
-            print("the output is no longer read; stopping", file=sys.stderr)
+        print_text("the output is no longer read; stopping", stderr=True)
         signal.raise_signal(signal.SIGTERM)
 
 

@@ -15,7 +15,7 @@ from hydra.core.override_parser.types import Override
 from common.errors import UserError
 from common.run_dir import JOB, SWEEPS, make_new_folder
 from common.settings import check
-from compare.sweep.jobs import Job, find_job_name, read_earlier_jobs
+from compare.sweep.jobs import Job, find_job_name, read_started_jobs
 from compare.sweep.launch import run_sweep
 from configs.compose import compose_config, hydra_initialized, parse_word
 from configs.schema import key_types
@@ -100,11 +100,11 @@ def make_jobs(
     for config in configs:
         check(config)
     sweep = sweep or configs[0].name or make_new_folder(SWEEPS, f"{configs[0].data.name}-{configs[0].model.name}")
-    earlier = read_earlier_jobs(SWEEPS / sweep)
+    started = read_started_jobs(SWEEPS / sweep)
     jobs = []
     for name, words, config in zip(names, all_words, configs, strict=True):
         values = asdict(config)  # the sweep sets two keys: the run's name and its wandb group
-        name = find_job_name(name, values, earlier)
+        name = name if name in started else find_job_name(name, values, started)
         values["name"], values["wandb"]["group"] = f"sweeps/{sweep}/{name}", config.wandb.group or sweep
         arguments = ["--config-dir", config_dir] if config_dir else []
         arguments += [word for word in words if not word.startswith(("name=", "wandb.group="))]

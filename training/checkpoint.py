@@ -57,19 +57,15 @@ class TrainState:
     @property
     def progress(self) -> float:
         """The finished part of the run, 0 to 1, by the first of train.steps, minutes and patience that ends it."""
-        return min(1.0, max(self._progress_by_setting().values()))
+        return min(1.0, max(self.limits.values()))
 
     @property
-    def ended_by(self) -> list[str]:
-        """The settings that have ended the run."""
-        return [key for key, progress in self._progress_by_setting().items() if progress >= 1]
-
-    def _progress_by_setting(self) -> dict[str, float]:
-        config = self.config
+    def limits(self) -> dict[str, float]:
+        """The settings that can end the run, and how much of each is used. At 1, the run ends."""
         return {
-            "train.steps": self.step / (config.steps or math.inf),
-            "train.minutes": self.seconds / (60 * (config.minutes or math.inf)),
-            "train.patience": float(self.evals_since_best >= (config.patience or math.inf)),
+            "train.steps": self.step / (self.config.steps or math.inf),
+            "train.minutes": self.seconds / (60 * (self.config.minutes or math.inf)),
+            "train.patience": float(self.evals_since_best >= (self.config.patience or math.inf)),
         }
 
     @property
@@ -95,12 +91,6 @@ class TrainState:
         if val_loss < self.best_val_loss:
             self.best_val_loss, self.best_val_bpb = val_loss, val_bpb
             self.best_step, self.evals_since_best = self.step, 0
-
-    def forget_best(self) -> None:
-        """The next evaluation is the best so far, as in a new run."""
-        self.best_val_loss = self.best_val_bpb = math.inf
-        self.best_step = None
-        self.evals_since_best = 0
 
     def summary(self) -> dict:
         """Step, best evaluation and training time, under their names in summary.json."""
@@ -182,25 +172,24 @@ class CheckpointWriter:
                 with open(run.last, "rb") as last, atomic_writer(previous) as file:  # some disks have no hard links
                     shutil.copyfileobj(last, file)
             save_checkpoint(run.last, content)
-            older = find_step_files(run.last.parent)
-            for step in sorted(older)[: -self.config.keep]:
-                older[step].unlink()
+            older = find_step_files(run, "checkpoints")
+            for path in sorted(older, key=older.__getitem__)[: -self.config.keep]:
+                path.unlink()
             self.last_step = state.step
         run.update(results)
 
 
-def find_step_files(folder: Path) -> dict[int, Path]:
-    """The files of a folder that are named step-NNNNNN, by step."""
-    numbers = {path: path.stem.removeprefix("step-") for path in folder.glob("step-*")}
-    return {int(number): path for path, number in numbers.items() if number.isdecimal()}
+def find_step_files(run: RunDir, folder: str) -> dict[Path, int]:
+    """Find the files named step-NNNNNN in a folder of a run, with their steps. Files with other names are ignored."""
+    numbers = {path: path.stem.removeprefix("step-") for path in run.folder.glob(f"{folder}/step-*")}
+    return {path: int(number) for path, number in numbers.items() if number.isdecimal()}
 
 
 def remove_later_files(run: RunDir, step: int) -> None:
     """Remove checkpoints and pictures of later steps, which an older checkpoint leaves if it is copied over last.pt."""
-    for folder in (run.last.parent, run.folder / "attention"):
-        for number, path in find_step_files(folder).items():
-            if number > step:
-                path.unlink()
+    for path, path_step in find_step_files(run, "*").items():
+        if path_step > step:
+            path.unlink()
     # A killed process can leave a best.pt that is newer than last.pt, but summary.json is written after both. This
     # best.pt stays, because the run repeats its evaluation.
     if (run.previous.get("best_step") or 0) > step:
@@ -213,17 +202,17 @@ def restore_best(run: RunDir, state: TrainState, header: dict, dist: Dist) -> No
     If the best evaluation was at an earlier step, its weights are lost: it is forgotten, also by last.pt. Otherwise a
     process that is killed after the next best.pt would leave a last.pt with the lost evaluation.
     """
-    if run.is_main:
-        remove_later_files(run, state.step)
     if state.best_step is None or dist.broadcast(run.best.exists()):
         return
     if not state.is_best:
-        state.forget_best()
+        state.best_val_loss = state.best_val_bpb = math.inf
+        state.best_step = None
+        state.evals_since_best = 0
     content = header | state.state_dict()
+    if run.is_main:
+        save_checkpoint(run.last, content)
     if run.is_main and state.is_best:
         save_checkpoint(run.best, content | {"optimizer": None})
-    elif run.is_main:
-        save_checkpoint(run.last, content)
 
 
 def make_checkpoint_header(config: RunConfig, meta: dict) -> dict:

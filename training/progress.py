@@ -57,13 +57,13 @@ def format_epochs(epochs: float) -> str:
 
 def format_summary(summary: dict, folder: Path) -> str:
     """The last lines of a run: its losses and speed, and the command that generates a sample."""
-    time = f"{pluralize(summary['step'], 'step')} in {format_duration(summary['wall_seconds'])}"
     if summary["best_step"] is None:  # no step was left after an older checkpoint was copied over last.pt
-        return f"{time}; the checkpoint with the lowest validation loss was of a later step, and is removed"
+        return f"finished at step {summary['step']:,}, without an evaluation since the older checkpoint"
     last = f"last {summary['last_val_loss']:.4f}; " if summary["best_step"] != summary["step"] else ""
     return (
         f"best validation loss {summary['best_val_loss']:.4f}, {summary['best_val_bpb']:.3f} bits per byte, at step "
-        f"{summary['best_step']}; {last}{time} at {summary['tokens_per_second']:,.0f} tokens/s\n"
+        f"{summary['best_step']}; {last}{pluralize(summary['step'], 'step')} in "
+        f"{format_duration(summary['wall_seconds'])} at {summary['tokens_per_second']:,.0f} tokens/s\n"
         f"best     {folder / 'checkpoints' / 'best.pt'}\n"
         f"curve    {folder / 'loss.png'}\n"
         f"next     {PYTHON} sample.py run={summary['name']}"

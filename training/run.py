@@ -10,7 +10,7 @@ from common.run_dir import RunDir
 from common.system import describe_environment
 from data.prepare import PreparedData
 from model.flops import flops_per_token, n_params
-from training.checkpoint import TrainState, restore_best
+from training.checkpoint import TrainState, remove_later_files, restore_best
 from training.config import RunConfig
 from training.device import Runtime
 from training.observers import remove_later_rows
@@ -36,13 +36,15 @@ def open_run(
         checkpoint = f"{run.folder} at step {state.step} with the best evaluation at step {state.best_step}"
         dist.require_equal(checkpoint, f"copy the newest {run.folder} to all machines")
         if dist.broadcast(state.progress >= 1 and run.previous.get("status") == "finished"):
-            advice = f"set a larger {' and '.join(state.ended_by)}, or another name"
+            ended_by = " and ".join(key for key, used in state.limits.items() if used >= 1)
+            advice = f"set a larger {ended_by}, or another name"
             print_text(f"{run.folder} is finished at step {state.step}; {advice}")
             yield run, stop
             return
         if run.is_main:  # the row of this step may be written again
             step = state.step - (state.step == 0 or bool(state.unlogged))
             state.metrics = remove_later_rows(run.folder / "metrics.jsonl", step)
+            remove_later_files(run, state.step)
         restore_best(run, state, header, dist)
         model, vocab_size = config.model, data.meta["vocab_size"]
         facts = describe_environment(runtime.device) | {

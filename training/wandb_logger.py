@@ -16,7 +16,6 @@ from common.console import print_text
 from common.run_dir import flatten_dict
 from training.config import WandbConfig
 
-FINISH_NOTICE_S = 1  # until a line says that the end of a run waits
 FINISH_TIMEOUT_S = 15  # for uploading the last rows; schedulers kill a process about 30 s after SIGTERM
 
 
@@ -55,7 +54,7 @@ class WandbRun:
             for function in iter(self._calls.get, None):
                 function(run)
         except Exception as error:  # wandb can raise anything
-            reason = ": ".join(filter(None, [type(error).__name__, str(error).partition("\n")[0]]))
+            reason = f"{type(error).__name__}: {error}".partition("\n")[0].removesuffix(": ")
             if self.is_enabled:
                 print_text(f"wandb: {reason}; continuing without wandb, {self.folder} has all results")
             self.is_enabled = False
@@ -78,11 +77,10 @@ class WandbRun:
             return
         self.call(lambda run: run.finish(exit_code))
         self._calls.put(None)
-        self._thread.join(FINISH_NOTICE_S)
+        self._thread.join(1)
         if self._thread.is_alive():  # wandb's service hangs, or the network is slow
-            seconds = FINISH_TIMEOUT_S - FINISH_NOTICE_S
-            print_text(f"wandb: waiting up to {seconds} s for its last uploads, then ending without them")
-            self._thread.join(seconds)
+            print_text(f"wandb: waiting up to {FINISH_TIMEOUT_S} s for its last uploads, then ending without them")
+        self._thread.join(FINISH_TIMEOUT_S)
         if self._thread.is_alive():
             self.is_enabled = False  # prints no errors from now on
             print_text(f"wandb did not finish within {FINISH_TIMEOUT_S} s; {self.folder} has all results")

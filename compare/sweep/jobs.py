@@ -9,6 +9,7 @@ from pathlib import Path
 from subprocess import DEVNULL
 from typing import NamedTuple
 
+from common.console import PlainConsole
 from common.errors import UserError
 from common.files import parse_yaml, read_file, read_json, write_json
 from common.run_dir import EXIT_CODES, flatten_dict, write_config
@@ -51,27 +52,22 @@ def read_job_config(folder: Path) -> dict:
 
 
 def list_changed_keys(old: dict, new: dict, swept: str) -> list[str]:
-    """Keys in which two flat configs describe different runs. swept: key=value pairs of the jobs."""
+    """Keys in which two flat configs describe different runs. swept: key=value pairs in the names of the jobs."""
     changed = [key for key in new if key in old and old[key] != new[key]]
     return [key for key in changed if f",{key}=" in f",{swept}" or not key.startswith(CHANGEABLE_KEYS)]
 
 
-def read_earlier_jobs(sweep: Path) -> dict[str, dict]:
+def read_started_jobs(sweep: Path) -> dict[str, dict]:
     """Read the flat configs of the jobs that earlier commands have started, by name."""
-    names = [str(name) for name in read_json(sweep / "sweep.json").get("jobs") or []]
-    return {name: read_job_config(sweep / name) for name in names if (sweep / name / "config.yaml").exists()}
+    return {path.parent.name: read_job_config(path.parent) for path in sorted(sweep.glob("*/config.yaml"))}
 
 
-def find_job_name(name: str, config: dict, earlier: dict[str, dict]) -> str:
-    """The name of the earlier job with this config, or `name`. The same job has other names in `seed=1` and `seed=1,2`.
-
-    earlier: result of read_earlier_jobs.
-    """
+def find_job_name(name: str, config: dict, started: dict[str, dict]) -> str:
+    """The name of the started job with this config, or `name`. The job of seed=1 has another name in seed=1,2."""
     new = flatten_dict(config)
-    for earlier_name, old in earlier.items():
-        is_same = old.keys() == new.keys() and not list_changed_keys(old, new, f"{earlier_name},{name}")
-        if is_same and name not in earlier:
-            return earlier_name
+    for other, old in started.items():
+        if old.keys() == new.keys() and not list_changed_keys(old, new, f"{other},{name}"):
+            return other
     return name
 
 
@@ -88,6 +84,7 @@ def train_job(job: Job) -> Outcome:
     KeyboardInterrupt stops the child, which saves a checkpoint. A second KeyboardInterrupt kills it.
     """
     job.folder.mkdir(parents=True, exist_ok=True)
+    PlainConsole().print_text(f"{job.name}  started, with its output in {job.folder / 'train.log'}")
     with open(log := job.folder / "train.log", "ab") as output:
         command = [sys.executable, str(SCRIPT), *job.arguments]
         # In its own session, the child does not get the terminal's Ctrl-C. terminate() below stops it once.

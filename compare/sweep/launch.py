@@ -2,7 +2,6 @@
 
 import math
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -55,10 +54,10 @@ def find_missing_jobs(folder: Path, jobs: list[Job]) -> list[Job]:
 
 
 def train_jobs(todo: list[Job], launcher: Any = None) -> dict[str, Outcome]:
-    """Train jobs, and print a line when a job starts on this machine or ends. Returns the outcomes by job name."""
+    """Train jobs, and print a line when a job ends. Returns the outcomes by job name."""
     outcomes: dict[str, Outcome] = {}
     console, started = PlainConsole(), time.monotonic()
-    results = _train_here(todo, console)
+    results = ((job, train_job(job)) for job in todo)
     if todo and launcher is not None:
         from compare.sweep.submit import submit_jobs  # needs submitit
 
@@ -73,12 +72,6 @@ def train_jobs(todo: list[Job], launcher: Any = None) -> dict[str, Outcome]:
     except KeyboardInterrupt:
         raise KeyboardInterrupt(f"stopped; resume with the same command and name={todo[0].folder.parts[-2]}") from None
     return outcomes
-
-
-def _train_here(todo: list[Job], console: PlainConsole) -> Iterator[tuple[Job, Outcome]]:
-    for job in todo:
-        console.print_text(f"{job.name}  started, with its output in {job.folder / 'train.log'}")
-        yield job, train_job(job)
 
 
 def _describe(job: Job, outcome: Outcome) -> str:

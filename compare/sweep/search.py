@@ -15,7 +15,6 @@ import optuna
 from hydra.core.override_parser.types import Override
 from optuna.trial import TrialState
 
-from common.console import print_text
 from common.errors import UserError
 from common.files import read_json
 from common.run_dir import SWEEPS
@@ -54,13 +53,13 @@ def run_search(space: dict[str, Any], make_jobs: Callable, n_trials: int, fixed_
     tried = [_format_params(trial) for trial in study.get_trials(states=[TrialState.COMPLETE])]
     for trial in study.get_trials(states=[TrialState.FAIL, TrialState.RUNNING]):  # running: interrupted
         study.enqueue_trial(trial.params)  # try again
-    print_text(f"search   {folder}, {n_trials} trials, {len(tried)} of them finished before")
+    print(f"search   {folder}, {n_trials} trials, {len(tried)} of them finished before", flush=True)
     all_jobs, outcomes = [], {}
     while len(tried) < n_trials:
         try:
             trial, values, (_, jobs) = _suggest_trial(study, space, partial(make_jobs, name), tried)
         except UserError:
-            print_text(f"search   ends after {len(tried)} trials: no other valid combination of values was found")
+            print(f"search   ends after {len(tried)} trials: no other valid combination of values was found")
             break
         tried.append(values)
         all_jobs += jobs
@@ -71,8 +70,8 @@ def run_search(space: dict[str, Any], make_jobs: Callable, n_trials: int, fixed_
     code = finish_sweep(folder, all_jobs, outcomes)
     if n_finished := len(study.get_trials(states=[TrialState.COMPLETE])):
         best, loss = [f"{k}={v}" for k, v in _format_params(study.best_trial).items()], study.best_value
-        print_text(f"best     {' '.join(best)}: {loss:.4f} bits per byte, the lowest of {n_finished} finished trials")
-        print_text(f"train    {shlex.join(['python', 'train.py', *fixed_words, *best])}")
+        print(f"best     {' '.join(best)}: {loss:.4f} bits per byte, the lowest of {n_finished} finished trials")
+        print(f"train    {shlex.join(['python', 'train.py', *fixed_words, *best])}", flush=True)
     return code
 
 

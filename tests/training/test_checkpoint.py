@@ -12,7 +12,7 @@ from common.errors import TrainingFailed
 from common.run_dir import RunDir
 from model.checkpoint_file import load_checkpoint, save_checkpoint
 from training import checkpoint
-from training.checkpoint import CheckpointWriter, TrainState, restore_best
+from training.checkpoint import CheckpointWriter, TrainState, remove_later_files, restore_best
 from training.config import CheckpointConfig, TrainConfig
 from training.device import build_grad_scaler
 from training.distributed import Dist
@@ -70,6 +70,7 @@ def return_to(step: int, state) -> None:
         if step:
             shutil.copy(run.last.with_name(f"step-{step:06d}.pt"), run.last)
         state.resume(run.last, HEADER)
+        remove_later_files(run, state.step)
         restore_best(run, state, HEADER, Dist())
         run.start({}, state.summary())
 
@@ -150,7 +151,8 @@ def test_return_to_an_older_checkpoint_can_be_killed(state, older, monkeypatch, 
      (TrainConfig(steps=9, minutes=1, patience=3), ["train.steps", "train.minutes"])],
 )  # fmt: skip
 def test_setting_that_has_ended_a_run_is_known(config, ended_by):
-    assert TrainState(config, None, [], None, step=9, seconds=60.0, evals_since_best=2).ended_by == ended_by
+    state = TrainState(config, None, [], None, step=9, seconds=60.0, evals_since_best=2)
+    assert [key for key, used in state.limits.items() if used >= 1] == ended_by
 
 
 def test_progress_is_the_larger_of_steps_and_time():

@@ -17,7 +17,7 @@ from helpers import ROOT, TINY, metrics, summary, untimed
 from common.errors import UserError
 from common.files import parse_yaml, read_json, write_json
 from common.run_dir import RunDir
-from compare.sweep import jobs, launch
+from compare.sweep import jobs
 from compare.sweep.jobs import Job, Outcome, train_job
 from compare.sweep.launch import estimate_checkpoint_bytes, find_missing_jobs, train_jobs
 from training.config import CheckpointConfig, RunConfig
@@ -211,10 +211,15 @@ def test_sweeps_that_are_started_together_list_all_jobs(workdir):
 
 def test_sweep_names_each_run_and_its_log_when_it_starts(workdir, monkeypatch, capsys):
     printed = []
-    monkeypatch.setattr(launch, "train_job", lambda job: printed.append(capsys.readouterr().out) or Outcome("finished"))
-    train_jobs([Job(f"seed={n}", Path(f"runs/sweeps/s/seed={n}"), [], {}) for n in (1, 2)])
-    assert printed[0] == "seed=1  started, with its output in runs/sweeps/s/seed=1/train.log\n"
-    assert printed[1].endswith("\nseed=2  started, with its output in runs/sweeps/s/seed=2/train.log\n")
+
+    def start(*_, **__):
+        printed.append(capsys.readouterr().out)
+        raise ZeroDivisionError
+
+    monkeypatch.setattr(subprocess, "Popen", start)
+    with pytest.raises(ZeroDivisionError):
+        train_jobs([Job("seed=1", Path("runs/sweeps/s/seed=1"), [], {})])
+    assert printed == ["seed=1  started, with its output in runs/sweeps/s/seed=1/train.log\n"]
 
 
 def test_sweep_under_torchrun_is_refused(workdir):
