@@ -104,7 +104,7 @@ def make_jobs(
     jobs = []
     for name, words, config in zip(names, all_words, configs, strict=True):
         values = asdict(config)  # the sweep sets two keys: the run's name and its wandb group
-        name = name if name in started else find_job_name(name, values, started)
+        name = find_job_name(name, values, started)
         values["name"], values["wandb"]["group"] = f"sweeps/{sweep}/{name}", config.wandb.group or sweep
         arguments = ["--config-dir", config_dir] if config_dir else []
         arguments += [word for word in words if not word.startswith(("name=", "wandb.group="))]

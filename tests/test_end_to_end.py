@@ -177,6 +177,17 @@ def test_backends_and_compilation_do_not_change_the_loss_curve(train, capsys):
     assert set(load("compiled", "last")["model"]) == set(load("naive", "last")["model"])
 
 
+@pytest.mark.compiles
+@pytest.mark.slow
+def test_broken_compiler_is_reported_in_one_sentence(workdir):
+    command = [sys.executable, ROOT / "train.py", *TINY, "compile=true", "name=a"]
+    environment = os.environ | {"CXX": "/bin/false", "TORCHINDUCTOR_CACHE_DIR": str(workdir / "cache")}
+    done = subprocess.run(command, env=environment, text=True, capture_output=True)
+    assert done.returncode == 1
+    assert re.fullmatch(r"train.py: torch.compile failed \(.*/bin/false.*\); .* set compile=false .*\n", done.stderr)
+    assert "torch.compile failed" in summary("a")["error"]
+
+
 def test_bfloat16_trains_close_to_float32(train):
     settings = ["train.steps=60", "eval.every=60", "eval.windows=null"]
     assert train("name=a", *settings) == 0

@@ -190,29 +190,25 @@ def remove_later_files(run: RunDir, step: int) -> None:
     for path, path_step in find_step_files(run, "*").items():
         if path_step > step:
             path.unlink()
-    # A killed process can leave a best.pt that is newer than last.pt, but summary.json is written after both. This
-    # best.pt stays, because the run repeats its evaluation.
-    if (run.previous.get("best_step") or 0) > step:
-        run.best.unlink(missing_ok=True)
 
 
 def restore_best(run: RunDir, state: TrainState, header: dict, dist: Dist) -> None:
-    """Write best.pt again if the run has lost it, from a state that was resumed. Call this before RunDir.start.
+    """Make best.pt agree with a state that was resumed from an older checkpoint. Call this before RunDir.start.
 
-    If the best evaluation was at an earlier step, its weights are lost: it is forgotten, also by last.pt. Otherwise a
-    process that is killed after the next best.pt would leave a last.pt with the lost evaluation.
+    best.pt is written again if the state is its best evaluation. Otherwise the best weights are lost, and the best
+    evaluation is forgotten. A killed process can leave a best.pt that is newer than last.pt. This best.pt stays: the
+    run repeats its evaluation, and summary.json, which is written after both, has the best evaluation of last.pt.
     """
-    if state.best_step is None or dist.broadcast(run.best.exists()):
+    if dist.broadcast(run.previous.get("best_step", state.best_step)) == state.best_step:
         return
     if not state.is_best:
+        run.best.unlink(missing_ok=True)
         state.best_val_loss = state.best_val_bpb = math.inf
         state.best_step = None
         state.evals_since_best = 0
-    content = header | state.state_dict()
-    if run.is_main:
-        save_checkpoint(run.last, content)
+    content = header | state.state_dict() | {"optimizer": None}
     if run.is_main and state.is_best:
-        save_checkpoint(run.best, content | {"optimizer": None})
+        save_checkpoint(run.best, content)
 
 
 def make_checkpoint_header(config: RunConfig, meta: dict) -> dict:

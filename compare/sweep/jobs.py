@@ -66,7 +66,8 @@ def find_job_name(name: str, config: dict, started: dict[str, dict]) -> str:
     """The name of the started job with this config, or `name`. The job of seed=1 has another name in seed=1,2."""
     new = flatten_dict(config)
     for other, old in started.items():
-        if old.keys() == new.keys() and not list_changed_keys(old, new, f"{other},{name}"):
+        is_same = old.keys() == new.keys() and not list_changed_keys(old, new, f"{other},{name}")
+        if is_same and name not in started:
             return other
     return name
 

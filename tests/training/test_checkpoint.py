@@ -129,9 +129,15 @@ def test_best_of_a_run_that_was_killed_before_last_was_written_is_not_touched(st
     assert load_checkpoint(older.run.best)["step"] == 4
 
 
-@pytest.mark.parametrize("target", ["training.checkpoint.save_checkpoint", "common.run_dir.RunDir.start"])
-@pytest.mark.parametrize(("step", "best"), [(1, (1, 5.0)), (2, (3, 7.0))])
-def test_return_to_an_older_checkpoint_can_be_killed(state, older, monkeypatch, target, step, best):
+@pytest.mark.parametrize(
+    ("step", "target", "best"),
+    [
+        (1, "training.checkpoint.save_checkpoint", (1, 5.0)),
+        (1, "common.run_dir.RunDir.start", (1, 5.0)),
+        (2, "common.run_dir.RunDir.start", (3, 7.0)),
+    ],
+)
+def test_return_to_an_older_checkpoint_can_be_killed(state, older, monkeypatch, step, target, best):
     with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
         patch.setattr(target, lambda *args: 1 / 0)
         return_to(step, state)
@@ -142,6 +148,13 @@ def test_return_to_an_older_checkpoint_can_be_killed(state, older, monkeypatch, 
     return_to(0, state)
     save_evaluations(state, older, {3: 7.0})
     assert read_best(older.run) == best
+
+
+def test_run_without_a_summary_keeps_its_best_evaluation(state, older):
+    save_evaluations(state, older, {4: 8.0})
+    (older.run.folder / "summary.json").unlink()
+    return_to(0, state)
+    assert read_best(older.run) == (3, 4.0)
 
 
 @pytest.mark.parametrize(
