@@ -36,6 +36,8 @@ def error_message(error: BaseException) -> str | None:
         return f"{error.filename or 'writing a file'}: {error.strerror}; {advice}"
     if type(error).__module__ == "torch._inductor.exc" and not is_out_of_memory(error):  # InductorError in torch 2.13
         reason = re.sub(r"\n\nCommand:(?s:.*?)Output:\n", ": ", str(error)).partition("\n")[0]
-        advice = "install a working compiler, or set compile=false and another attention than flex"
-        return f"torch.compile failed ({reason}); {advice}"
+        return (
+            f"torch.compile failed ({reason}); install a working compiler, or set compile=false and another attention "
+            "than flex"
+        )
     return "out of memory; set a smaller batch, context or model" if is_out_of_memory(error) else None

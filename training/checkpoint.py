@@ -185,20 +185,16 @@ def find_step_files(run: RunDir, folder: str) -> dict[Path, int]:
     return {path: int(number) for path, number in numbers.items() if number.isdecimal()}
 
 
-def remove_later_files(run: RunDir, step: int) -> None:
-    """Remove checkpoints and pictures of later steps, which an older checkpoint leaves if it is copied over last.pt."""
-    for path, path_step in find_step_files(run, "*").items():
-        if path_step > step:
-            path.unlink()
-
-
-def restore_best(run: RunDir, state: TrainState, header: dict, dist: Dist) -> None:
-    """Make best.pt agree with a state that was resumed from an older checkpoint. Call this before RunDir.start.
+def remove_later_steps(run: RunDir, state: TrainState, header: dict, dist: Dist) -> None:
+    """Remove what later steps have left, if an older checkpoint was copied over last.pt. Call this before RunDir.start.
 
     best.pt is written again if the state is its best evaluation. Otherwise the best weights are lost, and the best
     evaluation is forgotten. A killed process can leave a best.pt that is newer than last.pt. This best.pt stays: the
     run repeats its evaluation, and summary.json, which is written after both, has the best evaluation of last.pt.
     """
+    for path, step in find_step_files(run, "*").items():  # checkpoints and pictures
+        if step > state.step:
+            path.unlink(missing_ok=True)  # another rank may have removed it
     if dist.broadcast(run.previous.get("best_step", state.best_step)) == state.best_step:
         return
     if not state.is_best:

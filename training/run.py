@@ -10,7 +10,7 @@ from common.run_dir import RunDir
 from common.system import describe_environment
 from data.prepare import PreparedData
 from model.flops import flops_per_token, n_params
-from training.checkpoint import TrainState, remove_later_files, restore_best
+from training.checkpoint import TrainState, remove_later_steps
 from training.config import RunConfig
 from training.device import Runtime
 from training.observers import remove_later_rows
@@ -44,8 +44,7 @@ def open_run(
         if run.is_main:  # the row of this step may be written again
             step = state.step - (state.step == 0 or bool(state.unlogged))
             state.metrics = remove_later_rows(run.folder / "metrics.jsonl", step)
-            remove_later_files(run, state.step)
-        restore_best(run, state, header, dist)
+        remove_later_steps(run, state, header, dist)
         model, vocab_size = config.model, data.meta["vocab_size"]
         facts = describe_environment(runtime.device) | {
             "dtype": str(runtime.dtype).removeprefix("torch."), "compile": runtime.compile,

@@ -10,6 +10,8 @@ same result: weights, losses, tokens and samples are compared bit by bit. Prints
 kill       SIGKILL at random moments of training, preparation, a sweep, and sampling to a file
 signal     Ctrl-C, SIGTERM and SIGHUP at random moments of every command
 pair       the same command twice at the same time
+return     an older checkpoint is copied over last.pt, and the run continues with other settings and one SIGKILL:
+           best.pt must agree with summary.json, and no checkpoint of the abandoned steps is left
 wrong      random wrong command lines: exit code 2, one line that names the wrong word, and no new file
 damage     random damage to a file of a sweep or its data: each command prints one line or finishes; if a checkpoint or
            the vocabulary is damaged, training finishes only with the same weights
@@ -195,6 +197,39 @@ def soak_signals(parent: Path, tries: int) -> Iterator[tuple[str, str]]:
             yield f"{command.name}, {signal.Signals(kind).name} after {moment:.2f} s", failure
 
 
+def soak_returns(parent: Path, tries: int) -> Iterator[tuple[str, str]]:
+    keep_all = Command("train", [*TRAIN.words, "checkpoint.keep=99"], TRAIN.result)
+    place = Workspace(keep_all, parent)
+    shutil.copytree(place.folder, place.inputs, dirs_exist_ok=True)
+    for _ in range(tries):
+        place.reset()
+        run, rate = place.folder / "runs/a", random.choice([0.001, 0.01, 0.1])
+        older = random.choice([*run.glob("checkpoints/step-*.pt")])
+        shutil.copy(older, run / "checkpoints/last.pt")
+        words = [*TRAIN.words, f"optimizer.lr={rate}", f"train.steps={random.randint(113, 125)}"]
+        command = Command("train", words, TRAIN.result)
+        process = start(command, place.folder)
+        time.sleep(random.uniform(0, place.seconds))
+        kill_all(process)
+        yield f"{older.stem}, optimizer.lr={rate}", find_disagreement(command, place.folder)
+
+
+def find_disagreement(command: Command, folder: Path) -> str:
+    """Finish a run that returned to an older checkpoint, and compare best.pt with summary.json."""
+    try:
+        finish(command, folder)
+    except RuntimeError as error:
+        return str(error)
+    summary, best = json.loads((folder / "runs/a/summary.json").read_text()), folder / "runs/a/checkpoints/best.pt"
+    saved = load_checkpoint(best)
+    recorded = [summary["best_step"], summary["best_val_loss"]]
+    steps = [int(path.stem.removeprefix("step-")) for path in best.parent.glob("step-*.pt")]
+    if len(steps) > 2 or max(steps) >= summary["step"]:
+        return f"finished at step {summary['step']} with checkpoints of steps {sorted(steps)}"
+    found = [saved["step"], saved["best_val_loss"]]
+    return "" if found == recorded else f"best.pt has {found}, summary.json {recorded}"
+
+
 def soak_pairs(parent: Path, tries: int) -> Iterator[tuple[str, str]]:
     for command in COMMANDS:
         place = Workspace(command, parent)
@@ -318,7 +353,7 @@ def run_in_child(script: str, words: list[str], folder: Path) -> NoReturn:
 
 # Functions that yield (what was tried, how it failed or ""), with a number of tries.
 PARTS = {"kill": (soak_kills, 100), "signal": (soak_signals, 60), "pair": (soak_pairs, 20)}
-PARTS |= {"wrong": (soak_wrong_words, 300), "damage": (soak_damaged_files, 100)}
+PARTS |= {"return": (soak_returns, 40), "wrong": (soak_wrong_words, 300), "damage": (soak_damaged_files, 100)}
 
 
 def main(arguments: list[str] | None = None) -> int:

@@ -12,7 +12,7 @@ from common.errors import TrainingFailed
 from common.run_dir import RunDir
 from model.checkpoint_file import load_checkpoint, save_checkpoint
 from training import checkpoint
-from training.checkpoint import CheckpointWriter, TrainState, remove_later_files, restore_best
+from training.checkpoint import CheckpointWriter, TrainState, remove_later_steps
 from training.config import CheckpointConfig, TrainConfig
 from training.device import build_grad_scaler
 from training.distributed import Dist
@@ -70,8 +70,7 @@ def return_to(step: int, state) -> None:
         if step:
             shutil.copy(run.last.with_name(f"step-{step:06d}.pt"), run.last)
         state.resume(run.last, HEADER)
-        remove_later_files(run, state.step)
-        restore_best(run, state, HEADER, Dist())
+        remove_later_steps(run, state, HEADER, Dist())
         run.start({}, state.summary())
 
 
