@@ -1,5 +1,6 @@
 """Run folders: names, locks, summary.json and exit codes. docs/run-folder.md lists the files."""
 
+import difflib
 import math
 import re
 import time
@@ -43,7 +44,9 @@ def find_run(name: str) -> Path:
     for folder in newest[:1] if name == "last" else (RUNS / path, path):
         if any(folder.glob("checkpoints/*.pt")):
             return folder
-    advice = f"set run={newest[0].relative_to(RUNS)}, for example" if newest else "train one: python train.py"
+    names = [str(folder.relative_to(RUNS)) for folder in newest]
+    nearest = difflib.get_close_matches(name, names, n=1) or names
+    advice = f"set run={nearest[0]}, for example" if nearest else "train one: python train.py"
     raise UserError(f"run={name} has no checkpoint in {Path.cwd() / RUNS}; {advice}")
 
 

@@ -68,6 +68,14 @@ def test_newest_run_with_a_checkpoint_is_found_also_in_sweeps(workdir):
             find_run(wrong)
 
 
+def test_wrong_name_of_a_run_gets_the_nearest_name(workdir):
+    for age, name in ((30, "keep"), (10, "other"), (20, "sweeps/s/seed=1")):
+        os.utime(write_file(f"runs/{name}/checkpoints/last.pt", ""), (1e9 - age, 1e9 - age))
+    for wrong, nearest in (("kee", "keep"), ("sweeps/s/seed=2", "sweeps/s/seed=1"), ("x", "other")):
+        with pytest.raises(UserError, match=f"run={wrong} has no checkpoint .*; set run={nearest}, for example"):
+            find_run(wrong)
+
+
 def test_missing_checkpoint_is_refused_with_those_that_exist(workdir):
     for name in ("best", "other"):
         write_file(f"runs/a/checkpoints/{name}.pt", "")
