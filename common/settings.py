@@ -3,9 +3,10 @@
 `steps: int | None = setting(1000, 1, 10**12)` is a number from 1 to 10^12, or None.
 """
 
+import difflib
 import json
 import re
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import field, fields, is_dataclass
 from math import inf
 from typing import Any
@@ -14,6 +15,8 @@ from common.errors import UserError
 
 ESCAPES = {r"\n": "\n", r"\r": "\r", r"\t": "\t", r"\\": "\\"}
 Rule = tuple[str, bool, str]  # from a method `rules`: key, whether its value is valid, what to set instead
+# Our values, and the values of other programs for which they are suggested.
+VALUE_SYNONYMS = {"cuda": "gpu cuda:0", "float16": "fp16 half", "bfloat16": "bf16"}
 
 
 def setting(
@@ -56,7 +59,8 @@ def _check_value(name: str, value: Any, limits: Any) -> None:
     if choices and value is not None:
         patterns = re.sub(r"\bNAME\b", ".+", "|".join(map(re.escape, choices)))
         if not re.fullmatch(re.sub(r"\bN\b", "[0-9]+", patterns), str(value)):
-            raise UserError(f"{name}={format_value(value)} is unknown; set one of {', '.join(choices)}")
+            hint = did_you_mean(str(value), choices, VALUE_SYNONYMS)
+            raise UserError(f"{name}={format_value(value)} is unknown{hint}; set one of {', '.join(choices)}")
     elif isinstance(value, int | float) and not (low <= value <= high and above < value < below):
         bounds = {"at least": low, "above": above, "at most": high, "below": below}
         words = [f"{word} {bound:,.15g}" for word, bound in bounds.items() if abs(bound) != inf]
@@ -76,6 +80,28 @@ def unescape(value: Any) -> Any:
     if isinstance(value, list):
         return [unescape(item) for item in value]
     return re.sub(r"\\[nrt\\]", lambda match: ESCAPES[match[0]], value) if isinstance(value, str) else value
+
+
+def did_you_mean(wrong: str, options: Iterable[str], synonyms: dict[str, str]) -> str:
+    """Suggest up to three options with the same or a similar last part. Empty if none is similar.
+
+    synonyms: {option, or key=value: words for which it is suggested}. A key is equal to itself in capitals, and with
+    other separators: eval-every is eval.every.
+    """
+    names = {option: re.sub("[-./]", "_", option) for option in options}
+    leaves = {option: option.split(".")[-1] for option in names}
+    name = re.sub("[-./]", "_", wrong.strip("-+~").lower())
+    leaf = re.split("[./]", wrong.strip("-+~").lower())[-1].replace("-", "_")
+    close = difflib.get_close_matches(leaf, leaves.values(), n=1)
+    similar = (
+        [ours for ours, theirs in synonyms.items() if {name, leaf} & {*theirs.split()} and ours.split("=")[0] in names]
+        or [option for option in names if names[option] == name]
+        or [option for option in names if leaves[option] == leaf]
+        or difflib.get_close_matches(wrong, names, n=1)
+        or [option for option in names if len(leaf) > 2 and leaf in leaves[option]]
+        or [option for option in names if leaves[option] in close]
+    )
+    return f" (did you mean {' or '.join(similar[:3])}?)" if similar else ""
 
 
 def list_keys(config_type: type, prefix: str = "") -> Iterator[tuple[str, Any]]:

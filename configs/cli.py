@@ -2,6 +2,7 @@
 
 import argparse
 import re
+import sys
 import textwrap
 from dataclasses import asdict
 from pathlib import Path
@@ -14,6 +15,8 @@ from common.process import run_main, run_process, start_process
 from common.settings import check
 
 LAUNCHER = re.compile(r"hydra/launcher=submitit_\w+|hydra\.launcher\.(?!.*_target_).+")  # a _target_ could run any code
+MIX_OR_ITEM = r"(?<=^data)\.mix\.[^.]+|\.\d+$"  # parts that key_types does not list: data.mix.NAME.path, betas.0
+SHORT_FLAGS = {"-h": "--help", "-m": "--multirun"}  # argparse would read -model=gpt2 as -m odel=gpt2
 FLAGS = """flags:
   --help            print this page and exit
   --cfg job         print the composed config and exit
@@ -32,7 +35,7 @@ def parse_config(script: str, doc: str, argv: list[str] | None = None) -> Any:
     configs: list[Any] = []
 
     def parse() -> int:
-        from configs.compose import compose_config  # imports Hydra, which takes 0.2 s
+        from configs.compose import compose_config
 
         flags = _parse_flags(script, argv)
         if flags.help:
@@ -63,30 +66,38 @@ def _parse_flags(script: str, argv: list[str] | None) -> argparse.Namespace:
 
     .folders: the words of compare.py that name runs and sweeps, even if they look like attention=flash,seed=1.
     """
+    from configs.compose import list_groups  # imports Hydra, which takes 0.2 s
+    from configs.error_messages import SYNONYMS, did_you_mean, key_types
+
     parser = argparse.ArgumentParser(add_help=False, exit_on_error=False, allow_abbrev=False)
-    parser.add_argument("-h", "--help", action="store_true")
+    parser.add_argument("--help", action="store_true")
     parser.add_argument("--cfg", choices=["job"])
     parser.add_argument("--config-dir")
     if script == "train":
-        parser.add_argument("-m", "--multirun", action="store_true")
+        parser.add_argument("--multirun", action="store_true")
     parser.set_defaults(multirun=False, words=[], launcher_words=[], folders=[])
+    argv = sys.argv[1:] if argv is None else argv
     try:
-        flags, words = parser.parse_known_args(argv)
+        flags, words = parser.parse_known_args([SHORT_FLAGS.get(word, word) for word in argv])
     except argparse.ArgumentError as error:
         raise UserError(f"{error}; see --help") from None
+    keys = [*key_types(script), *list_groups(script), *["sweep.trials"] * flags.multirun]
+    wrong: list[str] = []
     for word in words:
+        key = word.partition("=")[0]
         is_setting = re.match(r"[A-Za-z][\w./-]*=", word)
         if flags.multirun and LAUNCHER.fullmatch(word):
             flags.launcher_words.append(word)
         elif script == "compare" and not word.startswith("-") and (not is_setting or Path(word).exists()):
             flags.folders.append(word)
-        elif not is_setting or re.match(r"hydra\b", word):
-            from configs.error_messages import did_you_mean, key_types
-
-            suggestion = did_you_mean(word.strip("-+~").partition("=")[0], key_types(script))
-            raise UserError(f"{word!r} is not a setting of the form key=value{suggestion}; see --help")
-        else:
+        elif is_setting and re.sub(MIX_OR_ITEM, "", key) in keys:
             flags.words.append(word)
+        elif is_setting:
+            wrong.append(f"{key}: there is no such key{did_you_mean(key, keys, SYNONYMS)}")
+        elif not wrong or "=" in word[1:]:  # otherwise, the word is the value of a wrong word: --steps 3
+            wrong.append(f"{word!r} is not a setting of the form key=value{did_you_mean(key, keys, SYNONYMS)}")
+    if wrong:
+        raise UserError(f"{', '.join(wrong)}; see --help and --cfg job")
     return flags
 
 

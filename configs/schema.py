@@ -28,7 +28,7 @@ class LoadConfig(CheckpointChoice):
     """The checkpoint, where it runs, and how."""
 
     batch_size: int = setting(32, 1, 10**6)  # samples, windows of documents or requests that are computed together
-    device: str = "auto"  # auto, cpu, cuda or mps
+    device: str = setting("auto", choices=("auto", "cpu", "cuda", "mps"))
     dtype: str = setting("auto", choices=("auto", "float32", "bfloat16", "float16", "int8"))  # int8: on CPUs only
     attention: AttentionConfig = field(default_factory=AttentionConfig)
 

@@ -141,7 +141,7 @@ def test_missing_lm_eval_is_reported(trained, monkeypatch, capsys):
         (["data.path=unknown.txt"], "document 1 has characters that are not in the vocabulary: 'Ü'; remove"),
         (["data.path=text.txt", "out=text.txt"], "out=text.txt exists, or"),
         (["limit=3"], "limit=3 needs tasks"),
-        (["dtype=int4"], "dtype=int4 is unknown; set one of auto, float32"),
+        (["dtype=int4"], "dtype=int4 is unknown (did you mean int8?); set one of auto, float32"),
         (["tasks=nothing.yaml"], "tasks=nothing.yaml is neither a task of lm-eval"),
     ],
 )

@@ -167,7 +167,7 @@ class RunConfig:
 
     name: str | None = None  # run folder in runs/; None: <time>-<data>-<model>-<attention>
     seed: int = setting(1337, 0, 2**32 - 1)  # of the initial weights and the batches
-    device: str = "auto"  # auto, cpu, cuda or mps
+    device: str = setting("auto", choices=("auto", "cpu", "cuda", "mps"))
     dtype: str = setting("auto", choices=("auto", "float32", "bfloat16", "float16"))  # auto: bfloat16 if it is fast
     compile: bool | None = None  # None: on CUDA, if Triton is installed
     deterministic: bool = False  # only deterministic algorithms, which can be slower

@@ -20,7 +20,7 @@ class BenchConfig:
 
     name: str | None = None  # folder below runs/bench/; None: <time>-<device>-<model>
     seed: int = setting(1337, 0, 2**32 - 1)
-    device: str = "auto"  # auto, cpu, cuda or mps
+    device: str = setting("auto", choices=("auto", "cpu", "cuda", "mps"))
     compile: bool | None = None  # compile the model of phase step; None: as in train.py
     tf32: bool = False
     model: GPTConfig = field(default_factory=GPTConfig)  # of phase step; attention alone has its head shapes

@@ -37,6 +37,7 @@ class Complete:
         ({"share": inf}, "part.share=inf must be"),
         ({"sizes": [3, 0]}, "part.sizes=0 must be at least 1"),
         ({"color": "green"}, "part.color=green is unknown; set one of red, blue"),
+        ({"color": "bleu"}, "part.color=bleu is unknown (did you mean blue?); set one of red, blue"),
         ({"count": 5, "most": 4}, "part.most=4 must be at least part.count"),
     ],
 )

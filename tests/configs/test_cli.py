@@ -77,22 +77,45 @@ OURS = {
     "stepss": "train.steps", "layers": "model.n_layer", "lrr": "optimizer.lr", "context": "model.block_size",
     "batch": "train.batch_size or train.micro_batch_size", "embd": "model.n_embd", "save_every": "checkpoint.every",
     "checkpoint_every": "checkpoint.every", "temp": "eval.sample.temperature",
-    "every": "eval.every or checkpoint.every",
+    "every": "eval.every or checkpoint.every", "precision": "dtype", "flash": "attention=flash",
+    "min_lr": "schedule.final_fraction", "window_size": "model.window", "eval_iters": "eval.windows",
+    "wandb.log": "wandb.mode", "wandb_log": "wandb.mode", "wandb_run_name": "name", "wandb_project": "wandb.project",
+    "fp16": "dtype=float16", "bf16": "dtype=bfloat16", "gpu": "device=cuda", "max_iter": "train.steps",
+    "n_ctx": "model.block_size", "ctx": "model.block_size", "warmup_iters": "schedule.warmup_steps",
+    "beta2": "optimizer.betas", "accumulate": "train.micro_batch_size", "grad_accum": "train.micro_batch_size",
+    # other ways to write a key
+    "eval-every": "eval.every", "train.batch-size": "train.batch_size", "batch-size": "train.batch_size",
+    "train/batch_size": "train.batch_size", "Train.steps": "train.steps", "LR": "optimizer.lr",
+    "data_path": "data.path", "data/path": "data.path",
 }  # fmt: skip
+OF_SAMPLING = {
+    "start": "prompt", "temp": "temperature", "n": "num_samples", "length": "max_new_tokens", "name": "run",
+    "ckpt": "run or checkpoint", "num_tokens": "max_new_tokens", "max_tokens": "max_new_tokens", "top-k": "top_k",
+    "max-new-tokens": "max_new_tokens",
+}  # fmt: skip
+NO_KEY = "there is no such key (did you mean"
+NO_SETTING = "is not a setting of the form key=value (did you mean"
 
 
 @pytest.mark.parametrize(
     ("script", "words", "message"),
     [
-        *(("train", [f"{key}=1"], f"{key}: there is no such key (did you mean {ours}?)") for key, ours in OURS.items()),
-        ("sample", ["start=1"], "(did you mean prompt?)"),
-        ("sample", ["temp=1"], "(did you mean temperature?)"),
+        *(("train", [f"{key}=1"], f"py: {key}: {NO_KEY} {ours}?)") for key, ours in OURS.items()),
+        *(("sample", [f"{key}=1"], f"py: {key}: {NO_KEY} {ours}?)") for key, ours in OF_SAMPLING.items()),
+        ("train", ["--device=cpu"], f"'--device=cpu' {NO_SETTING} device?)"),
+        ("train", ["-device=cpu"], f"'-device=cpu' {NO_SETTING} device?)"),
+        ("train", ["-model=gpt2"], f"'-model=gpt2' {NO_SETTING} model?)"),
+        ("train", ["--steps", "3"], f"'--steps' {NO_SETTING} train.steps?); see"),
+        ("train", ["train.steps", "=", "3"], f"'train.steps' {NO_SETTING} train.steps?); see"),
+        ("train", ["--eval-every", "5"], f"'--eval-every' {NO_SETTING} eval.every?); see"),
+        ("train", ["wandb=false"], "wandb=false must be a section; set its keys, such as wandb.mode"),
         ("train", ["wandb=disabled"], "wandb=disabled must be a section; set its keys, such as wandb.mode"),
         ("sample", ["--foo"], "'--foo' is not a setting of the form key=value; see --help"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_settings_of_other_programs_get_a_suggestion(script, words, message, capsys):
+def test_settings_of_other_programs_get_a_suggestion(script, words, message, capsys, monkeypatch):
+    monkeypatch.setattr(sys, "argv", [f"{script}.py"])
     with pytest.raises(SystemExit) as exit:
         parse_config(script, "", words)
     assert exit.value.code == 2
@@ -101,7 +124,25 @@ def test_settings_of_other_programs_get_a_suggestion(script, words, message, cap
 
 def test_suggested_settings_exist():
     keys = set().union(*(key_types(script) for script in SCRIPTS))
-    assert SYNONYMS.keys() <= keys
+    assert {suggestion.split("=")[0] for suggestion in SYNONYMS} <= keys
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["train.stesp=1", "modle=gpt2"], ["--stesp=1", "modle=gpt2"], ["-m", "seed=1,2", "train.stesp=1,2", "modle=gpt2"]],
+    ids=" ".join,
+)
+def test_all_wrong_keys_are_reported_at_once(words, capsys):
+    with pytest.raises(SystemExit):
+        parse_config("train", "", words)
+    error = capsys.readouterr().err
+    assert "(did you mean train.steps?)" in error and f"modle: {NO_KEY} model?)" in error
+
+
+def test_suggestions_are_keys_of_the_script(capsys):
+    with pytest.raises(SystemExit):
+        parse_config("prepare", "", ["learning_rate=1"])
+    assert "learning_rate: there is no such key; see" in capsys.readouterr().err
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="torch's builds for Linux contain GNU's OpenMP")

@@ -17,6 +17,7 @@ from configs.cli import parse_config
 from configs.compose import list_choices
 from configs.schema import SCRIPTS
 from data import DataConfig
+from training.config import RunConfig
 
 ALL = [
     (group, choice)
@@ -52,14 +53,16 @@ def test_data_path_replaces_the_name_of_the_default_data(workdir):
     assert parse_config("train", "", ["data.path=text.txt"]).data == DataConfig(path="text.txt")
 
 
-NO_SETTINGS = ["+train.foo=1", "++seed=1", "~seed", "steps", "hydra.run.dir=x", "hydra/launcher=x"]
+NO_SETTINGS = ["+train.foo=1", "++seed=1", "~seed", "steps"]
+HYDRA = ["hydra.run.dir=x", "hydra/launcher=x"]
 NO_LAUNCHERS = ["hydra/launcher=nowhere", "hydra.launcher._target_=os.system", "hydra.sweeper.params=x"]
 NO_LAUNCHERS += ["hydra.launcher.x={_target_:os.system}"]
 SWEEP = ["-m", "seed=1,2"]
 TWO_LONG_NAMES = [f"{key}={'a' * 99},{'b' * 99}" for key in ("model.name", "data.name")]
 INVALID = [
     *(([word], "is not a setting of the form key=value") for word in NO_SETTINGS),
-    *(([*SWEEP, word], "is not a setting of the form key=value") for word in NO_LAUNCHERS),
+    *(([word], f"{word.split('=')[0]}: there is no such key") for word in HYDRA),
+    *(([*SWEEP, word], f"{word.split('=')[0]}: there is no such key") for word in NO_LAUNCHERS),
     (["--data.path=text.txt"], "is not a setting of the form key=value (did you mean data.path?)"),
     (["--learning_rate=1"], "is not a setting of the form key=value (did you mean optimizer.lr?)"),
     # keys and choices
@@ -93,7 +96,7 @@ INVALID = [
     (["model.n_layer=null"], "model.n_layer=null must be a whole number"),
     (["compile=perhaps"], "compile=perhaps must be true or false or null"),
     (["optimizer=adamw", "optimizer.lr=fast"], "optimizer.lr=fast must be a number"),
-    (["optimizer.betas=0.9"], "optimizer.betas=0.9 must be a list such as [1]"),
+    (["optimizer.betas=0.9"], "optimizer.betas=0.9 must be a list such as [A,B]"),
     (["train=5"], "train=5 must be a section; set its keys, such as train.steps"),
     (["data.mix=5"], "data.mix=5 must be a section of a YAML file"),
     (["data.mix=[a]"], "data.mix=[a] must be a section of a YAML file"),
@@ -122,7 +125,7 @@ INVALID = [
 ]
 INVALID_OF_OTHER_SCRIPTS = [
     ("bench", ["attention=flash"], "attention: there is no such key"),
-    ("bench", ["block_sizes=64"], "block_sizes=64 must be a list such as [1]"),
+    ("bench", ["block_sizes=64"], "block_sizes=64 must be a list such as [A,B]"),
     ("bench", ["block_sizes=[64,a]"], "block_sizes=[64,a] must be a whole number"),
     ("bench", ["block_sizes=[1000000000]"], "block_sizes=1000000000 must be at least 1 and at most"),
     ("compare", ["out=", "a"], "'out=' must have one value; set it"),
@@ -157,6 +160,23 @@ def with_value(config, key, value):
     if not section:
         return replace(config, **{leaf: value})
     return with_value(config, section, replace(attrgetter(section)(config), **{leaf: value}))
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "hint"),
+    [
+        ("device", "gpu", "cuda"),
+        ("device", "cuda:0", "cuda"),
+        ("dtype", "fp16", "float16"),
+        ("dtype", "bf16", "bfloat16"),
+        ("dtype", "half", "float16"),
+        ("model.norm", "rms_norm", "rmsnorm"),
+        ("wandb.mode", "offlin", "offline"),
+    ],
+)
+def test_wrong_choices_get_a_suggestion(key, value, hint):
+    with pytest.raises(UserError, match=rf"{key}={value} is unknown \(did you mean {hint}\?\); set one of"):
+        check(with_value(RunConfig(), key, value))
 
 
 @pytest.mark.parametrize("script", SCRIPTS)

@@ -108,7 +108,7 @@ def test_ctrl_c_keeps_the_finished_rows(workdir):
         ("masks=[window]", "set causal, window:256"),
         ("dtypes=[int8]", "set one or more of float32"),
         ("n_kv_head=3", "does not divide the 2 heads"),
-        ("device=tpu", "finds no tpu device"),
+        ("device=tpu", "device=tpu is unknown"),
     ],
 )
 def test_invalid_settings_are_refused_before_anything_is_written(override, advice, workdir, capsys):
