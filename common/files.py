@@ -98,11 +98,11 @@ def read_json(path: Path) -> dict:
     return read_file(path, lambda text: {**json.loads(text)}, "restore it, or remove it") if path.exists() else {}
 
 
-def parse_yaml(content: bytes) -> Any:
+def parse_yaml(content: bytes, loader: type = yaml.SafeLoader) -> Any:
     """Parse YAML with at most 20 aliases (*name): a few more can stand for billions of values."""
     if sum(isinstance(event, yaml.AliasEvent) for event in yaml.parse(content, yaml.SafeLoader)) > 20:
         raise yaml.YAMLError("it has more than 20 aliases (*name)")
-    return yaml.safe_load(content)
+    return yaml.load(content, loader)
 
 
 def write_json(path: Path, content: dict) -> None:

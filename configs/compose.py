@@ -21,14 +21,16 @@ from hydra.core.plugins import Plugins
 from hydra.errors import HydraException
 from hydra.plugins.config_source import ConfigResult
 from omegaconf import MISSING, OmegaConf
+from omegaconf._utils import get_yaml_loader
 from omegaconf.errors import OmegaConfBaseException
-from yaml import YAMLError
 
 from common.errors import UserError
 from common.files import parse_yaml, read_file
+from common.run_dir import flatten_dict
+from common.settings import format_value
 from configs.error_messages import explain_error
 from configs.preset import add_preset_values, select_preset
-from configs.schema import SCRIPTS
+from configs.schema import NUMBER_KEYS, SCRIPTS, TEXT_KEYS
 from training.config import OPTIMIZER_CONFIGS, OptimizerConfig
 
 CONFIGS = Path(__file__).parent
@@ -37,6 +39,17 @@ CONFIGS = Path(__file__).parent
 FREE_TEXT = (
     r"prompt(s|_file)?|tasks|out|name|(.*\.)?(run|stop|path|val_path|separator)|.*\.(init_from|group|repo|\w+_column)"
 )
+# The values of other text keys: parts of a list or a sweep, and parts that Hydra would not read as text.
+PARTS = r"""'(?:\\.|[^'])*'|"(?:\\.|[^"])*"|[^,\[\]'"]+|."""
+NUMBER_OR_BOOL = r"(?i)^\s*([-+]?[.\d][\w.+-]*|[-+]?(?:inf|nan)|true|false)\s*$"
+
+# YAML files of the user: only null and whole numbers have a type, so that no and 1e3 stay text. The schema converts
+# them for keys that are numbers or switches.
+TextLoader = get_yaml_loader()  # a new class, derived from yaml.SafeLoader. It refuses a key that occurs twice
+TextLoader.yaml_implicit_resolvers = {}
+TextLoader.add_implicit_resolver("tag:yaml.org,2002:null", re.compile("(~|null|Null|NULL|)$"), ["~", "n", "N", ""])
+TextLoader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile("(0|-?[1-9][0-9]*)$"), list("-0123456789"))
+TextLoader.add_implicit_resolver("tag:yaml.org,2002:merge", re.compile("<<$"), ["<"])
 
 
 def compose_config(script: str, words: list[str], config_dir: str | None = None) -> Any:
@@ -74,16 +87,27 @@ def parse_word(script: str, word: str) -> Override:
 
 
 def to_hydra_word(script: str, word: str) -> str:
-    """Convert a word to Hydra's grammar: quote free text and names of choices."""
+    """Convert a word to Hydra's grammar: quote free text, names of choices, and text such as 1e3. Raises UserError."""
     key, value = word.split("=", 1)
+    leaf = key.split(".")[-1]
     is_free_text = re.fullmatch(FREE_TEXT, key) and (key == "prompt" or not re.fullmatch(r"null|\[.*\]", value))
     is_group = key in list_groups(script)
     if is_free_text or (is_group and re.match(r"[^,(]*$|\[|{", value)):  # not a sweep
         value = re.sub(r"(\\*)\$\{", r"\1\1\\${", value)  # OmegaConf would replace ${...} by another value
         value = QuotedString(value, Quote.single).with_quotes()
-    elif script == "train":
+    elif leaf in TEXT_KEYS and "(" not in value:
+        value = "".join(re.sub(NUMBER_OR_BOOL, r"'\1'", part) for part in re.findall(PARTS, value))
+    elif leaf in NUMBER_KEYS:
+        refuse_leading_zeros(key, value)
+    if script == "train":
         value = re.sub(r"^log(\(.*\))$", r"tag(log,interval\1)", value)  # a range of a search
     return f"{key}@_global_={value}" if is_group and key == "experiment" else f"{key}={value}"
+
+
+def refuse_leading_zeros(key: str, value: Any) -> None:
+    """Raise UserError for numbers such as 010, which are octal in YAML and decimal elsewhere."""
+    if re.search(r"(?<![\w.+-])[-+]?0[\d_]", str(value)):
+        raise UserError(f"{key}={format_value(value)} has a leading zero, as octal numbers do; remove it")
 
 
 @contextmanager
@@ -106,18 +130,25 @@ def hydra_initialized(script: str, config_dir: str | None) -> Iterator[list[str]
         raise UserError(explain_error(script, error)) from None
 
 
+def parse_sections(content: bytes) -> dict:
+    """Parse a YAML file of the user. Raises TypeError if it contains a list or a number."""
+    return {**(parse_yaml(content, TextLoader) or {})}
+
+
 class UserFolder(FileConfigSource):
     """The folder of --config-dir. Its files cannot change Hydra's own settings, which could run code."""
 
     scheme = staticmethod(lambda: "user")
 
     def load_config(self, config_path: str) -> ConfigResult:
-        read_file(Path(self.path, f"{config_path.removesuffix('.yaml')}.yaml"), parse_yaml, "write valid YAML in UTF-8")
-        try:
-            result = super().load_config(config_path)
-        except (OSError, YAMLError) as error:  # it is a number, or has a key twice
-            raise UserError(f"{config_path}.yaml: {' '.join(str(error).split())}; write valid YAML in UTF-8") from None
-        text = f"{result.header}\n{OmegaConf.to_yaml(result.config)}"
+        path = Path(self.path, self._normalize_file_name(config_path))
+        values = read_file(path, parse_sections, "write valid YAML in UTF-8")
+        for key, value in flatten_dict(values).items():
+            if key.split(".")[-1] in NUMBER_KEYS:
+                refuse_leading_zeros(f"{config_path}.yaml: {key}", value)
+        header = self._get_header_dict(path.read_text(encoding="utf-8"))
+        result = ConfigResult(self.provider, self.full_path(), OmegaConf.create(values), header)
+        text = f"{header}\n{OmegaConf.to_yaml(result.config)}"
         if re.search(r"'package': 'hydra|^hydra[.:]|^- (override )?/?hydra/.*: ", text, re.MULTILINE):
             raise UserError(f"{config_path}.yaml sets hydra, which would have no effect; remove it")
         return result

@@ -3,6 +3,7 @@
 Each line has a key, its type, default, limits and meaning. Nothing here imports torch.
 """
 
+import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
@@ -94,9 +95,20 @@ SCRIPTS = dict(train=RunConfig, sample=SampleConfig, eval=EvalScriptConfig, prep
 SCRIPTS |= dict(bench=BenchConfig, compare=CompareConfig, export=ExportConfig)
 
 
+def leaves_of_type(pattern: str) -> set[str]:
+    """The last parts of the keys of all scripts whose type matches a pattern."""
+    pairs = [pair for script in SCRIPTS for pair in key_types(script).items()]
+    return {key.split(".")[-1] for key, kind in pairs if re.search(pattern, str(kind))}
+
+
 def key_types(script: str) -> dict[str, Any]:
     """The types of all keys of a script, with the keys of every optimizer."""
     types = dict(list_keys(SCRIPTS[script]))
     for config_type in OPTIMIZER_CONFIGS.values() if "optimizer" in types else ():
         types |= dict(list_keys(config_type, "optimizer."))
     return types
+
+
+# A last part has the same kind of value in all scripts and sections.
+TEXT_KEYS = leaves_of_type(r"\bstr\b(?!,)") | {"path", "val_path", "stop"}
+NUMBER_KEYS = leaves_of_type(r"\b(int|float)\b")

@@ -8,13 +8,14 @@ from operator import attrgetter
 import pytest
 from data_helpers import write_file
 from helpers import YAML_BOMB
-from hypothesis import given, settings
+from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
+from omegaconf import OmegaConf
 
 from common.errors import UserError
 from common.settings import check, list_keys
 from configs.cli import parse_config
-from configs.compose import list_choices
+from configs.compose import UserFolder, compose_config, hydra_initialized, list_choices, parse_word
 from configs.schema import SCRIPTS
 from data import DataConfig
 from training.config import RunConfig
@@ -102,6 +103,14 @@ INVALID = [
     (["data.mix=[a]"], "data.mix=[a] must be a section of a YAML file"),
     (["train.micro_batch_size=large"], "train.micro_batch_size=large must be a number"),
     (["data.path=[]"], "data.path=[] has no file to read"),
+    (["wandb.project=[a]"], "must be text; put its value in two pairs of quotes: 'wandb.project=\"VALUE\"'"),
+    (["train.batch_size=010"], "train.batch_size=010 has a leading zero, as octal numbers do; remove it"),
+    (["optimizer.lr=007"], "optimizer.lr=007 has a leading zero"),
+    (["optimizer.betas=[0.9,00.95]"], "optimizer.betas=[0.9,00.95] has a leading zero"),
+    (["train.steps=1:30"], "train.steps=1:30 must be a whole number or null"),
+    (["train.steps=0x10"], "train.steps=0x10 must be a whole number or null"),
+    (["model.window=0064"], "model.window=0064 must be a number of tokens"),
+    (["-m", "train.batch_size=8,010"], "train.batch_size=8,010 has a leading zero"),
     # values
     (["model.n_head=6", "model.n_embd=96", "model.n_kv_head=4"], "must divide model.n_head=6; set one of 1, 2, 3, 6"),
     (["model.n_layer=0"], "model.n_layer=0 must be at least 1 and at most 10,000"),
@@ -134,7 +143,7 @@ INVALID_OF_OTHER_SCRIPTS = [
     ("prepare", ["experiment=gpt2_124m"], "experiment: there is no such key"),
     ("sample", ["model.n_layer=2"], "there is no such key"),
     ("sample", ["stop=[]"], "stop=[] must be a string that is not empty, or a list of them"),
-    ("sample", ['stop=["a", 1]'], "stop=[a,1] must be a string that is not empty, or a list of them"),
+    ("sample", ['stop=["a", null]'], "stop=[a,null] must be a string that is not empty, or a list of them"),
     ("sample", ["interactive=true", "num_samples=5"], "num_samples=5 needs interactive=false; set one of them"),
     ("sample", ["max_new_tokens=0"], "max_new_tokens=0 generates nothing; set a larger number"),
     ("sample", ["checkpoint=first"], "checkpoint=first is unknown; set one of best, last, step-N"),
@@ -205,9 +214,20 @@ WRONG_YAML = [
     ("optimizer: {betas: [a]}", r"experiment/mine.yaml: optimizer.betas\[0\] must be a number"),
     ("train: {steps: many}", r"experiment/mine.yaml: train.steps must be a whole number or null"),
     ("train.steps: 5", r"experiment/mine.yaml: train.steps: write train: {steps: VALUE}"),
+    ("eval-every: 5", r"experiment/mine.yaml: eval-every: there is no such key \(did you mean eval.every\?"),
+    ("train: {batch-size: 4}", r"train.batch-size: there is no such key \(did you mean train.batch_size\?"),
+    ("train: {batch_size: 010}", r"experiment/mine.yaml: train.batch_size=010 has a leading zero, .*; remove it"),
+    ("tokenizer: {vocab_size: 0400}", r"experiment/mine.yaml: tokenizer.vocab_size=0400 has a leading zero"),
+    ("optimizer: {betas: [0.9, 00.95]}", r"experiment/mine.yaml: optimizer.betas=\[0.9,00.95\] has a leading zero"),
+    ("model: {window: [064]}", r"model.window=\[064\] must be a number of tokens"),
+    ("train: {steps: 1:30}", r"experiment/mine.yaml: train.steps must be a whole number or null"),
+    ("optimizer: {lr: 1:30}", r"experiment/mine.yaml: optimizer.lr must be a number"),
+    ("train: {micro_batch_size: 1:30}", r"train.micro_batch_size=1:30 must be a number"),
+    ("wandb: {project: [a]}", r"experiment/mine.yaml: wandb.project must be text; put it in quotes"),
+    ("seed: 1\nseed: 2", r"experiment/mine.yaml cannot be read .*duplicate key seed.*; write valid YAML"),
     ("# \udce9t", r"experiment/mine.yaml cannot be read .*invalid continuation byte .*; write valid YAML in UTF-8"),
-    ("5", r"experiment/mine.yaml: .* int; write valid YAML"),
-    ("[1]", r"experiment/mine.yaml: its content must be a section"),
+    ("5", r"experiment/mine.yaml cannot be read .*'int' .*; write valid YAML"),
+    ("[1]", r"experiment/mine.yaml cannot be read .*'list' .*; write valid YAML"),
     ("hydra: {launcher: {_target_: os.system}}", r"experiment/mine.yaml sets hydra, .*; remove it"),
     ("# @package hydra.launcher\n_target_: os.system", r"experiment/mine.yaml sets hydra, .*; remove it"),
     ("defaults: [{override /hydra/launcher: basic}]", r"experiment/mine.yaml sets hydra, .*; remove it"),
@@ -256,3 +276,72 @@ def test_names_and_paths_are_used_as_typed_except_null(workdir):
     config = parse_config("train", "", ["name=1e5", "data=text", "data.path=a, (b)=1e5.txt"])
     assert (config.name, config.data.path) == ("1e5", "a, (b)=1e5.txt")
     assert parse_config("train", "", ["name=null"]).name is None
+
+
+TEXT_KEYS = ["name", "wandb.project", "data.revision", "data.mix.a.revision"]
+TEXT_LISTS = ["wandb.tags", "data.path", "eval.sample.stop"]
+LIKE_OTHER_TYPES = ["no", "on", "true", "False", "007", "1e3", "1.10", "-.5", "0x1F", "1:30", "12e45", "1_000", "+1"]
+LIKE_OTHER_TYPES += ["inf", "NaN", "2020-01-01", "08", "1 2"]
+plain_texts = st.sampled_from(LIKE_OTHER_TYPES) | st.text(alphabet="0123456789abefinotruxy._+", min_size=1, max_size=5)
+plain_texts = plain_texts.filter(lambda text: text.lower() != "null")
+
+
+@settings(max_examples=30, deadline=None)
+@given(key=st.sampled_from(TEXT_KEYS + TEXT_LISTS), text=plain_texts)
+@example("wandb.project", "1e3")
+@example("wandb.tags", "1.10")
+@example("data.revision", "12e45")
+@example("data.path", "1e3")
+def test_text_keys_get_the_typed_characters(key, text):
+    value = f"[{text}]" if key in TEXT_LISTS else text
+    with hydra_initialized("train", None):
+        parsed = parse_word("train", f"{key}={value}").value()
+    assert parsed == ([text] if key in TEXT_LISTS else text)
+
+
+@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(texts=st.lists(plain_texts, min_size=5, max_size=5))
+@example(texts=["no", "1e3", "007", "1.10", "1:30"])
+def test_text_keys_of_a_yaml_file_get_the_typed_characters(texts, workdir):
+    name, project, revision, first, second = texts
+    content = f"name: {name}\nwandb: {{project: {project}, tags: [{first}, {second}]}}\ndata: {{revision: {revision}}}"
+    write_file("own/experiment/mine.yaml", content)
+    values = UserFolder("user", "user://own").load_config("experiment/mine").config
+    config = OmegaConf.merge(OmegaConf.structured(RunConfig), values)
+    assert [config.name, config.wandb.project, config.data.revision, *config.wandb.tags] == texts
+
+
+def test_numbers_and_switches_of_a_yaml_file_are_converted(workdir):
+    lines = ["compile: no", "optimizer: {lr: 1e-3, betas: [.9, 0.950]}", "train: {steps: 1_000, micro_batch_size: 4}"]
+    lines += ["model: {window: [64, null]}", "eval: {every: 5}", "data: {path: text.txt}"]
+    write_file("own/experiment/mine.yaml", "\n".join(lines))
+    write_file("text.txt", "text")
+    config = parse_config("train", "", ["--config-dir", "own", "experiment=mine"])
+    assert (config.compile, config.optimizer.lr, config.optimizer.betas) == (False, 1e-3, [0.9, 0.95])
+    assert (config.train.steps, config.train.micro_batch_size, config.model.window) == (1000, 4, [64, None])
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "expected"),
+    [
+        ("wandb.tags", "[a, 1.10 ,'1,2,3']", ["a", "1.10", "1,2,3"]),
+        ("wandb.tags", r"""['it\'s, 1', "2"]""", ["it's, 1", "2"]),
+        ("wandb.project", "'1e3'", "1e3"),
+        ("wandb.project", "null", None),
+        ("wandb.project", "run 1e3", "run 1e3"),
+        ("optimizer.betas", "[0.9,1e-3]", [0.9, 1e-3]),
+        ("model.window", "[64,null]", [64, None]),
+    ],
+)
+def test_words_keep_their_types(key, value, expected):
+    with hydra_initialized("train", None):
+        assert parse_word("train", f"{key}={value}").value() == expected
+
+
+def test_text_of_a_mix_is_used_as_typed(workdir):
+    write_file("own/data/mine.yaml", "defaults: [mix, text@mix.a, _self_]\nmix: {a: {path: 1e3, split: 1.10}}")
+    write_file("1e3", "text")
+    words = ["data=mine", "data.mix.a.prompt_column=007", "data.mix.a.text_column=12e45"]
+    source = compose_config("prepare", words, "own").data.mix["a"]
+    assert (source.path, source.split) == ("1e3", "1.10")
+    assert (source.prompt_column, source.text_column) == ("007", "12e45")

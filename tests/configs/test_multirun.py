@@ -5,6 +5,7 @@ from helpers import TINY
 
 from common.run_dir import write_config
 from compare.sweep.launch import find_missing_jobs
+from configs.cli import parse_config
 from configs.compose import hydra_initialized, parse_word
 from configs.multirun import list_combinations, make_jobs
 
@@ -20,6 +21,11 @@ from configs.multirun import list_combinations, make_jobs
             ["train.steps=5", "optimizer.betas=[0.9,0.95],[0.9,0.99]"],
             [["optimizer.betas=[0.9,0.95]"], ["optimizer.betas=[0.9,0.99]"]],
         ),
+        (
+            ["wandb.project=1e3,007,a", "dtype=float32,bfloat16"],
+            [[f"wandb.project={p}", f"dtype={d}"] for p in ("'1e3'", "'007'", "a") for d in ("float32", "bfloat16")],
+        ),
+        (["optimizer.lr=1e-3,1e-2"], [["optimizer.lr=0.001"], ["optimizer.lr=0.01"]]),
         (["optimizer=glob(*, exclude=s*)", "data.path=a,b.txt"], [["optimizer=adamw"], ["optimizer=muon"]]),
     ],
 )
@@ -58,3 +64,13 @@ def start_sweep(*words: str) -> list[str]:
 def test_job_of_an_extended_sweep_has_the_name_of_an_earlier_job_with_its_config(workdir, before, after, names):
     start_sweep(*before)
     assert start_sweep(*after) == names
+
+
+def test_job_with_a_quoted_word_has_a_plain_name_and_the_same_text_in_its_process(workdir):
+    with hydra_initialized("train", None):
+        word = "wandb.project=1e3,007"
+        combinations = list_combinations({word: parse_word("train", word)})
+    _, jobs = make_jobs("s", combinations, ["data.revision=null"], None)
+    assert [job.name for job in jobs] == ["wandb.project=1e3", "wandb.project=007"]
+    assert [job.config["wandb"]["project"] for job in jobs] == ["1e3", "007"]
+    assert parse_config("train", "", jobs[0].arguments).wandb.project == "1e3"
