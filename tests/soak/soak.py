@@ -46,6 +46,7 @@ from helpers import TEXT, TINY, run_command, untimed  # noqa: E402
 
 from common.console import PlainConsole, make_table  # noqa: E402
 from configs.compose import list_groups  # noqa: E402
+from configs.error_messages import SYNONYMS  # noqa: E402
 from configs.schema import key_types  # noqa: E402
 from model.checkpoint_file import load_checkpoint  # noqa: E402
 
@@ -269,12 +270,13 @@ def soak_damaged_files(parent: Path, tries: int) -> Iterator[tuple[str, str]]:
         yield f"{kind} {path.relative_to(place.folder)}", failure
 
 
-def wrong_words(script: str, folder: Path) -> Iterator[tuple[list[str], str]]:
-    """Yield random wrong command lines of a script, with the part that its error must name."""
+def wrong_words(script: str, folder: Path) -> Iterator[tuple[list[str], list[str]]]:
+    """Yield random wrong command lines of a script, with the parts that its error must name."""
     pick, key_kinds = random.choice, key_types(script).items()
     types = {key: set(get_args(kind)) if isinstance(kind, UnionType) else {kind} for key, kind in key_kinds}
     scalars = [key for key, kinds in types.items() if kinds & {int, float, bool}]
     integers, floats = ([key for key in scalars if kind in types[key]] for kind in (int, float))
+    others = [key for key in " ".join(SYNONYMS.values()).split() if key not in types]  # of other programs
     right = ["data=text", "data.path=text.txt"] if script in ("train", "prepare") else []
     (folder / "latin1.txt").write_bytes(b"caf\xe9 " * 400)
     (folder / "empty").mkdir()
@@ -284,17 +286,26 @@ def wrong_words(script: str, folder: Path) -> Iterator[tuple[list[str], str]]:
         form = pick([f"+{key}=1", f"~{key}", key, "=1", f"hydra.{key}=1", "hydra.run.dir=x", f"++{key}=2"])
         flag = pick(["--verbose", "-x", "--config-dir=none", "--cfg=all", "--help=1", "--config-dir="])
         path = pick(["missing.txt", "/dev/zero", "/proc/self/mem", "empty", "latin1.txt", "*.none", "x" * 999])
+        dashed = pick([key for key in types if "_" in key or "." in key])
+        dashed = pick([dashed.replace("_", "-"), re.sub("[._]", "-", dashed), dashed.replace(".", "/")])
+        capital, other = pick([key.upper(), key.capitalize()]), pick(others)
         cases = [
-            (f"{typo}=1", typo.split(".")[0]), (f"{pick(['ключ', 'a b', chr(27), chr(0xDCFF)])}=1", ""),
+            *((f"{wrong}=1", wrong) for wrong in (typo, dashed, capital, other) if wrong not in types),
+            (f"--{key}=1", f"--{key}"), (f"-{key}=1", f"-{key}"),
+            (f"{pick(['ключ', 'a b', chr(27), chr(0xDCFF)])}=1", ""),
             (f"{scalar}={pick(['abc', '[1,2]', '{a:1}', 'é', '1e', '--', '2020-01-01'])}", scalar),
             (f"{group}={pick(['no', '../x', '[a,b]', '1'])}", group), (flag, flag.split("=")[0]),
             (form, key if key in form else form.split("=")[0].split(".")[0]),
         ]  # fmt: skip
         cases += [(f"{i}={pick(['-' + '9' * 25, '9' * 25, '1e300'])}", i) for i in [pick(integers)]]
         cases += [(f"{i}={pick(['nan', '-inf', '-1e30'])}", i) for i in [pick(floats)] if floats]
+        octal = f"{pick(integers)}={pick(['010', '0400', '-07'])}"
+        cases += [(octal, octal)]
         cases += [(f"data.path={path}", path)] * bool(right) + [(f"{source}={path}", path)] * (script == "sample")
         word, name = pick(cases)
-        yield [*right, word], name
+        yield [*right, word], [name]
+        if name == typo:
+            yield [f"{other}=1", *right, word], [other, typo]
 
 
 def misspell(key: str, types: dict) -> str:
@@ -313,11 +324,11 @@ def soak_wrong_words(parent: Path, tries: int) -> Iterator[tuple[str, str]]:
         (folder / "text.txt").write_text(TEXT, encoding="utf-8")
         lines = wrong_words(script, folder)
         for _ in range(max(1, tries // len(scripts))):
-            words, name = next(lines)
+            words, names = next(lines)
             before = set(read_files(folder))
             code, out, log = run_forked(script, words, folder)
             new = set(read_files(folder)) - before - {"out", "log"}
-            is_right = code == 2 and log.count("\n") == 1 and name in log and not new
+            is_right = code == 2 and log.count("\n") == 1 and all(name in log for name in names) and not new
             is_right &= not out or out.startswith("preparing")  # a file is known to be wrong after it was read
             yield f"{script} {words}", "" if is_right else f"exit code {code}, {out + log!r:.300}, new files {new}"
 
