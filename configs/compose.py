@@ -95,7 +95,7 @@ def to_hydra_word(script: str, word: str) -> str:
     if is_free_text or (is_group and re.match(r"[^,(]*$|\[|{", value)):  # not a sweep
         value = re.sub(r"(\\*)\$\{", r"\1\1\\${", value)  # OmegaConf would replace ${...} by another value
         value = QuotedString(value, Quote.single).with_quotes()
-    elif leaf in TEXT_KEYS and "(" not in value:
+    elif leaf in TEXT_KEYS and not re.match(r"\w+\(", value):  # not a function
         value = "".join(re.sub(NUMBER_OR_BOOL, r"'\1'", part) for part in re.findall(PARTS, value))
     elif leaf in NUMBER_KEYS:
         refuse_leading_zeros(key, value)

@@ -71,7 +71,7 @@ def explain_error(script: str, error: BaseException) -> str:
     if "mandatory value" in text:
         return f"{key} is missing; set it in the YAML file"
     if file or sentence.startswith("Error merging override "):
-        word = place + key if file else sentence.removeprefix("Error merging override ")
+        word = place + key if file else sentence.removeprefix("Error merging override ").replace("'", "")
         kind = describe_type(key, types)
         if kind.startswith("text"):
             kind += "; put it in quotes" if file else f"; {quoting_advice(word)}"

@@ -104,6 +104,7 @@ INVALID = [
     (["train.micro_batch_size=large"], "train.micro_batch_size=large must be a number"),
     (["data.path=[]"], "data.path=[] has no file to read"),
     (["wandb.project=[a]"], "must be text; put its value in two pairs of quotes: 'wandb.project=\"VALUE\"'"),
+    (["wandb.tags=5"], "wandb.tags=5 must be a list such as [A,B]"),
     (["train.batch_size=010"], "train.batch_size=010 has a leading zero, as octal numbers do; remove it"),
     (["optimizer.lr=007"], "optimizer.lr=007 has a leading zero"),
     (["optimizer.betas=[0.9,00.95]"], "optimizer.betas=[0.9,00.95] has a leading zero"),
@@ -326,6 +327,7 @@ def test_numbers_and_switches_of_a_yaml_file_are_converted(workdir):
     [
         ("wandb.tags", "[a, 1.10 ,'1,2,3']", ["a", "1.10", "1,2,3"]),
         ("wandb.tags", r"""['it\'s, 1', "2"]""", ["it's, 1", "2"]),
+        ("wandb.tags", "['a(b)',1.10]", ["a(b)", "1.10"]),
         ("wandb.project", "'1e3'", "1e3"),
         ("wandb.project", "null", None),
         ("wandb.project", "run 1e3", "run 1e3"),
