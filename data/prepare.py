@@ -124,7 +124,9 @@ def prepare(
     if train < block_size + 1 or val < 2 or not all(map(len, prepared.train)):
         shorter = f"set model.block_size={train - 1}, or " if 2 < train <= block_size else ""
         needed = f"model.block_size + 1 = {block_size + 1} and 2"
-        longer = "use a longer text, a smaller tokenizer.vocab_size, or tokenizer=char"
+        longer = "use a longer text"
+        if tokenizer.name == "bpe":  # the vocabulary of a text with many repetitions has long tokens
+            longer += ", a smaller tokenizer.vocab_size, or tokenizer=char"
         raise UserError(f"{train} training and {val} validation tokens are below {needed}; {shorter}{longer}")
     spec = prepared.meta["tokenizer"]
     if END_OF_TEXT not in spec["special"]:

@@ -278,14 +278,21 @@ def wrong_words(script: str, folder: Path) -> Iterator[tuple[list[str], list[str
     integers, floats = ([key for key in scalars if kind in types[key]] for kind in (int, float))
     others = [key for key in " ".join(SYNONYMS.values()).split() if key not in types]  # of other programs
     right = ["data=text", "data.path=text.txt"] if script in ("train", "prepare") else []
-    (folder / "latin1.txt").write_bytes(b"caf\xe9 " * 400)
+    wrong_files = {
+        "latin1.txt": b"caf\xe9 " * 400, "utf16.txt": TEXT.encode("utf-16-le"), "array.json": b'[{"text": "a"}]',
+        "open.csv": b'text\na\n"b\n' + b"c\n" * 400, "twice.csv": b"text,text\na,b\n", "ragged.tsv": b"text\na\tb\n",
+        "broken.ndjson": b'{"text": oops}\n', "nameless.csv": b"a sentence\n" * 400,
+    }  # fmt: skip
+    for name, content in wrong_files.items():
+        (folder / name).write_bytes(content)
     (folder / "empty").mkdir()
+    useless = ["data.text_column=body", "data.row_is_document=false", "data.separator=@@", "data.prompt_column=q"]
     while True:
         key, scalar, group = pick([*types]), pick(scalars), pick(list_groups(script))
         typo, source = misspell(key, types), pick(["run", "prompts", "prompt_file"])
         form = pick([f"+{key}=1", f"~{key}", key, "=1", f"hydra.{key}=1", "hydra.run.dir=x", f"++{key}=2"])
         flag = pick(["--verbose", "-x", "--config-dir=none", "--cfg=all", "--help=1", "--config-dir="])
-        path = pick(["missing.txt", "/dev/zero", "/proc/self/mem", "empty", "latin1.txt", "*.none", "x" * 999])
+        path = pick(["missing.txt", "/dev/zero", "/proc/self/mem", "empty", "*.none", "[a]/*", "x" * 999, *wrong_files])
         dashed = pick([key for key in types if "_" in key or "." in key])
         dashed = pick([dashed.replace("_", "-"), re.sub("[._]", "-", dashed), dashed.replace(".", "/")])
         capital, other = pick([key.upper(), key.capitalize()]), pick(others)
@@ -301,6 +308,7 @@ def wrong_words(script: str, folder: Path) -> Iterator[tuple[list[str], list[str
         cases += [(f"{i}={pick(['nan', '-inf', '-1e30'])}", i) for i in [pick(floats)] if floats]
         octal = f"{pick(integers)}={pick(['010', '0400', '-07'])}"
         cases += [(octal, octal)]
+        cases += [(no_effect := pick(useless), no_effect.split("=")[0])] * bool(right)
         cases += [(f"data.path={path}", path)] * bool(right) + [(f"{source}={path}", path)] * (script == "sample")
         word, name = pick(cases)
         yield [*right, word], [name]

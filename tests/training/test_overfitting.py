@@ -45,7 +45,7 @@ def test_patience_ends_the_run_and_a_larger_one_resumes_it(short_text, train, ca
     assert (Path("runs/a") / "loss.png").exists()
 
     assert train("name=a", *OVERFIT, "train.steps=60", "train.patience=2") == 0
-    advice = "set a larger train.steps (or train.patience)"
+    advice = "set a larger train.patience, or another name"
     assert f"runs/a is finished at step {max(recorded)}; {advice}" in capsys.readouterr().out
     assert train("name=a", *OVERFIT, "train.steps=60", "train.patience=3") == 0
     assert summary("a")["step"] == best_step + 3 * 5 and summary("a")["overfitting"]
