@@ -72,6 +72,7 @@ def refuse_utf16(start: bytes, name: str) -> None:
     encoding = next((encoding for mark, encoding in MARKS.items() if start.startswith(mark)), None)
     if encoding is None and nul_share > MAX_NUL_SHARE:
         encoding = "UTF-32" if nul_share > 0.6 else "UTF-16"
+        encoding += "BE" if start[0::2].count(0) > start[1::2].count(0) else "LE"
     if encoding is not None:
         raise UserError(
             f"{name} is {encoding}, not UTF-8; convert it: iconv -f {encoding} -t UTF-8 {shlex.quote(name)} > NEW"
