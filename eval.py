@@ -41,9 +41,12 @@ MAX_TABLE_ROWS = 20  # documents in the printed table
 def main(config: EvalScriptConfig) -> int:
     check_output(config.out)
     sources = resolve_sources(config.data) if config.tasks is None else []
-    device, rows = resolve_device(config.device), 1 if config.tasks is None else config.batch_size
+    device = resolve_device(config.device)
+    num_sequences = 1 if config.tasks is None else config.batch_size  # that are decoded together
     dtype = resolve_dtype(config.dtype, device, trains=False)
-    model, tokenizer, summary = load_for_sampling(config.run, config.checkpoint, device, dtype, config.attention, rows)
+    model, tokenizer, summary = load_for_sampling(
+        config.run, config.checkpoint, device, dtype, config.attention, num_sequences
+    )
     if config.tasks is None:
         summary += f"\ndocuments of {format_value(config.data.path or config.data.name)}"
     print_text(summary, stderr=True)
@@ -59,12 +62,12 @@ def main(config: EvalScriptConfig) -> int:
         except ModuleNotFoundError as error:
             raise UserError(f"tasks needs {error.name}; install it: pip install 'lm-eval>=0.4.12'") from None
         shown = results = run_tasks(model, tokenizer, config.tasks.split(","), config.batch_size, config.limit)
-    PlainConsole().print(results_table(shown))
-    if len(results) > len(shown) > MAX_TABLE_ROWS and config.out is None:
-        print_text(f"the first {MAX_TABLE_ROWS} documents; out=FILE.jsonl saves all", stderr=True)
     if config.out is not None:
         atomic_write(Path(config.out), "".join(json.dumps(result) + "\n" for result in results))
         print_text(f"written  {config.out}", stderr=True)
+    PlainConsole().print(results_table(shown))
+    if len(results) > len(shown) > MAX_TABLE_ROWS and config.out is None:
+        print_text(f"the first {MAX_TABLE_ROWS} documents; out=FILE.jsonl saves all", stderr=True)
     return 0
 
 

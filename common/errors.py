@@ -7,6 +7,9 @@ import re
 UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 DISK_FULL_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 
+# Errors of torch.compile that are not bugs: the C++ compiler or Triton is missing, or does not work.
+COMPILER_ERROR = re.compile("CppCompileError|InvalidCxxCompiler|TritonMissing")
+
 
 class UserError(ValueError):
     """Wrong input. The message is one sentence: what is wrong, where, and what to set instead. Exit code 2."""
@@ -34,10 +37,10 @@ def error_message(error: BaseException) -> str | None:
     if isinstance(error, OSError) and (error.errno in DISK_FULL_ERRNOS or error.filename is not None):
         advice = "free some disk space" if error.errno in DISK_FULL_ERRNOS else "set another file, folder or name"
         return f"{error.filename or 'writing a file'}: {error.strerror}; {advice}"
-    if type(error).__module__ == "torch._inductor.exc" and not is_out_of_memory(error):  # InductorError in torch 2.13
+    if is_out_of_memory(error):
+        return "out of memory; set a smaller batch, context or model"
+    if type(error).__module__ == "torch._inductor.exc" and COMPILER_ERROR.match(str(error)):
         reason = re.sub(r"\n\nCommand:(?s:.*?)Output:\n", ": ", str(error)).partition("\n")[0]
-        return (
-            f"torch.compile failed ({reason}); install a working compiler, or set compile=false and another attention "
-            "than flex"
-        )
-    return "out of memory; set a smaller batch, context or model" if is_out_of_memory(error) else None
+        advice = "install a working compiler, or set compile=false and another attention than flex"
+        return f"torch.compile failed ({reason}); {advice}"
+    return None

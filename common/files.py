@@ -2,7 +2,6 @@
 
 import json
 import os
-import shlex
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -14,8 +13,8 @@ import yaml
 from common.errors import UserError
 
 MARKS = {b"\xff\xfe\0\0": "UTF-32", b"\0\0\xfe\xff": "UTF-32", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
-MAX_NUL_SHARE = 0.05  # UTF-16 has more NULs in every language that writes spaces
-MIN_NUL_SAMPLE = 256  # bytes; shorter samples prove nothing
+MIN_NUL_SHARE = 0.1  # of every second byte; in UTF-16, spaces and line ends alone have more
+MIN_NUL_SAMPLE = 64  # groups of 4 bytes; shorter samples prove nothing
 
 
 @contextmanager
@@ -64,19 +63,32 @@ def read_text(path: str, name: str) -> str:
 
 
 def refuse_utf16(start: bytes, name: str) -> None:
-    """Raise UserError if a file starts like UTF-16 or UTF-32: with their mark, or with many NULs between the letters.
+    """Raise UserError if a file starts like UTF-16 or UTF-32. start: its first bytes. name: for the message."""
+    encoding = guess_encoding(start)
+    if encoding != "UTF-8":
+        advice = f"convert it to UTF-8, for example with iconv -f {encoding} -t UTF-8"
+        raise UserError(f"{name} is {encoding}, not UTF-8; {advice}")
 
-    start: the first bytes. name: of the file, for the message.
-    """
-    nul_share = start.count(0) / len(start) if len(start) >= MIN_NUL_SAMPLE else 0.0
-    encoding = next((encoding for mark, encoding in MARKS.items() if start.startswith(mark)), None)
-    if encoding is None and nul_share > MAX_NUL_SHARE:
-        encoding = "UTF-32" if nul_share > 0.6 else "UTF-16"
-        encoding += "BE" if start[0::2].count(0) > start[1::2].count(0) else "LE"
-    if encoding is not None:
-        raise UserError(
-            f"{name} is {encoding}, not UTF-8; convert it: iconv -f {encoding} -t UTF-8 {shlex.quote(name)} > NEW"
-        )
+
+def guess_encoding(start: bytes) -> str:
+    """The encoding of a text by its mark, or by the bytes of its characters that are NUL. start: its first bytes."""
+    for mark, encoding in MARKS.items():
+        if start.startswith(mark):
+            return encoding
+    count = len(start) // 4
+    shares = [start[i : 4 * count : 4].count(0) / max(1, count) for i in range(4)]  # of NULs, by position in 4 bytes
+    even, odd = shares[0] + shares[2], shares[1] + shares[3]
+    if count < MIN_NUL_SAMPLE:
+        return "UTF-8"
+    if min(shares[2:]) > 0.9:
+        return "UTF-32LE"
+    if min(shares[:2]) > 0.9:
+        return "UTF-32BE"
+    if odd > MIN_NUL_SHARE and even < odd / 10:
+        return "UTF-16LE"
+    if even > MIN_NUL_SHARE and odd < even / 10:
+        return "UTF-16BE"
+    return "UTF-8"
 
 
 def decode_text(content: bytes, name: str) -> str:

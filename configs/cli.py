@@ -16,7 +16,6 @@ from common.settings import check
 
 LAUNCHER = re.compile(r"hydra/launcher=submitit_\w+|hydra\.launcher\.(?!.*_target_).+")  # a _target_ could run any code
 MIX_OR_ITEM = r"(?<=^data)\.mix\.[^.]+|\.\d+$"  # parts that key_types does not list: data.mix.NAME.path, betas.0
-SHORT_FLAGS = {"-h": "--help", "-m": "--multirun"}  # argparse would read -model=gpt2 as -m odel=gpt2
 FLAGS = """flags:
   --help            print this page and exit
   --cfg job         print the composed config and exit
@@ -73,12 +72,14 @@ def _parse_flags(script: str, argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--help", action="store_true")
     parser.add_argument("--cfg", choices=["job"])
     parser.add_argument("--config-dir")
+    short_flags = {"-h": "--help"}  # argparse itself would read -model=gpt2 as -m odel=gpt2
     if script == "train":
         parser.add_argument("--multirun", action="store_true")
+        short_flags["-m"] = "--multirun"
     parser.set_defaults(multirun=False, words=[], launcher_words=[], folders=[])
     argv = sys.argv[1:] if argv is None else argv
     try:
-        flags, words = parser.parse_known_args([SHORT_FLAGS.get(word, word) for word in argv])
+        flags, words = parser.parse_known_args([short_flags.get(word, word) for word in argv])
     except argparse.ArgumentError as error:
         raise UserError(f"{error}; see --help") from None
     keys = [*key_types(script), *list_groups(script), *["sweep.trials"] * flags.multirun]

@@ -131,8 +131,11 @@ def hydra_initialized(script: str, config_dir: str | None) -> Iterator[list[str]
 
 
 def parse_sections(content: bytes) -> dict:
-    """Parse a YAML file of the user. Raises TypeError if it contains a list or a number."""
-    return {**(parse_yaml(content, TextLoader) or {})}
+    """Parse a YAML file of the user. Raises ValueError if it contains a list or a number."""
+    values = parse_yaml(content, TextLoader) or {}
+    if not isinstance(values, dict):
+        raise ValueError("its content must be a section, such as train: {steps: 5}")
+    return values
 
 
 class UserFolder(FileConfigSource):

@@ -15,7 +15,7 @@ from hydra.core.override_parser.types import Override
 from common.errors import UserError
 from common.run_dir import JOB, SWEEPS, make_new_folder
 from common.settings import check
-from compare.sweep.jobs import Job, find_job_name, read_started_jobs
+from compare.sweep.jobs import Job, hash_config, read_started_jobs
 from compare.sweep.launch import run_sweep
 from configs.compose import compose_config, hydra_initialized, parse_word
 from configs.schema import key_types
@@ -99,12 +99,15 @@ def make_jobs(
     configs = [compose_config("train", words, config_dir) for words in all_words]
     for config in configs:
         check(config)
-    sweep = sweep or configs[0].name or make_new_folder(SWEEPS, f"{configs[0].data.name}-{configs[0].model.name}")
-    started = read_started_jobs(SWEEPS / sweep)
+    started: dict[str, str] = {}
+    if sweep is None:
+        sweep = configs[0].name or make_new_folder(SWEEPS, f"{configs[0].data.name}-{configs[0].model.name}")
+        started = read_started_jobs(SWEEPS / sweep)
     jobs = []
     for name, words, config in zip(names, all_words, configs, strict=True):
         values = asdict(config)  # the sweep sets two keys: the run's name and its wandb group
-        name = find_job_name(name, values, started)
+        if name not in started.values():
+            name = started.get(hash_config(values), name)
         values["name"], values["wandb"]["group"] = f"sweeps/{sweep}/{name}", config.wandb.group or sweep
         arguments = ["--config-dir", config_dir] if config_dir else []
         arguments += [word for word in words if not word.startswith(("name=", "wandb.group="))]

@@ -28,7 +28,7 @@ from data.tokenizer import END_OF_TEXT, build_tokenizer, encode, end_of_text, to
 
 CHUNK_CHARS = 2**20  # characters that a thread encodes at a time
 PIECE_OVERHEAD_CHARS = 32  # added to each piece's length, so that a chunk has a bounded number of empty documents
-EMPTY_HASH = hash((0, hash(b"")))  # of a document without text
+EMPTY_HASH = 0  # of a document without text
 
 
 def encode_sources(folder: Path, sources: list[Source], config: TokenizerConfig, spec: dict | None) -> dict:
@@ -47,8 +47,8 @@ def encode_sources(folder: Path, sources: list[Source], config: TokenizerConfig,
         first, stop = file.choose_validation()
         parts["val"].append(file.describe(first, stop))
         parts["train"].append(file.describe(0, first) if first else file.describe(stop, len(file.ends)))
-        hashes["val"].append(file.hashes[first:stop])
-        hashes["train"].append(np.delete(file.hashes, slice(first, stop)))
+        hashes["val"].append(np.array(file.hashes[first:stop]))
+        hashes["train"].append(np.delete(np.array(file.hashes), slice(first, stop)))
     _report_copies(np.concatenate(hashes["train"]), np.concatenate(hashes["val"]))
     counts = ("tokens", "bytes", "documents")
     totals = {key: {split: sum(part[key] for part in parts[split]) for split in parts} for key in counts}
@@ -60,7 +60,10 @@ def _report_copies(train_hashes: np.ndarray, val_hashes: np.ndarray) -> None:
     copies = int((np.isin(val_hashes, train_hashes) & (val_hashes != EMPTY_HASH)).sum())
     if copies:
         held_out = pluralize(len(val_hashes), "validation document")
-        print_text(f"{copies:,} of {held_out} also in the training text: remove the copies, or set data.val_path")
+        verb = "is" if copies == 1 else "are"
+        print_text(
+            f"{copies:,} of {held_out} {verb} also in the training text; remove the copies, or set data.val_path"
+        )
 
 
 def iter_texts(sources: list[Source]) -> Iterator[str]:
@@ -112,12 +115,12 @@ class TokenFile:
         self.separator = np.array([] if end is None else [end], np.uint32)
         self.ends = array("q")
         self.sizes = array("q")
-        self.hashes = np.empty(0, np.int64)
+        self.hashes = array("q")
 
     def write(self, out: Any) -> None:
         """Write all documents. Raises UserError."""
-        hashes = array("q")
-        tokens = size = markers = content_hash = 0
+        tokens = size = markers = 0
+        content_hash = EMPTY_HASH
         for is_validation in (False, True):
             if is_validation:
                 self.train_documents = len(self.ends)
@@ -127,16 +130,19 @@ class TokenFile:
                     tokens += piece.num_tokens
                     size += piece.num_bytes
                     markers += piece.num_markers
-                    content_hash = hash((content_hash, piece.content_hash))
+                    if piece.content_hash != EMPTY_HASH:
+                        content_hash = hash((content_hash, piece.content_hash))
                     if piece.ends_document:
                         self.ends.append(tokens)
                         self.sizes.append(size)
-                        hashes.append(content_hash)
-                        content_hash = 0
-        self.hashes = np.array(hashes)
-        if markers > 1 and self.source.config.separator is None and not all(map(is_table, self.source.files)):
+                        self.hashes.append(content_hash)
+                        content_hash = EMPTY_HASH
+        name, separator = self.source.name, self.source.config.separator
+        if separator is not None:
+            print_text(f"{name} has {pluralize(len(self.ends), 'document')}, divided by {format_value(separator)!r}")
+        elif markers > 1 and not all(map(is_table, self.source.files)):
             advice = f"set data.separator='{END_OF_TEXT}' to divide a text file into documents there"
-            print_text(f"{self.source.name} has {END_OF_TEXT} {markers:,} times, which is ordinary text; {advice}")
+            print_text(f"{name} contains {END_OF_TEXT} {markers:,} times as ordinary text; {advice}")
 
     def encode_chunk(self, chunk: list[Piece]) -> tuple[np.ndarray, list[EncodedPiece]]:
         """Encode a chunk. Returns all token ids, and the facts about each piece."""
@@ -150,7 +156,7 @@ class TokenFile:
                 parts.append(self.separator)
                 num_tokens += len(self.separator)
             num_bytes = 0 if is_prompt else len(text.encode())
-            content_hash = hash(ids.tobytes())
+            content_hash = hash(ids.tobytes()) if len(ids) else EMPTY_HASH
             pieces.append(EncodedPiece(num_tokens, num_bytes, text.count(END_OF_TEXT), content_hash, ends_document))
         return np.concatenate(parts).view(np.int32).astype(self.dtype), pieces  # ~id in uint32 has the bits of -1 - id
 
@@ -159,9 +165,6 @@ class TokenFile:
         config = self.source.config
         documents = len(self.ends)
         size = self.sizes[-1]
-        if documents == 1 and config.separator is not None:
-            problem = f"data.separator={format_value(config.separator)} does not occur in {self.source.files[0]}"
-            raise UserError(f"{problem}; set the string between its documents, or remove data.separator")
         if self.source.val_files:
             return self.train_documents, documents
         if config.val_documents is not None and config.val_documents < documents:
@@ -172,13 +175,14 @@ class TokenFile:
         if documents == 1:
             self.ends.insert(0, int(self.ends[0] * (1 - config.val_fraction)))
             self.sizes.insert(0, int(size * (1 - config.val_fraction)))
-            self.hashes = np.array([0, 1])  # the two parts
+            self.hashes.insert(0, EMPTY_HASH)
             return 1, 2
         first = max(1, bisect_right(self.sizes, size - max(1, size * config.val_fraction)))
         share = 1 - self.sizes[first - 1] / size
         if not config.val_fraction / 2 <= share <= 2 * config.val_fraction:
-            reason = f"data.val_fraction={config.val_fraction:g}, but documents are not divided; set data.val_path"
-            print_text(f"{share:.1%} of {self.source.name} is held out: {reason}")
+            wanted = f"instead of data.val_fraction={config.val_fraction:g}"
+            advice = "because documents are not divided; set data.val_path"
+            print_text(f"{share:.1%} of {self.source.name} is held out {wanted}, {advice}")
         return first, documents
 
     def describe(self, first: int, stop: int) -> dict:

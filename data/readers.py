@@ -1,8 +1,8 @@
-"""Read documents from files, without any change to their text and in bounded memory.
+"""Read documents from files, without any change to their text.
 
 A text file is one document, unless data.separator divides it. Each row of a table is a document. Documents are read in
-pieces of at most MAX_PIECE_CHARS characters. All columns of tables are read as strings: "NA" stays "NA". Only this file
-imports `datasets`.
+pieces of at most MAX_PIECE_CHARS characters. A row, or a document between separators, must fit into memory. All columns
+of tables are read as strings: "NA" stays "NA". Only this file imports `datasets`.
 """
 
 import csv
@@ -11,7 +11,6 @@ import itertools
 import os
 import re
 import shlex
-import sys
 from collections.abc import Iterable, Iterator
 from functools import cache, partial
 from pathlib import Path
@@ -23,10 +22,10 @@ from common.settings import unescape
 from data.config import DataConfig
 from data.sources import COMPRESSED, CSV_DELIMITERS, Source, is_remote, is_table, suffix
 
-Document = tuple[str, str]  # prompt ('' without data.prompt_column), text
 MAX_PIECE_CHARS = 2**20
 JSON_BLOCK_BYTES = 2**20  # that are read at a time, and the rest of the last row
 BATCH_ROWS = 200  # rows of a parquet file or a hub data set that are read at a time
+csv.field_size_limit(2**31 - 1)  # the largest possible on Windows; the default is 131,072
 CONVERT_JSON = "import json, sys; [print(json.dumps(row)) for row in json.load(sys.stdin)]"
 
 
@@ -145,19 +144,24 @@ def _iter_documents(file: str, config: DataConfig) -> Iterator[tuple[str, Iterab
             if config.separator is None:
                 yield "", parts
             else:
-                for text in _split_documents(parts, unescape(config.separator)):
-                    yield "", [text]
+                documents = _split_documents(parts, unescape(config.separator))
+                yield from (("", [text]) for text in documents if text)
 
 
 def _split_documents(parts: Iterable[str], separator: str) -> Iterator[str]:
-    """Yield the documents between separators, except empty ones. A \\n also matches \\r\\n."""
+    """Yield the documents between separators. A \\n also matches \\r\\n."""
     pattern = re.compile(re.escape(separator).replace("\\\n", "\r?\n"))
-    pending = ""
+    longest = 2 * len(separator)  # with the \r of each \n
+    searched: list[str] = []  # beginning of the current document
+    pending = ""  # its end, which may contain the beginning of a separator
     for part in parts:
-        *documents, pending = pattern.split(pending + part)
-        yield from filter(None, documents)
-    if pending:
-        yield pending
+        *ended, pending = pattern.split(pending + part)
+        for text in ended:
+            yield "".join([*searched, text])
+            searched = []
+        searched.append(pending[:-longest])
+        pending = pending[-longest:]
+    yield "".join([*searched, pending])
 
 
 def _iter_rows(file: str, config: DataConfig) -> Iterator[tuple[str, str]]:
@@ -176,26 +180,31 @@ def _iter_rows(file: str, config: DataConfig) -> Iterator[tuple[str, str]]:
 
 def _iter_csv(file: str, columns: list[str]) -> Iterator[list[str]]:
     """Yield the columns of each row of a .csv or .tsv file. Raises UserError for a wrong header or row."""
-    csv.field_size_limit(sys.maxsize)
     with _open_text(file) as stream:
-        reader = csv.reader(stream, delimiter=CSV_DELIMITERS[suffix(file)], strict=True)
-        names, first_line = [], 1
-        try:
-            names = next(reader, [])
-            _check_columns(file, names, columns)
-            positions = [names.index(column) for column in columns]
-            first_line = reader.line_num + 1
-            for row in reader:
-                if row and len(row) != len(names):
-                    raise csv.Error(f"{len(row)} values instead of {len(names)}")
-                if row:
-                    yield [row[position] for position in positions]
-                first_line = reader.line_num + 1
-        except csv.Error as error:
-            reason = f"the row at line {first_line} has {error}"
-            if "unexpected end" in str(error):
-                reason = f"the row at line {first_line} opens a quote that is never closed"
-            raise UserError(f"{file} cannot be read ({reason}); correct the file") from None
+        lines = _iter_csv_lines(file, csv.reader(stream, delimiter=CSV_DELIMITERS[suffix(file)], strict=True))
+        _, names = next(lines, (1, []))
+        _check_columns(file, names, columns)
+        positions = [names.index(column) for column in columns]
+        for line, row in lines:
+            if len(row) != len(names):
+                reason = f"the row at line {line} has {len(row)} values instead of {len(names)}"
+                raise UserError(f"{file} cannot be read ({reason}); correct the file")
+            yield [row[position] for position in positions]
+
+
+def _iter_csv_lines(file: str, reader: Any) -> Iterator[tuple[int, list[str]]]:
+    """Yield the rows that are not empty, with the number of their first line. Raises UserError for wrong quotes."""
+    line = 1
+    try:
+        for row in reader:
+            if row:
+                yield line, row
+            line = reader.line_num + 1
+    except csv.Error as error:
+        reason = (
+            "opens a quote that is never closed" if "unexpected end" in str(error) else f"has wrong quotes: {error}"
+        )
+        raise UserError(f"{file} cannot be read (the row at line {line} {reason}); correct the file") from None
 
 
 def _check_columns(file: str, names: list[str], columns: list[str]) -> None:
@@ -240,7 +249,8 @@ def _iter_jsonl(file: str, schema: Any) -> Iterator[Any]:
     parse, line = json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore"), 1
     with _open_bytes(file) as stream:
         if stream.peek(100).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
-            convert = f"python -c '{CONVERT_JSON}' < {shlex.quote(file)} > new.jsonl"
+            decompressed = re.sub(r"\.(gz|zst)$", "", file)
+            convert = f"python -c '{CONVERT_JSON}' < {shlex.quote(decompressed)} > new.jsonl"
             raise UserError(f"{file} is a JSON array instead of one object per line; convert it: {convert}")
         while chunk := stream.read(JSON_BLOCK_BYTES) + stream.readline():  # complete lines
             try:

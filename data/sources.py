@@ -22,6 +22,7 @@ from data.config import DataConfig
 CSV_DELIMITERS = {".csv": ",", ".tsv": "\t"}
 FOLDER_TABLES = (".parquet", ".jsonl", ".ndjson", ".jsonlines", *CSV_DELIMITERS)
 TABLES = (*FOLDER_TABLES, ".json")  # .json: JSON lines; other files of this name are common in folders
+LATER_TABLES = (".json", ".ndjson", ".jsonlines", ".tsv")
 SUFFIXES = (".txt", ".md", *FOLDER_TABLES)  # read from a folder; a file that data.path names may have any suffix
 COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
 TYPICAL_COMPRESSION = 3  # bytes of text per byte of a compressed or .parquet file
@@ -110,13 +111,14 @@ def _check_keys(config: DataConfig, files: list[str], section: str) -> None:
     for key in TABLE_KEYS:
         value = getattr(config, key)
         default = getattr(DataConfig, key)
-        if tables == 0 and value != default:
+        if tables == 0 and value != default and config.source != "hub":  # the YAML file of a data set may set the key
             problem = f"{section}.{key}={format_value(value)} has no effect, because {files[0]} has no columns"
             advice = f"set {section}.path to .jsonl, .csv or .parquet, or {section}.{key}={format_value(default)}"
             raise UserError(f"{problem}; {advice}")
     if config.separator is not None and tables == len(files):
-        problem = f"{section}.separator has no effect, because each row of {files[0]} is a document"
-        raise UserError(f"{problem}; set {section}.separator=null")
+        raise UserError(
+            f"{section}.separator is for text files, and {files[0]} is a table; set {section}.separator=null"
+        )
 
 
 def _identity(file: str) -> str:
@@ -162,7 +164,8 @@ def hash_sources(sources: list[Source]) -> str:
                 continue
             size = os.path.getsize(file)
             count = size if size <= HASHED_BYTES else 2**20
-            total.update(f"{suffix(file)} {size}".encode())
+            kind = "table " if suffix(file) in LATER_TABLES else ""  # were text files in earlier versions
+            total.update(f"{kind}{suffix(file)} {size}".encode())
             with open(file, "rb") as stream:
                 for start in sorted({0, (size - count) // 2, size - count}):
                     stream.seek(start)

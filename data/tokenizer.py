@@ -13,11 +13,12 @@ import sys
 import unicodedata
 from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import tiktoken
 
-from common.errors import UserError
+from common.errors import TrainingFailed, UserError
 from data.config import TokenizerConfig
 from data.fast_bpe import FastBPE
 
@@ -39,17 +40,26 @@ OPENAI_SIZES = {"gpt2": 50_257, "cl100k_base": 100_277, "o200k_base": 200_019}  
 class Tokenizer(tiktoken.Encoding):
     """A tiktoken.Encoding that knows the token before a document.
 
-    start_token: the end-of-text token. Without one, a token that ends a line in the text (find_start_token).
+    start_token: None stands for the end-of-text token, or for a newline if the tokenizer has none.
     """
 
-    start_token: int
+    def __init__(self, name: str, *, start_token: int | None = None, **arguments: Any):
+        super().__init__(name, **arguments)
+        if start_token is None:
+            start_token = end_of_text(self)
+        if start_token is None:
+            start_token = self._mergeable_ranks.get(b"\n", 0)
+        self.start_token = start_token
+
+    def __getstate__(self) -> Any:  # for copies
+        return {**super().__getstate__(), "start_token": self.start_token}
 
 
-def _make_tokenizer(name: str, pattern: str, tokens: Sequence[bytes], special: dict[str, int]) -> Tokenizer:
+def _make_tokenizer(
+    name: str, pattern: str, tokens: Sequence[bytes], special: dict[str, int], start_token: int | None = None
+) -> Tokenizer:
     ranks = {token: rank for rank, token in enumerate(tokens)}
-    tokenizer = Tokenizer(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special)
-    tokenizer.start_token = special.get(END_OF_TEXT, ranks.get(b"\n", 0))
-    return tokenizer
+    return Tokenizer(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special, start_token=start_token)
 
 
 def char(texts: Iterable[str], vocab_size: int | None) -> tuple[str, list[bytes]]:
@@ -64,10 +74,14 @@ def byte(texts: Iterable[str], vocab_size: int | None) -> tuple[str, list[bytes]
 
 def bpe(texts: Iterable[str], vocab_size: int | None) -> tuple[str, list[bytes]]:
     """Byte-pair encoding (Sennrich et al., arXiv:1508.07909) over bytes, trained on the text or a sample of it."""
-    request = json.dumps({"texts": sample_texts(texts), "vocab_size": vocab_size, "pattern": BPE_PATTERN})
-    command = [sys.executable, str(TRAIN_BPE)]
+    request = {"texts": sample_texts(texts), "vocab_size": vocab_size, "pattern": BPE_PATTERN}
+    content = json.dumps(request, ensure_ascii=False).encode()
     # A signal to this process ends `run`, which then kills the child. In its own session, it gets no Ctrl-C itself.
-    done = subprocess.run(command, input=request.encode(), stdout=subprocess.PIPE, start_new_session=True, check=True)
+    done = subprocess.run([sys.executable, str(TRAIN_BPE)], input=content, capture_output=True, start_new_session=True)
+    if done.returncode != 0:
+        lines = done.stderr.decode(errors="replace").splitlines() or [f"exit code {done.returncode}"]
+        advice = "free some memory, or set tokenizer=byte"
+        raise TrainingFailed(f"training the vocabulary failed ({lines[-1]}); {advice}")
     return BPE_PATTERN, [base64.b64decode(token) for token in json.loads(done.stdout)]
 
 
@@ -90,7 +104,7 @@ TOKENIZERS: dict[str, Callable[[Iterable[str], int | None], tuple[str, list[byte
 
 def build_tokenizer(
     config: TokenizerConfig, texts: Iterable[str], has_several_documents: bool, spec: dict | None = None
-) -> tiktoken.Encoding:
+) -> Tokenizer:
     """Build the tokenizer that `config` names from texts, or from the spec of another run. Raises UserError.
 
     has_several_documents: whether it needs an end-of-text token.
@@ -105,7 +119,7 @@ def build_tokenizer(
     if config.name not in OPENAI_SIZES:
         raise UserError(f"tokenizer.name={config.name} is unknown; set {', '.join([*TOKENIZERS, *OPENAI_SIZES])}")
     try:
-        return tiktoken.get_encoding(config.name)
+        return from_spec(to_spec(tiktoken.get_encoding(config.name)))
     except Exception as error:  # network and cache raise exceptions of many types
         advice = "set tokenizer=bpe, or TIKTOKEN_CACHE_DIR to a folder that tiktoken has filled on another machine"
         raise UserError(f"tokenizer={config.name} cannot be downloaded ({type(error).__name__}); {advice}") from error
@@ -125,9 +139,7 @@ def to_spec(tokenizer: tiktoken.Encoding) -> dict:
 def from_spec(spec: dict) -> Tokenizer:
     """Build the tokenizer that to_spec converted."""
     tokens = [base64.b64decode(token) for token in spec["tokens"]]
-    tokenizer = _make_tokenizer(spec["name"], spec["pattern"], tokens, spec["special"])
-    tokenizer.start_token = spec.get("start", tokenizer.start_token)
-    return tokenizer
+    return _make_tokenizer(spec["name"], spec["pattern"], tokens, spec["special"], spec.get("start"))
 
 
 def end_of_text(tokenizer: tiktoken.Encoding) -> int | None:

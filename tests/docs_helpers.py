@@ -219,7 +219,7 @@ def shrink(command: Command, data) -> list[str]:
     script, words = command.script, command.shortened_words()
     if data is not None and not command.value("tasks"):  # tasks read no document of data
         if (data.source == "hub" and data.path is None) or is_remote(str(data.path)):
-            words += ["data.path=text.txt", "data.stream=false", "data.max_documents=null", "data.row_is_document=true"]
+            words += ["data.path=text.txt", "data.stream=false", "data.max_documents=null"]
             words += ["data.val_split=null", "data.val_documents=null", "data.val_fraction=0.1"]
         elif data.source == "python_stdlib" and data.path is None:
             words += ["data.max_documents=20"]

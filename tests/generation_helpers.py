@@ -12,7 +12,7 @@ from model.attention import naive
 from model.generation.engine import Engine, Prompt
 from model.gpt import GPT
 
-BYTES = tokenizer.from_spec(tokenizer.to_spec(tokenizer.build_tokenizer(BYTE, [], has_several_documents=False)))
+BYTES = tokenizer.build_tokenizer(BYTE, [], has_several_documents=False)
 WINDOWED = GROUPED | dict(window=[5, None])
 MIXED = GROUPED | dict(attention_type=["linear", "softmax"])
 VARIANTS = {"gpt2": GPT2, "modern": MODERN, "grouped": GROUPED, "windowed": WINDOWED, "one": GPT2 | dict(block_size=1)}

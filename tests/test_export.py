@@ -70,6 +70,17 @@ def test_trained_model_is_the_same_in_transformers_and_when_imported(train, samp
     assert {weight.dtype for weight in load_file("half/model.safetensors").values()} == {torch.bfloat16}
 
 
+def test_exported_run_has_the_same_start_of_samples(train, sample, export):
+    assert train("name=a", *LLAMA[:-1], "tokenizer=bpe", "tokenizer.vocab_size=300") == 0
+    assert export("run=a", "out=exported")[0] == 0
+    _, ours = load_run("a")
+    _, imported = load_run("hf:exported")
+    assert ours.decode([ours.start_token]) == ".\n"
+    assert imported.start_token == ours.start_token
+    assert transformers.AutoConfig.from_pretrained("exported").bos_token_id == ours.start_token
+    assert sample("run=hf:exported", "max_new_tokens=9") == sample("run=a", "max_new_tokens=9")
+
+
 QUESTIONS = [("The 1st", " line"), ("The 1st", " more."), ("The ", "7th"), ("", "The"), ("The 7th line:\n", "says")]
 
 

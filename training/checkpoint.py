@@ -32,6 +32,7 @@ from training.parallel import gather, load_weights
 
 SAVED_FIELDS = ("step", "seconds", "best_val_loss", "best_val_bpb", "best_step", "evals_since_best")
 SAVED_FIELDS += ("unlogged", "wandb_id")
+STEP_CHECKPOINTS = "checkpoints/step-*.pt"
 
 
 @dataclass
@@ -172,16 +173,19 @@ class CheckpointWriter:
                 with open(run.last, "rb") as last, atomic_writer(previous) as file:  # some disks have no hard links
                     shutil.copyfileobj(last, file)
             save_checkpoint(run.last, content)
-            older = find_step_files(run, "checkpoints")
+            older = find_step_files(run, STEP_CHECKPOINTS)
             for path in sorted(older, key=older.__getitem__)[: -self.config.keep]:
                 path.unlink()
             self.last_step = state.step
         run.update(results)
 
 
-def find_step_files(run: RunDir, folder: str) -> dict[Path, int]:
-    """Find the files named step-NNNNNN in a folder of a run, with their steps. Files with other names are ignored."""
-    numbers = {path: path.stem.removeprefix("step-") for path in run.folder.glob(f"{folder}/step-*")}
+def find_step_files(run: RunDir, pattern: str) -> dict[Path, int]:
+    """Find files of a run that are named after a step, with their steps. Files with other names are ignored.
+
+    pattern: such as checkpoints/step-*.pt.
+    """
+    numbers = {path: path.stem.removeprefix("step-") for path in run.folder.glob(pattern)}
     return {path: int(number) for path, number in numbers.items() if number.isdecimal()}
 
 
@@ -192,19 +196,21 @@ def remove_later_steps(run: RunDir, state: TrainState, header: dict, dist: Dist)
     evaluation is forgotten. A killed process can leave a best.pt that is newer than last.pt. This best.pt stays: the
     run repeats its evaluation, and summary.json, which is written after both, has the best evaluation of last.pt.
     """
-    for path, step in find_step_files(run, "*").items():  # checkpoints and pictures
+    for path, step in (find_step_files(run, STEP_CHECKPOINTS) | find_step_files(run, "attention/step-*.png")).items():
         if step > state.step:
             path.unlink(missing_ok=True)  # another rank may have removed it
     if dist.broadcast(run.previous.get("best_step", state.best_step)) == state.best_step:
         return
-    if not state.is_best:
+    if state.is_best:
+        content = header | state.state_dict() | {"optimizer": None}
+        if run.is_main:
+            save_checkpoint(run.best, content)
+    else:
         run.best.unlink(missing_ok=True)
-        state.best_val_loss = state.best_val_bpb = math.inf
+        state.best_val_loss = math.inf
+        state.best_val_bpb = math.inf
         state.best_step = None
         state.evals_since_best = 0
-    content = header | state.state_dict() | {"optimizer": None}
-    if run.is_main and state.is_best:
-        save_checkpoint(run.best, content)
 
 
 def make_checkpoint_header(config: RunConfig, meta: dict) -> dict:

@@ -35,7 +35,8 @@ def open_run(
             state.resume(run.last, header)
         checkpoint = f"{run.folder} at step {state.step} with the best evaluation at step {state.best_step}"
         dist.require_equal(checkpoint, f"copy the newest {run.folder} to all machines")
-        if dist.broadcast(state.progress >= 1 and run.previous.get("status") == "finished"):
+        was_finished = run.previous.get("status") == "finished" and run.previous.get("step") == state.step
+        if dist.broadcast(was_finished and state.progress >= 1):
             ended_by = " and ".join(key for key, used in state.limits.items() if used >= 1)
             advice = f"set a larger {ended_by}, or another name"
             print_text(f"{run.folder} is finished at step {state.step}; {advice}")

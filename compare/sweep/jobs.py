@@ -1,5 +1,6 @@
 """Jobs of a sweep. Each job trains one run in a child process, so that a crash ends only this run."""
 
+import json
 import signal
 import subprocess
 import sys
@@ -9,13 +10,14 @@ from pathlib import Path
 from subprocess import DEVNULL
 from typing import NamedTuple
 
-from common.console import PlainConsole
+from common.console import print_text
 from common.errors import UserError
 from common.files import parse_yaml, read_file, read_json, write_json
 from common.run_dir import EXIT_CODES, flatten_dict, write_config
 from common.settings import format_value
 
 SCRIPT = Path(__file__).parents[2] / "train.py"
+SWEEP_KEYS = ("name", "wandb.group")  # are set by the sweep
 # Keys that may change when a sweep is started again. Any other change would make a different run.
 CHANGEABLE_KEYS = ("name", "resume", "train.steps", "train.minutes", "checkpoint.", "wandb.")
 
@@ -31,7 +33,8 @@ class Job:
 
     def previous_config(self) -> dict | None:
         """Read the flat config of an earlier run in this folder. Returns None if nothing was trained there."""
-        return read_job_config(self.folder) if any(self.folder.glob("checkpoints/*.pt")) else None
+        exists = any(self.folder.glob("checkpoints/*.pt"))
+        return flatten_dict(read_job_config(self.folder)) if exists else None
 
     def is_done(self) -> bool:
         """Whether a run with exactly this config has finished."""
@@ -41,35 +44,29 @@ class Job:
     def check_folder(self) -> None:
         """Raise UserError if the folder contains a run with a different config."""
         old, new = self.previous_config() or {}, flatten_dict(self.config)
-        if changed := list_changed_keys(old, new, self.name):
+        changed = [key for key in new if key in old and old[key] != new[key] and not key.startswith(CHANGEABLE_KEYS)]
+        if changed:
             listed = ", ".join(f"{key}={format_value(old[key])} (now {format_value(new[key])})" for key in changed)
             raise UserError(f"{self.folder} was trained with {listed}; restore the old values, or set another name")
 
 
 def read_job_config(folder: Path) -> dict:
-    """Read the flat config of a job."""
-    return read_file(folder / "config.yaml", lambda text: flatten_dict(parse_yaml(text)))
+    """Read the config of a job, as nested dicts."""
+    return read_file(folder / "config.yaml", parse_yaml)
 
 
-def list_changed_keys(old: dict, new: dict, swept: str) -> list[str]:
-    """Keys in which two flat configs describe different runs. swept: key=value pairs in the names of the jobs."""
-    changed = [key for key in new if key in old and old[key] != new[key]]
-    return [key for key in changed if f",{key}=" in f",{swept}" or not key.startswith(CHANGEABLE_KEYS)]
+def hash_config(config: dict) -> str:
+    """A text that is equal for two jobs with equal settings, except those that the sweep sets."""
+    settings = {key: value for key, value in flatten_dict(config).items() if key not in SWEEP_KEYS}
+    return json.dumps(settings, sort_keys=True, default=str)
 
 
-def read_started_jobs(sweep: Path) -> dict[str, dict]:
-    """Read the flat configs of the jobs that earlier commands have started, by name."""
-    return {path.parent.name: read_job_config(path.parent) for path in sorted(sweep.glob("*/config.yaml"))}
+def read_started_jobs(sweep: Path) -> dict[str, str]:
+    """Names of the jobs that earlier commands have started, by hash_config.
 
-
-def find_job_name(name: str, config: dict, started: dict[str, dict]) -> str:
-    """The name of the started job with this config, or `name`. The job of seed=1 has another name in seed=1,2."""
-    new = flatten_dict(config)
-    for other, old in started.items():
-        is_same = old.keys() == new.keys() and not list_changed_keys(old, new, f"{other},{name}")
-        if is_same and name not in started:
-            return other
-    return name
+    The job of seed=1 has no seed in its name. If the sweep is extended to seed=1,2, it keeps this name.
+    """
+    return {hash_config(read_job_config(path.parent)): path.parent.name for path in sorted(sweep.glob("*/config.yaml"))}
 
 
 class Outcome(NamedTuple):
@@ -85,7 +82,7 @@ def train_job(job: Job) -> Outcome:
     KeyboardInterrupt stops the child, which saves a checkpoint. A second KeyboardInterrupt kills it.
     """
     job.folder.mkdir(parents=True, exist_ok=True)
-    PlainConsole().print_text(f"{job.name}  started, with its output in {job.folder / 'train.log'}")
+    print_text(f"{job.name}  started, with its output in {job.folder / 'train.log'}")
     with open(log := job.folder / "train.log", "ab") as output:
         command = [sys.executable, str(SCRIPT), *job.arguments]
         # In its own session, the child does not get the terminal's Ctrl-C. terminate() below stops it once.

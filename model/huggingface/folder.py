@@ -28,7 +28,7 @@ def write_folder(out: Path, checkpoint: dict, model_type: str, dtype: torch.dtyp
     config = GPTConfig.from_saved(checkpoint["model_config"])
     vocab_size, spec = checkpoint["vocab_size"], checkpoint["tokenizer"]
     end = spec["special"].get(END_OF_TEXT)
-    token_ids = {"bos_token_id": end, "eos_token_id": end}
+    token_ids = {"bos_token_id": from_spec(spec).start_token, "eos_token_id": end}
     end_tokens = ("bos_token", "eos_token", "pad_token", "unk_token") if end is not None else ()
     tokenizer_config = dict.fromkeys(end_tokens, END_OF_TEXT) | {
         "tokenizer_class": "PreTrainedTokenizerFast",
@@ -78,6 +78,8 @@ def read_folder(folder: Path) -> dict[str, Any]:
         if END_OF_TEXT not in spec["special"]:  # the end-of-text token can have another name, such as </s>
             end = content.get("eos_token_id")
             spec["special"] = {END_OF_TEXT if i == end else name: i for name, i in spec["special"].items()}
+        if END_OF_TEXT not in spec["special"] and content.get("bos_token_id") in range(len(spec["tokens"])):
+            spec["start"] = content["bos_token_id"]
         vocab_size = from_spec(spec).n_vocab
         weights = import_weights(load_file(path := folder / "model.safetensors"), config, vocab_size, str(path))
     except Exception as error:  # a damaged file can raise anything

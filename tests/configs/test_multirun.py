@@ -1,6 +1,7 @@
 """Combinations of swept values, and the names of the jobs."""
 
 import pytest
+from data_helpers import write_file
 from helpers import TINY
 
 from common.run_dir import write_config
@@ -55,15 +56,28 @@ def start_sweep(*words: str) -> list[str]:
     [
         (["attention=naive,sdpa", "seed=1"], ["attention=naive,sdpa", "seed=1,2"],
          ["attention=naive", "attention=sdpa", "attention=naive,seed=2", "attention=sdpa,seed=2"]),
-        (["attention=naive,sdpa"], ["attention=naive", "seed=1337,2", "train.steps=9"], ["attention=naive", "seed=2"]),
+        (["attention=naive,sdpa"], ["attention=naive", "seed=1337,2"], ["attention=naive", "seed=2"]),
         (["train.steps=6,9"], ["train.steps=6,12"], ["train.steps=6", "train.steps=12"]),
         (["train.steps=9,6", "seed=1"], ["seed=1,2"], ["train.steps=6", "seed=2"]),
+        (["seed=1,2"], ["seed=1,2", "train.steps=9"], ["seed=1", "seed=2"]),
     ],
-    ids=["one value", "default value", "changeable key", "changeable key with its default"],
+    ids=["one value", "default value", "swept steps", "swept steps with the default", "more steps"],
 )  # fmt: skip
 def test_job_of_an_extended_sweep_has_the_name_of_an_earlier_job_with_its_config(workdir, before, after, names):
     start_sweep(*before)
     assert start_sweep(*after) == names
+
+
+def test_recipes_that_differ_in_the_number_of_steps_are_different_jobs(workdir):
+    for name, steps in (("short", 6), ("long", 9)):
+        write_file(f"own/experiment/{name}.yaml", f"train: {{steps: {steps}}}")
+    combinations = [{"experiment": "experiment=short"}, {"experiment": "experiment=long"}]
+    for count in (1, 2):  # the second command finds the config of the first job
+        _, jobs = make_jobs(None, combinations, ["name=s"], "own")
+        assert [job.name for job in jobs] == ["experiment=short", "experiment=long"]
+        jobs[0].folder.mkdir(parents=True, exist_ok=True)
+        write_config(jobs[0].folder, jobs[0].config)
+        assert [job.config["train"]["steps"] for job in jobs] == [6, 9], count
 
 
 def test_job_with_a_quoted_word_has_a_plain_name_and_the_same_text_in_its_process(workdir):

@@ -1,6 +1,8 @@
 """Prepared data: the tokens of a plain loop, complete splits, and preparations that are killed or disturbed."""
 
+import copy
 import os
+import pickle
 import signal
 import subprocess
 import sys
@@ -130,6 +132,15 @@ def test_samples_start_from_a_token_of_the_text(workdir, tokenizer, text, start)
     assert token in read_ids(prepared, "train")
 
 
+@pytest.mark.parametrize("duplicate", [copy.copy, copy.deepcopy, lambda value: pickle.loads(pickle.dumps(value))])
+def test_copied_tokenizer_has_the_same_start(workdir, duplicate):
+    (workdir / "book.txt").write_bytes(book("\n").encode())
+    tokenizer = prepare_data(DataConfig(path="book.txt"), BPE).tokenizer
+    again = duplicate(tokenizer)
+    assert again.decode([again.start_token]) == ".\n"
+    assert again.encode("Sentence 7") == tokenizer.encode("Sentence 7")
+
+
 def test_samples_start_from_the_end_of_text_token_if_there_is_one(workdir):
     prepared = prepare_data(DataConfig(path=helpers.write_table("a.csv", text=["a document\n"] * 99)))
     assert prepared.tokenizer.start_token == end_of_text(prepared.tokenizer)
@@ -153,34 +164,67 @@ def prepare_and_read(capsys, *arguments, **settings) -> str:
     return capsys.readouterr().out
 
 
-def test_copies_of_training_documents_in_the_validation_split_are_reported(workdir, capsys):
+@pytest.fixture
+def folder(workdir) -> str:
+    """20 documents, of which the last two are held out."""
     for number in range(20):
         helpers.write_file(f"folder/{number}.txt", f"document {number} " * 9)
-    assert "also in the training text" not in prepare_and_read(capsys, path="folder")
+    return "folder"
+
+
+def test_different_documents_are_not_reported_as_copies(folder, capsys):
+    assert "also in the training text" not in prepare_and_read(capsys, path=folder)
+
+
+def test_copies_of_training_documents_in_the_validation_split_are_reported(folder, capsys):
     helpers.write_file("folder/19.txt", "document 3 " * 9)
+    assert "1 of 2 validation documents is also in the training text" in prepare_and_read(capsys, path=folder)
+
+
+def test_copies_of_rows_are_reported(workdir, capsys):
+    path = helpers.write_table("rows.csv", text=["a row", "another row"] * 50)
+    assert "10 of 10 validation documents are also in the training" in prepare_and_read(capsys, path=path)
+
+
+def test_empty_documents_are_no_copies(folder, capsys):
     helpers.write_file("folder/0.txt", "")
-    helpers.write_file("folder/18.txt", "")  # empty documents are no copies
-    assert "1 of 3 validation documents also in the training text" in prepare_and_read(capsys, path="folder")
-    rows = helpers.write_table("rows.csv", text=["a row", "another row"] * 50)
-    assert "10 of 10 validation documents also in" in prepare_and_read(capsys, path=rows)
+    helpers.write_file("folder/18.txt", "")
+    assert "also in the training text" not in prepare_and_read(capsys, path=folder)
 
 
-@pytest.mark.parametrize(
-    ("sizes", "share"), [([90, 1], "1.1%"), ([1, 90], "98.9%"), ([5, 5], "50.0%"), ([9, 1], None), ([85, 15], None)]
-)
+def test_rows_with_an_empty_prompt_and_text_are_no_copies(workdir, capsys):
+    texts = [f"answer {n}" for n in range(30)]
+    texts[0] = texts[29] = ""
+    path = helpers.write_table("rows.jsonl", prompt=texts, text=texts)
+    assert "also in the training text" not in prepare_and_read(capsys, path=path, prompt_column="prompt")
+
+
+@pytest.mark.parametrize(("sizes", "share"), [([90, 1], "1.1%"), ([1, 90], "98.9%"), ([5, 5], "50.0%")])
 def test_share_that_is_held_out_is_reported_if_it_is_far_from_the_fraction(workdir, capsys, sizes, share):
     for number, size in enumerate(sizes):
         helpers.write_file(f"folder/{number}.txt", f"{number}" * size * 100)
     out = prepare_and_read(capsys, path="folder", val_fraction=0.1)
-    assert ("is held out" in out) == (share is not None)
-    assert f"{share or ''}" in out
+    assert f"{share} of text is held out instead of data.val_fraction=0.1" in out
+
+
+@pytest.mark.parametrize("sizes", [[9, 1], [85, 15]])
+def test_share_that_is_held_out_is_not_reported_if_it_is_near_the_fraction(workdir, capsys, sizes):
+    for number, size in enumerate(sizes):
+        helpers.write_file(f"folder/{number}.txt", f"{number}" * size * 100)
+    assert "is held out" not in prepare_and_read(capsys, path="folder", val_fraction=0.1)
+
+
+@pytest.mark.parametrize(("separator", "count"), [(r"\n", "400 documents"), ("@@", "1 document")])
+def test_number_of_separated_documents_is_shown(workdir, capsys, separator, count):
+    assert f"text has {count}, divided by" in prepare_and_read(capsys, path="text.txt", separator=separator)
 
 
 def test_text_with_end_of_text_markers_gets_a_hint(workdir, capsys):
     text = "A document.<|endoftext|>Another one." * 50
     helpers.write_file("marked.txt", text)
     helpers.write_table("marked.csv", text=[text] * 20)
-    assert "<|endoftext|> 50 times" in (out := prepare_and_read(capsys, path="marked.txt"))
+    out = prepare_and_read(capsys, path="marked.txt")
+    assert "contains <|endoftext|> 50 times" in out
     assert "set data.separator='<|endoftext|>'" in out
     assert "times" not in prepare_and_read(capsys, path="marked.txt", separator="<|endoftext|>")
     assert "times" not in prepare_and_read(capsys, path="marked.csv")

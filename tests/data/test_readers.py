@@ -3,6 +3,7 @@
 import gzip
 import http.server
 import json
+import shutil
 import subprocess
 import sys
 import threading
@@ -40,6 +41,7 @@ def test_local_tables_are_read_without_network_access(workdir, monkeypatch, path
         ("mark.jsonl", b'\xef\xbb\xbf{"text": "a"}\n', ["a"]),
         ("two.txt.gz", gzip.compress(b"one\r\n", mtime=0) + gzip.compress(b"two", mtime=0), ["one\r\ntwo"]),
         ("NAME.TXT", b"\xef\xbb\xbfone\r\n\r", ["one\r\n\r"]),
+        ("records.txt", b"alice 1\0bob 22\0" * 99, ["alice 1\0bob 22\0" * 99]),
         ("some.txt", b"a few \0 NULs\0 in " + b"text " * 100, ["a few \0 NULs\0 in " + "text " * 100]),
         ("rows.ndjson", b'{"text": "a"}\n{"text": "b"}\n', ["a", "b"]),
         ("rows.jsonlines.gz", gzip.compress(b'{"text": "a"}\n{"text": "b"}\n', mtime=0), ["a", "b"]),
@@ -100,6 +102,7 @@ UNREADABLE = [
     ("little.txt", ("Sentences. " * 99).encode("utf-16-le"), r"little.txt is UTF-16LE, .*iconv -f UTF-16LE"),
     ("big.txt", ("Sentences. " * 99).encode("utf-16-be"), r"big.txt is UTF-16BE, .*iconv -f UTF-16BE"),
     ("russian.txt", ("Это простой текст. " * 99).encode("utf-16-le"), r"russian.txt is UTF-16LE"),
+    ("russian32.txt", ("Это простой текст. " * 99).encode("utf-32-be"), r"russian32.txt is UTF-32BE"),
     ("wide.txt", ("Sentences. " * 99).encode("utf-32-le"), r"wide.txt is UTF-32LE, .*iconv -f UTF-32LE"),
     ("mark.txt", "Sentences. ".encode("utf-16"), r"mark.txt is UTF-16, .*iconv"),
     ("table.csv", ("text\nA sentence.\n" * 99).encode("utf-16"), r"table.csv is UTF-16"),
@@ -138,6 +141,24 @@ def test_advice_for_a_broken_row_is_not_another_column(workdir, name, content):
     with pytest.raises(UserError, match="correct the file") as error:
         load_documents(name)
     assert "text_column" not in str(error.value)
+
+
+@pytest.mark.skipif(shutil.which("iconv") is None, reason="NOT RUN: needs iconv")
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be"])
+def test_advice_for_another_encoding_converts_the_text(workdir, encoding):
+    text = "Sätze, one per line.\n" * 99
+    (workdir / "other.txt").write_bytes(text.encode(encoding))
+    with pytest.raises(UserError) as error:
+        load_documents("other.txt")
+    command = str(error.value).rpartition("with ")[2]
+    subprocess.run(f"{command} other.txt > converted.txt", shell=True, check=True)
+    assert load_documents("converted.txt") == [text]
+
+
+def test_keys_of_a_hub_data_set_do_not_apply_to_a_local_text(workdir):
+    config = parse_config("prepare", "", ["data=wikitext", "data.path=text.txt"]).data
+    assert config.row_is_document is False
+    assert prepare_data(config).meta["documents"] == {"train": 1, "val": 1}
 
 
 def test_converted_json_array_is_read(workdir):
@@ -192,10 +213,9 @@ def test_separated_documents_get_an_end_of_text_token(workdir):
 @pytest.mark.parametrize(
     ("settings", "message"),
     [
-        ({"path": "text.txt", "separator": "#"}, r"data.separator=# does not occur in text.txt"),
         (
             {"path": "rows.csv", "separator": "#"},
-            r"data.separator has no effect, because each row of rows.csv is a document",
+            r"data.separator is for text files, and rows.csv is a table",
         ),
     ],
 )

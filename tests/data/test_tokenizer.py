@@ -5,6 +5,7 @@ import os
 import signal
 import threading
 import time
+from contextlib import suppress
 from dataclasses import replace
 
 import numpy as np
@@ -14,7 +15,7 @@ from helpers import BPE, BYTE, CHAR, GPT2
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from common.errors import UserError
+from common.errors import TrainingFailed, UserError
 from data import DataConfig
 from data.fast_bpe import FastBPE, remove_lookahead
 from data.prepare import prepare
@@ -65,23 +66,32 @@ def test_vocabulary_of_long_text_is_trained_on_all_parts_and_on_prompts_and_comp
 
 
 def test_interrupt_ends_the_training_of_a_vocabulary_at_once(workdir, monkeypatch):
-    """The process that trains the vocabulary would run forever."""
-    (workdir / "forever.py").write_text(
-        "import os, time\nopen('started', 'w').write(str(os.getpid()))\ntime.sleep(10**6)",
-        encoding="utf-8",
-    )
-    monkeypatch.setattr("data.tokenizer.TRAIN_BPE", workdir / "forever.py")
+    """The process that trains the vocabulary would not end by itself."""
+    code = "import os, pathlib, time; pathlib.Path('started').write_text(str(os.getpid())); time.sleep(10**6)"
+    (workdir / "endless.py").write_text(code, encoding="utf-8")
+    monkeypatch.setattr("data.tokenizer.TRAIN_BPE", workdir / "endless.py")
+    started = workdir / "started"
 
     def interrupt():
-        while not (workdir / "started").exists() or not (workdir / "started").read_text(encoding="utf-8"):
+        while not started.exists() or not started.read_text(encoding="utf-8"):
             time.sleep(0.01)
         os.kill(os.getpid(), signal.SIGINT)
 
-    threading.Thread(target=interrupt).start()
+    threading.Thread(target=interrupt, daemon=True).start()
     with pytest.raises(KeyboardInterrupt):
         build(["a text"], BPE)
-    _, status = os.waitpid(int((workdir / "started").read_text(encoding="utf-8")), 0)
-    assert os.waitstatus_to_exitcode(status) == -signal.SIGKILL
+    child = int(started.read_text(encoding="utf-8"))
+    with suppress(ChildProcessError):  # subprocess has waited for it
+        os.waitpid(child, 0)
+    with pytest.raises(ProcessLookupError):
+        os.kill(child, 0)
+
+
+def test_vocabulary_whose_process_fails_is_reported_in_one_sentence(workdir, monkeypatch):
+    (workdir / "killed.py").write_text("import os; os.kill(os.getpid(), 9)", encoding="utf-8")
+    monkeypatch.setattr("data.tokenizer.TRAIN_BPE", workdir / "killed.py")
+    with pytest.raises(TrainingFailed, match=r"training the vocabulary failed \(exit code -9\); .* tokenizer=byte"):
+        build(["a text"], BPE)
 
 
 @pytest.mark.parametrize(
