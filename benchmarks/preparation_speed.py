@@ -31,7 +31,7 @@ import tiktoken
 sys.path.insert(0, sys.argv[1])
 from data.tokenizer import end_of_text, from_spec
 from pathlib import Path
-tokenizer = from_spec(json.loads(Path(sys.argv[2]).read_text())["tokenizer"])
+tokenizer = from_spec(json.loads(Path(sys.argv[2]).read_text(encoding="utf-8"))["tokenizer"])
 end = end_of_text(tokenizer)
 rows = [json.loads(line)["text"] for line in open(sys.argv[3], encoding="utf-8")]
 import time

@@ -106,7 +106,8 @@ def to_hydra_word(script: str, word: str) -> str:
 
 def refuse_leading_zeros(key: str, value: Any) -> None:
     """Raise UserError for numbers such as 010, which are octal in YAML and decimal elsewhere."""
-    if re.search(r"(?<![\w.+-])[-+]?0[\d_]", str(value)):
+    is_thousands = re.fullmatch(r"\d{1,3}(,\d{3})+", str(value))  # 1,000, which is refused as two values
+    if not is_thousands and re.search(r"(?<![\w.+-])[-+]?0[\d_]", str(value)):
         raise UserError(f"{key}={format_value(value)} has a leading zero, as octal numbers do; remove it")
 
 

@@ -78,7 +78,8 @@ def list_combinations(swept: dict[str, Override]) -> list[dict[str, str]]:
         key = override.key_or_group
         values[key] = [f"{key}={value}" for value in override.sweep_string_iterator()]
     if not any(len(words) > 1 for words in values.values()):
-        raise UserError("-m needs several values for at least one key; set seed=1,2,3, for example, or remove -m")
+        advice = "set seed=1,2,3, for example (and data.path=[A],[B] for paths and names), or remove -m"
+        raise UserError(f"-m needs several values for at least one key; {advice}")
     return [dict(zip(values, words, strict=True)) for words in itertools.product(*values.values())]
 
 

@@ -292,7 +292,10 @@ def _open(file: str) -> Any:
 def _open_bytes(file: str) -> io.BufferedReader:
     """A buffered binary stream of text in UTF-8. Raises UserError for UTF-16 and UTF-32."""
     stream = io.BufferedReader(_open(file), 2**16)
-    refuse_utf16(stream.peek(2**16), file)
+    start = stream.peek(2**16)
+    if start[257:262] == b"ustar":  # the mark of a tar file
+        raise UserError(f"{file} is an archive; unpack it, and set data.path to its folder")
+    refuse_utf16(start, file)
     return stream
 
 

@@ -418,7 +418,19 @@ def test_return_to_an_older_checkpoint_removes_the_files_of_later_steps(trained,
     assert [path.stem for path in Path("runs/a/attention").iterdir()] == ["step-000008"]
     assert load("a", "best")["step"] == summary("a")["best_step"] == 6
     assert load("a", "best")["best_val_loss"] == summary("a")["best_val_loss"] == metrics("a")[6]["val/loss"]
-    assert "at step 6;" in capsys.readouterr().out.splitlines()[-4]
+    assert f"best validation loss {summary('a')['best_val_loss']:.4f}" in capsys.readouterr().out
+
+
+def test_return_to_the_step_at_which_the_run_ends_now_removes_the_files_of_later_steps(trained, train):
+    assert train("name=a", "train.steps=9", "checkpoint.keep=9") == 0
+    folder = Path("runs/a/checkpoints")
+    (folder / "backup").mkdir()
+    shutil.copy(folder / "last.pt", folder / "backup/step-000009.pt")
+    shutil.copy(folder / "step-000006.pt", folder / "last.pt")
+    assert train("name=a", "train.steps=6") == 0
+    assert (summary("a")["step"], summary("a")["best_step"], load("a", "best")["step"]) == (6, 6, 6)
+    assert metrics("a")[-1]["step"] == 6
+    assert (folder / "backup/step-000009.pt").exists(), "a copy of the user stays"
 
 
 @pytest.mark.parametrize("keep", [0, 2])
@@ -595,9 +607,11 @@ def test_run_whose_output_is_no_longer_read_ends_as_after_a_signal(train, monkey
 
     monkeypatch.setattr(Evaluator, "evaluate", close_reader_and_evaluate)
     handler = signal.signal(signal.SIGTERM, raise_interrupt)  # as in a process of train.py
-    with open(writer, "w", encoding="utf-8") as output, redirect_stdout(output):
-        assert train("name=a") == 75
-    signal.signal(signal.SIGTERM, handler)
+    try:
+        with open(writer, "w", encoding="utf-8") as output, redirect_stdout(output):
+            assert train("name=a") == 75
+    finally:
+        signal.signal(signal.SIGTERM, handler)
     assert summary("a")["status"] == "interrupted"
     error = capfd.readouterr().err
     assert "the output is no longer read" in error

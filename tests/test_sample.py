@@ -276,6 +276,7 @@ def test_run_loaded_in_python_generates_the_same_sample_as_the_command_and_can_b
     [
         ("prompts=empty.txt", "prompts=empty.txt contains no prompts"),
         ("prompts=wrong.jsonl", "a line of prompts=wrong.jsonl is not of the form"),
+        ("prompts=null.jsonl", "a line of prompts=null.jsonl is not of the form"),
         ("prompts=deep.jsonl", "a line of prompts=deep.jsonl is not of the form"),
         ("prompts=latin.txt", "prompts=latin.txt is not UTF-8: byte 0xe9 after b'a'"),
         ("prompt=T\udce9", "prompt is not UTF-8: byte 0xe9 after b'T'"),
@@ -291,6 +292,7 @@ def test_run_loaded_in_python_generates_the_same_sample_as_the_command_and_can_b
 def test_invalid_settings_are_refused_in_one_sentence(trained, workdir, capsys, overrides, message):
     (workdir / "empty.txt").write_text("\n \n", encoding="utf-8")
     (workdir / "wrong.jsonl").write_text('{"prompt": "a"}\n{"text": "b"}\n', encoding="utf-8")
+    (workdir / "null.jsonl").write_text('{"prompt": null}\n', encoding="utf-8")
     (workdir / "deep.jsonl").write_text("[" * 10**5, encoding="utf-8")
     (workdir / "latin.txt").write_bytes("aé".encode("latin-1"))
     (workdir / "wrong.txt").write_bytes(b"\xe9")

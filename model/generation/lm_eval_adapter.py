@@ -56,7 +56,8 @@ class ModelAdapter(LM):
             settings = normalize_gen_kwargs(arguments)
             temperature = settings.get("temperature", 1.0) if settings["do_sample"] else 0.0
             stop = [string for string in settings["until"] if string]
-            sampling = SamplingConfig(settings["max_gen_toks"], temperature, stop=stop or None)
+            filters = {key: settings.get(key) or None for key in ("top_k", "top_p", "min_p")}
+            sampling = SamplingConfig(settings["max_gen_toks"], temperature, stop=stop or None, **filters)
             prompt = Prompt(self.encode(context), seed=len(texts))
             texts.append("".join(chunk.text for chunk in generate(self.model, self.encoding, [prompt], sampling, 1)))
         return texts

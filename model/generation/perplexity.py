@@ -1,4 +1,4 @@
-"""Loss, perplexity and bits per byte of documents, in bounded memory.
+"""Loss, perplexity and bits per byte of documents, which may be longer than the memory.
 
 Long documents are scored in windows of block_size tokens. Each document is scored after the token with which samples
 begin (Tokenizer.start_token), so that all of its tokens count.

@@ -2,7 +2,9 @@
 
 import json
 import re
+from contextlib import suppress
 from pathlib import Path
+from typing import Any
 
 from common.errors import UserError
 from common.files import decode_text, read_text
@@ -23,10 +25,12 @@ def read_prompts(path: str) -> list[str]:
         raise UserError(f"prompts={path} contains no prompts; set a file with one prompt per line")
     if not path.lower().endswith(".jsonl"):
         return unescape(lines)
-    try:
-        return [str(json.loads(line)["prompt"]) for line in lines]
-    except (ValueError, LookupError, TypeError, RecursionError):
-        raise UserError(f'a line of prompts={path} is not of the form {{"prompt": "..."}}; correct it') from None
+    prompts: list[Any] = [None]
+    with suppress(ValueError, LookupError, TypeError, RecursionError):
+        prompts = [json.loads(line)["prompt"] for line in lines]
+    if not all(isinstance(prompt, str) for prompt in prompts):
+        raise UserError(f'a line of prompts={path} is not of the form {{"prompt": "..."}}; correct it')
+    return prompts
 
 
 def check_output(out: str | None) -> None:

@@ -78,6 +78,8 @@ INVALID = [
     (["train.init_from=a"], "train.init_from=a is unknown; set one of run:NAME, hf:NAME, gpt2, "),
     (["optimizer.name=adamw"], "optimizer.name=adamw selects no optimizer; set optimizer=adamw or"),
     # words that cannot be parsed, and several values
+    (["train.steps=1,000"], "'train.steps=1,000' must have one value"),
+    (["-m", "data.path=a,b"], "and data.path=[A],[B] for paths and names"),
     (["seed=1,2"], "'seed=1,2' must have one value; set it, or a list as in [A,B]; train.py -m takes"),
     (["train.steps=f("], "put its value in two pairs of quotes: 'train.steps=\"VALUE\"'"),
     (["seed='1\n"], "cannot be parsed; put its value in two pairs of quotes: 'seed=\"VALUE\"'"),
@@ -107,7 +109,7 @@ INVALID = [
     (["optimizer.betas=[0.9,00.95]"], "optimizer.betas=[0.9,00.95] has a leading zero"),
     (["train.steps=1:30"], "train.steps=1:30 must be a whole number or null"),
     (["model.window=0064"], "model.window=0064 must be a number of tokens"),
-    (["-m", "train.batch_size=8,010"], "train.batch_size=8,010 has a leading zero"),
+    (["-m", "train.batch_size=8,010"], "train.batch_size=010 has a leading zero"),
     # values
     (["model.n_head=6", "model.n_embd=96", "model.n_kv_head=4"], "must divide model.n_head=6; set one of 1, 2, 3, 6"),
     (["model.n_layer=0"], "model.n_layer=0 must be at least 1 and at most 10,000"),

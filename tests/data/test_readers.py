@@ -2,10 +2,12 @@
 
 import gzip
 import http.server
+import io
 import json
 import shutil
 import subprocess
 import sys
+import tarfile
 import threading
 
 import data_helpers as helpers
@@ -76,6 +78,16 @@ def test_document_in_pieces_has_the_same_tokens(workdir, monkeypatch, config):
         assert np.array_equal(np.concatenate([encode(tokenizer, piece) for piece in pieces]), encode(tokenizer, text))
 
 
+def make_tar(text: bytes) -> bytes:
+    content = io.BytesIO()
+    with tarfile.open(fileobj=content, mode="w") as archive:
+        entry = tarfile.TarInfo("a.txt")
+        entry.size = len(text)
+        archive.addfile(entry, io.BytesIO(text))
+    return content.getvalue()
+
+
+TAR = make_tar(b"A sentence. " * 9999)
 UNREADABLE = [
     ("missing.txt", None, r"data.path=missing.txt"),
     ("none/*.txt", None, r"data.path=none/\*.txt"),
@@ -105,6 +117,8 @@ UNREADABLE = [
     ("russian32.txt", ("Это простой текст. " * 99).encode("utf-32-be"), r"russian32.txt is UTF-32BE"),
     ("wide.txt", ("Sentences. " * 99).encode("utf-32-le"), r"wide.txt is UTF-32LE, .*iconv -f UTF-32LE"),
     ("mark.txt", "Sentences. ".encode("utf-16"), r"mark.txt is UTF-16, .*iconv"),
+    ("texts.tar", TAR, r"texts.tar is an archive; unpack it"),
+    ("texts.tar.gz", gzip.compress(TAR, mtime=0), r"texts.tar.gz is an archive; unpack it"),
     ("table.csv", ("text\nA sentence.\n" * 99).encode("utf-16"), r"table.csv is UTF-16"),
     ("rows.jsonl", ('{"text": "A sentence."}\n' * 99).encode("utf-16-le"), r"rows.jsonl is UTF-16"),
     ("array.json", b'\n [{"text": "a"},\n {"text": "b"}]', r"array.json is a JSON array.*python -c .* < array.json"),

@@ -221,7 +221,8 @@ def find_disagreement(command: Command, folder: Path) -> str:
         finish(command, folder)
     except RuntimeError as error:
         return str(error)
-    summary, best = json.loads((folder / "runs/a/summary.json").read_text()), folder / "runs/a/checkpoints/best.pt"
+    summary = json.loads((folder / "runs/a/summary.json").read_text(encoding="utf-8"))
+    best = folder / "runs/a/checkpoints/best.pt"
     saved = load_checkpoint(best)
     recorded = [summary["best_step"], summary["best_val_loss"]]
     steps = [int(path.stem.removeprefix("step-")) for path in best.parent.glob("step-*.pt")]

@@ -82,7 +82,7 @@ def save_only_best(path, content) -> None:
 
 def read_best(run: RunDir) -> tuple:
     """Step and loss of the best evaluation in best.pt and in summary.json, which must agree."""
-    saved, recorded = load_checkpoint(run.best), json.loads((run.folder / "summary.json").read_text())
+    saved, recorded = load_checkpoint(run.best), json.loads((run.folder / "summary.json").read_text(encoding="utf-8"))
     assert saved["optimizer"] is None and saved["step"] == saved["best_step"] == recorded["best_step"]
     assert saved["best_val_loss"] == recorded["best_val_loss"]
     return saved["step"], saved["best_val_loss"]

@@ -113,3 +113,11 @@ def test_generated_text_has_the_length_of_any_of_its_names(key):
     _, adapter = make_adapter(BYTES)
     (text,) = adapter.generate_until(requests(("the cat", {key: 5, "until": [""]})))
     assert 0 < len(text) <= 5
+
+
+@pytest.mark.parametrize("settings", [{"top_k": 1}, {"top_p": 1e-6}, {"min_p": 1.0}, {"do_sample": False}])
+def test_sampling_that_leaves_one_token_is_greedy(settings):
+    _, adapter = make_adapter(BYTES)
+    common = {"max_gen_toks": 8, "do_sample": True, "temperature": 5.0}
+    (text,) = adapter.generate_until(requests(("the cat", common | settings)))
+    assert text == adapter.generate_until(requests(("the cat", {"max_gen_toks": 8})))[0]
