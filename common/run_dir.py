@@ -45,7 +45,7 @@ def find_run(name: str) -> Path:
         if any(folder.glob("checkpoints/*.pt")):
             return folder
     names = [str(folder.relative_to(RUNS)) for folder in newest]
-    nearest = difflib.get_close_matches(name, names, n=1) or names
+    nearest = difflib.get_close_matches(name.removeprefix("runs/"), names, n=1) or names
     advice = f"set run={nearest[0]}, for example" if nearest else "train one: python train.py"
     raise UserError(f"run={name} has no checkpoint in {Path.cwd() / RUNS}; {advice}")
 

@@ -96,7 +96,9 @@ def _parse_flags(script: str, argv: list[str] | None) -> argparse.Namespace:
         elif is_setting:
             wrong.append(f"{key}: there is no such key{did_you_mean(key, keys, SYNONYMS)}")
         elif not wrong or "=" in word[1:]:  # otherwise, the word is the value of a wrong word: --steps 3
-            wrong.append(f"{word!r} is not a setting of the form key=value{did_you_mean(key, keys, SYNONYMS)}")
+            is_text_file = "data.path" in keys and Path(word).is_file()
+            hint = f" (did you mean data.path={word}?)" if is_text_file else did_you_mean(key, keys, SYNONYMS)
+            wrong.append(f"{word!r} is not a setting of the form key=value{hint}")
     if wrong:
         raise UserError(f"{', '.join(wrong)}; see --help and --cfg job")
     return flags

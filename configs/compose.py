@@ -35,7 +35,8 @@ from training.config import OPTIMIZER_CONFIGS, OptimizerConfig
 
 CONFIGS = Path(__file__).parent
 # Keys whose value is used exactly as typed. Hydra's grammar would read "a, b" as a sweep and "f(x)" as a function.
-# A list is a list, as in stop='["a", "b"]', except in a prompt.
+# Only LIST_KEYS can also be a list, as in stop='["a", "b"]'.
+LIST_KEYS = ("stop", "path", "val_path")
 FREE_TEXT = (
     r"prompt(s|_file)?|tasks|out|name|(.*\.)?(run|stop|path|val_path|separator)|.*\.(init_from|group|repo|\w+_column)"
 )
@@ -90,7 +91,8 @@ def to_hydra_word(script: str, word: str) -> str:
     """Convert a word to Hydra's grammar: quote free text, names of choices, and text such as 1e3. Raises UserError."""
     key, value = word.split("=", 1)
     leaf = key.split(".")[-1]
-    is_free_text = re.fullmatch(FREE_TEXT, key) and (key == "prompt" or not re.fullmatch(r"null|\[.*\]", value))
+    is_list = leaf in LIST_KEYS and re.fullmatch(r"(?s)\[.*\]", value)
+    is_free_text = re.fullmatch(FREE_TEXT, key) and not is_list and (key == "prompt" or value != "null")
     is_group = key in list_groups(script)
     if is_free_text or (is_group and re.match(r"[^,(]*$|\[|{", value)):  # not a sweep
         value = re.sub(r"(\\*)\$\{", r"\1\1\\${", value)  # OmegaConf would replace ${...} by another value

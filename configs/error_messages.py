@@ -36,6 +36,7 @@ SYNONYMS = {
     "model.n_layer": "num_hidden_layers depth",
     "model.block_size": "seq_len seq_length context_length context max_seq_length n_ctx ctx",
     "model.window": "window_size",
+    "block_sizes": "block_size",
     "prompt": "start",
     "num_samples": "n",
     "max_new_tokens": "length num_tokens max_tokens",

@@ -36,6 +36,9 @@ def encode_sources(folder: Path, sources: list[Source], config: TokenizerConfig,
     has_several_documents = len(sources) > 1 or sources[0].has_several_documents
     tokenizer = build_tokenizer(config, iter_texts(sources), has_several_documents, spec)
     spec = to_spec(tokenizer)
+    if has_several_documents and end_of_text(tokenizer) is None:
+        problem = f"documents are joined without a separator, because the vocabulary has no {END_OF_TEXT} token"
+        print_text(f"{problem}; a model that should stop needs the vocabulary of a run on several documents")
     has_prompts = any(source.config.prompt_column is not None for source in sources)
     dtype = "int32" if has_prompts else "uint16" if tokenizer.n_vocab <= 2**16 else "uint32"
     parts: dict[str, list[dict]] = {"train": [], "val": []}

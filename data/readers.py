@@ -26,7 +26,9 @@ MAX_PIECE_CHARS = 2**20
 JSON_BLOCK_BYTES = 2**20  # that are read at a time, and the rest of the last row
 BATCH_ROWS = 200  # rows of a parquet file or a hub data set that are read at a time
 csv.field_size_limit(2**31 - 1)  # the largest possible on Windows; the default is 131,072
-CONVERT_JSON = "import json, sys; [print(json.dumps(row)) for row in json.load(sys.stdin)]"
+CONVERT_JSON = """
+import json, sys; [print(json.dumps({"text": row} if isinstance(row, str) else row)) for row in json.load(sys.stdin)]
+""".strip()
 
 
 class Piece(NamedTuple):

@@ -4,6 +4,7 @@ import io
 import json
 import os
 import pty
+import shutil
 import signal
 import subprocess
 import sys
@@ -100,10 +101,12 @@ def test_samples_of_many_prompts_are_written_in_order(trained, sample, workdir, 
         "\n".join(json.dumps({"prompt": prompt, "id": 1}) for prompt in prompts), encoding="utf-8"
     )
     settings = [*RUN, "stop=.", "num_samples=2", "batch_size=3", "seed=4"]
-    for file in ("p.txt", "p.jsonl"):
+    shutil.copy("p.jsonl", "p.ndjson")
+    for file in ("p.txt", "p.jsonl", "p.ndjson"):
         sample(*settings, f"prompts={file}", f"out={file}.out")
     on_stdout = sample(*settings, "prompts=p.txt")
-    assert Path("p.txt.out").read_text(encoding="utf-8") == Path("p.jsonl.out").read_text(encoding="utf-8") == on_stdout
+    outputs = {path.read_text(encoding="utf-8") for path in workdir.glob("*.out")}
+    assert outputs == {on_stdout}
     lines = read_jsonl("p.txt.out")
     assert [line["prompt"] for line in lines] == [prompt for prompt in prompts for _ in range(2)]
     assert [line["seed"] for line in lines] == list(range(4, 14))

@@ -107,7 +107,9 @@ class Observers(ExitStack):
         if sample := metrics.get("sample", "").strip("\n"):
             self.bar.print_text(textwrap.indent(sample, "  | ", lambda line: True), "  | ", style="dim")
         if state.evals_since_best == OVERFITTING_EVALS:
-            advice = f"set train.steps={state.best_step}, or a larger {' and '.join(self.decay_keys)}"
+            advice = (
+                f"start another run with train.steps={state.best_step}, or a larger {' and '.join(self.decay_keys)}"
+            )
             line = f"overfitting: the validation loss has not fallen since step {state.best_step}; {advice}"
             self.bar.print_text(line, style="bold yellow")
         if state.evals_since_best == patience:

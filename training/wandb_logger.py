@@ -79,7 +79,7 @@ class WandbRun:
         self._calls.put(None)
         self._thread.join(1)
         if self._thread.is_alive():  # wandb's service hangs, or the network is slow
-            print_text(f"wandb: waiting up to {FINISH_TIMEOUT_S} s for its last uploads, then ending without them")
+            print_text(f"waiting up to {FINISH_TIMEOUT_S} s for wandb to finish; after that, the run ends without it")
         self._thread.join(FINISH_TIMEOUT_S)
         if self._thread.is_alive():
             self.is_enabled = False  # prints no errors from now on

@@ -10,6 +10,8 @@ from common.errors import UserError
 from common.files import decode_text, read_text
 from common.settings import unescape
 
+JSON_SUFFIXES = (".jsonl", ".ndjson", ".jsonlines", ".json")  # one object per line
+
 
 def decode_typed(text: str) -> str:
     """Decode a prompt of the command line or the terminal, in which Python escapes bytes that it cannot decode."""
@@ -23,7 +25,7 @@ def read_prompts(path: str) -> list[str]:
     lines = [line for line in re.split(r"\r\n|\r|\n", text) if line.strip()]
     if not lines:
         raise UserError(f"prompts={path} contains no prompts; set a file with one prompt per line")
-    if not path.lower().endswith(".jsonl"):
+    if not path.lower().endswith(JSON_SUFFIXES):
         return unescape(lines)
     prompts: list[Any] = [None]
     with suppress(ValueError, LookupError, TypeError, RecursionError):

@@ -110,11 +110,13 @@ NO_SETTING = "is not a setting of the form key=value (did you mean"
         ("train", ["--eval-every", "5"], f"'--eval-every' {NO_SETTING} eval.every?); see"),
         ("train", ["wandb=false"], "wandb=false must be a section; set its keys, such as wandb.mode"),
         ("train", ["wandb=disabled"], "wandb=disabled must be a section; set its keys, such as wandb.mode"),
+        ("train", ["text.txt"], "(did you mean data.path=text.txt?)"),
+        ("bench", ["block_size=64"], "(did you mean block_sizes?)"),
         ("sample", ["--foo"], "'--foo' is not a setting of the form key=value; see --help"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_settings_of_other_programs_get_a_suggestion(script, words, message, capsys, monkeypatch):
+def test_settings_of_other_programs_get_a_suggestion(script, words, message, workdir, capsys, monkeypatch):
     monkeypatch.setattr(sys, "argv", [f"{script}.py"])
     with pytest.raises(SystemExit) as exit:
         parse_config(script, "", words)

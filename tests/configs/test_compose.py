@@ -271,6 +271,11 @@ def test_random_prompt_is_used_as_typed(text):
     assert parse_config("sample", "", [f"prompt={text}"]).prompt == text
 
 
+@pytest.mark.parametrize("separator", ["[SEP]", "[a, b]", "#", "\"'", r"\n", "1e3", "a,b", "{x}", "${seed}"])
+def test_separator_is_used_as_typed(workdir, separator):
+    assert parse_config("train", "", ["data.path=text.txt", f"data.separator={separator}"]).data.separator == separator
+
+
 def test_names_and_paths_are_used_as_typed_except_null(workdir):
     (workdir / "a, (b)=1e5.txt").write_text("text " * 300, encoding="utf-8")
     config = parse_config("train", "", ["name=1e5", "data=text", "data.path=a, (b)=1e5.txt"])

@@ -214,6 +214,15 @@ def test_share_that_is_held_out_is_not_reported_if_it_is_near_the_fraction(workd
     assert "is held out" not in prepare_and_read(capsys, path="folder", val_fraction=0.1)
 
 
+def test_documents_that_get_no_end_of_text_token_are_reported(workdir, capsys):
+    path = helpers.write_documents("a/*.txt", ["ab" * 30] * 3)
+    spec = prepare_data(TEXT_SOURCE).meta["tokenizer"]
+    config = DataConfig(path=path)
+    prepare(config, replace(BYTE, name="run", run="x"), 16, spec)
+    assert "the vocabulary has no <|endoftext|> token" in capsys.readouterr().out
+    assert "the vocabulary" not in prepare_and_read(capsys, path=config.path)
+
+
 @pytest.mark.parametrize(("separator", "count"), [(r"\n", "400 documents"), ("@@", "1 document")])
 def test_number_of_separated_documents_is_shown(workdir, capsys, separator, count):
     assert f"text has {count}, divided by" in prepare_and_read(capsys, path="text.txt", separator=separator)

@@ -177,7 +177,7 @@ def test_keys_of_a_hub_data_set_do_not_apply_to_a_local_text(workdir):
 
 def test_converted_json_array_is_read(workdir):
     """The command that the message shows converts it."""
-    (workdir / "it's an array.json").write_text(json.dumps([{"text": "été\n"}, {"text": "b"}]), encoding="utf-8")
+    (workdir / "it's an array.json").write_text(json.dumps([{"text": "été\n"}, "b"]), encoding="utf-8")
     with pytest.raises(UserError) as error:
         load_documents("it's an array.json")
     command = str(error.value).partition("convert it: python ")[2]

@@ -27,7 +27,7 @@ def test_overfitting_is_reported_once_and_recorded(short_text, train, capsys):
     assert best_step < 60 - 3 * 5, recorded
     assert out.count(f"overfitting: the validation loss has not fallen since step {best_step};") == 1
     advice = "or a larger optimizer.weight_decay and optimizer.ngram_weight_decay"
-    assert f"set train.steps={best_step}, {advice}" in out
+    assert f"start another run with train.steps={best_step}, {advice}" in out
     assert summary("a")["overfitting"]
     assert summary("a")["best_step"] == best_step
     assert summary("a")["best_val_loss"] == recorded[best_step]

@@ -75,7 +75,7 @@ def test_end_of_a_run_waits_for_wandb_only_for_a_limited_time(tmp_path, start, m
     run.log([{"step": 0}])
     run.finish(0)
     lines = capsys.readouterr().out.splitlines()
-    assert lines[0].startswith("wandb: waiting up to 15 s for its last uploads")
+    assert lines[0].startswith("waiting up to 15 s for wandb")
     assert waits == [1, 15] and "wandb did not finish within 15 s" in lines[1]
     start.set()  # ends the thread, which would call the wandb.init of the next test
     join(run._thread)
