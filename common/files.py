@@ -72,23 +72,20 @@ def refuse_utf16(start: bytes, name: str) -> None:
 
 def guess_encoding(start: bytes) -> str:
     """The encoding of a text by its mark, or by the bytes of its characters that are NUL. start: its first bytes."""
-    for mark, encoding in MARKS.items():
-        if start.startswith(mark):
-            return encoding
+    marked = [encoding for mark, encoding in MARKS.items() if start.startswith(mark)]
     count = len(start) // 4
-    shares = [start[i : 4 * count : 4].count(0) / max(1, count) for i in range(4)]  # of NULs, by position in 4 bytes
-    even, odd = shares[0] + shares[2], shares[1] + shares[3]
-    if count < MIN_NUL_SAMPLE:
-        return "UTF-8"
-    if min(shares[2:]) > 0.9:
-        return "UTF-32LE"
-    if min(shares[:2]) > 0.9:
-        return "UTF-32BE"
-    if odd > MIN_NUL_SHARE and even < odd / 10:
-        return "UTF-16LE"
-    if even > MIN_NUL_SHARE and odd < even / 10:
-        return "UTF-16BE"
-    return "UTF-8"
+    if marked or count < MIN_NUL_SAMPLE:
+        return (marked or ["UTF-8"])[0]
+    shares = [start[i : 4 * count : 4].count(0) / count for i in range(4)]  # of NULs, by position in 4 bytes
+    even = shares[0] + shares[2]
+    odd = shares[1] + shares[3]
+    is_encoding = {
+        "UTF-32LE": min(shares[2:]) > 0.9,
+        "UTF-32BE": min(shares[:2]) > 0.9,
+        "UTF-16LE": odd > MIN_NUL_SHARE and even < odd / 10,
+        "UTF-16BE": even > MIN_NUL_SHARE and odd < even / 10,
+    }
+    return next((encoding for encoding, matches in is_encoding.items() if matches), "UTF-8")
 
 
 def decode_text(content: bytes, name: str) -> str:

@@ -22,7 +22,6 @@ from data.config import DataConfig
 CSV_DELIMITERS = {".csv": ",", ".tsv": "\t"}
 FOLDER_TABLES = (".parquet", ".jsonl", ".ndjson", ".jsonlines", *CSV_DELIMITERS)
 TABLES = (*FOLDER_TABLES, ".json")  # .json: JSON lines; other files of this name are common in folders
-LATER_TABLES = (".json", ".ndjson", ".jsonlines", ".tsv")
 SUFFIXES = (".txt", ".md", *FOLDER_TABLES)  # read from a folder; a file that data.path names may have any suffix
 COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
 TYPICAL_COMPRESSION = 3  # bytes of text per byte of a compressed or .parquet file
@@ -164,8 +163,7 @@ def hash_sources(sources: list[Source]) -> str:
                 continue
             size = os.path.getsize(file)
             count = size if size <= HASHED_BYTES else 2**20
-            kind = "table " if suffix(file) in LATER_TABLES else ""  # were text files in earlier versions
-            total.update(f"{kind}{suffix(file)} {size}".encode())
+            total.update(f"{suffix(file)} {size}".encode())
             with open(file, "rb") as stream:
                 for start in sorted({0, (size - count) // 2, size - count}):
                     stream.seek(start)
