@@ -19,7 +19,7 @@ from common.console import ProgressBar, format_si, pluralize, print_text
 from common.errors import UserError
 from common.files import atomic_writer
 from common.process import cpu_count
-from common.settings import format_value
+from common.settings import unescape
 from data.config import TokenizerConfig
 from data.fast_bpe import FastBPE
 from data.readers import Piece, iter_pieces
@@ -142,7 +142,7 @@ class TokenFile:
                         content_hash = EMPTY_HASH
         name, separator = self.source.name, self.source.config.separator
         if separator is not None:
-            print_text(f"{name} has {pluralize(len(self.ends), 'document')}, divided by {format_value(separator)!r}")
+            print_text(f"{name} has {pluralize(len(self.ends), 'document')}, divided by {unescape(separator)!r}")
         elif markers > 1 and not all(map(is_table, self.source.files)):
             advice = f"set data.separator='{END_OF_TEXT}' to divide a text file into documents there"
             print_text(f"{name} contains {END_OF_TEXT} {markers:,} times as ordinary text; {advice}")
