@@ -195,9 +195,9 @@ def test_keys_of_tables_are_refused_for_files_without_columns(workdir, key, valu
 def test_no_file_is_opened_after_max_documents(workdir):
     for number in range(3):
         helpers.write_file(f"folder/{number}.txt", f"document {number}")
-    helpers.write_file("folder/3.txt", b"\xff")
+    helpers.write_file("folder/3.parquet", b"no table")
     assert load_documents("folder", max_documents=3) == ["document 0", "document 1", "document 2"]
-    with pytest.raises(UserError, match=r"folder/3.txt cannot be read"):
+    with pytest.raises(UserError, match=r"folder/3.parquet cannot be read"):
         load_documents("folder", max_documents=4)
 
 
