@@ -10,6 +10,7 @@ import time
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import asdict
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from helpers import ROOT, TINY, metrics, summary, untimed
@@ -207,6 +208,26 @@ def test_sweeps_that_are_started_together_list_all_jobs(workdir):
         list(pool.map(find_missing_jobs, [sweep] * 40, jobs))
         list(pool.map(write_json, [sweep / "summary.json"] * 40, [{}] * 40))
     assert len(read_json(sweep / "sweep.json")["jobs"]) == 40
+
+
+def test_ctrl_c_that_also_stops_the_reader_of_the_output_stops_the_job(workdir, monkeypatch):
+    """As in `train.py -m ... | tee log`."""
+    events = []
+
+    def wait():
+        events.append("wait")
+        if len(events) == 1:
+            raise KeyboardInterrupt
+
+    def fail_to_print(*_, **__):
+        raise BrokenPipeError
+
+    child = SimpleNamespace(wait=wait, terminate=lambda: events.append("terminate"), kill=lambda: None)
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: child)
+    monkeypatch.setattr("builtins.print", fail_to_print)
+    with pytest.raises(KeyboardInterrupt):
+        train_job(Job("seed=1", Path("runs/sweeps/s/seed=1"), [], {}))
+    assert events == ["wait", "terminate", "wait"]
 
 
 def test_sweep_names_each_run_and_its_log_when_it_starts(workdir, monkeypatch, capsys):
