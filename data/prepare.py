@@ -17,7 +17,8 @@ from pathlib import Path
 import numpy as np
 from filelock import FileLock
 
-from common.errors import TrainingFailed, UserError, printable
+from common.console import print_text
+from common.errors import TrainingFailed, UserError
 from common.files import write_json
 from data.config import DataConfig, TokenizerConfig
 from data.encode import encode_sources
@@ -105,7 +106,7 @@ def prepare(
         with FileLock(PREPARED / f".{folder.name}.lock") as lock:  # the kernel releases it, even after kill -9
             if not folder.exists():  # another process can have finished it in the meantime
                 text = f"{len(files):,} files" if len(files) > 1 else files[0]
-                print(printable(f"preparing {config.name}: {text} -> {folder}"), flush=True)
+                print_text(f"preparing {config.name}: {text} -> {folder}")
                 shutil.rmtree(unfinished, ignore_errors=True)  # of a process that was killed
                 unfinished.mkdir()
                 try:
