@@ -13,7 +13,7 @@ from hydra import compose
 from hydra.core.override_parser.types import Override
 
 from common.errors import UserError
-from common.run_dir import JOB, SWEEPS, make_new_folder
+from common.run_dir import JOB, SWEEPS, flatten_dict, make_new_folder
 from common.settings import check
 from compare.sweep.jobs import Job, hash_config, read_started_jobs
 from compare.sweep.launch import run_sweep
@@ -108,7 +108,7 @@ def make_jobs(
     for name, words, config in zip(names, all_words, configs, strict=True):
         values = asdict(config)  # the sweep sets two keys: the run's name and its wandb group
         if name not in started.values():
-            name = started.get(hash_config(values), name)
+            name = started.get(hash_config(flatten_dict(values)), name)
         values["name"], values["wandb"]["group"] = f"sweeps/{sweep}/{name}", config.wandb.group or sweep
         arguments = ["--config-dir", config_dir] if config_dir else []
         arguments += [word for word in words if not word.startswith(("name=", "wandb.group="))]

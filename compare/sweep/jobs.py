@@ -34,7 +34,7 @@ class Job:
     def previous_config(self) -> dict | None:
         """Read the flat config of an earlier run in this folder. Returns None if nothing was trained there."""
         exists = any(self.folder.glob("checkpoints/*.pt"))
-        return flatten_dict(read_job_config(self.folder)) if exists else None
+        return read_job_config(self.folder) if exists else None
 
     def is_done(self) -> bool:
         """Whether a run with exactly this config has finished."""
@@ -51,13 +51,13 @@ class Job:
 
 
 def read_job_config(folder: Path) -> dict:
-    """Read the config of a job, as nested dicts."""
-    return read_file(folder / "config.yaml", parse_yaml)
+    """Read the flat config of a job. Raises UserError if it is damaged."""
+    return read_file(folder / "config.yaml", lambda text: flatten_dict(parse_yaml(text)))
 
 
 def hash_config(config: dict) -> str:
-    """A text that is equal for two jobs with equal settings, except those that the sweep sets."""
-    settings = {key: value for key, value in flatten_dict(config).items() if key not in SWEEP_KEYS}
+    """A text that is equal for two flat configs with equal settings, except those that the sweep sets."""
+    settings = {key: value for key, value in config.items() if key not in SWEEP_KEYS}
     return json.dumps(settings, sort_keys=True, default=str)
 
 

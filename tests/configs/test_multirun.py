@@ -4,6 +4,7 @@ import pytest
 from data_helpers import write_file
 from helpers import TINY
 
+from common.errors import UserError
 from common.run_dir import write_config
 from compare.sweep.launch import find_missing_jobs
 from configs.cli import parse_config
@@ -78,6 +79,13 @@ def test_recipes_that_differ_in_the_number_of_steps_are_different_jobs(workdir):
         jobs[0].folder.mkdir(parents=True, exist_ok=True)
         write_config(jobs[0].folder, jobs[0].config)
         assert [job.config["train"]["steps"] for job in jobs] == [6, 9], count
+
+
+@pytest.mark.parametrize("content", ["[1]", "null", "a: ["])
+def test_damaged_config_of_a_job_is_refused(workdir, content):
+    write_file("runs/sweeps/s/seed=1/config.yaml", content)
+    with pytest.raises(UserError, match=r"runs/sweeps/s/seed=1/config.yaml cannot be read"):
+        start_sweep("seed=1,2")
 
 
 def test_job_with_a_quoted_word_has_a_plain_name_and_the_same_text_in_its_process(workdir):

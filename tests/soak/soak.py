@@ -262,8 +262,8 @@ def soak_damaged_files(parent: Path, tries: int) -> Iterator[tuple[str, str]]:
         failure = ""
         for script, words in [*commands, ("train", longer)]:
             code, out, log = run_forked(script, words, place.folder)
-            files = place.folder.glob("runs/sweeps/s/*/train.log")
-            logs = out + log + "".join(file.read_text(encoding="utf-8") for file in files)
+            job_logs = place.folder.glob("runs/sweeps/s/*/train.log")
+            logs = out + log + "".join(job_log.read_text(encoding="utf-8") for job_log in job_logs)
             if code not in (0, 1, 2) or "Traceback" in logs or (code > 0 and log.count("\n") > 1):
                 failure = failure or f"{script}: exit code {code}, {logs[-300:]}"
         if not failure and code == 0 and (file.suffix == ".pt" or file.name == "meta.json"):
@@ -287,7 +287,7 @@ def wrong_words(script: str, folder: Path) -> Iterator[tuple[list[str], list[str
     for name, content in wrong_files.items():
         (folder / name).write_bytes(content)
     (folder / "empty").mkdir()
-    useless = ["data.text_column=body", "data.row_is_document=false", "data.separator=@@", "data.prompt_column=q"]
+    useless = ["data.text_column=body", "data.row_is_document=false", "data.prompt_column=q"]
     while True:
         key, scalar, group = pick([*types]), pick(scalars), pick(list_groups(script))
         typo, source = misspell(key, types), pick(["run", "prompts", "prompt_file"])
@@ -310,7 +310,9 @@ def wrong_words(script: str, folder: Path) -> Iterator[tuple[list[str], list[str
         octal = f"{pick(integers)}={pick(['010', '0400', '-07'])}"
         cases += [(octal, octal)]
         cases += [(no_effect := pick(useless), no_effect.split("=")[0])] * bool(right)
-        cases += [(f"data.path={path}", path)] * bool(right) + [(f"{source}={path}", path)] * (script == "sample")
+        cases += [(f"data.path={path}", path)] * bool(right) + [(f"{source}={path}", path)] * (
+            script == "sample" and not path.endswith("sv")
+        )
         word, name = pick(cases)
         yield [*right, word], [name]
         if name == typo:
