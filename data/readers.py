@@ -203,9 +203,9 @@ def _iter_csv_lines(file: str, reader: Any) -> Iterator[tuple[int, list[str]]]:
                 yield line, row
             line = reader.line_num + 1
     except csv.Error as error:
-        reason = (
-            "opens a quote that is never closed" if "unexpected end" in str(error) else f"has wrong quotes: {error}"
-        )
+        reason = f"has wrong quotes: {error}"
+        if "unexpected end" in str(error):
+            reason = "opens a quote that is never closed"
         raise UserError(f"{file} cannot be read (the row at line {line} {reason}); correct the file") from None
 
 
@@ -215,7 +215,8 @@ def _check_columns(file: str, names: list[str], columns: list[str]) -> None:
         if names.count(column) > 1:
             raise UserError(f"{file} has {names.count(column)} columns named {column!r}; rename them")
         if column not in names:
-            problem = f"{file} has no column {column!r}: the columns are {', '.join(names)[:200] or 'missing'}"
+            listed = ", ".join(map(repr, names))[:200] or "missing"
+            problem = f"{file} has no column {column!r}: the columns are {listed}"
             advice = "set data.text_column or data.prompt_column, or write names in the first line"
             raise UserError(f"{problem}; {advice}")
 

@@ -196,7 +196,8 @@ def remove_later_steps(run: RunDir, state: TrainState, header: dict, dist: Dist)
     evaluation is forgotten. A killed process can leave a best.pt that is newer than last.pt. This best.pt stays: the
     run repeats its evaluation, and summary.json, which is written after both, has the best evaluation of last.pt.
     """
-    for path, step in (find_step_files(run, STEP_CHECKPOINTS) | find_step_files(run, "attention/step-*.png")).items():
+    files = find_step_files(run, STEP_CHECKPOINTS) | find_step_files(run, "attention/step-*.png")
+    for path, step in files.items():
         if step > state.step:
             path.unlink(missing_ok=True)  # another rank may have removed it
     if dist.broadcast(run.previous.get("best_step", state.best_step)) == state.best_step:

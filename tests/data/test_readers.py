@@ -129,8 +129,9 @@ UNREADABLE = [
     (
         "nameless.csv",
         b"The first sentence.,1\nThe second one.,2\n",
-        r"The first sentence., 1; .* names in the first line",
+        r"'The first sentence.', '1'; .* names in the first",
     ),
+    ("lines.csv", b'"The first\nsentence.",1\nThe second one.,2\n', r"lines.csv .*first.nsentence.', '1'; .* names in"),
 ]
 
 
