@@ -103,6 +103,16 @@ def test_return_to_the_best_of_the_older_checkpoints_writes_best_again(state, ol
     assert state.evals_since_best == 0
 
 
+def test_return_removes_checkpoints_and_pictures_of_later_steps_only(state, older):
+    pictures = older.run.folder / "attention"
+    pictures.mkdir()
+    for step in (1, 2, 10):
+        (pictures / f"step-{step:06d}.png").touch()
+    return_to(1, state)
+    assert [path.name for path in older.run.folder.rglob("step-*.pt")] == ["step-000001.pt"]
+    assert [path.name for path in pictures.iterdir()] == ["step-000001.png"]
+
+
 def test_return_to_a_checkpoint_whose_best_is_overwritten_forgets_the_best_evaluation(state, older):
     return_to(2, state)
     assert not older.run.best.exists()
