@@ -27,17 +27,19 @@ if __name__ == "__main__":  # before the slow imports below, so that a typo is r
 from dataclasses import asdict, replace
 
 from common import system
+from common.device import resolve_device
 from common.errors import UserError
 from common.files import write_json
-from common.process import run_process
-from common.run_dir import BENCHES, make_new_folder, write_config
-from compare.bench.cases import build_groups
-from compare.bench.config import BenchConfig
-from compare.bench.plot import plot_results
-from compare.bench.results import recommend
-from compare.bench.runner import measure_groups
-from compare.bench.table import describe_bench, print_results
-from training.device import resolve_compile, resolve_device
+from comparison.bench.cases import build_groups
+from comparison.bench.config import BENCHES, BenchConfig
+from comparison.bench.plot import plot_results
+from comparison.bench.results import recommend
+from comparison.bench.runner import measure_groups
+from comparison.bench.table import describe_bench, print_results
+from generation.run_paths import make_new_folder
+from training.device import resolve_compile
+from training.run_folder import write_config
+from training.signals import run_process
 from training.wandb_logger import WandbRun
 
 
@@ -46,7 +48,9 @@ def main(config: BenchConfig) -> int:
     device = resolve_device(config.device)
     groups = build_groups(config, device)
     config = replace(config, compile=resolve_compile(config.compile, device))
-    folder = BENCHES / (config.name or make_new_folder(BENCHES, f"{device.type}-{config.model.name}"))
+    folder = BENCHES / (
+        config.name or make_new_folder(BENCHES, f"{device.type}-{config.model.name}")
+    )
     if config.name is not None and folder.exists():
         raise UserError(f"{folder} exists; set another name")
     folder.mkdir(parents=True, exist_ok=True)
@@ -61,12 +65,23 @@ def main(config: BenchConfig) -> int:
     except KeyboardInterrupt:
         status = "interrupted"
     finally:
-        summary = {"name": folder.name, "status": status, "rows": len(rows), "answer": recommend(rows)}
+        summary = {
+            "name": folder.name,
+            "status": status,
+            "rows": len(rows),
+            "answer": recommend(rows),
+        }
         write_json(folder / "summary.json", summary | environment)
     if rows:
         picture = folder / "attention.png"
         plot_results(rows, picture, title)
-        wandb = WandbRun(config.wandb, folder, asdict(config) | environment, name=folder.name, job_type="attention")
+        wandb = WandbRun(
+            config.wandb,
+            folder,
+            asdict(config) | environment,
+            name=folder.name,
+            job_type="attention",
+        )
         wandb.log([{"attention": rows, "attention_picture": picture}])
         wandb.finish(0)
         print_results(rows, folder)

@@ -19,16 +19,19 @@ if __name__ == "__main__":  # before the slow imports below, so that a typo is r
 
 from pathlib import Path
 
-from common.process import run_process
-from common.run_dir import RUNS
-from compare.runs.comparison import compare, print_comparison
-from compare.runs.read import is_sweep
+from comparison.runs.comparison import compare, print_comparison
+from comparison.runs.read import is_sweep
 from configs.schema import CompareConfig
+from generation.run_paths import RUNS
+from training.signals import run_process
 
 
 def main(config: CompareConfig) -> int:
     folders = [RUNS / name if (RUNS / name).is_dir() else Path(name) for name in config.folders]
-    out = Path(config.out or (folders[0] if len(folders) == 1 and is_sweep(folders[0]) else RUNS / "comparison"))
+    out = Path(
+        config.out
+        or (folders[0] if len(folders) == 1 and is_sweep(folders[0]) else RUNS / "comparison")
+    )
     print_comparison(compare(folders, out, config.difference), out)
     return 0
 

@@ -23,17 +23,17 @@ from pathlib import Path
 from rich.table import Table
 
 from common.console import PlainConsole, make_table, print_text
+from common.device import resolve_device, resolve_dtype
 from common.errors import UserError
 from common.files import atomic_write
-from common.process import run_process
 from common.settings import format_value
 from configs.schema import EvalScriptConfig
 from data.readers import iter_documents
 from data.sources import resolve_sources
-from model.generation.load import load_for_sampling
-from model.generation.perplexity import score_documents
-from model.generation.prompts import check_output
-from training.device import resolve_device, resolve_dtype
+from generation.load import load_for_sampling
+from generation.perplexity import score_documents
+from generation.prompts import check_output
+from training.signals import run_process
 
 MAX_TABLE_ROWS = 20  # documents in the printed table
 
@@ -53,15 +53,21 @@ def main(config: EvalScriptConfig) -> int:
     if config.tasks is None:
         sizes = [source.text_bytes for source in sources]
         total_bytes = None if None in sizes else sum(sizes)
-        results = score_documents(model, tokenizer, iter_documents(sources), config.batch_size, total_bytes)
+        results = score_documents(
+            model, tokenizer, iter_documents(sources), config.batch_size, total_bytes
+        )
         *rows, all_documents = results
         shown = rows if len(rows) == 1 else [*rows[:MAX_TABLE_ROWS], all_documents]
     else:
         try:
-            from model.generation.lm_eval_adapter import run_tasks
+            from generation.lm_eval_adapter import run_tasks
         except ModuleNotFoundError as error:
-            raise UserError(f"tasks needs {error.name}; install it: pip install 'lm-eval>=0.4.12'") from None
-        shown = results = run_tasks(model, tokenizer, config.tasks.split(","), config.batch_size, config.limit)
+            raise UserError(
+                f"tasks needs {error.name}; install it: pip install 'lm-eval>=0.4.12'"
+            ) from None
+        shown = results = run_tasks(
+            model, tokenizer, config.tasks.split(","), config.batch_size, config.limit
+        )
     if config.out is not None:
         atomic_write(Path(config.out), "".join(json.dumps(result) + "\n" for result in results))
         print_text(f"written  {config.out}", stderr=True)
@@ -75,7 +81,9 @@ def results_table(results: list[dict]) -> Table:
     """A table with a column for each key."""
     table = make_table(*results[0], left=2)
     for result in results:
-        cells = (f"{value:.4f}" if isinstance(value, float) else str(value) for value in result.values())
+        cells = (
+            f"{value:.4f}" if isinstance(value, float) else str(value) for value in result.values()
+        )
         table.add_row(*("-" if cell == "None" else cell for cell in cells))
     return table
 

@@ -24,15 +24,16 @@ from pathlib import Path
 
 from filelock import FileLock
 
+from common.checkpoint_file import load_checkpoint
+from common.console import PYTHON
+from common.device import DTYPES
 from common.errors import UserError
-from common.process import PYTHON, run_process
-from common.run_dir import find_checkpoint, find_run
 from configs.schema import ExportConfig
+from generation.run_paths import find_checkpoint, find_run
+from huggingface.architectures import find_architecture
+from huggingface.folder import write_folder
 from model import GPTConfig
-from model.checkpoint_file import load_checkpoint
-from model.huggingface.architectures import find_architecture
-from model.huggingface.folder import write_folder
-from training.device import DTYPES
+from training.signals import run_process
 
 
 def main(config: ExportConfig) -> int:

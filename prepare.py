@@ -18,10 +18,10 @@ if __name__ == "__main__":  # before the slow imports below, so that a typo is r
     config = parse_config("prepare", __doc__)
 
 from common.console import format_si, pluralize
-from common.process import run_process
 from data.config import PrepareConfig
 from data.prepare import PreparedData, prepare
 from data.tokenizer import token_strings
+from training.signals import run_process
 
 
 def main(config: PrepareConfig) -> int:
@@ -41,8 +41,12 @@ def describe(prepared: PreparedData) -> str:
     for split, tokens in (("train", prepared.train[0]), ("val", prepared.val)):
         ids = [max(i, ~i) for i in tokens[:20].tolist()]  # ~i: a token of a prompt
         sample = "│".join(token_strings(tokenizer, ids))
-        counts = f"{meta['tokens'][split]:,} tokens, {pluralize(meta['documents'][split], 'document')}"
-        lines.append(f"{split:5} {counts}, {format_si(meta['bytes'][split], 'B')} of text: {sample}")
+        counts = (
+            f"{meta['tokens'][split]:,} tokens, {pluralize(meta['documents'][split], 'document')}"
+        )
+        lines.append(
+            f"{split:5} {counts}, {format_si(meta['bytes'][split], 'B')} of text: {sample}"
+        )
     return "\n".join(lines)
 
 

@@ -21,7 +21,7 @@ most used keys:
   attention_map=true    plot the attention weights for the prompt, or for a sample without a prompt
 
 In prompt, prompts and stop, \\n is a newline, \\r a carriage return, \\t a tab and \\\\ a backslash.
-In Python: load_run in model/generation/load.py, and generate in model/generation/engine.py.
+In Python: load_run in generation/load.py, and generate in generation/engine.py.
 """
 
 if __name__ == "__main__":  # before the slow imports below, so that a typo is reported immediately
@@ -40,27 +40,32 @@ from dataclasses import replace
 from pathlib import Path
 
 from common.console import ProgressBar, print_text
+from common.device import resolve_device, resolve_dtype
 from common.errors import UserError, printable
 from common.files import atomic_write, read_text
-from common.process import run_process
 from common.settings import unescape
 from configs.schema import SampleConfig
 from data.tokenizer import Tokenizer, encode
-from model.generation.attention_plots import draw_attention_maps
-from model.generation.engine import Prompt, TextChunk, generate
-from model.generation.load import find_pretrained_folder, load_for_sampling
-from model.generation.prompts import check_output, decode_typed, read_prompts
+from generation.attention_plots import draw_attention_maps
+from generation.engine import Prompt, TextChunk, generate
+from generation.load import find_pretrained_folder, load_for_sampling
+from generation.prompts import check_output, decode_typed, read_prompts
 from model.gpt import GPT
-from training.device import resolve_device, resolve_dtype
+from training.signals import run_process
 
 
 def main(config: SampleConfig) -> int:
     config = replace(config, stop=unescape(config.stop))
     prompts = load_prompts(config)
     check_output(config.out)
-    device, rows = resolve_device(config.device), min(config.batch_size, len(prompts) * config.num_samples)
+    device, rows = (
+        resolve_device(config.device),
+        min(config.batch_size, len(prompts) * config.num_samples),
+    )
     dtype = resolve_dtype(config.dtype, device, trains=False)
-    model, tokenizer, summary = load_for_sampling(config.run, config.checkpoint, device, dtype, config.attention, rows)
+    model, tokenizer, summary = load_for_sampling(
+        config.run, config.checkpoint, device, dtype, config.attention, rows
+    )
     print_text(f"{summary}, seed {config.seed}", stderr=True)
     if config.interactive:
         run_interactive(config, model, tokenizer)
@@ -68,7 +73,9 @@ def main(config: SampleConfig) -> int:
         run_batch(config, model, tokenizer, prompts)
     elif config.attention_map:
         text = prompts[0] or run_prompt(config, model, tokenizer, "")
-        draw_attention_maps(model, tokenizer, text, find_pretrained_folder(config.run) / "attention")
+        draw_attention_maps(
+            model, tokenizer, text, find_pretrained_folder(config.run) / "attention"
+        )
     else:
         run_prompt(config, model, tokenizer, prompts[0])
     return 0
@@ -82,16 +89,24 @@ def load_prompts(config: SampleConfig) -> list[str]:
     return [decode_typed(unescape(config.prompt) or "")]
 
 
-def generate_texts(config: SampleConfig, model: GPT, tokenizer: Tokenizer, prompts: list[str]) -> Iterator[TextChunk]:
+def generate_texts(
+    config: SampleConfig, model: GPT, tokenizer: Tokenizer, prompts: list[str]
+) -> Iterator[TextChunk]:
     """Generate num_samples samples of each prompt, in chunks, in order. Raises UserError for an invalid prompt."""
     block_size, longest, requests = model.config.block_size, 0, []
     for number, prompt in enumerate(prompts, start=1):
         name = "the prompt" if config.prompts is None else f"prompt {number} of {config.prompts}"
         tokens = encode(tokenizer, prompt, name).tolist() if prompt else [tokenizer.start_token]
         longest = max(longest, len(tokens))
-        requests += [Prompt(tokens, sample_seed(config, len(requests) + i)) for i in range(config.num_samples)]
+        requests += [
+            Prompt(tokens, sample_seed(config, len(requests) + i))
+            for i in range(config.num_samples)
+        ]
     if longest > block_size:
-        print_text(f"the model reads the last {block_size:,} of up to {longest:,} tokens of a prompt", stderr=True)
+        print_text(
+            f"the model reads the last {block_size:,} of up to {longest:,} tokens of a prompt",
+            stderr=True,
+        )
     return in_prompt_order(generate(model, tokenizer, requests, config, config.batch_size))
 
 
@@ -143,7 +158,11 @@ def run_batch(config: SampleConfig, model: GPT, tokenizer: Tokenizer, prompts: l
             text += chunk.text
             progress = chunk.n_tokens / max(1, config.max_new_tokens)  # of this sample
             if chunk.finish_reason is not None:
-                sample = {"prompt": inputs[chunk.index], "text": text, "seed": sample_seed(config, chunk.index)}
+                sample = {
+                    "prompt": inputs[chunk.index],
+                    "text": text,
+                    "seed": sample_seed(config, chunk.index),
+                }
                 sample |= {"tokens": chunk.n_tokens, "ended": chunk.finish_reason}
                 lines.append(json.dumps(sample, ensure_ascii=needs_ascii) + "\n")
                 if config.out is None:
@@ -162,8 +181,12 @@ def run_interactive(config: SampleConfig, model: GPT, tokenizer: Tokenizer) -> N
         with suppress(ImportError):
             import readline  # noqa: F401 (line editing with the arrow keys)
     if hasattr(sys.stdin, "reconfigure"):
-        sys.stdin.reconfigure(encoding="utf-8", errors="surrogateescape", newline=None)  # a line can end with \r\n
-    print_text("type the beginning of a sample; an empty line continues the last sample", stderr=True)
+        sys.stdin.reconfigure(
+            encoding="utf-8", errors="surrogateescape", newline=None
+        )  # a line can end with \r\n
+    print_text(
+        "type the beginning of a sample; an empty line continues the last sample", stderr=True
+    )
     print_text("Ctrl-C stops the sample, Ctrl-D quits", stderr=True)
     text = ""
     for index in range(2**32):

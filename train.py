@@ -34,7 +34,6 @@ from functools import partial
 
 import torch
 
-from common.process import run_process
 from data.loader import Loader
 from data.prepare import prepare
 from model.activation_checkpointing import checkpoint_activations
@@ -51,12 +50,15 @@ from training.planning.micro_batch import resolve_micro_batches
 from training.planning.plan import show_plan
 from training.run import open_run
 from training.schedule import lr_scale
+from training.signals import run_process
 
 SAME_DATA = "copy the text and data/prepared from rank 0's machine; data=python_stdlib also needs its Python version"
 
 
 def main(config: RunConfig) -> int:
-    runtime = resolve_runtime(config)  # refuses anything that cannot run here, before a file is written
+    runtime = resolve_runtime(
+        config
+    )  # refuses anything that cannot run here, before a file is written
     if config.plan:
         return show_plan(config, runtime)
     dist, parallel, device, dtype = runtime.dist, runtime.parallel, runtime.device, runtime.dtype
@@ -71,7 +73,9 @@ def main(config: RunConfig) -> int:
 
     # model and optimizers
     torch.manual_seed(config.seed)
-    model = parallel.build(partial(GPT, config.model, tokenizer.n_vocab, get_attention_fn(config.attention)))
+    model = parallel.build(
+        partial(GPT, config.model, tokenizer.n_vocab, get_attention_fn(config.attention))
+    )
     checkpoint_activations(model, config.train.activation_checkpointing)
     micro = resolve_micro_batches(config, runtime, model)  # size, number per step, attention kernel
     load_init_weights(config.train.init_from, config.name, model, data.meta["tokenizer"])
@@ -87,8 +91,12 @@ def main(config: RunConfig) -> int:
         if run.summary is None:  # finished by an earlier process
             return 0
         observers = stack.enter_context(Observers(config, runtime, run, state))
-        evaluator = Evaluator(config, runtime, model, wrapped_model, loader, tokenizer, micro.size, run.folder, stop)
-        checkpoints = CheckpointWriter(config.checkpoint, run, state, header, observers.flush, state.step)
+        evaluator = Evaluator(
+            config, runtime, model, wrapped_model, loader, tokenizer, micro.size, run.folder, stop
+        )
+        checkpoints = CheckpointWriter(
+            config.checkpoint, run, state, header, observers.flush, state.step
+        )
 
         # evaluate the initial weights, or repeat the evaluation that a signal has stopped
         if state.unlogged or (state.step == 0 and config.eval.initial):
@@ -114,7 +122,9 @@ def main(config: RunConfig) -> int:
                 parallel.sync_gradients(wrapped_model, enabled=i == micro.count - 1)
                 with observers.phase("forward"), runtime.autocast():
                     micro_loss = wrapped_model(x, y, doc_ids=doc_ids, reduction="sum")
-                    micro_loss = micro_loss / (num_targets / dist.world_size)  # DDP averages over processes
+                    micro_loss = micro_loss / (
+                        num_targets / dist.world_size
+                    )  # DDP averages over processes
                 with observers.phase("backward"):
                     scaler.scale(micro_loss).backward()
                 loss += micro_loss.detach()

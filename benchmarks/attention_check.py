@@ -23,8 +23,8 @@ from torch.utils.benchmark import Timer
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from compare.bench.cases import build_groups, measure
-from compare.bench.config import BenchConfig
+from comparison.bench.cases import build_groups, measure
+from comparison.bench.config import BenchConfig
 
 ROUNDS = 5
 SECONDS_PER_ROUND = 0.5
@@ -60,7 +60,9 @@ def time_with_torch(variant: str, phase: str, T: int) -> float:
     def draw(length):
         if phase == "decode":
             return torch.randn(1, H, length, D)
-        return torch.randn(1, length, H, D).transpose(1, 2)  # the memory layout of a linear layer's output
+        return torch.randn(1, length, H, D).transpose(
+            1, 2
+        )  # the memory layout of a linear layer's output
 
     def call():
         q, k, v, dy = next(next_inputs)
@@ -105,11 +107,16 @@ def main(Ts: list[int]) -> None:
     context = get_context("spawn")
     with ProcessPoolExecutor(1, context) as bench, ProcessPoolExecutor(1, context) as check:
         print(f"memory bandwidth: {check.submit(measure_bandwidth).result() / 1e9:.1f} GB/s")
-        print(f"{'phase':<17}{'T':>6}  {'attention':<10}{'bench, ms':>10}{'check, ms':>10}{'ratio':>7}")
+        print(
+            f"{'phase':<17}{'T':>6}  {'attention':<10}{'bench, ms':>10}{'check, ms':>10}{'ratio':>7}"
+        )
         for phase, T, variant in itertools.product(PHASES, Ts, VARIANTS):
             arguments = variant, phase, T
             pairs = [
-                (bench.submit(time_with_bench, *arguments).result(), check.submit(time_with_torch, *arguments).result())
+                (
+                    bench.submit(time_with_bench, *arguments).result(),
+                    check.submit(time_with_torch, *arguments).result(),
+                )
                 for _ in range(ROUNDS)
             ]
             bench_s, check_s = (statistics.median(seconds) for seconds in zip(*pairs, strict=True))
@@ -122,6 +129,8 @@ def main(Ts: list[int]) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("T", type=int, nargs="*", default=[1024, 4096], help="context lengths")
     main(parser.parse_args().T)

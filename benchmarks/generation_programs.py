@@ -26,10 +26,11 @@ sys.path[:0] = [str(ROOT), str(ROOT / "benchmarks")]
 from nanogpt_parity import BLOCK_MODULES, OUTER_MODULES, import_model  # noqa: E402
 
 from configs.compose import compose_config  # noqa: E402
-from model import AttentionConfig, SamplingConfig  # noqa: E402
+from generation.config import SamplingConfig  # noqa: E402
+from generation.cpu_linear import replace_linears  # noqa: E402
+from generation.engine import Engine, Prompt  # noqa: E402
+from model import AttentionConfig  # noqa: E402
 from model.attention import get_attention_fn  # noqa: E402
-from model.generation.cpu_linear import replace_linears  # noqa: E402
-from model.generation.engine import Engine, Prompt  # noqa: E402
 from model.gpt import GPT  # noqa: E402
 
 VOCAB_SIZE = 50_257
@@ -65,9 +66,14 @@ def build_model(mlp: str = "gelu_tanh", weights: dict[str, Tensor] | None = None
     torch.manual_seed(1)
     config = replace(compose_config("train", ["model=gpt2"]).model, mlp=mlp)
     attend = get_attention_fn(AttentionConfig())
-    model = GPT(config, VOCAB_SIZE, attend, weights=weights).eval().requires_grad_(False)
+    model = GPT(config, VOCAB_SIZE, attend)
+    if weights is not None:
+        model.load_state_dict(weights)
+    model.eval().requires_grad_(False)
     for name, weight in model.named_parameters():
-        if weights is None and name.endswith("bias"):  # at zero, a missing bias would not be noticed
+        if weights is None and name.endswith(
+            "bias"
+        ):  # at zero, a missing bias would not be noticed
             nn.init.normal_(weight, std=0.02)
     return model
 
@@ -130,7 +136,9 @@ def nanogpt(setup: Setup) -> Program:
     """nanoGPT has no KV cache: each step processes all tokens. All steps are assumed to take the same time."""
     assert setup.checkout is not None
     device = torch.device(setup.device)
-    theirs = build_nanogpt_model(build_model(), setup.checkout).to(device, getattr(torch, setup.dtype))
+    theirs = build_nanogpt_model(build_model(), setup.checkout).to(
+        device, getattr(torch, setup.dtype)
+    )
 
     def generate(prompt: Tensor, new: int) -> tuple[Tensor, list[float]]:
         started = time.perf_counter()
@@ -140,7 +148,9 @@ def nanogpt(setup: Setup) -> Program:
         token_s = (time.perf_counter() - started) / new
         return tokens, [started + token_s * number for number in range(1, new + 1)]
 
-    def logits(tokens: Tensor) -> Tensor:  # without targets, nanoGPT returns only the logits of the last token
+    def logits(
+        tokens: Tensor,
+    ) -> Tensor:  # without targets, nanoGPT returns only the logits of the last token
         return theirs(tokens[None].to(device), torch.zeros_like(tokens[None], device=device))[0][0]
 
     return Program(generate, logits, mlp="gelu")
@@ -161,7 +171,9 @@ def ctranslate2(setup: Setup) -> Program:
     folder.mkdir()
     spec.save(str(folder))
     threads = torch.get_num_threads()
-    generator = ct2.Generator(str(folder), compute_type=setup.dtype, inter_threads=1, intra_threads=threads)
+    generator = ct2.Generator(
+        str(folder), compute_type=setup.dtype, inter_threads=1, intra_threads=threads
+    )
 
     def generate(prompt: Tensor, new: int) -> tuple[Tensor, list[float]]:
         times = []
@@ -171,7 +183,9 @@ def ctranslate2(setup: Setup) -> Program:
                 times.append(time.perf_counter())
             return False
 
-        options = dict(max_length=new, min_length=new, include_prompt_in_result=False, callback=record)
+        options = dict(
+            max_length=new, min_length=new, include_prompt_in_result=False, callback=record
+        )
         prompts = [[f"<{token}>" for token in row] for row in prompt.tolist()]
         results = generator.generate_batch(prompts, **options)
         samples = torch.tensor([result.sequences_ids[0] for result in results])
@@ -196,7 +210,14 @@ MAX_SAMPLES = {"nanoGPT": 1}  # in a batch, of programs that these scripts do no
 
 def missing_package(name: str) -> str | None:
     """A package that a program needs and that is not installed."""
-    return next((package for package in PACKAGES.get(name, []) if importlib.util.find_spec(package) is None), None)
+    return next(
+        (
+            package
+            for package in PACKAGES.get(name, [])
+            if importlib.util.find_spec(package) is None
+        ),
+        None,
+    )
 
 
 _program: Program | None = None
@@ -223,7 +244,9 @@ def measure_speed(prompt: Tensor, new: int) -> tuple[float, float]:
     started = time.perf_counter()
     tokens, times = _program.generate(prompt, new)
     seconds = time.perf_counter() - started
-    assert tokens.shape == (len(prompt), prompt.shape[1] + new) and len(times) == new, "wrong number of tokens"
+    assert tokens.shape == (len(prompt), prompt.shape[1] + new) and len(times) == new, (
+        "wrong number of tokens"
+    )
     return seconds, 1e3 * statistics.median(after - before for before, after in pairwise(times))
 
 
@@ -244,7 +267,9 @@ def build_transformers_model(model: GPT) -> nn.Module:
         for parameter in ("weight", "bias"):
             if f"{ours}.{parameter}" in source:
                 value = source[f"{ours}.{parameter}"]
-                is_transposed = ".c_" in other and parameter == "weight"  # transformers stores inputs x outputs
+                is_transposed = (
+                    ".c_" in other and parameter == "weight"
+                )  # transformers stores inputs x outputs
                 target[f"{other}.{parameter}"].copy_(
                     value.T if is_transposed else value[: len(target[f"{other}.{parameter}"])]
                 )

@@ -82,7 +82,9 @@ def main() -> int:
     with TemporaryDirectory() as folder:
         candidates = start_programs(arguments, Path(folder))
         is_different = print_differences(candidates, prompts["64 -> 128"][0])
-        memory_speed = measure_programs(candidates, prompts, arguments.rounds, torch.device(arguments.device))
+        memory_speed = measure_programs(
+            candidates, prompts, arguments.rounds, torch.device(arguments.device)
+        )
     print_tables(candidates, memory_speed)
     for candidate in candidates:
         candidate.process.shutdown()
@@ -90,14 +92,20 @@ def main() -> int:
 
 
 def parse_arguments() -> argparse.Namespace:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("nanogpt", type=Path, nargs="?", help="a checkout of nanoGPT")
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--device", default="cpu")
-    parser.add_argument("--dtype", default="float32", choices=PYTORCH_DTYPES, help="weights of the PyTorch programs")
+    parser.add_argument(
+        "--dtype", default="float32", choices=PYTORCH_DTYPES, help="weights of the PyTorch programs"
+    )
     arguments = parser.parse_args()
     if arguments.nanogpt is not None and not (arguments.nanogpt / "model.py").is_file():
-        parser.error(f"{arguments.nanogpt / 'model.py'} does not exist; pass the folder of a nanoGPT checkout")
+        parser.error(
+            f"{arguments.nanogpt / 'model.py'} does not exist; pass the folder of a nanoGPT checkout"
+        )
     return arguments
 
 
@@ -127,7 +135,9 @@ def print_differences(candidates: list[Candidate], tokens: Tensor) -> bool:
         difference = candidate.process.submit(measure_difference, tokens).result()
         allowed = MAX_LOGIT_DIFFERENCE[candidate.setup.dtype]
         is_different |= not difference <= allowed
-        print(f"largest difference of logits, {candidate.label}: {difference:.1e}, allowed {allowed:.0e}")
+        print(
+            f"largest difference of logits, {candidate.label}: {difference:.1e}, allowed {allowed:.0e}"
+        )
     return is_different
 
 
@@ -151,7 +161,9 @@ def measure_programs(
                 label = f"round {number + 1}/{rounds}  {case}  {candidate.label}"
                 if sys.stderr.isatty():
                     print(f"\r\033[K{label} ...", end="", file=sys.stderr)
-                seconds, token_ms = candidate.process.submit(measure_speed, prompts[case], new).result()
+                seconds, token_ms = candidate.process.submit(
+                    measure_speed, prompts[case], new
+                ).result()
                 candidate.seconds.setdefault(case, []).append(seconds)
                 candidate.token_ms.setdefault(case, []).append(token_ms)
     if sys.stderr.isatty():
@@ -161,7 +173,9 @@ def measure_programs(
 
 def count_weights() -> int:
     """Weights of all linear layers. Each token reads them, and one row of each embedding."""
-    return sum(module.weight.numel() for module in build_model().modules() if isinstance(module, nn.Linear))
+    return sum(
+        module.weight.numel() for module in build_model().modules() if isinstance(module, nn.Linear)
+    )
 
 
 def time_sum(memory: Tensor) -> float:
@@ -172,7 +186,9 @@ def time_sum(memory: Tensor) -> float:
 
 def print_tables(candidates: list[Candidate], memory_speed: list[float]) -> None:
     console = Console(width=118, highlight=False)
-    console.print(f"memory speed: {format_spread([value / 1e9 for value in memory_speed], '.1f')} GB/s")
+    console.print(
+        f"memory speed: {format_spread([value / 1e9 for value in memory_speed], '.1f')} GB/s"
+    )
     references = {c.setup.dtype: c for c in candidates if c.setup.name == "trilGPT"}
     weights = count_weights()
     for case, (_, new, B) in CASES.items():
@@ -182,10 +198,17 @@ def print_tables(candidates: list[Candidate], memory_speed: list[float]) -> None
         for candidate in candidates:
             if not candidate.runs(case):
                 continue
-            dtype, seconds, token_ms = candidate.setup.dtype, candidate.seconds[case], candidate.token_ms[case]
+            dtype, seconds, token_ms = (
+                candidate.setup.dtype,
+                candidate.seconds[case],
+                candidate.token_ms[case],
+            )
             reference = references[dtype]
             weight_bytes = weights * WEIGHT_BYTES[dtype]
-            bound = [1e3 * weight_bytes / rate / ms for rate, ms in zip(memory_speed, token_ms, strict=True)]
+            bound = [
+                1e3 * weight_bytes / rate / ms
+                for rate, ms in zip(memory_speed, token_ms, strict=True)
+            ]
             cells = [
                 format_spread([B * new / value for value in seconds], ".1f"),
                 "" if candidate is reference else format_ratios(seconds, reference.seconds[case]),

@@ -31,7 +31,12 @@ from training.schedule import lr_scale  # noqa: E402
 
 MAX_DIFFERENCE_NATS = 1e-4  # float32 rounding over 20 steps stays below it
 # Our module names, and nanoGPT's names. Both store linear weights as outputs x inputs, and q, k and v in this order.
-OUTER_MODULES = {"wte": "transformer.wte", "wpe": "transformer.wpe", "norm": "transformer.ln_f", "lm_head": "lm_head"}
+OUTER_MODULES = {
+    "wte": "transformer.wte",
+    "wpe": "transformer.wpe",
+    "norm": "transformer.ln_f",
+    "lm_head": "lm_head",
+}
 BLOCK_MODULES = {
     "norm_attn": "ln_1", "attn.qkv": "attn.c_attn", "attn.proj": "attn.c_proj",
     "norm_mlp": "ln_2", "mlp.fc": "mlp.c_fc", "mlp.proj": "mlp.c_proj",
@@ -39,18 +44,26 @@ BLOCK_MODULES = {
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("nanogpt", type=Path, help="a checkout of nanoGPT")
     parser.add_argument("text", type=Path, help="a text file; its characters are the tokens")
     parser.add_argument("--steps", type=int, default=20)
     arguments = parser.parse_args()
     for file in (arguments.nanogpt / "model.py", arguments.text):
         if not file.is_file():
-            parser.error(f"{file} does not exist; pass the folder of a nanoGPT checkout and a text file")
+            parser.error(
+                f"{file} does not exist; pass the folder of a nanoGPT checkout and a text file"
+            )
     theirs = import_model(arguments.nanogpt / "model.py")
-    differences = [compare_losses(theirs, arguments.text, arguments.steps, bias) for bias in (False, True)]
+    differences = [
+        compare_losses(theirs, arguments.text, arguments.steps, bias) for bias in (False, True)
+    ]
     print(f"\nlargest difference {max(differences):.1e}, allowed {MAX_DIFFERENCE_NATS:.0e}")
-    return int(not all(difference <= MAX_DIFFERENCE_NATS for difference in differences))  # NaN fails, too
+    return int(
+        not all(difference <= MAX_DIFFERENCE_NATS for difference in differences)
+    )  # NaN fails, too
 
 
 def import_model(file: Path) -> ModuleType:
@@ -70,7 +83,8 @@ def compare_losses(theirs: ModuleType, text: Path, steps: int, bias: bool) -> fl
     tokenizer = build_tokenizer(config.tokenizer, [document], has_several_documents=False)
     tokens = torch.from_numpy(encode(tokenizer, document).astype("int64"))
     shape = {
-        key: getattr(config.model, key) for key in ("n_layer", "n_head", "n_embd", "block_size", "dropout", "bias")
+        key: getattr(config.model, key)
+        for key in ("n_layer", "n_head", "n_embd", "block_size", "dropout", "bias")
     }
 
     print(f"\nbias={str(bias).lower()}: {shape}, vocabulary of {tokenizer.n_vocab}")
@@ -80,7 +94,9 @@ def compare_losses(theirs: ModuleType, text: Path, steps: int, bias: bool) -> fl
     copy_weights(their_model, our_model)
     adamw = config.optimizer
     assert isinstance(adamw, AdamWConfig)
-    their_optimizer = their_model.configure_optimizers(adamw.weight_decay, adamw.lr, tuple(adamw.betas), "cpu")
+    their_optimizer = their_model.configure_optimizers(
+        adamw.weight_decay, adamw.lr, tuple(adamw.betas), "cpu"
+    )
     our_optimizers = build_optimizers(our_model, adamw)
 
     random = torch.Generator().manual_seed(config.seed)
@@ -92,7 +108,9 @@ def compare_losses(theirs: ModuleType, text: Path, steps: int, bias: bool) -> fl
         for group in their_optimizer.param_groups:
             group["lr"] = adamw.lr * scale
         set_lr(our_optimizers, scale)
-        their_loss = train_step(their_model, their_model(x, y)[1], [their_optimizer], config.train.grad_clip)
+        their_loss = train_step(
+            their_model, their_model(x, y)[1], [their_optimizer], config.train.grad_clip
+        )
         our_loss = train_step(our_model, our_model(x, y), our_optimizers, config.train.grad_clip)
         print(f"{step:>4} {their_loss:>10.6f} {our_loss:>10.6f} {our_loss - their_loss:>11.1e}")
         largest = max(abs(our_loss - their_loss), largest)
@@ -120,14 +138,18 @@ def copy_weights(their_model: nn.Module, our_model: nn.Module) -> None:
         raise ValueError(f"nanoGPT's {', '.join(sorted(remaining))} have no counterpart in trilGPT")
 
 
-def random_windows(tokens: Tensor, B: int, T: int, random: torch.Generator) -> tuple[Tensor, Tensor]:
+def random_windows(
+    tokens: Tensor, B: int, T: int, random: torch.Generator
+) -> tuple[Tensor, Tensor]:
     """Inputs and targets, both (B, T), at random positions of the text."""
     starts = torch.randint(len(tokens) - T, (B, 1), generator=random)
     window = tokens[starts + torch.arange(T + 1)]
     return window[:, :-1].contiguous(), window[:, 1:].contiguous()
 
 
-def train_step(model: nn.Module, loss: Tensor, optimizers: list[torch.optim.Optimizer], grad_clip: float) -> float:
+def train_step(
+    model: nn.Module, loss: Tensor, optimizers: list[torch.optim.Optimizer], grad_clip: float
+) -> float:
     """Run backward, gradient clipping and one optimizer step. Returns the loss before the step, in nats."""
     model.zero_grad(set_to_none=True)
     loss.backward()

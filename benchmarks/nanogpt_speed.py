@@ -42,7 +42,14 @@ sys.path.insert(0, str(ROOT))
 from data.loader import Loader  # noqa: E402
 from data.prepare import PreparedData  # noqa: E402
 
-SMALL_MODEL = ["--block_size=64", "--batch_size=12", "--n_layer=4", "--n_head=4", "--n_embd=128", "--dropout=0.0"]
+SMALL_MODEL = [
+    "--block_size=64",
+    "--batch_size=12",
+    "--n_layer=4",
+    "--n_head=4",
+    "--n_embd=128",
+    "--dropout=0.0",
+]
 WARMUP_STEPS = 10  # excluded from step times
 EVAL_WINDOWS = 64  # windows per forward pass when the loss of nanoGPT's checkpoint is computed
 
@@ -62,7 +69,13 @@ class Recipe:
 
 RECIPES = {
     "shakespeare_char_cpu": Recipe(
-        ["config/train_shakespeare_char.py", "--device=cpu", "--compile=False", "--lr_decay_iters=2000", *SMALL_MODEL],
+        [
+            "config/train_shakespeare_char.py",
+            "--device=cpu",
+            "--compile=False",
+            "--lr_decay_iters=2000",
+            *SMALL_MODEL,
+        ],
         ["experiment=shakespeare_char_cpu", "dtype=float32"],  # the dtype of nanoGPT on CPUs
         12 * 64,
     ),
@@ -84,7 +97,9 @@ def main() -> int:
         overrides = [f"data.path={arguments.text.resolve()}", "wandb.mode=disabled", *overrides]
         prepared = share_tokens(work, nanogpt, arguments)
         if arguments.quantity == "loss":
-            return compare_time_to_loss(work, nanogpt, prepared, recipe, overrides, arguments.rounds)
+            return compare_time_to_loss(
+                work, nanogpt, prepared, recipe, overrides, arguments.rounds
+            )
         return compare_step_time(work, nanogpt, recipe, overrides, arguments.rounds)
 
 
@@ -92,8 +107,12 @@ def parse_arguments() -> tuple[argparse.Namespace, list[str]]:
     """Parse the arguments of this script, and the overrides after `--`."""
     words = [*sys.argv[1:], "--"]
     separator = words.index("--")
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("quantity", choices=("loss", "step"), help="time to a loss, or time per step")
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
+    parser.add_argument(
+        "quantity", choices=("loss", "step"), help="time to a loss, or time per step"
+    )
     parser.add_argument("nanogpt", type=Path, help="a checkout of nanoGPT")
     parser.add_argument("text", type=Path, help="a text file; for `loss`, Tiny Shakespeare")
     parser.add_argument("--recipe", choices=RECIPES, default="shakespeare_char_cpu")
@@ -121,34 +140,54 @@ def share_tokens(work: Path, nanogpt: Path, arguments: argparse.Namespace) -> Pr
         for split, tokens in (("train", prepared.train[0]), ("val", prepared.val)):
             tokens[:].tofile(folder / f"{split}.bin")
         if tokenizer == "char":
-            (folder / "meta.pkl").write_bytes(pickle.dumps({"vocab_size": prepared.tokenizer.n_vocab}))
+            (folder / "meta.pkl").write_bytes(
+                pickle.dumps({"vocab_size": prepared.tokenizer.n_vocab})
+            )
     return prepared
 
 
 def run_python(folder: Path, *command: object) -> tuple[str, float]:
     """Run a script in `folder`. Returns its output and the seconds of the process. Exits if it fails."""
     start = time.perf_counter()
-    done = subprocess.run([sys.executable, *map(str, command)], cwd=folder, capture_output=True, text=True)
+    done = subprocess.run(
+        [sys.executable, *map(str, command)], cwd=folder, capture_output=True, text=True
+    )
     seconds = time.perf_counter() - start
     if done.returncode:
-        sys.exit(f"{' '.join(map(str, command))} failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}")
+        sys.exit(
+            f"{' '.join(map(str, command))} failed:\n{done.stdout[-2000:]}{done.stderr[-2000:]}"
+        )
     return done.stdout, seconds
 
 
 def compare_time_to_loss(
-    work: Path, nanogpt: Path, prepared: PreparedData, recipe: Recipe, overrides: list[str], rounds: int
+    work: Path,
+    nanogpt: Path,
+    prepared: PreparedData,
+    recipe: Recipe,
+    overrides: list[str],
+    rounds: int,
 ) -> int:
     """Print the seconds and the validation loss of both programs, per round. Returns the exit code."""
-    print(f"{'round':>5} {'nanoGPT':>20} {'trilGPT':>20} {'ratio':>6}   seconds of the complete process, val loss")
+    print(
+        f"{'round':>5} {'nanoGPT':>20} {'trilGPT':>20} {'ratio':>6}   seconds of the complete process, val loss"
+    )
     ratios, is_worse = [], False
     for round_number in range(1, rounds + 1):
         steps = ["--max_iters=2000", "--eval_iters=20", "--always_save_checkpoint=True"]
         _, nanogpt_seconds = run_python(nanogpt, "train.py", *recipe.nanogpt, *steps)
         nanogpt_loss = compute_checkpoint_loss(nanogpt, prepared)
         name = f"loss-{round_number}"
-        settings = ["experiment=shakespeare_char_cpu_fast", *overrides, f"seed={round_number}", f"name={name}"]
+        settings = [
+            "experiment=shakespeare_char_cpu_fast",
+            *overrides,
+            f"seed={round_number}",
+            f"name={name}",
+        ]
         _, trilgpt_seconds = run_python(work, ROOT / "train.py", *settings)
-        trilgpt_loss = json.loads((work / "runs" / name / "summary.json").read_text(encoding="utf-8"))["last_val_loss"]
+        trilgpt_loss = json.loads(
+            (work / "runs" / name / "summary.json").read_text(encoding="utf-8")
+        )["last_val_loss"]
         ratios.append(nanogpt_seconds / trilgpt_seconds)
         is_worse |= trilgpt_loss > nanogpt_loss
         nanogpt_cell = f"{nanogpt_seconds:>9.1f} s   {nanogpt_loss:.4f}"
@@ -170,7 +209,9 @@ def compute_checkpoint_loss(nanogpt: Path, prepared: PreparedData) -> float:
     with torch.no_grad():
         for first in range(0, loader.val_windows, EVAL_WINDOWS):
             x, y, _ = loader.batch("val", first, EVAL_WINDOWS)
-            logits, _ = model(x, y.clamp(min=0))  # without targets, nanoGPT returns the last position's logits only
+            logits, _ = model(
+                x, y.clamp(min=0)
+            )  # without targets, nanoGPT returns the last position's logits only
             total += F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="sum").item()
             targets += int((y >= 0).sum())
     return total / targets
@@ -185,9 +226,13 @@ def import_file(name: str, path: Path) -> ModuleType:
     return module
 
 
-def compare_step_time(work: Path, nanogpt: Path, recipe: Recipe, overrides: list[str], rounds: int) -> int:
+def compare_step_time(
+    work: Path, nanogpt: Path, recipe: Recipe, overrides: list[str], rounds: int
+) -> int:
     """Print the tokens/s of both programs, per round. Returns the exit code."""
-    print(f"{'round':>5} {'nanoGPT':>26} {'trilGPT':>26} {'ratio':>6}   tokens/s of the median step (ms, quartiles)")
+    print(
+        f"{'round':>5} {'nanoGPT':>26} {'trilGPT':>26} {'ratio':>6}   tokens/s of the median step (ms, quartiles)"
+    )
     ratios = []
     for round_number in range(1, rounds + 1):
         steps = ["--max_iters=200", "--log_interval=1", "--eval_interval=10000", "--eval_iters=1"]
@@ -196,14 +241,24 @@ def compare_step_time(work: Path, nanogpt: Path, recipe: Recipe, overrides: list
         nanogpt_ms = [float(ms) for ms in times][WARMUP_STEPS:]
 
         name = f"step-{round_number}"
-        steps = ["train.steps=200", "eval.every=200", "eval.windows=12", "eval.sample.max_new_tokens=0"]
+        steps = [
+            "train.steps=200",
+            "eval.every=200",
+            "eval.windows=12",
+            "eval.sample.max_new_tokens=0",
+        ]
         run_python(work, ROOT / "train.py", *recipe.trilgpt, *overrides, *steps, f"name={name}")
-        rows = map(json.loads, (work / "runs" / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines())
+        rows = map(
+            json.loads,
+            (work / "runs" / name / "metrics.jsonl").read_text(encoding="utf-8").splitlines(),
+        )
         trilgpt_ms = [row["step_ms"] for row in rows if "step_ms" in row][WARMUP_STEPS:]
 
         ratios.append(statistics.median(nanogpt_ms) / statistics.median(trilgpt_ms))
         cells = (format_rate(recipe, ms) for ms in (nanogpt_ms, trilgpt_ms))
-        print(f"{round_number:>5} {next(cells):>26} {next(cells):>26} {ratios[-1]:>6.2f}", flush=True)
+        print(
+            f"{round_number:>5} {next(cells):>26} {next(cells):>26} {ratios[-1]:>6.2f}", flush=True
+        )
     print_ratios(ratios, "as many tokens/s")
     return 0
 
@@ -215,7 +270,9 @@ def format_rate(recipe: Recipe, ms: list[float]) -> str:
 
 
 def print_ratios(ratios: list[float], quantity: str) -> None:
-    print(f"\nmedian {statistics.median(ratios):.2f} times {quantity}, {min(ratios):.2f} to {max(ratios):.2f}")
+    print(
+        f"\nmedian {statistics.median(ratios):.2f} times {quantity}, {min(ratios):.2f} to {max(ratios):.2f}"
+    )
 
 
 if __name__ == "__main__":

@@ -45,12 +45,18 @@ for name, part in (("train", documents[:first]), ("val", documents[first:])):
 
 
 def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("--megabytes", type=int, default=100)
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--tokenizers", nargs="+", default=["gpt2", "bpe"], choices=["gpt2", "bpe", "byte", "char"])
+    parser.add_argument(
+        "--tokenizers", nargs="+", default=["gpt2", "bpe"], choices=["gpt2", "bpe", "byte", "char"]
+    )
     parser.add_argument("--vocab-size", type=int, default=4096)
-    parser.add_argument("--one-file", action="store_true", help="one .txt file; does not run the plain script")
+    parser.add_argument(
+        "--one-file", action="store_true", help="one .txt file; does not run the plain script"
+    )
     arguments = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         os.chdir(folder)
@@ -60,21 +66,31 @@ def main() -> None:
         for name in arguments.tokenizers:
             rounds = []
             for _ in range(arguments.rounds):
-                vocab_size = [f"tokenizer.vocab_size={arguments.vocab_size}"] if name == "bpe" else []
+                vocab_size = (
+                    [f"tokenizer.vocab_size={arguments.vocab_size}"] if name == "bpe" else []
+                )
                 seconds, peak, _ = run_timed(
-                    [ROOT / "prepare.py", "data=text", f"data.path={table}", f"tokenizer={name}", *vocab_size]
+                    [
+                        ROOT / "prepare.py",
+                        "data=text",
+                        f"data.path={table}",
+                        f"tokenizer={name}",
+                        *vocab_size,
+                    ]
                 )
                 line = f"{name}: {seconds:.1f} s, {size / seconds / 1e6:.1f} MB/s, peak {peak:,.0f} MiB"
                 if not arguments.one_file:
                     (meta,) = Path("data/prepared").glob("*/meta.json")
-                    script_seconds, script_peak, out = run_timed(["-c", PLAIN_SCRIPT, ROOT, meta, table])
-                    rounds.append((seconds, script_seconds, float(out)))
-                    line += (
-                        f"; plain script {script_seconds:.1f} s, peak {script_peak:,.0f} MiB, loop {float(out):.1f} s"
+                    script_seconds, script_peak, out = run_timed(
+                        ["-c", PLAIN_SCRIPT, ROOT, meta, table]
                     )
+                    rounds.append((seconds, script_seconds, float(out)))
+                    line += f"; plain script {script_seconds:.1f} s, peak {script_peak:,.0f} MiB, loop {float(out):.1f} s"
                 print(line, flush=True)
                 shutil.rmtree("data")
-            for label, column in (("plain script", 1), ("plain script's loop alone", 2)) if rounds else ():
+            for label, column in (
+                (("plain script", 1), ("plain script's loop alone", 2)) if rounds else ()
+            ):
                 ratios = sorted(times[column] / times[0] for times in rounds)
                 print(
                     f"{name}: {statistics.median(ratios):.2f} times as fast as the {label} "
@@ -92,7 +108,9 @@ def write_documents(size: int, one_file: bool) -> Path:
         while written < size:
             for file in files:
                 text = f"# {repetition}\n" + file.read_text(encoding="utf-8", errors="replace")
-                out.write(text if one_file else json.dumps({"text": text}, ensure_ascii=False) + "\n")
+                out.write(
+                    text if one_file else json.dumps({"text": text}, ensure_ascii=False) + "\n"
+                )
                 written += len(text.encode())
                 if written >= size:
                     break
@@ -110,7 +128,9 @@ def count_text_bytes(path: Path) -> int:
 def run_timed(arguments: list) -> tuple[float, float, str]:
     """Run a Python process. Returns (seconds, peak MiB, output)."""
     start = time.perf_counter()
-    process = subprocess.Popen([sys.executable, *map(str, arguments)], stdout=subprocess.PIPE, text=True)
+    process = subprocess.Popen(
+        [sys.executable, *map(str, arguments)], stdout=subprocess.PIPE, text=True
+    )
     out = process.stdout.read()
     _, status, usage = os.wait4(process.pid, 0)
     if status:

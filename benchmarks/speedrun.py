@@ -34,7 +34,12 @@ MAX_THREADS = 2
 
 
 FIXED = {"device": "cpu", "train.init_from": None, "eval.windows": None}
-FIXED |= {"data.val_fraction": 0.1, "data.val_path": None, "data.val_documents": None, "data.max_documents": None}
+FIXED |= {
+    "data.val_fraction": 0.1,
+    "data.val_path": None,
+    "data.val_documents": None,
+    "data.max_documents": None,
+}
 
 
 @dataclass(frozen=True)
@@ -69,11 +74,21 @@ TRACKS = {
 def main() -> int:
     words = [*sys.argv[1:], "--"]
     separator = words.index("--")
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("track", choices=TRACKS)
-    parser.add_argument("text", type=Path, help="a text file; Tiny Shakespeare, except for five-minutes")
-    parser.add_argument("--seeds", type=int, help="number of runs, at least 2; a record needs 10, or 3 of five-minutes")
-    parser.add_argument("--record", type=float, metavar="LOSS", help="former record of five-minutes, for p")
+    parser.add_argument(
+        "text", type=Path, help="a text file; Tiny Shakespeare, except for five-minutes"
+    )
+    parser.add_argument(
+        "--seeds",
+        type=int,
+        help="number of runs, at least 2; a record needs 10, or 3 of five-minutes",
+    )
+    parser.add_argument(
+        "--record", type=float, metavar="LOSS", help="former record of five-minutes, for p"
+    )
     parser.add_argument("--machine", default="", help="name of the machine, for the row")
     parser.add_argument("--change", default="", help="description of the change, for the row")
     arguments = parser.parse_args(words[:separator])
@@ -89,14 +104,22 @@ def main() -> int:
     overrides = [*track.overrides, f"data.path={arguments.text.resolve()}", *changes]
 
     with tempfile.TemporaryDirectory() as folder:
-        train(Path(folder), [*overrides, "train.steps=1", "train.minutes=null"], "prepare")  # prepares the data
+        train(
+            Path(folder), [*overrides, "train.steps=1", "train.minutes=null"], "prepare"
+        )  # prepares the data
         fixed = track.fixed | {"data.path": str(arguments.text.resolve())}
-        check_config(yaml.safe_load(Path(folder, "runs/prepare/config.yaml").read_text(encoding="utf-8")), fixed)
+        check_config(
+            yaml.safe_load(Path(folder, "runs/prepare/config.yaml").read_text(encoding="utf-8")),
+            fixed,
+        )
         results = []
         for seed in range(1, num_seeds + 1):
             seconds, summary = train(Path(folder), [*overrides, f"seed={seed}"], f"seed-{seed}")
             results.append((seconds, summary[track.loss]))
-            print(f"seed {seed:>2}   {seconds:8.2f} s   {track.loss} {summary[track.loss]:.4f}", flush=True)
+            print(
+                f"seed {seed:>2}   {seconds:8.2f} s   {track.loss} {summary[track.loss]:.4f}",
+                flush=True,
+            )
     seconds, losses = ([result[i] for result in results] for i in (0, 1))
     p = p_value(losses, max_loss) if max_loss < math.inf else 0.0
     cells = [
@@ -120,7 +143,9 @@ def main() -> int:
     if max(seconds) > track.max_seconds:
         reasons.append(f"a run took {max(seconds):.1f} s")
     if summary["threads"] > MAX_THREADS:
-        reasons.append(f"the runs used {summary['threads']} threads (set OMP_NUM_THREADS={MAX_THREADS})")
+        reasons.append(
+            f"the runs used {summary['threads']} threads (set OMP_NUM_THREADS={MAX_THREADS})"
+        )
     if reasons:
         print(f"\nno record: {', '.join(reasons)}")
     return int(bool(reasons))
@@ -158,7 +183,9 @@ def p_value(losses: list[float], max_loss: float) -> float:
     t = (max_loss - statistics.mean(losses)) / (statistics.stdev(losses) / math.sqrt(len(losses)))
     # the integral of Student's density from t to infinity, with x = sqrt(degrees) tan(angle)
     angle = np.linspace(math.atan(t / math.sqrt(degrees)), math.pi / 2, 100_001)
-    density = math.exp(math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2)) / math.sqrt(math.pi)
+    density = math.exp(math.lgamma((degrees + 1) / 2) - math.lgamma(degrees / 2)) / math.sqrt(
+        math.pi
+    )
     return float(density * np.trapezoid(np.cos(angle) ** (degrees - 1), angle))
 
 

@@ -41,22 +41,33 @@ NANOGPT_STEPS = ["--max_iters=2000", "--eval_iters=20"]
 
 
 def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("nanogpt", type=Path, help="a checkout of nanoGPT")
     parser.add_argument("texts", type=Path, nargs="+", help="text files")
-    parser.add_argument("--seeds", type=int, nargs="+", default=[1], help="the search uses the first")
-    parser.add_argument("--seconds", type=float, default=120, help="training time of each run of the search")
+    parser.add_argument(
+        "--seeds", type=int, nargs="+", default=[1], help="the search uses the first"
+    )
+    parser.add_argument(
+        "--seconds", type=float, default=120, help="training time of each run of the search"
+    )
     parser.add_argument("--no-search", action="store_true")
-    parser.add_argument("--jobs", type=int, default=1, help="runs at the same time, which share the cores")
+    parser.add_argument(
+        "--jobs", type=int, default=1, help="runs at the same time, which share the cores"
+    )
     arguments = parser.parse_args()
     for file in (arguments.nanogpt / "train.py", *arguments.texts):
         if not file.is_file():
-            parser.error(f"{file} does not exist; pass the folder of a nanoGPT checkout and text files")
+            parser.error(
+                f"{file} does not exist; pass the folder of a nanoGPT checkout and text files"
+            )
     os.environ["OMP_NUM_THREADS"] = str(max(1, (os.cpu_count() or 1) // arguments.jobs))
     with tempfile.TemporaryDirectory() as temporary:
         folders = [Path(temporary, str(number)) for number in range(len(arguments.texts))]
         passed = [
-            compare(folder, text.resolve(), arguments) for folder, text in zip(folders, arguments.texts, strict=True)
+            compare(folder, text.resolve(), arguments)
+            for folder, text in zip(folders, arguments.texts, strict=True)
         ]
     return int(not all(passed))
 
@@ -73,17 +84,30 @@ def compare(work: Path, text: Path, arguments: argparse.Namespace) -> bool:
         defaults = [run.result()["best_val_bpb"] for run in default_runs]
         config = default_runs[0].result()["config"]
         search = [] if arguments.no_search else list_search(config)
-        search_runs = {words: pool.submit(train, work, text, [seeds[0], limit, *words.split()]) for words in search}
+        search_runs = {
+            words: pool.submit(train, work, text, [seeds[0], limit, *words.split()])
+            for words in search
+        }
         found = {words: run.result()["best_val_bpb"] for words, run in search_runs.items()}
         nanogpt = nanogpt_run.result()
     default = statistics.mean(defaults)
     found["the default"] = defaults[0]
     best = min(found, key=found.__getitem__)
-    print(f"  default  {default:.4f}  preset={config['preset']}, seeds: {' '.join(f'{x:.4f}' for x in defaults)}")
+    print(
+        f"  default  {default:.4f}  preset={config['preset']}, seeds: {' '.join(f'{x:.4f}' for x in defaults)}"
+    )
     if search:
-        print(f"  search   {found[best]:.4f}  {best}; default / search {defaults[0] / found[best]:.3f}")
+        print(
+            f"  search   {found[best]:.4f}  {best}; default / search {defaults[0] / found[best]:.3f}"
+        )
     print(f"  nanoGPT  {nanogpt:.4f}  nanoGPT / default {nanogpt / default:.3f}", flush=True)
-    result = {"text": text.name, "default": defaults, "nanogpt": nanogpt, "search": found, "config": config}
+    result = {
+        "text": text.name,
+        "default": defaults,
+        "nanogpt": nanogpt,
+        "search": found,
+        "config": config,
+    }
     with open("text_sizes.jsonl", "a", encoding="utf-8") as file:
         file.write(json.dumps(result) + "\n")
     return defaults[0] <= MAX_LOSS_RATIO * found[best] and default <= nanogpt
@@ -91,7 +115,11 @@ def compare(work: Path, text: Path, arguments: argparse.Namespace) -> bool:
 
 def list_search(config: dict) -> list[str]:
     """List the overrides of all runs of the search. config: config of the default run."""
-    model, steps, vocab_size = config["model"], config["train"]["steps"], config["tokenizer"]["vocab_size"]
+    model, steps, vocab_size = (
+        config["model"],
+        config["train"]["steps"],
+        config["tokenizer"]["vocab_size"],
+    )
     presets = ["20kB", "100kB", "300kB", "1MB", "3MB", "10MB"]
     index = presets.index(config["preset"])
     values = {
@@ -109,7 +137,13 @@ def list_search(config: dict) -> list[str]:
 def train(work: Path, text: Path, words: list[str]) -> dict:
     """Train a run. Returns its summary and its config."""
     name = f"{text.stem}-{time.time_ns()}"
-    settings = ["eval.windows=640", "eval.sample.max_new_tokens=0", "wandb.mode=disabled", f"name={name}", *words]
+    settings = [
+        "eval.windows=640",
+        "eval.sample.max_new_tokens=0",
+        "wandb.mode=disabled",
+        f"name={name}",
+        *words,
+    ]
     run_python(work, ROOT / "train.py", "data=text", f"data.path={text}", *settings)
     folder = work / "runs" / name
     summary = json.loads((folder / "summary.json").read_text(encoding="utf-8"))
@@ -122,7 +156,9 @@ def train_nanogpt(work: Path, text: Path, arguments: argparse.Namespace) -> floa
     """Train nanoGPT on the characters of the text. Returns the loss of its best checkpoint in bits per byte."""
     nanogpt = work / "nanoGPT"
     shutil.copytree(arguments.nanogpt, nanogpt, ignore=shutil.ignore_patterns(".git"))
-    prepared = share_tokens(work / "char", nanogpt, argparse.Namespace(recipe="shakespeare_char_cpu", text=text))
+    prepared = share_tokens(
+        work / "char", nanogpt, argparse.Namespace(recipe="shakespeare_char_cpu", text=text)
+    )
     run_python(nanogpt, "train.py", *RECIPES["shakespeare_char_cpu"].nanogpt, *NANOGPT_STEPS)
     loss, loader = compute_checkpoint_loss(nanogpt, prepared), Loader(prepared, 64, seed=0)
     targets = loader.val[1:].astype(int)

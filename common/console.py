@@ -14,9 +14,14 @@ from rich.text import Text
 
 from common.errors import printable
 
-LINE_INTERVAL_S = 10.0  # between progress lines, which replace the bar if the output is not a terminal
+PYTHON = "uv run" if "UV" in os.environ else "python"  # how the user calls the commands; uv sets UV
+LINE_INTERVAL_S = (
+    10.0  # between progress lines, which replace the bar if the output is not a terminal
+)
 TABLE_WIDTH = 120  # characters per line of a table, if the output is not a terminal
-NO_BREAK = "\ue000"  # replaces a space while lines are broken: rich breaks lines at no-break spaces, too
+NO_BREAK = (
+    "\ue000"  # replaces a space while lines are broken: rich breaks lines at no-break spaces, too
+)
 
 
 class PlainConsole(Console):
@@ -34,7 +39,9 @@ class PlainConsole(Console):
         """Print lines of text. On a terminal, long lines are broken between words, and continue after `indent`."""
         for line in self.render_str(text).split("\n"):
             if self.is_terminal and line.cell_len > self.width:
-                unbroken = Text(re.sub(r"(?<=\d) (?=[^\W\d])", NO_BREAK, line.plain))  # a number and its noun
+                unbroken = Text(
+                    re.sub(r"(?<=\d) (?=[^\W\d])", NO_BREAK, line.plain)
+                )  # a number and its noun
                 lines = unbroken.wrap(self, max(20, self.width - len(indent)))
                 line = Text(f"\n{indent}".join(map(str, lines)).replace(NO_BREAK, " "))
             self.print(line, style=style, soft_wrap=True)
@@ -53,9 +60,16 @@ def print_text(text: str, stderr: bool = False) -> None:
 
 def make_table(*columns: str, left: int = 1, header: bool = True) -> Table:
     """An empty table. left: number of left-aligned columns before the right-aligned columns of numbers."""
-    table = Table(box=box.SIMPLE_HEAD if header else None, show_header=header, pad_edge=False, padding=(0, 2, 0, 0))
+    table = Table(
+        box=box.SIMPLE_HEAD if header else None,
+        show_header=header,
+        pad_edge=False,
+        padding=(0, 2, 0, 0),
+    )
     for i, column in enumerate(columns):
-        table.add_column(column, justify="left" if i < left else "right", no_wrap=i >= left, overflow="fold")
+        table.add_column(
+            column, justify="left" if i < left else "right", no_wrap=i >= left, overflow="fold"
+        )
     return table
 
 
@@ -70,7 +84,11 @@ class ProgressBar(Progress):
         columns = BarColumn(), TimeElapsedColumn(), TextColumn("{task.description}", markup=False)
         super().__init__(*columns, console=console, disable=not console.is_terminal, transient=True)
         self.print_text = console.print_text  # above the bar
-        self.total, self.initial, self.task_id = total, initial, self.add_task("", total=total, completed=initial)
+        self.total, self.initial, self.task_id = (
+            total,
+            initial,
+            self.add_task("", total=total, completed=initial),
+        )
         self.started = self.last_line = time.perf_counter()
 
     def show(self, done: float, label: str, details: str = "") -> None:
@@ -79,7 +97,9 @@ class ProgressBar(Progress):
         if self.disable and now - self.last_line < LINE_INTERVAL_S:
             return
         self.last_line, line = now, f"{label}  {details}".rstrip()
-        if self.total is not None and done > self.initial:  # estimated from the mean speed since the start
+        if (
+            self.total is not None and done > self.initial
+        ):  # estimated from the mean speed since the start
             seconds = (now - self.started) / (done - self.initial) * (self.total - done)
             line += f"  {format_duration(seconds)} left"
         self.update(self.task_id, completed=done, description=line)
@@ -89,7 +109,11 @@ class ProgressBar(Progress):
 
 def format_duration(seconds: float) -> str:
     """Format a duration as "0:01:30", or "3 days" if it is not shorter."""
-    return str(timedelta(seconds=round(max(0, seconds)))) if seconds < 3 * 86400 else f"{seconds / 86400:,.0f} days"
+    return (
+        str(timedelta(seconds=round(max(0, seconds))))
+        if seconds < 3 * 86400
+        else f"{seconds / 86400:,.0f} days"
+    )
 
 
 def format_memory(size: int) -> str:
@@ -99,10 +123,17 @@ def format_memory(size: int) -> str:
 
 def format_si(number: float, unit: str = "") -> str:
     """Format a number with an SI prefix: "12", "1.23 M", "3.4 GB"."""
-    power = max(0, int(f"{number:.2e}".partition("e")[2]) // 3)  # of 1000, when rounded to three digits
+    power = max(
+        0, int(f"{number:.2e}".partition("e")[2]) // 3
+    )  # of 1000, when rounded to three digits
     return f"{number / 1000**power:.3g} {('', *'kMGTPEZY')[power]}{unit}".rstrip()
 
 
 def pluralize(count: int, noun: str) -> str:
     """Format a count of things as "1 layer", "2 layers", "2 processes"."""
     return f"{count:,} {noun}" + ("" if count == 1 else "es" if noun.endswith(("s", "ch")) else "s")
+
+
+def format_number(number: float) -> str:
+    """Format a number with at least three significant digits: "0.0123", "1.23", "46.0", "123", "1,234"."""
+    return f"{number:,.0f}" if number >= 99.95 else f"{number:#.3g}"

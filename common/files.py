@@ -12,7 +12,12 @@ import yaml
 
 from common.errors import UserError
 
-MARKS = {b"\xff\xfe\0\0": "UTF-32", b"\0\0\xfe\xff": "UTF-32", b"\xff\xfe": "UTF-16", b"\xfe\xff": "UTF-16"}
+MARKS = {
+    b"\xff\xfe\0\0": "UTF-32",
+    b"\0\0\xfe\xff": "UTF-32",
+    b"\xff\xfe": "UTF-16",
+    b"\xfe\xff": "UTF-16",
+}
 MIN_NUL_SHARE = 0.1  # of every second byte; in UTF-16, spaces and line ends alone have more
 MIN_NUL_SAMPLE = 64  # groups of 4 bytes; shorter samples prove nothing
 
@@ -20,7 +25,9 @@ MIN_NUL_SAMPLE = 64  # groups of 4 bytes; shorter samples prove nothing
 @contextmanager
 def atomic_writer(path: Path) -> Iterator[IO[bytes]]:
     """Context manager: a binary file that replaces `path` on success. After a crash, `path` is the old or new file."""
-    partial = path.with_name(f"{path.name}.{uuid4().hex}.partial")  # unique: two processes may write `path`
+    partial = path.with_name(
+        f"{path.name}.{uuid4().hex}.partial"
+    )  # unique: two processes may write `path`
     try:
         with open(partial, "wb") as file:
             yield file
@@ -41,10 +48,14 @@ def atomic_writer(path: Path) -> Iterator[IO[bytes]]:
 def atomic_write(path: Path, content: bytes | str) -> None:
     """Write a complete file or none. Text is encoded as UTF-8; bytes of a file name that are not UTF-8 are escaped."""
     with atomic_writer(path) as file:
-        file.write(content.encode(errors="backslashreplace") if isinstance(content, str) else content)
+        file.write(
+            content.encode(errors="backslashreplace") if isinstance(content, str) else content
+        )
 
 
-def read_file(path: Path, parse: Callable[[bytes], Any], advice: str = "restore it, or set another name") -> Any:
+def read_file(
+    path: Path, parse: Callable[[bytes], Any], advice: str = "restore it, or set another name"
+) -> Any:
     """Read and parse a file. Raises UserError if it is missing or damaged: a parser can raise anything."""
     try:
         return parse(path.read_bytes())
@@ -55,7 +66,9 @@ def read_file(path: Path, parse: Callable[[bytes], Any], advice: str = "restore 
 
 def read_text(path: str, name: str) -> str:
     """Read a text file in UTF-8. See decode_text. name: of the setting, for messages. Raises UserError."""
-    if not Path(path).exists() or Path(path).is_char_device():  # such as /dev/zero, which has no end
+    if (
+        not Path(path).exists() or Path(path).is_char_device()
+    ):  # such as /dev/zero, which has no end
         raise UserError(f"{name} does not exist or is a device; set a text file")
     content = read_file(Path(path), bytes, "set a text file")
     refuse_utf16(content[: 2**16], path)
@@ -76,7 +89,9 @@ def guess_encoding(start: bytes) -> str:
     count = len(start) // 4
     if marked or count < MIN_NUL_SAMPLE:
         return (marked or ["UTF-8"])[0]
-    shares = [start[i : 4 * count : 4].count(0) / count for i in range(4)]  # of NULs, by position in 4 bytes
+    shares = [
+        start[i : 4 * count : 4].count(0) / count for i in range(4)
+    ]  # of NULs, by position in 4 bytes
     even = shares[0] + shares[2]
     odd = shares[1] + shares[3]
     is_encoding = {
@@ -105,12 +120,19 @@ def describe_decode_error(error: UnicodeDecodeError) -> str:
 
 def read_json(path: Path) -> dict:
     """Read an object from a JSON file, or {} if the file does not exist. Raises UserError if it is damaged."""
-    return read_file(path, lambda text: {**json.loads(text)}, "restore it, or remove it") if path.exists() else {}
+    return (
+        read_file(path, lambda text: {**json.loads(text)}, "restore it, or remove it")
+        if path.exists()
+        else {}
+    )
 
 
 def parse_yaml(content: bytes, loader: type = yaml.SafeLoader) -> Any:
     """Parse YAML with at most 20 aliases (*name): a few more can stand for billions of values."""
-    if sum(isinstance(event, yaml.AliasEvent) for event in yaml.parse(content, yaml.SafeLoader)) > 20:
+    if (
+        sum(isinstance(event, yaml.AliasEvent) for event in yaml.parse(content, yaml.SafeLoader))
+        > 20
+    ):
         raise yaml.YAMLError("it has more than 20 aliases (*name)")
     return yaml.load(content, loader)
 

@@ -1,11 +1,12 @@
-"""Curves from metrics.jsonl, and the style of plots. matplotlib is imported when it is needed, which takes seconds."""
+"""Colors and style of all plots. matplotlib is imported when it is needed, which takes seconds."""
 
-import json
-from collections.abc import Iterable
-
-import numpy as np
-
-GREY = "#666666"
+# The palette of Okabe and Ito for color-blind readers, without yellow, which is hard to see on white.
+COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
+DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (6, 1.5, 1.5, 1.5)))
+GREY = "#666666"  # text beside the data
+TRAIN_COLOR = "#9db4d0"
+VAL_COLOR = "#c2410c"
+MASKED_COLOR = "#e0e0e0"  # keys after their query in an attention map
 
 
 def make_figure(width: float, height: float):
@@ -15,20 +16,16 @@ def make_figure(width: float, height: float):
     return Figure(figsize=(width, height), dpi=150, layout="constrained")
 
 
-def read_curves(lines: Iterable[bytes], *keys: str) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Read metrics, such as "train/loss", from lines of metrics.jsonl. Returns {key: (steps, values)}."""
-    curves: dict[str, tuple[list, list]] = {key: ([], []) for key in keys}
-    for row in map(json.loads, lines):
-        for key, (steps, values) in curves.items():
-            if row.get(key) is not None:
-                steps.append(row["step"])
-                values.append(row[key])
-    return {key: (np.array(steps, dtype=int), np.array(values, dtype=float)) for key, (steps, values) in curves.items()}
-
-
 def style_axes(axes, title: str, grid: str = "both") -> None:
     """Set a title on the left and a light grid, and remove the frame. grid: "both", "x" or "y"."""
     axes.set_title(title, loc="left", fontsize=10.5)
     axes.grid(alpha=0.25, axis=grid)
     axes.set_axisbelow(True)
     axes.spines[["top", "right"]].set_visible(False)
+
+
+def line_style(index: int, count: int, max_width: float) -> dict:
+    """Style of line `index` of `count`. Earlier lines are thicker, so that they stay visible below later ones."""
+    width = max_width + (1.4 - max_width) * index / max(1, count - 1)
+    dash = DASHES[index // len(COLORS) % len(DASHES)]
+    return {"color": COLORS[index % len(COLORS)], "linewidth": width, "linestyle": dash}

@@ -14,13 +14,21 @@ from typing import Any
 from common.errors import UserError
 
 ESCAPES = {r"\n": "\n", r"\r": "\r", r"\t": "\t", r"\\": "\\"}
-Rule = tuple[str, bool, str]  # from a method `rules`: key, whether its value is valid, what to set instead
+Rule = tuple[
+    str, bool, str
+]  # from a method `rules`: key, whether its value is valid, what to set instead
 # Our values, and the values of other programs for which they are suggested.
 VALUE_SYNONYMS = {"cuda": "gpu cuda:0", "float16": "fp16 half", "bfloat16": "bf16"}
 
 
 def setting(
-    default: Any, low: float = -inf, high: float = inf, *, above: float = -inf, below: float = inf, choices: tuple = ()
+    default: Any,
+    low: float = -inf,
+    high: float = inf,
+    *,
+    above: float = -inf,
+    below: float = inf,
+    choices: tuple = (),
 ) -> Any:
     """A field of a config dataclass. None is always allowed, if the type allows it. Limits of a list are its items'.
 
@@ -60,7 +68,9 @@ def _check_value(name: str, value: Any, limits: Any) -> None:
         patterns = re.sub(r"\bNAME\b", ".+", "|".join(map(re.escape, choices)))
         if not re.fullmatch(re.sub(r"\bN\b", "[0-9]+", patterns), str(value)):
             hint = did_you_mean(str(value), choices, VALUE_SYNONYMS)
-            raise UserError(f"{name}={format_value(value)} is unknown{hint}; set one of {', '.join(choices)}")
+            raise UserError(
+                f"{name}={format_value(value)} is unknown{hint}; set one of {', '.join(choices)}"
+            )
     elif isinstance(value, int | float) and not (low <= value <= high and above < value < below):
         bounds = {"at least": low, "above": above, "at most": high, "below": below}
         words = [f"{word} {bound:,.15g}" for word, bound in bounds.items() if abs(bound) != inf]
@@ -72,14 +82,20 @@ def format_value(value: Any) -> str:
     """A setting's value as typed on the command line: null, true, 0.1, [64,null], {a:1}."""
     if isinstance(value, str | float):
         return str(value)
-    return json.dumps(value, separators=(",", ":"), ensure_ascii=False, default=str).replace('"', "")
+    return json.dumps(value, separators=(",", ":"), ensure_ascii=False, default=str).replace(
+        '"', ""
+    )
 
 
 def unescape(value: Any) -> Any:
     """Replace \\n, \\r, \\t and \\\\ in a string or a list of strings. Other values are returned unchanged."""
     if isinstance(value, list):
         return [unescape(item) for item in value]
-    return re.sub(r"\\[nrt\\]", lambda match: ESCAPES[match[0]], value) if isinstance(value, str) else value
+    return (
+        re.sub(r"\\[nrt\\]", lambda match: ESCAPES[match[0]], value)
+        if isinstance(value, str)
+        else value
+    )
 
 
 def did_you_mean(wrong: str, options: Iterable[str], synonyms: dict[str, str]) -> str:
@@ -94,7 +110,11 @@ def did_you_mean(wrong: str, options: Iterable[str], synonyms: dict[str, str]) -
     leaf = re.split("[./]", wrong.strip("-+~").lower())[-1].replace("-", "_")
     close = difflib.get_close_matches(leaf, leaves.values(), n=1)
     similar = (
-        [ours for ours, theirs in synonyms.items() if {name, leaf} & {*theirs.split()} and ours.split("=")[0] in names]
+        [
+            ours
+            for ours, theirs in synonyms.items()
+            if {name, leaf} & {*theirs.split()} and ours.split("=")[0] in names
+        ]
         or [option for option in names if names[option] == name]
         or [option for option in names if leaves[option] == leaf]
         or difflib.get_close_matches(wrong, names, n=1)
@@ -110,3 +130,26 @@ def list_keys(config_type: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
         yield prefix + entry.name, entry.type
         if is_dataclass(entry.type):
             yield from list_keys(entry.type, f"{prefix}{entry.name}.")
+
+
+def flatten_dict(config: dict, prefix: str = "") -> dict:
+    """Join nested keys with dots: {"model": {"n_layer": 2}} becomes {"model.n_layer": 2}."""
+    flat = {}
+    for key, value in config.items():
+        if isinstance(value, dict):
+            flat |= flatten_dict(value, f"{prefix}{key}.")
+        else:
+            flat[f"{prefix}{key}"] = value
+    return flat
+
+
+def check_path_component(key: str, word: str) -> None:
+    """Raise UserError for a word that cannot be part of a folder name."""
+    if (
+        not re.fullmatch(r"[A-Za-z0-9._-]{1,100}", word)
+        or ".." in word
+        or word.startswith((".", "-"))
+    ):
+        raise UserError(
+            f"{key}={word!r} is not a folder name; use up to 100 letters, digits, '.', '_' and '-'"
+        )

@@ -11,10 +11,12 @@ from typing import Any
 import yaml
 
 from common.errors import UserError
-from common.process import run_main, run_process, start_process
 from common.settings import check
+from training.signals import run_main, run_process, start_process
 
-LAUNCHER = re.compile(r"hydra/launcher=submitit_\w+|hydra\.launcher\.(?!.*_target_).+")  # a _target_ could run any code
+LAUNCHER = re.compile(
+    r"hydra/launcher=submitit_\w+|hydra\.launcher\.(?!.*_target_).+"
+)  # a _target_ could run any code
 MIX_OR_ITEM = r"(?<=^data)\.mix\.[^.]+|\.\d+$"  # parts that key_types does not list: data.mix.NAME.path, betas.0
 FLAGS = """flags:
   --help            print this page and exit
@@ -89,15 +91,25 @@ def _parse_flags(script: str, argv: list[str] | None) -> argparse.Namespace:
         is_setting = re.match(r"[A-Za-z][\w./-]*=", word)
         if flags.multirun and LAUNCHER.fullmatch(word):
             flags.launcher_words.append(word)
-        elif script == "compare" and not word.startswith("-") and (not is_setting or Path(word).exists()):
+        elif (
+            script == "compare"
+            and not word.startswith("-")
+            and (not is_setting or Path(word).exists())
+        ):
             flags.folders.append(word)
         elif is_setting and re.sub(MIX_OR_ITEM, "", key) in keys:
             flags.words.append(word)
         elif is_setting:
             wrong.append(f"{key}: there is no such key{did_you_mean(key, keys, SYNONYMS)}")
-        elif not wrong or "=" in word[1:]:  # otherwise, the word is the value of a wrong word: --steps 3
+        elif (
+            not wrong or "=" in word[1:]
+        ):  # otherwise, the word is the value of a wrong word: --steps 3
             is_text_file = "data.path" in keys and Path(word).is_file()
-            hint = f" (did you mean data.path={word}?)" if is_text_file else did_you_mean(key, keys, SYNONYMS)
+            hint = (
+                f" (did you mean data.path={word}?)"
+                if is_text_file
+                else did_you_mean(key, keys, SYNONYMS)
+            )
             wrong.append(f"{word!r} is not a setting of the form key=value{hint}")
     if wrong:
         raise UserError(f"{', '.join(wrong)}; see --help and --cfg job")
@@ -107,7 +119,9 @@ def _parse_flags(script: str, argv: list[str] | None) -> argparse.Namespace:
 def _help_page(script: str, doc: str) -> str:
     from configs.compose import list_choices, list_groups
 
-    lines = [f"  {group + '=':14}{' | '.join(list_choices(group))}" for group in list_groups(script)]
+    lines = [
+        f"  {group + '=':14}{' | '.join(list_choices(group))}" for group in list_groups(script)
+    ]
     lines = [textwrap.fill(line, 100, subsequent_indent=" " * 16) for line in lines]
     lines = ["groups and their choices:", *lines, ""] if lines else []
     return "\n".join([doc.strip(), "", *lines, FLAGS])

@@ -26,8 +26,7 @@ from omegaconf.errors import OmegaConfBaseException
 
 from common.errors import UserError
 from common.files import parse_yaml, read_file
-from common.run_dir import flatten_dict
-from common.settings import format_value
+from common.settings import flatten_dict, format_value
 from configs.error_messages import explain_error
 from configs.preset import add_preset_values, select_preset
 from configs.schema import NUMBER_KEYS, SCRIPTS, TEXT_KEYS
@@ -37,19 +36,23 @@ CONFIGS = Path(__file__).parent
 # Keys whose value is used exactly as typed. Hydra's grammar would read "a, b" as a sweep and "f(x)" as a function.
 # Only LIST_KEYS can also be a list, as in stop='["a", "b"]'.
 LIST_KEYS = ("stop", "path", "val_path")
-FREE_TEXT = (
-    r"prompt(s|_file)?|tasks|out|name|(.*\.)?(run|stop|path|val_path|separator)|.*\.(init_from|group|repo|\w+_column)"
-)
+FREE_TEXT = r"prompt(s|_file)?|tasks|out|name|(.*\.)?(run|stop|path|val_path|separator)|.*\.(init_from|group|repo|\w+_column)"
 # The values of other text keys: parts of a list or a sweep, and parts that Hydra would not read as text.
 PARTS = r"""'(?:\\.|[^'])*'|"(?:\\.|[^"])*"|[^,\[\]'"]+|."""
 NUMBER_OR_BOOL = r"(?i)^\s*([-+]?[.\d][\w.+-]*|[-+]?(?:inf|nan)|true|false)\s*$"
 
 # YAML files of the user: only null and whole numbers have a type, so that no and 1e3 stay text. The schema converts
 # them for keys that are numbers or switches.
-TextLoader = get_yaml_loader()  # a new class, derived from yaml.SafeLoader. It refuses a key that occurs twice
+TextLoader = (
+    get_yaml_loader()
+)  # a new class, derived from yaml.SafeLoader. It refuses a key that occurs twice
 TextLoader.yaml_implicit_resolvers = {}
-TextLoader.add_implicit_resolver("tag:yaml.org,2002:null", re.compile("(~|null|Null|NULL|)$"), ["~", "n", "N", ""])
-TextLoader.add_implicit_resolver("tag:yaml.org,2002:int", re.compile("(0|-?[1-9][0-9]*)$"), list("-0123456789"))
+TextLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:null", re.compile("(~|null|Null|NULL|)$"), ["~", "n", "N", ""]
+)
+TextLoader.add_implicit_resolver(
+    "tag:yaml.org,2002:int", re.compile("(0|-?[1-9][0-9]*)$"), list("-0123456789")
+)
 TextLoader.add_implicit_resolver("tag:yaml.org,2002:merge", re.compile("<<$"), ["<"])
 
 
@@ -62,8 +65,12 @@ def compose_config(script: str, words: list[str], config_dir: str | None = None)
         for word in words:
             override = parse_word(script, word)
             if override.is_sweep_override() or (override.value() == "" and word != "prompt="):
-                raise UserError(f"{word!r} must have one value; set it, or a list as in [A,B]; train.py -m takes more")
-        config = compose(script, overrides=[to_hydra_word(script, word) for word in words] + search_path)
+                raise UserError(
+                    f"{word!r} must have one value; set it, or a list as in [A,B]; train.py -m takes more"
+                )
+        config = compose(
+            script, overrides=[to_hydra_word(script, word) for word in words] + search_path
+        )
         if "preset" in config:
             config.preset = select_preset(config)
         return OmegaConf.to_object(config)
@@ -78,7 +85,11 @@ def list_groups(script: str) -> list[str]:
 
 def list_choices(group: str) -> list[str]:
     """List the choices of a group, as in model=gpt2."""
-    return sorted(OPTIMIZER_CONFIGS if group == "optimizer" else (f.stem for f in (CONFIGS / group).glob("*.yaml")))
+    return sorted(
+        OPTIMIZER_CONFIGS
+        if group == "optimizer"
+        else (f.stem for f in (CONFIGS / group).glob("*.yaml"))
+    )
 
 
 def parse_word(script: str, word: str) -> Override:
@@ -92,10 +103,14 @@ def to_hydra_word(script: str, word: str) -> str:
     key, value = word.split("=", 1)
     leaf = key.split(".")[-1]
     is_list = leaf in LIST_KEYS and re.fullmatch(r"(?s)\[.*\]", value)
-    is_free_text = re.fullmatch(FREE_TEXT, key) and not is_list and (key == "prompt" or value != "null")
+    is_free_text = (
+        re.fullmatch(FREE_TEXT, key) and not is_list and (key == "prompt" or value != "null")
+    )
     is_group = key in list_groups(script)
     if is_free_text or (is_group and re.match(r"[^,(]*$|\[|{", value)):  # not a sweep
-        value = re.sub(r"(\\*)\$\{", r"\1\1\\${", value)  # OmegaConf would replace ${...} by another value
+        value = re.sub(
+            r"(\\*)\$\{", r"\1\1\\${", value
+        )  # OmegaConf would replace ${...} by another value
         value = QuotedString(value, Quote.single).with_quotes()
     elif leaf in TEXT_KEYS and not re.match(r"\w+\(", value):  # not a function
         value = "".join(re.sub(NUMBER_OR_BOOL, r"'\1'", part) for part in re.findall(PARTS, value))
@@ -108,9 +123,13 @@ def to_hydra_word(script: str, word: str) -> str:
 
 def refuse_leading_zeros(key: str, value: Any) -> None:
     """Raise UserError for numbers such as 010, which are octal in YAML and decimal elsewhere."""
-    is_thousands = re.fullmatch(r"\d{1,3}(,\d{3})+", str(value))  # 1,000, which is refused as two values
+    is_thousands = re.fullmatch(
+        r"\d{1,3}(,\d{3})+", str(value)
+    )  # 1,000, which is refused as two values
     if not is_thousands and re.search(r"(?<![\w.+-])[-+]?0[\d_]", str(value)):
-        raise UserError(f"{key}={format_value(value)} has a leading zero, as octal numbers do; remove it")
+        raise UserError(
+            f"{key}={format_value(value)} has a leading zero, as octal numbers do; remove it"
+        )
 
 
 @contextmanager
@@ -120,7 +139,9 @@ def hydra_initialized(script: str, config_dir: str | None) -> Iterator[list[str]
     search_path = []
     if config_dir is not None:
         if not config_dir or not Path(config_dir).is_dir():
-            raise UserError(f"--config-dir={config_dir} is not a folder; set a folder of YAML files")
+            raise UserError(
+                f"--config-dir={config_dir} is not a folder; set a folder of YAML files"
+            )
         Plugins.instance().register(UserFolder)
         folder = QuotedString(f"user://{Path(config_dir).resolve()}", Quote.single).with_quotes()
         search_path = [f"hydra.searchpath=[{folder}]"]
@@ -155,7 +176,9 @@ class UserFolder(FileConfigSource):
         header = self._get_header_dict(path.read_text(encoding="utf-8"))
         result = ConfigResult(self.provider, self.full_path(), OmegaConf.create(values), header)
         text = f"{header}\n{OmegaConf.to_yaml(result.config)}"
-        if re.search(r"'package': 'hydra|^hydra[.:]|^- (override )?/?hydra/.*: ", text, re.MULTILINE):
+        if re.search(
+            r"'package': 'hydra|^hydra[.:]|^- (override )?/?hydra/.*: ", text, re.MULTILINE
+        ):
             raise UserError(f"{config_path}.yaml sets hydra, which would have no effect; remove it")
         return result
 
@@ -168,7 +191,9 @@ def register_schema(script: str) -> None:
     if "attention" in schema:
         schema.attention.backend = MISSING  # a YAML file that sets no backend is refused
     if "optimizer" in schema:
-        schema.optimizer = OmegaConf.structured(OptimizerConfig)  # optimizer=NAME sets one of its subclasses
+        schema.optimizer = OmegaConf.structured(
+            OptimizerConfig
+        )  # optimizer=NAME sets one of its subclasses
     ConfigStore.instance().store(f"{script}_schema", schema)
     for name, optimizer_type in OPTIMIZER_CONFIGS.items():
         optimizer = OmegaConf.structured(optimizer_type)

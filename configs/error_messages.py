@@ -9,7 +9,13 @@ from omegaconf.errors import OmegaConfBaseException
 from common.settings import did_you_mean
 from configs.schema import key_types
 
-TYPE_NAMES = {"int": "a whole number", "float": "a number", "bool": "true or false", "str": "text", "None": "null"}
+TYPE_NAMES = {
+    "int": "a whole number",
+    "float": "a number",
+    "bool": "true or false",
+    "str": "text",
+    "None": "null",
+}
 TYPE_NAMES |= {"list": "a list such as [A,B]", "dict": "a section of a YAML file", "|": "or"}
 # Our keys and settings, and the keys of nanoGPT, transformers and litgpt for which they are suggested.
 SYNONYMS = {
@@ -58,7 +64,10 @@ def explain_error(script: str, error: BaseException) -> str:
         return f"{error.override!r} cannot be parsed; {quoting_advice(error.override)}"
     # Hydra names the file or the word, and OmegaConf the key or a dataclass: in the cause, or in the message itself
     text = str(error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error)
-    keys, types = re.findall(r"(?:full_key: |Could not override ')([^\s']+)", text), key_types(script)
+    keys, types = (
+        re.findall(r"(?:full_key: |Could not override ')([^\s']+)", text),
+        key_types(script),
+    )
     if not keys and (section := re.search(r"not a subclass of (\w+)", text)):
         keys = [next((key for key, kind in types.items() if section[1] in str(kind)), "optimizer")]
     file = re.match(r"In '(.*?)': \w+ raised while composing config:", text)
@@ -72,7 +81,11 @@ def explain_error(script: str, error: BaseException) -> str:
     if "mandatory value" in text:
         return f"{key} is missing; set it in the YAML file"
     if file or sentence.startswith("Error merging override "):
-        word = place + key if file else sentence.removeprefix("Error merging override ").replace("'", "")
+        word = (
+            place + key
+            if file
+            else sentence.removeprefix("Error merging override ").replace("'", "")
+        )
         kind = describe_type(key, types)
         if kind.startswith("text"):
             kind += "; put it in quotes" if file else f"; {quoting_advice(word)}"
@@ -90,6 +103,8 @@ def describe_type(key: str, types: dict[str, Any]) -> str:
     for name in types:
         if name.startswith(f"{key}."):
             return f"a section; set its keys, such as {name}"
-    name = str(types.get(key.split("[")[0], dict)).removeprefix("<class '")  # dict: a source of data.mix
+    name = str(types.get(key.split("[")[0], dict)).removeprefix(
+        "<class '"
+    )  # dict: a source of data.mix
     name = re.sub(r".*\[(.*?)\].*", r"\1", name) if "[" in key else re.sub(r"\[.*?\]|'>", "", name)
     return re.sub(r"\w+|\|", lambda word: TYPE_NAMES.get(word[0], word[0]), name)

@@ -13,7 +13,14 @@ from common.errors import UserError
 from common.settings import check, format_value
 from data.sources import resolve_sources
 
-SIZES = {"20kB": 2e4, "100kB": 1e5, "300kB": 3e5, "1MB": 1e6, "3MB": 3e6, "10MB": 1e7}  # bytes of training text
+SIZES = {
+    "20kB": 2e4,
+    "100kB": 1e5,
+    "300kB": 3e5,
+    "1MB": 1e6,
+    "3MB": 3e6,
+    "10MB": 1e7,
+}  # bytes of training text
 PRESETS = {
     "tokenizer.vocab_size": (288, 640, 768, 1024, 1536, 2048),
     "train.batch_size": (4, 8, 8, 16, 16, 16),
@@ -28,7 +35,10 @@ PRESETS = {
 def add_preset_values(schema: DictConfig, prefix: str = "") -> None:
     """Let keys of a schema take their values from the preset that a run will select. prefix: part before the key."""
     for key in PRESETS:
-        if key.startswith(prefix) and OmegaConf.select(schema, key.removeprefix(prefix)) is not None:
+        if (
+            key.startswith(prefix)
+            and OmegaConf.select(schema, key.removeprefix(prefix)) is not None
+        ):
             OmegaConf.update(schema, key.removeprefix(prefix), f"${{preset:{key}}}")
 
 
@@ -45,7 +55,9 @@ def select_preset(config: DictConfig) -> str | None:
     A text that is not on this machine counts as long, unless data.text_bytes is set. Raises UserError.
     """
     if config.preset not in ("auto", *SIZES):
-        raise UserError(f"preset={format_value(config.preset)} is unknown; set auto, {', '.join(SIZES)}")
+        raise UserError(
+            f"preset={format_value(config.preset)} is unknown; set auto, {', '.join(SIZES)}"
+        )
     is_used = "${preset:" in OmegaConf.to_yaml(config)
     if config.preset != "auto" or not is_used:
         return config.preset if is_used else None

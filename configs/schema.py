@@ -10,9 +10,10 @@ from typing import Any
 
 from common.errors import UserError
 from common.settings import Rule, list_keys, setting
-from compare.bench.config import BenchConfig
+from comparison.bench.config import BenchConfig
 from data.config import DataConfig, PrepareConfig
-from model import AttentionConfig, SamplingConfig
+from generation.config import SamplingConfig
+from model import AttentionConfig
 from training.config import OPTIMIZER_CONFIGS, RunConfig
 
 
@@ -28,9 +29,13 @@ class CheckpointChoice:
 class LoadConfig(CheckpointChoice):
     """The checkpoint, where it runs, and how."""
 
-    batch_size: int = setting(32, 1, 10**6)  # samples, windows of documents or requests that are computed together
+    batch_size: int = setting(
+        32, 1, 10**6
+    )  # samples, windows of documents or requests that are computed together
     device: str = setting("auto", choices=("auto", "cpu", "cuda", "mps"))
-    dtype: str = setting("auto", choices=("auto", "float32", "bfloat16", "float16", "int8"))  # int8: on CPUs only
+    dtype: str = setting(
+        "auto", choices=("auto", "float32", "bfloat16", "float16", "int8")
+    )  # int8: on CPUs only
     attention: AttentionConfig = field(default_factory=AttentionConfig)
 
 
@@ -38,14 +43,20 @@ class LoadConfig(CheckpointChoice):
 class SampleConfig(SamplingConfig, LoadConfig):
     """Config of sample.py."""
 
-    prompt: str | None = None  # may contain \\n, \\r, \\t and \\\\; None: the sample begins a document
+    prompt: str | None = (
+        None  # may contain \\n, \\r, \\t and \\\\; None: the sample begins a document
+    )
     prompt_file: str | None = None  # file whose exact text is the prompt
     prompts: str | None = None  # file with one prompt per line, or .jsonl with {"prompt": ...}
     out: str | None = None  # FILE.jsonl for the samples of prompts; None: stdout
     interactive: bool = False  # continue the lines that are typed
     num_samples: int = setting(1, 1, 10**6)  # per prompt
-    seed: int = setting(1337, 0, 2**32 - 1)  # of the first sample; the next sample has seed + 1, and so on
-    attention_map: bool = False  # plot the attention weights for the prompt; without a prompt, for the sample
+    seed: int = setting(
+        1337, 0, 2**32 - 1
+    )  # of the first sample; the next sample has seed + 1, and so on
+    attention_map: bool = (
+        False  # plot the attention weights for the prompt; without a prompt, for the sample
+    )
 
     def rules(self, section: str) -> Iterator[Rule]:
         yield from super().rules(section)
@@ -53,34 +64,68 @@ class SampleConfig(SamplingConfig, LoadConfig):
         modes = [key for key in keys if getattr(self, key) not in (None, False)]
         if len(modes) > 1:
             raise UserError(f"{' and '.join(modes)} exclude each other; set one of them")
-        yield "num_samples", self.num_samples == 1 or not self.interactive, "needs interactive=false; set one of them"
-        yield "max_new_tokens", self.max_new_tokens > 0 or self.attention_map, "generates nothing; set a larger number"
-        yield "out", self.out is None or self.prompts is not None, "needs prompts=FILE; set it, or remove out"
+        yield (
+            "num_samples",
+            self.num_samples == 1 or not self.interactive,
+            "needs interactive=false; set one of them",
+        )
+        yield (
+            "max_new_tokens",
+            self.max_new_tokens > 0 or self.attention_map,
+            "generates nothing; set a larger number",
+        )
+        yield (
+            "out",
+            self.out is None or self.prompts is not None,
+            "needs prompts=FILE; set it, or remove out",
+        )
         has_one_prompt = self.prompts is None and not self.interactive
-        yield "attention_map", has_one_prompt or not self.attention_map, f"needs one prompt; remove {''.join(modes)}"
+        yield (
+            "attention_map",
+            has_one_prompt or not self.attention_map,
+            f"needs one prompt; remove {''.join(modes)}",
+        )
 
 
 @dataclass
 class EvalScriptConfig(LoadConfig):
     """Config of eval.py."""
 
-    tasks: str | None = None  # tasks of lm-eval or YAML files, separated by commas; None: the loss of documents
+    tasks: str | None = (
+        None  # tasks of lm-eval or YAML files, separated by commas; None: the loss of documents
+    )
     limit: int | None = setting(None, 1, 10**9)  # questions per task; None: all
     out: str | None = None  # FILE.jsonl for the results; None: only a table
-    data: DataConfig = field(default_factory=lambda: DataConfig(source="none"))  # the documents, if tasks is None
+    data: DataConfig = field(
+        default_factory=lambda: DataConfig(source="none")
+    )  # the documents, if tasks is None
 
     def rules(self, section: str) -> Iterator[Rule]:
-        yield "limit", self.limit is None or self.tasks is not None, "needs tasks=NAME; set it, or remove limit"
-        yield "tasks", self.tasks is not None or self.data.source != "none", "needs documents; set data.path, or tasks"
+        yield (
+            "limit",
+            self.limit is None or self.tasks is not None,
+            "needs tasks=NAME; set it, or remove limit",
+        )
+        yield (
+            "tasks",
+            self.tasks is not None or self.data.source != "none",
+            "needs documents; set data.path, or tasks",
+        )
 
 
 @dataclass
 class CompareConfig:
     """Config of compare.py."""
 
-    folders: list[str] = field(default_factory=list)  # runs and sweeps; on the command line, without a key
-    out: str | None = None  # folder to write the files into; None: the folder of a single sweep, or runs/comparison
-    difference: float | None = setting(None, above=0)  # nats per token: how many seeds find a difference of this size
+    folders: list[str] = field(
+        default_factory=list
+    )  # runs and sweeps; on the command line, without a key
+    out: str | None = (
+        None  # folder to write the files into; None: the folder of a single sweep, or runs/comparison
+    )
+    difference: float | None = setting(
+        None, above=0
+    )  # nats per token: how many seeds find a difference of this size
 
 
 @dataclass

@@ -18,8 +18,8 @@ import tiktoken
 from common.console import ProgressBar, format_si, pluralize, print_text
 from common.errors import UserError
 from common.files import atomic_writer
-from common.process import cpu_count
 from common.settings import unescape
+from common.system import cpu_count
 from data.config import TokenizerConfig
 from data.fast_bpe import FastBPE
 from data.readers import Piece, iter_pieces
@@ -27,18 +27,24 @@ from data.sources import Source, is_table
 from data.tokenizer import END_OF_TEXT, build_tokenizer, encode, end_of_text, to_spec
 
 CHUNK_CHARS = 2**20  # characters that a thread encodes at a time
-PIECE_OVERHEAD_CHARS = 32  # added to each piece's length, so that a chunk has a bounded number of empty documents
+PIECE_OVERHEAD_CHARS = (
+    32  # added to each piece's length, so that a chunk has a bounded number of empty documents
+)
 EMPTY_HASH = 0  # of a document without text
 
 
-def encode_sources(folder: Path, sources: list[Source], config: TokenizerConfig, spec: dict | None) -> dict:
+def encode_sources(
+    folder: Path, sources: list[Source], config: TokenizerConfig, spec: dict | None
+) -> dict:
     """Write the token files of all sources into a folder. Returns the content of meta.json. Raises UserError."""
     has_several_documents = len(sources) > 1 or sources[0].has_several_documents
     tokenizer = build_tokenizer(config, iter_texts(sources), has_several_documents, spec)
     spec = to_spec(tokenizer)
     if has_several_documents and end_of_text(tokenizer) is None:
         problem = f"documents are joined without a separator, because the vocabulary has no {END_OF_TEXT} token"
-        print_text(f"{problem}; a model that should stop needs the vocabulary of a run on several documents")
+        print_text(
+            f"{problem}; a model that should stop needs the vocabulary of a run on several documents"
+        )
     has_prompts = any(source.config.prompt_column is not None for source in sources)
     dtype = "int32" if has_prompts else "uint16" if tokenizer.n_vocab <= 2**16 else "uint32"
     parts: dict[str, list[dict]] = {"train": [], "val": []}
@@ -49,12 +55,16 @@ def encode_sources(folder: Path, sources: list[Source], config: TokenizerConfig,
             file.write(out)
         first, stop = file.choose_validation()
         parts["val"].append(file.describe(first, stop))
-        parts["train"].append(file.describe(0, first) if first else file.describe(stop, len(file.ends)))
+        parts["train"].append(
+            file.describe(0, first) if first else file.describe(stop, len(file.ends))
+        )
         hashes["val"].append(np.array(file.hashes[first:stop]))
         hashes["train"].append(np.delete(np.array(file.hashes), slice(first, stop)))
     _report_copies(np.concatenate(hashes["train"]), np.concatenate(hashes["val"]))
     counts = ("tokens", "bytes", "documents")
-    totals = {key: {split: sum(part[key] for part in parts[split]) for split in parts} for key in counts}
+    totals = {
+        key: {split: sum(part[key] for part in parts[split]) for split in parts} for key in counts
+    }
     return {"dtype": dtype, "vocab_size": tokenizer.n_vocab, **totals, **parts, "tokenizer": spec}
 
 
@@ -127,7 +137,9 @@ class TokenFile:
         for is_validation in (False, True):
             if is_validation:
                 self.train_documents = len(self.ends)
-            for ids, pieces in parallel_map(self.encode_chunk, iter_chunks(self.source, is_validation, "encoding")):
+            for ids, pieces in parallel_map(
+                self.encode_chunk, iter_chunks(self.source, is_validation, "encoding")
+            ):
                 out.write(ids)
                 for piece in pieces:
                     tokens += piece.num_tokens
@@ -142,10 +154,16 @@ class TokenFile:
                         content_hash = EMPTY_HASH
         name, separator = self.source.name, self.source.config.separator
         if separator is not None:
-            print_text(f"{name} has {pluralize(len(self.ends), 'document')}, divided by {unescape(separator)!r}")
+            print_text(
+                f"{name} has {pluralize(len(self.ends), 'document')}, divided by {unescape(separator)!r}"
+            )
         elif markers > 1 and not all(map(is_table, self.source.files)):
-            advice = f"set data.separator='{END_OF_TEXT}' to divide a text file into documents there"
-            print_text(f"{name} contains {END_OF_TEXT} {markers:,} times as ordinary text; {advice}")
+            advice = (
+                f"set data.separator='{END_OF_TEXT}' to divide a text file into documents there"
+            )
+            print_text(
+                f"{name} contains {END_OF_TEXT} {markers:,} times as ordinary text; {advice}"
+            )
 
     def encode_chunk(self, chunk: list[Piece]) -> tuple[np.ndarray, list[EncodedPiece]]:
         """Encode a chunk. Returns all token ids, and the facts about each piece."""
@@ -154,14 +172,22 @@ class TokenFile:
         for text, ends_document, is_prompt in chunk:
             ids = encode(self.tokenizer, text, self.source.name, self.fast)
             num_tokens = len(ids)
-            parts.append(~ids if is_prompt else ids)  # a prompt's tokens, which are never targets, are stored as ~id
+            parts.append(
+                ~ids if is_prompt else ids
+            )  # a prompt's tokens, which are never targets, are stored as ~id
             if ends_document:
                 parts.append(self.separator)
                 num_tokens += len(self.separator)
             num_bytes = 0 if is_prompt else len(text.encode())
             content_hash = hash(ids.tobytes()) if len(ids) else EMPTY_HASH
-            pieces.append(EncodedPiece(num_tokens, num_bytes, text.count(END_OF_TEXT), content_hash, ends_document))
-        return np.concatenate(parts).view(np.int32).astype(self.dtype), pieces  # ~id in uint32 has the bits of -1 - id
+            pieces.append(
+                EncodedPiece(
+                    num_tokens, num_bytes, text.count(END_OF_TEXT), content_hash, ends_document
+                )
+            )
+        return np.concatenate(parts).view(np.int32).astype(
+            self.dtype
+        ), pieces  # ~id in uint32 has the bits of -1 - id
 
     def choose_validation(self) -> tuple[int, int]:
         """First and last + 1 of the documents to hold out. A single document is cut in two. Raises UserError."""
@@ -172,9 +198,15 @@ class TokenFile:
             return self.train_documents, documents
         if config.val_documents is not None and config.val_documents < documents:
             return 0, config.val_documents
-        if config.val_documents is not None or (documents == 1 and config.prompt_column is not None):
-            advice = "set a smaller data.val_documents, or data.val_fraction or data.val_path instead"
-            raise UserError(f"{self.source.name} has too few documents ({documents}) to hold some out; {advice}")
+        if config.val_documents is not None or (
+            documents == 1 and config.prompt_column is not None
+        ):
+            advice = (
+                "set a smaller data.val_documents, or data.val_fraction or data.val_path instead"
+            )
+            raise UserError(
+                f"{self.source.name} has too few documents ({documents}) to hold some out; {advice}"
+            )
         if documents == 1:
             self.ends.insert(0, int(self.ends[0] * (1 - config.val_fraction)))
             self.sizes.insert(0, int(size * (1 - config.val_fraction)))
@@ -192,12 +224,19 @@ class TokenFile:
         """The part of the file with documents first to stop - 1, as in meta.json."""
         start, size = (self.ends[first - 1], self.sizes[first - 1]) if first else (0, 0)
         counts = {"tokens": self.ends[stop - 1] - start, "bytes": self.sizes[stop - 1] - size}
-        return {"file": f"{self.source.name}.bin", "start": start, **counts, "documents": stop - first}
+        return {
+            "file": f"{self.source.name}.bin",
+            "start": start,
+            **counts,
+            "documents": stop - first,
+        }
 
 
 def parallel_map(function: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]:
     """Yield function(item) for each item, in order, on all cores. Only a few items are in memory at a time."""
-    with ThreadPoolExecutor(cpu_count()) as pool:  # tiktoken releases Python's global interpreter lock
+    with ThreadPoolExecutor(
+        cpu_count()
+    ) as pool:  # tiktoken releases Python's global interpreter lock
         pending = deque()
         for item in items:
             pending.append(pool.submit(function, item))

@@ -12,7 +12,9 @@ import tiktoken
 
 MARK = "\x1e"  # a control character: one byte, so that marked text stays compact
 SPACES = b"\t\n\v\f\r "
-OTHER_SPACES = re.compile("[\x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]")  # also matched by Rust's \s
+OTHER_SPACES = re.compile(
+    "[\x85\xa0\u1680\u2000-\u200a\u2028\u2029\u202f\u205f\u3000]"
+)  # also matched by Rust's \s
 
 
 def remove_lookahead(pattern: str) -> str | None:
@@ -33,17 +35,26 @@ class FastBPE:
 
     def __init__(self, tokenizer: tiktoken.Encoding, pattern: str):
         self.tokenizer, self.mark, ranks = tokenizer, tokenizer.n_vocab, tokenizer._mergeable_ranks
-        self.fast = tiktoken.Encoding("fast", pat_str=pattern, mergeable_ranks=ranks, special_tokens={MARK: self.mark})
+        self.fast = tiktoken.Encoding(
+            "fast", pat_str=pattern, mergeable_ranks=ranks, special_tokens={MARK: self.mark}
+        )
         self.is_space = np.isin(np.arange(256), list(SPACES))  # by UTF-8 byte
         # If the pattern matches spaces up to a line end as one piece, a line end is never part of the next word.
-        self.joins_word = self.is_space & ~(np.isin(np.arange(256), list(b"\r\n")) & (r"\s*[\r\n]" in pattern))
+        self.joins_word = self.is_space & ~(
+            np.isin(np.arange(256), list(b"\r\n")) & (r"\s*[\r\n]" in pattern)
+        )
 
     def encode(self, text: str) -> np.ndarray:
         """The ids of a text, (n,) uint32. Raises the exceptions of tiktoken."""
         trailing = text[len(text.rstrip()) :]
         # Without its \s++$, the pattern would divide spaces at the end of the text after a line end.
         splits_trailing = ("\n" in trailing or "\r" in trailing) and trailing[-1] not in "\r\n"
-        if len(text) < 1000 or MARK in text or splits_trailing or (not text.isascii() and OTHER_SPACES.search(text)):
+        if (
+            len(text) < 1000
+            or MARK in text
+            or splits_trailing
+            or (not text.isascii() and OTHER_SPACES.search(text))
+        ):
             return self.tokenizer.encode_to_numpy(text, disallowed_special=())
         raw = np.frombuffer(text.encode(), dtype=np.uint8)
         is_space = self.is_space[raw]

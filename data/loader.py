@@ -21,34 +21,52 @@ from torch import Tensor
 from common.errors import UserError
 from data.prepare import PreparedData
 from data.tokenizer import END_OF_TEXT, end_of_text
-
-IGNORE_INDEX = -100  # target that cross_entropy ignores
+from model.loss import IGNORE_INDEX
 
 
 class Loader:
     """Reads batches of prepared data. document_mask: add document ids, which need an end-of-text token (UserError)."""
 
-    def __init__(self, data: PreparedData, block_size: int, seed: int, device="cpu", document_mask: bool = False):
+    def __init__(
+        self,
+        data: PreparedData,
+        block_size: int,
+        seed: int,
+        device="cpu",
+        document_mask: bool = False,
+    ):
         self.train, self.val, self.weights = data.train, data.val, data.weights
         self.T, self.seed, self.device = block_size, seed, torch.device(device)
-        self.windows = [-(-len(tokens) // self.T) for tokens in self.train]  # per epoch of each source
+        self.windows = [
+            -(-len(tokens) // self.T) for tokens in self.train
+        ]  # per epoch of each source
         self.val_T = min(self.T, len(self.val) - 1)
         self.val_windows = -(-(len(self.val) - 1) // self.val_T)
         self.has_prompts = self.val.dtype == np.int32
-        self._shuffle_epoch = lru_cache(maxsize=2 * len(self.train))(self._shuffle_epoch)  # a batch may span two
+        self._shuffle_epoch = lru_cache(maxsize=2 * len(self.train))(
+            self._shuffle_epoch
+        )  # a batch may span two
         self.end_of_text = end_of_text(data.tokenizer) if document_mask else None
         if document_mask and self.end_of_text is None:
-            fix = "set it to false, or use a text of several documents and a tokenizer built from it"
-            raise UserError(f"data.document_mask=true needs the {END_OF_TEXT} token, which the tokenizer lacks; {fix}")
+            fix = (
+                "set it to false, or use a text of several documents and a tokenizer built from it"
+            )
+            raise UserError(
+                f"data.document_mask=true needs the {END_OF_TEXT} token, which the tokenizer lacks; {fix}"
+            )
 
-    def batch(self, split: str, first: int, count: int, stride: float = 1) -> tuple[Tensor, Tensor, Tensor | None]:
+    def batch(
+        self, split: str, first: int, count: int, stride: float = 1
+    ) -> tuple[Tensor, Tensor, Tensor | None]:
         """Read inputs, targets and document ids (None without document_mask), (count, T) int64 each.
 
         Row j holds sequence int((first + j) * stride). Validation has `val_windows` sequences; later rows are omitted.
         """
         sequences = [int(i * stride) for i in range(first, first + count)]
         x, y = self._train_batch(sequences) if split == "train" else self._val_batch(sequences)
-        if self.device.type == "cuda":  # from pinned memory, so that the host does not wait for the copy
+        if (
+            self.device.type == "cuda"
+        ):  # from pinned memory, so that the host does not wait for the copy
             x, y = x.pin_memory(), y.pin_memory()
         x, y = x.to(self.device, non_blocking=True), y.to(self.device, non_blocking=True)
         return x, y, (x == self.end_of_text).cumsum(dim=1) if self.end_of_text is not None else None
@@ -70,7 +88,9 @@ class Loader:
         # Of n sequences, n x weight / total weight are from the first source, rounded. The others are divided likewise.
         remaining_weight = sum(self.weights)
         for source, weight in enumerate(self.weights[:-1]):
-            earlier, following = (int(n * weight / remaining_weight + 0.5) for n in (sequence, sequence + 1))
+            earlier, following = (
+                int(n * weight / remaining_weight + 0.5) for n in (sequence, sequence + 1)
+            )
             if following > earlier:
                 return source, earlier
             sequence, remaining_weight = sequence - earlier, remaining_weight - weight
@@ -82,14 +102,20 @@ class Loader:
             source, index = self._find_source(sequence)
             epoch, window = divmod(index, self.windows[source])
             phase, order = self._shuffle_epoch(source, epoch)
-            rows.append(self.train[source].read_ring(phase + int(order[window]) * self.T, self.T + 1))
+            rows.append(
+                self.train[source].read_ring(phase + int(order[window]) * self.T, self.T + 1)
+            )
         return self._make_batch(rows)
 
     def _val_batch(self, sequences: list[int]) -> tuple[Tensor, Tensor]:
         T = self.val_T
-        first_targets = np.array([i * T for i in sequences if i < self.val_windows], dtype=np.int64).reshape(-1, 1)
+        first_targets = np.array(
+            [i * T for i in sequences if i < self.val_windows], dtype=np.int64
+        ).reshape(-1, 1)
         starts = np.minimum(first_targets, len(self.val) - 1 - T)
-        x, y = self._make_batch([self.val[start : start + T + 1] for start in starts[:, 0].tolist()])
+        x, y = self._make_batch(
+            [self.val[start : start + T + 1] for start in starts[:, 0].tolist()]
+        )
         is_repeated = torch.from_numpy(starts + np.arange(T) < first_targets)
         return x, y.masked_fill(is_repeated, IGNORE_INDEX)
 
@@ -97,4 +123,8 @@ class Loader:
         """Inputs and targets (B, T) of windows of T + 1 stored tokens. A prompt's token is an input, but no target."""
         windows = torch.from_numpy(np.stack(rows).astype(np.int64))
         x, y = windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
-        return (torch.maximum(x, ~x), y.masked_fill(y < 0, IGNORE_INDEX)) if self.has_prompts else (x, y)
+        return (
+            (torch.maximum(x, ~x), y.masked_fill(y < 0, IGNORE_INDEX))
+            if self.has_prompts
+            else (x, y)
+        )

@@ -36,7 +36,10 @@ class Tokens:
     def __init__(self, folder: Path, meta: dict, parts: list[dict]):
         self.folder, self.parts = folder, parts
         self.dtype, self.vocab_size = np.dtype(meta["dtype"]), meta["vocab_size"]
-        self.starts = [0, *accumulate(part["tokens"] for part in parts)]  # of the parts, and the end of the last one
+        self.starts = [
+            0,
+            *accumulate(part["tokens"] for part in parts),
+        ]  # of the parts, and the end of the last one
 
     def __len__(self) -> int:
         return self.starts[-1]
@@ -48,10 +51,15 @@ class Tokens:
             skipped = max(0, start - first)
             count = min(stop - first, part["tokens"]) - skipped
             if count > 0:
-                path, offset = self.folder / part["file"], (part["start"] + skipped) * self.dtype.itemsize
+                path, offset = (
+                    self.folder / part["file"],
+                    (part["start"] + skipped) * self.dtype.itemsize,
+                )
                 ids = np.fromfile(path, self.dtype, count, offset=offset)
                 if len(ids) < count or ids.max() >= self.vocab_size or ids.min() < -self.vocab_size:
-                    raise TrainingFailed(f"{path} is damaged; remove its folder, and run the same command again")
+                    raise TrainingFailed(
+                        f"{path} is damaged; remove its folder, and run the same command again"
+                    )
                 pieces.append(ids)
         return np.concatenate(pieces)
 
@@ -85,7 +93,11 @@ class PreparedData:
 
 
 def prepare(
-    config: DataConfig, tokenizer: TokenizerConfig, block_size: int, spec: dict | None = None, offline: bool = False
+    config: DataConfig,
+    tokenizer: TokenizerConfig,
+    block_size: int,
+    spec: dict | None = None,
+    offline: bool = False,
 ) -> PreparedData | None:
     """Prepare the data of a config, unless this was done before.
 
@@ -103,7 +115,9 @@ def prepare(
             return None
         PREPARED.mkdir(parents=True, exist_ok=True)
         unfinished = Path(f"{folder}.partial")
-        with FileLock(PREPARED / f".{folder.name}.lock") as lock:  # the kernel releases it, even after kill -9
+        with FileLock(
+            PREPARED / f".{folder.name}.lock"
+        ) as lock:  # the kernel releases it, even after kill -9
             if not folder.exists():  # another process can have finished it in the meantime
                 text = f"{len(files):,} files" if len(files) > 1 else files[0]
                 print_text(f"preparing {config.name}: {text} -> {folder}")
@@ -113,22 +127,30 @@ def prepare(
                     meta = {"name": config.name, "fingerprint": hash_json(content)}
                     meta |= encode_sources(unfinished, sources, tokenizer, spec)
                     if hash_sources(sources) != content[-1]:
-                        raise UserError(f"the text of {config.name} changed while it was read; run the command again")
+                        raise UserError(
+                            f"the text of {config.name} changed while it was read; run the command again"
+                        )
                     write_json(unfinished / "meta.json", meta | {"checksum": hash_json(meta)})
                     os.replace(unfinished, folder)
                 finally:
                     shutil.rmtree(unfinished, ignore_errors=True)
                     with suppress(OSError):  # Windows does not remove an open file
                         os.unlink(lock.lock_file)
-    prepared = PreparedData(folder, read_meta(folder), tuple(source.config.weight for source in sources))
+    prepared = PreparedData(
+        folder, read_meta(folder), tuple(source.config.weight for source in sources)
+    )
     train, val = prepared.meta["tokens"]["train"], prepared.meta["tokens"]["val"]
     if train < block_size + 1 or val < 2 or not all(map(len, prepared.train)):
         shorter = f"set model.block_size={train - 1}, or " if 2 < train <= block_size else ""
         needed = f"model.block_size + 1 = {block_size + 1} and 2"
         longer = "use a longer text"
-        if tokenizer.name == "bpe":  # the vocabulary of a text with many repetitions has long tokens
+        if (
+            tokenizer.name == "bpe"
+        ):  # the vocabulary of a text with many repetitions has long tokens
             longer += ", a smaller tokenizer.vocab_size, or tokenizer=char"
-        raise UserError(f"{train} training and {val} validation tokens are below {needed}; {shorter}{longer}")
+        raise UserError(
+            f"{train} training and {val} validation tokens are below {needed}; {shorter}{longer}"
+        )
     spec = prepared.meta["tokenizer"]
     if END_OF_TEXT not in spec["special"]:
         ids = prepared.train[0][:START_TOKENS].astype(np.int64)
@@ -144,8 +166,17 @@ def read_meta(folder: Path) -> dict:
     """Read meta.json of a prepared folder, and check the sizes of its files. Raises UserError if one is damaged."""
     with suppress(Exception):  # a damaged file can raise anything
         meta = json.loads((folder / "meta.json").read_text(encoding="utf-8"))
-        checksum, files = meta.pop("checksum", None), {part["file"] for part in meta["train"] + meta["val"]}
-        size = sum((folder / file).stat().st_size for file in files) / np.dtype(meta["dtype"]).itemsize
-        if checksum in (None, hash_json(meta)) and size == sum(meta["tokens"].values()):  # None: an earlier version
+        checksum, files = (
+            meta.pop("checksum", None),
+            {part["file"] for part in meta["train"] + meta["val"]},
+        )
+        size = (
+            sum((folder / file).stat().st_size for file in files) / np.dtype(meta["dtype"]).itemsize
+        )
+        if checksum in (None, hash_json(meta)) and size == sum(
+            meta["tokens"].values()
+        ):  # None: an earlier version
             return meta
-    raise UserError(f"{folder} has damaged or missing files; remove the folder, and run the same command again")
+    raise UserError(
+        f"{folder} has damaged or missing files; remove the folder, and run the same command again"
+    )

@@ -43,7 +43,9 @@ def iter_pieces(source: Source, is_validation: bool = False) -> Iterator[Piece]:
     """Yield the documents of a source, or of its val_files, in pieces. Raises UserError if there is no text to read."""
     config = source.config
     files = source.val_files if is_validation else source.files
-    missing = {"text"} if config.prompt_column is None else {"prompt", "text"}  # columns without text so far
+    missing = (
+        {"text"} if config.prompt_column is None else {"prompt", "text"}
+    )  # columns without text so far
     for piece in _iter_files(files, config, None if is_validation else config.max_documents):
         if piece.text:
             missing.discard("prompt" if piece.is_prompt else "text")
@@ -80,7 +82,11 @@ def _iter_file(file: str, config: DataConfig) -> Iterator[Piece]:
         reason = f"{type(error).__name__}: {error}".splitlines()[0][:300]
         if isinstance(error, UnicodeDecodeError):
             reason = describe_decode_error(error)
-        advice = "check the network, or set data.path to a local copy" if is_remote(file) else "correct the file"
+        advice = (
+            "check the network, or set data.path to a local copy"
+            if is_remote(file)
+            else "correct the file"
+        )
         if file.startswith("hub:"):
             advice += ", or set data.text_column"
         raise UserError(f"{file} cannot be read ({reason}); {advice}") from error
@@ -119,10 +125,17 @@ def cut_into_pieces(texts: Iterable[str], is_prompt: bool = False) -> Iterator[P
     word into a space. Text without spaces, as in some scripts, is cut anywhere.
     """
     pending, search_from = "", max(0, MAX_PIECE_CHARS - 1000)
-    for part in (text[i : i + MAX_PIECE_CHARS] for text in texts for i in range(0, len(text), MAX_PIECE_CHARS)):
+    for part in (
+        text[i : i + MAX_PIECE_CHARS]
+        for text in texts
+        for i in range(0, len(text), MAX_PIECE_CHARS)
+    ):
         pending += part
         while len(pending) > MAX_PIECE_CHARS:
-            word_ends = [match.end() for match in re.finditer(r"\S(?= )", pending[search_from:MAX_PIECE_CHARS])]
+            word_ends = [
+                match.end()
+                for match in re.finditer(r"\S(?= )", pending[search_from:MAX_PIECE_CHARS])
+            ]
             stop = search_from + word_ends[-1] if word_ends else MAX_PIECE_CHARS
             yield Piece(pending[:stop], False, is_prompt)
             pending = pending[stop:]
@@ -139,7 +152,9 @@ def _iter_documents(file: str, config: DataConfig) -> Iterator[tuple[str, Iterab
         else:
             yield "", (text for _, text in rows)
     elif config.prompt_column is not None:
-        raise UserError(f"{file} has no columns; set data.path to .jsonl, .csv or .parquet, or data.prompt_column=null")
+        raise UserError(
+            f"{file} has no columns; set data.path to .jsonl, .csv or .parquet, or data.prompt_column=null"
+        )
     else:
         with _open_text(file) as stream:
             parts = iter(partial(stream.read, MAX_PIECE_CHARS), "")
@@ -171,19 +186,27 @@ def _iter_rows(file: str, config: DataConfig) -> Iterator[tuple[str, str]]:
     columns = [config.text_column]
     if config.prompt_column is not None:
         columns.append(config.prompt_column)
-    rows = _iter_csv(file, columns) if suffix(file) in CSV_DELIMITERS else _iter_arrow(file, columns, config)
+    rows = (
+        _iter_csv(file, columns)
+        if suffix(file) in CSV_DELIMITERS
+        else _iter_arrow(file, columns, config)
+    )
     for text, *prompts in rows:
         if text is None:
             continue
         if not isinstance(text, str):
-            raise ValueError(f"the column {config.text_column} contains {type(text).__name__}, not text")
+            raise ValueError(
+                f"the column {config.text_column} contains {type(text).__name__}, not text"
+            )
         yield (prompts[0] or "") if prompts else "", text
 
 
 def _iter_csv(file: str, columns: list[str]) -> Iterator[list[str]]:
     """Yield the columns of each row of a .csv or .tsv file. Raises UserError for a wrong header or row."""
     with _open_text(file) as stream:
-        lines = _iter_csv_lines(file, csv.reader(stream, delimiter=CSV_DELIMITERS[suffix(file)], strict=True))
+        lines = _iter_csv_lines(
+            file, csv.reader(stream, delimiter=CSV_DELIMITERS[suffix(file)], strict=True)
+        )
         _, names = next(lines, (1, []))
         _check_columns(file, names, columns)
         positions = [names.index(column) for column in columns]
@@ -206,14 +229,18 @@ def _iter_csv_lines(file: str, reader: Any) -> Iterator[tuple[int, list[str]]]:
         reason = f"has wrong quotes: {error}"
         if "unexpected end" in str(error):
             reason = "opens a quote that is never closed"
-        raise UserError(f"{file} cannot be read (the row at line {line} {reason}); correct the file") from None
+        raise UserError(
+            f"{file} cannot be read (the row at line {line} {reason}); correct the file"
+        ) from None
 
 
 def _check_columns(file: str, names: list[str], columns: list[str]) -> None:
     """Raise UserError unless each of the columns is one of the names in the header of a table, and only once."""
     for column in columns:
         if names.count(column) > 1:
-            raise UserError(f"{file} has {names.count(column)} columns named {column!r}; rename them")
+            raise UserError(
+                f"{file} has {names.count(column)} columns named {column!r}; rename them"
+            )
         if column not in names:
             listed = ", ".join(map(repr, names))[:200] or "missing"
             problem = f"{file} has no column {column!r}: the columns are {listed}"
@@ -254,11 +281,15 @@ def _iter_jsonl(file: str, schema: Any) -> Iterator[Any]:
         if stream.peek(100).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
             decompressed = re.sub(r"\.(gz|zst)$", "", file)
             convert = f"python -c '{CONVERT_JSON}' < {shlex.quote(decompressed)} > new.jsonl"
-            raise UserError(f"{file} is a JSON array instead of one object per line; convert it: {convert}")
+            raise UserError(
+                f"{file} is a JSON array instead of one object per line; convert it: {convert}"
+            )
         while chunk := stream.read(JSON_BLOCK_BYTES) + stream.readline():  # complete lines
             try:
                 if not chunk.isspace():
-                    yield json.read_json(pa.BufferReader(chunk), json.ReadOptions(block_size=len(chunk) + 1), parse)
+                    yield json.read_json(
+                        pa.BufferReader(chunk), json.ReadOptions(block_size=len(chunk) + 1), parse
+                    )
             except pa.ArrowInvalid as error:
                 message, _, row = str(error).partition(" in row ")
                 raise ValueError(f"{message} near line {line + int(row or 0)}") from None
@@ -268,7 +299,9 @@ def _iter_jsonl(file: str, schema: Any) -> Iterator[Any]:
 @cache
 def _import_datasets() -> Any:
     """The `datasets` library, imported on first use (1 s)."""
-    os.environ.setdefault("USE_TORCH", "0")  # otherwise `datasets` imports torch, which takes 2 s more
+    os.environ.setdefault(
+        "USE_TORCH", "0"
+    )  # otherwise `datasets` imports torch, which takes 2 s more
     import datasets
 
     return datasets
@@ -280,8 +313,12 @@ def _download(file: str) -> str:
         return file
     from aiohttp import ClientTimeout
 
-    timeout = ClientTimeout(total=None, sock_read=30)  # the default limits the complete download to five minutes
-    config = _import_datasets().DownloadConfig(storage_options={"client_kwargs": {"timeout": timeout}})
+    timeout = ClientTimeout(
+        total=None, sock_read=30
+    )  # the default limits the complete download to five minutes
+    config = _import_datasets().DownloadConfig(
+        storage_options={"client_kwargs": {"timeout": timeout}}
+    )
     return _import_datasets().DownloadManager(download_config=config).download(file)
 
 
@@ -289,7 +326,9 @@ def _open(file: str) -> Any:
     """A binary stream that is decompressed while it is read. Arrow notices a truncated file."""
     import pyarrow
 
-    return pyarrow.input_stream(open(_download(file), "rb"), compression=COMPRESSED.get(Path(file.lower()).suffix))
+    return pyarrow.input_stream(
+        open(_download(file), "rb"), compression=COMPRESSED.get(Path(file.lower()).suffix)
+    )
 
 
 def _open_bytes(file: str) -> io.BufferedReader:

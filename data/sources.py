@@ -21,17 +21,44 @@ from data.config import DataConfig
 
 CSV_DELIMITERS = {".csv": ",", ".tsv": "\t"}
 FOLDER_TABLES = (".parquet", ".jsonl", ".ndjson", ".jsonlines", *CSV_DELIMITERS)
-TABLES = (*FOLDER_TABLES, ".json")  # .json: JSON lines; other files of this name are common in folders
-SUFFIXES = (".txt", ".md", *FOLDER_TABLES)  # read from a folder; a file that data.path names may have any suffix
+TABLES = (
+    *FOLDER_TABLES,
+    ".json",
+)  # .json: JSON lines; other files of this name are common in folders
+SUFFIXES = (
+    ".txt",
+    ".md",
+    *FOLDER_TABLES,
+)  # read from a folder; a file that data.path names may have any suffix
 COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
 TYPICAL_COMPRESSION = 3  # bytes of text per byte of a compressed or .parquet file
 OUTPUT_FOLDERS = ("runs", "data/prepared")  # below the current folder; never read as input
 HASHED_BYTES = 2**26  # of a larger file, one megabyte at its start, middle and end is hashed
 # Keys that determine which documents are read from the files, and which are held out.
-READING_KEYS = ("config", "revision", "text_column", "prompt_column", "row_is_document", "max_documents")
+READING_KEYS = (
+    "config",
+    "revision",
+    "text_column",
+    "prompt_column",
+    "row_is_document",
+    "max_documents",
+)
 READING_KEYS += ("val_documents", "val_fraction")
-TABLE_KEYS = ("prompt_column", "text_column", "row_is_document")  # have no effect on files without columns
-STDLIB_EXCLUDED = {"test", "tests", "idle_test", "idlelib", "lib2to3", "encodings", "site-packages", "dist-packages"}
+TABLE_KEYS = (
+    "prompt_column",
+    "text_column",
+    "row_is_document",
+)  # have no effect on files without columns
+STDLIB_EXCLUDED = {
+    "test",
+    "tests",
+    "idle_test",
+    "idlelib",
+    "lib2to3",
+    "encodings",
+    "site-packages",
+    "dist-packages",
+}
 
 
 def is_remote(file: str) -> bool:
@@ -56,7 +83,9 @@ class Source:
     files: list[str]
     val_files: list[str]  # separate input for validation; empty: a part of `files` is held out
     has_several_documents: bool  # whether it can have several; a text file is one document
-    text_bytes: int | None  # approximate size of the text in `files`; None: unknown, not on this machine
+    text_bytes: (
+        int | None
+    )  # approximate size of the text in `files`; None: unknown, not on this machine
 
 
 def python_stdlib(config: DataConfig) -> list[str]:
@@ -66,7 +95,10 @@ def python_stdlib(config: DataConfig) -> list[str]:
     for parent, folders, files in os.walk(root):
         folders[:] = set(folders) - STDLIB_EXCLUDED
         names += [Path(parent, file).relative_to(root) for file in files if file.endswith(".py")]
-    return [str(root / name) for name in sorted(names, key=lambda name: hashlib.sha256(str(name).encode()).digest())]
+    return [
+        str(root / name)
+        for name in sorted(names, key=lambda name: hashlib.sha256(str(name).encode()).digest())
+    ]
 
 
 SOURCES: dict[str, Callable[[DataConfig], list[str]]] = {
@@ -82,8 +114,14 @@ def resolve_sources(config: DataConfig) -> list[Source]:
     for name, part in config.mixed.items():
         key, val_files = f"data.mix.{name}" if config.mix else "data", []
         if part.source not in SOURCES:
-            raise UserError(f"{key}.source={part.source} is unknown; set one of {', '.join(SOURCES)}")
-        files = find_files(part.path, f"{key}.path") if part.path is not None else SOURCES[part.source](part)
+            raise UserError(
+                f"{key}.source={part.source} is unknown; set one of {', '.join(SOURCES)}"
+            )
+        files = (
+            find_files(part.path, f"{key}.path")
+            if part.path is not None
+            else SOURCES[part.source](part)
+        )
         if part.val_path is not None:
             val_files = find_files(part.val_path, f"{key}.val_path")
         elif part.val_split and part.path is None:
@@ -93,7 +131,11 @@ def resolve_sources(config: DataConfig) -> list[Source]:
         has_several |= part.separator is not None
         size = part.text_bytes
         if not any(map(is_remote, files)):
-            packed = sum(os.path.getsize(file) for file in files if file.lower().endswith((*COMPRESSED, ".parquet")))
+            packed = sum(
+                os.path.getsize(file)
+                for file in files
+                if file.lower().endswith((*COMPRESSED, ".parquet"))
+            )
             size = sum(map(os.path.getsize, files)) + packed * (TYPICAL_COMPRESSION - 1)
         sources.append(Source(name, part, files, val_files, has_several, size))
     for source, other in itertools.product(sources, repeat=2):
@@ -110,7 +152,9 @@ def _check_keys(config: DataConfig, files: list[str], section: str) -> None:
     for key in TABLE_KEYS:
         value = getattr(config, key)
         default = getattr(DataConfig, key)
-        if tables == 0 and value != default and config.source != "hub":  # the YAML file of a data set may set the key
+        if (
+            tables == 0 and value != default and config.source != "hub"
+        ):  # the YAML file of a data set may set the key
             problem = f"{section}.{key}={format_value(value)} has no effect, because {files[0]} has no columns"
             advice = f"set {section}.path to .jsonl, .csv or .parquet, or {section}.{key}={format_value(default)}"
             raise UserError(f"{problem}; {advice}")
@@ -132,11 +176,19 @@ def find_files(paths: str | list[str], key: str) -> list[str]:
     for name in map(str, paths if isinstance(paths, list) and paths else [paths]):
         path = os.path.expanduser(name).rstrip("/")
         if os.path.isdir(path):
-            found = [os.path.join(parent, file) for parent, _, files in os.walk(path) for file in files]
-            found = [file for file in found if suffix(file) in SUFFIXES and "/." not in file[len(path) :]]
+            found = [
+                os.path.join(parent, file) for parent, _, files in os.walk(path) for file in files
+            ]
+            found = [
+                file for file in found if suffix(file) in SUFFIXES and "/." not in file[len(path) :]
+            ]
         else:
             found = glob.glob(path, recursive=True)
-        found = [file for file in found if os.path.isfile(file) and not os.path.realpath(file).startswith(outputs)]
+        found = [
+            file
+            for file in found
+            if os.path.isfile(file) and not os.path.realpath(file).startswith(outputs)
+        ]
         found = [name] if is_remote(name) else [path] if os.path.isfile(path) else found
         if not found:
             advice = f"set a file, a folder with {', '.join(SUFFIXES)} files, or a pattern such as texts/*.py"
@@ -144,8 +196,14 @@ def find_files(paths: str | list[str], key: str) -> list[str]:
                 advice += "; in a pattern, write [[] for the character ["
             raise UserError(f"{key}={name} has no file to read in {Path.cwd()}; {advice}")
         # part-9 is before part-10
-        found.sort(key=lambda file: [int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", file)])
-        unique |= {os.path.realpath(file): file for file in found if os.path.realpath(file) not in unique}
+        found.sort(
+            key=lambda file: [
+                int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", file)
+            ]
+        )
+        unique |= {
+            os.path.realpath(file): file for file in found if os.path.realpath(file) not in unique
+        }
     return list(unique.values())
 
 

@@ -32,9 +32,15 @@ BPE_PATTERN = (
 )
 TRAIN_BPE = Path(__file__).with_name("train_bpe.py")
 MAX_TRAIN_CHARS = 2**25  # characters that a vocabulary is trained on, at most
-TEXT_OVERHEAD_CHARS = 64  # added to each text's length, so that a sample of short texts has bounded memory
+TEXT_OVERHEAD_CHARS = (
+    64  # added to each text's length, so that a sample of short texts has bounded memory
+)
 MAX_LISTED_CHARACTERS = 9  # in a message
-OPENAI_SIZES = {"gpt2": 50_257, "cl100k_base": 100_277, "o200k_base": 200_019}  # vocabularies that tiktoken downloads
+OPENAI_SIZES = {
+    "gpt2": 50_257,
+    "cl100k_base": 100_277,
+    "o200k_base": 200_019,
+}  # vocabularies that tiktoken downloads
 
 
 class Tokenizer(tiktoken.Encoding):
@@ -56,15 +62,27 @@ class Tokenizer(tiktoken.Encoding):
 
 
 def _make_tokenizer(
-    name: str, pattern: str, tokens: Sequence[bytes], special: dict[str, int], start_token: int | None = None
+    name: str,
+    pattern: str,
+    tokens: Sequence[bytes],
+    special: dict[str, int],
+    start_token: int | None = None,
 ) -> Tokenizer:
     ranks = {token: rank for rank, token in enumerate(tokens)}
-    return Tokenizer(name, pat_str=pattern, mergeable_ranks=ranks, special_tokens=special, start_token=start_token)
+    return Tokenizer(
+        name,
+        pat_str=pattern,
+        mergeable_ranks=ranks,
+        special_tokens=special,
+        start_token=start_token,
+    )
 
 
 def char(texts: Iterable[str], vocab_size: int | None) -> tuple[str, list[bytes]]:
     """One token per distinct character, in code point order."""
-    return CHARACTER_PATTERN, [c.encode() for c in sorted(set(itertools.chain.from_iterable(texts)))]
+    return CHARACTER_PATTERN, [
+        c.encode() for c in sorted(set(itertools.chain.from_iterable(texts)))
+    ]
 
 
 def byte(texts: Iterable[str], vocab_size: int | None) -> tuple[str, list[bytes]]:
@@ -77,9 +95,13 @@ def bpe(texts: Iterable[str], vocab_size: int | None) -> tuple[str, list[bytes]]
     request = {"texts": sample_texts(texts), "vocab_size": vocab_size, "pattern": BPE_PATTERN}
     content = json.dumps(request, ensure_ascii=False).encode()
     # A signal to this process ends `run`, which then kills the child. In its own session, it gets no Ctrl-C itself.
-    done = subprocess.run([sys.executable, str(TRAIN_BPE)], input=content, capture_output=True, start_new_session=True)
+    done = subprocess.run(
+        [sys.executable, str(TRAIN_BPE)], input=content, capture_output=True, start_new_session=True
+    )
     if done.returncode != 0:
-        lines = done.stderr.decode(errors="replace").splitlines() or [f"exit code {done.returncode}"]
+        lines = done.stderr.decode(errors="replace").splitlines() or [
+            f"exit code {done.returncode}"
+        ]
         advice = "free some memory, or set tokenizer=byte"
         raise TrainingFailed(f"training the vocabulary failed ({lines[-1]}); {advice}")
     return BPE_PATTERN, [base64.b64decode(token) for token in json.loads(done.stdout)]
@@ -90,10 +112,16 @@ def sample_texts(texts: Iterable[str]) -> list[str]:
     sample, size, stride = [], 0, 1
     for number, text in enumerate(texts):
         if number % stride == 0:
-            sample.append(re.sub(r"(\s{1000})\s+", r"\1", text))  # longer runs overflow the stack of rustbpe's regex
+            sample.append(
+                re.sub(r"(\s{1000})\s+", r"\1", text)
+            )  # longer runs overflow the stack of rustbpe's regex
             size += len(text) + TEXT_OVERHEAD_CHARS
         if size > MAX_TRAIN_CHARS:
-            sample, stride, size = sample[::3], 3 * stride, size // 3  # odd: prompts and completions alternate
+            sample, stride, size = (
+                sample[::3],
+                3 * stride,
+                size // 3,
+            )  # odd: prompts and completions alternate
     return sample
 
 
@@ -103,7 +131,10 @@ TOKENIZERS: dict[str, Callable[[Iterable[str], int | None], tuple[str, list[byte
 
 
 def build_tokenizer(
-    config: TokenizerConfig, texts: Iterable[str], has_several_documents: bool, spec: dict | None = None
+    config: TokenizerConfig,
+    texts: Iterable[str],
+    has_several_documents: bool,
+    spec: dict | None = None,
 ) -> Tokenizer:
     """Build the tokenizer that `config` names from texts, or from the spec of another run. Raises UserError.
 
@@ -112,17 +143,23 @@ def build_tokenizer(
     if spec is not None:
         return from_spec(spec)
     if config.name in TOKENIZERS:
-        vocab_size = config.vocab_size and config.vocab_size - has_several_documents  # without the end-of-text token
+        vocab_size = (
+            config.vocab_size and config.vocab_size - has_several_documents
+        )  # without the end-of-text token
         pattern, tokens = TOKENIZERS[config.name](texts, vocab_size)
         special = {END_OF_TEXT: len(tokens)} if has_several_documents else {}
         return _make_tokenizer(config.name, pattern, tokens, special)
     if config.name not in OPENAI_SIZES:
-        raise UserError(f"tokenizer.name={config.name} is unknown; set {', '.join([*TOKENIZERS, *OPENAI_SIZES])}")
+        raise UserError(
+            f"tokenizer.name={config.name} is unknown; set {', '.join([*TOKENIZERS, *OPENAI_SIZES])}"
+        )
     try:
         return from_spec(to_spec(tiktoken.get_encoding(config.name)))
     except Exception as error:  # network and cache raise exceptions of many types
         advice = "set tokenizer=bpe, or TIKTOKEN_CACHE_DIR to a folder that tiktoken has filled on another machine"
-        raise UserError(f"tokenizer={config.name} cannot be downloaded ({type(error).__name__}); {advice}") from error
+        raise UserError(
+            f"tokenizer={config.name} cannot be downloaded ({type(error).__name__}); {advice}"
+        ) from error
 
 
 def to_spec(tokenizer: tiktoken.Encoding) -> dict:
@@ -133,13 +170,20 @@ def to_spec(tokenizer: tiktoken.Encoding) -> dict:
     ranks = tokenizer._mergeable_ranks
     tokens = [base64.b64encode(token).decode() for token in sorted(ranks, key=ranks.__getitem__)]
     special = dict(tokenizer._special_tokens)
-    return {"name": tokenizer.name, "pattern": tokenizer._pat_str, "tokens": tokens, "special": special}
+    return {
+        "name": tokenizer.name,
+        "pattern": tokenizer._pat_str,
+        "tokens": tokens,
+        "special": special,
+    }
 
 
 def from_spec(spec: dict) -> Tokenizer:
     """Build the tokenizer that to_spec converted."""
     tokens = [base64.b64decode(token) for token in spec["tokens"]]
-    return _make_tokenizer(spec["name"], spec["pattern"], tokens, spec["special"], spec.get("start"))
+    return _make_tokenizer(
+        spec["name"], spec["pattern"], tokens, spec["special"], spec.get("start")
+    )
 
 
 def end_of_text(tokenizer: tiktoken.Encoding) -> int | None:
@@ -163,7 +207,9 @@ def find_start_token(spec: dict, ids: np.ndarray) -> int:
     return int(ids[0])
 
 
-def encode(tokenizer: tiktoken.Encoding, text: str, where: str = "the text", fast: FastBPE | None = None) -> np.ndarray:
+def encode(
+    tokenizer: tiktoken.Encoding, text: str, where: str = "the text", fast: FastBPE | None = None
+) -> np.ndarray:
     """Token ids of `text`, (n,) uint32. Special tokens in the text are encoded as ordinary text.
 
     where: name of the text, for UserErrors about characters without a token. fast: FastBPE of the tokenizer.
@@ -173,8 +219,14 @@ def encode(tokenizer: tiktoken.Encoding, text: str, where: str = "the text", fas
     try:
         if tokenizer.name == "byte":
             return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.uint32)
-        return tokenizer.encode_to_numpy(text, disallowed_special=()) if fast is None else fast.encode(text)
-    except ValueError as error:  # half a character from a terminal with another encoding; a million spaces
+        return (
+            tokenizer.encode_to_numpy(text, disallowed_special=())
+            if fast is None
+            else fast.encode(text)
+        )
+    except (
+        ValueError
+    ) as error:  # half a character from a terminal with another encoding; a million spaces
         raise UserError(f"{where} cannot be encoded ({error}); correct the text") from None
 
 
@@ -185,7 +237,10 @@ def _check_characters(tokenizer: tiktoken.Encoding, text: str, where: str) -> No
     if not unknown:
         return
     has_marks = any(map(unicodedata.combining, unknown))
-    names = [repr(c) if c.isprintable() and not unicodedata.combining(c) else f"U+{ord(c):04X}" for c in unknown]
+    names = [
+        repr(c) if c.isprintable() and not unicodedata.combining(c) else f"U+{ord(c):04X}"
+        for c in unknown
+    ]
     listed = ", ".join(names[:MAX_LISTED_CHARACTERS])
     if len(names) > MAX_LISTED_CHARACTERS:
         listed += f" and {len(names) - MAX_LISTED_CHARACTERS} more"
@@ -197,7 +252,9 @@ def _check_characters(tokenizer: tiktoken.Encoding, text: str, where: str) -> No
 def token_strings(tokenizer: tiktoken.Encoding, ids: Sequence[int]) -> list[str]:
     """Each token as a label in one line: \\n for a newline, \\xNN for a byte that is not a complete character."""
     strings = [token_to_bytes(tokenizer, i).decode(errors="surrogateescape") for i in ids]
-    return [re.sub(r"(?<!\\)\\udc", r"\\x", repr(string)[1:-1]) for string in strings]  # byte 0xc3 is "\udcc3"
+    return [
+        re.sub(r"(?<!\\)\\udc", r"\\x", repr(string)[1:-1]) for string in strings
+    ]  # byte 0xc3 is "\udcc3"
 
 
 def token_to_bytes(tokenizer: tiktoken.Encoding, token: int) -> bytes:

@@ -14,7 +14,9 @@ import rustbpe
 def main() -> None:
     request = json.loads(sys.stdin.buffer.read())
     trainer = rustbpe.Tokenizer()  # ty: ignore[missing-attribute] (compiled, without type stubs)
-    trainer.train_from_iterator(iter(request["texts"]), request["vocab_size"], pattern=request["pattern"])
+    trainer.train_from_iterator(
+        iter(request["texts"]), request["vocab_size"], pattern=request["pattern"]
+    )
     ranks = sorted(trainer.get_mergeable_ranks(), key=lambda pair: pair[1])
     print(json.dumps([base64.b64encode(bytes(token)).decode() for token, _ in ranks]))
 

@@ -1,4 +1,3 @@
-"""The GPT model: architecture, attention backends, loss, FLOPs and generation."""
+"""The GPT model: architecture, attention backends, loss and FLOPs. Needs torch only."""
 
 from model.config import AttentionConfig, GPTConfig
-from model.generation.config import SamplingConfig

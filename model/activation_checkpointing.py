@@ -12,7 +12,11 @@ def checkpoint_activations(model: GPT, part: str) -> None:
 
     part: "block", "attention" or "none". Losses and gradients do not change.
     """
-    modules = {"none": [], "block": model.blocks, "attention": [block.attn for block in model.blocks]}
+    modules = {
+        "none": [],
+        "block": model.blocks,
+        "attention": [block.attn for block in model.blocks],
+    }
     for module in modules[part]:
         _checkpoint_forward(module, preserve_rng_state=model.config.dropout > 0)
 
@@ -23,6 +27,8 @@ def _checkpoint_forward(module: nn.Module, preserve_rng_state: bool) -> None:
     def checkpointed_forward(*args, **kwargs):
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        return checkpoint(forward, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state, **kwargs)
+        return checkpoint(
+            forward, *args, use_reentrant=False, preserve_rng_state=preserve_rng_state, **kwargs
+        )
 
     module.forward = checkpointed_forward

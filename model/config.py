@@ -25,24 +25,44 @@ class GPTConfig:
     name: str = "modern"
     n_layer: int = setting(2, 1, 10**4)
     n_head: int = setting(2, 1, 10**4)  # query heads
-    n_kv_head: int | None = setting(None, 1, 10**4)  # key/value heads, each shared by several query heads; None: n_head
+    n_kv_head: int | None = setting(
+        None, 1, 10**4
+    )  # key/value heads, each shared by several query heads; None: n_head
     n_embd: int = setting(128, 1, 10**6)  # channels
     block_size: int = setting(128, 1, 10**8)  # context length in tokens
-    dropout: float = setting(0.0, 0, below=1)  # of the embeddings, the attention weights, and attention and MLP outputs
+    dropout: float = setting(
+        0.0, 0, below=1
+    )  # of the embeddings, the attention weights, and attention and MLP outputs
     bias: bool = False  # in linear layers and LayerNorms
     norm: str = setting("rmsnorm", choices=("layernorm", "rmsnorm"))
     mlp: str = setting("relu2", choices=MLPS)
-    mlp_width: int | None = setting(None, 1, 10**7)  # channels of the MLP; None: 4 n_embd, or 8/3 n_embd if gated
+    mlp_width: int | None = setting(
+        None, 1, 10**7
+    )  # channels of the MLP; None: 4 n_embd, or 8/3 n_embd if gated
     position: str = setting("rotary", choices=("learned", "rotary"))
-    attention_type: Any = setting("softmax", choices=ATTENTION_TYPES)  # a list repeats over the layers
-    window: Any = setting(None, 1, 10**9)  # keys per query with its own; None: all; a list repeats over the layers
+    attention_type: Any = setting(
+        "softmax", choices=ATTENTION_TYPES
+    )  # a list repeats over the layers
+    window: Any = setting(
+        None, 1, 10**9
+    )  # keys per query with its own; None: all; a list repeats over the layers
     qk_norm: bool = True  # normalize queries and keys
-    attention_softcap: float | None = setting(None, above=0, high=1e6)  # bound of the attention scores (Gemma 2: 50)
-    logit_softcap: float | None = setting(None, above=0, high=1e6)  # bound of the logits (Gemma 2: 30)
+    attention_softcap: float | None = setting(
+        None, above=0, high=1e6
+    )  # bound of the attention scores (Gemma 2: 50)
+    logit_softcap: float | None = setting(
+        None, above=0, high=1e6
+    )  # bound of the logits (Gemma 2: 30)
     tie_embeddings: bool = False  # the head uses the weights of the token embedding
-    pad_vocab_multiple: int = setting(1, 1, 10**6)  # round the rows of embedding and head up; 64 is faster on GPUs
-    max_ngram: int = setting(3, 1, 100)  # longest n-gram that has an embedding; 1: single tokens only
-    ngram_table_size: int = setting(32768, 1, 10**10)  # rows that n-grams of two or more tokens are hashed into
+    pad_vocab_multiple: int = setting(
+        1, 1, 10**6
+    )  # round the rows of embedding and head up; 64 is faster on GPUs
+    max_ngram: int = setting(
+        3, 1, 100
+    )  # longest n-gram that has an embedding; 1: single tokens only
+    ngram_table_size: int = setting(
+        32768, 1, 10**10
+    )  # rows that n-grams of two or more tokens are hashed into
 
     def __post_init__(self):
         check(self, "model")
@@ -51,12 +71,16 @@ class GPTConfig:
     def from_saved(cls, values: dict[str, Any]) -> "GPTConfig":
         """The config of a saved model. Keys that a newer version has added have their defaults. Raises UserError."""
         if unknown := values.keys() - {entry.name for entry in fields(cls)}:
-            raise UserError(f"the model has {', '.join(sorted(unknown))}; use the version of the code that trained it")
+            raise UserError(
+                f"the model has {', '.join(sorted(unknown))}; use the version of the code that trained it"
+            )
         return cls(**values)
 
     def rules(self, section: str) -> list[Rule]:
         divisors = ", ".join(str(G) for G in range(1, self.n_head + 1) if self.n_head % G == 0)
-        n_embd = max(1, round(self.n_embd / self.n_head / 2)) * 2 * self.n_head  # rotary needs an even head_dim
+        n_embd = (
+            max(1, round(self.n_embd / self.n_head / 2)) * 2 * self.n_head
+        )  # rotary needs an even head_dim
         is_window = [w is None or type(w) is int for w in self.window_pattern]
         n_attention, n_window = len(self.attention_type_pattern), len(self.window_pattern)
         has_types = 0 < n_attention <= self.n_layer and all(self.attention_type_pattern)
@@ -87,11 +111,15 @@ class GPTConfig:
     def windows(self) -> tuple[int | None, ...]:
         """Window of each layer; None if the layer attends to all keys."""
         repeated = islice(cycle(self.window_pattern), self.n_layer)
-        return tuple(None if window is None or window >= self.block_size else window for window in repeated)
+        return tuple(
+            None if window is None or window >= self.block_size else window for window in repeated
+        )
 
     @property
     def attention_type_pattern(self) -> list[str]:
-        return self.attention_type if isinstance(self.attention_type, list) else [self.attention_type]
+        return (
+            self.attention_type if isinstance(self.attention_type, list) else [self.attention_type]
+        )
 
     @property
     def attention_types(self) -> tuple[str, ...]:
@@ -115,5 +143,9 @@ class AttentionConfig:
     """Implementation of attention. All implementations give the same results up to rounding."""
 
     backend: str = "sdpa"  # function in model/attention/backends.py
-    kernels: list[str] | None = None  # PyTorch kernels that sdpa may use, in order of preference; None: all
-    flash_package: str | None = None  # FA3 or FA4 replace PyTorch's FlashAttention kernel; None: PyTorch's own
+    kernels: list[str] | None = (
+        None  # PyTorch kernels that sdpa may use, in order of preference; None: all
+    )
+    flash_package: str | None = (
+        None  # FA3 or FA4 replace PyTorch's FlashAttention kernel; None: PyTorch's own
+    )

@@ -9,9 +9,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from data.loader import IGNORE_INDEX
 from model.attention.softcap import apply_softcap
 
+IGNORE_INDEX = -100  # target that is not counted
 CHUNK_LOGITS = 2**26  # 256 MiB in float32; 1,335 tokens with GPT-2's vocabulary
 MAX_COMPILED_CHUNKS = 16  # torch.compile unrolls the loop over chunks
 
@@ -41,7 +41,11 @@ def linear_cross_entropy(
     device = x.device.type
     if chunk_logits is None:
         is_cuda = device == "cuda"
-        chunk_logits = torch.cuda.get_device_properties(x.device).total_memory // 64 if is_cuda else CHUNK_LOGITS
+        chunk_logits = (
+            torch.cuda.get_device_properties(x.device).total_memory // 64
+            if is_cuda
+            else CHUNK_LOGITS
+        )
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
     if x.shape[0] * weight.shape[0] <= chunk_logits or dtype == torch.float16:
         logits = apply_softcap(F.linear(x, weight)[:, :vocab_size].float(), softcap)
@@ -50,7 +54,9 @@ def linear_cross_entropy(
     chunk = max(chunk_logits // weight.shape[0], 1)  # tokens
     if torch.compiler.is_compiling():
         chunk = max(chunk, -(-x.shape[0] // MAX_COMPILED_CHUNKS))
-    total = _ChunkedCrossEntropy.apply(x.to(dtype), weight, targets, vocab_size, chunk, needs_grad, softcap)
+    total = _ChunkedCrossEntropy.apply(
+        x.to(dtype), weight, targets, vocab_size, chunk, needs_grad, softcap
+    )
     return total / (targets != IGNORE_INDEX).sum() if reduction == "mean" else total
 
 
@@ -61,7 +67,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
     def forward(ctx, x, weight, targets, vocab_size, chunk, needs_grad, softcap) -> Tensor:
         total = torch.zeros((), device=x.device)
         grad_x = torch.empty_like(x) if needs_grad else None
-        grad_weight = torch.zeros_like(weight) if needs_grad else None  # summed in the dtype of the parameter
+        grad_weight = (
+            torch.zeros_like(weight) if needs_grad else None
+        )  # summed in the dtype of the parameter
         cast_weight = weight.to(x.dtype)
         with torch.autocast(x.device.type, enabled=False):
             for first in range(0, x.shape[0], chunk):
@@ -69,7 +77,9 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 is_counted = (targets[part] != IGNORE_INDEX).unsqueeze(1)
                 target = targets[part].masked_fill(~is_counted[:, 0], 0).unsqueeze(1)
                 logits = apply_softcap((x[part] @ cast_weight.mT).float(), softcap)
-                slope = None if softcap is None else 1 - (logits / softcap).square()  # derivative of the softcap
+                slope = (
+                    None if softcap is None else 1 - (logits / softcap).square()
+                )  # derivative of the softcap
                 logits[:, vocab_size:] = -torch.inf
                 log_probs = logits.log_softmax(1)
                 total -= (log_probs.gather(1, target) * is_counted).sum()

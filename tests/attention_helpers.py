@@ -13,23 +13,45 @@ from model.attention import BACKENDS, AttentionRequest, ResolvedAttention, naive
 from model.attention.support import missing_feature
 
 CPU, CUDA = torch.device("cpu"), torch.device("cuda")
-DTYPES = {"float64": torch.float64, "float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
-REQUEST = AttentionRequest(B=2, Tq=16, Tk=16, H=4, G=2, D=8, Dv=8, dtype=torch.float32, device=CPU, grad=True)
-IS_OLD_GPU = torch.cuda.is_available() and torch.cuda.get_device_capability() < (8, 0)  # before Ampere
+DTYPES = {
+    "float64": torch.float64,
+    "float32": torch.float32,
+    "bfloat16": torch.bfloat16,
+    "float16": torch.float16,
+}
+REQUEST = AttentionRequest(
+    B=2, Tq=16, Tk=16, H=4, G=2, D=8, Dv=8, dtype=torch.float32, device=CPU, grad=True
+)
+IS_OLD_GPU = torch.cuda.is_available() and torch.cuda.get_device_capability() < (
+    8,
+    0,
+)  # before Ampere
 HALF = torch.float16 if IS_OLD_GPU else torch.bfloat16
 REQUEST_CUDA = replace(REQUEST, Tq=128, Tk=128, G=4, D=64, Dv=64, dtype=HALF, device=CUDA)
 
 # Errors that rounding explains: (largest error of an output, largest error of a gradient / largest gradient).
 BOUNDS = {
-    "cpu": {"float64": (1e-12, 1e-12), "float32": (1e-5, 1e-5), "bfloat16": (5e-2, 5e-2), "float16": (5e-3, 5e-3)},
-    "cuda": {"float64": (1e-12, 1e-12), "float32": (1e-4, 1e-4), "bfloat16": (5e-2, 5e-2), "float16": (1e-2, 1e-2)},
+    "cpu": {
+        "float64": (1e-12, 1e-12),
+        "float32": (1e-5, 1e-5),
+        "bfloat16": (5e-2, 5e-2),
+        "float16": (5e-3, 5e-3),
+    },
+    "cuda": {
+        "float64": (1e-12, 1e-12),
+        "float32": (1e-4, 1e-4),
+        "bfloat16": (5e-2, 5e-2),
+        "float16": (1e-2, 1e-2),
+    },
 }
 
 
 def per_device(cpu: list, cuda: list) -> list:
     """Test parameters (device, case) for the CPU and for a GPU."""
     gpu, compiled = pytest.mark.gpu, pytest.mark.compiles
-    on_gpu = [pytest.param(CUDA, case, marks=[gpu, compiled] if case == "flex" else gpu) for case in cuda]
+    on_gpu = [
+        pytest.param(CUDA, case, marks=[gpu, compiled] if case == "flex" else gpu) for case in cuda
+    ]
     return [pytest.param(CPU, case) for case in cpu] + on_gpu
 
 
@@ -69,11 +91,20 @@ def random_masks(request: AttentionRequest, seed=0) -> dict:
     generator = torch.Generator().manual_seed(seed)
     positions = doc_ids = None
     if request.document_mask:
-        doc_ids = torch.randint(0, 4, (request.B, request.Tk), generator=generator).sort(dim=1).values
+        doc_ids = (
+            torch.randint(0, 4, (request.B, request.Tk), generator=generator).sort(dim=1).values
+        )
         doc_ids = doc_ids.to(request.device)
     if request.positions:
-        positions = torch.randint(0, request.Tk, (request.B, request.Tq), generator=generator).to(request.device)
-    return {"window": request.window, "doc_ids": doc_ids, "positions": positions, "softcap": request.softcap}
+        positions = torch.randint(0, request.Tk, (request.B, request.Tq), generator=generator).to(
+            request.device
+        )
+    return {
+        "window": request.window,
+        "doc_ids": doc_ids,
+        "positions": positions,
+        "softcap": request.softcap,
+    }
 
 
 def compare_with_naive(name: str, request: AttentionRequest, seed: int, attend=None) -> None:
@@ -97,10 +128,14 @@ def compare_with_naive(name: str, request: AttentionRequest, seed: int, attend=N
     assert y.dtype == request.dtype
     assert (y.double() - expected).abs().max() < y_bound
     if request.grad:
-        weights = torch.randn(*y.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+        weights = torch.randn(
+            *y.shape, generator=torch.Generator().manual_seed(seed), dtype=torch.float64
+        )
         weights = weights.to(request.device)
         actual = torch.autograd.grad((y.double() * weights).sum(), qkv)
-        for a, e in zip(actual, torch.autograd.grad((expected * weights).sum(), doubles), strict=True):
+        for a, e in zip(
+            actual, torch.autograd.grad((expected * weights).sum(), doubles), strict=True
+        ):
             assert (a.double() - e).abs().max() < gradient_bound * max(1.0, e.abs().max())
 
 
@@ -112,8 +147,14 @@ def restored_compile_settings() -> Iterator[None]:
     """
     from torch._inductor.fx_passes import fuse_attention
 
-    register_patterns, cache_key_tag = fuse_attention._sfdp_init, torch.compiler.config.cache_key_tag
+    register_patterns, cache_key_tag = (
+        fuse_attention._sfdp_init,
+        torch.compiler.config.cache_key_tag,
+    )
     try:
         yield
     finally:
-        fuse_attention._sfdp_init, torch.compiler.config.cache_key_tag = register_patterns, cache_key_tag
+        fuse_attention._sfdp_init, torch.compiler.config.cache_key_tag = (
+            register_patterns,
+            cache_key_tag,
+        )

@@ -7,7 +7,9 @@ from contextlib import chdir
 from pathlib import Path
 
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # `pytest &` in a script ignores Ctrl-C;
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # the processes that tests start must not inherit this
+    signal.signal(
+        signal.SIGINT, signal.default_int_handler
+    )  # the processes that tests start must not inherit this
 if "PYTEST_XDIST_WORKER" in os.environ:  # parallel test processes use one thread each
     os.environ.setdefault("OMP_NUM_THREADS", "1")
 # torch.compile otherwise compiles a test program per instruction set, which takes ten seconds for each empty cache.
@@ -22,7 +24,11 @@ def pytest_collection_modifyitems(items):
     if not torch.cuda.is_available():
         for item in items:
             if "gpu" in item.keywords:
-                item.add_marker(pytest.mark.skip(reason="NOT RUN: needs a CUDA device, and this machine has none"))
+                item.add_marker(
+                    pytest.mark.skip(
+                        reason="NOT RUN: needs a CUDA device, and this machine has none"
+                    )
+                )
 
 
 @pytest.fixture

@@ -32,14 +32,18 @@ UNUSUAL_TEXTS = [
     "", "emoji 😀, 👩\u200d👧", "Windows\r\nlines\rand old Macs", "NUL \x00 bytes \x00\x00", "NA", "null", "2024-01-01",
     " spaces ", '"quoted", text', "\n", "<|endoftext|> is text", "\u2028\x85\x0c\x1a", "e\u0301", "\ufeff in between",
 ]  # fmt: skip
-any_text = st.one_of(st.text(st.characters(exclude_categories=["Cs"]), max_size=60), st.sampled_from(UNUSUAL_TEXTS))
+any_text = st.one_of(
+    st.text(st.characters(exclude_categories=["Cs"]), max_size=60), st.sampled_from(UNUSUAL_TEXTS)
+)
 
 
 def mix(**sources: DataConfig) -> DataConfig:
     return DataConfig(name="mix", source="mix", mix=sources)
 
 
-def prepare_data(config: DataConfig, tokenizer: TokenizerConfig = BYTE, block_size: int = 16) -> PreparedData:
+def prepare_data(
+    config: DataConfig, tokenizer: TokenizerConfig = BYTE, block_size: int = 16
+) -> PreparedData:
     return prepare(config, tokenizer, block_size)
 
 
@@ -47,7 +51,10 @@ def read_documents(config: DataConfig) -> list[tuple[str, str]]:
     """Prompt and text of all documents."""
     documents = [list(document) for document in iter_documents(resolve_sources(config))]
     join = "".join
-    return [(join(p.text for p in d if p.is_prompt), join(p.text for p in d if not p.is_prompt)) for d in documents]
+    return [
+        (join(p.text for p in d if p.is_prompt), join(p.text for p in d if not p.is_prompt))
+        for d in documents
+    ]
 
 
 def load_documents(path: str | list[str], **settings) -> list[str]:
@@ -59,7 +66,9 @@ def build(documents: list[str], config: TokenizerConfig) -> tiktoken.Encoding:
 
 
 def read_ids(prepared: PreparedData, split: str) -> list[int]:
-    return np.concatenate([t[:] for t in (prepared.train if split == "train" else [prepared.val])]).tolist()
+    return np.concatenate(
+        [t[:] for t in (prepared.train if split == "train" else [prepared.val])]
+    ).tolist()
 
 
 def decode_split(prepared: PreparedData, split: str) -> str:
@@ -92,7 +101,9 @@ def write_table(path: str, **columns: list) -> str:
         csv.writer(out).writerows([list(columns), *rows])
     else:
         for n, row in enumerate(rows):
-            out.write(json.dumps(dict(zip(columns, row, strict=True)), ensure_ascii=n % 2 == 0) + "\n")
+            out.write(
+                json.dumps(dict(zip(columns, row, strict=True)), ensure_ascii=n % 2 == 0) + "\n"
+            )
     return write_file(path, out.getvalue())
 
 

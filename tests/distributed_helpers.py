@@ -9,13 +9,30 @@ from pathlib import Path
 import pytest
 from helpers import ROOT, TINY
 
-SINGLE = ["train.batch_size=8", "schedule.warmup_steps=100", "eval.every=6", "checkpoint.every=6", "device=cpu"]
+SINGLE = [
+    "train.batch_size=8",
+    "schedule.warmup_steps=100",
+    "eval.every=6",
+    "checkpoint.every=6",
+    "device=cpu",
+]
 
 
 def torchrun(
-    processes: int, *overrides: str, script=ROOT / "train.py", flags=("--standalone",), cwd=None, **environment: str
+    processes: int,
+    *overrides: str,
+    script=ROOT / "train.py",
+    flags=("--standalone",),
+    cwd=None,
+    **environment: str,
 ) -> subprocess.Popen:
-    command = [sys.executable, "-m", "torch.distributed.run", *flags, f"--nproc_per_node={processes}"]
+    command = [
+        sys.executable,
+        "-m",
+        "torch.distributed.run",
+        *flags,
+        f"--nproc_per_node={processes}",
+    ]
     return subprocess.Popen(
         [*command, str(script), *TINY, *SINGLE, *overrides], env=os.environ | environment, text=True, cwd=cwd,
         stdout=subprocess.PIPE, stderr=subprocess.PIPE,

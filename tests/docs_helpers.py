@@ -22,25 +22,63 @@ from data.sources import is_remote
 
 PAGES = [ROOT / "README.md", *sorted((ROOT / "docs").glob("*.md"))]
 HACKING = ROOT / "docs/hacking.md"  # test_hacking.py runs its blocks
-ATTENTION_PAGES = sorted((ROOT / "docs/attention").glob("*.md"))  # test_attention_pages.py runs their Python blocks
+ATTENTION_PAGES = sorted(
+    (ROOT / "docs/attention").glob("*.md")
+)  # test_attention_pages.py runs their Python blocks
 SCRIPTS = ("train", "sample", "eval", "prepare", "bench", "compare", "export")
 NEEDS = re.compile(r"\b(GPUs?|several machines|cluster|SLURM)\b")
 YAML_FILE = r"^# (\S+\.yaml)(?:\s+(python .*))?$"
 DOWNLOADED_VOCABULARY = r"\btokenizer=(gpt2|cl100k_base|o200k_base)\b"
 # Other programs, which the tests do not run.
-FOREIGN = ("git", "uv", "pip", "source", "cd", "pytest", "ruff", "ty", "pre-commit", "wandb", "export", "ls", "cat")
-FOREIGN += ("ct2-transformers-converter", "lm_eval", "llama.cpp/convert_hf_to_gguf.py", "benchmarks/gpu_check.sh")
-SMALL_MODEL = {"model.n_layer": 2, "model.n_head": 2, "model.block_size": 16, "model.ngram_table_size": 64}
+FOREIGN = (
+    "git",
+    "uv",
+    "pip",
+    "source",
+    "cd",
+    "pytest",
+    "ruff",
+    "ty",
+    "pre-commit",
+    "wandb",
+    "export",
+    "ls",
+    "cat",
+)
+FOREIGN += (
+    "ct2-transformers-converter",
+    "lm_eval",
+    "llama.cpp/convert_hf_to_gguf.py",
+    "benchmarks/gpu_check.sh",
+)
+SMALL_MODEL = {
+    "model.n_layer": 2,
+    "model.n_head": 2,
+    "model.block_size": 16,
+    "model.ngram_table_size": 64,
+}
 SHRINK = {
-    "train": SMALL_MODEL | {"train.batch_size": 4, "train.micro_batch_size": "null", "eval.windows": 4},
+    "train": SMALL_MODEL
+    | {"train.batch_size": 4, "train.micro_batch_size": "null", "eval.windows": 4},
     "bench": SMALL_MODEL | {"vocab_size": 64, "batch_size": 16},  # larger inputs have fewer copies
 }
 # These replace the values of the command, because they determine only how long it takes.
 SHRINK_ALWAYS = {
-    "train": {"train.steps": 2, "eval.every": 2, "checkpoint.every": 2, "eval.sample.max_new_tokens": 2}
+    "train": {
+        "train.steps": 2,
+        "eval.every": 2,
+        "checkpoint.every": 2,
+        "eval.sample.max_new_tokens": 2,
+    }
     | {"wandb.mode": "disabled"},
     "sample": {"max_new_tokens": 8},
-    "bench": {"block_sizes": "[16]", "rounds": 1, "repeats": 1, "seconds": 0.001, "wandb.mode": "disabled"},
+    "bench": {
+        "block_sizes": "[16]",
+        "rounds": 1,
+        "repeats": 1,
+        "seconds": 0.001,
+        "wandb.mode": "disabled",
+    },
 }
 
 
@@ -63,7 +101,9 @@ class Command:
     @property
     def needs_other_machine(self) -> bool:
         """Whether the comment states that the command needs a GPU or several machines, or a download of tasks."""
-        return bool(NEEDS.search(self.comment)) or (self.script == "eval" and "network" in self.comment)
+        return bool(NEEDS.search(self.comment)) or (
+            self.script == "eval" and "network" in self.comment
+        )
 
     @property
     def is_sweep(self) -> bool:
@@ -72,13 +112,22 @@ class Command:
     @property
     def is_slow(self) -> bool:
         """Whether the command runs in the slow suite: it starts processes, measures, or is not on the first page."""
-        is_slow = self.is_sweep or self.launcher or self.script == "bench" or "train.profile=true" in self.words
+        is_slow = (
+            self.is_sweep
+            or self.launcher
+            or self.script == "bench"
+            or "train.profile=true" in self.words
+        )
         return bool(is_slow) or not self.place.startswith("README")
 
     def shortened_words(self) -> list[str]:
         """The words, with two values of each swept key, and without the values that SHRINK_ALWAYS replaces."""
         words = [first_values(word, 2) for word in self.words] if self.is_sweep else self.words
-        return [word for word in words if word.split("=", 1)[0] not in SHRINK_ALWAYS.get(self.script, {})]
+        return [
+            word
+            for word in words
+            if word.split("=", 1)[0] not in SHRINK_ALWAYS.get(self.script, {})
+        ]
 
     def value(self, key: str) -> str | None:
         values = [word.split("=", 1)[1] for word in self.words if word.startswith(f"{key}=")]
@@ -100,7 +149,11 @@ def read_commands(page: Path) -> list[Command]:
             joined = "\n".join(lines).replace("\\\n", "  ")
             for offset, line in enumerate(joined.splitlines()):
                 commands += parse_line(f"{page.name}:{first + offset}", line)
-        if language == "yaml" and (match := re.search(YAML_FILE, "\n".join(lines), re.MULTILINE)) and match[2]:
+        if (
+            language == "yaml"
+            and (match := re.search(YAML_FILE, "\n".join(lines), re.MULTILINE))
+            and match[2]
+        ):
             commands += parse_line(f"{page.name}:{first}", match[2])
         if language == "":
             for shown in re.split(r"^\$ ", "\n".join(lines), flags=re.MULTILINE)[1:]:
@@ -133,9 +186,14 @@ def parse_line(place: str, line: str) -> list[Command]:
             assert (ROOT / file).is_file(), f"{place}: {file} does not exist"
             script = Path(file).stem if Path(file).stem in SCRIPTS else None
             launcher = words[1 : files[0]] if words[0] == "torchrun" else []
-            commands.append(Command(place, text.strip(), comment, script, words[files[0] + 1 :], launcher))
+            commands.append(
+                Command(place, text.strip(), comment, script, words[files[0] + 1 :], launcher)
+            )
         else:
-            known = words[0] in FOREIGN or words[:3] in (["python", "-m", "venv"], ["python3", "-m", "venv"])
+            known = words[0] in FOREIGN or words[:3] in (
+                ["python", "-m", "venv"],
+                ["python3", "-m", "venv"],
+            )
             assert known, f"{place}: the tests do not know how to check {text!r}"
     return commands
 
@@ -147,7 +205,9 @@ def write_yaml_files(page: Path, folder: Path) -> None:
             text = "\n".join(lines)
             content = yaml.safe_load(text)
             match = re.search(YAML_FILE, text, re.MULTILINE)
-            assert match, f"{page.name}:{first}: name the file of this YAML block in a comment, as in # own/data/a.yaml"
+            assert match, (
+                f"{page.name}:{first}: name the file of this YAML block in a comment, as in # own/data/a.yaml"
+            )
             write_file(f"{folder}/{match[1]}", text)
             for section in [content, *content.get("mix", {}).values()]:
                 if isinstance(section, dict) and "path" in section:
@@ -167,7 +227,11 @@ def prepare_folder(folder: Path, run: Path, exported: Path, command: Command) ->
             if separator := unescape(command.value("data.separator")):
                 (folder / value).write_text(TEXT.replace("\n", separator), encoding="utf-8")
         elif key in ("prompts", "prompt_file"):
-            lines = '{"prompt": "The 1"}\n{"prompt": "The 2"}' if value.endswith(".jsonl") else "The 1\nThe 2"
+            lines = (
+                '{"prompt": "The 1"}\n{"prompt": "The 2"}'
+                if value.endswith(".jsonl")
+                else "The 1\nThe 2"
+            )
             (folder / value).write_text(lines, encoding="utf-8")
         elif key == "tasks" and value.endswith(".yaml"):
             (folder / "questions.jsonl").write_text(
@@ -205,7 +269,10 @@ def write_document(folder: Path, value: str, column: str) -> None:
             write_document(folder, item, column)
         return
     path = folder / value.replace("**", "inner").replace("*", "a")
-    rows = [{column: TEXT[i : i + 1000], "number": i, "prompt": TEXT[i : i + 50]} for i in range(0, 20_000, 1000)]
+    rows = [
+        {column: TEXT[i : i + 1000], "number": i, "prompt": TEXT[i : i + 50]}
+        for i in range(0, 20_000, 1000)
+    ]
     lines = "".join(json.dumps(row) + "\n" for row in rows)
     if path.suffix == "":
         write_file(f"{path}/a.txt", TEXT)
@@ -244,7 +311,14 @@ def distinct(commands: list[Command]) -> list[Command]:
     """The first of the commands that are equal after they are shortened, such as train.py with other train.steps."""
     first: dict[tuple[str, ...], Command] = {}
     for command in commands:
-        key = (command.script, *command.launcher, "words", *command.shortened_words(), "output", *command.output)
+        key = (
+            command.script,
+            *command.launcher,
+            "words",
+            *command.shortened_words(),
+            "output",
+            *command.output,
+        )
         first.setdefault(key, command)
     return list(first.values())
 

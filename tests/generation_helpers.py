@@ -7,15 +7,22 @@ from helpers import BYTE, sampling
 from model_helpers import GPT2, GROUPED, MODERN, make_model
 
 from data import tokenizer
+from generation.engine import Engine, Prompt
+from generation.load import model_from_weights
 from model import GPTConfig
 from model.attention import naive
-from model.generation.engine import Engine, Prompt
 from model.gpt import GPT
 
 BYTES = tokenizer.build_tokenizer(BYTE, [], has_several_documents=False)
 WINDOWED = GROUPED | dict(window=[5, None])
 MIXED = GROUPED | dict(attention_type=["linear", "softmax"])
-VARIANTS = {"gpt2": GPT2, "modern": MODERN, "grouped": GROUPED, "windowed": WINDOWED, "one": GPT2 | dict(block_size=1)}
+VARIANTS = {
+    "gpt2": GPT2,
+    "modern": MODERN,
+    "grouped": GROUPED,
+    "windowed": WINDOWED,
+    "one": GPT2 | dict(block_size=1),
+}
 VARIANTS |= {"linear": GPT2 | dict(attention_type="linear"), "mixed": MIXED}
 
 
@@ -39,7 +46,7 @@ def make_peaked_model(variant, **options):
 
 
 def logits_without_cache(model, tokens):
-    """Next-token logits (V,) from all tokens, by the definition in model/generation/engine.py.
+    """Next-token logits (V,) from all tokens, by the definition in generation/engine.py.
 
     With rotary positions, each layer sees at most block_size tokens, or its window. With learned positions, the last
     half of block_size is read again when the context is full.
@@ -47,9 +54,12 @@ def logits_without_cache(model, tokens):
     T = model.config.block_size
     if model.wpe is None:
         windows = zip(model.config.windows, model.config.attention_types, strict=True)
-        windows = [window or T if attention_type == "softmax" else None for window, attention_type in windows]
+        windows = [
+            window or T if attention_type == "softmax" else None
+            for window, attention_type in windows
+        ]
         config = replace(model.config, block_size=4 * T, window=windows)
-        longer = GPT(config, model.vocab_size, naive, weights=model.state_dict())
+        longer = model_from_weights(config, model.vocab_size, naive, model.state_dict())
         return longer(torch.tensor([tokens]))[0, -1]
     length = min(len(tokens), T)
     if len(tokens) > T:

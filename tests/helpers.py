@@ -11,20 +11,25 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.process import run_main
+from common.checkpoint_file import load_checkpoint
 from configs.cli import parse_config
 from data import DataConfig, TokenizerConfig
-from model import GPTConfig, SamplingConfig
+from generation.config import SamplingConfig
+from model import GPTConfig
 from model.attention import BACKENDS, naive
-from model.checkpoint_file import load_checkpoint
 from model.gpt import GPT
 from training.config import AdamWConfig, MuonConfig
+from training.signals import run_main
 
 ROOT = Path(__file__).parent.parent
 ON_CPU = [name for name, backend in BACKENDS.items() if "cpu" in backend.on]
 TRAINS_ON_CPU = [name for name in ON_CPU if BACKENDS[name].on["cpu"].gradients]
-TEXT = "".join(f"The {n}th line says {n * n} and no more; après tout, it's a line.\n" for n in range(400))
-YAML_BOMB = "b0: &b0 1\n" + "".join(f"b{i + 1}: &b{i + 1} {{x: *b{i}, y: *b{i}}}\n" for i in range(99))
+TEXT = "".join(
+    f"The {n}th line says {n * n} and no more; après tout, it's a line.\n" for n in range(400)
+)
+YAML_BOMB = "b0: &b0 1\n" + "".join(
+    f"b{i + 1}: &b{i + 1} {{x: *b{i}, y: *b{i}}}\n" for i in range(99)
+)
 TEXT_SOURCE = DataConfig(path="text.txt")
 CHAR, BYTE = TokenizerConfig("char", None, None), TokenizerConfig("byte", None, None)
 BPE, GPT2 = TokenizerConfig("bpe", 300, None), TokenizerConfig("gpt2", None, None)
@@ -126,5 +131,7 @@ def load(run: str, checkpoint: str = "last") -> dict:
 def wait_for_step(name: str, step: int, process: subprocess.Popen) -> None:
     """Wait until the metrics of a run have the step, or the process has ended."""
     file = Path(f"runs/{name}/metrics.jsonl")
-    while process.poll() is None and not (file.exists() and file.read_text(encoding="utf-8").count("\n") > step):
+    while process.poll() is None and not (
+        file.exists() and file.read_text(encoding="utf-8").count("\n") > step
+    ):
         time.sleep(0.02)

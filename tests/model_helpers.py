@@ -14,11 +14,19 @@ GPT2 = dict(
     pad_vocab_multiple=1, max_ngram=1, ngram_table_size=64,
 )  # fmt: skip
 MODERN = GPT2 | dict(
-    bias=False, norm="rmsnorm", mlp="relu2", position="rotary", qk_norm=True, tie_embeddings=False, max_ngram=4
+    bias=False,
+    norm="rmsnorm",
+    mlp="relu2",
+    position="rotary",
+    qk_norm=True,
+    tie_embeddings=False,
+    max_ngram=4,
 )
 LLAMA = MODERN | dict(mlp="swiglu", qk_norm=False, n_kv_head=2, max_ngram=1)
 GROUPED = MODERN | dict(n_kv_head=2, mlp="swiglu")
-VARIANTS = pytest.mark.parametrize("variant", [GPT2, MODERN, GROUPED], ids=["gpt2", "modern", "grouped"])
+VARIANTS = pytest.mark.parametrize(
+    "variant", [GPT2, MODERN, GROUPED], ids=["gpt2", "modern", "grouped"]
+)
 
 
 def make_model(variant, vocab_size=50, attend=naive, seed=0):

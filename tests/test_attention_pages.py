@@ -38,23 +38,32 @@ def is_same_number(printed: str, shown: str) -> bool:
 
 def read_numbers(text: str) -> set[float]:
     """The numbers in a text, except those in names such as float32, 70B and S_{11}."""
-    return {float(number.replace(",", "")) for number in re.findall(rf"(?<![\w^{{.-]){NUMBER.pattern}(?!\w)", text)}
+    return {
+        float(number.replace(",", ""))
+        for number in re.findall(rf"(?<![\w^{{.-]){NUMBER.pattern}(?!\w)", text)
+    }
 
 
 def is_same_output(printed: str, shown: str) -> bool:
     """Whether two outputs are equal, apart from white space and the rounding of numbers."""
-    printed_tokens, shown_tokens = (re.findall(rf"{NUMBER.pattern}|\S", text) for text in (printed, shown))
+    printed_tokens, shown_tokens = (
+        re.findall(rf"{NUMBER.pattern}|\S", text) for text in (printed, shown)
+    )
     return len(printed_tokens) == len(shown_tokens) and all(
         is_same_number(a, b) if NUMBER.fullmatch(a) and NUMBER.fullmatch(b) else a == b
         for a, b in zip(printed_tokens, shown_tokens, strict=True)
     )
 
 
-@pytest.mark.filterwarnings("ignore:Flash attention")  # PyTorch's reasons why flash refuses a request
+@pytest.mark.filterwarnings(
+    "ignore:Flash attention"
+)  # PyTorch's reasons why flash refuses a request
 @pytest.mark.parametrize("page", ATTENTION_PAGES, ids=lambda page: page.stem)
 def test_page_prints_what_it_shows(page, workdir, precise_tensors, monkeypatch, capsys):
     # A prompt also shows values that are not printed. Generators and the objects of a plot do not matter.
-    monkeypatch.setattr(sys, "displayhook", lambda value: isinstance(value, torch.Tensor) and print(value))
+    monkeypatch.setattr(
+        sys, "displayhook", lambda value: isinstance(value, torch.Tensor) and print(value)
+    )
     prompt = code.InteractiveConsole()
     blocks = [*docs.blocks(page), (0, "", [])]
     for (first, language, lines), (_, next_language, next_lines) in pairwise(blocks):
@@ -73,6 +82,10 @@ def test_page_prints_what_it_shows(page, workdir, precise_tensors, monkeypatch, 
         assert (page.parent / picture).stat().st_size < MAX_PICTURE_BYTES
     for section in re.split(r"^(?=## )", text, flags=re.MULTILINE):
         code_and_output = "\n".join(re.findall(r"^```(?:python|text)\n(.*?)^```", section, BLOCK))
-        prose = re.sub(r"^```.*?^```|\]\(.*?\)|<img.*?>|arXiv:[\d.]+|^\d\.", "", section, flags=BLOCK)
+        prose = re.sub(
+            r"^```.*?^```|\]\(.*?\)|<img.*?>|arXiv:[\d.]+|^\d\.", "", section, flags=BLOCK
+        )
         numbers = read_numbers(prose) - {0, 1, 2}
-        assert numbers <= read_numbers(code_and_output), f"a number that is in no block of\n{section}"
+        assert numbers <= read_numbers(code_and_output), (
+            f"a number that is in no block of\n{section}"
+        )

@@ -50,7 +50,10 @@ def train_tiny(folder, *words: str):
     settings = docs.SHRINK["train"] | docs.SHRINK_ALWAYS["train"] | {"model.n_embd": 16}
     with chdir(folder):
         words = (*words, "data=text", "data.path=text.txt", "tokenizer=byte")
-        assert run_command("train", *words, *(f"{key}={value}" for key, value in settings.items())) == 0
+        assert (
+            run_command("train", *words, *(f"{key}={value}" for key, value in settings.items()))
+            == 0
+        )
     return folder / "runs" / words[0].removeprefix("name=")
 
 
@@ -68,7 +71,9 @@ def compose(command: Command):
     words = docs.replace_vocabulary(command.words)
     if command.is_sweep:
         not_of_one_run = ("-m", "hydra", "sweep.trials=")
-        words = [docs.first_values(word, 1) for word in words if not word.startswith(not_of_one_run)]
+        words = [
+            docs.first_values(word, 1) for word in words if not word.startswith(not_of_one_run)
+        ]
     return parse_config(command.script, "", words)
 
 
@@ -77,14 +82,18 @@ def prepared(workdir, trained_run, exported_folder):
     """prepared(command) puts everything that the command reads into the current folder."""
 
     def prepare(command):
-        docs.write_yaml_files(next(page for page in WITH_COMMANDS if command.place.startswith(page.name)), workdir)
+        docs.write_yaml_files(
+            next(page for page in WITH_COMMANDS if command.place.startswith(page.name)), workdir
+        )
         docs.copy_run(trained_run, workdir / "runs/newest")
         docs.prepare_folder(workdir, trained_run, exported_folder, command)
 
     return prepare
 
 
-@pytest.mark.parametrize("command", [c for c in COMMANDS if c.is_slow or c not in RUN], ids=lambda c: c.place)
+@pytest.mark.parametrize(
+    "command", [c for c in COMMANDS if c.is_slow or c not in RUN], ids=lambda c: c.place
+)
 def test_command_composes(command, prepared, capsys):
     prepared(command)
     try:
@@ -100,7 +109,10 @@ def shows_refusal(command: Command) -> bool:
 
 @pytest.mark.parametrize(
     "command",
-    [pytest.param(command, id=command.place, marks=pytest.mark.slow if command.is_slow else ()) for command in RUN],
+    [
+        pytest.param(command, id=command.place, marks=pytest.mark.slow if command.is_slow else ())
+        for command in RUN
+    ],
 )
 def test_command_runs(command, prepared, monkeypatch, capsys):
     if command.value("tasks"):
@@ -117,7 +129,14 @@ def test_command_runs(command, prepared, monkeypatch, capsys):
         words = command.words  # refused; the message is compared below
         capsys.readouterr()
     if command.launcher:
-        launch = [sys.executable, "-m", "torch.distributed.run", *command.launcher, ROOT / "train.py", *words]
+        launch = [
+            sys.executable,
+            "-m",
+            "torch.distributed.run",
+            *command.launcher,
+            ROOT / "train.py",
+            *words,
+        ]
         environment = os.environ | dict(re.findall(r"\b([A-Z_]+)=(\S+)", command.text))
         done = subprocess.run(launch, capture_output=True, text=True, timeout=600, env=environment)
         assert done.returncode == 0, done.stderr
@@ -141,7 +160,9 @@ def test_python_example_runs(code, workdir, trained_run, exported_folder):
 
 
 @pytest.mark.parametrize(
-    "page", [*WITH_COMMANDS, *sorted((ROOT / "docs/experiments").glob("*.md"))], ids=lambda page: page.name
+    "page",
+    [*WITH_COMMANDS, *sorted((ROOT / "docs/experiments").glob("*.md"))],
+    ids=lambda page: page.name,
 )
 def test_links_and_pictures_exist(page):
     text = page.read_text(encoding="utf-8")
@@ -161,7 +182,9 @@ def test_links_and_pictures_exist(page):
 def anchors(markdown: str) -> set[str]:
     """The anchors of a page's headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.+)$", markdown, re.MULTILINE)
-    return {re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings}
+    return {
+        re.sub(r"[^\w\- ]", "", heading.lower()).strip().replace(" ", "-") for heading in headings
+    }
 
 
 def test_every_page_is_linked_from_the_readme():

@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers import TEXT, metrics, read_jsonl, run_command
 
-from model.generation.load import load_run
+from generation.load import load_run
 
 TASK = """
 task: squares
@@ -34,7 +34,10 @@ def test_loss_of_the_validation_text_equals_its_evaluation(train, evaluate, work
     Documents are scored after a newline, which is the start token of this text.
     """
     cut = TEXT.index("\n", round(len(TEXT) * 0.9))
-    assert train("name=a", "eval.windows=null", f"data.val_fraction={1 - (cut + 0.5) / len(TEXT)}") == 0
+    assert (
+        train("name=a", "eval.windows=null", f"data.val_fraction={1 - (cut + 0.5) / len(TEXT)}")
+        == 0
+    )
     evaluated = metrics("a")[-1]
     (workdir / "val.txt").write_text(TEXT[cut + 1 :], encoding="utf-8")
     settings = ["run=a", "checkpoint=last", "data.path=val.txt", f"batch_size={batch_size}"]
@@ -72,7 +75,11 @@ def test_loss_is_reported_for_each_document_and_for_all(train, evaluate, workdir
         assert row["loss"] == pytest.approx(loss.item(), abs=1e-5)
         nats, n_tokens = nats + loss.item() * len(logits), n_tokens + len(logits)
     assert total["loss"] == pytest.approx(nats / n_tokens, abs=1e-5)
-    assert f"{total['loss']:.4f}" in out.splitlines()[-2] and "line 19 says" in out and "line 20 says" not in out
+    assert (
+        f"{total['loss']:.4f}" in out.splitlines()[-2]
+        and "line 19 says" in out
+        and "line 20 says" not in out
+    )
 
 
 @pytest.mark.parametrize("dtype", ["bfloat16", "float16", "int8"])
@@ -94,8 +101,15 @@ def test_low_precision_weights_change_the_loss_only_slightly(train, evaluate, dt
 def test_task_from_a_file_is_scored_on_a_model_with_ngrams(trained, evaluate, workdir):
     """The context of the last question does not fit into block_size=16. Batches of 2 divide its three choices."""
     pytest.importorskip("lm_eval", reason="NOT RUN: needs lm-eval")
-    contexts = {"The 1": ["st", "th line"], "no": [" more", "The", "."], "The 22nd line says ": ["no", "484", "s"]}
-    questions = [{"context": context, "choices": choices, "answer": 1} for context, choices in contexts.items()]
+    contexts = {
+        "The 1": ["st", "th line"],
+        "no": [" more", "The", "."],
+        "The 22nd line says ": ["no", "484", "s"],
+    }
+    questions = [
+        {"context": context, "choices": choices, "answer": 1}
+        for context, choices in contexts.items()
+    ]
     (workdir / "questions.jsonl").write_text(
         "".join(json.dumps(question) + "\n" for question in questions), encoding="utf-8"
     )
@@ -113,7 +127,9 @@ def test_task_from_a_file_is_scored_on_a_model_with_ngrams(trained, evaluate, wo
             log_probs = model(tokens[None, :-1])[0, -n:].log_softmax(1)
             scores.append(log_probs.gather(1, tokens[-n:, None]).sum().item())
         right["acc"] += scores.index(max(scores)) == 1
-        normalized = [score / len(choice) for score, choice in zip(scores, question["choices"], strict=True)]
+        normalized = [
+            score / len(choice) for score, choice in zip(scores, question["choices"], strict=True)
+        ]
         right["acc_norm"] += normalized.index(max(normalized)) == 1
     rows = read_jsonl("o.jsonl")
     assert [(row["task"], row["metric"], row["value"]) for row in rows] == [
@@ -127,7 +143,7 @@ def test_task_from_a_file_is_scored_on_a_model_with_ngrams(trained, evaluate, wo
 
 def test_missing_lm_eval_is_reported(trained, monkeypatch, capsys):
     monkeypatch.setitem(sys.modules, "lm_eval", None)
-    monkeypatch.delitem(sys.modules, "model.generation.lm_eval_adapter", raising=False)
+    monkeypatch.delitem(sys.modules, "generation.lm_eval_adapter", raising=False)
     assert run_command("eval", "run=a", "tasks=hellaswag") == 2
     assert "pip install 'lm-eval" in capsys.readouterr().err
 
@@ -138,7 +154,10 @@ def test_missing_lm_eval_is_reported(trained, monkeypatch, capsys):
         ([], "needs documents; set data.path, or tasks"),
         (["run=no/where", "data.path=text.txt"], "run=no/where has no checkpoint"),
         (["data.path=nothing.txt"], "data.path=nothing.txt has no file to read"),
-        (["data.path=unknown.txt"], "document 1 has characters that are not in the vocabulary: 'Ü'; remove"),
+        (
+            ["data.path=unknown.txt"],
+            "document 1 has characters that are not in the vocabulary: 'Ü'; remove",
+        ),
         (["data.path=text.txt", "out=text.txt"], "out=text.txt exists, or"),
         (["limit=3"], "limit=3 needs tasks"),
         (["dtype=int4"], "dtype=int4 is unknown (did you mean int8?); set one of auto, float32"),

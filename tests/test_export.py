@@ -14,8 +14,8 @@ from safetensors.torch import load_file, save_file
 from common.errors import UserError
 from common.files import write_json
 from data.tokenizer import END_OF_TEXT
-from model.generation.load import load_pretrained, load_run
-from model.huggingface.folder import format_model_card
+from generation.load import load_pretrained, load_run
+from huggingface.folder import format_model_card
 
 PROMPT = "The 7th line"
 LLAMA = ["model=llama", "model.n_head=4", "model.block_size=64", "tokenizer=byte"]
@@ -39,7 +39,10 @@ def offline(monkeypatch):
 
 @pytest.mark.parametrize(
     "model",
-    [["model=gpt2", "model.block_size=64", "tokenizer=char"], [*LLAMA, "tokenizer=bpe", "tokenizer.vocab_size=300"]],
+    [
+        ["model=gpt2", "model.block_size=64", "tokenizer=char"],
+        [*LLAMA, "tokenizer=bpe", "tokenizer.vocab_size=300"],
+    ],
 )
 def test_trained_model_is_the_same_in_transformers_and_when_imported(train, sample, export, model):
     for file in "ab":  # two documents, so there is an end-of-text token
@@ -52,22 +55,30 @@ def test_trained_model_is_the_same_in_transformers_and_when_imported(train, samp
                          (transformers.AutoModelForCausalLM, transformers.AutoTokenizer))  # fmt: skip
     generate = transformers.pipeline("text-generation", model=theirs, tokenizer=tokenizer)
     text = generate(PROMPT, max_new_tokens=20, do_sample=False)[0]["generated_text"]
-    assert generate(PROMPT)[0]["generated_text"].startswith(PROMPT)  # with the settings in generation_config.json
+    assert generate(PROMPT)[0]["generated_text"].startswith(
+        PROMPT
+    )  # with the settings in generation_config.json
     greedy = ["temperature=0", f"prompt={PROMPT}", "max_new_tokens=20"]
     assert sample("run=a", *greedy) == sample("run=hf:exported", *greedy) == text + "\n"
     ours, our_tokenizer = load_run("a")
     tokens = torch.tensor([our_tokenizer.encode(text)])
     assert tokenizer(text)["input_ids"] == tokens[0].tolist()
-    assert tokenizer(END_OF_TEXT)["input_ids"] == our_tokenizer.encode(END_OF_TEXT, disallowed_special=())
+    assert tokenizer(END_OF_TEXT)["input_ids"] == our_tokenizer.encode(
+        END_OF_TEXT, disallowed_special=()
+    )
     with torch.no_grad():
         torch.testing.assert_close(theirs(tokens).logits, ours(tokens), atol=1e-4, rtol=0)
     imported, _ = load_run("hf:exported")
-    for (name, weight), other in zip(ours.state_dict().items(), imported.state_dict().values(), strict=True):
+    for (name, weight), other in zip(
+        ours.state_dict().items(), imported.state_dict().values(), strict=True
+    ):
         assert torch.equal(weight, other), name
     assert "50 steps" in Path("exported/README.md").read_text(encoding="utf-8")
     assert export("run=a", "out=half", "dtype=bfloat16")[0] == 0
     assert transformers.AutoModelForCausalLM.from_pretrained("half").dtype == torch.bfloat16
-    assert {weight.dtype for weight in load_file("half/model.safetensors").values()} == {torch.bfloat16}
+    assert {weight.dtype for weight in load_file("half/model.safetensors").values()} == {
+        torch.bfloat16
+    }
 
 
 def test_exported_run_has_the_same_start_of_samples(train, sample, export):
@@ -81,13 +92,19 @@ def test_exported_run_has_the_same_start_of_samples(train, sample, export):
     assert sample("run=hf:exported", "max_new_tokens=9") == sample("run=a", "max_new_tokens=9")
 
 
-QUESTIONS = [("The 1st", " line"), ("The 1st", " more."), ("The ", "7th"), ("", "The"), ("The 7th line:\n", "says")]
+QUESTIONS = [
+    ("The 1st", " line"),
+    ("The 1st", " more."),
+    ("The ", "7th"),
+    ("", "The"),
+    ("The 7th line:\n", "says"),
+]
 
 
 def test_exported_run_has_the_same_log_likelihoods_in_lm_eval(train, export, workdir):
     """The reference divides a question into tokens by lm-eval's own rule, and has the logits of transformers."""
     lm_eval = pytest.importorskip("lm_eval.api.model", reason="NOT RUN: needs lm-eval")
-    from model.generation.lm_eval_adapter import ModelAdapter
+    from generation.lm_eval_adapter import ModelAdapter
 
     settings = ["data.separator=\\n", "tokenizer=bpe", "tokenizer.vocab_size=300"]
     assert train("name=a", *LLAMA[:-1], *settings) == 0
@@ -100,7 +117,9 @@ def test_exported_run_has_the_same_log_likelihoods_in_lm_eval(train, export, wor
         generate_until = loglikelihood_rolling = None
 
         def tok_encode(self, string, add_special_tokens=None, **options):
-            start = [] if add_special_tokens is False else [tokenizer.bos_token_id]  # as with add_bos_token=True
+            start = (
+                [] if add_special_tokens is False else [tokenizer.bos_token_id]
+            )  # as with add_bos_token=True
             return start + tokenizer.encode(string)
 
         def _loglikelihood_tokens(self, requests, **options):
@@ -108,7 +127,9 @@ def test_exported_run_has_the_same_log_likelihoods_in_lm_eval(train, export, wor
 
         def score(self, context, continuation):
             with torch.no_grad():
-                logits = theirs(torch.tensor([context + continuation])).logits[0, len(context) - 1 : -1]
+                logits = theirs(torch.tensor([context + continuation])).logits[
+                    0, len(context) - 1 : -1
+                ]
             tokens = torch.tensor(continuation)
             return logits.log_softmax(-1).gather(1, tokens[:, None]).sum().item(), bool(
                 (logits.argmax(-1) == tokens).all()
@@ -116,12 +137,16 @@ def test_exported_run_has_the_same_log_likelihoods_in_lm_eval(train, export, wor
 
     requests = [SimpleNamespace(args=question) for question in QUESTIONS]
     ours = ModelAdapter(*load_run("a"), batch_size=4).loglikelihood(requests)
-    for (score, is_greedy), expected in zip(ours, Reference().loglikelihood(requests, disable_tqdm=True), strict=True):
+    for (score, is_greedy), expected in zip(
+        ours, Reference().loglikelihood(requests, disable_tqdm=True), strict=True
+    ):
         assert score == pytest.approx(expected[0], abs=1e-4)
         assert is_greedy == expected[1]
 
 
-@pytest.mark.parametrize("words", [["model=gpt2"], [*LLAMA, "data.path=texts"]], ids=["gpt2", "llama with documents"])
+@pytest.mark.parametrize(
+    "words", [["model=gpt2"], [*LLAMA, "data.path=texts"]], ids=["gpt2", "llama with documents"]
+)
 def test_folder_that_transformers_has_saved_again_is_the_same_when_imported(train, export, words):
     for file in "ab":  # two documents, so there is an end-of-text token
         write_file(f"texts/{file}.txt", TEXT)
@@ -143,14 +168,22 @@ def test_folder_is_read_as_utf_8_in_any_locale(train, export, workdir, monkeypat
     path = workdir / "exported/tokenizer.json"
     path.write_text(json.dumps(json.loads(path.read_bytes()), ensure_ascii=False), encoding="utf-8")
     assert not path.read_bytes().isascii()
-    monkeypatch.setattr("io.text_encoding", lambda encoding, stacklevel=2: encoding or "ascii")  # LC_ALL=C
-    assert load_pretrained("hf:exported")[1]["tokenizer"]["tokens"] == load("a")["tokenizer"]["tokens"]
+    monkeypatch.setattr(
+        "io.text_encoding", lambda encoding, stacklevel=2: encoding or "ascii"
+    )  # LC_ALL=C
+    assert (
+        load_pretrained("hf:exported")[1]["tokenizer"]["tokens"] == load("a")["tokenizer"]["tokens"]
+    )
 
 
 def test_training_starts_from_an_exported_folder(train, export, capsys):
     assert train("name=a", *LLAMA) == 0
     assert "next     python sample.py run=hf:runs/a/huggingface" in export("run=a")[1]
-    words = ["train.init_from=hf:runs/a/huggingface", "tokenizer=run", "tokenizer.run=hf:runs/a/huggingface"]
+    words = [
+        "train.init_from=hf:runs/a/huggingface",
+        "tokenizer=run",
+        "tokenizer.run=hf:runs/a/huggingface",
+    ]
     assert train("name=b", *words) == 2  # another model; the message lists all settings to change
     advice = capsys.readouterr().err.partition("; set ")[2].split()
     assert "model.n_kv_head=2" in advice
@@ -163,7 +196,9 @@ def test_training_starts_from_an_exported_folder(train, export, capsys):
         assert torch.allclose(weight, after["model"][name][: len(weight)], atol=1e-6), name
 
 
-def test_gpt2_is_read_from_the_cache_of_the_hub(train, export, sample, workdir, monkeypatch, offline):
+def test_gpt2_is_read_from_the_cache_of_the_hub(
+    train, export, sample, workdir, monkeypatch, offline
+):
     assert train("name=a", "model=gpt2", "tokenizer=byte") == 0
     snapshot = workdir / "hub/models--openai-community--gpt2/snapshots/0123"
     assert export("run=a", f"out={snapshot}")[0] == 0
@@ -189,13 +224,17 @@ def test_refused_and_failed_exports_leave_nothing(trained, train, export, workdi
         assert code == 2 and message in output and output.count("\n") == 1
     with file_size_limit(10_000):  # as on a full disk
         code, output = export("run=b", "out=mine")
-    assert code == 1 and output.endswith("model.safetensors: File too large; free some disk space\n")
+    assert code == 1 and output.endswith(
+        "model.safetensors: File too large; free some disk space\n"
+    )
     assert sorted(workdir.rglob("*")) == before
 
 
 def test_values_in_the_readme_are_code(tmp_path):
     write_json(tmp_path / "summary.json", {"command": "<script>\n\n![](http://a.b/c)"})
-    assert format_model_card(tmp_path, 1).endswith('for 1 step.\n\n    command: "<script>\\n\\n![](http://a.b/c)"\n')
+    assert format_model_card(tmp_path, 1).endswith(
+        'for 1 step.\n\n    command: "<script>\\n\\n![](http://a.b/c)"\n'
+    )
 
 
 def test_folders_that_cannot_be_read_are_reported(train, export, workdir, offline):

@@ -20,7 +20,9 @@ from data.tokenizer import from_spec
 MAX_LINES, MAX_FILES = 10, 2  # of a change; removed and added lines together
 STEPS = 6  # of a run with TINY
 SHORT_RUN = [*TINY, "schedule.warmup_steps=0", "name=a"]
-NOTEBOOK, PARTS, ATTENTION = ["\n".join(lines) for _, language, lines in docs.blocks(HACKING) if language == "python"]
+NOTEBOOK, PARTS, ATTENTION = [
+    "\n".join(lines) for _, language, lines in docs.blocks(HACKING) if language == "python"
+]
 CHANGES = [
     pytest.param(*match.groups(), id=match[1])
     for match in re.finditer(
@@ -99,7 +101,9 @@ def test_change_has_its_effect(name, diff, commands, workdir):
     assert len(re.findall(r"^\+\+\+ ", diff, re.MULTILINE)) <= MAX_FILES
 
     code = workdir / "code"
-    tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    tracked = subprocess.run(
+        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
+    ).stdout
     for file in tracked.splitlines():
         if (ROOT / file).is_file():
             (code / file).parent.mkdir(parents=True, exist_ok=True)
@@ -125,4 +129,6 @@ def test_change_has_its_effect(name, diff, commands, workdir):
     assert checkpoint["step"] == STEPS
     assert math.isfinite(summary("a")["last_val_loss"])
     if name in CHECKS:
-        CHECKS[name](yaml.safe_load(Path("runs/a/config.yaml").read_text(encoding="utf-8")), checkpoint)
+        CHECKS[name](
+            yaml.safe_load(Path("runs/a/config.yaml").read_text(encoding="utf-8")), checkpoint
+        )

@@ -20,12 +20,12 @@ from helpers import ROOT, TEXT, read_jsonl, run_command
 import sample as script
 from common.errors import UserError
 from common.files import read_text
-from common.process import run_main
 from configs.cli import parse_config
-from model import SamplingConfig
-from model.generation.engine import Prompt, TextChunk, generate
-from model.generation.load import load_run
+from generation.config import SamplingConfig
+from generation.engine import Prompt, TextChunk, generate
+from generation.load import load_run
 from sample import in_prompt_order, main
+from training.signals import run_main
 
 RUN = ["run=a", "max_new_tokens=30"]
 SAFETY_TIMEOUT_S = 600
@@ -40,7 +40,9 @@ def refusal(capsys, *overrides):
     """Run a command that must be refused -> its message."""
     capsys.readouterr()
     assert run_command("sample", *overrides) == 2
-    (message,) = [line for line in capsys.readouterr().err.splitlines() if not line.startswith("runs/")]
+    (message,) = [
+        line for line in capsys.readouterr().err.splitlines() if not line.startswith("runs/")
+    ]
     return message
 
 
@@ -51,7 +53,9 @@ def test_sample_is_printed_as_it_is_generated(trained, monkeypatch, capsys):
     printed = []
     monkeypatch.setattr(script, "show", printed.append)
     assert run(*RUN, "prompt=The 1", "temperature=0") == 0
-    assert printed[0] == "The 1" and printed[-1] == "\n" and len(printed) == 32, "one character at a time"
+    assert printed[0] == "The 1" and printed[-1] == "\n" and len(printed) == 32, (
+        "one character at a time"
+    )
     err = capsys.readouterr().err
     assert "best.pt, step" in err and "30 tokens in " in err and " tokens/s\n" in err
 
@@ -67,7 +71,9 @@ def test_sample_ends_before_a_stop_string(trained, sample):
     stopped = full[: full.index(stop, 4)] + "\n"
     assert sample(*RUN, "prompt=The ", f"stop={stop}") == stopped
     assert sample(*RUN, "prompt=The ", f"stop={json.dumps(['Ω', stop])}") == stopped
-    assert sample(*RUN, "prompt=The ", f"stop=[{stop}").startswith("The "), "a string that looks like a list"
+    assert sample(*RUN, "prompt=The ", f"stop=[{stop}").startswith("The "), (
+        "a string that looks like a list"
+    )
 
 
 def test_prompt_and_stop_understand_the_same_escapes(train, sample, workdir):
@@ -90,8 +96,12 @@ def test_prompt_and_stop_understand_the_same_escapes(train, sample, workdir):
 
 
 def test_chunks_of_the_current_sample_are_shown_as_they_arrive():
-    arriving = iter([TextChunk(index, text, 1) for index, text in [(1, "b"), (0, "a"), (1, "c"), (0, "d")]])
-    assert next(in_prompt_order(arriving)).text == "a" and len(list(arriving)) == 2, "two chunks were read"
+    arriving = iter(
+        [TextChunk(index, text, 1) for index, text in [(1, "b"), (0, "a"), (1, "c"), (0, "d")]]
+    )
+    assert next(in_prompt_order(arriving)).text == "a" and len(list(arriving)) == 2, (
+        "two chunks were read"
+    )
 
 
 def test_samples_of_many_prompts_are_written_in_order(trained, sample, workdir, capsys):
@@ -142,7 +152,9 @@ def test_lines_of_json_on_a_stdout_without_utf_8_have_escapes(trained, workdir, 
     assert line.isascii() and json.loads(line)["prompt"] == "après"
 
 
-def test_output_file_is_complete_or_absent_and_never_overwritten(trained, workdir, monkeypatch, capsys):
+def test_output_file_is_complete_or_absent_and_never_overwritten(
+    trained, workdir, monkeypatch, capsys
+):
     (workdir / "p.txt").write_text("The\nThe 1\n", encoding="utf-8")
     settings = [*RUN, "prompts=p.txt"]
 
@@ -178,16 +190,22 @@ def test_typed_lines_are_continued(trained, sample, monkeypatch):
     first = sample(*RUN, "prompt=The 1", "seed=3")
     assert out.startswith(first)
     second = sample(*RUN, f"prompt={first[:-1]}", "seed=4")
-    assert out.startswith(first + second.removeprefix(first[:-1])), "an empty line continues the sample"
+    assert out.startswith(first + second.removeprefix(first[:-1])), (
+        "an empty line continues the sample"
+    )
     assert "line" + out.rpartition("\nline")[2] == sample(*RUN, "prompt=line", "seed=6")
 
 
-def test_lines_from_a_pipe_have_no_byte_order_mark_and_no_carriage_return(trained, sample, monkeypatch):
+def test_lines_from_a_pipe_have_no_byte_order_mark_and_no_carriage_return(
+    trained, sample, monkeypatch
+):
     """The vocabulary has neither, so they would be refused."""
     stdin = io.TextIOWrapper(io.BytesIO(b"\xef\xbb\xbfThe 1\r\n\r\n"), "utf-8", newline="\n")
     monkeypatch.setattr("sys.stdin", stdin)
     first, second = sample("run=a", "max_new_tokens=1", "interactive=true").splitlines()
-    assert first.startswith("The 1") and len(second) == 1, "the second line is empty, and continues the first"
+    assert first.startswith("The 1") and len(second) == 1, (
+        "the second line is empty, and continues the first"
+    )
 
 
 def test_lines_from_a_pipe_are_utf_8_in_any_locale(trained, sample, monkeypatch):
@@ -201,8 +219,12 @@ def test_prompt_on_the_command_line_is_utf_8_in_any_locale(trained, sample):
     assert sample("run=a", "max_new_tokens=1", f"prompt={escaped}").startswith("après")
 
 
-def test_line_that_is_not_utf_8_is_refused_and_the_next_line_is_continued(trained, workdir, monkeypatch, capsys):
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"The 1\nT\xe9\nThe 2\n"), "utf-8"))
+def test_line_that_is_not_utf_8_is_refused_and_the_next_line_is_continued(
+    trained, workdir, monkeypatch, capsys
+):
+    monkeypatch.setattr(
+        "sys.stdin", io.TextIOWrapper(io.BytesIO(b"The 1\nT\xe9\nThe 2\n"), "utf-8")
+    )
     assert run("run=a", "max_new_tokens=1", "interactive=true") == 0
     out, err = capsys.readouterr()
     assert "sample.py: the prompt is not UTF-8: byte 0xe9 after b'T'" in err
@@ -213,7 +235,14 @@ def test_ctrl_c_stops_the_sample_and_ctrl_d_quits(trained):
     """On a terminal: a long sample, Ctrl-C, another long sample, Ctrl-C, Ctrl-D."""
     master, slave = pty.openpty()
     process = subprocess.Popen(
-        [sys.executable, ROOT / "sample.py", "run=a", "interactive=true", "max_new_tokens=100000", "seed=1"],
+        [
+            sys.executable,
+            ROOT / "sample.py",
+            "run=a",
+            "interactive=true",
+            "max_new_tokens=100000",
+            "seed=1",
+        ],
         **dict.fromkeys(("stdin", "stdout", "stderr"), slave),
         env=os.environ | {"OMP_NUM_THREADS": "1"},
         start_new_session=True,
@@ -255,10 +284,15 @@ def test_ctrl_c_stops_the_sample_and_ctrl_d_quits(trained):
 def generate_text(model, tokenizer, prompt: str, seed: int = 1, **settings) -> list[str]:
     """The parts of a sample."""
     prompts = [Prompt(tokenizer.encode(prompt), seed)]
-    return [chunk.text for chunk in generate(model, tokenizer, prompts, SamplingConfig(**settings), batch_size=1)]
+    return [
+        chunk.text
+        for chunk in generate(model, tokenizer, prompts, SamplingConfig(**settings), batch_size=1)
+    ]
 
 
-def test_run_loaded_in_python_generates_the_same_sample_as_the_command_and_can_be_trained(trained, sample):
+def test_run_loaded_in_python_generates_the_same_sample_as_the_command_and_can_be_trained(
+    trained, sample
+):
     model, tokenizer = load_run("a")
     assert not model.training
     chunks = generate_text(model, tokenizer, "The 1", seed=3, max_new_tokens=30)
@@ -285,7 +319,10 @@ def test_run_loaded_in_python_generates_the_same_sample_as_the_command_and_can_b
         ("prompt=T\udce9", "prompt is not UTF-8: byte 0xe9 after b'T'"),
         ("prompt_file=wrong.txt", "prompt_file=wrong.txt is not UTF-8: byte 0xe9;"),
         ("prompt_file=utf16.txt", "utf16.txt is UTF-16, not UTF-8; convert it"),
-        ("prompts=new.txt num_samples=3", "prompt 2 of new.txt has characters that are not in the vocabulary: 'Ü'"),
+        (
+            "prompts=new.txt num_samples=3",
+            "prompt 2 of new.txt has characters that are not in the vocabulary: 'Ü'",
+        ),
         ("prompts=text.txt out=no/o.jsonl", "out=no/o.jsonl exists, or its folder does not"),
         ("prompt_file=.", ". cannot be read (IsADirectoryError"),
         ("out=o.jsonl", "out=o.jsonl"),

@@ -1,4 +1,4 @@
-"""Training state and its checkpoints: files of tensors and plain values (see model/checkpoint_file.py).
+"""Training state and its checkpoints: files of tensors and plain values (see common/checkpoint_file.py).
 
 format, and the fields of TrainState in SAVED_FIELDS
 model, optimizer, scaler: state by parameter name, the same for eager and compiled runs, on one device or many
@@ -18,17 +18,17 @@ import torch
 from torch import nn
 from torch.optim import Optimizer
 
+from common.checkpoint_file import load_checkpoint, save_checkpoint
 from common.console import print_text
 from common.errors import TrainingFailed, UserError
 from common.files import atomic_writer
-from common.process import StopRequest
-from common.run_dir import RunDir, flatten_dict
-from common.settings import format_value
-from model.checkpoint_file import load_checkpoint, save_checkpoint
+from common.settings import flatten_dict, format_value
 from training.config import OVERFITTING_EVALS, CheckpointConfig, RunConfig, TrainConfig
 from training.distributed import Dist
 from training.optimizer import load_state_by_name, state_by_name
 from training.parallel import gather, load_weights
+from training.run_folder import RunFolder
+from training.signals import StopRequest
 
 SAVED_FIELDS = ("step", "seconds", "best_val_loss", "best_val_bpb", "best_step", "evals_since_best")
 SAVED_FIELDS += ("unlogged", "wandb_id")
@@ -50,9 +50,13 @@ class TrainState:
     best_step: int | None = None  # None: not evaluated yet
     evals_since_best: int = 0  # evaluations since best_step
     stopped: bool = False  # a process got a signal, and all processes know
-    unlogged: dict = field(default_factory=dict)  # metrics of this step, while its evaluation is not complete
+    unlogged: dict = field(
+        default_factory=dict
+    )  # metrics of this step, while its evaluation is not complete
     wandb_id: str | None = None
-    metrics: dict = field(default_factory=dict)  # newest value of each metric, when the run starts or resumes
+    metrics: dict = field(
+        default_factory=dict
+    )  # newest value of each metric, when the run starts or resumes
     started: float = 0.0  # value of time.perf_counter() at which `seconds` would be 0
 
     @property
@@ -83,7 +87,9 @@ class TrainState:
         """Count a step. All processes agree on the time of the slowest one, and on whether a signal stops them."""
         self.step += 1
         stop.enable()
-        stopped, self.seconds = dist.all_reduce(stop.requested, time.perf_counter() - self.started, op="max")
+        stopped, self.seconds = dist.all_reduce(
+            stop.requested, time.perf_counter() - self.started, op="max"
+        )
         self.stopped = bool(stopped)
 
     def record_evaluation(self, val_loss: float, val_bpb: float) -> None:
@@ -95,8 +101,14 @@ class TrainState:
 
     def summary(self) -> dict:
         """Step, best evaluation and training time, under their names in summary.json."""
-        summary = {key: getattr(self, key) for key in ("step", "best_step", "best_val_loss", "best_val_bpb")}
-        return summary | {"overfitting": self.evals_since_best >= OVERFITTING_EVALS, "wall_seconds": self.seconds}
+        summary = {
+            key: getattr(self, key)
+            for key in ("step", "best_step", "best_val_loss", "best_val_bpb")
+        }
+        return summary | {
+            "overfitting": self.evals_since_best >= OVERFITTING_EVALS,
+            "wall_seconds": self.seconds,
+        }
 
     def state_dict(self) -> dict:
         """The part of a checkpoint that changes. All processes must call this method; rank 0 gets complete tensors."""
@@ -104,8 +116,12 @@ class TrainState:
         state = state_by_name(self.model, self.optimizers)
         return {key: getattr(self, key) for key in SAVED_FIELDS} | {
             "scaler": self.scaler.state_dict(),
-            "model": {name: weights[p] for name, p in self.model.state_dict(keep_vars=True).items()},
-            "optimizer": {name: {key: gather(value) for key, value in state[name].items()} for name in state},
+            "model": {
+                name: weights[p] for name, p in self.model.state_dict(keep_vars=True).items()
+            },
+            "optimizer": {
+                name: {key: gather(value) for key, value in state[name].items()} for name in state
+            },
         }
 
     def resume(self, path: Path, header: dict) -> None:
@@ -115,24 +131,41 @@ class TrainState:
         keys = [key for key in new if old.get(key) != new[key]]
         if keys:
             if "data" in keys:  # a hash of the text and of these settings
-                settings = (flatten_dict({k: c["config"][k] for k in ("data", "tokenizer")}) for c in (saved, header))
+                settings = (
+                    flatten_dict({k: c["config"][k] for k in ("data", "tokenizer")})
+                    for c in (saved, header)
+                )
                 old, new = old | next(settings), new | next(settings)
                 keys = [key for key in new if old.get(key) != new[key]]
-            listed = [f"{k}={format_value(old.get(k))} (now {format_value(new[k])})" for k in keys if k != "data"]
+            listed = [
+                f"{k}={format_value(old.get(k))} (now {format_value(new[k])})"
+                for k in keys
+                if k != "data"
+            ]
             if "data" in keys and not any(key.startswith(("data.", "tokenizer.")) for key in keys):
-                listed.append(f"another text than {format_value(new['data.path'] or new['data.name'])} has now")
+                listed.append(
+                    f"another text than {format_value(new['data.path'] or new['data.name'])} has now"
+                )
             listed = ", ".join(listed)
-            raise UserError(f"{path.parents[1]} was trained with {listed}; restore the old values, or set another name")
+            raise UserError(
+                f"{path.parents[1]} was trained with {listed}; restore the old values, or set another name"
+            )
         if saved["step"] > (self.config.steps or math.inf):
-            raise UserError(f"{path} has finished step {saved['step']}; set train.steps={saved['step']} or more")
+            raise UserError(
+                f"{path} has finished step {saved['step']}; set train.steps={saved['step']} or more"
+            )
         load_weights(self.model, saved["model"])
         load_state_by_name(self.model, self.optimizers, saved["optimizer"] or {})
         if saved["optimizer"] is None:
-            print_text(f"{path} is a copy of best.pt, which has no optimizer state: the optimizer starts again")
+            print_text(
+                f"{path} is a copy of best.pt, which has no optimizer state: the optimizer starts again"
+            )
         if saved["scaler"]:  # empty if the run was not in float16 so far
             self.scaler.load_state_dict(saved["scaler"])
         for key in SAVED_FIELDS:
-            setattr(self, key, saved.get(key, getattr(self, key)))  # earlier versions had fewer fields
+            setattr(
+                self, key, saved.get(key, getattr(self, key))
+            )  # earlier versions had fewer fields
 
 
 @dataclass
@@ -140,10 +173,12 @@ class CheckpointWriter:
     """Writes the checkpoints of a run. Rank 0 writes; all processes call `save`."""
 
     config: CheckpointConfig
-    run: RunDir
+    run: RunFolder
     state: TrainState
     header: dict  # returned by make_checkpoint_header
-    before_save: Callable[[], dict]  # writes the metrics to the disk, and returns the results for summary.json
+    before_save: Callable[
+        [], dict
+    ]  # writes the metrics to the disk, and returns the results for summary.json
     last_step: int  # step of last.pt, if it exists
 
     def is_due(self) -> bool:
@@ -170,7 +205,10 @@ class CheckpointWriter:
         if state.step > 0:
             if self.config.keep > 0 and run.last.exists() and self.last_step != state.step:
                 previous = run.last.with_name(f"step-{self.last_step:06d}.pt")
-                with open(run.last, "rb") as last, atomic_writer(previous) as file:  # some disks have no hard links
+                with (
+                    open(run.last, "rb") as last,
+                    atomic_writer(previous) as file,
+                ):  # some disks have no hard links
                     shutil.copyfileobj(last, file)
             save_checkpoint(run.last, content)
             older = find_step_files(run, STEP_CHECKPOINTS)
@@ -180,7 +218,7 @@ class CheckpointWriter:
         run.update(results)
 
 
-def find_step_files(run: RunDir, pattern: str) -> dict[Path, int]:
+def find_step_files(run: RunFolder, pattern: str) -> dict[Path, int]:
     """Find files of a run that are named after a step, with their steps. Files with other names are ignored.
 
     pattern: such as checkpoints/step-*.pt.
@@ -189,8 +227,8 @@ def find_step_files(run: RunDir, pattern: str) -> dict[Path, int]:
     return {path: int(number) for path, number in numbers.items() if number.isdecimal()}
 
 
-def remove_later_steps(run: RunDir, state: TrainState, header: dict, dist: Dist) -> None:
-    """Remove what later steps have left, if an older checkpoint was copied over last.pt. Call this before RunDir.start.
+def remove_later_steps(run: RunFolder, state: TrainState, header: dict, dist: Dist) -> None:
+    """Remove what later steps have left, if an older checkpoint was copied over last.pt. Call this before RunFolder.start.
 
     best.pt is written again if the state is its best evaluation. Otherwise the best weights are lost, and the best
     evaluation is forgotten. A killed process can leave a best.pt that is newer than last.pt. This best.pt stays: the

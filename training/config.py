@@ -9,17 +9,20 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from common.errors import UserError
-from common.run_dir import check_name, check_path_component
-from common.settings import Rule, setting
+from common.settings import Rule, check_path_component, setting
 from data import DataConfig, TokenizerConfig, python_stdlib
 from data.sources import resolve_sources
-from model import AttentionConfig, GPTConfig, SamplingConfig
+from generation.config import SamplingConfig
+from generation.run_paths import check_name
+from model import AttentionConfig, GPTConfig
 from training.schedule import ScheduleConfig
 
 AUTO = "auto"
 GPT2_MODELS = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")  # of OpenAI, on the Hugging Face hub
 MAX_STEPS = 10**12
-OVERFITTING_EVALS = 3  # a run overfits if this many evaluations in a row found no lower validation loss
+OVERFITTING_EVALS = (
+    3  # a run overfits if this many evaluations in a row found no lower validation loss
+)
 TOO_LARGE_DECAY = "reverses the sign of the weights at each step; set less than 1 /"
 
 
@@ -30,19 +33,33 @@ class TrainConfig:
     steps: int | None = setting(1000, 1, MAX_STEPS)  # optimizer steps
     minutes: float | None = setting(None, above=0)  # time limit; the run ends at steps or minutes
     batch_size: int = setting(16, 1, 10**6)  # sequences per optimizer step, over all devices
-    micro_batch_size: Any = setting(None, 1, 10**6)  # sequences per forward pass; None: all; auto: what fits
+    micro_batch_size: Any = setting(
+        None, 1, 10**6
+    )  # sequences per forward pass; None: all; auto: what fits
     grad_clip: float | None = setting(1.0, above=0)  # largest gradient norm; None: no clipping
-    patience: int | None = setting(None, 1, MAX_STEPS)  # stop after this many evaluations without a lower loss
+    patience: int | None = setting(
+        None, 1, MAX_STEPS
+    )  # stop after this many evaluations without a lower loss
     profile: bool = False  # record steps 6 to 8, and print where their time goes
-    activation_checkpointing: str = setting("none", choices=("none", "block", "attention"))  # recomputed in backward
+    activation_checkpointing: str = setting(
+        "none", choices=("none", "block", "attention")
+    )  # recomputed in backward
     # initial weights: of another run, of a folder or repository in the format of transformers, or of OpenAI
     init_from: str | None = setting(None, choices=("run:NAME", "hf:NAME", *GPT2_MODELS))
 
     def rules(self, section: str) -> list[Rule]:
         is_size = self.micro_batch_size in (None, AUTO) or type(self.micro_batch_size) is int
         return [
-            ("micro_batch_size", is_size, f"must be a number of sequences, {AUTO} (what fits), or null (all)"),
-            ("steps", (self.steps, self.minutes) != (None, None), "needs train.minutes; set one of them"),
+            (
+                "micro_batch_size",
+                is_size,
+                f"must be a number of sequences, {AUTO} (what fits), or null (all)",
+            ),
+            (
+                "steps",
+                (self.steps, self.minutes) != (None, None),
+                "needs train.minutes; set one of them",
+            ),
         ]
 
     def split_batch(self, world_size: int) -> tuple[int, int]:
@@ -56,7 +73,9 @@ class TrainConfig:
         share, remainder = divmod(self.batch_size, world_size)
         if remainder:
             valid = " or ".join(str(size * world_size) for size in (share, share + 1) if size > 0)
-            raise UserError(f"train.batch_size={self.batch_size} does not divide by {world_size} devices; set {valid}")
+            raise UserError(
+                f"train.batch_size={self.batch_size} does not divide by {world_size} devices; set {valid}"
+            )
         micro = {None: share, AUTO: 1}.get(self.micro_batch_size, self.micro_batch_size)
         if share % micro:
             valid = ", ".join([str(size) for size in range(1, share + 1) if share % size == 0][-8:])
@@ -74,7 +93,13 @@ class OptimizerConfig:
 
     def rules(self, section: str) -> list[Rule]:
         names = " or ".join(f"optimizer={name}" for name in OPTIMIZER_CONFIGS)
-        return [("name", OPTIMIZER_CONFIGS.get(self.name) is type(self), f"selects no optimizer; set {names}")]
+        return [
+            (
+                "name",
+                OPTIMIZER_CONFIGS.get(self.name) is type(self),
+                f"selects no optimizer; set {names}",
+            )
+        ]
 
 
 @dataclass
@@ -84,7 +109,9 @@ class AdamWConfig(OptimizerConfig):
     name: str = "adamw"
     betas: list[float] = setting([0.9, 0.99], 0, below=1)
     eps: float = setting(1e-8, above=0)
-    weight_decay: float = setting(0.1, 0)  # of matrices and embeddings only; with Muon, of its matrices
+    weight_decay: float = setting(
+        0.1, 0
+    )  # of matrices and embeddings only; with Muon, of its matrices
 
     def rules(self, section: str) -> list[Rule]:
         betas = ("betas", len(self.betas) == 2, "must be two numbers; set [0.9,0.95], for example")
@@ -109,7 +136,10 @@ class MuonConfig(AdamWConfig):
 
     def rules(self, section: str) -> list[Rule]:
         is_small = self.embedding_lr * self.ngram_weight_decay < 1
-        return [*super().rules(section), ("ngram_weight_decay", is_small, f"{TOO_LARGE_DECAY} {section}.embedding_lr")]
+        return [
+            *super().rules(section),
+            ("ngram_weight_decay", is_small, f"{TOO_LARGE_DECAY} {section}.embedding_lr"),
+        ]
 
 
 OPTIMIZER_CONFIGS: dict[str, type[OptimizerConfig]] = {
@@ -124,8 +154,12 @@ class EvalConfig:
 
     every: int = setting(100, 1, MAX_STEPS)  # steps between evaluations
     initial: bool = True  # also evaluate before the first step
-    windows: int | None = setting(320, 1, 10**12)  # windows of the validation split, spread evenly; None: all
-    sample: SamplingConfig = field(default_factory=lambda: SamplingConfig(max_new_tokens=100))  # max_new_tokens=0: none
+    windows: int | None = setting(
+        320, 1, 10**12
+    )  # windows of the validation split, spread evenly; None: all
+    sample: SamplingConfig = field(
+        default_factory=lambda: SamplingConfig(max_new_tokens=100)
+    )  # max_new_tokens=0: none
     attention_maps: bool = False  # plot attention maps at each evaluation
     attention_stats: bool = False  # log statistics of each attention head
 
@@ -134,7 +168,9 @@ class EvalConfig:
 class CheckpointConfig:
     """Saving of checkpoints."""
 
-    every: int = setting(200, 1, MAX_STEPS)  # steps between saves of last.pt, which is also saved after the last step
+    every: int = setting(
+        200, 1, MAX_STEPS
+    )  # steps between saves of last.pt, which is also saved after the last step
     keep: int = setting(0, 0, 10**6)  # older last.pt to keep, as step-NNNNNN.pt
 
 
@@ -158,7 +194,13 @@ class WandbConfig:
                 wandb.login(verify=False)  # reads files; does not use the network
             except Exception as error:  # wandb can raise anything, which does not stop the run
                 has_key = type(error).__name__ != "UsageError"
-        return [("mode", has_key, "needs an API key; run `wandb login`, or set WANDB_API_KEY or wandb.mode=offline")]
+        return [
+            (
+                "mode",
+                has_key,
+                "needs an API key; run `wandb login`, or set WANDB_API_KEY or wandb.mode=offline",
+            )
+        ]
 
 
 @dataclass
@@ -168,16 +210,28 @@ class RunConfig:
     name: str | None = None  # run folder in runs/; None: <time>-<data>-<model>-<attention>
     seed: int = setting(1337, 0, 2**32 - 1)  # of the initial weights and the batches
     device: str = setting("auto", choices=("auto", "cpu", "cuda", "mps"))
-    dtype: str = setting("auto", choices=("auto", "float32", "bfloat16", "float16"))  # auto: bfloat16 if it is fast
+    dtype: str = setting(
+        "auto", choices=("auto", "float32", "bfloat16", "float16")
+    )  # auto: bfloat16 if it is fast
     compile: bool | None = None  # None: on CUDA, if Triton is installed
     deterministic: bool = False  # only deterministic algorithms, which can be slower
-    tf32: bool = False  # CUDA computes float32 matrix products in TF32, which is faster and less precise
-    parallel: str = setting("ddp", choices=("ddp", "fsdp"))  # each process has all weights (ddp) or a part (fsdp)
+    tf32: bool = (
+        False  # CUDA computes float32 matrix products in TF32, which is faster and less precise
+    )
+    parallel: str = setting(
+        "ddp", choices=("ddp", "fsdp")
+    )  # each process has all weights (ddp) or a part (fsdp)
     plan: bool = False  # print parameters, FLOPs, memory and time of the run, without training
-    flops_per_second: float | None = setting(None, above=0)  # with plan: assumed speed; None: measured
-    world_size: int | None = setting(None, 1, 10**6)  # with plan: number of processes; None: as started by torchrun
+    flops_per_second: float | None = setting(
+        None, above=0
+    )  # with plan: assumed speed; None: measured
+    world_size: int | None = setting(
+        None, 1, 10**6
+    )  # with plan: number of processes; None: as started by torchrun
     resume: bool = True  # resume runs/<name> if it exists; False: refuse to change an existing run
-    preset: str | None = None  # the preset that has set values for the amount of text (configs/preset.py)
+    preset: str | None = (
+        None  # the preset that has set values for the amount of text (configs/preset.py)
+    )
     model: GPTConfig = field(default_factory=GPTConfig)
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     data: DataConfig = field(default_factory=python_stdlib)
@@ -193,14 +247,27 @@ class RunConfig:
         if self.name is not None:
             check_name(self.name)
         check_path_component("model.name", self.model.name)
-        if os.environ.get("WORLD_SIZE", "1") == "1":  # else train.py checks it with the number of processes
+        if (
+            os.environ.get("WORLD_SIZE", "1") == "1"
+        ):  # else train.py checks it with the number of processes
             self.train.split_batch(self.world_size or 1)
         init_from = self.train.init_from or ""
         if init_from and self.tokenizer.name in ("bpe", "char"):
-            choice = "gpt2" if init_from in GPT2_MODELS else f"run tokenizer.run={init_from.removeprefix('run:')}"
-            raise UserError(f"train.init_from={init_from} needs the tokenizer of these weights; set tokenizer={choice}")
-        if "last" in (self.tokenizer.run, init_from.removeprefix("run:")):  # each job of a sweep would find another run
-            raise UserError("train.init_from=run:last and tokenizer.run=last can change; set the name of a run")
+            choice = (
+                "gpt2"
+                if init_from in GPT2_MODELS
+                else f"run tokenizer.run={init_from.removeprefix('run:')}"
+            )
+            raise UserError(
+                f"train.init_from={init_from} needs the tokenizer of these weights; set tokenizer={choice}"
+            )
+        if "last" in (
+            self.tokenizer.run,
+            init_from.removeprefix("run:"),
+        ):  # each job of a sweep would find another run
+            raise UserError(
+                "train.init_from=run:last and tokenizer.run=last can change; set the name of a run"
+            )
         resolve_sources(self.data)  # a missing file is reported before torch is imported
         keys = () if self.plan else ("flops_per_second", "world_size")
         return [(key, getattr(self, key) is None, "needs plan=true") for key in keys]

@@ -34,7 +34,12 @@ class Dist:
         """Read the variables that torchrun sets. A single process without them."""
         if os.environ.get("WORLD_SIZE", "1") == "1":
             return cls()
-        return cls(*(int(os.environ[name]) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")))
+        return cls(
+            *(
+                int(os.environ[name])
+                for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
+            )
+        )
 
     @property
     def is_main(self) -> bool:
@@ -47,9 +52,13 @@ class Dist:
             return
         if not self.is_main:
             sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (open as long as the process)
-        backend, device_id = ("cpu:gloo,cuda:nccl", device) if device.type == "cuda" else ("gloo", None)
+        backend, device_id = (
+            ("cpu:gloo,cuda:nccl", device) if device.type == "cuda" else ("gloo", None)
+        )
         torch_dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, device_id=device_id)
-        self.require_equal(f"dtype={str(dtype).removeprefix('torch.')}", "set dtype=float32 or dtype=bfloat16")
+        self.require_equal(
+            f"dtype={str(dtype).removeprefix('torch.')}", "set dtype=float32 or dtype=bfloat16"
+        )
 
     def all_reduce(self, *values: float, op: str = "sum") -> list[float]:
         """Reduce each number over all processes, in float64. op: sum, min or max."""

@@ -10,18 +10,18 @@ import torch
 from torch import nn
 
 from common.errors import UserError
-from common.process import StopRequest
 from common.settings import unescape
 from common.system import peak_memory_bytes
 from data.loader import Loader
 from data.tokenizer import Tokenizer, token_bytes
-from model.generation.attention_maps import attention_maps, attention_statistics
-from model.generation.attention_plots import plot_attention
-from model.generation.engine import Prompt, generate
+from generation.attention_maps import attention_maps, attention_statistics
+from generation.attention_plots import plot_attention
+from generation.engine import Prompt, generate
 from model.gpt import GPT
 from training.checkpoint import TrainState
 from training.config import RunConfig
 from training.device import Runtime
+from training.signals import StopRequest
 
 MAP_TOKENS = 64  # tokens in an attention map; the picture has one map per head
 STATISTICS_WINDOWS = 4  # validation windows for the attention statistics
@@ -60,9 +60,13 @@ class Evaluator:
         if state.stopped:
             return {}
         state.unlogged = {}
-        if state.step > 0 or self.config.train.init_from is not None:  # random weights are never the best
+        if (
+            state.step > 0 or self.config.train.init_from is not None
+        ):  # random weights are never the best
             state.record_evaluation(metrics["val/loss"], metrics["val/bpb"])
-        return step_metrics | metrics | {"peak_memory_bytes": peak_memory_bytes(self.runtime.device)}
+        return (
+            step_metrics | metrics | {"peak_memory_bytes": peak_memory_bytes(self.runtime.device)}
+        )
 
     @torch.no_grad()
     def compute_validation_loss(self, model: nn.Module) -> dict[str, float]:
@@ -74,7 +78,10 @@ class Evaluator:
         windows = min(self.config.eval.windows or loader.val_windows, loader.val_windows)
         stride = loader.val_windows / windows
         bytes_of_token = torch.from_numpy(token_bytes(self.tokenizer)).to(loader.device)
-        nats, counts = [], torch.zeros(2, dtype=torch.int64, device=loader.device)  # of tokens and bytes
+        nats, counts = (
+            [],
+            torch.zeros(2, dtype=torch.int64, device=loader.device),
+        )  # of tokens and bytes
         model.eval()
         for first in range(dist.rank * B, windows, dist.world_size * B):
             if self.stop.requested:
@@ -82,13 +89,22 @@ class Evaluator:
             x, y, doc_ids = loader.batch("val", first, min(B, windows - first), stride)
             with self.runtime.autocast():
                 nats.append(model(x, y, doc_ids=doc_ids, reduction="sum"))
-            counts += torch.stack([y >= 0, bytes_of_token[y.clamp(min=0)] * (y >= 0)]).sum(dim=(1, 2))
+            counts += torch.stack([y >= 0, bytes_of_token[y.clamp(min=0)] * (y >= 0)]).sum(
+                dim=(1, 2)
+            )
         model.train()
         # the losses are read from the device only after the last window, and summed in float64
-        total, num_tokens, num_bytes = dist.all_reduce(sum(loss.item() for loss in nats), *counts.tolist())
+        total, num_tokens, num_bytes = dist.all_reduce(
+            sum(loss.item() for loss in nats), *counts.tolist()
+        )
         if not num_tokens and not self.stop.requested:
-            raise UserError(f"the {windows} validation windows have only prompts; set a larger eval.windows, or null")
-        return {"val/loss": total / max(1, num_tokens), "val/bpb": total / log(2) / max(1, num_bytes)}
+            raise UserError(
+                f"the {windows} validation windows have only prompts; set a larger eval.windows, or null"
+            )
+        return {
+            "val/loss": total / max(1, num_tokens),
+            "val/bpb": total / log(2) / max(1, num_bytes),
+        }
 
     def generate_sample(self, model: GPT, step: int) -> str:
         """Generate a sample without a prompt. A signal ends it."""
@@ -102,7 +118,9 @@ class Evaluator:
         loader, metrics = self.loader, {}
         if self.config.eval.attention_maps:
             x, _, doc_ids = loader.batch("val", 0, 1)
-            weights = attention_maps(model, x[:, :MAP_TOKENS], None if doc_ids is None else doc_ids[:, :MAP_TOKENS])
+            weights = attention_maps(
+                model, x[:, :MAP_TOKENS], None if doc_ids is None else doc_ids[:, :MAP_TOKENS]
+            )
             path = self.folder / "attention" / f"step-{step:06d}.png"
             plot_attention(weights, path)
             metrics = {"attention": path}

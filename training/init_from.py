@@ -5,10 +5,10 @@ from dataclasses import asdict, replace
 import torch.nn.functional as F
 
 from common.errors import UserError
-from common.run_dir import has_checkpoint
 from common.settings import format_value
+from generation.load import load_pretrained
+from generation.run_paths import has_checkpoint
 from model.config import GPTConfig
-from model.generation.load import load_pretrained
 from model.gpt import GPT
 from training.config import GPT2_MODELS
 from training.parallel import load_weights
@@ -25,18 +25,26 @@ def load_run_tokenizer(run: str | None, name: str | None = None) -> dict | None:
     return saved["tokenizer"]
 
 
-def load_init_weights(init_from: str | None, name: str | None, model: GPT, tokenizer_spec: dict) -> None:
+def load_init_weights(
+    init_from: str | None, name: str | None, model: GPT, tokenizer_spec: dict
+) -> None:
     """Load the weights that train.init_from names, unless the run `name` resumes from its own checkpoint.
 
     Raises UserError if the tokenizer or the model is different.
     """
     if init_from is None or has_checkpoint(name):
         return
-    run = f"hf:openai-community/{init_from}" if init_from in GPT2_MODELS else init_from.removeprefix("run:")
+    run = (
+        f"hf:openai-community/{init_from}"
+        if init_from in GPT2_MODELS
+        else init_from.removeprefix("run:")
+    )
     path, saved = load_pretrained(run)
     may_differ = {"name": None, "start": None}
     if saved["tokenizer"] | may_differ != tokenizer_spec | may_differ:
-        raise UserError(f"{path} has another tokenizer than this run; set tokenizer=run tokenizer.run={run}")
+        raise UserError(
+            f"{path} has another tokenizer than this run; set tokenizer=run tokenizer.run={run}"
+        )
     vocab_size, config = saved["vocab_size"], GPTConfig.from_saved(saved["model_config"])
     if different := _find_different_settings(config, model.config):
         raise UserError(f"{path} has another model than this run; set {' '.join(different)}")
@@ -44,7 +52,9 @@ def load_init_weights(init_from: str | None, name: str | None, model: GPT, token
     if model.wpe is not None:
         weights["wpe.weight"] = weights["wpe.weight"][: model.config.block_size]
     for name in ("wte.weight", "lm_head.weight"):  # this run can pad the vocabulary to another size
-        weights[name] = F.pad(weights[name][:vocab_size], (0, 0, 0, model.wte.num_embeddings - vocab_size))
+        weights[name] = F.pad(
+            weights[name][:vocab_size], (0, 0, 0, model.wte.num_embeddings - vocab_size)
+        )
     load_weights(model, weights)
 
 
@@ -57,7 +67,13 @@ def _find_different_settings(saved: GPTConfig, config: GPTConfig) -> list[str]:
         may_differ.add("ngram_table_size")
     old = asdict(saved) | {"n_kv_head": saved.kv_heads, "mlp_width": saved.mlp_channels}
     # the values that null stands for, if all other settings are those of the saved model
-    null_values = {"n_kv_head": saved.n_head, "mlp_width": replace(saved, mlp_width=None).mlp_channels}
-    new = {key: null_values.get(key) if value is None else value for key, value in asdict(config).items()}
+    null_values = {
+        "n_kv_head": saved.n_head,
+        "mlp_width": replace(saved, mlp_width=None).mlp_channels,
+    }
+    new = {
+        key: null_values.get(key) if value is None else value
+        for key, value in asdict(config).items()
+    }
     different = [key for key in old if old[key] != new[key]]
     return [f"model.{key}={format_value(old[key])}" for key in different if key not in may_differ]

@@ -10,9 +10,10 @@ from collections.abc import Iterable
 
 import torch
 from torch import Tensor
+from torch.optim import Optimizer
 
-from model.startup import OptimizerWithoutDynamo
 from training.parallel import map_matrices
+from training.startup import without_dynamo
 
 
 def orthogonalize(matrices: Tensor, steps: int, dtype: torch.dtype = torch.float32) -> Tensor:
@@ -32,7 +33,8 @@ def orthogonalize(matrices: Tensor, steps: int, dtype: torch.dtype = torch.float
     return (X.mT if is_tall else X).type_as(matrices)
 
 
-class Muon(OptimizerWithoutDynamo):
+@without_dynamo
+class Muon(Optimizer):
     """Muon for the matrices of hidden layers. Use AdamW for embeddings, the output layer, and norms and biases.
 
     params: parameters with two dimensions, or parameter groups.
@@ -45,7 +47,9 @@ class Muon(OptimizerWithoutDynamo):
         self, params: Iterable, lr: float = 0.02, momentum: float = 0.95, weight_decay: float = 0.0, ns_steps: int = 5,
         dtype: torch.dtype = torch.float32,
     ):  # fmt: skip
-        super().__init__(params, dict(lr=lr, momentum=momentum, weight_decay=weight_decay, ns_steps=ns_steps))
+        super().__init__(
+            params, dict(lr=lr, momentum=momentum, weight_decay=weight_decay, ns_steps=ns_steps)
+        )
         self.dtype = dtype
 
     @torch.no_grad()
@@ -62,10 +66,17 @@ class Muon(OptimizerWithoutDynamo):
         for p in params:
             if "momentum_buffer" not in self.state[p]:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-        grads, buffers = [p.grad for p in params], [self.state[p]["momentum_buffer"] for p in params]
+        grads, buffers = (
+            [p.grad for p in params],
+            [self.state[p]["momentum_buffer"] for p in params],
+        )
         torch._foreach_lerp_(buffers, grads, 1 - group["momentum"])
         nesterov = [grad.clone() for grad in grads]
-        torch._foreach_lerp_(nesterov, buffers, group["momentum"])  # FSDP2 has no out-of-place form in torch 2.12
-        updates = map_matrices(lambda X: orthogonalize(X, group["ns_steps"], self.dtype), torch.stack(nesterov))
+        torch._foreach_lerp_(
+            nesterov, buffers, group["momentum"]
+        )  # FSDP2 has no out-of-place form in torch 2.12
+        updates = map_matrices(
+            lambda X: orthogonalize(X, group["ns_steps"], self.dtype), torch.stack(nesterov)
+        )
         torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
         torch._foreach_add_(params, list(updates.unbind()), alpha=-group["lr"] * scale)

@@ -18,13 +18,15 @@ from typing import Any, Self
 import torch
 
 from common.console import ProgressBar
-from common.errors import TrainingFailed, UserError
-from common.run_dir import EXIT_CODES, RunDir, status_of
+from common.errors import EXIT_CODES, TrainingFailed, UserError, status_of
 from common.system import reset_peak_memory
 from training.checkpoint import TrainState
 from training.config import OVERFITTING_EVALS, RunConfig
 from training.device import Runtime
-from training.speed import Speed, StepProfiler, peak_flops
+from training.peak_flops import peak_flops
+from training.profiler import StepProfiler
+from training.run_folder import RunFolder
+from training.speed import Speed
 from training.wandb_logger import WandbRun
 
 FLUSH_INTERVAL_S = 1.0
@@ -42,10 +44,12 @@ class Observers(ExitStack):
     For each step, the loop calls start_step, end_step and log_step, with phases in between. Only rank 0 logs.
     """
 
-    def __init__(self, config: RunConfig, runtime: Runtime, run: RunDir, state: TrainState):
+    def __init__(self, config: RunConfig, runtime: Runtime, run: RunFolder, state: TrainState):
         super().__init__()
         self.config, self.runtime, self.run, self.state = config.train, runtime, run, state
-        self.decay_keys = [f"optimizer.{key}" for key in vars(config.optimizer) if key.endswith("weight_decay")]
+        self.decay_keys = [
+            f"optimizer.{key}" for key in vars(config.optimizer) if key.endswith("weight_decay")
+        ]
         self.tokens_per_step = config.train.batch_size * config.model.block_size
         flops = self.tokens_per_step * run.summary["flops_per_token"]
         peak = peak_flops(runtime.device, runtime.dtype) * runtime.dist.world_size
@@ -55,8 +59,12 @@ class Observers(ExitStack):
         self.bar = ProgressBar(1.0, initial=state.progress)
         self.bar.show(state.progress, "compiling" if runtime.compile else "evaluating")
         profiles = config.train.profile and run.is_main
-        self.profiler = StepProfiler(runtime.device, run.folder, self.bar.console.out) if profiles else None
-        run_config = asdict(config) | {"attention": asdict(config.attention) | run.summary["attention"]}
+        self.profiler = (
+            StepProfiler(runtime.device, run.folder, self.bar.console.out) if profiles else None
+        )
+        run_config = asdict(config) | {
+            "attention": asdict(config.attention) | run.summary["attention"]
+        }
         self.wandb = WandbRun(config.wandb, run.folder, run_config, state.wandb_id, name=run.name)
         state.wandb_id = self.wandb.id
         self.metrics = MetricsLogger(run.folder, state.metrics, self.wandb) if run.is_main else None
@@ -91,29 +99,43 @@ class Observers(ExitStack):
         state = self.state
         if "val/loss" in metrics:
             self._print_evaluation(metrics)
-        counters = {"step": state.step, "tokens": state.step * self.tokens_per_step, "seconds": state.seconds}
+        counters = {
+            "step": state.step,
+            "tokens": state.step * self.tokens_per_step,
+            "seconds": state.seconds,
+        }
         self.metrics.log(counters | metrics, self.read_timing)
         if state.progress >= 1:
             self.metrics.flush()
-        label = f"step {state.step}" + (f"/{self.config.steps}" if self.config.steps is not None else "")
+        label = f"step {state.step}" + (
+            f"/{self.config.steps}" if self.config.steps is not None else ""
+        )
         loss, speed = (self.metrics.last.get(key) for key in ("train/loss", "tokens_per_second"))
-        self.bar.show(state.progress, label, "" if None in (loss, speed) else f"loss {loss:.3f}  {speed:,.0f} tokens/s")
+        self.bar.show(
+            state.progress,
+            label,
+            "" if None in (loss, speed) else f"loss {loss:.3f}  {speed:,.0f} tokens/s",
+        )
 
     def _print_evaluation(self, metrics: dict[str, Any]) -> None:
         """Print the validation loss, the sample, and a warning if the validation loss no longer falls."""
         state, patience = self.state, self.config.patience
         line = f"step {state.step}: validation loss {metrics['val/loss']:.4f}, {metrics['val/bpb']:.3f} bits per byte"
-        self.bar.print_text(line + (", the best so far" if state.is_best and state.step > 0 else ""), style="bold")
+        self.bar.print_text(
+            line + (", the best so far" if state.is_best and state.step > 0 else ""), style="bold"
+        )
         if sample := metrics.get("sample", "").strip("\n"):
-            self.bar.print_text(textwrap.indent(sample, "  | ", lambda line: True), "  | ", style="dim")
-        if state.evals_since_best == OVERFITTING_EVALS:
-            advice = (
-                f"start another run with train.steps={state.best_step}, or a larger {' and '.join(self.decay_keys)}"
+            self.bar.print_text(
+                textwrap.indent(sample, "  | ", lambda line: True), "  | ", style="dim"
             )
+        if state.evals_since_best == OVERFITTING_EVALS:
+            advice = f"start another run with train.steps={state.best_step}, or a larger {' and '.join(self.decay_keys)}"
             line = f"overfitting: the validation loss has not fallen since step {state.best_step}; {advice}"
             self.bar.print_text(line, style="bold yellow")
         if state.evals_since_best == patience:
-            self.bar.print_text(f"stopping: train.patience={patience} evaluations without a lower loss")
+            self.bar.print_text(
+                f"stopping: train.patience={patience} evaluations without a lower loss"
+            )
 
     def flush(self) -> dict:
         """Write all metrics to the disk. Returns results. Raises TrainingFailed if a loss is not finite."""
@@ -139,7 +161,9 @@ class MetricsLogger:
         self.path, self.last, self.wandb = folder / "metrics.jsonl", last, wandb
         self.rows: list[tuple[dict, Callable[[], dict]]] = []
         self.flushed = time.perf_counter()
-        if wandb.is_enabled and not (folder / "wandb").exists():  # it was off, or killed before it has started
+        if (
+            wandb.is_enabled and not (folder / "wandb").exists()
+        ):  # it was off, or killed before it has started
             wandb.log([json.loads(line) for line in self.path.read_bytes().splitlines()])
 
     def log(self, row: dict, read: Callable[[], dict] = dict) -> None:
@@ -153,7 +177,9 @@ class MetricsLogger:
         rows, self.rows = [_to_numbers(row | read()) for row, read in self.rows], []
         self.flushed = time.perf_counter()
         with open(self.path, "a", encoding="utf-8") as file:
-            file.writelines(json.dumps(row, default=str) + "\n" for row in rows)  # str: a picture's path
+            file.writelines(
+                json.dumps(row, default=str) + "\n" for row in rows
+            )  # str: a picture's path
             file.flush()
             if sync:
                 os.fsync(file.fileno())
@@ -170,7 +196,9 @@ class MetricsLogger:
 def remove_later_rows(path: Path, step: int) -> dict:
     """Remove the rows after `step`. Returns the newest value of each metric. Raises UserError if a row is missing."""
     size, last = 0, {"step": -1}
-    with suppress(FileNotFoundError, ValueError, TypeError, LookupError):  # a damaged row, or the process was killed
+    with suppress(
+        FileNotFoundError, ValueError, TypeError, LookupError
+    ):  # a damaged row, or the process was killed
         for line in path.read_bytes().splitlines(keepends=True):
             row = json.loads(line)
             if row["step"] > step or row["step"] not in ((last["step"] + 1,) if size else (0, 1)):
@@ -178,7 +206,9 @@ def remove_later_rows(path: Path, step: int) -> dict:
             last |= row
             size += len(line)
     if 0 < step != last["step"]:
-        raise UserError(f"{path} has no row of step {last['step'] + 1}; restore the file, or set another name")
+        raise UserError(
+            f"{path} has no row of step {last['step'] + 1}; restore the file, or set another name"
+        )
     path.touch()
     os.truncate(path, size)
     return last
@@ -186,5 +216,10 @@ def remove_later_rows(path: Path, step: int) -> dict:
 
 def _to_numbers(row: dict) -> dict:
     """Read tensors from the device. Numbers that are not finite become None."""
-    numbers = {key: value.item() if isinstance(value, torch.Tensor) else value for key, value in row.items()}
-    return {k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in numbers.items()}
+    numbers = {
+        key: value.item() if isinstance(value, torch.Tensor) else value
+        for key, value in row.items()
+    }
+    return {
+        k: None if isinstance(v, float) and not math.isfinite(v) else v for k, v in numbers.items()
+    }

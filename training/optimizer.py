@@ -7,20 +7,31 @@ write a function here that returns torch optimizers over all parameters, and lis
 import math
 from collections import defaultdict
 from collections.abc import Callable
+from inspect import unwrap
 
 import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
-from model.startup import AdamW
 from training.config import AdamWConfig, MuonConfig, OptimizerConfig
 from training.muon import Muon
 from training.parallel import full_tensor, shard_like
+from training.startup import without_dynamo
+
+
+@without_dynamo
+class AdamW(torch.optim.AdamW):
+    """torch.optim.AdamW that does not import torch._dynamo."""
+
+    step = torch.no_grad()(unwrap(torch.optim.AdamW.step))
 
 
 def build_adamw(model: nn.Module, config: AdamWConfig, dtype: torch.dtype) -> list[Optimizer]:
     """AdamW on all parameters. Biases and norms, which have fewer than two dimensions, have no weight decay."""
-    matrices = {"params": [p for p in model.parameters() if p.ndim >= 2], "weight_decay": config.weight_decay}
+    matrices = {
+        "params": [p for p in model.parameters() if p.ndim >= 2],
+        "weight_decay": config.weight_decay,
+    }
     vectors = {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0}
     return [AdamW([matrices, vectors], config.lr, tuple(config.betas), config.eps, fused=True)]
 
@@ -30,12 +41,25 @@ def build_muon(model: nn.Module, config: MuonConfig, dtype: torch.dtype) -> list
     params = defaultdict(list)
     for name, p in model.named_parameters():  # a tied head is part of the embeddings
         params["vectors" if p.ndim < 2 else name.partition(".")[0]].append(p)
-    muon_dtype = torch.float32 if dtype == torch.float32 else torch.bfloat16  # with the range of float32
-    muon = Muon(params.pop("blocks"), config.lr, config.momentum, config.weight_decay, config.ns_steps, muon_dtype)
+    muon_dtype = (
+        torch.float32 if dtype == torch.float32 else torch.bfloat16
+    )  # with the range of float32
+    muon = Muon(
+        params.pop("blocks"),
+        config.lr,
+        config.momentum,
+        config.weight_decay,
+        config.ns_steps,
+        muon_dtype,
+    )
     lr = {"lm_head": config.head_lr, "vectors": config.norm_lr}
     weight_decay = {"ngrams": config.ngram_weight_decay}
     groups = [
-        {"params": group, "lr": lr.get(part, config.embedding_lr), "weight_decay": weight_decay.get(part, 0.0)}
+        {
+            "params": group,
+            "lr": lr.get(part, config.embedding_lr),
+            "weight_decay": weight_decay.get(part, 0.0),
+        }
         for part, group in params.items()
     ]
     return [muon, AdamW(groups, betas=tuple(config.betas), eps=config.eps, fused=True)]
@@ -47,7 +71,9 @@ OPTIMIZERS: dict[str, Callable[..., list[Optimizer]]] = {
 }
 
 
-def build_optimizers(model: nn.Module, config: OptimizerConfig, dtype: torch.dtype = torch.float32) -> list[Optimizer]:
+def build_optimizers(
+    model: nn.Module, config: OptimizerConfig, dtype: torch.dtype = torch.float32
+) -> list[Optimizer]:
     """Build the configured optimizers over all parameters of the model. dtype: of the forward and backward pass."""
     optimizers = OPTIMIZERS[config.name](model, config, dtype)
     for optimizer in optimizers:
@@ -64,13 +90,18 @@ def set_lr(optimizers: list[Optimizer], scale: float) -> None:
 
 
 def optimizer_step(
-    model: nn.Module, optimizers: list[Optimizer], scaler: torch.amp.GradScaler, max_grad_norm: float | None
+    model: nn.Module,
+    optimizers: list[Optimizer],
+    scaler: torch.amp.GradScaler,
+    max_grad_norm: float | None,
 ) -> Tensor:
     """Clip the gradients, step all optimizers, and clear the gradients. Returns the gradient norm before clipping."""
     for optimizer in optimizers:
         scaler.unscale_(optimizer)
     grad_norm = full_tensor(nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm or math.inf))
-    if not scaler.is_enabled() or grad_norm.isfinite():  # after a float16 overflow, all optimizers skip the step
+    if (
+        not scaler.is_enabled() or grad_norm.isfinite()
+    ):  # after a float16 overflow, all optimizers skip the step
         for optimizer in optimizers:
             scaler.step(optimizer)
     scaler.update()
@@ -84,11 +115,15 @@ def state_by_name(model: nn.Module, optimizers: list[Optimizer]) -> dict[str, di
     return {name: state[p] for name, p in model.named_parameters() if p in state}
 
 
-def load_state_by_name(model: nn.Module, optimizers: list[Optimizer], state: dict[str, dict]) -> None:
+def load_state_by_name(
+    model: nn.Module, optimizers: list[Optimizer], state: dict[str, dict]
+) -> None:
     """Load what state_by_name returned. Learning rates, betas and weight decay do not change."""
     by_param = {p: state[name] for name, p in model.named_parameters() if name in state}
     for optimizer in optimizers:
         params = [p for group in optimizer.param_groups for p in group["params"]]
         saved = {i: (p, by_param[p]) for i, p in enumerate(params) if p in by_param}
         by_index = {i: {key: shard_like(s[key], p) for key in s} for i, (p, s) in saved.items()}
-        optimizer.load_state_dict({"state": by_index, "param_groups": optimizer.state_dict()["param_groups"]})
+        optimizer.load_state_dict(
+            {"state": by_index, "param_groups": optimizer.state_dict()["param_groups"]}
+        )

@@ -13,8 +13,8 @@ import torch.distributed as torch_dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
-from model.gpt import GPT, Block
-from model.startup import materialize
+from generation.load import model_from_weights
+from model.gpt import GPT
 
 
 @dataclass(frozen=True)
@@ -27,14 +27,16 @@ class DDP:
 
     def build(self, make_model: Callable[..., GPT]) -> GPT:
         """Build a model with initial weights. They are drawn on the CPU, so that all devices get the same weights."""
-        return make_model(device="cpu").to(self.device)
+        return make_model().to(self.device)
 
     def wrap(self, model: nn.Module, compile: bool) -> nn.Module:
         """Wrap the model for the training loop. Copies the weights of rank 0 to all processes."""
         if self.world_size > 1:
             with warnings.catch_warnings():  # torch 2.13 renamed an option
                 warnings.simplefilter("ignore", FutureWarning)
-                model = DistributedDataParallel(model, broadcast_buffers=False, gradient_as_bucket_view=True)
+                model = DistributedDataParallel(
+                    model, broadcast_buffers=False, gradient_as_bucket_view=True
+                )
         return torch.compile(model, dynamic=False) if compile else model
 
     def sync_gradients(self, wrapped_model: nn.Module, enabled: bool) -> None:
@@ -60,24 +62,20 @@ class FSDP2:
     dtype: torch.dtype
 
     def build(self, make_model: Callable[..., GPT]) -> GPT:
-        """Build a model, and keep this process's rows of its weights. One block at a time has complete weights."""
+        """Build a model with initial weights on the CPU, and keep this process's rows of them."""
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
-        model = make_model(device="meta")
+        model = make_model()
         # Norms mix float32 inputs with low-precision weights, for which PyTorch has only a slower kernel.
         warnings.filterwarnings("ignore", "Mismatch dtype between input and weight")
         mesh = init_device_mesh(self.device.type, (self.world_size,))
         # The loop has autocast, which casts the inputs.
-        policy = MixedPrecisionPolicy(param_dtype=self.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False)
-        for name, part in model.parts():
-            if part is model.lm_head and model.config.tie_embeddings:
-                model.lm_head.weight = model.wte.weight
-                continue
-            materialize(part, None, "cpu")
-            model.init_weights(part, f"{name}.")
-            if isinstance(part, Block):
-                fully_shard(part, mesh=mesh, mp_policy=policy)
+        policy = MixedPrecisionPolicy(
+            param_dtype=self.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+        )
+        for block in model.blocks:
+            fully_shard(block, mesh=mesh, mp_policy=policy)
         return fully_shard(model, mesh=mesh)
 
     def wrap(self, model: GPT, compile: bool) -> nn.Module:
@@ -94,10 +92,11 @@ class FSDP2:
         """A second model with complete weights. The weights of its blocks have the dtype of matrix products."""
         weights = {}
         for name, p in model.named_parameters():
-            weights[p] = full_tensor(p.detach().to(self.dtype) if name.startswith("blocks.") else p.detach())
+            weights[p] = full_tensor(
+                p.detach().to(self.dtype) if name.startswith("blocks.") else p.detach()
+            )
         by_name = {name: weights[p] for name, p in model.state_dict(keep_vars=True).items()}
-        with by_name["wte.weight"].device:
-            full = GPT(model.config, model.vocab_size, model.attend, weights=by_name)
+        full = model_from_weights(model.config, model.vocab_size, model.attend, by_name)
         return full, full
 
 
@@ -127,7 +126,9 @@ def shard_like(full: Tensor, param: Any) -> Tensor:
 def load_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Load complete weights into a model that may be sharded."""
     state = model.state_dict()
-    model.load_state_dict({name: shard_like(weight, state[name]) for name, weight in weights.items()})
+    model.load_state_dict(
+        {name: shard_like(weight, state[name]) for name, weight in weights.items()}
+    )
 
 
 def map_matrices(function: Callable[[Tensor], Tensor], stack: Any) -> Tensor:
@@ -138,5 +139,7 @@ def map_matrices(function: Callable[[Tensor], Tensor], stack: Any) -> Tensor:
 
     split = [Shard(0)]
     result = function(stack.redistribute(placements=split).to_local())
-    result = DTensor.from_local(result, stack.device_mesh, split, shape=stack.shape, stride=stack.stride())
+    result = DTensor.from_local(
+        result, stack.device_mesh, split, shape=stack.shape, stride=stack.stride()
+    )
     return result.redistribute(placements=stack.placements)

@@ -5,8 +5,6 @@ from contextlib import contextmanager
 from dataclasses import asdict
 
 from common.console import print_text
-from common.process import StopRequest
-from common.run_dir import RunDir
 from common.system import describe_environment
 from data.prepare import PreparedData
 from model.flops import flops_per_token, n_params
@@ -15,14 +13,21 @@ from training.config import RunConfig
 from training.device import Runtime
 from training.observers import remove_later_rows
 from training.planning.micro_batch import MicroBatches
+from training.plots import plot_run
 from training.progress import format_banner, format_summary
-from training.run_plots import plot_run
+from training.run_folder import RunFolder
+from training.signals import StopRequest
 
 
 @contextmanager
 def open_run(
-    config: RunConfig, runtime: Runtime, state: TrainState, data: PreparedData, micro: MicroBatches, header: dict
-) -> Iterator[tuple[RunDir, StopRequest]]:
+    config: RunConfig,
+    runtime: Runtime,
+    state: TrainState,
+    data: PreparedData,
+    micro: MicroBatches,
+    header: dict,
+) -> Iterator[tuple[RunFolder, StopRequest]]:
     """Context manager around the training loop: locks the run folder, and loads the last checkpoint into `state`.
 
     If an earlier process has finished the run, its summary is None, and the loop must not start. After the loop, the
@@ -30,12 +35,19 @@ def open_run(
     """
     dist = runtime.dist
     label = f"{config.data.name}-{config.model.name}-{config.attention.backend}"
-    with RunDir(config.name, label, config.resume, dist.is_main, dist.broadcast) as run, StopRequest() as stop:
+    with (
+        RunFolder(config.name, label, config.resume, dist.is_main, dist.broadcast) as run,
+        StopRequest() as stop,
+    ):
         if run.last.exists():
             state.resume(run.last, header)
-        checkpoint = f"{run.folder} at step {state.step} with the best evaluation at step {state.best_step}"
+        checkpoint = (
+            f"{run.folder} at step {state.step} with the best evaluation at step {state.best_step}"
+        )
         dist.require_equal(checkpoint, f"copy the newest {run.folder} to all machines")
-        was_finished = run.previous.get("status") == "finished" and run.previous.get("step") == state.step
+        was_finished = (
+            run.previous.get("status") == "finished" and run.previous.get("step") == state.step
+        )
         if dist.broadcast(was_finished and state.progress >= 1):
             ended_by = " and ".join(key for key, used in state.limits.items() if used >= 1)
             advice = f"set a larger {ended_by}, or another name"
@@ -60,6 +72,8 @@ def open_run(
         if dist.is_main:
             plot_run(run.folder)
         if state.stopped:
-            raise KeyboardInterrupt(f"saved at step {state.step}; resume with the same command and name={run.name}")
+            raise KeyboardInterrupt(
+                f"saved at step {state.step}; resume with the same command and name={run.name}"
+            )
     if dist.is_main:
         print_text(format_summary(run.summary, run.folder))

@@ -15,8 +15,12 @@ class ScheduleConfig:
 
     name: str = "linear"  # function in this file
     warmup_steps: int = setting(10, 0, 10**12)
-    final_fraction: float = setting(0.0, 0, 1)  # learning rate at the end, as a fraction of the peak
-    decay_fraction: float = setting(0.5, 0, 1)  # wsd: the part of the run in which the learning rate decays
+    final_fraction: float = setting(
+        0.0, 0, 1
+    )  # learning rate at the end, as a fraction of the peak
+    decay_fraction: float = setting(
+        0.5, 0, 1
+    )  # wsd: the part of the run in which the learning rate decays
 
     def rules(self, section: str) -> list[Rule]:
         return [("name", self.name in SCHEDULES, f"is unknown; set one of {', '.join(SCHEDULES)}")]
@@ -24,7 +28,9 @@ class ScheduleConfig:
 
 def cosine(progress: float, config: ScheduleConfig) -> float:
     """Cosine decay from 1 to final_fraction (Loshchilov & Hutter, arXiv:1608.03983, without restarts)."""
-    return config.final_fraction + (1 - config.final_fraction) * 0.5 * (1 + math.cos(math.pi * progress))
+    return config.final_fraction + (1 - config.final_fraction) * 0.5 * (
+        1 + math.cos(math.pi * progress)
+    )
 
 
 def linear(progress: float, config: ScheduleConfig) -> float:

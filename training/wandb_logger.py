@@ -13,10 +13,12 @@ from threading import Thread
 from typing import Any
 
 from common.console import print_text
-from common.run_dir import flatten_dict
+from common.settings import flatten_dict
 from training.config import WandbConfig
 
-FINISH_TIMEOUT_S = 15  # for uploading the last rows; schedulers kill a process about 30 s after SIGTERM
+FINISH_TIMEOUT_S = (
+    15  # for uploading the last rows; schedulers kill a process about 30 s after SIGTERM
+)
 
 
 class WandbRun:
@@ -27,11 +29,20 @@ class WandbRun:
     arguments: other arguments of wandb.init, such as name.
     """
 
-    def __init__(self, config: WandbConfig, folder: Path, run_config: dict, run_id: str | None = None, **arguments):
+    def __init__(
+        self,
+        config: WandbConfig,
+        folder: Path,
+        run_config: dict,
+        run_id: str | None = None,
+        **arguments,
+    ):
         self.is_enabled, self.folder = config.mode != "disabled", folder
         self.id = run_id or (secrets.token_hex(4) if self.is_enabled else None)
         resume = "allow" if run_id and config.mode == "online" else None
-        arguments |= dict(id=self.id, resume=resume, dir=folder.resolve(), config=flatten_dict(run_config))
+        arguments |= dict(
+            id=self.id, resume=resume, dir=folder.resolve(), config=flatten_dict(run_config)
+        )
         self._arguments = asdict(config) | arguments
         self._calls: SimpleQueue[Callable[[Any], object] | None] = SimpleQueue()
         self._thread = Thread(target=self._make_calls, daemon=True)
@@ -48,7 +59,10 @@ class WandbRun:
         try:
             import wandb
 
-            run = wandb.init(**self._arguments, settings=wandb.Settings(silent=True, console="off", init_timeout=60))
+            run = wandb.init(
+                **self._arguments,
+                settings=wandb.Settings(silent=True, console="off", init_timeout=60),
+            )
             run.define_metric("step")
             run.define_metric("*", step_metric="step")  # wandb drops rows if its own step decreases
             for function in iter(self._calls.get, None):
@@ -56,15 +70,21 @@ class WandbRun:
         except Exception as error:  # wandb can raise anything
             reason = f"{type(error).__name__}: {error}".partition("\n")[0].removesuffix(": ")
             if self.is_enabled:
-                print_text(f"wandb: {reason}; continuing without wandb, {self.folder} has all results")
+                print_text(
+                    f"wandb: {reason}; continuing without wandb, {self.folder} has all results"
+                )
             self.is_enabled = False
-        with suppress(Exception):  # if its service was killed, wandb would print a traceback at exit
+        with suppress(
+            Exception
+        ):  # if its service was killed, wandb would print a traceback at exit
             wandb.teardown()
 
     def log(self, rows: list[dict]) -> None:
         """Log rows of metrics. A Path is a picture or an HTML page, and a list of dataclasses is a table."""
         for row in rows:
-            self.call(lambda run, row=row: run.log({key: _to_media(value) for key, value in row.items()}))
+            self.call(
+                lambda run, row=row: run.log({key: _to_media(value) for key, value in row.items()})
+            )
 
     def set_summary(self, summary: dict) -> None:
         """Set all values except the status, because wandb itself records how the run ends."""
@@ -79,11 +99,15 @@ class WandbRun:
         self._calls.put(None)
         self._thread.join(1)
         if self._thread.is_alive():  # wandb's service hangs, or the network is slow
-            print_text(f"waiting up to {FINISH_TIMEOUT_S} s for wandb to finish; after that, the run ends without it")
+            print_text(
+                f"waiting up to {FINISH_TIMEOUT_S} s for wandb to finish; after that, the run ends without it"
+            )
         self._thread.join(FINISH_TIMEOUT_S)
         if self._thread.is_alive():
             self.is_enabled = False  # prints no errors from now on
-            print_text(f"wandb did not finish within {FINISH_TIMEOUT_S} s; {self.folder} has all results")
+            print_text(
+                f"wandb did not finish within {FINISH_TIMEOUT_S} s; {self.folder} has all results"
+            )
 
 
 def _to_media(value: Any) -> Any:
@@ -91,7 +115,13 @@ def _to_media(value: Any) -> Any:
     import wandb
 
     if isinstance(value, Path):
-        return wandb.Html(str(value), inject=False) if value.suffix == ".html" else wandb.Image(str(value))
+        return (
+            wandb.Html(str(value), inject=False)
+            if value.suffix == ".html"
+            else wandb.Image(str(value))
+        )
     if isinstance(value, list):
-        return wandb.Table(columns=list(asdict(value[0])), data=[list(asdict(row).values()) for row in value])
+        return wandb.Table(
+            columns=list(asdict(value[0])), data=[list(asdict(row).values()) for row in value]
+        )
     return value

@@ -21,7 +21,15 @@ backends with `naive`. A backend that does not support a request raises an error
 B batch, Tq queries, Tk keys, H query heads, G key/value heads, D head dimension of q and k, Dv head dimension of v.
 """
 
-from model.attention.backends import attention_mask, attention_weights, cudnn, flash, flex, naive, sdpa
+from model.attention.backends import (
+    attention_mask,
+    attention_weights,
+    cudnn,
+    flash,
+    flex,
+    naive,
+    sdpa,
+)
 from model.attention.linear import linear_attention, linear_attention_scores
 from model.attention.resolve import (
     ResolvedAttention,

@@ -29,13 +29,21 @@ KERNELS = {
     "math": SDPBackend.MATH,
 }
 HALF_DTYPES = ("bfloat16", "float16")
-ALL_DEVICES = {"cpu": Support(), "cuda": Support(), "mps": Support(dtypes=("float32", *HALF_DTYPES))}
+ALL_DEVICES = {
+    "cpu": Support(),
+    "cuda": Support(),
+    "mps": Support(dtypes=("float32", *HALF_DTYPES)),
+}
 
 
-def attention_mask(Tq: int, Tk: int, *, window=None, positions=None, doc_ids=None, device=None) -> Tensor:
+def attention_mask(
+    Tq: int, Tk: int, *, window=None, positions=None, doc_ids=None, device=None
+) -> Tensor:
     """Boolean mask, True where a query attends to a key -> (Tq, Tk), or (B, 1, Tq, Tk) with positions or doc_ids."""
     key = torch.arange(Tk, device=device)
-    query = torch.arange(Tk - Tq, Tk, device=device) if positions is None else positions  # (Tq) or (B, Tq)
+    query = (
+        torch.arange(Tk - Tq, Tk, device=device) if positions is None else positions
+    )  # (Tq) or (B, Tq)
     query = query.unsqueeze(-1)
     visible = key <= query
     if window is not None:
@@ -46,11 +54,17 @@ def attention_mask(Tq: int, Tk: int, *, window=None, positions=None, doc_ids=Non
     return visible.unsqueeze(1) if visible.ndim == 3 else visible
 
 
-def attention_scores(q: Tensor, k: Tensor, *, window=None, positions=None, doc_ids=None, softcap=None) -> Tensor:
+def attention_scores(
+    q: Tensor, k: Tensor, *, window=None, positions=None, doc_ids=None, softcap=None
+) -> Tensor:
     """Attention scores mask(QK^T / sqrt(D)) -> (B, H, Tq, Tk). Masked scores are -inf."""
     Tq, Tk, H, D = q.shape[1], k.shape[1], q.shape[2], q.shape[3]
-    scores = q.transpose(1, 2) @ repeat_kv(k, H).permute(0, 2, 3, 1) / math.sqrt(D)  # (B, H, Tq, Tk)
-    visible = attention_mask(Tq, Tk, window=window, positions=positions, doc_ids=doc_ids, device=q.device)
+    scores = (
+        q.transpose(1, 2) @ repeat_kv(k, H).permute(0, 2, 3, 1) / math.sqrt(D)
+    )  # (B, H, Tq, Tk)
+    visible = attention_mask(
+        Tq, Tk, window=window, positions=positions, doc_ids=doc_ids, device=q.device
+    )
     return apply_softcap(scores, softcap).masked_fill(~visible, -torch.inf)
 
 
@@ -69,15 +83,21 @@ def repeat_kv(x: Tensor, H: int) -> Tensor:
 
 
 @backend(on=ALL_DEVICES)
-def naive(q, k, v, *, window=None, positions=None, doc_ids=None, dropout_p=0.0, softcap=None) -> Tensor:
+def naive(
+    q, k, v, *, window=None, positions=None, doc_ids=None, dropout_p=0.0, softcap=None
+) -> Tensor:
     """The reference: computes the formula step by step, and stores all Tq x Tk weights."""
-    weights = attention_weights(q, k, window=window, positions=positions, doc_ids=doc_ids, softcap=softcap)
+    weights = attention_weights(
+        q, k, window=window, positions=positions, doc_ids=doc_ids, softcap=softcap
+    )
     weights = F.dropout(weights, dropout_p, training=dropout_p > 0).to(v.dtype)
     v = repeat_kv(v, q.shape[2])
     return (weights @ v.transpose(1, 2)).transpose(1, 2)  # (B, Tq, H, Dv)
 
 
-def _sdpa(q, k, v, window, positions, doc_ids, dropout_p, softcap, kernels: list[SDPBackend] | None) -> Tensor:
+def _sdpa(
+    q, k, v, window, positions, doc_ids, dropout_p, softcap, kernels: list[SDPBackend] | None
+) -> Tensor:
     """Call PyTorch's scaled_dot_product_attention, restricted to `kernels`.
 
     PyTorch's is_causal aligns query 0 with key 0, which is right only for Tq == Tk. A single query (a decode step)
@@ -91,7 +111,9 @@ def _sdpa(q, k, v, window, positions, doc_ids, dropout_p, softcap, kernels: list
     is_plain = window is None and positions is None and doc_ids is None
     mask = None
     if not is_plain or 1 < Tq < Tk:
-        mask = attention_mask(Tq, Tk, window=window, positions=positions, doc_ids=doc_ids, device=q.device)
+        mask = attention_mask(
+            Tq, Tk, window=window, positions=positions, doc_ids=doc_ids, device=q.device
+        )
         mask = mask.expand(q.shape[0], 1, Tq, Tk)
     # Select the kernel here, and not around the model: a kernel that is selected outside a compiled function is not
     # part of the compile cache key, so a second process could silently get the kernel of the first.
@@ -107,16 +129,25 @@ def _sdpa(q, k, v, window, positions, doc_ids, dropout_p, softcap, kernels: list
     uses_sdpa=True,
     kernels=tuple(KERNELS),
 )
-def sdpa(q, k, v, *, window=None, positions=None, doc_ids=None, dropout_p=0.0, softcap=None, kernels=None) -> Tensor:
+def sdpa(
+    q, k, v, *, window=None, positions=None, doc_ids=None, dropout_p=0.0, softcap=None, kernels=None
+) -> Tensor:
     """PyTorch's scaled_dot_product_attention, which chooses the kernel.
 
     kernels: names of the kernels that it may use, by default all; cuDNN's not for one query. CUDA tries them in order.
     """
     if q.is_cuda:
-        if kernels is None and q.shape[1] == 1:  # cuDNN builds a plan for each number of keys, which is slow to decode
+        if (
+            kernels is None and q.shape[1] == 1
+        ):  # cuDNN builds a plan for each number of keys, which is slow to decode
             kernels = ["flash", "efficient", "math"]
         # The efficient kernel refuses grouped queries. It is the only fused one for float32, and often for masks.
-        if q.dtype == torch.float32 or positions is not None or doc_ids is not None or (window or inf) < k.shape[1]:
+        if (
+            q.dtype == torch.float32
+            or positions is not None
+            or doc_ids is not None
+            or (window or inf) < k.shape[1]
+        ):
             k, v = repeat_kv(k, q.shape[2]), repeat_kv(v, q.shape[2])
     allowed = [KERNELS[name] for name in kernels] if kernels is not None else None
     return _sdpa(q, k, v, window, positions, doc_ids, dropout_p, softcap, allowed)
@@ -135,17 +166,27 @@ FLASH_CUDA = {"dtypes": HALF_DTYPES, "head_dims": (1, 256)} | dict.fromkeys(UNSU
     },
     uses_sdpa=True,
 )
-def flash(q, k, v, *, window=None, positions=None, doc_ids=None, dropout_p=0.0, softcap=None) -> Tensor:
+def flash(
+    q, k, v, *, window=None, positions=None, doc_ids=None, dropout_p=0.0, softcap=None
+) -> Tensor:
     """PyTorch's FlashAttention kernel (Dao, arXiv:2307.08691), or an error. It never stores all weights."""
     return _sdpa(q, k, v, window, positions, doc_ids, dropout_p, softcap, [KERNELS["flash"]])
 
 
-@backend(on={"cuda": Support(dtypes=HALF_DTYPES, softcap=False, head_dims=(1, 256))}, uses_sdpa=True)
-def cudnn(q, k, v, *, window=None, positions=None, doc_ids=None, dropout_p=0.0, softcap=None) -> Tensor:
+@backend(
+    on={"cuda": Support(dtypes=HALF_DTYPES, softcap=False, head_dims=(1, 256))}, uses_sdpa=True
+)
+def cudnn(
+    q, k, v, *, window=None, positions=None, doc_ids=None, dropout_p=0.0, softcap=None
+) -> Tensor:
     """cuDNN's fused attention kernel, or an error."""
-    if q.shape[1] == 1:  # cuDNN rejects a single key, and builds a plan for each number of keys: add masked ones
+    if (
+        q.shape[1] == 1
+    ):  # cuDNN rejects a single key, and builds a plan for each number of keys: add masked ones
         Tk, padding = k.shape[1], -k.shape[1] % 128
-        positions = torch.full(q.shape[:2], Tk - 1, device=q.device) if positions is None else positions
+        positions = (
+            torch.full(q.shape[:2], Tk - 1, device=q.device) if positions is None else positions
+        )
         k, v = (F.pad(x, (0, 0, 0, 0, 0, padding)) for x in (k, v))
         doc_ids = None if doc_ids is None else F.pad(doc_ids, (0, padding))
     return _sdpa(q, k, v, window, positions, doc_ids, dropout_p, softcap, [KERNELS["cudnn"]])
@@ -154,13 +195,19 @@ def cudnn(q, k, v, *, window=None, positions=None, doc_ids=None, dropout_p=0.0, 
 @backend(
     on={
         "cpu": Support(
-            dtypes=("float32", *HALF_DTYPES), gradients=False, dropout=False, document_mask=False, positions=False
+            dtypes=("float32", *HALF_DTYPES),
+            gradients=False,
+            dropout=False,
+            document_mask=False,
+            positions=False,
         ),
         "cuda": Support(dtypes=("float32", *HALF_DTYPES), dropout=False, head_dims=(16, inf)),
     },
     needs_compiler=True,
 )
-def flex(q, k, v, *, window=None, positions=None, doc_ids=None, dropout_p=0.0, softcap=None) -> Tensor:
+def flex(
+    q, k, v, *, window=None, positions=None, doc_ids=None, dropout_p=0.0, softcap=None
+) -> Tensor:
     """FlexAttention (Dong et al., arXiv:2412.05496): a kernel that is compiled for the mask and skips masked blocks.
 
     Outside of torch.compile, block masks without positions are cached by the identity of doc_ids: do not change this
@@ -176,16 +223,24 @@ def flex(q, k, v, *, window=None, positions=None, doc_ids=None, dropout_p=0.0, s
         k, v = (F.pad(x, (0, 0, 0, 0, 0, -Tk % 16)) for x in (k, v))
     q, k, v = q.transpose(1, 2), k.transpose(1, 2), v.transpose(1, 2)
     # a cached function would be a graph break with a warning, while the model is compiled
-    make_score_mod = _softcap_score_mod.__wrapped__ if torch.compiler.is_compiling() else _softcap_score_mod
+    make_score_mod = (
+        _softcap_score_mod.__wrapped__ if torch.compiler.is_compiling() else _softcap_score_mod
+    )
     score_mod = make_score_mod(softcap)
     mask_args = (B, Tq, k.shape[2], Tk - Tq, window, positions, doc_ids, q.device)
-    if torch.compiler.is_compiling():  # the torch.compile call around the model also compiles flex_attention
+    if (
+        torch.compiler.is_compiling()
+    ):  # the torch.compile call around the model also compiles flex_attention
         # contiguous: Inductor 2.13 gives wrong results if it fuses the computation of q and k into the kernel
         q, k, v = q.contiguous(), k.contiguous(), v.contiguous()
-        y = flex_attention(q, k, v, score_mod, block_mask=_block_mask(*mask_args), enable_gqa=use_gqa)
+        y = flex_attention(
+            q, k, v, score_mod, block_mask=_block_mask(*mask_args), enable_gqa=use_gqa
+        )
     else:
         # the positions of a decode step are a new tensor in each layer
-        block_mask = _cached_block_mask(*mask_args) if positions is None else _block_mask(*mask_args)
+        block_mask = (
+            _cached_block_mask(*mask_args) if positions is None else _block_mask(*mask_args)
+        )
         y = _compiled_flex()(q, k, v, score_mod, block_mask=block_mask, enable_gqa=use_gqa)
     return y.transpose(1, 2)
 

@@ -17,7 +17,9 @@ def attention_flops_per_token(config: GPTConfig, T: int) -> int:
     For layers with linear attention, see linear_attention_keys.
     """
     keys = sum(
-        linear_attention_keys(config.head_dim, T) if attention_type == "linear" else min(T, window or T)
+        linear_attention_keys(config.head_dim, T)
+        if attention_type == "linear"
+        else min(T, window or T)
         for attention_type, window in zip(config.attention_types, config.windows, strict=True)
     )
     return 12 * config.n_head * config.head_dim * keys

@@ -23,7 +23,13 @@ from model.attention.backends import ALL_DEVICES, attention_mask, repeat_kv
 from model.attention.support import backend
 
 CHUNK = 64  # tokens; 32 to 128 are equally fast
-NO_MASKS = {"dropout": False, "softcap": False, "window": False, "document_mask": False, "positions": False}
+NO_MASKS = {
+    "dropout": False,
+    "softcap": False,
+    "window": False,
+    "document_mask": False,
+    "positions": False,
+}
 
 
 def feature_map(x: Tensor) -> Tensor:
@@ -31,7 +37,9 @@ def feature_map(x: Tensor) -> Tensor:
     return F.relu(x) + x.clamp(max=0).exp()
 
 
-def linear_attention_scores(q: Tensor, k: Tensor, *, window=None, positions=None, doc_ids=None, softcap=None) -> Tensor:
+def linear_attention_scores(
+    q: Tensor, k: Tensor, *, window=None, positions=None, doc_ids=None, softcap=None
+) -> Tensor:
     """log phi(q).phi(k) -> (B, H, Tq, Tk); their softmax is the weights. Masked scores are -inf."""
     scores = _features(q).transpose(1, 2) @ repeat_kv(_features(k), q.shape[2]).permute(0, 2, 3, 1)
     masks = {"window": window, "positions": positions, "doc_ids": doc_ids}
@@ -39,16 +47,24 @@ def linear_attention_scores(q: Tensor, k: Tensor, *, window=None, positions=None
     return scores.log().masked_fill(~visible, -torch.inf)
 
 
-@backend(on={device: replace(support, **NO_MASKS) for device, support in ALL_DEVICES.items()}, attention_type="linear")
-def linear_attention(q, k, v, *, window=None, positions=None, doc_ids=None, dropout_p=0.0, softcap=None) -> Tensor:
+@backend(
+    on={device: replace(support, **NO_MASKS) for device, support in ALL_DEVICES.items()},
+    attention_type="linear",
+)
+def linear_attention(
+    q, k, v, *, window=None, positions=None, doc_ids=None, dropout_p=0.0, softcap=None
+) -> Tensor:
     """Linear attention in chunks; T queries and T keys. Raises ValueError for masks and dropout."""
     if not (window is positions is doc_ids is softcap is None) or dropout_p > 0:
-        raise ValueError("linear attention does not support windows, positions, documents, dropout and softcaps")
+        raise ValueError(
+            "linear attention does not support windows, positions, documents, dropout and softcaps"
+        )
     T, H, Dv, dtype = q.shape[1], q.shape[2], v.shape[3], v.dtype
     with torch.autocast(q.device.type, enabled=False):
         chunk = min(T, CHUNK)
         q, k, v = (
-            _split_chunks(x, chunk) for x in (_features(q), repeat_kv(_features(k), H), repeat_kv(_append_one(v), H))
+            _split_chunks(x, chunk)
+            for x in (_features(q), repeat_kv(_features(k), H), repeat_kv(_append_one(v), H))
         )
         states = k.mT @ v  # one per chunk, (B, H, T / chunk, D, Dv + 1)
         # Sum over all earlier chunks. cumsum() - states would round with later tokens.

@@ -10,7 +10,9 @@ def rotary_cos_sin(positions: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
 
     positions (...) -> cosine (..., 1, D/2), sine (..., 1, D/2)
     """
-    frequency = 10_000.0 ** (-torch.arange(0, head_dim, 2, device=positions.device).float() / head_dim)
+    frequency = 10_000.0 ** (
+        -torch.arange(0, head_dim, 2, device=positions.device).float() / head_dim
+    )
     angle = positions.float().unsqueeze(-1) * frequency
     return angle.cos().unsqueeze(-2), angle.sin().unsqueeze(-2)
 

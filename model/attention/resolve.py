@@ -18,8 +18,19 @@ from torch.overrides import TorchFunctionMode
 from common.errors import UserError
 from common.settings import format_value
 from model.attention.backends import KERNELS
-from model.attention.support import BACKENDS, NON_SOFTMAX, AttentionRequest, Backend, check_support, suggest_backends
-from model.attention.torch_internals import disable_attention_fusion, is_triton_available, select_sdpa_kernel
+from model.attention.support import (
+    BACKENDS,
+    NON_SOFTMAX,
+    AttentionRequest,
+    Backend,
+    check_support,
+    suggest_backends,
+)
+from model.attention.torch_internals import (
+    disable_attention_fusion,
+    is_triton_available,
+    select_sdpa_kernel,
+)
 from model.config import AttentionConfig, GPTConfig
 
 
@@ -35,15 +46,21 @@ class ResolvedAttention:
 def _find_backend(config: AttentionConfig) -> Backend:
     """The backend of `config`. Raises UserError for unknown settings, and for settings of other backends."""
     if config.backend not in BACKENDS | NON_SOFTMAX:
-        raise UserError(f"attention.backend={config.backend} is unknown; set one of {', '.join(BACKENDS)}")
+        raise UserError(
+            f"attention.backend={config.backend} is unknown; set one of {', '.join(BACKENDS)}"
+        )
     chosen = (BACKENDS | NON_SOFTMAX)[config.backend]
-    if config.kernels is not None and (not config.kernels or not set(config.kernels) <= set(chosen.kernels)):
+    if config.kernels is not None and (
+        not config.kernels or not set(config.kernels) <= set(chosen.kernels)
+    ):
         given = f"attention.kernels={format_value(config.kernels)}"
         choices = f"null or a list of {', '.join(chosen.kernels)}" if chosen.kernels else "null"
         raise UserError(f"attention={chosen.name} has no {given}; set attention.kernels={choices}")
     if config.flash_package is not None and config.flash_package not in chosen.packages:
         choices = " or ".join(["null", *chosen.packages])
-        raise UserError(f"attention={chosen.name} has no attention.flash_package={config.flash_package}; set {choices}")
+        raise UserError(
+            f"attention={chosen.name} has no attention.flash_package={config.flash_package}; set {choices}"
+        )
     return chosen
 
 
@@ -52,15 +69,24 @@ def all_variants() -> dict[str, AttentionConfig]:
     variants = {}
     for name, chosen in BACKENDS.items():
         variants[name] = AttentionConfig(name)
-        variants |= {f"{name}:{kernel}": AttentionConfig(name, kernels=[kernel]) for kernel in chosen.kernels}
-        variants |= {f"{name}:{package}": AttentionConfig(name, flash_package=package) for package in chosen.packages}
+        variants |= {
+            f"{name}:{kernel}": AttentionConfig(name, kernels=[kernel]) for kernel in chosen.kernels
+        }
+        variants |= {
+            f"{name}:{package}": AttentionConfig(name, flash_package=package)
+            for package in chosen.packages
+        }
     return variants | {name: AttentionConfig(name) for name in NON_SOFTMAX}
 
 
 def get_attention_fn(config: AttentionConfig) -> Callable[..., Tensor]:
     """The `attend` function of the settings. Raises UserError for unknown settings."""
     chosen = _find_backend(config)
-    return chosen.attend if config.kernels is None else partial(chosen.attend, kernels=tuple(config.kernels))
+    return (
+        chosen.attend
+        if config.kernels is None
+        else partial(chosen.attend, kernels=tuple(config.kernels))
+    )
 
 
 class _KernelProbe(TorchFunctionMode):
@@ -97,10 +123,15 @@ def resolve(config: AttentionConfig, request: AttentionRequest) -> ResolvedAtten
     q = torch.empty(r.B, r.Tq, r.H, r.D, **options)
     k, v = torch.empty(r.B, r.Tk, r.G, r.D, **options), torch.empty(r.B, r.Tk, r.G, r.Dv, **options)
     positions = torch.zeros(r.B, r.Tq, dtype=torch.int64, device=r.device) if r.positions else None
-    doc_ids = torch.zeros(r.B, r.Tk, dtype=torch.int64, device=r.device) if r.document_mask else None
+    doc_ids = (
+        torch.zeros(r.B, r.Tk, dtype=torch.int64, device=r.device) if r.document_mask else None
+    )
     attend = get_attention_fn(config)
     probe = _KernelProbe()
-    with warnings.catch_warnings(record=True) as caught, probe if chosen.uses_sdpa else nullcontext():
+    with (
+        warnings.catch_warnings(record=True) as caught,
+        probe if chosen.uses_sdpa else nullcontext(),
+    ):
         warnings.simplefilter("always")
         try:
             mask = {"window": r.window, "positions": positions, "doc_ids": doc_ids}
@@ -108,17 +139,30 @@ def resolve(config: AttentionConfig, request: AttentionRequest) -> ResolvedAtten
             if is_large and r.grad:
                 y.sum().backward()
         except RuntimeError as error:
-            reason = (chosen.uses_sdpa and _kernel_warnings(caught)) or str(error).partition("\n")[0].strip()
+            reason = (chosen.uses_sdpa and _kernel_warnings(caught)) or str(error).partition("\n")[
+                0
+            ].strip()
             given, advice = f"attention={chosen.name}", suggest_backends(chosen, r)
             if config.kernels:
-                given, advice = f"attention.kernels={format_value(config.kernels)}", "set attention.kernels=null"
+                given, advice = (
+                    f"attention.kernels={format_value(config.kernels)}",
+                    "set attention.kernels=null",
+                )
             raise UserError(f"{given} cannot run on {r.device.type} ({reason}); {advice}") from None
-    names = {kernel: name for name, kernel in KERNELS.items()} | {None: chosen.name}  # it may call no PyTorch kernel
+    names = {kernel: name for name, kernel in KERNELS.items()} | {
+        None: chosen.name
+    }  # it may call no PyTorch kernel
     return ResolvedAttention(chosen.name, names[probe.kernel], config.flash_package)
 
 
 def resolve_model(
-    config: AttentionConfig, model: GPTConfig, *, B: int, Tq: int | None = None, grad: bool, **options: Any
+    config: AttentionConfig,
+    model: GPTConfig,
+    *,
+    B: int,
+    Tq: int | None = None,
+    grad: bool,
+    **options: Any,
 ) -> ResolvedAttention:
     """Resolve the attention of all layers of a model, for B sequences of block_size tokens.
 
@@ -131,14 +175,29 @@ def resolve_model(
             f"attention.backend={config.backend} changes the model; set model.attention_type={config.backend} instead"
         )
     T, D = model.block_size, model.head_dim
-    shape = {"B": B, "Tq": Tq or T, "Tk": T, "H": model.n_head, "G": model.kv_heads, "D": D, "Dv": D}
+    shape = {
+        "B": B,
+        "Tq": Tq or T,
+        "Tk": T,
+        "H": model.n_head,
+        "G": model.kv_heads,
+        "D": D,
+        "Dv": D,
+    }
     shape["softcap"] = model.attention_softcap
-    request = AttentionRequest(**shape, grad=grad, dropout_p=model.dropout if grad else 0.0, **options)
+    request = AttentionRequest(
+        **shape, grad=grad, dropout_p=model.dropout if grad else 0.0, **options
+    )
     kernels = {}
-    for attention_type, window in dict.fromkeys(zip(model.attention_types, model.windows, strict=True)):
+    for attention_type, window in dict.fromkeys(
+        zip(model.attention_types, model.windows, strict=True)
+    ):
         layer_config, layer_request = config, replace(request, window=window)
         if attention_type != "softmax":
-            layer_config, layer_request = AttentionConfig(attention_type), replace(layer_request, softcap=None)
+            layer_config, layer_request = (
+                AttentionConfig(attention_type),
+                replace(layer_request, softcap=None),
+            )
         if attention_type == "linear":  # decodes with a state, which needs no positions
             layer_request = replace(layer_request, Tq=T, positions=False)
         kernels[resolve(layer_config, layer_request).resolved] = None
@@ -171,13 +230,17 @@ def _activate_flash_package(package: str | None) -> None:
         _active_package = package
     except Exception as error:  # a third-party package may raise anything
         setting = "attention.flash_package"
-        raise UserError(f"{setting}={package} cannot be used ({error}); install it, or set {setting}=null") from None
+        raise UserError(
+            f"{setting}={package} cannot be used ({error}); install it, or set {setting}=null"
+        ) from None
 
 
 def _kernel_warnings(caught: list[warnings.WarningMessage]) -> str:
     """PyTorch's reasons for rejecting kernels, without headings, and without kernels that were not requested."""
     lines = [str(warning.message).split(" (Triggered")[0].strip() for warning in caught]
-    return " ".join(line for line in lines if not line.endswith("because:") and "runtime disabled" not in line)
+    return " ".join(
+        line for line in lines if not line.endswith("because:") and "runtime disabled" not in line
+    )
 
 
 def missing_compiler(device: torch.device) -> str | None:

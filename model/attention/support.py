@@ -67,14 +67,29 @@ class Feature:
 
 FEATURES = {
     "gradients": Feature("training", lambda r: r.grad, "cannot train: it has no gradients"),
-    "dropout": Feature("dropout", lambda r: r.dropout_p > 0, "does not support dropout", "model.dropout=0"),
-    "softcap": Feature(
-        "softcap", lambda r: r.softcap is not None, "does not support softcaps", "model.attention_softcap=null"
+    "dropout": Feature(
+        "dropout", lambda r: r.dropout_p > 0, "does not support dropout", "model.dropout=0"
     ),
-    "gqa": Feature("GQA", lambda r: r.G != r.H, "does not support shared key/value heads", "model.n_kv_head=null"),
-    "window": Feature("window", lambda r: r.window is not None, "does not support windows", "model.window=null"),
+    "softcap": Feature(
+        "softcap",
+        lambda r: r.softcap is not None,
+        "does not support softcaps",
+        "model.attention_softcap=null",
+    ),
+    "gqa": Feature(
+        "GQA",
+        lambda r: r.G != r.H,
+        "does not support shared key/value heads",
+        "model.n_kv_head=null",
+    ),
+    "window": Feature(
+        "window", lambda r: r.window is not None, "does not support windows", "model.window=null"
+    ),
     "document_mask": Feature(
-        "document mask", lambda r: r.document_mask, "does not support document masks", "data.document_mask=false"
+        "document mask",
+        lambda r: r.document_mask,
+        "does not support document masks",
+        "data.document_mask=false",
     ),
     "positions": Feature(
         "positions",
@@ -96,16 +111,24 @@ class Backend:
 
     name: str
     attend: Callable[..., Tensor]
-    on: dict[str, Support]  # by device type, or by device type and attention.flash_package, as in "cuda FA3"
+    on: dict[
+        str, Support
+    ]  # by device type, or by device type and attention.flash_package, as in "cuda FA3"
     uses_sdpa: bool = False  # whether it calls scaled_dot_product_attention, which selects a kernel
     kernels: tuple[str, ...] = ()  # allowed values of attention.kernels
     needs_compiler: bool = False  # whether it needs torch.compile's compiler
-    attention_type: str = "softmax"  # value of model.attention_type that computes the same as this backend
+    attention_type: str = (
+        "softmax"  # value of model.attention_type that computes the same as this backend
+    )
 
     @property
     def setting(self) -> str:
         """The setting that selects this function."""
-        return f"attention={self.name}" if self.attention_type == "softmax" else f"model.attention_type={self.name}"
+        return (
+            f"attention={self.name}"
+            if self.attention_type == "softmax"
+            else f"model.attention_type={self.name}"
+        )
 
     @property
     def packages(self) -> list[str]:
@@ -114,14 +137,20 @@ class Backend:
 
 
 BACKENDS: dict[str, Backend] = {}  # of softmax attention, by name
-NON_SOFTMAX: dict[str, Backend] = {}  # functions that compute something else, by the value of model.attention_type
+NON_SOFTMAX: dict[
+    str, Backend
+] = {}  # functions that compute something else, by the value of model.attention_type
 
 
 def backend(on: dict[str, Support], attention_type: str = "softmax", **options):
     """Decorator: register a function as `attention=NAME`, or as a type of attention. options: fields of Backend."""
 
     def register(attend: FunctionType) -> FunctionType:
-        name, registry = (attend.__name__, BACKENDS) if attention_type == "softmax" else (attention_type, NON_SOFTMAX)
+        name, registry = (
+            (attend.__name__, BACKENDS)
+            if attention_type == "softmax"
+            else (attention_type, NON_SOFTMAX)
+        )
         registry[name] = Backend(name, attend, on, attention_type=attention_type, **options)
         return attend
 
@@ -145,9 +174,15 @@ def missing_feature(
     smallest, largest = support.head_dims
     for head_dim in (request.D, request.Dv):
         if head_dim > largest:
-            return f"supports head dimensions up to {largest}, not {head_dim}", "a larger model.n_head"
+            return (
+                f"supports head dimensions up to {largest}, not {head_dim}",
+                "a larger model.n_head",
+            )
         if head_dim < smallest:
-            return f"supports head dimensions from {smallest}, not {head_dim}", "a smaller model.n_head"
+            return (
+                f"supports head dimensions from {smallest}, not {head_dim}",
+                "a smaller model.n_head",
+            )
     return None
 
 
@@ -162,11 +197,17 @@ def check_support(chosen: Backend, request: AttentionRequest, package: str | Non
     if package is not None and missing_feature(chosen, request) is None:
         advice = "set attention.flash_package=null"
     if chosen.attention_type != "softmax":
-        advice = f"set {setting}, or model.attention_type=softmax" if setting else "set model.attention_type=softmax"
+        advice = (
+            f"set {setting}, or model.attention_type=softmax"
+            if setting
+            else "set model.attention_type=softmax"
+        )
     raise UserError(f"{chosen.setting}{implementation}{where} {problem}; {advice}")
 
 
-def suggest_backends(refused: Backend, request: AttentionRequest, setting: str | None = None) -> str:
+def suggest_backends(
+    refused: Backend, request: AttentionRequest, setting: str | None = None
+) -> str:
     """Advice for a message: the setting, and the other backends that support the request.
 
     For example, "set model.dropout=0, or attention=naive or sdpa".

@@ -24,7 +24,9 @@ def disable_attention_fusion() -> None:
     from torch._inductor.fx_passes import fuse_attention
 
     if not callable(getattr(fuse_attention, "_sfdp_init", None)):
-        raise RuntimeError("this PyTorch registers Inductor's attention patterns elsewhere: update torch_internals.py")
+        raise RuntimeError(
+            "this PyTorch registers Inductor's attention patterns elsewhere: update torch_internals.py"
+        )
     fuse_attention._sfdp_init = lambda *_: None
 
 

@@ -2,9 +2,17 @@
 
 import re
 
-from common.console import PlainConsole, ProgressBar, format_duration, format_memory, format_si, make_table, pluralize
+from common.console import (
+    PlainConsole,
+    ProgressBar,
+    format_duration,
+    format_memory,
+    format_number,
+    format_si,
+    make_table,
+    pluralize,
+)
 from common.errors import UNPRINTABLE, printable
-from compare import format_number
 
 
 def test_progress_lines_show_the_remaining_time_of_the_work_since_the_start(clock, capsys):
@@ -29,7 +37,12 @@ def test_durations_sizes_and_counts_are_formatted():
     assert [format_si(s, "B") for s in (512, 3.42e6, 5.678e9)] == ["512 B", "3.42 MB", "5.68 GB"]
     assert [format_memory(s) for s in (2**29, 5 * 2**28)] == ["512 MiB", "1.25 GiB"]
     assert [format_si(n) for n in (12, 1_234_567, 7e24)] == ["12", "1.23 M", "7 Y"]
-    assert [format_number(n) for n in (0.0123, 1, 99.96, 1234)] == ["0.0123", "1.00", "100", "1,234"]
+    assert [format_number(n) for n in (0.0123, 1, 99.96, 1234)] == [
+        "0.0123",
+        "1.00",
+        "100",
+        "1,234",
+    ]
     counts = [pluralize(1, "layer"), pluralize(2, "process"), pluralize(1000, "step")]
     assert counts == ["1 layer", "2 processes", "1,000 steps"]
 

@@ -18,7 +18,11 @@ class Section:
     most: int | None = None
 
     def rules(self, section):
-        yield "most", self.most is None or self.most >= self.count, f"must be at least {section}.count"
+        yield (
+            "most",
+            self.most is None or self.most >= self.count,
+            f"must be at least {section}.count",
+        )
 
 
 @dataclass
@@ -37,7 +41,10 @@ class Complete:
         ({"share": inf}, "part.share=inf must be"),
         ({"sizes": [3, 0]}, "part.sizes=0 must be at least 1"),
         ({"color": "green"}, "part.color=green is unknown; set one of red, blue"),
-        ({"color": "bleu"}, "part.color=bleu is unknown (did you mean blue?); set one of red, blue"),
+        (
+            {"color": "bleu"},
+            "part.color=bleu is unknown (did you mean blue?); set one of red, blue",
+        ),
         ({"count": 5, "most": 4}, "part.most=4 must be at least part.count"),
     ],
 )

@@ -54,7 +54,11 @@ def test_data_path_replaces_the_name_of_the_default_data(workdir):
 
 NO_SETTINGS = ["+train.foo=1", "++seed=1", "~seed", "steps"]
 HYDRA = ["hydra.run.dir=x", "hydra/launcher=x"]
-NO_LAUNCHERS = ["hydra/launcher=nowhere", "hydra.launcher._target_=os.system", "hydra.sweeper.params=x"]
+NO_LAUNCHERS = [
+    "hydra/launcher=nowhere",
+    "hydra.launcher._target_=os.system",
+    "hydra.sweeper.params=x",
+]
 NO_LAUNCHERS += ["hydra.launcher.x={_target_:os.system}"]
 SWEEP = ["-m", "seed=1,2"]
 TWO_LONG_NAMES = [f"{key}={'a' * 99},{'b' * 99}" for key in ("model.name", "data.name")]
@@ -68,23 +72,41 @@ INVALID = [
     (["steps=3"], "steps: there is no such key (did you mean train.steps?)"),
     (["modle=gpt2"], "modle: there is no such key (did you mean model?)"),
     (["optimizer.learning_rate=1"], "optimizer.learning_rate: there is no such key"),
-    (["optimizer=adamw", "optimizer.momentum=0.9"], "optimizer.momentum is a key of another optimizer"),
-    (["model=gpt3"], "model=gpt3: there is no such choice (did you mean gpt2?); set gpt2, llama, modern, nano"),
-    (["experiment=null"], "experiment=null: there is no such choice; set finetune_gpt2, gpt2_124m, larger_model"),
+    (
+        ["optimizer=adamw", "optimizer.momentum=0.9"],
+        "optimizer.momentum is a key of another optimizer",
+    ),
+    (
+        ["model=gpt3"],
+        "model=gpt3: there is no such choice (did you mean gpt2?); set gpt2, llama, modern, nano",
+    ),
+    (
+        ["experiment=null"],
+        "experiment=null: there is no such choice; set finetune_gpt2, gpt2_124m, larger_model",
+    ),
     (["preset=2MB"], "preset=2MB is unknown; set auto, 20kB"),
     (["parallel=zero"], "parallel=zero is unknown; set one of ddp, fsdp"),
     (["train.activation_checkpointing=all"], "set one of none, block, attention"),
-    (["schedule=cosine", "schedule.name=cosin"], "schedule.name=cosin is unknown; set one of cosine, linear, wsd"),
+    (
+        ["schedule=cosine", "schedule.name=cosin"],
+        "schedule.name=cosin is unknown; set one of cosine, linear, wsd",
+    ),
     (["train.init_from=a"], "train.init_from=a is unknown; set one of run:NAME, hf:NAME, gpt2, "),
     (["optimizer.name=adamw"], "optimizer.name=adamw selects no optimizer; set optimizer=adamw or"),
     # words that cannot be parsed, and several values
     (["train.steps=1,000"], "'train.steps=1,000' must have one value"),
     (["-m", "data.path=a,b"], "and data.path=[A],[B] for paths and names"),
-    (["seed=1,2"], "'seed=1,2' must have one value; set it, or a list as in [A,B]; train.py -m takes"),
+    (
+        ["seed=1,2"],
+        "'seed=1,2' must have one value; set it, or a list as in [A,B]; train.py -m takes",
+    ),
     (["train.steps=f("], "put its value in two pairs of quotes: 'train.steps=\"VALUE\"'"),
     (["seed='1\n"], "cannot be parsed; put its value in two pairs of quotes: 'seed=\"VALUE\"'"),
     (["-m", "seed=1"], "-m needs several values for at least one key; set seed=1,2,3, for example"),
-    (["-m", "attention=naive,falsh"], "attention=falsh: there is no such choice (did you mean flash"),
+    (
+        ["-m", "attention=naive,falsh"],
+        "attention=falsh: there is no such choice (did you mean flash",
+    ),
     ([*SWEEP, "model.n_embd=96,97"], "model.n_embd=97 must be a multiple of model.n_head=2"),
     ([*SWEEP, "name=a/b"], "name='a/b' is not a folder name"),
     ([*SWEEP, "hydra.launcher.partition=gpu"], "hydra.launcher.partition: there is no such key"),
@@ -103,15 +125,24 @@ INVALID = [
     (["data.mix=[a]"], "data.mix=[a] must be a section of a YAML file"),
     (["train.micro_batch_size=large"], "train.micro_batch_size=large must be a number"),
     (["data.path=[]"], "data.path=[] has no file to read"),
-    (["wandb.project=[a]"], "must be text; put its value in two pairs of quotes: 'wandb.project=\"VALUE\"'"),
+    (
+        ["wandb.project=[a]"],
+        "must be text; put its value in two pairs of quotes: 'wandb.project=\"VALUE\"'",
+    ),
     (["wandb.tags=5"], "wandb.tags=5 must be a list such as [A,B]"),
-    (["train.batch_size=010"], "train.batch_size=010 has a leading zero, as octal numbers do; remove it"),
+    (
+        ["train.batch_size=010"],
+        "train.batch_size=010 has a leading zero, as octal numbers do; remove it",
+    ),
     (["optimizer.betas=[0.9,00.95]"], "optimizer.betas=[0.9,00.95] has a leading zero"),
     (["train.steps=1:30"], "train.steps=1:30 must be a whole number or null"),
     (["model.window=0064"], "model.window=0064 must be a number of tokens"),
     (["-m", "train.batch_size=8,010"], "train.batch_size=010 has a leading zero"),
     # values
-    (["model.n_head=6", "model.n_embd=96", "model.n_kv_head=4"], "must divide model.n_head=6; set one of 1, 2, 3, 6"),
+    (
+        ["model.n_head=6", "model.n_embd=96", "model.n_kv_head=4"],
+        "must divide model.n_head=6; set one of 1, 2, 3, 6",
+    ),
     (["model.n_layer=0"], "model.n_layer=0 must be at least 1 and at most 10,000"),
     (["train.steps=null"], "train.steps=null needs train.minutes"),
     (["data=text"], "data.path=null is missing; set data.path"),
@@ -124,7 +155,10 @@ INVALID = [
     (["name=sweeps"], "name=sweeps is reserved"),
     (["seed=-1"], "seed=-1 must be at least 0"),
     (["optimizer.weight_decay=100"], "set less than 1 / optimizer.lr"),
-    (["optimizer.ngram_weight_decay=2", "optimizer.embedding_lr=0.5"], "set less than 1 / optimizer.embedding_lr"),
+    (
+        ["optimizer.ngram_weight_decay=2", "optimizer.embedding_lr=0.5"],
+        "set less than 1 / optimizer.embedding_lr",
+    ),
     (["plan=true", "flops_per_second=-1e9"], "flops_per_second=-1000000000.0 must be above 0"),
     (["flops_per_second=1e12"], "flops_per_second=1000000000000.0 needs plan=true"),
     (["world_size=4"], "world_size=4 needs plan=true"),
@@ -135,15 +169,27 @@ INVALID_OF_OTHER_SCRIPTS = [
     ("bench", ["attention=flash"], "attention: there is no such key"),
     ("bench", ["block_sizes=64"], "block_sizes=64 must be a list such as [A,B]"),
     ("bench", ["block_sizes=[64,a]"], "block_sizes=[64,a] must be a whole number"),
-    ("bench", ["block_sizes=[1000000000]"], "block_sizes=1000000000 must be at least 1 and at most"),
+    (
+        "bench",
+        ["block_sizes=[1000000000]"],
+        "block_sizes=1000000000 must be at least 1 and at most",
+    ),
     ("compare", ["out=", "a"], "'out=' must have one value; set it"),
     ("compare", ["a", "ouy=there"], "ouy: there is no such key (did you mean out?)"),
     ("prepare", ["data.text_column="], "'data.text_column=' must have one value; set it"),
     ("prepare", ["experiment=gpt2_124m"], "experiment: there is no such key"),
     ("sample", ["model.n_layer=2"], "there is no such key"),
     ("sample", ["stop=[]"], "stop=[] must be a string that is not empty, or a list of them"),
-    ("sample", ['stop=["a", null]'], "stop=[a,null] must be a string that is not empty, or a list of them"),
-    ("sample", ["interactive=true", "num_samples=5"], "num_samples=5 needs interactive=false; set one of them"),
+    (
+        "sample",
+        ['stop=["a", null]'],
+        "stop=[a,null] must be a string that is not empty, or a list of them",
+    ),
+    (
+        "sample",
+        ["interactive=true", "num_samples=5"],
+        "num_samples=5 needs interactive=false; set one of them",
+    ),
     ("sample", ["max_new_tokens=0"], "max_new_tokens=0 generates nothing; set a larger number"),
     ("sample", ["checkpoint=first"], "checkpoint=first is unknown; set one of best, last, step-N"),
     ("sample", ["prompt=a", "prompt_file=b"], "set one of them"),
@@ -155,7 +201,9 @@ INVALID_OF_OTHER_SCRIPTS = [
     [*(("train", *case) for case in INVALID), *INVALID_OF_OTHER_SCRIPTS],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )
-def test_invalid_words_are_refused_and_leave_no_files(script, words, message, workdir, capsys, monkeypatch):
+def test_invalid_words_are_refused_and_leave_no_files(
+    script, words, message, workdir, capsys, monkeypatch
+):
     monkeypatch.setattr("sys.argv", [f"{script}.py"])
     before = sorted(workdir.rglob("*"))
     assert message in error_message(capsys, *words, script=script)
@@ -183,20 +231,26 @@ def with_value(config, key, value):
     ],
 )
 def test_wrong_choices_get_a_suggestion(key, value, hint):
-    with pytest.raises(UserError, match=rf"{key}={value} is unknown \(did you mean {hint}\?\); set one of"):
+    with pytest.raises(
+        UserError, match=rf"{key}={value} is unknown \(did you mean {hint}\?\); set one of"
+    ):
         check(with_value(RunConfig(), key, value))
 
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_every_number_has_limits(script, workdir):
     """Otherwise a huge value hangs, or fails with an error of PyTorch's C++ code."""
-    words = {key: ["data.path=text.txt"] for key in ("train", "prepare", "eval")} | {"compare": ["a"]}
+    words = {key: ["data.path=text.txt"] for key in ("train", "prepare", "eval")} | {
+        "compare": ["a"]
+    }
     config = parse_config(script, "", words.get(script, []))
     types = dict(list_keys(type(config)))
     if "optimizer" in types:
         types |= dict(list_keys(type(config.optimizer), "optimizer."))
     for key, annotation in types.items():
-        for value in [10**30] * (annotation in (int, int | None)) + [nan] * (annotation in (float, float | None)):
+        for value in [10**30] * (annotation in (int, int | None)) + [nan] * (
+            annotation in (float, float | None)
+        ):
             with pytest.raises(UserError, match=f"{key}={value}"):
                 check(with_value(config, key, value))
 
@@ -205,36 +259,69 @@ WRONG_YAML = [
     ("train: {stesp: 3}", r"experiment/mine.yaml: train.stesp: .* \(did you mean train.steps\?"),
     ("trian: {steps: 3}", r"trian: there is no such key \(did you mean train\?\)"),
     ("model: {_target_: os.system}", r"model._target_: there is no such key"),
-    ("model: {window: {_target_: os.system}}", r"model.window={_target_:os.system} must be a number"),
+    (
+        "model: {window: {_target_: os.system}}",
+        r"model.window={_target_:os.system} must be a number",
+    ),
     ("train: [", r"own/experiment/mine.yaml cannot be read .*line .*; write valid YAML in UTF-8"),
     ("train: {steps: '${'}", r"train.steps: .* '\${'"),
-    ("train: 5", r"experiment/mine.yaml: train must be a section; set its keys, such as train.steps"),
+    (
+        "train: 5",
+        r"experiment/mine.yaml: train must be a section; set its keys, such as train.steps",
+    ),
     ("eval: {sample: [1]}", r"experiment/mine.yaml: eval.sample must be a section; set its keys"),
     ("optimizer: {betas: [a]}", r"experiment/mine.yaml: optimizer.betas\[0\] must be a number"),
     ("train: {steps: many}", r"experiment/mine.yaml: train.steps must be a whole number or null"),
     ("train.steps: 5", r"experiment/mine.yaml: train.steps: write train: {steps: VALUE}"),
-    ("eval-every: 5", r"experiment/mine.yaml: eval-every: there is no such key \(did you mean eval.every\?"),
-    ("train: {batch-size: 4}", r"train.batch-size: there is no such key \(did you mean train.batch_size\?"),
+    (
+        "eval-every: 5",
+        r"experiment/mine.yaml: eval-every: there is no such key \(did you mean eval.every\?",
+    ),
+    (
+        "train: {batch-size: 4}",
+        r"train.batch-size: there is no such key \(did you mean train.batch_size\?",
+    ),
     (
         "tokenizer: {vocab_size: 0400}",
         r"experiment/mine.yaml: tokenizer.vocab_size=0400 has a leading zero, .*; remove it",
     ),
-    ("optimizer: {betas: [0.9, 00.95]}", r"experiment/mine.yaml: optimizer.betas=\[0.9,00.95\] has a leading zero"),
+    (
+        "optimizer: {betas: [0.9, 00.95]}",
+        r"experiment/mine.yaml: optimizer.betas=\[0.9,00.95\] has a leading zero",
+    ),
     ("model: {window: [064]}", r"model.window=\[064\] must be a number of tokens"),
     ("train: {steps: 1:30}", r"experiment/mine.yaml: train.steps must be a whole number or null"),
     ("train: {micro_batch_size: 1:30}", r"train.micro_batch_size=1:30 must be a number"),
-    ("wandb: {project: [a]}", r"experiment/mine.yaml: wandb.project must be text; put it in quotes"),
-    ("seed: 1\nseed: 2", r"experiment/mine.yaml cannot be read .*duplicate key seed.*; write valid YAML"),
-    ("# \udce9t", r"experiment/mine.yaml cannot be read .*invalid continuation byte .*; write valid YAML in UTF-8"),
+    (
+        "wandb: {project: [a]}",
+        r"experiment/mine.yaml: wandb.project must be text; put it in quotes",
+    ),
+    (
+        "seed: 1\nseed: 2",
+        r"experiment/mine.yaml cannot be read .*duplicate key seed.*; write valid YAML",
+    ),
+    (
+        "# \udce9t",
+        r"experiment/mine.yaml cannot be read .*invalid continuation byte .*; write valid YAML in UTF-8",
+    ),
     ("5", r"experiment/mine.yaml cannot be read .*its content must be a section"),
     ("[1]", r"experiment/mine.yaml cannot be read .*its content must be a section"),
     ("hydra: {launcher: {_target_: os.system}}", r"experiment/mine.yaml sets hydra, .*; remove it"),
-    ("# @package hydra.launcher\n_target_: os.system", r"experiment/mine.yaml sets hydra, .*; remove it"),
-    ("defaults: [{override /hydra/launcher: basic}]", r"experiment/mine.yaml sets hydra, .*; remove it"),
+    (
+        "# @package hydra.launcher\n_target_: os.system",
+        r"experiment/mine.yaml sets hydra, .*; remove it",
+    ),
+    (
+        "defaults: [{override /hydra/launcher: basic}]",
+        r"experiment/mine.yaml sets hydra, .*; remove it",
+    ),
     ("defaults: [mine]", r"a YAML file contains itself"),
     ("train: &a {steps: *a}", r"a YAML file contains itself"),
     ("kernels: [math]", r"attention\.backend is missing; set it in the YAML file"),
-    (YAML_BOMB, r"experiment/mine.yaml cannot be read .*it has more than 20 aliases \(\*name\)\); write valid YAML in"),
+    (
+        YAML_BOMB,
+        r"experiment/mine.yaml cannot be read .*it has more than 20 aliases \(\*name\)\); write valid YAML in",
+    ),
 ]
 
 
@@ -245,15 +332,28 @@ def test_invalid_yaml_files_are_refused(content, message, workdir, capsys):
     assert re.search(message, error_message(capsys, "--config-dir", "own", f"{group}=mine"))
 
 
-@pytest.mark.parametrize("header", ["", "# @package _global_\n", "# mine\n# @package _global_\n", "\n# mine\n"])
+@pytest.mark.parametrize(
+    "header", ["", "# @package _global_\n", "# mine\n# @package _global_\n", "\n# mine\n"]
+)
 def test_words_win_over_an_experiment_of_the_user(header, workdir):
     write_file("own/experiment/mine.yaml", f"{header}train: {{steps: 7, batch_size: 3}}\n")
-    config = parse_config("train", "", ["--config-dir", "own", "experiment=mine", "train.batch_size=5"])
+    config = parse_config(
+        "train", "", ["--config-dir", "own", "experiment=mine", "train.batch_size=5"]
+    )
     assert (config.train.steps, config.train.batch_size) == (7, 5)
 
 
 OTHER_TYPES = ["null", "true", "1e5", "007", "[1]", "{a: b}", "${seed}", "\\${seed}", ""]
-SPECIAL_CHARACTERS = ["été", "def f(x):", "it's", 'say "hi"', "a=b", "Hello, world", "#no comment", "~a"]
+SPECIAL_CHARACTERS = [
+    "été",
+    "def f(x):",
+    "it's",
+    'say "hi"',
+    "a=b",
+    "Hello, world",
+    "#no comment",
+    "~a",
+]
 SPECIAL_CHARACTERS += ["back\\slash\\", "\\'", "two\nlines", "\t", " x "]
 
 
@@ -271,9 +371,16 @@ def test_random_prompt_is_used_as_typed(text):
     assert parse_config("sample", "", [f"prompt={text}"]).prompt == text
 
 
-@pytest.mark.parametrize("separator", ["[SEP]", "[a, b]", "#", "\"'", r"\n", "1e3", "a,b", "{x}", "${seed}"])
+@pytest.mark.parametrize(
+    "separator", ["[SEP]", "[a, b]", "#", "\"'", r"\n", "1e3", "a,b", "{x}", "${seed}"]
+)
 def test_separator_is_used_as_typed(workdir, separator):
-    assert parse_config("train", "", ["data.path=text.txt", f"data.separator={separator}"]).data.separator == separator
+    assert (
+        parse_config(
+            "train", "", ["data.path=text.txt", f"data.separator={separator}"]
+        ).data.separator
+        == separator
+    )
 
 
 def test_names_and_paths_are_used_as_typed_except_null(workdir):
@@ -285,9 +392,25 @@ def test_names_and_paths_are_used_as_typed_except_null(workdir):
 
 TEXT_KEYS = ["name", "wandb.project", "data.revision", "data.mix.a.revision"]
 TEXT_LISTS = ["wandb.tags", "data.path", "eval.sample.stop"]
-LIKE_OTHER_TYPES = ["no", "on", "true", "False", "007", "1e3", "1.10", "-.5", "0x1F", "1:30", "12e45", "1_000", "+1"]
+LIKE_OTHER_TYPES = [
+    "no",
+    "on",
+    "true",
+    "False",
+    "007",
+    "1e3",
+    "1.10",
+    "-.5",
+    "0x1F",
+    "1:30",
+    "12e45",
+    "1_000",
+    "+1",
+]
 LIKE_OTHER_TYPES += ["inf", "NaN", "2020-01-01", "08", "1 2"]
-plain_texts = st.sampled_from(LIKE_OTHER_TYPES) | st.text(alphabet="0123456789abefinotruxy._+", min_size=1, max_size=5)
+plain_texts = st.sampled_from(LIKE_OTHER_TYPES) | st.text(
+    alphabet="0123456789abefinotruxy._+", min_size=1, max_size=5
+)
 plain_texts = plain_texts.filter(lambda text: text.lower() != "null")
 
 
@@ -304,7 +427,9 @@ def test_text_keys_get_the_typed_characters(key, text):
     assert parsed == ([text] if key in TEXT_LISTS else text)
 
 
-@settings(max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(
+    max_examples=8, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 @given(texts=st.lists(plain_texts, min_size=5, max_size=5))
 @example(texts=["no", "1e3", "007", "1.10", "1:30"])
 def test_text_keys_of_a_yaml_file_get_the_typed_characters(texts, workdir):
@@ -317,13 +442,25 @@ def test_text_keys_of_a_yaml_file_get_the_typed_characters(texts, workdir):
 
 
 def test_numbers_and_switches_of_a_yaml_file_are_converted(workdir):
-    lines = ["compile: no", "optimizer: {lr: 1e-3, betas: [.9, 0.950]}", "train: {steps: 1_000, micro_batch_size: 4}"]
+    lines = [
+        "compile: no",
+        "optimizer: {lr: 1e-3, betas: [.9, 0.950]}",
+        "train: {steps: 1_000, micro_batch_size: 4}",
+    ]
     lines += ["model: {window: [64, null]}", "eval: {every: 5}", "data: {path: text.txt}"]
     write_file("own/experiment/mine.yaml", "\n".join(lines))
     write_file("text.txt", "text")
     config = parse_config("train", "", ["--config-dir", "own", "experiment=mine"])
-    assert (config.compile, config.optimizer.lr, config.optimizer.betas) == (False, 1e-3, [0.9, 0.95])
-    assert (config.train.steps, config.train.micro_batch_size, config.model.window) == (1000, 4, [64, None])
+    assert (config.compile, config.optimizer.lr, config.optimizer.betas) == (
+        False,
+        1e-3,
+        [0.9, 0.95],
+    )
+    assert (config.train.steps, config.train.micro_batch_size, config.model.window) == (
+        1000,
+        4,
+        [64, None],
+    )
 
 
 @pytest.mark.parametrize(
@@ -345,7 +482,10 @@ def test_words_keep_their_types(key, value, expected):
 
 
 def test_text_of_a_mix_is_used_as_typed(workdir):
-    write_file("own/data/mine.yaml", "defaults: [mix, text@mix.a, _self_]\nmix: {a: {path: 1e3, split: 1.10}}")
+    write_file(
+        "own/data/mine.yaml",
+        "defaults: [mix, text@mix.a, _self_]\nmix: {a: {path: 1e3, split: 1.10}}",
+    )
     write_file("1e3", "text")
     words = ["data=mine", "data.mix.a.prompt_column=007", "data.mix.a.text_column=12e45"]
     source = compose_config("prepare", words, "own").data.mix["a"]

@@ -5,11 +5,11 @@ from data_helpers import write_file
 from helpers import TINY
 
 from common.errors import UserError
-from common.run_dir import write_config
-from compare.sweep.launch import find_missing_jobs
+from comparison.sweep.launch import find_missing_jobs
 from configs.cli import parse_config
 from configs.compose import hydra_initialized, parse_word
 from configs.multirun import list_combinations, make_jobs
+from training.run_folder import write_config
 
 
 @pytest.mark.parametrize(
@@ -25,10 +25,17 @@ from configs.multirun import list_combinations, make_jobs
         ),
         (
             ["wandb.project=1e3,007,a", "dtype=float32,bfloat16"],
-            [[f"wandb.project={p}", f"dtype={d}"] for p in ("'1e3'", "'007'", "a") for d in ("float32", "bfloat16")],
+            [
+                [f"wandb.project={p}", f"dtype={d}"]
+                for p in ("'1e3'", "'007'", "a")
+                for d in ("float32", "bfloat16")
+            ],
         ),
         (["optimizer.lr=1e-3,1e-2"], [["optimizer.lr=0.001"], ["optimizer.lr=0.01"]]),
-        (["optimizer=glob(*, exclude=s*)", "data.path=a,b.txt"], [["optimizer=adamw"], ["optimizer=muon"]]),
+        (
+            ["optimizer=glob(*, exclude=s*)", "data.path=a,b.txt"],
+            [["optimizer=adamw"], ["optimizer=muon"]],
+        ),
     ],
 )
 def test_combinations_of_swept_values(words, expected):
@@ -38,12 +45,16 @@ def test_combinations_of_swept_values(words, expected):
 def combine(words: list[str]) -> list[dict[str, str]]:
     with hydra_initialized("train", None):
         parsed = {word: parse_word("train", word) for word in words}
-        return list_combinations({word: parsed[word] for word in words if parsed[word].is_sweep_override()})
+        return list_combinations(
+            {word: parsed[word] for word in words if parsed[word].is_sweep_override()}
+        )
 
 
 def start_sweep(*words: str) -> list[str]:
     """Names of the jobs that a sweep starts. Each writes its config, as a run does."""
-    _, jobs = make_jobs(None, combine(words), [*TINY, "name=s", *[word for word in words if "," not in word]], None)
+    _, jobs = make_jobs(
+        None, combine(words), [*TINY, "name=s", *[word for word in words if "," not in word]], None
+    )
     for job in find_missing_jobs(jobs[0].folder.parent, jobs):
         job.folder.mkdir(exist_ok=True)
         write_config(job.folder, job.config)
@@ -64,7 +75,9 @@ def start_sweep(*words: str) -> list[str]:
     ],
     ids=["one value", "default value", "swept steps", "swept steps with the default", "more steps"],
 )  # fmt: skip
-def test_job_of_an_extended_sweep_has_the_name_of_an_earlier_job_with_its_config(workdir, before, after, names):
+def test_job_of_an_extended_sweep_has_the_name_of_an_earlier_job_with_its_config(
+    workdir, before, after, names
+):
     start_sweep(*before)
     assert start_sweep(*after) == names
 

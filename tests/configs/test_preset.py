@@ -19,7 +19,14 @@ def write_text(folder, size) -> str:
     return f"data.path={path}"
 
 
-BOUNDARIES = {"20kB": 44_000, "100kB": 173_000, "300kB": 547_000, "1MB": 1_730_000, "3MB": 5_470_000, "10MB": 10**8}
+BOUNDARIES = {
+    "20kB": 44_000,
+    "100kB": 173_000,
+    "300kB": 547_000,
+    "1MB": 1_730_000,
+    "3MB": 5_470_000,
+    "10MB": 10**8,
+}
 
 
 @pytest.mark.parametrize(("name", "largest"), BOUNDARIES.items())
@@ -42,7 +49,9 @@ def test_default_run_has_the_defaults_of_the_dataclasses(tmp_path):
 
 def test_settings_of_the_user_and_of_recipes_replace_those_of_the_preset(tmp_path):
     text = write_text(tmp_path, 1_000_000)
-    config = compose("data=text", text, "train.steps=7", "model.n_layer=5", "tokenizer.vocab_size=300")
+    config = compose(
+        "data=text", text, "train.steps=7", "model.n_layer=5", "tokenizer.vocab_size=300"
+    )
     assert (config.train.steps, config.model.n_layer, config.tokenizer.vocab_size) == (7, 5, 300)
     assert config.preset == "1MB"
     assert compose("data=text", text, "model=gpt2").model.n_layer == 12
@@ -52,7 +61,13 @@ def test_settings_of_the_user_and_of_recipes_replace_those_of_the_preset(tmp_pat
 
 def test_recipes_do_not_depend_on_the_amount_of_text(tmp_path):
     with_preset = ("shakespeare_cpu_fast", "larger_model")
-    for recipe in ("shakespeare_char", "shakespeare_char_cpu", "shakespeare_char_cpu_fast", "gpt2_124m", *with_preset):
+    for recipe in (
+        "shakespeare_char",
+        "shakespeare_char_cpu",
+        "shakespeare_char_cpu_fast",
+        "gpt2_124m",
+        *with_preset,
+    ):
         words = [f"experiment={recipe}", *([] if recipe in with_preset else ["tokenizer=char"])]
         short, long = (compose(*words, write_text(tmp_path, size)) for size in (10**4, 10**9))
         assert short == long and (short.preset is not None) == (recipe in with_preset)

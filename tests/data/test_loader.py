@@ -17,7 +17,9 @@ from data import DataConfig
 from data.loader import IGNORE_INDEX, Loader
 from data.prepare import Tokens
 
-SOME = settings(max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+SOME = settings(
+    max_examples=50, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture]
+)
 seeds = st.integers(0, 5)
 END = 256  # the end-of-text token of the byte tokenizer
 PAIRS = DataConfig(path="rows.jsonl", prompt_column="question", text_column="answer")
@@ -28,7 +30,11 @@ class Positions(Tokens):
     """Tokens in memory. Each token is its position, so that a batch shows where it was read."""
 
     def __init__(self, start: int, stop: int):
-        self.ids, self.starts, self.dtype = np.arange(start, stop, dtype=np.uint32), [0, stop - start], np.dtype("u4")
+        self.ids, self.starts, self.dtype = (
+            np.arange(start, stop, dtype=np.uint32),
+            [0, stop - start],
+            np.dtype("u4"),
+        )
 
     def __getitem__(self, index):
         return self.ids[index]
@@ -37,7 +43,11 @@ class Positions(Tokens):
 def make_loader(train: list[int], val: int, T: int, seed: int, weights=(1.0,)) -> Loader:
     """A loader of sources with these numbers of tokens, which are numbered across the sources."""
     sources = [Positions(*ends) for ends in pairwise(np.cumsum([0, *train]).tolist())]
-    return Loader(SimpleNamespace(train=sources, val=Positions(0, val), weights=weights, tokenizer=None), T, seed)
+    return Loader(
+        SimpleNamespace(train=sources, val=Positions(0, val), weights=weights, tokenizer=None),
+        T,
+        seed,
+    )
 
 
 def read_epoch(n: int, T: int, seed: int, epoch: int):
@@ -62,11 +72,18 @@ def test_epochs_differ_in_order_and_phase_by_seed():
 
 
 @SOME
-@given(first=st.integers(0, 500), counts=st.lists(st.integers(1, 9), min_size=1, max_size=5), seed=seeds)
+@given(
+    first=st.integers(0, 500),
+    counts=st.lists(st.integers(1, 9), min_size=1, max_size=5),
+    seed=seeds,
+)
 def test_batches_do_not_depend_on_batch_size(first, counts, seed):
     loaders = [make_loader([30, 20], 9, 4, seed, (1.0, 2.0)) for _ in range(2)]
     starts = np.cumsum([first, *counts]).tolist()
-    parts = [loaders[0].batch("train", start, count)[0] for start, count in zip(starts, counts, strict=False)]
+    parts = [
+        loaders[0].batch("train", start, count)[0]
+        for start, count in zip(starts, counts, strict=False)
+    ]
     assert torch.equal(torch.cat(parts), loaders[1].batch("train", first, sum(counts))[0])
 
 
@@ -94,7 +111,10 @@ def test_some_validation_windows_are_spread_over_the_complete_text(windows, data
 
 
 @SOME
-@given(parts=st.lists(st.tuples(st.integers(2, 40), st.floats(0.1, 10)), min_size=2, max_size=4), T=st.integers(1, 8))
+@given(
+    parts=st.lists(st.tuples(st.integers(2, 40), st.floats(0.1, 10)), min_size=2, max_size=4),
+    T=st.integers(1, 8),
+)
 def test_sources_of_a_mix_take_turns_by_weight_each_with_its_own_epochs(parts, T):
     sizes, weights = zip(*parts, strict=True)
     x, y, _ = make_loader(list(sizes), 9, T, 1, weights).batch("train", 0, 300)
@@ -102,15 +122,21 @@ def test_sources_of_a_mix_take_turns_by_weight_each_with_its_own_epochs(parts, T
     assert (source == source[:, :1]).all()  # no window spans two sources
     for index, (size, weight) in enumerate(parts):
         is_here, first, epoch = source[:, 0] == index, sum(sizes[:index]), -(-size // T)
-        difference = np.cumsum(is_here) - np.arange(1, 301) * weight / sum(weights)  # in each prefix
+        difference = np.cumsum(is_here) - np.arange(1, 301) * weight / sum(
+            weights
+        )  # in each prefix
         assert np.abs(difference).max() < len(parts) - 1 + 1e-9
         assert torch.equal(y[is_here] - first, (x[is_here] - first + 1) % size)
         for start in range(0, int(is_here.sum()) - epoch + 1, epoch):
-            assert set(y[is_here][start : start + epoch].flatten().tolist()) == set(range(first, first + size))
+            assert set(y[is_here][start : start + epoch].flatten().tolist()) == set(
+                range(first, first + size)
+            )
 
 
 def write_rows(path: str, rows: list[tuple]) -> None:
-    write_table(path, answer=[answer for _, answer in rows], question=[question for question, _ in rows])
+    write_table(
+        path, answer=[answer for _, answer in rows], question=[question for question, _ in rows]
+    )
 
 
 @pytest.mark.parametrize("path", ["rows.jsonl", "rows.csv", "rows.parquet"])
@@ -132,12 +158,16 @@ def test_validation_targets_are_the_tokens_of_completions(workdir, monkeypatch, 
         targets += [IGNORE_INDEX] * len(question.encode()) + [*answer.encode(), END]
     starts = [min(i, len(ids) - 1 - loader.val_T) for i in range(0, len(ids) - 1, loader.val_T)]
     assert x.tolist() == [ids[start : start + loader.val_T] for start in starts]
-    assert y[y != IGNORE_INDEX].tolist() == [target for target in targets[1:] if target != IGNORE_INDEX]
+    assert y[y != IGNORE_INDEX].tolist() == [
+        target for target in targets[1:] if target != IGNORE_INDEX
+    ]
     assert y[:-1].flatten().tolist() == targets[1:][: y[:-1].numel()]
 
 
 @SOME
-@given(T=st.integers(2, 40), first=st.integers(0, 200), count=st.integers(1, 9), mixed=st.booleans())
+@given(
+    T=st.integers(2, 40), first=st.integers(0, 200), count=st.integers(1, 9), mixed=st.booleans()
+)
 def test_training_batches_of_one_source_and_of_a_mix(workdir, T, first, count, mixed):
     """Prompts and completions use different characters, so that each target shows where it is from."""
     write_rows("rows.jsonl", [("abcdef" * (n % 5), "xyz" * (n % 3)) for n in range(40)])
@@ -160,7 +190,10 @@ def test_null_prompts_are_empty_and_rows_without_completion_are_skipped(workdir,
 
 def test_prompts_that_cannot_be_used_are_refused(workdir):
     write_rows("rows.csv", [("a" * 30, "b" * 30)])
-    with pytest.raises(UserError, match=r"data.prompt_column=question has no effect, because text.txt has no columns"):
+    with pytest.raises(
+        UserError,
+        match=r"data.prompt_column=question has no effect, because text.txt has no columns",
+    ):
         prepare_data(replace(PAIRS, path="text.txt"))
     write_rows("rows.jsonl", [("a" * 30, "b" * 30)] * 3)
     with pytest.raises(UserError, match=r"there is no prompt in rows.jsonl; .*data.prompt_column"):

@@ -28,8 +28,13 @@ from data.tokenizer import encode
 @pytest.mark.parametrize("path", ["a.parquet", "a.jsonl", "a.csv"])
 def test_local_tables_are_read_without_network_access(workdir, monkeypatch, path):
     hosts = []
-    monkeypatch.setattr("socket.getaddrinfo", lambda host, *rest, **options: hosts.append(host) or [])
-    assert load_documents(helpers.write_documents(path, helpers.UNUSUAL_TEXTS)) == helpers.UNUSUAL_TEXTS
+    monkeypatch.setattr(
+        "socket.getaddrinfo", lambda host, *rest, **options: hosts.append(host) or []
+    )
+    assert (
+        load_documents(helpers.write_documents(path, helpers.UNUSUAL_TEXTS))
+        == helpers.UNUSUAL_TEXTS
+    )
     assert not hosts
 
 
@@ -38,15 +43,31 @@ def test_local_tables_are_read_without_network_access(workdir, monkeypatch, path
     [
         ("one.csv", b'text\r\na\r\n \r\n""\r\n"  \t"\r\nb\r\n', ["a", " ", "", "  \t", "b"]),
         ("mark.csv", b"\xef\xbb\xbftext,n\na,1\n", ["a"]),
-        ("types.jsonl", b'{"text": "2024-01-01", "n": 1}\n\n{"n": "x", "text": "3", "m": [1]}', ["2024-01-01", "3"]),
+        (
+            "types.jsonl",
+            b'{"text": "2024-01-01", "n": 1}\n\n{"n": "x", "text": "3", "m": [1]}',
+            ["2024-01-01", "3"],
+        ),
         ("null.jsonl", b'{"text": null}\r\n{"text": "a"}\r\n{}\r\n{"text": ""}\r\n', ["a", ""]),
         ("mark.jsonl", b'\xef\xbb\xbf{"text": "a"}\n', ["a"]),
-        ("two.txt.gz", gzip.compress(b"one\r\n", mtime=0) + gzip.compress(b"two", mtime=0), ["one\r\ntwo"]),
+        (
+            "two.txt.gz",
+            gzip.compress(b"one\r\n", mtime=0) + gzip.compress(b"two", mtime=0),
+            ["one\r\ntwo"],
+        ),
         ("NAME.TXT", b"\xef\xbb\xbfone\r\n\r", ["one\r\n\r"]),
         ("records.txt", b"alice 1\0bob 22\0" * 99, ["alice 1\0bob 22\0" * 99]),
-        ("some.txt", b"a few \0 NULs\0 in " + b"text " * 100, ["a few \0 NULs\0 in " + "text " * 100]),
+        (
+            "some.txt",
+            b"a few \0 NULs\0 in " + b"text " * 100,
+            ["a few \0 NULs\0 in " + "text " * 100],
+        ),
         ("rows.ndjson", b'{"text": "a"}\n{"text": "b"}\n', ["a", "b"]),
-        ("rows.jsonlines.gz", gzip.compress(b'{"text": "a"}\n{"text": "b"}\n', mtime=0), ["a", "b"]),
+        (
+            "rows.jsonlines.gz",
+            gzip.compress(b'{"text": "a"}\n{"text": "b"}\n', mtime=0),
+            ["a", "b"],
+        ),
         ("rows.json", b'{"text": "a"}\n{"text": "b"}\n', ["a", "b"]),
         ("rows.tsv", b'id\ttext\n1\ta, b\n2\t"two\nlines"\n', ["a, b", "two\nlines"]),
         ("wide.csv", b"text\n" + b"x" * 5_000_000 + b"\n", ["x" * 5_000_000]),
@@ -75,7 +96,9 @@ def test_document_in_pieces_has_the_same_tokens(workdir, monkeypatch, config):
         pieces, ends, _ = zip(*cut_into_pieces([text[:77], text[77:]]), strict=True)
         assert "".join(pieces) == text and max(map(len, pieces)) <= size
         assert ends == (False,) * (len(ends) - 1) + (True,)
-        assert np.array_equal(np.concatenate([encode(tokenizer, piece) for piece in pieces]), encode(tokenizer, text))
+        assert np.array_equal(
+            np.concatenate([encode(tokenizer, piece) for piece in pieces]), encode(tokenizer, text)
+        )
 
 
 def make_tar(text: bytes) -> bytes:
@@ -101,29 +124,73 @@ UNREADABLE = [
     ("BODY.CSV", b"body,id\na,1\nb,2\n", r"BODY.CSV .*'text'"),
     ("late.txt", b"a" * 3_000_000 + b"\xff", r"late.txt .*not UTF-8: byte 0xff after b'aaa"),
     ("first.txt", b"\xe9t\xe9 " * 99, r"first.txt .*not UTF-8: byte 0xe9;"),
-    ("latin.jsonl", b'{"text": "caf\xe9"}\n' * 30, r"latin.jsonl .*not UTF-8: byte 0xe9 after b'caf'"),
+    (
+        "latin.jsonl",
+        b'{"text": "caf\xe9"}\n' * 30,
+        r"latin.jsonl .*not UTF-8: byte 0xe9 after b'caf'",
+    ),
     ("latin.csv", b"text,id\na,1\ncaf\xe9,1\n", r"latin.csv .*not UTF-8: byte 0xe9 after .*caf"),
     ("torn.txt.gz", gzip.compress(b"text " * 1000, mtime=0)[:-4], r"torn.txt.gz .*Truncated"),
     ("torn.txt.zst", zstandard.compress(b"text " * 1000)[:-1], r"torn.txt.zst .*Truncated"),
-    ("torn.jsonl.gz", gzip.compress(b'{"text": "a"}\n' * 1000, mtime=0)[:-4], r"torn.jsonl.gz .*Truncated"),
-    ("torn.csv.zst", zstandard.compress(b"n,text\n" + b"1,a\n" * 1000)[:-1], r"torn.csv.zst .*Truncated"),
-    ("broken.jsonl", b'{"text": "fine"}\n' * 200_000 + b'{"text": oops}\n', r"broken.jsonl .*200001"),
+    (
+        "torn.jsonl.gz",
+        gzip.compress(b'{"text": "a"}\n' * 1000, mtime=0)[:-4],
+        r"torn.jsonl.gz .*Truncated",
+    ),
+    (
+        "torn.csv.zst",
+        zstandard.compress(b"n,text\n" + b"1,a\n" * 1000)[:-1],
+        r"torn.csv.zst .*Truncated",
+    ),
+    (
+        "broken.jsonl",
+        b'{"text": "fine"}\n' * 200_000 + b'{"text": oops}\n',
+        r"broken.jsonl .*200001",
+    ),
     ("numbers.jsonl", b'{"text": "a"}\n{"text": 1}\n', r"numbers.jsonl .*string to number.* 2"),
-    ("long.csv", b"text,n\nhello, world,1\n", r"long.csv .*the row at line 2 has 3 values instead of 2"),
+    (
+        "long.csv",
+        b"text,n\nhello, world,1\n",
+        r"long.csv .*the row at line 2 has 3 values instead of 2",
+    ),
     ("half.parquet", b"PAR1 and nothing else", r"half.parquet .*Parquet"),
-    ("little.txt", ("Sentences. " * 99).encode("utf-16-le"), r"little.txt is UTF-16LE, .*iconv -f UTF-16LE"),
-    ("big.txt", ("Sentences. " * 99).encode("utf-16-be"), r"big.txt is UTF-16BE, .*iconv -f UTF-16BE"),
+    (
+        "little.txt",
+        ("Sentences. " * 99).encode("utf-16-le"),
+        r"little.txt is UTF-16LE, .*iconv -f UTF-16LE",
+    ),
+    (
+        "big.txt",
+        ("Sentences. " * 99).encode("utf-16-be"),
+        r"big.txt is UTF-16BE, .*iconv -f UTF-16BE",
+    ),
     ("russian.txt", ("Это простой текст. " * 99).encode("utf-16-le"), r"russian.txt is UTF-16LE"),
-    ("russian32.txt", ("Это простой текст. " * 99).encode("utf-32-be"), r"russian32.txt is UTF-32BE"),
-    ("wide.txt", ("Sentences. " * 99).encode("utf-32-le"), r"wide.txt is UTF-32LE, .*iconv -f UTF-32LE"),
+    (
+        "russian32.txt",
+        ("Это простой текст. " * 99).encode("utf-32-be"),
+        r"russian32.txt is UTF-32BE",
+    ),
+    (
+        "wide.txt",
+        ("Sentences. " * 99).encode("utf-32-le"),
+        r"wide.txt is UTF-32LE, .*iconv -f UTF-32LE",
+    ),
     ("mark.txt", "Sentences. ".encode("utf-16"), r"mark.txt is UTF-16, .*iconv"),
     ("texts.tar", TAR, r"texts.tar is an archive; unpack it"),
     ("texts.tar.gz", gzip.compress(TAR, mtime=0), r"texts.tar.gz is an archive; unpack it"),
     ("table.csv", ("text\nA sentence.\n" * 99).encode("utf-16"), r"table.csv is UTF-16"),
     ("rows.jsonl", ('{"text": "A sentence."}\n' * 99).encode("utf-16-le"), r"rows.jsonl is UTF-16"),
-    ("array.json", b'\n [{"text": "a"},\n {"text": "b"}]', r"array.json is a JSON array.*python -c .* < array.json"),
+    (
+        "array.json",
+        b'\n [{"text": "a"},\n {"text": "b"}]',
+        r"array.json is a JSON array.*python -c .* < array.json",
+    ),
     ("array.jsonl", b'[{"text": "a"}]\n', r"array.jsonl is a JSON array"),
-    ("open.csv", b'text,n\na,1\n"b\n,2\n' + b"c,3\n" * 99, r"open.csv .*row at line 3 opens a quote that is never"),
+    (
+        "open.csv",
+        b'text,n\na,1\n"b\n,2\n' + b"c,3\n" * 99,
+        r"open.csv .*row at line 3 opens a quote that is never",
+    ),
     ("twice.csv", b"text,n,text\na,1,b\n", r"twice.csv has 2 columns named 'text'; rename them"),
     ("twice.jsonl", b'{"text": "a", "text": "b"}\n', r"twice.jsonl .*twice"),
     (
@@ -131,12 +198,20 @@ UNREADABLE = [
         b"The first sentence.,1\nThe second one.,2\n",
         r"'The first sentence.', '1'; .* names in the first",
     ),
-    ("lines.csv", b'"The first\nsentence.",1\nThe second one.,2\n', r"lines.csv .*first.nsentence.', '1'; .* names in"),
+    (
+        "lines.csv",
+        b'"The first\nsentence.",1\nThe second one.,2\n',
+        r"lines.csv .*first.nsentence.', '1'; .* names in",
+    ),
 ]
 
 
-@pytest.mark.parametrize(("name", "content", "message"), UNREADABLE, ids=[name for name, *_ in UNREADABLE])
-def test_unreadable_input_gives_one_sentence_and_leaves_no_folder(workdir, capfd, name, content, message):
+@pytest.mark.parametrize(
+    ("name", "content", "message"), UNREADABLE, ids=[name for name, *_ in UNREADABLE]
+)
+def test_unreadable_input_gives_one_sentence_and_leaves_no_folder(
+    workdir, capfd, name, content, message
+):
     helpers.write_file("folder/code.py", "x = 1")
     if content is not None:
         (workdir / name).write_bytes(content)
@@ -149,7 +224,8 @@ def test_unreadable_input_gives_one_sentence_and_leaves_no_folder(workdir, capfd
 
 
 @pytest.mark.parametrize(
-    ("name", "content"), [("a.csv", b"text,n\na,1,2\n"), ("b.csv", b'text\n"a\n'), ("c.jsonl", b'{"text": oops}\n')]
+    ("name", "content"),
+    [("a.csv", b"text,n\na,1,2\n"), ("b.csv", b'text\n"a\n'), ("c.jsonl", b'{"text": oops}\n')],
 )
 def test_advice_for_a_broken_row_is_not_another_column(workdir, name, content):
     (workdir / name).write_bytes(content)
@@ -178,7 +254,9 @@ def test_keys_of_a_hub_data_set_do_not_apply_to_a_local_text(workdir):
 
 def test_converted_json_array_is_read(workdir):
     """The command that the message shows converts it."""
-    (workdir / "it's an array.json").write_text(json.dumps([{"text": "été\n"}, "b"]), encoding="utf-8")
+    (workdir / "it's an array.json").write_text(
+        json.dumps([{"text": "été\n"}, "b"]), encoding="utf-8"
+    )
     with pytest.raises(UserError) as error:
         load_documents("it's an array.json")
     command = str(error.value).partition("convert it: python ")[2]
@@ -212,7 +290,9 @@ def test_no_file_is_opened_after_max_documents(workdir):
     ],
 )
 @pytest.mark.parametrize("piece_chars", [1, 3, 2**20])
-def test_separator_divides_a_text_file_into_documents(workdir, monkeypatch, separator, content, piece_chars):
+def test_separator_divides_a_text_file_into_documents(
+    workdir, monkeypatch, separator, content, piece_chars
+):
     monkeypatch.setattr(readers, "MAX_PIECE_CHARS", piece_chars)
     (workdir / "items.txt").write_bytes(content.encode())
     assert load_documents("items.txt", separator=separator) == ["one", " two", "three"]
@@ -244,29 +324,47 @@ def test_rows_that_are_too_few_or_no_text_are_refused(workdir):
     with pytest.raises(UserError, match=r"9 training .*model.block_size"):
         prepare_data(DataConfig(path=helpers.write_table("a.csv", text=["too short"])))
     with pytest.raises(UserError, match=r"too few documents \(9\) .* data.val_documents"):
-        prepare_data(DataConfig(path=helpers.write_table("a.csv", text=["a document"] * 9), val_documents=9))
+        prepare_data(
+            DataConfig(path=helpers.write_table("a.csv", text=["a document"] * 9), val_documents=9)
+        )
     with pytest.raises(UserError, match=r"a.parquet cannot be read"):
         prepare_data(DataConfig(path=helpers.write_table("a.parquet", text=[1, 2, 3])))
 
 
 def test_url_is_downloaded(workdir):
     """As for data=shakespeare_char, but from a server on this machine."""
-    handler = type("Quiet", (http.server.SimpleHTTPRequestHandler,), {"log_message": lambda *a: None})
+    handler = type(
+        "Quiet", (http.server.SimpleHTTPRequestHandler,), {"log_message": lambda *a: None}
+    )
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), handler) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
         address = f"http://127.0.0.1:{server.server_port}"
-        assert load_documents(f"{address}/text.txt") == [(workdir / "text.txt").read_text(encoding="utf-8")]
+        assert load_documents(f"{address}/text.txt") == [
+            (workdir / "text.txt").read_text(encoding="utf-8")
+        ]
         with pytest.raises(UserError, match=rf"{address}/no.txt cannot be read .* data.path"):
             load_documents(f"{address}/no.txt")
         server.shutdown()
 
 
-LINES, PAGES = ["", " = A title = \n", "", " A line of it . \n"] * 9, [f"page {n} " * 9 for n in range(100, 220)]
+LINES, PAGES = (
+    ["", " = A title = \n", "", " A line of it . \n"] * 9,
+    [f"page {n} " * 9 for n in range(100, 220)],
+)
 # The files of each repository by configuration and split, settings, and the numbers of documents of both splits.
-WIKITEXT = {("wikitext-103-raw-v1", split): {f"wiki/{split}-0": LINES} for split in ("train", "validation", "test")}
+WIKITEXT = {
+    ("wikitext-103-raw-v1", split): {f"wiki/{split}-0": LINES}
+    for split in ("train", "validation", "test")
+}
 OPENWEBTEXT = {("plain_text", "train"): {"0": PAGES[:40], "1": PAGES[40:]}}
-FINEWEB = {("default", "train"): {"data/0": ["another config"]}, ("sample-10BT", "train"): {"sample/0": PAGES}}
-STORIES = {("default", "train"): {"data/train-0": PAGES[7:]}, ("default", "validation"): {"data/val-0": PAGES[:7]}}
+FINEWEB = {
+    ("default", "train"): {"data/0": ["another config"]},
+    ("sample-10BT", "train"): {"sample/0": PAGES},
+}
+STORIES = {
+    ("default", "train"): {"data/train-0": PAGES[7:]},
+    ("default", "validation"): {"data/val-0": PAGES[:7]},
+}
 PRESETS = {
     "openwebtext": (OPENWEBTEXT, ["data.val_fraction=0.1"], (108, 12)),
     "fineweb_edu": (FINEWEB, ["data.val_documents=20"], (100, 20)),
@@ -282,10 +380,16 @@ def prepare_data_set(name: str, *words: str):
     for (config, split), files in splits.items():
         configs[config].append({"split": split, "path": [f"{file}.parquet" for file in files]})
         for file, documents in files.items():
-            helpers.write_table(f"repository/{file}.parquet", text=documents, score=[3.1] * len(documents))
+            helpers.write_table(
+                f"repository/{file}.parquet", text=documents, score=[3.1] * len(documents)
+            )
     readme = [{"config_name": config, "data_files": files} for config, files in configs.items()]
     helpers.write_file("repository/README.md", f"---\n{yaml.safe_dump({'configs': readme})}---\n")
-    return prepare_data(parse_config("prepare", "", [f"data={name}", "data.repo=./repository", *settings, *words]).data)
+    return prepare_data(
+        parse_config(
+            "prepare", "", [f"data={name}", "data.repo=./repository", *settings, *words]
+        ).data
+    )
 
 
 @pytest.mark.parametrize("stream", ["data.stream=false", "data.stream=true"])

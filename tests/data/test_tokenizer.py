@@ -35,16 +35,25 @@ OLD_GPT2S = r"'s|'t|'re|'ve|'m|'ll|'d| ?[\p{L}]+| ?[\p{N}]+| ?[^\s\p{L}\p{N}]+|\
 
 
 @settings(max_examples=50, deadline=None)
-@given(documents=st.lists(any_text.filter(bool), min_size=1, max_size=3), config=st.sampled_from([CHAR, BYTE, BPE]))
+@given(
+    documents=st.lists(any_text.filter(bool), min_size=1, max_size=3),
+    config=st.sampled_from([CHAR, BYTE, BPE]),
+)
 def test_decoding_inverts_encoding(documents, config):
     tokenizer = build(documents, config)
     for text in documents:
         ids = encode(tokenizer, text)
         assert tokenizer.decode(ids.tolist()) == text
         assert token_bytes(tokenizer)[ids].sum() == len(text.encode())
-        assert len(ids) == {"char": len(text), "byte": len(text.encode()), "bpe": len(ids)}[config.name]
+        assert (
+            len(ids)
+            == {"char": len(text), "byte": len(text.encode()), "bpe": len(ids)}[config.name]
+        )
     again = from_spec(json.loads(json.dumps(to_spec(tokenizer))))
-    assert again.encode(documents[0], disallowed_special=()) == encode(tokenizer, documents[0]).tolist()
+    assert (
+        again.encode(documents[0], disallowed_special=())
+        == encode(tokenizer, documents[0]).tolist()
+    )
     assert (end_of_text(tokenizer) is None) == (len(documents) == 1)
 
 
@@ -52,11 +61,19 @@ def test_bpe_respects_vocab_size_and_encodes_special_tokens_as_text():
     documents = ["the cat and the hat <|endoftext|> " * 50, "the end"]
     tokenizer = build(documents, replace(BPE, vocab_size=270))
     ids = encode(tokenizer, documents[0])
-    assert tokenizer.n_vocab == 270 and len(ids) < len(documents[0]) / 2 and end_of_text(tokenizer) not in ids
-    assert build(["abab"], replace(BPE, vocab_size=5000)).n_vocab < 300  # there are no more pairs to merge
+    assert (
+        tokenizer.n_vocab == 270
+        and len(ids) < len(documents[0]) / 2
+        and end_of_text(tokenizer) not in ids
+    )
+    assert (
+        build(["abab"], replace(BPE, vocab_size=5000)).n_vocab < 300
+    )  # there are no more pairs to merge
 
 
-def test_vocabulary_of_long_text_is_trained_on_all_parts_and_on_prompts_and_completions(monkeypatch):
+def test_vocabulary_of_long_text_is_trained_on_all_parts_and_on_prompts_and_completions(
+    monkeypatch,
+):
     monkeypatch.setattr("data.tokenizer.MAX_TRAIN_CHARS", 10_000)
     for count in (280, 1000):
         sample = sample_texts(map(str, range(count)))
@@ -90,7 +107,9 @@ def test_interrupt_ends_the_training_of_a_vocabulary_at_once(workdir, monkeypatc
 def test_vocabulary_whose_process_fails_is_reported_in_one_sentence(workdir, monkeypatch):
     (workdir / "killed.py").write_text("import os; os.kill(os.getpid(), 9)", encoding="utf-8")
     monkeypatch.setattr("data.tokenizer.TRAIN_BPE", workdir / "killed.py")
-    with pytest.raises(TrainingFailed, match=r"training the vocabulary failed \(exit code -9\); .* tokenizer=byte"):
+    with pytest.raises(
+        TrainingFailed, match=r"training the vocabulary failed \(exit code -9\); .* tokenizer=byte"
+    ):
         build(["a text"], BPE)
 
 
@@ -106,7 +125,9 @@ def test_vocabulary_whose_process_fails_is_reported_in_one_sentence(workdir, mon
 )
 def test_characters_without_a_token_are_listed(text, listed):
     tokenizer = build(["abcde"], CHAR)
-    with pytest.raises(UserError, match=f"the prompt has characters that are not in the vocabulary: {listed}") as error:
+    with pytest.raises(
+        UserError, match=f"the prompt has characters that are not in the vocabulary: {listed}"
+    ) as error:
         encode(tokenizer, text, "the prompt")
     assert "cannot be encoded" not in str(error.value)
 
@@ -134,17 +155,33 @@ def test_text_is_encoded_with_the_tokenizer_of_another_run(workdir):
 @pytest.fixture(scope="module")
 def merges() -> list[bytes]:
     """Tokens of a text with many spaces, so that another division into words gives other ids."""
-    text = "".join(f" {word}\n  {word}'s\t\t{word} \r\n\n{word}.\n\n" for word in ("ab", "abc", "9", "99 ")) * 20
+    text = (
+        "".join(
+            f" {word}\n  {word}'s\t\t{word} \r\n\n{word}.\n\n" for word in ("ab", "abc", "9", "99 ")
+        )
+        * 20
+    )
     tokenizer = build([text], replace(BPE, vocab_size=400))
-    return [*(tokenizer.decode_single_token_bytes(i) for i in range(tokenizer.n_vocab)), b"\n ", b"\n  "]
+    return [
+        *(tokenizer.decode_single_token_bytes(i) for i in range(tokenizer.n_vocab)),
+        b"\n ",
+        b"\n  ",
+    ]
 
 
-@pytest.mark.parametrize("pattern", [BPE_PATTERN, GPT2S, OLD_GPT2S, *GPT4], ids=["ours", "gpt2", "older", "cl", "o2"])
+@pytest.mark.parametrize(
+    "pattern", [BPE_PATTERN, GPT2S, OLD_GPT2S, *GPT4], ids=["ours", "gpt2", "older", "cl", "o2"]
+)
 @settings(max_examples=60, deadline=None)
-@given(text=st.text(st.sampled_from(list("  \n\r\tabc9.,'sé/\u3000\xa0\x85\x1e\x1c\x0b")), max_size=14))
+@given(
+    text=st.text(st.sampled_from(list("  \n\r\tabc9.,'sé/\u3000\xa0\x85\x1e\x1c\x0b")), max_size=14)
+)
 @example(text="a\n" + " " * 1001)
 def test_fast_bpe_gives_the_ids_of_tiktoken(merges, pattern, text):
-    tokenizer, filler = _make_tokenizer("x", pattern, merges, {}), "abc " * 250  # tiktoken encodes short texts
+    tokenizer, filler = (
+        _make_tokenizer("x", pattern, merges, {}),
+        "abc " * 250,
+    )  # tiktoken encodes short texts
     fast = FastBPE.from_tokenizer(tokenizer)
     for long in (text + filler, filler + text, text * 100):
         assert np.array_equal(fast.encode(long), encode(tokenizer, long))

@@ -28,7 +28,9 @@ def test_fewer_activations_are_saved():
         sizes = []
         model = tiny_model()
         checkpoint_activations(model, part)
-        with torch.autograd.graph.saved_tensors_hooks(lambda x: sizes.append(x.numel()) or x, lambda x: x):
+        with torch.autograd.graph.saved_tensors_hooks(
+            lambda x: sizes.append(x.numel()) or x, lambda x: x
+        ):
             model(torch.zeros(4, 8, dtype=torch.int64))
         return sum(sizes)
 

@@ -53,4 +53,6 @@ def test_valid_settings_are_accepted():
 def test_window_pattern_repeats_over_the_layers():
     config = GPTConfig(**MODERN | dict(n_layer=6, window=[4, 4, None]))
     assert config.windows == (4, 4, None, 4, 4, None)
-    assert GPTConfig(**MODERN | dict(window=[24, 100])).windows == (None, None), "as long as the context: no window"
+    assert GPTConfig(**MODERN | dict(window=[24, 100])).windows == (None, None), (
+        "as long as the context: no window"
+    )

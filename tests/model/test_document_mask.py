@@ -14,8 +14,13 @@ from data.prepare import prepare
 def test_doc_ids_change_after_each_end_of_text(workdir):
     """Token 256 is the end-of-text token."""
     path = write_table("table.jsonl", text=[f"document {n}" * (1 + n % 3) for n in range(30)])
-    configs = [replace(TEXT_SOURCE, path=path, val_fraction=0.3, document_mask=mask) for mask in (True, False)]
-    loader, plain = (Loader(prepare(c, BYTE, 40), 40, seed=0, document_mask=c.document_mask) for c in configs)
+    configs = [
+        replace(TEXT_SOURCE, path=path, val_fraction=0.3, document_mask=mask)
+        for mask in (True, False)
+    ]
+    loader, plain = (
+        Loader(prepare(c, BYTE, 40), 40, seed=0, document_mask=c.document_mask) for c in configs
+    )
     for split, count in (("train", sum(loader.windows)), ("val", loader.val_windows)):
         x, y, doc_ids = loader.batch(split, 0, count)
         assert doc_ids.shape == x.shape
@@ -31,15 +36,21 @@ def test_document_mask_of_a_single_document_is_refused(train, capsys):
 
 
 @pytest.mark.parametrize("position", ["rotary", "learned"])
-def test_every_backend_gives_the_same_losses_with_windows_and_document_masks(train, workdir, position):
-    path = write_table("table.jsonl", text=[f"the {n}th document says {n * n} and ends" for n in range(60)])
+def test_every_backend_gives_the_same_losses_with_windows_and_document_masks(
+    train, workdir, position
+):
+    path = write_table(
+        "table.jsonl", text=[f"the {n}th document says {n * n} and ends" for n in range(60)]
+    )
     settings = [f"data.path={path}", "data.document_mask=true", "model.window=[5,null]", "tokenizer=byte",
                 "eval.windows=null", f"model.position={position}", "model.n_kv_head=1"]  # fmt: skip
     losses, first = {}, {}
     for name in TRAINS_ON_CPU:
         assert train(*settings, f"attention={name}", f"name={name}") == 0
         rows = metrics(name)
-        losses[name] = [row[key] for row in rows for key in ("train/loss", "val/loss") if key in row]
+        losses[name] = [
+            row[key] for row in rows for key in ("train/loss", "val/loss") if key in row
+        ]
         first[name] = rows[0]["val/loss"], rows[1]["train/loss"]
     for name in TRAINS_ON_CPU:
         assert losses[name] == pytest.approx(losses["naive"], abs=1e-5)
@@ -51,5 +62,8 @@ def test_every_backend_gives_the_same_losses_with_windows_and_document_masks(tra
 
 def test_sampling_uses_the_windows_of_the_checkpoint(train, sample, workdir):
     assert train("model.window=[4,null]", "name=a") == 0
-    texts = {sample("run=a", f"attention={name}", "temperature=0", "max_new_tokens=20") for name in TRAINS_ON_CPU}
+    texts = {
+        sample("run=a", f"attention={name}", "temperature=0", "max_new_tokens=20")
+        for name in TRAINS_ON_CPU
+    }
     assert len(texts) == 1

@@ -54,10 +54,14 @@ def test_initialisation_follows_the_table_in_the_docstring(variant):
 def test_model_is_causal_by_gradient(name, variant):
     """Logits at position i depend on the embeddings of tokens 0 to i only."""
     model = make_model(variant, attend=BACKENDS[name].attend)
-    tokens = torch.arange(8).unsqueeze(0)  # all different, so each row of wte belongs to one position
+    tokens = torch.arange(8).unsqueeze(
+        0
+    )  # all different, so each row of wte belongs to one position
     logits = model(tokens)
     for i in (0, 3, 7):
-        gradient = torch.autograd.grad(logits[0, i, 40:].square().sum(), model.wte.weight, retain_graph=True)[0]
+        gradient = torch.autograd.grad(
+            logits[0, i, 40:].square().sum(), model.wte.weight, retain_graph=True
+        )[0]
         reached = gradient[:8].abs().sum(-1) > 0
         assert reached[: i + 1].all()
         assert not reached[i + 1 :].any()
@@ -86,9 +90,14 @@ def test_dropout_acts_only_in_training_and_where_gpt2_has_it():
     calls = []
     real = torch.nn.functional.dropout
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("torch.nn.functional.dropout", lambda x, p, training: calls.append(p) or real(x, p, training))
+        patch.setattr(
+            "torch.nn.functional.dropout",
+            lambda x, p, training: calls.append(p) or real(x, p, training),
+        )
         model.train()(tokens)
-    assert calls == [0.5] * (1 + 3 * 2)  # embeddings; weights, attention branch and MLP branch of each block
+    assert calls == [0.5] * (
+        1 + 3 * 2
+    )  # embeddings; weights, attention branch and MLP branch of each block
 
 
 def test_sequences_longer_than_block_size_are_refused():
@@ -103,7 +112,11 @@ def test_sequences_longer_than_block_size_are_refused():
 @pytest.mark.parametrize("name", TRAINS_ON_CPU)
 def test_masked_documents_give_the_same_results_as_single_documents(variant, name):
     """Compares logits and gradients."""
-    model, tokens, cuts = make_model(variant, attend=BACKENDS[name].attend), random_tokens(B=1), [0, 5, 6, 17, 24]
+    model, tokens, cuts = (
+        make_model(variant, attend=BACKENDS[name].attend),
+        random_tokens(B=1),
+        [0, 5, 6, 17, 24],
+    )
     doc_ids = torch.zeros(1, 24, dtype=torch.int64)
     for cut in cuts[1:-1]:
         doc_ids[:, cut:] += 1
@@ -113,7 +126,9 @@ def test_masked_documents_give_the_same_results_as_single_documents(variant, nam
     parameters = list(model.parameters())
     weights = torch.randn(masked.shape, generator=torch.Generator().manual_seed(0))
     expected = torch.autograd.grad((single * weights).sum(), parameters, allow_unused=True)
-    for a, e in zip(torch.autograd.grad((masked * weights).sum(), parameters), expected, strict=True):
+    for a, e in zip(
+        torch.autograd.grad((masked * weights).sum(), parameters), expected, strict=True
+    ):
         torch.testing.assert_close(a, e, atol=2e-4, rtol=1e-3)
     assert not torch.allclose(model(tokens), single, atol=1e-3)  # without the mask
 
@@ -121,7 +136,10 @@ def test_masked_documents_give_the_same_results_as_single_documents(variant, nam
 @pytest.mark.parametrize("variant", [GPT2, GROUPED], ids=["gpt2", "grouped"])
 def test_receptive_field_is_the_sum_of_the_windows(variant):
     """With windows 3 and 2, a token depends on itself and the (3 - 1) + (2 - 1) tokens before it."""
-    model, tokens = make_model(variant | dict(window=[3, 2], block_size=12)), random_tokens(B=1, T=12)
+    model, tokens = (
+        make_model(variant | dict(window=[3, 2], block_size=12)),
+        random_tokens(B=1, T=12),
+    )
     found = []
     model.wte.register_forward_hook(lambda module, inputs, x: found.append(x) or x.retain_grad())
     model(tokens)[0, -1].pow(2).sum().backward()

@@ -44,12 +44,16 @@ def loss_by_definition(x, weight, targets, V, reduction, softcap):
     N=st.integers(2, 40), V=st.integers(2, 50), padding=st.integers(0, 9), chunk=st.integers(1, 2500),
     reduction=st.sampled_from(["mean", "sum"]), softcap=st.sampled_from([None, 3.0]),
 )  # fmt: skip
-def test_loss_and_gradients_follow_the_definition_for_any_chunk_size(N, V, padding, chunk, reduction, softcap):
+def test_loss_and_gradients_follow_the_definition_for_any_chunk_size(
+    N, V, padding, chunk, reduction, softcap
+):
     x, weight, targets = inputs(N, V, V + padding)
     expected = loss_by_definition(x, weight, targets, V, reduction, softcap)
     ours = linear_cross_entropy(x, weight, targets, V, reduction, chunk, softcap)
     torch.testing.assert_close(ours.double(), expected, atol=1e-5, rtol=1e-5)
-    for a, b in zip(*(torch.autograd.grad(3 * loss, (x, weight)) for loss in (ours, expected)), strict=True):
+    for a, b in zip(
+        *(torch.autograd.grad(3 * loss, (x, weight)) for loss in (ours, expected)), strict=True
+    ):
         torch.testing.assert_close(a, b, atol=1e-5, rtol=1e-4)
 
 
@@ -60,7 +64,9 @@ def test_only_matrix_products_are_in_bfloat16_under_autocast():
         loss = linear_cross_entropy(x, weight, targets, 100, chunk_logits=1000)
     logits = (x.bfloat16() @ weight.bfloat16().mT)[:, :100].double()
     assert loss.dtype == torch.float32
-    assert loss.item() == pytest.approx(torch.nn.functional.cross_entropy(logits, targets).item(), rel=1e-6)
+    assert loss.item() == pytest.approx(
+        torch.nn.functional.cross_entropy(logits, targets).item(), rel=1e-6
+    )
     ours, theirs = (torch.autograd.grad(y, (x, weight)) for y in (loss, expected))
     for a, b in zip(ours, theirs, strict=True):
         assert a.dtype == torch.float32
@@ -104,8 +110,14 @@ def test_at_most_one_chunk_of_logits_is_in_memory():
 def test_chunks_on_cuda_have_up_to_a_sixteenth_of_its_memory(monkeypatch):
     """Fake tensors need no GPU. One of 8,192 bytes stores 128 float32 logits in a sixteenth: two rows of 64."""
     calls = []
-    monkeypatch.setattr(torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=8192))
-    monkeypatch.setattr(loss_module, "_ChunkedCrossEntropy", SimpleNamespace(apply=lambda *a: calls.append(a) or 0.0))
+    monkeypatch.setattr(
+        torch.cuda, "get_device_properties", lambda device: SimpleNamespace(total_memory=8192)
+    )
+    monkeypatch.setattr(
+        loss_module,
+        "_ChunkedCrossEntropy",
+        SimpleNamespace(apply=lambda *a: calls.append(a) or 0.0),
+    )
     with FakeTensorMode():
         x, weight = torch.empty(9, 4, device="cuda"), torch.empty(64, 4, device="cuda")
         linear_cross_entropy(x, weight, torch.empty(9, dtype=torch.int64, device="cuda"), 64, "sum")
@@ -122,11 +134,16 @@ def test_targets_outside_the_vocabulary_are_refused(chunk):
 
 @VARIANTS
 def test_padded_vocabulary_changes_neither_logits_nor_loss(variant):
-    plain, padded = make_model(variant, vocab_size=50), make_model(variant | dict(pad_vocab_multiple=64), vocab_size=50)
+    plain, padded = (
+        make_model(variant, vocab_size=50),
+        make_model(variant | dict(pad_vocab_multiple=64), vocab_size=50),
+    )
     assert padded.lm_head.weight.shape[0] == padded.wte.weight.shape[0] == 64
     weights = plain.state_dict()
     for name in ("wte.weight", "lm_head.weight"):
-        weights[name] = torch.cat((weights[name], torch.full((14, 32), 9.0)))  # would be likely tokens
+        weights[name] = torch.cat(
+            (weights[name], torch.full((14, 32), 9.0))
+        )  # would be likely tokens
     padded.load_state_dict(weights)
     x, y = random_tokens(), random_tokens(seed=1)
     assert padded(x).shape == (2, 24, 50)
@@ -149,7 +166,13 @@ GOLDEN = {
 @pytest.mark.parametrize("recipe", GOLDEN)
 def test_one_step_of_each_preset_has_its_golden_losses(recipe):
     model_name, optimizer_name = recipe.split()
-    sizes = ["model.n_layer=2", "model.n_head=2", "model.n_embd=32", "model.block_size=32", "model.ngram_table_size=64"]
+    sizes = [
+        "model.n_layer=2",
+        "model.n_head=2",
+        "model.n_embd=32",
+        "model.block_size=32",
+        "model.ngram_table_size=64",
+    ]
     words = [f"model={model_name}", f"optimizer={optimizer_name}", *sizes]
     config = parse_config("train", "", words)
     torch.manual_seed(1337)

@@ -5,7 +5,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_helpers import MODERN, make_model, random_tokens
 
-from model.ngram import NgramEmbedding
+from model.ngram import HASH_FACTOR, HASH_PRIME, NgramEmbedding
 
 token_lists = st.lists(st.integers(0, 60_000), min_size=4, max_size=12)
 
@@ -17,7 +17,11 @@ def random_ngrams(n=4, rows=1000, C=8) -> NgramEmbedding:
 
 
 @settings(max_examples=50, deadline=None)
-@given(before=token_lists, gram=st.lists(st.integers(0, 60_000), min_size=4, max_size=4), other=token_lists)
+@given(
+    before=token_lists,
+    gram=st.lists(st.integers(0, 60_000), min_size=4, max_size=4),
+    other=token_lists,
+)
 def test_row_depends_only_on_the_tokens_of_the_ngram(before, gram, other):
     ngrams = random_ngrams()
     here = ngrams.ngram_hashes(torch.tensor([[*before, *gram, 7]]), None)[0, -2]
@@ -33,7 +37,7 @@ def test_embedding_is_the_sum_over_all_ngrams(tokens):
     ngrams = random_ngrams()
     expected, value = torch.zeros(8), tokens[-1]
     for before in (tokens[-2], tokens[-3], tokens[-4]):
-        value = (value * NgramEmbedding.FACTOR + before + 1) % NgramEmbedding.PRIME
+        value = (value * HASH_FACTOR + before + 1) % HASH_PRIME
         expected += ngrams.table.weight[value % 1000]
     torch.testing.assert_close(ngrams(torch.tensor([tokens]), None)[0, -1], expected)
 
@@ -47,7 +51,9 @@ def test_ngram_embedding_is_causal():
     same = (model(tokens) == model(changed)).all(-1)[0]
     assert same[:10].all()
     same = (model.ngrams(tokens, None) == model.ngrams(changed, None)).all(-1)[0]
-    assert same.tolist() == [not 10 <= i < 14 for i in range(24)], "a token is part of four n-gram sums"
+    assert same.tolist() == [not 10 <= i < 14 for i in range(24)], (
+        "a token is part of four n-gram sums"
+    )
 
 
 def test_masked_documents_are_embedded_like_single_documents():

@@ -44,15 +44,22 @@ os.environ["OMP_NUM_THREADS"] = "1"
 import torch  # noqa: E402
 from helpers import TEXT, TINY, run_command, untimed  # noqa: E402
 
+from common.checkpoint_file import load_checkpoint  # noqa: E402
 from common.console import PlainConsole, make_table  # noqa: E402
 from configs.compose import list_groups  # noqa: E402
 from configs.error_messages import SYNONYMS  # noqa: E402
 from configs.schema import key_types  # noqa: E402
-from model.checkpoint_file import load_checkpoint  # noqa: E402
 
 LIMIT_S = 600  # of a command, for the slowest machines
 SIGNALS = [signal.SIGINT, signal.SIGTERM, signal.SIGHUP]
-TRAINING = [*TINY, "train.steps=120", "eval.every=20", "checkpoint.every=7", "checkpoint.keep=2", "model.dropout=0.1"]
+TRAINING = [
+    *TINY,
+    "train.steps=120",
+    "eval.every=20",
+    "checkpoint.every=7",
+    "checkpoint.keep=2",
+    "model.dropout=0.1",
+]
 
 
 @dataclass
@@ -70,33 +77,68 @@ class Command:
 
 def run_result(run: Path) -> Any:
     """Bytes of the tensors in both checkpoints, and metrics without times."""
-    rows = untimed([json.loads(line) for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()])
+    rows = untimed(
+        [
+            json.loads(line)
+            for line in (run / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
+        ]
+    )
     summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
     weights = {}
     for kind in ("last", "best"):
         saved = load_checkpoint(run / f"checkpoints/{kind}.pt")
         for name, state in {"model": saved["model"], **(saved["optimizer"] or {})}.items():
-            weights |= {(kind, name, key): torch.as_tensor(value).numpy().tobytes() for key, value in state.items()}
-    results = [summary[key] for key in ("status", "step", "best_step", "best_val_loss", "last_val_loss")]
+            weights |= {
+                (kind, name, key): torch.as_tensor(value).numpy().tobytes()
+                for key, value in state.items()
+            }
+    results = [
+        summary[key] for key in ("status", "step", "best_step", "best_val_loss", "last_val_loss")
+    ]
     return weights, rows, results, len(list(run.glob("checkpoints/*")))
 
 
 def read_files(folder: Path) -> dict[str, bytes]:
-    return {str(file.relative_to(folder)): file.read_bytes() for file in folder.rglob("*") if file.is_file()}
+    return {
+        str(file.relative_to(folder)): file.read_bytes()
+        for file in folder.rglob("*")
+        if file.is_file()
+    }
 
 
 PREPARE = ["data=text", "data.path=long.txt", "tokenizer.vocab_size=400"]
-TRAIN = Command("train", ["train.py", *TRAINING, "name=a"], lambda folder: run_result(folder / "runs/a"))
+TRAIN = Command(
+    "train", ["train.py", *TRAINING, "name=a"], lambda folder: run_result(folder / "runs/a")
+)
 SWEEPING = ["train.py", "-m", *TRAINING, "seed=1,2", "name=s"]
-SWEEP = Command("sweep", SWEEPING, lambda folder: [run_result(folder / f"runs/sweeps/s/seed={n}") for n in (1, 2)])
-SAMPLING = ["sample.py", "run=a", "prompts=prompts.txt", "out=o.jsonl", "num_samples=40", "max_new_tokens=30"]
+SWEEP = Command(
+    "sweep",
+    SWEEPING,
+    lambda folder: [run_result(folder / f"runs/sweeps/s/seed={n}") for n in (1, 2)],
+)
+SAMPLING = [
+    "sample.py",
+    "run=a",
+    "prompts=prompts.txt",
+    "out=o.jsonl",
+    "num_samples=40",
+    "max_new_tokens=30",
+]
 COMMANDS = [
     TRAIN,
-    Command("prepare", ["prepare.py", *PREPARE], lambda folder: [*map(read_files, folder.glob("data/prepared/[!.]*"))]),
+    Command(
+        "prepare",
+        ["prepare.py", *PREPARE],
+        lambda folder: [*map(read_files, folder.glob("data/prepared/[!.]*"))],
+    ),
     SWEEP,
     Command("sample", SAMPLING, lambda folder: (folder / "o.jsonl").read_bytes(), needs=TRAIN),
 ]
-BENCH = Command("bench", ["bench.py", "block_sizes=[64]", "rounds=2", "wandb.mode=disabled"], lambda folder: None)
+BENCH = Command(
+    "bench",
+    ["bench.py", "block_sizes=[64]", "rounds=2", "wandb.mode=disabled"],
+    lambda folder: None,
+)
 
 
 class Workspace:
@@ -124,7 +166,9 @@ class Workspace:
     def find_failure(self) -> str:
         """Run the command until it ends by itself, and compare its result."""
         try:
-            if not (self.folder / "o.jsonl").exists():  # sample.py replaces no file; this one is complete
+            if not (
+                self.folder / "o.jsonl"
+            ).exists():  # sample.py replaces no file; this one is complete
                 finish(self.command, self.folder)
             return "" if self.expected == self.command.result(self.folder) else "another result"
         except Exception as error:
@@ -152,7 +196,11 @@ def descendants(process: int) -> list[int]:
     """Process ids of the children, their children and so on (Linux)."""
     tasks = Path(f"/proc/{process}/task")
     with suppress(OSError):
-        ids = [int(word) for file in tasks.glob("*/children") for word in file.read_text(encoding="utf-8").split()]
+        ids = [
+            int(word)
+            for file in tasks.glob("*/children")
+            for word in file.read_text(encoding="utf-8").split()
+        ]
         return [*ids, *(inner for child in ids for inner in descendants(child))]
     return []
 
@@ -240,24 +288,42 @@ def soak_pairs(parent: Path, tries: int) -> Iterator[tuple[str, str]]:
             pair = [start(command, place.folder) for _ in range(2)]
             codes = [process.wait(LIMIT_S) for process in pair]
             is_right = set(codes) <= {0, 1, 2} and "Traceback" not in read_log(place.folder)
-            yield command.name, place.find_failure() if is_right else f"{codes}: {read_log(place.folder)[-300:]}"
+            yield (
+                command.name,
+                place.find_failure() if is_right else f"{codes}: {read_log(place.folder)[-300:]}",
+            )
 
 
 def soak_damaged_files(parent: Path, tries: int) -> Iterator[tuple[str, str]]:
     place, run = Workspace(SWEEP, parent), "sweeps/s/seed=1"
     shutil.copytree(place.folder, place.inputs, dirs_exist_ok=True)
     longer = [*TRAINING, "train.steps=125", "seed=1", f"name={run}"]
-    commands = [("sample", [f"run={run}", "max_new_tokens=3"]), ("compare", ["sweeps/s"]), ("train", SWEEP.words[1:])]
+    commands = [
+        ("sample", [f"run={run}", "max_new_tokens=3"]),
+        ("compare", ["sweeps/s"]),
+        ("train", SWEEP.words[1:]),
+    ]
     run_forked("train", longer, place.folder)
     expected, *_ = run_result(place.folder / "runs" / run)
-    files = [f for f in place.inputs.rglob("*.*") if re.search("(json|jsonl|yaml|bin|best.pt|last.pt)$", f.name)]
+    files = [
+        f
+        for f in place.inputs.rglob("*.*")
+        if re.search("(json|jsonl|yaml|bin|best.pt|last.pt)$", f.name)
+    ]
     for _ in range(tries):
         place.reset()
         path = place.folder / (file := random.choice(files)).relative_to(place.inputs)
         content = bytearray(path.read_bytes())
-        kind, position = random.choice(["flip", "cut", "noise", "null", "[1]", "gone"]), random.randrange(len(content))
+        kind, position = (
+            random.choice(["flip", "cut", "noise", "null", "[1]", "gone"]),
+            random.randrange(len(content)),
+        )
         content[position] ^= 1 << random.randrange(8)
-        damaged = {"flip": content, "cut": content[:position], "noise": random.randbytes(len(content))}
+        damaged = {
+            "flip": content,
+            "cut": content[:position],
+            "noise": random.randbytes(len(content)),
+        }
         path.write_bytes(damaged.get(kind, kind.encode())) if kind != "gone" else path.unlink()
         failure = ""
         for script, words in [*commands, ("train", longer)]:
@@ -267,17 +333,24 @@ def soak_damaged_files(parent: Path, tries: int) -> Iterator[tuple[str, str]]:
             if code not in (0, 1, 2) or "Traceback" in logs or (code > 0 and log.count("\n") > 1):
                 failure = failure or f"{script}: exit code {code}, {logs[-300:]}"
         if not failure and code == 0 and (file.suffix == ".pt" or file.name == "meta.json"):
-            failure = "" if run_result(place.folder / "runs" / run)[0] == expected else "other weights"
+            failure = (
+                "" if run_result(place.folder / "runs" / run)[0] == expected else "other weights"
+            )
         yield f"{kind} {path.relative_to(place.folder)}", failure
 
 
 def wrong_words(script: str, folder: Path) -> Iterator[tuple[list[str], list[str]]]:
     """Yield random wrong command lines of a script, with the parts that its error must name."""
     pick, key_kinds = random.choice, key_types(script).items()
-    types = {key: set(get_args(kind)) if isinstance(kind, UnionType) else {kind} for key, kind in key_kinds}
+    types = {
+        key: set(get_args(kind)) if isinstance(kind, UnionType) else {kind}
+        for key, kind in key_kinds
+    }
     scalars = [key for key, kinds in types.items() if kinds & {int, float, bool}]
     integers, floats = ([key for key in scalars if kind in types[key]] for kind in (int, float))
-    others = [key for key in " ".join(SYNONYMS.values()).split() if key not in types]  # of other programs
+    others = [
+        key for key in " ".join(SYNONYMS.values()).split() if key not in types
+    ]  # of other programs
     right = ["data=text", "data.path=text.txt"] if script in ("train", "prepare") else []
     wrong_files = {
         "latin1.txt": b"caf\xe9 " * 400, "utf16.txt": TEXT.encode("utf-16-le"), "array.json": b'[{"text": "a"}]',
@@ -291,11 +364,28 @@ def wrong_words(script: str, folder: Path) -> Iterator[tuple[list[str], list[str
     while True:
         key, scalar, group = pick([*types]), pick(scalars), pick(list_groups(script))
         typo, source = misspell(key, types), pick(["run", "prompts", "prompt_file"])
-        form = pick([f"+{key}=1", f"~{key}", key, "=1", f"hydra.{key}=1", "hydra.run.dir=x", f"++{key}=2"])
-        flag = pick(["--verbose", "-x", "--config-dir=none", "--cfg=all", "--help=1", "--config-dir="])
-        path = pick(["missing.txt", "/dev/zero", "/proc/self/mem", "empty", "*.none", "[a]/*", "x" * 999, *wrong_files])
+        form = pick(
+            [f"+{key}=1", f"~{key}", key, "=1", f"hydra.{key}=1", "hydra.run.dir=x", f"++{key}=2"]
+        )
+        flag = pick(
+            ["--verbose", "-x", "--config-dir=none", "--cfg=all", "--help=1", "--config-dir="]
+        )
+        path = pick(
+            [
+                "missing.txt",
+                "/dev/zero",
+                "/proc/self/mem",
+                "empty",
+                "*.none",
+                "[a]/*",
+                "x" * 999,
+                *wrong_files,
+            ]
+        )
         dashed = pick([key for key in types if "_" in key or "." in key])
-        dashed = pick([dashed.replace("_", "-"), re.sub("[._]", "-", dashed), dashed.replace(".", "/")])
+        dashed = pick(
+            [dashed.replace("_", "-"), re.sub("[._]", "-", dashed), dashed.replace(".", "/")]
+        )
         capital, other = pick([key.upper(), key.capitalize()]), pick(others)
         cases = [
             *((f"{wrong}=1", wrong) for wrong in (typo, dashed, capital, other) if wrong not in types),
@@ -339,9 +429,19 @@ def soak_wrong_words(parent: Path, tries: int) -> Iterator[tuple[str, str]]:
             before = set(read_files(folder))
             code, out, log = run_forked(script, words, folder)
             new = set(read_files(folder)) - before - {"out", "log"}
-            is_right = code == 2 and log.count("\n") == 1 and all(name in log for name in names) and not new
-            is_right &= not out or out.startswith("preparing")  # a file is known to be wrong after it was read
-            yield f"{script} {words}", "" if is_right else f"exit code {code}, {out + log!r:.300}, new files {new}"
+            is_right = (
+                code == 2
+                and log.count("\n") == 1
+                and all(name in log for name in names)
+                and not new
+            )
+            is_right &= not out or out.startswith(
+                "preparing"
+            )  # a file is known to be wrong after it was read
+            yield (
+                f"{script} {words}",
+                "" if is_right else f"exit code {code}, {out + log!r:.300}, new files {new}",
+            )
 
 
 def run_forked(script: str, words: list[str], folder: Path) -> tuple[int, str, str]:
@@ -352,7 +452,9 @@ def run_forked(script: str, words: list[str], folder: Path) -> tuple[int, str, s
     if child == 0:
         run_in_child(script, words, folder)
     code = os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
-    out, log = ((folder / name).read_text(encoding="utf-8", errors="replace") for name in ("out", "log"))
+    out, log = (
+        (folder / name).read_text(encoding="utf-8", errors="replace") for name in ("out", "log")
+    )
     return code, out, log
 
 
@@ -375,11 +477,17 @@ def run_in_child(script: str, words: list[str], folder: Path) -> NoReturn:
 
 # Functions that yield (what was tried, how it failed or ""), with a number of tries.
 PARTS = {"kill": (soak_kills, 100), "signal": (soak_signals, 60), "pair": (soak_pairs, 20)}
-PARTS |= {"return": (soak_returns, 40), "wrong": (soak_wrong_words, 300), "damage": (soak_damaged_files, 100)}
+PARTS |= {
+    "return": (soak_returns, 40),
+    "wrong": (soak_wrong_words, 300),
+    "damage": (soak_damaged_files, 100),
+}
 
 
 def main(arguments: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser = argparse.ArgumentParser(
+        description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter
+    )
     parser.add_argument("parts", nargs="*", help=f"of {', '.join(PARTS)}; default: all")
     parser.add_argument("--scale", type=float, default=1.0, help="multiplies the numbers of tries")
     parser.add_argument("--seed", type=int, default=None, help="of the random moments and words")
@@ -396,7 +504,12 @@ def main(arguments: list[str] | None = None) -> int:
                 failed.append(bool(failure))
                 if failure:
                     print(f"FAILED {name_of_try}: {failure}", flush=True)
-        table.add_row(name, f"{len(failed):,}", str(sum(failed)), f"{(time.perf_counter() - started) / 60:.1f}")
+        table.add_row(
+            name,
+            f"{len(failed):,}",
+            str(sum(failed)),
+            f"{(time.perf_counter() - started) / 60:.1f}",
+        )
         lost += sum(failed)
     PlainConsole().print(table)
     return int(lost > 0)

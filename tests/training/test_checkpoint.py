@@ -8,15 +8,15 @@ import pytest
 import torch
 from helpers import ADAMW, tiny_model, train_step
 
+from common.checkpoint_file import load_checkpoint, save_checkpoint
 from common.errors import TrainingFailed
-from common.run_dir import RunDir
-from model.checkpoint_file import load_checkpoint, save_checkpoint
 from training import checkpoint
 from training.checkpoint import CheckpointWriter, TrainState, remove_later_steps
 from training.config import CheckpointConfig, TrainConfig
 from training.device import build_grad_scaler
 from training.distributed import Dist
 from training.optimizer import build_optimizers
+from training.run_folder import RunFolder
 
 HEADER = {"vocab_size": 20, "identity": {}, "config": {"seed": 1}}
 
@@ -32,15 +32,20 @@ def state():
 
 @pytest.fixture
 def checkpoints(workdir, state):
-    with RunDir("a", "", True) as run:
+    with RunFolder("a", "", True) as run:
         run.start({}, {})
-        yield CheckpointWriter(CheckpointConfig(1, 0), run, state, HEADER, state.summary, state.step)
+        yield CheckpointWriter(
+            CheckpointConfig(1, 0), run, state, HEADER, state.summary, state.step
+        )
 
 
 @pytest.mark.parametrize(
-    ("step", "best_step", "files"), [(0, None, set()), (0, 0, {"best"}), (3, 3, {"best", "last"}), (3, 1, {"last"})]
+    ("step", "best_step", "files"),
+    [(0, None, set()), (0, 0, {"best"}), (3, 3, {"best", "last"}), (3, 1, {"last"})],
 )
-def test_best_evaluation_is_saved_as_best_and_every_step_as_last(state, checkpoints, step, best_step, files):
+def test_best_evaluation_is_saved_as_best_and_every_step_as_last(
+    state, checkpoints, step, best_step, files
+):
     state.step, state.best_step = step, best_step
     checkpoints.save()
     assert {path.stem for path in checkpoints.run.last.parent.iterdir()} == files
@@ -66,7 +71,7 @@ def save_evaluations(state, checkpoints, losses: dict[int, float]) -> None:
 
 def return_to(step: int, state) -> None:
     """Copy an older checkpoint over last.pt, resume from it, and start the run as open_run does."""
-    with RunDir("a", "", True) as run:
+    with RunFolder("a", "", True) as run:
         if step:
             shutil.copy(run.last.with_name(f"step-{step:06d}.pt"), run.last)
         state.resume(run.last, HEADER)
@@ -80,10 +85,15 @@ def save_only_best(path, content) -> None:
     save_checkpoint(path, content)
 
 
-def read_best(run: RunDir) -> tuple:
+def read_best(run: RunFolder) -> tuple:
     """Step and loss of the best evaluation in best.pt and in summary.json, which must agree."""
-    saved, recorded = load_checkpoint(run.best), json.loads((run.folder / "summary.json").read_text(encoding="utf-8"))
-    assert saved["optimizer"] is None and saved["step"] == saved["best_step"] == recorded["best_step"]
+    saved, recorded = (
+        load_checkpoint(run.best),
+        json.loads((run.folder / "summary.json").read_text(encoding="utf-8")),
+    )
+    assert (
+        saved["optimizer"] is None and saved["step"] == saved["best_step"] == recorded["best_step"]
+    )
     assert saved["best_val_loss"] == recorded["best_val_loss"]
     return saved["step"], saved["best_val_loss"]
 
@@ -129,7 +139,9 @@ def test_checkpoint_of_the_best_evaluation_is_not_touched_by_a_return_to_a_later
     assert older.run.best.read_bytes() == content
 
 
-def test_best_of_a_run_that_was_killed_before_last_was_written_is_not_touched(state, older, monkeypatch):
+def test_best_of_a_run_that_was_killed_before_last_was_written_is_not_touched(
+    state, older, monkeypatch
+):
     with monkeypatch.context() as patch, pytest.raises(ZeroDivisionError):
         patch.setattr(checkpoint, "save_checkpoint", save_only_best)
         save_evaluations(state, older, {4: 3.0})
@@ -142,8 +154,8 @@ def test_best_of_a_run_that_was_killed_before_last_was_written_is_not_touched(st
     ("step", "target", "best"),
     [
         (1, "training.checkpoint.save_checkpoint", (1, 5.0)),
-        (1, "common.run_dir.RunDir.start", (1, 5.0)),
-        (2, "common.run_dir.RunDir.start", (3, 7.0)),
+        (1, "training.run_folder.RunFolder.start", (1, 5.0)),
+        (2, "training.run_folder.RunFolder.start", (3, 7.0)),
     ],
 )
 def test_return_to_an_older_checkpoint_can_be_killed(state, older, monkeypatch, step, target, best):
@@ -179,7 +191,9 @@ def test_setting_that_has_ended_a_run_is_known(config, ended_by):
 
 def test_progress_is_the_larger_of_steps_and_time():
     def progress(steps, minutes, seconds) -> float:
-        return TrainState(TrainConfig(steps=steps, minutes=minutes), None, [], None, 10, seconds).progress
+        return TrainState(
+            TrainConfig(steps=steps, minutes=minutes), None, [], None, 10, seconds
+        ).progress
 
     assert progress(100, None, 30.0) == 0.1
     assert progress(100, 1.0, 30.0) == 0.5

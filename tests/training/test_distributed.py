@@ -12,10 +12,17 @@ from pathlib import Path
 
 import pytest
 import torch
-from distributed_helpers import SINGLE, assert_same_curve, finish, torchrun, torchrun_on_machines, write_train_script
+from distributed_helpers import (
+    SINGLE,
+    assert_same_curve,
+    finish,
+    torchrun,
+    torchrun_on_machines,
+    write_train_script,
+)
 from helpers import ROOT, TEXT, TINY, load, metrics, summary, wait_for_step
 
-from common.run_dir import RunDir
+from training.run_folder import RunFolder
 
 
 @pytest.mark.slow
@@ -24,7 +31,10 @@ def test_two_processes_train_like_one(train, workdir):
 
     Each machine prepares its own data, and gets the pretrained weights of rank 0.
     """
-    rows = [{"prompt": "Ask " * (n % 7) + f"{n}? ", "text": f"It is {n * n}." * (n % 3)} for n in range(99)]
+    rows = [
+        {"prompt": "Ask " * (n % 7) + f"{n}? ", "text": f"It is {n * n}." * (n % 3)}
+        for n in range(99)
+    ]
     settings = ["train.steps=12", "data.path=rows.jsonl", "data.prompt_column=prompt"]
     machines = [workdir / "a", workdir / "b"]
     for seed, machine in enumerate(machines):
@@ -56,13 +66,21 @@ def test_machines_with_different_data_are_refused_with_one_message(workdir):
     for repeats, machine in enumerate(machines, 1):
         machine.mkdir()
         (machine / "text.txt").write_text(TEXT * repeats, encoding="utf-8")
-    errors = [process.communicate(timeout=600)[1] for process in torchrun_on_machines(machines, "name=a")]
-    refusal = r"rank 1 has data/prepared/text-\w+, but rank 0 has data/prepared/text-\w+; copy the text"
-    assert max(len(re.findall(refusal, error)) for error in errors) == 1 and not list(workdir.glob("*/runs")), errors
+    errors = [
+        process.communicate(timeout=600)[1] for process in torchrun_on_machines(machines, "name=a")
+    ]
+    refusal = (
+        r"rank 1 has data/prepared/text-\w+, but rank 0 has data/prepared/text-\w+; copy the text"
+    )
+    assert max(len(re.findall(refusal, error)) for error in errors) == 1 and not list(
+        workdir.glob("*/runs")
+    ), errors
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("dtype", "parallel"), [("float32", "ddp"), ("float16", "ddp"), ("float32", "fsdp")])
+@pytest.mark.parametrize(
+    ("dtype", "parallel"), [("float32", "ddp"), ("float16", "ddp"), ("float32", "fsdp")]
+)
 def test_two_gpus_train_like_one(train, workdir, dtype, parallel):
     if torch.cuda.device_count() < 2:
         pytest.skip("NOT RUN: needs two CUDA devices")
@@ -70,12 +88,14 @@ def test_two_gpus_train_like_one(train, workdir, dtype, parallel):
     finish(torchrun(2, "name=two", f"parallel={parallel}", *settings))
     assert train("name=one", *SINGLE, *settings) == 0
     for one, two in zip(metrics("one"), metrics("two"), strict=True):
-        assert one.get("train/loss") == pytest.approx(two.get("train/loss"), abs=1e-5 if dtype == "float32" else 1e-2)
+        assert one.get("train/loss") == pytest.approx(
+            two.get("train/loss"), abs=1e-5 if dtype == "float32" else 1e-2
+        )
 
 
 @pytest.mark.slow
 def test_run_in_use_by_another_process_is_refused_with_one_message(workdir):
-    with RunDir("a", "", True):
+    with RunFolder("a", "", True):
         _, err = torchrun(2, "name=a").communicate(timeout=600)
     refusal = "runs/a is being trained by another process; wait, or set another name"
     assert err.count(refusal) == 1
@@ -96,7 +116,9 @@ speed.Speed.start_step = crash
 
 @pytest.mark.slow
 def test_failing_rank_ends_the_others_and_its_error_is_shown(workdir):
-    process = torchrun(2, "name=a", "train.steps=100000", script=write_train_script(CRASH_ON_RANK_1))
+    process = torchrun(
+        2, "name=a", "train.steps=100000", script=write_train_script(CRASH_ON_RANK_1)
+    )
     _, err = process.communicate(timeout=600)
     assert process.returncode == 1
     assert re.findall(r"\w+Error: .*", err)[0] == "ZeroDivisionError: what went wrong on this rank"
@@ -132,7 +154,9 @@ def test_interrupted_processes_stop_at_the_same_step_and_rank_0_saves(train, wor
     assert recorded["threads"] == max(1, cores // 2)
     assert err.count("saved at step") == 1
     # If rank 1 ended first, torchrun would kill rank 0 half a minute later, while it might still be saving.
-    assert (workdir / "rank1_left").stat().st_mtime >= (workdir / "runs/a/checkpoints/last.pt").stat().st_mtime
+    assert (workdir / "rank1_left").stat().st_mtime >= (
+        workdir / "runs/a/checkpoints/last.pt"
+    ).stat().st_mtime
     assert load("a")["step"] == recorded["step"] == metrics("a")[-1]["step"] > 20
 
 
@@ -174,8 +198,12 @@ def test_slurm_job_is_requeued_after_its_warning_signal_and_continues(train, wor
     slurm |= {"SLURM_JOB_ID": str(os.getpid())}
     path = os.pathsep.join([str(workdir), str(Path(sys.executable).parent), os.environ["PATH"]])
     environment = os.environ | slurm | {"PATH": path}
-    job = subprocess.Popen(command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
-    while job.poll() is None and not all((workdir / f"rank{rank}_waits").exists() for rank in (0, 1)):
+    job = subprocess.Popen(
+        command, env=environment, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True
+    )
+    while job.poll() is None and not all(
+        (workdir / f"rank{rank}_waits").exists() for rank in (0, 1)
+    ):
         time.sleep(0.05)
     for variables in Path("/proc").glob("[0-9]*/environ"):
         with suppress(OSError):  # a process of another user, or one that has ended

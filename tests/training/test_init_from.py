@@ -7,7 +7,13 @@ import torch
 from data_helpers import write_file
 from helpers import TINY, load, metrics, run_command
 
-FROM_A = ["train.init_from=run:a", "tokenizer=run", "tokenizer.run=a", "data.path=other.txt", "name=b"]
+FROM_A = [
+    "train.init_from=run:a",
+    "tokenizer=run",
+    "tokenizer.run=a",
+    "data.path=other.txt",
+    "name=b",
+]
 
 
 @pytest.fixture
@@ -26,7 +32,9 @@ def test_finetuning_starts_from_the_best_weights_with_a_new_optimizer(train, oth
     assert load("b")["step"] == 6
     # With a tiny learning rate, the weights after one step are nearly the initial ones.
     before = load("a", "best")["model"]
-    assert train(*FROM_A[:-1], "name=c", "train.steps=1", "optimizer=adamw", "optimizer.lr=1e-12") == 0
+    assert (
+        train(*FROM_A[:-1], "name=c", "train.steps=1", "optimizer=adamw", "optimizer.lr=1e-12") == 0
+    )
     after = load("c")["model"]
     assert all(torch.allclose(before[name], after[name], atol=1e-5) for name in before)
     assert metrics("c")[0]["val/loss"] < metrics("a")[0]["val/loss"] - 0.05  # of random weights
@@ -45,7 +53,9 @@ def test_initial_weights_stay_the_best_if_training_makes_them_worse(trained, tra
     assert f"at step 0; last {losses[-1]:.4f}" in out
 
 
-def test_finetuning_resumes_without_the_initial_run_but_with_no_other(trained, train, other, workdir, capsys):
+def test_finetuning_resumes_without_the_initial_run_but_with_no_other(
+    trained, train, other, workdir, capsys
+):
     assert train(*FROM_A) == 0
     assert train("train.init_from=run:b", *FROM_A[1:], "train.steps=9") == 2
     assert "train.init_from=run:a (now run:b)" in capsys.readouterr().err

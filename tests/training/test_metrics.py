@@ -28,7 +28,10 @@ def test_rows_are_written_several_at_a_time(tmp_path):
     metrics.log({"step": 2, "train/loss": torch.tensor(2.0)})
     assert path.read_text(encoding="utf-8") == ""
     metrics.flush(sync=True)
-    assert read_jsonl(path) == [{"step": 1, "train/loss": 2.5, "step_ms": 3.0}, {"step": 2, "train/loss": 2.0}]
+    assert read_jsonl(path) == [
+        {"step": 1, "train/loss": 2.5, "step_ms": 3.0},
+        {"step": 2, "train/loss": 2.0},
+    ]
     assert metrics.last == {"step": 2, "train/loss": 2.0, "step_ms": 3.0}
 
 
@@ -40,7 +43,12 @@ def test_resuming_removes_later_rows_and_incomplete_lines(tmp_path):
     assert metrics.last == {"step": 2, "val/loss": 3}, "the newest values until step 2"
     metrics.log({"step": 3, "again": True})
     metrics.flush()
-    assert read_jsonl(path) == [{"step": 0}, {"step": 1, "val/loss": 3}, {"step": 2}, {"step": 3, "again": True}]
+    assert read_jsonl(path) == [
+        {"step": 0},
+        {"step": 1, "val/loss": 3},
+        {"step": 2},
+        {"step": 3, "again": True},
+    ]
     for step in (0, -1):  # 0: the first row is that of step 1, if there was no initial evaluation
         path.write_text('{"step": 1}\n', encoding="utf-8")
         logger(tmp_path, step)
@@ -55,7 +63,8 @@ def test_resuming_removes_later_rows_and_incomplete_lines(tmp_path):
 def test_missing_row_is_refused(tmp_path, rows, missing):
     (tmp_path / "metrics.jsonl").write_text(rows, encoding="utf-8")
     with pytest.raises(
-        UserError, match=f"metrics.jsonl has no row of step {missing}; restore the file, or set another"
+        UserError,
+        match=f"metrics.jsonl has no row of step {missing}; restore the file, or set another",
     ):
         logger(tmp_path, step=2)
     assert (tmp_path / "metrics.jsonl").read_text(encoding="utf-8") == rows
@@ -65,7 +74,9 @@ def test_missing_row_is_refused(tmp_path, rows, missing):
 def test_loss_that_is_not_finite_is_written_and_ends_the_run(tmp_path, key):
     metrics = logger(tmp_path)
     metrics.log({"step": 3, key: torch.tensor(math.nan)})
-    with pytest.raises(TrainingFailed, match=f"{key} is not a finite number at step 3. Lower optimizer.lr"):
+    with pytest.raises(
+        TrainingFailed, match=f"{key} is not a finite number at step 3. Lower optimizer.lr"
+    ):
         metrics.flush()
     assert read_jsonl(tmp_path / "metrics.jsonl") == [{"step": 3, key: None}]
 

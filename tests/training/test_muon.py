@@ -10,7 +10,12 @@ from training.muon import Muon, orthogonalize
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @settings(max_examples=20, deadline=None, derandomize=True)
-@given(rows=st.integers(2, 24), columns=st.integers(2, 24), count=st.integers(1, 3), seed=st.integers(0, 99))
+@given(
+    rows=st.integers(2, 24),
+    columns=st.integers(2, 24),
+    count=st.integers(1, 3),
+    seed=st.integers(0, 99),
+)
 def test_orthogonalized_matrices_have_singular_values_near_one(dtype, rows, columns, count, seed):
     matrices = torch.randn(count, rows, columns, generator=torch.Generator().manual_seed(seed))
     result = orthogonalize(matrices, 12, dtype)
@@ -33,7 +38,9 @@ def test_muon_matches_torch_optim_muon_up_to_bfloat16_rounding():
     ours = [torch.nn.Parameter(torch.randn(64, 8)), torch.nn.Parameter(torch.randn(6, 10))]
     theirs = [torch.nn.Parameter(p.detach().clone()) for p in ours]
     a = Muon(ours, lr=0.1, momentum=0.9, weight_decay=0.1, ns_steps=5)
-    b = torch.optim.Muon(theirs, lr=0.1, momentum=0.9, weight_decay=0.1, ns_steps=5, adjust_lr_fn="original")
+    b = torch.optim.Muon(
+        theirs, lr=0.1, momentum=0.9, weight_decay=0.1, ns_steps=5, adjust_lr_fn="original"
+    )
     for seed in range(3):
         for p, q in zip(ours, theirs, strict=True):
             p.grad = torch.randn(p.shape, generator=torch.Generator().manual_seed(seed))

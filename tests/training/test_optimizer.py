@@ -9,14 +9,25 @@ import torch
 from helpers import ADAMW, MUON, tiny_model, train_step
 from torch import nn
 
-from training.optimizer import OPTIMIZERS, build_optimizers, load_state_by_name, optimizer_step, set_lr, state_by_name
+from training.optimizer import (
+    OPTIMIZERS,
+    build_optimizers,
+    load_state_by_name,
+    optimizer_step,
+    set_lr,
+    state_by_name,
+)
 
 
 def test_adamw_decays_only_matrices_and_updates_each_parameter_once():
     model = tiny_model()
     (adamw,) = build_optimizers(model, ADAMW)
     decay = {p: group["weight_decay"] for group in adamw.param_groups for p in group["params"]}
-    assert len(decay) == len(list(model.parameters())) == sum(len(g["params"]) for g in adamw.param_groups)
+    assert (
+        len(decay)
+        == len(list(model.parameters()))
+        == sum(len(g["params"]) for g in adamw.param_groups)
+    )
     assert all(decay[p] == (0.1 if p.ndim >= 2 else 0.0) for p in model.parameters())
 
 
@@ -39,17 +50,28 @@ def test_adamw_is_bit_identical_to_torch_optim_adamw():
 def test_muon_updates_the_matrices_of_blocks_and_adamw_the_rest(tied):
     model = tiny_model(tie_embeddings=tied)
     muon, adamw = build_optimizers(model, MUON)
-    rates = {p: group["peak_lr"] for o in (muon, adamw) for group in o.param_groups for p in group["params"]}
+    rates = {
+        p: group["peak_lr"]
+        for o in (muon, adamw)
+        for group in o.param_groups
+        for p in group["params"]
+    }
     assert set(rates) == set(model.parameters())
     in_muon = {p for group in muon.param_groups for p in group["params"]}
-    assert in_muon == {p for name, p in model.named_parameters() if name.startswith("blocks") and p.ndim == 2}
+    assert in_muon == {
+        p for name, p in model.named_parameters() if name.startswith("blocks") and p.ndim == 2
+    }
     assert rates[model.wte.weight] == MUON.embedding_lr
     assert rates[model.lm_head.weight] == (MUON.embedding_lr if tied else MUON.head_lr)
-    assert [group["weight_decay"] for group in adamw.param_groups] == [0.0] * len(adamw.param_groups)
+    assert [group["weight_decay"] for group in adamw.param_groups] == [0.0] * len(
+        adamw.param_groups
+    )
 
 
 def test_any_torch_optimizer_can_be_added_with_one_function(monkeypatch):
-    monkeypatch.setitem(OPTIMIZERS, "sgd", lambda model, config, _: [torch.optim.SGD(model.parameters(), config.lr)])
+    monkeypatch.setitem(
+        OPTIMIZERS, "sgd", lambda model, config, _: [torch.optim.SGD(model.parameters(), config.lr)]
+    )
     (sgd,) = build_optimizers(tiny_model(), replace(ADAMW, name="sgd"))
     set_lr([sgd], 0.5)
     assert [group["lr"] for group in sgd.param_groups] == [0.5 * ADAMW.lr]
@@ -70,7 +92,9 @@ def test_optimizer_state_is_restored_by_name_with_the_learning_rates_of_the_conf
             group["lr"] *= 0.5
     other.load_state_dict(model.state_dict())
     load_state_by_name(other, others, state)
-    rates, other_rates = ([g["lr"] for o in group for g in o.param_groups] for group in (optimizers, others))
+    rates, other_rates = (
+        [g["lr"] for o in group for g in o.param_groups] for group in (optimizers, others)
+    )
     assert other_rates == [0.5 * lr for lr in rates]
     set_lr(others, 1.0)
     assert train_step(model, optimizers, 1) == train_step(other, others, 1)
@@ -91,7 +115,9 @@ def model_with_gradients(*gradients: float) -> tuple[nn.Module, list[torch.optim
 )
 def test_optimizer_step_clips_the_norm_over_all_optimizers(max_grad_norm, expected):
     model, optimizers = model_with_gradients(3.0, 4.0)
-    grad_norm = optimizer_step(model, optimizers, torch.amp.GradScaler("cpu", enabled=False), max_grad_norm)
+    grad_norm = optimizer_step(
+        model, optimizers, torch.amp.GradScaler("cpu", enabled=False), max_grad_norm
+    )
     assert grad_norm.item() == 5.0
     assert [p.item() for p in model] == pytest.approx(expected)
     assert all(p.grad is None for p in model)
@@ -116,7 +142,9 @@ def test_muon_decays_the_ngram_table_by_its_weight_decay_and_no_other_embedding(
     before = model.wte.weight.clone()
     for p in model.parameters():
         p.grad = torch.zeros_like(p)
-    for optimizer in build_optimizers(model, replace(MUON, embedding_lr=0.01, ngram_weight_decay=5.0)):
+    for optimizer in build_optimizers(
+        model, replace(MUON, embedding_lr=0.01, ngram_weight_decay=5.0)
+    ):
         optimizer.step()
     assert torch.allclose(model.ngrams.table.weight, torch.tensor(2.0 * (1 - 0.01 * 5.0)))
     assert torch.equal(model.wte.weight, before)

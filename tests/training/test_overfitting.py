@@ -6,18 +6,34 @@ import pytest
 from helpers import load, metrics, summary
 
 # A high learning rate on 300 characters: the model memorizes them within some steps.
-OVERFIT = ["data.path=short.txt", "eval.every=5", "eval.windows=null", "eval.sample.max_new_tokens=0"]
-OVERFIT += ["optimizer.ngram_weight_decay=0", "optimizer.weight_decay=0", "optimizer.lr=0.05", "schedule=wsd"]
+OVERFIT = [
+    "data.path=short.txt",
+    "eval.every=5",
+    "eval.windows=null",
+    "eval.sample.max_new_tokens=0",
+]
+OVERFIT += [
+    "optimizer.ngram_weight_decay=0",
+    "optimizer.weight_decay=0",
+    "optimizer.lr=0.05",
+    "schedule=wsd",
+]
 
 
 @pytest.fixture
 def short_text(workdir) -> None:
     text = (workdir / "text.txt").read_text(encoding="utf-8")
-    (workdir / "short.txt").write_text(text[:270] + "0123456789 is quite another text: HERE.", encoding="utf-8")
+    (workdir / "short.txt").write_text(
+        text[:270] + "0123456789 is quite another text: HERE.", encoding="utf-8"
+    )
 
 
 def losses(name: str) -> dict[int, float]:
-    return {row["step"]: row["val/loss"] for row in metrics(name) if "val/loss" in row and row["step"] > 0}
+    return {
+        row["step"]: row["val/loss"]
+        for row in metrics(name)
+        if "val/loss" in row and row["step"] > 0
+    }
 
 
 def test_overfitting_is_reported_once_and_recorded(short_text, train, capsys):
@@ -25,7 +41,9 @@ def test_overfitting_is_reported_once_and_recorded(short_text, train, capsys):
     out, recorded = capsys.readouterr().out, losses("a")
     best_step = min(recorded, key=recorded.__getitem__)
     assert best_step < 60 - 3 * 5, recorded
-    assert out.count(f"overfitting: the validation loss has not fallen since step {best_step};") == 1
+    assert (
+        out.count(f"overfitting: the validation loss has not fallen since step {best_step};") == 1
+    )
     advice = "or a larger optimizer.weight_decay and optimizer.ngram_weight_decay"
     assert f"start another run with train.steps={best_step}, {advice}" in out
     assert summary("a")["overfitting"]

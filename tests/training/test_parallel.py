@@ -30,13 +30,17 @@ def test_two_sharded_processes_train_like_one(train, workdir):
     """With Muon, accumulation, activation checkpointing, tied embeddings, and everything that an evaluation does."""
     settings = ["model=gpt2", "optimizer=muon", "eval.attention_stats=true"]
     sharded = ["parallel=fsdp", "train.micro_batch_size=2", "train.activation_checkpointing=block"]
-    script = write_train_script("from training import observers\nobservers.peak_flops = lambda *args: 1e9")
+    script = write_train_script(
+        "from training import observers\nobservers.peak_flops = lambda *args: 1e9"
+    )
     finish(torchrun(2, "name=two", *sharded, *settings, script=script))
     assert train("name=one", *SINGLE, *settings) == 0
     assert_same_curve(metrics("one"), metrics("two"))
     flops_per_second = summary("two")["flops_per_token"] * metrics("two")[-1]["tokens_per_second"]
     assert metrics("two")[-1]["mfu"] == pytest.approx(flops_per_second / 2e9)
-    assert [row.get("sample") for row in metrics("one")] == [row.get("sample") for row in metrics("two")]
+    assert [row.get("sample") for row in metrics("one")] == [
+        row.get("sample") for row in metrics("two")
+    ]
     for key in ("attention/entropy", "attention/score_variance"):
         assert metrics("one")[-1][key] == pytest.approx(metrics("two")[-1][key], abs=1e-5)
     one, two = (load(name) for name in ("one", "two"))
@@ -45,12 +49,16 @@ def test_two_sharded_processes_train_like_one(train, workdir):
 
 @pytest.mark.slow
 def test_killed_sharded_run_resumes_on_other_numbers_of_processes_and_with_ddp(train, workdir):
-    process = torchrun(4, "name=a", "train.steps=1000000", "eval.every=1000000", WARMUP, "parallel=fsdp")
+    process = torchrun(
+        4, "name=a", "train.steps=1000000", "eval.every=1000000", WARMUP, "parallel=fsdp"
+    )
     last = workdir / "runs/a/checkpoints/last.pt"
     while process.poll() is None and not last.exists():
         time.sleep(0.05)
     assert process.poll() is None, process.communicate()[1]
-    workers = subprocess.run(["pgrep", "-P", str(process.pid)], capture_output=True, text=True).stdout.split()
+    workers = subprocess.run(
+        ["pgrep", "-P", str(process.pid)], capture_output=True, text=True
+    ).stdout.split()
     os.kill(int(workers[2]), signal.SIGKILL)
     process.communicate(timeout=600)
     assert process.returncode == 1
@@ -74,7 +82,9 @@ def test_more_processes_than_rows_save_and_resume(train):
     tiny = ["model.n_head=1", "model.n_embd=2", "eval.sample.max_new_tokens=0"]
     finish(torchrun(4, "name=a", "parallel=fsdp", "train.steps=3", WARMUP, *tiny))
     finish(torchrun(4, "name=a", "parallel=fsdp", WARMUP, *tiny))
-    assert "runs/a is finished at step" in finish(torchrun(4, "name=a", "parallel=fsdp", WARMUP, *tiny))
+    assert "runs/a is finished at step" in finish(
+        torchrun(4, "name=a", "parallel=fsdp", WARMUP, *tiny)
+    )
     assert train("name=b", *SINGLE, WARMUP, *tiny) == 0
     losses_a, losses_b = ([row.get("train/loss") for row in metrics(name)] for name in "ab")
     assert losses_a == pytest.approx(losses_b, abs=1e-5)
@@ -89,5 +99,7 @@ def test_gradients_in_bfloat16_are_summed_in_float32(workdir):
 
 
 def test_one_process_is_refused(workdir):
-    with pytest.raises(UserError, match="parallel=fsdp needs several processes; start them with torchrun"):
+    with pytest.raises(
+        UserError, match="parallel=fsdp needs several processes; start them with torchrun"
+    ):
         resolve_runtime(parse_config("train", "", [*TINY, "parallel=fsdp"]))

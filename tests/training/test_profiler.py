@@ -6,7 +6,8 @@ from contextlib import suppress
 
 import torch
 
-from training.speed import RECORDED_STEPS, WARMUP_STEPS, StepProfiler
+from training.profiler import RECORDED_STEPS, StepProfiler
+from training.speed import WARMUP_STEPS
 
 
 def run_steps(folder, num_steps, error=None) -> list[str]:
@@ -26,7 +27,11 @@ def run_steps(folder, num_steps, error=None) -> list[str]:
 
 def test_table_and_trace_contain_the_recorded_steps(tmp_path):
     table, trace = run_steps(tmp_path, WARMUP_STEPS + RECORDED_STEPS)
-    calls = {line.split()[0]: int(line.split()[-1]) for line in table.splitlines() if " aten::m" in f" {line.strip()}"}
+    calls = {
+        line.split()[0]: int(line.split()[-1])
+        for line in table.splitlines()
+        if " aten::m" in f" {line.strip()}"
+    }
     assert calls["aten::mm"] == RECORDED_STEPS
     assert "forward" in table and "erfinv" not in table
     assert "trace.json.gz" in trace

@@ -13,7 +13,9 @@ def nanogpt_lr(iteration, warmup=100, decay=2000, peak=1e-3, floor=1e-4):
     """nanoGPT's schedule, from its description: linear warmup, cosine decay, minimum."""
     if iteration < warmup:
         return peak * (iteration + 1) / (warmup + 1)
-    return floor + 0.5 * (1 + math.cos(math.pi * (iteration - warmup) / (decay - warmup))) * (peak - floor)
+    return floor + 0.5 * (1 + math.cos(math.pi * (iteration - warmup) / (decay - warmup))) * (
+        peak - floor
+    )
 
 
 @given(iteration=st.integers(0, 1999))
@@ -27,7 +29,10 @@ def test_linear_schedule_decays_after_the_warmup_and_wsd_first_stays_constant():
     linear = ScheduleConfig("linear", warmup_steps=10, final_fraction=0.2, decay_fraction=None)
     wsd = ScheduleConfig("wsd", warmup_steps=10, final_fraction=0.0, decay_fraction=0.5)
     constant_then_linear = [1.0] * 50 + [1 - i / 50 for i in range(50)]
-    for config, expected in ((linear, [1 - 0.8 * i / 100 for i in range(100)]), (wsd, constant_then_linear)):
+    for config, expected in (
+        (linear, [1 - 0.8 * i / 100 for i in range(100)]),
+        (wsd, constant_then_linear),
+    ):
         fractions = [lr_scale(config, i, 110, i / 110) for i in range(110)]
         assert fractions == pytest.approx([(i + 1) / 11 for i in range(10)] + expected), config.name
 

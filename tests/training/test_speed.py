@@ -3,7 +3,8 @@
 import pytest
 import torch
 
-from training.speed import GPU_PEAK, WARMUP_STEPS, Speed, peak_flops, time_calls
+from training.peak_flops import GPU_PEAK, peak_flops
+from training.speed import WARMUP_STEPS, Speed, time_calls
 
 CPU = torch.device("cpu")
 
@@ -15,7 +16,9 @@ def test_step_metrics_exclude_time_between_steps(clock):
         clock[0] += 0.75
         read = speed.end_step()
         clock[0] += 10  # an evaluation
-        assert read() == pytest.approx({"step_ms": 750, "tokens_per_second": 100 / 0.75, "mfu": 0.2 / 0.75})
+        assert read() == pytest.approx(
+            {"step_ms": 750, "tokens_per_second": 100 / 0.75, "mfu": 0.2 / 0.75}
+        )
 
 
 def test_median_excludes_warmup_steps_if_there_are_others(clock):
@@ -54,7 +57,9 @@ def test_peak_of_an_unknown_device_is_measured():
 def test_known_gpu_has_its_data_sheet_peak_except_for_tf32(monkeypatch):
     cuda = torch.device("cuda")
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    assert (peak_flops(cuda, torch.float16), peak_flops(cuda, torch.float32)) == GPU_PEAK["NVIDIA H200"]
+    assert (peak_flops(cuda, torch.float16), peak_flops(cuda, torch.float32)) == GPU_PEAK[
+        "NVIDIA H200"
+    ]
     monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
     assert peak_flops(cuda, torch.bfloat16) == 989e12
 

@@ -32,7 +32,9 @@ def calls(monkeypatch):
         log=calls.append,
         finish=lambda code: calls.append({"exit_code": code}),
     )
-    monkeypatch.setattr(wandb, "init", lambda **given: calls.append({k: given[k] for k in ("id", "resume")}) or run)
+    monkeypatch.setattr(
+        wandb, "init", lambda **given: calls.append({k: given[k] for k in ("id", "resume")}) or run
+    )
     return calls
 
 
@@ -71,7 +73,9 @@ def test_training_does_not_wait_for_the_start_of_wandb_or_a_call_that_hangs(tmp_
 
 def test_end_of_a_run_waits_for_wandb_only_for_a_limited_time(tmp_path, start, monkeypatch, capsys):
     run, waits, join = WandbRun(CONFIG, tmp_path, {}), [], threading.Thread.join
-    monkeypatch.setattr(run._thread, "join", lambda timeout: waits.append(timeout) or join(run._thread, 0.01))
+    monkeypatch.setattr(
+        run._thread, "join", lambda timeout: waits.append(timeout) or join(run._thread, 0.01)
+    )
     run.log([{"step": 0}])
     run.finish(0)
     lines = capsys.readouterr().out.splitlines()
@@ -81,7 +85,9 @@ def test_end_of_a_run_waits_for_wandb_only_for_a_limited_time(tmp_path, start, m
     join(run._thread)
 
 
-def test_wandb_that_fails_after_the_end_of_the_run_prints_nothing(tmp_path, start, monkeypatch, capsys):
+def test_wandb_that_fails_after_the_end_of_the_run_prints_nothing(
+    tmp_path, start, monkeypatch, capsys
+):
     run, join = WandbRun(CONFIG, tmp_path, {}), threading.Thread.join
     monkeypatch.setattr(run._thread, "join", lambda timeout: join(run._thread, 0.01))
     run.call(lambda _: 1 / 0)
@@ -106,7 +112,12 @@ def read_steps(folder) -> list[int]:
     """The steps in the wandb file of a run of group g, in order."""
     (file,) = folder.glob("run-*.wandb")
     command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(file)]
-    rows = [*map(json.loads, subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines())]
+    rows = [
+        *map(
+            json.loads,
+            subprocess.run(command, capture_output=True, text=True, check=True).stdout.splitlines(),
+        )
+    ]
     assert [row["run"]["run_group"] for row in rows if row["type"] == "run"] == ["g"]
     return [row["history"]["item"]["step"] for row in rows if row["type"] == "history"]
 
@@ -119,7 +130,9 @@ def test_folders_of_a_resumed_offline_run_have_the_same_id_and_all_steps_togethe
     (second,) = {*Path("runs/a/wandb").glob("offline-run-*")} - {first}
     assert first.name.split("-")[3] == second.name.split("-")[3]
     assert (read_steps(first), read_steps(second)) == ([0, 1, 2, 3], [4, 5, 6])
-    shutil.rmtree("runs/a/wandb")  # as if the run was killed after its last checkpoint, before wandb has started
+    shutil.rmtree(
+        "runs/a/wandb"
+    )  # as if the run was killed after its last checkpoint, before wandb has started
     Path("runs/a/summary.json").unlink()
     assert train(*settings) == 0
     (third,) = Path("runs/a/wandb").glob("offline-run-*")
@@ -129,7 +142,9 @@ def test_folders_of_a_resumed_offline_run_have_the_same_id_and_all_steps_togethe
 def test_run_does_not_need_the_service_process(train, monkeypatch, capfd):
     services, popen, to_media = [], subprocess.Popen, wandb_logger._to_media
     monkeypatch.setattr(
-        subprocess, "Popen", lambda *args, **options: services.append(popen(*args, **options)) or services[-1]
+        subprocess,
+        "Popen",
+        lambda *args, **options: services.append(popen(*args, **options)) or services[-1],
     )
 
     def kill_service_and_convert(value):
@@ -168,7 +183,12 @@ def test_wandb_that_cannot_start_does_not_stop_the_run(train, monkeypatch, capsy
     assert "continuing without wandb, runs/a has all results" in capsys.readouterr().out
     assert summary("a")["status"] == "finished"
     assert given["dir"].is_absolute()  # wandb's service may run in another folder
-    flat = {"attention.requested": "sdpa", "attention.resolved": "flash", "seed": 1337, "model.n_layer": 2}
+    flat = {
+        "attention.requested": "sdpa",
+        "attention.resolved": "flash",
+        "seed": 1337,
+        "model.n_layer": 2,
+    }
     assert flat.items() <= given["config"].items()
     monkeypatch.setitem(sys.modules, "wandb", None)  # the package is damaged or missing
     assert train("name=b", "wandb.mode=offline", "train.steps=2") == 0
@@ -178,12 +198,23 @@ def test_wandb_that_cannot_start_does_not_stop_the_run(train, monkeypatch, capsy
 def test_missing_api_key_is_refused_without_a_question(workdir):
     """With a terminal, wandb would ask for a key."""
     terminal, of_process = pty.openpty()
-    environment = {key: value for key, value in os.environ.items() if not key.startswith("WANDB_")} | {"NETRC": "none"}
+    environment = {
+        key: value for key, value in os.environ.items() if not key.startswith("WANDB_")
+    } | {"NETRC": "none"}
     command = [sys.executable, ROOT / "train.py", *TINY, "wandb.mode=online"]
-    done = subprocess.run(command, env=environment, stdin=of_process, stdout=of_process, stderr=of_process, timeout=600)
+    done = subprocess.run(
+        command,
+        env=environment,
+        stdin=of_process,
+        stdout=of_process,
+        stderr=of_process,
+        timeout=600,
+    )
     printed = os.read(terminal, 10_000).decode()
     os.close(terminal)
     os.close(of_process)
     assert done.returncode == 2
-    assert printed.startswith("train.py: wandb.mode=online needs an API key; run `wandb login`, or set WANDB_API_KEY")
+    assert printed.startswith(
+        "train.py: wandb.mode=online needs an API key; run `wandb login`, or set WANDB_API_KEY"
+    )
     assert not Path("runs").exists()

@@ -16,7 +16,9 @@ from training.config import AUTO, RunConfig
 from training.device import Runtime
 from training.optimizer import build_optimizers, optimizer_step, set_lr
 
-GPU_RESERVE_FRACTION = 0.05  # of a GPU's memory, left free for NCCL, fragmentation and other processes
+GPU_RESERVE_FRACTION = (
+    0.05  # of a GPU's memory, left free for NCCL, fragmentation and other processes
+)
 
 
 class MicroBatches(NamedTuple):
@@ -53,7 +55,9 @@ def fits(micro_batch_size: int, config: RunConfig, runtime: Runtime, model: GPT)
     total = torch.cuda.mem_get_info(device)[1] if device.type == "cuda" else 0
     try:
         with torch.random.fork_rng([device] if device.type == "cuda" else []):
-            reserve = torch.empty(int(GPU_RESERVE_FRACTION * total), dtype=torch.uint8, device=device)
+            reserve = torch.empty(
+                int(GPU_RESERVE_FRACTION * total), dtype=torch.uint8, device=device
+            )
             optimizers = build_optimizers(model, config.optimizer, runtime.dtype)
             set_lr(optimizers, 0.0)
             for _ in range(2):  # in the second step, the optimizer state also exists
@@ -73,7 +77,9 @@ def fits(micro_batch_size: int, config: RunConfig, runtime: Runtime, model: GPT)
 
 def run_micro_batch(micro_batch_size: int, config: RunConfig, runtime: Runtime, model: GPT) -> None:
     """Run a forward and backward pass on random tokens."""
-    tokens = torch.randint(model.vocab_size, (micro_batch_size, config.model.block_size), device=runtime.device)
+    tokens = torch.randint(
+        model.vocab_size, (micro_batch_size, config.model.block_size), device=runtime.device
+    )
     doc_ids = torch.zeros_like(tokens) if config.data.document_mask else None
     with runtime.autocast():
         loss = model(tokens, tokens, doc_ids=doc_ids)

@@ -11,7 +11,14 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
 from common import system
-from common.console import PlainConsole, format_duration, format_memory, format_si, make_table, pluralize
+from common.console import (
+    PlainConsole,
+    format_duration,
+    format_memory,
+    format_si,
+    make_table,
+    pluralize,
+)
 from common.errors import UserError
 from data import TokenizerConfig
 from data.prepare import prepare
@@ -26,9 +33,10 @@ from training.device import Runtime
 from training.init_from import load_run_tokenizer
 from training.optimizer import build_optimizers
 from training.parallel import FSDP2
+from training.peak_flops import peak_flops
 from training.planning.micro_batch import run_micro_batch
 from training.progress import describe_model, format_epochs
-from training.speed import peak_flops, time_calls
+from training.speed import time_calls
 
 MEASURED_SECONDS, MAX_MEASURED_PASSES = 2.0, 50  # for measuring the speed
 ACTIVATIONS = ("Activation", "Temp", "Other")  # categories of MemTracker
@@ -46,8 +54,11 @@ class Plan:
         self.micro_batch_size, self.accumulation = config.train.split_batch(dist.world_size)
         spec = load_run_tokenizer(config.tokenizer.run, config.name)
         prepared = prepare(config.data, config.tokenizer, T, spec, offline=True)
-        self.vocab_size = prepared.meta["vocab_size"] if prepared else _largest_vocab_size(config.tokenizer, spec)
-        self.parameters = params_by_part(GPT(config.model, self.vocab_size, device="meta"))
+        self.vocab_size = (
+            prepared.meta["vocab_size"] if prepared else _largest_vocab_size(config.tokenizer, spec)
+        )
+        with torch.device("meta"):
+            self.parameters = params_by_part(GPT(config.model, self.vocab_size))
         self.flops_per_token = {
             "weights": weight_flops_per_token(config.model, self.vocab_size),
             "attention": attention_flops_per_token(config.model, T),
@@ -55,7 +66,9 @@ class Plan:
         flops = sum(self.flops_per_token.values())
         self.memory = estimate_memory(config, runtime, self.vocab_size)
         # the run ends at train.steps or train.minutes, whichever comes first
-        self.flops_per_second = config.flops_per_second or dist.world_size * _measure_flops_per_second(self, flops)
+        self.flops_per_second = (
+            config.flops_per_second or dist.world_size * _measure_flops_per_second(self, flops)
+        )
         tokens_per_step, self.steps = config.train.batch_size * T, config.train.steps
         if config.train.minutes is not None:
             fitting = 60 * config.train.minutes * self.flops_per_second // (tokens_per_step * flops)
@@ -78,7 +91,7 @@ def estimate_memory(config: RunConfig, runtime: Runtime, vocab_size: int) -> dic
     processes = runtime.dist.world_size if isinstance(runtime.parallel, FSDP2) else 1
     micro_batch_size, accumulation = config.train.split_batch(runtime.dist.world_size)
     with FakeTensorMode(), runtime.device:
-        model = GPT(config.model, vocab_size, get_attention_fn(config.attention), device=str(runtime.device))
+        model = GPT(config.model, vocab_size, get_attention_fn(config.attention))
         checkpoint_activations(model, config.train.activation_checkpointing)
         optimizers = build_optimizers(model, config.optimizer, runtime.dtype)
         for p in model.parameters():
@@ -86,10 +99,16 @@ def estimate_memory(config: RunConfig, runtime: Runtime, vocab_size: int) -> dic
         for optimizer in optimizers:
             optimizer.step()  # allocates its state
         states = tree_leaves([list(optimizer.state.values()) for optimizer in optimizers])
-        weights, state = (sum(tensor.nbytes for tensor in tensors) for tensors in (model.parameters(), states))
+        weights, state = (
+            sum(tensor.nbytes for tensor in tensors) for tensors in (model.parameters(), states)
+        )
         # FSDP also stores complete gradients while a step accumulates
         gradients = weights // processes + (weights if processes > 1 and accumulation > 1 else 0)
-        memory = {"weights": weights // processes, "gradients": gradients, "optimizer state": state // processes}
+        memory = {
+            "weights": weights // processes,
+            "gradients": gradients,
+            "optimizer state": state // processes,
+        }
         if BACKENDS[config.attention.backend].needs_compiler and runtime.device.type == "cuda":
             return memory
         if processes > 1:  # FSDP collects the matrices of blocks in the dtype of the run
@@ -100,7 +119,9 @@ def estimate_memory(config: RunConfig, runtime: Runtime, vocab_size: int) -> dic
         with MemTracker() as tracker:
             run_micro_batch(micro_batch_size, config, runtime, model)
     peaks = tracker.get_tracker_snapshot("peak").values()  # of each device: {category: bytes}
-    return memory | {"activations": sum(peak[category] for peak in peaks for category in ACTIVATIONS)}
+    return memory | {
+        "activations": sum(peak[category] for peak in peaks for category in ACTIVATIONS)
+    }
 
 
 def _largest_vocab_size(config: TokenizerConfig, spec: dict | None) -> int:
@@ -109,7 +130,9 @@ def _largest_vocab_size(config: TokenizerConfig, spec: dict | None) -> int:
     if spec is not None:
         return len(spec["tokens"]) + len(spec["special"])
     if config.name not in sizes:
-        reason = f"the vocabulary of tokenizer={config.name} depends on text that is not on this machine"
+        reason = (
+            f"the vocabulary of tokenizer={config.name} depends on text that is not on this machine"
+        )
         raise UserError(f"{reason}; run python prepare.py with the same data and tokenizer first")
     return sizes[config.name]
 
@@ -122,7 +145,9 @@ def _measure_flops_per_second(plan: "Plan", flops: int) -> float:
     T, device = plan.config.model.block_size, plan.runtime.device
     one_second = int(0.5 * peak_flops(device, plan.runtime.dtype) / (flops * T))
     batch_size = max(1, min(plan.micro_batch_size, one_second))
-    model = GPT(plan.config.model, plan.vocab_size, get_attention_fn(plan.config.attention)).to(device)
+    model = GPT(plan.config.model, plan.vocab_size, get_attention_fn(plan.config.attention)).to(
+        device
+    )
 
     def run_pass() -> None:
         run_micro_batch(batch_size, plan.config, plan.runtime, model)
@@ -140,7 +165,10 @@ def show_plan(config: RunConfig, runtime: Runtime) -> int:
     table = make_table("", "", left=2, header=False)
     table.add_row("model", f"{model.name}, {describe_model(model)}, vocabulary {plan.vocab_size:,}")
     dtype = str(runtime.dtype).removeprefix("torch.")
-    table.add_row("device", f"{system.device_name(runtime.device)}, {dtype}, attention={config.attention.backend}")
+    table.add_row(
+        "device",
+        f"{system.device_name(runtime.device)}, {dtype}, attention={config.attention.backend}",
+    )
     for title, counts, format_count in (
         ("parameters", plan.parameters, "{:,}".format),
         ("training FLOPs per token", plan.flops_per_token, format_si),
@@ -159,7 +187,9 @@ def show_plan(config: RunConfig, runtime: Runtime) -> int:
     epochs = "data not prepared yet" if plan.epochs is None else format_epochs(plan.epochs)
     table.add_row("steps", f"{plan.steps:,}: {plan.tokens:,} tokens ({epochs})")
     source = "given" if config.flops_per_second else "measured"
-    table.add_row("FLOPs", f"{format_si(plan.flops)} at {format_si(plan.flops_per_second)} FLOP/s ({source})")
+    table.add_row(
+        "FLOPs", f"{format_si(plan.flops)} at {format_si(plan.flops_per_second)} FLOP/s ({source})"
+    )
     table.add_row("time", f"{format_duration(plan.seconds)}, without evaluations and optimizer")
     PlainConsole().print(table, width=80)
     return 0

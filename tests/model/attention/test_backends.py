@@ -8,14 +8,32 @@ import attention_helpers
 import pytest
 import torch
 import torch.nn.functional as F
-from attention_helpers import DTYPES, REQUEST, REQUEST_CUDA, choose, compare_with_naive, random_masks, random_qkv
+from attention_helpers import (
+    DTYPES,
+    REQUEST,
+    REQUEST_CUDA,
+    choose,
+    compare_with_naive,
+    random_masks,
+    random_qkv,
+)
 from helpers import ON_CPU
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import SDPBackend
 
-from model.attention import BACKENDS, AttentionRequest, backends, cudnn, flash, flex, get_attention_fn, naive, resolve
+from model.attention import (
+    BACKENDS,
+    AttentionRequest,
+    backends,
+    cudnn,
+    flash,
+    flex,
+    get_attention_fn,
+    naive,
+    resolve,
+)
 from model.attention.backends import KERNELS
 from model.attention.support import FEATURES, missing_feature
 
@@ -32,10 +50,14 @@ def attention_by_loops(q, k, v, window, positions, doc_ids, softcap):
             keys = [j for j in keys if doc_ids is None or doc_ids[b, position] == doc_ids[b, j]]
             for h in range(H):
                 g = h // (H // k.shape[2])
-                scores = torch.stack([q[b, i, h].double() @ k[b, j, g].double() for j in keys]) / math.sqrt(D)
+                scores = torch.stack(
+                    [q[b, i, h].double() @ k[b, j, g].double() for j in keys]
+                ) / math.sqrt(D)
                 if softcap is not None:
                     scores = softcap * (scores / softcap).tanh()
-                y[b, i, h] = sum(w * v[b, j, g].double() for w, j in zip(scores.softmax(0), keys, strict=True))
+                y[b, i, h] = sum(
+                    w * v[b, j, g].double() for w, j in zip(scores.softmax(0), keys, strict=True)
+                )
     return y
 
 
@@ -45,13 +67,17 @@ def attention_by_loops(q, k, v, window, positions, doc_ids, softcap):
     window=st.none() | st.integers(1, 5), document_mask=st.booleans(), positions=st.booleans(),
     softcap=st.sampled_from([None, 0.5]), seed=st.integers(0, 99),
 )  # fmt: skip
-def test_naive_follows_the_definition(Tk, missing, heads, window, document_mask, positions, softcap, seed):
+def test_naive_follows_the_definition(
+    Tk, missing, heads, window, document_mask, positions, softcap, seed
+):
     request = replace(
         REQUEST, Tq=max(1, Tk - missing), Tk=Tk, H=heads[0], G=heads[1], D=4, Dv=6, grad=False, window=window,
         document_mask=document_mask, positions=positions, softcap=softcap,
     )  # fmt: skip
     qkv, masks = random_qkv(request, seed), random_masks(request, seed)
-    torch.testing.assert_close(naive(*qkv, **masks).double(), attention_by_loops(*qkv, **masks), atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(
+        naive(*qkv, **masks).double(), attention_by_loops(*qkv, **masks), atol=2e-6, rtol=1e-5
+    )
 
 
 # Comparison with naive
@@ -79,14 +105,17 @@ def test_backend_agrees_with_naive_or_refuses(name, drawn_request, seed):
 
 @pytest.mark.parametrize("dtype", DTYPES)
 @pytest.mark.parametrize(
-    ("device", "name"), attention_helpers.per_device(cpu=ON_CPU, cuda=attention_helpers.backends_on("cuda"))
+    ("device", "name"),
+    attention_helpers.per_device(cpu=ON_CPU, cuda=attention_helpers.backends_on("cuda")),
 )
 def test_backend_agrees_with_naive_or_refuses_for_each_dtype(device, name, dtype):
     base = REQUEST_CUDA if device.type == "cuda" else replace(REQUEST, G=4)
     T = 2 * base.Tk + 1
     for Tq, Tk in ((T, T), (1, T), (base.Tq, T), (1, 1)):
         for changed in ({}, {"window": 20}, {"document_mask": True}, {"positions": True}, {"G": 2}):
-            compare_with_naive(name, replace(base, Tq=Tq, Tk=Tk, dtype=DTYPES[dtype], **changed), seed=3)
+            compare_with_naive(
+                name, replace(base, Tq=Tq, Tk=Tk, dtype=DTYPES[dtype], **changed), seed=3
+            )
 
 
 @pytest.mark.parametrize("name", ON_CPU)
@@ -102,7 +131,9 @@ def test_each_feature_works_or_is_refused(name, feature):
     is_supported = getattr(BACKENDS[name].on["cpu"], feature)
     assert FEATURES[feature].is_requested(request)
     assert (missing_feature(BACKENDS[name], request) is None) == is_supported
-    if not (is_supported and feature == "dropout"):  # dropout is random: see test_dropout_keeps_the_mean
+    if not (
+        is_supported and feature == "dropout"
+    ):  # dropout is random: see test_dropout_keeps_the_mean
         compare_with_naive(name, request, seed=1)
 
 
@@ -127,12 +158,16 @@ def test_backend_is_causal_by_gradient(name):
     ),
 )
 def test_dropout_keeps_the_mean(device, config):
-    request = replace(REQUEST_CUDA if device.type == "cuda" else REQUEST, Tq=64, Tk=64, grad=False, dropout_p=0.25)
+    request = replace(
+        REQUEST_CUDA if device.type == "cuda" else REQUEST, Tq=64, Tk=64, grad=False, dropout_p=0.25
+    )
     q, k, v = random_qkv(request)
     attention_helpers.resolve_or_skip(config, request)
     attend = get_attention_fn(config)
     torch.manual_seed(0)
-    outputs = torch.stack([attend(q, k, torch.ones_like(v), dropout_p=0.25).float() for _ in range(50)])
+    outputs = torch.stack(
+        [attend(q, k, torch.ones_like(v), dropout_p=0.25).float() for _ in range(50)]
+    )
     assert abs(outputs.mean() - 1) < 0.03
     assert outputs.std() > 0.01, "nothing was dropped"
 
@@ -149,14 +184,18 @@ def test_cudnn_decodes_with_a_multiple_of_128_keys(monkeypatch):
         for T in (1, 5, 129):
             request = replace(REQUEST, Tq=1, Tk=T, **changed)
             qkv, masks = random_qkv(request), random_masks(request)
-            torch.testing.assert_close(cudnn(*qkv, **masks), naive(*qkv, **masks), atol=2e-6, rtol=1e-5)
+            torch.testing.assert_close(
+                cudnn(*qkv, **masks), naive(*qkv, **masks), atol=2e-6, rtol=1e-5
+            )
     assert {call.args[1].shape[2] for call in attend.call_args_list} == {128, 256}
 
 
 def test_sdpa_on_cuda_decodes_without_cudnn_and_repeats_heads_for_the_efficient_kernel(monkeypatch):
     """Fake tensors need no GPU."""
     calls = []
-    monkeypatch.setattr(backends, "_sdpa", lambda q, k, v, *options: calls.append((k.shape[2], options[-1])) or q)
+    monkeypatch.setattr(
+        backends, "_sdpa", lambda q, k, v, *options: calls.append((k.shape[2], options[-1])) or q
+    )
     with FakeTensorMode():
         for dtype, Tq, kernels, masks in (
             (torch.bfloat16, 9, None, {}), (torch.bfloat16, 9, None, {"window": 3}), (torch.float32, 9, None, {}),
@@ -167,7 +206,9 @@ def test_sdpa_on_cuda_decodes_without_cudnn_and_repeats_heads_for_the_efficient_
             backends.sdpa(q, k, k, kernels=kernels, **masks)
     heads, (*_, decoding, chosen) = zip(*calls, strict=True)
     assert heads == (2, 4, 4, 2, 2)
-    assert decoding == [KERNELS[name] for name in ("flash", "efficient", "math")] and chosen == [KERNELS["cudnn"]]
+    assert decoding == [KERNELS[name] for name in ("flash", "efficient", "math")] and chosen == [
+        KERNELS["cudnn"]
+    ]
 
 
 def test_flash_and_flex_raise_errors_and_do_not_fall_back():
@@ -189,7 +230,9 @@ def test_flex_builds_a_mask_once_for_all_layers_and_again_for_other_doc_ids():
     flex(*qkv, doc_ids=doc_ids, window=3)
     assert masks.cache_info().misses == 2
     other = doc_ids.flip(0)
-    torch.testing.assert_close(flex(*qkv, doc_ids=other), naive(*qkv, doc_ids=other), atol=2e-6, rtol=1e-5)
+    torch.testing.assert_close(
+        flex(*qkv, doc_ids=other), naive(*qkv, doc_ids=other), atol=2e-6, rtol=1e-5
+    )
     assert masks.cache_info().misses == 3
 
 
@@ -222,7 +265,9 @@ FLEX_CASES_CUDA = [*FLEX_CASES, ({"document_mask": True}, False), ({"document_ma
 
 @pytest.mark.slow
 @pytest.mark.compiles
-@pytest.mark.parametrize(("device", "case"), attention_helpers.per_device(cpu=FLEX_CASES, cuda=FLEX_CASES_CUDA))
+@pytest.mark.parametrize(
+    ("device", "case"), attention_helpers.per_device(cpu=FLEX_CASES, cuda=FLEX_CASES_CUDA)
+)
 def test_flex_agrees_with_naive_alone_and_inside_a_compiled_function(device, case):
     changed, is_compiled = case
     request = replace(REQUEST_CUDA, Tq=300, Tk=300, dtype=torch.float32, device=device, **changed)
@@ -265,4 +310,6 @@ def test_flex_is_right_when_compiled_with_the_code_that_computes_q_and_k():
         return flex(q * 1.5, k * 1.5, v, window=20)
 
     expected = naive(q * 1.5, k * 1.5, v, window=20)
-    torch.testing.assert_close(torch.compile(layer, fullgraph=True)(packed), expected, atol=1e-5, rtol=1e-4)
+    torch.testing.assert_close(
+        torch.compile(layer, fullgraph=True)(packed), expected, atol=1e-5, rtol=1e-4
+    )

@@ -12,16 +12,18 @@ from hypothesis import strategies as st
 from model_helpers import GROUPED, MODERN, random_tokens
 
 from common.errors import UserError
+from generation.attention_maps import attention_maps
 from model import GPTConfig
 from model.attention import linear_attention, linear_attention_scores, naive, resolve_model, sdpa
 from model.attention.linear import CHUNK, linear_attention_state, linear_attention_step
-from model.generation.attention_maps import attention_maps
 
 LINEAR = GROUPED | dict(attention_type="linear")
 
 
 def draw(B, Tq, Tk, H=4, G=2, D=8, Dv=8, dtype=torch.float64, grad=False, seed=0):
-    return random_qkv(replace(REQUEST, B=B, Tq=Tq, Tk=Tk, H=H, G=G, D=D, Dv=Dv, dtype=dtype, grad=grad), seed)
+    return random_qkv(
+        replace(REQUEST, B=B, Tq=Tq, Tk=Tk, H=H, G=G, D=D, Dv=Dv, dtype=dtype, grad=grad), seed
+    )
 
 
 def by_weights(q, k, v):
@@ -34,7 +36,9 @@ def by_steps(q, k, v):
     """The recurrent form."""
     B, T, G, D = k.shape
     state = torch.zeros(B, G, D, v.shape[3] + 1, dtype=torch.promote_types(k.dtype, torch.float32))
-    return torch.cat([linear_attention_step(state, q[:, [i]], k[:, [i]], v[:, [i]]) for i in range(T)], dim=1)
+    return torch.cat(
+        [linear_attention_step(state, q[:, [i]], k[:, [i]], v[:, [i]]) for i in range(T)], dim=1
+    )
 
 
 def test_weights_follow_the_definition():
@@ -58,7 +62,9 @@ def test_chunked_form_equals_the_quadratic_form_with_gradients(T, heads, dims, s
     y, expected = linear_attention(*qkv), by_weights(*qkv)
     torch.testing.assert_close(y, expected, atol=1e-12, rtol=1e-12)
     dy = torch.randn(y.shape, dtype=y.dtype, generator=torch.Generator().manual_seed(seed))
-    for ours, theirs in zip(*(torch.autograd.grad(out, qkv, dy) for out in (y, expected)), strict=True):
+    for ours, theirs in zip(
+        *(torch.autograd.grad(out, qkv, dy) for out in (y, expected)), strict=True
+    ):
         torch.testing.assert_close(ours, theirs, atol=1e-12, rtol=1e-12)
 
 
@@ -125,28 +131,47 @@ def test_attention_type_is_resolved_for_each_layer():
     assert resolve(GPTConfig(**LINEAR)).resolved == "linear"
     assert resolve(GPTConfig(**MIXED), "flash").resolved == "linear+flash"
     assert resolve(GPTConfig(**MIXED | dict(window=[None, 5]))).resolved == "linear+flash"
-    assert resolve(GPTConfig(**MIXED), grad=False, Tq=1, positions=True).resolved == "linear+flash", "decoding"
-    with pytest.raises(UserError, match=r"document masks; set data.document_mask=false, or model.attention_type"):
+    assert (
+        resolve(GPTConfig(**MIXED), grad=False, Tq=1, positions=True).resolved == "linear+flash"
+    ), "decoding"
+    with pytest.raises(
+        UserError, match=r"document masks; set data.document_mask=false, or model.attention_type"
+    ):
         resolve(GPTConfig(**LINEAR), document_mask=True)
-    for changed, advice in (({"window": 5}, "model.window=null"), ({"dropout": 0.1}, "model.dropout=0")):
+    for changed, advice in (
+        ({"window": 5}, "model.window=null"),
+        ({"dropout": 0.1}, "model.dropout=0"),
+    ):
         with pytest.raises(UserError, match=f"set {advice}, or model.attention_type=softmax"):
             resolve(GPTConfig(**MIXED | changed))
-    with pytest.raises(UserError, match=r"attention.backend=linear changes the model; set model.attention_type=linear"):
+    with pytest.raises(
+        UserError,
+        match=r"attention.backend=linear changes the model; set model.attention_type=linear",
+    ):
         resolve(GPTConfig(**MIXED), "linear")
 
 
 def test_each_layer_uses_its_attention_type():
     tokens = random_tokens()
     types = ("softmax", "linear", ["linear", "softmax"])
-    models = [make_random_model(MODERN | dict(attention_type=chosen), attend=sdpa) for chosen in types]
+    models = [
+        make_random_model(MODERN | dict(attention_type=chosen), attend=sdpa) for chosen in types
+    ]
     softmax, linear, mixed = [[block.attn.attend for block in model.blocks] for model in models]
-    assert (softmax, linear, mixed) == ([sdpa] * 2, [linear_attention] * 2, [linear_attention, sdpa])
+    assert (softmax, linear, mixed) == (
+        [sdpa] * 2,
+        [linear_attention] * 2,
+        [linear_attention, sdpa],
+    )
     softmax, linear, mixed = [model(tokens) for model in models]
     assert not torch.allclose(softmax, linear) and not torch.allclose(mixed, linear)
 
 
 def test_attention_maps_contain_the_weights_of_linear_attention():
-    model, tokens = make_random_model(MIXED | dict(attention_softcap=0.5), attend=naive), random_tokens(B=1)
+    model, tokens = (
+        make_random_model(MIXED | dict(attention_softcap=0.5), attend=naive),
+        random_tokens(B=1),
+    )
     attended = []
     for block in model.blocks:
         block.attn.proj.register_forward_pre_hook(lambda _, inputs: attended.append(inputs[0]))

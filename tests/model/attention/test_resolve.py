@@ -9,7 +9,15 @@ from dataclasses import replace
 import attention_helpers
 import pytest
 import torch
-from attention_helpers import REQUEST, REQUEST_CUDA, choose, per_device, random_masks, random_qkv, resolve_or_skip
+from attention_helpers import (
+    REQUEST,
+    REQUEST_CUDA,
+    choose,
+    per_device,
+    random_masks,
+    random_qkv,
+    resolve_or_skip,
+)
 from helpers import ROOT, TRAINS_ON_CPU, summary
 from kernel_profiler import KERNEL_OPERATIONS, kernels_run
 from model_helpers import GROUPED
@@ -17,7 +25,16 @@ from torch._subclasses.fake_tensor import FakeTensorMode
 
 from common.errors import UserError
 from model import GPTConfig, attention
-from model.attention import BACKENDS, Support, flash, get_attention_fn, naive, resolve, resolve_model, sdpa
+from model.attention import (
+    BACKENDS,
+    Support,
+    flash,
+    get_attention_fn,
+    naive,
+    resolve,
+    resolve_model,
+    sdpa,
+)
 
 
 def graph_nodes(y) -> set[str]:
@@ -60,14 +77,18 @@ def test_resolved_kernel_runs(device, case):
 
 @pytest.mark.slow
 @pytest.mark.compiles
-@pytest.mark.parametrize(("device", "case"), per_device(cpu=[CASES_CPU[0], CASES_CPU[5]], cuda=CASES_CUDA))
+@pytest.mark.parametrize(
+    ("device", "case"), per_device(cpu=[CASES_CPU[0], CASES_CPU[5]], cuda=CASES_CUDA)
+)
 def test_resolved_kernel_runs_when_compiled(device, case):
     check_resolved_kernel(device, *case, compiled=True)
 
 
 def check_resolved_kernel(device, config, changed, resolved, compiled):
     request = replace(REQUEST_CUDA if device.type == "cuda" else REQUEST, **changed)
-    assert resolve_or_skip(config, request) == attention.ResolvedAttention(config.backend, resolved, None)
+    assert resolve_or_skip(config, request) == attention.ResolvedAttention(
+        config.backend, resolved, None
+    )
     attend, qkv, masks = get_attention_fn(config), random_qkv(request), random_masks(request)
 
     def run():
@@ -87,7 +108,9 @@ def test_all_variants_are_attention_functions():
     variants = attention.all_variants()
     assert {"naive", "sdpa", "sdpa:math", "flash", "flash:FA3", "linear"} <= variants.keys()
     assert all(callable(get_attention_fn(config)) for config in variants.values())
-    assert variants["sdpa:math"].kernels == ["math"] and variants["flash:FA3"].flash_package == "FA3"
+    assert (
+        variants["sdpa:math"].kernels == ["math"] and variants["flash:FA3"].flash_package == "FA3"
+    )
 
 
 @pytest.mark.parametrize(("config", "message"), [
@@ -107,7 +130,9 @@ def test_invalid_attention_settings_are_refused(config, message):
 def test_refusal_by_pytorch_contains_its_reason(monkeypatch):
     """The support table is replaced by one that allows everything."""
     monkeypatch.setitem(BACKENDS, "flash", replace(BACKENDS["flash"], on={"cpu": Support()}))
-    with pytest.raises(UserError, match=r"on cpu \([^)]*same last dimension.*; set attention=naive"):
+    with pytest.raises(
+        UserError, match=r"on cpu \([^)]*same last dimension.*; set attention=naive"
+    ):
         resolve(choose("flash"), replace(REQUEST, Dv=4))
 
 
@@ -128,9 +153,16 @@ def test_flex_with_too_large_heads_for_the_gpu_is_refused(monkeypatch):
     monkeypatch.setattr("torch.utils._triton.has_triton", lambda: True)
     monkeypatch.setitem(BACKENDS, "flex", replace(BACKENDS["flex"], attend=attend))
     large = replace(REQUEST_CUDA, D=512, Dv=512, grad=False)
-    with FakeTensorMode(), pytest.raises(UserError, match=rf"flex cannot run on cuda \({error}\); set attention=naive"):
+    with (
+        FakeTensorMode(),
+        pytest.raises(
+            UserError, match=rf"flex cannot run on cuda \({error}\); set attention=naive"
+        ),
+    ):
         resolve(choose("flex"), large)
-    assert resolve(choose("flex"), replace(large, D=64, Dv=64)).resolved == "flex", "compiling takes seconds"
+    assert resolve(choose("flex"), replace(large, D=64, Dv=64)).resolved == "flex", (
+        "compiling takes seconds"
+    )
 
 
 # Models
@@ -138,29 +170,40 @@ def test_flex_with_too_large_heads_for_the_gpu_is_refused(monkeypatch):
 
 def test_model_is_refused_if_one_of_its_layers_is_refused():
     model = GPTConfig(**GROUPED | dict(window=[4, None], dropout=0.1))
-    cuda = dict(B=2, dtype=torch.bfloat16, device=REQUEST_CUDA.device)  # refusals by the table need no GPU
+    cuda = dict(
+        B=2, dtype=torch.bfloat16, device=REQUEST_CUDA.device
+    )  # refusals by the table need no GPU
     for changed, message in (
         ({"window": None, "dropout": 0.0}, "FA3 cannot be used"),
         ({"dropout": 0.0}, "not support windows"),
         ({"window": 24}, "not support dropout"),
     ):
         with pytest.raises(UserError, match=message):
-            resolve_model(choose("flash", flash_package="FA3"), replace(model, **changed), grad=True, **cuda)
+            resolve_model(
+                choose("flash", flash_package="FA3"), replace(model, **changed), grad=True, **cuda
+            )
     with pytest.raises(UserError, match="document masks"):
-        resolve_model(choose("flash"), replace(model, window=None), grad=False, document_mask=True, **cuda)
+        resolve_model(
+            choose("flash"), replace(model, window=None), grad=False, document_mask=True, **cuda
+        )
     cpu = dict(B=2, dtype=torch.float32, device=REQUEST.device)
     with pytest.raises(UserError, match="cannot train"):
         resolve_model(choose("flex"), replace(model, dropout=0.0), grad=True, **cpu)
-    assert resolve_model(choose("flex"), model, grad=False, **cpu).resolved == "flex", "dropout is only for training"
+    assert resolve_model(choose("flex"), model, grad=False, **cpu).resolved == "flex", (
+        "dropout is only for training"
+    )
     assert resolve_model(choose("sdpa"), model, grad=True, **cpu).resolved == "math"
 
 
 @pytest.mark.parametrize(
-    ("device", "case"), per_device(cpu=[(None, "flash")], cuda=[(["flash", "efficient"], "efficient+flash")])
+    ("device", "case"),
+    per_device(cpu=[(None, "flash")], cuda=[(["flash", "efficient"], "efficient+flash")]),
 )
 def test_model_with_windows_resolves_to_the_kernels_of_its_layers(device, case):
     kernels, resolved = case
-    model = GPTConfig(**GROUPED | dict(n_kv_head=None, n_embd=256, block_size=128, window=[32, None]))
+    model = GPTConfig(
+        **GROUPED | dict(n_kv_head=None, n_embd=256, block_size=128, window=[32, None])
+    )
     options = dict(B=2, dtype=attention_helpers.HALF, device=device, grad=True)
     if device.type == "cuda":
         resolve_or_skip(choose("flash"), REQUEST_CUDA)
@@ -169,14 +212,26 @@ def test_model_with_windows_resolves_to_the_kernels_of_its_layers(device, case):
 
 @pytest.mark.slow
 @pytest.mark.parametrize("compiled", [pytest.param("true", marks=pytest.mark.compiles), "false"])
-@pytest.mark.parametrize(("device", "name"), per_device(cpu=TRAINS_ON_CPU, cuda=attention_helpers.backends_on("cuda")))
-def test_model_trains_generates_and_is_planned_with_each_backend(train, sample, device, name, compiled):
+@pytest.mark.parametrize(
+    ("device", "name"), per_device(cpu=TRAINS_ON_CPU, cuda=attention_helpers.backends_on("cuda"))
+)
+def test_model_trains_generates_and_is_planned_with_each_backend(
+    train, sample, device, name, compiled
+):
     if device.type == "cuda":
         resolve_or_skip(choose(name), REQUEST_CUDA)
-    settings = [f"attention={name}", f"device={device}", "dtype=bfloat16", f"compile={compiled}", "name=a"]
+    settings = [
+        f"attention={name}",
+        f"device={device}",
+        "dtype=bfloat16",
+        f"compile={compiled}",
+        "name=a",
+    ]
     assert train(*settings, "model.n_embd=64") == 0
     assert summary("a")["attention"]["resolved"] == name or BACKENDS[name].kernels
-    assert sample("run=a", f"attention={name}", f"device={device}", "dtype=bfloat16", "max_new_tokens=5")
+    assert sample(
+        "run=a", f"attention={name}", f"device={device}", "dtype=bfloat16", "max_new_tokens=5"
+    )
     if compiled == "false":  # a plan does not compile
         assert train(*settings, "model.n_embd=64", "plan=true") == 0
 
@@ -223,14 +278,20 @@ def test_resolved_kernel_runs_when_compiled_with_any_compile_cache(tmp_path):
 
     def check_process(**expected: str) -> None:
         cases = [case.replace("_", ":") for case in expected]
-        done = subprocess.run([sys.executable, "-c", COMPILE, *cases], env=environment, capture_output=True, text=True)
+        done = subprocess.run(
+            [sys.executable, "-c", COMPILE, *cases], env=environment, capture_output=True, text=True
+        )
         assert done.returncode == 0, done.stderr
         ran = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("ran ")]
-        assert ran == [[case, *kernel.split()] for case, kernel in zip(cases, expected.values(), strict=True)]
+        assert ran == [
+            [case, *kernel.split()] for case, kernel in zip(cases, expected.values(), strict=True)
+        ]
 
     traps = dict(plain_sdpa_math="flash", around_sdpa_flash="")
     check_process(around_sdpa_math="", **traps, plain_sdpa_flash="flash", plain_flash="flash")
-    check_process(pinned_sdpa_math="", pinned_sdpa="flash", pinned_flash="flash")  # naive: see test_end_to_end.py
+    check_process(
+        pinned_sdpa_math="", pinned_sdpa="flash", pinned_flash="flash"
+    )  # naive: see test_end_to_end.py
 
 
 def test_attention_settings_are_part_of_the_compile_cache_key():

@@ -51,7 +51,13 @@ def test_refusal_on_cuda_needs_no_gpu(config, changed, message):
 
 def support_table() -> str:
     """The support table as Markdown. Devices on which a backend supports the same features share a row."""
-    titles = ["`attention=`", "device", "dtypes", *(feature.title for feature in FEATURES.values()), "head dim"]
+    titles = [
+        "`attention=`",
+        "device",
+        "dtypes",
+        *(feature.title for feature in FEATURES.values()),
+        "head dim",
+    ]
     rows = [titles, ["---"] * 3 + [":-:"] * (len(FEATURES) + 1)]
     for chosen in [*BACKENDS.values(), *NON_SOFTMAX.values()]:
         devices_by_support: dict[Support, list[str]] = {}
@@ -60,7 +66,13 @@ def support_table() -> str:
         for support, devices in devices_by_support.items():
             dtypes = "any" if support.dtypes == ALL_DTYPES else ", ".join(support.dtypes)
             smallest, largest = support.head_dims
-            head_dim = f"up to {largest}" if largest < torch.inf else f"from {smallest}" if smallest > 1 else "any"
+            head_dim = (
+                f"up to {largest}"
+                if largest < torch.inf
+                else f"from {smallest}"
+                if smallest > 1
+                else "any"
+            )
             marks = ["yes" if getattr(support, key) else "no" for key in FEATURES]
             label = chosen.name if chosen.attention_type == "softmax" else chosen.setting
             rows.append([f"`{label}`", ", ".join(devices), dtypes, *marks, head_dim])

@@ -27,29 +27,47 @@ def make(*overrides):
     return config, GPT(config.model, 100, get_attention_fn(config.attention))
 
 
-@pytest.mark.parametrize(("share", "largest", "size"), [(12, 12, 12), (12, 4, 3), (12, 2, 1), (7, 6, 1)])
+@pytest.mark.parametrize(
+    ("share", "largest", "size"), [(12, 12, 12), (12, 4, 3), (12, 2, 1), (7, 6, 1)]
+)
 def test_auto_is_the_first_half_that_fits(workdir, monkeypatch, share, largest, size):
     config, model = make(f"train.batch_size={share}")
     monkeypatch.setattr(micro_batch, "fits", lambda size, *_: size <= largest)
     assert resolve_micro_batches(config, CPU, model)[:2] == (size, share // size)
-    monkeypatch.setattr(Dist, "all_reduce", lambda self, value, op: [1])  # another process has less memory
+    monkeypatch.setattr(
+        Dist, "all_reduce", lambda self, value, op: [1]
+    )  # another process has less memory
     assert resolve_micro_batches(config, CPU, model)[:2] == (1, share)
     monkeypatch.setattr(Dist, "all_reduce", lambda self, value, op: [0])
-    with pytest.raises(UserError, match=r"one sequence of model.block_size=16 .* set a smaller model.block_size"):
+    with pytest.raises(
+        UserError, match=r"one sequence of model.block_size=16 .* set a smaller model.block_size"
+    ):
         resolve_micro_batches(config, CPU, model)
 
 
-@pytest.mark.skipif(not Path("/proc/self/status").exists(), reason="NOT RUN: only Linux has this memory limit")
+@pytest.mark.skipif(
+    not Path("/proc/self/status").exists(), reason="NOT RUN: only Linux has this memory limit"
+)
 @pytest.mark.parametrize("optimizer", ["adamw", "muon"])
 def test_trial_stops_at_the_memory_limit_and_changes_nothing(workdir, optimizer):
     """On a CPU whose allocations fail beyond 200 MiB. The scores of 128 sequences need 256 MiB."""
     import resource
 
-    large = ["attention=naive", "model.block_size=512", "model.dropout=0.1", f"optimizer={optimizer}"]
+    large = [
+        "attention=naive",
+        "model.block_size=512",
+        "model.dropout=0.1",
+        f"optimizer={optimizer}",
+    ]
     config, model = make(*large)
-    random_state, weights = torch.get_rng_state(), {k: w.clone() for k, w in model.state_dict().items()}
+    random_state, weights = (
+        torch.get_rng_state(),
+        {k: w.clone() for k, w in model.state_dict().items()},
+    )
     limits = resource.getrlimit(resource.RLIMIT_DATA)
-    kilobytes = int(re.search(r"VmData:\s+(\d+)", Path("/proc/self/status").read_text(encoding="utf-8"))[1])
+    kilobytes = int(
+        re.search(r"VmData:\s+(\d+)", Path("/proc/self/status").read_text(encoding="utf-8"))[1]
+    )
     resource.setrlimit(resource.RLIMIT_DATA, (1024 * kilobytes + 200 * 2**20, limits[1]))
     try:
         assert not fits(128, config, CPU, model)
@@ -72,7 +90,13 @@ def test_cpu_needs_a_number_and_no_run_is_left(train, workdir, capsys, words):
 def test_auto_on_cuda_fits_and_trains(train):
     """The limit is 1 GiB. The scores of 64 sequences need more than half of that in each layer."""
     settings = [
-        *("device=cuda", "dtype=float32", "compile=false", "attention=naive", "model.block_size=512"),
+        *(
+            "device=cuda",
+            "dtype=float32",
+            "compile=false",
+            "attention=naive",
+            "model.block_size=512",
+        ),
         *("model.n_layer=4", "train.batch_size=64", "eval.windows=64", "train.steps=3"),
     ]
     total = torch.cuda.mem_get_info()[1]

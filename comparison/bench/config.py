@@ -1,0 +1,89 @@
+"""The config of bench.py: types and checks. This module must not import torch."""
+
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass, field
+
+from common.errors import UserError
+from common.settings import Rule, check_path_component, setting
+from generation.run_paths import RUNS
+from model import GPTConfig
+from training.config import MuonConfig, OptimizerConfig, WandbConfig
+
+BENCHES = RUNS / "bench"  # runs/bench/<name>: results of bench.py
+PHASES = ("forward", "forward+backward", "decode", "step")
+CAUSAL = "causal"
+
+
+@dataclass
+class BenchConfig:
+    """Config of bench.py, which measures every combination of phases, masks, dtypes, block_sizes and backends."""
+
+    name: str | None = None  # folder below runs/bench/; None: <time>-<device>-<model>
+    seed: int = setting(1337, 0, 2**32 - 1)
+    device: str = setting("auto", choices=("auto", "cpu", "cuda", "mps"))
+    compile: bool | None = None  # compile the model of phase step; None: as in train.py
+    tf32: bool = False
+    model: GPTConfig = field(
+        default_factory=GPTConfig
+    )  # of phase step; attention alone has its head shapes
+    optimizer: OptimizerConfig = field(default_factory=MuonConfig)
+    backends: list[str] | None = (
+        None  # such as [naive,sdpa:math]; the first is the baseline; None: all
+    )
+    phases: list[str] = setting(
+        list(PHASES), choices=PHASES
+    )  # decode: one query on T keys; step: a training step
+    masks: list[str] = setting(
+        [CAUSAL]
+    )  # window:256: 256 keys per query; documents:256: documents of 256 tokens
+    dtypes: list[str] = setting(["auto"])  # auto, float32, bfloat16, float16; auto: as in train.py
+    block_sizes: list[int] = setting([128, 512, 2048], 1, 10**8)  # context lengths T, in tokens
+    batch_size: int = setting(1, 1, 10**6)  # sequences
+    n_head: int | None = setting(None, 1, 10**4)  # of attention alone; None: as in the model
+    n_kv_head: int | None = setting(None, 1, 10**4)
+    head_size: int | None = setting(None, 1, 10**5)
+    value_size: int | None = setting(None, 1, 10**5)  # None: head_size
+    vocab_size: int = setting(1024, 1, 10**7)  # of the model of phase step
+    rounds: int = setting(3, 1, 10**6)  # how often the backends take turns
+    repeats: int = setting(2, 1, 10**9)  # minimum number of timed calls per turn
+    seconds: float = setting(0.1, above=0, high=1e7)  # approximate duration of a turn
+    time_limit: float = setting(
+        60.0, above=0, high=1e7
+    )  # seconds for a turn, including compilation
+    wandb: WandbConfig = field(default_factory=WandbConfig)
+
+    def rules(self, section: str) -> Iterator[Rule]:
+        if self.name is not None:
+            check_path_component("name", self.name)
+        check_path_component("model.name", self.model.name)
+        if "softmax" not in self.model.attention_types:
+            raise UserError(
+                "model.attention_type=linear leaves no backend to compare; set backends=[sdpa,linear]"
+            )
+        H, G, _, _ = self.kernel_shape()
+        yield "n_kv_head", H % G == 0, f"does not divide the {H} heads; set a divisor, or null"
+        for key, value in vars(self).items():
+            if isinstance(value, list):
+                yield key, len(value) > 0, "leaves nothing to measure; set one or more values"
+                yield key, len(set(value)) == len(value), "contains a value twice; remove one"
+        for mask in self.masks:
+            parse_mask(mask)
+
+    def kernel_shape(self) -> tuple[int, int, int, int]:
+        """Heads H, key/value heads G, head size D and value size Dv of the attention kernels; default: the model's."""
+        H = self.n_head or self.model.n_head
+        D = self.head_size or self.model.head_dim
+        G = self.n_kv_head or (H if self.n_head else self.model.kv_heads)
+        return H, G, D, self.value_size or D
+
+
+def parse_mask(mask: str) -> tuple[int | None, int | None]:
+    """Parse a mask of BenchConfig.masks. Returns (window, document length); None is unlimited. Raises UserError."""
+    match = re.fullmatch(r"(window|documents):([1-9]\d{0,8})", mask)
+    if match is None and mask != CAUSAL:
+        raise UserError(
+            f"masks: {mask} is unknown; set {CAUSAL}, window:256 or documents:256, for example"
+        )
+    limits = {} if match is None else {match[1]: int(match[2])}
+    return limits.get("window"), limits.get("documents")

@@ -1,0 +1,97 @@
+"""Load a trained model: a run, or a model in the format of Hugging Face transformers.
+
+run: name or path of a run, "last" for the newest, or hf:NAME, a folder or a model of the Hugging Face hub.
+checkpoint: "best", "last" or "step-NNNNNN", for runs.
+All functions raise UserError if the model does not exist or cannot be read.
+"""
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from common.checkpoint_file import load_checkpoint
+from data.tokenizer import Tokenizer, from_spec
+from generation.cpu_linear import replace_linears
+from generation.run_paths import find_checkpoint, find_run
+from huggingface.folder import find_folder, read_folder
+from model import AttentionConfig, GPTConfig
+from model.attention import get_attention_fn, resolve_model
+from model.gpt import GPT
+
+
+def find_pretrained_folder(run: str) -> Path:
+    """Find the folder of a run or of a transformers model."""
+    return find_folder(run.removeprefix("hf:")) if run.startswith("hf:") else find_run(run)
+
+
+def load_pretrained(run: str, checkpoint: str = "best") -> tuple[Path, dict[str, Any]]:
+    """Read a model. Returns the path of its weights and the content of a checkpoint.
+
+    A transformers model has only the keys model_config, vocab_size, tokenizer and model.
+    """
+    if run.startswith("hf:"):
+        folder = find_pretrained_folder(run)
+        return folder / "model.safetensors", read_folder(folder)
+    path = find_checkpoint(run, checkpoint)
+    return path, load_checkpoint(path)
+
+
+def model_from_weights(
+    config: GPTConfig,
+    vocab_size: int,
+    attend: Callable[..., Tensor] | None,
+    weights: Mapping[str, Tensor],
+) -> GPT:
+    """Build a model whose parameters are the tensors of a state_dict, without a copy of them."""
+    with torch.device("meta"):
+        model = GPT(config, vocab_size, attend)
+    model.load_state_dict(weights, assign=True)
+    model.tie_weights()
+    return model
+
+
+def load_run(
+    run: str = "last",
+    checkpoint: str = "best",
+    device: str = "cpu",
+    attend: Callable[..., Tensor] | None = None,
+) -> tuple[GPT, Tokenizer]:
+    """Load a model and its tokenizer for use in Python. The model is in eval mode, in float32, and can be trained.
+
+    attend: attention function (model/attention/); defaults to AttentionConfig's backend.
+    """
+    _, saved = load_pretrained(run, checkpoint)
+    config = GPTConfig.from_saved(saved["model_config"])
+    model = model_from_weights(config, saved["vocab_size"], attend, saved["model"])
+    return model.to(device).eval(), from_spec(saved["tokenizer"])
+
+
+def load_for_sampling(
+    run: str,
+    checkpoint: str,
+    device: torch.device,
+    dtype: torch.dtype,
+    attention: AttentionConfig,
+    batch_size: int,
+) -> tuple[GPT, Tokenizer, str]:
+    """Load a model that decodes batch_size sequences fast, with weights in `dtype`, and cannot be trained.
+
+    Returns (model, tokenizer, description). Raises UserError if the attention backend cannot run on this device.
+    """
+    path, saved = load_pretrained(run, checkpoint)
+    config = GPTConfig.from_saved(saved["model_config"])
+    activation_dtype = torch.float32 if device.type == "cpu" else dtype
+    request = {"B": batch_size, "dtype": activation_dtype, "device": device, "grad": False}
+    kernel = resolve_model(attention, config, **request)
+    resolve_model(
+        attention, config, Tq=1, positions=batch_size > 1, **request
+    )  # samples of a batch differ in length
+    attend = get_attention_fn(attention)
+    model = model_from_weights(config, saved["vocab_size"], attend, saved["model"])
+    model = replace_linears(model.requires_grad_(False).to(device).eval(), dtype, batch_size)
+    step = f", step {saved['step']:,}" if "step" in saved else ""
+    settings = f"{device.type} {str(dtype).removeprefix('torch.')}, attention {kernel.requested} -> {kernel.resolved}"
+    return model, from_spec(saved["tokenizer"]), f"{path}{step}, {settings}"

@@ -1,0 +1,80 @@
+"""Negative control: a comparison detects a backend with a wrong mask, and does not report rounding errors."""
+
+from pathlib import Path
+
+import pytest
+import torch
+from helpers import train_here
+from torch import Tensor
+
+from comparison.runs.comparison import compare
+from comparison.runs.statistics import SettingStats
+from model.attention import BACKENDS, naive
+from model.attention.backends import ALL_DEVICES
+from model.attention.support import Backend
+
+pytestmark = pytest.mark.slow
+SEEDS = (1, 2, 3)
+
+
+def shifted(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
+    """Attention with a wrong mask: the first head is shifted by one position, so it sees the next token."""
+    B, T = q.shape[:2]
+    positions = torch.arange(1, T + 1).clamp(max=T - 1).expand(B, T)
+    first = naive(q[:, :, :1], k[:, :, :1], v[:, :, :1], positions=positions)
+    return torch.cat((first, naive(q[:, :, 1:], k[:, :, 1:], v[:, :, 1:])), dim=2)
+
+
+def rounded(q: Tensor, k: Tensor, v: Tensor, **options) -> Tensor:
+    """Attention in float64, which differs from naive by rounding errors only."""
+    return naive(q.double(), k.double(), v.double()).to(v.dtype)
+
+
+@pytest.fixture(scope="module")
+def rows(tmp_path_factory) -> dict[str, SettingStats]:
+    """Statistics of a sweep of naive, flash, rounded and shifted attention over 50 steps, by backend."""
+    backends = ("naive", "flash", "rounded", "shifted")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.chdir(tmp_path_factory.mktemp("control"))
+        Path("text.txt").write_text(
+            "".join(f"{n * n} is the square of {n}.\n" for n in range(2000)), encoding="utf-8"
+        )
+        for attend in (rounded, shifted):
+            patch.setitem(BACKENDS, attend.__name__, Backend(attend.__name__, attend, ALL_DEVICES))
+        for seed in SEEDS:
+            for backend in backends:
+                words = [
+                    "model=gpt2",
+                    "model.n_embd=32",
+                    "train.batch_size=16",
+                    "optimizer.lr=0.03",
+                ]
+                words += ["train.steps=50", "eval.every=25", "checkpoint.every=50"]
+                assert (
+                    train_here(
+                        *words,
+                        f"attention.backend={backend}",
+                        f"seed={seed}",
+                        f"name={backend}-{seed}",
+                    )
+                    == 0
+                )
+        folders = [Path(f"runs/{backend}-{seed}") for backend in backends for seed in SEEDS]
+        return dict(zip(backends, compare(folders, Path("figures")), strict=True))
+
+
+def test_wrong_mask_is_detected_at_step_1_and_in_the_validation_loss(rows):
+    assert rows["shifted"].first_divergence > 1e-4 > 100 * rows["flash"].first_divergence
+    assert rows["shifted"].verdict == "differs from step 1"
+    row = rows["shifted"]
+    assert row.pairs == 3 and row.difference + row.difference_ci95 < 0, (
+        "it sees the next token, so its loss is lower"
+    )
+    assert abs(row.difference) > row.detectable
+
+
+@pytest.mark.parametrize("backend", ["flash", "rounded"])
+def test_rounding_errors_are_not_reported(rows, backend):
+    assert rows[backend].verdict == "same up to rounding"
+    assert rows[backend].divergence > 0, "the kernels differ"
+    assert abs(rows[backend].difference) < 1e-4
