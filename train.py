@@ -30,121 +30,130 @@ if __name__ == "__main__":  # before the slow imports below, so that a typo is r
     config = parse_config("train", __doc__)
 
 from contextlib import ExitStack
-from functools import partial
+from dataclasses import asdict
 
 import torch
 
+from common.console import print_text
 from data.loader import Loader
-from data.prepare import prepare
-from model.activation_checkpointing import checkpoint_activations
-from model.attention import get_attention_fn
-from model.gpt import GPT
-from training.checkpoint import CheckpointWriter, TrainState, make_checkpoint_header
-from training.config import RunConfig
+from training.build import build_data, build_model, describe_run
+from training.checkpoint import CheckpointWriter, load_last_checkpoint, make_checkpoint_header
+from training.config import AUTO, RunConfig
 from training.device import build_grad_scaler, resolve_runtime, seed_device
 from training.evaluate import Evaluator
-from training.init_from import load_init_weights, load_run_tokenizer
-from training.observers import Observers
+from training.init_from import load_init_weights
 from training.optimizer import build_optimizers, optimizer_step, set_lr
-from training.planning.micro_batch import resolve_micro_batches
+from training.planning.micro_batch import fit_micro_batches
 from training.planning.plan import show_plan
-from training.run import open_run
+from training.progress import describe_finished_run, print_banner, report
+from training.run_folder import open_run_folder
+from training.run_logger import RunLogger
 from training.schedule import lr_scale
-from training.signals import run_process
-
-SAME_DATA = "copy the text and data/prepared from rank 0's machine; data=python_stdlib also needs its Python version"
+from training.signals import StopRequest, run_process
+from training.train_state import TrainState
+from training.wandb_logger import check_login
 
 
 def main(config: RunConfig) -> int:
-    runtime = resolve_runtime(
-        config
-    )  # refuses anything that cannot run here, before a file is written
-    if config.plan:
-        return show_plan(config, runtime)
-    dist, parallel, device, dtype = runtime.dist, runtime.parallel, runtime.device, runtime.dtype
-    dist.connect(device, dtype)
-
-    # data
-    tokenizer_spec = load_run_tokenizer(config.tokenizer.run, config.name)
-    data = prepare(config.data, config.tokenizer, config.model.block_size, tokenizer_spec)
-    dist.require_equal(str(data.folder), SAME_DATA)
-    tokenizer = data.tokenizer
-    loader = Loader(data, config.model.block_size, config.seed, device, config.data.document_mask)
-
-    # model and optimizers
-    torch.manual_seed(config.seed)
-    model = parallel.build(
-        partial(GPT, config.model, tokenizer.n_vocab, get_attention_fn(config.attention))
-    )
-    checkpoint_activations(model, config.train.activation_checkpointing)
-    micro = resolve_micro_batches(config, runtime, model)  # size, number per step, attention kernel
-    load_init_weights(config.train.init_from, config.name, model, data.meta["tokenizer"])
-    wrapped_model = runtime.wrap(model, config.attention)
-    optimizers = build_optimizers(model, config.optimizer, dtype)
-    scaler = build_grad_scaler(device, dtype)
-    state = TrainState(config.train, model, optimizers, scaler)
-    header = make_checkpoint_header(config, data.meta)
+    """Train a model. Returns the exit code."""
+    runtime = resolve_runtime(config)  # refuses what cannot run here, before a file is written
+    dist = runtime.dist
+    device = runtime.device
+    if dist.is_main:
+        check_login(config.wandb)
+    dist.connect(device, runtime.dtype)
 
     with ExitStack() as stack:
-        # run folder: loads the last checkpoint if there is one, and reports the results when the loop has ended
-        run, stop = stack.enter_context(open_run(config, runtime, state, data, micro, header))
-        if run.summary is None:  # finished by an earlier process
+        # run folder: its name, its lock, and whether the run resumes
+        run = stack.enter_context(open_run_folder(config, dist))
+        stop = stack.enter_context(StopRequest())
+
+        # data, model and optimizers
+        data = build_data(config, run, dist)
+        document_mask = config.data.document_mask
+        loader = Loader(data, config.model.block_size, config.seed, device, document_mask)
+        torch.manual_seed(config.seed)
+        model = build_model(config, runtime, data.meta["vocab_size"])
+        if config.train.micro_batch_size == AUTO:
+            runtime = fit_micro_batches(config, runtime, model)
+        if config.train.init_from is not None and not run.resumes:
+            load_init_weights(config.train.init_from, model, data.meta["tokenizer"])
+        wrapped_model = runtime.wrap(model, config.attention)
+        optimizers = build_optimizers(model, config.optimizer, runtime.dtype)
+        scaler = build_grad_scaler(device, runtime.dtype)
+
+        # training state: from the last checkpoint, if the run resumes
+        state = TrainState(config.train, model, optimizers, scaler)
+        header = make_checkpoint_header(config, data.meta)
+        load_last_checkpoint(run, state, header, dist)
+        if run.was_finished_at(state.step) and state.progress >= 1:
+            print_text(describe_finished_run(run, state))
             return 0
-        observers = stack.enter_context(Observers(config, runtime, run, state))
-        evaluator = Evaluator(
-            config, runtime, model, wrapped_model, loader, tokenizer, micro.size, run.folder, stop
-        )
-        checkpoints = CheckpointWriter(
-            config.checkpoint, run, state, header, observers.flush, state.step
-        )
+
+        # files of the run, without what later steps have left
+        facts = describe_run(config, runtime, model, data)
+        logger = stack.enter_context(RunLogger(config, runtime, run, state, facts))
+        checkpoints = CheckpointWriter(config.checkpoint, run, state, header)
+        checkpoints.remove_later_steps()
+        run.start(asdict(config), facts | logger.results())
+        print_banner(config, run, data.meta)
 
         # evaluate the initial weights, or repeat the evaluation that a signal has stopped
-        if state.unlogged or (state.step == 0 and config.eval.initial):
-            observers.log_step(evaluator.evaluate(state, state.unlogged))
-            checkpoints.save()
+        tokenizer = data.tokenizer
+        evaluator = Evaluator(
+            config.eval, config.seed, runtime, model, wrapped_model, loader, tokenizer, run, stop
+        )
+        if state.evaluation_was_stopped or (state.step == 0 and config.eval.initial):
+            logger.log_step(evaluator.evaluate(state, state.unlogged))
+            checkpoints.save(logger.flush())
 
         while not state.is_done:
-            observers.start_step()
+            logger.start_step()
             # set the learning rate of this step
             scale = lr_scale(config.schedule, state.step, config.train.steps, state.progress)
             set_lr(optimizers, scale)
 
             # forward and backward, accumulating gradients over micro batches
-            # divide by the targets of the whole step: micro batches may contain different numbers of them
-            first = state.step * config.train.batch_size  # sequence of this step
-            num_targets = loader.count_targets(first, config.train.batch_size)
-            first += dist.rank * micro.size * micro.count  # first sequence of this process
-            loss = 0.0
-            for i in range(micro.count):
-                with observers.phase("data"):
-                    x, y, doc_ids = loader.batch("train", first + i * micro.size, micro.size)
+            # divide by the targets of the whole step: micro batches may have different numbers
+            B = runtime.micro_batch_size
+            step_start = state.step * config.train.batch_size  # first sequence of this step
+            rank_start = step_start + dist.rank * runtime.accumulation * B
+            num_targets = loader.count_targets(step_start, config.train.batch_size)
+            targets_per_rank = num_targets / dist.world_size  # DDP averages over processes
+            loss = torch.zeros((), device=device)
+            for i in range(runtime.accumulation):
+                with logger.phase("data"):
+                    x, y, doc_ids = loader.batch("train", rank_start + i * B, B)
                 seed_device(device, config.seed, state.step, i, dist.rank)  # dropout
-                parallel.sync_gradients(wrapped_model, enabled=i == micro.count - 1)
-                with observers.phase("forward"), runtime.autocast():
+                is_last = i == runtime.accumulation - 1
+                runtime.parallel.sync_gradients(wrapped_model, enabled=is_last)
+                with logger.phase("forward"), runtime.autocast():
                     micro_loss = wrapped_model(x, y, doc_ids=doc_ids, reduction="sum")
-                    micro_loss = micro_loss / (
-                        num_targets / dist.world_size
-                    )  # DDP averages over processes
-                with observers.phase("backward"):
+                    micro_loss = micro_loss / targets_per_rank
+                with logger.phase("backward"):
                     scaler.scale(micro_loss).backward()
                 loss += micro_loss.detach()
 
             # clip the gradients and update the weights
-            with observers.phase("optimizer"):
+            with logger.phase("optimizer"):
                 grad_norm = optimizer_step(model, optimizers, scaler, config.train.grad_clip)
-            observers.end_step()
-            state.finish_step(dist, stop)
+            logger.end_step()
+            stop.enable()  # from now on, a signal lets the step finish, and saves
+            state.finish_step(dist, stop.requested)
 
             # evaluate, log and save
             lr = config.optimizer.lr * scale
             metrics = {"train/loss": dist.all_reduce_mean(loss), "grad_norm": grad_norm, "lr": lr}
             if state.step % config.eval.every == 0 or state.progress >= 1:
-                metrics = evaluator.evaluate(state, metrics)
-            observers.log_step(metrics)
+                metrics = evaluator.evaluate(state, metrics)  # None if a signal stops it
+            logger.log_step(metrics)
             if checkpoints.is_due():
-                checkpoints.save()
-    return 0
+                checkpoints.save(logger.flush())
+
+        dist.barrier()  # rank 0 may still save a checkpoint
+        run.end(state.step, is_interrupted=state.stopped)
+    return report(run)
 
 
 if __name__ == "__main__":
-    run_process(main, config)
+    run_process(show_plan if config.plan else main, config)

@@ -76,9 +76,10 @@ def sampling(**changed):
 
 def train_here(*overrides: str) -> int:
     """Train a tiny model in this process and in the current folder -> exit code."""
-    from train import main
+    from train import main, show_plan
 
-    return run_main(main, parse_config("train", "", [*TINY, *overrides]))
+    config = parse_config("train", "", [*TINY, *overrides])
+    return run_main(show_plan if config.plan else main, config)
 
 
 def run_command(script: str, *words: str) -> int:

@@ -62,7 +62,7 @@ def assert_same_checkpoints(a, b):
 
 
 def test_run_folder_contains_the_documented_files_and_keys(train, workdir, capsys, monkeypatch):
-    monkeypatch.setattr("training.observers.peak_flops", lambda *args: 1e9)
+    monkeypatch.setattr("training.run_logger.peak_flops", lambda *args: 1e9)
     assert train("name=a") == 0
     out = capsys.readouterr().out
     folder = workdir / "runs/a"

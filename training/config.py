@@ -1,10 +1,13 @@
-"""Config of train.py: RunConfig and its sections. Each line has a key, its type, default, limits and meaning.
+"""Config of train.py: RunConfig and its sections.
 
-This module does not import torch, so that wrong settings are reported immediately. docs/configuration.md describes
-how the command line and YAML files set these values.
+Each field has its key, type, default, limits and meaning. "(preset)" marks the defaults that a
+preset replaces for short texts (configs/preset.py). docs/configuration.md describes how the command
+line and YAML files set values.
+
+This module does not import torch, so that wrong settings are reported immediately.
 """
 
-import os
+from collections.abc import Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -18,11 +21,11 @@ from model import AttentionConfig, GPTConfig
 from training.schedule import ScheduleConfig
 
 AUTO = "auto"
-GPT2_MODELS = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")  # of OpenAI, on the Hugging Face hub
+# of OpenAI, on the Hugging Face hub
+GPT2_MODELS = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 MAX_STEPS = 10**12
-OVERFITTING_EVALS = (
-    3  # a run overfits if this many evaluations in a row found no lower validation loss
-)
+# a run overfits if this many evaluations in a row found no lower validation loss
+OVERFITTING_EVALS = 3
 TOO_LARGE_DECAY = "reverses the sign of the weights at each step; set less than 1 /"
 
 
@@ -30,58 +33,70 @@ TOO_LARGE_DECAY = "reverses the sign of the weights at each step; set less than 
 class TrainConfig:
     """Length of the run, and size of a step."""
 
-    steps: int | None = setting(1000, 1, MAX_STEPS)  # optimizer steps
-    minutes: float | None = setting(None, above=0)  # time limit; the run ends at steps or minutes
-    batch_size: int = setting(16, 1, 10**6)  # sequences per optimizer step, over all devices
-    micro_batch_size: Any = setting(
-        None, 1, 10**6
-    )  # sequences per forward pass; None: all; auto: what fits
-    grad_clip: float | None = setting(1.0, above=0)  # largest gradient norm; None: no clipping
-    patience: int | None = setting(
-        None, 1, MAX_STEPS
-    )  # stop after this many evaluations without a lower loss
-    profile: bool = False  # record steps 6 to 8, and print where their time goes
-    activation_checkpointing: str = setting(
-        "none", choices=("none", "block", "attention")
-    )  # recomputed in backward
-    # initial weights: of another run, of a folder or repository in the format of transformers, or of OpenAI
+    # optimizer steps (preset)
+    steps: int | None = setting(1000, 1, MAX_STEPS)
+    # time limit; the run ends at steps or minutes, whichever comes first
+    minutes: float | None = setting(None, above=0)
+    # sequences per optimizer step, over all devices (preset)
+    batch_size: int = setting(16, 1, 10**6)
+    # sequences per forward pass on one device; None: all; auto: what fits into memory
+    micro_batch_size: Any = setting(None, 1, 10**6)
+    # largest gradient norm; None: no clipping
+    grad_clip: float | None = setting(1.0, above=0)
+    # stop after this many evaluations without a lower loss
+    patience: int | None = setting(None, 1, MAX_STEPS)
+    # record steps 6 to 8, and print where their time goes
+    profile: bool = False
+    # recompute activations in the backward pass: of blocks, or of attention only
+    activation_checkpointing: str = setting("none", choices=("none", "block", "attention"))
+    # initial weights: of a run, of a model in the format of transformers, or of OpenAI
     init_from: str | None = setting(None, choices=("run:NAME", "hf:NAME", *GPT2_MODELS))
 
-    def rules(self, section: str) -> list[Rule]:
-        is_size = self.micro_batch_size in (None, AUTO) or type(self.micro_batch_size) is int
-        return [
-            (
-                "micro_batch_size",
-                is_size,
-                f"must be a number of sequences, {AUTO} (what fits), or null (all)",
-            ),
-            (
-                "steps",
-                (self.steps, self.minutes) != (None, None),
-                "needs train.minutes; set one of them",
-            ),
-        ]
+    def rules(self, section: str) -> Iterator[Rule]:
+        has_end = self.steps is not None or self.minutes is not None
+        yield "steps", has_end, "needs train.minutes; set one of them"
+        size = self.micro_batch_size
+        if size is None or size == AUTO:
+            return
+        if type(size) is int:
+            advice = f"must divide train.batch_size={self.batch_size}"
+            sizes = ", ".join(map(str, _divisors(self.batch_size)[-8:]))
+            yield "micro_batch_size", self.batch_size % size == 0, f"{advice}; set one of {sizes}"
+        else:
+            advice = f"must be a number of sequences, {AUTO} (what fits), or null (all)"
+            yield "micro_batch_size", False, advice
 
     def split_batch(self, world_size: int) -> tuple[int, int]:
         """Split an optimizer step into micro batches.
 
         world_size: number of devices.
-        Returns the sequences per forward pass on one device, and the forward passes per optimizer step. With
-        micro_batch_size=auto, the size is 1.
+        Returns the sequences per forward pass on one device, and the forward passes per optimizer
+        step. With micro_batch_size=auto, the size is 1.
         Raises UserError if the batch cannot be split evenly.
         """
         share, remainder = divmod(self.batch_size, world_size)
         if remainder:
-            valid = " or ".join(str(size * world_size) for size in (share, share + 1) if size > 0)
+            below = share * world_size
+            above = below + world_size
+            valid = f"{below} or {above}" if below > 0 else str(above)
+            problem = f"train.batch_size={self.batch_size} does not divide by {world_size} devices"
+            raise UserError(f"{problem}; set {valid}")
+        if self.micro_batch_size is None:
+            return share, 1
+        if self.micro_batch_size == AUTO:
+            return 1, share
+        accumulation, remainder = divmod(share, self.micro_batch_size)
+        if remainder:
+            problem = f"does not divide the {share} sequences per step of a device"
+            sizes = ", ".join(map(str, _divisors(share)[-8:]))
             raise UserError(
-                f"train.batch_size={self.batch_size} does not divide by {world_size} devices; set {valid}"
+                f"train.micro_batch_size={self.micro_batch_size} {problem}; set one of {sizes}"
             )
-        micro = {None: share, AUTO: 1}.get(self.micro_batch_size, self.micro_batch_size)
-        if share % micro:
-            valid = ", ".join([str(size) for size in range(1, share + 1) if share % size == 0][-8:])
-            problem = f"train.micro_batch_size={micro} does not divide the {share} sequences per step of a device"
-            raise UserError(f"{problem}; set one of {valid}")
-        return micro, share // micro
+        return self.micro_batch_size, accumulation
+
+
+def _divisors(number: int) -> list[int]:
+    return [size for size in range(1, number + 1) if number % size == 0]
 
 
 @dataclass
@@ -89,17 +104,13 @@ class OptimizerConfig:
     """Base class of all optimizers' configs. To add an optimizer, see docs/hacking.md."""
 
     name: str = "none"
-    lr: float = setting(1e-3, above=0)  # peak learning rate
+    # peak learning rate
+    lr: float = setting(1e-3, above=0)
 
-    def rules(self, section: str) -> list[Rule]:
+    def rules(self, section: str) -> Iterator[Rule]:
         names = " or ".join(f"optimizer={name}" for name in OPTIMIZER_CONFIGS)
-        return [
-            (
-                "name",
-                OPTIMIZER_CONFIGS.get(self.name) is type(self),
-                f"selects no optimizer; set {names}",
-            )
-        ]
+        is_known = OPTIMIZER_CONFIGS.get(self.name) is type(self)
+        yield "name", is_known, f"selects no optimizer; set {names}"
 
 
 @dataclass
@@ -109,37 +120,41 @@ class AdamWConfig(OptimizerConfig):
     name: str = "adamw"
     betas: list[float] = setting([0.9, 0.99], 0, below=1)
     eps: float = setting(1e-8, above=0)
-    weight_decay: float = setting(
-        0.1, 0
-    )  # of matrices and embeddings only; with Muon, of its matrices
+    # of matrices and embeddings only; with Muon, of its matrices (preset with Muon)
+    weight_decay: float = setting(0.1, 0)
 
-    def rules(self, section: str) -> list[Rule]:
-        betas = ("betas", len(self.betas) == 2, "must be two numbers; set [0.9,0.95], for example")
-        decay = ("weight_decay", self.lr * self.weight_decay < 1, f"{TOO_LARGE_DECAY} {section}.lr")
-        return [*super().rules(section), betas, decay]
+    def rules(self, section: str) -> Iterator[Rule]:
+        yield from super().rules(section)
+        yield "betas", len(self.betas) == 2, "must be two numbers; set [0.9,0.95], for example"
+        is_small = self.lr * self.weight_decay < 1
+        yield "weight_decay", is_small, f"{TOO_LARGE_DECAY} {section}.lr"
 
 
 @dataclass
 class MuonConfig(AdamWConfig):
-    """Muon (Jordan et al., 2024) for the matrices of the blocks, AdamW for all other parameters."""
+    """Muon (Jordan et al., 2024) for the matrices of the blocks, AdamW for other parameters."""
 
     name: str = "muon"
-    lr: float = setting(0.01, above=0)  # Muon: peak learning rate
-    momentum: float = setting(0.9, 0, below=1)  # Muon
-    ns_steps: int = setting(5, 1, 100)  # Muon: Newton-Schulz iterations
-    embedding_lr: float = setting(0.01, above=0)  # AdamW: peak learning rate of the embeddings
-    # AdamW: each step multiplies the n-gram table by 1 - lr x ngram_weight_decay, so that rare n-grams stay small
+    # Muon: peak learning rate, momentum, and Newton-Schulz iterations
+    lr: float = setting(0.01, above=0)
+    momentum: float = setting(0.9, 0, below=1)
+    ns_steps: int = setting(5, 1, 100)
+    # AdamW: peak learning rate of the embeddings
+    embedding_lr: float = setting(0.01, above=0)
+    # AdamW: each step multiplies the n-gram table by 1 - lr x ngram_weight_decay, so that the
+    # embeddings of rare n-grams stay small (preset)
     ngram_weight_decay: float = setting(0.7, 0)
-    head_lr: float = setting(0.005, above=0)  # AdamW: peak learning rate of the output layer
-    norm_lr: float = setting(0.01, above=0)  # AdamW: peak learning rate of the norms and biases
-    betas: list[float] = setting([0.8, 0.95], 0, below=1)  # AdamW
+    # AdamW: peak learning rate of the output layer (preset)
+    head_lr: float = setting(0.005, above=0)
+    # AdamW: peak learning rate of the norms and biases
+    norm_lr: float = setting(0.01, above=0)
+    # AdamW
+    betas: list[float] = setting([0.8, 0.95], 0, below=1)
 
-    def rules(self, section: str) -> list[Rule]:
+    def rules(self, section: str) -> Iterator[Rule]:
+        yield from super().rules(section)
         is_small = self.embedding_lr * self.ngram_weight_decay < 1
-        return [
-            *super().rules(section),
-            ("ngram_weight_decay", is_small, f"{TOO_LARGE_DECAY} {section}.embedding_lr"),
-        ]
+        yield "ngram_weight_decay", is_small, f"{TOO_LARGE_DECAY} {section}.embedding_lr"
 
 
 OPTIMIZER_CONFIGS: dict[str, type[OptimizerConfig]] = {
@@ -148,30 +163,36 @@ OPTIMIZER_CONFIGS: dict[str, type[OptimizerConfig]] = {
 }
 
 
+def _short_sample() -> SamplingConfig:
+    return SamplingConfig(max_new_tokens=100)
+
+
 @dataclass
 class EvalConfig:
     """Evaluation during training."""
 
-    every: int = setting(100, 1, MAX_STEPS)  # steps between evaluations
-    initial: bool = True  # also evaluate before the first step
-    windows: int | None = setting(
-        320, 1, 10**12
-    )  # windows of the validation split, spread evenly; None: all
-    sample: SamplingConfig = field(
-        default_factory=lambda: SamplingConfig(max_new_tokens=100)
-    )  # max_new_tokens=0: none
-    attention_maps: bool = False  # plot attention maps at each evaluation
-    attention_stats: bool = False  # log statistics of each attention head
+    # steps between evaluations (preset)
+    every: int = setting(100, 1, MAX_STEPS)
+    # also evaluate before the first step
+    initial: bool = True
+    # windows of the validation split, spread evenly; None: all
+    windows: int | None = setting(320, 1, 10**12)
+    # a sample without a prompt; max_new_tokens=0: none
+    sample: SamplingConfig = field(default_factory=_short_sample)
+    # plot attention maps at each evaluation
+    attention_maps: bool = False
+    # log statistics of each attention head
+    attention_stats: bool = False
 
 
 @dataclass
 class CheckpointConfig:
     """Saving of checkpoints."""
 
-    every: int = setting(
-        200, 1, MAX_STEPS
-    )  # steps between saves of last.pt, which is also saved after the last step
-    keep: int = setting(0, 0, 10**6)  # older last.pt to keep, as step-NNNNNN.pt
+    # steps between saves of last.pt, which is also saved after the last step
+    every: int = setting(200, 1, MAX_STEPS)
+    # number of older last.pt to keep, as step-NNNNNN.pt
+    keep: int = setting(0, 0, 10**6)
 
 
 @dataclass
@@ -184,54 +205,36 @@ class WandbConfig:
     group: str | None = None
     tags: list[str] = field(default_factory=list)
 
-    def rules(self, section: str) -> list[Rule]:
-        has_key = True
-        if self.mode == "online" and os.environ.get("RANK", "0") == "0":  # only rank 0 uses wandb
-            os.environ["WANDB_SILENT"] = "true"  # wandb raises an error instead of asking
-            try:
-                import wandb
-
-                wandb.login(verify=False)  # reads files; does not use the network
-            except Exception as error:  # wandb can raise anything, which does not stop the run
-                has_key = type(error).__name__ != "UsageError"
-        return [
-            (
-                "mode",
-                has_key,
-                "needs an API key; run `wandb login`, or set WANDB_API_KEY or wandb.mode=offline",
-            )
-        ]
-
 
 @dataclass
 class RunConfig:
     """Config of train.py. RunConfig() is the default run."""
 
-    name: str | None = None  # run folder in runs/; None: <time>-<data>-<model>-<attention>
-    seed: int = setting(1337, 0, 2**32 - 1)  # of the initial weights and the batches
+    # run folder in runs/; None: <time>-<data>-<model>-<attention>
+    name: str | None = None
+    # of the initial weights and the batches
+    seed: int = setting(1337, 0, 2**32 - 1)
     device: str = setting("auto", choices=("auto", "cpu", "cuda", "mps"))
-    dtype: str = setting(
-        "auto", choices=("auto", "float32", "bfloat16", "float16")
-    )  # auto: bfloat16 if it is fast
-    compile: bool | None = None  # None: on CUDA, if Triton is installed
-    deterministic: bool = False  # only deterministic algorithms, which can be slower
-    tf32: bool = (
-        False  # CUDA computes float32 matrix products in TF32, which is faster and less precise
-    )
-    parallel: str = setting(
-        "ddp", choices=("ddp", "fsdp")
-    )  # each process has all weights (ddp) or a part (fsdp)
-    plan: bool = False  # print parameters, FLOPs, memory and time of the run, without training
-    flops_per_second: float | None = setting(
-        None, above=0
-    )  # with plan: assumed speed; None: measured
-    world_size: int | None = setting(
-        None, 1, 10**6
-    )  # with plan: number of processes; None: as started by torchrun
-    resume: bool = True  # resume runs/<name> if it exists; False: refuse to change an existing run
-    preset: str | None = (
-        None  # the preset that has set values for the amount of text (configs/preset.py)
-    )
+    # of matrix products; auto: bfloat16 if it is fast on the device (common/device.py)
+    dtype: str = setting("auto", choices=("auto", "float32", "bfloat16", "float16"))
+    # torch.compile; None: on CUDA, if Triton is installed
+    compile: bool | None = None
+    # only deterministic algorithms, which can be slower
+    deterministic: bool = False
+    # CUDA computes float32 matrix products in TF32, which is faster and less precise
+    tf32: bool = False
+    # each process has all weights (ddp) or a part (fsdp)
+    parallel: str = setting("ddp", choices=("ddp", "fsdp"))
+    # print parameters, FLOPs, memory and time of the run, without training
+    plan: bool = False
+    # with plan: assumed speed; None: measured
+    flops_per_second: float | None = setting(None, above=0)
+    # with plan: number of processes; None: as started by torchrun
+    world_size: int | None = setting(None, 1, 10**6)
+    # resume runs/<name> if it exists; False: refuse to change an existing run
+    resume: bool = True
+    # the preset that has set values for the amount of text (configs/preset.py)
+    preset: str | None = None
     model: GPTConfig = field(default_factory=GPTConfig)
     attention: AttentionConfig = field(default_factory=AttentionConfig)
     data: DataConfig = field(default_factory=python_stdlib)
@@ -243,31 +246,20 @@ class RunConfig:
     checkpoint: CheckpointConfig = field(default_factory=CheckpointConfig)
     wandb: WandbConfig = field(default_factory=WandbConfig)
 
-    def rules(self, section: str) -> list[Rule]:
+    def rules(self, section: str) -> Iterator[Rule]:
         if self.name is not None:
             check_name(self.name)
         check_path_component("model.name", self.model.name)
-        if (
-            os.environ.get("WORLD_SIZE", "1") == "1"
-        ):  # else train.py checks it with the number of processes
-            self.train.split_batch(self.world_size or 1)
         init_from = self.train.init_from or ""
+        source = init_from.removeprefix("run:")
         if init_from and self.tokenizer.name in ("bpe", "char"):
-            choice = (
-                "gpt2"
-                if init_from in GPT2_MODELS
-                else f"run tokenizer.run={init_from.removeprefix('run:')}"
-            )
-            raise UserError(
-                f"train.init_from={init_from} needs the tokenizer of these weights; set tokenizer={choice}"
-            )
-        if "last" in (
-            self.tokenizer.run,
-            init_from.removeprefix("run:"),
-        ):  # each job of a sweep would find another run
-            raise UserError(
-                "train.init_from=run:last and tokenizer.run=last can change; set the name of a run"
-            )
+            choice = "gpt2" if init_from in GPT2_MODELS else f"run tokenizer.run={source}"
+            problem = f"train.init_from={init_from} needs the tokenizer of these weights"
+            raise UserError(f"{problem}; set tokenizer={choice}")
+        if "last" in (self.tokenizer.run, source):  # each job of a sweep would find another run
+            problem = "train.init_from=run:last and tokenizer.run=last can change"
+            raise UserError(f"{problem}; set the name of a run")
         resolve_sources(self.data)  # a missing file is reported before torch is imported
-        keys = () if self.plan else ("flops_per_second", "world_size")
-        return [(key, getattr(self, key) is None, "needs plan=true") for key in keys]
+        if not self.plan:
+            for key in ("flops_per_second", "world_size"):
+                yield key, getattr(self, key) is None, "needs plan=true"

@@ -1,4 +1,7 @@
-"""Runtime of a command: resolves processes, device, dtype and compilation, which the config can set to auto or null."""
+"""Runtime of training: resolves processes, device, dtype, compilation, micro batches and attention.
+
+The config can set these to auto or null. common/device.py resolves device and dtype.
+"""
 
 import os
 from contextlib import AbstractContextManager
@@ -33,71 +36,93 @@ class Runtime:
     device: torch.device
     dtype: torch.dtype
     compile: bool
+    micro_batch_size: int  # sequences per forward pass on one device
+    accumulation: int  # forward passes per optimizer step on one device
+    attention: ResolvedAttention  # the kernel that trains on these micro batches
 
     def autocast(self) -> AbstractContextManager:
+        """Context manager: mixed precision of the forward pass."""
         return autocast(self.device, self.dtype)
 
-    def resolve_attention(self, config: RunConfig, micro_batch_size: int) -> ResolvedAttention:
-        """Resolve the attention kernel that trains on micro batches of this size. Raises UserError."""
-        options = {
-            "dtype": self.dtype,
-            "device": self.device,
-            "document_mask": config.data.document_mask,
-        }
-        return resolve_model(
-            config.attention, config.model, B=micro_batch_size, grad=True, **options
-        )
-
     def wrap(self, model: nn.Module, attention: AttentionConfig) -> nn.Module:
-        """Wrap the model for the training loop: for several processes, and with torch.compile if requested."""
+        """Wrap the model for the training loop: for several processes, and compiled if requested."""
         if self.compile:
             pin_kernel_under_compile(attention)
         return self.parallel.wrap(model, self.compile)
 
 
 def resolve_runtime(config: RunConfig) -> Runtime:
-    """Resolve where and how a run computes, and configure torch. Raises UserError if it cannot run here."""
-    dist = (
-        Dist.from_environment() if config.world_size is None else Dist(world_size=config.world_size)
-    )
+    """Resolve where and how a run computes, and configure torch.
+
+    With train.micro_batch_size=auto, the size is 1 until planning/micro_batch.py finds it.
+    Raises UserError if the run cannot compute here.
+    """
+    dist = Dist.from_environment()
+    if config.world_size is not None:
+        dist = Dist(world_size=config.world_size)
     device = resolve_device(config.device, dist.local_rank)
     dtype = resolve_dtype(config.dtype, device)
-    is_fsdp = config.parallel == "fsdp"
-    if is_fsdp and dist.world_size == 1:
-        raise UserError(
-            "parallel=fsdp needs several processes; start them with torchrun, or set parallel=ddp"
-        )
-    if is_fsdp and dtype == torch.float16:
-        raise UserError(
-            "dtype=float16 cannot be combined with parallel=fsdp; set dtype=bfloat16, or parallel=ddp"
-        )
-    if config.train.micro_batch_size == AUTO and (device.type != "cuda" or is_fsdp or config.plan):
-        raise UserError(
-            f"train.micro_batch_size={AUTO} needs device=cuda, parallel=ddp and plan=false; set a number"
-        )
-    parallel = (FSDP2 if is_fsdp else DDP)(dist.world_size, device, dtype)
-    runtime = Runtime(dist, parallel, device, dtype, resolve_compile(config.compile, device))
+    compiles = resolve_compile(config.compile, device)
+    parallel = resolve_parallel(config, dist, device, dtype)
+    micro_batch_size, accumulation = config.train.split_batch(dist.world_size)
     configure_backends(device, config.deterministic, config.tf32)
-    if (
-        dist.local_world_size > 1 and os.environ.get("OMP_NUM_THREADS", "1") == "1"
-    ):  # torchrun sets 1
-        torch.set_num_threads(max(1, cpu_count() // dist.local_world_size))
-    runtime.resolve_attention(config, config.train.split_batch(dist.world_size)[0])
-    return runtime
+    share_cores(dist)
+    attention = resolve_attention(config, device, dtype, micro_batch_size)
+    return Runtime(
+        dist, parallel, device, dtype, compiles, micro_batch_size, accumulation, attention
+    )
+
+
+def resolve_parallel(
+    config: RunConfig, dist: Dist, device: torch.device, dtype: torch.dtype
+) -> DDP | FSDP2:
+    """Resolve the setting parallel. Raises UserError if other settings do not allow it."""
+    is_auto = config.train.micro_batch_size == AUTO
+    if is_auto and (device.type != "cuda" or config.parallel == "fsdp" or config.plan):
+        needed = "device=cuda, parallel=ddp and plan=false"
+        raise UserError(f"train.micro_batch_size={AUTO} needs {needed}; set a number")
+    if config.parallel == "ddp":
+        return DDP(dist.world_size, device, dtype)
+    if dist.world_size == 1:
+        advice = "start them with torchrun, or set parallel=ddp"
+        raise UserError(f"parallel=fsdp needs several processes; {advice}")
+    if dtype == torch.float16:
+        advice = "set dtype=bfloat16, or parallel=ddp"
+        raise UserError(f"dtype=float16 cannot be combined with parallel=fsdp; {advice}")
+    return FSDP2(dist.world_size, device, dtype)
+
+
+def resolve_attention(
+    config: RunConfig, device: torch.device, dtype: torch.dtype, micro_batch_size: int
+) -> ResolvedAttention:
+    """Resolve the attention kernel that trains on micro batches of this size. Raises UserError."""
+    return resolve_model(
+        config.attention,
+        config.model,
+        B=micro_batch_size,
+        grad=True,
+        dtype=dtype,
+        device=device,
+        document_mask=config.data.document_mask,
+    )
 
 
 def resolve_compile(requested: bool | None, device: torch.device) -> bool:
-    """Resolve the setting compile. None: on CUDA, if Triton is installed. Raises UserError without a compiler."""
+    """Resolve the setting compile. Raises UserError if a compiler is requested and missing.
+
+    None: on CUDA, if Triton is installed.
+    """
     missing = missing_compiler(device)
     if requested and missing:
-        raise UserError(
-            f"compile=true needs {missing}, which is not installed; install it, or set compile=false"
-        )
-    return device.type == "cuda" and not missing if requested is None else requested
+        advice = "install it, or set compile=false"
+        raise UserError(f"compile=true needs {missing}, which is not installed; {advice}")
+    if requested is None:
+        return device.type == "cuda" and not missing
+    return requested
 
 
 def configure_backends(device: torch.device, deterministic: bool, tf32: bool) -> None:
-    """Set process-wide options of torch and malloc. Call this before the first tensor is on the device."""
+    """Set process-wide options of torch and malloc, before the first tensor is on the device."""
     torch.set_float32_matmul_precision("high" if tf32 else "highest")
     if deterministic:
         os.environ.setdefault("CUBLAS_WORKSPACE_CONFIG", ":4096:8")
@@ -107,13 +132,22 @@ def configure_backends(device: torch.device, deterministic: bool, tf32: bool) ->
     keep_freed_memory()
 
 
+def share_cores(dist: Dist) -> None:
+    """Divide the cores of a machine among its processes. torchrun sets OMP_NUM_THREADS=1."""
+    if dist.local_world_size > 1 and os.environ.get("OMP_NUM_THREADS", "1") == "1":
+        torch.set_num_threads(max(1, cpu_count() // dist.local_world_size))
+
+
 def build_grad_scaler(device: torch.device, dtype: torch.dtype) -> torch.amp.GradScaler:
-    """Loss scaling for float16 gradients (Micikevicius et al., arXiv:1710.03740); disabled for other dtypes."""
+    """Loss scaling for float16 (Micikevicius et al., arXiv:1710.03740). Disabled for other dtypes."""
     return torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
 
 
 def seed_device(device: torch.device, *numbers: int) -> None:
-    """Seed the device's random generator from `numbers`. torch.manual_seed seeds all devices, which is slower."""
+    """Seed the device's random generator from `numbers`.
+
+    torch.manual_seed would seed the generators of all devices, which is slower.
+    """
     seed = int(np.random.SeedSequence(numbers).generate_state(1, np.uint64)[0])
     generators = {"cuda": torch.cuda, "mps": torch.mps, "cpu": torch.default_generator}
     generators[device.type].manual_seed(seed)

@@ -1,7 +1,8 @@
 """Communication between the processes of a run: one process per device, started by torchrun.
 
-Without torchrun there is one process, and all methods of Dist do nothing or return their argument. Values that control
-the training loop are reduced over all processes. Otherwise the processes would wait for each other forever.
+Without torchrun there is one process, and all methods of Dist do nothing or return their argument.
+Values that control the training loop are reduced over all processes. Otherwise the processes would
+wait for each other forever.
 """
 
 import os
@@ -16,13 +17,14 @@ from torch import Tensor
 
 from common.errors import UserError
 
-# A rank gives up after waiting this long for the others. Rank 0 must save a checkpoint or sample in this time.
+# A rank gives up after waiting this long for the others. Rank 0 must save a checkpoint or generate
+# a sample in this time.
 COLLECTIVE_TIMEOUT = timedelta(minutes=10)
 
 
 @dataclass(frozen=True)
 class Dist:
-    """This process among the processes of a run, and (local) among the processes on its machine."""
+    """This process among the processes of a run, and (local) among those on its machine."""
 
     rank: int = 0
     world_size: int = 1
@@ -35,10 +37,10 @@ class Dist:
         if os.environ.get("WORLD_SIZE", "1") == "1":
             return cls()
         return cls(
-            *(
-                int(os.environ[name])
-                for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE")
-            )
+            rank=int(os.environ["RANK"]),
+            world_size=int(os.environ["WORLD_SIZE"]),
+            local_rank=int(os.environ["LOCAL_RANK"]),
+            local_world_size=int(os.environ["LOCAL_WORLD_SIZE"]),
         )
 
     @property
@@ -47,18 +49,26 @@ class Dist:
         return self.rank == 0
 
     def connect(self, device: torch.device, dtype: torch.dtype) -> None:
-        """Start the process group: gloo or NCCL. Only rank 0 prints. Raises UserError if the dtypes differ."""
+        """Start the process group: NCCL on GPUs, gloo for tensors on the CPU.
+
+        From now on, only rank 0 prints. Raises UserError if the dtypes of the processes differ.
+        """
         if self.world_size == 1:
             return
         if not self.is_main:
-            sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (open as long as the process)
-        backend, device_id = (
-            ("cpu:gloo,cuda:nccl", device) if device.type == "cuda" else ("gloo", None)
+            sys.stdout = open(os.devnull, "w", encoding="utf-8")  # noqa: SIM115 (stays open)
+        is_cuda = device.type == "cuda"
+        torch_dist.init_process_group(
+            "cpu:gloo,cuda:nccl" if is_cuda else "gloo",
+            timeout=COLLECTIVE_TIMEOUT,
+            device_id=device if is_cuda else None,
         )
-        torch_dist.init_process_group(backend, timeout=COLLECTIVE_TIMEOUT, device_id=device_id)
-        self.require_equal(
-            f"dtype={str(dtype).removeprefix('torch.')}", "set dtype=float32 or dtype=bfloat16"
-        )
+        name = str(dtype).removeprefix("torch.")
+        self.require_equal(f"dtype={name}", "set dtype=float32 or dtype=bfloat16")
+
+    def barrier(self) -> None:
+        """Wait until all processes have called this method."""
+        self.all_reduce(0.0)
 
     def all_reduce(self, *values: float, op: str = "sum") -> list[float]:
         """Reduce each number over all processes, in float64. op: sum, min or max."""
@@ -84,11 +94,15 @@ class Dist:
         return values[0]
 
     def require_equal(self, value: str, advice: str) -> None:
-        """Raises UserError in all processes if one of them has another value. advice: how to get the same one."""
+        """Raise UserError in all processes if one of them has another value.
+
+        advice: how to get the same value.
+        """
         if self.world_size == 1:
             return
         values: list = [None] * self.world_size
         torch_dist.all_gather_object(values, value)
         for rank, other in enumerate(values):
             if other != values[0]:
-                raise UserError(f"rank {rank} has {other}, but rank 0 has {values[0]}; {advice}")
+                difference = f"rank {rank} has {other}, but rank 0 has {values[0]}"
+                raise UserError(f"{difference}; {advice}")

@@ -1,13 +1,11 @@
-"""Evaluation: validation loss, a generated sample, attention statistics and attention maps."""
+"""Evaluation during training: validation loss, a generated sample, and attention statistics."""
 
+import math
 from dataclasses import dataclass, replace
-from itertools import takewhile
-from math import isfinite, log
-from pathlib import Path
 from typing import Any
 
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from common.errors import UserError
 from common.settings import unescape
@@ -18,10 +16,11 @@ from generation.attention_maps import attention_maps, attention_statistics
 from generation.attention_plots import plot_attention
 from generation.engine import Prompt, generate
 from model.gpt import GPT
-from training.checkpoint import TrainState
-from training.config import RunConfig
+from training.config import EvalConfig
 from training.device import Runtime
+from training.run_folder import RunFolder
 from training.signals import StopRequest
+from training.train_state import TrainState
 
 MAP_TOKENS = 64  # tokens in an attention map; the picture has one map per head
 STATISTICS_WINDOWS = 4  # validation windows for the attention statistics
@@ -31,100 +30,106 @@ STATISTICS_WINDOWS = 4  # validation windows for the attention statistics
 class Evaluator:
     """Evaluates a model while it trains."""
 
-    config: RunConfig
+    config: EvalConfig
+    seed: int  # of the samples, with the step added
     runtime: Runtime
     model: GPT
     wrapped_model: nn.Module  # the model as the loop calls it
     loader: Loader
     tokenizer: Tokenizer
-    batch_size: int  # windows per forward pass
-    folder: Path  # run folder
+    run: RunFolder
     stop: StopRequest  # a signal ends an evaluation after its current forward pass
 
-    def evaluate(self, state: TrainState, step_metrics: dict[str, Any]) -> dict[str, Any]:
-        """Evaluate the model, and record the loss. Returns all metrics of the step, or {} if a signal stops it."""
+    def evaluate(self, state: TrainState, step_metrics: dict[str, Any]) -> dict[str, Any] | None:
+        """Evaluate the model, and record the loss in `state`. All processes call this method.
+
+        step_metrics: the other metrics of this step.
+        Returns all metrics of the step, or None if a signal stops the evaluation. The checkpoint
+        then has step_metrics, and the evaluation is repeated when the run resumes.
+        """
         state.unlogged = step_metrics
         if state.stopped:
-            return {}
+            return None
         dist = self.runtime.dist
         model, wrapped_model = self.runtime.parallel.unshard(self.model, self.wrapped_model)
         metrics: dict[str, Any] = self.compute_validation_loss(wrapped_model)
-        if isfinite(metrics["val/loss"]) and dist.is_main:
+        if math.isfinite(metrics["val/loss"]) and dist.is_main:
             with self.runtime.autocast():
                 if state.step > 0:  # an untrained model writes noise
                     metrics["sample"] = self.generate_sample(model, state.step)
                 metrics |= self.measure_attention(model, state.step)
         # a signal to any process may have cut the loss or the sample short
         (signals,) = dist.all_reduce(self.stop.requested)
-        state.stopped = signals > 0
-        if state.stopped:
-            return {}
+        if signals > 0:
+            state.stopped = True
+            return None
         state.unlogged = {}
-        if (
-            state.step > 0 or self.config.train.init_from is not None
-        ):  # random weights are never the best
+        starts_from_weights = state.config.init_from is not None
+        if state.step > 0 or starts_from_weights:  # random weights are never the best
             state.record_evaluation(metrics["val/loss"], metrics["val/bpb"])
-        return (
-            step_metrics | metrics | {"peak_memory_bytes": peak_memory_bytes(self.runtime.device)}
-        )
+        metrics["peak_memory_bytes"] = peak_memory_bytes(self.runtime.device)
+        return step_metrics | metrics
 
     @torch.no_grad()
     def compute_validation_loss(self, model: nn.Module) -> dict[str, float]:
-        """Mean loss over evenly spread validation windows: val/loss in nats per token, val/bpb in bits per byte.
+        """Mean loss over evenly spread validation windows.
 
-        Tokens of prompts do not count. Raises UserError if the windows have no other tokens.
+        Returns val/loss in nats per token and val/bpb in bits per byte. Tokens of prompts do not
+        count. Raises UserError if the windows have no other tokens.
         """
-        loader, B, dist = self.loader, self.batch_size, self.runtime.dist
-        windows = min(self.config.eval.windows or loader.val_windows, loader.val_windows)
+        loader = self.loader
+        dist = self.runtime.dist
+        B = self.runtime.micro_batch_size
+        windows = min(self.config.windows or loader.val_windows, loader.val_windows)
         stride = loader.val_windows / windows
         bytes_of_token = torch.from_numpy(token_bytes(self.tokenizer)).to(loader.device)
-        nats, counts = (
-            [],
-            torch.zeros(2, dtype=torch.int64, device=loader.device),
-        )  # of tokens and bytes
+        losses: list[Tensor] = []  # in nats, summed over the tokens of a batch
+        counts = torch.zeros(2, dtype=torch.int64, device=loader.device)  # of tokens and bytes
         model.eval()
         for first in range(dist.rank * B, windows, dist.world_size * B):
             if self.stop.requested:
                 break
             x, y, doc_ids = loader.batch("val", first, min(B, windows - first), stride)
             with self.runtime.autocast():
-                nats.append(model(x, y, doc_ids=doc_ids, reduction="sum"))
-            counts += torch.stack([y >= 0, bytes_of_token[y.clamp(min=0)] * (y >= 0)]).sum(
-                dim=(1, 2)
-            )
+                losses.append(model(x, y, doc_ids=doc_ids, reduction="sum"))
+            is_target = y >= 0
+            target_bytes = bytes_of_token[y.clamp(min=0)] * is_target
+            counts += torch.stack([is_target, target_bytes]).sum(dim=(1, 2))
         model.train()
-        # the losses are read from the device only after the last window, and summed in float64
-        total, num_tokens, num_bytes = dist.all_reduce(
-            sum(loss.item() for loss in nats), *counts.tolist()
-        )
-        if not num_tokens and not self.stop.requested:
-            raise UserError(
-                f"the {windows} validation windows have only prompts; set a larger eval.windows, or null"
-            )
+        # the losses are read from the device after the last window, and summed in float64
+        nats = sum(loss.item() for loss in losses)
+        total, num_tokens, num_bytes = dist.all_reduce(nats, *counts.tolist())
+        if num_tokens == 0 and not self.stop.requested:
+            problem = f"the {windows} validation windows have only prompts"
+            raise UserError(f"{problem}; set a larger eval.windows, or null")
         return {
             "val/loss": total / max(1, num_tokens),
-            "val/bpb": total / log(2) / max(1, num_bytes),
+            "val/bpb": total / math.log(2) / max(1, num_bytes),
         }
 
     def generate_sample(self, model: GPT, step: int) -> str:
         """Generate a sample without a prompt. A signal ends it."""
-        prompt = Prompt([self.tokenizer.start_token], self.config.seed + step)
-        sampling = replace(self.config.eval.sample, stop=unescape(self.config.eval.sample.stop))
-        chunks = generate(model, self.tokenizer, [prompt], sampling, batch_size=1)
-        return "".join(chunk.text for chunk in takewhile(lambda _: not self.stop.requested, chunks))
+        prompt = Prompt([self.tokenizer.start_token], self.seed + step)
+        sampling = replace(self.config.sample, stop=unescape(self.config.sample.stop))
+        text = ""
+        for chunk in generate(model, self.tokenizer, [prompt], sampling, batch_size=1):
+            if self.stop.requested:
+                break
+            text += chunk.text
+        return text
 
     def measure_attention(self, model: GPT, step: int) -> dict[str, Any]:
-        """Attention maps of the first validation tokens, and statistics of each head on a few windows, if requested."""
-        loader, metrics = self.loader, {}
-        if self.config.eval.attention_maps:
+        """Attention maps and statistics of each head, if the config requests them."""
+        loader = self.loader
+        metrics: dict[str, Any] = {}
+        if self.config.attention_maps:
             x, _, doc_ids = loader.batch("val", 0, 1)
-            weights = attention_maps(
-                model, x[:, :MAP_TOKENS], None if doc_ids is None else doc_ids[:, :MAP_TOKENS]
-            )
-            path = self.folder / "attention" / f"step-{step:06d}.png"
-            plot_attention(weights, path)
-            metrics = {"attention": path}
-        if self.config.eval.attention_stats:
+            if doc_ids is not None:
+                doc_ids = doc_ids[:, :MAP_TOKENS]
+            path = self.run.folder / "attention" / f"step-{step:06d}.png"
+            plot_attention(attention_maps(model, x[:, :MAP_TOKENS], doc_ids), path)
+            metrics["attention"] = path
+        if self.config.attention_stats:
             windows = min(STATISTICS_WINDOWS, loader.val_windows)
             x, _, doc_ids = loader.batch("val", 0, windows, loader.val_windows / windows)
             metrics |= attention_statistics(model, x, doc_ids)

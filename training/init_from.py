@@ -1,60 +1,56 @@
-"""Finetuning: start a run from the weights and the tokenizer of another run, or of a model for transformers."""
+"""Finetuning: start a run from the weights and the tokenizer of another run or model."""
 
 from dataclasses import asdict, replace
+from pathlib import Path
 
 import torch.nn.functional as F
 
+from common.checkpoint_file import load_checkpoint
 from common.errors import UserError
 from common.settings import format_value
 from generation.load import load_pretrained
-from generation.run_paths import has_checkpoint
 from model.config import GPTConfig
 from model.gpt import GPT
 from training.config import GPT2_MODELS
 from training.parallel import load_weights
 
 
-def load_run_tokenizer(run: str | None, name: str | None = None) -> dict | None:
+def load_run_tokenizer(run: str | None, checkpoint: Path | None = None) -> dict | None:
     """Load the tokenizer spec of tokenizer.run, if that is set. Raises UserError.
 
-    name: the run to train. If it has a checkpoint, its spec is used, so that `run` can be removed.
+    checkpoint: of the run to train, if it resumes. Its spec is used, so that `run` can be removed.
     """
     if run is None:
         return None
-    _, saved = load_pretrained(name, "last") if has_checkpoint(name) else load_pretrained(run)
+    if checkpoint is not None:
+        return load_checkpoint(checkpoint)["tokenizer"]
+    _, saved = load_pretrained(run)
     return saved["tokenizer"]
 
 
-def load_init_weights(
-    init_from: str | None, name: str | None, model: GPT, tokenizer_spec: dict
-) -> None:
-    """Load the weights that train.init_from names, unless the run `name` resumes from its own checkpoint.
+def load_init_weights(init_from: str, model: GPT, tokenizer_spec: dict) -> None:
+    """Load the weights that train.init_from names.
 
     Raises UserError if the tokenizer or the model is different.
     """
-    if init_from is None or has_checkpoint(name):
-        return
-    run = (
-        f"hf:openai-community/{init_from}"
-        if init_from in GPT2_MODELS
-        else init_from.removeprefix("run:")
-    )
+    run = init_from.removeprefix("run:")
+    if init_from in GPT2_MODELS:
+        run = f"hf:openai-community/{init_from}"
     path, saved = load_pretrained(run)
     may_differ = {"name": None, "start": None}
     if saved["tokenizer"] | may_differ != tokenizer_spec | may_differ:
-        raise UserError(
-            f"{path} has another tokenizer than this run; set tokenizer=run tokenizer.run={run}"
-        )
-    vocab_size, config = saved["vocab_size"], GPTConfig.from_saved(saved["model_config"])
-    if different := _find_different_settings(config, model.config):
+        advice = f"set tokenizer=run tokenizer.run={run}"
+        raise UserError(f"{path} has another tokenizer than this run; {advice}")
+    different = _find_different_settings(GPTConfig.from_saved(saved["model_config"]), model.config)
+    if different:
         raise UserError(f"{path} has another model than this run; set {' '.join(different)}")
     weights = dict(saved["model"])
     if model.wpe is not None:
         weights["wpe.weight"] = weights["wpe.weight"][: model.config.block_size]
-    for name in ("wte.weight", "lm_head.weight"):  # this run can pad the vocabulary to another size
-        weights[name] = F.pad(
-            weights[name][:vocab_size], (0, 0, 0, model.wte.num_embeddings - vocab_size)
-        )
+    vocab_size = saved["vocab_size"]
+    num_padding = model.wte.num_embeddings - vocab_size  # which can differ between the runs
+    for name in ("wte.weight", "lm_head.weight"):
+        weights[name] = F.pad(weights[name][:vocab_size], (0, 0, 0, num_padding))
     load_weights(model, weights)
 
 
@@ -65,15 +61,14 @@ def _find_different_settings(saved: GPTConfig, config: GPTConfig) -> list[str]:
         may_differ.add("block_size")
     if saved.max_ngram == 1:
         may_differ.add("ngram_table_size")
-    old = asdict(saved) | {"n_kv_head": saved.kv_heads, "mlp_width": saved.mlp_channels}
-    # the values that null stands for, if all other settings are those of the saved model
-    null_values = {
-        "n_kv_head": saved.n_head,
-        "mlp_width": replace(saved, mlp_width=None).mlp_channels,
-    }
-    new = {
-        key: null_values.get(key) if value is None else value
-        for key, value in asdict(config).items()
-    }
-    different = [key for key in old if old[key] != new[key]]
-    return [f"model.{key}={format_value(old[key])}" for key in different if key not in may_differ]
+    old = asdict(saved)
+    new = asdict(config)
+    # None stands for these values, if all other settings are those of the saved model
+    old["n_kv_head"] = saved.kv_heads
+    old["mlp_width"] = saved.mlp_channels
+    if new["n_kv_head"] is None:
+        new["n_kv_head"] = saved.n_head
+    if new["mlp_width"] is None:
+        new["mlp_width"] = replace(saved, mlp_width=None).mlp_channels
+    different = [key for key in old if old[key] != new[key] and key not in may_differ]
+    return [f"model.{key}={format_value(old[key])}" for key in different]

@@ -1,12 +1,14 @@
-"""Muon: momentum with orthogonalized updates (Jordan et al., 2024, https://kellerjordan.github.io/posts/muon/).
+"""Muon: momentum with orthogonalized updates (Jordan et al., 2024).
 
-torch.optim.Muon always computes in bfloat16, which is a thousand times slower than float32 on a CPU without bfloat16
-instructions. This class computes in either dtype, and updates all matrices of one shape together.
+https://kellerjordan.github.io/posts/muon/. torch.optim.Muon always computes in bfloat16, which is a
+thousand times slower than float32 on a CPU without bfloat16 instructions. This class computes in
+either dtype, and updates all matrices of one shape together.
 """
 
 import math
 from collections import defaultdict
 from collections.abc import Iterable
+from functools import partial
 
 import torch
 from torch import Tensor
@@ -15,28 +17,37 @@ from torch.optim import Optimizer
 from training.parallel import map_matrices
 from training.startup import without_dynamo
 
+# coefficients of the Newton-Schulz iteration, chosen so that small singular values grow fast
+A, B, C = 3.4445, -4.7750, 2.0315
+
 
 def orthogonalize(matrices: Tensor, steps: int, dtype: torch.dtype = torch.float32) -> Tensor:
-    """Approximate the nearest semi-orthogonal matrices (N, rows, columns): singular values between 0.7 and 1.2.
+    """Approximate the nearest semi-orthogonal matrices: (N, rows, columns) -> the same shape.
 
-    Newton-Schulz iteration X <- aX + (bA + cA^2)X with A = XX^T, where A has the size of the shorter side.
+    Newton-Schulz iteration X <- aX + (bS + cS^2)X with S = XX^T, where S has the size of the
+    shorter side. The singular values of the result are between 0.7 and 1.2.
+    steps: iterations.
     dtype: dtype of X.
     """
-    a, b, c = 3.4445, -4.7750, 2.0315  # chosen so that small singular values grow fast
     is_tall = matrices.shape[-2] > matrices.shape[-1]
     X = matrices.to(dtype)
-    X = X.mT if is_tall else X
+    if is_tall:
+        X = X.mT
     X = X / (X.norm(dim=(-2, -1), keepdim=True) + 1e-7)
     for _ in range(steps):
-        A = X @ X.mT
-        X = torch.baddbmm(X, torch.baddbmm(A, A, A, beta=b, alpha=c), X, beta=a)
-    return (X.mT if is_tall else X).type_as(matrices)
+        S = X @ X.mT
+        polynomial = torch.baddbmm(S, S, S, beta=B, alpha=C)  # bS + cS^2
+        X = torch.baddbmm(X, polynomial, X, beta=A)
+    if is_tall:
+        X = X.mT
+    return X.type_as(matrices)
 
 
 @without_dynamo
 class Muon(Optimizer):
-    """Muon for the matrices of hidden layers. Use AdamW for embeddings, the output layer, and norms and biases.
+    """Muon for the matrices of hidden layers.
 
+    Use AdamW for embeddings, the output layer, and norms and biases.
     params: parameters with two dimensions, or parameter groups.
     lr: learning rate. Updates are also scaled by sqrt(max(1, rows / columns)).
     ns_steps: Newton-Schulz iterations.
@@ -44,16 +55,26 @@ class Muon(Optimizer):
     """
 
     def __init__(
-        self, params: Iterable, lr: float = 0.02, momentum: float = 0.95, weight_decay: float = 0.0, ns_steps: int = 5,
+        self,
+        params: Iterable,
+        lr: float = 0.02,
+        momentum: float = 0.95,
+        weight_decay: float = 0.0,
+        ns_steps: int = 5,
         dtype: torch.dtype = torch.float32,
-    ):  # fmt: skip
-        super().__init__(
-            params, dict(lr=lr, momentum=momentum, weight_decay=weight_decay, ns_steps=ns_steps)
-        )
+    ):
+        defaults = {
+            "lr": lr,
+            "momentum": momentum,
+            "weight_decay": weight_decay,
+            "ns_steps": ns_steps,
+        }
+        super().__init__(params, defaults)
         self.dtype = dtype
 
     @torch.no_grad()
     def step(self, closure: None = None) -> None:
+        """Update all parameters that have a gradient."""
         for group in self.param_groups:
             by_shape = defaultdict(list)
             for p in group["params"]:
@@ -63,20 +84,16 @@ class Muon(Optimizer):
                 self._update(params, group, math.sqrt(max(1.0, rows / columns)))
 
     def _update(self, params: list[Tensor], group: dict, scale: float) -> None:
+        """Update parameters of one shape. scale: factor of the learning rate."""
         for p in params:
             if "momentum_buffer" not in self.state[p]:
                 self.state[p]["momentum_buffer"] = torch.zeros_like(p)
-        grads, buffers = (
-            [p.grad for p in params],
-            [self.state[p]["momentum_buffer"] for p in params],
-        )
-        torch._foreach_lerp_(buffers, grads, 1 - group["momentum"])
-        nesterov = [grad.clone() for grad in grads]
-        torch._foreach_lerp_(
-            nesterov, buffers, group["momentum"]
-        )  # FSDP2 has no out-of-place form in torch 2.12
-        updates = map_matrices(
-            lambda X: orthogonalize(X, group["ns_steps"], self.dtype), torch.stack(nesterov)
-        )
+        buffers = [self.state[p]["momentum_buffer"] for p in params]
+        torch._foreach_lerp_(buffers, [p.grad for p in params], 1 - group["momentum"])
+        # a clone and an in-place lerp, because FSDP2 has no out-of-place lerp in torch 2.12
+        nesterov = [p.grad.clone() for p in params]
+        torch._foreach_lerp_(nesterov, buffers, group["momentum"])
+        function = partial(orthogonalize, steps=group["ns_steps"], dtype=self.dtype)
+        updates = map_matrices(function, torch.stack(nesterov))
         torch._foreach_mul_(params, 1 - group["lr"] * group["weight_decay"])
         torch._foreach_add_(params, list(updates.unbind()), alpha=-group["lr"] * scale)

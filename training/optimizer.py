@@ -1,7 +1,8 @@
 """Optimizers: how a model's parameters are updated, and optimizer state by parameter name.
 
-To add an optimizer, write its config as a dataclass in training/config.py and list it there in OPTIMIZER_CONFIGS. Then
-write a function here that returns torch optimizers over all parameters, and list it in OPTIMIZERS (docs/hacking.md).
+To add an optimizer, write its config as a dataclass in training/config.py and list it there in
+OPTIMIZER_CONFIGS. Then write a function here that returns torch optimizers over all parameters, and
+list it in OPTIMIZERS (docs/hacking.md). A new optimizer class has its own file, as Muon in muon.py.
 """
 
 import math
@@ -27,41 +28,45 @@ class AdamW(torch.optim.AdamW):
 
 
 def build_adamw(model: nn.Module, config: AdamWConfig, dtype: torch.dtype) -> list[Optimizer]:
-    """AdamW on all parameters. Biases and norms, which have fewer than two dimensions, have no weight decay."""
-    matrices = {
-        "params": [p for p in model.parameters() if p.ndim >= 2],
-        "weight_decay": config.weight_decay,
-    }
-    vectors = {"params": [p for p in model.parameters() if p.ndim < 2], "weight_decay": 0.0}
-    return [AdamW([matrices, vectors], config.lr, tuple(config.betas), config.eps, fused=True)]
+    """AdamW on all parameters. Biases and norms have no weight decay."""
+    matrices = [p for p in model.parameters() if p.ndim >= 2]
+    vectors = [p for p in model.parameters() if p.ndim < 2]
+    groups = [
+        {"params": matrices, "weight_decay": config.weight_decay},
+        {"params": vectors, "weight_decay": 0.0},
+    ]
+    return [AdamW(groups, config.lr, tuple(config.betas), config.eps, fused=True)]
 
 
 def build_muon(model: nn.Module, config: MuonConfig, dtype: torch.dtype) -> list[Optimizer]:
-    """Muon on the matrices of the blocks. AdamW with three learning rates on embeddings, head, and norms and biases."""
+    """Muon on the matrices of the blocks, AdamW on all other parameters.
+
+    AdamW has three learning rates: for embeddings, head, and norms and biases.
+    """
     params = defaultdict(list)
     for name, p in model.named_parameters():  # a tied head is part of the embeddings
-        params["vectors" if p.ndim < 2 else name.partition(".")[0]].append(p)
-    muon_dtype = (
-        torch.float32 if dtype == torch.float32 else torch.bfloat16
-    )  # with the range of float32
+        part = "vectors" if p.ndim < 2 else name.partition(".")[0]
+        params[part].append(p)
     muon = Muon(
         params.pop("blocks"),
         config.lr,
         config.momentum,
         config.weight_decay,
         config.ns_steps,
-        muon_dtype,
+        # float16 lacks the range of float32
+        dtype=torch.float32 if dtype == torch.float32 else torch.bfloat16,
     )
     lr = {"lm_head": config.head_lr, "vectors": config.norm_lr}
     weight_decay = {"ngrams": config.ngram_weight_decay}
-    groups = [
-        {
-            "params": group,
-            "lr": lr.get(part, config.embedding_lr),
-            "weight_decay": weight_decay.get(part, 0.0),
-        }
-        for part, group in params.items()
-    ]
+    groups = []
+    for part, group in params.items():
+        groups.append(
+            {
+                "params": group,
+                "lr": lr.get(part, config.embedding_lr),
+                "weight_decay": weight_decay.get(part, 0.0),
+            }
+        )
     return [muon, AdamW(groups, betas=tuple(config.betas), eps=config.eps, fused=True)]
 
 
@@ -74,7 +79,10 @@ OPTIMIZERS: dict[str, Callable[..., list[Optimizer]]] = {
 def build_optimizers(
     model: nn.Module, config: OptimizerConfig, dtype: torch.dtype = torch.float32
 ) -> list[Optimizer]:
-    """Build the configured optimizers over all parameters of the model. dtype: of the forward and backward pass."""
+    """Build the configured optimizers over all parameters of the model.
+
+    dtype: of the forward and backward pass.
+    """
     optimizers = OPTIMIZERS[config.name](model, config, dtype)
     for optimizer in optimizers:
         for group in optimizer.param_groups:
@@ -95,13 +103,17 @@ def optimizer_step(
     scaler: torch.amp.GradScaler,
     max_grad_norm: float | None,
 ) -> Tensor:
-    """Clip the gradients, step all optimizers, and clear the gradients. Returns the gradient norm before clipping."""
+    """Clip the gradients, step all optimizers, and clear the gradients.
+
+    max_grad_norm: None does not clip.
+    Returns the gradient norm before clipping.
+    """
     for optimizer in optimizers:
         scaler.unscale_(optimizer)
-    grad_norm = full_tensor(nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm or math.inf))
-    if (
-        not scaler.is_enabled() or grad_norm.isfinite()
-    ):  # after a float16 overflow, all optimizers skip the step
+    grad_norm = nn.utils.clip_grad_norm_(model.parameters(), max_grad_norm or math.inf)
+    grad_norm = full_tensor(grad_norm)
+    # after a float16 overflow, all optimizers skip the step
+    if not scaler.is_enabled() or grad_norm.isfinite():
         for optimizer in optimizers:
             scaler.step(optimizer)
     scaler.update()
@@ -111,8 +123,10 @@ def optimizer_step(
 
 def state_by_name(model: nn.Module, optimizers: list[Optimizer]) -> dict[str, dict]:
     """The state of all optimizers by parameter name: {name: {"exp_avg": tensor, ...}}."""
-    state = {p: s for optimizer in optimizers for p, s in optimizer.state.items()}
-    return {name: state[p] for name, p in model.named_parameters() if p in state}
+    by_param = {}
+    for optimizer in optimizers:
+        by_param |= optimizer.state
+    return {name: by_param[p] for name, p in model.named_parameters() if p in by_param}
 
 
 def load_state_by_name(
@@ -122,8 +136,10 @@ def load_state_by_name(
     by_param = {p: state[name] for name, p in model.named_parameters() if name in state}
     for optimizer in optimizers:
         params = [p for group in optimizer.param_groups for p in group["params"]]
-        saved = {i: (p, by_param[p]) for i, p in enumerate(params) if p in by_param}
-        by_index = {i: {key: shard_like(s[key], p) for key in s} for i, (p, s) in saved.items()}
-        optimizer.load_state_dict(
-            {"state": by_index, "param_groups": optimizer.state_dict()["param_groups"]}
-        )
+        by_index = {}
+        for index, p in enumerate(params):
+            if p in by_param:
+                tensors = by_param[p].items()
+                by_index[index] = {key: shard_like(tensor, p) for key, tensor in tensors}
+        groups = optimizer.state_dict()["param_groups"]
+        optimizer.load_state_dict({"state": by_index, "param_groups": groups})

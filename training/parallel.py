@@ -1,6 +1,7 @@
 """Data parallel training: how the processes divide the model, its gradients and its optimizer state.
 
-DDP and FSDP2 have the same methods. To add another class, write it here and select it in resolve_runtime.
+DDP and FSDP2 have the same four methods. To add another class, write it here and select it in
+resolve_parallel (training/device.py).
 """
 
 import warnings
@@ -19,14 +20,17 @@ from model.gpt import GPT
 
 @dataclass(frozen=True)
 class DDP:
-    """Distributed data parallel: each process has a copy of the model, and gradients are averaged over processes."""
+    """Distributed data parallel: each process has the model, and gradients are averaged."""
 
     world_size: int
     device: torch.device
     dtype: torch.dtype  # of matrix products
 
-    def build(self, make_model: Callable[..., GPT]) -> GPT:
-        """Build a model with initial weights. They are drawn on the CPU, so that all devices get the same weights."""
+    def build(self, make_model: Callable[[], GPT]) -> GPT:
+        """Build a model with initial weights.
+
+        They are drawn on the CPU, so that all devices get the same weights.
+        """
         return make_model().to(self.device)
 
     def wrap(self, model: nn.Module, compile: bool) -> nn.Module:
@@ -40,12 +44,12 @@ class DDP:
         return torch.compile(model, dynamic=False) if compile else model
 
     def sync_gradients(self, wrapped_model: nn.Module, enabled: bool) -> None:
-        """Choose whether the next micro batch averages the accumulated gradients over all processes."""
+        """Choose whether the next backward pass averages the accumulated gradients."""
         if self.world_size > 1:
             wrapped_model.require_backward_grad_sync = enabled  # as no_sync() does
 
     def unshard(self, model: GPT, wrapped_model: nn.Module) -> tuple[GPT, nn.Module]:
-        """Both models with complete weights, so that each process can run them without the others."""
+        """Both models with complete weights, so that each process can run them alone."""
         return model, wrapped_model
 
 
@@ -53,48 +57,53 @@ class DDP:
 class FSDP2:
     """Fully sharded data parallel (Zhao et al., arXiv:2304.11277): PyTorch's fully_shard.
 
-    Each process stores its rows of weights, gradients and optimizer state. A block's weights are collected in the dtype
-    of matrix products before it computes, and released after it. All other sums and weights are float32.
+    Each process stores its rows of weights, gradients and optimizer state. A block's weights are
+    collected in the dtype of matrix products before it computes, and released after it. All other
+    sums and weights are float32.
     """
 
     world_size: int
     device: torch.device
     dtype: torch.dtype
 
-    def build(self, make_model: Callable[..., GPT]) -> GPT:
+    def build(self, make_model: Callable[[], GPT]) -> GPT:
         """Build a model with initial weights on the CPU, and keep this process's rows of them."""
         from torch.distributed.device_mesh import init_device_mesh
         from torch.distributed.fsdp import MixedPrecisionPolicy, fully_shard
 
         model = make_model()
-        # Norms mix float32 inputs with low-precision weights, for which PyTorch has only a slower kernel.
+        # Norms mix float32 inputs with low-precision weights, for which PyTorch has only a slower
+        # kernel.
         warnings.filterwarnings("ignore", "Mismatch dtype between input and weight")
         mesh = init_device_mesh(self.device.type, (self.world_size,))
-        # The loop has autocast, which casts the inputs.
         policy = MixedPrecisionPolicy(
-            param_dtype=self.dtype, reduce_dtype=torch.float32, cast_forward_inputs=False
+            param_dtype=self.dtype,
+            reduce_dtype=torch.float32,
+            cast_forward_inputs=False,  # the autocast of the loop casts them
         )
         for block in model.blocks:
             fully_shard(block, mesh=mesh, mp_policy=policy)
         return fully_shard(model, mesh=mesh)
 
     def wrap(self, model: GPT, compile: bool) -> nn.Module:
-        """Compile the blocks without the collective operations around them, which cannot be compiled."""
+        """Compile the blocks, without the collective operations around them."""
         if compile:
             for block in model.blocks:
                 block.forward = torch.compile(block.forward, dynamic=False)
         return model
 
     def sync_gradients(self, wrapped_model: nn.Module, enabled: bool) -> None:
+        """Choose whether the next backward pass averages the accumulated gradients."""
         wrapped_model.set_requires_gradient_sync(enabled)
 
     def unshard(self, model: GPT, wrapped_model: nn.Module) -> tuple[GPT, nn.Module]:
-        """A second model with complete weights. The weights of its blocks have the dtype of matrix products."""
+        """A second model with complete weights, those of its blocks in the dtype of products."""
         weights = {}
         for name, p in model.named_parameters():
-            weights[p] = full_tensor(
-                p.detach().to(self.dtype) if name.startswith("blocks.") else p.detach()
-            )
+            weight = p.detach()
+            if name.startswith("blocks."):
+                weight = weight.to(self.dtype)
+            weights[p] = full_tensor(weight)
         by_name = {name: weights[p] for name, p in model.state_dict(keep_vars=True).items()}
         full = model_from_weights(model.config, model.vocab_size, model.attend, by_name)
         return full, full
@@ -106,7 +115,10 @@ def full_tensor(tensor: Tensor) -> Tensor:
 
 
 def gather(tensor: Tensor) -> Tensor | None:
-    """Gather a tensor on the CPU of rank 0. Returns None on other ranks, which must also call this function."""
+    """Gather a tensor on the CPU of rank 0.
+
+    Returns None on other ranks, which must also call this function.
+    """
     if not hasattr(tensor, "full_tensor"):
         return tensor
     full = tensor.full_tensor()
@@ -119,27 +131,30 @@ def shard_like(full: Tensor, param: Any) -> Tensor:
         return full
     from torch.distributed.tensor import distribute_tensor
 
-    # src_data_rank=None: no communication, because this process has the complete tensor. The clone lets it be freed.
-    return distribute_tensor(full, param.device_mesh, param.placements, src_data_rank=None).clone()
+    # src_data_rank=None: no communication, because this process has the complete tensor
+    shard = distribute_tensor(full, param.device_mesh, param.placements, src_data_rank=None)
+    return shard.clone()  # lets the complete tensor be freed
 
 
 def load_weights(model: nn.Module, weights: Mapping[str, Tensor]) -> None:
     """Load complete weights into a model that may be sharded."""
     state = model.state_dict()
-    model.load_state_dict(
-        {name: shard_like(weight, state[name]) for name, weight in weights.items()}
-    )
+    shards = {name: shard_like(weight, state[name]) for name, weight in weights.items()}
+    model.load_state_dict(shards)
 
 
 def map_matrices(function: Callable[[Tensor], Tensor], stack: Any) -> Tensor:
-    """Apply `function` to matrices (N, rows, columns). If they are sharded, each process computes its share of N."""
+    """Apply `function` to matrices (N, rows, columns).
+
+    If they are sharded, each process computes its share of N.
+    """
     if not hasattr(stack, "full_tensor"):
         return function(stack)
     from torch.distributed.tensor import DTensor, Shard
 
-    split = [Shard(0)]
-    result = function(stack.redistribute(placements=split).to_local())
+    by_matrix = [Shard(0)]
+    share = function(stack.redistribute(placements=by_matrix).to_local())
     result = DTensor.from_local(
-        result, stack.device_mesh, split, shape=stack.shape, stride=stack.stride()
+        share, stack.device_mesh, by_matrix, shape=stack.shape, stride=stack.stride()
     )
     return result.redistribute(placements=stack.placements)

@@ -1,6 +1,7 @@
-"""Curves of metrics.jsonl, and plots of a run: loss.png, and attention.png if the run has attention statistics."""
+"""Plots of a run: loss.png, and attention.png if it has attention statistics."""
 
 import json
+import math
 from collections.abc import Iterable
 from pathlib import Path
 
@@ -18,78 +19,78 @@ ATTENTION_PANELS = {
 
 
 def read_curves(lines: Iterable[bytes], *keys: str) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Read metrics, such as "train/loss", from lines of metrics.jsonl. Returns {key: (steps, values)}."""
-    curves: dict[str, tuple[list, list]] = {key: ([], []) for key in keys}
-    for row in map(json.loads, lines):
-        for key, (steps, values) in curves.items():
-            if row.get(key) is not None:
-                steps.append(row["step"])
-                values.append(row[key])
-    return {
-        key: (np.array(steps, dtype=int), np.array(values, dtype=float))
-        for key, (steps, values) in curves.items()
-    }
+    """Read metrics, such as "train/loss", from lines of metrics.jsonl.
+
+    Returns {key: (steps, values)}. Rows without a value are omitted.
+    """
+    rows = [json.loads(line) for line in lines]
+    curves = {}
+    for key in keys:
+        points = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
+        steps = np.array([step for step, _ in points], dtype=int)
+        values = np.array([value for _, value in points], dtype=float)
+        curves[key] = (steps, values)
+    return curves
 
 
 def plot_run(folder: Path) -> None:
-    """Plot the losses, and the attention statistics if there are any, in <folder>/metrics.jsonl over the steps."""
+    """Plot the losses and, if there are any, the attention statistics in <folder>/metrics.jsonl."""
     lines = (folder / "metrics.jsonl").read_bytes().splitlines()
-    train, val = read_curves(lines, "train/loss", "val/loss").values()
+    curves = read_curves(lines, "train/loss", "val/loss")
     figure = make_figure(7.5, 4.2)
     axes = figure.subplots()
     style_axes(axes, folder.name)
-    if len(train[0]):
-        axes.plot(*train, color=TRAIN_COLOR, linewidth=0.8, label="training, each step's batch")
-    if len(val[0]):
-        label = f"validation, best {val[1].min():.3f}"
-        axes.plot(*val, "o-", color=VAL_COLOR, linewidth=1.8, markersize=4, label=label)
+    steps, losses = curves["train/loss"]
+    if len(steps) > 0:
+        label = "training, each step's batch"
+        axes.plot(steps, losses, color=TRAIN_COLOR, linewidth=0.8, label=label)
+    steps, losses = curves["val/loss"]
+    if len(steps) > 0:
+        label = f"validation, best {losses.min():.3f}"
+        axes.plot(steps, losses, "o-", color=VAL_COLOR, linewidth=1.8, markersize=4, label=label)
     axes.set(xlabel="optimizer step", ylabel="loss, nats per token")
     if axes.lines:
         axes.legend(frameon=False)
     figure.savefig(folder / "loss.png")
-    if rows := [json.loads(line) for line in lines if b'"attention/entropy"' in line]:
+    rows = [json.loads(line) for line in lines if b'"attention/entropy"' in line]
+    if rows:
         _plot_attention(rows, folder / "attention.png")
 
 
 def _plot_attention(rows: list[dict], path: Path) -> None:
-    """Plot the attention statistics of evaluations. Thick lines are layers (mean over heads), thin lines heads."""
+    """Plot the attention statistics of evaluations.
+
+    Thick lines are layers (mean over heads), thin lines are heads.
+    """
     from matplotlib import colormaps
 
     steps = [row["step"] for row in rows]
     n_layer = len({key.split("/")[2] for key in rows[0] if key.startswith("attention/entropy/")})
-    colors = colormaps["viridis"](
-        np.linspace(0, 0.9, n_layer)
-    )  # without yellow, which is hard to see on white
+    # without yellow, which is hard to see on white
+    colors = colormaps["viridis"](np.linspace(0, 0.9, n_layer))
     figure = make_figure(10, 5.6)
     *panels, legend = figure.subplots(2, 3).flatten()
     for axes, (name, title) in zip(panels, ATTENTION_PANELS.items(), strict=True):
         keys = [key for key in rows[0] if key.startswith(f"attention/{name}/")]
-        values = np.array(
-            [[row[key] for key in keys] for row in rows], dtype=float
-        )  # None becomes NaN
+        table = [[row[key] for key in keys] for row in rows]
+        values = np.array(table, dtype=float)  # None becomes NaN
         values = values.reshape(len(rows), n_layer, -1)  # one column per head
         style_axes(axes, title)
-        for layer, color in enumerate(colors):
-            axes.plot(
-                steps,
-                values[:, layer],
-                color=color,
-                linewidth=0.5,
-                alpha=min(0.5, 3 / n_layer),
-                zorder=1,
-            )
-            axes.plot(
-                steps,
-                values[:, layer].mean(-1),
-                color=color,
-                linewidth=1.8,
-                label=f"layer {layer + 1}",
-            )
         axes.set_xlabel("optimizer step")
+        for layer, color in enumerate(colors):
+            heads = values[:, layer]
+            alpha = min(0.5, 3 / n_layer)
+            axes.plot(steps, heads, color=color, linewidth=0.5, alpha=alpha, zorder=1)
+            label = f"layer {layer + 1}"
+            axes.plot(steps, heads.mean(-1), color=color, linewidth=1.8, label=label)
     panels[0].set_yscale("log", nonpositive="clip")
     legend.axis("off")
-    lines, title = panels[0].get_legend_handles_labels(), "thick: mean over heads, thin: heads"
     legend.legend(
-        *lines, loc="center", ncols=-(-n_layer // 12), frameon=False, fontsize=9, title=title
+        *panels[0].get_legend_handles_labels(),
+        loc="center",
+        ncols=math.ceil(n_layer / 12),
+        frameon=False,
+        fontsize=9,
+        title="thick: mean over heads, thin: heads",
     )
     figure.savefig(path)

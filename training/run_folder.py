@@ -1,8 +1,13 @@
-"""The folder of a training run: its lock, config.yaml and summary.json. docs/run-folder.md lists the files."""
+"""The folder of a training run: its lock, config.yaml and summary.json.
+
+docs/run-folder.md lists all files of a run. generation/run_paths.py has the names of runs.
+"""
 
 import math
-from contextlib import AbstractContextManager
+import os
+from contextlib import AbstractContextManager, suppress
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 import yaml
 from filelock import FileLock, Timeout
@@ -11,88 +16,106 @@ from common.errors import UserError, error_message, status_of
 from common.files import atomic_write, read_json, write_json
 from generation.run_paths import RUNS, make_new_folder
 
+if TYPE_CHECKING:  # these import torch, which sweeps do not need
+    from training.config import RunConfig
+    from training.distributed import Dist
+
 
 def write_config(folder: Path, config: dict) -> None:
-    atomic_write(
-        folder / "config.yaml", yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
-    )
+    """Write config.yaml into a folder."""
+    text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
+    atomic_write(folder / "config.yaml", text)
+
+
+def open_run_folder(config: "RunConfig", dist: "Dist") -> "RunFolder":
+    """Open the folder of a run. A new name has the data, the model and the attention backend."""
+    label = f"{config.data.name}-{config.model.name}-{config.attention.backend}"
+    return RunFolder(config.name, label, config.resume, dist)
 
 
 class RunFolder(AbstractContextManager):
-    """Context manager: a locked folder in runs/. On exit, the status is written to summary.json.
+    """Context manager: a locked folder in runs/. On exit, summary.json says how the run ended.
 
-    name: None to make one from the time and `label`. resume: whether the run may exist already.
-    is_main: whether this process locks and writes the folder. broadcast: returns the main process's value.
-    Raises UserError if the run is in use, if it exists and resume is False, or if its last.pt is missing.
+    name: None makes a name from the time and `label`.
+    resume: whether the run may exist already.
+    dist: all processes open the folder, and rank 0 locks and writes it.
+    Raises UserError if the run is in use, exists without `resume`, or has lost its last.pt.
+
+    resumes: whether the run continues from last.pt.
+    previous: the content of summary.json, from an earlier process.
+    summary: the content of summary.json from `start` on; None before.
     """
 
-    def __init__(
-        self,
-        name: str | None,
-        label: str,
-        resume: bool,
-        is_main: bool = True,
-        broadcast=lambda value: value,
-    ):
-        self.is_main = is_main
-        self.summary: dict | None = None  # None before start(): summary.json is not changed
-        self.previous: dict = {}  # content of summary.json, from an earlier process
-        self.name = broadcast(name or make_new_folder(RUNS, label) if is_main else None)
+    def __init__(self, name: str | None, label: str, resume: bool, dist: "Dist"):
+        self.is_main = dist.is_main
+        if self.is_main and name is None:
+            name = make_new_folder(RUNS, label)
+        self.name: str = dist.broadcast(name)
         self.folder = RUNS / self.name
-        self.best, self.last = (
-            self.folder / "checkpoints" / file for file in ("best.pt", "last.pt")
-        )
-        if not is_main:
-            return
+        self.best = self.folder / "checkpoints" / "best.pt"
+        self.last = self.folder / "checkpoints" / "last.pt"
+        self.summary: dict[str, Any] | None = None
+        previous = self._lock(resume) if self.is_main else {}
+        self.previous: dict[str, Any] = dist.broadcast(previous)
+        self.resumes = self.last.exists()
+
+    def _lock(self, resume: bool) -> dict:
+        """Check and lock the folder. Returns the content of summary.json."""
         if (self.folder / "config.yaml").exists() and not resume:
-            raise UserError(
-                f"{self.folder} exists; set another name, or resume=true to continue it"
-            )
-        step = read_json(self.folder / "summary.json").get(
-            "step"
-        )  # above 0 only after last.pt was written
-        if step and not self.last.exists():
-            raise UserError(
-                f"{self.last} is missing, but step {step} was saved; restore it, or set another name"
-            )
+            raise UserError(f"{self.folder} exists; set another name, or resume=true")
+        step = read_json(self.folder / "summary.json").get("step")
+        if step and not self.last.exists():  # a step is recorded only after last.pt was written
+            problem = f"{self.last} is missing, but step {step} was saved"
+            raise UserError(f"{problem}; restore it, or set another name")
         self.last.parent.mkdir(parents=True, exist_ok=True)
         self.lock = FileLock(self.folder / ".lock")  # the kernel releases it, even after kill -9
         try:
             self.lock.acquire(timeout=0)
         except Timeout:
-            raise UserError(
-                f"{self.folder} is being trained by another process; wait, or set another name"
-            ) from None
-        self.previous = read_json(self.folder / "summary.json")
-        for file in (
-            *self.folder.glob("*.partial"),
-            *self.last.parent.glob("*.partial"),
-        ):  # of a killed process
-            file.unlink()
+            problem = f"{self.folder} is being trained by another process"
+            raise UserError(f"{problem}; wait, or set another name") from None
+        for file in (*self.folder.glob("*.partial"), *self.last.parent.glob("*.partial")):
+            file.unlink()  # of a killed process
+        return read_json(self.folder / "summary.json")
+
+    def was_finished_at(self, step: int) -> bool:
+        """Whether an earlier process has finished the run at this step."""
+        return self.previous.get("status") == "finished" and self.previous.get("step") == step
 
     def start(self, config: dict, summary: dict) -> None:
-        """Write config.yaml and the first summary.json. Results of an earlier process stay until they are updated."""
+        """Write config.yaml and summary.json. Other results of an earlier process stay in it."""
         self.summary = self.previous | {"name": self.name, "status": "running", "error": None}
         if self.is_main:
             write_config(self.folder, config)
         self.update(summary)
 
     def update(self, summary: dict) -> None:
-        """Add values to summary.json, where they survive a kill. Infinite values become null: JSON has no infinity."""
-        self.summary |= {
-            k: None if isinstance(v, float) and not math.isfinite(v) else v
-            for k, v in summary.items()
-        }
+        """Add values to summary.json. Infinite values become null: JSON has no infinity."""
+        for key, value in summary.items():
+            is_finite = not isinstance(value, float) or math.isfinite(value)
+            self.summary[key] = value if is_finite else None
         if self.is_main:
             write_json(self.folder / "summary.json", self.summary)
 
-    def __exit__(self, error_type, error, traceback) -> None:
-        if self.summary is not None:
-            message = (
-                None
-                if error is None
-                else error_message(error) or f"{type(error).__name__}: {error}"
-            )
+    def end(self, step: int, is_interrupted: bool) -> None:
+        """Record how the training loop ended: all steps are done, or a signal has stopped it."""
+        if is_interrupted:
+            advice = f"resume with the same command and name={self.name}"
+            self.update({"status": "interrupted", "error": f"saved at step {step}; {advice}"})
+        else:
+            self.update({"status": "finished"})
+
+    def __exit__(self, error_type: Any, error: BaseException | None, traceback: Any) -> None:
+        if self.summary is not None and error is not None:
+            message = error_message(error) or f"{type(error).__name__}: {error}"
             self.update({"status": status_of(error), "error": message})
         if self.is_main:
+            if not (self.folder / "config.yaml").exists():  # the run was refused
+                self._remove_empty_folder()
             self.lock.release()
+
+    def _remove_empty_folder(self) -> None:
+        (self.folder / ".lock").unlink(missing_ok=True)
+        with suppress(OSError):  # it has other files, such as the log of a sweep's job
+            self.last.parent.rmdir()
+            os.removedirs(self.folder)

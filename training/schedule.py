@@ -1,9 +1,11 @@
 """The learning rate over a run, as a fraction of its peak.
 
-To add a schedule, write a function here and list it in SCHEDULES. schedule.name=NAME then selects it (docs/hacking.md).
+To add a schedule, write a function here and list it in SCHEDULES. schedule.name=NAME then selects
+it (docs/hacking.md).
 """
 
 import math
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from common.settings import Rule, setting
@@ -13,24 +15,22 @@ from common.settings import Rule, setting
 class ScheduleConfig:
     """Learning-rate schedule: linear warmup, then decay."""
 
-    name: str = "linear"  # function in this file
+    # function in this file
+    name: str = "linear"
     warmup_steps: int = setting(10, 0, 10**12)
-    final_fraction: float = setting(
-        0.0, 0, 1
-    )  # learning rate at the end, as a fraction of the peak
-    decay_fraction: float = setting(
-        0.5, 0, 1
-    )  # wsd: the part of the run in which the learning rate decays
+    # learning rate at the end, as a fraction of the peak
+    final_fraction: float = setting(0.0, 0, 1)
+    # wsd: the part of the run in which the learning rate decays
+    decay_fraction: float = setting(0.5, 0, 1)
 
-    def rules(self, section: str) -> list[Rule]:
-        return [("name", self.name in SCHEDULES, f"is unknown; set one of {', '.join(SCHEDULES)}")]
+    def rules(self, section: str) -> Iterator[Rule]:
+        yield "name", self.name in SCHEDULES, f"is unknown; set one of {', '.join(SCHEDULES)}"
 
 
 def cosine(progress: float, config: ScheduleConfig) -> float:
-    """Cosine decay from 1 to final_fraction (Loshchilov & Hutter, arXiv:1608.03983, without restarts)."""
-    return config.final_fraction + (1 - config.final_fraction) * 0.5 * (
-        1 + math.cos(math.pi * progress)
-    )
+    """Cosine decay from 1 to final_fraction (Loshchilov & Hutter, arXiv:1608.03983)."""
+    remaining = 0.5 * (1 + math.cos(math.pi * progress))
+    return config.final_fraction + (1 - config.final_fraction) * remaining
 
 
 def linear(progress: float, config: ScheduleConfig) -> float:
@@ -39,21 +39,28 @@ def linear(progress: float, config: ScheduleConfig) -> float:
 
 
 def wsd(progress: float, config: ScheduleConfig) -> float:
-    """Warmup-stable-decay (Hu et al., arXiv:2404.06395): constant, then linear over the last decay_fraction."""
-    remaining = (1 - progress) / config.decay_fraction if config.decay_fraction > 0 else 1.0
-    return config.final_fraction + (1 - config.final_fraction) * min(1.0, remaining)
+    """Warmup-stable-decay (Hu et al., arXiv:2404.06395).
+
+    Constant, then linear decay over the last decay_fraction.
+    """
+    remaining = 1.0
+    if config.decay_fraction > 0:
+        remaining = min(1.0, (1 - progress) / config.decay_fraction)
+    return config.final_fraction + (1 - config.final_fraction) * remaining
 
 
 SCHEDULES = {function.__name__: function for function in (cosine, linear, wsd)}
 
 
 def lr_scale(config: ScheduleConfig, step: int, steps: int | None, progress: float) -> float:
-    """The learning rate of the next step as a fraction of its peak: linear warmup, then the schedule.
+    """The learning rate of the next step, as a fraction of its peak: warmup, then the schedule.
 
-    step: finished steps. steps: length of the run; None: limited by time only.
+    step: finished steps.
+    steps: length of the run; None: limited by time only.
     progress: finished part of the run, 0 to 1, by steps or minutes (TrainState.progress).
     """
     if step < config.warmup_steps:
         return (step + 1) / (config.warmup_steps + 1)
-    warmup = config.warmup_steps / steps if steps is not None else 0.0
-    return SCHEDULES[config.name](max(0.0, progress - warmup) / max(1e-9, 1 - warmup), config)
+    warmup = 0.0 if steps is None else config.warmup_steps / steps
+    progress_after_warmup = max(0.0, progress - warmup) / max(1e-9, 1 - warmup)
+    return SCHEDULES[config.name](progress_after_warmup, config)

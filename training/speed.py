@@ -9,9 +9,8 @@ from typing import Any
 
 import torch
 
-WARMUP_STEPS = (
-    5  # first steps of a process, excluded from medians: caches fill, and kernels are selected
-)
+# first steps of a process, excluded from medians: caches fill, and kernels are selected
+WARMUP_STEPS = 5
 
 
 def synchronize(device: torch.device) -> None:
@@ -23,14 +22,19 @@ def synchronize(device: torch.device) -> None:
 class Speed:
     """Step times, throughput and MFU of a run. On CUDA, no step waits for the GPU.
 
-    tokens, flops: of an optimizer step, over all devices. peak: peak FLOP/s of all devices.
+    tokens, flops: of an optimizer step, over all devices.
+    peak: peak FLOP/s of all devices.
     """
 
     def __init__(self, device: torch.device, tokens: int, flops: float, peak: float):
-        self.device, self.tokens, self.flops, self.peak = device, tokens, flops, peak
-        self.steps: deque[float] = deque(maxlen=1000)  # seconds of the last steps, for medians
+        self.device = device
+        self.tokens = tokens
+        self.flops = flops
+        self.peak = peak
+        self.step_seconds: deque[float] = deque(maxlen=1000)  # of the last steps, for medians
 
     def start_step(self) -> None:
+        """Call this at the beginning of a step."""
         self.start = _record_time(self.device)
 
     def end_step(self) -> Callable[[], dict]:
@@ -38,13 +42,19 @@ class Speed:
         return partial(self._read, self.start, _record_time(self.device))
 
     def _read(self, start: Any, end: Any) -> dict:
-        self.steps.append(_elapsed_seconds(start, end))
-        return self._metrics(self.steps[-1])
+        seconds = _elapsed_seconds(start, end)
+        self.step_seconds.append(seconds)
+        return self._metrics(seconds)
 
     def median(self) -> dict:
-        """Metrics of the median step, without warmup steps if there are others. Empty before the first step."""
-        steps = [*self.steps][WARMUP_STEPS:] or self.steps
-        return self._metrics(statistics.median(steps)) if steps else {}
+        """Metrics of the median step, without warmup steps if there are others.
+
+        Empty before the first step.
+        """
+        steps = list(self.step_seconds)
+        if not steps:
+            return {}
+        return self._metrics(statistics.median(steps[WARMUP_STEPS:] or steps))
 
     def _metrics(self, seconds: float) -> dict:
         mfu = self.flops / seconds / self.peak
@@ -54,9 +64,10 @@ class Speed:
 def time_calls(
     call: Callable, device: torch.device, min_calls: int, seconds: float, max_calls: int
 ) -> list[float]:
-    """Time as many calls as fit into about `seconds`, within the limits. Returns the seconds of each call.
+    """Time as many calls as fit into about `seconds`, within the limits.
 
     After the first call, a fifth of this number of calls runs untimed, as warmup.
+    Returns the seconds of each call.
     """
     first = time_repeatedly(call, device, 1)
     fitting = min(max_calls, int(seconds / first[0]))
@@ -65,8 +76,9 @@ def time_calls(
 
 
 def time_repeatedly(call: Callable, device: torch.device, count: int) -> list[float]:
+    """Time `count` calls. On CUDA, no call waits for the previous one."""
     times = []
-    for _ in range(count):  # on CUDA, no call waits for the previous one
+    for _ in range(count):
         start = _record_time(device)
         call()
         times.append((start, _record_time(device)))
@@ -74,7 +86,7 @@ def time_repeatedly(call: Callable, device: torch.device, count: int) -> list[fl
 
 
 def _record_time(device: torch.device) -> Any:
-    """The current time of the device: on CUDA an event that is read later."""
+    """The current time in seconds; on CUDA, an event that is read later."""
     if device.type != "cuda":
         synchronize(device)
         return time.perf_counter()

@@ -11,12 +11,13 @@ from helpers import ADAMW, tiny_model, train_step
 from common.checkpoint_file import load_checkpoint, save_checkpoint
 from common.errors import TrainingFailed
 from training import checkpoint
-from training.checkpoint import CheckpointWriter, TrainState, remove_later_steps
+from training.checkpoint import CheckpointWriter, load_last_checkpoint
 from training.config import CheckpointConfig, TrainConfig
 from training.device import build_grad_scaler
 from training.distributed import Dist
 from training.optimizer import build_optimizers
 from training.run_folder import RunFolder
+from training.train_state import TrainState
 
 HEADER = {"vocab_size": 20, "identity": {}, "config": {"seed": 1}}
 
@@ -32,11 +33,9 @@ def state():
 
 @pytest.fixture
 def checkpoints(workdir, state):
-    with RunFolder("a", "", True) as run:
+    with RunFolder("a", "", True, Dist()) as run:
         run.start({}, {})
-        yield CheckpointWriter(
-            CheckpointConfig(1, 0), run, state, HEADER, state.summary, state.step
-        )
+        yield CheckpointWriter(CheckpointConfig(1, 0), run, state, HEADER)
 
 
 @pytest.mark.parametrize(
@@ -47,18 +46,18 @@ def test_best_evaluation_is_saved_as_best_and_every_step_as_last(
     state, checkpoints, step, best_step, files
 ):
     state.step, state.best_step = step, best_step
-    checkpoints.save()
+    checkpoints.save(state.summary())
     assert {path.stem for path in checkpoints.run.last.parent.iterdir()} == files
 
 
 @pytest.mark.parametrize("value", [math.nan, math.inf])
 def test_weights_that_are_not_finite_do_not_replace_a_checkpoint(state, checkpoints, value):
-    checkpoints.save()
+    checkpoints.save(state.summary())
     state.step = 2
     with torch.no_grad():
         next(state.model.parameters()).view(-1)[3] = value
     with pytest.raises(TrainingFailed, match=r"not finite after step 2.* Lower optimizer.lr"):
-        checkpoints.save()
+        checkpoints.save(state.summary())
     assert load_checkpoint(checkpoints.run.last)["step"] == 1
 
 
@@ -66,16 +65,16 @@ def save_evaluations(state, checkpoints, losses: dict[int, float]) -> None:
     """Save the checkpoints of steps with these validation losses."""
     for state.step, loss in losses.items():
         state.record_evaluation(loss, loss)
-        checkpoints.save()
+        checkpoints.save(state.summary())
 
 
 def return_to(step: int, state) -> None:
-    """Copy an older checkpoint over last.pt, resume from it, and start the run as open_run does."""
-    with RunFolder("a", "", True) as run:
+    """Copy an older checkpoint over last.pt, resume from it, and start the run as train.py does."""
+    with RunFolder("a", "", True, Dist()) as run:
         if step:
             shutil.copy(run.last.with_name(f"step-{step:06d}.pt"), run.last)
-        state.resume(run.last, HEADER)
-        remove_later_steps(run, state, HEADER, Dist())
+        load_last_checkpoint(run, state, HEADER, Dist())
+        CheckpointWriter(CheckpointConfig(), run, state, HEADER).remove_later_steps()
         run.start({}, state.summary())
 
 

@@ -22,6 +22,7 @@ from distributed_helpers import (
 )
 from helpers import ROOT, TEXT, TINY, load, metrics, summary, wait_for_step
 
+from training.distributed import Dist
 from training.run_folder import RunFolder
 
 
@@ -95,7 +96,7 @@ def test_two_gpus_train_like_one(train, workdir, dtype, parallel):
 
 @pytest.mark.slow
 def test_run_in_use_by_another_process_is_refused_with_one_message(workdir):
-    with RunFolder("a", "", True):
+    with RunFolder("a", "", True, Dist()):
         _, err = torchrun(2, "name=a").communicate(timeout=600)
     refusal = "runs/a is being trained by another process; wait, or set another name"
     assert err.count(refusal) == 1

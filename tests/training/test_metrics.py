@@ -8,23 +8,22 @@ import torch
 from helpers import read_jsonl
 
 from common.errors import TrainingFailed, UserError
-from training import observers
-from training.observers import MetricsLogger, remove_later_rows
+from training import metrics as training_metrics
+from training.metrics import MetricsLogger
 
 
 @pytest.fixture(autouse=True)
 def no_timed_flush(monkeypatch):
-    monkeypatch.setattr(observers, "FLUSH_INTERVAL_S", math.inf)
+    monkeypatch.setattr(training_metrics, "FLUSH_INTERVAL_S", math.inf)
 
 
 def logger(folder, step=-1):
-    last = remove_later_rows(folder / "metrics.jsonl", step)
-    return MetricsLogger(folder, last, SimpleNamespace(log=lambda rows: None, is_enabled=False))
+    return MetricsLogger(folder / "metrics.jsonl", SimpleNamespace(log=lambda rows: None), step)
 
 
 def test_rows_are_written_several_at_a_time(tmp_path):
     path, metrics = tmp_path / "metrics.jsonl", logger(tmp_path)
-    metrics.log({"step": 1, "train/loss": torch.tensor(2.5)}, read=lambda: {"step_ms": 3.0})
+    metrics.log({"step": 1, "train/loss": torch.tensor(2.5)}, read_timing=lambda: {"step_ms": 3.0})
     metrics.log({"step": 2, "train/loss": torch.tensor(2.0)})
     assert path.read_text(encoding="utf-8") == ""
     metrics.flush(sync=True)
@@ -64,7 +63,7 @@ def test_missing_row_is_refused(tmp_path, rows, missing):
     (tmp_path / "metrics.jsonl").write_text(rows, encoding="utf-8")
     with pytest.raises(
         UserError,
-        match=f"metrics.jsonl has no row of step {missing}; restore the file, or set another",
+        match=f"metrics.jsonl has no row of step {missing}; restore it, or set another",
     ):
         logger(tmp_path, step=2)
     assert (tmp_path / "metrics.jsonl").read_text(encoding="utf-8") == rows

@@ -31,7 +31,7 @@ def test_two_sharded_processes_train_like_one(train, workdir):
     settings = ["model=gpt2", "optimizer=muon", "eval.attention_stats=true"]
     sharded = ["parallel=fsdp", "train.micro_batch_size=2", "train.activation_checkpointing=block"]
     script = write_train_script(
-        "from training import observers\nobservers.peak_flops = lambda *args: 1e9"
+        "from training import run_logger\nrun_logger.peak_flops = lambda *args: 1e9"
     )
     finish(torchrun(2, "name=two", *sharded, *settings, script=script))
     assert train("name=one", *SINGLE, *settings) == 0

@@ -10,32 +10,34 @@ from data_helpers import write_file
 
 from common.errors import TrainingFailed, UserError
 from generation.run_paths import find_checkpoint, find_run
+from training.distributed import Dist
 from training.run_folder import RunFolder
 
 
 def test_run_folder_is_locked_while_it_is_used(workdir):
     for file in ("config.yaml", "checkpoints/last.pt"):
         write_file(f"runs/a/{file}.1.partial", "")  # of a process that was killed
-    with RunFolder("a", "", True) as run:
+    with RunFolder("a", "", True, Dist()) as run:
         assert not [*Path().rglob("*.partial")]
         with pytest.raises(UserError, match="runs/a is being trained by another process"):
-            RunFolder("a", "", True)
+            RunFolder("a", "", True, Dist())
         run.start({"seed": 1}, {"device": "cpu", "best_val_loss": math.inf})
+        run.end(3, is_interrupted=False)
     summary = json.loads((workdir / "runs/a/summary.json").read_text(encoding="utf-8"))
     assert (summary["status"], summary["error"], summary["device"]) == ("finished", None, "cpu")
     assert summary["best_val_loss"] is None, "JSON has no infinity"
     with pytest.raises(UserError, match="runs/a exists"):
-        RunFolder("a", "", False)
+        RunFolder("a", "", False, Dist())
     for content in ("null", "[1]", '{"sta'):
         write_file("runs/a/summary.json", content)
         with pytest.raises(
             UserError, match=r"runs/a/summary.json cannot be read .*; restore it, or remove it"
         ):
-            RunFolder("a", "", True)
+            RunFolder("a", "", True, Dist())
 
 
 def test_unnamed_runs_of_the_same_second_get_different_folders(workdir):
-    runs = [RunFolder(None, "label", True) for _ in range(3)]
+    runs = [RunFolder(None, "label", True, Dist()) for _ in range(3)]
     assert len({run.name for run in runs}) == 3
 
 
@@ -49,7 +51,7 @@ def test_unnamed_runs_of_the_same_second_get_different_folders(workdir):
     ],
 )
 def test_summary_records_how_a_run_ended(workdir, error, status, message):
-    with pytest.raises(type(error)), RunFolder("a", "", True) as run:
+    with pytest.raises(type(error)), RunFolder("a", "", True, Dist()) as run:
         run.start({}, {})
         raise error
     summary = json.loads((workdir / "runs/a/summary.json").read_text(encoding="utf-8"))

@@ -28,11 +28,11 @@ def test_median_excludes_warmup_steps_if_there_are_others(clock):
         speed.start_step()
         clock[0] += seconds
         speed.end_step()()
-        if len(speed.steps) == 1:
+        if len(speed.step_seconds) == 1:
             assert speed.median()["step_ms"] == 9000.0
     assert speed.median() == {"step_ms": 1000.0, "tokens_per_second": 100.0, "mfu": 0.2}
-    speed.steps.extend([0.25] * 10**6)  # in a long run, the last steps count
-    assert len(speed.steps) == 1000 and speed.median()["step_ms"] == 250.0
+    speed.step_seconds.extend([0.25] * 10**6)  # in a long run, the last steps count
+    assert len(speed.step_seconds) == 1000 and speed.median()["step_ms"] == 250.0
 
 
 def test_time_calls_fills_the_time_within_min_and_max_calls(clock):

@@ -21,6 +21,7 @@ from comparison.sweep import jobs
 from comparison.sweep.jobs import Job, Outcome, train_job
 from comparison.sweep.launch import estimate_checkpoint_bytes, find_missing_jobs, train_jobs
 from training.config import CheckpointConfig, RunConfig
+from training.distributed import Dist
 from training.run_folder import RunFolder
 
 LONG = ["name=s", "train.steps=60", "eval.every=60", "checkpoint.every=20", "train.batch_size=2"]
@@ -225,7 +226,7 @@ def test_job_is_done_after_it_has_finished_with_its_config_and_a_damaged_one_is_
 def test_job_that_another_process_trains_fails(workdir):
     folder = workdir / "runs/sweeps/s/seed=1"
     words = [*TINY, "seed=1", "name=sweeps/s/seed=1"]
-    with RunFolder("sweeps/s/seed=1", "", True) as run:
+    with RunFolder("sweeps/s/seed=1", "", True, Dist()) as run:
         run.start({"name": "sweeps/s/seed=1"}, {})
         outcome = train_job(Job("seed=1", folder, words, {"name": "sweeps/s/seed=1"}))
         assert outcome.status == "failed" and "is being trained by" in outcome.reason

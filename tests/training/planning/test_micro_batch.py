@@ -15,11 +15,11 @@ from training.device import Runtime
 from training.distributed import Dist
 from training.parallel import DDP
 from training.planning import micro_batch
-from training.planning.micro_batch import GPU_RESERVE_FRACTION, fits, resolve_micro_batches
+from training.planning.micro_batch import GPU_RESERVE_FRACTION, fit_micro_batches, fits
 
 AUTO = "train.micro_batch_size=auto"
 DEVICE = torch.device("cpu")
-CPU = Runtime(Dist(), DDP(1, DEVICE, torch.float32), DEVICE, torch.float32, False)
+CPU = Runtime(Dist(), DDP(1, DEVICE, torch.float32), DEVICE, torch.float32, False, 1, 1, None)
 
 
 def make(*overrides):
@@ -33,16 +33,23 @@ def make(*overrides):
 def test_auto_is_the_first_half_that_fits(workdir, monkeypatch, share, largest, size):
     config, model = make(f"train.batch_size={share}")
     monkeypatch.setattr(micro_batch, "fits", lambda size, *_: size <= largest)
-    assert resolve_micro_batches(config, CPU, model)[:2] == (size, share // size)
-    monkeypatch.setattr(
-        Dist, "all_reduce", lambda self, value, op: [1]
-    )  # another process has less memory
-    assert resolve_micro_batches(config, CPU, model)[:2] == (1, share)
-    monkeypatch.setattr(Dist, "all_reduce", lambda self, value, op: [0])
-    with pytest.raises(
-        UserError, match=r"one sequence of model.block_size=16 .* set a smaller model.block_size"
-    ):
-        resolve_micro_batches(config, CPU, model)
+    runtime = fit_micro_batches(config, CPU, model)
+    assert (runtime.micro_batch_size, runtime.accumulation) == (size, share // size)
+
+
+def test_auto_is_the_size_that_fits_on_all_processes(workdir, monkeypatch):
+    config, model = make("train.batch_size=12")
+    monkeypatch.setattr(micro_batch, "fits", lambda *_: True)
+    monkeypatch.setattr(Dist, "all_reduce", lambda self, value, op: [1])
+    runtime = fit_micro_batches(config, CPU, model)
+    assert (runtime.micro_batch_size, runtime.accumulation) == (1, 12)
+
+
+def test_auto_refuses_a_model_of_which_one_sequence_does_not_fit(workdir, monkeypatch):
+    config, model = make("train.batch_size=12")
+    monkeypatch.setattr(micro_batch, "fits", lambda *_: False)
+    with pytest.raises(UserError, match="set a smaller model.block_size"):
+        fit_micro_batches(config, CPU, model)
 
 
 @pytest.mark.skipif(

@@ -12,7 +12,7 @@ from common import system
 from common.errors import UserError
 from configs.cli import parse_config
 from training.device import resolve_runtime
-from training.planning.plan import Plan
+from training.planning.plan import Plan, make_plan
 
 GIVEN_SPEED = ["plan=true", "flops_per_second=1e9"]
 
@@ -21,15 +21,15 @@ GIVEN_SPEED = ["plan=true", "flops_per_second=1e9"]
 def plan(workdir):
     """plan("model.n_layer=4", ...) -> the Plan of a tiny model, for a speed of 1 GFLOP/s."""
 
-    def make_plan(*overrides):
+    def plan_tiny_model(*overrides):
         return plan_config(*TINY, "model.n_layer=1", "optimizer=adamw", *GIVEN_SPEED, *overrides)
 
-    return make_plan
+    return plan_tiny_model
 
 
 def plan_config(*words) -> Plan:
     config = parse_config("train", "", list(words))
-    return Plan(config, resolve_runtime(config))
+    return make_plan(config, resolve_runtime(config))
 
 
 @pytest.mark.skipif(
@@ -87,13 +87,12 @@ def test_fsdp_divides_the_bytes_among_processes(plan, device):
 
 def test_steps_and_flops_follow_from_the_config(plan, monkeypatch):
     monkeypatch.setattr(
-        "training.planning.plan._measure_flops_per_second", lambda *args: 2e9
+        "training.planning.plan.measure_flops_per_second", lambda *args: 2e9
     )  # of one process
     assert plan("flops_per_second=null", "world_size=2").flops_per_second == 4e9
     planned = plan(
         "train.batch_size=8", "train.micro_batch_size=2", "train.steps=7", "world_size=2"
     )
-    assert (planned.accumulation, planned.micro_batch_size) == (2, 2)
     assert planned.tokens == 7 * 128
     assert planned.flops == 7 * 128 * sum(planned.flops_per_token.values())
     assert planned.seconds == pytest.approx(planned.flops / 1e9)

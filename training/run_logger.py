@@ -1,0 +1,179 @@
+"""Logs a training run: what it prints, metrics.jsonl, wandb, step times and the profiler."""
+
+import textwrap
+from collections.abc import Callable
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import asdict
+from typing import Any, Self
+
+import torch
+
+from common.console import ProgressBar
+from common.errors import EXIT_CODES, status_of
+from common.system import reset_peak_memory
+from training.config import OVERFITTING_EVALS, RunConfig
+from training.device import Runtime
+from training.metrics import MetricsLogger
+from training.peak_flops import peak_flops
+from training.profiler import StepProfiler
+from training.run_folder import RunFolder
+from training.speed import Speed
+from training.train_state import TrainState
+from training.wandb_logger import WandbRun
+
+# names in summary.json, and the metrics whose newest values they have
+SUMMARY_METRICS = {
+    "last_val_loss": "val/loss",
+    "last_val_bpb": "val/bpb",
+    "last_train_loss": "train/loss",
+    "peak_memory_bytes": "peak_memory_bytes",
+    "score_variance": "attention/score_variance",
+    "attention_entropy": "attention/entropy",
+    "attention_distance": "attention/mean_distance",
+    "step_ms": "step_ms",
+    "tokens_per_second": "tokens_per_second",
+    "mfu": "mfu",
+}
+
+
+class RunLogger(AbstractContextManager):
+    """Context manager around the training loop. Only rank 0 prints and writes.
+
+    For each step, the loop calls start_step, end_step and log_step, with phases in between.
+    facts: of describe_run. Raises UserError if metrics.jsonl lacks a row.
+    """
+
+    def __init__(
+        self,
+        config: RunConfig,
+        runtime: Runtime,
+        run: RunFolder,
+        state: TrainState,
+        facts: dict[str, Any],
+    ):
+        self.config = config
+        self.runtime = runtime
+        self.run = run
+        self.state = state
+        self.tokens_per_step = config.train.batch_size * config.model.block_size
+        flops_per_step = self.tokens_per_step * facts["flops_per_token"]
+        peak = peak_flops(runtime.device, runtime.dtype) * runtime.dist.world_size
+        self.speed = Speed(runtime.device, self.tokens_per_step, flops_per_step, peak)
+        self.read_timing: Callable[[], dict] | None = None  # None before the first step
+        run_config = asdict(config)
+        run_config["attention"] |= facts["attention"]
+        self.wandb = WandbRun(config.wandb, run.folder, run_config, state.wandb_id, name=run.name)
+        state.wandb_id = self.wandb.id
+        self.metrics = None
+        if run.is_main:
+            self.metrics = MetricsLogger(
+                run.folder / "metrics.jsonl", self.wandb, state.last_logged_step
+            )
+        self.bar = ProgressBar(1.0, initial=state.progress)
+        self.profiler = None
+        if config.train.profile and run.is_main:
+            self.profiler = StepProfiler(runtime.device, run.folder, self.bar.console.out)
+
+    def __enter__(self) -> Self:
+        # wandb was off, or a process was killed before wandb has started
+        if self.metrics and not (self.run.folder / "wandb").exists():
+            self.metrics.send_earlier_rows()
+        self.bar.start()
+        activity = "compiling" if self.runtime.compile else "evaluating"
+        self.bar.show(self.state.progress, activity)
+        if self.profiler:
+            self.profiler.start()
+        reset_peak_memory(self.runtime.device)
+        self.state.start_clock()
+        return self
+
+    def __exit__(self, error_type: Any, error: BaseException | None, traceback: Any) -> None:
+        if self.profiler:
+            self.profiler.stop()
+        self.bar.stop()
+        status = status_of(error)
+        if error is None and self.state.stopped:
+            status = "interrupted"
+        self.wandb.finish(EXIT_CODES[status])
+
+    def start_step(self) -> None:
+        """Call this at the beginning of a step."""
+        self.speed.start_step()
+
+    def phase(self, name: str) -> AbstractContextManager:
+        """Context manager: a phase of the current step, for the profiler."""
+        return torch.profiler.record_function(name) if self.profiler else nullcontext()
+
+    def end_step(self) -> None:
+        """Call this after the weights are updated."""
+        self.read_timing = self.speed.end_step()
+        if self.profiler:
+            self.profiler.step()
+
+    def log_step(self, metrics: dict[str, Any] | None) -> None:
+        """Print and log the metrics of a step, and of its evaluation if it has one.
+
+        metrics: None if a signal has stopped the evaluation. Nothing is logged.
+        Raises TrainingFailed if a loss is not finite.
+        """
+        if self.metrics is None or metrics is None:
+            return
+        state = self.state
+        if "val/loss" in metrics:
+            self._print_evaluation(metrics)
+        tokens = state.step * self.tokens_per_step
+        counters = {"step": state.step, "tokens": tokens, "seconds": state.seconds}
+        self.metrics.log(counters | metrics, self.read_timing)
+        if state.progress >= 1:
+            self.metrics.flush()
+        self._show_progress(self.metrics.last)
+
+    def _show_progress(self, newest: dict[str, Any]) -> None:
+        """Update the progress bar, or print a line if the output is not a terminal."""
+        label = f"step {self.state.step}"
+        if self.config.train.steps is not None:
+            label += f"/{self.config.train.steps}"
+        details = ""
+        if newest.get("train/loss") is not None and newest.get("tokens_per_second") is not None:
+            loss = newest["train/loss"]
+            details = f"loss {loss:.3f}  {newest['tokens_per_second']:,.0f} tokens/s"
+        self.bar.show(self.state.progress, label, details)
+
+    def _print_evaluation(self, metrics: dict[str, Any]) -> None:
+        """Print the validation loss, the sample, and a warning if the loss no longer falls."""
+        state = self.state
+        patience = self.config.train.patience
+        loss = f"validation loss {metrics['val/loss']:.4f}, {metrics['val/bpb']:.3f} bits per byte"
+        best = ", the best so far" if state.is_best and state.step > 0 else ""
+        self.bar.print_text(f"step {state.step}: {loss}{best}", style="bold")
+        sample = metrics.get("sample", "").strip("\n")
+        if sample:
+            lines = textwrap.indent(sample, "  | ", lambda line: True)
+            self.bar.print_text(lines, "  | ", style="dim")
+        if state.evals_since_best == OVERFITTING_EVALS:
+            problem = f"the validation loss has not fallen since step {state.best_step}"
+            decay = [key for key in vars(self.config.optimizer) if key.endswith("weight_decay")]
+            larger = " and ".join(f"optimizer.{key}" for key in decay)
+            advice = f"start another run with train.steps={state.best_step}, or a larger {larger}"
+            self.bar.print_text(f"overfitting: {problem}; {advice}", style="bold yellow")
+        if state.evals_since_best == patience:
+            reason = f"train.patience={patience} evaluations without a lower loss"
+            self.bar.print_text(f"stopping: {reason}")
+
+    def flush(self) -> dict[str, Any]:
+        """Write all metrics to the disk. Returns the results for summary.json.
+
+        Call this before a checkpoint is saved. Raises TrainingFailed if a loss is not finite.
+        """
+        if self.metrics is None:
+            return {}
+        self.metrics.flush(sync=True)
+        results = self.results()
+        self.wandb.set_summary(self.run.summary | results)
+        return results
+
+    def results(self) -> dict[str, Any]:
+        """Losses, speed and memory, under their names in summary.json."""
+        newest = self.metrics.last if self.metrics else {}
+        metrics = {name: newest.get(metric) for name, metric in SUMMARY_METRICS.items()}
+        return self.state.summary() | metrics | self.speed.median()
