@@ -38,13 +38,12 @@ from common.console import print_text
 from data.loader import Loader
 from training.build import build_data, build_model, describe_run
 from training.checkpoint import CheckpointWriter, load_last_checkpoint, make_checkpoint_header
-from training.config import AUTO, RunConfig
+from training.config import RunConfig
 from training.device import build_grad_scaler, resolve_runtime, seed_device
 from training.evaluate import Evaluator
 from training.init_from import load_init_weights
 from training.optimizer import build_optimizers, optimizer_step, set_lr
-from training.planning.micro_batch import fit_micro_batches
-from training.planning.plan import show_plan
+from training.plan import show_plan
 from training.progress import describe_finished_run, print_banner, report
 from training.run_folder import open_run_folder
 from training.run_logger import RunLogger
@@ -74,8 +73,6 @@ def main(config: RunConfig) -> int:
         loader = Loader(data, config.model.block_size, config.seed, device, document_mask)
         torch.manual_seed(config.seed)
         model = build_model(config, runtime, data.meta["vocab_size"])
-        if config.train.micro_batch_size == AUTO:
-            runtime = fit_micro_batches(config, runtime, model)
         if config.train.init_from is not None and not run.resumes:
             load_init_weights(config.train.init_from, model, data.meta["tokenizer"])
         wrapped_model = runtime.wrap(model, config.attention)

@@ -87,8 +87,10 @@ def check_identity(folder: Path, saved: dict, header: dict) -> None:
     if is_other_text and not any(key.startswith(("data.", "tokenizer.")) for key in changed):
         source = format_value(new["data.path"] or new["data.name"])
         listed.append(f"another text than {source} has now")
-    advice = "restore the old values, or set another name"
-    raise UserError(f"{folder} was trained with {', '.join(listed)}; {advice}")
+    raise UserError(
+        f"{folder} was trained with {', '.join(listed)}; restore the old values, or set another "
+        "name"
+    )
 
 
 def _data_settings(config: dict) -> dict:
@@ -126,10 +128,9 @@ class CheckpointWriter:
         if not run.is_main:
             return
         if not nn.utils.get_total_norm(content["model"].values(), math.inf).isfinite():
-            advice = "Lower optimizer.lr, then run the command again"
             raise TrainingFailed(
-                f"the weights are not finite after step {state.step}. "
-                f"{advice}: it resumes from the last checkpoint"
+                f"the weights are not finite after step {state.step}. Lower optimizer.lr, then run "
+                "the command again: it resumes from the last checkpoint"
             )
         if state.is_best:
             self._save_best(content)

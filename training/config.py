@@ -9,7 +9,6 @@ This module does not import torch, so that wrong settings are reported immediate
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field
-from typing import Any
 
 from common.errors import UserError
 from common.settings import Rule, check_path_component, setting
@@ -20,7 +19,6 @@ from generation.run_paths import check_name
 from model import AttentionConfig, GPTConfig
 from training.schedule import ScheduleConfig
 
-AUTO = "auto"
 # of OpenAI, on the Hugging Face hub
 GPT2_MODELS = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 MAX_STEPS = 10**12
@@ -39,8 +37,8 @@ class TrainConfig:
     minutes: float | None = setting(None, above=0)
     # sequences per optimizer step, over all devices (preset)
     batch_size: int = setting(16, 1, 10**6)
-    # sequences per forward pass on one device; None: all; auto: what fits into memory
-    micro_batch_size: Any = setting(None, 1, 10**6)
+    # sequences per forward pass on one device; None: all. Halve it until it fits into memory
+    micro_batch_size: int | None = setting(None, 1, 10**6)
     # largest gradient norm; None: no clipping
     grad_clip: float | None = setting(1.0, above=0)
     # stop after this many evaluations without a lower loss
@@ -55,48 +53,31 @@ class TrainConfig:
     def rules(self, section: str) -> Iterator[Rule]:
         has_end = self.steps is not None or self.minutes is not None
         yield "steps", has_end, "needs train.minutes; set one of them"
-        size = self.micro_batch_size
-        if size is None or size == AUTO:
-            return
-        if type(size) is int:
-            advice = f"must divide train.batch_size={self.batch_size}"
-            sizes = ", ".join(map(str, _divisors(self.batch_size)[-8:]))
-            yield "micro_batch_size", self.batch_size % size == 0, f"{advice}; set one of {sizes}"
-        else:
-            advice = f"must be a number of sequences, {AUTO} (what fits), or null (all)"
-            yield "micro_batch_size", False, advice
+        self.split_batch(world_size=1)  # what cannot be split on one device cannot be on several
 
     def split_batch(self, world_size: int) -> tuple[int, int]:
         """Split an optimizer step into micro batches.
 
         world_size: number of devices.
         Returns the sequences per forward pass on one device, and the forward passes per optimizer
-        step. With micro_batch_size=auto, the size is 1.
-        Raises UserError if the batch cannot be split evenly.
+        step. Raises UserError if the batch cannot be split evenly.
         """
         share, remainder = divmod(self.batch_size, world_size)
         if remainder:
-            below = share * world_size
-            above = below + world_size
-            valid = f"{below} or {above}" if below > 0 else str(above)
-            problem = f"train.batch_size={self.batch_size} does not divide by {world_size} devices"
-            raise UserError(f"{problem}; set {valid}")
-        if self.micro_batch_size is None:
-            return share, 1
-        if self.micro_batch_size == AUTO:
-            return 1, share
-        accumulation, remainder = divmod(share, self.micro_batch_size)
-        if remainder:
-            problem = f"does not divide the {share} sequences per step of a device"
-            sizes = ", ".join(map(str, _divisors(share)[-8:]))
+            sizes = [size * world_size for size in (share, share + 1) if size > 0]
             raise UserError(
-                f"train.micro_batch_size={self.micro_batch_size} {problem}; set one of {sizes}"
+                f"train.batch_size={self.batch_size} does not divide by {world_size} devices; "
+                f"set {' or '.join(map(str, sizes))}"
             )
-        return self.micro_batch_size, accumulation
-
-
-def _divisors(number: int) -> list[int]:
-    return [size for size in range(1, number + 1) if number % size == 0]
+        size = self.micro_batch_size or share
+        accumulation, remainder = divmod(share, size)
+        if remainder:
+            divisors = [str(n) for n in range(1, share + 1) if share % n == 0]
+            raise UserError(
+                f"train.micro_batch_size={size} does not divide the {share} sequences per step of "
+                f"a device; set one of {', '.join(divisors[-8:])}"
+            )
+        return size, accumulation
 
 
 @dataclass
@@ -254,11 +235,14 @@ class RunConfig:
         source = init_from.removeprefix("run:")
         if init_from and self.tokenizer.name in ("bpe", "char"):
             choice = "gpt2" if init_from in GPT2_MODELS else f"run tokenizer.run={source}"
-            problem = f"train.init_from={init_from} needs the tokenizer of these weights"
-            raise UserError(f"{problem}; set tokenizer={choice}")
+            raise UserError(
+                f"train.init_from={init_from} needs the tokenizer of these weights; "
+                f"set tokenizer={choice}"
+            )
         if "last" in (self.tokenizer.run, source):  # each job of a sweep would find another run
-            problem = "train.init_from=run:last and tokenizer.run=last can change"
-            raise UserError(f"{problem}; set the name of a run")
+            raise UserError(
+                "train.init_from=run:last and tokenizer.run=last can change; set the name of a run"
+            )
         resolve_sources(self.data)  # a missing file is reported before torch is imported
         if not self.plan:
             for key in ("flops_per_second", "world_size"):

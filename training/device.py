@@ -21,7 +21,7 @@ from model.attention import (
     pin_kernel_under_compile,
     resolve_model,
 )
-from training.config import AUTO, RunConfig
+from training.config import RunConfig
 from training.distributed import Dist
 from training.parallel import DDP, FSDP2
 from training.startup import keep_freed_memory
@@ -54,7 +54,6 @@ class Runtime:
 def resolve_runtime(config: RunConfig) -> Runtime:
     """Resolve where and how a run computes, and configure torch.
 
-    With train.micro_batch_size=auto, the size is 1 until planning/micro_batch.py finds it.
     Raises UserError if the run cannot compute here.
     """
     dist = Dist.from_environment()
@@ -67,7 +66,15 @@ def resolve_runtime(config: RunConfig) -> Runtime:
     micro_batch_size, accumulation = config.train.split_batch(dist.world_size)
     configure_backends(device, config.deterministic, config.tf32)
     share_cores(dist)
-    attention = resolve_attention(config, device, dtype, micro_batch_size)
+    attention = resolve_model(
+        config.attention,
+        config.model,
+        B=micro_batch_size,
+        grad=True,
+        dtype=dtype,
+        device=device,
+        document_mask=config.data.document_mask,
+    )
     return Runtime(
         dist, parallel, device, dtype, compiles, micro_batch_size, accumulation, attention
     )
@@ -77,34 +84,18 @@ def resolve_parallel(
     config: RunConfig, dist: Dist, device: torch.device, dtype: torch.dtype
 ) -> DDP | FSDP2:
     """Resolve the setting parallel. Raises UserError if other settings do not allow it."""
-    is_auto = config.train.micro_batch_size == AUTO
-    if is_auto and (device.type != "cuda" or config.parallel == "fsdp" or config.plan):
-        needed = "device=cuda, parallel=ddp and plan=false"
-        raise UserError(f"train.micro_batch_size={AUTO} needs {needed}; set a number")
     if config.parallel == "ddp":
         return DDP(dist.world_size, device, dtype)
     if dist.world_size == 1:
-        advice = "start them with torchrun, or set parallel=ddp"
-        raise UserError(f"parallel=fsdp needs several processes; {advice}")
+        raise UserError(
+            "parallel=fsdp needs several processes; start them with torchrun, or set parallel=ddp"
+        )
     if dtype == torch.float16:
-        advice = "set dtype=bfloat16, or parallel=ddp"
-        raise UserError(f"dtype=float16 cannot be combined with parallel=fsdp; {advice}")
+        raise UserError(
+            "dtype=float16 cannot be combined with parallel=fsdp; set dtype=bfloat16, or "
+            "parallel=ddp"
+        )
     return FSDP2(dist.world_size, device, dtype)
-
-
-def resolve_attention(
-    config: RunConfig, device: torch.device, dtype: torch.dtype, micro_batch_size: int
-) -> ResolvedAttention:
-    """Resolve the attention kernel that trains on micro batches of this size. Raises UserError."""
-    return resolve_model(
-        config.attention,
-        config.model,
-        B=micro_batch_size,
-        grad=True,
-        dtype=dtype,
-        device=device,
-        document_mask=config.data.document_mask,
-    )
 
 
 def resolve_compile(requested: bool | None, device: torch.device) -> bool:
@@ -114,8 +105,10 @@ def resolve_compile(requested: bool | None, device: torch.device) -> bool:
     """
     missing = missing_compiler(device)
     if requested and missing:
-        advice = "install it, or set compile=false"
-        raise UserError(f"compile=true needs {missing}, which is not installed; {advice}")
+        raise UserError(
+            f"compile=true needs {missing}, which is not installed; install it, or set "
+            "compile=false"
+        )
     if requested is None:
         return device.type == "cuda" and not missing
     return requested

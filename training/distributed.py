@@ -104,5 +104,4 @@ class Dist:
         torch_dist.all_gather_object(values, value)
         for rank, other in enumerate(values):
             if other != values[0]:
-                difference = f"rank {rank} has {other}, but rank 0 has {values[0]}"
-                raise UserError(f"{difference}; {advice}")
+                raise UserError(f"rank {rank} has {other}, but rank 0 has {values[0]}; {advice}")

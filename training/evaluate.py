@@ -100,8 +100,10 @@ class Evaluator:
         nats = sum(loss.item() for loss in losses)
         total, num_tokens, num_bytes = dist.all_reduce(nats, *counts.tolist())
         if num_tokens == 0 and not self.stop.requested:
-            problem = f"the {windows} validation windows have only prompts"
-            raise UserError(f"{problem}; set a larger eval.windows, or null")
+            raise UserError(
+                f"the {windows} validation windows have only prompts; set a larger eval.windows, "
+                "or null"
+            )
         return {
             "val/loss": total / max(1, num_tokens),
             "val/bpb": total / math.log(2) / max(1, num_bytes),

@@ -1,6 +1,6 @@
 """Finetuning: start a run from the weights and the tokenizer of another run or model."""
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 import torch.nn.functional as F
@@ -39,8 +39,9 @@ def load_init_weights(init_from: str, model: GPT, tokenizer_spec: dict) -> None:
     path, saved = load_pretrained(run)
     may_differ = {"name": None, "start": None}
     if saved["tokenizer"] | may_differ != tokenizer_spec | may_differ:
-        advice = f"set tokenizer=run tokenizer.run={run}"
-        raise UserError(f"{path} has another tokenizer than this run; {advice}")
+        raise UserError(
+            f"{path} has another tokenizer than this run; set tokenizer=run tokenizer.run={run}"
+        )
     different = _find_different_settings(GPTConfig.from_saved(saved["model_config"]), model.config)
     if different:
         raise UserError(f"{path} has another model than this run; set {' '.join(different)}")
@@ -61,14 +62,12 @@ def _find_different_settings(saved: GPTConfig, config: GPTConfig) -> list[str]:
         may_differ.add("block_size")
     if saved.max_ngram == 1:
         may_differ.add("ngram_table_size")
-    old = asdict(saved)
-    new = asdict(config)
-    # None stands for these values, if all other settings are those of the saved model
-    old["n_kv_head"] = saved.kv_heads
-    old["mlp_width"] = saved.mlp_channels
-    if new["n_kv_head"] is None:
-        new["n_kv_head"] = saved.n_head
-    if new["mlp_width"] is None:
-        new["mlp_width"] = replace(saved, mlp_width=None).mlp_channels
+    old = _explicit_settings(saved)
+    new = _explicit_settings(config)
     different = [key for key in old if old[key] != new[key] and key not in may_differ]
     return [f"model.{key}={format_value(old[key])}" for key in different]
+
+
+def _explicit_settings(config: GPTConfig) -> dict:
+    """The settings of a model, with the values that None stands for."""
+    return asdict(config) | {"n_kv_head": config.kv_heads, "mlp_width": config.mlp_channels}

@@ -71,15 +71,11 @@ class MetricsLogger:
             self.last |= row
             for key in ("val/loss", "train/loss"):
                 if key in row and row[key] is None:
-                    raise TrainingFailed(_describe_divergence(key, row["step"]))
-
-
-def _describe_divergence(key: str, step: int) -> str:
-    return (
-        f"{key} is not a finite number at step {step}. Lower optimizer.lr, then run the command "
-        "again: it resumes from the last checkpoint. If that fails, copy an older checkpoint over "
-        "last.pt"
-    )
+                    raise TrainingFailed(
+                        f"{key} is not a finite number at step {row['step']}. Lower optimizer.lr, "
+                        "then run the command again: it resumes from the last checkpoint. If that "
+                        "fails, copy an older checkpoint over last.pt"
+                    )
 
 
 def _to_numbers(row: dict[str, Any]) -> dict[str, Any]:
@@ -111,8 +107,9 @@ def remove_later_rows(path: Path, step: int) -> dict[str, Any]:
         newest |= row
         size += len(line)
     if step > 0 and newest["step"] != step:
-        missing = newest["step"] + 1
-        raise UserError(f"{path} has no row of step {missing}; restore it, or set another name")
+        raise UserError(
+            f"{path} has no row of step {newest['step'] + 1}; restore it, or set another name"
+        )
     path.touch()
     os.truncate(path, size)
     return newest

@@ -7,7 +7,7 @@ from typing import Any
 from common.console import PYTHON, format_duration, format_si, pluralize, print_text
 from common.errors import EXIT_CODES
 from model import GPTConfig
-from training.config import AUTO, RunConfig
+from training.config import RunConfig
 from training.plots import plot_run
 from training.run_folder import RunFolder
 from training.train_state import TrainState
@@ -70,7 +70,7 @@ def _describe_length(config: RunConfig, summary: dict[str, Any], train_tokens: i
     tokens_per_step = train.batch_size * block_size
     step = f"{train.batch_size} x {block_size} = {tokens_per_step:,} tokens"
     parts = [f"{' or '.join(limits)} of {step}"]
-    if summary["accumulation"] > 1 or train.micro_batch_size == AUTO:
+    if summary["accumulation"] > 1:
         count = pluralize(summary["accumulation"], "micro batch")
         parts.append(f"{count} of {pluralize(summary['micro_batch_size'], 'sequence')}")
     if train.steps is not None:

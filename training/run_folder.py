@@ -65,15 +65,18 @@ class RunFolder(AbstractContextManager):
             raise UserError(f"{self.folder} exists; set another name, or resume=true")
         step = read_json(self.folder / "summary.json").get("step")
         if step and not self.last.exists():  # a step is recorded only after last.pt was written
-            problem = f"{self.last} is missing, but step {step} was saved"
-            raise UserError(f"{problem}; restore it, or set another name")
+            raise UserError(
+                f"{self.last} is missing, but step {step} was saved; restore it, or set another "
+                "name"
+            )
         self.last.parent.mkdir(parents=True, exist_ok=True)
         self.lock = FileLock(self.folder / ".lock")  # the kernel releases it, even after kill -9
         try:
             self.lock.acquire(timeout=0)
         except Timeout:
-            problem = f"{self.folder} is being trained by another process"
-            raise UserError(f"{problem}; wait, or set another name") from None
+            raise UserError(
+                f"{self.folder} is being trained by another process; wait, or set another name"
+            ) from None
         for file in (*self.folder.glob("*.partial"), *self.last.parent.glob("*.partial")):
             file.unlink()  # of a killed process
         return read_json(self.folder / "summary.json")
@@ -99,11 +102,10 @@ class RunFolder(AbstractContextManager):
 
     def end(self, step: int, is_interrupted: bool) -> None:
         """Record how the training loop ended: all steps are done, or a signal has stopped it."""
+        self.update({"status": "finished"})
         if is_interrupted:
-            advice = f"resume with the same command and name={self.name}"
-            self.update({"status": "interrupted", "error": f"saved at step {step}; {advice}"})
-        else:
-            self.update({"status": "finished"})
+            reason = f"saved at step {step}; resume with the same command and name={self.name}"
+            self.update({"status": "interrupted", "error": reason})
 
     def __exit__(self, error_type: Any, error: BaseException | None, traceback: Any) -> None:
         if self.summary is not None and error is not None:

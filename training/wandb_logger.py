@@ -34,8 +34,10 @@ def check_login(config: WandbConfig) -> None:
         wandb.login(verify=False)
     except Exception as error:  # any other error of wandb does not stop a run
         if type(error).__name__ == "UsageError":
-            advice = "run `wandb login`, or set WANDB_API_KEY or wandb.mode=offline"
-            raise UserError(f"wandb.mode=online needs an API key; {advice}") from None
+            raise UserError(
+                "wandb.mode=online needs an API key; run `wandb login`, or set WANDB_API_KEY or "
+                "wandb.mode=offline"
+            ) from None
 
 
 class WandbRun:
@@ -95,8 +97,9 @@ class WandbRun:
         except Exception as error:  # wandb can raise anything
             reason = f"{type(error).__name__}: {error}".partition("\n")[0].removesuffix(": ")
             if self.is_enabled:
-                results = f"{self.folder} has all results"
-                print_text(f"wandb: {reason}; continuing without wandb, {results}")
+                print_text(
+                    f"wandb: {reason}; continuing without wandb, {self.folder} has all results"
+                )
             self.is_enabled = False
         # if its service was killed, wandb would print a traceback at exit
         with suppress(Exception):
@@ -120,13 +123,16 @@ class WandbRun:
         self._calls.put(None)
         self._thread.join(1)
         if self._thread.is_alive():  # wandb's service hangs, or the network is slow
-            limit = f"waiting up to {FINISH_TIMEOUT_S} s for wandb to finish"
-            print_text(f"{limit}; after that, the run ends without it")
+            print_text(
+                f"waiting up to {FINISH_TIMEOUT_S} s for wandb to finish; after that, the run ends "
+                "without it"
+            )
         self._thread.join(FINISH_TIMEOUT_S)
         if self._thread.is_alive():
             self.is_enabled = False  # prints no errors from now on
-            results = f"{self.folder} has all results"
-            print_text(f"wandb did not finish within {FINISH_TIMEOUT_S} s; {results}")
+            print_text(
+                f"wandb did not finish within {FINISH_TIMEOUT_S} s; {self.folder} has all results"
+            )
 
 
 def _to_media(row: dict[str, Any]) -> dict[str, Any]:

@@ -123,7 +123,7 @@ INVALID = [
     (["train=5"], "train=5 must be a section; set its keys, such as train.steps"),
     (["data.mix=5"], "data.mix=5 must be a section of a YAML file"),
     (["data.mix=[a]"], "data.mix=[a] must be a section of a YAML file"),
-    (["train.micro_batch_size=large"], "train.micro_batch_size=large must be a number"),
+    (["train.micro_batch_size=large"], "train.micro_batch_size=large must be a whole number"),
     (["data.path=[]"], "data.path=[] has no file to read"),
     (
         ["wandb.project=[a]"],
@@ -291,7 +291,7 @@ WRONG_YAML = [
     ),
     ("model: {window: [064]}", r"model.window=\[064\] must be a number of tokens"),
     ("train: {steps: 1:30}", r"experiment/mine.yaml: train.steps must be a whole number or null"),
-    ("train: {micro_batch_size: 1:30}", r"train.micro_batch_size=1:30 must be a number"),
+    ("train: {micro_batch_size: 1:30}", r"train.micro_batch_size must be a whole number"),
     (
         "wandb: {project: [a]}",
         r"experiment/mine.yaml: wandb.project must be text; put it in quotes",

@@ -1,4 +1,4 @@
-"""Training config: how a batch is divided, and checks of values."""
+"""Training config: how a batch is divided."""
 
 import pytest
 
@@ -6,15 +6,25 @@ from common.errors import UserError
 from training.config import TrainConfig
 
 
-def test_batch_is_divided_into_micro_batches_or_refused_with_valid_sizes():
-    def split(batch, micro, world):
-        return TrainConfig(batch_size=batch, micro_batch_size=micro).split_batch(world)
+def split(batch_size: int, micro_batch_size: int | None, world_size: int) -> tuple[int, int]:
+    config = TrainConfig(batch_size=batch_size, micro_batch_size=micro_batch_size)
+    return config.split_batch(world_size)
 
-    assert split(12, None, 1) == (12, 1)
-    assert split(12, 3, 1) == (3, 4)
-    assert split(12, "auto", 2) == (1, 6)
-    assert split(12, 3, 2) == (3, 2)
-    with pytest.raises(UserError, match="set 9 or 12"):
-        split(10, None, 3)
-    with pytest.raises(UserError, match="set one of 1, 2, 3, 6"):
-        split(12, 4, 2)
+
+@pytest.mark.parametrize(
+    ("micro_batch_size", "world_size", "expected"),
+    [(None, 1, (12, 1)), (None, 2, (6, 1)), (3, 1, (3, 4)), (3, 2, (3, 2))],
+)
+def test_batch_is_divided_over_devices_and_micro_batches(micro_batch_size, world_size, expected):
+    assert split(12, micro_batch_size, world_size) == expected
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "micro_batch_size", "world_size", "advice"),
+    [(10, None, 3, "set 9 or 12"), (2, None, 3, "set 3"), (12, 4, 2, "set one of 1, 2, 3, 6")],
+)
+def test_batch_that_cannot_be_divided_is_refused_with_valid_sizes(
+    batch_size, micro_batch_size, world_size, advice
+):
+    with pytest.raises(UserError, match=f"{advice}$"):
+        split(batch_size, micro_batch_size, world_size)

@@ -12,7 +12,7 @@ from common import system
 from common.errors import UserError
 from configs.cli import parse_config
 from training.device import resolve_runtime
-from training.planning.plan import Plan, make_plan
+from training.plan import Plan, make_plan
 
 GIVEN_SPEED = ["plan=true", "flops_per_second=1e9"]
 
@@ -87,7 +87,7 @@ def test_fsdp_divides_the_bytes_among_processes(plan, device):
 
 def test_steps_and_flops_follow_from_the_config(plan, monkeypatch):
     monkeypatch.setattr(
-        "training.planning.plan.measure_flops_per_second", lambda *args: 2e9
+        "training.plan.measure_flops_per_second", lambda *args: 2e9
     )  # of one process
     assert plan("flops_per_second=null", "world_size=2").flops_per_second == 4e9
     planned = plan(

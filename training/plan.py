@@ -37,7 +37,6 @@ from training.init_from import load_run_tokenizer
 from training.optimizer import build_optimizers
 from training.parallel import FSDP2
 from training.peak_flops import peak_flops
-from training.planning.micro_batch import run_micro_batch
 from training.progress import describe_model, format_epochs
 from training.speed import time_calls
 
@@ -156,6 +155,16 @@ def estimate_memory(config: RunConfig, runtime: Runtime, vocab_size: int) -> dic
     return memory
 
 
+def run_micro_batch(batch_size: int, config: RunConfig, runtime: Runtime, model: GPT) -> None:
+    """Run a forward and backward pass on random tokens."""
+    shape = (batch_size, config.model.block_size)
+    tokens = torch.randint(model.vocab_size, shape, device=runtime.device)
+    doc_ids = torch.zeros_like(tokens) if config.data.document_mask else None
+    with runtime.autocast():
+        loss = model(tokens, tokens, doc_ids=doc_ids)
+    loss.backward()
+
+
 def _cast_matrices(blocks: nn.Module, dtype: torch.dtype) -> None:
     """Give the matrices of blocks the dtype in which FSDP collects them."""
     for module in blocks.modules():
@@ -170,9 +179,10 @@ def _largest_vocab_size(config: TokenizerConfig, spec: dict | None) -> int:
         return len(spec["tokens"]) + len(spec["special"])
     sizes = OPENAI_SIZES | {"bpe": config.vocab_size, "byte": 257}
     if config.name not in sizes:
-        reason = f"tokenizer={config.name} depends on text that is not on this machine"
-        advice = "run python prepare.py with the same data and tokenizer first"
-        raise UserError(f"the vocabulary of {reason}; {advice}")
+        raise UserError(
+            f"the vocabulary of tokenizer={config.name} depends on text that is not on this "
+            "machine; run python prepare.py with the same data and tokenizer first"
+        )
     return sizes[config.name]
 
 

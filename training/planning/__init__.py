@@ -1,1 +1,0 @@
-"""Estimates a run before it starts: parameters, FLOPs, memory, time and micro-batch size."""
