@@ -44,7 +44,7 @@ from training.evaluate import Evaluator
 from training.init_from import load_init_weights
 from training.optimizer import build_optimizers, optimizer_step, set_lr
 from training.plan import show_plan
-from training.progress import describe_finished_run, print_banner, report
+from training.progress import describe_finished_run, format_banner, report
 from training.run_folder import open_run_folder
 from training.run_logger import RunLogger
 from training.schedule import lr_scale
@@ -93,7 +93,7 @@ def main(config: RunConfig) -> int:
         checkpoints = CheckpointWriter(config.checkpoint, run, state, header)
         checkpoints.remove_later_steps()
         run.start(asdict(config), facts | logger.results())
-        print_banner(config, run, data.meta)
+        print_text(format_banner(config, run, data.meta))
 
         # evaluate the initial weights, or repeat the evaluation that a signal has stopped
         tokenizer = data.tokenizer

@@ -13,47 +13,42 @@ from training.run_folder import RunFolder
 from training.train_state import TrainState
 
 
-def print_banner(config: RunConfig, run: RunFolder, meta: dict) -> None:
-    """Print what is trained, on which data and device. meta: meta.json of the data."""
-    print_text(format_banner(config, run.folder, run.summary, meta))
+def format_banner(config: RunConfig, run: RunFolder, meta: dict) -> str:
+    """The first lines of a run: what is trained, on which data and device.
 
-
-def format_banner(config: RunConfig, folder: Path, summary: dict[str, Any], meta: dict) -> str:
-    """The first lines of a run. summary, meta: content of summary.json and of the data's meta.json."""
-    step = summary["step"]
-    run = str(folder)
-    if step > 0:
-        run += f", resumed from step {step:,}"
-    lines = [f"run      {run}"]
-
+    meta: meta.json of the data.
+    """
+    summary = run.summary
+    tokens = meta["tokens"]
+    attention = summary["attention"]
+    lines = [f"run      {run.folder}"]
+    if summary["step"] > 0:
+        lines[-1] += f", resumed from step {summary['step']:,}"
     if config.preset is not None:
         text_bytes = format_si(meta["bytes"]["train"], "B")
         lines.append(f"preset   {config.preset}, for {text_bytes} of text")
-
-    tokens = meta["tokens"]
-    vocabulary = f"{meta['tokenizer']['name']} vocabulary of {meta['vocab_size']:,}"
     lines.append(
         f"data     {config.data.name}, {tokens['train']:,} training tokens and "
-        f"{tokens['val']:,} validation tokens, {vocabulary}"
+        f"{tokens['val']:,} validation tokens, "
+        f"{meta['tokenizer']['name']} vocabulary of {meta['vocab_size']:,}"
     )
-
-    model = f"{describe_model(config.model)}: {summary['n_params']:,} parameters"
+    lines.append(
+        f"model    {config.model.name}, {describe_model(config.model)}: "
+        f"{summary['n_params']:,} parameters"
+    )
     if config.model.max_ngram > 1:
         ngram_parameters = config.model.ngram_table_size * config.model.n_embd
-        model += f", {ngram_parameters:,} of them in the n-gram table"
-    if config.train.init_from is not None and step == 0:
-        model += f", starting from {config.train.init_from}"
-    lines.append(f"model    {config.model.name}, {model}")
-
-    device = f"{summary['device_name']}, {summary['dtype']}"
+        lines[-1] += f", {ngram_parameters:,} of them in the n-gram table"
+    if config.train.init_from is not None and summary["step"] == 0:
+        lines[-1] += f", starting from {config.train.init_from}"
+    lines.append(
+        f"device   {summary['device_name']}, {summary['dtype']}, "
+        f"attention {attention['requested']} -> {attention['resolved']}"
+    )
     if summary["compile"]:
-        device += ", compiled (can take a minute)"
-    attention = summary["attention"]
-    device += f", attention {attention['requested']} -> {attention['resolved']}"
+        lines[-1] += ", compiled (can take a minute)"
     if summary["world_size"] > 1:
-        device += f", {summary['world_size']} processes with {config.parallel}"
-    lines.append(f"device   {device}")
-
+        lines[-1] += f", {summary['world_size']} processes with {config.parallel}"
     lines.append(f"training for {_describe_length(config, summary, tokens['train'])}")
     return "\n".join(lines)
 
@@ -61,24 +56,24 @@ def format_banner(config: RunConfig, folder: Path, summary: dict[str, Any], meta
 def _describe_length(config: RunConfig, summary: dict[str, Any], train_tokens: int) -> str:
     """The length of a run, and how its steps are divided into micro batches."""
     train = config.train
+    block_size = config.model.block_size
+    tokens_per_step = train.batch_size * block_size
     limits = []
     if train.steps is not None:
         limits.append(pluralize(train.steps, "step"))
     if train.minutes is not None:
         limits.append(f"{train.minutes:g} minutes")
-    block_size = config.model.block_size
-    tokens_per_step = train.batch_size * block_size
-    step = f"{train.batch_size} x {block_size} = {tokens_per_step:,} tokens"
-    parts = [f"{' or '.join(limits)} of {step}"]
+    length = (
+        f"{' or '.join(limits)} of {train.batch_size} x {block_size} = {tokens_per_step:,} tokens"
+    )
     if summary["accumulation"] > 1:
         count = pluralize(summary["accumulation"], "micro batch")
-        parts.append(f"{count} of {pluralize(summary['micro_batch_size'], 'sequence')}")
+        length += f", {count} of {pluralize(summary['micro_batch_size'], 'sequence')}"
     if train.steps is not None:
-        parts.append(format_epochs(train.steps * tokens_per_step / train_tokens))
-    warmup_steps = config.schedule.warmup_steps
-    if warmup_steps >= (train.steps or math.inf):
-        parts.append(f"all of them warmup (schedule.warmup_steps={warmup_steps:,})")
-    return ", ".join(parts)
+        length += f", {format_epochs(train.steps * tokens_per_step / train_tokens)}"
+    if config.schedule.warmup_steps >= (train.steps or math.inf):
+        length += f", all of them warmup (schedule.warmup_steps={config.schedule.warmup_steps:,})"
+    return length
 
 
 def describe_model(model: GPTConfig) -> str:
@@ -118,18 +113,15 @@ def format_summary(summary: dict[str, Any], folder: Path) -> str:
     step = summary["step"]
     if summary["best_step"] is None:  # an older checkpoint was copied over last.pt
         return f"finished at step {step:,}, without an evaluation since the older checkpoint"
-    best = f"best validation loss {summary['best_val_loss']:.4f}"
-    best += f", {summary['best_val_bpb']:.3f} bits per byte, at step {summary['best_step']}"
     last = ""
     if summary["best_step"] != step:
         last = f"last {summary['last_val_loss']:.4f}; "
-    duration = format_duration(summary["wall_seconds"])
-    speed = f"{summary['tokens_per_second']:,.0f} tokens/s"
-    return "\n".join(
-        [
-            f"{best}; {last}{pluralize(step, 'step')} in {duration} at {speed}",
-            f"best     {folder / 'checkpoints' / 'best.pt'}",
-            f"curve    {folder / 'loss.png'}",
-            f"next     {PYTHON} sample.py run={summary['name']}",
-        ]
+    return (
+        f"best validation loss {summary['best_val_loss']:.4f}, {summary['best_val_bpb']:.3f} bits "
+        f"per byte, at step {summary['best_step']}; {last}{pluralize(step, 'step')} in "
+        f"{format_duration(summary['wall_seconds'])} at {summary['tokens_per_second']:,.0f} "
+        f"tokens/s\n"
+        f"best     {folder / 'checkpoints' / 'best.pt'}\n"
+        f"curve    {folder / 'loss.png'}\n"
+        f"next     {PYTHON} sample.py run={summary['name']}"
     )
