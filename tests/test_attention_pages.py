@@ -1,9 +1,10 @@
-"""docs/attention/*.md: pasted into `python` in order, the Python blocks of a page print what the page shows."""
+"""docs/attention/*.md: pasted into `python` in order, the blocks of a page print what it shows."""
 
 import code
 import re
 import sys
 from itertools import pairwise
+from pathlib import Path
 
 import docs_helpers as docs
 import pytest
@@ -12,12 +13,14 @@ from docs_helpers import ATTENTION_PAGES
 
 NUMBER = re.compile(r"-?\d+(?:,\d{3})*(?:\.\d*)?(?:e[+-]\d+)?")
 BLOCK = re.DOTALL | re.MULTILINE
+# blocks, links, pictures, papers, years and the numbers of a list
+NOT_PROSE = r"^```.*?^```|\]\(.*?\)|<img.*?>|arXiv:[\d.]+|\(\d{4}\)|^\d\."
 MAX_PICTURE_BYTES = 60_000
 
 
 @pytest.fixture
 def precise_tensors():
-    """Tensors are printed with more digits than the pages show, so that rounding of the shown digits can be checked."""
+    """Print tensors with more digits than the pages show, so that rounding can be checked."""
     torch.set_printoptions(precision=8)
     yield
     torch.set_printoptions(profile="default")
@@ -27,7 +30,7 @@ def precise_tensors():
 def is_same_number(printed: str, shown: str) -> bool:
     """Whether `shown` is `printed`, rounded to the digits of `shown`. Integers must be equal.
 
-    CPUs differ by rounding: 1e-6 of a value, and 2e-7 for values near zero, where larger ones cancel.
+    CPUs differ by rounding: 1e-6 of a value, and 2e-7 near zero, where larger values cancel.
     """
     if not re.search(r"\.\d", shown):
         return printed == shown
@@ -55,12 +58,10 @@ def is_same_output(printed: str, shown: str) -> bool:
     )
 
 
-@pytest.mark.filterwarnings(
-    "ignore:Flash attention"
-)  # PyTorch's reasons why flash refuses a request
+@pytest.mark.filterwarnings("ignore:Flash attention")  # PyTorch's reasons to refuse a request
 @pytest.mark.parametrize("page", ATTENTION_PAGES, ids=lambda page: page.stem)
 def test_page_prints_what_it_shows(page, workdir, precise_tensors, monkeypatch, capsys):
-    # A prompt also shows values that are not printed. Generators and the objects of a plot do not matter.
+    # A prompt also shows values that are not printed; only tensors matter.
     monkeypatch.setattr(
         sys, "displayhook", lambda value: isinstance(value, torch.Tensor) and print(value)
     )
@@ -75,17 +76,24 @@ def test_page_prints_what_it_shows(page, workdir, precise_tensors, monkeypatch, 
         assert errors == "", f"{page.name}:{first}"
         shown = "\n".join(next_lines) if next_language == "text" else ""
         assert is_same_output(printed, shown), f"{page.name}:{first} prints\n{printed}"
-
-    text = page.read_text(encoding="utf-8")
-    for picture in re.findall(r'src="([^"]+)"', text):
+    for picture in read_pictures(page):
         assert (workdir / picture).is_file(), f"no block of {page.name} saves {picture}"
+
+
+def read_pictures(page: Path) -> list[str]:
+    return re.findall(r'src="([^"]+)"', page.read_text(encoding="utf-8"))
+
+
+@pytest.mark.parametrize("page", ATTENTION_PAGES, ids=lambda page: page.stem)
+def test_pictures_are_small(page):
+    for picture in read_pictures(page):
         assert (page.parent / picture).stat().st_size < MAX_PICTURE_BYTES
-    for section in re.split(r"^(?=## )", text, flags=re.MULTILINE):
+
+
+@pytest.mark.parametrize("page", ATTENTION_PAGES, ids=lambda page: page.stem)
+def test_numbers_of_the_prose_are_in_a_block_of_the_section(page):
+    for section in re.split(r"^(?=## )", page.read_text(encoding="utf-8"), flags=re.MULTILINE):
         code_and_output = "\n".join(re.findall(r"^```(?:python|text)\n(.*?)^```", section, BLOCK))
-        prose = re.sub(
-            r"^```.*?^```|\]\(.*?\)|<img.*?>|arXiv:[\d.]+|^\d\.", "", section, flags=BLOCK
-        )
+        prose = re.sub(NOT_PROSE, "", section, flags=BLOCK)
         numbers = read_numbers(prose) - {0, 1, 2}
-        assert numbers <= read_numbers(code_and_output), (
-            f"a number that is in no block of\n{section}"
-        )
+        assert numbers <= read_numbers(code_and_output), f"a number is in no block of\n{section}"
