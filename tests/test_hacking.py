@@ -1,5 +1,10 @@
-"""docs/hacking.md: its Python blocks run, and each of its changes applies to the code and has an effect."""
+"""docs/hacking.md: its Python blocks run, and its changes of the code have the described effects.
 
+All changes are applied to one copy of the code. One run uses them all, and the tests look at its
+results.
+"""
+
+import json
 import math
 import os
 import re
@@ -13,30 +18,115 @@ import docs_helpers as docs
 import pytest
 import yaml
 from docs_helpers import HACKING
-from helpers import ROOT, TEXT, TINY, load, metrics, summary
+from helpers import ROOT, TEXT, load, metrics, summary
 
 from data.tokenizer import from_spec
 
-MAX_LINES, MAX_FILES = 10, 2  # of a change; removed and added lines together
-STEPS = 6  # of a run with TINY
-SHORT_RUN = [*TINY, "schedule.warmup_steps=0", "name=a"]
-NOTEBOOK, PARTS, ATTENTION = [
-    "\n".join(lines) for _, language, lines in docs.blocks(HACKING) if language == "python"
+MAX_LINES = 10  # of a change
+STEPS = 6  # of train_here
+HEADER = re.compile(r"# (\S+), (above|below|in place of) (.+)")
+BLOCKS = list(docs.blocks(HACKING))
+SAMPLE, NOTEBOOK, PARTS, ATTENTION = [
+    "\n".join(lines) for _, language, lines in BLOCKS if language == "python"
 ]
-CHANGES = [
-    pytest.param(*match.groups(), id=match[1])
-    for match in re.finditer(
-        r"^### (.+?)\n+```diff\n(.+?)```\n+```bash\n(.+?)```",
-        HACKING.read_text(encoding="utf-8"),
-        re.DOTALL | re.MULTILINE,
-    )
-]
+# Changes of a file: the number of the first line, and the lines.
+CHANGES = [(first, lines) for first, language, lines in BLOCKS if language == "py"]
+# Runs in a copy of the code: trains, resumes, and writes what the tests cannot see in the run folder.
+PROGRAM = """
+import json, sys, torch
+sys.path[:0] = [".", "tests"]
+from helpers import train_here
+from model import GPTConfig
+from model.gpt import GPT
+
+assert train_here(*sys.argv[1:]) == 0
+assert train_here(*sys.argv[1:], "train.steps=8") == 0
+
+model = GPT(GPTConfig(block_size=8), vocab_size=20)
+torch.nn.init.normal_(model.lm_head.weight)  # so that the model is sure of its predictions
+tokens = torch.arange(8).unsqueeze(0)
+with torch.no_grad():
+    logits = model(tokens)
+    targets = logits.argmax(-1)
+    validation = model(tokens, targets)
+losses = {
+    "cross_entropy": torch.nn.functional.cross_entropy(logits[0], targets[0]).item(),
+    "validation": validation.item(),
+    "training": model(tokens, targets).item(),
+}
+with open("probe.json", "w", encoding="utf-8") as file:
+    json.dump({"names": list(model.state_dict())} | losses, file)
+"""
+COMMANDS = [command.text for command in docs.read_commands(HACKING)]
+
+
+def apply_change(folder: Path, lines: list[str]) -> None:
+    """Insert the lines of a block where its first line says, with the indentation of that place."""
+    header = HEADER.fullmatch(lines[0])
+    assert header, f"{lines[0]!r} does not say where the block goes"
+    path, place, beginning = header.groups()
+    code = (folder / path).read_text(encoding="utf-8").split("\n")
+    found = [i for i, line in enumerate(code) if line.strip().startswith(beginning)]
+    assert len(found) == 1, f"{len(found)} lines of {path} begin with {beginning!r}"
+    start = found[0] + 1 if place == "below" else found[0]
+    end = found[0] if place == "above" else found[0] + 1
+    indentation = code[found[0]][: -len(code[found[0]].lstrip())]
+    code[start:end] = [indentation + line if line else "" for line in lines[1:]]
+    (folder / path).write_text("\n".join(code), encoding="utf-8")
+
+
+def copy_code(folder: Path) -> None:
+    """Copy the files that git tracks."""
+    list_files = ["git", "ls-files"]
+    files = subprocess.run(list_files, cwd=ROOT, capture_output=True, text=True, check=True).stdout
+    for file in files.splitlines():
+        if (ROOT / file).is_file():
+            (folder / file).parent.mkdir(parents=True, exist_ok=True)
+            shutil.copyfile(ROOT / file, folder / file)
+
+
+def run_python(folder: Path, words: list[str]) -> None:
+    """Run python with these words in a folder. Raises AssertionError if it fails."""
+    command = [sys.executable, *words]
+    environment = os.environ | {"OMP_NUM_THREADS": "1"}
+    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
+    assert done.returncode == 0, f"{shlex.join(words)}\n{done.stdout}{done.stderr}"
+
+
+@pytest.fixture(scope="module")
+def changed_code(tmp_path_factory) -> Path:
+    """A copy of the code with all changes of the page, and a run with all its commands."""
+    code = tmp_path_factory.mktemp("code")
+    copy_code(code)
+    for first, lines in CHANGES:
+        try:
+            apply_change(code, lines)
+        except AssertionError as error:
+            raise AssertionError(f"{HACKING.name}:{first}: {error}") from None
+    words = ["data.path=null", "schedule.warmup_steps=0", "name=a"]
+    for command in COMMANDS:
+        if command.startswith("python train.py"):
+            words += shlex.split(command, comments=True)[2:]
+    run_python(code, ["-c", PROGRAM, *words, "eval.every=3"])
+    return code
+
+
+@pytest.fixture
+def changed_run(changed_code, monkeypatch) -> dict:
+    """The config of the run, whose files are in the current folder."""
+    monkeypatch.chdir(changed_code)
+    return yaml.safe_load(Path("runs/a/config.yaml").read_text(encoding="utf-8"))
 
 
 def run_block(code: str) -> dict:
     namespace = {}
     exec(compile(code, HACKING.name, "exec"), namespace)
     return namespace
+
+
+def test_sample_begins_with_its_prompt(trained, capsys):
+    run_block(SAMPLE.replace("def main(x):", "The 1"))  # has only characters of the tiny run
+    assert capsys.readouterr().out.startswith("The 1")
 
 
 @pytest.mark.parametrize("code", [NOTEBOOK, PARTS], ids=["PyTorch loop", "project's parts"])
@@ -48,87 +138,81 @@ def test_loss_falls_in_a_notebook(code, workdir, capsys):
 
 
 def test_attention_weights_of_a_run_are_shown(trained, workdir, capsys):
-    T = len(run_block(ATTENTION)["ids"])
-    assert run_block(ATTENTION)["weights"].shape == (2, 2, T, T)
-    assert "head 1:" in capsys.readouterr().out
+    shown = run_block(ATTENTION)
+    T = len(shown["ids"])
+    assert shown["weights"].shape == (2, 2, T, T)
+    assert "head 1 attends to" in capsys.readouterr().out
     assert (workdir / "attention.png").stat().st_size > 0
 
 
-def check_schedule(config, checkpoint):
-    peak = config["optimizer"]["lr"]
+def test_changes_are_short():
+    sections = re.split(r"^### ", HACKING.read_text(encoding="utf-8"), flags=re.MULTILINE)
+    for section in sections:
+        code = "".join(re.findall(r"^```py\n# .*\n((?s:.*?))^```$", section, re.MULTILINE))
+        assert len(code.splitlines()) <= MAX_LINES, section
+
+
+def test_names_are_recorded_in_the_config(changed_run):
+    assert changed_run["model"]["mlp"] == "silu"
+    assert changed_run["model"]["norm"] == "plain_rmsnorm"
+    assert changed_run["attention"]["backend"] == "einsum"
+    assert changed_run["data"]["source"] == "own_docs"
+    assert changed_run["optimizer"] == {"name": "sgd", "lr": 0.1, "momentum": 0.95}
+
+
+def test_backend_runs(changed_run):
+    assert summary("a")["attention"]["resolved"] == "einsum"
+
+
+def test_backend_passes_its_tests(changed_code):
+    (command,) = [command for command in COMMANDS if command.startswith("pytest")]
+    words = shlex.split(command.replace("-n auto", "-n 0"), comments=True)
+    run_python(changed_code, ["-m", *words])  # fails if a test fails, or none is selected
+
+
+def test_norm_has_no_weights(changed_run):
+    assert not [name for name in load("a")["model"] if "norm" in name]
+
+
+@pytest.fixture
+def probe(changed_code) -> dict:
+    """The weights of a new model with the default norm, and its loss with and without gradients."""
+    return json.loads((changed_code / "probe.json").read_text(encoding="utf-8"))
+
+
+def test_term_of_the_model_has_weights(probe):
+    assert "norm_embedding.weight" in probe["names"]
+
+
+def test_label_smoothing_changes_the_training_loss_only(probe):
+    assert probe["validation"] == pytest.approx(probe["cross_entropy"])
+    assert probe["training"] > probe["cross_entropy"] + 0.1
+
+
+def test_schedule_follows_its_formula(changed_run):
     rates = [row["lr"] for row in metrics("a") if "lr" in row]
-    assert rates == pytest.approx([peak * (1 - math.sqrt(step / STEPS)) for step in range(STEPS)])
+    assert rates[:STEPS] == pytest.approx(
+        [0.1 * (1 - math.sqrt(step / STEPS)) for step in range(STEPS)]
+    )
 
 
-def check_metric(config, checkpoint):
+def test_metric_is_in_each_evaluation(changed_run):
     evaluations = [row for row in metrics("a") if "val/loss" in row]
-    assert evaluations and all(row["weight_norm"] > 0 for row in evaluations)
+    assert evaluations
+    assert all(row["weight_norm"] > 0 for row in evaluations)
 
 
-def check_optimizer(config, checkpoint):
-    assert config["optimizer"] == {"name": "sgd", "lr": 0.1, "momentum": 0.95}
+def test_optimizer_state_is_in_the_checkpoint(changed_run):
+    checkpoint = load("a")
     assert set(checkpoint["optimizer"]) == set(checkpoint["model"])
     assert all("momentum_buffer" in state for state in checkpoint["optimizer"].values())
-    words = ["code/train.py", *SHORT_RUN, "optimizer=sgd", "train.steps=8"]
-    assert subprocess.run([sys.executable, *words]).returncode == 0
-    assert [row["step"] for row in metrics("a")] == list(range(9))  # resumed
 
 
-def check_tokenizer(config, checkpoint):
-    tokenizer = from_spec(checkpoint["tokenizer"])
-    ids = tokenizer.encode(TEXT)
-    assert tokenizer.decode(ids) == TEXT
-    assert len(ids) < len(TEXT) / 2
+def test_run_with_the_optimizer_resumes(changed_run):
+    assert [row["step"] for row in metrics("a")] == list(range(9))
 
 
-# Of the other changes, the commands fail without the new name.
-CHECKS = {
-    "A schedule": check_schedule,
-    "A metric": check_metric,
-    "An optimizer": check_optimizer,
-    "A tokenizer": check_tokenizer,
-}
-
-
-def test_page_shows_every_change():
-    assert {change.id for change in CHANGES} == {*CHECKS, "An activation", "An attention backend"}
-
-
-@pytest.mark.parametrize(("name", "diff", "commands"), CHANGES)
-def test_change_has_its_effect(name, diff, commands, workdir):
-    changed_lines = re.findall(r"^(?:\+(?!\+\+ )|-(?!-- )).*", diff, re.MULTILINE)
-    assert len(changed_lines) <= MAX_LINES, f"{name}: {len(changed_lines)} changed lines"
-    assert len(re.findall(r"^\+\+\+ ", diff, re.MULTILINE)) <= MAX_FILES
-
-    code = workdir / "code"
-    tracked = subprocess.run(
-        ["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True
-    ).stdout
-    for file in tracked.splitlines():
-        if (ROOT / file).is_file():
-            (code / file).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(ROOT / file, code / file)
-    (workdir / "change.diff").write_text(diff, encoding="utf-8")
-    environment = os.environ | {"GIT_CEILING_DIRECTORIES": str(workdir), "OMP_NUM_THREADS": "1"}
-    options = {"capture_output": True, "text": True, "env": environment}
-    applied = subprocess.run(["git", "apply", "../change.diff"], cwd=code, **options)
-    advice = f"make the change {name!r} of {HACKING.name} by hand, and replace its diff by the output of git diff -U2"
-    assert applied.returncode == 0, f"{advice}\n{applied.stderr}"
-
-    for command in commands.splitlines():
-        program, *words = shlex.split(command, comments=True)
-        if program == "pytest":
-            words = ["-m", "pytest", *words, "-n", "0", "-p", "no:cacheprovider"]
-            done = subprocess.run([sys.executable, *words], cwd=code, **options)
-        else:
-            words = [code / words[0], *SHORT_RUN, *words[1:]]
-            done = subprocess.run([sys.executable, *words], **options)
-        assert done.returncode == 0, done.stdout + done.stderr
-
-    checkpoint = load("a")
-    assert checkpoint["step"] == STEPS
-    assert math.isfinite(summary("a")["last_val_loss"])
-    if name in CHECKS:
-        CHECKS[name](
-            yaml.safe_load(Path("runs/a/config.yaml").read_text(encoding="utf-8")), checkpoint
-        )
+def test_tokenizer_has_a_token_for_a_frequent_word(changed_run):
+    tokenizer = from_spec(load("a")["tokenizer"])
+    assert len(tokenizer.encode(" the model")) == 2
+    assert tokenizer.decode(tokenizer.encode(TEXT)) == TEXT
