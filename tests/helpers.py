@@ -84,12 +84,13 @@ def train_here(*overrides: str) -> int:
 
 def run_command(script: str, *words: str) -> int:
     """Run a command in this process and in the current folder -> exit code."""
-    module = runpy.run_path(str(ROOT / f"{script}.py"))  # `import compare` finds the package
+    module = runpy.run_path(str(ROOT / f"{script}.py"))
     try:
         config = parse_config(script, module["__doc__"], list(words))
     except SystemExit as end:  # refused, or --help
         return int(end.code or 0)
-    return run_main(module["main"], config)
+    is_plan = script == "train" and config.plan
+    return run_main(module["show_plan" if is_plan else "main"], config)
 
 
 @contextmanager
