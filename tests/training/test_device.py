@@ -1,58 +1,186 @@
-"""Device, dtype and compiler: what is resolved, and what is refused."""
+"""Runtime of a run: compiler, parallel training, micro batches, threads, seeds and loss scaling.
+
+tests/common/test_device_settings.py has the settings device and dtype.
+"""
+
+import os
 
 import pytest
 import torch
+from helpers import TINY
 
-from common.device import resolve_device, resolve_dtype
 from common.errors import UserError
 from common.settings import check
+from configs.cli import parse_config
 from training.config import RunConfig
-from training.device import resolve_compile
+from training.device import (
+    Runtime,
+    build_grad_scaler,
+    configure_backends,
+    resolve_compile,
+    resolve_parallel,
+    resolve_runtime,
+    seed_device,
+    share_cores,
+)
+from training.distributed import Dist
+from training.parallel import DDP, FSDP2
 
 CPU = torch.device("cpu")
+CUDA = torch.device("cuda")
 
 
-def test_devices_dtypes_and_the_compiler_are_resolved_or_refused(monkeypatch):
-    for cuda, mps, expected in (
-        (True, True, "cuda:0"),
-        (False, True, "mps"),
-        (False, False, "cpu"),
-    ):
-        monkeypatch.setattr(torch.cuda, "is_available", lambda cuda=cuda: cuda)
-        monkeypatch.setattr(torch.backends.mps, "is_available", lambda mps=mps: mps)
-        assert resolve_device("auto") == torch.device(expected)
-    with pytest.raises(UserError, match=r"finds no cuda device; set device=cpu"):
-        resolve_device("cuda")
-    with pytest.raises(UserError, match="finds no tpu device"):
-        resolve_device("tpu")
-    assert resolve_dtype("bfloat16", CPU) == torch.bfloat16
-    with pytest.raises(UserError, match="dtype=float16 trains only on cuda"):
-        resolve_dtype("float16", CPU)
-    assert resolve_dtype("int8", CPU, trains=False) == torch.int8
-    with pytest.raises(
-        UserError, match=r"dtype=int8 is unknown; set one of auto, float32, bfloat16, float16$"
-    ):
-        check(RunConfig(dtype="int8"))
-    with pytest.raises(UserError, match="dtype=int8 needs device=cpu, not cuda; set dtype=auto"):
-        resolve_dtype("int8", torch.device("cuda"), trains=False)
-    assert resolve_compile(None, CPU) is False
-    monkeypatch.setattr("shutil.which", lambda name: None)
-    with pytest.raises(UserError, match=r"compile=true needs a C\+\+ compiler"):
+@pytest.fixture
+def missing(monkeypatch):
+    """missing("a compiler"): a machine that lacks it, or with None, nothing."""
+
+    def set_missing(name: str | None) -> None:
+        monkeypatch.setattr("training.device.missing_compiler", lambda device: name)
+
+    return set_missing
+
+
+@pytest.mark.parametrize(
+    ("device", "lacks", "expected"),
+    [(CUDA, None, True), (CUDA, "Triton", False), (CPU, None, False)],
+    ids=["GPU", "GPU without Triton", "CPU"],
+)
+def test_compile_is_the_default_on_gpus_with_triton(missing, device, lacks, expected):
+    missing(lacks)
+    assert resolve_compile(None, device) is expected
+
+
+@pytest.mark.parametrize("requested", [True, False])
+def test_compile_can_be_chosen(missing, requested):
+    missing(None)
+    assert resolve_compile(requested, CPU) is requested
+
+
+def test_compile_without_a_compiler_is_refused(missing):
+    missing("a C++ compiler")
+    with pytest.raises(UserError, match=r"compile=true needs a C\+\+ compiler.* compile=false"):
         resolve_compile(True, CPU)
 
 
-@pytest.mark.parametrize("has_bf16", [True, False])
-@pytest.mark.parametrize("trains", [True, False])
-def test_auto_trains_in_bfloat16_on_cpus_with_its_instructions(monkeypatch, has_bf16, trains):
-    monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": has_bf16})
-    dtype = resolve_dtype("auto", CPU, trains=trains)
-    assert dtype == (torch.bfloat16 if has_bf16 and trains else torch.float32)
-    assert resolve_dtype("auto", torch.device("mps"), trains=trains) == torch.float32
+def test_missing_cpp_compiler_is_found(monkeypatch):
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    with pytest.raises(UserError, match=r"needs a C\+\+ compiler"):
+        resolve_compile(True, CPU)
 
 
-def test_auto_is_float32_on_gpus_that_only_emulate_bfloat16(monkeypatch):
-    """As a T4 or a V100. No fused attention kernel runs in emulated bfloat16."""
-    monkeypatch.setattr(
-        torch.cuda, "is_bf16_supported", lambda including_emulation=True: including_emulation
-    )
-    assert resolve_dtype("auto", torch.device("cuda")) == torch.float32
+def test_int8_cannot_be_trained():
+    with pytest.raises(UserError, match="dtype=int8 is unknown; set one of auto, float32"):
+        check(RunConfig(dtype="int8"))
+
+
+@pytest.mark.parametrize(("name", "expected"), [("ddp", DDP), ("fsdp", FSDP2)])
+def test_parallel_selects_a_class(name, expected):
+    config = RunConfig(parallel=name)
+    parallel = resolve_parallel(config, Dist(world_size=2), CPU, torch.bfloat16)
+    assert parallel == expected(2, CPU, torch.bfloat16)
+
+
+@pytest.mark.parametrize(
+    ("world_size", "dtype", "message"),
+    [
+        (1, torch.float32, "parallel=fsdp needs several processes.* torchrun, .* parallel=ddp"),
+        (2, torch.float16, "dtype=float16 .* set dtype=bfloat16, or parallel=ddp"),
+    ],
+    ids=["one process", "float16"],
+)
+def test_fsdp_that_cannot_run_is_refused(world_size, dtype, message):
+    config = RunConfig(parallel="fsdp")
+    with pytest.raises(UserError, match=message):
+        resolve_parallel(config, Dist(world_size=world_size), CPU, dtype)
+
+
+def resolve(*words: str) -> Runtime:
+    return resolve_runtime(parse_config("train", "", [*TINY, "device=cpu", *words]))
+
+
+def test_runtime_has_the_micro_batches_of_one_device(workdir, monkeypatch):
+    """Of 8 sequences, each of 2 devices has 4, which are 2 micro batches of 2."""
+    ranks = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
+    for name, value in ranks.items():
+        monkeypatch.setenv(name, value)
+    monkeypatch.setattr("training.device.share_cores", lambda dist: None)
+    runtime = resolve("train.batch_size=8", "train.micro_batch_size=2")
+    assert runtime.dist == Dist(rank=1, world_size=2, local_rank=1, local_world_size=2)
+    assert (runtime.micro_batch_size, runtime.accumulation) == (2, 2)
+
+
+def test_attention_that_cannot_train_the_model_is_refused(workdir):
+    with pytest.raises(UserError, match=r"set model.dropout=0, or attention=naive"):
+        resolve("attention=flash", "model.dropout=0.1")
+
+
+@pytest.fixture
+def threads(monkeypatch) -> list[int]:
+    """The numbers of threads that torch is set to, on a machine with 8 cores."""
+    numbers: list[int] = []
+    monkeypatch.setattr(torch, "set_num_threads", numbers.append)
+    monkeypatch.setattr("training.device.cpu_count", lambda: 8)
+    return numbers
+
+
+@pytest.mark.parametrize(
+    ("processes", "expected"), [(1, []), (2, [4]), (3, [2]), (16, [1])], ids=str
+)
+def test_processes_of_a_machine_share_its_cores(threads, monkeypatch, processes, expected):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")  # set by torchrun
+    share_cores(Dist(world_size=processes, local_world_size=processes))
+    assert threads == expected
+
+
+def test_number_of_threads_that_the_user_has_set_stays(threads, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    share_cores(Dist(world_size=2, local_world_size=2))
+    assert threads == []
+
+
+@pytest.fixture
+def backends(monkeypatch):
+    """Restores the options of torch."""
+    monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", "")
+    monkeypatch.delenv("CUBLAS_WORKSPACE_CONFIG")
+    precision = torch.get_float32_matmul_precision()
+    yield
+    torch.set_float32_matmul_precision(precision)
+    torch.use_deterministic_algorithms(False)
+
+
+@pytest.mark.parametrize(("tf32", "expected"), [(True, "high"), (False, "highest")])
+def test_float32_products_are_in_tf32_only_if_requested(backends, tf32, expected):
+    torch.set_float32_matmul_precision("medium")  # by an earlier run in this process
+    configure_backends(CPU, deterministic=False, tf32=tf32)
+    assert torch.get_float32_matmul_precision() == expected
+
+
+@pytest.mark.parametrize("deterministic", [True, False])
+def test_deterministic_selects_deterministic_algorithms(backends, deterministic):
+    configure_backends(CPU, deterministic, tf32=False)
+    assert torch.are_deterministic_algorithms_enabled() == deterministic
+    assert ("CUBLAS_WORKSPACE_CONFIG" in os.environ) == deterministic
+
+
+@pytest.mark.parametrize(
+    ("dtype", "scales"),
+    [(torch.float16, True), (torch.bfloat16, False), (torch.float32, False)],
+    ids=str,
+)
+def test_only_float16_scales_the_loss(dtype, scales):
+    assert build_grad_scaler(CPU, dtype).is_enabled() == scales
+
+
+def draw(*numbers: int) -> list[float]:
+    seed_device(CPU, *numbers)
+    return torch.rand(3).tolist()
+
+
+def test_equal_numbers_seed_the_device_equally():
+    assert draw(1, 2, 3) == draw(1, 2, 3)
+
+
+@pytest.mark.parametrize("other", [(1, 2, 4), (1, 3, 3), (2, 2, 3), (1, 3, 2)], ids=str)
+def test_each_number_changes_the_seed_of_the_device(other):
+    assert draw(1, 2, 3) != draw(*other)
