@@ -1,44 +1,92 @@
-"""Run folders: locks, names, status and search."""
+"""The folder of a run: lock, config.yaml and summary.json, and runs that are refused."""
 
 import json
 import math
-import os
 from pathlib import Path
 
 import pytest
+import yaml
 from data_helpers import write_file
+from helpers import TEXT, summary
 
 from common.errors import TrainingFailed, UserError
-from generation.run_paths import find_checkpoint, find_run
+from training.config import RunConfig
 from training.distributed import Dist
-from training.run_folder import RunFolder
+from training.run_folder import RunFolder, open_run_folder
 
 
-def test_run_folder_is_locked_while_it_is_used(workdir):
-    for file in ("config.yaml", "checkpoints/last.pt"):
-        write_file(f"runs/a/{file}.1.partial", "")  # of a process that was killed
-    with RunFolder("a", "", True, Dist()) as run:
-        assert not [*Path().rglob("*.partial")]
-        with pytest.raises(UserError, match="runs/a is being trained by another process"):
-            RunFolder("a", "", True, Dist())
-        run.start({"seed": 1}, {"device": "cpu", "best_val_loss": math.inf})
-        run.end(3, is_interrupted=False)
-    summary = json.loads((workdir / "runs/a/summary.json").read_text(encoding="utf-8"))
-    assert (summary["status"], summary["error"], summary["device"]) == ("finished", None, "cpu")
-    assert summary["best_val_loss"] is None, "JSON has no infinity"
-    with pytest.raises(UserError, match="runs/a exists"):
-        RunFolder("a", "", False, Dist())
-    for content in ("null", "[1]", '{"sta'):
-        write_file("runs/a/summary.json", content)
-        with pytest.raises(
-            UserError, match=r"runs/a/summary.json cannot be read .*; restore it, or remove it"
-        ):
-            RunFolder("a", "", True, Dist())
+def open_folder(name: str | None = "a", resume: bool = True) -> RunFolder:
+    return RunFolder(name, "label", resume, Dist())
+
+
+def test_run_in_use_is_refused(workdir):
+    message = "runs/a is being trained by another process; wait, or set another name"
+    with open_folder(), pytest.raises(UserError, match=message):
+        open_folder()
+
+
+def test_run_is_unlocked_at_its_end(workdir):
+    with open_folder():
+        pass
+    with open_folder():
+        pass
+
+
+def test_run_is_unlocked_after_an_error(workdir):
+    with pytest.raises(ZeroDivisionError), open_folder() as run:
+        run.start({}, {})
+        raise ZeroDivisionError
+    with open_folder():
+        pass
+
+
+@pytest.mark.parametrize("file", ["config.yaml", "checkpoints/last.pt"])
+def test_partial_files_of_a_killed_process_are_removed(workdir, file):
+    partial = Path(write_file(f"runs/a/{file}.1.partial", ""))
+    with open_folder():
+        assert not partial.exists()
+
+
+def test_unnamed_run_is_named_after_data_model_and_attention(workdir):
+    config = RunConfig()
+    config.data.name = "novel"
+    config.model.name = "small"
+    config.attention.backend = "naive"
+    with open_run_folder(config, Dist()) as run:
+        assert run.name.endswith("-novel-small-naive")
 
 
 def test_unnamed_runs_of_the_same_second_get_different_folders(workdir):
-    runs = [RunFolder(None, "label", True, Dist()) for _ in range(3)]
-    assert len({run.name for run in runs}) == 3
+    runs = [open_folder(name=None) for _ in range(3)]
+    assert len({run.folder for run in runs}) == 3
+
+
+def test_config_is_written_as_yaml(workdir):
+    with open_folder() as run:
+        run.start({"seed": 1, "data": {"path": "été.txt"}}, {})
+    text = Path("runs/a/config.yaml").read_text(encoding="utf-8")
+    assert yaml.safe_load(text) == {"seed": 1, "data": {"path": "été.txt"}}
+
+
+def test_run_is_recorded_as_running_until_its_end(workdir):
+    with open_folder() as run:
+        run.start({}, {})
+        assert (summary("a")["status"], summary("a")["error"]) == ("running", None)
+
+
+@pytest.mark.parametrize(
+    ("is_interrupted", "status", "error"),
+    [
+        (False, "finished", None),
+        (True, "interrupted", "saved at step 3; resume with the same command and name=a"),
+    ],
+    ids=["finished", "interrupted"],
+)
+def test_summary_records_how_the_loop_ended(workdir, is_interrupted, status, error):
+    with open_folder() as run:
+        run.start({}, {})
+        run.end(3, is_interrupted)
+    assert (summary("a")["status"], summary("a")["error"]) == (status, error)
 
 
 @pytest.mark.parametrize(
@@ -49,50 +97,142 @@ def test_unnamed_runs_of_the_same_second_get_different_folders(workdir):
         (KeyboardInterrupt("saved"), "interrupted", "saved"),
         (ValueError("odd"), "failed", "ValueError: odd"),
     ],
+    ids=repr,
 )
-def test_summary_records_how_a_run_ended(workdir, error, status, message):
-    with pytest.raises(type(error)), RunFolder("a", "", True, Dist()) as run:
+def test_summary_records_the_error_that_ended_a_run(workdir, error, status, message):
+    with pytest.raises(type(error)), open_folder() as run:
         run.start({}, {})
         raise error
-    summary = json.loads((workdir / "runs/a/summary.json").read_text(encoding="utf-8"))
-    assert (summary["status"], summary["error"]) == (status, message)
+    assert (summary("a")["status"], summary("a")["error"]) == (status, message)
 
 
-def test_newest_run_with_a_checkpoint_is_found_also_in_sweeps(workdir):
-    with pytest.raises(UserError, match=r"train one: python train.py"):
-        find_run("last")
-    for age, name in ((30, "old"), (10, "sweeps/s/seed=1"), (20, "middle")):
-        os.utime(write_file(f"runs/{name}/checkpoints/last.pt", ""), (1e9 - age, 1e9 - age))
-    (workdir / "runs/empty/checkpoints").mkdir(parents=True)
-    assert str(find_run("last")) == "runs/sweeps/s/seed=1"
-    assert str(find_run("old")) == "runs/old"
-    (workdir / "runs/linked").symlink_to("old")
-    assert str(find_run("linked")) == "runs/linked"
-    for wrong in ("empty", "nothing", "/etc"):
-        with pytest.raises(UserError, match="run="):
-            find_run(wrong)
+def test_infinite_results_become_null_because_json_has_no_infinity(workdir):
+    with open_folder() as run:
+        run.start({}, {"best_val_loss": math.inf, "mfu": math.nan, "step": 2})
+    recorded = summary("a")
+    assert [recorded[key] for key in ("best_val_loss", "mfu", "step")] == [None, None, 2]
 
 
-def test_wrong_name_of_a_run_gets_the_nearest_name(workdir):
-    for age, name in ((30, "keep"), (10, "other"), (20, "sweeps/s/seed=1")):
-        os.utime(write_file(f"runs/{name}/checkpoints/last.pt", ""), (1e9 - age, 1e9 - age))
-    for wrong, nearest in (("kee", "keep"), ("sweeps/s/seed=2", "sweeps/s/seed=1"), ("x", "other")):
-        with pytest.raises(
-            UserError, match=f"run={wrong} has no checkpoint .*; set run={nearest}, for example"
-        ):
-            find_run(wrong)
+def test_results_of_an_earlier_process_stay_in_the_summary(workdir):
+    with open_folder() as run:
+        run.start({}, {"device": "cpu", "best_step": 3})
+    with open_folder() as run:
+        assert run.previous["best_step"] == 3
+        run.start({}, {"device": "cuda"})
+    assert (summary("a")["best_step"], summary("a")["device"]) == (3, "cuda")
 
 
-def test_missing_checkpoint_is_refused_with_those_that_exist(workdir):
-    for name in ("best", "other"):
-        write_file(f"runs/a/checkpoints/{name}.pt", "")
-    with pytest.raises(
-        UserError,
-        match=r"runs/a has no checkpoint last.pt; set run=runs/a checkpoint=best or other",
-    ):
-        find_checkpoint("a", "last")
-    assert (
-        find_checkpoint("a", "best").name
-        == find_checkpoint("runs/a/checkpoints/best.pt", "last").name
-        == "best.pt"
-    )
+@pytest.mark.parametrize(
+    ("status", "step", "expected"),
+    [("finished", 3, True), ("finished", 4, False), ("running", 3, False)],
+)
+def test_run_is_finished_at_the_step_of_its_summary(workdir, status, step, expected):
+    write_file("runs/a/checkpoints/last.pt", "")
+    write_file("runs/a/summary.json", json.dumps({"status": status, "step": 3}))
+    with open_folder() as run:
+        assert run.was_finished_at(step) is expected
+
+
+@pytest.mark.parametrize("has_checkpoint", [True, False])
+def test_run_resumes_from_its_last_checkpoint(workdir, has_checkpoint):
+    if has_checkpoint:
+        write_file("runs/a/checkpoints/last.pt", "")
+    with open_folder() as run:
+        assert run.resumes is has_checkpoint
+
+
+def test_existing_run_is_refused_without_resume(workdir):
+    with open_folder() as run:
+        run.start({}, {})
+    with pytest.raises(UserError, match="runs/a exists; set another name, or resume=true"):
+        open_folder(resume=False)
+
+
+@pytest.mark.parametrize("content", ["null", "[1]", '{"sta'])
+def test_damaged_summary_is_refused(workdir, content):
+    write_file("runs/a/summary.json", content)
+    with pytest.raises(UserError, match=r"runs/a/summary.json cannot be read .* restore it"):
+        open_folder()
+
+
+def test_run_that_has_lost_its_last_checkpoint_is_refused(workdir):
+    write_file("runs/a/summary.json", '{"step": 3}')
+    message = r"runs/a/checkpoints/last.pt is missing.* restore it, or set another name"
+    with pytest.raises(UserError, match=message):
+        open_folder()
+
+
+# Runs that are refused after their folder was opened
+
+
+@pytest.fixture
+def texts(workdir) -> None:
+    """A document that is too short, and a document with a character that text.txt lacks."""
+    (workdir / "short.txt").write_text("The 7th line", encoding="utf-8")
+    (workdir / "other.txt").write_text(TEXT + "日本", encoding="utf-8")
+
+
+REFUSED = {
+    "text too short": (["data.path=short.txt"], "use a longer text"),
+    "unknown character": (
+        ["data.path=other.txt", "tokenizer=run", "tokenizer.run=a"],
+        "'日'",
+    ),
+    "tokenizer of no run": (
+        ["tokenizer=run", "tokenizer.run=none"],
+        "run=none has no checkpoint",
+    ),
+    "weights of no run": (
+        ["tokenizer=byte", "train.init_from=run:none"],
+        "run=none has no checkpoint",
+    ),
+    "weights of another model": (
+        ["tokenizer=run", "tokenizer.run=a", "train.init_from=run:a", "model.n_layer=1"],
+        "set model.n_layer=2",
+    ),
+}
+
+
+@pytest.fixture(params=REFUSED)
+def refusal(request, trained, texts) -> tuple[list[str], str]:
+    """Overrides with which a run is refused, and a part of the error. The run a exists."""
+    return REFUSED[request.param]
+
+
+def test_refused_run_leaves_no_folder(refusal, train, capsys):
+    overrides, message = refusal
+    assert train("name=b", *overrides) == 2
+    assert message in capsys.readouterr().err
+    assert [path.name for path in Path("runs").iterdir()] == ["a"]
+
+
+def test_first_run_that_is_refused_leaves_no_folder_of_runs(train, texts):
+    assert train("name=b", "data.path=short.txt") == 2
+    assert not Path("runs").exists()
+
+
+def test_unnamed_run_that_is_refused_leaves_no_folder(train, texts):
+    assert train("data.path=short.txt") == 2
+    assert not Path("runs").exists()
+
+
+def test_refused_job_of_a_sweep_leaves_its_log(train, texts):
+    log = Path(write_file("runs/sweeps/s/seed=1/train.log", "refused"))
+    assert train("name=sweeps/s/seed=1", "data.path=short.txt") == 2
+    assert list(log.parent.iterdir()) == [log]
+
+
+def test_run_can_start_after_a_refusal(train, texts):
+    assert train("name=b", "data.path=short.txt") == 2
+    assert train("name=b") == 0
+
+
+def test_run_that_is_interrupted_before_its_start_leaves_no_folder(train, monkeypatch):
+    """Such as by Ctrl-C while the data is prepared."""
+
+    def interrupt(*args):
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr("train.build_data", interrupt)
+    assert train("name=b") == 75
+    assert not Path("runs").exists()
