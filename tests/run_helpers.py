@@ -1,0 +1,43 @@
+"""Runs that several tests look at, and comparisons of runs."""
+
+import io
+from contextlib import chdir, redirect_stdout
+from pathlib import Path
+
+import torch
+from helpers import TEXT, load, metrics, train_here, untimed
+
+
+def train_in(folder: Path, *words: str) -> str:
+    """Train a tiny model on text.txt in a folder. Returns what the run prints."""
+    (folder / "text.txt").write_text(TEXT, encoding="utf-8")
+    output = io.StringIO()
+    with chdir(folder), redirect_stdout(output):
+        assert train_here(*words) == 0, output.getvalue()
+    return output.getvalue()
+
+
+def read_files(folder: Path) -> dict[Path, bytes]:
+    """The content of all files in a folder, except locks."""
+    files = [path for path in folder.rglob("*") if path.is_file() and path.name != ".lock"]
+    return {path.relative_to(folder): path.read_bytes() for path in files}
+
+
+def val_losses(name: str) -> dict[int, float]:
+    """The validation losses of a run by step."""
+    return {row["step"]: row["val/loss"] for row in metrics(name) if "val/loss" in row}
+
+
+def assert_same_run(a: str, b: str) -> None:
+    """Check that rows, weights and optimizer state are bit-identical."""
+    assert untimed(metrics(a)) == untimed(metrics(b))
+    for kind in ("last", "best"):
+        one = _read_results(a, kind)
+        two = _read_results(b, kind)
+        assert bool(one["optimizer"]) == (kind == "last")
+        torch.testing.assert_close(one, two, atol=0, rtol=0)
+
+
+def _read_results(run: str, kind: str) -> dict:
+    saved = load(run, kind)
+    return {key: saved[key] for key in ("step", "best_val_loss", "model", "optimizer")}
