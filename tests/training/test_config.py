@@ -1,9 +1,10 @@
-"""Training config: how a batch is divided."""
+"""Training config: how a batch is divided, and rules between settings."""
 
 import pytest
 
 from common.errors import UserError
-from training.config import TrainConfig
+from common.settings import check
+from training.config import AdamWConfig, MuonConfig, RunConfig, TrainConfig
 
 
 def split(batch_size: int, micro_batch_size: int | None, world_size: int) -> tuple[int, int]:
@@ -14,6 +15,7 @@ def split(batch_size: int, micro_batch_size: int | None, world_size: int) -> tup
 @pytest.mark.parametrize(
     ("micro_batch_size", "world_size", "expected"),
     [(None, 1, (12, 1)), (None, 2, (6, 1)), (3, 1, (3, 4)), (3, 2, (3, 2))],
+    ids=["one device", "two devices", "micro batches", "both"],
 )
 def test_batch_is_divided_over_devices_and_micro_batches(micro_batch_size, world_size, expected):
     assert split(12, micro_batch_size, world_size) == expected
@@ -22,9 +24,40 @@ def test_batch_is_divided_over_devices_and_micro_batches(micro_batch_size, world
 @pytest.mark.parametrize(
     ("batch_size", "micro_batch_size", "world_size", "advice"),
     [(10, None, 3, "set 9 or 12"), (2, None, 3, "set 3"), (12, 4, 2, "set one of 1, 2, 3, 6")],
+    ids=["devices", "few sequences", "micro batches"],
 )
 def test_batch_that_cannot_be_divided_is_refused_with_valid_sizes(
     batch_size, micro_batch_size, world_size, advice
 ):
     with pytest.raises(UserError, match=f"{advice}$"):
         split(batch_size, micro_batch_size, world_size)
+
+
+def test_default_config_is_valid():
+    check(RunConfig())
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (TrainConfig(steps=None), "steps=null needs train.minutes"),
+        (TrainConfig(batch_size=4, micro_batch_size=3), "set one of 1, 2, 4"),
+        (AdamWConfig(betas=[0.9]), "betas=.* must be two numbers"),
+        (AdamWConfig(name="sgd"), "name=sgd selects no optimizer"),
+        (AdamWConfig(lr=2.0, weight_decay=0.5), "weight_decay=0.5 reverses the sign"),
+        (
+            MuonConfig(embedding_lr=2.0, ngram_weight_decay=0.5),
+            "ngram_weight_decay=0.5 reverses the sign",
+        ),
+        (RunConfig(name="last"), "name=last is reserved"),
+        (RunConfig(flops_per_second=1.0), "flops_per_second=1.0 needs plan=true"),
+        (RunConfig(world_size=2), "world_size=2 needs plan=true"),
+    ],
+    ids=[
+        "no end", "micro batches", "betas", "name", "decay", "decay of n-grams",
+        "run", "speed", "processes",
+    ],
+)  # fmt: skip
+def test_settings_that_contradict_each_other_are_refused(config, message):
+    with pytest.raises(UserError, match=message):
+        check(config)

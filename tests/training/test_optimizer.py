@@ -1,12 +1,15 @@
-"""Optimizers: which parameters they update, clipping, and state that is saved by parameter name."""
+"""Optimizers: which parameters they update, clipping, state by name, and what they import."""
 
 import math
+import subprocess
+import sys
+from collections import Counter
 from copy import deepcopy
 from dataclasses import replace
 
 import pytest
 import torch
-from helpers import ADAMW, MUON, tiny_model, train_step
+from helpers import ADAMW, MUON, ROOT, tiny_model, train_step
 from torch import nn
 
 from training.optimizer import (
@@ -18,88 +21,170 @@ from training.optimizer import (
     state_by_name,
 )
 
+CONFIGS = pytest.mark.parametrize("config", [ADAMW, MUON], ids=["adamw", "muon"])
 
-def test_adamw_decays_only_matrices_and_updates_each_parameter_once():
+
+def list_params(optimizers: list[torch.optim.Optimizer]) -> list[nn.Parameter]:
+    groups = [group for optimizer in optimizers for group in optimizer.param_groups]
+    return [p for group in groups for p in group["params"]]
+
+
+@CONFIGS
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_each_parameter_is_updated_once(config, tied):
+    model = tiny_model(tie_embeddings=tied, max_ngram=3)
+    params = list_params(build_optimizers(model, config))
+    assert Counter(params) == Counter(model.parameters())
+
+
+def test_adamw_decays_only_matrices_and_embeddings():
     model = tiny_model()
     (adamw,) = build_optimizers(model, ADAMW)
     decay = {p: group["weight_decay"] for group in adamw.param_groups for p in group["params"]}
-    assert (
-        len(decay)
-        == len(list(model.parameters()))
-        == sum(len(g["params"]) for g in adamw.param_groups)
-    )
-    assert all(decay[p] == (0.1 if p.ndim >= 2 else 0.0) for p in model.parameters())
+    expected = {p: ADAMW.weight_decay if p.ndim >= 2 else 0.0 for p in model.parameters()}
+    assert decay == expected
 
 
 def test_adamw_is_bit_identical_to_torch_optim_adamw():
-    ours, theirs = tiny_model(), tiny_model()
+    ours = tiny_model()
+    theirs = tiny_model()
     theirs.load_state_dict(ours.state_dict())
     (a,) = build_optimizers(ours, ADAMW)
-    groups = [group | {"params": []} for group in a.state_dict()["param_groups"]]
-    for group, params in zip(groups, (2, 1), strict=True):
-        group["params"] = [p for p in theirs.parameters() if min(p.ndim, 2) == params]
-    b = torch.optim.AdamW(groups)
+    matrices, vectors = a.state_dict()["param_groups"]
+    matrices["params"] = [p for p in theirs.parameters() if p.ndim >= 2]
+    vectors["params"] = [p for p in theirs.parameters() if p.ndim < 2]
+    b = torch.optim.AdamW([matrices, vectors])
     for seed in range(3):
         train_step(ours, [a], seed)
         train_step(theirs, [b], seed)
-    assert all(map(torch.equal, ours.parameters(), theirs.parameters()))
-    assert all(group["fused"] for group in a.param_groups)
+    torch.testing.assert_close(ours.state_dict(), theirs.state_dict(), atol=0, rtol=0)
 
 
-@pytest.mark.parametrize("tied", [True, False])
-def test_muon_updates_the_matrices_of_blocks_and_adamw_the_rest(tied):
+@CONFIGS
+def test_adamw_is_the_fused_implementation(config):
+    adamw = build_optimizers(tiny_model(), config)[-1]
+    assert all(group["fused"] for group in adamw.param_groups)
+
+
+@pytest.mark.parametrize("tied", [True, False], ids=["tied", "untied"])
+def test_muon_updates_the_matrices_of_blocks(tied):
     model = tiny_model(tie_embeddings=tied)
-    muon, adamw = build_optimizers(model, MUON)
-    rates = {
-        p: group["peak_lr"]
-        for o in (muon, adamw)
-        for group in o.param_groups
-        for p in group["params"]
+    muon, _ = build_optimizers(model, MUON)
+    matrices = {
+        name for name, p in model.named_parameters() if name.startswith("blocks.") and p.ndim == 2
     }
-    assert set(rates) == set(model.parameters())
-    in_muon = {p for group in muon.param_groups for p in group["params"]}
-    assert in_muon == {
-        p for name, p in model.named_parameters() if name.startswith("blocks") and p.ndim == 2
-    }
-    assert rates[model.wte.weight] == MUON.embedding_lr
-    assert rates[model.lm_head.weight] == (MUON.embedding_lr if tied else MUON.head_lr)
-    assert [group["weight_decay"] for group in adamw.param_groups] == [0.0] * len(
-        adamw.param_groups
-    )
+    names = {p: name for name, p in model.named_parameters()}
+    assert {names[p] for p in list_params([muon])} == matrices
+
+
+@pytest.mark.parametrize(
+    ("dtype", "expected"),
+    [
+        (torch.float32, torch.float32),
+        (torch.bfloat16, torch.bfloat16),
+        (torch.float16, torch.bfloat16),  # float16 lacks the range
+    ],
+    ids=str,
+)
+def test_muon_orthogonalizes_in_the_dtype_of_the_run(dtype, expected):
+    muon, _ = build_optimizers(tiny_model(), MUON, dtype)
+    assert muon.dtype == expected
+
+
+@pytest.mark.parametrize(
+    ("name", "tied", "expected"),
+    [
+        ("blocks.0.mlp.fc.weight", True, MUON.lr),
+        ("blocks.0.mlp.fc.bias", True, MUON.norm_lr),
+        ("wte.weight", True, MUON.embedding_lr),
+        ("wpe.weight", True, MUON.embedding_lr),
+        ("ngrams.table.weight", True, MUON.embedding_lr),
+        ("lm_head.weight", False, MUON.head_lr),
+    ],
+)
+def test_muon_has_a_learning_rate_for_each_part(name, tied, expected):
+    model = tiny_model(tie_embeddings=tied, max_ngram=3)
+    config = replace(MUON, norm_lr=0.07)
+    expected = 0.07 if name.endswith("bias") else expected
+    groups = [g for o in build_optimizers(model, config) for g in o.param_groups]
+    rates = {p: group["peak_lr"] for group in groups for p in group["params"]}
+    assert rates[model.get_parameter(name)] == expected
+
+
+def test_muon_decays_the_ngram_table_and_no_other_embedding():
+    model = tiny_model(max_ngram=3, tie_embeddings=False)
+    before = deepcopy(model)
+    for p in model.parameters():
+        p.grad = torch.zeros_like(p)
+    _, adamw = build_optimizers(model, replace(MUON, embedding_lr=0.01, ngram_weight_decay=5.0))
+    adamw.step()
+    expected = before.ngrams.table.weight * (1 - 0.01 * 5.0)
+    torch.testing.assert_close(model.ngrams.table.weight, expected)
+    for name in ("wte.weight", "wpe.weight", "lm_head.weight"):
+        assert torch.equal(model.get_parameter(name), before.get_parameter(name)), name
 
 
 def test_any_torch_optimizer_can_be_added_with_one_function(monkeypatch):
-    monkeypatch.setitem(
-        OPTIMIZERS, "sgd", lambda model, config, _: [torch.optim.SGD(model.parameters(), config.lr)]
-    )
+    def build_sgd(model, config, dtype):
+        return [torch.optim.SGD(model.parameters(), config.lr)]
+
+    monkeypatch.setitem(OPTIMIZERS, "sgd", build_sgd)
     (sgd,) = build_optimizers(tiny_model(), replace(ADAMW, name="sgd"))
     set_lr([sgd], 0.5)
     assert [group["lr"] for group in sgd.param_groups] == [0.5 * ADAMW.lr]
 
 
-@pytest.mark.parametrize("config", [ADAMW, MUON], ids=["adamw", "muon"])
-def test_optimizer_state_is_restored_by_name_with_the_learning_rates_of_the_config(config):
+# State by name
+
+
+@CONFIGS
+def test_state_has_the_names_of_all_parameters(config):
     model = tiny_model()
     optimizers = build_optimizers(model, config)
     train_step(model, optimizers)
-    state = deepcopy(state_by_name(model, optimizers))
-    assert set(state) == {name for name, _ in model.named_parameters()}
+    names = {name for name, _ in model.named_parameters()}
+    assert set(state_by_name(model, optimizers)) == names
 
+
+def copy_training(model, optimizers, config, lr: float):
+    """A copy of a model and its optimizers, by way of the state by name, with learning rates."""
     other = tiny_model()
-    others = build_optimizers(other, config)
-    for optimizer in others:
-        for group in optimizer.param_groups:
-            group["lr"] *= 0.5
     other.load_state_dict(model.state_dict())
-    load_state_by_name(other, others, state)
-    rates, other_rates = (
-        [g["lr"] for o in group for g in o.param_groups] for group in (optimizers, others)
-    )
-    assert other_rates == [0.5 * lr for lr in rates]
-    set_lr(others, 1.0)
-    assert train_step(model, optimizers, 1) == train_step(other, others, 1)
-    for a, b in zip(model.parameters(), other.parameters(), strict=True):
-        assert torch.equal(a, b)
+    others = build_optimizers(other, config)
+    set_lr(others, lr)
+    load_state_by_name(other, others, deepcopy(state_by_name(model, optimizers)))
+    return other, others
+
+
+@CONFIGS
+def test_step_after_loading_the_state_is_bit_identical(config):
+    model = tiny_model()
+    optimizers = build_optimizers(model, config)
+    train_step(model, optimizers)
+    other, others = copy_training(model, optimizers, config, lr=1.0)
+    train_step(model, optimizers, 1)
+    train_step(other, others, 1)
+    torch.testing.assert_close(model.state_dict(), other.state_dict(), atol=0, rtol=0)
+
+
+@CONFIGS
+def test_loading_the_state_does_not_change_learning_rates(config):
+    model = tiny_model()
+    optimizers = build_optimizers(model, config)
+    train_step(model, optimizers)
+    _, others = copy_training(model, optimizers, config, lr=0.5)
+    groups = [group for optimizer in others for group in optimizer.param_groups]
+    assert [g["lr"] for g in groups] == [0.5 * g["peak_lr"] for g in groups]
+
+
+def test_parameter_without_a_saved_state_starts_again():
+    model = tiny_model()
+    optimizers = build_optimizers(model, ADAMW)
+    load_state_by_name(model, optimizers, {})
+    assert state_by_name(model, optimizers) == {}
+
+
+# A step
 
 
 def model_with_gradients(*gradients: float) -> tuple[nn.Module, list[torch.optim.Optimizer]]:
@@ -110,41 +195,92 @@ def model_with_gradients(*gradients: float) -> tuple[nn.Module, list[torch.optim
     return model, [torch.optim.SGD([parameter], lr=1.0) for parameter in model]
 
 
+DISABLED_SCALER = torch.amp.GradScaler("cpu", enabled=False)
+
+
 @pytest.mark.parametrize(
-    ("max_grad_norm", "expected"), [(None, [-3.0, -4.0]), (1.0, [-0.6, -0.8]), (9.0, [-3.0, -4.0])]
+    ("max_grad_norm", "expected"),
+    [(None, [-3.0, -4.0]), (1.0, [-0.6, -0.8]), (9.0, [-3.0, -4.0])],
+    ids=["no clipping", "larger norm", "smaller norm"],
 )
 def test_optimizer_step_clips_the_norm_over_all_optimizers(max_grad_norm, expected):
     model, optimizers = model_with_gradients(3.0, 4.0)
-    grad_norm = optimizer_step(
-        model, optimizers, torch.amp.GradScaler("cpu", enabled=False), max_grad_norm
-    )
-    assert grad_norm.item() == 5.0
+    optimizer_step(model, optimizers, DISABLED_SCALER, max_grad_norm)
     assert [p.item() for p in model] == pytest.approx(expected)
+
+
+def test_optimizer_step_returns_the_norm_before_clipping():
+    model, optimizers = model_with_gradients(3.0, 4.0)
+    assert optimizer_step(model, optimizers, DISABLED_SCALER, 1.0).item() == 5.0
+
+
+def test_optimizer_step_clears_the_gradients():
+    model, optimizers = model_with_gradients(3.0, 4.0)
+    optimizer_step(model, optimizers, DISABLED_SCALER, None)
     assert all(p.grad is None for p in model)
 
 
-def test_optimizer_step_unscales_gradients_before_clipping_and_skips_all_optimizers_at_an_overflow():
+@pytest.fixture
+def scaler() -> torch.amp.GradScaler:
+    """A loss scaler of float16, which multiplies the loss by 8."""
     scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
     scaler.scale(torch.zeros(()))  # the first call creates the scale
+    return scaler
+
+
+def test_scaled_gradients_are_unscaled_before_clipping(scaler):
     model, optimizers = model_with_gradients(24.0, 32.0)
     assert optimizer_step(model, optimizers, scaler, 1.0).item() == 5.0
     assert [p.item() for p in model] == pytest.approx([-0.6, -0.8])
+
+
+def test_all_optimizers_skip_a_step_with_an_overflow(scaler):
     model, optimizers = model_with_gradients(24.0, math.inf)
     assert optimizer_step(model, optimizers, scaler, None).item() == math.inf
     assert [p.item() for p in model] == [0.0, 0.0]
+
+
+def test_overflow_halves_the_scale(scaler):
+    model, optimizers = model_with_gradients(24.0, math.inf)
+    optimizer_step(model, optimizers, scaler, None)
     assert scaler.get_scale() == 4.0
 
 
-def test_muon_decays_the_ngram_table_by_its_weight_decay_and_no_other_embedding():
-    model = tiny_model(max_ngram=3, tie_embeddings=False)
-    with torch.no_grad():
-        model.ngrams.table.weight.fill_(2.0)
-    before = model.wte.weight.clone()
-    for p in model.parameters():
-        p.grad = torch.zeros_like(p)
-    for optimizer in build_optimizers(
-        model, replace(MUON, embedding_lr=0.01, ngram_weight_decay=5.0)
-    ):
-        optimizer.step()
-    assert torch.allclose(model.ngrams.table.weight, torch.tensor(2.0 * (1 - 0.01 * 5.0)))
-    assert torch.equal(model.wte.weight, before)
+# torch._dynamo, whose import takes most of a second
+
+PRINT_USER_OF_DYNAMO = """
+import sys
+import torch
+from helpers import ADAMW, MUON, tiny_model
+from training.optimizer import *
+
+def report(name):
+    if "torch._dynamo" in sys.modules:
+        print(name)
+        sys.exit()
+
+model = tiny_model()
+tokens = torch.zeros(2, 8, dtype=torch.int64)
+scaler = torch.amp.GradScaler("cpu", enabled=False)
+for config in (ADAMW, MUON):
+    optimizers = build_optimizers(model, config)
+    report("build_optimizers")
+    model(tokens, tokens).backward()
+    report("backward")
+    optimizer_step(model, optimizers, scaler, 1.0)
+    report("optimizer_step")
+    state = state_by_name(model, optimizers)
+    for optimizer in optimizers:
+        optimizer.state_dict()
+    report("state_dict")
+    load_state_by_name(model, optimizers, state)
+    report("load_state_by_name")
+"""
+
+
+def test_optimizers_do_not_import_dynamo():
+    """In a new process, because other tests import it."""
+    code = f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'tests')!r}]"
+    code += PRINT_USER_OF_DYNAMO
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr

@@ -1,18 +1,19 @@
 """Overfitting: the message, the summary, train.patience, and the best checkpoint."""
 
-from pathlib import Path
+import shutil
 
 import pytest
-from helpers import load, metrics, summary
+from helpers import TEXT, load, summary, train_here
+from run_helpers import train_in, val_losses
 
 # A high learning rate on 300 characters: the model memorizes them within some steps.
 OVERFIT = [
+    "name=a",
     "data.path=short.txt",
+    "train.steps=60",
     "eval.every=5",
     "eval.windows=null",
     "eval.sample.max_new_tokens=0",
-]
-OVERFIT += [
     "optimizer.ngram_weight_decay=0",
     "optimizer.weight_decay=0",
     "optimizer.lr=0.05",
@@ -20,50 +21,95 @@ OVERFIT += [
 ]
 
 
+def overfit(folder, *words: str) -> str:
+    """Train the run a. Returns what it prints."""
+    text = TEXT[:270] + "0123456789 is quite another text: HERE."
+    (folder / "short.txt").write_text(text, encoding="utf-8")
+    return train_in(folder, *OVERFIT, *words)
+
+
+def best_step() -> int:
+    losses = val_losses("a")
+    del losses[0]  # of random weights
+    return min(losses, key=losses.__getitem__)
+
+
+@pytest.fixture(scope="module")
+def overfitted_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("overfitted")
+    return folder, overfit(folder)
+
+
 @pytest.fixture
-def short_text(workdir) -> None:
-    text = (workdir / "text.txt").read_text(encoding="utf-8")
-    (workdir / "short.txt").write_text(
-        text[:270] + "0123456789 is quite another text: HERE.", encoding="utf-8"
-    )
+def printed(overfitted_folder, monkeypatch) -> str:
+    """The output of a run that overfits. The current folder has the run."""
+    folder, output = overfitted_folder
+    monkeypatch.chdir(folder)
+    assert best_step() < 60 - 3 * 5, val_losses("a")
+    return output
 
 
-def losses(name: str) -> dict[int, float]:
-    return {
-        row["step"]: row["val/loss"]
-        for row in metrics(name)
-        if "val/loss" in row and row["step"] > 0
-    }
+def test_overfitting_is_reported_once(printed):
+    message = f"overfitting: the validation loss has not fallen since step {best_step()};"
+    assert printed.count(message) == 1
 
 
-def test_overfitting_is_reported_once_and_recorded(short_text, train, capsys):
-    assert train("name=a", *OVERFIT, "train.steps=60") == 0
-    out, recorded = capsys.readouterr().out, losses("a")
-    best_step = min(recorded, key=recorded.__getitem__)
-    assert best_step < 60 - 3 * 5, recorded
-    assert (
-        out.count(f"overfitting: the validation loss has not fallen since step {best_step};") == 1
-    )
-    advice = "or a larger optimizer.weight_decay and optimizer.ngram_weight_decay"
-    assert f"start another run with train.steps={best_step}, {advice}" in out
+def test_advice_is_to_end_at_the_best_step_or_to_decay_the_weights(printed):
+    larger = "a larger optimizer.weight_decay and optimizer.ngram_weight_decay"
+    assert f"start another run with train.steps={best_step()}, or {larger}" in printed
+
+
+def test_summary_records_overfitting(printed):
     assert summary("a")["overfitting"]
-    assert summary("a")["best_step"] == best_step
-    assert summary("a")["best_val_loss"] == recorded[best_step]
-    assert f"best validation loss {recorded[best_step]:.4f}" in out
-    assert load("a", "best")["step"] == best_step
 
 
-def test_patience_ends_the_run_and_a_larger_one_resumes_it(short_text, train, capsys):
-    assert train("name=a", *OVERFIT, "train.steps=60", "train.patience=2") == 0
-    recorded = losses("a")
-    best_step = min(recorded, key=recorded.__getitem__)
-    assert summary("a")["status"] == "finished" and not summary("a")["overfitting"]
-    assert summary("a")["step"] == max(recorded) == best_step + 2 * 5
-    assert "train.patience=2 evaluations without a lower loss" in capsys.readouterr().out
-    assert (Path("runs/a") / "loss.png").exists()
+def test_summary_has_the_best_evaluation(printed):
+    step = best_step()
+    recorded = summary("a")
+    assert recorded["best_step"] == step
+    assert recorded["best_val_loss"] == val_losses("a")[step]
 
-    assert train("name=a", *OVERFIT, "train.steps=60", "train.patience=2") == 0
-    advice = "set a larger train.patience, or another name"
-    assert f"runs/a is finished at step {max(recorded)}; {advice}" in capsys.readouterr().out
-    assert train("name=a", *OVERFIT, "train.steps=60", "train.patience=3") == 0
-    assert summary("a")["step"] == best_step + 3 * 5 and summary("a")["overfitting"]
+
+def test_last_lines_have_the_best_evaluation(printed):
+    step = best_step()
+    assert f"best validation loss {val_losses('a')[step]:.4f}" in printed
+    assert f"at step {step}; last {val_losses('a')[60]:.4f}" in printed
+
+
+def test_best_checkpoint_is_of_the_best_evaluation(printed):
+    assert load("a", "best")["step"] == best_step()
+
+
+@pytest.fixture(scope="module")
+def impatient_folder(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("impatient")
+    return folder, overfit(folder, "train.patience=2")
+
+
+@pytest.fixture
+def impatient(impatient_folder, workdir) -> str:
+    """The output of a run that train.patience=2 has ended. The current folder has a copy."""
+    folder, output = impatient_folder
+    shutil.copytree(folder, workdir, dirs_exist_ok=True)
+    return output
+
+
+def test_patience_ends_the_run(impatient):
+    assert summary("a")["status"] == "finished"
+    assert summary("a")["step"] == best_step() + 2 * 5
+
+
+def test_run_says_that_patience_has_ended_it(impatient):
+    assert "train.patience=2 evaluations without a lower loss" in impatient
+
+
+def test_run_that_patience_has_ended_is_finished(impatient, capsys):
+    assert train_here(*OVERFIT, "train.patience=2") == 0
+    step = summary("a")["step"]
+    message = f"runs/a is finished at step {step}; set a larger train.patience, or another name"
+    assert message in capsys.readouterr().out
+
+
+def test_larger_patience_continues_the_run(impatient):
+    assert train_here(*OVERFIT, "train.patience=3") == 0
+    assert summary("a")["step"] == best_step() + 3 * 5

@@ -1,24 +1,69 @@
-"""Attention statistics of a training run: metrics, picture, and no effect on training."""
+"""Plots of a run, and attention statistics: metrics, picture, and no effect on training."""
 
-from helpers import metrics, summary, untimed
+import json
+
+import pytest
+from helpers import metrics, summary, train_here, untimed
+from run_helpers import train_in
 
 from generation.head_statistics import STATISTICS
+from training.plots import plot_run, read_curves
 
 HEADS = [f"/layer-{layer}/head-{head}" for layer in (1, 2) for head in (1, 2)]
+KEYS = {f"attention/{name}{end}" for name in STATISTICS for end in ("", *HEADS)}
+SETTINGS = ["dtype=bfloat16", "model.dropout=0.2", "optimizer=adamw"]
 
 
-def test_attention_statistics_do_not_change_training(train, workdir):
-    settings = ["dtype=bfloat16", "model.dropout=0.2", "optimizer=adamw"]
-    assert train("name=a", "eval.attention_stats=true", *settings) == 0
-    assert train("name=b", *settings) == 0
-    rows, rows_without = untimed(metrics("a")), untimed(metrics("b"))
-    keys = {f"attention/{name}{end}" for name in STATISTICS for end in ("", *HEADS)}
-    for row in rows:
-        assert {key for key in row if key.startswith("attention")} == (
-            keys if "val/loss" in row else set()
-        )
+def test_curve_has_the_rows_with_a_value():
+    lines = [b'{"step": 0, "val/loss": 3}', b'{"step": 1}', b'{"step": 2, "val/loss": null}']
+    lines.append(b'{"step": 3, "val/loss": 2.5}')
+    steps, values = read_curves(lines, "val/loss")["val/loss"]
+    assert steps.tolist() == [0, 3]
+    assert values.tolist() == [3.0, 2.5]
+
+
+@pytest.mark.parametrize(
+    "row",
+    [{"step": 1}, {"step": 1, "train/loss": 2.0}, {"step": 1, "val/loss": 2.0}],
+    ids=["no loss", "training loss", "validation loss"],
+)
+def test_losses_are_plotted(tmp_path, row):
+    (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n", encoding="utf-8")
+    plot_run(tmp_path)
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    assert not (tmp_path / "attention.png").exists()
+
+
+@pytest.fixture(scope="module")
+def folder_with_statistics(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("statistics")
+    train_in(folder, "name=a", "eval.attention_stats=true", *SETTINGS)
+    return folder
+
+
+@pytest.fixture
+def with_statistics(folder_with_statistics, monkeypatch) -> None:
+    """A folder with the run a, which has attention statistics."""
+    monkeypatch.chdir(folder_with_statistics)
+
+
+def test_each_evaluation_has_statistics_of_all_heads(with_statistics):
+    for row in metrics("a"):
+        keys = {key for key in row if key.startswith("attention")}
+        assert keys == (KEYS if "val/loss" in row else set())
         assert None not in row.values()
-    assert [{k: v for k, v in row.items() if k not in keys} for row in rows] == rows_without
-    assert summary("a")["attention_entropy"] == rows[-1]["attention/entropy"]
-    assert (workdir / "runs/a/attention.png").read_bytes().startswith(b"\x89PNG")
-    assert not (workdir / "runs/b/attention.png").exists()
+
+
+def test_summary_has_the_statistics_of_the_last_evaluation(with_statistics):
+    assert summary("a")["attention_entropy"] == metrics("a")[-1]["attention/entropy"]
+
+
+def test_statistics_are_plotted(with_statistics):
+    with open("runs/a/attention.png", "rb") as file:
+        assert file.read(4) == b"\x89PNG"
+
+
+def test_statistics_do_not_change_training(with_statistics):
+    assert train_here("name=b", *SETTINGS) == 0
+    rows = [{k: v for k, v in row.items() if k not in KEYS} for row in metrics("a")]
+    assert untimed(rows) == untimed(metrics("b"))

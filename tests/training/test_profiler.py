@@ -1,20 +1,24 @@
-"""train.profile=true: the table of operations, the trace, and unchanged results."""
+"""train.profile=true: the table of operations and the trace."""
 
 import gzip
 import json
-from contextlib import suppress
+from pathlib import Path
 
+import pytest
 import torch
+from helpers import metrics, train_here, untimed
+from run_helpers import train_in
 
 from training.profiler import RECORDED_STEPS, StepProfiler
 from training.speed import WARMUP_STEPS
 
+LAST_RECORDED = WARMUP_STEPS + RECORDED_STEPS
 
-def run_steps(folder, num_steps, error=None) -> list[str]:
+
+def run_steps(folder, num_steps: int, error: Exception | None = None) -> list[str]:
     """Run steps with one matrix product. Returns what the profiler prints."""
     printed = []
-    profiler = StepProfiler(torch.device("cpu"), folder, printed.append)
-    with suppress(ZeroDivisionError), profiler:
+    with StepProfiler(torch.device("cpu"), folder, printed.append) as profiler:
         for _ in range(num_steps):
             with torch.profiler.record_function("forward"):
                 torch.ones(2, 2) @ torch.ones(2, 2)
@@ -25,25 +29,115 @@ def run_steps(folder, num_steps, error=None) -> list[str]:
     return printed
 
 
-def test_table_and_trace_contain_the_recorded_steps(tmp_path):
-    table, trace = run_steps(tmp_path, WARMUP_STEPS + RECORDED_STEPS)
-    calls = {
-        line.split()[0]: int(line.split()[-1])
-        for line in table.splitlines()
-        if " aten::m" in f" {line.strip()}"
-    }
-    assert calls["aten::mm"] == RECORDED_STEPS
-    assert "forward" in table and "erfinv" not in table
-    assert "trace.json.gz" in trace
-    with gzip.open(tmp_path / "trace.json.gz") as file:
+def read_annotations(trace: Path) -> list[str]:
+    """The names of the phases in a trace."""
+    with gzip.open(trace) as file:
         events = json.load(file)["traceEvents"]
-    annotations = [event.get("name") for event in events if event.get("cat") == "user_annotation"]
-    assert annotations.count("forward") == RECORDED_STEPS
+    return [event["name"] for event in events if event.get("cat") == "user_annotation"]
 
 
-def test_short_run_and_error_write_no_profile(tmp_path):
-    for num_steps, error in ((3, None), (WARMUP_STEPS + 1, ZeroDivisionError())):
-        assert run_steps(tmp_path, num_steps, error=error) == []
-        assert not (tmp_path / "trace.json.gz").exists()
+@pytest.fixture(scope="module")
+def profile(tmp_path_factory) -> tuple[Path, str, str]:
+    """The trace of exactly the recorded steps, the table, and the line about the trace."""
+    folder = tmp_path_factory.mktemp("profile")
+    table, line = run_steps(folder, LAST_RECORDED)
+    return folder / "trace.json.gz", table, line
+
+
+@pytest.fixture
+def table(profile) -> str:
+    return profile[1]
+
+
+def test_table_counts_the_operations_of_the_recorded_steps(table):
+    rows = [line.split() for line in table.splitlines()]
+    calls = {row[0]: row[-1] for row in rows if row and row[0].startswith("aten::")}
+    assert calls["aten::mm"] == str(RECORDED_STEPS)
+
+
+def test_table_names_the_recorded_steps(table):
+    assert table.startswith(f"steps {WARMUP_STEPS + 1} to {LAST_RECORDED}\n")
+
+
+def test_table_has_the_phases_of_a_step(table):
+    assert "forward" in table
+
+
+def test_table_has_no_operation_after_the_recorded_steps(table):
+    assert "erfinv" not in table
+
+
+def test_trace_is_named(profile):
+    trace, _, line = profile
+    assert str(trace) in line
+
+
+def test_trace_has_the_phases_of_the_recorded_steps(profile):
+    assert read_annotations(profile[0]).count("forward") == RECORDED_STEPS
+
+
+@pytest.mark.parametrize("num_steps", [3, LAST_RECORDED - 1])
+def test_run_that_ends_before_the_recorded_steps_writes_no_profile(tmp_path, num_steps):
+    assert run_steps(tmp_path, num_steps) == []
+    assert not (tmp_path / "trace.json.gz").exists()
+
+
+def test_run_that_fails_in_the_recorded_steps_writes_no_profile(tmp_path):
+    with pytest.raises(ZeroDivisionError):
+        run_steps(tmp_path, WARMUP_STEPS + 1, error=ZeroDivisionError())
+    assert not (tmp_path / "trace.json.gz").exists()
+
+
+def test_profiler_ends_with_a_run_that_fails(tmp_path):
+    with pytest.raises(ZeroDivisionError):
+        run_steps(tmp_path, WARMUP_STEPS + 1, error=ZeroDivisionError())
     with torch.profiler.profile():  # only one profiler can be active
         pass
+
+
+# A run with train.profile=true
+
+SETTINGS = [
+    f"train.steps={LAST_RECORDED}",
+    f"eval.every={LAST_RECORDED}",
+    "train.micro_batch_size=2",
+    "model.dropout=0.1",
+]
+
+
+@pytest.fixture(scope="module")
+def profiled_run(tmp_path_factory):
+    """The folder of a run, and what it prints."""
+    folder = tmp_path_factory.mktemp("profiled")
+    return folder, train_in(folder, "name=a", "train.profile=true", *SETTINGS)
+
+
+def test_run_prints_the_table(profiled_run):
+    _, printed = profiled_run
+    _, _, table = printed.partition(f"\nsteps {WARMUP_STEPS + 1} to {LAST_RECORDED}\n")
+    assert "aten::" in table
+
+
+def test_run_names_its_trace(profiled_run):
+    assert "trace    runs/a/trace.json.gz" in profiled_run[1]
+
+
+@pytest.mark.parametrize(
+    ("phase", "per_step"), [("data", 2), ("forward", 2), ("backward", 2), ("optimizer", 1)]
+)
+def test_trace_of_a_run_has_the_phases_of_its_micro_batches(profiled_run, phase, per_step):
+    folder, _ = profiled_run
+    annotations = read_annotations(folder / "runs/a/trace.json.gz")
+    assert annotations.count(phase) == per_step * RECORDED_STEPS
+
+
+def test_profiled_run_has_the_same_results(profiled_run, monkeypatch):
+    monkeypatch.chdir(profiled_run[0])
+    assert train_here("name=b", *SETTINGS) == 0
+    assert untimed(metrics("a")) == untimed(metrics("b"))
+
+
+def test_run_without_the_setting_has_no_profile(train, capsys, workdir):
+    assert train("name=a", *SETTINGS) == 0
+    assert "aten::mm" not in capsys.readouterr().out
+    assert not (workdir / "runs/a/trace.json.gz").exists()

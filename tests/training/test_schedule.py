@@ -6,44 +6,67 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from training.schedule import ScheduleConfig, lr_scale
+from common.errors import UserError
+from common.settings import check
+from training.schedule import SCHEDULES, ScheduleConfig, lr_scale
 
 
 def nanogpt_lr(iteration, warmup=100, decay=2000, peak=1e-3, floor=1e-4):
     """nanoGPT's schedule, from its description: linear warmup, cosine decay, minimum."""
     if iteration < warmup:
         return peak * (iteration + 1) / (warmup + 1)
-    return floor + 0.5 * (1 + math.cos(math.pi * (iteration - warmup) / (decay - warmup))) * (
-        peak - floor
-    )
+    coefficient = 0.5 * (1 + math.cos(math.pi * (iteration - warmup) / (decay - warmup)))
+    return floor + coefficient * (peak - floor)
 
 
 @given(iteration=st.integers(0, 1999))
 def test_cosine_equals_the_schedule_of_nanogpt(iteration):
-    config = ScheduleConfig("cosine", warmup_steps=100, final_fraction=0.1, decay_fraction=None)
+    config = ScheduleConfig("cosine", warmup_steps=100, final_fraction=0.1)
     fraction = lr_scale(config, iteration, 2000, iteration / 2000)
     assert 1e-3 * fraction == pytest.approx(nanogpt_lr(iteration))
 
 
-def test_linear_schedule_decays_after_the_warmup_and_wsd_first_stays_constant():
-    linear = ScheduleConfig("linear", warmup_steps=10, final_fraction=0.2, decay_fraction=None)
-    wsd = ScheduleConfig("wsd", warmup_steps=10, final_fraction=0.0, decay_fraction=0.5)
-    constant_then_linear = [1.0] * 50 + [1 - i / 50 for i in range(50)]
-    for config, expected in (
-        (linear, [1 - 0.8 * i / 100 for i in range(100)]),
-        (wsd, constant_then_linear),
-    ):
-        fractions = [lr_scale(config, i, 110, i / 110) for i in range(110)]
-        assert fractions == pytest.approx([(i + 1) / 11 for i in range(10)] + expected), config.name
+WARMUP = [(i + 1) / 11 for i in range(10)]
+FALLS_TO_20_PERCENT = [1 - 0.8 * i / 100 for i in range(100)]
+CONSTANT_THEN_FALLS = [1.0] * 50 + [1 - i / 50 for i in range(50)]
+
+
+@pytest.mark.parametrize(
+    ("config", "after_warmup"),
+    [
+        (ScheduleConfig("linear", 10, final_fraction=0.2), FALLS_TO_20_PERCENT),
+        (ScheduleConfig("wsd", 10, final_fraction=0.0, decay_fraction=0.5), CONSTANT_THEN_FALLS),
+        (ScheduleConfig("wsd", 10, final_fraction=0.0, decay_fraction=0.0), [1.0] * 100),
+    ],
+    ids=["linear", "wsd", "wsd without decay"],
+)
+def test_schedule_follows_its_warmup(config, after_warmup):
+    fractions = [lr_scale(config, i, 110, i / 110) for i in range(110)]
+    assert fractions == pytest.approx(WARMUP + after_warmup)
+
+
+def test_schedule_of_a_run_with_a_time_limit_follows_its_progress():
+    """The warmup has no part in the progress, because the number of steps is unknown."""
+    config = ScheduleConfig("linear", warmup_steps=10, final_fraction=0.0)
+    assert lr_scale(config, 50, None, 0.25) == pytest.approx(0.75)
 
 
 @settings(max_examples=50)
 @given(
-    name=st.sampled_from(["cosine", "linear", "wsd"]), warmup=st.integers(0, 50), steps=st.none() | st.integers(1, 100),
-    final=st.floats(0, 1), decay=st.floats(0, 1),
-)  # fmt: skip
+    name=st.sampled_from(list(SCHEDULES)),
+    warmup=st.integers(0, 50),
+    steps=st.none() | st.integers(1, 100),
+    final=st.floats(0, 1),
+    decay=st.floats(0, 1),
+)
 def test_schedules_stay_between_final_fraction_and_peak(name, warmup, steps, final, decay):
     config = ScheduleConfig(name, warmup, final, decay)
     for i in range(steps or 100):
         fraction = lr_scale(config, i, steps, i / (steps or 100))
-        assert (0 if i < warmup else final) - 1e-9 <= fraction <= 1 + 1e-9
+        lowest = 0 if i < warmup else final
+        assert lowest - 1e-9 <= fraction <= 1 + 1e-9
+
+
+def test_unknown_schedule_is_refused():
+    with pytest.raises(UserError, match="name=step is unknown; set one of cosine, linear, wsd"):
+        check(ScheduleConfig("step"))

@@ -7,62 +7,127 @@ from training.peak_flops import GPU_PEAK, peak_flops
 from training.speed import WARMUP_STEPS, Speed, time_calls
 
 CPU = torch.device("cpu")
+CUDA = torch.device("cuda")
 
 
-def test_step_metrics_exclude_time_between_steps(clock):
-    speed = Speed(CPU, tokens=100, flops=2e9, peak=1e10)
-    for _ in range(2):
-        speed.start_step()
-        clock[0] += 0.75
-        read = speed.end_step()
-        clock[0] += 10  # an evaluation
-        assert read() == pytest.approx(
-            {"step_ms": 750, "tokens_per_second": 100 / 0.75, "mfu": 0.2 / 0.75}
-        )
+@pytest.fixture
+def speed() -> Speed:
+    return Speed(CPU, tokens=100, flops=2e9, peak=1e10)
 
 
-def test_median_excludes_warmup_steps_if_there_are_others(clock):
-    speed = Speed(CPU, tokens=100, flops=2e9, peak=1e10)
-    assert speed.median() == {}
-    for seconds in [9.0] * WARMUP_STEPS + [0.5, 1.0, 2.0]:
+@pytest.fixture
+def run_step(speed, clock):
+    """run_step(0.5) runs a step of half a second. Returns its metrics."""
+
+    def run_step(seconds: float) -> dict:
         speed.start_step()
         clock[0] += seconds
-        speed.end_step()()
-        if len(speed.step_seconds) == 1:
-            assert speed.median()["step_ms"] == 9000.0
+        return speed.end_step()()
+
+    return run_step
+
+
+def test_metrics_of_a_step(run_step):
+    expected = {"step_ms": 750, "tokens_per_second": 100 / 0.75, "mfu": 0.2 / 0.75}
+    assert run_step(0.75) == pytest.approx(expected)
+
+
+def test_time_between_steps_does_not_count(run_step, clock):
+    run_step(0.75)
+    clock[0] += 10  # an evaluation
+    assert run_step(0.5)["step_ms"] == 500
+
+
+def test_metrics_can_be_read_later(speed, clock):
+    speed.start_step()
+    clock[0] += 0.75
+    read = speed.end_step()
+    clock[0] += 10
+    assert read()["step_ms"] == 750
+
+
+def test_median_is_empty_before_the_first_step(speed):
+    assert speed.median() == {}
+
+
+def test_median_excludes_warmup_steps(speed, run_step):
+    for seconds in [9.0] * WARMUP_STEPS + [0.5, 1.0, 2.0]:
+        run_step(seconds)
     assert speed.median() == {"step_ms": 1000.0, "tokens_per_second": 100.0, "mfu": 0.2}
-    speed.step_seconds.extend([0.25] * 10**6)  # in a long run, the last steps count
-    assert len(speed.step_seconds) == 1000 and speed.median()["step_ms"] == 250.0
 
 
-def test_time_calls_fills_the_time_within_min_and_max_calls(clock):
+def test_median_has_warmup_steps_if_there_are_no_others(speed, run_step):
+    run_step(9.0)
+    assert speed.median()["step_ms"] == 9000.0
+
+
+def test_median_of_a_long_run_is_that_of_its_last_steps(speed):
+    speed.step_seconds.extend([9.0] * 1000 + [0.25] * 1000)
+    assert speed.median()["step_ms"] == 250.0
+
+
+@pytest.mark.parametrize(
+    ("min_calls", "seconds", "max_calls", "timed", "warmup"),
+    [(7, 0.0, 100, 7, 0), (2, 5.0, 100, 10, 2), (2, 100.0, 5, 5, 1)],
+    ids=["at least", "in time", "at most"],
+)
+def test_calls_fill_the_time_within_their_limits(
+    clock, min_calls, seconds, max_calls, timed, warmup
+):
+    calls = []
+
     def call():
         clock[0] += 0.5
         calls.append(1)
 
-    for settings, timed, warmup in (
-        (dict(min_calls=7, seconds=0.0, max_calls=100), 7, 0),
-        (dict(min_calls=2, seconds=5.0, max_calls=100), 10, 2),
-        (dict(min_calls=2, seconds=100.0, max_calls=5), 5, 1),
-    ):
-        calls = []
-        assert time_calls(call, CPU, **settings) == [0.5] * timed
-        assert len(calls) == timed + warmup
+    assert time_calls(call, CPU, min_calls, seconds, max_calls) == [0.5] * timed
+    assert len(calls) == timed + warmup
 
 
 def test_peak_of_an_unknown_device_is_measured():
     assert peak_flops(CPU, torch.float32) > 0
 
 
-def test_known_gpu_has_its_data_sheet_peak_except_for_tf32(monkeypatch):
-    cuda = torch.device("cuda")
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: "NVIDIA H200")
-    assert (peak_flops(cuda, torch.float16), peak_flops(cuda, torch.float32)) == GPU_PEAK[
-        "NVIDIA H200"
-    ]
-    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
-    assert peak_flops(cuda, torch.bfloat16) == 989e12
+@pytest.fixture
+def gpu(monkeypatch):
+    """gpu("NVIDIA H200"): a machine with this GPU, which cannot measure."""
 
-    monkeypatch.setattr(torch, "randn", lambda *args, **kwargs: 1 / 0)  # it would measure
-    with pytest.raises(ZeroDivisionError):
-        peak_flops(cuda, torch.float32)
+    def measure(*args, **kwargs):
+        raise RuntimeError("measured")
+
+    def set_name(name: str) -> None:
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda device: name)
+        monkeypatch.setattr(torch, "randn", measure)
+
+    return set_name
+
+
+@pytest.mark.parametrize(
+    ("dtype", "index"),
+    [(torch.float16, 0), (torch.bfloat16, 0), (torch.float32, 1)],
+    ids=str,
+)
+def test_peak_of_a_known_gpu_is_in_its_data_sheet(gpu, dtype, index):
+    gpu("NVIDIA H200")
+    assert peak_flops(CUDA, dtype) == GPU_PEAK["NVIDIA H200"][index]
+
+
+def test_peak_of_another_gpu_of_the_same_family_is_measured(gpu):
+    gpu("NVIDIA H200 NVL")
+    with pytest.raises(RuntimeError, match="measured"):
+        peak_flops(CUDA, torch.float16)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "is_measured"),
+    [(torch.float32, True), (torch.bfloat16, False)],
+    ids=["float32", "bfloat16"],
+)
+def test_peak_of_tf32_is_measured(gpu, monkeypatch, dtype, is_measured):
+    gpu("NVIDIA H200")
+    monkeypatch.setattr(torch, "get_float32_matmul_precision", lambda: "high")
+    if is_measured:
+        with pytest.raises(RuntimeError, match="measured"):
+            peak_flops(CUDA, dtype)
+    else:
+        assert peak_flops(CUDA, dtype) == GPU_PEAK["NVIDIA H200"][0]
