@@ -89,11 +89,12 @@ def main(config: RunConfig) -> int:
 
         # files of the run, without what later steps have left
         facts = describe_run(config, runtime, model, data)
-        logger = stack.enter_context(RunLogger(config, runtime, run, state, facts))
+        logger = RunLogger(config, runtime, run, state, facts)
         checkpoints = CheckpointWriter(config.checkpoint, run, state, header)
         checkpoints.remove_later_steps()
         run.start(asdict(config), facts | logger.results())
         print_text(format_banner(config, run, data.meta))
+        stack.enter_context(logger)
 
         # evaluate the initial weights, or repeat the evaluation that a signal has stopped
         tokenizer = data.tokenizer

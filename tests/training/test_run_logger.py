@@ -57,6 +57,11 @@ def test_run_with_a_time_limit_has_progress_without_a_number_of_steps(workdir, m
     assert re.search(r"^step 1( .*)?$", train_in(workdir, "name=a", *settings), re.MULTILINE)
 
 
+def test_banner_is_printed_before_the_progress_starts(printed):
+    """On a terminal, it would otherwise be printed into the progress bar."""
+    assert printed.index("run      runs/a") < printed.index("evaluating")
+
+
 def test_terminal_has_a_progress_bar(workdir, monkeypatch):
     monkeypatch.setattr(PlainConsole, "is_terminal", True)
     bar = train_in(workdir, "name=a").rpartition("━")[2]
