@@ -26,8 +26,8 @@ if __name__ == "__main__":  # before the slow imports below, so that a typo is r
 
 from dataclasses import asdict, replace
 
-from common import system
 from common.device import resolve_device
+from common.environment import describe_environment
 from common.errors import UserError
 from common.files import write_json
 from comparison.bench.cases import build_groups
@@ -54,7 +54,7 @@ def main(config: BenchConfig) -> int:
     if config.name is not None and folder.exists():
         raise UserError(f"{folder} exists; set another name")
     folder.mkdir(parents=True, exist_ok=True)
-    title = describe_bench(config, environment := system.describe_environment(device))
+    title = describe_bench(config, environment := describe_environment(device))
     write_config(folder, asdict(config))
     backends = ", ".join(case.name for case in groups[0])
     print(f"bench    {folder}: {backends}", *title.split("; "), sep="\n         ", flush=True)

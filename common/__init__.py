@@ -1,1 +1,1 @@
-"""Shared by every package: errors, files, run folders, the console and facts about the machine."""
+"""Shared by every package: errors, settings, files, the console, plots, devices and the machine."""

@@ -1,6 +1,13 @@
-"""Device and dtype of a command: resolves the settings device and dtype, which can be auto."""
+"""The device of a command, its dtype, name and memory.
 
-from contextlib import AbstractContextManager, nullcontext
+The settings device and dtype can be auto, which is resolved here.
+"""
+
+import os
+import platform
+import re
+from contextlib import AbstractContextManager, nullcontext, suppress
+from pathlib import Path
 
 import torch
 
@@ -10,14 +17,18 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch
 
 
 def resolve_device(name: str, local_rank: int = 0) -> torch.device:
-    """Resolve the setting device: the GPU `local_rank` or the CPU. Raises UserError if the device is not available."""
-    works = {
+    """Resolve the setting device: the GPU `local_rank`, or the CPU.
+
+    Raises UserError if the device is not available.
+    """
+    is_available = {
         "cuda": torch.cuda.is_available(),
         "mps": torch.backends.mps.is_available(),
         "cpu": True,
     }
-    available = [device for device in works if works[device]]
-    name = available[0] if name == "auto" else name
+    available = [device for device in is_available if is_available[device]]
+    if name == "auto":
+        name = available[0]
     if name not in available:
         raise UserError(
             f"torch {torch.__version__} finds no {name} device; set device={' or '.join(available)}"
@@ -26,27 +37,27 @@ def resolve_device(name: str, local_rank: int = 0) -> torch.device:
 
 
 def resolve_dtype(name: str, device: torch.device, trains: bool = True) -> torch.dtype:
-    """Resolve the setting dtype. auto: bfloat16 on GPUs that support it and on x86 CPUs with AVX512_BF16, else float32.
+    """Resolve the setting dtype.
+
+    auto is bfloat16 on GPUs that support it and on x86 CPUs with AVX512_BF16, else float32.
 
     name: auto, int8 or a key of DTYPES.
-    trains: whether the model is trained. Otherwise auto on a CPU is float32, for exact samples and losses.
+    trains: whether the model is trained. Otherwise auto on a CPU is float32, for exact samples
+        and losses.
     Raises UserError for a dtype that the device does not support.
     """
     if name == "auto":
-        if (
-            device.type == "cuda"
-        ):  # GPUs before Ampere emulate bfloat16, and no fused attention kernel supports that
+        if device.type == "cuda":
+            # GPUs before Ampere emulate bfloat16, which no fused attention kernel supports.
             has_bf16 = torch.cuda.is_bf16_supported(including_emulation=False)
         else:
-            has_bf16 = (
-                device.type == "cpu"
-                and trains
-                and torch.cpu.get_capabilities().get("avx512_bf16", False)
-            )
+            capabilities = torch.cpu.get_capabilities()
+            has_bf16 = device.type == "cpu" and trains and capabilities.get("avx512_bf16", False)
         return torch.bfloat16 if has_bf16 else torch.float32
     if name == "float16" and device.type != "cuda" and trains:
         raise UserError(
-            f"dtype=float16 trains only on cuda, not on {device.type}; set dtype=bfloat16 or float32"
+            f"dtype=float16 trains only on cuda, not on {device.type}; "
+            "set dtype=bfloat16 or float32"
         )
     if name == "int8" and device.type != "cpu":
         raise UserError(f"dtype=int8 needs device=cpu, not {device.type}; set dtype=auto")
@@ -55,4 +66,41 @@ def resolve_dtype(name: str, device: torch.device, trains: bool = True) -> torch
 
 def autocast(device: torch.device, dtype: torch.dtype) -> AbstractContextManager:
     """Mixed precision: matrix products in `dtype`, weights and sums in float32."""
-    return nullcontext() if dtype == torch.float32 else torch.autocast(device.type, dtype=dtype)
+    if dtype == torch.float32:
+        return nullcontext()
+    return torch.autocast(device.type, dtype=dtype)
+
+
+def device_name(device: torch.device) -> str:
+    """The name of the GPU, or the name of the processor and its number of cores."""
+    if device.type == "cuda":
+        return torch.cuda.get_device_name(device)
+    processor = torch.cpu.get_capabilities().get("cpu_name", platform.machine())
+    return f"{processor}, {os.cpu_count()} cores"
+
+
+def reset_peak_memory(device: torch.device) -> None:
+    """Start a new measurement of peak_memory_bytes, from the memory in use.
+
+    Without Linux, and in containers that forbid it, the peak counts from the start of the process.
+    """
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+    else:
+        with suppress(OSError):
+            # Resets VmHWM (proc(5)).
+            Path("/proc/self/clear_refs").write_text("5", encoding="utf-8")
+
+
+def peak_memory_bytes(device: torch.device) -> int | None:
+    """Peak memory since the reset: of CUDA's allocator, or of this process.
+
+    None on a CPU without Linux.
+    """
+    if device.type == "cuda":
+        return torch.cuda.max_memory_allocated(device)
+    status = Path("/proc/self/status")
+    if not status.exists():
+        return None
+    peak = re.search(r"VmHWM:\s+(\d+) kB", status.read_text(encoding="utf-8"))
+    return None if peak is None else 1024 * int(peak[1])

@@ -4,7 +4,7 @@ from dataclasses import asdict
 from functools import partial
 from typing import Any
 
-from common.system import describe_environment
+from common.environment import describe_environment
 from data.prepare import PreparedData, prepare
 from model.activation_checkpointing import checkpoint_activations
 from model.attention import get_attention_fn

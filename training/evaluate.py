@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from common.device import peak_memory_bytes
 from common.errors import UserError
 from common.settings import unescape
-from common.system import peak_memory_bytes
 from data.loader import Loader
 from data.tokenizer import Tokenizer, token_bytes
 from generation.attention_maps import attention_maps, attention_statistics

@@ -13,7 +13,7 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from common import system
+from common.device import device_name
 from common.console import (
     PlainConsole,
     format_duration,
@@ -222,7 +222,7 @@ def make_plan_table(config: RunConfig, runtime: Runtime, plan: Plan) -> Table:
     table = make_table("", "", left=2, header=False)
     size = f"{describe_model(model)}, vocabulary {plan.vocab_size:,}"
     table.add_row("model", f"{model.name}, {size}")
-    device = system.device_name(runtime.device)
+    device = device_name(runtime.device)
     dtype = str(runtime.dtype).removeprefix("torch.")
     table.add_row("device", f"{device}, {dtype}, attention={config.attention.backend}")
     _add_parts(table, "parameters", plan.parameters, "{:,}".format)

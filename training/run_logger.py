@@ -10,7 +10,7 @@ import torch
 
 from common.console import ProgressBar
 from common.errors import EXIT_CODES, status_of
-from common.system import reset_peak_memory
+from common.device import reset_peak_memory
 from training.config import OVERFITTING_EVALS, RunConfig
 from training.device import Runtime
 from training.metrics import MetricsLogger

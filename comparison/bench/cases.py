@@ -16,8 +16,13 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from common import system
-from common.device import DTYPES, autocast, resolve_dtype
+from common.device import (
+    DTYPES,
+    autocast,
+    peak_memory_bytes,
+    reset_peak_memory,
+    resolve_dtype,
+)
 from common.errors import UserError
 from comparison.bench.config import CAUSAL, BenchConfig, parse_mask
 from comparison.bench.results import FINISHED, NO_ATTENTION, Timing
@@ -186,7 +191,7 @@ def measure(case: Case, config: BenchConfig, reference: Path) -> tuple[Timing, l
     before = _reset_memory(device)
     workload.call()
     speed.synchronize(device)
-    if (peak := system.peak_memory_bytes(device)) is not None:
+    if (peak := peak_memory_bytes(device)) is not None:
         row.peak_memory_bytes = max(
             0, peak - (before if workload.memory_before is None else workload.memory_before)
         )
@@ -199,8 +204,8 @@ def measure(case: Case, config: BenchConfig, reference: Path) -> tuple[Timing, l
 def _reset_memory(device: torch.device) -> int | None:
     """Release freed memory, and start a new measurement of the peak. Returns the bytes in use."""
     return_freed_memory()
-    system.reset_peak_memory(device)
-    return system.peak_memory_bytes(device)
+    reset_peak_memory(device)
+    return peak_memory_bytes(device)
 
 
 def _attention_workload(case: Case, config: BenchConfig) -> Workload:

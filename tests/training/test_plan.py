@@ -8,7 +8,7 @@ import pytest
 import torch
 from helpers import TINY
 
-from common import system
+from common.device import peak_memory_bytes, reset_peak_memory
 from common.errors import UserError
 from configs.cli import parse_config
 from training.device import resolve_runtime
@@ -39,10 +39,10 @@ def plan_config(*words) -> Plan:
 def test_planning_does_not_allocate_the_model(plan):
     plan()  # loads libraries
     device = torch.device("cpu")
-    system.reset_peak_memory(device)
-    before = system.peak_memory_bytes(device)
+    reset_peak_memory(device)
+    before = peak_memory_bytes(device)
     assert plan("model.n_embd=8192").memory["weights"] > 3 * 2**30
-    assert system.peak_memory_bytes(device) - before < 2**30
+    assert peak_memory_bytes(device) - before < 2**30
 
 
 @pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
