@@ -1,4 +1,4 @@
-"""Config dataclasses: a field's default and limits are one line, and check() finds values that violate them.
+"""Config dataclasses: a field's default and limits are one line, and check() finds violations.
 
 `steps: int | None = setting(1000, 1, 10**12)` is a number from 1 to 10^12, or None.
 """
@@ -14,9 +14,8 @@ from typing import Any
 from common.errors import UserError
 
 ESCAPES = {r"\n": "\n", r"\r": "\r", r"\t": "\t", r"\\": "\\"}
-Rule = tuple[
-    str, bool, str
-]  # from a method `rules`: key, whether its value is valid, what to set instead
+# From a method `rules`: key, whether its value is valid, what to set instead.
+Rule = tuple[str, bool, str]
 # Our values, and the values of other programs for which they are suggested.
 VALUE_SYNONYMS = {"cuda": "gpu cuda:0", "float16": "fp16 half", "bfloat16": "bf16"}
 
@@ -30,10 +29,12 @@ def setting(
     below: float = inf,
     choices: tuple = (),
 ) -> Any:
-    """A field of a config dataclass. None is always allowed, if the type allows it. Limits of a list are its items'.
+    """A field of a config dataclass.
 
-    low, high: smallest and largest value. above, below: limits that the value must not reach.
-    choices: all valid values. NAME in a choice stands for any text, and N for digits.
+    None is always allowed, if the type allows it. The limits of a list apply to its items.
+    low, high: smallest and largest value.
+    above, below: limits that the value must not reach.
+    choices: all valid values. In a choice, NAME stands for any text, and N for digits.
     """
     metadata = {"low": low, "high": high, "above": above, "below": below, "choices": choices}
     if isinstance(default, list | dict):
@@ -42,90 +43,103 @@ def setting(
 
 
 def check(config: Any, section: str = "") -> None:
-    """Check all settings of a config dataclass and of its sections, and their rules. Raises UserError for the first.
+    """Check all settings and rules of a config dataclass and of its sections.
 
-    section: key of the config in messages, such as "eval.sample"; empty for the complete config of a command.
+    section: key of the config in messages, such as "eval.sample". It is empty for the complete
+    config of a command.
+    Raises UserError for the first violation.
     """
     prefix = f"{section}." if section else ""
     for entry in fields(config):
-        value, name = getattr(config, entry.name), prefix + entry.name
+        value = getattr(config, entry.name)
+        key = prefix + entry.name
         if is_dataclass(value):
-            check(value, name)
+            check(value, key)
         elif isinstance(value, dict) and all(map(is_dataclass, value.values())):
-            for item_name, item in value.items():
-                check(item, f"{name}.{item_name}")
+            for name, item in value.items():
+                check(item, f"{key}.{name}")
         elif entry.metadata:
             for item in value if isinstance(value, list) else [value]:
-                _check_value(name, item, entry.metadata)
-    for name, is_valid, advice in config.rules(section) if hasattr(config, "rules") else ():
-        if not is_valid:
-            raise UserError(f"{prefix}{name}={format_value(getattr(config, name))} {advice}")
+                _check_value(key, item, **entry.metadata)
+    if hasattr(config, "rules"):
+        for name, is_valid, advice in config.rules(section):
+            if not is_valid:
+                raise UserError(f"{prefix}{name}={format_value(getattr(config, name))} {advice}")
 
 
-def _check_value(name: str, value: Any, limits: Any) -> None:
-    low, high, above, below, choices = limits.values()
+def _check_value(
+    key: str, value: Any, low: float, high: float, above: float, below: float, choices: tuple
+) -> None:
+    """Raise UserError if a value violates the arguments of setting()."""
     if choices and value is not None:
-        patterns = re.sub(r"\bNAME\b", ".+", "|".join(map(re.escape, choices)))
-        if not re.fullmatch(re.sub(r"\bN\b", "[0-9]+", patterns), str(value)):
+        pattern = "|".join(map(re.escape, choices))
+        pattern = re.sub(r"\bNAME\b", ".+", pattern)
+        pattern = re.sub(r"\bN\b", "[0-9]+", pattern)
+        if not re.fullmatch(pattern, str(value)):
             hint = did_you_mean(str(value), choices, VALUE_SYNONYMS)
             raise UserError(
-                f"{name}={format_value(value)} is unknown{hint}; set one of {', '.join(choices)}"
+                f"{key}={format_value(value)} is unknown{hint}; set one of {', '.join(choices)}"
             )
     elif isinstance(value, int | float) and not (low <= value <= high and above < value < below):
         bounds = {"at least": low, "above": above, "at most": high, "below": below}
         words = [f"{word} {bound:,.15g}" for word, bound in bounds.items() if abs(bound) != inf]
-        words += ["finite"] * (not abs(value) < inf)
-        raise UserError(f"{name}={format_value(value)} must be {' and '.join(words)}")
+        if not abs(value) < inf:  # infinite or nan
+            words.append("finite")
+        raise UserError(f"{key}={format_value(value)} must be {' and '.join(words)}")
 
 
 def format_value(value: Any) -> str:
-    """A setting's value as typed on the command line: null, true, 0.1, [64,null], {a:1}."""
+    """Format a value as typed on the command line: null, true, 0.1, [64,null], {a:1}."""
     if isinstance(value, str | float):
         return str(value)
-    return json.dumps(value, separators=(",", ":"), ensure_ascii=False, default=str).replace(
-        '"', ""
-    )
+    text = json.dumps(value, separators=(",", ":"), ensure_ascii=False, default=str)
+    return text.replace('"', "")
 
 
 def unescape(value: Any) -> Any:
-    """Replace \\n, \\r, \\t and \\\\ in a string or a list of strings. Other values are returned unchanged."""
+    r"""Replace \n, \r, \t and \\ in a string or a list of strings. Others are unchanged."""
     if isinstance(value, list):
         return [unescape(item) for item in value]
-    return (
-        re.sub(r"\\[nrt\\]", lambda match: ESCAPES[match[0]], value)
-        if isinstance(value, str)
-        else value
-    )
+    if isinstance(value, str):
+        return re.sub(r"\\[nrt\\]", lambda match: ESCAPES[match[0]], value)
+    return value
 
 
 def did_you_mean(wrong: str, options: Iterable[str], synonyms: dict[str, str]) -> str:
-    """Suggest up to three options with the same or a similar last part. Empty if none is similar.
+    """Suggest up to three options for a wrong key or value: " (did you mean eval.every?)".
 
-    synonyms: {option, or key=value: words for which it is suggested}. A key is equal to itself in capitals, and with
-    other separators: eval-every is eval.every.
+    synonyms: {option, or key=value: words for which it is suggested}.
+    Separators and capitals do not matter: eval-every and Eval.every are eval.every.
+    Returns an empty string if no option is similar.
     """
-    names = {option: re.sub("[-./]", "_", option) for option in options}
-    leaves = {option: option.split(".")[-1] for option in names}
-    name = re.sub("[-./]", "_", wrong.strip("-+~").lower())
-    leaf = re.split("[./]", wrong.strip("-+~").lower())[-1].replace("-", "_")
-    close = difflib.get_close_matches(leaf, leaves.values(), n=1)
-    similar = (
+    wrong = wrong.strip("-+~").lower().replace("-", "_").replace("/", ".")
+    name = wrong.replace(".", "_")
+    leaf = wrong.split(".")[-1]  # the last part of a key
+    leaves = {option: option.split(".")[-1] for option in options}
+    close_leaves = difflib.get_close_matches(leaf, leaves.values(), n=1)
+    # The first rule that finds options gives the suggestion.
+    rules = [
         [
-            ours
-            for ours, theirs in synonyms.items()
-            if {name, leaf} & {*theirs.split()} and ours.split("=")[0] in names
-        ]
-        or [option for option in names if names[option] == name]
-        or [option for option in names if leaves[option] == leaf]
-        or difflib.get_close_matches(wrong, names, n=1)
-        or [option for option in names if len(leaf) > 2 and leaf in leaves[option]]
-        or [option for option in names if leaves[option] in close]
-    )
-    return f" (did you mean {' or '.join(similar[:3])}?)" if similar else ""
+            option
+            for option, words in synonyms.items()
+            if option.split("=")[0] in leaves and {name, leaf} & set(words.split())
+        ],
+        [option for option in leaves if option.replace(".", "_") == name],
+        [option for option in leaves if leaves[option] == leaf],
+        difflib.get_close_matches(wrong, leaves, n=1),
+        [option for option in leaves if leaves[option] in close_leaves],
+    ]
+    for similar in rules:
+        if similar:
+            return f" (did you mean {' or '.join(similar[:3])}?)"
+    return ""
 
 
 def list_keys(config_type: type, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield all keys of a config dataclass with their types: ("model", GPTConfig), ("model.n_layer", int), ..."""
+    """Yield all keys of a config dataclass with their types.
+
+    These are keys of sections and of settings: ("model", GPTConfig), ("model.n_layer", int), ...
+    """
     for entry in fields(config_type):
         yield prefix + entry.name, entry.type
         if is_dataclass(entry.type):
@@ -145,11 +159,7 @@ def flatten_dict(config: dict, prefix: str = "") -> dict:
 
 def check_path_component(key: str, word: str) -> None:
     """Raise UserError for a word that cannot be part of a folder name."""
-    if (
-        not re.fullmatch(r"[A-Za-z0-9._-]{1,100}", word)
-        or ".." in word
-        or word.startswith((".", "-"))
-    ):
-        raise UserError(
-            f"{key}={word!r} is not a folder name; use up to 100 letters, digits, '.', '_' and '-'"
-        )
+    has_valid_characters = re.fullmatch(r"[A-Za-z0-9._-]{1,100}", word)
+    if not has_valid_characters or ".." in word or word.startswith((".", "-")):
+        advice = "use up to 100 letters, digits, '.', '_' and '-'"
+        raise UserError(f"{key}={word!r} is not a folder name; {advice}")

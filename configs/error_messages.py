@@ -32,7 +32,8 @@ SYNONYMS = {
     "schedule.warmup_steps": "warmup_iters",
     "schedule.final_fraction": "min_lr",
     "train.steps": "max_iter max_iters epochs num_train_epochs lr_decay_iters",
-    "train.micro_batch_size": "gradient_accumulation_steps grad_accum accumulate per_device_train_batch_size",
+    "train.batch_size": "batch",
+    "train.micro_batch_size": "batch gradient_accumulation_steps grad_accum accumulate per_device_train_batch_size",
     "eval.every": "eval_interval log_interval",
     "eval.windows": "eval_iters",
     "checkpoint.every": "save_every save_interval save_steps",
@@ -45,6 +46,8 @@ SYNONYMS = {
     "block_sizes": "block_size",
     "prompt": "start",
     "num_samples": "n",
+    "temperature": "temp",
+    "eval.sample.temperature": "temp",
     "max_new_tokens": "length num_tokens max_tokens",
 }
 
