@@ -27,9 +27,6 @@ TRAINS_ON_CPU = [name for name in ON_CPU if BACKENDS[name].on["cpu"].gradients]
 TEXT = "".join(
     f"The {n}th line says {n * n} and no more; après tout, it's a line.\n" for n in range(400)
 )
-YAML_BOMB = "b0: &b0 1\n" + "".join(
-    f"b{i + 1}: &b{i + 1} {{x: *b{i}, y: *b{i}}}\n" for i in range(99)
-)
 TEXT_SOURCE = DataConfig(path="text.txt")
 CHAR, BYTE = TokenizerConfig("char", None, None), TokenizerConfig("byte", None, None)
 BPE, GPT2 = TokenizerConfig("bpe", 300, None), TokenizerConfig("gpt2", None, None)

@@ -318,7 +318,10 @@ def test_run_loaded_in_python_generates_the_same_sample_as_the_command_and_can_b
         ("prompts=latin.txt", "prompts=latin.txt is not UTF-8: byte 0xe9 after b'a'"),
         ("prompt=T\udce9", "prompt is not UTF-8: byte 0xe9 after b'T'"),
         ("prompt_file=wrong.txt", "prompt_file=wrong.txt is not UTF-8: byte 0xe9;"),
-        ("prompt_file=utf16.txt", "utf16.txt is UTF-16, not UTF-8; convert it"),
+        (
+            "prompt_file=utf16.txt",
+            "utf16.txt has NUL bytes, as UTF-16 and binary files have; convert it",
+        ),
         (
             "prompts=new.txt num_samples=3",
             "prompt 2 of new.txt has characters that are not in the vocabulary: 'Ü'",

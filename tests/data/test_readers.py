@@ -157,29 +157,36 @@ UNREADABLE = [
     (
         "little.txt",
         ("Sentences. " * 99).encode("utf-16-le"),
-        r"little.txt is UTF-16LE, .*iconv -f UTF-16LE",
+        r"little.txt has NUL bytes, .*iconv -f UTF-16LE",
     ),
     (
         "big.txt",
         ("Sentences. " * 99).encode("utf-16-be"),
-        r"big.txt is UTF-16BE, .*iconv -f UTF-16BE",
+        r"big.txt has NUL bytes",
     ),
-    ("russian.txt", ("Это простой текст. " * 99).encode("utf-16-le"), r"russian.txt is UTF-16LE"),
     (
         "russian32.txt",
         ("Это простой текст. " * 99).encode("utf-32-be"),
-        r"russian32.txt is UTF-32BE",
+        r"russian32.txt has NUL bytes",
     ),
     (
         "wide.txt",
         ("Sentences. " * 99).encode("utf-32-le"),
-        r"wide.txt is UTF-32LE, .*iconv -f UTF-32LE",
+        r"wide.txt has NUL bytes",
     ),
-    ("mark.txt", "Sentences. ".encode("utf-16"), r"mark.txt is UTF-16, .*iconv"),
+    (
+        "mark.txt",
+        "Sentences. ".encode("utf-16"),
+        r"mark.txt has NUL bytes, .*iconv",
+    ),
     ("texts.tar", TAR, r"texts.tar is an archive; unpack it"),
     ("texts.tar.gz", gzip.compress(TAR, mtime=0), r"texts.tar.gz is an archive; unpack it"),
-    ("table.csv", ("text\nA sentence.\n" * 99).encode("utf-16"), r"table.csv is UTF-16"),
-    ("rows.jsonl", ('{"text": "A sentence."}\n' * 99).encode("utf-16-le"), r"rows.jsonl is UTF-16"),
+    ("table.csv", ("text\nA sentence.\n" * 99).encode("utf-16"), r"table.csv has NUL bytes"),
+    (
+        "rows.jsonl",
+        ('{"text": "A sentence."}\n' * 99).encode("utf-16-le"),
+        r"rows.jsonl has NUL bytes",
+    ),
     (
         "array.json",
         b'\n [{"text": "a"},\n {"text": "b"}]',
@@ -235,8 +242,8 @@ def test_advice_for_a_broken_row_is_not_another_column(workdir, name, content):
 
 
 @pytest.mark.skipif(shutil.which("iconv") is None, reason="NOT RUN: needs iconv")
-@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be"])
-def test_advice_for_another_encoding_converts_the_text(workdir, encoding):
+@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le"])
+def test_advice_for_utf_16_converts_the_text(workdir, encoding):
     text = "Sätze, one per line.\n" * 99
     (workdir / "other.txt").write_bytes(text.encode(encoding))
     with pytest.raises(UserError) as error:

@@ -10,7 +10,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 import yaml
-from helpers import YAML_BOMB, run_command
+from helpers import run_command
 from rich.console import Console
 
 from common.errors import UserError
@@ -397,7 +397,6 @@ def test_report_loads_nothing_and_values_control_neither_page_nor_terminal(tmp_p
             "a has last_val_loss=low, of a wrong type",
         ),
         ("config.yaml", "a: [1", "config.yaml cannot be read"),
-        ("config.yaml", YAML_BOMB, "config.yaml cannot be read"),
         ("metrics.jsonl", '{"step": 1}\n{"st', "metrics.jsonl cannot be read"),
         ("sweep.json", "{}", "sweep.json cannot be read"),
         ("sweep.json", '{"jobs": []}', "no run to compare"),

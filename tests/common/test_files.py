@@ -1,0 +1,81 @@
+"""Files that are complete or absent, and files that cannot be read."""
+
+import pytest
+from helpers import file_size_limit
+
+from common.errors import UserError
+from common.files import atomic_write, atomic_writer, decode_text, read_json, read_text
+
+
+def test_full_disk_leaves_the_previous_file_and_no_other(tmp_path):
+    path = tmp_path / "a.txt"
+    atomic_write(path, "old")
+    with pytest.raises(OSError, match=r"File too large: '.*a\.txt'"), file_size_limit(1000):
+        atomic_write(path, "new" * 1000)
+    assert path.read_text(encoding="utf-8") == "old"
+    assert list(tmp_path.iterdir()) == [path]
+
+
+def test_file_appears_when_it_is_complete(tmp_path):
+    path = tmp_path / "a.txt"
+    with atomic_writer(path) as file:
+        file.write(b"content")
+        assert not path.exists()
+    assert path.read_bytes() == b"content"
+
+
+def test_bytes_of_a_file_name_that_are_not_utf_8_are_escaped(tmp_path):
+    atomic_write(tmp_path / "a.txt", "caf\udce9")
+    assert (tmp_path / "a.txt").read_bytes() == rb"caf\udce9"
+
+
+def test_json_file_that_does_not_exist_is_empty(tmp_path):
+    assert read_json(tmp_path / "a.json") == {}
+
+
+@pytest.mark.parametrize("content", ['{"a": 1', "[]", "null", ""])
+def test_damaged_json_file_is_refused_with_its_name(tmp_path, content):
+    path = tmp_path / "a.json"
+    path.write_text(content, encoding="utf-8")
+    with pytest.raises(UserError, match=r"a\.json cannot be read .*; restore it"):
+        read_json(path)
+
+
+def test_only_the_first_byte_order_mark_is_removed():
+    assert decode_text(b"\xef\xbb\xbfa\r\n\xef\xbb\xbf", "it") == "a\r\n\ufeff"
+
+
+@pytest.mark.parametrize(
+    ("content", "place"),
+    [(b"caf\xe9 au lait", "byte 0xe9 after b'caf';"), (b"\xe9t\xe9", "byte 0xe9;")],
+    ids=["inside", "first"],
+)
+def test_text_in_another_encoding_is_refused_with_the_place(content, place):
+    with pytest.raises(UserError) as error:
+        decode_text(content, "prompts=a.txt")
+    assert str(error.value).startswith(f"prompts=a.txt is not UTF-8: {place}")
+
+
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be"])
+def test_text_with_many_nul_bytes_is_refused(tmp_path, encoding):
+    path = tmp_path / "a.txt"
+    path.write_text("A sentence.", encoding=encoding)
+    with pytest.raises(UserError, match=r"prompt_file=a has NUL bytes, .*iconv"):
+        read_text(str(path), "prompt_file=a")
+
+
+def test_text_with_few_nul_bytes_is_read(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"alice 1\0bob 22\0")
+    assert read_text(str(path), "prompt_file=a") == "alice 1\0bob 22\0"
+
+
+def test_missing_text_file_is_refused_with_its_name(tmp_path):
+    with pytest.raises(UserError, match=r"none\.txt cannot be read .*; set a text file"):
+        read_text(str(tmp_path / "none.txt"), "prompt_file=none.txt")
+
+
+def test_device_is_not_read_as_text():
+    """/dev/zero has no end."""
+    with pytest.raises(UserError, match="prompt_file=/dev/zero is a device"):
+        read_text("/dev/zero", "prompt_file=/dev/zero")
