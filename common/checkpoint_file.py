@@ -1,4 +1,4 @@
-"""Checkpoint files: one file of tensors and plain values, written atomically and checked when read."""
+"""Checkpoint files: tensors and plain values, written atomically and checked when read."""
 
 import zipfile
 from pathlib import Path
@@ -12,19 +12,25 @@ FORMAT = 5  # increased when old checkpoints can no longer be read
 
 
 def save_checkpoint(path: Path, content: dict) -> None:
-    """Write a checkpoint atomically: after a crash, `path` is the previous checkpoint or the new one."""
+    """Write a checkpoint atomically.
+
+    After a crash, `path` is the previous checkpoint or the new one.
+    """
     with atomic_writer(path) as file:
         try:
             torch.save(content | {"format": FORMAT}, file)
-        except (
-            RuntimeError
-        ) as error:  # torch cannot complete the file, and hides the cause: a full disk, or a signal
+        except RuntimeError as error:
+            # torch cannot complete the file, and hides the cause: a full disk, or a signal.
             raise (error.__context__ or error) from None
 
 
 def load_checkpoint(path: Path) -> dict:
-    """Read a checkpoint to the CPU, without executing code in it. Raises UserError if it is damaged or too old."""
-    content, modified = None, path.stat().st_mtime_ns
+    """Read a checkpoint to the CPU, without executing code in it.
+
+    Raises UserError if the file is damaged, or of another format.
+    """
+    modified = path.stat().st_mtime_ns
+    content = None
     try:
         with zipfile.ZipFile(path) as archive:
             damage = archive.testzip()  # torch.load does not detect a flipped bit
@@ -32,17 +38,18 @@ def load_checkpoint(path: Path) -> dict:
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # a damaged file can raise anything in zipfile and torch
         damage = type(error).__name__
-    if (
-        path.stat().st_mtime_ns != modified
-    ):  # replaced by a training process; torch.load opens the file several times
+    if path.stat().st_mtime_ns != modified:
+        # A training process has replaced the file, which torch.load opens several times.
         return load_checkpoint(path)
     if damage is not None:
         raise UserError(
-            f"{path} is damaged ({damage}); copy the run's other checkpoint over it, or set another name"
+            f"{path} is damaged ({damage}); "
+            "copy the run's other checkpoint over it, or set another name"
         )
-    found = content.get("format") if isinstance(content, dict) else None
+    found = content.get("format")
     if found != FORMAT:
         raise UserError(
-            f"{path} has checkpoint format {found}, but this version reads {FORMAT}; set another run"
+            f"{path} has checkpoint format {found}, but this version reads {FORMAT}; "
+            "set another run"
         )
     return content

@@ -1,4 +1,4 @@
-"""Errors that are not bugs, and exit codes: invalid input, a run that cannot continue, files, too little memory."""
+"""Errors that are not bugs, and exit codes: invalid input, failed runs, files, too little memory."""
 
 import errno
 import re
@@ -6,20 +6,17 @@ import re
 # Control characters except newline and tab, and Unicode's bidirectional overrides and isolates.
 UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069]")
 DISK_FULL_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
-
-EXIT_CODES = {
-    "finished": 0,
-    "failed": 1,
-    "refused": 2,
-    "interrupted": 75,
-}  # by status of a run or a command
-
-# Errors of torch.compile that are not bugs: the C++ compiler or Triton is missing, or does not work.
+# Exit codes by status of a run or a command.
+EXIT_CODES = {"finished": 0, "failed": 1, "refused": 2, "interrupted": 75}
+# Errors of torch.compile: the C++ compiler or Triton is missing, or does not work.
 COMPILER_ERROR = re.compile("CppCompileError|InvalidCxxCompiler|TritonMissing")
 
 
 class UserError(ValueError):
-    """Wrong input. The message is one sentence: what is wrong, where, and what to set instead. Exit code 2."""
+    """Wrong input. Exit code 2.
+
+    The message is one sentence: what is wrong, where, and what to set instead.
+    """
 
 
 class TrainingFailed(RuntimeError):
@@ -32,29 +29,27 @@ def printable(text: str) -> str:
 
 
 def is_out_of_memory(error: BaseException) -> bool:
-    """Whether Python or PyTorch ran out of memory, on any device. Compares messages, because torch is not imported."""
-    has_message = (
-        re.search("allocate memory|out of memory|bad_alloc|ALLOC_FAILED", str(error)) is not None
-    )
-    return isinstance(error, MemoryError) or (isinstance(error, RuntimeError) and has_message)
+    """Whether Python or PyTorch ran out of memory, on any device.
+
+    It compares messages, because this file does not import torch.
+    """
+    if isinstance(error, RuntimeError):
+        return bool(re.search("allocate memory|out of memory|bad_alloc|ALLOC_FAILED", str(error)))
+    return isinstance(error, MemoryError)
 
 
 def error_message(error: BaseException) -> str | None:
     """One sentence about an error that is not a bug. None for a bug, which needs its traceback."""
     if isinstance(error, UserError | TrainingFailed | KeyboardInterrupt):
         return str(error) or "interrupted"
-    if isinstance(error, OSError) and (
-        error.errno in DISK_FULL_ERRNOS or error.filename is not None
-    ):
-        advice = (
-            "free some disk space"
-            if error.errno in DISK_FULL_ERRNOS
-            else "set another file, folder or name"
-        )
-        return f"{error.filename or 'writing a file'}: {error.strerror}; {advice}"
+    if isinstance(error, OSError) and error.errno in DISK_FULL_ERRNOS:
+        return f"{error.filename or 'writing a file'}: {error.strerror}; free some disk space"
+    if isinstance(error, OSError) and error.filename is not None:
+        return f"{error.filename}: {error.strerror}; set another file, folder or name"
     if is_out_of_memory(error):
         return "out of memory; set a smaller batch, context or model"
     if type(error).__module__ == "torch._inductor.exc" and COMPILER_ERROR.match(str(error)):
+        # Only the first line of the compiler's output, without the command that started it.
         reason = re.sub(r"\n\nCommand:(?s:.*?)Output:\n", ": ", str(error)).partition("\n")[0]
         advice = "install a working compiler, or set compile=false and another attention than flex"
         return f"torch.compile failed ({reason}); {advice}"
@@ -67,4 +62,6 @@ def status_of(error: BaseException | None) -> str:
         return "finished"
     if isinstance(error, UserError):
         return "refused"
-    return "interrupted" if isinstance(error, KeyboardInterrupt) else "failed"
+    if isinstance(error, KeyboardInterrupt):
+        return "interrupted"
+    return "failed"

@@ -1,4 +1,4 @@
-"""Colors and style of all plots. matplotlib is imported when it is needed, which takes seconds."""
+"""Colors and style of all plots. matplotlib takes seconds to import, so functions import it."""
 
 # The palette of Okabe and Ito for color-blind readers, without yellow, which is hard to see on white.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
@@ -10,7 +10,7 @@ MASKED_COLOR = "#e0e0e0"  # keys after their query in an attention map
 
 
 def make_figure(width: float, height: float):
-    """Make an empty figure of a size in inches, without pyplot, which would keep all figures in memory."""
+    """Make an empty figure of a size in inches. pyplot would keep all figures in memory."""
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), dpi=150, layout="constrained")
@@ -25,7 +25,13 @@ def style_axes(axes, title: str, grid: str = "both") -> None:
 
 
 def line_style(index: int, count: int, max_width: float) -> dict:
-    """Style of line `index` of `count`. Earlier lines are thicker, so that they stay visible below later ones."""
-    width = max_width + (1.4 - max_width) * index / max(1, count - 1)
-    dash = DASHES[index // len(COLORS) % len(DASHES)]
-    return {"color": COLORS[index % len(COLORS)], "linewidth": width, "linestyle": dash}
+    """Style of line `index` of `count`: keyword arguments of matplotlib's plot.
+
+    The first line has max_width points and the last one 1.4, so that all stay visible where they
+    cover each other.
+    """
+    return {
+        "color": COLORS[index % len(COLORS)],
+        "linewidth": max_width + (1.4 - max_width) * index / max(1, count - 1),
+        "linestyle": DASHES[index // len(COLORS) % len(DASHES)],
+    }
