@@ -1,4 +1,4 @@
-"""Console output of all commands: text, tables, progress bars, and formats of times, sizes and counts."""
+"""Console output of all commands: text, tables, progress bars, and formats of numbers."""
 
 import os
 import signal

@@ -1,4 +1,4 @@
-"""Errors that are not bugs, and exit codes: invalid input, failed runs, files, too little memory."""
+"""Errors that are not bugs: invalid input, failed runs, files, too little memory. Exit codes."""
 
 import errno
 import re
@@ -20,11 +20,14 @@ class UserError(ValueError):
 
 
 class TrainingFailed(RuntimeError):
-    """A run cannot continue, but not because of a bug: its loss is NaN, for example. Exit code 1."""
+    """A run cannot continue, but not because of a bug: its loss is NaN, for example.
+
+    Exit code 1.
+    """
 
 
 def printable(text: str) -> str:
-    """Replace the characters with which `text` could control a terminal or reorder what it shows."""
+    """Replace characters with which `text` could control a terminal or reorder what it shows."""
     return UNPRINTABLE.sub("\ufffd", text)
 
 

@@ -1,6 +1,7 @@
 """Colors and style of all plots. matplotlib takes seconds to import, so functions import it."""
 
-# The palette of Okabe and Ito for color-blind readers, without yellow, which is hard to see on white.
+# The palette of Okabe and Ito for color-blind readers, without yellow, which is hard to see on
+# white.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
 DASHES = ("-", (0, (5, 1.5)), (0, (1.5, 1.2)), (0, (6, 1.5, 1.5, 1.5)))
 GREY = "#666666"  # text beside the data

@@ -1,4 +1,4 @@
-"""Config dataclasses: limits and choices of fields, rules between them, and suggestions for typos."""
+"""Config dataclasses: limits and choices of fields, rules, and suggestions for typos."""
 
 from dataclasses import dataclass, field
 from math import inf, nan
