@@ -37,7 +37,8 @@ from training.signals import run_process
 
 
 def main(config: ExportConfig) -> int:
-    run, path = find_run(config.run), find_checkpoint(config.run, config.checkpoint)
+    run = find_run(config.run)
+    path = find_checkpoint(config.run, config.checkpoint)
     out = Path(config.out or run / "huggingface")
     checkpoint = load_checkpoint(path)
     model_type = find_architecture(GPTConfig.from_saved(checkpoint["model_config"]), run.name)

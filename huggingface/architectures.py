@@ -1,13 +1,14 @@
-"""Architectures of transformers that compute the same as a GPT: keys of config.json, and names of weights.
+"""Architectures of transformers that compute the same as a GPT: config.json and the weights.
 
-    gpt2     GPT2LMHeadModel    LayerNorm, learned positions, an MLP of two linear layers
-    llama    LlamaForCausalLM   RMSNorm, rotary positions, SwiGLU, grouped-query attention, no biases
+    gpt2     LayerNorm, learned positions, an MLP of two linear layers
+    llama    RMSNorm, rotary positions, SwiGLU, grouped-query attention, no biases
 
-GPT-2's linear layers are Conv1D layers: they always have a bias, and their weights have the shape (in, out).
+GPT-2's linear layers are Conv1D layers: they always have a bias, and the shape of their weights
+is (in, out). The name of an imported GPTConfig is its model_type.
 """
 
 import re
-from dataclasses import asdict
+from dataclasses import asdict, dataclass
 from typing import Any
 
 import torch
@@ -18,157 +19,224 @@ from common.settings import format_value
 from model.config import GPTConfig
 from model.gpt import GPT
 
-CLASSES = {"gpt2": "GPT2LMHeadModel", "llama": "LlamaForCausalLM"}
-# Values of GPTConfig that all architectures need, and that one needs.
-PLAIN = {"attention_type": "softmax", "window": None, "qk_norm": False, "max_ngram": 1}
-PLAIN |= {"attention_softcap": None, "logit_softcap": None}
-SETTINGS = {
-    "gpt2": {"norm": "layernorm", "position": "learned"},
-    "llama": {"norm": "rmsnorm", "position": "rotary", "bias": False},
+
+@dataclass(frozen=True)
+class Architecture:
+    """A class of transformers, and how it differs from GPT.
+
+    settings: settings of GPTConfig that it needs, beside PLAIN.
+    mlps: {model.mlp: activation in config.json}. The first one is the default of transformers.
+    keys: {setting of GPTConfig: key of config.json}.
+    constants: keys of config.json without a setting, with the only value that GPT computes.
+    modules: {our module: their modules}. {} is the layer. Our weight is the concatenation of
+        their weights.
+    """
+
+    class_name: str
+    settings: dict[str, Any]
+    mlps: dict[str, str]
+    keys: dict[str, str]
+    constants: dict[str, Any]
+    modules: dict[str, list[str]]
+
+
+ARCHITECTURES = {
+    "gpt2": Architecture(
+        class_name="GPT2LMHeadModel",
+        settings={"norm": "layernorm", "position": "learned"},
+        mlps={"gelu_tanh": "gelu_new", "gelu": "gelu", "relu2": "relu2"},
+        keys={
+            "n_layer": "n_layer",
+            "n_head": "n_head",
+            "n_embd": "n_embd",
+            "block_size": "n_positions",
+            "mlp_width": "n_inner",
+            "mlp": "activation_function",
+            "tie_embeddings": "tie_word_embeddings",
+        },
+        constants={
+            "layer_norm_epsilon": 1e-5,
+            "scale_attn_weights": True,
+            "scale_attn_by_inverse_layer_idx": False,
+        },
+        modules={
+            "wte": ["transformer.wte"],
+            "wpe": ["transformer.wpe"],
+            "norm_attn": ["transformer.h.{}.ln_1"],
+            "attn.qkv": ["transformer.h.{}.attn.c_attn"],
+            "attn.proj": ["transformer.h.{}.attn.c_proj"],
+            "norm_mlp": ["transformer.h.{}.ln_2"],
+            "mlp.fc": ["transformer.h.{}.mlp.c_fc"],
+            "mlp.proj": ["transformer.h.{}.mlp.c_proj"],
+            "norm": ["transformer.ln_f"],
+            "lm_head": ["lm_head"],
+        },
+    ),
+    "llama": Architecture(
+        class_name="LlamaForCausalLM",
+        settings={"norm": "rmsnorm", "position": "rotary", "bias": False},
+        mlps={"swiglu": "silu"},
+        keys={
+            "n_layer": "num_hidden_layers",
+            "n_head": "num_attention_heads",
+            "n_kv_head": "num_key_value_heads",
+            "n_embd": "hidden_size",
+            "block_size": "max_position_embeddings",
+            "mlp_width": "intermediate_size",
+            "mlp": "hidden_act",
+            "tie_embeddings": "tie_word_embeddings",
+        },
+        constants={
+            "rms_norm_eps": 1e-5,
+            "rope_theta": 10_000.0,
+            "attention_bias": False,
+            "mlp_bias": False,
+        },
+        modules={
+            "wte": ["model.embed_tokens"],
+            "norm_attn": ["model.layers.{}.input_layernorm"],
+            "attn.qkv": [
+                "model.layers.{}.self_attn.q_proj",
+                "model.layers.{}.self_attn.k_proj",
+                "model.layers.{}.self_attn.v_proj",
+            ],
+            "attn.proj": ["model.layers.{}.self_attn.o_proj"],
+            "norm_mlp": ["model.layers.{}.post_attention_layernorm"],
+            "mlp.fc": ["model.layers.{}.mlp.gate_proj", "model.layers.{}.mlp.up_proj"],
+            "mlp.proj": ["model.layers.{}.mlp.down_proj"],
+            "norm": ["model.norm"],
+            "lm_head": ["lm_head"],
+        },
+    ),
 }
-# {value of model.mlp: activation in config.json}
-MLPS = {
-    "gpt2": {"gelu_tanh": "gelu_new", "gelu": "gelu", "relu2": "relu2"},
-    "llama": {"swiglu": "silu"},
+# Settings of GPTConfig that all architectures need.
+PLAIN = {
+    "attention_type": "softmax",
+    "window": None,
+    "qk_norm": False,
+    "max_ngram": 1,
+    "attention_softcap": None,
+    "logit_softcap": None,
 }
-# {setting of GPTConfig: key of config.json}
-KEYS = {
-    "gpt2": {"n_layer": "n_layer", "n_head": "n_head", "n_embd": "n_embd", "block_size": "n_positions",
-             "mlp_width": "n_inner", "mlp": "activation_function", "tie_embeddings": "tie_word_embeddings"},
-    "llama": {"n_layer": "num_hidden_layers", "n_head": "num_attention_heads", "n_kv_head": "num_key_value_heads",
-              "n_embd": "hidden_size", "block_size": "max_position_embeddings", "mlp_width": "intermediate_size",
-              "mlp": "hidden_act", "tie_embeddings": "tie_word_embeddings"},
-}  # fmt: skip
-# Keys of config.json without a setting, and the only values that GPT computes. UNUSED: need not be in config.json.
-CONSTANTS = {
-    "gpt2": {
-        "layer_norm_epsilon": 1e-5,
-        "scale_attn_weights": True,
-        "scale_attn_by_inverse_layer_idx": False,
-    },
-    "llama": {
-        "rms_norm_eps": 1e-5,
-        "rope_theta": 10_000.0,
-        "attention_bias": False,
-        "mlp_bias": False,
-    },
-}
-UNUSED = {"quantization_config": None, "rope_type": "default", "type": "default"}
-# {our module: their modules}. {} is the layer. Our weight is the concatenation of their weights.
-MODULES = {
-    "gpt2": {
-        "wte": ["transformer.wte"], "wpe": ["transformer.wpe"], "norm": ["transformer.ln_f"], "lm_head": ["lm_head"],
-        "norm_attn": ["transformer.h.{}.ln_1"], "norm_mlp": ["transformer.h.{}.ln_2"],
-        "attn.qkv": ["transformer.h.{}.attn.c_attn"], "attn.proj": ["transformer.h.{}.attn.c_proj"],
-        "mlp.fc": ["transformer.h.{}.mlp.c_fc"], "mlp.proj": ["transformer.h.{}.mlp.c_proj"],
-    },
-    "llama": {
-        "wte": ["model.embed_tokens"], "norm": ["model.norm"], "lm_head": ["lm_head"],
-        "norm_attn": ["model.layers.{}.input_layernorm"], "norm_mlp": ["model.layers.{}.post_attention_layernorm"],
-        "attn.qkv": [f"model.layers.{{}}.self_attn.{part}_proj" for part in "qkv"],
-        "attn.proj": ["model.layers.{}.self_attn.o_proj"],
-        "mlp.fc": ["model.layers.{}.mlp.gate_proj", "model.layers.{}.mlp.up_proj"],
-        "mlp.proj": ["model.layers.{}.mlp.down_proj"],
-    },
-}  # fmt: skip
+# The kind of rotary positions, which config.json need not contain. GPT computes no other kind.
+ROPE_TYPE = {"rope_type": "default", "type": "default"}
 HEAD = "lm_head.weight"  # has the same name in transformers
-VOCAB_WEIGHTS = ("wte.weight", HEAD)  # have one row per token, and rows that pad the vocabulary
-BUFFER = re.compile(
-    r"\.attn\.(masked_)?bias$|\.rotary_emb\.inv_freq$"
-)  # of older files: not a weight
+VOCAB_WEIGHTS = ("wte.weight", HEAD)  # one row per token, and rows that pad the vocabulary
+# Buffers in older files, which are not weights.
+BUFFER = re.compile(r"\.attn\.(masked_)?bias$|\.rotary_emb\.inv_freq$")
 
 
 def find_architecture(config: GPTConfig, run: str) -> str:
-    """The model_type of the architecture that is equal to `config`. Raises UserError; run: its name in the message."""
-    missing = {}
-    for model_type in CLASSES:
-        needed = PLAIN | SETTINGS[model_type]
-        if config.mlp not in MLPS[model_type]:
-            needed["mlp"] = next(iter(MLPS[model_type]))
-        if model_type == "gpt2" and config.kv_heads != config.n_head:
-            needed["n_kv_head"] = None
-        missing[model_type] = [
-            (key, value) for key, value in needed.items() if getattr(config, key) != value
-        ]
-    closest = min(missing, key=lambda model_type: len(missing[model_type]))
-    if missing[closest]:
-        settings = " ".join(f"model.{key}={format_value(value)}" for key, value in missing[closest])
-        reason = f"{run} has an architecture that transformers does not have"
-        raise UserError(f"{reason}; train with model=llama or model=gpt2, or with {settings}")
-    return closest
+    """Find the architecture that computes the same as `config`. Returns its model_type.
+
+    run: name of the run, for the message.
+    Raises UserError with the settings to change if there is none.
+    """
+    model_type = "gpt2" if config.position == "learned" else "llama"
+    architecture = ARCHITECTURES[model_type]
+    needed = PLAIN | architecture.settings
+    if config.mlp not in architecture.mlps:
+        needed["mlp"] = next(iter(architecture.mlps))
+    if model_type == "gpt2" and config.kv_heads != config.n_head:
+        needed["n_kv_head"] = None
+    missing = [
+        f"model.{key}={format_value(value)}"
+        for key, value in needed.items()
+        if getattr(config, key) != value
+    ]
+    if missing:
+        raise UserError(
+            f"{run} has an architecture that transformers does not have; "
+            f"train with model=llama or model=gpt2, or with {' '.join(missing)}"
+        )
+    return model_type
 
 
 def to_config_json(config: GPTConfig, model_type: str) -> dict[str, Any]:
     """The keys of config.json that determine what the model computes."""
-    settings = asdict(config) | {"n_kv_head": config.kv_heads, "mlp_width": config.mlp_channels}
-    settings["mlp"] = MLPS[model_type][config.mlp]
+    architecture = ARCHITECTURES[model_type]
+    settings = asdict(config) | {
+        "n_kv_head": config.kv_heads,
+        "mlp_width": config.mlp_channels,
+        "mlp": architecture.mlps[config.mlp],
+    }
     content = {
         "model_type": model_type,
-        "architectures": [CLASSES[model_type]],
-        **CONSTANTS[model_type],
+        "architectures": [architecture.class_name],
+        **architecture.constants,
+        **{theirs: settings[ours] for ours, theirs in architecture.keys.items()},
     }
-    content |= {theirs: settings[ours] for ours, theirs in KEYS[model_type].items()}
-    return content | (
-        {"n_ctx": config.block_size} if model_type == "gpt2" else {}
-    )  # llama.cpp reads n_ctx
+    if model_type == "gpt2":
+        content["n_ctx"] = config.block_size  # for llama.cpp
+    return content
 
 
 def from_config_json(content: dict[str, Any], path: str) -> GPTConfig:
-    """The architecture that a config.json describes, without dropout. Its name is the model_type.
+    """The architecture that a config.json describes, without dropout.
 
-    Raises UserError if GPT computes something else. path: of the file, for messages.
+    path: of the file, for messages.
+    Raises UserError if GPT computes something else.
     """
     model_type = content.get("model_type")
-    if model_type not in CLASSES:
+    if model_type not in ARCHITECTURES:
         raise UserError(
-            f"{path} has model_type={format_value(model_type)}, but only gpt2 and llama can be imported"
+            f"{path} has model_type={format_value(model_type)}, "
+            "but only gpt2 and llama can be imported"
         )
-    rope = (
-        content.get("rope_scaling") or content.get("rope_parameters") or {}
-    )  # the latter since transformers 5
-    content = {"tie_word_embeddings": model_type == "gpt2", "rms_norm_eps": 1e-6} | content | rope
-    mlps, keys = {theirs: ours for ours, theirs in MLPS[model_type].items()}, KEYS[model_type]
-    allowed = {key: [value] for key, value in (CONSTANTS[model_type] | UNUSED).items()} | {
-        keys["mlp"]: list(mlps)
-    }
-    for key, values in allowed.items():
-        if content.setdefault(key, values[0]) not in values:
-            only = " or ".join(map(format_value, values))
+    architecture = ARCHITECTURES[model_type]
+    mlps = {theirs: ours for ours, theirs in architecture.mlps.items()}
+    # rope_parameters: since transformers 5.
+    rope = content.get("rope_scaling") or content.get("rope_parameters") or {}
+    # transformers leaves out keys with its default values. Most of them are equal to ours.
+    defaults = {"tie_word_embeddings": model_type == "gpt2", "rms_norm_eps": 1e-6}
+    constants = architecture.constants | ROPE_TYPE
+    content = constants | defaults | content | rope
+    for key, value in constants.items():
+        if content[key] != value:
             raise UserError(
-                f"{path} has {key}={format_value(content[key])}, but only {only} can be imported"
+                f"{path} has {key}={format_value(content[key])}, "
+                f"but only {format_value(value)} can be imported"
             )
-    settings = {ours: content.get(theirs) for ours, theirs in keys.items()}
-    settings["mlp"] = mlps[settings["mlp"]]
-    return GPTConfig(**{"bias": True} | PLAIN | SETTINGS[model_type] | settings, name=model_type)
+    activation = content.get(architecture.keys["mlp"], next(iter(mlps)))
+    if activation not in mlps:
+        raise UserError(
+            f"{path} has the activation function {activation}, "
+            f"but only {' or '.join(mlps)} can be imported"
+        )
+    settings = {ours: content.get(theirs) for ours, theirs in architecture.keys.items()}
+    settings |= {"name": model_type, "mlp": mlps[activation]}
+    return GPTConfig(**({"bias": True} | PLAIN | architecture.settings | settings))
 
 
 def list_names(name: str, model_type: str) -> list[str]:
-    """List the names in transformers: blocks.0.attn.proj.bias is [transformer.h.0.attn.c_proj.bias]."""
+    """The names of a weight in transformers.
+
+    blocks.0.attn.proj.bias of a GPT-2 is [transformer.h.0.attn.c_proj.bias].
+    """
     _, layer, module, parameter = re.fullmatch(r"(blocks\.(\d+)\.)?(.+)\.(\w+)", name).groups()
-    return [f"{theirs.format(layer)}.{parameter}" for theirs in MODULES[model_type][module]]
+    modules = ARCHITECTURES[model_type].modules[module]
+    return [f"{theirs.format(layer)}.{parameter}" for theirs in modules]
 
 
 def export_weights(
     weights: dict[str, Tensor], config: GPTConfig, model_type: str, vocab_size: int
 ) -> dict[str, Tensor]:
     """Convert a GPT's weights to the names and shapes of transformers, without padding rows."""
+    needs_bias = model_type == "gpt2" and not config.bias
+    kv_rows = config.kv_heads * config.head_dim
     exported = {}
     for name, weight in weights.items():
         if name == HEAD and config.tie_embeddings:
             continue
-        weight = weight[:vocab_size] if name in VOCAB_WEIGHTS else weight
-        theirs = list_names(name, model_type)
-        rows = [len(weight) // len(theirs)] * len(theirs)
-        if len(theirs) == 3:  # queries, keys and values
-            rows = [
-                heads * config.head_dim
-                for heads in (config.n_head, config.kv_heads, config.kv_heads)
-            ]
-        for their_name, part in zip(theirs, weight.split(rows), strict=True):
-            exported[their_name] = (
-                part.T if _is_conv1d(name, part, model_type) else part
-            ).contiguous()
-            if model_type == "gpt2" and not config.bias and name.startswith(("blocks.", "norm.")):
+        if name in VOCAB_WEIGHTS:
+            weight = weight[:vocab_size]
+        their_names = list_names(name, model_type)
+        parts = weight.chunk(len(their_names))
+        if len(their_names) == 3:  # queries, keys and values
+            parts = weight.split([config.n_embd, kv_rows, kv_rows])
+        for their_name, part in zip(their_names, parts, strict=True):
+            exported[their_name] = _transpose_conv1d(name, part, model_type).contiguous()
+            if needs_bias and name.startswith(("blocks.", "norm.")):
                 exported[their_name.removesuffix("weight") + "bias"] = torch.zeros(len(part))
     return exported
 
@@ -176,44 +244,44 @@ def export_weights(
 def import_weights(
     tensors: dict[str, Tensor], config: GPTConfig, vocab_size: int, path: str
 ) -> dict[str, Tensor]:
-    """Convert weights of transformers to the state_dict of a GPT, in float32. config: from from_config_json.
+    """Convert weights of transformers to the state_dict of a GPT, in float32.
 
-    Raises an error if weights are missing, or if the GPT would not use all of them. path: of the file, for messages.
+    config: result of from_config_json.
+    path: of the file, for messages.
+    Raises an error if weights are missing, or if the GPT would not use all of them.
     """
-    if "wte.weight" in tensors:  # OpenAI's own files lack the prefix
-        tensors = {
-            name if name == HEAD else f"transformer.{name}": tensor
-            for name, tensor in tensors.items()
-        }
-    if config.n_layer > len(tensors):  # building a model of 9,999 layers takes minutes
-        raise ValueError(f"it has {len(tensors)} tensors, too few for {config.n_layer:,} layers")
+    prefix = "transformer." if "wte.weight" in tensors else ""  # which OpenAI's own files lack
+    tensors = {prefix + name: tensor for name, tensor in tensors.items()}
+    if config.tie_embeddings:
+        embedding = tensors[list_names("wte.weight", config.name)[0]]
+        if not torch.equal(tensors.setdefault(HEAD, embedding), embedding):
+            raise UserError(
+                f"{path} has an {HEAD} that differs from the embedding, but config.json ties "
+                "them; set tie_word_embeddings to false in config.json"
+            )
     with torch.device("meta"):
         state = GPT(config, vocab_size).state_dict()
-    used = {their_name for name in state for their_name in list_names(name, config.name)}
-    unused = [name for name in tensors if name not in used and not BUFFER.search(name)]
-    if unused:
-        raise UserError(
-            f"{path} has weights that the model does not use: {', '.join(unused[:3])}; set another folder"
-        )
-    embedding = tensors[list_names("wte.weight", config.name)[0]]
-    if config.tie_embeddings and not torch.equal(tensors.get(HEAD, embedding), embedding):
-        reason = f"{path} has an {HEAD} that differs from the embedding, but config.json ties them"
-        raise UserError(f"{reason}; set tie_word_embeddings to false in config.json")
     weights = {}
     for name, expected in state.items():
-        source = "wte.weight" if name == HEAD and config.tie_embeddings else name
-        parts = [tensors[their_name] for their_name in list_names(source, config.name)]
-        weight = torch.cat(
-            [part.T if _is_conv1d(name, part, config.name) else part for part in parts]
-        ).float()
-        weights[name] = weight[:vocab_size] if name in VOCAB_WEIGHTS else weight
-        if weights[name].shape != expected.shape:
+        parts = [tensors.pop(their_name) for their_name in list_names(name, config.name)]
+        weight = torch.cat([_transpose_conv1d(name, part, config.name) for part in parts]).float()
+        if name in VOCAB_WEIGHTS:
+            weight = weight[:vocab_size]
+        if weight.shape != expected.shape:
             raise ValueError(
                 f"{name} has the shape {tuple(weight.shape)} instead of {tuple(expected.shape)}"
             )
+        weights[name] = weight
+    unused = [name for name in tensors if not BUFFER.search(name)]
+    if unused:
+        raise UserError(
+            f"{path} has weights that the model does not use: {', '.join(unused[:3])}; "
+            "set another folder"
+        )
     return weights
 
 
-def _is_conv1d(name: str, weight: Tensor, model_type: str) -> bool:
-    """Whether the weight has the shape (in, out) in transformers."""
-    return model_type == "gpt2" and name.startswith("blocks.") and weight.ndim == 2
+def _transpose_conv1d(name: str, weight: Tensor, model_type: str) -> Tensor:
+    """Convert a weight between (out, in) and the (in, out) of Conv1D. Others are unchanged."""
+    is_conv1d = model_type == "gpt2" and name.startswith("blocks.") and weight.ndim == 2
+    return weight.T if is_conv1d else weight

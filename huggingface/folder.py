@@ -1,4 +1,4 @@
-"""Folders in the layout of Hugging Face transformers: config.json, model.safetensors, tokenizer.json."""
+"""Folders in the layout of transformers: config.json, model.safetensors, tokenizer.json."""
 
 import json
 from dataclasses import asdict
@@ -22,6 +22,7 @@ from huggingface.tokenizer_json import from_tokenizer_json, to_tokenizer_json
 from model.config import GPTConfig
 
 FILES = ("config.json", "model.safetensors", "tokenizer.json")
+README_KEYS = ("name", "command", "best_val_loss", "device_name", "commit")  # of summary.json
 
 
 def write_folder(
@@ -29,94 +30,120 @@ def write_folder(
 ) -> None:
     """Write a model as a folder for transformers.
 
+    out: a folder that does not exist.
     checkpoint: content of a checkpoint.
     model_type: result of find_architecture.
+    dtype: of the weights in the file.
+    run: the folder of the run, for README.md.
     """
     config = GPTConfig.from_saved(checkpoint["model_config"])
-    vocab_size, spec = checkpoint["vocab_size"], checkpoint["tokenizer"]
+    vocab_size = checkpoint["vocab_size"]
+    spec = checkpoint["tokenizer"]
     end = spec["special"].get(END_OF_TEXT)
     token_ids = {"bos_token_id": from_spec(spec).start_token, "eos_token_id": end}
-    end_tokens = ("bos_token", "eos_token", "pad_token", "unk_token") if end is not None else ()
-    tokenizer_config = dict.fromkeys(end_tokens, END_OF_TEXT) | {
+    model_config = to_config_json(config, model_type)
+    model_config |= {"vocab_size": vocab_size, "dtype": str(dtype).removeprefix("torch.")}
+    generation_config = {
+        "do_sample": True,
+        "temperature": 0.8,
+        # Learned positions end at block_size: prompt and sample must fit.
+        "max_new_tokens": max(1, config.block_size // 2),
+    }
+    tokenizer_config = {
         "tokenizer_class": "PreTrainedTokenizerFast",
         "model_max_length": config.block_size,
         "split_special_tokens": True,  # as in training, special tokens in a text are text
     }
-    # learned positions end at block_size: prompt and sample must fit
-    sampling = {
-        "do_sample": True,
-        "temperature": 0.8,
-        "max_new_tokens": max(1, config.block_size // 2),
-    }
-    sizes = {"vocab_size": vocab_size, "dtype": str(dtype).removeprefix("torch.")}
+    if end is not None:
+        roles = ("bos_token", "eos_token", "pad_token", "unk_token")
+        tokenizer_config |= dict.fromkeys(roles, END_OF_TEXT)
     weights = export_weights(checkpoint["model"], config, model_type, vocab_size)
+    weights = {name: weight.to(dtype) for name, weight in weights.items()}
     out.mkdir()
-    write_json(out / "config.json", to_config_json(config, model_type) | sizes | token_ids)
-    write_json(out / "generation_config.json", token_ids | sampling)
+    write_json(out / "config.json", model_config | token_ids)
+    write_json(out / "generation_config.json", token_ids | generation_config)
     write_json(out / "tokenizer.json", to_tokenizer_json(spec))
     write_json(out / "tokenizer_config.json", tokenizer_config)
-    atomic_write(
-        out / "model.safetensors",
-        save({name: w.to(dtype) for name, w in weights.items()}, {"format": "pt"}),
-    )
+    atomic_write(out / "model.safetensors", save(weights, {"format": "pt"}))
     atomic_write(out / "README.md", format_model_card(run, checkpoint["step"]))
 
 
 def format_model_card(run: Path, step: int) -> str:
-    """README.md of an exported folder: facts of the training, as code, in which HTML and Markdown have no effect."""
-    summary, keys = (
-        read_json(run / "summary.json"),
-        ("name", "command", "best_val_loss", "device_name", "commit"),
-    )
-    intro = f"# Language model\n\nIt continues text. trilGPT has trained it for {pluralize(step, 'step')}.\n\n"
-    return intro + "".join(
-        f"    {key}: {json.dumps(summary[key])}\n" for key in keys if key in summary
-    )
+    """README.md of an exported folder: facts of the training.
+
+    They are written as code, in which HTML and Markdown have no effect.
+    """
+    summary = read_json(run / "summary.json")
+    facts = [f"    {key}: {json.dumps(summary[key])}\n" for key in README_KEYS if key in summary]
+    intro = f"It continues text. trilGPT has trained it for {pluralize(step, 'step')}."
+    return f"# Language model\n\n{intro}\n\n{''.join(facts)}"
 
 
 def find_folder(name: str) -> Path:
-    """Find the folder of a path, or of a model of the Hugging Face hub, which is downloaded once. Raises UserError."""
-    folder = Path(name).expanduser()
-    if not folder.is_dir():
-        from huggingface_hub import snapshot_download
+    """Find the folder of a path, or of a model of the Hugging Face hub.
 
-        try:
-            folder = Path(snapshot_download(name, allow_patterns=list(FILES)))
-        except Exception as error:  # the network raises exceptions of many types
-            reason = f"hf:{name} is not a folder, and cannot be downloaded ({type(error).__name__})"
-            raise UserError(f"{reason}; check the name and the network, or set hf:FOLDER") from None
-    return folder
+    A model of the hub is downloaded once.
+    Raises UserError.
+    """
+    folder = Path(name).expanduser()
+    if folder.is_dir():
+        return folder
+    from huggingface_hub import snapshot_download
+
+    try:
+        return Path(snapshot_download(name, allow_patterns=list(FILES)))
+    except Exception as error:  # the network raises exceptions of many types
+        raise UserError(
+            f"hf:{name} is not a folder, and cannot be downloaded ({type(error).__name__}); "
+            "check the name and the network, or set hf:FOLDER"
+        ) from None
 
 
 def read_folder(folder: Path) -> dict[str, Any]:
-    """Read a folder of transformers as a checkpoint: model_config, vocab_size, tokenizer, model. Raises UserError."""
+    """Read a folder of transformers as a checkpoint.
+
+    Returns the keys model_config, vocab_size, tokenizer and model.
+    Raises UserError.
+    """
+    path = folder / "config.json"  # the file that is being read
     try:
-        content = json.loads((path := folder / "config.json").read_bytes())
+        content = json.loads(path.read_bytes())
         config = from_config_json(content, str(path))
-        spec = from_tokenizer_json(
-            json.loads((path := folder / "tokenizer.json").read_bytes()), str(path)
-        )
-        if (
-            END_OF_TEXT not in spec["special"]
-        ):  # the end-of-text token can have another name, such as </s>
-            end = content.get("eos_token_id")
-            spec["special"] = {
-                END_OF_TEXT if i == end else name: i for name, i in spec["special"].items()
-            }
-        if END_OF_TEXT not in spec["special"] and content.get("bos_token_id") in range(
-            len(spec["tokens"])
-        ):
-            spec["start"] = content["bos_token_id"]
+        path = folder / "tokenizer.json"
+        spec = from_tokenizer_json(json.loads(path.read_bytes()), str(path))
+        add_end_or_start(spec, content)
         vocab_size = from_spec(spec).n_vocab
-        weights = import_weights(
-            load_file(path := folder / "model.safetensors"), config, vocab_size, str(path)
-        )
+        path = folder / "model.safetensors"
+        weights = import_weights(load_file(path), config, vocab_size, str(path))
+    except UserError:
+        raise
     except Exception as error:  # a damaged file can raise anything
-        message = f"{path} cannot be read ({type(error).__name__}: {error}); set hf:FOLDER with {', '.join(FILES)}"
-        raise UserError(error if isinstance(error, UserError) else message) from None
+        raise UserError(
+            f"{path} cannot be read ({type(error).__name__}: {error}); "
+            f"set hf:FOLDER with {', '.join(FILES)}"
+        ) from None
     return {
         "model_config": asdict(config),
         "vocab_size": vocab_size,
         "tokenizer": spec,
         "model": weights,
     }
+
+
+def add_end_or_start(spec: dict, model_config: dict) -> None:
+    """Add the token after or before a document to a tokenizer spec, unless it has END_OF_TEXT.
+
+    The end-of-text token can have another name, such as </s>. Without one, samples start from the
+    token bos_token_id.
+    model_config: content of config.json.
+    """
+    if END_OF_TEXT in spec["special"]:
+        return
+    end = model_config.get("eos_token_id")
+    start = model_config.get("bos_token_id")
+    if end in spec["special"].values():
+        spec["special"] = {
+            END_OF_TEXT if token == end else name: token for name, token in spec["special"].items()
+        }
+    elif start in range(len(spec["tokens"])):
+        spec["start"] = start

@@ -1,31 +1,36 @@
-"""tokenizer.json, the format of Hugging Face's `tokenizers`: converted from and to the spec of data/tokenizer.py.
+"""tokenizer.json, the format of Hugging Face's `tokenizers`.
 
-    char        WordLevel: a table of characters
-    byte        BPE without merges
-    all others  byte-level BPE. tiktoken merges any two neighbours whose concatenation is a token, lowest id first. The
-                merges are therefore all splits of each token into two tokens, in the order of the token ids.
+It is converted from and to the spec of data/tokenizer.py. All tokenizers are byte-level BPE there.
+tiktoken merges any two neighbours whose concatenation is a token, lowest id first. The merges are
+therefore all splits of each token into two tokens, in the order of the token ids. The tokenizers
+`char` and `byte` have no merges: each piece of a text is a token.
 
-Special tokens are also in the vocabulary: `tokenizers` gives ids in sequence to special tokens that it does not know.
+Special tokens are also in the vocabulary, because `tokenizers` gives ids in sequence to special
+tokens that it does not know.
 """
 
 import base64
+import json
 from typing import Any
 
 from common.errors import UserError
 from data.tokenizer import BPE_PATTERN, CHARACTER_PATTERN
 
 GPT2_PATTERN = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
+# Writes bytes as printable characters.
 BYTE_LEVEL = {
     "type": "ByteLevel",
     "add_prefix_space": False,
     "trim_offsets": True,
     "use_regex": False,
 }
-GPT2_STEP = BYTE_LEVEL | {"use_regex": True}  # also splits by GPT2_PATTERN
-# Byte-level BPE writes each byte as a printable character, and unprintable bytes as the characters from U+0100.
+# Splits a text by GPT2_PATTERN, then writes bytes as printable characters.
+GPT2_STEP = BYTE_LEVEL | {"use_regex": True}
+# Byte-level BPE writes unprintable bytes as the characters from U+0100.
 UNPRINTABLE = [*range(33), *range(127, 161), 173]
 TO_PRINTABLE = {byte: 256 + i for i, byte in enumerate(UNPRINTABLE)}
 FROM_PRINTABLE = {character: byte for byte, character in TO_PRINTABLE.items()}
+ALL_BYTES = [bytes([byte]) for byte in range(256)]
 
 
 def to_printable(token: bytes) -> str:
@@ -33,121 +38,108 @@ def to_printable(token: bytes) -> str:
     return token.decode("latin-1").translate(TO_PRINTABLE)
 
 
+def from_printable(text: str) -> bytes:
+    """A token that byte-level BPE has written."""
+    return text.translate(FROM_PRINTABLE).encode("latin-1")
+
+
 def list_merges(tokens: list[bytes]) -> list[list[str]]:
     """All pairs of tokens whose concatenation is a token, in the order of its id."""
-    ranks, merges = {token: rank for rank, token in enumerate(tokens)}, []
+    known = set(tokens)
+    merges = []
     for token in tokens:
         pairs = [(token[:i], token[i:]) for i in range(1, len(token))]
-        known = [pair for pair in pairs if pair[0] in ranks and pair[1] in ranks]
-        merges += sorted(known, key=lambda pair: (ranks[pair[0]], ranks[pair[1]]))
+        merges += [pair for pair in pairs if known.issuperset(pair)]
     return [[to_printable(left), to_printable(right)] for left, right in merges]
 
 
 def to_onig(pattern: str) -> str:
-    """A pattern of tiktoken for `tokenizers`, where {1,2}+ repeats. In these patterns, {1,2} matches the same."""
+    """A pattern of tiktoken for the regex library of `tokenizers`, in which {1,2}+ repeats.
+
+    In the patterns of data/tokenizer.py, {1,2} matches the same.
+    """
     return pattern.replace("}+", "}").replace(CHARACTER_PATTERN, r"[\s\S]")
 
 
-def list_steps(regex: str, is_char: bool) -> list[dict[str, Any]]:
+def list_steps(regex: str) -> list[dict[str, Any]]:
     """The pre-tokenizers: split a text by the regex, then write bytes as printable characters."""
     split = {"type": "Split", "pattern": {"Regex": regex}, "behavior": "Isolated", "invert": False}
-    return [split] if is_char else [split, BYTE_LEVEL]
+    return [split, BYTE_LEVEL]
 
 
 def to_tokenizer_json(spec: dict) -> dict[str, Any]:
     """The content of tokenizer.json for the spec of a tokenizer."""
-    tokens, is_char = [base64.b64decode(token) for token in spec["tokens"]], spec["name"] == "char"
-    vocab = {
-        token.decode() if is_char else to_printable(token): rank
-        for rank, token in enumerate(tokens)
-    }
-    model: dict[str, Any] = {"type": "WordLevel", "vocab": vocab | spec["special"], "unk_token": ""}
-    if not is_char:
-        merges = [] if spec["name"] == "byte" else list_merges(tokens)
-        # ignore_merges: like tiktoken, look up complete pieces first
-        model = {
-            "type": "BPE",
-            "vocab": vocab | spec["special"],
-            "merges": merges,
-            "ignore_merges": True,
-        }
-    flags = {
-        "special": True,
-        "normalized": False,
-        "single_word": False,
-        "lstrip": False,
-        "rstrip": False,
-    }
+    tokens = [base64.b64decode(token) for token in spec["tokens"]]
+    vocab = {to_printable(token): rank for rank, token in enumerate(tokens)}
     return {
         "version": "1.0",
         "added_tokens": [
-            {"id": i, "content": content, **flags} for content, i in spec["special"].items()
+            {
+                "id": rank,
+                "content": content,
+                "special": True,
+                "normalized": False,
+                "single_word": False,
+                "lstrip": False,
+                "rstrip": False,
+            }
+            for content, rank in spec["special"].items()
         ],
         "normalizer": None,
         "pre_tokenizer": {
             "type": "Sequence",
-            "pretokenizers": list_steps(to_onig(spec["pattern"]), is_char),
+            "pretokenizers": list_steps(to_onig(spec["pattern"])),
         },
         "post_processor": None,
-        "decoder": {"type": "Fuse"} if is_char else GPT2_STEP,
-        "model": model,
+        "decoder": GPT2_STEP,
+        "model": {
+            "type": "BPE",
+            "vocab": vocab | spec["special"],
+            "merges": list_merges(tokens),
+            "ignore_merges": True,  # like tiktoken, look up complete pieces first
+            "unk_token": "",  # a character that `char` does not know is an error, and not skipped
+        },
     }
 
 
 def from_tokenizer_json(content: dict[str, Any], path: str) -> dict:
-    """Convert a tokenizer.json to a tokenizer spec. Raises UserError for unsupported tokenizers. path: for messages."""
+    """Convert a tokenizer.json to the spec of a tokenizer.
+
+    path: of the file, for messages.
+    Raises UserError for tokenizers that tiktoken cannot replace. A damaged file can raise anything.
+    """
     only = "but only byte-level BPE with one pattern can be imported; set another folder"
-    try:
-        model, normalizer = content["model"], content["normalizer"]
-        special = {token["content"]: token["id"] for token in content["added_tokens"]}
-        is_char = model["type"] == "WordLevel"
-        ids = {token: i for token, i in model["vocab"].items() if token not in special}
-        strings = sorted(ids, key=ids.__getitem__)
-        tokens = [
-            t.encode() if is_char else t.translate(FROM_PRINTABLE).encode("latin-1")
-            for t in strings
-        ]
-        merges = [
-            merge.split(" ") if isinstance(merge, str) else merge
-            for merge in model.get("merges", [])
-        ]
-        merged_ids = [ids[left + right] for left, right in merges]
-        has_low_special = any(i < len(ids) for i in special.values())
-        steps = content["pre_tokenizer"].get("pretokenizers", [content["pre_tokenizer"]])
-        if GPT2_STEP | steps[0] == GPT2_STEP:
-            steps = list_steps(to_onig(GPT2_PATTERN), is_char) + steps[1:]
-        regex = steps[0]["pattern"]["Regex"]
-        post_processor = content["post_processor"] or BYTE_LEVEL
-        post_processors = post_processor.get("processors", [post_processor])
-        adds_tokens = any(
-            step["type"] != "ByteLevel" and step.get("special_tokens") != {}
-            for step in post_processors
-        )
-    except (KeyError, TypeError, ValueError, AttributeError):  # other tokenizers have other keys
-        raise UserError(f"{path} has another kind of tokenizer, {only}") from None
-    if normalizer is not None:
+    model = content["model"]
+    if model["type"] != "BPE":
+        raise UserError(f"{path} has a tokenizer of the kind {model['type']}, {only}")
+    if content["normalizer"] is not None:
         raise UserError(f"{path} has a normalizer, which changes the text, {only}")
-    if adds_tokens:
+    if "SpecialToken" in json.dumps(content["post_processor"]):
         raise UserError(f"{path} has a post_processor that adds tokens to each text, {only}")
-    if not regex or steps != list_steps(regex, is_char):  # an empty regex would match everywhere
+
+    pre_tokenizer = content["pre_tokenizer"]
+    steps = pre_tokenizer.get("pretokenizers", [pre_tokenizer])
+    regex = steps[0].get("pattern", {}).get("Regex")
+    if GPT2_STEP | pre_tokenizer == GPT2_STEP:
+        regex = to_onig(GPT2_PATTERN)
+    elif not regex or steps != list_steps(regex):  # an empty regex would match everywhere
         raise UserError(f"{path} has a pre_tokenizer with other steps, {only}")
+    patterns = {to_onig(known): known for known in (CHARACTER_PATTERN, BPE_PATTERN, GPT2_PATTERN)}
+    pattern = patterns.get(regex, regex)
+
+    special = {token["content"]: token["id"] for token in content["added_tokens"]}
+    ids = {token: rank for token, rank in model["vocab"].items() if token not in special}
+    # A merge is ["a", "b"], or "a b" in older files.
+    merged_ids = [ids["".join(merge).replace(" ", "")] for merge in model["merges"]]
     if merged_ids != sorted(merged_ids):  # tiktoken merges the lowest id first
         raise UserError(f"{path} has merges in another order than the token ids, {only}")
-    if has_low_special or [ids[token] for token in strings] != list(range(len(ids))):
+    if sorted(ids.values()) != list(range(len(ids))):
         raise UserError(f"{path} has token ids with gaps, or special tokens before others, {only}")
-    all_bytes = [bytes([byte]) for byte in range(256)]
-    if not is_char and not set(all_bytes) <= set(tokens):
+    tokens = [from_printable(token) for token in sorted(ids, key=ids.__getitem__)]
+    name = "bpe"
+    if pattern == CHARACTER_PATTERN:
+        name = "byte" if tokens == ALL_BYTES else "char"
+    elif not set(ALL_BYTES) <= set(tokens):
         raise UserError(f"{path} has no token for some bytes, {only}")
-    known = {
-        to_onig(pattern): pattern for pattern in (CHARACTER_PATTERN, BPE_PATTERN, GPT2_PATTERN)
-    }
-    pattern = known.get(regex, regex)
-    name = (
-        "char"
-        if is_char
-        else "byte"
-        if tokens == all_bytes and pattern == CHARACTER_PATTERN
-        else "bpe"
-    )
     encoded = [base64.b64encode(token).decode() for token in tokens]
     return {"name": name, "pattern": pattern, "tokens": encoded, "special": special}

@@ -1,6 +1,8 @@
-"""export.py: the complete path from training to transformers and back, and folders that cannot be read."""
+"""export.py: the complete path from training to transformers and back."""
 
-import json
+import shutil
+from collections.abc import Callable
+from contextlib import chdir
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -8,87 +10,155 @@ import pytest
 import torch
 import transformers
 from data_helpers import write_file
-from helpers import TEXT, file_size_limit, load, run_command
-from safetensors.torch import load_file, save_file
+from helpers import TEXT, file_size_limit, load, run_command, train_here
 
-from common.errors import UserError
-from common.files import write_json
+from common.checkpoint_file import load_checkpoint
 from data.tokenizer import END_OF_TEXT
 from generation.load import load_pretrained, load_run
-from huggingface.folder import format_model_card
 
 PROMPT = "The 7th line"
-LLAMA = ["model=llama", "model.n_head=4", "model.block_size=64", "tokenizer=byte"]
+GPT2 = ["model=gpt2", "model.block_size=64", "tokenizer=char"]
+LLAMA = ["model=llama", "model.n_head=4", "model.block_size=64"]
+SMALL_BPE = ["tokenizer=bpe", "tokenizer.vocab_size=300"]
+GREEDY = ["temperature=0", f"prompt={PROMPT}", "max_new_tokens=20"]
+
+
+@pytest.fixture(scope="module")
+def train_and_export(tmp_path_factory) -> Callable[..., SimpleNamespace]:
+    """train_and_export(words, ...) -> the paths of a run, and of its export.
+
+    The text has two documents, so that there is an end-of-text token.
+    """
+
+    def run(*words: str) -> SimpleNamespace:
+        folder = tmp_path_factory.mktemp("export")
+        with chdir(folder):
+            for file in "ab":
+                write_file(f"texts/{file}.txt", TEXT + END_OF_TEXT)
+            assert train_here("name=a", "data.path=texts", *words) == 0
+            assert run_command("export", "run=a", "out=exported") == 0
+        return SimpleNamespace(run=folder / "runs/a", folder=folder / "exported")
+
+    return run
+
+
+@pytest.fixture(scope="module", params=[GPT2, [*LLAMA, *SMALL_BPE]], ids=["gpt2", "llama"])
+def exported(request, train_and_export) -> SimpleNamespace:
+    """A trained model here (ours), in transformers (theirs), and the paths of both."""
+    paths = train_and_export("train.steps=50", "eval.every=25", *request.param)
+    model, tokenizer = load_run(str(paths.run))
+    return SimpleNamespace(
+        run=paths.run,
+        folder=paths.folder,
+        ours=model,
+        our_tokenizer=tokenizer,
+        theirs=transformers.AutoModelForCausalLM.from_pretrained(paths.folder),
+        their_tokenizer=transformers.AutoTokenizer.from_pretrained(paths.folder),
+    )
+
+
+@pytest.fixture(scope="module")
+def llama(train_and_export) -> SimpleNamespace:
+    """A Llama of bytes after six steps."""
+    return train_and_export(*LLAMA, "tokenizer=byte")
+
+
+@pytest.fixture(scope="module")
+def gpt2(train_and_export) -> SimpleNamespace:
+    """A GPT-2 of bytes after one step."""
+    return train_and_export("model=gpt2", "tokenizer=byte", "train.steps=1")
 
 
 @pytest.fixture
 def export(workdir, capsys):
     """export("run=a", ...) -> (exit code, output)."""
 
-    def run(*overrides: str) -> tuple[int, str]:
+    def run(*words: str) -> tuple[int, str]:
         capsys.readouterr()
-        return run_command("export", *overrides), "".join(capsys.readouterr())
+        code = run_command("export", *words)
+        return code, "".join(capsys.readouterr())
 
     return run
 
 
-@pytest.fixture
-def offline(monkeypatch):
-    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
-
-
-@pytest.mark.parametrize(
-    "model",
-    [
-        ["model=gpt2", "model.block_size=64", "tokenizer=char"],
-        [*LLAMA, "tokenizer=bpe", "tokenizer.vocab_size=300"],
-    ],
-)
-def test_trained_model_is_the_same_in_transformers_and_when_imported(train, sample, export, model):
-    for file in "ab":  # two documents, so there is an end-of-text token
-        write_file(f"texts/{file}.txt", TEXT + END_OF_TEXT)
-    model = [*model, "data.path=texts"]
-    assert train("name=a", "train.steps=50", "eval.every=25", *model) == 0
-    assert export("run=a", "out=exported")[0] == 0
-
-    theirs, tokenizer = (auto.from_pretrained("exported") for auto in
-                         (transformers.AutoModelForCausalLM, transformers.AutoTokenizer))  # fmt: skip
-    generate = transformers.pipeline("text-generation", model=theirs, tokenizer=tokenizer)
-    text = generate(PROMPT, max_new_tokens=20, do_sample=False)[0]["generated_text"]
-    assert generate(PROMPT)[0]["generated_text"].startswith(
-        PROMPT
-    )  # with the settings in generation_config.json
-    greedy = ["temperature=0", f"prompt={PROMPT}", "max_new_tokens=20"]
-    assert sample("run=a", *greedy) == sample("run=hf:exported", *greedy) == text + "\n"
-    ours, our_tokenizer = load_run("a")
-    tokens = torch.tensor([our_tokenizer.encode(text)])
-    assert tokenizer(text)["input_ids"] == tokens[0].tolist()
-    assert tokenizer(END_OF_TEXT)["input_ids"] == our_tokenizer.encode(
-        END_OF_TEXT, disallowed_special=()
+def make_pipeline(exported: SimpleNamespace) -> transformers.Pipeline:
+    return transformers.pipeline(
+        "text-generation", model=exported.theirs, tokenizer=exported.their_tokenizer
     )
-    with torch.no_grad():
-        torch.testing.assert_close(theirs(tokens).logits, ours(tokens), atol=1e-4, rtol=0)
-    imported, _ = load_run("hf:exported")
-    for (name, weight), other in zip(
-        ours.state_dict().items(), imported.state_dict().values(), strict=True
-    ):
-        assert torch.equal(weight, other), name
-    assert "50 steps" in Path("exported/README.md").read_text(encoding="utf-8")
-    assert export("run=a", "out=half", "dtype=bfloat16")[0] == 0
+
+
+def assert_equal_weights(weights: dict, others: dict) -> None:
+    assert weights.keys() == others.keys()
+    for name, weight in weights.items():
+        assert torch.equal(weight, others[name]), name
+
+
+def test_transformers_generates_the_samples_of_sample_py(exported, sample):
+    generate = make_pipeline(exported)
+    text = generate(PROMPT, max_new_tokens=20, do_sample=False)[0]["generated_text"]
+    assert sample(f"run={exported.run}", *GREEDY) == text + "\n"
+
+
+def test_transformers_samples_with_the_settings_of_the_folder(exported):
+    text = make_pipeline(exported)(PROMPT)[0]["generated_text"]
+    assert text.startswith(PROMPT)
+    assert len(text) > len(PROMPT)
+    assert exported.theirs.generation_config.do_sample
+
+
+@pytest.mark.parametrize("text", [TEXT[:500], END_OF_TEXT], ids=["text", "special token"])
+def test_tokenizer_in_transformers_has_the_same_ids(exported, text):
+    expected = exported.our_tokenizer.encode(text, disallowed_special=())
+    assert exported.their_tokenizer(text)["input_ids"] == expected
+
+
+@torch.no_grad()
+def test_model_in_transformers_has_the_same_logits(exported):
+    tokens = torch.tensor([exported.our_tokenizer.encode(TEXT[:60])])
+    expected = exported.theirs(tokens).logits
+    torch.testing.assert_close(exported.ours(tokens), expected, atol=1e-4, rtol=0)
+
+
+def test_imported_folder_has_the_samples_of_the_run(exported, sample):
+    assert sample(f"run=hf:{exported.folder}", *GREEDY) == sample(f"run={exported.run}", *GREEDY)
+
+
+def test_imported_weights_are_those_of_the_run(exported):
+    imported, _ = load_run(f"hf:{exported.folder}")
+    assert_equal_weights(exported.ours.state_dict(), imported.state_dict())
+
+
+def test_folder_that_transformers_has_saved_again_is_imported_unchanged(exported, tmp_path):
+    exported.theirs.save_pretrained(tmp_path)
+    exported.their_tokenizer.save_pretrained(tmp_path)
+    _, before = load_pretrained(f"hf:{exported.folder}")
+    _, after = load_pretrained(f"hf:{tmp_path}")
+    assert after["tokenizer"] == before["tokenizer"]
+    assert after["model_config"] == before["model_config"]
+    assert_equal_weights(before["model"], after["model"])
+
+
+def test_export_is_written_into_the_folder_of_the_run(gpt2, export, workdir):
+    shutil.copytree(gpt2.run, "runs/a")
+    code, output = export("run=a")
+    assert code == 0
+    assert "next     python sample.py run=hf:runs/a/huggingface" in output
+    assert Path("runs/a/huggingface/config.json").exists()
+
+
+def test_dtype_is_the_type_of_the_weights(gpt2, export, workdir):
+    assert export(f"run={gpt2.run}", "out=half", "dtype=bfloat16")[0] == 0
     assert transformers.AutoModelForCausalLM.from_pretrained("half").dtype == torch.bfloat16
-    assert {weight.dtype for weight in load_file("half/model.safetensors").values()} == {
-        torch.bfloat16
-    }
 
 
-def test_exported_run_has_the_same_start_of_samples(train, sample, export):
-    assert train("name=a", *LLAMA[:-1], "tokenizer=bpe", "tokenizer.vocab_size=300") == 0
+def test_export_of_one_document_has_the_same_start_of_samples(train, sample, export):
+    """Without an end-of-text token, samples start with the token that most often ends a line."""
+    assert train("name=a", *LLAMA, *SMALL_BPE) == 0
     assert export("run=a", "out=exported")[0] == 0
-    _, ours = load_run("a")
-    _, imported = load_run("hf:exported")
-    assert ours.decode([ours.start_token]) == ".\n"
-    assert imported.start_token == ours.start_token
-    assert transformers.AutoConfig.from_pretrained("exported").bos_token_id == ours.start_token
+    _, tokenizer = load_run("a")
+    assert tokenizer.decode([tokenizer.start_token]) == ".\n"
+    config = transformers.AutoConfig.from_pretrained("exported")
+    assert config.bos_token_id == tokenizer.start_token
     assert sample("run=hf:exported", "max_new_tokens=9") == sample("run=a", "max_new_tokens=9")
 
 
@@ -101,165 +171,115 @@ QUESTIONS = [
 ]
 
 
-def test_exported_run_has_the_same_log_likelihoods_in_lm_eval(train, export, workdir):
-    """The reference divides a question into tokens by lm-eval's own rule, and has the logits of transformers."""
+@pytest.mark.parametrize("exported", [[*LLAMA, *SMALL_BPE]], indirect=True, ids=["llama"])
+def test_exported_run_has_the_same_log_likelihoods_in_lm_eval(exported):
+    """The reference has lm-eval's own rule to divide a question into tokens."""
     lm_eval = pytest.importorskip("lm_eval.api.model", reason="NOT RUN: needs lm-eval")
     from generation.lm_eval_adapter import ModelAdapter
 
-    settings = ["data.separator=\\n", "tokenizer=bpe", "tokenizer.vocab_size=300"]
-    assert train("name=a", *LLAMA[:-1], *settings) == 0
-    assert export("run=a", "out=exported")[0] == 0
-    theirs = transformers.AutoModelForCausalLM.from_pretrained("exported")
-    tokenizer = transformers.AutoTokenizer.from_pretrained("exported")
+    tokenizer = exported.their_tokenizer
 
     class Reference(lm_eval.TemplateLM):
         eot_token_id = tokenizer.eos_token_id
         generate_until = loglikelihood_rolling = None
 
         def tok_encode(self, string, add_special_tokens=None, **options):
-            start = (
-                [] if add_special_tokens is False else [tokenizer.bos_token_id]
-            )  # as with add_bos_token=True
-            return start + tokenizer.encode(string)
+            tokens = tokenizer.encode(string)
+            if add_special_tokens is False:
+                return tokens
+            return [tokenizer.bos_token_id, *tokens]  # as with add_bos_token=True
 
         def _loglikelihood_tokens(self, requests, **options):
             return [self.score(context, continuation) for _, context, continuation in requests]
 
+        @torch.no_grad()
         def score(self, context, continuation):
-            with torch.no_grad():
-                logits = theirs(torch.tensor([context + continuation])).logits[
-                    0, len(context) - 1 : -1
-                ]
+            logits = exported.theirs(torch.tensor([context + continuation])).logits[0]
+            logits = logits[len(context) - 1 : -1]
             tokens = torch.tensor(continuation)
-            return logits.log_softmax(-1).gather(1, tokens[:, None]).sum().item(), bool(
-                (logits.argmax(-1) == tokens).all()
-            )
+            scores = logits.log_softmax(-1).gather(1, tokens[:, None])
+            return scores.sum().item(), bool((logits.argmax(-1) == tokens).all())
 
     requests = [SimpleNamespace(args=question) for question in QUESTIONS]
-    ours = ModelAdapter(*load_run("a"), batch_size=4).loglikelihood(requests)
-    for (score, is_greedy), expected in zip(
-        ours, Reference().loglikelihood(requests, disable_tqdm=True), strict=True
-    ):
-        assert score == pytest.approx(expected[0], abs=1e-4)
-        assert is_greedy == expected[1]
+    expected = Reference().loglikelihood(requests, disable_tqdm=True)
+    adapter = ModelAdapter(exported.ours, exported.our_tokenizer, batch_size=4)
+    found = adapter.loglikelihood(requests)
+    assert [score for score, _ in found] == pytest.approx([s for s, _ in expected], abs=1e-4)
+    assert [is_greedy for _, is_greedy in found] == [is_greedy for _, is_greedy in expected]
 
 
-@pytest.mark.parametrize(
-    "words", [["model=gpt2"], [*LLAMA, "data.path=texts"]], ids=["gpt2", "llama with documents"]
-)
-def test_folder_that_transformers_has_saved_again_is_the_same_when_imported(train, export, words):
-    for file in "ab":  # two documents, so there is an end-of-text token
-        write_file(f"texts/{file}.txt", TEXT)
-    assert train("name=a", "train.steps=1", *words) == 0
-    assert export("run=a", "out=exported")[0] == 0
-    transformers.AutoModelForCausalLM.from_pretrained("exported").save_pretrained("again")
-    transformers.AutoTokenizer.from_pretrained("exported").save_pretrained("again")
-    (_, before), (_, after) = load_pretrained("hf:exported"), load_pretrained("hf:again")
-    assert after["tokenizer"] == before["tokenizer"]
-    assert after["model_config"] == before["model_config"]
-    for name, weight in before["model"].items():
-        assert torch.equal(weight, after["model"][name]), name
+def finetune_words(folder: Path) -> list[str]:
+    return [f"train.init_from=hf:{folder}", "tokenizer=run", f"tokenizer.run=hf:{folder}"]
 
 
-def test_folder_is_read_as_utf_8_in_any_locale(train, export, workdir, monkeypatch):
-    """transformers writes characters of a vocabulary as UTF-8."""
-    assert train("name=a", "model=gpt2", "train.steps=1") == 0
-    assert export("run=a", "out=exported")[0] == 0
-    path = workdir / "exported/tokenizer.json"
-    path.write_text(json.dumps(json.loads(path.read_bytes()), ensure_ascii=False), encoding="utf-8")
-    assert not path.read_bytes().isascii()
-    monkeypatch.setattr(
-        "io.text_encoding", lambda encoding, stacklevel=2: encoding or "ascii"
-    )  # LC_ALL=C
-    assert (
-        load_pretrained("hf:exported")[1]["tokenizer"]["tokens"] == load("a")["tokenizer"]["tokens"]
-    )
-
-
-def test_training_starts_from_an_exported_folder(train, export, capsys):
-    assert train("name=a", *LLAMA) == 0
-    assert "next     python sample.py run=hf:runs/a/huggingface" in export("run=a")[1]
-    words = [
-        "train.init_from=hf:runs/a/huggingface",
-        "tokenizer=run",
-        "tokenizer.run=hf:runs/a/huggingface",
-    ]
-    assert train("name=b", *words) == 2  # another model; the message lists all settings to change
+def test_finetuning_another_model_lists_the_settings_to_change(llama, train, capsys):
+    words = ["model.block_size=64", *finetune_words(llama.folder)]
+    assert train("name=b", *words) == 2
     advice = capsys.readouterr().err.partition("; set ")[2].split()
     assert "model.n_kv_head=2" in advice
-    assert train("name=c", "model.block_size=64", *words, *advice) == 0
-    unchanged = ["model.pad_vocab_multiple=64", "optimizer=adamw", "optimizer.lr=1e-12"]
-    assert train("name=b", *LLAMA[:-1], *words, *unchanged) == 0
-    before, after = (load(run, "best") for run in "ab")
+    assert train("name=b", *words, *advice) == 0
+
+
+def test_finetuning_starts_from_the_weights_of_the_folder(llama, train):
+    """With almost no learning rate, they do not change. Rows that pad the vocabulary are added."""
+    words = ["model.pad_vocab_multiple=64", "optimizer=adamw", "optimizer.lr=1e-12"]
+    assert train("name=b", *LLAMA, *finetune_words(llama.folder), *words) == 0
+    before = load_checkpoint(llama.run / "checkpoints/best.pt")
+    after = load("b", "best")
     assert before["tokenizer"] == after["tokenizer"]
     for name, weight in before["model"].items():
         assert torch.allclose(weight, after["model"][name][: len(weight)], atol=1e-6), name
 
 
-def test_gpt2_is_read_from_the_cache_of_the_hub(
-    train, export, sample, workdir, monkeypatch, offline
-):
-    assert train("name=a", "model=gpt2", "tokenizer=byte") == 0
-    snapshot = workdir / "hub/models--openai-community--gpt2/snapshots/0123"
-    assert export("run=a", f"out={snapshot}")[0] == 0
-    (snapshot.parents[1] / "refs").mkdir()
-    (snapshot.parents[1] / "refs/main").write_text("0123", encoding="utf-8")
+@pytest.fixture
+def hub(gpt2, workdir, monkeypatch) -> None:
+    """Puts a GPT-2 into the cache of the hub. There is no network."""
+    model = workdir / "hub/models--openai-community--gpt2"
+    shutil.copytree(gpt2.folder, model / "snapshots/0123")
+    write_file(str(model / "refs/main"), "0123")
+    monkeypatch.setattr("huggingface_hub.constants.HF_HUB_OFFLINE", True)
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(workdir / "hub"))
-    assert sample("run=hf:openai-community/gpt2", "max_new_tokens=3", "prompt=a").startswith("a")
-    assert train("name=b", "model=gpt2", "train.init_from=gpt2", "tokenizer=byte") == 0
 
 
-def test_refused_and_failed_exports_leave_nothing(trained, train, export, workdir):
-    assert train("name=b", "model=gpt2") == 0
-    before = sorted(workdir.rglob("*"))
-    (workdir / ".mine.unfinished/old").mkdir(parents=True)  # of an export that was killed
-    refused = [
+def test_model_is_read_from_the_cache_of_the_hub(hub, sample):
+    text = sample("run=hf:openai-community/gpt2", "max_new_tokens=3", "prompt=a")
+    assert text.startswith("a")
+
+
+def test_training_starts_from_the_gpt2_of_the_hub(hub, train):
+    for file in "ab":
+        write_file(f"texts/{file}.txt", TEXT)
+    words = ["model=gpt2", "train.init_from=gpt2", "tokenizer=byte", "data.path=texts"]
+    assert train("name=b", *words) == 0
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
         (["run=none"], "run=none"),
-        (["dtype=int8"], "dtype=int8"),
-        (["run=b", "out=text.txt"], "set another out"),
+        (["run=a", "dtype=int8"], "dtype=int8"),
+        (["run=gpt2", "out=text.txt"], "text.txt exists; set another out"),
         (["run=a", "out=new/mine"], "train with model=llama or model=gpt2"),  # the default model
-    ]
-    for words, message in refused:
-        code, output = export(*words)
-        assert code == 2 and message in output and output.count("\n") == 1
-    with file_size_limit(10_000):  # as on a full disk
-        code, output = export("run=b", "out=mine")
-    assert code == 1 and output.endswith(
-        "model.safetensors: File too large; free some disk space\n"
-    )
+    ],
+    ids=["run", "dtype", "out", "architecture"],
+)
+def test_refused_export_is_one_sentence_and_leaves_nothing(
+    trained, gpt2, export, workdir, words, message
+):
+    shutil.copytree(gpt2.run, "runs/gpt2")
+    before = sorted(workdir.rglob("*"))
+    code, output = export(*words)
+    assert code == 2
+    assert message in output
+    assert output.count("\n") == 1
     assert sorted(workdir.rglob("*")) == before
 
 
-def test_values_in_the_readme_are_code(tmp_path):
-    write_json(tmp_path / "summary.json", {"command": "<script>\n\n![](http://a.b/c)"})
-    assert format_model_card(tmp_path, 1).endswith(
-        'for 1 step.\n\n    command: "<script>\\n\\n![](http://a.b/c)"\n'
-    )
-
-
-def test_folders_that_cannot_be_read_are_reported(train, export, workdir, offline):
-    assert train("name=a", "model=gpt2") == 0
-    assert export("run=a", "out=exported")[0] == 0
-    for file, old, new in [
-        ("model.safetensors", b"{", b""), ("config.json", b"}", b""), ("config.json", b"gpt2", b"bert"),
-        ("config.json", b'"n_layer": 2', b'"n_layer": 9999'), ("config.json", b'"n_embd": 16', b'"n_embd": 32'),
-        ("tokenizer.json", rb"[\\s\\S]", b""), ("tokenizer.json", rb"[\\s\\S]", b"("), ("tokenizer.json", b"}", b""),
-        ("tokenizer.json", b'"added_tokens": [', b'"added_tokens": [{"id": -1, "content": "x"}'),
-        ("tokenizer.json", b'"added_tokens": [', b'"added_tokens": [{"id": 4294967296, "content": "x"}'),
-    ]:  # fmt: skip
-        content = (workdir / "exported" / file).read_bytes()
-        assert old in content
-        (workdir / "exported" / file).write_bytes(content.replace(old, new))
-        with pytest.raises(UserError, match="model.safetensors" if b"n_" in old else file):
-            load_pretrained("hf:exported")
-        (workdir / "exported" / file).write_bytes(content)
-    weights = load_file("exported/model.safetensors")
-    save_file(weights | {"transformer.ln_f.weight": torch.ones(1)}, "exported/model.safetensors")
-    with pytest.raises(UserError, match=r"norm.weight has the shape \(1,\) instead of \(16,\)"):
-        load_pretrained("hf:exported")
-    Path("exported/config.json").unlink()
-    with pytest.raises(UserError, match=r"config.json cannot be read"):
-        load_pretrained("hf:exported")
-    for name in ("no/such", "some/where/else"):
-        with pytest.raises(UserError, match=f"{name} is not a folder"):
-            load_pretrained(f"hf:{name}")
+def test_full_disk_leaves_nothing_also_of_a_killed_export(gpt2, export, workdir):
+    before = sorted(workdir.rglob("*"))
+    write_file(".mine.unfinished/old", "")
+    with file_size_limit(10_000):
+        code, output = export(f"run={gpt2.run}", "out=mine")
+    assert code == 1
+    assert output.endswith("model.safetensors: File too large; free some disk space\n")
+    assert sorted(workdir.rglob("*")) == before

@@ -1,6 +1,7 @@
-"""config.json and weights for transformers: equal logits, exact round trips, and models that cannot be converted."""
+"""config.json and weights for transformers: equal models, and models that cannot be converted."""
 
 import json
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -19,117 +20,183 @@ from huggingface.architectures import (
 )
 from model import GPTConfig
 from model.attention import naive
+from model.gpt import GPT
 
-EXPORTABLE = [
-    GPT2,
-    GPT2 | {"mlp": "gelu", "bias": False, "pad_vocab_multiple": 64, "mlp_width": 48},
-    GPT2 | {"mlp": "relu2", "tie_embeddings": False, "pad_vocab_multiple": 64},
-    LLAMA,
-    LLAMA | {"tie_embeddings": True, "n_kv_head": None, "mlp_width": 40},
-]
+PADDED = {"pad_vocab_multiple": 64}
+EXPORTABLE = {
+    "gpt2": GPT2,
+    "gpt2, no bias, narrow": GPT2 | PADDED | {"mlp": "gelu", "bias": False, "mlp_width": 48},
+    "gpt2, relu2, untied": GPT2 | PADDED | {"mlp": "relu2", "tie_embeddings": False},
+    "llama": LLAMA,
+    "llama, tied, one head per query": LLAMA
+    | {"tie_embeddings": True, "n_kv_head": None, "mlp_width": 40},
+}
 V = 50  # vocabulary
 
 
 def load_in_transformers(content: dict, tensors: dict[str, torch.Tensor]) -> torch.nn.Module:
-    content = {"vocab_size": V, "bos_token_id": None, "eos_token_id": None} | json.loads(
-        json.dumps(content)
+    content = json.loads(json.dumps(content))
+    config = transformers.AutoConfig.for_model(
+        **content, vocab_size=V, bos_token_id=None, eos_token_id=None
     )
-    model = transformers.AutoModelForCausalLM.from_config(
-        transformers.AutoConfig.for_model(**content)
-    )
+    model = transformers.AutoModelForCausalLM.from_config(config)
     missing, unexpected = model.load_state_dict(tensors, strict=False)
-    assert not unexpected and set(missing) <= (
-        {"lm_head.weight"} if model.config.tie_word_embeddings else set()
-    )
+    tied = {"lm_head.weight"} if config.tie_word_embeddings else set()
+    assert not unexpected
+    assert set(missing) <= tied
     return model.eval()
 
 
-@pytest.mark.parametrize("settings", EXPORTABLE)
-def test_exported_model_computes_the_same_in_transformers_and_returns_unchanged(settings):
-    """Compares logits, loss and gradients."""
-    model = make_model(settings, V)
+@pytest.fixture(params=EXPORTABLE.values(), ids=EXPORTABLE)
+def exported(request) -> SimpleNamespace:
+    """A model with random weights, and its model_type, config.json and tensors in transformers."""
+    model = make_model(request.param, V)
     for p in model.parameters():  # also biases and norms
         torch.nn.init.normal_(p, std=0.3)
     model_type = find_architecture(model.config, "run")
-    content = to_config_json(model.config, model_type)
-    tensors = export_weights(model.state_dict(), model.config, model_type, V)
-    exported, tokens = load_in_transformers(content, tensors), random_tokens()
-    assert [type(exported).__name__] == content["architectures"]
-    expected = exported(tokens, labels=tokens)
-    torch.testing.assert_close(model(tokens), expected.logits, atol=1e-5, rtol=1e-5)
-    loss = model(tokens[:, :-1], tokens[:, 1:])
-    torch.testing.assert_close(loss, expected.loss, atol=1e-5, rtol=1e-5)
-    loss.backward()
-    expected.loss.backward()
-    gradients = export_weights(
-        {name: p.grad for name, p in model.named_parameters()}, model.config, model_type, V
+    return SimpleNamespace(
+        model=model,
+        model_type=model_type,
+        content=to_config_json(model.config, model_type),
+        tensors=export_weights(model.state_dict(), model.config, model_type, V),
     )
-    for name, p in exported.named_parameters():
-        if model.config.bias or not name.endswith(
-            "bias"
-        ):  # GPT-2 of transformers always has biases
+
+
+def test_exported_class_is_that_of_transformers(exported):
+    theirs = load_in_transformers(exported.content, exported.tensors)
+    assert exported.content["architectures"] == [type(theirs).__name__]
+
+
+@torch.no_grad()
+def test_exported_model_has_the_same_logits(exported):
+    theirs = load_in_transformers(exported.content, exported.tensors)
+    expected = theirs(random_tokens()).logits
+    torch.testing.assert_close(exported.model(random_tokens()), expected, atol=1e-5, rtol=1e-5)
+
+
+def test_exported_model_has_the_same_loss_and_gradients(exported):
+    theirs = load_in_transformers(exported.content, exported.tensors)
+    tokens = random_tokens()
+    expected = theirs(tokens, labels=tokens).loss
+    loss = exported.model(tokens[:, :-1], tokens[:, 1:])
+    torch.testing.assert_close(loss, expected, atol=1e-5, rtol=1e-5)
+    loss.backward()
+    expected.backward()
+    ours = {name: p.grad for name, p in exported.model.named_parameters()}
+    config = exported.model.config
+    gradients = export_weights(ours, config, exported.model_type, V)
+    for name, p in theirs.named_parameters():
+        # GPT-2 of transformers always has biases.
+        if config.bias or not name.endswith("bias"):
             torch.testing.assert_close(gradients[name], p.grad, atol=1e-5, rtol=1e-3)
 
-    config = from_config_json(content, "config.json")
-    weights = import_weights(tensors, config, V, "file")
-    for name, weight in model.state_dict().items():
-        assert torch.equal(
-            weight[:V] if "wte" in name or "lm_head" in name else weight, weights[name]
-        ), name
-    same = ("mlp", "mlp_channels", "kv_heads", "tie_embeddings", "norm", "position", "block_size")
-    assert [getattr(config, key) for key in same] == [getattr(model.config, key) for key in same]
+
+def test_imported_config_is_the_exported_one(exported):
+    config = from_config_json(exported.content, "config.json")
+    before = exported.model.config
+    assert config.mlp == before.mlp
+    assert config.mlp_channels == before.mlp_channels
+    assert config.kv_heads == before.kv_heads
+    assert config.tie_embeddings == before.tie_embeddings
+    assert config.norm == before.norm
+    assert config.position == before.position
+    assert config.block_size == before.block_size
+
+
+def test_config_json_of_gpt2_has_the_context_for_llama_cpp():
+    assert to_config_json(GPTConfig(**GPT2), "gpt2")["n_ctx"] == GPT2["block_size"]
+
+
+def test_imported_weights_are_the_exported_ones(exported):
+    config = from_config_json(exported.content, "config.json")
+    weights = import_weights(exported.tensors, config, V, "file")
+    for name, weight in exported.model.state_dict().items():
+        without_padding = weight[:V] if name in ("wte.weight", "lm_head.weight") else weight
+        assert torch.equal(without_padding, weights[name]), name
 
 
 THEIR_GPT2 = transformers.GPT2Config(n_layer=2, n_head=4, n_embd=32, n_positions=24, vocab_size=V)
 THEIR_LLAMA = transformers.LlamaConfig(
-    num_hidden_layers=2, num_attention_heads=4, num_key_value_heads=2, hidden_size=32, intermediate_size=40,
-    max_position_embeddings=24, vocab_size=V, rms_norm_eps=1e-5,
-)  # fmt: skip
-
-
-@torch.no_grad()
-@pytest.mark.parametrize(
-    ("config", "prefix"), [(THEIR_GPT2, "transformer."), (THEIR_GPT2, ""), (THEIR_LLAMA, "")]
+    num_hidden_layers=2,
+    num_attention_heads=4,
+    num_key_value_heads=2,
+    hidden_size=32,
+    intermediate_size=40,
+    max_position_embeddings=24,
+    vocab_size=V,
+    rms_norm_eps=1e-5,
 )
-def test_model_of_transformers_has_the_same_logits_here(config, prefix):
-    theirs = transformers.AutoModelForCausalLM.from_config(config).eval()
-    for p in theirs.parameters():
+
+
+def make_their_model(config: transformers.PretrainedConfig) -> torch.nn.Module:
+    """A model of transformers with random weights."""
+    model = transformers.AutoModelForCausalLM.from_config(config).eval()
+    for p in model.parameters():
         torch.nn.init.normal_(p, std=0.3)
-    tensors = {
-        name.replace("transformer.", prefix): tensor for name, tensor in theirs.state_dict().items()
-    }
-    # Buffers of older files, such as the causal mask. OpenAI's files have no prefix.
-    tensors[f"{prefix}h.0.attn.bias"] = torch.ones(1, 1, 24, 24)
-    tensors[f"{prefix}h.0.attn.masked_bias"] = torch.tensor(-1e4)
-    tensors["model.layers.0.self_attn.rotary_emb.inv_freq"] = torch.ones(4)
-    ours = from_config_json(config.to_dict(), "config.json")
-    model = model_from_weights(ours, V, naive, import_weights(tensors, ours, V, "file")).eval()
-    torch.testing.assert_close(
-        model(random_tokens()), theirs(random_tokens()).logits, atol=1e-5, rtol=1e-5
-    )
+    return model
+
+
+def import_model(content: dict, tensors: dict[str, torch.Tensor]) -> GPT:
+    config = from_config_json(content, "config.json")
+    weights = import_weights(tensors, config, V, "a/file")
+    return model_from_weights(config, V, naive, weights).eval()
 
 
 @torch.no_grad()
-def test_head_that_differs_from_the_embedding_is_refused_or_imported_untied(tmp_path):
-    """transformers unties such a head. The message names the setting that gives its logits."""
-    tied = transformers.AutoModelForCausalLM.from_config(THEIR_GPT2)
-    tensors = tied.state_dict() | {"lm_head.weight": torch.randn(V, 32)}
-    content = THEIR_GPT2.to_dict()
-    ours = from_config_json(content, "config.json")
-    with pytest.raises(
-        UserError, match=r"a/file has .*lm_head.weight.*set tie_word_embeddings to false"
-    ):
-        import_weights(tensors, ours, V, "a/file")
-    untied = from_config_json(content | {"tie_word_embeddings": False}, "config.json")
-    model = model_from_weights(
-        untied, V, naive, import_weights(tensors, untied, V, "a/file")
-    ).eval()
+@pytest.mark.parametrize("config", [THEIR_GPT2, THEIR_LLAMA], ids=["gpt2", "llama"])
+def test_model_of_transformers_has_the_same_logits_here(config):
+    theirs = make_their_model(config)
+    ours = import_model(config.to_dict(), theirs.state_dict())
+    expected = theirs(random_tokens()).logits
+    torch.testing.assert_close(ours(random_tokens()), expected, atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_file_of_openai_without_prefix_and_head_is_imported():
+    theirs = make_their_model(THEIR_GPT2)
+    tensors = {
+        name.removeprefix("transformer."): tensor
+        for name, tensor in theirs.state_dict().items()
+        if name != "lm_head.weight"
+    }
+    ours = import_model(THEIR_GPT2.to_dict(), tensors)
+    expected = theirs(random_tokens()).logits
+    torch.testing.assert_close(ours(random_tokens()), expected, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("config", "name"),
+    [
+        (THEIR_GPT2, "transformer.h.0.attn.bias"),
+        (THEIR_GPT2, "transformer.h.0.attn.masked_bias"),
+        (THEIR_LLAMA, "model.layers.0.self_attn.rotary_emb.inv_freq"),
+    ],
+)
+def test_buffer_of_an_older_file_is_ignored(config, name):
+    tensors = make_their_model(config).state_dict()
+    import_model(config.to_dict(), tensors | {name: torch.ones(4)})
+
+
+@pytest.fixture
+def other_head() -> dict[str, torch.Tensor]:
+    """Tensors of a GPT-2 whose head differs from the embedding."""
+    return make_their_model(THEIR_GPT2).state_dict() | {"lm_head.weight": torch.randn(V, 32)}
+
+
+def test_tied_head_that_differs_from_the_embedding_is_refused(other_head):
+    with pytest.raises(UserError, match=r"a/file has .*; set tie_word_embeddings to false"):
+        import_model(THEIR_GPT2.to_dict(), other_head)
+
+
+@torch.no_grad()
+def test_head_that_differs_from_the_embedding_is_imported_untied(other_head, tmp_path):
+    """transformers also unties it."""
+    ours = import_model(THEIR_GPT2.to_dict() | {"tie_word_embeddings": False}, other_head)
     THEIR_GPT2.save_pretrained(tmp_path)
-    save_file(tensors, tmp_path / "model.safetensors", {"format": "pt"})
+    save_file(other_head, tmp_path / "model.safetensors", {"format": "pt"})
     theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    torch.testing.assert_close(
-        model(random_tokens()), theirs(random_tokens()).logits, atol=1e-5, rtol=1e-5
-    )
+    expected = theirs(random_tokens()).logits
+    torch.testing.assert_close(ours(random_tokens()), expected, atol=1e-5, rtol=1e-5)
 
 
 @pytest.mark.parametrize(
@@ -141,35 +208,74 @@ def test_head_that_differs_from_the_embedding_is_refused_or_imported_untied(tmp_
     ],
 )
 def test_weights_that_the_model_does_not_use_are_refused(config, name):
-    tensors = transformers.AutoModelForCausalLM.from_config(config).state_dict() | {
-        name: torch.ones(32)
-    }
+    tensors = make_their_model(config).state_dict() | {name: torch.ones(32)}
     with pytest.raises(UserError, match=f"a/file has .*: {name}; set"):
-        import_weights(tensors, from_config_json(config.to_dict(), "config.json"), V, "a/file")
+        import_model(config.to_dict(), tensors)
 
 
-def test_llama_without_rms_norm_eps_has_the_default_of_transformers_and_is_refused():
-    content = {key: value for key, value in THEIR_LLAMA.to_dict().items() if key != "rms_norm_eps"}
-    with pytest.raises(
-        UserError, match=r"config.json has rms_norm_eps=1e-06, but only 1e-05 can be imported"
-    ):
+def test_weight_of_another_shape_is_refused():
+    tensors = make_their_model(THEIR_GPT2).state_dict()
+    tensors["transformer.ln_f.weight"] = torch.ones(1)
+    with pytest.raises(ValueError, match=r"norm.weight has the shape \(1,\) instead of \(32,\)"):
+        import_model(THEIR_GPT2.to_dict(), tensors)
+
+
+@pytest.mark.parametrize(
+    ("config", "changed", "message"),
+    [
+        (THEIR_GPT2, {"model_type": "bert"}, "model_type=bert, but only gpt2 and llama"),
+        (THEIR_GPT2, {"model_type": None}, "model_type=null, but only"),
+        (THEIR_GPT2, {"activation_function": "tanh"}, "tanh, but only gelu_new or gelu or relu2"),
+        (THEIR_GPT2, {"scale_attn_weights": False}, "scale_attn_weights=false, but only true"),
+        (THEIR_LLAMA, {"attention_bias": True}, "attention_bias=true, but only false"),
+        (THEIR_LLAMA, {"rope_scaling": {"type": "yarn"}}, "type=yarn, but only default"),
+        (THEIR_LLAMA, {"rope_scaling": {"rope_type": "llama3"}}, "rope_type=llama3, but only"),
+        (THEIR_LLAMA, {"rope_parameters": {"rope_theta": 5e5}}, "rope_theta=500000.0, but only"),
+    ],
+    ids=lambda value: str(value) if isinstance(value, dict) else "",
+)
+def test_config_that_gpt_does_not_compute_is_refused(config, changed, message):
+    with pytest.raises(UserError, match=r"config.json has") as error:
+        from_config_json(config.to_dict() | changed, "config.json")
+    assert message in str(error.value)
+
+
+def test_key_that_config_json_leaves_out_has_the_default_of_transformers():
+    content = {
+        "model_type": "gpt2",
+        "n_layer": 2,
+        "n_head": 4,
+        "n_embd": 32,
+        "n_positions": 24,
+    }
+    config = from_config_json(content, "config.json")
+    assert config.mlp == "gelu_tanh"
+    assert config.tie_embeddings
+    assert config.mlp_channels == 128
+
+
+def test_llama_without_rms_norm_eps_has_another_default_and_is_refused():
+    content = THEIR_LLAMA.to_dict()
+    del content["rms_norm_eps"]
+    with pytest.raises(UserError, match="rms_norm_eps=1e-06, but only 1e-05 can be imported"):
         from_config_json(content, "config.json")
 
 
 @pytest.mark.parametrize(
     ("settings", "advice"),
     [
-        (
-            MODERN,
-            "model=llama or model=gpt2, or with model.qk_norm=false model.max_ngram=1 model.mlp=swiglu",
-        ),
-        (LLAMA | {"window": [4, None]}, "model.window=null"),
-        (LLAMA | {"bias": True}, "model.bias=false"),
-        (GPT2 | {"n_kv_head": 2}, "model.n_kv_head=null"),
-        (GPT2 | {"mlp": "swiglu"}, "model.mlp=gelu_tanh"),
+        (MODERN, "model=gpt2, or with model.qk_norm=false model.max_ngram=1 model.mlp=swiglu"),
+        (LLAMA | {"window": [4, None]}, "with model.window=null"),
+        (LLAMA | {"attention_type": "linear"}, "with model.attention_type=softmax"),
+        (LLAMA | {"logit_softcap": 30.0}, "with model.logit_softcap=null"),
+        (LLAMA | {"bias": True}, "with model.bias=false"),
+        (GPT2 | {"n_kv_head": 2}, "with model.n_kv_head=null"),
+        (GPT2 | {"mlp": "swiglu"}, "with model.mlp=gelu_tanh"),
+        (GPT2 | {"norm": "rmsnorm"}, "with model.norm=layernorm"),
     ],
+    ids=lambda value: value if isinstance(value, str) else "",
 )
-def test_other_architectures_are_refused_with_the_settings_to_change(settings, advice):
-    with pytest.raises(UserError, match="runs/a") as error:
+def test_other_architecture_is_refused_with_the_settings_to_change(settings, advice):
+    with pytest.raises(UserError, match="runs/a has") as error:
         find_architecture(GPTConfig(**settings), "runs/a")
     assert str(error.value).endswith(advice)
