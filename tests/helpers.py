@@ -1,7 +1,7 @@
 """A small document, configs, a small model, and readers of run folders, for several test files."""
 
+import importlib
 import json
-import runpy
 import subprocess
 import time
 from collections.abc import Iterator
@@ -81,13 +81,13 @@ def train_here(*overrides: str) -> int:
 
 def run_command(script: str, *words: str) -> int:
     """Run a command in this process and in the current folder -> exit code."""
-    module = runpy.run_path(str(ROOT / f"{script}.py"))
+    module = importlib.import_module(script)
     try:
-        config = parse_config(script, module["__doc__"], list(words))
+        config = parse_config(script, module.__doc__, list(words))
     except SystemExit as end:  # refused, or --help
         return int(end.code or 0)
     is_plan = script == "train" and config.plan
-    return run_main(module["show_plan" if is_plan else "main"], config)
+    return run_main(module.show_plan if is_plan else module.main, config)
 
 
 @contextmanager
