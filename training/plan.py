@@ -13,7 +13,6 @@ from torch import nn
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.utils._pytree import tree_leaves
 
-from common.device import device_name
 from common.console import (
     PlainConsole,
     format_duration,
@@ -22,6 +21,7 @@ from common.console import (
     make_table,
     pluralize,
 )
+from common.device import device_name
 from common.errors import UserError
 from data import TokenizerConfig
 from data.prepare import prepare

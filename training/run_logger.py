@@ -9,8 +9,8 @@ from typing import Any, Self
 import torch
 
 from common.console import ProgressBar
-from common.errors import EXIT_CODES, status_of
 from common.device import reset_peak_memory
+from common.errors import EXIT_CODES, status_of
 from training.config import OVERFITTING_EVALS, RunConfig
 from training.device import Runtime
 from training.metrics import MetricsLogger

@@ -88,7 +88,7 @@ def test_muon_updates_the_matrices_of_blocks(tied):
 )
 def test_muon_orthogonalizes_in_the_dtype_of_the_run(dtype, expected):
     muon, _ = build_optimizers(tiny_model(), MUON, dtype)
-    assert muon.dtype == expected
+    assert muon.dtype == expected  # ty: ignore[unresolved-attribute]
 
 
 @pytest.mark.parametrize(
