@@ -12,6 +12,8 @@ import yaml
 
 from common.errors import UserError
 
+MAX_NUL_SHARE = 0.02  # of the bytes of a text
+
 
 @contextmanager
 def atomic_writer(path: Path) -> Iterator[IO[bytes]]:
@@ -82,7 +84,8 @@ def refuse_utf16(start: bytes, name: str) -> None:
     start: the first bytes of the text.
     name: for the message.
     """
-    if start.count(0) > len(start) / 4:  # half of the bytes of English text in UTF-16
+    # half of the bytes of English text in UTF-16, and a tenth in Russian: spaces and line ends
+    if start.count(0) > MAX_NUL_SHARE * len(start):
         advice = "convert it to UTF-8, for example with iconv -f UTF-16LE -t UTF-8"
         raise UserError(f"{name} has NUL bytes, as UTF-16 and binary files have; {advice}")
 
@@ -117,7 +120,13 @@ def read_json(path: Path) -> dict:
 
 
 def parse_yaml(content: bytes, loader: type = yaml.SafeLoader) -> Any:
-    """Parse YAML. A SafeLoader, or a loader derived from it, executes no code in it."""
+    """Parse YAML. A SafeLoader, or a loader derived from it, executes no code in it.
+
+    At most 20 aliases (*name) are allowed: a few more can stand for billions of values.
+    """
+    events = yaml.parse(content, yaml.SafeLoader)
+    if sum(isinstance(event, yaml.AliasEvent) for event in events) > 20:
+        raise yaml.YAMLError("it has more than 20 aliases (*name)")
     return yaml.load(content, loader)
 
 

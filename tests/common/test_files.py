@@ -4,7 +4,15 @@ import pytest
 from helpers import file_size_limit
 
 from common.errors import UserError
-from common.files import atomic_write, atomic_writer, decode_text, read_json, read_text
+from common.files import (
+    atomic_write,
+    atomic_writer,
+    decode_text,
+    parse_yaml,
+    read_file,
+    read_json,
+    read_text,
+)
 
 
 def test_full_disk_leaves_the_previous_file_and_no_other(tmp_path):
@@ -79,3 +87,19 @@ def test_device_is_not_read_as_text():
     """/dev/zero has no end."""
     with pytest.raises(UserError, match="prompt_file=/dev/zero is a device"):
         read_text("/dev/zero", "prompt_file=/dev/zero")
+
+
+def test_yaml_whose_aliases_stand_for_billions_of_values_is_refused(tmp_path):
+    lines = [f"b{i + 1}: &b{i + 1} {{x: *b{i}, y: *b{i}}}\n" for i in range(99)]
+    path = tmp_path / "config.yaml"
+    path.write_text("b0: &b0 1\n" + "".join(lines), encoding="utf-8")
+    with pytest.raises(UserError, match=r"config\.yaml cannot be read .*more than 20 aliases"):
+        read_file(path, parse_yaml)
+
+
+@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be", "utf-32-le"])
+def test_text_in_utf_16_without_a_mark_is_refused_in_any_script(tmp_path, encoding):
+    path = tmp_path / "a.txt"
+    path.write_bytes(("Это простой текст. " * 9).encode(encoding))
+    with pytest.raises(UserError, match=r"NUL bytes, .*iconv"):
+        read_text(str(path), "prompt_file=a")
