@@ -12,7 +12,7 @@ import yaml
 
 from common.errors import UserError
 
-MAX_NUL_SHARE = 0.02  # of the bytes of a text
+MIN_SAMPLE_BYTES = 64  # shorter texts prove nothing
 
 
 @contextmanager
@@ -79,13 +79,18 @@ def read_text(path: str, name: str) -> str:
 
 
 def refuse_utf16(start: bytes, name: str) -> None:
-    """Raise UserError if a text has many NUL bytes: it is UTF-16, UTF-32 or binary.
+    """Raise UserError for UTF-16 and UTF-32, whose characters have a NUL byte on one side.
 
+    In other scripts than Latin, at least spaces and line ends have one.
     start: the first bytes of the text.
     name: for the message.
     """
-    # half of the bytes of English text in UTF-16, and a tenth in Russian: spaces and line ends
-    if start.count(0) > MAX_NUL_SHARE * len(start):
+    if len(start) < MIN_SAMPLE_BYTES:
+        return
+    even = start[::2].count(0)
+    odd = start[1::2].count(0)
+    is_one_sided = max(even, odd) > 10 * min(even, odd)
+    if (is_one_sided and even + odd > len(start) / 20) or even + odd > len(start) / 2:
         advice = "convert it to UTF-8, for example with iconv -f UTF-16LE -t UTF-8"
         raise UserError(f"{name} has NUL bytes, as UTF-16 and binary files have; {advice}")
 

@@ -1,1 +1,4 @@
-"""Configuration: YAML files contain the values, schema.py the types. compose.py merges them, cli.py parses commands."""
+"""Configuration: YAML files contain values, and schema.py the types. compose.py merges them.
+
+cli.py parses the command line of every script.
+"""

@@ -1,23 +1,21 @@
-"""Error messages for wrong keys, values and YAML files: one sentence each, with a suggestion for typos."""
+"""Error messages for wrong keys, values and YAML files: one sentence each.
 
-import re
+Hydra and OmegaConf say what is wrong. This module adds the key, the YAML file, and the nearest
+key or choice.
+"""
+
+from collections.abc import Iterable
+from inspect import formatannotation
 from typing import Any
 
-from hydra.errors import MissingConfigException, OverrideParseException
-from omegaconf.errors import OmegaConfBaseException
+from hydra.errors import HydraException, MissingConfigException, OverrideParseException
+from omegaconf.errors import ConfigAttributeError, ConfigKeyError
 
 from common.settings import did_you_mean
 from configs.schema import key_types
 
-TYPE_NAMES = {
-    "int": "a whole number",
-    "float": "a number",
-    "bool": "true or false",
-    "str": "text",
-    "None": "null",
-}
-TYPE_NAMES |= {"list": "a list such as [A,B]", "dict": "a section of a YAML file", "|": "or"}
-# Our keys and settings, and the keys of nanoGPT, transformers and litgpt for which they are suggested.
+# Our keys and settings, and the keys of other programs for which they are suggested: of nanoGPT,
+# transformers and litgpt.
 SYNONYMS = {
     "name": "out_dir output_dir run_name wandb_run_name",
     "run": "name ckpt",
@@ -33,7 +31,8 @@ SYNONYMS = {
     "schedule.final_fraction": "min_lr",
     "train.steps": "max_iter max_iters epochs num_train_epochs lr_decay_iters",
     "train.batch_size": "batch",
-    "train.micro_batch_size": "batch gradient_accumulation_steps grad_accum accumulate per_device_train_batch_size",
+    "train.micro_batch_size": "batch gradient_accumulation_steps grad_accum accumulate "
+    "per_device_train_batch_size",
     "eval.every": "eval_interval log_interval",
     "eval.windows": "eval_iters",
     "checkpoint.every": "save_every save_interval save_steps",
@@ -54,60 +53,44 @@ SYNONYMS = {
 
 def explain_error(script: str, error: BaseException) -> str:
     """One sentence for an exception of Hydra or OmegaConf while a config is composed."""
-    sentence = " ".join(re.split("Config search path|full_key:", str(error))[0].split())
     if isinstance(error, RecursionError):
-        return "a YAML file contains itself, through its defaults or an alias (*name); remove that entry"
-    if isinstance(error, MissingConfigException):
-        group, _, choice = (error.missing_cfg_file or "").rpartition("/")
-        advice = f"{did_you_mean(choice, error.options or [], {})}; set {', '.join(sorted(error.options or []))}"
-        if not error.options:  # in a recipe, Hydra looks below its folder
-            advice = f"; write - override /{group.split('/')[-1]}: {choice}"
-        return f"{group}={choice}: there is no such choice{advice}"
+        return "a YAML file contains itself, through its defaults or an alias (*name)"
     if isinstance(error, OverrideParseException):
-        return f"{error.override!r} cannot be parsed; {quoting_advice(error.override)}"
-    # Hydra names the file or the word, and OmegaConf the key or a dataclass: in the cause, or in the message itself
-    text = str(error.__cause__ if isinstance(error.__cause__, OmegaConfBaseException) else error)
-    keys, types = (
-        re.findall(r"(?:full_key: |Could not override ')([^\s']+)", text),
-        key_types(script),
-    )
-    if not keys and (section := re.search(r"not a subclass of (\w+)", text)):
-        keys = [next((key for key, kind in types.items() if section[1] in str(kind)), "optimizer")]
-    file = re.match(r"In '(.*?)': \w+ raised while composing config:", text)
-    key, place = keys[-1] if keys else "its content", f"{file[1]}.yaml: " if file else ""
-    if "Key '" in text or sentence.startswith("Could not override"):
-        if "." in key and f"Key '{key}'" in text:
-            return f"{place}{key}: write {key.replace('.', ': {')}: VALUE{'}' * key.count('.')}"
-        if key in types:
-            return f"{place}{key} is a key of another optimizer; set that optimizer, or remove this key"
-        return f"{place}{key}: there is no such key{did_you_mean(key, types, SYNONYMS)}; see --help and --cfg job"
-    if "mandatory value" in text:
-        return f"{key} is missing; set it in the YAML file"
-    if file or sentence.startswith("Error merging override "):
-        word = (
-            place + key
-            if file
-            else sentence.removeprefix("Error merging override ").replace("'", "")
-        )
-        kind = describe_type(key, types)
-        if kind.startswith("text"):
-            kind += "; put it in quotes" if file else f"; {quoting_advice(word)}"
-        return f"{word} must be {kind}"
-    return f"{key}: {' '.join(text.split('full_key:')[0].split())}" if keys else sentence
+        advice = """put its value in two pairs of quotes: 'KEY="VALUE"'"""
+        return f"{error.override!r} cannot be parsed; {advice}"
+    if isinstance(error, MissingConfigException):
+        # The file that was not found, and the choices, if there are any
+        paragraphs = str(error).partition("Config search path:")[0].strip().replace("\n\n", "; ")
+        choice = str(error.missing_cfg_file).rpartition("/")[2]
+        return " ".join(paragraphs.split()) + did_you_mean(choice, error.options or [], {})
+    types = key_types(script)
+    if not isinstance(error, HydraException):
+        return explain_cause(error, types)
+    # An error of OmegaConf usually made Hydra fail
+    sentence = explain_cause(error.__cause__ or error.__context__ or error, types)
+    if "raised while composing" in str(error):  # In 'experiment/mine': ConfigKeyError raised ...
+        return f"{str(error).partition(':')[0]}: {sentence}"
+    return sentence
 
 
-def quoting_advice(word: str) -> str:
-    """How to type a value as text: the shell removes the outer quotes."""
-    return f"""put its value in two pairs of quotes: '{word.split("=")[0]}="VALUE"'"""
-
-
-def describe_type(key: str, types: dict[str, Any]) -> str:
-    """The type of a key in words: int | None is "a whole number or null". A key may name an item: sizes[1]."""
+def explain_cause(cause: BaseException, types: dict[str, Any]) -> str:
+    """One sentence for an error of OmegaConf, which knows the key. types: of the script's keys."""
+    reason = " ".join(str(cause).partition("full_key:")[0].split()).removesuffix(".")
+    key = getattr(cause, "full_key", None)
+    if not key:
+        return reason
+    if isinstance(cause, ConfigKeyError | ConfigAttributeError):
+        # A key in types belongs to another optimizer, or is not nested in YAML: train.steps: 5
+        return f"{key}: {reason}" if key in types else explain_unknown_key(key, types)
     for name in types:
         if name.startswith(f"{key}."):
-            return f"a section; set its keys, such as {name}"
-    name = str(types.get(key.split("[")[0], dict)).removeprefix(
-        "<class '"
-    )  # dict: a source of data.mix
-    name = re.sub(r".*\[(.*?)\].*", r"\1", name) if "[" in key else re.sub(r"\[.*?\]|'>", "", name)
-    return re.sub(r"\w+|\|", lambda word: TYPE_NAMES.get(word[0], word[0]), name)
+            return f"{key}: {reason}; set its keys, such as {name}"
+    if key in types:
+        reason += f"; set a value of type {formatannotation(types[key])}"
+    return f"{key}: {reason}"
+
+
+def explain_unknown_key(key: str, keys: Iterable[str]) -> str:
+    """One sentence for a key that does not exist. keys: all keys of the script."""
+    suggestion = did_you_mean(key, keys, SYNONYMS)
+    return f"{key}: there is no such key{suggestion}; see --help and --cfg job"

@@ -1,6 +1,7 @@
-"""Sweeps: python train.py -m attention=naive,sdpa,flash seed=1,2,3 trains each combination of the values.
+"""Sweeps: python train.py -m attention=naive,sdpa,flash seed=1,2,3 trains each combination.
 
-All jobs are composed and checked before comparison/sweep starts the first one. sweep.trials=N suggests the values instead.
+All jobs are composed and checked before comparison/sweep starts the first one.
+sweep.trials=N searches: Optuna suggests the values of each trial.
 """
 
 import itertools
@@ -8,138 +9,143 @@ import os
 import re
 from argparse import Namespace
 from dataclasses import asdict
+from typing import Any
 
 from hydra import compose
 from hydra.core.override_parser.types import Override
 
 from common.errors import UserError
 from common.settings import check, flatten_dict
-from comparison.sweep.jobs import Job, hash_config, read_started_jobs
+from comparison.sweep.jobs import Job, identify_config, read_started_jobs
 from comparison.sweep.launch import run_sweep
 from configs.compose import compose_config, hydra_initialized, parse_word
-from configs.schema import key_types
+from configs.schema import key_type
 from generation.run_paths import JOB, SWEEPS, make_new_folder
 
 
 def run_multirun(flags: Namespace) -> int:
-    """Train every combination of the values in flags.words. Returns the exit code of comparison.sweep.launch.run_sweep."""
+    """Train every combination of the values in flags.words, or search over them.
+
+    Returns the exit code. Raises UserError before anything is written.
+    """
     if os.environ.get("WORLD_SIZE", "1") != "1":
-        raise UserError(
-            "-m starts one process per run and does not work under torchrun; use one of the two"
-        )
+        raise UserError("-m does not work under torchrun, because it starts one process per run")
     if flags.cfg or "plan=true" in flags.words:
-        raise UserError(
-            "--cfg and plan=true describe one run; remove -m, and set one value for each key"
-        )
-    trials = [word for word in flags.words if word.startswith("sweep.")]
+        raise UserError("--cfg and plan=true describe one run; remove -m, and set single values")
+    fixed = []  # words that are the same for all jobs
+    swept = {}
     with hydra_initialized("train", flags.config_dir):
-        overrides = {word: parse_word("train", word) for word in flags.words if word not in trials}
-        words = [
-            *flags.launcher_words,
-            "hydra.job.name=train",
-        ]  # no file of --config-dir may set the launcher's code
-        launcher = (
-            compose("train", overrides=words, return_hydra_config=True)
-            if flags.launcher_words
-            else None
-        )
-    swept = {word: override for word, override in overrides.items() if override.is_sweep_override()}
-    fixed = [word for word in overrides if word not in swept]
-    if trials:
-        return _run_search(" ".join(trials), swept, fixed, flags)
-    return run_sweep(*make_jobs(None, list_combinations(swept), fixed, flags.config_dir), launcher)
+        for word in flags.words:
+            override = parse_word("train", word)
+            if override.is_sweep_override():
+                swept[override.key_or_group] = override
+            else:
+                fixed.append(word)
+    if flags.trials is not None:
+        return search(swept, fixed, flags)
+    launcher = compose_launcher(flags.launcher_words)
+    return run_sweep(make_jobs(None, list_combinations(swept), fixed, flags.config_dir), launcher)
 
 
-def _run_search(trials: str, swept: dict[str, Override], fixed: list[str], flags: Namespace) -> int:
-    """Search over the keys that have several values; each trial is trained with all values of seed."""
-    n_trials = re.fullmatch(r"sweep\.trials=([1-9]\d{0,5})", trials)
-    if n_trials is None or flags.launcher_words:
-        raise UserError(f"{trials}: set sweep.trials=N once, with N of 1 or more, and no launcher")
-    seed = next((word for word, override in swept.items() if override.key_or_group == "seed"), None)
-    seeds = [] if seed is None else list_combinations({seed: swept.pop(seed)})
+def compose_launcher(words: list[str]) -> Any:
+    """Compose Hydra's own config for a launcher; None without words.
+
+    Files of --config-dir are not read, because they could set the code that launches.
+    """
+    if not words:
+        return None
+    with hydra_initialized("train", None):
+        overrides = [*words, "hydra.job.name=train"]
+        return compose("train", overrides=overrides, return_hydra_config=True)
+
+
+def search(swept: dict[str, Override], fixed: list[str], flags: Namespace) -> int:
+    """Search over the swept keys. Each trial is trained with all values of seed."""
+    if flags.launcher_words or not re.fullmatch("sweep.trials=[1-9][0-9]*", flags.trials):
+        raise UserError(f"{flags.trials} must be a number of 1 or more, without a launcher")
+    seeds = [{}]
+    if "seed" in swept:
+        seeds = list_combinations({"seed": swept.pop("seed")})
     if not swept:
-        raise UserError(
-            "sweep.trials searches over ranges of keys other than seed; set optimizer.lr=log(1e-4,1e-2)"
-        )
+        advice = "set optimizer.lr=log(1e-4,1e-2), for example"
+        raise UserError(f"sweep.trials needs a range of another key than seed; {advice}")
     try:
         from comparison.sweep.search import make_distribution, run_search
     except ImportError:
-        raise UserError(
-            "sweep.trials needs Optuna; install it: pip install 'optuna>=5,<6'"
-        ) from None
+        advice = "install it: pip install 'optuna>=5,<6'"
+        raise UserError(f"sweep.trials needs Optuna; {advice}") from None
     space = {}
-    for word, override in swept.items():
-        is_int = key_types("train").get(override.key_or_group) in (int, int | None)
-        space[override.key_or_group] = make_distribution(word, override, is_int)
+    for key, override in swept.items():
+        space[key] = make_distribution(override, key_type("train", key) in (int, int | None))
 
-    def make_trial(sweep: str | None, values: dict[str, str]) -> tuple[str, list[Job]]:
+    def make_trial(sweep: str | None, values: dict[str, str]) -> list[Job]:
         words = {key: f"{key}={value}" for key, value in values.items()}
-        return make_jobs(sweep, [words | seed for seed in seeds or [{}]], fixed, flags.config_dir)
+        return make_jobs(sweep, [words | seed for seed in seeds], fixed, flags.config_dir)
 
-    common = ["--config-dir", flags.config_dir] if flags.config_dir else []
-    common += [word for word in fixed if not word.startswith("name=")] + [
-        seed["seed"] for seed in seeds[:1]
-    ]
-    return run_search(space, make_trial, int(n_trials[1]), common)
+    # The words that train one run with the best values
+    common = [word for word in fixed if not word.startswith("name=")] + [*seeds[0].values()]
+    if flags.config_dir:
+        common = ["--config-dir", flags.config_dir, *common]
+    return run_search(space, make_trial, int(flags.trials.partition("=")[2]), common)
 
 
 def list_combinations(swept: dict[str, Override]) -> list[dict[str, str]]:
-    """List every combination of the values of the swept words: [{key: "key=value"}, ...]. Raises UserError.
+    """List every combination of the values of the swept keys: [{key: "key=value"}, ...].
 
     The seed changes slowest, so that changes in the machine's speed affect all settings equally.
+    Raises UserError if a key has a continuous range, or no key has several values.
     """
-    values: dict[str, list[str]] = {}
-    for word, override in sorted(swept.items(), key=lambda item: item[1].key_or_group != "seed"):
-        if not override.is_discrete_sweep():
-            raise UserError(
-                f"{word} is a range without steps; set sweep.trials=N to search it, or list its values"
-            )
-        key = override.key_or_group
-        values[key] = [f"{key}={value}" for value in override.sweep_string_iterator()]
-    if not any(len(words) > 1 for words in values.values()):
-        advice = (
-            "set seed=1,2,3, for example (and data.path=[A],[B] for paths and names), or remove -m"
-        )
-        raise UserError(f"-m needs several values for at least one key; {advice}")
-    return [dict(zip(values, words, strict=True)) for words in itertools.product(*values.values())]
+    words = {}
+    for key in sorted(swept, key=lambda key: key != "seed"):
+        if not swept[key].is_discrete_sweep():
+            advice = "set sweep.trials=N to search it, or list its values"
+            raise UserError(f"{key} has a range without steps; {advice}")
+        words[key] = [f"{key}={value}" for value in swept[key].sweep_string_iterator()]
+    combinations = [
+        dict(zip(words, job, strict=True)) for job in itertools.product(*words.values())
+    ]
+    if len(combinations) == 1:
+        advice = "set seed=1,2,3, for example (and data.path=[A],[B] for paths and names)"
+        raise UserError(f"-m needs several values for at least one key; {advice}, or remove -m")
+    return combinations
 
 
 def make_jobs(
     sweep: str | None, combinations: list[dict[str, str]], fixed: list[str], config_dir: str | None
-) -> tuple[str, list[Job]]:
-    """Compose and check the jobs of a sweep. Returns its name and the jobs. Raises UserError.
+) -> list[Job]:
+    """Compose and check the jobs of a sweep. Raises UserError before anything is written.
 
-    sweep: its name. None: from the config, or a new one. fixed: words of all jobs.
-    combinations: words of each job, {key: "key=value"}; the job's name lists them, sorted by key.
+    sweep: its name. None: from the config, or a new one.
+    combinations: words of each job, {key: "key=value"}. fixed: words of all jobs.
     """
-    names = [",".join(words[key] for key in sorted(words)) for words in combinations]
-    names = [re.sub(r"[^A-Za-z0-9._=,+-]", "_", name.replace("'", "")) for name in names]
-    for name in names:
-        if not JOB.fullmatch(name) or names.count(name) > 1:
-            raise UserError(
-                f"{name[:60]} would be trained twice or is too long; list each value once, and fewer keys"
-            )
+    names = [name_job(words) for words in combinations]
+    if len(set(names)) < len(names):
+        raise UserError(f"{max(names, key=names.count)} would be trained twice; list it once")
     all_words = [[*fixed, *words.values()] for words in combinations]
     configs = [compose_config("train", words, config_dir) for words in all_words]
     for config in configs:
         check(config)
-    started: dict[str, str] = {}
-    if sweep is None:
-        sweep = configs[0].name or make_new_folder(
-            SWEEPS, f"{configs[0].data.name}-{configs[0].model.name}"
-        )
-        started = read_started_jobs(SWEEPS / sweep)
+    label = f"{configs[0].data.name}-{configs[0].model.name}"
+    sweep = sweep or configs[0].name or make_new_folder(SWEEPS, label)
+    started = read_started_jobs(SWEEPS / sweep)
     jobs = []
     for name, words, config in zip(names, all_words, configs, strict=True):
-        values = asdict(config)  # the sweep sets two keys: the run's name and its wandb group
-        if name not in started.values():
-            name = started.get(hash_config(flatten_dict(values)), name)
-        values["name"], values["wandb"]["group"] = (
-            f"sweeps/{sweep}/{name}",
-            config.wandb.group or sweep,
-        )
-        arguments = ["--config-dir", config_dir] if config_dir else []
-        arguments += [word for word in words if not word.startswith(("name=", "wandb.group="))]
-        arguments += [f"name={values['name']}", f"wandb.group={values['wandb']['group']}"]
+        values = asdict(config)
+        # A job that an earlier command has started keeps its name
+        name = started.get(identify_config(flatten_dict(values)), name)
+        values["name"] = f"sweeps/{sweep}/{name}"
+        values["wandb"]["group"] = config.wandb.group or sweep
+        arguments = [*words, f"name={values['name']}", f"wandb.group={values['wandb']['group']}"]
+        if config_dir:
+            arguments = ["--config-dir", config_dir, *arguments]
         jobs.append(Job(name, SWEEPS / sweep / name, arguments, values))
-    return sweep, jobs
+    return jobs
+
+
+def name_job(words: dict[str, str]) -> str:
+    """Name a job by its words, sorted by key: attention=naive,seed=1. Raises UserError."""
+    name = ",".join(words[key] for key in sorted(words)).replace("'", "")
+    name = re.sub(r"[^A-Za-z0-9._=,+-]", "_", name)
+    if not JOB.fullmatch(name):
+        raise UserError(f"{name[:60]}... is too long for the name of a run; sweep fewer keys")
+    return name

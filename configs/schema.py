@@ -1,4 +1,4 @@
-"""The configs of the scripts, except for those of train.py (training/config.py), bench.py and prepare.py.
+"""The configs of all scripts. Those of train.py, bench.py and prepare.py are in their packages.
 
 Each line has a key, its type, default, limits and meaning. Nothing here imports torch.
 """
@@ -6,6 +6,7 @@ Each line has a key, its type, default, limits and meaning. Nothing here imports
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass, field
+from functools import cache
 from typing import Any
 
 from common.errors import UserError
@@ -29,13 +30,11 @@ class CheckpointChoice:
 class LoadConfig(CheckpointChoice):
     """The checkpoint, where it runs, and how."""
 
-    batch_size: int = setting(
-        32, 1, 10**6
-    )  # samples, windows of documents or requests that are computed together
+    # samples, windows of documents or requests that are computed together
+    batch_size: int = setting(32, 1, 10**6)
     device: str = setting("auto", choices=("auto", "cpu", "cuda", "mps"))
-    dtype: str = setting(
-        "auto", choices=("auto", "float32", "bfloat16", "float16", "int8")
-    )  # int8: on CPUs only
+    # int8: on CPUs only
+    dtype: str = setting("auto", choices=("auto", "float32", "bfloat16", "float16", "int8"))
     attention: AttentionConfig = field(default_factory=AttentionConfig)
 
 
@@ -43,20 +42,17 @@ class LoadConfig(CheckpointChoice):
 class SampleConfig(SamplingConfig, LoadConfig):
     """Config of sample.py."""
 
-    prompt: str | None = (
-        None  # may contain \\n, \\r, \\t and \\\\; None: the sample begins a document
-    )
+    # may contain \\n, \\r, \\t and \\\\; None: the sample begins a document
+    prompt: str | None = None
     prompt_file: str | None = None  # file whose exact text is the prompt
     prompts: str | None = None  # file with one prompt per line, or .jsonl with {"prompt": ...}
     out: str | None = None  # FILE.jsonl for the samples of prompts; None: stdout
     interactive: bool = False  # continue the lines that are typed
     num_samples: int = setting(1, 1, 10**6)  # per prompt
-    seed: int = setting(
-        1337, 0, 2**32 - 1
-    )  # of the first sample; the next sample has seed + 1, and so on
-    attention_map: bool = (
-        False  # plot the attention weights for the prompt; without a prompt, for the sample
-    )
+    # seed of the first sample; the next sample has seed + 1, and so on
+    seed: int = setting(1337, 0, 2**32 - 1)
+    # plot the attention weights for the prompt; without a prompt, for the sample
+    attention_map: bool = False
 
     def rules(self, section: str) -> Iterator[Rule]:
         yield from super().rules(section)
@@ -79,11 +75,10 @@ class SampleConfig(SamplingConfig, LoadConfig):
             self.out is None or self.prompts is not None,
             "needs prompts=FILE; set it, or remove out",
         )
-        has_one_prompt = self.prompts is None and not self.interactive
         yield (
             "attention_map",
-            has_one_prompt or not self.attention_map,
-            f"needs one prompt; remove {''.join(modes)}",
+            not self.attention_map or (self.prompts is None and not self.interactive),
+            "needs one prompt; remove prompts and interactive",
         )
 
 
@@ -91,14 +86,12 @@ class SampleConfig(SamplingConfig, LoadConfig):
 class EvalScriptConfig(LoadConfig):
     """Config of eval.py."""
 
-    tasks: str | None = (
-        None  # tasks of lm-eval or YAML files, separated by commas; None: the loss of documents
-    )
+    # tasks of lm-eval or YAML files, separated by commas; None: the loss of documents
+    tasks: str | None = None
     limit: int | None = setting(None, 1, 10**9)  # questions per task; None: all
     out: str | None = None  # FILE.jsonl for the results; None: only a table
-    data: DataConfig = field(
-        default_factory=lambda: DataConfig(source="none")
-    )  # the documents, if tasks is None
+    # the documents, if tasks is None
+    data: DataConfig = field(default_factory=lambda: DataConfig(source="none"))
 
     def rules(self, section: str) -> Iterator[Rule]:
         yield (
@@ -117,15 +110,12 @@ class EvalScriptConfig(LoadConfig):
 class CompareConfig:
     """Config of compare.py."""
 
-    folders: list[str] = field(
-        default_factory=list
-    )  # runs and sweeps; on the command line, without a key
-    out: str | None = (
-        None  # folder to write the files into; None: the folder of a single sweep, or runs/comparison
-    )
-    difference: float | None = setting(
-        None, above=0
-    )  # nats per token: how many seeds find a difference of this size
+    # runs and sweeps; on the command line, without a key
+    folders: list[str] = field(default_factory=list)
+    # folder for the files; None: the folder of a single sweep, or runs/comparison
+    out: str | None = None
+    # nats per token: how many seeds find a difference of this size
+    difference: float | None = setting(None, above=0)
 
 
 @dataclass
@@ -133,27 +123,31 @@ class ExportConfig(CheckpointChoice):
     """Config of export.py."""
 
     out: str | None = None  # the folder to write; None: huggingface in the folder of the run
-    dtype: str = setting("float32", choices=("float32", "bfloat16", "float16"))  # of the weights
+    # of the weights
+    dtype: str = setting("float32", choices=("float32", "bfloat16", "float16"))
 
 
-SCRIPTS = dict(train=RunConfig, sample=SampleConfig, eval=EvalScriptConfig, prepare=PrepareConfig)
-SCRIPTS |= dict(bench=BenchConfig, compare=CompareConfig, export=ExportConfig)
+SCRIPTS = {
+    "train": RunConfig,
+    "sample": SampleConfig,
+    "eval": EvalScriptConfig,
+    "prepare": PrepareConfig,
+    "bench": BenchConfig,
+    "compare": CompareConfig,
+    "export": ExportConfig,
+}
 
 
-def leaves_of_type(pattern: str) -> set[str]:
-    """The last parts of the keys of all scripts whose type matches a pattern."""
-    pairs = [pair for script in SCRIPTS for pair in key_types(script).items()]
-    return {key.split(".")[-1] for key, kind in pairs if re.search(pattern, str(kind))}
-
-
+@cache
 def key_types(script: str) -> dict[str, Any]:
     """The types of all keys of a script, with the keys of every optimizer."""
     types = dict(list_keys(SCRIPTS[script]))
-    for config_type in OPTIMIZER_CONFIGS.values() if "optimizer" in types else ():
-        types |= dict(list_keys(config_type, "optimizer."))
+    if "optimizer" in types:
+        for optimizer_type in OPTIMIZER_CONFIGS.values():
+            types |= dict(list_keys(optimizer_type, "optimizer."))
     return types
 
 
-# A last part has the same kind of value in all scripts and sections.
-TEXT_KEYS = leaves_of_type(r"\bstr\b(?!,)") | {"path", "val_path", "stop"}
-NUMBER_KEYS = leaves_of_type(r"\b(int|float)\b")
+def key_type(script: str, key: str) -> Any:
+    """The type of a key, or None if it does not exist. data.mix.NAME has the keys of data."""
+    return key_types(script).get(re.sub(r"^data\.mix\.[^.]+", "data", key))

@@ -60,13 +60,6 @@ class DataConfig:
         False  # tokens attend only to their own document, and positions restart with it
     )
 
-    def __post_init__(self):
-        if self.path is not None and self.source in (
-            "none",
-            "python_stdlib",
-        ):  # the path replaces the default data
-            self.name, self.source = self.name.replace("python_stdlib", "text"), "text"
-
     def rules(self, section: str) -> Iterator[Rule]:
         check_path_component(f"{section}.name", self.name)
         if self.source == "mix" or self.mix:

@@ -13,7 +13,6 @@ from dataclasses import dataclass, field
 from common.errors import UserError
 from common.settings import Rule, check_path_component, setting
 from data import DataConfig, TokenizerConfig, python_stdlib
-from data.sources import resolve_sources
 from generation.config import SamplingConfig
 from generation.run_paths import check_name
 from model import AttentionConfig, GPTConfig
@@ -243,7 +242,6 @@ class RunConfig:
             raise UserError(
                 "train.init_from=run:last and tokenizer.run=last can change; set the name of a run"
             )
-        resolve_sources(self.data)  # a missing file is reported before torch is imported
         if not self.plan:
             for key in ("flops_per_second", "world_size"):
                 yield key, getattr(self, key) is None, "needs plan=true"

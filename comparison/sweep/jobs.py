@@ -1,4 +1,4 @@
-"""Jobs of a sweep. Each job trains one run in a child process, so that a crash ends only this run."""
+"""Jobs of a sweep. A job trains one run in a child process, so that a crash ends only this run."""
 
 import json
 import signal
@@ -31,10 +31,10 @@ class Job:
     arguments: list[str]  # of train.py
     config: dict  # the composed config, as nested dicts
 
-    def previous_config(self) -> dict | None:
-        """Read the flat config of an earlier run in this folder. Returns None if nothing was trained there."""
-        exists = any(self.folder.glob("checkpoints/*.pt"))
-        return read_job_config(self.folder) if exists else None
+    def previous_config(self) -> dict:
+        """Read the flat config of an earlier run in this folder; {} if it has no checkpoint."""
+        has_checkpoint = any(self.folder.glob("checkpoints/*.pt"))
+        return read_job_config(self.folder) if has_checkpoint else {}
 
     def is_done(self) -> bool:
         """Whether a run with exactly this config has finished."""
@@ -43,19 +43,14 @@ class Job:
 
     def check_folder(self) -> None:
         """Raise UserError if the folder contains a run with a different config."""
-        old, new = self.previous_config() or {}, flatten_dict(self.config)
-        changed = [
-            key
-            for key in new
-            if key in old and old[key] != new[key] and not key.startswith(CHANGEABLE_KEYS)
-        ]
-        if changed:
-            listed = ", ".join(
-                f"{key}={format_value(old[key])} (now {format_value(new[key])})" for key in changed
-            )
-            raise UserError(
-                f"{self.folder} was trained with {listed}; restore the old values, or set another name"
-            )
+        new = flatten_dict(self.config)
+        changes = []
+        for key, old in self.previous_config().items():
+            if not key.startswith(CHANGEABLE_KEYS) and old != new.get(key, old):
+                changes.append(f"{key}={format_value(old)} (now {format_value(new[key])})")
+        if changes:
+            advice = "restore the old values, or set another name"
+            raise UserError(f"{self.folder} was trained with {', '.join(changes)}; {advice}")
 
 
 def read_job_config(folder: Path) -> dict:
@@ -63,19 +58,20 @@ def read_job_config(folder: Path) -> dict:
     return read_file(folder / "config.yaml", lambda text: flatten_dict(parse_yaml(text)))
 
 
-def hash_config(config: dict) -> str:
-    """A text that is equal for two flat configs with equal settings, except those that the sweep sets."""
+def identify_config(config: dict) -> str:
+    """A text that is equal for two flat configs with equal settings, except SWEEP_KEYS."""
     settings = {key: value for key, value in config.items() if key not in SWEEP_KEYS}
     return json.dumps(settings, sort_keys=True, default=str)
 
 
 def read_started_jobs(sweep: Path) -> dict[str, str]:
-    """Names of the jobs that earlier commands have started, by hash_config.
+    """Names of the jobs that earlier commands have started, by identify_config.
 
-    The job of seed=1 has no seed in its name. If the sweep is extended to seed=1,2, it keeps this name.
+    The job of seed=1 has no seed in its name. If the sweep is extended to seed=1,2, it keeps
+    this name.
     """
     return {
-        hash_config(read_job_config(path.parent)): path.parent.name
+        identify_config(read_job_config(path.parent)): path.parent.name
         for path in sorted(sweep.glob("*/config.yaml"))
     }
 
@@ -84,24 +80,25 @@ class Outcome(NamedTuple):
     """How a job ended."""
 
     status: str  # a key of EXIT_CODES
-    reason: str | None = None  # why it did not finish
+    details: str  # the validation loss, or why the job did not finish
 
 
 def train_job(job: Job) -> Outcome:
     """Train one job in a child process, and append its output to train.log.
 
-    KeyboardInterrupt stops the child, which saves a checkpoint. A second KeyboardInterrupt kills it.
+    KeyboardInterrupt stops the child, which saves a checkpoint. A second one kills it.
     """
     job.folder.mkdir(parents=True, exist_ok=True)
-    print_text(f"{job.name}  started, with its output in {job.folder / 'train.log'}")
-    with open(log := job.folder / "train.log", "ab") as output:
-        command = [sys.executable, str(SCRIPT), *job.arguments]
-        # In its own session, the child does not get the terminal's Ctrl-C. terminate() below stops it once.
+    log = job.folder / "train.log"
+    print_text(f"{job.name}  started, with its output in {log}")
+    command = [sys.executable, str(SCRIPT), *job.arguments]
+    with open(log, "ab") as output:
+        # In a new session, the child does not get the terminal's Ctrl-C. terminate() stops it once.
         child = subprocess.Popen(
             command, stdin=DEVNULL, stdout=output, stderr=output, start_new_session=True
         )
     try:
-        code = child.wait()
+        exit_code = child.wait()
     except BaseException:
         child.terminate()
         with suppress(OSError):  # Ctrl-C has also stopped `tee`
@@ -111,30 +108,27 @@ def train_job(job: Job) -> Outcome:
         finally:
             child.kill()  # does nothing if the process has ended
         raise
-    if code == EXIT_CODES["finished"]:
-        return Outcome("finished")
-    status = next(
-        (status for status, exit_code in EXIT_CODES.items() if exit_code == code), "failed"
-    )
-    lines = log.read_text(encoding="utf-8", errors="replace").strip().splitlines() or [
-        f"exit code {code}"
-    ]
-    reason = (
-        f"killed by {signal.Signals(-code).name}"
-        if code < 0
-        else lines[-1].removeprefix(f"{SCRIPT.name}: ")
-    )
-    if read_json(job.folder / "summary.json").get("status") in (
-        None,
-        "refused",
-    ):  # the run has not started
+    return read_outcome(job, exit_code)
+
+
+def read_outcome(job: Job, exit_code: int) -> Outcome:
+    """How a job ended. If the run has not started, its summary.json is written here."""
+    summary_file = job.folder / "summary.json"
+    summary = read_json(summary_file)
+    statuses = {code: status for status, code in EXIT_CODES.items()}
+    status = statuses.get(exit_code, "failed")
+    if status == "finished":
+        loss = float(summary["last_val_loss"] or "nan")  # an infinite loss is stored as null
+        return Outcome(status, f"val loss {loss:.4f}")
+    if exit_code < 0:
+        reason = f"killed by {signal.Signals(-exit_code).name}"
+    else:
+        log = (job.folder / "train.log").read_text(encoding="utf-8", errors="replace")
+        last_line = log.strip().rpartition("\n")[2]
+        reason = last_line.removeprefix(f"{SCRIPT.name}: ") or f"exit code {exit_code}"
+    if summary.get("status") in (None, "refused"):  # the run has not started
         write_config(job.folder, job.config)
-        write_json(
-            job.folder / "summary.json",
-            {"name": job.config["name"], "status": status, "error": reason},
-        )
-    elif (
-        status == "refused"
-    ):  # the run exists, but could not continue: another process trains it, for example
+        write_json(summary_file, {"name": job.config["name"], "status": status, "error": reason})
+    elif status == "refused":  # the run exists, but another process trains it, for example
         status = "failed"
     return Outcome(status, reason)

@@ -1,4 +1,5 @@
-"""Trains jobs through submitit: on a cluster (hydra/launcher=submitit_slurm) or as local processes (submitit_local)."""
+"""Trains jobs through submitit: on a cluster (hydra/launcher=submitit_slurm), or as local processes
+(submitit_local)."""
 
 import os
 import signal
@@ -14,11 +15,14 @@ from submitit.helpers import Checkpointable, as_completed
 
 from comparison.sweep.jobs import Job, Outcome, train_job
 
+ROOT = Path(__file__).parents[2]
+
 
 class RequeuedJob(Checkpointable):
     """The function that submitit calls on the machine of a job.
 
-    SLURM sends SIGUSR2 before a time limit. The run then saves a checkpoint, and submitit requeues the SLURM job.
+    SLURM sends SIGUSR2 before a time limit. The run then saves a checkpoint, and submitit requeues
+    the SLURM job.
     """
 
     def __call__(self, job: Job) -> Outcome:
@@ -31,27 +35,35 @@ class RequeuedJob(Checkpointable):
 
 
 def submit_jobs(jobs: list[Job], config: Any) -> Iterator[tuple[Job, Outcome]]:
-    """Submit all jobs with the settings in Hydra's own config, and yield (job, outcome) when a job ends."""
-    cluster = config.hydra.runtime.choices["hydra/launcher"].removeprefix("submitit_")
-    config.hydra.sweep.dir = str(jobs[0].folder.parent)  # contains .submitit/
-    params = OmegaConf.to_container(config.hydra.launcher, resolve=True)
-    del params["_target_"]
-    common_keys = {field.name for field in fields(BaseQueueConf)}
-    params = {
-        key if key in common_keys else f"{cluster}_{key}": value for key, value in params.items()
-    }
-    init = {key: params.pop(key) for key in ("slurm_max_num_timeout",) if key in params}
-    executor = AutoExecutor(params.pop("submitit_folder"), cluster=cluster, **init)
-    executor.update_parameters(**params)
+    """Submit all jobs, and yield (job, outcome) when a job ends.
+
+    config: Hydra's own config, with the settings of its launcher.
+    """
     # The processes of submitit import this module by its name.
-    paths = [str(Path(__file__).parents[2]), os.environ.get("PYTHONPATH")]
-    os.environ["PYTHONPATH"] = os.pathsep.join(filter(None, paths))
-    submitted = dict(zip(executor.map_array(RequeuedJob(), jobs), jobs, strict=True))
-    for cluster_job in as_completed(list(submitted), poll_frequency=1):  # seconds
+    os.environ["PYTHONPATH"] = f"{ROOT}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"
+    config.hydra.sweep.dir = str(jobs[0].folder.parent)  # contains .submitit/
+    tasks = make_executor(config).map_array(RequeuedJob(), jobs)
+    jobs_of_tasks = dict(zip(tasks, jobs, strict=True))
+    for task in as_completed(tasks, poll_frequency=1):  # seconds
         try:
-            outcome = cluster_job.result()
+            outcome = task.result()
         except Exception as error:  # submitit lost the job
-            outcome = Outcome(
-                "failed", f"{type(error).__name__}: {str(error).partition(chr(10))[0]}"
-            )
-        yield submitted[cluster_job], outcome
+            reason = f"{type(error).__name__}: {error}".partition("\n")[0]
+            outcome = Outcome("failed", reason)
+        yield jobs_of_tasks[task], outcome
+
+
+def make_executor(config: Any) -> AutoExecutor:
+    """Make submitit's executor from the settings of Hydra's launcher."""
+    cluster = config.hydra.runtime.choices["hydra/launcher"].removeprefix("submitit_")
+    common_keys = {field.name for field in fields(BaseQueueConf)}
+    settings = {}
+    for key, value in OmegaConf.to_container(config.hydra.launcher, resolve=True).items():
+        settings[key if key in common_keys else f"{cluster}_{key}"] = value
+    del settings[f"{cluster}__target_"]
+    arguments = {"folder": settings.pop("submitit_folder")}
+    if cluster == "slurm":
+        arguments["slurm_max_num_timeout"] = settings.pop("slurm_max_num_timeout")
+    executor = AutoExecutor(cluster=cluster, **arguments)
+    executor.update_parameters(**settings)
+    return executor

@@ -397,16 +397,12 @@ def wrong_words(script: str, folder: Path) -> Iterator[tuple[list[str], list[str
         ]  # fmt: skip
         cases += [(f"{i}={pick(['-' + '9' * 25, '9' * 25, '1e300'])}", i) for i in [pick(integers)]]
         cases += [(f"{i}={pick(['nan', '-inf', '-1e30'])}", i) for i in [pick(floats)] if floats]
-        octal = f"{pick(integers)}={pick(['010', '0400', '-07'])}"
-        cases += [(octal, octal)]
         cases += [(no_effect := pick(useless), no_effect.split("=")[0])] * bool(right)
         cases += [(f"data.path={path}", path)] * bool(right) + [(f"{source}={path}", path)] * (
             script == "sample" and not path.endswith("sv")
         )
         word, name = pick(cases)
         yield [*right, word], [name]
-        if name == typo:
-            yield [f"{other}=1", *right, word], [other, typo]
 
 
 def misspell(key: str, types: dict) -> str:
