@@ -11,7 +11,6 @@ from typing import Any
 import yaml
 
 from common.errors import UserError
-from common.settings import check
 from training.signals import run_main, run_process, start_process
 
 # argparse itself would read -model=gpt2 as -m odel=gpt2
@@ -57,7 +56,6 @@ def parse_config(script: str, doc: str, argv: list[str] | None = None) -> Any:
             if flags.cfg:
                 print(yaml.safe_dump(asdict(composed), sort_keys=False, allow_unicode=True), end="")
             else:
-                check(composed)
                 config = composed
         return 0
 

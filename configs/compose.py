@@ -74,11 +74,10 @@ TextLoader.add_implicit_resolver("tag:yaml.org,2002:merge", re.compile("<<$"), [
 
 
 def compose_config(script: str, words: list[str], config_dir: str | None = None) -> Any:
-    """Compose the config of a script.
+    """Compose and check the config of a script.
 
     words: key=value. config_dir: folder of the user's YAML files.
-    Returns a dataclass whose keys and types are valid. Values are checked for `data` only.
-    Raises UserError.
+    Returns a dataclass. Raises UserError for invalid keys, types and values, and missing data.
     """
     with hydra_initialized(script, config_dir) as search_path:
         overrides = [to_hydra_word(script, word) for word in words]
@@ -89,7 +88,9 @@ def compose_config(script: str, words: list[str], config_dir: str | None = None)
             data = OmegaConf.to_object(config.data)
             check(data, "data")
             config.preset = select_preset(config, resolve_sources(data))
-        return OmegaConf.to_object(config)
+        result = OmegaConf.to_object(config)
+    check(result)
+    return result
 
 
 def replace_default_data(data: DictConfig) -> None:

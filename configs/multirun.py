@@ -15,7 +15,7 @@ from hydra import compose
 from hydra.core.override_parser.types import Override
 
 from common.errors import UserError
-from common.settings import check, flatten_dict
+from common.settings import flatten_dict
 from comparison.sweep.jobs import Job, identify_config, read_started_jobs
 from comparison.sweep.launch import run_sweep
 from configs.compose import compose_config, hydra_initialized, parse_word
@@ -123,8 +123,6 @@ def make_jobs(
         raise UserError(f"{max(names, key=names.count)} would be trained twice; list it once")
     all_words = [[*fixed, *words.values()] for words in combinations]
     configs = [compose_config("train", words, config_dir) for words in all_words]
-    for config in configs:
-        check(config)
     label = f"{configs[0].data.name}-{configs[0].model.name}"
     sweep = sweep or configs[0].name or make_new_folder(SWEEPS, label)
     started = read_started_jobs(SWEEPS / sweep)
