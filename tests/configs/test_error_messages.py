@@ -169,6 +169,7 @@ def test_value_outside_of_its_limits_is_refused(script, words, parts, workdir, c
         (["-m", "data.path=a,b"], ("several values", "data.path=[A],[B]")),
         ([*SWEEP, "model.n_embd=96,97"], ("model.n_embd=97", "model.n_head=2")),
         ([*SWEEP, "name=a/b"], ("name='a/b'", "use up to 100 letters")),
+        ([*SWEEP, "name=a,b"], ("name='a,b'", "use up to 100 letters")),
         ([*SWEEP, "data.path=[text.txt],[missing.txt]"], ("data.path=missing.txt", "set a file")),
         (["-m", "seed=1,2,1"], ("seed=1", "list it once")),
         (

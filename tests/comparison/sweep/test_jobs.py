@@ -103,6 +103,13 @@ def test_job_whose_run_has_not_started_gets_a_summary(exit_code, log, status, de
     assert (job.folder / "config.yaml").exists()
 
 
+def test_job_that_is_refused_for_another_reason_gets_a_new_summary(workdir):
+    write_run("refused")
+    (make_job().folder / "train.log").write_text("train.py: now this", encoding="utf-8")
+    assert read_outcome(make_job(), 2) == ("refused", "now this")
+    assert summary(NAME)["error"] == "now this"
+
+
 def test_job_whose_run_has_started_keeps_its_summary(workdir):
     write_run("running")
     (make_job().folder / "train.log").write_text("train.py: out of memory", encoding="utf-8")
