@@ -18,6 +18,7 @@ os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 import pytest
 import torch
 from helpers import TEXT, run_command, train_here
+from run_helpers import restored_signal_handlers
 
 
 def pytest_collection_modifyitems(items):
@@ -29,6 +30,12 @@ def pytest_collection_modifyitems(items):
                         reason="NOT RUN: needs a CUDA device, and this machine has none"
                     )
                 )
+
+
+@pytest.fixture(autouse=True)
+def signal_handlers():
+    with restored_signal_handlers():
+        yield
 
 
 @pytest.fixture

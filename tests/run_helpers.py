@@ -1,20 +1,51 @@
-"""Runs that several tests look at, and comparisons of runs."""
+"""Runs that several tests look at, comparisons of runs, and signals."""
 
 import io
-from contextlib import chdir, redirect_stdout
+import shutil
+import signal
+from collections.abc import Iterator
+from contextlib import chdir, contextmanager, redirect_stderr, redirect_stdout
 from pathlib import Path
 
 import torch
 from helpers import TEXT, load, metrics, train_here, untimed
 
+from training.signals import STOP_SIGNALS
 
-def train_in(folder: Path, *words: str) -> str:
-    """Train a tiny model on text.txt in a folder. Returns what the run prints."""
+
+def run_in(folder: Path, *words: str) -> tuple[int, str]:
+    """Train a tiny model on text.txt in a folder. Returns the exit code, and what the run prints."""
     (folder / "text.txt").write_text(TEXT, encoding="utf-8")
     output = io.StringIO()
-    with chdir(folder), redirect_stdout(output):
-        assert train_here(*words) == 0, output.getvalue()
-    return output.getvalue()
+    with chdir(folder), redirect_stdout(output), redirect_stderr(output):
+        code = train_here(*words)
+    return code, output.getvalue()
+
+
+def train_in(folder: Path, *words: str) -> str:
+    """Train a tiny model that finishes. Returns what the run prints."""
+    code, printed = run_in(folder, *words)
+    assert code == 0, printed
+    return printed
+
+
+def copy_here(folder: Path) -> None:
+    """Copy a folder with runs into the current folder."""
+    shutil.copytree(folder, Path.cwd(), dirs_exist_ok=True)
+
+
+@contextmanager
+def restored_signal_handlers() -> Iterator[None]:
+    """Context manager: restores the handlers, which an interrupted run changes.
+
+    Processes that later tests start would inherit ignored signals.
+    """
+    previous = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
+    try:
+        yield
+    finally:
+        for signum, handler in previous.items():
+            signal.signal(signum, handler)
 
 
 def read_files(folder: Path) -> dict[Path, bytes]:

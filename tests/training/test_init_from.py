@@ -1,112 +1,213 @@
 """Finetuning: runs that start from the weights and the tokenizer of another run."""
 
+import shutil
+from contextlib import chdir
 from pathlib import Path
 
 import pytest
 import torch
 from data_helpers import write_file
 from helpers import TINY, load, metrics, run_command
+from run_helpers import train_in, val_losses
 
-FROM_A = [
-    "train.init_from=run:a",
-    "tokenizer=run",
-    "tokenizer.run=a",
-    "data.path=other.txt",
-    "name=b",
-]
+FROM_A = ["train.init_from=run:a", "tokenizer=run", "tokenizer.run=a", "data.path=other.txt"]
+FROZEN = ["train.steps=1", "optimizer=adamw", "optimizer.lr=1e-12"]  # the weights hardly change
+
+
+def write_other_text() -> None:
+    """Write a document with fewer distinct characters than text.txt.
+
+    Built from it, the vocabulary would be smaller.
+    """
+    write_file("other.txt", "The 7th line says no more.\n" * 60)
 
 
 @pytest.fixture
-def other(workdir):
-    """A document with fewer distinct characters than text.txt. Built from it, the vocabulary would be smaller."""
-    (workdir / "other.txt").write_text("The 7th line says no more.\n" * 60, encoding="utf-8")
+def other(workdir) -> None:
+    write_other_text()
 
 
-def test_finetuning_starts_from_the_best_weights_with_a_new_optimizer(train, other, sample, capsys):
-    assert train("name=a", "train.steps=30") == 0
-    assert train("name=a", "train.steps=33", "optimizer.lr=5", "optimizer.weight_decay=0") == 0
-    assert load("a")["best_step"] < 33, "the last weights are not the best"
-    assert train(*FROM_A) == 0
-    assert "starting from run:a" in capsys.readouterr().out
-    assert load("b")["tokenizer"] == load("a")["tokenizer"]
-    assert load("b")["step"] == 6
-    # With a tiny learning rate, the weights after one step are nearly the initial ones.
+@pytest.fixture(scope="module")
+def finetuned_folder(tmp_path_factory) -> tuple[Path, str]:
+    """The run a, whose last weights are not the best, and the run b, which starts from it.
+
+    Also what b prints.
+    """
+    folder = tmp_path_factory.mktemp("finetuned")
+    train_in(folder, "name=a", "train.steps=30")
+    train_in(folder, "name=a", "train.steps=33", "optimizer.lr=5", "optimizer.weight_decay=0")
+    with chdir(folder):
+        assert load("a")["best_step"] < 33
+        write_other_text()
+    return folder, train_in(folder, "name=b", *FROM_A, *FROZEN)
+
+
+@pytest.fixture
+def finetuned(finetuned_folder, monkeypatch) -> str:
+    """What the run b has printed. The current folder has both runs."""
+    folder, printed = finetuned_folder
+    monkeypatch.chdir(folder)
+    return printed
+
+
+def test_finetuning_starts_from_the_best_weights(finetuned):
     before = load("a", "best")["model"]
-    assert (
-        train(*FROM_A[:-1], "name=c", "train.steps=1", "optimizer=adamw", "optimizer.lr=1e-12") == 0
+    torch.testing.assert_close(load("b")["model"], before, atol=1e-5, rtol=0)
+
+
+def test_finetuning_starts_below_the_loss_of_random_weights(finetuned):
+    assert val_losses("b")[0] < val_losses("a")[0] - 0.05
+
+
+def test_finetuning_starts_with_a_new_optimizer_at_step_0(finetuned):
+    saved = load("b")
+    assert saved["step"] == 1
+    assert saved["optimizer"]["wte.weight"]["step"] == 1
+
+
+def test_finetuning_uses_the_tokenizer_of_the_initial_run(finetuned):
+    assert load("b")["tokenizer"] == load("a")["tokenizer"]
+
+
+def test_banner_names_the_initial_weights(finetuned):
+    assert "starting from run:a" in finetuned
+
+
+def test_finetuned_run_can_be_sampled(finetuned, capsys):
+    assert run_command("sample", "run=b", "prompt=The", "max_new_tokens=5") == 0
+    assert capsys.readouterr().out.startswith("The")
+
+
+def test_finetuning_needs_only_the_best_checkpoint(trained, other, train):
+    Path("runs/a/checkpoints/last.pt").unlink()
+    assert train("name=b", *FROM_A) == 0
+
+
+@pytest.fixture
+def worsened(trained, other, train, capsys) -> str:
+    """What a run b prints that starts from a, and whose losses are higher."""
+    settings = ["optimizer=adamw", "optimizer.lr=1", "schedule.warmup_steps=0"]
+    assert train("name=b", *FROM_A, *settings) == 0
+    losses = val_losses("b")
+    assert min(losses.values()) == losses[0]
+    return capsys.readouterr().out
+
+
+def test_initial_weights_stay_the_best_if_training_makes_them_worse(worsened):
+    torch.testing.assert_close(
+        load("b", "best")["model"], load("a", "best")["model"], atol=0, rtol=0
     )
-    after = load("c")["model"]
-    assert all(torch.allclose(before[name], after[name], atol=1e-5) for name in before)
-    assert metrics("c")[0]["val/loss"] < metrics("a")[0]["val/loss"] - 0.05  # of random weights
-    assert sample("run=b", "prompt=The", "max_new_tokens=5").startswith("The")
 
 
-def test_initial_weights_stay_the_best_if_training_makes_them_worse(trained, train, other, capsys):
-    assert train(*FROM_A, "optimizer=adamw", "optimizer.lr=1", "schedule.warmup_steps=0") == 0
-    losses = [row["val/loss"] for row in metrics("b") if "val/loss" in row]
-    assert min(losses) == losses[0] < losses[-1]
-    before, best = (load(name, "best")["model"] for name in "ab")
-    assert all(torch.equal(before[name], best[name]) for name in before)
-    out = capsys.readouterr().out
-    assert "the best so far" not in out
-    assert f"best validation loss {losses[0]:.4f}" in out
-    assert f"at step 0; last {losses[-1]:.4f}" in out
+def test_worse_weights_than_the_initial_ones_are_not_called_the_best(worsened):
+    losses = val_losses("b")
+    assert "the best so far" not in worsened
+    assert f"best validation loss {losses[0]:.4f}" in worsened
+    assert f"at step 0; last {losses[6]:.4f}" in worsened
 
 
-def test_finetuning_resumes_without_the_initial_run_but_with_no_other(
-    trained, train, other, workdir, capsys
-):
-    assert train(*FROM_A) == 0
-    assert train("train.init_from=run:b", *FROM_A[1:], "train.steps=9") == 2
-    assert "train.init_from=run:a (now run:b)" in capsys.readouterr().err
-    (workdir / "runs/a").rename(workdir / "runs/z")
-    assert train(*FROM_A, "train.steps=9") == 0
+def test_finetuning_resumes_without_the_initial_run(trained, other, train):
+    assert train("name=b", *FROM_A) == 0
+    shutil.rmtree("runs/a")
+    assert train("name=b", *FROM_A, "train.steps=9") == 0
     assert [row["step"] for row in metrics("b")] == list(range(10))
 
 
-UNSUITABLE = [
-    (["tokenizer=byte", "data.path=other.txt"], "set tokenizer=run tokenizer.run=a"),
-    ([*FROM_A[1:4], "model.n_layer=1"], "has another model than this run; set model.n_layer=2"),
-    ([*FROM_A[1:4], "train.init_from=run:none"], "run=none has no checkpoint"),
-    (["tokenizer=char"], "needs the tokenizer of these weights; set tokenizer=run tokenizer.run=a"),
-    (["tokenizer=byte", "train.init_from=run:last"], "set the name of a run"),
-    (["tokenizer=run", "tokenizer.run=last"], "set the name of a run"),
-]
+def test_finetuning_does_not_resume_with_another_initial_run(trained, other, train, capsys):
+    assert train("name=b", *FROM_A) == 0
+    assert train("name=b", *FROM_A, "train.init_from=run:b", "train.steps=9") == 2
+    assert "train.init_from=run:a (now run:b)" in capsys.readouterr().err
 
 
-@pytest.mark.parametrize(("settings", "message"), UNSUITABLE)
-def test_unsuitable_initial_weights_are_refused(trained, other, capsys, settings, message):
-    assert run_command("train", *TINY, "train.init_from=run:a", "name=b", *settings) == 2
+TOKENIZER_OF_A = ["tokenizer=run", "tokenizer.run=a"]
+UNSUITABLE = {
+    "other tokenizer": (["tokenizer=byte"], "set tokenizer=run tokenizer.run=a"),
+    "other model": ([*TOKENIZER_OF_A, "model.n_layer=1"], "this run; set model.n_layer=2"),
+    "two settings": (
+        [*TOKENIZER_OF_A, "model.n_layer=1", "model.qk_norm=false"],
+        "set model.n_layer=2 model.qk_norm=true",
+    ),
+    "no run": ([*TOKENIZER_OF_A, "train.init_from=run:none"], "run=none has no checkpoint"),
+    "new tokenizer": (["tokenizer=char"], "set tokenizer=run tokenizer.run=a"),
+    "tokenizer of GPT-2": (["tokenizer=bpe", "train.init_from=gpt2"], "set tokenizer=gpt2"),
+    "last run": (["tokenizer=byte", "train.init_from=run:last"], "set the name of a run"),
+    "tokenizer of the last run": (["tokenizer=run", "tokenizer.run=last"], "set the name of a run"),
+}
+
+
+@pytest.mark.parametrize(("words", "message"), UNSUITABLE.values(), ids=UNSUITABLE)
+def test_unsuitable_initial_weights_are_refused(trained, other, capsys, words, message):
+    settings = [*TINY, "train.init_from=run:a", "data.path=other.txt", "name=b"]
+    assert run_command("train", *settings, *words) == 2
     assert message in capsys.readouterr().err
     assert not Path("runs/b").exists()
 
 
-def test_rotary_models_can_start_with_a_longer_context(trained, train, other):
-    assert train(*FROM_A, "model.block_size=32") == 0
+def test_rotary_models_can_start_with_a_longer_context(trained, other, train):
+    assert train("name=b", *FROM_A, "model.block_size=32") == 0
+
+
+def test_size_of_the_padded_vocabulary_can_change(trained, other, train):
+    assert train("name=b", *FROM_A, *FROZEN, "model.pad_vocab_multiple=50") == 0
+    before, after = load("a", "best"), load("b")
+    size = before["vocab_size"]
+    assert after["model"]["wte.weight"].shape == (50, 16)
+    for name in ("wte.weight", "lm_head.weight"):
+        weights = [saved["model"][name][:size] for saved in (before, after)]
+        torch.testing.assert_close(*weights, atol=1e-5, rtol=0)
 
 
 @pytest.mark.parametrize("position", ["rotary", "learned"])
-def test_advice_for_a_short_text_works(train, workdir, capsys, position):
+def test_advice_for_a_short_text_works(workdir, train, capsys, position):
     model = f"model.position={position}"
     assert train("name=a", model) == 0
-    (workdir / "other.txt").write_text("The 7th line", encoding="utf-8")
-    assert train(*FROM_A, model) == 2
+    write_file("other.txt", "The 7th line")
+    assert train("name=b", *FROM_A, model) == 2
     advice = capsys.readouterr().err.partition("; ")[2]
     assert advice == "set model.block_size=9, or use a longer text\n"
-    assert train(*FROM_A, model, "model.block_size=9") == 0
+    assert train("name=b", *FROM_A, model, "model.block_size=9") == 0
+
+
+def test_shorter_context_uses_the_first_position_embeddings(workdir, train):
+    position = "model.position=learned"
+    assert train("name=a", position) == 0
+    write_other_text()
+    assert train("name=b", *FROM_A, *FROZEN, position, "model.block_size=9") == 0
     before, after = (load(name, "best")["model"] for name in "ab")
-    assert {name for name in before if before[name].shape != after[name].shape} <= {"wpe.weight"}
+    torch.testing.assert_close(after["wpe.weight"], before["wpe.weight"][:9], atol=1e-5, rtol=0)
+    other_shapes = {name for name in before if before[name].shape != after[name].shape}
+    assert other_shapes == {"wpe.weight"}
 
 
-def test_mix_trains_and_a_changed_weight_is_refused(workdir, capsys):
-    sources = "mix: {one: {path: text.txt, weight: 3}, two: {path: other.txt}}\n"
-    defaults = "defaults: [mix, text@mix.one, text@mix.two, _self_]\nname: both\n"
-    write_file("own/data/both.yaml", defaults + sources)
-    write_file("other.txt", "Something else entirely.\n" * 60)
-    words = ["--config-dir", "own", *TINY[:-2], "data=both", "name=m"]
-    assert run_command("train", *words) == 0
-    assert "both" in capsys.readouterr().out
-    assert run_command("train", *words, "data.mix.two.pth=x") == 2
+# A mix of texts
+
+MIX = "mix: {one: {path: text.txt, weight: 3}, two: {path: other.txt}}\n"
+DEFAULTS = "defaults: [mix, text@mix.one, text@mix.two, _self_]\nname: both\n"
+
+
+@pytest.fixture
+def train_mix(other):
+    """train_mix("train.steps=9") trains the run m on a mix of two texts. Returns the exit code."""
+    write_file("own/data/both.yaml", DEFAULTS + MIX)
+
+    def train_with(*words: str) -> int:
+        mix = ["--config-dir", "own", *TINY[:-2], "data=both", "name=m"]
+        return run_command("train", *mix, *words)
+
+    return train_with
+
+
+def test_mix_of_texts_trains(train_mix, capsys):
+    assert train_mix() == 0
+    assert "data     both, " in capsys.readouterr().out
+
+
+def test_unknown_key_of_a_text_in_a_mix_is_refused(train_mix, capsys):
+    assert train_mix("data.mix.two.pth=x") == 2
     assert "data.mix.two.pth: there is no such key" in capsys.readouterr().err
-    assert run_command("train", *words, "data.mix.two.weight=2", "train.steps=9") == 2
+
+
+def test_changed_weight_in_a_mix_is_refused(train_mix, capsys):
+    assert train_mix() == 0
+    assert train_mix("data.mix.two.weight=2", "train.steps=9") == 2
     assert "data.mix.two.weight=1.0 (now 2.0)" in capsys.readouterr().err

@@ -12,17 +12,9 @@ import pytest
 from helpers import ROOT
 
 from training import startup
-from training.signals import STOP_SIGNALS, StopRequest, raise_interrupt, set_stop_handlers
+from training.signals import StopRequest, raise_interrupt, set_stop_handlers
 
 NAMES = ["SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"]
-
-
-@pytest.fixture(autouse=True)
-def previous_handlers():
-    previous = {signum: signal.getsignal(signum) for signum in STOP_SIGNALS}
-    yield
-    for signum, handler in previous.items():
-        signal.signal(signum, handler)
 
 
 def send(name: str) -> None:

@@ -1,0 +1,486 @@
+"""train.py: the files of a run, and the training loop."""
+
+import os
+import re
+import subprocess
+import sys
+import time
+from contextlib import chdir
+from dataclasses import asdict
+from pathlib import Path
+
+import pytest
+import torch
+import yaml
+from attention_helpers import IS_OLD_GPU, REQUEST_CUDA, choose, resolve_or_skip
+from helpers import ROOT, TINY, load, metrics, summary
+from run_helpers import assert_same_run, train_in, val_losses
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from configs.cli import parse_config
+from data.loader import Loader
+from model.gpt import GPT
+from training.optimizer import OPTIMIZERS
+from training.speed import Speed
+
+# The files of a run
+
+PEAK = 1e9  # FLOP/s, which are not measured
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory) -> Path:
+    """A folder with the run a. Tests only read it."""
+    folder = tmp_path_factory.mktemp("finished")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("training.run_logger.peak_flops", lambda device, dtype: PEAK)
+        train_in(folder, "name=a")
+    return folder
+
+
+@pytest.fixture
+def rows(finished) -> list[dict]:
+    with chdir(finished):
+        return metrics("a")
+
+
+@pytest.fixture
+def recorded(finished) -> dict:
+    with chdir(finished):
+        return summary("a")
+
+
+def test_run_folder_has_the_documented_files(finished):
+    run = finished / "runs/a"
+    files = {str(path.relative_to(run)) for path in run.rglob("*") if path.is_file()}
+    checkpoints = {"checkpoints/last.pt", "checkpoints/best.pt"}
+    assert files - {".lock"} == checkpoints | {
+        "config.yaml",
+        "metrics.jsonl",
+        "summary.json",
+        "loss.png",
+    }
+
+
+def test_config_yaml_has_the_complete_config(finished):
+    with chdir(finished):
+        config = asdict(parse_config("train", "", [*TINY, "name=a"]))
+    text = (finished / "runs/a/config.yaml").read_text(encoding="utf-8")
+    assert yaml.safe_load(text) == config
+
+
+def test_loss_curve_is_a_picture(finished):
+    assert (finished / "runs/a/loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_metrics_have_a_row_for_each_step(rows):
+    assert [row["step"] for row in rows] == list(range(7))
+
+
+def test_first_last_and_every_third_row_has_an_evaluation(rows):
+    assert [row["step"] for row in rows if "val/loss" in row] == [0, 3, 6]
+
+
+def test_rows_count_the_training_tokens(rows):
+    assert [row["tokens"] for row in rows] == [64 * step for step in range(7)]
+
+
+OF_ALL_ROWS = {"step", "tokens", "seconds"}
+OF_STEPS = {"train/loss", "grad_norm", "lr", "step_ms", "tokens_per_second", "mfu"}
+OF_EVALUATIONS = {"val/loss", "val/bpb", "sample", "peak_memory_bytes"}
+
+
+@pytest.mark.parametrize(
+    ("step", "keys"),
+    [
+        (0, OF_ALL_ROWS | OF_EVALUATIONS - {"sample"}),
+        (1, OF_ALL_ROWS | OF_STEPS),
+        (3, OF_ALL_ROWS | OF_STEPS | OF_EVALUATIONS),
+    ],
+    ids=["initial evaluation", "step", "evaluation"],
+)
+def test_row_has_the_documented_keys(rows, step, keys):
+    assert set(rows[step]) == keys
+
+
+def test_throughput_is_tokens_by_time(rows):
+    for row in rows[1:]:
+        assert row["tokens_per_second"] == pytest.approx(1000 * 64 / row["step_ms"])
+
+
+def test_mfu_is_relative_to_the_peak(rows, recorded):
+    for row in rows[1:]:
+        flops_per_second = recorded["flops_per_token"] * row["tokens_per_second"]
+        assert row["mfu"] == pytest.approx(flops_per_second / PEAK)
+
+
+def test_summary_has_the_documented_keys(recorded):
+    text = (ROOT / "docs/run-folder.md").read_text(encoding="utf-8")
+    section = text.partition("\n## summary.json\n")[2].partition("\n## ")[0]
+    rows = [line.split("|")[1] for line in section.splitlines() if line.startswith("| `")]
+    assert set(recorded) == {key for row in rows for key in re.findall("`(.*?)`", row)}
+
+
+def test_summary_records_the_end_of_the_run(recorded):
+    assert (recorded["status"], recorded["step"], recorded["error"]) == ("finished", 6, None)
+
+
+def test_summary_records_the_attention_kernel(recorded):
+    kernel = {"requested": "sdpa", "resolved": "flash", "flash_package": None}
+    assert recorded["attention"] == kernel
+
+
+def test_summary_has_the_best_loss_of_trained_weights(recorded, rows):
+    losses = {row["val/loss"]: row["step"] for row in rows[1:] if "val/loss" in row}
+    assert recorded["best_val_loss"] == min(losses)
+    assert recorded["best_step"] == losses[min(losses)]
+
+
+# The training loop
+
+
+def test_equal_seeds_give_equal_runs(trained, train):
+    assert train("name=b") == 0
+    assert_same_run("a", "b")
+
+
+def test_another_seed_gives_another_run(trained, train):
+    assert train("name=b", "seed=2") == 0
+    assert metrics("a")[1]["train/loss"] != metrics("b")[1]["train/loss"]
+
+
+def assert_close_losses(a: str, b: str, key: str = "train/loss", tolerance: float = 1e-5) -> None:
+    for one, two in zip(metrics(a), metrics(b), strict=True):
+        assert one.get(key) == pytest.approx(two.get(key), abs=tolerance), one["step"]
+
+
+@pytest.mark.parametrize(("size", "accumulation"), [(1, 4), (2, 2)])
+def test_micro_batches_do_not_change_the_losses(trained, train, size, accumulation):
+    assert train("name=b", f"train.micro_batch_size={size}") == 0
+    assert summary("b")["accumulation"] == accumulation
+    assert_close_losses("a", "b")
+    assert_close_losses("a", "b", "val/loss")
+
+
+def test_each_forward_pass_of_training_has_another_dropout_mask(train, monkeypatch):
+    """Of embeddings, attention and MLP, but not of evaluations."""
+    masks = []
+    dropout = torch.nn.functional.dropout
+
+    def record_and_drop(x, p, training):
+        y = dropout(x, p, training)
+        if training:
+            masks.append((y == 0).numpy().tobytes())
+        return y
+
+    monkeypatch.setattr(torch.nn.functional, "dropout", record_and_drop)
+    assert train("name=a", "device=cpu", "model.dropout=0.1", "train.micro_batch_size=2") == 0
+    assert len(masks) == 12 * 5
+    assert len(set(masks)) == len(masks)
+
+
+@pytest.fixture(scope="module")
+def clipped(tmp_path_factory) -> Path:
+    """A run whose gradients are much smaller than eps, so that AdamW hardly changes the weights."""
+    folder = tmp_path_factory.mktemp("clipped")
+    settings = ["optimizer=adamw", "optimizer.eps=1e-3", "schedule.warmup_steps=0"]
+    train_in(folder, "name=a", "train.grad_clip=1e-6", *settings)
+    return folder
+
+
+def test_gradients_are_clipped(clipped):
+    with chdir(clipped):
+        losses = val_losses("a")
+    assert losses[6] == pytest.approx(losses[0], abs=1e-3)
+
+
+def test_norm_of_the_gradients_before_clipping_is_logged(clipped):
+    with chdir(clipped):
+        assert metrics("a")[1]["grad_norm"] > 0.01
+
+
+def test_learning_rate_of_each_step_is_logged(train):
+    settings = ["schedule=linear", "schedule.warmup_steps=1", "optimizer.lr=0.1"]
+    assert train("name=a", "train.steps=5", *settings) == 0
+    rates = [row["lr"] for row in metrics("a")[1:]]
+    assert rates == pytest.approx([0.05, 0.1, 0.075, 0.05, 0.025])
+
+
+def test_tf32_is_off_by_default(finished, recorded):
+    assert recorded["tf32"] is False
+
+
+@pytest.fixture(scope="module")
+def limited(tmp_path_factory) -> Path:
+    """A run with a limit of 500 minutes. Each step takes 1,000 seconds."""
+    folder = tmp_path_factory.mktemp("limited")
+    steps = []
+    start_step = Speed.start_step
+    perf_counter = time.perf_counter
+
+    def count_step(speed):
+        steps.append(1)
+        start_step(speed)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(Speed, "start_step", count_step)
+        patch.setattr(time, "perf_counter", lambda: perf_counter() + 1000 * len(steps))
+        settings = ["train.steps=null", "train.minutes=500", "eval.every=1000000"]
+        train_in(folder, "name=a", *settings)
+    return folder
+
+
+@pytest.fixture
+def rows_of_limited(limited) -> list[dict]:
+    with chdir(limited):
+        return metrics("a")
+
+
+def test_time_limit_ends_a_run(rows_of_limited):
+    assert len(rows_of_limited) == 31
+    assert rows_of_limited[-1]["seconds"] >= 30_000
+
+
+def test_run_with_a_time_limit_ends_with_an_evaluation(rows_of_limited):
+    assert "val/loss" in rows_of_limited[-1]
+
+
+def test_learning_rate_decays_until_the_time_limit(rows_of_limited):
+    rates = [row["lr"] for row in rows_of_limited[10:]]  # after the warmup
+    assert rates == sorted(rates, reverse=True)
+    assert 0 <= rates[-1] < rates[0] / 10
+
+
+class WaitIsAnError(TorchDispatchMode):
+    """If `active`, operations raise whose result the host needs.
+
+    On CUDA, PyTorch finds all of them.
+    """
+
+    active = False
+    waiting = ("aten::_local_scalar_dense", "aten::nonzero", "aten::masked_select")
+
+    def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+        indices = args[1] if function.name() == "aten::index.Tensor" else []
+        has_mask = any(i is not None and i.dtype == torch.bool for i in indices)
+        waits = has_mask or function.name() in self.waiting
+        assert not (waits and self.active), f"{function.name()} waits for the GPU"
+        return function(*args, **(kwargs or {}))
+
+    def set_active(self, active: bool) -> None:
+        self.active = active
+        if torch.cuda.is_available():
+            torch.cuda.set_sync_debug_mode("error" if active else "default")
+
+
+@pytest.fixture
+def wait_is_an_error(monkeypatch):
+    """From the first batch to the end of a step or a validation, waiting is an error."""
+    mode = WaitIsAnError()
+    read_batch = Loader.batch
+    end_step = Speed.end_step
+    set_training = GPT.train
+
+    def read_batch_and_start(*args):
+        batch = read_batch(*args)
+        mode.set_active(True)
+        return batch
+
+    def stop_and_end_step(speed):
+        mode.set_active(False)
+        return end_step(speed)
+
+    def stop_and_set_training(*args):  # called before the first window and after the last one
+        mode.set_active(False)
+        return set_training(*args)
+
+    monkeypatch.setattr(Loader, "batch", read_batch_and_start)
+    monkeypatch.setattr(Speed, "end_step", stop_and_end_step)
+    monkeypatch.setattr(GPT, "train", stop_and_set_training)
+    with mode:
+        yield
+    mode.set_active(False)
+
+
+@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
+@pytest.mark.parametrize("optimizer", OPTIMIZERS)
+def test_no_step_and_no_validation_window_waits_for_the_gpu(
+    train, wait_is_an_error, device, optimizer
+):
+    settings = [f"device={device}", f"optimizer={optimizer}", "compile=false"]
+    assert train("name=a", "model.window=8", "train.micro_batch_size=2", *settings) == 0
+
+
+def test_tiny_text_trains_with_the_default_tokenizer(train, workdir):
+    lines = [f"{a} {b}" for a in ("roses", "are", "red", "violets", "blue") for b in "abcdefgh"]
+    (workdir / "poem.txt").write_text("\n".join(lines), encoding="utf-8")
+    assert train("name=a", "data.path=poem.txt", "tokenizer=bpe", "model.block_size=8") == 0
+
+
+# Precision, kernels and compilation
+
+
+@pytest.fixture(scope="module")
+def precisions(tmp_path_factory) -> Path:
+    """The same run in float32 and in bfloat16."""
+    folder = tmp_path_factory.mktemp("precisions")
+    for dtype in ("float32", "bfloat16"):
+        settings = ["train.steps=30", "eval.every=30", "eval.windows=null"]
+        train_in(folder, f"name={dtype}", f"dtype={dtype}", *settings)
+    return folder
+
+
+def test_first_steps_in_bfloat16_are_close_to_float32(precisions):
+    with chdir(precisions):
+        one, two = metrics("float32"), metrics("bfloat16")
+    for a, b in zip(one[1:4], two[1:4], strict=True):
+        assert a["train/loss"] == pytest.approx(b["train/loss"], abs=0.02)
+
+
+def test_bfloat16_learns_as_much_as_float32(precisions):
+    with chdir(precisions):
+        single, half = val_losses("float32"), val_losses("bfloat16")
+    assert single[30] < single[0] - 0.5
+    assert half[30] == pytest.approx(single[30], abs=0.03)
+
+
+def test_weights_of_a_run_in_bfloat16_are_in_float32(precisions):
+    with chdir(precisions):
+        assert summary("bfloat16")["dtype"] == "bfloat16"
+        dtypes = {weight.dtype for weight in load("bfloat16")["model"].values()}
+    assert dtypes == {torch.float32}
+
+
+SLOW_RUNS = {
+    "naive": ["attention=naive"],
+    "flash": ["attention=flash"],
+    "compiled": ["attention=naive", "compile=true"],
+}
+
+
+@pytest.fixture(scope="module")
+def kernels(tmp_path_factory) -> tuple[Path, dict[str, str], dict[str, set[str]]]:
+    """A folder with the SLOW_RUNS, what each prints, and the operations that each runs."""
+    folder = tmp_path_factory.mktemp("kernels")
+    printed = {}
+    operations = {}
+    for name, words in SLOW_RUNS.items():
+        with torch.profiler.profile() as profiler:
+            settings = ["model.n_layer=1", "train.steps=3"]
+            printed[name] = train_in(folder, f"name={name}", *words, *settings)
+        operations[name] = {event.key for event in profiler.key_averages()}
+    return folder, printed, operations
+
+
+@pytest.mark.compiles
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["flash", "compiled"])
+def test_kernels_and_compilation_do_not_change_the_losses(kernels, name):
+    with chdir(kernels[0]):
+        assert_close_losses("naive", name)
+
+
+@pytest.mark.compiles
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("name", "kernel"), [("naive", "naive"), ("flash", "flash"), ("compiled", "naive")]
+)
+def test_recorded_kernel_is_the_one_that_ran(kernels, name, kernel):
+    """The compiler must not replace naive by flash."""
+    folder, _, operations = kernels
+    with chdir(folder):
+        assert summary(name)["attention"]["resolved"] == kernel
+    ran_flash = any("_flash_attention_for_cpu" in key for key in operations[name])
+    assert ran_flash == (kernel == "flash")
+
+
+@pytest.mark.compiles
+@pytest.mark.slow
+@pytest.mark.parametrize("name", SLOW_RUNS)
+def test_compiled_run_says_that_it_is_compiled(kernels, name):
+    assert ("compiled (can take a minute)" in kernels[1][name]) == (name == "compiled")
+
+
+@pytest.mark.compiles
+@pytest.mark.slow
+def test_kernel_is_part_of_the_key_of_the_compile_cache(kernels):
+    config = "AttentionConfig(backend='naive', kernels=None, flash_package=None)"
+    assert torch.compiler.config.cache_key_tag == config
+
+
+@pytest.mark.compiles
+@pytest.mark.slow
+def test_checkpoints_of_compiled_runs_have_the_same_names(kernels):
+    with chdir(kernels[0]):
+        assert set(load("compiled")["model"]) == set(load("naive")["model"])
+
+
+@pytest.mark.compiles
+@pytest.mark.slow
+def test_broken_compiler_is_reported_in_one_sentence(workdir):
+    command = [sys.executable, ROOT / "train.py", *TINY, "compile=true", "name=a"]
+    environment = {"CXX": "/bin/false", "TORCHINDUCTOR_CACHE_DIR": str(workdir / "cache")}
+    done = subprocess.run(command, env=os.environ | environment, text=True, capture_output=True)
+    assert done.returncode == 1
+    message = r"train.py: torch.compile failed \(.*/bin/false.*\); .* set compile=false .*\n"
+    assert re.fullmatch(message, done.stderr)
+    assert "torch.compile failed" in summary("a")["error"]
+
+
+# GPUs
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("optimizer", ["adamw", "muon"])
+def test_float16_trains_with_its_scaler_on_cuda(train, optimizer):
+    settings = [
+        "device=cuda",
+        f"optimizer={optimizer}",
+        "train.steps=60",
+        "train.batch_size=16",
+        "eval.every=60",
+    ]
+    assert train("name=half", "dtype=float16", *settings) == 0
+    assert train("name=single", "dtype=float32", *settings) == 0
+    half, single = val_losses("half"), val_losses("single")
+    assert load("half")["scaler"]["scale"] > 0
+    assert half[60] < half[0] - 0.3
+    assert half[60] == pytest.approx(single[60], abs=0.1)
+
+
+@pytest.fixture
+def trained_on_cuda(train):
+    """trained_on_cuda("sdpa", ...) trains the run a for 6 steps, and then for 6 more."""
+
+    def train_twice(backend: str, *words: str) -> None:
+        resolve_or_skip(choose(backend), REQUEST_CUDA)
+        settings = ["name=a", "device=cuda", "dtype=auto", f"attention={backend}"]
+        settings += ["model.n_embd=64", "schedule.warmup_steps=100", *words]
+        assert train(*settings) == 0
+        assert train(*settings, "train.steps=12") == 0
+
+    return train_twice
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("words", [["compile=false"], pytest.param([], marks=pytest.mark.compiles)])
+@pytest.mark.parametrize("backend", ["naive", "sdpa", "flash"])
+def test_run_on_cuda_resumes(trained_on_cuda, backend, words):
+    trained_on_cuda(backend, *words)
+    assert [row["step"] for row in metrics("a")] == list(range(13))
+
+
+@pytest.mark.gpu
+@pytest.mark.compiles
+def test_run_on_cuda_is_compiled_and_in_bfloat16_by_default(trained_on_cuda):
+    trained_on_cuda("sdpa")
+    recorded = summary("a")
+    assert recorded["device"] == "cuda"
+    assert recorded["compile"] is True
+    assert recorded["dtype"] == ("float32" if IS_OLD_GPU else "bfloat16")
+
+
+@pytest.mark.gpu
+def test_run_on_cuda_can_be_sampled(trained_on_cuda, sample):
+    trained_on_cuda("sdpa", "compile=false")
+    assert sample("run=a", "device=cuda", "prompt=The 1", "max_new_tokens=5").startswith("The 1")
