@@ -12,7 +12,7 @@ import yaml
 
 from common.errors import UserError
 
-MIN_SAMPLE_BYTES = 64  # shorter texts prove nothing
+MIN_SAMPLE_BYTES = 20  # shorter texts prove nothing
 
 
 @contextmanager

@@ -74,8 +74,8 @@ def test_text_with_many_nul_bytes_is_refused(tmp_path, encoding):
 
 def test_text_with_few_nul_bytes_is_read(tmp_path):
     path = tmp_path / "a.txt"
-    path.write_bytes(b"alice 1\0bob 22\0")
-    assert read_text(str(path), "prompt_file=a") == "alice 1\0bob 22\0"
+    path.write_bytes(b"alice 1\0bob 22\0" * 50)
+    assert read_text(str(path), "prompt_file=a") == "alice 1\0bob 22\0" * 50
 
 
 def test_missing_text_file_is_refused_with_its_name(tmp_path):

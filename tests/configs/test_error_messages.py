@@ -6,7 +6,6 @@ from operator import attrgetter
 
 import pytest
 from data_helpers import write_file
-from helpers import YAML_BOMB
 
 from common.errors import UserError
 from common.settings import check, list_keys
@@ -305,7 +304,6 @@ def test_yaml_file_with_a_wrong_value_is_refused(content, parts, workdir, capsys
         pytest.param(b"# caf\xe9", id="Latin-1"),
         pytest.param(b"5", id="number"),
         pytest.param(b"[1]", id="list"),
-        pytest.param(YAML_BOMB.encode(), id="bomb"),
     ],
 )
 def test_damaged_yaml_file_is_refused(content, workdir, capsys):

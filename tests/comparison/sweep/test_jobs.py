@@ -13,6 +13,7 @@ from common.errors import UserError
 from common.files import parse_yaml, write_json
 from comparison.sweep import jobs
 from comparison.sweep.jobs import Job, read_outcome, train_job
+from training.distributed import Dist
 from training.run_folder import RunFolder, write_config
 
 NAME = "sweeps/s/seed=1"
@@ -124,7 +125,7 @@ def test_outcome_of_a_finished_job_has_its_loss(workdir):
 
 
 def test_job_that_another_process_trains_fails(workdir):
-    with RunFolder(NAME, "", True) as run:
+    with RunFolder(NAME, "", True, Dist()) as run:
         run.start({"name": NAME}, {})
         outcome = train_job(make_job())
         assert outcome.status == "failed"
