@@ -17,17 +17,13 @@ if __name__ == "__main__":  # before the slow imports below, so that a typo is r
 
     config = parse_config("export", __doc__)
 
-import os
-import shutil
-from contextlib import suppress
 from pathlib import Path
-
-from filelock import FileLock
 
 from common.checkpoint_file import load_checkpoint
 from common.console import PYTHON
 from common.device import DTYPES
 from common.errors import UserError
+from common.files import new_folder
 from configs.schema import ExportConfig
 from generation.run_paths import find_checkpoint, find_run
 from huggingface.architectures import find_architecture
@@ -43,18 +39,10 @@ def main(config: ExportConfig) -> int:
     checkpoint = load_checkpoint(path)
     model_type = find_architecture(GPTConfig.from_saved(checkpoint["model_config"]), run.name)
 
-    unfinished = out.with_name(f".{out.name}.unfinished")  # so that `out` is complete or missing
-    with FileLock(f"{unfinished}.lock") as lock:  # makes the folder of `out`
-        shutil.rmtree(unfinished, ignore_errors=True)  # of a process that was killed
-        try:
-            if out.exists():
-                raise UserError(f"{out} exists; set another out, or remove it")
-            write_folder(unfinished, checkpoint, model_type, DTYPES[config.dtype], run)
-            os.replace(unfinished, out)
-        finally:
-            shutil.rmtree(unfinished, ignore_errors=True)
-            with suppress(OSError):  # Windows does not remove an open file
-                os.unlink(lock.lock_file)
+    if out.exists():
+        raise UserError(f"{out} exists; set another out, or remove it")
+    with new_folder(out) as unfinished:
+        write_folder(unfinished, checkpoint, model_type, DTYPES[config.dtype], run)
     print(f"{path} -> {out}\nnext     {PYTHON} sample.py run=hf:{out}")
     return 0
 

@@ -1,14 +1,17 @@
 """Atomic writes, text of users, and files that can be damaged: JSON and YAML."""
 
+import errno
 import json
 import os
+import shutil
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import IO, Any
 from uuid import uuid4
 
 import yaml
+from filelock import FileLock
 
 from common.errors import UserError
 
@@ -49,6 +52,29 @@ def atomic_write(path: Path, content: bytes | str) -> None:
         content = content.encode(errors="backslashreplace")
     with atomic_writer(path) as file:
         file.write(content)
+
+
+@contextmanager
+def new_folder(path: Path) -> Iterator[Path]:
+    """Context manager: an empty folder that becomes `path` on success. `path` is complete or absent.
+
+    Only one process at a time writes `path`; others wait for it. The next one removes what a
+    killed process has left. Raises FileExistsError if `path` exists, perhaps after waiting.
+    """
+    unfinished = path.with_name(f".{path.name}.unfinished")
+    # The kernel releases the lock when the process ends, even after kill -9.
+    with FileLock(f"{unfinished}.lock") as lock:  # also makes the parent folder
+        try:
+            if path.exists():
+                raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(path))
+            shutil.rmtree(unfinished, ignore_errors=True)
+            unfinished.mkdir()
+            yield unfinished
+            os.replace(unfinished, path)
+        finally:
+            shutil.rmtree(unfinished, ignore_errors=True)
+            with suppress(OSError):  # Windows does not remove an open file
+                os.unlink(lock.lock_file)
 
 
 def read_file(

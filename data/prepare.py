@@ -7,19 +7,16 @@ prompts, whose tokens are stored as ~id. meta.json has the range of each split i
 
 import hashlib
 import json
-import os
-import shutil
 from contextlib import suppress
 from dataclasses import dataclass
 from itertools import accumulate
 from pathlib import Path
 
 import numpy as np
-from filelock import FileLock
 
 from common.console import print_text
 from common.errors import TrainingFailed, UserError
-from common.files import write_json
+from common.files import new_folder, write_json
 from data.config import DataConfig, TokenizerConfig
 from data.encode import encode_sources
 from data.sources import hash_sources, is_remote, resolve_sources
@@ -113,29 +110,17 @@ def prepare(
         files = [file for source in sources for file in source.files + source.val_files]
         if offline and (tokenizer.name in OPENAI_SIZES or any(map(is_remote, files))):
             return None
-        PREPARED.mkdir(parents=True, exist_ok=True)
-        unfinished = Path(f"{folder}.partial")
-        with FileLock(
-            PREPARED / f".{folder.name}.lock"
-        ) as lock:  # the kernel releases it, even after kill -9
-            if not folder.exists():  # another process can have finished it in the meantime
-                text = f"{len(files):,} files" if len(files) > 1 else files[0]
-                print_text(f"preparing {config.name}: {text} -> {folder}")
-                shutil.rmtree(unfinished, ignore_errors=True)  # of a process that was killed
-                unfinished.mkdir()
-                try:
-                    meta = {"name": config.name, "fingerprint": hash_json(content)}
-                    meta |= encode_sources(unfinished, sources, tokenizer, spec)
-                    if hash_sources(sources) != content[-1]:
-                        raise UserError(
-                            f"the text of {config.name} changed while it was read; run the command again"
-                        )
-                    write_json(unfinished / "meta.json", meta | {"checksum": hash_json(meta)})
-                    os.replace(unfinished, folder)
-                finally:
-                    shutil.rmtree(unfinished, ignore_errors=True)
-                    with suppress(OSError):  # Windows does not remove an open file
-                        os.unlink(lock.lock_file)
+        # another process can have finished it in the meantime
+        with suppress(FileExistsError), new_folder(folder) as unfinished:
+            text = f"{len(files):,} files" if len(files) > 1 else files[0]
+            print_text(f"preparing {config.name}: {text} -> {folder}")
+            meta = {"name": config.name, "fingerprint": hash_json(content)}
+            meta |= encode_sources(unfinished, sources, tokenizer, spec)
+            if hash_sources(sources) != content[-1]:
+                raise UserError(
+                    f"the text of {config.name} changed while it was read; run the command again"
+                )
+            write_json(unfinished / "meta.json", meta | {"checksum": hash_json(meta)})
     prepared = PreparedData(
         folder, read_meta(folder), tuple(source.config.weight for source in sources)
     )

@@ -28,9 +28,9 @@ README_KEYS = ("name", "command", "best_val_loss", "device_name", "commit")  # o
 def write_folder(
     out: Path, checkpoint: dict, model_type: str, dtype: torch.dtype, run: Path
 ) -> None:
-    """Write a model as a folder for transformers.
+    """Write the files of a model for transformers into a folder.
 
-    out: a folder that does not exist.
+    out: an empty folder.
     checkpoint: content of a checkpoint.
     model_type: result of find_architecture.
     dtype: of the weights in the file.
@@ -59,7 +59,6 @@ def write_folder(
         tokenizer_config |= dict.fromkeys(roles, END_OF_TEXT)
     weights = export_weights(checkpoint["model"], config, model_type, vocab_size)
     weights = {name: weight.to(dtype) for name, weight in weights.items()}
-    out.mkdir()
     write_json(out / "config.json", model_config | token_ids)
     write_json(out / "generation_config.json", token_ids | generation_config)
     write_json(out / "tokenizer.json", to_tokenizer_json(spec))

@@ -79,7 +79,7 @@ def decode_split(prepared: PreparedData, split: str) -> str:
 
 def prepared_folders() -> list[Path]:
     """All folders in data/prepared, including unfinished ones."""
-    return list(Path("data/prepared").glob("[!.]*/"))
+    return [path for path in Path("data/prepared").glob("*") if path.is_dir()]
 
 
 def write_file(path: str, content: str | bytes) -> str:
