@@ -1,4 +1,4 @@
-"""Convert text to token files before training. train.py does the same if the files do not exist yet.
+"""Convert text to token files before training. train.py does the same if there are none yet.
 
     python prepare.py                                     the default: Python's standard library
     python prepare.py data=text data.path=mybook.txt tokenizer=char
@@ -20,14 +20,15 @@ if __name__ == "__main__":  # before the slow imports below, so that a typo is r
 from common.console import format_si, pluralize
 from data.config import PrepareConfig
 from data.prepare import PreparedData, prepare
+from data.token_files import to_token_ids
 from data.tokenizer import token_strings
 from training.signals import run_process
 
 
 def main(config: PrepareConfig) -> int:
     spec = None
-    if config.tokenizer.run is not None:  # imports torch
-        from training.init_from import load_run_tokenizer
+    if config.tokenizer.run is not None:
+        from training.init_from import load_run_tokenizer  # imports torch
 
         spec = load_run_tokenizer(config.tokenizer.run)
     print(describe(prepare(config.data, config.tokenizer, block_size=1, spec=spec)))
@@ -36,16 +37,16 @@ def main(config: PrepareConfig) -> int:
 
 def describe(prepared: PreparedData) -> str:
     """The folder, and the size and the first tokens of each split."""
-    meta, tokenizer = prepared.meta, prepared.tokenizer
-    lines = [f"{prepared.folder}: {meta['tokenizer']['name']} vocabulary of {meta['vocab_size']:,}"]
+    meta = prepared.meta
+    tokenizer = prepared.tokenizer
+    lines = [f"{prepared.folder}: {tokenizer.name} vocabulary of {meta['vocab_size']:,}"]
     for split, tokens in (("train", prepared.train[0]), ("val", prepared.val)):
-        ids = [max(i, ~i) for i in tokens[:20].tolist()]  # ~i: a token of a prompt
-        sample = "│".join(token_strings(tokenizer, ids))
-        counts = (
-            f"{meta['tokens'][split]:,} tokens, {pluralize(meta['documents'][split], 'document')}"
-        )
+        first_tokens = token_strings(tokenizer, to_token_ids(tokens[:20]).tolist())
+        documents = pluralize(meta["documents"][split], "document")
+        size = format_si(meta["bytes"][split], "B")
         lines.append(
-            f"{split:5} {counts}, {format_si(meta['bytes'][split], 'B')} of text: {sample}"
+            f"{split:5} {meta['tokens'][split]:,} tokens, {documents}, {size} of text: "
+            f"{'│'.join(first_tokens)}"
         )
     return "\n".join(lines)
 

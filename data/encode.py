@@ -1,7 +1,8 @@
-"""Encode sources: each source becomes one token file, and its split is an index into that file.
+"""Encode sources: convert the documents of each source to one token file (data/token_files.py).
 
-The file has the documents of a source, each with an end-of-text token after it if the tokenizer has one, then those of
-its separate validation text. All cores encode, in chunks of a million characters.
+The file has the documents of the source, and then those of its separate validation files. If the
+tokenizer has an end-of-text token, it follows each document. A split is a range of documents in
+the file. All cores encode, in chunks of a million characters.
 """
 
 from array import array
@@ -10,7 +11,7 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import IO, Any
 
 import numpy as np
 import tiktoken
@@ -23,223 +24,229 @@ from common.system import cpu_count
 from data.config import TokenizerConfig
 from data.fast_bpe import FastBPE
 from data.readers import Piece, iter_pieces
-from data.sources import Source, is_table
+from data.sources import Source
 from data.tokenizer import END_OF_TEXT, build_tokenizer, encode, end_of_text, to_spec
 
 CHUNK_CHARS = 2**20  # characters that a thread encodes at a time
-PIECE_OVERHEAD_CHARS = (
-    32  # added to each piece's length, so that a chunk has a bounded number of empty documents
-)
+# Added to each piece's length, so that a chunk has a limited number of empty documents.
+PIECE_OVERHEAD_CHARS = 32
 EMPTY_HASH = 0  # of a document without text
 
 
 def encode_sources(
     folder: Path, sources: list[Source], config: TokenizerConfig, spec: dict | None
 ) -> dict:
-    """Write the token files of all sources into a folder. Returns the content of meta.json. Raises UserError."""
+    """Write the token files of all sources into a folder.
+
+    config: the tokenizer to build from the text.
+    spec: the tokenizer of another run, which is used instead.
+    Returns the content of meta.json. Raises UserError.
+    """
     has_several_documents = len(sources) > 1 or sources[0].has_several_documents
     tokenizer = build_tokenizer(config, iter_texts(sources), has_several_documents, spec)
     spec = to_spec(tokenizer)
     if has_several_documents and end_of_text(tokenizer) is None:
-        problem = f"documents are joined without a separator, because the vocabulary has no {END_OF_TEXT} token"
         print_text(
-            f"{problem}; a model that should stop needs the vocabulary of a run on several documents"
+            "documents are joined without a separator, because the vocabulary has no "
+            f"{END_OF_TEXT} token; a model that should stop needs the vocabulary of a run on "
+            "several documents"
         )
-    has_prompts = any(source.config.prompt_column is not None for source in sources)
-    dtype = "int32" if has_prompts else "uint16" if tokenizer.n_vocab <= 2**16 else "uint32"
+    dtype = "uint16" if tokenizer.n_vocab <= 2**16 else "uint32"
+    if any(source.config.prompt_column is not None for source in sources):
+        dtype = "int32"  # see data/token_files.py
     parts: dict[str, list[dict]] = {"train": [], "val": []}
-    hashes: dict[str, list[np.ndarray]] = {"train": [], "val": []}
+    hashes = {"train": array("q"), "val": array("q")}
     for source in sources:
         file = TokenFile(source, tokenizer, dtype)
-        with atomic_writer(folder / f"{source.name}.bin") as out:
+        with atomic_writer(folder / file.name) as out:
             file.write(out)
-        first, stop = file.choose_validation()
-        parts["val"].append(file.describe(first, stop))
-        parts["train"].append(
-            file.describe(0, first) if first else file.describe(stop, len(file.ends))
-        )
-        hashes["val"].append(np.array(file.hashes[first:stop]))
-        hashes["train"].append(np.delete(np.array(file.hashes), slice(first, stop)))
-    _report_copies(np.concatenate(hashes["train"]), np.concatenate(hashes["val"]))
-    counts = ("tokens", "bytes", "documents")
-    totals = {
-        key: {split: sum(part[key] for part in parts[split]) for split in parts} for key in counts
-    }
+        for split, documents in file.split().items():
+            parts[split].append(file.describe(documents))
+            hashes[split] += file.hashes[documents.start : documents.stop]
+    _report_copies(np.array(hashes["train"]), np.array(hashes["val"]))
+    totals = {}
+    for key in ("tokens", "bytes", "documents"):
+        totals[key] = {split: sum(part[key] for part in parts[split]) for split in parts}
     return {"dtype": dtype, "vocab_size": tokenizer.n_vocab, **totals, **parts, "tokenizer": spec}
 
 
 def _report_copies(train_hashes: np.ndarray, val_hashes: np.ndarray) -> None:
-    """Print a line if validation documents that are not empty are also in the training text."""
-    copies = int((np.isin(val_hashes, train_hashes) & (val_hashes != EMPTY_HASH)).sum())
-    if copies:
-        held_out = pluralize(len(val_hashes), "validation document")
-        verb = "is" if copies == 1 else "are"
+    """Print the number of validation documents that are also in the training text, if any.
+
+    Empty documents do not count.
+    """
+    is_copy = np.isin(val_hashes, train_hashes) & (val_hashes != EMPTY_HASH)
+    if is_copy.any():
         print_text(
-            f"{copies:,} of {held_out} {verb} also in the training text; remove the copies, or set data.val_path"
+            f"validation documents that are also in the training text: {is_copy.sum():,} of "
+            f"{len(val_hashes):,}; remove the copies, or set data.val_path"
         )
 
 
 def iter_texts(sources: list[Source]) -> Iterator[str]:
-    """Yield all text of the sources, including separate validation text, to train a vocabulary."""
+    """Yield all text of the sources, including separate validation files, to train a vocabulary."""
     for source in sources:
         for is_validation in (False, True):
             for chunk in iter_chunks(source, is_validation, "reading"):
-                yield from (piece.text for piece in chunk)
+                for piece in chunk:
+                    yield piece.text
 
 
 def iter_chunks(source: Source, is_validation: bool, verb: str) -> Iterator[list[Piece]]:
-    """Yield a source's pieces in chunks of at least CHUNK_CHARS characters. verb: what the progress bar shows."""
-    chunk, size, done = [], 0, 0
+    """Yield the pieces of a source in lists of about CHUNK_CHARS characters.
+
+    verb: what the progress bar shows.
+    """
+    chunk = []
+    size = 0
+    done = 0
     with ProgressBar(source.text_bytes) as bar:
         for piece in iter_pieces(source, is_validation):
             chunk.append(piece)
             size += len(piece.text) + PIECE_OVERHEAD_CHARS
+            done += len(piece.text)
             if size >= CHUNK_CHARS:
                 yield chunk
-                done += sum(len(piece.text) for piece in chunk)
                 bar.show(done, f"{verb} {source.name}", f"{format_si(done)} characters")
-                chunk, size = [], 0
+                chunk = []
+                size = 0
     if chunk:
         yield chunk
-
-
-class EncodedPiece(NamedTuple):
-    """Facts about an encoded piece of a document."""
-
-    num_tokens: int
-    num_bytes: int  # of text that is not a prompt
-    num_markers: int  # occurrences of <|endoftext|> as text
-    content_hash: int
-    ends_document: bool
 
 
 class TokenFile:
     """Writer of a source's token file.
 
-    ends, sizes: tokens, and bytes of text, up to the end of each document. hashes: a hash of each document's tokens.
+    token_starts: index of the first token of each document, and the number of all tokens.
+    byte_starts: likewise, in bytes of text without prompts.
+    hashes: a hash of the text of each document.
     """
 
     def __init__(self, source: Source, tokenizer: tiktoken.Encoding, dtype: str):
         self.source = source
+        self.name = f"{source.name}.bin"
         self.tokenizer = tokenizer
-        self.dtype = dtype
-        self.fast = FastBPE.from_tokenizer(tokenizer)
+        self.fast_bpe = FastBPE.from_tokenizer(tokenizer)
         end = end_of_text(tokenizer)
-        self.separator = np.array([] if end is None else [end], np.uint32)
-        self.ends = array("q")
-        self.sizes = array("q")
+        self.end_of_text = np.array([] if end is None else [end], np.uint32)
+        self.dtype = dtype
+        self.token_starts = array("q", [0])
+        self.byte_starts = array("q", [0])
         self.hashes = array("q")
 
-    def write(self, out: Any) -> None:
+    def write(self, out: IO[bytes]) -> None:
         """Write all documents. Raises UserError."""
-        tokens = size = markers = 0
-        content_hash = EMPTY_HASH
-        for is_validation in (False, True):
-            if is_validation:
-                self.train_documents = len(self.ends)
-            for ids, pieces in parallel_map(
-                self.encode_chunk, iter_chunks(self.source, is_validation, "encoding")
-            ):
-                out.write(ids)
-                for piece in pieces:
-                    tokens += piece.num_tokens
-                    size += piece.num_bytes
-                    markers += piece.num_markers
-                    if piece.content_hash != EMPTY_HASH:
-                        content_hash = hash((content_hash, piece.content_hash))
-                    if piece.ends_document:
-                        self.ends.append(tokens)
-                        self.sizes.append(size)
-                        self.hashes.append(content_hash)
-                        content_hash = EMPTY_HASH
-        name, separator = self.source.name, self.source.config.separator
+        self._write_documents(out, is_validation=False)
+        self.train_documents = len(self.hashes)  # before those of separate validation files
+        self._write_documents(out, is_validation=True)
+        separator = self.source.config.separator
         if separator is not None:
             print_text(
-                f"{name} has {pluralize(len(self.ends), 'document')}, divided by {unescape(separator)!r}"
-            )
-        elif markers > 1 and not all(map(is_table, self.source.files)):
-            advice = (
-                f"set data.separator='{END_OF_TEXT}' to divide a text file into documents there"
-            )
-            print_text(
-                f"{name} contains {END_OF_TEXT} {markers:,} times as ordinary text; {advice}"
+                f"{self.source.name} has {pluralize(len(self.hashes), 'document')}, divided by "
+                f"{unescape(separator)!r}"
             )
 
-    def encode_chunk(self, chunk: list[Piece]) -> tuple[np.ndarray, list[EncodedPiece]]:
-        """Encode a chunk. Returns all token ids, and the facts about each piece."""
+    def _write_documents(self, out: IO[bytes], is_validation: bool) -> None:
+        tokens = self.token_starts[-1]
+        size = self.byte_starts[-1]
+        document_hash = EMPTY_HASH
+        chunks = iter_chunks(self.source, is_validation, "encoding")
+        for chunk, values, counts in parallel_map(self.encode_chunk, chunks):
+            out.write(values)
+            for piece, num_tokens in zip(chunk, counts, strict=True):
+                tokens += num_tokens
+                if not piece.is_prompt:
+                    size += len(piece.text.encode())
+                if piece.text:
+                    document_hash = hash((document_hash, piece.text))
+                if piece.ends_document:
+                    self.token_starts.append(tokens)
+                    self.byte_starts.append(size)
+                    self.hashes.append(document_hash)
+                    document_hash = EMPTY_HASH
+
+    def encode_chunk(self, chunk: list[Piece]) -> tuple[list[Piece], np.ndarray, list[int]]:
+        """Encode a chunk. Returns it, the values to store, and the number of tokens per piece."""
         parts: list[np.ndarray] = []
-        pieces = []
-        for text, ends_document, is_prompt in chunk:
-            ids = encode(self.tokenizer, text, self.source.name, self.fast)
-            num_tokens = len(ids)
-            parts.append(
-                ~ids if is_prompt else ids
-            )  # a prompt's tokens, which are never targets, are stored as ~id
-            if ends_document:
-                parts.append(self.separator)
-                num_tokens += len(self.separator)
-            num_bytes = 0 if is_prompt else len(text.encode())
-            content_hash = hash(ids.tobytes()) if len(ids) else EMPTY_HASH
-            pieces.append(
-                EncodedPiece(
-                    num_tokens, num_bytes, text.count(END_OF_TEXT), content_hash, ends_document
-                )
-            )
-        return np.concatenate(parts).view(np.int32).astype(
-            self.dtype
-        ), pieces  # ~id in uint32 has the bits of -1 - id
+        counts = []
+        for piece in chunk:
+            ids = encode(self.tokenizer, piece.text, self.source.name, self.fast_bpe)
+            # as int32, ~ids are the values of a prompt in a token file
+            parts.append(~ids if piece.is_prompt else ids)
+            counts.append(len(ids))
+            if piece.ends_document:
+                parts.append(self.end_of_text)
+                counts[-1] += len(self.end_of_text)
+        return chunk, np.concatenate(parts).astype(self.dtype), counts
 
-    def choose_validation(self) -> tuple[int, int]:
-        """First and last + 1 of the documents to hold out. A single document is cut in two. Raises UserError."""
+    def split(self) -> dict[str, range]:
+        """The documents of the splits "train" and "val". A single document is cut in two.
+
+        Raises UserError if a split has no document.
+        """
         config = self.source.config
-        documents = len(self.ends)
-        size = self.sizes[-1]
         if self.source.val_files:
-            return self.train_documents, documents
-        if config.val_documents is not None and config.val_documents < documents:
-            return 0, config.val_documents
-        if config.val_documents is not None or (
-            documents == 1 and config.prompt_column is not None
-        ):
-            advice = (
+            val = range(self.train_documents, len(self.hashes))
+        elif config.val_documents is not None:
+            val = range(min(config.val_documents, len(self.hashes)))
+        elif len(self.hashes) == 1 and config.prompt_column is None:
+            self._cut_document()
+            val = range(1, 2)
+        else:
+            val = range(self._find_held_out(), len(self.hashes))
+        train = range(val.stop, len(self.hashes)) if val.start == 0 else range(val.start)
+        if not train or not val:
+            raise UserError(
+                f"{self.source.name} has too few documents ({len(self.hashes)}) to hold some out; "
                 "set a smaller data.val_documents, or data.val_fraction or data.val_path instead"
             )
-            raise UserError(
-                f"{self.source.name} has too few documents ({documents}) to hold some out; {advice}"
-            )
-        if documents == 1:
-            self.ends.insert(0, int(self.ends[0] * (1 - config.val_fraction)))
-            self.sizes.insert(0, int(size * (1 - config.val_fraction)))
-            self.hashes.insert(0, EMPTY_HASH)
-            return 1, 2
-        first = max(1, bisect_right(self.sizes, size - max(1, size * config.val_fraction)))
-        share = 1 - self.sizes[first - 1] / size
-        if not config.val_fraction / 2 <= share <= 2 * config.val_fraction:
-            wanted = f"instead of data.val_fraction={config.val_fraction:g}"
-            advice = "because documents are not divided; set data.val_path"
-            print_text(f"{share:.1%} of {self.source.name} is held out {wanted}, {advice}")
-        return first, documents
+        return {"train": train, "val": val}
 
-    def describe(self, first: int, stop: int) -> dict:
-        """The part of the file with documents first to stop - 1, as in meta.json."""
-        start, size = (self.ends[first - 1], self.sizes[first - 1]) if first else (0, 0)
-        counts = {"tokens": self.ends[stop - 1] - start, "bytes": self.sizes[stop - 1] - size}
+    def _cut_document(self) -> None:
+        """Divide the only document into two, at data.val_fraction of its tokens."""
+        share = 1 - self.source.config.val_fraction
+        self.token_starts.insert(1, int(self.token_starts[1] * share))
+        self.byte_starts.insert(1, int(self.byte_starts[1] * share))
+        self.hashes.insert(0, EMPTY_HASH)  # the parts are no copies
+
+    def _find_held_out(self) -> int:
+        """The first of the documents to hold out: the last data.val_fraction of the text, or more.
+
+        The first document of all is never held out.
+        """
+        fraction = self.source.config.val_fraction
+        size = self.byte_starts[-1]
+        held_out_size = max(1, size * fraction)
+        first = max(1, bisect_right(self.byte_starts, size - held_out_size) - 1)
+        share = 1 - self.byte_starts[first] / size
+        if not fraction / 2 <= share <= 2 * fraction:
+            print_text(
+                f"{share:.1%} of {self.source.name} is held out instead of "
+                f"data.val_fraction={fraction:g}, because documents are not divided; "
+                "set data.val_path"
+            )
+        return first
+
+    def describe(self, documents: range) -> dict:
+        """The part of the file with these documents, as in meta.json."""
+        start = self.token_starts[documents.start]
+        size = self.byte_starts[documents.stop] - self.byte_starts[documents.start]
         return {
-            "file": f"{self.source.name}.bin",
+            "file": self.name,
             "start": start,
-            **counts,
-            "documents": stop - first,
+            "tokens": self.token_starts[documents.stop] - start,
+            "bytes": size,
+            "documents": len(documents),
         }
 
 
 def parallel_map(function: Callable[[Any], Any], items: Iterable[Any]) -> Iterator[Any]:
-    """Yield function(item) for each item, in order, on all cores. Only a few items are in memory at a time."""
-    with ThreadPoolExecutor(
-        cpu_count()
-    ) as pool:  # tiktoken releases Python's global interpreter lock
+    """Yield function(item) for each item, in order, on all cores. Few items are in memory."""
+    with ThreadPoolExecutor(cpu_count()) as pool:  # tiktoken releases the global interpreter lock
         pending = deque()
         for item in items:
             pending.append(pool.submit(function, item))
             if len(pending) > 2 * cpu_count():
                 yield pending.popleft().result()
-        yield from (future.result() for future in pending)
+        for future in pending:
+            yield future.result()

@@ -1,18 +1,20 @@
-"""Batches of token windows, without state: a batch is a pure function of (split, first, count).
+"""Batches of token windows. A batch is a pure function of (split, first, count), without any state.
 
-Training: the n tokens of a source form a ring. An epoch cuts the ring at a random phase into ceil(n / T) windows and
-shuffles them, so that each token is a target once (a few twice, where the last window overlaps the first). Sequence i
-depends only on the seed and i: resuming needs only its number, and any number of processes sees the same batches. The
-sources of a mix take turns by weight, each with its own epochs. T is block_size.
+Training: the n tokens of a source form a ring. An epoch cuts the ring at a random phase into
+ceil(n / T) windows and shuffles them, so that each token is a target once (a few twice, where the
+last window overlaps the first). T is block_size. Sequence i depends only on the seed and i:
+resuming needs only its number, and any number of processes sees the same batches. The sources of a
+mix take turns by weight, each with its own epochs.
 
-Validation: windows are consecutive. The last one ends with the text; its targets that the previous window also has are
-masked, so that every target counts once.
+Validation: windows are consecutive. The last one ends with the text; its targets that the previous
+window also has are masked, so that every target counts once.
 
-Document ids increase at each end-of-text token, which belongs to the next document: the first token of a document is
-predicted from the end-of-text token alone, as in unconditional sampling. Prompts are inputs, but no targets.
+Document ids increase at each end-of-text token, which belongs to the next document: the first token
+of a document is predicted from the end-of-text token alone, as in unconditional sampling. Prompts
+are inputs, but no targets.
 """
 
-from functools import lru_cache
+import math
 
 import numpy as np
 import torch
@@ -20,12 +22,16 @@ from torch import Tensor
 
 from common.errors import UserError
 from data.prepare import PreparedData
+from data.token_files import to_token_ids
 from data.tokenizer import END_OF_TEXT, end_of_text
 from model.loss import IGNORE_INDEX
 
 
 class Loader:
-    """Reads batches of prepared data. document_mask: add document ids, which need an end-of-text token (UserError)."""
+    """Reads batches of prepared data.
+
+    document_mask: also return document ids. They need an end-of-text token (UserError).
+    """
 
     def __init__(
         self,
@@ -35,66 +41,58 @@ class Loader:
         device="cpu",
         document_mask: bool = False,
     ):
-        self.train, self.val, self.weights = data.train, data.val, data.weights
-        self.T, self.seed, self.device = block_size, seed, torch.device(device)
-        self.windows = [
-            -(-len(tokens) // self.T) for tokens in self.train
-        ]  # per epoch of each source
-        self.val_T = min(self.T, len(self.val) - 1)
-        self.val_windows = -(-(len(self.val) - 1) // self.val_T)
-        self.has_prompts = self.val.dtype == np.int32
-        self._shuffle_epoch = lru_cache(maxsize=2 * len(self.train))(
-            self._shuffle_epoch
-        )  # a batch may span two
+        self.T = block_size
+        self.seed = seed
+        self.device = torch.device(device)
+        self.weights = data.weights
+        self.train = data.train
+        # number of windows per epoch of each source
+        self.windows = [math.ceil(len(tokens) / block_size) for tokens in self.train]
+        # by source: the last epoch that was read, and the phase and the order of its windows
+        self.epochs: dict[int, tuple[int, int, np.ndarray]] = {}
+        self.val = data.val
+        self.val_T = min(block_size, len(self.val) - 1)
+        self.val_windows = math.ceil((len(self.val) - 1) / self.val_T)
         self.end_of_text = end_of_text(data.tokenizer) if document_mask else None
         if document_mask and self.end_of_text is None:
-            fix = (
-                "set it to false, or use a text of several documents and a tokenizer built from it"
-            )
             raise UserError(
-                f"data.document_mask=true needs the {END_OF_TEXT} token, which the tokenizer lacks; {fix}"
+                f"data.document_mask=true needs the {END_OF_TEXT} token, which the tokenizer "
+                "lacks; set it to false, or use a text of several documents and a tokenizer "
+                "built from it"
             )
 
     def batch(
         self, split: str, first: int, count: int, stride: float = 1
     ) -> tuple[Tensor, Tensor, Tensor | None]:
-        """Read inputs, targets and document ids (None without document_mask), (count, T) int64 each.
+        """Read inputs, targets and document ids, (count, T) int64 each.
 
-        Row j holds sequence int((first + j) * stride). Validation has `val_windows` sequences; later rows are omitted.
+        The document ids are None without document_mask. Row j holds sequence
+        int((first + j) * stride). Validation has `val_windows` sequences; later rows are omitted.
         """
         sequences = [int(i * stride) for i in range(first, first + count)]
-        x, y = self._train_batch(sequences) if split == "train" else self._val_batch(sequences)
-        if (
-            self.device.type == "cuda"
-        ):  # from pinned memory, so that the host does not wait for the copy
-            x, y = x.pin_memory(), y.pin_memory()
-        x, y = x.to(self.device, non_blocking=True), y.to(self.device, non_blocking=True)
-        return x, y, (x == self.end_of_text).cumsum(dim=1) if self.end_of_text is not None else None
+        if split == "train":
+            x, y = self._train_batch(sequences)
+        else:
+            x, y = self._val_batch(sequences)
+        if self.device.type == "cuda":
+            # from pinned memory, so that the host does not wait for the copy
+            x = x.pin_memory()
+            y = y.pin_memory()
+        x = x.to(self.device, non_blocking=True)
+        y = y.to(self.device, non_blocking=True)
+        if self.end_of_text is None:
+            return x, y, None
+        return x, y, (x == self.end_of_text).cumsum(dim=1)
 
     def count_targets(self, first: int, count: int) -> int:
-        """Number of targets in training sequences `first` to first + count - 1, but at least 1, to divide by it."""
-        if not self.has_prompts:
+        """Number of targets in training sequences `first` to first + count - 1.
+
+        At least 1, because the loss is divided by it.
+        """
+        if self.val.dtype != np.int32:  # there are no prompts
             return count * self.T
         _, y = self._train_batch(list(range(first, first + count)))
         return max(1, int((y != IGNORE_INDEX).sum()))
-
-    def _shuffle_epoch(self, source: int, epoch: int) -> tuple[int, np.ndarray]:
-        """Phase and order of the windows of an epoch."""
-        rng = np.random.default_rng((self.seed, epoch, source) if source else (self.seed, epoch))
-        return int(rng.integers(self.T)), rng.permutation(self.windows[source])
-
-    def _find_source(self, sequence: int) -> tuple[int, int]:
-        """The source of a training sequence, and the number of earlier sequences of this source."""
-        # Of n sequences, n x weight / total weight are from the first source, rounded. The others are divided likewise.
-        remaining_weight = sum(self.weights)
-        for source, weight in enumerate(self.weights[:-1]):
-            earlier, following = (
-                int(n * weight / remaining_weight + 0.5) for n in (sequence, sequence + 1)
-            )
-            if following > earlier:
-                return source, earlier
-            sequence, remaining_weight = sequence - earlier, remaining_weight - weight
-        return len(self.weights) - 1, sequence
 
     def _train_batch(self, sequences: list[int]) -> tuple[Tensor, Tensor]:
         rows = []
@@ -102,29 +100,52 @@ class Loader:
             source, index = self._find_source(sequence)
             epoch, window = divmod(index, self.windows[source])
             phase, order = self._shuffle_epoch(source, epoch)
-            rows.append(
-                self.train[source].read_ring(phase + int(order[window]) * self.T, self.T + 1)
-            )
+            start = phase + int(order[window]) * self.T
+            rows.append(self.train[source].read_ring(start, self.T + 1))
         return self._make_batch(rows)
+
+    def _shuffle_epoch(self, source: int, epoch: int) -> tuple[int, np.ndarray]:
+        """Phase and order of the windows of an epoch. Remembers the last epoch of each source."""
+        if source not in self.epochs or self.epochs[source][0] != epoch:
+            # the first source of a mix has the seed of a run without a mix
+            seed = (self.seed, epoch, source) if source > 0 else (self.seed, epoch)
+            rng = np.random.default_rng(seed)
+            phase = int(rng.integers(self.T))
+            self.epochs[source] = (epoch, phase, rng.permutation(self.windows[source]))
+        _, phase, order = self.epochs[source]
+        return phase, order
+
+    def _find_source(self, sequence: int) -> tuple[int, int]:
+        """The source of a training sequence, and the number of earlier sequences of this source.
+
+        Of the first n sequences, n x weight / total weight, rounded, are from the first source. The
+        others are divided in the same way among the other sources.
+        """
+        total = sum(self.weights)
+        for source, weight in enumerate(self.weights[:-1]):
+            earlier = int(sequence * weight / total + 0.5)
+            earlier_or_this = int((sequence + 1) * weight / total + 0.5)
+            if earlier_or_this > earlier:
+                return source, earlier
+            sequence -= earlier
+            total -= weight
+        return len(self.weights) - 1, sequence
 
     def _val_batch(self, sequences: list[int]) -> tuple[Tensor, Tensor]:
         T = self.val_T
-        first_targets = np.array(
-            [i * T for i in sequences if i < self.val_windows], dtype=np.int64
-        ).reshape(-1, 1)
-        starts = np.minimum(first_targets, len(self.val) - 1 - T)
-        x, y = self._make_batch(
-            [self.val[start : start + T + 1] for start in starts[:, 0].tolist()]
-        )
-        is_repeated = torch.from_numpy(starts + np.arange(T) < first_targets)
-        return x, y.masked_fill(is_repeated, IGNORE_INDEX)
+        last = self.val_windows - 1
+        last_start = len(self.val) - 1 - T
+        starts = [min(i * T, last_start) for i in sequences if i <= last]
+        x, y = self._make_batch([self.val[start : start + T + 1] for start in starts])
+        if last in sequences:
+            # the first targets of the last window, which the previous window also has
+            y[-1, : last * T - last_start] = IGNORE_INDEX
+        return x, y
 
     def _make_batch(self, rows: list[np.ndarray]) -> tuple[Tensor, Tensor]:
-        """Inputs and targets (B, T) of windows of T + 1 stored tokens. A prompt's token is an input, but no target."""
-        windows = torch.from_numpy(np.stack(rows).astype(np.int64))
-        x, y = windows[:, :-1].contiguous(), windows[:, 1:].contiguous()
-        return (
-            (torch.maximum(x, ~x), y.masked_fill(y < 0, IGNORE_INDEX))
-            if self.has_prompts
-            else (x, y)
-        )
+        """Inputs and targets, (B, T) each, of windows of T + 1 values of token files."""
+        values = np.stack(rows)
+        x = torch.from_numpy(to_token_ids(values[:, :-1]))
+        y = torch.from_numpy(values[:, 1:].astype(np.int64))
+        # the tokens of prompts, which are negative, are inputs, but no targets
+        return x, y.masked_fill(y < 0, IGNORE_INDEX)

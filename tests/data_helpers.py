@@ -16,22 +16,37 @@ from hypothesis import strategies as st
 
 from data.config import DataConfig, TokenizerConfig
 from data.prepare import PreparedData, prepare
-from data.readers import iter_documents
+from data.readers import Piece, iter_documents
 from data.sources import resolve_sources
 from data.tokenizer import build_tokenizer, end_of_text
 
-GPT4 = (  # the patterns of cl100k_base and o200k_base in tiktoken 0.14
-    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]"
-    r"|\s+(?!\S)|\s",
-    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
-    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+# The patterns of cl100k_base and o200k_base in tiktoken 0.14.
+GPT4 = (
+    r"'(?i:[sdmt]|ll|ve|re)|[^\r\n\p{L}\p{N}]?+\p{L}++|\p{N}{1,3}+"
+    r"| ?[^\s\p{L}\p{N}]++[\r\n]*+|\s++$|\s*[\r\n]|\s+(?!\S)|\s",
+    r"[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]*[\p{Ll}\p{Lm}\p{Lo}\p{M}]+"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
+    r"|[^\r\n\p{L}\p{N}]?[\p{Lu}\p{Lt}\p{Lm}\p{Lo}\p{M}]+[\p{Ll}\p{Lm}\p{Lo}\p{M}]*"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)?"
     r"|\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n/]*|\s*[\r\n]+|\s+(?!\S)|\s+",
 )
 GPT2S = r"'(?:[sdmt]|ll|ve|re)| ?\p{L}++| ?\p{N}++| ?[^\s\p{L}\p{N}]++|\s++$|\s+(?!\S)|\s"
 UNUSUAL_TEXTS = [
-    "", "emoji 😀, 👩\u200d👧", "Windows\r\nlines\rand old Macs", "NUL \x00 bytes \x00\x00", "NA", "null", "2024-01-01",
-    " spaces ", '"quoted", text', "\n", "<|endoftext|> is text", "\u2028\x85\x0c\x1a", "e\u0301", "\ufeff in between",
-]  # fmt: skip
+    "",
+    "emoji 😀, 👩\u200d👧",
+    "Windows\r\nlines\rand old Macs",
+    "NUL \x00 bytes \x00\x00",
+    "NA",
+    "null",
+    "2024-01-01",
+    " spaces ",
+    '"quoted", text',
+    "\n",
+    "<|endoftext|> is text",
+    "\u2028\x85\x0c\x1a",
+    "e\u0301",
+    "\ufeff in between",
+]
 any_text = st.one_of(
     st.text(st.characters(exclude_categories=["Cs"]), max_size=60), st.sampled_from(UNUSUAL_TEXTS)
 )
@@ -47,14 +62,17 @@ def prepare_data(
     return prepare(config, tokenizer, block_size)
 
 
+def join_pieces(pieces: list[Piece], is_prompt: bool) -> str:
+    return "".join(piece.text for piece in pieces if piece.is_prompt == is_prompt)
+
+
 def read_documents(config: DataConfig) -> list[tuple[str, str]]:
     """Prompt and text of all documents."""
-    documents = [list(document) for document in iter_documents(resolve_sources(config))]
-    join = "".join
-    return [
-        (join(p.text for p in d if p.is_prompt), join(p.text for p in d if not p.is_prompt))
-        for d in documents
-    ]
+    documents = []
+    for document in iter_documents(resolve_sources(config)):
+        pieces = list(document)
+        documents.append((join_pieces(pieces, True), join_pieces(pieces, False)))
+    return documents
 
 
 def load_documents(path: str | list[str], **settings) -> list[str]:
@@ -66,9 +84,8 @@ def build(documents: list[str], config: TokenizerConfig) -> tiktoken.Encoding:
 
 
 def read_ids(prepared: PreparedData, split: str) -> list[int]:
-    return np.concatenate(
-        [t[:] for t in (prepared.train if split == "train" else [prepared.val])]
-    ).tolist()
+    parts = prepared.train if split == "train" else [prepared.val]
+    return np.concatenate([tokens[:] for tokens in parts]).tolist()
 
 
 def decode_split(prepared: PreparedData, split: str) -> str:
@@ -84,7 +101,8 @@ def prepared_folders() -> list[Path]:
 
 def write_file(path: str, content: str | bytes) -> str:
     """Write a file, compressed if its name says so. Returns its path."""
-    content = content.encode() if isinstance(content, str) else content
+    if isinstance(content, str):
+        content = content.encode()
     compress = {".gz": gzip.compress, ".zst": zstandard.compress}.get(Path(path).suffix, bytes)
     Path(path).parent.mkdir(parents=True, exist_ok=True)
     Path(path).write_bytes(compress(content))
@@ -93,17 +111,17 @@ def write_file(path: str, content: str | bytes) -> str:
 
 def write_table(path: str, **columns: list) -> str:
     """Write a .parquet, .csv or .jsonl file. Returns its path."""
-    out, rows = io.StringIO(newline=""), list(zip(*columns.values(), strict=True))
     if path.endswith(".parquet"):
         pq.write_table(pa.table(columns), write_file(path, ""), row_group_size=13)
         return path
+    out = io.StringIO(newline="")
+    rows = list(zip(*columns.values(), strict=True))
     if ".csv" in path:
         csv.writer(out).writerows([list(columns), *rows])
     else:
-        for n, row in enumerate(rows):
-            out.write(
-                json.dumps(dict(zip(columns, row, strict=True)), ensure_ascii=n % 2 == 0) + "\n"
-            )
+        for number, row in enumerate(rows):
+            values = dict(zip(columns, row, strict=True))
+            out.write(json.dumps(values, ensure_ascii=number % 2 == 0) + "\n")
     return write_file(path, out.getvalue())
 
 
@@ -111,6 +129,6 @@ def write_documents(path: str, documents: list[str]) -> str:
     """Write a table, or one text file per document if path has an asterisk. Returns the path."""
     if "*" not in path:
         return write_table(path, n=list(range(len(documents))), text=documents)
-    for n, text in enumerate(documents):
-        write_file(path.replace("*", str(n)), text)
+    for number, text in enumerate(documents):
+        write_file(path.replace("*", str(number)), text)
     return path

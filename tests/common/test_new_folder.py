@@ -1,4 +1,4 @@
-"""new_folder (common/files.py): a folder is complete or absent, whatever ends the process that writes it."""
+"""new_folder (common/files.py): a folder is complete or absent, also after a kill."""
 
 import threading
 
