@@ -1,4 +1,4 @@
-"""Config of the data and the tokenizer: each line has a key, its type, default, limits and meaning."""
+"""Config of the data and the tokenizer: each key has its type, default, limits and meaning."""
 
 from collections.abc import Iterator
 from dataclasses import dataclass, field, fields
@@ -6,13 +6,8 @@ from typing import Any
 
 from common.settings import Rule, check_path_component, setting
 
-MIX_KEYS = (
-    "name",
-    "source",
-    "mix",
-    "document_mask",
-    "weight",
-)  # of a mix itself; its sources have the other keys
+# Keys of a mix itself. Its sources have the other keys.
+MIX_KEYS = ("name", "source", "mix", "document_mask", "weight")
 HUB_KEYS = ("repo", "config", "split", "revision", "val_split", "stream")
 MAX_COUNT = 10**15
 
@@ -23,90 +18,68 @@ class DataConfig:
 
     name: str = "text"
     source: str = "text"  # function in data/sources.py
-    path: Any = None  # files to read instead: a file, a folder, a pattern such as texts/*.txt, a URL, or a list of them
-    repo: str | None = None  # source=hub: data set of the Hugging Face hub
-    config: str | None = None  # source=hub: configuration of the data set; None: its default
-    split: str | None = None  # source=hub
-    revision: str | None = None  # source=hub; None: the main branch
+    # Files to read instead of the source: a file, a folder, a pattern such as texts/*.txt, a URL,
+    # or a list of them.
+    path: Any = None
+    # source=hub: data set of the Hugging Face hub, its configuration (None: its default), split and
+    # revision (None: the main branch).
+    repo: str | None = None
+    config: str | None = None
+    split: str | None = None
+    revision: str | None = None
     stream: bool = False  # source=hub: read from the network on demand, without a copy on the disk
-    text_column: str = "text"  # column of a table (hub data set, .parquet, .jsonl, .csv, .tsv)
-    prompt_column: str | None = (
-        None  # column of prompts, which text_column completes; prompts are never targets
-    )
-    row_is_document: bool = (
-        True  # each row of a table is a document; False: a table is one document
-    )
-    separator: str | None = (
-        None  # string between the documents of a text file, such as \\n; None: one document
-    )
+    # Column of a table (hub data set, .parquet, .jsonl, .csv, .tsv) that contains the text.
+    text_column: str = "text"
+    # Column of prompts, which text_column completes. Prompts are never targets.
+    prompt_column: str | None = None
+    # Each row of a table is a document. False: a table is one document.
+    row_is_document: bool = True
+    # String between the documents of a text file, such as \\n. None: a file is one document.
+    separator: str | None = None
     max_documents: int | None = setting(None, 1, MAX_COUNT)  # None: all
-    # Held out for validation, by the first of these keys that is set:
-    val_path: Any = None  # separate files
-    val_split: str | None = None  # separate split of a hub data set
-    val_documents: int | None = setting(None, 1, MAX_COUNT)  # number of documents from the start
-    val_fraction: float = setting(
-        0.1, above=0, below=1
-    )  # the last fraction of the text, in complete documents
-    text_bytes: int | None = setting(
-        None, 1, MAX_COUNT
-    )  # approximate size of a text that is not on this machine
-    mix: dict[str, "DataConfig"] = field(
-        default_factory=dict
-    )  # sources to mix, by name (docs/data.md)
-    weight: float = setting(
-        1.0, above=0
-    )  # in a mix: share of the training windows, relative to the other sources
-    document_mask: bool = (
-        False  # tokens attend only to their own document, and positions restart with it
-    )
+    # Held out for validation, by the first of these keys that is set: separate files, a separate
+    # split of a hub data set, a number of documents from the start, or the last fraction of the
+    # text, in complete documents.
+    val_path: Any = None
+    val_split: str | None = None
+    val_documents: int | None = setting(None, 1, MAX_COUNT)
+    val_fraction: float = setting(0.1, above=0, below=1)
+    # Approximate size of a text that is not on this machine.
+    text_bytes: int | None = setting(None, 1, MAX_COUNT)
+    mix: dict[str, "DataConfig"] = field(default_factory=dict)  # sources to mix, by name
+    # In a mix: share of the training windows, relative to the other sources.
+    weight: float = setting(1.0, above=0)
+    # Tokens attend only to their own document, and positions restart with it.
+    document_mask: bool = False
 
     def rules(self, section: str) -> Iterator[Rule]:
         check_path_component(f"{section}.name", self.name)
         if self.source == "mix" or self.mix:
-            yield (
-                "mix",
-                bool(self.mix),
-                "has no sources; list them in a YAML file (docs/data.md, Mix sources)",
-            )
-            for entry in fields(self):
-                is_valid = entry.name in MIX_KEYS or getattr(self, entry.name) == entry.default
-                yield (
-                    entry.name,
-                    is_valid,
-                    f"does not apply to a mix; set data.mix.NAME.{entry.name} instead",
-                )
-            for name in self.mix:
-                check_path_component("data.mix", name)
-            return
-        yield (
-            "document_mask",
-            section == "data" or not self.document_mask,
-            "is for all sources; set data.document_mask",
-        )
-        for key in HUB_KEYS:
-            yield (
-                key,
-                self.source == "hub" or not getattr(self, key),
-                "works only with data=hub; set both or neither",
-            )
-        has_column = self.prompt_column != self.text_column and (
-            self.row_is_document or self.prompt_column is None
-        )
-        yield (
-            "prompt_column",
-            has_column,
-            "needs another column as text_column, and row_is_document=true; or set null",
-        )
-        yield "separator", self.separator != "", "must not be empty; set a string, or null"
-        required = {"text": "path", "hub": "repo"}.get(self.source)
-        if self.path is None and required is not None:
-            yield required, bool(getattr(self, required)), f"is missing; set {section}.{required}"
+            yield from self._mix_rules()
+        else:
+            yield from self._source_rules(section)
 
-    @property
-    def mixed(
-        self,
-    ) -> dict[str, "DataConfig"]:  # the sources by name; without a mix, this config alone
-        return self.mix or {self.name: self}
+    def _mix_rules(self) -> Iterator[Rule]:
+        yield "mix", bool(self.mix), "has no sources; list them in a YAML file (docs/data.md)"
+        for entry in fields(self):
+            is_valid = entry.name in MIX_KEYS or getattr(self, entry.name) == entry.default
+            advice = f"does not apply to a mix; set data.mix.NAME.{entry.name} instead"
+            yield entry.name, is_valid, advice
+        for name in self.mix:
+            check_path_component("data.mix", name)
+
+    def _source_rules(self, section: str) -> Iterator[Rule]:
+        for key in HUB_KEYS:
+            is_valid = self.source == "hub" or not getattr(self, key)
+            yield key, is_valid, "works only with data=hub; set both or neither"
+        is_document = self.row_is_document and self.prompt_column != self.text_column
+        advice = "needs another column as text_column, and row_is_document=true; or set null"
+        yield "prompt_column", is_document or self.prompt_column is None, advice
+        yield "separator", self.separator != "", "must not be empty; set a string, or null"
+        has_path = self.path is not None or self.source != "text"
+        yield "path", has_path, f"is missing; set {section}.path"
+        has_repo = bool(self.repo) or self.path is not None or self.source != "hub"
+        yield "repo", has_repo, f"is missing; set {section}.repo"
 
 
 def python_stdlib() -> DataConfig:
@@ -119,32 +92,25 @@ class TokenizerConfig:
     """Config of the tokenizer."""
 
     name: str = "bpe"  # function in data/tokenizer.py
-    vocab_size: int | None = setting(
-        2048, 1, 10**6
-    )  # maximum size of a trained vocabulary (bpe); None for the others
+    # Maximum size of a trained vocabulary (bpe). None for the others.
+    vocab_size: int | None = setting(2048, 1, 10**6)
     run: str | None = None  # name=run: the run whose tokenizer is used
 
     def rules(self, section: str) -> Iterator[Rule]:
-        is_valid = (self.vocab_size or 0) > 256 if self.name == "bpe" else self.vocab_size is None
-        advice = (
-            "must be above 256, the number of bytes"
-            if self.name == "bpe"
-            else f"is not for {self.name}; set null"
-        )
-        yield "vocab_size", is_valid, advice
-        yield (
-            "run",
-            (self.name == "run") == (self.run is not None),
-            "and tokenizer=run need each other; set both",
-        )
+        if self.name == "bpe":
+            is_valid = self.vocab_size is not None and self.vocab_size > 256
+            yield "vocab_size", is_valid, "must be above 256, the number of bytes"
+        else:
+            yield "vocab_size", self.vocab_size is None, f"is not for {self.name}; set null"
+        is_valid = (self.name == "run") == (self.run is not None)
+        yield "run", is_valid, "and tokenizer=run need each other; set both"
 
 
 @dataclass
 class PrepareConfig:
     """Config of prepare.py."""
 
-    preset: str | None = (
-        None  # the preset that has set the size of the vocabulary (configs/preset.py)
-    )
+    # The preset that has set the size of the vocabulary (configs/preset.py).
+    preset: str | None = None
     data: DataConfig = field(default_factory=python_stdlib)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)

@@ -1,18 +1,20 @@
-"""Read documents from files, without any change to their text.
+"""Read documents from text files, tables, URLs and data sets of the Hugging Face hub.
 
-A text file is one document, unless data.separator divides it. Each row of a table is a document. Documents are read in
-pieces of at most MAX_PIECE_CHARS characters. A row, or a document between separators, must fit into memory. All columns
-of tables are read as strings: "NA" stays "NA". Only this file imports `datasets`.
+A text file is one document, unless data.separator divides it. Each row of a table is a document.
+The text does not change, and columns of tables are read as strings: "NA" stays "NA".
+
+Documents are read in pieces of at most MAX_PIECE_CHARS characters, so a text file can be larger
+than the memory. A row of a table, or a document between separators, must fit into memory.
+
+iter_documents yields documents, and iter_pieces yields pieces. Below them are the readers of text
+files, of rows, and of each format of a table. Only this file imports `datasets`.
 """
 
 import csv
 import io
-import itertools
 import os
 import re
-import shlex
 from collections.abc import Iterable, Iterator
-from functools import cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -23,12 +25,10 @@ from data.config import DataConfig
 from data.sources import COMPRESSED, CSV_DELIMITERS, Source, is_remote, is_table, suffix
 
 MAX_PIECE_CHARS = 2**20
-JSON_BLOCK_BYTES = 2**20  # that are read at a time, and the rest of the last row
-BATCH_ROWS = 200  # rows of a parquet file or a hub data set that are read at a time
+WORD_END_CHARS = 1000  # at the end of a piece, in which the end of a word is searched
+JSON_BLOCK_BYTES = 2**20  # of a .jsonl file, read at a time
+BATCH_ROWS = 200  # of a .parquet file or a hub data set, read at a time
 csv.field_size_limit(2**31 - 1)  # the largest possible on Windows; the default is 131,072
-CONVERT_JSON = """
-import json, sys; [print(json.dumps({"text": row} if isinstance(row, str) else row)) for row in json.load(sys.stdin)]
-""".strip()
 
 
 class Piece(NamedTuple):
@@ -39,23 +39,46 @@ class Piece(NamedTuple):
     is_prompt: bool
 
 
+def iter_documents(sources: Iterable[Source]) -> Iterator[Iterator[Piece]]:
+    """Yield each document of the sources as an iterator of its pieces.
+
+    The pieces must be read before the next document. The documents include those that a training
+    run would hold out. Raises UserError.
+    """
+    for source in sources:
+        pieces = iter_pieces(source)
+        for first_piece in pieces:
+            yield _rest_of_document(first_piece, pieces)
+
+
+def _rest_of_document(piece: Piece, next_pieces: Iterator[Piece]) -> Iterator[Piece]:
+    """Yield a piece, and the next pieces up to the end of the document."""
+    yield piece
+    while not piece.ends_document:
+        piece = next(next_pieces)
+        yield piece
+
+
 def iter_pieces(source: Source, is_validation: bool = False) -> Iterator[Piece]:
-    """Yield the documents of a source, or of its val_files, in pieces. Raises UserError if there is no text to read."""
+    """Yield the documents of a source, or of its separate validation files, in pieces.
+
+    Raises UserError if a file cannot be read, or if no file contains text.
+    """
     config = source.config
     files = source.val_files if is_validation else source.files
-    missing = (
-        {"text"} if config.prompt_column is None else {"prompt", "text"}
-    )  # columns without text so far
-    for piece in _iter_files(files, config, None if is_validation else config.max_documents):
+    max_documents = None if is_validation else config.max_documents
+    missing = {"text"}
+    if config.prompt_column is not None:
+        missing.add("prompt")
+    for piece in _iter_files(files, config, max_documents):
         if piece.text:
             missing.discard("prompt" if piece.is_prompt else "text")
         yield piece
     if files and missing:
-        name = max(missing)
-        advice = "set another data.path"
-        if is_table(files[0]):
-            advice += f" or data.{name}_column{_first_line(files[0])}"
-        raise UserError(f"there is no {name} in {', '.join(files[:3])}; {advice}")
+        raise UserError(
+            f"there is no {' and no '.join(sorted(missing))} in {', '.join(files[:3])}; "
+            "set another data.path, data.text_column or data.prompt_column"
+        )
 
 
 def _iter_files(files: list[str], config: DataConfig, max_documents: int | None) -> Iterator[Piece]:
@@ -64,7 +87,8 @@ def _iter_files(files: list[str], config: DataConfig, max_documents: int | None)
     for file in files:
         for piece in _iter_file(file, config):
             yield piece
-            num_documents += piece.ends_document
+            if piece.ends_document:
+                num_documents += 1
             if num_documents == max_documents:
                 return
 
@@ -72,267 +96,247 @@ def _iter_files(files: list[str], config: DataConfig, max_documents: int | None)
 def _iter_file(file: str, config: DataConfig) -> Iterator[Piece]:
     """Yield the pieces of a file. Raises UserError if it cannot be read."""
     try:
-        for prompt, texts in _iter_documents(file, config):
-            if config.prompt_column is not None:
-                yield from cut_into_pieces([prompt], is_prompt=True)
-            yield from cut_into_pieces(texts)
+        if not is_table(file):
+            for parts in _iter_text_file(file, config.separator):
+                yield from cut_into_pieces(parts)
+        elif config.row_is_document:
+            for text, *prompts in _iter_rows(file, config):
+                for prompt in prompts:  # one or none
+                    yield from cut_into_pieces([prompt or ""], is_prompt=True)
+                yield from cut_into_pieces([text])
+        else:
+            yield from cut_into_pieces(row[0] for row in _iter_rows(file, config))
     except UserError:
         raise
     except Exception as error:  # pyarrow, datasets and the network have exceptions of many types
         reason = f"{type(error).__name__}: {error}".splitlines()[0][:300]
         if isinstance(error, UnicodeDecodeError):
             reason = describe_decode_error(error)
-        advice = (
-            "check the network, or set data.path to a local copy"
-            if is_remote(file)
-            else "correct the file"
-        )
-        if file.startswith("hub:"):
-            advice += ", or set data.text_column"
+        advice = "correct the file"
+        if is_remote(file):
+            advice = "check the network and data.text_column, or set data.path to a local copy"
         raise UserError(f"{file} cannot be read ({reason}); {advice}") from error
 
 
-def _first_line(file: str) -> str:
-    """The first line of a local .csv or .jsonl file, which shows the columns, as the end of a message."""
-    if is_remote(file) or suffix(file) == ".parquet":
-        return ""
-    line = _open(file).read(100).decode(errors="replace").partition("\n")[0]
-    return f" (the file begins with {line!r})"
-
-
-def iter_documents(sources: Iterable[Source]) -> Iterator[Iterator[Piece]]:
-    """Yield each document of the sources as an iterator of its pieces, which must be read before the next document.
-
-    The documents include those to hold out. Raises UserError.
-    """
-    pieces = itertools.chain.from_iterable(map(iter_pieces, sources))
-    for first in pieces:
-        yield _take_document(itertools.chain([first], pieces))
-
-
-def _take_document(pieces: Iterator[Piece]) -> Iterator[Piece]:
-    """Yield pieces up to the end of the first document."""
-    for piece in pieces:
-        yield piece
-        if piece.ends_document:
-            return
-
-
-def cut_into_pieces(texts: Iterable[str], is_prompt: bool = False) -> Iterator[Piece]:
-    """Join the texts into one document, or its prompt, and cut it into pieces: before a space that follows a word.
-
-    This does not change the tokens: no BPE pattern used here (GPT-2's, GPT-4's, ours) has a match that continues from a
-    word into a space. Text without spaces, as in some scripts, is cut anywhere.
-    """
-    pending, search_from = "", max(0, MAX_PIECE_CHARS - 1000)
-    for part in (
-        text[i : i + MAX_PIECE_CHARS]
-        for text in texts
-        for i in range(0, len(text), MAX_PIECE_CHARS)
-    ):
+def cut_into_pieces(parts: Iterable[str], is_prompt: bool = False) -> Iterator[Piece]:
+    """Join the parts of one document, or of its prompt, and cut it into pieces, between words."""
+    pending = ""  # the text that is not in a piece yet
+    for part in parts:
         pending += part
-        while len(pending) > MAX_PIECE_CHARS:
-            word_ends = [
-                match.end()
-                for match in re.finditer(r"\S(?= )", pending[search_from:MAX_PIECE_CHARS])
-            ]
-            stop = search_from + word_ends[-1] if word_ends else MAX_PIECE_CHARS
-            yield Piece(pending[:stop], False, is_prompt)
-            pending = pending[stop:]
+        start = 0
+        while len(pending) - start > MAX_PIECE_CHARS:
+            stop = _find_cut(pending, start)
+            yield Piece(pending[start:stop], False, is_prompt)
+            start = stop
+        pending = pending[start:]
     yield Piece(pending, not is_prompt, is_prompt)
 
 
-def _iter_documents(file: str, config: DataConfig) -> Iterator[tuple[str, Iterable[str]]]:
-    """Yield the prompt and the text, in parts, of each document in a file."""
-    if is_table(file):
-        rows = _iter_rows(file, config)
-        if config.row_is_document:
-            for prompt, text in rows:
-                yield prompt, [text]
+def _find_cut(text: str, start: int) -> int:
+    """The end of the piece that begins at `start`: before the last space that follows a word.
+
+    A cut there does not change the tokens, because no BPE pattern used here (GPT-2's, GPT-4's,
+    ours) has a match that continues from a word into a space. Text without spaces, as in some
+    scripts, is cut anywhere.
+    """
+    stop = start + MAX_PIECE_CHARS
+    search_from = max(start, stop - WORD_END_CHARS)
+    # .* matches as much as possible, so the match ends with the last word
+    match = re.match(r"(?s).*\S(?= )", text[search_from:stop])
+    return stop if match is None else search_from + match.end()
+
+
+# Text files
+
+
+def _iter_text_file(file: str, separator: str | None) -> Iterator[Iterable[str]]:
+    """Yield each document of a text file, in parts. Documents between separators are not empty."""
+    with _open_text(file) as stream:
+        parts = _read_parts(stream)
+        if separator is None:
+            yield parts
         else:
-            yield "", (text for _, text in rows)
-    elif config.prompt_column is not None:
-        raise UserError(
-            f"{file} has no columns; set data.path to .jsonl, .csv or .parquet, or data.prompt_column=null"
-        )
-    else:
-        with _open_text(file) as stream:
-            parts = iter(partial(stream.read, MAX_PIECE_CHARS), "")
-            if config.separator is None:
-                yield "", parts
-            else:
-                documents = _split_documents(parts, unescape(config.separator))
-                yield from (("", [text]) for text in documents if text)
+            for document in _split_documents(parts, unescape(separator)):
+                if document:
+                    yield [document]
+
+
+def _read_parts(stream: io.TextIOBase) -> Iterator[str]:
+    """Yield the text of a stream in parts of MAX_PIECE_CHARS characters."""
+    while part := stream.read(MAX_PIECE_CHARS):
+        yield part
 
 
 def _split_documents(parts: Iterable[str], separator: str) -> Iterator[str]:
-    """Yield the documents between separators. A \\n also matches \\r\\n."""
+    r"""Yield the documents between separators. A \n in the separator also matches \r\n."""
     pattern = re.compile(re.escape(separator).replace("\\\n", "\r?\n"))
-    longest = 2 * len(separator)  # with the \r of each \n
-    searched: list[str] = []  # beginning of the current document
-    pending = ""  # its end, which may contain the beginning of a separator
+    max_length = 2 * len(separator)  # of a match, with a \r before each \n
+    # The current document is `searched`, which contains no separator, and then `pending`, whose
+    # end can be the beginning of a separator.
+    searched: list[str] = []
+    pending = ""
     for part in parts:
         *ended, pending = pattern.split(pending + part)
         for text in ended:
             yield "".join([*searched, text])
             searched = []
-        searched.append(pending[:-longest])
-        pending = pending[-longest:]
+        searched.append(pending[:-max_length])
+        pending = pending[-max_length:]
     yield "".join([*searched, pending])
 
 
-def _iter_rows(file: str, config: DataConfig) -> Iterator[tuple[str, str]]:
-    """Yield the prompt ('' without data.prompt_column) and the text of each row, except rows without text (null)."""
+# Tables
+
+
+def _iter_rows(file: str, config: DataConfig) -> Iterator[tuple[Any, ...]]:
+    """Yield (text,) of each row, or (text, prompt) with data.prompt_column. A prompt can be None.
+
+    Skips rows whose text is null. Raises ValueError if a text is no string.
+    """
     columns = [config.text_column]
     if config.prompt_column is not None:
         columns.append(config.prompt_column)
-    rows = (
-        _iter_csv(file, columns)
-        if suffix(file) in CSV_DELIMITERS
-        else _iter_arrow(file, columns, config)
-    )
-    for text, *prompts in rows:
-        if text is None:
-            continue
-        if not isinstance(text, str):
-            raise ValueError(
-                f"the column {config.text_column} contains {type(text).__name__}, not text"
-            )
-        yield (prompts[0] or "") if prompts else "", text
+    for row in _iter_columns(file, columns, config):
+        text = row[0]
+        if isinstance(text, str):
+            yield row
+        elif text is not None:
+            kind = type(text).__name__
+            raise ValueError(f"the column {config.text_column} contains {kind}, not text")
 
 
-def _iter_csv(file: str, columns: list[str]) -> Iterator[list[str]]:
-    """Yield the columns of each row of a .csv or .tsv file. Raises UserError for a wrong header or row."""
+def _iter_columns(file: str, columns: list[str], config: DataConfig) -> Iterator[tuple[Any, ...]]:
+    """Yield the values of some columns of each row. They are str, or None for null."""
+    if suffix(file) in CSV_DELIMITERS:
+        yield from _iter_csv(file, columns)
+        return
+    if file.startswith("hub:"):
+        batches = _iter_hub(file, columns, config)
+    elif suffix(file) == ".parquet":
+        batches = _iter_parquet(file, columns)
+    else:
+        batches = _iter_jsonl(file, columns)
+    for batch in batches:
+        values = [batch.column(column).to_pylist() for column in columns]
+        yield from zip(*values, strict=True)
+
+
+def _iter_csv(file: str, columns: list[str]) -> Iterator[tuple[str, ...]]:
+    """Yield the columns of each row of a .csv or .tsv file.
+
+    Raises UserError for its header, and ValueError with the line for a row.
+    """
     with _open_text(file) as stream:
-        lines = _iter_csv_lines(
-            file, csv.reader(stream, delimiter=CSV_DELIMITERS[suffix(file)], strict=True)
-        )
-        _, names = next(lines, (1, []))
-        _check_columns(file, names, columns)
-        positions = [names.index(column) for column in columns]
-        for line, row in lines:
-            if len(row) != len(names):
-                reason = f"the row at line {line} has {len(row)} values instead of {len(names)}"
-                raise UserError(f"{file} cannot be read ({reason}); correct the file")
-            yield [row[position] for position in positions]
-
-
-def _iter_csv_lines(file: str, reader: Any) -> Iterator[tuple[int, list[str]]]:
-    """Yield the rows that are not empty, with the number of their first line. Raises UserError for wrong quotes."""
-    line = 1
-    try:
-        for row in reader:
-            if row:
-                yield line, row
+        reader = csv.reader(stream, delimiter=CSV_DELIMITERS[suffix(file)], strict=True)
+        line = 1  # of the beginning of the row
+        try:
+            names = next(reader, [])
+            _check_columns(file, names, columns)
+            positions = [names.index(column) for column in columns]
             line = reader.line_num + 1
-    except csv.Error as error:
-        reason = f"has wrong quotes: {error}"
-        if "unexpected end" in str(error):
-            reason = "opens a quote that is never closed"
-        raise UserError(
-            f"{file} cannot be read (the row at line {line} {reason}); correct the file"
-        ) from None
+            for row in reader:
+                if len(row) not in (0, len(names)):  # an empty line has no value
+                    raise ValueError(
+                        f"the row at line {line} has {len(row)} values instead of {len(names)}"
+                    )
+                if row:
+                    yield tuple(row[position] for position in positions)
+                line = reader.line_num + 1
+        except csv.Error as error:
+            raise ValueError(f"the row at line {line} has wrong quotes: {error}") from None
 
 
 def _check_columns(file: str, names: list[str], columns: list[str]) -> None:
-    """Raise UserError unless each of the columns is one of the names in the header of a table, and only once."""
+    """Raise UserError unless each column is once in the header of a table. names: the header."""
     for column in columns:
-        if names.count(column) > 1:
+        if names.count(column) != 1:
+            listed = ", ".join(map(repr, names))[:200]
             raise UserError(
-                f"{file} has {names.count(column)} columns named {column!r}; rename them"
+                f"{file} needs one column {column!r}, and the columns are {listed or 'missing'}; "
+                "set data.text_column or data.prompt_column, or write names in the first line"
             )
-        if column not in names:
-            listed = ", ".join(map(repr, names))[:200] or "missing"
-            problem = f"{file} has no column {column!r}: the columns are {listed}"
-            advice = "set data.text_column or data.prompt_column, or write names in the first line"
-            raise UserError(f"{problem}; {advice}")
 
 
-def _iter_arrow(file: str, columns: list[str], config: DataConfig) -> Iterator[tuple[Any, ...]]:
-    """Yield the columns of each row of another table. Raises errors of pyarrow and `datasets`."""
-    for batch in _iter_batches(file, columns, config):
-        yield from zip(*(batch.column(column).to_pylist() for column in columns), strict=True)
+def _iter_hub(file: str, columns: list[str], config: DataConfig) -> Iterator[Any]:
+    """Yield the rows of a split of a hub data set, as Arrow tables."""
+    _, repo, split = file.split(":", 2)
+    options = {"revision": config.revision, "streaming": config.stream}
+    rows = _import_datasets().load_dataset(repo, config.config, split=split, **options)
+    return rows.select_columns(columns).with_format("arrow").iter(batch_size=BATCH_ROWS)
 
 
-def _iter_batches(file: str, columns: list[str], config: DataConfig) -> Iterator[Any]:
-    """Yield the columns of a table as Arrow batches."""
-    import pyarrow as pa
+def _iter_parquet(file: str, columns: list[str]) -> Iterator[Any]:
+    """Yield the rows of a .parquet file, as Arrow batches."""
     from pyarrow import parquet
 
-    if file.startswith("hub:"):
-        _, repo, split = file.split(":", 2)
-        stream = {"revision": config.revision, "streaming": config.stream}
-        rows = _import_datasets().load_dataset(repo, config.config, split=split, **stream)
-        return rows.select_columns(columns).with_format("arrow").iter(batch_size=BATCH_ROWS)
-    if suffix(file) == ".parquet":
-        table = parquet.ParquetFile(_download(file))
-        _check_columns(file, table.schema_arrow.names, columns)
-        return table.iter_batches(BATCH_ROWS, columns=columns)
-    return _iter_jsonl(file, pa.schema([(name, pa.string()) for name in columns]))
+    table = parquet.ParquetFile(_download(file))
+    _check_columns(file, table.schema_arrow.names, columns)
+    return table.iter_batches(BATCH_ROWS, columns=columns)
 
 
-def _iter_jsonl(file: str, schema: Any) -> Iterator[Any]:
-    """Yield the rows of a file with one JSON object per line, as Arrow tables."""
+def _iter_jsonl(file: str, columns: list[str]) -> Iterator[Any]:
+    """Yield the rows of a file with one JSON object per line, as Arrow tables.
+
+    Raises ValueError with the line for a row that is no object, or whose column is no string.
+    """
     import pyarrow as pa
     from pyarrow import json
 
-    parse, line = json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore"), 1
+    schema = pa.schema([(column, pa.string()) for column in columns])
+    parse_options = json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore")
+    line = 1
     with _open_bytes(file) as stream:
         if stream.peek(100).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
-            decompressed = re.sub(r"\.(gz|zst)$", "", file)
-            convert = f"python -c '{CONVERT_JSON}' < {shlex.quote(decompressed)} > new.jsonl"
             raise UserError(
-                f"{file} is a JSON array instead of one object per line; convert it: {convert}"
+                f"{file} is a JSON array instead of one object per line; convert it, for example "
+                "with jq -c '.[]'"
             )
         while chunk := stream.read(JSON_BLOCK_BYTES) + stream.readline():  # complete lines
-            try:
-                if not chunk.isspace():
-                    yield json.read_json(
-                        pa.BufferReader(chunk), json.ReadOptions(block_size=len(chunk) + 1), parse
-                    )
-            except pa.ArrowInvalid as error:
-                message, _, row = str(error).partition(" in row ")
-                raise ValueError(f"{message} near line {line + int(row or 0)}") from None
+            if not chunk.isspace():
+                read_options = json.ReadOptions(block_size=len(chunk) + 1)
+                try:
+                    yield json.read_json(pa.BufferReader(chunk), read_options, parse_options)
+                except pa.ArrowInvalid as error:
+                    message, _, row = str(error).partition(" in row ")
+                    raise ValueError(f"{message} near line {line + int(row or 0)}") from None
             line += chunk.count(b"\n")
 
 
-@cache
+# Opening and downloading
+
+
 def _import_datasets() -> Any:
-    """The `datasets` library, imported on first use (1 s)."""
-    os.environ.setdefault(
-        "USE_TORCH", "0"
-    )  # otherwise `datasets` imports torch, which takes 2 s more
+    """The `datasets` library, which takes a second to import."""
+    # Otherwise, `datasets` imports torch, which takes 2 s more.
+    os.environ.setdefault("USE_TORCH", "0")
     import datasets
 
     return datasets
 
 
 def _download(file: str) -> str:
-    """The path of a file, which is downloaded into the cache of `datasets` if it is a URL."""
+    """The path of a file. A URL is downloaded into the cache of `datasets`."""
     if not is_remote(file):
         return file
     from aiohttp import ClientTimeout
 
-    timeout = ClientTimeout(
-        total=None, sock_read=30
-    )  # the default limits the complete download to five minutes
-    config = _import_datasets().DownloadConfig(
-        storage_options={"client_kwargs": {"timeout": timeout}}
-    )
-    return _import_datasets().DownloadManager(download_config=config).download(file)
+    # The default limits the complete download to five minutes. This limits a pause to 30 seconds.
+    timeout = ClientTimeout(total=None, sock_read=30)
+    datasets = _import_datasets()
+    config = datasets.DownloadConfig(storage_options={"client_kwargs": {"timeout": timeout}})
+    return datasets.DownloadManager(download_config=config).download(file)
 
 
 def _open(file: str) -> Any:
     """A binary stream that is decompressed while it is read. Arrow notices a truncated file."""
     import pyarrow
 
-    return pyarrow.input_stream(
-        open(_download(file), "rb"), compression=COMPRESSED.get(Path(file.lower()).suffix)
-    )
+    compression = COMPRESSED.get(Path(file.lower()).suffix)
+    return pyarrow.input_stream(open(_download(file), "rb"), compression=compression)
 
 
 def _open_bytes(file: str) -> io.BufferedReader:
-    """A buffered binary stream of text in UTF-8. Raises UserError for UTF-16 and UTF-32."""
+    """A buffered binary stream of text in UTF-8. Raises UserError for archives and UTF-16."""
     stream = io.BufferedReader(_open(file), 2**16)
     start = stream.peek(2**16)
     if start[257:262] == b"ustar":  # the mark of a tar file

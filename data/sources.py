@@ -1,7 +1,8 @@
-"""Resolve the config to sources: which files to read, which to hold out, and a hash of their content.
+"""Where text comes from: the files of each source, and a hash of their content.
 
-A file is a path, a URL, or hub:REPO:SPLIT. A new source is a function in SOURCES that returns the files to read, and a
-YAML file in configs/data/ that sets `source` to its name. See docs/data.md.
+A file is a path, a URL, or hub:REPO:SPLIT. data/readers.py reads the documents in it. A new source
+is a function in SOURCES that returns the files to read, and a YAML file in configs/data/ that sets
+`source` to its name (docs/data.md).
 """
 
 import glob
@@ -12,29 +13,25 @@ import os
 import re
 import sysconfig
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
+from typing import Any
 
 from common.errors import UserError
-from common.settings import format_value
 from data.config import DataConfig
 
 CSV_DELIMITERS = {".csv": ",", ".tsv": "\t"}
 FOLDER_TABLES = (".parquet", ".jsonl", ".ndjson", ".jsonlines", *CSV_DELIMITERS)
-TABLES = (
-    *FOLDER_TABLES,
-    ".json",
-)  # .json: JSON lines; other files of this name are common in folders
-SUFFIXES = (
-    ".txt",
-    ".md",
-    *FOLDER_TABLES,
-)  # read from a folder; a file that data.path names may have any suffix
+# A .json file has one object per line. It is not read from a folder, where other .json files are
+# common.
+TABLES = (*FOLDER_TABLES, ".json")
+# Read from a folder. A file that data.path names may have any suffix.
+FOLDER_SUFFIXES = (".txt", ".md", *FOLDER_TABLES)
 COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
-TYPICAL_COMPRESSION = 3  # bytes of text per byte of a compressed or .parquet file
 OUTPUT_FOLDERS = ("runs", "data/prepared")  # below the current folder; never read as input
-HASHED_BYTES = 2**26  # of a larger file, one megabyte at its start, middle and end is hashed
-# Keys that determine which documents are read from the files, and which are held out.
+MAX_HASHED_BYTES = 2**26  # larger files: only one megabyte at the start, middle and end is hashed
+# Keys that determine which documents are read from the files, and which are held out. In the order
+# in which they are hashed.
 READING_KEYS = (
     "config",
     "revision",
@@ -42,13 +39,9 @@ READING_KEYS = (
     "prompt_column",
     "row_is_document",
     "max_documents",
+    "val_documents",
+    "val_fraction",
 )
-READING_KEYS += ("val_documents", "val_fraction")
-TABLE_KEYS = (
-    "prompt_column",
-    "text_column",
-    "row_is_document",
-)  # have no effect on files without columns
 STDLIB_EXCLUDED = {
     "test",
     "tests",
@@ -62,153 +55,200 @@ STDLIB_EXCLUDED = {
 
 
 def is_remote(file: str) -> bool:
+    """Whether a file is on the Hugging Face hub or a URL."""
     return file.startswith(("hub:", "http://", "https://"))
 
 
 def suffix(file: str) -> str:
-    """The lower-case suffix without compression: .jsonl for a.jsonl, a.JSONL.gz and https://b.c/a.jsonl?download."""
+    """The lower-case suffix without compression and query.
+
+    .jsonl for a.jsonl, a.JSONL.gz and https://b.c/a.jsonl?download.
+    """
     return Path(re.sub(r"(\.gz|\.zst)?(\?.*)?$", "", file.lower())).suffix
 
 
 def is_table(file: str) -> bool:
+    """Whether a file has rows and columns. Other files are text."""
     return file.startswith("hub:") or suffix(file) in TABLES
 
 
 @dataclass(frozen=True)
 class Source:
-    """A source of text, alone or in a mix."""
+    """A source of text, alone or in a mix, with its files."""
 
     name: str
     config: DataConfig
     files: list[str]
-    val_files: list[str]  # separate input for validation; empty: a part of `files` is held out
-    has_several_documents: bool  # whether it can have several; a text file is one document
-    text_bytes: (
-        int | None
-    )  # approximate size of the text in `files`; None: unknown, not on this machine
+    val_files: list[str]  # separate files for validation; empty: a part of `files` is held out
+
+    @property
+    def has_several_documents(self) -> bool:
+        """Whether the source can have several documents. A text file is one document."""
+        return (
+            len(self.files + self.val_files) > 1
+            or self.config.separator is not None
+            or (is_table(self.files[0]) and self.config.row_is_document)
+        )
+
+    @property
+    def text_bytes(self) -> int | None:
+        """Size of `files`, or data.text_bytes if they are not on this machine. None: unknown."""
+        if any(map(is_remote, self.files)):
+            return self.config.text_bytes
+        return sum(map(os.path.getsize, self.files))
 
 
 def python_stdlib(config: DataConfig) -> list[str]:
-    """Source code of the interpreter's standard library, sorted by a hash: the last files are a fair sample."""
+    """Source code of the interpreter's standard library.
+
+    Files are sorted by a hash of their names, so that the last ones, which are held out, are a fair
+    sample.
+    """
     root = Path(sysconfig.get_paths()["stdlib"])
     names = []
     for parent, folders, files in os.walk(root):
         folders[:] = set(folders) - STDLIB_EXCLUDED
         names += [Path(parent, file).relative_to(root) for file in files if file.endswith(".py")]
-    return [
-        str(root / name)
-        for name in sorted(names, key=lambda name: hashlib.sha256(str(name).encode()).digest())
-    ]
+    names.sort(key=lambda name: hashlib.sha256(str(name).encode()).digest())
+    return [str(root / name) for name in names]
+
+
+def text(config: DataConfig) -> list[str]:
+    """The files of data.path."""
+    return find_files(config.path, "data.path")
+
+
+def hub(config: DataConfig) -> list[str]:
+    """The splits of a data set of the Hugging Face hub. data.split: such as train+test[:10%]."""
+    return [f"hub:{config.repo}:{split}" for split in str(config.split).split("+")]
 
 
 SOURCES: dict[str, Callable[[DataConfig], list[str]]] = {
     "python_stdlib": python_stdlib,
-    "text": lambda config: find_files(config.path, "data.path"),
-    "hub": lambda config: [f"hub:{config.repo}:{part}" for part in str(config.split).split("+")],
+    "text": text,
+    "hub": hub,
 }
 
 
 def resolve_sources(config: DataConfig) -> list[Source]:
-    """List the sources of a config with their files. Raises UserError if one is missing or in both splits."""
+    """Find the files of each source of a config.
+
+    Raises UserError if there is none, or if a file would be used for both training and validation.
+    """
     sources = []
-    for name, part in config.mixed.items():
-        key, val_files = f"data.mix.{name}" if config.mix else "data", []
+    configs = config.mix or {config.name: config}
+    for name, part in configs.items():
+        section = f"data.mix.{name}" if config.mix else "data"
         if part.source not in SOURCES:
             raise UserError(
-                f"{key}.source={part.source} is unknown; set one of {', '.join(SOURCES)}"
+                f"{section}.source={part.source} is unknown; set one of {', '.join(SOURCES)}"
             )
-        files = (
-            find_files(part.path, f"{key}.path")
-            if part.path is not None
-            else SOURCES[part.source](part)
-        )
+        if part.path is not None:
+            files = find_files(part.path, f"{section}.path")
+        else:
+            files = SOURCES[part.source](part)
+        val_files = []
         if part.val_path is not None:
-            val_files = find_files(part.val_path, f"{key}.val_path")
+            val_files = find_files(part.val_path, f"{section}.val_path")
         elif part.val_split and part.path is None:
-            val_files = [f"hub:{part.repo}:{split}" for split in part.val_split.split("+")]
-        _check_keys(part, files + val_files, key)
-        has_several = len(files + val_files) > 1 or (is_table(files[0]) and part.row_is_document)
-        has_several |= part.separator is not None
-        size = part.text_bytes
-        if not any(map(is_remote, files)):
-            packed = sum(
-                os.path.getsize(file)
-                for file in files
-                if file.lower().endswith((*COMPRESSED, ".parquet"))
-            )
-            size = sum(map(os.path.getsize, files)) + packed * (TYPICAL_COMPRESSION - 1)
-        sources.append(Source(name, part, files, val_files, has_several, size))
-    for source, other in itertools.product(sources, repeat=2):
-        held_out = other.val_files or (other.files if other is not source else [])
-        if shared := set(map(_identity, source.files)) & set(map(_identity, held_out)):
-            fix = "remove it from one of them, or hold out a part of it with val_fraction or val_documents"
-            raise UserError(f"{min(shared)} would be used for both training and validation; {fix}")
+            val_files = hub(replace(part, split=part.val_split))
+        _check_keys(part, files + val_files, section)
+        sources.append(Source(name, part, files, val_files))
+    _refuse_shared_files(sources)
     return sources
 
 
 def _check_keys(config: DataConfig, files: list[str], section: str) -> None:
-    """Raise UserError for a key of tables without a table, or a separator without a text file."""
-    tables = sum(map(is_table, files))
-    for key in TABLE_KEYS:
-        value = getattr(config, key)
-        default = getattr(DataConfig, key)
-        if (
-            tables == 0 and value != default and config.source != "hub"
-        ):  # the YAML file of a data set may set the key
-            problem = f"{section}.{key}={format_value(value)} has no effect, because {files[0]} has no columns"
-            advice = f"set {section}.path to .jsonl, .csv or .parquet, or {section}.{key}={format_value(default)}"
-            raise UserError(f"{problem}; {advice}")
-    if config.separator is not None and tables == len(files):
+    """Raise UserError for prompts without columns, and for a separator without a text file."""
+    text_files = [file for file in files if not is_table(file)]
+    if config.prompt_column is not None and text_files:
         raise UserError(
-            f"{section}.separator is for text files, and {files[0]} is a table; set {section}.separator=null"
+            f"{section}.prompt_column={config.prompt_column} is for tables, and {text_files[0]} "
+            f"has no columns; set {section}.path to .jsonl, .csv or .parquet, or "
+            f"{section}.prompt_column=null"
+        )
+    if config.separator is not None and not text_files:
+        raise UserError(
+            f"{section}.separator is for text files, and {files[0]} is a table; "
+            f"set {section}.separator=null"
         )
 
 
-def _identity(file: str) -> str:
-    """The real path of a file, or the hub's split that a slice is from: equal for files with common text."""
+def _refuse_shared_files(sources: list[Source]) -> None:
+    """Raise UserError if a file would be used for both training and validation.
+
+    A source without val_files holds out a part of its files, so no other source may train on them.
+    """
+    for source, other in itertools.product(sources, repeat=2):
+        held_out = other.val_files
+        if not held_out and other is not source:
+            held_out = other.files
+        shared = set(map(_identify, source.files)) & set(map(_identify, held_out))
+        if shared:
+            raise UserError(
+                f"{min(shared)} would be used for both training and validation; remove it from one "
+                "of them, or hold out a part of it with val_fraction or val_documents"
+            )
+
+
+def _identify(file: str) -> str:
+    """Equal for files with common text: the real path, or a split of the hub without its slice."""
     return file.split("[")[0] if is_remote(file) else os.path.realpath(file)
 
 
 def find_files(paths: str | list[str], key: str) -> list[str]:
-    """List the files of a path, folder, pattern, URL or list of them, each once. key: config key for UserErrors."""
+    """List the files of a path, folder, pattern or URL, or of a list of them, each file once.
+
+    key: the config key, for UserErrors.
+    """
+    if not isinstance(paths, list) or not paths:  # an empty list finds no file
+        paths = [paths]
     unique: dict[str, str] = {}  # by real path
-    outputs = tuple(f"{os.path.realpath(folder)}/" for folder in OUTPUT_FOLDERS)
-    for name in map(str, paths if isinstance(paths, list) and paths else [paths]):
-        path = os.path.expanduser(name).rstrip("/")
-        if os.path.isdir(path):
-            found = [
-                os.path.join(parent, file) for parent, _, files in os.walk(path) for file in files
-            ]
-            found = [
-                file for file in found if suffix(file) in SUFFIXES and "/." not in file[len(path) :]
-            ]
-        else:
-            found = glob.glob(path, recursive=True)
-        found = [
-            file
-            for file in found
-            if os.path.isfile(file) and not os.path.realpath(file).startswith(outputs)
-        ]
-        found = [name] if is_remote(name) else [path] if os.path.isfile(path) else found
+    for path in map(str, paths):
+        found = _list_files(os.path.expanduser(path))
         if not found:
-            advice = f"set a file, a folder with {', '.join(SUFFIXES)} files, or a pattern such as texts/*.py"
-            if "[" in name:
-                advice += "; in a pattern, write [[] for the character ["
-            raise UserError(f"{key}={name} has no file to read in {Path.cwd()}; {advice}")
-        # part-9 is before part-10
-        found.sort(
-            key=lambda file: [
-                int(part) if part.isdecimal() else part for part in re.split(r"(\d+)", file)
-            ]
-        )
-        unique |= {
-            os.path.realpath(file): file for file in found if os.path.realpath(file) not in unique
-        }
+            raise UserError(
+                f"{key}={path} has no file to read in {Path.cwd()}; set a file, a folder with "
+                f"{', '.join(FOLDER_SUFFIXES)} files, or a pattern such as texts/*.py"
+            )
+        for file in found:
+            unique.setdefault(os.path.realpath(file), file)
     return list(unique.values())
 
 
+def _list_files(path: str) -> list[str]:
+    """List the files of a path, folder, pattern or URL. Empty if there are none."""
+    if is_remote(path) or os.path.isfile(path):
+        return [path]
+    if os.path.isdir(path):
+        found = _list_folder(Path(path))
+    else:
+        found = glob.glob(path, recursive=True)
+    outputs = tuple(f"{os.path.realpath(folder)}/" for folder in OUTPUT_FOLDERS)
+    found = [file for file in found if not os.path.realpath(file).startswith(outputs)]
+    return sorted(filter(os.path.isfile, found), key=_split_numbers)
+
+
+def _list_folder(folder: Path) -> list[str]:
+    """List the text files and tables below a folder, except for hidden files and linked folders."""
+    return [
+        str(path)
+        for path in folder.rglob("*")
+        if suffix(path.name) in FOLDER_SUFFIXES and "/." not in f"/{path.relative_to(folder)}"
+    ]
+
+
+def _split_numbers(file: str) -> list[str | int]:
+    """Sort key: part-9 is before part-10."""
+    parts = re.split(r"(\d+)", file)  # text and numbers take turns
+    return [int(part) if part.isdecimal() else part for part in parts]
+
+
 def hash_sources(sources: list[Source]) -> str:
-    """SHA-256 of the content of all local files, of the names of all others, and of how they are read and split."""
+    """SHA-256 of everything that determines the documents of both splits.
+
+    This is the content of local files, the names of all others, and READING_KEYS.
+    """
     total = hashlib.sha256()
     for source in sources:
         values = [source.name, *(getattr(source.config, key) for key in READING_KEYS)]
@@ -216,14 +256,21 @@ def hash_sources(sources: list[Source]) -> str:
             values.append(source.config.separator)
         total.update(json.dumps(values).encode())
         for file in [*source.files, "validation", *source.val_files]:
-            if not os.path.isfile(file):
+            if os.path.isfile(file):
+                _hash_file(file, total)
+            else:
                 total.update(file.encode())
-                continue
-            size = os.path.getsize(file)
-            count = size if size <= HASHED_BYTES else 2**20
-            total.update(f"{suffix(file)} {size}".encode())
-            with open(file, "rb") as stream:
-                for start in sorted({0, (size - count) // 2, size - count}):
-                    stream.seek(start)
-                    total.update(stream.read(count))
     return total.hexdigest()
+
+
+def _hash_file(file: str, total: Any) -> None:
+    """Add the suffix, size and content of a file to a hash, or of a large file a sample of it."""
+    size = os.path.getsize(file)
+    total.update(f"{suffix(file)} {size}".encode())
+    with open(file, "rb") as stream:
+        if size <= MAX_HASHED_BYTES:
+            total.update(stream.read())
+            return
+        for start in (0, (size - 2**20) // 2, size - 2**20):
+            stream.seek(start)
+            total.update(stream.read(2**20))

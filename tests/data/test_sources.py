@@ -1,4 +1,4 @@
-"""Rules of DataConfig and TokenizerConfig, finding files (data/config.py, data/sources.py), and their hash."""
+"""Rules of DataConfig and TokenizerConfig (data/config.py), files of a source, and their hash."""
 
 import shutil
 from dataclasses import replace
@@ -13,134 +13,268 @@ from common.settings import check
 from data import DataConfig, python_stdlib
 from data.sources import hash_sources, resolve_sources
 
-INVALID = [
-    (DataConfig(), r"data.path.* set data.path"),
-    (replace(TEXT_SOURCE, repo="a/b"), r"data.repo=a/b .*data=hub"),
-    (DataConfig(source="hub"), r"data.repo.* set data.repo"),
-    (replace(TEXT_SOURCE, prompt_column="text"), r"data.prompt_column=text .*text_column"),
-    (replace(TEXT_SOURCE, val_fraction=1.0), r"data.val_fraction"),
-    (DataConfig(source="mix"), r"data.mix.*docs/data.md"),
-    (mix(one=TEXT_SOURCE, two=DataConfig()), r"data.mix.two.path.* set data.mix.two.path"),
-    (
-        mix(one=replace(TEXT_SOURCE, document_mask=True)),
-        r"data.mix.one.document_mask.* set data.document_mask",
-    ),
-    (
-        replace(mix(one=TEXT_SOURCE), max_documents=3),
-        r"data.max_documents=3 .* set data.mix.NAME.max_documents",
-    ),
-    (
-        replace(mix(one=TEXT_SOURCE), text_column="a"),
-        r"data.text_column=a .* set data.mix.NAME.text_column",
-    ),
-]
+# Rules
 
 
-@pytest.mark.parametrize(("config", "message"), INVALID)
-def test_settings_that_do_not_fit_together_are_rejected(config, message):
+def test_default_config_is_valid():
     check(python_stdlib(), "data")
+
+
+ONE = mix(one=TEXT_SOURCE)
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (DataConfig(), r"data.path.* set data.path"),
+        (replace(TEXT_SOURCE, repo="a/b"), r"data.repo=a/b .*data=hub"),
+        (DataConfig(source="hub"), r"data.repo.* set data.repo"),
+        (replace(TEXT_SOURCE, prompt_column="text"), r"data.prompt_column=text .*text_column"),
+        (
+            replace(TEXT_SOURCE, prompt_column="q", row_is_document=False),
+            r"data.prompt_column=q .*row_is_document",
+        ),
+        (replace(TEXT_SOURCE, separator=""), r"data.separator= .*null"),
+        (replace(TEXT_SOURCE, val_fraction=1.0), r"data.val_fraction"),
+        (replace(TEXT_SOURCE, name="../a"), r"data.name"),
+        (DataConfig(source="mix"), r"data.mix.*docs/data.md"),
+        (mix(one=TEXT_SOURCE, two=DataConfig()), r"data.mix.two.path.* set data.mix.two.path"),
+        (mix(**{"../a": TEXT_SOURCE}), r"data.mix='../a'"),
+        (replace(ONE, max_documents=3), r"max_documents=3 .* set data.mix.NAME.max_documents"),
+        (replace(ONE, text_column="a"), r"text_column=a .* set data.mix.NAME.text_column"),
+    ],
+)
+def test_settings_that_do_not_fit_together_are_rejected(config, message):
     with pytest.raises(UserError, match=message):
         check(config, "data")
 
 
-def test_unknown_source_and_tokenizer_and_a_small_bpe_vocabulary_are_refused(workdir):
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (replace(BPE, vocab_size=256), r"tokenizer.vocab_size=256 must be above 256"),
+        (replace(BPE, vocab_size=None), r"tokenizer.vocab_size=null must be above 256"),
+        (replace(BYTE, vocab_size=300), r"tokenizer.vocab_size=300 is not for byte; set null"),
+        (replace(BYTE, run="a"), r"tokenizer.run=a .*tokenizer=run"),
+        (replace(BYTE, name="run"), r"tokenizer.run=null .*tokenizer=run"),
+    ],
+)
+def test_invalid_tokenizer_settings_are_rejected(config, message):
+    with pytest.raises(UserError, match=message):
+        check(config, "tokenizer")
+
+
+def test_unknown_source_is_refused():
     with pytest.raises(UserError, match=r"data.source=pages is unknown; set one of python_stdlib"):
-        prepare_data(DataConfig(source="pages"))
+        resolve_sources(DataConfig(source="pages"))
+
+
+def test_unknown_tokenizer_is_refused(workdir):
     with pytest.raises(UserError, match=r"tokenizer.name=words is unknown; set char"):
         prepare_data(TEXT_SOURCE, replace(BYTE, name="words"))
-    with pytest.raises(UserError, match=r"tokenizer.vocab_size=100 must be above 256"):
-        check(replace(BPE, vocab_size=100), "tokenizer")
 
 
-def test_folders_patterns_and_lists_give_each_file_once_in_order(workdir):
-    for name in (
-        "b/part-10.txt",
-        "b/part-9.txt",
-        "b/deep/x.md",
-        "b/.hidden/no.txt",
-        "b/code.py",
-        "runs/a.txt",
-    ):
-        write_file(name, name)
-    for name in ("c/a[b].txt", "c/it's.txt", "c/é, x=1.txt", "c/st*r ?.txt", "c/{a}.txt"):
-        assert load_documents(write_file(name, name)) == [name]  # an existing file is no pattern
-    shutil.rmtree("c")
+@pytest.mark.parametrize("path", ["text.txt", ["rows.csv", "text.txt"]])
+def test_prompt_column_is_refused_for_files_without_columns(workdir, path):
+    write_table("rows.csv", question=["Q: "], text=["a"])
+    message = r"data.prompt_column=question .* text.txt .*data.prompt_column=null"
+    with pytest.raises(UserError, match=message):
+        resolve_sources(DataConfig(path=path, prompt_column="question"))
+
+
+def test_separator_is_refused_for_a_table(workdir):
+    path = write_table("rows.csv", text=["a#b", "c#d"])
+    with pytest.raises(UserError, match=r"data.separator .* rows.csv .*data.separator=null"):
+        resolve_sources(DataConfig(path=path, separator="#"))
+
+
+# Files
+
+
+@pytest.fixture
+def folder(workdir) -> None:
+    """A folder b with text files, a table, and files that are not read. Each text is its path."""
+    paths = ["b/part-10.txt", "b/part-9.txt", "b/deep/x.md", "b/.hidden/no.txt", "b/.no.txt"]
+    for path in [*paths, "b/code.py", "runs/a.txt", "data/prepared/a.txt", "other/y.txt"]:
+        write_file(path, path)
     write_table("b/t.parquet", text=["row 1", "row 2", "row 3"])
-    Path("b/link.txt").symlink_to(Path("b/deep/x.md").resolve())
     Path("text.txt").unlink()
-    expected = [
-        "b/deep/x.md",
-        "b/part-9.txt",
-        "b/part-10.txt",
-        "row 1",
-        "row 2",
-        "row 3",
-    ]  # not runs/
-    assert load_documents("b") == load_documents("b/") == load_documents(".") == expected
-    assert load_documents("b/part*") == ["b/part-9.txt", "b/part-10.txt"]
+
+
+ROWS = ["row 1", "row 2", "row 3"]
+IN_FOLDER = ["b/deep/x.md", "b/part-9.txt", "b/part-10.txt", *ROWS]
+
+
+@pytest.mark.parametrize("path", ["b", "b/", "./b", "../{}/b"])
+def test_folder_means_its_texts_and_tables_in_order(workdir, folder, path):
+    assert load_documents(path.format(workdir.name)) == IN_FOLDER
+
+
+def test_outputs_are_not_read(folder):
+    assert load_documents(".") == [*IN_FOLDER, "other/y.txt"]
+
+
+def test_linked_folders_and_second_links_are_not_read(folder):
+    Path("b/linked").symlink_to(Path("other").resolve())
+    Path("b/link.txt").symlink_to(Path("b/deep/x.md").resolve())
+    assert load_documents("b") == IN_FOLDER
+
+
+@pytest.mark.parametrize(
+    ("path", "expected"),
+    [("b/part*", ["b/part-9.txt", "b/part-10.txt"]), ("b/**/*.py", ["b/code.py"])],
+)
+def test_pattern_finds_files_of_any_suffix(folder, path, expected):
+    assert load_documents(path) == expected
+
+
+@pytest.mark.parametrize("path", ["no*", "runs/*", [], ["b/*.py", "no*"]])
+def test_path_without_a_file_is_refused(folder, path):
+    with pytest.raises(UserError, match=r"data.path=.* has no file to read .* a pattern"):
+        load_documents(path)
+
+
+def test_list_is_read_in_its_order_and_each_file_once(folder):
     assert load_documents(["b/**/*.py", "b/deep", "b/code.py"]) == ["b/code.py", "b/deep/x.md"]
-    assert load_documents("b/t.parquet", max_documents=2) == ["row 1", "row 2"]
 
 
-def test_pattern_with_a_bracket_that_finds_nothing_gets_advice(workdir):
+@pytest.mark.parametrize(
+    "name", ["c/a[b].txt", "c/it's.txt", "c/é, x=1.txt", "c/st*r ?.txt", "c/{a}.txt"]
+)
+def test_path_that_exists_is_not_a_pattern(workdir, name):
+    assert load_documents(write_file(name, "text")) == ["text"]
+
+
+def test_bracket_in_a_pattern_can_be_escaped(workdir):
     write_file("notes [1]/a.txt", "a")
-    with pytest.raises(UserError, match=r"no file to read .* write \[\[\] for the character \["):
-        load_documents("notes [1]/*.txt")
     assert load_documents("notes [[]1]/*.txt") == ["a"]
 
 
-def hub(split: str, val_split: str | None = None) -> DataConfig:
-    return DataConfig(source="hub", repo="a/b", split=split, val_split=val_split)
+def test_home_folder_is_expanded(workdir, monkeypatch):
+    monkeypatch.setenv("HOME", str(workdir))
+    write_file("a.txt", "a")
+    assert load_documents("~/a.txt") == ["a"]
 
 
-def test_file_cannot_be_trained_on_and_held_out(workdir):
-    for n in range(3):
-        write_file(f"folder/{n}.txt", f"document {n} " * 20)
+@pytest.mark.parametrize(
+    ("path", "keys", "expected"),
+    [
+        ("text.txt", {}, False),
+        ("rows.csv", {}, True),
+        ("rows.csv", {"row_is_document": False}, False),
+        ("text.txt", {"separator": "\n"}, True),
+        ("text.txt", {"val_path": "other.txt"}, True),
+        (["text.txt", "other.txt"], {}, True),
+    ],
+)
+def test_source_that_can_have_several_documents(workdir, path, keys, expected):
+    write_table("rows.csv", text=["a", "b"])
+    write_file("other.txt", "a")
+    (source,) = resolve_sources(DataConfig(path=path, **keys))
+    assert source.has_several_documents == expected
+
+
+# Files in both splits
+
+
+def hub(split: str, val_split: str | None = None, **keys) -> DataConfig:
+    return DataConfig(source="hub", repo="a/b", split=split, val_split=val_split, **keys)
+
+
+@pytest.fixture
+def three_files(workdir) -> None:
+    for number in range(3):
+        write_file(f"folder/{number}.txt", f"document {number} " * 20)
     Path("link").symlink_to("folder")
-    every, one = DataConfig(path="folder"), DataConfig(path="link/1.txt")
-    held_out = replace(one, val_path="folder/0.txt")
-    both = [
-        replace(every, val_path="link/1.txt"),
-        mix(one=every, two=one),
-        mix(one=every, two=held_out),
-    ]
-    both += [
-        mix(one=one, two=one),
+
+
+FOLDER = DataConfig(path="folder")
+FILE = DataConfig(path="link/1.txt")  # also in the folder
+SEPARATE = replace(FILE, val_path="folder/0.txt")
+
+
+@pytest.mark.parametrize(
+    "config",
+    [
+        replace(FOLDER, val_path="link/1.txt"),
+        mix(one=FOLDER, two=FILE),
+        mix(one=FILE, two=FILE),
+        mix(one=FOLDER, two=SEPARATE),
         hub("test", "test"),
         hub("a[:9]+b", "b[9:]"),
         mix(a=hub("a"), b=hub("a")),
-    ]
-    for config in both:
-        with pytest.raises(
-            UserError, match="would be used for both training and validation; remove it"
-        ):
-            prepare_data(config)
-    both = mix(
-        all=DataConfig(path=["folder/1.txt", "folder/2.txt"], val_path="folder/0.txt"), one=held_out
-    )
-    assert prepare_data(both).meta["documents"] == {"train": 3, "val": 2}
+    ],
+)
+def test_file_cannot_be_trained_on_and_held_out(three_files, config):
+    with pytest.raises(UserError, match="used for both training and validation; remove it"):
+        resolve_sources(config)
 
 
-def test_hash_covers_everything_that_decides_the_documents(workdir):
-    table = DataConfig(path=write_table("0.csv", x=["a", "b"], text=["document 0", "b"]))
-    shutil.copy(write_table("1.csv", x=["a", "b"], text=["document 1", "b"]), "same.csv")
-    changes = {
-        "text_column": "x",
-        "prompt_column": "x",
-        "path": "1.csv",
-        "val_path": "1.csv",
-        "val_documents": 3,
-    }
-    changes |= {"max_documents": 9, "val_fraction": 0.2, "row_is_document": False}
-    configs = [
-        table,
-        *(replace(table, **{key: value}) for key, value in changes.items()),
-        hub("a"),
-        hub("b"),
-    ]
-    configs += [hub("a", "b"), replace(hub("a"), config="x"), replace(hub("a"), revision="x")]
-    assert len({hash_sources(resolve_sources(config)) for config in configs}) == len(configs)
-    same = [
-        replace(table, path=path, document_mask=True, weight=3.0) for path in ("1.csv", "same.csv")
-    ]
-    assert len({hash_sources(resolve_sources(config)) for config in same}) == 1
+def test_sources_of_a_mix_may_share_files_of_one_split(three_files):
+    files = DataConfig(path=["folder/1.txt", "folder/2.txt"], val_path="folder/0.txt")
+    prepared = prepare_data(mix(all=files, one=SEPARATE))
+    assert prepared.meta["documents"] == {"train": 3, "val": 2}
+
+
+# The hash
+
+
+@pytest.fixture
+def table(workdir) -> DataConfig:
+    """The same documents in 1.csv and same.csv, and others in 0.csv."""
+    write_table("0.csv", x=["a", "b"], text=["document 0", "b"])
+    write_table("1.csv", x=["a", "b"], text=["document 1", "b"])
+    shutil.copy("1.csv", "same.csv")
+    return DataConfig(path="1.csv")
+
+
+def hash_config(config: DataConfig) -> str:
+    return hash_sources(resolve_sources(config))
+
+
+@pytest.mark.parametrize(
+    ("key", "value"),
+    [
+        ("text_column", "x"),
+        ("prompt_column", "x"),
+        ("path", "0.csv"),
+        ("val_path", "0.csv"),
+        ("val_documents", 3),
+        ("max_documents", 9),
+        ("val_fraction", 0.2),
+        ("row_is_document", False),
+    ],
+)
+def test_hash_covers_what_decides_the_documents(table, key, value):
+    assert hash_config(replace(table, **{key: value})) != hash_config(table)
+
+
+@pytest.mark.parametrize(
+    ("key", "value"), [("path", "same.csv"), ("document_mask", True), ("weight", 3.0)]
+)
+def test_hash_covers_nothing_else(table, key, value):
+    assert hash_config(replace(table, **{key: value})) == hash_config(table)
+
+
+def test_hash_covers_the_separator(workdir):
+    separators = [None, "a", "b"]
+    hashes = {hash_config(replace(TEXT_SOURCE, separator=value)) for value in separators}
+    assert len(hashes) == 3
+
+
+@pytest.mark.parametrize(
+    "config",
+    [hub("b"), hub("a", "b"), hub("a", config="x"), hub("a", revision="x")],
+    ids=["split", "val_split", "config", "revision"],
+)
+def test_hash_covers_what_selects_a_hub_data_set(config):
+    assert hash_config(config) != hash_config(hub("a"))
+
+
+@pytest.mark.parametrize("position", [0, 15, 29])
+def test_hash_of_a_large_file_covers_its_start_middle_and_end(workdir, monkeypatch, position):
+    monkeypatch.setattr("data.sources.MAX_HASHED_BYTES", 2**20)
+    content = bytearray(3 * 2**20)
+    before = hash_config(DataConfig(path=write_file("large.txt", bytes(content))))
+    content[position * len(content) // 30] = 1
+    assert hash_config(DataConfig(path=write_file("large.txt", bytes(content)))) != before

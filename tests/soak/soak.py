@@ -360,7 +360,7 @@ def wrong_words(script: str, folder: Path) -> Iterator[tuple[list[str], list[str
     for name, content in wrong_files.items():
         (folder / name).write_bytes(content)
     (folder / "empty").mkdir()
-    useless = ["data.text_column=body", "data.row_is_document=false", "data.prompt_column=q"]
+    useless = ["data.repo=a/b", "data.stream=true", "data.prompt_column=q"]
     while True:
         key, scalar, group = pick([*types]), pick(scalars), pick(list_groups(script))
         typo, source = misspell(key, types), pick(["run", "prompts", "prompt_file"])
