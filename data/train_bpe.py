@@ -1,7 +1,8 @@
-"""Train a byte-pair vocabulary in a separate process, which a signal can end: rustbpe itself cannot be interrupted.
+"""Train a byte-pair vocabulary in a separate process, which a signal can end.
 
-Reads {"texts": [...], "vocab_size": N, "pattern": "..."} as JSON from stdin. Writes the tokens to stdout as a JSON list
-of base64 strings, in the order of their ids. data/tokenizer.py starts this process.
+rustbpe itself cannot be interrupted. data/tokenizer.py starts this process. It reads
+{"texts": [...], "vocab_size": N, "pattern": "..."} as JSON from stdin, and writes the tokens to
+stdout as a JSON list of base64 strings, in the order of their ids.
 """
 
 import base64
@@ -14,9 +15,8 @@ import rustbpe
 def main() -> None:
     request = json.loads(sys.stdin.buffer.read())
     trainer = rustbpe.Tokenizer()  # ty: ignore[missing-attribute] (compiled, without type stubs)
-    trainer.train_from_iterator(
-        iter(request["texts"]), request["vocab_size"], pattern=request["pattern"]
-    )
+    texts = iter(request["texts"])
+    trainer.train_from_iterator(texts, request["vocab_size"], pattern=request["pattern"])
     ranks = sorted(trainer.get_mergeable_ranks(), key=lambda pair: pair[1])
     print(json.dumps([base64.b64encode(bytes(token)).decode() for token, _ in ranks]))
 
