@@ -1,4 +1,6 @@
-"""Causal attention with interchangeable backends. docs/attention-backends.md describes how to use them.
+"""Causal attention with interchangeable backends. The causal mask is attention_mask in backends.py.
+
+docs/attention-backends.md describes how to use the backends.
 
 Every backend is a function with this signature:
 
@@ -11,14 +13,18 @@ Every backend is a function with this signature:
     window: number of keys that a query attends to, including its own. None is all keys.
     doc_ids (B, Tk): document of each key. None is one document.
     softcap: bound of the scores before the mask (model/attention/softcap.py). None is no bound.
-    A query at index p attends to key j if p - window < j <= p, and if keys p and j are in the same document.
 
-linear_attention computes something else (model/attention/linear.py), and is selected by model.attention_type.
+    A query at index p attends to key j if p - window < j <= p, and if keys p and j are in the same
+    document.
 
-`naive` is the reference: softmax(mask(QK^T / sqrt(D))) V ("Attention Is All You Need", eq. 1). Tests compare all other
-backends with `naive`. A backend that does not support a request raises an error. It never falls back to another one.
+linear_attention computes something else (linear.py), and is selected by model.attention_type.
 
-B batch, Tq queries, Tk keys, H query heads, G key/value heads, D head dimension of q and k, Dv head dimension of v.
+`naive` is the reference: softmax(mask(QK^T / sqrt(D))) V ("Attention Is All You Need", eq. 1).
+Tests compare all other backends with `naive`. A backend that does not support a request raises an
+error. It never falls back to another one.
+
+B batch, Tq queries, Tk keys, H query heads, G key/value heads, D head dimension of q and k, Dv head
+dimension of v.
 """
 
 from model.attention.backends import (

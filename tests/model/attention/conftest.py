@@ -6,7 +6,10 @@ from torch.nn.attention import flex_attention
 
 @pytest.fixture(autouse=True)
 def _uncompiled_flex(request, monkeypatch):
-    """Run FlexAttention uncompiled, because compiling takes seconds per mask. Tests marked `compiles` do compile."""
+    """Run FlexAttention uncompiled, because compiling takes seconds per mask.
+
+    Tests marked `compiles` do compile.
+    """
     if "compiles" not in request.keywords:
         monkeypatch.setattr(flex_attention, "_FLEX_ATTENTION_DISABLE_COMPILE_DEBUG", True)
         monkeypatch.setattr(

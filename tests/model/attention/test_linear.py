@@ -18,165 +18,239 @@ from model.attention import linear_attention, linear_attention_scores, naive, re
 from model.attention.linear import CHUNK, linear_attention_state, linear_attention_step
 
 LINEAR = GROUPED | dict(attention_type="linear")
+EXACT = dict(atol=1e-12, rtol=1e-12)
+HEADS = [(1, 1), (4, 2), (3, 1)]  # H, G
+HEAD_DIMS = [(8, 8), (4, 6)]  # D, Dv
 
 
-def draw(B, Tq, Tk, H=4, G=2, D=8, Dv=8, dtype=torch.float64, grad=False, seed=0):
-    return random_qkv(
-        replace(REQUEST, B=B, Tq=Tq, Tk=Tk, H=H, G=G, D=D, Dv=Dv, dtype=dtype, grad=grad), seed
-    )
+def draw(T, B=1, H=4, G=2, D=8, Dv=8, dtype=torch.float64, grad=False, seed=0):
+    request = replace(REQUEST, B=B, Tq=T, Tk=T, H=H, G=G, D=D, Dv=Dv, dtype=dtype, grad=grad)
+    return random_qkv(request, seed)
 
 
 def by_weights(q, k, v):
     """The quadratic form."""
     v = v.repeat_interleave(q.shape[2] // k.shape[2], dim=2)
-    return (linear_attention_scores(q, k).softmax(-1) @ v.transpose(1, 2)).transpose(1, 2)
+    weights = linear_attention_scores(q, k).softmax(-1)
+    return (weights @ v.transpose(1, 2)).transpose(1, 2)
 
 
 def by_steps(q, k, v):
     """The recurrent form."""
     B, T, G, D = k.shape
-    state = torch.zeros(B, G, D, v.shape[3] + 1, dtype=torch.promote_types(k.dtype, torch.float32))
-    return torch.cat(
-        [linear_attention_step(state, q[:, [i]], k[:, [i]], v[:, [i]]) for i in range(T)], dim=1
-    )
+    dtype = torch.promote_types(k.dtype, torch.float32)
+    state = torch.zeros(B, G, D, v.shape[3] + 1, dtype=dtype)
+    steps = [linear_attention_step(state, q[:, [i]], k[:, [i]], v[:, [i]]) for i in range(T)]
+    return torch.cat(steps, dim=1)
 
 
-def test_weights_follow_the_definition():
-    """Equation 8 of arXiv:2006.16236, one query at a time."""
-    q, k, _ = draw(1, 5, 5, H=1, G=1, D=3)
-    weights = linear_attention_scores(q, k).softmax(-1)[0, 0]
-    phi = lambda x: F.elu(x) + 1  # noqa: E731
-    for i in range(5):
-        scores = torch.stack([phi(q[0, i, 0]) @ phi(k[0, j, 0]) for j in range(i + 1)])
-        torch.testing.assert_close(weights[i, : i + 1], scores / scores.sum())
-        assert (weights[i, i + 1 :] == 0).all()
+# The three forms
+
+
+@pytest.mark.parametrize("i", range(5))
+def test_weights_follow_the_definition(i):
+    """Equation 8 of arXiv:2006.16236, for query i."""
+    q, k, _ = draw(5, H=1, G=1, D=3)
+    query = F.elu(q[0, i, 0]) + 1
+    keys = F.elu(k[0, : i + 1, 0]) + 1
+    scores = keys @ query
+    expected = torch.zeros(5, dtype=torch.float64)
+    expected[: i + 1] = scores / scores.sum()
+    weights = linear_attention_scores(q, k).softmax(-1)
+    torch.testing.assert_close(weights[0, 0, i], expected)
 
 
 @settings(max_examples=40, deadline=None)
 @given(
     T=st.sampled_from([1, 2, CHUNK - 1, CHUNK, CHUNK + 1, 3 * CHUNK - 5]),
-    heads=st.sampled_from([(1, 1), (4, 2), (3, 1)]), dims=st.sampled_from([(8, 8), (4, 6)]), seed=st.integers(0, 99),
-)  # fmt: skip
-def test_chunked_form_equals_the_quadratic_form_with_gradients(T, heads, dims, seed):
-    qkv = draw(2, T, T, *heads, *dims, grad=True, seed=seed)
-    y, expected = linear_attention(*qkv), by_weights(*qkv)
-    torch.testing.assert_close(y, expected, atol=1e-12, rtol=1e-12)
+    heads=st.sampled_from(HEADS),
+    head_dims=st.sampled_from(HEAD_DIMS),
+    seed=st.integers(0, 99),
+)
+def test_chunked_form_equals_the_quadratic_form(T, heads, head_dims, seed):
+    """Compares outputs and gradients."""
+    qkv = draw(T, 2, *heads, *head_dims, grad=True, seed=seed)
+    y = linear_attention(*qkv)
+    expected = by_weights(*qkv)
+    torch.testing.assert_close(y, expected, **EXACT)
     dy = torch.randn(y.shape, dtype=y.dtype, generator=torch.Generator().manual_seed(seed))
-    for ours, theirs in zip(
-        *(torch.autograd.grad(out, qkv, dy) for out in (y, expected)), strict=True
-    ):
-        torch.testing.assert_close(ours, theirs, atol=1e-12, rtol=1e-12)
+    gradients = torch.autograd.grad(y, qkv, dy)
+    expected_gradients = torch.autograd.grad(expected, qkv, dy)
+    torch.testing.assert_close(gradients, expected_gradients, **EXACT)
 
 
 @settings(max_examples=20, deadline=None)
 @given(
-    T=st.integers(1, 40), heads=st.sampled_from([(1, 1), (4, 2), (3, 1)]), dims=st.sampled_from([(8, 8), (4, 6)]),
-    length=st.integers(0, 40), seed=st.integers(0, 99),
-)  # fmt: skip
-def test_recurrent_form_equals_the_quadratic_form(T, heads, dims, length, seed):
-    q, k, v = draw(2, T, T, *heads, *dims, seed=seed)
-    expected = by_weights(q, k, v)
-    torch.testing.assert_close(by_steps(q, k, v), expected, atol=1e-12, rtol=1e-12)
-    length = min(length, T - 1)  # the first tokens as a prompt, padded on the right
-    state = linear_attention_state(k, v, torch.tensor([[length], [0]]))
-    assert (state[1] == 0).all()
+    T=st.integers(1, 40),
+    heads=st.sampled_from(HEADS),
+    head_dims=st.sampled_from(HEAD_DIMS),
+    seed=st.integers(0, 99),
+)
+def test_recurrent_form_equals_the_quadratic_form(T, heads, head_dims, seed):
+    qkv = draw(T, 2, *heads, *head_dims, seed=seed)
+    torch.testing.assert_close(by_steps(*qkv), by_weights(*qkv), **EXACT)
+
+
+@settings(max_examples=20, deadline=None)
+@given(
+    length=st.integers(0, 40),
+    padding=st.integers(1, 40),
+    heads=st.sampled_from(HEADS),
+    head_dims=st.sampled_from(HEAD_DIMS),
+    seed=st.integers(0, 99),
+)
+def test_recurrent_form_continues_after_a_prompt(length, padding, heads, head_dims, seed):
+    """The prompt is padded on the right. The token after it replaces the padding."""
+    q, k, v = draw(length + padding, 2, *heads, *head_dims, seed=seed)
+    state = linear_attention_state(k, v, torch.tensor([[length], [length]]))
     y = linear_attention_step(state, q[:, [length]], k[:, [length]], v[:, [length]])
-    torch.testing.assert_close(y[0], expected[0, [length]], atol=1e-12, rtol=1e-12)
+    torch.testing.assert_close(y, by_weights(q, k, v)[:, [length]], **EXACT)
+
+
+def test_state_of_an_empty_prompt_is_zero():
+    _, k, v = draw(5, B=2)
+    state = linear_attention_state(k, v, torch.tensor([[3], [0]]))
+    assert (state[0] != 0).any()
+    assert (state[1] == 0).all()
 
 
 @pytest.mark.parametrize("i", [0, CHUNK - 1, CHUNK, 2 * CHUNK + 1])
 def test_outputs_do_not_depend_on_later_tokens(i):
-    """Not even by rounding. Later tokens of the same chunk are finite, because masked weights are zero."""
+    """Not even by rounding. Later tokens of the same chunk are finite: masked weights are zero."""
     T = 3 * CHUNK
-    q, k, v = draw(1, T, T, dtype=torch.float32)
-    later = k.clone(), v.clone()
-    for tensor in later:
-        tensor[:, i + 1 :] = 20 * tensor[:, i + 1 :] + 10
-        tensor[:, (i // CHUNK + 1) * CHUNK :] = torch.inf
-    expected, y = linear_attention(q, k, v), linear_attention(q, *later)
+    q, k, v = draw(T, dtype=torch.float32)
+    later_k = k.clone()
+    later_v = v.clone()
+    for x in (later_k, later_v):
+        x[:, i + 1 :] = 20 * x[:, i + 1 :] + 10
+        x[:, (i // CHUNK + 1) * CHUNK :] = torch.inf
+    expected = linear_attention(q, k, v)
+    y = linear_attention(q, later_k, later_v)
     assert torch.equal(y[:, : i + 1], expected[:, : i + 1])
-    if i < T - 1:
-        assert not torch.equal(y[:, i + 1 :], expected[:, i + 1 :])
+    assert not torch.equal(y[:, i + 1 :], expected[:, i + 1 :])
 
 
 def test_small_keys_before_large_ones_keep_their_precision():
-    q, k, v = draw(1, 256, 256, H=1, G=1, D=16, Dv=16, dtype=torch.float32)
+    q, k, v = draw(256, H=1, G=1, D=16, Dv=16, dtype=torch.float32)
     k[:, :120] -= 18
     k[:, 120:128] += 5
     expected = by_weights(q.double(), k.double(), v.double())
     assert (linear_attention(q, k, v) - expected).abs().max() < 1e-5
 
 
-@pytest.mark.parametrize("autocast", [False, True])
-def test_sums_are_in_float32_under_bfloat16(autocast):
-    q, k, v = draw(1, 2000, 2000, dtype=torch.float32 if autocast else torch.bfloat16)
+# bfloat16 rounds only the inputs and the output.
+@pytest.mark.parametrize(("autocast", "bound"), [(False, 2e-3), (True, 1e-5)])
+@pytest.mark.parametrize(("form", "T"), [(linear_attention, 2000), (by_steps, 300)])
+def test_sums_are_in_float32_under_bfloat16(form, T, autocast, bound):
+    q, k, v = draw(T, dtype=torch.float32 if autocast else torch.bfloat16)
     with torch.autocast("cpu", torch.bfloat16, enabled=autocast):
-        y, step = linear_attention(q, k, v), by_steps(q[:, :300], k[:, :300], v[:, :300])
-    assert y.dtype == step.dtype == v.dtype
-    bound = 1e-5 if autocast else 2e-3  # bfloat16 rounds only the inputs and the output
+        y = form(q, k, v)
     expected = by_weights(q.double(), k.double(), v.double())
-    assert (y - expected).abs().max() < bound * max(1, expected.abs().max())
-    assert (step - expected[:, :300]).abs().max() < 4 * bound * max(1, expected.abs().max())
+    assert y.dtype == v.dtype
+    assert (y - expected).abs().max() < 4 * bound * max(1, expected.abs().max())
+
+
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"window": 3},
+        {"positions": torch.zeros(1, 5)},
+        {"doc_ids": torch.zeros(1, 5)},
+        {"dropout_p": 0.1},
+        {"softcap": 1.0},
+    ],
+    ids=lambda options: next(iter(options)),
+)
+def test_masks_and_dropout_are_refused(options):
+    with pytest.raises(ValueError, match="linear attention does not support"):
+        linear_attention(*draw(5), **options)
 
 
 # Models
 
 
-def resolve(config, backend="sdpa", **options):
+def resolve(variant, backend="sdpa", **options):
     options = {"dtype": torch.float32, "device": torch.device("cpu"), "grad": True} | options
-    return resolve_model(choose(backend), config, B=2, **options)
+    return resolve_model(choose(backend), GPTConfig(**variant), B=2, **options).resolved
 
 
-def test_attention_type_is_resolved_for_each_layer():
-    assert resolve(GPTConfig(**LINEAR)).resolved == "linear"
-    assert resolve(GPTConfig(**MIXED), "flash").resolved == "linear+flash"
-    assert resolve(GPTConfig(**MIXED | dict(window=[None, 5]))).resolved == "linear+flash"
-    assert (
-        resolve(GPTConfig(**MIXED), grad=False, Tq=1, positions=True).resolved == "linear+flash"
-    ), "decoding"
-    with pytest.raises(
-        UserError, match=r"document masks; set data.document_mask=false, or model.attention_type"
-    ):
-        resolve(GPTConfig(**LINEAR), document_mask=True)
-    for changed, advice in (
-        ({"window": 5}, "model.window=null"),
-        ({"dropout": 0.1}, "model.dropout=0"),
-    ):
-        with pytest.raises(UserError, match=f"set {advice}, or model.attention_type=softmax"):
-            resolve(GPTConfig(**MIXED | changed))
-    with pytest.raises(
-        UserError,
-        match=r"attention.backend=linear changes the model; set model.attention_type=linear",
-    ):
-        resolve(GPTConfig(**MIXED), "linear")
+@pytest.mark.parametrize(
+    ("variant", "backend", "resolved"),
+    [
+        (LINEAR, "sdpa", "linear"),
+        (MIXED, "flash", "linear+flash"),
+        (MIXED | dict(window=[None, 5]), "sdpa", "linear+flash"),
+        (MIXED | dict(attention_softcap=5.0), "naive", "linear+naive"),
+    ],
+    ids=["linear", "mixed", "window of the other layer", "softcap of the other layer"],
+)
+def test_attention_type_is_resolved_for_each_layer(variant, backend, resolved):
+    assert resolve(variant, backend) == resolved
 
 
-def test_each_layer_uses_its_attention_type():
-    tokens = random_tokens()
-    types = ("softmax", "linear", ["linear", "softmax"])
-    models = [
-        make_random_model(MODERN | dict(attention_type=chosen), attend=sdpa) for chosen in types
-    ]
-    softmax, linear, mixed = [[block.attn.attend for block in model.blocks] for model in models]
-    assert (softmax, linear, mixed) == (
-        [sdpa] * 2,
-        [linear_attention] * 2,
-        [linear_attention, sdpa],
-    )
-    softmax, linear, mixed = [model(tokens) for model in models]
-    assert not torch.allclose(softmax, linear) and not torch.allclose(mixed, linear)
+def test_linear_layers_decode_without_positions():
+    assert resolve(MIXED, grad=False, Tq=1, positions=True) == "linear+flash"
 
 
-def test_attention_maps_contain_the_weights_of_linear_attention():
-    model, tokens = (
-        make_random_model(MIXED | dict(attention_softcap=0.5), attend=naive),
-        random_tokens(B=1),
-    )
+@pytest.mark.parametrize(
+    ("variant", "options", "advice"),
+    [
+        (MIXED | dict(window=5), {}, "model.window=null"),
+        (MIXED | dict(dropout=0.1), {}, "model.dropout=0"),
+        (LINEAR, {"document_mask": True}, "data.document_mask=false"),
+    ],
+    ids=["window", "dropout", "documents"],
+)
+def test_refusal_of_linear_layers_names_the_setting_to_change(variant, options, advice):
+    with pytest.raises(UserError, match=f"set {advice}, or model.attention_type=softmax"):
+        resolve(variant, **options)
+
+
+def test_linear_attention_is_not_a_backend():
+    message = "attention.backend=linear changes the model; set model.attention_type=linear"
+    with pytest.raises(UserError, match=message):
+        resolve(MIXED, "linear")
+
+
+@pytest.mark.parametrize(
+    ("attention_type", "expected"),
+    [
+        ("softmax", [sdpa, sdpa]),
+        ("linear", [linear_attention, linear_attention]),
+        (["linear", "softmax"], [linear_attention, sdpa]),
+    ],
+    ids=["softmax", "linear", "mixed"],
+)
+def test_each_layer_uses_its_attention_type(attention_type, expected):
+    model = make_random_model(MODERN | dict(attention_type=attention_type), attend=sdpa)
+    assert [block.attn.attend for block in model.blocks] == expected
+
+
+def test_attention_types_compute_different_outputs():
+    types = ["softmax", "linear", ["linear", "softmax"]]
+    models = [make_random_model(MODERN | dict(attention_type=name), attend=sdpa) for name in types]
+    softmax, linear, mixed = [model(random_tokens()) for model in models]
+    assert not torch.allclose(softmax, linear)
+    assert not torch.allclose(mixed, linear)
+    assert not torch.allclose(mixed, softmax)
+
+
+@pytest.fixture
+def mixed_model():
+    return make_random_model(MIXED | dict(attention_softcap=0.5), attend=naive)
+
+
+def test_recording_attention_maps_does_not_change_linear_attention(mixed_model):
     attended = []
-    for block in model.blocks:
+    for block in mixed_model.blocks:
         block.attn.proj.register_forward_pre_hook(lambda _, inputs: attended.append(inputs[0]))
-    model(tokens)
-    maps = attention_maps(model, tokens)
-    torch.testing.assert_close(attended[2:], attended[:2])  # the recorded model computes the same
+    tokens = random_tokens(B=1)
+    mixed_model(tokens)
+    attention_maps(mixed_model, tokens)
+    torch.testing.assert_close(attended[2:], attended[:2])
+
+
+def test_attention_maps_contain_the_weights_of_linear_attention(mixed_model):
+    maps = attention_maps(mixed_model, random_tokens(B=1))
     torch.testing.assert_close(maps.sum(-1), torch.ones(2, 4, 24))
-    assert (maps.triu(1) == 0).all() and maps[0].isfinite().all()
+    assert (maps.triu(1) == 0).all()

@@ -1,4 +1,4 @@
-"""The resolved kernel is the kernel that runs: eager, compiled, and with the compile cache of another process."""
+"""The resolved kernel is the kernel that runs: eager, compiled, and with a shared compile cache."""
 
 import os
 import subprocess
@@ -12,6 +12,7 @@ import torch
 from attention_helpers import (
     REQUEST,
     REQUEST_CUDA,
+    backends_on,
     choose,
     per_device,
     random_masks,
@@ -24,22 +25,29 @@ from model_helpers import GROUPED
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from common.errors import UserError
-from model import GPTConfig, attention
+from model import GPTConfig
 from model.attention import (
     BACKENDS,
+    ResolvedAttention,
     Support,
+    all_variants,
     flash,
     get_attention_fn,
+    missing_compiler,
     naive,
+    pin_kernel_under_compile,
     resolve,
     resolve_model,
     sdpa,
 )
 
+FLASH_NODE = "ScaledDotProductFlashAttentionForCpuBackward0"
+
 
 def graph_nodes(y) -> set[str]:
     """Names of the autograd nodes that the backward pass of y visits."""
-    todo, names = [y.grad_fn], set()
+    todo = [y.grad_fn]
+    names = set()
     while todo:
         node = todo.pop()
         names.add(type(node).__name__)
@@ -47,93 +55,144 @@ def graph_nodes(y) -> set[str]:
     return names
 
 
-def test_grad_fn_shows_which_kernel_ran():
-    qkv = random_qkv(REQUEST)
-    kernel = "ScaledDotProductFlashAttentionForCpuBackward0"
-    assert kernel in graph_nodes(flash(*qkv)) and kernel in graph_nodes(sdpa(*qkv))
-    assert kernel not in graph_nodes(naive(*qkv)) | graph_nodes(sdpa(*qkv, kernels=["math"]))
-    assert {"SoftmaxBackward0", "MaskedFillBackward0"} <= graph_nodes(naive(*qkv))
+@pytest.mark.parametrize("attend", [flash, sdpa])
+def test_grad_fn_shows_the_flash_kernel(attend):
+    assert FLASH_NODE in graph_nodes(attend(*random_qkv(REQUEST)))
 
 
+def test_grad_fn_shows_the_math_kernel():
+    assert FLASH_NODE not in graph_nodes(sdpa(*random_qkv(REQUEST), kernels=["math"]))
+
+
+def test_grad_fn_shows_the_steps_of_naive():
+    nodes = graph_nodes(naive(*random_qkv(REQUEST)))
+    assert {"SoftmaxBackward0", "MaskedFillBackward0"} <= nodes
+    assert FLASH_NODE not in nodes
+
+
+# Single calls
+
+NAIVE = choose("naive")
+MATH = choose("sdpa", ["math"])
 CASES_CPU = [
-    (choose("naive"), {}, "naive"), (choose("naive"), {"dropout_p": 0.1, "Dv": 4}, "naive"),
-    (choose("sdpa"), {}, "flash"), (choose("sdpa"), {"dropout_p": 0.1}, "math"), (choose("sdpa"), {"Dv": 4}, "math"),
-    (choose("sdpa", ["math"]), {}, "math"), (choose("sdpa", ["cudnn", "flash"]), {}, "flash"),
-    (choose("sdpa"), {"window": 3, "document_mask": True}, "flash"), (choose("sdpa"), {"Tq": 1}, "flash"),
-    (choose("flash"), {}, "flash"), (choose("flash"), {"dtype": torch.bfloat16}, "flash"),
-    (choose("flash"), {"grad": False}, "flash"), (choose("flash"), {"positions": True, "Tq": 3}, "flash"),
-]  # fmt: skip
+    (NAIVE, {}, "naive"),
+    (NAIVE, {"dropout_p": 0.1, "Dv": 4}, "naive"),
+    (choose("sdpa"), {}, "flash"),
+    (choose("sdpa"), {"dropout_p": 0.1}, "math"),
+    (choose("sdpa"), {"Dv": 4}, "math"),
+    (choose("sdpa"), {"window": 3, "document_mask": True}, "flash"),
+    (choose("sdpa"), {"Tq": 1}, "flash"),
+    (MATH, {}, "math"),
+    (choose("sdpa", ["cudnn", "flash"]), {}, "flash"),
+    (choose("flash"), {}, "flash"),
+    (choose("flash"), {"dtype": torch.bfloat16}, "flash"),
+    (choose("flash"), {"grad": False}, "flash"),
+    (choose("flash"), {"positions": True, "Tq": 3}, "flash"),
+]
 CASES_CUDA = [
-    (choose("naive"), {}, "naive"), (choose("flash"), {}, "flash"), (choose("cudnn"), {}, "cudnn"),
-    (choose("sdpa", ["efficient"]), {}, "efficient"), (choose("sdpa", ["math"]), {}, "math"),
-    (choose("sdpa", ["flash", "cudnn"]), {}, "flash"), (choose("sdpa", ["cudnn", "flash"]), {}, "cudnn"),
-]  # fmt: skip
+    (NAIVE, {}, "naive"),
+    (choose("flash"), {}, "flash"),
+    (choose("cudnn"), {}, "cudnn"),
+    (choose("sdpa", ["efficient"]), {}, "efficient"),
+    (MATH, {}, "math"),
+    (choose("sdpa", ["flash", "cudnn"]), {}, "flash"),
+    (choose("sdpa", ["cudnn", "flash"]), {}, "cudnn"),
+]
 
 
-@pytest.mark.parametrize(("device", "case"), per_device(cpu=CASES_CPU, cuda=CASES_CUDA))
-def test_resolved_kernel_runs(device, case):
-    check_resolved_kernel(device, *case, compiled=False)
-
-
-@pytest.mark.slow
-@pytest.mark.compiles
-@pytest.mark.parametrize(
-    ("device", "case"), per_device(cpu=[CASES_CPU[0], CASES_CPU[5]], cuda=CASES_CUDA)
-)
-def test_resolved_kernel_runs_when_compiled(device, case):
-    check_resolved_kernel(device, *case, compiled=True)
-
-
-def check_resolved_kernel(device, config, changed, resolved, compiled):
-    request = replace(REQUEST_CUDA if device.type == "cuda" else REQUEST, **changed)
-    assert resolve_or_skip(config, request) == attention.ResolvedAttention(
-        config.backend, resolved, None
-    )
-    attend, qkv, masks = get_attention_fn(config), random_qkv(request), random_masks(request)
+def check_resolved_kernel(device, case, compiled):
+    config, changed, resolved = case
+    base = REQUEST_CUDA if device.type == "cuda" else REQUEST
+    request = replace(base, **changed)
+    expected = ResolvedAttention(config.backend, resolved, flash_package=None)
+    assert resolve_or_skip(config, request) == expected
+    attend = get_attention_fn(config)
+    if compiled:
+        pin_kernel_under_compile(config)
+        attend = torch.compile(attend, fullgraph=True)
+    qkv = random_qkv(request)
+    masks = random_masks(request)
 
     def run():
         y = attend(*qkv, **masks, dropout_p=request.dropout_p)
         if request.grad:
             y.sum().backward()
 
+    run()  # compiles
+    assert kernels_run(run) == {resolved} & set(KERNEL_OPERATIONS)
+
+
+@pytest.mark.parametrize(("device", "case"), per_device(cpu=CASES_CPU, cuda=CASES_CUDA))
+def test_resolved_kernel_runs(device, case):
+    check_resolved_kernel(device, case, compiled=False)
+
+
+@pytest.mark.slow
+@pytest.mark.compiles
+@pytest.mark.parametrize(
+    ("device", "case"), per_device(cpu=[(NAIVE, {}, "naive"), (MATH, {}, "math")], cuda=CASES_CUDA)
+)
+def test_resolved_kernel_runs_when_compiled(device, case):
     with attention_helpers.restored_compile_settings():
-        if compiled:
-            attention.pin_kernel_under_compile(config)
-            attend = torch.compile(attend, fullgraph=True)
-        run()
-        assert kernels_run(run) == {resolved} & set(KERNEL_OPERATIONS)
+        check_resolved_kernel(device, case, compiled=True)
 
 
-def test_all_variants_are_attention_functions():
-    variants = attention.all_variants()
-    assert {"naive", "sdpa", "sdpa:math", "flash", "flash:FA3", "linear"} <= variants.keys()
-    assert all(callable(get_attention_fn(config)) for config in variants.values())
-    assert (
-        variants["sdpa:math"].kernels == ["math"] and variants["flash:FA3"].flash_package == "FA3"
-    )
+@pytest.mark.parametrize("config", all_variants().values(), ids=all_variants())
+def test_all_variants_are_attention_functions(config):
+    assert callable(get_attention_fn(config))
 
 
-@pytest.mark.parametrize(("config", "message"), [
-    (choose("nave"), "attention.backend=nave is unknown; set one of naive, sdpa"),
-    (choose("naive", kernels=["math"]), r"=naive has no attention.kernels=\[math\]; set attention.kernels=null$"),
-    (choose("sdpa", kernels=["mth"]), r"has no .*=\[mth\]; .*=null or a list of cudnn, flash, efficient, math$"),
-    (choose("sdpa", kernels=[]), r"has no attention.kernels=\[\]; set .*null or a list of cudnn"),
-    (choose("sdpa", kernels=["cudnn"]), r"kernels=\[cudnn\] cannot run on cpu \(.+\); set attention.kernels=null$"),
-    (choose("sdpa", flash_package="FA3"), "attention=sdpa has no attention.flash_package=FA3; set null$"),
-    (choose("flash", flash_package="FA9"), "no attention.flash_package=FA9; set null or FA3 or FA4$"),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    ("name", "config"),
+    [
+        ("naive", choose("naive")),
+        ("sdpa:math", choose("sdpa", kernels=["math"])),
+        ("flash:FA3", choose("flash", flash_package="FA3")),
+        ("linear", choose("linear")),
+    ],
+)
+def test_variant_has_the_settings_of_its_name(name, config):
+    assert all_variants()[name] == config
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("config", "message"),
+    [
+        (choose("nave"), "attention.backend=nave is unknown; set one of naive, sdpa"),
+        (choose("naive", ["math"]), r"attention.kernels=\[math\]; set null$"),
+        (choose("sdpa", ["mth"]), r"attention.kernels=\[mth\]; set null or \[cudnn\] or \[flash\]"),
+        (choose("sdpa", flash_package="FA3"), "attention.flash_package=FA3; set null$"),
+        (choose("flash", flash_package="FA9"), "=FA9; set null or FA3 or FA4$"),
+    ],
+    ids=["backend", "kernels of naive", "kernels", "package of sdpa", "package"],
+)
 def test_invalid_attention_settings_are_refused(config, message):
     with pytest.raises(UserError, match=message):
         resolve(config, REQUEST)
 
 
+@pytest.mark.parametrize("kernels", [[], ["cudnn"]], ids=str)
+def test_kernels_that_cannot_run_are_refused(kernels):
+    with pytest.raises(UserError, match=r"on cpu \(.+\); set attention.kernels=null, or attention"):
+        resolve(choose("sdpa", kernels), REQUEST)
+
+
 def test_refusal_by_pytorch_contains_its_reason(monkeypatch):
     """The support table is replaced by one that allows everything."""
     monkeypatch.setitem(BACKENDS, "flash", replace(BACKENDS["flash"], on={"cpu": Support()}))
-    with pytest.raises(
-        UserError, match=r"on cpu \([^)]*same last dimension.*; set attention=naive"
-    ):
+    reason = r"on cpu \([^)]*same last dimension.*; set attention=naive"
+    with pytest.raises(UserError, match=reason):
         resolve(choose("flash"), replace(REQUEST, Dv=4))
+
+
+def test_flash_package_that_is_not_installed_is_refused():
+    request = replace(REQUEST_CUDA, dtype=torch.bfloat16)  # a refusal needs no GPU
+    message = "FA3 cannot be used .*; install it, or set attention.flash_package=null"
+    with pytest.raises(UserError, match=message):
+        resolve(choose("flash", flash_package="FA3"), request)
 
 
 def test_flex_without_a_compiler_is_refused(monkeypatch):
@@ -142,57 +201,83 @@ def test_flex_without_a_compiler_is_refused(monkeypatch):
         resolve(choose("flex"), replace(REQUEST, grad=False))
 
 
-def test_flex_with_too_large_heads_for_the_gpu_is_refused(monkeypatch):
-    """Fake tensors need no GPU. The error is Inductor's."""
-    error = "No valid triton configs. OutOfMemoryError: out of resource: Required: 262144 Hardware limit:232448"
+def test_compiler_can_be_set_by_the_environment(monkeypatch):
+    monkeypatch.setenv("CXX", "no-such-compiler")
+    assert "no-such-compiler" in missing_compiler(REQUEST.device)
+    monkeypatch.setenv("CXX", sys.executable)
+    assert missing_compiler(REQUEST.device) is None
+
+
+SHARED_MEMORY_ERROR = (
+    "No valid triton configs. OutOfMemoryError: out of resource: "
+    "Required: 262144 Hardware limit:232448"
+)
+
+
+@pytest.fixture
+def flex_without_shared_memory(monkeypatch):
+    """FlexAttention on a GPU whose shared memory is too small. Fake tensors need no GPU."""
 
     def attend(*qkv, **options):
         warnings.warn("of a module that Inductor imports", stacklevel=1)
-        raise RuntimeError(f"{error}\n\nSet TORCHDYNAMO_VERBOSE=1")
+        raise RuntimeError(f"{SHARED_MEMORY_ERROR}\n\nSet TORCHDYNAMO_VERBOSE=1")
 
     monkeypatch.setattr("torch.utils._triton.has_triton", lambda: True)
     monkeypatch.setitem(BACKENDS, "flex", replace(BACKENDS["flex"], attend=attend))
-    large = replace(REQUEST_CUDA, D=512, Dv=512, grad=False)
-    with (
-        FakeTensorMode(),
-        pytest.raises(
-            UserError, match=rf"flex cannot run on cuda \({error}\); set attention=naive"
-        ),
-    ):
+    with FakeTensorMode():
+        yield
+
+
+@pytest.mark.filterwarnings("ignore:of a module")
+def test_flex_with_too_large_heads_for_the_gpu_is_refused(flex_without_shared_memory):
+    large = replace(REQUEST_CUDA, dtype=torch.bfloat16, D=512, Dv=512, grad=False)
+    message = rf"flex cannot run on cuda \({SHARED_MEMORY_ERROR}\); set attention=naive"
+    with pytest.raises(UserError, match=message):
         resolve(choose("flex"), large)
-    assert resolve(choose("flex"), replace(large, D=64, Dv=64)).resolved == "flex", (
-        "compiling takes seconds"
-    )
+
+
+def test_flex_with_small_heads_is_not_compiled(flex_without_shared_memory):
+    small = replace(REQUEST_CUDA, dtype=torch.bfloat16, D=64, Dv=64, grad=False)
+    assert resolve(choose("flex"), small).resolved == "flex"
 
 
 # Models
 
+MODEL = GPTConfig(**GROUPED | dict(window=[4, None], dropout=0.1))
+ON_CUDA = dict(B=2, dtype=torch.bfloat16, device=REQUEST_CUDA.device)  # refusals need no GPU
+ON_CPU = dict(B=2, dtype=torch.float32, device=REQUEST.device)
 
-def test_model_is_refused_if_one_of_its_layers_is_refused():
-    model = GPTConfig(**GROUPED | dict(window=[4, None], dropout=0.1))
-    cuda = dict(
-        B=2, dtype=torch.bfloat16, device=REQUEST_CUDA.device
-    )  # refusals by the table need no GPU
-    for changed, message in (
-        ({"window": None, "dropout": 0.0}, "FA3 cannot be used"),
+
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
         ({"dropout": 0.0}, "not support windows"),
+        ({"window": None, "dropout": 0.0}, "FA3 cannot be used"),
         ({"window": 24}, "not support dropout"),
-    ):
-        with pytest.raises(UserError, match=message):
-            resolve_model(
-                choose("flash", flash_package="FA3"), replace(model, **changed), grad=True, **cuda
-            )
+    ],
+    ids=["window", "no window", "window of block_size"],
+)
+def test_model_is_refused_if_one_of_its_layers_is_refused(changed, message):
+    model = replace(MODEL, **changed)
+    with pytest.raises(UserError, match=message):
+        resolve_model(choose("flash", flash_package="FA3"), model, grad=True, **ON_CUDA)
+
+
+def test_model_with_a_document_mask_is_refused_by_flash_on_cuda():
+    model = replace(MODEL, window=None)
     with pytest.raises(UserError, match="document masks"):
-        resolve_model(
-            choose("flash"), replace(model, window=None), grad=False, document_mask=True, **cuda
-        )
-    cpu = dict(B=2, dtype=torch.float32, device=REQUEST.device)
+        resolve_model(choose("flash"), model, grad=False, document_mask=True, **ON_CUDA)
+
+
+def test_training_is_refused_by_a_backend_without_gradients():
+    model = replace(MODEL, dropout=0.0)
     with pytest.raises(UserError, match="cannot train"):
-        resolve_model(choose("flex"), replace(model, dropout=0.0), grad=True, **cpu)
-    assert resolve_model(choose("flex"), model, grad=False, **cpu).resolved == "flex", (
-        "dropout is only for training"
-    )
-    assert resolve_model(choose("sdpa"), model, grad=True, **cpu).resolved == "math"
+        resolve_model(choose("flex"), model, grad=True, **ON_CPU)
+
+
+def test_dropout_is_only_for_training():
+    assert resolve_model(choose("flex"), MODEL, grad=False, **ON_CPU).resolved == "flex"
+    assert resolve_model(choose("sdpa"), MODEL, grad=True, **ON_CPU).resolved == "math"
 
 
 @pytest.mark.parametrize(
@@ -201,9 +286,8 @@ def test_model_is_refused_if_one_of_its_layers_is_refused():
 )
 def test_model_with_windows_resolves_to_the_kernels_of_its_layers(device, case):
     kernels, resolved = case
-    model = GPTConfig(
-        **GROUPED | dict(n_kv_head=None, n_embd=256, block_size=128, window=[32, None])
-    )
+    changed = dict(n_kv_head=None, n_embd=256, block_size=128, window=[32, None])
+    model = GPTConfig(**GROUPED | changed)
     options = dict(B=2, dtype=attention_helpers.HALF, device=device, grad=True)
     if device.type == "cuda":
         resolve_or_skip(choose("flash"), REQUEST_CUDA)
@@ -213,27 +297,27 @@ def test_model_with_windows_resolves_to_the_kernels_of_its_layers(device, case):
 @pytest.mark.slow
 @pytest.mark.parametrize("compiled", [pytest.param("true", marks=pytest.mark.compiles), "false"])
 @pytest.mark.parametrize(
-    ("device", "name"), per_device(cpu=TRAINS_ON_CPU, cuda=attention_helpers.backends_on("cuda"))
+    ("device", "name"), per_device(cpu=TRAINS_ON_CPU, cuda=backends_on("cuda"))
 )
-def test_model_trains_generates_and_is_planned_with_each_backend(
-    train, sample, device, name, compiled
-):
+def test_model_trains_and_generates_with_each_backend(train, sample, device, name, compiled):
     if device.type == "cuda":
         resolve_or_skip(choose(name), REQUEST_CUDA)
-    settings = [
-        f"attention={name}",
-        f"device={device}",
-        "dtype=bfloat16",
-        f"compile={compiled}",
-        "name=a",
-    ]
-    assert train(*settings, "model.n_embd=64") == 0
-    assert summary("a")["attention"]["resolved"] == name or BACKENDS[name].kernels
-    assert sample(
-        "run=a", f"attention={name}", f"device={device}", "dtype=bfloat16", "max_new_tokens=5"
-    )
-    if compiled == "false":  # a plan does not compile
-        assert train(*settings, "model.n_embd=64", "plan=true") == 0
+    shared = [f"attention={name}", f"device={device}", "dtype=bfloat16"]
+    assert train(*shared, f"compile={compiled}", "name=a", "model.n_embd=64") == 0
+    resolved = summary("a")["attention"]["resolved"]
+    assert resolved == name or BACKENDS[name].kernels
+    assert sample("run=a", *shared, "max_new_tokens=5")
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("device", "name"), per_device(cpu=TRAINS_ON_CPU, cuda=backends_on("cuda"))
+)
+def test_training_is_planned_with_each_backend(train, device, name):
+    if device.type == "cuda":
+        resolve_or_skip(choose(name), REQUEST_CUDA)
+    shared = [f"attention={name}", f"device={device}", "dtype=bfloat16"]
+    assert train(*shared, "model.n_embd=64", "plan=true") == 0
 
 
 # torch.compile
@@ -263,43 +347,44 @@ for case in sys.argv[1:]:
 @pytest.mark.slow
 @pytest.mark.compiles
 def test_resolved_kernel_runs_when_compiled_with_any_compile_cache(tmp_path):
-    """Two processes share one compile cache. The cases in `traps` show what goes wrong without precautions:
+    """Two processes share one compile cache.
+
+    The cases in `traps` show what goes wrong without precautions:
 
     - plain: Inductor replaces PyTorch's math kernel by flash.
-    - around: a kernel that is selected outside a compiled function is not part of the cache key. The case that selects
-      flash gets the math kernel of an earlier case.
+    - around: a kernel that is selected outside a compiled function is not part of the cache key.
+      The case that selects flash gets the math kernel of an earlier case.
 
-    If an assertion about a trap fails, PyTorch has fixed the problem, and the precaution can be removed.
+    If an assertion about a trap fails, PyTorch has fixed the problem, and the precaution can be
+    removed.
     """
     environment = os.environ | {
-        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path), "TORCHINDUCTOR_COMPILE_THREADS": "1", "OMP_NUM_THREADS": "1",
+        "TORCHINDUCTOR_CACHE_DIR": str(tmp_path),
+        "TORCHINDUCTOR_COMPILE_THREADS": "1",
+        "OMP_NUM_THREADS": "1",
         "PYTHONPATH": f"{ROOT}{os.pathsep}{ROOT / 'tests'}",
-    }  # fmt: skip
+    }
 
-    def check_process(**expected: str) -> None:
-        cases = [case.replace("_", ":") for case in expected]
-        done = subprocess.run(
-            [sys.executable, "-c", COMPILE, *cases], env=environment, capture_output=True, text=True
-        )
+    def check_process(expected: dict[str, str]) -> None:
+        command = [sys.executable, "-c", COMPILE, *expected]
+        done = subprocess.run(command, env=environment, capture_output=True, text=True)
         assert done.returncode == 0, done.stderr
-        ran = [line.split()[1:] for line in done.stdout.splitlines() if line.startswith("ran ")]
-        assert ran == [
-            [case, *kernel.split()] for case, kernel in zip(cases, expected.values(), strict=True)
-        ]
+        lines = [line for line in done.stdout.splitlines() if line.startswith("ran ")]
+        assert lines == [f"ran {case} {kernel}".strip() for case, kernel in expected.items()]
 
-    traps = dict(plain_sdpa_math="flash", around_sdpa_flash="")
-    check_process(around_sdpa_math="", **traps, plain_sdpa_flash="flash", plain_flash="flash")
+    traps = {"plain:sdpa:math": "flash", "around:sdpa:flash": ""}
     check_process(
-        pinned_sdpa_math="", pinned_sdpa="flash", pinned_flash="flash"
-    )  # naive: see test_end_to_end.py
+        {"around:sdpa:math": ""} | traps | {"plain:sdpa:flash": "flash", "plain:flash": "flash"}
+    )
+    # for naive, see test_end_to_end.py
+    check_process({"pinned:sdpa:math": "", "pinned:sdpa": "flash", "pinned:flash": "flash"})
 
 
 def test_attention_settings_are_part_of_the_compile_cache_key():
-    before, tags = torch.compiler.config.cache_key_tag, set()
-    variants = attention.all_variants().values()
+    variants = all_variants().values()
+    tags = set()
     with attention_helpers.restored_compile_settings():
         for config in variants:
-            attention.pin_kernel_under_compile(config)
+            pin_kernel_under_compile(config)
             tags.add(torch.compiler.config.cache_key_tag)
     assert len(tags) == len(variants)
-    assert torch.compiler.config.cache_key_tag == before

@@ -11,94 +11,170 @@ from data_helpers import write_file
 from helpers import ROOT, summary
 
 from common.errors import UserError
-from model.attention import BACKENDS, NON_SOFTMAX, backends, resolve
-from model.attention.support import ALL_DTYPES, FEATURES, Support
+from model.attention import BACKENDS, NON_SOFTMAX, AttentionRequest, backends, resolve
+from model.attention.support import ALL_DTYPES, FEATURES, Support, missing_feature
 
 DOCS = ROOT / "docs/attention-backends.md"
+MPS = torch.device("mps")
 REQUEST_CUDA = replace(REQUEST, device=CUDA, dtype=torch.bfloat16)
 
 
-@pytest.mark.parametrize(("config", "changed", "message"), [
-    (choose("flash"), {"dropout_p": 0.1}, "not support dropout; set model.dropout=0, or attention=naive"),
-    (choose("flash"), {"Dv": 4}, "values whose head dimension differs .* keys; set attention=naive"),
-    (choose("flex"), {}, "cannot train: it has no gradients; set attention=naive"),
-    (choose("flex"), {"grad": False, "dtype": torch.float64}, "not support float64; set dtype=float32, or"),
-    (choose("flex"), {"grad": False, "positions": True}, "arbitrary positions; set batch_size=1, or attention=naive"),
-    (choose("cudnn"), {}, "attention=cudnn does not run on cpu; set device=cuda, or attention=naive"),
-    (choose("flash"), {"device": torch.device("mps")}, "not run on mps; set device=cpu or cuda, or attention=n"),
-    (choose("flash", flash_package="FA3"), {}, "package=FA3 does not run on cpu; set attention.flash_package=null$"),
-])  # fmt: skip
-def test_refusal_on_cpu_names_the_setting_to_change(config, changed, message):
-    with pytest.raises(UserError, match=message):
-        resolve(config, replace(REQUEST, **changed))
+def refusal(config, request: AttentionRequest) -> str:
+    with pytest.raises(UserError) as refused:
+        resolve(config, request)
+    return str(refused.value)
 
 
-@pytest.mark.parametrize(("config", "changed", "message"), [
-    (choose("flash"), {"dtype": torch.float32}, "does not support float32; set dtype=bfloat16"),
-    (choose("flash"), {"window": 4}, "support windows; set model.window=null, or attention=naive"),
-    (choose("flash"), {"document_mask": True}, "not support document masks; set data.document_mask=false"),
-    (choose("flash"), {"Tq": 3}, "queries at arbitrary positions; set batch_size=1, or attention=naive"),
-    (choose("flash"), {"D": 512, "Dv": 512}, "head dimensions up to 256, not 512; set a larger model.n_head"),
-    (choose("flash", flash_package="FA3"), {"dropout_p": 0.1}, "does not support dropout; set .+flash_package=null$"),
-    (choose("flex"), {"dropout_p": 0.1}, "support dropout; set model.dropout=0, or attention=naive"),
-    (choose("flex"), {"D": 8, "Dv": 8}, "head dimensions from 16, not 8; set a smaller model.n_head"),
-    (choose("cudnn"), {"dtype": torch.float32}, "does not support float32; set dtype=bfloat16, or attention=na"),
-])  # fmt: skip
-def test_refusal_on_cuda_needs_no_gpu(config, changed, message):
-    with pytest.raises(UserError, match=message):
-        resolve(config, replace(REQUEST_CUDA, **changed))
+@pytest.mark.parametrize(
+    ("name", "changed", "problem", "setting"),
+    [
+        ("flash", {"dropout_p": 0.1}, "dropout", "model.dropout=0"),
+        ("flash", {"softcap": 9.0}, "softcaps", "model.attention_softcap=null"),
+        ("flex", {"grad": False, "positions": True}, "positions", "batch_size=1"),
+        ("flex", {"grad": False, "dtype": torch.float64}, "float64", "dtype=float32"),
+        ("cudnn", {}, "does not run on cpu", "device=cuda"),
+        ("flash", {"device": MPS}, "does not run on mps", "device=cpu or cuda"),
+    ],
+)
+def test_refusal_on_cpu_names_the_setting_to_change(name, changed, problem, setting):
+    message = refusal(choose(name), replace(REQUEST, **changed))
+    assert message.startswith(f"attention={name} ")
+    assert problem in message
+    assert f"; set {setting}, or attention=naive" in message
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "problem", "setting"),
+    [
+        ("flash", {"dtype": torch.float32}, "float32", "dtype=bfloat16"),
+        ("flash", {"window": 4}, "windows", "model.window=null"),
+        ("flash", {"document_mask": True}, "document masks", "data.document_mask=false"),
+        ("flash", {"Tq": 3}, "positions", "batch_size=1"),
+        ("flash", {"D": 512, "Dv": 512}, "256, not 512", "another model.n_head"),
+        ("flex", {"D": 8, "Dv": 8}, "16 to inf, not 8", "another model.n_head"),
+        ("flex", {"dropout_p": 0.1}, "dropout", "model.dropout=0"),
+        ("cudnn", {"dtype": torch.float32}, "float32", "dtype=bfloat16"),
+    ],
+)
+def test_refusal_on_cuda_needs_no_gpu(name, changed, problem, setting):
+    message = refusal(choose(name), replace(REQUEST_CUDA, **changed))
+    assert message.startswith(f"attention={name} on cuda ")
+    assert problem in message
+    assert f"; set {setting}, or attention=naive" in message
+
+
+@pytest.mark.parametrize(
+    ("name", "changed", "problem"),
+    [("flash", {"Dv": 4}, "values whose head dimension"), ("flex", {}, "cannot train")],
+)
+def test_refusal_without_a_setting_names_other_backends(name, changed, problem):
+    message = refusal(choose(name), replace(REQUEST, **changed))
+    assert problem in message
+    assert "; set attention=naive" in message
+
+
+def test_refusal_names_only_backends_that_support_the_request():
+    message = refusal(choose("flash"), replace(REQUEST, dropout_p=0.1, softcap=9.0))
+    assert message.endswith("or attention=naive")
+
+
+@pytest.mark.parametrize(
+    ("request_", "advice"),
+    [
+        (REQUEST, "device=cuda"),
+        (replace(REQUEST_CUDA, dropout_p=0.1), "model.dropout=0"),
+        (replace(REQUEST_CUDA, window=4), "model.window=null"),
+    ],
+    ids=["cpu", "dropout", "window"],
+)
+def test_refusal_of_a_flash_package_names_the_package(request_, advice):
+    message = refusal(choose("flash", flash_package="FA3"), request_)
+    assert message.startswith("attention=flash with attention.flash_package=FA3 ")
+    assert f"; set {advice}, or attention=naive" in message
+
+
+@pytest.mark.parametrize("feature", FEATURES)
+def test_feature_is_missing_only_if_the_call_uses_it(feature):
+    without = replace(BACKENDS["naive"], on={"cpu": replace(Support(), **{feature: False})})
+    plain = replace(REQUEST, G=4, grad=False)
+    everything = replace(
+        REQUEST,
+        Dv=4,
+        dropout_p=0.1,
+        softcap=9.0,
+        window=3,
+        document_mask=True,
+        positions=True,
+    )
+    assert missing_feature(without, plain) is None
+    problem, setting = missing_feature(without, everything)
+    assert FEATURES[feature].problem in problem
+    assert setting == FEATURES[feature].setting
+
+
+# Documentation
 
 
 def support_table() -> str:
-    """The support table as Markdown. Devices on which a backend supports the same features share a row."""
-    titles = [
-        "`attention=`",
-        "device",
-        "dtypes",
-        *(feature.title for feature in FEATURES.values()),
-        "head dim",
-    ]
+    """The support table as Markdown. Devices with the same support share a row."""
+    titles = ["`attention=`", "device", "dtypes"]
+    titles += [feature.title for feature in FEATURES.values()]
+    titles.append("head dim")
     rows = [titles, ["---"] * 3 + [":-:"] * (len(FEATURES) + 1)]
     for chosen in [*BACKENDS.values(), *NON_SOFTMAX.values()]:
+        packages = {f"cuda {name}": support for name, support in chosen.packages.items()}
         devices_by_support: dict[Support, list[str]] = {}
-        for device, support in chosen.on.items():
+        for device, support in (chosen.on | packages).items():
             devices_by_support.setdefault(support, []).append(device)
+        label = chosen.name if chosen.attention_type == "softmax" else chosen.setting
         for support, devices in devices_by_support.items():
             dtypes = "any" if support.dtypes == ALL_DTYPES else ", ".join(support.dtypes)
-            smallest, largest = support.head_dims
-            head_dim = (
-                f"up to {largest}"
-                if largest < torch.inf
-                else f"from {smallest}"
-                if smallest > 1
-                else "any"
-            )
             marks = ["yes" if getattr(support, key) else "no" for key in FEATURES]
-            label = chosen.name if chosen.attention_type == "softmax" else chosen.setting
-            rows.append([f"`{label}`", ", ".join(devices), dtypes, *marks, head_dim])
+            row = [f"`{label}`", ", ".join(devices), dtypes, *marks, format_head_dims(support)]
+            rows.append(row)
     return "\n".join(f"| {' | '.join(row)} |" for row in rows)
 
 
+def format_head_dims(support: Support) -> str:
+    smallest, largest = support.head_dims
+    if largest < torch.inf:
+        return f"up to {largest}"
+    return f"from {smallest}" if smallest > 1 else "any"
+
+
 def test_docs_contain_the_support_table():
-    assert support_table() in DOCS.read_text(encoding="utf-8"), (
-        f"replace the support table in {DOCS} by\n{support_table()}"
-    )
+    table = support_table()
+    message = f"replace the support table in {DOCS} by\n{table}"
+    assert table in DOCS.read_text(encoding="utf-8"), message
 
 
-def test_example_backend_of_the_docs_trains_and_is_checked(train, capsys):
-    function, settings = re.search(
-        r"```py\n(.*?)```.*?```\n(.*?)```", DOCS.read_text(encoding="utf-8"), re.DOTALL
-    ).groups()
-    name = "reversed_heads"
-    write_file(f"own/attention/{name}.yaml", settings)
+@pytest.fixture
+def example_backend(workdir):
+    """Adds the backend of the docs, with its YAML file in the folder `own` -> its name."""
+    page = DOCS.read_text(encoding="utf-8")
+    blocks = re.search(r"```py\n(.*?)```.*?```\n(.*?)```", page, re.DOTALL)
+    write_file("own/attention/reversed_heads.yaml", blocks[2])
     with patch.dict(BACKENDS):  # afterwards, the table is as before
-        exec(function, dict(vars(backends)))
-        assert train("--config-dir", "own", f"attention={name}", "name=new") == 0
-        assert train("attention=naive", "name=naive") == 0
-        new, naive = summary("new"), summary("naive")
-        assert new["attention"] == {"requested": name, "resolved": name, "flash_package": None}
-        assert new["last_val_loss"] == pytest.approx(naive["last_val_loss"], abs=1e-5)
-        assert train("--config-dir", "own", f"attention={name}", "name=b", "model.dropout=0.1") == 2
-        refusal = f"attention={name} on cpu does not support dropout; set model.dropout=0, or attention=naive"
-        assert refusal in capsys.readouterr().err
-        assert f"| `{name}` | cpu | any | yes | no |" in support_table()
+        exec(blocks[1], dict(vars(backends)))
+        yield "reversed_heads"
+
+
+def test_example_backend_of_the_docs_trains_like_naive(example_backend, train):
+    words = ["--config-dir", "own", f"attention={example_backend}", "name=new"]
+    assert train(*words) == 0
+    assert train("attention=naive", "name=naive") == 0
+    expected = pytest.approx(summary("naive")["last_val_loss"], abs=1e-5)
+    assert summary("new")["last_val_loss"] == expected
+    assert summary("new")["attention"]["resolved"] == example_backend
+
+
+def test_example_backend_of_the_docs_is_refused_by_its_support(example_backend, train, capsys):
+    words = ["--config-dir", "own", f"attention={example_backend}", "model.dropout=0.1"]
+    assert train(*words) == 2
+    message = capsys.readouterr().err
+    assert f"attention={example_backend} on cpu does not support dropout" in message
+    assert "; set model.dropout=0, or attention=naive" in message
+
+
+def test_example_backend_of_the_docs_is_in_the_support_table(example_backend):
+    assert f"| `{example_backend}` | cpu | any | yes | no |" in support_table()
