@@ -1,5 +1,7 @@
 """Rules of the model settings, and their messages."""
 
+import math
+
 import pytest
 from model_helpers import GPT2, GROUPED, MODERN
 
@@ -13,46 +15,119 @@ def test_window_rejects_invalid_values(window):
         GPTConfig(**MODERN | dict(window=window))
 
 
-def test_saved_config_with_an_unknown_key_is_refused():
+@pytest.mark.parametrize(
+    ("changed", "message"),
+    [
+        ({"n_layer": 0}, "at least 1"),
+        ({"n_kv_head": 0}, "at least 1"),
+        ({"max_ngram": 0}, "at least 1"),
+        ({"ngram_table_size": 0}, "at least 1"),
+        ({"attention_softcap": 0.0}, "above 0"),
+        ({"dropout": 1.0}, "below 1"),
+        ({"dropout": -0.1}, "at least 0"),
+        ({"dropout": math.nan}, "at least 0"),
+        ({"norm": "batchnorm"}, "set one of layernorm, rmsnorm"),
+        ({"mlp": "swish"}, "set one of gelu, gelu_tanh, "),
+        ({"position": "alibi"}, "set one of learned, rotary"),
+        ({"attention_type": ["a"]}, "set one of softmax, linear"),
+        ({"attention_type": []}, "list 1 to 2 layers"),
+        ({"attention_type": ["linear"] * 3}, "list 1 to 2 layers"),
+        ({"window": [4] * 3}, "list 1 to 2 layers"),
+        ({"n_kv_head": 3}, "must divide model.n_head=4; set one of 1, 2, 4, or null"),
+    ],
+    ids=str,
+)
+def test_value_out_of_range_is_refused(changed, message):
+    (key,) = changed
+    with pytest.raises(UserError, match=f"^model.{key}=.* {message}"):
+        GPTConfig(**MODERN | changed)
+
+
+@pytest.mark.parametrize(
+    ("changed", "n_embd"), [({"n_head": 5}, 30), ({"n_embd": 1}, 8), ({"n_embd": 45}, 48)], ids=str
+)
+def test_n_embd_that_is_no_multiple_of_n_head_is_refused_with_one_that_fits(changed, n_embd):
+    with pytest.raises(UserError, match=f"^model.n_embd=.* set model.n_embd={n_embd}, for example"):
+        GPTConfig(**MODERN | changed)
+    GPTConfig(**MODERN | changed | dict(n_embd=n_embd))
+
+
+def test_rotary_positions_with_an_odd_head_dim_are_refused():
+    message = r"^model.position=rotary needs an even number .* set model.n_embd=8, or"
+    with pytest.raises(UserError, match=message):
+        GPTConfig(**MODERN | dict(n_embd=4))
+
+
+def test_learned_positions_allow_an_odd_head_dim():
+    assert GPTConfig(**GPT2 | dict(n_embd=4)).head_dim == 1
+
+
+def test_attention_softcap_without_softmax_layers_is_refused():
+    with pytest.raises(UserError, match=r"attention_softcap=9\.0 has no effect without softmax"):
+        GPTConfig(**MODERN | dict(attention_type="linear", attention_softcap=9.0))
+
+
+def test_attention_softcap_is_allowed_if_one_layer_is_softmax():
+    changed = dict(attention_type=["linear", "softmax"], attention_softcap=9.0)
+    assert GPTConfig(**MODERN | changed).attention_types == ("linear", "softmax")
+
+
+# Saved models
+
+
+def test_saved_config_has_defaults_for_missing_keys():
     assert GPTConfig.from_saved({"n_layer": 3}) == GPTConfig(n_layer=3)
+
+
+def test_saved_config_with_an_unknown_key_is_refused():
     with pytest.raises(UserError, match="the model has n_expert; use the version"):
         GPTConfig.from_saved({"n_layer": 3, "n_expert": 8})
 
 
-@pytest.mark.parametrize(("changed", "message"), [
-    ({"n_layer": 0}, r"^model.n_layer=0 must be at least 1 and at most [0-9,]+$"),
-    ({"max_ngram": 0}, r"^model.max_ngram=0 must be at least 1 and at most [0-9,]+$"),
-    ({"ngram_table_size": 0}, r"^model.ngram_table_size=0 must be at least 1 and at most [0-9,]+$"),
-    ({"norm": "batchnorm"}, r"^model.norm=batchnorm is unknown; set one of layernorm, rmsnorm$"),
-    ({"mlp": "swish"}, r"^model.mlp=swish is unknown; set one of gelu, gelu_tanh, "),
-    ({"position": "alibi"}, r"^model.position=alibi is unknown; set one of learned, rotary$"),
-    ({"attention_type": ["a"]}, r"^model.attention_type=a is unknown; set one of softmax, "),
-    ({"attention_type": []}, r"^model.attention_type=\[\] must list 1 to 2 layers"),
-    ({"attention_type": ["linear"] * 3}, r"^model.attention_type=\[linear,linear,linear\] must list 1 to 2 layers"),
-    ({"attention_type": "linear", "attention_softcap": 9.0}, r"attention_softcap=9.0 has no effect without softmax"),
-    ({"attention_softcap": 0.0}, r"^model.attention_softcap=0.0 must be above 0"),
-    ({"dropout": 1.0}, r"^model.dropout=1.0 must be at least 0 and below 1$"),
-    ({"dropout": -0.1}, r"^model.dropout=-0.1 must be at least 0"),
-    ({"dropout": float("nan")}, r"^model.dropout=nan must be at least 0"),
-    ({"n_head": 5}, r"^model.n_embd=32 must be a multiple of model.n_head=5; set model.n_embd=30, for example$"),
-    ({"n_embd": 1}, r"^model.n_embd=1 must be a multiple of model.n_head=4; set model.n_embd=8, for example$"),
-    ({"n_kv_head": 3}, r"^model.n_kv_head=3 must divide model.n_head=4; set one of 1, 2, 4, or null$"),
-    ({"n_kv_head": 0}, r"^model.n_kv_head=0 must be at least 1"),
-    ({"n_embd": 4}, r"^model.position=rotary needs an even number of channels per head .* set model.n_embd=8, or"),
-])  # fmt: skip
-def test_invalid_settings_are_refused_with_a_value_that_fits(changed, message):
-    with pytest.raises(UserError, match=message):
-        GPTConfig(**MODERN | changed)
+# Derived values
 
 
-def test_valid_settings_are_accepted():
-    GPTConfig(**GPT2 | dict(n_embd=4))  # one channel per head, with learned positions
-    assert GPTConfig(**GROUPED).kv_heads == 2 and GPTConfig(**MODERN).kv_heads == 4
+@pytest.mark.parametrize(("variant", "expected"), [(GROUPED, 2), (MODERN, 4)])
+def test_kv_heads_default_to_n_head(variant, expected):
+    assert GPTConfig(**variant).kv_heads == expected
 
 
-def test_window_pattern_repeats_over_the_layers():
-    config = GPTConfig(**MODERN | dict(n_layer=6, window=[4, 4, None]))
-    assert config.windows == (4, 4, None, 4, 4, None)
-    assert GPTConfig(**MODERN | dict(window=[24, 100])).windows == (None, None), (
-        "as long as the context: no window"
-    )
+@pytest.mark.parametrize(
+    ("changed", "windows"),
+    [
+        ({"window": None}, (None, None, None)),
+        ({"window": 4}, (4, 4, 4)),
+        ({"window": [4, None]}, (4, None, 4)),
+        ({"window": [23, 24, 100]}, (23, None, None)),
+    ],
+    ids=["none", "one value", "list", "as long as the context"],
+)
+def test_window_pattern_repeats_over_the_layers(changed, windows):
+    assert GPTConfig(**MODERN | dict(n_layer=3) | changed).windows == windows
+
+
+@pytest.mark.parametrize(
+    ("pattern", "types"),
+    [
+        ("linear", ("linear", "linear", "linear")),
+        (["softmax", "linear"], ("softmax", "linear", "softmax")),
+    ],
+    ids=["one value", "list"],
+)
+def test_attention_type_pattern_repeats_over_the_layers(pattern, types):
+    assert GPTConfig(**MODERN | dict(n_layer=3, attention_type=pattern)).attention_types == types
+
+
+@pytest.mark.parametrize(
+    ("changed", "expected"),
+    [
+        ({"mlp": "gelu", "n_embd": 100}, 400),
+        ({"mlp": "swiglu", "n_embd": 96}, 256),
+        ({"mlp": "swiglu", "n_embd": 100}, 288),
+        ({"mlp": "swiglu", "n_embd": 108}, 288),
+        ({"mlp": "swiglu", "n_embd": 100, "mlp_width": 7}, 7),
+    ],
+    ids=["4 n_embd", "8/3 n_embd", "rounded up", "multiple of 32", "mlp_width"],
+)
+def test_mlp_channels(changed, expected):
+    assert GPTConfig(**GPT2 | changed).mlp_channels == expected
