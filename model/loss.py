@@ -1,6 +1,9 @@
-"""Output head and cross entropy in one function. Logits that would need too much memory are computed in chunks.
+"""Output head and cross entropy in one function. Many logits are computed in chunks to save memory.
 
-A change of the loss, such as label smoothing, belongs in both ways to compute it. Validation uses the same function.
+To change the loss, for example to add label smoothing, change two places: linear_cross_entropy,
+which calls F.cross_entropy, and _chunk_loss, which has the formula and its gradient for one of
+several chunks. Validation uses the same functions.
+
 N tokens, C channels. The weight has one row per token of the vocabulary, and then rows of padding.
 """
 
@@ -13,7 +16,6 @@ from model.attention.softcap import apply_softcap
 
 IGNORE_INDEX = -100  # target that is not counted
 CHUNK_LOGITS = 2**26  # 256 MiB in float32; 1,335 tokens with GPT-2's vocabulary
-MAX_COMPILED_CHUNKS = 16  # torch.compile unrolls the loop over chunks
 
 
 def linear_cross_entropy(
@@ -22,7 +24,6 @@ def linear_cross_entropy(
     targets: Tensor,
     vocab_size: int,
     reduction: str = "mean",
-    chunk_logits: int | None = None,
     softcap: float | None = None,
 ) -> Tensor:
     """Cross entropy of the logits x weight^T in nats, as a float32 scalar.
@@ -31,7 +32,6 @@ def linear_cross_entropy(
     weight (rows, C): rows from vocab_size on are padding.
     targets (N): token ids; IGNORE_INDEX is not counted.
     reduction: "mean" or "sum" over the counted targets.
-    chunk_logits: more logits are computed in chunks, to save memory. None: CHUNK_LOGITS, or 1/16 of a GPU's memory.
     softcap: bound of the logits (model/attention/softcap.py).
 
     float16 logits are never chunked: GradScaler must scale their gradients before they are rounded.
@@ -39,58 +39,84 @@ def linear_cross_entropy(
     if reduction not in ("mean", "sum"):
         raise ValueError(f"reduction={reduction!r} must be mean or sum")
     device = x.device.type
-    if chunk_logits is None:
-        is_cuda = device == "cuda"
-        chunk_logits = (
-            torch.cuda.get_device_properties(x.device).total_memory // 64
-            if is_cuda
-            else CHUNK_LOGITS
-        )
     dtype = torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else x.dtype
-    if x.shape[0] * weight.shape[0] <= chunk_logits or dtype == torch.float16:
+    max_logits = max_chunk_logits(x.device)
+    rows = weight.shape[0]
+    if x.shape[0] * rows <= max_logits or dtype == torch.float16:
         logits = apply_softcap(F.linear(x, weight)[:, :vocab_size].float(), softcap)
         return F.cross_entropy(logits, targets, reduction=reduction)
+
+    chunk_tokens = max(max_logits // rows, 1)
     needs_grad = torch.is_grad_enabled() and (x.requires_grad or weight.requires_grad)
-    chunk = max(chunk_logits // weight.shape[0], 1)  # tokens
-    if torch.compiler.is_compiling():
-        chunk = max(chunk, -(-x.shape[0] // MAX_COMPILED_CHUNKS))
     total = _ChunkedCrossEntropy.apply(
-        x.to(dtype), weight, targets, vocab_size, chunk, needs_grad, softcap
+        x.to(dtype), weight, targets, vocab_size, softcap, chunk_tokens, needs_grad
     )
-    return total / (targets != IGNORE_INDEX).sum() if reduction == "mean" else total
+    if reduction == "sum":
+        return total
+    return total / (targets != IGNORE_INDEX).sum()
+
+
+def max_chunk_logits(device: torch.device) -> int:
+    """Number of logits that are computed at once.
+
+    CHUNK_LOGITS. On CUDA, as many as fill a sixteenth of the GPU's memory in float32.
+    """
+    if device.type != "cuda":
+        return CHUNK_LOGITS
+    return torch.cuda.get_device_properties(device).total_memory // 16 // 4
+
+
+def _chunk_loss(
+    logits: Tensor, targets: Tensor, vocab_size: int, softcap: float | None, needs_grad: bool
+) -> tuple[Tensor, Tensor | None]:
+    """Cross entropy summed over the n tokens of a chunk, and its gradient for the logits.
+
+    logits (n, rows): float32, without softcap; changed in place.
+    The gradient (n, rows) is softmax minus one-hot, times the derivative of the softcap. It is None
+    without needs_grad.
+    """
+    is_counted = (targets != IGNORE_INDEX).unsqueeze(1)  # (n, 1)
+    targets = targets.unsqueeze(1).masked_fill(~is_counted, 0)  # (n, 1)
+    logits = apply_softcap(logits, softcap)
+    softcap_slope = None if softcap is None else 1 - (logits / softcap).square()
+    logits[:, vocab_size:] = -torch.inf
+    log_probs = logits.log_softmax(1)
+    loss = -(log_probs.gather(1, targets) * is_counted).sum()
+    if not needs_grad:
+        return loss, None
+    grad_logits = log_probs.exp_()
+    grad_logits.scatter_add_(1, targets, grad_logits.new_full(targets.shape, -1.0))
+    if softcap_slope is not None:
+        grad_logits *= softcap_slope
+    return loss, grad_logits.mul_(is_counted)
 
 
 class _ChunkedCrossEntropy(torch.autograd.Function):
-    """Cross entropy summed over tokens. The forward pass also computes the logits' gradient, softmax minus one-hot."""
+    """Cross entropy summed over all tokens. Only one chunk of logits is in memory.
+
+    The forward pass also computes the gradients of x and weight, because no logits are left for the
+    backward pass.
+    """
 
     @staticmethod
-    def forward(ctx, x, weight, targets, vocab_size, chunk, needs_grad, softcap) -> Tensor:
+    def forward(ctx, x, weight, targets, vocab_size, softcap, chunk_tokens, needs_grad) -> Tensor:
         total = torch.zeros((), device=x.device)
         grad_x = torch.empty_like(x) if needs_grad else None
-        grad_weight = (
-            torch.zeros_like(weight) if needs_grad else None
-        )  # summed in the dtype of the parameter
+        # summed in the dtype of the parameter
+        grad_weight = torch.zeros_like(weight) if needs_grad else None
         cast_weight = weight.to(x.dtype)
         with torch.autocast(x.device.type, enabled=False):
-            for first in range(0, x.shape[0], chunk):
-                part = slice(first, first + chunk)
-                is_counted = (targets[part] != IGNORE_INDEX).unsqueeze(1)
-                target = targets[part].masked_fill(~is_counted[:, 0], 0).unsqueeze(1)
-                logits = apply_softcap((x[part] @ cast_weight.mT).float(), softcap)
-                slope = (
-                    None if softcap is None else 1 - (logits / softcap).square()
-                )  # derivative of the softcap
-                logits[:, vocab_size:] = -torch.inf
-                log_probs = logits.log_softmax(1)
-                total -= (log_probs.gather(1, target) * is_counted).sum()
+            for start in range(0, x.shape[0], chunk_tokens):
+                chunk = slice(start, start + chunk_tokens)
+                logits = (x[chunk] @ cast_weight.mT).float()
+                loss, grad_logits = _chunk_loss(
+                    logits, targets[chunk], vocab_size, softcap, needs_grad
+                )
+                total += loss
                 if needs_grad:
-                    dlogits = log_probs.exp_()
-                    dlogits.scatter_add_(1, target, dlogits.new_full(target.shape, -1.0))
-                    if slope is not None:
-                        dlogits *= slope
-                    dlogits = dlogits.mul_(is_counted).to(x.dtype)
-                    grad_x[part] = dlogits @ cast_weight
-                    grad_weight += dlogits.mT @ x[part]
+                    grad_logits = grad_logits.to(x.dtype)
+                    grad_x[chunk] = grad_logits @ cast_weight
+                    grad_weight += grad_logits.mT @ x[chunk]
         if needs_grad:
             ctx.save_for_backward(grad_x, grad_weight)
         return total
