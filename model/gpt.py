@@ -14,7 +14,7 @@ The options beyond GPT-2 (Radford et al., 2019):
 - hashed n-gram embeddings (model/ngram.py)
 
 The model does not select a kernel: the caller passes the function `attend`, one of the backends in
-model/attention/.
+model/attention/backends.py, which also has the causal mask.
 
 Initialization, as in nanoGPT. normal(0, s) has mean 0 and standard deviation s:
 
@@ -32,7 +32,7 @@ dimension of q, k and v.
 import math
 from collections.abc import Callable
 from functools import partial
-from typing import Protocol
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -47,25 +47,7 @@ from model.layers import Embedding, Linear
 from model.loss import linear_cross_entropy
 from model.ngram import NgramEmbedding
 
-Rotary = tuple[Tensor, Tensor] | None  # from rotary_cos_sin; None with learned positions
-
-
-class KVCacheProtocol(Protocol):
-    """Interface between the model and a KV cache, which generation/kv_cache.py implements."""
-
-    # (B, max_ngram - 1): the tokens before the first input, -1 where there is none
-    previous_tokens: Tensor | None
-
-    def attend(
-        self, layer: int, attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor
-    ) -> Tensor:
-        """Store the keys and values of new tokens, and attend to these and to all stored ones.
-
-        layer: index of the layer.
-        attend: attention function of the layer, called with q, k, v and positions.
-        q (B, T, H, D), k and v (B, T, G, D) -> y (B, T, H, D)
-        """
-        ...
+Rotary = tuple[Tensor, Tensor]  # cosine and sine of the positions, from rotary_cos_sin
 
 
 def make_norm(config: GPTConfig) -> nn.Module:
@@ -90,7 +72,8 @@ class CausalSelfAttention(nn.Module):
         self.attention_type = config.attention_types[layer]
         self.attend = attend
         self.softcap = config.attention_softcap
-        if self.attention_type != "softmax":  # has one implementation, and no scores to bound
+        if self.attention_type != "softmax":
+            # Linear attention has a single implementation, and no scores to bound.
             self.attend = NON_SOFTMAX[self.attention_type].attend
             self.softcap = None
         qkv_channels = (self.n_head + 2 * self.n_kv_head) * self.head_dim
@@ -100,15 +83,16 @@ class CausalSelfAttention(nn.Module):
     def forward(
         self,
         x: Tensor,
-        rotary: Rotary,
+        rotary: Rotary | None,
         doc_ids: Tensor | None = None,
-        kv_cache: KVCacheProtocol | None = None,
+        kv_cache: Any = None,
     ) -> Tensor:
         B, T, C = x.shape
         heads = self.qkv(x).view(B, T, -1, self.head_dim)  # (B, T, H + 2G, D)
         q, k, v = heads.split((self.n_head, self.n_kv_head, self.n_kv_head), dim=2)
         if self.qk_norm:
-            q = F.rms_norm(q, (self.head_dim,)).type_as(v)  # float32 under autocast
+            # autocast computes norms in float32: return to the dtype of v
+            q = F.rms_norm(q, (self.head_dim,)).type_as(v)
             k = F.rms_norm(k, (self.head_dim,)).type_as(v)
         if rotary is not None:
             q = apply_rotary(q, *rotary)
@@ -129,7 +113,7 @@ class CausalSelfAttention(nn.Module):
 
 
 def swiglu(x: Tensor) -> Tensor:
-    """The first half of the channels, after SiLU, gates the second half: (..., 2W) -> (..., W)."""
+    """SiLU of the first half of the channels, times the second half: (..., 2W) -> (..., W)."""
     gate, up = x.chunk(2, dim=-1)
     return F.silu(gate) * up
 
@@ -150,7 +134,8 @@ class MLP(nn.Module):
     def __init__(self, config: GPTConfig):
         super().__init__()
         W = config.mlp_channels
-        self.fc = Linear(config.n_embd, 2 * W if config.mlp in GATED_MLPS else W, bias=config.bias)
+        fc_channels = 2 * W if config.mlp in GATED_MLPS else W
+        self.fc = Linear(config.n_embd, fc_channels, bias=config.bias)
         self.proj = Linear(W, config.n_embd, bias=config.bias)
         self.activation = ACTIVATIONS[config.mlp]
         self.dropout = config.dropout
@@ -173,9 +158,9 @@ class Block(nn.Module):
     def forward(
         self,
         x: Tensor,
-        rotary: Rotary,
+        rotary: Rotary | None,
         doc_ids: Tensor | None = None,
-        kv_cache: KVCacheProtocol | None = None,
+        kv_cache: Any = None,
     ) -> Tensor:
         x = x + self.attn(self.norm_attn(x), rotary, doc_ids, kv_cache)
         return x + self.mlp(self.norm_mlp(x))
@@ -184,7 +169,12 @@ class Block(nn.Module):
 class GPT(nn.Module):
     """The model: model(tokens) returns logits, model(tokens, targets) returns the loss.
 
-    attend: attention function of all layers (model/attention/); defaults to AttentionConfig's.
+    vocab_size: number V of tokens. Embedding and head may have more rows (pad_vocab_multiple).
+    attend: attention function of the layers with softmax attention (model/attention/backends.py);
+        defaults to AttentionConfig's.
+
+    On the meta device, the model is built without memory, and its weights are loaded later
+    (generation/load.py).
     """
 
     def __init__(
@@ -208,11 +198,14 @@ class GPT(nn.Module):
         self.norm = make_norm(config)
         self.lm_head = Linear(config.n_embd, rows, bias=False)
         self.tie_weights()
-        if not self.wte.weight.is_meta:  # tensors on the meta device have no values
+        if not self.wte.weight.is_meta:
             self.init_weights()
 
     def tie_weights(self) -> None:
-        """Let the head use the weights of the token embedding, if the config says so."""
+        """Let the head use the weights of the token embedding, if the config says so.
+
+        Call this again after load_state_dict(assign=True), which replaces both weights.
+        """
         if self.config.tie_embeddings:
             self.lm_head.weight = self.wte.weight
 
@@ -237,14 +230,15 @@ class GPT(nn.Module):
         *,
         doc_ids: Tensor | None = None,
         positions: Tensor | None = None,
-        kv_cache: KVCacheProtocol | None = None,
+        kv_cache: Any = None,
         reduction: str = "mean",
     ) -> Tensor:
-        """Next-token logits (B, T, V), or the cross entropy in nats if targets are given.
+        """Next-token logits (B, T, V), or the cross entropy if targets are given.
 
-        targets (B, T): next tokens; -100 is ignored. The cross entropy is a float32 scalar.
+        targets (B, T): next tokens; -100 is ignored.
         doc_ids, positions, kv_cache: see backbone.
         reduction: "mean" or "sum" over the targets.
+        The cross entropy is a float32 scalar, in nats per target with "mean".
         """
         x = self.backbone(tokens, doc_ids=doc_ids, positions=positions, kv_cache=kv_cache)
         if targets is None:
@@ -259,11 +253,14 @@ class GPT(nn.Module):
         )
 
     def logits(self, x: Tensor) -> Tensor:
-        """Next-token logits of hidden states: (..., C) -> (..., V)."""
+        """Next-token logits of hidden states: (..., C) -> (..., V).
+
+        Logits with a softcap are float32, as in the loss.
+        """
         logits = self.lm_head(x)[..., : self.vocab_size]
         if self.config.logit_softcap is None:
             return logits
-        return apply_softcap(logits.float(), self.config.logit_softcap)  # float32 as in the loss
+        return apply_softcap(logits.float(), self.config.logit_softcap)
 
     def backbone(
         self,
@@ -271,7 +268,7 @@ class GPT(nn.Module):
         *,
         doc_ids: Tensor | None = None,
         positions: Tensor | None = None,
-        kv_cache: KVCacheProtocol | None = None,
+        kv_cache: Any = None,
     ) -> Tensor:
         """Hidden states after the final norm: tokens (B, T) -> (B, T, C).
 
@@ -279,7 +276,9 @@ class GPT(nn.Module):
             positions start at 0.
         positions (B, T): position of each token; by default counted from 0. Rotary positions may
             exceed block_size.
-        kv_cache: stores the keys and values of earlier tokens.
+        kv_cache: stores the keys and values of earlier tokens (generation/kv_cache.py). Each layer
+            calls kv_cache.attend(layer, attend, q, k, v) instead of attend(q, k, v). N-grams start
+            in kv_cache.previous_tokens.
         Raises UserError if positions is None and T exceeds block_size.
         """
         T = tokens.shape[1]
@@ -287,13 +286,14 @@ class GPT(nn.Module):
             block_size = self.config.block_size
             if block_size < T:
                 raise UserError(f"{T} tokens do not fit into model.block_size={block_size}")
-            positions = torch.arange(T, device=tokens.device)
-            if doc_ids is not None:
-                positions = positions_in_document(doc_ids)
+            if doc_ids is None:
+                positions = torch.arange(T, device=tokens.device)  # (T)
+            else:
+                positions = positions_in_document(doc_ids)  # (B, T)
         x = self.wte(tokens)  # (B, T, C)
-        rotary = None
         if self.wpe is not None:
             x = x + self.wpe(positions)
+            rotary = None
         else:
             rotary = rotary_cos_sin(positions, self.config.head_dim)
         if self.ngrams is not None:
@@ -314,6 +314,9 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Append sampled tokens: tokens (B, T) -> (B, T + max_new_tokens).
 
+        temperature: divides the logits; above 0.
+        top_k: sample from the k most likely tokens; None is all, 1 is greedy decoding.
+
         Each token is one forward pass over the last block_size tokens, without a KV cache. This is
         the reference for generation/engine.py, which is faster. Call eval() first.
         """
@@ -321,8 +324,8 @@ class GPT(nn.Module):
             x = self.backbone(tokens[:, -self.config.block_size :])
             logits = self.logits(x[:, -1]) / temperature  # (B, V)
             if top_k is not None:
-                smallest_kept = logits.topk(min(top_k, self.vocab_size)).values[:, -1:]
-                logits = logits.masked_fill(logits < smallest_kept, -torch.inf)
-            next_tokens = torch.multinomial(logits.softmax(-1), num_samples=1)
+                top_logits = logits.topk(min(top_k, self.vocab_size)).values  # in descending order
+                logits = logits.masked_fill(logits < top_logits[:, -1:], -torch.inf)
+            next_tokens = torch.multinomial(logits.softmax(-1), num_samples=1)  # (B, 1)
             tokens = torch.cat((tokens, next_tokens), dim=1)
         return tokens

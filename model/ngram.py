@@ -1,7 +1,7 @@
 """Hashed n-gram embeddings: each token also gets the embeddings of the n-grams that end at it.
 
-fastText (Bojanowski et al., arXiv:1607.04606) hashes n-grams of characters in this way. BLT (Pagnoni
-et al., arXiv:2412.09871) hashes n-grams of bytes. B batch, T time, C channels = n_embd.
+fastText (Bojanowski et al., arXiv:1607.04606) hashes n-grams of characters in this way, and BLT
+(Pagnoni et al., arXiv:2412.09871) n-grams of bytes. B batch, T time, C channels = n_embd.
 """
 
 import torch
@@ -40,17 +40,17 @@ class NgramEmbedding(nn.Module):
         if previous_tokens is None:
             previous_tokens = tokens.new_full((tokens.shape[0], max_distance), -1)
         context = torch.cat((previous_tokens, tokens), dim=1) + 1  # 0 is the padding id
-        value = tokens
-        values = []
+        value = tokens  # hash of the 1-gram, then of the 2-gram, ...
+        hashes = []
         for distance in range(1, self.max_ngram):
             start = max_distance - distance
-            earlier = context[:, start : start + T]
+            earlier = context[:, start : start + T]  # the token `distance` before each token
             if doc_ids is not None:
                 earlier_doc_ids = F.pad(doc_ids, (distance, 0))[:, :T]
                 earlier = earlier.where(earlier_doc_ids == doc_ids, 0)
             value = (value * HASH_FACTOR + earlier) % HASH_PRIME
-            values.append(value)
-        return torch.stack(values, dim=-1) % self.table.num_embeddings
+            hashes.append(value)
+        return torch.stack(hashes, dim=-1) % self.table.num_embeddings
 
     def forward(
         self, tokens: Tensor, doc_ids: Tensor | None, previous_tokens: Tensor | None = None

@@ -8,11 +8,28 @@ from model.attention import naive
 from model.gpt import GPT
 
 GPT2 = dict(
-    name="gpt2", n_layer=2, n_head=4, n_kv_head=None, n_embd=32, block_size=24, dropout=0.0, bias=True,
-    norm="layernorm", mlp="gelu_tanh", mlp_width=None, position="learned", attention_type="softmax", window=None,
-    qk_norm=False, attention_softcap=None, logit_softcap=None, tie_embeddings=True,
-    pad_vocab_multiple=1, max_ngram=1, ngram_table_size=64,
-)  # fmt: skip
+    name="gpt2",
+    n_layer=2,
+    n_head=4,
+    n_kv_head=None,
+    n_embd=32,
+    block_size=24,
+    dropout=0.0,
+    bias=True,
+    norm="layernorm",
+    mlp="gelu_tanh",
+    mlp_width=None,
+    position="learned",
+    attention_type="softmax",
+    window=None,
+    qk_norm=False,
+    attention_softcap=None,
+    logit_softcap=None,
+    tie_embeddings=True,
+    pad_vocab_multiple=1,
+    max_ngram=1,
+    ngram_table_size=64,
+)
 MODERN = GPT2 | dict(
     bias=False,
     norm="rmsnorm",

@@ -23,15 +23,34 @@ def test_gradients_do_not_change(part, dropout):
         assert torch.equal(gradient, expected[name]), name
 
 
-def test_fewer_activations_are_saved():
-    def saved_numbers(part: str) -> int:
-        sizes = []
-        model = tiny_model()
-        checkpoint_activations(model, part)
-        with torch.autograd.graph.saved_tensors_hooks(
-            lambda x: sizes.append(x.numel()) or x, lambda x: x
-        ):
-            model(torch.zeros(4, 8, dtype=torch.int64))
-        return sum(sizes)
+def count_saved_numbers(part: str) -> int:
+    """Number of elements of the tensors that the forward pass saves for the backward pass."""
+    model = tiny_model()
+    checkpoint_activations(model, part)
+    sizes = []
 
-    assert saved_numbers("block") < saved_numbers("attention") < saved_numbers("none")
+    def pack(x):
+        sizes.append(x.numel())
+        return x
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
+        model(torch.zeros(4, 8, dtype=torch.int64))
+    return sum(sizes)
+
+
+def test_fewer_activations_are_saved():
+    saved = [count_saved_numbers(part) for part in ("block", "attention", "none")]
+    assert saved[0] < saved[1] < saved[2]
+
+
+@pytest.mark.slow
+@pytest.mark.compiles
+@pytest.mark.parametrize("part", ["block", "attention"])
+def test_checkpointed_model_compiles_without_graph_breaks(part):
+    model = tiny_model()
+    checkpoint_activations(model, part)
+    compiled = torch.compile(model, fullgraph=True)
+    tokens = torch.zeros(4, 8, dtype=torch.int64)
+    with torch.no_grad():
+        torch.testing.assert_close(compiled(tokens), model(tokens))
+    torch.testing.assert_close(compiled(tokens, tokens), model(tokens, tokens))

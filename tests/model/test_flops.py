@@ -4,36 +4,80 @@ from dataclasses import replace
 
 import pytest
 import torch
-from model_helpers import GPT2, VARIANTS, make_model, random_tokens
+from attention_helpers import REQUEST
+from model_helpers import GPT2, GROUPED, MODERN, VARIANTS, make_model, random_tokens
 from torch.utils.flop_counter import FlopCounterMode
 
 from model import GPTConfig
-from model.attention import naive
-from model.flops import flops_per_token, n_params, params_by_part
+from model.attention import attention_mask, naive
+from model.attention.flops import attention_flops, visible_pairs
+from model.flops import PARTS, flops_per_token, n_params, params_by_part
 from model.gpt import GPT
+
+GPT2_124M = GPTConfig(**GPT2 | dict(n_layer=12, n_head=12, n_embd=768, block_size=1024))
 
 
 @VARIANTS
 def test_flops_equal_those_that_torch_counts_with_naive(variant):
-    variant = variant | dict(n_embd=64, block_size=32)
-    model = make_model(variant, vocab_size=300)
-    x, y = random_tokens(4, 32, 300), random_tokens(4, 32, 300, seed=1)
+    model = make_model(variant | dict(n_embd=64, block_size=32), vocab_size=300)
+    x = random_tokens(4, 32, 300)
+    y = random_tokens(4, 32, 300, seed=1)
     with FlopCounterMode(display=False) as counter:
         model(x, y).backward()
-    assert flops_per_token(model.config, 300, 32) * 128 == pytest.approx(
-        counter.get_total_flops(), rel=0.02
-    )
+    counted = pytest.approx(counter.get_total_flops(), rel=0.02)
+    assert flops_per_token(model.config, 300, 32) * x.numel() == counted
 
 
-def test_parameters_and_flops_of_gpt2_124m_are_counted():
-    config = GPTConfig(**GPT2 | dict(n_layer=12, n_head=12, n_embd=768, block_size=1024))
-    full, windowed = (
-        flops_per_token(c, 50257, 1024) for c in (config, replace(config, window=256))
-    )
+def test_window_saves_the_flops_of_the_other_keys():
+    full = flops_per_token(GPT2_124M, 50257, 1024)
+    windowed = flops_per_token(replace(GPT2_124M, window=256), 50257, 1024)
     assert full - windowed == 12 * 12 * 768 * (1024 - 256)
+
+
+@pytest.fixture(scope="module")
+def gpt2_124m() -> GPT:
     with torch.device("meta"):
-        model = GPT(config, 50257, naive)
-    assert n_params(model) == 124_439_808
-    parts = params_by_part(model)
-    assert parts["token embedding"] == 50257 * 768 and parts["position embedding"] == 1024 * 768
-    assert sum(parts.values()) == n_params(model) and parts["head"] == 0, "the head is tied"
+        return GPT(GPT2_124M, 50257, naive)
+
+
+def test_parameters_of_gpt2_124m_are_counted(gpt2_124m):
+    assert n_params(gpt2_124m) == 124_439_808
+
+
+@pytest.mark.parametrize(
+    ("part", "expected"),
+    [
+        ("token embedding", 50257 * 768),
+        ("position embedding", 1024 * 768),
+        ("head", 0),  # tied
+        ("norms", 25 * 2 * 768),
+    ],
+)
+def test_parameters_of_a_part_of_gpt2_124m_are_counted(gpt2_124m, part, expected):
+    assert params_by_part(gpt2_124m)[part] == expected
+
+
+@pytest.mark.parametrize("variant", [GPT2, MODERN, GROUPED], ids=["gpt2", "modern", "grouped"])
+def test_every_parameter_belongs_to_one_part(variant):
+    model = make_model(variant)
+    assert sum(params_by_part(model).values()) == n_params(model)
+    assert list(params_by_part(model)) == list(PARTS.values())
+
+
+@pytest.mark.parametrize("Tq", [1, 5, 16])
+@pytest.mark.parametrize("window", [None, 1, 5, 50])
+@pytest.mark.parametrize("document_length", [None, 1, 4, 7])
+def test_visible_pairs_are_those_of_the_mask(Tq, window, document_length):
+    doc_ids = torch.arange(16).unsqueeze(0) // (document_length or 16)
+    mask = attention_mask(Tq, 16, window=window, doc_ids=doc_ids)
+    assert visible_pairs(Tq, 16, window, document_length) == mask.sum()
+
+
+def test_attention_flops_of_an_unmasked_call_are_counted_by_torch():
+    request = replace(REQUEST, Tq=1, G=4, Dv=4)
+    q = torch.randn(request.B, 1, request.H, request.D)
+    k = torch.randn(request.B, request.Tk, request.H, request.D)
+    v = torch.randn(request.B, request.Tk, request.H, request.Dv)
+    with FlopCounterMode(display=False) as counter:
+        naive(q, k, v)
+    assert attention_flops(request) == counter.get_total_flops()

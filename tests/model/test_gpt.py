@@ -1,36 +1,21 @@
-"""The model: initialisation, causality, document masks and windows. test_architectures.py compares it with GPT-2."""
+"""The model: initialisation, causality, document masks, windows and generate.
+
+test_architectures.py compares it with GPT-2.
+"""
 
 import math
 from itertools import pairwise
+from unittest.mock import Mock
 
 import pytest
 import torch
+import torch.nn.functional as F
 from helpers import TRAINS_ON_CPU
 from model_helpers import GPT2, GROUPED, MODERN, VARIANTS, make_model, random_tokens
 
 from common.errors import UserError
 from model.attention import BACKENDS
 from model.config import MLPS
-
-
-def test_softcap_bounds_the_logits():
-    tokens = random_tokens()
-    free, capped = make_model(MODERN), make_model(MODERN | dict(logit_softcap=0.05))
-    expected = 0.05 * (free(tokens) / 0.05).tanh()
-    assert free(tokens).abs().max() > 0.05
-    torch.testing.assert_close(capped(tokens), expected)
-    loss = torch.nn.functional.cross_entropy(expected.flatten(0, 1), tokens.flatten())
-    torch.testing.assert_close(capped(tokens, tokens), loss)
-
-
-def test_softcap_bounds_the_attention_scores():
-    """With a bound near zero, all visible keys have the same weight, as with queries of zero."""
-    uniform, capped = make_model(GPT2), make_model(GPT2 | dict(attention_softcap=1e-6))
-    with torch.no_grad():
-        for block in uniform.blocks:
-            block.attn.qkv.weight[:32] = 0
-    assert not torch.allclose(make_model(GPT2)(random_tokens()), capped(random_tokens()))
-    torch.testing.assert_close(uniform(random_tokens()), capped(random_tokens()))
 
 
 @VARIANTS
@@ -45,59 +30,40 @@ def test_initialisation_follows_the_table_in_the_docstring(variant):
             std = 0.02 / math.sqrt(16) if name.endswith("proj.weight") else 0.02
             assert p.std().item() == pytest.approx(std, rel=0.05), name
             assert abs(p.mean().item()) < 5 * std / math.sqrt(p.numel()), name
+
+
+@VARIANTS
+def test_initial_loss_is_that_of_uniform_predictions(variant):
+    model = make_model(variant | dict(n_embd=128, n_layer=8), vocab_size=500)
     loss = model(random_tokens(4, 24, 500), random_tokens(4, 24, 500, seed=1))
     assert loss.item() == pytest.approx(math.log(500), abs=0.15)
 
 
 @pytest.mark.parametrize("name", TRAINS_ON_CPU)
 @VARIANTS
-def test_model_is_causal_by_gradient(name, variant):
+@pytest.mark.parametrize("i", [0, 3, 7])
+def test_model_is_causal_by_gradient(name, variant, i):
     """Logits at position i depend on the embeddings of tokens 0 to i only."""
     model = make_model(variant, attend=BACKENDS[name].attend)
-    tokens = torch.arange(8).unsqueeze(
-        0
-    )  # all different, so each row of wte belongs to one position
-    logits = model(tokens)
-    for i in (0, 3, 7):
-        gradient = torch.autograd.grad(
-            logits[0, i, 40:].square().sum(), model.wte.weight, retain_graph=True
-        )[0]
-        reached = gradient[:8].abs().sum(-1) > 0
-        assert reached[: i + 1].all()
-        assert not reached[i + 1 :].any()
+    tokens = torch.arange(8).unsqueeze(0)  # each row of wte belongs to one position
+    score = model(tokens)[0, i, 40:].square().sum()
+    (gradient,) = torch.autograd.grad(score, model.wte.weight)
+    is_reached = gradient[:8].abs().sum(-1) > 0
+    assert is_reached.tolist() == [j <= i for j in range(8)]
 
 
+@pytest.mark.parametrize("name", TRAINS_ON_CPU)
 @VARIANTS
-def test_every_backend_gives_the_same_loss_and_gradients(variant):
-    x, y = random_tokens(), random_tokens(seed=1)
-    results = {}
-    for name in TRAINS_ON_CPU:
-        model = make_model(variant, attend=BACKENDS[name].attend)
-        loss = model(x, y)
-        loss.backward()
-        results[name] = [loss.detach(), *(p.grad for p in model.parameters())]
-    for name in results:
-        for a, b in zip(results[name], results["naive"], strict=True):
-            torch.testing.assert_close(a, b, atol=2e-6, rtol=1e-4)
-
-
-def test_dropout_acts_only_in_training_and_where_gpt2_has_it():
-    model = make_model(GPT2 | dict(dropout=0.5))
-    tokens = random_tokens()
-    assert not torch.equal(model(tokens), model(tokens))
-    model.eval()
-    assert torch.equal(model(tokens), model(tokens))
-    calls = []
-    real = torch.nn.functional.dropout
-    with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            "torch.nn.functional.dropout",
-            lambda x, p, training: calls.append(p) or real(x, p, training),
-        )
-        model.train()(tokens)
-    assert calls == [0.5] * (
-        1 + 3 * 2
-    )  # embeddings; weights, attention branch and MLP branch of each block
+def test_every_backend_gives_the_loss_and_gradients_of_naive(variant, name):
+    losses = []
+    gradients = []
+    for backend in (name, "naive"):
+        model = make_model(variant, attend=BACKENDS[backend].attend)
+        loss = model(random_tokens(), random_tokens(seed=1))
+        losses.append(loss)
+        gradients.append(torch.autograd.grad(loss, list(model.parameters())))
+    torch.testing.assert_close(*losses, atol=2e-6, rtol=1e-4)
+    torch.testing.assert_close(*gradients, atol=2e-6, rtol=1e-4)
 
 
 def test_sequences_longer_than_block_size_are_refused():
@@ -105,50 +71,183 @@ def test_sequences_longer_than_block_size_are_refused():
         make_model(GPT2)(random_tokens(T=25))
 
 
+@pytest.mark.parametrize("mlp", MLPS)
+def test_every_mlp_of_the_config_can_be_trained(mlp):
+    model = make_model(MODERN | dict(mlp=mlp))
+    tokens = random_tokens(T=24)
+    model(tokens[:, :-1], tokens[:, 1:]).backward()
+    assert all(p.grad.isfinite().all() for p in model.parameters())
+
+
+# Dropout
+
+
+def test_dropout_acts_in_training():
+    model = make_model(GPT2 | dict(dropout=0.5))
+    assert not torch.equal(model(random_tokens()), model(random_tokens()))
+
+
+def test_dropout_does_not_act_in_eval_mode():
+    model = make_model(GPT2 | dict(dropout=0.5)).eval()
+    assert torch.equal(model(random_tokens()), model(random_tokens()))
+
+
+def test_dropout_is_where_gpt2_has_it(monkeypatch):
+    """On embeddings, and on the weights, the attention branch and the MLP branch of each block."""
+    model = make_model(GPT2 | dict(dropout=0.5))
+    dropout = Mock(wraps=F.dropout)
+    monkeypatch.setattr(F, "dropout", dropout)
+    model(random_tokens())
+    assert [call.args[1] for call in dropout.call_args_list] == [0.5] * (1 + 3 * 2)
+
+
+# Softcaps
+
+
+def capped_logits() -> torch.Tensor:
+    logits = make_model(MODERN)(random_tokens())
+    assert logits.abs().max() > 0.05
+    return 0.05 * (logits / 0.05).tanh()
+
+
+def test_softcap_bounds_the_logits():
+    capped = make_model(MODERN | dict(logit_softcap=0.05))
+    torch.testing.assert_close(capped(random_tokens()), capped_logits())
+
+
+def test_softcap_bounds_the_logits_of_the_loss():
+    capped = make_model(MODERN | dict(logit_softcap=0.05))
+    targets = random_tokens(seed=1)
+    expected = F.cross_entropy(capped_logits().flatten(0, 1), targets.flatten())
+    torch.testing.assert_close(capped(random_tokens(), targets), expected)
+
+
+def test_softcap_bounds_the_attention_scores():
+    """With a bound near zero, all visible keys have the same weight, as with queries of zero."""
+    capped = make_model(GPT2 | dict(attention_softcap=1e-6))
+    uniform = make_model(GPT2)
+    with torch.no_grad():
+        for block in uniform.blocks:
+            block.attn.qkv.weight[:32] = 0
+    tokens = random_tokens()
+    torch.testing.assert_close(uniform(tokens), capped(tokens))
+    assert not torch.allclose(make_model(GPT2)(tokens), capped(tokens))
+
+
 # Windows and document masks
+
+DOCUMENT_BOUNDARIES = [0, 5, 6, 17, 24]
+
+
+def logits_of_documents(model, tokens):
+    """Logits of a sequence of four documents: with a document mask, and of each document alone."""
+    doc_ids = torch.zeros(1, 24, dtype=torch.int64)
+    for boundary in DOCUMENT_BOUNDARIES[1:-1]:
+        doc_ids[:, boundary:] += 1
+    masked = model(tokens, doc_ids=doc_ids)
+    single = [model(tokens[:, start:end]) for start, end in pairwise(DOCUMENT_BOUNDARIES)]
+    return masked, torch.cat(single, dim=1)
 
 
 @VARIANTS
 @pytest.mark.parametrize("name", TRAINS_ON_CPU)
-def test_masked_documents_give_the_same_results_as_single_documents(variant, name):
-    """Compares logits and gradients."""
-    model, tokens, cuts = (
-        make_model(variant, attend=BACKENDS[name].attend),
-        random_tokens(B=1),
-        [0, 5, 6, 17, 24],
-    )
-    doc_ids = torch.zeros(1, 24, dtype=torch.int64)
-    for cut in cuts[1:-1]:
-        doc_ids[:, cut:] += 1
-    masked = model(tokens, doc_ids=doc_ids)
-    single = torch.cat([model(tokens[:, a:b]) for a, b in pairwise(cuts)], dim=1)
+def test_masked_documents_have_the_logits_of_single_documents(variant, name):
+    model = make_model(variant, attend=BACKENDS[name].attend)
+    tokens = random_tokens(B=1)
+    masked, single = logits_of_documents(model, tokens)
     torch.testing.assert_close(masked, single, atol=1e-5, rtol=1e-4)
+    assert not torch.allclose(model(tokens), single, atol=1e-3), "the mask has no effect"
+
+
+@VARIANTS
+@pytest.mark.parametrize("name", TRAINS_ON_CPU)
+def test_masked_documents_have_the_gradients_of_single_documents(variant, name):
+    model = make_model(variant, attend=BACKENDS[name].attend)
+    masked, single = logits_of_documents(model, random_tokens(B=1))
+    dy = torch.randn(masked.shape, generator=torch.Generator().manual_seed(0))
     parameters = list(model.parameters())
-    weights = torch.randn(masked.shape, generator=torch.Generator().manual_seed(0))
-    expected = torch.autograd.grad((single * weights).sum(), parameters, allow_unused=True)
-    for a, e in zip(
-        torch.autograd.grad((masked * weights).sum(), parameters), expected, strict=True
-    ):
-        torch.testing.assert_close(a, e, atol=2e-4, rtol=1e-3)
-    assert not torch.allclose(model(tokens), single, atol=1e-3)  # without the mask
+    gradients = torch.autograd.grad(masked, parameters, dy)
+    expected = torch.autograd.grad(single, parameters, dy)
+    torch.testing.assert_close(gradients, expected, atol=2e-4, rtol=1e-3)
 
 
 @pytest.mark.parametrize("variant", [GPT2, GROUPED], ids=["gpt2", "grouped"])
 def test_receptive_field_is_the_sum_of_the_windows(variant):
-    """With windows 3 and 2, a token depends on itself and the (3 - 1) + (2 - 1) tokens before it."""
-    model, tokens = (
-        make_model(variant | dict(window=[3, 2], block_size=12)),
-        random_tokens(B=1, T=12),
-    )
-    found = []
-    model.wte.register_forward_hook(lambda module, inputs, x: found.append(x) or x.retain_grad())
-    model(tokens)[0, -1].pow(2).sum().backward()
-    reached = found[0].grad[0].abs().sum(-1) > 0
-    assert reached.tolist() == [False] * 8 + [True] * 4
+    """With windows 3 and 2, a token depends on itself and the (3 - 1) + (2 - 1) tokens before."""
+    model = make_model(variant | dict(window=[3, 2], block_size=12))
+    embeddings = []
+
+    def record(module, inputs, x):
+        x.retain_grad()
+        embeddings.append(x)
+
+    model.wte.register_forward_hook(record)
+    model(random_tokens(B=1, T=12))[0, -1].pow(2).sum().backward()
+    is_reached = embeddings[0].grad[0].abs().sum(-1) > 0
+    assert is_reached.tolist() == [False] * 8 + [True] * 4
 
 
-@pytest.mark.parametrize("mlp", MLPS)
-def test_every_mlp_of_the_config_can_be_trained(mlp):
-    model, tokens = make_model(MODERN | dict(mlp=mlp)), random_tokens(T=24)
-    model(tokens[:, :-1], tokens[:, 1:]).backward()
-    assert all(p.grad.isfinite().all() for p in model.parameters())
+# generate
+
+
+def make_peaked_model(variant=MODERN):
+    """A model in eval mode with random weights, so that some tokens are more likely than others."""
+    model = make_model(variant).eval()
+    for p in model.parameters():
+        torch.nn.init.normal_(p, std=0.1)
+    return model
+
+
+@pytest.mark.parametrize("n", [0, 1, 7])
+def test_generate_appends_n_tokens_to_each_prompt(n):
+    prompts = random_tokens(B=3, T=5)
+    tokens = make_peaked_model().generate(prompts, n)
+    assert tokens.shape == (3, 5 + n)
+    assert torch.equal(tokens[:, :5], prompts)
+    assert ((tokens >= 0) & (tokens < 50)).all()
+
+
+@VARIANTS
+def test_generate_with_top_k_1_appends_the_most_likely_token(variant):
+    """Also when the context is full, and only its last block_size tokens are read."""
+    model = make_peaked_model(variant)
+    expected = random_tokens(B=2, T=20)
+    for _ in range(10):
+        logits = model(expected[:, -24:])[:, -1]
+        expected = torch.cat((expected, logits.argmax(-1, keepdim=True)), dim=1)
+    tokens = model.generate(random_tokens(B=2, T=20), 10, top_k=1)
+    assert tokens.tolist() == expected.tolist()
+
+
+def test_generate_with_a_low_temperature_appends_the_most_likely_token():
+    model = make_peaked_model()
+    greedy = model.generate(random_tokens(), 5, top_k=1)
+    assert torch.equal(model.generate(random_tokens(), 5, temperature=1e-6), greedy)
+
+
+def test_generate_gives_the_same_tokens_with_the_same_seed():
+    model = make_peaked_model()
+    samples = []
+    for seed in (1, 1, 2):
+        torch.manual_seed(seed)
+        samples.append(model.generate(random_tokens(T=5), 20).tolist())
+    assert samples[0] == samples[1]
+    assert samples[0] != samples[2]
+
+
+def next_tokens(model, top_k) -> set[int]:
+    """The tokens that follow the same prompt in 2,000 samples."""
+    prompts = random_tokens(B=1, T=5).expand(2000, -1)
+    torch.manual_seed(0)
+    return set(model.generate(prompts, 1, top_k=top_k)[:, -1].tolist())
+
+
+def test_generate_draws_only_the_top_k_tokens():
+    model = make_peaked_model()
+    logits = model(random_tokens(B=1, T=5))[0, -1]
+    assert next_tokens(model, top_k=3) == set(logits.topk(3).indices.tolist())
+
+
+@pytest.mark.parametrize("top_k", [None, 50, 99])
+def test_generate_draws_all_tokens_without_a_smaller_top_k(top_k):
+    assert next_tokens(make_peaked_model(), top_k) == set(range(50))

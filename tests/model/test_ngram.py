@@ -7,7 +7,8 @@ from model_helpers import MODERN, make_model, random_tokens
 
 from model.ngram import HASH_FACTOR, HASH_PRIME, NgramEmbedding
 
-token_lists = st.lists(st.integers(0, 60_000), min_size=4, max_size=12)
+ids = st.integers(0, 60_000)
+token_lists = st.lists(ids, min_size=4, max_size=12)
 
 
 def random_ngrams(n=4, rows=1000, C=8) -> NgramEmbedding:
@@ -17,17 +18,20 @@ def random_ngrams(n=4, rows=1000, C=8) -> NgramEmbedding:
 
 
 @settings(max_examples=50, deadline=None)
-@given(
-    before=token_lists,
-    gram=st.lists(st.integers(0, 60_000), min_size=4, max_size=4),
-    other=token_lists,
-)
+@given(before=token_lists, gram=st.lists(ids, min_size=4, max_size=4), other=token_lists)
 def test_row_depends_only_on_the_tokens_of_the_ngram(before, gram, other):
     ngrams = random_ngrams()
     here = ngrams.ngram_hashes(torch.tensor([[*before, *gram, 7]]), None)[0, -2]
     there = ngrams.ngram_hashes(torch.tensor([[*other, *gram]]), None)[0, -1]
     assert here.tolist() == there.tolist()
-    assert ((here >= 0) & (here < 1000)).all()
+
+
+@settings(max_examples=50, deadline=None)
+@given(tokens=token_lists)
+def test_rows_are_in_the_table(tokens):
+    rows = random_ngrams().ngram_hashes(torch.tensor([tokens]), None)
+    assert rows.shape == (1, len(tokens), 3)
+    assert ((rows >= 0) & (rows < 1000)).all()
 
 
 @settings(max_examples=50, deadline=None)
@@ -35,31 +39,44 @@ def test_row_depends_only_on_the_tokens_of_the_ngram(before, gram, other):
 def test_embedding_is_the_sum_over_all_ngrams(tokens):
     """Computes the hashes of the last 2-gram, 3-gram and 4-gram in Python integers."""
     ngrams = random_ngrams()
-    expected, value = torch.zeros(8), tokens[-1]
+    expected = torch.zeros(8)
+    value = tokens[-1]
     for before in (tokens[-2], tokens[-3], tokens[-4]):
         value = (value * HASH_FACTOR + before + 1) % HASH_PRIME
         expected += ngrams.table.weight[value % 1000]
     torch.testing.assert_close(ngrams(torch.tensor([tokens]), None)[0, -1], expected)
 
 
-def test_ngram_embedding_is_causal():
+def test_previous_tokens_continue_the_ngrams():
+    ngrams = random_ngrams()
+    tokens = random_tokens(2, 12)
+    continued = ngrams(tokens[:, 5:], None, previous_tokens=tokens[:, 2:5])
+    torch.testing.assert_close(continued, ngrams(tokens, None)[:, 5:])
+
+
+def test_token_is_part_of_the_next_ngrams_only():
+    ngrams = random_ngrams()
+    tokens = random_tokens(1)
+    changed = tokens.clone()
+    changed[0, 10] += 1
+    is_same = (ngrams(tokens, None) == ngrams(changed, None)).all(-1)[0]
+    assert is_same.tolist() == [not 10 <= i < 14 for i in range(24)]
+
+
+def test_model_with_ngrams_is_causal():
     model = make_model(MODERN)
     torch.nn.init.normal_(model.ngrams.table.weight)
     tokens = random_tokens(1)
     changed = tokens.clone()
     changed[0, 10] += 1
-    same = (model(tokens) == model(changed)).all(-1)[0]
-    assert same[:10].all()
-    same = (model.ngrams(tokens, None) == model.ngrams(changed, None)).all(-1)[0]
-    assert same.tolist() == [not 10 <= i < 14 for i in range(24)], (
-        "a token is part of four n-gram sums"
-    )
+    is_same = (model(tokens) == model(changed)).all(-1)[0]
+    assert is_same.tolist() == [i < 10 for i in range(24)]
 
 
 def test_masked_documents_are_embedded_like_single_documents():
     ngrams = random_ngrams()
-    tokens, doc_ids = random_tokens(1, 12), torch.tensor([[0] * 5 + [1] * 7])
-    masked = ngrams(tokens, doc_ids)
-    torch.testing.assert_close(masked[:, :5], ngrams(tokens[:, :5], None))
-    torch.testing.assert_close(masked[:, 5:], ngrams(tokens[:, 5:], None))
-    assert not torch.allclose(masked[:, 5:8], ngrams(tokens, None)[:, 5:8])
+    tokens = random_tokens(1, 12)
+    doc_ids = torch.tensor([[0] * 5 + [1] * 7])
+    single = torch.cat((ngrams(tokens[:, :5], None), ngrams(tokens[:, 5:], None)), dim=1)
+    torch.testing.assert_close(ngrams(tokens, doc_ids), single)
+    assert not torch.allclose(ngrams(tokens, None), single)
