@@ -1,10 +1,11 @@
-"""Checks the times of bench.py with torch.utils.benchmark and separate implementations of attention.
+"""Checks the times of bench.py with torch.utils.benchmark and another implementation of attention.
 
     python benchmarks/attention_check.py 1024 4096        contexts; 8 heads of 64, float32, CPU
 
-Both sides time the same call, in separate processes and in turns, so that a change of the machine's speed affects both.
-The table shows medians over ROUNDS, and their ratio. In phase decode, its last column shows the bytes of keys and
-values that a call reads, and the bytes per second. The first line shows the memory bandwidth for comparison.
+Both sides time the same call, in separate processes and in turns, so that a change of the machine's
+speed affects both. The table shows medians over ROUNDS, and their ratio. In phase decode, its last
+column shows the bytes of keys and values that a call reads, and the bytes per second. The first
+line shows the memory bandwidth for comparison.
 """
 
 import argparse
@@ -30,11 +31,12 @@ ROUNDS = 5
 SECONDS_PER_ROUND = 0.5
 CACHE_BYTES = 64 * 2**20  # larger than the caches of common CPUs
 PHASES = ("forward", "forward+backward", "decode")
-H, D = 8, 64
+H = 8
+D = 64
 
 
 def naive(q, k, v):
-    """Causal attention from its formula. q, k, v: (1, H, T, D); a single query attends to all keys."""
+    """Causal attention from its formula. q, k, v: (1, H, T, D). One query attends to all keys."""
     scores = q @ k.transpose(-1, -2) / math.sqrt(D)
     Tq, Tk = scores.shape[-2:]
     is_masked = torch.ones(Tq, Tk, dtype=torch.bool).triu(Tk - Tq + 1)
@@ -53,28 +55,38 @@ VARIANTS = {
 }
 
 
+def kv_bytes(T: int) -> int:
+    """Size of the keys and values of T tokens in float32."""
+    return 2 * T * H * D * 4
+
+
+def draw(T: int, phase: str) -> torch.Tensor:
+    """Random numbers (1, H, T, D), with the memory layout of a KV cache or a linear layer."""
+    if phase == "decode":
+        return torch.randn(1, H, T, D)
+    return torch.randn(1, T, H, D).transpose(1, 2)
+
+
 def time_with_torch(variant: str, phase: str, T: int) -> float:
     """Measure the seconds of a call with torch.utils.benchmark."""
-    Tq, has_backward = 1 if phase == "decode" else T, phase == "forward+backward"
-
-    def draw(length):
-        if phase == "decode":
-            return torch.randn(1, H, length, D)
-        return torch.randn(1, length, H, D).transpose(
-            1, 2
-        )  # the memory layout of a linear layer's output
+    Tq = 1 if phase == "decode" else T
+    has_backward = phase == "forward+backward"
+    attend = VARIANTS[variant]
+    inputs = []
+    # Different inputs in turns, of more than the cache: a call does not find its inputs there.
+    for _ in range(1 + CACHE_BYTES // (kv_bytes(T) + kv_bytes(Tq))):
+        q, k, v, dy = [draw(length, phase) for length in (Tq, T, T, Tq)]
+        for x in (q, k, v):
+            x.requires_grad_(has_backward)
+        inputs.append((q, k, v, dy))
+    next_inputs = itertools.cycle(inputs)
 
     def call():
         q, k, v, dy = next(next_inputs)
-        y = VARIANTS[variant](q, k, v)
+        y = attend(q, k, v)
         if has_backward:
             torch.autograd.grad(y, (q, k, v), dy)
 
-    size = 2 * (T + Tq) * H * D * 4
-    inputs = [[draw(length) for length in (Tq, T, T, Tq)] for _ in range(1 + CACHE_BYTES // size)]
-    for tensor in itertools.chain(*(qkv for *qkv, _ in inputs)):
-        tensor.requires_grad_(has_backward)
-    next_inputs = itertools.cycle(inputs)
     timer = Timer("call()", globals={"call": call}, num_threads=torch.get_num_threads())
     return timer.blocked_autorange(min_run_time=SECONDS_PER_ROUND).median
 
@@ -103,29 +115,28 @@ def measure_bandwidth() -> float:
     return x.nbytes / timer.blocked_autorange(min_run_time=1.0).median
 
 
-def main(Ts: list[int]) -> None:
-    context = get_context("spawn")
-    with ProcessPoolExecutor(1, context) as bench, ProcessPoolExecutor(1, context) as check:
-        print(f"memory bandwidth: {check.submit(measure_bandwidth).result() / 1e9:.1f} GB/s")
-        print(
-            f"{'phase':<17}{'T':>6}  {'attention':<10}{'bench, ms':>10}{'check, ms':>10}{'ratio':>7}"
-        )
-        for phase, T, variant in itertools.product(PHASES, Ts, VARIANTS):
-            arguments = variant, phase, T
-            pairs = [
-                (
-                    bench.submit(time_with_bench, *arguments).result(),
-                    check.submit(time_with_torch, *arguments).result(),
-                )
-                for _ in range(ROUNDS)
-            ]
-            bench_s, check_s = (statistics.median(seconds) for seconds in zip(*pairs, strict=True))
-            bytes_read = ""
+def main(contexts: list[int]) -> None:
+    spawn = get_context("spawn")
+    with ProcessPoolExecutor(1, spawn) as bench, ProcessPoolExecutor(1, spawn) as check:
+        bandwidth = check.submit(measure_bandwidth).result()
+        print(f"memory bandwidth: {bandwidth / 1e9:.1f} GB/s")
+        header = f"{'phase':<17}{'T':>6}  {'attention':<10}"
+        print(f"{header}{'bench, ms':>10}{'check, ms':>10}{'ratio':>7}")
+        for phase, T, variant in itertools.product(PHASES, contexts, VARIANTS):
+            bench_times = []
+            check_times = []
+            for _ in range(ROUNDS):
+                bench_times.append(bench.submit(time_with_bench, variant, phase, T).result())
+                check_times.append(check.submit(time_with_torch, variant, phase, T).result())
+            bench_s = statistics.median(bench_times)
+            check_s = statistics.median(check_times)
+            line = f"{phase:<17}{T:>6}  {variant:<10}"
+            line += f"{1e3 * bench_s:>10.3f}{1e3 * check_s:>10.3f}{bench_s / check_s:>7.2f}"
             if phase == "decode":
-                size = 2 * T * H * D * 4
-                bytes_read = f"  {size / 2**20:.0f} MiB of keys and values at {size / bench_s / 1e9:.1f} GB/s"
-            times = f"{1e3 * bench_s:>10.3f}{1e3 * check_s:>10.3f}{bench_s / check_s:>7.2f}"
-            print(f"{phase:<17}{T:>6}  {variant:<10}{times}{bytes_read}", flush=True)
+                gigabytes = kv_bytes(T) / 1e9
+                line += f"  {kv_bytes(T) / 2**20:.0f} MiB of keys and values"
+                line += f" at {gigabytes / bench_s:.1f} GB/s"
+            print(line, flush=True)
 
 
 if __name__ == "__main__":
