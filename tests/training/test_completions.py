@@ -2,142 +2,197 @@
 
 import json
 import math
+from contextlib import chdir
 from pathlib import Path
 
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import load, metrics, read_jsonl, summary
+from helpers import load, metrics, read_jsonl, run_command, summary
+from run_helpers import assert_same_run, train_in
 
 from data.loader import Loader
 from data.prepare import PreparedData, read_meta
 from generation.load import load_run
 
-ROWS = [("Ask " * (n % 7) + f"{n}? ", f"It is {n * n}." * (n % 3)) for n in range(40)]
+Rows = list[tuple[str, str]]  # prompt and completion
+ROWS: Rows = [("Ask " * (n % 7) + f"{n}? ", f"It is {n * n}." * (n % 3)) for n in range(40)]
 COLUMNS = ["data.prompt_column=question", "data.text_column=answer"]
 PAIRS = ["data.path=rows.jsonl", *COLUMNS, "eval.sample.max_new_tokens=0"]
 FROZEN = ["optimizer=adamw", "optimizer.lr=1e-30"]  # the weights stay the initial ones
 
 
-def write_rows(path: str, rows: list[tuple[str, str]]) -> None:
-    Path(path).write_text(
-        "".join(json.dumps({"question": a, "answer": b}) + "\n" for a, b in rows), encoding="utf-8"
-    )
+def write_rows(path: Path, rows: Rows) -> None:
+    lines = [json.dumps({"question": prompt, "answer": text}) for prompt, text in rows]
+    path.write_text("\n".join(lines) + "\n", encoding="utf-8")
 
 
-@pytest.fixture(autouse=True)
-def rows(workdir):
-    write_rows("rows.jsonl", ROWS)
+@pytest.fixture
+def rows(workdir) -> None:
+    write_rows(workdir / "rows.jsonl", ROWS)
 
 
 def completion_losses(
-    model, tokenizer, prompt: str, completion: str, is_first: bool = False
+    model, tokenizer, row: tuple[str, str], is_first: bool = False
 ) -> list[float]:
-    """Loss of each token of a completion and of the end-of-text token after it. The reference: one row per forward.
+    """Loss of each token of a completion and of the end-of-text token after it.
 
+    The reference: one row per forward pass.
     is_first: no end-of-text token is before the prompt.
     """
     end = tokenizer.eot_token
-    prompt_ids, ids = tokenizer.encode(prompt), tokenizer.encode(completion)
-    tokens = torch.tensor([*([] if is_first else [end]), *prompt_ids, *ids, end])
+    prompt, completion = (tokenizer.encode(text) for text in row)
+    before = [] if is_first else [end]
+    tokens = torch.tensor([*before, *prompt, *completion, end])
     logits = model(tokens[None, :-1])[0]
-    return F.cross_entropy(logits, tokens[1:], reduction="none")[-len(ids) - 1 :].tolist()
+    losses = F.cross_entropy(logits, tokens[1:], reduction="none")
+    return losses[-len(completion) - 1 :].tolist()
 
 
-def test_validation_loss_is_that_of_the_completions(train):
-    rows = [("What is 4? ", "It is 16."), ("Ask? ", ""), ("", "It is 1.")]
-    write_rows("val.jsonl", rows)
-    settings = [
-        "model.block_size=64",
-        "data.val_path=val.jsonl",
-        "data.document_mask=true",
-        "eval.windows=null",
-    ]
-    assert train("name=a", *PAIRS, *settings) == 0
-    model, tokenizer = load_run("a", checkpoint="last")
-    nats = [
-        loss
-        for i, row in enumerate(rows)
-        for loss in completion_losses(model, tokenizer, *row, is_first=i == 0)
-    ]
-    n_bytes = sum(len(completion) for _, completion in rows)
-    assert metrics("a")[-1]["val/loss"] == pytest.approx(sum(nats) / len(nats), abs=1e-5)
-    assert metrics("a")[-1]["val/bpb"] == pytest.approx(sum(nats) / math.log(2) / n_bytes, abs=1e-5)
+# Validation
 
 
-def test_training_loss_is_the_mean_over_all_targets_of_a_step(train, workdir):
-    """Also if the micro batches have different numbers of targets."""
+VAL_ROWS: Rows = [("What is 4? ", "It is 16."), ("Ask? ", ""), ("", "It is 1.")]
+
+
+@pytest.fixture(scope="module")
+def validated(tmp_path_factory) -> tuple[dict, list[float]]:
+    """The last row of metrics of a run, and the losses of all validation targets."""
+    folder = tmp_path_factory.mktemp("validated")
+    write_rows(folder / "rows.jsonl", ROWS)
+    write_rows(folder / "val.jsonl", VAL_ROWS)
+    settings = ["data.val_path=val.jsonl", "data.document_mask=true", "eval.windows=null"]
+    train_in(folder, "name=a", "model.block_size=64", *PAIRS, *settings)
+    with chdir(folder):
+        model, tokenizer = load_run("a", checkpoint="last")
+        last = metrics("a")[-1]
+    nats: list[float] = []
+    for i, row in enumerate(VAL_ROWS):
+        nats += completion_losses(model, tokenizer, row, is_first=i == 0)
+    return last, nats
+
+
+def test_validation_loss_is_the_mean_over_the_completions(validated):
+    last, nats = validated
+    assert last["val/loss"] == pytest.approx(sum(nats) / len(nats), abs=1e-5)
+
+
+def test_bits_per_byte_count_the_bytes_of_the_completions(validated):
+    last, nats = validated
+    num_bytes = sum(len(completion) for _, completion in VAL_ROWS)
+    expected = sum(nats) / math.log(2) / num_bytes
+    assert last["val/bpb"] == pytest.approx(expected, abs=1e-5)
+
+
+def test_evaluation_without_a_completion_is_refused(train, workdir, capsys):
+    write_rows(workdir / "rows.jsonl", [("a long prompt " * 5, "x")] * 30)
+    assert train("name=a", "eval.windows=1", *PAIRS) == 2
+    assert "the 1 validation windows have only prompts" in capsys.readouterr().err
+
+
+# Training
+
+
+@pytest.fixture(scope="module")
+def split(tmp_path_factory) -> Path:
+    """Runs with 4, 2 and 1 sequences in a micro batch: frozen4, a4, frozen2 and so on."""
+    folder = tmp_path_factory.mktemp("split")
+    write_rows(folder / "rows.jsonl", ROWS)
     for size in (4, 2, 1):
-        assert train(f"name=frozen{size}", f"train.micro_batch_size={size}", *PAIRS, *FROZEN) == 0
-        assert train(f"name=a{size}", f"train.micro_batch_size={size}", *PAIRS) == 0
-    model, _ = load_run("frozen4", checkpoint="last")
-    folder = Path(summary("frozen4")["data"])
-    loader = Loader(
-        PreparedData(folder, read_meta(folder)), 16, seed=load("frozen4")["config"]["seed"]
-    )
-    counts = set()
+        settings = [f"train.micro_batch_size={size}", "eval.every=6", *PAIRS]
+        train_in(folder, f"name=frozen{size}", *settings, *FROZEN)
+        train_in(folder, f"name=a{size}", *settings)
+    return folder
+
+
+@pytest.fixture(scope="module")
+def step_losses(split) -> list[tuple[float, tuple[int, ...]]]:
+    """The mean loss over all targets of each step, and the number of targets per sequence."""
+    with chdir(split):
+        model, _ = load_run("frozen4", checkpoint="last")
+        seed = load("frozen4")["config"]["seed"]
+        folder = Path(summary("frozen4")["data"]).absolute()
+        loader = Loader(PreparedData(folder, read_meta(folder)), 16, seed=seed)
+    results = []
     for step in range(6):
         x, y, _ = loader.batch("train", 4 * step, 4)
-        counts |= {tuple((y >= 0).sum(1).tolist())}
-        losses = F.cross_entropy(model(x).flatten(0, 1), y.flatten(), reduction="none")
-        expected = losses.sum().item() / int((y >= 0).sum())
-        for size in (4, 2, 1):
-            assert metrics(f"frozen{size}")[step + 1]["train/loss"] == pytest.approx(
-                expected, abs=1e-5
-            )
-    assert len({number for numbers in counts for number in numbers}) > 1
-    for size in (2, 1):
-        for a, b in zip(metrics("a4")[1:], metrics(f"a{size}")[1:], strict=True):
-            assert a["train/loss"] == pytest.approx(b["train/loss"], abs=1e-5)
-            assert a["grad_norm"] == pytest.approx(b["grad_norm"], rel=1e-4)
+        loss = F.cross_entropy(model(x).flatten(0, 1), y.flatten(), ignore_index=-100)
+        counts = (y >= 0).sum(dim=1)
+        results.append((loss.item(), tuple(counts.tolist())))
+    return results
 
 
-def test_resumed_run_is_bit_identical(train):
-    settings = [
-        *PAIRS,
-        "schedule.warmup_steps=100",
-        "train.micro_batch_size=2",
-        "data.document_mask=true",
-    ]
-    assert train("name=whole", "train.steps=6", *settings) == 0
+def test_sequences_of_the_example_have_different_numbers_of_targets(step_losses):
+    assert len({number for _, counts in step_losses for number in counts}) > 1
+
+
+@pytest.mark.parametrize("size", [4, 2, 1])
+def test_training_loss_is_the_mean_over_all_targets_of_a_step(split, step_losses, size):
+    with chdir(split):
+        losses = [row["train/loss"] for row in metrics(f"frozen{size}")[1:]]
+    assert losses == pytest.approx([loss for loss, _ in step_losses], abs=1e-5)
+
+
+@pytest.mark.parametrize("size", [2, 1])
+@pytest.mark.parametrize("key", ["train/loss", "grad_norm"])
+def test_micro_batches_do_not_change_the_gradients(split, size, key):
+    with chdir(split):
+        together, divided = metrics("a4")[1:], metrics(f"a{size}")[1:]
+    for a, b in zip(together, divided, strict=True):
+        assert a[key] == pytest.approx(b[key], rel=1e-4, abs=1e-5)
+
+
+def test_resumed_run_is_bit_identical(rows, train):
+    settings = [*PAIRS, "schedule.warmup_steps=100", "data.document_mask=true"]
+    settings.append("train.micro_batch_size=2")
+    assert train("name=whole", *settings) == 0
     assert train("name=parts", "train.steps=3", *settings) == 0
-    assert train("name=parts", "train.steps=6", *settings) == 0
-    whole, parts = (load(name)["model"] for name in ("whole", "parts"))
-    assert all(torch.equal(weight, parts[name]) for name, weight in whole.items())
-    assert [row.get("train/loss") for row in metrics("whole")] == [
-        row.get("train/loss") for row in metrics("parts")
-    ]
+    assert train("name=parts", *settings) == 0
+    assert_same_run("whole", "parts")
 
 
-def test_steps_without_a_target_have_loss_0_and_such_an_evaluation_is_refused(train, capsys):
-    write_rows("rows.jsonl", [("a long prompt " * 5, "x")] * 30)
-    settings = ["train.batch_size=1", "train.steps=12", *PAIRS]
-    assert train("name=b", "eval.windows=1", *settings) == 2
-    assert "the 1 validation windows have only prompts" in capsys.readouterr().err
-    assert train("name=a", "eval.windows=null", *settings) == 0
-    rows = metrics("a")[1:]
-    empty = [row for row in rows if row["train/loss"] == 0]
-    assert 0 < len(empty) < len(rows)
-    assert all(row["grad_norm"] == 0 for row in empty)
-    assert all(math.isfinite(row["train/loss"]) and math.isfinite(row["grad_norm"]) for row in rows)
+def test_step_without_a_target_has_loss_and_gradient_0(train, workdir):
+    write_rows(workdir / "rows.jsonl", [("a long prompt " * 5, "x")] * 30)
+    settings = ["train.batch_size=1", "train.steps=12", "eval.windows=null"]
+    assert train("name=a", *settings, *PAIRS) == 0
+    steps = metrics("a")[1:]
+    norms = [row["grad_norm"] for row in steps if row["train/loss"] == 0]
+    assert set(norms) == {0}
+    assert len(norms) < len(steps)
+    assert None not in [row["train/loss"] for row in steps]
 
 
-def test_loss_of_documents_counts_completions(train, evaluate):
-    """Also of a prompt that is longer than the context."""
-    assert train("name=a", "model.block_size=64", "tokenizer=byte", *PAIRS) == 0
-    write_rows(
-        "scored.jsonl",
-        [("What is 4? ", "It is 16."), ("Ask? ", ""), ("Ask " * 40, "1"), ("", "1?")],
-    )
-    evaluate("run=a", "data.path=scored.jsonl", *COLUMNS, "out=o.jsonl")
-    *results, _ = read_jsonl("o.jsonl")
-    assert (
-        [result["tokens"] for result in results]
-        == [result["bytes"] for result in results]
-        == [9, 0, 1, 2]
-    )
-    model, tokenizer = load_run("a")
-    for result, row in ((results[0], ("What is 4? ", "It is 16.")), (results[3], ("", "1?"))):
-        losses = completion_losses(model, tokenizer, *row)[:-1]
-        assert result["loss"] == pytest.approx(sum(losses) / len(losses), abs=1e-5)
-    assert results[1]["loss"] is None
+# Scoring with eval.py
+
+SCORED: Rows = [("What is 4? ", "It is 16."), ("Ask? ", ""), ("Ask " * 40, "1"), ("", "1?")]
+
+
+@pytest.fixture(scope="module")
+def scored(tmp_path_factory):
+    """Model, tokenizer, and the result of eval.py for each of SCORED."""
+    folder = tmp_path_factory.mktemp("scored")
+    write_rows(folder / "rows.jsonl", ROWS)
+    write_rows(folder / "scored.jsonl", SCORED)
+    train_in(folder, "name=a", "model.block_size=64", "tokenizer=byte", *PAIRS)
+    with chdir(folder):
+        words = ["run=a", "data.path=scored.jsonl", *COLUMNS, "out=o.jsonl"]
+        assert run_command("eval", *words) == 0
+        *results, _ = read_jsonl("o.jsonl")
+        return *load_run("a"), results
+
+
+@pytest.mark.parametrize("key", ["tokens", "bytes"])
+def test_scores_count_the_completion_also_after_a_prompt_longer_than_the_context(scored, key):
+    _, _, results = scored
+    assert [result[key] for result in results] == [9, 0, 1, 2]
+
+
+@pytest.mark.parametrize("index", [0, 3], ids=["prompt", "no prompt"])
+def test_score_is_the_mean_over_the_completion(scored, index):
+    model, tokenizer, results = scored
+    losses = completion_losses(model, tokenizer, SCORED[index])[:-1]
+    assert results[index]["loss"] == pytest.approx(sum(losses) / len(losses), abs=1e-5)
+
+
+def test_empty_completion_has_no_score(scored):
+    assert scored[2][1]["loss"] is None

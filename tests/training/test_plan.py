@@ -1,136 +1,261 @@
-"""plan=true: memory, steps and time, output, and no files left."""
+"""plan=true: parameters, memory, steps and time, the printed table, and no files left."""
 
+import io
 import json
+import re
 import socket
+import sys
+from contextlib import chdir, redirect_stdout
 from pathlib import Path
 
 import pytest
-import torch
-from helpers import TINY
+from helpers import TEXT, TINY
 
-from common.device import peak_memory_bytes, reset_peak_memory
+from common.console import PlainConsole
 from common.errors import UserError
 from configs.cli import parse_config
 from training.device import resolve_runtime
-from training.plan import Plan, make_plan
+from training.plan import Plan, make_plan, make_plan_table
 
 GIVEN_SPEED = ["plan=true", "flops_per_second=1e9"]
+DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 
-@pytest.fixture
-def plan(workdir):
-    """plan("model.n_layer=4", ...) -> the Plan of a tiny model, for a speed of 1 GFLOP/s."""
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    folder = tmp_path_factory.mktemp("plan")
+    (folder / "text.txt").write_text(TEXT, encoding="utf-8")
+    return folder
 
-    def plan_tiny_model(*overrides):
-        return plan_config(*TINY, "model.n_layer=1", "optimizer=adamw", *GIVEN_SPEED, *overrides)
+
+@pytest.fixture(scope="module")
+def plan(folder):
+    """plan("model.n_layer=4", ...): the plan of a tiny model, for a speed of 1 GFLOP/s."""
+
+    def plan_tiny_model(*words: str) -> Plan:
+        with chdir(folder):
+            return make(*TINY, "model.n_layer=1", "optimizer=adamw", *GIVEN_SPEED, *words)
 
     return plan_tiny_model
 
 
-def plan_config(*words) -> Plan:
+def make(*words: str) -> Plan:
     config = parse_config("train", "", list(words))
     return make_plan(config, resolve_runtime(config))
 
 
-@pytest.mark.skipif(
-    not Path("/proc/self/clear_refs").exists(),
-    reason="NOT RUN: only Linux reports a process's memory",
-)
+# Memory
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="NOT RUN: only Linux counts in kB")
 def test_planning_does_not_allocate_the_model(plan):
+    import resource
+
     plan()  # loads libraries
-    device = torch.device("cpu")
-    reset_peak_memory(device)
-    before = peak_memory_bytes(device)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
     assert plan("model.n_embd=8192").memory["weights"] > 3 * 2**30
-    assert peak_memory_bytes(device) - before < 2**30
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before < 2**20
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-@pytest.mark.parametrize(("optimizer", "bytes_per_parameter"), [("adamw", 8), ("muon", 4)])
-def test_weights_gradients_and_optimizer_state_are_exact(
+@DEVICES
+def test_weights_and_gradients_are_exact(plan, device):
+    planned = plan(f"device={device}", "compile=false")
+    n = sum(planned.parameters.values())
+    assert planned.memory["weights"] == planned.memory["gradients"] == 4 * n
+
+
+@DEVICES
+@pytest.mark.parametrize(
+    ("optimizer", "bytes_per_parameter"), [("adamw", 8), ("muon", 4)], ids=["adamw", "muon"]
+)
+def test_optimizer_state_has_one_or_two_numbers_for_each_parameter(
     plan, optimizer, bytes_per_parameter, device
 ):
     planned = plan(f"optimizer={optimizer}", f"device={device}", "compile=false")
     n = sum(planned.parameters.values())
-    assert planned.memory["weights"] == planned.memory["gradients"] == 4 * n
     assert bytes_per_parameter * n <= planned.memory["optimizer state"] <= 8 * n + 1000
 
 
-def test_activations_grow_with_the_attention_scores_that_a_backend_saves(plan):
-    def activations(attention, T, *words):
-        return plan(
-            f"attention={attention}", "model.n_embd=32", f"model.block_size={T}", *words
-        ).memory["activations"]
+@pytest.fixture(scope="module")
+def activations(plan):
+    """activations("flash", 256): bytes with an attention backend and a context."""
+    cache: dict[tuple, int] = {}
 
-    B, H, layers = 4, 2, 1
-    assert activations("naive", 256) - activations("flash", 256) > layers * B * H * 256 * 256 * 4
+    def plan_activations(backend: str, T: int, *words: str) -> int:
+        key = (backend, T, *words)
+        if key not in cache:
+            settings = [f"attention={backend}", f"model.block_size={T}", "model.n_embd=32"]
+            cache[key] = plan(*settings, *words).memory["activations"]
+        return cache[key]
+
+    return plan_activations
+
+
+def test_naive_attention_saves_its_scores(activations):
+    B, H, layers, T = 4, 2, 1, 256
+    scores = layers * B * H * T * T * 4
+    assert activations("naive", T) - activations("flash", T) > scores
+
+
+def test_activations_of_flash_grow_linearly_with_the_context(activations):
     assert 3 < activations("flash", 256) / activations("flash", 64) < 5
-    assert activations("naive", 256, "train.micro_batch_size=1") < activations("naive", 256) / 2
+
+
+def test_activations_are_of_one_micro_batch(activations):
+    one_of_four = activations("naive", 256, "train.micro_batch_size=1")
+    assert one_of_four < activations("naive", 256) / 2
+
+
+def test_activation_checkpointing_saves_activations(activations):
     deep = "model.n_layer=8"
-    assert (
-        activations("flash", 64, deep, "train.activation_checkpointing=block")
-        < activations("flash", 64, deep) / 2
-    )
+    saving = activations("flash", 64, deep, "train.activation_checkpointing=block")
+    assert saving < activations("flash", 64, deep) / 2
 
 
-@pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
-def test_fsdp_divides_the_bytes_among_processes(plan, device):
+def plan_processes(plan, device: str, *words: str) -> dict[str, int]:
+    """Memory of one process."""
     settings = ["train.batch_size=8", f"device={device}", "compile=false"]
-    alone, split = plan(*settings).memory, plan(*settings, "parallel=fsdp", "world_size=4").memory
-    for key in ("weights", "gradients", "optimizer state"):
-        assert split[key] == alone[key] // 4
-    accumulating = plan(
-        *settings, "train.micro_batch_size=1", "parallel=fsdp", "world_size=4"
-    ).memory
-    assert accumulating["gradients"] == alone["gradients"] // 4 + alone["gradients"]
+    return plan(*settings, *words).memory
 
 
-def test_steps_and_flops_follow_from_the_config(plan, monkeypatch):
-    monkeypatch.setattr(
-        "training.plan.measure_flops_per_second", lambda *args: 2e9
-    )  # of one process
-    assert plan("flops_per_second=null", "world_size=2").flops_per_second == 4e9
-    planned = plan(
-        "train.batch_size=8", "train.micro_batch_size=2", "train.steps=7", "world_size=2"
-    )
-    assert planned.tokens == 7 * 128
-    assert planned.flops == 7 * 128 * sum(planned.flops_per_token.values())
+FSDP = ["parallel=fsdp", "world_size=4"]
+
+
+@DEVICES
+@pytest.mark.parametrize("part", ["weights", "gradients", "optimizer state"])
+def test_fsdp_divides_memory_among_processes(plan, device, part):
+    alone = plan_processes(plan, device)
+    assert plan_processes(plan, device, *FSDP)[part] == alone[part] // 4
+
+
+@DEVICES
+def test_ddp_does_not_divide_memory(plan, device):
+    alone = plan_processes(plan, device)
+    assert plan_processes(plan, device, "world_size=4")["weights"] == alone["weights"]
+
+
+@DEVICES
+def test_fsdp_accumulates_complete_gradients(plan, device):
+    gradients = plan_processes(plan, device)["gradients"]
+    accumulating = plan_processes(plan, device, *FSDP, "train.micro_batch_size=1")
+    assert accumulating["gradients"] == gradients // 4 + gradients
+
+
+# Steps, FLOPs and time
+
+
+def test_flops_are_of_all_tokens(plan):
+    planned = plan("train.batch_size=8", "train.steps=7")
+    assert planned.tokens == 7 * 8 * 16
+    assert planned.flops == planned.tokens * sum(planned.flops_per_token.values())
+
+
+def test_time_is_flops_by_speed(plan):
+    planned = plan()
     assert planned.seconds == pytest.approx(planned.flops / 1e9)
-    (prepared,) = Path("data/prepared").glob("text-*")
-    assert (
-        planned.epochs
-        == 7
-        * 128
-        / json.loads((prepared / "meta.json").read_text(encoding="utf-8"))["tokens"]["train"]
-    )
+
+
+def test_measured_speed_is_of_all_processes(plan, monkeypatch):
+    monkeypatch.setattr("training.plan.measure_flops_per_second", lambda *args: 2e9)
+    assert plan("flops_per_second=null", "world_size=2").flops_per_second == 4e9
+
+
+def test_epochs_are_relative_to_the_training_tokens(plan, folder):
+    planned = plan("train.steps=7")
+    (prepared,) = (folder / "data/prepared").glob("text-*")
+    meta = json.loads((prepared / "meta.json").read_text(encoding="utf-8"))
+    assert planned.epochs == 7 * 4 * 16 / meta["tokens"]["train"]
 
 
 def test_minutes_become_the_steps_that_fit(plan):
     planned = plan("train.steps=null", "train.minutes=1")
     assert planned.seconds == pytest.approx(60, rel=0.01)
+
+
+def test_run_ends_at_steps_or_minutes_whichever_comes_first(plan):
     assert plan("train.steps=3", "train.minutes=1").steps == 3
 
 
-def test_printed_plan_is_80_columns_wide_and_leaves_no_run(train, workdir, capsys):
-    assert train("plan=true", "wandb.mode=offline", "compile=true") == 0
-    out = capsys.readouterr().out
-    assert max(map(len, out.splitlines())) <= 80
-    for word in ("parameters", "optimizer state", "activations", "measured", "epochs", "time"):
-        assert word in out
+# The command
+
+
+def test_plan_leaves_no_run(train, workdir):
+    assert train(*GIVEN_SPEED, "wandb.mode=offline") == 0
     assert sorted(path.name for path in workdir.iterdir()) == ["data", "text.txt"]
 
 
-def test_gpt2_124m_is_planned_without_network(workdir, monkeypatch, tmp_path):
+def test_printed_plan_is_80_columns_wide(train, capsys):
+    assert train(*GIVEN_SPEED) == 0
+    assert max(map(len, capsys.readouterr().out.splitlines())) <= 80
+
+
+@pytest.fixture(scope="module")
+def printed(folder) -> dict[str, str]:
+    """The printed plan of a run with a measured speed: {title: value}."""
+    output = io.StringIO()
+    with chdir(folder), redirect_stdout(output):
+        config = parse_config("train", "", [*TINY, "plan=true"])
+        runtime = resolve_runtime(config)
+        table = make_plan_table(config, runtime, make_plan(config, runtime))
+        PlainConsole().print(table, width=200)
+    lines = [re.split("  +", line.strip()) for line in output.getvalue().splitlines() if line]
+    return dict(lines)
+
+
+@pytest.mark.parametrize(
+    ("title", "part"),
+    [
+        ("model", "2 layers, 2 heads, 16 channels, context 16, vocabulary 33"),
+        ("device", "float32, attention=sdpa"),
+        ("memory per process", "MiB"),
+        ("optimizer state", "%"),
+        ("activations", "%"),
+        ("step", "1 process x 1 x 4 = 4 sequences x 16 tokens"),
+        ("steps", "6: 384 tokens (0.017 epochs)"),
+        ("FLOPs", "FLOP/s (measured)"),
+        ("time", "without evaluations"),
+    ],
+)
+def test_printed_plan_has(printed, title, part):
+    assert part in printed[title]
+
+
+@pytest.fixture
+def offline(workdir, monkeypatch, tmp_path):
+    """No network and no vocabulary of OpenAI."""
     monkeypatch.setenv("TIKTOKEN_CACHE_DIR", str(tmp_path / "empty"))
     monkeypatch.setattr(socket, "getaddrinfo", None)
-    small = [
-        "model.n_layer=1",
-        "model.n_embd=24",
-        "model.block_size=32",
-        "train.micro_batch_size=1",
-    ]
-    words = ["experiment=gpt2_124m", *small, *GIVEN_SPEED, "train.batch_size=2"]
-    planned = plan_config(*words)
-    assert (planned.vocab_size, planned.epochs, Path("data").exists()) == (50_257, None, False)
+
+
+OPENWEBTEXT = [
+    "experiment=gpt2_124m",
+    "model.n_layer=1",
+    "model.n_embd=24",
+    "model.block_size=32",
+    "train.micro_batch_size=1",
+    "train.batch_size=2",
+    *GIVEN_SPEED,
+]
+
+
+def test_gpt2_124m_is_planned_without_network(offline):
+    assert make(*OPENWEBTEXT).vocab_size == 50_257
+
+
+def test_data_that_is_not_on_this_machine_has_no_epochs(offline):
+    assert make(*OPENWEBTEXT).epochs is None
+    assert not Path("data").exists()
+
+
+@pytest.mark.parametrize(
+    ("words", "expected"),
+    [(["tokenizer=byte"], 257), (["tokenizer=bpe", "tokenizer.vocab_size=400"], 400)],
+    ids=["byte", "bpe"],
+)
+def test_vocabulary_of_data_that_is_not_prepared_has_its_largest_size(offline, words, expected):
+    assert make(*OPENWEBTEXT, "data=openwebtext", *words).vocab_size == expected
+
+
+def test_vocabulary_that_depends_on_missing_data_is_refused(offline):
     with pytest.raises(UserError, match=r"vocabulary of tokenizer=char .* run python prepare.py"):
-        plan_config(*words, "data=openwebtext", "tokenizer=char")
+        make(*OPENWEBTEXT, "data=openwebtext", "tokenizer=char")
