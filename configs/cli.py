@@ -121,10 +121,10 @@ def check_key(script: str, word: str) -> None:
 
 def help_page(script: str, doc: str) -> str:
     """The script's docstring, the choices of its config groups, and the flags."""
-    from configs.compose import list_choices, list_groups
+    from configs.compose import list_choices
 
     lines = [doc.strip(), ""]
-    for group in list_groups(script):
-        line = f"  {group + '=':14}{' | '.join(list_choices(group))}"
+    for group, choices in list_choices(script).items():
+        line = f"  {group + '=':14}{' | '.join(choices)}"
         lines.append(textwrap.fill(line, 100, subsequent_indent=" " * 16))
     return "\n".join([*lines, "", FLAGS])

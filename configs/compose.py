@@ -111,11 +111,11 @@ def list_groups(script: str) -> list[str]:
     return groups
 
 
-def list_choices(group: str) -> list[str]:
-    """List the choices of a group, as in model=gpt2."""
-    if group == "optimizer":
-        return sorted(OPTIMIZER_CONFIGS)
-    return sorted(file.stem for file in (CONFIGS / group).glob("*.yaml"))
+def list_choices(script: str) -> dict[str, list[str]]:
+    """List the choices of each config group, as in model=gpt2."""
+    with hydra_initialized(script, None):
+        loader = GlobalHydra.instance().config_loader()
+        return {group: loader.get_group_options(group) for group in list_groups(script)}
 
 
 def parse_word(script: str, word: str) -> Override:

@@ -13,25 +13,22 @@ from configs.compose import (
     compose_config,
     hydra_initialized,
     list_choices,
-    list_groups,
     parse_word,
 )
 from data import DataConfig
 from training.config import RunConfig
 
-GROUPS = [group for group in list_groups("train") if group != "experiment"]
-CHOICES = [
-    (group, choice)
-    for group in GROUPS
-    for choice in list_choices(group)
-    if choice != "mix"  # it needs sources
-]
+CHOICES = list_choices("train")
+RECIPES = CHOICES.pop("experiment")
+CHOICES["data"].remove("mix")  # it needs sources
 # Words that a choice needs, and words with which a data set needs no download.
 REQUIRED = {"run": ["tokenizer.run=a"]}
 LOCAL = ["data.path=text.txt"]
 
 
-@pytest.mark.parametrize(("group", "choice"), CHOICES)
+@pytest.mark.parametrize(
+    ("group", "choice"), [(group, choice) for group in CHOICES for choice in CHOICES[group]]
+)
 def test_every_choice_composes(group, choice, workdir):
     config = parse_config("train", "", [f"{group}={choice}", *LOCAL, *REQUIRED.get(choice, [])])
     section = getattr(config, group)
@@ -39,7 +36,7 @@ def test_every_choice_composes(group, choice, workdir):
     assert name == ("text" if choice == "python_stdlib" else choice)
 
 
-@pytest.mark.parametrize("recipe", list_choices("experiment"))
+@pytest.mark.parametrize("recipe", RECIPES)
 def test_every_recipe_composes(recipe, workdir):
     parse_config("train", "", [f"experiment={recipe}", *LOCAL])
 
