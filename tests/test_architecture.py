@@ -32,19 +32,28 @@ FORBIDDEN = {
 }
 MAX_MAIN_LINES = 100  # of main in train.py
 MAX_MAIN_INDENT = 5 * 4
-FILES = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))] + sorted(
-    ROOT.glob("*.py")
-)
+SCRIPTS = sorted(ROOT.glob("*.py"))
+MODULES = [path for package in PACKAGES for path in sorted((ROOT / package).rglob("*.py"))]
+FILES = MODULES + SCRIPTS
+BACKENDS = {"naive", "sdpa", "flash", "cudnn", "flex"}
+
+
+def parse(path: Path) -> ast.Module:
+    return ast.parse(path.read_bytes())
 
 
 def imported_modules(path: Path) -> set[str]:
-    """Modules that a file imports anywhere, and the names that it imports from them, which can be modules."""
+    """Modules that a file imports anywhere, and the names that it imports from them.
+
+    The names can be modules, too.
+    """
     found = set()
-    for node in ast.walk(ast.parse(path.read_bytes())):
+    for node in ast.walk(parse(path)):
         if isinstance(node, ast.Import):
             found |= {alias.name for alias in node.names}
         if isinstance(node, ast.ImportFrom):
-            found |= {str(node.module)} | {f"{node.module}.{alias.name}" for alias in node.names}
+            found.add(str(node.module))
+            found |= {f"{node.module}.{alias.name}" for alias in node.names}
     return found
 
 
@@ -52,10 +61,14 @@ def imported_packages(path: Path) -> set[str]:
     return {module.split(".")[0] for module in imported_modules(path)}
 
 
+def test_every_package_is_in_the_import_order():
+    folders = {path.parent.name for path in ROOT.glob("*/__init__.py")}
+    assert folders == set(PACKAGES)
+
+
 @pytest.mark.parametrize("package", PACKAGES)
 def test_packages_import_only_packages_before_them(package):
-    scripts = {path.stem for path in ROOT.glob("*.py")}
-    later = scripts | set(PACKAGES[PACKAGES.index(package) + 1 :])
+    later = {path.stem for path in SCRIPTS} | set(PACKAGES[PACKAGES.index(package) + 1 :])
     for path in (ROOT / package).rglob("*.py"):
         assert not imported_packages(path) & later, path
 
@@ -66,98 +79,95 @@ def test_packages_import_only_their_libraries(folder):
         assert not imported_packages(path) & FORBIDDEN[folder], path
 
 
-def test_every_package_is_in_the_import_order():
-    folders = {path.parent.name for path in ROOT.glob("*/__init__.py")}
-    assert folders == set(PACKAGES)
-
-
 def test_no_two_files_import_each_other():
     """Also not through other files, in functions, or for type checking."""
-    files = [path for path in FILES if path.parent != ROOT and path.name != "__init__.py"]
-    modules = {".".join(path.relative_to(ROOT).with_suffix("").parts): path for path in files}
+    modules = {}
+    for path in MODULES:
+        if path.name != "__init__.py":
+            modules[".".join(path.relative_to(ROOT).with_suffix("").parts)] = path
     imports = {name: imported_modules(path) & set(modules) for name, path in modules.items()}
-    assert len(list(TopologicalSorter(imports).static_order())) == len(
-        files
-    )  # raises CycleError for a circle
+    order = TopologicalSorter(imports).static_order()  # raises CycleError for a circle
+    assert set(order) == set(modules)
+
+
+def test_no_script_has_the_name_of_a_package():
+    assert not {path.stem for path in SCRIPTS} & set(PACKAGES)
 
 
 def test_training_loop_is_short_and_flat():
     """Move setup and bookkeeping out of main, not the loop itself."""
     functions = [
-        node
-        for node in ast.parse((ROOT / "train.py").read_bytes()).body
-        if isinstance(node, ast.FunctionDef)
+        node for node in parse(ROOT / "train.py").body if isinstance(node, ast.FunctionDef)
     ]
     (main,) = [function for function in functions if function.name == "main"]
     assert main.end_lineno - main.lineno + 1 <= MAX_MAIN_LINES
-    assert (
-        max(node.col_offset for node in ast.walk(main) if isinstance(node, ast.stmt))
-        <= MAX_MAIN_INDENT
-    )
+    indents = [node.col_offset for node in ast.walk(main) if isinstance(node, ast.stmt)]
+    assert max(indents) <= MAX_MAIN_INDENT
+
+
+def find_texts_without_encoding(path: Path) -> list[int]:
+    """Lines that read or write a text file without an encoding."""
+    lines = []
+    for node in ast.walk(parse(path)):
+        if not isinstance(node, ast.Call):
+            continue
+        if getattr(node.func, "attr", None) in ("read_text", "write_text"):
+            arguments = {keyword.arg for keyword in node.keywords}
+            if "encoding" not in arguments:
+                lines.append(node.lineno)
+    return lines
 
 
 def test_text_files_have_an_encoding():
     """ruff's PLW1514 knows the types of some paths only."""
     for path in FILES:
-        for node in ast.walk(ast.parse(path.read_bytes())):
-            if isinstance(node, ast.Call) and getattr(node.func, "attr", None) in (
-                "read_text",
-                "write_text",
-            ):
-                assert "encoding" in {keyword.arg for keyword in node.keywords}, (
-                    f"{path}:{node.lineno}"
-                )
+        assert not find_texts_without_encoding(path), path
 
 
 def test_datasets_is_imported_by_one_module():
     assert [path.name for path in FILES if "datasets" in imported_packages(path)] == ["readers.py"]
 
 
-def test_config_checks_import_no_torch():
-    """Typos on the command line are reported before torch is imported, which takes seconds."""
-    code = (
-        "import sys, configs.cli; sys.exit(bool({'torch', 'datasets', 'wandb'} & set(sys.modules)))"
-    )
-    assert subprocess.run([sys.executable, "-c", code], cwd=ROOT).returncode == 0
+def test_backends_are_named_in_the_attention_package_only():
+    for path in FILES:
+        if path.parent.name == "attention" or path == ROOT / "model/config.py":  # the default
+            continue
+        nodes = [node for node in ast.walk(parse(path)) if isinstance(node, ast.Constant)]
+        assert not {node.value for node in nodes} & BACKENDS, path
 
 
-def test_every_name_that_a_config_accepts_has_a_function():
+def test_every_activation_that_a_config_accepts_has_a_function():
+    """List it in model/config.py and in model/gpt.py."""
     from model.config import MLPS
     from model.gpt import ACTIVATIONS
+
+    assert set(MLPS) == set(ACTIVATIONS)
+
+
+def test_every_optimizer_that_a_config_accepts_has_a_function():
+    """List it in training/config.py and in training/optimizer.py."""
     from training.config import OPTIMIZER_CONFIGS
     from training.optimizer import OPTIMIZERS
 
-    assert set(MLPS) == set(ACTIVATIONS), (
-        "list an activation in model/config.py and in model/gpt.py"
-    )
-    assert set(OPTIMIZER_CONFIGS) == set(OPTIMIZERS), (
-        "list an optimizer in config.py and in optimizer.py"
-    )
+    assert set(OPTIMIZER_CONFIGS) == set(OPTIMIZERS)
 
 
-def test_backends_are_named_in_the_attention_package_only():
-    for path in FILES:
-        if (
-            path.parent.name != "attention" and path != ROOT / "model/config.py"
-        ):  # which has the default
-            strings = {
-                node.value
-                for node in ast.walk(ast.parse(path.read_bytes()))
-                if isinstance(node, ast.Constant)
-            }
-            assert not strings & {"naive", "sdpa", "flash", "cudnn", "flex"}, path
+def modules_after(statement: str) -> set[str]:
+    """The modules that a new process has after a statement."""
+    code = f"import json, sys\n{statement}\nprint(json.dumps(list(sys.modules)))"
+    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=True)
+    return set(json.loads(done.stdout))
+
+
+def test_config_checks_import_no_torch():
+    """Typos on the command line are reported before torch is imported, which takes seconds."""
+    assert not {"torch", "datasets", "wandb"} & modules_after("import configs.cli")
 
 
 def test_model_can_be_imported_with_torch_alone():
     """So that it can be copied into another project: no other package than errors and settings."""
-    code = "import json, sys, model.gpt, model.attention; print(json.dumps(sorted(sys.modules)))"
-    done = subprocess.run([sys.executable, "-c", code], cwd=ROOT, capture_output=True, check=True)
-    modules = json.loads(done.stdout)
+    modules = modules_after("import model.gpt, model.attention")
     ours = {name for name in modules if name.split(".")[0] in PACKAGES}
     others = {name for name in ours if not name.startswith("model")}
     assert others == {"common", "common.errors", "common.settings"}
-    assert not {"tiktoken", "rich", "filelock", "yaml"} & set(modules)
-
-
-def test_no_script_has_the_name_of_a_package():
-    assert not {path.stem for path in ROOT.glob("*.py")} & set(PACKAGES)
+    assert not {"tiktoken", "rich", "filelock", "yaml"} & modules
