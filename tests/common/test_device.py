@@ -1,4 +1,4 @@
-"""Memory of a device. tests/training/test_device.py has the settings device and dtype."""
+"""Memory of a device. test_device_settings.py has the settings device and dtype."""
 
 import os
 from pathlib import Path
