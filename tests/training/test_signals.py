@@ -1,18 +1,18 @@
-"""Signals that stop a run, and the exit of a process."""
+"""Signals that stop a run, and how a command ends."""
 
+import errno
 import os
 import signal
 import subprocess
 import sys
-import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 
 import pytest
 from helpers import ROOT
 
-from training import startup
-from training.signals import StopRequest, raise_interrupt, set_stop_handlers
+from common.errors import TrainingFailed, UserError
+from training.signals import StopRequest, raise_interrupt, run_main, set_stop_handlers
 
 NAMES = ["SIGINT", "SIGTERM", "SIGHUP", "SIGUSR1", "SIGUSR2"]
 
@@ -161,44 +161,103 @@ def test_output_to_a_closed_terminal_is_discarded_after_a_signal():
         os.write(1, b"saved")
 
 
-# The exit of a process
-
-EXIT = """
-import atexit, sys, time
-from training.startup import exit_process
-atexit.register(print, "exit handler")
-print("flushed", end=" ")
-exit_process(3)
-"""
+# How a command ends
 
 
-@pytest.fixture(scope="module")
-def ended() -> subprocess.CompletedProcess:
-    """A process that ended with exit_process."""
-    return subprocess.run([sys.executable, "-c", EXIT], cwd=ROOT, capture_output=True, text=True)
+def fail(error: BaseException) -> int:
+    raise error
 
 
-def test_process_ends_with_the_exit_code(ended):
-    assert ended.returncode == 3
+@pytest.fixture
+def waits(monkeypatch) -> list[float]:
+    """The times that run_main waits, in seconds, instead of waiting."""
+    waits = []
+    monkeypatch.setattr("training.signals.time.sleep", waits.append)
+    monkeypatch.setattr(sys, "argv", ["train.py"])
+    return waits
 
 
-def test_process_runs_exit_handlers_and_flushes_its_output(ended):
-    assert ended.stdout == "flushed exit handler\n"
+def test_result_of_main_is_the_exit_code():
+    assert run_main(int, 75) == 75
 
 
-class Exited(BaseException):
-    pass
+FULL_DISK = OSError(errno.ENOSPC, "No space left on device", "runs/a/last.pt")
+WRONG_PATH = OSError(errno.EACCES, "Permission denied", "/root/text.txt")
 
 
-def test_exit_handler_that_hangs_does_not_stop_the_exit(monkeypatch):
-    """Such as a handler of wandb."""
+@pytest.mark.parametrize(
+    ("error", "code", "message"),
+    [
+        (UserError("set a"), 2, "set a"),
+        (TrainingFailed("nan"), 1, "nan"),
+        (KeyboardInterrupt(), 75, "interrupted"),
+        (WRONG_PATH, 2, "/root/text.txt: Permission denied; set another file, folder or name"),
+        (FULL_DISK, 1, "runs/a/last.pt: No space left on device; free some disk space"),
+    ],
+    ids=["wrong input", "failed training", "signal", "wrong path", "full disk"],
+)
+def test_error_that_is_not_a_bug_is_one_sentence(waits, capsys, error, code, message):
+    assert run_main(fail, error) == code
+    assert capsys.readouterr().err == f"train.py: {message}\n"
 
-    def exit_with(code: int) -> None:
-        raise Exited(code)
 
-    monkeypatch.setattr("atexit._run_exitfuncs", lambda: time.sleep(1000))
-    monkeypatch.setattr(startup, "EXIT_HANDLERS_TIMEOUT_S", 0.01)
-    monkeypatch.setattr("os._exit", exit_with)
-    with pytest.raises(Exited) as exited:
-        startup.exit_process(75)
-    assert exited.value.args == (75,)
+def test_bug_keeps_its_traceback():
+    with pytest.raises(KeyError):
+        run_main(fail, KeyError("wrong"))
+
+
+def test_reader_of_the_output_that_has_exited_is_no_error(waits, capsys):
+    """As in sample.py | head."""
+    assert run_main(fail, BrokenPipeError()) == 1
+    assert capsys.readouterr().err == ""
+
+
+def test_error_cannot_control_the_terminal(waits, capsys):
+    run_main(fail, UserError("name=\x1b[31m"))
+    assert capsys.readouterr().err == "train.py: name=\ufffd[31m\n"
+
+
+def test_rank_0_reports_an_error_at_once(waits, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "0")
+    assert run_main(fail, UserError("wrong")) == 2
+    assert capsys.readouterr().err == "train.py: wrong\n"
+    assert not waits
+
+
+def test_later_ranks_report_an_error_after_rank_0(waits, monkeypatch, capsys):
+    """torchrun ends them while they wait, so that an error of all ranks is printed once."""
+    monkeypatch.setenv("RANK", "3")
+    assert run_main(fail, UserError("wrong")) == 2
+    assert capsys.readouterr().err == "train.py, rank 3: wrong\n"
+    assert len(waits) == 1
+
+
+def test_later_ranks_report_no_interruption(waits, monkeypatch, capsys):
+    monkeypatch.setenv("RANK", "3")
+    assert run_main(fail, KeyboardInterrupt()) == 75
+    assert capsys.readouterr().err == ""
+    assert not waits
+
+
+def test_later_ranks_raise_a_bug_after_rank_0(waits, monkeypatch):
+    monkeypatch.setenv("RANK", "3")
+    with pytest.raises(KeyError):
+        run_main(fail, KeyError("wrong"))
+    assert len(waits) == 1
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /dev/full")
+def test_full_disk_at_the_last_flush_is_reported():
+    code = "from training.signals import run_process; run_process(lambda: print('result') or 0)"
+    variables = {key: value for key, value in os.environ.items() if key != "PYTHONUNBUFFERED"}
+    with open("/dev/full", "w", encoding="utf-8") as full:
+        done = subprocess.run(
+            [sys.executable, "-c", code],
+            cwd=ROOT,
+            env=variables,
+            stdout=full,
+            stderr=subprocess.PIPE,
+            text=True,
+        )
+    assert done.returncode == 1
+    assert "free some disk space" in done.stderr

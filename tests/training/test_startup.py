@@ -1,14 +1,15 @@
-"""Start and end of a command's process: idle threads, errors of several ranks, a full disk."""
+"""Start and exit of a process: idle threads, garbage, imports, exit handlers."""
 
+import gc
 import os
 import subprocess
 import sys
+import time
 
 import pytest
 from helpers import ROOT
 
-from common.errors import UserError
-from training.signals import run_main
+from training import startup
 
 
 @pytest.mark.skipif(
@@ -38,54 +39,104 @@ def test_idle_threads_soon_sleep_unless_the_user_sets_a_policy(variables, spin_c
     assert f"GOMP_SPINCOUNT = '{spin_count}'" in done.stderr
 
 
-def fail(error):
-    raise error
-
-
 @pytest.fixture
-def waits(monkeypatch) -> list[float]:
-    """The times that run_main waits, in seconds, instead of waiting."""
-    waits = []
-    monkeypatch.setattr("training.signals.time.sleep", waits.append)
-    monkeypatch.setattr(sys, "argv", ["train.py"])
-    return waits
+def garbage_collection():
+    """Restores the garbage collector."""
+    yield
+    gc.unfreeze()
+    gc.enable()
 
 
-def test_rank_0_reports_an_error_at_once(waits, monkeypatch, capsys):
-    monkeypatch.setenv("RANK", "0")
-    assert run_main(fail, UserError("wrong")) == 2
-    assert capsys.readouterr().err == "train.py: wrong\n"
-    assert not waits
+def test_garbage_is_not_collected_during_imports(garbage_collection):
+    startup.pause_garbage_collection()
+    assert not gc.isenabled()
 
 
-def test_later_ranks_report_an_error_after_rank_0(waits, monkeypatch, capsys):
-    """torchrun ends them while they wait, so that an error of all ranks is printed once."""
-    monkeypatch.setenv("RANK", "3")
-    assert run_main(fail, UserError("wrong")) == 2
-    assert capsys.readouterr().err == "train.py, rank 3: wrong\n"
-    assert len(waits) == 1
+def test_garbage_is_collected_after_imports_but_not_searched_in_modules(garbage_collection):
+    startup.pause_garbage_collection()
+    startup.resume_garbage_collection()
+    assert gc.isenabled()
+    assert gc.get_freeze_count() > 0
 
 
-def test_later_ranks_report_no_interruption(waits, monkeypatch, capsys):
-    monkeypatch.setenv("RANK", "3")
-    assert run_main(fail, KeyboardInterrupt()) == 75
-    assert capsys.readouterr().err == ""
-    assert not waits
+# torch._dynamo, whose import takes most of a second
+
+PRINT_USER_OF_DYNAMO = """
+import sys
+import torch
+from helpers import ADAMW, MUON, tiny_model
+from training.optimizer import *
+
+def report(name):
+    if "torch._dynamo" in sys.modules:
+        print(name)
+        sys.exit()
+
+model = tiny_model()
+tokens = torch.zeros(2, 8, dtype=torch.int64)
+scaler = torch.amp.GradScaler("cpu", enabled=False)
+for config in (ADAMW, MUON):
+    optimizers = build_optimizers(model, config)
+    report("build_optimizers")
+    model(tokens, tokens).backward()
+    report("backward")
+    optimizer_step(model, optimizers, scaler, 1.0)
+    report("optimizer_step")
+    state = state_by_name(model, optimizers)
+    for optimizer in optimizers:
+        optimizer.state_dict()
+    report("state_dict")
+    load_state_by_name(model, optimizers, state)
+    report("load_state_by_name")
+"""
 
 
-def test_later_ranks_raise_a_bug_after_rank_0(waits, monkeypatch):
-    monkeypatch.setenv("RANK", "3")
-    with pytest.raises(KeyError):
-        run_main(fail, KeyError("wrong"))
-    assert len(waits) == 1
+def test_optimizers_do_not_import_dynamo():
+    """In a new process, because other tests import it."""
+    code = f"import sys; sys.path[:0] = [{str(ROOT)!r}, {str(ROOT / 'tests')!r}]"
+    code += PRINT_USER_OF_DYNAMO
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout) == (0, ""), done.stderr
 
 
-@pytest.mark.skipif(sys.platform != "linux", reason="needs /dev/full")
-def test_full_disk_at_the_last_flush_is_reported():
-    code = "from training.signals import run_process; run_process(lambda: print('result') or 0)"
-    command = (
-        f"cd '{ROOT}'; env -u PYTHONUNBUFFERED '{sys.executable}' -c \"{code}\" 2>&1 >/dev/full"
-    )
-    status, output = subprocess.getstatusoutput(command)
-    assert status == 1
-    assert "free some disk space" in output
+# The exit of a process
+
+EXIT = """
+import atexit, sys, time
+from training.startup import exit_process
+atexit.register(print, "exit handler")
+print("flushed", end=" ")
+exit_process(3)
+"""
+
+
+@pytest.fixture(scope="module")
+def ended() -> subprocess.CompletedProcess:
+    """A process that ended with exit_process."""
+    return subprocess.run([sys.executable, "-c", EXIT], cwd=ROOT, capture_output=True, text=True)
+
+
+def test_process_ends_with_the_exit_code(ended):
+    assert ended.returncode == 3
+
+
+def test_process_runs_exit_handlers_and_flushes_its_output(ended):
+    assert ended.stdout == "flushed exit handler\n"
+
+
+class Exited(BaseException):
+    pass
+
+
+def test_exit_handler_that_hangs_does_not_stop_the_exit(monkeypatch):
+    """Such as a handler of wandb."""
+
+    def exit_with(code: int) -> None:
+        raise Exited(code)
+
+    monkeypatch.setattr("atexit._run_exitfuncs", lambda: time.sleep(1000))
+    monkeypatch.setattr(startup, "EXIT_HANDLERS_TIMEOUT_S", 0.01)
+    monkeypatch.setattr("os._exit", exit_with)
+    with pytest.raises(Exited) as exited:
+        startup.exit_process(75)
+    assert exited.value.args == (75,)
