@@ -14,7 +14,7 @@ from torch import Tensor
 
 from common.checkpoint_file import load_checkpoint
 from data.tokenizer import Tokenizer, from_spec
-from generation.cpu_linear import replace_linears
+from generation.packed_linear import replace_linears
 from generation.run_paths import find_checkpoint, find_run
 from huggingface.folder import find_folder, read_folder
 from model import AttentionConfig, GPTConfig

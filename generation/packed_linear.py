@@ -1,0 +1,71 @@
+"""Linear layers for decoding, in float32, bfloat16 or float16.
+
+A decode step multiplies few rows, so reading the weights takes most of the time. On a CPU, float32
+and bfloat16 weights are stored in the layout of oneDNN, with which docs/experiments/generation.md
+measures the fastest products. generation/int8_linear.py has the layer for int8.
+"""
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+from generation.int8_linear import Int8Linear
+from model.attention.torch_internals import has_bf16_kernels, linear_packed, pack_weight
+from model.gpt import GPT
+
+MIN_PACKED_SIZE = 2**19  # weights x rows (up to 8); smaller products are faster without packing
+MIN_PACKED_ROWS = 4  # with the layout for a single row, oneDNN is slower, also for that row
+
+
+class InferenceLinear(nn.Module):
+    """Linear layer with weights and products in `dtype`.
+
+    Outputs are float32 on a CPU. Elsewhere they have `dtype`, as with autocast.
+
+    packed_rows: number of input rows for which oneDNN's layout is made; None: the ordinary layout.
+    """
+
+    def __init__(self, linear: nn.Linear, dtype: torch.dtype, packed_rows: int | None = None):
+        super().__init__()
+        self.dtype = dtype
+        self.multiply = F.linear
+        self.bias = None if linear.bias is None else linear.bias.to(dtype)
+        weight = linear.weight.to(dtype)
+        if packed_rows is not None:
+            weight = pack_weight(weight, max(packed_rows, MIN_PACKED_ROWS))
+            self.multiply = linear_packed
+        self.weight = weight
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = self.multiply(x.to(self.dtype), self.weight, self.bias)
+        return y.float() if y.device.type == "cpu" else y
+
+
+@torch.no_grad()
+def replace_linears(model: GPT, dtype: torch.dtype, rows: int) -> GPT:
+    """Replace the linear layers of a model, in place, by layers for decoding with weights in dtype.
+
+    rows: number of sequences that are decoded together.
+    The model still returns logits, but it cannot be trained or called with targets. With a tied
+    head, the packed weights are a second copy of the token table.
+    Raises UserError for int8 if the CPU is not x86.
+    """
+    # Names only: a list of the layers would keep all old weights in memory until the end.
+    names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    for name in names:
+        layer = model.get_submodule(name)
+        if dtype == torch.int8:
+            model.set_submodule(name, Int8Linear(layer))
+        elif can_pack(layer.weight, dtype, rows):
+            model.set_submodule(name, InferenceLinear(layer, dtype, rows))
+        elif dtype != torch.float32:
+            model.set_submodule(name, InferenceLinear(layer, dtype))
+    return model
+
+
+def can_pack(weight: Tensor, dtype: torch.dtype, rows: int) -> bool:
+    """Whether oneDNN's layout exists for a weight, and makes products of `rows` rows faster."""
+    has_kernels = dtype == torch.float32 or (dtype == torch.bfloat16 and has_bf16_kernels())
+    is_large = weight.numel() * min(rows, 8) >= MIN_PACKED_SIZE
+    is_available = weight.device.type == "cpu" and torch.backends.mkldnn.is_available()
+    return has_kernels and is_large and is_available
