@@ -1,21 +1,21 @@
-"""Generation engine: generates samples of many prompts in a batch. A sample does not depend on the others.
+"""Generation engine: generates samples of many prompts in a batch.
 
-Each sequence has a row of the KV cache. When a sequence ends, the next prompt gets its row, so the batch stays full.
+A sample does not depend on the other samples. Each sequence has a row of the KV cache. When a
+sequence ends, the next prompt gets its row, so the batch stays full.
 
-Past block_size, the cache is a sliding window. Learned positions end there: when a sequence reaches block_size, the
-model reads the last half of its context again, from position 0.
+Past block_size, the cache is a sliding window. Learned positions end there: when a sequence reaches
+block_size, the model reads the last half of its context again, from position 0.
 """
 
-from collections import deque
-from collections.abc import Generator
+from collections import defaultdict, deque
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 
-import tiktoken
 import torch
 
 from common.errors import UserError
 from common.settings import check
-from data.tokenizer import end_of_text
+from data.tokenizer import Tokenizer, end_of_text
 from generation.config import SamplingConfig
 from generation.detokenizer import IncrementalDetokenizer
 from generation.kv_cache import KVCache
@@ -31,13 +31,19 @@ class Prompt:
     seed: int
 
 
-@dataclass
 class Sequence:
-    """A prompt and its sample so far. cached: number of positions in the KV cache."""
+    """A prompt with its sample so far. index: number of sequences that were added before it."""
 
-    tokens: list[int]
-    generator: torch.Generator
-    cached: int = 0
+    def __init__(self, index: int, prompt: Prompt):
+        self.index = index
+        self.tokens = list(prompt.tokens)
+        self.generator = torch.Generator().manual_seed(prompt.seed)
+        self.cached = 0  # number of positions in the KV cache
+
+    def last_tokens(self, n: int) -> list[int]:
+        """The last n tokens, after -1 for each missing token."""
+        tokens = self.tokens[-n:]
+        return [-1] * (n - len(tokens)) + tokens
 
 
 class Engine:
@@ -48,121 +54,135 @@ class Engine:
 
     def __init__(self, model: GPT, sampling: SamplingConfig, batch_size: int, max_length: int):
         check(sampling)
-        self.model, self.sampling, self.block_size = model, sampling, model.config.block_size
-        self.cache = KVCache(model, batch_size, min(max_length, self.block_size))
-        self.sequences: list[Sequence] = []  # the sequence at index i has row i of the cache
+        self.model = model
+        self.sampling = sampling
+        self.block_size = model.config.block_size
+        self.cache = KVCache(model, batch_size, max_length)
+        self.num_added = 0
+        self.sequences: list[Sequence] = []  # in the order of the rows of the cache
 
     @torch.inference_mode()
     def add(self, prompts: list[Prompt]) -> None:
-        """Start a sequence for each prompt. The model reads the last block_size tokens of a longer prompt."""
-        first = len(self.sequences)
-        self.sequences += [
-            Sequence(list(p.tokens), torch.Generator().manual_seed(p.seed)) for p in prompts
-        ]
-        self._prefill(first, self.sequences[first:], self.block_size)
+        """Start a sequence for each prompt.
+
+        The model reads the last block_size tokens of a longer prompt.
+        """
+        first_row = len(self.sequences)
+        for prompt in prompts:
+            self.sequences.append(Sequence(self.num_added, prompt))
+            self.num_added += 1
+        self._prefill(first_row, self.sequences[first_row:], self.block_size)
+
+    @torch.inference_mode()
+    def step(self) -> list[int]:
+        """Generate one token for each sequence, and return them.
+
+        Raises UserError if the logits are NaN.
+        """
+        if self.model.wpe is not None:
+            for row, sequence in enumerate(self.sequences):
+                if sequence.cached == self.block_size:  # all learned positions are used
+                    self._prefill(row, [sequence], max(1, self.block_size // 2))
+        max_ngram = self.model.config.max_ngram
+        last_tokens = torch.tensor(
+            [sequence.last_tokens(max_ngram) for sequence in self.sequences],
+            device=self.cache.device,
+        )
+        positions = [sequence.cached for sequence in self.sequences]
+        x = self.cache.decode_step(last_tokens, positions)  # (B, C)
+        logits = self.model.logits(x)  # (B, V)
+        draws = [torch.rand(1, generator=sequence.generator) for sequence in self.sequences]
+        uniform = torch.cat(draws).to(self.cache.device)  # (B)
+        tokens = sample_next_token(logits, self.sampling, uniform).tolist()
+        if max(tokens) >= self.model.vocab_size:  # see sample_next_token
+            raise UserError(
+                "the model's logits are NaN, so its training has diverged; "
+                "set another run or checkpoint"
+            )
+        for sequence, token in zip(self.sequences, tokens, strict=True):
+            sequence.tokens.append(token)
+            sequence.cached += 1
+        return tokens
+
+    @torch.inference_mode()
+    def remove(self, row: int) -> None:
+        """Remove a sequence. The last sequence takes its row."""
+        self.cache.copy_row(len(self.sequences) - 1, row)
+        self.sequences[row] = self.sequences[-1]
+        self.sequences.pop()
 
     def _prefill(self, first_row: int, sequences: list[Sequence], max_tokens: int) -> None:
-        """Read the last `max_tokens` tokens of sequences, except the newest token, which the next step reads."""
+        """Read the last `max_tokens` tokens of sequences, except the newest token of each.
+
+        The next step reads the newest token, and returns the token after it.
+        """
         parts = [sequence.tokens[-max_tokens:-1] for sequence in sequences]
         self.cache.prefill(first_row, parts)
         for sequence, part in zip(sequences, parts, strict=True):
             sequence.cached = len(part)
 
-    @torch.inference_mode()
-    def step(self) -> list[int]:
-        """Generate one token for each sequence, and return them. Raises UserError if the logits are NaN."""
-        for row, sequence in enumerate(self.sequences):
-            if (
-                self.model.wpe is not None and sequence.cached == self.block_size
-            ):  # all learned positions are used
-                self._prefill(row, [sequence], max(1, self.block_size // 2))
-        n, V, device = self.model.config.max_ngram, self.model.vocab_size, self.cache.device
-        last_tokens = torch.tensor(
-            [[-1] * (n - len(s.tokens)) + s.tokens[-n:] for s in self.sequences], device=device
-        )
-        x = self.cache.decode_step(last_tokens, [s.cached for s in self.sequences])
-        uniform = torch.cat([torch.rand(1, generator=s.generator) for s in self.sequences]).to(
-            device
-        )
-        new = sample_next_token(self.model.logits(x), self.sampling, uniform).tolist()
-        if max(new) >= V:  # see sample_next_token
-            raise UserError(
-                "the model's logits are NaN, so its training has diverged; set another run or checkpoint"
-            )
-        for sequence, token in zip(self.sequences, new, strict=True):
-            sequence.tokens.append(token)
-            sequence.cached += 1
-        return new
-
-    @torch.inference_mode()
-    def remove(self, row: int) -> None:
-        """Remove a sequence. The last sequence takes its row."""
-        for layer in self.cache.layers:
-            layer.copy_row(len(self.sequences) - 1, row)
-        self.sequences[row] = self.sequences[-1]
-        self.sequences.pop()
-
 
 @dataclass(frozen=True)
 class TextChunk:
-    """New text of the sample of prompt `index`. n_tokens: number of tokens of this sample so far.
+    """New text of a sample."""
 
-    finish_reason: "stop" (a stop string), "end" (an end-of-text token) or "length"; None if the sample is not finished
-    """
-
-    index: int
+    index: int  # of the prompt
     text: str
-    n_tokens: int
+    n_tokens: int  # of this sample so far
+    # "stop" (a stop string), "end" (an end-of-text token) or "length"; None: not finished
     finish_reason: str | None = None
 
 
 def generate(
     model: GPT,
-    tokenizer: tiktoken.Encoding,
+    tokenizer: Tokenizer,
     prompts: list[Prompt],
     sampling: SamplingConfig,
     batch_size: int,
-) -> Generator[TextChunk]:
+) -> Iterator[TextChunk]:
     """Generate a sample of each prompt, batch_size at a time, and yield text as it is generated.
 
-    Samples end at an end-of-text token if the tokenizer has one. The model is in eval mode until the generator ends.
+    Samples end at an end-of-text token if the tokenizer has one. The model is in eval mode until
+    the generator ends.
     """
     if sampling.max_new_tokens == 0:
-        yield from (TextChunk(index, "", 0, "length") for index in range(len(prompts)))
+        for index in range(len(prompts)):
+            yield TextChunk(index, "", 0, "length")
         return
-    max_length = (
-        max((len(prompt.tokens) for prompt in prompts), default=0) + sampling.max_new_tokens
-    )
+    longest_prompt = max((len(prompt.tokens) for prompt in prompts), default=0)
+    max_length = longest_prompt + sampling.max_new_tokens
     engine = Engine(model, sampling, min(batch_size, len(prompts)), max_length)
-    end_token, was_training, waiting = (
-        end_of_text(tokenizer),
-        model.training,
-        deque(enumerate(prompts)),
-    )
-    running: list[
-        tuple[int, IncrementalDetokenizer]
-    ] = []  # prompt index and detokenizer of each row of the engine
+    end_token = end_of_text(tokenizer)
+    detokenizers = [IncrementalDetokenizer(tokenizer, sampling, end_token) for _ in prompts]
+    was_training = model.training
     model.eval()
     try:
-        while waiting or running:
-            new = [waiting.popleft() for _ in range(min(len(waiting), batch_size - len(running)))]
+        while engine.sequences or engine.num_added < len(prompts):
+            num_free = batch_size - len(engine.sequences)
+            new = prompts[engine.num_added : engine.num_added + num_free]
             if new:
-                engine.add([prompt for _, prompt in new])
-                running += [
-                    (index, IncrementalDetokenizer(tokenizer, sampling, end_token))
-                    for index, _ in new
-                ]
+                engine.add(new)
             tokens = engine.step()
-            for row in reversed(
-                range(len(running))
-            ):  # from the end, because `remove` moves the last sequence
-                index, detokenizer = running[row]
-                text, finish_reason = detokenizer.push(tokens[row])
+            # From the last row, because the last sequence moves to the row of a finished one.
+            for row in reversed(range(len(tokens))):
+                index = engine.sequences[row].index
+                text, finish_reason = detokenizers[index].push(tokens[row])
                 if finish_reason is not None:
                     engine.remove(row)
-                    running[row] = running[-1]
-                    running.pop()
                 if text or finish_reason is not None:
-                    yield TextChunk(index, text, detokenizer.n_tokens, finish_reason)
+                    yield TextChunk(index, text, detokenizers[index].n_tokens, finish_reason)
     finally:
         model.train(was_training)
+
+
+def in_prompt_order(chunks: Iterable[TextChunk]) -> Iterator[TextChunk]:
+    """Yield the chunks of the first sample as they arrive, then those of the second, and so on."""
+    waiting: dict[int, deque[TextChunk]] = defaultdict(deque)  # by index of the prompt
+    current = 0
+    for arrived in chunks:
+        waiting[arrived.index].append(arrived)
+        while waiting[current]:
+            chunk = waiting[current].popleft()
+            yield chunk
+            if chunk.finish_reason is not None:
+                current += 1

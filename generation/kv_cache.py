@@ -1,14 +1,22 @@
 """KV cache: stores each layer's keys and values, so that decoding feeds one new token at a time.
 
-A layer's cache is a ring buffer. Its size is the layer's window, or block_size. Position p is in slot p % size, so a
-new token replaces the token that leaves the window. Therefore decoding needs no window mask, and a sample with rotary
-positions can be longer than block_size. A layer with linear attention has a state of constant size instead.
+Who calls what:
 
-B batch, T time, C channels, G key/value heads, D head dimension.
+1. The engine calls KVCache.prefill with new prompts, then KVCache.decode_step once per new token.
+2. Both describe the forward pass in `KVCache.step`, and call model.backbone(kv_cache=cache).
+3. In each layer, CausalSelfAttention calls KVCache.attend with the new queries, keys and values.
+4. KVCache.attend stores the keys and values in the layer's cache, and computes the attention.
+
+The cache of a layer is a ring buffer. Its size is the layer's window, or block_size. Position p is
+in slot p % size, so a new token replaces the token that leaves the window. Therefore decoding needs
+no window mask, and a sample with rotary positions can be longer than block_size. A layer with
+linear attention has a state of constant size instead, with the same three methods.
+
+B sequences (rows), T tokens, S slots, H query heads, G key/value heads, D head dimension.
 """
 
-from collections.abc import Callable, Sequence
-from typing import Any
+from collections.abc import Callable
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
@@ -17,141 +25,169 @@ from model.attention.linear import linear_attention_state, linear_attention_step
 from model.gpt import GPT
 
 
+@dataclass
+class PrefillStep:
+    """A forward pass over prompts, which are padded on the right to the same length T."""
+
+    first_row: int  # the prompts are stored in this row and the rows after it
+    lengths: Tensor  # (B, 1): number of tokens of each prompt, without padding
+
+
+@dataclass
+class DecodeStep:
+    """A forward pass over one new token of each of the first B rows."""
+
+    positions: Tensor  # (B): position of each new token
+    shared_position: int | None  # the position, if it is the same in all rows
+    num_positions: int  # positions that the longest row has, with the new token
+
+
 class LayerKVCache:
-    """Ring buffer of one layer's keys and values, (num_rows, G, size, D) each. One row per sequence."""
+    """Ring buffer of one layer's keys and values, (num_rows, G, size, D) each."""
 
-    def __init__(self, num_rows: int, G: int, size: int, D: int):
-        self.shape, self.size = (num_rows, G, size, D), size
-        self.k = self.v = torch.empty(
-            0
-        )  # allocated by the first prefill, when dtype and device are known
+    def __init__(self, num_rows: int, size: int):
+        self.num_rows = num_rows
+        self.size = size
+        # The first prompts allocate these tensors: their keys have the dtype and the device.
+        self.k = torch.empty(0)
+        self.v = torch.empty(0)
 
-    def prefill(
-        self, first_row: int, last_positions: Tensor, attend: Callable, *qkv: Tensor
+    def write_prompts(self, k: Tensor, v: Tensor, step: PrefillStep) -> None:
+        """Store the last `size` keys and values of each prompt: k and v (B, T, G, D)."""
+        B, T, G, D = k.shape
+        if self.k.numel() == 0:
+            # Zeros, because a NaN in a masked slot would spread: 0 x NaN is NaN.
+            self.k = k.new_zeros(self.num_rows, G, self.size, D)
+            self.v = v.new_zeros(self.num_rows, G, self.size, D)
+        S = min(T, self.size)
+        slots = torch.arange(S, device=k.device)
+        last_positions = step.lengths - 1  # (B, 1)
+        # Back from the last position, slot s gets the first position p with p % size == s.
+        steps_back = (last_positions - slots) % self.size  # (B, S)
+        # A short prompt has no position for some slots. Decoding masks what they contain.
+        positions = (last_positions - steps_back).clamp(min=0)  # (B, S)
+        batch = torch.arange(B, device=k.device).unsqueeze(1)
+        rows = slice(step.first_row, step.first_row + B)
+        self.k[rows, :, :S] = k[batch, positions].transpose(1, 2)  # (B, G, S, D)
+        self.v[rows, :, :S] = v[batch, positions].transpose(1, 2)
+
+    def attend_token(
+        self, attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, step: DecodeStep
     ) -> Tensor:
-        """Store prompts, padded on the right, in consecutive rows, and attend within each prompt. qkv (B, T, heads, D).
+        """Store one new token of each row, and attend to all stored tokens of the row.
 
-        last_positions (B, 1): position of the last token of each prompt.
+        q (B, 1, H, D), k and v (B, 1, G, D) -> y (B, 1, H, D)
         """
-        _, k, v = qkv
-        if self.k.numel() == 0:  # zeros, because NaN in a masked slot would spread: 0 x NaN is NaN
-            self.k, self.v = k.new_zeros(self.shape), k.new_zeros(self.shape)
-        B, T = k.shape[:2]
-        slots = torch.arange(min(T, self.size), device=k.device)
-        # the last position that belongs in each slot; negative: the slot stays empty, and is masked
-        positions = (last_positions - (last_positions - slots) % self.size).clamp(min=0)
-        rows, batch = slice(first_row, first_row + B), torch.arange(B, device=k.device).unsqueeze(1)
-        self.k[rows, :, : len(slots)] = k[batch, positions].transpose(1, 2)  # (B, G, slots, D)
-        self.v[rows, :, : len(slots)] = v[batch, positions].transpose(1, 2)
-        return attend(*qkv)
-
-    def decode(
-        self,
-        positions: Tensor,
-        shared_position: int | None,
-        num_slots: int,
-        attend: Callable,
-        *qkv: Tensor,
-    ):
-        """Store one token of each of the first B rows, and attend to all tokens of these rows.
-
-        positions (B): position of each token.
-        shared_position: the position, if it is the same in all rows. Attention then needs no mask.
-        num_slots: number of slots in use, which may exceed the size of the buffer.
-        """
-        B, (q, k, v) = len(positions), qkv
-        rows, slots, query_positions = slice(B), shared_position, None
-        if shared_position is None:
-            rows, slots = torch.arange(B, device=k.device), positions
-            query_positions = positions.clamp(max=self.size - 1).unsqueeze(1)
-        self.k[rows, :, slots % self.size], self.v[rows, :, slots % self.size] = k[:, 0], v[:, 0]
-        k, v = (
-            cache[:B, :, : min(num_slots, self.size)].transpose(1, 2) for cache in (self.k, self.v)
-        )
-        return attend(q, k, v, positions=query_positions)
+        B = len(k)
+        if step.shared_position is not None:
+            slot = step.shared_position % self.size
+            self.k[:B, :, slot] = k[:, 0]
+            self.v[:B, :, slot] = v[:, 0]
+            query_positions = None  # no mask: all rows have the same number of tokens
+        else:
+            rows = torch.arange(B, device=k.device)
+            slots = step.positions % self.size
+            self.k[rows, :, slots] = k[:, 0]
+            self.v[rows, :, slots] = v[:, 0]
+            # A row with a full buffer attends to all slots. Their order does not matter.
+            query_positions = step.positions.clamp(max=self.size - 1).unsqueeze(1)  # (B, 1)
+        S = min(step.num_positions, self.size)
+        keys = self.k[:B, :, :S].transpose(1, 2)  # (B, S, G, D)
+        values = self.v[:B, :, :S].transpose(1, 2)
+        return attend(q, keys, values, positions=query_positions)
 
     def copy_row(self, source: int, target: int) -> None:
-        self.k[target], self.v[target] = self.k[source], self.v[source]
+        self.k[target] = self.k[source]
+        self.v[target] = self.v[source]
 
 
 class LinearAttentionState:
-    """State of one layer with linear attention, (num_rows, G, D, Dv + 1). One row per sequence. See LayerKVCache."""
+    """State of one layer with linear attention, (num_rows, G, D, D + 1). See LayerKVCache."""
 
-    def __init__(self, num_rows: int, device: torch.device, G: int, D: int, dtype: torch.dtype):
-        self.state = torch.zeros(
-            num_rows, G, D, D + 1, device=device, dtype=torch.promote_types(dtype, torch.float32)
-        )
+    def __init__(self, num_rows: int):
+        self.num_rows = num_rows
+        self.state = torch.empty(0)
 
-    def prefill(
-        self, first_row: int, last_positions: Tensor, attend: Callable, *qkv: Tensor
+    def write_prompts(self, k: Tensor, v: Tensor, step: PrefillStep) -> None:
+        states = linear_attention_state(k, v, step.lengths)  # (B, G, D, D + 1)
+        if self.state.numel() == 0:
+            self.state = states.new_zeros(self.num_rows, *states.shape[1:])
+        self.state[step.first_row : step.first_row + len(states)] = states
+
+    def attend_token(
+        self, attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, step: DecodeStep
     ) -> Tensor:
-        self.state[first_row : first_row + len(last_positions)] = linear_attention_state(
-            *qkv[1:], last_positions + 1
-        )
-        return attend(*qkv)
-
-    def decode(
-        self,
-        positions: Tensor,
-        shared_position: int | None,
-        num_slots: int,
-        attend: Callable,
-        *qkv: Tensor,
-    ):
-        return linear_attention_step(self.state[: len(positions)], *qkv)
+        return linear_attention_step(self.state[: len(k)], q, k, v)
 
     def copy_row(self, source: int, target: int) -> None:
         self.state[target] = self.state[source]
 
 
 class KVCache:
-    """The caches of all layers, for up to `num_rows` sequences of at most `max_length` tokens.
+    """The caches of all layers, with one row per sequence. It is the model's argument `kv_cache`.
 
-    It is the model's `kv_cache` argument. method, arguments: what `attend` calls in the current forward pass.
+    num_rows: largest number of sequences that are decoded together.
+    max_length: tokens of the longest sequence. No layer needs more slots.
     """
 
-    method: str  # "prefill" or "decode"
-    arguments: tuple[Any, ...]
-    previous_tokens: Tensor | None
+    step: PrefillStep | DecodeStep  # describes the current forward pass
+    previous_tokens: Tensor | None  # see KVCacheProtocol in model/gpt.py
 
     def __init__(self, model: GPT, num_rows: int, max_length: int):
-        self.model, self.device, config = model, model.wte.weight.device, model.config
-        G, D = config.kv_heads, config.head_dim
-        self.layers = [
-            LinearAttentionState(num_rows, self.device, G, D, model.wte.weight.dtype)
-            if attention_type == "linear"
-            else LayerKVCache(num_rows, G, min(window or config.block_size, max_length), D)
-            for attention_type, window in zip(config.attention_types, config.windows, strict=True)
-        ]
+        config = model.config
+        self.model = model
+        self.device = model.wte.weight.device
+        self.layers: list[LayerKVCache | LinearAttentionState] = []
+        for attention_type, window in zip(config.attention_types, config.windows, strict=True):
+            if attention_type == "linear":
+                self.layers.append(LinearAttentionState(num_rows))
+            else:
+                size = min(window or config.block_size, max_length)
+                self.layers.append(LayerKVCache(num_rows, size))
 
-    def attend(self, layer: int, attend: Callable, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return getattr(self.layers[layer], self.method)(*self.arguments, attend, q, k, v)
+    def prefill(self, first_row: int, prompts: list[list[int]]) -> None:
+        """Read prompts of at most block_size tokens, and store them from row `first_row` on.
 
-    def prefill(self, first_row: int, prompts: Sequence[Sequence[int]]) -> None:
-        """Read prompts of at most block_size tokens, and store them in the rows from `first_row` on."""
-        longest = max(1, *map(len, prompts))
-        # pad on the right: causal attention hides the padding
-        tokens = torch.tensor(
-            [[*prompt, *[0] * (longest - len(prompt))] for prompt in prompts], device=self.device
-        )
-        last_positions = torch.tensor([[len(prompt) - 1] for prompt in prompts], device=self.device)
-        self.method, self.arguments, self.previous_tokens = (
-            "prefill",
-            (first_row, last_positions),
-            None,
-        )
-        self.model.backbone(tokens, kv_cache=self)
+        A prompt can be empty. Its row then starts with the first decode step.
+        """
+        T = max(1, *map(len, prompts))
+        # Pad on the right: causal attention hides the padding from the prompt.
+        padded = [prompt + [0] * (T - len(prompt)) for prompt in prompts]
+        lengths = [[len(prompt)] for prompt in prompts]
+        self.step = PrefillStep(first_row, torch.tensor(lengths, device=self.device))
+        self.previous_tokens = None
+        self.model.backbone(torch.tensor(padded, device=self.device), kv_cache=self)
 
     def decode_step(self, last_tokens: Tensor, positions: list[int]) -> Tensor:
         """Read one new token of each of the first B rows. Returns hidden states (B, C).
 
-        last_tokens (B, max_ngram): last tokens of each sequence; the new token is last. -1 is padding.
+        last_tokens (B, max_ngram): the new token of each sequence is last, after the tokens before
+            it, which n-gram embeddings need. -1 is padding.
         positions: position of each new token.
         """
-        longest, index = max(positions), torch.tensor(positions, device=self.device)
-        shared_position = longest if min(positions) == longest else None
-        self.method, self.arguments = "decode", (index, shared_position, longest + 1)
+        last_position = max(positions)
+        shared_position = last_position if min(positions) == last_position else None
+        position_ids = torch.tensor(positions, device=self.device)
+        self.step = DecodeStep(position_ids, shared_position, num_positions=last_position + 1)
         self.previous_tokens = last_tokens[:, :-1]
-        return self.model.backbone(
-            last_tokens[:, -1:], positions=index.unsqueeze(1), kv_cache=self
-        )[:, 0]
+        new_tokens = last_tokens[:, -1:]  # (B, 1)
+        x = self.model.backbone(new_tokens, positions=position_ids.unsqueeze(1), kv_cache=self)
+        return x[:, 0]
+
+    def attend(
+        self, layer: int, attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor
+    ) -> Tensor:
+        """Store the keys and values of new tokens in a layer's cache, and attend to all tokens.
+
+        q (B, T, H, D), k and v (B, T, G, D) -> y (B, T, H, D)
+        """
+        cache = self.layers[layer]
+        if isinstance(self.step, PrefillStep):
+            cache.write_prompts(k, v, self.step)
+            return attend(q, k, v)
+        return cache.attend_token(attend, q, k, v, self.step)
+
+    def copy_row(self, source: int, target: int) -> None:
+        """Copy a sequence to another row."""
+        for cache in self.layers:
+            cache.copy_row(source, target)

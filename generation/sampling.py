@@ -1,4 +1,7 @@
-"""Sample the next tokens from logits: temperature, top-k, top-p, min-p, one draw. B batch, V vocabulary."""
+"""Sample the next tokens from logits: temperature, top-k, top-p, min-p, one draw.
+
+B batch, V vocabulary.
+"""
 
 import torch
 from torch import Tensor
@@ -7,34 +10,36 @@ from generation.config import SamplingConfig
 
 
 def filtered_probs(logits: Tensor, sampling: SamplingConfig) -> Tensor:
-    """Next-token probabilities (B, V) from logits (B, V), after temperature (not 0), top-k, top-p and min-p.
+    """Next-token probabilities after temperature (not 0), top-k, top-p and min-p: (B, V) -> (B, V).
 
     top_k: keeps the k most likely tokens.
-    top_p: keeps the smallest set whose probabilities sum to p (nucleus sampling, Holtzman et al., arXiv:1904.09751).
-    min_p: keeps tokens whose probability is at least min_p times the largest one (Nguyen et al., arXiv:2407.01082).
+    top_p: keeps the smallest set whose probabilities sum to p (nucleus sampling, Holtzman et al.,
+        arXiv:1904.09751).
+    min_p: keeps tokens whose probability is at least min_p times the largest one (Nguyen et al.,
+        arXiv:2407.01082).
     """
-    logits, top_k, top_p, min_p = logits.float(), sampling.top_k, sampling.top_p, sampling.min_p
-    if top_k is not None and top_k < logits.shape[-1]:
-        kept = logits.topk(top_k, dim=-1)
+    logits = logits.float()
+    if sampling.top_k is not None and sampling.top_k < logits.shape[-1]:
+        kept = logits.topk(sampling.top_k, dim=-1)
         logits = torch.full_like(logits, -torch.inf).scatter_(-1, kept.indices, kept.values)
     # Subtract the maximum first: otherwise, a low temperature overflows.
     logits = (logits - logits.amax(-1, keepdim=True)) / sampling.temperature
     probs = logits.softmax(-1)
-    if top_p is not None and top_p < 1:
+    if sampling.top_p is not None and sampling.top_p < 1:
         sorted_probs, order = probs.sort(dim=-1, descending=True)
-        mass_before = (
-            sorted_probs.cumsum(-1) - sorted_probs
-        )  # probability of all more likely tokens
-        sorted_probs = sorted_probs.masked_fill(mass_before >= top_p, 0.0)
+        mass_before = sorted_probs.cumsum(-1) - sorted_probs  # of all more likely tokens
+        sorted_probs = sorted_probs.masked_fill(mass_before >= sampling.top_p, 0.0)
         probs = torch.zeros_like(probs).scatter_(-1, order, sorted_probs)
-    if min_p is not None:
-        probs = probs.masked_fill(probs < min_p * probs.amax(-1, keepdim=True), 0.0)
+    if sampling.min_p is not None:
+        smallest_kept = sampling.min_p * probs.amax(-1, keepdim=True)
+        probs = probs.masked_fill(probs < smallest_kept, 0.0)
     return probs / probs.sum(-1, keepdim=True)
 
 
 def sample_inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
-    """Draw a token from each row of probs (B, V) by inverse transform sampling, never one of probability 0 -> (B).
+    """Draw a token from each row of probs (B, V) by inverse transform sampling -> (B).
 
+    A token of probability 0 is never drawn.
     uniform (B): random numbers in [0, 1), one per draw, so a sample depends only on its seed.
     """
     cdf = probs.double().cumsum(-1)
@@ -43,13 +48,15 @@ def sample_inverse_cdf(probs: Tensor, uniform: Tensor) -> Tensor:
 
 
 def sample_next_token(logits: Tensor, sampling: SamplingConfig, uniform: Tensor) -> Tensor:
-    """Sample the next tokens (B) from logits (B, V), with one number of `uniform` (B) each. NaN gives the token V."""
+    """Sample the next tokens (B) from logits (B, V). A row with NaN gives the invalid token V.
+
+    uniform (B): a random number in [0, 1) for each row.
+    """
     logits = logits.float()
     if sampling.temperature == 0:
         return logits.argmax(-1).masked_fill(logits.isnan().any(-1), logits.shape[-1])
+    # MPS has no float64, and cumsum on CUDA is not deterministic.
     if logits.device.type == "mps" or torch.are_deterministic_algorithms_enabled():
-        logits, uniform = (
-            logits.cpu(),
-            uniform.cpu(),
-        )  # MPS has no float64, and cumsum on CUDA is not deterministic
+        logits = logits.cpu()
+        uniform = uniform.cpu()
     return sample_inverse_cdf(filtered_probs(logits, sampling), uniform)

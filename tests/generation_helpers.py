@@ -1,4 +1,4 @@
-"""Small models for generation tests, and a reference that generates without a KV cache."""
+"""Small models for generation tests, and references that generate without a KV cache."""
 
 from dataclasses import replace
 
@@ -22,12 +22,16 @@ VARIANTS = {
     "grouped": GROUPED,
     "windowed": WINDOWED,
     "one": GPT2 | dict(block_size=1),
+    "linear": GPT2 | dict(attention_type="linear"),
+    "mixed": MIXED,
 }
-VARIANTS |= {"linear": GPT2 | dict(attention_type="linear"), "mixed": MIXED}
 
 
 def make_random_model(variant, attend=naive, dtype=torch.float32, V=256):
-    """A model in eval mode with large random weights, so that logits differ widely. N-grams and biases are nonzero."""
+    """A model in eval mode with large random weights, so that logits differ widely.
+
+    N-grams and biases are nonzero.
+    """
     torch.manual_seed(0)
     model = GPT(GPTConfig(**variant), V, attend).requires_grad_(False)
     for weight in model.parameters():
@@ -36,7 +40,7 @@ def make_random_model(variant, attend=naive, dtype=torch.float32, V=256):
 
 
 def make_peaked_model(variant, **options):
-    """A model with random weights whose attention is not uniform. At initialisation it is nearly uniform."""
+    """A model whose attention is not uniform, as it nearly is at initialisation."""
     model = make_model(variant, **options)
     with torch.no_grad():
         for p in model.parameters():
@@ -46,18 +50,18 @@ def make_peaked_model(variant, **options):
 
 
 def logits_without_cache(model, tokens):
-    """Next-token logits (V,) from all tokens, by the definition in generation/engine.py.
+    """Next-token logits (V) from all tokens, by the definition in generation/engine.py.
 
-    With rotary positions, each layer sees at most block_size tokens, or its window. With learned positions, the last
-    half of block_size is read again when the context is full.
+    With rotary positions, each layer sees at most block_size tokens, or its window. With learned
+    positions, the last half of block_size is read again when the context is full.
     """
     T = model.config.block_size
     if model.wpe is None:
-        windows = zip(model.config.windows, model.config.attention_types, strict=True)
-        windows = [
-            window or T if attention_type == "softmax" else None
-            for window, attention_type in windows
-        ]
+        windows = []
+        for window, attention_type in zip(
+            model.config.windows, model.config.attention_types, strict=True
+        ):
+            windows.append(None if attention_type == "linear" else window or T)
         config = replace(model.config, block_size=4 * T, window=windows)
         longer = model_from_weights(config, model.vocab_size, naive, model.state_dict())
         return longer(torch.tensor([tokens]))[0, -1]

@@ -3,15 +3,14 @@
 import pytest
 from generation_helpers import BYTES
 from helpers import sampling
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
-from common.settings import unescape
 from data import tokenizer
 from generation.detokenizer import IncrementalDetokenizer
 
 
-def detokenizer(end_token=None, encoding=BYTES, **settings):
+def make_detokenizer(end_token=None, encoding=BYTES, **settings):
     return IncrementalDetokenizer(encoding, sampling(**settings), end_token)
 
 
@@ -30,75 +29,74 @@ def push_all(detokenizer, tokens):
 @given(text=st.text(st.characters(exclude_categories=["Cs"])))
 def test_incomplete_characters_are_never_shown(text):
     """Each token is one byte."""
-    incremental, shown = detokenizer(max_new_tokens=10_000), ""
+    detokenizer = make_detokenizer(max_new_tokens=10_000)
+    shown = ""
     for token in text.encode():
-        shown += incremental.push(token)[0]
+        shown += detokenizer.push(token)[0]
         assert text.startswith(shown)
     assert shown == text
 
 
+def text_before_first_stop(text, stops):
+    """The text before the stop string that is complete first, or None without a stop string."""
+    for size in range(len(text) + 1):
+        found = [size - len(stop) for stop in stops if text[:size].endswith(stop)]
+        if found:
+            return text[: min(found)]
+    return None
+
+
 @settings(max_examples=200, deadline=None)
 @given(
-    text=st.text("abc", max_size=30),
+    pieces=st.lists(st.text("abc", min_size=1, max_size=5), max_size=10),
     stops=st.lists(st.text("abc", min_size=1, max_size=4), min_size=1, max_size=3),
-    cuts=st.lists(st.integers(1, 5), max_size=30),
 )
-def test_sample_ends_before_the_stop_string_that_is_complete_first(text, stops, cuts):
-    """Tests any division of the text into tokens. The beginning of a stop string is never shown."""
-    ends = (
-        [size - len(stop) for stop in stops if text[:size].endswith(stop)]
-        for size in range(len(text) + 1)
-    )
-    end = next((min(found) for found in ends if found), None)
-    expected = text[:end]
-    pieces, rest = [], text
-    for cut in cuts:
-        pieces, rest = [*pieces, rest[:cut]], rest[cut:]
-    pieces = [piece for piece in [*pieces, *rest] if piece]
+@example(pieces=["aa", "b"], stops=["aab", "ac"])  # "aa" may begin both, with different lengths
+def test_sample_ends_before_the_stop_string_that_is_complete_first(pieces, stops):
+    """With any division of the text into tokens. No part of a stop string is ever shown."""
     vocabulary = [piece.encode() for piece in dict.fromkeys(pieces)] or [b"a"]
     encoding = tokenizer._make_tokenizer("words", r"(?s).", vocabulary, {})
-    incremental = detokenizer(encoding=encoding, stop=stops, max_new_tokens=10_000)
-    shown, finish_reason = "", None
+    detokenizer = make_detokenizer(encoding=encoding, stop=stops, max_new_tokens=10_000)
+    complete = "".join(pieces)
+    expected = text_before_first_stop(complete, stops)
+    shown = ""
     for piece in pieces:
-        text, finish_reason = incremental.push(encoding.encode_single_token(piece.encode()))
+        text, finish_reason = detokenizer.push(encoding.encode_single_token(piece.encode()))
         shown += text
-        assert expected.startswith(shown), "the beginning of a stop string was shown"
-        if finish_reason:
-            break
-    if end is None:
-        assert shown + incremental.pending == expected
-    else:
-        assert (shown, finish_reason) == (expected, "stop")
+        assert (complete if expected is None else expected).startswith(shown)
+        if finish_reason is not None:
+            assert (shown, finish_reason) == (expected, "stop")
+            return
+    assert expected is None
+    assert shown + detokenizer.pending == complete
 
 
-@pytest.mark.parametrize("stop", ["\n", "\n\n", "x\ny", ["z", "\n"]])
-def test_stop_string_matches_both_kinds_of_line_ends(stop):
-    """The text before a Windows line end has no carriage return at its end."""
-    stop_string = stop if isinstance(stop, str) else stop[-1]
-    for line_end in ("\n", "\r\n"):
-        text = "a\rb" + stop_string.replace("\n", line_end) + "c"
-        assert push_all(detokenizer(stop=stop, max_new_tokens=99), text.encode()) == (
-            "a\rb",
-            "stop",
-        )
+def test_stop_string_can_contain_a_carriage_return():
+    detokenizer = make_detokenizer(stop="\r\n", max_new_tokens=99)
+    assert push_all(detokenizer, b"a\rb\nc\r\nd") == ("a\rb\nc", "stop")
 
 
-def test_stop_string_can_be_a_carriage_return():
-    assert push_all(detokenizer(stop=unescape(r"\r\n"), max_new_tokens=99), b"a\rb\nc\r\nd") == (
-        "a\rb\nc",
-        "stop",
-    )
+@pytest.mark.parametrize(
+    ("text", "settings", "expected"),
+    [
+        (b"axy", dict(max_new_tokens=3), ("axy", "length")),
+        (b"ax\0", dict(end_token=0), ("ax", "end")),
+    ],
+    ids=["length", "end"],
+)
+def test_pending_text_is_shown_when_the_sample_ends(text, settings, expected):
+    assert push_all(make_detokenizer(stop="xyz", **settings), text) == expected
 
 
-def test_escapes_are_replaced_once():
-    assert unescape([r"\r\n\t", r"\\n", r"\x", 1]) == ["\r\n\t", r"\n", r"\x", 1]
+def test_incomplete_character_at_the_end_is_dropped():
+    assert push_all(make_detokenizer(max_new_tokens=4), "aé€".encode()) == ("aé", "length")
 
 
-def test_pending_text_is_shown_when_the_sample_ends():
-    assert push_all(detokenizer(stop="xyz", max_new_tokens=3), b"axy") == ("axy", "length")
-    assert push_all(detokenizer(stop="xyz", end_token=0), b"ax\0") == ("ax", "end")
+def test_invalid_bytes_are_replaced():
+    assert push_all(make_detokenizer(max_new_tokens=3), b"a\xffb") == ("a\ufffdb", "length")
 
 
-def test_incomplete_character_at_the_end_is_dropped_and_invalid_bytes_are_replaced():
-    assert push_all(detokenizer(max_new_tokens=4), "aé€".encode()) == ("aé", "length")
-    assert push_all(detokenizer(max_new_tokens=3), b"a\xffb") == ("a\ufffdb", "length")
+def test_end_of_text_token_is_not_counted():
+    detokenizer = make_detokenizer(end_token=0)
+    push_all(detokenizer, b"ab\0")
+    assert detokenizer.n_tokens == 2

@@ -1,7 +1,6 @@
-"""Filters compared with their definitions, draws with their distribution, and settings out of range."""
+"""Sampling: filters compared with their definitions, draws with their distribution; settings."""
 
 import math
-import re
 
 import pytest
 import torch
@@ -13,7 +12,8 @@ from common.errors import UserError
 from common.settings import check
 from generation.sampling import filtered_probs, sample_inverse_cdf, sample_next_token
 
-# Logits on a grid: float32 would round close values to equal ones, and the order of equal values is undefined.
+# Logits on a grid: float32 would round close values to equal ones, and the order of equal values is
+# undefined.
 rows = st.lists(st.integers(-800, 800).map(lambda i: i / 100), min_size=2, max_size=12)
 EXACT = settings(max_examples=100, deadline=None)
 
@@ -22,25 +22,28 @@ def plain(row, temperature=1.0):
     return (torch.tensor([row], dtype=torch.float64) / temperature).softmax(-1)[0]
 
 
-def assert_renormalized(kept, row, temperature=1.0):
+def filter_row(row, **settings):
+    return filtered_probs(torch.tensor([row]), sampling(**settings))[0]
+
+
+def assert_renormalized(kept, row):
     """The remaining probabilities keep their ratios, and sum to one."""
     assert kept.sum().item() == pytest.approx(1, abs=1e-5)
-    before = plain(row, temperature)[kept > 0]
-    ratio = kept[kept > 0].double() / before
+    ratio = kept[kept > 0].double() / plain(row)[kept > 0]
     torch.testing.assert_close(ratio, ratio[0].expand_as(ratio), rtol=1e-3, atol=0)
 
 
 @EXACT
 @given(row=rows, temperature=st.floats(0.05, 20))
 def test_temperature_divides_the_logits(row, temperature):
-    kept = filtered_probs(torch.tensor([row]), sampling(temperature=temperature))[0]
-    torch.testing.assert_close(kept.double(), plain(row, temperature), atol=1e-5, rtol=1e-3)
+    probs = filter_row(row, temperature=temperature)
+    torch.testing.assert_close(probs.double(), plain(row, temperature), atol=1e-5, rtol=1e-3)
 
 
 @EXACT
 @given(row=rows, k=st.integers(1, 12))
 def test_top_k_keeps_the_k_most_likely_tokens(row, k):
-    kept = filtered_probs(torch.tensor([row]), sampling(top_k=k))[0]
+    kept = filter_row(row, top_k=k)
     assert_renormalized(kept, row)
     assert (kept > 0).sum() == min(k, len(row))
     left_out = torch.tensor(row)[kept == 0]
@@ -50,18 +53,18 @@ def test_top_k_keeps_the_k_most_likely_tokens(row, k):
 @EXACT
 @given(row=rows, p=st.floats(0.05, 1.0))
 def test_top_p_keeps_the_smallest_set_that_sums_to_p(row, p):
-    kept = filtered_probs(torch.tensor([row]), sampling(top_p=p))[0]
+    kept = filter_row(row, top_p=p)
     assert_renormalized(kept, row)
     mass = plain(row)[kept > 0]
     assert mass.sum() >= p - 1e-5
-    assert mass.sum() - mass.min() < p + 1e-5, "without its least likely token, the sum is below p"
+    assert mass.sum() - mass.min() < p + 1e-5  # the sum without the least likely token
     assert (kept == 0).sum() == 0 or plain(row)[kept == 0].max() <= mass.min()
 
 
 @EXACT
 @given(row=rows, p=st.floats(0.01, 1.0))
 def test_min_p_keeps_tokens_above_a_fraction_of_the_largest_probability(row, p):
-    kept = filtered_probs(torch.tensor([row]), sampling(min_p=p))[0]
+    kept = filter_row(row, min_p=p)
     assert_renormalized(kept, row)
     share = plain(row) / plain(row).max()
     assert (share[kept > 0] >= p * (1 - 1e-4)).all()
@@ -70,38 +73,56 @@ def test_min_p_keeps_tokens_above_a_fraction_of_the_largest_probability(row, p):
 
 def test_temperature_zero_is_greedy():
     logits = torch.tensor([[1.0, 3.0, 2.0]])
-    assert sample_next_token(
-        logits, sampling(temperature=0, top_k=2), torch.tensor([0.999])
-    ).tolist() == [1]
-    assert filtered_probs(logits, sampling(temperature=1e-30)).tolist() == [[0, 1, 0]]
+    tokens = sample_next_token(logits, sampling(temperature=0, top_k=2), torch.tensor([0.999]))
+    assert tokens.tolist() == [1]
+
+
+def test_smallest_temperature_does_not_overflow():
+    assert filter_row([1.0, 3.0, 2.0], temperature=1e-30).tolist() == [0, 1, 0]
 
 
 @EXACT
 @given(row=rows, k=st.integers(1, 3), number=st.floats(0, 1, exclude_max=True, width=32))
 def test_draw_inverts_the_cumulative_distribution(row, k, number):
-    probabilities = filtered_probs(torch.tensor([row]), sampling(top_k=k))
-    token = sample_inverse_cdf(probabilities, torch.tensor([number]))[0]
-    assert probabilities[0, token] > 0
-    below = probabilities[0].double().cumsum(-1)
-    assert below[token] > number * below[-1] * (1 - 1e-12)
-    assert token == 0 or below[token - 1] <= number * below[-1] * (1 + 1e-12)
+    probs = filter_row(row, top_k=k)
+    token = sample_inverse_cdf(probs[None], torch.tensor([number]))[0]
+    assert probs[token] > 0
+    cdf = probs.double().cumsum(-1)
+    assert cdf[token] > number * cdf[-1] * (1 - 1e-12)
+    assert token == 0 or cdf[token - 1] <= number * cdf[-1] * (1 + 1e-12)
 
 
-@pytest.mark.parametrize(
-    ("setting", "message"),
-    [
-        (dict(temperature=-0.1), "temperature=-0.1 must be at least 0"),
-        (dict(temperature=1e-46), "temperature=1e-46 is too small; set 0"),
-        (dict(top_k=0), "top_k=0 must be at least 1"),
-        (dict(top_p=1.1), "top_p=1.1 must be above 0 and at most 1"),
-        (dict(min_p=math.nan), "min_p=nan must be above 0"),
-        (dict(stop=""), "stop= must be a string that is not empty"),
-        (dict(stop=["a", 3]), r"stop=\[a,3\] must be a string"),
-        (dict(max_new_tokens=-1), "max_new_tokens=-1 must be at least 0"),
-    ],
-)
-def test_settings_out_of_range_are_refused_with_their_key(setting, message):
+def test_deterministic_mode_draws_the_same_token():
+    """It computes on the CPU, because cumsum on CUDA is not deterministic."""
+    logits = torch.randn(4, 50, generator=torch.Generator().manual_seed(0))
+    uniform = torch.tensor([0.1, 0.4, 0.6, 0.9])
+    expected = sample_next_token(logits, sampling(), uniform)
+    torch.use_deterministic_algorithms(True)
+    try:
+        assert torch.equal(sample_next_token(logits, sampling(), uniform), expected)
+    finally:
+        torch.use_deterministic_algorithms(False)
+
+
+INVALID = [
+    (dict(temperature=-0.1), "temperature=-0.1 must be at least 0"),
+    (dict(temperature=1e-46), "temperature=1e-46 is too small; set 0"),
+    (dict(top_k=0), "top_k=0 must be at least 1"),
+    (dict(top_p=1.1), "top_p=1.1 must be above 0 and at most 1"),
+    (dict(min_p=math.nan), "min_p=nan must be above 0"),
+    (dict(stop=""), "stop= must be a string that is not empty"),
+    (dict(stop=[]), r"stop=\[\] must be a string that is not empty"),
+    (dict(stop=["a", 3]), r"stop=\[a,3\] must be a string"),
+    (dict(max_new_tokens=-1), "max_new_tokens=-1 must be at least 0"),
+]
+
+
+@pytest.mark.parametrize(("setting", "message"), INVALID)
+def test_settings_out_of_range_are_refused(setting, message):
     with pytest.raises(UserError, match=message):
         check(sampling(**setting))
-    with pytest.raises(UserError, match=re.escape("eval.sample.")):
-        check(sampling(**setting), "eval.sample")
+
+
+def test_refused_setting_is_named_with_its_section():
+    with pytest.raises(UserError, match=r"eval\.sample\.top_k=0"):
+        check(sampling(top_k=0), "eval.sample")
