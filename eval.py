@@ -1,4 +1,4 @@
-"""Evaluate a trained model on documents, or on tasks of lm-eval.
+"""Score documents with a trained model, or run tasks of lm-eval.
 
     python eval.py run=mine data.path=FILE        loss, perplexity and bits per byte of documents
     python eval.py run=mine tasks=hellaswag       tasks of lm-eval: pip install 'lm-eval>=0.4.12'
@@ -19,14 +19,13 @@ if __name__ == "__main__":  # before the slow imports below, so that a typo is r
 
 import json
 from pathlib import Path
+from typing import Any
 
 from rich.table import Table
 
 from common.console import PlainConsole, make_table, print_text
-from common.device import resolve_device, resolve_dtype
 from common.errors import UserError
 from common.files import atomic_write
-from common.settings import format_value
 from configs.schema import EvalScriptConfig
 from data.readers import iter_documents
 from data.sources import resolve_sources
@@ -35,57 +34,65 @@ from generation.perplexity import score_documents
 from generation.prompts import check_output
 from training.signals import run_process
 
-MAX_TABLE_ROWS = 20  # documents in the printed table
+MAX_TABLE_ROWS = 20  # documents in the printed table; out=FILE.jsonl has all
 
 
 def main(config: EvalScriptConfig) -> int:
     check_output(config.out)
-    sources = resolve_sources(config.data) if config.tasks is None else []
-    device = resolve_device(config.device)
-    num_sequences = 1 if config.tasks is None else config.batch_size  # that are decoded together
-    dtype = resolve_dtype(config.dtype, device, trains=False)
-    model, tokenizer, summary = load_for_sampling(
-        config.run, config.checkpoint, device, dtype, config.attention, num_sequences
-    )
     if config.tasks is None:
-        summary += f"\ndocuments of {format_value(config.data.path or config.data.name)}"
-    print_text(summary, stderr=True)
-    if config.tasks is None:
-        sizes = [source.text_bytes for source in sources]
-        total_bytes = None if None in sizes else sum(sizes)
-        results = score_documents(
-            model, tokenizer, iter_documents(sources), config.batch_size, total_bytes
-        )
-        *rows, all_documents = results
-        shown = rows if len(rows) == 1 else [*rows[:MAX_TABLE_ROWS], all_documents]
+        rows = score_data(config)
+        shown = [*rows[:-1][:MAX_TABLE_ROWS], rows[-1]]
     else:
-        try:
-            from generation.lm_eval_adapter import run_tasks
-        except ModuleNotFoundError as error:
-            raise UserError(
-                f"tasks needs {error.name}; install it: pip install 'lm-eval>=0.4.12'"
-            ) from None
-        shown = results = run_tasks(
-            model, tokenizer, config.tasks.split(","), config.batch_size, config.limit
-        )
+        rows = score_tasks(config, config.tasks.split(","))
+        shown = rows
     if config.out is not None:
-        atomic_write(Path(config.out), "".join(json.dumps(result) + "\n" for result in results))
+        atomic_write(Path(config.out), "".join(json.dumps(row) + "\n" for row in rows))
         print_text(f"written  {config.out}", stderr=True)
-    PlainConsole().print(results_table(shown))
-    if len(results) > len(shown) > MAX_TABLE_ROWS and config.out is None:
-        print_text(f"the first {MAX_TABLE_ROWS} documents; out=FILE.jsonl saves all", stderr=True)
+    PlainConsole().print(make_results_table(shown))
     return 0
 
 
-def results_table(results: list[dict]) -> Table:
+def score_data(config: EvalScriptConfig) -> list[dict[str, Any]]:
+    """Score each document of the settings `data`. The last row is for all documents."""
+    sources = resolve_sources(config.data)
+    model, tokenizer, summary = load_for_sampling(
+        config.run, config.checkpoint, config.device, config.dtype, config.attention, batch_size=1
+    )
+    print_text(summary, stderr=True)
+    return score_documents(model, tokenizer, iter_documents(sources), config.batch_size)
+
+
+def score_tasks(config: EvalScriptConfig, tasks: list[str]) -> list[dict[str, Any]]:
+    """Run tasks of lm-eval. Returns a row for each metric of a task."""
+    try:
+        from generation.lm_eval_adapter import run_tasks
+    except ModuleNotFoundError as error:
+        advice = "install it: pip install 'lm-eval>=0.4.12'"
+        raise UserError(f"tasks needs {error.name}; {advice}") from None
+    model, tokenizer, summary = load_for_sampling(
+        config.run,
+        config.checkpoint,
+        config.device,
+        config.dtype,
+        config.attention,
+        config.batch_size,
+    )
+    print_text(summary, stderr=True)
+    return run_tasks(model, tokenizer, tasks, config.batch_size, config.limit)
+
+
+def make_results_table(rows: list[dict[str, Any]]) -> Table:
     """A table with a column for each key."""
-    table = make_table(*results[0], left=2)
-    for result in results:
-        cells = (
-            f"{value:.4f}" if isinstance(value, float) else str(value) for value in result.values()
-        )
-        table.add_row(*("-" if cell == "None" else cell for cell in cells))
+    table = make_table(*rows[0], left=2)
+    for row in rows:
+        table.add_row(*map(format_cell, row.values()))
     return table
+
+
+def format_cell(value: Any) -> str:
+    if value is None:
+        return "-"
+    return f"{value:.4f}" if isinstance(value, float) else str(value)
 
 
 if __name__ == "__main__":

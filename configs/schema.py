@@ -51,7 +51,7 @@ class SampleConfig(SamplingConfig, LoadConfig):
     num_samples: int = setting(1, 1, 10**6)  # per prompt
     # seed of the first sample; the next sample has seed + 1, and so on
     seed: int = setting(1337, 0, 2**32 - 1)
-    # plot the attention weights for the prompt; without a prompt, for the sample
+    # plot the attention weights for the prompt
     attention_map: bool = False
 
     def rules(self, section: str) -> Iterator[Rule]:

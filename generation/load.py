@@ -1,6 +1,7 @@
 """Load a trained model: a run, or a model in the format of Hugging Face transformers.
 
-run: name or path of a run, "last" for the newest, or hf:NAME, a folder or a model of the Hugging Face hub.
+run: name or path of a run, "last" for the newest, or hf:NAME, a folder or a model of the Hugging
+    Face hub.
 checkpoint: "best", "last" or "step-NNNNNN", for runs.
 All functions raise UserError if the model does not exist or cannot be read.
 """
@@ -13,6 +14,7 @@ import torch
 from torch import Tensor
 
 from common.checkpoint_file import load_checkpoint
+from common.device import resolve_device, resolve_dtype
 from data.tokenizer import Tokenizer, from_spec
 from generation.packed_linear import replace_linears
 from generation.run_paths import find_checkpoint, find_run
@@ -24,7 +26,9 @@ from model.gpt import GPT
 
 def find_pretrained_folder(run: str) -> Path:
     """Find the folder of a run or of a transformers model."""
-    return find_folder(run.removeprefix("hf:")) if run.startswith("hf:") else find_run(run)
+    if run.startswith("hf:"):
+        return find_folder(run.removeprefix("hf:"))
+    return find_run(run)
 
 
 def load_pretrained(run: str, checkpoint: str = "best") -> tuple[Path, dict[str, Any]]:
@@ -45,7 +49,10 @@ def model_from_weights(
     attend: Callable[..., Tensor] | None,
     weights: Mapping[str, Tensor],
 ) -> GPT:
-    """Build a model whose parameters are the tensors of a state_dict, without a copy of them."""
+    """Build a model whose parameters are the tensors of a state_dict, without a copy of them.
+
+    attend: attention function (model/attention/); None: AttentionConfig's backend.
+    """
     with torch.device("meta"):
         model = GPT(config, vocab_size, attend)
     model.load_state_dict(weights, assign=True)
@@ -59,9 +66,10 @@ def load_run(
     device: str = "cpu",
     attend: Callable[..., Tensor] | None = None,
 ) -> tuple[GPT, Tokenizer]:
-    """Load a model and its tokenizer for use in Python. The model is in eval mode, in float32, and can be trained.
+    """Load a model and its tokenizer for use in Python.
 
-    attend: attention function (model/attention/); defaults to AttentionConfig's backend.
+    The model is in eval mode and in float32. It can be trained.
+    attend: attention function (model/attention/); None: AttentionConfig's backend.
     """
     _, saved = load_pretrained(run, checkpoint)
     config = GPTConfig.from_saved(saved["model_config"])
@@ -72,26 +80,34 @@ def load_run(
 def load_for_sampling(
     run: str,
     checkpoint: str,
-    device: torch.device,
-    dtype: torch.dtype,
+    device: str,
+    dtype: str,
     attention: AttentionConfig,
     batch_size: int,
 ) -> tuple[GPT, Tokenizer, str]:
-    """Load a model that decodes batch_size sequences fast, with weights in `dtype`, and cannot be trained.
+    """Load a model that decodes batch_size sequences fast, and cannot be trained.
 
-    Returns (model, tokenizer, description). Raises UserError if the attention backend cannot run on this device.
+    device, dtype: the settings, as for resolve_device and resolve_dtype.
+    Returns (model, tokenizer, description).
+    Raises UserError if the attention backend or the dtype cannot run on this device.
     """
+    torch_device = resolve_device(device)
+    weight_dtype = resolve_dtype(dtype, torch_device, trains=False)
     path, saved = load_pretrained(run, checkpoint)
     config = GPTConfig.from_saved(saved["model_config"])
-    activation_dtype = torch.float32 if device.type == "cpu" else dtype
-    request = {"B": batch_size, "dtype": activation_dtype, "device": device, "grad": False}
-    kernel = resolve_model(attention, config, **request)
-    resolve_model(
-        attention, config, Tq=1, positions=batch_size > 1, **request
-    )  # samples of a batch differ in length
+    activation_dtype = torch.float32 if torch_device.type == "cpu" else weight_dtype
+    request = {"B": batch_size, "dtype": activation_dtype, "device": torch_device, "grad": False}
+    kernel = resolve_model(attention, config, **request)  # for prompts
+    # A decode step has one query, and positions because the samples of a batch differ in length.
+    resolve_model(attention, config, Tq=1, positions=batch_size > 1, **request)
     attend = get_attention_fn(attention)
     model = model_from_weights(config, saved["vocab_size"], attend, saved["model"])
-    model = replace_linears(model.requires_grad_(False).to(device).eval(), dtype, batch_size)
+    model = model.requires_grad_(False).to(torch_device).eval()
+    model = replace_linears(model, weight_dtype, batch_size)
     step = f", step {saved['step']:,}" if "step" in saved else ""
-    settings = f"{device.type} {str(dtype).removeprefix('torch.')}, attention {kernel.requested} -> {kernel.resolved}"
-    return model, from_spec(saved["tokenizer"]), f"{path}{step}, {settings}"
+    dtype_name = str(weight_dtype).removeprefix("torch.")
+    description = (
+        f"{path}{step}, {torch_device.type} {dtype_name}, "
+        f"attention {kernel.requested} -> {kernel.resolved}"
+    )
+    return model, from_spec(saved["tokenizer"]), description

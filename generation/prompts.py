@@ -1,25 +1,34 @@
-"""Prompt files, and the output file of a command."""
+"""Prompts of sample.py, from the command line and from files, and output of commands."""
 
 import json
 import re
+import sys
 from contextlib import suppress
 from pathlib import Path
-from typing import Any
 
-from common.errors import UserError
-from common.files import decode_text, read_text
+from common.errors import UserError, printable
+from common.files import read_text
 from common.settings import unescape
+from data.tokenizer import Tokenizer, encode
+from generation.engine import Prompt
 
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".jsonlines", ".json")  # one object per line
 
 
-def decode_typed(text: str) -> str:
-    """Decode a prompt of the command line or the terminal, in which Python escapes bytes that it cannot decode."""
-    return decode_text(text.encode(errors="surrogateescape"), "the prompt")
+def load_prompts(prompt: str | None, prompt_file: str | None, prompts: str | None) -> list[str]:
+    """The prompts that the settings of sample.py name. Without any, one empty prompt."""
+    if prompts is not None:
+        return read_prompts(prompts)
+    if prompt_file is not None:
+        return [read_text(prompt_file, f"prompt_file={prompt_file}")]
+    return [unescape(prompt or "")]
 
 
 def read_prompts(path: str) -> list[str]:
-    """Read the prompts of a file: its lines, with escape sequences, or the "prompt" of each object in a .jsonl."""
+    """Read the prompts of a file: its lines, or the "prompt" of each object in a .jsonl.
+
+    Lines can have escape sequences. Empty lines are skipped.
+    """
     text = read_text(path, f"prompts={path}")
     # str.splitlines would also split at form feeds and U+2028, which may be part of a prompt.
     lines = [line for line in re.split(r"\r\n|\r|\n", text) if line.strip()]
@@ -27,14 +36,42 @@ def read_prompts(path: str) -> list[str]:
         raise UserError(f"prompts={path} contains no prompts; set a file with one prompt per line")
     if not path.lower().endswith(JSON_SUFFIXES):
         return unescape(lines)
-    prompts: list[Any] = [None]
+    return [read_json_prompt(line, path) for line in lines]
+
+
+def read_json_prompt(line: str, path: str) -> str:
+    """Read a line of a .jsonl. Raises UserError if it has no string "prompt"."""
     with suppress(ValueError, LookupError, TypeError, RecursionError):
-        prompts = [json.loads(line)["prompt"] for line in lines]
-    if not all(isinstance(prompt, str) for prompt in prompts):
-        raise UserError(
-            f'a line of prompts={path} is not of the form {{"prompt": "..."}}; correct it'
-        )
+        row = json.loads(line)
+        if isinstance(row["prompt"], str):
+            return row["prompt"]
+    raise UserError(f'a line of prompts={path} is not of the form {{"prompt": "..."}}; correct it')
+
+
+def encode_prompts(
+    tokenizer: Tokenizer, texts: list[str], source: str | None, num_samples: int, seed: int
+) -> list[Prompt]:
+    """Encode prompts, and repeat each num_samples times with different seeds.
+
+    An empty prompt becomes the token from which samples start.
+    source: file of the prompts, for messages.
+    seed: of the first sample. The next sample has seed + 1, and so on.
+    Raises UserError if a character has no token.
+    """
+    prompts = []
+    for number, text in enumerate(texts, start=1):
+        name = "the prompt" if source is None else f"prompt {number} of {source}"
+        tokens = encode(tokenizer, text, name).tolist() or [tokenizer.start_token]
+        for _ in range(num_samples):
+            prompts.append(Prompt(tokens, seed + len(prompts)))
     return prompts
+
+
+def show(text: str) -> None:
+    """Print text immediately, without a newline. On a terminal, control characters are replaced."""
+    if sys.stdout.isatty():
+        text = printable(text)
+    print(text, end="", flush=True)
 
 
 def check_output(out: str | None) -> None:

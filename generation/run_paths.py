@@ -1,4 +1,7 @@
-"""Names and folders of runs, and the search for a run or a checkpoint. docs/run-folder.md lists the files of a run."""
+"""Names and folders of runs, and the search for a run or a checkpoint.
+
+docs/run-folder.md lists the files of a run.
+"""
 
 import difflib
 import re
@@ -13,9 +16,8 @@ from common.settings import check_path_component
 RUNS = Path("runs")  # in the folder where the command is run
 SWEEPS = RUNS / "sweeps"  # runs/sweeps/<sweep>/<job>: the runs of a sweep
 RESERVED = ("sweeps", "bench", "comparison", "last")  # cannot be names of runs
-JOB = re.compile(
-    r"[A-Za-z0-9][A-Za-z0-9._=,+-]{0,200}"
-)  # name of a sweep's job: attention=flash,seed=1
+# Name of a sweep's job: attention=flash,seed=1
+JOB = re.compile(r"[A-Za-z0-9][A-Za-z0-9._=,+-]{0,200}")
 
 
 def check_name(name: str) -> None:
@@ -27,7 +29,10 @@ def check_name(name: str) -> None:
 
 
 def make_new_folder(parent: Path, label: str) -> str:
-    """Make the folder <parent>/<time>-<label>, with -2, -3, ... appended if it exists. Returns its name."""
+    """Make the folder <parent>/<time>-<label>. Returns its name.
+
+    If it exists, -2, -3, ... is appended.
+    """
     stem = f"{time.strftime('%Y%m%d-%H%M%S')}-{label}"
     for name in chain([stem], (f"{stem}-{number}" for number in count(2))):
         with suppress(FileExistsError):
@@ -60,16 +65,16 @@ def find_run(name: str) -> Path:
 def find_checkpoint(run: str, checkpoint: str) -> Path:
     """Path of a run's checkpoint. Raises UserError if it does not exist.
 
-    run: as for find_run. checkpoint: "best", "last" or "step-NNNNNN"; not used if `run` is the path of a checkpoint.
+    run: as for find_run.
+    checkpoint: "best", "last" or "step-NNNNNN". Not used if `run` is a file.
     """
     folder = find_run(run)
     if Path(run).parent.name == "checkpoints":
         checkpoint = Path(run).stem
     paths = {path.stem: path for path in sorted((folder / "checkpoints").glob("*.pt"))}
     if checkpoint not in paths:
-        raise UserError(
-            f"{folder} has no checkpoint {checkpoint}.pt; set run={folder} checkpoint={' or '.join(paths)}"
-        )
+        advice = f"set run={folder} checkpoint={' or '.join(paths)}"
+        raise UserError(f"{folder} has no checkpoint {checkpoint}.pt; {advice}")
     return paths[checkpoint]
 
 
