@@ -1,4 +1,4 @@
-"""Compare finished runs: losses with confidence intervals over seeds, divergence, step time, memory.
+"""Compare finished runs: losses with confidence intervals, divergence, step time and memory.
 
     python compare.py runs/a runs/b             runs; those that differ only in the seed are one row
     python compare.py runs/sweeps/cmp           all runs of a sweep
@@ -27,12 +27,15 @@ from training.signals import run_process
 
 
 def main(config: CompareConfig) -> int:
+    """Compare the runs, write the files, and print the table. Returns exit code 0."""
     folders = [RUNS / name if (RUNS / name).is_dir() else Path(name) for name in config.folders]
-    out = Path(
-        config.out
-        or (folders[0] if len(folders) == 1 and is_sweep(folders[0]) else RUNS / "comparison")
-    )
-    print_comparison(compare(folders, out, config.difference), out)
+    out = RUNS / "comparison"
+    if config.out is not None:
+        out = Path(config.out)
+    elif len(folders) == 1 and is_sweep(folders[0]):
+        out = folders[0]
+    rows = compare(folders, out, config.difference)
+    print_comparison(rows, out)
     return 0
 
 

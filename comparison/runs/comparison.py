@@ -1,17 +1,18 @@
 """Compares finished runs, and writes comparison.csv, comparison.png and report.html.
 
-read.py groups runs into settings, statistics.py computes a row per setting, and the other files show the rows.
+read.py groups runs into settings, statistics.py computes a row per setting, and the other files
+show the rows.
 """
 
 from pathlib import Path
 
 from common.console import PlainConsole
-from common.errors import UserError
+from comparison.csv_file import write_csv
 from comparison.runs.plot import plot_comparison
 from comparison.runs.read import read_settings
 from comparison.runs.report import write_report
 from comparison.runs.statistics import SettingStats, compute_stats
-from comparison.runs.table import TERMINAL_COLUMNS, list_notes, make_terminal_table, write_csv
+from comparison.runs.table import TERMINAL_COLUMNS, list_notes, make_terminal_table
 
 FILES = ("report.html", "comparison.png", "comparison.csv")
 
@@ -20,21 +21,14 @@ def compare(folders: list[Path], out: Path, difference: float | None = None) -> 
     """Compare runs, and write FILES.
 
     out: folder for the files, which is created if needed.
-    difference: nats per token. The table then has a column with the number of seeds that find this difference.
-    Returns statistics per setting. Raises UserError for a folder that is not a run and for a damaged file.
+    difference: nats per token. The table then has a column with the number of seeds that find this
+        difference.
+    Returns statistics per setting. Raises UserError for a folder that is not a run and for a
+    damaged file.
     """
     settings = read_settings(folders)
-    if not settings:
-        raise UserError(
-            "there is no run to compare; set folders of runs, as in runs/NAME or runs/sweeps/NAME"
-        )
     rows = compute_stats(settings, difference)
-    try:
-        out.mkdir(parents=True, exist_ok=True)
-    except OSError as error:
-        raise UserError(
-            f"out={out} cannot be created ({error.strerror}); set another folder"
-        ) from None
+    out.mkdir(parents=True, exist_ok=True)
     write_csv(rows, out / "comparison.csv")
     plot_comparison(settings, rows, out / "comparison.png")
     write_report(settings, rows, out / "comparison.png", out / "report.html")
@@ -45,5 +39,7 @@ def print_comparison(rows: list[SettingStats], out: Path) -> None:
     """Print the table, its notes, and the names of the files."""
     console = PlainConsole()
     console.print(make_terminal_table(rows))
-    console.print("\n".join([*list_notes(rows, TERMINAL_COLUMNS), "report.html has more columns."]))
+    for note in list_notes(rows, TERMINAL_COLUMNS):
+        console.print(note)
+    console.print("report.html has more columns.")
     console.print_text(f"\nwritten  {'  '.join(str(out / name) for name in FILES)}")

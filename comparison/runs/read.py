@@ -12,21 +12,15 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-import numpy as np
-
 from common.errors import UserError
-from common.files import parse_yaml, read_file
+from common.files import parse_yaml, read_file, read_json
 from common.settings import flatten_dict, format_value
-from training.plots import read_curves
 
 IGNORED_SECTIONS = ("seed", "name", "resume", "wandb")  # runs of one setting may differ in these
-CHOICES = (
-    ".name",
-    ".backend",
-)  # suffixes of the keys that select a section's values, as in model.name
+# Suffixes of the keys that select the values of a section, as model.name and attention.backend do.
+CHOICES = (".name", ".backend")
 MAX_DIFFERENCES = 4  # in a label
 METRICS = ("train/loss", "val/loss", "step_ms", "tokens_per_second")
-# Types of the values that a comparison reads, in summary.json and in the flat config.
 NUMBERS = (
     "step",
     "best_val_loss",
@@ -34,22 +28,22 @@ NUMBERS = (
     "last_val_bpb",
     "peak_memory_bytes",
     "flops_per_token",
-)
-NUMBERS += (
     "score_variance",
     "attention_entropy",
     "attention_distance",
     "train.batch_size",
     "model.block_size",
 )
-TYPES = {
+# Types of the values that a comparison reads, in summary.json and in the flat config.
+TYPES = dict.fromkeys(NUMBERS, int | float | None) | {
     "status": str,
     "seed": int,
     "data": str | None,
     "command": str | None,
     "attention": dict | None,
+    "versions": dict | None,
 }
-TYPES |= {"versions": dict | None} | dict.fromkeys(NUMBERS, int | float | None)
+WHAT_TO_SET = "set folders of runs, as in runs/NAME or runs/sweeps/NAME"
 ADVICE = "restore it, or leave that run out"
 
 
@@ -58,28 +52,29 @@ class Run:
     """A run that train.py has written."""
 
     folder: Path
-    config: dict[str, Any]  # flat: {"model.n_layer": 2}
+    config: dict[str, Any]  # flat: {"model.n_layer": 2}, without IGNORED_SECTIONS
     seed: int
     summary: dict[str, Any]
-    swept: str | None = None  # key=value pairs of a sweep's job, without the seed
+    swept: str | None  # key=value pairs of a sweep's job, without the seed
 
     @property
     def status(self) -> str:
         return self.summary["status"]
 
+    @property
+    def data(self) -> str | None:
+        """Folder of the prepared data. None if the run ended before it read any."""
+        return self.summary.get("data")
+
     @cached_property
-    def curves(self) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-        """(steps, values) of each key of METRICS. Raises UserError if metrics.jsonl is missing or damaged."""
-        return read_file(
-            self.folder / "metrics.jsonl",
-            lambda rows: read_curves(rows.splitlines(), *METRICS),
-            ADVICE,
-        )
+    def curves(self) -> dict[str, dict[int, float]]:
+        """The values of each key of METRICS by step. Raises UserError for a damaged file."""
+        return read_file(self.folder / "metrics.jsonl", _parse_metrics, ADVICE)
 
 
 @dataclass
 class Setting:
-    """Runs with equal configs and different seeds."""
+    """Runs with equal configs and data, and different seeds."""
 
     runs: list[Run]
     label: str = ""  # "mine: model=gpt2, optimizer.lr=0.003"; in a sweep "model=gpt2"
@@ -95,45 +90,36 @@ class Setting:
     @property
     def status(self) -> str:
         """How the runs ended: "2 finished, 1 failed"; "refused" if all were refused."""
-        statuses = [run.status for run in self.runs]
-        counts = {
-            status: statuses.count(status)
-            for status in ("finished", *statuses)
-            if status in statuses
-        }
-        return (
-            "refused"
-            if set(counts) == {"refused"}
-            else ", ".join(f"{n} {status}" for status, n in counts.items())
-        )
+        counts = Counter(run.status for run in self.runs)
+        if list(counts) == ["refused"]:
+            return "refused"
+        return ", ".join(f"{count} {status}" for status, count in counts.items())
+
+    def accepts(self, run: Run) -> bool:
+        """Whether the run has the config of the others, no other data, and another seed."""
+        data = {other.data for other in [*self.runs, run]} - {None}
+        seeds = [other.seed for other in self.runs]
+        return run.config == self.config and len(data) <= 1 and run.seed not in seeds
 
 
 def read_settings(folders: list[Path]) -> list[Setting]:
     """Read the settings of run folders and sweep folders, in the order of their first runs.
 
-    Skips jobs of a sweep that have not started. Raises UserError for a folder that is not a run and for a damaged file.
+    A run that repeats an earlier one, with the same config, data and seed, is another setting.
+    Raises UserError if there is no run, for a folder that is not a run, and for a damaged file.
     """
-    # Skip the folder of an earlier comparison, which `runs/*` also matches.
-    folders = [
-        folder for folder in folders if is_sweep(folder) or not (folder / "comparison.csv").exists()
-    ]
-    runs = {run.folder.resolve(): run for folder in folders for run in _read_folder(folder)}
-    settings: dict[Any, Setting] = {}
-    texts: dict[
-        str, str | None
-    ] = {}  # prepared data of the last run with a config: its text may have changed
-    repeats: Counter = (
-        Counter()
-    )  # a run repeated with the same seed is compared, in a separate setting
-    for run in runs.values():
-        config = json.dumps(run.config, sort_keys=True, default=str)
-        texts[config] = text = run.summary.get(
-            "data", texts.get(config)
-        )  # unknown if the run was refused
-        settings.setdefault((config, text, repeats[config, run.seed]), Setting([])).runs.append(run)
-        repeats[config, run.seed] += 1
-    _set_labels(list(settings.values()))
-    return list(settings.values())
+    settings: list[Setting] = []
+    for run in [run for folder in folders for run in _read_folder(folder)]:
+        for setting in settings:
+            if setting.accepts(run):
+                setting.runs.append(run)
+                break
+        else:
+            settings.append(Setting([run]))
+    if not settings:
+        raise UserError(f"there is no run to compare; {WHAT_TO_SET}")
+    _set_labels(settings)
+    return settings
 
 
 def is_sweep(folder: Path) -> bool:
@@ -141,84 +127,88 @@ def is_sweep(folder: Path) -> bool:
 
 
 def _read_folder(folder: Path) -> list[Run]:
+    """Read a run, or the runs of a sweep that have started."""
     if is_sweep(folder):
-        jobs = read_file(
-            folder / "sweep.json",
-            lambda content: list(map(str, json.loads(content)["jobs"])),
-            ADVICE,
-        )
-        return [
-            _read_run(folder / job, job) for job in jobs if (folder / job / "summary.json").exists()
-        ]
+        jobs = map(str, read_json(folder / "sweep.json").get("jobs") or [])
+        started = [job for job in jobs if (folder / job / "summary.json").exists()]
+        return [_read_run(folder / job, job) for job in started]
     if not (folder / "summary.json").exists():
-        reason = "is not a run: it has no summary.json" if folder.is_dir() else "does not exist"
-        raise UserError(
-            f"{folder} {reason}; set folders of runs, as in runs/NAME or runs/sweeps/NAME"
-        )
+        reason = f"{folder / 'summary.json'} does not exist"
+        raise UserError(f"{folder} is not a run: {reason}; {WHAT_TO_SET}")
     return [_read_run(folder)]
 
 
 def _read_run(folder: Path, job: str | None = None) -> Run:
-    summary = read_file(folder / "summary.json", lambda content: json.loads(content) | {}, ADVICE)
-    config = read_file(
-        folder / "config.yaml", lambda content: flatten_dict(parse_yaml(content)), ADVICE
-    )
+    """Read a run. job: its name, if it belongs to a sweep."""
+    summary = read_json(folder / "summary.json")
+    config = read_file(folder / "config.yaml", _parse_config, ADVICE)
     for key, value_type in TYPES.items():
-        if not isinstance(value := (config | summary).get(key), value_type):
+        value = (config | summary).get(key)
+        if not isinstance(value, value_type):
             raise UserError(f"{folder} has {key}={format_value(value)}, of a wrong type; {ADVICE}")
-    flat = {
-        key: value for key, value in config.items() if key.split(".")[0] not in IGNORED_SECTIONS
-    }
-    flat["world_size"] = summary.get(
-        "world_size", 1
-    )  # set by torchrun and not in the config, but affects the speed
-    pairs = re.split(
-        r",(?=[\w.]+=)", job or ""
-    )  # a value may be a list with commas: model.window=_16,null_,seed=1
-    swept = (
-        None if job is None else ", ".join(pair for pair in pairs if not pair.startswith("seed="))
-    )
-    return Run(folder, flat, config["seed"], summary, swept)
+    seed = config["seed"]
+    for key in list(config):
+        if key.split(".")[0] in IGNORED_SECTIONS:
+            del config[key]
+    # torchrun sets the number of processes. It is not in the config, but it affects the speed.
+    config["world_size"] = summary.get("world_size", 1)
+    return Run(folder, config, seed, summary, None if job is None else _list_swept(job))
+
+
+def _list_swept(job: str) -> str:
+    """List the values that a sweep sets, from the name of a job: "attention=flash, n_layer=2"."""
+    # A value may be a list with commas: model.window=_16,null_,seed=1.
+    words = re.split(r",(?=[\w.]+=)", job)
+    return ", ".join(word for word in words if not word.startswith("seed="))
+
+
+def _parse_config(content: bytes) -> dict:
+    return flatten_dict(parse_yaml(content))
+
+
+def _parse_metrics(content: bytes) -> dict[str, dict[int, float]]:
+    rows = [json.loads(line) for line in content.splitlines()]
+    curves = {}
+    for key in METRICS:
+        curves[key] = {row["step"]: float(row[key]) for row in rows if row.get(key) is not None}
+    return curves
 
 
 def _set_labels(settings: list[Setting]) -> None:
-    """Label each setting with the values that its sweep sets, or with its name and its differences from the others."""
+    """Label each setting with the values that its sweep sets, or with the name of its first run and
+    its differences from the other settings."""
     configs = [setting.config for setting in settings]
-    has_one_folder = len({setting.runs[0].folder.resolve().parent for setting in settings}) == 1
+    parents = {setting.runs[0].folder.resolve().parent for setting in settings}
     for setting in settings:
-        run, folder = setting.runs[0], setting.runs[0].folder.resolve()
-        if run.swept is not None:
-            sweep = folder.parent.name
-            setting.label = (
-                run.swept if run.swept and has_one_folder else f"{sweep}/{run.swept}".rstrip("/")
-            )
+        run = setting.runs[0]
+        folder = run.folder.resolve()
+        if run.swept is None:
+            differences = ", ".join(_list_differences(run.config, configs))
+            setting.label = f"{folder.name}: {differences}".removesuffix(": ")
+        elif run.swept and len(parents) == 1:
+            setting.label = run.swept
         else:
-            differences = _list_differences(run.config, configs)
-            if len(differences) > MAX_DIFFERENCES:
-                differences[MAX_DIFFERENCES:] = [f"{len(differences) - MAX_DIFFERENCES} more"]
-            setting.label = folder.name + (
-                f" and {len(setting.runs) - 1} more" if len(setting.runs) > 1 else ""
-            )
-            setting.label += f": {', '.join(differences)}" if differences else ""
+            setting.label = f"{folder.parent.name}/{run.swept}".removesuffix("/")
 
 
 def _list_differences(config: dict, configs: list[dict]) -> list[str]:
     """List key=value of the keys in which `config` differs from others, choices first.
 
-    Keys of a section, such as optimizer.lr, are compared only with configs that have the same choice.
+    The list has at most MAX_DIFFERENCES of them, and then their number.
+    Keys of a section, such as optimizer.lr, are compared only with configs that have the same
+    choice, such as optimizer.name.
     """
     differences = []
     for key in sorted(config, key=lambda key: not key.endswith(CHOICES)):
-        choices = (
-            [] if key.endswith(CHOICES) else [key.split(".")[0] + suffix for suffix in CHOICES]
-        )
-        others = [
-            other
-            for other in configs
-            if all(other.get(choice) == config.get(choice) for choice in choices)
-        ]
-        if any(other.get(key) != config[key] for other in others):
-            differences.append(
-                f"{key.removesuffix('.name').removesuffix('.backend')}={format_value(config[key])}"
-            )
+        choices = []
+        if not key.endswith(CHOICES):
+            choices = [key.split(".")[0] + suffix for suffix in CHOICES]
+        for other in configs:
+            has_same_choice = all(other.get(choice) == config.get(choice) for choice in choices)
+            if has_same_choice and other.get(key) != config[key]:
+                name = key.removesuffix(".name").removesuffix(".backend")
+                differences.append(f"{name}={format_value(config[key])}")
+                break
+    if len(differences) > MAX_DIFFERENCES:
+        differences[MAX_DIFFERENCES:] = [f"{len(differences) - MAX_DIFFERENCES} more"]
     return differences
