@@ -26,14 +26,14 @@ if __name__ == "__main__":  # before the slow imports below, so that a typo is r
 
 from dataclasses import asdict, replace
 
+from common.console import print_text
 from common.device import resolve_device
 from common.environment import describe_environment
-from common.errors import UserError
 from common.files import write_json
 from comparison.bench.cases import build_groups
 from comparison.bench.config import BENCHES, BenchConfig
 from comparison.bench.plot import plot_results
-from comparison.bench.results import recommend
+from comparison.bench.results import FAILED, REFUSED, Timing, recommend
 from comparison.bench.runner import measure_groups
 from comparison.bench.table import describe_bench, print_results
 from generation.run_paths import make_new_folder
@@ -51,44 +51,36 @@ def main(config: BenchConfig) -> int:
     folder = BENCHES / (
         config.name or make_new_folder(BENCHES, f"{device.type}-{config.model.name}")
     )
-    if config.name is not None and folder.exists():
-        raise UserError(f"{folder} exists; set another name")
-    folder.mkdir(parents=True, exist_ok=True)
-    title = describe_bench(config, environment := describe_environment(device))
+    if config.name is not None:
+        folder.mkdir(parents=True)  # raises FileExistsError
     write_config(folder, asdict(config))
-    backends = ", ".join(case.name for case in groups[0])
-    print(f"bench    {folder}: {backends}", *title.split("; "), sep="\n         ", flush=True)
-    rows, status = [], "failed"
+    environment = describe_environment(device)
+    title = describe_bench(config, environment)
+    print_text(f"bench    {folder}: {', '.join(case.name for case in groups[0])}")
+    print_text(title)
+
+    rows: list[Timing] = []
+    status = "finished"
     try:
         measure_groups(groups, config, folder / "attention.csv", rows)
-        status = "finished"
     except KeyboardInterrupt:
         status = "interrupted"
-    finally:
-        summary = {
-            "name": folder.name,
-            "status": status,
-            "rows": len(rows),
-            "answer": recommend(rows),
-        }
-        write_json(folder / "summary.json", summary | environment)
+    results = {"name": folder.name, "status": status, "rows": len(rows), "answer": recommend(rows)}
+    write_json(folder / "summary.json", results | environment)
     if rows:
         picture = folder / "attention.png"
         plot_results(rows, picture, title)
-        wandb = WandbRun(
-            config.wandb,
-            folder,
-            asdict(config) | environment,
-            name=folder.name,
-            job_type="attention",
-        )
+        wandb_config = asdict(config) | environment
+        wandb = WandbRun(config.wandb, folder, wandb_config, name=folder.name, job_type="attention")
         wandb.log([{"attention": rows, "attention_picture": picture}])
         wandb.finish(0)
         print_results(rows, folder)
     if status == "interrupted":
         raise KeyboardInterrupt(f"stopped after {len(rows)} rows, which are in {folder}")
     statuses = {row.status for row in rows}
-    return 1 if "failed" in statuses else 2 if statuses == {"refused"} else 0
+    if FAILED in statuses:
+        return 1
+    return 2 if statuses == {REFUSED} else 0
 
 
 if __name__ == "__main__":

@@ -17,26 +17,25 @@ CAUSAL = "causal"
 
 @dataclass
 class BenchConfig:
-    """Config of bench.py, which measures every combination of phases, masks, dtypes, block_sizes and backends."""
+    """Config of bench.py.
+
+    It measures every combination of phases, masks, dtypes, block_sizes and backends.
+    """
 
     name: str | None = None  # folder below runs/bench/; None: <time>-<device>-<model>
     seed: int = setting(1337, 0, 2**32 - 1)
     device: str = setting("auto", choices=("auto", "cpu", "cuda", "mps"))
     compile: bool | None = None  # compile the model of phase step; None: as in train.py
     tf32: bool = False
-    model: GPTConfig = field(
-        default_factory=GPTConfig
-    )  # of phase step; attention alone has its head shapes
+    # of phase step; attention alone has its head shapes
+    model: GPTConfig = field(default_factory=GPTConfig)
     optimizer: OptimizerConfig = field(default_factory=MuonConfig)
-    backends: list[str] | None = (
-        None  # such as [naive,sdpa:math]; the first is the baseline; None: all
-    )
-    phases: list[str] = setting(
-        list(PHASES), choices=PHASES
-    )  # decode: one query on T keys; step: a training step
-    masks: list[str] = setting(
-        [CAUSAL]
-    )  # window:256: 256 keys per query; documents:256: documents of 256 tokens
+    # such as [naive,sdpa:math]; the first is the baseline; None: all
+    backends: list[str] | None = None
+    # decode: one query on T keys; step: a training step
+    phases: list[str] = setting(list(PHASES), choices=PHASES)
+    # window:256: 256 keys per query; documents:256: documents of 256 tokens
+    masks: list[str] = setting([CAUSAL])
     dtypes: list[str] = setting(["auto"])  # auto, float32, bfloat16, float16; auto: as in train.py
     block_sizes: list[int] = setting([128, 512, 2048], 1, 10**8)  # context lengths T, in tokens
     batch_size: int = setting(1, 1, 10**6)  # sequences
@@ -48,9 +47,8 @@ class BenchConfig:
     rounds: int = setting(3, 1, 10**6)  # how often the backends take turns
     repeats: int = setting(2, 1, 10**9)  # minimum number of timed calls per turn
     seconds: float = setting(0.1, above=0, high=1e7)  # approximate duration of a turn
-    time_limit: float = setting(
-        60.0, above=0, high=1e7
-    )  # seconds for a turn, including compilation
+    # seconds for a turn, including compilation
+    time_limit: float = setting(60.0, above=0, high=1e6)
     wandb: WandbConfig = field(default_factory=WandbConfig)
 
     def rules(self, section: str) -> Iterator[Rule]:
@@ -58,11 +56,11 @@ class BenchConfig:
             check_path_component("name", self.name)
         check_path_component("model.name", self.model.name)
         if "softmax" not in self.model.attention_types:
-            raise UserError(
-                "model.attention_type=linear leaves no backend to compare; set backends=[sdpa,linear]"
-            )
+            advice = "set backends=[sdpa,linear] instead"
+            raise UserError(f"model.attention_type=linear leaves no backend to compare; {advice}")
         H, G, _, _ = self.kernel_shape()
-        yield "n_kv_head", H % G == 0, f"does not divide the {H} heads; set a divisor, or null"
+        advice = f"does not divide the {H} heads; set a divisor, or null"
+        yield "n_kv_head", H % G == 0, advice
         for key, value in vars(self).items():
             if isinstance(value, list):
                 yield key, len(value) > 0, "leaves nothing to measure; set one or more values"
@@ -70,20 +68,30 @@ class BenchConfig:
         for mask in self.masks:
             parse_mask(mask)
 
-    def kernel_shape(self) -> tuple[int, int, int, int]:
-        """Heads H, key/value heads G, head size D and value size Dv of the attention kernels; default: the model's."""
-        H = self.n_head or self.model.n_head
-        D = self.head_size or self.model.head_dim
-        G = self.n_kv_head or (H if self.n_head else self.model.kv_heads)
+    def kernel_shape(self, phase: str = "forward") -> tuple[int, int, int, int]:
+        """Shape of attention in a phase; step and null: the model's.
+
+        Returns heads H, key/value heads G, head dimension D, and head dimension Dv of values.
+        """
+        model = self.model
+        if phase == "step":
+            return model.n_head, model.kv_heads, model.head_dim, model.head_dim
+        H = self.n_head or model.n_head
+        G = self.n_kv_head or (H if self.n_head else model.kv_heads)
+        D = self.head_size or model.head_dim
         return H, G, D, self.value_size or D
 
 
 def parse_mask(mask: str) -> tuple[int | None, int | None]:
-    """Parse a mask of BenchConfig.masks. Returns (window, document length); None is unlimited. Raises UserError."""
+    """Parse a mask of BenchConfig.masks. Raises UserError.
+
+    Returns (window, document length). None is unlimited.
+    """
+    if mask == CAUSAL:
+        return None, None
     match = re.fullmatch(r"(window|documents):([1-9]\d{0,8})", mask)
-    if match is None and mask != CAUSAL:
-        raise UserError(
-            f"masks: {mask} is unknown; set {CAUSAL}, window:256 or documents:256, for example"
-        )
-    limits = {} if match is None else {match[1]: int(match[2])}
-    return limits.get("window"), limits.get("documents")
+    if match is None:
+        advice = f"set {CAUSAL}, window:256 or documents:256, for example"
+        raise UserError(f"masks: {mask} is unknown; {advice}")
+    lengths = {match[1]: int(match[2])}
+    return lengths.get("window"), lengths.get("documents")

@@ -1,6 +1,7 @@
 """Runs a bench: each backend has a worker process, and the backends take turns in several rounds.
 
-If the machine becomes slower or faster during the bench, all backends are therefore affected equally.
+If the machine becomes slower or faster during the bench, all backends are therefore affected
+equally.
 """
 
 import tempfile
@@ -10,11 +11,13 @@ from pathlib import Path
 
 import numpy as np
 
-from common.console import ProgressBar, format_number
-from comparison.bench.cases import Case, count_flops, measure, write_reference
+from common.console import ProgressBar
+from comparison.bench.cases import Case, count_flops
 from comparison.bench.config import BenchConfig
-from comparison.bench.results import FINISHED, TIME_LIMIT, Timing, append_row
+from comparison.bench.measure import measure, write_reference
+from comparison.bench.results import FINISHED, TIME_LIMIT, Timing
 from comparison.bench.worker import Worker
+from comparison.csv_file import write_csv
 
 REFERENCE = "reference"  # name of the worker that computes references in float64
 
@@ -24,27 +27,25 @@ def measure_groups(
 ) -> None:
     """Measure all groups, with a progress bar.
 
-    table: CSV file to which rows are appended.
+    table: CSV file, which is written after each group.
     rows: list to which rows are appended, so that the caller has them after an interruption.
     """
     names = dict.fromkeys(case.name for group in groups for case in group)
-    width = max(len(str(group[0])) for group in groups)
     with ExitStack() as stack:
         folder = Path(stack.enter_context(tempfile.TemporaryDirectory()))
-        # The compile cache starts empty, so that compile_s does not depend on earlier runs.
-        workers = {name: Worker(folder / "compile_cache") for name in [*names, REFERENCE]}
-        for worker in workers.values():
-            stack.callback(worker.close)
+        workers = {}
+        for name in [*names, REFERENCE]:
+            # The compile cache starts empty, so that first_call_s does not depend on earlier runs.
+            workers[name] = Worker(folder / "compile_cache")
+            stack.callback(workers[name].close)
         progress = stack.enter_context(ProgressBar(len(groups)))
         for index, group in enumerate(groups):
-            label, times = f"{group[0]!s:<{width}}", []
+            label = str(group[0])
             progress.show(index, label)
-            for row in measure_group(group, config, workers, folder / "reference.pt"):
-                append_row(table, row)
-                rows.append(row)
-                times.append(
-                    f"{row.backend} {format_number(row.ms_median) if row.is_finished else row.status}"
-                )
+            measured = measure_group(group, config, workers, folder / "reference.pt")
+            rows += measured
+            write_csv(rows, table)
+            times = [f"{row.backend} {row.format_ms()}" for row in measured]
             progress.print_text(f"{label}  ms: {', '.join(times)}")
 
 
@@ -70,33 +71,32 @@ def measure_group(
         running = [case for case in group if case.name not in failures]
         first = number % max(1, len(running))  # each round begins with another backend
         for case in running[first:] + running[:first]:
-            arguments = case, config, reference
             status, result = workers[case.name].call(
-                measure, *arguments, time_limit=config.time_limit
+                measure, case, config, reference, time_limit=config.time_limit
             )
             if status == FINISHED:
                 rounds[case.name].append(result)
-            elif status != TIME_LIMIT or not rounds[case.name]:  # otherwise, the other rounds count
-                failures[case.name] = Timing(**case.start_row(), status=status, reason=result)
-    return [
-        failures.get(case.name) or summarize(rounds[case.name], count_flops(case, config))
-        for case in group
-    ]
+            elif status != TIME_LIMIT or not rounds[case.name]:  # otherwise, other rounds count
+                failures[case.name] = case.make_row(status, reason=result)
+    finished = [case for case in group if case.name not in failures]
+    rows = {case.name: summarize(rounds[case.name], count_flops(case, config)) for case in finished}
+    return [(rows | failures)[case.name] for case in group]
 
 
 def summarize(rounds: list[tuple[Timing, list[float]]], flops: int) -> Timing:
-    """Summarize the results of `measure` as one row. Each round has the same weight, however many calls it has."""
-    rows, seconds = zip(*rounds, strict=True)
-    quantiles = [np.quantile(call_seconds, np.arange(0.05, 1, 0.05)) for call_seconds in seconds]
+    """Summarize the results of `measure` as one row.
+
+    Each round has the same weight, however many calls it has.
+    """
+    quantiles = [np.quantile(seconds, np.arange(0.05, 1, 0.05)) for _, seconds in rounds]
     q1, median, q3 = np.quantile(quantiles, [0.25, 0.5, 0.75]).tolist()
-    times = {
-        "ms_median": 1000 * median,
-        "ms_q1": 1000 * q1,
-        "ms_q3": 1000 * q3,
-        "flops_per_second": flops / median,
-    }
-    memory = [row.peak_memory_bytes for row in rows]
-    peak = None if None in memory else max(memory)
+    peaks = [row.peak_memory_bytes for row, _ in rounds if row.peak_memory_bytes is not None]
+    first_row, _ = rounds[0]  # later rounds use the compile cache
     return replace(
-        rows[0], **times, peak_memory_bytes=peak
-    )  # the first round, as later ones use the compile cache
+        first_row,
+        ms_median=1000 * median,
+        ms_q1=1000 * q1,
+        ms_q3=1000 * q3,
+        flops_per_second=flops / median,
+        peak_memory_bytes=max(peaks, default=None),
+    )

@@ -1,135 +1,93 @@
-"""Prints the results of a bench: the recommendation first, then one table per phase, then notes."""
+"""Prints the results of a bench: the recommendation first, then one table per phase."""
 
-import math
+import statistics
 from pathlib import Path
 
-from common.console import TABLE_WIDTH, PlainConsole, format_number, make_table, pluralize
-from comparison import MAX_SPREAD
+from rich.table import Table
+
+from common.console import PlainConsole, make_table, pluralize
 from comparison.bench.config import BenchConfig
-from comparison.bench.results import (
-    MAX_TIE_RATIO,
-    NO_ATTENTION,
-    Timing,
-    compute_spread,
-    group_rows,
-    recommend,
+from comparison.bench.results import MAX_TIE_RATIO, NO_ATTENTION, Timing, group_rows, recommend
+
+MAX_SPREAD = 1.5  # upper / lower quartile of times; a larger ratio means that the machine was busy
+LEGEND = (
+    "kernel: the one that ran. ms: median time of a call, without compilation.",
+    "MiB: memory of a call, besides its inputs; in phase step, besides model and optimizer.",
+    "error: largest absolute difference of y from naive in float64; of gradients: dq, dk and dv.",
+    f"equal: the quartiles overlap, or the medians differ by less than {MAX_TIE_RATIO - 1:.0%}.",
+    f"{NO_ATTENTION}: a training step whose layers add q, k and v instead of attending. No backend "
+    "can make a step faster.",
 )
-from model.config import ATTENTION_TYPES
 
 
 def print_results(rows: list[Timing], folder: Path) -> None:
-    """Print the recommendation, the tables and the notes. folder: the bench's folder."""
+    """Print the recommendation, the tables, a legend and failures. folder: the bench's folder."""
     console = PlainConsole()
     console.print(f"\nfastest here ({rows[0].device})", style="bold")
-    recommendation, previous_phase = make_table("", "", "", left=3, header=False), None
-    for phase, Ts, sentence in recommend(rows):
-        recommendation.add_row("" if phase == previous_phase else phase, Ts, sentence)
-        previous_phase = phase
-    console.print(recommendation)
-    if (spread := compute_spread(rows)) > MAX_SPREAD:
-        advice = "Close other programs, and run the bench again with more rounds or seconds."
+    console.print(_recommendation_table(rows))
+    spreads = [row.ms_q3 / row.ms_q1 for row in rows if row.is_finished]
+    spread = statistics.median(spreads or [1.0])
+    if spread > MAX_SPREAD:
         reason = f"the upper quartile is typically {spread:.1f} times the lower quartile"
+        advice = "Close other programs, and run the bench again with more rounds or seconds."
         console.print(f"These times are not reliable: {reason}. {advice}", style="bold")
     for (phase, dtype), phase_rows in group_rows(rows, "title", "dtype").items():
-        if any(row.is_finished for row in phase_rows):
-            console.print(f"\n{phase}, {dtype}", style="bold")
-            console.print(
-                _phase_table(phase_rows), width=max(TABLE_WIDTH, console.width), crop=False
-            )
+        console.print(f"\n{phase}, {dtype}", style="bold")
+        console.print(_phase_table(phase_rows))
     console.print()
-    for note in list_notes(rows):
+    for note in [*LEGEND, *list_failures(rows)]:
         console.print(note)
     console.print_text(f"\nwritten  {folder / 'attention.csv'}  {folder / 'attention.png'}")
 
 
-def _phase_table(rows: list[Timing]):
-    """Make a table with a row per T. Backends that finished at no T are only in the notes."""
-    lines = [
-        line
-        for line in group_rows(rows, "backend").values()
-        if any(row.is_finished for row in line)
-    ]
-    headers = [header for line in lines for header in (f"{line[0].backend}\nms", "\nMiB")]
-    table = make_table("\nT", *headers, left=0)
-    for rows_at_T in zip(*lines, strict=False):  # an interrupted bench may lack rows of the last T
+def _recommendation_table(rows: list[Timing]) -> Table:
+    table = make_table("", "", "", left=3, header=False)
+    for line in recommend(rows):
+        table.add_row(*line)
+    return table
+
+
+def _phase_table(rows: list[Timing]) -> Table:
+    """Make a table of one phase and dtype, with a row per T and backend."""
+    headers = ("T", "backend", "kernel", "ms (quartiles)", "MiB", "error", "of gradients")
+    table = make_table(*headers, left=3)
+    for row in rows:
         table.add_row(
-            f"{rows_at_T[0].T:,}", *(cell for row in rows_at_T for cell in _format_cells(row))
+            f"{row.T:,}",
+            row.backend,
+            row.resolved,
+            row.format_ms(),
+            _format(row.peak_memory_bytes and row.peak_memory_bytes / 2**20, ",.1f"),
+            _format(row.error_y, ".1e"),
+            _format(row.error_gradients, ".1e"),
         )
     return table
 
 
-def _format_cells(row: Timing) -> tuple[str, str]:
-    """Format milliseconds and MiB."""
-    if not row.is_finished:
-        return row.status, ""
-    MiB = None if row.peak_memory_bytes is None else row.peak_memory_bytes / 2**20
-    return format_number(
-        row.ms_median
-    ), "-" if MiB is None else "<0.1" if MiB < 0.1 else format_number(MiB)
+def _format(value: float | None, spec: str) -> str:
+    return "" if value is None else f"{value:{spec}}"
 
 
-def list_notes(rows: list[Timing]) -> list[str]:
-    """List the sentences that explain the tables."""
-    finished, notes = [row for row in rows if row.is_finished], []
-    if finished:
-        notes.append("ms: median time of a call, without compilation.")
-        notes.append(
-            "MiB: memory besides the inputs; phase step includes the model and the optimizer."
-        )
-        notes.append(
-            f"equal: the quartiles overlap, or the medians differ by less than {MAX_TIE_RATIO - 1:.0%}."
-        )
-    if any(row.backend == NO_ATTENTION for row in finished):
-        notes.append(
-            f"{NO_ATTENTION}: a training step whose layers add q, k and v instead of attending."
-        )
-    types = " and ".join(
-        dict.fromkeys(row.backend for row in finished if row.backend in ATTENTION_TYPES)
-    )
-    if types:
-        notes.append(
-            f"{types}: model.attention_type={types} changes the results, and is not among the fastest above."
-        )
-    for kernel, ran in group_rows(
-        [r for r in finished if r.resolved != r.backend], "backend", "resolved"
-    ).items():
-        notes.append(
-            "{} ran {} ({}).".format(*kernel, ", ".join(dict.fromkeys(row.phase for row in ran)))
-        )
-    for (dtype,), dtype_rows in group_rows(finished, "dtype").items():
-        errors = [
-            (error, row.backend)
-            for row in dtype_rows
-            for error in (row.error_y, row.error_gradients)
-        ]
-        errors = [error for error in errors if error[0] is not None]
-        if errors:
-            worst = max(errors, key=lambda error: (math.isnan(error[0]), error))
-            notes.append(
-                "Largest error in {}, compared with float64: {:.1e}, by {}.".format(dtype, *worst)
-            )
-    failures = group_rows(
-        [row for row in rows if not row.is_finished], "backend", "status", "reason"
-    )
-    for (backend, status, reason), group in failures.items():
+def list_failures(rows: list[Timing]) -> list[str]:
+    """List why rows are not finished: "naive: out of memory (forward; T = 64, 128): ..."."""
+    failed = [row for row in rows if not row.is_finished]
+    lines = []
+    groups = group_rows(failed, "backend", "status", "reason")
+    for (backend, status, reason), group in groups.items():
         phases = "; ".join(dict.fromkeys(row.title for row in group))
         Ts = ", ".join(f"{T:,}" for T in sorted({row.T for row in group}))
-        notes.append(f"{backend}: {status} ({phases}; T = {Ts}): {reason}")
-    return notes
+        lines.append(f"{backend}: {status} ({phases}; T = {Ts}): {reason}")
+    return lines
 
 
 def describe_bench(config: BenchConfig, environment: dict) -> str:
     """Describe shapes, model and machine, as the title of the plot."""
-    parts, sequences = [], pluralize(config.batch_size, "sequence")
-    if set(config.phases) != {"step"}:
-        H, G, D, _ = config.kernel_shape()
-        key_heads = f", {pluralize(G, 'key/value head')}" if G != H else ""
-        parts.append(f"attention: {sequences}, {pluralize(H, 'head')} of {D}{key_heads}")
-    if "step" in config.phases:
-        parts.append(
-            f"training step: model={config.model.name}, optimizer={config.optimizer.name}, {sequences}"
-        )
-    machine, torch_version = environment["device_name"], environment["versions"]["torch"]
-    return "; ".join(
-        [*parts, f"{machine}, {environment['threads']} threads, torch {torch_version}"]
-    )
+    H, G, D, _ = config.kernel_shape()
+    parts = [
+        pluralize(config.batch_size, "sequence"),
+        f"attention: {pluralize(H, 'head')} of {D}, {pluralize(G, 'key/value head')}",
+        f"training step: model={config.model.name}, optimizer={config.optimizer.name}",
+        f"{environment['device_name']}, {environment['threads']} threads",
+        f"torch {environment['versions']['torch']}",
+    ]
+    return "; ".join(parts)

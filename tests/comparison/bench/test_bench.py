@@ -1,7 +1,5 @@
-"""The command bench.py: its files, rows, refusals and exit codes."""
+"""The command bench.py: its files, output and exit codes."""
 
-import csv
-import json
 import os
 import signal
 import subprocess
@@ -11,114 +9,94 @@ from pathlib import Path
 
 import pytest
 from attention_helpers import HALF, REQUEST_CUDA, backends_on, choose, per_device, resolve_or_skip
-from bench_helpers import COLUMNS, make_row
+from bench_helpers import FOLDER, make_row, make_words, read_rows, read_summary
 from helpers import ROOT, run_command
 
-TINY = "model.n_layer=1 model.n_embd=16 model.n_head=2 optimizer=adamw vocab_size=64 rounds=1 repeats=1 seconds=0.001 "
-TINY += "time_limit=300 wandb.mode=disabled block_sizes=[8] dtypes=[float32] name=x"
-FOLDER = Path("runs/bench/x")
-
-
-def override_tiny(*overrides: str) -> list[str]:
-    """The words of TINY, with other values of some keys."""
-    return [
-        f"{key}={value}"
-        for key, value in dict(word.split("=", 1) for word in [*TINY.split(), *overrides]).items()
-    ]
+ONE_ROW = ("phases=[forward]", "backends=[naive]", "n_head=1")
 
 
 @pytest.fixture
-def bench(workdir, capsys):
-    """bench("phases=[step]", ...) returns (exit code, the rows of attention.csv, the output)."""
+def bench(workdir):
+    """bench("phases=[step]", ...) runs a tiny bench in this process -> exit code."""
 
-    def run(*overrides: str) -> tuple[int, list[dict], str]:
-        code = run_command("bench", *override_tiny(*overrides))
-        return code, read_rows(), "".join(capsys.readouterr())
+    def run(*overrides: str) -> int:
+        return run_command("bench", *make_words(*overrides))
 
     return run
 
 
-def read_rows() -> list[dict]:
-    with open(FOLDER / "attention.csv", newline="", encoding="utf-8") as file:
-        return list(csv.DictReader(file))
+@pytest.fixture
+def fake_bench(bench, monkeypatch):
+    """fake_bench([row, ...], ...) runs a bench that measures nothing and has these rows.
+
+    Another item of the list is an exception, which is raised.
+    """
+
+    def run(results: list, *overrides: str) -> int:
+        def measure_groups(groups, config, table, rows):
+            for result in results:
+                if isinstance(result, BaseException):
+                    raise result
+                rows.append(result)
+
+        monkeypatch.setattr("comparison.bench.runner.measure_groups", measure_groups)
+        return bench(*overrides)
+
+    return run
 
 
-@pytest.mark.slow
-def test_bench_writes_a_table_a_picture_and_a_summary(bench):
-    code, rows, printed = bench("backends=[naive,flash,cudnn]", "wandb.mode=offline", "n_kv_head=1")
-    assert code == 0
-    assert len(rows) == 4 * 3 + 1  # and the step without attention
-    finished = [row for row in rows if row["status"] == "finished"]
-    assert {row["backend"] for row in finished} == {"naive", "flash", "none"}
-    assert all(
-        row["resolved"] == row["backend"] and float(row["ms_q1"]) <= float(row["ms_median"])
-        for row in finished
-    )
-    assert all(float(row["error_y"]) < 1e-5 for row in finished if row["phase"] != "step")
-    assert {(row["phase"] == "step", row["H"], row["G"]) for row in rows} == {
-        (False, "2", "1"),
-        (True, "2", "2"),
-    }
-    refused = [row for row in rows if row["backend"] == "cudnn"]
-    assert {(row["status"], row["ms_median"]) for row in refused} == {("refused", "")}
-    assert all("does not run on cpu" in row["reason"] for row in refused)
-    assert printed.index("fastest here") < printed.index("MiB") and "cudnn: refused" in printed
-    assert (FOLDER / "attention.png").stat().st_size > 10_000 and (FOLDER / "config.yaml").exists()
-    summary = json.loads((FOLDER / "summary.json").read_text(encoding="utf-8"))
-    assert summary["status"] == "finished" and summary["rows"] == 13 and summary["answer"]
-    assert summary["device_name"] and summary["versions"]["torch"]
-    (table,) = FOLDER.glob("wandb/offline-run-*/files/media/table/attention_*.table.json")
-    logged = json.loads(table.read_text(encoding="utf-8"))
-    assert logged["columns"] == COLUMNS.split(",") and len(logged["data"]) == 13
-    assert list(FOLDER.glob("wandb/offline-run-*/files/media/images/attention_picture_*.png"))
-
-
-@pytest.mark.slow
-def test_failures_are_rows_and_an_existing_bench_is_not_overwritten(bench, monkeypatch):
-    overrides = "phases=[forward]", "backends=[naive]", "block_sizes=[8,1048576]", "n_head=1"
-    code, rows, printed = bench(*overrides)
-    assert code == 0
-    assert [row["status"] for row in rows] == ["finished", "out of memory"]
-    assert "allocate" in rows[1]["reason"] and "out of memory" in printed
-    code, unchanged, printed = bench(*overrides)
-    assert code == 2 and "runs/bench/x exists; set another name" in printed and unchanged == rows
-    code, _, printed = bench("backends=[cudnn]", "phases=[decode]", "name=refused")
-    assert code == 2 and "none: cudnn refused" in printed
-    row = make_row("naive", 8, None, status="failed")
-    monkeypatch.setattr(
-        "comparison.bench.runner.measure_groups",
-        lambda groups, config, table, rows: rows.append(row),
-    )
-    assert bench("name=failed", *overrides)[0] == 1
-
-
-@pytest.mark.slow
-def test_ctrl_c_keeps_the_finished_rows(workdir):
-    contexts = f"block_sizes={[*range(8, 2000)]}".replace(" ", "")
-    command = [sys.executable, str(ROOT / "bench.py"), *override_tiny(contexts)]
-    bench = subprocess.Popen(
-        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, start_new_session=True
-    )
-    table = FOLDER / "attention.csv"
-    deadline = time.monotonic() + 300
-    while time.monotonic() < deadline and not (
-        table.exists() and table.read_text(encoding="utf-8").count("\n") > 4
-    ):
-        time.sleep(0.1)
-    os.killpg(bench.pid, signal.SIGINT)  # as a terminal does: to the complete process group
-    out, err = bench.communicate(timeout=300)
-    assert bench.returncode == 75, err
-    rows = read_rows()
-    assert len(rows) >= 3 and {row["status"] for row in rows} == {"finished"}
-    assert f"stopped after {len(rows)} rows" in err and "Traceback" not in err + out
-    assert "fastest here" in out and (FOLDER / "attention.png").exists()
-    assert (
-        json.loads((FOLDER / "summary.json").read_text(encoding="utf-8"))["status"] == "interrupted"
-    )
+FINISHED = make_row("naive", 8, 1.0)
+REFUSED = make_row("cudnn", 8, None, status="refused")
+FAILED = make_row("naive", 8, None, status="failed")
+TOO_LARGE = make_row("naive", 8, None)
 
 
 @pytest.mark.parametrize(
-    "override, advice",
+    ("rows", "code"),
+    [
+        pytest.param([FINISHED], 0, id="finished"),
+        pytest.param([FINISHED, REFUSED], 0, id="one refused"),
+        pytest.param([FINISHED, TOO_LARGE], 0, id="out of memory"),
+        pytest.param([FINISHED, FAILED], 1, id="one failed"),
+        pytest.param([REFUSED, REFUSED], 2, id="all refused"),
+        pytest.param([FINISHED, KeyboardInterrupt()], 75, id="interrupted"),
+        pytest.param([KeyboardInterrupt()], 75, id="interrupted without a row"),
+    ],
+)
+def test_exit_code_says_how_the_rows_ended(fake_bench, rows, code):
+    assert fake_bench(rows) == code
+
+
+def test_interrupted_bench_plots_and_prints_its_rows(fake_bench, capsys):
+    fake_bench([FINISHED, KeyboardInterrupt()])
+    assert (FOLDER / "attention.png").exists()
+    assert "fastest here" in capsys.readouterr().out
+
+
+def test_summary_of_an_interrupted_bench_has_the_status(fake_bench):
+    fake_bench([FINISHED, KeyboardInterrupt()])
+    summary = read_summary()
+    assert (summary["status"], summary["rows"]) == ("interrupted", 1)
+
+
+def test_existing_bench_is_not_overwritten(fake_bench, capsys):
+    fake_bench([FINISHED])
+    before = (FOLDER / "summary.json").read_bytes()
+    assert fake_bench([FINISHED, FINISHED]) == 2
+    message = capsys.readouterr().err
+    assert str(FOLDER) in message
+    assert "set another" in message
+    assert (FOLDER / "summary.json").read_bytes() == before
+
+
+def test_folder_without_a_name_has_the_device_and_the_model(fake_bench):
+    fake_bench([FINISHED], "name=null", "model=gpt2")
+    (folder,) = FOLDER.parent.iterdir()
+    assert folder.name.endswith("-cpu-gpt2")
+
+
+@pytest.mark.parametrize(
+    ("override", "advice"),
     [
         ("backends=[naiv]", "set one or more of naive, sdpa, sdpa:cudnn"),
         ("backends=[naive,naive]", "contains a value twice"),
@@ -126,14 +104,49 @@ def test_ctrl_c_keeps_the_finished_rows(workdir):
         ("masks=[window]", "set causal, window:256"),
         ("dtypes=[int8]", "set one or more of float32"),
         ("n_kv_head=3", "does not divide the 2 heads"),
-        ("device=tpu", "device=tpu is unknown"),
+        ("device=tpu", "set one of auto, cpu"),
+        ("model.attention_type=linear", "set backends=[sdpa,linear]"),
     ],
 )
-def test_invalid_settings_are_refused_before_anything_is_written(override, advice, workdir, capsys):
+def test_invalid_setting_is_refused_before_anything_is_written(override, advice, workdir, capsys):
     assert run_command("bench", override) == 2
-    printed = capsys.readouterr().err
-    assert override.split("=")[0] in printed and advice in printed and printed.count("\n") == 1
+    message = capsys.readouterr().err
+    assert override.split("=")[0] in message
+    assert advice in message
+    assert message.count("\n") == 1
     assert not (workdir / "runs").exists()
+
+
+@pytest.mark.slow
+def test_case_that_needs_too_much_memory_is_a_row(bench):
+    assert bench(*ONE_ROW, "block_sizes=[8,1048576]") == 0
+    small, large = read_rows()
+    assert (small["status"], large["status"]) == ("finished", "out of memory")
+    assert "allocate" in large["reason"]
+
+
+def wait_for_rows(table: Path, count: int) -> None:
+    deadline = time.monotonic() + 300
+    while time.monotonic() < deadline:
+        if table.exists() and table.read_text(encoding="utf-8").count("\n") > count:
+            return
+        time.sleep(0.1)
+
+
+@pytest.mark.slow
+def test_ctrl_c_keeps_the_finished_rows(workdir):
+    contexts = ",".join(map(str, range(8, 2000)))
+    command = [sys.executable, str(ROOT / "bench.py"), *make_words(f"block_sizes=[{contexts}]")]
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    bench = subprocess.Popen(command, **pipes, start_new_session=True)
+    wait_for_rows(FOLDER / "attention.csv", 4)
+    os.killpg(bench.pid, signal.SIGINT)  # as a terminal does: to the complete process group
+    out, err = bench.communicate(timeout=300)
+    assert bench.returncode == 75, err
+    rows = read_rows()
+    assert {row["status"] for row in rows} == {"finished"}
+    assert f"stopped after {len(rows)} rows" in err
+    assert "Traceback" not in err + out
 
 
 @pytest.mark.parametrize(
@@ -141,13 +154,8 @@ def test_invalid_settings_are_refused_before_anything_is_written(override, advic
 )
 def test_rows_on_cuda(bench, device, name):
     resolve_or_skip(choose(name), REQUEST_CUDA)
-    overrides = [
-        "device=cuda",
-        f"dtypes=[{str(HALF)[6:]}]",
-        "block_sizes=[128,1024]",
-        "head_size=64",
-    ]
-    code, rows, printed = bench(
-        f"backends=[{name}]", *overrides, "compile=false", "model.n_embd=128"
-    )
-    assert code == 0 and {row["status"] for row in rows} == {"finished"}, printed
+    dtype = str(HALF).removeprefix("torch.")
+    shapes = ["block_sizes=[128,1024]", "head_size=64", "model.n_embd=128"]
+    where = ["device=cuda", f"dtypes=[{dtype}]", "compile=false"]
+    assert bench(f"backends=[{name}]", *shapes, *where) == 0
+    assert {row["status"] for row in read_rows()} == {"finished"}

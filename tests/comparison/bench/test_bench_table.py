@@ -1,37 +1,78 @@
-"""Printed results of a bench: recommendation, warning and notes."""
+"""Printed results of a bench: recommendation, tables, warning and failures."""
 
 from pathlib import Path
 
-from bench_helpers import make_row, make_rows
+import pytest
+from bench_helpers import CONFIG, make_row, make_rows
 
-from comparison.bench.table import list_notes, print_results
+from comparison.bench.table import describe_bench, list_failures, print_results
 
 
-def test_results_begin_with_the_recommendation(capsys):
-    rows = make_rows(a={64: 1.0, 128: 2.0}, b={64: 3.0, 128: 9.0})
-    print_results(rows[:-1], Path("runs/bench/x"))  # interrupted: T = 128 is incomplete
-    printed = capsys.readouterr().out
-    assert (
-        printed.index("a, 3.0 times as fast as b")
-        < printed.index("MiB")
-        < printed.index("attention.csv")
+@pytest.fixture
+def print_rows(capsys):
+    """print_rows(rows) returns the printed results, as one line."""
+
+    def run(rows) -> str:
+        print_results(rows, Path("runs/bench/x"))
+        return " ".join(capsys.readouterr().out.split())
+
+    return run
+
+
+def test_recommendation_is_before_the_tables(print_rows):
+    printed = print_rows(make_rows(a={64: 1.0, 128: 2.0}, b={64: 3.0, 128: 9.0}))
+    assert printed.index("a, 3.0 times as fast as b") < printed.index("MiB")
+
+
+def test_files_are_named_at_the_end(print_rows):
+    printed = print_rows(make_rows(a={64: 1.0}))
+    assert printed.endswith("written runs/bench/x/attention.csv runs/bench/x/attention.png")
+
+
+def test_row_of_the_table_has_the_figures_of_a_backend(print_rows):
+    row = make_row(
+        "sdpa",
+        1024,
+        10.0,
+        resolved="flash",
+        peak_memory_bytes=3 * 2**19,
+        error_y=1e-6,
+        error_gradients=3e-6,
     )
-    assert "not reliable" not in printed
-    print_results([make_row("a", T, 1.0, spread=0.5) for T in (8, 16)], Path("runs/bench/x"))
-    assert "the upper quartile is typically 3.0 times the lower" in " ".join(
-        capsys.readouterr().out.split()
-    )
+    assert "1,024 sdpa flash 10.0 (9.90-10.1) 1.5 1.0e-06 3.0e-06" in print_rows([row])
 
 
-def test_notes_explain_kernels_errors_and_failures():
-    rows = [
-        make_row("sdpa", 64, 1.0, resolved="flash", error_y=1e-6, error_gradients=3e-6),
-        make_row("naive", 64, None),
-        make_row("naive", 128, None),
-    ]
-    notes = list_notes(rows)
-    assert "sdpa ran flash (forward)." in notes
-    assert "Largest error in float32, compared with float64: 3.0e-06, by sdpa." in notes
-    assert "naive: out of memory (forward; T = 64, 128): needed 8.0 GiB more" in notes
-    worst = make_row("b", 64, 1.0, error_y=float("nan"))
-    assert any("nan, by b" in note for note in list_notes([*rows, worst]))
+def test_unknown_figures_are_empty(print_rows):
+    assert "64 naive naive 10.0 (9.90-10.1) 128" in print_rows(make_rows(naive={64: 10, 128: 10}))
+
+
+def test_row_that_did_not_finish_has_its_status_in_the_table(print_rows):
+    rows = [make_row("a", 64, 5.0), make_row("b", 64, None)]
+    assert "64 b out of memory" in print_rows(rows)
+
+
+def test_error_can_be_nan(print_rows):
+    assert " nan " in print_rows([make_row("a", 64, 1.0, error_y=float("nan"))])
+
+
+@pytest.mark.parametrize(("spread", "is_noisy"), [(0.5, True), (0.1, False)])
+def test_times_that_vary_widely_are_not_reliable(print_rows, spread, is_noisy):
+    rows = [make_row("a", T, 1.0, spread=spread) for T in (8, 16)]
+    assert ("not reliable" in print_rows(rows)) == is_noisy
+
+
+def test_failures_with_one_reason_are_listed_together():
+    rows = [make_row("naive", 128, None), make_row("naive", 64, None), make_row("a", 64, 1.0)]
+    expected = "naive: out of memory (forward; T = 64, 128): needed 8.0 GiB more"
+    assert list_failures(rows) == [expected]
+
+
+def test_reasons_of_failures_are_printed(print_rows):
+    assert "needed 8.0 GiB more" in print_rows([make_row("naive", 128, None)])
+
+
+def test_title_has_shapes_model_and_machine():
+    environment = {"device_name": "a chip", "threads": 2, "versions": {"torch": "2.99"}}
+    title = describe_bench(CONFIG, environment)
+    for part in ("1 sequence", "2 heads of 64", "model=modern", "a chip", "2.99"):
+        assert part in title
