@@ -269,7 +269,7 @@ def _hash_file(file: str, total: Any) -> None:
     total.update(f"{suffix(file)} {size}".encode())
     with open(file, "rb") as stream:
         if size <= MAX_HASHED_BYTES:
-            total.update(stream.read())
+            total.update(stream.read(size))
             return
         for start in (0, (size - 2**20) // 2, size - 2**20):
             stream.seek(start)

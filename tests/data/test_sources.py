@@ -1,6 +1,7 @@
 """Rules of DataConfig and TokenizerConfig (data/config.py), files of a source, and their hash."""
 
 import shutil
+import sys
 from dataclasses import replace
 from pathlib import Path
 
@@ -132,6 +133,12 @@ def test_pattern_finds_files_of_any_suffix(folder, path, expected):
 def test_path_without_a_file_is_refused(folder, path):
     with pytest.raises(UserError, match=r"data.path=.* has no file to read .* a pattern"):
         load_documents(path)
+
+
+@pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
+def test_file_that_cannot_be_read_is_refused(workdir):
+    with pytest.raises(UserError, match="/proc/self/mem cannot be read"):
+        prepare_data(DataConfig(path="/proc/self/mem"))
 
 
 def test_list_is_read_in_its_order_and_each_file_once(folder):
