@@ -86,7 +86,7 @@ def test_muon_updates_the_matrices_of_blocks(tied):
 )
 def test_muon_orthogonalizes_in_the_dtype_of_the_run(dtype, expected):
     muon, _ = build_optimizers(tiny_model(), MUON, dtype)
-    assert muon.dtype == expected  # ty: ignore[unresolved-attribute]
+    assert muon.dtype == expected  # ty: ignore[missing-attribute]
 
 
 @pytest.mark.parametrize(
