@@ -212,11 +212,10 @@ def resolve_model(
             f"attention.backend={config.backend} changes the model; "
             f"set model.attention_type={config.backend} instead"
         )
-    T = model.block_size
     request = AttentionRequest(
         B=B,
-        Tq=Tq or T,
-        Tk=T,
+        Tq=Tq or model.block_size,
+        Tk=model.block_size,
         H=model.n_head,
         G=model.kv_heads,
         D=model.head_dim,
@@ -234,7 +233,7 @@ def resolve_model(
         if attention_type != "softmax":
             # Linear attention has no scores to bound, and decodes with a state, without positions.
             layer_config = AttentionConfig(attention_type)
-            layer_request = replace(layer_request, softcap=None, Tq=T, positions=False)
+            layer_request = replace(layer_request, softcap=None, positions=False)
         kernels.append(resolve(layer_config, layer_request).resolved)
     resolved = "+".join(dict.fromkeys(kernels))
     return ResolvedAttention(config.backend, resolved, config.flash_package)
