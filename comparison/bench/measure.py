@@ -14,8 +14,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.device import peak_memory_bytes, reset_peak_memory
-from common.device import autocast, resolve_dtype
+from common.device import autocast, peak_memory_bytes, reset_peak_memory, resolve_dtype
 from comparison.bench.cases import Case, configure_model
 from comparison.bench.config import BenchConfig
 from comparison.bench.results import FINISHED, NO_ATTENTION, Timing
