@@ -116,9 +116,14 @@ def refuse_utf16(start: bytes, name: str) -> None:
     even = start[::2].count(0)
     odd = start[1::2].count(0)
     is_one_sided = max(even, odd) > 10 * min(even, odd)
-    if (is_one_sided and even + odd > len(start) / 20) or even + odd > len(start) / 2:
-        advice = "convert it to UTF-8, for example with iconv -f UTF-16LE -t UTF-8"
-        raise UserError(f"{name} has NUL bytes, as UTF-16 and binary files have; {advice}")
+    is_utf32 = even + odd > len(start) / 2
+    if is_utf32 or (is_one_sided and even + odd > len(start) / 20):
+        bits = 32 if is_utf32 else 16
+        order = "BE" if start[::4].count(0) > start[3::4].count(0) else "LE"
+        raise UserError(
+            f"{name} has NUL bytes, as UTF-16 and binary files have; convert it to UTF-8, for "
+            f"example with iconv -f UTF-{bits}{order} -t UTF-8"
+        )
 
 
 def decode_text(content: bytes, name: str) -> str:

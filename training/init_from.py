@@ -1,6 +1,6 @@
 """Finetuning: start a run from the weights and the tokenizer of another run or model."""
 
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import torch.nn.functional as F
@@ -62,12 +62,12 @@ def _find_different_settings(saved: GPTConfig, config: GPTConfig) -> list[str]:
         may_differ.add("block_size")
     if saved.max_ngram == 1:
         may_differ.add("ngram_table_size")
-    old = _explicit_settings(saved)
-    new = _explicit_settings(config)
+    old = asdict(saved) | {"n_kv_head": saved.kv_heads, "mlp_width": saved.mlp_channels}
+    new = asdict(config)
+    # what None stands for, once all other settings are those of the saved model
+    if new["n_kv_head"] is None:
+        new["n_kv_head"] = saved.n_head
+    if new["mlp_width"] is None:
+        new["mlp_width"] = replace(saved, mlp_width=None).mlp_channels
     different = [key for key in old if old[key] != new[key] and key not in may_differ]
     return [f"model.{key}={format_value(old[key])}" for key in different]
-
-
-def _explicit_settings(config: GPTConfig) -> dict:
-    """The settings of a model, with the values that None stands for."""
-    return asdict(config) | {"n_kv_head": config.kv_heads, "mlp_width": config.mlp_channels}

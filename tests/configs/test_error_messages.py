@@ -101,7 +101,7 @@ def test_word_that_does_not_compose_is_refused(script, words, parts, workdir, ca
         ),
         ("train", ["train.init_from=a"], ("train.init_from=a", "run:NAME, hf:NAME, gpt2")),
         ("train", ["optimizer.name=adamw"], ("optimizer.name=adamw", "set optimizer=adamw")),
-        ("train", ["train.micro_batch_size=large"], ("train.micro_batch_size=large", "number")),
+        ("train", ["train.micro_batch_size=large"], ("train.micro_batch_size", "large", "int")),
         ("train", ["model.window=0064"], ("model.window=0064", "number of tokens")),
         (
             "train",
@@ -282,7 +282,7 @@ def test_yaml_file_with_a_wrong_key_or_type_is_refused(content, parts, workdir, 
     [
         ("model: {window: {_target_: os.system}}", ("model.window={_target_:os.system}",)),
         ("model: {window: [064]}", ("model.window=[064]", "number of tokens")),
-        ("train: {micro_batch_size: 1:30}", ("train.micro_batch_size=1:30", "number")),
+        ("train: {micro_batch_size: 1:30}", ("train.micro_batch_size", "1:30", "int")),
         ("train: {steps: '${'}", ("train.steps:", "'${'")),
         ("train: {steps: '${missing}'}", ("train.steps:", "missing")),
         ("defaults: [mine]", ("a YAML file contains itself",)),

@@ -93,7 +93,7 @@ def test_file_without_prompts_is_refused(workdir):
     [
         ("aé".encode("latin-1"), r"prompts=p\.txt is not UTF-8: byte 0xe9 after b'a'"),
         (b"\xe9", r"prompts=p\.txt is not UTF-8: byte 0xe9;"),
-        ("The 1".encode("utf-16"), r"p\.txt is UTF-16, not UTF-8; convert it"),
+        ("The 1".encode("utf-16"), r"p\.txt is not UTF-8: byte 0xff; convert it"),
     ],
     ids=["latin-1", "first-byte", "utf-16"],
 )

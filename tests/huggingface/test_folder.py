@@ -34,6 +34,7 @@ def make_checkpoint(spec: dict) -> dict:
 def write(folder: Path, checkpoint: dict, dtype: torch.dtype = torch.float32) -> Path:
     """Write a checkpoint as the folder `exported`. Its run has only a summary."""
     write_json(folder / "summary.json", {"command": "python train.py"})
+    (folder / "exported").mkdir()
     write_folder(folder / "exported", checkpoint, "gpt2", dtype, folder)
     return folder / "exported"
 

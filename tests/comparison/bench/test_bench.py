@@ -39,7 +39,7 @@ def fake_bench(bench, monkeypatch):
                     raise result
                 rows.append(result)
 
-        monkeypatch.setattr("comparison.bench.runner.measure_groups", measure_groups)
+        monkeypatch.setattr("bench.measure_groups", measure_groups)
         return bench(*overrides)
 
     return run

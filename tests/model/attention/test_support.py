@@ -1,17 +1,14 @@
 """The support table: refusals, documentation, and how a new backend is added."""
 
-import re
 from dataclasses import replace
-from unittest.mock import patch
 
 import pytest
 import torch
 from attention_helpers import CUDA, REQUEST, choose
-from data_helpers import write_file
-from helpers import ROOT, summary
+from helpers import ROOT
 
 from common.errors import UserError
-from model.attention import BACKENDS, NON_SOFTMAX, AttentionRequest, backends, resolve
+from model.attention import BACKENDS, NON_SOFTMAX, AttentionRequest, resolve
 from model.attention.support import ALL_DTYPES, FEATURES, Support, missing_feature
 
 DOCS = ROOT / "docs/attention-backends.md"
@@ -146,35 +143,3 @@ def test_docs_contain_the_support_table():
     table = support_table()
     message = f"replace the support table in {DOCS} by\n{table}"
     assert table in DOCS.read_text(encoding="utf-8"), message
-
-
-@pytest.fixture
-def example_backend(workdir):
-    """Adds the backend of the docs, with its YAML file in the folder `own` -> its name."""
-    page = DOCS.read_text(encoding="utf-8")
-    blocks = re.search(r"```py\n(.*?)```.*?```\n(.*?)```", page, re.DOTALL)
-    write_file("own/attention/reversed_heads.yaml", blocks[2])
-    with patch.dict(BACKENDS):  # afterwards, the table is as before
-        exec(blocks[1], dict(vars(backends)))
-        yield "reversed_heads"
-
-
-def test_example_backend_of_the_docs_trains_like_naive(example_backend, train):
-    words = ["--config-dir", "own", f"attention={example_backend}", "name=new"]
-    assert train(*words) == 0
-    assert train("attention=naive", "name=naive") == 0
-    expected = pytest.approx(summary("naive")["last_val_loss"], abs=1e-5)
-    assert summary("new")["last_val_loss"] == expected
-    assert summary("new")["attention"]["resolved"] == example_backend
-
-
-def test_example_backend_of_the_docs_is_refused_by_its_support(example_backend, train, capsys):
-    words = ["--config-dir", "own", f"attention={example_backend}", "model.dropout=0.1"]
-    assert train(*words) == 2
-    message = capsys.readouterr().err
-    assert f"attention={example_backend} on cpu does not support dropout" in message
-    assert "; set model.dropout=0, or attention=naive" in message
-
-
-def test_example_backend_of_the_docs_is_in_the_support_table(example_backend):
-    assert f"| `{example_backend}` | cpu | any | yes | no |" in support_table()
