@@ -59,7 +59,10 @@ def score_data(config: EvalScriptConfig) -> list[dict[str, Any]]:
         config.run, config.checkpoint, config.device, config.dtype, config.attention, batch_size=1
     )
     print_text(summary, stderr=True)
-    return score_documents(model, tokenizer, iter_documents(sources), config.batch_size)
+    sizes = [source.text_bytes for source in sources]
+    total_bytes = None if None in sizes else sum(sizes)  # for the progress bar
+    documents = iter_documents(sources)
+    return score_documents(model, tokenizer, documents, config.batch_size, total_bytes)
 
 
 def score_tasks(config: EvalScriptConfig, tasks: list[str]) -> list[dict[str, Any]]:

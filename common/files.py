@@ -56,7 +56,9 @@ def atomic_write(path: Path, content: bytes | str) -> None:
 
 @contextmanager
 def new_folder(path: Path) -> Iterator[Path]:
-    """Context manager: an empty folder that becomes `path` on success. `path` is complete or absent.
+    """Context manager: an empty folder that becomes `path` on success.
+
+    `path` is complete or absent.
 
     Only one process at a time writes `path`; others wait for it. The next one removes what a
     killed process has left. Raises FileExistsError if `path` exists, perhaps after waiting.

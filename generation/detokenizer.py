@@ -17,7 +17,9 @@ class IncrementalDetokenizer:
         self.tokenizer = tokenizer
         self.end_token = end_token
         self.max_new_tokens = sampling.max_new_tokens
-        self.stop_strings = sampling.stop_strings
+        # A model of Windows texts writes \r\n, and its sample must not end with \r.
+        windows = [stop.replace("\n", "\r\n") for stop in sampling.stop_strings if "\n" in stop]
+        self.stop_strings = sampling.stop_strings + windows
         self.utf8_decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self.pending = ""  # may be the beginning of a stop string
         self.n_tokens = 0  # so far, without the end-of-text token

@@ -4,23 +4,24 @@ lm-eval's tasks call any object of its class LM.
 """
 
 from pathlib import Path
-from typing import Any
 
 import lm_eval
-import numpy as np
 from lm_eval.api.model import LM
+from lm_eval.models.utils import normalize_gen_kwargs
 from lm_eval.tasks import TaskManager
 
 from common.errors import UserError
 from data.tokenizer import Tokenizer, encode
-from generation.perplexity import Text, score_texts
+from generation.config import SamplingConfig
+from generation.engine import Prompt, generate
+from generation.perplexity import score_texts
 from model.gpt import GPT
 
 
 class ModelAdapter(LM):
-    """A model as lm-eval calls it. It scores texts, but does not generate them.
+    """A model as lm-eval calls it.
 
-    The token from which samples start precedes each context, as with add_bos_token=True.
+    The token before a document precedes each context, as with add_bos_token=True.
     """
 
     def __init__(self, model: GPT, tokenizer: Tokenizer, batch_size: int):
@@ -29,73 +30,89 @@ class ModelAdapter(LM):
         self.encoding = tokenizer
         self.batch_size = batch_size
 
-    def encode(self, text: str) -> np.ndarray:
-        """Token ids of a text, after the start token."""
-        return np.append(self.encoding.start_token, encode(self.encoding, text, "a task"))
+    def encode(self, text: str) -> list[int]:
+        return [self.encoding.start_token, *encode(self.encoding, text, "a task").tolist()]
 
     def loglikelihood(self, requests: list) -> list[tuple[float, bool]]:
-        """Log-likelihood of each continuation after its context, and whether it is greedy.
+        """Log-likelihood of each continuation, and whether greedy decoding generates it.
 
-        A token can contain the end of the context and the beginning of the continuation. All
-        tokens from the first one that the continuation changes are scored, so that every
-        continuation has a log-likelihood.
+        A token can contain the end of the context and the beginning of the continuation. All tokens
+        from the first one that the continuation changes are scored, so that every continuation has
+        a log-likelihood.
         """
-        block_size = self.model.config.block_size
         texts = []
-        for request in requests:
-            context, continuation = request.args
+        for context, continuation in (request.args for request in requests):
             tokens = self.encode(context + continuation)
-            # Spaces belong to the continuation, as in lm-eval's models.
-            context_tokens = self.encode(context.rstrip())
-            first_target = 0
-            for token, context_token in zip(tokens, context_tokens, strict=False):
-                if token != context_token:
-                    break
-                first_target += 1
-            # Leave out the beginning of a context that does not fit with the continuation.
-            num_targets = len(tokens) - first_target
-            num_skipped = max(0, len(tokens) - max(block_size, num_targets) - 1)
-            texts.append(Text(tokens[num_skipped:], first_target - num_skipped))
-        score_texts(self.model, texts, self.batch_size)
-        return [(-text.nats, text.is_greedy) for text in texts]
+            context_tokens = self.encode(
+                context.rstrip()
+            )  # spaces belong to the continuation, as in lm-eval's models
+            pairs = zip(tokens, context_tokens, strict=False)
+            first_target = next(
+                (i for i, (a, b) in enumerate(pairs) if a != b), len(context_tokens)
+            )
+            length = max(self.model.config.block_size, len(tokens) - first_target) + 1
+            skipped = max(0, len(tokens) - length)
+            texts.append((tokens[skipped:], first_target - skipped))
+        return [
+            (-nats, is_greedy)
+            for nats, is_greedy in score_texts(self.model, texts, self.batch_size)
+        ]
 
     def loglikelihood_rolling(self, requests: list) -> list[float]:
         """Log-likelihood of each text, in windows of block_size tokens."""
-        texts = [Text(self.encode(request.args[0]), first_target=1) for request in requests]
-        score_texts(self.model, texts, self.batch_size)
-        return [-text.nats for text in texts]
+        texts = [(self.encode(request.args[0]), 1) for request in requests]
+        return [-nats for nats, _ in score_texts(self.model, texts, self.batch_size)]
 
     def generate_until(self, requests: list) -> list[str]:
-        raise UserError("tasks that generate text are not supported; set tasks that score choices")
+        """Text after each context, up to one of the strings `until`."""
+        texts = []
+        for context, arguments in (request.args for request in requests):
+            settings = normalize_gen_kwargs(arguments)
+            temperature = settings.get("temperature", 1.0) if settings["do_sample"] else 0.0
+            stop = [string for string in settings["until"] if string]
+            filters = {key: settings.get(key) or None for key in ("top_k", "top_p", "min_p")}
+            sampling = SamplingConfig(
+                settings["max_gen_toks"], temperature, stop=stop or None, **filters
+            )
+            prompt = Prompt(self.encode(context), seed=len(texts))
+            text = ""
+            for chunk in generate(self.model, self.encoding, [prompt], sampling, batch_size=1):
+                text += chunk.text
+            texts.append(text)
+        return texts
 
 
 def run_tasks(
     model: GPT, tokenizer: Tokenizer, tasks: list[str], batch_size: int, limit: int | None
-) -> list[dict[str, Any]]:
-    """Run tasks of lm-eval, or YAML files.
+) -> list:
+    """Run tasks of lm-eval, or YAML files. Raises UserError for unknown tasks.
 
-    Returns {"task", "metric", "value", "stderr"} for each metric of a task.
-    limit: questions per task; None: all.
-    Raises UserError for an unknown task.
+    Returns {"task", "metric", "value", "stderr"} of each metric.
     """
-    # Reading lm-eval's own tasks takes 10 s.
-    has_only_files = all(task.endswith(".yaml") for task in tasks)
-    manager = TaskManager(include_defaults=not has_only_files)
+    manager = TaskManager(
+        include_defaults=not all(task.endswith(".yaml") for task in tasks)
+    )  # reading all takes 10 s
     for task in tasks:
         if task not in manager.all_tasks and not Path(task).is_file():
             raise UserError(
                 f"tasks={task} is neither a task of lm-eval nor a YAML file; see: lm-eval ls tasks"
             )
     adapter = ModelAdapter(model, tokenizer, batch_size)
-    results = lm_eval.simple_evaluate(
+    evaluation = lm_eval.simple_evaluate(
         adapter, tasks=tasks, limit=limit, task_manager=manager, log_samples=False
     )
     rows = []
-    for task, metrics in results["results"].items():
-        for key, value in metrics.items():
-            metric, comma, metric_filter = key.partition(",")  # as in "acc,none"
-            if comma and not metric.endswith("_stderr"):
-                stderr = metrics.get(f"{metric}_stderr,{metric_filter}")
-                name = key.removesuffix(",none")
-                rows.append({"task": task, "metric": name, "value": value, "stderr": stderr})
+    for task, metrics in evaluation["results"].items():
+        for key in [
+            key for key in metrics if "," in key and "_stderr," not in key
+        ]:  # acc,none: metric and filter
+            stderr = metrics.get(key.replace(",", "_stderr,"))
+            rows.append(
+                {
+                    "task": task,
+                    "metric": key.removesuffix(",none"),
+                    "value": metrics[key],
+                    "stderr": stderr,
+                }
+            )
     return rows

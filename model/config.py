@@ -95,7 +95,7 @@ class GPTConfig:
             (
                 "n_kv_head",
                 self.n_head % self.kv_heads == 0,
-                f"must divide model.n_head={self.n_head}; set one of {', '.join(divisors)}, or null",
+                f"must divide model.n_head={self.n_head}; set {', '.join(divisors)} or null",
             ),
             (
                 "window",

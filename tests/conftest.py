@@ -1,4 +1,4 @@
-"""Fixtures for all tests: an empty working folder, a small document, and functions that run a command in-process."""
+"""Fixtures for all tests: an empty folder, a small document, and commands in this process."""
 
 import os
 import shutil
@@ -12,7 +12,7 @@ if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # `pytest &` in a script 
     )  # the processes that tests start must not inherit this
 if "PYTEST_XDIST_WORKER" in os.environ:  # parallel test processes use one thread each
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-# torch.compile otherwise compiles a test program per instruction set, which takes ten seconds for each empty cache.
+# torch.compile otherwise compiles a test program per instruction set: ten seconds for each cache.
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 import pytest
@@ -71,7 +71,7 @@ def folder_with_a_run(tmp_path_factory) -> Path:
 
 @pytest.fixture
 def trained(workdir, folder_with_a_run) -> None:
-    """Copies the run and the data of train("name=a") into the current folder. It is trained once per session."""
+    """Copies the run and the data of train("name=a"), trained once, into the current folder."""
     shutil.copytree(folder_with_a_run, workdir, dirs_exist_ok=True)
 
 

@@ -31,16 +31,19 @@ TEXT_SOURCE = DataConfig(path="text.txt")
 CHAR, BYTE = TokenizerConfig("char", None, None), TokenizerConfig("byte", None, None)
 BPE, GPT2 = TokenizerConfig("bpe", 300, None), TokenizerConfig("gpt2", None, None)
 TINY = [
-    "model.n_layer=2", "model.n_head=2", "model.n_embd=16", "model.block_size=16", "model.ngram_table_size=64",
+    "model.n_layer=2", "model.n_head=2", "model.n_embd=16", "model.block_size=16",
+    "model.ngram_table_size=64",
     "train.batch_size=4",
-    "train.steps=6", "eval.every=3", "eval.windows=8", "eval.sample.max_new_tokens=4", "checkpoint.every=3",
+    "train.steps=6", "eval.every=3", "eval.windows=8", "eval.sample.max_new_tokens=4",
+    "checkpoint.every=3",
     "dtype=float32",  # auto is bfloat16 on some CPUs
     "wandb.mode=disabled", "tokenizer=char", "data=text", "data.path=text.txt",
 ]  # fmt: skip
 
 ADAMW = AdamWConfig(name="adamw", lr=1e-3, betas=[0.9, 0.95], eps=1e-8, weight_decay=0.1)
 MUON = MuonConfig(
-    name="muon", lr=0.02, momentum=0.95, ns_steps=5, weight_decay=0.01, embedding_lr=0.01, ngram_weight_decay=1.0,
+    name="muon", lr=0.02, momentum=0.95, ns_steps=5, weight_decay=0.01, embedding_lr=0.01,
+    ngram_weight_decay=1.0,
     head_lr=0.003, norm_lr=0.01, betas=[0.9, 0.95], eps=1e-8,
 )  # fmt: skip
 
@@ -49,7 +52,8 @@ def tiny_model(**changed) -> GPT:
     """A GPT-2 with 20 tokens and a context of 8."""
     torch.manual_seed(0)
     settings = dict(
-        n_layer=2, n_head=2, n_embd=16, block_size=8, bias=True, norm="layernorm", mlp="gelu", position="learned",
+        n_layer=2, n_head=2, n_embd=16, block_size=8, bias=True, norm="layernorm", mlp="gelu",
+        position="learned",
         qk_norm=False, tie_embeddings=True, max_ngram=1, ngram_table_size=64,
     )  # fmt: skip
     return GPT(GPTConfig(**settings | changed), 20, naive)
@@ -92,7 +96,7 @@ def run_command(script: str, *words: str) -> int:
 
 @contextmanager
 def file_size_limit(size: int) -> Iterator[None]:
-    """Context manager: a file cannot grow beyond `size` bytes, so that writing fails as on a full disk."""
+    """Context manager: a file cannot grow beyond `size` bytes, as on a full disk."""
     resource = pytest.importorskip("resource")
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))

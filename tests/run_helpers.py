@@ -14,7 +14,7 @@ from training.signals import STOP_SIGNALS
 
 
 def run_in(folder: Path, *words: str) -> tuple[int, str]:
-    """Train a tiny model on text.txt in a folder. Returns the exit code, and what the run prints."""
+    """Train a tiny model on text.txt in a folder. Returns the exit code and the output."""
     (folder / "text.txt").write_text(TEXT, encoding="utf-8")
     output = io.StringIO()
     with chdir(folder), redirect_stdout(output), redirect_stderr(output):

@@ -31,7 +31,7 @@ SAMPLE, NOTEBOOK, PARTS, ATTENTION = [
 ]
 # Changes of a file: the number of the first line, and the lines.
 CHANGES = [(first, lines) for first, language, lines in BLOCKS if language == "py"]
-# Runs in a copy of the code: trains, resumes, and writes what the tests cannot see in the run folder.
+# Runs in a copy of the code: trains, resumes, and writes what the run folder does not show.
 PROGRAM = """
 import json, sys, torch
 sys.path[:0] = [".", "tests"]

@@ -45,7 +45,7 @@ class Runtime:
         return autocast(self.device, self.dtype)
 
     def wrap(self, model: nn.Module, attention: AttentionConfig) -> nn.Module:
-        """Wrap the model for the training loop: for several processes, and compiled if requested."""
+        """Wrap the model for the loop: for several processes, and compiled if requested."""
         if self.compile:
             pin_kernel_under_compile(attention)
         return self.parallel.wrap(model, self.compile)
@@ -132,7 +132,7 @@ def share_cores(dist: Dist) -> None:
 
 
 def build_grad_scaler(device: torch.device, dtype: torch.dtype) -> torch.amp.GradScaler:
-    """Loss scaling for float16 (Micikevicius et al., arXiv:1710.03740). Disabled for other dtypes."""
+    """Loss scaling for float16 (Micikevicius et al., arXiv:1710.03740), else disabled."""
     return torch.amp.GradScaler(device.type, enabled=dtype == torch.float16)
 
 

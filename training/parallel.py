@@ -1,4 +1,4 @@
-"""Data parallel training: how the processes divide the model, its gradients and its optimizer state.
+"""Data parallel training: how processes divide the model, its gradients and optimizer state.
 
 DDP and FSDP2 have the same four methods. To add another class, write it here and select it in
 resolve_parallel (training/device.py).

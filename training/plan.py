@@ -174,7 +174,7 @@ def _cast_matrices(blocks: nn.Module, dtype: torch.dtype) -> None:
 
 
 def _largest_vocab_size(config: TokenizerConfig, spec: dict | None) -> int:
-    """The vocabulary size of data that is not prepared. For bpe, it is the largest possible size."""
+    """The vocabulary size of data that is not prepared. For bpe, the largest possible size."""
     if spec is not None:
         return len(spec["tokens"]) + len(spec["special"])
     sizes = OPENAI_SIZES | {"bpe": config.vocab_size, "byte": 257}

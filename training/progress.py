@@ -1,4 +1,4 @@
-"""The first and the last lines of a training run. training/run_logger.py prints the lines between."""
+"""The first and the last lines of a run. training/run_logger.py prints the lines between."""
 
 import math
 from pathlib import Path

@@ -49,7 +49,7 @@ def run_process(main: Callable[..., int], *config: Any) -> NoReturn:
 
 
 def run_main(main: Callable[..., int], *config: Any) -> int:
-    """Run main(config). Returns the exit code. An error that is not a bug is printed as one sentence."""
+    """Run main(config). Returns the exit code. An error that is no bug is one sentence."""
     try:
         code = main(*config)
         sys.stdout.flush()

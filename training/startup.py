@@ -1,6 +1,7 @@
 """What makes commands start, compute and end faster than Python's and PyTorch's defaults.
 
-The gains were measured on two cores of an Intel Xeon (family 6, model 167), medians of 5 or 7 pairs:
+The gains were measured on two cores of an Intel Xeon (family 6, model 167), as medians of 5 or 7
+pairs:
 
     pause_garbage_collection     0.3 s of 1.2 s until train.py is imported
     without_dynamo               0.8 s of 1.7 s until the first optimizer step
@@ -42,7 +43,7 @@ def resume_garbage_collection() -> None:
 
 
 def exit_process(code: int) -> NoReturn:
-    """Exit without unloading modules. Exit handlers run for a limited time, because wandb may hang."""
+    """Exit without unloading modules. Exit handlers have limited time: wandb may hang."""
     # Private: atexit has no public function that runs the handlers. Checked with Python 3.13.
     handlers = threading.Thread(target=atexit._run_exitfuncs, daemon=True)
     handlers.start()

@@ -106,7 +106,7 @@ class WandbRun:
             wandb.teardown()
 
     def log(self, rows: list[dict]) -> None:
-        """Log rows of metrics. A Path is a picture or an HTML page, a list of dataclasses a table."""
+        """Log rows. A Path is a picture or an HTML page, a list of dataclasses a table."""
         for row in rows:
             self.call(lambda run, row=row: run.log(_to_media(row)))
 

@@ -100,3 +100,12 @@ def test_end_of_text_token_is_not_counted():
     detokenizer = make_detokenizer(end_token=0)
     push_all(detokenizer, b"ab\0")
     assert detokenizer.n_tokens == 2
+
+
+@pytest.mark.parametrize("line_end", ["\n", "\r\n"])
+@pytest.mark.parametrize("stop", ["\n", "\n\n", "x\ny"])
+def test_stop_string_matches_both_kinds_of_line_ends(stop, line_end):
+    """The text before a Windows line end has no carriage return at its end."""
+    text = "a\rb" + stop.replace("\n", line_end) + "c"
+    detokenizer = make_detokenizer(stop=stop, max_new_tokens=99)
+    assert push_all(detokenizer, text.encode()) == ("a\rb", "stop")

@@ -16,7 +16,7 @@ return     an older checkpoint is copied over last.pt, and the run continues wit
            steps is left
 wrong      random wrong command lines: exit code 2, one line that names the wrong word, and no file
 damage     random damage to a file of a sweep or its data: each command prints one line or finishes;
-           if a checkpoint or the vocabulary is damaged, training finishes only with the same weights
+           if a checkpoint or vocabulary is damaged, training finishes only with equal weights
 """
 
 import argparse
