@@ -1,11 +1,12 @@
 """Trains the unfinished jobs of a sweep, here or on a cluster, and compares all of its runs."""
 
+import time
 from pathlib import Path
 from typing import Any
 
 from filelock import FileLock
 
-from common.console import print_text
+from common.console import format_duration, print_text
 from common.errors import EXIT_CODES
 from common.files import read_json, write_json
 from common.system import command_line
@@ -52,11 +53,14 @@ def train_jobs(todo: list[Job], launcher: Any = None) -> dict[str, Outcome]:
 
         results = submit_jobs(todo, launcher)
     outcomes: dict[str, Outcome] = {}
+    started = time.monotonic()
     try:
         for job, outcome in results:
             outcomes[job.name] = outcome
             num_missing = len(todo) - len(outcomes)
-            print_text(f"{job.name}  {outcome.status}: {outcome.details} ({num_missing} to go)")
+            seconds_left = (time.monotonic() - started) / len(outcomes) * num_missing
+            progress = f"{num_missing} to go, {format_duration(seconds_left)} left"
+            print_text(f"{job.name}  {outcome.status}: {outcome.details} ({progress})")
     except KeyboardInterrupt:
         name = todo[0].folder.parent.name
         message = f"stopped; resume with the same command and name={name}"

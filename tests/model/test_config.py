@@ -33,7 +33,7 @@ def test_window_rejects_invalid_values(window):
         ({"attention_type": []}, "list 1 to 2 layers"),
         ({"attention_type": ["linear"] * 3}, "list 1 to 2 layers"),
         ({"window": [4] * 3}, "list 1 to 2 layers"),
-        ({"n_kv_head": 3}, "must divide model.n_head=4; set one of 1, 2, 4, or null"),
+        ({"n_kv_head": 3}, "must divide model.n_head=4; set 1, 2, 4 or null"),
     ],
     ids=str,
 )

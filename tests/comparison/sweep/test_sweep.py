@@ -117,7 +117,7 @@ def stopped_sweep(stopped_sweep_once, monkeypatch) -> SimpleNamespace:
 def test_sweep_continues_after_a_job_is_killed(stopped_sweep):
     killed = stopped_sweep.killed
     assert killed.code == 1, killed.err
-    assert "seed=1  failed: killed by SIGKILL (1 to go)" in killed.out
+    assert "seed=1  failed: killed by SIGKILL (1 to go, " in killed.out
     assert re.search(r"seed=2 +finished: val loss \d", killed.out)
     assert killed.statuses == ["running", "finished"]
 
