@@ -1,35 +1,32 @@
-"""Fixtures for all tests: an empty folder, a small document, and commands in this process."""
+"""Fixtures for all tests: a folder with a document, a trained run, and commands in this process."""
 
 import os
-import shutil
 import signal
-from contextlib import chdir
 from pathlib import Path
 
-if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:  # `pytest &` in a script ignores Ctrl-C;
-    signal.signal(
-        signal.SIGINT, signal.default_int_handler
-    )  # the processes that tests start must not inherit this
-if "PYTEST_XDIST_WORKER" in os.environ:  # parallel test processes use one thread each
+# `pytest &` in a script ignores Ctrl-C. The processes that tests start must not inherit this.
+if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
+# parallel test processes use one thread each
+if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")
-# torch.compile otherwise compiles a test program per instruction set: ten seconds for each cache.
+# torch.compile otherwise compiles a test program per instruction set, which takes ten seconds for
+# each empty cache
 os.environ.setdefault("TORCHINDUCTOR_VEC_ISA_OK", "1")
 
 import pytest
 import torch
 from helpers import TEXT, run_command, train_here
-from run_helpers import restored_signal_handlers
+from run_helpers import copy_here, restored_signal_handlers, train_in
 
 
 def pytest_collection_modifyitems(items):
-    if not torch.cuda.is_available():
-        for item in items:
-            if "gpu" in item.keywords:
-                item.add_marker(
-                    pytest.mark.skip(
-                        reason="NOT RUN: needs a CUDA device, and this machine has none"
-                    )
-                )
+    if torch.cuda.is_available():
+        return
+    skip = pytest.mark.skip(reason="NOT RUN: needs a CUDA device, and this machine has none")
+    for item in items:
+        if "gpu" in item.keywords:
+            item.add_marker(skip)
 
 
 @pytest.fixture(autouse=True)
@@ -56,34 +53,33 @@ def clock(monkeypatch) -> list[float]:
 
 @pytest.fixture
 def train(workdir):
-    """train("name=a", ...) trains a tiny model in this process -> exit code."""
+    """train("name=a", ...) trains a tiny model in this process. Returns the exit code."""
     return train_here
 
 
 @pytest.fixture(scope="session")
 def folder_with_a_run(tmp_path_factory) -> Path:
+    """A folder with the run and the data of train("name=a"). Tests only read it."""
     folder = tmp_path_factory.mktemp("trained")
-    (folder / "text.txt").write_text(TEXT, encoding="utf-8")
-    with chdir(folder):
-        assert train_here("name=a") == 0
+    train_in(folder, "name=a")
     return folder
 
 
 @pytest.fixture
 def trained(workdir, folder_with_a_run) -> None:
-    """Copies the run and the data of train("name=a"), trained once, into the current folder."""
-    shutil.copytree(folder_with_a_run, workdir, dirs_exist_ok=True)
+    """Copies the run and the data of train("name=a") into the current folder."""
+    copy_here(folder_with_a_run)
 
 
 @pytest.fixture
 def sample(workdir, capsys):
-    """sample("run=a", ...) runs sample.py in this process -> its output."""
+    """sample("run=a", ...) runs sample.py in this process. Returns its output."""
     return lambda *overrides: run_script("sample", capsys, overrides)
 
 
 @pytest.fixture
 def evaluate(workdir, capsys):
-    """evaluate("run=a", ...) runs eval.py in this process -> its output."""
+    """evaluate("run=a", ...) runs eval.py in this process. Returns its output."""
     return lambda *overrides: run_script("eval", capsys, overrides)
 
 
