@@ -62,10 +62,11 @@ def test_banner_is_printed_before_the_progress_starts(printed):
     assert printed.index("run      runs/a") < printed.index("evaluating")
 
 
-def test_terminal_has_a_progress_bar(workdir, monkeypatch):
+def test_terminal_has_a_progress_bar_until_the_last_step(workdir, monkeypatch):
     monkeypatch.setattr(PlainConsole, "is_terminal", True)
     bar = train_in(workdir, "name=a").rpartition("━")[2]
-    assert "step 6/6  loss " in bar
+    loss = metrics("a")[-1]["train/loss"]
+    assert f"step 6/6  loss {loss:.3f}  " in bar
     assert " tokens/s" in bar
     assert " left" in bar
 
