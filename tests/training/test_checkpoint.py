@@ -139,9 +139,10 @@ def test_keep_needs_no_hard_links(state, checkpoints, monkeypatch):
     assert list_checkpoints(checkpoints.run) == {"last", "step-000002"}
 
 
-def test_checkpoint_of_the_same_step_is_not_kept_twice(state, checkpoints):
-    checkpoints.config = CheckpointConfig(every=2, keep=9)
-    save_steps(state, checkpoints, 2, 2, 4)
+def test_repeated_save_of_a_step_keeps_the_step_before_it(state, checkpoints):
+    """After a resume that had only to repeat an evaluation."""
+    checkpoints.config = CheckpointConfig(every=2, keep=1)
+    save_steps(state, checkpoints, 2, 4, 4)
     assert list_checkpoints(checkpoints.run) == {"last", "step-000002"}
 
 
