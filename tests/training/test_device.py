@@ -114,6 +114,26 @@ def test_attention_that_cannot_train_the_model_is_refused(workdir):
         resolve("attention=flash", "model.dropout=0.1")
 
 
+def test_attention_is_resolved_for_training_on_micro_batches_of_documents(workdir, monkeypatch):
+    """On a GPU, the kernel depends on them."""
+    requests = []
+
+    def record(attention, model, **request) -> None:
+        requests.append(request)
+
+    monkeypatch.setattr("training.device.resolve_model", record)
+    resolve("data.document_mask=true", "train.micro_batch_size=2", "dtype=bfloat16")
+    assert requests == [
+        {
+            "B": 2,
+            "grad": True,
+            "dtype": torch.bfloat16,
+            "device": CPU,
+            "document_mask": True,
+        }
+    ]
+
+
 @pytest.fixture
 def threads(monkeypatch) -> list[int]:
     """The numbers of threads that torch is set to, on a machine with 8 cores."""
@@ -136,6 +156,13 @@ def test_number_of_threads_that_the_user_has_set_stays(threads, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "3")
     share_cores(Dist(world_size=2, local_world_size=2))
     assert threads == []
+
+
+def test_runtime_shares_the_cores(workdir, threads, monkeypatch):
+    monkeypatch.setenv("OMP_NUM_THREADS", "1")
+    monkeypatch.setattr(Dist, "from_environment", lambda: Dist(world_size=2, local_world_size=2))
+    resolve()
+    assert threads == [4]
 
 
 @pytest.fixture
@@ -161,6 +188,12 @@ def test_deterministic_selects_deterministic_algorithms(backends, deterministic)
     configure_backends(CPU, deterministic, tf32=False)
     assert torch.are_deterministic_algorithms_enabled() == deterministic
     assert ("CUBLAS_WORKSPACE_CONFIG" in os.environ) == deterministic
+
+
+def test_runtime_configures_torch(workdir, backends):
+    resolve("tf32=true", "deterministic=true")
+    assert torch.get_float32_matmul_precision() == "high"
+    assert torch.are_deterministic_algorithms_enabled()
 
 
 @pytest.mark.parametrize(

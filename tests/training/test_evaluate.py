@@ -35,6 +35,14 @@ def test_last_step_is_evaluated_also_between_regular_evaluations(train, every, s
     assert list(val_losses("a")) == steps
 
 
+def test_random_weights_are_never_the_best(train):
+    settings = ["optimizer=adamw", "optimizer.lr=1", "schedule.warmup_steps=0"]
+    assert train("name=a", "train.steps=2", "eval.every=1", *settings) == 0
+    losses = val_losses("a")
+    assert min(losses.values()) == losses[0]
+    assert summary("a")["best_step"] > 0
+
+
 # The validation loss. The reference computes each target with the complete context of its window.
 
 
