@@ -11,7 +11,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import chdir, contextmanager, redirect_stdout, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -484,25 +484,25 @@ def test_run_whose_terminal_is_closed_saves_a_checkpoint(workdir):
 
 
 @contextmanager
-def signal_in_call(number: int, target: str, counts=lambda *args: True) -> Iterator[None]:
+def signal_in_call(number: int, target: str, counts: Callable[..., bool]) -> Iterator[list]:
     """Context manager: SIGTERM before call `number`, from 1, of a function.
 
     counts: whether a call counts, by its arguments.
+    Yields the list of the arguments of all calls.
     """
     function = resolve_name(target)
-    calls = 0
+    calls = []
 
     def signal_and_call(*args, **kwargs):
-        nonlocal calls
         if counts(*args):
-            calls += 1
-            if calls == number:
+            calls.append(args)
+            if len(calls) == number:
                 signal.raise_signal(signal.SIGTERM)
         return function(*args, **kwargs)
 
     with restored_signal_handlers(), pytest.MonkeyPatch.context() as patch:
         patch.setattr(target, signal_and_call)
-        yield
+        yield calls
 
 
 def is_validation(loader, split: str, *args) -> bool:
@@ -536,6 +536,7 @@ class StoppedRun:
     code: int
     printed: str
     wandb_codes: list[int]
+    calls_after: int  # in the evaluation, after the signal
 
 
 @pytest.fixture(scope="module", params=STOPPED)
@@ -549,10 +550,10 @@ def stopped(request, uninterrupted, tmp_path_factory) -> StoppedRun:
     def record(run, exit_code):
         codes.append(exit_code)
 
-    with signal_in_call(*call), pytest.MonkeyPatch.context() as patch:
+    with signal_in_call(*call) as calls, pytest.MonkeyPatch.context() as patch:
         patch.setattr("training.wandb_logger.WandbRun.finish", record)
         code, printed = run_in(folder, *EVERY_STEP)
-    return StoppedRun(folder, step, code, printed, codes)
+    return StoppedRun(folder, step, code, printed, codes, len(calls) - call[0])
 
 
 def test_run_whose_evaluation_is_stopped_saves_its_step(stopped):
@@ -561,6 +562,10 @@ def test_run_whose_evaluation_is_stopped_saves_its_step(stopped):
     with chdir(stopped.folder):
         assert summary("a")["status"] == "interrupted"
         assert load("a")["step"] == stopped.step
+
+
+def test_signal_stops_an_evaluation_after_its_current_forward_pass(stopped):
+    assert stopped.calls_after == 0
 
 
 def test_wandb_gets_the_exit_code_of_an_interrupted_run(stopped):
@@ -602,7 +607,7 @@ def test_row_of_a_repeated_evaluation_is_not_written_twice_after_a_crash(stopped
 @pytest.fixture
 def interrupted_at_the_start(train) -> int:
     """Exit code of a run that a signal stops in its evaluation before the first step."""
-    with signal_in_call(1, "model.gpt.GPT.forward"):
+    with signal_in_call(1, "model.gpt.GPT.forward", is_any):
         signal.signal(signal.SIGTERM, raise_interrupt)  # as in a process of train.py
         return train("name=a")
 

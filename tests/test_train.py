@@ -206,6 +206,14 @@ def test_learning_rate_of_each_step_is_logged(train):
     assert rates == pytest.approx([0.05, 0.1, 0.075, 0.05, 0.025])
 
 
+def test_learning_rate_of_the_schedule_is_applied(train):
+    """Half of 0.2 in the warmup is 0.1."""
+    settings = ["train.steps=1", "optimizer=adamw"]
+    assert train("name=a", *settings, "optimizer.lr=0.1", "schedule.warmup_steps=0") == 0
+    assert train("name=b", *settings, "optimizer.lr=0.2", "schedule.warmup_steps=1") == 0
+    torch.testing.assert_close(load("a")["model"], load("b")["model"])
+
+
 def test_tf32_is_off_by_default(finished, recorded):
     assert recorded["tf32"] is False
 

@@ -1,7 +1,7 @@
 """Building the model of a run.
 
-tests/training/test_init_from.py has the tokenizer of a run that resumes, and tests/test_train.py the
-facts in summary.json.
+tests/training/test_init_from.py has the tokenizer of a run that resumes, and tests/test_train.py
+the facts in summary.json.
 """
 
 import pytest

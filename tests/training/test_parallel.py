@@ -1,4 +1,4 @@
-"""FSDP2 with gloo: the losses, checkpoints and gradients of sharded models."""
+"""DDP, and FSDP2 with gloo: the losses, checkpoints and gradients of sharded models."""
 
 import os
 import signal
@@ -8,6 +8,7 @@ from contextlib import chdir
 from pathlib import Path
 
 import pytest
+import torch
 from distributed_helpers import (
     SINGLE,
     assert_close_checkpoints,
@@ -17,12 +18,22 @@ from distributed_helpers import (
     torchrun,
     write_train_script,
 )
-from helpers import load, metrics, summary
+from helpers import load, metrics, summary, tiny_model
 from run_helpers import train_in
+
+from training.parallel import DDP
 
 WARMUP = "schedule.warmup_steps=1000000"  # the learning rate does not depend on the number of steps
 FSDP = "parallel=fsdp"
 KNOWN_PEAK = "from training import run_logger\nrun_logger.peak_flops = lambda *args: 1e9"
+
+
+@pytest.mark.parametrize("compile", [True, False])
+def test_ddp_compiles_the_model_if_requested(monkeypatch, compile):
+    monkeypatch.setattr(torch, "compile", lambda model, dynamic: "compiled")
+    ddp = DDP(1, torch.device("cpu"), torch.float32)
+    model = tiny_model()
+    assert ddp.wrap(model, compile) == ("compiled" if compile else model)
 
 
 @pytest.fixture(scope="module")
