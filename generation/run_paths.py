@@ -76,8 +76,3 @@ def find_checkpoint(run: str, checkpoint: str) -> Path:
         advice = f"set run={folder} checkpoint={' or '.join(paths)}"
         raise UserError(f"{folder} has no checkpoint {checkpoint}.pt; {advice}")
     return paths[checkpoint]
-
-
-def has_checkpoint(name: str | None) -> bool:
-    """Whether the run has a checkpoint to resume from."""
-    return name is not None and (RUNS / name / "checkpoints" / "last.pt").exists()
