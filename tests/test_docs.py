@@ -109,7 +109,7 @@ def test_command_runs(command, folder, monkeypatch, capfd):
         pytest.importorskip("lm_eval", reason="NOT RUN: needs lm-eval")
     words = command.short_words()
     monkeypatch.setattr(sys, "argv", [f"{command.script}.py", *words])
-    monkeypatch.setattr(sys, "stdin", io.StringIO("The 1\n\n"))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"The 1\n\n")))
     remove_output(command)
     code = run(command, words)
     message = capfd.readouterr().err
