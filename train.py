@@ -5,7 +5,6 @@
     python train.py experiment=shakespeare_char_cpu     train a complete recipe
     python train.py data.path=mybook.txt name=mine      again: resume an interrupted run
     python train.py -m attention=sdpa,flash seed=1,2    train four models, and compare them
-    python train.py -m sweep.trials=20 'optimizer.lr=log(1e-4,1e-2)'    search the best value
     torchrun --nproc_per_node=8 train.py                train one model on eight GPUs
 
 most used keys:

@@ -69,7 +69,7 @@ def parse_flags(script: str, argv: list[str]) -> argparse.Namespace:
     """Parse the flags of a command line, and sort its words. Raises UserError for unknown words.
 
     Returns the flags, and the words as .words (key=value), .folders (runs that compare.py
-    compares), .trials (sweep.trials=N) and .launcher_words (settings of a sweep's launcher).
+    compares) and .launcher_words (settings of a sweep's launcher).
     """
     parser = argparse.ArgumentParser(add_help=False, exit_on_error=False, allow_abbrev=False)
     parser.add_argument("--help", action="store_true")
@@ -77,15 +77,13 @@ def parse_flags(script: str, argv: list[str]) -> argparse.Namespace:
     parser.add_argument("--config-dir")
     if script == "train":
         parser.add_argument("--multirun", action="store_true")
-    parser.set_defaults(multirun=False, words=[], folders=[], trials=None, launcher_words=[])
+    parser.set_defaults(multirun=False, words=[], folders=[], launcher_words=[])
     try:
         flags, words = parser.parse_known_args([SHORT_FLAGS.get(word, word) for word in argv])
     except argparse.ArgumentError as error:
         raise UserError(f"{error}; see --help") from None
     for word in words:
-        if flags.multirun and word.startswith("sweep.trials="):
-            flags.trials = word
-        elif flags.multirun and LAUNCHER.fullmatch(word):
+        if flags.multirun and LAUNCHER.fullmatch(word):
             flags.launcher_words.append(word)
         elif script == "compare" and is_folder(word):
             flags.folders.append(word)

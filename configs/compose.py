@@ -131,8 +131,6 @@ def to_hydra_word(script: str, word: str) -> str:
         value = quote(value)
     if key == "experiment":
         key = "experiment@_global_"
-    if value.startswith("log("):  # a range of a search
-        value = f"tag(log,interval{value.removeprefix('log')})"
     return f"{key}={value}"
 
 

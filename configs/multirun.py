@@ -1,7 +1,6 @@
 """Sweeps: python train.py -m attention=naive,sdpa,flash seed=1,2,3 trains each combination.
 
 All jobs are composed and checked before comparison/sweep starts the first one.
-sweep.trials=N searches: Optuna suggests the values of each trial.
 """
 
 import itertools
@@ -19,12 +18,11 @@ from common.settings import flatten_dict
 from comparison.sweep.jobs import Job, identify_config, read_started_jobs
 from comparison.sweep.launch import run_sweep
 from configs.compose import compose_config, hydra_initialized, parse_word
-from configs.schema import key_type
 from generation.run_paths import JOB, SWEEPS, make_new_folder
 
 
 def run_multirun(flags: Namespace) -> int:
-    """Train every combination of the values in flags.words, or search over them.
+    """Train every combination of the values in flags.words.
 
     Returns the exit code. Raises UserError before anything is written.
     """
@@ -41,10 +39,9 @@ def run_multirun(flags: Namespace) -> int:
                 swept[override.key_or_group] = override
             else:
                 fixed.append(word)
-    if flags.trials is not None:
-        return search(swept, fixed, flags)
     launcher = compose_launcher(flags.launcher_words)
-    return run_sweep(make_jobs(None, list_combinations(swept), fixed, flags.config_dir), launcher)
+    jobs = make_jobs(list_combinations(swept), fixed, flags.config_dir)
+    return run_sweep(jobs, launcher)
 
 
 def compose_launcher(words: list[str]) -> Any:
@@ -59,36 +56,6 @@ def compose_launcher(words: list[str]) -> Any:
         return compose("train", overrides=overrides, return_hydra_config=True)
 
 
-def search(swept: dict[str, Override], fixed: list[str], flags: Namespace) -> int:
-    """Search over the swept keys. Each trial is trained with all values of seed."""
-    if flags.launcher_words or not re.fullmatch("sweep.trials=[1-9][0-9]*", flags.trials):
-        raise UserError(f"{flags.trials} must be a number of 1 or more, without a launcher")
-    seeds = [{}]
-    if "seed" in swept:
-        seeds = list_combinations({"seed": swept.pop("seed")})
-    if not swept:
-        advice = "set optimizer.lr=log(1e-4,1e-2), for example"
-        raise UserError(f"sweep.trials needs a range of another key than seed; {advice}")
-    try:
-        from comparison.sweep.search import make_distribution, run_search
-    except ImportError:
-        advice = "install it: pip install 'optuna>=5,<6'"
-        raise UserError(f"sweep.trials needs Optuna; {advice}") from None
-    space = {}
-    for key, override in swept.items():
-        space[key] = make_distribution(override, key_type("train", key) in (int, int | None))
-
-    def make_trial(sweep: str | None, values: dict[str, str]) -> list[Job]:
-        words = {key: f"{key}={value}" for key, value in values.items()}
-        return make_jobs(sweep, [words | seed for seed in seeds], fixed, flags.config_dir)
-
-    # The words that train one run with the best values
-    common = [word for word in fixed if not word.startswith("name=")] + [*seeds[0].values()]
-    if flags.config_dir:
-        common = ["--config-dir", flags.config_dir, *common]
-    return run_search(space, make_trial, int(flags.trials.partition("=")[2]), common)
-
-
 def list_combinations(swept: dict[str, Override]) -> list[dict[str, str]]:
     """List every combination of the values of the swept keys: [{key: "key=value"}, ...].
 
@@ -98,8 +65,7 @@ def list_combinations(swept: dict[str, Override]) -> list[dict[str, str]]:
     words = {}
     for key in sorted(swept, key=lambda key: key != "seed"):
         if not swept[key].is_discrete_sweep():
-            advice = "set sweep.trials=N to search it, or list its values"
-            raise UserError(f"{key} has a range without steps; {advice}")
+            raise UserError(f"{key} has a range without steps; list its values")
         words[key] = [f"{key}={value}" for value in swept[key].sweep_string_iterator()]
     combinations = [
         dict(zip(words, job, strict=True)) for job in itertools.product(*words.values())
@@ -111,11 +77,10 @@ def list_combinations(swept: dict[str, Override]) -> list[dict[str, str]]:
 
 
 def make_jobs(
-    sweep: str | None, combinations: list[dict[str, str]], fixed: list[str], config_dir: str | None
+    combinations: list[dict[str, str]], fixed: list[str], config_dir: str | None
 ) -> list[Job]:
     """Compose and check the jobs of a sweep. Raises UserError before anything is written.
 
-    sweep: its name. None: from the config, or a new one.
     combinations: words of each job, {key: "key=value"}. fixed: words of all jobs.
     """
     names = [name_job(words) for words in combinations]
@@ -124,7 +89,7 @@ def make_jobs(
     all_words = [[*fixed, *words.values()] for words in combinations]
     configs = [compose_config("train", words, config_dir) for words in all_words]
     label = f"{configs[0].data.name}-{configs[0].model.name}"
-    sweep = sweep or configs[0].name or make_new_folder(SWEEPS, label)
+    sweep = configs[0].name or make_new_folder(SWEEPS, label)
     started = read_started_jobs(SWEEPS / sweep)
     jobs = []
     for name, words, config in zip(names, all_words, configs, strict=True):

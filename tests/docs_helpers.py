@@ -124,9 +124,8 @@ class Command:
         words = self.words
         if "--help" in words or "--cfg" in words or self.is_refused:
             return words
-        if self.is_sweep:  # two values of each key, and two trials
+        if self.is_sweep:  # two values of each key
             words = [word if "[" in word else ",".join(word.split(",")[:2]) for word in words]
-            words = [re.sub(r"^sweep.trials=.*", "sweep.trials=2", word) for word in words]
         exceptions = [
             added for pattern, added in EXCEPTIONS.items() if re.search(pattern, self.text)
         ]

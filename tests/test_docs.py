@@ -32,7 +32,7 @@ PYTHON = [
     for page in PAGES
     if page != HACKING
     for first, language, lines in docs.blocks(page)
-    if language == "python"
+    if language == "python" and "import optuna" not in lines
 ]
 
 
@@ -109,7 +109,7 @@ def test_command_runs(command, folder, monkeypatch, capfd):
         pytest.importorskip("lm_eval", reason="NOT RUN: needs lm-eval")
     words = command.short_words()
     monkeypatch.setattr(sys, "argv", [f"{command.script}.py", *words])
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"The 1\n\n")))
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"The 1\n\n"), "utf-8"))
     remove_output(command)
     code = run(command, words)
     message = capfd.readouterr().err
@@ -122,6 +122,21 @@ def test_command_runs(command, folder, monkeypatch, capfd):
 @pytest.mark.parametrize("code", PYTHON)
 def test_python_example_runs(code, folder):
     exec(compile(code, "example", "exec"), {})
+
+
+@pytest.mark.slow
+def test_hyperparameter_search_trains_and_prints_the_best_value(folder, monkeypatch, capfd):
+    (search,) = (
+        "\n".join(lines)
+        for _, language, lines in docs.blocks(ROOT / "docs/sweeps.md")
+        if language == "python"
+    )
+    words = [*docs.WORDS_BEFORE["train"].split(), *docs.WORDS_AFTER["train"].split()]
+    short = search.replace('"experiment=shakespeare_char_cpu_fast"', f"*{words}")
+    short = short.replace('"train.py"', repr(str(ROOT / "train.py"))).replace("=10)", "=2)")
+    exec(compile(short, "example", "exec"), {})
+    assert len(list(folder.glob("runs/lr-*/summary.json"))) == 2
+    assert re.search(r"^\{'lr': 0\.\d+\}$", capfd.readouterr().out, re.MULTILINE)
 
 
 @pytest.mark.parametrize(

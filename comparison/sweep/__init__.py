@@ -1,1 +1,1 @@
-"""Runs sweeps and searches: each job is a child process of train.py."""
+"""Runs sweeps: each job is a child process of train.py."""

@@ -50,7 +50,7 @@ def start_sweep(*words: str) -> list[Job]:
     """Make the jobs of a sweep. Each writes its config, as a run does."""
     swept = [word for word in words if "," in word]
     fixed = [*TINY, "name=s", *(word for word in words if "," not in word)]
-    jobs = make_jobs(None, combine(swept), fixed, None)
+    jobs = make_jobs(combine(swept), fixed, None)
     for job in jobs:
         job.folder.mkdir(parents=True, exist_ok=True)
         write_config(job.folder, job.config)
@@ -107,7 +107,7 @@ def test_recipes_that_differ_in_the_number_of_steps_are_different_jobs(workdir):
     write_file("own/experiment/long.yaml", "train: {steps: 9}")
     combinations = [{"experiment": "experiment=short"}, {"experiment": "experiment=long"}]
     for _ in range(2):  # the second command finds the configs of the first
-        jobs = make_jobs(None, combinations, [*TINY[-2:], "name=s"], "own")
+        jobs = make_jobs(combinations, [*TINY[-2:], "name=s"], "own")
         assert [job.name for job in jobs] == ["experiment=short", "experiment=long"]
         assert [job.config["train"]["steps"] for job in jobs] == [6, 9]
         for job in jobs:
@@ -118,14 +118,14 @@ def test_recipes_that_differ_in_the_number_of_steps_are_different_jobs(workdir):
 def test_jobs_find_the_yaml_files_of_the_user(workdir):
     write_file("own/experiment/short.yaml", "train: {steps: 6}")
     words = [*TINY[-2:], "name=s", "experiment=short"]
-    job, _ = make_jobs(None, [{"seed": "seed=1"}, {"seed": "seed=2"}], words, "own")
+    job, _ = make_jobs([{"seed": "seed=1"}, {"seed": "seed=2"}], words, "own")
     assert parse_config("train", "", job.arguments).train.steps == 6
 
 
 def test_sweep_without_a_name_gets_a_new_folder(workdir):
     combinations = [{"seed": "seed=1"}, {"seed": "seed=2"}]
-    first, _ = make_jobs(None, combinations, TINY, None)
-    second, _ = make_jobs(None, combinations, TINY, None)
+    first, _ = make_jobs(combinations, TINY, None)
+    second, _ = make_jobs(combinations, TINY, None)
     assert first.folder.parent != second.folder.parent
     assert first.folder.parent.name.endswith("-text-modern")
 
@@ -138,7 +138,7 @@ def test_damaged_config_of_a_job_is_refused(workdir, content):
 
 
 def test_job_with_text_in_quotes_has_a_plain_name_and_the_same_text_in_its_process(workdir):
-    jobs = make_jobs("s", combine(["wandb.project='1e3','007'"]), TINY, None)
+    jobs = make_jobs(combine(["wandb.project='1e3','007'"]), [*TINY, "name=s"], None)
     assert [job.name for job in jobs] == ["wandb.project=1e3", "wandb.project=007"]
     assert [job.config["wandb"]["project"] for job in jobs] == ["1e3", "007"]
     assert parse_config("train", "", jobs[0].arguments).wandb.project == "1e3"
