@@ -74,7 +74,7 @@ def main(config: RunConfig) -> int:
         model = build_model(config, runtime, data.meta["vocab_size"])
         if config.train.init_from is not None and not run.resumes:
             load_init_weights(config.train.init_from, model, data.meta["tokenizer"])
-        wrapped_model = runtime.wrap(model, config.attention)
+        wrapped_model = runtime.wrap(model, config.attention)  # for the forward passes of training
         optimizers = build_optimizers(model, config.optimizer, runtime.dtype)
         scaler = build_grad_scaler(device, runtime.dtype)
 
@@ -82,11 +82,11 @@ def main(config: RunConfig) -> int:
         state = TrainState(config.train, model, optimizers, scaler)
         header = make_checkpoint_header(config, data.meta)
         load_last_checkpoint(run, state, header, dist)
-        if run.was_finished_at(state.step) and state.progress >= 1:
+        if run.was_finished_at(state.step) and state.progress >= 1:  # no step is left
             print_text(describe_finished_run(run, state))
             return 0
 
-        # files of the run, without what later steps have left
+        # files of the run; the logger and the checkpoints remove what later steps have left
         facts = describe_run(config, runtime, model, data)
         logger = RunLogger(config, runtime, run, state, facts)
         checkpoints = CheckpointWriter(config.checkpoint, run, state, header)
@@ -111,41 +111,43 @@ def main(config: RunConfig) -> int:
             set_lr(optimizers, scale)
 
             # forward and backward, accumulating gradients over micro batches
-            # divide by the targets of the whole step: micro batches may have different numbers
             B = runtime.micro_batch_size
             step_start = state.step * config.train.batch_size  # first sequence of this step
             rank_start = step_start + dist.rank * runtime.accumulation * B
+            # micro batches may have different numbers of targets: divide by those of the step
             num_targets = loader.count_targets(step_start, config.train.batch_size)
-            targets_per_rank = num_targets / dist.world_size  # DDP averages over processes
+            targets_per_rank = num_targets / dist.world_size  # DDP averages over ranks
             loss = torch.zeros((), device=device)
             for i in range(runtime.accumulation):
                 with logger.phase("data"):
                     x, y, doc_ids = loader.batch("train", rank_start + i * B, B)
-                seed_device(device, config.seed, state.step, i, dist.rank)  # dropout
+                seed_device(device, config.seed, state.step, i, dist.rank)  # repeatable dropout
                 is_last = i == runtime.accumulation - 1
                 runtime.parallel.sync_gradients(wrapped_model, enabled=is_last)
                 with logger.phase("forward"), runtime.autocast():
-                    micro_loss = wrapped_model(x, y, doc_ids=doc_ids, reduction="sum")
-                    micro_loss = micro_loss / targets_per_rank
+                    loss_sum = wrapped_model(x, y, doc_ids=doc_ids, reduction="sum")
+                    micro_loss = loss_sum / targets_per_rank
                 with logger.phase("backward"):
                     scaler.scale(micro_loss).backward()
                 loss += micro_loss.detach()
 
-            # clip the gradients and update the weights
+            # clip the gradients, update the weights and clear the gradients
             with logger.phase("optimizer"):
                 grad_norm = optimizer_step(model, optimizers, scaler, config.train.grad_clip)
             logger.end_step()
-            stop.enable()  # from now on, a signal lets the step finish, and saves
-            state.finish_step(dist, stop.requested)
+            stop.enable()  # after the first step, a signal lets a step finish, and saves
+            state.count_step(dist, stop.requested)
 
             # evaluate, log and save
             lr = config.optimizer.lr * scale
-            metrics = {"train/loss": dist.all_reduce_mean(loss), "grad_norm": grad_norm, "lr": lr}
+            train_loss = dist.all_reduce_mean(loss)
+            metrics = {"train/loss": train_loss, "grad_norm": grad_norm, "lr": lr}
             if state.step % config.eval.every == 0 or state.progress >= 1:
                 metrics = evaluator.evaluate(state, metrics)  # None if a signal stops it
             logger.log_step(metrics)
             if checkpoints.is_due():
-                checkpoints.save(logger.flush())
+                results = logger.flush()  # the rows are on the disk before the checkpoint
+                checkpoints.save(results)
 
         dist.barrier()  # rank 0 may still save a checkpoint
         run.end(state.step, is_interrupted=state.stopped)

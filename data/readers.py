@@ -15,14 +15,13 @@ import io
 import os
 import re
 from collections.abc import Iterable, Iterator
-from pathlib import Path
 from typing import Any, NamedTuple
 
 from common.errors import UserError
 from common.files import describe_decode_error, refuse_utf16
 from common.settings import unescape
 from data.config import DataConfig
-from data.sources import COMPRESSED, CSV_DELIMITERS, Source, is_remote, is_table, suffix
+from data.sources import CSV_DELIMITERS, Source, compression, is_remote, is_table, suffix
 
 MAX_PIECE_CHARS = 2**20
 WORD_END_CHARS = 1000  # at the end of a piece, in which the end of a word is searched
@@ -42,17 +41,17 @@ class Piece(NamedTuple):
 def iter_documents(sources: Iterable[Source]) -> Iterator[Iterator[Piece]]:
     """Yield each document of the sources as an iterator of its pieces.
 
-    The pieces must be read before the next document. The documents include those that a training
-    run would hold out. Raises UserError.
+    The pieces must be read before the next document, because both are read from the same iterator.
+    The documents include those that a training run would hold out. Raises UserError.
     """
     for source in sources:
         pieces = iter_pieces(source)
         for first_piece in pieces:
-            yield _rest_of_document(first_piece, pieces)
+            yield _iter_document(first_piece, pieces)
 
 
-def _rest_of_document(piece: Piece, next_pieces: Iterator[Piece]) -> Iterator[Piece]:
-    """Yield a piece, and the next pieces up to the end of the document."""
+def _iter_document(piece: Piece, next_pieces: Iterator[Piece]) -> Iterator[Piece]:
+    """Yield the first piece of a document, and the next pieces up to its end."""
     yield piece
     while not piece.ends_document:
         piece = next(next_pieces)
@@ -100,12 +99,12 @@ def _iter_file(file: str, config: DataConfig) -> Iterator[Piece]:
             for parts in _iter_text_file(file, config.separator):
                 yield from cut_into_pieces(parts)
         elif config.row_is_document:
-            for text, *prompts in _iter_rows(file, config):
-                for prompt in prompts:  # one or none
-                    yield from cut_into_pieces([prompt or ""], is_prompt=True)
+            for text, prompt in _iter_rows(file, config):
+                if prompt:
+                    yield from cut_into_pieces([prompt], is_prompt=True)
                 yield from cut_into_pieces([text])
-        else:
-            yield from cut_into_pieces(row[0] for row in _iter_rows(file, config))
+        else:  # one document of all rows, with nothing between them
+            yield from cut_into_pieces(text for text, _ in _iter_rows(file, config))
     except UserError:
         raise
     except Exception as error:  # pyarrow, datasets and the network have exceptions of many types
@@ -126,10 +125,10 @@ def cut_into_pieces(parts: Iterable[str], is_prompt: bool = False) -> Iterator[P
         start = 0
         while len(pending) - start > MAX_PIECE_CHARS:
             stop = _find_cut(pending, start)
-            yield Piece(pending[start:stop], False, is_prompt)
+            yield Piece(pending[start:stop], ends_document=False, is_prompt=is_prompt)
             start = stop
         pending = pending[start:]
-    yield Piece(pending, not is_prompt, is_prompt)
+    yield Piece(pending, ends_document=not is_prompt, is_prompt=is_prompt)  # text follows a prompt
 
 
 def _find_cut(text: str, start: int) -> int:
@@ -150,7 +149,10 @@ def _find_cut(text: str, start: int) -> int:
 
 
 def _iter_text_file(file: str, separator: str | None) -> Iterator[Iterable[str]]:
-    """Yield each document of a text file, in parts. Documents between separators are not empty."""
+    """Yield each document of a text file, in parts. Empty documents between separators are skipped.
+
+    The parts must be read before the next document.
+    """
     with _open_text(file) as stream:
         parts = _read_parts(stream)
         if separator is None:
@@ -169,6 +171,7 @@ def _read_parts(stream: io.TextIOBase) -> Iterator[str]:
 
 def _split_documents(parts: Iterable[str], separator: str) -> Iterator[str]:
     r"""Yield the documents between separators. A \n in the separator also matches \r\n."""
+    # re.escape writes a newline as a backslash and a newline.
     pattern = re.compile(re.escape(separator).replace("\\\n", "\r?\n"))
     max_length = 2 * len(separator)  # of a match, with a \r before each \n
     # The current document is `searched`, which contains no separator, and then `pending`, whose
@@ -188,31 +191,37 @@ def _split_documents(parts: Iterable[str], separator: str) -> Iterator[str]:
 # Tables
 
 
-def _iter_rows(file: str, config: DataConfig) -> Iterator[tuple[Any, ...]]:
-    """Yield (text,) of each row, or (text, prompt) with data.prompt_column. A prompt can be None.
+def _iter_rows(file: str, config: DataConfig) -> Iterator[tuple[str, str | None]]:
+    """Yield text and prompt of each row. The prompt is None without data.prompt_column.
 
-    Skips rows whose text is null. Raises ValueError if a text is no string.
+    Skips rows whose text is null. Raises ValueError if a text or a prompt is no string.
     """
     columns = [config.text_column]
     if config.prompt_column is not None:
         columns.append(config.prompt_column)
     for row in _iter_columns(file, columns, config):
+        for column, value in zip(columns, row, strict=True):
+            if not isinstance(value, str | None):
+                kind = type(value).__name__
+                raise ValueError(f"the column {column} contains {kind}, not text")
         text = row[0]
-        if isinstance(text, str):
-            yield row
-        elif text is not None:
-            kind = type(text).__name__
-            raise ValueError(f"the column {config.text_column} contains {kind}, not text")
+        prompt = None if config.prompt_column is None else row[1]
+        if text is not None:
+            yield text, prompt
 
 
 def _iter_columns(file: str, columns: list[str], config: DataConfig) -> Iterator[tuple[Any, ...]]:
-    """Yield the values of some columns of each row. They are str, or None for null."""
-    if suffix(file) in CSV_DELIMITERS:
-        yield from _iter_csv(file, columns)
+    """Yield the values of some columns of each row. None is null.
+
+    They are str, but .parquet files and hub data sets may have columns of other types.
+    """
+    file_format = suffix(file)
+    if file_format in CSV_DELIMITERS:
+        yield from _iter_csv(file, columns, CSV_DELIMITERS[file_format])
         return
     if file.startswith("hub:"):
         batches = _iter_hub(file, columns, config)
-    elif suffix(file) == ".parquet":
+    elif file_format == ".parquet":
         batches = _iter_parquet(file, columns)
     else:
         batches = _iter_jsonl(file, columns)
@@ -221,13 +230,13 @@ def _iter_columns(file: str, columns: list[str], config: DataConfig) -> Iterator
         yield from zip(*values, strict=True)
 
 
-def _iter_csv(file: str, columns: list[str]) -> Iterator[tuple[str, ...]]:
+def _iter_csv(file: str, columns: list[str], delimiter: str) -> Iterator[tuple[str, ...]]:
     """Yield the columns of each row of a .csv or .tsv file.
 
     Raises UserError for its header, and ValueError with the line for a row.
     """
     with _open_text(file) as stream:
-        reader = csv.reader(stream, delimiter=CSV_DELIMITERS[suffix(file)], strict=True)
+        reader = csv.reader(stream, delimiter=delimiter, strict=True)
         line = 1  # of the beginning of the row
         try:
             names = next(reader, [])
@@ -293,11 +302,11 @@ def _iter_jsonl(file: str, columns: list[str]) -> Iterator[Any]:
             )
         while chunk := stream.read(JSON_BLOCK_BYTES) + stream.readline():  # complete lines
             if not chunk.isspace():
-                read_options = json.ReadOptions(block_size=len(chunk) + 1)
+                read_options = json.ReadOptions(block_size=len(chunk) + 1)  # one block
                 try:
                     yield json.read_json(pa.BufferReader(chunk), read_options, parse_options)
                 except pa.ArrowInvalid as error:
-                    message, _, row = str(error).partition(" in row ")
+                    message, _, row = str(error).partition(" in row ")  # of the chunk
                     raise ValueError(f"{message} near line {line + int(row or 0)}") from None
             line += chunk.count(b"\n")
 
@@ -306,8 +315,10 @@ def _iter_jsonl(file: str, columns: list[str]) -> Iterator[Any]:
 
 
 def _import_datasets() -> Any:
-    """The `datasets` library, which takes a second to import."""
-    # Otherwise, `datasets` imports torch, which takes 2 s more.
+    """The `datasets` library, which takes a second to import.
+
+    Sets USE_TORCH=0 for the rest of the process. Otherwise, it imports torch, which takes 2 s more.
+    """
     os.environ.setdefault("USE_TORCH", "0")
     import datasets
 
@@ -331,8 +342,7 @@ def _open(file: str) -> Any:
     """A binary stream that is decompressed while it is read. Arrow notices a truncated file."""
     import pyarrow
 
-    compression = COMPRESSED.get(Path(file.lower()).suffix)
-    return pyarrow.input_stream(open(_download(file), "rb"), compression=compression)
+    return pyarrow.input_stream(open(_download(file), "rb"), compression=compression(file))
 
 
 def _open_bytes(file: str) -> io.BufferedReader:

@@ -67,6 +67,12 @@ def suffix(file: str) -> str:
     return Path(re.sub(r"(\.gz|\.zst)?(\?.*)?$", "", file.lower())).suffix
 
 
+def compression(file: str) -> str | None:
+    """Arrow's name of the compression that the last suffix of a path or URL stands for, if any."""
+    path = file.lower().partition("?")[0] if is_remote(file) else file.lower()
+    return COMPRESSED.get(Path(path).suffix)
+
+
 def is_table(file: str) -> bool:
     """Whether a file has rows and columns. Other files are text."""
     return file.startswith("hub:") or suffix(file) in TABLES

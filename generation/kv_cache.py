@@ -4,13 +4,14 @@ Who calls what:
 
 1. The engine calls KVCache.prefill with new prompts, then KVCache.decode_step once per new token.
 2. Both describe the forward pass in `KVCache.step`, and call model.backbone(kv_cache=cache).
-3. In each layer, CausalSelfAttention calls KVCache.attend with the new queries, keys and values.
-4. KVCache.attend stores the keys and values in the layer's cache, and computes the attention.
+3. In each layer, CausalSelfAttention calls KVCache.store_and_attend with the new queries, keys and
+   values.
 
 The cache of a layer is a ring buffer. Its size is the layer's window, or block_size. Position p is
 in slot p % size, so a new token replaces the token that leaves the window. Therefore decoding needs
-no window mask, and a sample with rotary positions can be longer than block_size. A layer with
-linear attention has a state of constant size instead, with the same three methods.
+no window mask, and a sample with rotary positions can be longer than block_size. Keys are stored
+after their rotation, so attention does not depend on the order of the slots. A layer with linear
+attention has a state of constant size instead, with the same three methods.
 
 B sequences (rows), T tokens, S slots, H query heads, G key/value heads, D head dimension.
 """
@@ -38,8 +39,9 @@ class DecodeStep:
     """A forward pass over one new token of each of the first B rows."""
 
     positions: Tensor  # (B): position of each new token
+    # Python numbers, so that no layer waits for the device:
     shared_position: int | None  # the position, if it is the same in all rows
-    num_positions: int  # positions that the longest row has, with the new token
+    num_tokens: int  # in the longest row, with the new one
 
 
 class LayerKVCache:
@@ -62,16 +64,17 @@ class LayerKVCache:
         S = min(T, self.size)
         slots = torch.arange(S, device=k.device)
         last_positions = step.lengths - 1  # (B, 1)
-        # Back from the last position, slot s gets the first position p with p % size == s.
+        # Slot s gets the newest position p with p % size == s. With 4 slots and the last position
+        # 5, slots 0 to 3 get the positions 4, 5, 2 and 3.
         steps_back = (last_positions - slots) % self.size  # (B, S)
-        # A short prompt has no position for some slots. Decoding masks what they contain.
-        positions = (last_positions - steps_back).clamp(min=0)  # (B, S)
+        # A short prompt has no position for some slots. Decoding does not read them.
+        stored = (last_positions - steps_back).clamp(min=0)  # (B, S)
         batch = torch.arange(B, device=k.device).unsqueeze(1)
         rows = slice(step.first_row, step.first_row + B)
-        self.k[rows, :, :S] = k[batch, positions].transpose(1, 2)  # (B, G, S, D)
-        self.v[rows, :, :S] = v[batch, positions].transpose(1, 2)
+        self.k[rows, :, :S] = k[batch, stored].transpose(1, 2)  # (B, G, S, D)
+        self.v[rows, :, :S] = v[batch, stored].transpose(1, 2)
 
-    def attend_token(
+    def store_and_attend_token(
         self, attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, step: DecodeStep
     ) -> Tensor:
         """Store one new token of each row, and attend to all stored tokens of the row.
@@ -83,18 +86,19 @@ class LayerKVCache:
             slot = step.shared_position % self.size
             self.k[:B, :, slot] = k[:, 0]
             self.v[:B, :, slot] = v[:, 0]
-            query_positions = None  # no mask: all rows have the same number of tokens
+            last_slots = None  # no mask: all rows have the same number of tokens
         else:
-            rows = torch.arange(B, device=k.device)
+            row_ids = torch.arange(B, device=k.device)
             slots = step.positions % self.size
-            self.k[rows, :, slots] = k[:, 0]
-            self.v[rows, :, slots] = v[:, 0]
-            # A row with a full buffer attends to all slots. Their order does not matter.
-            query_positions = step.positions.clamp(max=self.size - 1).unsqueeze(1)  # (B, 1)
-        S = min(step.num_positions, self.size)
+            self.k[row_ids, :, slots] = k[:, 0]  # (B, G, D): one slot of each row
+            self.v[row_ids, :, slots] = v[:, 0]
+            # The last slot that a row attends to: the last of all if its buffer is full
+            last_slots = step.positions.clamp(max=self.size - 1).unsqueeze(1)  # (B, 1)
+        S = min(step.num_tokens, self.size)
         keys = self.k[:B, :, :S].transpose(1, 2)  # (B, S, G, D)
         values = self.v[:B, :, :S].transpose(1, 2)
-        return attend(q, keys, values, positions=query_positions)
+        # The window of `attend` has at least S keys, and masks none.
+        return attend(q, keys, values, positions=last_slots)
 
     def copy_row(self, source: int, target: int) -> None:
         self.k[target] = self.k[source]
@@ -114,10 +118,10 @@ class LinearAttentionState:
             self.state = states.new_zeros(self.num_rows, *states.shape[1:])
         self.state[step.first_row : step.first_row + len(states)] = states
 
-    def attend_token(
+    def store_and_attend_token(
         self, attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, step: DecodeStep
     ) -> Tensor:
-        return linear_attention_step(self.state[: len(k)], q, k, v)
+        return linear_attention_step(self.state[: len(k)], q, k, v)  # updates the state in place
 
     def copy_row(self, source: int, target: int) -> None:
         self.state[target] = self.state[source]
@@ -131,7 +135,8 @@ class KVCache:
     """
 
     step: PrefillStep | DecodeStep  # describes the current forward pass
-    previous_tokens: Tensor | None  # see KVCacheProtocol in model/gpt.py
+    # (B, max_ngram - 1): the tokens before the new one, for n-gram embeddings; None in a prefill
+    previous_tokens: Tensor | None
 
     def __init__(self, model: GPT, num_rows: int, max_length: int):
         config = model.config
@@ -146,9 +151,10 @@ class KVCache:
                 self.layers.append(LayerKVCache(num_rows, size))
 
     def prefill(self, first_row: int, prompts: list[list[int]]) -> None:
-        """Read prompts of at most block_size tokens, and store them from row `first_row` on.
+        """Store the keys and values of prompts, from row `first_row` on.
 
-        A prompt can be empty. Its row then starts with the first decode step.
+        prompts: at most block_size tokens each, without the newest one, which the next decode_step
+            reads. A prompt can be empty.
         """
         T = max(1, *map(len, prompts))
         # Pad on the right: causal attention hides the padding from the prompt.
@@ -168,13 +174,13 @@ class KVCache:
         last_position = max(positions)
         shared_position = last_position if min(positions) == last_position else None
         position_ids = torch.tensor(positions, device=self.device)
-        self.step = DecodeStep(position_ids, shared_position, num_positions=last_position + 1)
+        self.step = DecodeStep(position_ids, shared_position, num_tokens=last_position + 1)
         self.previous_tokens = last_tokens[:, :-1]
         new_tokens = last_tokens[:, -1:]  # (B, 1)
         x = self.model.backbone(new_tokens, positions=position_ids.unsqueeze(1), kv_cache=self)
         return x[:, 0]
 
-    def attend(
+    def store_and_attend(
         self, layer: int, attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor
     ) -> Tensor:
         """Store the keys and values of new tokens in a layer's cache, and attend to all tokens.
@@ -185,7 +191,7 @@ class KVCache:
         if isinstance(self.step, PrefillStep):
             cache.write_prompts(k, v, self.step)
             return attend(q, k, v)
-        return cache.attend_token(attend, q, k, v, self.step)
+        return cache.store_and_attend_token(attend, q, k, v, self.step)
 
     def copy_row(self, source: int, target: int) -> None:
         """Copy a sequence to another row."""

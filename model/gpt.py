@@ -14,7 +14,8 @@ The options beyond GPT-2 (Radford et al., 2019):
 - hashed n-gram embeddings (model/ngram.py)
 
 The model does not select a kernel: the caller passes the function `attend`, one of the backends in
-model/attention/backends.py, which also has the causal mask.
+model/attention/backends.py, which also has the causal mask. It computes the layers with softmax
+attention.
 
 Initialization, as in nanoGPT. normal(0, s) has mean 0 and standard deviation s:
 
@@ -70,10 +71,10 @@ class CausalSelfAttention(nn.Module):
         self.qk_norm = config.qk_norm
         self.dropout = config.dropout
         self.attention_type = config.attention_types[layer]
-        self.attend = attend
-        self.softcap = config.attention_softcap
-        if self.attention_type != "softmax":
-            # Linear attention has a single implementation, and no scores to bound.
+        if self.attention_type == "softmax":
+            self.attend = attend
+            self.softcap = config.attention_softcap
+        else:  # linear attention has a single implementation, and no scores to bound
             self.attend = NON_SOFTMAX[self.attention_type].attend
             self.softcap = None
         qkv_channels = (self.n_head + 2 * self.n_kv_head) * self.head_dim
@@ -107,7 +108,7 @@ class CausalSelfAttention(nn.Module):
         if kv_cache is None:
             y = attend(q, k, v)  # (B, T, H, D)
         else:
-            y = kv_cache.attend(self.layer, attend, q, k, v)
+            y = kv_cache.store_and_attend(self.layer, attend, q, k, v)
         y = self.proj(y.reshape(B, T, C))  # (B, T, C)
         return F.dropout(y, self.dropout, self.training)
 
@@ -185,6 +186,7 @@ class GPT(nn.Module):
         self.vocab_size = vocab_size
         self.attend = attend or get_attention_fn(AttentionConfig())
         rows = math.ceil(vocab_size / config.pad_vocab_multiple) * config.pad_vocab_multiple
+        # init_weights and the optimizers choose parameters by these names
         self.wte = Embedding(rows, config.n_embd)
         self.wpe = None
         if config.position == "learned":
@@ -277,8 +279,8 @@ class GPT(nn.Module):
         positions (B, T): position of each token; by default counted from 0. Rotary positions may
             exceed block_size.
         kv_cache: stores the keys and values of earlier tokens (generation/kv_cache.py). Each layer
-            calls kv_cache.attend(layer, attend, q, k, v) instead of attend(q, k, v). N-grams start
-            in kv_cache.previous_tokens.
+            calls kv_cache.store_and_attend(layer, attend, q, k, v) instead of attend(q, k, v).
+            kv_cache.previous_tokens precede `tokens` in n-grams (see NgramEmbedding).
         Raises UserError if positions is None and T exceeds block_size.
         """
         T = tokens.shape[1]
@@ -317,8 +319,9 @@ class GPT(nn.Module):
         temperature: divides the logits; above 0.
         top_k: sample from the k most likely tokens; None is all, 1 is greedy decoding.
 
-        Each token is one forward pass over the last block_size tokens, without a KV cache. This is
-        the reference for generation/engine.py, which is faster. Call eval() first.
+        Each token is one forward pass over the last block_size tokens, without a KV cache. Up to
+        block_size tokens, this is the reference for the faster generation/engine.py. Call eval()
+        first.
         """
         for _ in range(max_new_tokens):
             x = self.backbone(tokens[:, -self.config.block_size :])

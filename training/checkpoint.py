@@ -25,15 +25,21 @@ from training.distributed import Dist
 from training.run_folder import RunFolder
 from training.train_state import TrainState
 
+# Settings of the data that the hash of the data does not contain: they choose among its tokens.
+NOT_HASHED = ("document_mask", "weight")
+
 
 def make_checkpoint_header(config: RunConfig, meta: dict) -> dict[str, Any]:
-    """The part of a checkpoint that is constant in a run. meta: meta.json of the data."""
+    """The part of a checkpoint that is constant in a run. meta: meta.json of the data.
+
+    The identity has what determines which weights can continue with which batches.
+    """
     model = asdict(config.model)
     identity = {f"model.{key}": value for key, value in model.items()}
     del identity["model.name"]
     del identity["model.dropout"]
     identity["data.name"] = meta["name"]
-    identity["data"] = meta["fingerprint"]
+    identity["data"] = meta["fingerprint"]  # hash of the text, and of the settings that read it
     identity["data.document_mask"] = config.data.document_mask
     for name, source in config.data.mix.items():
         identity[f"data.mix.{name}.weight"] = source.weight
@@ -71,26 +77,31 @@ def load_last_checkpoint(run: RunFolder, state: TrainState, header: dict, dist: 
 
 def check_identity(folder: Path, saved: dict, header: dict) -> None:
     """Raise UserError if a checkpoint is of a run with another identity. Lists the differences."""
-    old = saved["identity"]
-    new = header["identity"]
-    changed = [key for key in new if old.get(key) != new[key]]
-    if not changed:
+    changes = _describe_changes(saved["identity"], header["identity"])
+    if not changes:
         return
-    is_other_text = "data" in changed
-    if is_other_text:  # "data" is a hash of the text and of these settings, which may explain it
-        old = old | _data_settings(saved["config"])
-        new = new | _data_settings(header["config"])
-        changed = [key for key in new if key != "data" and old.get(key) != new[key]]
-    listed = [
-        f"{key}={format_value(old.get(key))} (now {format_value(new[key])})" for key in changed
-    ]
-    if is_other_text and not any(key.startswith(("data.", "tokenizer.")) for key in changed):
-        source = format_value(new["data.path"] or new["data.name"])
-        listed.append(f"another text than {source} has now")
+    if changes.pop("data", None):  # a hash of the text, and of the settings that read it
+        old_settings = _data_settings(saved["config"])
+        settings = _describe_changes(old_settings, _data_settings(header["config"]))
+        changes |= settings
+        if all(key.endswith(NOT_HASHED) for key in settings):  # so the text itself has changed
+            data = header["config"]["data"]
+            source = format_value(data["path"] or data["name"])
+            changes["text"] = f"another text than {source} has now"
     raise UserError(
-        f"{folder} was trained with {', '.join(listed)}; restore the old values, or set another "
-        "name"
+        f"{folder} was trained with {', '.join(changes.values())}; restore the old values, or set "
+        "another name"
     )
+
+
+def _describe_changes(old: dict, new: dict) -> dict[str, str]:
+    """Describe the keys whose values differ: {key: "key=old (now new)"}."""
+    changes = {}
+    for key in old | new:
+        if old.get(key) != new.get(key):
+            now = format_value(new.get(key))
+            changes[key] = f"{key}={format_value(old.get(key))} (now {now})"
+    return changes
 
 
 def _data_settings(config: dict) -> dict:
@@ -107,7 +118,7 @@ class CheckpointWriter:
     header: dict  # returned by make_checkpoint_header
 
     def __post_init__(self) -> None:
-        self.last_step = self.state.step  # step of last.pt, if it exists
+        self.last_step = self.state.step  # step of last.pt, which is loaded, if it exists
 
     def is_due(self) -> bool:
         """Whether to save after the current step."""
@@ -122,7 +133,7 @@ class CheckpointWriter:
         """
         run = self.run
         state = self.state
-        if state.step == 0 and not state.is_best:
+        if state.step == 0 and not state.is_best:  # all processes agree
             return
         content = self.header | state.state_dict()
         if not run.is_main:
@@ -135,6 +146,7 @@ class CheckpointWriter:
         if state.is_best:
             self._save_best(content)
         if state.step > 0:
+            # The steps are equal if a resumed run has repeated an evaluation.
             if self.config.keep > 0 and self.last_step != state.step:
                 self._keep_last()
             save_checkpoint(run.last, content)
@@ -158,12 +170,15 @@ class CheckpointWriter:
     def remove_later_steps(self) -> None:
         """Remove what later steps have left, if an older checkpoint was copied over last.pt.
 
-        All processes call this before RunFolder.start. best.pt is written again if the state is its
-        best evaluation. Otherwise the best weights are lost, and the best evaluation is forgotten.
+        best.pt is written again if the state is its best evaluation. Otherwise the best weights are
+        lost, and the best evaluation is forgotten.
 
-        A killed process can leave a best.pt that is newer than last.pt. This best.pt stays: the run
-        repeats its evaluation. summary.json, which is written after both, has the best evaluation
-        of last.pt.
+        A killed process can leave a best.pt that is newer than last.pt. This best.pt stays, because
+        the run will reach its step again. summary.json, which is written after both, has the best
+        evaluation of last.pt.
+
+        All processes call this before RunFolder.start, which writes the new best_step into
+        summary.json: a process that is killed in between must find the old one.
         """
         run = self.run
         state = self.state
@@ -172,7 +187,8 @@ class CheckpointWriter:
                 for step, path in find_step_files(run.folder, pattern).items():
                     if step > state.step:
                         path.unlink()
-        if run.previous.get("best_step", state.best_step) == state.best_step:
+        best_step = run.previous.get("best_step", state.best_step)  # of best.pt
+        if best_step == state.best_step:
             return
         if state.is_best:
             content = self.header | state.state_dict()

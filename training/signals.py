@@ -1,7 +1,8 @@
 """Signals of all commands, and how a command ends: with an exit code, and an error as one sentence.
 
 Ctrl-C, SIGTERM, SIGHUP, and the SIGUSR1 and SIGUSR2 of cluster schedulers end every command with
-exit code 75. common/errors.py has the other exit codes.
+exit code 75. common/errors.py has the other exit codes. The last line of an interrupted run, with
+the command that resumes it, is made by RunFolder.end.
 """
 
 import os

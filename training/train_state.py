@@ -90,7 +90,7 @@ class TrainState:
         """Count `seconds` from now on, in addition to those of earlier processes."""
         self.started = time.perf_counter() - self.seconds
 
-    def finish_step(self, dist: Dist, signal_received: bool) -> None:
+    def count_step(self, dist: Dist, signal_received: bool) -> None:
         """Count a step. All processes agree on its time, and on whether a signal stops them."""
         self.step += 1
         seconds = time.perf_counter() - self.started

@@ -1,4 +1,5 @@
-"""The attention backends: one function per backend. The causal mask is attention_mask, below.
+"""The attention backends: one function per backend. The causal mask is attention_mask, below;
+without windows, positions and documents, kernels have the causal mask built in.
 
 model/attention/__init__.py has the signature of the functions and the notation.
 

@@ -132,6 +132,12 @@ def test_rows_without_completion_are_skipped(workdir, path):
     assert read_documents(replace(PAIRS, path=path)) == [("Q: ", "yes")]
 
 
+def test_prompts_that_are_numbers_are_refused(workdir):
+    write_pairs("rows.parquet", [(0, "zero"), (1, "one")])
+    with pytest.raises(UserError, match=r"rows.parquet .*column question contains int, not text"):
+        read_documents(replace(PAIRS, path="rows.parquet"))
+
+
 @pytest.mark.parametrize(
     ("path", "message"),
     [
@@ -358,6 +364,11 @@ def server(workdir) -> Iterator[str]:
 def test_url_is_downloaded(server):
     text = Path("text.txt").read_text(encoding="utf-8")
     assert load_documents(f"{server}/text.txt") == [text]
+
+
+def test_compressed_url_with_a_query_is_decompressed(server):
+    Path("rows.jsonl.gz").write_bytes(gzip.compress(JSON_ROWS, mtime=0))
+    assert load_documents(f"{server}/rows.jsonl.gz?download=true") == ["a", "b"]
 
 
 def test_url_that_does_not_exist_is_refused(server):

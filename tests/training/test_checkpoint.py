@@ -240,6 +240,21 @@ def test_data_that_changes_with_equal_settings_is_another_text():
         check_change(CONFIG, OTHER_DATA)
 
 
+def test_setting_that_does_not_change_the_data_does_not_explain_another_text():
+    with pytest.raises(UserError, match=r"document_mask=.*, another text than text.txt has now;"):
+        check_change(change("data.document_mask", True), OTHER_DATA)
+
+
+def test_source_that_was_removed_from_a_mix_is_named():
+    one = DataConfig(path="1.txt")
+    both = RunConfig(data=DataConfig(mix={"one": one, "two": DataConfig(path="2.txt")}))
+    old = make_checkpoint_header(both, META)
+    new = make_checkpoint_header(RunConfig(data=DataConfig(mix={"one": one})), OTHER_DATA)
+    with pytest.raises(UserError, match=r"data.mix.two.path=2.txt \(now null\)") as refusal:
+        check_identity(Path("runs/a"), old, new)
+    assert "another text" not in str(refusal.value)
+
+
 def test_steps_below_those_of_the_checkpoint_are_refused(state, checkpoints):
     save_steps(state, checkpoints, 7)
     state.config = TrainConfig(steps=6)

@@ -80,14 +80,14 @@ def test_seconds_continue_from_those_of_earlier_processes(clock):
     state = make_state(step=3, seconds=40.0)
     state.start_clock()
     clock[0] += 5
-    state.finish_step(Dist(), signal_received=False)
+    state.count_step(Dist(), signal_received=False)
     assert (state.step, state.seconds) == (4, 45.0)
 
 
 @pytest.mark.parametrize("signal_received", [True, False])
 def test_signal_stops_the_run_after_its_step(clock, signal_received):
     state = make_state()
-    state.finish_step(Dist(), signal_received)
+    state.count_step(Dist(), signal_received)
     assert state.stopped is signal_received
 
 
