@@ -267,9 +267,8 @@ def build_transformers_model(model: GPT) -> nn.Module:
         for parameter in ("weight", "bias"):
             if f"{ours}.{parameter}" in source:
                 value = source[f"{ours}.{parameter}"]
-                is_transposed = (
-                    ".c_" in other and parameter == "weight"
-                )  # transformers stores inputs x outputs
+                # transformers stores inputs x outputs
+                is_transposed = ".c_" in other and parameter == "weight"
                 target[f"{other}.{parameter}"].copy_(
                     value.T if is_transposed else value[: len(target[f"{other}.{parameter}"])]
                 )

@@ -61,9 +61,8 @@ def main() -> int:
         compare_losses(theirs, arguments.text, arguments.steps, bias) for bias in (False, True)
     ]
     print(f"\nlargest difference {max(differences):.1e}, allowed {MAX_DIFFERENCE_NATS:.0e}")
-    return int(
-        not all(difference <= MAX_DIFFERENCE_NATS for difference in differences)
-    )  # NaN fails, too
+    is_equal = all(difference <= MAX_DIFFERENCE_NATS for difference in differences)  # NaN is not
+    return int(not is_equal)
 
 
 def import_model(file: Path) -> ModuleType:

@@ -209,9 +209,8 @@ def compute_checkpoint_loss(nanogpt: Path, prepared: PreparedData) -> float:
     with torch.no_grad():
         for first in range(0, loader.val_windows, EVAL_WINDOWS):
             x, y, _ = loader.batch("val", first, EVAL_WINDOWS)
-            logits, _ = model(
-                x, y.clamp(min=0)
-            )  # without targets, nanoGPT returns the last position's logits only
+            # without targets, nanoGPT returns the last position's logits only
+            logits, _ = model(x, y.clamp(min=0))
             total += F.cross_entropy(logits.flatten(0, 1), y.flatten(), reduction="sum").item()
             targets += int((y >= 0).sum())
     return total / targets

@@ -104,9 +104,8 @@ def main() -> int:
     overrides = [*track.overrides, f"data.path={arguments.text.resolve()}", *changes]
 
     with tempfile.TemporaryDirectory() as folder:
-        train(
-            Path(folder), [*overrides, "train.steps=1", "train.minutes=null"], "prepare"
-        )  # prepares the data
+        # prepares the data
+        train(Path(folder), [*overrides, "train.steps=1", "train.minutes=null"], "prepare")
         fixed = track.fixed | {"data.path": str(arguments.text.resolve())}
         check_config(
             yaml.safe_load(Path(folder, "runs/prepare/config.yaml").read_text(encoding="utf-8")),

@@ -43,9 +43,8 @@ class ModelAdapter(LM):
         texts = []
         for context, continuation in (request.args for request in requests):
             tokens = self.encode(context + continuation)
-            context_tokens = self.encode(
-                context.rstrip()
-            )  # spaces belong to the continuation, as in lm-eval's models
+            # spaces belong to the continuation, as in lm-eval's models
+            context_tokens = self.encode(context.rstrip())
             pairs = zip(tokens, context_tokens, strict=False)
             first_target = next(
                 (i for i, (a, b) in enumerate(pairs) if a != b), len(context_tokens)
@@ -89,9 +88,8 @@ def run_tasks(
 
     Returns {"task", "metric", "value", "stderr"} of each metric.
     """
-    manager = TaskManager(
-        include_defaults=not all(task.endswith(".yaml") for task in tasks)
-    )  # reading all takes 10 s
+    needs_defaults = not all(task.endswith(".yaml") for task in tasks)  # reading them takes 10 s
+    manager = TaskManager(include_defaults=needs_defaults)
     for task in tasks:
         if task not in manager.all_tasks and not Path(task).is_file():
             raise UserError(

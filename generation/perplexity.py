@@ -84,17 +84,15 @@ def score_windows(
     device = model.wte.weight.device
     windows = iter(windows)
     while pool := list(islice(windows, SORTED_BATCHES * batch_size)):
-        pool.sort(
-            key=lambda window: -len(window.tokens)
-        )  # the longest show first whether memory suffices
+        # the longest first, because they show whether memory suffices
+        pool.sort(key=lambda window: -len(window.tokens))
         for first in range(0, len(pool), batch_size):
             batch = pool[first : first + batch_size]
             inputs = pad_sequence(
                 [torch.from_numpy(window.tokens[:-1]) for window in batch], batch_first=True
             )
-            hidden = model.backbone(
-                inputs.to(device)
-            )  # (B, T, C); padding at the end has no effect
+            # padding at the end has no effect
+            hidden = model.backbone(inputs.to(device))  # (B, T, C)
             for window, x in zip(batch, hidden, strict=True):
                 end = len(window.tokens) - 1
                 targets = torch.from_numpy(window.tokens[-window.num_targets :]).to(device)
