@@ -4,9 +4,12 @@ import os
 import signal
 from pathlib import Path
 
-# `pytest &` in a script ignores Ctrl-C. The processes that tests start must not inherit this.
+# `pytest &` in a script ignores Ctrl-C, and nohup ignores SIGHUP. The processes that tests start
+# must not inherit this.
 if signal.getsignal(signal.SIGINT) == signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
+if hasattr(signal, "SIGHUP"):  # not on Windows
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)
 # parallel test processes use one thread each
 if "PYTEST_XDIST_WORKER" in os.environ:
     os.environ.setdefault("OMP_NUM_THREADS", "1")

@@ -204,6 +204,11 @@ def test_another_tokenizer_has_another_folder(workdir):
     assert prepare_data(TEXT_SOURCE, CHAR).folder != prepare_data(TEXT_SOURCE, BYTE).folder
 
 
+def test_another_size_of_the_vocabulary_has_another_folder(workdir):
+    larger = replace(BPE, vocab_size=310)
+    assert prepare_data(TEXT_SOURCE, BPE).folder != prepare_data(TEXT_SOURCE, larger).folder
+
+
 @pytest.fixture
 def stdlib_files() -> list[str]:
     return resolve_sources(python_stdlib())[0].files
