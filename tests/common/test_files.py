@@ -32,6 +32,16 @@ def test_file_appears_when_it_is_complete(tmp_path):
     assert path.read_bytes() == b"content"
 
 
+def test_previous_file_is_replaced_and_not_overwritten(tmp_path):
+    """A process that is killed while it overwrites a file would leave a part of it."""
+    path = tmp_path / "a.txt"
+    atomic_write(path, "old")
+    with open(path, encoding="utf-8") as previous:
+        atomic_write(path, "new")
+        assert previous.read() == "old"
+    assert path.read_text(encoding="utf-8") == "new"
+
+
 def test_bytes_of_a_file_name_that_are_not_utf_8_are_escaped(tmp_path):
     atomic_write(tmp_path / "a.txt", "caf\udce9")
     assert (tmp_path / "a.txt").read_bytes() == rb"caf\udce9"
