@@ -82,14 +82,17 @@ def parse_flags(script: str, argv: list[str]) -> argparse.Namespace:
         flags, words = parser.parse_known_args([SHORT_FLAGS.get(word, word) for word in argv])
     except argparse.ArgumentError as error:
         raise UserError(f"{error}; see --help") from None
+    problems = []
     for word in words:
         if flags.multirun and LAUNCHER.fullmatch(word):
             flags.launcher_words.append(word)
         elif script == "compare" and is_folder(word):
             flags.folders.append(word)
         else:
-            check_key(script, word)
             flags.words.append(word)
+            problems += find_problems(script, word)
+    if problems:
+        raise UserError(f"{', '.join(problems)}; see --help and --cfg job")
     return flags
 
 
@@ -98,8 +101,11 @@ def is_folder(word: str) -> bool:
     return Path(word).exists() or not (SETTING.match(word) or word.startswith("-"))
 
 
-def check_key(script: str, word: str) -> None:
-    """Raise UserError if a word is not key=value, or its key does not exist."""
+def find_problems(script: str, word: str) -> list[str]:
+    """What is wrong with a word: it is not key=value, its key does not exist, or it has no value.
+
+    Empty if it is right.
+    """
     from configs.compose import list_groups
     from configs.error_messages import SYNONYMS, did_you_mean, explain_unknown_key
     from configs.schema import key_type, key_types
@@ -110,11 +116,12 @@ def check_key(script: str, word: str) -> None:
         suggestion = did_you_mean(key, keys, SYNONYMS)
         if "data.path" in keys and Path(word).is_file():
             suggestion = f" (did you mean data.path={word}?)"
-        raise UserError(f"{word!r} is not a setting of the form key=value{suggestion}; see --help")
+        return [f"{word!r} is not a setting of the form key=value{suggestion}"]
     if key not in keys and key_type(script, key) is None:
-        raise UserError(explain_unknown_key(key, keys))
+        return [explain_unknown_key(key, keys)]
     if word.endswith("=") and key != "prompt":
-        raise UserError(f"{word} must have a value; set one, or null")
+        return [f"{word} must have a value, or null"]
+    return []
 
 
 def help_page(script: str, doc: str) -> str:

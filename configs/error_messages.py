@@ -91,6 +91,5 @@ def explain_cause(cause: BaseException, types: dict[str, Any]) -> str:
 
 
 def explain_unknown_key(key: str, keys: Iterable[str]) -> str:
-    """One sentence for a key that does not exist. keys: all keys of the script."""
-    suggestion = did_you_mean(key, keys, SYNONYMS)
-    return f"{key}: there is no such key{suggestion}; see --help and --cfg job"
+    """What is wrong with a key that does not exist. keys: all keys of the script."""
+    return f"{key}: there is no such key{did_you_mean(key, keys, SYNONYMS)}"

@@ -76,6 +76,9 @@ class DataConfig:
         advice = "needs another column as text_column, and row_is_document=true; or set null"
         yield "prompt_column", is_document or self.prompt_column is None, advice
         yield "separator", self.separator != "", "must not be empty; set a string, or null"
+        is_in_mix = section.startswith("data.mix.")
+        advice = "applies to a whole mix; set data.document_mask instead"
+        yield "document_mask", not (self.document_mask and is_in_mix), advice
         has_path = self.path is not None or self.source != "text"
         yield "path", has_path, f"is missing; set {section}.path"
         has_repo = bool(self.repo) or self.path is not None or self.source != "hub"

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
+from common.settings import format_value
 from data.config import DataConfig
 
 CSV_DELIMITERS = {".csv": ",", ".tsv": "\t"}
@@ -42,6 +43,7 @@ READING_KEYS = (
     "val_documents",
     "val_fraction",
 )
+TABLE_KEYS = ("text_column", "prompt_column", "row_is_document")  # have no effect on text files
 STDLIB_EXCLUDED = {
     "test",
     "tests",
@@ -165,14 +167,20 @@ def resolve_sources(config: DataConfig) -> list[Source]:
 
 
 def _check_keys(config: DataConfig, files: list[str], section: str) -> None:
-    """Raise UserError for prompts without columns, and for a separator without a text file."""
+    """Raise UserError for keys of tables without a table, and a separator without a text file."""
     text_files = [file for file in files if not is_table(file)]
-    if config.prompt_column is not None and text_files:
-        raise UserError(
-            f"{section}.prompt_column={config.prompt_column} is for tables, and {text_files[0]} "
-            f"has no columns; set {section}.path to .jsonl, .csv or .parquet, or "
-            f"{section}.prompt_column=null"
-        )
+    for key in TABLE_KEYS:
+        value = getattr(config, key)
+        default = getattr(DataConfig, key)
+        # The YAML file of a hub data set may set a key, although data.path replaces the data.
+        has_no_effect = text_files == files and config.source != "hub"
+        needs_tables = key == "prompt_column" and text_files
+        if value != default and (has_no_effect or needs_tables):
+            raise UserError(
+                f"{section}.{key}={format_value(value)} is for tables, and {text_files[0]} has no "
+                f"columns; set {section}.path to .jsonl, .csv or .parquet, or "
+                f"{section}.{key}={format_value(default)}"
+            )
     if config.separator is not None and not text_files:
         raise UserError(
             f"{section}.separator is for text files, and {files[0]} is a table; "

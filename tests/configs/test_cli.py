@@ -182,6 +182,12 @@ def test_empty_value_is_refused(script, word, capsys):
     assert f"{word} must have a value" in print_error(capsys, script, word)
 
 
+def test_all_wrong_words_are_reported_at_once(capsys):
+    error = print_error(capsys, "train", "--device=cpu", "seed=1", "modle=gpt2", "name=")
+    words = ["'--device=cpu' is not", "modle: there is no such key", "name= must have a value"]
+    assert all(word in error for word in words)
+
+
 def test_suggested_settings_exist():
     keys = set().union(*(key_types(script) for script in SCRIPTS))
     assert {suggestion.split("=")[0] for suggestion in SYNONYMS} <= keys

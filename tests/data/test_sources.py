@@ -43,6 +43,10 @@ ONE = mix(one=TEXT_SOURCE)
         (mix(**{"../a": TEXT_SOURCE}), r"data.mix='../a'"),
         (replace(ONE, max_documents=3), r"max_documents=3 .* set data.mix.NAME.max_documents"),
         (replace(ONE, text_column="a"), r"text_column=a .* set data.mix.NAME.text_column"),
+        (
+            mix(one=replace(TEXT_SOURCE, document_mask=True)),
+            r"data.mix.one.document_mask=true .* set data.document_mask",
+        ),
     ],
 )
 def test_settings_that_do_not_fit_together_are_rejected(config, message):
@@ -63,6 +67,16 @@ def test_settings_that_do_not_fit_together_are_rejected(config, message):
 def test_invalid_tokenizer_settings_are_rejected(config, message):
     with pytest.raises(UserError, match=message):
         check(config, "tokenizer")
+
+
+@pytest.mark.parametrize(
+    ("key", "value", "default"),
+    [("text_column", "body", "text"), ("row_is_document", False, "true")],
+)
+def test_key_of_tables_is_refused_for_files_without_columns(workdir, key, value, default):
+    message = rf"data.{key}=.* is for tables, and text.txt has no columns; .*data.{key}={default}$"
+    with pytest.raises(UserError, match=message):
+        resolve_sources(DataConfig(path="text.txt", **{key: value}))
 
 
 def test_unknown_source_is_refused():
