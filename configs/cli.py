@@ -116,6 +116,8 @@ def find_problems(script: str, word: str) -> list[str]:
         suggestion = did_you_mean(key, keys, SYNONYMS)
         if "data.path" in keys and Path(word).is_file():
             suggestion = f" (did you mean data.path={word}?)"
+        if not suggestion:
+            suggestion = " (a value with spaces needs quotes)"
         return [f"{word!r} is not a setting of the form key=value{suggestion}"]
     if key not in keys and key_type(script, key) is None:
         return [explain_unknown_key(key, keys)]

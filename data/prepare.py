@@ -133,9 +133,9 @@ def _check_lengths(prepared: PreparedData, block_size: int) -> None:
     val = prepared.meta["tokens"]["val"]
     if train <= block_size or val < 2 or not all(map(len, prepared.train)):
         raise UserError(
-            f"{train} training and {val} validation tokens are below model.block_size + 1 = "
-            f"{block_size + 1} and 2; set a smaller model.block_size or tokenizer.vocab_size, or "
-            "use a longer text"
+            f"{train} training tokens and {val} validation tokens are too few: at least "
+            f"model.block_size + 1 = {block_size + 1} and 2 are needed; use a longer text, or set "
+            "a smaller model.block_size or tokenizer.vocab_size"
         )
 
 

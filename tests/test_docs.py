@@ -128,8 +128,8 @@ def test_python_example_runs(code, folder):
 def test_hyperparameter_search_trains_and_prints_the_best_value(folder, monkeypatch, capfd):
     (search,) = (
         "\n".join(lines)
-        for _, language, lines in docs.blocks(ROOT / "docs/sweeps.md")
-        if language == "python"
+        for _, language, lines in docs.blocks(ROOT / "docs/training.md")
+        if language == "python" and "import optuna" in lines
     )
     words = [*docs.WORDS_BEFORE["train"].split(), *docs.WORDS_AFTER["train"].split()]
     short = search.replace('"experiment=shakespeare_char_cpu_fast"', f"*{words}")

@@ -26,7 +26,7 @@ def format_banner(config: RunConfig, run: RunFolder, meta: dict) -> str:
         lines[-1] += f", resumed from step {summary['step']:,}"
     if config.preset is not None:
         text_bytes = format_si(meta["bytes"]["train"], "B")
-        lines.append(f"preset   {config.preset}, for {text_bytes} of text")
+        lines.append(f"preset   {config.preset}, for {text_bytes} of training text")
     lines.append(
         f"data     {config.data.name}, {tokens['train']:,} training tokens and "
         f"{tokens['val']:,} validation tokens, "

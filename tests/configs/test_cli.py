@@ -144,6 +144,11 @@ def test_word_that_is_no_setting_is_refused(word, capsys):
     assert f"'{word}' is not a setting of the form key=value" in error
 
 
+def test_text_without_quotes_gets_advice(capsys):
+    error = print_error(capsys, "sample", "prompt=Hello", "world")
+    assert "'world' is not a setting of the form key=value (a value with spaces needs" in error
+
+
 @pytest.mark.parametrize(
     ("script", "word"),
     [

@@ -409,7 +409,7 @@ def test_one_training_window_and_one_validation_target_are_enough(workdir):
 
 @pytest.mark.parametrize(
     ("fraction", "tokens"),
-    [(0.15, "16 training and 3 validation tokens"), (0.05, "18 training and 1 validation tokens")],
+    [(0.15, "16 training tokens and 3 validation"), (0.05, "18 training tokens and 1 validation")],
 )
 def test_one_token_fewer_is_refused(workdir, fraction, tokens):
     path = write_file("short.txt", "a" * 19)

@@ -70,7 +70,7 @@ def test_banner_has_the_step_from_which_a_run_resumes(config):
 
 def test_banner_has_the_preset(config):
     config.preset = "100kB"
-    assert "preset   100kB, for 40 kB of text\n" in banner(config)
+    assert "preset   100kB, for 40 kB of training text\n" in banner(config)
 
 
 def test_banner_has_the_size_of_the_ngram_table(config):
