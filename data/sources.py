@@ -5,6 +5,7 @@ is a function in SOURCES that returns the files to read, and a YAML file in conf
 `source` to its name (docs/data.md).
 """
 
+import difflib
 import glob
 import hashlib
 import itertools
@@ -221,13 +222,22 @@ def find_files(paths: str | list[str], key: str) -> list[str]:
     for path in map(str, paths):
         found = _list_files(os.path.expanduser(path))
         if not found:
+            suggestion = _suggest_file(path)
             raise UserError(
-                f"{key}={path} has no file to read in {Path.cwd()}; set a file, a folder with "
-                f"{', '.join(FOLDER_SUFFIXES)} files, or a pattern such as texts/*.py"
+                f"{key}={path} has no file to read in {Path.cwd()}{suggestion}; set a file, a "
+                f"folder with {', '.join(FOLDER_SUFFIXES)} files, or a pattern such as texts/*.py"
             )
         for file in found:
             unique.setdefault(os.path.realpath(file), file)
     return list(unique.values())
+
+
+def _suggest_file(path: str) -> str:
+    """Suggest a file with a similar name in the same folder. Empty if there is none."""
+    folder = Path(path).expanduser().parent
+    names = os.listdir(folder) if folder.is_dir() else []
+    similar = difflib.get_close_matches(Path(path).name, names, n=1)
+    return f" (did you mean {folder / similar[0]}?)" if similar else ""
 
 
 def _list_files(path: str) -> list[str]:

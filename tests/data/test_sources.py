@@ -12,7 +12,7 @@ from helpers import BPE, BYTE, TEXT_SOURCE
 from common.errors import UserError
 from common.settings import check
 from data import DataConfig, python_stdlib
-from data.sources import hash_sources, resolve_sources
+from data.sources import find_files, hash_sources, resolve_sources
 
 # Rules
 
@@ -147,6 +147,14 @@ def test_pattern_finds_files_of_any_suffix(folder, path, expected):
 def test_path_without_a_file_is_refused(folder, path):
     with pytest.raises(UserError, match=r"data.path=.* has no file to read .* a pattern"):
         load_documents(path)
+
+
+@pytest.mark.parametrize("folder", ["", "texts/"])
+def test_path_with_a_typo_gets_a_suggestion(workdir, folder):
+    Path(folder or ".").mkdir(exist_ok=True)
+    Path(f"{folder}mybook.txt").write_text("text", encoding="utf-8")
+    with pytest.raises(UserError, match=rf"\(did you mean {folder}mybook.txt\?\); set"):
+        find_files(f"{folder}mybok.txt", "data.path")
 
 
 @pytest.mark.skipif(sys.platform != "linux", reason="needs /proc")
