@@ -64,7 +64,7 @@ def main(config: RunConfig) -> int:
     with ExitStack() as stack:
         # run folder: its name, its lock, and whether the run resumes
         run = stack.enter_context(open_run_folder(config, dist))
-        stop = stack.enter_context(StopRequest())
+        stop = stack.enter_context(StopRequest())  # a signal raises until stop.enable()
 
         # data, model and optimizers
         data = build_data(config, run, dist)
@@ -82,11 +82,11 @@ def main(config: RunConfig) -> int:
         state = TrainState(config.train, model, optimizers, scaler)
         header = make_checkpoint_header(config, data.meta)
         load_last_checkpoint(run, state, header, dist)
-        if run.was_finished_at(state.step) and state.progress >= 1:  # no step is left
+        if run.was_finished_at(state.step) and state.progress >= 1:  # limits were not raised
             print_text(describe_finished_run(run, state))
             return 0
 
-        # files of the run; the logger and the checkpoints remove what later steps have left
+        # files of the run, without those of steps after the loaded checkpoint
         facts = describe_run(config, runtime, model, data)
         logger = RunLogger(config, runtime, run, state, facts)
         checkpoints = CheckpointWriter(config.checkpoint, run, state, header)
@@ -101,9 +101,10 @@ def main(config: RunConfig) -> int:
             config.eval, config.seed, runtime, model, wrapped_model, loader, tokenizer, run, stop
         )
         if state.evaluation_was_stopped or (state.step == 0 and config.eval.initial):
-            logger.log_step(evaluator.evaluate(state, state.unlogged))
+            logger.log_step(evaluator.evaluate(state, state.unlogged))  # with its other metrics
             checkpoints.save(logger.flush())
 
+        B = runtime.micro_batch_size
         while not state.is_done:
             logger.start_step()
             # set the learning rate of this step
@@ -111,12 +112,11 @@ def main(config: RunConfig) -> int:
             set_lr(optimizers, scale)
 
             # forward and backward, accumulating gradients over micro batches
-            B = runtime.micro_batch_size
             step_start = state.step * config.train.batch_size  # first sequence of this step
             rank_start = step_start + dist.rank * runtime.accumulation * B
             # micro batches may have different numbers of targets: divide by those of the step
             num_targets = loader.count_targets(step_start, config.train.batch_size)
-            targets_per_rank = num_targets / dist.world_size  # DDP averages over ranks
+            targets_per_rank = num_targets / dist.world_size  # DDP averages gradients over ranks
             loss = torch.zeros((), device=device)
             for i in range(runtime.accumulation):
                 with logger.phase("data"):
@@ -135,8 +135,8 @@ def main(config: RunConfig) -> int:
             with logger.phase("optimizer"):
                 grad_norm = optimizer_step(model, optimizers, scaler, config.train.grad_clip)
             logger.end_step()
-            stop.enable()  # after the first step, a signal lets a step finish, and saves
-            state.count_step(dist, stop.requested)
+            stop.enable()  # from the first step on, a signal lets the step finish, and saves
+            state.count_step(dist, stop.requested)  # all processes agree on time and stop
 
             # evaluate, log and save
             lr = config.optimizer.lr * scale

@@ -92,7 +92,7 @@ def parse_flags(script: str, argv: list[str]) -> argparse.Namespace:
             flags.words.append(word)
             problems += find_problems(script, word)
     if problems:
-        raise UserError(f"{', '.join(problems)}; see --help and --cfg job")
+        raise UserError(f"{', '.join(dict.fromkeys(problems))}; see --help and --cfg job")
     return flags
 
 
@@ -116,7 +116,7 @@ def find_problems(script: str, word: str) -> list[str]:
         suggestion = did_you_mean(key, keys, SYNONYMS)
         if "data.path" in keys and Path(word).is_file():
             suggestion = f" (did you mean data.path={word}?)"
-        if not suggestion:
+        if not suggestion and word[:1].isalnum():
             suggestion = " (a value with spaces needs quotes)"
         return [f"{word!r} is not a setting of the form key=value{suggestion}"]
     if key not in keys and key_type(script, key) is None:

@@ -65,7 +65,10 @@ def list_combinations(swept: dict[str, Override]) -> list[dict[str, str]]:
     words = {}
     for key in sorted(swept, key=lambda key: key != "seed"):
         if not swept[key].is_discrete_sweep():
-            raise UserError(f"{key} has a range without steps; list its values")
+            raise UserError(
+                f"{key} has a range without steps; list its values, or "
+                "search as in docs/training.md"
+            )
         words[key] = [f"{key}={value}" for value in swept[key].sweep_string_iterator()]
     combinations = [
         dict(zip(words, job, strict=True)) for job in itertools.product(*words.values())

@@ -131,7 +131,9 @@ def _check_lengths(prepared: PreparedData, block_size: int) -> None:
     """Raise UserError unless there is a training window and a validation target."""
     train = prepared.meta["tokens"]["train"]
     val = prepared.meta["tokens"]["val"]
-    if train <= block_size or val < 2 or not all(map(len, prepared.train)):
+    if train > block_size and not all(map(len, prepared.train)):
+        raise UserError("a source of data.mix has no training tokens; remove it, or add text to it")
+    if train <= block_size or val < 2:
         raise UserError(
             f"{train} training tokens and {val} validation tokens are too few: at least "
             f"model.block_size + 1 = {block_size + 1} and 2 are needed; use a longer text, or set "

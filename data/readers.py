@@ -1,7 +1,8 @@
 """Read documents from text files, tables, URLs and data sets of the Hugging Face hub.
 
-A text file is one document, unless data.separator divides it. Each row of a table is a document.
-The text does not change, and columns of tables are read as strings: "NA" stays "NA".
+A text file is one document, unless data.separator divides it. Each row of a table is a document,
+unless data.row_is_document is false. The text does not change, and columns of tables are read as
+strings: "NA" stays "NA".
 
 Documents are read in pieces of at most MAX_PIECE_CHARS characters, so a text file can be larger
 than the memory. A row of a table, or a document between separators, must fit into memory.
@@ -24,10 +25,12 @@ from data.config import DataConfig
 from data.sources import CSV_DELIMITERS, Source, compression, is_remote, is_table, suffix
 
 MAX_PIECE_CHARS = 2**20
-WORD_END_CHARS = 1000  # at the end of a piece, in which the end of a word is searched
+WORD_END_CHARS = 1000  # a piece ends after the last word in its last 1,000 characters
 JSON_BLOCK_BYTES = 2**20  # of a .jsonl file, read at a time
 BATCH_ROWS = 200  # of a .parquet file or a hub data set, read at a time
-csv.field_size_limit(2**31 - 1)  # the largest possible on Windows; the default is 131,072
+
+# For the whole process. This is the largest limit on Windows; the default is 131,072.
+csv.field_size_limit(2**31 - 1)
 
 
 class Piece(NamedTuple):
@@ -42,7 +45,8 @@ def iter_documents(sources: Iterable[Source]) -> Iterator[Iterator[Piece]]:
     """Yield each document of the sources as an iterator of its pieces.
 
     The pieces must be read before the next document, because both are read from the same iterator.
-    The documents include those that a training run would hold out. Raises UserError.
+    The documents include those that a training run would hold out, but no separate validation
+    files. Raises UserError.
     """
     for source in sources:
         pieces = iter_pieces(source)
@@ -61,12 +65,13 @@ def _iter_document(piece: Piece, next_pieces: Iterator[Piece]) -> Iterator[Piece
 def iter_pieces(source: Source, is_validation: bool = False) -> Iterator[Piece]:
     """Yield the documents of a source, or of its separate validation files, in pieces.
 
-    Raises UserError if a file cannot be read, or if no file contains text.
+    Raises UserError if a file cannot be read, and after the last piece if there was no text, or no
+    prompt although data.prompt_column is set.
     """
     config = source.config
     files = source.val_files if is_validation else source.files
     max_documents = None if is_validation else config.max_documents
-    missing = {"text"}
+    missing = {"text"}  # kinds of pieces of which all were empty
     if config.prompt_column is not None:
         missing.add("prompt")
     for piece in _iter_files(files, config, max_documents):
@@ -81,7 +86,7 @@ def iter_pieces(source: Source, is_validation: bool = False) -> Iterator[Piece]:
 
 
 def _iter_files(files: list[str], config: DataConfig, max_documents: int | None) -> Iterator[Piece]:
-    """Yield the pieces of the first `max_documents` documents. No further file is opened."""
+    """Yield the pieces of the first `max_documents` documents, or of all. Opens no further file."""
     num_documents = 0
     for file in files:
         for piece in _iter_file(file, config):
@@ -100,8 +105,8 @@ def _iter_file(file: str, config: DataConfig) -> Iterator[Piece]:
                 yield from cut_into_pieces(parts)
         elif config.row_is_document:
             for text, prompt in _iter_rows(file, config):
-                if prompt:
-                    yield from cut_into_pieces([prompt], is_prompt=True)
+                if config.prompt_column is not None:  # without a prompt, it is empty
+                    yield from cut_into_pieces([prompt or ""], is_prompt=True)
                 yield from cut_into_pieces([text])
         else:  # one document of all rows, with nothing between them
             yield from cut_into_pieces(text for text, _ in _iter_rows(file, config))
@@ -128,7 +133,8 @@ def cut_into_pieces(parts: Iterable[str], is_prompt: bool = False) -> Iterator[P
             yield Piece(pending[start:stop], ends_document=False, is_prompt=is_prompt)
             start = stop
         pending = pending[start:]
-    yield Piece(pending, ends_document=not is_prompt, is_prompt=is_prompt)  # text follows a prompt
+    # A prompt does not end its document: the text follows.
+    yield Piece(pending, ends_document=not is_prompt, is_prompt=is_prompt)
 
 
 def _find_cut(text: str, start: int) -> int:
@@ -173,7 +179,7 @@ def _split_documents(parts: Iterable[str], separator: str) -> Iterator[str]:
     r"""Yield the documents between separators. A \n in the separator also matches \r\n."""
     # re.escape writes a newline as a backslash and a newline.
     pattern = re.compile(re.escape(separator).replace("\\\n", "\r?\n"))
-    max_length = 2 * len(separator)  # of a match, with a \r before each \n
+    max_length = 2 * len(separator)  # of a match: each character can be a \n that matches \r\n
     # The current document is `searched`, which contains no separator, and then `pending`, whose
     # end can be the beginning of a separator.
     searched: list[str] = []
@@ -183,6 +189,7 @@ def _split_documents(parts: Iterable[str], separator: str) -> Iterator[str]:
         for text in ended:
             yield "".join([*searched, text])
             searched = []
+        # A separator that is not complete yet can only begin in the last max_length characters.
         searched.append(pending[:-max_length])
         pending = pending[-max_length:]
     yield "".join([*searched, pending])
@@ -192,9 +199,9 @@ def _split_documents(parts: Iterable[str], separator: str) -> Iterator[str]:
 
 
 def _iter_rows(file: str, config: DataConfig) -> Iterator[tuple[str, str | None]]:
-    """Yield text and prompt of each row. The prompt is None without data.prompt_column.
+    """Yield text and prompt of each row. The prompt is None if it is null or has no column.
 
-    Skips rows whose text is null. Raises ValueError if a text or a prompt is no string.
+    Skips rows whose text is null. Raises ValueError if another value is neither text nor null.
     """
     columns = [config.text_column]
     if config.prompt_column is not None:
@@ -213,7 +220,7 @@ def _iter_rows(file: str, config: DataConfig) -> Iterator[tuple[str, str | None]
 def _iter_columns(file: str, columns: list[str], config: DataConfig) -> Iterator[tuple[Any, ...]]:
     """Yield the values of some columns of each row. None is null.
 
-    They are str, but .parquet files and hub data sets may have columns of other types.
+    Values are str or None. .parquet files and hub data sets can also have other types.
     """
     file_format = suffix(file)
     if file_format in CSV_DELIMITERS:
@@ -244,7 +251,7 @@ def _iter_csv(file: str, columns: list[str], delimiter: str) -> Iterator[tuple[s
             positions = [names.index(column) for column in columns]
             line = reader.line_num + 1
             for row in reader:
-                if len(row) not in (0, len(names)):  # an empty line has no value
+                if row and len(row) != len(names):  # an empty line is no row
                     raise ValueError(
                         f"the row at line {line} has {len(row)} values instead of {len(names)}"
                     )
@@ -306,8 +313,10 @@ def _iter_jsonl(file: str, columns: list[str]) -> Iterator[Any]:
                 try:
                     yield json.read_json(pa.BufferReader(chunk), read_options, parse_options)
                 except pa.ArrowInvalid as error:
-                    message, _, row = str(error).partition(" in row ")  # of the chunk
-                    raise ValueError(f"{message} near line {line + int(row or 0)}") from None
+                    message, _, row_of_chunk = str(error).partition(" in row ")
+                    raise ValueError(
+                        f"{message} near line {line + int(row_of_chunk or 0)}"
+                    ) from None
             line += chunk.count(b"\n")
 
 
@@ -317,7 +326,8 @@ def _iter_jsonl(file: str, columns: list[str]) -> Iterator[Any]:
 def _import_datasets() -> Any:
     """The `datasets` library, which takes a second to import.
 
-    Sets USE_TORCH=0 for the rest of the process. Otherwise, it imports torch, which takes 2 s more.
+    Sets USE_TORCH=0 for the rest of the process, unless it is set: otherwise, `datasets` imports
+    torch, which takes 2 s more.
     """
     os.environ.setdefault("USE_TORCH", "0")
     import datasets
@@ -339,14 +349,14 @@ def _download(file: str) -> str:
 
 
 def _open(file: str) -> Any:
-    """A binary stream that is decompressed while it is read. Arrow notices a truncated file."""
+    """A binary stream that is decompressed while it is read. A truncated file is an error."""
     import pyarrow
 
     return pyarrow.input_stream(open(_download(file), "rb"), compression=compression(file))
 
 
 def _open_bytes(file: str) -> io.BufferedReader:
-    """A buffered binary stream of text in UTF-8. Raises UserError for archives and UTF-16."""
+    """A buffered binary stream of text in UTF-8. Raises UserError for tar files and UTF-16."""
     stream = io.BufferedReader(_open(file), 2**16)
     start = stream.peek(2**16)
     if start[257:262] == b"ustar":  # the mark of a tar file

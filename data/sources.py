@@ -175,8 +175,7 @@ def _check_keys(config: DataConfig, files: list[str], section: str) -> None:
         default = getattr(DataConfig, key)
         # The YAML file of a hub data set may set a key, although data.path replaces the data.
         has_no_effect = text_files == files and config.source != "hub"
-        needs_tables = key == "prompt_column" and text_files
-        if value != default and (has_no_effect or needs_tables):
+        if value != default and text_files and (has_no_effect or key == "prompt_column"):
             raise UserError(
                 f"{section}.{key}={format_value(value)} is for tables, and {text_files[0]} has no "
                 f"columns; set {section}.path to .jsonl, .csv or .parquet, or "
@@ -234,10 +233,13 @@ def find_files(paths: str | list[str], key: str) -> list[str]:
 
 def _suggest_file(path: str) -> str:
     """Suggest a file with a similar name in the same folder. Empty if there is none."""
-    folder = Path(path).expanduser().parent
-    names = os.listdir(folder) if folder.is_dir() else []
-    similar = difflib.get_close_matches(Path(path).name, names, n=1)
-    return f" (did you mean {folder / similar[0]}?)" if similar else ""
+    folder, name = os.path.split(os.path.expanduser(path))
+    names = glob.glob("*", root_dir=folder)  # empty for a folder that cannot be read
+    for similar in difflib.get_close_matches(name, names):
+        found = os.path.join(folder, similar)
+        if _list_files(found):
+            return f" (did you mean {found}?)"
+    return ""
 
 
 def _list_files(path: str) -> list[str]:

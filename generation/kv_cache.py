@@ -3,7 +3,8 @@
 Who calls what:
 
 1. The engine calls KVCache.prefill with new prompts, then KVCache.decode_step once per new token.
-2. Both describe the forward pass in `KVCache.step`, and call model.backbone(kv_cache=cache).
+2. Both set `KVCache.step` to a PrefillStep or DecodeStep, and call
+   model.backbone(kv_cache=cache).
 3. In each layer, CausalSelfAttention calls KVCache.store_and_attend with the new queries, keys and
    values.
 
@@ -11,7 +12,7 @@ The cache of a layer is a ring buffer. Its size is the layer's window, or block_
 in slot p % size, so a new token replaces the token that leaves the window. Therefore decoding needs
 no window mask, and a sample with rotary positions can be longer than block_size. Keys are stored
 after their rotation, so attention does not depend on the order of the slots. A layer with linear
-attention has a state of constant size instead, with the same three methods.
+attention has a state of constant size instead (LinearAttentionState).
 
 B sequences (rows), T tokens, S slots, H query heads, G key/value heads, D head dimension.
 """
@@ -41,7 +42,7 @@ class DecodeStep:
     positions: Tensor  # (B): position of each new token
     # Python numbers, so that no layer waits for the device:
     shared_position: int | None  # the position, if it is the same in all rows
-    num_tokens: int  # in the longest row, with the new one
+    max_tokens: int  # in the longest row, with the new one
 
 
 class LayerKVCache:
@@ -50,7 +51,7 @@ class LayerKVCache:
     def __init__(self, num_rows: int, size: int):
         self.num_rows = num_rows
         self.size = size
-        # The first prompts allocate these tensors: their keys have the dtype and the device.
+        # write_prompts allocates these tensors, with the dtype and the device of its arguments.
         self.k = torch.empty(0)
         self.v = torch.empty(0)
 
@@ -67,12 +68,12 @@ class LayerKVCache:
         # Slot s gets the newest position p with p % size == s. With 4 slots and the last position
         # 5, slots 0 to 3 get the positions 4, 5, 2 and 3.
         steps_back = (last_positions - slots) % self.size  # (B, S)
-        # A short prompt has no position for some slots. Decoding does not read them.
-        stored = (last_positions - steps_back).clamp(min=0)  # (B, S)
+        # A short prompt has no position for some slots. Decoding masks what they contain.
+        positions = (last_positions - steps_back).clamp(min=0)  # (B, S)
         batch = torch.arange(B, device=k.device).unsqueeze(1)
         rows = slice(step.first_row, step.first_row + B)
-        self.k[rows, :, :S] = k[batch, stored].transpose(1, 2)  # (B, G, S, D)
-        self.v[rows, :, :S] = v[batch, stored].transpose(1, 2)
+        self.k[rows, :, :S] = k[batch, positions].transpose(1, 2)  # (B, G, S, D)
+        self.v[rows, :, :S] = v[batch, positions].transpose(1, 2)
 
     def store_and_attend_token(
         self, attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor, step: DecodeStep
@@ -86,7 +87,7 @@ class LayerKVCache:
             slot = step.shared_position % self.size
             self.k[:B, :, slot] = k[:, 0]
             self.v[:B, :, slot] = v[:, 0]
-            last_slots = None  # no mask: all rows have the same number of tokens
+            last_slots = None  # no mask: every row has the same S tokens
         else:
             row_ids = torch.arange(B, device=k.device)
             slots = step.positions % self.size
@@ -94,10 +95,10 @@ class LayerKVCache:
             self.v[row_ids, :, slots] = v[:, 0]
             # The last slot that a row attends to: the last of all if its buffer is full
             last_slots = step.positions.clamp(max=self.size - 1).unsqueeze(1)  # (B, 1)
-        S = min(step.num_tokens, self.size)
+        S = min(step.max_tokens, self.size)
         keys = self.k[:B, :, :S].transpose(1, 2)  # (B, S, G, D)
         values = self.v[:B, :, :S].transpose(1, 2)
-        # The window of `attend` has at least S keys, and masks none.
+        # To `attend`, a slot is the position of its key. S is at most the window, which masks none.
         return attend(q, keys, values, positions=last_slots)
 
     def copy_row(self, source: int, target: int) -> None:
@@ -131,7 +132,7 @@ class KVCache:
     """The caches of all layers, with one row per sequence. It is the model's argument `kv_cache`.
 
     num_rows: largest number of sequences that are decoded together.
-    max_length: tokens of the longest sequence. No layer needs more slots.
+    max_length: tokens of the longest sequence. No layer has more slots.
     """
 
     step: PrefillStep | DecodeStep  # describes the current forward pass
@@ -156,7 +157,7 @@ class KVCache:
         prompts: at most block_size tokens each, without the newest one, which the next decode_step
             reads. A prompt can be empty.
         """
-        T = max(1, *map(len, prompts))
+        T = max(1, *map(len, prompts))  # one column if all prompts are empty
         # Pad on the right: causal attention hides the padding from the prompt.
         padded = [prompt + [0] * (T - len(prompt)) for prompt in prompts]
         lengths = [[len(prompt)] for prompt in prompts]
@@ -174,7 +175,7 @@ class KVCache:
         last_position = max(positions)
         shared_position = last_position if min(positions) == last_position else None
         position_ids = torch.tensor(positions, device=self.device)
-        self.step = DecodeStep(position_ids, shared_position, num_tokens=last_position + 1)
+        self.step = DecodeStep(position_ids, shared_position, max_tokens=last_position + 1)
         self.previous_tokens = last_tokens[:, :-1]
         new_tokens = last_tokens[:, -1:]  # (B, 1)
         x = self.model.backbone(new_tokens, positions=position_ids.unsqueeze(1), kv_cache=self)
@@ -183,7 +184,7 @@ class KVCache:
     def store_and_attend(
         self, layer: int, attend: Callable[..., Tensor], q: Tensor, k: Tensor, v: Tensor
     ) -> Tensor:
-        """Store the keys and values of new tokens in a layer's cache, and attend to all tokens.
+        """Store the keys and values of new tokens in a layer's cache, and attend to stored tokens.
 
         q (B, T, H, D), k and v (B, T, G, D) -> y (B, T, H, D)
         """

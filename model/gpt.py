@@ -14,8 +14,8 @@ The options beyond GPT-2 (Radford et al., 2019):
 - hashed n-gram embeddings (model/ngram.py)
 
 The model does not select a kernel: the caller passes the function `attend`, one of the backends in
-model/attention/backends.py, which also has the causal mask. It computes the layers with softmax
-attention.
+model/attention/backends.py, which also has the causal mask. Only layers with softmax attention
+call it.
 
 Initialization, as in nanoGPT. normal(0, s) has mean 0 and standard deviation s:
 
@@ -74,7 +74,7 @@ class CausalSelfAttention(nn.Module):
         if self.attention_type == "softmax":
             self.attend = attend
             self.softcap = config.attention_softcap
-        else:  # linear attention has a single implementation, and no scores to bound
+        else:  # other types have one implementation each, and no scores to bound
             self.attend = NON_SOFTMAX[self.attention_type].attend
             self.softcap = None
         qkv_channels = (self.n_head + 2 * self.n_kv_head) * self.head_dim
@@ -218,9 +218,9 @@ class GPT(nn.Module):
         for name, p in self.named_parameters():
             if name.endswith("bias") or name.startswith("ngrams."):
                 nn.init.zeros_(p)
-            elif p.ndim < 2:
+            elif p.ndim < 2:  # of norms
                 nn.init.ones_(p)
-            elif name.endswith("proj.weight"):
+            elif name.endswith("proj.weight"):  # into the residual
                 nn.init.normal_(p, std=residual_std)
             else:
                 nn.init.normal_(p, std=0.02)
@@ -257,7 +257,7 @@ class GPT(nn.Module):
     def logits(self, x: Tensor) -> Tensor:
         """Next-token logits of hidden states: (..., C) -> (..., V).
 
-        Logits with a softcap are float32, as in the loss.
+        With a softcap, they are float32, as in the loss.
         """
         logits = self.lm_head(x)[..., : self.vocab_size]
         if self.config.logit_softcap is None:
@@ -274,8 +274,8 @@ class GPT(nn.Module):
     ) -> Tensor:
         """Hidden states after the final norm: tokens (B, T) -> (B, T, C).
 
-        doc_ids (B, T): document of each token. Tokens attend within their document, and its
-            positions start at 0.
+        doc_ids (B, T): document of each token. Tokens attend within their document, and without
+            `positions`, its positions start at 0.
         positions (B, T): position of each token; by default counted from 0. Rotary positions may
             exceed block_size.
         kv_cache: stores the keys and values of earlier tokens (generation/kv_cache.py). Each layer
@@ -317,7 +317,7 @@ class GPT(nn.Module):
         """Append sampled tokens: tokens (B, T) -> (B, T + max_new_tokens).
 
         temperature: divides the logits; above 0.
-        top_k: sample from the k most likely tokens; None is all, 1 is greedy decoding.
+        top_k: sample from the k most likely tokens; None is all.
 
         Each token is one forward pass over the last block_size tokens, without a KV cache. Up to
         block_size tokens, this is the reference for the faster generation/engine.py. Call eval()

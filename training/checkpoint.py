@@ -1,11 +1,12 @@
 """Checkpoints of a run: files of tensors and plain values (common/checkpoint_file.py).
 
-format, and the fields of TrainState in SAVED_FIELDS
+format: version of this list
+the fields of TrainState in SAVED_FIELDS
 model, optimizer, scaler: state by parameter name, equal for eager and compiled runs, on any
     number of devices
 vocab_size, tokenizer, model_config: everything that sampling needs
 identity: settings that must not change when the run resumes
-config: the complete run config, for readers; nothing is built from it
+config: the complete run config, for readers and error messages; nothing is built from it
 """
 
 import math
@@ -25,14 +26,15 @@ from training.distributed import Dist
 from training.run_folder import RunFolder
 from training.train_state import TrainState
 
-# Settings of the data that the hash of the data does not contain: they choose among its tokens.
-NOT_HASHED = ("document_mask", "weight")
+# Settings that do not change the hash of the data, so they do not explain another hash
+NOT_HASHED = ("document_mask", "weight", "text_bytes", "stream")
 
 
 def make_checkpoint_header(config: RunConfig, meta: dict) -> dict[str, Any]:
     """The part of a checkpoint that is constant in a run. meta: meta.json of the data.
 
-    The identity has what determines which weights can continue with which batches.
+    The identity has the settings that a resumed run must share: with others, its weights do not
+    fit, or its batches are different ones.
     """
     model = asdict(config.model)
     identity = {f"model.{key}": value for key, value in model.items()}
@@ -80,11 +82,16 @@ def check_identity(folder: Path, saved: dict, header: dict) -> None:
     changes = _describe_changes(saved["identity"], header["identity"])
     if not changes:
         return
-    if changes.pop("data", None):  # a hash of the text, and of the settings that read it
-        old_settings = _data_settings(saved["config"])
-        settings = _describe_changes(old_settings, _data_settings(header["config"]))
+    if "data" in changes:
+        del changes["data"]  # a hash of the text and of the settings that read it: name these
+        shared_sources = saved["config"]["data"]["mix"].keys() & header["config"]["data"]["mix"]
+        old_settings = _data_settings(saved["config"], shared_sources)
+        new_settings = _data_settings(header["config"], shared_sources)
+        no_settings = dict.fromkeys(old_settings)  # a source may have left data.mix
+        settings = _describe_changes(old_settings, no_settings | new_settings)
         changes |= settings
-        if all(key.endswith(NOT_HASHED) for key in settings):  # so the text itself has changed
+        explains_hash = any(not key.endswith(NOT_HASHED) for key in settings)
+        if not explains_hash:  # so the text itself has changed
             data = header["config"]["data"]
             source = format_value(data["path"] or data["name"])
             changes["text"] = f"another text than {source} has now"
@@ -95,17 +102,24 @@ def check_identity(folder: Path, saved: dict, header: dict) -> None:
 
 
 def _describe_changes(old: dict, new: dict) -> dict[str, str]:
-    """Describe the keys whose values differ: {key: "key=old (now new)"}."""
+    """Describe the keys of `new` whose values differ: {key: "key=old (now new)"}."""
     changes = {}
-    for key in old | new:
-        if old.get(key) != new.get(key):
-            now = format_value(new.get(key))
-            changes[key] = f"{key}={format_value(old.get(key))} (now {now})"
+    for key, value in new.items():
+        if old.get(key) != value:
+            changes[key] = f"{key}={format_value(old.get(key))} (now {format_value(value)})"
     return changes
 
 
-def _data_settings(config: dict) -> dict:
-    return flatten_dict({"data": config["data"], "tokenizer": config["tokenizer"]})
+def _data_settings(config: dict, shared_sources: set[str]) -> dict:
+    """The settings of data and tokenizer: {"data.path": value}.
+
+    Of a source of data.mix that only one of two runs has, only its text.
+    """
+    data = config["data"]
+    mix = {}
+    for name, source in data["mix"].items():
+        mix[name] = source if name in shared_sources else source["path"] or source["name"]
+    return flatten_dict({"data": data | {"mix": mix}, "tokenizer": config["tokenizer"]})
 
 
 @dataclass
@@ -118,7 +132,7 @@ class CheckpointWriter:
     header: dict  # returned by make_checkpoint_header
 
     def __post_init__(self) -> None:
-        self.last_step = self.state.step  # step of last.pt, which is loaded, if it exists
+        self.last_step = self.state.step  # of last.pt; the state is loaded from it
 
     def is_due(self) -> bool:
         """Whether to save after the current step."""
@@ -128,14 +142,15 @@ class CheckpointWriter:
     def save(self, results: dict) -> None:
         """Write best.pt after the best evaluation. Then write last.pt, except at step 0.
 
-        results: for summary.json, after the files.
+        config.keep earlier versions of last.pt stay, as step-NNNNNN.pt.
+        results: for summary.json, which is written last.
         Raises TrainingFailed if a weight is not finite.
         """
         run = self.run
         state = self.state
-        if state.step == 0 and not state.is_best:  # all processes agree
+        if state.step == 0 and not state.is_best:
             return
-        content = self.header | state.state_dict()
+        content = self.header | state.state_dict()  # all processes must call it
         if not run.is_main:
             return
         if not nn.utils.get_total_norm(content["model"].values(), math.inf).isfinite():
@@ -146,7 +161,7 @@ class CheckpointWriter:
         if state.is_best:
             self._save_best(content)
         if state.step > 0:
-            # The steps are equal if a resumed run has repeated an evaluation.
+            # If a resumed run has repeated an evaluation, last.pt is of this step already.
             if self.config.keep > 0 and self.last_step != state.step:
                 self._keep_last()
             save_checkpoint(run.last, content)
@@ -154,7 +169,7 @@ class CheckpointWriter:
         run.update(results)
 
     def _save_best(self, content: dict) -> None:
-        save_checkpoint(self.run.best, content | {"optimizer": None})  # a third of the size
+        save_checkpoint(self.run.best, content | {"optimizer": None})  # about a third of the size
 
     def _keep_last(self) -> None:
         """Copy last.pt to step-NNNNNN.pt, and remove the oldest copies."""
@@ -163,9 +178,9 @@ class CheckpointWriter:
         copy = self.run.last.with_name(f"step-{self.last_step:06d}.pt")
         with open(self.run.last, "rb") as last, atomic_writer(copy) as file:
             shutil.copyfileobj(last, file)  # some disks have no hard links
-        steps = find_step_files(self.run.folder, "checkpoints/step-*.pt")
-        for step in sorted(steps)[: -self.config.keep]:
-            steps[step].unlink()
+        copies = find_step_files(self.run.folder, "checkpoints/step-*.pt")
+        for step in sorted(copies)[: -self.config.keep]:
+            copies[step].unlink()
 
     def remove_later_steps(self) -> None:
         """Remove what later steps have left, if an older checkpoint was copied over last.pt.
@@ -191,7 +206,7 @@ class CheckpointWriter:
         if best_step == state.best_step:
             return
         if state.is_best:
-            content = self.header | state.state_dict()
+            content = self.header | state.state_dict()  # all processes must call it
             if run.is_main:
                 self._save_best(content)
         else:

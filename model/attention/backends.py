@@ -1,5 +1,6 @@
-"""The attention backends: one function per backend. The causal mask is attention_mask, below;
-without windows, positions and documents, kernels have the causal mask built in.
+"""The attention backends: one function per backend. The causal mask is attention_mask, below.
+
+Without windows, positions and documents, a kernel uses its own causal mask instead.
 
 model/attention/__init__.py has the signature of the functions and the notation.
 

@@ -149,6 +149,19 @@ def test_path_without_a_file_is_refused(folder, path):
         load_documents(path)
 
 
+@pytest.mark.parametrize("path", ["papers", "paper"])
+def test_empty_folder_is_not_suggested(workdir, path):
+    Path("papers").mkdir()
+    with pytest.raises(UserError, match=r"has no file to read in [^?]*; set a file"):
+        find_files(path, "data.path")
+
+
+@pytest.mark.parametrize("path", ["~no_such_user/x.txt", "x" * 300 + "/y.txt"])
+def test_path_that_cannot_exist_is_refused(workdir, path):
+    with pytest.raises(UserError, match=r"data.path=.* has no file to read"):
+        find_files(path, "data.path")
+
+
 @pytest.mark.parametrize("folder", ["", "texts/"])
 def test_path_with_a_typo_gets_a_suggestion(workdir, folder):
     Path(folder or ".").mkdir(exist_ok=True)
