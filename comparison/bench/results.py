@@ -3,6 +3,7 @@
 The first backend of the rows is the baseline. The other backends are compared with it.
 """
 
+import statistics
 from dataclasses import dataclass
 
 from common.console import format_number
@@ -16,6 +17,7 @@ TIME_LIMIT = "time limit"
 FAILED = "failed"
 NO_ATTENTION = "none"  # the row of phase step whose layers compute no attention
 NOT_RANKED = {*ATTENTION_TYPES, NO_ATTENTION}  # rows that do not compute softmax attention
+MAX_SPREAD = 1.5  # upper / lower quartile of times; a larger ratio means that the machine was busy
 MAX_TIE_RATIO = 1.1  # two backends count as equally fast up to this ratio of their medians
 
 
@@ -56,6 +58,18 @@ class Timing:
         return self.status == FINISHED
 
     @property
+    def is_noisy(self) -> bool:
+        """Whether the times vary so much that the row cannot be ranked."""
+        return self.is_finished and self.ms_q3 > MAX_SPREAD * self.ms_q1
+
+    @property
+    def problem(self) -> str | None:
+        """Why the row is not ranked."""
+        if not self.is_finished:
+            return self.status
+        return "times vary" if self.is_noisy else None
+
+    @property
     def title(self) -> str:
         return self.phase if self.mask == CAUSAL else f"{self.phase}, {self.mask}"
 
@@ -76,20 +90,27 @@ def group_rows(rows: list[Timing], *columns: str) -> dict[tuple, list[Timing]]:
     return groups
 
 
-def rank_by_time(rows: list[Timing]) -> tuple[list[Timing], list[Timing]]:
-    """Sort the finished rows of one phase, dtype and T by time. Returns (fastest, slower rows).
+def rank_by_time(rows: list[Timing]) -> tuple[list[list[Timing]], list[list[Timing]]]:
+    """Sort the kernels of one phase, dtype and T by time. Returns (fastest, slower kernels).
 
-    Two rows are equally fast if their quartiles overlap, or if the ratio of their medians is at
-    most MAX_TIE_RATIO.
+    A kernel has the rows of all backends that ran it. Rows whose times vary widely are not ranked.
+    A kernel is as fast as the first one if their quartiles overlap, or if the ratio of their
+    medians is at most MAX_TIE_RATIO.
     """
-    finished = [row for row in rows if row.is_finished]
-    finished.sort(key=lambda row: row.ms_median)
+    ranked = [row for row in rows if row.is_finished and not row.is_noisy]
+    kernels = list(group_rows(ranked, "resolved").values())
+    kernels.sort(key=_mean_ms)
     fastest = []
-    for row in finished:
-        best = finished[0]
-        if row.ms_q1 <= best.ms_q3 or row.ms_median <= MAX_TIE_RATIO * best.ms_median:
-            fastest.append(row)
-    return fastest, [row for row in finished if row not in fastest]
+    for kernel in kernels:
+        best = kernels[0]
+        quartiles_overlap = _mean_ms(kernel, "ms_q1") <= _mean_ms(best, "ms_q3")
+        if quartiles_overlap or _mean_ms(kernel) <= MAX_TIE_RATIO * _mean_ms(best):
+            fastest.append(kernel)
+    return fastest, [kernel for kernel in kernels if kernel not in fastest]
+
+
+def _mean_ms(kernel: list[Timing], column: str = "ms_median") -> float:
+    return statistics.mean(getattr(row, column) for row in kernel)
 
 
 def recommend(rows: list[Timing]) -> list[tuple[str, str, str]]:
@@ -108,22 +129,24 @@ def recommend(rows: list[Timing]) -> list[tuple[str, str, str]]:
 
 
 def _describe_fastest(rows: list[Timing]) -> str:
-    """Name the fastest backends: "flash or sdpa (equal), 2.7 times as fast as naive".
+    """Name the fastest backends: "flash or sdpa (same kernel), 2.7 times as fast as naive".
 
     rows: at one T. The first one is the baseline.
     """
     fastest, slower = rank_by_time(rows)
-    if not fastest:
-        return "none: " + ", ".join(f"{row.backend} {row.status}" for row in rows)
-    sentence = " or ".join(sorted(row.backend for row in fastest))
+    names = sorted(row.backend for kernel in fastest for row in kernel)
+    sentence = " or ".join(names) or "none"
     if len(fastest) > 1:
         sentence += " (equal)"
-    baseline = rows[0]
-    if baseline in fastest and slower:
+    elif len(names) > 1:
+        sentence += " (same kernel)"
+    # if the baseline is one of the fastest, the fastest of the others
+    baseline = next((kernel for kernel in slower if rows[0] in kernel), None)
+    if slower and any(rows[0] in kernel for kernel in fastest):
         baseline = slower[0]
-    if not baseline.is_finished:
-        sentence += f", {baseline.backend}: {baseline.status}"
-    elif baseline not in fastest:
-        ratio = baseline.ms_median / fastest[0].ms_median
-        sentence += f", {ratio:.1f} times as fast as {baseline.backend}"
-    return sentence
+    if baseline is not None:
+        ratio = _mean_ms(baseline) / _mean_ms(fastest[0])
+        sentence += f", {ratio:.1f} times as fast as "
+        sentence += " and ".join(row.backend for row in baseline)
+    problems = [f"{row.backend}: {row.problem}" for row in rows if row.problem]
+    return "; ".join([sentence, *problems])

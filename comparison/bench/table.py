@@ -1,20 +1,26 @@
 """Prints the results of a bench: the recommendation first, then one table per phase."""
 
-import statistics
 from pathlib import Path
 
 from rich.table import Table
 
 from common.console import PlainConsole, make_table, pluralize
 from comparison.bench.config import BenchConfig
-from comparison.bench.results import MAX_TIE_RATIO, NO_ATTENTION, Timing, group_rows, recommend
+from comparison.bench.results import (
+    MAX_SPREAD,
+    MAX_TIE_RATIO,
+    NO_ATTENTION,
+    Timing,
+    group_rows,
+    recommend,
+)
 
-MAX_SPREAD = 1.5  # upper / lower quartile of times; a larger ratio means that the machine was busy
 LEGEND = (
     "kernel: the one that ran. ms: median time of a call, without compilation.",
     "MiB: memory of a call, besides its inputs; in phase step, besides model and optimizer.",
     "error: largest absolute difference of y from naive in float64; of gradients: dq, dk and dv.",
     f"equal: the quartiles overlap, or the medians differ by less than {MAX_TIE_RATIO - 1:.0%}.",
+    f"times vary: the upper quartile is more than {MAX_SPREAD} times the lower quartile.",
     f"{NO_ATTENTION}: a training step whose layers add q, k and v instead of attending. No backend "
     "can make a step faster.",
 )
@@ -25,17 +31,18 @@ def print_results(rows: list[Timing], folder: Path) -> None:
     console = PlainConsole()
     console.print(f"\nfastest here ({rows[0].device})", style="bold")
     console.print(_recommendation_table(rows))
-    spreads = [row.ms_q3 / row.ms_q1 for row in rows if row.is_finished]
-    spread = statistics.median(spreads or [1.0])
-    if spread > MAX_SPREAD:
-        reason = f"the upper quartile is typically {spread:.1f} times the lower quartile"
+    noisy = [row for row in rows if row.is_noisy]
+    if noisy:
         advice = "Close other programs, and run the bench again with more rounds or seconds."
-        console.print(f"These times are not reliable: {reason}. {advice}", style="bold")
+        console.print(
+            f"{len(noisy)} of {len(rows)} times vary widely and are not ranked. {advice}",
+            style="bold",
+        )
     for (phase, dtype), phase_rows in group_rows(rows, "title", "dtype").items():
         console.print(f"\n{phase}, {dtype}", style="bold")
         console.print(_phase_table(phase_rows))
     console.print()
-    for note in [*LEGEND, *list_failures(rows)]:
+    for note in [*LEGEND, *list_slow_bounds(rows), *list_failures(rows)]:
         console.print(note)
     console.print_text(f"\nwritten  {folder / 'attention.csv'}  {folder / 'attention.png'}")
 
@@ -66,6 +73,20 @@ def _phase_table(rows: list[Timing]) -> Table:
 
 def _format(value: float | None, spec: str) -> str:
     return "" if value is None else f"{value:{spec}}"
+
+
+def list_slow_bounds(rows: list[Timing]) -> list[str]:
+    """List the steps that are not slower with attention than without it, which is due to noise."""
+    lines = []
+    for (title, dtype, T), group in group_rows(rows, "title", "dtype", "T").items():
+        times = {row.backend: row.ms_median for row in group if row.is_finished}
+        bound = times.pop(NO_ATTENTION, 0)
+        if bound > min(times.values(), default=bound):
+            lines.append(
+                f"{title}, {dtype}, T = {T:,}: the step without attention is not faster, so it is "
+                "no bound. Attention takes less time than the times vary."
+            )
+    return lines
 
 
 def list_failures(rows: list[Timing]) -> list[str]:

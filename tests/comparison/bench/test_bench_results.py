@@ -6,29 +6,42 @@ from bench_helpers import make_row, make_rows
 from comparison.bench.results import Timing, rank_by_time, recommend
 
 
-def names(rows: list[Timing]) -> list[str]:
-    return [row.backend for row in rows]
+def names(kernels: list[list[Timing]]) -> list[list[str]]:
+    return [[row.backend for row in kernel] for kernel in kernels]
 
 
-def test_rows_are_sorted_by_time():
+def test_kernels_are_sorted_by_time():
     fastest, slower = rank_by_time(make_rows(a={8: 3.0}, b={8: 1.0}, c={8: 2.0}))
-    assert (names(fastest), names(slower)) == (["b"], ["c", "a"])
+    assert (names(fastest), names(slower)) == ([["b"]], [["c"], ["a"]])
 
 
 def test_medians_within_ten_percent_are_equal():
     fastest, slower = rank_by_time(make_rows(a={8: 1.09}, b={8: 1.0}, c={8: 1.11}))
-    assert (names(fastest), names(slower)) == (["b", "a"], ["c"])
+    assert (names(fastest), names(slower)) == ([["b"], ["a"]], [["c"]])
 
 
 def test_overlapping_quartiles_are_equal():
-    rows = [make_row("a", 8, 1.3, spread=0.3), make_row("b", 8, 1.0)]
+    rows = [make_row("a", 8, 1.12, spread=0.15), make_row("b", 8, 1.0)]
     fastest, _ = rank_by_time(rows)
-    assert names(fastest) == ["b", "a"]
+    assert names(fastest) == [["b"], ["a"]]
 
 
 def test_rows_that_did_not_finish_are_not_ranked():
     fastest, slower = rank_by_time([make_row("a", 8, None), make_row("b", 8, 1.0)])
-    assert (names(fastest), names(slower)) == (["b"], [])
+    assert (names(fastest), names(slower)) == ([["b"]], [])
+
+
+def test_rows_whose_times_vary_are_not_ranked():
+    rows = [make_row("a", 8, 0.5, spread=0.3), make_row("b", 8, 1.0)]
+    fastest, slower = rank_by_time(rows)
+    assert (names(fastest), names(slower)) == ([["b"]], [])
+
+
+def test_backends_that_ran_the_same_kernel_are_ranked_together():
+    rows = make_rows(naive={8: 2.5}, sdpa={8: 1.0}, flash={8: 1.4})
+    rows[1].resolved = "flash"
+    fastest, slower = rank_by_time(rows)
+    assert (names(fastest), names(slower)) == ([["sdpa", "flash"]], [["naive"]])
 
 
 @pytest.mark.parametrize(
@@ -48,13 +61,24 @@ def test_rows_that_did_not_finish_are_not_ranked():
         ),
         pytest.param(
             [make_row("a", 8, None), make_row("b", 8, 20.0)],
-            "b, a: out of memory",
+            "b; a: out of memory",
             id="baseline did not finish",
         ),
         pytest.param(
             [make_row("a", 8, None), make_row("b", 8, None)],
-            "none: a out of memory, b out of memory",
+            "none; a: out of memory; b: out of memory",
             id="none finished",
+        ),
+        pytest.param(
+            [make_row("a", 8, 1.0), make_row("b", 8, 3.0, spread=0.3)],
+            "a; b: times vary",
+            id="times of one vary",
+        ),
+        pytest.param(
+            [make_row("naive", 8, 4.0)]
+            + [make_row(name, 8, 2.0, resolved="flash") for name in ("sdpa", "flash")],
+            "flash or sdpa (same kernel), 2.0 times as fast as naive",
+            id="two run the same kernel",
         ),
         pytest.param(
             make_rows(naive={8: 4.0}, flash={8: 2.0}, none={8: 1.0}),

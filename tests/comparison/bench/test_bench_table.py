@@ -5,7 +5,12 @@ from pathlib import Path
 import pytest
 from bench_helpers import CONFIG, make_row, make_rows
 
-from comparison.bench.table import describe_bench, list_failures, print_results
+from comparison.bench.table import (
+    describe_bench,
+    list_failures,
+    list_slow_bounds,
+    print_results,
+)
 
 
 @pytest.fixture
@@ -55,10 +60,21 @@ def test_error_can_be_nan(print_rows):
     assert " nan " in print_rows([make_row("a", 64, 1.0, error_y=float("nan"))])
 
 
-@pytest.mark.parametrize(("spread", "is_noisy"), [(0.5, True), (0.1, False)])
-def test_times_that_vary_widely_are_not_reliable(print_rows, spread, is_noisy):
-    rows = [make_row("a", T, 1.0, spread=spread) for T in (8, 16)]
-    assert ("not reliable" in print_rows(rows)) == is_noisy
+def test_times_that_vary_widely_are_counted(print_rows):
+    rows = [make_row("a", 8, 1.0, spread=0.5), make_row("b", 8, 1.0)]
+    assert "1 of 2 times vary widely and are not ranked" in print_rows(rows)
+
+
+def test_times_that_do_not_vary_have_no_warning(print_rows):
+    assert "are not ranked" not in print_rows([make_row("a", 8, 1.0, spread=0.1)])
+
+
+@pytest.mark.parametrize(("ms", "count"), [(0.9, 0), (1.1, 1)], ids=["faster", "slower"])
+def test_step_without_attention_that_is_not_faster_is_no_bound(ms, count):
+    rows = [make_row(name, 8, t, phase="step") for name, t in (("a", 1.0), ("none", ms))]
+    lines = list_slow_bounds(rows)
+    assert len(lines) == count
+    assert all("step, float32, T = 8: the step without attention" in line for line in lines)
 
 
 def test_failures_with_one_reason_are_listed_together():
