@@ -25,6 +25,17 @@ def style_axes(axes, title: str, grid: str = "both") -> None:
     axes.spines[["top", "right"]].set_visible(False)
 
 
+def label_log_axis(axis) -> None:
+    """Label a logarithmic axis, after plotting, with plain numbers: 1, 2, 5, 10, 20, ..."""
+    from matplotlib.ticker import LogLocator, NullFormatter
+
+    low, high = axis.get_view_interval()
+    subs = (1, 2, 5) if high > 10 * low else (1, 1.2, 1.5, 2, 3, 5, 7)
+    axis.set_major_locator(LogLocator(subs=subs))
+    axis.set_major_formatter("{x:,.10g}")
+    axis.set_minor_formatter(NullFormatter())
+
+
 def line_style(index: int, count: int, max_width: float) -> dict:
     """Style of line `index` of `count`: keyword arguments of matplotlib's plot.
 

@@ -58,6 +58,12 @@ def explain_error(script: str, error: BaseException) -> str:
     if isinstance(error, OverrideParseException):
         advice = """put its value in two pairs of quotes: 'KEY="VALUE"'"""
         return f"{error.override!r} cannot be parsed; {advice}"
+    if "Ambiguous value" in str(error):  # attention=naive,flash
+        word = str(error).partition("'")[2].partition("'")[0]
+        advice = "put a list in brackets, as in [a,b]"
+        if script == "train":
+            advice = f"add -m to train each of them, or {advice}"
+        return f"{word} has several values; {advice}"
     if isinstance(error, MissingConfigException):
         # The file that was not found, and the choices, if there are any
         paragraphs = str(error).partition("Config search path:")[0].strip().replace("\n\n", "; ")

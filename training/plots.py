@@ -7,7 +7,7 @@ from pathlib import Path
 
 import numpy as np
 
-from common.plots import TRAIN_COLOR, VAL_COLOR, make_figure, style_axes
+from common.plots import TRAIN_COLOR, VAL_COLOR, label_log_axis, make_figure, style_axes
 
 ATTENTION_PANELS = {
     "score_variance": "variance of the scores",
@@ -84,6 +84,7 @@ def _plot_attention(rows: list[dict], path: Path) -> None:
             label = f"layer {layer + 1}"
             axes.plot(steps, heads.mean(-1), color=color, linewidth=1.8, label=label)
     panels[0].set_yscale("log", nonpositive="clip")
+    label_log_axis(panels[0].yaxis)
     legend.axis("off")
     legend.legend(
         *panels[0].get_legend_handles_labels(),

@@ -4,7 +4,7 @@ import textwrap
 from pathlib import Path
 
 from common.files import atomic_writer
-from common.plots import DASHES, GREY, line_style, make_figure, style_axes
+from common.plots import DASHES, GREY, label_log_axis, line_style, make_figure, style_axes
 from comparison.bench.results import Timing, group_rows
 
 MEMORY_RESOLUTION_BYTES = 2**16  # of Linux's counters; the plot omits smaller values
@@ -74,12 +74,11 @@ def _line_styles(rows: list[Timing]) -> dict[tuple[str, str], dict]:
 
 def _set_scales(axes, Ts: list[int]) -> None:
     """Make both axes logarithmic, with plain numbers as ticks."""
-    from matplotlib.ticker import LogLocator
-
     axes.set_xscale("log")
     axes.set_xticks(Ts, [f"{T:,}" for T in Ts])
     if any(len(line.get_ydata()) > 0 for line in axes.lines):
         axes.set_yscale("log")
-        axes.yaxis.set_major_locator(LogLocator(subs=(1, 2, 5)))
-        axes.yaxis.set_major_formatter("{x:,.10g}")
+        label_log_axis(axes.yaxis)
+    else:
+        axes.set_yticks([])  # no backend has a value
     axes.minorticks_off()

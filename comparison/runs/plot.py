@@ -13,6 +13,7 @@ from comparison.runs.read import Setting
 from comparison.runs.statistics import SettingStats, divergence, find_pairs, mean
 
 LEGEND_LINE_CHARS = 130
+BAR_LABEL_CHARS = 40
 MIN_EVALUATIONS = 4  # with as many, the loss before training is not plotted
 
 
@@ -20,9 +21,8 @@ def plot_comparison(settings: list[Setting], rows: list[SettingStats], path: Pat
     """Plot settings into a PNG file, 1500 pixels wide.
 
     rows: statistics of the settings.
-    The legend numbers the settings, and the bars have these numbers.
     """
-    labels = [_legend_label(number, row) for number, row in enumerate(rows, 1)]
+    labels = [_legend_label(row) for row in rows]
     longest = max(len(label) for label in labels)
     columns = max(1, min(len(rows), 4, LEGEND_LINE_CHARS // (longest + 8)))
     figure = make_figure(10, 6.2 + 0.19 * math.ceil(len(labels) / columns))
@@ -31,9 +31,10 @@ def plot_comparison(settings: list[Setting], rows: list[SettingStats], path: Pat
     _plot_divergence(distances, settings)
     step_ms = [[row.step_ms_q1, row.step_ms, row.step_ms_q3] for row in rows]
     q1, median, q3 = np.array(step_ms, dtype=float).T  # None becomes NaN
-    _plot_bars(times, "step time: median and quartiles, ms", median, [median - q1, q3 - median])
+    title = "step time: median and quartiles, ms"
+    _plot_bars(times, title, labels, median, [median - q1, q3 - median])
     peaks = np.array([row.peak_memory_bytes for row in rows], dtype=float)
-    _plot_bars(memory, "peak memory of the median run, MiB", peaks / 2**20)
+    _plot_bars(memory, "peak memory of the median run, MiB", labels, peaks / 2**20)
     legend = figure.legend(
         lines, labels, loc="outside lower center", ncols=columns, frameon=False, fontsize=9
     )
@@ -43,9 +44,9 @@ def plot_comparison(settings: list[Setting], rows: list[SettingStats], path: Pat
         figure.savefig(file)
 
 
-def _legend_label(number: int, row: SettingStats) -> str:
-    """Number and name of a setting, and its status if no run finished."""
-    label = f"{number} {row.setting}" if row.seeds else f"{number} {row.setting} ({row.status})"
+def _legend_label(row: SettingStats) -> str:
+    """Name of a setting, and its status if no run finished."""
+    label = row.setting if row.seeds else f"{row.setting} ({row.status})"
     # Names of files that are not UTF-8 are escaped.
     return label[:LEGEND_LINE_CHARS].encode(errors="backslashreplace").decode()
 
@@ -87,9 +88,12 @@ def _plot_divergence(axes, settings: list[Setting]) -> None:
     _label_steps(axes)
 
 
-def _plot_bars(axes, title: str, values: np.ndarray, spreads: list | None = None) -> None:
+def _plot_bars(
+    axes, title: str, labels: list[str], values: np.ndarray, spreads: list | None = None
+) -> None:
     """Plot horizontal bars with their values, the first setting at the top. NaN has no bar.
 
+    labels: names of the settings.
     spreads: lengths of the error bar below and above each value.
     """
     style_axes(axes, title, grid="x")
@@ -98,7 +102,8 @@ def _plot_bars(axes, title: str, values: np.ndarray, spreads: list | None = None
     bars = axes.barh(numbers, values, xerr=spreads, color=colors, alpha=0.75, ecolor=GREY)
     axes.bar_label(bars, fmt=format_number, padding=3)
     axes.margins(x=0.25)
-    axes.set_yticks(numbers)
+    names = [label[:BAR_LABEL_CHARS].replace(", ", "\n") for label in labels]
+    axes.set_yticks(numbers, names, parse_math=False, fontsize=9)
     axes.invert_yaxis()
 
 

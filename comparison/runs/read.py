@@ -19,7 +19,6 @@ from common.settings import flatten_dict, format_value
 IGNORED_SECTIONS = ("seed", "name", "resume", "wandb")  # runs of one setting may differ in these
 # Suffixes of the keys that select the values of a section, as model.name and attention.backend do.
 CHOICES = (".name", ".backend")
-MAX_DIFFERENCES = 4  # in a label
 METRICS = ("train/loss", "val/loss", "step_ms", "tokens_per_second")
 NUMBERS = (
     "step",
@@ -60,6 +59,11 @@ class Run:
     @property
     def status(self) -> str:
         return self.summary["status"]
+
+    @property
+    def has_metrics(self) -> bool:
+        """Whether the run has started. A refused run has no metrics."""
+        return (self.folder / "metrics.jsonl").exists()
 
     @property
     def data(self) -> str | None:
@@ -194,7 +198,6 @@ def _set_labels(settings: list[Setting]) -> None:
 def _list_differences(config: dict, configs: list[dict]) -> list[str]:
     """List key=value of the keys in which `config` differs from others, choices first.
 
-    The list has at most MAX_DIFFERENCES of them, and then their number.
     Keys of a section, such as optimizer.lr, are compared only with configs that have the same
     choice, such as optimizer.name.
     """
@@ -209,6 +212,4 @@ def _list_differences(config: dict, configs: list[dict]) -> list[str]:
                 name = key.removesuffix(".name").removesuffix(".backend")
                 differences.append(f"{name}={format_value(config[key])}")
                 break
-    if len(differences) > MAX_DIFFERENCES:
-        differences[MAX_DIFFERENCES:] = [f"{len(differences) - MAX_DIFFERENCES} more"]
     return differences

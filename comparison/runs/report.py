@@ -20,10 +20,10 @@ h1 { font-size: 1.6rem }
 h2 { font-size: 1.2rem; margin-top: 2rem }
 ul { padding-left: 1.6rem }
 div { overflow-x: auto }
-table { font-size: .85rem; border-collapse: collapse }
+table { font-size: .85rem; border-collapse: collapse; min-width: 100% }
 th, td { padding: .3rem .7rem; border-bottom: 1px dotted; text-align: left; vertical-align: top;
          white-space: pre }
-img { width: 100%; max-width: 1000px }
+img { width: 100%; min-width: 45rem; max-width: 1500px }
 ul { font-size: .9rem; opacity: .7 }
 """
 # Keys of summary.json, and headers.
@@ -51,7 +51,7 @@ def write_report(
         f"<title>{title}</title><style>{STYLE}</style><h1>{title}</h1>",
         _statistics_table(rows),
         _list(list_notes(rows)),
-        f'<img alt="{alt}" src="data:image/png;base64,{png}">',
+        f'<div><img alt="{alt}" src="data:image/png;base64,{png}"></div>',
         "<h2>Settings</h2>",
         _config_table(settings),
         "<h2>Runs</h2>",

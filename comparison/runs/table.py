@@ -101,7 +101,9 @@ def format_cell(row: SettingStats, header: str) -> str:
     q1 = getattr(row, f"{field}_q1", None)
     q3 = getattr(row, f"{field}_q3", None)
     if q1 is not None:
-        text += f" ({format_field(q1)}{EN_DASH}{format_field(q3)})"
+        spread = f"{format_field(q1)}{EN_DASH}{format_field(q3)}"
+        spread = re.sub(rf" (\w+)(?={EN_DASH}\S+ \1$)", "", spread)  # the unit once
+        text += f" ({spread})"
     return text
 
 
@@ -130,6 +132,7 @@ def list_notes(rows: list[SettingStats], columns: Iterable[str] = COLUMNS) -> li
         for start, meaning in VERDICT_NOTES.items():
             if verdict.startswith(start):
                 notes.append(f"{verdict}: {meaning}")
+    notes += _list_equal_kernels(rows)
     devices = distinct(row.device_name for row in rows)
     if len(devices) > 1:
         listed = ", ".join(devices)
@@ -140,6 +143,20 @@ def list_notes(rows: list[SettingStats], columns: Iterable[str] = COLUMNS) -> li
     elif len(distinct(row.data for row in rows)) > 1:
         notes.append("Losses are not comparable: the texts differ.")
     return notes + [f"{row.setting}: {row.status}: {row.reason}" for row in rows if row.reason]
+
+
+def _list_equal_kernels(rows: list[SettingStats]) -> list[str]:
+    """List the settings that differ in the requested backend only, but ran the same kernel."""
+    settings: dict[tuple, list[str]] = {}
+    for row in rows:
+        others = re.sub(r"attention=[\w:]+", "", row.setting)
+        if row.kernel is not None and others != row.setting:
+            settings.setdefault((row.kernel, others), []).append(row.setting)
+    return [
+        f"{' and '.join(names)} ran the same kernel, {kernel}: they differ by noise only."
+        for (kernel, _), names in settings.items()
+        if len(names) > 1
+    ]
 
 
 def choose_headers(rows: list[SettingStats], columns: Iterable[str] = COLUMNS) -> list[str]:

@@ -71,9 +71,10 @@ def name_case(value) -> str:
         ("train", ["data.mix=[a]"], ("data.mix:", "dict")),
         # words that cannot be parsed, and several values
         ("train", ["seed='1\n"], ("seed='1", "put its value in two pairs of quotes")),
-        ("train", ["train.steps=1,000"], ("'train.steps=1,000'", "--multirun")),
-        ("train", ["seed=1,2"], ("'seed=1,2'", "--multirun")),
-        ("train", ["optimizer=glob(*)"], ("optimizer=glob(*)", "--multirun")),
+        ("train", ["train.steps=1,000"], ("train.steps=1,000 has several values", "-m")),
+        ("train", ["attention=naive,flash"], ("attention=naive,flash has several", "-m")),
+        ("train", ["optimizer=glob(*)"], ("optimizer=glob(*)", "-m")),
+        ("bench", ["backends=naive,flash"], ("backends=naive,flash has several", "[a,b]")),
     ],
     ids=name_case,
 )
