@@ -36,11 +36,12 @@ from comparison.bench.plot import plot_results
 from comparison.bench.results import FAILED, REFUSED, Timing, recommend
 from comparison.bench.runner import measure_groups
 from comparison.bench.table import describe_bench, print_results
+from comparison.bench.wandb_runs import make_bench_runs
 from generation.run_paths import make_new_folder
 from training.device import resolve_compile
 from training.run_folder import write_config
 from training.signals import run_process
-from training.wandb_logger import WandbRun
+from training.wandb_logger import WandbLogger
 
 
 def main(config: BenchConfig) -> int:
@@ -70,11 +71,9 @@ def main(config: BenchConfig) -> int:
     if rows:
         picture = folder / "attention.png"
         plot_results(rows, picture, title)
-        wandb_config = asdict(config) | environment
-        wandb = WandbRun(config.wandb, folder, wandb_config, name=folder.name, job_type="attention")
-        wandb.log([{"attention": rows, "attention_picture": picture}])
-        wandb.finish(0)
         print_results(rows, folder)
+        runs = make_bench_runs(rows, config, environment, folder)
+        WandbLogger(config.wandb, runs).finish()
     if status == "interrupted":
         raise KeyboardInterrupt(f"stopped after {len(rows)} rows, which are in {folder}")
     statuses = {row.status for row in rows}

@@ -7,6 +7,7 @@
 keys:
   out=DIR               folder to write the files into
   difference=X          show how many seeds are needed to find a difference of X nats per token
+  wandb.mode=offline    also log the runs and the comparison to wandb; or online
 
 Prints a table, and writes report.html, comparison.png and comparison.csv. The default folder is
 that of a single sweep, else runs/comparison. Differences are relative to the first setting.
@@ -21,6 +22,7 @@ from pathlib import Path
 
 from comparison.runs.comparison import compare, print_comparison
 from comparison.runs.read import is_sweep
+from comparison.runs.wandb_runs import log_comparison
 from configs.schema import CompareConfig
 from generation.run_paths import RUNS
 from training.signals import run_process
@@ -36,6 +38,8 @@ def main(config: CompareConfig) -> int:
         out = folders[0]
     rows = compare(folders, out, config.difference)
     print_comparison(rows, out)
+    if config.wandb.mode != "disabled":
+        log_comparison(config.wandb, folders, rows, out, with_runs=True)
     return 0
 
 

@@ -49,7 +49,6 @@ from training.run_logger import RunLogger
 from training.schedule import lr_scale
 from training.signals import StopRequest, run_process
 from training.train_state import TrainState
-from training.wandb_logger import check_login
 
 
 def main(config: RunConfig) -> int:
@@ -57,8 +56,6 @@ def main(config: RunConfig) -> int:
     runtime = resolve_runtime(config)  # refuses what cannot run here, before a file is written
     dist = runtime.dist
     device = runtime.device
-    if dist.is_main:
-        check_login(config.wandb)
     dist.connect(device, runtime.dtype)
 
     with ExitStack() as stack:

@@ -157,6 +157,18 @@ def flatten_dict(config: dict, prefix: str = "") -> dict:
     return flat
 
 
+def nest_dict(flat: dict) -> dict:
+    """The inverse of flatten_dict: {"model.n_layer": 2} -> {"model": {"n_layer": 2}}."""
+    nested: dict = {}
+    for key, value in flat.items():
+        *sections, name = key.split(".")
+        section = nested
+        for part in sections:
+            section = section.setdefault(part, {})
+        section[name] = value
+    return nested
+
+
 def check_path_component(key: str, word: str) -> None:
     """Raise UserError for a word that cannot be part of a folder name."""
     has_valid_characters = re.fullmatch(r"[A-Za-z0-9._-]{1,100}", word)

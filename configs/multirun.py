@@ -100,7 +100,7 @@ def make_jobs(
         # A job that an earlier command has started keeps its name
         name = started.get(identify_config(flatten_dict(values)), name)
         values["name"] = f"sweeps/{sweep}/{name}"
-        values["wandb"]["group"] = config.wandb.group or sweep
+        values["wandb"]["group"] = config.wandb.group or os.environ.get("WANDB_RUN_GROUP") or sweep
         arguments = [*words, f"name={values['name']}", f"wandb.group={values['wandb']['group']}"]
         if config_dir:
             arguments = ["--config-dir", config_dir, *arguments]

@@ -15,7 +15,7 @@ from comparison.bench.config import BenchConfig
 from data.config import DataConfig, PrepareConfig
 from generation.config import SamplingConfig
 from model import AttentionConfig
-from training.config import OPTIMIZER_CONFIGS, RunConfig
+from training.config import OPTIMIZER_CONFIGS, RunConfig, WandbConfig
 
 
 @dataclass
@@ -116,6 +116,7 @@ class CompareConfig:
     out: str | None = None
     # nats per token: how many seeds find a difference of this size
     difference: float | None = setting(None, above=0)
+    wandb: WandbConfig = field(default_factory=lambda: WandbConfig(mode="disabled"))
 
 
 @dataclass

@@ -70,24 +70,29 @@ def attention_maps(model: GPT, tokens: Tensor, doc_ids: Tensor | None = None) ->
     return record_attention(model, tokens, doc_ids, softmax_on_cpu)
 
 
-def attention_statistics(
-    model: GPT, tokens: Tensor, doc_ids: Tensor | None = None
-) -> dict[str, float]:
-    """Statistics of each head as metrics: {"attention/entropy/layer-1/head-1": 2.3, ...}.
+def attention_statistics(model: GPT, tokens: Tensor, doc_ids: Tensor | None = None) -> Tensor:
+    """All STATISTICS of each head, as means over sequences (n_layer, 5, H).
 
     tokens (B, T); doc_ids (B, T): see GPT.backbone.
-    Values are means over the B sequences. "attention/entropy" and so on are the means over layers
-    and heads. A value is NaN if no query sees an earlier key; means ignore it.
+    A value is NaN if no query sees an earlier key; means ignore it.
     """
     per_sequence = []
     for i in range(len(tokens)):  # one sequence at a time, to save memory
         ids = None if doc_ids is None else doc_ids[i : i + 1]
         per_sequence.append(record_attention(model, tokens[i : i + 1], ids, head_statistics))
-    values = torch.stack(per_sequence).nanmean(0)  # (n_layer, 5, H)
+    return torch.stack(per_sequence).nanmean(0)
+
+
+def name_statistics(values: Tensor) -> dict[str, float]:
+    """The statistics of all heads as metrics: {"attention/entropy/layer_1/head_1": 2.3, ...}.
+
+    values (n_layer, 5, H).
+    "attention/entropy" and so on are the means over layers and heads.
+    """
     metrics = {}
     for i, name in enumerate(STATISTICS):
         metrics[f"attention/{name}"] = values[:, i].nanmean().item()
         for layer, heads in enumerate(values[:, i].tolist(), start=1):
             for head, value in enumerate(heads, start=1):
-                metrics[f"attention/{name}/layer-{layer}/head-{head}"] = value
+                metrics[f"attention/{name}/layer_{layer}/head_{head}"] = value
     return metrics

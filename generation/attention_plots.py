@@ -16,7 +16,7 @@ from common.errors import UserError
 from common.plots import GREY, MASKED_COLOR, make_figure
 from data.tokenizer import Tokenizer, encode, token_strings
 from generation.attention_maps import attention_maps
-from generation.head_statistics import entropy
+from generation.head_statistics import STATISTICS, entropy
 from model.gpt import GPT
 
 MAX_MAP_TOKENS = 256  # with more, a weight is smaller than a pixel
@@ -113,3 +113,25 @@ def plot_attention(
         # Characters that the font lacks become boxes.
         warnings.filterwarnings("ignore", message="Glyph")
         figure.savefig(path)
+
+
+def plot_head_statistics(values: Tensor, path: Path) -> None:
+    """Plot the statistics of all heads: one heat map per statistic, layers over heads.
+
+    values (n_layer, 5, H): of attention_statistics.
+    path: picture to write.
+    """
+    n_layer, _, H = values.shape
+    figure = make_figure(11, 1.6 + 0.18 * n_layer)
+    panels = figure.subplots(1, len(STATISTICS), sharey=True)
+    tables = values.numpy().swapaxes(0, 1)  # (5, n_layer, H)
+    for axes, name, table in zip(panels, STATISTICS, tables, strict=True):
+        heat_map = axes.imshow(table, aspect="auto", extent=(0.5, H + 0.5, n_layer + 0.5, 0.5))
+        axes.set_title(name.replace("_", " "), fontsize=9)
+        axes.set_xlabel("head")
+        for axis in (axes.xaxis, axes.yaxis):
+            axis.get_major_locator().set_params(integer=True)
+        figure.colorbar(heat_map, ax=axes, location="top", format="{x:.2g}")
+    panels[0].set_ylabel("layer")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)

@@ -6,6 +6,7 @@ from pathlib import Path
 
 import yaml
 
+from common.settings import nest_dict
 from comparison.runs.read import read_settings
 from comparison.runs.statistics import SettingStats, compute_stats
 
@@ -22,6 +23,7 @@ CONFIG = {
     "optimizer.beta": 0.9,
     "train.steps": 10,
     "wandb.mode": "offline",
+    "wandb.group": None,
 }
 KERNEL = {"attention.backend": "flex"}  # changes the implementation
 LR = {"optimizer.lr": 0.1}  # changes the training
@@ -29,11 +31,11 @@ LR = {"optimizer.lr": 0.1}  # changes the training
 
 def make_metrics(losses: Sequence[float], val: float) -> list[dict]:
     """Rows of metrics.jsonl: one per training loss, and two evaluations."""
-    rows = [{"step": 0, "tokens": 0, "seconds": 0.0, "val/loss": 4.0}]
+    rows = [{"step": 0, "seconds": 0.0, "val/loss": 4.0}]
     for step, loss in enumerate(losses, 1):
         step_ms = 100.0 if step <= 5 else 10.0 + step
         speed = {"step_ms": step_ms, "tokens_per_second": 1000.0 + step}
-        rows.append({"step": step, "train/loss": loss} | speed)
+        rows.append({"step": step, "seconds": float(step), "train/loss": loss} | speed)
     rows[-1]["val/loss"] = val
     return rows
 
@@ -56,7 +58,8 @@ def write_run(
     """
     folder.mkdir(parents=True)
     config = CONFIG | (changes or {}) | {"seed": seed, "name": folder.name}
-    (folder / "config.yaml").write_text(yaml.safe_dump(config, sort_keys=False), encoding="utf-8")
+    text = yaml.safe_dump(nest_dict(config), sort_keys=False)
+    (folder / "config.yaml").write_text(text, encoding="utf-8")
     summary = {"name": folder.name, "status": status, "error": error}
     if status != "refused":
         lines = [json.dumps(row) + "\n" for row in make_metrics(losses, val)]

@@ -97,7 +97,8 @@ def test_run_that_was_killed_at_its_end_gets_the_results_of_its_last_checkpoint(
     assert train("name=a") == 0
     # the speed is of the last step, and no median
     last = {key: metrics("a")[-1][key] for key in ("step_ms", "tokens_per_second", "mfu")}
-    assert summary("a") == before | last | {"command": summary("a")["command"]}
+    new = {key: summary("a")[key] for key in ("command", "wandb_id", "peak_flops")}
+    assert summary("a") == before | last | new
     assert Path("runs/a/loss.png").exists()
 
 
@@ -411,10 +412,10 @@ def test_run_leaves_no_temporary_files(traced):
 
 
 @pytest.mark.slow
-def test_run_imports_no_compiler(traced):
-    """Importing it takes two seconds."""
-    assert {"torch", "wandb"} <= traced.imported
-    assert not traced.imported & {"torch._dynamo", "sympy"}
+def test_run_imports_neither_the_compiler_nor_wandb(traced):
+    """Importing them takes seconds. Another process imports wandb."""
+    assert "torch" in traced.imported
+    assert not traced.imported & {"torch._dynamo", "sympy", "wandb"}
 
 
 # Signals
@@ -547,11 +548,11 @@ def stopped(request, uninterrupted, tmp_path_factory) -> StoppedRun:
     shutil.copytree(uninterrupted, folder, dirs_exist_ok=True)
     codes = []
 
-    def record(run, exit_code):
+    def record(logger, exit_code, **end):
         codes.append(exit_code)
 
     with signal_in_call(*call) as calls, pytest.MonkeyPatch.context() as patch:
-        patch.setattr("training.wandb_logger.WandbRun.finish", record)
+        patch.setattr("training.wandb_logger.WandbLogger.finish", record)
         code, printed = run_in(folder, *EVERY_STEP)
     return StoppedRun(folder, step, code, printed, codes, len(calls) - call[0])
 

@@ -85,7 +85,7 @@ def test_rows_count_the_training_tokens(rows):
     assert [row["tokens"] for row in rows] == [64 * step for step in range(7)]
 
 
-OF_ALL_ROWS = {"step", "tokens", "seconds"}
+OF_ALL_ROWS = {"step", "tokens", "seconds", "flops"}
 OF_STEPS = {"train/loss", "grad_norm", "lr", "step_ms", "tokens_per_second", "mfu"}
 OF_EVALUATIONS = {"val/loss", "val/bpb", "sample", "peak_memory_bytes"}
 
@@ -101,6 +101,11 @@ OF_EVALUATIONS = {"val/loss", "val/bpb", "sample", "peak_memory_bytes"}
 )
 def test_row_has_the_documented_keys(rows, step, keys):
     assert set(rows[step]) == keys
+
+
+def test_rows_count_the_training_flops(rows, recorded):
+    for row in rows:
+        assert row["flops"] == row["tokens"] * recorded["flops_per_token"]
 
 
 def test_throughput_is_tokens_by_time(rows):

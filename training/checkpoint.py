@@ -198,7 +198,11 @@ class CheckpointWriter:
         run = self.run
         state = self.state
         if run.is_main:
-            for pattern in ("checkpoints/step-*.pt", "attention/step-*.png"):
+            for pattern in (
+                "checkpoints/step-*.pt",
+                "attention/step-*.png",
+                "attention/heads/step-*.png",
+            ):
                 for step, path in find_step_files(run.folder, pattern).items():
                     if step > state.step:
                         path.unlink()

@@ -179,11 +179,13 @@ class CheckpointConfig:
 class WandbConfig:
     """Arguments of wandb.init."""
 
-    mode: str = setting("offline", choices=("offline", "online", "disabled"))
-    project: str = "trilgpt"
-    entity: str | None = None
-    group: str | None = None
-    tags: list[str] = field(default_factory=list)
+    # None: WANDB_MODE, or offline
+    mode: str | None = setting(None, choices=("offline", "online", "disabled"))
+    project: str | None = None  # None: WANDB_PROJECT, or trilgpt
+    entity: str | None = None  # None: WANDB_ENTITY, or the account's default
+    group: str | None = None  # None: WANDB_RUN_GROUP, or the sweep
+    tags: list[str] | None = None  # None: WANDB_TAGS
+    log_model: bool = False  # log best.pt as an artifact when the run has finished
 
 
 @dataclass

@@ -12,8 +12,8 @@ from common.errors import UserError
 from common.settings import unescape
 from data.loader import Loader
 from data.tokenizer import Tokenizer, token_bytes
-from generation.attention_maps import attention_maps, attention_statistics
-from generation.attention_plots import plot_attention
+from generation.attention_maps import attention_maps, attention_statistics, name_statistics
+from generation.attention_plots import plot_attention, plot_head_statistics
 from generation.engine import Prompt, generate
 from model.gpt import GPT
 from training.config import EvalConfig
@@ -128,11 +128,16 @@ class Evaluator:
             x, _, doc_ids = loader.batch("val", 0, 1)
             if doc_ids is not None:
                 doc_ids = doc_ids[:, :MAP_TOKENS]
-            path = self.run.folder / "attention" / f"step-{step:06d}.png"
-            plot_attention(attention_maps(model, x[:, :MAP_TOKENS], doc_ids), path)
-            metrics["attention"] = path
+            picture = f"attention/step-{step:06d}.png"
+            maps = attention_maps(model, x[:, :MAP_TOKENS], doc_ids)
+            plot_attention(maps, self.run.folder / picture)
+            metrics["attention_maps"] = picture
         if self.config.attention_stats:
             windows = min(STATISTICS_WINDOWS, loader.val_windows)
             x, _, doc_ids = loader.batch("val", 0, windows, loader.val_windows / windows)
-            metrics |= attention_statistics(model, x, doc_ids)
+            statistics = attention_statistics(model, x, doc_ids)
+            metrics |= name_statistics(statistics)
+            picture = f"attention/heads/step-{step:06d}.png"
+            plot_head_statistics(statistics, self.run.folder / picture)
+            metrics["attention_heads"] = picture
         return metrics

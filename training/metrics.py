@@ -1,7 +1,7 @@
-"""metrics.jsonl: one row per step. It is the source of truth, and wandb gets the same rows.
+"""metrics.jsonl: one row per step. It is the source of truth: wandb_process.py logs its rows.
 
 A row may contain tensors. They stay on the device until the rows are written, about once a second,
-so that no step waits for the device. A Path in a row is a picture.
+so that no step waits for the device. A value that ends in .png is a picture in the run folder.
 """
 
 import json
@@ -15,29 +15,23 @@ from typing import Any
 import torch
 
 from common.errors import TrainingFailed, UserError
-from training.wandb_logger import WandbRun
 
 FLUSH_INTERVAL_S = 1.0
 
 
 class MetricsLogger:
-    """Writes rows to metrics.jsonl and wandb, several at a time. Rank 0 has one.
+    """Writes rows to metrics.jsonl, several at a time. Rank 0 has one.
 
     step: rows after it, of a process that was killed, are removed.
     last: newest value of each metric, also from before a resume.
     Raises UserError if a row up to `step` is missing.
     """
 
-    def __init__(self, path: Path, wandb: WandbRun, step: int):
+    def __init__(self, path: Path, step: int):
         self.path = path
-        self.wandb = wandb
         self.last = remove_later_rows(path, step)
         self.rows: list[tuple[dict, Callable[[], dict] | None]] = []
         self.flushed = time.perf_counter()
-
-    def send_earlier_rows(self) -> None:
-        """Send the rows of metrics.jsonl to wandb."""
-        self.wandb.log([json.loads(line) for line in self.path.read_bytes().splitlines()])
 
     def log(self, row: dict, read_timing: Callable[[], dict] | None = None) -> None:
         """Collect a row.
@@ -62,11 +56,10 @@ class MetricsLogger:
         self.flushed = time.perf_counter()
         with open(self.path, "a", encoding="utf-8") as file:
             for row in rows:
-                file.write(json.dumps(row, default=str) + "\n")  # str: a picture's path
+                file.write(json.dumps(row) + "\n")
             file.flush()
             if sync:
                 os.fsync(file.fileno())
-        self.wandb.log(rows)
         for row in rows:
             self.last |= row
             for key in ("val/loss", "train/loss"):

@@ -5,6 +5,7 @@ docs/run-folder.md lists all files of a run. generation/run_paths.py has the nam
 
 import math
 import os
+import secrets
 from contextlib import AbstractContextManager, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -31,6 +32,15 @@ def open_run_folder(config: "RunConfig", dist: "Dist") -> "RunFolder":
     """Open the folder of a run. A new name has the data, the model and the attention backend."""
     label = f"{config.data.name}-{config.model.name}-{config.attention.backend}"
     return RunFolder(config.name, label, config.resume, dist)
+
+
+def make_wandb_id(summary: dict, name: str) -> str:
+    """The id of the wandb run of a run folder. A folder that was copied gets another one.
+
+    summary: content of summary.json.
+    """
+    is_same_run = summary.get("name") == name
+    return (is_same_run and summary.get("wandb_id")) or secrets.token_hex(4)
 
 
 class RunFolder(AbstractContextManager):
@@ -88,6 +98,7 @@ class RunFolder(AbstractContextManager):
     def start(self, config: dict, summary: dict) -> None:
         """Write config.yaml and summary.json. Other results of an earlier process stay in it."""
         self.summary = self.previous | {"name": self.name, "status": "running", "error": None}
+        self.summary["wandb_id"] = make_wandb_id(self.previous, self.name)
         if self.is_main:
             write_config(self.folder, config)
         self.update(summary)

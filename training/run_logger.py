@@ -19,7 +19,7 @@ from training.profiler import StepProfiler
 from training.run_folder import RunFolder
 from training.speed import Speed
 from training.train_state import TrainState
-from training.wandb_logger import WandbRun
+from training.wandb_logger import WandbLogger, make_training_run, make_training_summary
 
 # names in summary.json, and the metrics whose newest values they have
 SUMMARY_METRICS = {
@@ -34,6 +34,8 @@ SUMMARY_METRICS = {
     "tokens_per_second": "tokens_per_second",
     "mfu": "mfu",
 }
+# facts on which the peak FLOP/s depends
+MACHINE_FACTS = ("device_name", "dtype", "threads", "world_size", "tf32")
 
 
 class RunLogger(AbstractContextManager):
@@ -56,28 +58,27 @@ class RunLogger(AbstractContextManager):
         self.run = run
         self.state = state
         self.tokens_per_step = config.train.batch_size * config.model.block_size
-        flops_per_step = self.tokens_per_step * facts["flops_per_token"]
+        self.flops_per_step = self.tokens_per_step * facts["flops_per_token"]
         peak = peak_flops(runtime.device, runtime.dtype) * runtime.dist.world_size
-        self.speed = Speed(runtime.device, self.tokens_per_step, flops_per_step, peak)
+        # a busy machine has a smaller peak; an earlier process may have found the true one
+        if all(run.previous.get(key) == facts[key] for key in MACHINE_FACTS):
+            peak = max(peak, run.previous.get("peak_flops") or 0.0)
+        self.speed = Speed(runtime.device, self.tokens_per_step, self.flops_per_step, peak)
         self.read_timing: Callable[[], dict] | None = None  # None before the first step
-        run_config = asdict(config)
-        run_config["attention"] |= facts["attention"]
-        self.wandb = WandbRun(config.wandb, run.folder, run_config, state.wandb_id, name=run.name)
-        state.wandb_id = self.wandb.id
+        self.wandb = None
         self.metrics = None
         if run.is_main:
-            self.metrics = MetricsLogger(
-                run.folder / "metrics.jsonl", self.wandb, state.last_logged_step
-            )
+            self.metrics = MetricsLogger(run.folder / "metrics.jsonl", state.last_logged_step)
         self.bar = ProgressBar(1.0, initial=state.progress)
         self.profiler = None
         if config.train.profile and run.is_main:
             self.profiler = StepProfiler(runtime.device, run.folder, self.bar.console.out)
 
     def __enter__(self) -> Self:
-        # wandb was off, or a process was killed before wandb has started
-        if self.metrics and not (self.run.folder / "wandb").exists():
-            self.metrics.send_earlier_rows()
+        run = self.run
+        if run.is_main:
+            wandb_run = make_training_run(run.folder, asdict(self.config), run.summary, end=None)
+            self.wandb = WandbLogger(self.config.wandb, [wandb_run], self.bar.print_text)
         self.bar.start()
         activity = "compiling" if self.runtime.compile else "evaluating"
         self.bar.show(self.state.progress, activity)
@@ -94,7 +95,13 @@ class RunLogger(AbstractContextManager):
         status = status_of(error)
         if error is None and self.state.stopped:
             status = "interrupted"
-        self.wandb.finish(EXIT_CODES[status])
+        if self.wandb:
+            self.wandb.finish(
+                EXIT_CODES[status],
+                summary=make_training_summary(self.run.summary),
+                alert=str(error) if status == "failed" else None,
+                model=str(self.run.best) if self.config.wandb.log_model else None,
+            )
 
     def start_step(self) -> None:
         """Call this at the beginning of a step."""
@@ -123,6 +130,7 @@ class RunLogger(AbstractContextManager):
             self._print_evaluation(metrics)
         tokens = state.step * self.tokens_per_step
         counters = {"step": state.step, "tokens": tokens, "seconds": state.seconds}
+        counters["flops"] = state.step * self.flops_per_step
         self.metrics.log(counters | metrics, self.read_timing)
         if state.progress >= 1:
             self.metrics.flush()
@@ -168,12 +176,11 @@ class RunLogger(AbstractContextManager):
         if self.metrics is None:
             return {}
         self.metrics.flush(sync=True)
-        results = self.results()
-        self.wandb.set_summary(self.run.summary | results)
-        return results
+        return self.results()
 
     def results(self) -> dict[str, Any]:
         """Losses, speed and memory, under their names in summary.json."""
         newest = self.metrics.last if self.metrics else {}
         metrics = {name: newest.get(metric) for name, metric in SUMMARY_METRICS.items()}
-        return self.state.summary() | metrics | self.speed.median()
+        peak = {"peak_flops": self.speed.peak}
+        return self.state.summary() | metrics | peak | self.speed.median()

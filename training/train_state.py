@@ -23,7 +23,6 @@ SAVED_FIELDS = (
     "best_step",
     "evals_since_best",
     "unlogged",
-    "wandb_id",
 )
 
 
@@ -44,7 +43,6 @@ class TrainState:
     stopped: bool = False  # a process got a signal, and all processes know
     # the other metrics of this step, if a signal has stopped its evaluation: its row is not logged
     unlogged: dict = field(default_factory=dict)
-    wandb_id: str | None = None
     started: float = 0.0  # value of time.perf_counter() at which `seconds` would be 0
 
     @property

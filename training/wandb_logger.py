@@ -1,152 +1,213 @@
-"""Logs metrics, tables and pictures to wandb. If wandb fails or hangs, training continues.
+"""Logs runs to wandb. If wandb is slow, hangs or fails, training continues.
 
-One thread makes all calls, in order. The loop never waits for them, and the end of a run waits for
-a limited time.
+wandb is derived from the files of a run. A separate process, training/wandb_process.py, follows
+metrics.jsonl and calls wandb. The loop never waits for it, and the end of a run waits for a limited
+time.
 """
 
+import json
 import os
-import secrets
+import re
+import signal
+import subprocess
+import sys
 from collections.abc import Callable
 from contextlib import suppress
-from dataclasses import asdict
+from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from queue import SimpleQueue
+from subprocess import DEVNULL, PIPE
 from threading import Thread
 from typing import Any
 
 from common.console import print_text
-from common.errors import UserError
-from common.settings import flatten_dict
 from training.config import WandbConfig
 
-# for uploading the last rows; schedulers kill a process about 30 s after SIGTERM
+PROJECT = Path(__file__).parents[1]
+# for uploading the last rows of a run; schedulers kill a process about 30 s after SIGTERM
 FINISH_TIMEOUT_S = 15
+NOTICE_S = 3  # a longer wait is explained
+# Keys of summary.json that wandb shows in the config, because they are known from the start.
+FACTS = (
+    "device",
+    "device_name",
+    "dtype",
+    "compile",
+    "threads",
+    "tf32",
+    "world_size",
+    "micro_batch_size",
+    "accumulation",
+    "vocab_size",
+    "n_params",
+    "flops_per_token",
+    "versions",
+    "commit",
+    "command",
+)
+# Keys of summary.json that wandb shows as results, besides the columns of metrics.jsonl.
+RESULTS = (
+    "best_val_loss",
+    "best_val_bpb",
+    "best_step",
+    "last_val_loss",
+    "step_ms",
+    "tokens_per_second",
+    "mfu",
+    "peak_memory_bytes",
+)
+# Options of run.define_metric for columns of metrics.jsonl. Hidden columns have no plots.
+COLUMNS: dict[str, dict] = {
+    "*": {},
+    "step": {"hidden": True},
+    "tokens": {"hidden": True},
+    "seconds": {"hidden": True},
+    "flops": {"hidden": True},
+    "train/loss": {"summary": "min"},
+    "val/loss": {"summary": "min"},
+    "val/bpb": {"summary": "min"},
+}
 
 
-def check_login(config: WandbConfig) -> None:
-    """Raise UserError if wandb.mode=online lacks an API key. Does not use the network."""
-    if config.mode != "online":
-        return
-    os.environ["WANDB_SILENT"] = "true"  # wandb raises an error instead of asking
-    try:
-        import wandb
-
-        wandb.login(verify=False)
-    except Exception as error:  # any other error of wandb does not stop a run
-        if type(error).__name__ == "UsageError":
-            raise UserError(
-                "wandb.mode=online needs an API key; run `wandb login`, or set WANDB_API_KEY or "
-                "wandb.mode=offline"
-            ) from None
-
-
+@dataclass(kw_only=True)
 class WandbRun:
-    """A wandb run, which starts with the first call.
+    """A run for wandb, as plain data."""
 
-    folder: wandb writes its files to <folder>/wandb.
-    run_config: shown by wandb with flat keys, so that it can group runs by them.
-    run_id: the run that is resumed, or None for a new run.
-    arguments: other arguments of wandb.init, such as name.
+    folder: str  # files in rows are relative to it
+    wandb_dir: str  # wandb writes below <wandb_dir>/wandb
+    id: str | None = None  # None: new
+    earlier_folders: str | None = None  # pattern of folders below wandb_dir with the same rows
+    name: str
+    job_type: str
+    group: str | None
+    config: dict[str, Any]
+    x_axis: str | None = None  # the column of rows that wandb plots the others over
+    columns: dict[str, dict] = field(default_factory=dict)  # options of run.define_metric
+    metrics: str | None = None  # metrics.jsonl; None: the rows below
+    # Columns are numbers, names of pictures and pages, and tables, which are lists of rows.
+    rows: list[dict[str, Any]] = field(default_factory=list)
+    # exit_code, summary, alert, model; None: of WandbLogger.finish
+    end: dict[str, Any] | None = None
+
+
+def resolve_mode(config: WandbConfig) -> str:
+    """wandb.mode, or what wandb's environment variables say. offline if nothing is set."""
+    if config.mode is not None:
+        return config.mode
+    if os.environ.get("WANDB_DISABLED", "").lower() in ("true", "1"):
+        return "disabled"
+    return os.environ.get("WANDB_MODE", "offline")
+
+
+def to_metric_name(text: str) -> str:
+    """A text as a part of a metric's name: "forward+backward" -> forward_backward."""
+    return re.sub(r"\W+", "_", text).strip("_")
+
+
+class WandbLogger:
+    """The process that logs runs to wandb. If logging is disabled, there is none.
+
+    print_line: prints a line of the process.
     """
 
     def __init__(
         self,
         config: WandbConfig,
-        folder: Path,
-        run_config: dict,
-        run_id: str | None = None,
-        **arguments: Any,
+        runs: list[WandbRun],
+        print_line: Callable[[str], None] = print_text,
     ):
-        self.is_enabled = config.mode != "disabled"
-        self.folder = folder
-        self.id = run_id
-        if self.id is None and self.is_enabled:
-            self.id = secrets.token_hex(4)
-        resumes_online = run_id is not None and config.mode == "online"
-        self._arguments = asdict(config) | arguments
-        self._arguments["id"] = self.id
-        self._arguments["resume"] = "allow" if resumes_online else None
-        self._arguments["dir"] = folder.resolve()
-        self._arguments["config"] = flatten_dict(run_config)
-        self._calls: SimpleQueue[Callable[[Any], object] | None] = SimpleQueue()
-        self._thread = Thread(target=self._make_calls, daemon=True)
-
-    @property
-    def has_started(self) -> bool:
-        """Whether a call was made."""
-        return self._thread.ident is not None
-
-    def call(self, function: Callable[[Any], object]) -> None:
-        """Call function(run) in the thread."""
-        if self.is_enabled:
-            self._calls.put(function)
-            if not self.has_started:
-                self._thread.start()
-
-    def _make_calls(self) -> None:
-        """Start wandb and make the calls, until a call is None."""
-        try:
-            import wandb
-
-            settings = wandb.Settings(silent=True, console="off", init_timeout=60)
-            run = wandb.init(**self._arguments, settings=settings)
-            run.define_metric("step")
-            run.define_metric("*", step_metric="step")  # wandb drops rows if its own step decreases
-            for function in iter(self._calls.get, None):
-                function(run)
-        except Exception as error:  # wandb can raise anything
-            reason = f"{type(error).__name__}: {error}".partition("\n")[0].removesuffix(": ")
-            if self.is_enabled:
-                print_text(
-                    f"wandb: {reason}; continuing without wandb, {self.folder} has all results"
-                )
-            self.is_enabled = False
-        # if its service was killed, wandb would print a traceback at exit
-        with suppress(Exception):
-            wandb.teardown()
-
-    def log(self, rows: list[dict]) -> None:
-        """Log rows. A Path is a picture or an HTML page, a list of dataclasses a table."""
-        for row in rows:
-            self.call(lambda run, row=row: run.log(_to_media(row)))
-
-    def set_summary(self, summary: dict) -> None:
-        """Set all values except the status, because wandb itself records how the run ends."""
-        values = {key: value for key, value in summary.items() if key not in ("status", "error")}
-        self.call(lambda run: run.summary.update(values))
-
-    def finish(self, exit_code: int) -> None:
-        """Finish the run, if it has started. Prints a line if that takes more than a second."""
-        if not self.has_started:
+        self.runs = runs
+        # uploading a model has no time limit
+        self.timeout_s = None if config.log_model else FINISH_TIMEOUT_S * len(runs)
+        self.print_line = print_line
+        self.process = None
+        mode = resolve_mode(config)
+        if mode == "disabled":
             return
-        self.call(lambda run: run.finish(exit_code))
-        self._calls.put(None)
-        self._thread.join(1)
-        if self._thread.is_alive():  # wandb's service hangs, or the network is slow
-            print_text(
-                f"waiting up to {FINISH_TIMEOUT_S} s for wandb to finish; after that, the run ends "
-                "without it"
-            )
-        self._thread.join(FINISH_TIMEOUT_S)
-        if self._thread.is_alive():
-            self.is_enabled = False  # prints no errors from now on
-            print_text(
-                f"wandb did not finish within {FINISH_TIMEOUT_S} s; {self.folder} has all results"
-            )
+        self.process = subprocess.Popen(
+            [sys.executable, "-m", "training.wandb_process"],
+            cwd=PROJECT,
+            stdin=PIPE,
+            stdout=PIPE,
+            stderr=DEVNULL,
+            encoding="utf-8",
+            start_new_session=True,  # Ctrl-C is for the process that trains
+        )
+        self.printer = Thread(target=self._print_lines, daemon=True)
+        self.printer.start()
+        request = asdict(config) | {"mode": mode, "command": sys.argv, "folder": os.getcwd()}
+        request["project"] = config.project or os.environ.get("WANDB_PROJECT", "trilgpt")
+        self._write(request | {"runs": [asdict(run) for run in runs]})
+
+    def _print_lines(self) -> None:
+        for line in self.process.stdout:
+            self.print_line(line.rstrip("\n"))
+
+    def _write(self, message: dict[str, Any]) -> None:
+        """Send a line to the process, unless it has ended."""
+        with suppress(OSError):
+            print(json.dumps(message, default=str), file=self.process.stdin, flush=True)
+
+    def finish(self, exit_code: int = 0, **end: Any) -> None:
+        """Wait until everything is logged. If that takes long, end the process.
+
+        end: values of WandbRun.end for the last run, if it has none.
+        """
+        if self.process is None:
+            return
+        self._write({"exit_code": exit_code, **end})
+        with suppress(OSError):
+            self.process.stdin.close()
+        if not self._has_ended(NOTICE_S):
+            self.print_line("waiting for wandb")
+        problem = None
+        if not self._has_ended(self.timeout_s):
+            os.killpg(self.process.pid, signal.SIGKILL)
+            problem = f"did not finish within {self.timeout_s} s"
+        elif self.process.returncode != 0:
+            problem = f"has failed with exit code {self.process.returncode}"
+        self.printer.join(1)
+        if problem is not None:
+            self.print_line(f"wandb {problem}; {self.runs[-1].folder} has all results")
+
+    def _has_ended(self, timeout_s: float | None) -> bool:
+        """Whether the process has ended or ends within a time limit."""
+        try:
+            self.process.wait(timeout_s)
+        except subprocess.TimeoutExpired:
+            return False
+        return True
 
 
-def _to_media(row: dict[str, Any]) -> dict[str, Any]:
-    """Convert pictures, HTML pages and tables in a row to wandb's classes."""
-    import wandb
+def make_training_run(
+    folder: Path, config: dict[str, Any], summary: dict[str, Any], end: dict[str, Any] | None
+) -> WandbRun:
+    """The wandb run of a run folder.
 
-    media = dict(row)
-    for key, value in row.items():
-        if isinstance(value, Path) and value.suffix == ".html":
-            media[key] = wandb.Html(str(value), inject=False)
-        elif isinstance(value, Path):
-            media[key] = wandb.Image(str(value))
-        elif isinstance(value, list):
-            columns = list(asdict(value[0]))
-            data = [list(asdict(item).values()) for item in value]
-            media[key] = wandb.Table(columns=columns, data=data)
-    return media
+    config, summary: contents of config.yaml and summary.json.
+    end: see WandbRun.
+    """
+    settings = {key: value for key, value in config.items() if key != "wandb"}
+    facts = {key: summary[key] for key in FACTS if key in summary}
+    attention = config["attention"] | (summary.get("attention") or {})
+    is_job = (folder.parent / "sweep.json").exists()
+    run_id = summary["wandb_id"]
+    return WandbRun(
+        folder=str(folder),
+        wandb_dir=str(folder.parent if is_job else folder),  # of all runs of a sweep
+        id=run_id,
+        earlier_folders=f"wandb/*run-*-{run_id}" if is_job else "wandb/*run-*",
+        name=folder.name if is_job else summary["name"],
+        job_type="train",
+        group=config["wandb"]["group"],
+        config=settings | facts | {"attention": attention},
+        x_axis="step",
+        columns=COLUMNS,
+        metrics=str(folder / "metrics.jsonl"),
+        end=end,
+    )
+
+
+def make_training_summary(summary: dict[str, Any]) -> dict[str, Any]:
+    """What wandb shows as the results of a run. summary: content of summary.json."""
+    results = {key: summary[key] for key in RESULTS if summary.get(key) is not None}
+    return results | {"kernel": (summary.get("attention") or {}).get("resolved")}

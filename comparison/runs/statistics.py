@@ -45,7 +45,7 @@ ROUNDING_STEPS = 10
 MIN_PAIRS = 3  # with two pairs, three times the interval is 27 standard deviations wide
 # Fields of SettingStats that have the name of their key in summary.json: texts, and numbers to
 # average over seeds.
-TEXTS = ("device", "device_name", "dtype", "data", "vocab_size")
+TEXTS = ("device", "device_name", "dtype", "data")
 MEANS = ("best_val_loss", "score_variance", "attention_entropy", "attention_distance")
 
 
@@ -65,7 +65,7 @@ class SettingStats:
     device_name: str | None
     dtype: str | None
     data: str | None  # folder of the prepared data
-    vocab_size: str | None
+    vocab_size: int | None
     # Validation losses are those of the last evaluation, means over seeds.
     val_loss: float | None
     val_loss_ci95: float | None
@@ -90,6 +90,8 @@ class SettingStats:
     tokens_per_second: float | None  # median
     training_flops: float | None  # of all steps of a run, mean over runs
     peak_memory_bytes: int | None  # median over runs
+    peak_memory_bytes_q1: float | None
+    peak_memory_bytes_q3: float | None
     # of attention at the last evaluation, means over layers, heads and seeds
     score_variance: float | None
     attention_entropy: float | None
@@ -115,6 +117,7 @@ def _compute_stats(
     means = {key: mean(_known_values(runs, key)) for key in MEANS}
     losses = _known_values(runs, "last_val_loss")
     peaks = _known_values(runs, "peak_memory_bytes")
+    peak_q1, peak, peak_q3 = quartiles(peaks)
     step_ms_q1, step_ms, step_ms_q3 = quartiles(_after_warmup(runs, "step_ms"))
 
     pairs = find_pairs(setting, first)
@@ -151,7 +154,10 @@ def _compute_stats(
         step_ms_q3=step_ms_q3,
         tokens_per_second=quartiles(_after_warmup(runs, "tokens_per_second"))[1],
         training_flops=_training_flops(setting),
-        peak_memory_bytes=round(np.median(peaks)) if peaks else None,
+        peak_memory_bytes=None if peak is None else round(peak),
+        peak_memory_bytes_q1=peak_q1 if len(peaks) > 1 else None,
+        peak_memory_bytes_q3=peak_q3 if len(peaks) > 1 else None,
+        vocab_size=next(iter(_known_values(setting.runs, "vocab_size")), None),
         **texts,
         **means,
     )

@@ -11,9 +11,9 @@ from common.errors import EXIT_CODES
 from common.files import read_json, write_json
 from common.system import command_line
 from comparison.runs.comparison import compare, print_comparison
+from comparison.runs.wandb_runs import log_comparison
 from comparison.sweep.jobs import Job, Outcome, train_job
 from training.config import WandbConfig
-from training.wandb_logger import WandbRun
 
 
 def run_sweep(jobs: list[Job], launcher: Any = None) -> int:
@@ -77,16 +77,7 @@ def finish_sweep(folder: Path, jobs: list[Job], outcomes: dict[str, Outcome]) ->
     rows = compare([folder], folder)
     print_comparison(rows, folder)
     if outcomes:
-        config = WandbConfig(**jobs[0].config["wandb"])
-        name = f"{folder.name}-comparison"
-        wandb = WandbRun(config, folder, {}, name=name, job_type="comparison")
-        row = {
-            "comparison": rows,
-            "comparison_picture": folder / "comparison.png",
-            "comparison_report": folder / "report.html",
-        }
-        wandb.log([row])
-        wandb.finish(0)
+        log_comparison(WandbConfig(**jobs[0].config["wandb"]), [folder], rows, folder)
     statuses = [outcome.status for outcome in outcomes.values()]
     if "failed" in statuses:
         return EXIT_CODES["failed"]

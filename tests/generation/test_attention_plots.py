@@ -153,8 +153,8 @@ def test_training_plots_no_attention_maps_by_default(run_with_maps):
 
 def test_rows_of_evaluations_have_the_path_of_the_attention_maps(run_with_maps, monkeypatch):
     monkeypatch.chdir(run_with_maps)
-    paths = [row["attention"] for row in metrics("a") if "val/loss" in row]
-    assert paths == [f"runs/a/attention/step-00000{step}.png" for step in (0, 4)]
+    paths = [row["attention_maps"] for row in metrics("a") if "val/loss" in row]
+    assert paths == [f"attention/step-00000{step}.png" for step in (0, 4)]
 
 
 @pytest.mark.parametrize("key", ["train/loss", "sample"])

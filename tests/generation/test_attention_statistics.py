@@ -9,11 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from model_helpers import GPT2, random_tokens
 
-from generation.attention_maps import attention_statistics, record_attention
+from generation.attention_maps import attention_statistics, name_statistics, record_attention
 from generation.head_statistics import STATISTICS, entropy, head_statistics
 from model.attention.backends import attention_scores
 
 DOCUMENTS = torch.tensor([[0] * 3 + [1] * 4 + [2] * 2])
+
+
+def measure(model, tokens, doc_ids=None) -> dict[str, float]:
+    return name_statistics(attention_statistics(model, tokens, doc_ids))
 
 
 def is_causal(i, j):
@@ -90,7 +94,7 @@ DOC_IDS = (torch.arange(24) >= torch.tensor([[8], [12], [24]])).long()
 
 @pytest.fixture(scope="module")
 def metrics(model):
-    return attention_statistics(model, TOKENS, DOC_IDS)
+    return measure(model, TOKENS, DOC_IDS)
 
 
 def test_metrics_are_named_by_statistic_layer_and_head(metrics):
@@ -98,13 +102,13 @@ def test_metrics_are_named_by_statistic_layer_and_head(metrics):
     for name in STATISTICS:
         expected.add(f"attention/{name}")
         for layer in (1, 2):
-            expected |= {f"attention/{name}/layer-{layer}/head-{head}" for head in (1, 2, 3, 4)}
+            expected |= {f"attention/{name}/layer_{layer}/head_{head}" for head in (1, 2, 3, 4)}
     assert set(metrics) == expected
 
 
 def test_metrics_are_means_over_sequences(model, metrics):
     sequences = zip(TOKENS.split(1), DOC_IDS.split(1), strict=True)
-    parts = [attention_statistics(model, *sequence) for sequence in sequences]
+    parts = [measure(model, *sequence) for sequence in sequences]
     for key, value in metrics.items():
         assert value == pytest.approx(sum(part[key] for part in parts) / 3, rel=1e-5)
 
@@ -117,7 +121,7 @@ def test_mean_of_a_statistic_is_over_layers_and_heads(metrics, name):
 
 def test_statistics_under_autocast_are_close(model, metrics):
     with torch.autocast("cpu", torch.bfloat16):
-        assert attention_statistics(model, TOKENS, DOC_IDS) == pytest.approx(metrics, rel=0.05)
+        assert measure(model, TOKENS, DOC_IDS) == pytest.approx(metrics, rel=0.05)
 
 
 def test_scores_under_autocast_are_in_float32(model):
@@ -128,16 +132,16 @@ def test_scores_under_autocast_are_in_float32(model):
 
 def test_sequence_whose_queries_see_only_themselves_is_not_part_of_the_mean(model):
     doc_ids = torch.stack([torch.zeros(24), torch.arange(24)]).long()
-    key = "attention/previous_token_weight/layer-1/head-1"
-    both = attention_statistics(model, TOKENS[:2], doc_ids)
-    first = attention_statistics(model, TOKENS[:1], doc_ids[:1])
+    key = "attention/previous_token_weight/layer_1/head_1"
+    both = measure(model, TOKENS[:2], doc_ids)
+    first = measure(model, TOKENS[:1], doc_ids[:1])
     assert both[key] == pytest.approx(first[key], rel=1e-5)
 
 
 def test_layer_whose_queries_see_only_themselves_is_not_part_of_the_mean():
     model = make_peaked_model(GPT2 | dict(window=[None, 1]))
-    metrics = attention_statistics(model, random_tokens(1, 24))
+    metrics = measure(model, random_tokens(1, 24))
     key = "attention/previous_token_weight"
-    first_layer = [metrics[f"{key}/layer-1/head-{head}"] for head in range(1, 5)]
+    first_layer = [metrics[f"{key}/layer_1/head_{head}"] for head in range(1, 5)]
     assert metrics[key] == pytest.approx(sum(first_layer) / 4)
-    assert math.isnan(metrics[f"{key}/layer-2/head-1"])
+    assert math.isnan(metrics[f"{key}/layer_2/head_1"])

@@ -163,4 +163,4 @@ def test_attention_of_several_documents_is_measured(train, workdir):
     settings += ["data.path=rows.jsonl", "data.document_mask=true", "model.block_size=100"]
     assert train("name=a", *settings) == 0
     assert metrics("a")[1]["attention/entropy"] > 0
-    assert (workdir / metrics("a")[1]["attention"]).exists()
+    assert Path("runs/a", metrics("a")[1]["attention_maps"]).exists()

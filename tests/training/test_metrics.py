@@ -13,33 +13,18 @@ from training import metrics as training_metrics
 from training.metrics import MetricsLogger
 
 
-class RecordedWandb:
-    """Stands for WandbRun. Keeps the rows."""
-
-    def __init__(self):
-        self.rows: list[dict] = []
-
-    def log(self, rows: list[dict]) -> None:
-        self.rows += rows
-
-
 @pytest.fixture
 def path(tmp_path) -> Path:
     return tmp_path / "metrics.jsonl"
 
 
 @pytest.fixture
-def wandb() -> RecordedWandb:
-    return RecordedWandb()
-
-
-@pytest.fixture
-def open_log(path, wandb, monkeypatch):
+def open_log(path, monkeypatch):
     """open_log(2): a MetricsLogger of a run at step 2, which does not write by itself."""
     monkeypatch.setattr(training_metrics, "FLUSH_INTERVAL_S", math.inf)
 
     def open_log(step: int = -1) -> MetricsLogger:
-        return MetricsLogger(path, wandb, step)
+        return MetricsLogger(path, step)
 
     return open_log
 
@@ -72,26 +57,6 @@ def test_timing_is_read_when_a_row_is_written(path, open_log):
     assert read_jsonl(path) == [{"step": 1, "step_ms": 3.0}]
 
 
-def test_picture_is_written_as_its_path(path, open_log):
-    log = open_log()
-    log.log({"step": 1, "attention": Path("runs/a/attention/step-1.png")})
-    log.flush()
-    assert read_jsonl(path) == [{"step": 1, "attention": "runs/a/attention/step-1.png"}]
-
-
-def test_wandb_gets_the_same_rows(path, open_log, wandb):
-    log = open_log()
-    log.log({"step": 1, "train/loss": torch.tensor(2.5)}, read_timing)
-    log.flush()
-    assert wandb.rows == read_jsonl(path)
-
-
-def test_rows_of_earlier_processes_can_be_sent_to_wandb(path, open_log, wandb):
-    write_lines(path, '{"step": 0}', '{"step": 1, "val/loss": 3}', "")
-    open_log(1).send_earlier_rows()
-    assert wandb.rows == [{"step": 0}, {"step": 1, "val/loss": 3}]
-
-
 def test_newest_values_of_all_rows_are_known(open_log):
     log = open_log()
     log.log({"step": 1, "val/loss": 3.0, "lr": 1.0})
@@ -100,8 +65,8 @@ def test_newest_values_of_all_rows_are_known(open_log):
     assert log.last == {"step": 2, "val/loss": 3.0, "lr": 0.5, "step_ms": 3.0}
 
 
-def test_rows_are_written_once_a_second(path, wandb, clock):
-    log = MetricsLogger(path, wandb, -1)
+def test_rows_are_written_once_a_second(path, clock):
+    log = MetricsLogger(path, -1)
     clock[0] += 0.9
     log.log({"step": 1})
     assert read_jsonl(path) == []

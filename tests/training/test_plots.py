@@ -9,8 +9,9 @@ from run_helpers import train_in
 from generation.head_statistics import STATISTICS
 from training.plots import plot_run, read_curves
 
-HEADS = [f"/layer-{layer}/head-{head}" for layer in (1, 2) for head in (1, 2)]
+HEADS = [f"/layer_{layer}/head_{head}" for layer in (1, 2) for head in (1, 2)]
 KEYS = {f"attention/{name}{end}" for name in STATISTICS for end in ("", *HEADS)}
+KEYS.add("attention_heads")
 SETTINGS = ["dtype=bfloat16", "model.dropout=0.2", "optimizer=adamw"]
 
 

@@ -4,7 +4,6 @@ import gc
 import os
 import subprocess
 import sys
-import threading
 
 import pytest
 from helpers import ROOT
@@ -122,28 +121,3 @@ def test_process_ends_with_the_exit_code(ended):
 
 def test_process_runs_exit_handlers_and_flushes_its_output(ended):
     assert ended.stdout == "flushed exit handler\n"
-
-
-class Exited(BaseException):
-    pass
-
-
-def test_exit_handler_that_hangs_does_not_stop_the_exit(monkeypatch):
-    """Such as a handler of wandb."""
-    limits = []
-    hangs = threading.Event()
-
-    def record_limit(thread: threading.Thread, timeout: float | None = None) -> None:
-        limits.append(timeout)
-
-    def exit_with(code: int) -> None:
-        raise Exited(code)
-
-    monkeypatch.setattr("atexit._run_exitfuncs", hangs.wait)
-    monkeypatch.setattr(threading.Thread, "join", record_limit)
-    monkeypatch.setattr("os._exit", exit_with)
-    with pytest.raises(Exited) as exited:
-        startup.exit_process(75)
-    hangs.set()
-    assert exited.value.args == (75,)
-    assert limits == [startup.EXIT_HANDLERS_TIMEOUT_S]

@@ -1,13 +1,13 @@
 """What a finished bench leaves behind: its rows, files, output and wandb run."""
 
 import io
-import json
 from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
 from bench_helpers import FOLDER, make_words, read_rows, read_summary
 from helpers import run_command
+from wandb_helpers import OfflineRun, read_offline_runs
 
 pytestmark = pytest.mark.slow
 
@@ -87,13 +87,72 @@ def test_summary_has_the_recommendation_and_the_machine(folder):
     assert summary["versions"]["torch"]
 
 
-def test_wandb_gets_the_table(folder, rows):
-    (path,) = folder.glob("wandb/offline-run-*/files/media/table/attention_*.table.json")
-    table = json.loads(path.read_text(encoding="utf-8"))
-    assert table["columns"] == list(rows[0])
-    assert len(table["data"]) == 13
+@pytest.fixture(scope="module")
+def logged(finished_bench) -> dict[str, OfflineRun]:
+    """The wandb runs, by name."""
+    return {run.run["display_name"]: run for run in read_offline_runs(finished_bench[0])}
 
 
-def test_wandb_gets_the_picture(folder):
-    pattern = "wandb/offline-run-*/files/media/images/attention_picture_*.png"
-    assert list(folder.glob(pattern))
+def test_wandb_has_a_run_per_backend(logged):
+    assert logged.keys() == {"naive", "flash", "cudnn", "none"}
+    assert len({run.id for run in logged.values()}) == 4
+
+
+@pytest.mark.parametrize(("key", "value"), [("job_type", "bench"), ("run_group", "x")])
+def test_wandb_runs_of_a_bench_are_a_group(logged, key, value):
+    assert {run.run[key] for run in logged.values()} == {value}
+
+
+@pytest.mark.parametrize(
+    ("name", "kernel"), [("naive", "naive"), ("flash", "flash"), ("cudnn", None)]
+)
+def test_wandb_config_has_the_kernel(logged, name, kernel):
+    assert logged[name].config["attention"] == {"requested": name, "resolved": kernel}
+
+
+@pytest.mark.parametrize("key", ["dtype", "device", "versions", "model", "batch_size", "phases"])
+def test_wandb_config_has_the_shapes_and_the_machine(logged, key):
+    assert logged["flash"].config[key] is not None
+
+
+def test_wandb_plots_over_the_context_length(logged):
+    assert logged["flash"].metrics["*"]["step_metric"] == "T"
+
+
+@pytest.mark.parametrize(
+    ("key", "column", "unit"),
+    [
+        ("ms", "ms_median", 1),
+        ("tflops", "flops_per_second", 1e12),
+        ("memory_mib", "peak_memory_bytes", 2**20),
+        ("error", "error_y", 1),
+    ],
+)
+@pytest.mark.parametrize("phase", ["forward", "forward+backward", "decode"])
+def test_wandb_row_has_the_figures_of_all_phases(logged, rows, phase, key, column, unit):
+    (row,) = logged["flash"].rows
+    (expected,) = (r for r in rows if (r["backend"], r["phase"]) == ("flash", phase))
+    assert (row["_step"], row["T"]) == (8, 8)
+    value = row[f"{phase.replace('+', '_')}/{key}"]
+    assert value == pytest.approx(float(expected[column]) / unit)
+
+
+def test_wandb_summary_has_the_medians_and_the_recommendation(logged, folder):
+    recommended = {line[0]: line[2] for line in read_summary(folder)["answer"]}
+    summary = logged["flash"].summary
+    assert summary["forward/ms"] == logged["flash"].rows[-1]["forward/ms"]
+    assert summary["fastest/step_float32"] == recommended["step, float32"]
+
+
+def test_wandb_has_the_table_of_a_backend(logged, rows):
+    expected = [row["phase"] for row in rows if row["backend"] == "flash"]
+    assert [row["phase"] for row in logged["flash"].table("timings")] == expected
+
+
+def test_wandb_has_the_picture(logged, folder):
+    (picture,) = logged["naive"].media("picture")
+    assert picture.read_bytes() == (folder / "attention.png").read_bytes()
+
+
+def test_output_ends_with_the_command_that_uploads_the_runs(finished_bench):
+    assert finished_bench[1].endswith("wandb    wandb sync runs/bench/x/wandb\n")

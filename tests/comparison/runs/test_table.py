@@ -49,6 +49,15 @@ def make_row(tmp_path, **values) -> SettingStats:
         ({"tokens_per_second": 12345.6}, "tokens/s", "12,346"),
         ({"seeds_needed": 1234}, "seeds needed", "1,234"),
         ({"peak_memory_bytes": 9 * 2**30}, "memory", "9.00 GiB"),
+        (
+            {
+                "peak_memory_bytes": 2**30,
+                "peak_memory_bytes_q1": 2**30,
+                "peak_memory_bytes_q3": 2**31,
+            },
+            "memory",
+            "1.00 GiB (1.00–2.00 GiB)",  # noqa: RUF001
+        ),
         ({"attention_entropy": 2.54321}, "attention entropy, nats", "2.543"),
         ({"verdict": None}, "verdict", "–"),  # noqa: RUF001
     ],
@@ -149,3 +158,20 @@ def test_notes_name_what_cannot_be_compared(tmp_path, facts, part):
     second = write_run(tmp_path / "b", changes=LR, **({"data": "text"} | facts))
     assert has_note(compare_rows([first, second]), part)
     assert not has_note(compare_rows([first]), part)
+
+
+@pytest.mark.parametrize(
+    ("settings", "count"),
+    [
+        (["attention=sdpa", "attention=flash"], 1),
+        (["attention=sdpa, lr=1", "attention=flash, lr=1"], 1),
+        (["attention=sdpa, lr=1", "attention=flash, lr=2"], 0),
+        (["lr=1", "lr=2"], 0),
+    ],
+)
+def test_settings_that_ran_the_same_kernel_are_named(tmp_path, settings, count):
+    rows = [make_row(tmp_path / name, setting=name, kernel="flash") for name in settings]
+    sentence = f"{' and '.join(settings)} ran the same kernel, flash"
+    notes = [note for note in list_notes(rows) if "same kernel" in note]
+    assert len(notes) == count
+    assert all(note.startswith(sentence) for note in notes)

@@ -11,6 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 from helpers import ROOT, TEXT, TINY, metrics, summary, train_here, untimed
+from wandb_helpers import read_offline_runs
 
 LONG = ["name=s", "train.steps=60", "eval.every=60", "checkpoint.every=20", "train.batch_size=2"]
 TIMEOUT_S = 600
@@ -209,18 +210,22 @@ def test_sweep_writes_the_comparison_into_its_folder(name, refusing_sweep):
 
 
 @pytest.mark.slow
-def test_runs_of_a_sweep_are_one_wandb_group(refusing_sweep):
-    config = Path("runs/sweeps/s/attention=sdpa/config.yaml").read_text(encoding="utf-8")
-    assert "group: s\n" in config
+def test_wandb_runs_of_a_sweep_are_in_one_folder_and_in_one_group(refusing_sweep):
+    """The refused run has none."""
+    runs = [run.run for run in read_offline_runs(Path("runs/sweeps/s"))]
+    names = {run["display_name"]: run["job_type"] for run in runs}
+    assert names == {"attention=sdpa": "train", "s comparison": "compare"}
+    assert {run["run_group"] for run in runs} == {"s"}
+    assert refusing_sweep.out.endswith("wandb    wandb sync runs/sweeps/s/wandb\n")
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("key", ["comparison", "comparison_picture", "comparison_report"])
-def test_wandb_gets_the_comparison(key, refusing_sweep):
-    (file,) = Path("runs/sweeps/s").glob("wandb/offline-run-*/*.wandb")
-    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--summary", str(file)]
-    logged = subprocess.run(command, capture_output=True, text=True).stdout
-    assert key in logged
+def test_wandb_has_the_comparison(refusing_sweep):
+    runs = read_offline_runs(Path("runs/sweeps/s"))
+    (comparison,) = (run for run in runs if run.run["job_type"] == "compare")
+    loss = summary("sweeps/s/attention=sdpa")["last_val_loss"]
+    assert comparison.summary["val_loss/attention_sdpa"] == pytest.approx(loss)
+    assert comparison.summary["verdict/attention_flash"] == "refused"
 
 
 @pytest.mark.slow

@@ -1,0 +1,113 @@
+"""A comparison as a wandb run, and the runs that it compares."""
+
+import hashlib
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from common.errors import EXIT_CODES
+from common.files import parse_yaml, read_file, write_json
+from common.settings import nest_dict
+from comparison.runs.read import Run, Setting, read_settings
+from comparison.runs.statistics import SettingStats
+from training.config import WandbConfig
+from training.run_folder import make_wandb_id
+from training.wandb_logger import (
+    WandbLogger,
+    WandbRun,
+    make_training_run,
+    make_training_summary,
+    to_metric_name,
+)
+
+# fields of SettingStats
+SCALARS = (
+    "val_loss",
+    "val_loss_ci95",
+    "difference",
+    "difference_ci95",
+    "divergence",
+    "step_ms",
+    "tokens_per_second",
+    "peak_memory_bytes",
+)
+
+
+def log_comparison(
+    config: WandbConfig,
+    folders: list[Path],
+    rows: list[SettingStats],
+    out: Path,
+    with_runs: bool = False,
+) -> None:
+    """Log a comparison to wandb.
+
+    folders, rows, out: arguments and result of `compare`.
+    with_runs: also log the runs again, which have been trained elsewhere, or without wandb.
+    """
+    settings = read_settings(folders)
+    wandb_runs = []
+    if with_runs:
+        runs = [run for setting in settings for run in setting.runs]
+        ended = [run for run in runs if run.status != "running" and run.has_metrics]
+        wandb_runs = [restore_training_run(run) for run in ended]
+    wandb_runs.append(make_comparison_run(config, settings, rows, out))
+    WandbLogger(config, wandb_runs).finish()
+
+
+def make_comparison_run(
+    config: WandbConfig, settings: list[Setting], rows: list[SettingStats], out: Path
+) -> WandbRun:
+    """The wandb run of a comparison: scalars by setting, the table, the picture and the report."""
+    ids = [run.summary.get("wandb_id") for setting in settings for run in setting.runs]
+    first_id = next(filter(None, ids), None)
+    # the same command updates the same wandb run
+    run_id = hashlib.sha256(f"{first_id} {out.name}".encode()).hexdigest()[:8]
+    row: dict[str, Any] = {}
+    texts = {}
+    table = []
+    for stats in rows:
+        name = to_metric_name(stats.setting)
+        for field in SCALARS:
+            row[f"{field}/{name}"] = getattr(stats, field)
+        if stats.step_ms and rows[0].step_ms:
+            row[f"speed_ratio/{name}"] = rows[0].step_ms / stats.step_ms
+        baseline = "baseline" if stats is rows[0] else stats.status
+        texts[f"verdict/{name}"] = stats.verdict or baseline
+        texts[f"kernel/{name}"] = stats.kernel
+        table.append(asdict(stats))
+    files = {"picture": "comparison.png", "report": "report.html"}
+    return WandbRun(
+        folder=str(out),
+        wandb_dir=str(out),
+        id=run_id,
+        earlier_folders=f"wandb/*run-*-{run_id}",
+        name=f"{out.name} comparison",
+        job_type="compare",
+        group=config.group or out.name,
+        config=_list_common_settings(settings),
+        rows=[row | {"comparison": table} | files],
+        end={"exit_code": 0, "summary": texts},
+    )
+
+
+def _list_common_settings(settings: list[Setting]) -> dict[str, Any]:
+    """The settings that all runs share, as nested dicts."""
+    common = dict(settings[0].config)
+    for key, value in settings[0].config.items():
+        if any(setting.config.get(key) != value for setting in settings):
+            del common[key]
+    return nest_dict(common)
+
+
+def restore_training_run(run: Run) -> WandbRun:
+    """The wandb run of a run that has ended. A run without an id gets one."""
+    summary = run.summary
+    name = summary["name"]
+    if not run.folder.resolve().as_posix().endswith(f"/{name}"):  # the folder was copied
+        name = run.folder.name
+    summary |= {"wandb_id": make_wandb_id(summary, name), "name": name}
+    write_json(run.folder / "summary.json", summary)
+    config = read_file(run.folder / "config.yaml", parse_yaml)
+    end = {"exit_code": EXIT_CODES[run.status], "summary": make_training_summary(summary)}
+    return make_training_run(run.folder, config, summary, end)

@@ -1,0 +1,199 @@
+"""Logs runs to wandb, in a process that WandbLogger starts: python -m training.wandb_process
+
+The first line of stdin has the runs, as JSON. The second line says how the last run has ended; it
+is missing if the process that trains was killed. Lines on stdout are for the user.
+"""
+
+import fcntl
+import json
+import math
+import os
+import re
+import select
+import subprocess
+import sys
+from collections import deque
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+from shutil import rmtree
+from typing import Any, BinaryIO
+
+POLL_INTERVAL_S = 1.0
+MIN_ROW_INTERVAL_S = 0.25  # seconds of training between rows without an evaluation
+MAX_SAMPLES = 100  # rows of the table of samples, which has the newest ones
+INIT_TIMEOUT_S = 10  # less than WandbLogger waits for the end of this process
+PINNED_KEYS = ("attention.resolved", "dtype", "device_name")  # wandb shows them first
+KILLED = '{"exit_code": 1, "summary": {}}'
+
+
+def main() -> None:
+    """Log all runs. Prints how to see them, or one line if wandb fails."""
+    os.nice(10)  # training has priority
+    sys.stdout.reconfigure(encoding="utf-8", errors="replace", line_buffering=True)
+    request = json.loads(sys.stdin.readline())
+    os.chdir(request["folder"])
+    sys.argv = request["command"]  # wandb shows it
+    hints = {}
+    for run in request["runs"]:
+        try:
+            hints[log_run(request, run)] = None
+        except Exception as error:  # wandb can raise anything
+            reason = f"{type(error).__name__}: {first_line(error)}".removesuffix(": ")
+            print(f"wandb: {reason}; continuing without wandb, {run['folder']} has all results")
+            break
+    for hint in hints:
+        print(f"wandb    {hint}")
+
+
+def first_line(error: Exception) -> str:
+    return str(error).partition("\n")[0]
+
+
+def log_run(request: dict[str, Any], run: dict[str, Any]) -> str:
+    """Log a run, except rows that the server has.
+
+    request, run: what WandbLogger sends, and a WandbRun of it.
+    Returns the address of the run, or the command that uploads it.
+    """
+    import wandb
+
+    rows = run["rows"]
+    with open(run["metrics"] or os.devnull, "rb") as metrics:
+        fcntl.flock(metrics, fcntl.LOCK_EX)  # until the logger of a killed process has ended
+        try:
+            wandb_run, first_step = start_run(request, run)
+        except wandb.Error as error:
+            if request["mode"] != "online":
+                raise
+            print(f"wandb: {first_line(error)}; logging offline")
+            wandb.teardown()
+            request["mode"] = "offline"
+            wandb_run, first_step = start_run(request, run)
+        if run["metrics"]:
+            rows = follow_rows(metrics, is_live=run["end"] is None)
+            rows = select_rows(rows, first_step)
+        for row in rows:
+            media = to_media(row, Path(run["folder"]))
+            wandb_run.log(media, step=row.get(run["x_axis"]), commit=True)
+    end = run["end"] or json.loads(sys.stdin.readline() or KILLED)
+    wandb_run.summary.update(end["summary"])
+    if end.get("alert") and not wandb_run.offline:
+        wandb_run.alert(run["name"], end["alert"])
+    if end.get("model"):
+        wandb_run.log_model(end["model"])
+    wandb_run.finish(end["exit_code"])
+    return wandb_run.url or f"wandb sync {run['wandb_dir']}/wandb"
+
+
+def start_run(request: dict[str, Any], run: dict[str, Any]) -> tuple[Any, int]:
+    """Start or resume a wandb run. Returns it, and the first step that the server does not have."""
+    import wandb
+
+    last_step = remove_earlier_folders(run)
+    arguments = {"dir": Path(run["wandb_dir"]).resolve(), "mode": request["mode"]}
+    arguments |= {key: request[key] for key in ("project", "entity", "tags")}
+    arguments |= {key: run[key] for key in ("name", "job_type", "group", "config")}
+    if "WANDB_RUN_ID" not in os.environ:  # an agent sets it
+        arguments["id"] = run["id"]
+        arguments["resume"] = "allow" if request["mode"] == "online" else None
+    settings = {
+        "silent": True,
+        "console": "off",
+        "program": sys.argv[0],
+        "init_timeout": INIT_TIMEOUT_S,
+        "x_stats_pid": os.getppid(),  # the process that trains
+    }
+    wandb_run = wandb.init(**arguments, settings=settings)
+    if wandb_run.url:
+        print(f"wandb    {wandb_run.url}")
+    wandb_run.pin_config_keys(PINNED_KEYS)
+    for name, options in run["columns"].items():
+        wandb_run.define_metric(name, step_metric=run["x_axis"], **options)
+    return wandb_run, last_step + 1 if wandb_run.offline else wandb_run.starting_step
+
+
+def remove_earlier_folders(run: dict[str, Any]) -> int:
+    """Remove the folders of earlier processes that the server does not have.
+
+    Their rows are logged again. Returns the last step of the other folders; -1 without any.
+    """
+    last_step = -1
+    pattern = run["earlier_folders"]
+    for folder in Path(run["wandb_dir"]).glob(pattern) if pattern else ():
+        is_uploaded = folder.name.startswith("run-") or any(folder.glob("*.synced"))
+        step = find_last_step(folder) if is_uploaded else -1
+        if step < 0:
+            rmtree(folder)
+        elif folder.name.endswith(f"-{run['id']}"):  # not of a run that was copied
+            last_step = max(last_step, step)
+    return last_step
+
+
+def find_last_step(folder: Path) -> int:
+    """The last step in a folder of wandb; -1 if it has none."""
+    files = [str(file) for file in folder.glob("*.wandb")]
+    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", *files]
+    records = subprocess.run(command, capture_output=True, text=True).stdout
+    return max(map(int, re.findall(r'"_step":(\d+)', records)), default=-1)
+
+
+def follow_rows(metrics: BinaryIO, is_live: bool) -> Iterator[dict[str, Any]]:
+    """Yield the rows of metrics.jsonl.
+
+    is_live: wait for more rows, until stdin has a line or ends.
+    """
+    is_over = not is_live
+    while True:
+        position = metrics.tell()
+        for line in iter(metrics.readline, b""):
+            if not line.endswith(b"\n"):  # another process writes the row now
+                metrics.seek(position)
+                break
+            yield json.loads(line)
+            position = metrics.tell()
+        if is_over:
+            return
+        is_over = bool(select.select([sys.stdin], [], [], POLL_INTERVAL_S)[0])
+
+
+def select_rows(rows: Iterable[dict[str, Any]], first_step: int) -> Iterator[dict[str, Any]]:
+    """Yield all evaluations, with a table of samples, and a few other rows per second."""
+    samples = deque(maxlen=MAX_SAMPLES)
+    logged_s = -math.inf
+    for row in rows:
+        if "sample" in row:
+            samples.append(
+                {"step": row["step"], "tokens": row["tokens"], "text": row.pop("sample")}
+            )
+            row["samples"] = list(samples)
+        is_due = "val/loss" in row or row["seconds"] - logged_s >= MIN_ROW_INTERVAL_S
+        if is_due and row["step"] >= first_step:
+            logged_s = row["seconds"]
+            yield row
+
+
+def to_media(row: dict[str, Any], folder: Path) -> dict[str, Any]:
+    """Convert a row for wandb: file names to pictures and pages, lists of rows to tables.
+
+    Statistics of single heads are omitted: a picture has them.
+    """
+    import wandb
+
+    media = {}
+    for key, value in row.items():
+        if isinstance(value, list):
+            data = [list(item.values()) for item in value]
+            media[key] = wandb.Table(columns=list(value[0]), data=data)
+        elif isinstance(value, str):
+            file = folder / value
+            if file.suffix == ".html":
+                media[key] = wandb.Html(str(file), inject=False)
+            elif file.suffix == ".png" and file.exists():
+                media[key] = wandb.Image(str(file))
+        elif value is not None and "/head_" not in key:
+            media[key] = value
+    return media
+
+
+if __name__ == "__main__":
+    main()
