@@ -8,9 +8,7 @@ import fcntl
 import json
 import math
 import os
-import re
 import select
-import subprocess
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -23,6 +21,7 @@ MIN_ROW_INTERVAL_S = 0.25  # seconds of training between rows without an evaluat
 MAX_SAMPLES = 100  # rows of the table of samples, which has the newest ones
 INIT_TIMEOUT_S = 10  # less than WandbLogger waits for the end of this process
 PINNED_KEYS = ("attention.resolved", "dtype", "device_name")  # wandb shows them first
+LAST_STEP = "../last_step"  # file beside the folder `files`, which wandb uploads
 KILLED = '{"exit_code": 1, "summary": {}}'
 
 
@@ -73,8 +72,10 @@ def log_run(request: dict[str, Any], run: dict[str, Any]) -> str:
             rows = follow_rows(metrics, is_live=run["end"] is None)
             rows = select_rows(rows, first_step)
         for row in rows:
-            media = to_media(row, Path(run["folder"]))
-            wandb_run.log(media, step=row.get(run["x_axis"]), commit=True)
+            step = row.get(run["x_axis"])
+            wandb_run.log(to_media(row, Path(run["folder"])), step=step, commit=True)
+            if step is not None:
+                Path(wandb_run.dir, LAST_STEP).write_text(str(step), encoding="utf-8")
     end = run["end"] or json.loads(sys.stdin.readline() or KILLED)
     wandb_run.summary.update(end["summary"])
     if end.get("alert") and not wandb_run.offline:
@@ -121,20 +122,12 @@ def remove_earlier_folders(run: dict[str, Any]) -> int:
     pattern = run["earlier_folders"]
     for folder in Path(run["wandb_dir"]).glob(pattern) if pattern else ():
         is_uploaded = folder.name.startswith("run-") or any(folder.glob("*.synced"))
-        step = find_last_step(folder) if is_uploaded else -1
-        if step < 0:
+        file = folder / "files" / LAST_STEP
+        if not is_uploaded or not file.exists():
             rmtree(folder)
         elif folder.name.endswith(f"-{run['id']}"):  # not of a run that was copied
-            last_step = max(last_step, step)
+            last_step = max(last_step, int(file.read_text(encoding="utf-8")))
     return last_step
-
-
-def find_last_step(folder: Path) -> int:
-    """The last step in a folder of wandb; -1 if it has none."""
-    files = [str(file) for file in folder.glob("*.wandb")]
-    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", *files]
-    records = subprocess.run(command, capture_output=True, text=True).stdout
-    return max(map(int, re.findall(r'"_step":(\d+)', records)), default=-1)
 
 
 def follow_rows(metrics: BinaryIO, is_live: bool) -> Iterator[dict[str, Any]]:
