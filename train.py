@@ -18,6 +18,8 @@ most used keys:
   optimizer.lr=X        peak learning rate
   eval.every=N          steps between evaluations
   device=cuda           or cpu, mps; see also dtype=bfloat16 and compile=true
+  wandb.mode=online     or disabled; the default is offline, which needs no account
+  wandb.project=NAME    also wandb.entity, wandb.group, wandb.tags=[A,B] and wandb.log_model=true
   train.profile=true    show where the time of a step goes, and write a trace
   plan=true             estimate memory and time of the run without training
   seed=N                seed of the initial weights and the batches

@@ -157,25 +157,19 @@ class WandbLogger:
         self._write({"exit_code": exit_code, **end})
         with suppress(OSError):
             self.process.stdin.close()
-        if not self._has_ended(NOTICE_S):
+        # the thread ends when the process closes its output
+        self.printer.join(NOTICE_S)
+        if self.printer.is_alive():
             self.print_line("waiting for wandb")
+        self.printer.join(self.timeout_s)
         problem = None
-        if not self._has_ended(self.timeout_s):
+        if self.printer.is_alive():
             os.killpg(self.process.pid, signal.SIGKILL)
             problem = f"did not finish within {self.timeout_s} s"
-        elif self.process.returncode != 0:
+        elif self.process.wait() != 0:
             problem = f"has failed with exit code {self.process.returncode}"
-        self.printer.join(1)
         if problem is not None:
             self.print_line(f"wandb {problem}; {self.runs[-1].folder} has all results")
-
-    def _has_ended(self, timeout_s: float | None) -> bool:
-        """Whether the process has ended or ends within a time limit."""
-        try:
-            self.process.wait(timeout_s)
-        except subprocess.TimeoutExpired:
-            return False
-        return True
 
 
 def make_training_run(

@@ -12,9 +12,14 @@ from training.wandb_process import select_rows
 
 WORDS = [
     "name=a", "wandb.mode=offline", "eval.attention_maps=true", "eval.attention_stats=true",
-    "wandb.tags=[x,y]", "wandb.log_model=true",
+    "wandb.log_model=true",
 ]  # fmt: skip
-ENVIRONMENT = {"WANDB_PROJECT": "p", "WANDB_ENTITY": "e", "WANDB_RUN_GROUP": "g"}
+ENVIRONMENT = {
+    "WANDB_PROJECT": "p",
+    "WANDB_ENTITY": "e",
+    "WANDB_RUN_GROUP": "g",
+    "WANDB_TAGS": "x,y",
+}
 
 
 @pytest.fixture(scope="module")
@@ -99,8 +104,12 @@ def test_three_keys_of_the_config_are_pinned(logged):
 def test_evaluations_have_the_values_of_metrics_jsonl(logged, rows):
     for step in (0, 3, 6):
         (row,) = (row for row in logged.rows if row["_step"] == step)
-        numbers = {k: v for k, v in rows[step].items() if isinstance(v, float) and "head_" not in k}
-        assert {"val/loss", "attention/entropy"} <= numbers.keys()
+        numbers = {
+            key: value
+            for key, value in rows[step].items()
+            if isinstance(value, int | float) and "head_" not in key
+        }
+        assert {"val/loss", "peak_memory_bytes", "attention/entropy"} <= numbers.keys()
         assert {key: row.get(key) for key in numbers} == pytest.approx(numbers)
 
 

@@ -5,9 +5,11 @@ from contextlib import redirect_stdout
 from pathlib import Path
 
 import pytest
-from bench_helpers import FOLDER, make_words, read_rows, read_summary
+from bench_helpers import CONFIG, FOLDER, make_row, make_words, read_rows, read_summary
 from helpers import run_command
 from wandb_helpers import OfflineRun, read_offline_runs
+
+from comparison.bench.wandb_runs import make_bench_runs
 
 pytestmark = pytest.mark.slow
 
@@ -96,6 +98,13 @@ def logged(finished_bench) -> dict[str, OfflineRun]:
 def test_wandb_has_a_run_per_backend(logged):
     assert logged.keys() == {"naive", "flash", "cudnn", "none"}
     assert len({run.id for run in logged.values()}) == 4
+
+
+def test_names_of_wandb_runs_have_the_dtype_if_there_are_several():
+    rows = [make_row("naive", 8, 1.0, dtype=dtype) for dtype in ("float32", "bfloat16")]
+    runs = make_bench_runs(rows, CONFIG, {}, FOLDER)
+    assert [run.name for run in runs] == ["naive float32", "naive bfloat16"]
+    assert [run.config["dtype"] for run in runs] == ["float32", "bfloat16"]
 
 
 @pytest.mark.parametrize(("key", "value"), [("job_type", "bench"), ("run_group", "x")])
