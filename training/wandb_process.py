@@ -6,7 +6,6 @@ is missing if the process that trains was killed. Lines on stdout are for the us
 
 import fcntl
 import json
-import math
 import os
 import select
 import sys
@@ -17,7 +16,9 @@ from shutil import rmtree
 from typing import Any, BinaryIO
 
 POLL_INTERVAL_S = 1.0
-MIN_ROW_INTERVAL_S = 0.25  # seconds of training between rows without an evaluation
+# time between rows without an evaluation: in seconds, and as a part of the training time so far
+MIN_ROW_INTERVAL_S = 0.25
+MIN_ROW_INTERVAL = 1 / 4000
 MAX_SAMPLES = 100  # rows of the table of samples, which has the newest ones
 INIT_TIMEOUT_S = 10  # less than WandbLogger waits for the end of this process
 PINNED_KEYS = ("attention.resolved", "dtype", "device_name")  # wandb shows them first
@@ -150,19 +151,23 @@ def follow_rows(metrics: BinaryIO, is_live: bool) -> Iterator[dict[str, Any]]:
 
 
 def select_rows(rows: Iterable[dict[str, Any]], first_step: int) -> Iterator[dict[str, Any]]:
-    """Yield all evaluations, with a table of samples, and a few other rows per second."""
+    """Yield all evaluations, with a table of samples, and a few other rows per second.
+
+    wandb draws at most some thousand points, and logging a row takes about a millisecond.
+    """
     samples = deque(maxlen=MAX_SAMPLES)
-    logged_s = -math.inf
+    next_s = 0.0
     for row in rows:
         if "sample" in row:
             samples.append(
                 {"step": row["step"], "tokens": row["tokens"], "text": row.pop("sample")}
             )
             row["samples"] = list(samples)
-        is_due = "val/loss" in row or row["seconds"] - logged_s >= MIN_ROW_INTERVAL_S
-        if is_due and row["step"] >= first_step:
-            logged_s = row["seconds"]
-            yield row
+        seconds = row["seconds"]
+        if "val/loss" in row or seconds >= next_s:
+            next_s = seconds + max(MIN_ROW_INTERVAL_S, MIN_ROW_INTERVAL * seconds)
+            if row["step"] >= first_step:
+                yield row
 
 
 def to_media(row: dict[str, Any], folder: Path) -> dict[str, Any]:

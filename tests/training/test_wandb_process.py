@@ -208,6 +208,12 @@ def test_rows_are_logged_four_times_a_second():
     assert select_steps(make_rows(0, 0.1, 0.2, 0.3, 0.4, 0.5, 0.56)) == [0, 3, 6]
 
 
+def test_later_rows_are_farther_apart():
+    steps = select_steps(make_rows(*range(10_000)))
+    assert steps[:4001] == list(range(4001))
+    assert steps[-1] - steps[-2] == 3
+
+
 def test_every_evaluation_is_logged():
     rows = make_rows(0, 0.01, 0.02)
     rows[2]["val/loss"] = 1.0
