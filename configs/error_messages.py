@@ -43,6 +43,7 @@ SYNONYMS = {
     "model.block_size": "seq_len seq_length context_length context max_seq_length n_ctx ctx",
     "model.window": "window_size",
     "block_sizes": "block_size",
+    "backends": "attention",
     "prompt": "start",
     "num_samples": "n",
     "temperature": "temp",

@@ -76,6 +76,7 @@ def write_run(
             "dtype": "float32",
             "vocab_size": 65,
             "attention": kernel,
+            "command": f"python train.py name={folder.name}",
         }
     text = json.dumps(summary | facts)
     (folder / "summary.json").write_text(text, encoding="utf-8")

@@ -8,6 +8,7 @@ time.
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
@@ -80,6 +81,7 @@ class WandbRun:
     job_type: str
     group: str | None
     config: dict[str, Any]
+    command: list[str] = field(default_factory=lambda: sys.argv)
     x_axis: str | None = None  # the column of rows that wandb plots the others over
     columns: dict[str, dict] = field(default_factory=dict)  # options of run.define_metric
     metrics: str | None = None  # metrics.jsonl; None: the rows below
@@ -134,7 +136,7 @@ class WandbLogger:
         )
         self.printer = Thread(target=self._print_lines, daemon=True)
         self.printer.start()
-        request = asdict(config) | {"mode": mode, "command": sys.argv, "folder": os.getcwd()}
+        request = asdict(config) | {"mode": mode, "folder": os.getcwd()}
         request["project"] = config.project or os.environ.get("WANDB_PROJECT", "trilgpt")
         self._write(request | {"runs": [asdict(run) for run in runs]})
 
@@ -195,6 +197,7 @@ def make_training_run(
         group=config["wandb"]["group"],
         config=settings | facts | {"attention": attention},
         x_axis="step",
+        command=shlex.split(summary["command"])[1:],  # without "python"
         columns=COLUMNS,
         metrics=str(folder / "metrics.jsonl"),
         end=end,

@@ -20,6 +20,7 @@ POLL_INTERVAL_S = 1.0
 MIN_ROW_INTERVAL_S = 0.25
 MIN_ROW_INTERVAL = 1 / 4000
 MAX_SAMPLES = 100  # rows of the table of samples, which has the newest ones
+MAX_REASON_CHARS = 250
 INIT_TIMEOUT_S = 10  # less than WandbLogger waits for the end of this process
 PINNED_KEYS = ("attention.resolved", "dtype", "device_name")  # wandb shows them first
 LAST_STEP = "../last_step"  # file beside the folder `files`, which wandb uploads
@@ -32,28 +33,27 @@ def main() -> None:
     sys.stdout.reconfigure(encoding="utf-8", errors="replace", line_buffering=True)
     request = json.loads(sys.stdin.readline())
     os.chdir(request["folder"])
-    sys.argv = request["command"]  # wandb shows it
     hints = {}
     for run in request["runs"]:
         try:
             hints[log_run(request, run)] = None
         except Exception as error:  # wandb can raise anything
-            reason = f"{type(error).__name__}: {first_line(error)}".removesuffix(": ")
+            reason = f"{type(error).__name__}: {one_line(error)}".removesuffix(": ")
             print(f"wandb: {reason}; continuing without wandb, {run['folder']} has all results")
             break
     for hint in hints:
-        print(f"wandb    {hint}")
+        print(hint)
 
 
-def first_line(error: Exception) -> str:
-    return str(error).partition("\n")[0]
+def one_line(error: Exception) -> str:
+    return " ".join(str(error).split())[:MAX_REASON_CHARS].removesuffix(".")
 
 
 def log_run(request: dict[str, Any], run: dict[str, Any]) -> str:
     """Log a run, except rows that the server has.
 
     request, run: what WandbLogger sends, and a WandbRun of it.
-    Returns the address of the run, or the command that uploads it.
+    Returns a line with the address of the run, or with the command that uploads it.
     """
     import wandb
 
@@ -65,7 +65,7 @@ def log_run(request: dict[str, Any], run: dict[str, Any]) -> str:
         except wandb.Error as error:
             if request["mode"] != "online":
                 raise
-            print(f"wandb: {first_line(error)}; logging offline")
+            print(f"wandb: {one_line(error)}; logging offline")
             wandb.teardown()
             request["mode"] = "offline"
             wandb_run, first_step = start_run(request, run)
@@ -84,18 +84,21 @@ def log_run(request: dict[str, Any], run: dict[str, Any]) -> str:
     if end.get("model"):
         wandb_run.log_model(end["model"])
     wandb_run.finish(end["exit_code"])
-    return wandb_run.url or f"wandb sync {run['wandb_dir']}/wandb"
+    if wandb_run.offline:
+        return f"upload   wandb sync {run['wandb_dir']}/wandb"
+    return f"wandb    {wandb_run.url}"
 
 
 def start_run(request: dict[str, Any], run: dict[str, Any]) -> tuple[Any, int]:
     """Start or resume a wandb run. Returns it, and the first step that the server does not have."""
     import wandb
 
+    sys.argv = run["command"]  # wandb shows it
     last_step = remove_earlier_folders(run)
     arguments = {"dir": Path(run["wandb_dir"]).resolve(), "mode": request["mode"]}
     arguments |= {key: request[key] for key in ("project", "entity", "tags")}
     arguments |= {key: run[key] for key in ("name", "job_type", "group", "config")}
-    if "WANDB_RUN_ID" not in os.environ:  # an agent sets it
+    if "WANDB_SWEEP_ID" not in os.environ:  # an agent chooses the id
         arguments["id"] = run["id"]
         arguments["resume"] = "allow" if request["mode"] == "online" else None
     settings = {

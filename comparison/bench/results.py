@@ -103,14 +103,14 @@ def rank_by_time(rows: list[Timing]) -> tuple[list[list[Timing]], list[list[Timi
     fastest = []
     for kernel in kernels:
         best = kernels[0]
-        quartiles_overlap = _mean_ms(kernel, "ms_q1") <= _mean_ms(best, "ms_q3")
+        quartiles_overlap = min(row.ms_q1 for row in kernel) <= max(row.ms_q3 for row in best)
         if quartiles_overlap or _mean_ms(kernel) <= MAX_TIE_RATIO * _mean_ms(best):
             fastest.append(kernel)
     return fastest, [kernel for kernel in kernels if kernel not in fastest]
 
 
-def _mean_ms(kernel: list[Timing], column: str = "ms_median") -> float:
-    return statistics.mean(getattr(row, column) for row in kernel)
+def _mean_ms(kernel: list[Timing]) -> float:
+    return statistics.mean(row.ms_median for row in kernel)
 
 
 def recommend(rows: list[Timing]) -> list[tuple[str, str, str]]:

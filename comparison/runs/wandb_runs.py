@@ -43,16 +43,26 @@ def log_comparison(
     """Log a comparison to wandb.
 
     folders, rows, out: arguments and result of `compare`.
-    with_runs: also log the runs again, which have been trained elsewhere, or without wandb.
+    with_runs: also log the runs, unless they are complete offline.
     """
     settings = read_settings(folders)
     wandb_runs = []
     if with_runs:
         runs = [run for setting in settings for run in setting.runs]
-        ended = [run for run in runs if run.status != "running" and run.has_metrics]
-        wandb_runs = [restore_training_run(run) for run in ended]
+        for run in runs:
+            if run.status != "running" and run.has_metrics:
+                wandb_run = restore_training_run(run)
+                if config.mode != "offline" or not is_logged(run):
+                    wandb_runs.append(wandb_run)
     wandb_runs.append(make_comparison_run(config, settings, rows, out))
     WandbLogger(config, wandb_runs).finish()
+
+
+def is_logged(run: Run) -> bool:
+    """Whether wandb has logged the last step of a run into its folder or into that of its sweep."""
+    pattern = f"wandb/*run-*-{run.summary['wandb_id']}/last_step"
+    files = [*run.folder.glob(pattern), *run.folder.parent.glob(pattern)]
+    return str(run.summary["step"]) in [file.read_text(encoding="utf-8") for file in files]
 
 
 def make_comparison_run(

@@ -84,7 +84,7 @@ def test_wandb_that_fails_changes_nothing_about_training(broken_wandb, train):
             "missing",
             "wandb: ModuleNotFoundError: No module named 'wandb'; continuing without wandb",
         ),
-        ("refusing", "wandb: RuntimeError: no service; continuing without wandb"),
+        ("refusing", "wandb: RuntimeError: no service more; continuing without wandb"),
         ("silent", "wandb: TimeoutError; continuing without wandb"),
         ("ending", "wandb has failed with exit code 3"),
         ("hanging", "wandb did not finish within 1 s"),
@@ -154,4 +154,4 @@ def test_run_without_an_api_key_is_logged_offline(train, monkeypatch, capsys):
     assert train("name=a", "wandb.mode=online") == 0
     lines = [line for line in capsys.readouterr().out.splitlines() if "wandb" in line]
     assert lines[0].endswith("; logging offline")
-    assert lines[-1] == "wandb    wandb sync runs/a/wandb"
+    assert lines[-1] == "upload   wandb sync runs/a/wandb"

@@ -190,7 +190,7 @@ def test_run_has_its_exit_code(logged):
 
 
 def test_run_prints_the_command_that_uploads_it(folder):
-    assert "wandb    wandb sync runs/a/wandb\n" in (folder / "printed").read_text(encoding="utf-8")
+    assert "upload   wandb sync runs/a/wandb\n" in (folder / "printed").read_text(encoding="utf-8")
 
 
 # Selection of rows

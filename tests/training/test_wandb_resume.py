@@ -126,7 +126,7 @@ def test_pictures_of_earlier_processes_are_uploaded(workdir, server):
 def test_run_without_a_server_is_logged_offline(workdir):
     printed = train("online", NO_SERVER, "train.steps=2")
     assert "; logging offline\n" in printed
-    assert "wandb    wandb sync runs/a/wandb\n" in printed
+    assert "upload   wandb sync runs/a/wandb\n" in printed
     (run,) = read_offline_runs(Path("runs/a"))
     assert run.steps == [0, 1, 2]
 

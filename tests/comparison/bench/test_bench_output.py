@@ -164,4 +164,4 @@ def test_wandb_has_the_picture(logged, folder):
 
 
 def test_output_ends_with_the_command_that_uploads_the_runs(finished_bench):
-    assert finished_bench[1].endswith("wandb    wandb sync runs/bench/x/wandb\n")
+    assert finished_bench[1].endswith("upload   wandb sync runs/bench/x/wandb\n")

@@ -7,6 +7,7 @@ from pathlib import Path
 import pytest
 from comparison_helpers import KERNEL, compare_rows, write_run, write_sweep
 from helpers import read_jsonl, run_command
+from run_helpers import copy_here
 from wandb_helpers import OfflineRun, read_offline_runs
 
 SWEEP = Path("runs/sweeps/s")
@@ -30,11 +31,10 @@ def log_sweep() -> None:
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory) -> Path:
-    """A folder with a sweep that was logged twice. Tests only read it."""
+    """A folder with a sweep that was logged. Tests only read it."""
     folder = tmp_path_factory.mktemp("compared")
     with chdir(folder):
         write_runs()
-        log_sweep()
         log_sweep()
     return folder
 
@@ -52,8 +52,22 @@ def comparison(logged) -> OfflineRun:
     return logged["s comparison"]
 
 
-def test_same_command_updates_the_same_runs(logged):
+def test_comparison_and_its_runs_are_logged(logged):
     assert logged.keys() == {*JOBS, "s comparison"}
+
+
+def test_same_command_updates_the_comparison_and_leaves_complete_runs(folder, logged, workdir):
+    copy_here(folder)
+    log_sweep()
+    again = {run.run["display_name"]: run for run in read_offline_runs(SWEEP)}
+    assert again.keys() == logged.keys()
+    assert {name: run.id for name, run in again.items()} == {n: run.id for n, run in logged.items()}
+    kept = [name for name in again if again[name].folder.name == logged[name].folder.name]
+    assert set(JOBS) <= set(kept)
+
+
+def test_wandb_shows_the_command_of_the_training(logged):
+    assert logged[JOBS[0]].program == ["train.py", f"name={JOBS[0]}"]
 
 
 def test_runs_of_a_comparison_keep_their_ids(logged):

@@ -216,7 +216,7 @@ def test_wandb_runs_of_a_sweep_are_in_one_folder_and_in_one_group(refusing_sweep
     names = {run["display_name"]: run["job_type"] for run in runs}
     assert names == {"attention=sdpa": "train", "s comparison": "compare"}
     assert {run["run_group"] for run in runs} == {"s"}
-    assert refusing_sweep.out.endswith("wandb    wandb sync runs/sweeps/s/wandb\n")
+    assert refusing_sweep.out.endswith("upload   wandb sync runs/sweeps/s/wandb\n")
 
 
 @pytest.mark.slow
