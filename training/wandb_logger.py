@@ -80,6 +80,7 @@ class WandbRun:
     name: str
     job_type: str
     group: str | None
+    notes: str | None = None  # wandb shows them first
     config: dict[str, Any]
     command: list[str] = field(default_factory=lambda: sys.argv)
     x_axis: str | None = None  # the column of rows that wandb plots the others over

@@ -97,7 +97,7 @@ def start_run(request: dict[str, Any], run: dict[str, Any]) -> tuple[Any, int]:
     last_step = remove_earlier_folders(run)
     arguments = {"dir": Path(run["wandb_dir"]).resolve(), "mode": request["mode"]}
     arguments |= {key: request[key] for key in ("project", "entity", "tags")}
-    arguments |= {key: run[key] for key in ("name", "job_type", "group", "config")}
+    arguments |= {key: run[key] for key in ("name", "job_type", "group", "notes", "config")}
     if "WANDB_SWEEP_ID" not in os.environ:  # an agent chooses the id
         arguments["id"] = run["id"]
         arguments["resume"] = "allow" if request["mode"] == "online" else None

@@ -22,11 +22,10 @@ def make_bench_runs(
     dtypes = {row.dtype for row in rows}
     runs = []
     for (backend, dtype), lines in group_rows(rows, "backend", "dtype").items():
-        # at the largest T, which comes last
-        answer = {
-            f"fastest/{to_metric_name(phase)}": sentence
-            for phase, _, sentence in recommend([row for row in rows if row.dtype == dtype])
-        }
+        recommended = recommend([row for row in rows if row.dtype == dtype])
+        answer = {}
+        for phase, _, sentence in recommended:  # at the largest T, which comes last
+            answer[f"fastest/{to_metric_name(phase)}"] = sentence
         kernels = dict.fromkeys(row.resolved for row in lines if row.resolved)
         attention = {"requested": backend, "resolved": ", ".join(kernels) or None}
         lines.sort(key=lambda row: row.T)
@@ -39,6 +38,7 @@ def make_bench_runs(
                 name=backend if len(dtypes) == 1 else f"{backend} {dtype}",
                 job_type="bench",
                 group=config.wandb.group or folder.name,
+                notes="\n".join(", ".join(line) for line in recommended),
                 config=settings | environment | {"dtype": dtype, "attention": attention},
                 x_axis="T",
                 columns={"*": {}},

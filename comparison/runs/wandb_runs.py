@@ -10,6 +10,7 @@ from common.files import parse_yaml, read_file, write_json
 from common.settings import nest_dict
 from comparison.runs.read import Run, Setting, read_settings
 from comparison.runs.statistics import SettingStats
+from comparison.runs.table import format_cell
 from training.config import WandbConfig
 from training.run_folder import make_wandb_id
 from training.wandb_logger import (
@@ -31,6 +32,7 @@ SCALARS = (
     "tokens_per_second",
     "peak_memory_bytes",
 )
+NOTED_COLUMNS = ("kernel", "difference", "step, ms", "memory")
 
 
 def log_comparison(
@@ -75,6 +77,7 @@ def make_comparison_run(
     run_id = hashlib.sha256(f"{first_id} {out.name}".encode()).hexdigest()[:8]
     row: dict[str, Any] = {}
     texts = {}
+    notes = []
     table = []
     for stats in rows:
         name = to_metric_name(stats.setting)
@@ -85,6 +88,8 @@ def make_comparison_run(
         baseline = "baseline" if stats is rows[0] else stats.status
         texts[f"verdict/{name}"] = stats.verdict or baseline
         texts[f"kernel/{name}"] = stats.kernel
+        cells = [f"{header} {format_cell(stats, header)}" for header in NOTED_COLUMNS]
+        notes.append("; ".join([f"{stats.setting}: {texts[f'verdict/{name}']}", *cells]))
         table.append(asdict(stats))
     files = {"picture": "comparison.png", "report": "report.html"}
     return WandbRun(
@@ -95,6 +100,7 @@ def make_comparison_run(
         name=f"{out.name} comparison",
         job_type="compare",
         group=config.group or out.name,
+        notes="\n".join(notes),
         config=_list_common_settings(settings),
         rows=[row | {"comparison": table} | files],
         end={"exit_code": 0, "summary": texts},

@@ -153,6 +153,11 @@ def test_wandb_summary_has_the_medians_and_the_recommendation(logged, folder):
     assert summary["fastest/step_float32"] == recommended["step, float32"]
 
 
+def test_wandb_notes_have_the_recommendation(logged, folder):
+    lines = [", ".join(line) for line in read_summary(folder)["answer"]]
+    assert logged["flash"].run["notes"].splitlines() == lines
+
+
 def test_wandb_has_the_table_of_a_backend(logged, rows):
     expected = [row["phase"] for row in rows if row["backend"] == "flash"]
     assert [row["phase"] for row in logged["flash"].table("timings")] == expected

@@ -115,6 +115,12 @@ def test_summary_of_a_comparison_has_the_answers(comparison, key, value):
     assert comparison.summary[key] == value
 
 
+def test_notes_of_a_comparison_have_the_answers(comparison):
+    first, second = comparison.run["notes"].splitlines()
+    assert first.startswith("attention=naive: baseline; kernel naive")
+    assert second.startswith("attention=flex: differs from step 2; kernel flex; difference 0")
+
+
 def test_comparison_has_the_table_with_numbers(comparison):
     table = comparison.table("comparison")
     assert [row["setting"] for row in table] == ["attention=naive", "attention=flex"]
