@@ -24,8 +24,10 @@ def make_bench_runs(
     for (backend, dtype), lines in group_rows(rows, "backend", "dtype").items():
         recommended = recommend([row for row in rows if row.dtype == dtype])
         answer = {}
-        for phase, _, sentence in recommended:  # at the largest T, which comes last
+        notes = {}
+        for phase, T, sentence in recommended:  # the largest T comes last
             answer[f"fastest/{to_metric_name(phase)}"] = sentence
+            notes[phase] = f"{phase}, {T}: {sentence}"
         kernels = dict.fromkeys(row.resolved for row in lines if row.resolved)
         attention = {"requested": backend, "resolved": ", ".join(kernels) or None}
         lines.sort(key=lambda row: row.T)
@@ -38,7 +40,7 @@ def make_bench_runs(
                 name=backend if len(dtypes) == 1 else f"{backend} {dtype}",
                 job_type="bench",
                 group=config.wandb.group or folder.name,
-                notes="\n".join(", ".join(line) for line in recommended),
+                notes="\n".join(notes.values()),
                 config=settings | environment | {"dtype": dtype, "attention": attention},
                 x_axis="T",
                 columns={"*": {}},

@@ -32,7 +32,7 @@ SCALARS = (
     "tokens_per_second",
     "peak_memory_bytes",
 )
-NOTED_COLUMNS = ("kernel", "difference", "step, ms", "memory")
+NOTED_COLUMNS = ("kernel", "difference", "memory", "step, ms")
 
 
 def log_comparison(
@@ -83,12 +83,14 @@ def make_comparison_run(
         name = to_metric_name(stats.setting)
         for field in SCALARS:
             row[f"{field}/{name}"] = getattr(stats, field)
+        cells = [f"{header} {format_cell(stats, header)}" for header in NOTED_COLUMNS]
         if stats.step_ms and rows[0].step_ms:
-            row[f"speed_ratio/{name}"] = rows[0].step_ms / stats.step_ms
+            ratio = rows[0].step_ms / stats.step_ms
+            row[f"speed_ratio/{name}"] = ratio
+            cells.append(f"{ratio:.2f} times as fast")
         baseline = "baseline" if stats is rows[0] else stats.status
         texts[f"verdict/{name}"] = stats.verdict or baseline
         texts[f"kernel/{name}"] = stats.kernel
-        cells = [f"{header} {format_cell(stats, header)}" for header in NOTED_COLUMNS]
         notes.append("; ".join([f"{stats.setting}: {texts[f'verdict/{name}']}", *cells]))
         table.append(asdict(stats))
     files = {"picture": "comparison.png", "report": "report.html"}

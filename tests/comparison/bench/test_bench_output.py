@@ -154,7 +154,7 @@ def test_wandb_summary_has_the_medians_and_the_recommendation(logged, folder):
 
 
 def test_wandb_notes_have_the_recommendation(logged, folder):
-    lines = [", ".join(line) for line in read_summary(folder)["answer"]]
+    lines = [f"{phase}, {T}: {text}" for phase, T, text in read_summary(folder)["answer"]]
     assert logged["flash"].run["notes"].splitlines() == lines
 
 

@@ -119,6 +119,7 @@ def test_notes_of_a_comparison_have_the_answers(comparison):
     first, second = comparison.run["notes"].splitlines()
     assert first.startswith("attention=naive: baseline; kernel naive")
     assert second.startswith("attention=flex: differs from step 2; kernel flex; difference 0")
+    assert second.endswith("; 1.00 times as fast")
 
 
 def test_comparison_has_the_table_with_numbers(comparison):
