@@ -100,7 +100,9 @@ class RunLogger(AbstractContextManager):
                 EXIT_CODES[status],
                 summary=make_training_summary(self.run.summary),
                 alert=str(error) if status == "failed" else None,
-                model=str(self.run.best) if self.config.wandb.log_model else None,
+                model=str(self.run.best)
+                if self.config.wandb.log_model and status == "finished"
+                else None,
             )
 
     def start_step(self) -> None:

@@ -98,7 +98,7 @@ def resolve_mode(config: WandbConfig) -> str:
         return config.mode
     if os.environ.get("WANDB_DISABLED", "").lower() in ("true", "1"):
         return "disabled"
-    return os.environ.get("WANDB_MODE", "offline")
+    return (os.environ.get("WANDB_MODE") or "offline").lower()
 
 
 def to_metric_name(text: str) -> str:

@@ -1,5 +1,6 @@
 """The results of a bench as wandb runs: one per backend and dtype, with T as the x axis."""
 
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -39,7 +40,7 @@ def make_bench_runs(
                 wandb_dir=str(folder),
                 name=backend if len(dtypes) == 1 else f"{backend} {dtype}",
                 job_type="bench",
-                group=config.wandb.group or folder.name,
+                group=config.wandb.group or os.environ.get("WANDB_RUN_GROUP") or folder.name,
                 notes="\n".join(notes.values()),
                 config=settings | environment | {"dtype": dtype, "attention": attention},
                 x_axis="T",

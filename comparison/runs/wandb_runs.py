@@ -1,6 +1,7 @@
 """A comparison as a wandb run, and the runs that it compares."""
 
 import hashlib
+import os
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -88,7 +89,7 @@ def make_comparison_run(
             ratio = rows[0].step_ms / stats.step_ms
             row[f"speed_ratio/{name}"] = ratio
             cells.append(f"{ratio:.2f} times as fast")
-        baseline = "baseline" if stats is rows[0] else stats.status
+        baseline = "baseline" if stats is rows[0] else f"no pair of runs ({stats.status})"
         texts[f"verdict/{name}"] = stats.verdict or baseline
         texts[f"kernel/{name}"] = stats.kernel
         notes.append("; ".join([f"{stats.setting}: {texts[f'verdict/{name}']}", *cells]))
@@ -101,7 +102,7 @@ def make_comparison_run(
         earlier_folders=f"wandb/*run-*-{run_id}",
         name=f"{out.name} comparison",
         job_type="compare",
-        group=config.group or out.name,
+        group=config.group or os.environ.get("WANDB_RUN_GROUP") or out.name,
         notes="\n".join(notes),
         config=_list_common_settings(settings),
         rows=[row | {"comparison": table} | files],
