@@ -23,6 +23,7 @@ class ServerRun:
     """What the server has received of a run."""
 
     lines: dict[int, str] = field(default_factory=dict)  # of the history, by offset
+    sent: list[str] = field(default_factory=list)  # all lines of the history, in order
     variables: dict[str, Any] = field(default_factory=dict)  # of UpsertBucket
     files: dict[str, bytes] = field(default_factory=dict)
     exit_code: int | None = None
@@ -142,6 +143,7 @@ class Handler(BaseHTTPRequestHandler):
         history = (content.get("files") or {}).get("wandb-history.jsonl")
         if history:
             run.lines |= dict(enumerate(history["content"], history["offset"]))
+            run.sent += history["content"]
         if content.get("complete"):
             run.exit_code = content["exitcode"]
         self.reply({"exitcode": None, "limits": {}})

@@ -160,15 +160,16 @@ class WandbLogger:
         self._write({"exit_code": exit_code, **end})
         with suppress(OSError):
             self.process.stdin.close()
-        # the thread ends when the process closes its output
-        self.printer.join(NOTICE_S)
-        if self.printer.is_alive():
-            self.print_line("waiting for wandb")
-        self.printer.join(self.timeout_s)
+        with suppress(KeyboardInterrupt):  # the run has ended, and only the logging stops
+            # the thread ends when the process closes its output
+            self.printer.join(NOTICE_S)
+            if self.printer.is_alive():
+                self.print_line("waiting for wandb")
+            self.printer.join(self.timeout_s)
         problem = None
         if self.printer.is_alive():
             os.killpg(self.process.pid, signal.SIGKILL)
-            problem = f"did not finish within {self.timeout_s} s"
+            problem = "did not finish"
         elif self.process.wait() != 0:
             problem = f"has failed with exit code {self.process.returncode}"
         if problem is not None:

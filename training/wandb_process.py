@@ -1,19 +1,20 @@
 """Logs runs to wandb, in a process that WandbLogger starts: python -m training.wandb_process
 
-The first line of stdin has the runs, as JSON. The second line says how the last run has ended; it
-is missing if the process that trains was killed. Lines on stdout are for the user.
+The first line of stdin has the runs, as JSON. The second line says how the last run has ended. If
+stdin ends without it, the process that trains was killed, and this process ends at once: when the
+run resumes, all rows are logged again. Lines on stdout are for the user.
 """
 
-import fcntl
 import json
 import os
-import select
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
+from concurrent.futures import Future, wait
 from pathlib import Path
 from shutil import rmtree
-from typing import Any, BinaryIO
+from threading import Thread
+from typing import Any
 
 POLL_INTERVAL_S = 1.0
 # time between rows without an evaluation: in seconds, and as a part of the training time so far
@@ -24,7 +25,6 @@ MAX_REASON_CHARS = 250
 INIT_TIMEOUT_S = 10  # less than WandbLogger waits for the end of this process
 PINNED_KEYS = ("attention.resolved", "dtype", "device_name")  # wandb shows them first
 LAST_STEP = "../last_step"  # file beside the folder `files`, which wandb uploads
-KILLED = '{"exit_code": 1, "summary": {}}'
 
 
 def main() -> None:
@@ -33,10 +33,12 @@ def main() -> None:
     sys.stdout.reconfigure(encoding="utf-8", errors="replace", line_buffering=True)
     request = json.loads(sys.stdin.readline())
     os.chdir(request["folder"])
+    last_end: Future[dict] = Future()
+    Thread(target=read_end, args=[last_end], daemon=True).start()
     hints = {}
     for run in request["runs"]:
         try:
-            hints[log_run(request, run)] = None
+            hints[log_run(request, run, last_end)] = None
         except Exception as error:  # wandb can raise anything
             reason = f"{type(error).__name__}: {one_line(error)}".removesuffix(": ")
             print(f"wandb: {reason}; continuing without wandb, {run['folder']} has all results")
@@ -49,35 +51,43 @@ def one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:MAX_REASON_CHARS].removesuffix(".")
 
 
-def log_run(request: dict[str, Any], run: dict[str, Any]) -> str:
+def read_end(last_end: Future[dict]) -> None:
+    """Wait for the second line of stdin."""
+    line = sys.stdin.readline()
+    if not line:
+        os._exit(1)
+    last_end.set_result(json.loads(line))
+
+
+def log_run(request: dict[str, Any], run: dict[str, Any], last_end: Future[dict]) -> str:
     """Log a run, except rows that the server has.
 
     request, run: what WandbLogger sends, and a WandbRun of it.
+    last_end: how the last run has ended, later.
     Returns a line with the address of the run, or with the command that uploads it.
     """
     import wandb
 
+    try:
+        wandb_run, first_step = start_run(request, run)
+    except wandb.Error as error:
+        if request["mode"] != "online":
+            raise
+        print(f"wandb: {one_line(error)}; logging offline")
+        wandb.teardown()
+        request["mode"] = "offline"
+        wandb_run, first_step = start_run(request, run)
     rows = run["rows"]
-    with open(run["metrics"] or os.devnull, "rb") as metrics:
-        fcntl.flock(metrics, fcntl.LOCK_EX)  # until the logger of a killed process has ended
-        try:
-            wandb_run, first_step = start_run(request, run)
-        except wandb.Error as error:
-            if request["mode"] != "online":
-                raise
-            print(f"wandb: {one_line(error)}; logging offline")
-            wandb.teardown()
-            request["mode"] = "offline"
-            wandb_run, first_step = start_run(request, run)
-        if run["metrics"]:
-            rows = follow_rows(metrics, is_live=run["end"] is None)
-            rows = select_rows(rows, first_step)
-        for row in rows:
-            step = row.get(run["x_axis"])
-            wandb_run.log(to_media(row, Path(run["folder"])), step=step, commit=True)
-            if step is not None:
-                Path(wandb_run.dir, LAST_STEP).write_text(str(step), encoding="utf-8")
-    end = run["end"] or json.loads(sys.stdin.readline() or KILLED)
+    if run["metrics"]:
+        is_live = run["end"] is None
+        metrics = follow_rows(Path(run["metrics"]), last_end if is_live else None)
+        rows = select_rows(metrics, first_step)
+    for row in rows:
+        step = row.get(run["x_axis"])
+        wandb_run.log(to_media(row, Path(run["folder"])), step=step, commit=True)
+        if step is not None:
+            Path(wandb_run.dir, LAST_STEP).write_text(str(step), encoding="utf-8")
+    end = run["end"] or last_end.result()
     wandb_run.summary.update(end["summary"])
     if end.get("alert") and not wandb_run.offline:
         wandb_run.alert(run["name"], end["alert"])
@@ -134,23 +144,24 @@ def remove_earlier_folders(run: dict[str, Any]) -> int:
     return last_step
 
 
-def follow_rows(metrics: BinaryIO, is_live: bool) -> Iterator[dict[str, Any]]:
-    """Yield the rows of metrics.jsonl.
+def follow_rows(path: Path, end: Future[dict] | None) -> Iterator[dict[str, Any]]:
+    """Yield the rows of metrics.jsonl, and wait for more until the run has ended.
 
-    is_live: wait for more rows, until stdin has a line or ends.
+    end: how it has ended, later. None: it has ended.
     """
-    is_over = not is_live
-    while True:
-        position = metrics.tell()
-        for line in iter(metrics.readline, b""):
-            if not line.endswith(b"\n"):  # another process writes the row now
-                metrics.seek(position)
-                break
-            yield json.loads(line)
-            position = metrics.tell()
-        if is_over:
-            return
-        is_over = bool(select.select([sys.stdin], [], [], POLL_INTERVAL_S)[0])
+    with open(path, "rb") as file:
+        while True:
+            is_over = end is None or end.done()  # then, all rows are in the file
+            position = file.tell()
+            for line in iter(file.readline, b""):
+                if not line.endswith(b"\n"):  # another process writes the row now
+                    file.seek(position)
+                    break
+                yield json.loads(line)
+                position = file.tell()
+            if is_over:
+                return
+            wait([end], POLL_INTERVAL_S)
 
 
 def select_rows(rows: Iterable[dict[str, Any]], first_step: int) -> Iterator[dict[str, Any]]:

@@ -62,7 +62,7 @@ def log_comparison(
 
 
 def is_logged(run: Run) -> bool:
-    """Whether wandb has logged the last step of a run into its folder or into that of its sweep."""
+    """Whether wandb has logged the last step of a run, into the folder of the run or the sweep."""
     pattern = f"wandb/*run-*-{run.summary['wandb_id']}/last_step"
     files = [*run.folder.glob(pattern), *run.folder.parent.glob(pattern)]
     return str(run.summary["step"]) in [file.read_text(encoding="utf-8") for file in files]
