@@ -63,7 +63,6 @@ def main(config: RunConfig) -> int:
     with ExitStack() as stack:
         # run folder: its name, its lock, and whether the run resumes
         run = stack.enter_context(open_run_folder(config, dist))
-        stop = stack.enter_context(StopRequest())  # a signal raises until stop.enable()
 
         # data, model and optimizers
         data = build_data(config, run, dist)
@@ -93,6 +92,7 @@ def main(config: RunConfig) -> int:
         run.start(asdict(config), facts | logger.results())
         print_text(format_banner(config, run, data.meta))
         stack.enter_context(logger)
+        stop = stack.enter_context(StopRequest())  # a signal raises until stop.enable()
 
         # evaluate the initial weights, or repeat the evaluation that a signal has stopped
         tokenizer = data.tokenizer

@@ -160,14 +160,16 @@ class WandbLogger:
         self._write({"exit_code": exit_code, **end})
         with suppress(OSError):
             self.process.stdin.close()
+        has_ended = False
         with suppress(KeyboardInterrupt):  # the run has ended, and only the logging stops
             # the thread ends when the process closes its output
             self.printer.join(NOTICE_S)
             if self.printer.is_alive():
                 self.print_line("waiting for wandb")
             self.printer.join(self.timeout_s)
+            has_ended = not self.printer.is_alive()
         problem = None
-        if self.printer.is_alive():
+        if not has_ended:
             os.killpg(self.process.pid, signal.SIGKILL)
             problem = "did not finish"
         elif self.process.wait() != 0:

@@ -19,7 +19,7 @@ LEGEND = (
     "kernel: the one that ran. ms: median time of a call, without compilation.",
     "MiB: memory of a call, besides its inputs; in phase step, besides model and optimizer.",
     "error: largest absolute difference of y from naive in float64; of gradients: dq, dk and dv.",
-    f"equal: the quartiles overlap, or the medians differ by less than {MAX_TIE_RATIO - 1:.0%}.",
+    f"equal: the quartiles overlap, or the medians differ by at most {MAX_TIE_RATIO - 1:.0%}.",
     f"times vary: the upper quartile is more than {MAX_SPREAD} times the lower quartile.",
     f"{NO_ATTENTION}: a training step whose layers add q, k and v instead of attending. No backend "
     "can make a step faster.",

@@ -112,11 +112,9 @@ def make_comparison_run(
 
 def _list_common_settings(settings: list[Setting]) -> dict[str, Any]:
     """The settings that all runs share, as nested dicts."""
-    common = dict(settings[0].config)
-    for key, value in settings[0].config.items():
-        if any(setting.config.get(key) != value for setting in settings):
-            del common[key]
-    return nest_dict(common)
+    first = settings[0].config
+    different = {key for key in first for other in settings if other.config.get(key) != first[key]}
+    return nest_dict({key: first[key] for key in first if key not in different})
 
 
 def restore_training_run(run: Run) -> WandbRun:

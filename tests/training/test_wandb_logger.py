@@ -1,10 +1,13 @@
 """The process that logs to wandb: when it starts, what it gets, and how it fails."""
 
+import signal
 import subprocess
 import sys
+from pathlib import Path
+from subprocess import PIPE
 
 import pytest
-from helpers import metrics, summary
+from helpers import ROOT, TEXT, TINY, metrics, summary
 from run_helpers import run_in
 
 from training import wandb_logger
@@ -106,6 +109,21 @@ def test_process_that_hangs_is_killed(broken_wandb, tmp_path):
     logger = WandbLogger(WandbConfig(mode="offline"), [run])
     logger.finish()
     assert logger.process.wait() == -9
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("broken_wandb", ["hanging"], indirect=True)
+def test_ctrl_c_while_a_finished_run_waits_for_wandb_only_ends_the_logging(broken_wandb, workdir):
+    Path("text.txt").write_text(TEXT, encoding="utf-8")
+    command = [sys.executable, ROOT / "train.py", *TINY, "name=a", "wandb.mode=offline"]
+    with subprocess.Popen(command, stdout=PIPE, stderr=PIPE, text=True) as process:
+        while process.stdout.readline() != "waiting for wandb\n":
+            assert process.poll() is None
+        process.send_signal(signal.SIGINT)
+        _, error = process.communicate()
+    assert process.returncode == 0
+    assert error == ""
+    assert summary("a")["status"] == "finished"
 
 
 KILL_SERVICE = """

@@ -58,6 +58,9 @@ def test_comparison_and_its_runs_are_logged(logged):
 
 def test_same_command_updates_the_comparison_and_leaves_complete_runs(folder, logged, workdir):
     copy_here(folder)
+    earlier = logged["s comparison"].folder.name
+    wandb_folder = SWEEP / "wandb"
+    (wandb_folder / earlier).rename(wandb_folder / f"offline-run-{earlier[-8:]}")
     log_sweep()
     again = {run.run["display_name"]: run for run in read_offline_runs(SWEEP)}
     assert again.keys() == logged.keys()
