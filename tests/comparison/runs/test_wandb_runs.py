@@ -58,12 +58,12 @@ def test_comparison_and_its_runs_are_logged(logged):
 
 def test_same_command_updates_the_comparison_and_leaves_complete_runs(folder, logged, workdir):
     copy_here(folder)
-    earlier = logged["s comparison"].folder.name
-    wandb_folder = SWEEP / "wandb"
-    (wandb_folder / earlier).rename(wandb_folder / f"offline-run-{earlier[-8:]}")
+    earlier = SWEEP / "wandb" / logged["s comparison"].folder.name
+    earlier.rename(earlier.with_name(f"offline-run-20260101_000000-{logged['s comparison'].id}"))
     log_sweep()
-    again = {run.run["display_name"]: run for run in read_offline_runs(SWEEP)}
-    assert again.keys() == logged.keys()
+    runs = read_offline_runs(SWEEP)
+    assert len(runs) == len(logged)
+    again = {run.run["display_name"]: run for run in runs}
     assert {name: run.id for name, run in again.items()} == {n: run.id for n, run in logged.items()}
     kept = [name for name in again if again[name].folder.name == logged[name].folder.name]
     assert set(JOBS) <= set(kept)
