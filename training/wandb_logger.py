@@ -138,7 +138,7 @@ class WandbLogger:
         self.printer = Thread(target=self._print_lines, daemon=True)
         self.printer.start()
         request = asdict(config) | {"mode": mode, "folder": os.getcwd()}
-        request["project"] = config.project or os.environ.get("WANDB_PROJECT", "trilgpt")
+        request["project"] = config.project or os.environ.get("WANDB_PROJECT") or "trilgpt"
         self._write(request | {"runs": [asdict(run) for run in runs]})
 
     def _print_lines(self) -> None:

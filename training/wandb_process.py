@@ -7,6 +7,8 @@ run resumes, all rows are logged again. Lines on stdout are for the user.
 
 import json
 import os
+import shlex
+import subprocess
 import sys
 from collections import deque
 from collections.abc import Iterable, Iterator
@@ -24,7 +26,8 @@ MAX_SAMPLES = 100  # rows of the table of samples, which has the newest ones
 MAX_REASON_CHARS = 250
 INIT_TIMEOUT_S = 10  # less than WandbLogger waits for the end of this process
 PINNED_KEYS = ("attention.resolved", "dtype", "device_name")  # wandb shows them first
-LAST_STEP = "../last_step"  # file beside the folder `files`, which wandb uploads
+# file beside the folder `files`, which wandb uploads: written at the start and the end of logging
+LAST_STEP = "../last_step"
 
 
 def main() -> None:
@@ -82,11 +85,12 @@ def log_run(request: dict[str, Any], run: dict[str, Any], last_end: Future[dict]
         is_live = run["end"] is None
         metrics = follow_rows(Path(run["metrics"]), last_end if is_live else None)
         rows = select_rows(metrics, first_step)
+    step = first_step - 1
+    last_step_file = Path(wandb_run.dir, LAST_STEP)
+    last_step_file.write_text(str(step), encoding="utf-8")
     for row in rows:
         step = row.get(run["x_axis"])
         wandb_run.log(to_media(row, Path(run["folder"])), step=step, commit=True)
-        if step is not None:
-            Path(wandb_run.dir, LAST_STEP).write_text(str(step), encoding="utf-8")
     end = run["end"] or last_end.result()
     wandb_run.summary.update(end["summary"])
     if end.get("alert") and not wandb_run.offline:
@@ -94,9 +98,14 @@ def log_run(request: dict[str, Any], run: dict[str, Any], last_end: Future[dict]
     if end.get("model"):
         wandb_run.log_model(end["model"])
     wandb_run.finish(end["exit_code"])
-    if wandb_run.offline:
-        return f"upload   wandb sync {run['wandb_dir']}/wandb"
-    return f"wandb    {wandb_run.url}"
+    last_step_file.write_text(str(step), encoding="utf-8")
+    if not wandb_run.offline:
+        return f"wandb    {wandb_run.url}"
+    was_online = any(Path(run["wandb_dir"]).glob(f"wandb/run-*-{run['id']}"))
+    if was_online and run["metrics"]:
+        # only this command knows which rows the server lacks
+        return f"upload   python compare.py {shlex.quote(run['folder'])} wandb.mode=online"
+    return f"upload   wandb sync {shlex.quote(run['wandb_dir'] + '/wandb')}"
 
 
 def start_run(request: dict[str, Any], run: dict[str, Any]) -> tuple[Any, int]:
@@ -128,19 +137,33 @@ def start_run(request: dict[str, Any], run: dict[str, Any]) -> tuple[Any, int]:
 
 
 def remove_earlier_folders(run: dict[str, Any]) -> int:
-    """Remove the folders of earlier processes that the server does not have.
+    """Remove the folders of earlier processes that were not uploaded.
 
     Their rows are logged again. Returns the last step of the other folders; -1 without any.
     """
     last_step = -1
     pattern = run["earlier_folders"]
     for folder in Path(run["wandb_dir"]).glob(pattern) if pattern else ():
-        is_uploaded = folder.name.startswith("run-") or any(folder.glob("*.synced"))
-        file = folder / "files" / LAST_STEP
-        if not is_uploaded or not file.exists():
+        is_uploaded = folder.name.startswith("run-") or any(folder.glob("*.sync*"))
+        if not is_uploaded or not (folder / "files" / LAST_STEP).exists():
             rmtree(folder)
         elif folder.name.endswith(f"-{run['id']}"):  # not of a run that was copied
-            last_step = max(last_step, int(file.read_text(encoding="utf-8")))
+            (file,) = folder.glob("run-*.wandb")
+            # wandb uploads a file whose end is missing again and again, unless it has this mark
+            file.with_name(f"{file.name}.synced").touch()
+            last_step = max(last_step, read_last_step(file))
+    return last_step
+
+
+def read_last_step(file: Path) -> int:
+    """The last step in wandb's file; -1 without any. If wandb was killed, it lacks logged rows."""
+    command = [sys.executable, "-m", "wandb", "leet", "inspect", "--json", str(file)]
+    printed = subprocess.run(command, capture_output=True, check=True).stdout
+    last_step = -1
+    for line in printed.splitlines():
+        record = json.loads(line)
+        if record["type"] == "history":
+            last_step = record["history"]["item"]["_step"]
     return last_step
 
 

@@ -72,6 +72,14 @@ def upload(server: WandbServer, folder: str = "runs/a/wandb") -> None:
     subprocess.run(command, env=environment, check=True, capture_output=True)
 
 
+def upload_as_printed(server: WandbServer, printed: str) -> None:
+    """Run the command that the end of a run prints."""
+    (line,) = (line for line in printed.splitlines() if line.startswith("upload "))
+    command = line.removeprefix("upload").replace("compare.py", str(ROOT / "compare.py"))
+    environment = os.environ | server.environment
+    subprocess.run(command, shell=True, env=environment, check=True, capture_output=True)
+
+
 def check_complete(run: ServerRun, name: str = "a") -> None:
     """Check that the server has each row once, with its values, and all files."""
     rows = metrics(name)
@@ -91,8 +99,17 @@ def test_killed_and_resumed_run_has_each_step_once(workdir, server, first, secon
     printed = train(second, server.environment)
     assert "resumed from step" in printed
     if second == "offline":
-        upload(server)
+        upload_as_printed(server, printed)
+    check_complete(server.runs[summary("a")["wandb_id"]])
+
+
+def test_run_that_is_uploaded_after_a_kill_and_at_its_end_has_each_step_once(workdir, server):
+    train_and_kill("offline", {}, "train.steps=400", rows=300)
+    upload(server)
     (run,) = server.runs.values()
+    assert 0 < len(run.lines) < 300  # wandb writes its file in blocks
+    train("offline", {}, "train.steps=400")
+    upload(server)
     check_complete(run)
 
 
