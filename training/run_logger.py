@@ -96,13 +96,12 @@ class RunLogger(AbstractContextManager):
         if error is None and self.state.stopped:
             status = "interrupted"
         if self.wandb:
+            has_model = self.config.wandb.log_model and status == "finished"
             self.wandb.finish(
                 EXIT_CODES[status],
                 summary=make_training_summary(self.run.summary),
                 alert=str(error) if status == "failed" else None,
-                model=str(self.run.best)
-                if self.config.wandb.log_model and status == "finished"
-                else None,
+                model=str(self.run.best) if has_model else None,
             )
 
     def start_step(self) -> None:

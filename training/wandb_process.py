@@ -26,7 +26,8 @@ MAX_SAMPLES = 100  # rows of the table of samples, which has the newest ones
 MAX_REASON_CHARS = 250
 INIT_TIMEOUT_S = 10  # less than WandbLogger waits for the end of this process
 PINNED_KEYS = ("attention.resolved", "dtype", "device_name")  # wandb shows them first
-# file beside the folder `files`, which wandb uploads: written at the start and the end of logging
+# File with the last step of a complete folder. A folder without it has no rows. It is not in the
+# folder `files`, which wandb uploads.
 LAST_STEP = "../last_step"
 
 
@@ -67,7 +68,7 @@ def log_run(request: dict[str, Any], run: dict[str, Any], last_end: Future[dict]
 
     request, run: what WandbLogger sends, and a WandbRun of it.
     last_end: how the last run has ended, later.
-    Returns a line with the address of the run, or with the command that uploads it.
+    Returns the line of make_hint.
     """
     import wandb
 
@@ -99,6 +100,11 @@ def log_run(request: dict[str, Any], run: dict[str, Any], last_end: Future[dict]
         wandb_run.log_model(end["model"])
     wandb_run.finish(end["exit_code"])
     last_step_file.write_text(str(step), encoding="utf-8")
+    return make_hint(wandb_run, run)
+
+
+def make_hint(wandb_run: Any, run: dict[str, Any]) -> str:
+    """A line with the address of a run, or with the command that uploads it."""
     if not wandb_run.offline:
         return f"wandb    {wandb_run.url}"
     was_online = any(Path(run["wandb_dir"]).glob(f"wandb/run-*-{run['id']}"))

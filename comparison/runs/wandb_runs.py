@@ -112,9 +112,10 @@ def make_comparison_run(
 
 def _list_common_settings(settings: list[Setting]) -> dict[str, Any]:
     """The settings that all runs share, as nested dicts."""
-    first = settings[0].config
-    different = {key for key in first for other in settings if other.config.get(key) != first[key]}
-    return nest_dict({key: first[key] for key in first if key not in different})
+    common = dict(settings[0].config)
+    for setting in settings:
+        common = {key: value for key, value in common.items() if setting.config.get(key) == value}
+    return nest_dict(common)
 
 
 def restore_training_run(run: Run) -> WandbRun:
