@@ -119,8 +119,10 @@ class WandbLogger:
         print_line: Callable[[str], None] = print_text,
     ):
         self.runs = runs
-        # uploading a model has no time limit
-        self.timeout_s = None if config.log_model else FINISH_TIMEOUT_S * len(runs)
+        # uploading a model has no time limit, and logging a run again has none
+        logs_again = any(run.metrics and run.end for run in runs)
+        has_limit = not config.log_model and not logs_again
+        self.timeout_s = FINISH_TIMEOUT_S * len(runs) if has_limit else None
         self.print_line = print_line
         self.process = None
         mode = resolve_mode(config)

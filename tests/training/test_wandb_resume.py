@@ -103,6 +103,23 @@ def test_killed_and_resumed_run_has_each_step_once(workdir, server, first, secon
     check_complete(server.runs[summary("a")["wandb_id"]])
 
 
+def test_online_run_that_continues_offline_has_each_step_once(workdir, server):
+    """After its printed command, also if the server had rows that wandb's file lacks."""
+    no_samples = "eval.sample.max_new_tokens=0"
+    process = start_training("online", server.environment, "train.steps=100000", no_samples)
+    while not any(run.lines for run in server.runs.values()):
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.05)
+    process.kill()
+    process.communicate()
+    num_rows = Path("runs/a/metrics.jsonl").read_bytes().count(b"\n")
+    printed = train("offline", {}, f"train.steps={num_rows + 10}", no_samples)
+    upload_as_printed(server, printed)
+    run = server.runs[summary("a")["wandb_id"]]
+    assert len(run.sent) == len(run.lines)
+    assert [row["_step"] for row in run.rows] == list(range(num_rows + 11))
+
+
 def test_run_that_is_uploaded_after_a_kill_and_at_its_end_has_each_step_once(workdir, server):
     train_and_kill("offline", {}, "train.steps=400", rows=300)
     upload(server)
