@@ -29,8 +29,6 @@ from configs.compose import compose_config  # noqa: E402
 from generation.config import SamplingConfig  # noqa: E402
 from generation.engine import Engine, Prompt  # noqa: E402
 from generation.packed_linear import replace_linears  # noqa: E402
-from model import AttentionConfig  # noqa: E402
-from model.attention import get_attention_fn  # noqa: E402
 from model.gpt import GPT  # noqa: E402
 
 VOCAB_SIZE = 50_257
@@ -65,8 +63,7 @@ def build_model(mlp: str = "gelu_tanh", weights: dict[str, Tensor] | None = None
     """GPT-2 124M with `weights`, or with random ones, the same in every process."""
     torch.manual_seed(1)
     config = replace(compose_config("train", ["model=gpt2"]).model, mlp=mlp)
-    attend = get_attention_fn(AttentionConfig())
-    model = GPT(config, VOCAB_SIZE, attend)
+    model = GPT(config, VOCAB_SIZE)
     if weights is not None:
         model.load_state_dict(weights)
     model.eval().requires_grad_(False)

@@ -23,7 +23,6 @@ sys.path.insert(0, str(ROOT))
 
 from configs.cli import parse_config  # noqa: E402
 from data.tokenizer import build_tokenizer, encode  # noqa: E402
-from model.attention import get_attention_fn  # noqa: E402
 from model.gpt import GPT  # noqa: E402
 from training.config import AdamWConfig, RunConfig  # noqa: E402
 from training.optimizer import build_optimizers, set_lr  # noqa: E402
@@ -89,7 +88,7 @@ def compare_losses(theirs: ModuleType, text: Path, steps: int, bias: bool) -> fl
     print(f"\nbias={str(bias).lower()}: {shape}, vocabulary of {tokenizer.n_vocab}")
     torch.manual_seed(config.seed)
     their_model = theirs.GPT(theirs.GPTConfig(vocab_size=tokenizer.n_vocab, **shape))
-    our_model = GPT(config.model, tokenizer.n_vocab, get_attention_fn(config.attention))
+    our_model = GPT(config.model, tokenizer.n_vocab)
     copy_weights(their_model, our_model)
     adamw = config.optimizer
     assert isinstance(adamw, AdamWConfig)

@@ -20,7 +20,7 @@ from generation.packed_linear import replace_linears
 from generation.run_paths import find_checkpoint, find_run
 from huggingface.folder import find_folder, read_folder
 from model import AttentionConfig, GPTConfig
-from model.attention import get_attention_fn, resolve_model
+from model.attention import resolve_model
 from model.gpt import GPT
 
 
@@ -97,17 +97,13 @@ def load_for_sampling(
     config = GPTConfig.from_saved(saved["model_config"])
     activation_dtype = torch.float32 if torch_device.type == "cpu" else weight_dtype
     request = {"B": batch_size, "dtype": activation_dtype, "device": torch_device, "grad": False}
-    kernel = resolve_model(attention, config, **request)  # for prompts
+    attend, kernel = resolve_model(attention, config, **request)  # for prompts
     # A decode step has one query, and positions because the samples of a batch differ in length.
     resolve_model(attention, config, Tq=1, positions=batch_size > 1, **request)
-    attend = get_attention_fn(attention)
     model = model_from_weights(config, saved["vocab_size"], attend, saved["model"])
     model = model.requires_grad_(False).to(torch_device).eval()
     model = replace_linears(model, weight_dtype, batch_size)
     step = f", step {saved['step']:,}" if "step" in saved else ""
     dtype_name = str(weight_dtype).removeprefix("torch.")
-    description = (
-        f"{path}{step}, {torch_device.type} {dtype_name}, "
-        f"attention {kernel.requested} -> {kernel.resolved}"
-    )
+    description = f"{path}{step}, {torch_device.type} {dtype_name}, attention {kernel}"
     return model, from_spec(saved["tokenizer"]), description

@@ -40,10 +40,10 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from common.errors import UserError
-from model.attention import NON_SOFTMAX, get_attention_fn
+from model.attention import NON_SOFTMAX, sdpa
 from model.attention.positions import apply_rotary, positions_in_document, rotary_cos_sin
 from model.attention.softcap import apply_softcap
-from model.config import GATED_MLPS, AttentionConfig, GPTConfig
+from model.config import GATED_MLPS, GPTConfig
 from model.layers import Embedding, Linear
 from model.loss import linear_cross_entropy
 from model.ngram import NgramEmbedding
@@ -184,7 +184,7 @@ class GPT(nn.Module):
         super().__init__()
         self.config = config
         self.vocab_size = vocab_size
-        self.attend = attend or get_attention_fn(AttentionConfig())
+        self.attend = attend or sdpa
         rows = math.ceil(vocab_size / config.pad_vocab_multiple) * config.pad_vocab_multiple
         # init_weights and the optimizers choose parameters by these names
         self.wte = Embedding(rows, config.n_embd)

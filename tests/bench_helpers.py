@@ -38,6 +38,7 @@ TINY = {
     "repeats": "1",
     "seconds": "0.001",
     "time_limit": "300",
+    "batch_size": "1",
     "wandb.mode": "disabled",
     "block_sizes": "[8]",
     "dtypes": "[float32]",

@@ -131,7 +131,7 @@ def test_summary_records_the_end_of_the_run(recorded):
 
 
 def test_summary_records_the_attention_kernel(recorded):
-    kernel = {"requested": "sdpa", "resolved": "flash", "flash_package": None}
+    kernel = {"requested": "auto", "resolved": "flash", "flash_package": None}
     assert recorded["attention"] == kernel
 
 

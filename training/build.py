@@ -7,7 +7,6 @@ from typing import Any
 from common.environment import describe_environment
 from data.prepare import PreparedData, prepare
 from model.activation_checkpointing import checkpoint_activations
-from model.attention import get_attention_fn
 from model.flops import flops_per_token, n_params
 from model.gpt import GPT
 from training.config import RunConfig
@@ -31,8 +30,7 @@ def build_data(config: RunConfig, run: RunFolder, dist: Dist) -> PreparedData:
 
 def build_model(config: RunConfig, runtime: Runtime, vocab_size: int) -> GPT:
     """Build the model with random weights, on the device or divided over the devices."""
-    attend = get_attention_fn(config.attention)
-    model = runtime.parallel.build(partial(GPT, config.model, vocab_size, attend))
+    model = runtime.parallel.build(partial(GPT, config.model, vocab_size, runtime.attend))
     checkpoint_activations(model, config.train.activation_checkpointing)
     return model
 

@@ -4,12 +4,13 @@ The config can set these to auto or null. common/device.py resolves device and d
 """
 
 import os
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from dataclasses import dataclass
 
 import numpy as np
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 from common.device import autocast, resolve_device, resolve_dtype
 from common.errors import UserError
@@ -38,7 +39,8 @@ class Runtime:
     compile: bool
     micro_batch_size: int  # sequences per forward pass on one device
     accumulation: int  # forward passes per optimizer step on one device
-    attention: ResolvedAttention  # the kernel that trains on these micro batches
+    attend: Callable[..., Tensor]  # the model's attention function
+    attention: ResolvedAttention  # its kernel for these micro batches
 
     def autocast(self) -> AbstractContextManager:
         """Context manager: mixed precision of the forward pass."""
@@ -66,7 +68,7 @@ def resolve_runtime(config: RunConfig) -> Runtime:
     micro_batch_size, accumulation = config.train.split_batch(dist.world_size)
     configure_backends(device, config.deterministic, config.tf32)
     share_cores(dist)
-    attention = resolve_model(
+    attend, attention = resolve_model(
         config.attention,
         config.model,
         B=micro_batch_size,
@@ -76,7 +78,7 @@ def resolve_runtime(config: RunConfig) -> Runtime:
         document_mask=config.data.document_mask,
     )
     return Runtime(
-        dist, parallel, device, dtype, compiles, micro_batch_size, accumulation, attention
+        dist, parallel, device, dtype, compiles, micro_batch_size, accumulation, attend, attention
     )
 
 

@@ -27,7 +27,7 @@ from data import TokenizerConfig
 from data.prepare import prepare
 from data.tokenizer import OPENAI_SIZES
 from model.activation_checkpointing import checkpoint_activations
-from model.attention import BACKENDS, get_attention_fn
+from model.attention import BACKENDS
 from model.attention.flops import attention_flops_per_token
 from model.flops import params_by_part, weight_flops_per_token
 from model.gpt import GPT
@@ -126,7 +126,7 @@ def estimate_memory(config: RunConfig, runtime: Runtime, vocab_size: int) -> dic
     # number of processes that share one copy of the model
     shards = runtime.dist.world_size if isinstance(runtime.parallel, FSDP2) else 1
     with FakeTensorMode(), runtime.device:
-        model = GPT(config.model, vocab_size, get_attention_fn(config.attention))
+        model = GPT(config.model, vocab_size, runtime.attend)
         checkpoint_activations(model, config.train.activation_checkpointing)
         optimizers = build_optimizers(model, config.optimizer, runtime.dtype)
         for p in model.parameters():
@@ -143,7 +143,8 @@ def estimate_memory(config: RunConfig, runtime: Runtime, vocab_size: int) -> dic
         }
         if shards > 1 and runtime.accumulation > 1:
             memory["gradients"] += weight_bytes  # FSDP accumulates complete gradients
-        is_compiled = BACKENDS[config.attention.backend].needs_compiler
+        backend = BACKENDS.get(config.attention.backend)  # None: auto, which is never compiled
+        is_compiled = backend is not None and backend.needs_compiler
         if is_compiled and runtime.device.type == "cuda":
             return memory
         if shards > 1:
@@ -197,7 +198,7 @@ def measure_flops_per_second(
     flops_per_sequence = flops_per_token * config.model.block_size
     in_one_second = int(0.5 * peak_flops(device, runtime.dtype) / flops_per_sequence)
     batch_size = max(1, min(runtime.micro_batch_size, in_one_second))
-    model = GPT(config.model, vocab_size, get_attention_fn(config.attention)).to(device)
+    model = GPT(config.model, vocab_size, runtime.attend).to(device)
 
     def run_pass() -> None:
         run_micro_batch(batch_size, config, runtime, model)
@@ -224,7 +225,7 @@ def make_plan_table(config: RunConfig, runtime: Runtime, plan: Plan) -> Table:
     table.add_row("model", f"{model.name}, {size}")
     device = device_name(runtime.device)
     dtype = str(runtime.dtype).removeprefix("torch.")
-    table.add_row("device", f"{device}, {dtype}, attention={config.attention.backend}")
+    table.add_row("device", f"{device}, {dtype}, attention {runtime.attention}")
     _add_parts(table, "parameters", plan.parameters, "{:,}".format)
     _add_parts(table, "training FLOPs per token", plan.flops_per_token, format_si)
     _add_parts(table, "memory per process", plan.memory, format_memory)

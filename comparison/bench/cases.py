@@ -45,7 +45,8 @@ class Case:
     @property
     def attention_type(self) -> str:
         """The value of model.attention_type that the case measures."""
-        return (BACKENDS | NON_SOFTMAX)[self.attention.backend].attention_type
+        chosen = NON_SOFTMAX.get(self.attention.backend)
+        return "softmax" if chosen is None else chosen.attention_type
 
     @property
     def document_length(self) -> int | None:
@@ -123,7 +124,7 @@ def _make_request(
     H, G, D, Dv = config.kernel_shape(phase)
     window, document_length = parse_mask(mask)
     return AttentionRequest(
-        B=config.batch_size,
+        B=config.num_sequences(phase, T),
         Tq=1 if phase == "decode" else T,
         Tk=T,
         H=H,

@@ -13,6 +13,7 @@ from training.config import MuonConfig, OptimizerConfig, WandbConfig
 BENCHES = RUNS / "bench"  # runs/bench/<name>: results of bench.py
 PHASES = ("forward", "forward+backward", "decode", "step")
 CAUSAL = "causal"
+DEFAULT_TOKENS = 2048
 
 
 @dataclass
@@ -38,12 +39,13 @@ class BenchConfig:
     masks: list[str] = setting([CAUSAL])
     dtypes: list[str] = setting(["auto"])  # auto, float32, bfloat16, float16; auto: as in train.py
     block_sizes: list[int] = setting([128, 512, 2048], 1, 10**8)  # context lengths T, in tokens
-    batch_size: int = setting(1, 1, 10**6)  # sequences
+    # sequences; None: 2,048 tokens, as in a step of the default run, and one sequence in decode
+    batch_size: int | None = setting(None, 1, 10**6)
     n_head: int | None = setting(None, 1, 10**4)  # of attention alone; None: as in the model
     n_kv_head: int | None = setting(None, 1, 10**4)
     head_size: int | None = setting(None, 1, 10**5)
     value_size: int | None = setting(None, 1, 10**5)  # None: head_size
-    vocab_size: int = setting(1024, 1, 10**7)  # of the model of phase step
+    vocab_size: int = setting(2048, 1, 10**7)  # of the model of phase step
     rounds: int = setting(3, 1, 10**6)  # how often the backends take turns
     repeats: int = setting(2, 1, 10**9)  # minimum number of timed calls per turn
     seconds: float = setting(0.1, above=0, high=1e7)  # approximate duration of a turn
@@ -67,6 +69,12 @@ class BenchConfig:
                 yield key, len(set(value)) == len(value), "contains a value twice; remove one"
         for mask in self.masks:
             parse_mask(mask)
+
+    def num_sequences(self, phase: str, T: int) -> int:
+        """Sequences of a call with T keys."""
+        if self.batch_size is not None:
+            return self.batch_size
+        return 1 if phase == "decode" else max(1, DEFAULT_TOKENS // T)
 
     def kernel_shape(self, phase: str = "forward") -> tuple[int, int, int, int]:
         """Shape of attention in a phase; step and null: the model's.

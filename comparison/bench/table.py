@@ -2,18 +2,23 @@
 
 from pathlib import Path
 
+import torch
 from rich.table import Table
 
 from common.console import PlainConsole, make_table, pluralize
-from comparison.bench.config import BenchConfig
+from common.device import DTYPES
+from comparison.bench.config import DEFAULT_TOKENS, BenchConfig
 from comparison.bench.results import (
     MAX_SPREAD,
     MAX_TIE_RATIO,
     NO_ATTENTION,
+    NOT_RANKED,
     Timing,
     group_rows,
+    rank_by_time,
     recommend,
 )
+from model.attention import fastest_backend
 
 LEGEND = (
     "kernel: the one that ran. ms: median time of a call, without compilation.",
@@ -31,6 +36,8 @@ def print_results(rows: list[Timing], folder: Path) -> None:
     console = PlainConsole()
     console.print(f"\nfastest here ({rows[0].device})", style="bold")
     console.print(_recommendation_table(rows))
+    for line in list_wrong_choices(rows):
+        console.print(line, style="bold")
     noisy = [row for row in rows if row.is_noisy]
     if noisy:
         advice = "Close other programs, and run the bench again with more rounds or seconds."
@@ -75,6 +82,21 @@ def _format(value: float | None, spec: str) -> str:
     return "" if value is None else f"{value:{spec}}"
 
 
+def list_wrong_choices(rows: list[Timing]) -> list[str]:
+    """List the training steps in which a backend is faster than the choice of attention=auto."""
+    lines = []
+    steps = [row for row in rows if row.phase == "step" and row.backend not in NOT_RANKED]
+    for (dtype, T), group in group_rows(steps, "dtype", "T").items():
+        choice = fastest_backend(torch.device(group[0].device), DTYPES[dtype], T)
+        fastest, slower = rank_by_time(group)
+        if choice in [row.backend for kernel in slower for row in kernel]:
+            lines.append(
+                f"step, {dtype}, T = {T:,}: attention=auto selects {choice}, but "
+                f"{fastest[0][0].backend} is faster on this machine."
+            )
+    return lines
+
+
 def list_slow_bounds(rows: list[Timing]) -> list[str]:
     """List the steps that are not slower with attention than without it, which is due to noise."""
     lines = []
@@ -104,8 +126,11 @@ def list_failures(rows: list[Timing]) -> list[str]:
 def describe_bench(config: BenchConfig, environment: dict) -> str:
     """Describe shapes, model and machine, as the title of the plot."""
     H, G, D, _ = config.kernel_shape()
+    batch = f"{DEFAULT_TOKENS:,} tokens"
+    if config.batch_size is not None:
+        batch = pluralize(config.batch_size, "sequence")
     parts = [
-        pluralize(config.batch_size, "sequence"),
+        batch,
         f"attention: {pluralize(H, 'head')} of {D}, {pluralize(G, 'key/value head')}",
         f"training step: model={config.model.name}, optimizer={config.optimizer.name}",
         f"{environment['device_name']}, {environment['threads']} threads",

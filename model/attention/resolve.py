@@ -28,6 +28,7 @@ from model.attention.support import (
     AttentionRequest,
     Backend,
     check_support,
+    missing_feature,
     suggest_settings,
 )
 from model.attention.torch_internals import (
@@ -42,10 +43,13 @@ from model.config import AttentionConfig, GPTConfig
 class ResolvedAttention:
     """The requested backend and the kernel that it runs. summary.json stores it as "attention"."""
 
-    requested: str
+    requested: str  # the setting attention.backend
     # naive, math, flash, efficient, cudnn, flex or linear; joined with "+" if layers differ
     resolved: str
     flash_package: str | None = None
+
+    def __str__(self) -> str:
+        return f"{self.requested} -> {self.resolved}"
 
 
 def _find_backend(config: AttentionConfig) -> Backend:
@@ -56,7 +60,7 @@ def _find_backend(config: AttentionConfig) -> Backend:
     backends = BACKENDS | NON_SOFTMAX
     if config.backend not in backends:
         raise UserError(
-            f"attention.backend={config.backend} is unknown; set one of {', '.join(BACKENDS)}"
+            f"attention.backend={config.backend} is unknown; set one of auto, {', '.join(BACKENDS)}"
         )
     chosen = backends[config.backend]
     if config.kernels is not None and not set(config.kernels) <= set(chosen.kernels):
@@ -96,6 +100,30 @@ def get_attention_fn(config: AttentionConfig) -> Callable[..., Tensor]:
     if config.kernels is None:
         return attend
     return partial(attend, kernels=tuple(config.kernels))
+
+
+def choose_backend(config: AttentionConfig, request: AttentionRequest) -> AttentionConfig:
+    """Replace the backend auto by the fastest one that supports the request."""
+    if config.backend != "auto":
+        return config
+    name = fastest_backend(request.device, request.dtype, request.Tk)
+    if config.kernels is not None:
+        name = "sdpa"  # no other backend has kernels to choose from
+    if missing_feature(BACKENDS[name], request) is not None:
+        name = "naive"  # supports everything
+    return replace(config, backend=name)
+
+
+def fastest_backend(device: torch.device, dtype: torch.dtype, T: int) -> str:
+    """Name of the backend that trains fastest on T tokens.
+
+    This is a rule from measurements (docs/experiments/attention-backends.md), and not a timing: the
+    same run always computes with the same kernel.
+    """
+    # PyTorch's flash kernel for CPUs is slow in bfloat16
+    if device.type == "cpu" and dtype == torch.bfloat16 and T <= 256:
+        return "naive"
+    return "sdpa"
 
 
 def resolve(config: AttentionConfig, request: AttentionRequest) -> ResolvedAttention:
@@ -200,14 +228,15 @@ def resolve_model(
     Tq: int | None = None,
     grad: bool,
     **options: Any,
-) -> ResolvedAttention:
+) -> tuple[Callable[..., Tensor], ResolvedAttention]:
     """Resolve the attention of all layers of a model, for B sequences of block_size tokens.
 
     Tq: number of queries, which are the last tokens. By default all tokens.
     grad: whether the model is trained, with its dropout.
     options: dtype, device, document_mask and positions (fields of AttentionRequest).
+    Returns the model's function `attend`, and the kernel that it runs.
     """
-    if _find_backend(config).attention_type != "softmax":
+    if config.backend in NON_SOFTMAX:
         raise UserError(
             f"attention.backend={config.backend} changes the model; "
             f"set model.attention_type={config.backend} instead"
@@ -225,10 +254,11 @@ def resolve_model(
         softcap=model.attention_softcap,
         **options,
     )
+    chosen = choose_backend(config, request)
     kernels = []
     layers = zip(model.attention_types, model.windows, strict=True)
     for attention_type, window in dict.fromkeys(layers):  # each kind of layer once
-        layer_config = config
+        layer_config = chosen
         layer_request = replace(request, window=window)
         if attention_type != "softmax":
             # Linear attention has no scores to bound, and decodes with a state, without positions.
@@ -236,7 +266,8 @@ def resolve_model(
             layer_request = replace(layer_request, softcap=None, positions=False)
         kernels.append(resolve(layer_config, layer_request).resolved)
     resolved = "+".join(dict.fromkeys(kernels))
-    return ResolvedAttention(config.backend, resolved, config.flash_package)
+    record = ResolvedAttention(config.backend, resolved, config.flash_package)
+    return get_attention_fn(chosen), record
 
 
 def pin_kernel_under_compile(config: AttentionConfig) -> None:

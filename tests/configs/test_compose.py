@@ -199,7 +199,7 @@ def test_words_override_a_recipe_of_the_user(header, workdir):
 def test_yaml_file_without_a_backend_has_the_default_backend(workdir):
     write_file("own/attention/mine.yaml", "kernels: [math]")
     attention = compose_config("sample", ["attention=mine"], "own").attention
-    assert (attention.backend, attention.kernels) == ("sdpa", ["math"])
+    assert (attention.backend, attention.kernels) == ("auto", ["math"])
 
 
 @settings(

@@ -26,7 +26,7 @@ def combine(words: list[str]) -> list[dict[str, str]]:
         ("optimizer.betas=[0.9,1],[0.8,1]", ["optimizer.betas=[0.9,1]", "optimizer.betas=[0.8,1]"]),
         ("dtype=float32,bfloat16", ["dtype=float32", "dtype=bfloat16"]),
         ("seed=range(1,3)", ["seed=1", "seed=2"]),
-        ("attention=glob(*, exclude=[s*,f*,c*])", ["attention=naive"]),
+        ("attention=glob(*, exclude=[a*,s*,f*,c*])", ["attention=naive"]),
         ("optimizer=glob(*)", ["optimizer=adamw", "optimizer=muon"]),
         ("data.path=[a.txt],[b.txt]", ["data.path=[a.txt]", "data.path=[b.txt]"]),
     ],

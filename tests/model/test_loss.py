@@ -14,7 +14,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from configs.cli import parse_config
 from data.loader import IGNORE_INDEX
 from model import loss as loss_module
-from model.attention import get_attention_fn
 from model.gpt import GPT
 from model.loss import linear_cross_entropy
 from training.optimizer import build_optimizers
@@ -240,7 +239,7 @@ def test_one_step_of_each_preset_has_its_golden_losses(recipe):
     ]
     config = parse_config("train", "", words)
     torch.manual_seed(1337)
-    model = GPT(config.model, 65, get_attention_fn(config.attention))
+    model = GPT(config.model, 65)
     x = random_tokens(4, 32, 65)
     y = random_tokens(4, 32, 65, seed=1)
     before = model(x, y)

@@ -118,8 +118,9 @@ def test_attention_is_resolved_for_training_on_micro_batches_of_documents(workdi
     """On a GPU, the kernel depends on them."""
     requests = []
 
-    def record(attention, model, **request) -> None:
+    def record(attention, model, **request) -> tuple[None, None]:
         requests.append(request)
+        return None, None
 
     monkeypatch.setattr("training.device.resolve_model", record)
     resolve("data.document_mask=true", "train.micro_batch_size=2", "dtype=bfloat16")

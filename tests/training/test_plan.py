@@ -206,7 +206,7 @@ def printed(folder) -> dict[str, str]:
     ("title", "part"),
     [
         ("model", "2 layers, 2 heads, 16 channels, context 16, vocabulary 33"),
-        ("device", "float32, attention=sdpa"),
+        ("device", "float32, attention auto -> flash"),
         ("memory per process", "MiB"),
         ("optimizer state", "%"),
         ("activations", "%"),

@@ -71,7 +71,7 @@ def test_run_has_the_id_of_its_folder(logged, folder):
 @pytest.mark.parametrize(
     ("section", "expected"),
     [
-        ("attention", {"requested": "sdpa", "resolved": "flash", "flash_package": None}),
+        ("attention", {"requested": "auto", "resolved": "flash", "flash_package": None}),
         ("model", {"n_layer": 2, "block_size": 16}),
         ("train", {"batch_size": 4, "steps": 6}),
     ],

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from comparison.bench.cases import Case, build_groups, count_flops
-from comparison.bench.config import parse_mask
+from comparison.bench.config import BenchConfig, parse_mask
 from model.attention import attention_mask
 from model.flops import flops_per_token, weight_flops_per_token
 
@@ -32,6 +32,20 @@ def test_contexts_are_measured_from_short_to_long():
 def test_default_backends_are_those_that_train_on_the_device():
     (group,) = build(phases=["forward"], block_sizes=[16])
     assert [case.name for case in group] == TRAINS_ON_CPU
+
+
+@pytest.mark.parametrize(
+    ("batch_size", "phase", "T", "expected"),
+    [
+        (None, "step", 128, 16),
+        (None, "forward", 512, 4),
+        (None, "forward", 4096, 1),
+        (None, "decode", 128, 1),
+        (3, "step", 128, 3),
+    ],
+)
+def test_default_batch_has_the_tokens_of_a_step_of_the_default_run(batch_size, phase, T, expected):
+    assert BenchConfig(batch_size=batch_size).num_sequences(phase, T) == expected
 
 
 def test_decode_has_one_query():

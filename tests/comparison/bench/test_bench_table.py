@@ -1,5 +1,6 @@
 """Printed results of a bench: recommendation, tables, warning and failures."""
 
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -9,6 +10,7 @@ from comparison.bench.table import (
     describe_bench,
     list_failures,
     list_slow_bounds,
+    list_wrong_choices,
     print_results,
 )
 
@@ -77,6 +79,27 @@ def test_step_without_attention_that_is_not_faster_is_no_bound(ms, count):
     assert all("step, float32, T = 8: the step without attention" in line for line in lines)
 
 
+@pytest.mark.parametrize(
+    ("times", "count"),
+    [
+        (dict(naive={128: 9.0}, sdpa={128: 5.0}), 0),  # as auto selects
+        (dict(naive={128: 5.0}, sdpa={128: 9.0}), 1),
+        (dict(naive={128: 5.0}, sdpa={128: 5.4}), 0),  # equal
+        (dict(naive={128: 5.0}), 0),  # not measured
+    ],
+    ids=["right", "wrong", "equal", "unknown"],
+)
+def test_choice_of_auto_that_is_slower_on_this_machine_is_reported(times, count):
+    rows = [replace(row, phase="step") for row in make_rows(**times)]
+    lines = list_wrong_choices(rows)
+    assert len(lines) == count
+    assert all("auto selects sdpa, but naive is faster" in line for line in lines)
+
+
+def test_choice_of_auto_for_attention_alone_is_not_reported():
+    assert list_wrong_choices(make_rows(naive={128: 5.0}, sdpa={128: 9.0})) == []
+
+
 def test_failures_with_one_reason_are_listed_together():
     rows = [make_row("naive", 128, None), make_row("naive", 64, None), make_row("a", 64, 1.0)]
     expected = "naive: out of memory (forward; T = 64, 128): needed 8.0 GiB more"
@@ -90,5 +113,5 @@ def test_reasons_of_failures_are_printed(print_rows):
 def test_title_has_shapes_model_and_machine():
     environment = {"device_name": "a chip", "threads": 2, "versions": {"torch": "2.99"}}
     title = describe_bench(CONFIG, environment)
-    for part in ("1 sequence", "2 heads of 64", "model=modern", "a chip", "2.99"):
+    for part in ("2,048 tokens", "2 heads of 64", "model=modern", "a chip", "2.99"):
         assert part in title

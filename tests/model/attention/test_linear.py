@@ -171,7 +171,8 @@ def test_masks_and_dropout_are_refused(options):
 
 def resolve(variant, backend="sdpa", **options):
     options = {"dtype": torch.float32, "device": torch.device("cpu"), "grad": True} | options
-    return resolve_model(choose(backend), GPTConfig(**variant), B=2, **options).resolved
+    _, resolved = resolve_model(choose(backend), GPTConfig(**variant), B=2, **options)
+    return resolved.resolved
 
 
 @pytest.mark.parametrize(

@@ -161,7 +161,7 @@ def test_variant_has_the_settings_of_its_name(name, config):
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (choose("nave"), "attention.backend=nave is unknown; set one of naive, sdpa"),
+        (choose("nave"), "attention.backend=nave is unknown; set one of auto, naive, sdpa"),
         (choose("naive", ["math"]), r"attention.kernels=\[math\]; set null$"),
         (choose("sdpa", ["mth"]), r"attention.kernels=\[mth\]; set null or \[cudnn\] or \[flash\]"),
         (choose("sdpa", flash_package="FA3"), "attention.flash_package=FA3; set null$"),
@@ -275,9 +275,14 @@ def test_training_is_refused_by_a_backend_without_gradients():
         resolve_model(choose("flex"), model, grad=True, **ON_CPU)
 
 
+def resolved_kernel(name, **options):
+    _, attention = resolve_model(choose(name), MODEL, **ON_CPU | options)
+    return attention.resolved
+
+
 def test_dropout_is_only_for_training():
-    assert resolve_model(choose("flex"), MODEL, grad=False, **ON_CPU).resolved == "flex"
-    assert resolve_model(choose("sdpa"), MODEL, grad=True, **ON_CPU).resolved == "math"
+    assert resolved_kernel("flex", grad=False) == "flex"
+    assert resolved_kernel("sdpa", grad=True) == "math"
 
 
 @pytest.mark.parametrize(
@@ -291,7 +296,60 @@ def test_model_with_windows_resolves_to_the_kernels_of_its_layers(device, case):
     options = dict(B=2, dtype=attention_helpers.HALF, device=device, grad=True)
     if device.type == "cuda":
         resolve_or_skip(choose("flash"), REQUEST_CUDA)
-    assert resolve_model(choose("sdpa", kernels), model, **options).resolved == resolved
+    _, attention = resolve_model(choose("sdpa", kernels), model, **options)
+    assert attention.resolved == resolved
+
+
+# attention=auto
+
+
+AUTO = choose("auto")
+
+
+def resolve_auto(dtype=torch.bfloat16, T=128, config=AUTO, **changed):
+    model = GPTConfig(block_size=T, **changed)
+    return resolve_model(config, model, B=2, dtype=dtype, device=REQUEST.device, grad=True)
+
+
+@pytest.mark.parametrize(
+    ("dtype", "T", "resolved"),
+    [
+        (torch.bfloat16, 128, "naive"),
+        (torch.bfloat16, 256, "naive"),
+        (torch.bfloat16, 512, "flash"),
+        (torch.float32, 128, "flash"),
+    ],
+    ids=str,
+)
+def test_auto_selects_a_backend_by_dtype_and_context(dtype, T, resolved):
+    attend, attention = resolve_auto(dtype, T)
+    assert attention == ResolvedAttention("auto", resolved)
+    assert attend is (naive if resolved == "naive" else sdpa)
+
+
+def test_auto_selects_a_backend_that_supports_the_model():
+    attend, attention = resolve_auto(torch.float32, attention_softcap=20.0)
+    assert (attend, attention.resolved) == (naive, "naive")
+
+
+def test_auto_runs_the_kernels_that_are_set():
+    _, attention = resolve_auto(config=choose("auto", ["math"]))
+    assert attention == ResolvedAttention("auto", "math")
+
+
+@pytest.mark.parametrize("backend", ["naive", "sdpa", "flash"])
+def test_auto_does_not_change_an_explicit_backend(backend):
+    config = choose(backend)
+    for dtype in (torch.bfloat16, torch.float32):
+        attend, attention = resolve_auto(dtype, config=config)
+        assert attend is get_attention_fn(config)
+        assert attention.requested == backend
+
+
+def test_backend_that_auto_selects_is_recorded(train):
+    assert train("name=a", "dtype=bfloat16") == 0
+    expected = {"requested": "auto", "resolved": "naive", "flash_package": None}
+    assert summary("a")["attention"] == expected
 
 
 @pytest.mark.slow
