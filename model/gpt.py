@@ -44,7 +44,7 @@ from model.attention import NON_SOFTMAX, sdpa
 from model.attention.positions import apply_rotary, positions_in_document, rotary_cos_sin
 from model.attention.softcap import apply_softcap
 from model.config import GATED_MLPS, GPTConfig
-from model.layers import Embedding, Linear
+from model.layers import Embedding, Linear, RMSNorm, rms_norm
 from model.loss import linear_cross_entropy
 from model.ngram import NgramEmbedding
 
@@ -54,7 +54,7 @@ Rotary = tuple[Tensor, Tensor]  # cosine and sine of the positions, from rotary_
 def make_norm(config: GPTConfig) -> nn.Module:
     """The norm over the C channels that config.norm names."""
     if config.norm == "rmsnorm":
-        return nn.RMSNorm(config.n_embd, eps=1e-5)
+        return RMSNorm(config.n_embd, eps=1e-5)
     return nn.LayerNorm(config.n_embd, eps=1e-5, bias=config.bias)
 
 
@@ -90,14 +90,13 @@ class CausalSelfAttention(nn.Module):
     ) -> Tensor:
         B, T, C = x.shape
         heads = self.qkv(x).view(B, T, -1, self.head_dim)  # (B, T, H + 2G, D)
-        q, k, v = heads.split((self.n_head, self.n_kv_head, self.n_kv_head), dim=2)
+        qk, v = heads.split((self.n_head + self.n_kv_head, self.n_kv_head), dim=2)
         if self.qk_norm:
-            # autocast computes norms in float32: return to the dtype of v
-            q = F.rms_norm(q, (self.head_dim,)).type_as(v)
-            k = F.rms_norm(k, (self.head_dim,)).type_as(v)
+            qk = rms_norm(qk)
         if rotary is not None:
-            q = apply_rotary(q, *rotary)
-            k = apply_rotary(k, *rotary)
+            qk = apply_rotary(qk, *rotary)
+        # norm and rotation compute in float32: return to the dtype of v
+        q, k = qk.type_as(v).split((self.n_head, self.n_kv_head), dim=2)
         attend = partial(
             self.attend,
             window=self.window,

@@ -1,10 +1,13 @@
-"""Linear and embedding layers without PyTorch's default initialization.
+"""Linear and embedding layers without PyTorch's default initialization, and RMSNorm.
 
 GPT.init_weights initializes all weights. PyTorch's default would be overwritten, takes a second for
 GPT-2, and on the meta device it imports torch._dynamo, which takes another one.
 """
 
-from torch import nn
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch.autograd.function import once_differentiable
 
 
 class Linear(nn.Linear):
@@ -19,3 +22,41 @@ class Embedding(nn.Embedding):
 
     def reset_parameters(self) -> None:
         pass
+
+
+class RMSNorm(nn.RMSNorm):
+    """nn.RMSNorm that is fast on CPUs, too."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (rms_norm(x, self.eps) * self.weight).type_as(x)
+
+
+def rms_norm(x: Tensor, eps: float | None = None) -> Tensor:
+    """Divide x (..., C) by its root mean square over the C channels.
+
+    Half precision becomes float32. eps: is added to the mean square.
+    """
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    if x.device.type != "cpu":
+        return F.rms_norm(x, x.shape[-1:], eps=eps)
+    return _RMSNorm.apply(x, eps or torch.finfo(x.dtype).eps)
+
+
+class _RMSNorm(torch.autograd.Function):
+    """rms_norm in few passes over memory. F.rms_norm has no fused kernel for CPUs in torch 2.13."""
+
+    @staticmethod
+    def forward(ctx, x: Tensor, eps: float) -> Tensor:
+        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+        scale = (norm.square() / x.shape[-1] + eps).rsqrt()
+        y = x * scale
+        ctx.save_for_backward(y, scale)
+        return y
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, grad_y: Tensor) -> tuple[Tensor, None]:
+        """dx = (dy - y mean(y dy)) / rms(x)"""
+        y, scale = ctx.saved_tensors
+        projection = (grad_y * y).mean(dim=-1, keepdim=True)
+        return torch.addcmul(grad_y, y, projection, value=-1).mul_(scale), None

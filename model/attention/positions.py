@@ -18,9 +18,11 @@ def rotary_cos_sin(positions: Tensor, head_dim: int) -> tuple[Tensor, Tensor]:
 
 
 def apply_rotary(x: Tensor, cos: Tensor, sin: Tensor) -> Tensor:
-    """Rotate the channel pairs (i, i + D/2) of queries or keys x (B, T, heads, D)."""
+    """Rotate the channel pairs (i, i + D/2) of queries or keys x (B, T, heads, D), in float32."""
     a, b = x.chunk(2, dim=-1)
-    return torch.cat((a * cos - b * sin, a * sin + b * cos), dim=-1).type_as(x)
+    rotated_a = torch.addcmul(a * cos, b, -sin)
+    rotated_b = torch.addcmul(a * sin, b, cos)
+    return torch.cat((rotated_a, rotated_b), dim=-1)
 
 
 def positions_in_document(doc_ids: Tensor) -> Tensor:
