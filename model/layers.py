@@ -28,18 +28,21 @@ class RMSNorm(nn.RMSNorm):
     """nn.RMSNorm that is fast on CPUs, too."""
 
     def forward(self, x: Tensor) -> Tensor:
-        return (rms_norm(x, self.eps) * self.weight).type_as(x)
+        return rms_norm(x, self.eps, self.weight).type_as(x)
 
 
-def rms_norm(x: Tensor, eps: float | None = None) -> Tensor:
-    """Divide x (..., C) by its root mean square over the C channels.
+def rms_norm(x: Tensor, eps: float | None = None, weight: Tensor | None = None) -> Tensor:
+    """Divide x (..., C) by its root mean square over the C channels, and multiply by the weight.
 
-    Half precision becomes float32. eps: is added to the mean square.
+    eps: is added to the mean square.
+    weight (C): None is ones.
+    On CPUs, the result of half precision is float32, as with autocast on GPUs.
     """
-    x = x.to(torch.promote_types(x.dtype, torch.float32))
     if x.device.type != "cpu":
-        return F.rms_norm(x, x.shape[-1:], eps=eps)
-    return _RMSNorm.apply(x, eps or torch.finfo(x.dtype).eps)
+        return F.rms_norm(x, x.shape[-1:], weight, eps)
+    x = x.to(torch.promote_types(x.dtype, torch.float32))
+    y = _RMSNorm.apply(x, eps or torch.finfo(x.dtype).eps)
+    return y if weight is None else y * weight
 
 
 class _RMSNorm(torch.autograd.Function):
