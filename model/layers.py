@@ -51,7 +51,9 @@ class _RMSNorm(torch.autograd.Function):
     @staticmethod
     def forward(ctx, x: Tensor, eps: float) -> Tensor:
         norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        scale = (norm.square() / x.shape[-1] + eps).rsqrt()
+        mean_square = norm.square() / x.shape[-1]
+        # nan instead of zero after an overflow: a run that has diverged must not look trained
+        scale = (mean_square + eps).rsqrt().masked_fill(mean_square.isinf(), torch.nan)
         y = x * scale
         ctx.save_for_backward(y, scale)
         return y

@@ -43,6 +43,10 @@ def test_rms_norm_of_zeros_is_zero():
     assert x.grad.isfinite().all()
 
 
+def test_rms_norm_of_values_that_overflow_is_nan():
+    assert rms_norm(torch.full((1, 4), 1e30)).isnan().all()
+
+
 @pytest.mark.parametrize(
     ("dtype", "expected"),
     [
