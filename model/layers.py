@@ -34,19 +34,24 @@ class RMSNorm(nn.RMSNorm):
 def rms_norm(x: Tensor, eps: float | None = None, weight: Tensor | None = None) -> Tensor:
     """Divide x (..., C) by its root mean square over the C channels, and multiply by the weight.
 
-    eps: is added to the mean square.
-    weight (C): None is ones.
+    eps: added to the mean square. By default, the machine epsilon of the dtype.
+    weight (C): by default, ones.
     On CPUs, the result of half precision is float32, as with autocast on GPUs.
     """
     if x.device.type != "cpu":
         return F.rms_norm(x, x.shape[-1:], weight, eps)
     x = x.to(torch.promote_types(x.dtype, torch.float32))
-    y = _RMSNorm.apply(x, eps or torch.finfo(x.dtype).eps)
+    if eps is None:
+        eps = torch.finfo(x.dtype).eps
+    y = _RMSNorm.apply(x, eps)
     return y if weight is None else y * weight
 
 
 class _RMSNorm(torch.autograd.Function):
-    """rms_norm in few passes over memory. F.rms_norm has no fused kernel for CPUs in torch 2.13."""
+    """rms_norm without weight, in few passes over memory.
+
+    F.rms_norm has no fused kernel for CPUs in torch 2.13.
+    """
 
     @staticmethod
     def forward(ctx, x: Tensor, eps: float) -> Tensor:

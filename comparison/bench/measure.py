@@ -134,8 +134,8 @@ def make_training_step(case: Case, config: BenchConfig) -> tuple[str, Callable]:
         attend = _no_attention
     else:
         options = {"B": B, "dtype": dtype, "device": device, "grad": True}
-        attend, resolved = resolve_model(attention, model_config, **options)
-        kernel = resolved.resolved
+        attend, record = resolve_model(attention, model_config, **options)
+        kernel = record.resolved
     torch.manual_seed(config.seed)
     model = GPT(model_config, config.vocab_size, attend).to(device)
     forward = model

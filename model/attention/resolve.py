@@ -117,8 +117,8 @@ def choose_backend(config: AttentionConfig, request: AttentionRequest) -> Attent
 def fastest_backend(device: torch.device, dtype: torch.dtype, T: int) -> str:
     """Name of the backend that trains fastest on T tokens.
 
-    This is a rule from measurements (docs/experiments/attention-backends.md), and not a timing: the
-    same run always computes with the same kernel.
+    The rule comes from measurements (docs/experiments/attention-backends.md). Nothing is timed at
+    start, so that a run always computes with the same kernel.
     """
     # PyTorch's flash kernel for CPUs is slow in bfloat16
     if device.type == "cpu" and dtype == torch.bfloat16 and T <= 256:

@@ -96,6 +96,12 @@ def test_choice_of_auto_that_is_slower_on_this_machine_is_reported(times, count)
     assert all("auto selects sdpa, but naive is faster" in line for line in lines)
 
 
+def test_wrong_choice_of_auto_is_printed_before_the_tables(print_rows):
+    rows = make_rows(naive={128: 5.0}, sdpa={128: 9.0})
+    printed = print_rows([replace(row, phase="step") for row in rows])
+    assert printed.index("auto selects sdpa") < printed.index("MiB")
+
+
 def test_choice_of_auto_for_attention_alone_is_not_reported():
     assert list_wrong_choices(make_rows(naive={128: 5.0}, sdpa={128: 9.0})) == []
 
