@@ -38,7 +38,7 @@ class Int8Linear(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         scale = (x.abs().amax(dim=-1, keepdim=True) / LEVELS).clamp(min=MIN_SCALE)
         multiply = torch.ops.quantized.linear_with_input_q_dq_qweight_dq_output_fp32
-        y = multiply(x / scale, 1.0, ZERO_POINT, self.packed_weight) * scale
+        y = multiply(x / scale, 1.0, ZERO_POINT, self.packed_weight)
         if self.bias is None:
-            return y
-        return y + self.bias
+            return y * scale
+        return torch.addcmul(self.bias, y, scale)  # one pass over y instead of two

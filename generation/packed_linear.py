@@ -1,8 +1,9 @@
 """Linear layers for decoding, in float32, bfloat16 or float16.
 
 A decode step multiplies few rows, so reading the weights takes most of the time. On a CPU, float32
-and bfloat16 weights are stored in the layout of oneDNN, with which docs/experiments/generation.md
-measures the fastest products. generation/int8_linear.py has the layer for int8.
+and bfloat16 weights are stored in the layout of oneDNN. For one row in float32, MKL reads ordinary
+weights faster. docs/experiments/generation.md has the measurements. generation/int8_linear.py has
+the layer for int8.
 """
 
 import torch
@@ -15,6 +16,7 @@ from model.gpt import GPT
 
 MIN_PACKED_SIZE = 2**19  # weights x rows (up to 8); smaller products are faster without packing
 MIN_PACKED_ROWS = 4  # with the layout for a single row, oneDNN is slower, also for that row
+PARTS = 16  # of a weight in SingleRowLinear, for as many threads
 
 
 class InferenceLinear(nn.Module):
@@ -41,21 +43,53 @@ class InferenceLinear(nn.Module):
         return y.float() if y.device.type == "cpu" else y
 
 
+class SingleRowLinear(nn.Module):
+    """Linear layer in float32 for decoding one sequence on a CPU. N outputs, K inputs.
+
+    F.linear multiplies a single row with one thread, which cannot use all of the memory bandwidth.
+    A batched product of PARTS equal parts of the weight uses all threads.
+    """
+
+    def __init__(self, linear: nn.Linear):
+        super().__init__()
+        weight, bias = linear.weight, linear.bias
+        self.out_features = len(weight)
+        if missing := -len(weight) % PARTS:
+            weight = F.pad(weight, (0, 0, 0, missing))
+            bias = None if bias is None else F.pad(bias, (0, missing))
+        self.weight = weight
+        self.bias = bias
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.numel() == x.shape[-1]:
+            # .T: a column with the strides of reshape(-1, 1) takes ten times as long
+            column = x.reshape(1, -1).T.expand(PARTS, -1, 1)
+            y = torch.bmm(self.weight.unflatten(0, (PARTS, -1)), column)  # (PARTS, N / PARTS, 1)
+            y = y.view(*x.shape[:-1], -1)
+            y = y if self.bias is None else y + self.bias
+        else:  # a prompt
+            y = linear_packed(x, self.weight, self.bias)
+        return y[..., : self.out_features]
+
+
 @torch.no_grad()
 def replace_linears(model: GPT, dtype: torch.dtype, rows: int) -> GPT:
     """Replace the linear layers of a model, in place, by layers for decoding with weights in dtype.
 
     rows: number of sequences that are decoded together.
     The model still returns logits, but it cannot be trained or called with targets. With a tied
-    head, the packed weights are a second copy of the token table.
+    head, packed weights are a second copy of the token table.
     Raises UserError for int8 if the CPU is not x86.
     """
     # Names only: a list of the layers would keep all old weights in memory until the end.
     names = [name for name, module in model.named_modules() if isinstance(module, nn.Linear)]
+    is_single_row = dtype == torch.float32 and rows == 1 and torch.backends.mkl.is_available()
     for name in names:
         layer = model.get_submodule(name)
         if dtype == torch.int8:
             model.set_submodule(name, Int8Linear(layer))
+        elif can_pack(layer.weight, dtype, rows) and is_single_row:
+            model.set_submodule(name, SingleRowLinear(layer))
         elif can_pack(layer.weight, dtype, rows):
             model.set_submodule(name, InferenceLinear(layer, dtype, rows))
         elif dtype != torch.float32:

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_helpers import GROUPED
 
-from generation.packed_linear import InferenceLinear, replace_linears
+from generation.packed_linear import InferenceLinear, SingleRowLinear, replace_linears
 from model.attention.torch_internals import has_bf16_kernels
 from model.layers import Linear
 
@@ -16,6 +16,9 @@ needs_onednn = pytest.mark.skipif(
 )
 needs_bf16_kernels = pytest.mark.skipif(
     not has_bf16_kernels(), reason="NOT RUN: this CPU has no bfloat16 kernels"
+)
+needs_mkl = pytest.mark.skipif(
+    not torch.backends.mkl.is_available(), reason="NOT RUN: torch has no MKL"
 )
 LAYERS = [
     pytest.param(torch.float32, 1, 1e-5, marks=needs_onednn, id="packed-1"),
@@ -52,9 +55,33 @@ def test_layer_computes_the_product_of_nn_linear(dtype, packed_rows, tolerance, 
 
 
 @needs_onednn
-@pytest.mark.parametrize("rows", [1, 32])
-def test_weights_are_packed_where_onednn_is_available(pack_small_weights, rows):
+@needs_mkl
+@settings(max_examples=60, deadline=None)
+@given(rows=st.integers(1, 3), K=st.integers(1, 40), N=st.integers(1, 70), bias=st.booleans())
+def test_layer_for_a_single_row_computes_the_product_of_nn_linear(rows, K, N, bias):
+    torch.manual_seed(rows)
+    linear = torch.nn.Linear(K, N, bias=bias).requires_grad_(False)
+    x = torch.randn(1, rows, K)
+    torch.testing.assert_close(SingleRowLinear(linear)(x), linear(x), atol=1e-5, rtol=1e-5)
+
+
+def test_layer_for_a_single_row_shares_the_weight():
+    linear = torch.nn.Linear(8, 32).requires_grad_(False)
+    assert SingleRowLinear(linear).weight is linear.weight
+
+
+@needs_onednn
+@needs_mkl
+@pytest.mark.parametrize(("rows", "layer"), [(1, SingleRowLinear), (2, InferenceLinear)])
+def test_float32_weights_are_packed_for_several_rows(pack_small_weights, rows, layer):
     model = replace_linears(make_random_model(GROUPED), torch.float32, rows)
+    assert layer_types(model) == {layer}
+
+
+@needs_onednn
+def test_float32_weights_are_packed_for_one_row_without_mkl(pack_small_weights, monkeypatch):
+    monkeypatch.setattr(torch.backends.mkl, "is_available", lambda: False)
+    model = replace_linears(make_random_model(GROUPED), torch.float32, rows=1)
     assert layer_types(model) == {InferenceLinear}
 
 
