@@ -4,7 +4,9 @@ Each program runs in its own process, because the idle threads of one library sl
 `start`, then `measure_difference` and `measure_speed`.
 """
 
+import ctypes
 import importlib.util
+import shutil
 import statistics
 import sys
 import time
@@ -195,13 +197,166 @@ def ctranslate2(setup: Setup) -> Program:
     return Program(generate, logits)
 
 
+def llama_cpp(setup: Setup) -> Program:
+    """llama.cpp reads the model from a GGUF file. Its int8 format is Q8_0."""
+    llama = import_module("llama_cpp")
+    threads = torch.get_num_threads()
+    file = setup.folder / f"{setup.dtype}.gguf"
+    write_gguf(file, build_model())
+    if setup.dtype == "int8":
+        source, file = file, setup.folder / "q8_0.gguf"
+        options = llama.llama_model_quantize_default_params()
+        options.ftype, options.nthread = llama.LLAMA_FTYPE_MOSTLY_Q8_0, threads
+        llama.llama_model_quantize(str(source).encode(), str(file).encode(), ctypes.byref(options))
+    llama.llama_log_set(llama_log_nothing, ctypes.c_void_p(0))
+    theirs = llama.llama_model_load_from_file(
+        str(file).encode(), llama.llama_model_default_params()
+    )
+
+    def read(context, tokens: Tensor, first: int, all_logits: bool = False) -> np.ndarray:
+        """Read tokens (B, T) at the positions from `first` on. Returns the logits of the last or of all tokens."""
+        B, T = tokens.shape
+        batch = llama.llama_batch_init(B * T, 0, 1)
+        batch.n_tokens = B * T
+        for index, token in enumerate(tokens.flatten().tolist()):
+            batch.token[index] = token
+            batch.pos[index] = first + index % T
+            batch.n_seq_id[index] = 1
+            batch.seq_id[index][0] = index // T
+            batch.logits[index] = all_logits or index % T == T - 1
+        assert llama.llama_decode(context, batch) == 0, "llama_decode failed"
+        llama.llama_batch_free(batch)
+        rows = B * T if all_logits else B
+        return np.ctypeslib.as_array(llama.llama_get_logits(context), (rows, VOCAB_SIZE))
+
+    def start_context(samples: int, length: int):
+        options = llama.llama_context_default_params()
+        options.n_ctx = samples * -(-length // 256) * 256  # each sample gets a multiple of 256
+        options.n_batch = options.n_ctx
+        options.n_seq_max = samples
+        options.n_threads = options.n_threads_batch = threads
+        options.type_k = options.type_v = llama.GGML_TYPE_F32  # of the KV cache
+        return llama.llama_init_from_model(theirs, options)
+
+    def generate(prompt: Tensor, new: int) -> tuple[Tensor, list[float]]:
+        context = start_context(len(prompt), prompt.shape[1] + new)
+        tokens, unread, times = prompt, prompt, []
+        for _ in range(new):
+            logits = read(context, unread, tokens.shape[1] - unread.shape[1])
+            unread = torch.from_numpy(logits).argmax(-1, keepdim=True)
+            tokens = torch.cat((tokens, unread), dim=1)
+            times.append(time.perf_counter())
+        llama.llama_free(context)
+        return tokens, times
+
+    def logits(tokens: Tensor) -> Tensor:
+        context = start_context(1, len(tokens))
+        return torch.from_numpy(read(context, tokens[None], 0, all_logits=True).copy())
+
+    return Program(generate, logits)
+
+
+@ctypes.CFUNCTYPE(None, ctypes.c_int, ctypes.c_char_p, ctypes.c_void_p)
+def llama_log_nothing(level, text, data) -> None:
+    pass
+
+
+def write_gguf(file: Path, model: GPT) -> None:
+    """Write GPT-2's weights in float32 as a GGUF file, with a vocabulary without text."""
+    gguf = import_module("gguf")
+    config = model.config
+    writer = gguf.GGUFWriter(file, "gpt2")
+    writer.add_context_length(config.block_size)
+    writer.add_embedding_length(config.n_embd)
+    writer.add_block_count(config.n_layer)
+    writer.add_feed_forward_length(config.mlp_channels)
+    writer.add_head_count(config.n_head)
+    writer.add_layer_norm_eps(1e-5)
+    writer.add_tokenizer_model("gpt2")
+    writer.add_token_list([f"<{token}>" for token in range(VOCAB_SIZE)])
+    writer.add_token_merges(["< 0"])  # llama.cpp needs at least one
+    names = {"wte": "token_embd", "wpe": "position_embd", "norm": "output_norm"} | {
+        f"blocks.{i}.{ours}": f"blk.{i}.{theirs}"
+        for i in range(config.n_layer)
+        for ours, theirs in GGUF_MODULES.items()
+    }
+    for name, weight in model.state_dict().items():
+        module, kind = name.rsplit(".", 1)
+        if module in names:  # the head is tied to wte
+            writer.add_tensor(f"{names[module]}.{kind}", weight.numpy())
+    writer.write_header_to_file()
+    writer.write_kv_data_to_file()
+    writer.write_tensors_to_file()
+    writer.close()
+
+
+GGUF_MODULES = {
+    "norm_attn": "attn_norm",
+    "attn.qkv": "attn_qkv",
+    "attn.proj": "attn_output",
+    "norm_mlp": "ffn_norm",
+    "mlp.fc": "ffn_up",
+    "mlp.proj": "ffn_down",
+}
+
+
+def openvino(setup: Setup) -> Program:
+    """OpenVINO GenAI reads the model that optimum-intel converts. Its int8 rounds the weights."""
+    ov, genai = import_module("openvino"), import_module("openvino_genai")
+    main_export = import_module("optimum.exporters.openvino").main_export
+    folder = setup.folder / f"openvino-{setup.dtype}"
+    build_transformers_model(build_model()).save_pretrained(folder / "transformers")
+    main_export(
+        folder / "transformers", folder, task="text-generation-with-past", convert_tokenizer=False
+    )
+    if setup.dtype == "int8":
+        model = ov.Core().read_model(folder / "openvino_model.xml")
+        compressed = import_module("nncf").compress_weights(model)
+        copy = folder.with_name("openvino-weights-int8")
+        folder = Path(shutil.copytree(folder, copy, ignore=shutil.ignore_patterns("*.bin")))
+        ov.save_model(compressed, folder / "openvino_model.xml", compress_to_fp16=False)
+    precision = "bf16" if setup.dtype == "bfloat16" else "f32"
+    options = dict(INFERENCE_PRECISION_HINT=precision, KV_CACHE_PRECISION=precision)
+    pipeline = genai.LLMPipeline(folder, "CPU", **options)
+
+    def generate(prompt: Tensor, new: int) -> tuple[Tensor, list[float]]:
+        tokens = ov.Tensor(prompt.numpy())
+        attention_mask = ov.Tensor(torch.ones_like(prompt).numpy())
+        settings = genai.GenerationConfig(max_new_tokens=new, ignore_eos=True, do_sample=False)
+        results = pipeline.generate(genai.TokenizedInputs(tokens, attention_mask), settings)
+        samples = torch.tensor(results.tokens)
+        times = [ms / 1e3 for ms in results.perf_metrics.raw_metrics.m_new_token_times]
+        return torch.cat((prompt, samples), dim=1), times
+
+    def logits(tokens: Tensor) -> Tensor:
+        model = ov.Core().compile_model(folder / "openvino_model.xml", "CPU", options)
+        T = len(tokens)
+        inputs = dict(
+            input_ids=tokens[None].numpy(),
+            attention_mask=np.ones((1, T), np.int64),
+            position_ids=np.arange(T)[None],
+            beam_idx=np.zeros(1, np.int32),
+        )
+        return torch.from_numpy(model(inputs)["logits"][0].copy())
+
+    return Program(generate, logits)
+
+
 BUILDERS = {
     "trilGPT": trilgpt,
     "transformers": transformers,
     "nanoGPT": nanogpt,
     "CTranslate2": ctranslate2,
+    "llama.cpp": llama_cpp,
+    "OpenVINO": openvino,
 }
-PACKAGES = {"transformers": ["transformers"], "CTranslate2": ["ctranslate2", "transformers"]}
+PACKAGES = {
+    "transformers": ["transformers"],
+    "CTranslate2": ["ctranslate2", "transformers"],
+    "llama.cpp": ["llama_cpp", "gguf"],
+    "OpenVINO": ["openvino_genai", "optimum", "transformers"],
+}
+CPU_ONLY = {"CTranslate2", "llama.cpp", "OpenVINO"}  # as these scripts call them
 MAX_SAMPLES = {"nanoGPT": 1}  # in a batch, of programs that these scripts do not run with more
 
 

@@ -1,9 +1,11 @@
 """Compare the generation speed of trilGPT and other programs: GPT-2 124M with the same random weights.
 
-    pip install transformers ctranslate2    # programs that are not installed are skipped
+    pip install transformers ctranslate2 llama-cpp-python gguf openvino-genai optimum-intel
     git clone https://github.com/karpathy/nanoGPT
     python benchmarks/generation_speed.py nanoGPT
     python benchmarks/generation_speed.py nanoGPT --device cuda --dtype bfloat16
+
+Programs that are not installed are skipped. optimum-intel needs its own version of transformers.
 
 Cases: one sample from 64 to 128 tokens, one from 1000 to 1024 tokens (all of block_size), and 4 and 32 samples from 64
 to 128 tokens. Decoding is greedy, and all programs generate the same number of tokens, in turns. First, the logits of
@@ -27,6 +29,7 @@ from tempfile import TemporaryDirectory
 import torch
 from generation_programs import (
     BUILDERS,
+    CPU_ONLY,
     MAX_SAMPLES,
     VOCAB_SIZE,
     Setup,
@@ -44,8 +47,11 @@ PYTORCH_DTYPES = ("float32", "bfloat16", "float16")
 CPU_DTYPES = {
     "trilGPT": ("float32", "bfloat16", "int8"),
     "CTranslate2": ("float32", "int8"),
+    "llama.cpp": ("float32", "int8"),
+    "OpenVINO": ("float32", "bfloat16", "int8"),
 }  # programs that are not listed run with --dtype
 MAX_LOGIT_DIFFERENCE = {"float32": 1e-4, "bfloat16": 0.1, "float16": 0.02, "int8": 0.2}
+LLAMA_CPP_DIFFERENCE = 2e-3  # llama.cpp looks up the GELU in a table of float16 numbers
 WEIGHT_BYTES = {"float32": 4, "bfloat16": 2, "float16": 2, "int8": 1}
 CASES = {
     "64 -> 128": (64, 64, 1),
@@ -99,6 +105,9 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--rounds", type=int, default=5)
     parser.add_argument("--device", default="cpu")
     parser.add_argument(
+        "--programs", nargs="+", default=list(BUILDERS)[1:], choices=list(BUILDERS)[1:]
+    )
+    parser.add_argument(
         "--dtype", default="float32", choices=PYTORCH_DTYPES, help="weights of the PyTorch programs"
     )
     arguments = parser.parse_args()
@@ -112,7 +121,7 @@ def parse_arguments() -> argparse.Namespace:
 def start_programs(arguments: argparse.Namespace, folder: Path) -> list[Candidate]:
     """Start every program that is installed. On a CPU, some run with several dtypes."""
     context, candidates = multiprocessing.get_context("spawn"), []
-    for name in BUILDERS:
+    for name in ["trilGPT", *arguments.programs]:
         if name == "nanoGPT" and arguments.nanogpt is None:
             print("nanoGPT is skipped; pass the folder of a checkout", file=sys.stderr)
             continue
@@ -120,7 +129,7 @@ def start_programs(arguments: argparse.Namespace, folder: Path) -> list[Candidat
             print(f"{name} is skipped; it needs the package {package}", file=sys.stderr)
             continue
         on_cpu = arguments.device == "cpu"
-        if not on_cpu and name == "CTranslate2":
+        if not on_cpu and name in CPU_ONLY:
             continue
         for dtype in CPU_DTYPES.get(name, [arguments.dtype]) if on_cpu else [arguments.dtype]:
             setup = Setup(name, dtype, arguments.device, arguments.nanogpt, folder)
@@ -134,6 +143,8 @@ def print_differences(candidates: list[Candidate], tokens: Tensor) -> bool:
     for candidate in candidates:
         difference = candidate.process.submit(measure_difference, tokens).result()
         allowed = MAX_LOGIT_DIFFERENCE[candidate.setup.dtype]
+        if candidate.setup.name == "llama.cpp":
+            allowed = max(allowed, LLAMA_CPP_DIFFERENCE)
         is_different |= not difference <= allowed
         print(
             f"largest difference of logits, {candidate.label}: {difference:.1e}, allowed {allowed:.0e}"
