@@ -43,23 +43,31 @@ def rms_norm(x: Tensor, eps: float | None = None, weight: Tensor | None = None) 
     x = x.to(torch.promote_types(x.dtype, torch.float32))
     if eps is None:
         eps = torch.finfo(x.dtype).eps
-    y = _RMSNorm.apply(x, eps)
+    if torch.is_grad_enabled():
+        y = _RMSNorm.apply(x, eps)
+    else:  # a call of an autograd function takes longer than the norm of one token
+        y, _ = _divide_by_rms(x, eps)
     return y if weight is None else y * weight
 
 
-class _RMSNorm(torch.autograd.Function):
-    """rms_norm without weight, in few passes over memory.
+def _divide_by_rms(x: Tensor, eps: float) -> tuple[Tensor, Tensor]:
+    """rms_norm without weight, and the scale 1 / rms(x) (..., 1), in few passes over memory.
 
-    F.rms_norm has no fused kernel for CPUs in torch 2.13.
+    F.rms_norm has no fused kernel for CPUs in torch 2.15.
     """
+    norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
+    mean_square = norm.square() / x.shape[-1]
+    # nan instead of zero after an overflow: a run that has diverged must not look trained
+    scale = (mean_square + eps).rsqrt().masked_fill(mean_square.isinf(), torch.nan)
+    return x * scale, scale
+
+
+class _RMSNorm(torch.autograd.Function):
+    """rms_norm without weight, with its own gradient."""
 
     @staticmethod
     def forward(ctx, x: Tensor, eps: float) -> Tensor:
-        norm = torch.linalg.vector_norm(x, dim=-1, keepdim=True)
-        mean_square = norm.square() / x.shape[-1]
-        # nan instead of zero after an overflow: a run that has diverged must not look trained
-        scale = (mean_square + eps).rsqrt().masked_fill(mean_square.isinf(), torch.nan)
-        y = x * scale
+        y, scale = _divide_by_rms(x, eps)
         ctx.save_for_backward(y, scale)
         return y
 

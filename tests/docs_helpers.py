@@ -27,7 +27,7 @@ SCRIPTS = ("train", "sample", "eval", "prepare", "bench", "compare", "export")
 NOT_RUN = {
     r"^(git|cd|uv|pip|python3|source|mkdir|ln) ": "prepares the reader's machine",
     r"^(pytest|ruff|ty) ": "is run by .ci/run",
-    r"^(wandb|lm_eval|ct2-transformers-converter|llama.cpp/\S+) ": "is another program",
+    r"^(wandb|lm_eval|ct2-transformers-converter|optimum-cli|llama.cpp/\S+) ": "is another program",
     r"^(python )?(benchmarks|tests/soak)/": "takes many minutes, or needs a checkout of nanoGPT",
     r"# .*GPU": "needs a GPU",
     r"# .*(several machines|SLURM)": "needs a cluster",

@@ -35,6 +35,13 @@ def test_rms_norm_and_its_gradient_are_those_of_torch(C, scale, eps, seed):
     torch.testing.assert_close(grad, expected_grad, rtol=1e-6, atol=1e-10 / scale)
 
 
+def test_rms_norm_is_the_same_without_gradients():
+    x = torch.randn(5, 16)
+    with torch.no_grad():
+        y = rms_norm(x)
+    assert torch.equal(y, rms_norm(x))
+
+
 def test_rms_norm_of_zeros_is_zero():
     x = torch.zeros(2, 4, requires_grad=True)
     y = rms_norm(x)
