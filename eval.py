@@ -56,7 +56,12 @@ def score_data(config: EvalScriptConfig) -> list[dict[str, Any]]:
     """Score each document of the settings `data`. The last row is for all documents."""
     sources = resolve_sources(config.data)
     model, tokenizer, summary = load_for_sampling(
-        config.run, config.checkpoint, config.device, config.dtype, config.attention, batch_size=1
+        config.run,
+        config.checkpoint,
+        config.device,
+        config.dtype,
+        config.attention,
+        config.batch_size,
     )
     print_text(summary, stderr=True)
     sizes = [source.text_bytes for source in sources]

@@ -34,6 +34,7 @@ from generation.packed_linear import replace_linears  # noqa: E402
 from model.gpt import GPT  # noqa: E402
 
 VOCAB_SIZE = 50_257
+CHECKED_TOKENS = 8  # that each program generates for the comparison
 THREAD_IDLE_WAIT_S = 0.5  # OpenMP threads wait actively for up to 0.2 s after their work
 
 
@@ -317,7 +318,9 @@ def openvino(setup: Setup) -> Program:
         ov.save_model(compressed, folder / "openvino_model.xml", compress_to_fp16=False)
     precision = "bf16" if setup.dtype == "bfloat16" else "f32"
     options = dict(INFERENCE_PRECISION_HINT=precision, KV_CACHE_PRECISION=precision)
-    pipeline = genai.LLMPipeline(folder, "CPU", **options)
+    scheduler = genai.SchedulerConfig()
+    scheduler.enable_prefix_caching = False  # each round reads the same prompts
+    pipeline = genai.LLMPipeline(folder, "CPU", scheduler_config=scheduler, **options)
 
     def generate(prompt: Tensor, new: int) -> tuple[Tensor, list[float]]:
         tokens = ov.Tensor(prompt.numpy())
@@ -383,10 +386,18 @@ def start(setup: Setup) -> None:
 
 
 def measure_difference(tokens: Tensor) -> float:
-    """Largest difference between the logits of the program and of trilGPT in float32, over all tokens."""
+    """Largest difference between the logits of the program and of trilGPT in float32, over all tokens.
+
+    Also of generated tokens: by how much the logit of a token is below the largest one.
+    """
     assert _program is not None
-    reference = build_model(_program.mlp, build_model().state_dict())(tokens[None])[0]
-    return (_program.logits(tokens)[:, :VOCAB_SIZE].float().cpu() - reference).abs().max().item()
+    reference_model = build_model(_program.mlp, build_model().state_dict())
+    logits = _program.logits(tokens)[:, :VOCAB_SIZE].float().cpu()
+    difference = (logits - reference_model(tokens[None])[0]).abs().max().item()
+    samples, _ = _program.generate(tokens[None], CHECKED_TOKENS)
+    logits = reference_model(samples[:, :-1].cpu())[0, -CHECKED_TOKENS:]
+    chosen = logits.gather(1, samples[0, -CHECKED_TOKENS:, None].cpu())
+    return max(difference, (logits.max(dim=1).values - chosen[:, 0]).max().item())
 
 
 def measure_speed(prompt: Tensor, new: int) -> tuple[float, float]:

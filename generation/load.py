@@ -51,7 +51,7 @@ def model_from_weights(
 ) -> GPT:
     """Build a model whose parameters are the tensors of a state_dict, without a copy of them.
 
-    attend: attention function (model/attention/); None: AttentionConfig's backend.
+    attend: attention function (model/attention/); None: sdpa.
     """
     with torch.device("meta"):
         model = GPT(config, vocab_size, attend)
@@ -69,7 +69,7 @@ def load_run(
     """Load a model and its tokenizer for use in Python.
 
     The model is in eval mode and in float32. It can be trained.
-    attend: attention function (model/attention/); None: AttentionConfig's backend.
+    attend: attention function (model/attention/); None: sdpa.
     """
     _, saved = load_pretrained(run, checkpoint)
     config = GPTConfig.from_saved(saved["model_config"])

@@ -171,7 +171,7 @@ class GPT(nn.Module):
 
     vocab_size: number V of tokens. Embedding and head may have more rows (pad_vocab_multiple).
     attend: attention function of the layers with softmax attention (model/attention/backends.py);
-        defaults to AttentionConfig's.
+        sdpa by default.
 
     On the meta device, the model is built without memory, and its weights are loaded later
     (generation/load.py).

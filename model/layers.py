@@ -36,7 +36,8 @@ def rms_norm(x: Tensor, eps: float | None = None, weight: Tensor | None = None) 
 
     eps: added to the mean square. By default, the machine epsilon of the dtype.
     weight (C): by default, ones.
-    On CPUs, the result of half precision is float32, as with autocast on GPUs.
+    On CPUs, the result of half precision is float32, as with autocast on GPUs. Values that overflow
+    give nan there. First derivatives only.
     """
     if x.device.type != "cpu":
         return F.rms_norm(x, x.shape[-1:], weight, eps)

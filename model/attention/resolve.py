@@ -107,9 +107,11 @@ def choose_backend(config: AttentionConfig, request: AttentionRequest) -> Attent
     if config.backend != "auto":
         return config
     name = fastest_backend(request.device, request.dtype, request.Tk)
-    if config.kernels is not None:
+    if config.flash_package is not None:
+        name = "flash"  # no other backend has packages
+    elif config.kernels is not None:
         name = "sdpa"  # no other backend has kernels to choose from
-    if missing_feature(BACKENDS[name], request) is not None:
+    elif missing_feature(BACKENDS[name], request) is not None:
         name = "naive"  # supports everything
     return replace(config, backend=name)
 

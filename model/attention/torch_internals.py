@@ -72,7 +72,7 @@ def pack_weight(weight: Tensor, rows: int) -> Tensor:
 
 
 def linear_packed(x: Tensor, packed: Tensor, bias: Tensor | None) -> Tensor:
-    """F.linear with a weight from `pack_weight`.
+    """F.linear by oneDNN, with an ordinary weight or one from `pack_weight`.
 
     Private: torch.ops.mkldnn, checked with 2.13. Replace it with a public function.
     """
