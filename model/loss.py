@@ -112,7 +112,7 @@ class _ChunkedCrossEntropy(torch.autograd.Function):
                 loss, grad_logits = _chunk_loss(
                     logits, targets[chunk], vocab_size, softcap, needs_grad
                 )
-                total += loss
+                total = total + loss  # with += and torch 2.11, compiled gradients are zero
                 if needs_grad:
                     grad_logits = grad_logits.to(x.dtype)
                     grad_x[chunk] = grad_logits @ cast_weight

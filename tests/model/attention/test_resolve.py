@@ -430,7 +430,8 @@ def test_resolved_kernel_runs_when_compiled_with_any_compile_cache(tmp_path):
         lines = [line for line in done.stdout.splitlines() if line.startswith("ran ")]
         assert lines == [f"ran {case} {kernel}".strip() for case, kernel in expected.items()]
 
-    traps = {"plain:sdpa:math": "flash", "around:sdpa:flash": ""}
+    fused = "flash" if torch.__version__ >= "2.12" else ""  # torch 2.11 does not replace it here
+    traps = {"plain:sdpa:math": fused, "around:sdpa:flash": ""}
     check_process(
         {"around:sdpa:math": ""} | traps | {"plain:sdpa:flash": "flash", "plain:flash": "flash"}
     )
