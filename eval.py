@@ -2,7 +2,7 @@
 
     python eval.py run=mine data.path=FILE        loss, perplexity and bits per byte of documents
     python eval.py run=mine tasks=hellaswag       tasks of lm-eval: pip install 'lm-eval>=0.4.12'
-    python eval.py run=mine tasks=FILE.yaml       your own task: see docs/interoperability.md
+    python eval.py run=mine tasks=FILE.yaml       your own task: see docs/scoring.md
 
 most used keys:
   run=NAME            a run in runs/; last is the newest; hf:FOLDER is a transformers model

@@ -94,12 +94,16 @@ def rank_by_time(rows: list[Timing]) -> tuple[list[list[Timing]], list[list[Timi
     """Sort the kernels of one phase, dtype and T by time. Returns (fastest, slower kernels).
 
     A kernel has the rows of all backends that ran it. Rows whose times vary widely are not ranked.
+    If one of them could be the fastest, nothing is ranked.
     A kernel is as fast as the first one if their quartiles overlap, or if the ratio of their
     medians is at most MAX_TIE_RATIO.
     """
     ranked = [row for row in rows if row.is_finished and not row.is_noisy]
     kernels = list(group_rows(ranked, "resolved").values())
     kernels.sort(key=_mean_ms)
+    noisy = [row for row in rows if row.is_noisy]
+    if kernels and any(row.ms_q1 < _mean_ms(kernels[0]) for row in noisy):
+        return [], []
     fastest = []
     for kernel in kernels:
         best = kernels[0]
@@ -135,7 +139,7 @@ def _describe_fastest(rows: list[Timing]) -> str:
     """
     fastest, slower = rank_by_time(rows)
     names = sorted(row.backend for kernel in fastest for row in kernel)
-    sentence = " or ".join(names) or "none"
+    sentence = " or ".join(names) or "not ranked"
     if len(fastest) > 1:
         sentence += " (equal)"
     elif len(names) > 1:
