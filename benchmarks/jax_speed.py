@@ -48,7 +48,7 @@ def main() -> int:
     arguments = parser.parse_args()
     text = arguments.text.resolve()
     ratios = []
-    # a process of its own for each round, because idle threads of one library slow down the other
+    # one process per round, because idle threads of one library slow down the other
     with tempfile.TemporaryDirectory() as folder:
         for number in range(arguments.rounds):
             with ProcessPoolExecutor(1, get_context("spawn")) as process:

@@ -337,6 +337,12 @@ def test_auto_runs_the_kernels_that_are_set():
     assert attention == ResolvedAttention("auto", "math")
 
 
+def test_auto_selects_flash_for_a_flash_package():
+    """The advice lists the packages of flash."""
+    with pytest.raises(UserError, match=r"=FA9; set null or FA3 or FA4$"):
+        resolve_auto(config=choose("auto", flash_package="FA9"))
+
+
 @pytest.mark.parametrize("backend", ["naive", "sdpa", "flash"])
 def test_auto_does_not_change_an_explicit_backend(backend):
     config = choose(backend)
