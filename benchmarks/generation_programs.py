@@ -318,8 +318,10 @@ def openvino(setup: Setup) -> Program:
         ov.save_model(compressed, folder / "openvino_model.xml", compress_to_fp16=False)
     precision = "bf16" if setup.dtype == "bfloat16" else "f32"
     options = dict(INFERENCE_PRECISION_HINT=precision, KV_CACHE_PRECISION=precision)
+    # the defaults of LLMPipeline, but without its prefix cache: each round reads the same prompts
     scheduler = genai.SchedulerConfig()
-    scheduler.enable_prefix_caching = False  # each round reads the same prompts
+    scheduler.max_num_batched_tokens = sys.maxsize
+    scheduler.enable_prefix_caching = False
     pipeline = genai.LLMPipeline(folder, "CPU", scheduler_config=scheduler, **options)
 
     def generate(prompt: Tensor, new: int) -> tuple[Tensor, list[float]]:

@@ -72,7 +72,7 @@ def plot_attention(
     axes = figure.subplots()
     # All panels are one image: with one image per panel, matplotlib takes twice as long (3.5 s for
     # 12 x 12 heads).
-    image = np.zeros((rows * step, columns * step))
+    image = np.full((rows * step, columns * step), -1.0)
     entropies = entropy(weights)
     style = {"ha": "right", "va": "top", "fontsize": min(9, 5 * panel_inches), "color": GREY}
     for panel, (layer, head) in enumerate(np.ndindex(n_layer, H)):
@@ -83,10 +83,10 @@ def plot_attention(
         title = f"layer {first_layer + layer}\nhead {head + 1}\n{entropies[layer, head]:.2f}"
         axes.text(x + 0.95 * T, y + 0.06 * T, title, **style)
     # Most weights are small, so the color scale is their square root. Keys after their query (NaN)
-    # are grey.
+    # are grey, and the gaps between panels (-1) are white.
     mesh = axes.imshow(
         image,
-        cmap=colormaps["Blues"].with_extremes(bad=MASKED_COLOR),
+        cmap=colormaps["Blues"].with_extremes(bad=MASKED_COLOR, under="white"),
         norm=PowerNorm(0.5, 0, 1),
         extent=(0, columns * step, rows * step, 0),
     )

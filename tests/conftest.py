@@ -32,6 +32,16 @@ def pytest_collection_modifyitems(items):
             item.add_marker(skip)
 
 
+@pytest.fixture(scope="session", autouse=True)
+def temporary_folder(tmp_path_factory):
+    """torchrun and wandb leave temporary files, here in a folder that pytest removes later."""
+    folder = tmp_path_factory.mktemp("tmp")
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setenv("TMPDIR", str(folder))
+        patch.setattr("tempfile.tempdir", None)  # read TMPDIR again
+        yield
+
+
 @pytest.fixture(autouse=True)
 def signal_handlers():
     with restored_signal_handlers():
