@@ -1,7 +1,9 @@
 """Fixtures for all tests: a folder with a document, a trained run, and commands in this process."""
 
+import getpass
 import os
 import signal
+import tempfile
 from pathlib import Path
 
 # `pytest &` in a script ignores Ctrl-C, and nohup ignores SIGHUP. The processes that tests start
@@ -36,7 +38,11 @@ def pytest_collection_modifyitems(items):
 def temporary_folder(tmp_path_factory):
     """torchrun and wandb leave temporary files, here in a folder that pytest removes later."""
     folder = tmp_path_factory.mktemp("tmp")
+    # Compiled kernels stay in PyTorch's folder, so that all workers and later sessions use them.
+    compiled = f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"
     with pytest.MonkeyPatch.context() as patch:
+        if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
+            patch.setenv("TORCHINDUCTOR_CACHE_DIR", compiled)
         patch.setenv("TMPDIR", str(folder))
         patch.setattr("tempfile.tempdir", None)  # read TMPDIR again
         yield
