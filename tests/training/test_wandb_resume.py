@@ -107,15 +107,16 @@ def test_killed_and_resumed_run_has_each_step_once(workdir, server, first, secon
 
 def test_online_run_that_continues_offline_has_each_step_once(workdir, server):
     """After its printed command, also if the server had rows that wandb's file lacks."""
-    no_samples = "eval.sample.max_new_tokens=0"
-    process = start_training("online", server.environment, "train.steps=100000", no_samples)
+    # slow steps, so that there are few rows when wandb sends the first ones
+    slow = ["train.batch_size=512", "eval.sample.max_new_tokens=0"]
+    process = start_training("online", server.environment, "train.steps=100000", *slow)
     while not any(run.lines for run in server.runs.values()):
         assert process.poll() is None, process.communicate()
         time.sleep(0.05)
     process.kill()
     process.communicate()
     num_rows = Path("runs/a/metrics.jsonl").read_bytes().count(b"\n")
-    printed = train("offline", {}, f"train.steps={num_rows + 10}", no_samples)
+    printed = train("offline", {}, f"train.steps={num_rows + 10}", *slow)
     upload_as_printed(server, printed)
     run = server.runs[summary("a")["wandb_id"]]
     assert len(run.sent) == len(run.lines)
