@@ -29,9 +29,11 @@ from common.files import atomic_write
 from configs.schema import EvalScriptConfig
 from data.readers import iter_documents
 from data.sources import resolve_sources
+from data.tokenizer import Tokenizer
 from generation.load import load_for_sampling
 from generation.perplexity import score_documents
 from generation.prompts import check_output
+from model.gpt import GPT
 from training.signals import run_process
 
 MAX_TABLE_ROWS = 20  # documents in the printed table; out=FILE.jsonl has all
@@ -55,15 +57,7 @@ def main(config: EvalScriptConfig) -> int:
 def score_data(config: EvalScriptConfig) -> list[dict[str, Any]]:
     """Score each document of the settings `data`. The last row is for all documents."""
     sources = resolve_sources(config.data)
-    model, tokenizer, summary = load_for_sampling(
-        config.run,
-        config.checkpoint,
-        config.device,
-        config.dtype,
-        config.attention,
-        config.batch_size,
-    )
-    print_text(summary, stderr=True)
+    model, tokenizer = load_model(config)
     sizes = [source.text_bytes for source in sources]
     total_bytes = None if None in sizes else sum(sizes)  # for the progress bar
     documents = iter_documents(sources)
@@ -77,6 +71,12 @@ def score_tasks(config: EvalScriptConfig, tasks: list[str]) -> list[dict[str, An
     except ModuleNotFoundError as error:
         advice = "install it: pip install 'lm-eval>=0.4.12'"
         raise UserError(f"tasks needs {error.name}; {advice}") from None
+    model, tokenizer = load_model(config)
+    return run_tasks(model, tokenizer, tasks, config.batch_size, config.limit)
+
+
+def load_model(config: EvalScriptConfig) -> tuple[GPT, Tokenizer]:
+    """Load the model and its tokenizer, and print what was loaded."""
     model, tokenizer, summary = load_for_sampling(
         config.run,
         config.checkpoint,
@@ -86,7 +86,7 @@ def score_tasks(config: EvalScriptConfig, tasks: list[str]) -> list[dict[str, An
         config.batch_size,
     )
     print_text(summary, stderr=True)
-    return run_tasks(model, tokenizer, tasks, config.batch_size, config.limit)
+    return model, tokenizer
 
 
 def make_results_table(rows: list[dict[str, Any]]) -> Table:

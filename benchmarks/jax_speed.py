@@ -4,8 +4,8 @@
     python benchmarks/jax_speed.py tinyshakespeare.txt
 
 Both train the model of nanoGPT's CPU recipe in float32, with AdamW and clipped gradients, for 200 steps. JAX gets a
-batch of random tokens in each step. The losses of the first steps are compared with those of trilGPT's model with
-PyTorch's AdamW. The exit code is 1 if they differ.
+batch of random tokens in each step. In the first steps, both get the same tokens, trilGPT's model with PyTorch's AdamW.
+The exit code is 1 if these losses differ.
 """
 
 import argparse

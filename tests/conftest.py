@@ -1,9 +1,7 @@
 """Fixtures for all tests: a folder with a document, a trained run, and commands in this process."""
 
-import getpass
 import os
 import signal
-import tempfile
 from pathlib import Path
 
 # `pytest &` in a script ignores Ctrl-C, and nohup ignores SIGHUP. The processes that tests start
@@ -23,6 +21,7 @@ import pytest
 import torch
 from helpers import TEXT, run_command, train_here
 from run_helpers import copy_here, restored_signal_handlers, train_in
+from torch._inductor.runtime.cache_dir_utils import cache_dir
 
 
 def pytest_collection_modifyitems(items):
@@ -38,11 +37,9 @@ def pytest_collection_modifyitems(items):
 def temporary_folder(tmp_path_factory):
     """torchrun and wandb leave temporary files, here in a folder that pytest removes later."""
     folder = tmp_path_factory.mktemp("tmp")
-    # Compiled kernels stay in PyTorch's folder, so that all workers and later sessions use them.
-    compiled = f"{tempfile.gettempdir()}/torchinductor_{getpass.getuser()}"
     with pytest.MonkeyPatch.context() as patch:
-        if "TORCHINDUCTOR_CACHE_DIR" not in os.environ:
-            patch.setenv("TORCHINDUCTOR_CACHE_DIR", compiled)
+        # Compiled kernels stay in PyTorch's folder: all workers and later sessions use them.
+        patch.setenv("TORCHINDUCTOR_CACHE_DIR", cache_dir())
         patch.setenv("TMPDIR", str(folder))
         patch.setattr("tempfile.tempdir", None)  # read TMPDIR again
         yield
