@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from model.attention.linear import linear_attention_state, linear_attention_step
+from model.config import GPTConfig
 from model.gpt import GPT
 
 
@@ -198,3 +199,19 @@ class KVCache:
         """Copy a sequence to another row."""
         for cache in self.layers:
             cache.copy_row(source, target)
+
+
+def kv_cache_bytes_per_token(config: GPTConfig, dtype: torch.dtype) -> float:
+    """Size of the KV cache of block_size tokens, divided by block_size.
+
+    dtype: of keys and values. States of linear attention are float32.
+    """
+    G = config.kv_heads
+    D = config.head_dim
+    total = 0
+    for attention_type, window in zip(config.attention_types, config.windows, strict=True):
+        if attention_type == "linear":
+            total += G * D * (D + 1) * torch.float32.itemsize
+        else:
+            total += 2 * G * D * (window or config.block_size) * dtype.itemsize
+    return total / config.block_size

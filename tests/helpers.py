@@ -107,7 +107,14 @@ def file_size_limit(size: int) -> Iterator[None]:
 
 
 # Fields of a row that depend on the clock or the machine.
-TIMED = {"seconds", "step_ms", "tokens_per_second", "mfu", "peak_memory_bytes"}
+TIMED = {
+    "seconds",
+    "step_ms",
+    "tokens_per_second",
+    "sample_tokens_per_second",
+    "mfu",
+    "peak_memory_bytes",
+}
 
 
 def read_jsonl(file):

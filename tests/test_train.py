@@ -87,15 +87,16 @@ def test_rows_count_the_training_tokens(rows):
 
 OF_ALL_ROWS = {"step", "tokens", "seconds", "flops"}
 OF_STEPS = {"train/loss", "grad_norm", "lr", "step_ms", "tokens_per_second", "mfu"}
-OF_EVALUATIONS = {"val/loss", "val/bpb", "sample", "peak_memory_bytes"}
+OF_EVALUATIONS = {"val/loss", "val/bpb", "peak_memory_bytes"}
+OF_SAMPLES = {"sample", "sample_tokens_per_second"}
 
 
 @pytest.mark.parametrize(
     ("step", "keys"),
     [
-        (0, OF_ALL_ROWS | OF_EVALUATIONS - {"sample"}),
+        (0, OF_ALL_ROWS | OF_EVALUATIONS),
         (1, OF_ALL_ROWS | OF_STEPS),
-        (3, OF_ALL_ROWS | OF_STEPS | OF_EVALUATIONS),
+        (3, OF_ALL_ROWS | OF_STEPS | OF_EVALUATIONS | OF_SAMPLES),
     ],
     ids=["initial evaluation", "step", "evaluation"],
 )

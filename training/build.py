@@ -6,6 +6,7 @@ from typing import Any
 
 from common.environment import describe_environment
 from data.prepare import PreparedData, prepare
+from generation.kv_cache import kv_cache_bytes_per_token
 from model.activation_checkpointing import checkpoint_activations
 from model.flops import flops_per_token, n_params
 from model.gpt import GPT
@@ -51,4 +52,5 @@ def describe_run(
         "data": str(data.folder),
         "n_params": n_params(model),
         "flops_per_token": flops_per_token(config.model, vocab_size, config.model.block_size),
+        "kv_cache_bytes_per_token": kv_cache_bytes_per_token(config.model, runtime.dtype),
     }

@@ -1,6 +1,7 @@
 """Evaluation during training: validation loss, a generated sample, and attention statistics."""
 
 import math
+import time
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -56,7 +57,7 @@ class Evaluator:
         if math.isfinite(metrics["val/loss"]) and dist.is_main:
             with self.runtime.autocast():
                 if state.step > 0:  # an untrained model writes noise
-                    metrics["sample"] = self.generate_sample(model, state.step)
+                    metrics |= self.generate_sample(model, state.step)
                 metrics |= self.measure_attention(model, state.step)
         # a signal to any process may have cut the loss or the sample short
         (signals,) = dist.all_reduce(self.stop.requested)
@@ -109,16 +110,21 @@ class Evaluator:
             "val/bpb": total / math.log(2) / max(1, num_bytes),
         }
 
-    def generate_sample(self, model: GPT, step: int) -> str:
-        """Generate a sample without a prompt. A signal ends it."""
+    def generate_sample(self, model: GPT, step: int) -> dict[str, Any]:
+        """Generate a sample without a prompt, and measure the speed. A signal ends it."""
         prompt = Prompt([self.tokenizer.start_token], self.seed + step)
         sampling = replace(self.config.sample, stop=unescape(self.config.sample.stop))
         text = ""
+        n_tokens = 0
+        start = time.perf_counter()
         for chunk in generate(model, self.tokenizer, [prompt], sampling, batch_size=1):
             if self.stop.requested:
                 break
             text += chunk.text
-        return text
+            n_tokens = chunk.n_tokens
+        seconds = time.perf_counter() - start
+        speed = n_tokens / seconds if n_tokens else None
+        return {"sample": text, "sample_tokens_per_second": speed}
 
     def measure_attention(self, model: GPT, step: int) -> dict[str, Any]:
         """Attention maps and statistics of each head, if the config requests them."""

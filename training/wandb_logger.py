@@ -41,6 +41,7 @@ FACTS = (
     "vocab_size",
     "n_params",
     "flops_per_token",
+    "kv_cache_bytes_per_token",
     "versions",
     "commit",
     "command",

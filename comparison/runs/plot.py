@@ -9,8 +9,9 @@ import numpy as np
 from common.console import format_number
 from common.files import atomic_writer
 from common.plots import COLORS, GREY, line_style, make_figure, style_axes
+from comparison.runs.estimates import mean
 from comparison.runs.read import Setting
-from comparison.runs.statistics import SettingStats, divergence, find_pairs, mean
+from comparison.runs.statistics import SettingStats, divergence, find_pairs
 
 LEGEND_LINE_CHARS = 130
 BAR_LABEL_CHARS = 40

@@ -19,7 +19,8 @@ from common.settings import flatten_dict, format_value
 IGNORED_SECTIONS = ("seed", "name", "resume", "wandb")  # runs of one setting may differ in these
 # Suffixes of the keys that select the values of a section, as model.name and attention.backend do.
 CHOICES = (".name", ".backend")
-METRICS = ("train/loss", "val/loss", "step_ms", "tokens_per_second")
+METRICS = ("train/loss", "val/loss", "step_ms", "tokens_per_second", "sample_tokens_per_second")
+WARMUP_STEPS = 5  # step times exclude the first steps of a run
 NUMBERS = (
     "step",
     "best_val_loss",
@@ -27,6 +28,7 @@ NUMBERS = (
     "last_val_bpb",
     "peak_memory_bytes",
     "flops_per_token",
+    "kv_cache_bytes_per_token",
     "score_variance",
     "attention_entropy",
     "attention_distance",
@@ -74,6 +76,10 @@ class Run:
     def curves(self) -> dict[str, dict[int, float]]:
         """The values of each key of METRICS by step. Raises UserError for a damaged file."""
         return read_file(self.folder / "metrics.jsonl", _parse_metrics, ADVICE)
+
+    def after_warmup(self, key: str) -> list[float]:
+        """The values of a key of METRICS, without those of the first steps."""
+        return [value for step, value in self.curves[key].items() if step > WARMUP_STEPS]
 
 
 @dataclass

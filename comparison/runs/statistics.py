@@ -5,20 +5,17 @@ Runs with the same seed form pairs, so that initial weights and batches cancel i
 A value is None if the runs do not provide it. docs/sweeps.md explains the verdicts.
 """
 
-import bisect
 import math
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-from scipy import special, stats
 
+from comparison.runs.estimates import ci95, detectable_difference, mean, quartiles, seeds_needed
 from comparison.runs.read import Run, Setting
+from comparison.runs.speedup import Speedup, list_lengths, measure_speedups
 
-WARMUP_STEPS = 5  # step times exclude the first steps of a run
-POWER = 0.8  # probability that a test finds a true difference of the size `detectable`
-MAX_SEEDS = 10**12  # largest result of seeds_needed
 # Prefixes of keys that select an implementation. They change the losses only by rounding errors.
 IMPLEMENTATION = (
     "attention.",
@@ -46,7 +43,13 @@ MIN_PAIRS = 3  # with two pairs, three times the interval is 27 standard deviati
 # Fields of SettingStats that have the name of their key in summary.json: texts, and numbers to
 # average over seeds.
 TEXTS = ("device", "device_name", "dtype", "data")
-MEANS = ("best_val_loss", "score_variance", "attention_entropy", "attention_distance")
+MEANS = (
+    "best_val_loss",
+    "kv_cache_bytes_per_token",
+    "score_variance",
+    "attention_entropy",
+    "attention_distance",
+)
 
 
 @dataclass
@@ -81,6 +84,15 @@ class SettingStats:
     detectable: float | None
     # number of pairs that find the user's difference with a probability of POWER
     seeds_needed: int | None
+    # at equal loss, relative to the first setting (speedup.py)
+    speedup: float | None
+    speedup_low: float | None
+    speedup_high: float | None
+    # as if all steps took the same time
+    speedup_per_step: float | None
+    speedup_per_step_low: float | None
+    speedup_per_step_high: float | None
+    speedup_problem: str  # why a speedup is missing, and what to do
     # largest |train/loss - the first setting's train/loss|, at step 1 and over all steps
     first_divergence: float | None
     divergence: float | None
@@ -92,6 +104,8 @@ class SettingStats:
     peak_memory_bytes: int | None  # median over runs
     peak_memory_bytes_q1: float | None
     peak_memory_bytes_q3: float | None
+    sample_tokens_per_second: float | None  # of the samples of evaluations, median
+    kv_cache_bytes_per_token: float | None
     # of attention at the last evaluation, means over layers, heads and seeds
     score_variance: float | None
     attention_entropy: float | None
@@ -105,11 +119,16 @@ def compute_stats(
 
     target_difference: nats per token, for the number of seeds that find this difference.
     """
-    return [_compute_stats(setting, settings[0], target_difference) for setting in settings]
+    first = settings[0]
+    lengths = list_lengths(settings)
+    return [_compute_stats(setting, first, lengths, target_difference) for setting in settings]
 
 
 def _compute_stats(
-    setting: Setting, first: Setting, target_difference: float | None
+    setting: Setting,
+    first: Setting,
+    lengths: dict[int, Setting],
+    target_difference: float | None,
 ) -> SettingStats:
     runs = setting.finished
     summaries = [run.summary for run in setting.runs]
@@ -131,6 +150,10 @@ def _compute_stats(
         detectable = detectable_difference(std, len(differences))
         if target_difference is not None:
             needed = seeds_needed(std, target_difference)
+    speedups = measure_speedups(setting, first, lengths)
+    in_time = speedups.in_time or Speedup()
+    per_step = speedups.per_step or Speedup()
+    needs_speedup = pairs and not _computes_same_function(setting.config, first.config)
 
     return SettingStats(
         setting=setting.label,
@@ -147,12 +170,20 @@ def _compute_stats(
         verdict=_judge(setting, first, differences, distances, detectable),
         detectable=detectable,
         seeds_needed=needed,
+        speedup=in_time.value,
+        speedup_low=in_time.low,
+        speedup_high=in_time.high,
+        speedup_per_step=per_step.value,
+        speedup_per_step_low=per_step.low,
+        speedup_per_step_high=per_step.high,
+        speedup_problem=speedups.problem if needs_speedup else "",
         first_divergence=distances.get(1),
         divergence=max(distances.values(), default=None),
         step_ms=step_ms,
         step_ms_q1=step_ms_q1,
         step_ms_q3=step_ms_q3,
         tokens_per_second=quartiles(_after_warmup(runs, "tokens_per_second"))[1],
+        sample_tokens_per_second=quartiles(_after_warmup(runs, "sample_tokens_per_second"))[1],
         training_flops=_training_flops(setting),
         peak_memory_bytes=None if peak is None else round(peak),
         peak_memory_bytes_q1=peak_q1 if len(peaks) > 1 else None,
@@ -240,53 +271,6 @@ def _rounding_tolerance(setting: Setting, first: Setting) -> float:
     return scale * (FLOAT32_TOLERANCE if is_float32 else LOW_PRECISION_TOLERANCE)
 
 
-def ci95(values: Sequence[float]) -> float | None:
-    """Half the width of the 95 % confidence interval of a mean (Student's t).
-
-    None for fewer than two values.
-    """
-    if len(values) < 2:
-        return None
-    return _critical_t(len(values)) * float(np.std(values, ddof=1)) / math.sqrt(len(values))
-
-
-def detectable_difference(std: float, pairs: int) -> float:
-    """Compute the true difference that a paired t-test at 5 % finds with a probability of POWER.
-
-    std: standard deviation of the differences of single pairs.
-    """
-    # For this true mean, in standard errors, the t statistic stays below its critical value with
-    # a probability of 1 - POWER. The statistic has a noncentral t distribution.
-    true_mean = special.nctdtrinc(pairs - 1, 1 - POWER, _critical_t(pairs))
-    return float(true_mean) * std / math.sqrt(pairs)
-
-
-def seeds_needed(std: float, difference: float) -> int:
-    """Compute the smallest number of pairs that find `difference` with a probability of POWER."""
-    # bisect searches in ascending values, and the detectable difference falls with the pairs.
-    candidates = range(2, MAX_SEEDS)
-    index = bisect.bisect_left(
-        candidates, -difference, key=lambda pairs: -detectable_difference(std, pairs)
-    )
-    return candidates.start + index
-
-
-def _critical_t(count: int) -> float:
-    """Student's t of a two-sided 95 % interval for the mean of `count` values."""
-    return float(stats.t.ppf(0.975, count - 1))
-
-
-def mean(values: Sequence[float]) -> float | None:
-    return math.fsum(values) / len(values) if values else None
-
-
-def quartiles(values: Sequence[float]) -> tuple[float | None, ...]:
-    """Lower quartile, median and upper quartile. All are None if there are no values."""
-    if not values:
-        return None, None, None
-    return tuple(np.percentile(values, [25, 50, 75]).tolist())
-
-
 def _known_values(runs: Iterable[Run], key: str) -> list[float]:
     """Values of a key of summary.json, from the runs that have it."""
     return [run.summary[key] for run in runs if run.summary.get(key) is not None]
@@ -294,10 +278,7 @@ def _known_values(runs: Iterable[Run], key: str) -> list[float]:
 
 def _after_warmup(runs: list[Run], key: str) -> list[float]:
     """Values of a metric at all steps of all runs, without the warm-up of each run."""
-    values = []
-    for run in runs:
-        values += [value for step, value in run.curves[key].items() if step > WARMUP_STEPS]
-    return values
+    return [value for run in runs for value in run.after_warmup(key)]
 
 
 def _training_flops(setting: Setting) -> float | None:

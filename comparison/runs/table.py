@@ -7,8 +7,10 @@ from typing import Any
 from rich.table import Table
 
 from common.console import format_memory, format_number, make_table
-from comparison.runs.statistics import ROUNDING_STEPS, WARMUP_STEPS, SettingStats, distinct
+from comparison.runs.read import WARMUP_STEPS
+from comparison.runs.statistics import ROUNDING_STEPS, SettingStats, distinct
 
+KV_CACHE = "KV cache, bytes per token"
 UNKNOWN = EN_DASH = "–"  # noqa: RUF001
 
 
@@ -39,12 +41,16 @@ COLUMNS: dict[str, tuple[str, Callable[[Any], str]]] = {
     "bits/byte": ("val_bpb", format_loss),
     "difference": ("difference", format_difference),
     "detectable": ("detectable", format_loss),
+    "speedup": ("speedup", "{:.2f}".format),
+    "speedup per step": ("speedup_per_step", "{:.2f}".format),
     "seeds needed": ("seeds_needed", "{:,}".format),
     "divergence, step 1": ("first_divergence", format_scientific),
     "divergence": ("divergence", format_scientific),
     "step, ms": ("step_ms", format_number),
     "tokens/s": ("tokens_per_second", "{:,.0f}".format),
     "memory": ("peak_memory_bytes", format_memory),
+    KV_CACHE: ("kv_cache_bytes_per_token", "{:,.0f}".format),
+    "sample tokens/s": ("sample_tokens_per_second", "{:,.0f}".format),
     "attention score variance": ("score_variance", "{:.3g}".format),
     "attention entropy, nats": ("attention_entropy", "{:.3f}".format),
     "attention distance, tokens": ("attention_distance", "{:.1f}".format),
@@ -57,6 +63,7 @@ TERMINAL_COLUMNS = (
     "val loss",
     "bits/byte",
     "difference",
+    "speedup",
     "seeds needed",
     "step, ms",
     "memory",
@@ -66,6 +73,9 @@ COLUMN_NOTES = {
     "difference": "Difference: validation loss minus the first setting's loss, for runs with the "
     "same seed.",
     "detectable": "Detectable: true difference that these seeds find with a probability of 80 %.",
+    "speedup": "Speedup: time in which the first setting reaches this loss, divided by the time "
+    "of this setting (95 % confidence interval).",
+    "speedup per step": "Speedup per step: the same if all steps took equally long.",
     "divergence": "Divergence: largest distance between the training losses, at step 1 and at any "
     "step.",
     "step, ms": "Step times are medians (quartiles), without the first "
@@ -92,6 +102,12 @@ def format_cell(row: SettingStats, header: str) -> str:
     """Format the value of a column, with its confidence interval or its quartiles."""
     field, format_field = COLUMNS[header]
     value = getattr(row, field)
+    low = getattr(row, f"{field}_low", None)
+    high = getattr(row, f"{field}_high", None)
+    if value is None and low is not None:
+        return f"> {format_field(low)}"
+    if value is None and high is not None:
+        return f"< {format_field(high)}"
     if value is None:
         return UNKNOWN
     text = format_field(value)
@@ -104,6 +120,8 @@ def format_cell(row: SettingStats, header: str) -> str:
         spread = f"{format_field(q1)}{EN_DASH}{format_field(q3)}"
         spread = re.sub(rf" (\w+)(?={EN_DASH}\S+ \1$)", "", spread)  # the unit once
         text += f" ({spread})"
+    if low is not None:
+        text += f" ({format_field(low)}{EN_DASH}{format_field(high)})"
     return text
 
 
@@ -132,6 +150,7 @@ def list_notes(rows: list[SettingStats], columns: Iterable[str] = COLUMNS) -> li
         for start, meaning in VERDICT_NOTES.items():
             if verdict.startswith(start):
                 notes.append(f"{verdict}: {meaning}")
+    notes += distinct(row.speedup_problem or None for row in rows)
     notes += _list_equal_kernels(rows)
     devices = distinct(row.device_name for row in rows)
     if len(devices) > 1:
@@ -163,8 +182,12 @@ def choose_headers(rows: list[SettingStats], columns: Iterable[str] = COLUMNS) -
     """List the columns that have a known value and are useful for these rows."""
     headers = []
     for header in columns:
-        is_known = any(format_cell(row, header) != UNKNOWN for row in rows)
-        if is_known and (header != "bits/byte" or _has_several_vocabularies(rows)):
+        is_useful = any(format_cell(row, header) != UNKNOWN for row in rows)
+        if header == "bits/byte":
+            is_useful = is_useful and _has_several_vocabularies(rows)
+        if header == KV_CACHE:
+            is_useful = len({row.kv_cache_bytes_per_token for row in rows}) > 1
+        if is_useful:
             headers.append(header)
     return headers
 

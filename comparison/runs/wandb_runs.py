@@ -28,12 +28,15 @@ SCALARS = (
     "val_loss_ci95",
     "difference",
     "difference_ci95",
+    "speedup",
+    "speedup_low",
+    "speedup_high",
     "divergence",
     "step_ms",
     "tokens_per_second",
     "peak_memory_bytes",
 )
-NOTED_COLUMNS = ("kernel", "difference", "memory", "step, ms")
+NOTED_COLUMNS = ("kernel", "difference", "speedup", "memory", "step, ms")
 
 
 def log_comparison(

@@ -140,9 +140,17 @@ def test_each_evaluation_samples_with_another_seed(samples):
     assert samples[3] != samples[6]
 
 
+def test_speed_of_samples_is_logged(frozen):
+    with chdir(frozen):
+        speeds = [row["sample_tokens_per_second"] for row in metrics("a") if "sample" in row]
+    assert len(speeds) == 2
+    assert min(speeds) > 0
+
+
 def test_samples_can_be_switched_off(train):
     assert train("name=a", "eval.sample.max_new_tokens=0") == 0
     assert not any(row.get("sample") for row in metrics("a"))
+    assert not any(row.get("sample_tokens_per_second") for row in metrics("a"))
 
 
 def test_sample_ends_at_a_stop_text_with_escapes(train):

@@ -83,7 +83,8 @@ def test_config_is_nested_and_has_resolved_values(logged, section, expected):
 @pytest.mark.parametrize(
     "key",
     [
-        "device", "device_name", "dtype", "compile", "n_params", "flops_per_token", "world_size",
+        "device", "device_name", "dtype", "compile", "n_params", "flops_per_token",
+        "kv_cache_bytes_per_token", "world_size",
         "micro_batch_size", "versions", "commit", "command",
     ],
 )  # fmt: skip

@@ -59,6 +59,15 @@ def make_row(tmp_path, **values) -> SettingStats:
             "1.00 GiB (1.00–2.00 GiB)",  # noqa: RUF001
         ),
         ({"attention_entropy": 2.54321}, "attention entropy, nats", "2.543"),
+        ({"speedup": 1.066}, "speedup", "1.07"),
+        (
+            {"speedup": 1.066, "speedup_low": 0.984, "speedup_high": 1.155},
+            "speedup",
+            "1.07 (0.98–1.16)",  # noqa: RUF001
+        ),
+        ({"speedup_low": 1.25}, "speedup", "> 1.25"),
+        ({"speedup_high": 0.8}, "speedup", "< 0.80"),
+        ({"kv_cache_bytes_per_token": 1024.0}, "KV cache, bytes per token", "1,024"),
         ({"verdict": None}, "verdict", "–"),  # noqa: RUF001
     ],
 )
@@ -91,9 +100,17 @@ def test_bits_per_byte_are_shown_if_the_vocabularies_differ(tmp_path, other, is_
     assert ("bits/byte" in choose_headers(compare_rows(list(runs)))) == is_shown
 
 
+@pytest.mark.parametrize(("other", "is_shown"), [(1024, False), (512, True)])
+def test_cache_is_shown_if_the_settings_differ(tmp_path, other, is_shown):
+    runs = [write_run(tmp_path / "a", kv_cache_bytes_per_token=1024)]
+    runs += [write_run(tmp_path / "b", changes=LR, kv_cache_bytes_per_token=other)]
+    assert ("KV cache, bytes per token" in choose_headers(compare_rows(runs))) == is_shown
+
+
 @pytest.mark.parametrize("width", [80, 120])
 def test_table_fits_the_terminal(rows, width):
     output = io.StringIO()
+    rows[1].speedup, rows[1].speedup_low, rows[1].speedup_high = 1.07, 0.98, 1.16
     Console(width=width, file=output).print(make_terminal_table(rows))
     lines = output.getvalue().splitlines()
     assert max(map(len, lines)) <= width
