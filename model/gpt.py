@@ -32,6 +32,7 @@ dimension of q, k and v.
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -48,7 +49,14 @@ from model.layers import Embedding, Linear, RMSNorm, rms_norm
 from model.loss import linear_cross_entropy
 from model.ngram import NgramEmbedding
 
-Rotary = tuple[Tensor, Tensor]  # cosine and sine of the positions, from rotary_cos_sin
+
+@dataclass
+class SharedInputs:
+    """Inputs of a forward pass that all blocks share. doc_ids, kv_cache: see GPT.backbone."""
+
+    rotary: tuple[Tensor, Tensor] | None = None  # cosine and sine, from rotary_cos_sin
+    doc_ids: Tensor | None = None
+    kv_cache: Any = None
 
 
 def make_norm(config: GPTConfig) -> nn.Module:
@@ -81,33 +89,27 @@ class CausalSelfAttention(nn.Module):
         self.qkv = Linear(config.n_embd, qkv_channels, bias=config.bias)
         self.proj = Linear(config.n_embd, config.n_embd, bias=config.bias)
 
-    def forward(
-        self,
-        x: Tensor,
-        rotary: Rotary | None,
-        doc_ids: Tensor | None = None,
-        kv_cache: Any = None,
-    ) -> Tensor:
+    def forward(self, x: Tensor, shared: SharedInputs) -> Tensor:
         B, T, C = x.shape
         heads = self.qkv(x).view(B, T, -1, self.head_dim)  # (B, T, H + 2G, D)
         qk, v = heads.split((self.n_head + self.n_kv_head, self.n_kv_head), dim=2)
         if self.qk_norm:
             qk = rms_norm(qk)
-        if rotary is not None:
-            qk = apply_rotary(qk, *rotary)
+        if shared.rotary is not None:
+            qk = apply_rotary(qk, *shared.rotary)
         # norm and rotation compute in float32: return to the dtype of v
         q, k = qk.type_as(v).split((self.n_head, self.n_kv_head), dim=2)
         attend = partial(
             self.attend,
             window=self.window,
-            doc_ids=doc_ids,
+            doc_ids=shared.doc_ids,
             dropout_p=self.dropout if self.training else 0.0,
             softcap=self.softcap,
         )
-        if kv_cache is None:
+        if shared.kv_cache is None:
             y = attend(q, k, v)  # (B, T, H, D)
         else:
-            y = kv_cache.store_and_attend(self.layer, attend, q, k, v)
+            y = shared.kv_cache.store_and_attend(self.layer, attend, q, k, v)
         y = self.proj(y.reshape(B, T, C))  # (B, T, C)
         return F.dropout(y, self.dropout, self.training)
 
@@ -155,14 +157,8 @@ class Block(nn.Module):
         self.norm_mlp = make_norm(config)
         self.mlp = MLP(config)
 
-    def forward(
-        self,
-        x: Tensor,
-        rotary: Rotary | None,
-        doc_ids: Tensor | None = None,
-        kv_cache: Any = None,
-    ) -> Tensor:
-        x = x + self.attn(self.norm_attn(x), rotary, doc_ids, kv_cache)
+    def forward(self, x: Tensor, shared: SharedInputs) -> Tensor:
+        x = x + self.attn(self.norm_attn(x), shared)
         return x + self.mlp(self.norm_mlp(x))
 
 
@@ -292,17 +288,18 @@ class GPT(nn.Module):
             else:
                 positions = positions_in_document(doc_ids)  # (B, T)
         x = self.wte(tokens)  # (B, T, C)
+        rotary = None
         if self.wpe is not None:
             x = x + self.wpe(positions)
-            rotary = None
         else:
             rotary = rotary_cos_sin(positions, self.config.head_dim)
         if self.ngrams is not None:
             previous_tokens = None if kv_cache is None else kv_cache.previous_tokens
             x = x + self.ngrams(tokens, doc_ids, previous_tokens)
         x = F.dropout(x, self.config.dropout, self.training)
+        shared = SharedInputs(rotary, doc_ids, kv_cache)
         for block in self.blocks:
-            x = block(x, rotary, doc_ids, kv_cache)
+            x = block(x, shared)
         return self.norm(x)
 
     @torch.no_grad()

@@ -44,12 +44,12 @@ def test_weights_equal_the_formula(variant):
         block.attn.register_forward_pre_hook(lambda _, arguments: inputs.append(arguments))
     model(tokens)
     expected = torch.zeros(2, 4, T, T, dtype=torch.float64)
-    for layer, (x, rotary, *_) in enumerate(inputs):
+    for layer, (x, shared) in enumerate(inputs):
         attn = model.blocks[layer].attn
         for head in range(4):
             key_head = 4 + head // (4 // attn.n_kv_head)  # after the 4 query heads
-            q = head_input(attn, x[0], rotary, head, D)
-            k = head_input(attn, x[0], rotary, key_head, D)
+            q = head_input(attn, x[0], shared.rotary, head, D)
+            k = head_input(attn, x[0], shared.rotary, key_head, D)
             for i in range(T):
                 scores = k[: i + 1] @ q[i] / math.sqrt(D)
                 expected[layer, head, i, : i + 1] = scores.softmax(0)
