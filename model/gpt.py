@@ -54,9 +54,9 @@ from model.ngram import NgramEmbedding
 class SharedInputs:
     """Inputs of a forward pass that all blocks share. doc_ids, kv_cache: see GPT.backbone."""
 
-    rotary: tuple[Tensor, Tensor] | None = None  # cosine and sine, from rotary_cos_sin
     doc_ids: Tensor | None = None
     kv_cache: Any = None
+    rotary: tuple[Tensor, Tensor] | None = None  # cosine and sine, from rotary_cos_sin
 
 
 def make_norm(config: GPTConfig) -> nn.Module:
@@ -297,7 +297,7 @@ class GPT(nn.Module):
             previous_tokens = None if kv_cache is None else kv_cache.previous_tokens
             x = x + self.ngrams(tokens, doc_ids, previous_tokens)
         x = F.dropout(x, self.config.dropout, self.training)
-        shared = SharedInputs(rotary, doc_ids, kv_cache)
+        shared = SharedInputs(doc_ids, kv_cache, rotary)
         for block in self.blocks:
             x = block(x, shared)
         return self.norm(x)

@@ -15,7 +15,7 @@ from pathlib import Path
 
 import docs_helpers as docs
 import pytest
-from docs_helpers import ATTENTION_PAGES, HACKING, PAGES, Command
+from docs_helpers import ATTENTION_PAGES, PAGES, PAGES_WITH_CHANGES, Command
 from helpers import ROOT, run_command
 
 from configs.cli import parse_config
@@ -23,14 +23,14 @@ from configs.cli import parse_config
 COMMANDS = [
     command
     for page in [*PAGES, *ATTENTION_PAGES]
-    if page != HACKING
+    if page not in PAGES_WITH_CHANGES
     for command in docs.read_commands(page)
 ]
 OURS = [command for command in COMMANDS if command.script is not None]
 PYTHON = [
     pytest.param("\n".join(lines), id=f"{page.name}:{first}")
     for page in PAGES
-    if page != HACKING
+    if page not in PAGES_WITH_CHANGES
     for first, language, lines in docs.blocks(page)
     if language == "python" and "import optuna" not in lines
 ]

@@ -6,31 +6,25 @@ results.
 
 import json
 import math
-import os
 import re
 import shlex
-import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import docs_helpers as docs
 import pytest
 import yaml
+from changes_helpers import change_sizes, copy_changed_code, run_python
 from docs_helpers import HACKING
-from helpers import ROOT, TEXT, load, metrics, summary
+from helpers import TEXT, load, metrics, summary
 
 from data.tokenizer import from_spec
 
 MAX_LINES = 10  # of a change
 STEPS = 6  # of train_here
-HEADER = re.compile(r"# (\S+), (above|below|in place of) (.+)")
 BLOCKS = list(docs.blocks(HACKING))
 SAMPLE, NOTEBOOK, PARTS, ATTENTION = [
     "\n".join(lines) for _, language, lines in BLOCKS if language == "python"
 ]
-# Changes of a file: the number of the first line, and the lines.
-CHANGES = [(first, lines) for first, language, lines in BLOCKS if language == "py"]
 # Runs in a copy of the code: trains, resumes, and writes what the run folder does not show.
 PROGRAM = """
 import json, sys, torch
@@ -60,49 +54,11 @@ with open("probe.json", "w", encoding="utf-8") as file:
 COMMANDS = [command.text for command in docs.read_commands(HACKING)]
 
 
-def apply_change(folder: Path, lines: list[str]) -> None:
-    """Insert the lines of a block where its first line says, with the indentation of that place."""
-    header = HEADER.fullmatch(lines[0])
-    assert header, f"{lines[0]!r} does not say where the block goes"
-    path, place, beginning = header.groups()
-    code = (folder / path).read_text(encoding="utf-8").split("\n")
-    found = [i for i, line in enumerate(code) if line.strip().startswith(beginning)]
-    assert len(found) == 1, f"{len(found)} lines of {path} begin with {beginning!r}"
-    start = found[0] + 1 if place == "below" else found[0]
-    end = found[0] if place == "above" else found[0] + 1
-    indentation = code[found[0]][: -len(code[found[0]].lstrip())]
-    code[start:end] = [indentation + line if line else "" for line in lines[1:]]
-    (folder / path).write_text("\n".join(code), encoding="utf-8")
-
-
-def copy_code(folder: Path) -> None:
-    """Copy the files that git tracks."""
-    list_files = ["git", "ls-files"]
-    files = subprocess.run(list_files, cwd=ROOT, capture_output=True, text=True, check=True).stdout
-    for file in files.splitlines():
-        if (ROOT / file).is_file():
-            (folder / file).parent.mkdir(parents=True, exist_ok=True)
-            shutil.copyfile(ROOT / file, folder / file)
-
-
-def run_python(folder: Path, words: list[str]) -> None:
-    """Run python with these words in a folder. Raises AssertionError if it fails."""
-    command = [sys.executable, *words]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
-    assert done.returncode == 0, f"{shlex.join(words)}\n{done.stdout}{done.stderr}"
-
-
 @pytest.fixture(scope="module")
 def changed_code(tmp_path_factory) -> Path:
     """A copy of the code with all changes of the page, and a run with all its commands."""
     code = tmp_path_factory.mktemp("code")
-    copy_code(code)
-    for first, lines in CHANGES:
-        try:
-            apply_change(code, lines)
-        except AssertionError as error:
-            raise AssertionError(f"{HACKING.name}:{first}: {error}") from None
+    copy_changed_code(HACKING, code)
     words = ["data.path=null", "schedule.warmup_steps=0", "name=a"]
     for command in COMMANDS:
         if command.startswith("python train.py"):
@@ -146,10 +102,7 @@ def test_attention_weights_of_a_run_are_shown(trained, workdir, capsys):
 
 
 def test_changes_are_short():
-    sections = re.split(r"^### ", HACKING.read_text(encoding="utf-8"), flags=re.MULTILINE)
-    for section in sections:
-        code = "".join(re.findall(r"^```py\n# .*\n((?s:.*?))^```$", section, re.MULTILINE))
-        assert len(code.splitlines()) <= MAX_LINES, section
+    assert max(change_sizes(HACKING, "### ").values()) <= MAX_LINES
 
 
 def test_names_are_recorded_in_the_config(changed_run):

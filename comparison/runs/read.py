@@ -97,6 +97,10 @@ class Setting:
     def finished(self) -> list[Run]:
         return [run for run in self.runs if run.status == "finished"]
 
+    def after_warmup(self, key: str) -> list[float]:
+        """The values of a key of METRICS in all finished runs, without the first steps of each."""
+        return [value for run in self.finished for value in run.after_warmup(key)]
+
     @property
     def status(self) -> str:
         """How the runs ended: "2 finished, 1 failed"; "refused" if all were refused."""

@@ -5,15 +5,14 @@
               steps of the setting                    step time of the setting
 
 The first setting must have finished with several values of train.steps. Each of these runs has a
-complete learning-rate schedule. The logarithm of their steps is interpolated over their losses.
-Nothing is extrapolated.
+complete learning-rate schedule. The logarithm of their steps is interpolated over their losses. A
+loss outside of theirs has a bound instead of a speedup.
 
 The interval comes from a jackknife over the seeds (Efron, "The Jackknife, the Bootstrap and Other
 Resampling Plans", 1982). Effects of the initial weights and batches that runs share cancel.
 """
 
 import shlex
-import statistics
 from dataclasses import dataclass
 from math import exp, log
 
@@ -27,6 +26,7 @@ from comparison.runs.read import Run, Setting
 # The settings in which two lengths of one setting may differ.
 LENGTH_KEYS = ("train.steps", "eval.every", "checkpoint.")
 SUGGESTED_LENGTHS = (0.8, 1.25)  # relative to the first setting's train.steps
+LOSS = "last_val_loss"
 MAX_SPREAD = 1.5  # upper / lower quartile of step times; a larger ratio means a busy machine
 
 
@@ -34,22 +34,13 @@ MAX_SPREAD = 1.5  # upper / lower quartile of step times; a larger ratio means a
 class Speedup:
     """A speedup with its 95 % interval, which is unknown for a single seed.
 
-    Without a value, the loss is outside of the first setting's losses: the speedup is above `low`,
-    or below `high`.
+    With one bound and no value, the loss is outside of the first setting's losses. Without any, the
+    speedup is unknown.
     """
 
     value: float | None = None
     low: float | None = None
     high: float | None = None
-
-
-@dataclass
-class Speedups:
-    """The speedups of a setting."""
-
-    in_time: Speedup | None = None
-    per_step: Speedup | None = None  # as if all steps took the same time
-    problem: str = ""  # why a speedup is missing, and what to do
 
 
 def list_lengths(settings: list[Setting]) -> dict[int, Setting]:
@@ -67,35 +58,41 @@ def _without_length(config: dict) -> dict:
     return {key: value for key, value in config.items() if not key.startswith(LENGTH_KEYS)}
 
 
-def measure_speedups(setting: Setting, first: Setting, lengths: dict[int, Setting]) -> Speedups:
+def measure_speedups(
+    setting: Setting, first: Setting, lengths: dict[int, Setting]
+) -> tuple[Speedup, Speedup, str]:
     """Compare a setting with the lengths of the first setting, which have no speedups themselves.
 
     lengths: from list_lengths.
+    Returns the speedup, the speedup as if all steps took equally long, and why one is missing.
     """
+    unknown = Speedup()
     steps = setting.config.get("train.steps")
-    has_length = steps is not None and first in lengths.values()
-    if not has_length or setting in lengths.values():
-        return Speedups()
-    if len(lengths) == 1:
-        return Speedups(problem=_suggest_lengths(first))
+    if None in (steps, first.config.get("train.steps")) or setting in lengths.values():
+        return unknown, unknown, ""
     runs = _runs_by_seed(setting)
-    runs_of_lengths = [_runs_by_seed(length) for length in lengths.values()]
-    seeds = [seed for seed in runs if all(seed in others for others in runs_of_lengths)]
-    if not seeds:
-        return Speedups(problem="no speedup: no seed has finished with all lengths")
-    losses = np.array([_last_loss(runs[seed]) for seed in seeds])
-    curves = np.array([[_last_loss(others[seed]) for others in runs_of_lengths] for seed in seeds])
+    first_runs = _runs_by_seed(first)
+    seeds = [seed for seed in runs if seed in first_runs]
+    losses = np.array([runs[seed].summary[LOSS] for seed in seeds])
+    losses_of_lengths = {}
+    for length, other in lengths.items():
+        others = _runs_by_seed(other)
+        if all(seed in others for seed in seeds):
+            losses_of_lengths[length] = [others[seed].summary[LOSS] for seed in seeds]
+    if not seeds or len(losses_of_lengths) < 2:
+        return unknown, unknown, _suggest_lengths(first)
+    curves = np.array(list(losses_of_lengths.values())).T  # (S, K)
     if not _all_fall(curves):
         problem = "no speedup: longer runs of the first setting do not clearly have lower losses"
-        return Speedups(problem=problem)
-    per_step = estimate_speedup(list(lengths), curves, losses, steps, np.zeros(len(seeds)))
+        return unknown, unknown, problem
+    data = (list(losses_of_lengths), curves, losses, steps)
+    per_step = estimate_speedup(*data, np.zeros(len(seeds)))
+    if len({run.summary.get("device_name") for run in [*setting.finished, *first.finished]}) > 1:
+        return unknown, per_step, "no speedup, except per step: the devices differ"
     if _is_noisy(setting) or _is_noisy(first):
-        problem = "no speedup, except per step: step times vary, because the machine was busy"
-        return Speedups(per_step=per_step, problem=problem)
-    first_runs = _runs_by_seed(first)
+        return unknown, per_step, "no speedup, except per step: step times vary, or are missing"
     ratios = [_median_step(first_runs[seed]) / _median_step(runs[seed]) for seed in seeds]
-    in_time = estimate_speedup(list(lengths), curves, losses, steps, np.log(ratios))
-    return Speedups(in_time, per_step)
+    return estimate_speedup(*data, np.log(ratios)), per_step, ""
 
 
 def estimate_speedup(
@@ -116,8 +113,7 @@ def estimate_speedup(
     log_lengths = np.log(lengths)
 
     def log_speedup(seeds: list[int]) -> float:
-        curve = curves[seeds].mean(axis=0)
-        log_steps = PchipInterpolator(curve[::-1], log_lengths[::-1])(losses[seeds].mean())
+        log_steps = _interpolate(log_lengths, curves[seeds].mean(axis=0), losses[seeds].mean())
         return float(log_steps - log(steps) + log_time_ratios[seeds].mean())
 
     seeds = list(range(S))
@@ -138,6 +134,18 @@ def estimate_speedup(
     return Speedup(exp(estimate), exp(estimate - margin), exp(estimate + margin))
 
 
+def _interpolate(log_lengths: np.ndarray, curve: np.ndarray, loss: float) -> float:
+    """log(steps) at which a curve (K) of losses, which falls, has this loss.
+
+    Outside of the curve, it continues as a line. Only intervals need this.
+    """
+    if curve[-1] <= loss <= curve[0]:
+        return PchipInterpolator(curve[::-1], log_lengths[::-1])(loss)
+    outer = slice(0, 2) if loss > curve[0] else slice(-2, None)
+    slope = np.diff(log_lengths[outer]) / np.diff(curve[outer])
+    return log_lengths[outer][0] + slope[0] * (loss - curve[outer][0])
+
+
 def _all_fall(curves: np.ndarray) -> bool:
     """Whether the mean of curves (S, K) over the seeds falls, also without any one of them."""
     if len(curves) > 1:
@@ -151,37 +159,29 @@ def _suggest_lengths(first: Setting) -> str:
     replaced = ("seed=", "name=", "wandb.group=", "train.steps=")
     words = shlex.split(run.summary.get("command") or "")[2:]
     words = [word for word in words if not word.startswith(replaced)]
-    steps = first.config["train.steps"]
     seeds = ",".join(str(run.seed) for run in first.runs)
+    steps = first.config["train.steps"]
     lengths = ",".join(str(round(ratio * steps)) for ratio in SUGGESTED_LENGTHS)
-    words += [f"seed={seeds}", f"train.steps={lengths}"]
-    if run.swept is None:
-        words.append("name=lengths")
-        advice = "then add sweeps/lengths to the comparison"
-    else:
-        words.append(f"name={run.folder.resolve().parent.name}")
-        advice = "which extends this sweep"
-    command = f"{PYTHON} train.py -m {shlex.join(words)}"
-    need = "for a speedup at equal loss, train the first setting with other train.steps"
-    return f"{need}: {command}, {advice}"
+    sweep = "lengths" if run.swept is None else run.folder.resolve().parent.name
+    words += [f"seed={seeds}", f"train.steps={lengths}", f"name={sweep}"]
+    return (
+        "for a speedup at equal loss, train the first setting with other train.steps, and compare "
+        f"these runs, too: {PYTHON} train.py -m {shlex.join(words)}"
+    )
 
 
 def _runs_by_seed(setting: Setting) -> dict[tuple, Run]:
-    """Finished runs with a loss, by seed and data."""
-    runs = [run for run in setting.finished if run.summary.get("last_val_loss") is not None]
-    return {(run.seed, run.data): run for run in runs}
-
-
-def _last_loss(run: Run) -> float:
-    return run.summary["last_val_loss"]
+    """Finished runs by seed and data, without those that ended before train.steps."""
+    steps = setting.config["train.steps"]
+    runs = [run for run in setting.finished if run.summary.get("step") == steps]
+    return {(run.seed, run.data): run for run in runs if run.summary.get(LOSS) is not None}
 
 
 def _median_step(run: Run) -> float:
-    return statistics.median(run.after_warmup("step_ms"))
+    return float(np.median(run.after_warmup("step_ms")))
 
 
 def _is_noisy(setting: Setting) -> bool:
     """Whether the step times vary so much that they cannot be compared."""
-    times = [time for run in setting.finished for time in run.after_warmup("step_ms")]
-    q1, _, q3 = quartiles(times)
+    q1, _, q3 = quartiles(setting.after_warmup("step_ms"))
     return q1 is None or q3 > MAX_SPREAD * q1

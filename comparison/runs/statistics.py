@@ -14,7 +14,7 @@ import numpy as np
 
 from comparison.runs.estimates import ci95, detectable_difference, mean, quartiles, seeds_needed
 from comparison.runs.read import Run, Setting
-from comparison.runs.speedup import Speedup, list_lengths, measure_speedups
+from comparison.runs.speedup import list_lengths, measure_speedups
 
 # Prefixes of keys that select an implementation. They change the losses only by rounding errors.
 IMPLEMENTATION = (
@@ -137,7 +137,7 @@ def _compute_stats(
     losses = _known_values(runs, "last_val_loss")
     peaks = _known_values(runs, "peak_memory_bytes")
     peak_q1, peak, peak_q3 = quartiles(peaks)
-    step_ms_q1, step_ms, step_ms_q3 = quartiles(_after_warmup(runs, "step_ms"))
+    step_ms_q1, step_ms, step_ms_q3 = quartiles(setting.after_warmup("step_ms"))
 
     pairs = find_pairs(setting, first)
     losses_of_pairs = [_known_values(pair, "last_val_loss") for pair in pairs]
@@ -150,9 +150,7 @@ def _compute_stats(
         detectable = detectable_difference(std, len(differences))
         if target_difference is not None:
             needed = seeds_needed(std, target_difference)
-    speedups = measure_speedups(setting, first, lengths)
-    in_time = speedups.in_time or Speedup()
-    per_step = speedups.per_step or Speedup()
+    speedup, per_step, problem = measure_speedups(setting, first, lengths)
     needs_speedup = pairs and not _computes_same_function(setting.config, first.config)
 
     return SettingStats(
@@ -170,20 +168,20 @@ def _compute_stats(
         verdict=_judge(setting, first, differences, distances, detectable),
         detectable=detectable,
         seeds_needed=needed,
-        speedup=in_time.value,
-        speedup_low=in_time.low,
-        speedup_high=in_time.high,
+        speedup=speedup.value,
+        speedup_low=speedup.low,
+        speedup_high=speedup.high,
         speedup_per_step=per_step.value,
         speedup_per_step_low=per_step.low,
         speedup_per_step_high=per_step.high,
-        speedup_problem=speedups.problem if needs_speedup else "",
+        speedup_problem=problem if needs_speedup else "",
         first_divergence=distances.get(1),
         divergence=max(distances.values(), default=None),
         step_ms=step_ms,
         step_ms_q1=step_ms_q1,
         step_ms_q3=step_ms_q3,
-        tokens_per_second=quartiles(_after_warmup(runs, "tokens_per_second"))[1],
-        sample_tokens_per_second=quartiles(_after_warmup(runs, "sample_tokens_per_second"))[1],
+        tokens_per_second=quartiles(setting.after_warmup("tokens_per_second"))[1],
+        sample_tokens_per_second=quartiles(setting.after_warmup("sample_tokens_per_second"))[1],
         training_flops=_training_flops(setting),
         peak_memory_bytes=None if peak is None else round(peak),
         peak_memory_bytes_q1=peak_q1 if len(peaks) > 1 else None,
@@ -274,11 +272,6 @@ def _rounding_tolerance(setting: Setting, first: Setting) -> float:
 def _known_values(runs: Iterable[Run], key: str) -> list[float]:
     """Values of a key of summary.json, from the runs that have it."""
     return [run.summary[key] for run in runs if run.summary.get(key) is not None]
-
-
-def _after_warmup(runs: list[Run], key: str) -> list[float]:
-    """Values of a metric at all steps of all runs, without the warm-up of each run."""
-    return [value for run in runs for value in run.after_warmup(key)]
 
 
 def _training_flops(setting: Setting) -> float | None:

@@ -186,7 +186,7 @@ def choose_headers(rows: list[SettingStats], columns: Iterable[str] = COLUMNS) -
         if header == "bits/byte":
             is_useful = is_useful and _has_several_vocabularies(rows)
         if header == KV_CACHE:
-            is_useful = len({row.kv_cache_bytes_per_token for row in rows}) > 1
+            is_useful = len(distinct(row.kv_cache_bytes_per_token for row in rows)) > 1
         if is_useful:
             headers.append(header)
     return headers

@@ -31,6 +31,7 @@ SCALARS = (
     "speedup",
     "speedup_low",
     "speedup_high",
+    "speedup_per_step",
     "divergence",
     "step_ms",
     "tokens_per_second",

@@ -81,12 +81,26 @@ def test_equal_offsets_of_the_seeds_cancel():
 
 
 @pytest.mark.parametrize(
-    ("length", "expected"),
-    [(1300, (None, pytest.approx(1.25), None)), (700, (None, None, pytest.approx(0.8)))],
+    ("loss", "expected"),
+    [
+        (true_loss(1300), (None, pytest.approx(1.25), None)),
+        (true_loss(700), (None, None, pytest.approx(0.8))),
+        (1.0, (None, pytest.approx(1.25), None)),
+        (9.0, (None, None, pytest.approx(0.8))),
+    ],
+    ids=["better", "worse", "much better", "much worse"],
 )
-def test_nothing_is_extrapolated(length, expected):
-    result = estimate(true_loss(length))
+def test_loss_outside_of_the_curve_has_a_bound(loss, expected):
+    result = estimate(loss)
     assert (result.value, result.low, result.high) == expected
+
+
+@pytest.mark.parametrize(("loss", "low", "high"), [(1.3, 1.25, None), (1.8, None, 0.8)])
+def test_bound_does_not_depend_on_the_shape_of_the_curve(loss, low, high):
+    """A cubic polynomial through these losses would turn around outside of them."""
+    curves = np.array([[1.50, 1.49, 1.44]])
+    result = estimate_speedup(LENGTHS, curves, np.array([loss]), STEPS, np.zeros(1))
+    assert result == Speedup(None, pytest.approx(low), pytest.approx(high))
 
 
 def test_bound_has_the_uncertainty_of_the_losses():
@@ -109,10 +123,11 @@ def write_runs(folder: Path, curve: dict[int, float], other: float, **facts) -> 
         for steps, loss in curve.items():
             changes = {"train.steps": steps}
             name = folder / f"a{steps}-{seed}"
-            runs.append(write_run(name, seed, losses=[3.0] * 9, val=loss + offset, changes=changes))
+            options = {"losses": [3.0] * 9, "val": loss + offset, "changes": changes}
+            runs.append(write_run(name, seed, **options, step=steps))
         changes = LR | {"train.steps": 100}
         name = folder / f"b{seed}"
-        options = {"losses": [3.0] * 9, "val": other + offset, "changes": changes}
+        options = {"losses": [3.0] * 9, "val": other + offset, "changes": changes, "step": 100}
         runs.append(write_run(name, seed, **(options | facts)))
     return runs
 
@@ -144,19 +159,29 @@ def test_speedup_needs_losses_that_fall(tmp_path):
     assert "do not clearly have lower losses" in problem(write_runs(tmp_path, {100: 1, 200: 1}, 1))
 
 
-def test_speedup_needs_seeds_in_common(tmp_path):
-    runs = write_runs(tmp_path, CURVE, 1.5)
-    longest = [run for run in runs if not run.name.startswith("a200")]
-    other_seed = write_run(tmp_path / "a200-9", 9, val=1.0, changes={"train.steps": 200})
-    assert "no seed has finished with all lengths" in problem(
-        [longest[0], other_seed, *longest[1:]]
-    )
+def test_length_without_all_seeds_is_ignored(tmp_path):
+    runs = write_runs(tmp_path, CURVE | {400: 0.5}, 1.5)
+    complete = [run for run in runs if run.name not in ("a400-2", "a400-3")]
+    assert format_cell(compare_rows(complete)[-1], "speedup") == "1.41 (1.41–1.41)"  # noqa: RUF001
+
+
+def test_run_that_ended_early_has_no_speedup(tmp_path):
+    """Time limits and train.patience end runs before train.steps."""
+    row = compare_rows(write_runs(tmp_path, CURVE, 1.5, step=99))[-1]
+    assert row.speedup is None
+
+
+def test_different_devices_have_a_speedup_per_step_only(tmp_path):
+    row = compare_rows(write_runs(tmp_path, CURVE, 1.5, device_name="another chip"))[-1]
+    assert "the devices differ" in row.speedup_problem
+    assert row.speedup is None
+    assert row.speedup_per_step == pytest.approx(1.41, abs=0.01)
 
 
 def test_noisy_step_times_have_no_speedup(tmp_path):
     runs = write_runs(tmp_path, CURVE, 1.5, losses=[3.0] * 30)  # step times from 16 to 40 ms
     row = compare_rows(runs)[-1]
-    assert "the machine was busy" in row.speedup_problem
+    assert "step times vary" in row.speedup_problem
     assert row.speedup is None
     assert row.speedup_per_step == pytest.approx(1.41, abs=0.01)
 
@@ -168,8 +193,8 @@ def test_advice_is_the_command_that_trains_other_lengths(tmp_path):
         values, _ = job.split(",")
         command = f"python train.py model=gpt2 {values} seed=1 name=sweeps/s/{job} wandb.group=s"
         changes = changes | {"train.steps": 100}
-        write_run(sweep / job, losses=[3.0] * 9, changes=changes, command=command)
-    advice = "python train.py -m model=gpt2 optimizer.lr=0.001 seed=1 train.steps=80,125 name=s, "
+        write_run(sweep / job, losses=[3.0] * 9, changes=changes, command=command, step=100)
+    advice = "python train.py -m model=gpt2 optimizer.lr=0.001 seed=1 train.steps=80,125 name=s"
     assert advice in problem([sweep])
 
 
