@@ -5,8 +5,8 @@
               steps of the setting                    step time of the setting
 
 The first setting must have finished with several values of train.steps. Each of these runs has a
-complete learning-rate schedule. The logarithm of their steps is interpolated over their losses. A
-loss outside of theirs has a bound instead of a speedup.
+complete learning-rate schedule. The logarithm of their steps is interpolated over their losses, and
+not extrapolated: a loss outside of theirs has a bound instead of a speedup.
 
 The interval comes from a jackknife over the seeds (Efron, "The Jackknife, the Bootstrap and Other
 Resampling Plans", 1982). Effects of the initial weights and batches that runs share cancel.
@@ -113,7 +113,9 @@ def estimate_speedup(
     log_lengths = np.log(lengths)
 
     def log_speedup(seeds: list[int]) -> float:
-        log_steps = _interpolate(log_lengths, curves[seeds].mean(axis=0), losses[seeds].mean())
+        curve = curves[seeds].mean(axis=0)
+        loss = np.clip(losses[seeds].mean(), curve[-1], curve[0])
+        log_steps = PchipInterpolator(curve[::-1], log_lengths[::-1])(loss)
         return float(log_steps - log(steps) + log_time_ratios[seeds].mean())
 
     seeds = list(range(S))
@@ -124,26 +126,13 @@ def estimate_speedup(
         pseudo_values = [S * estimate - (S - 1) * value for value in leave_one_out]
         margin = ci95(pseudo_values)
     curve = curves.mean(axis=0)
-    lowest, *_, highest = log_lengths - log(steps) + log_time_ratios.mean()
     if losses.mean() < curve[-1]:
-        return Speedup(low=exp(min(highest, estimate - margin)))
+        return Speedup(low=exp(estimate - margin))
     if losses.mean() > curve[0]:
-        return Speedup(high=exp(max(lowest, estimate + margin)))
+        return Speedup(high=exp(estimate + margin))
     if S == 1:
         return Speedup(exp(estimate))
     return Speedup(exp(estimate), exp(estimate - margin), exp(estimate + margin))
-
-
-def _interpolate(log_lengths: np.ndarray, curve: np.ndarray, loss: float) -> float:
-    """log(steps) at which a curve (K) of losses, which falls, has this loss.
-
-    Outside of the curve, it continues as a line. Only intervals need this.
-    """
-    if curve[-1] <= loss <= curve[0]:
-        return PchipInterpolator(curve[::-1], log_lengths[::-1])(loss)
-    outer = slice(0, 2) if loss > curve[0] else slice(-2, None)
-    slope = np.diff(log_lengths[outer]) / np.diff(curve[outer])
-    return log_lengths[outer][0] + slope[0] * (loss - curve[outer][0])
 
 
 def _all_fall(curves: np.ndarray) -> bool:
