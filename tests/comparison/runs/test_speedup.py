@@ -1,5 +1,6 @@
 """Speedup at equal loss, checked with simulated sweeps whose speedups are known."""
 
+import json
 import math
 from pathlib import Path
 
@@ -157,6 +158,14 @@ def problem(runs: list[Path]) -> str:
 
 def test_speedup_needs_losses_that_fall(tmp_path):
     assert "do not clearly have lower losses" in problem(write_runs(tmp_path, {100: 1, 200: 1}, 1))
+
+
+def test_speedup_needs_losses_that_fall_without_any_one_seed(tmp_path):
+    runs = write_runs(tmp_path, {100: 2.0, 200: 2.01}, 2.0)
+    (outlier,) = [run for run in runs if run.name == "a200-1"]
+    summary = json.loads((outlier / "summary.json").read_text(encoding="utf-8"))
+    (outlier / "summary.json").write_text(json.dumps(summary | {"last_val_loss": 1.0}))
+    assert "do not clearly have lower losses" in problem(runs)
 
 
 def test_length_without_all_seeds_is_ignored(tmp_path):
