@@ -1,4 +1,6 @@
-"""Compare the decode steps of trilGPT and ONNX Runtime: the default model, with random weights. They run in turns.
+"""Compare the decode steps of trilGPT and ONNX Runtime. They run in turns.
+
+The model is the default one with random weights, without the key offset.
 
     pip install onnx onnxscript onnxruntime
     python benchmarks/onnx_speed.py
@@ -67,7 +69,8 @@ def main() -> int:
 
 def build_model(attend=sdpa) -> GPT:
     torch.manual_seed(1)
-    return GPT(compose_config("train", []).model, VOCAB_SIZE, attend).eval().requires_grad_(False)
+    config = compose_config("train", ["model.key_offset=false"])
+    return GPT(config.model, VOCAB_SIZE, attend).eval().requires_grad_(False)
 
 
 def make_prompt() -> Tensor:

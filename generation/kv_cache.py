@@ -6,7 +6,7 @@ Who calls what:
 2. Both set `KVCache.step` to a PrefillStep or DecodeStep, and call
    model.backbone(kv_cache=cache).
 3. In each layer, CausalSelfAttention calls KVCache.store_and_attend with the new queries, keys and
-   values.
+   values. With a key offset, it calls KVCache.shift_keys before.
 
 The cache of a layer is a ring buffer. Its size is the layer's window, or block_size. Position p is
 in slot p % size, so a new token replaces the token that leaves the window. Therefore decoding needs
@@ -24,6 +24,7 @@ import torch
 from torch import Tensor
 
 from model.attention.linear import linear_attention_state, linear_attention_step
+from model.attention.positions import previous_in_document
 from model.config import GPTConfig
 from model.gpt import GPT
 
@@ -144,6 +145,8 @@ class KVCache:
         config = model.config
         self.model = model
         self.device = model.wte.weight.device
+        self.num_rows = num_rows
+        self.states: dict[str, Tensor] = {}  # by name, (num_rows, 1, ...): see store_state
         self.layers: list[LayerKVCache | LinearAttentionState] = []
         for attention_type, window in zip(config.attention_types, config.windows, strict=True):
             if attention_type == "linear":
@@ -195,16 +198,47 @@ class KVCache:
             return attend(q, k, v)
         return cache.store_and_attend_token(attend, q, k, v, self.step)
 
+    def shift_keys(self, layer: int, k: Tensor) -> Tensor:
+        """Return the keys of the previous tokens, zero at the start, and store the last ones.
+
+        k: some channels of a layer's keys, (B, T, G, ...).
+        """
+        name = f"key {layer}"
+        if isinstance(self.step, DecodeStep):
+            previous = self.states[name][: len(k)].clone()
+        else:
+            previous = previous_in_document(k, doc_ids=None)
+        self.store_state(name, k)
+        return previous
+
+    def store_state(self, name: str, x: Tensor) -> None:
+        """Store x (B, T, ...) of each row's last token for the next decode step.
+
+        Of an empty prompt, it is zero.
+        """
+        if isinstance(self.step, DecodeStep):
+            self.states[name][: len(x)] = x
+            return
+        zeros = torch.zeros_like(x[:, :1])
+        if name not in self.states:
+            self.states[name] = zeros.new_zeros(self.num_rows, *zeros.shape[1:])
+        row_ids = torch.arange(len(x), device=x.device).unsqueeze(1)
+        last = torch.cat((zeros, x), dim=1)[row_ids, self.step.lengths]
+        self.states[name][self.step.first_row :][: len(x)] = last
+
     def copy_row(self, source: int, target: int) -> None:
         """Copy a sequence to another row."""
         for cache in self.layers:
             cache.copy_row(source, target)
+        for state in self.states.values():
+            state[target] = state[source]
 
 
 def kv_cache_bytes_per_token(config: GPTConfig, dtype: torch.dtype) -> float:
     """Size of the KV cache of block_size tokens, divided by block_size.
 
-    dtype: of keys and values. States of linear attention are float32.
+    dtype: of keys and values. States of linear attention are float32. The single key that a key
+        offset stores is not counted.
     """
     G = config.kv_heads
     D = config.head_dim

@@ -114,6 +114,7 @@ PLAIN = {
     "attention_type": "softmax",
     "window": None,
     "qk_norm": False,
+    "key_offset": False,
     "max_ngram": 1,
     "attention_softcap": None,
     "logit_softcap": None,

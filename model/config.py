@@ -13,6 +13,8 @@ from common.settings import Rule, check, setting
 
 ATTENTION_TYPES = ("softmax", "linear")
 MLPS = ("gelu", "gelu_tanh", "relu2", "swiglu")
+# What models from before a key existed compute, where this is not the key's default.
+OLDER_MODELS = {"key_offset": False}
 GATED_MLPS = ("swiglu",)  # these multiply one half of their input by a function of the other half
 
 
@@ -48,6 +50,8 @@ class GPTConfig:
     window: Any = setting(None, 1, 10**9)
     # normalize queries and keys
     qk_norm: bool = True
+    # half of the channels have no rotary positions; those of a key are the previous token's
+    key_offset: bool = True
     # bound of the attention scores (Gemma 2: 50)
     attention_softcap: float | None = setting(None, above=0, high=1e6)
     # bound of the logits (Gemma 2: 30)
@@ -66,7 +70,7 @@ class GPTConfig:
 
     @classmethod
     def from_saved(cls, values: dict[str, Any]) -> "GPTConfig":
-        """The config of a saved model. Keys that a newer version has added have their defaults.
+        """The config of a saved model. Keys that it lacks are as in OLDER_MODELS, or the defaults.
 
         Raises UserError for unknown keys.
         """
@@ -76,7 +80,7 @@ class GPTConfig:
                 f"the model has {', '.join(sorted(unknown))}; "
                 "use the version of the code that trained it"
             )
-        return cls(**values)
+        return cls(**(OLDER_MODELS | values))
 
     def rules(self, section: str) -> list[Rule]:
         """Rules between settings: (key, whether its value is valid, what to set instead)."""
@@ -147,6 +151,14 @@ class GPTConfig:
     @property
     def head_dim(self) -> int:
         return self.n_embd // self.n_head
+
+    @property
+    def rotary_channels(self) -> int:
+        """Channels of each query and key that rotary positions rotate.
+
+        The key offset shifts the other half. If half is odd, one channel more is rotated.
+        """
+        return 2 * math.ceil(self.head_dim / 4) if self.key_offset else self.head_dim
 
     @property
     def mlp_channels(self) -> int:

@@ -8,6 +8,8 @@ The options beyond GPT-2 (Radford et al., 2019):
 - MLP: squared ReLU (Primer, So et al., arXiv:2109.08668) or SwiGLU (Shazeer, arXiv:2002.05202)
 - grouped-query attention (GQA, Ainslie et al., arXiv:2305.13245)
 - normalized queries and keys (QK-norm, Henry et al., arXiv:2010.04245)
+- a key offset (github.com/KellerJordan/modded-nanogpt/pull/169): half of the channels of queries
+  and keys have no rotary positions, and of a key, they are those of the previous token
 - a sliding window per layer (Longformer, Beltagy et al., arXiv:2004.05150), and a document mask
 - linear attention (Katharopoulos et al., arXiv:2006.16236) in all layers or in some
 - softcaps of attention scores and logits (model/attention/softcap.py)
@@ -42,7 +44,12 @@ from torch import Tensor, nn
 
 from common.errors import UserError
 from model.attention import NON_SOFTMAX, sdpa
-from model.attention.positions import apply_rotary, positions_in_document, rotary_cos_sin
+from model.attention.positions import (
+    apply_rotary,
+    positions_in_document,
+    previous_in_document,
+    rotary_cos_sin,
+)
 from model.attention.softcap import apply_softcap
 from model.config import GATED_MLPS, GPTConfig
 from model.layers import Embedding, Linear, RMSNorm, rms_norm
@@ -77,6 +84,8 @@ class CausalSelfAttention(nn.Module):
         self.head_dim = config.head_dim
         self.window = config.windows[layer]
         self.qk_norm = config.qk_norm
+        self.key_offset = config.key_offset
+        self.rotary_channels = config.rotary_channels
         self.dropout = config.dropout
         self.attention_type = config.attention_types[layer]
         if self.attention_type == "softmax":
@@ -99,6 +108,8 @@ class CausalSelfAttention(nn.Module):
             qk = apply_rotary(qk, *shared.rotary)
         # norm and rotation compute in float32: return to the dtype of v
         q, k = qk.type_as(v).split((self.n_head, self.n_kv_head), dim=2)
+        if self.key_offset:
+            k = self.offset_keys(k, shared)
         attend = partial(
             self.attend,
             window=self.window,
@@ -112,6 +123,19 @@ class CausalSelfAttention(nn.Module):
             y = shared.kv_cache.store_and_attend(self.layer, attend, q, k, v)
         y = self.proj(y.reshape(B, T, C))  # (B, T, C)
         return F.dropout(y, self.dropout, self.training)
+
+    def offset_keys(self, k: Tensor, shared: SharedInputs) -> Tensor:
+        """Take the channels of k (B, T, G, D) without rotation from the previous token.
+
+        So a query that looks for its own token finds the token that followed it earlier.
+        """
+        R = self.rotary_channels
+        own, rest = k.split((R, self.head_dim - R), dim=-1)
+        if shared.kv_cache is not None:
+            previous = shared.kv_cache.shift_keys(self.layer, rest)
+        else:
+            previous = previous_in_document(rest, shared.doc_ids)
+        return torch.cat((own, previous), dim=-1)
 
 
 def swiglu(x: Tensor) -> Tensor:
@@ -274,7 +298,8 @@ class GPT(nn.Module):
         positions (B, T): position of each token; by default counted from 0. Rotary positions may
             exceed block_size.
         kv_cache: stores the keys and values of earlier tokens (generation/kv_cache.py). Each layer
-            calls kv_cache.store_and_attend(layer, attend, q, k, v) instead of attend(q, k, v).
+            calls kv_cache.store_and_attend(layer, attend, q, k, v) instead of attend(q, k, v). With
+            a key offset, it calls kv_cache.shift_keys(layer, k) before.
             kv_cache.previous_tokens precede `tokens` in n-grams (see NgramEmbedding).
         Raises UserError if positions is None and T exceeds block_size.
         """
@@ -292,7 +317,7 @@ class GPT(nn.Module):
         if self.wpe is not None:
             x = x + self.wpe(positions)
         else:
-            rotary = rotary_cos_sin(positions, self.config.head_dim)
+            rotary = rotary_cos_sin(positions, self.config.rotary_channels)
         if self.ngrams is not None:
             previous_tokens = None if kv_cache is None else kv_cache.previous_tokens
             x = x + self.ngrams(tokens, doc_ids, previous_tokens)

@@ -26,7 +26,6 @@ OPTIONS = {
     "exclusive": dict(exclusive=True),
     "output_gate": dict(output_gate=True),
     "value_residual": dict(value_residual=True),
-    "key_offset": dict(key_offset=True),
     "alibi": dict(score_bias="alibi"),
     "forgetting": dict(score_bias="forgetting"),
     "sink": dict(score_bias="sink"),
@@ -186,7 +185,6 @@ def test_sink_refuses_a_document_mask():
     [
         dict(score_bias="sink", window=8),
         dict(score_bias="alibi", attention_softcap=50.0),
-        dict(key_offset=True, position="learned"),
     ],
 )
 def test_settings_that_do_not_fit_together_are_refused(options):
@@ -195,7 +193,7 @@ def test_settings_that_do_not_fit_together_are_refused(options):
 
 
 def test_variants_can_be_combined():
-    together = SMALL | dict(exclusive=True, output_gate=True, value_residual=True, key_offset=True)
+    together = SMALL | dict(exclusive=True, output_gate=True, value_residual=True)
     for name in ("alibi", "sink"):
         assert_decoding_equals_recomputation(make_random_model(together | OPTIONS[name]))
 
@@ -234,19 +232,20 @@ def run_layers(name):
 
 
 def project(attn, x):
-    """Queries (T, H, D), and keys and values repeated for all query heads, before rotation."""
+    """Queries (T, H, D), and keys and values repeated for all query heads.
+
+    Half of the 16 channels of queries and keys are rotated, and the other half of the keys is that
+    of the previous token.
+    """
     H, G, D = attn.n_head, attn.n_kv_head, attn.head_dim
     q, k, v = attn.qkv(x).view(len(x), H + 2 * G, D).split((H, G, G), dim=1)
     if attn.qk_norm:
         q, k = F.rms_norm(q, (D,)), F.rms_norm(k, (D,))
+    tables = rotary_cos_sin(torch.arange(len(x)), 8)
+    q, k = [apply_rotary(y.unsqueeze(0), *tables)[0] for y in (q, k)]
+    k[1:, :, 8:] = k[:-1, :, 8:].clone()
+    k[0, :, 8:] = 0
     return q, k.repeat_interleave(H // G, 1), v.repeat_interleave(H // G, 1)
-
-
-def rotate(x, channels):
-    """Rotate the first `channels` channels of x (T, H, D) by the positions 0, 1, ..."""
-    tables = rotary_cos_sin(torch.arange(len(x)), channels)
-    rotated = apply_rotary(x[..., :channels].unsqueeze(0), *tables)[0]
-    return torch.cat((rotated, x[..., channels:]), dim=-1)
 
 
 def softmax_average(q, k, v, bias=None, sink=None):
@@ -271,7 +270,7 @@ def project_back(attn, y):
 def test_exclusive_output_is_orthogonal_to_the_value():
     _, (attn, x, y) = run_layers("exclusive")
     q, k, v = project(attn, x)
-    mean = softmax_average(rotate(q, 16), rotate(k, 16), v)
+    mean = softmax_average(q, k, v)
     unit = v / v.norm(dim=-1, keepdim=True)
     expected = mean - (mean * unit).sum(-1, keepdim=True) * unit
     torch.testing.assert_close(y, project_back(attn, expected))
@@ -281,7 +280,7 @@ def test_exclusive_output_is_orthogonal_to_the_value():
 def test_output_gate_scales_each_head():
     _, (attn, x, y) = run_layers("output_gate")
     q, k, v = project(attn, x)
-    mean = softmax_average(rotate(q, 16), rotate(k, 16), v)
+    mean = softmax_average(q, k, v)
     expected = mean * (2 * torch.sigmoid(x @ attn.gate.weight.T)).unsqueeze(-1)
     torch.testing.assert_close(y, project_back(attn, expected))
 
@@ -291,16 +290,7 @@ def test_value_residual_mixes_the_values_of_the_first_layer():
     q, k, v = project(attn, x)
     _, _, first_v = project(first, first_x)
     mixed = attn.value_mix * v + (1 - attn.value_mix) * first_v
-    expected = softmax_average(rotate(q, 16), rotate(k, 16), mixed)
-    torch.testing.assert_close(y, project_back(attn, expected))
-
-
-def test_key_offset_uses_the_previous_key():
-    _, (attn, x, y) = run_layers("key_offset")
-    q, k, v = project(attn, x)
-    k[1:, :, 8:] = k[:-1, :, 8:].clone()
-    k[0, :, 8:] = 0
-    expected = softmax_average(rotate(q, 8), rotate(k, 8), v)
+    expected = softmax_average(q, k, mixed)
     torch.testing.assert_close(y, project_back(attn, expected))
 
 
@@ -313,12 +303,12 @@ def test_decay_is_a_bias_of_the_scores(name):
     else:
         log_f = torch.sigmoid(attn.forget_gate(x)).log()
     bias = -log_f.cumsum(0).repeat_interleave(2, dim=1)
-    expected = softmax_average(rotate(q, 16), rotate(k, 16), v, bias)
+    expected = softmax_average(q, k, v, bias)
     torch.testing.assert_close(y, project_back(attn, expected))
 
 
 def test_sink_is_a_term_of_the_denominator():
     _, (attn, x, y) = run_layers("sink")
     q, k, v = project(attn, x)
-    expected = softmax_average(rotate(q, 16), rotate(k, 16), v, sink=attn.sink_bias)
+    expected = softmax_average(q, k, v, sink=attn.sink_bias)
     torch.testing.assert_close(y, project_back(attn, expected))

@@ -21,7 +21,8 @@ VARIANTS = {
     "modern": MODERN,
     "grouped": GROUPED,
     "windowed": WINDOWED,
-    "one": GPT2 | dict(block_size=1),
+    "offset": GPT2 | dict(key_offset=True),
+    "one": GPT2 | dict(block_size=1, key_offset=True),
     "linear": GPT2 | dict(attention_type="linear"),
     "mixed": MIXED,
 }

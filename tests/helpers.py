@@ -54,7 +54,7 @@ def tiny_model(**changed) -> GPT:
     settings = dict(
         n_layer=2, n_head=2, n_embd=16, block_size=8, bias=True, norm="layernorm", mlp="gelu",
         position="learned",
-        qk_norm=False, tie_embeddings=True, max_ngram=1, ngram_table_size=64,
+        qk_norm=False, key_offset=False, tie_embeddings=True, max_ngram=1, ngram_table_size=64,
     )  # fmt: skip
     return GPT(GPTConfig(**settings | changed), 20, naive)
 

@@ -23,6 +23,7 @@ GPT2 = dict(
     attention_type="softmax",
     window=None,
     qk_norm=False,
+    key_offset=False,
     attention_softcap=None,
     logit_softcap=None,
     tie_embeddings=True,
@@ -36,10 +37,11 @@ MODERN = GPT2 | dict(
     mlp="relu2",
     position="rotary",
     qk_norm=True,
+    key_offset=True,
     tie_embeddings=False,
     max_ngram=4,
 )
-LLAMA = MODERN | dict(mlp="swiglu", qk_norm=False, n_kv_head=2, max_ngram=1)
+LLAMA = MODERN | dict(mlp="swiglu", qk_norm=False, key_offset=False, n_kv_head=2, max_ngram=1)
 GROUPED = MODERN | dict(n_kv_head=2, mlp="swiglu")
 VARIANTS = pytest.mark.parametrize(
     "variant", [GPT2, MODERN, GROUPED], ids=["gpt2", "modern", "grouped"]

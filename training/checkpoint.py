@@ -21,6 +21,7 @@ from common.checkpoint_file import load_checkpoint, save_checkpoint
 from common.errors import TrainingFailed, UserError
 from common.files import atomic_writer
 from common.settings import flatten_dict, format_value
+from model.config import GPTConfig
 from training.config import CheckpointConfig, RunConfig
 from training.distributed import Dist
 from training.run_folder import RunFolder
@@ -36,10 +37,7 @@ def make_checkpoint_header(config: RunConfig, meta: dict) -> dict[str, Any]:
     The identity has the settings that a resumed run must share: with others, its weights do not
     fit, or its batches are different ones.
     """
-    model = asdict(config.model)
-    identity = {f"model.{key}": value for key, value in model.items()}
-    del identity["model.name"]
-    del identity["model.dropout"]
+    identity = _model_identity(config.model)
     identity["data.name"] = meta["name"]
     identity["data"] = meta["fingerprint"]  # hash of the text, and of the settings that read it
     identity["data.document_mask"] = config.data.document_mask
@@ -52,7 +50,7 @@ def make_checkpoint_header(config: RunConfig, meta: dict) -> dict[str, Any]:
     identity["optimizer.name"] = config.optimizer.name
     identity["train.batch_size"] = config.train.batch_size
     return {
-        "model_config": model,
+        "model_config": asdict(config.model),
         "vocab_size": meta["vocab_size"],
         "tokenizer": meta["tokenizer"],
         "identity": identity,
@@ -79,7 +77,8 @@ def load_last_checkpoint(run: RunFolder, state: TrainState, header: dict, dist: 
 
 def check_identity(folder: Path, saved: dict, header: dict) -> None:
     """Raise UserError if a checkpoint is of a run with another identity. Lists the differences."""
-    changes = _describe_changes(saved["identity"], header["identity"])
+    model = GPTConfig.from_saved(saved["model_config"])  # has keys that are newer than the run
+    changes = _describe_changes(_model_identity(model) | saved["identity"], header["identity"])
     if not changes:
         return
     if "data" in changes:
@@ -99,6 +98,14 @@ def check_identity(folder: Path, saved: dict, header: dict) -> None:
         f"{folder} was trained with {', '.join(changes.values())}; restore the old values, or set "
         "another name"
     )
+
+
+def _model_identity(config: GPTConfig) -> dict[str, Any]:
+    """The settings of the model that determine its weights and what it computes."""
+    identity = {f"model.{key}": value for key, value in asdict(config).items()}
+    del identity["model.name"]
+    del identity["model.dropout"]
+    return identity
 
 
 def _describe_changes(old: dict, new: dict) -> dict[str, str]:

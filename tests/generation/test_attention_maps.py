@@ -50,6 +50,9 @@ def test_weights_equal_the_formula(variant):
             key_head = 4 + head // (4 // attn.n_kv_head)  # after the 4 query heads
             q = head_input(attn, x[0], shared.rotary, head, D)
             k = head_input(attn, x[0], shared.rotary, key_head, D)
+            if attn.key_offset:
+                k[1:, D // 2 :] = k[:-1, D // 2 :].clone()
+                k[0, D // 2 :] = 0
             for i in range(T):
                 scores = k[: i + 1] @ q[i] / math.sqrt(D)
                 expected[layer, head, i, : i + 1] = scores.softmax(0)

@@ -264,7 +264,11 @@ def test_llama_without_rms_norm_eps_has_another_default_and_is_refused():
 @pytest.mark.parametrize(
     ("settings", "advice"),
     [
-        (MODERN, "model=gpt2, or with model.qk_norm=false model.max_ngram=1 model.mlp=swiglu"),
+        (
+            MODERN,
+            "model=gpt2, or with model.qk_norm=false model.key_offset=false model.max_ngram=1 "
+            "model.mlp=swiglu",
+        ),
         (LLAMA | {"window": [4, None]}, "with model.window=null"),
         (LLAMA | {"attention_type": "linear"}, "with model.attention_type=softmax"),
         (LLAMA | {"logit_softcap": 30.0}, "with model.logit_softcap=null"),

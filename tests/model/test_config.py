@@ -62,6 +62,12 @@ def test_learned_positions_allow_an_odd_head_dim():
     assert GPTConfig(**GPT2 | dict(n_embd=4)).head_dim == 1
 
 
+@pytest.mark.parametrize(("head_dim", "rotated"), [(8, 4), (6, 4), (4, 2), (2, 2)])
+def test_key_offset_rotates_an_even_number_of_channels(head_dim, rotated):
+    config = GPTConfig(**MODERN | dict(n_embd=4 * head_dim))
+    assert config.rotary_channels == rotated
+
+
 def test_attention_softcap_without_softmax_layers_is_refused():
     with pytest.raises(UserError, match=r"attention_softcap=9\.0 has no effect without softmax"):
         GPTConfig(**MODERN | dict(attention_type="linear", attention_softcap=9.0))
@@ -75,8 +81,8 @@ def test_attention_softcap_is_allowed_if_one_layer_is_softmax():
 # Saved models
 
 
-def test_saved_config_has_defaults_for_missing_keys():
-    assert GPTConfig.from_saved({"n_layer": 3}) == GPTConfig(n_layer=3)
+def test_saved_config_without_a_key_has_the_value_of_older_versions():
+    assert GPTConfig.from_saved({"n_layer": 3}) == GPTConfig(n_layer=3, key_offset=False)
 
 
 def test_saved_config_with_an_unknown_key_is_refused():

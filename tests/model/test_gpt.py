@@ -14,7 +14,8 @@ from helpers import TRAINS_ON_CPU
 from model_helpers import GPT2, GROUPED, MODERN, VARIANTS, make_model, random_tokens
 
 from common.errors import UserError
-from model.attention import BACKENDS
+from model.attention import BACKENDS, naive
+from model.attention.positions import apply_rotary, rotary_cos_sin
 from model.config import MLPS
 
 
@@ -101,6 +102,38 @@ def test_dropout_is_where_gpt2_has_it(monkeypatch):
     assert [call.args[1] for call in dropout.call_args_list] == [0.5] * (1 + 3 * 2)
 
 
+# Positions and the key offset
+
+
+def queries_and_keys(variant) -> tuple[torch.Tensor, torch.Tensor]:
+    """q (B, T, H, D) and k (B, T, G, D) of the first layer."""
+    recorded = []
+
+    def attend(q, k, v, **options):
+        recorded.append((q, k))
+        return naive(q, k, v, **options)
+
+    make_model(variant, attend=attend)(random_tokens())
+    return recorded[0]
+
+
+def test_key_offset_takes_half_of_the_channels_from_the_previous_key():
+    q, k = queries_and_keys(GROUPED | dict(position="learned", key_offset=True))
+    plain_q, plain_k = queries_and_keys(GROUPED | dict(position="learned", key_offset=False))
+    assert torch.equal(q, plain_q)
+    assert torch.equal(k[..., :4], plain_k[..., :4])
+    assert torch.equal(k[:, 1:, :, 4:], plain_k[:, :-1, :, 4:])
+    assert (k[:, 0, :, 4:] == 0).all()
+
+
+def test_rotary_positions_leave_other_channels_unchanged():
+    x = torch.randn(2, 5, 3, 8)
+    cos, sin = rotary_cos_sin(torch.arange(5), 4)
+    rotated = apply_rotary(x, cos, sin)
+    assert torch.equal(rotated[..., 4:], x[..., 4:])
+    torch.testing.assert_close(rotated[..., :4], apply_rotary(x[..., :4], cos, sin))
+
+
 # Softcaps
 
 
@@ -171,9 +204,14 @@ def test_masked_documents_have_the_gradients_of_single_documents(variant, name):
     torch.testing.assert_close(gradients, expected, atol=2e-4, rtol=1e-3)
 
 
-@pytest.mark.parametrize("variant", [GPT2, GROUPED], ids=["gpt2", "grouped"])
-def test_receptive_field_is_the_sum_of_the_windows(variant):
-    """With windows 3 and 2, a token depends on itself and the (3 - 1) + (2 - 1) tokens before."""
+@pytest.mark.parametrize(
+    ("variant", "expected"), [(GPT2, 4), (GROUPED, 6)], ids=["gpt2", "key offset"]
+)
+def test_receptive_field_is_the_sum_of_the_windows(variant, expected):
+    """With windows 3 and 2, a token depends on itself and the (3 - 1) + (2 - 1) tokens before.
+
+    With a key offset, a layer also reads half of the key before its window.
+    """
     model = make_model(variant | dict(window=[3, 2], block_size=12))
     embeddings = []
 
@@ -184,7 +222,7 @@ def test_receptive_field_is_the_sum_of_the_windows(variant):
     model.wte.register_forward_hook(record)
     model(random_tokens(B=1, T=12))[0, -1].pow(2).sum().backward()
     is_reached = embeddings[0].grad[0].abs().sum(-1) > 0
-    assert is_reached.tolist() == [False] * 8 + [True] * 4
+    assert is_reached.tolist() == [False] * (12 - expected) + [True] * expected
 
 
 # generate

@@ -29,7 +29,7 @@ from training.optimizer import build_optimizers
 from training.run_folder import RunFolder
 from training.train_state import TrainState
 
-HEADER = {"vocab_size": 20, "identity": {}, "config": {"seed": 1}}
+HEADER = {"vocab_size": 20, "model_config": {}, "identity": {}, "config": {"seed": 1}}
 
 
 @pytest.fixture
@@ -216,6 +216,28 @@ def test_all_differences_are_listed():
     config.model.n_layer = 9
     with pytest.raises(UserError, match=r"model.n_layer=2 \(now 9\), seed=1337 \(now 2\);"):
         check_change(config)
+
+
+WITHOUT_OFFSET = change("model.key_offset", False)
+
+
+@pytest.fixture
+def older_header():
+    """The header of a run of WITHOUT_OFFSET from before model.key_offset existed."""
+    saved = make_checkpoint_header(WITHOUT_OFFSET, META)
+    del saved["model_config"]["key_offset"]
+    del saved["identity"]["model.key_offset"]
+    return saved
+
+
+def test_run_of_an_older_version_can_be_resumed(older_header):
+    new = make_checkpoint_header(WITHOUT_OFFSET, META)
+    check_identity(Path("runs/a"), older_header, new)
+
+
+def test_setting_that_an_older_version_did_not_have_is_named(older_header):
+    with pytest.raises(UserError, match=r"with model.key_offset=false \(now true\);"):
+        check_identity(Path("runs/a"), older_header, make_checkpoint_header(CONFIG, META))
 
 
 def test_changed_weight_in_a_mix_is_refused():
