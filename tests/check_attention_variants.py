@@ -54,6 +54,15 @@ def make_trainable(variant, **options):
 
 
 @ALL
+def test_variant_has_an_effect(variant):
+    model = make_random_model(variant)
+    without = make_random_model(SMALL | dict(n_layer=variant["n_layer"]))
+    model.load_state_dict(without.state_dict(), strict=False)
+    difference = model(random_tokens()) - without(random_tokens())
+    assert difference.abs().max() > 0.01
+
+
+@ALL
 @pytest.mark.parametrize("i", [0, 3, 7])
 def test_variant_is_causal_by_gradient(variant, i):
     model = make_trainable(variant, V=50)
