@@ -237,8 +237,8 @@ class KVCache:
 def kv_cache_bytes_per_token(config: GPTConfig, dtype: torch.dtype) -> float:
     """Size of the KV cache of block_size tokens, divided by block_size.
 
-    dtype: of keys and values. States of linear attention are float32. The single key that a key
-        offset stores is not counted.
+    dtype: of keys and values. States of linear attention are float32. The half of a key that a
+        key offset stores per layer is not counted.
     """
     G = config.kv_heads
     D = config.head_dim

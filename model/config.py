@@ -13,9 +13,9 @@ from common.settings import Rule, check, setting
 
 ATTENTION_TYPES = ("softmax", "linear")
 MLPS = ("gelu", "gelu_tanh", "relu2", "swiglu")
+GATED_MLPS = ("swiglu",)  # these multiply one half of their input by a function of the other half
 # What models from before a key existed compute, where this is not the key's default.
 OLDER_MODELS = {"key_offset": False}
-GATED_MLPS = ("swiglu",)  # these multiply one half of their input by a function of the other half
 
 
 @dataclass
@@ -50,7 +50,7 @@ class GPTConfig:
     window: Any = setting(None, 1, 10**9)
     # normalize queries and keys
     qk_norm: bool = True
-    # half of the channels have no rotary positions; those of a key are the previous token's
+    # rotate half of the channels only, and take the other half of each key from the previous token
     key_offset: bool = True
     # bound of the attention scores (Gemma 2: 50)
     attention_softcap: float | None = setting(None, above=0, high=1e6)
@@ -156,9 +156,10 @@ class GPTConfig:
     def rotary_channels(self) -> int:
         """Channels of each query and key that rotary positions rotate.
 
-        The key offset shifts the other half. If half is odd, one channel more is rotated.
+        A key offset shifts the other ones: half of all channels, or one less if half is odd.
         """
-        return 2 * math.ceil(self.head_dim / 4) if self.key_offset else self.head_dim
+        shifted_channels = 2 * (self.head_dim // 4) if self.key_offset else 0
+        return self.head_dim - shifted_channels
 
     @property
     def mlp_channels(self) -> int:

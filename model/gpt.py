@@ -8,8 +8,8 @@ The options beyond GPT-2 (Radford et al., 2019):
 - MLP: squared ReLU (Primer, So et al., arXiv:2109.08668) or SwiGLU (Shazeer, arXiv:2002.05202)
 - grouped-query attention (GQA, Ainslie et al., arXiv:2305.13245)
 - normalized queries and keys (QK-norm, Henry et al., arXiv:2010.04245)
-- a key offset (github.com/KellerJordan/modded-nanogpt/pull/169): half of the channels of queries
-  and keys have no rotary positions, and of a key, they are those of the previous token
+- a key offset (github.com/KellerJordan/modded-nanogpt/pull/169): rotary positions for half of the
+  channels only, and the other half of each key is taken from the previous token
 - a sliding window per layer (Longformer, Beltagy et al., arXiv:2004.05150), and a document mask
 - linear attention (Katharopoulos et al., arXiv:2006.16236) in all layers or in some
 - softcaps of attention scores and logits (model/attention/softcap.py)

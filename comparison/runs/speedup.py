@@ -13,6 +13,7 @@ Resampling Plans", 1982). Effects of the initial weights and batches that runs s
 """
 
 import shlex
+from collections.abc import Sequence
 from dataclasses import dataclass
 from math import exp, log
 
@@ -111,28 +112,36 @@ def estimate_speedup(
     """
     S = len(losses)
     log_lengths = np.log(lengths)
-
-    def log_speedup(seeds: list[int]) -> float:
-        curve = curves[seeds].mean(axis=0)
-        loss = np.clip(losses[seeds].mean(), curve[-1], curve[0])
-        log_steps = PchipInterpolator(curve[::-1], log_lengths[::-1])(loss)
-        return float(log_steps - log(steps) + log_time_ratios[seeds].mean())
-
-    seeds = list(range(S))
-    estimate = log_speedup(seeds)
-    margin = 0.0
-    if S > 1:
-        leave_one_out = [log_speedup(seeds[:seed] + seeds[seed + 1 :]) for seed in seeds]
-        pseudo_values = [S * estimate - (S - 1) * value for value in leave_one_out]
-        margin = ci95(pseudo_values)
     curve = curves.mean(axis=0)
+    log_ratio = log_time_ratios.mean() - log(steps)
+
+    def log_steps(curve: np.ndarray, loss: float) -> float:
+        """The logarithm of the steps with this loss, within the trained lengths."""
+        loss = np.clip(loss, curve[-1], curve[0])
+        return float(PchipInterpolator(curve[::-1], log_lengths[::-1])(loss))
+
     if losses.mean() < curve[-1]:
-        return Speedup(low=exp(estimate - margin))
+        largest = losses.mean() + _margin(losses - curves[:, -1])
+        return Speedup(low=exp(log_steps(curve, largest) + log_ratio - _margin(log_time_ratios)))
     if losses.mean() > curve[0]:
-        return Speedup(high=exp(estimate + margin))
+        smallest = losses.mean() - _margin(losses - curves[:, 0])
+        return Speedup(high=exp(log_steps(curve, smallest) + log_ratio + _margin(log_time_ratios)))
+    estimate = log_steps(curve, losses.mean()) + log_ratio
     if S == 1:
         return Speedup(exp(estimate))
+    pseudo_values = []
+    for seed in range(S):
+        others = np.arange(S) != seed
+        without = log_steps(curves[others].mean(axis=0), losses[others].mean())
+        without += log_time_ratios[others].mean() - log(steps)
+        pseudo_values.append(S * estimate - (S - 1) * without)
+    margin = _margin(pseudo_values)
     return Speedup(exp(estimate), exp(estimate - margin), exp(estimate + margin))
+
+
+def _margin(values: Sequence[float]) -> float:
+    """Half the width of the 95 % confidence interval of a mean, or 0 for a single value."""
+    return ci95(values) or 0.0
 
 
 def _all_fall(curves: np.ndarray) -> bool:

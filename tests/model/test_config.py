@@ -62,7 +62,7 @@ def test_learned_positions_allow_an_odd_head_dim():
     assert GPTConfig(**GPT2 | dict(n_embd=4)).head_dim == 1
 
 
-@pytest.mark.parametrize(("head_dim", "rotated"), [(8, 4), (6, 4), (4, 2), (2, 2)])
+@pytest.mark.parametrize(("head_dim", "rotated"), [(16, 8), (8, 4), (6, 4), (4, 2), (2, 2)])
 def test_key_offset_rotates_an_even_number_of_channels(head_dim, rotated):
     config = GPTConfig(**MODERN | dict(n_embd=4 * head_dim))
     assert config.rotary_channels == rotated
