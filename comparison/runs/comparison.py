@@ -40,6 +40,6 @@ def print_comparison(rows: list[SettingStats], out: Path) -> None:
     console = PlainConsole()
     console.print(make_terminal_table(rows))
     for note in list_notes(rows, TERMINAL_COLUMNS):
-        console.print(note)
+        console.print(note, soft_wrap=True)  # a command in a note can be copied
     console.print("report.html has more columns.")
     console.print_text(f"\nwritten  {'  '.join(str(out / name) for name in FILES)}")
