@@ -199,9 +199,9 @@ class KVCache:
         return cache.store_and_attend_token(attend, q, k, v, self.step)
 
     def shift_keys(self, layer: int, k: Tensor) -> Tensor:
-        """Return the keys of the previous tokens, zero at the start, and store the last ones.
+        """Shift a layer's keys by one token, and store the last key of each row.
 
-        k: some channels of a layer's keys, (B, T, G, ...).
+        k: some channels of the keys, (B, T, G, ...). Before the first token, they are zero.
         """
         name = f"key {layer}"
         if isinstance(self.step, DecodeStep):
@@ -214,7 +214,7 @@ class KVCache:
     def store_state(self, name: str, x: Tensor) -> None:
         """Store x (B, T, ...) of each row's last token for the next decode step.
 
-        Of an empty prompt, it is zero.
+        After an empty prompt, the state is zero.
         """
         if isinstance(self.step, DecodeStep):
             self.states[name][: len(x)] = x

@@ -14,7 +14,7 @@ from common.settings import Rule, check, setting
 ATTENTION_TYPES = ("softmax", "linear")
 MLPS = ("gelu", "gelu_tanh", "relu2", "swiglu")
 GATED_MLPS = ("swiglu",)  # these multiply one half of their input by a function of the other half
-# What models from before a key existed compute, where this is not the key's default.
+# Values for models that were saved before a key existed, where its default would change them.
 OLDER_MODELS = {"key_offset": False}
 
 
@@ -70,7 +70,7 @@ class GPTConfig:
 
     @classmethod
     def from_saved(cls, values: dict[str, Any]) -> "GPTConfig":
-        """The config of a saved model. Keys that it lacks are as in OLDER_MODELS, or the defaults.
+        """The config of a saved model. A missing key has its value in OLDER_MODELS, or its default.
 
         Raises UserError for unknown keys.
         """

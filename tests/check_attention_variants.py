@@ -243,8 +243,8 @@ def run_layers(name):
 def project(attn, x):
     """Queries (T, H, D), and keys and values repeated for all query heads.
 
-    Half of the 16 channels of queries and keys are rotated, and the other half of the keys is that
-    of the previous token.
+    Half of the 16 channels of queries and keys are rotated, and the other half of each key comes
+    from the previous token.
     """
     H, G, D = attn.n_head, attn.n_kv_head, attn.head_dim
     q, k, v = attn.qkv(x).view(len(x), H + 2 * G, D).split((H, G, G), dim=1)

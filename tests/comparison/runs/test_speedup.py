@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from comparison_helpers import LR, compare_rows, write_run, write_sweep
 
+from comparison.runs.comparison import print_comparison
 from comparison.runs.speedup import Speedup, estimate_speedup
 from comparison.runs.table import format_cell, list_notes
 
@@ -113,13 +114,33 @@ def test_bound_has_the_uncertainty_of_the_losses():
     assert 1.0 < result.low < 1.25
 
 
-def test_bound_is_wide_if_the_loss_is_hardly_beyond_the_last_length():
-    """Every mean without one seed is beyond it, too, but the difference is within the noise."""
-    curves = np.array([[2.0, 1.0]] * 3)
-    losses = np.array([0.96, 0.995, 0.97])
-    result = estimate_speedup([800, 1000], curves, losses, STEPS, NO_TIME_DIFFERENCE)
+HARDLY_BEYOND = np.array([0.04, 0.005, 0.03])  # all seeds are beyond, but by less than their noise
+TWO_LENGTHS = ([800, 1000], np.array([[2.0, 1.0]] * 3))
+
+
+def test_bound_is_wide_if_the_loss_is_hardly_below_the_curve():
+    losses = 1.0 - HARDLY_BEYOND
+    result = estimate_speedup(*TWO_LENGTHS, losses, STEPS, NO_TIME_DIFFERENCE)
     assert result.value is None
     assert result.low < 1.0
+
+
+def test_bound_is_wide_if_the_loss_is_hardly_above_the_curve():
+    losses = 2.0 + HARDLY_BEYOND
+    result = estimate_speedup(*TWO_LENGTHS, losses, STEPS, NO_TIME_DIFFERENCE)
+    assert result.value is None
+    assert result.high > 0.8
+
+
+@pytest.mark.parametrize("loss", [0.5, 2.5])
+def test_bound_has_the_uncertainty_of_the_step_times(loss):
+    losses = np.full(3, loss)
+    exact = estimate_speedup(*TWO_LENGTHS, losses, STEPS, NO_TIME_DIFFERENCE)
+    noisy = estimate_speedup(*TWO_LENGTHS, losses, STEPS, np.array([-0.1, 0.0, 0.1]))
+    if loss < 1:
+        assert noisy.low < exact.low
+    else:
+        assert noisy.high > exact.high
 
 
 def write_runs(folder: Path, curve: dict[int, float], other: float, **facts) -> list[Path]:
@@ -224,6 +245,13 @@ def test_advice_is_the_command_that_trains_other_lengths(tmp_path):
         write_run(sweep / job, losses=[3.0] * 9, changes=changes, command=command, step=100)
     advice = "python train.py -m model=gpt2 optimizer.lr=0.001 seed=1 train.steps=80,125 name=s"
     assert advice in problem([sweep])
+
+
+def test_advice_is_printed_on_one_line(tmp_path, capsys):
+    rows = compare_rows(write_runs(tmp_path, {100: 1}, 2))
+    print_comparison(rows, tmp_path)
+    (advice,) = [note for note in list_notes(rows) if "train.steps=80,125" in note]
+    assert advice in capsys.readouterr().out.splitlines()
 
 
 def test_advice_is_printed_once(tmp_path):
