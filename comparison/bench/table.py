@@ -49,7 +49,7 @@ def print_results(rows: list[Timing], folder: Path) -> None:
         console.print(f"\n{phase}, {dtype}", style="bold")
         console.print(_phase_table(phase_rows))
     console.print()
-    for note in [*LEGEND, *list_slow_bounds(rows), *list_failures(rows)]:
+    for note in [*LEGEND, *list_failures(rows)]:
         console.print(note)
     console.print_text(f"\nwritten  {folder / 'attention.csv'}  {folder / 'attention.png'}")
 
@@ -93,20 +93,6 @@ def list_wrong_choices(rows: list[Timing]) -> list[str]:
             lines.append(
                 f"step, {dtype}, T = {T:,}: attention=auto selects {choice}, but "
                 f"{fastest[0][0].backend} is faster on this machine."
-            )
-    return lines
-
-
-def list_slow_bounds(rows: list[Timing]) -> list[str]:
-    """List the steps that are not slower with attention than without it, which is due to noise."""
-    lines = []
-    for (title, dtype, T), group in group_rows(rows, "title", "dtype", "T").items():
-        times = {row.backend: row.ms_median for row in group if row.is_finished}
-        bound = times.pop(NO_ATTENTION, 0)
-        if bound > min(times.values(), default=bound):
-            lines.append(
-                f"{title}, {dtype}, T = {T:,}: the step without attention is not faster, so it is "
-                "no bound. Attention takes less time than the times vary."
             )
     return lines
 

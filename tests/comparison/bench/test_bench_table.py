@@ -9,7 +9,6 @@ from bench_helpers import CONFIG, make_row, make_rows
 from comparison.bench.table import (
     describe_bench,
     list_failures,
-    list_slow_bounds,
     list_wrong_choices,
     print_results,
 )
@@ -69,14 +68,6 @@ def test_times_that_vary_widely_are_counted(print_rows):
 
 def test_times_that_do_not_vary_have_no_warning(print_rows):
     assert "are not ranked" not in print_rows([make_row("a", 8, 1.0, spread=0.1)])
-
-
-@pytest.mark.parametrize(("ms", "count"), [(0.9, 0), (1.1, 1)], ids=["faster", "slower"])
-def test_step_without_attention_that_is_not_faster_is_no_bound(ms, count):
-    rows = [make_row(name, 8, t, phase="step") for name, t in (("a", 1.0), ("none", ms))]
-    lines = list_slow_bounds(rows)
-    assert len(lines) == count
-    assert all("step, float32, T = 8: the step without attention" in line for line in lines)
 
 
 @pytest.mark.parametrize(
