@@ -8,8 +8,6 @@ UNPRINTABLE = re.compile("[\x00-\x08\x0b-\x1f\x7f-\x9f\u202a-\u202e\u2066-\u2069
 DISK_FULL_ERRNOS = {errno.ENOSPC, errno.EDQUOT, errno.EFBIG}
 # Exit codes by status of a run or a command.
 EXIT_CODES = {"finished": 0, "failed": 1, "refused": 2, "interrupted": 75}
-# Errors of torch.compile: the C++ compiler or Triton is missing, or does not work.
-COMPILER_ERROR = re.compile("CppCompileError|InvalidCxxCompiler|TritonMissing")
 
 
 class UserError(ValueError):
@@ -51,11 +49,6 @@ def error_message(error: BaseException) -> str | None:
         return f"{error.filename}: {error.strerror}; set another file, folder or name"
     if is_out_of_memory(error):
         return "out of memory; set a smaller batch, context or model"
-    if type(error).__module__ == "torch._inductor.exc" and COMPILER_ERROR.match(str(error)):
-        # Only the first line of the compiler's output, without the command that started it.
-        reason = re.sub(r"\n\nCommand:(?s:.*?)Output:\n", ": ", str(error)).partition("\n")[0]
-        advice = "install a working compiler, or set compile=false and another attention than flex"
-        return f"torch.compile failed ({reason}); {advice}"
     return None
 
 
