@@ -107,7 +107,7 @@ def read_text(path: str, name: str) -> str:
 
 
 def refuse_utf16(start: bytes, name: str) -> None:
-    """Raise UserError for UTF-16 and UTF-32, whose characters have a NUL byte on one side.
+    """Raise UserError for UTF-16, whose characters have a NUL byte on one side.
 
     In other scripts than Latin, at least spaces and line ends have one.
     start: the first bytes of the text.
@@ -118,13 +118,10 @@ def refuse_utf16(start: bytes, name: str) -> None:
     even = start[::2].count(0)
     odd = start[1::2].count(0)
     is_one_sided = max(even, odd) > 10 * min(even, odd)
-    is_utf32 = even + odd > len(start) / 2
-    if is_utf32 or (is_one_sided and even + odd > len(start) / 20):
-        bits = 32 if is_utf32 else 16
-        order = "BE" if start[::4].count(0) > start[3::4].count(0) else "LE"
+    if is_one_sided and even + odd > len(start) / 20:
         raise UserError(
             f"{name} has NUL bytes, as UTF-16 and binary files have; convert it to UTF-8, for "
-            f"example with iconv -f UTF-{bits}{order} -t UTF-8"
+            "example with iconv -f UTF-16 -t UTF-8"
         )
 
 

@@ -256,9 +256,7 @@ ENCODINGS = [
     ("latin.csv", b"text,id\na,1\ncaf\xe9,1\n", "latin.csv .*byte 0xe9 after .*caf"),
     ("little.txt", SENTENCES.encode("utf-16-le"), "little.txt has NUL bytes"),
     ("big.txt", SENTENCES.encode("utf-16-be"), "big.txt has NUL bytes"),
-    ("wide.txt", SENTENCES.encode("utf-32-le"), "wide.txt has NUL bytes"),
     ("russian.txt", RUSSIAN.encode("utf-16-le"), "russian.txt has NUL bytes"),
-    ("russian32.txt", RUSSIAN.encode("utf-32-be"), "russian32.txt has NUL bytes"),
     ("mark.txt", "Sentences. ".encode("utf-16"), "mark.txt .*iconv"),
     ("table.csv", f"text\n{SENTENCES}\n".encode("utf-16"), "table.csv has NUL bytes"),
     ("rows.jsonl", (JSON_ROWS.decode() * 99).encode("utf-16-le"), "rows.jsonl has NUL bytes"),
@@ -333,10 +331,9 @@ def test_advice_for_a_broken_row_is_not_another_column(workdir, name, content):
 
 
 @pytest.mark.skipif(shutil.which("iconv") is None, reason="NOT RUN: needs iconv")
-@pytest.mark.parametrize("encoding", ["utf-16", "utf-16-le", "utf-16-be", "utf-32-le", "utf-32-be"])
-def test_advice_for_another_encoding_converts_the_text(workdir, encoding):
+def test_advice_for_another_encoding_converts_the_text(workdir):
     text = "Sätze, one per line.\n" * 99
-    (workdir / "other.txt").write_bytes(text.encode(encoding))
+    (workdir / "other.txt").write_bytes(text.encode("utf-16"))
     with pytest.raises(UserError) as error:
         load_documents("other.txt")
     command = str(error.value).rpartition("with ")[2]
