@@ -63,11 +63,11 @@ def _find_different_settings(saved: GPTConfig, config: GPTConfig) -> list[str]:
     if saved.max_ngram == 1:
         may_differ.add("ngram_table_size")
     old = asdict(saved) | {"n_kv_head": saved.kv_heads, "mlp_width": saved.mlp_channels}
-    new = asdict(config)
     # what None stands for, once all other settings are those of the saved model
-    if new["n_kv_head"] is None:
-        new["n_kv_head"] = saved.n_head
-    if new["mlp_width"] is None:
-        new["mlp_width"] = replace(saved, mlp_width=None).mlp_channels
+    defaults = replace(saved, n_kv_head=None, mlp_width=None)
+    new = asdict(config) | {
+        "n_kv_head": config.n_kv_head or defaults.kv_heads,
+        "mlp_width": config.mlp_width or defaults.mlp_channels,
+    }
     different = [key for key in old if old[key] != new[key] and key not in may_differ]
     return [f"model.{key}={format_value(old[key])}" for key in different]
