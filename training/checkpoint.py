@@ -28,7 +28,7 @@ from training.run_folder import RunFolder
 from training.train_state import TrainState
 
 # Settings that do not change the hash of the data, so they do not explain another hash
-NOT_HASHED = ("document_mask", "weight", "text_bytes", "stream")
+NOT_HASHED = {"data.document_mask", "data.text_bytes", "data.stream"}
 
 
 def make_checkpoint_header(config: RunConfig, meta: dict) -> dict[str, Any]:
@@ -83,14 +83,11 @@ def check_identity(folder: Path, saved: dict, header: dict) -> None:
         return
     if "data" in changes:
         del changes["data"]  # a hash of the text and of the settings that read it: name these
-        shared_sources = saved["config"]["data"]["mix"].keys() & header["config"]["data"]["mix"]
-        old_settings = _data_settings(saved["config"], shared_sources)
-        new_settings = _data_settings(header["config"], shared_sources)
-        no_settings = dict.fromkeys(old_settings)  # a source may have left data.mix
-        settings = _describe_changes(old_settings, no_settings | new_settings)
+        old_settings = _data_settings(saved["config"])
+        new_settings = _data_settings(header["config"])
+        settings = _describe_changes(old_settings, new_settings)
         changes |= settings
-        explains_hash = any(not key.endswith(NOT_HASHED) for key in settings)
-        if not explains_hash:  # so the text itself has changed
+        if not settings.keys() - NOT_HASHED:  # so the text itself has changed
             data = header["config"]["data"]
             source = format_value(data["path"] or data["name"])
             changes["text"] = f"another text than {source} has now"
@@ -109,24 +106,18 @@ def _model_identity(config: GPTConfig) -> dict[str, Any]:
 
 
 def _describe_changes(old: dict, new: dict) -> dict[str, str]:
-    """Describe the keys of `new` whose values differ: {key: "key=old (now new)"}."""
+    """Describe the keys that both have and whose values differ: {key: "key=old (now new)"}."""
     changes = {}
     for key, value in new.items():
-        if old.get(key) != value:
-            changes[key] = f"{key}={format_value(old.get(key))} (now {format_value(value)})"
+        if key in old and old[key] != value:
+            changes[key] = f"{key}={format_value(old[key])} (now {format_value(value)})"
     return changes
 
 
-def _data_settings(config: dict, shared_sources: set[str]) -> dict:
-    """The settings of data and tokenizer: {"data.path": value}.
-
-    Of a source of data.mix that only one of two runs has, only its text.
-    """
-    data = config["data"]
-    mix = {}
-    for name, source in data["mix"].items():
-        mix[name] = source if name in shared_sources else source["path"] or source["name"]
-    return flatten_dict({"data": data | {"mix": mix}, "tokenizer": config["tokenizer"]})
+def _data_settings(config: dict) -> dict:
+    """The settings of data and tokenizer: {"data.path": value}. data.mix is a list of names."""
+    sections = flatten_dict({"data": config["data"], "tokenizer": config["tokenizer"]})
+    return sections | {"data.mix": list(config["data"]["mix"])}
 
 
 @dataclass

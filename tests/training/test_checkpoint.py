@@ -272,7 +272,7 @@ def test_source_that_was_removed_from_a_mix_is_named():
     both = RunConfig(data=DataConfig(mix={"one": one, "two": DataConfig(path="2.txt")}))
     old = make_checkpoint_header(both, META)
     new = make_checkpoint_header(RunConfig(data=DataConfig(mix={"one": one})), OTHER_DATA)
-    with pytest.raises(UserError, match=r"with data.mix.two=2.txt \(now null\);"):
+    with pytest.raises(UserError, match=r"with data.mix=\[one,two\] \(now \[one\]\);"):
         check_identity(Path("runs/a"), old, new)
 
 
