@@ -34,8 +34,6 @@ SUMMARY_METRICS = {
     "tokens_per_second": "tokens_per_second",
     "mfu": "mfu",
 }
-# facts on which the peak FLOP/s depends
-MACHINE_FACTS = ("device_name", "dtype", "threads", "world_size", "tf32")
 
 
 class RunLogger(AbstractContextManager):
@@ -60,9 +58,6 @@ class RunLogger(AbstractContextManager):
         self.tokens_per_step = config.train.batch_size * config.model.block_size
         self.flops_per_step = self.tokens_per_step * facts["flops_per_token"]
         peak = peak_flops(runtime.device, runtime.dtype) * runtime.dist.world_size
-        # a busy machine has a smaller peak; an earlier process may have found the true one
-        if all(run.previous.get(key) == facts[key] for key in MACHINE_FACTS):
-            peak = max(peak, run.previous.get("peak_flops") or 0.0)
         self.speed = Speed(runtime.device, self.tokens_per_step, self.flops_per_step, peak)
         self.read_timing: Callable[[], dict] | None = None  # None before the first step
         self.wandb = None
