@@ -1,6 +1,8 @@
-"""This process and its machine, without torch: the command line and the CPU cores."""
+"""This process and its machine, without torch: the command line, CPU cores and malloc."""
 
+import ctypes
 import os
+import platform
 import shlex
 import sys
 from pathlib import Path
@@ -19,3 +21,9 @@ def cpu_count() -> int:
     if hasattr(os, "sched_getaffinity"):
         return len(os.sched_getaffinity(0))
     return os.cpu_count() or 1
+
+
+def call_glibc(function: str, *arguments: int) -> None:
+    """Call a function of malloc in glibc. Without glibc, do nothing."""
+    if platform.libc_ver()[0] == "glibc":
+        getattr(ctypes.CDLL(None), function)(*arguments)

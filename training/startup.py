@@ -12,14 +12,14 @@ pairs:
 """
 
 import atexit
-import ctypes
 import gc
 import os
-import platform
 import sys
 from contextlib import suppress
 from inspect import unwrap
 from typing import NoReturn
+
+from common.system import call_glibc
 
 
 def spin_less() -> None:
@@ -50,11 +50,9 @@ def exit_process(code: int) -> NoReturn:
 
 def keep_freed_memory() -> None:
     """Let malloc reuse the memory that a step frees: the system zeroes new memory page by page."""
-    if platform.libc_ver()[0] != "glibc":
-        return
-    libc = ctypes.CDLL(None)
-    libc.mallopt(-3, 2**25)  # M_MMAP_THRESHOLD: the largest possible; larger blocks are always new
-    libc.mallopt(-1, -1)  # M_TRIM_THRESHOLD: never
+    # M_MMAP_THRESHOLD: the largest possible; larger blocks are always new
+    call_glibc("mallopt", -3, 2**25)
+    call_glibc("mallopt", -1, -1)  # M_TRIM_THRESHOLD: never
 
 
 def without_dynamo(optimizer_class: type) -> type:

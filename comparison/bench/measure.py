@@ -15,10 +15,10 @@ import torch
 from torch import Tensor
 
 from common.device import autocast, peak_memory_bytes, reset_peak_memory, resolve_dtype
+from common.system import call_glibc
 from comparison.bench.cases import Case, configure_model
 from comparison.bench.config import BenchConfig
 from comparison.bench.results import FINISHED, NO_ATTENTION, Timing
-from comparison.bench.worker import return_blocks_when_freed, return_freed_memory
 from model import AttentionConfig
 from model.attention import get_attention_fn
 from model.attention.backends import naive, repeat_kv
@@ -43,7 +43,8 @@ def measure(case: Case, config: BenchConfig, reference: Path) -> tuple[Timing, l
     """
     device = case.request.device
     configure_backends(device, deterministic=False, tf32=config.tf32)
-    return_blocks_when_freed(2**16)  # otherwise the peak would contain freed blocks, by chance
+    # M_MMAP_THRESHOLD: freed blocks are returned; otherwise they would be in the peak, by chance
+    call_glibc("mallopt", -3, 2**16)
     if "torch._dynamo" in sys.modules:
         torch.compiler.reset()  # compile for the shapes of this case, as a new process does
     make_call = make_training_step if case.phase == "step" else make_attention_call
@@ -63,7 +64,7 @@ def measure(case: Case, config: BenchConfig, reference: Path) -> tuple[Timing, l
             row.error_gradients = errors[1:].max().item()
     del outputs
 
-    return_freed_memory()
+    call_glibc("malloc_trim", 0)  # the peak would not count freed blocks that are used again
     reset_peak_memory(device)
     before = peak_memory_bytes(device)
     call()

@@ -3,10 +3,8 @@
 A crash, a time limit or a lack of memory ends only that call.
 """
 
-import ctypes
 import gc
 import os
-import platform
 import signal
 from collections.abc import Callable
 from contextlib import suppress
@@ -18,6 +16,7 @@ from typing import Any
 import torch
 
 from common.errors import UserError, is_out_of_memory
+from common.system import call_glibc
 from comparison.bench.results import FAILED, FINISHED, OUT_OF_MEMORY, REFUSED, TIME_LIMIT
 
 
@@ -97,19 +96,4 @@ def _try_call(function: Callable, arguments: tuple) -> tuple[str, Any]:
     finally:
         gc.collect()
         torch.cuda.empty_cache()  # the workers of other backends need the memory
-        return_freed_memory()
-
-
-def return_blocks_when_freed(min_bytes: int) -> None:
-    """Make glibc's malloc return blocks of this size to the system when they are freed."""
-    if platform.libc_ver()[0] == "glibc":
-        ctypes.CDLL(None).mallopt(-3, min_bytes)  # M_MMAP_THRESHOLD
-
-
-def return_freed_memory() -> None:
-    """Return freed blocks of glibc's malloc to the system.
-
-    The next peak would not count blocks that are reused.
-    """
-    if platform.libc_ver()[0] == "glibc":
-        ctypes.CDLL(None).malloc_trim(0)
+        call_glibc("malloc_trim", 0)  # returns freed blocks to the system

@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from common.device import peak_memory_bytes, reset_peak_memory
-from comparison.bench.worker import return_freed_memory
+from common.system import call_glibc
 
 CPU = torch.device("cpu")
 SIZE = 64 * 2**20
@@ -21,7 +21,7 @@ pytestmark = pytest.mark.skipif(
 @pytest.fixture
 def before() -> int:
     """Bytes in use, after freed memory is returned and the peak is reset."""
-    return_freed_memory()  # of earlier tests, which a tensor could reuse
+    call_glibc("malloc_trim", 0)  # of earlier tests, which a tensor could reuse
     reset_peak_memory(CPU)
     return peak_memory_bytes(CPU)
 
@@ -35,14 +35,14 @@ def test_peak_memory_after_a_reset_is_the_memory_in_use(before):
 def test_peak_memory_counts_memory_that_was_freed(before):
     block = torch.ones(SIZE, dtype=torch.uint8)
     del block
-    return_freed_memory()
+    call_glibc("malloc_trim", 0)
     assert peak_memory_bytes(CPU) - before > SIZE // 2
 
 
 def test_reset_forgets_the_peak(before):
     block = torch.ones(SIZE, dtype=torch.uint8)
     del block
-    return_freed_memory()
+    call_glibc("malloc_trim", 0)
     peak = peak_memory_bytes(CPU)
     reset_peak_memory(CPU)
     assert peak - peak_memory_bytes(CPU) > SIZE // 2
