@@ -2,12 +2,12 @@
 
 import json
 import math
-from collections.abc import Iterable
 from pathlib import Path
 
 import numpy as np
 
 from common.plots import TRAIN_COLOR, VAL_COLOR, label_log_axis, make_figure, style_axes
+from training.run_folder import read_curves
 
 ATTENTION_PANELS = {
     "score_variance": "variance of the scores",
@@ -18,40 +18,38 @@ ATTENTION_PANELS = {
 }
 
 
-def read_curves(lines: Iterable[bytes], *keys: str) -> dict[str, tuple[np.ndarray, np.ndarray]]:
-    """Read metrics, such as "train/loss", from lines of metrics.jsonl.
-
-    Returns {key: (steps, values)}. Rows without a value are omitted.
-    """
-    rows = [json.loads(line) for line in lines]
-    curves = {}
-    for key in keys:
-        points = [(row["step"], row[key]) for row in rows if row.get(key) is not None]
-        steps = np.array([step for step, _ in points], dtype=int)
-        values = np.array([value for _, value in points], dtype=float)
-        curves[key] = (steps, values)
-    return curves
-
-
 def plot_run(folder: Path) -> None:
     """Plot the losses and, if there are any, the attention statistics in <folder>/metrics.jsonl."""
-    lines = (folder / "metrics.jsonl").read_bytes().splitlines()
-    curves = read_curves(lines, "train/loss", "val/loss")
+    content = (folder / "metrics.jsonl").read_bytes()
+    curves = read_curves(content, "train/loss", "val/loss")
     figure = make_figure(7.5, 4.2)
     axes = figure.subplots()
     style_axes(axes, folder.name)
-    steps, losses = curves["train/loss"]
-    if len(steps) > 0:
-        label = "training, each step's batch"
-        axes.plot(steps, losses, color=TRAIN_COLOR, linewidth=0.8, label=label)
-    steps, losses = curves["val/loss"]
-    if len(steps) > 0:
-        label = f"validation, best {losses.min():.3f}"
-        axes.plot(steps, losses, "o-", color=VAL_COLOR, linewidth=1.8, markersize=4, label=label)
+    losses = curves["train/loss"]
+    if losses:
+        axes.plot(
+            list(losses),
+            list(losses.values()),
+            color=TRAIN_COLOR,
+            linewidth=0.8,
+            label="training, each step's batch",
+        )
+    losses = curves["val/loss"]
+    if losses:
+        axes.plot(
+            list(losses),
+            list(losses.values()),
+            "o-",
+            color=VAL_COLOR,
+            linewidth=1.8,
+            markersize=4,
+            label=f"validation, best {min(losses.values()):.3f}",
+        )
     axes.set(xlabel="optimizer step", ylabel="loss, nats per token")
     if axes.lines:
         axes.legend(frameon=False)
     figure.savefig(folder / "loss.png")
+    lines = content.splitlines()
     rows = [json.loads(line) for line in lines if b'"attention/entropy"' in line]
     if rows:
         _plot_attention(rows, folder / "attention.png")

@@ -4,7 +4,6 @@ runs/<name>/config.yaml  metrics.jsonl  summary.json
 runs/sweeps/<sweep>/sweep.json  <job>/config.yaml ...
 """
 
-import json
 import re
 from collections import Counter
 from dataclasses import dataclass
@@ -15,6 +14,7 @@ from typing import Any
 from common.errors import UserError
 from common.files import parse_yaml, read_file, read_json
 from common.settings import flatten_dict, format_value
+from training.run_folder import read_curves
 
 IGNORED_SECTIONS = ("seed", "name", "resume", "wandb")  # runs of one setting may differ in these
 # Suffixes of the keys that select the values of a section, as model.name and attention.backend do.
@@ -75,7 +75,8 @@ class Run:
     @cached_property
     def curves(self) -> dict[str, dict[int, float]]:
         """The values of each key of METRICS by step. Raises UserError for a damaged file."""
-        return read_file(self.folder / "metrics.jsonl", _parse_metrics, ADVICE)
+        path = self.folder / "metrics.jsonl"
+        return read_file(path, lambda content: read_curves(content, *METRICS), ADVICE)
 
     def after_warmup(self, key: str) -> list[float]:
         """The values of a key of METRICS, without those of the first steps."""
@@ -178,14 +179,6 @@ def _list_swept(job: str) -> str:
 
 def _parse_config(content: bytes) -> dict:
     return flatten_dict(parse_yaml(content))
-
-
-def _parse_metrics(content: bytes) -> dict[str, dict[int, float]]:
-    rows = [json.loads(line) for line in content.splitlines()]
-    curves = {}
-    for key in METRICS:
-        curves[key] = {row["step"]: float(row[key]) for row in rows if row.get(key) is not None}
-    return curves
 
 
 def _set_labels(settings: list[Setting]) -> None:

@@ -7,20 +7,12 @@ from helpers import metrics, summary, train_here, untimed
 from run_helpers import train_in
 
 from generation.head_statistics import STATISTICS
-from training.plots import plot_run, read_curves
+from training.plots import plot_run
 
 HEADS = [f"/layer_{layer}/head_{head}" for layer in (1, 2) for head in (1, 2)]
 KEYS = {f"attention/{name}{end}" for name in STATISTICS for end in ("", *HEADS)}
 KEYS.add("attention_heads")
 SETTINGS = ["dtype=bfloat16", "model.dropout=0.2", "optimizer=adamw"]
-
-
-def test_curve_has_the_rows_with_a_value():
-    lines = [b'{"step": 0, "val/loss": 3}', b'{"step": 1}', b'{"step": 2, "val/loss": null}']
-    lines.append(b'{"step": 3, "val/loss": 2.5}')
-    steps, values = read_curves(lines, "val/loss")["val/loss"]
-    assert steps.tolist() == [0, 3]
-    assert values.tolist() == [3.0, 2.5]
 
 
 @pytest.mark.parametrize(
