@@ -35,7 +35,10 @@ def print_results(rows: list[Timing], folder: Path) -> None:
     """Print the recommendation, the tables, a legend and failures. folder: the bench's folder."""
     console = PlainConsole()
     console.print(f"\nfastest here ({rows[0].device})", style="bold")
-    console.print(_recommendation_table(rows))
+    recommendation = make_table("", "", "", left=3, header=False)
+    for line in recommend(rows):
+        recommendation.add_row(*line)
+    console.print(recommendation)
     for line in list_wrong_choices(rows):
         console.print(line, style="bold")
     noisy = [row for row in rows if row.is_noisy]
@@ -52,13 +55,6 @@ def print_results(rows: list[Timing], folder: Path) -> None:
     for note in [*LEGEND, *list_failures(rows)]:
         console.print(note)
     console.print_text(f"\nwritten  {folder / 'attention.csv'}  {folder / 'attention.png'}")
-
-
-def _recommendation_table(rows: list[Timing]) -> Table:
-    table = make_table("", "", "", left=3, header=False)
-    for line in recommend(rows):
-        table.add_row(*line)
-    return table
 
 
 def _phase_table(rows: list[Timing]) -> Table:
