@@ -1,10 +1,15 @@
 """Batches of token windows. A batch is a pure function of (split, first, count), without any state.
 
 Training: the n tokens of a source form a ring. An epoch cuts the ring at a random phase into
-ceil(n / T) windows and shuffles them, so that each token is a target once (a few twice, where the
-last window overlaps the first). T is block_size. Sequence i depends only on the seed and i:
-resuming needs only its number, and any number of processes sees the same batches. The sources of a
-mix take turns by weight, each with its own epochs.
+ceil(n / T) windows, so that each token is a target once (a few twice, where the last window
+overlaps the first). T is block_size. All epochs read the windows in the same random order, so that
+a token returns after a complete epoch. With a new order in each epoch, many would return early,
+while the model still remembers them: the validation loss rose at the start of each epoch
+(docs/experiments/text-sizes.md).
+
+Sequence i depends only on the seed and i: resuming needs only its number, and any number of
+processes sees the same batches. The sources of a mix take turns by weight, each with its own
+epochs.
 
 Validation: windows are consecutive. The last one ends with the text; its targets that the previous
 window also has are masked, so that every target counts once.
@@ -48,8 +53,9 @@ class Loader:
         self.train = data.train
         # number of windows per epoch of each source
         self.windows = [math.ceil(len(tokens) / block_size) for tokens in self.train]
-        # by source: the last epoch that was read, and the phase and the order of its windows
-        self.epochs: dict[int, tuple[int, int, np.ndarray]] = {}
+        # by source: the order of the windows, and the last epoch that was read and its phase
+        self.orders: dict[int, np.ndarray] = {}
+        self.phases: dict[int, tuple[int, int]] = {}
         self.val = data.val
         self.val_T = min(block_size, len(self.val) - 1)
         self.val_windows = math.ceil((len(self.val) - 1) / self.val_T)
@@ -106,14 +112,19 @@ class Loader:
 
     def _shuffle_epoch(self, source: int, epoch: int) -> tuple[int, np.ndarray]:
         """Phase and order of the windows of an epoch. Remembers the last epoch of each source."""
-        if source not in self.epochs or self.epochs[source][0] != epoch:
-            # the first source of a mix has the seed of a run without a mix
-            seed = (self.seed, epoch, source) if source > 0 else (self.seed, epoch)
-            rng = np.random.default_rng(seed)
-            phase = int(rng.integers(self.T))
-            self.epochs[source] = (epoch, phase, rng.permutation(self.windows[source]))
-        _, phase, order = self.epochs[source]
-        return phase, order
+        if source not in self.orders:
+            rng = self._make_rng(source, 0)
+            rng.integers(self.T)  # the phase of epoch 0
+            self.orders[source] = rng.permutation(self.windows[source])
+        if self.phases.get(source, (None, 0))[0] != epoch:
+            phase = int(self._make_rng(source, epoch).integers(self.T))
+            self.phases[source] = (epoch, phase)
+        return self.phases[source][1], self.orders[source]
+
+    def _make_rng(self, source: int, epoch: int) -> np.random.Generator:
+        # the first source of a mix has the seed of a run without a mix
+        seed = (self.seed, epoch, source) if source > 0 else (self.seed, epoch)
+        return np.random.default_rng(seed)
 
     def _find_source(self, sequence: int) -> tuple[int, int]:
         """The source of a training sequence, and the number of earlier sequences of this source.
