@@ -12,7 +12,8 @@ most used keys:
   experiment=NAME       a complete recipe from configs/experiment/
   data.path=FILE        the text to train on
   preset=1MB            for this amount of text: 20kB, 100kB, 300kB, 1MB, 3MB or 10MB; or auto
-  train.steps=N         optimizer steps; train.minutes=M sets a time limit
+  train.minutes=M       without train.steps: a model for this text and M minutes on this machine
+  train.steps=N         optimizer steps; or train.epochs=N, passes over the text
   train.batch_size=N    sequences per step; train.micro_batch_size=N splits it to fit into memory
   model.n_layer=N       size of the model, with model.n_head, model.n_embd and model.block_size
   optimizer.lr=X        peak learning rate
@@ -77,7 +78,8 @@ def main(config: RunConfig) -> int:
         scaler = build_grad_scaler(device, runtime.dtype)
 
         # training state: from the last checkpoint, if the run resumes
-        state = TrainState(config.train, model, optimizers, scaler)
+        steps_per_epoch = sum(loader.windows) / config.train.batch_size
+        state = TrainState(config.train, model, optimizers, scaler, steps_per_epoch)
         header = make_checkpoint_header(config, data.meta)
         load_last_checkpoint(run, state, header, dist)
         if run.was_finished_at(state.step) and state.progress >= 1:  # limits were not raised

@@ -57,7 +57,7 @@ class Track:
     fixed: dict[str, object] = field(default_factory=lambda: FIXED)
 
 
-FIVE_MINUTES = ["experiment=larger_model", "device=cpu", "train.minutes=4.6", "wandb.mode=disabled"]
+FIVE_MINUTES = ["device=cpu", "train.minutes=4.6", "wandb.mode=disabled"]
 FIVE_MINUTES += ["eval.every=1000000", "eval.initial=false", "eval.windows=null"]
 TRACKS = {
     "nanogpt-cpu": Track(

@@ -29,7 +29,8 @@ SYNONYMS = {
     "optimizer.betas": "beta1 beta2",
     "schedule.warmup_steps": "warmup_iters",
     "schedule.final_fraction": "min_lr",
-    "train.steps": "max_iter max_iters epochs num_train_epochs lr_decay_iters",
+    "train.steps": "max_iter max_iters lr_decay_iters",
+    "train.epochs": "num_train_epochs",
     "train.batch_size": "batch",
     "train.micro_batch_size": "batch gradient_accumulation_steps grad_accum accumulate "
     "per_device_train_batch_size",

@@ -1,50 +1,65 @@
-"""Presets: values for the amount of training text. They apply to keys that nothing else sets.
+"""Selects the preset of a run (training/presets.py): values for keys that nothing else sets.
 
-Recipes, YAML files and the command line override them. preset=auto selects the nearest size.
-10MB applies to longer texts, too, and has the defaults of the dataclasses.
+Recipes, YAML files and the command line override a preset.
 """
 
+import os
+import re
+from functools import cache
 from math import log
 from typing import Any
 
 from omegaconf import DictConfig, OmegaConf
 
 from common.errors import UserError
-from common.settings import format_value
+from common.settings import check
+from comparison.sweep.jobs import read_job_config
 from data.sources import Source
-
-# The presets, and the bytes of training text that each is for.
-SIZES = {"20kB": 2e4, "100kB": 1e5, "300kB": 3e5, "1MB": 1e6, "3MB": 3e6, "10MB": 1e7}
-# The values of each key, in the order of SIZES. muon.KEY is optimizer.KEY with optimizer=muon.
-PRESETS = {
-    "tokenizer.vocab_size": (288, 640, 768, 1024, 1536, 2048),
-    "train.batch_size": (4, 8, 8, 16, 16, 16),
-    "train.steps": (100, 140, 350, 800, 700, 1000),
-    "eval.every": (20, 20, 50, 100, 100, 100),
-    "muon.head_lr": (0.003, 0.003, 0.003, 0.005, 0.005, 0.005),
-    "muon.weight_decay": (4.0, 3.0, 2.0, 1.0, 0.3, 0.1),
-    "muon.ngram_weight_decay": (24.0, 24.0, 12.0, 5.0, 2.0, 0.7),
-}
+from generation.run_paths import RUNS, SWEEPS
+from training.presets import (
+    HEAD_DIM,
+    PRESETS,
+    SIZES,
+    TEXT_BYTES,
+    UTILIZATION,
+    name_preset,
+    parse_preset,
+    preset_values,
+)
 
 
 def add_preset_values(schema: DictConfig, prefix: str = "") -> None:
     """Let keys of a schema take their values from the preset that a run will select.
 
+    Without a value in the preset, they keep their default.
     prefix: "muon." for the schema of this optimizer.
     """
-    for preset_key in PRESETS:
+    for preset_key in preset_values("1.0e7-1.0e13"):
         key = preset_key.removeprefix(prefix)
-        if preset_key.startswith(prefix) and OmegaConf.select(schema, key) is not None:
-            OmegaConf.update(schema, key, f"${{preset:{preset_key}}}")
+        default = OmegaConf.select(schema, key, default="missing")
+        if preset_key.startswith(prefix) and default != "missing":
+            word = "null" if default is None else default
+            OmegaConf.update(schema, key, f"${{preset:{preset_key},{word}}}")
 
 
-def preset_value(key: str, *, _root_: Any) -> Any:
-    """The value of ${preset:key}, an interpolation of OmegaConf. _root_: the complete config."""
+def preset_value(key: str, default: Any, *, _root_: Any) -> Any:
+    """The value of ${preset:key,default}, an interpolation of OmegaConf. _root_: the config."""
     # The initial weights of finetuning have been learned. Weight decay would erase them.
     if key.endswith("weight_decay") and OmegaConf.select(_root_, "train.init_from") is not None:
         return 0.0
-    preset = OmegaConf.select(_root_, "preset") or "10MB"
-    return PRESETS[key][list(SIZES).index(preset)]
+    values = preset_values(OmegaConf.select(_root_, "preset") or "10MB")
+    value = values.get(key, default)
+    if key == "model.n_head" and key in values and _root_.model.n_embd % HEAD_DIM == 0:
+        return _root_.model.n_embd // HEAD_DIM
+    if key == "train.micro_batch_size" and value is not None:
+        world_size = _root_.world_size or int(os.environ.get("WORLD_SIZE", "1"))
+        is_divisor = (_root_.train.batch_size // world_size) % value == 0
+        return value if is_divisor else None
+    if key == "train.steps":
+        other_limit = "train.minutes" if "train.epochs" in values else "train.epochs"
+        if OmegaConf.select(_root_, other_limit) is not None:
+            return None
+    return value
 
 
 OmegaConf.register_new_resolver("preset", preset_value, replace=True)
@@ -53,15 +68,72 @@ OmegaConf.register_new_resolver("preset", preset_value, replace=True)
 def select_preset(config: DictConfig, sources: list[Source]) -> str | None:
     """The preset of a composed config; None if no key takes a value from it.
 
-    preset=auto is the nearest size on a logarithmic scale. A text that is not on this machine
-    counts as long, unless data.text_bytes is set. Raises UserError for an unknown preset.
+    preset=auto is the one that a run or sweep of this name has recorded, if it has FLOPs; with
+    train.minutes instead of train.steps, the preset for text and time; else the nearest size on a
+    logarithmic scale. A text that is not on this machine counts as long, unless data.text_bytes is
+    set. Raises UserError for an unknown preset, and for values that measuring the speed needs.
     """
-    if config.preset not in ("auto", *SIZES):
-        choices = ", ".join(SIZES)
-        raise UserError(f"preset={format_value(config.preset)} is unknown; set auto, {choices}")
-    if "${preset:" not in OmegaConf.to_yaml(config):
-        return None
+    used = set(re.findall(r"\$\{preset:([^,]+)", OmegaConf.to_yaml(config)))
     if config.preset != "auto":
-        return config.preset
-    text_bytes = sum(source.text_bytes or max(SIZES.values()) for source in sources)
-    return min(SIZES, key=lambda name: abs(log(SIZES[name] / max(1, text_bytes))))
+        return config.preset if used & set(preset_values(config.preset)) else None
+    if not used & set(PRESETS):
+        return None
+    if "train" in config:
+        recorded = recorded_preset(config.name, config.train.minutes)
+        if recorded is not None:
+            return recorded
+    text_bytes = sum(source.text_bytes or TEXT_BYTES[-1] for source in sources)
+    preset = min(SIZES, key=lambda name: abs(log(SIZES[name] / max(1, text_bytes))))
+    has_minutes = OmegaConf.select(config, "train.minutes") is not None
+    if has_minutes and "train.steps" in used and config.train.init_from is None:
+        check(OmegaConf.to_object(OmegaConf.merge(config, {"preset": preset})))
+        return name_preset(text_bytes, training_flops(config))
+    return preset
+
+
+def recorded_preset(name: str | None, minutes: float | None) -> str | None:
+    """The preset with FLOPs that a run keeps when it resumes.
+
+    Of runs/<name>, or of a job of the sweep <name> with the same train.minutes. None: there is
+    none.
+    """
+    if name is None:
+        return None
+    run = RUNS / name / "config.yaml"
+    for file in (run, *sorted((SWEEPS / name).glob("*/config.yaml"))):
+        config = read_job_config(file.parent) if file.exists() else {}
+        preset = config.get("preset") or ""
+        if parse_preset(preset) is not None and (file == run or config["train.minutes"] == minutes):
+            return preset
+    return None
+
+
+def training_flops(config: DictConfig) -> float:
+    """FLOPs that a run can spend on matrix products in train.minutes, on all devices."""
+    speed = config.flops_per_second
+    if speed is None:
+        speed = measure_speed(config.device, config.dtype, config.world_size)
+    return 60 * config.train.minutes * speed
+
+
+@cache  # the jobs of a sweep have equal presets
+def measure_speed(device_name: str, dtype_name: str, world_size: int | None) -> float:
+    """FLOP/s that training will reach on all devices, estimated from their peak.
+
+    world_size: number of devices; None: as started by torchrun.
+    Raises UserError if the processes of torchrun would measure different speeds.
+    """
+    # these import torch, which takes a second
+    from common.device import resolve_device, resolve_dtype
+    from training.distributed import Dist
+    from training.peak_flops import is_in_table, peak_flops
+
+    dist = Dist.from_environment()
+    device = resolve_device(device_name, dist.local_rank)
+    if dist.world_size > 1 and not is_in_table(device):
+        raise UserError(
+            "train.minutes under torchrun needs the preset, because processes would measure "
+            f"different speeds; set the preset that plan=true world_size={dist.world_size} prints"
+        )
+    peak = peak_flops(device, resolve_dtype(dtype_name, device))
+    return UTILIZATION * (world_size or dist.world_size) * peak

@@ -113,7 +113,7 @@ class TokenizerConfig:
 class PrepareConfig:
     """Config of prepare.py."""
 
-    # The preset that has set the size of the vocabulary (configs/preset.py).
+    # The preset that has set the size of the vocabulary (training/presets.py).
     preset: str | None = None
     data: DataConfig = field(default_factory=python_stdlib)
     tokenizer: TokenizerConfig = field(default_factory=TokenizerConfig)

@@ -7,8 +7,8 @@ import docs_helpers as docs
 from helpers import ROOT
 
 from common.settings import flatten_dict, format_value
-from configs.preset import PRESETS, SIZES
 from training.config import RunConfig
+from training.presets import PRESETS, SIZES
 
 PAGE = ROOT / "docs/defaults.md"
 WIDTH = 100

@@ -1,5 +1,6 @@
 """train.py: the files of a run, and the training loop."""
 
+import math
 import re
 import time
 from contextlib import chdir
@@ -10,7 +11,7 @@ import pytest
 import torch
 import yaml
 from attention_helpers import IS_OLD_GPU, REQUEST_CUDA, choose, resolve_or_skip
-from helpers import ROOT, TINY, load, metrics, summary
+from helpers import ROOT, TINY, load, metrics, run_command, summary
 from run_helpers import assert_same_run, train_in, val_losses
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -483,3 +484,25 @@ def test_run_on_cuda_is_compiled_and_in_bfloat16_by_default(trained_on_cuda):
 def test_run_on_cuda_can_be_sampled(trained_on_cuda, sample):
     trained_on_cuda("sdpa", "compile=false")
     assert sample("run=a", "device=cuda", "prompt=The 1", "max_new_tokens=5").startswith("The 1")
+
+
+def test_epochs_end_a_run_when_each_window_has_been_read_so_often(workdir):
+    printed = train_in(workdir, "name=a", "train.steps=null", "train.epochs=1.5")
+    windows = -(-int(re.search(r"([\d,]+) training tokens", printed)[1].replace(",", "")) // 16)
+    assert "training for 1.5 epochs of 4 x 16" in printed
+    assert metrics("a")[-1]["step"] == math.ceil(1.5 * windows / 4)
+
+
+def test_run_with_minutes_keeps_its_preset_when_it_resumes(workdir, monkeypatch, capsys):
+    words = ["data.path=text.txt", "name=a", "wandb.mode=disabled"]
+    words += ["eval.every=1000000", "eval.windows=4", "eval.sample.max_new_tokens=0"]
+    words += ["model.n_layer=1", "model.n_head=1", "model.n_embd=16", "model.ngram_table_size=64"]
+    assert run_command("train", *words, "train.minutes=1e-6") == 0
+    first = yaml.safe_load(Path("runs/a/config.yaml").read_text(encoding="utf-8"))
+    assert f"preset   {first['preset']}, for " in capsys.readouterr().out
+    monkeypatch.setattr("configs.preset.measure_speed", lambda *_: 1e18)  # of another machine
+    assert run_command("train", *words, "train.minutes=10") == 0
+    second = yaml.safe_load(Path("runs/a/config.yaml").read_text(encoding="utf-8"))
+    assert second["preset"] == first["preset"]
+    assert second["tokenizer"] == first["tokenizer"]
+    assert "resumed from step" in capsys.readouterr().out

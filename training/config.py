@@ -1,8 +1,8 @@
 """Config of train.py: RunConfig and its sections.
 
 Each field has its key, type, default, limits and meaning. "(preset)" marks the defaults that a
-preset replaces for short texts (configs/preset.py). docs/configuration.md describes how the command
-line and YAML files set values.
+preset replaces (training/presets.py). docs/configuration.md describes how the command line and YAML
+files set values.
 
 This module does not import torch, so that wrong settings are reported immediately.
 """
@@ -32,8 +32,10 @@ class TrainConfig:
 
     # optimizer steps (preset)
     steps: int | None = setting(1000, 1, MAX_STEPS)
-    # time limit; the run ends at steps or minutes, whichever comes first
-    minutes: float | None = setting(None, above=0)
+    # passes over the training text; the run ends at steps, epochs or minutes, whichever comes first
+    epochs: float | None = setting(None, above=0)
+    # time limit. Without steps, a preset for text and time also sets model, vocabulary and batch
+    minutes: float | None = setting(None, above=0, high=1e9)
     # sequences per optimizer step, over all devices (preset)
     batch_size: int = setting(16, 1, 10**6)
     # sequences per forward pass on one device; None: all. Halve it until it fits into memory
@@ -50,8 +52,8 @@ class TrainConfig:
     init_from: str | None = setting(None, choices=("run:NAME", "hf:NAME", *GPT2_MODELS))
 
     def rules(self, section: str) -> Iterator[Rule]:
-        has_end = self.steps is not None or self.minutes is not None
-        yield "steps", has_end, "needs train.minutes; set one of them"
+        has_end = any(limit is not None for limit in (self.steps, self.epochs, self.minutes))
+        yield "steps", has_end, "needs train.epochs or train.minutes; set one of them"
         self.split_batch(world_size=1)  # what cannot be split on one device cannot be on several
 
     def split_batch(self, world_size: int) -> tuple[int, int]:
@@ -215,7 +217,7 @@ class RunConfig:
     world_size: int | None = setting(None, 1, 10**6)
     # resume runs/<name> if it exists; False: refuse to change an existing run
     resume: bool = True
-    # the preset that has set values for the amount of text (configs/preset.py)
+    # the preset that has set values for the amount of text, and time (training/presets.py)
     preset: str | None = None
     model: GPTConfig = field(default_factory=GPTConfig)
     attention: AttentionConfig = field(default_factory=AttentionConfig)

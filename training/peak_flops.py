@@ -15,6 +15,11 @@ GPU_PEAK = {  # name: (16 bits, float32)
 }
 
 
+def is_in_table(device: torch.device) -> bool:
+    """Whether the peak FLOP/s of a device is known, not measured."""
+    return device.type == "cuda" and torch.cuda.get_device_name(device) in GPU_PEAK
+
+
 def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
     """Peak FLOP/s of matrix products on one device.
 

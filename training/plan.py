@@ -37,11 +37,13 @@ from training.init_from import load_run_tokenizer
 from training.optimizer import build_optimizers
 from training.parallel import FSDP2
 from training.peak_flops import peak_flops
+from training.presets import name_preset, parse_preset, preset_values
 from training.progress import describe_model, format_epochs
 from training.speed import time_calls
 
 MEASURED_SECONDS = 2.0  # for measuring the speed
 MAX_MEASURED_PASSES = 50
+NEIGHBORS = (0.25, 0.5, 1, 2, 4)  # FLOPs of the presets that a plan shows, relative to the run's
 ACTIVATIONS = ("Activation", "Temp", "Other")  # categories of MemTracker
 
 
@@ -93,12 +95,17 @@ def make_plan(config: RunConfig, runtime: Runtime) -> Plan:
         of_one_device = measure_flops_per_second(config, runtime, vocab_size, flops)
         flops_per_second = runtime.dist.world_size * of_one_device
 
-    # the run ends at train.steps or train.minutes, whichever comes first
+    # the run ends at train.steps, train.epochs or train.minutes, whichever comes first
     tokens_per_step = config.train.batch_size * block_size
     steps = config.train.steps or math.inf
     if config.train.minutes is not None:
         seconds_per_step = tokens_per_step * flops / flops_per_second
         steps = min(steps, max(1, 60 * config.train.minutes // seconds_per_step))
+    if config.train.epochs is not None and prepared is not None:
+        epoch_tokens = prepared.meta["tokens"]["train"]
+        steps = min(steps, math.ceil(config.train.epochs * epoch_tokens / tokens_per_step))
+    if math.isinf(steps):
+        raise UserError("train.epochs needs data on this machine; run python prepare.py first")
     tokens = int(steps) * tokens_per_step
     epochs = None if prepared is None else tokens / prepared.meta["tokens"]["train"]
     return Plan(
@@ -213,7 +220,11 @@ def show_plan(config: RunConfig) -> int:
     runtime = resolve_runtime(config)
     if runtime.dist.is_main:
         plan = make_plan(config, runtime)
-        PlainConsole().print(make_plan_table(config, runtime, plan), width=80)
+        console = PlainConsole()
+        console.print(make_plan_table(config, runtime, plan), width=80)
+        numbers = parse_preset(config.preset or "")
+        if numbers is not None:
+            console.print(make_neighbor_table(*numbers), width=80)
     return 0
 
 
@@ -241,6 +252,26 @@ def make_plan_table(config: RunConfig, runtime: Runtime, plan: Plan) -> Table:
     speed = f"{format_si(plan.flops_per_second)} FLOP/s ({source})"
     table.add_row("FLOPs", f"{format_si(plan.flops)} at {speed}")
     table.add_row("time", f"{format_duration(plan.seconds)}, without evaluations and optimizer")
+    return table
+
+
+def make_neighbor_table(text_bytes: float, flops: float) -> Table:
+    """What presets choose for the same text and less or more FLOPs."""
+    columns = {
+        "model.n_layer": "layers",
+        "model.n_embd": "channels",
+        "model.block_size": "context",
+        "tokenizer.vocab_size": "vocabulary",
+        "train.batch_size": "sequences",
+        "train.steps": "steps",
+        "train.epochs": "max. epochs",
+    }
+    table = make_table("preset", *columns.values())
+    for factor in NEIGHBORS:
+        preset = name_preset(text_bytes, factor * flops)
+        values = preset_values(preset)
+        cells = [f"{values[key]:,}" for key in columns]
+        table.add_row(preset, *cells, style="bold" if factor == 1 else None)
     return table
 
 

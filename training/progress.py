@@ -9,6 +9,7 @@ from common.errors import EXIT_CODES
 from model import GPTConfig
 from training.config import RunConfig
 from training.plots import plot_run
+from training.presets import parse_preset
 from training.run_folder import RunFolder
 from training.train_state import TrainState
 
@@ -27,6 +28,9 @@ def format_banner(config: RunConfig, run: RunFolder, meta: dict) -> str:
     if config.preset is not None:
         text_bytes = format_si(meta["bytes"]["train"], "B")
         lines.append(f"preset   {config.preset}, for {text_bytes} of training text")
+        numbers = parse_preset(config.preset)
+        if numbers is not None:
+            lines[-1] += f" and {format_si(numbers[1], 'FLOPs')}"
     lines.append(
         f"data     {config.data.name}, {tokens['train']:,} training tokens and "
         f"{tokens['val']:,} validation tokens, "
@@ -61,6 +65,8 @@ def _describe_length(config: RunConfig, summary: dict[str, Any], train_tokens: i
     limits = []
     if train.steps is not None:
         limits.append(pluralize(train.steps, "step"))
+    if train.epochs is not None:
+        limits.append(f"{train.epochs:g} epochs")
     if train.minutes is not None:
         limits.append(f"{train.minutes:g} minutes")
     length = (
@@ -73,6 +79,16 @@ def _describe_length(config: RunConfig, summary: dict[str, Any], train_tokens: i
         length += f", {format_epochs(train.steps * tokens_per_step / train_tokens)}"
     if config.schedule.warmup_steps >= (train.steps or math.inf):
         length += f", all of them warmup (schedule.warmup_steps={config.schedule.warmup_steps:,})"
+    numbers = parse_preset(config.preset or "")
+    is_limited_by_time = train.steps is None and train.minutes is not None
+    if numbers is not None and is_limited_by_time and summary["step"] == 0:
+        _, flops = numbers
+        steps = max(1, int(flops / (summary["flops_per_token"] * tokens_per_step)))
+        epochs = steps * tokens_per_step / train_tokens
+        if epochs < (train.epochs or math.inf):
+            length += f"; about {pluralize(steps, 'step')} ({format_epochs(epochs)}) fit"
+        else:
+            length += "; more time would not help, because the model would memorize the text"
     return length
 
 

@@ -34,6 +34,7 @@ class TrainState:
     model: nn.Module
     optimizers: list[Optimizer]
     scaler: torch.amp.GradScaler
+    steps_per_epoch: float = math.inf
     step: int = 0  # finished optimizer steps
     seconds: float = 0.0  # training time
     best_val_loss: float = math.inf
@@ -49,10 +50,12 @@ class TrainState:
     def limits(self) -> dict[str, float]:
         """The settings that end the run, and how much of each is used. At 1, the run ends."""
         steps = self.config.steps or math.inf
+        epochs = self.config.epochs or math.inf
         minutes = self.config.minutes or math.inf
         patience = self.config.patience or math.inf
         return {
             "train.steps": self.step / steps,
+            "train.epochs": self.step / (epochs * self.steps_per_epoch),
             "train.minutes": self.seconds / (60 * minutes),
             "train.patience": float(self.evals_since_best >= patience),
         }

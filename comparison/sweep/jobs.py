@@ -19,7 +19,8 @@ from training.run_folder import write_config
 SCRIPT = Path(__file__).parents[2] / "train.py"
 SWEEP_KEYS = ("name", "wandb.group")  # are set by the sweep
 # Keys that may change when a sweep is started again. Any other change would make a different run.
-CHANGEABLE_KEYS = ("name", "resume", "train.steps", "train.minutes", "checkpoint.", "wandb.")
+CHANGEABLE_KEYS = ("name", "resume", "train.steps", "train.epochs", "train.minutes")
+CHANGEABLE_KEYS += ("checkpoint.", "wandb.")
 
 
 @dataclass(frozen=True)

@@ -110,7 +110,7 @@ def test_word_that_does_not_compose_is_refused(script, words, parts, workdir, ca
             ("model.n_kv_head=4", "set 1, 2, 3, 6"),
         ),
         ("train", ["model.n_layer=0"], ("model.n_layer=0", "at least 1 and at most 10,000")),
-        ("train", ["train.steps=null"], ("train.steps=null", "needs train.minutes")),
+        ("train", ["train.steps=null"], ("train.steps=null", "needs train.epochs")),
         ("train", ["data=text"], ("data.path=null", "set data.path")),
         ("train", ["data.path=[]"], ("data.path=[]", "set a file")),
         ("train", ["data=mix"], ("data.mix={}", "list them in a YAML file")),

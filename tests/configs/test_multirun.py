@@ -9,6 +9,7 @@ from comparison.sweep.jobs import Job
 from configs.cli import parse_config
 from configs.compose import hydra_initialized, parse_word
 from configs.multirun import list_combinations, make_jobs
+from training.presets import parse_preset
 from training.run_folder import write_config
 
 
@@ -120,6 +121,28 @@ def test_jobs_find_the_yaml_files_of_the_user(workdir):
     words = [*TINY[-2:], "name=s", "experiment=short"]
     job, _ = make_jobs([{"seed": "seed=1"}, {"seed": "seed=2"}], words, "own")
     assert parse_config("train", "", job.arguments).train.steps == 6
+
+
+def test_jobs_get_the_preset_that_the_sweep_has_selected(workdir):
+    fixed = [f"data.path={write_file('text.txt', 'abc ' * 1000)}", "train.minutes=1"]
+    jobs = make_jobs(combine(["seed=1,2"]), fixed, None)
+    (preset,) = {job.config["preset"] for job in jobs}
+    assert parse_preset(preset) is not None
+    assert all(f"preset={preset}" in job.arguments for job in jobs)
+
+
+def test_jobs_of_a_restarted_sweep_keep_the_preset_of_their_minutes(workdir, monkeypatch):
+    fixed = [f"data.path={write_file('text.txt', 'abc ' * 1000)}", "name=s"]
+    presets = []
+    for speed in (1e11, 2e11):  # of two measurements
+        monkeypatch.setattr("configs.preset.measure_speed", lambda *_, speed=speed: speed)
+        jobs = make_jobs(combine(["train.minutes=1,9"]), fixed, None)
+        presets.append([job.config["preset"] for job in jobs])
+        for job in jobs:
+            job.folder.mkdir(parents=True, exist_ok=True)
+            write_config(job.folder, job.config)
+    assert presets[0] == presets[1]
+    assert presets[0][0] != presets[0][1]
 
 
 def test_sweep_without_a_name_gets_a_new_folder(workdir):

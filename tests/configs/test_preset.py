@@ -1,10 +1,14 @@
-"""Presets: values for the amount of training text."""
+"""Presets: values for the amount of training text, and for the time to train on it."""
+
+from pathlib import Path
 
 import pytest
 
 from configs.cli import parse_config
-from configs.preset import PRESETS, SIZES
+from configs.preset import measure_speed
 from training.config import RunConfig
+from training.presets import PRESETS, SIZES, parse_preset, preset_values
+from training.run_folder import write_config
 
 
 def compose(*words, script="train"):
@@ -72,7 +76,6 @@ RECIPES = [
     ("shakespeare_char_cpu_fast", None),
     ("gpt2_124m", None),
     ("shakespeare_cpu_fast", "1MB"),
-    ("larger_model", "1MB"),
 ]
 
 
@@ -115,3 +118,130 @@ def test_finetuning_does_not_decay_the_weights_of_the_first_run(key, tmp_path):
     words = [write_text(tmp_path, 20_000), "tokenizer=byte", "train.init_from=run:a"]
     assert getattr(compose(*words).optimizer, key) == 0
     assert getattr(compose(*words, f"optimizer.{key}=1").optimizer, key) == 1
+
+
+# train.minutes
+
+# 2e11 x 60 s = 1.2e13 FLOPs
+ONE_MINUTE = ["train.minutes=1", "plan=true", "flops_per_second=2e11"]
+
+
+def test_minutes_without_steps_select_the_preset_for_text_and_time(tmp_path):
+    config = compose(write_text(tmp_path, 1_100_000), *ONE_MINUTE)
+    assert config.preset == "1.1e6-1.0e13"
+    assert config.model.n_layer == preset_values(config.preset)["model.n_layer"]
+
+
+def test_speed_is_measured(tmp_path):
+    config = compose(write_text(tmp_path, 1_100_000), "train.minutes=1", "device=cpu")
+    _, flops = parse_preset(config.preset)
+    assert flops > 1e9
+
+
+@pytest.mark.parametrize(
+    "words",
+    [["train.steps=9"], ["train.steps=null"], ["preset=1MB"], ["train.init_from=run:a"]],
+    ids=str,
+)
+def test_minutes_are_only_a_limit_if_something_else_sets_the_length_or_the_model(words, tmp_path):
+    config = compose(write_text(tmp_path, 10**6), "tokenizer=byte", *ONE_MINUTE, *words)
+    assert config.preset == "1MB"
+    assert config.model == RunConfig().model
+
+
+def test_run_ends_after_the_minutes_or_when_the_text_has_been_read_often_enough(tmp_path):
+    config = compose(write_text(tmp_path, 10**6), *ONE_MINUTE)
+    assert config.train.minutes == 1
+    assert config.train.epochs == preset_values(config.preset)["train.epochs"]
+    assert config.train.steps is None
+
+
+def test_epochs_replace_the_steps_of_a_preset(tmp_path):
+    config = compose(write_text(tmp_path, 10**6), "train.epochs=2")
+    assert config.preset == "1MB"
+    assert config.train.steps is None
+
+
+def test_recorded_preset_gives_the_same_run_without_a_measurement(tmp_path):
+    text = write_text(tmp_path, 10**6)
+    config = compose(text, *ONE_MINUTE)
+    same = compose(text, "train.minutes=1", f"preset={config.preset}", "plan=true")
+    same.flops_per_second = config.flops_per_second
+    assert same == config
+
+
+def test_recorded_preset_without_minutes_has_steps_for_its_flops(tmp_path):
+    config = compose(write_text(tmp_path, 10**7), "preset=1.0e7-1.0e13")
+    assert config.train.minutes is None
+    assert config.train.steps == preset_values("1.0e7-1.0e13")["train.steps"]
+
+
+@pytest.mark.parametrize(
+    ("word", "section", "key", "value"),
+    [
+        ("model.n_layer=7", "model", "n_layer", 7),
+        ("model=gpt2", "model", "n_embd", 768),
+        ("tokenizer.vocab_size=300", "tokenizer", "vocab_size", 300),
+        ("train.batch_size=6", "train", "batch_size", 6),
+        ("model.n_embd=256", "model", "n_head", 4),
+        ("train.epochs=0.5", "train", "epochs", 0.5),
+        ("optimizer.weight_decay=0.5", "optimizer", "weight_decay", 0.5),
+    ],
+)
+def test_keys_that_are_set_win_over_the_preset_one_by_one(word, section, key, value, tmp_path):
+    text = write_text(tmp_path, 10**6)
+    config = compose(text, *ONE_MINUTE, word)
+    assert getattr(getattr(config, section), key) == value
+    assert config.eval == compose(text, *ONE_MINUTE).eval
+
+
+@pytest.mark.parametrize("world_size", [1, 2, 8, 64])
+def test_micro_batches_of_a_preset_fit_the_number_of_devices(world_size, tmp_path):
+    words = ["preset=1.0e9-1.6e18", "plan=true", f"world_size={world_size}"]
+    config = compose(write_text(tmp_path, 10**6), *words)
+    micro_batch_size, accumulation = config.train.split_batch(world_size)
+    assert micro_batch_size * accumulation * world_size == config.train.batch_size == 128
+
+
+@pytest.mark.parametrize(
+    "word", ["dtype=bf16", "device=gpu", "train.minutes=0", "train.minutes=inf", "model.n_layer=0"]
+)
+def test_invalid_values_are_refused_before_the_speed_is_measured(
+    word, tmp_path, monkeypatch, capsys
+):
+    monkeypatch.setattr("configs.preset.measure_speed", lambda *_: pytest.fail("measured"))
+    with pytest.raises(SystemExit):
+        compose(write_text(tmp_path, 10**6), "train.minutes=1", word)
+    assert word.partition("=")[0] in capsys.readouterr().err
+
+
+def test_processes_of_torchrun_do_not_measure_different_speeds(tmp_path, monkeypatch, capsys):
+    measure_speed.cache_clear()
+    for name in ("RANK", "LOCAL_RANK"):
+        monkeypatch.setenv(name, "0")
+    for name in ("WORLD_SIZE", "LOCAL_WORLD_SIZE"):
+        monkeypatch.setenv(name, "2")
+    with pytest.raises(SystemExit):
+        compose(write_text(tmp_path, 10**6), "train.minutes=1", "device=cpu")
+    assert "set the preset that plan=true world_size=2 prints" in capsys.readouterr().err
+
+
+def test_more_steps_of_a_run_with_minutes_keep_its_preset(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("runs/a").mkdir(parents=True)
+    write_config(Path("runs/a"), {"preset": "1.0e6-2.5e14"})
+    config = compose(write_text(tmp_path, 10**6), "name=a", "train.steps=2000")
+    assert (config.preset, config.train.steps) == ("1.0e6-2.5e14", 2000)
+
+
+def test_resumed_run_keeps_its_preset(tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
+    Path("runs/a").mkdir(parents=True)
+    write_config(Path("runs/a"), {"preset": "1.0e6-2.5e14"})
+    text = write_text(tmp_path, 10**6)
+    assert compose(text, *ONE_MINUTE, "name=a").preset == "1.0e6-2.5e14"
+    assert compose(text, *ONE_MINUTE, "name=b").preset == "1.0e6-1.0e13"
+
+
+def test_text_that_is_not_on_this_machine_counts_as_long_with_minutes(tmp_path):
+    assert compose(*REMOTE, *ONE_MINUTE).preset == "1.0e10-1.0e13"

@@ -40,7 +40,7 @@ def test_default_config_is_valid():
 @pytest.mark.parametrize(
     ("config", "message"),
     [
-        (TrainConfig(steps=None), "steps=null needs train.minutes"),
+        (TrainConfig(steps=None), "steps=null needs train.epochs or train.minutes"),
         (TrainConfig(batch_size=4, micro_batch_size=3), "set one of 1, 2, 4"),
         (AdamWConfig(betas=[0.9]), "betas=.* must be two numbers"),
         (AdamWConfig(name="sgd"), "name=sgd selects no optimizer"),

@@ -15,9 +15,10 @@ from common.console import PlainConsole
 from common.errors import UserError
 from configs.cli import parse_config
 from training.device import resolve_runtime
-from training.plan import Plan, make_plan, make_plan_table
+from training.plan import Plan, make_neighbor_table, make_plan, make_plan_table
 
 GIVEN_SPEED = ["plan=true", "flops_per_second=1e9"]
+NEIGHBOR_FLOPS = ("2.5e12", "4.0e12", "1.0e13", "2.5e13", "4.0e13")
 DEVICES = pytest.mark.parametrize("device", ["cpu", pytest.param("cuda", marks=pytest.mark.gpu)])
 
 
@@ -174,6 +175,16 @@ def test_minutes_become_the_steps_that_fit(plan):
 
 def test_run_ends_at_steps_or_minutes_whichever_comes_first(plan):
     assert plan("train.steps=3", "train.minutes=1").steps == 3
+
+
+def test_epochs_become_steps(plan):
+    one = plan("train.steps=null", "train.epochs=1")
+    assert one.epochs >= 1 > one.epochs * (one.steps - 1) / one.steps
+
+
+def test_plan_shows_the_presets_for_less_and_more_time():
+    presets = make_neighbor_table(1e6, 1e13).columns[0].cells
+    assert list(presets) == [f"1.0e6-{flops}" for flops in NEIGHBOR_FLOPS]
 
 
 # The command

@@ -118,6 +118,28 @@ def test_banner_of_a_run_with_a_time_limit_has_no_epochs(config):
     assert "epochs" not in banner(config)
 
 
+@pytest.mark.parametrize(
+    ("minutes", "flops", "expected"),
+    [
+        (5, "2.0e12", "2,048 tokens; about 488 steps (62 epochs) fit"),
+        (5, "2.7e12", "2,048 tokens; more time would not help"),
+        (None, "2.7e12", "2,048 tokens"),
+    ],
+    ids=["time", "text", "no minutes"],
+)
+def test_banner_says_whether_time_or_text_ends_a_run(config, minutes, flops, expected):
+    config.preset = f"4.0e4-{flops}"
+    config.train = TrainConfig(steps=None, epochs=80, minutes=minutes)
+    last_line = banner(config, flops_per_token=2_000_000).splitlines()[-1]
+    assert last_line.partition(" = ")[2].startswith(expected)
+
+
+def test_banner_has_the_flops_of_a_preset(config):
+    config.preset = "4.0e4-6.3e13"
+    line = "preset   4.0e4-6.3e13, for 40 kB of training text and 63 TFLOPs\n"
+    assert line in banner(config, flops_per_token=1)
+
+
 def test_banner_has_the_micro_batches(config):
     printed = banner(config, accumulation=4, micro_batch_size=1)
     assert "2,048 tokens, 4 micro batches of 1 sequence, " in printed

@@ -33,6 +33,12 @@ def test_progress_is_the_used_part_of_steps_or_time(steps, minutes, seconds, exp
     assert make_state(config, step=10, seconds=seconds).progress == expected
 
 
+@pytest.mark.parametrize(("step", "expected"), [(10, 0.5), (19, 0.95), (20, 1.0), (21, 1.0)])
+def test_progress_is_the_used_part_of_epochs(step, expected):
+    config = TrainConfig(steps=None, epochs=2.5)
+    assert make_state(config, step=step, steps_per_epoch=8).progress == expected
+
+
 @pytest.mark.parametrize(("evals_since_best", "expected"), [(1, 0.5), (2, 1.0), (3, 1.0)])
 def test_patience_ends_a_run(evals_since_best, expected):
     config = TrainConfig(steps=20, patience=2)

@@ -1,0 +1,81 @@
+"""Presets for text and FLOPs."""
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.settings import check
+from model import GPTConfig
+from model.flops import flops_per_token
+from training.config import MuonConfig
+from training.presets import SIZES, name_preset, parse_preset, preset_values
+
+TEXT_BYTES = st.floats(3, 13).map(lambda exponent: 10**exponent)
+FLOPS = st.floats(11, 24).map(lambda exponent: 10**exponent)
+
+
+def section(preset: str, name: str) -> dict:
+    """The values of a preset for a section of the config."""
+    values = preset_values(preset).items()
+    return {key.partition(".")[2]: value for key, value in values if key.startswith(f"{name}.")}
+
+
+@given(TEXT_BYTES, FLOPS)
+def test_name_says_bytes_and_flops(text_bytes, flops):
+    named_bytes, named_flops = parse_preset(name_preset(text_bytes, flops))
+    assert named_bytes == pytest.approx(text_bytes, rel=0.051)
+    assert named_flops == pytest.approx(flops, rel=0.3)
+
+
+@given(TEXT_BYTES, FLOPS)
+def test_name_of_a_preset_is_stable(text_bytes, flops):
+    preset = name_preset(text_bytes, flops)
+    assert name_preset(*parse_preset(preset)) == preset
+
+
+def test_measurements_that_differ_by_a_tenth_mostly_give_the_same_preset():
+    speeds = [10 ** (13 + i / 100) for i in range(100)]
+    equal = [name_preset(1e6, speed) == name_preset(1e6, 1.1 * speed) for speed in speeds]
+    assert sum(equal) >= 75
+
+
+@pytest.mark.parametrize("preset", [*SIZES, "auto", "1e6", "1.0e6-", "-1.0e13", "1.0e6-1.0e13-"])
+def test_other_names_have_no_flops(preset):
+    assert parse_preset(preset) is None
+
+
+@given(TEXT_BYTES, FLOPS)
+def test_values_are_valid(text_bytes, flops):
+    preset = name_preset(text_bytes, flops)
+    check(GPTConfig(**section(preset, "model")), "model")
+    check(MuonConfig(**section(preset, "muon")), "optimizer")
+    train = section(preset, "train")
+    assert train["batch_size"] % (train["micro_batch_size"] or 1) == 0
+    assert 1 <= preset_values(preset)["eval.every"] <= train["steps"]
+    assert preset_values(preset)["tokenizer.vocab_size"] > 256
+
+
+@given(TEXT_BYTES, FLOPS)
+def test_more_flops_never_give_a_smaller_model(text_bytes, flops):
+    smaller, larger = (section(name_preset(text_bytes, n), "model") for n in (flops, 4 * flops))
+    assert larger["n_layer"] >= smaller["n_layer"]
+    assert larger["n_embd"] >= smaller["n_embd"]
+
+
+@given(TEXT_BYTES, FLOPS)
+def test_steps_take_the_flops(text_bytes, flops):
+    preset = name_preset(text_bytes, flops)
+    config = GPTConfig(**section(preset, "model"))
+    train = section(preset, "train")
+    tokens = train["steps"] * train["batch_size"] * config.block_size
+    vocab_size = preset_values(preset)["tokenizer.vocab_size"]
+    used = tokens * flops_per_token(config, vocab_size, config.block_size)
+    _, named_flops = parse_preset(preset)
+    attention_and_rounding = 0.6
+    assert used == pytest.approx(named_flops, rel=attention_and_rounding)
+
+
+def test_a_long_text_and_the_budget_of_gpt2_give_its_shape():
+    config = GPTConfig(**section("4.0e10-1.0e19", "model"))
+    shape = config.n_layer, config.n_head, config.n_embd, config.block_size, config.max_ngram
+    assert shape == (12, 12, 768, 1024, 1)

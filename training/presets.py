@@ -1,0 +1,156 @@
+"""Presets: values of settings for an amount of training text, and for the time to train on it.
+
+They apply to keys that nothing else sets (configs/preset.py). There are two kinds:
+
+    1MB            for 1 MB of training text, and about a minute on two CPU cores
+    1.1e6-6.3e13   for 1.1e6 bytes of training text and 6.3e13 FLOPs, which train.minutes selects
+
+docs/experiments/text-sizes.md says which values are measured.
+"""
+
+import math
+import re
+from bisect import bisect
+from collections.abc import Sequence
+from functools import cache
+from typing import Any
+
+from common.errors import UserError
+from common.settings import format_value
+
+# The presets without FLOPs, and the bytes of training text that each is for. 10MB applies to longer
+# texts, too, and has the defaults of the dataclasses.
+SIZES = {"20kB": 2e4, "100kB": 1e5, "300kB": 3e5, "1MB": 1e6, "3MB": 3e6, "10MB": 1e7}
+# The values of each key, in the order of SIZES. muon.KEY is optimizer.KEY with optimizer=muon.
+PRESETS = {
+    "tokenizer.vocab_size": (288, 640, 768, 1024, 1536, 2048),
+    "train.batch_size": (4, 8, 8, 16, 16, 16),
+    "train.steps": (100, 140, 350, 800, 700, 1000),
+    "eval.every": (20, 20, 50, 100, 100, 100),
+    "muon.head_lr": (0.003, 0.003, 0.003, 0.005, 0.005, 0.005),
+    "muon.weight_decay": (4.0, 3.0, 2.0, 1.0, 0.3, 0.1),
+    "muon.ngram_weight_decay": (24.0, 24.0, 12.0, 5.0, 2.0, 0.7),
+}
+
+# Presets with FLOPs: 2e12 to 2e14 are 15 s, 1, 5 and 20 minutes on two CPU cores, and 1e19 is the
+# training of GPT-2 124M. A table has a row for each of TEXT_BYTES and a column for each of FLOPS.
+TEXT_BYTES = (1e5, 1e6, 1e7, 1e10)
+FLOPS = (2e12, 1e13, 5e13, 2e14, 1e19)
+# n_layer. As in GPT-2, n_head is the same, and n_embd is 64 n_layer.
+DEPTH = ((2, 3, 4, 4, 4), (1, 3, 5, 6, 8), (1, 2, 3, 4, 12), (1, 2, 3, 4, 12))
+VOCAB_SIZE = (
+    (640, 640, 640, 640, 640),
+    (1024, 2048, 2048, 2048, 2048),
+    (2048, 2048, 2048, 3072, 8192),
+    (2048, 2048, 2048, 3072, 32768),
+)
+BLOCK_SIZE = (
+    (128, 128, 128, 128, 128),
+    (128, 128, 128, 128, 256),
+    (128, 128, 128, 128, 512),
+    (128, 128, 128, 128, 1024),
+)
+# tokens of an optimizer step
+BATCH_TOKENS = (
+    (1024, 1024, 1024, 1024, 1024),
+    (2048, 2048, 2048, 2048, 4096),
+    (2048, 2048, 4096, 4096, 8192),
+    (2048, 2048, 4096, 4096, 524288),
+)
+# how often a run reads the text, at most
+EPOCHS = ((4, 4, 4, 4, 4), (3, 3, 2.5, 2.5, 2.5), (4, 4, 4, 4, 4), (4, 4, 4, 4, 4))
+# A value for each of TEXT_BYTES.
+HEAD_LR = (0.003, 0.005, 0.005, 0.005)
+WEIGHT_DECAY = (3.0, 1.0, 0.1, 0.1)
+NGRAM_WEIGHT_DECAY = (24.0, 5.0, 0.7, 0.7)
+
+HEAD_DIM = 64
+MAX_NGRAM_FLOPS = 1e16  # with more, the model has no n-grams
+UTILIZATION = 0.4  # share of a device's peak FLOP/s that training reaches
+BYTES_PER_TOKEN = 0.28  # times log2(vocab_size): of byte pairs, in prose or code
+EVALUATIONS = 10
+MICRO_BATCH_TOKENS = 16384  # tokens of a forward pass on one device, at most
+
+
+def name_preset(text_bytes: float, flops: float) -> str:
+    """The preset for a text and FLOPs, both rounded to two digits.
+
+    FLOPs are also rounded to a fifth of a power of ten, because measurements of a machine differ.
+    """
+    numbers = text_bytes, 10 ** (round(5 * math.log10(flops)) / 5)
+    return "-".join(re.sub(r"e\+0*", "e", f"{number:.1e}") for number in numbers)
+
+
+def parse_preset(preset: str) -> tuple[float, float] | None:
+    """Bytes of training text, and FLOPs. None if the preset has no FLOPs."""
+    number = r"([1-9]\.\de\d+)"
+    match = re.fullmatch(f"{number}-{number}", preset)
+    if match is None:
+        return None
+    return float(match[1]), float(match[2])
+
+
+@cache
+def preset_values(preset: str) -> dict[str, Any]:
+    """Values by key. Raises UserError for an unknown preset."""
+    if preset in SIZES:
+        column = list(SIZES).index(preset)
+        return {key: values[column] for key, values in PRESETS.items()}
+    numbers = parse_preset(preset)
+    if numbers is None:
+        choices = ", ".join(SIZES)
+        raise UserError(f"preset={format_value(preset)} is unknown; set auto, {choices}")
+    return values_for_flops(*numbers)
+
+
+def values_for_flops(text_bytes: float, flops: float) -> dict[str, Any]:
+    """Values by key for a text and FLOPs."""
+
+    def by_both(table: Sequence[Sequence[float]]) -> float:
+        rows = [interpolate(flops, FLOPS, row) for row in table]
+        return interpolate(text_bytes, TEXT_BYTES, rows)
+
+    def by_text(values: Sequence[float]) -> float:
+        return float(f"{interpolate(text_bytes, TEXT_BYTES, values):.2g}")
+
+    depth = round(by_both(DEPTH))
+    n_embd = HEAD_DIM * depth
+    vocab_size = 64 * round(by_both(VOCAB_SIZE) / 64)
+    block_size = nearest_power_of_two(by_both(BLOCK_SIZE))
+    batch_size = nearest_power_of_two(by_both(BATCH_TOKENS) / block_size)
+    micro_batch_size = MICRO_BATCH_TOKENS // block_size
+    # 6 FLOPs per weight and token; attention is left out
+    flops_per_token = 6 * n_embd * (12 * depth * n_embd + vocab_size)
+    epochs = float(f"{by_both(EPOCHS):.2g}")
+    text_tokens = text_bytes / (BYTES_PER_TOKEN * math.log2(vocab_size))
+    steps = math.ceil(flops / flops_per_token / (batch_size * block_size))
+    steps_of_epochs = math.ceil(epochs * text_tokens / (batch_size * block_size))
+    return {
+        "model.n_layer": depth,
+        "model.n_head": depth,
+        "model.n_embd": n_embd,
+        "model.block_size": block_size,
+        "model.max_ngram": 3 if flops <= MAX_NGRAM_FLOPS else 1,
+        "tokenizer.vocab_size": vocab_size,
+        "train.batch_size": batch_size,
+        "train.micro_batch_size": micro_batch_size if micro_batch_size < batch_size else None,
+        "train.steps": steps,
+        "train.epochs": epochs,
+        "eval.every": math.ceil(min(steps, steps_of_epochs) / EVALUATIONS),
+        "muon.head_lr": by_text(HEAD_LR),
+        "muon.weight_decay": by_text(WEIGHT_DECAY),
+        "muon.ngram_weight_decay": by_text(NGRAM_WEIGHT_DECAY),
+    }
+
+
+def interpolate(x: float, points: Sequence[float], values: Sequence[float]) -> float:
+    """Interpolate linearly in the logarithms of x and of the values; constant outside of points."""
+    right = min(max(bisect(points, x), 1), len(points) - 1)
+    left = right - 1
+    weight = math.log(x / points[left]) / math.log(points[right] / points[left])
+    weight = min(max(weight, 0.0), 1.0)
+    return values[left] * (values[right] / values[left]) ** weight
+
+
+def nearest_power_of_two(x: float) -> int:
+    return 2 ** round(math.log2(x))
