@@ -56,8 +56,8 @@ def preset_value(key: str, default: Any, *, _root_: Any) -> Any:
         is_divisor = (_root_.train.batch_size // world_size) % value == 0
         return value if is_divisor else None
     if key == "train.steps":
-        other_limit = "train.minutes" if "train.epochs" in values else "train.epochs"
-        if OmegaConf.select(_root_, other_limit) is not None:
+        is_limited_by_time = "train.epochs" in values and _root_.train.minutes is not None
+        if is_limited_by_time or _root_.train.epochs != values.get("train.epochs"):
             return None
     return value
 

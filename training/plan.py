@@ -261,10 +261,9 @@ def make_neighbor_table(text_bytes: float, flops: float) -> Table:
         "model.n_layer": "layers",
         "model.n_embd": "channels",
         "model.block_size": "context",
-        "tokenizer.vocab_size": "vocabulary",
-        "train.batch_size": "sequences",
+        "tokenizer.vocab_size": "vocab",
+        "train.batch_size": "batch",
         "train.steps": "steps",
-        "train.epochs": "max. epochs",
     }
     table = make_table("preset", *columns.values())
     for factor in NEIGHBORS:

@@ -123,8 +123,8 @@ def values_for_flops(text_bytes: float, flops: float) -> dict[str, Any]:
     flops_per_token = 6 * n_embd * (12 * depth * n_embd + vocab_size)
     epochs = float(f"{by_both(EPOCHS):.2g}")
     text_tokens = text_bytes / (BYTES_PER_TOKEN * math.log2(vocab_size))
-    steps = math.ceil(flops / flops_per_token / (batch_size * block_size))
-    steps_of_epochs = math.ceil(epochs * text_tokens / (batch_size * block_size))
+    tokens = min(flops / flops_per_token, epochs * text_tokens)
+    steps = math.ceil(tokens / (batch_size * block_size))
     return {
         "model.n_layer": depth,
         "model.n_head": depth,
@@ -136,7 +136,7 @@ def values_for_flops(text_bytes: float, flops: float) -> dict[str, Any]:
         "train.micro_batch_size": micro_batch_size if micro_batch_size < batch_size else None,
         "train.steps": steps,
         "train.epochs": epochs,
-        "eval.every": math.ceil(min(steps, steps_of_epochs) / EVALUATIONS),
+        "eval.every": math.ceil(steps / EVALUATIONS),
         "muon.head_lr": by_text(HEAD_LR),
         "muon.weight_decay": by_text(WEIGHT_DECAY),
         "muon.ngram_weight_decay": by_text(NGRAM_WEIGHT_DECAY),

@@ -156,10 +156,10 @@ def test_run_ends_after_the_minutes_or_when_the_text_has_been_read_often_enough(
     assert config.train.steps is None
 
 
-def test_epochs_replace_the_steps_of_a_preset(tmp_path):
-    config = compose(write_text(tmp_path, 10**6), "train.epochs=2")
-    assert config.preset == "1MB"
-    assert config.train.steps is None
+@pytest.mark.parametrize("preset", ["1MB", "1.0e6-1.0e13"])
+def test_epochs_replace_the_steps_of_a_preset(preset, tmp_path):
+    config = compose(write_text(tmp_path, 10**6), f"preset={preset}", "train.epochs=9")
+    assert (config.train.steps, config.train.epochs) == (None, 9)
 
 
 def test_recorded_preset_gives_the_same_run_without_a_measurement(tmp_path):

@@ -63,16 +63,17 @@ def test_more_flops_never_give_a_smaller_model(text_bytes, flops):
 
 
 @given(TEXT_BYTES, FLOPS)
-def test_steps_take_the_flops(text_bytes, flops):
+def test_steps_take_the_flops_or_read_the_text_as_often_as_it_helps(text_bytes, flops):
     preset = name_preset(text_bytes, flops)
     config = GPTConfig(**section(preset, "model"))
     train = section(preset, "train")
     tokens = train["steps"] * train["batch_size"] * config.block_size
     vocab_size = preset_values(preset)["tokenizer.vocab_size"]
     used = tokens * flops_per_token(config, vocab_size, config.block_size)
-    _, named_flops = parse_preset(preset)
-    attention_and_rounding = 0.6
-    assert used == pytest.approx(named_flops, rel=attention_and_rounding)
+    named_bytes, named_flops = parse_preset(preset)
+    # a byte pair has two to five bytes, and a step of 1,024 tokens may exceed a short text
+    is_limited_by_text = named_bytes / 5 < tokens / train["epochs"] < named_bytes / 2 + 1024
+    assert is_limited_by_text or used == pytest.approx(named_flops, rel=0.6)
 
 
 def test_a_long_text_and_the_budget_of_gpt2_give_its_shape():
