@@ -34,7 +34,7 @@ def add_preset_values(schema: DictConfig, prefix: str = "") -> None:
     Without a value in the preset, they keep their default.
     prefix: "muon." for the schema of this optimizer.
     """
-    for preset_key in preset_values("1.0e7-1.0e13"):
+    for preset_key in preset_values("1.0e7-1.0e13"):  # a preset with FLOPs has all keys
         key = preset_key.removeprefix(prefix)
         default = OmegaConf.select(schema, key, default="missing")
         if preset_key.startswith(prefix) and default != "missing":
@@ -132,8 +132,9 @@ def measure_speed(device_name: str, dtype_name: str, world_size: int | None) -> 
     device = resolve_device(device_name, dist.local_rank)
     if dist.world_size > 1 and not is_in_table(device):
         raise UserError(
-            "train.minutes under torchrun needs the preset, because processes would measure "
-            f"different speeds; set the preset that plan=true world_size={dist.world_size} prints"
+            "train.minutes would give each process of torchrun another preset, because they "
+            "measure different speeds; set preset=NAME, which the same command prints without "
+            f"torchrun, with plan=true world_size={dist.world_size}"
         )
     peak = peak_flops(device, resolve_dtype(dtype_name, device))
     return UTILIZATION * (world_size or dist.world_size) * peak

@@ -232,6 +232,8 @@ def make_plan_table(config: RunConfig, runtime: Runtime, plan: Plan) -> Table:
     """The plan as a table of two columns."""
     model = config.model
     table = make_table("", "", left=2, header=False)
+    if parse_preset(config.preset or "") is not None:
+        table.add_row("preset", config.preset)
     size = f"{describe_model(model)}, vocabulary {plan.vocab_size:,}"
     table.add_row("model", f"{model.name}, {size}")
     device = device_name(runtime.device)

@@ -92,7 +92,7 @@ def parse_preset(preset: str) -> tuple[float, float] | None:
 
 @cache
 def preset_values(preset: str) -> dict[str, Any]:
-    """Values by key. Raises UserError for an unknown preset."""
+    """The values of a preset by key, such as model.n_layer. Raises UserError if it is unknown."""
     if preset in SIZES:
         column = list(SIZES).index(preset)
         return {key: values[column] for key, values in PRESETS.items()}
@@ -104,7 +104,7 @@ def preset_values(preset: str) -> dict[str, Any]:
 
 
 def values_for_flops(text_bytes: float, flops: float) -> dict[str, Any]:
-    """Values by key for a text and FLOPs."""
+    """The values of the preset for a text and FLOPs, by key."""
 
     def by_both(table: Sequence[Sequence[float]]) -> float:
         rows = [interpolate(flops, FLOPS, row) for row in table]
