@@ -3,7 +3,6 @@
 Recipes, YAML files and the command line override a preset.
 """
 
-import os
 import re
 from functools import cache
 from math import log
@@ -17,8 +16,6 @@ from comparison.sweep.jobs import read_job_config
 from data.sources import Source
 from generation.run_paths import RUNS, SWEEPS
 from training.presets import (
-    HEAD_DIM,
-    PRESETS,
     SIZES,
     TEXT_BYTES,
     UTILIZATION,
@@ -47,19 +44,10 @@ def preset_value(key: str, default: Any, *, _root_: Any) -> Any:
     # The initial weights of finetuning have been learned. Weight decay would erase them.
     if key.endswith("weight_decay") and OmegaConf.select(_root_, "train.init_from") is not None:
         return 0.0
-    values = preset_values(OmegaConf.select(_root_, "preset") or "10MB")
-    value = values.get(key, default)
-    if key == "model.n_head" and key in values and _root_.model.n_embd % HEAD_DIM == 0:
-        return _root_.model.n_embd // HEAD_DIM
-    if key == "train.micro_batch_size" and value is not None:
-        world_size = _root_.world_size or int(os.environ.get("WORLD_SIZE", "1"))
-        is_divisor = (_root_.train.batch_size // world_size) % value == 0
-        return value if is_divisor else None
-    if key == "train.steps":
-        is_limited_by_time = "train.epochs" in values and _root_.train.minutes is not None
-        if is_limited_by_time or _root_.train.epochs != values.get("train.epochs"):
-            return None
-    return value
+    if key == "train.steps" and _root_.train.epochs is not None:
+        return None
+    preset = OmegaConf.select(_root_, "preset") or "10MB"
+    return preset_values(preset).get(key, default)
 
 
 OmegaConf.register_new_resolver("preset", preset_value, replace=True)
@@ -68,51 +56,47 @@ OmegaConf.register_new_resolver("preset", preset_value, replace=True)
 def select_preset(config: DictConfig, sources: list[Source]) -> str | None:
     """The preset of a composed config; None if no key takes a value from it.
 
-    preset=auto is the one that a run or sweep of this name has recorded, if it has FLOPs; with
+    preset=auto is the preset with FLOPs that a run or sweep of this name has recorded; else, with
     train.minutes instead of train.steps, the preset for text and time; else the nearest size on a
     logarithmic scale. A text that is not on this machine counts as long, unless data.text_bytes is
     set. Raises UserError for an unknown preset, and for values that measuring the speed needs.
     """
     used = set(re.findall(r"\$\{preset:([^,]+)", OmegaConf.to_yaml(config)))
-    if config.preset != "auto":
-        return config.preset if used & set(preset_values(config.preset)) else None
-    if not used & set(PRESETS):
-        return None
-    if "train" in config:
-        recorded = recorded_preset(config.name, config.train.minutes)
-        if recorded is not None:
-            return recorded
-    text_bytes = sum(source.text_bytes or TEXT_BYTES[-1] for source in sources)
-    preset = min(SIZES, key=lambda name: abs(log(SIZES[name] / max(1, text_bytes))))
-    has_minutes = OmegaConf.select(config, "train.minutes") is not None
-    if has_minutes and "train.steps" in used and config.train.init_from is None:
-        check(OmegaConf.to_object(OmegaConf.merge(config, {"preset": preset})))
-        return name_preset(text_bytes, training_flops(config))
-    return preset
+    preset = config.preset
+    if preset == "auto":
+        preset = recorded_preset(config)
+    if preset is None:
+        text_bytes = sum(source.text_bytes or TEXT_BYTES[-1] for source in sources)
+        preset = min(SIZES, key=lambda name: abs(log(SIZES[name] / max(1, text_bytes))))
+        has_minutes = OmegaConf.select(config, "train.minutes") is not None
+        if has_minutes and "train.steps" in used and config.train.init_from is None:
+            check(OmegaConf.to_object(OmegaConf.merge(config, {"preset": preset})))
+            preset = name_preset(text_bytes, training_flops(config))
+    return preset if used & set(preset_values(preset)) else None
 
 
-def recorded_preset(name: str | None, minutes: float | None) -> str | None:
+def recorded_preset(config: DictConfig) -> str | None:
     """The preset with FLOPs that a run keeps when it resumes.
 
     Of runs/<name>, or of a job of the sweep <name> with the same train.minutes. None: there is
     none.
     """
+    name = OmegaConf.select(config, "name")
     if name is None:
         return None
     run = RUNS / name / "config.yaml"
     for file in (run, *sorted((SWEEPS / name).glob("*/config.yaml"))):
-        config = read_job_config(file.parent) if file.exists() else {}
-        preset = config.get("preset") or ""
-        if parse_preset(preset) is not None and (file == run or config["train.minutes"] == minutes):
+        recorded = read_job_config(file.parent) if file.exists() else {}
+        preset = recorded.get("preset") or ""
+        is_same = file == run or recorded.get("train.minutes") == config.train.minutes
+        if parse_preset(preset) is not None and is_same:
             return preset
     return None
 
 
 def training_flops(config: DictConfig) -> float:
     """FLOPs that a run can spend on matrix products in train.minutes, on all devices."""
-    speed = config.flops_per_second
-    if speed is None:
-        speed = measure_speed(config.device, config.dtype, config.world_size)
+    speed = config.flops_per_second or measure_speed(config.device, config.dtype, config.world_size)
     return 60 * config.train.minutes * speed
 
 

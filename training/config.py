@@ -38,7 +38,7 @@ class TrainConfig:
     minutes: float | None = setting(None, above=0, high=1e9)
     # sequences per optimizer step, over all devices (preset)
     batch_size: int = setting(16, 1, 10**6)
-    # sequences per forward pass on one device; None: all. Halve it until it fits into memory
+    # sequences per forward pass on one device, at most; None: all. Halve it if memory is full
     micro_batch_size: int | None = setting(None, 1, 10**6)
     # largest gradient norm; None: no clipping
     grad_clip: float | None = setting(1.0, above=0)
@@ -70,7 +70,7 @@ class TrainConfig:
                 f"train.batch_size={self.batch_size} does not divide by {world_size} devices; "
                 f"set {' or '.join(map(str, sizes))}"
             )
-        size = self.micro_batch_size or share
+        size = min(self.micro_batch_size or share, share)
         accumulation, remainder = divmod(share, size)
         if remainder:
             divisors = [str(n) for n in range(1, share + 1) if share % n == 0]

@@ -265,7 +265,7 @@ def make_neighbor_table(text_bytes: float, flops: float) -> Table:
         "model.block_size": "context",
         "tokenizer.vocab_size": "vocab",
         "train.batch_size": "batch",
-        "train.steps": "steps",
+        "train.epochs": "epochs",
     }
     table = make_table("preset", *columns.values())
     for factor in NEIGHBORS:

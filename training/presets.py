@@ -34,6 +34,7 @@ PRESETS = {
 
 # Presets with FLOPs: 2e12 to 2e14 are 15 s, 1, 5 and 20 minutes on two CPU cores, and 1e19 is the
 # training of GPT-2 124M. A table has a row for each of TEXT_BYTES and a column for each of FLOPS.
+# The values of muon.KEY depend on the text only, so they are interpolated from PRESETS.
 TEXT_BYTES = (1e5, 1e6, 1e7, 1e10)
 FLOPS = (2e12, 1e13, 5e13, 2e14, 1e19)
 # n_layer. As in GPT-2, n_head is the same, and n_embd is 64 n_layer.
@@ -59,10 +60,6 @@ BATCH_TOKENS = (
 )
 # how often a run reads the text, at most
 EPOCHS = ((4, 4, 4, 4, 4), (3, 3, 2.5, 2.5, 2.5), (4, 4, 4, 4, 4), (4, 4, 4, 4, 4))
-# A value for each of TEXT_BYTES.
-HEAD_LR = (0.003, 0.005, 0.005, 0.005)
-WEIGHT_DECAY = (3.0, 1.0, 0.1, 0.1)
-NGRAM_WEIGHT_DECAY = (24.0, 5.0, 0.7, 0.7)
 
 HEAD_DIM = 64
 MAX_NGRAM_FLOPS = 1e16  # with more, the model has no n-grams
@@ -110,22 +107,24 @@ def values_for_flops(text_bytes: float, flops: float) -> dict[str, Any]:
         rows = [interpolate(flops, FLOPS, row) for row in table]
         return interpolate(text_bytes, TEXT_BYTES, rows)
 
-    def by_text(values: Sequence[float]) -> float:
-        return float(f"{interpolate(text_bytes, TEXT_BYTES, values):.2g}")
-
     depth = round(by_both(DEPTH))
     n_embd = HEAD_DIM * depth
     vocab_size = 64 * round(by_both(VOCAB_SIZE) / 64)
     block_size = nearest_power_of_two(by_both(BLOCK_SIZE))
     batch_size = nearest_power_of_two(by_both(BATCH_TOKENS) / block_size)
-    micro_batch_size = MICRO_BATCH_TOKENS // block_size
     # 6 FLOPs per weight and token; attention is left out
     flops_per_token = 6 * n_embd * (12 * depth * n_embd + vocab_size)
     epochs = float(f"{by_both(EPOCHS):.2g}")
     text_tokens = text_bytes / (BYTES_PER_TOKEN * math.log2(vocab_size))
     tokens = min(flops / flops_per_token, epochs * text_tokens)
     steps = math.ceil(tokens / (batch_size * block_size))
-    return {
+    sizes = list(SIZES.values())
+    muon = {
+        key: float(f"{interpolate(text_bytes, sizes, values):.2g}")
+        for key, values in PRESETS.items()
+        if key.startswith("muon.")
+    }
+    return muon | {
         "model.n_layer": depth,
         "model.n_head": depth,
         "model.n_embd": n_embd,
@@ -133,13 +132,10 @@ def values_for_flops(text_bytes: float, flops: float) -> dict[str, Any]:
         "model.max_ngram": 3 if flops <= MAX_NGRAM_FLOPS else 1,
         "tokenizer.vocab_size": vocab_size,
         "train.batch_size": batch_size,
-        "train.micro_batch_size": micro_batch_size if micro_batch_size < batch_size else None,
-        "train.steps": steps,
+        "train.micro_batch_size": MICRO_BATCH_TOKENS // block_size,
+        "train.steps": None,  # the run ends after train.epochs or train.minutes
         "train.epochs": epochs,
         "eval.every": math.ceil(steps / EVALUATIONS),
-        "muon.head_lr": by_text(HEAD_LR),
-        "muon.weight_decay": by_text(WEIGHT_DECAY),
-        "muon.ngram_weight_decay": by_text(NGRAM_WEIGHT_DECAY),
     }
 
 

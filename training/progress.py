@@ -30,7 +30,13 @@ def format_banner(config: RunConfig, run: RunFolder, meta: dict) -> str:
         lines.append(f"preset   {config.preset}, for {text_bytes} of training text")
         numbers = parse_preset(config.preset)
         if numbers is not None:
-            lines[-1] += f" and {format_si(numbers[1], 'FLOPs')}"
+            _, flops = numbers
+            fitting_tokens = flops / summary["flops_per_token"]
+            epochs = fitting_tokens / tokens["train"]
+            length = f"about {format_si(fitting_tokens)} tokens, {format_epochs(epochs)}"
+            lines[-1] += f" and {format_si(flops, 'FLOPs')}: {length}"
+            if epochs > (config.train.epochs or math.inf):
+                lines[-1] += "; more time would not help, because the model would memorize the text"
     lines.append(
         f"data     {config.data.name}, {tokens['train']:,} training tokens and "
         f"{tokens['val']:,} validation tokens, "
@@ -68,7 +74,7 @@ def _describe_length(config: RunConfig, summary: dict[str, Any], train_tokens: i
     if train.epochs is not None:
         limits.append(f"{train.epochs:g} epochs")
     if train.minutes is not None:
-        limits.append(f"{train.minutes:g} minutes")
+        limits.append(f"{train.minutes:g} min")
     length = (
         f"{' or '.join(limits)} of {train.batch_size} x {block_size} = {tokens_per_step:,} tokens"
     )
@@ -79,16 +85,6 @@ def _describe_length(config: RunConfig, summary: dict[str, Any], train_tokens: i
         length += f", {format_epochs(train.steps * tokens_per_step / train_tokens)}"
     if config.schedule.warmup_steps >= (train.steps or math.inf):
         length += f", all of them warmup (schedule.warmup_steps={config.schedule.warmup_steps:,})"
-    numbers = parse_preset(config.preset or "")
-    is_limited_by_time = train.steps is None and train.minutes is not None
-    if numbers is not None and is_limited_by_time and summary["step"] == 0:
-        _, flops = numbers
-        steps = max(1, int(flops / (summary["flops_per_token"] * tokens_per_step)))
-        epochs = steps * tokens_per_step / train_tokens
-        if epochs < (train.epochs or math.inf):
-            length += f"; about {pluralize(steps, 'step')} ({format_epochs(epochs)}) fit"
-        else:
-            length += "; more time would not help, because the model would memorize the text"
     return length
 
 

@@ -14,8 +14,8 @@ def split(batch_size: int, micro_batch_size: int | None, world_size: int) -> tup
 
 @pytest.mark.parametrize(
     ("micro_batch_size", "world_size", "expected"),
-    [(None, 1, (12, 1)), (None, 2, (6, 1)), (3, 1, (3, 4)), (3, 2, (3, 2))],
-    ids=["one device", "two devices", "micro batches", "both"],
+    [(None, 1, (12, 1)), (None, 2, (6, 1)), (3, 1, (3, 4)), (3, 2, (3, 2)), (8, 2, (6, 1))],
+    ids=["one device", "two devices", "micro batches", "both", "larger than the share"],
 )
 def test_batch_is_divided_over_devices_and_micro_batches(micro_batch_size, world_size, expected):
     assert split(12, micro_batch_size, world_size) == expected

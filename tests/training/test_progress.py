@@ -101,8 +101,8 @@ def test_banner_has_the_number_of_processes(config):
     ("steps", "minutes", "expected"),
     [
         (1, None, "training for 1 step of"),
-        (None, 2.5, "training for 2.5 minutes of"),
-        (9, 3, "training for 9 steps or 3 minutes of"),
+        (None, 2.5, "training for 2.5 min of"),
+        (9, 3, "training for 9 steps or 3 min of"),
     ],
     ids=["steps", "minutes", "both"],
 )
@@ -119,25 +119,18 @@ def test_banner_of_a_run_with_a_time_limit_has_no_epochs(config):
 
 
 @pytest.mark.parametrize(
-    ("minutes", "flops", "expected"),
+    ("flops", "expected"),
     [
-        (5, "2.0e12", "2,048 tokens; about 488 steps (62 epochs) fit"),
-        (5, "2.7e12", "2,048 tokens; more time would not help"),
-        (None, "2.7e12", "2,048 tokens"),
+        ("2.0e12", "2 TFLOPs: about 1 M tokens, 62 epochs"),
+        ("2.7e12", "2.7 TFLOPs: about 1.35 M tokens, 84 epochs; more time would not help"),
     ],
-    ids=["time", "text", "no minutes"],
+    ids=["time", "text"],
 )
-def test_banner_says_whether_time_or_text_ends_a_run(config, minutes, flops, expected):
+def test_banner_says_whether_time_or_text_ends_a_run(config, flops, expected):
     config.preset = f"4.0e4-{flops}"
-    config.train = TrainConfig(steps=None, epochs=80, minutes=minutes)
-    last_line = banner(config, flops_per_token=2_000_000).splitlines()[-1]
-    assert last_line.partition(" = ")[2].startswith(expected)
-
-
-def test_banner_has_the_flops_of_a_preset(config):
-    config.preset = "4.0e4-6.3e13"
-    line = "preset   4.0e4-6.3e13, for 40 kB of training text and 63 TFLOPs\n"
-    assert line in banner(config, flops_per_token=1)
+    config.train = TrainConfig(steps=None, epochs=80, minutes=5)
+    line = banner(config, flops_per_token=2_000_000).splitlines()[1]
+    assert line.partition(" and ")[2].startswith(expected)
 
 
 def test_banner_has_the_micro_batches(config):
