@@ -149,11 +149,11 @@ def format_si(number: float, unit: str = "") -> str:
     return f"{number:.3g} {SI_PREFIXES[power]}{unit}".rstrip()
 
 
-def pluralize(count: int, noun: str) -> str:
-    """Format a count of things: "1 layer", "2 layers", "2 processes"."""
+def pluralize(count: float, noun: str) -> str:
+    """Format a count of things: "1 layer", "2.5 minutes", "2 processes"."""
     if count != 1:
-        noun += "es" if noun.endswith(("s", "ch")) else "s"
-    return f"{count:,} {noun}"
+        noun += "es" if noun.endswith(("s", "tch")) else "s"
+    return f"{count:,.12g} {noun}"
 
 
 def format_number(number: float) -> str:

@@ -102,8 +102,8 @@ def make_jobs(
         values["name"] = f"sweeps/{sweep}/{name}"
         values["wandb"]["group"] = config.wandb.group or os.environ.get("WANDB_RUN_GROUP") or sweep
         arguments = [*words, f"name={values['name']}", f"wandb.group={values['wandb']['group']}"]
-        if config.preset is not None:  # a job would measure its speed again
-            arguments.append(f"preset={config.preset}")
+        # with preset=auto, a job would measure its speed again
+        arguments.append(f"preset={config.preset or 'auto'}")
         if config_dir:
             arguments = ["--config-dir", config_dir, *arguments]
         jobs.append(Job(name, SWEEPS / sweep / name, arguments, values))

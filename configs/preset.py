@@ -12,7 +12,7 @@ from omegaconf import DictConfig, OmegaConf
 
 from common.errors import UserError
 from common.settings import check
-from comparison.sweep.jobs import read_job_config
+from comparison.sweep.jobs import read_job_config, read_trained_config
 from data.sources import Source
 from generation.run_paths import RUNS, SWEEPS
 from training.presets import (
@@ -23,6 +23,9 @@ from training.presets import (
     parse_preset,
     preset_values,
 )
+
+# Jobs of a sweep with equal values of these keys have the same preset.
+SPEED_KEYS = ("train.minutes", "device", "dtype", "data.name", "data.path")
 
 
 def add_preset_values(schema: DictConfig, prefix: str = "") -> None:
@@ -44,7 +47,9 @@ def preset_value(key: str, default: Any, *, _root_: Any) -> Any:
     # The initial weights of finetuning have been learned. Weight decay would erase them.
     if key.endswith("weight_decay") and OmegaConf.select(_root_, "train.init_from") is not None:
         return 0.0
-    if key == "train.steps" and _root_.train.epochs is not None:
+    # steps that the user sets replace the epochs of a preset, and epochs its steps
+    other = {"train.steps": "epochs", "train.epochs": "steps"}.get(key)
+    if other is not None and not OmegaConf.is_interpolation(_root_.train, other):
         return None
     preset = OmegaConf.select(_root_, "preset") or "10MB"
     return preset_values(preset).get(key, default)
@@ -56,18 +61,18 @@ OmegaConf.register_new_resolver("preset", preset_value, replace=True)
 def select_preset(config: DictConfig, sources: list[Source]) -> str | None:
     """The preset of a composed config; None if no key takes a value from it.
 
-    preset=auto is the preset with FLOPs that a run or sweep of this name has recorded; else, with
-    train.minutes instead of train.steps, the preset for text and time; else the nearest size on a
-    logarithmic scale. A text that is not on this machine counts as long, unless data.text_bytes is
-    set. Raises UserError for an unknown preset, and for values that measuring the speed needs.
+    preset=auto is the recorded preset; else, with train.minutes instead of train.steps, the preset
+    for text and time; else the nearest size on a logarithmic scale. A text that is not on this
+    machine counts as long, unless data.text_bytes is set.
+    Raises UserError for an unknown preset, and for values that measuring the speed needs.
     """
     used = set(re.findall(r"\$\{preset:([^,]+)", OmegaConf.to_yaml(config)))
     preset = config.preset
     if preset == "auto":
-        preset = recorded_preset(config)
-    if preset is None:
+        preset = recorded_preset(config) or "auto"
+    if preset == "auto":
         text_bytes = sum(source.text_bytes or TEXT_BYTES[-1] for source in sources)
-        preset = min(SIZES, key=lambda name: abs(log(SIZES[name] / max(1, text_bytes))))
+        preset = min(SIZES, key=lambda size: abs(log(SIZES[size] / max(1, text_bytes))))
         has_minutes = OmegaConf.select(config, "train.minutes") is not None
         if has_minutes and "train.steps" in used and config.train.init_from is None:
             check(OmegaConf.to_object(OmegaConf.merge(config, {"preset": preset})))
@@ -76,22 +81,19 @@ def select_preset(config: DictConfig, sources: list[Source]) -> str | None:
 
 
 def recorded_preset(config: DictConfig) -> str | None:
-    """The preset with FLOPs that a run keeps when it resumes.
+    """The preset that a run keeps when it resumes. None: there is none.
 
-    Of runs/<name>, or of a job of the sweep <name> with the same train.minutes. None: there is
-    none.
+    In a sweep, a job has the preset with FLOPs of an earlier job with the same text and time.
     """
     name = OmegaConf.select(config, "name")
     if name is None:
         return None
-    run = RUNS / name / "config.yaml"
-    for file in (run, *sorted((SWEEPS / name).glob("*/config.yaml"))):
-        recorded = read_job_config(file.parent) if file.exists() else {}
-        preset = recorded.get("preset") or ""
-        is_same = file == run or recorded.get("train.minutes") == config.train.minutes
-        if parse_preset(preset) is not None and is_same:
-            return preset
-    return None
+    for file in sorted((SWEEPS / name).glob("*/config.yaml")):
+        job = read_job_config(file.parent)
+        is_same = all(job.get(key) == OmegaConf.select(config, key) for key in SPEED_KEYS)
+        if is_same and parse_preset(job.get("preset")) is not None:
+            return job["preset"]
+    return read_trained_config(RUNS / name).get("preset")
 
 
 def training_flops(config: DictConfig) -> float:

@@ -53,9 +53,11 @@ class Loader:
         self.train = data.train
         # number of windows per epoch of each source
         self.windows = [math.ceil(len(tokens) / block_size) for tokens in self.train]
-        # by source: the order of the windows, and the last epoch that was read and its phase
-        self.orders: dict[int, np.ndarray] = {}
-        self.phases: dict[int, tuple[int, int]] = {}
+        self.phases: dict[tuple[int, int], int] = {}  # by source and epoch
+        self.orders = [
+            self._draw_phase(source, 0).permutation(count)
+            for source, count in enumerate(self.windows)
+        ]
         self.val = data.val
         self.val_T = min(block_size, len(self.val) - 1)
         self.val_windows = math.ceil((len(self.val) - 1) / self.val_T)
@@ -105,26 +107,19 @@ class Loader:
         for sequence in sequences:
             source, index = self._find_source(sequence)
             epoch, window = divmod(index, self.windows[source])
-            phase, order = self._shuffle_epoch(source, epoch)
-            start = phase + int(order[window]) * self.T
+            if (source, epoch) not in self.phases:
+                self._draw_phase(source, epoch)
+            start = self.phases[source, epoch] + int(self.orders[source][window]) * self.T
             rows.append(self.train[source].read_ring(start, self.T + 1))
         return self._make_batch(rows)
 
-    def _shuffle_epoch(self, source: int, epoch: int) -> tuple[int, np.ndarray]:
-        """Phase and order of the windows of an epoch. Remembers the last epoch of each source."""
-        if source not in self.orders:
-            rng = self._make_rng(source, 0)
-            rng.integers(self.T)  # the phase of epoch 0
-            self.orders[source] = rng.permutation(self.windows[source])
-        if self.phases.get(source, (None, 0))[0] != epoch:
-            phase = int(self._make_rng(source, epoch).integers(self.T))
-            self.phases[source] = (epoch, phase)
-        return self.phases[source][1], self.orders[source]
-
-    def _make_rng(self, source: int, epoch: int) -> np.random.Generator:
+    def _draw_phase(self, source: int, epoch: int) -> np.random.Generator:
+        """Draw where the windows of an epoch begin. Returns its random numbers."""
         # the first source of a mix has the seed of a run without a mix
         seed = (self.seed, epoch, source) if source > 0 else (self.seed, epoch)
-        return np.random.default_rng(seed)
+        rng = np.random.default_rng(seed)
+        self.phases[source, epoch] = int(rng.integers(self.T))
+        return rng
 
     def _find_source(self, sequence: int) -> tuple[int, int]:
         """The source of a training sequence, and the number of earlier sequences of this source.

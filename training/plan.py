@@ -222,7 +222,7 @@ def show_plan(config: RunConfig) -> int:
         plan = make_plan(config, runtime)
         console = PlainConsole()
         console.print(make_plan_table(config, runtime, plan), width=80)
-        numbers = parse_preset(config.preset or "")
+        numbers = parse_preset(config.preset)
         if numbers is not None:
             console.print(make_neighbor_table(*numbers), width=80)
     return 0
@@ -232,7 +232,7 @@ def make_plan_table(config: RunConfig, runtime: Runtime, plan: Plan) -> Table:
     """The plan as a table of two columns."""
     model = config.model
     table = make_table("", "", left=2, header=False)
-    if parse_preset(config.preset or "") is not None:
+    if parse_preset(config.preset) is not None:
         table.add_row("preset", config.preset)
     size = f"{describe_model(model)}, vocabulary {plan.vocab_size:,}"
     table.add_row("model", f"{model.name}, {size}")

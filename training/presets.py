@@ -35,11 +35,18 @@ PRESETS = {
 # Presets with FLOPs: 2e12 to 2e14 are 15 s, 1, 5 and 20 minutes on two CPU cores, and 1e19 is the
 # training of GPT-2 124M. A table has a row for each of TEXT_BYTES and a column for each of FLOPS.
 # The values of muon.KEY depend on the text only, so they are interpolated from PRESETS.
-TEXT_BYTES = (1e5, 1e6, 1e7, 1e10)
+TEXT_BYTES = (2e4, 1e5, 1e6, 1e7, 1e10)
 FLOPS = (2e12, 1e13, 5e13, 2e14, 1e19)
 # n_layer. As in GPT-2, n_head is the same, and n_embd is 64 n_layer.
-DEPTH = ((2, 3, 4, 4, 4), (1, 3, 5, 6, 8), (1, 2, 3, 4, 12), (1, 2, 3, 4, 12))
+DEPTH = (
+    (2, 2, 2, 2, 2),
+    (2, 3, 4, 4, 4),
+    (1, 3, 5, 6, 8),
+    (1, 2, 2, 3, 12),
+    (1, 2, 2, 3, 12),
+)
 VOCAB_SIZE = (
+    (288, 288, 288, 288, 288),
     (640, 640, 640, 640, 640),
     (1024, 2048, 2048, 2048, 2048),
     (2048, 2048, 2048, 3072, 8192),
@@ -47,19 +54,27 @@ VOCAB_SIZE = (
 )
 BLOCK_SIZE = (
     (128, 128, 128, 128, 128),
+    (128, 128, 128, 128, 128),
     (128, 128, 128, 128, 256),
     (128, 128, 128, 128, 512),
     (128, 128, 128, 128, 1024),
 )
 # tokens of an optimizer step
 BATCH_TOKENS = (
+    (512, 512, 512, 512, 512),
     (1024, 1024, 1024, 1024, 1024),
     (2048, 2048, 2048, 2048, 4096),
     (2048, 2048, 4096, 4096, 8192),
     (2048, 2048, 4096, 4096, 524288),
 )
 # how often a run reads the text, at most
-EPOCHS = ((4, 4, 4, 4, 4), (3, 3, 2.5, 2.5, 2.5), (4, 4, 4, 4, 4), (4, 4, 4, 4, 4))
+EPOCHS = (
+    (4, 4, 4, 4, 4),
+    (4, 4, 4, 4, 4),
+    (3, 3, 2.5, 2.5, 2.5),
+    (4, 4, 4, 4, 4),
+    (4, 4, 4, 4, 4),
+)
 
 HEAD_DIM = 64
 MAX_NGRAM_FLOPS = 1e16  # with more, the model has no n-grams
@@ -78,10 +93,9 @@ def name_preset(text_bytes: float, flops: float) -> str:
     return "-".join(re.sub(r"e\+0*", "e", f"{number:.1e}") for number in numbers)
 
 
-def parse_preset(preset: str) -> tuple[float, float] | None:
+def parse_preset(preset: str | None) -> tuple[float, float] | None:
     """Bytes of training text, and FLOPs. None if the preset has no FLOPs."""
-    number = r"([1-9]\.\de\d+)"
-    match = re.fullmatch(f"{number}-{number}", preset)
+    match = re.fullmatch(r"([1-9]\.\de\d+)-([1-9]\.\de\d+)", preset or "")
     if match is None:
         return None
     return float(match[1]), float(match[2])
@@ -95,8 +109,7 @@ def preset_values(preset: str) -> dict[str, Any]:
         return {key: values[column] for key, values in PRESETS.items()}
     numbers = parse_preset(preset)
     if numbers is None:
-        choices = ", ".join(SIZES)
-        raise UserError(f"preset={format_value(preset)} is unknown; set auto, {choices}")
+        raise UserError(f"preset={format_value(preset)} is unknown; set auto, {', '.join(SIZES)}")
     return values_for_flops(*numbers)
 
 
@@ -109,7 +122,7 @@ def values_for_flops(text_bytes: float, flops: float) -> dict[str, Any]:
 
     depth = round(by_both(DEPTH))
     n_embd = HEAD_DIM * depth
-    vocab_size = 64 * round(by_both(VOCAB_SIZE) / 64)
+    vocab_size = 32 * round(by_both(VOCAB_SIZE) / 32)
     block_size = nearest_power_of_two(by_both(BLOCK_SIZE))
     batch_size = nearest_power_of_two(by_both(BATCH_TOKENS) / block_size)
     # 6 FLOPs per weight and token; attention is left out

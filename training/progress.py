@@ -9,7 +9,7 @@ from common.errors import EXIT_CODES
 from model import GPTConfig
 from training.config import RunConfig
 from training.plots import plot_run
-from training.presets import parse_preset
+from training.presets import parse_preset, preset_values
 from training.run_folder import RunFolder
 from training.train_state import TrainState
 
@@ -31,12 +31,12 @@ def format_banner(config: RunConfig, run: RunFolder, meta: dict) -> str:
         numbers = parse_preset(config.preset)
         if numbers is not None:
             _, flops = numbers
-            fitting_tokens = flops / summary["flops_per_token"]
-            epochs = fitting_tokens / tokens["train"]
-            length = f"about {format_si(fitting_tokens)} tokens, {format_epochs(epochs)}"
-            lines[-1] += f" and {format_si(flops, 'FLOPs')}: {length}"
-            if epochs > (config.train.epochs or math.inf):
-                lines[-1] += "; more time would not help, because the model would memorize the text"
+            flops_per_epoch = summary["flops_per_token"] * tokens["train"]
+            epochs = format_epochs(flops / flops_per_epoch)
+            lines[-1] += f" and {format_si(flops, 'FLOPs')}, which are {epochs}"
+            useful_epochs = preset_values(config.preset)["train.epochs"]
+            if flops > useful_epochs * flops_per_epoch:
+                lines[-1] += f"; reading this text more than {useful_epochs:g} times does not help"
     lines.append(
         f"data     {config.data.name}, {tokens['train']:,} training tokens and "
         f"{tokens['val']:,} validation tokens, "
@@ -68,20 +68,13 @@ def _describe_length(config: RunConfig, summary: dict[str, Any], train_tokens: i
     train = config.train
     block_size = config.model.block_size
     tokens_per_step = train.batch_size * block_size
-    limits = []
-    if train.steps is not None:
-        limits.append(pluralize(train.steps, "step"))
-    if train.epochs is not None:
-        limits.append(f"{train.epochs:g} epochs")
-    if train.minutes is not None:
-        limits.append(f"{train.minutes:g} min")
-    length = (
-        f"{' or '.join(limits)} of {train.batch_size} x {block_size} = {tokens_per_step:,} tokens"
-    )
+    limits = {"step": train.steps, "epoch": train.epochs, "minute": train.minutes}
+    length = " or ".join(pluralize(n, unit) for unit, n in limits.items() if n is not None)
+    length += f" of {train.batch_size} x {block_size} = {tokens_per_step:,} tokens"
     if summary["accumulation"] > 1:
         count = pluralize(summary["accumulation"], "micro batch")
         length += f", {count} of {pluralize(summary['micro_batch_size'], 'sequence')}"
-    if train.steps is not None:
+    if train.steps is not None and train.epochs is None:
         length += f", {format_epochs(train.steps * tokens_per_step / train_tokens)}"
     if config.schedule.warmup_steps >= (train.steps or math.inf):
         length += f", all of them warmup (schedule.warmup_steps={config.schedule.warmup_steps:,})"

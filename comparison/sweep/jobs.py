@@ -19,8 +19,9 @@ from training.run_folder import write_config
 SCRIPT = Path(__file__).parents[2] / "train.py"
 SWEEP_KEYS = ("name", "wandb.group")  # are set by the sweep
 # Keys that may change when a sweep is started again. Any other change would make a different run.
-CHANGEABLE_KEYS = ("name", "resume", "train.steps", "train.epochs", "train.minutes")
-CHANGEABLE_KEYS += ("checkpoint.", "wandb.")
+CHANGEABLE_KEYS = (
+    "name", "resume", "train.steps", "train.epochs", "train.minutes", "checkpoint.", "wandb."
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -32,21 +33,18 @@ class Job:
     arguments: list[str]  # of train.py
     config: dict  # the composed config, as nested dicts
 
-    def previous_config(self) -> dict:
-        """Read the flat config of an earlier run in this folder; {} if it has no checkpoint."""
-        has_checkpoint = any(self.folder.glob("checkpoints/*.pt"))
-        return read_job_config(self.folder) if has_checkpoint else {}
-
     def is_done(self) -> bool:
         """Whether a run with exactly this config has finished."""
         status = read_json(self.folder / "summary.json").get("status")
-        return status == "finished" and self.previous_config() == flatten_dict(self.config)
+        return status == "finished" and read_trained_config(self.folder) == flatten_dict(
+            self.config
+        )
 
     def check_folder(self) -> None:
         """Raise UserError if the folder contains a run with a different config."""
         new = flatten_dict(self.config)
         changes = []
-        for key, old in self.previous_config().items():
+        for key, old in read_trained_config(self.folder).items():
             if not key.startswith(CHANGEABLE_KEYS) and old != new.get(key, old):
                 changes.append(f"{key}={format_value(old)} (now {format_value(new[key])})")
         if changes:
@@ -57,6 +55,12 @@ class Job:
 def read_job_config(folder: Path) -> dict:
     """Read the flat config of a job. Raises UserError if it is damaged."""
     return read_file(folder / "config.yaml", lambda text: flatten_dict(parse_yaml(text)))
+
+
+def read_trained_config(folder: Path) -> dict:
+    """Read the flat config of a run; {} if it has no checkpoint."""
+    has_checkpoint = any(folder.glob("checkpoints/*.pt"))
+    return read_job_config(folder) if has_checkpoint else {}
 
 
 def identify_config(config: dict) -> str:

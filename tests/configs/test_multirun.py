@@ -131,12 +131,23 @@ def test_jobs_get_the_preset_that_the_sweep_has_selected(workdir):
     assert all(f"preset={preset}" in job.arguments for job in jobs)
 
 
-def test_jobs_of_a_restarted_sweep_keep_the_preset_of_their_minutes(workdir, monkeypatch):
-    fixed = [f"data.path={write_file('text.txt', 'abc ' * 1000)}", "name=s"]
+@pytest.mark.parametrize(
+    "swept", ["train.minutes=1,9", "data.path=[text.txt],[long.txt]", "dtype=float32,bfloat16"]
+)
+def test_jobs_of_a_restarted_sweep_keep_the_preset_of_their_text_and_time(
+    swept, workdir, monkeypatch
+):
+    fixed = [f"data.path={write_file('text.txt', 'abc ' * 1000)}", "train.minutes=1", "name=s"]
+    write_file("long.txt", "abc " * 100_000)
+    swept_key = swept.partition("=")[0]
+    fixed = [word for word in fixed if not word.startswith(swept_key)]
     presets = []
     for speed in (1e11, 2e11):  # of two measurements
-        monkeypatch.setattr("configs.preset.measure_speed", lambda *_, speed=speed: speed)
-        jobs = make_jobs(combine(["train.minutes=1,9"]), fixed, None)
+        monkeypatch.setattr(
+            "configs.preset.measure_speed",
+            lambda device, dtype, _, speed=speed: speed * (9 if dtype == "bfloat16" else 1),
+        )
+        jobs = make_jobs(combine([swept]), fixed, None)
         presets.append([job.config["preset"] for job in jobs])
         for job in jobs:
             job.folder.mkdir(parents=True, exist_ok=True)

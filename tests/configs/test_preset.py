@@ -3,6 +3,7 @@
 from pathlib import Path
 
 import pytest
+from data_helpers import write_file
 
 from configs.cli import parse_config
 from configs.preset import measure_speed
@@ -162,6 +163,11 @@ def test_epochs_replace_the_steps_of_a_preset(preset, tmp_path):
     assert (config.train.steps, config.train.epochs) == (None, 9)
 
 
+def test_steps_replace_the_epochs_of_a_preset(tmp_path):
+    config = compose(write_text(tmp_path, 10**6), "preset=1.0e6-1.0e13", "train.steps=9")
+    assert (config.train.steps, config.train.epochs) == (9, None)
+
+
 def test_recorded_preset_gives_the_same_run_without_a_measurement(tmp_path):
     text = write_text(tmp_path, 10**6)
     config = compose(text, *ONE_MINUTE)
@@ -220,21 +226,34 @@ def test_processes_of_torchrun_do_not_measure_different_speeds(tmp_path, monkeyp
     assert "set preset=NAME" in capsys.readouterr().err
 
 
-def test_more_steps_of_a_run_with_minutes_keep_its_preset(tmp_path, monkeypatch):
+@pytest.fixture
+def record_run(tmp_path, monkeypatch):
+    """Writes the config of a run `a` with this preset, and a checkpoint."""
     monkeypatch.chdir(tmp_path)
-    Path("runs/a").mkdir(parents=True)
-    write_config(Path("runs/a"), {"preset": "1.0e6-2.5e14"})
-    config = compose(write_text(tmp_path, 10**6), "name=a", "train.steps=2000")
-    assert (config.preset, config.train.steps) == ("1.0e6-2.5e14", 2000)
+
+    def record(preset: str, checkpoint: str = "last.pt"):
+        folder = Path("runs/a")
+        write_file(folder / "checkpoints" / checkpoint, "")
+        write_config(folder, {"preset": preset})
+
+    return record
 
 
-def test_resumed_run_keeps_its_preset(tmp_path, monkeypatch):
-    monkeypatch.chdir(tmp_path)
-    Path("runs/a").mkdir(parents=True)
-    write_config(Path("runs/a"), {"preset": "1.0e6-2.5e14"})
-    text = write_text(tmp_path, 10**6)
-    assert compose(text, *ONE_MINUTE, "name=a").preset == "1.0e6-2.5e14"
-    assert compose(text, *ONE_MINUTE, "name=b").preset == "1.0e6-1.0e13"
+@pytest.mark.parametrize("words", [ONE_MINUTE, ["train.steps=2000"]], ids=["minutes", "steps"])
+@pytest.mark.parametrize("preset", ["1.0e6-2.5e14", "300kB"])
+def test_resumed_run_keeps_its_preset(preset, words, record_run, tmp_path):
+    record_run(preset)
+    assert compose(write_text(tmp_path, 10**6), *words, "name=a").preset == preset
+
+
+def test_other_runs_do_not_have_the_preset_of_a_run(record_run, tmp_path):
+    record_run("1.0e6-2.5e14")
+    assert compose(write_text(tmp_path, 10**6), *ONE_MINUTE, "name=b").preset == "1.0e6-1.0e13"
+
+
+def test_run_without_a_checkpoint_does_not_keep_its_preset(record_run, tmp_path):
+    record_run("1.0e6-2.5e14", checkpoint="last.tmp")
+    assert compose(write_text(tmp_path, 10**6), *ONE_MINUTE, "name=a").preset == "1.0e6-1.0e13"
 
 
 def test_text_that_is_not_on_this_machine_counts_as_long_with_minutes(tmp_path):

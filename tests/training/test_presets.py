@@ -61,6 +61,13 @@ def test_more_flops_never_give_a_smaller_model(text_bytes, flops):
     assert larger["n_embd"] >= smaller["n_embd"]
 
 
+@pytest.mark.parametrize("size", ["20kB", "100kB"])
+@pytest.mark.parametrize("key", ["tokenizer.vocab_size", "train.batch_size", "muon.head_lr"])
+def test_short_texts_keep_the_values_of_their_preset_without_flops(size, key):
+    preset = name_preset(SIZES[size], 1e13)
+    assert preset_values(preset)[key] == preset_values(size)[key]
+
+
 def test_a_long_text_and_the_budget_of_gpt2_give_its_shape():
     config = GPTConfig(**section("4.0e10-1.0e19", "model"))
     shape = config.n_layer, config.n_head, config.n_embd, config.block_size, config.max_ngram
