@@ -102,6 +102,8 @@ def main() -> int:
         parser.error(f"--record is for five-minutes; {arguments.track} must reach {track.max_loss}")
     max_loss = track.max_loss if arguments.record is None else arguments.record
     overrides = [*track.overrides, f"data.path={arguments.text.resolve()}", *changes]
+    # the speed of the machine is measured once, so that all seeds train the same model
+    overrides.append(f"preset={select_preset(overrides)}")
 
     with tempfile.TemporaryDirectory() as folder:
         # prepares the data
@@ -159,6 +161,13 @@ def check_config(config: dict, fixed: dict[str, object]) -> None:
         if value != expected:
             expected = "null" if expected is None else expected
             sys.exit(f"{key}={value} changes the goal of the track; set {key}={expected}")
+
+
+def select_preset(overrides: list[str]) -> str:
+    """The preset that train.py selects; auto if it selects none."""
+    command = [sys.executable, str(ROOT / "train.py"), *overrides, "--cfg", "job"]
+    config = subprocess.run(command, capture_output=True, text=True, check=True).stdout
+    return yaml.safe_load(config)["preset"] or "auto"
 
 
 def train(folder: Path, overrides: list[str], name: str) -> tuple[float, dict]:

@@ -56,8 +56,8 @@ def lr_scale(config: ScheduleConfig, step: int, steps: int | None, progress: flo
     """The learning rate of the next step, as a fraction of its peak: warmup, then the schedule.
 
     step: finished steps.
-    steps: length of the run; None: limited by time only.
-    progress: finished part of the run, 0 to 1, by steps or minutes (TrainState.progress).
+    steps: train.steps; None: limited by epochs or minutes only.
+    progress: finished part of the run, 0 to 1 (TrainState.progress).
     """
     if step < config.warmup_steps:
         return (step + 1) / (config.warmup_steps + 1)
