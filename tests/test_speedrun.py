@@ -102,6 +102,7 @@ def runs(monkeypatch) -> Runs:
     runs = Runs()
     monkeypatch.setattr(speedrun, "train", runs.train)
     monkeypatch.setattr(speedrun, "check_config", runs.check_config)
+    monkeypatch.setattr(speedrun, "select_preset", lambda overrides: "1.0e6-4.0e13")
     return runs
 
 
@@ -139,7 +140,11 @@ def test_each_run_has_another_seed(run_track, runs):
 def test_overrides_follow_those_of_the_track(run_track, runs):
     run_track("five-minutes", "--record", "9", "--", "model.n_layer=1")
     expected = [*TRACKS["five-minutes"].overrides, f"data.path={Path('text.txt').resolve()}"]
-    assert runs.overrides[1] == [*expected, "model.n_layer=1", "seed=1"]
+    expected += ["model.n_layer=1", "preset=1.0e6-4.0e13"]
+    assert runs.overrides == [
+        [*expected, "train.steps=1", "train.minutes=null"],
+        *([*expected, f"seed={seed}"] for seed in (1, 2, 3)),
+    ]
 
 
 def test_goal_includes_the_text(run_track, runs):
