@@ -37,10 +37,10 @@ PRESETS = {
 # The values of muon.KEY depend on the text only, so they are interpolated from PRESETS.
 TEXT_BYTES = (2e4, 1e5, 1e6, 1e7, 1e10)
 FLOPS = (2e12, 1e13, 5e13, 2e14, 1e19)
-# n_layer. As in GPT-2, n_head is the same, and n_embd is 64 n_layer.
+# n_layer. As in GPT-2, n_head is the same, and n_embd is 64 n_layer, but one layer has two heads.
 DEPTH = (
     (2, 2, 2, 2, 2),
-    (2, 3, 4, 4, 4),
+    (3, 3, 4, 4, 4),
     (1, 3, 5, 6, 8),
     (1, 2, 2, 3, 12),
     (1, 2, 2, 3, 12),
@@ -49,8 +49,8 @@ VOCAB_SIZE = (
     (288, 288, 288, 288, 288),
     (640, 640, 640, 640, 640),
     (1024, 2048, 2048, 2048, 2048),
-    (2048, 2048, 2048, 3072, 8192),
-    (2048, 2048, 2048, 3072, 32768),
+    (1024, 2048, 2048, 3072, 8192),
+    (1024, 2048, 2048, 3072, 32768),
 )
 BLOCK_SIZE = (
     (128, 128, 128, 128, 128),
@@ -64,8 +64,8 @@ BATCH_TOKENS = (
     (512, 512, 512, 512, 512),
     (1024, 1024, 1024, 1024, 1024),
     (2048, 2048, 2048, 2048, 4096),
-    (2048, 2048, 4096, 4096, 8192),
-    (2048, 2048, 4096, 4096, 524288),
+    (2048, 4096, 4096, 4096, 8192),
+    (2048, 4096, 4096, 4096, 524288),
 )
 # how often a run reads the text, at most
 EPOCHS = (
@@ -109,7 +109,10 @@ def preset_values(preset: str) -> dict[str, Any]:
         return {key: values[column] for key, values in PRESETS.items()}
     numbers = parse_preset(preset)
     if numbers is None:
-        raise UserError(f"preset={format_value(preset)} is unknown; set auto, {', '.join(SIZES)}")
+        raise UserError(
+            f"preset={format_value(preset)} is unknown; set auto, {', '.join(SIZES)}, or "
+            "BYTES-FLOPS as in 1.1e6-6.3e13"
+        )
     return values_for_flops(*numbers)
 
 
@@ -121,7 +124,8 @@ def values_for_flops(text_bytes: float, flops: float) -> dict[str, Any]:
         return interpolate(text_bytes, TEXT_BYTES, rows)
 
     depth = round(by_both(DEPTH))
-    n_embd = HEAD_DIM * depth
+    n_head = max(2, depth)
+    n_embd = HEAD_DIM * n_head
     vocab_size = 32 * round(by_both(VOCAB_SIZE) / 32)
     block_size = nearest_power_of_two(by_both(BLOCK_SIZE))
     batch_size = nearest_power_of_two(by_both(BATCH_TOKENS) / block_size)
@@ -139,7 +143,7 @@ def values_for_flops(text_bytes: float, flops: float) -> dict[str, Any]:
     }
     return muon | {
         "model.n_layer": depth,
-        "model.n_head": depth,
+        "model.n_head": n_head,
         "model.n_embd": n_embd,
         "model.block_size": block_size,
         "model.max_ngram": 3 if flops <= MAX_NGRAM_FLOPS else 1,

@@ -33,10 +33,10 @@ def format_banner(config: RunConfig, run: RunFolder, meta: dict) -> str:
             _, flops = numbers
             flops_per_epoch = summary["flops_per_token"] * tokens["train"]
             epochs = format_epochs(flops / flops_per_epoch)
-            lines[-1] += f" and {format_si(flops, 'FLOPs')}, which are {epochs}"
+            lines[-1] += f" and {format_si(flops, 'FLOPs')}: up to {epochs}"
             useful_epochs = preset_values(config.preset)["train.epochs"]
             if flops > useful_epochs * flops_per_epoch:
-                lines[-1] += f"; reading this text more than {useful_epochs:g} times does not help"
+                lines[-1] += f", but more than {useful_epochs:g} do not help"
     lines.append(
         f"data     {config.data.name}, {tokens['train']:,} training tokens and "
         f"{tokens['val']:,} validation tokens, "
@@ -91,8 +91,8 @@ def describe_model(model: GPTConfig) -> str:
 
 
 def format_epochs(epochs: float) -> str:
-    """Format passes over the training tokens as "0.25 epochs", "12 epochs"."""
-    return f"{epochs:,.0f} epochs" if epochs >= 10 else f"{epochs:.2g} epochs"
+    """Format passes over the training tokens as "0.25 epochs", "1 epoch"."""
+    return pluralize(round(epochs) if epochs >= 10 else float(f"{epochs:.2g}"), "epoch")
 
 
 def describe_finished_run(run: RunFolder, state: TrainState) -> str:

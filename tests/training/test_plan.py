@@ -203,11 +203,12 @@ def test_printed_plan_is_80_columns_wide(train, capsys):
 @pytest.fixture(scope="module")
 def printed(folder) -> dict[str, str]:
     """The printed plan of a run with a measured speed: {title: value}."""
-    output = io.StringIO()
-    with chdir(folder), redirect_stdout(output):
+    with chdir(folder):
         config = parse_config("train", "", [*TINY, "plan=true"])
         runtime = resolve_runtime(config)
         table = make_plan_table(config, runtime, make_plan(config, runtime))
+    output = io.StringIO()
+    with redirect_stdout(output):
         PlainConsole().print(table, width=200)
     lines = [re.split("  +", line.strip()) for line in output.getvalue().splitlines() if line]
     return dict(lines)

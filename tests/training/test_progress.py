@@ -121,8 +121,8 @@ def test_banner_of_a_run_with_a_time_limit_has_no_epochs(config):
 @pytest.mark.parametrize(
     ("flops", "expected"),
     [
-        ("1.0e11", "100 GFLOPs, which are 3.1 epochs\n"),
-        ("2.7e12", "2.7 TFLOPs, which are 84 epochs; reading this text more than 4 times"),
+        ("1.0e11", "100 GFLOPs: up to 3.1 epochs\n"),
+        ("2.7e12", "2.7 TFLOPs: up to 84 epochs, but more than 4 do not help"),
     ],
     ids=["time", "text"],
 )
