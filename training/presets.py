@@ -17,6 +17,7 @@ from typing import Any
 
 from common.errors import UserError
 from common.settings import format_value
+from training.config import MuonConfig
 
 # The presets without FLOPs, and the bytes of training text that each is for. 10MB applies to longer
 # texts, too, and has the defaults of the dataclasses.
@@ -34,7 +35,6 @@ PRESETS = {
 
 # Presets with FLOPs: 2e12 to 2e14 are 15 s, 1, 5 and 20 minutes on two CPU cores, and 1e19 is the
 # training of GPT-2 124M. A table has a row for each of TEXT_BYTES and a column for each of FLOPS.
-# The values of muon.KEY depend on the text only, so they are interpolated from PRESETS.
 TEXT_BYTES = (2e4, 1e5, 1e6, 1e7, 1e10)
 FLOPS = (2e12, 1e13, 5e13, 2e14, 1e19)
 # n_layer. As in GPT-2, n_head is the same, and n_embd is 64 n_layer, but one layer has two heads.
@@ -63,9 +63,9 @@ BLOCK_SIZE = (
 BATCH_TOKENS = (
     (512, 512, 512, 512, 512),
     (1024, 1024, 1024, 1024, 1024),
-    (2048, 2048, 2048, 2048, 4096),
-    (2048, 4096, 4096, 4096, 8192),
-    (2048, 4096, 4096, 4096, 524288),
+    (4096, 2048, 2048, 2048, 4096),
+    (4096, 4096, 4096, 4096, 8192),
+    (4096, 4096, 4096, 4096, 524288),
 )
 # how often a run reads the text, at most
 EPOCHS = (
@@ -74,6 +74,15 @@ EPOCHS = (
     (3, 3, 2.5, 2.5, 2.5),
     (4, 4, 4, 4, 4),
     (4, 4, 4, 4, 4),
+)
+# learning rates, relative to the defaults of muon.lr, muon.embedding_lr and muon.norm_lr, and to
+# muon.head_lr in PRESETS
+LR_SCALE = (
+    (1, 1, 1, 1, 1),
+    (1, 1, 1, 1, 1),
+    (1, 1, 1, 1, 1),
+    (2, 1.2, 0.7, 0.5, 0.5),
+    (2, 1.2, 0.7, 0.5, 0.5),
 )
 
 HEAD_DIM = 64
@@ -123,6 +132,9 @@ def values_for_flops(text_bytes: float, flops: float) -> dict[str, Any]:
         rows = [interpolate(flops, FLOPS, row) for row in table]
         return interpolate(text_bytes, TEXT_BYTES, rows)
 
+    def by_text(key: str) -> float:
+        return interpolate(text_bytes, list(SIZES.values()), PRESETS[key])
+
     depth = round(by_both(DEPTH))
     n_head = max(2, depth)
     n_embd = HEAD_DIM * n_head
@@ -131,17 +143,12 @@ def values_for_flops(text_bytes: float, flops: float) -> dict[str, Any]:
     batch_size = nearest_power_of_two(by_both(BATCH_TOKENS) / block_size)
     # 6 FLOPs per weight and token; attention is left out
     flops_per_token = 6 * n_embd * (12 * depth * n_embd + vocab_size)
-    epochs = float(f"{by_both(EPOCHS):.2g}")
+    epochs = two_digits(by_both(EPOCHS))
     text_tokens = text_bytes / (BYTES_PER_TOKEN * math.log2(vocab_size))
     tokens = min(flops / flops_per_token, epochs * text_tokens)
     steps = math.ceil(tokens / (batch_size * block_size))
-    sizes = list(SIZES.values())
-    muon = {
-        key: float(f"{interpolate(text_bytes, sizes, values):.2g}")
-        for key, values in PRESETS.items()
-        if key.startswith("muon.")
-    }
-    return muon | {
+    lr_scale = by_both(LR_SCALE)
+    return {
         "model.n_layer": depth,
         "model.n_head": n_head,
         "model.n_embd": n_embd,
@@ -153,6 +160,12 @@ def values_for_flops(text_bytes: float, flops: float) -> dict[str, Any]:
         "train.steps": None,  # the run ends after train.epochs or train.minutes
         "train.epochs": epochs,
         "eval.every": math.ceil(steps / EVALUATIONS),
+        "muon.lr": two_digits(lr_scale * MuonConfig.lr),
+        "muon.embedding_lr": two_digits(lr_scale * MuonConfig.embedding_lr),
+        "muon.norm_lr": two_digits(lr_scale * MuonConfig.norm_lr),
+        "muon.head_lr": two_digits(lr_scale * by_text("muon.head_lr")),
+        "muon.weight_decay": two_digits(by_text("muon.weight_decay")),
+        "muon.ngram_weight_decay": two_digits(by_text("muon.ngram_weight_decay")),
     }
 
 
@@ -167,3 +180,7 @@ def interpolate(x: float, points: Sequence[float], values: Sequence[float]) -> f
 
 def nearest_power_of_two(x: float) -> int:
     return 2 ** round(math.log2(x))
+
+
+def two_digits(x: float) -> float:
+    return float(f"{x:.2g}")
