@@ -61,6 +61,12 @@ def test_more_flops_never_give_a_smaller_model(text_bytes, flops):
     assert larger["n_embd"] >= smaller["n_embd"]
 
 
+@pytest.mark.parametrize("key", ["lr", "embedding_lr", "norm_lr", "head_lr"])
+def test_learning_rates_for_a_long_text_fall_with_the_flops(key):
+    rates = [preset_values(f"1.0e7-{flops}")[f"muon.{key}"] for flops in ("2.0e12", "5.0e13")]
+    assert rates[1] < 0.5 * rates[0]
+
+
 @pytest.mark.parametrize("size", ["20kB", "100kB"])
 @pytest.mark.parametrize("key", ["tokenizer.vocab_size", "train.batch_size", "muon.head_lr"])
 def test_short_texts_keep_the_values_of_their_preset_without_flops(size, key):
