@@ -11,7 +11,7 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from common.errors import UserError
-from common.settings import check
+from common.settings import check, format_value
 from comparison.sweep.jobs import read_job_config, read_trained_config
 from data.sources import Source
 from generation.run_paths import RUNS, SWEEPS
@@ -38,7 +38,7 @@ def add_preset_values(schema: DictConfig, prefix: str = "") -> None:
         key = preset_key.removeprefix(prefix)
         default = OmegaConf.select(schema, key, default="missing")
         if preset_key.startswith(prefix) and default != "missing":
-            word = "null" if default is None else default
+            word = format_value(default)
             OmegaConf.update(schema, key, f"${{preset:{preset_key},{word}}}")
 
 

@@ -37,53 +37,55 @@ PRESETS = {
 # training of GPT-2 124M. A table has a row for each of TEXT_BYTES and a column for each of FLOPS.
 TEXT_BYTES = (2e4, 1e5, 1e6, 1e7, 1e10)
 FLOPS = (2e12, 1e13, 5e13, 2e14, 1e19)
-# n_layer. As in GPT-2, n_head is the same, and n_embd is 64 n_layer, but one layer has two heads.
-DEPTH = (
-    (2, 2, 2, 2, 2),
-    (3, 3, 4, 4, 4),
-    (1, 3, 5, 6, 8),
-    (1, 2, 2, 3, 12),
-    (1, 2, 2, 3, 12),
-)
-VOCAB_SIZE = (
-    (288, 288, 288, 288, 288),
-    (640, 640, 640, 640, 640),
-    (1024, 2048, 2048, 2048, 2048),
-    (1024, 2048, 2048, 3072, 8192),
-    (1024, 2048, 2048, 3072, 32768),
-)
-BLOCK_SIZE = (
-    (128, 128, 128, 128, 128),
-    (128, 128, 128, 128, 128),
-    (128, 128, 128, 128, 256),
-    (128, 128, 128, 128, 512),
-    (128, 128, 128, 128, 1024),
-)
-# tokens of an optimizer step
-BATCH_TOKENS = (
-    (512, 512, 512, 512, 512),
-    (1024, 1024, 1024, 1024, 1024),
-    (4096, 2048, 2048, 2048, 4096),
-    (4096, 4096, 4096, 4096, 8192),
-    (4096, 4096, 4096, 4096, 524288),
-)
-# how often a run reads the text, at most
-EPOCHS = (
-    (4, 4, 4, 4, 4),
-    (4, 4, 4, 4, 4),
-    (3, 3, 2.5, 2.5, 2.5),
-    (4, 4, 4, 4, 4),
-    (4, 4, 4, 4, 4),
-)
-# learning rates, relative to the defaults of muon.lr, muon.embedding_lr and muon.norm_lr, and to
-# muon.head_lr in PRESETS
-LR_SCALE = (
-    (1, 1, 1, 1, 1),
-    (1, 1, 1, 1, 1),
-    (1, 1, 1, 1, 1),
-    (2, 1.2, 0.7, 0.5, 0.5),
-    (2, 1.2, 0.7, 0.5, 0.5),
-)
+TABLES = {
+    # As in GPT-2, n_head is the same, and n_embd is 64 n_layer, but one layer has two heads.
+    "n_layer": (
+        (2, 2, 2, 2, 2),
+        (3, 3, 4, 4, 4),
+        (1, 3, 5, 6, 8),
+        (1, 2, 2, 3, 12),
+        (1, 2, 2, 3, 12),
+    ),
+    "vocab_size": (
+        (288, 288, 288, 288, 288),
+        (640, 640, 640, 640, 640),
+        (1024, 2048, 2048, 2048, 2048),
+        (1024, 2048, 2048, 3072, 8192),
+        (1024, 2048, 2048, 3072, 32768),
+    ),
+    "block_size": (
+        (128, 128, 128, 128, 128),
+        (128, 128, 128, 128, 128),
+        (128, 128, 128, 128, 256),
+        (128, 128, 128, 128, 512),
+        (128, 128, 128, 128, 1024),
+    ),
+    # tokens of an optimizer step
+    "batch_tokens": (
+        (512, 512, 512, 512, 512),
+        (1024, 1024, 1024, 1024, 1024),
+        (4096, 2048, 2048, 2048, 4096),
+        (4096, 4096, 4096, 4096, 8192),
+        (4096, 4096, 4096, 4096, 524288),
+    ),
+    # how often a run reads the text, at most
+    "epochs": (
+        (4, 4, 4, 4, 4),
+        (4, 4, 4, 4, 4),
+        (3, 3, 2.5, 2.5, 2.5),
+        (4, 4, 4, 4, 4),
+        (4, 4, 4, 4, 4),
+    ),
+    # learning rates, relative to the defaults of muon.lr, muon.embedding_lr and muon.norm_lr, and
+    # to muon.head_lr in PRESETS
+    "lr_scale": (
+        (1, 1, 1, 1, 1),
+        (1, 1, 1, 1, 1),
+        (1, 1, 1, 1, 1),
+        (2, 1.2, 0.7, 0.5, 0.5),
+        (2, 1.2, 0.7, 0.5, 0.5),
+    ),
+}
 
 HEAD_DIM = 64
 MAX_NGRAM_FLOPS = 1e16  # with more, the model has no n-grams
@@ -128,28 +130,28 @@ def preset_values(preset: str) -> dict[str, Any]:
 def values_for_flops(text_bytes: float, flops: float) -> dict[str, Any]:
     """The values of the preset for a text and FLOPs, by key."""
 
-    def by_both(table: Sequence[Sequence[float]]) -> float:
-        rows = [interpolate(flops, FLOPS, row) for row in table]
+    def by_both(key: str) -> float:
+        rows = [interpolate(flops, FLOPS, row) for row in TABLES[key]]
         return interpolate(text_bytes, TEXT_BYTES, rows)
 
     def by_text(key: str) -> float:
         return interpolate(text_bytes, list(SIZES.values()), PRESETS[key])
 
-    depth = round(by_both(DEPTH))
-    n_head = max(2, depth)
+    n_layer = round(by_both("n_layer"))
+    n_head = max(2, n_layer)
     n_embd = HEAD_DIM * n_head
-    vocab_size = 32 * round(by_both(VOCAB_SIZE) / 32)
-    block_size = nearest_power_of_two(by_both(BLOCK_SIZE))
-    batch_size = nearest_power_of_two(by_both(BATCH_TOKENS) / block_size)
+    vocab_size = 32 * round(by_both("vocab_size") / 32)
+    block_size = nearest_power_of_two(by_both("block_size"))
+    batch_size = nearest_power_of_two(by_both("batch_tokens") / block_size)
     # 6 FLOPs per weight and token; attention is left out
-    flops_per_token = 6 * n_embd * (12 * depth * n_embd + vocab_size)
-    epochs = two_digits(by_both(EPOCHS))
+    flops_per_token = 6 * n_embd * (12 * n_layer * n_embd + vocab_size)
+    epochs = two_digits(by_both("epochs"))
     text_tokens = text_bytes / (BYTES_PER_TOKEN * math.log2(vocab_size))
     tokens = min(flops / flops_per_token, epochs * text_tokens)
     steps = math.ceil(tokens / (batch_size * block_size))
-    lr_scale = by_both(LR_SCALE)
+    lr_scale = by_both("lr_scale")
     return {
-        "model.n_layer": depth,
+        "model.n_layer": n_layer,
         "model.n_head": n_head,
         "model.n_embd": n_embd,
         "model.block_size": block_size,

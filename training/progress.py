@@ -33,10 +33,9 @@ def format_banner(config: RunConfig, run: RunFolder, meta: dict) -> str:
             _, flops = numbers
             flops_per_epoch = summary["flops_per_token"] * tokens["train"]
             epochs = format_epochs(flops / flops_per_epoch)
+            useful = preset_values(config.preset)["train.epochs"]
             lines[-1] += f" and {format_si(flops, 'FLOPs')}: up to {epochs}"
-            useful_epochs = preset_values(config.preset)["train.epochs"]
-            if flops > useful_epochs * flops_per_epoch:
-                lines[-1] += f", but more than {useful_epochs:g} do not help"
+            lines[-1] += f" (more than {useful:g} do not help)"
     lines.append(
         f"data     {config.data.name}, {tokens['train']:,} training tokens and "
         f"{tokens['val']:,} validation tokens, "

@@ -15,7 +15,6 @@ from training.config import OVERFITTING_EVALS, RunConfig
 from training.device import Runtime
 from training.metrics import MetricsLogger
 from training.peak_flops import peak_flops
-from training.presets import parse_preset
 from training.profiler import StepProfiler
 from training.run_folder import RunFolder
 from training.speed import Speed
@@ -159,10 +158,8 @@ class RunLogger(AbstractContextManager):
             problem = f"the validation loss has not fallen since step {state.best_step}"
             decay = [key for key in vars(self.config.optimizer) if key.endswith("weight_decay")]
             larger = " and ".join(f"optimizer.{key}" for key in decay)
-            # with train.steps, preset=auto would select another model than for train.minutes
-            preset = f"preset={self.config.preset} " if parse_preset(self.config.preset) else ""
-            steps = f"{preset}train.steps={state.best_step}"
-            advice = f"start another run with {steps}, or a larger {larger}"
+            epochs = state.best_step / state.steps_per_epoch
+            advice = f"start another run with train.epochs={epochs:.3g}, or a larger {larger}"
             self.bar.print_text(f"overfitting: {problem}; {advice}", style="bold yellow")
         if state.evals_since_best == patience:
             reason = f"train.patience={patience} evaluations without a lower loss"

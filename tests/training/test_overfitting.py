@@ -1,5 +1,6 @@
 """Overfitting: the message, the summary, train.patience, and the best checkpoint."""
 
+import re
 import shutil
 
 import pytest
@@ -54,9 +55,15 @@ def test_overfitting_is_reported_once(printed):
     assert printed.count(message) == 1
 
 
-def test_advice_is_to_end_at_the_best_step_or_to_decay_the_weights(printed):
-    larger = "a larger optimizer.weight_decay and optimizer.ngram_weight_decay"
-    assert f"start another run with train.steps={best_step()}, or {larger}" in printed
+def test_advice_against_overfitting_is_to_decay_the_weights_more(printed):
+    assert "or a larger optimizer.weight_decay and optimizer.ngram_weight_decay" in printed
+
+
+def test_advised_epochs_end_a_run_at_the_best_step(printed, overfitted_folder):
+    folder, _ = overfitted_folder
+    [epochs] = re.findall(r"start another run with (train\.epochs=[\d.]+)", printed)
+    train_in(folder, *OVERFIT, "name=b", epochs)
+    assert summary("b")["step"] == pytest.approx(best_step(), abs=1)  # of rounded epochs
 
 
 def test_summary_records_overfitting(printed):
