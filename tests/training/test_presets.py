@@ -78,3 +78,11 @@ def test_a_long_text_and_the_budget_of_gpt2_give_its_shape():
     config = GPTConfig(**section("4.0e10-1.0e19", "model"))
     shape = config.n_layer, config.n_head, config.n_embd, config.block_size, config.max_ngram
     assert shape == (12, 12, 768, 1024, 1)
+
+
+def test_more_flops_than_gpt2_give_a_larger_model():
+    n_layer, n_embd = (
+        preset_values("4.0e10-1.0e21")[f"model.{key}"] for key in ("n_layer", "n_embd")
+    )
+    assert n_layer > 24
+    assert n_embd > 1536
