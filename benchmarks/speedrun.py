@@ -166,8 +166,10 @@ def check_config(config: dict, fixed: dict[str, object]) -> None:
 def select_preset(overrides: list[str]) -> str:
     """The preset that train.py selects; auto if it selects none."""
     command = [sys.executable, str(ROOT / "train.py"), *overrides, "--cfg", "job"]
-    config = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    return yaml.safe_load(config)["preset"] or "auto"
+    result = subprocess.run(command, stdout=subprocess.PIPE, text=True)
+    if result.returncode != 0:
+        sys.exit(result.returncode)
+    return yaml.safe_load(result.stdout)["preset"] or "auto"
 
 
 def train(folder: Path, overrides: list[str], name: str) -> tuple[float, dict]:

@@ -18,7 +18,7 @@ from common.settings import flatten_dict
 from comparison.sweep.jobs import Job, identify_config, read_started_jobs
 from comparison.sweep.launch import run_sweep
 from configs.compose import compose_config, hydra_initialized, parse_word
-from generation.run_paths import JOB, SWEEPS, make_new_folder
+from generation.run_paths import JOB, RUNS, SWEEPS, make_new_folder
 
 
 def run_multirun(flags: Namespace) -> int:
@@ -93,6 +93,8 @@ def make_jobs(
     configs = [compose_config("train", words, config_dir) for words in all_words]
     label = f"{configs[0].data.name}-{configs[0].model.name}"
     sweep = configs[0].name or make_new_folder(SWEEPS, label)
+    if (RUNS / sweep / "config.yaml").exists():  # preset=auto would be the preset of this run
+        raise UserError(f"{RUNS / sweep} is a run; set another name for the sweep")
     started = read_started_jobs(SWEEPS / sweep)
     jobs = []
     for name, words, config in zip(names, all_words, configs, strict=True):

@@ -15,6 +15,7 @@ from common.settings import check, format_value
 from comparison.sweep.jobs import read_job_config, read_trained_config
 from data.sources import Source
 from generation.run_paths import RUNS, SWEEPS
+from training.config import RunConfig, TrainConfig
 from training.presets import (
     SIZES,
     TEXT_BYTES,
@@ -64,7 +65,7 @@ def select_preset(config: DictConfig, sources: list[Source]) -> str | None:
     preset=auto is the recorded preset; else, with train.minutes instead of train.steps, the preset
     for text and time; else the nearest size on a logarithmic scale. A text that is not on this
     machine counts as long, unless data.text_bytes is set.
-    Raises UserError for an unknown preset, and for values that measuring the speed needs.
+    Raises UserError for an unknown preset, and for wrong values that the choice needs.
     """
     used = set(re.findall(r"\$\{preset:([^,]+)", OmegaConf.to_yaml(config)))
     preset = config.preset
@@ -75,7 +76,6 @@ def select_preset(config: DictConfig, sources: list[Source]) -> str | None:
         preset = min(SIZES, key=lambda size: abs(log(SIZES[size] / max(1, text_bytes))))
         has_minutes = OmegaConf.select(config, "train.minutes") is not None
         if has_minutes and "train.steps" in used and config.train.init_from is None:
-            check(OmegaConf.to_object(OmegaConf.merge(config, {"preset": preset})))
             preset = name_preset(text_bytes, training_flops(config))
     return preset if used & set(preset_values(preset)) else None
 
@@ -97,7 +97,14 @@ def recorded_preset(config: DictConfig) -> str | None:
 
 
 def training_flops(config: DictConfig) -> float:
-    """FLOPs that a run can spend on matrix products in train.minutes, on all devices."""
+    """FLOPs that a run can spend on matrix products in train.minutes, on all devices.
+
+    Raises UserError if values that this needs are wrong. Others are checked with the preset.
+    """
+    values = {
+        key: config[key] for key in ("device", "dtype", "plan", "flops_per_second", "world_size")
+    }
+    check(RunConfig(**values, train=TrainConfig(minutes=config.train.minutes)))
     speed = config.flops_per_second or measure_speed(config.device, config.dtype, config.world_size)
     return 60 * config.train.minutes * speed
 

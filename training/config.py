@@ -54,14 +54,13 @@ class TrainConfig:
     def rules(self, section: str) -> Iterator[Rule]:
         has_end = any(limit is not None for limit in (self.steps, self.epochs, self.minutes))
         yield "steps", has_end, "needs train.epochs or train.minutes; set one of them"
-        self.split_batch(world_size=1)  # what cannot be split on one device cannot be on several
 
     def split_batch(self, world_size: int) -> tuple[int, int]:
         """Split an optimizer step into micro batches.
 
         world_size: number of devices.
         Returns the sequences per forward pass on one device, and the forward passes per optimizer
-        step. Raises UserError if the batch cannot be split evenly.
+        step. Raises UserError if the devices cannot have equal shares of the batch.
         """
         share, remainder = divmod(self.batch_size, world_size)
         if remainder:
@@ -70,15 +69,9 @@ class TrainConfig:
                 f"train.batch_size={self.batch_size} does not divide by {world_size} devices; "
                 f"set {' or '.join(map(str, sizes))}"
             )
-        size = min(self.micro_batch_size or share, share)
-        accumulation, remainder = divmod(share, size)
-        if remainder:
-            divisors = [str(n) for n in range(1, share + 1) if share % n == 0]
-            raise UserError(
-                f"train.micro_batch_size={size} does not divide the {share} sequences per step of "
-                f"a device; set one of {', '.join(divisors[-8:])}"
-            )
-        return size, accumulation
+        limit = min(self.micro_batch_size or share, share)
+        size = max(n for n in range(1, limit + 1) if share % n == 0)
+        return size, share // size
 
 
 @dataclass

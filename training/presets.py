@@ -10,10 +10,11 @@ docs/experiments/text-sizes.md says which values are measured.
 
 import math
 import re
-from bisect import bisect
 from collections.abc import Sequence
 from functools import cache
 from typing import Any
+
+import numpy as np
 
 from common.errors import UserError
 from common.settings import format_value
@@ -142,8 +143,8 @@ def values_for_flops(text_bytes: float, flops: float) -> dict[str, Any]:
     n_head = max(2, n_layer)
     n_embd = HEAD_DIM * n_head
     vocab_size = 32 * round(by_both("vocab_size") / 32)
-    block_size = nearest_power_of_two(by_both("block_size"))
-    batch_size = nearest_power_of_two(by_both("batch_tokens") / block_size)
+    block_size = 2 ** round(math.log2(by_both("block_size")))
+    batch_size = 2 ** round(math.log2(by_both("batch_tokens") / block_size))
     # 6 FLOPs per weight and token; attention is left out
     flops_per_token = 6 * n_embd * (12 * n_layer * n_embd + vocab_size)
     epochs = two_digits(by_both("epochs"))
@@ -174,15 +175,7 @@ def values_for_flops(text_bytes: float, flops: float) -> dict[str, Any]:
 
 def interpolate(x: float, points: Sequence[float], values: Sequence[float]) -> float:
     """Interpolate linearly in the logarithms of x and of the values; constant outside of points."""
-    right = min(max(bisect(points, x), 1), len(points) - 1)
-    left = right - 1
-    weight = math.log(x / points[left]) / math.log(points[right] / points[left])
-    weight = min(max(weight, 0.0), 1.0)
-    return values[left] * (values[right] / values[left]) ** weight
-
-
-def nearest_power_of_two(x: float) -> int:
-    return 2 ** round(math.log2(x))
+    return math.exp(np.interp(math.log(x), np.log(points), np.log(values)))
 
 
 def two_digits(x: float) -> float:

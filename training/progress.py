@@ -29,7 +29,7 @@ def format_banner(config: RunConfig, run: RunFolder, meta: dict) -> str:
         text_bytes = format_si(meta["bytes"]["train"], "B")
         lines.append(f"preset   {config.preset}, for {text_bytes} of training text")
         numbers = parse_preset(config.preset)
-        if numbers is not None:
+        if numbers is not None and config.train.minutes is not None:
             _, flops = numbers
             flops_per_epoch = summary["flops_per_token"] * tokens["train"]
             epochs = format_epochs(flops / flops_per_epoch)

@@ -228,7 +228,6 @@ def refuse_in_process(folder, script: str, *words: str, **environment: str) -> s
             ["-m", "seed=1,2", "data.path=missing.txt"],
             "data.path=missing.txt has no file to read",
         ),
-        ("train", ["train.micro_batch_size=3"], "set one of 1, 2, 4, 8, 16"),
     ],
     ids=lambda value: " ".join(value) if isinstance(value, list) else "",
 )

@@ -156,6 +156,12 @@ def test_jobs_of_a_restarted_sweep_keep_the_preset_of_their_text_and_time(
     assert presets[0][0] != presets[0][1]
 
 
+def test_sweep_with_the_name_of_a_run_is_refused(workdir):
+    write_file("runs/s/config.yaml", "preset: 20kB")
+    with pytest.raises(UserError, match="s is a run; set another name for the sweep"):
+        start_sweep("seed=1,2")
+
+
 def test_sweep_without_a_name_gets_a_new_folder(workdir):
     combinations = [{"seed": "seed=1"}, {"seed": "seed=2"}]
     first, _ = make_jobs(combinations, TINY, None)

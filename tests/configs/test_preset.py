@@ -203,15 +203,20 @@ def test_micro_batches_of_a_preset_fit_the_number_of_devices(world_size, tmp_pat
     assert micro_batch_size * accumulation * world_size == config.train.batch_size == 128
 
 
+def test_keys_that_suit_the_chosen_model_are_valid(tmp_path):
+    words = ["train.minutes=20", "plan=true", "flops_per_second=2e11", "model.n_head=6"]
+    assert compose(write_text(tmp_path, 10**6), *words).model.head_dim == 64
+
+
 @pytest.mark.parametrize(
-    "word", ["dtype=bf16", "device=gpu", "train.minutes=0", "train.minutes=inf", "model.n_layer=0"]
+    "word", ["dtype=bf16", "device=gpu", "train.minutes=0", "train.minutes=inf", "world_size=0"]
 )
 def test_invalid_values_are_refused_before_the_speed_is_measured(
     word, tmp_path, monkeypatch, capsys
 ):
     monkeypatch.setattr("configs.preset.measure_speed", lambda *_: pytest.fail("measured"))
     with pytest.raises(SystemExit):
-        compose(write_text(tmp_path, 10**6), "train.minutes=1", word)
+        compose(write_text(tmp_path, 10**6), "train.minutes=1", "plan=true", word)
     assert word.partition("=")[0] in capsys.readouterr().err
 
 
