@@ -232,7 +232,7 @@ def make_plan_table(config: RunConfig, runtime: Runtime, plan: Plan) -> Table:
     """The plan as a table of two columns."""
     model = config.model
     table = make_table("", "", left=2, header=False)
-    if parse_preset(config.preset) is not None:
+    if config.preset is not None:
         table.add_row("preset", config.preset)
     size = f"{describe_model(model)}, vocabulary {plan.vocab_size:,}"
     table.add_row("model", f"{model.name}, {size}")
@@ -265,7 +265,7 @@ def make_neighbor_table(text_bytes: float, flops: float) -> Table:
         "model.block_size": "context",
         "tokenizer.vocab_size": "vocab",
         "train.batch_size": "batch",
-        "train.epochs": "epochs",
+        "train.epochs": "max epochs",
     }
     table = make_table("preset", *columns.values())
     for factor in NEIGHBORS:

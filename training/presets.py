@@ -34,17 +34,17 @@ PRESETS = {
     "muon.ngram_weight_decay": (24.0, 24.0, 12.0, 5.0, 2.0, 0.7),
 }
 
-# Presets with FLOPs: 2e12 to 2e14 are 15 s, 1, 5 and 20 minutes on two CPU cores, 1e19 is the
+# Presets with FLOPs: 2.5e12 to 1.6e14 are 15 s, 1, 5 and 20 minutes on two CPU cores, 1e19 is the
 # training of GPT-2 124M, and depth grows with the 6th root of FLOPs from there to 1e22.
 # A table has a row for each of TEXT_BYTES and a column for each of FLOPS.
 TEXT_BYTES = (2e4, 1e5, 1e6, 1e7, 1e10)
-FLOPS = (2e12, 1e13, 5e13, 2e14, 1e19, 1e22)
+FLOPS = (2.5e12, 1e13, 4e13, 1.6e14, 1e19, 1e22)
 TABLES = {
     # As in GPT-2, n_head is the same, and n_embd is 64 n_layer, but one layer has two heads.
     "n_layer": (
         (2, 2, 2, 2, 2, 2),
         (3, 3, 4, 4, 4, 4),
-        (1, 3, 5, 6, 8, 8),
+        (1, 3, 6, 8, 8, 8),
         (1, 2, 2, 3, 12, 12),
         (1, 2, 2, 3, 12, 38),
     ),
@@ -108,7 +108,7 @@ def name_preset(text_bytes: float, flops: float) -> str:
 
 def parse_preset(preset: str | None) -> tuple[float, float] | None:
     """Bytes of training text, and FLOPs. None if the preset has no FLOPs."""
-    match = re.fullmatch(r"([1-9]\.\de\d+)-([1-9]\.\de\d+)", preset or "")
+    match = re.fullmatch(r"([1-9]\.?\d*e\d+)-([1-9]\.?\d*e\d+)", preset or "")
     if match is None:
         return None
     return float(match[1]), float(match[2])

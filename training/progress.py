@@ -9,7 +9,7 @@ from common.errors import EXIT_CODES
 from model import GPTConfig
 from training.config import RunConfig
 from training.plots import plot_run
-from training.presets import parse_preset, preset_values
+from training.presets import parse_preset
 from training.run_folder import RunFolder
 from training.train_state import TrainState
 
@@ -31,11 +31,10 @@ def format_banner(config: RunConfig, run: RunFolder, meta: dict) -> str:
         numbers = parse_preset(config.preset)
         if numbers is not None and config.train.minutes is not None:
             _, flops = numbers
-            flops_per_epoch = summary["flops_per_token"] * tokens["train"]
-            epochs = format_epochs(flops / flops_per_epoch)
-            useful = preset_values(config.preset)["train.epochs"]
-            lines[-1] += f" and {format_si(flops, 'FLOPs')}: up to {epochs}"
-            lines[-1] += f" (more than {useful:g} do not help)"
+            lines[-1] += f" and {format_si(flops, 'FLOPs')}"
+            epochs = config.train.epochs or math.inf
+            if flops > epochs * tokens["train"] * summary["flops_per_token"]:
+                lines[-1] += f"; more than {pluralize(epochs, 'epoch')} rarely help"
     lines.append(
         f"data     {config.data.name}, {tokens['train']:,} training tokens and "
         f"{tokens['val']:,} validation tokens, "

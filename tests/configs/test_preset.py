@@ -204,7 +204,7 @@ def test_micro_batches_of_a_preset_fit_the_number_of_devices(world_size, tmp_pat
 
 
 def test_keys_that_suit_the_chosen_model_are_valid(tmp_path):
-    words = ["train.minutes=20", "plan=true", "flops_per_second=2e11", "model.n_head=6"]
+    words = ["train.minutes=3", "plan=true", "flops_per_second=2e11", "model.n_head=6"]
     assert compose(write_text(tmp_path, 10**6), *words).model.head_dim == 64
 
 

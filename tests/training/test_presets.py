@@ -32,13 +32,19 @@ def test_name_of_a_preset_is_stable(text_bytes, flops):
     assert name_preset(*parse_preset(preset)) == preset
 
 
+def test_name_can_have_fewer_digits():
+    assert preset_values("1e6-1e13") == preset_values("1.0e6-1.0e13")
+
+
 def test_measurements_that_differ_by_a_tenth_mostly_give_the_same_preset():
     speeds = [10 ** (13 + i / 100) for i in range(100)]
     equal = [name_preset(1e6, speed) == name_preset(1e6, 1.1 * speed) for speed in speeds]
     assert sum(equal) >= 75
 
 
-@pytest.mark.parametrize("preset", [*SIZES, "auto", "1e6", "1.0e6-", "-1.0e13", "1.0e6-1.0e13-"])
+@pytest.mark.parametrize(
+    "preset", [*SIZES, "auto", "1e6", "1.0e6-", "-1.0e13", "1.0e6-1.0e13-", "0e6-1e13"]
+)
 def test_other_names_have_no_flops(preset):
     assert parse_preset(preset) is None
 

@@ -118,11 +118,15 @@ def test_banner_of_a_run_with_a_time_limit_has_no_epochs(config):
     assert "epochs" not in banner(config)
 
 
-def test_banner_says_how_many_epochs_the_flops_allow_and_how_many_help(config):
-    config.preset = "4.0e4-2.7e12"
-    config.train = TrainConfig(steps=None, epochs=80, minutes=5)
-    expected = " and 2.7 TFLOPs: up to 84 epochs (more than 4 do not help)\n"
-    assert expected in banner(config, flops_per_token=2_000_000)
+@pytest.mark.parametrize(
+    ("epochs", "expected"),
+    [(80, "; more than 80 epochs rarely help\n"), (90, "\n")],
+    ids=["text", "time"],
+)
+def test_banner_says_whether_the_text_limits_a_run_before_the_time(config, epochs, expected):
+    config.preset = "4.0e4-2.7e12"  # 84 epochs
+    config.train = TrainConfig(steps=None, epochs=epochs, minutes=5)
+    assert f" and 2.7 TFLOPs{expected}" in banner(config, flops_per_token=2_000_000)
 
 
 def test_banner_has_the_micro_batches(config):
