@@ -154,7 +154,8 @@ class RunLogger(AbstractContextManager):
         if sample:
             lines = textwrap.indent(sample, "  | ", lambda line: True)
             self.bar.print_text(lines, "  | ", style="dim")
-        if state.evals_since_best == OVERFITTING_EVALS:
+        # without a best step, no validation loss was finite
+        if state.evals_since_best == OVERFITTING_EVALS and state.best_step is not None:
             problem = f"the validation loss has not fallen since step {state.best_step}"
             decay = [key for key in vars(self.config.optimizer) if key.endswith("weight_decay")]
             larger = " and ".join(f"optimizer.{key}" for key in decay)
