@@ -1,5 +1,9 @@
 """Colors and style of all plots. matplotlib takes seconds to import, so functions import it."""
 
+from pathlib import Path
+
+from common.files import atomic_writer
+
 # The palette of Okabe and Ito for color-blind readers, without yellow, which is hard to see on
 # white.
 COLORS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#56B4E9", "#E69F00", "#000000")
@@ -15,6 +19,13 @@ def make_figure(width: float, height: float):
     from matplotlib.figure import Figure
 
     return Figure(figsize=(width, height), dpi=150, layout="constrained")
+
+
+def save_figure(figure, path: Path) -> None:
+    """Write a figure as a complete PNG file or none."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with atomic_writer(path) as file:
+        figure.savefig(file)
 
 
 def style_axes(axes, title: str, grid: str = "both") -> None:

@@ -13,7 +13,7 @@ from torch import Tensor
 
 from common.console import print_text
 from common.errors import UserError
-from common.plots import GREY, MASKED_COLOR, make_figure
+from common.plots import GREY, MASKED_COLOR, make_figure, save_figure
 from data.tokenizer import Tokenizer, encode, token_strings
 from generation.attention_maps import attention_maps
 from generation.head_statistics import STATISTICS, entropy
@@ -108,11 +108,10 @@ def plot_attention(
         aspect=40,
         label="weight",
     )
-    path.parent.mkdir(parents=True, exist_ok=True)
     with warnings.catch_warnings():
         # Characters that the font lacks become boxes.
         warnings.filterwarnings("ignore", message="Glyph")
-        figure.savefig(path)
+        save_figure(figure, path)
 
 
 def plot_head_statistics(values: Tensor, path: Path) -> None:
@@ -133,5 +132,4 @@ def plot_head_statistics(values: Tensor, path: Path) -> None:
             axis.get_major_locator().set_params(integer=True)
         figure.colorbar(heat_map, ax=axes, location="top", format="{x:.2g}")
     panels[0].set_ylabel("layer")
-    path.parent.mkdir(parents=True, exist_ok=True)
-    figure.savefig(path)
+    save_figure(figure, path)

@@ -6,7 +6,14 @@ from pathlib import Path
 
 import numpy as np
 
-from common.plots import TRAIN_COLOR, VAL_COLOR, label_log_axis, make_figure, style_axes
+from common.plots import (
+    TRAIN_COLOR,
+    VAL_COLOR,
+    label_log_axis,
+    make_figure,
+    save_figure,
+    style_axes,
+)
 from training.run_folder import read_curves
 
 ATTENTION_PANELS = {
@@ -48,7 +55,7 @@ def plot_run(folder: Path) -> None:
     axes.set(xlabel="optimizer step", ylabel="loss, nats per token")
     if axes.lines:
         axes.legend(frameon=False)
-    figure.savefig(folder / "loss.png")
+    save_figure(figure, folder / "loss.png")
     lines = content.splitlines()
     rows = [json.loads(line) for line in lines if b'"attention/entropy"' in line]
     if rows:
@@ -92,4 +99,4 @@ def _plot_attention(rows: list[dict], path: Path) -> None:
         fontsize=9,
         title="thick: mean over heads, thin: heads",
     )
-    figure.savefig(path)
+    save_figure(figure, path)

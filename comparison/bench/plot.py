@@ -3,8 +3,15 @@
 import textwrap
 from pathlib import Path
 
-from common.files import atomic_writer
-from common.plots import DASHES, GREY, label_log_axis, line_style, make_figure, style_axes
+from common.plots import (
+    DASHES,
+    GREY,
+    label_log_axis,
+    line_style,
+    make_figure,
+    save_figure,
+    style_axes,
+)
 from comparison.bench.results import Timing, group_rows
 
 MEMORY_RESOLUTION_BYTES = 2**16  # of Linux's counters; the plot omits smaller values
@@ -34,8 +41,7 @@ def plot_results(rows: list[Timing], path: Path, title: str) -> None:
     columns = max(1, int(width / (1.0 + 0.08 * longest)))  # estimated inches per entry
     place = {"loc": "outside lower center", "ncols": columns}
     figure.legend(lines.values(), lines, **place, frameon=False, handlelength=4)
-    with atomic_writer(path) as file:
-        figure.savefig(file)
+    save_figure(figure, path)
 
 
 def _plot_line(top, bottom, rows: list[Timing], style: dict) -> None:
@@ -66,9 +72,12 @@ def _line_styles(rows: list[Timing]) -> dict[tuple[str, str], dict]:
         label = f"{backend} → {', '.join(dict.fromkeys(results))}"
         if len(dtypes) > 1:
             label += f", {dtype}"
-        style = line_style(index, len(backends), max_width=2.6)
-        style["linestyle"] = DASHES[dtypes.index(dtype) % len(DASHES)]
-        styles[backend, dtype] = style | {"label": label, "marker": "o"}
+        styles[backend, dtype] = {
+            **line_style(index, len(backends), max_width=2.6),
+            "linestyle": DASHES[dtypes.index(dtype) % len(DASHES)],
+            "label": label,
+            "marker": "o",
+        }
     return styles
 
 

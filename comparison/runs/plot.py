@@ -7,8 +7,7 @@ from pathlib import Path
 import numpy as np
 
 from common.console import format_number
-from common.files import atomic_writer
-from common.plots import COLORS, GREY, line_style, make_figure, style_axes
+from common.plots import COLORS, GREY, line_style, make_figure, save_figure, style_axes
 from comparison.runs.estimates import mean
 from comparison.runs.read import Setting
 from comparison.runs.statistics import SettingStats, divergence, find_pairs
@@ -41,8 +40,7 @@ def plot_comparison(settings: list[Setting], rows: list[SettingStats], path: Pat
     )
     for text in legend.get_texts():
         text.set_parse_math(False)  # two dollar signs would enclose a formula
-    with atomic_writer(path) as file:
-        figure.savefig(file)
+    save_figure(figure, path)
 
 
 def _legend_label(row: SettingStats) -> str:
