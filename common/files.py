@@ -103,7 +103,10 @@ def read_text(path: str, name: str) -> str:
         raise UserError(f"{name} is a device; set a text file")
     content = read_file(Path(path), bytes, "set a text file")
     refuse_utf16(content, name)
-    return decode_text(content, name)
+    try:
+        return content.decode("utf-8-sig")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{name} is {describe_decode_error(error)}") from None
 
 
 def refuse_utf16(start: bytes, name: str) -> None:
@@ -123,18 +126,6 @@ def refuse_utf16(start: bytes, name: str) -> None:
             f"{name} has NUL bytes, as UTF-16 and binary files have; convert it to UTF-8, for "
             "example with iconv -f UTF-16 -t UTF-8"
         )
-
-
-def decode_text(content: bytes, name: str) -> str:
-    """Decode UTF-8 without its byte order mark. Line ends do not change.
-
-    name: for the message.
-    Raises UserError.
-    """
-    try:
-        return content.decode("utf-8-sig")
-    except UnicodeDecodeError as error:
-        raise UserError(f"{name} is {describe_decode_error(error)}") from None
 
 
 def describe_decode_error(error: UnicodeDecodeError) -> str:

@@ -103,9 +103,12 @@ def make_jobs(
         name = started.get(identify_config(flatten_dict(values)), name)
         values["name"] = f"sweeps/{sweep}/{name}"
         values["wandb"]["group"] = config.wandb.group or os.environ.get("WANDB_RUN_GROUP") or sweep
-        arguments = [*words, f"name={values['name']}", f"wandb.group={values['wandb']['group']}"]
-        # with preset=auto, a job would measure its speed again
-        arguments.append(f"preset={config.preset or 'auto'}")
+        arguments = [
+            *words,
+            f"name={values['name']}",
+            f"wandb.group={values['wandb']['group']}",
+            f"preset={config.preset or 'auto'}",  # with auto, a job would measure its speed again
+        ]
         if config_dir:
             arguments = ["--config-dir", config_dir, *arguments]
         jobs.append(Job(name, SWEEPS / sweep / name, arguments, values))

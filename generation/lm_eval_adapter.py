@@ -74,10 +74,8 @@ class ModelAdapter(LM):
                 settings["max_gen_toks"], temperature, stop=stop or None, **filters
             )
             prompt = Prompt(self.encode(context), seed=len(texts))
-            text = ""
-            for chunk in generate(self.model, self.encoding, [prompt], sampling, batch_size=1):
-                text += chunk.text
-            texts.append(text)
+            chunks = generate(self.model, self.encoding, [prompt], sampling, batch_size=1)
+            texts.append("".join(chunk.text for chunk in chunks))
         return texts
 
 
@@ -101,15 +99,15 @@ def run_tasks(
     )
     rows = []
     for task, metrics in evaluation["results"].items():
-        for key in [
-            key for key in metrics if "," in key and "_stderr," not in key
-        ]:  # acc,none: metric and filter
+        for key, value in metrics.items():  # acc,none: metric and filter
+            if "," not in key or "_stderr," in key:
+                continue
             stderr = metrics.get(key.replace(",", "_stderr,"))
             rows.append(
                 {
                     "task": task,
                     "metric": key.removesuffix(",none"),
-                    "value": metrics[key],
+                    "value": value,
                     "stderr": stderr,
                 }
             )

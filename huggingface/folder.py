@@ -41,8 +41,11 @@ def write_folder(
     spec = checkpoint["tokenizer"]
     end = spec["special"].get(END_OF_TEXT)
     token_ids = {"bos_token_id": from_spec(spec).start_token, "eos_token_id": end}
-    model_config = to_config_json(config, model_type)
-    model_config |= {"vocab_size": vocab_size, "dtype": str(dtype).removeprefix("torch.")}
+    model_config = {
+        **to_config_json(config, model_type),
+        "vocab_size": vocab_size,
+        "dtype": str(dtype).removeprefix("torch."),
+    }
     generation_config = {
         "do_sample": True,
         "temperature": 0.8,

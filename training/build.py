@@ -16,8 +16,10 @@ from training.distributed import Dist
 from training.init_from import load_run_tokenizer
 from training.run_folder import RunFolder
 
-SAME_DATA = "copy the text and data/prepared from rank 0's machine"
-SAME_DATA += "; data=python_stdlib also needs its Python version"
+SAME_DATA = (
+    "copy the text and data/prepared from rank 0's machine; data=python_stdlib also needs its "
+    "Python version"
+)
 
 
 def build_data(config: RunConfig, run: RunFolder, dist: Dist) -> PreparedData:

@@ -37,18 +37,20 @@ def make_checkpoint_header(config: RunConfig, meta: dict) -> dict[str, Any]:
     The identity has the settings that a resumed run must share: with others, its weights do not
     fit, or its batches are different ones.
     """
-    identity = _model_identity(config.model)
-    identity["data.name"] = meta["name"]
-    identity["data"] = meta["fingerprint"]  # hash of the text, and of the settings that read it
-    identity["data.document_mask"] = config.data.document_mask
-    for name, source in config.data.mix.items():
-        identity[f"data.mix.{name}.weight"] = source.weight
-    identity["tokenizer.name"] = config.tokenizer.name
-    identity["vocabulary"] = meta["vocab_size"]
-    identity["seed"] = config.seed
-    identity["train.init_from"] = config.train.init_from
-    identity["optimizer.name"] = config.optimizer.name
-    identity["train.batch_size"] = config.train.batch_size
+    weights = {f"data.mix.{name}.weight": part.weight for name, part in config.data.mix.items()}
+    identity = {
+        **_model_identity(config.model),
+        "data.name": meta["name"],
+        "data": meta["fingerprint"],  # hash of the text, and of the settings that read it
+        "data.document_mask": config.data.document_mask,
+        **weights,
+        "tokenizer.name": config.tokenizer.name,
+        "vocabulary": meta["vocab_size"],
+        "seed": config.seed,
+        "train.init_from": config.train.init_from,
+        "optimizer.name": config.optimizer.name,
+        "train.batch_size": config.train.batch_size,
+    }
     return {
         "model_config": asdict(config.model),
         "vocab_size": meta["vocab_size"],
@@ -99,10 +101,8 @@ def check_identity(folder: Path, saved: dict, header: dict) -> None:
 
 def _model_identity(config: GPTConfig) -> dict[str, Any]:
     """The settings of the model that determine its weights and what it computes."""
-    identity = {f"model.{key}": value for key, value in asdict(config).items()}
-    del identity["model.name"]
-    del identity["model.dropout"]
-    return identity
+    others = ("name", "dropout")
+    return {f"model.{key}": value for key, value in vars(config).items() if key not in others}
 
 
 def _describe_changes(old: dict, new: dict) -> dict[str, str]:

@@ -30,10 +30,10 @@ class MetricsLogger:
     def __init__(self, path: Path, step: int):
         self.path = path
         self.last = remove_later_rows(path, step)
-        self.rows: list[tuple[dict, Callable[[], dict] | None]] = []
+        self.rows: list[tuple[dict, Callable[[], dict]]] = []
         self.flushed = time.perf_counter()
 
-    def log(self, row: dict, read_timing: Callable[[], dict] | None = None) -> None:
+    def log(self, row: dict, read_timing: Callable[[], dict] = dict) -> None:
         """Collect a row.
 
         read_timing: returns more columns. It waits for the device, so it is called when the row is
@@ -50,8 +50,7 @@ class MetricsLogger:
         """
         rows = []
         for row, read_timing in self.rows:
-            timing = {} if read_timing is None else read_timing()
-            rows.append(_to_numbers(row | timing))
+            rows.append(_to_numbers(row | read_timing()))
         self.rows = []
         self.flushed = time.perf_counter()
         with open(self.path, "a", encoding="utf-8") as file:

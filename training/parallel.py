@@ -36,11 +36,7 @@ class DDP:
     def wrap(self, model: nn.Module, compile: bool) -> nn.Module:
         """Wrap the model for the training loop. Copies the weights of rank 0 to all processes."""
         if self.world_size > 1:
-            with warnings.catch_warnings():  # torch 2.13 renamed an option
-                warnings.simplefilter("ignore", FutureWarning)
-                model = DistributedDataParallel(
-                    model, broadcast_buffers=False, gradient_as_bucket_view=True
-                )
+            model = DistributedDataParallel(model, gradient_as_bucket_view=True)
         return torch.compile(model, dynamic=False) if compile else model
 
     def sync_gradients(self, wrapped_model: nn.Module, enabled: bool) -> None:

@@ -25,15 +25,12 @@ def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
 
     From GPU_PEAK, otherwise of the fastest of a few large products.
     """
-    is_cuda = device.type == "cuda"
-    if is_cuda:
-        known = GPU_PEAK.get(torch.cuda.get_device_name(device))
-        is_float32 = dtype == torch.float32
-        is_tf32 = is_float32 and torch.get_float32_matmul_precision() != "highest"
-        if known is not None and not is_tf32:
-            half_peak, float32_peak = known
-            return float32_peak if is_float32 else half_peak
-    size = 8192 if is_cuda else 1024
+    is_float32 = dtype == torch.float32
+    is_tf32 = is_float32 and torch.get_float32_matmul_precision() != "highest"
+    if is_in_table(device) and not is_tf32:
+        half_peak, float32_peak = GPU_PEAK[torch.cuda.get_device_name(device)]
+        return float32_peak if is_float32 else half_peak
+    size = 8192 if device.type == "cuda" else 1024
     a = torch.randn(size, size, device=device).to(dtype)
     fastest = min(time_repeatedly(lambda: a @ a, device, 4))
     return 2 * size**3 / fastest

@@ -59,7 +59,7 @@ class RunLogger(AbstractContextManager):
         self.flops_per_step = self.tokens_per_step * facts["flops_per_token"]
         peak = peak_flops(runtime.device, runtime.dtype) * runtime.dist.world_size
         self.speed = Speed(runtime.device, self.tokens_per_step, self.flops_per_step, peak)
-        self.read_timing: Callable[[], dict] | None = None  # None before the first step
+        self.read_timing: Callable[[], dict] = dict  # there is no timing before the first step
         self.wandb = None
         self.metrics = None
         if run.is_main:
@@ -125,8 +125,12 @@ class RunLogger(AbstractContextManager):
         if "val/loss" in metrics:
             self._print_evaluation(metrics)
         tokens = state.step * self.tokens_per_step
-        counters = {"step": state.step, "tokens": tokens, "seconds": state.seconds}
-        counters["flops"] = state.step * self.flops_per_step
+        counters = {
+            "step": state.step,
+            "tokens": tokens,
+            "seconds": state.seconds,
+            "flops": state.step * self.flops_per_step,
+        }
         self.metrics.log(counters | metrics, self.read_timing)
         if state.progress >= 1:
             self.metrics.flush()

@@ -140,9 +140,13 @@ class WandbLogger:
         )
         self.printer = Thread(target=self._print_lines, daemon=True)
         self.printer.start()
-        request = asdict(config) | {"mode": mode, "folder": os.getcwd()}
-        request["project"] = config.project or os.environ.get("WANDB_PROJECT") or "trilgpt"
-        self._write(request | {"runs": [asdict(run) for run in runs]})
+        request = {
+            "mode": mode,
+            "folder": os.getcwd(),
+            "project": config.project or os.environ.get("WANDB_PROJECT") or "trilgpt",
+            "runs": [asdict(run) for run in runs],
+        }
+        self._write(asdict(config) | request)
 
     def _print_lines(self) -> None:
         for line in self.process.stdout:

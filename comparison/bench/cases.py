@@ -6,7 +6,6 @@ values. There are T queries, except in phase decode, which has one query on a KV
 """
 
 import itertools
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -88,9 +87,11 @@ def build_groups(config: BenchConfig, device: torch.device) -> list[list[Case]]:
     """
     variants = all_variants()
     backends = config.backends or _list_trainable(device)
-    _check_names("backends", backends, variants)
+    for name in backends:
+        if name not in variants:
+            advice = f"set one or more of {', '.join(variants)}"
+            raise UserError(f"backends: {name} is unknown; {advice}")
     dtypes = DTYPES | {"auto": resolve_dtype("auto", device)}
-    _check_names("dtypes", config.dtypes, dtypes)
     unique_dtypes = dict.fromkeys(dtypes[name] for name in config.dtypes)
 
     groups = []
@@ -109,13 +110,6 @@ def _list_trainable(device: torch.device) -> list[str]:
     """The backends of softmax attention that can train on a device."""
     supports = {name: backend.on.get(device.type) for name, backend in BACKENDS.items()}
     return [name for name, support in supports.items() if support and support.gradients]
-
-
-def _check_names(key: str, names: list[str], choices: Iterable[str]) -> None:
-    for name in names:
-        if name not in choices:
-            advice = f"set one or more of {', '.join(choices)}"
-            raise UserError(f"{key}: {name} is unknown; {advice}")
 
 
 def _make_request(

@@ -37,7 +37,8 @@ class BenchConfig:
     phases: list[str] = setting(list(PHASES), choices=PHASES)
     # window:256: 256 keys per query; documents:256: documents of 256 tokens
     masks: list[str] = setting([CAUSAL])
-    dtypes: list[str] = setting(["auto"])  # auto, float32, bfloat16, float16; auto: as in train.py
+    # auto: as in train.py
+    dtypes: list[str] = setting(["auto"], choices=("auto", "float32", "bfloat16", "float16"))
     block_sizes: list[int] = setting([128, 512, 2048], 1, 10**8)  # context lengths T, in tokens
     # sequences; None: 2,048 tokens, as in a step of the default run, and one sequence in decode
     batch_size: int | None = setting(None, 1, 10**6)

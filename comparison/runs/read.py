@@ -63,11 +63,6 @@ class Run:
         return self.summary["status"]
 
     @property
-    def has_metrics(self) -> bool:
-        """Whether the run has started. A refused run has no metrics."""
-        return (self.folder / "metrics.jsonl").exists()
-
-    @property
     def data(self) -> str | None:
         """Folder of the prepared data. None if the run ended before it read any."""
         return self.summary.get("data")

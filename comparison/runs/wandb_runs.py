@@ -57,7 +57,8 @@ def log_comparison(
     if with_runs:
         runs = [run for setting in settings for run in setting.runs]
         for run in runs:
-            if run.status != "running" and run.has_metrics:
+            has_started = (run.folder / "metrics.jsonl").exists()  # a refused run has no metrics
+            if has_started and run.status != "running":
                 wandb_run = restore_training_run(run)
                 if config.mode != "offline" or not is_logged(run):
                     wandb_runs.append(wandb_run)

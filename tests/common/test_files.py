@@ -7,7 +7,6 @@ from common.errors import UserError
 from common.files import (
     atomic_write,
     atomic_writer,
-    decode_text,
     parse_yaml,
     read_file,
     read_json,
@@ -59,8 +58,10 @@ def test_damaged_json_file_is_refused_with_its_name(tmp_path, content):
         read_json(path)
 
 
-def test_only_the_first_byte_order_mark_is_removed():
-    assert decode_text(b"\xef\xbb\xbfa\r\n\xef\xbb\xbf", "it") == "a\r\n\ufeff"
+def test_only_the_first_byte_order_mark_is_removed(tmp_path):
+    path = tmp_path / "a.txt"
+    path.write_bytes(b"\xef\xbb\xbfa\r\n\xef\xbb\xbf")
+    assert read_text(str(path), "it") == "a\r\n\ufeff"
 
 
 @pytest.mark.parametrize(
@@ -68,9 +69,11 @@ def test_only_the_first_byte_order_mark_is_removed():
     [(b"caf\xe9 au lait", "byte 0xe9 after b'caf';"), (b"\xe9t\xe9", "byte 0xe9;")],
     ids=["inside", "first"],
 )
-def test_text_in_another_encoding_is_refused_with_the_place(content, place):
+def test_text_in_another_encoding_is_refused_with_the_place(tmp_path, content, place):
+    path = tmp_path / "a.txt"
+    path.write_bytes(content)
     with pytest.raises(UserError) as error:
-        decode_text(content, "prompts=a.txt")
+        read_text(str(path), "prompts=a.txt")
     assert str(error.value).startswith(f"prompts=a.txt is not UTF-8: {place}")
 
 

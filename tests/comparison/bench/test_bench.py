@@ -102,7 +102,7 @@ def test_folder_without_a_name_has_the_device_and_the_model(fake_bench):
         ("backends=[naive,naive]", "contains a value twice"),
         ("phases=[train]", "set one of forward, forward+backward"),
         ("masks=[window]", "set causal, window:256"),
-        ("dtypes=[int8]", "set one or more of float32"),
+        ("dtypes=[int8]", "set one of auto, float32"),
         ("n_kv_head=3", "does not divide the 2 heads"),
         ("device=tpu", "set one of auto, cpu"),
         ("model.attention_type=linear", "set backends=[sdpa,linear]"),
