@@ -25,7 +25,7 @@ def save_figure(figure, path: Path) -> None:
     """Write a figure as a complete PNG file or none."""
     path.parent.mkdir(parents=True, exist_ok=True)
     with atomic_writer(path) as file:
-        figure.savefig(file)
+        figure.savefig(file, format="png")
 
 
 def style_axes(axes, title: str, grid: str = "both") -> None:

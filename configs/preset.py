@@ -17,6 +17,7 @@ from data.sources import Source
 from generation.run_paths import RUNS, SWEEPS
 from training.config import RunConfig, TrainConfig
 from training.presets import (
+    PASS_SHARE,
     SIZES,
     TEXT_BYTES,
     UTILIZATION,
@@ -25,7 +26,7 @@ from training.presets import (
     preset_values,
 )
 
-# Jobs of a sweep with equal values of these keys have the same preset.
+# These keys determine text and speed: jobs of a sweep with equal values have the same preset.
 SPEED_KEYS = ("train.minutes", "device", "dtype", "data.name", "data.path")
 
 
@@ -67,6 +68,7 @@ def select_preset(config: DictConfig, sources: list[Source]) -> str | None:
     machine counts as long, unless data.text_bytes is set.
     Raises UserError for an unknown preset, and for wrong values that the choice needs.
     """
+    # keys that nothing else has set
     used = set(re.findall(r"\$\{preset:([^,]+)", OmegaConf.to_yaml(config)))
     preset = config.preset
     if preset == "auto":
@@ -83,7 +85,8 @@ def select_preset(config: DictConfig, sources: list[Source]) -> str | None:
 def recorded_preset(config: DictConfig) -> str | None:
     """The preset that a run keeps when it resumes. None: there is none.
 
-    In a sweep, a job has the preset with FLOPs of an earlier job with the same text and time.
+    A job of a sweep, and a run with its name, have the preset with FLOPs of an earlier job with the
+    same text and time.
     """
     name = OmegaConf.select(config, "name")
     if name is None:
@@ -111,7 +114,7 @@ def training_flops(config: DictConfig) -> float:
 
 @cache  # the jobs of a sweep have equal presets
 def measure_speed(device_name: str, dtype_name: str, world_size: int | None) -> float:
-    """FLOP/s that training will reach on all devices, estimated from their peak.
+    """FLOP/s that training will reach on all devices: a share of their peak, or of a CPU's passes.
 
     world_size: number of devices; None: as started by torchrun.
     Raises UserError if the processes of torchrun would measure different speeds.
@@ -129,5 +132,21 @@ def measure_speed(device_name: str, dtype_name: str, world_size: int | None) -> 
             "measure different speeds; set preset=NAME, which the same command prints without "
             f"torchrun, with plan=true world_size={dist.world_size}"
         )
+    if device.type == "cpu":  # the processes of one machine share its cores
+        return PASS_SHARE * measure_passes(RunConfig(device=device_name, dtype=dtype_name))
     peak = peak_flops(device, resolve_dtype(dtype_name, device))
     return UTILIZATION * (world_size or dist.world_size) * peak
+
+
+def measure_passes(config: RunConfig) -> float:
+    """FLOP/s of forward and backward passes of the default model.
+
+    The peak of a CPU says less: large products can be many times as fast as the rest of a pass.
+    """
+    from model.flops import flops_per_token
+    from training.device import resolve_runtime
+    from training.plan import measure_flops_per_second
+
+    vocab_size = config.tokenizer.vocab_size
+    flops = flops_per_token(config.model, vocab_size, config.model.block_size)
+    return measure_flops_per_second(config, resolve_runtime(config), vocab_size, flops)

@@ -91,7 +91,8 @@ TABLES = {
 
 HEAD_DIM = 64
 MAX_NGRAM_FLOPS = 1e16  # with more, the model has no n-grams
-UTILIZATION = 0.4  # share of a device's peak FLOP/s that training reaches
+UTILIZATION = 0.4  # share of a GPU's peak FLOP/s that training reaches
+PASS_SHARE = 0.75  # share of the FLOP/s of forward and backward passes that training reaches
 BYTES_PER_TOKEN = 0.28  # times log2(vocab_size): of byte pairs, in prose or code
 EVALUATIONS = 10
 MICRO_BATCH_TOKENS = 16384  # tokens of a forward pass on one device, at most

@@ -100,7 +100,7 @@ class RunFolder(AbstractContextManager):
             raise UserError(
                 f"{self.folder} is being trained by another process; wait, or set another name"
             ) from None
-        for file in (*self.folder.glob("*.partial"), *self.last.parent.glob("*.partial")):
+        for file in self.folder.rglob("*.partial"):
             file.unlink()  # of a killed process
         return read_json(self.folder / "summary.json")
 

@@ -16,7 +16,7 @@ def test_picture_that_cannot_be_written_leaves_the_old_one(tmp_path):
     path.write_bytes(b"old")
 
     class FullDisk:
-        def savefig(self, file):
+        def savefig(self, file, format):
             file.write(b"half")
             raise OSError(errno.ENOSPC, "No space left on device")
 

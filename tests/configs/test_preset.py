@@ -220,6 +220,15 @@ def test_invalid_values_are_refused_before_the_speed_is_measured(
     assert word.partition("=")[0] in capsys.readouterr().err
 
 
+def test_speed_of_a_cpu_is_three_quarters_of_that_of_passes(tmp_path, monkeypatch):
+    measure_speed.cache_clear()
+    monkeypatch.setattr("training.plan.measure_flops_per_second", lambda *_: 1e11)
+    words = ["train.minutes=1", "plan=true", "device=cpu", "world_size=2"]
+    preset = compose(write_text(tmp_path, 10**6), *words).preset
+    assert preset == "1.0e6-4.0e12"  # 60 s x 7.5e10, rounded; two processes share the cores
+    measure_speed.cache_clear()
+
+
 def test_processes_of_torchrun_do_not_measure_different_speeds(tmp_path, monkeypatch, capsys):
     measure_speed.cache_clear()
     for name in ("RANK", "LOCAL_RANK"):

@@ -40,7 +40,7 @@ def test_run_is_unlocked_after_an_error(workdir):
         pass
 
 
-@pytest.mark.parametrize("file", ["config.yaml", "checkpoints/last.pt"])
+@pytest.mark.parametrize("file", ["config.yaml", "checkpoints/last.pt", "attention/step-1.png"])
 def test_partial_files_of_a_killed_process_are_removed(workdir, file):
     partial = Path(write_file(f"runs/a/{file}.1.partial", ""))
     with open_folder():
