@@ -45,8 +45,8 @@ TABLES = {
         (2, 2, 2, 2, 2, 2),
         (3, 3, 4, 4, 4, 4),
         (1, 3, 6, 8, 8, 8),
-        (1, 2, 2, 3, 12, 12),
-        (1, 2, 2, 3, 12, 38),
+        (1, 2, 3, 4, 12, 12),
+        (1, 2, 3, 4, 12, 38),
     ),
     "vocab_size": (
         (288, 288, 288, 288, 288, 288),
@@ -86,6 +86,15 @@ TABLES = {
         (1, 1, 1, 1, 1, 1),
         (2, 1.2, 1, 0.7, 0.5, 0.5),
         (2, 1.2, 1, 0.7, 0.5, 0.3),
+    ),
+    # The n-gram table decays by the same factor per token as with PRESETS: more in a larger batch,
+    # and less with a higher learning rate.
+    "ngram_weight_decay": (
+        (24, 24, 24, 24, 24, 24),
+        (24, 24, 24, 24, 24, 24),
+        (10, 5, 5, 5, 10, 10),
+        (0.7, 1.2, 2.8, 4, 5.6, 5.6),
+        (0.7, 1.2, 2.8, 4, 100, 100),
     ),
 }
 
@@ -170,7 +179,7 @@ def values_for_flops(text_bytes: float, flops: float) -> dict[str, Any]:
         "muon.norm_lr": two_digits(lr_scale * MuonConfig.norm_lr),
         "muon.head_lr": two_digits(lr_scale * by_text("muon.head_lr")),
         "muon.weight_decay": two_digits(by_text("muon.weight_decay")),
-        "muon.ngram_weight_decay": two_digits(by_text("muon.ngram_weight_decay")),
+        "muon.ngram_weight_decay": two_digits(by_both("ngram_weight_decay")),
     }
 
 

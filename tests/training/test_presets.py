@@ -73,6 +73,19 @@ def test_learning_rates_for_a_long_text_fall_with_the_flops(key):
     assert rates[1] < 0.5 * rates[0]
 
 
+@pytest.mark.parametrize("size", list(SIZES))
+@pytest.mark.parametrize("flops", [2.5e12, 1e13, 4e13, 1.6e14])
+def test_n_gram_table_decays_as_with_the_preset_without_flops(size, flops):
+    """The factor for each token at the peak learning rate; both have sequences of 128 tokens."""
+
+    def decay(values, embedding_lr):
+        return embedding_lr * values["muon.ngram_weight_decay"] / values["train.batch_size"]
+
+    values = preset_values(name_preset(SIZES[size], flops))
+    expected = decay(preset_values(size), MuonConfig.embedding_lr)
+    assert decay(values, values["muon.embedding_lr"]) == pytest.approx(expected, rel=0.5)
+
+
 @pytest.mark.parametrize("size", ["20kB", "100kB"])
 @pytest.mark.parametrize("key", ["tokenizer.vocab_size", "train.batch_size", "muon.head_lr"])
 def test_short_texts_keep_the_values_of_their_preset_without_flops(size, key):
