@@ -1,13 +1,15 @@
 import errno
 
 import pytest
+from matplotlib import rc_context
 
 from common.plots import make_figure, save_figure
 
 
-def test_picture_is_a_png_file_in_a_new_folder(tmp_path):
+def test_picture_is_a_png_file_in_a_new_folder_with_any_settings_of_matplotlib(tmp_path):
     path = tmp_path / "attention" / "a.png"
-    save_figure(make_figure(1, 1), path)
+    with rc_context({"savefig.format": "pdf"}):
+        save_figure(make_figure(1, 1), path)
     assert path.read_bytes().startswith(b"\x89PNG")
 
 
