@@ -17,6 +17,7 @@ from data.sources import Source
 from generation.run_paths import RUNS, SWEEPS
 from training.config import RunConfig, TrainConfig
 from training.presets import (
+    HEAD_DIM,
     PASS_SHARE,
     SIZES,
     TEXT_BYTES,
@@ -24,10 +25,11 @@ from training.presets import (
     name_preset,
     parse_preset,
     preset_values,
+    two_digits,
 )
 
-# These keys determine text and speed: jobs of a sweep with equal values have the same preset.
-SPEED_KEYS = ("train.minutes", "device", "dtype", "data.name", "data.path")
+# Jobs of a sweep with the same text and equal values of these keys have the same preset.
+FLOPS_KEYS = ("train.minutes", "device", "dtype")
 
 
 def add_preset_values(schema: DictConfig, prefix: str = "") -> None:
@@ -53,8 +55,10 @@ def preset_value(key: str, default: Any, *, _root_: Any) -> Any:
     other = {"train.steps": "epochs", "train.epochs": "steps"}.get(key)
     if other is not None and not OmegaConf.is_interpolation(_root_.train, other):
         return None
-    preset = OmegaConf.select(_root_, "preset") or "10MB"
-    return preset_values(preset).get(key, default)
+    values = preset_values(OmegaConf.select(_root_, "preset") or "10MB")
+    if key == "model.n_head" and key in values:  # n_embd can be a value of the user
+        return max(1, _root_.model.n_embd // HEAD_DIM)
+    return values.get(key, default)
 
 
 OmegaConf.register_new_resolver("preset", preset_value, replace=True)
@@ -70,33 +74,34 @@ def select_preset(config: DictConfig, sources: list[Source]) -> str | None:
     """
     # keys that nothing else has set
     used = set(re.findall(r"\$\{preset:([^,]+)", OmegaConf.to_yaml(config)))
+    text_bytes = max(1, sum(source.text_bytes or TEXT_BYTES[-1] for source in sources))
     preset = config.preset
     if preset == "auto":
-        preset = recorded_preset(config) or "auto"
+        preset = recorded_preset(config, text_bytes) or "auto"
     if preset == "auto":
-        text_bytes = sum(source.text_bytes or TEXT_BYTES[-1] for source in sources)
-        preset = min(SIZES, key=lambda size: abs(log(SIZES[size] / max(1, text_bytes))))
+        preset = min(SIZES, key=lambda size: abs(log(SIZES[size] / text_bytes)))
         has_minutes = OmegaConf.select(config, "train.minutes") is not None
         if has_minutes and "train.steps" in used and config.train.init_from is None:
             preset = name_preset(text_bytes, training_flops(config))
     return preset if used & set(preset_values(preset)) else None
 
 
-def recorded_preset(config: DictConfig) -> str | None:
+def recorded_preset(config: DictConfig, text_bytes: int) -> str | None:
     """The preset that a run keeps when it resumes. None: there is none.
 
-    A job of a sweep, and a run with its name, have the preset with FLOPs of an earlier job with the
-    same text and time.
+    A job of a sweep has the preset with FLOPs of an earlier job with the same text and time.
     """
     name = OmegaConf.select(config, "name")
     if name is None:
         return None
+    preset = read_trained_config(RUNS / name).get("preset")
     for file in sorted((SWEEPS / name).glob("*/config.yaml")):
         job = read_job_config(file.parent)
-        is_same = all(job.get(key) == OmegaConf.select(config, key) for key in SPEED_KEYS)
-        if is_same and parse_preset(job.get("preset")) is not None:
-            return job["preset"]
-    return read_trained_config(RUNS / name).get("preset")
+        numbers = parse_preset(job.get("preset"))
+        is_same = all(job.get(key) == OmegaConf.select(config, key) for key in FLOPS_KEYS)
+        if numbers is not None and is_same and numbers[0] == two_digits(text_bytes):
+            preset = preset or job["preset"]
+    return preset
 
 
 def training_flops(config: DictConfig) -> float:
@@ -114,15 +119,19 @@ def training_flops(config: DictConfig) -> float:
 
 @cache  # the jobs of a sweep have equal presets
 def measure_speed(device_name: str, dtype_name: str, world_size: int | None) -> float:
-    """FLOP/s that training will reach on all devices: a share of their peak, or of a CPU's passes.
+    """FLOP/s that training will reach on all devices.
+
+    A share of the peak of GPUs; on a CPU, of the speed of passes of the default model.
 
     world_size: number of devices; None: as started by torchrun.
     Raises UserError if the processes of torchrun would measure different speeds.
     """
     # these import torch, which takes a second
     from common.device import resolve_device, resolve_dtype
+    from training.device import resolve_runtime
     from training.distributed import Dist
     from training.peak_flops import is_in_table, peak_flops
+    from training.plan import measure_flops_per_second
 
     dist = Dist.from_environment()
     device = resolve_device(device_name, dist.local_rank)
@@ -132,21 +141,11 @@ def measure_speed(device_name: str, dtype_name: str, world_size: int | None) -> 
             "measure different speeds; set preset=NAME, which the same command prints without "
             f"torchrun, with plan=true world_size={dist.world_size}"
         )
-    if device.type == "cpu":  # the processes of one machine share its cores
-        return PASS_SHARE * measure_passes(RunConfig(device=device_name, dtype=dtype_name))
+    if device.type == "cpu":
+        # The peak says less: large products can be many times as fast as the rest of a pass.
+        # Processes of the same machine share its cores, so their number does not matter.
+        config = RunConfig(device=device_name, dtype=dtype_name)
+        runtime = resolve_runtime(config)
+        return PASS_SHARE * measure_flops_per_second(config, runtime, config.tokenizer.vocab_size)
     peak = peak_flops(device, resolve_dtype(dtype_name, device))
     return UTILIZATION * (world_size or dist.world_size) * peak
-
-
-def measure_passes(config: RunConfig) -> float:
-    """FLOP/s of forward and backward passes of the default model.
-
-    The peak of a CPU says less: large products can be many times as fast as the rest of a pass.
-    """
-    from model.flops import flops_per_token
-    from training.device import resolve_runtime
-    from training.plan import measure_flops_per_second
-
-    vocab_size = config.tokenizer.vocab_size
-    flops = flops_per_token(config.model, vocab_size, config.model.block_size)
-    return measure_flops_per_second(config, resolve_runtime(config), vocab_size, flops)

@@ -1,8 +1,8 @@
 """Config of train.py: RunConfig and its sections.
 
 Each field has its key, type, default, limits and meaning. "(preset)" marks the defaults that a
-preset replaces (training/presets.py). docs/configuration.md describes how the command line and YAML
-files set values.
+preset for the amount of text replaces (training/presets.py). docs/configuration.md describes how
+the command line and YAML files set values.
 
 This module does not import torch, so that wrong settings are reported immediately.
 """

@@ -29,7 +29,7 @@ from data.tokenizer import OPENAI_SIZES
 from model.activation_checkpointing import checkpoint_activations
 from model.attention import BACKENDS
 from model.attention.flops import attention_flops_per_token
-from model.flops import params_by_part, weight_flops_per_token
+from model.flops import flops_per_token, params_by_part, weight_flops_per_token
 from model.gpt import GPT
 from training.config import RunConfig
 from training.device import Runtime, resolve_runtime
@@ -84,15 +84,15 @@ def make_plan(config: RunConfig, runtime: Runtime) -> Plan:
         vocab_size = prepared.meta["vocab_size"]
     with torch.device("meta"):
         parameters = params_by_part(GPT(config.model, vocab_size))
-    flops_per_token = {
+    flops_by_part = {
         "weights": weight_flops_per_token(config.model, vocab_size),
         "attention": attention_flops_per_token(config.model, block_size),
     }
     memory = estimate_memory(config, runtime, vocab_size)
-    flops = sum(flops_per_token.values())
+    flops = sum(flops_by_part.values())
     flops_per_second = config.flops_per_second
     if flops_per_second is None:
-        of_one_device = measure_flops_per_second(config, runtime, vocab_size, flops)
+        of_one_device = measure_flops_per_second(config, runtime, vocab_size)
         flops_per_second = runtime.dist.world_size * of_one_device
 
     # the run ends at train.steps, train.epochs or train.minutes, whichever comes first
@@ -111,7 +111,7 @@ def make_plan(config: RunConfig, runtime: Runtime) -> Plan:
     return Plan(
         vocab_size,
         parameters,
-        flops_per_token,
+        flops_by_part,
         memory,
         flops_per_second,
         int(steps),
@@ -194,15 +194,14 @@ def _largest_vocab_size(config: TokenizerConfig, spec: dict | None) -> int:
     return sizes[config.name]
 
 
-def measure_flops_per_second(
-    config: RunConfig, runtime: Runtime, vocab_size: int, flops_per_token: int
-) -> float:
+def measure_flops_per_second(config: RunConfig, runtime: Runtime, vocab_size: int) -> float:
     """Measure the median FLOP/s of a device in forward and backward passes of about a second.
 
     The first pass loads kernels, so it counts only if there is no time for others.
     """
     device = runtime.device
-    flops_per_sequence = flops_per_token * config.model.block_size
+    block_size = config.model.block_size
+    flops_per_sequence = block_size * flops_per_token(config.model, vocab_size, block_size)
     in_one_second = int(0.5 * peak_flops(device, runtime.dtype) / flops_per_sequence)
     batch_size = max(1, min(runtime.micro_batch_size, in_one_second))
     model = GPT(config.model, vocab_size, runtime.attend).to(device)
@@ -234,11 +233,11 @@ def make_plan_table(config: RunConfig, runtime: Runtime, plan: Plan) -> Table:
     table = make_table("", "", left=2, header=False)
     if config.preset is not None:
         table.add_row("preset", config.preset)
-    size = f"{describe_model(model)}, vocabulary {plan.vocab_size:,}"
-    table.add_row("model", f"{model.name}, {size}")
-    device = device_name(runtime.device)
+    table.add_row("model", f"{model.name}, {describe_model(model)}, vocabulary {plan.vocab_size:,}")
     dtype = str(runtime.dtype).removeprefix("torch.")
-    table.add_row("device", f"{device}, {dtype}, attention {runtime.attention}")
+    table.add_row(
+        "device", f"{device_name(runtime.device)}, {dtype}, attention {runtime.attention}"
+    )
     _add_parts(table, "parameters", plan.parameters, "{:,}".format)
     _add_parts(table, "training FLOPs per token", plan.flops_per_token, format_si)
     _add_parts(table, "memory per process", plan.memory, format_memory)
@@ -263,6 +262,7 @@ def make_neighbor_table(text_bytes: float, flops: float) -> Table:
         "model.n_layer": "layers",
         "model.n_embd": "channels",
         "model.block_size": "context",
+        "model.max_ngram": "max n-gram",
         "tokenizer.vocab_size": "vocab",
         "train.batch_size": "batch",
         "train.epochs": "max epochs",

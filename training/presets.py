@@ -66,7 +66,7 @@ TABLES = {
     "batch_tokens": (
         (512, 512, 512, 512, 512, 512),
         (1024, 1024, 1024, 1024, 1024, 1024),
-        (4096, 2048, 2048, 2048, 4096, 4096),
+        (4096, 4096, 2048, 2048, 4096, 4096),
         (4096, 4096, 8192, 8192, 8192, 8192),
         (4096, 4096, 8192, 8192, 524288, 1048576),
     ),
@@ -87,21 +87,21 @@ TABLES = {
         (2, 1.2, 1, 0.7, 0.5, 0.5),
         (2, 1.2, 1, 0.7, 0.5, 0.3),
     ),
-    # The n-gram table decays by the same factor per token as with PRESETS: more in a larger batch,
-    # and less with a higher learning rate.
+    # The n-gram table decays by about the same factor per token as with PRESETS: more in a larger
+    # batch, and less with a higher learning rate.
     "ngram_weight_decay": (
         (24, 24, 24, 24, 24, 24),
         (24, 24, 24, 24, 24, 24),
-        (10, 5, 5, 5, 10, 10),
+        (10, 10, 5, 5, 10, 10),
         (0.7, 1.2, 2.8, 4, 5.6, 5.6),
         (0.7, 1.2, 2.8, 4, 100, 100),
     ),
 }
 
 HEAD_DIM = 64
-MAX_NGRAM_FLOPS = 1e16  # with more, the model has no n-grams
+MAX_NGRAM_FLOPS = 1e16  # a model that is trained for more has no n-grams
 UTILIZATION = 0.4  # share of a GPU's peak FLOP/s that training reaches
-PASS_SHARE = 0.75  # share of the FLOP/s of forward and backward passes that training reaches
+PASS_SHARE = 0.85  # share of the FLOP/s of forward and backward passes that training reaches
 BYTES_PER_TOKEN = 0.28  # times log2(vocab_size): of byte pairs, in prose or code
 EVALUATIONS = 10
 MICRO_BATCH_TOKENS = 16384  # tokens of a forward pass on one device, at most
@@ -112,8 +112,8 @@ def name_preset(text_bytes: float, flops: float) -> str:
 
     FLOPs are also rounded to a fifth of a power of ten, because measurements of a machine differ.
     """
-    numbers = text_bytes, 10 ** (round(5 * math.log10(flops)) / 5)
-    return "-".join(re.sub(r"e\+0*", "e", f"{number:.1e}") for number in numbers)
+    rounded_flops = 10 ** (round(5 * math.log10(flops)) / 5)
+    return re.sub(r"e\+0*(?=\d)", "e", f"{text_bytes:.1e}-{rounded_flops:.1e}")
 
 
 def parse_preset(preset: str | None) -> tuple[float, float] | None:
@@ -160,14 +160,14 @@ def values_for_flops(text_bytes: float, flops: float) -> dict[str, Any]:
     epochs = two_digits(by_both("epochs"))
     text_tokens = text_bytes / (BYTES_PER_TOKEN * math.log2(vocab_size))
     tokens = min(flops / flops_per_token, epochs * text_tokens)
-    steps = math.ceil(tokens / (batch_size * block_size))
+    steps = tokens / (batch_size * block_size)
     lr_scale = by_both("lr_scale")
     return {
         "model.n_layer": n_layer,
         "model.n_head": n_head,
         "model.n_embd": n_embd,
         "model.block_size": block_size,
-        "model.max_ngram": 3 if flops <= MAX_NGRAM_FLOPS else 1,
+        "model.max_ngram": 3 if tokens * flops_per_token <= MAX_NGRAM_FLOPS else 1,
         "tokenizer.vocab_size": vocab_size,
         "train.batch_size": batch_size,
         "train.micro_batch_size": MICRO_BATCH_TOKENS // block_size,

@@ -32,6 +32,8 @@ def format_banner(config: RunConfig, run: RunFolder, meta: dict) -> str:
         if numbers is not None and config.train.minutes is not None:
             _, flops = numbers
             lines[-1] += f" and {format_si(flops, 'FLOPs')}"
+            if config.model.max_ngram == 1:
+                lines[-1] += ", without n-grams"
             epochs = config.train.epochs or math.inf
             if flops > epochs * tokens["train"] * summary["flops_per_token"]:
                 lines[-1] += f"; more than {pluralize(epochs, 'epoch')} rarely help"

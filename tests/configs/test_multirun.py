@@ -132,22 +132,26 @@ def test_jobs_get_the_preset_that_the_sweep_has_selected(workdir):
 
 
 @pytest.mark.parametrize(
-    "swept", ["train.minutes=1,9", "data.path=[text.txt],[long.txt]", "dtype=float32,bfloat16"]
+    ("swept", "fixed"),
+    [
+        ("train.minutes=1,9", ["data.path=text.txt"]),
+        ("data.path=[text.txt],[long.txt]", ["train.minutes=1"]),
+        ("data.text_bytes=1000,1000000", ["train.minutes=1", "data=hub", "data.repo=owner/name"]),
+        ("dtype=float32,bfloat16", ["train.minutes=1", "data.path=text.txt"]),
+    ],
 )
 def test_jobs_of_a_restarted_sweep_keep_the_preset_of_their_text_and_time(
-    swept, workdir, monkeypatch
+    swept, fixed, workdir, monkeypatch
 ):
-    fixed = [f"data.path={write_file('text.txt', 'abc ' * 1000)}", "train.minutes=1", "name=s"]
+    write_file("text.txt", "abc " * 1000)
     write_file("long.txt", "abc " * 100_000)
-    swept_key = swept.partition("=")[0]
-    fixed = [word for word in fixed if not word.startswith(swept_key)]
     presets = []
     for speed in (1e11, 2e11):  # of two measurements
         monkeypatch.setattr(
             "configs.preset.measure_speed",
             lambda device, dtype, _, speed=speed: speed * (9 if dtype == "bfloat16" else 1),
         )
-        jobs = make_jobs(combine([swept]), fixed, None)
+        jobs = make_jobs(combine([swept]), [*fixed, "name=s"], None)
         presets.append([job.config["preset"] for job in jobs])
         for job in jobs:
             job.folder.mkdir(parents=True, exist_ok=True)

@@ -9,8 +9,8 @@ from model import GPTConfig
 from training.config import MuonConfig, TrainConfig
 from training.presets import SIZES, name_preset, parse_preset, preset_values
 
-TEXT_BYTES = st.floats(3, 13).map(lambda exponent: 10**exponent)
-FLOPS = st.floats(11, 24).map(lambda exponent: 10**exponent)
+TEXT_BYTES = st.floats(0, 13).map(lambda exponent: 10**exponent)
+FLOPS = st.floats(0, 24).map(lambda exponent: 10**exponent)
 
 
 def section(preset: str, name: str) -> dict:
@@ -73,7 +73,7 @@ def test_learning_rates_for_a_long_text_fall_with_the_flops(key):
     assert rates[1] < 0.5 * rates[0]
 
 
-@pytest.mark.parametrize("size", list(SIZES))
+@pytest.mark.parametrize("size", ["300kB", "1MB", "3MB", "10MB"])
 @pytest.mark.parametrize("flops", [2.5e12, 1e13, 4e13, 1.6e14])
 def test_n_gram_table_decays_as_with_the_preset_without_flops(size, flops):
     """The factor for each token at the peak learning rate; both have sequences of 128 tokens."""
@@ -83,7 +83,7 @@ def test_n_gram_table_decays_as_with_the_preset_without_flops(size, flops):
 
     values = preset_values(name_preset(SIZES[size], flops))
     expected = decay(preset_values(size), MuonConfig.embedding_lr)
-    assert decay(values, values["muon.embedding_lr"]) == pytest.approx(expected, rel=0.5)
+    assert decay(values, values["muon.embedding_lr"]) == pytest.approx(expected, rel=0.39)
 
 
 @pytest.mark.parametrize("size", ["20kB", "100kB"])
@@ -91,6 +91,11 @@ def test_n_gram_table_decays_as_with_the_preset_without_flops(size, flops):
 def test_short_texts_keep_the_values_of_their_preset_without_flops(size, key):
     preset = name_preset(SIZES[size], 1e13)
     assert preset_values(preset)[key] == preset_values(size)[key]
+
+
+@pytest.mark.parametrize(("text_bytes", "max_ngram"), [("1.0e6", 3), ("1.0e10", 1)])
+def test_n_grams_are_left_out_if_the_text_lasts_for_the_flops(text_bytes, max_ngram):
+    assert preset_values(f"{text_bytes}-1.0e18")["model.max_ngram"] == max_ngram
 
 
 def test_a_long_text_and_the_budget_of_gpt2_give_its_shape():
