@@ -262,10 +262,10 @@ def make_neighbor_table(text_bytes: float, flops: float) -> Table:
         "model.n_layer": "layers",
         "model.n_embd": "channels",
         "model.block_size": "context",
-        "model.max_ngram": "max n-gram",
+        "model.max_ngram": "n-gram",
         "tokenizer.vocab_size": "vocab",
         "train.batch_size": "batch",
-        "train.epochs": "max epochs",
+        "train.epochs": "epochs",
     }
     table = make_table("preset", *columns.values())
     for factor in NEIGHBORS:
