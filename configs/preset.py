@@ -42,8 +42,7 @@ def add_preset_values(schema: DictConfig, prefix: str = "") -> None:
         key = preset_key.removeprefix(prefix)
         default = OmegaConf.select(schema, key, default="missing")
         if preset_key.startswith(prefix) and default != "missing":
-            word = format_value(default)
-            OmegaConf.update(schema, key, f"${{preset:{preset_key},{word}}}")
+            OmegaConf.update(schema, key, f"${{preset:{preset_key},{format_value(default)}}}")
 
 
 def preset_value(key: str, default: Any, *, _root_: Any) -> Any:
@@ -95,13 +94,15 @@ def recorded_preset(config: DictConfig, text_bytes: int) -> str | None:
     if name is None:
         return None
     preset = read_trained_config(RUNS / name).get("preset")
+    if preset is not None:
+        return preset
     for file in sorted((SWEEPS / name).glob("*/config.yaml")):
         job = read_job_config(file.parent)
         numbers = parse_preset(job.get("preset"))
         is_same = all(job.get(key) == OmegaConf.select(config, key) for key in FLOPS_KEYS)
         if numbers is not None and is_same and numbers[0] == two_digits(text_bytes):
-            preset = preset or job["preset"]
-    return preset
+            return job["preset"]
+    return None
 
 
 def training_flops(config: DictConfig) -> float:

@@ -160,7 +160,6 @@ def values_for_flops(text_bytes: float, flops: float) -> dict[str, Any]:
     epochs = two_digits(by_both("epochs"))
     text_tokens = text_bytes / (BYTES_PER_TOKEN * math.log2(vocab_size))
     tokens = min(flops / flops_per_token, epochs * text_tokens)
-    steps = tokens / (batch_size * block_size)
     lr_scale = by_both("lr_scale")
     return {
         "model.n_layer": n_layer,
@@ -173,7 +172,7 @@ def values_for_flops(text_bytes: float, flops: float) -> dict[str, Any]:
         "train.micro_batch_size": MICRO_BATCH_TOKENS // block_size,
         "train.steps": None,  # the run ends after train.epochs or train.minutes
         "train.epochs": epochs,
-        "eval.every": math.ceil(steps / EVALUATIONS),
+        "eval.every": math.ceil(tokens / (batch_size * block_size * EVALUATIONS)),
         "muon.lr": two_digits(lr_scale * MuonConfig.lr),
         "muon.embedding_lr": two_digits(lr_scale * MuonConfig.embedding_lr),
         "muon.norm_lr": two_digits(lr_scale * MuonConfig.norm_lr),
