@@ -195,7 +195,7 @@ def _largest_vocab_size(config: TokenizerConfig, spec: dict | None) -> int:
 
 
 def measure_flops_per_second(config: RunConfig, runtime: Runtime, vocab_size: int) -> float:
-    """Measure the median FLOP/s of a device in forward and backward passes of about a second.
+    """Measure the median FLOP/s of a device in forward and backward passes, for two seconds.
 
     The first pass loads kernels, so it counts only if there is no time for others.
     """
