@@ -26,21 +26,20 @@ if __name__ == "__main__":  # before the slow imports below, so that a typo is r
 
 from dataclasses import asdict, replace
 
+from attention_bench.cases import build_groups
+from attention_bench.config import BENCHES, BenchConfig
+from attention_bench.plot import plot_results
+from attention_bench.results import FAILED, REFUSED, Timing, recommend
+from attention_bench.runner import measure_groups
+from attention_bench.table import describe_bench, print_results
+from attention_bench.wandb_runs import make_bench_runs
 from common.console import print_text
-from common.device import resolve_device
-from common.environment import describe_environment
 from common.files import write_json
-from comparison.bench.cases import build_groups
-from comparison.bench.config import BENCHES, BenchConfig
-from comparison.bench.plot import plot_results
-from comparison.bench.results import FAILED, REFUSED, Timing, recommend
-from comparison.bench.runner import measure_groups
-from comparison.bench.table import describe_bench, print_results
-from comparison.bench.wandb_runs import make_bench_runs
-from generation.run_paths import make_new_folder
-from training.device import resolve_compile
+from common.machine import describe_environment, resolve_device
+from common.process import run_process
+from common.run_paths import make_new_folder
 from training.run_folder import write_config
-from training.signals import run_process
+from training.runtime import resolve_compile
 from training.wandb_logger import WandbLogger
 
 

@@ -20,12 +20,12 @@ if __name__ == "__main__":  # before the slow imports below, so that a typo is r
 
 from pathlib import Path
 
-from comparison.runs.comparison import compare, print_comparison
-from comparison.runs.read import is_sweep
-from comparison.runs.wandb_runs import log_comparison
+from common.process import run_process
+from common.run_paths import RUNS
 from configs.schema import CompareConfig
-from generation.run_paths import RUNS
-from training.signals import run_process
+from results.compare import compare, print_comparison
+from results.read import is_sweep
+from results.wandb_runs import log_comparison
 
 
 def main(config: CompareConfig) -> int:

@@ -26,6 +26,7 @@ from rich.table import Table
 from common.console import PlainConsole, make_table, print_text
 from common.errors import UserError
 from common.files import atomic_write
+from common.process import run_process
 from configs.schema import EvalScriptConfig
 from data.readers import iter_documents
 from data.sources import resolve_sources
@@ -34,7 +35,6 @@ from generation.load import load_for_sampling
 from generation.perplexity import score_documents
 from generation.prompts import check_output
 from model.gpt import GPT
-from training.signals import run_process
 
 MAX_TABLE_ROWS = 20  # documents in the printed table; out=FILE.jsonl has all
 

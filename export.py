@@ -21,15 +21,15 @@ from pathlib import Path
 
 from common.checkpoint_file import load_checkpoint
 from common.console import PYTHON
-from common.device import DTYPES
 from common.errors import UserError
 from common.files import new_folder
+from common.machine import DTYPES
+from common.process import run_process
+from common.run_paths import find_checkpoint, find_run
 from configs.schema import ExportConfig
-from generation.run_paths import find_checkpoint, find_run
 from huggingface.architectures import find_architecture
 from huggingface.folder import write_folder
 from model import GPTConfig
-from training.signals import run_process
 
 
 def main(config: ExportConfig) -> int:

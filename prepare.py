@@ -18,17 +18,17 @@ if __name__ == "__main__":  # before the slow imports below, so that a typo is r
     config = parse_config("prepare", __doc__)
 
 from common.console import format_si, pluralize
+from common.process import run_process
 from data.config import PrepareConfig
 from data.prepare import PreparedData, prepare
 from data.token_files import to_token_ids
 from data.tokenizer import token_strings
-from training.signals import run_process
 
 
 def main(config: PrepareConfig) -> int:
     spec = None
     if config.tokenizer.run is not None:
-        from training.init_from import load_run_tokenizer  # imports torch
+        from training.build import load_run_tokenizer  # imports torch
 
         spec = load_run_tokenizer(config.tokenizer.run)
     print(describe(prepare(config.data, config.tokenizer, block_size=1, spec=spec)))

@@ -39,14 +39,19 @@ from pathlib import Path
 
 from common.console import ProgressBar, print_text
 from common.files import atomic_write
+from common.process import run_process
 from common.settings import unescape
 from configs.schema import SampleConfig
 from generation.attention_plots import draw_attention_maps
 from generation.engine import TextChunk, generate, in_prompt_order
-from generation.interactive import continue_typed_lines
 from generation.load import find_pretrained_folder, load_for_sampling
-from generation.prompts import check_output, encode_prompts, load_prompts, show
-from training.signals import run_process
+from generation.prompts import (
+    check_output,
+    continue_typed_lines,
+    encode_prompts,
+    load_prompts,
+    show,
+)
 
 Samples = Iterator[tuple[int, Iterator[TextChunk]]]  # index and chunks of each sample
 

@@ -37,20 +37,19 @@ from dataclasses import asdict
 import torch
 
 from common.console import print_text
+from common.process import StopRequest, run_process
 from data.loader import Loader
-from training.build import build_data, build_model, describe_run
+from training.banner import describe_finished_run, format_banner, report
+from training.build import build_data, build_model, describe_run, load_init_weights
 from training.checkpoint import CheckpointWriter, load_last_checkpoint, make_checkpoint_header
 from training.config import RunConfig
-from training.device import build_grad_scaler, resolve_runtime, seed_device
 from training.evaluate import Evaluator
-from training.init_from import load_init_weights
+from training.log import RunLogger
 from training.optimizer import build_optimizers, optimizer_step, set_lr
 from training.plan import show_plan
-from training.progress import describe_finished_run, format_banner, report
 from training.run_folder import open_run_folder
-from training.run_logger import RunLogger
+from training.runtime import build_grad_scaler, resolve_runtime, seed_device
 from training.schedule import lr_scale
-from training.signals import StopRequest, run_process
 from training.train_state import TrainState
 
 

@@ -24,9 +24,9 @@ from torch.utils.benchmark import Timer
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from comparison.bench.cases import build_groups
-from comparison.bench.config import BenchConfig
-from comparison.bench.measure import measure
+from attention_bench.cases import build_groups
+from attention_bench.config import BenchConfig
+from attention_bench.measure import measure
 
 ROUNDS = 5
 SECONDS_PER_ROUND = 0.5

@@ -29,8 +29,8 @@ from nanogpt_parity import BLOCK_MODULES, OUTER_MODULES, import_model  # noqa: E
 
 from configs.compose import compose_config  # noqa: E402
 from generation.config import SamplingConfig  # noqa: E402
+from generation.cpu_linear import replace_linears  # noqa: E402
 from generation.engine import Engine, Prompt  # noqa: E402
-from generation.packed_linear import replace_linears  # noqa: E402
 from model.gpt import GPT  # noqa: E402
 
 VOCAB_SIZE = 50_257

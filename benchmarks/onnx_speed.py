@@ -30,8 +30,8 @@ sys.path.insert(0, str(ROOT))
 
 from configs.compose import compose_config  # noqa: E402
 from generation.config import SamplingConfig  # noqa: E402
+from generation.cpu_linear import replace_linears  # noqa: E402
 from generation.engine import Engine, Prompt  # noqa: E402
-from generation.packed_linear import replace_linears  # noqa: E402
 from model.attention import sdpa  # noqa: E402
 from model.gpt import GPT  # noqa: E402
 

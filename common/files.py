@@ -1,11 +1,14 @@
-"""Atomic writes, text of users, and files that can be damaged: JSON and YAML."""
+"""Atomic writes, tables as CSV, text of users, and files that can be damaged: JSON and YAML."""
 
+import csv
 import errno
+import io
 import json
 import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
+from dataclasses import asdict, fields
 from pathlib import Path
 from typing import IO, Any
 from uuid import uuid4
@@ -159,3 +162,12 @@ def parse_yaml(content: bytes, loader: type = yaml.SafeLoader) -> Any:
 def write_json(path: Path, content: dict) -> None:
     """Write an object as JSON, atomically."""
     atomic_write(path, json.dumps(content, indent=2) + "\n")
+
+
+def write_csv(rows: list, path: Path) -> None:
+    """Write dataclasses as rows, with a column for each field. None is an empty cell."""
+    file = io.StringIO(newline="")
+    writer = csv.DictWriter(file, [field.name for field in fields(rows[0])])
+    writer.writeheader()
+    writer.writerows(asdict(row) for row in rows)
+    atomic_write(path, file.getvalue())

@@ -11,7 +11,7 @@ from typing import Any
 import yaml
 
 from common.errors import UserError
-from training.signals import run_main, run_process, start_process
+from common.process import run_main, run_process, start_process
 
 # argparse itself would read -model=gpt2 as -m odel=gpt2
 SHORT_FLAGS = {"-h": "--help", "-m": "--multirun"}

@@ -1,6 +1,6 @@
 """Sweeps: python train.py -m attention=naive,sdpa,flash seed=1,2,3 trains each combination.
 
-All jobs are composed and checked before comparison/sweep starts the first one.
+All jobs are composed and checked before sweep/ starts the first one.
 """
 
 import itertools
@@ -14,11 +14,11 @@ from hydra import compose
 from hydra.core.override_parser.types import Override
 
 from common.errors import UserError
+from common.run_paths import JOB, RUNS, SWEEPS, make_new_folder
 from common.settings import flatten_dict
-from comparison.sweep.jobs import Job, identify_config, read_started_jobs
-from comparison.sweep.launch import run_sweep
 from configs.compose import compose_config, hydra_initialized, parse_word
-from generation.run_paths import JOB, RUNS, SWEEPS, make_new_folder
+from sweep.jobs import Job, identify_config, read_started_jobs
+from sweep.launch import run_sweep
 
 
 def run_multirun(flags: Namespace) -> int:

@@ -11,10 +11,10 @@ from typing import Any
 from omegaconf import DictConfig, OmegaConf
 
 from common.errors import UserError
+from common.run_paths import RUNS, SWEEPS
 from common.settings import check, format_value
-from comparison.sweep.jobs import read_job_config, read_trained_config
 from data.sources import Source
-from generation.run_paths import RUNS, SWEEPS
+from sweep.jobs import read_job_config, read_trained_config
 from training.config import RunConfig, TrainConfig
 from training.presets import (
     HEAD_DIM,
@@ -128,11 +128,10 @@ def measure_speed(device_name: str, dtype_name: str, world_size: int | None) -> 
     Raises UserError if the processes of torchrun would measure different speeds.
     """
     # these import torch, which takes a second
-    from common.device import resolve_device, resolve_dtype
-    from training.device import resolve_runtime
-    from training.distributed import Dist
-    from training.peak_flops import is_in_table, peak_flops
+    from common.machine import resolve_device, resolve_dtype
     from training.plan import measure_flops_per_second
+    from training.runtime import Dist, resolve_runtime
+    from training.speed import is_in_table, peak_flops
 
     dist = Dist.from_environment()
     device = resolve_device(device_name, dist.local_rank)

@@ -9,9 +9,9 @@ from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
+from attention_bench.config import BenchConfig
 from common.errors import UserError
 from common.settings import Rule, list_keys, setting
-from comparison.bench.config import BenchConfig
 from data.config import DataConfig, PrepareConfig
 from generation.config import SamplingConfig
 from model import AttentionConfig

@@ -19,8 +19,8 @@ import tiktoken
 from common.console import ProgressBar, format_si, pluralize, print_text
 from common.errors import UserError
 from common.files import atomic_writer
+from common.process import cpu_count
 from common.settings import unescape
-from common.system import cpu_count
 from data.config import TokenizerConfig
 from data.fast_bpe import FastBPE
 from data.readers import Piece, iter_pieces

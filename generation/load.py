@@ -14,10 +14,10 @@ import torch
 from torch import Tensor
 
 from common.checkpoint_file import load_checkpoint
-from common.device import resolve_device, resolve_dtype
+from common.machine import resolve_device, resolve_dtype
+from common.run_paths import find_checkpoint, find_run
 from data.tokenizer import Tokenizer, from_spec
-from generation.packed_linear import replace_linears
-from generation.run_paths import find_checkpoint, find_run
+from generation.cpu_linear import replace_linears
 from huggingface.folder import find_folder, read_folder
 from model import AttentionConfig, GPTConfig
 from model.attention import resolve_model

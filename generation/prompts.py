@@ -1,16 +1,20 @@
 """Prompts of sample.py, from the command line and from files, and output of commands."""
 
+import itertools
 import json
 import re
 import sys
 from contextlib import suppress
 from pathlib import Path
 
+from common.console import print_text
 from common.errors import UserError, printable
 from common.files import read_text
 from common.settings import unescape
 from data.tokenizer import Tokenizer, encode
-from generation.engine import Prompt
+from generation.config import SamplingConfig
+from generation.engine import Prompt, generate
+from model.gpt import GPT
 
 JSON_SUFFIXES = (".jsonl", ".ndjson", ".jsonlines", ".json")  # one object per line
 
@@ -80,3 +84,43 @@ def check_output(out: str | None) -> None:
         raise UserError(
             f"out={out} exists, or its folder does not; set a new file in a folder that exists"
         )
+
+
+def continue_typed_lines(
+    model: GPT, tokenizer: Tokenizer, sampling: SamplingConfig, first_seed: int
+) -> None:
+    """Continue each line of stdin. An empty line continues the last sample.
+
+    Ctrl-C ends a sample. Ctrl-D, or the end of the input, ends the function.
+    """
+    with suppress(ImportError):  # Windows has no readline
+        import readline  # noqa: F401 (line editing with the arrow keys)
+    # UTF-8 in any locale, without a byte order mark. newline=None: a line can end with \r\n.
+    sys.stdin.reconfigure(encoding="utf-8-sig", errors="surrogateescape", newline=None)
+    mark = "> " if sys.stdin.isatty() else ""
+    print_text(
+        "type the beginning of a sample; an empty line continues the last sample", stderr=True
+    )
+    print_text("Ctrl-C stops the sample, Ctrl-D quits", stderr=True)
+    text = ""  # the last prompt and its sample
+    for seed in itertools.count(first_seed):
+        try:
+            line = input(mark)
+            prompt = line or text
+            requests = encode_prompts(tokenizer, [prompt], None, 1, seed)
+            text = prompt
+            show(line)
+            for chunk in generate(model, tokenizer, requests, sampling, 1):
+                text += chunk.text
+                show(chunk.text)
+            show("\n")
+        except KeyboardInterrupt as interrupt:
+            if interrupt.args:  # another signal than Ctrl-C
+                raise
+            show("\n")
+        except UserError as error:
+            print_text(f"sample.py: {error}", stderr=True)
+        except EOFError:
+            break
+    if mark:
+        show("\n")

@@ -12,7 +12,7 @@ The options beyond GPT-2 (Radford et al., 2019):
   channels only, and the other half of each key is taken from the previous token
 - a sliding window per layer (Longformer, Beltagy et al., arXiv:2004.05150), and a document mask
 - linear attention (Katharopoulos et al., arXiv:2006.16236) in all layers or in some
-- softcaps of attention scores and logits (model/attention/softcap.py)
+- softcaps of attention scores and logits (model/layers.py)
 - hashed n-gram embeddings (model/ngram.py)
 
 The model does not select a kernel: the caller passes the function `attend`, one of the backends in
@@ -50,9 +50,8 @@ from model.attention.positions import (
     previous_in_document,
     rotary_cos_sin,
 )
-from model.attention.softcap import apply_softcap
 from model.config import GATED_MLPS, GPTConfig
-from model.layers import Embedding, Linear, RMSNorm, rms_norm
+from model.layers import Embedding, Linear, RMSNorm, apply_softcap, rms_norm
 from model.loss import linear_cross_entropy
 from model.ngram import NgramEmbedding
 

@@ -79,3 +79,8 @@ class _RMSNorm(torch.autograd.Function):
         y, scale = ctx.saved_tensors
         projection = (grad_y * y).mean(dim=-1, keepdim=True)
         return torch.addcmul(grad_y, y, projection, value=-1).mul_(scale), None
+
+
+def apply_softcap(x: Tensor, cap: float | None) -> Tensor:
+    """Elementwise cap tanh(x / cap). Returns x if cap is None."""
+    return x if cap is None else cap * (x / cap).tanh()

@@ -12,7 +12,7 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from model.attention.softcap import apply_softcap
+from model.layers import apply_softcap
 
 IGNORE_INDEX = -100  # target that is not counted
 CHUNK_LOGITS = 2**26  # 256 MiB in float32; 1,335 tokens with GPT-2's vocabulary
@@ -32,7 +32,7 @@ def linear_cross_entropy(
     weight (rows, C): rows from vocab_size on are padding.
     targets (N): token ids; IGNORE_INDEX is not counted.
     reduction: "mean" or "sum" over the counted targets.
-    softcap: bound of the logits (model/attention/softcap.py).
+    softcap: bound of the logits (model/layers.py).
 
     float16 logits are never chunked: GradScaler must scale their gradients before they are rounded.
     """

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import torch
 
-from comparison.bench.cases import GRAD_PHASES, Case
-from comparison.bench.config import BenchConfig
-from comparison.bench.results import FINISHED, OUT_OF_MEMORY, Timing
+from attention_bench.cases import GRAD_PHASES, Case
+from attention_bench.config import BenchConfig
+from attention_bench.results import FINISHED, OUT_OF_MEMORY, Timing
 from model import AttentionConfig
 from model.attention import AttentionRequest
 

@@ -15,9 +15,9 @@ from model_helpers import GROUPED, make_model, random_tokens
 from common.errors import UserError
 from generation.engine import Engine, Prompt
 from model import GPTConfig
-from model.activation_checkpointing import checkpoint_activations
 from model.attention import BACKENDS, naive
 from model.attention.positions import apply_rotary, rotary_cos_sin
+from training.build import checkpoint_activations
 from training.config import MuonConfig
 from training.optimizer import build_optimizers
 

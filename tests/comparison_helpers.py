@@ -7,8 +7,8 @@ from pathlib import Path
 import yaml
 
 from common.settings import nest_dict
-from comparison.runs.read import read_settings
-from comparison.runs.statistics import SettingStats, compute_stats
+from results.read import read_settings
+from results.statistics import SettingStats, compute_stats
 
 CONFIG = {
     "device": "auto",

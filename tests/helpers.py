@@ -12,6 +12,7 @@ import pytest
 import torch
 
 from common.checkpoint_file import load_checkpoint
+from common.process import run_main
 from configs.cli import parse_config
 from data import DataConfig, TokenizerConfig
 from generation.config import SamplingConfig
@@ -19,7 +20,6 @@ from model import GPTConfig
 from model.attention import BACKENDS, naive
 from model.gpt import GPT
 from training.config import AdamWConfig, MuonConfig
-from training.signals import run_main
 
 ROOT = Path(__file__).parent.parent
 ON_CPU = [name for name, backend in BACKENDS.items() if "cpu" in backend.on]

@@ -10,7 +10,7 @@ from pathlib import Path
 import torch
 from helpers import TEXT, load, metrics, train_here, untimed
 
-from training.signals import STOP_SIGNALS
+from common.process import STOP_SIGNALS
 
 
 def run_in(folder: Path, *words: str) -> tuple[int, str]:

@@ -18,7 +18,9 @@ PACKAGES = [
     "huggingface",
     "generation",
     "training",
-    "comparison",
+    "attention_bench",
+    "results",
+    "sweep",
     "configs",
 ]
 # Libraries that a folder must not import.
@@ -27,8 +29,8 @@ FORBIDDEN = {
     "data": {"hydra", "omegaconf", "wandb"},
     "model": {"hydra", "omegaconf", "wandb", "datasets"},
     "training": {"hydra", "omegaconf", "datasets"},
-    "comparison/runs": {"hydra", "omegaconf", "torch", "wandb", "datasets"},
-    "comparison/bench": {"hydra", "omegaconf", "datasets"},
+    "results": {"hydra", "omegaconf", "torch", "wandb", "datasets"},
+    "attention_bench": {"hydra", "omegaconf", "datasets"},
 }
 MAX_MAIN_LINES = 100  # of main in train.py
 MAX_MAIN_INDENT = 5 * 4

@@ -39,8 +39,8 @@ from run_helpers import (
     train_in,
 )
 
+from common.process import raise_interrupt
 from training.evaluate import Evaluator
-from training.signals import raise_interrupt
 
 WARMUP = "schedule.warmup_steps=100"  # the learning rates do not depend on the length of a run
 

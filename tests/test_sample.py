@@ -10,9 +10,9 @@ import pytest
 from helpers import TEXT, read_jsonl, run_command, train_here
 
 import sample as script
+from common.process import run_main
 from configs.cli import parse_config
 from generation.engine import generate
-from training.signals import run_main
 
 RUN = ["run=a", "max_new_tokens=30"]
 

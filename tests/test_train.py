@@ -31,7 +31,7 @@ def finished(tmp_path_factory) -> Path:
     """A folder with the run a. Tests only read it."""
     folder = tmp_path_factory.mktemp("finished")
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("training.run_logger.peak_flops", lambda device, dtype: PEAK)
+        patch.setattr("training.log.peak_flops", lambda device, dtype: PEAK)
         train_in(folder, "name=a")
     return folder
 

@@ -23,8 +23,8 @@ from common.files import atomic_writer
 from common.settings import flatten_dict, format_value
 from model.config import GPTConfig
 from training.config import CheckpointConfig, RunConfig
-from training.distributed import Dist
 from training.run_folder import RunFolder
+from training.runtime import Dist
 from training.train_state import TrainState
 
 # Settings that do not change the hash of the data, so they do not explain another hash

@@ -11,10 +11,10 @@ from collections.abc import Iterator
 from dataclasses import dataclass, field
 
 from common.errors import UserError
+from common.run_paths import check_name
 from common.settings import Rule, check_path_component, setting
 from data import DataConfig, TokenizerConfig, python_stdlib
 from generation.config import SamplingConfig
-from generation.run_paths import check_name
 from model import AttentionConfig, GPTConfig
 from training.schedule import ScheduleConfig
 
@@ -192,7 +192,7 @@ class RunConfig:
     # of the initial weights and the batches
     seed: int = setting(1337, 0, 2**32 - 1)
     device: str = setting("auto", choices=("auto", "cpu", "cuda", "mps"))
-    # of matrix products; auto: bfloat16 if it is fast on the device (common/device.py)
+    # of matrix products; auto: bfloat16 if it is fast on the device (common/machine.py)
     dtype: str = setting("auto", choices=("auto", "float32", "bfloat16", "float16"))
     # torch.compile; None: on CUDA, if Triton is installed
     compile: bool | None = None

@@ -8,8 +8,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from common.device import peak_memory_bytes
 from common.errors import UserError
+from common.machine import peak_memory_bytes
+from common.process import StopRequest
 from common.settings import unescape
 from data.loader import Loader
 from data.tokenizer import Tokenizer, token_bytes
@@ -18,9 +19,8 @@ from generation.attention_plots import plot_attention, plot_head_statistics
 from generation.engine import Prompt, generate
 from model.gpt import GPT
 from training.config import EvalConfig
-from training.device import Runtime
 from training.run_folder import RunFolder
-from training.signals import StopRequest
+from training.runtime import Runtime
 from training.train_state import TrainState
 
 MAP_TOKENS = 64  # tokens in an attention map; the picture has one map per head

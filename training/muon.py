@@ -14,8 +14,8 @@ import torch
 from torch import Tensor
 from torch.optim import Optimizer
 
+from common.process import without_dynamo
 from training.parallel import map_matrices
-from training.startup import without_dynamo
 
 # coefficients of the Newton-Schulz iteration, chosen so that small singular values grow fast
 A, B, C = 3.4445, -4.7750, 2.0315

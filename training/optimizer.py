@@ -14,10 +14,10 @@ import torch
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from common.process import without_dynamo
 from training.config import AdamWConfig, MuonConfig, OptimizerConfig
 from training.muon import Muon
 from training.parallel import full_tensor, shard_like
-from training.startup import without_dynamo
 
 
 @without_dynamo

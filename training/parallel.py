@@ -1,7 +1,7 @@
 """Data parallel training: how processes divide the model, its gradients and optimizer state.
 
 DDP and FSDP2 have the same four methods. To add another class, write it here and select it in
-resolve_parallel (training/device.py).
+resolve_parallel (training/runtime.py).
 """
 
 import warnings

@@ -21,25 +21,27 @@ from common.console import (
     make_table,
     pluralize,
 )
-from common.device import device_name
 from common.errors import UserError
+from common.machine import device_name
 from data import TokenizerConfig
 from data.prepare import prepare
 from data.tokenizer import OPENAI_SIZES
-from model.activation_checkpointing import checkpoint_activations
 from model.attention import BACKENDS
-from model.attention.flops import attention_flops_per_token
-from model.flops import flops_per_token, params_by_part, weight_flops_per_token
+from model.flops import (
+    attention_flops_per_token,
+    flops_per_token,
+    params_by_part,
+    weight_flops_per_token,
+)
 from model.gpt import GPT
+from training.banner import describe_model, format_epochs
+from training.build import checkpoint_activations, load_run_tokenizer
 from training.config import RunConfig
-from training.device import Runtime, resolve_runtime
-from training.init_from import load_run_tokenizer
 from training.optimizer import build_optimizers
 from training.parallel import FSDP2
-from training.peak_flops import peak_flops
 from training.presets import name_preset, parse_preset, preset_values
-from training.progress import describe_model, format_epochs
-from training.speed import time_calls
+from training.runtime import Runtime, resolve_runtime
+from training.speed import peak_flops, time_calls
 
 MEASURED_SECONDS = 2.0  # for measuring the speed
 MAX_MEASURED_PASSES = 50

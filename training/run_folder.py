@@ -1,6 +1,6 @@
 """The folder of a training run: its lock, config.yaml and summary.json.
 
-docs/run-folder.md lists all files of a run. generation/run_paths.py has the names of runs.
+docs/run-folder.md lists all files of a run. common/run_paths.py has the names of runs.
 """
 
 import json
@@ -16,11 +16,11 @@ from filelock import FileLock, Timeout
 
 from common.errors import UserError, error_message, status_of
 from common.files import atomic_write, read_json, write_json
-from generation.run_paths import RUNS, make_new_folder
+from common.run_paths import RUNS, make_new_folder
 
 if TYPE_CHECKING:  # these import torch, which sweeps do not need
     from training.config import RunConfig
-    from training.distributed import Dist
+    from training.runtime import Dist
 
 
 def write_config(folder: Path, config: dict) -> None:

@@ -1,10 +1,12 @@
-"""Step times, throughput and MFU of a run, and times of calls."""
+"""Speed of a run: step times, throughput, MFU, peak FLOP/s of devices, and the profiler."""
 
+import os
 import statistics
 import time
 from collections import deque
 from collections.abc import Callable
 from functools import partial
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -100,3 +102,66 @@ def _elapsed_seconds(start: Any, end: Any) -> float:
         return end - start
     end.synchronize()
     return start.elapsed_time(end) / 1000
+
+
+# Peak FLOP/s of dense matrix products, from the data sheets. The names are complete: variants of
+# the same family (laptop, PCIe, partitioned) are slower, so their peak is measured.
+GPU_PEAK = {  # name: (16 bits, float32)
+    "NVIDIA H200": (989e12, 67e12),
+    "NVIDIA H100 80GB HBM3": (989e12, 67e12),
+    "NVIDIA A100-SXM4-80GB": (312e12, 19.5e12),
+    "NVIDIA GeForce RTX 4090": (165e12, 82.6e12),
+    "Tesla T4": (65e12, 8.1e12),
+}
+
+
+def is_in_table(device: torch.device) -> bool:
+    """Whether the peak FLOP/s of a device is known, not measured."""
+    return device.type == "cuda" and torch.cuda.get_device_name(device) in GPU_PEAK
+
+
+def peak_flops(device: torch.device, dtype: torch.dtype) -> float:
+    """Peak FLOP/s of matrix products on one device.
+
+    From GPU_PEAK, otherwise of the fastest of a few large products.
+    """
+    is_float32 = dtype == torch.float32
+    is_tf32 = is_float32 and torch.get_float32_matmul_precision() != "highest"
+    if is_in_table(device) and not is_tf32:
+        half_peak, float32_peak = GPU_PEAK[torch.cuda.get_device_name(device)]
+        return float32_peak if is_float32 else half_peak
+    size = 8192 if device.type == "cuda" else 1024
+    a = torch.randn(size, size, device=device).to(dtype)
+    fastest = min(time_repeatedly(lambda: a @ a, device, 4))
+    return 2 * size**3 / fastest
+
+
+RECORDED_STEPS = 3
+
+
+class StepProfiler(torch.profiler.profile):
+    """Records steps after the warmup, prints a table, and writes trace.json.gz.
+
+    The loop calls step() after each step.
+    """
+
+    def __init__(self, device: torch.device, folder: Path, print_line: Callable[[str], None]):
+        self.trace = folder / "trace.json.gz"
+        self.print_line = print_line
+        self.sort_by = "self_cpu_time_total"
+        if device.type == "cuda":
+            self.sort_by = "self_device_time_total"
+        else:
+            os.environ.setdefault("KINETO_LOG_LEVEL", "99")  # no messages of the profiler on stderr
+        schedule = torch.profiler.schedule(
+            wait=WARMUP_STEPS - 1, warmup=1, active=RECORDED_STEPS, repeat=1
+        )
+        super().__init__(schedule=schedule, on_trace_ready=StepProfiler._report)
+
+    def _report(self) -> None:
+        if self.step_num != WARMUP_STEPS + RECORDED_STEPS:  # the run ends before
+            return
+        self.export_chrome_trace(str(self.trace))
+        table = self.key_averages().table(self.sort_by, row_limit=20, max_name_column_width=40)
+        self.print_line(f"steps {WARMUP_STEPS + 1} to {self.step_num}\n{table}")
+        self.print_line(f"trace    {self.trace} (open it at ui.perfetto.dev or chrome://tracing)")

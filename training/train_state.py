@@ -11,9 +11,9 @@ from torch.optim import Optimizer
 
 from common.console import print_text
 from training.config import OVERFITTING_EVALS, TrainConfig
-from training.distributed import Dist
 from training.optimizer import load_state_by_name, state_by_name
 from training.parallel import gather, load_weights
+from training.runtime import Dist
 
 SAVED_FIELDS = (
     "step",

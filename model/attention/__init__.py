@@ -12,7 +12,7 @@ Every backend is a function with this signature:
         (Tq == Tk in training, Tq < Tk when decoding with a KV cache).
     window: number of keys that a query attends to, including its own. None is all keys.
     doc_ids (B, Tk): document of each key. None is one document.
-    softcap: bound of the scores before the mask (model/attention/softcap.py). None is no bound.
+    softcap: bound of the scores before the mask (model/layers.py). None is no bound.
 
     A query at index p attends to key j if p - window < j <= p, and if keys p and j are in the same
     document.

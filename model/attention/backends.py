@@ -21,9 +21,9 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
-from model.attention.softcap import apply_softcap
 from model.attention.support import Support, backend
 from model.attention.torch_internals import raise_recompile_limit
+from model.layers import apply_softcap
 
 KERNELS = {
     "cudnn": SDPBackend.CUDNN_ATTENTION,

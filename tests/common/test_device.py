@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from common.device import peak_memory_bytes, reset_peak_memory
-from common.system import call_glibc
+from common.machine import peak_memory_bytes, reset_peak_memory
+from common.process import call_glibc
 
 CPU = torch.device("cpu")
 SIZE = 64 * 2**20

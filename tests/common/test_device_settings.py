@@ -3,8 +3,8 @@
 import pytest
 import torch
 
-from common.device import autocast, resolve_device, resolve_dtype
 from common.errors import UserError
+from common.machine import autocast, resolve_device, resolve_dtype
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda")

@@ -6,7 +6,7 @@ from importlib.metadata import version
 import pytest
 import torch
 
-from common.environment import describe_environment
+from common.machine import describe_environment
 
 
 @pytest.fixture(scope="module")

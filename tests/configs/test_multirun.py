@@ -5,10 +5,10 @@ from data_helpers import write_file
 from helpers import TINY
 
 from common.errors import UserError
-from comparison.sweep.jobs import Job
 from configs.cli import parse_config
 from configs.compose import hydra_initialized, parse_word
 from configs.multirun import list_combinations, make_jobs
+from sweep.jobs import Job
 from training.presets import parse_preset
 from training.run_folder import write_config
 

@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from model_helpers import GROUPED
 
 from common.errors import UserError
-from generation.int8_linear import Int8Linear
-from generation.packed_linear import replace_linears
+from generation.cpu_linear import Int8Linear, replace_linears
 
 HAS_FBGEMM = "fbgemm" in torch.backends.quantized.supported_engines
 needs_fbgemm = pytest.mark.skipif(not HAS_FBGEMM, reason="NOT RUN: int8 needs an x86 CPU")
@@ -44,7 +43,7 @@ def test_result_of_a_row_does_not_depend_on_other_rows():
 
 SATURATION = """
 import torch
-from generation.int8_linear import Int8Linear
+from generation.cpu_linear import Int8Linear
 for sign in (1, -1):
     layer = torch.nn.Linear(769, 5, bias=False).requires_grad_(False)
     torch.nn.init.constant_(layer.weight, sign)

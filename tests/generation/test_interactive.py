@@ -45,7 +45,7 @@ def test_empty_line_continues_the_last_prompt_with_its_sample(type_lines, monkey
         yield TextChunk(0, " no", 1)
         yield TextChunk(0, " more", 2, "length")
 
-    monkeypatch.setattr("generation.interactive.generate", generate)
+    monkeypatch.setattr("generation.prompts.generate", generate)
     out, _ = type_lines(b"The 1\n\n\n")
     assert continued == ["The 1", "The 1 no more", "The 1 no more no more"]
     assert out == "The 1 no more\n no more\n no more\n"

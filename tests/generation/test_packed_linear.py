@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from model_helpers import GROUPED
 
-from generation.packed_linear import InferenceLinear, SingleRowLinear, replace_linears
+from generation.cpu_linear import InferenceLinear, SingleRowLinear, replace_linears
 from model.attention.torch_internals import has_bf16_kernels
 from model.layers import Linear
 
@@ -31,7 +31,7 @@ LAYERS = [
 
 @pytest.fixture
 def pack_small_weights(monkeypatch):
-    monkeypatch.setattr("generation.packed_linear.MIN_PACKED_SIZE", 1)
+    monkeypatch.setattr("generation.cpu_linear.MIN_PACKED_SIZE", 1)
 
 
 def layer_types(model) -> set[type]:

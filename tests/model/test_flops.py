@@ -10,8 +10,14 @@ from torch.utils.flop_counter import FlopCounterMode
 
 from model import GPTConfig
 from model.attention import attention_mask, naive
-from model.attention.flops import attention_flops, visible_pairs
-from model.flops import PARTS, flops_per_token, n_params, params_by_part
+from model.flops import (
+    PARTS,
+    attention_flops,
+    flops_per_token,
+    n_params,
+    params_by_part,
+    visible_pairs,
+)
 from model.gpt import GPT
 
 GPT2_124M = GPTConfig(**GPT2 | dict(n_layer=12, n_head=12, n_embd=768, block_size=1024))

@@ -10,7 +10,7 @@ from helpers import TINY
 
 from configs.cli import parse_config
 from training.build import build_model
-from training.device import resolve_runtime
+from training.runtime import resolve_runtime
 
 
 def count_calls(part: str, *words: str) -> int:

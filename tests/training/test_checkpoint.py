@@ -23,10 +23,9 @@ from training.checkpoint import (
     make_checkpoint_header,
 )
 from training.config import CheckpointConfig, RunConfig, TrainConfig
-from training.device import build_grad_scaler
-from training.distributed import Dist
 from training.optimizer import build_optimizers
 from training.run_folder import RunFolder
+from training.runtime import Dist, build_grad_scaler
 from training.train_state import TrainState
 
 HEADER = {"vocab_size": 20, "model_config": {}, "identity": {}, "config": {"seed": 1}}

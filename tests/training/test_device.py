@@ -13,7 +13,9 @@ from common.errors import UserError
 from common.settings import check
 from configs.cli import parse_config
 from training.config import RunConfig
-from training.device import (
+from training.parallel import DDP, FSDP2
+from training.runtime import (
+    Dist,
     Runtime,
     build_grad_scaler,
     configure_backends,
@@ -23,8 +25,6 @@ from training.device import (
     seed_device,
     share_cores,
 )
-from training.distributed import Dist
-from training.parallel import DDP, FSDP2
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda")
@@ -35,7 +35,7 @@ def missing(monkeypatch):
     """missing("a compiler"): a machine that lacks it, or with None, nothing."""
 
     def set_missing(name: str | None) -> None:
-        monkeypatch.setattr("training.device.missing_compiler", lambda device: name)
+        monkeypatch.setattr("training.runtime.missing_compiler", lambda device: name)
 
     return set_missing
 
@@ -103,7 +103,7 @@ def test_runtime_has_the_micro_batches_of_one_device(workdir, monkeypatch):
     ranks = {"WORLD_SIZE": "2", "RANK": "1", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
     for name, value in ranks.items():
         monkeypatch.setenv(name, value)
-    monkeypatch.setattr("training.device.share_cores", lambda dist: None)
+    monkeypatch.setattr("training.runtime.share_cores", lambda dist: None)
     runtime = resolve("train.batch_size=8", "train.micro_batch_size=2")
     assert runtime.dist == Dist(rank=1, world_size=2, local_rank=1, local_world_size=2)
     assert (runtime.micro_batch_size, runtime.accumulation) == (2, 2)
@@ -122,7 +122,7 @@ def test_attention_is_resolved_for_training_on_micro_batches_of_documents(workdi
         requests.append(request)
         return None, None
 
-    monkeypatch.setattr("training.device.resolve_model", record)
+    monkeypatch.setattr("training.runtime.resolve_model", record)
     resolve("data.document_mask=true", "train.micro_batch_size=2", "dtype=bfloat16")
     assert requests == [
         {
@@ -140,7 +140,7 @@ def threads(monkeypatch) -> list[int]:
     """The numbers of threads that torch is set to, on a machine with 8 cores."""
     numbers: list[int] = []
     monkeypatch.setattr(torch, "set_num_threads", numbers.append)
-    monkeypatch.setattr("training.device.cpu_count", lambda: 8)
+    monkeypatch.setattr("training.runtime.cpu_count", lambda: 8)
     return numbers
 
 

@@ -25,8 +25,8 @@ from distributed_helpers import (
 from helpers import ROOT, TEXT, TINY, load, metrics, summary, train_here, wait_for_step
 from run_helpers import train_in
 
-from training.distributed import Dist
 from training.run_folder import RunFolder
+from training.runtime import Dist
 
 RANKS = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2"}
 

@@ -9,8 +9,8 @@ import torch
 from helpers import read_jsonl
 
 from common.errors import TrainingFailed, UserError
-from training import metrics as training_metrics
-from training.metrics import MetricsLogger
+from training import log as training_metrics
+from training.log import MetricsLogger
 
 
 @pytest.fixture

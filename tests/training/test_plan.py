@@ -14,8 +14,8 @@ from helpers import TEXT, TINY
 from common.console import PlainConsole
 from common.errors import UserError
 from configs.cli import parse_config
-from training.device import resolve_runtime
 from training.plan import Plan, make_neighbor_table, make_plan, make_plan_table
+from training.runtime import resolve_runtime
 
 GIVEN_SPEED = ["plan=true", "flops_per_second=1e9"]
 NEIGHBOR_FLOPS = ("2.5e12", "4.0e12", "1.0e13", "2.5e13", "4.0e13")

@@ -9,8 +9,7 @@ import torch
 from helpers import metrics, train_here, untimed
 from run_helpers import train_in
 
-from training.profiler import RECORDED_STEPS, StepProfiler
-from training.speed import WARMUP_STEPS
+from training.speed import RECORDED_STEPS, WARMUP_STEPS, StepProfiler
 
 LAST_RECORDED = WARMUP_STEPS + RECORDED_STEPS
 

@@ -7,8 +7,7 @@ import pytest
 from helpers import summary
 
 from model import GPTConfig
-from training.config import RunConfig, TrainConfig
-from training.progress import (
+from training.banner import (
     describe_finished_run,
     describe_model,
     format_banner,
@@ -16,6 +15,7 @@ from training.progress import (
     format_summary,
     report,
 )
+from training.config import RunConfig, TrainConfig
 from training.train_state import TrainState
 
 SUMMARY = {

@@ -11,8 +11,8 @@ from helpers import TEXT, summary
 
 from common.errors import TrainingFailed, UserError
 from training.config import RunConfig
-from training.distributed import Dist
 from training.run_folder import RunFolder, open_run_folder, read_curves
+from training.runtime import Dist
 
 
 def open_folder(name: str | None = "a", resume: bool = True) -> RunFolder:

@@ -8,7 +8,7 @@ from helpers import metrics, summary
 from run_helpers import train_in
 
 from common.console import PlainConsole
-from training.run_logger import SUMMARY_METRICS
+from training.log import SUMMARY_METRICS
 
 
 @pytest.fixture(scope="module")
@@ -17,7 +17,7 @@ def run(tmp_path_factory):
     folder = tmp_path_factory.mktemp("run")
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("common.console.LINE_INTERVAL_S", 0.0)
-        patch.setattr("training.metrics.FLUSH_INTERVAL_S", 0.0)
+        patch.setattr("training.log.FLUSH_INTERVAL_S", 0.0)
         printed = train_in(folder, "name=a", "eval.sample.max_new_tokens=9")
     return folder, printed
 

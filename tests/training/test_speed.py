@@ -3,8 +3,7 @@
 import pytest
 import torch
 
-from training.peak_flops import GPU_PEAK, peak_flops
-from training.speed import WARMUP_STEPS, Speed, time_calls
+from training.speed import GPU_PEAK, WARMUP_STEPS, Speed, peak_flops, time_calls
 
 CPU = torch.device("cpu")
 CUDA = torch.device("cuda")

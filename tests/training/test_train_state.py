@@ -8,8 +8,8 @@ import torch
 from helpers import ADAMW, tiny_model, train_step
 
 from training.config import OVERFITTING_EVALS, TrainConfig
-from training.distributed import Dist
 from training.optimizer import build_optimizers
+from training.runtime import Dist
 from training.train_state import TrainState
 
 

@@ -1,0 +1,1 @@
+"""Times attention backends side by side."""

@@ -1,1 +1,0 @@
-"""Times attention backends side by side: attention alone and complete training steps."""

@@ -1,1 +1,0 @@
-"""Reads finished runs and compares them: statistics, tables and plots."""

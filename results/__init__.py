@@ -1,0 +1,1 @@
+"""Reads run folders: the registry of metrics, comparison, tables and plots."""

@@ -1,0 +1,270 @@
+"""Speedup at equal loss, checked with simulated sweeps whose speedups are known."""
+
+import json
+import math
+from pathlib import Path
+
+import numpy as np
+import pytest
+from comparison_helpers import LR, compare_rows, write_run, write_sweep
+
+from results.compare import print_comparison
+from results.speedup import Speedup, estimate_speedup
+from results.table import format_cell, list_notes
+
+LENGTHS = [800, 1000, 1250]
+STEPS = 1000
+NO_TIME_DIFFERENCE = np.zeros(3)
+
+
+def true_loss(steps):
+    """A power law, as of training runs with complete schedules."""
+    return 3.0 + 40 * steps**-0.5
+
+
+def estimate(loss: float, steps: int = STEPS) -> Speedup:
+    """The speedup of three seeds, whose losses differ from `loss` and the power law equally."""
+    offsets = np.array([-0.1, 0.0, 0.1])
+    curves = true_loss(np.array(LENGTHS)) + offsets[:, None]
+    return estimate_speedup(LENGTHS, curves, loss + offsets, steps, NO_TIME_DIFFERENCE)
+
+
+def simulate_coverage(speedup: float, seeds: int, noise: float, time_noise: float) -> float:
+    """Fraction of 1,000 simulated sweeps whose interval contains the true speedup.
+
+    noise: standard deviation of single losses. time_noise: of the logarithm of single step times.
+    Both settings share an offset of each seed, and the other setting's steps take 5 % longer.
+    """
+    generator = np.random.default_rng(seeds)
+    covering = 0
+    for _ in range(1000):
+        offsets = generator.normal(0, 0.05, size=(seeds, 1))
+        curves = true_loss(np.array(LENGTHS)) + offsets
+        curves += generator.normal(0, noise, size=curves.shape)
+        losses = true_loss(STEPS * speedup * 1.05) + offsets[:, 0]
+        losses += generator.normal(0, noise, size=seeds)
+        ratios = np.log(1 / 1.05) + generator.normal(0, time_noise, size=seeds)
+        result = estimate_speedup(LENGTHS, curves, losses, STEPS, ratios)
+        low = -math.inf if result.low is None else result.low
+        high = math.inf if result.high is None else result.high
+        covering += low <= speedup <= high
+    return covering / 1000
+
+
+@pytest.mark.parametrize("seeds", [3, 5, 10])
+@pytest.mark.parametrize("speedup", [0.85, 1.0, 1.15])
+@pytest.mark.parametrize(("noise", "time_noise"), [(0.001, 0.0), (0.005, 0.02)])
+def test_intervals_contain_the_true_speedup_in_simulated_sweeps(seeds, speedup, noise, time_noise):
+    coverage = simulate_coverage(speedup, seeds, noise, time_noise)
+    # four standard errors of 1,000 sweeps are 0.028
+    assert coverage == pytest.approx(0.95, abs=0.03)
+
+
+@pytest.mark.parametrize("length", [850, 1000, 1100, 1200])
+def test_loss_of_another_length_is_reached_by_that_length(length):
+    assert estimate(true_loss(length)).value == pytest.approx(length / STEPS, rel=2e-3)
+
+
+def test_setting_that_only_trains_longer_has_no_speedup():
+    result = estimate(true_loss(1250), steps=1250)
+    assert result.value == pytest.approx(1.0)
+
+
+def test_faster_steps_are_a_speedup():
+    curves = np.array([true_loss(np.array(LENGTHS))])
+    losses = np.array([true_loss(STEPS)])
+    result = estimate_speedup(LENGTHS, curves, losses, STEPS, np.log([1.5]))
+    assert (result.value, result.low, result.high) == (pytest.approx(1.5), None, None)
+
+
+def test_equal_offsets_of_the_seeds_cancel():
+    result = estimate(true_loss(STEPS))
+    assert (result.low, result.high) == (pytest.approx(1.0), pytest.approx(1.0))
+
+
+@pytest.mark.parametrize(
+    ("loss", "expected"),
+    [
+        (true_loss(1300), (None, pytest.approx(1.25), None)),
+        (true_loss(700), (None, None, pytest.approx(0.8))),
+        (1.0, (None, pytest.approx(1.25), None)),
+        (9.0, (None, None, pytest.approx(0.8))),
+    ],
+    ids=["better", "worse", "much better", "much worse"],
+)
+def test_loss_outside_of_the_curve_has_a_bound(loss, expected):
+    result = estimate(loss)
+    assert (result.value, result.low, result.high) == expected
+
+
+@pytest.mark.parametrize(("loss", "low", "high"), [(1.3, 1.25, None), (1.8, None, 0.8)])
+def test_bound_does_not_depend_on_the_shape_of_the_curve(loss, low, high):
+    """A cubic polynomial through these losses would turn around outside of them."""
+    curves = np.array([[1.50, 1.49, 1.44]])
+    result = estimate_speedup(LENGTHS, curves, np.array([loss]), STEPS, np.zeros(1))
+    assert result == Speedup(None, pytest.approx(low), pytest.approx(high))
+
+
+def test_bound_has_the_uncertainty_of_the_losses():
+    """The mean is beyond the longest training, but within the noise it may not be."""
+    curves = np.tile(true_loss(np.array(LENGTHS)), (3, 1))
+    losses = true_loss(1260) + np.array([-0.01, 0.0, 0.01])
+    result = estimate_speedup(LENGTHS, curves, losses, STEPS, NO_TIME_DIFFERENCE)
+    assert result.value is None
+    assert 1.0 < result.low < 1.25
+
+
+HARDLY_BEYOND = np.array([0.04, 0.005, 0.03])  # all seeds are beyond, but by less than their noise
+TWO_LENGTHS = ([800, 1000], np.array([[2.0, 1.0]] * 3))
+
+
+def test_bound_is_wide_if_the_loss_is_hardly_below_the_curve():
+    losses = 1.0 - HARDLY_BEYOND
+    result = estimate_speedup(*TWO_LENGTHS, losses, STEPS, NO_TIME_DIFFERENCE)
+    assert result.value is None
+    assert result.low < 1.0
+
+
+def test_bound_is_wide_if_the_loss_is_hardly_above_the_curve():
+    losses = 2.0 + HARDLY_BEYOND
+    result = estimate_speedup(*TWO_LENGTHS, losses, STEPS, NO_TIME_DIFFERENCE)
+    assert result.value is None
+    assert result.high > 0.8
+
+
+@pytest.mark.parametrize("loss", [0.5, 2.5])
+def test_bound_has_the_uncertainty_of_the_step_times(loss):
+    losses = np.full(3, loss)
+    exact = estimate_speedup(*TWO_LENGTHS, losses, STEPS, NO_TIME_DIFFERENCE)
+    noisy = estimate_speedup(*TWO_LENGTHS, losses, STEPS, np.array([-0.1, 0.0, 0.1]))
+    if loss < 1:
+        assert noisy.low < exact.low
+    else:
+        assert noisy.high > exact.high
+
+
+def write_runs(folder: Path, curve: dict[int, float], other: float, **facts) -> list[Path]:
+    """Three seeds of a first setting with several train.steps, and of a setting with 100 steps.
+
+    curve: losses by train.steps. other: loss of the other setting. facts: of the other setting.
+    """
+    runs = []
+    for seed in (1, 2, 3):
+        offset = seed / 10
+        for steps, loss in curve.items():
+            changes = {"train.steps": steps}
+            name = folder / f"a{steps}-{seed}"
+            options = {"losses": [3.0] * 9, "val": loss + offset, "changes": changes}
+            runs.append(write_run(name, seed, **options, step=steps))
+        changes = LR | {"train.steps": 100}
+        name = folder / f"b{seed}"
+        options = {"losses": [3.0] * 9, "val": other + offset, "changes": changes, "step": 100}
+        runs.append(write_run(name, seed, **(options | facts)))
+    return runs
+
+
+CURVE = {100: 2.0, 50: 3.0, 200: 1.0}
+
+
+def test_rows_have_speedups_except_those_of_the_first_setting(tmp_path):
+    rows = compare_rows(write_runs(tmp_path, CURVE, 1.0001))
+    cells = {row.setting.split(":")[0]: format_cell(row, "speedup") for row in rows}
+    assert cells == {"a100-1": "–", "a50-1": "–", "a200-1": "–", "b1": "2.00 (2.00–2.00)"}  # noqa: RUF001
+
+
+@pytest.mark.parametrize(
+    ("curve", "loss", "cell"),
+    [(CURVE, 0.5, "> 2.00"), (CURVE, 3.5, "< 0.50"), ({100: 2.0}, 1.0, "–")],  # noqa: RUF001
+    ids=["better", "worse", "one length"],
+)
+def test_cell_has_the_bound_of_a_loss_outside_of_the_curve(tmp_path, curve, loss, cell):
+    row = compare_rows(write_runs(tmp_path, curve, loss))[-1]
+    assert format_cell(row, "speedup per step") == cell
+
+
+def problem(runs: list[Path]) -> str:
+    return compare_rows(runs)[-1].speedup_problem
+
+
+def test_speedup_needs_losses_that_fall(tmp_path):
+    assert "do not clearly have lower losses" in problem(write_runs(tmp_path, {100: 1, 200: 1}, 1))
+
+
+def set_loss(run: Path, loss: float) -> None:
+    summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
+    text = json.dumps(summary | {"last_val_loss": loss})
+    (run / "summary.json").write_text(text, encoding="utf-8")
+
+
+def test_speedup_needs_losses_that_fall_without_any_one_seed(tmp_path):
+    runs = write_runs(tmp_path, {100: 2.0, 200: 2.01}, 2.0)
+    set_loss(tmp_path / "a200-1", 1.0)
+    assert "do not clearly have lower losses" in problem(runs)
+
+
+def test_losses_of_single_seeds_may_rise(tmp_path):
+    runs = write_runs(tmp_path, {100: 2.0, 200: 1.0}, 1.5)
+    set_loss(tmp_path / "a200-1", 2.2)
+    assert problem(runs) == ""
+
+
+def test_length_without_all_seeds_is_ignored(tmp_path):
+    runs = write_runs(tmp_path, CURVE | {400: 0.5}, 1.5)
+    complete = [run for run in runs if run.name not in ("a400-2", "a400-3")]
+    assert format_cell(compare_rows(complete)[-1], "speedup") == "1.41 (1.41–1.41)"  # noqa: RUF001
+
+
+def test_run_that_ended_early_has_no_speedup(tmp_path):
+    """Time limits and train.patience end runs before train.steps."""
+    row = compare_rows(write_runs(tmp_path, CURVE, 1.5, step=99))[-1]
+    assert row.speedup is None
+
+
+def test_different_devices_have_a_speedup_per_step_only(tmp_path):
+    row = compare_rows(write_runs(tmp_path, CURVE, 1.5, device_name="another chip"))[-1]
+    assert "the devices differ" in row.speedup_problem
+    assert row.speedup is None
+    assert row.speedup_per_step == pytest.approx(1.41, abs=0.01)
+
+
+def test_noisy_step_times_have_no_speedup(tmp_path):
+    runs = write_runs(tmp_path, CURVE, 1.5, losses=[3.0] * 30)  # step times from 16 to 40 ms
+    row = compare_rows(runs)[-1]
+    assert "step times vary" in row.speedup_problem
+    assert row.speedup is None
+    assert row.speedup_per_step == pytest.approx(1.41, abs=0.01)
+
+
+def test_advice_is_the_command_that_trains_other_lengths(tmp_path):
+    jobs = ["optimizer.lr=0.001,seed=1", "optimizer.lr=0.1,seed=1"]
+    sweep = write_sweep(tmp_path / "s", jobs)
+    for job, changes in zip(jobs, ({}, LR), strict=True):
+        values, _ = job.split(",")
+        command = f"python train.py model=gpt2 {values} seed=1 name=sweeps/s/{job} wandb.group=s"
+        changes = changes | {"train.steps": 100}
+        write_run(sweep / job, losses=[3.0] * 9, changes=changes, command=command, step=100)
+    advice = "python train.py -m model=gpt2 optimizer.lr=0.001 seed=1 train.steps=80,125 name=s"
+    assert advice in problem([sweep])
+
+
+def test_advice_is_printed_on_one_line(tmp_path, capsys):
+    rows = compare_rows(write_runs(tmp_path, {100: 1}, 2))
+    print_comparison(rows, tmp_path)
+    (advice,) = [note for note in list_notes(rows) if "train.steps=80,125" in note]
+    assert advice in capsys.readouterr().out.splitlines()
+
+
+def test_advice_is_printed_once(tmp_path):
+    rows = compare_rows(write_runs(tmp_path, {100: 1}, 2))
+    assert sum("train.steps=80,125" in note for note in list_notes([*rows, rows[-1]])) == 1
+
+
+def test_implementations_of_one_function_get_no_advice(tmp_path):
+    runs = write_runs(tmp_path, {100: 1}, 1, changes={"train.steps": 100, "compile": True})
+    assert problem(runs) == ""
+
+
+def test_time_limit_without_steps_has_no_speedup(tmp_path):
+    changes = {"train.steps": None, "train.minutes": 1}
+    runs = [write_run(tmp_path / "a", changes=changes), write_run(tmp_path / "b", changes=LR)]
+    assert compare_rows(runs)[-1].speedup is None
