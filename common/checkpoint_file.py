@@ -30,12 +30,13 @@ def load_checkpoint(path: Path) -> dict:
     Raises UserError if the file is damaged, or of another format.
     """
     modified = path.stat().st_mtime_ns
-    content = None
+    content = found = None
     try:
         with zipfile.ZipFile(path) as archive:
             damage = archive.testzip()  # torch.load does not detect a flipped bit
         if damage is None:
             content = torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+            found = content.get("format")
     except Exception as error:  # a damaged file can raise anything in zipfile and torch
         damage = type(error).__name__
     if path.stat().st_mtime_ns != modified:
@@ -46,7 +47,6 @@ def load_checkpoint(path: Path) -> dict:
             f"{path} is damaged ({damage}); "
             "copy the run's other checkpoint over it, or set another name"
         )
-    found = content.get("format")
     if found != FORMAT:
         raise UserError(
             f"{path} has checkpoint format {found}, but this version reads {FORMAT}; "

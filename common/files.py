@@ -36,7 +36,8 @@ def atomic_writer(path: Path) -> Iterator[IO[bytes]]:
             os.fsync(file.fileno())
         os.replace(partial, path)
     except OSError as error:
-        error.filename = str(path)  # None if the disk is full
+        if error.filename in (None, str(partial)):  # None if the disk is full
+            error.filename = str(path)
         raise
     finally:
         partial.unlink(missing_ok=True)
@@ -102,8 +103,6 @@ def read_text(path: str, name: str) -> str:
     name: of the setting, for messages.
     Raises UserError.
     """
-    if Path(path).is_char_device():  # such as /dev/zero, which has no end
-        raise UserError(f"{name} is a device; set a text file")
     content = read_file(Path(path), bytes, "set a text file")
     refuse_utf16(content, name)
     try:

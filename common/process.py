@@ -7,12 +7,12 @@ the command that resumes it, is made by RunFolder.end.
 Gains of the tuning, measured on two cores of an Intel Xeon (family 6, model 167), as medians of 5
 or 7 pairs:
 
-    pause_garbage_collection     0.3 s of 1.2 s until train.py is imported
-    without_dynamo               0.8 s of 1.7 s until the first optimizer step
-    exit_process                 0.15 s of 2.4 s for a run of three steps
-    keep_freed_memory            10 % of a step of the default run
-    spin_less                    nothing on an idle machine; on a busy one, steps take 4 to 50 times
-                                 as long without it
+    no garbage collection during imports    0.3 s of 1.2 s until train.py is imported
+    without_dynamo                          0.8 s of 1.7 s until the first optimizer step
+    exit_process                            0.15 s of 2.4 s for a run of three steps
+    keep_freed_memory                       10 % of a step of the default run
+    GOMP_SPINCOUNT                          nothing on an idle machine; on a busy one, steps take 4
+                                            to 50 times as long without it
 """
 
 import atexit
@@ -40,9 +40,11 @@ LATER_RANKS_WAIT_S = 5  # so that rank 0 is the first to report an error that al
 
 def start_process() -> None:
     """Set up a command before its slow imports, during which a signal ends the process."""
-    spin_less()
-    pause_garbage_collection()
     set_stop_handlers(_exit_at_once)
+    gc.disable()  # imports create many objects, but no garbage
+    if "OMP_WAIT_POLICY" not in os.environ:
+        # idle threads of GNU's OpenMP wait instead of poll; torch reads it when it is imported
+        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
     for stream in (sys.stdout, sys.stderr):
         stream.reconfigure(errors="backslashreplace")  # for characters that a terminal cannot show
 
@@ -52,16 +54,12 @@ def run_process(main: Callable[..., int], *config: Any) -> NoReturn:
 
     A signal raises KeyboardInterrupt in main.
     """
-    resume_garbage_collection()
-
-    def main_with_signals() -> int:
-        set_stop_handlers(raise_interrupt)
-        try:
-            return main(*config)
-        finally:
-            set_stop_handlers(_exit_at_once)
-
-    exit_process(run_main(main_with_signals))
+    gc.freeze()  # do not search the imported modules for garbage
+    gc.enable()
+    set_stop_handlers(raise_interrupt)
+    code = run_main(main, *config)
+    set_stop_handlers(_exit_at_once)  # an exit handler may ignore an exception
+    exit_process(code)
 
 
 def run_main(main: Callable[..., int], *config: Any) -> int:
@@ -158,23 +156,6 @@ def _discard_output_of_closed_terminal() -> None:
             os.write(descriptor, b"")
         except OSError:
             os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)
-
-
-def spin_less() -> None:
-    """Let idle threads of GNU's OpenMP wait instead of poll. Call this before torch is imported."""
-    if "OMP_WAIT_POLICY" not in os.environ:
-        os.environ.setdefault("GOMP_SPINCOUNT", "1000")
-
-
-def pause_garbage_collection() -> None:
-    """Collect no garbage until resume_garbage_collection: imports create many objects, but none."""
-    gc.disable()
-
-
-def resume_garbage_collection() -> None:
-    """Collect garbage from now on, but do not search the imported modules for it."""
-    gc.freeze()
-    gc.enable()
 
 
 def exit_process(code: int) -> NoReturn:

@@ -4,7 +4,7 @@ config.py        settings of the data and the tokenizer
 sources.py       where text comes from: the files of each source
 readers.py       documents in text files, tables, URLs and data sets of the hub
 tokenizer.py     char, byte, bpe and OpenAI's vocabularies; the tokenizer in a checkpoint
-fast_bpe.py      faster encoding with BPE; train_bpe.py trains a vocabulary
+train_bpe.py     trains a BPE vocabulary, in a separate process
 prepare.py       text to token files, once: encode.py writes them, token_files.py reads them
 loader.py        batches of token windows
 """

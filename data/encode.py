@@ -22,7 +22,6 @@ from common.files import atomic_writer
 from common.process import cpu_count
 from common.settings import unescape
 from data.config import TokenizerConfig
-from data.fast_bpe import FastBPE
 from data.readers import Piece, iter_pieces
 from data.sources import Source
 from data.tokenizer import END_OF_TEXT, build_tokenizer, encode, end_of_text, to_spec
@@ -30,7 +29,6 @@ from data.tokenizer import END_OF_TEXT, build_tokenizer, encode, end_of_text, to
 CHUNK_CHARS = 2**20  # characters that a thread encodes at a time
 # Added to each piece's length, so that a chunk has a limited number of empty documents.
 PIECE_OVERHEAD_CHARS = 32
-EMPTY_HASH = 0  # of a document without text
 
 
 def encode_sources(
@@ -55,32 +53,16 @@ def encode_sources(
     if any(source.config.prompt_column is not None for source in sources):
         dtype = "int32"  # see data/token_files.py
     parts: dict[str, list[dict]] = {"train": [], "val": []}
-    hashes = {"train": array("q"), "val": array("q")}
     for source in sources:
         file = TokenFile(source, tokenizer, dtype)
         with atomic_writer(folder / file.name) as out:
             file.write(out)
         for split, documents in file.split().items():
             parts[split].append(file.describe(documents))
-            hashes[split] += file.hashes[documents.start : documents.stop]
-    _report_copies(np.array(hashes["train"]), np.array(hashes["val"]))
     totals = {}
     for key in ("tokens", "bytes", "documents"):
         totals[key] = {split: sum(part[key] for part in parts[split]) for split in parts}
     return {"dtype": dtype, "vocab_size": tokenizer.n_vocab, **totals, **parts, "tokenizer": spec}
-
-
-def _report_copies(train_hashes: np.ndarray, val_hashes: np.ndarray) -> None:
-    """Print the number of validation documents that are also in the training text, if any.
-
-    Empty documents do not count.
-    """
-    is_copy = np.isin(val_hashes, train_hashes) & (val_hashes != EMPTY_HASH)
-    if is_copy.any():
-        print_text(
-            f"validation documents that are also in the training text: {is_copy.sum():,} of "
-            f"{len(val_hashes):,}; remove the copies, or set data.val_path"
-        )
 
 
 def iter_texts(sources: list[Source]) -> Iterator[str]:
@@ -119,37 +101,37 @@ class TokenFile:
 
     token_starts: index of the first token of each document, and the number of all tokens.
     byte_starts: likewise, in bytes of text without prompts.
-    hashes: a hash of the text of each document.
     """
 
     def __init__(self, source: Source, tokenizer: tiktoken.Encoding, dtype: str):
         self.source = source
         self.name = f"{source.name}.bin"
         self.tokenizer = tokenizer
-        self.fast_bpe = FastBPE.from_tokenizer(tokenizer)
         end = end_of_text(tokenizer)
         self.end_of_text = np.array([] if end is None else [end], np.uint32)
         self.dtype = dtype
         self.token_starts = array("q", [0])
         self.byte_starts = array("q", [0])
-        self.hashes = array("q")
+
+    def __len__(self) -> int:
+        """The number of documents."""
+        return len(self.token_starts) - 1
 
     def write(self, out: IO[bytes]) -> None:
         """Write all documents. Raises UserError."""
         self._write_documents(out, is_validation=False)
-        self.train_documents = len(self.hashes)  # before those of separate validation files
+        self.train_documents = len(self)  # before those of separate validation files
         self._write_documents(out, is_validation=True)
         separator = self.source.config.separator
         if separator is not None:
             print_text(
-                f"{self.source.name} has {pluralize(len(self.hashes), 'document')}, divided by "
+                f"{self.source.name} has {pluralize(len(self), 'document')}, divided by "
                 f"{unescape(separator)!r}"
             )
 
     def _write_documents(self, out: IO[bytes], is_validation: bool) -> None:
         tokens = self.token_starts[-1]
         size = self.byte_starts[-1]
-        document_hash = EMPTY_HASH
         chunks = iter_chunks(self.source, is_validation, "encoding")
         for chunk, values, counts in parallel_map(self.encode_chunk, chunks):
             out.write(values)
@@ -157,20 +139,16 @@ class TokenFile:
                 tokens += num_tokens
                 if not piece.is_prompt:
                     size += len(piece.text.encode())
-                if piece.text:
-                    document_hash = hash((document_hash, piece.text))
                 if piece.ends_document:
                     self.token_starts.append(tokens)
                     self.byte_starts.append(size)
-                    self.hashes.append(document_hash)
-                    document_hash = EMPTY_HASH
 
     def encode_chunk(self, chunk: list[Piece]) -> tuple[list[Piece], np.ndarray, list[int]]:
         """Encode a chunk. Returns it, the values to store, and the number of tokens per piece."""
         parts: list[np.ndarray] = []
         counts = []
         for piece in chunk:
-            ids = encode(self.tokenizer, piece.text, self.source.name, self.fast_bpe)
+            ids = encode(self.tokenizer, piece.text, self.source.name)
             # as int32, ~ids are the values of a prompt in a token file
             parts.append(~ids if piece.is_prompt else ids)
             counts.append(len(ids))
@@ -186,18 +164,18 @@ class TokenFile:
         """
         config = self.source.config
         if self.source.val_files:
-            val = range(self.train_documents, len(self.hashes))
+            val = range(self.train_documents, len(self))
         elif config.val_documents is not None:
-            val = range(min(config.val_documents, len(self.hashes)))
-        elif len(self.hashes) == 1 and config.prompt_column is None:
+            val = range(min(config.val_documents, len(self)))
+        elif len(self) == 1 and config.prompt_column is None:
             self._cut_document()
             val = range(1, 2)
         else:
-            val = range(self._find_held_out(), len(self.hashes))
-        train = range(val.stop, len(self.hashes)) if val.start == 0 else range(val.start)
+            val = range(self._find_held_out(), len(self))
+        train = range(val.stop, len(self)) if val.start == 0 else range(val.start)
         if not train or not val:
             raise UserError(
-                f"{self.source.name} has too few documents ({len(self.hashes)}) to hold some out; "
+                f"{self.source.name} has too few documents ({len(self)}) to hold some out; "
                 "set a smaller data.val_documents, or data.val_fraction or data.val_path instead"
             )
         return {"train": train, "val": val}
@@ -207,7 +185,6 @@ class TokenFile:
         share = 1 - self.source.config.val_fraction
         self.token_starts.insert(1, int(self.token_starts[1] * share))
         self.byte_starts.insert(1, int(self.byte_starts[1] * share))
-        self.hashes.insert(0, EMPTY_HASH)  # the parts are no copies
 
     def _find_held_out(self) -> int:
         """The first of the documents to hold out: the last data.val_fraction of the text, or more.

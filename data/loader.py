@@ -55,7 +55,7 @@ class Loader:
         self.windows = [math.ceil(len(tokens) / block_size) for tokens in self.train]
         self.phases: dict[tuple[int, int], int] = {}  # by source and epoch
         self.orders = [
-            self._draw_phase(source, 0).permutation(count)
+            _shuffle(count, self._draw_phase(source, 0))
             for source, count in enumerate(self.windows)
         ]
         self.val = data.val
@@ -155,3 +155,10 @@ class Loader:
         y = torch.from_numpy(values[:, 1:].astype(np.int64))
         # the tokens of prompts, which are negative, are inputs, but no targets
         return x, y.masked_fill(y < 0, IGNORE_INDEX)
+
+
+def _shuffle(count: int, rng: np.random.Generator) -> np.ndarray:
+    """The numbers below `count` in random order, in the smallest dtype that has them."""
+    order = np.arange(count, dtype=np.min_scalar_type(count))
+    rng.shuffle(order)
+    return order

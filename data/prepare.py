@@ -9,6 +9,7 @@ import hashlib
 import json
 from contextlib import suppress
 from dataclasses import dataclass
+from functools import cached_property
 from pathlib import Path
 
 import numpy as np
@@ -39,16 +40,16 @@ class PreparedData:
     meta: dict
     weights: tuple[float, ...] = (1.0,)
 
-    @property
+    @cached_property
     def tokenizer(self) -> Tokenizer:
         return from_spec(self.meta["tokenizer"])
 
-    @property
+    @cached_property
     def train(self) -> list[Tokens]:
         """The training tokens of each source."""
         return [Tokens(self.folder, self.meta, [part]) for part in self.meta["train"]]
 
-    @property
+    @cached_property
     def val(self) -> Tokens:
         """The validation tokens of all sources, one after the other."""
         return Tokens(self.folder, self.meta, self.meta["val"])
@@ -131,8 +132,6 @@ def _check_lengths(prepared: PreparedData, block_size: int) -> None:
     """Raise UserError unless there is a training window and a validation target."""
     train = prepared.meta["tokens"]["train"]
     val = prepared.meta["tokens"]["val"]
-    if train > block_size and not all(map(len, prepared.train)):
-        raise UserError("a source of data.mix has no training tokens; remove it, or add text to it")
     if train <= block_size or val < 2:
         raise UserError(
             f"{train} training tokens and {val} validation tokens are too few: at least "

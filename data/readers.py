@@ -13,6 +13,7 @@ files, of rows, and of each format of a table. Only this file imports `datasets`
 
 import csv
 import io
+import json
 import os
 import re
 from collections.abc import Iterable, Iterator
@@ -26,7 +27,6 @@ from data.sources import CSV_DELIMITERS, Source, compression, is_remote, is_tabl
 
 MAX_PIECE_CHARS = 2**20
 WORD_END_CHARS = 1000  # a piece ends after the last word in its last 1,000 characters
-JSON_BLOCK_BYTES = 2**20  # of a .jsonl file, read at a time
 BATCH_ROWS = 200  # of a .parquet file or a hub data set, read at a time
 
 # For the whole process. This is the largest limit on Windows; the default is 131,072.
@@ -41,25 +41,19 @@ class Piece(NamedTuple):
     is_prompt: bool
 
 
-def iter_documents(sources: Iterable[Source]) -> Iterator[Iterator[Piece]]:
-    """Yield each document of the sources as an iterator of its pieces.
+def iter_documents(sources: Iterable[Source]) -> Iterator[list[Piece]]:
+    """Yield the pieces of each document of the sources.
 
-    The pieces must be read before the next document, because both are read from the same iterator.
     The documents include those that a training run would hold out, but no separate validation
     files. Raises UserError.
     """
     for source in sources:
-        pieces = iter_pieces(source)
-        for first_piece in pieces:
-            yield _iter_document(first_piece, pieces)
-
-
-def _iter_document(piece: Piece, next_pieces: Iterator[Piece]) -> Iterator[Piece]:
-    """Yield the first piece of a document, and the next pieces up to its end."""
-    yield piece
-    while not piece.ends_document:
-        piece = next(next_pieces)
-        yield piece
+        document = []
+        for piece in iter_pieces(source):
+            document.append(piece)
+            if piece.ends_document:
+                yield document
+                document = []
 
 
 def iter_pieces(source: Source, is_validation: bool = False) -> Iterator[Piece]:
@@ -71,16 +65,18 @@ def iter_pieces(source: Source, is_validation: bool = False) -> Iterator[Piece]:
     config = source.config
     files = source.val_files if is_validation else source.files
     max_documents = None if is_validation else config.max_documents
-    missing = {"text"}  # kinds of pieces of which all were empty
-    if config.prompt_column is not None:
-        missing.add("prompt")
+    has_text = False
+    has_prompt = config.prompt_column is None
     for piece in _iter_files(files, config, max_documents):
-        if piece.text:
-            missing.discard("prompt" if piece.is_prompt else "text")
+        if piece.is_prompt:
+            has_prompt = has_prompt or piece.text != ""
+        else:
+            has_text = has_text or piece.text != ""
         yield piece
-    if files and missing:
+    if files and not (has_text and has_prompt):
+        kind = "prompt" if has_text else "text"
         raise UserError(
-            f"there is no {' and no '.join(sorted(missing))} in {', '.join(files[:3])}; "
+            f"there is no {kind} in {', '.join(files[:3])}; "
             "set another data.path, data.text_column or data.prompt_column"
         )
 
@@ -91,8 +87,7 @@ def _iter_files(files: list[str], config: DataConfig, max_documents: int | None)
     for file in files:
         for piece in _iter_file(file, config):
             yield piece
-            if piece.ends_document:
-                num_documents += 1
+            num_documents += piece.ends_document
             if num_documents == max_documents:
                 return
 
@@ -105,8 +100,8 @@ def _iter_file(file: str, config: DataConfig) -> Iterator[Piece]:
                 yield from cut_into_pieces(parts)
         elif config.row_is_document:
             for text, prompt in _iter_rows(file, config):
-                if config.prompt_column is not None:  # without a prompt, it is empty
-                    yield from cut_into_pieces([prompt or ""], is_prompt=True)
+                if config.prompt_column is not None:
+                    yield from cut_into_pieces([prompt], is_prompt=True)
                 yield from cut_into_pieces([text])
         else:  # one document of all rows, with nothing between them
             yield from cut_into_pieces(text for text, _ in _iter_rows(file, config))
@@ -160,19 +155,13 @@ def _iter_text_file(file: str, separator: str | None) -> Iterator[Iterable[str]]
     The parts must be read before the next document.
     """
     with _open_text(file) as stream:
-        parts = _read_parts(stream)
+        parts = iter(lambda: stream.read(MAX_PIECE_CHARS), "")
         if separator is None:
             yield parts
         else:
             for document in _split_documents(parts, unescape(separator)):
                 if document:
                     yield [document]
-
-
-def _read_parts(stream: io.TextIOBase) -> Iterator[str]:
-    """Yield the text of a stream in parts of MAX_PIECE_CHARS characters."""
-    while part := stream.read(MAX_PIECE_CHARS):
-        yield part
 
 
 def _split_documents(parts: Iterable[str], separator: str) -> Iterator[str]:
@@ -198,47 +187,38 @@ def _split_documents(parts: Iterable[str], separator: str) -> Iterator[str]:
 # Tables
 
 
-def _iter_rows(file: str, config: DataConfig) -> Iterator[tuple[str, str | None]]:
-    """Yield text and prompt of each row. The prompt is None if it is null or has no column.
+def _iter_rows(file: str, config: DataConfig) -> Iterator[tuple[str, str]]:
+    """Yield text and prompt of each row. A prompt that is null or has no column is empty.
 
     Skips rows whose text is null. Raises ValueError if another value is neither text nor null.
     """
     columns = [config.text_column]
     if config.prompt_column is not None:
         columns.append(config.prompt_column)
-    for row in _iter_columns(file, columns, config):
+    for number, row in enumerate(_iter_columns(file, columns, config), start=1):
         for column, value in zip(columns, row, strict=True):
             if not isinstance(value, str | None):
                 kind = type(value).__name__
-                raise ValueError(f"the column {column} contains {kind}, not text")
-        text = row[0]
-        prompt = None if config.prompt_column is None else row[1]
+                raise ValueError(f"the column {column} contains {kind}, not text, in row {number}")
+        text, *prompt = row
         if text is not None:
-            yield text, prompt
+            yield text, "".join(filter(None, prompt))
 
 
 def _iter_columns(file: str, columns: list[str], config: DataConfig) -> Iterator[tuple[Any, ...]]:
-    """Yield the values of some columns of each row. None is null.
-
-    Values are str or None. .parquet files and hub data sets can also have other types.
-    """
+    """Yield the values of some columns of each row. None is null."""
     file_format = suffix(file)
-    if file_format in CSV_DELIMITERS:
-        yield from _iter_csv(file, columns, CSV_DELIMITERS[file_format])
-        return
     if file.startswith("hub:"):
-        batches = _iter_hub(file, columns, config)
-    elif file_format == ".parquet":
-        batches = _iter_parquet(file, columns)
-    else:
-        batches = _iter_jsonl(file, columns)
-    for batch in batches:
-        values = [batch.column(column).to_pylist() for column in columns]
-        yield from zip(*values, strict=True)
+        return _iter_hub(file, columns, config)
+    if file_format in CSV_DELIMITERS:
+        return _iter_csv(file, columns, CSV_DELIMITERS[file_format])
+    if file_format == ".parquet":
+        return _iter_parquet(file, columns)
+    return _iter_jsonl(file, columns)
 
 
 def _iter_csv(file: str, columns: list[str], delimiter: str) -> Iterator[tuple[str, ...]]:
-    """Yield the columns of each row of a .csv or .tsv file.
+    """Read a .csv or .tsv file.
 
     Raises UserError for its header, and ValueError with the line for a row.
     """
@@ -273,51 +253,46 @@ def _check_columns(file: str, names: list[str], columns: list[str]) -> None:
             )
 
 
-def _iter_hub(file: str, columns: list[str], config: DataConfig) -> Iterator[Any]:
-    """Yield the rows of a split of a hub data set, as Arrow tables."""
-    _, repo, split = file.split(":", 2)
-    options = {"revision": config.revision, "streaming": config.stream}
-    rows = _import_datasets().load_dataset(repo, config.config, split=split, **options)
-    return rows.select_columns(columns).with_format("arrow").iter(batch_size=BATCH_ROWS)
+def _iter_jsonl(file: str, columns: list[str]) -> Iterator[tuple[Any, ...]]:
+    """Read a file with one JSON object per line. Raises ValueError with the line."""
+    with _open_text(file) as stream:
+        for number, line in enumerate(stream, start=1):
+            if line.isspace():
+                continue
+            try:
+                row = json.loads(line)
+                values = tuple(row.get(column) for column in columns)
+                if r"\ud" in line.lower():
+                    json.dumps(row, ensure_ascii=False).encode()  # fails for half a surrogate pair
+            except (ValueError, AttributeError) as error:
+                raise ValueError(
+                    f"line {number} is no JSON object: {error}; convert an array with jq -c '.[]'"
+                ) from None
+            yield values
 
 
-def _iter_parquet(file: str, columns: list[str]) -> Iterator[Any]:
-    """Yield the rows of a .parquet file, as Arrow batches."""
+def _iter_parquet(file: str, columns: list[str]) -> Iterator[tuple[Any, ...]]:
+    """Read a .parquet file."""
     from pyarrow import parquet
 
     table = parquet.ParquetFile(_download(file))
     _check_columns(file, table.schema_arrow.names, columns)
-    return table.iter_batches(BATCH_ROWS, columns=columns)
+    return _iter_batches(table.iter_batches(BATCH_ROWS, columns=columns), columns)
 
 
-def _iter_jsonl(file: str, columns: list[str]) -> Iterator[Any]:
-    """Yield the rows of a file with one JSON object per line, as Arrow tables.
+def _iter_hub(file: str, columns: list[str], config: DataConfig) -> Iterator[tuple[Any, ...]]:
+    """Read a split of a hub data set."""
+    _, repo, split = file.split(":", 2)
+    options = {"revision": config.revision, "streaming": config.stream}
+    rows = _import_datasets().load_dataset(repo, config.config, split=split, **options)
+    batches = rows.select_columns(columns).with_format("arrow").iter(batch_size=BATCH_ROWS)
+    return _iter_batches(batches, columns)
 
-    Raises ValueError with the line for a row that is no object, or whose column is no string.
-    """
-    import pyarrow as pa
-    from pyarrow import json
 
-    schema = pa.schema([(column, pa.string()) for column in columns])
-    parse_options = json.ParseOptions(explicit_schema=schema, unexpected_field_behavior="ignore")
-    line = 1
-    with _open_bytes(file) as stream:
-        if stream.peek(100).removeprefix(b"\xef\xbb\xbf").lstrip().startswith(b"["):
-            raise UserError(
-                f"{file} is a JSON array instead of one object per line; convert it, for example "
-                "with jq -c '.[]'"
-            )
-        while chunk := stream.read(JSON_BLOCK_BYTES) + stream.readline():  # complete lines
-            if not chunk.isspace():
-                read_options = json.ReadOptions(block_size=len(chunk) + 1)  # one block
-                try:
-                    yield json.read_json(pa.BufferReader(chunk), read_options, parse_options)
-                except pa.ArrowInvalid as error:
-                    message, _, row_of_chunk = str(error).partition(" in row ")
-                    raise ValueError(
-                        f"{message} near line {line + int(row_of_chunk or 0)}"
-                    ) from None
-            line += chunk.count(b"\n")
+def _iter_batches(batches: Iterable[Any], columns: list[str]) -> Iterator[tuple[Any, ...]]:
+    """Yield the rows of Arrow tables."""
+    for batch in batches:
+        yield from zip(*(batch.column(column).to_pylist() for column in columns), strict=True)
 
 
 # Opening and downloading
@@ -348,16 +323,15 @@ def _download(file: str) -> str:
     return datasets.DownloadManager(download_config=config).download(file)
 
 
-def _open(file: str) -> Any:
-    """A binary stream that is decompressed while it is read. A truncated file is an error."""
+def _open_bytes(file: str) -> io.BufferedReader:
+    """A binary stream of text in UTF-8 that is decompressed while it is read.
+
+    A truncated file is an error. Raises UserError for tar files and UTF-16.
+    """
     import pyarrow
 
-    return pyarrow.input_stream(open(_download(file), "rb"), compression=compression(file))
-
-
-def _open_bytes(file: str) -> io.BufferedReader:
-    """A buffered binary stream of text in UTF-8. Raises UserError for tar files and UTF-16."""
-    stream = io.BufferedReader(_open(file), 2**16)
+    raw = pyarrow.input_stream(_download(file), compression=compression(file))
+    stream = io.BufferedReader(raw, 2**16)
     start = stream.peek(2**16)
     if start[257:262] == b"ustar":  # the mark of a tar file
         raise UserError(f"{file} is an archive; unpack it, and set data.path to its folder")

@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any
 
 from common.errors import UserError
-from common.settings import format_value
 from data.config import DataConfig
 
 CSV_DELIMITERS = {".csv": ",", ".tsv": "\t"}
@@ -44,7 +43,6 @@ READING_KEYS = (
     "val_documents",
     "val_fraction",
 )
-TABLE_KEYS = ("text_column", "prompt_column", "row_is_document")  # have no effect on text files
 STDLIB_EXCLUDED = {
     "test",
     "tests",
@@ -168,19 +166,13 @@ def resolve_sources(config: DataConfig) -> list[Source]:
 
 
 def _check_keys(config: DataConfig, files: list[str], section: str) -> None:
-    """Raise UserError for keys of tables without a table, and a separator without a text file."""
+    """Raise UserError for a prompt column without a table, or a separator without a text file."""
     text_files = [file for file in files if not is_table(file)]
-    for key in TABLE_KEYS:
-        value = getattr(config, key)
-        default = getattr(DataConfig, key)
-        # The YAML file of a hub data set may set a key, although data.path replaces the data.
-        has_no_effect = text_files == files and config.source != "hub"
-        if value != default and text_files and (has_no_effect or key == "prompt_column"):
-            raise UserError(
-                f"{section}.{key}={format_value(value)} is for tables, and {text_files[0]} has no "
-                f"columns; set {section}.path to .jsonl, .csv or .parquet, or "
-                f"{section}.{key}={format_value(default)}"
-            )
+    if config.prompt_column is not None and text_files:
+        raise UserError(
+            f"{section}.prompt_column={config.prompt_column} is for tables, and {text_files[0]} "
+            f"has no columns; set {section}.prompt_column=null"
+        )
     if config.separator is not None and not text_files:
         raise UserError(
             f"{section}.separator is for text files, and {files[0]} is a table; "

@@ -21,7 +21,6 @@ import tiktoken
 
 from common.errors import TrainingFailed, UserError
 from data.config import TokenizerConfig
-from data.fast_bpe import FastBPE
 
 END_OF_TEXT = "<|endoftext|>"
 CHARACTER_PATTERN = r"(?s)."  # each character is a separate piece
@@ -218,21 +217,16 @@ def find_start_token(spec: dict, ids: np.ndarray) -> int:
     return int(ids[0])
 
 
-def encode(
-    tokenizer: tiktoken.Encoding, text: str, where: str = "the text", fast: FastBPE | None = None
-) -> np.ndarray:
+def encode(tokenizer: tiktoken.Encoding, text: str, where: str = "the text") -> np.ndarray:
     """Token ids of `text`, (n,) uint32. Special tokens in the text are encoded as ordinary text.
 
     where: name of the text, for UserErrors about characters without a token.
-    fast: FastBPE of the tokenizer.
     """
     if tokenizer.name == "char":
         _check_characters(tokenizer, text, where)
     try:
         if tokenizer.name == "byte":
             return np.frombuffer(text.encode(), dtype=np.uint8).astype(np.uint32)
-        if fast is not None:
-            return fast.encode(text)
         return tokenizer.encode_to_numpy(text, disallowed_special=())
     # half a character from a terminal with another encoding; a million spaces
     except ValueError as error:

@@ -3,6 +3,7 @@
 import json
 from dataclasses import asdict
 from pathlib import Path
+from textwrap import indent
 from typing import Any
 
 import torch
@@ -22,7 +23,6 @@ from huggingface.tokenizer_json import from_tokenizer_json, to_tokenizer_json
 from model.config import GPTConfig
 
 FILES = ("config.json", "model.safetensors", "tokenizer.json")
-README_KEYS = ("name", "command", "best_val_loss", "device_name", "commit")  # of summary.json
 
 
 def write_folder(
@@ -71,14 +71,13 @@ def write_folder(
 
 
 def format_model_card(run: Path, step: int) -> str:
-    """README.md of an exported folder: facts of the training.
+    """README.md of an exported folder, with the summary of the run.
 
-    They are written as code, in which HTML and Markdown have no effect.
+    The summary is a block of code, in which HTML and Markdown have no effect.
     """
-    summary = read_json(run / "summary.json")
-    facts = [f"    {key}: {json.dumps(summary[key])}\n" for key in README_KEYS if key in summary]
+    summary = json.dumps(read_json(run / "summary.json"), indent=2)
     intro = f"It continues text. trilGPT has trained it for {pluralize(step, 'step')}."
-    return f"# Language model\n\n{intro}\n\n{''.join(facts)}"
+    return f"# Language model\n\n{intro}\n\n{indent(summary, ' ' * 4)}\n"
 
 
 def find_folder(name: str) -> Path:

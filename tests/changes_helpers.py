@@ -59,13 +59,3 @@ def run_python(folder: Path, words: list[str]) -> None:
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True)
     assert done.returncode == 0, f"{shlex.join(words)}\n{done.stdout}{done.stderr}"
-
-
-def change_sizes(page: Path, heading: str) -> dict[str, int]:
-    """Lines of all changes in a section of a page, by its title. heading: as in "## "."""
-    sizes = {}
-    sections = re.split(rf"^{heading}", page.read_text(encoding="utf-8"), flags=re.MULTILINE)
-    for section in sections:
-        code = "".join(re.findall(r"^```py\n# .*\n((?s:.*?))^```$", section, re.MULTILINE))
-        sizes[section.partition("\n")[0]] = len(code.splitlines())
-    return sizes

@@ -10,16 +10,13 @@ import torch
 import torch.nn.functional as F
 from generation_helpers import logits_without_cache, make_random_model
 from helpers import ON_CPU, sampling
-from model_helpers import GROUPED, make_model, random_tokens
+from model_helpers import GROUPED, random_tokens
 
 from common.errors import UserError
 from generation.engine import Engine, Prompt
 from model import GPTConfig
-from model.attention import BACKENDS, naive
+from model.attention import BACKENDS
 from model.attention.positions import apply_rotary, rotary_cos_sin
-from training.build import checkpoint_activations
-from training.config import MuonConfig
-from training.optimizer import build_optimizers
 
 SMALL = GROUPED | dict(n_embd=64, max_ngram=1)  # head_dim 16, two key/value heads, block_size 24
 OPTIONS = {
@@ -88,16 +85,6 @@ def test_variant_runs_with_every_backend(variant, name):
         torch.testing.assert_close(gradient, other, atol=1e-4 * other.abs().max(), rtol=0)
 
 
-@ALL
-def test_gradients_equal_those_in_float64(variant):
-    attend = BACKENDS["sdpa"].attend
-    _, gradients = logits_and_gradients(make_trainable(variant, attend=attend), random_tokens())
-    precise = make_trainable(variant, attend=naive).double()
-    _, expected = logits_and_gradients(precise, random_tokens())
-    for gradient, other in zip(gradients, expected, strict=True):
-        torch.testing.assert_close(gradient.double(), other, atol=1e-4 * other.abs().max(), rtol=0)
-
-
 def assert_decoding_equals_recomputation(model):
     """Three sequences of different lengths, one of which ends early and leaves its row."""
     engine = Engine(model, sampling(temperature=0.0), batch_size=3, max_length=24)
@@ -132,12 +119,6 @@ def test_cached_decoding_equals_recomputation_with_windows(variant, options):
 
 
 @ALL
-def test_cached_decoding_equals_recomputation_with_a_linear_layer(variant):
-    model = make_random_model(variant | dict(attention_type=["linear", "softmax"]))
-    assert_decoding_equals_recomputation(model)
-
-
-@ALL
 def test_bfloat16_is_about_as_precise_as_without_the_variant(variant):
     errors = []
     for options in (SMALL, variant):
@@ -149,17 +130,6 @@ def test_bfloat16_is_about_as_precise_as_without_the_variant(variant):
         errors.append((logits - expected).square().mean() / expected.square().mean())
     without, with_variant = errors
     assert with_variant < 3 * without
-
-
-@ALL
-def test_activation_checkpointing_does_not_change_gradients(variant):
-    gradients = []
-    for part in ("none", "block", "attention"):
-        model = make_trainable(variant)
-        checkpoint_activations(model, part)
-        gradients.append(logits_and_gradients(model, random_tokens())[1])
-    for other in gradients[1:]:
-        torch.testing.assert_close(other, gradients[0], atol=0, rtol=0)
 
 
 @pytest.mark.compiles
@@ -199,30 +169,6 @@ def test_sink_refuses_a_document_mask():
 def test_settings_that_do_not_fit_together_are_refused(options):
     with pytest.raises(UserError, match="needs model"):
         GPTConfig(**(SMALL | options))
-
-
-def test_variants_can_be_combined():
-    together = SMALL | dict(exclusive=True, output_gate=True, value_residual=True)
-    for name in ("alibi", "sink"):
-        assert_decoding_equals_recomputation(make_random_model(together | OPTIONS[name]))
-
-
-@pytest.mark.parametrize("name", ["output_gate", "forgetting"])
-def test_gates_belong_to_adamw(name):
-    model = make_trainable(VARIANTS[name])
-    _, adamw = build_optimizers(model, MuonConfig())
-    gates = {p for name, p in model.named_parameters() if "gate" in name}
-    owned = {p for group in adamw.param_groups for p in group["params"]}
-    assert gates
-    assert gates <= owned
-
-
-def test_output_gate_does_not_change_the_first_loss():
-    without, with_gate = [
-        make_model(variant)(random_tokens(), random_tokens(seed=1))
-        for variant in (SMALL, VARIANTS["output_gate"])
-    ]
-    assert without == with_gate
 
 
 # The formulas of the page in float64, with a loop over queries and heads.

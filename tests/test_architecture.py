@@ -4,6 +4,7 @@ import ast
 import json
 import subprocess
 import sys
+from functools import cache
 from graphlib import TopologicalSorter
 from pathlib import Path
 
@@ -28,6 +29,8 @@ FORBIDDEN = {
     "common": {"hydra", "omegaconf", "wandb", "datasets"},
     "data": {"hydra", "omegaconf", "wandb"},
     "model": {"hydra", "omegaconf", "wandb", "datasets"},
+    "huggingface": {"hydra", "omegaconf", "wandb", "datasets"},
+    "generation": {"hydra", "omegaconf", "wandb", "datasets"},
     "training": {"hydra", "omegaconf", "datasets"},
     "results": {"hydra", "omegaconf", "torch", "wandb", "datasets"},
     "attention_bench": {"hydra", "omegaconf", "datasets"},
@@ -40,6 +43,7 @@ FILES = MODULES + SCRIPTS
 BACKENDS = {"naive", "sdpa", "flash", "cudnn", "flex"}
 
 
+@cache
 def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_bytes())
 

@@ -1,147 +1,98 @@
-"""README.md and docs/*.md: every command, YAML file, Python example and link works as written.
+"""README.md and docs/*.md: commands compose, the first commands of README.md run, links exist."""
 
-Each command is composed as it is on the page. The slow tests also run it, with a small model and
-few steps. docs_helpers.py lists the commands that are not run.
-"""
-
-import io
-import os
 import re
-import shlex
-import shutil
-import subprocess
-import sys
+from contextlib import chdir
 from pathlib import Path
 
 import docs_helpers as docs
 import pytest
-from docs_helpers import ATTENTION_PAGES, PAGES, PAGES_WITH_CHANGES, Command
-from helpers import ROOT, run_command
+from data_helpers import write_file
+from docs_helpers import ATTENTION_PAGES, ATTENTION_VARIANTS, HACKING, PAGES, Command
+from helpers import ROOT, TEXT, run_command
 
 from configs.cli import parse_config
 
+ALL_PAGES = [*PAGES, *ATTENTION_PAGES]
+# The commands of a page with changes of the code are tested in a copy of the code.
 COMMANDS = [
     command
-    for page in [*PAGES, *ATTENTION_PAGES]
-    if page not in PAGES_WITH_CHANGES
+    for page in ALL_PAGES
+    if page not in (HACKING, ATTENTION_VARIANTS)
     for command in docs.read_commands(page)
 ]
-OURS = [command for command in COMMANDS if command.script is not None]
-PYTHON = [
-    pytest.param("\n".join(lines), id=f"{page.name}:{first}")
-    for page in PAGES
-    if page not in PAGES_WITH_CHANGES
-    for first, language, lines in docs.blocks(page)
-    if language == "python" and "import optuna" not in lines
+OURS = list({command.text: command for command in COMMANDS if command.script}.values())
+# The first commands of a new user. .ci/run runs more of them, as processes.
+FIRST_COMMANDS = [
+    command
+    for command in COMMANDS
+    if re.match(r"python (train|sample)\.py(?! -m| experiment)", command.text)
+    and command.page == "README.md"
 ]
+# Documents that the commands read.
+FILES = (
+    "mybook.txt", "poem.txt", "letters.txt", "prompt.txt", "text.txt", "a.txt", "jokes.txt",
+    "stories.txt", "articles/a.txt", "letters/a.txt", "src/inner/a.py", "b/a.md",
+)  # fmt: skip
+TABLES = ("docs.jsonl", "posts.jsonl.zst", "2024.jsonl.zst", "pairs.jsonl")
 
 
-def mark(command: Command):
-    """A parameter of a test. A refusal and the single runs of README.md are fast."""
-    is_single_run = command.script in ("train", "sample") and not command.is_sweep
-    is_fast = command.is_refused or (is_single_run and command.page == "README.md")
-    return pytest.param(command, id=command.place, marks=() if is_fast else pytest.mark.slow)
-
-
-@pytest.fixture(scope="session")
-def template(tmp_path_factory) -> Path:
-    """A folder with everything that the pages read. Tests work in a copy."""
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory) -> Path:
+    """A folder with the documents that the commands read, and the YAML files of all pages."""
     folder = tmp_path_factory.mktemp("docs")
-    docs.make_folder(folder)
+    for name in FILES:
+        write_file(f"{folder}/{name}", TEXT)
+    for name in TABLES:
+        write_file(f"{folder}/{name}", '{"text": "a"}\n')
+    for page in PAGES:
+        for _, language, lines in docs.blocks(page):
+            if language == "yaml":  # its first line is a comment that names its file
+                write_file(f"{folder}/{lines[0].removeprefix('# ')}", "\n".join(lines))
     return folder
 
 
-@pytest.fixture
-def folder(template, tmp_path, monkeypatch) -> Path:
-    """The current folder: a copy of `template`."""
-    shutil.copytree(template, tmp_path, dirs_exist_ok=True)
-    monkeypatch.chdir(tmp_path)
-    return tmp_path
-
-
-def remove_output(command: Command) -> None:
-    """Remove the runs and the folder that the command makes."""
-    for word in command.words:
-        key, _, value = word.partition("=")
-        if command.script == "train" and key == "name":
-            shutil.rmtree(f"runs/{value}", ignore_errors=True)
-            shutil.rmtree(f"runs/sweeps/{value}", ignore_errors=True)
-        if key == "out":
-            shutil.rmtree(value, ignore_errors=True)
-
-
-def run(command: Command, words: list[str]) -> int:
-    """Run a script in this process, and torchrun in another one. Returns the exit code."""
-    if "torchrun" not in command.text:
-        return run_command(command.script, *words)
-    launcher = command.text.partition("train.py")[0]
-    line = f"{launcher} {ROOT / 'train.py'} {shlex.join(words)}"
-    path = f"{Path(sys.executable).parent}:{os.environ['PATH']}"
-    return subprocess.run(line, shell=True, env=os.environ | {"PATH": path}).returncode
-
-
-@pytest.mark.parametrize(
-    "command", [c for c in COMMANDS if c.script is None], ids=lambda c: c.place
-)
-def test_other_program_is_listed(command):
-    assert command.reason_not_to_run, (
-        f"{command.place}: {command.text}\nlist it in NOT_RUN of docs_helpers.py"
-    )
-    for file in re.findall(r"^python (\S+\.py)", command.text):
-        assert (ROOT / file).is_file()
-
-
-@pytest.mark.parametrize(
-    "command",
-    [command for command in OURS if not (command.is_sweep or command.is_refused)],
-    ids=lambda command: command.place,
-)
-def test_command_composes(command, folder, capsys):
+@pytest.mark.parametrize("command", OURS, ids=lambda command: command.place)
+def test_command_composes_or_is_refused_as_shown(command: Command, folder, monkeypatch, capsys):
+    monkeypatch.chdir(folder)
+    monkeypatch.setattr("sys.argv", [f"{command.script}.py", *command.words])
+    if command.output.startswith(f"{command.script}.py: "):
+        assert run_command(command.script, *command.words) == 2
+        assert capsys.readouterr().err.strip() == command.output
+        return
     try:
         parse_config(command.script, "", command.words)
-    except SystemExit as end:
-        assert end.code == 0, f"{command.place}: {command.text}\n{capsys.readouterr().err}"
+    except SystemExit as end:  # --help and --cfg
+        assert end.code == 0, f"{command.text}\n{capsys.readouterr().err}"
 
 
-@pytest.mark.parametrize("command", [mark(c) for c in OURS if c.reason_not_to_run is None])
-def test_command_runs(command, folder, monkeypatch, capfd):
-    if "tasks=" in command.text:
-        pytest.importorskip("lm_eval", reason="NOT RUN: needs lm-eval")
-    words = command.short_words()
-    monkeypatch.setattr(sys, "argv", [f"{command.script}.py", *words])
-    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(b"The 1\n\n"), "utf-8"))
-    remove_output(command)
-    code = run(command, words)
-    message = capfd.readouterr().err
-    report = f"{command.place}: {command.text}\nran as {command.script}.py {words}\n{message}"
-    assert code == (2 if command.is_refused else 0), report
-    if command.is_refused:
-        assert message.strip() == command.output, report
+@pytest.fixture(scope="module")
+def readme_folder(folder) -> Path:
+    """`folder` after the first commands of README.md, with a small model and few steps."""
+    with chdir(folder):
+        for command in FIRST_COMMANDS:
+            words = [*command.words, "max_new_tokens=2"]
+            if command.script == "train":
+                words = [*docs.SMALL_MODEL, *command.words, *docs.SHORT_RUN]
+            assert run_command(command.script, *words) == 0, command.text
+    return folder
 
 
-@pytest.mark.parametrize("code", PYTHON)
-def test_python_example_runs(code, folder):
-    exec(compile(code, "example", "exec"), {})
+def test_first_commands_of_the_readme_run(readme_folder):
+    assert len(FIRST_COMMANDS) > 4
+    assert (readme_folder / "runs/mine/checkpoints/last.pt").exists()
 
 
-@pytest.mark.slow
-def test_hyperparameter_search_trains_and_prints_the_best_value(folder, monkeypatch, capfd):
-    (search,) = (
-        "\n".join(lines)
-        for _, language, lines in docs.blocks(ROOT / "docs/training.md")
-        if language == "python" and "import optuna" in lines
-    )
-    words = [*docs.WORDS_BEFORE["train"].split(), *docs.WORDS_AFTER["train"].split()]
-    short = search.replace('"experiment=shakespeare_char_cpu_fast"', f"*{words}")
-    short = short.replace('"train.py"', repr(str(ROOT / "train.py"))).replace("=10)", "=2)")
-    exec(compile(short, "example", "exec"), {})
-    assert len(list(folder.glob("runs/lr-*/summary.json"))) == 2
-    assert re.search(r"^\{'lr': 0\.\d+\}$", capfd.readouterr().out, re.MULTILINE)
+@pytest.mark.parametrize("page", ["configuration", "generation"])
+def test_python_example_runs(readme_folder, monkeypatch, page):
+    monkeypatch.chdir(readme_folder)
+    for _, language, lines in docs.blocks(ROOT / f"docs/{page}.md"):
+        if language == "python":
+            exec(compile("\n".join(lines), page, "exec"), {})
 
 
 @pytest.mark.parametrize(
     "page",
-    [*PAGES, *ATTENTION_PAGES, *sorted((ROOT / "docs/experiments").glob("*.md"))],
+    [*ALL_PAGES, *sorted((ROOT / "docs/experiments").glob("*.md"))],
     ids=lambda page: page.name,
 )
 def test_links_and_pictures_exist(page):
@@ -159,12 +110,6 @@ def test_links_and_pictures_exist(page):
             )
 
 
-@pytest.mark.parametrize("page", [*PAGES, *ATTENTION_PAGES], ids=lambda page: page.name)
-def test_python_files_that_a_page_names_exist(page):
-    for file in re.findall(r"`([\w.-]+/[\w./-]+\.py)`", page.read_text(encoding="utf-8")):
-        assert (ROOT / file).is_file(), f"{page.name} names {file}"
-
-
 def anchors(markdown: str) -> set[str]:
     """The anchors of a page's headings, as GitHub makes them."""
     headings = re.findall(r"^#+ (.+)$", markdown, re.MULTILINE)
@@ -173,15 +118,18 @@ def anchors(markdown: str) -> set[str]:
     }
 
 
-def test_every_page_is_linked_from_the_readme():
+@pytest.mark.parametrize("page", ALL_PAGES, ids=lambda page: page.name)
+def test_python_files_that_a_page_names_exist(page):
+    text = page.read_text(encoding="utf-8")
+    for file in re.findall(r"(?:`|^python )([\w.-]+/[\w./-]+\.py)\b", text, re.MULTILINE):
+        assert (ROOT / file).is_file(), f"{page.name} names {file}"
+
+
+def test_every_page_is_linked_from_the_readme_or_the_attention_pages():
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
-    for page in PAGES[1:]:
-        assert f"docs/{page.name}" in readme, page.name
-
-
-def test_every_attention_page_is_linked_from_their_index():
     index, *pages = ATTENTION_PAGES
-    assert "docs/attention/README.md" in (ROOT / "README.md").read_text(encoding="utf-8")
+    for page in [*PAGES[1:], index]:
+        assert f"{page.relative_to(ROOT)}" in readme, page.name
     for page in pages:
         assert f"({page.name})" in index.read_text(encoding="utf-8"), page.name
 

@@ -10,7 +10,7 @@ import pytest
 import torch
 import transformers
 from data_helpers import write_file
-from helpers import TEXT, file_size_limit, load, run_command, train_here
+from helpers import TEXT, load, run_command, train_here
 
 from common.checkpoint_file import load_checkpoint
 from data.tokenizer import END_OF_TEXT
@@ -45,7 +45,7 @@ def train_and_export(tmp_path_factory) -> Callable[..., SimpleNamespace]:
 @pytest.fixture(scope="module", params=[GPT2, [*LLAMA, *SMALL_BPE]], ids=["gpt2", "llama"])
 def exported(request, train_and_export) -> SimpleNamespace:
     """A trained model here (ours), in transformers (theirs), and the paths of both."""
-    paths = train_and_export("train.steps=50", "eval.every=25", *request.param)
+    paths = train_and_export(*request.param)
     model, tokenizer = load_run(str(paths.run))
     return SimpleNamespace(
         run=paths.run,
@@ -81,12 +81,6 @@ def export(workdir, capsys):
     return run
 
 
-def make_pipeline(exported: SimpleNamespace) -> transformers.Pipeline:
-    return transformers.pipeline(
-        "text-generation", model=exported.theirs, tokenizer=exported.their_tokenizer
-    )
-
-
 def assert_equal_weights(weights: dict, others: dict) -> None:
     assert weights.keys() == others.keys()
     for name, weight in weights.items():
@@ -94,15 +88,12 @@ def assert_equal_weights(weights: dict, others: dict) -> None:
 
 
 def test_transformers_generates_the_samples_of_sample_py(exported, sample):
-    generate = make_pipeline(exported)
+    generate = transformers.pipeline(
+        "text-generation", model=exported.theirs, tokenizer=exported.their_tokenizer
+    )
     text = generate(PROMPT, max_new_tokens=20, do_sample=False)[0]["generated_text"]
     assert sample(f"run={exported.run}", *GREEDY) == text + "\n"
-
-
-def test_transformers_samples_with_the_settings_of_the_folder(exported):
-    text = make_pipeline(exported)(PROMPT)[0]["generated_text"]
-    assert text.startswith(PROMPT)
-    assert len(text) > len(PROMPT)
+    assert sample(f"run=hf:{exported.folder}", *GREEDY) == text + "\n"
     assert exported.theirs.generation_config.do_sample
 
 
@@ -110,22 +101,6 @@ def test_transformers_samples_with_the_settings_of_the_folder(exported):
 def test_tokenizer_in_transformers_has_the_same_ids(exported, text):
     expected = exported.our_tokenizer.encode(text, disallowed_special=())
     assert exported.their_tokenizer(text)["input_ids"] == expected
-
-
-@torch.no_grad()
-def test_model_in_transformers_has_the_same_logits(exported):
-    tokens = torch.tensor([exported.our_tokenizer.encode(TEXT[:60])])
-    expected = exported.theirs(tokens).logits
-    torch.testing.assert_close(exported.ours(tokens), expected, atol=1e-4, rtol=0)
-
-
-def test_imported_folder_has_the_samples_of_the_run(exported, sample):
-    assert sample(f"run=hf:{exported.folder}", *GREEDY) == sample(f"run={exported.run}", *GREEDY)
-
-
-def test_imported_weights_are_those_of_the_run(exported):
-    imported, _ = load_run(f"hf:{exported.folder}")
-    assert_equal_weights(exported.ours.state_dict(), imported.state_dict())
 
 
 def test_folder_that_transformers_has_saved_again_is_imported_unchanged(exported, tmp_path):
@@ -136,19 +111,18 @@ def test_folder_that_transformers_has_saved_again_is_imported_unchanged(exported
     assert after["tokenizer"] == before["tokenizer"]
     assert after["model_config"] == before["model_config"]
     assert_equal_weights(before["model"], after["model"])
+    assert_equal_weights(
+        before["model"], load_checkpoint(exported.run / "checkpoints/best.pt")["model"]
+    )
 
 
 def test_export_is_written_into_the_folder_of_the_run(gpt2, export, workdir):
     shutil.copytree(gpt2.run, "runs/a")
-    code, output = export("run=a")
+    code, output = export("run=a", "dtype=bfloat16")
     assert code == 0
     assert "next     python sample.py run=hf:runs/a/huggingface" in output
-    assert Path("runs/a/huggingface/config.json").exists()
-
-
-def test_dtype_is_the_type_of_the_weights(gpt2, export, workdir):
-    assert export(f"run={gpt2.run}", "out=half", "dtype=bfloat16")[0] == 0
-    assert transformers.AutoModelForCausalLM.from_pretrained("half").dtype == torch.bfloat16
+    model = transformers.AutoModelForCausalLM.from_pretrained("runs/a/huggingface")
+    assert model.dtype == torch.bfloat16
 
 
 def test_export_of_one_document_has_the_same_start_of_samples(train, sample, export):
@@ -162,62 +136,8 @@ def test_export_of_one_document_has_the_same_start_of_samples(train, sample, exp
     assert sample("run=hf:exported", "max_new_tokens=9") == sample("run=a", "max_new_tokens=9")
 
 
-QUESTIONS = [
-    ("The 1st", " line"),
-    ("The 1st", " more."),
-    ("The ", "7th"),
-    ("", "The"),
-    ("The 7th line:\n", "says"),
-]
-
-
-@pytest.mark.parametrize("exported", [[*LLAMA, *SMALL_BPE]], indirect=True, ids=["llama"])
-def test_exported_run_has_the_same_log_likelihoods_in_lm_eval(exported):
-    """The reference has lm-eval's own rule to divide a question into tokens."""
-    lm_eval = pytest.importorskip("lm_eval.api.model", reason="NOT RUN: needs lm-eval")
-    from generation.lm_eval_adapter import ModelAdapter
-
-    tokenizer = exported.their_tokenizer
-
-    class Reference(lm_eval.TemplateLM):
-        eot_token_id = tokenizer.eos_token_id
-        generate_until = loglikelihood_rolling = None
-
-        def tok_encode(self, string, add_special_tokens=None, **options):
-            tokens = tokenizer.encode(string)
-            if add_special_tokens is False:
-                return tokens
-            return [tokenizer.bos_token_id, *tokens]  # as with add_bos_token=True
-
-        def _loglikelihood_tokens(self, requests, **options):
-            return [self.score(context, continuation) for _, context, continuation in requests]
-
-        @torch.no_grad()
-        def score(self, context, continuation):
-            logits = exported.theirs(torch.tensor([context + continuation])).logits[0]
-            logits = logits[len(context) - 1 : -1]
-            tokens = torch.tensor(continuation)
-            scores = logits.log_softmax(-1).gather(1, tokens[:, None])
-            return scores.sum().item(), bool((logits.argmax(-1) == tokens).all())
-
-    requests = [SimpleNamespace(args=question) for question in QUESTIONS]
-    expected = Reference().loglikelihood(requests, disable_tqdm=True)
-    adapter = ModelAdapter(exported.ours, exported.our_tokenizer, batch_size=4)
-    found = adapter.loglikelihood(requests)
-    assert [score for score, _ in found] == pytest.approx([s for s, _ in expected], abs=1e-4)
-    assert [is_greedy for _, is_greedy in found] == [is_greedy for _, is_greedy in expected]
-
-
 def finetune_words(folder: Path) -> list[str]:
     return [f"train.init_from=hf:{folder}", "tokenizer=run", f"tokenizer.run=hf:{folder}"]
-
-
-def test_finetuning_another_model_lists_the_settings_to_change(llama, train, capsys):
-    words = ["model.block_size=64", *finetune_words(llama.folder)]
-    assert train("name=b", *words) == 2
-    advice = capsys.readouterr().err.partition("; set ")[2].split()
-    assert "model.n_kv_head=2" in advice
-    assert train("name=b", *words, *advice) == 0
 
 
 def test_finetuning_starts_from_the_weights_of_the_folder(llama, train):
@@ -241,12 +161,9 @@ def hub(gpt2, workdir, monkeypatch) -> None:
     monkeypatch.setattr("huggingface_hub.constants.HF_HUB_CACHE", str(workdir / "hub"))
 
 
-def test_model_is_read_from_the_cache_of_the_hub(hub, sample):
+def test_model_is_read_from_the_cache_of_the_hub(hub, train, sample):
     text = sample("run=hf:openai-community/gpt2", "max_new_tokens=3", "prompt=a")
     assert text.startswith("a")
-
-
-def test_training_starts_from_the_gpt2_of_the_hub(hub, train):
     for file in "ab":
         write_file(f"texts/{file}.txt", TEXT)
     words = ["model=gpt2", "train.init_from=gpt2", "tokenizer=byte", "data.path=texts"]
@@ -272,14 +189,4 @@ def test_refused_export_is_one_sentence_and_leaves_nothing(
     assert code == 2
     assert message in output
     assert output.count("\n") == 1
-    assert sorted(workdir.rglob("*")) == before
-
-
-def test_full_disk_leaves_nothing_also_of_a_killed_export(gpt2, export, workdir):
-    before = sorted(workdir.rglob("*"))
-    write_file(".mine.unfinished/old", "")
-    with file_size_limit(10_000):
-        code, output = export(f"run={gpt2.run}", "out=mine")
-    assert code == 1
-    assert output.endswith("model.safetensors: File too large; free some disk space\n")
     assert sorted(workdir.rglob("*")) == before

@@ -1,12 +1,15 @@
 """Files that are complete or absent, and files that cannot be read."""
 
+import threading
+from pathlib import Path
+
 import pytest
 from helpers import file_size_limit
 
 from common.errors import UserError
 from common.files import (
     atomic_write,
-    atomic_writer,
+    new_folder,
     parse_yaml,
     read_file,
     read_json,
@@ -21,14 +24,6 @@ def test_full_disk_leaves_the_previous_file_and_no_other(tmp_path):
         atomic_write(path, "new" * 1000)
     assert path.read_text(encoding="utf-8") == "old"
     assert list(tmp_path.iterdir()) == [path]
-
-
-def test_file_appears_when_it_is_complete(tmp_path):
-    path = tmp_path / "a.txt"
-    with atomic_writer(path) as file:
-        file.write(b"content")
-        assert not path.exists()
-    assert path.read_bytes() == b"content"
 
 
 def test_previous_file_is_replaced_and_not_overwritten(tmp_path):
@@ -78,9 +73,10 @@ def test_text_in_another_encoding_is_refused_with_the_place(tmp_path, content, p
 
 
 @pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
-def test_text_with_many_nul_bytes_is_refused(tmp_path, encoding):
+@pytest.mark.parametrize("text", ["A sentence.", "Это простой текст. " * 9], ids=ascii)
+def test_text_in_utf_16_is_refused_in_any_script(tmp_path, text, encoding):
     path = tmp_path / "a.txt"
-    path.write_text("A sentence.", encoding=encoding)
+    path.write_text(text, encoding=encoding)
     with pytest.raises(UserError, match=r"prompt_file=a has NUL bytes, .*iconv"):
         read_text(str(path), "prompt_file=a")
 
@@ -96,12 +92,6 @@ def test_missing_text_file_is_refused_with_its_name(tmp_path):
         read_text(str(tmp_path / "none.txt"), "prompt_file=none.txt")
 
 
-def test_device_is_not_read_as_text():
-    """/dev/zero has no end."""
-    with pytest.raises(UserError, match="prompt_file=/dev/zero is a device"):
-        read_text("/dev/zero", "prompt_file=/dev/zero")
-
-
 def test_yaml_whose_aliases_stand_for_billions_of_values_is_refused(tmp_path):
     lines = [f"b{i + 1}: &b{i + 1} {{x: *b{i}, y: *b{i}}}\n" for i in range(99)]
     path = tmp_path / "config.yaml"
@@ -110,9 +100,54 @@ def test_yaml_whose_aliases_stand_for_billions_of_values_is_refused(tmp_path):
         read_file(path, parse_yaml)
 
 
-@pytest.mark.parametrize("encoding", ["utf-16-le", "utf-16-be"])
-def test_text_in_utf_16_without_a_mark_is_refused_in_any_script(tmp_path, encoding):
-    path = tmp_path / "a.txt"
-    path.write_bytes(("Это простой текст. " * 9).encode(encoding))
-    with pytest.raises(UserError, match=r"NUL bytes, .*iconv"):
-        read_text(str(path), "prompt_file=a")
+# New folders
+
+
+@pytest.fixture
+def folder(tmp_path) -> Path:
+    return tmp_path / "parent/folder"
+
+
+def write(folder: Path, content: str = "complete") -> None:
+    with new_folder(folder) as unfinished:
+        (unfinished / "file").write_text(content, encoding="utf-8")
+        assert not folder.exists()
+
+
+def test_folder_appears_when_it_is_complete(folder):
+    write(folder)
+    assert (folder / "file").read_text(encoding="utf-8") == "complete"
+    assert list(folder.parent.iterdir()) == [folder]
+
+
+def test_failure_leaves_no_folder(folder):
+    with pytest.raises(KeyboardInterrupt), new_folder(folder) as unfinished:
+        (unfinished / "file").touch()
+        raise KeyboardInterrupt
+    assert not list(folder.parent.iterdir())
+
+
+def test_files_of_a_killed_process_are_removed(folder):
+    leftover = folder.with_name(".folder.unfinished")
+    leftover.mkdir(parents=True)
+    (leftover / "old").touch()
+    write(folder)
+    assert [path.name for path in folder.parent.rglob("*")] == ["folder", "file"]
+
+
+def test_second_writer_waits_and_then_finds_the_folder(folder):
+    errors = []
+
+    def write_again():
+        try:
+            write(folder, "another")
+        except FileExistsError as error:
+            errors.append(error)
+
+    second = threading.Thread(target=write_again)
+    with new_folder(folder) as unfinished:
+        second.start()
+        (unfinished / "file").write_text("complete", encoding="utf-8")
+    second.join()
+    assert len(errors) == 1
+    assert (folder / "file").read_text(encoding="utf-8") == "complete"

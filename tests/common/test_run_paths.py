@@ -47,17 +47,6 @@ def test_run_is_found_by_its_name_its_path_or_its_checkpoint(runs, name, expecte
     assert find_run(name) == Path(expected)
 
 
-def test_run_is_found_in_a_linked_folder(runs):
-    Path("runs/linked").symlink_to("old")
-    assert find_run("linked") == Path("runs/linked")
-
-
-def test_run_is_found_outside_of_the_current_folder(runs, tmp_path_factory, monkeypatch):
-    folder = Path.cwd() / "runs/old"
-    monkeypatch.chdir(tmp_path_factory.mktemp("elsewhere"))
-    assert find_run(str(folder)) == folder
-
-
 @pytest.mark.parametrize(
     ("wrong", "nearest"),
     [
@@ -109,15 +98,11 @@ def test_name_that_can_be_a_folder_is_accepted(name):
     check_name(name)
 
 
-@pytest.mark.parametrize("name", ["a/b", "..", "../a", ".a", "-a", "a b", "", "sweeps/../x=1"])
-def test_name_that_cannot_be_a_folder_is_refused(name):
-    with pytest.raises(UserError, match="is not a folder name"):
-        check_name(name)
-
-
-@pytest.mark.parametrize("name", ["sweeps", "bench", "comparison", "last"])
-def test_reserved_name_is_refused(name):
-    with pytest.raises(UserError, match=f"name={name} is reserved; set another name"):
+@pytest.mark.parametrize(
+    "name", ["a/b", "..", "../a", ".a", "-a", "a b", "", "sweeps/../x=1", "sweeps", "bench", "last"]
+)
+def test_name_that_cannot_be_a_folder_or_is_reserved_is_refused(name):
+    with pytest.raises(UserError, match=r"is not a folder name|is reserved"):
         check_name(name)
 
 

@@ -2,13 +2,10 @@
 
 import gzip
 import http.server
-import io
-import shutil
-import subprocess
-import tarfile
 import threading
 from collections.abc import Iterator
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import numpy as np
@@ -28,7 +25,7 @@ from data_helpers import (
     write_file,
     write_table,
 )
-from helpers import BPE, CHAR, GPT2, TEXT
+from helpers import BPE, GPT2, TEXT
 
 from common.errors import UserError
 from configs.cli import parse_config
@@ -43,19 +40,6 @@ from data.tokenizer import encode
 @pytest.mark.parametrize("path", ["a.parquet", "a.jsonl", "a.csv"])
 def test_tables_are_read_exactly(workdir, path):
     assert load_documents(write_documents(path, UNUSUAL_TEXTS)) == UNUSUAL_TEXTS
-
-
-@pytest.mark.parametrize("path", ["a.parquet", "a.jsonl", "a.csv"])
-def test_local_tables_are_read_without_network_access(workdir, monkeypatch, path):
-    hosts = []
-
-    def resolve_host(host, *rest, **options):
-        hosts.append(host)
-        return []
-
-    monkeypatch.setattr("socket.getaddrinfo", resolve_host)
-    load_documents(write_documents(path, ["a", "b"]))
-    assert not hosts
 
 
 JSON_ROWS = b'{"text": "a"}\n{"text": "b"}\n'
@@ -89,14 +73,14 @@ def test_unusual_files_are_read_exactly(workdir, path, content, documents):
     assert load_documents(path) == documents
 
 
-def test_null_rows_of_parquet_are_skipped(workdir):
+@pytest.mark.parametrize(
+    ("row_is_document", "expected"),
+    [(True, ["one", "two", "", "three"]), (False, ["onetwothree"])],
+    ids=["documents", "one document"],
+)
+def test_null_rows_of_parquet_are_skipped(workdir, row_is_document, expected):
     path = write_table("a.parquet", text=["one", None, "two", "", "three"])
-    assert load_documents(path) == ["one", "two", "", "three"]
-
-
-def test_rows_can_be_one_document(workdir):
-    path = write_table("a.parquet", text=["one", None, "two", "", "three"])
-    assert load_documents(path, row_is_document=False) == ["onetwothree"]
+    assert load_documents(path, row_is_document=row_is_document) == expected
 
 
 def test_no_file_is_opened_after_max_documents(workdir):
@@ -120,21 +104,15 @@ def write_pairs(path: str, rows: list[tuple]) -> None:
 
 
 @pytest.mark.parametrize("path", ["rows.jsonl", "rows.parquet"])
-def test_null_prompts_are_empty(workdir, path):
-    write_pairs(path, [("Q: ", "yes"), (None, "no"), ("Q: x", "")])
+def test_null_prompts_are_empty_and_null_completions_skipped(workdir, path):
+    write_pairs(path, [("Q: ", "yes"), (None, "no"), ("Q: x", ""), ("Q", None), (None, None)])
     documents = [("Q: ", "yes"), ("", "no"), ("Q: x", "")]
     assert read_documents(replace(PAIRS, path=path)) == documents
 
 
-@pytest.mark.parametrize("path", ["rows.jsonl", "rows.parquet"])
-def test_rows_without_completion_are_skipped(workdir, path):
-    write_pairs(path, [("Q: ", "yes"), ("Q", None), (None, None)])
-    assert read_documents(replace(PAIRS, path=path)) == [("Q: ", "yes")]
-
-
 def test_prompts_that_are_numbers_are_refused(workdir):
     write_pairs("rows.parquet", [(0, "zero"), (1, "one")])
-    with pytest.raises(UserError, match=r"rows.parquet .*column question contains int, not text"):
+    with pytest.raises(UserError, match=r"rows.parquet .*question contains int, .* row 1\)"):
         read_documents(replace(PAIRS, path="rows.parquet"))
 
 
@@ -174,17 +152,12 @@ LONG_TEXT = TEXT * 3 + SPACES
 
 
 @pytest.mark.parametrize("size", [100, 301, 1000])
-def test_pieces_are_short_and_together_the_document(monkeypatch, size):
+def test_document_in_short_pieces_has_the_same_text_and_tokens(monkeypatch, bpe, size):
     texts, ends, _ = zip(*make_pieces(monkeypatch, LONG_TEXT, size), strict=True)
     assert "".join(texts) == LONG_TEXT
     assert max(map(len, texts)) <= size
     assert ends == (False,) * (len(ends) - 1) + (True,)
-
-
-@pytest.mark.parametrize("size", [100, 301, 1000])
-def test_document_in_pieces_has_the_same_tokens(monkeypatch, bpe, size):
-    pieces = make_pieces(monkeypatch, LONG_TEXT, size)
-    ids = np.concatenate([encode(bpe, piece.text) for piece in pieces])
+    ids = np.concatenate([encode(bpe, text) for text in texts])
     assert np.array_equal(ids, encode(bpe, LONG_TEXT))
 
 
@@ -213,29 +186,16 @@ def test_separator_divides_a_text_file_into_documents(
     assert load_documents("items.txt", separator=separator) == ["one", " two", "three"]
 
 
-def test_separated_documents_get_an_end_of_text_token(workdir):
-    prepared = prepare_data(DataConfig(path="text.txt", separator="\n"))
-    lines = Path("text.txt").read_text(encoding="utf-8").splitlines()
-    ids = read_ids(prepared, "train") + read_ids(prepared, "val")
-    assert ids.count(256) == len(lines)
-    assert decode_split(prepared, "train") + decode_split(prepared, "val") == "".join(lines)
+def test_number_of_separated_documents_is_shown(workdir, capsys):
+    prepare_data(DataConfig(path="text.txt", separator=r"\n"))
+    assert "text has 400 documents" in capsys.readouterr().out
 
 
 # Files that cannot be read
 
 
-def make_tar(text: bytes) -> bytes:
-    content = io.BytesIO()
-    with tarfile.open(fileobj=content, mode="w") as archive:
-        entry = tarfile.TarInfo("a.txt")
-        entry.size = len(text)
-        archive.addfile(entry, io.BytesIO(text))
-    return content.getvalue()
-
-
-TAR = make_tar(b"A sentence. " * 9999)
+TAR = b"a.txt".ljust(257, b"\0") + b"ustar" + b"A sentence. " * 999
 SENTENCES = "Sentences. " * 99
-RUSSIAN = "Это простой текст. " * 99
 PATHS = [
     ("missing.txt", None, "data.path=missing.txt"),
     ("none/*.txt", None, r"data.path=none/\*.txt"),
@@ -251,12 +211,9 @@ WITHOUT_TEXT = [
 ]
 ENCODINGS = [
     ("late.txt", b"a" * 3_000_000 + b"\xff", "late.txt .*not UTF-8: byte 0xff after b'aaa"),
-    ("first.txt", b"\xe9t\xe9 " * 99, "first.txt .*not UTF-8: byte 0xe9;"),
-    ("latin.jsonl", b'{"text": "caf\xe9"}\n' * 30, "latin.jsonl .*byte 0xe9 after b'caf'"),
+    ("latin.jsonl", b'{"text": "caf\xe9"}\n' * 30, "latin.jsonl .*byte 0xe9 after .*caf'"),
     ("latin.csv", b"text,id\na,1\ncaf\xe9,1\n", "latin.csv .*byte 0xe9 after .*caf"),
     ("little.txt", SENTENCES.encode("utf-16-le"), "little.txt has NUL bytes"),
-    ("big.txt", SENTENCES.encode("utf-16-be"), "big.txt has NUL bytes"),
-    ("russian.txt", RUSSIAN.encode("utf-16-le"), "russian.txt has NUL bytes"),
     ("mark.txt", "Sentences. ".encode("utf-16"), "mark.txt .*iconv"),
     ("table.csv", f"text\n{SENTENCES}\n".encode("utf-16"), "table.csv has NUL bytes"),
     ("rows.jsonl", (JSON_ROWS.decode() * 99).encode("utf-16-le"), "rows.jsonl has NUL bytes"),
@@ -269,13 +226,13 @@ COMPRESSED = [
     ("texts.tar", TAR, "texts.tar is an archive; unpack it"),
     ("texts.tar.gz", gzip.compress(TAR, mtime=0), "texts.tar.gz is an archive; unpack it"),
 ]
-MANY_ROWS = JSON_ROWS * 100_000  # 200,000 lines
+MANY_ROWS = JSON_ROWS * 10_000
 TABLES = [
-    ("broken.jsonl", MANY_ROWS + b'{"text": oops}\n', "broken.jsonl .*200001"),
-    ("numbers.jsonl", b'{"text": "a"}\n{"text": 1}\n', "numbers.jsonl .*string to number.* 2"),
-    ("twice.jsonl", b'{"text": "a", "text": "b"}\n', "twice.jsonl .*twice"),
-    ("array.json", b'\n [{"text": "a"},\n {"text": "b"}]', "array.json is a JSON array.*jq"),
-    ("array.jsonl", b'[{"text": "a"}]\n', "array.jsonl is a JSON array.*jq"),
+    ("broken.jsonl", MANY_ROWS + b'{"text": oops}\n', "broken.jsonl .*line 20001 "),
+    ("numbers.jsonl", b'{"text": "a"}\n{"text": 1}\n', "numbers.jsonl .*int, not text, in row 2"),
+    ("half.jsonl", b'{"text": "\\ud83d"}\n', "half.jsonl .*line 1 "),
+    ("array.json", b'\n [{"text": "a"},\n {"text": "b"}]', "array.json .*line 2 .*jq"),
+    ("array.jsonl", b'[{"text": "a"}]\n', "array.jsonl .*line 1 .*jq"),
     ("long.csv", b"text,n\nhello, world,1\n", "long.csv .*line 2 has 3 values instead of 2"),
     ("short.csv", b'text,n\n"two\nlines",1\na\n', "short.csv .*line 4 has 1 values instead of 2"),
     ("open.csv", b'text,n\na,1\n"b\n,2\n' + b"c,3\n" * 99, "open.csv .*line 3 has wrong quotes"),
@@ -283,7 +240,7 @@ TABLES = [
     ("twice.csv", b"text,n,text\na,1,b\n", "twice.csv .*'text', 'n', 'text'"),
     ("nameless.csv", b"A sentence.,1\nAnother one.,2\n", "'A sentence.', '1'.* names in the first"),
     ("lines.csv", b'"The first\nline.",1\nB,2\n', "'The first.nline.', '1'.* names in the first"),
-    ("half.parquet", b"PAR1 and nothing else", "half.parquet .*Parquet"),
+    ("torn.parquet", b"PAR1 and nothing else", "torn.parquet .*Parquet"),
 ]
 UNREADABLE = [*PATHS, *WITHOUT_TEXT, *ENCODINGS, *COMPRESSED, *TABLES]
 
@@ -301,46 +258,6 @@ def test_unreadable_input_gives_one_sentence(workdir, capfd, name, content, mess
     assert capfd.readouterr().err == ""
 
 
-@pytest.mark.parametrize("tokenizer", [CHAR, BPE], ids=["char", "bpe"])
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [("late.txt", b"a" * 3_000_000 + b"\xff"), ("empty.txt", b""), ("a.jsonl", b'{"text": 1}\n')],
-)
-def test_unreadable_input_leaves_no_folder(workdir, tokenizer, name, content):
-    (workdir / name).write_bytes(content)
-    with pytest.raises(UserError, match=name):
-        prepare_data(DataConfig(path=name), tokenizer)
-    assert not prepared_folders()
-
-
-def test_column_of_numbers_is_refused(workdir):
-    path = write_table("a.parquet", text=[1, 2, 3])
-    with pytest.raises(UserError, match=r"a.parquet .*column text contains int, not text"):
-        load_documents(path)
-
-
-@pytest.mark.parametrize(
-    ("name", "content"),
-    [("a.csv", b"text,n\na,1,2\n"), ("b.csv", b'text\n"a\n'), ("c.jsonl", b'{"text": oops}\n')],
-)
-def test_advice_for_a_broken_row_is_not_another_column(workdir, name, content):
-    (workdir / name).write_bytes(content)
-    with pytest.raises(UserError, match="correct the file") as error:
-        load_documents(name)
-    assert "text_column" not in str(error.value)
-
-
-@pytest.mark.skipif(shutil.which("iconv") is None, reason="NOT RUN: needs iconv")
-def test_advice_for_another_encoding_converts_the_text(workdir):
-    text = "Sätze, one per line.\n" * 99
-    (workdir / "other.txt").write_bytes(text.encode("utf-16"))
-    with pytest.raises(UserError) as error:
-        load_documents("other.txt")
-    command = str(error.value).rpartition("with ")[2]
-    subprocess.run(f"{command} other.txt > converted.txt", shell=True, check=True)
-    assert load_documents("converted.txt") == [text]
-
-
 # URLs
 
 
@@ -353,17 +270,13 @@ class QuietHandler(http.server.SimpleHTTPRequestHandler):
 def server(workdir) -> Iterator[str]:
     """A server of the current folder on this machine -> its address."""
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), QuietHandler) as server:
-        threading.Thread(target=server.serve_forever, daemon=True).start()
+        run = partial(server.serve_forever, poll_interval=0.01)
+        threading.Thread(target=run, daemon=True).start()
         yield f"http://127.0.0.1:{server.server_port}"
         server.shutdown()
 
 
-def test_url_is_downloaded(server):
-    text = Path("text.txt").read_text(encoding="utf-8")
-    assert load_documents(f"{server}/text.txt") == [text]
-
-
-def test_compressed_url_with_a_query_is_decompressed(server):
+def test_compressed_url_with_a_query_is_downloaded_and_decompressed(server):
     Path("rows.jsonl.gz").write_bytes(gzip.compress(JSON_ROWS, mtime=0))
     assert load_documents(f"{server}/rows.jsonl.gz?download=true") == ["a", "b"]
 
@@ -380,10 +293,6 @@ PAGES = [f"page {n} " * 9 for n in range(100, 220)]
 # For each YAML file the data set: {(configuration, split): {file: documents}}.
 REPOSITORIES = {
     "openwebtext": {("plain_text", "train"): {"0": PAGES[:40], "1": PAGES[40:]}},
-    "fineweb_edu": {
-        ("default", "train"): {"data/0": ["another configuration"]},
-        ("sample-10BT", "train"): {"sample/0": PAGES},
-    },
     "tinystories": {
         ("default", "train"): {"data/train-0": PAGES[7:]},
         ("default", "validation"): {"data/val-0": PAGES[:7]},
@@ -434,21 +343,10 @@ def test_openwebtext_is_read_from_several_files(prepare_preset, stream):
 
 
 @STREAMS
-def test_fineweb_edu_is_read_from_its_configuration(prepare_preset, stream):
-    prepared = prepare_preset("fineweb_edu", "data.val_documents=20", stream)
-    assert prepared.meta["documents"] == {"train": 100, "val": 20}
-    assert decode_split(prepared, "val") + decode_split(prepared, "train") == "".join(PAGES)
-
-
-@STREAMS
 def test_tinystories_has_a_separate_validation_split(prepare_preset, stream):
     prepared = prepare_preset("tinystories", stream)
     assert decode_split(prepared, "train") == "".join(PAGES[7:])
     assert decode_split(prepared, "val") == "".join(PAGES[:7])
-
-
-def test_each_row_of_a_hub_data_set_gets_an_end_of_text_token(prepare_preset):
-    prepared = prepare_preset("tinystories")
     assert read_ids(prepared, "train").count(256) == len(PAGES[7:])
 
 
@@ -466,15 +364,3 @@ def test_wrong_key_of_a_hub_data_set_gives_one_sentence(prepare_preset, stream, 
         prepare_preset("tinystories", stream, f"data.{word}")
     assert "\n" not in str(error.value)
     assert not prepared_folders()
-
-
-def test_unknown_configuration_of_a_hub_data_set_gives_one_sentence(prepare_preset):
-    with pytest.raises(UserError, match=r"repositories.* cannot be read .*data") as error:
-        prepare_preset("fineweb_edu", "data.config=nope")
-    assert "\n" not in str(error.value)
-
-
-def test_keys_of_a_hub_data_set_do_not_apply_to_a_local_text(workdir):
-    config = parse_config("prepare", "", ["data=wikitext", "data.path=text.txt"]).data
-    assert config.row_is_document is False
-    assert prepare_data(config).meta["documents"] == {"train": 1, "val": 1}

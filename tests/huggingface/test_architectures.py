@@ -7,7 +7,6 @@ import pytest
 import torch
 import transformers
 from model_helpers import GPT2, LLAMA, MODERN, make_model, random_tokens
-from safetensors.torch import save_file
 
 from common.errors import UserError
 from generation.load import model_from_weights
@@ -62,21 +61,11 @@ def exported(request) -> SimpleNamespace:
     )
 
 
-def test_exported_class_is_that_of_transformers(exported):
+def test_exported_model_has_the_same_logits_loss_and_gradients(exported):
     theirs = load_in_transformers(exported.content, exported.tensors)
     assert exported.content["architectures"] == [type(theirs).__name__]
-
-
-@torch.no_grad()
-def test_exported_model_has_the_same_logits(exported):
-    theirs = load_in_transformers(exported.content, exported.tensors)
-    expected = theirs(random_tokens()).logits
-    torch.testing.assert_close(exported.model(random_tokens()), expected, atol=1e-5, rtol=1e-5)
-
-
-def test_exported_model_has_the_same_loss_and_gradients(exported):
-    theirs = load_in_transformers(exported.content, exported.tensors)
     tokens = random_tokens()
+    torch.testing.assert_close(exported.model(tokens), theirs(tokens).logits, atol=1e-5, rtol=1e-5)
     expected = theirs(tokens, labels=tokens).loss
     loss = exported.model(tokens[:, :-1], tokens[:, 1:])
     torch.testing.assert_close(loss, expected, atol=1e-5, rtol=1e-5)
@@ -94,17 +83,9 @@ def test_exported_model_has_the_same_loss_and_gradients(exported):
 def test_imported_config_is_the_exported_one(exported):
     config = from_config_json(exported.content, "config.json")
     before = exported.model.config
-    assert config.mlp == before.mlp
-    assert config.mlp_channels == before.mlp_channels
-    assert config.kv_heads == before.kv_heads
-    assert config.tie_embeddings == before.tie_embeddings
-    assert config.norm == before.norm
-    assert config.position == before.position
-    assert config.block_size == before.block_size
-
-
-def test_config_json_of_gpt2_has_the_context_for_llama_cpp():
-    assert to_config_json(GPTConfig(**GPT2), "gpt2")["n_ctx"] == GPT2["block_size"]
+    assert exported.content.get("n_ctx") in (None, before.block_size)  # for llama.cpp
+    for key in ("mlp", "mlp_channels", "kv_heads", "tie_embeddings", "norm", "position"):
+        assert getattr(config, key) == getattr(before, key), key
 
 
 def test_imported_weights_are_the_exported_ones(exported):
@@ -151,17 +132,14 @@ def test_model_of_transformers_has_the_same_logits_here(config):
     torch.testing.assert_close(ours(random_tokens()), expected, atol=1e-5, rtol=1e-5)
 
 
-@torch.no_grad()
 def test_file_of_openai_without_prefix_and_head_is_imported():
-    theirs = make_their_model(THEIR_GPT2)
-    tensors = {
-        name.removeprefix("transformer."): tensor
-        for name, tensor in theirs.state_dict().items()
-        if name != "lm_head.weight"
-    }
-    ours = import_model(THEIR_GPT2.to_dict(), tensors)
-    expected = theirs(random_tokens()).logits
-    torch.testing.assert_close(ours(random_tokens()), expected, atol=1e-5, rtol=1e-5)
+    tensors = make_their_model(THEIR_GPT2).state_dict()
+    expected = import_model(THEIR_GPT2.to_dict(), dict(tensors)).state_dict()
+    del tensors["lm_head.weight"]
+    tensors = {name.removeprefix("transformer."): tensor for name, tensor in tensors.items()}
+    found = import_model(THEIR_GPT2.to_dict(), tensors).state_dict()
+    for name, weight in expected.items():
+        assert torch.equal(found[name], weight), name
 
 
 @pytest.mark.parametrize(
@@ -189,14 +167,9 @@ def test_tied_head_that_differs_from_the_embedding_is_refused(other_head):
 
 
 @torch.no_grad()
-def test_head_that_differs_from_the_embedding_is_imported_untied(other_head, tmp_path):
-    """transformers also unties it."""
+def test_head_that_differs_from_the_embedding_is_imported_untied(other_head):
     ours = import_model(THEIR_GPT2.to_dict() | {"tie_word_embeddings": False}, other_head)
-    THEIR_GPT2.save_pretrained(tmp_path)
-    save_file(other_head, tmp_path / "model.safetensors", {"format": "pt"})
-    theirs = transformers.AutoModelForCausalLM.from_pretrained(tmp_path).eval()
-    expected = theirs(random_tokens()).logits
-    torch.testing.assert_close(ours(random_tokens()), expected, atol=1e-5, rtol=1e-5)
+    assert torch.equal(ours.lm_head.weight[:V], other_head["lm_head.weight"])
 
 
 @pytest.mark.parametrize(
@@ -211,13 +184,6 @@ def test_weights_that_the_model_does_not_use_are_refused(config, name):
     tensors = make_their_model(config).state_dict() | {name: torch.ones(32)}
     with pytest.raises(UserError, match=f"a/file has .*: {name}; set"):
         import_model(config.to_dict(), tensors)
-
-
-def test_weight_of_another_shape_is_refused():
-    tensors = make_their_model(THEIR_GPT2).state_dict()
-    tensors["transformer.ln_f.weight"] = torch.ones(1)
-    with pytest.raises(ValueError, match=r"norm.weight has the shape \(1,\) instead of \(32,\)"):
-        import_model(THEIR_GPT2.to_dict(), tensors)
 
 
 @pytest.mark.parametrize(
@@ -238,20 +204,6 @@ def test_config_that_gpt_does_not_compute_is_refused(config, changed, message):
     with pytest.raises(UserError, match=r"config.json has") as error:
         from_config_json(config.to_dict() | changed, "config.json")
     assert message in str(error.value)
-
-
-def test_key_that_config_json_leaves_out_has_the_default_of_transformers():
-    content = {
-        "model_type": "gpt2",
-        "n_layer": 2,
-        "n_head": 4,
-        "n_embd": 32,
-        "n_positions": 24,
-    }
-    config = from_config_json(content, "config.json")
-    assert config.mlp == "gelu_tanh"
-    assert config.tie_embeddings
-    assert config.mlp_channels == 128
 
 
 def test_llama_without_rms_norm_eps_has_another_default_and_is_refused():

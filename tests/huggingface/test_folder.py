@@ -1,16 +1,13 @@
 """Folders for transformers: what is written, what is read again, and what cannot be read."""
 
 import json
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import torch
-import transformers
 from data_helpers import build
-from helpers import BPE, BYTE, TEXT
+from helpers import BYTE, TEXT
 from model_helpers import GPT2, make_model
-from safetensors.torch import load_file
 
 from common.errors import UserError
 from common.files import write_json
@@ -31,11 +28,11 @@ def make_checkpoint(spec: dict) -> dict:
     }
 
 
-def write(folder: Path, checkpoint: dict, dtype: torch.dtype = torch.float32) -> Path:
+def write(folder: Path, checkpoint: dict) -> Path:
     """Write a checkpoint as the folder `exported`. Its run has only a summary."""
     write_json(folder / "summary.json", {"command": "python train.py"})
     (folder / "exported").mkdir()
-    write_folder(folder / "exported", checkpoint, "gpt2", dtype, folder)
+    write_folder(folder / "exported", checkpoint, "gpt2", torch.float32, folder)
     return folder / "exported"
 
 
@@ -63,39 +60,13 @@ def test_folder_is_read_as_the_checkpoint_that_was_written(exported, checkpoint)
         assert torch.equal(weight, found["model"][name]), name
 
 
-def test_weights_and_config_have_the_requested_dtype(tmp_path, checkpoint):
-    folder = write(tmp_path, checkpoint, torch.bfloat16)
-    dtypes = {weight.dtype for weight in load_file(folder / "model.safetensors").values()}
-    assert dtypes == {torch.bfloat16}
-    assert transformers.AutoModelForCausalLM.from_pretrained(folder).dtype == torch.bfloat16
-
-
-def test_readme_has_the_steps_and_the_command(exported):
-    readme = (exported / "README.md").read_text(encoding="utf-8")
-    assert "50 steps" in readme
-    assert '    command: "python train.py"\n' in readme
-
-
-def test_values_in_the_readme_are_code(tmp_path):
+def test_readme_has_the_steps_and_the_summary_as_code(tmp_path):
     write_json(tmp_path / "summary.json", {"command": "<script>\n\n![](http://a.b/c)"})
-    card = format_model_card(tmp_path, 1)
-    assert card.endswith('for 1 step.\n\n    command: "<script>\\n\\n![](http://a.b/c)"\n')
-
-
-def test_folder_is_read_as_utf_8_in_any_locale(tmp_path, monkeypatch):
-    """transformers writes the characters of a vocabulary as UTF-8."""
-    spec = to_spec(build([TEXT], replace(BPE, vocab_size=300)))
-    folder = write(tmp_path, make_checkpoint(spec))
-    path = folder / "tokenizer.json"
-    content = json.dumps(json.loads(path.read_bytes()), ensure_ascii=False)
-    assert not content.isascii()
-    path.write_text(content, encoding="utf-8")
-
-    def use_ascii(encoding, stacklevel=2):  # as under LC_ALL=C
-        return encoding or "ascii"
-
-    monkeypatch.setattr("io.text_encoding", use_ascii)
-    assert read_folder(folder)["tokenizer"]["tokens"] == spec["tokens"]
+    card = format_model_card(tmp_path, 50)
+    assert "for 50 steps" in card
+    *_, code = card.split("\n\n")
+    assert '"command": "<script>\\n\\n![](http://a.b/c)"' in code
+    assert all(line.startswith("    ") for line in code.splitlines())
 
 
 def test_end_of_text_token_with_another_name_is_found(exported, checkpoint):
@@ -105,16 +76,11 @@ def test_end_of_text_token_with_another_name_is_found(exported, checkpoint):
     assert read_folder(exported)["tokenizer"] == checkpoint["tokenizer"]
 
 
-def test_tokenizer_without_end_of_text_starts_from_bos_token_id(tmp_path):
+@pytest.mark.parametrize(("bos", "start"), [(7, 7), (50256, ord("\n"))], ids=["token", "no token"])
+def test_samples_start_from_bos_token_id_without_an_end_of_text_token(tmp_path, bos, start):
     folder = write(tmp_path, make_checkpoint(to_spec(build([TEXT], BYTE))))
-    change_json(folder / "config.json", bos_token_id=7)
-    assert from_spec(read_folder(folder)["tokenizer"]).start_token == 7
-
-
-def test_bos_token_id_that_is_no_token_is_ignored(tmp_path):
-    folder = write(tmp_path, make_checkpoint(to_spec(build([TEXT], BYTE))))
-    change_json(folder / "config.json", bos_token_id=50256)
-    assert from_spec(read_folder(folder)["tokenizer"]).start_token == ord("\n")
+    change_json(folder / "config.json", bos_token_id=bos)
+    assert from_spec(read_folder(folder)["tokenizer"]).start_token == start
 
 
 CHARACTER_REGEX = rb"[\\s\\S]"
@@ -130,10 +96,8 @@ ADDED = b'"added_tokens": ['
         ("config.json", b'"n_layer": 2', b'"n_layer": "2"'),
         ("tokenizer.json", b"}", b""),
         ("tokenizer.json", b'"model"', b'"modle"'),
-        ("tokenizer.json", CHARACTER_REGEX, b""),
         ("tokenizer.json", CHARACTER_REGEX, b"("),
         ("tokenizer.json", ADDED, ADDED + b'{"id": -1, "content": "x"}, '),
-        ("tokenizer.json", ADDED, ADDED + b'{"id": 4294967296, "content": "x"}, '),
     ],
 )
 def test_damaged_file_is_refused_with_its_name(exported, file, old, new):
@@ -144,14 +108,6 @@ def test_damaged_file_is_refused_with_its_name(exported, file, old, new):
     with pytest.raises(UserError, match=file) as error:
         read_folder(exported)
     assert "\n" not in str(error.value)
-
-
-def test_other_architecture_is_refused_with_its_key_alone(exported):
-    """The file is not damaged."""
-    change_json(exported / "config.json", model_type="bert")
-    with pytest.raises(UserError, match=r"config\.json has model_type=bert") as error:
-        read_folder(exported)
-    assert "cannot be read" not in str(error.value)
 
 
 @pytest.mark.parametrize("file", ["config.json", "tokenizer.json", "model.safetensors"])

@@ -1,4 +1,4 @@
-"""A short soak test: a few tries of the parts that need no special rights."""
+"""A short soak test: one try of each command."""
 
 import subprocess
 import sys
@@ -8,9 +8,8 @@ from helpers import ROOT
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("part", "scale"), [("wrong", 0.1), ("kill", 0.01)])
-def test_nothing_is_lost(part, scale):
-    command = [sys.executable, ROOT / "tests/soak/soak.py", part, "--scale", str(scale)]
+def test_nothing_is_lost():
+    command = [sys.executable, ROOT / "tests/soak/soak.py", "--tries", "4"]
     done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stdout + done.stderr
-    assert f"{part} " in done.stdout
+    assert "failures: 0" in done.stdout

@@ -1,14 +1,24 @@
-"""The settings device and dtype: how auto is resolved, and what is refused."""
+"""The settings device and dtype, memory, and the description of the machine."""
+
+import sys
+from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 import torch
 
 from common.errors import UserError
-from common.machine import autocast, resolve_device, resolve_dtype
+from common.machine import (
+    autocast,
+    describe_environment,
+    peak_memory_bytes,
+    reset_peak_memory,
+    resolve_device,
+    resolve_dtype,
+)
+from common.process import call_glibc
 
-CPU = torch.device("cpu")
-CUDA = torch.device("cuda")
-MPS = torch.device("mps")
+CPU, CUDA, MPS = map(torch.device, ("cpu", "cuda", "mps"))
 
 
 @pytest.fixture
@@ -50,25 +60,18 @@ def test_auto_trains_in_bfloat16_on_cpus_with_its_instructions(monkeypatch, has_
     monkeypatch.setattr(torch.cpu, "get_capabilities", lambda: {"avx512_bf16": has_bf16})
     expected = torch.bfloat16 if has_bf16 and trains else torch.float32
     assert resolve_dtype("auto", CPU, trains=trains) == expected
+    assert resolve_dtype("auto", MPS, trains=trains) == torch.float32
 
 
-@pytest.mark.parametrize(
-    ("is_native", "expected"),
-    [(True, torch.bfloat16), (False, torch.float32)],
-    ids=["native", "emulated"],
-)
-def test_auto_is_bfloat16_on_gpus_that_do_not_emulate_it(monkeypatch, is_native, expected):
+@pytest.mark.parametrize("is_native", [True, False], ids=["native", "emulated"])
+def test_auto_is_bfloat16_on_gpus_that_do_not_emulate_it(monkeypatch, is_native):
     """A T4 or a V100 emulates it, and no fused attention kernel runs in emulated bfloat16."""
 
     def is_bf16_supported(including_emulation: bool = True) -> bool:
         return is_native or including_emulation
 
     monkeypatch.setattr(torch.cuda, "is_bf16_supported", is_bf16_supported)
-    assert resolve_dtype("auto", CUDA) == expected
-
-
-def test_auto_is_float32_on_mps():
-    assert resolve_dtype("auto", MPS) == torch.float32
+    assert resolve_dtype("auto", CUDA) == (torch.bfloat16 if is_native else torch.float32)
 
 
 @pytest.mark.parametrize(
@@ -86,16 +89,16 @@ def test_dtype_that_the_device_supports_is_resolved(name, device, trains, expect
 
 
 @pytest.mark.parametrize(
-    ("name", "device", "trains", "message"),
+    ("name", "device", "trains", "advice"),
     [
-        ("float16", CPU, True, "dtype=float16 .* set dtype=bfloat16 or float32"),
-        ("float16", MPS, True, "dtype=float16 .* set dtype=bfloat16 or float32"),
-        ("int8", CUDA, False, "dtype=int8 needs device=cpu.* set dtype=auto"),
+        ("float16", CPU, True, "set dtype=bfloat16 or float32"),
+        ("float16", MPS, True, "set dtype=bfloat16 or float32"),
+        ("int8", CUDA, False, "set dtype=auto"),
     ],
-    ids=["float16 on a CPU", "float16 on mps", "int8 on a GPU"],
+    ids=str,
 )
-def test_dtype_that_the_device_does_not_support_is_refused(name, device, trains, message):
-    with pytest.raises(UserError, match=message):
+def test_dtype_that_the_device_does_not_support_is_refused(name, device, trains, advice):
+    with pytest.raises(UserError, match=f"dtype={name} .*{advice}"):
         resolve_dtype(name, device, trains)
 
 
@@ -104,3 +107,30 @@ def test_autocast_computes_matrix_products_in_the_dtype(dtype):
     a = torch.ones(2, 2)
     with autocast(CPU, dtype):
         assert (a @ a).dtype == dtype
+
+
+@pytest.mark.skipif(
+    not Path("/proc/self/clear_refs").exists(), reason="NOT RUN: only Linux can reset the peak"
+)
+def test_peak_memory_counts_freed_memory_until_it_is_reset():
+    size = 64 * 2**20
+    call_glibc("malloc_trim", 0)  # of earlier tests, which a tensor could reuse
+    reset_peak_memory(CPU)
+    before = peak_memory_bytes(CPU)
+    torch.ones(size, dtype=torch.uint8)
+    call_glibc("malloc_trim", 0)
+    peak = peak_memory_bytes(CPU)
+    reset_peak_memory(CPU)
+    assert size // 2 < peak - before < 2 * size
+    assert peak - peak_memory_bytes(CPU) > size // 2
+
+
+def test_environment_has_the_device_versions_commit_and_command(monkeypatch):
+    monkeypatch.setattr(sys, "argv", ["/some/folder/train.py", "name=a", "eval.sample.prompt=a b"])
+    environment = describe_environment(CPU)
+    assert environment["device"] == "cpu"
+    assert environment["device_name"].endswith(" cores")
+    assert environment["versions"]["torch"] == version("torch")
+    commit = environment["commit"]
+    assert commit is None or len(commit.removesuffix("+")) == 40
+    assert environment["command"] == "python train.py name=a 'eval.sample.prompt=a b'"
