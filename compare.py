@@ -6,11 +6,10 @@
 
 keys:
   out=DIR               folder to write the files into
-  difference=X          show how many seeds are needed to find a difference of X nats per token
   wandb.mode=offline    also log the runs and the comparison to wandb; or online
 
-Prints a table, and writes report.html, comparison.png and comparison.csv. The default folder is
-that of a single sweep, else runs/comparison. Differences are relative to the first setting.
+Prints a table, and writes comparison.png and comparison.csv. The default folder is that of a
+single sweep, else runs/comparison. The first row is the baseline of all differences.
 """
 
 if __name__ == "__main__":  # before the slow imports below, so that a typo is reported immediately
@@ -36,7 +35,7 @@ def main(config: CompareConfig) -> int:
         out = Path(config.out)
     elif len(folders) == 1 and is_sweep(folders[0]):
         out = folders[0]
-    rows = compare(folders, out, config.difference)
+    rows = compare(folders, out)
     print_comparison(rows, out)
     if config.wandb.mode != "disabled":
         log_comparison(config.wandb, folders, rows, out, with_runs=True)

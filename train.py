@@ -39,6 +39,7 @@ import torch
 from common.console import print_text
 from common.process import StopRequest, run_process
 from data.loader import Loader
+from results.plots import plot_run
 from training.banner import describe_finished_run, format_banner, report
 from training.build import build_data, build_model, describe_run, load_init_weights
 from training.checkpoint import CheckpointWriter, load_last_checkpoint, make_checkpoint_header
@@ -151,6 +152,8 @@ def main(config: RunConfig) -> int:
 
         dist.barrier()  # rank 0 may still save a checkpoint
         run.end(state.step, is_interrupted=state.stopped)
+    if run.is_main:
+        plot_run(run.folder)
     return report(run)
 
 

@@ -6,7 +6,7 @@ equally.
 
 import tempfile
 from contextlib import ExitStack
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 
 import numpy as np
@@ -44,7 +44,7 @@ def measure_groups(
             progress.show(index, label)
             measured = measure_group(group, config, workers, folder / "reference.pt")
             rows += measured
-            write_csv(rows, table)
+            write_csv([asdict(row) for row in rows], table)
             times = [f"{row.backend} {row.format_ms()}" for row in measured]
             progress.print_text(f"{label}  ms: {', '.join(times)}")
 

@@ -8,7 +8,6 @@ import os
 import shutil
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, suppress
-from dataclasses import asdict, fields
 from pathlib import Path
 from typing import IO, Any
 from uuid import uuid4
@@ -163,10 +162,10 @@ def write_json(path: Path, content: dict) -> None:
     atomic_write(path, json.dumps(content, indent=2) + "\n")
 
 
-def write_csv(rows: list, path: Path) -> None:
-    """Write dataclasses as rows, with a column for each field. None is an empty cell."""
+def write_csv(rows: list[dict], path: Path) -> None:
+    """Write rows with the same keys, which are the columns. None is an empty cell."""
     file = io.StringIO(newline="")
-    writer = csv.DictWriter(file, [field.name for field in fields(rows[0])])
+    writer = csv.DictWriter(file, list(rows[0]))
     writer.writeheader()
-    writer.writerows(asdict(row) for row in rows)
+    writer.writerows(rows)
     atomic_write(path, file.getvalue())

@@ -114,8 +114,6 @@ class CompareConfig:
     folders: list[str] = field(default_factory=list)
     # folder for the files; None: the folder of a single sweep, or runs/comparison
     out: str | None = None
-    # nats per token: how many seeds find a difference of this size
-    difference: float | None = setting(None, above=0)
     wandb: WandbConfig = field(default_factory=lambda: WandbConfig(mode="disabled"))
 
 

@@ -1,1 +1,9 @@
-"""Reads run folders: the registry of metrics, comparison, tables and plots."""
+"""Everything that reads run folders, which training writes.
+
+metrics.py      the registry: what tables, plots and wandb show of each metric
+read.py         runs and their curves; variants, which are runs with equal configs
+statistics.py   means with intervals over seeds, pairs of runs, verdicts
+speedup.py      speedup at equal loss
+compare.py      a row for each variant, the terminal's table, comparison.csv
+plots.py        loss.png of a run, comparison.png
+"""

@@ -1,10 +1,10 @@
-"""Speedup at equal loss: how much longer the first setting trains until it has a setting's loss.
+"""Speedup at equal loss: how much longer the baseline trains until it has a variant's loss.
 
-    steps of the first setting with this loss     step time of the first setting
-    -----------------------------------------  x  ------------------------------
-              steps of the setting                    step time of the setting
+    steps of the baseline with this loss     step time of the baseline
+    ------------------------------------  x  -------------------------
+            steps of the variant             step time of the variant
 
-The first setting must have finished with several values of train.steps. Each of these runs has a
+The baseline must have finished with several values of train.steps. Each of these runs has a
 complete learning-rate schedule. The logarithm of their steps is interpolated over their losses, and
 not extrapolated: a loss outside of theirs has a bound instead of a speedup.
 
@@ -13,45 +13,31 @@ Resampling Plans", 1982). Effects of the initial weights and batches that runs s
 """
 
 import shlex
-from collections.abc import Sequence
-from dataclasses import dataclass
 from math import exp, log
 
 import numpy as np
 from scipy.interpolate import PchipInterpolator
 
 from common.console import PYTHON
-from results.estimates import ci95, quartiles
-from results.read import Run, Setting
+from results.metrics import Value, summary_key
+from results.read import Run, Variant
+from results.statistics import ci95, estimate_median
 
-# The settings in which two lengths of one setting may differ.
+# The settings in which two lengths of one variant may differ.
 LENGTH_KEYS = ("train.steps", "eval.every", "checkpoint.")
-SUGGESTED_LENGTHS = (0.8, 1.25)  # relative to the first setting's train.steps
-LOSS = "last_val_loss"
+SUGGESTED_LENGTHS = (0.8, 1.25)  # relative to the baseline's train.steps
+LOSS = summary_key("val/loss")
 MAX_SPREAD = 1.5  # upper / lower quartile of step times; a larger ratio means a busy machine
 
 
-@dataclass
-class Speedup:
-    """A speedup with its 95 % interval, which is unknown for a single seed.
-
-    With one bound and no value, the loss is outside of the first setting's losses. Without any, the
-    speedup is unknown.
-    """
-
-    value: float | None = None
-    low: float | None = None
-    high: float | None = None
-
-
-def list_lengths(settings: list[Setting]) -> dict[int, Setting]:
-    """The first setting, and the settings that differ from it in length only, by train.steps."""
-    first = _without_length(settings[0].config)
-    lengths = {}
-    for setting in settings:
-        steps = setting.config.get("train.steps")
-        if steps is not None and _without_length(setting.config) == first:
-            lengths.setdefault(steps, setting)
+def list_lengths(variants: list[Variant]) -> dict[int, Variant]:
+    """The baseline, and the variants that differ from it in length only, by train.steps."""
+    baseline = _without_length(variants[0].config)
+    lengths = {
+        variant.config["train.steps"]: variant
+        for variant in reversed(variants)  # the first one of a length remains
+        if _without_length(variant.config) == baseline and variant.config["train.steps"]
+    }
     return dict(sorted(lengths.items()))
 
 
@@ -60,40 +46,39 @@ def _without_length(config: dict) -> dict:
 
 
 def measure_speedups(
-    setting: Setting, first: Setting, lengths: dict[int, Setting]
-) -> tuple[Speedup, Speedup, str]:
-    """Compare a setting with the lengths of the first setting, which have no speedups themselves.
+    variant: Variant, baseline: Variant, lengths: dict[int, Variant]
+) -> tuple[Value, Value, str | None]:
+    """Compare a variant with the lengths of the baseline, which have no speedups themselves.
 
     lengths: from list_lengths.
     Returns the speedup, the speedup as if all steps took equally long, and why one is missing.
     """
-    unknown = Speedup()
-    steps = setting.config.get("train.steps")
-    if None in (steps, first.config.get("train.steps")) or setting in lengths.values():
-        return unknown, unknown, ""
-    runs = _runs_by_seed(setting)
-    first_runs = _runs_by_seed(first)
-    seeds = [seed for seed in runs if seed in first_runs]
-    losses = np.array([runs[seed].summary[LOSS] for seed in seeds])
+    steps = variant.config["train.steps"]
+    if None in (steps, baseline.config["train.steps"]) or variant in lengths.values():
+        return Value(), Value(), None
+    runs = _complete_runs(variant)
+    baseline_runs = _complete_runs(baseline)
+    seeds = [seed for seed in runs if seed in baseline_runs]
     losses_of_lengths = {}
     for length, other in lengths.items():
-        others = _runs_by_seed(other)
+        others = _complete_runs(other)
         if all(seed in others for seed in seeds):
             losses_of_lengths[length] = [others[seed].summary[LOSS] for seed in seeds]
     if not seeds or len(losses_of_lengths) < 2:
-        return unknown, unknown, _suggest_lengths(first)
+        return Value(), Value(), _suggest_lengths(baseline)
     curves = np.array(list(losses_of_lengths.values())).T  # (S, K)
     if not _all_fall(curves):
-        problem = "no speedup: longer runs of the first setting do not clearly have lower losses"
-        return unknown, unknown, problem
+        problem = "no speedup: longer runs of the baseline do not clearly have lower losses"
+        return Value(), Value(), problem
+    losses = np.array([runs[seed].summary[LOSS] for seed in seeds])
     data = (list(losses_of_lengths), curves, losses, steps)
     per_step = estimate_speedup(*data, np.zeros(len(seeds)))
-    if len({run.summary.get("device_name") for run in [*setting.finished, *first.finished]}) > 1:
-        return unknown, per_step, "no speedup, except per step: the devices differ"
-    if _is_noisy(setting) or _is_noisy(first):
-        return unknown, per_step, "no speedup, except per step: step times vary, or are missing"
-    ratios = [_median_step(first_runs[seed]) / _median_step(runs[seed]) for seed in seeds]
-    return estimate_speedup(*data, np.log(ratios)), per_step, ""
+    if len({run.summary.get("device_name") for run in variant.finished + baseline.finished}) > 1:
+        return Value(), per_step, "no speedup, except per step: the devices differ"
+    if _is_noisy(variant) or _is_noisy(baseline):
+        return Value(), per_step, "no speedup, except per step: step times vary, or are missing"
+    ratios = [_median_step(baseline_runs[seed]) / _median_step(runs[seed]) for seed in seeds]
+    return estimate_speedup(*data, np.log(ratios)), per_step, None
 
 
 def estimate_speedup(
@@ -102,13 +87,13 @@ def estimate_speedup(
     losses: np.ndarray,
     steps: int,
     log_time_ratios: np.ndarray,
-) -> Speedup:
-    """Estimate a speedup and its interval from the losses of S seeds.
+) -> Value:
+    """Estimate a speedup from the losses of S seeds. A single seed has no interval.
 
-    lengths (K): steps of the first setting, in ascending order; K is at least 2.
+    lengths (K): steps of the baseline, in ascending order; K is at least 2.
     curves (S, K): its losses, for which _all_fall is true.
-    losses (S): of the other setting, after `steps` steps.
-    log_time_ratios (S): logarithm of the first setting's step time divided by the other's.
+    losses (S): of the variant, after `steps` steps.
+    log_time_ratios (S): logarithm of the baseline's step time divided by the variant's.
     """
     S = len(losses)
     log_lengths = np.log(lengths)
@@ -121,27 +106,22 @@ def estimate_speedup(
         return float(PchipInterpolator(curve[::-1], log_lengths[::-1])(loss))
 
     if losses.mean() < curve[-1]:
-        largest = losses.mean() + _margin(losses - curves[:, -1])
-        return Speedup(low=exp(log_steps(curve, largest) + log_ratio - _margin(log_time_ratios)))
+        largest = losses.mean() + ci95(losses - curves[:, -1])
+        return Value(low=exp(log_steps(curve, largest) + log_ratio - ci95(log_time_ratios)))
     if losses.mean() > curve[0]:
-        smallest = losses.mean() - _margin(losses - curves[:, 0])
-        return Speedup(high=exp(log_steps(curve, smallest) + log_ratio + _margin(log_time_ratios)))
+        smallest = losses.mean() - ci95(losses - curves[:, 0])
+        return Value(high=exp(log_steps(curve, smallest) + log_ratio + ci95(log_time_ratios)))
     estimate = log_steps(curve, losses.mean()) + log_ratio
     if S == 1:
-        return Speedup(exp(estimate))
+        return Value(exp(estimate))
     pseudo_values = []
     for seed in range(S):
         others = np.arange(S) != seed
         without = log_steps(curves[others].mean(axis=0), losses[others].mean())
         without += log_time_ratios[others].mean() - log(steps)
         pseudo_values.append(S * estimate - (S - 1) * without)
-    margin = _margin(pseudo_values)
-    return Speedup(exp(estimate), exp(estimate - margin), exp(estimate + margin))
-
-
-def _margin(values: Sequence[float]) -> float:
-    """Half the width of the 95 % confidence interval of a mean, or 0 for a single value."""
-    return ci95(values) or 0.0
+    margin = ci95(pseudo_values)
+    return Value(exp(estimate), exp(estimate - margin), exp(estimate + margin))
 
 
 def _all_fall(curves: np.ndarray) -> bool:
@@ -151,35 +131,33 @@ def _all_fall(curves: np.ndarray) -> bool:
     return bool(np.all(np.diff(curves, axis=1) < 0))
 
 
-def _suggest_lengths(first: Setting) -> str:
-    """The command that trains the first setting with fewer and with more steps."""
-    run = first.runs[0]
+def _suggest_lengths(baseline: Variant) -> str:
+    """The command that trains the baseline with fewer and with more steps."""
+    run = baseline.runs[0]
     replaced = ("seed=", "name=", "wandb.group=", "train.steps=")
-    words = shlex.split(run.summary.get("command") or "")[2:]
-    words = [word for word in words if not word.startswith(replaced)]
-    seeds = ",".join(str(run.seed) for run in first.runs)
-    steps = first.config["train.steps"]
-    lengths = ",".join(str(round(ratio * steps)) for ratio in SUGGESTED_LENGTHS)
+    command = shlex.split(run.summary.get("command") or "")[2:]
+    words = [word for word in command if not word.startswith(replaced)]
+    seeds = ",".join(str(run.seed) for run in baseline.runs)
+    steps = [round(ratio * baseline.config["train.steps"]) for ratio in SUGGESTED_LENGTHS]
     sweep = "lengths" if run.swept is None else run.folder.resolve().parent.name
-    words += [f"seed={seeds}", f"train.steps={lengths}", f"name={sweep}"]
+    words += [f"seed={seeds}", f"train.steps={steps[0]},{steps[1]}", f"name={sweep}"]
     return (
-        "for a speedup at equal loss, train the first setting with other train.steps, and compare "
+        "for a speedup at equal loss, train the baseline with other train.steps, and compare "
         f"these runs, too: {PYTHON} train.py -m {shlex.join(words)}"
     )
 
 
-def _runs_by_seed(setting: Setting) -> dict[tuple, Run]:
+def _complete_runs(variant: Variant) -> dict[tuple, Run]:
     """Finished runs by seed and data, without those that ended before train.steps."""
-    steps = setting.config["train.steps"]
-    runs = [run for run in setting.finished if run.summary.get("step") == steps]
-    return {(run.seed, run.data): run for run in runs if run.summary.get(LOSS) is not None}
+    steps = variant.config["train.steps"]
+    return {seed: run for seed, run in variant.by_seed.items() if run.summary.get("step") == steps}
 
 
 def _median_step(run: Run) -> float:
-    return float(np.median(run.after_warmup("step_ms")))
+    return float(np.median(Variant([run]).after_warmup("step_ms")))
 
 
-def _is_noisy(setting: Setting) -> bool:
+def _is_noisy(variant: Variant) -> bool:
     """Whether the step times vary so much that they cannot be compared."""
-    q1, _, q3 = quartiles(setting.after_warmup("step_ms"))
-    return q1 is None or q3 > MAX_SPREAD * q1
+    times = estimate_median(variant.after_warmup("step_ms"))
+    return times.low is None or times.high > MAX_SPREAD * times.low

@@ -2,16 +2,15 @@
 
 import hashlib
 import os
-from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
 from common.errors import EXIT_CODES
 from common.files import parse_yaml, read_file, write_json
 from common.settings import nest_dict
-from results.read import Run, Setting, read_settings
-from results.statistics import SettingStats
-from results.table import format_cell
+from results.compare import flatten_row, format_cell
+from results.metrics import METRICS, Value
+from results.read import Run, Variant, read_variants
 from training.config import WandbConfig
 from training.run_folder import make_wandb_id
 from training.wandb_logger import (
@@ -22,12 +21,12 @@ from training.wandb_logger import (
     to_metric_name,
 )
 
-# fields of SettingStats
+# columns of comparison.csv
 SCALARS = (
     "val_loss",
-    "val_loss_ci95",
+    "val_loss_low",
     "difference",
-    "difference_ci95",
+    "difference_low",
     "speedup",
     "speedup_low",
     "speedup_high",
@@ -37,13 +36,13 @@ SCALARS = (
     "tokens_per_second",
     "peak_memory_bytes",
 )
-NOTED_COLUMNS = ("kernel", "difference", "speedup", "memory", "step, ms")
+NOTED_COLUMNS = ("kernel", "difference", "speedup", "peak_memory_bytes", "step_ms")
 
 
 def log_comparison(
     config: WandbConfig,
     folders: list[Path],
-    rows: list[SettingStats],
+    rows: list[dict[str, Value]],
     out: Path,
     with_runs: bool = False,
 ) -> None:
@@ -52,7 +51,7 @@ def log_comparison(
     folders, rows, out: arguments and result of `compare`.
     with_runs: also log the runs, unless they are complete offline.
     """
-    settings = read_settings(folders)
+    settings = read_variants(folders)
     wandb_runs = []
     if with_runs:
         runs = [run for setting in settings for run in setting.runs]
@@ -74,7 +73,7 @@ def is_logged(run: Run) -> bool:
 
 
 def make_comparison_run(
-    config: WandbConfig, settings: list[Setting], rows: list[SettingStats], out: Path
+    config: WandbConfig, settings: list[Variant], rows: list[dict[str, Value]], out: Path
 ) -> WandbRun:
     """The wandb run of a comparison: scalars by setting, the table, the picture and the report."""
     ids = [run.summary.get("wandb_id") for setting in settings for run in setting.runs]
@@ -85,21 +84,25 @@ def make_comparison_run(
     texts = {}
     notes = []
     table = []
-    for stats in rows:
-        name = to_metric_name(stats.setting)
+    for values in rows:
+        stats = flatten_row(values)
+        first_ms = rows[0]["step_ms"].value
+        name = to_metric_name(stats["variant"])
         for field in SCALARS:
-            row[f"{field}/{name}"] = getattr(stats, field)
-        cells = [f"{header} {format_cell(stats, header)}" for header in NOTED_COLUMNS]
-        if stats.step_ms and rows[0].step_ms:
-            ratio = rows[0].step_ms / stats.step_ms
+            row[f"{field}/{name}"] = stats[field]
+        cells = [
+            f"{METRICS[column].header} {format_cell(values, column)}" for column in NOTED_COLUMNS
+        ]
+        if stats["step_ms"] and first_ms:
+            ratio = first_ms / stats["step_ms"]
             row[f"speed_ratio/{name}"] = ratio
             cells.append(f"{ratio:.2f} times as fast")
-        baseline = "baseline" if stats is rows[0] else f"no pair of runs ({stats.status})"
-        texts[f"verdict/{name}"] = stats.verdict or baseline
-        texts[f"kernel/{name}"] = stats.kernel
-        notes.append("; ".join([f"{stats.setting}: {texts[f'verdict/{name}']}", *cells]))
-        table.append(asdict(stats))
-    files = {"picture": "comparison.png", "report": "report.html"}
+        baseline = "baseline" if values is rows[0] else f"no pair of runs ({stats['status']})"
+        texts[f"verdict/{name}"] = stats["verdict"] or baseline
+        texts[f"kernel/{name}"] = stats["kernel"]
+        notes.append("; ".join([f"{stats['variant']}: {texts[f'verdict/{name}']}", *cells]))
+        table.append(stats)
+    files = {"picture": "comparison.png"}
     return WandbRun(
         folder=str(out),
         wandb_dir=str(out),
@@ -115,7 +118,7 @@ def make_comparison_run(
     )
 
 
-def _list_common_settings(settings: list[Setting]) -> dict[str, Any]:
+def _list_common_settings(settings: list[Variant]) -> dict[str, Any]:
     """The settings that all runs share, as nested dicts."""
     common = dict(settings[0].config)
     for setting in settings:

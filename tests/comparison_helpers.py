@@ -7,8 +7,8 @@ from pathlib import Path
 import yaml
 
 from common.settings import nest_dict
-from results.read import read_settings
-from results.statistics import SettingStats, compute_stats
+from results.compare import Row, compare_variants
+from results.read import read_variants
 
 CONFIG = {
     "device": "auto",
@@ -91,6 +91,6 @@ def write_sweep(folder: Path, jobs: list[str]) -> Path:
     return folder
 
 
-def compare_rows(folders: list[Path], difference: float | None = None) -> list[SettingStats]:
-    """Statistics per setting, without files."""
-    return compute_stats(read_settings(folders), difference)
+def compare_rows(folders: list[Path]) -> list[Row]:
+    """The rows of a comparison, without files."""
+    return compare_variants(read_variants(folders))

@@ -8,7 +8,6 @@ from common.console import PYTHON, format_duration, format_si, pluralize, print_
 from common.errors import EXIT_CODES
 from model import GPTConfig
 from training.config import RunConfig
-from training.plots import plot_run
 from training.presets import parse_preset
 from training.run_folder import RunFolder
 from training.train_state import TrainState
@@ -103,9 +102,8 @@ def describe_finished_run(run: RunFolder, state: TrainState) -> str:
 
 
 def report(run: RunFolder) -> int:
-    """Plot the metrics of a run that has ended, and print its last lines. Returns the exit code."""
+    """Print the last lines of a run that has ended. Returns the exit code."""
     if run.is_main:
-        plot_run(run.folder)
         if run.summary["status"] == "interrupted":
             print_text(f"train.py: {run.summary['error']}", stderr=True)
         else:

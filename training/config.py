@@ -23,6 +23,8 @@ GPT2_MODELS = ("gpt2", "gpt2-medium", "gpt2-large", "gpt2-xl")
 MAX_STEPS = 10**12
 # a run overfits if this many evaluations in a row found no lower validation loss
 OVERFITTING_EVALS = 3
+# first steps of a process, excluded from medians: caches fill, and kernels are selected
+WARMUP_STEPS = 5
 TOO_LARGE_DECAY = "reverses the sign of the weights at each step; set less than 1 /"
 
 

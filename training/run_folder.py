@@ -3,7 +3,6 @@
 docs/run-folder.md lists all files of a run. common/run_paths.py has the names of runs.
 """
 
-import json
 import math
 import os
 import secrets
@@ -27,18 +26,6 @@ def write_config(folder: Path, config: dict) -> None:
     """Write config.yaml into a folder."""
     text = yaml.safe_dump(config, sort_keys=False, allow_unicode=True)
     atomic_write(folder / "config.yaml", text)
-
-
-def read_curves(content: bytes, *keys: str) -> dict[str, dict[int, float]]:
-    """Read metrics, such as "train/loss", from the content of metrics.jsonl.
-
-    Returns {key: {step: value}}. Rows without a value are omitted.
-    """
-    rows = [json.loads(line) for line in content.splitlines()]
-    curves = {}
-    for key in keys:
-        curves[key] = {row["step"]: float(row[key]) for row in rows if row.get(key) is not None}
-    return curves
 
 
 def open_run_folder(config: "RunConfig", dist: "Dist") -> "RunFolder":

@@ -11,8 +11,7 @@ from typing import Any
 
 import torch
 
-# first steps of a process, excluded from medians: caches fill, and kernels are selected
-WARMUP_STEPS = 5
+from training.config import WARMUP_STEPS
 
 
 def synchronize(device: torch.device) -> None:

@@ -8,9 +8,9 @@ import numpy as np
 import pytest
 from comparison_helpers import LR, compare_rows, write_run, write_sweep
 
-from results.compare import print_comparison
-from results.speedup import Speedup, estimate_speedup
-from results.table import format_cell, list_notes
+from results.compare import format_cell, print_comparison
+from results.metrics import Value
+from results.speedup import estimate_speedup
 
 LENGTHS = [800, 1000, 1250]
 STEPS = 1000
@@ -22,7 +22,7 @@ def true_loss(steps):
     return 3.0 + 40 * steps**-0.5
 
 
-def estimate(loss: float, steps: int = STEPS) -> Speedup:
+def estimate(loss: float, steps: int = STEPS) -> Value:
     """The speedup of three seeds, whose losses differ from `loss` and the power law equally."""
     offsets = np.array([-0.1, 0.0, 0.1])
     curves = true_loss(np.array(LENGTHS)) + offsets[:, None]
@@ -33,7 +33,7 @@ def simulate_coverage(speedup: float, seeds: int, noise: float, time_noise: floa
     """Fraction of 1,000 simulated sweeps whose interval contains the true speedup.
 
     noise: standard deviation of single losses. time_noise: of the logarithm of single step times.
-    Both settings share an offset of each seed, and the other setting's steps take 5 % longer.
+    Both share an offset of each seed, and the variant's steps take 5 % longer than the baseline's.
     """
     generator = np.random.default_rng(seeds)
     covering = 0
@@ -60,26 +60,21 @@ def test_intervals_contain_the_true_speedup_in_simulated_sweeps(seeds, speedup, 
     assert coverage == pytest.approx(0.95, abs=0.03)
 
 
-@pytest.mark.parametrize("length", [850, 1000, 1100, 1200])
-def test_loss_of_another_length_is_reached_by_that_length(length):
-    assert estimate(true_loss(length)).value == pytest.approx(length / STEPS, rel=2e-3)
+@pytest.mark.parametrize(
+    ("length", "steps"), [(850, 1000), (1000, 1000), (1200, 1000), (1250, 1250)]
+)
+def test_loss_of_another_length_is_reached_by_that_length(length, steps):
+    """All seeds have the same offset, which cancels: the interval is narrow."""
+    result = estimate(true_loss(length), steps)
+    expected = pytest.approx(length / steps, rel=2e-3)
+    assert (result.value, result.low, result.high) == (expected, expected, expected)
 
 
-def test_setting_that_only_trains_longer_has_no_speedup():
-    result = estimate(true_loss(1250), steps=1250)
-    assert result.value == pytest.approx(1.0)
-
-
-def test_faster_steps_are_a_speedup():
+def test_single_seed_has_no_interval():
     curves = np.array([true_loss(np.array(LENGTHS))])
     losses = np.array([true_loss(STEPS)])
     result = estimate_speedup(LENGTHS, curves, losses, STEPS, np.log([1.5]))
-    assert (result.value, result.low, result.high) == (pytest.approx(1.5), None, None)
-
-
-def test_equal_offsets_of_the_seeds_cancel():
-    result = estimate(true_loss(STEPS))
-    assert (result.low, result.high) == (pytest.approx(1.0), pytest.approx(1.0))
+    assert result == Value(pytest.approx(1.5))
 
 
 @pytest.mark.parametrize(
@@ -97,79 +92,58 @@ def test_loss_outside_of_the_curve_has_a_bound(loss, expected):
     assert (result.value, result.low, result.high) == expected
 
 
-@pytest.mark.parametrize(("loss", "low", "high"), [(1.3, 1.25, None), (1.8, None, 0.8)])
-def test_bound_does_not_depend_on_the_shape_of_the_curve(loss, low, high):
-    """A cubic polynomial through these losses would turn around outside of them."""
-    curves = np.array([[1.50, 1.49, 1.44]])
-    result = estimate_speedup(LENGTHS, curves, np.array([loss]), STEPS, np.zeros(1))
-    assert result == Speedup(None, pytest.approx(low), pytest.approx(high))
-
-
-def test_bound_has_the_uncertainty_of_the_losses():
-    """The mean is beyond the longest training, but within the noise it may not be."""
-    curves = np.tile(true_loss(np.array(LENGTHS)), (3, 1))
-    losses = true_loss(1260) + np.array([-0.01, 0.0, 0.01])
-    result = estimate_speedup(LENGTHS, curves, losses, STEPS, NO_TIME_DIFFERENCE)
-    assert result.value is None
-    assert 1.0 < result.low < 1.25
-
-
-HARDLY_BEYOND = np.array([0.04, 0.005, 0.03])  # all seeds are beyond, but by less than their noise
-TWO_LENGTHS = ([800, 1000], np.array([[2.0, 1.0]] * 3))
-
-
-def test_bound_is_wide_if_the_loss_is_hardly_below_the_curve():
-    losses = 1.0 - HARDLY_BEYOND
-    result = estimate_speedup(*TWO_LENGTHS, losses, STEPS, NO_TIME_DIFFERENCE)
-    assert result.value is None
-    assert result.low < 1.0
-
-
-def test_bound_is_wide_if_the_loss_is_hardly_above_the_curve():
-    losses = 2.0 + HARDLY_BEYOND
-    result = estimate_speedup(*TWO_LENGTHS, losses, STEPS, NO_TIME_DIFFERENCE)
-    assert result.value is None
-    assert result.high > 0.8
-
-
-@pytest.mark.parametrize("loss", [0.5, 2.5])
-def test_bound_has_the_uncertainty_of_the_step_times(loss):
-    losses = np.full(3, loss)
-    exact = estimate_speedup(*TWO_LENGTHS, losses, STEPS, NO_TIME_DIFFERENCE)
-    noisy = estimate_speedup(*TWO_LENGTHS, losses, STEPS, np.array([-0.1, 0.0, 0.1]))
-    if loss < 1:
-        assert noisy.low < exact.low
-    else:
-        assert noisy.high > exact.high
+@pytest.mark.parametrize(
+    ("distances", "times"),
+    [
+        ([0.04, 0.005, 0.03], [0.0, 0.0, 0.0]),  # less than the noise of the losses
+        ([0.5, 0.5, 0.5], [-0.1, 0.0, 0.1]),
+    ],
+    ids=["losses", "step times"],
+)
+def test_bound_has_the_uncertainty(distances, times):
+    """Without it, the bounds are 1 and 0.8."""
+    data = ([800, 1000], np.array([[2.0, 1.0]] * 3))
+    better = estimate_speedup(*data, 1.0 - np.array(distances), STEPS, np.array(times))
+    worse = estimate_speedup(*data, 2.0 + np.array(distances), STEPS, np.array(times))
+    assert better.low < 1.0
+    assert worse.high > 0.8
 
 
 def write_runs(folder: Path, curve: dict[int, float], other: float, **facts) -> list[Path]:
-    """Three seeds of a first setting with several train.steps, and of a setting with 100 steps.
+    """Three seeds of a baseline with several train.steps, and of a variant with 100 steps.
 
-    curve: losses by train.steps. other: loss of the other setting. facts: of the other setting.
+    curve: losses by train.steps. other: loss of the variant. facts: of the variant.
     """
     runs = []
     for seed in (1, 2, 3):
         offset = seed / 10
         for steps, loss in curve.items():
             changes = {"train.steps": steps}
-            name = folder / f"a{steps}-{seed}"
-            options = {"losses": [3.0] * 9, "val": loss + offset, "changes": changes}
-            runs.append(write_run(name, seed, **options, step=steps))
-        changes = LR | {"train.steps": 100}
-        name = folder / f"b{seed}"
-        options = {"losses": [3.0] * 9, "val": other + offset, "changes": changes, "step": 100}
-        runs.append(write_run(name, seed, **(options | facts)))
+            options = {"val": loss + offset, "changes": changes, "step": steps}
+            runs.append(write_run(folder / f"a{steps}-{seed}", seed, losses=[3.0] * 9, **options))
+        options = {"losses": [3.0] * 9, "changes": LR | {"train.steps": 100}, "step": 100}
+        runs.append(write_run(folder / f"b{seed}", seed, val=other + offset, **(options | facts)))
     return runs
 
 
 CURVE = {100: 2.0, 50: 3.0, 200: 1.0}
 
 
-def test_rows_have_speedups_except_those_of_the_first_setting(tmp_path):
+def get_problem(runs: list[Path]) -> str | None:
+    """Why the last variant has no speedup."""
+    return compare_rows(runs)[-1]["speedup_problem"].value
+
+
+def set_loss(run: Path, loss: float) -> None:
+    summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
+    text = json.dumps(summary | {"last_val_loss": loss})
+    (run / "summary.json").write_text(text, encoding="utf-8")
+
+
+def test_variants_have_speedups_except_the_lengths_of_the_baseline(tmp_path):
     rows = compare_rows(write_runs(tmp_path, CURVE, 1.0001))
-    cells = {row.setting.split(":")[0]: format_cell(row, "speedup") for row in rows}
-    assert cells == {"a100-1": "–", "a50-1": "–", "a200-1": "–", "b1": "2.00 (2.00–2.00)"}  # noqa: RUF001
+    cells = [format_cell(row, "speedup") for row in rows]
+    assert cells == ["–", "–", "–", "2.00 (2.00–2.00)"]  # noqa: RUF001
 
 
 @pytest.mark.parametrize(
@@ -179,33 +153,21 @@ def test_rows_have_speedups_except_those_of_the_first_setting(tmp_path):
 )
 def test_cell_has_the_bound_of_a_loss_outside_of_the_curve(tmp_path, curve, loss, cell):
     row = compare_rows(write_runs(tmp_path, curve, loss))[-1]
-    assert format_cell(row, "speedup per step") == cell
+    assert format_cell(row, "speedup") == cell
 
 
-def problem(runs: list[Path]) -> str:
-    return compare_rows(runs)[-1].speedup_problem
-
-
-def test_speedup_needs_losses_that_fall(tmp_path):
-    assert "do not clearly have lower losses" in problem(write_runs(tmp_path, {100: 1, 200: 1}, 1))
-
-
-def set_loss(run: Path, loss: float) -> None:
-    summary = json.loads((run / "summary.json").read_text(encoding="utf-8"))
-    text = json.dumps(summary | {"last_val_loss": loss})
-    (run / "summary.json").write_text(text, encoding="utf-8")
-
-
-def test_speedup_needs_losses_that_fall_without_any_one_seed(tmp_path):
+@pytest.mark.parametrize("losses", [(2.0, 2.0), (2.1, 1.0)], ids=["none", "without one seed"])
+def test_speedup_needs_losses_that_fall_without_any_one_seed(tmp_path, losses):
     runs = write_runs(tmp_path, {100: 2.0, 200: 2.01}, 2.0)
-    set_loss(tmp_path / "a200-1", 1.0)
-    assert "do not clearly have lower losses" in problem(runs)
+    set_loss(tmp_path / "a100-1", losses[0])
+    set_loss(tmp_path / "a200-1", losses[1])
+    assert "do not clearly have lower losses" in get_problem(runs)
 
 
 def test_losses_of_single_seeds_may_rise(tmp_path):
     runs = write_runs(tmp_path, {100: 2.0, 200: 1.0}, 1.5)
     set_loss(tmp_path / "a200-1", 2.2)
-    assert problem(runs) == ""
+    assert get_problem(runs) is None
 
 
 def test_length_without_all_seeds_is_ignored(tmp_path):
@@ -217,22 +179,29 @@ def test_length_without_all_seeds_is_ignored(tmp_path):
 def test_run_that_ended_early_has_no_speedup(tmp_path):
     """Time limits and train.patience end runs before train.steps."""
     row = compare_rows(write_runs(tmp_path, CURVE, 1.5, step=99))[-1]
-    assert row.speedup is None
+    assert row["speedup"] == Value()
 
 
-def test_different_devices_have_a_speedup_per_step_only(tmp_path):
-    row = compare_rows(write_runs(tmp_path, CURVE, 1.5, device_name="another chip"))[-1]
-    assert "the devices differ" in row.speedup_problem
-    assert row.speedup is None
-    assert row.speedup_per_step == pytest.approx(1.41, abs=0.01)
+@pytest.mark.parametrize(
+    ("facts", "problem"),
+    [
+        ({"device_name": "another chip"}, "the devices differ"),
+        ({"losses": [3.0] * 30}, "step times vary"),  # from 16 to 40 ms
+        ({"losses": []}, "are missing"),
+    ],
+)
+def test_times_that_cannot_be_compared_have_a_speedup_per_step_only(tmp_path, facts, problem):
+    row = compare_rows(write_runs(tmp_path, CURVE, 1.5, **facts))[-1]
+    assert problem in row["speedup_problem"].value
+    assert row["speedup"] == Value()
+    assert row["speedup_per_step"].value == pytest.approx(1.41, abs=0.01)
 
 
-def test_noisy_step_times_have_no_speedup(tmp_path):
-    runs = write_runs(tmp_path, CURVE, 1.5, losses=[3.0] * 30)  # step times from 16 to 40 ms
-    row = compare_rows(runs)[-1]
-    assert "step times vary" in row.speedup_problem
-    assert row.speedup is None
-    assert row.speedup_per_step == pytest.approx(1.41, abs=0.01)
+def test_faster_steps_are_a_larger_speedup_than_per_step(tmp_path):
+    """The baseline's median step takes 17.5 ms, and that of the variant 16 ms."""
+    row = compare_rows(write_runs(tmp_path, CURVE, 1.5, losses=[3.0] * 6))[-1]
+    ratio = row["speedup"].value / row["speedup_per_step"].value
+    assert ratio == pytest.approx(17.5 / 16)
 
 
 def test_advice_is_the_command_that_trains_other_lengths(tmp_path):
@@ -244,27 +213,22 @@ def test_advice_is_the_command_that_trains_other_lengths(tmp_path):
         changes = changes | {"train.steps": 100}
         write_run(sweep / job, losses=[3.0] * 9, changes=changes, command=command, step=100)
     advice = "python train.py -m model=gpt2 optimizer.lr=0.001 seed=1 train.steps=80,125 name=s"
-    assert advice in problem([sweep])
+    assert advice in get_problem([sweep])
 
 
-def test_advice_is_printed_on_one_line(tmp_path, capsys):
+def test_advice_is_printed_once_and_on_one_line(tmp_path, capsys):
     rows = compare_rows(write_runs(tmp_path, {100: 1}, 2))
-    print_comparison(rows, tmp_path)
-    (advice,) = [note for note in list_notes(rows) if "train.steps=80,125" in note]
-    assert advice in capsys.readouterr().out.splitlines()
-
-
-def test_advice_is_printed_once(tmp_path):
-    rows = compare_rows(write_runs(tmp_path, {100: 1}, 2))
-    assert sum("train.steps=80,125" in note for note in list_notes([*rows, rows[-1]])) == 1
+    print_comparison([*rows, rows[-1]], tmp_path)
+    lines = capsys.readouterr().out.splitlines()
+    assert lines.count(rows[-1]["speedup_problem"].value) == 1
 
 
 def test_implementations_of_one_function_get_no_advice(tmp_path):
     runs = write_runs(tmp_path, {100: 1}, 1, changes={"train.steps": 100, "compile": True})
-    assert problem(runs) == ""
+    assert get_problem(runs) is None
 
 
 def test_time_limit_without_steps_has_no_speedup(tmp_path):
     changes = {"train.steps": None, "train.minutes": 1}
     runs = [write_run(tmp_path / "a", changes=changes), write_run(tmp_path / "b", changes=LR)]
-    assert compare_rows(runs)[-1].speedup is None
+    assert compare_rows(runs)[-1]["speedup"] == Value()

@@ -10,7 +10,7 @@ import numpy as np
 import pytest
 import torch
 import torch.nn.functional as F
-from helpers import load, metrics, summary
+from helpers import load, metrics, summary, untimed
 from run_helpers import train_in, val_losses
 
 from data import tokenizer
@@ -172,3 +172,16 @@ def test_attention_of_several_documents_is_measured(train, workdir):
     assert train("name=a", *settings) == 0
     assert metrics("a")[1]["attention/entropy"] > 0
     assert Path("runs/a", metrics("a")[1]["attention_maps"]).exists()
+
+
+def test_attention_statistics_do_not_change_training(train):
+    """Of dropout and of the samples, too."""
+    settings = ["dtype=bfloat16", "model.dropout=0.2", "optimizer=adamw"]
+    assert train("name=a", "eval.attention_stats=true", *settings) == 0
+    assert train("name=b", *settings) == 0
+    rows = [
+        {key: value for key, value in row.items() if not key.startswith("attention")}
+        for row in metrics("a")
+    ]
+    assert rows != metrics("a")
+    assert untimed(rows) == untimed(metrics("b"))

@@ -245,12 +245,6 @@ def test_report_prints_how_an_interrupted_run_resumes(run, capsys):
     assert capsys.readouterr().err == "train.py: saved at step 3\n"
 
 
-def test_report_plots_the_losses(run):
-    Path("runs/a/loss.png").unlink()
-    report(run)
-    assert Path("runs/a/loss.png").exists()
-
-
 def test_only_rank_0_reports(run, capsys):
     run.is_main = False
     assert report(run) == 0

@@ -11,7 +11,7 @@ from helpers import TEXT, summary
 
 from common.errors import TrainingFailed, UserError
 from training.config import RunConfig
-from training.run_folder import RunFolder, open_run_folder, read_curves
+from training.run_folder import RunFolder, open_run_folder
 from training.runtime import Dist
 
 
@@ -236,12 +236,3 @@ def test_run_that_is_interrupted_before_its_start_leaves_no_folder(train, monkey
     monkeypatch.setattr("train.build_data", interrupt)
     assert train("name=b") == 75
     assert not Path("runs").exists()
-
-
-def test_curve_has_the_rows_with_a_value():
-    content = b"""{"step": 0, "val/loss": 3}
-{"step": 1}
-{"step": 2, "val/loss": null}
-{"step": 3, "val/loss": 2.5}
-"""
-    assert read_curves(content, "val/loss") == {"val/loss": {0: 3.0, 3: 2.5}}

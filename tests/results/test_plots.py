@@ -1,0 +1,58 @@
+"""The plots of runs, loss.png, and of comparisons, comparison.png."""
+
+import json
+from pathlib import Path
+
+import pytest
+from comparison_helpers import KERNEL, write_run
+
+from results import plots
+from results.compare import compare_variants
+from results.plots import plot_comparison, plot_run
+from results.read import read_variants
+
+# Two dollar signs are a formula for matplotlib; the last character is a byte that is not UTF-8.
+LONG = "a-very-long-name-of-a-model-that-fits-nowhere-$^$-\udce9" * 3
+
+
+def write_metrics(folder: Path, *rows: dict) -> None:
+    text = "".join(json.dumps(row) + "\n" for row in rows)
+    (folder / "metrics.jsonl").write_text(text, encoding="utf-8")
+
+
+@pytest.mark.parametrize(
+    "row",
+    [{"step": 1}, {"step": 1, "train/loss": 2.0}, {"step": 1, "val/loss": 2.0}],
+    ids=["no loss", "training loss", "validation loss"],
+)
+def test_losses_of_a_run_are_plotted(tmp_path, row):
+    write_metrics(tmp_path, row)
+    plot_run(tmp_path)
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+
+
+@pytest.mark.parametrize("count", [0, 1, 12])
+def test_plot_draws_any_number_of_variants_and_a_refused_one(tmp_path, count):
+    changes = [{"model.name": f"{LONG}{index}"} for index in range(count)]
+    folders = [write_run(tmp_path / f"{n}", changes=changes[n]) for n in range(count)]
+    folders.append(write_run(tmp_path / "no", status="refused", error="no", changes=KERNEL))
+    variants = read_variants(folders)
+    plot_comparison(variants, compare_variants(variants), tmp_path / "a.png")
+    png = (tmp_path / "a.png").read_bytes()
+    assert int.from_bytes(png[16:20]) == 1500  # width in pixels
+    assert 900 <= int.from_bytes(png[20:24]) <= 1800
+
+
+def test_validation_loss_is_the_mean_of_the_seeds_without_the_first_evaluation(
+    tmp_path, monkeypatch
+):
+    figures = []
+    monkeypatch.setattr(plots, "save_figure", lambda figure, path: figures.append(figure))
+    folders = [write_run(tmp_path / f"run{seed}", seed) for seed in (1, 2)]
+    for seed, folder in enumerate(folders, 1):
+        write_metrics(folder, *({"step": step, "val/loss": 9 - step + seed} for step in range(7)))
+    variants = read_variants(folders)
+    plot_comparison(variants, compare_variants(variants), tmp_path / "a.png")
+    (line,) = figures[0].axes[0].lines
+    assert line.get_xdata().tolist() == [1, 2, 3, 4, 5, 6]
+    assert line.get_ydata().tolist() == [9.5, 8.5, 7.5, 6.5, 5.5, 4.5]
