@@ -1,156 +1,135 @@
-"""Rows of attention.csv, their ranking, and the recommendation of the fastest backends.
+"""The results of a bench: the fastest backends, the table in the terminal, and attention.png."""
 
-The first backend of the rows is the baseline. The other backends are compared with it.
-"""
+from pathlib import Path
 
-import statistics
-from dataclasses import dataclass
+from common.console import PlainConsole, format_number, make_table
+from common.plots import (
+    GREY,
+    label_log_axis,
+    line_style,
+    make_figure,
+    save_figure,
+    style_axes,
+)
+from model.attention import NON_SOFTMAX
 
-from attention_bench.config import CAUSAL
-from common.console import format_number
-from model.config import ATTENTION_TYPES
-
-FINISHED = "finished"
-REFUSED = "refused"
-OUT_OF_MEMORY = "out of memory"
-TIME_LIMIT = "time limit"
-FAILED = "failed"
-NO_ATTENTION = "none"  # the row of phase step whose layers compute no attention
-NOT_RANKED = {*ATTENTION_TYPES, NO_ATTENTION}  # rows that do not compute softmax attention
-MAX_SPREAD = 1.5  # upper / lower quartile of times; a larger ratio means that the machine was busy
-MAX_TIE_RATIO = 1.1  # two backends count as equally fast up to this ratio of their medians
-
-
-@dataclass(kw_only=True)
-class Timing:
-    """A row of attention.csv: the measurements of one backend, phase, mask, dtype and T.
-
-    Unknown values are None.
-    """
-
-    backend: str  # as requested
-    resolved: str | None = None  # the kernel that ran
-    status: str  # FINISHED, REFUSED, OUT_OF_MEMORY, TIME_LIMIT or FAILED
-    reason: str | None = None  # why the row is not finished
-    phase: str
-    mask: str
-    device: str
-    dtype: str
-    B: int
-    T: int  # number of keys
-    H: int
-    G: int
-    D: int
-    Dv: int
-    ms_median: float | None = None  # milliseconds of a call, without compilation
-    ms_q1: float | None = None
-    ms_q3: float | None = None
-    flops_per_second: float | None = None
-    # of a call, besides its inputs; in phase step, besides model and optimizer
-    peak_memory_bytes: int | None = None
-    error_y: float | None = None  # largest absolute difference from the float64 reference
-    error_gradients: float | None = None  # the same, of dq, dk and dv
-    # seconds of the first call, which loads libraries, and compiles what needs it
-    first_call_s: float | None = None
-
-    @property
-    def is_finished(self) -> bool:
-        return self.status == FINISHED
-
-    @property
-    def is_noisy(self) -> bool:
-        """Whether the times vary so much that the row cannot be ranked."""
-        return self.is_finished and self.ms_q3 > MAX_SPREAD * self.ms_q1
-
-    @property
-    def problem(self) -> str | None:
-        """Why the row is not ranked."""
-        if not self.is_finished:
-            return self.status
-        return "times vary" if self.is_noisy else None
-
-    @property
-    def title(self) -> str:
-        return self.phase if self.mask == CAUSAL else f"{self.phase}, {self.mask}"
-
-    def format_ms(self) -> str:
-        """Milliseconds: "12.3 (11.9-13.0)". A row that is not finished has its status."""
-        if not self.is_finished:
-            return self.status
-        q1 = format_number(self.ms_q1)
-        return f"{format_number(self.ms_median)} ({q1}-{format_number(self.ms_q3)})"
+MS_COLUMNS = ("ms_median", "ms_q1", "ms_q3")
+MIN_PLOTTED_BYTES = 2**16  # smaller values of Linux's counters are noise
+LEGEND = (
+    "kernel: the one that ran. ms: median time of a call (quartiles), without compilation.",
+    "MiB: memory of a call, besides its inputs.",
+    "error: largest absolute difference of y from naive in float64; of gradients: dq, dk and dv.",
+)
 
 
-def group_rows(rows: list[Timing], *columns: str) -> dict[tuple, list[Timing]]:
+def describe_case(row: dict) -> str:
+    """The phase, mask, dtype and T of a row."""
+    return f"{row['phase']}, {row['mask']}, {row['dtype']}, T = {row['T']:,}"
+
+
+def group_rows(rows: list[dict], *columns: str) -> dict[tuple, list[dict]]:
     """Group rows by the values of some columns, in order of appearance."""
-    groups: dict[tuple, list[Timing]] = {}
+    groups: dict[tuple, list[dict]] = {}
     for row in rows:
-        key = tuple(getattr(row, column) for column in columns)
+        key = tuple(row[column] for column in columns)
         groups.setdefault(key, []).append(row)
     return groups
 
 
-def rank_by_time(rows: list[Timing]) -> tuple[list[list[Timing]], list[list[Timing]]]:
-    """Sort the kernels of one phase, dtype and T by time. Returns (fastest, slower kernels).
+def find_fastest(rows: list[dict]) -> list[dict]:
+    """The rows with the smallest median of each phase, mask, dtype and T.
 
-    A kernel has the rows of all backends that ran it. Rows whose times vary widely are not ranked.
-    If one of them could be the fastest, nothing is ranked.
-    A kernel is as fast as the first one if their quartiles overlap, or if the ratio of their
-    medians is at most MAX_TIE_RATIO.
+    Linear attention is left out, because it changes the results.
     """
-    ranked = [row for row in rows if row.is_finished and not row.is_noisy]
-    kernels = list(group_rows(ranked, "resolved").values())
-    kernels.sort(key=_mean_ms)
-    noisy = [row for row in rows if row.is_noisy]
-    if kernels and any(row.ms_q1 < _mean_ms(kernels[0]) for row in noisy):
-        return [], []
-    fastest = []
-    for kernel in kernels:
-        best = kernels[0]
-        quartiles_overlap = min(row.ms_q1 for row in kernel) <= max(row.ms_q3 for row in best)
-        if quartiles_overlap or _mean_ms(kernel) <= MAX_TIE_RATIO * _mean_ms(best):
-            fastest.append(kernel)
-    return fastest, [kernel for kernel in kernels if kernel not in fastest]
+    ranked = [row for row in rows if row["ms_median"] and row["backend"] not in NON_SOFTMAX]
+    cases = group_rows(ranked, "phase", "mask", "dtype", "T").values()
+    return [min(case, key=lambda row: row["ms_median"]) for case in cases]
 
 
-def _mean_ms(kernel: list[Timing]) -> float:
-    return statistics.mean(row.ms_median for row in kernel)
+def print_results(rows: list[dict]) -> None:
+    """Print a table per phase, mask and dtype, a legend, and why rows are not finished."""
+    console = PlainConsole()
+    fastest = find_fastest(rows)
+    for titles, group in group_rows(rows, "phase", "mask", "dtype").items():
+        headers = ("T", "backend", "kernel", "", "ms (quartiles)", "MiB", "error", "of gradients")
+        table = make_table(*headers, left=4)
+        for row in group:
+            memory = row["peak_memory_bytes"]
+            table.add_row(
+                f"{row['T']:,}",
+                row["backend"],
+                row["resolved"],
+                "fastest" if row in fastest else "",
+                format_ms(row),
+                format_optional(memory and memory / 2**20, ",.1f"),
+                format_optional(row["error_y"], ".1e"),
+                format_optional(row["error_gradients"], ".1e"),
+            )
+        console.print(", ".join(titles), style="bold")
+        console.print(table)
+    failed = [row for row in rows if row["status"] != "finished"]
+    reasons = [f"{row['backend']}: {row['status']}: {row['reason']}" for row in failed]
+    for line in [*LEGEND, *dict.fromkeys(reasons)]:
+        console.print_text(line)
 
 
-def recommend(rows: list[Timing]) -> list[tuple[str, str, str]]:
-    """Recommend the fastest backends. Returns lines of (phase and dtype, T, recommendation).
+def format_ms(row: dict) -> str:
+    """Milliseconds: "12.3 (11.9-13.0)". A row that is not finished has its status."""
+    if row["status"] != "finished":
+        return row["status"]
+    q1 = format_number(row["ms_q1"])
+    return f"{format_number(row['ms_median'])} ({q1}-{format_number(row['ms_q3'])})"
 
-    Phases are in reverse order: training steps come first. Linear attention is omitted, because it
-    changes the results.
+
+def format_optional(value: float | None, spec: str) -> str:
+    return "" if value is None else f"{value:{spec}}"
+
+
+def plot_results(rows: list[dict], environment: dict, path: Path) -> None:
+    """Plot time and memory over T into a PNG file, with a column per phase and mask.
+
+    The band is between the quartiles. environment: of describe_environment.
     """
-    lines = []
-    for (phase, dtype), phase_rows in reversed(group_rows(rows, "title", "dtype").items()):
-        for (T,), group in group_rows(phase_rows, "T").items():
-            ranked = [row for row in group if row.backend not in NOT_RANKED]
-            if ranked:
-                lines.append((f"{phase}, {dtype}", f"T = {T:,}", _describe_fastest(ranked)))
-    return lines
+    columns = group_rows(rows, "phase", "mask")
+    keys = list(group_rows(rows, "backend", "dtype"))
+    figure = make_figure(max(5.0, 3.0 * len(columns)), 6.4)
+    scales = {"xscale": "log", "yscale": "log"}
+    panels = figure.subplots(2, len(columns), squeeze=False, sharex=True, subplot_kw=scales)
+    for (top, bottom), ((phase, mask), panel_rows) in zip(panels.T, columns.items(), strict=True):
+        style_axes(top, f"{phase}, {mask}")
+        style_axes(bottom, "")
+        bottom.set_xlabel("T, tokens")
+        for key, line in group_rows(panel_rows, "backend", "dtype").items():
+            style = line_style(keys.index(key), len(keys), max_width=2.6) | {"marker": "o"}
+            finished = [row for row in line if row["status"] == "finished"]
+            median, q1, q3 = ([row[column] for row in finished] for column in MS_COLUMNS)
+            T = [row["T"] for row in finished]
+            top.plot(T, median, label=make_label(line), **style)
+            top.fill_between(T, q1, q3, color=style["color"], alpha=0.15, linewidth=0)
+            measured = [row for row in line if (row["peak_memory_bytes"] or 0) >= MIN_PLOTTED_BYTES]
+            MiB = [row["peak_memory_bytes"] / 2**20 for row in measured]
+            bottom.plot([row["T"] for row in measured], MiB, **style)
+    for axes in panels.flat:
+        label_log_axis(axes.yaxis)
+        axes.minorticks_off()
+    Ts = sorted({row["T"] for row in rows})
+    panels[0, 0].set_xticks(Ts, [f"{T:,}" for T in Ts])
+    panels[0, 0].set_ylabel("time, ms")
+    panels[1, 0].set_ylabel("memory besides the inputs, MiB")
+    legend = panels[0, 0].get_legend_handles_labels()
+    figure.legend(*legend, loc="outside lower center", ncols=len(columns), frameon=False)
+    figure.suptitle(make_title(rows[0], environment), fontsize=10, color=GREY)
+    save_figure(figure, path)
 
 
-def _describe_fastest(rows: list[Timing]) -> str:
-    """Name the fastest backends: "flash or sdpa (same kernel), 2.7 times as fast as naive".
+def make_label(line: list[dict]) -> str:
+    """A backend, and the kernels that ran, or why there are none: "sdpa → flash, float32"."""
+    kernels = dict.fromkeys(row["resolved"] or row["status"] for row in line)
+    return f"{line[0]['backend']} → {', '.join(kernels)}, {line[0]['dtype']}"
 
-    rows: at one T. The first one is the baseline.
-    """
-    fastest, slower = rank_by_time(rows)
-    names = sorted(row.backend for kernel in fastest for row in kernel)
-    sentence = " or ".join(names) or "not ranked"
-    if len(fastest) > 1:
-        sentence += " (equal)"
-    elif len(names) > 1:
-        sentence += " (same kernel)"
-    # if the baseline is one of the fastest, the fastest of the others
-    baseline = next((kernel for kernel in slower if rows[0] in kernel), None)
-    if slower and any(rows[0] in kernel for kernel in fastest):
-        baseline = slower[0]
-    if baseline is not None:
-        ratio = _mean_ms(baseline) / _mean_ms(fastest[0])
-        sentence += f", {ratio:.1f} times as fast as "
-        sentence += " and ".join(row.backend for row in baseline)
-    problems = [f"{row.backend}: {row.problem}" for row in rows if row.problem]
-    return "; ".join([sentence, *problems])
+
+def make_title(row: dict, environment: dict) -> str:
+    """The shapes of all rows, and the machine."""
+    shapes = f"H = {row['H']}, G = {row['G']}, D = {row['D']}, Dv = {row['Dv']}"
+    machine = f"{environment['device_name']}, {environment['threads']} threads"
+    return f"{shapes}\n{machine}, torch {environment['versions']['torch']}"

@@ -24,9 +24,9 @@ from torch.utils.benchmark import Timer
 
 sys.path.insert(0, str(Path(__file__).parent.parent))
 
-from attention_bench.cases import build_groups
+
 from attention_bench.config import BenchConfig
-from attention_bench.measure import measure
+from attention_bench.measure import list_cases, measure
 
 ROUNDS = 5
 SECONDS_PER_ROUND = 0.5
@@ -104,8 +104,8 @@ def time_with_bench(variant: str, phase: str, T: int) -> float:
         head_size=D,
         seconds=SECONDS_PER_ROUND,
     )
-    ((case,),) = build_groups(config, torch.device("cpu"))
-    _, seconds = measure(case, config, Path("no reference"))
+    ((case,),) = list_cases(config, torch.device("cpu"))
+    _, seconds = measure(case, config)
     return statistics.median(seconds)
 
 

@@ -67,7 +67,7 @@ if has backends; then
 fi
 if has bench; then
   check "bench" 99 $python bench.py device=cuda name="$name" "dtypes=[bfloat16]" \
-    "block_sizes=[1024,4096]" batch_size=16 compile=false rounds=3 seconds=0.1 ${BENCH:-}
+    "block_sizes=[1024,4096]" batch_size=16 rounds=3 seconds=0.1 ${BENCH:-}
 fi
 if has nanogpt || has generation; then
   nanogpt=${NANOGPT:-$work/nanoGPT}

@@ -197,6 +197,6 @@ def cpu_count() -> int:
 
 
 def call_glibc(function: str, *arguments: int) -> None:
-    """Call a function of malloc in glibc. Without glibc, do nothing."""
+    """Call a function of glibc, such as mallopt. Without glibc, do nothing."""
     if platform.libc_ver()[0] == "glibc":
         getattr(ctypes.CDLL(None), function)(*arguments)
